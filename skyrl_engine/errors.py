@@ -223,6 +223,10 @@ class Refusals:
     def __bool__(self) -> bool:
         return bool(self._errors)
 
+    def has_named(self, text: str) -> bool:
+        """Say whether an error that was collected names this text."""
+        return any(text in str(error) for error in self._errors)
+
     def collect(self) -> "_Collecting":
         """Return a context in which an EngineError is kept, unless it is there already; what comes after the context goes on."""
         return _Collecting(self._errors)

@@ -239,7 +239,7 @@ def test_files_models_and_lengths_are_refused_together(plan, trainer) -> None:
     expected = ["./nowhere".removeprefix("."), "torch finds no CUDA device"]
     if trainer == "rl":
         wrong += ["environments.0.data=./absent.jsonl", "environments.0.reward=./absent.py:right", "reward_model.path=./no_judge"]
-        expected += ["absent", "/no_judge"]
+        expected += ["absent.jsonl", "absent.py", "/no_judge"]
     else:
         wrong += ["data.train=./absent.jsonl", "data.eval=./absent_too.jsonl"]
         expected += ["absent.jsonl", "absent_too.jsonl"]

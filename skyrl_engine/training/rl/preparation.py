@@ -10,6 +10,8 @@ import numpy as np
 from attrs import evolve, frozen
 
 from skyrl_engine.config import ResolvedConfig, SelectedPlugin
+from skyrl_engine.config.reading.origins import dotted
+from skyrl_engine.config.reading.places import absent_places
 from skyrl_engine.config.schema import EngineConfig, RlConfig
 from skyrl_engine.contracts.kinds.advantage import Advantage
 from skyrl_engine.contracts.kinds.context import FactoryContext
@@ -242,11 +244,24 @@ def _environment_parts(
     """Make the environments and read their tasks, each on its own; those that cannot are left out."""
     parts: list[Part[Environment]] = []
     for number, each in enumerate(environments):
+        made = len(parts)
         with refusals.collect():
             part: Part[Environment] = each.part(f"environments[{number}]", context)
             refuse_no_task(part, tasks_in(part, "train"), trains=trains)
             parts.append(part)
+        if len(parts) == made:
+            _refuse_absent_places(each, number, refusals)
     return parts
+
+
+def _refuse_absent_places(environment: SelectedPlugin, number: int, refusals: Refusals) -> None:
+    """Collect the files of an environment that are not there: making it stops at the first."""
+    if environment.options is None:
+        return
+    for key, place in absent_places(environment.options, ("environments", number)):
+        with refusals.collect():
+            if not refusals.has_named(place):
+                raise ConfigError([Problem(dotted(key), f"there is nothing at {place}", "Correct the path")])
 
 
 def _plan_any_batch(assembly: Assembly, layout: Layout, settings: RlConfig, rollouts: Sampled | Recording | None) -> None:
