@@ -1,4 +1,4 @@
-"""What comes from data, models, files and plugins does nothing to a terminal or a log: an attack on every command, from every side."""
+"""Data, models, files and plugins do nothing to a terminal or a log: an attack on every command, from every side."""
 
 import ast
 import json
