@@ -40,6 +40,8 @@ class Options:
     constant: float | None = field(default=None, kw_only=True)
     failing: bool = field(default=False, kw_only=True)
     delay: bool = field(default=False, kw_only=True)
+    jitter: float = field(default=0.0, kw_only=True)  # seconds at most, other ones in every run
+    words: int = field(default=6, kw_only=True)  # of an answer, at most
     dies: str = field(default="", kw_only=True)  # kills itself in a second turn, once for every byte of this file
 
 
@@ -53,6 +55,7 @@ class Episode:
     def step(self, action):
         if self.options.delay:
             time.sleep((self.seed >> 3) % 5 / 200)
+        time.sleep(int.from_bytes(os.urandom(2)) / 2**16 * self.options.jitter)
         if self.options.failing and self.task.key == "2" and self.seed % 3 == 0:
             raise ValueError("this one fails")
         if self.options.dies and action.turn and os.path.getsize(self.options.dies):
@@ -65,7 +68,7 @@ class Episode:
         answer = {"answer": str(int(worth))}
         if action.turn + 1 >= self.options.turns:
             return StepResult(worth, success=worth > 3, info=answer)
-        more = {"role": "user", "content": "more" * (1 + self.seed % 6)}
+        more = {"role": "user", "content": "more" * (1 + self.seed % self.options.words)}
         return StepResult(worth / 4, done=False, messages=(more,), info=answer)
 
     def close(self):

@@ -32,9 +32,18 @@ ARCHITECTURES = {
     "gpt_oss": {**MOE, "sliding_window": 6},
     "deepseek_v3": LATENT,
     "mamba": {"hidden_size": 32},
+    "qwen3_next": {
+        **MOE,
+        "shared_expert_intermediate_size": 32,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "layer_types": ["linear_attention", "full_attention"],
+    },
 }
 QUICK = {"qwen3", "llama", "gemma3_text"}
-READ_ANEW = {"mamba"}
+READ_ANEW = {"mamba", "qwen3_next"}
 """Architectures that keep more than keys and values."""
 
 

@@ -1,79 +1,173 @@
-"""A row's tokens and log-probabilities do not tell what was sampled beside it: bit for bit, on a CPU."""
-
-from itertools import product
+"""A row's tokens and log-probabilities do not tell what was sampled beside it: bit for bit, on a CPU, for every family and length."""
 
 import numpy as np
 import pytest
 import torch
 from by_day import now
-from sampled_models import ARCHITECTURES, QUICK, write
+from sampled_models import ARCHITECTURES, QUICK, READ_ANEW, write
+from torch import nn
 from transformers import AutoModelForCausalLM
 
 from skyrl_engine.contracts import GenerationRequest, Sampling
-from skyrl_engine_generators.alike import NAME, ROWS, filled_rows
+from skyrl_engine_generators.alike import (
+    EAGER,
+    EXPERTS,
+    PLACES,
+    ROWS,
+    SDPA,
+    AlignedActivation,
+    BatchInvariance,
+    ask_filled_experts,
+    attend_in_blocks,
+    filled_rows,
+)
 from skyrl_engine_generators.loop import SampledRow, SlotLoop
-from skyrl_engine_generators.rows import CachedRows
+from skyrl_engine_generators.rows import CachedRows, ReadRows
 from skyrl_engine_generators.stops import StopRule
 
-OTHERS = {"qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "gemma2", "mamba"}
-"""Experts compute the tokens that are sent to them, few or many; gemma2 attends by products of its own; mamba's scan depends on the shape."""
+LONGEST = 1024
+LENGTHS = {False: (1, 7, 16, 60, 127, 128, 129, 190, 193, 250, 330, 530, 800), True: (1, 7, 30, 70)}
+"""Prompt tokens of cached rows, and of rows that are read again: kernels change at 192 and 768 queries and every 192 keys on this torch."""
 
 
-def requests():
+def requests(lengths, vocabulary=128):
     draw = np.random.default_rng(1)
     made = []
-    for group in range(12):
-        prompt = draw.integers(0, 128, int(draw.integers(1, 70))).astype(np.int32)
-        for member in range(int(draw.integers(1, 4))):
-            sampling = Sampling(max_tokens=int(draw.integers(1, 30)), ignore_eos=True, temperature=(1.0, 0.7)[member % 2])
+    for group, length in enumerate(lengths):
+        prompt = draw.integers(0, vocabulary, length).astype(np.int32)
+        for member in range(1 + group % 3):
+            sampling = Sampling(max_tokens=2 + 7 * len(made) % 11, ignore_eos=True, temperature=(1.0, 0.7)[member % 2])
             made.append(GenerationRequest(len(made), prompt, sampling, seed=len(made), prefix_group=group))
     return made
 
 
 @torch.inference_mode()
-def sampled(rows, slots, arrivals):
+def sampled(rows, slots, arrivals, waiting):
     """Sample all requests; `arrivals(n)` is how many more arrive while n are under way."""
-    loop, waiting, got = SlotLoop(rows, slots), requests(), {}
+    loop, got = SlotLoop(rows, slots), {}
     while waiting or len(loop):
-        for request in waiting[: (now := arrivals(len(loop)))]:
+        for request in waiting[: (arriving := arrivals(len(loop)))]:
             rule = StopRule(frozenset(), (), 0, request.sampling.max_tokens, None)
             loop.add(SampledRow(request, rule, request.prompt_ids.astype(np.int64)))
-        waiting = waiting[now:]
+        waiting = waiting[arriving:]
         got |= {each.request_id: (each.token_ids.tobytes(), each.logprobs.tobytes()) for each in loop.step()}
     return got
 
 
 ORDERS = {
-    "one by one": (1, lambda live: 0 if live else 1),
-    "three slots": (3, lambda _live: 99),
-    "staggered": (64, lambda _live: 1),
+    "three slots": (3, lambda _live: 99, 1),
+    "staggered": (64, lambda _live: 1, 1),
+    "last comes first": (64, lambda live: 1 + live % 3, -1),
 }
 
 
-@pytest.mark.parametrize(
-    ("family", "threads"),
-    now(product([each for each in ARCHITECTURES if each not in OTHERS], [1, 2]), *product(QUICK, [1])),
-)
-def test_rows_beside_change_no_bit(family, threads, tmp_path):
-    model = AutoModelForCausalLM.from_pretrained(write(tmp_path, family, **ARCHITECTURES[family])).eval()
+def family_of(tmp_path, family):
+    settings = {**ARCHITECTURES[family], "max_position_embeddings": LONGEST}
+    if "n_positions" in settings:
+        settings["n_positions"] = LONGEST
+    return AutoModelForCausalLM.from_pretrained(write(tmp_path, family, **settings)).eval()
+
+
+def require_alike(kind, model, threads, asked):
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        together = sampled(CachedRows(model, 64), 64, lambda _live: 99)
-        for name, (slots, arrivals) in ORDERS.items():
-            assert sampled(CachedRows(model, slots), slots, arrivals) == together, name
+        alone = sampled(kind(model, 1), 1, lambda live: 0 if live else 1, asked)
+        for name, (slots, arrivals, order) in ORDERS.items():
+            got = sampled(kind(model, slots), slots, arrivals, asked[::order])
+            differ = [f"{len(each.prompt_ids)} tokens" for each in asked if got[each.request_id] != alone[each.request_id]]
+            assert not differ, (name, differ)
     finally:
         torch.set_num_threads(before)
 
 
-def test_models_that_attend_in_another_way_keep_it(tmp_path):
+@pytest.mark.parametrize("family", now(ARCHITECTURES, *sorted(QUICK | {"qwen3_moe"})))
+def test_rows_beside_change_no_bit(family, tmp_path):
+    reads = family in READ_ANEW
+    require_alike(ReadRows if reads else CachedRows, family_of(tmp_path, family), 1, requests(LENGTHS[reads]))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("threads", [2, 5])
+@pytest.mark.parametrize("family", [each for each in ARCHITECTURES if each not in READ_ANEW])
+def test_rows_beside_change_no_bit_in_several_threads(family, threads, tmp_path):
+    require_alike(CachedRows, family_of(tmp_path, family), threads, requests(LENGTHS[False]))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", "mixtral", "deepseek_v3"])
+def test_rows_beside_change_no_bit_in_other_precisions(family, dtype, tmp_path):
+    require_alike(CachedRows, family_of(tmp_path, family).to(dtype), 1, requests(LENGTHS[False]))
+
+
+@pytest.mark.parametrize("threads", now([1, 2, 5], 1))
+def test_rows_beside_change_no_bit_of_a_larger_model(threads):
+    """Elementwise functions are shared out among threads from 32,768 elements on."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 128, "intermediate_size": 3080, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 24}
+    model = Qwen3ForCausalLM(Qwen3Config(vocab_size=1003, num_hidden_layers=2, pad_token_id=0, eos_token_id=2, **sizes)).eval()
+    require_alike(CachedRows, model, threads, requests((5, 40, 90, 200, 260), 1003))
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("widths", [(12, 12), (16, 8)], ids=["torch's kernel", "products"])
+def test_attention_in_blocks_is_attention(rows, widths):
+    """Also where a sliding window leaves whole blocks out of sight."""
+    width, value_width = widths
+    draw = torch.Generator().manual_seed(0)
+    places = 3 * PLACES
+    query = torch.randn(rows, 6, 1, width, generator=draw)
+    key = torch.randn(rows, 2, places, width, generator=draw)
+    value = torch.randn(rows, 2, places, value_width, generator=draw)
+    for at, window in ((3, places), (PLACES, places), (2 * PLACES + 40, places), (2 * PLACES + 40, 50)):
+        seen = (torch.arange(places) <= at) & (torch.arange(places) > at - window)
+        mask = torch.where(seen, 0.0, -torch.inf).expand(rows, 1, 1, -1)
+        got, _ = attend_in_blocks(nn.Module(), query, key, value, mask, scaling=0.3)
+        scores = query.double() @ key.double().repeat_interleave(3, 1).transpose(-1, -2) * 0.3 + mask
+        due = scores.softmax(-1) @ value.double().repeat_interleave(3, 1)
+        torch.testing.assert_close(got.double(), due.transpose(1, 2), atol=1e-6, rtol=1e-5)
+
+
+def test_filled_experts_are_the_models_experts(tmp_path):
+    model = family_of(tmp_path, "mixtral")
+    experts = next(each for each in model.modules() if type(each).__name__.endswith("Experts"))
+    draw = torch.Generator().manual_seed(0)
+    hidden = torch.randn(21, 48, generator=draw)
+    chosen = torch.randint(0, 3, (21, 2), generator=draw)
+    weights = torch.rand(21, 2, generator=draw)
+    with torch.no_grad():
+        torch.testing.assert_close(ask_filled_experts(experts, hidden, chosen, weights), experts(hidden, chosen, weights))
+
+
+@pytest.mark.parametrize("count", [1, 37, 592, 40_001])
+def test_an_aligned_activation_is_the_activation(count):
+    inputs = torch.randn(2 * count, generator=torch.Generator().manual_seed(0)).view(count, 2)[:, 0]
+    torch.testing.assert_close(AlignedActivation(nn.SiLU())(inputs), nn.functional.silu(inputs))
+
+
+def test_a_model_is_left_as_it_was(tmp_path):
+    model = family_of(tmp_path, "qwen3_moe")
+    before = (str(model), model.config._attn_implementation, model.config._experts_implementation)
+    invariance = BatchInvariance(model)
+    assert (model.config._attn_implementation, model.config._experts_implementation) == (SDPA, EXPERTS)
+    assert "AlignedActivation" in str(model)
+    BatchInvariance(model)
+    assert str(model).count("AlignedActivation") == str(before[0]).count("SiLU"), "wrapped twice"
+    invariance.undo()
+    assert (str(model), model.config._attn_implementation, model.config._experts_implementation) == before
+
+
+def test_models_attend_by_their_own_code(tmp_path):
     folder = write(tmp_path, "llama")
     eager = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
     CachedRows(eager, 1)
-    assert eager.config._attn_implementation == "eager"
+    assert eager.config._attn_implementation == EAGER
     other = AutoModelForCausalLM.from_pretrained(folder).eval()
     CachedRows(other, 1)
-    assert other.config._attn_implementation == NAME
+    assert other.config._attn_implementation == SDPA
 
 
 def test_rows_are_filled_up_with_zeros():

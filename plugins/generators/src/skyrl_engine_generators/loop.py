@@ -227,7 +227,7 @@ class SlotLoop:
         ids = [row.ids for row in fresh]
         hidden = self._rows.read(range(first, first + len(fresh)), ids)
         joined = list(fresh)
-        ends = [hidden[place, len(each) - 1] for place, each in enumerate(ids)]
+        ends = [states[-1] for states in hidden]
         for place, row in enumerate(fresh):
             prefix = row.prefix
             if row.asks_of_prompt:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from skyrl_engine import UnsupportedError
+from skyrl_engine_generators.alike import EAGER, SDPA
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 
@@ -26,9 +27,10 @@ def kinds_of_attention(config: Any) -> tuple[str, ...]:
 def step_masks(config: Any, kinds: tuple[str, ...], at_N: Tensor, end: int, dtype: torch.dtype) -> Tensor | dict[str, Tensor]:
     """Let the token at `at_N` int64[n] of each row see those of its row, itself included, that its layer may see, among `end` places.
 
-    [n, 1, 1, end], in boolean, or to be added where attention is computed by matrix products; by kind where layers differ.
+    [n, 1, 1, end], in boolean, or to be added where attention is not torch's; by kind where layers differ.
     """
     text = config.get_text_config(decoder=True)
+    attention = config._attn_implementation  # noqa: SLF001 - transformers offers no other way to read it
     places = torch.arange(end, device=at_N.device)
     at = at_N[:, None]
     made = {}
@@ -39,7 +41,8 @@ def step_masks(config: Any, kinds: tuple[str, ...], at_N: Tensor, end: int, dtyp
         elif kind == CHUNKED:
             seen = seen & (places >= at // text.attention_chunk_size * text.attention_chunk_size)
         seen = seen[:, None, None]
-        if config._attn_implementation == "eager":  # noqa: SLF001 - transformers offers no other way to read it
-            seen = torch.where(seen, 0.0, torch.finfo(dtype).min).to(dtype)
+        hidden = {"eager": torch.finfo(dtype).min, EAGER: torch.finfo(dtype).min, SDPA: -torch.inf}.get(attention)
+        if hidden is not None:
+            seen = torch.where(seen, 0.0, hidden).to(dtype)
         made[kind] = seen
     return made if len(made) > 1 else next(iter(made.values()))

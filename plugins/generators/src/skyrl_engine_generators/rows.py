@@ -1,4 +1,4 @@
-"""Hidden states of rows that grow by a token a step: from cached keys and values, or by reading every row anew.
+"""Hidden states of rows that grow by a token a step: from cached keys and values, or by reading every row again.
 
 On a CPU a row comes out the same, to the last bit, whatever rows are beside it (see `alike`).
 """
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from skyrl_engine.modeling.causal_lm import split_causal_lm
-from skyrl_engine_generators.alike import attend_alike, filled_rows, filled_up
+from skyrl_engine_generators.alike import PLACES, BatchInvariance, filled_rows, filled_up
 from skyrl_engine_generators.masks import kinds_of_attention, step_masks
 from skyrl_engine_generators.slots import Slots
 
@@ -26,8 +26,8 @@ class TokenRows(Protocol):
     device: torch.device
     vocabulary: int
 
-    def read(self, slots: Sequence[int], rows: Sequence[Ids]) -> Tensor:
-        """Put whole rows into slots; hidden states [k, longest or more, width], of which a row's own places count alone."""
+    def read(self, slots: Sequence[int], rows: Sequence[Ids]) -> list[Tensor]:
+        """Put whole rows into slots; the hidden states [tokens, width] of each."""
 
     def step(self, tokens: Sequence[int], at: Sequence[int]) -> Tensor:
         """Append a token to each of the first rows, at its place `at`; hidden states [n, width] there."""
@@ -46,8 +46,8 @@ class _Model:
     """The decoder, the head and the rule of a plain transformers model."""
 
     def __init__(self, model: Any) -> None:
-        attend_alike(model)
         self._parts = split_causal_lm(model)
+        self.invariance = BatchInvariance(model)
         self._config = model.config
         self._dtype = self._parts.head.weight.dtype
         self.device = self._parts.head.weight.device
@@ -61,9 +61,13 @@ class _Model:
         states: Tensor = self._parts.decoder(**inputs).last_hidden_state
         return states
 
+    def _width(self, length: int) -> int:
+        """Return how many places a row of so many tokens is read at."""
+        return filled_up(length, self.device)
+
     def _padded(self, rows: Sequence[Ids]) -> Tensor:
-        """int64[k, longest or more] on the device, zeros behind the shorter ones."""
-        padded = np.zeros((len(rows), filled_up(max(map(len, rows)), self.device)), dtype=np.int64)
+        """int64[k, longest or more] on the device, zeros after the shorter ones."""
+        padded = np.zeros((len(rows), self._width(max(map(len, rows)))), dtype=np.int64)
         for place, row in enumerate(rows):
             padded[place, : len(row)] = row
         return torch.from_numpy(padded).to(self.device)
@@ -81,27 +85,40 @@ class CachedRows(_Model):
     """
 
     def __init__(self, model: Any, slots: int) -> None:
+        self._kinds = kinds_of_attention(model.config)
         super().__init__(model)
         self._cache = name_of_cache(self._parts.decoder)
-        self._kinds = kinds_of_attention(model.config)
         self._slots = Slots(filled_up(slots, self.device))
         # host memory is not worth filling with zeros again at every turn of a dialogue
         self._frees = self.device.type == "cuda"
 
-    def read(self, slots: Sequence[int], rows: Sequence[Ids]) -> Tensor:
+    def read(self, slots: Sequence[int], rows: Sequence[Ids]) -> list[Tensor]:
+        alike: dict[int, list[int]] = {}
+        longest = max(map(len, rows))
+        for place, row in enumerate(rows):
+            # on a CPU a longer row in the same pass would change the order in which this one is added up
+            alike.setdefault(self._width(len(row) if self.device.type == "cpu" else longest), []).append(place)
+        found: dict[int, Tensor] = {}
+        for places in alike.values():
+            hidden = self._read([slots[place] for place in places], [rows[place] for place in places])
+            found |= {place: states[: len(rows[place])] for place, states in zip(places, hidden, strict=True)}
+        return [found[place] for place in range(len(rows))]
+
+    def _read(self, slots: Sequence[int], rows: Sequence[Ids]) -> Tensor:
+        """Read rows of one width: [k, width or more, hidden]."""
         ids = self._padded(rows)
         self._slots.begin_prompts(torch.tensor(slots, device=self.device), ids.shape[1])
         # what is filled up has the last token's place: a model may have no later one
         last = max(map(len, rows)) - 1
         places = torch.arange(ids.shape[1], device=self.device).clamp(max=last)[None].expand(len(rows), -1)
-        # rows are aligned to the left, so the model's own causal mask keeps their tokens from what is padded behind them
+        # rows are aligned to the left, so the model's own causal mask keeps their tokens from what is padded after them
         return self._hidden(input_ids=ids, position_ids=places, **self._keeping())
 
     def step(self, tokens: Sequence[int], at: Sequence[int]) -> Tensor:
         # rows that fill up write to slots that are free
         free = [0] * (filled_up(len(tokens), self.device) - len(tokens))
         at_N = torch.tensor([*at, *free], device=self.device)
-        end = filled_up(max(at) + 1, self.device)
+        end = filled_up(max(at) + 1, self.device, PLACES)
         self._slots.begin_step(at_N, end)
         masks = step_masks(self._config, self._kinds, at_N, end, self._dtype)
         ids = torch.tensor([*tokens, *free], device=self.device)[:, None]
@@ -120,13 +137,16 @@ class CachedRows(_Model):
 
 
 class ReadRows(_Model):
-    """Rows that are read from the first token on in every step: right for every causal model, and slow."""
+    """Rows that are read from the first token on in every step: right for every causal model, and slow.
+
+    On a CPU one by one: what else models keep, such as the states of scans, is added up in an order that the number of rows changes.
+    """
 
     def __init__(self, model: Any, slots: int) -> None:
         super().__init__(model)
         self._rows: list[Ids] = [np.zeros(0, dtype=np.int64)] * slots
 
-    def read(self, slots: Sequence[int], rows: Sequence[Ids]) -> Tensor:
+    def read(self, slots: Sequence[int], rows: Sequence[Ids]) -> list[Tensor]:
         for slot, row in zip(slots, rows, strict=True):
             self._rows[slot] = np.asarray(row)
         return self._read(rows)
@@ -134,8 +154,7 @@ class ReadRows(_Model):
     def step(self, tokens: Sequence[int], at: Sequence[int]) -> Tensor:
         for slot, (token, place) in enumerate(zip(tokens, at, strict=True)):
             self._rows[slot] = np.append(self._rows[slot][:place], token)
-        hidden = self._read(self._rows[: len(tokens)])
-        return hidden[torch.arange(len(tokens)), torch.tensor(at)]
+        return torch.stack([states[-1] for states in self._read(self._rows[: len(tokens)])])
 
     def copy(self, source: int, targets: Sequence[int], length: int) -> None:
         for target in targets:
@@ -144,8 +163,13 @@ class ReadRows(_Model):
     def rest(self) -> None:
         self._rows = [np.zeros(0, dtype=np.int64)] * len(self._rows)
 
-    def _read(self, rows: Sequence[Ids]) -> Tensor:
+    def _read(self, rows: Sequence[Ids]) -> list[Tensor]:
+        passes = [[row] for row in rows] if self.device.type == "cpu" else [rows]
+        return [states for together in passes for states in self._pass(together)]
+
+    def _pass(self, rows: Sequence[Ids]) -> list[Tensor]:
         ids = self._padded(rows)
         lengths = torch.tensor([len(row) for row in rows], device=self.device)
         mask = torch.arange(ids.shape[1], device=self.device) < lengths[:, None]
-        return self._hidden(input_ids=ids, attention_mask=mask.long(), use_cache=False)
+        hidden = self._hidden(input_ids=ids, attention_mask=mask.long(), use_cache=False)
+        return [states[: len(row)] for states, row in zip(hidden, rows, strict=True)]

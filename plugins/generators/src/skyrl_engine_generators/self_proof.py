@@ -1,11 +1,12 @@
 """Prove at the start that rows with cached keys and values compute the model's own function, on this model and this transformers."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from skyrl_engine import UnsupportedError
@@ -72,26 +73,36 @@ def _gap(kind: type[CachedRows] | type[ReadRows], model: Any, limit: int | None)
     """Return the largest distance in nats, the mean in bfloat16, between sampled log-probabilities and those of the plain model."""
     with _short_windows(model.config) as window:
         rows = kind(model, SLOTS)
-        loop = SlotLoop(rows, SLOTS)
         asked = _requests(rows.vocabulary, window, limit)
-        for request in asked:
-            rule = StopRule(frozenset(), (), 0, request.sampling.max_tokens, None)
-            loop.add(SampledRow(request, rule, request.prompt_ids.astype(np.int64)))
-        got: dict[int, Completion] = {}
-        while len(loop):
-            got |= {each.request_id: each for each in loop.step()}
-        gaps = []
-        for request in asked:
-            sampled = got[request.request_id].token_ids
-            ids = torch.from_numpy(np.concatenate([request.prompt_ids, sampled]).astype(np.int64)).to(rows.device)
-            logits = model(input_ids=ids[None], use_cache=False).logits[0]
-            first = len(request.prompt_ids)
-            whole = logprobs_of(logits[first - 1 : -1], ids[first:, None], 1.0)[:, 0].cpu().numpy()
-            gaps.append(np.abs(whole - got[request.request_id].logprobs))
+        try:
+            got = _sampled(rows, asked)
+        finally:
+            # what rows change in a model is part of what is proven
+            rows.invariance.undo()
+        gaps = [_distances(model, request, got[request.request_id], rows.device) for request in asked]
     found = np.concatenate(gaps)
     gap = float(found.mean() if _in_bfloat16(model) else found.max())
     # what is no number is no agreement
     return gap if gap == gap else float("inf")  # noqa: PLR0124 - false for NaN alone
+
+
+def _sampled(rows: TokenRows, asked: Iterable[GenerationRequest]) -> dict[int, Completion]:
+    loop = SlotLoop(rows, SLOTS)
+    for request in asked:
+        rule = StopRule(frozenset(), (), 0, request.sampling.max_tokens, None)
+        loop.add(SampledRow(request, rule, request.prompt_ids.astype(np.int64)))
+    got: dict[int, Completion] = {}
+    while len(loop):
+        got |= {each.request_id: each for each in loop.step()}
+    return got
+
+
+def _distances(model: Any, request: GenerationRequest, done: Completion, device: torch.device) -> npt.NDArray[np.float64]:
+    """float64[n], in nats: between the log-probabilities of what was sampled and those of the whole model."""
+    ids = torch.from_numpy(np.concatenate([request.prompt_ids, done.token_ids]).astype(np.int64)).to(device)
+    first = len(request.prompt_ids)
+    logits = model(input_ids=ids[None], use_cache=False).logits[0, first - 1 : -1]
+    return np.abs(logprobs_of(logits, ids[first:, None], 1.0)[:, 0].cpu().numpy() - done.logprobs)
 
 
 def _requests(vocabulary: int, window: int, limit: int | None) -> list[GenerationRequest]:
