@@ -2,15 +2,17 @@
 
 import math
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import click
 from attrs import define
 
+from skyrl_engine.cli.option_help import explain
 from skyrl_engine.cli.terminal import echo, make_log_visible
 from skyrl_engine.errors import EngineError
+from skyrl_engine.registry.kinds import KINDS
 from skyrl_engine.visible import visible
 
 
@@ -56,9 +58,35 @@ def common_options() -> list[click.Parameter]:
 
 
 class EngineCommand(click.Command):
-    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+    """A command whose options say their defaults: those of the keys in `keys`, as `trainer` has them with its `preset`."""
+
+    def __init__(
+        self,
+        *arguments: Any,
+        keys: Mapping[str, str] | None = None,
+        trainer: str | None = None,
+        preset: str | None = None,
+        **keywords: Any,
+    ) -> None:
         super().__init__(*arguments, **keywords)
         self.params = [*self.params, *common_options()]
+        self._keys, self._trainer, self._preset, self._explained = keys or {}, trainer, preset, False
+
+    def explained(self) -> "EngineCommand":
+        """Return the command itself, whose options say defaults and examples from now on; the schema is read for help alone."""
+        if not self._explained:
+            self._explained = True
+            for option in self.params:
+                if isinstance(option, click.Option):
+                    name = option.name or ""
+                    key = self._keys.get(name) or (f"{name}.use" if name in KINDS and KINDS[name].option else None)
+                    explain(option, self.name or "", key, self._trainer, self._preset)
+        return self
+
+    def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write help, with defaults and examples."""
+        self.explained()
+        super().format_help(ctx, formatter)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse as click does; an option that is none is answered with the option or the key of that meaning, a file with its command."""

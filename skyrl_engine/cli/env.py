@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from skyrl_engine.cli.command import EngineGroup
-from skyrl_engine.cli.options import options_argument
+from skyrl_engine.cli.key_values import options_argument
 from skyrl_engine.cli.terminal import echo, echo_json
 
 if TYPE_CHECKING:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from skyrl_engine.cli.command import EngineCommand, current_settings
-from skyrl_engine.cli.options import given_by_person, key_values, load_config, map_option, trust_option, values_by_key
+from skyrl_engine.cli.key_values import key_values
+from skyrl_engine.cli.options import given_by_person, load_config, map_option, trust_option, values_by_key
 from skyrl_engine.cli.terminal import echo, echo_json
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ _KEYS = {
 }
 
 
-@click.command(cls=EngineCommand)
+@click.command(cls=EngineCommand, keys=_KEYS, trainer="rl")
 @click.argument("run", required=False, type=click.Path(path_type=Path), metavar="[RUN]")
 @key_values("[section.key=value ...]", "Any other key of the configuration; the same as section.key=value.")
 @click.option(

@@ -1,14 +1,14 @@
 """Options and arguments that several commands share, and the configuration they make together."""
 
-import functools
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 from click.core import ParameterSource
 
+from skyrl_engine.cli.key_values import key_values
 from skyrl_engine.cli.terminal import echo
 from skyrl_engine.config.trainers import TRAINERS
 from skyrl_engine.registry.kinds import KINDS
@@ -181,23 +181,7 @@ def table_of(key: str) -> str:
     return key.partition(".")[0].partition("[")[0]
 
 
-def key_values(metavar: str, meaning: str) -> Callable[[Function], Function]:
-    """Add an argument that takes any number of `key=value`, and `--set` for the same, which `overrides` holds after them."""
-
-    def decorate(function: Function) -> Function:
-        @functools.wraps(function)
-        def called(*arguments: Any, overrides: tuple[str, ...], settings: tuple[str, ...], **others: Any) -> Any:
-            return function(*arguments, overrides=(*overrides, *settings), **others)
-
-        option = click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help=meaning)
-        decorated = click.argument("overrides", nargs=-1, metavar=metavar)(option(called))
-        return cast("Function", decorated)
-
-    return decorate
-
-
 overrides_argument = key_values(OVERRIDES, "Any key of the configuration; the same as section.key=value.")
-options_argument = key_values("[key=value ...]", "An option of the plugin; the same as key=value.")
 
 
 def file_argument(*, required: bool) -> Callable[[Function], Function]:

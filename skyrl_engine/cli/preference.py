@@ -20,7 +20,7 @@ from skyrl_engine.cli.run import start_printed
 _KEYS = {**DATASET_KEYS, "preset": "preference.preset", "reference": "reference.path"}
 
 
-@click.command(cls=EngineCommand)
+@click.command(cls=EngineCommand, keys=_KEYS, trainer="preference")
 @overrides_argument
 @dataset_options(
     "Preferences",

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import click
 
 from skyrl_engine.cli.app import PROGRAM, app
-from skyrl_engine.cli.command import common_options, every_command
+from skyrl_engine.cli.command import EngineCommand, common_options, every_command
 
 _INTRODUCTION = """\
 # Command line reference
@@ -49,6 +49,8 @@ def _text(command: click.Command) -> str:
 
 def _options(command: click.Command, context: click.Context) -> Iterator[str]:
     common = {"--help", *(name for option in common_options() for name in option.opts)}
+    if isinstance(command, EngineCommand):
+        command.explained()
     for parameter in command.get_params(context):
         record = parameter.get_help_record(context)
         if record is not None and isinstance(parameter, click.Option) and not common.intersection(parameter.opts):

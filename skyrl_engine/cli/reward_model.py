@@ -18,7 +18,7 @@ from skyrl_engine.cli.options import (
 from skyrl_engine.cli.run import start_printed
 
 
-@click.command("reward-model", cls=EngineCommand)
+@click.command("reward-model", cls=EngineCommand, keys=DATASET_KEYS, trainer="reward_model")
 @overrides_argument
 @dataset_options("Preferences", "Samples of one optimizer step, over all ranks; a pair is two.")
 @plugin_options("reward_model")

@@ -33,7 +33,7 @@ _KEYS = {
 }
 
 
-@click.command(cls=EngineCommand)
+@click.command(cls=EngineCommand, keys=_KEYS, trainer="rl")
 @overrides_argument
 @model_option
 @click.option(

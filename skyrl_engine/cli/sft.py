@@ -18,7 +18,7 @@ from skyrl_engine.cli.options import (
 from skyrl_engine.cli.run import start_printed
 
 
-@click.command(cls=EngineCommand)
+@click.command(cls=EngineCommand, keys=DATASET_KEYS, trainer="sft")
 @overrides_argument
 @dataset_options("What to train on", "Samples of one optimizer step, over all ranks.")
 @plugin_options("sft")

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from skyrl_engine.cli.command import EngineCommand, did_you_mean
-from skyrl_engine.cli.options import options_argument
+from skyrl_engine.cli.key_values import options_argument
 from skyrl_engine.cli.terminal import echo_json
 from skyrl_engine.errors import PluginAmbiguousError, PluginBrokenError, PluginError, PluginNotFoundError
 

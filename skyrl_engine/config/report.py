@@ -13,6 +13,7 @@ import tomli_w
 
 from skyrl_engine.config.converter import NONE_WORD
 from skyrl_engine.config.other_words import words, words_of_rl
+from skyrl_engine.config.presets import preset_of
 from skyrl_engine.config.schema import PLACE, EngineConfig
 from skyrl_engine.config.sections import sections
 from skyrl_engine.config.structure import plugin_lists
@@ -207,6 +208,20 @@ def default_text(attribute: "attrs.Attribute[Any]") -> str:
     if isinstance(default, (tuple, list)):
         return f"[{', '.join(shown(item) for item in default)}]"
     return "{}" if default == {} else shown(default)
+
+
+def default_of(key: str, trainer: str | None, chosen: str | None = None) -> str:
+    """Return the default of a dotted key in words; that of a plugin's `use` is the chosen preset's (None: the trainer's default one)."""
+    name, _, rest = key.partition(".")
+    section = sections()[name]
+    if section.kind is not None and rest == "use":
+        used = {} if trainer is None else preset_of(trainer, chosen)
+        return str(used.get(name, {}).get("use") or section.kind.default or NONE_WORD)
+    if "." in rest:
+        return NONE_WORD  # a key of a table that is not there
+    attribute = attrs.fields_dict(attrs.resolve_types(section.schema))[rest]
+    text = default_text(attribute)
+    return NONE_WORD if text == "required" else text.strip('"')
 
 
 def _table(rows: "Iterator[tuple[str, str, str, str]] | list[tuple[str, str, str, str]]") -> str:

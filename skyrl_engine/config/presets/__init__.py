@@ -51,6 +51,11 @@ def preset(name: str, trainer: str = "rl") -> dict[str, Any]:
     return tomllib.loads((_folder(trainer) / f"{name}.toml").read_text(encoding="utf-8"))
 
 
+def preset_of(trainer: str, chosen: str | None) -> dict[str, Any]:
+    """Return the tables of the chosen preset, or of the one that a trainer takes where none is; nothing for a trainer without presets."""
+    return preset(chosen or _TABLES[trainer]().preset, trainer) if trainer in _TABLES else {}
+
+
 def with_preset(raw: RawConfig) -> RawConfig:
     """Lay a configuration over the preset of its trainer, such as `rl.preset` or `preference.preset`; those of others are returned as they are.
 

@@ -1,0 +1,100 @@
+"""The help of an option that takes a value: its default, from the configuration where it sets a key, and one example."""
+
+from collections.abc import Mapping
+
+import click
+
+EXAMPLES: Mapping[str, str] = {
+    "--a": "fsdp",
+    "--advantage": "rloo",
+    "--answer": "olleh",
+    "--author": "Ada",
+    "--b": "megatron",
+    "--backend": "megatron",
+    "--batch-size": "64",
+    "--collator": "packed",
+    "--data": "./data.jsonl",
+    "--directory": "./plugins",
+    "--distribution": "acme-losses",
+    "--env": "reasoning_gym:spell_backward",
+    "--epochs": "2",
+    "--eval-data": "./held-out.jsonl",
+    "--eval-fraction": "0.1",
+    "--examples": "100",
+    "--family": "llama",
+    "--generator": "hf",
+    "--grep": "Sorry",
+    "--group-size": "16",
+    "--groups": "32",
+    "--kind": "loss",
+    "--launch": "ray",
+    "--layout": "tp2xpp2",
+    "--layout-a": "dp2",
+    "--learning-rate": "3e-6",
+    "--license": "MIT",
+    "--limit": "20",
+    "--lora": "8",
+    "--loss": "./my_loss.py:focal",
+    "--map": "prompt=question",
+    "--max-length": "2048",
+    "--max-tokens": "1024",
+    "--merger": "ordered",
+    "--micro-batch-rows": "4",
+    "--micro-batch-tokens": "8192",
+    "--min-reward": "0.5",
+    "--model": "./my-model",
+    "--only": "sft",
+    "--out": "./attempts.jsonl",
+    "--output": "./my-run",
+    "--plant": "per_microbatch_mean",
+    "--precision": "bfloat16",
+    "--preset": "dapo",
+    "--prompts": "./prompts.jsonl",
+    "--ranks": "2",
+    "--reducer": "sum",
+    "--reference": "./my-reference",
+    "--reward": "./my_reward.py:score",
+    "--reward-model": "./my-reward-model",
+    "--rollouts": "./runs/my-run",
+    "--samples": "4",
+    "--seed": "1",
+    "--set": "run.seed=1",
+    "--split": "train",
+    "--step": "100",
+    "--steps": "200",
+    "--task": "3",
+    "--tasks": "200",
+    "--teacher": "./my-teacher",
+    "--temperature": "0.7",
+    "--to": "parquet",
+    "--tolerance": "1e-4",
+    "--tool": "./my_tools.py:search",
+}
+"""A value that every command with the option takes, unless OF_COMMAND has another for it."""
+
+OF_COMMAND: Mapping[tuple[str, str], str] = {
+    ("demo", "--model"): "smollm2",
+    ("evaluate", "--output"): "./attempts.jsonl",
+    ("preference", "--preset"): "simpo",
+    ("show", "--set"): "size=100",
+    ("try", "--set"): "size=100",
+    ("verify", "--set"): "gamma=1.5",
+}
+
+
+def explain(option: click.Option, command: str, key: str | None, trainer: str | None, preset: str | None = None) -> None:
+    """Add an example, and the default where click would show none, to an option's help."""
+    if option.is_flag or option.count:
+        return
+    name = max(option.opts, key=len)
+    example = OF_COMMAND.get((command, name), EXAMPLES.get(name))
+    if example is not None:
+        option.help = f"{option.help} Example: {name} {example}"
+    if not option.required and not option.show_default:
+        option.show_default = "none" if key is None else _default(key, trainer, preset)
+
+
+def _default(key: str, trainer: str | None, preset: str | None) -> str:
+    from skyrl_engine.config.report import default_of
+
+    return default_of(key, trainer, preset)
