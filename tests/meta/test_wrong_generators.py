@@ -47,6 +47,9 @@ FAULTS = [
     (lives.TakesEveryTargetForThePolicy, {"targets"}, "Keep one set of weights per target"),
     (lives.PassesOverUnknownWeights, {"unknown_weights"}, "has a name that its model does not know"),
     (lives.IgnoresAborts, {"aborts_apart"}, "that were aborted as soon as they were sent"),
+    (wrong.IgnoresTemperature, {"temperatures", "distribution"}, "nats off what is due"),
+    (wrong.IgnoresTemperatureLater, {"temperatures"}, "a later turn"),
+    (wrong.ReadsTheLast, {"long_rows"}, "from its first one on"),
 ]
 BY_NIGHT = [
     (wrong.SameNumberForEveryToken, {"distribution"}, "behind the first token"),
@@ -58,8 +61,14 @@ BY_NIGHT = [
     (wrong.KnowsItsIds, {"aborts_apart"}, "no such request"),
     (wrong.WantsRoomForOneMore, {"no_room"}, "one of them just so"),
     (lives.RefusesHalfWay, {"unknown_weights"}, "before any weight changes"),
-    (wrong.LengthComesFirst, {"stop_tokens"}, "the last of max_tokens: every token"),
-    (wrong.LosesMinPBesideTopP, {"filters"}, "cuts off"),
+    (wrong.LengthComesFirst, {"stop_tokens"}, "ends a request as 'length'"),
+    (wrong.LosesMinPBesideTopP, {"filters"}, "is due"),
+    (wrong.TemperatureTwice, {"temperatures", "distribution"}, "nats off what is due"),
+    *(
+        (each, {"long_rows"}, "from its first one on")
+        for each in (wrong.ReadsTheLast32, wrong.ReadsTheLast100, wrong.ReadsTheLast128)
+    ),
+    *((each, {"long_rows"}, "from its first one on") for each in (wrong.ReadsTheLast256, wrong.ReadsTheLast512)),
     (wrong.EightAtMost, {"exactly_once"}, "there are more than eight requests"),
 ]
 ODD = [wrong.OneRowAtATime, wrong.LastComesFirst, lives.PolicyAlone, wrong.Filtering]

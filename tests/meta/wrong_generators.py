@@ -7,10 +7,9 @@ from attrs import define, evolve, field
 from skyrl_engine import ContractError
 from skyrl_engine.contracts import Completion, GeneratorDescription, TopLogprobs, VersionSpans
 from skyrl_engine.model_facts.tokenizer import load_tokenizer
-from skyrl_engine.modeling.tiny import SIZES, VOCABULARY
+from skyrl_engine.modeling.tiny import VOCABULARY
 from skyrl_engine.modeling.twin import copied_model, fill
-
-LIMIT = SIZES["max_position_embeddings"]
+from skyrl_engine.testing.generators.bench import POSITIONS as LIMIT
 
 
 @define(eq=False)
@@ -413,3 +412,65 @@ class LastComesFirst(Plain):
     def step(self):
         self.states = dict(reversed(self.states.items()))
         return super().step()[::-1]
+
+
+class IgnoresTemperature(Plain):
+    """Samples at temperature 1, and reports what is due at the request's."""
+
+    def draw(self, state, scaled):
+        return super().draw(state, scaled * state.request.sampling.temperature)
+
+
+class TemperatureTwice(Plain):
+    def draw(self, state, scaled):
+        return super().draw(state, scaled / state.request.sampling.temperature)
+
+
+class IgnoresTemperatureLater(Plain):
+    """Samples at temperature 1 in later turns of a session."""
+
+    def __init__(self):
+        super().__init__()
+        self.known = {}
+
+    def draw(self, state, scaled):
+        session, prompt = state.request.session, len(state.request.prompt_ids)
+        later = prompt > self.known.setdefault(session, prompt)
+        return super().draw(state, scaled * state.request.sampling.temperature if later else scaled)
+
+
+class ReadsTheLast(Plain):
+    """Reads so many tokens of a row, the last ones."""
+
+    window = 64
+
+    def logits(self, states, ids):
+        logits = super().logits(states, ids).clone()
+        for place, state in enumerate(states):
+            end = len(state.request.prompt_ids) + len(state.tokens)
+            if end > self.window:
+                model = self.models[state.request.target]
+                logits[place, end - 1] = model(input_ids=ids[place : place + 1, end - self.window : end], use_cache=False).logits[
+                    0, -1
+                ]
+        return logits
+
+
+class ReadsTheLast32(ReadsTheLast):
+    window = 32
+
+
+class ReadsTheLast100(ReadsTheLast):
+    window = 100
+
+
+class ReadsTheLast128(ReadsTheLast):
+    window = 128
+
+
+class ReadsTheLast256(ReadsTheLast):
+    window = 256
+
+
+class ReadsTheLast512(ReadsTheLast):
+    window = 512

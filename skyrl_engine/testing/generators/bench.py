@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from attrs import define, evolve, field
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from skyrl_engine.contracts.kinds.generator import (
@@ -45,12 +46,29 @@ AT_ONCE_SECONDS, AT_ONCE_TIMES = 0.05, 200
 TEXT = "some words to learn from, and a few more words that may stop what is said"
 
 
+POSITIONS = 640
+"""Tokens that a row of the kit's model may have."""
+
+
 @cache
 def model_folder() -> Path:
-    """A tiny model with a tokenizer, in a temporary folder, once per process."""
+    """A tiny model with a tokenizer, in a temporary folder, once per process.
+
+    Its embedding, which is its head too, and the norms of its queries and keys are large, so that its distribution is far from uniform and
+    depends on every token of a row. Mean entropies at temperatures 0.5, 1 and 2 are 1.7, 3.6 and 4.6 nats of ln 128 = 4.85; the total
+    variation between temperatures 1 and 2 is 0.31, between 0.5 and 1 it is 0.44. Without the first token of a row of 513, log-probabilities
+    change by up to 1.3 nats, without the first half by up to 4.
+    """
     folder = Path(mkdtemp(prefix="skyrl-engine-generators-"))
-    write_model(folder, "qwen3")
+    write_model(folder, "qwen3", max_position_embeddings=POSITIONS)
     make_parts_differ(folder)
+    weights = load_file(folder / "model.safetensors")
+    for name, weight in weights.items():
+        if "embed" in name:
+            weight.mul_(10)
+        elif name.endswith(("q_norm.weight", "k_norm.weight")):
+            weight.mul_(3)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     write_tokenizer(folder, [TEXT], size=VOCABULARY)
     return folder
 
@@ -219,10 +237,29 @@ def due_logprobs(weights: TinyWeights, request: GenerationRequest, done: Complet
     return weights.logprobs(ids, request.sampling.temperature or 1.0)[first - 1 : len(ids) - 1]
 
 
+FALSE_ALARM = MISS = 1e-4
+"""Probability of a statistical test that it breaks a right generator, and that it keeps one that is as wrong as the test is made for."""
+
+NORMAL = 3.719
+"""The standard normal exceeds this once in 10,000."""
+
+
 def largest_chi_square(degrees: int) -> float:
-    """The chi-square that a right sampler exceeds once in 10,000 (Wilson and Hilferty 1931)."""
+    """The chi-square that a right sampler exceeds with probability `FALSE_ALARM` (Wilson and Hilferty 1931)."""
     part = 2 / (9 * degrees)
-    return float(degrees * (1 - part + 3.719 * math.sqrt(part)) ** 3)
+    return float(degrees * (1 - part + NORMAL * math.sqrt(part)) ** 3)
+
+
+def draws_for(distance: float, tokens: int) -> int:
+    """Return how many draws show a total variation of `distance` in a chi-square test of so many tokens, but with probability `MISS`.
+
+    A wrong distribution q adds to the mean n sum (q - p)^2 / p >= n (2 distance)^2 (Cauchy and Schwarz) and to the variance four times that.
+    """
+    degrees = tokens - 1
+    shift = 1.0
+    while degrees + shift - largest_chi_square(degrees) < NORMAL * math.sqrt(2 * degrees + 4 * shift):
+        shift += 1.0
+    return math.ceil(shift / (2 * distance) ** 2)
 
 
 def lacks(*capabilities: GeneratorCapability) -> Callable[[Subject[Any]], str | None]:

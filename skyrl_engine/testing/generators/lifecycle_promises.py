@@ -10,9 +10,10 @@ from torch import Tensor
 
 from skyrl_engine.contracts.kinds.generator import POLICY, Completion, GenerationRequest, Sampling
 from skyrl_engine.errors import ContractError, EngineError, ModelError, UnsupportedError
-from skyrl_engine.modeling.tiny import SIZES, VOCABULARY
+from skyrl_engine.modeling.tiny import VOCABULARY
 from skyrl_engine.registry.host import blaming
 from skyrl_engine.testing.generators.bench import (
+    POSITIONS,
     TOLERANCE,
     Running,
     TinyWeights,
@@ -229,7 +230,7 @@ def unknown_weights(subject: Subject[Any], _case: None) -> None:
 
 @promise("A prompt that leaves no room for max_tokens fails alone, naming its length and the limit", exempt=no_weights)
 def no_room(subject: Subject[Any], _case: None) -> None:
-    limit = int(SIZES["max_position_embeddings"])
+    limit = POSITIONS
     with decided(), running(subject) as at_work:
         fits = requests_of(2, first=1)
         long = GenerationRequest(0, np.zeros(limit - 2, dtype=np.int32), Sampling(max_tokens=3, ignore_eos=True), 0)

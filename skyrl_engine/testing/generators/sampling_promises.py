@@ -11,11 +11,14 @@ from skyrl_engine.contracts.values.model import ModelConfig
 from skyrl_engine.model_facts.tokenizer import load_tokenizer
 from skyrl_engine.modeling.tiny import VOCABULARY
 from skyrl_engine.testing.generators.bench import (
+    NORMAL,
     TOLERANCE,
     Running,
     answered,
     claims,
     decided,
+    description_of,
+    draws_for,
     due_logprobs,
     largest_chi_square,
     model_folder,
@@ -31,7 +34,16 @@ from skyrl_engine.testing.subject import Subject
 ENDS = (5, 17, 40, 41, 42, 80, 81, 99, 101, 120)
 """End tokens of the model, so many that most requests meet one."""
 
-DRAWS = 4000
+DISTANCE = 0.1
+"""Total variation that `distribution` shows: between temperatures 1 and 2 it is 0.3 on the kit's model."""
+
+DRAWS = 8 * -(-draws_for(DISTANCE, VOCABULARY) // 8)
+
+OF_TURNS = 160
+"""Draws per temperature and turn in `temperatures`. A factor of 2 in the temperature shifts their mean by more than twice the bound."""
+
+LONG = (*(length for power in (32, 64, 128, 256, 512) for length in (power - 2, power + 1)), 101, 200, 380)
+"""Prompt tokens: beyond each power of two, before it with tokens to come that cross it, and between."""
 
 
 # --- what comes back ---------------------------------------------------------------------------------------------------------------
@@ -258,6 +270,77 @@ def _require_distribution(tokens: Any, probabilities: Any, where: str) -> None:
         )
 
 
+@promise(
+    "Draws are as likely as softmax(logits / temperature) makes them, at temperatures 0.5, 1 and 2, in first turns and later ones",
+    exempt=no_weights,
+)
+def temperatures(subject: Subject[Any], _case: None) -> None:
+    """Compare the mean log-probability of draws with its expectation, minus the entropy, by its standard deviation.
+
+    It breaks a right generator once in 10,000 per temperature and turn.
+    """
+    with decided(), running(subject) as at_work:
+        for turn in range(2):
+            for place, temperature in enumerate((0.5, 1.0, 2.0)):
+                first = 1000 * place + 500
+                drawn = requests_of(OF_TURNS // 4, first=first, seed=place, max_tokens=4, temperature=temperature)
+                requests = [evolve(request, session=request.request_id + 100_000 * turn) for request in drawn]
+                if turn:
+                    # a later turn of the same sessions goes on after what the first one said
+                    said = at_work.sampled(requests)
+                    requests = [
+                        evolve(
+                            request,
+                            request_id=request.request_id + 10_000,
+                            prompt_ids=np.concatenate([request.prompt_ids, done.token_ids, request.prompt_ids[:3]]).astype(
+                                np.int32
+                            ),
+                            seed=request.seed + 777,
+                        )
+                        for request, done in zip(requests, said, strict=True)
+                    ]
+                _require_likely(at_work, requests, f"temperature {temperature:g}, {'a later' if turn else 'the first'} turn")
+
+
+def _require_likely(at_work: Running, requests: list[GenerationRequest], where: str) -> None:
+    """Raise Broken where draws are more or less likely, on average, than chance explains."""
+    gap, variance, count = 0.0, 0.0, 0
+    for request, done in zip(requests, at_work.sampled(requests), strict=True):
+        if not len(done.token_ids):
+            raise Undecidable("it does not sample as many tokens as it is asked for")
+        due = due_logprobs(at_work.weights, request, done)
+        likely = np.exp(due)
+        mean = (likely * due).sum(-1)
+        gap += float((due[np.arange(len(due)), done.token_ids] - mean).sum())
+        variance += float((likely * due**2).sum() - (mean**2).sum())
+        count += len(due)
+    if abs(gap) > NORMAL * variance**0.5:
+        raise Broken(
+            f"draws tokens whose mean log-probability is {gap / count:+.3f} nats off what is due ({where}; {count} draws, standard deviation "
+            f"{variance**0.5 / count:.3f})",
+            "Divide the logits of every token by the request's temperature, once, before drawing",
+        )
+
+
+@promise("Rows count from their first token on, at lengths beyond every power of two up to 512", exempt=no_weights)
+def long_rows(subject: Subject[Any], _case: None) -> None:
+    draw = np.random.default_rng(5)
+    asked = Sampling(max_tokens=5, temperature=0.0, ignore_eos=True)
+    requests = [
+        GenerationRequest(number, draw.integers(0, VOCABULARY, length).astype(np.int32), asked, number, session=number)
+        for number, length in enumerate(LONG)
+    ]
+    remedy = "Attend to all tokens of a row, from its first one on"
+    told = "logprobs" in description_of(subject).capabilities
+    with decided(), running(subject) as at_work:
+        for request, done in zip(requests, at_work.sampled(requests), strict=True):
+            due = due_logprobs(at_work.weights, request, done)
+            if (due.max(-1) - due[np.arange(len(due)), done.token_ids]).max(initial=0) > TOLERANCE:
+                raise Broken(f"takes another token than the most likely one after {len(request.prompt_ids)} tokens", remedy)
+            if told:
+                require_logprobs(at_work, request, done, remedy)
+
+
 @promise("Temperature 0 takes the most likely token", exempt=no_weights)
 def greedy(subject: Subject[Any], _case: None) -> None:
     with decided(), running(subject) as at_work:
@@ -276,7 +359,6 @@ def greedy(subject: Subject[Any], _case: None) -> None:
 )
 def filters(subject: Subject[Any], _case: None) -> None:
     with decided(), running(subject) as at_work:
-        # tokens of the tiny model are nearly alike: a lower min_p would cut nothing off
         cuts: list[dict[str, Any]] = [{"top_k": 3}, {"top_p": 0.4}, {"min_p": 0.9}, {"top_p": 0.95, "min_p": 0.9}]
         cuts.append({"top_k": 20, "top_p": 0.6, "min_p": 0.95})
         several = [requests_of(8, first=20 * place, seed=place, temperature=2.0, **cut) for place, cut in enumerate(cuts)]
