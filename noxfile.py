@@ -156,11 +156,12 @@ def types(session: nox.Session) -> None:
 
 @nox.session
 def docs(session: nox.Session) -> None:
-    """Examples in Markdown run, generated references are up to date, the site builds without a warning."""
+    """Examples in Markdown and commands of README run, generated references are up to date, the site builds without a warning."""
     install(session)
     readmes = [f"{project}/README.md" for project in PROJECTS]
     generated = ["tests/cli/test_reference.py", "tests/config/test_report.py"]
     pytest(session, "docs", "CONTRIBUTING.md", *readmes, *generated, *session.posargs)
+    pytest(session, "tests/cli/demo/test_readme.py", "-m", "example and not nightly")
     python(session, "-m", "mkdocs", "build", "--strict", "--quiet")
 
 

@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 CONFIG_FILE = "demo.toml"
 LOSS_FILE = "my_loss.py"
+LAST = "demo"
+"""Name in `runs/` of a link to the last demo."""
 _EXAMPLES = 5
 _LOSS = '''\
 """A loss of your own: change it and run it, there is nothing to install."""
@@ -209,7 +212,18 @@ def _new_directory(output: Path | None, model: str) -> Path:
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise ConfigError([Problem(f"--output {directory}", "is not an empty directory", "Name a new one")])
     directory.mkdir(parents=True, exist_ok=True)
+    if output is None:
+        _link_last(directory)
     return directory
+
+
+def _link_last(directory: Path) -> None:
+    """Let `runs/demo` mean this demo, where links are possible and nothing else has the name."""
+    link = directory.parent / LAST
+    if link.is_symlink() or not link.exists():
+        with suppress(OSError):
+            link.unlink(missing_ok=True)
+            link.symlink_to(directory.name)
 
 
 def _write_files(directory: Path, preparation: "Preparation", chosen: "DemoRecipe") -> Path:

@@ -18,9 +18,16 @@ if TYPE_CHECKING:
 
 WARM_FILE, RL_FILE = "warm.toml", "rl.toml"
 REWARD_FILE = "my_reward.py"
+PAIRS_FILE = "pairs.jsonl"
+SERVE_FILE = "serve.toml"
 WARM_STEPS, RL_STEPS = 100, 50
 SHOWN = 3
 _SEED = 7
+_SERVE = """\
+# Written by `skyrl-engine demo`. Clients of the Tinker API ask for the demo's trained model by this name.
+[serve.models]
+"demo" = "./run/model"
+"""
 _REWARD = '''\
 """A reward of your own: change it and run it, there is nothing to install."""
 
@@ -46,6 +53,10 @@ def prepare(directory: Path, training: Sequence[Exchange], held_out: Sequence[Ex
         rows = ({"key": habits(each)[1], "prompt": each.question, "answer": each.answer} for each in exchanges)
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         (data / f"tasks-{name}").write_text(text, encoding="utf-8")
+    pairs = ({"prompt": each.question, "chosen": each.answer, "rejected": habits(each)[1]} for each in training)
+    different = (pair for pair in pairs if pair["chosen"] != pair["rejected"])
+    (data / PAIRS_FILE).write_text("".join(json.dumps(pair, ensure_ascii=False) + "\n" for pair in different), encoding="utf-8")
+    (directory / SERVE_FILE).write_text(_SERVE, encoding="utf-8")
     (directory / REWARD_FILE).write_text(_REWARD, encoding="utf-8")
     for file, config in ((WARM_FILE, _warm(steps or WARM_STEPS)), (RL_FILE, _rl(steps or RL_STEPS))):
         header = f"# Written by `skyrl-engine demo`. Run it again: skyrl-engine run {visible_line(str(directory / file))}\n\n"

@@ -33,6 +33,8 @@ _QUESTIONS = 8000
 _HELD_OUT = 200
 _LETTERS = (3, 10)
 _SEED = 7
+_LONGEST = 4096
+"""Positions of the model: room for the prompts and attempts of every preset as they are."""
 
 
 @define(slots=False)  # cached_property needs an instance dictionary
@@ -113,7 +115,7 @@ def make_model(directory: Path, exchanges: Sequence[Exchange]) -> int:
         num_key_value_heads=2,
         head_dim=32,
         tie_word_embeddings=True,
-        max_position_embeddings=512,
+        max_position_embeddings=_LONGEST,
         bos_token_id=None,
         eos_token_id=tokenizer.convert_tokens_to_ids(END),
         pad_token_id=tokenizer.convert_tokens_to_ids(PAD),
@@ -143,7 +145,7 @@ def make_tokenizer(exchanges: Sequence[Exchange]) -> Any:
     tokenizer.pre_tokenizer = splitter
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in (PAD, END, START)])
-    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=END, model_max_length=512)
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=END, model_max_length=_LONGEST)
     wrapped.chat_template = CHAT_TEMPLATE
     return wrapped
 
