@@ -50,7 +50,12 @@ _ON_SAMPLES = {
 @click.option("--env", metavar="ENVIRONMENT", help="An environment plugin to sample in, instead of --prompts.")
 @click.option("--groups", type=int, metavar="PROMPTS", help="Prompts per step.")
 @click.option("--group-size", type=int, metavar="ATTEMPTS", help="Samples per prompt.")
-@click.option("--max-tokens", type=int, metavar="TOKENS", help="Longest sample.")
+@click.option(
+    "--max-tokens",
+    type=int,
+    metavar="TOKENS",
+    help="Most tokens of a sample after its prompt, over all turns, observations of the environment included.",
+)
 @click.option(
     "--data",
     multiple=True,

@@ -66,7 +66,12 @@ _KEYS = {
     metavar="TEMPERATURE",
     help="Temperature to sample with; without it, 1 for several attempts per task, and 0 (the most likely token) for one.",
 )
-@click.option("--max-tokens", type=click.IntRange(min=1), metavar="TOKENS", help="Longest attempt.")
+@click.option(
+    "--max-tokens",
+    type=click.IntRange(min=1),
+    metavar="TOKENS",
+    help="Most tokens of an attempt after its prompt, over all turns, observations of the environment included.",
+)
 @click.option("--seed", type=int, metavar="SEED", help="Seed of every random number.")
 @click.option(
     "--output",

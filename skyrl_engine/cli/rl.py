@@ -65,7 +65,12 @@ _KEYS = {
 @click.option("--steps", type=int, metavar="STEPS", help="Batches of rollouts to train on.")
 @click.option("--groups", type=int, metavar="TASKS", help="Tasks per step.")
 @click.option("--group-size", type=int, metavar="ATTEMPTS", help="Attempts per task.")
-@click.option("--max-tokens", type=int, metavar="TOKENS", help="Longest attempt.")
+@click.option(
+    "--max-tokens",
+    type=int,
+    metavar="TOKENS",
+    help="Most tokens of an attempt after its prompt, over all turns, observations of the environment included.",
+)
 @click.option("--temperature", type=float, metavar="TEMPERATURE", help="Temperature to sample with.")
 @run_options
 @plugin_options("rl")

@@ -10,6 +10,7 @@ from attrs import define, field, frozen
 from skyrl_engine.config.schema import CheckpointConfig, EvaluationConfig
 from skyrl_engine.contracts.kinds.observer import EvaluationFinished, StepFinished
 from skyrl_engine.engine.engine import Engine
+from skyrl_engine.errors import EngineError
 from skyrl_engine.run.session import RunSession
 from skyrl_engine.spans import Spans
 
@@ -29,10 +30,14 @@ class RunResult:
 
 @frozen
 class StepDone:
-    """One step of a trainer: its metrics, among them `tokens`, and CPU seconds by span over controller and ranks."""
+    """One step of a trainer: its metrics, among them `tokens`, and CPU seconds by span over controller and ranks.
+
+    `ends` is raised once the step is recorded and a checkpoint of it is written; None: the run goes on.
+    """
 
     metrics: Mapping[str, float]
     cpu_seconds: Mapping[str, float]
+    ends: EngineError | None = None
 
 
 class StepSource(Protocol):
@@ -63,13 +68,16 @@ class Loop:
     _metrics: dict[str, float] = field(factory=dict, init=False)
 
     def run(self) -> RunResult:
-        """Go to the last step, or to the end of the one during which a signal came."""
+        """Go to the last step, or to the end of the one during which a signal came. Raises what a step says ends the run."""
         session, total = self.session, self.total_steps
         if self.evaluation.at_start and session.step == 0:
             self._evaluate()
         while session.step < total and not session.stop:
-            self._step(session.step + 1)
+            done = self._step(session.step + 1)
             step = session.step
+            if done.ends is not None:
+                self._save()
+                raise done.ends
             # Evaluation comes before the checkpoint: what a resume finds done, it need not do again.
             if _is_due(step, self.evaluation.every) or (step == total and self.evaluation.at_end):
                 self._evaluate()
@@ -81,7 +89,7 @@ class Loop:
             self.engine.export(session.directory.model)
         return RunResult(session.directory.path, session.step, self._metrics, session.stop.signal_name)
 
-    def _step(self, step: int) -> None:
+    def _step(self, step: int) -> StepDone:
         started, controller_started = time.perf_counter(), time.process_time()
         done = self.source.step(step)
         seconds, controller = time.perf_counter() - started, time.process_time() - controller_started
@@ -93,6 +101,7 @@ class Loop:
         self._metrics = {**done.metrics, "tokens_per_second": done.metrics["tokens"] / seconds}
         with self._spans("observe"):
             self.session.step_finished(StepFinished(step, self.total_steps, self._metrics, seconds, cpu_seconds))
+        return done
 
     def _evaluate(self) -> None:
         started = time.perf_counter()

@@ -68,7 +68,7 @@ class RlConfig:
     """Longest prompt of a task; longer ones are refused while planning, as far as it looks, and later fail their attempts."""
 
     max_tokens: int = field(default=512, validator=ge(1))
-    """Most tokens of an attempt behind its prompt, sampled and observed ones."""
+    """Most tokens of an attempt after its prompt: those of all its turns together, sampled ones and observations of the environment."""
 
     temperature: float = field(default=1.0, validator=[gt(0.0), _FINITE])
     """Temperature that attempts are sampled and scored with."""
@@ -98,6 +98,10 @@ class RlConfig:
 
     on_gap: Literal["stop", "warn"] = field(default="stop", validator=in_(("stop", "warn")))
     """Answer to two steps in a row above `max_gap`: a sampler that does not hold the weights it was given trains another model."""
+
+    max_idle_steps: int | None = field(default=20, validator=optional(ge(1)))
+    """Steps in a row whose gradient is exactly 0 after which the run writes a checkpoint and ends; none: never. The first is logged with its
+    reason, such as attempts that are all cut off or equal rewards."""
 
     repeat_tasks: bool = True
     """Begin again, in another order, when every task was attempted; otherwise too few tasks are refused."""

@@ -20,7 +20,7 @@ class RlState:
 
     `above` counts steps in a row whose gap was too large, `reference` names the copy that is the reference, and `environments` says the version
     of each by name. `journal` is the run that the journal of rollouts names, and `segments` are the bytes of each of its segments by name, on
-    which the checkpoint counts; None where there is none.
+    which the checkpoint counts; None where there is none. `idle` counts steps in a row whose gradient was 0.
     """
 
     trainer: str
@@ -32,6 +32,7 @@ class RlState:
     environments: Mapping[str, str]
     journal: str | None = None
     segments: Mapping[str, int] | None = None
+    idle: int = 0
 
     def document(self) -> dict[str, Any]:
         return attrs.asdict(self)

@@ -29,6 +29,7 @@ from skyrl_engine.rollout.journal import Journal
 from skyrl_engine.rollout.recorded import Recording
 from skyrl_engine.rollout.source import GroupSource
 from skyrl_engine.spans import Phases
+from skyrl_engine.training.idle import IdleSteps, Reason, explain_idle_rollouts, warn_of_cuts
 from skyrl_engine.training.loop import StepDone
 from skyrl_engine.training.reference import REFERENCE, REFERENCE_MODEL
 from skyrl_engine.training.rl.batches import group_sizes, mini_batch_size, shuffled
@@ -75,11 +76,17 @@ class RlTrainer:
     reference: Any
     told: Callable[[RolloutsFinished], None]
     phases: Phases
+    _idle: IdleSteps = field(init=False)
     _copied: str | None = field(default=None, init=False)
     _cpu: dict[str, float] = field(factory=dict, init=False)
 
+    @_idle.default
+    def _none_yet(self) -> IdleSteps:
+        return IdleSteps(self.prepared.resolved.config.rl.max_idle_steps)
+
     def restore(self, state: RlState) -> None:
         """Go on from what a checkpoint says."""
+        self._idle.count = state.idle
         if self.live is not None:
             self.live.guard.above = state.above
         self._copied = state.reference
@@ -136,7 +143,23 @@ class RlTrainer:
         one_step = config.rl.mini_batches * config.rl.epochs == 1
         if self.live is not None and "policy/gap_mean" in reported and (one_step or self.prepared.recipe.old != "rollout"):
             self.live.guard.look(reported["policy/gap_mean"], number - 1, self._gap_to_first(plan.columns))
-        return StepDone(reported, self._cpu)
+        if number == 1:
+            tried = [each for group in taken.ended for each in group.finished]
+            warn_of_cuts(sum(each.status == "truncated" for each in tried), len(tried), config.rl.max_tokens)
+        ends = self._idle.look(number, reported, lambda: self._explain_idle(plan.columns))
+        return StepDone(reported, self._cpu, ends)
+
+    def _explain_idle(self, columns: SampleColumns) -> Reason:
+        prepared, settings = self.prepared, self.prepared.resolved.config.rl
+        return explain_idle_rollouts(
+            columns,
+            columns.columns["advantages"],
+            prepared.assembly.objective,
+            truncated=settings.truncated,
+            max_tokens=settings.max_tokens,
+            estimator=prepared.advantage.label,
+            filtered=bool(prepared.filters),
+        )
 
     def evaluate(self) -> Mapping[str, float] | None:
         """Rewards and successes on held-out tasks, if there are any."""
@@ -175,6 +198,7 @@ class RlTrainer:
             self.prepared.environment_versions,
             None if self.live is None else self.live.journal.run,
             None if self.live is None else self.live.journal.listing(),
+            self._idle.count,
         ).document()
 
     def _columns(self, groups: Sequence[Group], number: int) -> SampleColumns:

@@ -16,6 +16,7 @@ from skyrl_engine.engine.plan import Plan
 from skyrl_engine.run.progress import LOADING
 from skyrl_engine.run.session import open_session, to_resume_from
 from skyrl_engine.spans import Spans
+from skyrl_engine.training.idle import IdleSteps, explain_idle_objective
 from skyrl_engine.training.loop import Loop, RunResult, StepDone
 from skyrl_engine.training.sft.data import DataProgress, PreparedRun, describe_data, prepare
 from skyrl_engine.training.sft.evaluation import evaluate
@@ -136,6 +137,7 @@ class SftTrainer:
     engine: Engine
     position: Position
     data: str
+    _idle: IdleSteps = field(factory=IdleSteps, init=False)
     _spans: Spans = field(factory=Spans, init=False)
 
     def planned(self, columns: SampleColumns) -> Plan:
@@ -157,6 +159,7 @@ class SftTrainer:
             **results_of(result.metrics),
             "epoch": self.position.epoch + self.position.offset / self.prepared.order.samples,
         }
+        self._idle.look(number, metrics, lambda: explain_idle_objective(columns, self.prepared.assembly.objective))
         return StepDone(metrics, {**result.cpu_seconds, **self._spans.drain()})
 
     def evaluate(self) -> Mapping[str, float] | None:

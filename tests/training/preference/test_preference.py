@@ -103,6 +103,21 @@ def test_single_answers_train_with_kto(configure: Configure, pairs: Path) -> Non
     assert last["rewards/chosen"] > last["rewards/rejected"]
 
 
+def test_a_mini_batch_without_a_gradient_is_logged(configure: Configure, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Once in a session, with what has no gradient; runs over a dataset go on."""
+    (tmp_path / "flat.py").write_text(
+        "from skyrl_engine import loss\n\n"
+        "@loss(needs=('logprobs',), unit_size=2, reducers=('sequence_mean',))\n"
+        "def flat(tokens, config):\n    return tokens.logprobs * 0\n"
+    )
+    own = {"preference": {"preset": "none"}, "loss": {"use": f"{tmp_path / 'flat.py'}:flat"}, "reducer": {"use": "sequence_mean"}}
+    with caplog.at_level("WARNING", logger="skyrl_engine"):
+        assert run_preference(configure(**own, training={"steps": 2})).step == 2
+    said = [record.getMessage() for record in caplog.records if "exactly 0" in record.getMessage()]
+    assert len(said) == 1
+    assert "the gradient of step 1 is exactly 0: loss 'flat'" in said[0]
+
+
 def test_a_term_on_the_chosen_half_is_half_of_its_mean(configure: Configure) -> None:
     """Coef = 2 adds the mean over chosen answers of their mean -log p, the NLL term of RPO with alpha = 1."""
     plain = steps(run_preference(configure("plain", training={"steps": 1})).directory)[0]
