@@ -284,7 +284,7 @@ def _read_in_parts(path: Path, content: bytes) -> Segment:
         what = "it is empty" if not content else "torn" if torn else reason_at(content, covered)
         damages.append(Damage(path, covered, len(content), what, torn=torn))
     if begin == 0 and entries and entries[0].offset > 0 and entries[0].header.get("record") == 0:
-        damages[0] = attrs.evolve(damages[0], lost=None, what="its head is damaged, and every record after it is there")
+        damages[0] = attrs.evolve(damages[0], lost=None, what="its head is damaged")
     if not damages:
         damages.append(Damage(path, covered, covered, "a length is damaged, and every record is there"))
     _refuse_other_format(path, content, entries)

@@ -338,7 +338,7 @@ def test_a_recording_that_is_not_all_there_is_told(tmp_path, caplog):
     content = bytearray((tmp_path / FIRST).read_bytes())
     content[read_segment(tmp_path / FIRST).entries[1].end - 20] ^= 1
     (tmp_path / FIRST).write_bytes(content)
-    recording = read_recording(tmp_path, RecordingLimits(None, None, 1))
+    recording = read_recording(tmp_path, RecordingLimits(None, None, lambda _size: 1))
     assert len(recording.groups) == 3
     assert f"the rollouts of {tmp_path} are not all there: {FIRST}: bytes" in caplog.text
 

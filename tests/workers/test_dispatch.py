@@ -215,6 +215,21 @@ def test_a_reducer_sees_the_columns_and_values_that_it_needs():
             batch_structure(columns, mini_batch, None, reducer=part_of(lacking, "mine", "reducer"))
 
 
+def test_rewards_in_double_reach_ranks_and_reducers_in_single():
+    """Collators and losses see one type, whatever the controller compares rewards in."""
+    rewards = np.array([10.1, 0.2, 1 / 3, 2.0])
+    columns = SampleColumns.from_lists(input_ids=[[1, 2], [3, 4]]).with_columns({"rewards": rewards})
+    assert columns.columns["rewards"] is rewards
+    (mini_batch,) = PaddedCollator().plan(columns.lengths, Layout(dp=2)).mini_batches
+    reducer = part_of(FunctionReducer("mine", lambda *_: np.ones(4), None, needs=("rewards",)), "mine", "reducer")
+    structure = batch_structure(columns, mini_batch, None, reducer=reducer)
+    shards = list(cut(columns, mini_batch, compact_weights(reducer, structure), ["rewards"]))
+    assert {each.dtype for each in (structure.columns["rewards"], *(shard.columns.columns["rewards"] for shard in shards))} == {
+        np.dtype(np.float32)
+    }
+    assert np.concatenate([shard.columns.columns["rewards"] for shard in shards]).tolist() == rewards.astype(np.float32).tolist()
+
+
 def test_a_reducer_may_give_its_weights_in_short():
     columns = SampleColumns.from_lists(input_ids=[[1, 2, 3], [4, 5]])
     (mini_batch,) = PaddedCollator().plan(columns.lengths, Layout()).mini_batches
