@@ -135,9 +135,9 @@ class ModelError(EngineError):
 
 
 class WorkerError(EngineError):
-    """A rank failed or died. `rank` is its number in the world."""
+    """A rank failed or died. `rank` is its number in the world, None where Ray ended and all of them with it."""
 
-    def __init__(self, cause: str, *, rank: int, remedy: str, details: Sequence[str] = ()) -> None:
+    def __init__(self, cause: str, *, rank: int | None, remedy: str, details: Sequence[str] = ()) -> None:
         self.rank = rank
         super().__init__(cause, remedy=remedy, details=details)
 

@@ -13,6 +13,7 @@ import click
 from skyrl_engine import __version__
 from skyrl_engine.cli.command import CommandSettings
 from skyrl_engine.cli.lazy import LazyCommand, LazyGroup
+from skyrl_engine.cli.lost_terminal import outlive_terminals
 
 PROGRAM = "skyrl-engine"
 _COMPLETION = "_SKYRL_ENGINE_COMPLETE"
@@ -82,6 +83,7 @@ def app() -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command line (None: this process's) and return the exit code; what went wrong is printed to stderr."""
     _open_missing_streams()
+    outlive_terminals()
     os.environ.update(_ENVIRONMENT)
     for name, value in _QUIET_LIBRARIES.items():
         os.environ.setdefault(name, value)

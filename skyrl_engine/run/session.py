@@ -50,6 +50,8 @@ PLUGINS_DOCUMENT = "plugins.lock"
 CONFIG_DOCUMENT = "config.json"
 BASE_DOCUMENT = "base.json"
 TRAINER_DOCUMENT = "trainer.json"
+_TOLD = ("loss", "reward/mean", "grad_norm", "learning_rate", "tokens")
+"""Metrics of a step's line in run.log; all of them are in metrics.jsonl."""
 
 
 @define(eq=False)
@@ -117,6 +119,8 @@ class RunSession:
     def step_finished(self, event: StepFinished) -> None:
         """Tell observers; from here on the session stands at this step."""
         self.step = event.step
+        told = [f"{name} {event.metrics[name]:.4g}" for name in _TOLD if name in event.metrics]
+        logger.info("step %d of %d: %s", event.step, event.total_steps, ", ".join([*told, f"{event.seconds:.3g} s"]))
         self._bus.step_finished(event)
 
     def evaluation_finished(self, event: EvaluationFinished) -> None:

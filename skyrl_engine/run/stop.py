@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM ask a run to end after its current step; a second one ends it at once."""
+"""Ctrl-C, SIGTERM and SIGHUP, a lost terminal, ask a run to end after its current step; a second one ends it at once."""
 
 import logging
 import signal
@@ -28,9 +28,9 @@ class StopRequest:
 
 @contextmanager
 def listen_for_stop() -> Iterator[StopRequest]:
-    """Turn the first SIGINT or SIGTERM into a request where it can wait; any other raises KeyboardInterrupt.
+    """Turn the first SIGINT, SIGTERM or SIGHUP into a request where it can wait; any other raises KeyboardInterrupt.
 
-    Outside the main thread signals cannot be received, and nothing changes.
+    A SIGHUP that is ignored, as under nohup, stays ignored. Outside the main thread signals cannot be received, and nothing changes.
     """
     request = StopRequest()
 
@@ -43,7 +43,10 @@ def listen_for_stop() -> Iterator[StopRequest]:
     if threading.current_thread() is not threading.main_thread():
         yield request
         return
-    before = {number: signal.signal(number, receive) for number in (signal.SIGINT, signal.SIGTERM)}
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)
+    before = {number: signal.signal(number, receive) for number in numbers}
     try:
         yield request
     finally:

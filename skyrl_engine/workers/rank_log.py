@@ -45,8 +45,11 @@ class RankLog:
         except self._ray.exceptions.RayError:
             return False
 
-    def close(self) -> None:
-        """Take the last lines, of ranks that have ended, and end the readers."""
+    def close(self, *, answering: bool = True) -> None:
+        """Take the last lines, of ranks that have ended, and end the readers; `answering` false where Ray has ended with them."""
+        if not answering:
+            self._abandoned.set()
+            return
         for reader in self._readers.values():
             reader.stop.remote()
         self._thread.join(END_SECONDS)

@@ -1,5 +1,6 @@
 """A Ray cluster to run on, and room in it for every rank, found in a stated time or refused with a sentence."""
 
+import contextlib
 import logging
 import os
 import signal
@@ -8,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from skyrl_engine.errors import EngineError, UnsupportedError
@@ -90,6 +92,17 @@ def _knock(address: str) -> None:
     host, _, port = address.rpartition(":")
     if host and port.isdigit() and "//" not in address:
         socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_SECONDS).close()
+
+
+def end_own_processes(ray: Any, ranks: Sequence[int]) -> None:
+    """End what is left of a cluster that was started for this process, and the processes of its `ranks`, by their ids, without Ray's help."""
+    for pid in ranks:
+        with contextlib.suppress(OSError):
+            if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"ray::"):
+                os.kill(pid, signal.SIGKILL)
+    node = getattr(ray._private.worker, "_global_node", None)  # noqa: SLF001 - Ray's own way goes through the processes that are gone
+    if node is not None:
+        node.kill_all_processes(check_alive=False, allow_graceful=False)
 
 
 def rank_resources(device: Device, total: Mapping[str, float], ranks: int) -> dict[str, float]:

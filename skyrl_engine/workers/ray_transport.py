@@ -4,7 +4,7 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -17,8 +17,15 @@ from skyrl_engine.workers.parcel import Parcel
 from skyrl_engine.workers.process_group import Rendezvous
 from skyrl_engine.workers.rank_log import RankLog, ranks_in_words
 from skyrl_engine.workers.ray_actor import Failure, Place, RankActor
-from skyrl_engine.workers.ray_cluster import by_machine, connect, import_ray, rank_resources, wait_for_room
+from skyrl_engine.workers.ray_cluster import by_machine, connect, end_own_processes, import_ray, rank_resources, wait_for_room
+from skyrl_engine.workers.ray_watch import GCS_SECONDS, OWN_GCS_SECONDS, RayWatch
 from skyrl_engine.workers.spec import WorkerSpec
+
+WAIT_SECONDS = 0.2
+"""A wait for answers looks so often whether Ray is still there."""
+
+NEWS_SECONDS = 2.0
+"""The end of Ray is known at the latest so long after it raised an error because of it."""
 
 GRACE_SECONDS = 5.0
 """After the first failure, how long to listen for others: a dead rank explains the broken connections its peers report."""
@@ -36,9 +43,11 @@ class RayTransport:
         self._known_failures: Counter[int] = Counter()
         self._log: RankLog | None = None
         self._group: Any = None
+        self._watch: RayWatch | None = None
         self.ended: str | None = None
         self._owns_cluster = connect(self._ray, address, spec.topology.world_size)
         try:
+            self._watch = RayWatch(self._ray, gcs_seconds=OWN_GCS_SECONDS if self._owns_cluster else GCS_SECONDS)
             self._start(spec)
         except BaseException:
             self.close()
@@ -78,14 +87,17 @@ class RayTransport:
         self._gather("start", [actor.start.remote(spec, rank, meeting) for rank, actor in enumerate(self._actors)])
 
     def put(self, shard: Shard) -> Any:
-        return self._ray.put(Parcel.of(shard))
+        parcel = Parcel.of(shard)
+        with self._using_ray("put"):
+            return self._ray.put(parcel)
 
     def call(self, method: str, per_rank: Sequence[tuple[Any, ...]]) -> Callable[[], list[Any]]:
         pending = []
         for rank, (actor, arguments) in enumerate(zip(self._actors, per_rank, strict=True)):
             plain = tuple(argument for argument in arguments if not isinstance(argument, self._ray.ObjectRef))
             shards = [argument for argument in arguments if isinstance(argument, self._ray.ObjectRef)]
-            pending.append(actor.call.remote(method, plain, shards[0] if shards else None, self._known_failures[rank]))
+            with self._using_ray(method):
+                pending.append(actor.call.remote(method, plain, shards[0] if shards else None, self._known_failures[rank]))
         return lambda: self._gather(method, pending)
 
     def _gather(self, method: str, pending: list[Any]) -> list[Any]:
@@ -99,7 +111,8 @@ class RayTransport:
         waiting = list(pending)
         deadline: float | None = None
         while waiting and not deaths and (deadline is None or time.monotonic() < deadline):
-            ready, waiting = self._ray.wait(waiting, num_returns=1, timeout=None if deadline is None else 0.2)
+            with self._using_ray(method):
+                ready, waiting = self._ray.wait(waiting, num_returns=1, timeout=WAIT_SECONDS)
             for reference in ready:
                 rank = ranks[reference]
                 try:
@@ -119,11 +132,38 @@ class RayTransport:
             if (deaths or failures) and deadline is None:
                 deadline = time.monotonic() + GRACE_SECONDS
         if deaths or failures:
+            if deaths:
+                self._refuse_lost_ray(method, within=NEWS_SECONDS)
             failure = (self._lost_node(min(deaths), method) if deaths else None) or _explain(method, deaths, failures, self._places)
             if deaths or waiting:
                 self._end(ended_by(failure))
             raise failure
         return [results[rank] for rank in range(len(pending))]
+
+    @contextlib.contextmanager
+    def _using_ray(self, method: str) -> Iterator[None]:
+        """Refuse to use Ray where it has ended, and what it raises because of that."""
+        self._refuse_lost_ray(method)
+        try:
+            yield
+        except self._ray.exceptions.RayError:
+            self._refuse_lost_ray(method, within=NEWS_SECONDS)
+            raise
+
+    def _refuse_lost_ray(self, method: str, *, within: float = 0.0) -> None:
+        """Raise WorkerError, and end the ranks, where Ray itself is gone; wait `within` seconds for the news."""
+        lost = None if self._watch is None else self._watch.lost(within)
+        if lost is None:
+            return
+        failure = WorkerError(
+            f"Ray's {lost} ended during {method}, and {ranks_in_words(range(len(self._places)))} with it",
+            rank=None,
+            remedy="Look for lack of memory or a signal there"
+            + ("" if self._owns_cluster else " and start Ray again")
+            + ", then resume from the latest checkpoint",
+        )
+        self._end(ended_by(failure))
+        raise failure
 
     def _lost_node(self, dead: int, method: str) -> WorkerError | None:
         """Return an error that names the node of a dead rank, if the node is lost too."""
@@ -140,17 +180,28 @@ class RayTransport:
     def _end(self, event: str) -> None:
         """Kill the ranks, which may be in a collective that will never end."""
         self.ended = event
+        if self._watch is not None and self._watch.lost() is not None:
+            self._end_processes()
         for actor in self._actors:
             with contextlib.suppress(self._ray.exceptions.RayError):
                 self._ray.kill(actor)
         self._actors = []
 
+    def _end_processes(self) -> None:
+        """End the ranks without Ray, where it was started for this run; elsewhere they end with their raylets."""
+        self._actors = []
+        if self._owns_cluster:
+            end_own_processes(self._ray, [place.pid for place in self._places])
+
     def close(self) -> None:
+        lost = self._watch is not None and self._watch.lost() is not None
         self._end(CLOSED)
         if self._log is not None:
-            self._log.close()
+            self._log.close(answering=not lost)
             self._log = None
-        if self._group is not None:
+        if self._watch is not None:
+            self._watch.close()
+        if self._group is not None and not lost:
             from ray.util.placement_group import remove_placement_group
 
             remove_placement_group(self._group)

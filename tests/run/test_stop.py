@@ -43,3 +43,25 @@ def test_outside_the_main_thread_nothing_changes() -> None:
     thread.join()
     assert len(seen) == 1
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_lost_terminal_asks_as_well() -> None:
+    before = signal.getsignal(signal.SIGHUP)
+    with listen_for_stop() as stop:
+        stop.can_wait = True
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert stop.signal_name == "SIGHUP"
+    assert signal.getsignal(signal.SIGHUP) is before
+
+
+def test_a_sighup_that_is_ignored_stays_ignored() -> None:
+    """`nohup` starts a command so."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with listen_for_stop() as stop:
+            stop.can_wait = True
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not stop
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
