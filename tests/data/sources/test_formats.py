@@ -192,5 +192,5 @@ def test_prompt_and_response_are_a_prompt_and_its_completion(load, make_tokenize
 
 
 def test_columns_that_no_format_knows_are_answered_with_how_to_name_them(load, make_tokenizer):
-    with pytest.raises(DataError, match=r'data\.map\.prompt=question data\.map\.completion=answer'):
+    with pytest.raises(DataError, match=r"data\.map\.prompt=question data\.map\.completion=answer"):
         load([{"frage": "a", "antwort": "b"}], make_tokenizer("chatml"))
