@@ -216,7 +216,7 @@ class _Collecting:
 
 @define
 class Refusals:
-    """What speaks against a run, collected while it is planned, so that all of it is told at once."""
+    """Problems of a run, collected while it is planned, so that one error names them all."""
 
     _errors: list[EngineError] = field(factory=list, init=False)
 

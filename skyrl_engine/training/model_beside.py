@@ -64,7 +64,7 @@ def refuse_unreadable(what: str, table: str, model: ModelConfig) -> None:
 
 
 _CALLED: Final = {"reference": "the reference", "teacher": "the teacher", "reward_model": "the reward model"}
-"""What errors call the model of each table."""
+"""Name of each table's model in errors."""
 
 
 def check_models_beside(resolved: ResolvedConfig, refusals: Refusals) -> None:

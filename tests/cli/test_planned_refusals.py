@@ -25,7 +25,7 @@ TABLES = {
     "rl": "[rl]\ngroups = 2\ngroup_size = 2\nmax_tokens = 8\nmax_prompt_tokens = 24\n"
     '[[environments]]\nuse = "function"\nreward = "./reward.py:right"\ndata = "./tasks.jsonl"\n',
 }
-"""What a configuration of each trainer says beside its model."""
+"""Tables of a configuration of each trainer, without its model."""
 
 
 @pytest.fixture(scope="module")

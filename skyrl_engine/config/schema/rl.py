@@ -99,7 +99,7 @@ class RlConfig:
     on_gap: Literal["stop", "warn"] = field(default="stop", validator=in_(("stop", "warn")))
     """Answer to two steps in a row above `max_gap`: a sampler that does not hold the weights it was given trains another model."""
 
-    max_idle_steps: int | None = field(default=20, validator=optional(ge(1)))
+    max_idle_steps: int | None = field(default=cast("int | None", 20), validator=optional(ge(1)))
     """Steps in a row whose gradient is exactly 0 after which the run writes a checkpoint and ends; none: never. The first is logged with its
     reason, such as attempts that are all cut off or equal rewards."""
 
