@@ -21,7 +21,7 @@ LINES = [
 SLOW = re.compile(r"skyrl-engine (prove|diff-backends|plugins verify|.* --backend megatron)")
 """Commands of proofs, a minute each, and a run on ranks of Ray: by day tests of their own hold what they do."""
 DRY = {"PIP_DRY_RUN": "1", "PIP_NO_DEPS": "1", "PIP_NO_BUILD_ISOLATION": "0", "PIP_QUIET": "1"}
-"""Environment of pip: it builds what the line names, and installs nothing into the environment of these tests. "0" is pip's way to say yes here."""
+"""Environment of pip: it builds what the line names and installs nothing into the environment of these tests. "0" is pip's way to say yes."""
 
 pytestmark = [pytest.mark.example, pytest.mark.timeout(280)]
 
