@@ -56,7 +56,7 @@ def seen(directory: str, options: MegatronConfig, cases: Sequence[Case], **model
             batch = batch_of(backend, pictures(kind), rows, size)
             learned = backend.forward_backward(batch, WeightedObjective())
             found.append(Seen(learned, backend.forward(batch, WeightedObjective()), arrays(backend.gradients())))
-            backend._clear()
+            backend.zero_grad()
     return found
 
 

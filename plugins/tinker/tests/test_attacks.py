@@ -171,7 +171,8 @@ def test_order_duplicates_and_mistakes_of_a_model(client, message):
     assert "no step was taken" in done["error"], "request 4 came before request 1, and was done behind it"
     assert "stable_reinforce" in done["error"], "the first of the step's two mistakes"
     assert "stable_reinforce" in client.post("retrieve_future", answers[2])[1]["error"]
-    assert "target 1 of datum 0 is 900; the model knows" in client.post("retrieve_future", answers[3])[1]["error"]
+    # sent 3, 2, 1: as the SDK sends the parts of one list, whose third datum this is
+    assert "target 1 of datum 2 is 900; the model knows" in client.post("retrieve_future", answers[3])[1]["error"]
     # a number that never comes is waited for, not for ever
     behind = client.post("optim_step", {**step, "seq_id": 7})[1]
     assert "error" in client.post("retrieve_future", behind)[1]
