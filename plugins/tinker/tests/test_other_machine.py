@@ -103,7 +103,10 @@ def test_a_model_that_is_described_wrongly_is_refused(tmp_path, value):
         ("{model}/config.json is damaged", "{name} is damaged"),
         ("cannot read {model}: no such file", "cannot read {name}: no such file"),
         ("the checkpoint {directory}/a-train-0/weights/x is damaged", "the checkpoint [serve.directory] is damaged"),
-        ("the adapter {directory}/{model_id}-train-0/weights/x/model is damaged", "the adapter tinker://{model_id}:train:0/weights/x is damaged"),
+        (
+            "the adapter {directory}/{model_id}-train-0/weights/x/model is damaged",
+            "the adapter tinker://{model_id}:train:0/weights/x is damaged",
+        ),
         ("[Errno 2] No such file or directory: '/home/ann/my models/x.bin'", "[Errno 2] No such file or directory: '[]'"),
         ("see /usr/lib/python3/x.py, line 3", "see [], line 3"),
         ("file:///srv/x and ~/x", "[] and []"),
