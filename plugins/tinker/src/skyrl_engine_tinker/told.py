@@ -25,7 +25,8 @@ _CHECKPOINT = rf"([0-9a-f]{{32}})-train-([0-9]{{1,9}})/({'|'.join(KINDS)})/([\w.
 @frozen
 class Told:
     """Texts on their way to clients: a model's own directory becomes the name that clients know, a checkpoint its address, any other absolute
-    path `HIDDEN`."""
+    path `HIDDEN`.
+    """
 
     settings: Settings
     _names: Mapping[str, str] = field(init=False)
