@@ -13,7 +13,7 @@ _SEPARATORS = tuple(separator for separator in (os.sep, os.altsep, "/") if separ
 
 
 @frozen
-class PluginReference:
+class PluginRef:
     """A parsed reference: a name, and the distribution (normalised) or the local file it is asked from, or neither."""
 
     text: str
@@ -22,7 +22,7 @@ class PluginReference:
     path: Path | None = None
 
 
-def parse(text: str, *, base: Path | None = None) -> PluginReference:
+def parse(text: str, *, base: Path | None = None) -> PluginRef:
     """Read a reference; relative files are looked up from `base` (None: the working directory). Raises PluginNotFoundError."""
     origin, colon, name = text.strip().rpartition(":")
     if _is_file(text) and not (_is_file(origin) and name):
@@ -33,14 +33,14 @@ def parse(text: str, *, base: Path | None = None) -> PluginReference:
     if not name or (colon and not origin):
         raise PluginNotFoundError(f"{text!r} is no plugin reference", remedy="Write a name, distribution:name, or ./file.py:name")
     if not colon:
-        return PluginReference(text, name)
+        return PluginRef(text, name)
     if _is_file(origin):
-        return PluginReference(text, name, path=((base or Path.cwd()) / Path(origin).expanduser()).resolve())
+        return PluginRef(text, name, path=((base or Path.cwd()) / Path(origin).expanduser()).resolve())
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", origin):
         raise PluginNotFoundError(
             f"{origin!r} in {text!r} is no name of a distribution", remedy="Write a name, distribution:name, or ./file.py:name"
         )
-    return PluginReference(text, name, distribution=normalise(origin))
+    return PluginRef(text, name, distribution=normalise(origin))
 
 
 def _is_file(origin: str) -> bool:

@@ -15,7 +15,7 @@ from skyrl_engine.registry.discovery import UnreadableDistribution, discover
 from skyrl_engine.registry.kinds import KINDS
 from skyrl_engine.registry.known import install_command
 from skyrl_engine.registry.record import PluginRecord
-from skyrl_engine.registry.reference import PluginReference, parse
+from skyrl_engine.registry.reference import PluginRef, parse
 from skyrl_engine.registry.selection import Selection
 from skyrl_engine.registry.suggest import missing_file, missing_plugin
 
@@ -101,7 +101,7 @@ def listed(names: Sequence[str], joint: str = "and") -> str:
     return f"{', '.join(others)} {joint} {last}" if others else last
 
 
-def _of_file(kind: str, wanted: PluginReference, path: Path) -> PluginRecord:
+def _of_file(kind: str, wanted: PluginRef, path: Path) -> PluginRecord:
     try:
         content = path.read_bytes()
     except (FileNotFoundError, IsADirectoryError):

@@ -8,7 +8,7 @@ from skyrl_engine.errors import ConfigError, PluginNotFoundError, Problem
 from skyrl_engine.registry.discovery import normalise
 from skyrl_engine.registry.kinds import KINDS
 from skyrl_engine.registry.record import PluginRecord
-from skyrl_engine.registry.reference import PluginReference, parse
+from skyrl_engine.registry.reference import PluginRef, parse
 
 
 @frozen
@@ -19,14 +19,14 @@ class Selection:
     distribution offers, `./file.py:name` one of a local file.
     """
 
-    block: tuple[PluginReference, ...]
+    block: tuple[PluginRef, ...]
     pins: Mapping[tuple[str, str], str]
 
     @classmethod
     def of(cls, block: Sequence[str], pin: Mapping[str, str]) -> "Selection":
         """Read `plugins.block` and `plugins.pin` ("kind:name" -> distribution) of a configuration. Raises ConfigError."""
         problems: list[Problem] = []
-        blocked: list[PluginReference] = []
+        blocked: list[PluginRef] = []
         pins: dict[tuple[str, str], str] = {}
         for entry in block:
             try:
@@ -53,7 +53,7 @@ class Selection:
         return next((reference.text for reference in self.block if _covers(reference, record)), None)
 
 
-def _covers(reference: PluginReference, record: PluginRecord) -> bool:
+def _covers(reference: PluginRef, record: PluginRecord) -> bool:
     if reference.distribution is not None and reference.distribution != record.distribution:
         return False
     if reference.path is not None and reference.path != record.path:

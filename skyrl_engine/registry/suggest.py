@@ -9,12 +9,12 @@ from skyrl_engine.registry.discovery import UnreadableDistribution
 from skyrl_engine.registry.kinds import KINDS
 from skyrl_engine.registry.known import FIRST_PARTY, install_command
 from skyrl_engine.registry.record import PluginRecord
-from skyrl_engine.registry.reference import PluginReference
+from skyrl_engine.registry.reference import PluginRef
 
 
 def missing_plugin(
     kind: str,
-    wanted: PluginReference,
+    wanted: PluginRef,
     records: Sequence[PluginRecord],
     unreadable: Sequence[UnreadableDistribution],
     *,
@@ -39,7 +39,7 @@ def missing_plugin(
     return PluginNotFoundError(cause, remedy=remedy, details=details)
 
 
-def missing_file(kind: str, wanted: PluginReference, path: Path) -> PluginNotFoundError:
+def missing_file(kind: str, wanted: PluginRef, path: Path) -> PluginNotFoundError:
     """Return the error for a local plugin whose file does not exist."""
     siblings = [file.name for file in path.parent.glob("*.py")] if path.parent.is_dir() else []
     close = difflib.get_close_matches(path.name, siblings, n=1)
