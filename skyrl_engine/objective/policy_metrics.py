@@ -13,7 +13,7 @@ Watched = Literal["policy", "present_gap", "entropy"]
 vocabulary."""
 
 OLD: Final = "old_logprobs"
-SAMPLED: Final = "rollout_logprobs"
+ROLLOUT_LOGPROBS: Final = "rollout_logprobs"
 
 WEIGHTS: Final = ("policy/weight_count", "policy/weight_sum", "policy/weight_squares")
 """Sums that `effective_share` makes one number of: tokens, importance weights against the sampler, and their squares."""
@@ -49,8 +49,8 @@ def policy_metrics(tokens: MicroBatchTokens, watch: AbstractSet[Watched]) -> dic
         ratio = (present - old).exp()
         metrics["policy/ratio_mean"] = Metric.mean(float(ratio.sum()), count)
         metrics["policy/ratio_max"] = Metric.max(float(ratio.max()))
-    if SAMPLED in columns:
-        sampled = tokens.column(SAMPLED).double()
+    if ROLLOUT_LOGPROBS in columns:
+        sampled = tokens.column(ROLLOUT_LOGPROBS).double()
         gap = (present if old is None or "present_gap" in watch else old) - sampled
         metrics["policy/gap_mean"] = Metric.mean(float(gap.abs().sum()), count)
         metrics["policy/gap_max"] = Metric.max(float(gap.abs().max()))

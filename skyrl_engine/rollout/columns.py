@@ -10,7 +10,7 @@ from attrs import frozen
 
 from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.ragged import IntArray, offsets_of
-from skyrl_engine.contracts.values.rollout import PROMPT, SAMPLED, Group, Trajectory
+from skyrl_engine.contracts.values.rollout import SEGMENT_PROMPT, SEGMENT_SAMPLED, Group, Trajectory
 from skyrl_engine.rollout.records import Learned
 
 Truncated = Literal["keep", "mask", "zero_reward"]
@@ -35,7 +35,7 @@ class Overlong:
 
 def punishments(attempts: Sequence[Trajectory], overlong: Overlong) -> npt.NDArray[np.float64]:
     """float64[N]: what attempts lose for their length, of sampled and observed tokens."""
-    prompts = [int(np.diff(each.segment_offsets)[each.kinds == PROMPT].sum()) for each in attempts]
+    prompts = [int(np.diff(each.segment_offsets)[each.kinds == SEGMENT_PROMPT].sum()) for each in attempts]
     lengths = np.array([len(each.token_ids) for each in attempts], dtype=np.int64) - np.array(prompts, dtype=np.int64)
     return overlong.taken_off(lengths)
 
@@ -63,21 +63,21 @@ def to_columns(
     lengths = _lengths([each.segment_offsets for each in attempts])
     attempt = np.repeat(np.arange(len(attempts), dtype=np.int64), [len(each.kinds) for each in attempts])
 
-    earned = _rewards(attempts, _sums(attempt, lengths * (kinds != PROMPT), len(attempts)), truncated, overlong)
+    earned = _rewards(attempts, _sums(attempt, lengths * (kinds != SEGMENT_PROMPT), len(attempts)), truncated, overlong)
 
     # every attempt begins with a prompt, and every prompt begins a stretch
-    stretch = np.cumsum(kinds == PROMPT) - 1
-    kept = (_sums(stretch, lengths * (kinds == SAMPLED)) > 0)[stretch]
+    stretch = np.cumsum(kinds == SEGMENT_PROMPT) - 1
+    kept = (_sums(stretch, lengths * (kinds == SEGMENT_SAMPLED)) > 0)[stretch]
     if not kept.all():
         tokens = tokens[np.repeat(kept, lengths)]
         kinds, lengths, attempt, stretch = kinds[kept], lengths[kept], attempt[kept], stretch[kept]
-    begins = kinds == PROMPT
+    begins = kinds == SEGMENT_PROMPT
     behind = ~begins
     attempt_of_sample = attempt[begins]
     stretch = np.cumsum(begins) - 1
     actions = _sums(stretch, lengths * behind)
 
-    answers, answer_lengths = kinds[behind] == SAMPLED, lengths[behind]
+    answers, answer_lengths = kinds[behind] == SEGMENT_SAMPLED, lengths[behind]
     scored = np.repeat(answers, answer_lengths)
     logprobs = np.zeros(len(scored), dtype=np.float32)
     logprobs[scored] = _joined([each.logprobs for each in attempts], np.float32)

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from skyrl_engine.contracts.values.ragged import offsets_of
-from skyrl_engine.contracts.values.rollout import OBSERVED, PROMPT, SAMPLED, Group, Status, Trajectory, VersionSpans
+from skyrl_engine.contracts.values.rollout import SEGMENT_OBSERVED, SEGMENT_PROMPT, SEGMENT_SAMPLED, Group, Status, Trajectory, VersionSpans
 from skyrl_engine.data.sources.ready_tokens import rollout_of
 from skyrl_engine.data.sources.rows import Row
 from skyrl_engine.errors import DataError, RolloutError
@@ -41,7 +41,7 @@ _GROUP_KEYS: Final = ("ticket", "group_id", "task_key", "uid")
 def rows_of(group: Group, *, step: int | None = None, decode: Decode | None = None) -> Iterator[dict[str, Any]]:
     """Yield the rows of a group; `step` is the one that trained on it. Without `decode` the texts are None."""
     for each in group.trajectories:
-        starts = [int(place) for place in np.flatnonzero(each.kinds == PROMPT)]
+        starts = [int(place) for place in np.flatnonzero(each.kinds == SEGMENT_PROMPT)]
         sampled = np.concatenate([[0], np.cumsum(each.sampled)]).astype(np.int64)
         for stretch, (first, end) in enumerate(pairwise([*(starts or [0]), len(each.kinds)])):
             yield _row(group, each, stretch, (first, end), sampled, step, decode)
@@ -243,7 +243,7 @@ def _plain_attempt(row: Row, ticket: int, member: int) -> Trajectory:
         raise row.wrong("truncated", f"true or false is needed, not {cut_off!r:.80}", "Store whether the attempt was cut off")
     # a segment ends where sampled tokens meet others
     ends = [*(np.flatnonzero(sampled[1:] != sampled[:-1]) + 1).tolist(), *([len(sampled)] if len(sampled) else [])]
-    kinds = [PROMPT, *(SAMPLED if sampled[end - 1] else OBSERVED for end in ends)]
+    kinds = [SEGMENT_PROMPT, *(SEGMENT_SAMPLED if sampled[end - 1] else SEGMENT_OBSERVED for end in ends)]
     count = int(sampled.sum())
     rewards = np.zeros(count)
     rewards[-1:] = _float(reward)
@@ -384,7 +384,7 @@ def _wrong_with(attempt: Trajectory, versions: int) -> str | None:
     lengths = np.diff(attempt.segment_offsets)
     if len(lengths) != len(attempt.kinds) or (lengths < 0).any() or lengths.sum() != len(attempt.token_ids):
         return f"segment_lengths {lengths.tolist()!s:.80} and segment_kinds do not cut {len(attempt.token_ids)} tokens"
-    if attempt.kinds[:1].tolist() != [PROMPT] or not np.isin(attempt.kinds, (PROMPT, SAMPLED, OBSERVED)).all():
+    if attempt.kinds[:1].tolist() != [SEGMENT_PROMPT] or not np.isin(attempt.kinds, (SEGMENT_PROMPT, SEGMENT_SAMPLED, SEGMENT_OBSERVED)).all():
         return f"segment_kinds are {attempt.kinds.tolist()!s:.80}"
     sampled = sampled_length(attempt)
     for name, count in (("logprobs", len(attempt.logprobs)), ("rewards", len(attempt.rewards)), ("versions", versions)):
@@ -404,4 +404,4 @@ def segments_of(trajectory: Trajectory) -> Iterator[tuple[int, slice]]:
 
 def sampled_length(trajectory: Trajectory) -> int:
     """Count the tokens that the model sampled."""
-    return int(np.diff(trajectory.segment_offsets)[trajectory.kinds == SAMPLED].sum())
+    return int(np.diff(trajectory.segment_offsets)[trajectory.kinds == SEGMENT_SAMPLED].sum())

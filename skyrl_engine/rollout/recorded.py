@@ -12,7 +12,7 @@ import numpy as np
 from attrs import define, evolve, field, frozen
 
 from skyrl_engine.contracts.kinds.group_filter import GroupFilter
-from skyrl_engine.contracts.values.rollout import LARGEST_REWARD, PROMPT, Group, Trajectory
+from skyrl_engine.contracts.values.rollout import LARGEST_REWARD, SEGMENT_PROMPT, Group, Trajectory
 from skyrl_engine.errors import DataError, RolloutError
 from skyrl_engine.registry.part import Part
 from skyrl_engine.rollout.exported import journal_of, read_rollouts
@@ -143,7 +143,7 @@ def read_recording(
 
 def _longest_stretch(attempt: Trajectory) -> int:
     """Count the tokens of the longest stretch: from a prompt to the next one, or to the end."""
-    starts = attempt.segment_offsets[:-1][attempt.kinds == PROMPT]
+    starts = attempt.segment_offsets[:-1][attempt.kinds == SEGMENT_PROMPT]
     return int(np.diff([*starts, len(attempt.token_ids)]).max(initial=0))
 
 
@@ -220,7 +220,7 @@ def _check(attempt: Trajectory, name: str, limits: RecordingLimits) -> None:
         )
     if int(attempt.token_ids.min(initial=0)) < 0:
         raise DataError(f"{name} holds a negative token id", remedy="Write the rollouts again")
-    starts = attempt.segment_offsets[:-1][attempt.kinds == PROMPT]
+    starts = attempt.segment_offsets[:-1][attempt.kinds == SEGMENT_PROMPT]
     longest = int(np.diff([*starts.tolist(), len(attempt.token_ids)]).max(initial=0))
     if limits.positions is not None and longest > limits.positions:
         raise DataError(
@@ -230,7 +230,7 @@ def _check(attempt: Trajectory, name: str, limits: RecordingLimits) -> None:
     if not (np.abs(attempt.rewards) <= LARGEST_REWARD).all() or not abs(attempt.unplaced_reward) <= LARGEST_REWARD:
         raise DataError(f"{name} has a reward that is not finite in float32", remedy="Correct or remove the attempt")
     lengths = np.diff(attempt.segment_offsets)
-    if (lengths[attempt.kinds == PROMPT] == 0).any():
+    if (lengths[attempt.kinds == SEGMENT_PROMPT] == 0).any():
         raise DataError(
             f"{name} has no prompt: nothing gives its first token a probability", remedy="Store the prompt, or remove it"
         )

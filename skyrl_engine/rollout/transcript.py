@@ -8,7 +8,7 @@ import numpy.typing as npt
 
 from skyrl_engine.contracts.kinds.generator import Completion
 from skyrl_engine.contracts.values.ragged import offsets_of
-from skyrl_engine.contracts.values.rollout import OBSERVED, PROMPT, SAMPLED, Status, Trajectory, VersionSpans
+from skyrl_engine.contracts.values.rollout import SEGMENT_OBSERVED, SEGMENT_PROMPT, SEGMENT_SAMPLED, Status, Trajectory, VersionSpans
 from skyrl_engine.errors import ContractError
 
 Ids = npt.NDArray[np.int32]
@@ -56,7 +56,7 @@ class Transcript:
             self.observed(added)
             return
         self._stretch = len(self._segments)
-        self._segments.append((PROMPT, _ids(prompt_ids)))
+        self._segments.append((SEGMENT_PROMPT, _ids(prompt_ids)))
 
     def behind(self, prompt_ids: Ids) -> Ids | None:
         """Return what a prompt that was rendered anew adds to all that stands in front of the model, None where it is another history."""
@@ -77,7 +77,7 @@ class Transcript:
                 f"the generator says of {len(versions)} of {len(ids)} tokens which weights made them",
                 remedy="Give version spans that begin at token 0",
             )
-        self._segments.append((SAMPLED, ids))
+        self._segments.append((SEGMENT_SAMPLED, ids))
         self._logprobs.append(np.array(completion.logprobs, dtype=np.float32))
         self._rewards.append(np.zeros(len(ids)))
         self._versions.append(versions)
@@ -87,7 +87,7 @@ class Transcript:
     def observed(self, ids: Ids) -> None:
         """Add what an environment answered."""
         if len(ids):
-            self._segments.append((OBSERVED, _ids(ids)))
+            self._segments.append((SEGMENT_OBSERVED, _ids(ids)))
             self._behind_prompts += len(ids)
 
     def rewarded(self, reward: float, token_rewards: Sequence[float] | None = None) -> None:

@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from skyrl_engine.contracts.values.ragged import offsets_of
-from skyrl_engine.contracts.values.rollout import OBSERVED, PROMPT, SAMPLED, Group, Status, Trajectory, VersionSpans
+from skyrl_engine.contracts.values.rollout import SEGMENT_OBSERVED, SEGMENT_PROMPT, SEGMENT_SAMPLED, Group, Status, Trajectory, VersionSpans
 
 finite = st.floats(-1e6, 1e6)
 names = st.text(st.characters(codec="utf-8"), max_size=8)
@@ -22,9 +22,9 @@ numbers = st.dictionaries(names, st.floats(allow_nan=False, allow_infinity=False
 @st.composite
 def trajectories(draw: st.DrawFn, ticket: int, member: int, start_version: int = 0) -> Trajectory:
     """Draw attempts of up to five segments, in one stretch or several, with rewards on any token."""
-    kinds = [PROMPT, *draw(st.lists(st.sampled_from([SAMPLED, OBSERVED, PROMPT]), max_size=4))]
+    kinds = [SEGMENT_PROMPT, *draw(st.lists(st.sampled_from([SEGMENT_SAMPLED, SEGMENT_OBSERVED, SEGMENT_PROMPT]), max_size=4))]
     lengths = [draw(st.integers(1, 4)) for _ in kinds]
-    sampled = sum(length for kind, length in zip(kinds, lengths, strict=True) if kind == SAMPLED)
+    sampled = sum(length for kind, length in zip(kinds, lengths, strict=True) if kind == SEGMENT_SAMPLED)
     starts = sorted(draw(st.sets(st.integers(1, sampled - 1), max_size=2))) if sampled > 1 else []
     starts = [0, *starts] if sampled else []
     ids = draw(st.lists(st.integers(0, 2**31 - 1), min_size=sum(lengths), max_size=sum(lengths)))
@@ -91,7 +91,7 @@ def plain_group(
                 ticket=ticket,
                 member=member,
                 token_ids=np.arange(10 * member, 10 * member + 2 + tokens, dtype=np.int32) % 90,
-                kinds=np.array([PROMPT, SAMPLED], dtype=np.uint8),
+                kinds=np.array([SEGMENT_PROMPT, SEGMENT_SAMPLED], dtype=np.uint8),
                 segment_offsets=np.array([0, 2, 2 + tokens], dtype=np.int64),
                 logprobs=np.full(tokens, -0.5, dtype=np.float32),
                 versions=spans,

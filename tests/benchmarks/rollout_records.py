@@ -13,7 +13,7 @@ from measuring.bars import beside
 from measuring.cpu_time import machine
 
 from skyrl_engine.contracts.values.ragged import offsets_of
-from skyrl_engine.contracts.values.rollout import OBSERVED, PROMPT, SAMPLED, Group, Trajectory, VersionSpans
+from skyrl_engine.contracts.values.rollout import SEGMENT_OBSERVED, SEGMENT_PROMPT, SEGMENT_SAMPLED, Group, Trajectory, VersionSpans
 from skyrl_engine.rollout.journal import open_journal
 from skyrl_engine.rollout.journal_index import read_groups
 from skyrl_engine.rollout.ledger import RolloutLedger
@@ -28,7 +28,7 @@ def group(ticket: int, members: int = 8, prompt: int = 60, tokens: int = 150) ->
     sampled = 2 * (tokens // 2)
     one = {
         "token_ids": np.arange(sum(lengths), dtype=np.int32),
-        "kinds": np.array([PROMPT, SAMPLED, OBSERVED, SAMPLED], dtype=np.uint8),
+        "kinds": np.array([SEGMENT_PROMPT, SEGMENT_SAMPLED, SEGMENT_OBSERVED, SEGMENT_SAMPLED], dtype=np.uint8),
         "segment_offsets": offsets_of(lengths),
         "logprobs": np.full(sampled, -0.7, dtype=np.float32),
         "versions": VersionSpans.one(3, sampled),

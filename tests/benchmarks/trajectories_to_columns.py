@@ -14,7 +14,7 @@ from measuring.bars import beside
 from measuring.cpu_time import interleaved, machine
 
 from skyrl_engine.contracts.values.ragged import offsets_of
-from skyrl_engine.contracts.values.rollout import OBSERVED, PROMPT, SAMPLED, Group, Trajectory, VersionSpans
+from skyrl_engine.contracts.values.rollout import SEGMENT_OBSERVED, SEGMENT_PROMPT, SEGMENT_SAMPLED, Group, Trajectory, VersionSpans
 from skyrl_engine.rollout.columns import to_columns
 from skyrl_engine.training.rl.steps import advantage_batch
 from skyrl_engine_advantages.options import GaeOptions, GrpoOptions
@@ -30,11 +30,11 @@ _MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1
 
 def groups_of(turns: int) -> list[Group]:
     draw = np.random.default_rng(0)
-    kinds = np.array([PROMPT, *[SAMPLED, OBSERVED] * (turns - 1), SAMPLED], dtype=np.uint8)
+    kinds = np.array([SEGMENT_PROMPT, *[SEGMENT_SAMPLED, SEGMENT_OBSERVED] * (turns - 1), SEGMENT_SAMPLED], dtype=np.uint8)
 
     def attempt(ticket: int, member: int) -> Trajectory:
         lengths = draw.integers(1, 2 * TOKENS // len(kinds), len(kinds))
-        total, sampled = int(lengths.sum()), int(lengths[kinds == SAMPLED].sum())
+        total, sampled = int(lengths.sum()), int(lengths[kinds == SEGMENT_SAMPLED].sum())
         rewards = np.zeros(sampled)
         rewards[-1] = draw.random()
         return Trajectory(

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from attrs import evolve
 
-from skyrl_engine.contracts.values.rollout import OBSERVED, PROMPT, SAMPLED, Group, Trajectory, VersionSpans
+from skyrl_engine.contracts.values.rollout import SEGMENT_OBSERVED, SEGMENT_PROMPT, SEGMENT_SAMPLED, Group, Trajectory, VersionSpans
 from skyrl_engine.modeling.tiny import write_tokenizer
 from skyrl_engine.rollout.exported import read_rollouts
 from skyrl_engine.rollout.journal import open_journal
@@ -47,9 +47,9 @@ def group(ticket, ids, texts, *, rewards, dropped=None, key=None, version=0):
     """Attempts of two turns: a prompt, the text, an answer of the environment, and a last word."""
     members = []
     for member, (text, reward) in enumerate(zip(texts, rewards, strict=True)):
-        stretches = [("spell cat", PROMPT), (text, SAMPLED), ("again", OBSERVED), ("t", SAMPLED)]
+        stretches = [("spell cat", SEGMENT_PROMPT), (text, SEGMENT_SAMPLED), ("again", SEGMENT_OBSERVED), ("t", SEGMENT_SAMPLED)]
         lengths = [len(words.split()) for words, _ in stretches]
-        sampled = sum(length for length, (_, kind) in zip(lengths, stretches, strict=True) if kind == SAMPLED)
+        sampled = sum(length for length, (_, kind) in zip(lengths, stretches, strict=True) if kind == SEGMENT_SAMPLED)
         earned = np.zeros(sampled)
         earned[-1] = reward
         members.append(

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skyrl_engine.contracts.values.columns import SampleColumns
-from skyrl_engine.contracts.values.rollout import OBSERVED, PROMPT, SAMPLED, Group, Trajectory, VersionSpans
+from skyrl_engine.contracts.values.rollout import SEGMENT_OBSERVED, SEGMENT_PROMPT, SEGMENT_SAMPLED, Group, Trajectory, VersionSpans
 from skyrl_engine.rollout.columns import Overlong, Truncated, learned_from, to_columns
 
 ENVIRONMENTS = ("sums", "words")
@@ -19,7 +19,7 @@ def trajectory(
     *segments: tuple[int, list[int]], rewards: dict[int, float] | None = None, status: Any = "finished", **facts: Any
 ) -> Trajectory:
     """An attempt of these segments; `rewards` by the number of the sampled token."""
-    sampled = sum(len(tokens) for kind, tokens in segments if kind == SAMPLED)
+    sampled = sum(len(tokens) for kind, tokens in segments if kind == SEGMENT_SAMPLED)
     earned = np.zeros(sampled, dtype=np.float32)
     for place, value in (rewards or {}).items():
         earned[place] = value
@@ -48,7 +48,7 @@ def by_loops(groups: list[Group], version: int, truncated: Truncated, overlong: 
         behind = sum(
             int(attempt.segment_offsets[k + 1] - attempt.segment_offsets[k])
             for k, kind in enumerate(attempt.kinds)
-            if kind != PROMPT
+            if kind != SEGMENT_PROMPT
         )
         if overlong is not None:
             over = (behind - overlong.start) / (overlong.end - overlong.start)
@@ -58,13 +58,13 @@ def by_loops(groups: list[Group], version: int, truncated: Truncated, overlong: 
         taken, stretches = 0, []
         for k, kind in enumerate(attempt.kinds):
             tokens = attempt.token_ids[attempt.segment_offsets[k] : attempt.segment_offsets[k + 1]].tolist()
-            if kind == PROMPT:
+            if kind == SEGMENT_PROMPT:
                 stretches.append({"input_ids": tokens, "weight": [], "rewards": [], "logprobs": []})
                 continue
             stretch = stretches[-1]
             stretch["input_ids"] = stretch["input_ids"] + tokens
             for _ in tokens:
-                if kind == SAMPLED:
+                if kind == SEGMENT_SAMPLED:
                     stretch["weight"].append(0 if cut_off and truncated == "mask" else 1)
                     stretch["rewards"].append(rewards[taken])
                     stretch["logprobs"].append(attempt.logprobs[taken])
@@ -73,7 +73,7 @@ def by_loops(groups: list[Group], version: int, truncated: Truncated, overlong: 
                     stretch["weight"].append(0)
                     stretch["rewards"].append(0.0)
                     stretch["logprobs"].append(0.0)
-            stretch["sampled"] = stretch.get("sampled", 0) + (len(tokens) if kind == SAMPLED else 0)
+            stretch["sampled"] = stretch.get("sampled", 0) + (len(tokens) if kind == SEGMENT_SAMPLED else 0)
         kept = [stretch for stretch in stretches if stretch.get("sampled")]
         for turn, stretch in enumerate(kept):
             stretch |= {
@@ -112,9 +112,9 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
     tokens = st.lists(st.integers(0, 99), max_size=4)
     segments: list[tuple[int, list[int]]] = []
     for _ in range(draw(st.integers(1, 3))):
-        segments.append((PROMPT, draw(st.lists(st.integers(0, 99), min_size=1, max_size=4))))
-        segments += [(kind, draw(tokens)) for kind in draw(st.lists(st.sampled_from([SAMPLED, OBSERVED]), max_size=5))]
-    sampled = sum(len(values) for kind, values in segments if kind == SAMPLED)
+        segments.append((SEGMENT_PROMPT, draw(st.lists(st.integers(0, 99), min_size=1, max_size=4))))
+        segments += [(kind, draw(tokens)) for kind in draw(st.lists(st.sampled_from([SEGMENT_SAMPLED, SEGMENT_OBSERVED]), max_size=5))]
+    sampled = sum(len(values) for kind, values in segments if kind == SEGMENT_SAMPLED)
     values = st.sampled_from([-1.0, 0.25, 0.5, 3.3])
     rewards = draw(st.dictionaries(st.integers(0, sampled - 1), values, max_size=4)) if sampled else {}
     return trajectory(
@@ -188,12 +188,12 @@ def test_every_sampled_token_is_scored_once(groups: list[Group]) -> None:
 
 def test_a_rewritten_history_is_one_sample_a_stretch() -> None:
     attempt = trajectory(
-        (PROMPT, [1, 2]),
-        (SAMPLED, [3]),
-        (OBSERVED, [4]),
-        (SAMPLED, [5, 6]),
-        (PROMPT, [1, 9]),
-        (SAMPLED, [7]),
+        (SEGMENT_PROMPT, [1, 2]),
+        (SEGMENT_SAMPLED, [3]),
+        (SEGMENT_OBSERVED, [4]),
+        (SEGMENT_SAMPLED, [5, 6]),
+        (SEGMENT_PROMPT, [1, 9]),
+        (SEGMENT_SAMPLED, [7]),
         rewards={0: 1.0, 3: 2.0},
     )
     columns = to_columns([Group(4, "sums", "k", 1, (attempt, attempt))], environments=ENVIRONMENTS, version=3)
@@ -207,7 +207,7 @@ def test_a_rewritten_history_is_one_sample_a_stretch() -> None:
 
 
 def test_a_prompt_after_which_nothing_was_sampled_is_no_sample() -> None:
-    attempt = trajectory((PROMPT, [1]), (SAMPLED, [2]), (PROMPT, [1, 2, 3]))
+    attempt = trajectory((SEGMENT_PROMPT, [1]), (SEGMENT_SAMPLED, [2]), (SEGMENT_PROMPT, [1, 2, 3]))
     columns = to_columns([Group(0, "sums", "k", 0, (attempt,))], environments=ENVIRONMENTS)
     assert columns.input_ids.tolist() == [1, 2]
 
@@ -216,7 +216,7 @@ def test_a_long_attempt_loses_what_the_formula_says() -> None:
     """DAPO, equation 13: nothing up to 3 tokens, the penalty at 9, half of it in the middle; prompts do not count, observations do."""
     lengths = (2, 3, 6, 9, 12)
     attempts = tuple(
-        trajectory((PROMPT, [1] * 20), (SAMPLED, [2]), (OBSERVED, [3] * (length - 2)), (SAMPLED, [4]), rewards={1: 1.0})
+        trajectory((SEGMENT_PROMPT, [1] * 20), (SEGMENT_SAMPLED, [2]), (SEGMENT_OBSERVED, [3] * (length - 2)), (SEGMENT_SAMPLED, [4]), rewards={1: 1.0})
         for length in lengths
     )
     columns = to_columns([Group(0, "sums", "k", 0, attempts)], environments=ENVIRONMENTS, overlong=SOFT)
@@ -225,7 +225,7 @@ def test_a_long_attempt_loses_what_the_formula_says() -> None:
 
 
 def test_columns_can_be_chosen_and_planned() -> None:
-    attempt = trajectory((PROMPT, [1]), (SAMPLED, [2]), (PROMPT, [5]), (SAMPLED, [6]))
+    attempt = trajectory((SEGMENT_PROMPT, [1]), (SEGMENT_SAMPLED, [2]), (SEGMENT_PROMPT, [5]), (SEGMENT_SAMPLED, [6]))
     columns = to_columns([Group(0, "sums", "k", 0, (attempt, attempt))], environments=ENVIRONMENTS)
     assert columns.take([3, 0]).trajectory_ids.tolist() == [1, 0]
     assert columns.with_columns({"advantages": np.zeros(4, dtype=np.float32)}).trajectory_ids.tolist() == [0, 0, 1, 1]
@@ -234,5 +234,5 @@ def test_columns_can_be_chosen_and_planned() -> None:
 
 def test_without_attempts_there_are_no_samples() -> None:
     assert len(to_columns([], environments=ENVIRONMENTS)) == 0
-    failed = trajectory((PROMPT, [1]), status="failed")
+    failed = trajectory((SEGMENT_PROMPT, [1]), status="failed")
     assert len(to_columns([Group(0, "sums", "k", 0, (failed,))], environments=ENVIRONMENTS)) == 0

@@ -10,7 +10,7 @@ from attrs import define, evolve, field
 
 from skyrl_engine.contracts.kinds.environment import Action, EnvironmentClaims, StepResult, Task
 from skyrl_engine.contracts.kinds.generator import Completion, GenerationRequest, Sampling
-from skyrl_engine.contracts.values.rollout import PROMPT, SAMPLED, Trajectory, VersionSpans
+from skyrl_engine.contracts.values.rollout import SEGMENT_PROMPT, SEGMENT_SAMPLED, Trajectory, VersionSpans
 from skyrl_engine.errors import RolloutError
 from skyrl_engine.rollout.episodes import EpisodeReply
 from skyrl_engine.rollout.runner import Bounds, RolloutRunner
@@ -125,7 +125,7 @@ def test_later_turns_follow_what_was_sampled(history: Any) -> None:
     made, model, _ = attempt(["three<|im_end|>", "two<|im_end|>"], [GO_ON, StepResult(1.0)], history=history)
     assert model.given[1] == model.given[0] + "three<|im_end|>\n<|im_start|>user\nno.<|im_end|>\n<|im_start|>assistant\n"
     assert made.status == "finished"
-    assert np.count_nonzero(made.kinds == PROMPT) == 1
+    assert np.count_nonzero(made.kinds == SEGMENT_PROMPT) == 1
     assert made.reward == 1.0
 
 
@@ -242,10 +242,10 @@ def test_a_removed_thought_begins_a_new_stretch_where_histories_are_rendered() -
     texts = ["<think>\nhm\n</think>\n\nthree<|im_end|>", "two<|im_end|>"]
     made, model, _ = attempt(texts, [GO_ON, StepResult(1.0)], template="thinking", history="template")
     assert "hm" not in model.given[1]
-    assert np.count_nonzero(made.kinds == PROMPT) == 2
+    assert np.count_nonzero(made.kinds == SEGMENT_PROMPT) == 2
     made, model, _ = attempt(texts, [GO_ON, StepResult(1.0)], template="thinking")
     assert "hm" in model.given[1]
-    assert np.count_nonzero(made.kinds == PROMPT) == 1
+    assert np.count_nonzero(made.kinds == SEGMENT_PROMPT) == 1
 
 
 def test_a_turn_that_the_environment_cuts_short_is_followed_by_another() -> None:
@@ -275,7 +275,7 @@ def test_an_answer_that_leaves_no_room_ends_the_attempt_without_it(history: Any)
     made, model, _ = attempt([turn], [answer], history=history)
     assert made.status == "truncated"
     assert len(model.requests) == 1
-    assert (int(made.kinds[-1]), made.reward) == (SAMPLED, 0.0)
+    assert (int(made.kinds[-1]), made.reward) == (SEGMENT_SAMPLED, 0.0)
     _, model, _ = attempt([turn, "two<|im_end|>"], [GO_ON, StepResult(1.0)], history=history)
     answered = len(model.requests[1].prompt_ids) - len(model.requests[0].prompt_ids)
     for room, turns in ((answered, 1), (answered + 1, 2)):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from skyrl_engine.contracts.kinds.generator import Completion
-from skyrl_engine.contracts.values.rollout import OBSERVED, PROMPT, SAMPLED, FinishReason, Trajectory, VersionSpans
+from skyrl_engine.contracts.values.rollout import SEGMENT_OBSERVED, SEGMENT_PROMPT, SEGMENT_SAMPLED, FinishReason, Trajectory, VersionSpans
 from skyrl_engine.errors import ContractError
 from skyrl_engine.rollout.transcript import Transcript
 
@@ -34,7 +34,7 @@ def test_segments_follow_one_another() -> None:
     transcript.rewarded(0.0, [0.25, 0.0, 1.0])
     trajectory = made(transcript)
     assert trajectory.token_ids.tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
-    assert trajectory.kinds.tolist() == [PROMPT, SAMPLED, OBSERVED, SAMPLED]
+    assert trajectory.kinds.tolist() == [SEGMENT_PROMPT, SEGMENT_SAMPLED, SEGMENT_OBSERVED, SEGMENT_SAMPLED]
     assert trajectory.segment_offsets.tolist() == [0, 2, 4, 5, 8]
     assert trajectory.logprobs.tolist() == pytest.approx([-0.3, -0.4, -0.6, -0.7, -0.8])
     assert trajectory.rewards.tolist() == [0, 0.5, 0.25, 0, 1]
@@ -67,7 +67,7 @@ def test_a_rewritten_history_begins_a_stretch_and_an_extension_does_not() -> Non
     assert transcript.prompt_ids.tolist() == [1, 3, 7]
     transcript.sampled(completion(8))
     trajectory = made(transcript)
-    assert trajectory.kinds.tolist() == [PROMPT, SAMPLED, OBSERVED, SAMPLED, PROMPT, SAMPLED]
+    assert trajectory.kinds.tolist() == [SEGMENT_PROMPT, SEGMENT_SAMPLED, SEGMENT_OBSERVED, SEGMENT_SAMPLED, SEGMENT_PROMPT, SEGMENT_SAMPLED]
     assert trajectory.token_ids.tolist() == [1, 2, 3, 4, 5, 6, 1, 3, 7, 8]
     # the new prompt counts as no answer of the environment
     assert transcript.length == 5
@@ -77,7 +77,7 @@ def test_a_shorter_prompt_is_a_rewritten_one() -> None:
     transcript = Transcript(ids(1, 2))
     transcript.sampled(completion(3))
     transcript.restarted(ids(1, 2))
-    assert made(transcript).kinds.tolist() == [PROMPT, SAMPLED, PROMPT]
+    assert made(transcript).kinds.tolist() == [SEGMENT_PROMPT, SEGMENT_SAMPLED, SEGMENT_PROMPT]
 
 
 def test_the_reward_of_an_empty_turn_is_kept() -> None:

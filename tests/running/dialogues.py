@@ -7,7 +7,7 @@ import numpy as np
 
 from skyrl_engine.contracts.kinds.environment import Message
 from skyrl_engine.contracts.kinds.generator import Completion
-from skyrl_engine.contracts.values.rollout import PROMPT, SAMPLED, FinishReason, VersionSpans
+from skyrl_engine.contracts.values.rollout import SEGMENT_PROMPT, SEGMENT_SAMPLED, FinishReason, VersionSpans
 from skyrl_engine.rollout.transcript import Transcript
 from skyrl_engine.rollout.turns import TurnRenderer
 
@@ -66,9 +66,9 @@ def hold_dialogue(renderer: TurnRenderer, spy: Spy, roles: Sequence[str], seed: 
     pieces = [made.token_ids[a:b].tolist() for a, b in zip(made.segment_offsets, made.segment_offsets[1:], strict=False)]
     before: list[int] = []
     for kind, piece in zip(made.kinds.tolist(), pieces, strict=True):
-        if kind == PROMPT:
+        if kind == SEGMENT_PROMPT:
             before = []
-        if kind == SAMPLED:
+        if kind == SEGMENT_SAMPLED:
             assert before == sent.pop(0)
             assert piece == came.pop(0)
         before = before + piece

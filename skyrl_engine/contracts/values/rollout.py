@@ -15,7 +15,7 @@ from skyrl_engine.contracts.values.ties import equalize_ties
 FinishReason = Literal["stop", "length", "abort", "error"]
 Status = Literal["finished", "truncated", "failed"]
 
-PROMPT, SAMPLED, OBSERVED = 0, 1, 2
+SEGMENT_PROMPT, SEGMENT_SAMPLED, SEGMENT_OBSERVED = 0, 1, 2
 """Kinds of a segment of tokens: what the task asks, what the model sampled, what an environment answered."""
 
 LARGEST_REWARD: Final = float(np.finfo(np.float32).max)
@@ -88,12 +88,12 @@ class Trajectory:
     @property
     def turns(self) -> int:
         """Count the stretches of tokens that the model sampled."""
-        return int(np.count_nonzero(self.kinds == SAMPLED))
+        return int(np.count_nonzero(self.kinds == SEGMENT_SAMPLED))
 
     @cached_property
     def sampled(self) -> npt.NDArray[np.bool_]:
         """bool[T]: tokens that the model sampled."""
-        return np.repeat(self.kinds == SAMPLED, np.diff(self.segment_offsets))
+        return np.repeat(self.kinds == SEGMENT_SAMPLED, np.diff(self.segment_offsets))
 
     @property
     def reward(self) -> float:

@@ -11,7 +11,7 @@ from skyrl_engine.data.preview import show_boundaries, token_texts
 from skyrl_engine.data.text.template_rule import Rendering
 from skyrl_engine.engine.cores import sharing
 from skyrl_engine.rollout.recorded import Recording
-from skyrl_engine.training.rl.preparation import PreparedRl, Progress, Sampled, prepare
+from skyrl_engine.training.rl.preparation import PreparedRl, Progress, LiveRolloutSpec, prepare
 
 
 @frozen
@@ -49,7 +49,7 @@ def plan_rl(resolved: ResolvedConfig, *, progress: Progress | None = None) -> Rl
         plugins={
             place: _described(selected)
             for place, selected in resolved.plugins.items()
-            if place != "generator" or isinstance(prepared.rollouts, Sampled)
+            if place != "generator" or isinstance(prepared.rollouts, LiveRolloutSpec)
         },
         observers=tuple(_described(selected) for selected in resolved.observers),
         model=config.model.path,

@@ -60,7 +60,7 @@ _LOGPROBS: Final[Mapping[bool, Recorded]] = {True: "with_logprobs", False: "with
 
 
 @frozen(eq=False)
-class Sampled:
+class LiveRolloutSpec:
     """Rollouts that are to be sampled: tasks in their order, and what makes prompts of them.
 
     `longest_prompt` counts the tokens of the longest prompt among those of the first groups; 0 where nothing is trained.
@@ -86,7 +86,7 @@ class PreparedRl:
     filters: tuple[Part[GroupFilter], ...]
     environments: tuple[SelectedPlugin, ...]
     names: tuple[str, ...]
-    rollouts: "Sampled | Recording"
+    rollouts: "LiveRolloutSpec | Recording"
     recipe: Recipe
     reference: FrozenModel | None
     teacher: FrozenModel | None
@@ -183,7 +183,7 @@ def prepare(resolved: ResolvedConfig, *, trains: bool = True, progress: Progress
     assert assembly is not None, "what hinders it was raised"
     assert advantage is not None, "what hinders it was raised"
     layout = assembly.layout(micro_batch_rows=settings.micro_batch_rows, micro_batch_tokens=settings.micro_batch_tokens)
-    rollouts: Sampled | Recording | None = None
+    rollouts: LiveRolloutSpec | Recording | None = None
     with refusals.collect():
         if not sampling:
             rollouts = _recorded(resolved, files, filters, advantage, progress)
@@ -264,7 +264,7 @@ def _refuse_absent_places(environment: SelectedPlugin, number: int, refusals: Re
                 raise ConfigError([Problem(dotted(key), f"there is nothing at {place}", "Correct the path")])
 
 
-def _plan_any_batch(assembly: Assembly, layout: Layout, settings: RlConfig, rollouts: Sampled | Recording | None) -> None:
+def _plan_any_batch(assembly: Assembly, layout: Layout, settings: RlConfig, rollouts: LiveRolloutSpec | Recording | None) -> None:
     """Plan a batch of as many attempts as a step has, so that a collator that cannot cut as the run says is refused now.
 
     One attempt is as long as some are for certain: as the longest that was recorded, or the longest prompt and a token. Others are short, and
@@ -306,7 +306,7 @@ def _doubts(settings: RlConfig, assembly: Assembly) -> Iterator[str]:
         )
 
 
-def _sampled(resolved: ResolvedConfig, files: ModelFiles, parts: Sequence[Part[Environment]], *, trains: bool) -> Sampled:
+def _sampled(resolved: ResolvedConfig, files: ModelFiles, parts: Sequence[Part[Environment]], *, trains: bool) -> LiveRolloutSpec:
     config = resolved.config
     tasks = TaskOrder(parts, [table.weight for table in config.environments], config.run.seed, trains=trains)
     template = config.model.chat_template
@@ -324,7 +324,7 @@ def _sampled(resolved: ResolvedConfig, files: ModelFiles, parts: Sequence[Part[E
         with refusals.collect():
             _check_evaluation(config, parts, renderer, limits_of(config, files.facts))
         refusals.raise_all()
-    return Sampled(tasks, renderer, longest)
+    return LiveRolloutSpec(tasks, renderer, longest)
 
 
 def _check_evaluation(

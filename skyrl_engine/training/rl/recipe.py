@@ -12,7 +12,7 @@ from skyrl_engine.contracts.kinds.reducer import Reducer
 from skyrl_engine.engine.capability import needs_of_reducer
 from skyrl_engine.errors import UnsupportedError
 from skyrl_engine.objective.parts import ObjectiveParts
-from skyrl_engine.objective.policy_metrics import OLD, SAMPLED, Watched
+from skyrl_engine.objective.policy_metrics import OLD, ROLLOUT_LOGPROBS, Watched
 from skyrl_engine.registry.part import Part
 from skyrl_engine.training.reference import REFERENCE
 from skyrl_engine.training.teacher import TEACHER
@@ -105,7 +105,7 @@ def _old(config: RlConfig, *, read: bool, early: bool, recorded: Recorded | None
 def _refuse_sampler(config: RlConfig, objective: ObjectiveParts, advantage: Part[Advantage]) -> None:
     """Refuse what reads the sampler's log-probabilities, where they were not recorded."""
     needs = {**objective.needs, advantage.label: advantage.product.needs}
-    readers = [label for label, names in needs.items() if SAMPLED in names]
+    readers = [label for label, names in needs.items() if ROLLOUT_LOGPROBS in names]
     readers += ['rl.old = "rollout"'] if config.old == "rollout" else []
     if readers:
         raise UnsupportedError(

@@ -9,7 +9,7 @@ from attrs import evolve, frozen
 from skyrl_engine.config import ResolvedConfig
 from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.ragged import AnyArray, offsets_of
-from skyrl_engine.contracts.values.rollout import PROMPT, Group, Trajectory
+from skyrl_engine.contracts.values.rollout import SEGMENT_PROMPT, Group, Trajectory
 from skyrl_engine.data.text.reward_token import read_at_end
 from skyrl_engine.data.text.template_rule import uses_template
 from skyrl_engine.engine.assembly import Assembly
@@ -143,7 +143,7 @@ class RewardModel:
 
     def _text(self, attempt: Trajectory) -> AnyArray:
         """int32: what stood before the model at the end of an attempt, and what it sampled last, closed as the chat template closes it."""
-        start = int(attempt.segment_offsets[:-1][attempt.kinds == PROMPT][-1])
+        start = int(attempt.segment_offsets[:-1][attempt.kinds == SEGMENT_PROMPT][-1])
         ids = attempt.token_ids[start:]
         if self.closing is None or not len(ids) or ids[-1] != self.closing[0]:
             return ids

@@ -15,7 +15,7 @@ from skyrl_engine.engine.engine import Engine
 from skyrl_engine.errors import ConfigError, DataError, Problem, RolloutError
 from skyrl_engine.run.progress import LOADING
 from skyrl_engine.training.rl.evaluation import attempts, evaluation_metrics, tasks_of
-from skyrl_engine.training.rl.preparation import Progress, Sampled, limits_of, prepare
+from skyrl_engine.training.rl.preparation import Progress, LiveRolloutSpec, limits_of, prepare
 from skyrl_engine.training.rl.prompts import check_prompts
 from skyrl_engine.training.rl.trainer import episode_pool
 
@@ -53,7 +53,7 @@ def evaluate_model(
     """
     config = resolved.config
     prepared = prepare(resolved, trains=False)
-    if not isinstance(prepared.rollouts, Sampled):
+    if not isinstance(prepared.rollouts, LiveRolloutSpec):
         raise ConfigError([Problem("rl.rollouts", "is set, and an evaluation samples", "Remove it")])
     if trained_on is not None:
         rendering = Rendering.of_prompts(prepared.files.tokenizer, config.rl.template)

@@ -20,7 +20,7 @@ from skyrl_engine.engine.engine import Engine
 from skyrl_engine.engine.plan import Plan
 from skyrl_engine.engine.results import COUNTED, means_over
 from skyrl_engine.engine.sampler import Sampler
-from skyrl_engine.objective.policy_metrics import SAMPLED, WEIGHTS, effective_share
+from skyrl_engine.objective.policy_metrics import ROLLOUT_LOGPROBS, WEIGHTS, effective_share
 from skyrl_engine.registry.host import blaming
 from skyrl_engine.rollout.columns import learned_from, to_columns
 from skyrl_engine.rollout.episodes import EpisodePool
@@ -35,7 +35,7 @@ from skyrl_engine.training.reference import REFERENCE, REFERENCE_MODEL
 from skyrl_engine.training.rl.batches import group_sizes, mini_batch_size, shuffled
 from skyrl_engine.training.rl.evaluation import attempts, evaluation_metrics, tasks_of
 from skyrl_engine.training.rl.metrics import rollout_metrics
-from skyrl_engine.training.rl.preparation import PreparedRl, Sampled
+from skyrl_engine.training.rl.preparation import PreparedRl, LiveRolloutSpec
 from skyrl_engine.training.rl.reward_model import value_metrics
 from skyrl_engine.training.rl.rewards import KlPenalty
 from skyrl_engine.training.rl.state import RlState
@@ -52,7 +52,7 @@ class Live:
     `journal` is the journal that the groups are written to.
     """
 
-    rollouts: Sampled
+    rollouts: LiveRolloutSpec
     sampler: Sampler
     pool: EpisodePool
     guard: SamplerGuard
@@ -212,7 +212,7 @@ class RlTrainer:
         )
         rollouts = self.prepared.rollouts
         if isinstance(rollouts, Recording) and not rollouts.has_logprobs:
-            known = {name: values for name, values in columns.columns.items() if name != SAMPLED}
+            known = {name: values for name, values in columns.columns.items() if name != ROLLOUT_LOGPROBS}
             columns = attrs.evolve(columns, columns=known)
         return columns
 

@@ -12,7 +12,7 @@ from skyrl_engine.config import load, resolve
 from skyrl_engine.errors import ConfigError, DataError, ModelError, UnsupportedError
 from skyrl_engine.modeling.tiny import write_model
 from skyrl_engine.training.rl.plan import facts, plan_rl
-from skyrl_engine.training.rl.preparation import Sampled, prepare
+from skyrl_engine.training.rl.preparation import LiveRolloutSpec, prepare
 
 KL_TERM = "loss.terms=[{use='kl', coef=0.1}]"
 
@@ -165,7 +165,7 @@ def test_several_environments_of_one_plugin_have_numbers(rl: Rl, world: Path) ->
     use = f"{world / 'world.py'}:world"
     made = prepare(rl("run", f"environments=[{{use='{use}'}}, {{use='{use}', weight=3.0}}]"))
     assert made.names == ("world_1", "world_2")
-    assert isinstance(made.rollouts, Sampled)
+    assert isinstance(made.rollouts, LiveRolloutSpec)
     assert made.rollouts.tasks.weights == [1.0, 3.0]
 
 

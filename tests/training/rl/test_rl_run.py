@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from skyrl_engine import hookimpl
 from skyrl_engine.contracts.kinds.generator import Completion
 from skyrl_engine.contracts.kinds.observer import RolloutsFinished, StepFinished
-from skyrl_engine.contracts.values.rollout import OBSERVED, SAMPLED
+from skyrl_engine.contracts.values.rollout import SEGMENT_OBSERVED, SEGMENT_SAMPLED
 from skyrl_engine.engine.sampler import Sampler
 from skyrl_engine.errors import CheckpointError, PluginBrokenError, RolloutError
 from skyrl_engine.rollout.journal_index import read_groups, read_index
@@ -49,7 +49,7 @@ def test_every_ratio_is_exactly_1_before_the_first_update(rl: Rl, seen: Seen, na
         assert record["metrics"]["policy/gap_mean"] < 1e-5
         assert record["metrics"]["grad_norm"] > 0
     assert ("old_logprobs" in seen.plans[1].columns.columns) == (old == "score"), "each way was gone"
-    assert any(OBSERVED in each.kinds for group in seen.groups[1] for each in group.trajectories), "some attempts have two turns"
+    assert any(SEGMENT_OBSERVED in each.kinds for group in seen.groups[1] for each in group.trajectories), "some attempts have two turns"
 
 
 HEADS = {
@@ -290,7 +290,7 @@ def test_turns_end_behind_stop_strings(rl: Rl, seen: Seen) -> None:
     assert record["metrics"]["rollout/stopped_by/stop_string"] > 0
     for each in (attempt for group in seen.groups[1] for attempt in group.trajectories):
         for kind, start, end in zip(each.kinds, each.segment_offsets, each.segment_offsets[1:], strict=False):
-            assert kind != SAMPLED or not np.isin(each.token_ids[start : end - 1], letters).any()
+            assert kind != SEGMENT_SAMPLED or not np.isin(each.token_ids[start : end - 1], letters).any()
 
 
 def test_rollouts_of_another_run_are_refused(rl: Rl, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from attrs import field, frozen
 
 from skyrl_engine import DataError, read_rollouts
-from skyrl_engine.contracts import PROMPT, SAMPLED, Group, Trajectory
+from skyrl_engine.contracts import SEGMENT_PROMPT, SEGMENT_SAMPLED, Group, Trajectory
 
 Turns = Mapping[int, "RecordedTurn"]
 """Turns behind one prompt, by the number of their attempt."""
@@ -68,9 +68,9 @@ def turns_of(attempt: Trajectory) -> Iterator[tuple[npt.NDArray[np.int32], Recor
     stretch, sampled, number = 0, 0, 0
     versions = attempt.versions.per_token(len(attempt.logprobs))
     for kind, (begin, end) in zip(attempt.kinds.tolist(), pairwise(attempt.segment_offsets.tolist()), strict=True):
-        if kind == PROMPT:
+        if kind == SEGMENT_PROMPT:
             stretch = begin
-        elif kind == SAMPLED:
+        elif kind == SEGMENT_SAMPLED:
             own = slice(sampled, sampled + end - begin)
             turn = RecordedTurn(attempt.token_ids[begin:end], attempt.logprobs[own], versions[own], _stop(attempt, number))
             yield attempt.token_ids[stretch:begin], turn
