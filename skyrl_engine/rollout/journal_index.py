@@ -7,7 +7,7 @@ from pathlib import Path
 from attrs import define, evolve, field
 
 from skyrl_engine.contracts.values.rollout import Group
-from skyrl_engine.rollout.ledger import Recorded
+from skyrl_engine.rollout.ledger import JournaledGroup
 from skyrl_engine.rollout.segments import Damage, Entry, Segment, number_of, read_segment, segments_of
 
 
@@ -58,10 +58,10 @@ class JournalIndex:
         """Return the step that trained on a ticket, by ticket."""
         return {ticket: step for step, tickets in self.trained.items() for ticket in tickets}
 
-    def recorded(self) -> dict[int, Recorded]:
+    def list_journaled_groups(self) -> dict[int, JournaledGroup]:
         """Return what a ledger that goes on asks of every ticket's record."""
         return {
-            ticket: Recorded(
+            ticket: JournaledGroup(
                 int(entry.header["start_version"]),
                 int(entry.header["newest_version"]),
                 entry.header["dropped"],

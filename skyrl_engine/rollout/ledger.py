@@ -37,7 +37,7 @@ WINDOW_STEPS: Final = 20
 
 
 @frozen
-class Recorded:
+class JournaledGroup:
     """The facts about a group in the journal that decide whether a run that goes on may use it.
 
     `newest_version` is that of its youngest token. `dropped` is the reason of a filter, `failed` says that too few attempts are left.
@@ -84,7 +84,7 @@ class RolloutLedger:
     _alive: list[int] = field(factory=list, init=False)
     _open: list[int] = field(factory=list, init=False)
     _drops: list[int] = field(factory=list, init=False)
-    _recorded: dict[int, Recorded] = field(factory=dict, init=False, repr=False)
+    _recorded: dict[int, JournaledGroup] = field(factory=dict, init=False, repr=False)
     _recalled: list[int] = field(factory=list, init=False, repr=False)
 
     # --- queries -------------------------------------------------------------------------------------------------------------------
@@ -218,7 +218,7 @@ class RolloutLedger:
 
     @classmethod
     def from_state(
-        cls, state: Mapping[str, Any], rules: "RolloutLedger", recorded: Mapping[int, Recorded] | None = None
+        cls, state: Mapping[str, Any], rules: "RolloutLedger", recorded: Mapping[int, JournaledGroup] | None = None
     ) -> "RolloutLedger":
         """Return a ledger that goes on from the `state` of a checkpoint, under the rules of another ledger.
 
@@ -235,7 +235,7 @@ class RolloutLedger:
         tickets, self._recalled = tuple(self._recalled), []
         return tickets
 
-    def _restore(self, state: Mapping[str, Any], recorded: Mapping[int, Recorded]) -> None:
+    def _restore(self, state: Mapping[str, Any], recorded: Mapping[int, JournaledGroup]) -> None:
         self.step = self.version = int(state["step"])
         self._next = int(state["next"])
         self._drops = [int(ticket) for ticket in state["drops"]]
@@ -251,7 +251,7 @@ class RolloutLedger:
                 if not self._recall(ticket, usable[ticket]):
                     insort(self._waiting, ticket)
 
-    def _recall(self, ticket: int, found: Recorded) -> bool:
+    def _recall(self, ticket: int, found: JournaledGroup) -> bool:
         """Take a ticket as its record says, where it can be used."""
         if not self.step - self.staleness <= found.start_version <= self.version:
             return False

@@ -17,7 +17,7 @@ from skyrl_engine.errors import ContractError, RolloutError
 from skyrl_engine.rollout.checking import check_journal
 from skyrl_engine.rollout.journal import open_journal
 from skyrl_engine.rollout.journal_index import read_groups, read_index
-from skyrl_engine.rollout.ledger import Recorded
+from skyrl_engine.rollout.ledger import JournaledGroup
 from skyrl_engine.rollout.records import Learned, no_rows
 from skyrl_engine.testing.rollout_cases import groups, plain_group, require_same
 
@@ -164,10 +164,10 @@ def test_a_resume_leaves_behind_what_later_weights_sampled_and_trained(tmp_path)
         for step, ticket in ((1, 0), (2, 1)):
             journal.trained(step, [ticket])
     with opened(tmp_path, resumed=1) as journal:
-        assert journal.index.recorded() == {
-            0: Recorded(0, 0),
-            2: Recorded(1, 1, "zero variance"),
-            3: Recorded(1, 1, failed=True),
+        assert journal.index.list_journaled_groups() == {
+            0: JournaledGroup(0, 0),
+            2: JournaledGroup(1, 1, "zero variance"),
+            3: JournaledGroup(1, 1, failed=True),
         }
         assert journal.index.trained == {1: (0,)}
         journal.append(plain_group(1, start_version=1))

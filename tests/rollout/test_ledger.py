@@ -13,7 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from skyrl_engine.rollout.ledger import Recorded, RolloutLedger
+from skyrl_engine.rollout.ledger import JournaledGroup, RolloutLedger
 
 
 @define
@@ -29,7 +29,7 @@ class Written:
     """A line of the fake journal: a group with its pieces, or that a session went on from a version."""
 
     ticket: int = -1
-    record: Recorded | None = None
+    record: JournaledGroup | None = None
     pieces: tuple[tuple[int, str], ...] = ()
     resumed: int | None = None
 
@@ -110,7 +110,7 @@ class World:
     def finish(self, ticket, fate):
         sampling = self.running.pop(ticket)
         newest = max(version for version, _ in sampling.pieces)
-        record = Recorded(sampling.start, newest, "of no use" if fate == "dropped" else None, failed=fate == "failed")
+        record = JournaledGroup(sampling.start, newest, "of no use" if fate == "dropped" else None, failed=fate == "failed")
         self.journal.append(Written(ticket, record, tuple(sampling.pieces)))
         self.events += 1
         if fate == "failed":

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from skyrl_engine.errors import RolloutError
-from skyrl_engine.rollout.ledger import WINDOW_STEPS, Recorded, RolloutLedger
+from skyrl_engine.rollout.ledger import WINDOW_STEPS, JournaledGroup, RolloutLedger
 
 
 def test_a_synchronous_run_starts_a_batch_and_waits_for_all_of_it():
@@ -88,10 +88,10 @@ def test_the_state_is_plain_json_and_goes_on():
 @pytest.mark.parametrize(
     ("recorded", "used"),
     [
-        (Recorded(0, 0), True),
-        (Recorded(0, 1), True),
-        (Recorded(0, 2), False),
-        (Recorded(1, 1), True),
+        (JournaledGroup(0, 0), True),
+        (JournaledGroup(0, 1), True),
+        (JournaledGroup(0, 2), False),
+        (JournaledGroup(1, 1), True),
     ],
 )
 def test_a_record_is_used_where_its_weights_are_behind_the_checkpoint(recorded, used):
@@ -103,7 +103,7 @@ def test_a_record_is_used_where_its_weights_are_behind_the_checkpoint(recorded, 
 def test_a_record_that_is_too_old_is_sampled_again():
     state = {"step": 2, "version": 2, "next": 2, "alive": [1], "drops": []}
     rules = RolloutLedger(groups=1, staleness=1)
-    ledger = RolloutLedger.from_state(state, rules, {1: Recorded(0, 0), 2: Recorded(2, 2), 3: Recorded(2, 2, "equal")})
+    ledger = RolloutLedger.from_state(state, rules, {1: JournaledGroup(0, 0), 2: JournaledGroup(2, 2), 3: JournaledGroup(2, 2, "equal")})
     assert ledger.started(1) == (1,)
     assert ledger.started() == (), "2 is ready without sampling, and so there are two groups"
     assert ledger.ready() == (2,)
@@ -117,7 +117,7 @@ def test_a_later_ticket_is_not_taken_up_where_it_would_get_too_old():
     """In the order of tickets, its turn would come too late."""
     state = {"step": 1, "version": 1, "next": 4, "alive": [0, 1, 2, 3], "drops": []}
     rules = RolloutLedger(groups=1, staleness=3, order="ticket")
-    ledger = RolloutLedger.from_state(state, rules, {3: Recorded(0, 0), 2: Recorded(0, 0)})
+    ledger = RolloutLedger.from_state(state, rules, {3: JournaledGroup(0, 0), 2: JournaledGroup(0, 0)})
     assert ledger.state_of(2) == "ready"
     assert ledger.state_of(3) == "waiting"
 
@@ -125,7 +125,7 @@ def test_a_later_ticket_is_not_taken_up_where_it_would_get_too_old():
 def test_records_of_larger_batches_are_taken_up_as_far_as_they_can_be_trained_in_time():
     """The run was resumed with fewer groups per step: three groups of version 0 are there, and one step may still take one of them."""
     state = {"step": 1, "version": 1, "next": 3, "alive": [0, 1, 2], "drops": []}
-    records = dict.fromkeys((0, 1, 2), Recorded(0, 0))
+    records = dict.fromkeys((0, 1, 2), JournaledGroup(0, 0))
     ledger = RolloutLedger.from_state(state, RolloutLedger(groups=1, staleness=1), records)
     assert [ledger.state_of(ticket) for ticket in (0, 1, 2)] == ["ready", "waiting", "waiting"]
     assert ledger.started() == (1,)

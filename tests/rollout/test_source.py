@@ -82,7 +82,7 @@ def test_dropped_and_failed_groups_are_replaced_and_reported(source: Source, tmp
     assert [group.ticket for group in taken.groups] == [0, 3, 4]
     assert {group.ticket: group.dropped for group in taken.ended} == {0: None, 1: "equal", 2: "failed", 3: None, 4: None}
     made.journal.commit()
-    records = read_index(tmp_path).recorded()
+    records = read_index(tmp_path).list_journaled_groups()
     assert (records[1].dropped, records[2].failed, records[0].dropped) == ("equal", True, None)
 
 
@@ -98,7 +98,7 @@ def test_a_resumed_step_reports_what_it_reported(source: Source, tmp_path: Path)
     index = read_index(tmp_path)
     made.journal.index.groups.update(index.groups)
     again = source(make)
-    again.ledger = RolloutLedger.from_state(state, again.ledger, index.recorded())
+    again.ledger = RolloutLedger.from_state(state, again.ledger, index.list_journaled_groups())
     resumed = again.take(1)
     assert [group.ticket for group in resumed.groups] == [0, 3, 4]
     assert {group.ticket: group.dropped for group in resumed.ended} == {group.ticket: group.dropped for group in taken.ended}

@@ -169,7 +169,7 @@ def _sampling(
             listed=None if state is None else state.segments,
         ) as journal:
             saved = rules.state() if state is None else state.ledger
-            ledger = RolloutLedger.from_state(saved, rules, journal.index.recorded())
+            ledger = RolloutLedger.from_state(saved, rules, journal.index.list_journaled_groups())
             runner = RolloutRunner(
                 sampler,
                 pool,
