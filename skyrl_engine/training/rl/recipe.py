@@ -34,7 +34,7 @@ Recorded = Literal["with_logprobs", "without_logprobs"]
 
 
 @frozen
-class Recipe:
+class ScoringPasses:
     """The passes of a step.
 
     `old` says where the old policy's log-probabilities come from, None where nobody reads them. `scores` are scores of the trained model before
@@ -64,7 +64,7 @@ def recipe(
     *,
     recorded: Recorded | None = None,
     reducer: Part[Reducer] | None = None,
-) -> Recipe:
+) -> ScoringPasses:
     """Choose the passes of every step; `recorded` says what of the sampler was recorded, where nothing is sampled.
 
     Raises UnsupportedError for what a part needs and no pass gives, and for contradictions.
@@ -79,7 +79,7 @@ def recipe(
     read = {*objective.columns, *early}
     old = _old(config, read=OLD in read or config.kl is not None, early=OLD in early, recorded=recorded)
     scores = {**({OLD: "logprobs"} if old == "score" else {}), **({VALUES: "values"} if VALUES in read else {})}
-    return Recipe(old, scores, REFERENCE in read, TEACHER in read)
+    return ScoringPasses(old, scores, REFERENCE in read, TEACHER in read)
 
 
 def _old(config: RlConfig, *, read: bool, early: bool, recorded: Recorded | None) -> Literal["current", "score", "rollout"] | None:
