@@ -17,7 +17,7 @@ from skyrl_engine.cli.terminal import echo, echo_json
 if TYPE_CHECKING:
     from skyrl_engine.config import SelectedPlugin
     from skyrl_engine.contracts import Action, Environment, StepResult, Task
-    from skyrl_engine.registry.part import Part
+    from skyrl_engine.registry.part import BoundPlugin
     from skyrl_engine.registry.record import PluginRecord
 
 _JSON = click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")
@@ -222,15 +222,15 @@ def _named(name: str) -> "tuple[PluginRecord, dict[str, Any]]":
     return Registry.discover().resolve("environment", table.pop("use"), base=Path.cwd()), table
 
 
-def _made(name: str, overrides: tuple[str, ...]) -> "tuple[SelectedPlugin, Part[Environment]]":
+def _made(name: str, overrides: tuple[str, ...]) -> "tuple[SelectedPlugin, BoundPlugin[Environment]]":
     from skyrl_engine.cli.plugin_options import parsed_options, selected_plugin
     from skyrl_engine.contracts import FactoryContext
     from skyrl_engine.registry.host import Owner
-    from skyrl_engine.registry.part import Part
+    from skyrl_engine.registry.part import BoundPlugin
 
     record, table = _named(name)
     plugin = selected_plugin(record, parsed_options(overrides, table))
-    return plugin, Part(plugin.make(FactoryContext()), Owner.of(record), "environments[0]", name)
+    return plugin, BoundPlugin(plugin.make(FactoryContext()), Owner.of(record), "environments[0]", name)
 
 
 def _with_stdin(answers: tuple[str, ...]) -> tuple[str, ...]:

@@ -24,7 +24,7 @@ from skyrl_engine.registry.kinds import TABLES
 
 if TYPE_CHECKING:
     from skyrl_engine.registry.loader import LoadedPlugin
-    from skyrl_engine.registry.part import Part
+    from skyrl_engine.registry.part import BoundPlugin
     from skyrl_engine.registry.record import PluginRecord
     from skyrl_engine.registry.resolve import Registry
 
@@ -49,14 +49,14 @@ class SelectedPlugin:
         with limited_to(self.code):
             return self.loaded.make(self.options, context)
 
-    def part(self, place: str, context: FactoryContext) -> "Part[Any]":
+    def part(self, place: str, context: FactoryContext) -> "BoundPlugin[Any]":
         """Build the product and set it to work at `place` of the configuration. Raises as `make` does."""
         from skyrl_engine.registry.host import Owner
-        from skyrl_engine.registry.part import Part
+        from skyrl_engine.registry.part import BoundPlugin
 
         record = self.loaded.record
         coefficient = 1.0 if self.coefficient is None else self.coefficient
-        return Part(self.make(context), Owner.of(record), place, record.name, coefficient, self.on)
+        return BoundPlugin(self.make(context), Owner.of(record), place, record.name, coefficient, self.on)
 
     def on_one_rank(self) -> "SelectedPlugin":
         """Return the backend as a single rank runs it: its options without parallel sizes."""

@@ -33,7 +33,7 @@ from skyrl_engine.errors import Refusals
 from skyrl_engine.model_facts.facts import ModelFacts
 from skyrl_engine.objective.parts import ObjectiveParts
 from skyrl_engine.registry.host import Owner
-from skyrl_engine.registry.part import Part
+from skyrl_engine.registry.part import BoundPlugin
 from skyrl_engine.workers.spec import Device, WorkerSpec
 
 
@@ -43,9 +43,9 @@ class Assembly:
 
     plugins: Mapping[str, SelectedPlugin]
     context: FactoryContext
-    collator: Part[Collator]
-    reducer: Part[Reducer]
-    merger: Part[Merger]
+    collator: BoundPlugin[Collator]
+    reducer: BoundPlugin[Reducer]
+    merger: BoundPlugin[Merger]
     objective: ObjectiveParts
     description: BackendDescription
 

@@ -18,7 +18,7 @@ from skyrl_engine.errors import DataError, UnsupportedError
 from skyrl_engine.model_facts.configuration import load_config
 from skyrl_engine.model_facts.facts import ModelFacts
 from skyrl_engine.registry.host import Owner, blaming
-from skyrl_engine.registry.part import Part
+from skyrl_engine.registry.part import BoundPlugin
 
 logger = logging.getLogger(__name__)
 
@@ -128,7 +128,7 @@ def check_reducer(label: str, loss: Loss, reducer: str) -> None:
         logger.warning("%s was made for the reducers %s, and runs with %s", label, ", ".join(loss.advised_reducers), reducer)
 
 
-def check_role(term: Part[Loss]) -> None:
+def check_role(term: BoundPlugin[Loss]) -> None:
     """Raises UnsupportedError for a term on one half of pairs whose loss compares both."""
     if term.on is not None and compares_pairs(term.product):
         raise UnsupportedError(
@@ -137,7 +137,7 @@ def check_role(term: Part[Loss]) -> None:
         )
 
 
-def check_pairs(objective: Iterable[Part[Loss]], columns: SampleColumns) -> None:
+def check_pairs(objective: Iterable[BoundPlugin[Loss]], columns: SampleColumns) -> None:
     """Raises DataError where a loss compares pairs, or reads roles, and these samples are not such, naming the samples."""
     for part in objective:
         if ROLE_NEED not in part.product.needs and part.on is None:
@@ -183,7 +183,7 @@ def check_scores(
             )
 
 
-def needs_of_reducer(reducer: Part[Reducer]) -> dict[str, tuple[str, ...]]:
+def needs_of_reducer(reducer: BoundPlugin[Reducer]) -> dict[str, tuple[str, ...]]:
     """The columns and values of samples that a reducer reads, by its label; empty for one that reads nothing but counts."""
     needs = tuple(getattr(reducer.product, "needs", ()))
     return {reducer.label: needs} if needs else {}

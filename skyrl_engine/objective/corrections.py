@@ -9,11 +9,11 @@ from skyrl_engine.contracts.values.outputs import Metric
 from skyrl_engine.errors import ContractError
 from skyrl_engine.objective.tokens import MicroBatchTokens
 from skyrl_engine.registry.host import blaming
-from skyrl_engine.registry.part import Part
+from skyrl_engine.registry.part import BoundPlugin
 
 
 @torch.no_grad()
-def correct(steps: Sequence[Part[Correction]], tokens: MicroBatchTokens, first_part: int) -> tuple[torch.Tensor, dict[str, Metric]]:
+def correct(steps: Sequence[BoundPlugin[Correction]], tokens: MicroBatchTokens, first_part: int) -> tuple[torch.Tensor, dict[str, Metric]]:
     """The product of all factors, [n] without gradient, and per correction the share of tokens it kept and the mean factor of those.
 
     `first_part` is the first correction's place in the objective, for generators. Raises ContractError for what is no factor per token.

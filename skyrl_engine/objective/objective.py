@@ -18,7 +18,7 @@ from skyrl_engine.objective.policy_metrics import Watched, policy_metrics, score
 from skyrl_engine.objective.samples import ScoredSamples
 from skyrl_engine.objective.tokens import MicroBatchTokens
 from skyrl_engine.registry.host import blaming
-from skyrl_engine.registry.part import Part
+from skyrl_engine.registry.part import BoundPlugin
 from skyrl_engine.spans import Spans
 
 
@@ -101,7 +101,7 @@ class LossObjective:
         return {name: Metric.sum(value) for name, value in zip(names, sums, strict=True)}
 
 
-def _evaluated(term: Part[Loss], tokens: MicroBatchTokens, part: int) -> LossOutput:
+def _evaluated(term: BoundPlugin[Loss], tokens: MicroBatchTokens, part: int) -> LossOutput:
     """Values of a part for the tokens: where it is on one role alone, tokens of the other have the value 0."""
     given = tokens.needed(term.label, term.product.needs, part, pairs=compares_pairs(term.product), on=term.on)
     count = len(given.sequences.index)

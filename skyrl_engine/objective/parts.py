@@ -11,7 +11,7 @@ from skyrl_engine.contracts.kinds.context import FactoryContext
 from skyrl_engine.contracts.kinds.correction import Correction
 from skyrl_engine.contracts.kinds.loss import Loss
 from skyrl_engine.contracts.kinds.needs import column_forms, model_score
-from skyrl_engine.registry.part import Part
+from skyrl_engine.registry.part import BoundPlugin
 
 KINDS_OF_PARTS = frozenset(("loss", "correction"))
 
@@ -20,17 +20,17 @@ KINDS_OF_PARTS = frozenset(("loss", "correction"))
 class ObjectiveParts:
     """objective = sum over tokens of weight * (factor * main + sum over terms of coefficient * term); corrections make the factor."""
 
-    main: Part[Loss]
-    terms: tuple[Part[Loss], ...] = ()
-    corrections: tuple[Part[Correction], ...] = ()
+    main: BoundPlugin[Loss]
+    terms: tuple[BoundPlugin[Loss], ...] = ()
+    corrections: tuple[BoundPlugin[Correction], ...] = ()
 
     @classmethod
     def made(cls, plugins: Mapping[str, SelectedPlugin], context: FactoryContext) -> "ObjectiveParts":
         """Make the losses and corrections among the selected plugins, which come by their place in the configuration."""
         taken: set[str] = set()
-        main: Part[Loss] = _made(plugins["loss"], "loss", context, taken)
-        terms: list[Part[Loss]] = []
-        corrections: list[Part[Correction]] = []
+        main: BoundPlugin[Loss] = _made(plugins["loss"], "loss", context, taken)
+        terms: list[BoundPlugin[Loss]] = []
+        corrections: list[BoundPlugin[Correction]] = []
         for place, selected in plugins.items():
             if selected.coefficient is not None:
                 terms.append(_made(selected, place, context, taken))
@@ -39,14 +39,14 @@ class ObjectiveParts:
         return cls(main, tuple(terms), tuple(corrections))
 
     @property
-    def losses(self) -> tuple[Part[Loss], ...]:
+    def losses(self) -> tuple[BoundPlugin[Loss], ...]:
         """The main loss and the terms."""
         return (self.main, *self.terms)
 
     @property
     def needs(self) -> Mapping[str, tuple[str, ...]]:
         """Model scores and data columns that each part reads, by the part's label."""
-        parts: tuple[Part[Any], ...] = (*self.losses, *self.corrections)
+        parts: tuple[BoundPlugin[Any], ...] = (*self.losses, *self.corrections)
         return {part.label: tuple(part.product.needs) for part in parts}
 
     @property
@@ -69,7 +69,7 @@ class ObjectiveParts:
             yield from needs
 
 
-def _made(selected: SelectedPlugin, place: str, context: FactoryContext, taken: set[str]) -> Part[Any]:
+def _made(selected: SelectedPlugin, place: str, context: FactoryContext, taken: set[str]) -> BoundPlugin[Any]:
     """The part at `place`, under a name that no part before it has: the plugin's own, with a number behind it where that is taken."""
     part = selected.part(place, context)
     candidates = (part.name if number == 1 else f"{part.name}_{number}" for number in count(1))

@@ -11,7 +11,7 @@ from skyrl_engine.contracts.values.ragged import IntArray
 from skyrl_engine.engine.assembly import Assembly
 from skyrl_engine.engine.engine import Engine
 from skyrl_engine.proof.comparison import Measured
-from skyrl_engine.registry.part import Part
+from skyrl_engine.registry.part import BoundPlugin
 from skyrl_engine.workers.dispatch import batch_structure, token_weights
 from skyrl_engine.workers.launch import WorkerGroup
 
@@ -20,7 +20,7 @@ STEP = 1
 
 
 def measure(
-    group: WorkerGroup, assembly: Assembly, columns: SampleColumns, layout: Layout, honest: Part[Reducer] | None = None
+    group: WorkerGroup, assembly: Assembly, columns: SampleColumns, layout: Layout, honest: BoundPlugin[Reducer] | None = None
 ) -> Measured:
     """Measure loss, gradients and outputs of `columns` as one mini-batch; the gradient is cleared again, and no weight changes.
 

@@ -11,7 +11,7 @@ Product = TypeVar("Product")
 
 
 @frozen(eq=False)
-class Part(Generic[Product]):
+class BoundPlugin(Generic[Product]):
     """A plugin's product at work: its owner, its place in the configuration, its name in metrics, its coefficient.
 
     `place` is a key of the configuration: `collator`, `loss.terms[0]`. `coefficient` multiplies the values of a term of the objective, and

@@ -10,7 +10,7 @@ from skyrl_engine.contracts.kinds.environment import Task
 from skyrl_engine.contracts.kinds.group_filter import GroupFilter, GroupView, as_drop_reason
 from skyrl_engine.contracts.values.rollout import Group
 from skyrl_engine.registry.host import blaming
-from skyrl_engine.registry.part import Part
+from skyrl_engine.registry.part import BoundPlugin
 from skyrl_engine.rollout.journal import Journal
 from skyrl_engine.rollout.ledger import RolloutLedger
 from skyrl_engine.rollout.records import Learned
@@ -65,7 +65,7 @@ class RolloutSource:
     runner: RolloutRunner
     journal: Journal
     task_of: Callable[[int], tuple[int, Task]]
-    filters: Sequence[Part[GroupFilter]] = ()
+    filters: Sequence[BoundPlugin[GroupFilter]] = ()
     valued: Valued | None = None
     progress: Callable[[int, int], None] | None = None
     phases: Phases = field(factory=Phases)
@@ -156,7 +156,7 @@ class RolloutSource:
         return drop_reason(group, self.filters, staleness=self.ledger.version - group.start_version)
 
 
-def drop_reason(group: Group, filters: Sequence[Part[GroupFilter]], *, staleness: int = 0) -> str | None:
+def drop_reason(group: Group, filters: Sequence[BoundPlugin[GroupFilter]], *, staleness: int = 0) -> str | None:
     """Ask filters, in their order, for a reason to drop a group; None: there is none."""
     if not filters:
         return None

@@ -14,7 +14,7 @@ from skyrl_engine.contracts.kinds.context import FactoryContext
 from skyrl_engine.errors import PluginNotFoundError
 from skyrl_engine.registry.host import Owner
 from skyrl_engine.registry.loader import load_object
-from skyrl_engine.registry.part import Part
+from skyrl_engine.registry.part import BoundPlugin
 from skyrl_engine.registry.record import PluginRecord
 from skyrl_engine.registry.resolve import Registry
 
@@ -47,9 +47,9 @@ class Subject(Generic[Product]):
         return bool(getattr(self.make(), flag, False))
 
 
-def part_of(product: Product, label: str, kind: str) -> Part[Product]:
+def part_of(product: Product, label: str, kind: str) -> BoundPlugin[Product]:
     """Return a bare product as a part of a run; `label` names it in errors."""
-    return Part(product, Owner.named(label, kind), kind, "under_test")
+    return BoundPlugin(product, Owner.named(label, kind), kind, "under_test")
 
 
 def selected(kind: str, plugin: object, options: Mapping[str, Any], base: Path | None = None) -> SelectedPlugin:

@@ -12,7 +12,7 @@ from skyrl_engine.contracts.values.plan import MicroBatchPlan
 from skyrl_engine.contracts.values.ragged import IntArray
 from skyrl_engine.errors import ContractError
 from skyrl_engine.registry.host import blaming
-from skyrl_engine.registry.part import Part
+from skyrl_engine.registry.part import BoundPlugin
 from skyrl_engine.spans import Spans
 from skyrl_engine.workers.dispatch import Shard
 from skyrl_engine.workers.scored_tokens import ScoredTokens, Selection, scored_tokens
@@ -26,7 +26,7 @@ class ShardBatch:
     """
 
     shard: Shard
-    collator: Part[Collator]
+    collator: BoundPlugin[Collator]
     selection: Selection
     spans: Spans
     first: int = 0

@@ -19,7 +19,7 @@ from skyrl_engine.contracts.values.plan import BatchPlan, BuildOrder, Layout, Mi
 from skyrl_engine.contracts.values.ragged import AnyArray, IntArray, Join, join_fresh, offsets_of, take_segments
 from skyrl_engine.errors import ContractError, DataError
 from skyrl_engine.registry.host import blaming
-from skyrl_engine.registry.part import Part
+from skyrl_engine.registry.part import BoundPlugin
 
 
 @frozen(eq=False)
@@ -62,7 +62,7 @@ class PlacedShard:
         return self.first if stage == 0 else self.later
 
 
-def planned(collator: Part[Collator], columns: SampleColumns, layout: Layout) -> BatchPlan:
+def planned(collator: BoundPlugin[Collator], columns: SampleColumns, layout: Layout) -> BatchPlan:
     """The collator's plan, checked: nothing a plan forgets can be missed later, since outputs are compared with it.
 
     Raises ContractError, naming the collator.
@@ -100,7 +100,7 @@ def batch_structure(
     mini_batch: MiniBatchPlan,
     max_sequence_length: int | None,
     join: Join = join_fresh,
-    reducer: Part[Reducer] | None = None,
+    reducer: BoundPlugin[Reducer] | None = None,
 ) -> BatchStructure:
     """Show a reducer its mini-batch: the samples in rank-major, micro-batch order, and what it needs of them. `join` as in `cut`.
 
@@ -143,13 +143,13 @@ def _needed(label: str, what: str, name: str, there: Mapping[str, AnyArray]) -> 
     return there[name]
 
 
-def token_weights(reducer: Part[Reducer], structure: BatchStructure) -> npt.NDArray[np.float64]:
+def token_weights(reducer: BoundPlugin[Reducer], structure: BatchStructure) -> npt.NDArray[np.float64]:
     """The reducer's weights, float64[A]; raises ContractError as `compact_weights` does."""
     weights = compact_weights(reducer, structure)
     return weights.expand(structure) if isinstance(weights, PerSequence) else weights
 
 
-def compact_weights(reducer: Part[Reducer], structure: BatchStructure) -> TokenWeights:
+def compact_weights(reducer: BoundPlugin[Reducer], structure: BatchStructure) -> TokenWeights:
     """The reducer's weights, in short where it offers that (a method `compact`).
 
     Raises ContractError, naming it, where they are not one finite number per action token.
@@ -182,7 +182,7 @@ def compact_weights(reducer: Part[Reducer], structure: BatchStructure) -> TokenW
     return weights
 
 
-def merged(merger: Part[Merger], outputs: Sequence[RankOutput], plan: BatchPlan) -> BatchOutput:
+def merged(merger: BoundPlugin[Merger], outputs: Sequence[RankOutput], plan: BatchPlan) -> BatchOutput:
     """The merger's output, checked against the plan. Raises ContractError, naming the merger; OutputError passes."""
     label = merger.label
     with blaming(merger.owner, "merge"):

@@ -21,7 +21,7 @@ from skyrl_engine.contracts.kinds.generator import (
 from skyrl_engine.contracts.values.model import ModelConfig
 from skyrl_engine.errors import ContractError, UnsupportedError
 from skyrl_engine.registry.host import blaming
-from skyrl_engine.registry.part import Part
+from skyrl_engine.registry.part import BoundPlugin
 
 if TYPE_CHECKING:
     import torch
@@ -109,7 +109,7 @@ class RankGenerator:
     _backend: Backend
     _description: GeneratorDescription
     _label: str
-    _part: Part[Generator] | None
+    _part: BoundPlugin[Generator] | None
     _open: int = field(default=0, init=False)
 
     @classmethod
@@ -128,7 +128,7 @@ class RankGenerator:
         """Make the generator of a lock, and give it the weights as they are. `samples` is False on ranks that share another's samples."""
         selected = SelectedPlugin.from_lock(lock)
         described = selected.loaded.describe_generator(selected.options)
-        part: Part[Generator] | None = selected.part("generator", context) if samples else None
+        part: BoundPlugin[Generator] | None = selected.part("generator", context) if samples else None
         made = cls(backend, described, str(selected.loaded.record), part)
         weights = OfferedWeights(form_for(described, backend, made._label), backend)
         try:
@@ -198,6 +198,6 @@ class RankGenerator:
                 self._part.product.close()
 
     @property
-    def _sampling(self) -> Part[Generator]:
+    def _sampling(self) -> BoundPlugin[Generator]:
         assert self._part is not None, "requests reached a rank that samples nothing"
         return self._part

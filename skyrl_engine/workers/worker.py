@@ -32,7 +32,7 @@ from skyrl_engine.objective.objective import LossObjective
 from skyrl_engine.objective.parts import KINDS_OF_PARTS, ObjectiveParts
 from skyrl_engine.objective.policy_metrics import Watched
 from skyrl_engine.objective.score import ScoreObjective
-from skyrl_engine.registry.part import Part
+from skyrl_engine.registry.part import BoundPlugin
 from skyrl_engine.spans import Spans
 from skyrl_engine.workers.batch import ShardBatch
 from skyrl_engine.workers.dispatch import Shard
@@ -162,7 +162,7 @@ class Worker:
         wanted = KINDS_OF_PARTS | {"collator"}
         selected = {place: SelectedPlugin.from_lock(lock) for place, lock in plugins.items() if lock["record"]["kind"] in wanted}
         self._objective_parts = ObjectiveParts.made(selected, self._context)
-        self._collator: Part[Collator] = selected["collator"].part("collator", self._context)
+        self._collator: BoundPlugin[Collator] = selected["collator"].part("collator", self._context)
 
     def run(self, work: Pass, shard: Shard) -> RankReply:
         """One pass over the shard. An EngineError of one of several ranks names the rank."""

@@ -22,7 +22,7 @@ from skyrl_engine.contracts.kinds.collator import MODEL_INPUTS, Collator
 from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.plan import Layout
 from skyrl_engine.registry.host import Owner
-from skyrl_engine.registry.part import Part
+from skyrl_engine.registry.part import BoundPlugin
 from skyrl_engine.spans import Spans
 from skyrl_engine.workers.batch import ShardBatch
 from skyrl_engine.workers.dispatch import Shard, cut
@@ -80,7 +80,7 @@ def plan_and_iterate(collator: Collator, columns: SampleColumns, layout: Layout,
     """The plan, and every rank's pass over its own shard; cutting shards is not counted."""
     collator.plan(columns.lengths, layout)
     for shard in shards:
-        for _ in ShardBatch(shard, Part(collator, Owner("collator padded", "none"), "collator", "padded"), "loss", Spans()):
+        for _ in ShardBatch(shard, BoundPlugin(collator, Owner("collator padded", "none"), "collator", "padded"), "loss", Spans()):
             pass
 
 

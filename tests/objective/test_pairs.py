@@ -18,7 +18,7 @@ from skyrl_engine.objective.objective import LossObjective
 from skyrl_engine.objective.parts import ObjectiveParts
 from skyrl_engine.objective.samples import ScoredSamples
 from skyrl_engine.registry.host import Owner
-from skyrl_engine.registry.part import Part
+from skyrl_engine.registry.part import BoundPlugin
 from skyrl_engine.testing import LossConformance
 
 
@@ -40,8 +40,8 @@ def undeclared(tokens: LossTokens, _config: None) -> torch.Tensor:
     return tokens.pairs.broadcast(tokens.pairs.chosen.sum(tokens.logprobs))
 
 
-def part(plugin: Any, **fields: Any) -> Part[Any]:
-    return Part(plugin.skyrl_engine_make_loss(None), Owner("a loss", "loss"), "loss", plugin.name, **fields)
+def part(plugin: Any, **fields: Any) -> BoundPlugin[Any]:
+    return BoundPlugin(plugin.skyrl_engine_make_loss(None), Owner("a loss", "loss"), "loss", plugin.name, **fields)
 
 
 LENGTHS = (2, 1, 3, 2)
@@ -58,7 +58,7 @@ SAMPLES = ScoredSamples(
 LOGPROBS = (-1.0, -2.0, -0.5, -3.0, -1.0, -1.0, -0.25, -0.75)
 
 
-def through(samples: ScoredSamples, main: Part[Any], *terms: Part[Any]) -> tuple[float, list[float], dict[str, Metric]]:
+def through(samples: ScoredSamples, main: BoundPlugin[Any], *terms: BoundPlugin[Any]) -> tuple[float, list[float], dict[str, Metric]]:
     """The objective, its gradient by log-probability, and metrics."""
     nothing = torch.zeros(0, dtype=torch.int64)
     scores = {"logprobs": torch.tensor(LOGPROBS, dtype=torch.float64, requires_grad=True)}

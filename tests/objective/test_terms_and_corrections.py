@@ -17,7 +17,7 @@ from skyrl_engine.objective.objective import LossObjective
 from skyrl_engine.objective.parts import ObjectiveParts
 from skyrl_engine.objective.samples import ScoredSamples
 from skyrl_engine.registry.host import Owner
-from skyrl_engine.registry.part import Part
+from skyrl_engine.registry.part import BoundPlugin
 
 Function = Callable[..., object]
 WEIGHTS = [0.5, 0.25, 0.125, 0.0625]
@@ -38,17 +38,17 @@ def micro_batch(**columns: list[float]) -> MicroBatch:
     return MicroBatch({}, nothing, nothing, Ragged.from_list([], np.int64), samples)
 
 
-def term(name: str, function: Function, needs: tuple[str, ...] = ("logprobs",), coefficient: float = 1.0) -> Part[Loss]:
+def term(name: str, function: Function, needs: tuple[str, ...] = ("logprobs",), coefficient: float = 1.0) -> BoundPlugin[Loss]:
     product = FunctionLoss(name, function, None, needs)  # type: ignore[arg-type] # wrong ones are tested too
-    return Part(product, Owner.named(f"loss {name!r}", "loss"), "loss", name, coefficient)
+    return BoundPlugin(product, Owner.named(f"loss {name!r}", "loss"), "loss", name, coefficient)
 
 
-def step(name: str, function: Function, needs: tuple[str, ...] = ("ratio",)) -> Part[Correction]:
+def step(name: str, function: Function, needs: tuple[str, ...] = ("ratio",)) -> BoundPlugin[Correction]:
     product = FunctionCorrection(name, function, None, needs)  # type: ignore[arg-type] # likewise
-    return Part(product, Owner.named(f"correction {name!r}", "correction"), "loss.corrections[0]", name)
+    return BoundPlugin(product, Owner.named(f"correction {name!r}", "correction"), "loss.corrections[0]", name)
 
 
-def objective(main: Part[Loss], *others: Part[Any]) -> LossObjective:
+def objective(main: BoundPlugin[Loss], *others: BoundPlugin[Any]) -> LossObjective:
     terms = tuple(other for other in others if isinstance(other.product, FunctionLoss))
     corrections = tuple(other for other in others if isinstance(other.product, FunctionCorrection))
     return LossObjective(ObjectiveParts(main, terms, corrections), seed=5, step=1, per_token_outputs=True)

@@ -11,7 +11,7 @@ from skyrl_engine.contracts.kinds.needs import DIVERGENCE, MODEL_SCORES, candida
 from skyrl_engine.objective.objective import LossObjective
 from skyrl_engine.objective.parts import ObjectiveParts
 from skyrl_engine.registry.host import blaming
-from skyrl_engine.registry.part import Part
+from skyrl_engine.registry.part import BoundPlugin
 from skyrl_engine.testing.subject import part_of
 from skyrl_engine.testing.tokens.evaluation import SEED, STEP, Evaluation, Listening, numbers_of
 from skyrl_engine.testing.tokens.token_batches import TokenBatch
@@ -36,7 +36,7 @@ def evaluate(
     leaves = leaves_of(batch, loss, dtype, gradients=gradients)
     scores = {name: leaf * 1 for name, leaf in leaves.items()}  # as a model's: results of a computation, not leaves
     listening = Listening(loss, mode)
-    part: Part[Any] = part_of(listening, label, "loss")
+    part: BoundPlugin[Any] = part_of(listening, label, "loss")
     objective = LossObjective(ObjectiveParts(part), SEED, STEP, per_token_outputs=False)
     total, output = objective(scores, batch.micro_batch())
     if total.requires_grad:

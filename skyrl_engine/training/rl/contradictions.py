@@ -6,12 +6,12 @@ from skyrl_engine.contracts.kinds.advantage import Advantage
 from skyrl_engine.engine.model_files import ModelFiles
 from skyrl_engine.engine.sampler import refuse_elsewhere
 from skyrl_engine.errors import ConfigError, DataError, Problem, UnsupportedError
-from skyrl_engine.registry.part import Part
+from skyrl_engine.registry.part import BoundPlugin
 from skyrl_engine.training.rl.recipe import ScoringPasses
 from skyrl_engine.training.rl.tasks import TaskOrder
 
 
-def refuse_single_attempts(resolved: ResolvedConfig, advantage: Part[Advantage]) -> None:
+def refuse_single_attempts(resolved: ResolvedConfig, advantage: BoundPlugin[Advantage]) -> None:
     """Raise UnsupportedError for groups of one attempt under an advantage that compares attempts."""
     settings = resolved.config.rl
     if settings.rollouts is None and settings.group_size == 1 and advantage.product.claims.groups == "needed":
@@ -21,7 +21,7 @@ def refuse_single_attempts(resolved: ResolvedConfig, advantage: Part[Advantage])
         )
 
 
-def refuse_no_values(model: ModelConfig, advantage: Part[Advantage], chosen: ScoringPasses) -> None:
+def refuse_no_values(model: ModelConfig, advantage: BoundPlugin[Advantage], chosen: ScoringPasses) -> None:
     """Raise UnsupportedError for a recipe that reads values of a model without a value head."""
     if "values" in chosen.scores.values() and not model.value_head:
         raise UnsupportedError(

@@ -10,7 +10,7 @@ from skyrl_engine.config.schema import EvaluationConfig
 from skyrl_engine.contracts.kinds.environment import Environment, Split, Task
 from skyrl_engine.contracts.kinds.generator import Sampling
 from skyrl_engine.contracts.values.rollout import Group
-from skyrl_engine.registry.part import Part
+from skyrl_engine.registry.part import BoundPlugin
 from skyrl_engine.rollout.pass_at_k import estimate, pass_at_k
 from skyrl_engine.rollout.runner import Bounds, CompletionSource, Episodes, RolloutRunner, Turns
 from skyrl_engine.training.rl.metrics import majorities
@@ -20,7 +20,7 @@ FIRST_NUMBER: Final = 2**40
 """Numbers of attempts of evaluations, and of their requests, begin here: no training attempt has them."""
 
 
-def tasks_of(environments: Sequence[Part[Environment]], count: int, split: Split = "eval") -> list[tuple[int, Task]]:
+def tasks_of(environments: Sequence[BoundPlugin[Environment]], count: int, split: Split = "eval") -> list[tuple[int, Task]]:
     """Return the first tasks of every environment, held-out ones, `count` of all together in equal shares; fewer where there are fewer."""
     found: list[tuple[int, Task]] = []
     for number, part in enumerate(environments):
@@ -38,7 +38,7 @@ def attempts(
     episodes: Episodes,
     turns: Turns,
     names: Sequence[str],
-    environments: Sequence[Part[Environment]],
+    environments: Sequence[BoundPlugin[Environment]],
     bounds: Bounds,
     sampling: Sampling,
     seed: int,

@@ -27,7 +27,7 @@ from skyrl_engine.engine.frozen_model import FrozenModel
 from skyrl_engine.engine.model_files import ModelFiles
 from skyrl_engine.errors import ConfigError, DataError, Problem, Refusals, UnsupportedError
 from skyrl_engine.model_facts.facts import ModelFacts
-from skyrl_engine.registry.part import Part
+from skyrl_engine.registry.part import BoundPlugin
 from skyrl_engine.rollout.columns import Overlong
 from skyrl_engine.rollout.recorded import Recording, RecordingLimits, read_recording
 from skyrl_engine.rollout.runner import Bounds
@@ -82,8 +82,8 @@ class PreparedRl:
     files: ModelFiles
     assembly: Assembly
     layout: Layout
-    advantage: Part[Advantage]
-    filters: tuple[Part[GroupFilter], ...]
+    advantage: BoundPlugin[Advantage]
+    filters: tuple[BoundPlugin[GroupFilter], ...]
     environments: tuple[SelectedPlugin, ...]
     names: tuple[str, ...]
     rollouts: "LiveRolloutSpec | Recording"
@@ -170,8 +170,8 @@ def prepare(resolved: ResolvedConfig, *, trains: bool = True, progress: Progress
             refuse_beyond_positions(resolved, files)
     environments = _at(resolved, "environments")
     parts = _environment_parts(environments, context, refusals, trains=trains) if sampling else []
-    advantage: Part[Advantage] | None = None
-    filters: list[Part[GroupFilter]] = []
+    advantage: BoundPlugin[Advantage] | None = None
+    filters: list[BoundPlugin[GroupFilter]] = []
     with refusals.collect():
         advantage = resolved.plugins["advantage"].part("advantage", context)
         refuse_single_attempts(resolved, advantage)
@@ -240,13 +240,13 @@ def prepare(resolved: ResolvedConfig, *, trains: bool = True, progress: Progress
 
 def _environment_parts(
     environments: Sequence[SelectedPlugin], context: FactoryContext, refusals: Refusals, *, trains: bool
-) -> list[Part[Environment]]:
+) -> list[BoundPlugin[Environment]]:
     """Make the environments and read their tasks, each on its own; those that cannot are left out."""
-    parts: list[Part[Environment]] = []
+    parts: list[BoundPlugin[Environment]] = []
     for number, each in enumerate(environments):
         made = len(parts)
         with refusals.collect():
-            part: Part[Environment] = each.part(f"environments[{number}]", context)
+            part: BoundPlugin[Environment] = each.part(f"environments[{number}]", context)
             refuse_no_task(part, tasks_in(part, "train"), trains=trains)
             parts.append(part)
         if len(parts) == made:
@@ -306,7 +306,7 @@ def _doubts(settings: RlConfig, assembly: Assembly) -> Iterator[str]:
         )
 
 
-def _sampled(resolved: ResolvedConfig, files: ModelFiles, parts: Sequence[Part[Environment]], *, trains: bool) -> LiveRolloutSpec:
+def _sampled(resolved: ResolvedConfig, files: ModelFiles, parts: Sequence[BoundPlugin[Environment]], *, trains: bool) -> LiveRolloutSpec:
     config = resolved.config
     tasks = TaskOrder(parts, [table.weight for table in config.environments], config.run.seed, trains=trains)
     template = config.model.chat_template
@@ -328,7 +328,7 @@ def _sampled(resolved: ResolvedConfig, files: ModelFiles, parts: Sequence[Part[E
 
 
 def _check_evaluation(
-    config: EngineConfig, parts: Sequence[Part[Environment]], renderer: TurnRenderer, limits: PromptLimits
+    config: EngineConfig, parts: Sequence[BoundPlugin[Environment]], renderer: TurnRenderer, limits: PromptLimits
 ) -> None:
     """Check the held-out tasks that the run evaluates on. Raises ConfigError where it is to evaluate on none, and as `check_prompts` does."""
     asked = [key for key in ("every", "at_start") if getattr(config.evaluation, key) not in (None, False)]
@@ -363,8 +363,8 @@ def _attempted(config: EngineConfig, tasks: TaskOrder) -> Iterator[tuple[int, Ta
 def _recorded(
     resolved: ResolvedConfig,
     files: ModelFiles,
-    filters: Sequence[Part[GroupFilter]],
-    advantage: Part[Advantage],
+    filters: Sequence[BoundPlugin[GroupFilter]],
+    advantage: BoundPlugin[Advantage],
     progress: Progress | None,
 ) -> Recording:
     config, settings = resolved.config, resolved.config.rl
@@ -404,7 +404,7 @@ def _names(environments: Sequence[SelectedPlugin]) -> tuple[str, ...]:
     return tuple(name if counts[name] == 1 else f"{name}_{names[: number + 1].count(name)}" for number, name in enumerate(names))
 
 
-def _prove_turns(renderer: TurnRenderer, parts: Sequence[Part[Environment]], tasks: TaskOrder) -> None:
+def _prove_turns(renderer: TurnRenderer, parts: Sequence[BoundPlugin[Environment]], tasks: TaskOrder) -> None:
     """Prove that later turns can be appended where there are any, with the first task of every environment."""
     for part, trained in zip(parts, tasks.tasks, strict=True):
         # an evaluation may be of held-out tasks alone

@@ -11,7 +11,7 @@ from attrs import frozen
 from skyrl_engine.contracts.kinds.environment import Environment, Task
 from skyrl_engine.environments.table_tasks import TableTasks
 from skyrl_engine.errors import DataError, UnsupportedError
-from skyrl_engine.registry.part import Part
+from skyrl_engine.registry.part import BoundPlugin
 from skyrl_engine.rollout.process_handle import refuse_unsendable
 from skyrl_engine.rollout.turns import TurnRenderer
 
@@ -37,7 +37,7 @@ class PromptLimits:
 
 
 def check_prompts(
-    parts: Sequence[Part[Environment]], tasks: Iterable[tuple[int, Task]], renderer: TurnRenderer, limits: PromptLimits
+    parts: Sequence[BoundPlugin[Environment]], tasks: Iterable[tuple[int, Task]], renderer: TurnRenderer, limits: PromptLimits
 ) -> int:
     """Render the prompts of tasks, each with the number of its environment among `parts`; return the tokens of the longest that is allowed.
 
@@ -60,7 +60,7 @@ def check_prompts(
     return max((length for own in lengths.values() for length in own.values() if length <= limits.tokens), default=0)
 
 
-def most_of(part: Part[Environment]) -> int:
+def most_of(part: BoundPlugin[Environment]) -> int:
     """Return how many tasks of an environment are checked."""
     return OF_TABLES if isinstance(part.product.tasks("train"), TableTasks) else OF_PROCEDURES
 
@@ -81,7 +81,7 @@ def _prompt(task: Task, name: str, renderer: TurnRenderer, limits: PromptLimits)
     return ids
 
 
-def _check_lengths(part: Part[Environment], lengths: dict[str, int], limits: PromptLimits) -> None:
+def _check_lengths(part: BoundPlugin[Environment], lengths: dict[str, int], limits: PromptLimits) -> None:
     long = {key: length for key, length in lengths.items() if length > limits.tokens}
     if not long:
         return

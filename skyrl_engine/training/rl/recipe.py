@@ -13,7 +13,7 @@ from skyrl_engine.engine.capability import needs_of_reducer
 from skyrl_engine.errors import UnsupportedError
 from skyrl_engine.objective.parts import ObjectiveParts
 from skyrl_engine.objective.policy_metrics import OLD, ROLLOUT_LOGPROBS, Watched
-from skyrl_engine.registry.part import Part
+from skyrl_engine.registry.part import BoundPlugin
 from skyrl_engine.training.reference import REFERENCE
 from skyrl_engine.training.teacher import TEACHER
 
@@ -60,10 +60,10 @@ class ScoringPasses:
 def recipe(
     config: RlConfig,
     objective: ObjectiveParts,
-    advantage: Part[Advantage],
+    advantage: BoundPlugin[Advantage],
     *,
     recorded: Recorded | None = None,
-    reducer: Part[Reducer] | None = None,
+    reducer: BoundPlugin[Reducer] | None = None,
 ) -> ScoringPasses:
     """Choose the passes of every step; `recorded` says what of the sampler was recorded, where nothing is sampled.
 
@@ -102,7 +102,7 @@ def _old(config: RlConfig, *, read: bool, early: bool, recorded: Recorded | None
     return config.old
 
 
-def _refuse_sampler(config: RlConfig, objective: ObjectiveParts, advantage: Part[Advantage]) -> None:
+def _refuse_sampler(config: RlConfig, objective: ObjectiveParts, advantage: BoundPlugin[Advantage]) -> None:
     """Refuse what reads the sampler's log-probabilities, where they were not recorded."""
     needs = {**objective.needs, advantage.label: advantage.product.needs}
     readers = [label for label, names in needs.items() if ROLLOUT_LOGPROBS in names]
@@ -123,7 +123,7 @@ def _refuse_two_penalties(config: RlConfig, objective: ObjectiveParts) -> None:
         )
 
 
-def _refuse_unknown(asked: Mapping[str, tuple[str, ...]], advantage: Part[Advantage]) -> None:
+def _refuse_unknown(asked: Mapping[str, tuple[str, ...]], advantage: BoundPlugin[Advantage]) -> None:
     known = {*_GIVEN, *MODEL_SCORES, *_VALUES_OF_SAMPLES}
     for label, needs in asked.items():
         for name in needs:

@@ -9,25 +9,25 @@ from attrs import define, field
 from skyrl_engine.contracts.kinds.environment import Environment, Split, Task, Tasks
 from skyrl_engine.errors import ContractError, DataError
 from skyrl_engine.registry.host import blaming
-from skyrl_engine.registry.part import Part
+from skyrl_engine.registry.part import BoundPlugin
 
 _SHUFFLED: Final = 2**22
 """More tasks than these are made by a procedure; they are taken in their own order, which is random already."""
 
 
-def tasks_in(part: Part[Environment], split: Split) -> Tasks:
+def tasks_in(part: BoundPlugin[Environment], split: Split) -> Tasks:
     """Return the tasks of a split. Raises PluginBrokenError where the environment's code fails."""
     with blaming(part.owner, f"tasks({split!r})"):
         return part.product.tasks(split)
 
 
-def refuse_no_task(part: Part[Environment], tasks: Tasks, *, trains: bool) -> None:
+def refuse_no_task(part: BoundPlugin[Environment], tasks: Tasks, *, trains: bool) -> None:
     """Raise DataError for an environment without a task to train on; a run that only evaluates needs none."""
     if trains and len(tasks) == 0:
         raise DataError(f"{part.label} has no task to train on", remedy="Check the environment's options")
 
 
-def task_at(part: Part[Environment], tasks: Tasks, index: int) -> Task:
+def task_at(part: BoundPlugin[Environment], tasks: Tasks, index: int) -> Task:
     """Return a task of an environment. Raises PluginBrokenError where its code fails, and ContractError where it makes something else."""
     with blaming(part.owner, f"making task {index:,}"):
         task = tasks[index]
@@ -47,7 +47,7 @@ class TaskOrder:
     in every pass over its tasks. An order that nobody trains in (`trains` is false) may lack tasks.
     """
 
-    environments: Sequence[Part[Environment]]
+    environments: Sequence[BoundPlugin[Environment]]
     weights: Sequence[float]
     seed: int
     trains: bool = True

@@ -31,7 +31,7 @@ from skyrl_engine.errors import DataError, Refusals
 from skyrl_engine.model_facts.facts import ModelFacts
 from skyrl_engine.model_facts.thresholds import refuse_longer_rows
 from skyrl_engine.objective.parts import ObjectiveParts
-from skyrl_engine.registry.part import Part
+from skyrl_engine.registry.part import BoundPlugin
 from skyrl_engine.training.model_beside import check_models_beside
 from skyrl_engine.training.sft.order import SampleOrder
 from skyrl_engine.training.teacher import TEACHER, planned_teacher
@@ -240,7 +240,7 @@ def columns_to_read(resolved: ResolvedConfig, tokenizer: "PreTrainedTokenizerBas
     """Name the columns that the objective needs of the data, each with who asks for it, as `load_columns` takes them."""
     config = resolved.config
     context = FactoryContext(config.run.seed, int(tokenizer.pad_token_id or 0), config.data.max_length)
-    reducer: Part[Reducer] = resolved.plugins["reducer"].part("reducer", context)
+    reducer: BoundPlugin[Reducer] = resolved.plugins["reducer"].part("reducer", context)
     return needed_columns({**ObjectiveParts.made(resolved.plugins, context).needs, **needs_of_reducer(reducer)})
 
 

@@ -9,7 +9,7 @@ from rl_runs import Rl, Seen, steps_of, weights_of
 
 from skyrl_engine.contracts.kinds.environment import Task
 from skyrl_engine.registry.host import Owner
-from skyrl_engine.registry.part import Part
+from skyrl_engine.registry.part import BoundPlugin
 from skyrl_engine.run.metrics import read_metrics
 from skyrl_engine.testing.rollout_cases import plain_group
 from skyrl_engine.training.rl.evaluation import evaluation_metrics, tasks_of
@@ -19,7 +19,7 @@ from skyrl_engine.training.rl.trainer import run_rl
 def part(count: int) -> Any:
     own = [Task(str(number), prompt_ids=(1,)) for number in range(count)]
     product = SimpleNamespace(tasks=lambda split: own if split == "eval" else [])
-    return Part(product, Owner("sums", "Correct it"), "environments[0]", "sums")
+    return BoundPlugin(product, Owner("sums", "Correct it"), "environments[0]", "sums")
 
 
 @pytest.mark.parametrize(

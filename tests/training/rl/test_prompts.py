@@ -13,7 +13,7 @@ from rl_runs import Rl, steps_of
 from skyrl_engine.contracts.kinds.environment import EnvironmentClaims, Task
 from skyrl_engine.errors import DataError, EngineError, RolloutError, UnsupportedError
 from skyrl_engine.registry.host import Owner
-from skyrl_engine.registry.part import Part
+from skyrl_engine.registry.part import BoundPlugin
 from skyrl_engine.rollout.turns import TurnRenderer
 from skyrl_engine.testing.templates import TEMPLATES
 from skyrl_engine.training.rl import prompts
@@ -29,7 +29,7 @@ def asked(key: str, words: int = 1) -> Task:
 
 def procedure(*tasks: Task) -> Any:
     product = SimpleNamespace(tasks=lambda _split: tasks, claims=EnvironmentClaims())
-    return Part(product, Owner("environment mine", "Correct it"), "environments[0]", "mine")
+    return BoundPlugin(product, Owner("environment mine", "Correct it"), "environments[0]", "mine")
 
 
 def checked(*tasks: Task, failures: float = 0.1, tokens: int = 40) -> None:

@@ -8,7 +8,7 @@ import pytest
 from skyrl_engine.contracts.kinds.environment import Task
 from skyrl_engine.errors import ContractError, DataError, PluginBrokenError
 from skyrl_engine.registry.host import Owner
-from skyrl_engine.registry.part import Part
+from skyrl_engine.registry.part import BoundPlugin
 from skyrl_engine.training.rl import tasks as module
 from skyrl_engine.training.rl.tasks import TaskOrder
 
@@ -18,9 +18,9 @@ def part(count: int, name: str = "sums") -> Any:
     return of_tasks(own, name)
 
 
-def of_tasks(own: Any, name: str = "sums") -> Part[Any]:
+def of_tasks(own: Any, name: str = "sums") -> BoundPlugin[Any]:
     product = SimpleNamespace(tasks=lambda split: own if split == "train" else [])
-    return Part(product, Owner(name, "Correct it"), "environments[0]", name)
+    return BoundPlugin(product, Owner(name, "Correct it"), "environments[0]", name)
 
 
 def order(*counts: int, weights: tuple[float, ...] | None = None, seed: int = 3) -> TaskOrder:
@@ -81,6 +81,6 @@ def test_an_environment_is_blamed_for_tasks_that_it_cannot_make() -> None:
     assert caught.value.remedy == "Correct it"
     with pytest.raises(ContractError, match="sums has dict as task 0"):
         TaskOrder([of_tasks([{"prompt": "go"}])], (1.0,), 3).of(0)
-    broken = Part(SimpleNamespace(), Owner("sums", "Correct it"), "environments[0]", "sums")
+    broken = BoundPlugin(SimpleNamespace(), Owner("sums", "Correct it"), "environments[0]", "sums")
     with pytest.raises(PluginBrokenError, match=r"sums failed in tasks\('train'\): AttributeError"):
         TaskOrder([broken], (1.0,), 3)

@@ -9,7 +9,7 @@ from attrs import evolve
 from skyrl_engine.contracts.kinds.environment import EnvironmentClaims, Task
 from skyrl_engine.errors import UnsupportedError
 from skyrl_engine.registry.host import Owner
-from skyrl_engine.registry.part import Part
+from skyrl_engine.registry.part import BoundPlugin
 from skyrl_engine.rollout.turns import TurnRenderer
 from skyrl_engine.testing.templates import TEMPLATES
 from skyrl_engine.training.rl.preparation import _prove_turns
@@ -24,7 +24,7 @@ TOKENS = Task("tokens", prompt_ids=(1, 2, 3))
 
 def prove(task: Task, *, template: str = "chatml", history: Any = "append", max_turns: int = 3) -> None:
     product = SimpleNamespace(claims=EnvironmentClaims(max_turns=max_turns))
-    part: Part[Any] = Part(product, Owner("sums", "Correct it"), "environments[0]", "sums")
+    part: BoundPlugin[Any] = BoundPlugin(product, Owner("sums", "Correct it"), "environments[0]", "sums")
     tasks: Any = SimpleNamespace(tasks=[[task]])
     _prove_turns(TurnRenderer(TEMPLATES[template].tokenizer(), history=history), [part], tasks)
 
