@@ -10,7 +10,7 @@ import zstandard
 from skyrl_engine import UnsupportedError
 from skyrl_engine_tinker.checkpoints import Address
 from skyrl_engine_tinker.errors import RequestError
-from skyrl_engine_tinker.lane import Lane
+from skyrl_engine_tinker.lane import ModelWorker
 from skyrl_engine_tinker.model import ServedModel
 from skyrl_engine_tinker.settings import Settings
 from skyrl_engine_tinker.wire import CLASSES
@@ -185,7 +185,7 @@ def test_a_lane_does_a_number_once_and_in_turn():
 
     async def run() -> list[int]:
         order: list[int] = []
-        lane = Lane(asyncio.get_running_loop(), hole_seconds=0.05, pump=lambda: False, end=lambda: order.append(-1))
+        lane = ModelWorker(asyncio.get_running_loop(), hole_seconds=0.05, pump=lambda: False, end=lambda: order.append(-1))
         promises = [lane.submit(number, lambda number=number: order.append(number) or {}) for number in (2, 3, 1, 2, 6)]
         assert promises[0] is promises[3]
         for promise in promises:

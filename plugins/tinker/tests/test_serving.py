@@ -170,21 +170,21 @@ def loss(answer: bytes) -> float:
 def test_a_lane_that_closes_answers_samples_that_wait():
     import asyncio
 
-    from skyrl_engine_tinker.lane import Lane, PendingAnswer
+    from skyrl_engine_tinker.lane import ModelWorker, PendingAnswer
 
     async def run() -> list[dict]:
         loop, begun, held = asyncio.get_running_loop(), threading.Event(), threading.Event()
-        lane = Lane(loop, hole_seconds=1, pump=lambda: False, end=lambda: None)
+        lane = ModelWorker(loop, hole_seconds=1, pump=lambda: False, end=lambda: None)
         lane.submit(1, lambda: begun.set() or (held.wait(20) and {}))
         assert await asyncio.to_thread(begun.wait, 20)
         waiting, late = PendingAnswer(loop), PendingAnswer(loop)
-        lane.beside(lambda: waiting.set({}), waiting, "a")
+        lane.submit_unordered(lambda: waiting.set({}), waiting, "a")
         closing = asyncio.create_task(asyncio.to_thread(lane.close))
         await asyncio.sleep(0.1)
         # `close` has been called, and waits for the request
         held.set()
         await closing
-        lane.beside(lambda: late.set({}), late, "a")
+        lane.submit_unordered(lambda: late.set({}), late, "a")
         assert await waiting.wait(20)
         assert await late.wait(20)
         return [waiting.answer, late.answer]

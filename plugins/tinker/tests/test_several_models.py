@@ -18,7 +18,7 @@ from safetensors.numpy import load
 from skyrl_engine_tinker.checkpoints import Address
 from skyrl_engine_tinker.fair_lock import FairLock
 from skyrl_engine_tinker.model import ServedModel
-from skyrl_engine_tinker.places import Places
+from skyrl_engine_tinker.places import ModelSlots
 from skyrl_engine_tinker.wire import CLASSES
 
 SDK = os.environ.get("TINKER_SDK")
@@ -336,7 +336,7 @@ def test_who_has_no_place_is_told_why(other_client, message):
 def test_a_place_depends_on_what_the_backend_declares(settings, backend, ranks, told):
     tables = attrs.evolve(settings, tables={"backend": backend} if backend else {})
     models = [ServedModel(tables, name, "tiny", rank) for name, rank in zip(("one", "other"), ranks, strict=True)]
-    reason = Places(tables)._conflict(models[1], models[:1])
+    reason = ModelSlots(tables)._conflict(models[1], models[:1])
     assert reason is None if told is None else told in reason
 
 

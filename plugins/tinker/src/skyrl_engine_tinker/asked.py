@@ -14,7 +14,7 @@ _SWITCHES = {"true": True, "false": False}
 
 
 @frozen
-class AskedLoss:
+class LossRequest:
     """A loss by the name that the request gave it, and what it takes from the request.
 
     `table` is what `[loss]` of a configuration would be. `defaults` are its inputs, with the number that stands for one that a datum lacks,
@@ -28,7 +28,7 @@ class AskedLoss:
     several: bool = False
 
     @classmethod
-    def of(cls, request: Any, served: Sequence[str]) -> "AskedLoss":
+    def of(cls, request: Any, served: Sequence[str]) -> "LossRequest":
         """Find the loss of a ForwardBackwardRequest. Raises RequestError for one that is not there, and for an option that it does not have."""
         name, options = request.loss_fn, _options(request)
         if name in losses.INPUTS:
@@ -47,7 +47,7 @@ class LossInForce:
     engine: Engine
     _table: Mapping[str, Any] | None = None
 
-    def put(self, asked: AskedLoss) -> Mapping[str, ColumnForm]:
+    def put(self, asked: LossRequest) -> Mapping[str, ColumnForm]:
         """Put a loss in force, and return the columns that it reads. Raises RequestError for what the client can mend."""
         if self._table != asked.table:
             # whatever goes wrong between here and there, the next request puts its own

@@ -36,7 +36,7 @@ async def _create_session(server: Server, _body: bytes) -> Answer:
 
 
 async def _heartbeat(server: Server, body: bytes) -> Answer:
-    server.heard_of(_json(body)["session_id"])
+    server.touch(_json(body)["session_id"])
     return {"type": "session_heartbeat"}
 
 
@@ -46,7 +46,7 @@ async def _telemetry(_server: Server, _body: bytes) -> Answer:
 
 async def _create_model(server: Server, body: bytes) -> Answer:
     given = _json(body)
-    session, lora = server.heard_of(given["session_id"]), given.get("lora_config") or {}
+    session, lora = server.touch(given["session_id"]), given.get("lora_config") or {}
     model_id, base, rank = _model_id(session, given), str(given["base_model"]), int(lora.get("rank", 0))
     try:
         server.settings.require(base)
@@ -56,7 +56,7 @@ async def _create_model(server: Server, body: bytes) -> Answer:
         return server.refused(model_id, error)
     model = ServedModel(server.settings, model_id, base, rank, layers)
     model.metadata = given.get("user_metadata")
-    return server.opened(model, lambda model: model.open(lora.get("seed")))
+    return server.create_model(model, lambda model: model.open(lora.get("seed")))
 
 
 def _model_id(session: str, given: Mapping[str, Any]) -> str:
@@ -64,7 +64,7 @@ def _model_id(session: str, given: Mapping[str, Any]) -> str:
 
 
 async def _unload_model(server: Server, body: bytes) -> Answer:
-    return server.unloaded(_json(body)["model_id"])
+    return server.unload_model(_json(body)["model_id"])
 
 
 async def _get_info(server: Server, body: bytes) -> Answer:
@@ -115,7 +115,7 @@ async def _load_weights(server: Server, body: bytes) -> Answer:
     given = _json(body)
     path, optimizer = str(given["path"]), bool(given["optimizer"])
     if given.get("session_id") is not None:
-        session = server.heard_of(given["session_id"])
+        session = server.touch(given["session_id"])
         model_id = _model_id(session, given)
         try:
             facts = Facts.of(server.settings.directory, Address.read(path, ("weights",)))
@@ -123,7 +123,7 @@ async def _load_weights(server: Server, body: bytes) -> Answer:
         except RequestError as error:
             return server.refused(model_id, error)
         model = ServedModel(server.settings, model_id, facts.base_model, facts.lora_rank, facts.layers)
-        return server.opened(model, lambda model: model.load(path, optimizer, create=True))
+        return server.create_model(model, lambda model: model.load(path, optimizer, create=True))
     return _in_turn(server, given["model_id"], given["seq_id"], lambda model: model.load(path, optimizer, create=False))
 
 
@@ -156,7 +156,7 @@ async def _save_for_sampler(server: Server, body: bytes) -> Answer:
 
 async def _create_sampling_session(server: Server, body: bytes) -> Answer:
     given, directory = _json(body), server.settings.directory
-    session, path = server.heard_of(given["session_id"]), given.get("model_path")
+    session, path = server.touch(given["session_id"]), given.get("model_path")
     address = None if path is None else Address.read(str(path), ("weights", "sampler_weights"))
     base = str(given["base_model"]) if address is None else Facts.of(directory, address).base_model
     sampler = secrets.token_hex(16)
@@ -183,11 +183,11 @@ async def _sample(server: Server, body: bytes) -> Answer:
         promise.fail(
             error if isinstance(error, RequestError) else RequestError(f"asample was sent with {type(error).__name__}: {error}")
         )
-        server.promised(request_id, promise)
+        server.register_future(request_id, promise)
         return answer
     server.admit(promise, call.count)
-    server.promised(request_id, promise)
-    lane.beside(lambda: _begun(model, name, sampler, call, promise), promise, sampler.session)
+    server.register_future(request_id, promise)
+    lane.submit_unordered(lambda: _begun(model, name, sampler, call, promise), promise, sampler.session)
     return answer
 
 
@@ -219,7 +219,7 @@ def _in_turn(
         raise RequestError(f"seq_id is {number}; requests of a model are counted from 1")
     if datums is not None:
         model.arrive(datums)
-    return server.promised(f"{model_id}:{int(number)}", lane.submit(int(number), lambda: work(model)))
+    return server.register_future(f"{model_id}:{int(number)}", lane.submit(int(number), lambda: work(model)))
 
 
 CALLS: Mapping[str, Callable[[Server, bytes], Awaitable[Answer]]] = {

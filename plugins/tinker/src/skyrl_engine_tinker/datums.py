@@ -8,7 +8,7 @@ from attrs import frozen
 
 from skyrl_engine.contracts import ENGINE_METRICS, BatchOutput, ColumnForm, Metric, SampleColumns, offsets_of
 from skyrl_engine_tinker import losses
-from skyrl_engine_tinker.asked import AskedLoss
+from skyrl_engine_tinker.asked import LossRequest
 from skyrl_engine_tinker.codecs import Array, tensor, tokens_of
 from skyrl_engine_tinker.errors import RequestError
 
@@ -35,7 +35,7 @@ class DatumBatch:
 
     @classmethod
     def of(
-        cls, request: Any, asked: AskedLoss, reads: Mapping[str, ColumnForm], limits: DatumLimits, *, before: int = 0
+        cls, request: Any, asked: LossRequest, reads: Mapping[str, ColumnForm], limits: DatumLimits, *, before: int = 0
     ) -> "DatumBatch":
         """Read the datums of a ForwardBackwardRequest for a loss that reads these columns.
 
@@ -107,7 +107,7 @@ class _Inputs:
     limits: DatumLimits
     before: int
 
-    def column(self, asked: AskedLoss, column: str, form: ColumnForm) -> Array:
+    def column(self, asked: LossRequest, column: str, form: ColumnForm) -> Array:
         """The column that a loss reads, from the input of its name. Raises RequestError for a datum that lacks it."""
         name = next((own for own, other in losses.COLUMNS.items() if other == column and asked.defaults), column)
         return self.joined(name, form, None if asked.defaults is None else asked.defaults.get(name), asked.name)
@@ -175,7 +175,7 @@ class _Inputs:
                 )
 
 
-def _known(asked: AskedLoss, reads: Mapping[str, ColumnForm]) -> list[str]:
+def _known(asked: LossRequest, reads: Mapping[str, ColumnForm]) -> list[str]:
     return sorted({WEIGHTS, *reads} if asked.defaults is None else asked.defaults)
 
 

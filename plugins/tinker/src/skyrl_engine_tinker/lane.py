@@ -55,7 +55,7 @@ def failure(error: BaseException) -> dict[str, Any]:
     return {"error": told, "category": "user" if isinstance(error, users) else "server"}
 
 
-class Lane:
+class ModelWorker:
     """The thread of one model. `pump` is called where no request waits; it returns True while it has something to do."""
 
     def __init__(
@@ -106,7 +106,7 @@ class Lane:
                 self._wake.notify()
             return promise
 
-    def beside(self, work: Callable[[], None], promise: PendingAnswer, session: str) -> None:
+    def submit_unordered(self, work: Callable[[], None], promise: PendingAnswer, session: str) -> None:
         """Do `work` of a session, which keeps `promise`, on the thread as soon as nothing else runs, whatever requests wait."""
         with self._wake:
             if self._closing:

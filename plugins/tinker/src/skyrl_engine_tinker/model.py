@@ -8,7 +8,7 @@ from typing import Any
 from skyrl_engine import Engine, ModelError
 from skyrl_engine.contracts import LoraConfig
 from skyrl_engine_tinker.adapted import EVERYWHERE, AdaptedLayers
-from skyrl_engine_tinker.asked import AskedLoss, LossInForce
+from skyrl_engine_tinker.asked import LossRequest, LossInForce
 from skyrl_engine_tinker.checkpoints import Address, Facts, expiry, written
 from skyrl_engine_tinker.client_lists import ClientLists
 from skyrl_engine_tinker.codecs import encoded_outputs
@@ -159,7 +159,7 @@ class ServedModel:
 
     def _passed(self, request: Any, before: int) -> bytes:
         engine, serve = self.engine, self.settings.serve
-        asked = AskedLoss.of(request, serve.losses)
+        asked = LossRequest.of(request, serve.losses)
         assert self._loss is not None, "an engine has a loss in force"
         reads = self._loss.put(asked)
         limits = DatumLimits(serve.longest, serve.body_bytes // 4, engine.vocabulary_size)

@@ -14,22 +14,22 @@ from attrs import define, field, frozen
 from skyrl_engine import Engine
 from skyrl_engine_tinker.errors import RequestError
 from skyrl_engine_tinker.fair_lock import FairLock
-from skyrl_engine_tinker.lane import Answer, Lane, PendingAnswer, failure
+from skyrl_engine_tinker.lane import Answer, ModelWorker, PendingAnswer, failure
 from skyrl_engine_tinker.model import ServedModel
 from skyrl_engine_tinker.settings import Settings
 
-Opening = Callable[[ServedModel], Answer]
+Opener = Callable[[ServedModel], Answer]
 """The first request of a model, which opens it."""
 
 
 @frozen(eq=False)
-class TakenPlace:
+class LoadedModel:
     """A model and its lane; lanes of a host and of its sets of adapters share `turns`. It is opened when those `before` are closed."""
 
     model: ServedModel
-    lane: Lane
+    lane: ModelWorker
     turns: FairLock
-    before: list["TakenPlace"]
+    before: list["LoadedModel"]
 
     def close(self) -> None:
         """End the lane behind the request that it is at, and those before, which it may not have come to. Waits."""
@@ -37,7 +37,7 @@ class TakenPlace:
         close_all(self.before)
 
 
-def close_all(places: list[TakenPlace]) -> None:
+def close_all(places: list[LoadedModel]) -> None:
     """Close places and forget them. Several threads may do so at once."""
     for each in list(places):
         each.close()
@@ -49,13 +49,13 @@ class _Newcomer:
     """A model that is asked for while there is no place, and the sessions that gave a sign of life since."""
 
     model: ServedModel
-    opening: Opening
+    opening: Opener
     promise: PendingAnswer
     heard: set[str]
 
 
 @define(eq=False)
-class Places:
+class ModelSlots:
     """All models on the ranks, touched on the event loop alone.
 
     There is one model of full weights, or several sets of adapters over one base model. That base model, the host, is a model that nobody
@@ -64,9 +64,9 @@ class Places:
 
     settings: Settings
     _has_sets: bool = field(init=False)
-    _trained: dict[str, TakenPlace] = field(factory=dict)
-    _host: TakenPlace | None = None
-    _ending: list[TakenPlace] = field(factory=list)
+    _trained: dict[str, LoadedModel] = field(factory=dict)
+    _host: LoadedModel | None = None
+    _ending: list[LoadedModel] = field(factory=list)
     _newcomers: list[_Newcomer] = field(factory=list)
 
     def __attrs_post_init__(self) -> None:
@@ -88,11 +88,11 @@ class Places:
         """Count requests that wait for their turn."""
         return sum(each.lane.waiting for each in self._trained.values())
 
-    def find(self, model_id: str) -> TakenPlace | None:
+    def find(self, model_id: str) -> LoadedModel | None:
         """Return the place of a model that is trained."""
         return self._trained.get(model_id)
 
-    def ask(self, model: ServedModel, opening: Opening, promise: PendingAnswer) -> None:
+    def ask(self, model: ServedModel, opening: Opener, promise: PendingAnswer) -> None:
         """Open a model that is to be trained, as soon as there is a place.
 
         Where models of silent sessions are in its way, it waits: it is refused as soon as there is no place beside those whose sessions gave
@@ -102,7 +102,7 @@ class Places:
         self.admit()
         self._refuse_beside_living()
 
-    def heard_of(self, session: str) -> None:
+    def touch(self, session: str) -> None:
         """Note a sign of life."""
         for newcomer in self._newcomers:
             newcomer.heard.add(session)
@@ -115,7 +115,7 @@ class Places:
                 self._newcomers.remove(newcomer)
                 self._open(newcomer)
 
-    def sampling(self, base_model: str, session: str) -> TakenPlace:
+    def sampling(self, base_model: str, session: str) -> LoadedModel:
         """Return the place of the model that samples from a base model and from its checkpoints, opened for it if none is there.
 
         Raises RequestError where a model of another base is trained.
@@ -129,7 +129,7 @@ class Places:
             return self._trained[trained[0].model_id]
         return self._hosting(base_model, session)
 
-    def leave(self, model_ids: list[str], *, still_sampled: Callable[[str], bool]) -> list[TakenPlace]:
+    def leave(self, model_ids: list[str], *, still_sampled: Callable[[str], bool]) -> list[LoadedModel]:
         """Take models out, and the host where no set is left on it and nobody samples from its base model; `close` closes them."""
         ending = [self._trained.pop(each) for each in model_ids if each in self._trained]
         host = self._host
@@ -145,7 +145,7 @@ class Places:
             self._newcomers.remove(newcomer)
             newcomer.promise.fail(RequestError("the session ended"))
 
-    async def close(self, ending: list[TakenPlace]) -> None:
+    async def close(self, ending: list[LoadedModel]) -> None:
         """Close models behind the requests that they are at, and open who waits for their place."""
         for each in ending:
             await asyncio.to_thread(each.close)
@@ -189,7 +189,7 @@ class Places:
             before, turns = self._in_the_way(), FairLock()
         self._trained[model.model_id] = self._begun(model, newcomer.opening, newcomer.promise, before, turns)
 
-    def _hosting(self, base_model: str, session: str) -> TakenPlace:
+    def _hosting(self, base_model: str, session: str) -> LoadedModel:
         """Return the host of a base model; one of another, or that is of no use any more, gives way to it."""
         if self._host is not None and self._host.model.base_model == base_model and self._host.model.failure is None:
             return self._host
@@ -200,7 +200,7 @@ class Places:
         self._host = self._begun(model, lambda model: model.open(), promise, self._in_the_way(), FairLock())
         return self._host
 
-    def _in_the_way(self) -> list[TakenPlace]:
+    def _in_the_way(self) -> list[LoadedModel]:
         """Return the models that must be closed before an engine is opened, the host among them: two at once may not fit."""
         failed = [each for each in self._trained.values() if each.model.failure is not None]
         found = [*([] if self._host is None else [self._host]), *self._ending, *failed]
@@ -208,8 +208,8 @@ class Places:
         return found
 
     def _begun(
-        self, model: ServedModel, opening: Opening, promise: PendingAnswer, before: list[TakenPlace], turns: FairLock
-    ) -> TakenPlace:
+        self, model: ServedModel, opening: Opener, promise: PendingAnswer, before: list[LoadedModel], turns: FairLock
+    ) -> LoadedModel:
         """Start the lane of a model; its first request is `opening`, behind the end of those `before`."""
 
         def first() -> Answer:
@@ -220,7 +220,7 @@ class Places:
                 model.not_opened = failure(error)["error"]
                 raise
 
-        lane = Lane(
+        lane = ModelWorker(
             asyncio.get_running_loop(),
             hole_seconds=self.settings.serve.hole_seconds,
             pump=model.pump,
@@ -231,4 +231,4 @@ class Places:
             turns=turns,
         )
         lane.submit(0, first, promise)
-        return TakenPlace(model, lane, turns, before)
+        return LoadedModel(model, lane, turns, before)

@@ -166,7 +166,7 @@ class Samplers:
                 f"the weights of step {step} are no longer kept; make a sampler of present weights, give it a name, or raise serve.weight_sets "
                 f"({self._kept})"
             )
-        return self._used(step)
+        return self._touch(step)
 
     def _read(self, stored: Stored) -> str:
         """Return a set with weights of the disk, which are read where they are not there."""
@@ -178,9 +178,9 @@ class Samplers:
                 )
             self._engine.add_weights(target, stored.model, stored.adapter)
             self._sets[stored] = target
-        return self._used(stored)
+        return self._touch(stored)
 
-    def _used(self, key: int | Stored) -> str:
+    def _touch(self, key: int | Stored) -> str:
         target = self._sets[key] = self._sets.pop(key)
         return target
 

@@ -12,10 +12,10 @@ from skyrl_engine_tinker import checkpoints
 from skyrl_engine_tinker.checkpoints import Address, Stored
 from skyrl_engine_tinker.downloads import Downloads
 from skyrl_engine_tinker.errors import RequestError
-from skyrl_engine_tinker.lane import Lane, PendingAnswer
+from skyrl_engine_tinker.lane import ModelWorker, PendingAnswer
 from skyrl_engine_tinker.metrics import Counters
 from skyrl_engine_tinker.model import ServedModel
-from skyrl_engine_tinker.places import Opening, Places, TakenPlace
+from skyrl_engine_tinker.places import Opener, ModelSlots, LoadedModel
 from skyrl_engine_tinker.settings import Settings
 
 KEPT_SECONDS = 600.0
@@ -43,59 +43,59 @@ class Server:
     sessions: dict[str, float] = field(factory=dict)
     samplers: dict[str, SamplingSession] = field(factory=dict)
     promises: dict[str, PendingAnswer] = field(factory=dict)
-    places: Places = field(init=False)
+    places: ModelSlots = field(init=False)
     downloads: Downloads = field(factory=Downloads)
     counters: Counters = field(factory=Counters)
     _unloading: set[asyncio.Task[None]] = field(factory=set)
     _sampling: list[tuple[PendingAnswer, int]] = field(factory=list)
 
     def __attrs_post_init__(self) -> None:
-        self.places = Places(self.settings)
+        self.places = ModelSlots(self.settings)
 
-    def heard_of(self, session: Any) -> str:
+    def touch(self, session: Any) -> str:
         """Note a sign of life. Raises 410 for a session that is not, or no longer."""
         if session not in self.sessions:
             raise HTTPException(410, "there is no such session, or it ended")
         self.sessions[session] = time.monotonic()
-        self.places.heard_of(session)
+        self.places.touch(session)
         return str(session)
 
-    def lane_of(self, model_id: Any) -> tuple[Lane, ServedModel]:
+    def lane_of(self, model_id: Any) -> tuple[ModelWorker, ServedModel]:
         """Return a trained model and its lane, which is a sign of life of its session. Raises 404 for a model that is not there."""
         if (found := self.places.find(model_id)) is None:
             raise HTTPException(404, f"there is no model {model_id!r}, or it was closed")
         if found.model.session in self.sessions:
-            self.heard_of(found.model.session)
+            self.touch(found.model.session)
         return found.lane, found.model
 
-    def opened(self, model: ServedModel, opening: Opening) -> dict[str, Any]:
+    def create_model(self, model: ServedModel, opening: Opener) -> dict[str, Any]:
         """Make a model that is trained, as soon as there is a place for it. The same request twice is one."""
         request_id = f"{model.model_id}:0"
         if self.places.find(model.model_id) is not None or request_id in self.promises:
             return {"request_id": request_id}
         promise = PendingAnswer(asyncio.get_running_loop())
         self.places.ask(model, opening, promise)
-        return self.promised(request_id, promise)
+        return self.register_future(request_id, promise)
 
     def refused(self, model_id: str, error: RequestError) -> dict[str, Any]:
         """Answer who asks for a model that cannot be opened."""
         promise = PendingAnswer(asyncio.get_running_loop())
         promise.fail(error)
-        return self.promised(f"{model_id}:0", promise)
+        return self.register_future(f"{model_id}:0", promise)
 
-    def sampled_by(self, sampler: SamplingSession) -> tuple[Lane, ServedModel]:
+    def sampled_by(self, sampler: SamplingSession) -> tuple[ModelWorker, ServedModel]:
         """Return the model that a sampler samples from.
 
         Raises 404 for a model that was closed, and RequestError where a model of another base is trained.
         """
         if sampler.session in self.sessions:
-            self.heard_of(sampler.session)
+            self.touch(sampler.session)
         if sampler.model_id is not None:
             return self.lane_of(sampler.model_id)
         place = self._saved_by(sampler.stored) or self.places.sampling(sampler.base_model, sampler.session)
         return place.lane, place.model
 
-    def _saved_by(self, stored: Stored | None) -> TakenPlace | None:
+    def _saved_by(self, stored: Stored | None) -> LoadedModel | None:
         """Return the model that wrote a checkpoint, where there is no room for copies: its memory may hold these very weights."""
         if stored is None or stored.path is None or self.settings.serve.weight_sets:
             return None
@@ -130,7 +130,7 @@ class Server:
             ),
         ]
 
-    def promised(self, request_id: str, promise: PendingAnswer) -> dict[str, Any]:
+    def register_future(self, request_id: str, promise: PendingAnswer) -> dict[str, Any]:
         self.promises.setdefault(request_id, promise)
         return {"request_id": request_id}
 
@@ -141,7 +141,7 @@ class Server:
         self._drop_samplers(lambda sampler: sampler.session == session)
         await self.places.close(self._leaving([each.model_id for each in self.places.all if each.session == session]))
 
-    def unloaded(self, model_id: Any) -> dict[str, Any]:
+    def unload_model(self, model_id: Any) -> dict[str, Any]:
         """Close a model behind the request that it is at. The same request twice is one. Raises 404 for a model that is not there."""
         request_id = f"{model_id}:unload"
         if request_id in self.promises:
@@ -159,7 +159,7 @@ class Server:
         unloading = asyncio.create_task(close())
         self._unloading.add(unloading)
         unloading.add_done_callback(self._unloading.discard)
-        return self.promised(request_id, promise)
+        return self.register_future(request_id, promise)
 
     async def shut_down(self) -> None:
         """End all sessions and close all models."""
@@ -170,7 +170,7 @@ class Server:
     def _drop_samplers(self, ended: Callable[[SamplingSession], bool]) -> None:
         self.samplers = {name: sampler for name, sampler in self.samplers.items() if not ended(sampler)}
 
-    def _leaving(self, model_ids: list[str]) -> list[TakenPlace]:
+    def _leaving(self, model_ids: list[str]) -> list[LoadedModel]:
         """Take models out of their places, and the base model that nobody samples from."""
 
         def still_sampled(base_model: str) -> bool:
