@@ -15,7 +15,7 @@ from measuring.cpu_time import interleaved, machine
 
 from skyrl_engine.contracts import GenerationRequest, Sampling
 from skyrl_engine_generators.loop import SampledRow, SlotLoop
-from skyrl_engine_generators.rows import CachedRows
+from skyrl_engine_generators.rows import CachedDecoder
 from skyrl_engine_generators.sampling import RowDistributions, draw
 from skyrl_engine_generators.stops import StopRule
 
@@ -76,7 +76,7 @@ def qwen3() -> transformers.PreTrainedModel:
 def sampled(
     model: transformers.PreTrainedModel, prompts: list[npt.NDArray[np.int64]], lengths: npt.NDArray[np.int64], slots: int
 ) -> None:
-    loop = SlotLoop(CachedRows(model, slots), slots)
+    loop = SlotLoop(CachedDecoder(model, slots), slots)
     for number, (prompt, length) in enumerate(zip(prompts, lengths.tolist(), strict=True)):
         request = GenerationRequest(number, prompt.astype(np.int32), Sampling(max_tokens=length), seed=number)
         loop.add(SampledRow(request, StopRule(frozenset(), (), 0, length, None), prompt))

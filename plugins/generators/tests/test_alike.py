@@ -22,7 +22,7 @@ from skyrl_engine_generators.alike import (
     filled_rows,
 )
 from skyrl_engine_generators.loop import SampledRow, SlotLoop
-from skyrl_engine_generators.rows import CachedRows, ReadRows
+from skyrl_engine_generators.rows import CachedDecoder, UncachedDecoder
 from skyrl_engine_generators.stops import StopRule
 
 LONGEST = 1024
@@ -84,21 +84,21 @@ def require_alike(kind, model, threads, asked):
 @pytest.mark.parametrize("family", now(ARCHITECTURES, *sorted(QUICK | {"qwen3_moe"})))
 def test_rows_beside_change_no_bit(family, tmp_path):
     reads = family in READ_ANEW
-    require_alike(ReadRows if reads else CachedRows, family_of(tmp_path, family), 1, requests(LENGTHS[reads]))
+    require_alike(UncachedDecoder if reads else CachedDecoder, family_of(tmp_path, family), 1, requests(LENGTHS[reads]))
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("threads", [2, 5])
 @pytest.mark.parametrize("family", [each for each in ARCHITECTURES if each not in READ_ANEW])
 def test_rows_beside_change_no_bit_in_several_threads(family, threads, tmp_path):
-    require_alike(CachedRows, family_of(tmp_path, family), threads, requests(LENGTHS[False]))
+    require_alike(CachedDecoder, family_of(tmp_path, family), threads, requests(LENGTHS[False]))
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("family", ["qwen3", "gemma2", "mixtral", "deepseek_v3"])
 def test_rows_beside_change_no_bit_in_other_precisions(family, dtype, tmp_path):
-    require_alike(CachedRows, family_of(tmp_path, family).to(dtype), 1, requests(LENGTHS[False]))
+    require_alike(CachedDecoder, family_of(tmp_path, family).to(dtype), 1, requests(LENGTHS[False]))
 
 
 @pytest.mark.parametrize("threads", now([1, 2, 5], 1))
@@ -109,7 +109,7 @@ def test_rows_beside_change_no_bit_of_a_larger_model(threads):
     torch.manual_seed(0)
     sizes = {"hidden_size": 128, "intermediate_size": 3080, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 24}
     model = Qwen3ForCausalLM(Qwen3Config(vocab_size=1003, num_hidden_layers=2, pad_token_id=0, eos_token_id=2, **sizes)).eval()
-    require_alike(CachedRows, model, threads, requests((5, 40, 90, 200, 260), 1003))
+    require_alike(CachedDecoder, model, threads, requests((5, 40, 90, 200, 260), 1003))
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -163,10 +163,10 @@ def test_a_model_is_left_as_it_was(tmp_path):
 def test_models_attend_by_their_own_code(tmp_path):
     folder = write(tmp_path, "llama")
     eager = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
-    CachedRows(eager, 1)
+    CachedDecoder(eager, 1)
     assert eager.config._attn_implementation == EAGER
     other = AutoModelForCausalLM.from_pretrained(folder).eval()
-    CachedRows(other, 1)
+    CachedDecoder(other, 1)
     assert other.config._attn_implementation == SDPA
 
 

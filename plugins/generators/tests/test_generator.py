@@ -15,7 +15,7 @@ from skyrl_engine.modeling.tiny import write_tokenizer
 from skyrl_engine_generators import loop
 from skyrl_engine_generators.generator import HfGenerator
 from skyrl_engine_generators.options import HfOptions
-from skyrl_engine_generators.rows import CachedRows, ReadRows
+from skyrl_engine_generators.rows import CachedDecoder, UncachedDecoder
 
 
 class Weights:
@@ -98,7 +98,7 @@ def test_log_probabilities_are_the_models_own(family, tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         generator = started(tmp_path, model)
     rows = generator._sets[POLICY].rows
-    assert isinstance(rows, ReadRows if family in READ_ANEW else CachedRows)
+    assert isinstance(rows, UncachedDecoder if family in READ_ANEW else CachedDecoder)
     assert ("is sampled without a cache" in caplog.text) == (family in READ_ANEW)
     asked = requests(9, ignore_eos=True)
     assert distance(model, asked, finished(generator, asked)) < 1e-4

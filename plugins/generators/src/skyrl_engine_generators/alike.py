@@ -43,14 +43,14 @@ SDPA, EAGER, EXPERTS = (f"skyrl_engine_generators_{name}" for name in ("sdpa", "
 """Names that transformers finds the functions of this module by."""
 
 
-def filled_up(count: int, device: torch.device, unit: int = ROWS) -> int:
+def pad_to_bucket(count: int, device: torch.device, unit: int = ROWS) -> int:
     """Return the next multiple of `unit` on a CPU, where a row must not be told from it; `count` on other devices."""
     return -(-count // unit) * unit if device.type == "cpu" else count
 
 
 def filled_rows(rows: Tensor) -> Tensor:
     """Return [m, width]: the n rows, and zeros behind them."""
-    missing = filled_up(len(rows), rows.device) - len(rows)
+    missing = pad_to_bucket(len(rows), rows.device) - len(rows)
     return pad(rows, (0, 0, 0, missing)) if missing else rows
 
 
@@ -140,7 +140,7 @@ def attend_row_by_row(
     last = (seen * torch.arange(seen.shape[1], device=seen.device)).amax(-1).tolist()
     rows = []
     for place, at in enumerate(last):
-        row, end = slice(place, place + 1), filled_up(at + 1, key.device)
+        row, end = slice(place, place + 1), pad_to_bucket(at + 1, key.device)
         rows.append(own(module, query[row], key[row, :, :end], value[row, :, :end], attention_mask[row, ..., :end], **others)[0])
     return torch.cat(rows), None
 

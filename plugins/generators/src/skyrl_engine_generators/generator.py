@@ -14,7 +14,7 @@ from skyrl_engine.model_facts.tokenizer import load_tokenizer
 from skyrl_engine.modeling.twin import copied_model, fill, model_over
 from skyrl_engine_generators.loop import SampledRow, SlotLoop
 from skyrl_engine_generators.options import HfOptions
-from skyrl_engine_generators.rows import ReadRows, TokenRows
+from skyrl_engine_generators.rows import UncachedDecoder, TokenDecoder
 from skyrl_engine_generators.self_proof import proven_rows
 from skyrl_engine_generators.stops import Decode, StopRule
 
@@ -24,7 +24,7 @@ class _WeightSet:
     """One set of weights and the requests that are sampled from it."""
 
     model: Any
-    rows: TokenRows
+    rows: TokenDecoder
     loop: SlotLoop
     shared: bool
 
@@ -50,7 +50,7 @@ class HfGenerator:
             fill(model, start.weights.tensors(), start.model.path)
         self._limit = _longest_row(start)
         rows = proven_rows(model, self._options.slots, name=start.model.path, limit=self._limit)
-        self._cached = not isinstance(rows, ReadRows)
+        self._cached = not isinstance(rows, UncachedDecoder)
         self._sets[POLICY] = _WeightSet(model, rows, self._loop(rows, start.version), shared)
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
@@ -121,7 +121,7 @@ class HfGenerator:
         held = self._sets.get(target)
         if held is None:
             model = copied_model(self._start.model, self._start.device)
-            rows: TokenRows = self._rows_of(model)
+            rows: TokenDecoder = self._rows_of(model)
             held = _WeightSet(model, rows, self._loop(rows, version), shared=False)
         if not held.shared:
             fill(held.model, weights.tensors(), self._start.model.path)
@@ -142,14 +142,14 @@ class HfGenerator:
         self._ready.clear()
         self._known.clear()
 
-    def _loop(self, rows: TokenRows, version: int) -> SlotLoop:
+    def _loop(self, rows: TokenDecoder, version: int) -> SlotLoop:
         return SlotLoop(rows, self._options.slots, version=version, prefill_tokens=self._options.prefill_tokens)
 
-    def _rows_of(self, model: Any) -> TokenRows:
+    def _rows_of(self, model: Any) -> TokenDecoder:
         """Rows of another copy of the model that was proven at the start."""
-        from skyrl_engine_generators.rows import CachedRows
+        from skyrl_engine_generators.rows import CachedDecoder
 
-        return CachedRows(model, self._options.slots) if self._cached else ReadRows(model, self._options.slots)
+        return CachedDecoder(model, self._options.slots) if self._cached else UncachedDecoder(model, self._options.slots)
 
     def _decoder(self) -> Decode:
         """Decode as texts of actions are: without special tokens. The tokenizer is read when the first stop string is asked for."""

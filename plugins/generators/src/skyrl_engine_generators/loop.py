@@ -15,7 +15,7 @@ from attrs import Factory, define, field, frozen
 from torch import Tensor
 
 from skyrl_engine.contracts import Completion, FinishReason, GenerationRequest, TopLogprobs, VersionSpans
-from skyrl_engine_generators.rows import TokenRows
+from skyrl_engine_generators.rows import TokenDecoder
 from skyrl_engine_generators.sampling import RowDistributions, draw, logprobs_of
 from skyrl_engine_generators.stops import StopRule
 
@@ -47,7 +47,7 @@ class SampledRow:
     versions: list[int] = Factory(list)
     top: list[tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]] = Factory(list)
     prompt_scores: PromptScores | None = None
-    end: Tensor | None = None
+    prompt_hidden: Tensor | None = None
     """The hidden state [width] behind the prompt, for rows whose prompt others have too; by the weights that the row is sampled with."""
     _uniforms: list[float] = Factory(list)
     _draw: np.random.Generator = field(init=False)
@@ -60,7 +60,7 @@ class SampledRow:
         return np.concatenate([self.prompt, np.array(self.tokens, dtype=np.int64)])
 
     @property
-    def read(self) -> int:
+    def cached_length(self) -> int:
         """Count the tokens that a step finds read: all but the last, which the step reads."""
         return len(self.prompt) + len(self.tokens) - 1
 
@@ -69,7 +69,7 @@ class SampledRow:
         return self.tokens[-1] if self.tokens else int(self.prompt[-1])
 
     @property
-    def asks_of_prompt(self) -> bool:
+    def needs_prompt_logprobs(self) -> bool:
         """Say whether log-probabilities of the prompt are still due."""
         asked = self.request.prompt_logprobs or self.request.top_prompt_logprobs > 0
         return asked and self.prompt_scores is None
@@ -77,7 +77,7 @@ class SampledRow:
     @property
     def prefix(self) -> tuple[int, bytes] | None:
         """Return what rows have alike whose prompts need to be read once; None where this one is read by itself."""
-        if self.request.prefix_group is None or self.tokens or self.asks_of_prompt:
+        if self.request.prefix_group is None or self.tokens or self.needs_prompt_logprobs:
             return None
         return self.request.prefix_group, self.prompt.tobytes()
 
@@ -119,7 +119,7 @@ class SampledRow:
 class SlotLoop:
     """Samples requests from `rows`, `slots` of them at once. `version` counts the steps behind the weights that `rows` computes with."""
 
-    def __init__(self, rows: TokenRows, slots: int, *, version: int = 0, prefill_tokens: int = 8192) -> None:
+    def __init__(self, rows: TokenDecoder, slots: int, *, version: int = 0, prefill_tokens: int = 8192) -> None:
         self._rows = rows
         self._slots = slots
         self._prefill_tokens = prefill_tokens
@@ -141,7 +141,7 @@ class SlotLoop:
     def update(self, version: int) -> None:
         """Go on with other weights: what was computed by the old ones is forgotten, and live rows are read anew before their next token."""
         for row in self._live:
-            row.end = None
+            row.prompt_hidden = None
         self._waiting.extendleft(reversed(self._live))
         self._live.clear()
         self._settings = None
@@ -171,7 +171,7 @@ class SlotLoop:
             return self._admit(free)
         if not self._live:
             return []
-        hidden = self._rows.step([row.last for row in self._live], [row.read for row in self._live])
+        hidden = self._rows.step([row.last for row in self._live], [row.cached_length for row in self._live])
         if self._settings is None:
             self._settings = self._of(self._live)
         ended = self._sample(self._live, self._rows.logits(hidden), self._settings)
@@ -209,9 +209,9 @@ class SlotLoop:
         for place, row in enumerate(copied, first):
             donor = donors[row.prefix]  # type: ignore[index] # only rows with a prefix are here
             self._rows.copy(donor, [place], len(row.prompt))
-            row.end = self._live[donor].end
-            assert row.end is not None
-            ends.append(row.end)
+            row.prompt_hidden = self._live[donor].prompt_hidden
+            assert row.prompt_hidden is not None
+            ends.append(row.prompt_hidden)
         joined, read = self._read(fresh, alike, first + len(copied))
         self._live += [*copied, *joined]
         done = self._sample(self._live[first:], self._rows.logits(torch.stack([*ends, *read])), self._of(self._live[first:]))
@@ -230,17 +230,17 @@ class SlotLoop:
         ends = [states[-1] for states in hidden]
         for place, row in enumerate(fresh):
             prefix = row.prefix
-            if row.asks_of_prompt:
+            if row.needs_prompt_logprobs:
                 row.prompt_scores = self._of_prompt(row, hidden[place])
             if prefix is None:
                 continue
-            row.end = ends[place].clone()
+            row.prompt_hidden = ends[place].clone()
             others = alike[prefix]
             self._rows.copy(first + place, range(first + len(joined), first + len(joined) + len(others)), len(row.prompt))
             for other in others:
-                other.end = row.end
+                other.prompt_hidden = row.prompt_hidden
             joined += others
-            ends += [row.end] * len(others)
+            ends += [row.prompt_hidden] * len(others)
         return joined, ends
 
     def _sample(self, rows: Sequence[SampledRow], logits: Tensor, settings: RowDistributions) -> list[Completion | None]:
@@ -252,7 +252,7 @@ class SlotLoop:
         for place, (row, token, logprob) in enumerate(zip(rows, tokens, logprobs, strict=True)):
             # false for NaN too
             if not logprob > -float("inf"):
-                done.append(row.completion("error", error=f"the model's logits are not finite behind token {row.read}"))
+                done.append(row.completion("error", error=f"the model's logits are not finite behind token {row.cached_length}"))
                 continue
             row.add(token, logprob, self.version)
             if row.request.top_logprobs:
@@ -287,7 +287,7 @@ class SlotLoop:
         movers = (place for place in range(len(self._live) - 1, kept - 1, -1) if place not in gone)
         for hole in sorted(each for each in gone if each < kept):
             mover = next(movers)
-            self._rows.copy(mover, [hole], self._live[mover].read)
+            self._rows.copy(mover, [hole], self._live[mover].cached_length)
             self._live[hole] = self._live[mover]
         del self._live[kept:]
         self._settings = None
@@ -296,4 +296,4 @@ class SlotLoop:
 def _prompt_of(row: SampledRow) -> tuple[int, bytes] | None:
     """Return what the prompt of a live row that others may copy is known by; None where its end is not at hand."""
     group = row.request.prefix_group
-    return None if group is None or row.end is None else (group, row.prompt.tobytes())
+    return None if group is None or row.prompt_hidden is None else (group, row.prompt.tobytes())

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from skyrl_engine.modeling.causal_lm import split_causal_lm
-from skyrl_engine_generators.alike import PLACES, BatchInvariance, filled_rows, filled_up
+from skyrl_engine_generators.alike import PLACES, BatchInvariance, filled_rows, pad_to_bucket
 from skyrl_engine_generators.masks import kinds_of_attention, step_masks
 from skyrl_engine_generators.slots import Slots
 
 Ids = npt.NDArray[np.int64]
 
 
-class TokenRows(Protocol):
+class TokenDecoder(Protocol):
     """Rows of tokens by slot; live rows are the first ones. `vocabulary` counts the tokens that there are logits for."""
 
     device: torch.device
@@ -63,7 +63,7 @@ class _Model:
 
     def _width(self, length: int) -> int:
         """Return how many places a row of so many tokens is read at."""
-        return filled_up(length, self.device)
+        return pad_to_bucket(length, self.device)
 
     def _padded(self, rows: Sequence[Ids]) -> Tensor:
         """int64[k, longest or more] on the device, zeros after the shorter ones."""
@@ -78,7 +78,7 @@ def name_of_cache(decoder: torch.nn.Module) -> str:
     return "cache" if "cache" in inspect.signature(decoder.forward).parameters else "past_key_values"
 
 
-class CachedRows(_Model):
+class CachedDecoder(_Model):
     """Rows whose keys and values are kept: a step computes one token per row.
 
     Raises UnsupportedError for a model that keeps something else.
@@ -88,7 +88,7 @@ class CachedRows(_Model):
         self._kinds = kinds_of_attention(model.config)
         super().__init__(model)
         self._cache = name_of_cache(self._parts.decoder)
-        self._slots = Slots(filled_up(slots, self.device))
+        self._slots = Slots(pad_to_bucket(slots, self.device))
         # host memory is not worth filling with zeros again at every turn of a dialogue
         self._frees = self.device.type == "cuda"
 
@@ -116,9 +116,9 @@ class CachedRows(_Model):
 
     def step(self, tokens: Sequence[int], at: Sequence[int]) -> Tensor:
         # rows that fill up write to slots that are free
-        free = [0] * (filled_up(len(tokens), self.device) - len(tokens))
+        free = [0] * (pad_to_bucket(len(tokens), self.device) - len(tokens))
         at_N = torch.tensor([*at, *free], device=self.device)
-        end = filled_up(max(at) + 1, self.device, PLACES)
+        end = pad_to_bucket(max(at) + 1, self.device, PLACES)
         self._slots.begin_step(at_N, end)
         masks = step_masks(self._config, self._kinds, at_N, end, self._dtype)
         ids = torch.tensor([*tokens, *free], device=self.device)[:, None]
@@ -136,7 +136,7 @@ class CachedRows(_Model):
             self._slots = Slots(self._slots.count)
 
 
-class ReadRows(_Model):
+class UncachedDecoder(_Model):
     """Rows that are read from the first token on in every step: right for every causal model, and slow.
 
     On a CPU one by one: what else models keep, such as the states of scans, is added up in an order that the number of rows changes.

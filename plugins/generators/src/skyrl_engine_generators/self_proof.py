@@ -12,7 +12,7 @@ import torch
 from skyrl_engine import UnsupportedError
 from skyrl_engine.contracts import Completion, GenerationRequest, Sampling
 from skyrl_engine_generators.loop import SampledRow, SlotLoop
-from skyrl_engine_generators.rows import CachedRows, ReadRows, TokenRows
+from skyrl_engine_generators.rows import CachedDecoder, UncachedDecoder, TokenDecoder
 from skyrl_engine_generators.sampling import logprobs_of
 from skyrl_engine_generators.stops import StopRule
 
@@ -31,15 +31,15 @@ TOLERANCE_BFLOAT16 = 0.05
 """Mean over tokens, in nats: of rounding to 8 bits in every layer."""
 
 
-def proven_rows(model: Any, slots: int, *, name: str, limit: int | None) -> TokenRows:
+def proven_rows(model: Any, slots: int, *, name: str, limit: int | None) -> TokenDecoder:
     """Return rows that give the model's own log-probabilities: cached ones where they agree with the whole model, others with a warning.
 
     Raises UnsupportedError for a model of which no rows give them.
     """
-    refusal = _refusal(CachedRows, model, limit)
+    refusal = _refusal(CachedDecoder, model, limit)
     if refusal is None:
-        return CachedRows(model, slots)
-    if (other := _refusal(ReadRows, model, limit)) is not None:
+        return CachedDecoder(model, slots)
+    if (other := _refusal(UncachedDecoder, model, limit)) is not None:
         raise UnsupportedError(
             f"{name} ({type(model).__name__}) cannot be sampled from: {other}",
             remedy="Use a causal language model of text, or another generator",
@@ -50,10 +50,10 @@ def proven_rows(model: Any, slots: int, *, name: str, limit: int | None) -> Toke
         type(model).__name__,
         refusal,
     )
-    return ReadRows(model, slots)
+    return UncachedDecoder(model, slots)
 
 
-def _refusal(rows: type[CachedRows] | type[ReadRows], model: Any, limit: int | None) -> str | None:
+def _refusal(rows: type[CachedDecoder] | type[UncachedDecoder], model: Any, limit: int | None) -> str | None:
     """Return why these rows are not right for the model, as a clause; None where they are."""
     try:
         gap = _gap(rows, model, limit)
@@ -69,7 +69,7 @@ def _in_bfloat16(model: Any) -> bool:
 
 
 @torch.inference_mode()
-def _gap(kind: type[CachedRows] | type[ReadRows], model: Any, limit: int | None) -> float:
+def _gap(kind: type[CachedDecoder] | type[UncachedDecoder], model: Any, limit: int | None) -> float:
     """Return the largest distance in nats, the mean in bfloat16, between sampled log-probabilities and those of the plain model."""
     with _short_windows(model.config) as window:
         rows = kind(model, SLOTS)
@@ -86,7 +86,7 @@ def _gap(kind: type[CachedRows] | type[ReadRows], model: Any, limit: int | None)
     return gap if gap == gap else float("inf")  # noqa: PLR0124 - false for NaN alone
 
 
-def _sampled(rows: TokenRows, asked: Iterable[GenerationRequest]) -> dict[int, Completion]:
+def _sampled(rows: TokenDecoder, asked: Iterable[GenerationRequest]) -> dict[int, Completion]:
     loop = SlotLoop(rows, SLOTS)
     for request in asked:
         rule = StopRule(frozenset(), (), 0, request.sampling.max_tokens, None)
