@@ -33,7 +33,7 @@ class Overlong:
         return shares * self.penalty
 
 
-def punishments(attempts: Sequence[Trajectory], overlong: Overlong) -> npt.NDArray[np.float64]:
+def length_penalties(attempts: Sequence[Trajectory], overlong: Overlong) -> npt.NDArray[np.float64]:
     """float64[N]: what attempts lose for their length, of sampled and observed tokens."""
     prompts = [int(np.diff(each.segment_offsets)[each.kinds == SEGMENT_PROMPT].sum()) for each in attempts]
     lengths = np.array([len(each.token_ids) for each in attempts], dtype=np.int64) - np.array(prompts, dtype=np.int64)

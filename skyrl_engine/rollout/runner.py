@@ -73,7 +73,7 @@ class Turns(Protocol):
 
 
 @frozen
-class Bounds:
+class RolloutLimits:
     """The limits of every attempt. `keeps_history` appends to what stands there; otherwise later prompts are rendered anew.
 
     `all_may_fail` goes on where all of the first attempts failed.
@@ -144,7 +144,7 @@ class RolloutRunner:
     names: Sequence[str]
     claims: Sequence[EnvironmentClaims]
     sampling: Sampling
-    bounds: Bounds
+    bounds: RolloutLimits
     seed: int
     first_number: int = 0
     phases: Phases = field(factory=Phases)

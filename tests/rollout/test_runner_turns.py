@@ -13,7 +13,7 @@ from skyrl_engine.contracts.kinds.generator import Completion, GenerationRequest
 from skyrl_engine.contracts.values.rollout import SEGMENT_PROMPT, SEGMENT_SAMPLED, Trajectory, VersionSpans
 from skyrl_engine.errors import RolloutError
 from skyrl_engine.rollout.episodes import EpisodeReply
-from skyrl_engine.rollout.runner import Bounds, RolloutRunner
+from skyrl_engine.rollout.runner import RolloutLimits, RolloutRunner
 from skyrl_engine.rollout.turns import TurnRenderer
 from skyrl_engine.spans import Phases, Spans
 from skyrl_engine.testing.templates import TEMPLATES
@@ -111,7 +111,7 @@ def attempt(
         names=["sums"],
         claims=[EnvironmentClaims(max_turns=5, pass_threshold=threshold)],
         sampling=Sampling(max_tokens=room),
-        bounds=Bounds(group_size=1, max_prompt_tokens=prompts, max_tokens=room, keeps_history=history == "append"),
+        bounds=RolloutLimits(group_size=1, max_prompt_tokens=prompts, max_tokens=room, keeps_history=history == "append"),
         seed=0,
         phases=phases or Phases(),
     )
@@ -160,7 +160,7 @@ def test_one_mistake_at_many_tasks_is_one_cause(caplog: pytest.LogCaptureFixture
         names=["sums"],
         claims=[EnvironmentClaims()],
         sampling=Sampling(max_tokens=9),
-        bounds=Bounds(group_size=2, max_prompt_tokens=99, max_tokens=9, max_failure_share=7 / 200),
+        bounds=RolloutLimits(group_size=2, max_prompt_tokens=99, max_tokens=9, max_failure_share=7 / 200),
         seed=0,
     )
     for ticket in range(4):
@@ -193,7 +193,7 @@ def test_attempts_that_fail_before_others_answer_are_not_all_of_the_first(slow: 
         names=["sums"],
         claims=[EnvironmentClaims()],
         sampling=Sampling(max_tokens=9),
-        bounds=Bounds(group_size=1, max_prompt_tokens=99, max_tokens=9),
+        bounds=RolloutLimits(group_size=1, max_prompt_tokens=99, max_tokens=9),
         seed=0,
         first_number=2**40,
     )
@@ -212,7 +212,7 @@ def test_failures_below_the_share_stop_a_run_only_where_nothing_else_happens() -
         names=["sums"],
         claims=[EnvironmentClaims()],
         sampling=Sampling(max_tokens=9),
-        bounds=Bounds(group_size=2, max_prompt_tokens=99, max_tokens=9, max_failure_share=0.1),
+        bounds=RolloutLimits(group_size=2, max_prompt_tokens=99, max_tokens=9, max_failure_share=0.1),
         seed=0,
     )
     runner._count(None, "task '0'")

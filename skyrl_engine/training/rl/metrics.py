@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from skyrl_engine.contracts.values.rollout import Group, Trajectory
-from skyrl_engine.rollout.columns import Overlong, Truncated, punishments
+from skyrl_engine.rollout.columns import Overlong, Truncated, length_penalties
 from skyrl_engine.rollout.pass_at_k import majority, pass_at_k
 
 
@@ -36,7 +36,7 @@ def rollout_metrics(
                 metrics[f"reward/{name}/mean"] = _mean(rewards[own])
             metrics |= _successes([group for group in trained if group.environment == name], f"rollout/{name}/")
     if overlong is not None and attempts:
-        metrics["reward/part/overlong"] = -_mean(punishments(attempts, overlong))
+        metrics["reward/part/overlong"] = -_mean(length_penalties(attempts, overlong))
     for name, values in _parts(attempts).items():
         metrics[f"reward/part/{name}"] = _mean(values)
     metrics["rollout/zero_variance"] = _mean(float(_equal(group)) for group in finished)
@@ -50,7 +50,7 @@ def _shaped(attempts: Sequence[Trajectory], truncated: Truncated, overlong: Over
     """float64[N]: the rewards of attempts as they are trained on."""
     zeroed = truncated == "zero_reward"
     rewards = np.array([0.0 if zeroed and each.status == "truncated" else each.reward for each in attempts], dtype=np.float64)
-    return rewards if overlong is None else rewards - punishments(attempts, overlong)
+    return rewards if overlong is None else rewards - length_penalties(attempts, overlong)
 
 
 def _rewards(rewards: npt.NDArray[np.float64]) -> dict[str, float]:

@@ -30,7 +30,7 @@ from skyrl_engine.model_facts.facts import ModelFacts
 from skyrl_engine.registry.part import BoundPlugin
 from skyrl_engine.rollout.columns import Overlong
 from skyrl_engine.rollout.recorded import Recording, RecordingLimits, read_recording
-from skyrl_engine.rollout.runner import Bounds
+from skyrl_engine.rollout.runner import RolloutLimits
 from skyrl_engine.rollout.turns import TurnRenderer
 from skyrl_engine.training.model_beside import check_models_beside
 from skyrl_engine.training.reference import planned_reference, refuse_dropout, refuse_unread_reference
@@ -112,10 +112,10 @@ class PreparedRl:
         return config.steps * config.mini_batches * config.epochs
 
     @property
-    def bounds(self) -> Bounds:
+    def bounds(self) -> RolloutLimits:
         """The limits of every attempt."""
         config = self.resolved.config
-        return Bounds(
+        return RolloutLimits(
             group_size=config.rl.group_size,
             max_prompt_tokens=config.rl.max_prompt_tokens,
             max_tokens=config.rl.max_tokens,
