@@ -50,7 +50,7 @@ _QUESTION: Final[Message] = {"role": "user", "content": "a question"}
 
 
 @define(eq=False)
-class TurnRenderer:
+class ChatRenderer:
     """Renders and tokenizes with the tokenizer of a run; `name` is that of its chat template, for messages.
 
     `history` says how a later turn's prompt is made: "append" puts the suffix behind the tokens that are there, "template" renders all messages
@@ -146,7 +146,7 @@ class TurnRenderer:
             template_family(self.tokenizer.get_chat_template(None, list(tools) or None)) if self.tokenizer.chat_template else None
         )
 
-    def prove(self, roles: Sequence[str] = ("user",), tools: Tools = ()) -> tuple[str, ...]:
+    def validate_template(self, roles: Sequence[str] = ("user",), tools: Tools = ()) -> tuple[str, ...]:
         """Check that a run's turns can be rendered; return warnings.
 
         With history "template" the template must take observations of each of `roles` behind a turn of the assistant.
@@ -163,7 +163,7 @@ class TurnRenderer:
             self._require_rounds(asked, tools)
         else:
             for role in sorted(asked):
-                self._ways(role, tools)
+                self._supported_modes(role, tools)
             warnings += self._warn_of_thoughts(tools)
         return tuple(warnings)
 
@@ -211,8 +211,8 @@ class TurnRenderer:
     def _suffix(self, observations: Sequence[Message], tools: Tools, name: str) -> str:
         self._require_template()
         readable = self._readable(observations, name)
-        ways = [self._ways(message["role"], tools) for message in readable]
-        texts = (self._behind([_QUESTION], readable, tools, calling=calling) for calling in ways[0])
+        ways = [self._supported_modes(message["role"], tools) for message in readable]
+        texts = (self._text_after([_QUESTION], readable, tools, calling=calling) for calling in ways[0])
         text = next((each for each in texts if each is not None), None)
         if text is None:
             roles = ", ".join(message["role"] for message in readable)
@@ -222,7 +222,7 @@ class TurnRenderer:
             )
         return text
 
-    def _behind(self, history: Sequence[Message], observations: Sequence[Message], tools: Tools, *, calling: bool) -> str | None:
+    def _text_after(self, history: Sequence[Message], observations: Sequence[Message], tools: Tools, *, calling: bool) -> str | None:
         """Return what the template writes behind an assistant's turn, which calls tools or not, after `history`; None where it refuses."""
         if calling:
             return self._behind_call(history, observations, tools)
@@ -357,7 +357,7 @@ class TurnRenderer:
                     remedy=_ROUNDS,
                 )
 
-    def _ways(self, role: str, tools: Tools) -> Sequence[bool]:
+    def _supported_modes(self, role: str, tools: Tools) -> Sequence[bool]:
         """Return behind which turns of the assistant observations of this role can be rendered: one that calls tools (True), one that does not.
 
         Some templates write answers of tools behind calls alone, some write no calls, and some take one call a turn. Found out when it is first
@@ -377,7 +377,7 @@ class TurnRenderer:
         """Return why observations of this role cannot be put behind a turn that calls tools, or that does not; None where they can."""
         observation = _observation(role)
         short, *longer = _histories(observation)
-        wanted = self._behind(short, [observation], tools, calling=calling)
+        wanted = self._text_after(short, [observation], tools, calling=calling)
         if wanted is None:
             return self._cannot(
                 f"refuses a message of role {role!r} behind a turn of the assistant", _REMEDY if role == "tool" else _ROUNDS
@@ -386,7 +386,7 @@ class TurnRenderer:
             return self._cannot(f"leaves out what a message of role {role!r} says behind a turn of the assistant", _ROUNDS)
         accepted = 0
         for history in longer:
-            found = self._behind(history, [observation], tools, calling=calling)
+            found = self._text_after(history, [observation], tools, calling=calling)
             accepted += found is not None
             if found is not None and found != wanted:
                 return self._cannot(

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "running"))
 from dialogues import Spy, hold_dialogue
 
 from skyrl_engine.errors import EngineError
-from skyrl_engine.rollout.turns import TurnRenderer
+from skyrl_engine.rollout.turns import ChatRenderer
 from skyrl_engine.testing.templates import TEMPLATES
 
 DIALOGUES = 20
@@ -50,14 +50,14 @@ def tried(place: Path, history: Literal["append", "template"]) -> tuple[str, str
     tokenizer.chat_template = text
     tokenizer.name_or_path = place.stem
     spy = Spy(tokenizer)
-    renderer = TurnRenderer(spy, history=history)
+    renderer = ChatRenderer(spy, history=history)
     try:
-        renderer.prove(("user",))
+        renderer.validate_template(("user",))
     except EngineError as error:
         return "refused", error.cause
     roles = ["user"]
     try:
-        renderer.prove(("tool",))
+        renderer.validate_template(("tool",))
         roles.append("tool")
     except EngineError:
         pass

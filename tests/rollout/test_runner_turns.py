@@ -14,7 +14,7 @@ from skyrl_engine.contracts.values.rollout import SEGMENT_PROMPT, SEGMENT_SAMPLE
 from skyrl_engine.errors import RolloutError
 from skyrl_engine.rollout.episodes import EpisodeReply
 from skyrl_engine.rollout.runner import RolloutLimits, RolloutRunner
-from skyrl_engine.rollout.turns import TurnRenderer
+from skyrl_engine.rollout.turns import ChatRenderer
 from skyrl_engine.spans import Phases, Spans
 from skyrl_engine.testing.templates import TEMPLATES
 
@@ -28,7 +28,7 @@ CALL = '<tool_call>\n{"name": "lookup", "arguments": {}}\n</tool_call>'
 class Model:
     """Says these texts in turn, each cut where the request's limit cuts it, and remembers what it was given."""
 
-    renderer: TurnRenderer
+    renderer: ChatRenderer
     texts: Sequence[str]
     requests: list[GenerationRequest] = field(factory=list)
     given: list[str] = field(factory=list)
@@ -102,7 +102,7 @@ def attempt(
             "default": TEMPLATES["role_tokens"].text if tools else TEMPLATES["chatml"].text,
             "tool_use": tokenizer.chat_template,
         }
-    renderer = TurnRenderer(tokenizer, history=history)
+    renderer = ChatRenderer(tokenizer, history=history)
     model, answers = Model(renderer, texts), Answers(results)
     runner = RolloutRunner(
         sampler=model,
@@ -146,7 +146,7 @@ def test_where_nobody_judges_an_attempt_is_neither_success_nor_failure() -> None
 
 
 def test_one_mistake_at_many_tasks_is_one_cause(caplog: pytest.LogCaptureFixture) -> None:
-    renderer = TurnRenderer(TEMPLATES["chatml"].tokenizer())
+    renderer = ChatRenderer(TEMPLATES["chatml"].tokenizer())
 
     class Failing(Answers):
         def open(self, episode: int, environment: int, task: Task, seed: int) -> None:
@@ -179,7 +179,7 @@ def test_one_mistake_at_many_tasks_is_one_cause(caplog: pytest.LogCaptureFixture
 
 @pytest.mark.parametrize(("slow", "stops"), [("1", False), ("8", True)])
 def test_attempts_that_fail_before_others_answer_are_not_all_of_the_first(slow: str, stops: bool) -> None:
-    renderer = TurnRenderer(TEMPLATES["chatml"].tokenizer())
+    renderer = ChatRenderer(TEMPLATES["chatml"].tokenizer())
 
     class Failing(Answers):
         def open(self, episode: int, environment: int, task: Task, seed: int) -> None:
@@ -204,7 +204,7 @@ def test_attempts_that_fail_before_others_answer_are_not_all_of_the_first(slow: 
 
 
 def test_failures_below_the_share_stop_a_run_only_where_nothing_else_happens() -> None:
-    renderer = TurnRenderer(TEMPLATES["chatml"].tokenizer())
+    renderer = ChatRenderer(TEMPLATES["chatml"].tokenizer())
     runner = RolloutRunner(
         sampler=Model(renderer, []),
         episodes=Answers([]),

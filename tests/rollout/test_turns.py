@@ -10,7 +10,7 @@ from dialogues import ANSWER, QUESTION, Spy, completion, hold_dialogue
 
 from skyrl_engine.contracts.kinds.environment import ToolCall
 from skyrl_engine.errors import DataError, ModelError, UnsupportedError
-from skyrl_engine.rollout.turns import TurnRenderer
+from skyrl_engine.rollout.turns import ChatRenderer
 from skyrl_engine.testing.templates import END, TEMPLATES
 
 APPENDING = [name for name, case in TEMPLATES.items() if case.appends]
@@ -25,11 +25,11 @@ LOOKUP: Mapping[str, Any] = {
 }
 
 
-def renderer_of(name: str, **settings: Any) -> TurnRenderer:
-    return TurnRenderer(TEMPLATES[name].tokenizer(), **settings)
+def renderer_of(name: str, **settings: Any) -> ChatRenderer:
+    return ChatRenderer(TEMPLATES[name].tokenizer(), **settings)
 
 
-def text_of(renderer: TurnRenderer, ids: Any) -> str:
+def text_of(renderer: ChatRenderer, ids: Any) -> str:
     text = renderer.tokenizer.decode(np.asarray(ids).tolist(), clean_up_tokenization_spaces=False)
     assert isinstance(text, str)
     return text
@@ -43,8 +43,8 @@ def test_segments_are_what_was_sent_and_what_came_back(name: str, history: Any) 
     With history "template" a reply's text is encoded as part of a new prompt, so there only the ids are looked at.
     """
     spy = Spy(TEMPLATES[name].tokenizer())
-    renderer = TurnRenderer(spy, history=history)
-    renderer.prove(TEMPLATES[name].appends)
+    renderer = ChatRenderer(spy, history=history)
+    renderer.validate_template(TEMPLATES[name].appends)
     for seed in range(6):
         hold_dialogue(renderer, spy, TEMPLATES[name].appends, seed)
 
@@ -104,7 +104,7 @@ def test_a_template_that_cannot_go_on_is_refused(name: str) -> None:
     """P9: a number per turn, one round alone, and observations that are not written."""
     renderer = renderer_of(name)
     with pytest.raises(UnsupportedError, match=rf"the chat template of {name} ") as caught:
-        renderer.prove()
+        renderer.validate_template()
     assert re.search(r"rl.history = \"template\"|model.chat_template", caught.value.remedy)
     with pytest.raises(UnsupportedError):
         renderer.suffix([ANSWER], None)
@@ -112,9 +112,9 @@ def test_a_template_that_cannot_go_on_is_refused(name: str) -> None:
 
 def test_a_counter_needs_its_histories_rendered_anew() -> None:
     with pytest.raises(UnsupportedError, match="after 3 messages") as caught:
-        renderer_of("counter").prove()
+        renderer_of("counter").validate_template()
     assert 'rl.history = "template"' in caught.value.remedy
-    assert renderer_of("counter", history="template").prove() == ()
+    assert renderer_of("counter", history="template").validate_template() == ()
 
 
 def test_a_template_that_ends_after_two_rounds_is_refused() -> None:
@@ -122,26 +122,26 @@ def test_a_template_that_ends_after_two_rounds_is_refused() -> None:
     tokenizer = TEMPLATES["one_round"].tokenizer()
     tokenizer.chat_template = TEMPLATES["one_round"].text.replace("> 2", "> 3")
     with pytest.raises(UnsupportedError, match="refuses a second round"):
-        TurnRenderer(tokenizer).prove()
+        ChatRenderer(tokenizer).validate_template()
 
 
 def test_one_round_is_refused_whatever_the_history() -> None:
     with pytest.raises(UnsupportedError, match="refuses a message of role 'user'"):
-        renderer_of("one_round", history="template").prove()
+        renderer_of("one_round", history="template").validate_template()
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_answers_of_tools_go_where_the_template_takes_them(name: str) -> None:
     renderer = renderer_of(name)
     if "tool" in TEMPLATES[name].appends:
-        renderer.prove(["tool"])
+        renderer.validate_template(["tool"])
         suffix = text_of(
             renderer, renderer.suffix([{"role": "tool", "content": "found"}, {"role": "tool", "content": "more"}], None)
         )
         assert suffix.index("found") < suffix.index("more")
     else:
         with pytest.raises(UnsupportedError, match=r"role 'tool'|after 3 messages"):
-            renderer.prove(["tool"])
+            renderer.validate_template(["tool"])
 
 
 def test_a_call_may_end_with_a_token_of_its_own() -> None:
@@ -166,15 +166,15 @@ def test_texts_become_parts_where_the_template_takes_nothing_else(name: str) -> 
 
 @pytest.mark.parametrize("name", APPENDING)
 def test_removed_thoughts_are_told(name: str) -> None:
-    warned = [each for each in renderer_of(name).prove() if "thought" in each]
+    warned = [each for each in renderer_of(name).validate_template() if "thought" in each]
     assert len(warned) == TEMPLATES[name].forgets
-    assert not [each for each in renderer_of(name, history="template").prove() if "thought" in each]
+    assert not [each for each in renderer_of(name, history="template").validate_template() if "thought" in each]
 
 
 def test_a_missing_generation_prompt_is_told() -> None:
-    (warning,) = renderer_of("no_generation_prompt").prove()
+    (warning,) = renderer_of("no_generation_prompt").validate_template()
     assert "'<|im_start|>assistant'" in warning
-    assert [name for name in APPENDING if any("generation prompt" in each for each in renderer_of(name).prove())] == [
+    assert [name for name in APPENDING if any("generation prompt" in each for each in renderer_of(name).validate_template())] == [
         "no_generation_prompt"
     ]
 
@@ -189,16 +189,16 @@ def test_special_tokens_that_the_tokenizer_breaks_are_refused() -> None:
     )
     tokenizer.chat_template = TEMPLATES["plain"].text.replace("'\\n'", "(' ' if message.role == 'user' else '') + 'END\\n'")
     with pytest.raises(UnsupportedError, match=r"behind 'a reply', makes \['END'\]"):
-        TurnRenderer(tokenizer).prove()
+        ChatRenderer(tokenizer).validate_template()
     broken = TEMPLATES["chatml"].tokenizer(split_special_tokens=True)
     with pytest.raises(UnsupportedError, match=r"given them alone, makes \[\]"):
-        TurnRenderer(broken).prove()
+        ChatRenderer(broken).validate_template()
 
 
 def test_texts_are_encoded_once_and_nobody_can_change_them() -> None:
     spy = Spy(TEMPLATES["chatml"].tokenizer())
-    renderer = TurnRenderer(spy)
-    renderer.prove()
+    renderer = ChatRenderer(spy)
+    renderer.validate_template()
     spy.encoded.clear()
     first, second = renderer.suffix([ANSWER], None), renderer.suffix([ANSWER], None)
     assert first.tolist() == second.tolist()
@@ -223,7 +223,7 @@ def test_messages_that_cannot_be_rendered_name_their_task() -> None:
         renderer_of("role_tokens").prompt([QUESTION], [LOOKUP])
     tokenizer = TEMPLATES["chatml"].tokenizer()
     tokenizer.chat_template = None
-    for call in (lambda: TurnRenderer(tokenizer).prompt([QUESTION]), TurnRenderer(tokenizer).prove):
+    for call in (lambda: ChatRenderer(tokenizer).prompt([QUESTION]), ChatRenderer(tokenizer).validate_template):
         with pytest.raises(ModelError, match="has no chat template"):
             call()
 

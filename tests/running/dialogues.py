@@ -9,7 +9,7 @@ from skyrl_engine.contracts.kinds.environment import Message
 from skyrl_engine.contracts.kinds.generator import Completion
 from skyrl_engine.contracts.values.rollout import SEGMENT_PROMPT, SEGMENT_SAMPLED, FinishReason, VersionSpans
 from skyrl_engine.rollout.transcript import Transcript
-from skyrl_engine.rollout.turns import TurnRenderer
+from skyrl_engine.rollout.turns import ChatRenderer
 
 QUESTION: Message = {"role": "user", "content": "how much is 1 + 1?"}
 ANSWER: Message = {"role": "user", "content": "no."}
@@ -39,7 +39,7 @@ def completion(ids: Sequence[int], finish: FinishReason = "stop") -> Completion:
     return Completion(0, tokens, np.full(len(tokens), -1.0, dtype=np.float32), VersionSpans.one(0, len(tokens)), finish)
 
 
-def hold_dialogue(renderer: TurnRenderer, spy: Spy, roles: Sequence[str], seed: int) -> None:
+def hold_dialogue(renderer: ChatRenderer, spy: Spy, roles: Sequence[str], seed: int) -> None:
     """Hold a dialogue of four turns whose answers are of `roles`, and look at its trajectory; `spy` is the renderer's tokenizer.
 
     Where the history is appended to, no text that the model sampled is ever encoded. Otherwise a reply's text is a part of the next prompt, so
@@ -84,7 +84,7 @@ def _observations(roles: Sequence[str], draw: np.random.Generator) -> list[Messa
     return [{"role": role, "content": f"{draw.choice(words)} then {draw.choice(words)}x"} for _ in answers]
 
 
-def _sampled_turn(renderer: TurnRenderer, draw: np.random.Generator, secret: str) -> Completion:
+def _sampled_turn(renderer: ChatRenderer, draw: np.random.Generator, secret: str) -> Completion:
     """Any tokens at all, broken characters and special ones among them, around a text that nobody else says."""
     tokenizer = renderer.tokenizer
     around = [draw.integers(0, len(tokenizer), size=int(draw.integers(0, 6))).tolist() for _ in range(2)]

@@ -31,7 +31,7 @@ from skyrl_engine.registry.part import BoundPlugin
 from skyrl_engine.rollout.columns import Overlong
 from skyrl_engine.rollout.recorded import Recording, RecordingLimits, read_recording
 from skyrl_engine.rollout.runner import RolloutLimits
-from skyrl_engine.rollout.turns import TurnRenderer
+from skyrl_engine.rollout.turns import ChatRenderer
 from skyrl_engine.training.model_beside import check_models_beside
 from skyrl_engine.training.reference import planned_reference, refuse_dropout, refuse_unread_reference
 from skyrl_engine.training.rl.batches import mini_batch_size
@@ -67,7 +67,7 @@ class LiveRolloutSpec:
     """
 
     tasks: TaskOrder
-    renderer: TurnRenderer
+    renderer: ChatRenderer
     longest_prompt: int = 0
 
 
@@ -312,7 +312,7 @@ def _sampled(resolved: ResolvedConfig, files: ModelFiles, parts: Sequence[BoundP
     template = config.model.chat_template
     named: dict[str, Any] = {} if template is None else {"name": f"the chat template {template}"}
     raw = not uses_template(files.tokenizer, config.rl.template)
-    renderer = TurnRenderer(files.tokenizer, history=config.rl.history, raw=raw, **named)
+    renderer = ChatRenderer(files.tokenizer, history=config.rl.history, raw=raw, **named)
     _prove_turns(renderer, parts, tasks)
     longest = 0
     if trains:
@@ -328,7 +328,7 @@ def _sampled(resolved: ResolvedConfig, files: ModelFiles, parts: Sequence[BoundP
 
 
 def _check_evaluation(
-    config: EngineConfig, parts: Sequence[BoundPlugin[Environment]], renderer: TurnRenderer, limits: PromptLimits
+    config: EngineConfig, parts: Sequence[BoundPlugin[Environment]], renderer: ChatRenderer, limits: PromptLimits
 ) -> None:
     """Check the held-out tasks that the run evaluates on. Raises ConfigError where it is to evaluate on none, and as `check_prompts` does."""
     asked = [key for key in ("every", "at_start") if getattr(config.evaluation, key) not in (None, False)]
@@ -404,7 +404,7 @@ def _names(environments: Sequence[SelectedPlugin]) -> tuple[str, ...]:
     return tuple(name if counts[name] == 1 else f"{name}_{names[: number + 1].count(name)}" for number, name in enumerate(names))
 
 
-def _prove_turns(renderer: TurnRenderer, parts: Sequence[BoundPlugin[Environment]], tasks: TaskOrder) -> None:
+def _prove_turns(renderer: ChatRenderer, parts: Sequence[BoundPlugin[Environment]], tasks: TaskOrder) -> None:
     """Prove that later turns can be appended where there are any, with the first task of every environment."""
     for part, trained in zip(parts, tasks.tasks, strict=True):
         # an evaluation may be of held-out tasks alone
@@ -419,7 +419,7 @@ def _prove_turns(renderer: TurnRenderer, parts: Sequence[BoundPlugin[Environment
                     remedy='Set rl.history = "append"',
                 )
             roles = ("tool",) if task.tools else ("user",)
-            for warning in renderer.prove(roles, task.tools):
+            for warning in renderer.validate_template(roles, task.tools):
                 logger.warning("%s", warning)
         elif task.messages:
             renderer.require_tools(task.tools)

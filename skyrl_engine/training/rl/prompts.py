@@ -13,7 +13,7 @@ from skyrl_engine.environments.table_tasks import TableTasks
 from skyrl_engine.errors import DataError, UnsupportedError
 from skyrl_engine.registry.part import BoundPlugin
 from skyrl_engine.rollout.process_handle import refuse_unsendable
-from skyrl_engine.rollout.turns import TurnRenderer
+from skyrl_engine.rollout.turns import ChatRenderer
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ class PromptLimits:
 
 
 def check_prompts(
-    parts: Sequence[BoundPlugin[Environment]], tasks: Iterable[tuple[int, Task]], renderer: TurnRenderer, limits: PromptLimits
+    parts: Sequence[BoundPlugin[Environment]], tasks: Iterable[tuple[int, Task]], renderer: ChatRenderer, limits: PromptLimits
 ) -> int:
     """Render the prompts of tasks, each with the number of its environment among `parts`; return the tokens of the longest that is allowed.
 
@@ -65,7 +65,7 @@ def most_of(part: BoundPlugin[Environment]) -> int:
     return OF_TABLES if isinstance(part.product.tasks("train"), TableTasks) else OF_PROCEDURES
 
 
-def _prompt(task: Task, name: str, renderer: TurnRenderer, limits: PromptLimits) -> npt.NDArray[Any]:
+def _prompt(task: Task, name: str, renderer: ChatRenderer, limits: PromptLimits) -> npt.NDArray[Any]:
     if task.images:
         raise UnsupportedError(f"{name} has images, which rollouts do not take yet", remedy="Choose tasks of text")
     if bool(task.messages) == bool(task.prompt_ids):

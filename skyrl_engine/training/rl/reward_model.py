@@ -18,7 +18,7 @@ from skyrl_engine.engine.frozen_model import FrozenModel
 from skyrl_engine.engine.model_files import ModelFiles
 from skyrl_engine.errors import ConfigError, ContractError, ModelError, Problem, UnsupportedError
 from skyrl_engine.model_facts.configuration import load_config
-from skyrl_engine.rollout.turns import TurnRenderer
+from skyrl_engine.rollout.turns import ChatRenderer
 from skyrl_engine.training.model_beside import planned_beside
 
 REWARD_MODEL: Final = "reward_model"
@@ -66,7 +66,7 @@ class RewardModel:
         )
         pad = _pad_of_classifier(own)
         raw = not uses_template(files.tokenizer, resolved.config.rl.template)
-        closing = TurnRenderer(files.tokenizer, raw=raw).closing()
+        closing = ChatRenderer(files.tokenizer, raw=raw).closing()
         longest = (
             resolved.config.rl.max_prompt_tokens + resolved.config.rl.max_tokens + 1 + (0 if closing is None else len(closing[1]))
         )

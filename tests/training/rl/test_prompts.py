@@ -14,7 +14,7 @@ from skyrl_engine.contracts.kinds.environment import EnvironmentClaims, Task
 from skyrl_engine.errors import DataError, EngineError, RolloutError, UnsupportedError
 from skyrl_engine.registry.host import Owner
 from skyrl_engine.registry.part import BoundPlugin
-from skyrl_engine.rollout.turns import TurnRenderer
+from skyrl_engine.rollout.turns import ChatRenderer
 from skyrl_engine.testing.templates import TEMPLATES
 from skyrl_engine.training.rl import prompts
 from skyrl_engine.training.rl.preparation import prepare
@@ -33,7 +33,7 @@ def procedure(*tasks: Task) -> Any:
 
 
 def checked(*tasks: Task, failures: float = 0.1, tokens: int = 40) -> None:
-    renderer = TurnRenderer(TEMPLATES["chatml"].tokenizer())
+    renderer = ChatRenderer(TEMPLATES["chatml"].tokenizer())
     check_prompts([procedure(*tasks)], [(0, task) for task in tasks], renderer, PromptLimits(tokens, 1000, failures))
 
 

@@ -20,7 +20,7 @@ from skyrl_engine.errors import ConfigError, ContractError, ModelError, Unsuppor
 from skyrl_engine.modeling.classifier import become_classifier
 from skyrl_engine.modeling.tiny import write_model, write_tokenizer
 from skyrl_engine.rollout.journal_index import read_groups
-from skyrl_engine.rollout.turns import TurnRenderer
+from skyrl_engine.rollout.turns import ChatRenderer
 from skyrl_engine.run.metrics import read_metrics
 from skyrl_engine.testing.rollout_cases import plain_group
 from skyrl_engine.training.reward_model.trainer import plan_reward_model
@@ -49,7 +49,7 @@ def test_the_value_at_the_end_of_an_attempt_is_a_part_of_its_reward(rl: Rl, seen
     resolved = rl("run", "rl.steps=1", f"reward_model.path={judge}", "reward_model.weight=0.5")
     (metrics,) = steps(run_rl(resolved).directory)
     classifier = AutoModelForSequenceClassification.from_pretrained(judge).eval()
-    closing = TurnRenderer(AutoTokenizer.from_pretrained(judge)).closing()
+    closing = ChatRenderer(AutoTokenizer.from_pretrained(judge)).closing()
     attempts = [each for group in seen.groups[1] for each in group.finished]
     scores = []
     for each in attempts:

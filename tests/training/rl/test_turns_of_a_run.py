@@ -10,7 +10,7 @@ from skyrl_engine.contracts.kinds.environment import EnvironmentClaims, Task
 from skyrl_engine.errors import UnsupportedError
 from skyrl_engine.registry.host import Owner
 from skyrl_engine.registry.part import BoundPlugin
-from skyrl_engine.rollout.turns import TurnRenderer
+from skyrl_engine.rollout.turns import ChatRenderer
 from skyrl_engine.testing.templates import TEMPLATES
 from skyrl_engine.training.rl.preparation import _prove_turns
 
@@ -26,7 +26,7 @@ def prove(task: Task, *, template: str = "chatml", history: Any = "append", max_
     product = SimpleNamespace(claims=EnvironmentClaims(max_turns=max_turns))
     part: BoundPlugin[Any] = BoundPlugin(product, Owner("sums", "Correct it"), "environments[0]", "sums")
     tasks: Any = SimpleNamespace(tasks=[[task]])
-    _prove_turns(TurnRenderer(TEMPLATES[template].tokenizer(), history=history), [part], tasks)
+    _prove_turns(ChatRenderer(TEMPLATES[template].tokenizer(), history=history), [part], tasks)
 
 
 def test_turns_that_can_be_rendered_are_planned() -> None:
@@ -54,9 +54,9 @@ def test_tools_that_the_model_would_not_hear_of_are_refused() -> None:
 
 def test_calls_that_nobody_reads_are_warned_of() -> None:
     tokenizer = TEMPLATES["chatml"].tokenizer()
-    assert TurnRenderer(tokenizer).prove(("tool",), (TOOL,)) == ()
+    assert ChatRenderer(tokenizer).validate_template(("tool",), (TOOL,)) == ()
     tokenizer.chat_template = tokenizer.chat_template.replace("<tool_call>", "[CALL]").replace("</tool_call>", "[/CALL]")
-    (warning,) = TurnRenderer(tokenizer).prove(("tool",), (TOOL,))
+    (warning,) = ChatRenderer(tokenizer).validate_template(("tool",), (TOOL,))
     assert "writes calls of tools in a way that is not read" in warning
 
 
