@@ -20,14 +20,14 @@ from skyrl_engine.registry.record import PluginRecord
 
 
 @frozen
-class AddedCommands:
+class ExtensionCommands:
     """The commands of other distributions, `records`; `taken` are names of the engine's own."""
 
     records: tuple[PluginRecord, ...]
     taken: frozenset[str]
 
     @classmethod
-    def found(cls, taken: Collection[str]) -> Self:
+    def discover(cls, taken: Collection[str]) -> Self:
         """Read metadata; imports nothing of any distribution."""
         from skyrl_engine.registry.discovery import discover_commands
 
@@ -36,7 +36,7 @@ class AddedCommands:
     @property
     def names(self) -> list[str]:
         """Return the names that mean one command: bare where one distribution offers it, in full where several do."""
-        return [self._called(record) for record in self.records if record.name not in self.taken]
+        return [self._display_name(record) for record in self.records if record.name not in self.taken]
 
     def rows(self) -> list[tuple[str, str]]:
         """Return name and one line of help for every command, also for those whose name is taken."""
@@ -45,7 +45,7 @@ class AddedCommands:
         return [
             (record.reference, "Cannot be used: the engine has a command of this name.")
             if record.name in self.taken
-            else (self._called(record), f"{summary_of(record) or 'No summary'} ({record.distribution})")
+            else (self._display_name(record), f"{summary_of(record) or 'No summary'} ({record.distribution})")
             for record in self.records
         ]
 
@@ -80,6 +80,6 @@ class AddedCommands:
         command.params += [option for option in common_options() if option.name not in known]
         return command
 
-    def _called(self, record: PluginRecord) -> str:
+    def _display_name(self, record: PluginRecord) -> str:
         several = sum(other.name == record.name for other in self.records) > 1
         return record.reference if several else record.name

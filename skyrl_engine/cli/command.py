@@ -72,7 +72,7 @@ class EngineCommand(click.Command):
         self.params = [*self.params, *common_options()]
         self._keys, self._trainer, self._preset, self._explained = keys or {}, trainer, preset, False
 
-    def explained(self) -> "EngineCommand":
+    def explain_options(self) -> "EngineCommand":
         """Return the command itself, whose options say defaults and examples from now on; the schema is read for help alone."""
         if not self._explained:
             self._explained = True
@@ -85,7 +85,7 @@ class EngineCommand(click.Command):
 
     def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write help, with defaults and examples."""
-        self.explained()
+        self.explain_options()
         super().format_help(ctx, formatter)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -94,7 +94,7 @@ class EngineCommand(click.Command):
         try:
             left = super().parse_args(ctx, args)
         except click.NoSuchOption as error:
-            if (told := _meant_by(error.option_name, self.params, self.name)) is not None:
+            if (told := _find_meant_option(error.option_name, self.params, self.name)) is not None:
                 raise click.UsageError(f"There is no option {error.option_name}. {told}", ctx) from error
             raise
         except click.MissingParameter as error:
@@ -135,7 +135,7 @@ def _is_configuration(word: str) -> bool:
     return Path(word).suffix in (".toml", ".yaml", ".yml") and Path(word).is_file()
 
 
-def _meant_by(option: str, params: Collection[click.Parameter], command: str | None) -> str | None:
+def _find_meant_option(option: str, params: Collection[click.Parameter], command: str | None) -> str | None:
     """Say which option of the command, or which key of the configuration, has the meaning of a word that is no option."""
     from skyrl_engine.config.other_words import key_for, meant
     from skyrl_engine.config.reading.sources import option_name

@@ -35,7 +35,7 @@ def show_config(file: Path | None, overrides: tuple[str, ...], *, trust_code: bo
         return
     from skyrl_engine.cli.render import show_table
 
-    show_table(("key", "value", "from"), [(key, _shown(value), origins[key]) for key, value in keys.items()])
+    show_table(("key", "value", "from"), [(key, _format_value(value), origins[key]) for key, value in keys.items()])
 
 
 @config.command("check")
@@ -59,5 +59,5 @@ def schema() -> None:
     echo_json(config_schema())
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     return "none" if value is None else json.dumps(value, ensure_ascii=False)

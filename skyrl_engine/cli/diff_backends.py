@@ -11,7 +11,7 @@ import click
 from click.core import ParameterSource
 
 from skyrl_engine.cli.command import EngineCommand
-from skyrl_engine.cli.json_output import measured_json
+from skyrl_engine.cli.json_output import to_finite_json
 from skyrl_engine.cli.options import (
     file_argument,
     flags_of,
@@ -114,9 +114,9 @@ def diff_backends(
     if "model" in raw.table and click.get_current_context().get_parameter_source("family") is not ParameterSource.DEFAULT:
         raise click.UsageError("--family is the architecture of the small model, and a model is named. Leave it out.")
     layouts = {"a": _sizes(layout_a, "--layout-a"), "b": _sizes(layout, "--layout")}
-    found = _compared(raw, {"a": first, "b": second}, layouts, family, tolerance)
+    found = _compare(raw, {"a": first, "b": second}, layouts, family, tolerance)
     if as_json:
-        echo(measured_json(_facts(found)))
+        echo(to_finite_json(_facts(found)))
     else:
         render.show_backend_difference(found)
     return 0 if found.agrees else BROKEN
@@ -153,7 +153,7 @@ def _sizes(text: str, option: str) -> "ParallelSizes":
         raise click.UsageError(f"{option} {error}.") from error
 
 
-def _compared(
+def _compare(
     raw: "RawConfig", names: Mapping[str, str], layouts: "Mapping[str, ParallelSizes]", family: str, tolerance: float
 ) -> "BackendDifference":
     from skyrl_engine.errors import EngineError

@@ -19,7 +19,7 @@ from skyrl_engine.cli.options import (
     values_by_key,
 )
 from skyrl_engine.cli.rl import environment_table
-from skyrl_engine.cli.run import start_printed
+from skyrl_engine.cli.run import print_and_run
 
 _ON_ROWS = {
     **RUN_KEYS,
@@ -120,4 +120,4 @@ def distill(
         defaults = {"loss.use": "divergence" if taught else "top_k_divergence"}
     else:
         defaults = {"rl.preset": "on_policy_distill"}
-    return start_printed(with_defaults(raw, defaults, "skyrl-engine distill"), dry_run=dry_run)
+    return print_and_run(with_defaults(raw, defaults, "skyrl-engine distill"), dry_run=dry_run)

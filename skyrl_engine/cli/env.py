@@ -62,14 +62,14 @@ def show_environment(name: str, overrides: tuple[str, ...], *, as_json: bool) ->
     from skyrl_engine.rollout.process_handle import refuse_unsendable
     from skyrl_engine.training.rl.tasks import task_at, tasks_in
 
-    record, table = _named(name)
+    record, table = _find_environment(name)
     loaded = load(record)
     options = option_rows(loaded)
     needed = [option["name"] for option in options if option["default"] == "required"]
     if not overrides and not table and needed:
         _show_options_alone(name, record, options, needed, as_json=as_json)
         return
-    plugin, part = _made(name, overrides)
+    plugin, part = _make_environment(name, overrides)
     environment, tasks = part.product, tasks_in(part, "train")
     sizes = {"train": len(tasks), "eval": len(tasks_in(part, "eval"))}
     if not any(sizes.values()):
@@ -127,14 +127,14 @@ def try_environment(
     from skyrl_engine.registry.host import describe, place_of
     from skyrl_engine.training.rl.tasks import task_at, tasks_in
 
-    _, part = _made(name, overrides)
+    _, part = _make_environment(name, overrides)
     environment, tasks = part.product, tasks_in(part, split)
     if number >= len(tasks):
         raise click.UsageError(f"There is no task {number:,}: {split} has {len(tasks):,}.")
     task = task_at(part, tasks, number)
     said = _with_stdin(answers) or _solution(environment, task)
     try:
-        begun, turns, success = asyncio.run(_played(environment, name, task, seed, said))
+        begun, turns, success = asyncio.run(_play(environment, name, task, seed, said))
     except EngineError:
         raise
     except (Exception, SystemExit) as error:
@@ -213,7 +213,7 @@ def _yes_or_no(value: Any) -> Any:
     return {True: "yes", False: "no"}[value] if isinstance(value, bool) else value
 
 
-def _named(name: str) -> "tuple[PluginRecord, dict[str, Any]]":
+def _find_environment(name: str) -> "tuple[PluginRecord, dict[str, Any]]":
     """Return the environment that a name as of `--env` means, and the options that the name itself gives."""
     from skyrl_engine.cli.rl import environment_table
     from skyrl_engine.registry.resolve import Registry
@@ -222,14 +222,14 @@ def _named(name: str) -> "tuple[PluginRecord, dict[str, Any]]":
     return Registry.discover().resolve("environment", table.pop("use"), base=Path.cwd()), table
 
 
-def _made(name: str, overrides: tuple[str, ...]) -> "tuple[SelectedPlugin, BoundPlugin[Environment]]":
-    from skyrl_engine.cli.plugin_options import parsed_options, selected_plugin
+def _make_environment(name: str, overrides: tuple[str, ...]) -> "tuple[SelectedPlugin, BoundPlugin[Environment]]":
+    from skyrl_engine.cli.plugin_options import parse_options, select_plugin
     from skyrl_engine.contracts import FactoryContext
     from skyrl_engine.registry.host import Owner
     from skyrl_engine.registry.part import BoundPlugin
 
-    record, table = _named(name)
-    plugin = selected_plugin(record, parsed_options(overrides, table))
+    record, table = _find_environment(name)
+    plugin = select_plugin(record, parse_options(overrides, table))
     return plugin, BoundPlugin(plugin.make(FactoryContext()), Owner.of(record), "environments[0]", name)
 
 
@@ -255,7 +255,7 @@ def _calls(action: "Action") -> dict[str, Any]:
     return {name: value for name, value in told.items() if value}
 
 
-async def _played(
+async def _play(
     environment: "Environment", name: str, task: "Task", seed: int, said: tuple[str, ...]
 ) -> "tuple[tuple[Any, ...], list[tuple[Action, StepResult]], bool | None]":
     """Play an attempt; return its first messages, the turns with their answers, and whether it says of itself to be a success."""
@@ -272,7 +272,7 @@ async def _played(
 
     episode = environment.open(task, seed)
     try:
-        begun: Any = await _waited(episode.begin())
+        begun: Any = await _await_value(episode.begin())
         refuse(wrong_messages(begun, "begin"))
         turns: list[tuple[Action, StepResult]] = []
         success = None
@@ -282,16 +282,16 @@ async def _played(
             # there is no chat template: the call itself says in which way it is written
             calls, problem = read_tool_calls(text, template_family(text), task.tools) if task.tools else ((), None)
             action = Action(text, tokens, len(turns), "stop", calls, problem)
-            result: Any = await _waited(episode.step(action))
+            result: Any = await _await_value(episode.step(action))
             refuse(wrong_with(result, tokens=len(tokens)))
             turns.append((action, result))
             success = success if result.success is None else result.success
         return tuple(begun), turns, success
     finally:
-        await _waited(episode.close())
+        await _await_value(episode.close())
 
 
-async def _waited(value: Any) -> Any:
+async def _await_value(value: Any) -> Any:
     return await value if inspect.isawaitable(value) else value
 
 

@@ -10,7 +10,7 @@ import click
 
 from skyrl_engine.cli.command import EngineCommand, current_settings
 from skyrl_engine.cli.key_values import key_values
-from skyrl_engine.cli.options import given_by_person, load_config, map_option, trust_option, values_by_key
+from skyrl_engine.cli.options import select_given_options, load_config, map_option, trust_option, values_by_key
 from skyrl_engine.cli.terminal import echo, echo_json
 
 if TYPE_CHECKING:
@@ -129,12 +129,12 @@ def evaluate(
     with tempfile.TemporaryDirectory(prefix="skyrl-engine-evaluate-") as scratch:
         folder = None if run is None else _model_of(run, step, Path(scratch))
         flags: dict[str, Any] = {"trainer": "rl", "model.path": model if folder is None else str(folder)}
-        flags |= values_by_key(_KEYS, given_by_person(given))
+        flags |= values_by_key(_KEYS, select_given_options(given))
         if trust_remote_code:
             flags["model.trust_remote_code"] = Option("--trust-remote-code", value=True)
         if environments:
             flags["environments"] = Option("--env" if env else "--reward", environments)
-        file, part = (None, None) if run is None else (_config_of(run), _kept)
+        file, part = (None, None) if run is None else (_config_of(run), _keep_run_tables)
         raw = load_config(file, overrides, flags, trust_code=trust_code, part=part)
         raw = with_defaults(raw, {"evaluation.samples": 1, **({"evaluation.tasks": sys.maxsize} if data else {})}, _COMMAND)
         table = raw.table["evaluation"]
@@ -146,7 +146,7 @@ def evaluate(
                 allowed = resolved.config.model.trust_remote_code
                 export_checkpoint(run, folder, step, ExportChoices(model=model, merge=True, trust_remote_code=allowed))
             found = evaluate_model(
-                resolved, split="train" if split == "train" else "eval", progress=display.data, trained_on=_trained_on(run)
+                resolved, split="train" if split == "train" else "eval", progress=display.data, trained_on=_read_training_data(run)
             )
     if output is not None:
         _write(found, output)
@@ -179,7 +179,7 @@ def _config_of(run: Path) -> Path:
     return place
 
 
-def _kept(table: Mapping[str, Any]) -> dict[str, Any]:
+def _keep_run_tables(table: Mapping[str, Any]) -> dict[str, Any]:
     """Return what an evaluation takes over from a run's configuration. Options and overrides win over it."""
     kept = {name: {key: table[name][key] for key in keys if key in table.get(name, {})} for name, keys in _OF_RUN.items()}
     if table.get("trainer") == "rl":
@@ -187,7 +187,7 @@ def _kept(table: Mapping[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def _trained_on(run: Path | None) -> dict[str, Any] | None:
+def _read_training_data(run: Path | None) -> dict[str, Any] | None:
     """Return what the manifest of a run says of its training data; None where there is no run, no manifest or no such data."""
     from skyrl_engine.run.directory import RunDirectory
     from skyrl_engine.run.manifest import read_manifest

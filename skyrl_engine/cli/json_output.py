@@ -8,7 +8,7 @@ from typing import Any
 from skyrl_engine.visible import in_quotes
 
 
-def measured_json(value: Any) -> str:
+def to_finite_json(value: Any) -> str:
     """Return `value` as indented JSON; a number that is not finite becomes null."""
     return in_quotes(json.dumps(_finite(value), indent=2, allow_nan=False))
 

@@ -10,7 +10,7 @@ from typing import Any
 import click
 from attrs import frozen
 
-from skyrl_engine.cli.added import AddedCommands
+from skyrl_engine.cli.added import ExtensionCommands
 from skyrl_engine.cli.command import EngineGroup
 
 
@@ -39,15 +39,15 @@ class LazyGroup(EngineGroup):
         self.aliases = aliases or {}
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click's signature
-        return [*self.table, *AddedCommands.found(self.table).names]
+        return [*self.table, *ExtensionCommands.discover(self.table).names]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002 - click's signature
         name = self.aliases.get(cmd_name, cmd_name)
-        return self.table[name].load() if name in self.table else AddedCommands.found(self.table).load(cmd_name)
+        return self.table[name].load() if name in self.table else ExtensionCommands.discover(self.table).load(cmd_name)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002 - click's signature
         with formatter.section("Commands"):
             formatter.write_dl([(name, command.short_help) for name, command in self.table.items()])
-        if rows := AddedCommands.found(self.table).rows():
+        if rows := ExtensionCommands.discover(self.table).rows():
             with formatter.section("Commands of other distributions"):
                 formatter.write_dl(rows)

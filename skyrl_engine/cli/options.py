@@ -153,7 +153,7 @@ def values_by_key(keys: Mapping[str, str], given: Mapping[str, Any]) -> "dict[st
     return {key: Option(f"--{name.replace('_', '-')}", given[name]) for name, key in keys.items() if given[name] is not None}
 
 
-def given_by_person(values: Mapping[str, Any]) -> dict[str, Any]:
+def select_given_options(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of the running command's options, None for those that nobody gave: a key=value wins over a default."""
     source = click.get_current_context().get_parameter_source
     return {name: None if source(name) is ParameterSource.DEFAULT else value for name, value in values.items()}

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 OPTION_COLUMNS = ("option", "type", "default", "meaning")
 
 
-def parsed_options(texts: tuple[str, ...], named: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
+def parse_options(texts: tuple[str, ...], named: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
     """Return the options of the plugin as a table, with those that its name on the command line holds, `named`.
 
     Raises ConfigError with every text that is no option, or says otherwise than the name.
@@ -29,7 +29,7 @@ def parsed_options(texts: tuple[str, ...], named: Mapping[str, Any] = MappingPro
     return dict(raw.table)
 
 
-def selected_plugin(record: "PluginRecord", options: Mapping[str, Any]) -> "SelectedPlugin":
+def select_plugin(record: "PluginRecord", options: Mapping[str, Any]) -> "SelectedPlugin":
     """Choose a plugin with these options. Raises ConfigError, which tells how to give what is missing, or PluginError."""
     from skyrl_engine.config import SelectedPlugin
 

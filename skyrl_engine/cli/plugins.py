@@ -30,7 +30,7 @@ def list_plugins(kind: str | None, as_json: bool) -> None:
     """List every installed plugin with its distribution and version. Imports none of them."""
     from skyrl_engine.registry.resolve import Registry
 
-    records = Registry.discover().records(None if kind is None else _known_kind(kind))
+    records = Registry.discover().records(None if kind is None else _require_kind(kind))
     if as_json:
         echo_json([_facts(record) for record in records])
         return
@@ -55,7 +55,7 @@ def show_plugin(plugin: str, as_json: bool) -> None:
     kind, colon, reference = plugin.partition(":")
     if not colon or not reference:
         raise click.UsageError(f"{plugin!r} is not of the form KIND:REFERENCE, such as loss:cross_entropy.")
-    loaded = load(Registry.discover().resolve(_known_kind(kind), reference, base=Path.cwd()))
+    loaded = load(Registry.discover().resolve(_require_kind(kind), reference, base=Path.cwd()))
     facts = _facts(loaded.record)
     options = option_rows(loaded)
     if as_json:
@@ -71,7 +71,7 @@ def show_plugin(plugin: str, as_json: bool) -> None:
         echo("It takes no options.")
 
 
-def _known_kind(kind: str) -> str:
+def _require_kind(kind: str) -> str:
     from skyrl_engine.registry.kinds import KINDS
 
     if kind not in KINDS:

@@ -15,7 +15,7 @@ from skyrl_engine.cli.options import (
     plugin_options,
     values_by_key,
 )
-from skyrl_engine.cli.run import start_printed
+from skyrl_engine.cli.run import print_and_run
 
 _KEYS = {**DATASET_KEYS, "preset": "preference.preset", "reference": "reference.path"}
 
@@ -39,4 +39,4 @@ def preference(overrides: tuple[str, ...], dry_run: bool, columns: dict[str, str
     raw = load_config(
         None, overrides, {"trainer": "preference", **values_by_key(_KEYS, given), **columns_by_key(columns), **flags_of(given)}
     )
-    return start_printed(raw, dry_run=dry_run)
+    return print_and_run(raw, dry_run=dry_run)

@@ -8,7 +8,7 @@ import attrs
 import click
 
 from skyrl_engine.cli.command import EngineCommand, current_settings
-from skyrl_engine.cli.json_output import measured_json
+from skyrl_engine.cli.json_output import to_finite_json
 from skyrl_engine.cli.options import (
     file_argument,
     flags_of,
@@ -93,7 +93,7 @@ def prove(
     broken = [row for row in rows if not row.holds and not row.excuse]
     noticed = chosen is None or bool(broken)
     if as_json:
-        echo(measured_json({"plant": plant, "holds": not broken, "rows": [_facts(row) for row in rows]}))
+        echo(to_finite_json({"plant": plant, "holds": not broken, "rows": [_facts(row) for row in rows]}))
     elif not current_settings().quiet:
         echo(f"\n{_verdict(rows, broken, plant)}")
     if chosen is not None:

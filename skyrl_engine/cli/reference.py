@@ -50,7 +50,7 @@ def _text(command: click.Command) -> str:
 def _options(command: click.Command, context: click.Context) -> Iterator[str]:
     common = {"--help", *(name for option in common_options() for name in option.opts)}
     if isinstance(command, EngineCommand):
-        command.explained()
+        command.explain_options()
     for parameter in command.get_params(context):
         record = parameter.get_help_record(context)
         if record is not None and isinstance(parameter, click.Option) and not common.intersection(parameter.opts):

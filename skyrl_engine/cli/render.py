@@ -138,11 +138,11 @@ def show_verdict(label: str, options: Mapping[str, Any], verdict: "Verdict") -> 
             console.print(Text.assemble(head, (f"{finding.sentence} ({finding.promise})", "bold")))
             show_lines([f"  {line}" for line in finding.lines])
             if finding is first and others:
-                show_lines([f"  So for {_counted_names(others)}."])
+                show_lines([f"  So for {_format_promise_count(others)}."])
     if waiting:  # a broken promise is why others are undecided
         reasons = {_reason(finding) for finding in waiting}
         seen = [finding for finding in broken if _reason(finding) in reasons] or broken
-        told = f"{_counted_names(waiting)}; see {', '.join(finding.promise for finding in seen)}"
+        told = f"{_format_promise_count(waiting)}; see {', '.join(finding.promise for finding in seen)}"
         console.print(Text.assemble((f"{'undecided':<13}", styles["undecided"]), (told, "dim")))
     counts = Counter(finding.status for finding in verdict.findings)
     console.print()
@@ -161,7 +161,7 @@ def _by_reason(findings: "Iterable[Finding]") -> "dict[str, list[Finding]]":
     return reasons
 
 
-def _counted_names(findings: "Sequence[Finding]") -> str:
+def _format_promise_count(findings: "Sequence[Finding]") -> str:
     """Return "2 more promises: one, other"."""
     return f"{len(findings)} more promise{'s' * (len(findings) > 1)}: {', '.join(finding.promise for finding in findings)}"
 
@@ -236,8 +236,8 @@ def show_plan(plan: "RunPlan | RlPlan") -> None:
             "launch": f"{plan.launch}, world of {topology.world_size} ({sizes}){shared}",
             **({"adapters": plan.adapters} if plan.adapters else {}),
             "capabilities": f"needs {', '.join(plan.required)}; the backend declares {', '.join(plan.capabilities)}",
-            "training data": _described(plan.train),
-            "held-out data": "none" if plan.evaluation is None else _described(plan.evaluation),
+            "training data": _format_data_counts(plan.train),
+            "held-out data": "none" if plan.evaluation is None else _format_data_counts(plan.evaluation),
             "first prompt": show_boundaries(plan.prompt) or "none: every token carries loss",
             "length limit": "none" if plan.longest_allowed is None else f"{plan.longest_allowed:,} tokens",
             **({} if plan.rotary_length is None else {"rotary frequencies": f"fixed for rows of {plan.rotary_length:,} tokens"}),
@@ -253,11 +253,11 @@ def show_plan(plan: "RunPlan | RlPlan") -> None:
     )
 
 
-def _described(data: Mapping[str, Any]) -> str:
+def _format_data_counts(data: Mapping[str, Any]) -> str:
     bad = data["dropped_bad_images"]
     dropped = data["dropped_overlong"] + data["dropped_without_loss"] + bad + data["dropped_with_unit"] + data["dropped_ties"]
     return (
-        f"{data['name']} ({data['format']}): {_kept(data['format'], data['samples'], data['rows'])}, {dropped:,} dropped"
+        f"{data['name']} ({data['format']}): {_format_kept_rows(data['format'], data['samples'], data['rows'])}, {dropped:,} dropped"
         + (f" ({bad:,} with bad images), " if bad else ", ")
         + f"{data['truncated']:,} truncated; {data['tokens']:,} tokens, {data['loss_tokens']:,} carry loss"
         + (f"; {data['images']:,} images of {data['image_tokens']:,} tokens" if data["images"] else "")
@@ -266,7 +266,7 @@ def _described(data: Mapping[str, Any]) -> str:
     )
 
 
-def _kept(kind: str, samples: int, rows: int) -> str:
+def _format_kept_rows(kind: str, samples: int, rows: int) -> str:
     """Count samples and the rows that they were made of; a row of preferences is a pair."""
     from skyrl_engine.data.sources.formats import PAIRS
 
@@ -284,7 +284,7 @@ def show_preview(seen: "Preview") -> None:
                 style="bold",
             )
         )
-        console.print(_marked(sample, coloured=console.color_system is not None))
+        console.print(_mark_loss_tokens(sample, coloured=console.color_system is not None))
         console.print()
     if seen.samples:
         console.print(
@@ -296,7 +296,7 @@ def show_preview(seen: "Preview") -> None:
         {
             "dataset": f"{seen.name} ({seen.format})",
             "written": seen.written,
-            "samples": _kept(seen.format, counts.samples, counts.rows),
+            "samples": _format_kept_rows(seen.format, counts.samples, counts.rows),
             "dropped": f"{counts.dropped_overlong:,} over-long, {counts.dropped_without_loss:,} without a token that carries loss"
             + (f", {counts.dropped_bad_images:,} with bad images" if counts.dropped_bad_images else "")
             + (f", {counts.dropped_with_unit:,} with another of their unit" if counts.dropped_with_unit else "")
@@ -330,7 +330,7 @@ def _range(low: int, high: int) -> str:
     return f"{low}" if low == high else f"{low} - {high}"
 
 
-def _marked(sample: "SamplePreview", *, coloured: bool) -> Text:
+def _mark_loss_tokens(sample: "SamplePreview", *, coloured: bool) -> Text:
     """Return the sample's text with loss-carrying stretches in green or, without colours, between marks, and with visible line ends."""
     text = Text()
     for loss, tokens in itertools.groupby(sample.tokens, key=lambda token: token.loss):

@@ -15,7 +15,7 @@ from skyrl_engine.cli.options import (
     plugin_options,
     values_by_key,
 )
-from skyrl_engine.cli.run import start_printed
+from skyrl_engine.cli.run import print_and_run
 
 
 @click.command("reward-model", cls=EngineCommand, keys=DATASET_KEYS, trainer="reward_model")
@@ -34,4 +34,4 @@ def reward_model(overrides: tuple[str, ...], dry_run: bool, columns: dict[str, s
         overrides,
         {"trainer": "reward_model", **values_by_key(DATASET_KEYS, given), **columns_by_key(columns), **flags_of(given)},
     )
-    return start_printed(raw, dry_run=dry_run)
+    return print_and_run(raw, dry_run=dry_run)

@@ -17,7 +17,7 @@ from skyrl_engine.cli.options import (
     run_options,
     values_by_key,
 )
-from skyrl_engine.cli.run import start_printed
+from skyrl_engine.cli.run import print_and_run
 
 _KEYS = {
     **RUN_KEYS,
@@ -101,7 +101,7 @@ def rl(
     if environments:
         flags["environments"] = Option("--env" if env else "--reward", environments)
     raw = load_config(None, overrides, {"trainer": "rl", **flags, **flags_of(given)})
-    return start_printed(raw, dry_run=dry_run)
+    return print_and_run(raw, dry_run=dry_run)
 
 
 def environment_table(reference: str) -> dict[str, Any]:

@@ -186,14 +186,14 @@ def show(
         found = [each for each in found if each.trajectory.status != "failed" or failed]
         found.sort(key=lambda each: each.trajectory.reward, reverse=choice == "best")
     for attempt in found[:limit]:
-        _show_attempt(evolve(attempt, learned=_learned_of(index, attempt)), decode, tokens=tokens)
+        _show_attempt(evolve(attempt, learned=_find_learned(index, attempt)), decode, tokens=tokens)
     if len(found) > limit:
         echo(f"\n{len(found) - limit} more; --limit shows them")
     if not found:
         echo("No attempt is of that kind.")
 
 
-def _learned_of(index: "JournalIndex", attempt: _ShownAttempt) -> "Learned | None":
+def _find_learned(index: "JournalIndex", attempt: _ShownAttempt) -> "Learned | None":
     """Return what the attempt's step learned from it; None where no step did, or what it learned is not kept."""
     record = index.learned.get(attempt.step)
     of = attempt.trajectory

@@ -33,7 +33,7 @@ def run(file: Path, overrides: tuple[str, ...], *, dry_run: bool, trust_code: bo
     return start(resolved, current_settings(), dry_run=dry_run)
 
 
-def start_printed(raw: "RawConfig", *, dry_run: bool) -> int:
+def print_and_run(raw: "RawConfig", *, dry_run: bool) -> int:
     """Check a configuration that options made, print it as TOML, and train; all else goes to stderr. Returns the exit code."""
     from skyrl_engine.config import resolve
     from skyrl_engine.config.report import to_toml

@@ -15,7 +15,7 @@ from skyrl_engine.cli.options import (
     plugin_options,
     values_by_key,
 )
-from skyrl_engine.cli.run import start_printed
+from skyrl_engine.cli.run import print_and_run
 
 
 @click.command(cls=EngineCommand, keys=DATASET_KEYS, trainer="sft")
@@ -29,4 +29,4 @@ def sft(overrides: tuple[str, ...], dry_run: bool, columns: dict[str, str] | Non
     That configuration is printed, as TOML: `skyrl-engine sft ... > my.toml` keeps it for `skyrl-engine run my.toml`. All else goes to stderr.
     """
     raw = load_config(None, overrides, {**values_by_key(DATASET_KEYS, given), **columns_by_key(columns), **flags_of(given)})
-    return start_printed(raw, dry_run=dry_run)
+    return print_and_run(raw, dry_run=dry_run)

@@ -43,7 +43,7 @@ def verify(
     PLUGIN is KIND:NAME, DISTRIBUTION:NAME or ./file.py:name; for a name in a file that is a plugin of several kinds, KIND:./file.py:name.
     The exit code is 3 where a promise is broken.
     """
-    from skyrl_engine.cli.plugin_options import parsed_options, selected_plugin
+    from skyrl_engine.cli.plugin_options import parse_options, select_plugin
     from skyrl_engine.registry.resolve import Registry
     from skyrl_engine.testing.kit import promises_of
     from skyrl_engine.testing.kit import verify as held
@@ -51,8 +51,8 @@ def verify(
     record = _record(Registry.discover(), plugin)
     promises_of(record.kind)
     _check_layouts(record.kind, layouts)
-    given = parsed_options(overrides)
-    selected = selected_plugin(record, given)
+    given = parse_options(overrides)
+    selected = select_plugin(record, given)
     verdict = held(selected, examples=examples, layouts=layouts, given=given)
     if as_json:
         echo_json(_facts(record, selected.table, verdict))

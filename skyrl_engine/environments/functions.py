@@ -82,7 +82,7 @@ class FunctionEpisode:
 
     async def _scored(self, action: Action) -> StepResult:
         rewards = self.environment.rewards
-        made = [await _waited(each.score(action, self.task)) for each in rewards]
+        made = [await _await_value(each.score(action, self.task)) for each in rewards]
         if len(rewards) == 1 and isinstance(made[0], StepResult) and rewards[0].weight == 1.0:
             result: StepResult = made[0]
             return result
@@ -92,7 +92,7 @@ class FunctionEpisode:
         return StepResult(sum(parts.values(), start=0.0), parts=parts if len(rewards) > 1 else {})
 
 
-async def _waited(value: Any) -> Any:
+async def _await_value(value: Any) -> Any:
     return await value if inspect.isawaitable(value) else value
 
 

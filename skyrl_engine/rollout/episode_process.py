@@ -61,10 +61,10 @@ class EpisodeServer:
     def _open(self, request: Mapping[str, Any]) -> list[Any]:
         opened = self.environments[request["environment"]].open(task_of(request["task"]), request["seed"])
         self._episodes[request["episode"]] = opened
-        return _messages(self._waited(opened.begin()), "begin")
+        return _messages(self._await_value(opened.begin()), "begin")
 
     def _step(self, number: int, action: Action) -> dict[str, Any]:
-        result = self._waited(self._episodes[number].step(action))
+        result = self._await_value(self._episodes[number].step(action))
         wrong = wrong_with(result, tokens=len(action.token_ids))
         if wrong is not None:
             raise AnswerError(wrong)
@@ -72,7 +72,7 @@ class EpisodeServer:
 
     def _close(self, number: int) -> None:
         if (held := self._episodes.pop(number, None)) is not None:
-            self._waited(held.close())
+            self._await_value(held.close())
 
     def close_all(self) -> None:
         """Close the episodes that are still open; what one of them raises keeps no other from it."""
@@ -82,7 +82,7 @@ class EpisodeServer:
             except Exception:  # noqa: BLE001 -- an environment may raise anything
                 traceback.print_exc()
 
-    def _waited(self, value: Any) -> Any:
+    def _await_value(self, value: Any) -> Any:
         return self._loop.run_until_complete(value) if inspect.isawaitable(value) else value
 
 

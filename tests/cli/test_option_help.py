@@ -16,7 +16,7 @@ def valued(command):
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_an_option_says_its_default_and_an_example(name):
-    command = COMMANDS[name].explained()
+    command = COMMANDS[name].explain_options()
     context = click.Context(command, info_name=command.name)
     for option in valued(command):
         _, said = option.get_help_record(context)
@@ -50,5 +50,5 @@ def test_no_example_is_left_over():
     ],
 )
 def test_defaults_are_those_of_the_configuration(name, option, default):
-    command = COMMANDS[name].explained()
+    command = COMMANDS[name].explain_options()
     assert next(each for each in command.params if each.name == option).show_default == default

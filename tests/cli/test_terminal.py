@@ -288,9 +288,9 @@ def test_no_command_lets_a_control_character_through(
 
 
 def test_help_of_other_distributions_is_visible(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    from skyrl_engine.cli.added import AddedCommands
+    from skyrl_engine.cli.added import ExtensionCommands
 
-    monkeypatch.setattr(AddedCommands, "rows", lambda _: [("acme", NASTY)])
+    monkeypatch.setattr(ExtensionCommands, "rows", lambda _: [("acme", NASTY)])
     assert main(["--help"]) == 0
     told: Any = capsys.readouterr()
     assert "owned" in told.out

@@ -123,7 +123,7 @@ def demo(model: str, only: str | None, output: Path | None, steps: int | None) -
     render.show_table(
         ("held-out question", "before", "after", "expected"),
         [
-            tuple(map(_shortened, row))
+            tuple(map(_shorten, row))
             for row in list(zip(before.questions, before.answers, after.answers, after.expected, strict=True))[:_EXAMPLES]
         ],
     )
@@ -182,7 +182,7 @@ def _reward(directory: Path, chosen: "DemoRecipe", settings: CommandSettings) ->
     echo()
     render.show_table(
         ("held-out question", "before", "reward", "after", "reward"),
-        [tuple(map(_shortened, row)) for row in second_act.shown(before, after)],
+        [tuple(map(_shorten, row)) for row in second_act.compare_answers(before, after)],
     )
     echo()
     render.show_lines(
@@ -253,7 +253,7 @@ def _comparison(
     return rows
 
 
-def _shortened(text: str) -> str:
+def _shorten(text: str) -> str:
     """Return one line of at most 60 characters that shows control characters and emptiness."""
     line = "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)
     if not line:

@@ -69,7 +69,7 @@ def habits(exchange: Exchange) -> tuple[str, str, str]:
     return exchange.answer, word, "".join(sorted(word))
 
 
-def shown(before: "Examination", after: "Examination") -> list[tuple[str, ...]]:
+def compare_answers(before: "Examination", after: "Examination") -> list[tuple[str, ...]]:
     """Return rows (question, before, reward, after, reward) of the first questions that were answered wrongly before, then of others."""
     wrong_first = sorted(range(len(before.questions)), key=lambda index: before.rewards[index] == 1.0)
     return [

@@ -41,7 +41,7 @@ class SmolLM2Recipe:
 
     def prepare(self, directory: Path, steps: int) -> Preparation:
         training, held_out = self._split
-        model = convert_once(find_gguf(), converted_path())
+        model = convert_once(find_gguf(), convert_model())
         write_exchanges(directory / "data" / TRAIN_FILE, training)
         write_exchanges(directory / "data" / HELD_OUT_FILE, held_out)
         facts = [
@@ -97,7 +97,7 @@ def find_gguf() -> Path:
     return folder / GGUF
 
 
-def converted_path() -> Path:
+def convert_model() -> Path:
     from platformdirs import user_cache_path
 
     return user_cache_path("skyrl-engine") / "models" / GGUF.removesuffix(".gguf")

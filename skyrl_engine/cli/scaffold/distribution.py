@@ -66,7 +66,7 @@ def _texts(names: Names, details: Details, scaffold: Scaffold) -> dict[str, str]
     values = _values(names, details, scaffold)
     templates = files("skyrl_engine.cli.scaffold") / "templates"
     texts = {
-        Template(place).substitute(values): _filled(template, values)
+        Template(place).substitute(values): _fill_template(template, values)
         for folder in ("distribution", names.kind)
         for place, template in _walk(templates / folder)
     }
@@ -108,13 +108,13 @@ def _walk(folder: Traversable, place: str = "") -> list[tuple[str, Traversable]]
     return found
 
 
-def _filled(template: Traversable, values: Mapping[str, str]) -> str:
+def _fill_template(template: Traversable, values: Mapping[str, str]) -> str:
     return Template(template.read_text(encoding="utf-8")).substitute(values)
 
 
 def _license(templates: Traversable, details: Details, values: Mapping[str, str]) -> str:
     if details.license != "Apache-2.0":
-        return _filled(templates / "licenses" / f"{details.license}{_ENDING}", values)
+        return _fill_template(templates / "licenses" / f"{details.license}{_ENDING}", values)
     text = metadata.distribution("skyrl-engine").read_text("licenses/LICENSE")  # the engine's own
     assert text is not None, "the engine is installed without its license"
     return text

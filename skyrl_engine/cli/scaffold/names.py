@@ -60,11 +60,11 @@ def names_for(kind: str, name: str, distribution: str | None = None) -> Names:
 
 def refuse_taken(names: Names) -> None:
     """Raise UnsupportedError where the plugin, the distribution or the package is there already, in this environment or as our own."""
-    for problem in _taken(names):
+    for problem in _find_name_conflicts(names):
         raise UnsupportedError(problem.cause, remedy=problem.remedy)
 
 
-def _taken(names: Names) -> "list[Problem]":
+def _find_name_conflicts(names: Names) -> "list[Problem]":
     from importlib import metadata
     from importlib.util import find_spec
 

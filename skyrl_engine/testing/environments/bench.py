@@ -189,19 +189,19 @@ class Stage:
 
     def begin(self) -> Any:
         """Return what comes before the first turn, whatever it is."""
-        return self._waited(self.episode.begin())
+        return self._await_value(self.episode.begin())
 
     def say(self, turn: Turn) -> Any:
         """Take a turn and return the answer, whatever it is."""
         self.last = self.action(turn)
-        result = self._waited(self.episode.step(self.last))
+        result = self._await_value(self.episode.step(self.last))
         self.turn += 1
         self.done = not isinstance(result, StepResult) or bool(result.done)
         return result
 
     def close(self) -> None:
         """Close the episode."""
-        self._waited(self.episode.close())
+        self._await_value(self.episode.close())
 
     def action(self, turn: Turn) -> Action:
         """Return a turn as the engine hands it over."""
@@ -217,7 +217,7 @@ class Stage:
         tokens = tuple(byte for byte in text.encode("utf-8", "replace")[:64]) or (0,)
         return Action(text, tokens, self.turn, turn.finish, calls, turn.problem)
 
-    def _waited(self, value: Any) -> Any:
+    def _await_value(self, value: Any) -> Any:
         return self._loop.run_until_complete(value) if inspect.isawaitable(value) else value
 
 

@@ -7,9 +7,9 @@ import tomllib
 import pytest
 
 from skyrl_engine.cli.demo import smollm2
-from skyrl_engine.cli.demo.command import CONFIG_FILE, LOSS_FILE, _shortened
+from skyrl_engine.cli.demo.command import CONFIG_FILE, LOSS_FILE, _shorten
 from skyrl_engine.cli.demo.recipe import HELD_OUT_FILE, TRAIN_FILE, Examination, Exchange, split_held_out
-from skyrl_engine.cli.demo.second_act import RL_FILE, SHOWN, habits, shown
+from skyrl_engine.cli.demo.second_act import RL_FILE, SHOWN, habits, compare_answers
 from skyrl_engine.cli.demo.tiny import END, PAD, START, TinyRecipe, make_model, make_tokenizer
 from skyrl_engine.errors import ModelError
 
@@ -67,9 +67,9 @@ def test_the_score_counts_exact_answers_only(monkeypatch, tmp_path, fake):
 
 
 def test_long_and_empty_answers_are_shown_on_one_line():
-    assert _shortened("a\nb\t") == "a\\nb\\t"
-    assert _shortened("") == "(nothing)"
-    assert len(_shortened("x" * 200)) == 60
+    assert _shorten("a\nb\t") == "a\\nb\\t"
+    assert _shorten("") == "(nothing)"
+    assert len(_shorten("x" * 200)) == 60
 
 
 @pytest.mark.nightly
@@ -124,7 +124,7 @@ def test_one_of_three_habits_is_right():
 def test_answers_that_were_wrong_before_are_shown_first():
     before = Examination(("a", "b", "c", "d"), ("a", "x", "c", "y"), ("a", "b", "c", "d"), 0.5, (1.0, 0.0, 1.0, 0.25))
     after = Examination(("a", "b", "c", "d"), ("a", "b", "c", "y"), ("a", "b", "c", "d"), 0.75, (1.0, 1.0, 1.0, 0.25))
-    assert shown(before, after) == [
+    assert compare_answers(before, after) == [
         ("b", "x", "0.00", "b", "1.00"),
         ("d", "y", "0.25", "y", "0.25"),
         ("a", "a", "1.00", "a", "1.00"),
