@@ -137,18 +137,18 @@ def _is_configuration(word: str) -> bool:
 
 def _find_meant_option(option: str, params: Collection[click.Parameter], command: str | None) -> str | None:
     """Say which option of the command, or which key of the configuration, has the meaning of a word that is no option."""
-    from skyrl_engine.config.other_words import key_for, meant
+    from skyrl_engine.config.other_words import key_for, explain_word
     from skyrl_engine.config.reading.sources import option_name
     from skyrl_engine.config.structure import home_of, is_switch
 
     word = option.lstrip("-").replace("-", "_")
     key = key_for(word, command) or home_of(word)
     if key is None:
-        return meant(word, command)
+        return explain_word(word, command)
     name = {"run.directory": "--output", "data.eval": "--eval-data"}.get(key) or option_name(key)
     if any(name in each.opts for each in params):
         return f"Did you mean {name}?"
-    sentence = meant(word, command) or f"Set {key}"
+    sentence = explain_word(word, command) or f"Set {key}"
     if "[[" in sentence:
         return sentence
     if any(each.name == "overrides" for each in params):

@@ -25,10 +25,10 @@ def config() -> None:
 def show_config(file: Path | None, overrides: tuple[str, ...], *, trust_code: bool, as_json: bool, **choices: Any) -> None:
     """Print every key of the resolved configuration, plugin options and defaults included, and where its value comes from."""
     from skyrl_engine.config import resolve
-    from skyrl_engine.config.reading.origins import DEFAULT, dotted, leaves
+    from skyrl_engine.config.reading.origins import DEFAULT, format_key, leaves
 
     resolved = resolve(load_config(file, overrides, flags_of(choices), trust_code=trust_code), need=())
-    keys = {dotted(path): value for path, value in leaves(resolved.as_dict()) if path}
+    keys = {format_key(path): value for path, value in leaves(resolved.as_dict()) if path}
     origins = {key: str(resolved.origins.get(key, DEFAULT)) for key in keys}
     if as_json:
         echo_json({key: {"value": value, "origin": origins[key]} for key, value in keys.items()})

@@ -53,13 +53,13 @@ def option_rows(loaded: "LoadedPlugin") -> list[dict[str, str]]:
     if loaded.schema is None:
         return []
     from skyrl_engine.config.report import default_text, key_meanings
-    from skyrl_engine.config.wording import expected
+    from skyrl_engine.config.wording import describe_type
 
     meanings = key_meanings(loaded.schema)
     return [
         {
             "name": attribute.alias or attribute.name,
-            "type": expected(attribute.type),
+            "type": describe_type(attribute.type),
             "default": default_text(attribute),
             "meaning": " ".join(meanings.get(attribute.name, "").split()),
         }

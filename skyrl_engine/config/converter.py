@@ -61,14 +61,14 @@ def refusals(error: Exception, path: KeyPath = ()) -> list[tuple[KeyPath, Refuse
     if isinstance(error, BaseValidationError):
         found = []
         for inner in error.exceptions:
-            found += refusals(inner, (*path, *_noted(inner)))
+            found += refusals(inner, (*path, *_path_of_notes(inner)))
         return found
     if isinstance(error, StructureHandlerNotFoundError):
         return [(path, RefusedError("has a type that no configuration can hold", "Report it to the author of this table's schema"))]
     return [(path, plain_refusal(error))]
 
 
-def _noted(error: BaseException) -> KeyPath:
+def _path_of_notes(error: BaseException) -> KeyPath:
     for note in getattr(error, "__notes__", ()):
         if isinstance(note, AttributeValidationNote):
             return (note.name,)
@@ -142,7 +142,7 @@ def _union(converter: Converter, value: Any, kind: Any) -> Any:
             return converter.structure(value, members[0])
         except RefusedError as refusal:
             # A scalar's refusal names its type alone; the key also takes "none".
-            raise _widened(refusal, value, kind) from None
+            raise _widen(refusal, value, kind) from None
     taken = []
     for member in members:
         try:
@@ -154,7 +154,7 @@ def _union(converter: Converter, value: Any, kind: Any) -> Any:
     return next((result for result in taken if type(result) is type(value)), taken[0])
 
 
-def _widened(refusal: RefusedError, value: Any, kind: Any) -> RefusedError:
+def _widen(refusal: RefusedError, value: Any, kind: Any) -> RefusedError:
     exact = wrong_kind(value, typing.get_args(kind)[0])
     return RefusedError(wrong_kind(value, kind).cause, refusal.remedy) if refusal.cause == exact.cause else refusal
 

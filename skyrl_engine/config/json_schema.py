@@ -15,7 +15,7 @@ from skyrl_engine.config.schema import EngineConfig, PluginTable
 from skyrl_engine.config.sections import Section, sections
 from skyrl_engine.config.structure import own_keys, plain, plugin_lists
 from skyrl_engine.config.trainers import DEFAULT_TRAINER, TRAINERS, Trainer, owners_of
-from skyrl_engine.config.wording import allowed_values, bounds
+from skyrl_engine.config.wording import list_allowed_values, bounds
 
 if TYPE_CHECKING:
     from skyrl_engine.registry.loader import LoadedPlugin
@@ -70,7 +70,7 @@ def table_schema(schema: type[Any]) -> dict[str, Any]:
         key = attribute.alias or attribute.name
         entry = _type_schema(attribute.type)
         _add_bounds(entry, attribute.validator)
-        named = allowed_values(attribute.validator)
+        named = list_allowed_values(attribute.validator)
         if named and "type" in entry:
             entry["enum"] = [plain(each) for each in named]
         if attribute.name in meanings:

@@ -326,7 +326,7 @@ def is_known(word: str) -> bool:
     return key_for(word) is not None or _plain(word) in _NOT_HERE
 
 
-def meant(word: str, trainer: str | None = None) -> str | None:
+def explain_word(word: str, trainer: str | None = None) -> str | None:
     """Return a sentence that names the key; None for a word that no other trainer is known to use."""
     plain = _plain(word)
     key = key_for(plain, trainer)
@@ -336,12 +336,12 @@ def meant(word: str, trainer: str | None = None) -> str | None:
     return f"Set {key}{f' ({remark})' if remark else ''}"
 
 
-def meant_by_path(path: Sequence[str | int], trainer: str | None = None) -> str | None:
+def explain_path(path: Sequence[str | int], trainer: str | None = None) -> str | None:
     """Return a sentence for a key with the tables around it, which say what `n` or `interval` is: the longest end that is known counts."""
     names = [str(name) for name in path if not isinstance(name, int)]
     if trainer != RL and key_for(names[-1]) in _KEYS:
-        return meant(names[-1])
-    sentences = (meant(".".join(names[start:]), trainer) for start in range(len(names)))
+        return explain_word(names[-1])
+    sentences = (explain_word(".".join(names[start:]), trainer) for start in range(len(names)))
     return next((sentence for sentence in sentences if sentence is not None), None)
 
 

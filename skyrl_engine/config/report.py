@@ -18,7 +18,7 @@ from skyrl_engine.config.schema import PLACE, EngineConfig
 from skyrl_engine.config.sections import sections
 from skyrl_engine.config.structure import plugin_lists
 from skyrl_engine.config.trainers import TRAINERS, owners_of
-from skyrl_engine.config.wording import bounds_in_words, choices, expected, shown
+from skyrl_engine.config.wording import bounds_in_words, choices, describe_type, format_value
 
 
 def to_toml(table: Mapping[str, Any]) -> str:
@@ -120,13 +120,13 @@ def configuration_reference() -> str:
         )
         if name == "trainer":
             meaning = key_meanings(EngineConfig)[name]
-            parts.append(_table([(name, f"one of {choices(TRAINERS)}", shown(section.default), meaning)]))
+            parts.append(_table([(name, f"one of {choices(TRAINERS)}", format_value(section.default), meaning)]))
         elif section.kind is not None:
             kind = section.kind
             first = kind.default or next(iter(kind.first_party.values()))[0]
             parts.append(_LISTED if section.listed else "")
             parts.append(_PLUGIN_TABLE.format(kind=kind.name, use=first))
-            use = "required" if kind.default is None else shown(kind.default)
+            use = "required" if kind.default is None else format_value(kind.default)
             parts.append(
                 _table([("use", "text", use, f"The {kind.name.replace('_', ' ')}."), *_rows_without(schema, "use", "options")])
             )
@@ -160,7 +160,7 @@ def _rows(schema: type[Any]) -> Iterator[tuple[str, str, str, str]]:
         meaning = " ".join(meanings.get(attribute.name, "").split())
         if attribute.metadata.get(PLACE):
             meaning += " (place)"
-        yield attribute.alias or attribute.name, _bounded_kind(attribute), default_text(attribute), meaning
+        yield attribute.alias or attribute.name, _describe_kind(attribute), default_text(attribute), meaning
 
 
 def _rows_without(schema: type[Any], *keys: str) -> list[tuple[str, str, str, str]]:
@@ -175,7 +175,7 @@ def _tables_inside(schema: type[Any]) -> Iterator[tuple[str, type[Any]]]:
                 yield attribute.name, kind
 
 
-def _bounded_kind(attribute: "attrs.Attribute[Any]") -> str:
+def _describe_kind(attribute: "attrs.Attribute[Any]") -> str:
     """Type and bounds: "a whole number, at least 1, or none"."""
     words, allowed = key_kind(attribute.type), bounds_in_words(attribute.validator)
     if not allowed:
@@ -186,7 +186,7 @@ def _bounded_kind(attribute: "attrs.Attribute[Any]") -> str:
 
 def key_kind(kind: Any) -> str:
     """A key's type in words, with what a list or a table holds: "a list (each: text)"."""
-    words, arguments = expected(kind), typing.get_args(kind)
+    words, arguments = describe_type(kind), typing.get_args(kind)
     if words in ("a list", "a table") and arguments:
         item = arguments[1] if words == "a table" else arguments[0]
         return f"{words} (each: {key_kind(item)})"
@@ -206,8 +206,8 @@ def default_text(attribute: "attrs.Attribute[Any]") -> str:
     if default is None:
         return NONE_WORD
     if isinstance(default, (tuple, list)):
-        return f"[{', '.join(shown(item) for item in default)}]"
-    return "{}" if default == {} else shown(default)
+        return f"[{', '.join(format_value(item) for item in default)}]"
+    return "{}" if default == {} else format_value(default)
 
 
 def default_of(key: str, trainer: str | None, chosen: str | None = None) -> str:

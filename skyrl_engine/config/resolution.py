@@ -8,7 +8,7 @@ import attrs
 from attrs import frozen
 
 from skyrl_engine.config.presets import with_preset
-from skyrl_engine.config.reading.origins import DEFAULT, KeyPath, Origin, dotted, nearest
+from skyrl_engine.config.reading.origins import DEFAULT, KeyPath, Origin, format_key, nearest
 from skyrl_engine.config.reading.places import absent_places
 from skyrl_engine.config.reading.sources import RawConfig, from_dict
 from skyrl_engine.config.schema import EngineConfig, PluginsConfig, PluginTable, RunConfig
@@ -49,7 +49,7 @@ class SelectedPlugin:
         with limited_to(self.code):
             return self.loaded.make(self.options, context)
 
-    def part(self, place: str, context: FactoryContext) -> "BoundPlugin[Any]":
+    def bind(self, place: str, context: FactoryContext) -> "BoundPlugin[Any]":
         """Build the product and set it to work at `place` of the configuration. Raises as `make` does."""
         from skyrl_engine.registry.host import Owner
         from skyrl_engine.registry.part import BoundPlugin
@@ -155,10 +155,10 @@ def resolve(raw: RawConfig, *, need: Collection[str] | None = None, also: Collec
         if selected is not None and each.table.kind == "observer":
             observers.append(selected)
         elif selected is not None:
-            plugins[dotted(each.table.path)] = selected
+            plugins[format_key(each.table.path)] = selected
     problems += _tables_of_no_observer(sections, raw)
     if problems or plugin_errors:
-        own = [(each.table.path, plugins[place].options) for each in chosen if (place := dotted(each.table.path)) in plugins]
+        own = [(each.table.path, plugins[place].options) for each in chosen if (place := format_key(each.table.path)) in plugins]
         problems += _absent(sections, own, raw)
     _raise(problems, plugin_errors, raw)
     config = structured.config()
@@ -200,7 +200,7 @@ def _absent(sections: Mapping[str, Any], options: Sequence[tuple[KeyPath, object
     """
     tables = [((name,), table) for name, table in sections.items() if name not in TABLES]
     return [
-        Problem(f"{nearest(raw.origins, key)}: {dotted(key)}", f"there is nothing at {place}", "Correct the path")
+        Problem(f"{nearest(raw.origins, key)}: {format_key(key)}", f"there is nothing at {place}", "Correct the path")
         for path, table in (*tables, *options)
         if attrs.has(type(table))
         for key, place in absent_places(table, path)
@@ -240,7 +240,7 @@ def _tables_of_no_observer(sections: Mapping[str, Any], raw: RawConfig) -> Itera
     for name in tables:
         if name not in read:
             remedy = did_you_mean(name, list(run.observers)) or f"Add {name!r} to run.observers, or remove this table"
-            where = f"{nearest(raw.origins, ('observers', name))}: {dotted(('observers', name))}"
+            where = f"{nearest(raw.origins, ('observers', name))}: {format_key(('observers', name))}"
             yield Problem(where, "holds options of an observer that run.observers does not name", remedy)
 
 
@@ -275,7 +275,7 @@ def _options(
     unable = [key for key in table if loaded.record.kind == "backend" and key in PARALLEL_SIZES and key not in own]
     refused = [
         Problem(
-            f"{nearest(raw.origins, (*path, key))}: {dotted((*path, key))}",
+            f"{nearest(raw.origins, (*path, key))}: {format_key((*path, key))}",
             f"{plugin} does not declare the capability {key!r}",
             "Remove this key, or choose another backend",
         )
@@ -284,14 +284,14 @@ def _options(
     table = {key: value for key, value in table.items() if key not in unable}
     strays = {key: meant for key in table if not did_you_mean(key, own) and (meant := did_you_mean(key, reserved))}
     refused += [
-        Problem(f"{nearest(raw.origins, (*path, key))}: {dotted((*path, key))}", f"is not a known key ({plugin})", meant)
+        Problem(f"{nearest(raw.origins, (*path, key))}: {format_key((*path, key))}", f"is not a known key ({plugin})", meant)
         for key, meant in strays.items()
     ]
     table = {key: value for key, value in table.items() if key not in strays}
-    left = {key: chosen for key in table if key not in own and (chosen := _chosen_elsewhere(raw, path, key))}
+    left = {key: chosen for key in table if key not in own and (chosen := _find_other_choice(raw, path, key))}
     refused += [
         Problem(
-            f"{nearest(raw.origins, (*path, key))}: {dotted((*path, key))}",
+            f"{nearest(raw.origins, (*path, key))}: {format_key((*path, key))}",
             f"is not a known key ({plugin})",
             " ".join(
                 filter(None, (did_you_mean(key, own), f"Where it is of another {loaded.record.kind} than {chosen.label} chooses,"))
@@ -304,14 +304,14 @@ def _options(
     if loaded.schema is None:
         return None, refused + [
             Problem(
-                f"{nearest(raw.origins, (*path, key))}: {dotted((*path, key))}", f"{plugin} takes no options", "Remove this key"
+                f"{nearest(raw.origins, (*path, key))}: {format_key((*path, key))}", f"{plugin} takes no options", "Remove this key"
             )
             for key in table
         ]
     for name in reserved:
         if name in attrs.fields_dict(loaded.schema):
             raise ContractError(
-                f"{plugin} has an option named `{name}`, and {dotted(path)}.{name} is the engine's own key",
+                f"{plugin} has an option named `{name}`, and {format_key(path)}.{name} is the engine's own key",
                 remedy="Rename that option",
             )
     try:
@@ -324,9 +324,9 @@ def _options(
     return options, refused + [attrs.evolve(problem, cause=f"{problem.cause} ({plugin})") for problem in problems]
 
 
-def _chosen_elsewhere(raw: RawConfig, path: KeyPath, key: str) -> Origin | None:
+def _find_other_choice(raw: RawConfig, path: KeyPath, key: str) -> Origin | None:
     """Return the origin of the choice of a plugin, where the command line makes it and a file gives the option `key`."""
-    chosen = raw.origins.get(dotted((*path, "use")))
+    chosen = raw.origins.get(format_key((*path, "use")))
     given = nearest(raw.origins, (*path, key))
     return chosen if chosen is not None and chosen.kind in ("option", "command line") and given.kind == "file" else None
 
@@ -350,7 +350,7 @@ def _raise(problems: Sequence[Problem], errors: Sequence[tuple[KeyPath, PluginEr
 
 def _as_problems(errors: Sequence[tuple[KeyPath, PluginError]], raw: RawConfig) -> Iterator[Problem]:
     for path, error in errors:
-        yield Problem(f"{nearest(raw.origins, path)}: {dotted(path)}", error.cause, error.remedy)
+        yield Problem(f"{nearest(raw.origins, path)}: {format_key(path)}", error.cause, error.remedy)
 
 
 def _as_dict(config: EngineConfig, plugins: Mapping[str, SelectedPlugin], observers: Sequence[SelectedPlugin]) -> dict[str, Any]:
@@ -362,7 +362,7 @@ def _as_dict(config: EngineConfig, plugins: Mapping[str, SelectedPlugin], observ
         for part in parents:
             place = place[part]
         own = {key: value for key, value in place[last].items() if key in each.reserved}
-        place[last] = {**own, **plugins[dotted(each.path)].table}
+        place[last] = {**own, **plugins[format_key(each.path)].table}
     table["observers"] = {
         _table_name(reference, config.observers): dict(observer.table)
         for reference, observer in zip(config.run.observers, observers, strict=True)

@@ -9,14 +9,14 @@ from attrs import frozen
 
 from skyrl_engine.config.checks import cross_checks
 from skyrl_engine.config.converter import refusals, strict_converter, unknown_key
-from skyrl_engine.config.other_words import RL, meant_by_path
-from skyrl_engine.config.reading.origins import KeyPath, Origin, dotted, leaves, nearest
+from skyrl_engine.config.other_words import RL, explain_path
+from skyrl_engine.config.reading.origins import KeyPath, Origin, format_key, leaves, nearest
 from skyrl_engine.config.reading.places import absolute_place, with_absolute_places
 from skyrl_engine.config.reading.sources import RawConfig
-from skyrl_engine.config.schema import KIND, AbsentTable, EngineConfig, PluginTable, TrainingConfig
+from skyrl_engine.config.schema import KIND, MissingTable, EngineConfig, PluginTable, TrainingConfig
 from skyrl_engine.config.sections import Section, sections
 from skyrl_engine.config.trainers import DEFAULT_TRAINER, TRAINERS, Trainer, owners_of
-from skyrl_engine.config.wording import RefusedError, choices, did_you_mean, shown, wrong_kind
+from skyrl_engine.config.wording import RefusedError, choices, did_you_mean, format_value, wrong_kind
 from skyrl_engine.errors import ConfigError, Problem
 from skyrl_engine.registry.kinds import KINDS, TABLES, Kind
 
@@ -34,7 +34,7 @@ class Structured:
             raise ConfigError(self.problems)
         selected = {name: self.sections[name] for name in TABLES if name in self.sections}
         names = [attribute.name for attribute in attrs.fields(EngineConfig) if attribute.name != "selected"]
-        return EngineConfig(selected=selected, **{name: self.sections.get(name, AbsentTable(name)) for name in names})
+        return EngineConfig(selected=selected, **{name: self.sections.get(name, MissingTable(name)) for name in names})
 
 
 def structure(raw: RawConfig, need: Collection[str] | None = None, also: Collection[str] = ()) -> Structured:
@@ -88,7 +88,7 @@ def _trainer(raw: RawConfig) -> tuple[Trainer | None, list[Problem]]:
     if not isinstance(chosen, str):
         return None, _other_words(raw, "trainer") or [_problem(raw, ("trainer",), wrong_kind(chosen, str))]
     remedy = did_you_mean(chosen, list(TRAINERS)) or f"Choose one of {choices(TRAINERS)}"
-    return None, [_problem(raw, ("trainer",), RefusedError(f"there is no trainer {shown(chosen)}", remedy))]
+    return None, [_problem(raw, ("trainer",), RefusedError(f"there is no trainer {format_value(chosen)}", remedy))]
 
 
 def _unknown(raw: RawConfig, key: str, known: Collection[str], trainer: Trainer | None) -> list[Problem]:
@@ -112,11 +112,11 @@ def _meaning(raw: RawConfig, path: KeyPath) -> str | None:
     """Return what sets here what a key elsewhere sets: by a word of other engines, or in another table."""
     chosen = raw.table.get("trainer", DEFAULT_TRAINER)
     trainer = TRAINERS.get(chosen) if isinstance(chosen, str) else None
-    sentence = meant_by_path(path, RL) if trainer is None or trainer.name == RL else None
+    sentence = explain_path(path, RL) if trainer is None or trainer.name == RL else None
     if sentence is not None:
         return sentence
     home = home_of(path[-1], trainer)
-    return f"Did you mean {home}?" if home else meant_by_path(path)
+    return f"Did you mean {home}?" if home else explain_path(path)
 
 
 def _meanings_inside(raw: RawConfig, path: KeyPath) -> str | None:
@@ -145,7 +145,7 @@ def _foreign(raw: RawConfig, name: str, trainer: Trainer, kind: Kind | None) -> 
     owners = owners_of(name)
     whose = f"trainer {owners[0]}" if len(owners) == 1 else f"the trainers {', '.join(owners[:-1])} and {owners[-1]}"
     cause = f"[{name}] is a table of {whose}, and this run's trainer is {trainer.name}"
-    return _problem(raw, (name,), RefusedError(cause, f"Remove it, or set trainer = {shown(owners[0])}"))
+    return _problem(raw, (name,), RefusedError(cause, f"Remove it, or set trainer = {format_value(owners[0])}"))
 
 
 def _foreign_lists(raw: RawConfig, section: Section, table: Any, trainer: Trainer) -> list[Problem]:
@@ -172,7 +172,7 @@ def structure_table(schema: type[Any], table: Any, path: KeyPath, raw: RawConfig
 
 
 def _problem(raw: RawConfig, path: KeyPath, refusal: RefusedError) -> Problem:
-    key = dotted(path)
+    key = format_key(path)
     if refusal.about == "missing" and any(isinstance(part, int) for part in path):
         return Problem(f"{nearest(raw.origins, path[:-1])}: {key}", refusal.cause, "Set it in this entry of the list")
     if refusal.about == "missing":
@@ -228,7 +228,7 @@ def _plugin_table(
 ) -> tuple[PluginTable | None, list[Problem]]:
     """Structure the engine's keys and keep the plugin's options; options without `use` belong to the default plugin, if there is one."""
     if not isinstance(table, Mapping):
-        header = f"[{dotted(path)}]" if isinstance(path[-1], str) else f"[[{dotted(path[:-1])}]]"
+        header = f"[{format_key(path)}]" if isinstance(path[-1], str) else f"[[{format_key(path[:-1])}]]"
         return None, [_problem(raw, path, RefusedError(wrong_kind(table, dict).cause, f'Write {header} and use = "..." under it'))]
     lists: dict[str, tuple[PluginTable | None, ...]] = {}
     problems: list[Problem] = []
@@ -248,7 +248,7 @@ def _plugin_tables(
 ) -> tuple[tuple[PluginTable | None, ...], list[Problem]]:
     """Structure a list of plugin tables. A refused entry is None, so that the others keep their places; its problem stops the configuration."""
     if not isinstance(tables, list):
-        remedy = f'Write [[{dotted(path)}]] and use = "..." under it, once for each'
+        remedy = f'Write [[{format_key(path)}]] and use = "..." under it, once for each'
         return (), [_problem(raw, path, RefusedError(wrong_kind(tables, list).cause, remedy))]
     made = [_plugin_table(raw, schema, table, (*path, index)) for index, table in enumerate(tables)]
     return tuple(section for section, _ in made), [problem for _, found in made for problem in found]
@@ -307,6 +307,6 @@ def complete_origins(table: Mapping[str, Any], given: Mapping[str, Origin], defa
     """Return the origin of every key that holds a value in a resolved table: as given, else `default`."""
     origins = {}
     for path, _ in leaves(table):
-        found = [given[dotted(path[:end])] for end in range(len(path), 0, -1) if dotted(path[:end]) in given]
-        origins[dotted(path)] = found[0] if found else default
+        found = [given[format_key(path[:end])] for end in range(len(path), 0, -1) if format_key(path[:end]) in given]
+        origins[format_key(path)] = found[0] if found else default
     return origins

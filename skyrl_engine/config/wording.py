@@ -26,7 +26,7 @@ class RefusedError(ValueError):
         super().__init__(cause)
 
 
-def shown(value: object) -> str:
+def format_value(value: object) -> str:
     """Return a value as TOML writes it, shortened."""
     if value is None:
         return "nothing"
@@ -40,13 +40,13 @@ def shown(value: object) -> str:
 
 
 def choices(values: Iterable[object]) -> str:
-    return ", ".join(shown(value) for value in values)
+    return ", ".join(format_value(value) for value in values)
 
 
 def did_you_mean(written: object, known: Collection[str]) -> str | None:
     """`Did you mean "x"?` for the closest known word."""
     close = difflib.get_close_matches(str(written), known, n=1)
-    return f"Did you mean {shown(close[0])}?" if close else None
+    return f"Did you mean {format_value(close[0])}?" if close else None
 
 
 _SCALARS: Mapping[Any, tuple[str, str]] = {
@@ -59,21 +59,21 @@ _SCALARS: Mapping[Any, tuple[str, str]] = {
 }
 
 
-def expected(kind: Any) -> str:
+def describe_type(kind: Any) -> str:
     """Say in words which values a type takes: "a whole number", `one of "a", "b"`, "a list of numbers, or none"."""
     if kind in _SCALARS:
         return _SCALARS[kind][0]
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin is typing.Annotated:
-        return expected(arguments[0])
+        return describe_type(arguments[0])
     if origin is Literal:
         return f"one of {choices(arguments)}"
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
         return f"one of {choices(member.value for member in kind)}"
     if origin in (Union, types.UnionType):
-        return " or ".join(expected(argument) for argument in sorted(arguments, key=lambda argument: argument is type(None)))
+        return " or ".join(describe_type(argument) for argument in sorted(arguments, key=lambda argument: argument is type(None)))
     if origin is tuple and arguments[-1:] != (...,):
-        return f"a list of {len(arguments)}: {', '.join(expected(argument) for argument in arguments)}"
+        return f"a list of {len(arguments)}: {', '.join(describe_type(argument) for argument in arguments)}"
     if attrs.has(origin or kind) or _is_class(origin or kind, Mapping):
         return "a table"
     if _is_class(origin or kind, Collection):
@@ -87,12 +87,12 @@ def _is_class(kind: Any, base: type) -> bool:
 
 def wrong_kind(value: object, kind: Any) -> RefusedError:
     """Return the refusal of a value whose kind is not the expected one."""
-    words = expected(kind)
+    words = describe_type(kind)
     if kind is int and type(value) is float and value.is_integer():
-        return RefusedError(f"must be {words}, is {shown(value)}", f"Write {int(value)}")
+        return RefusedError(f"must be {words}, is {format_value(value)}", f"Write {int(value)}")
     if isinstance(kind, type) and kind in _SCALARS:
-        return RefusedError(f"must be {words}, is {shown(value)}", _SCALARS[kind][1])
-    return RefusedError(f"must be {words}, is {shown(value)}", f"Write {words}")
+        return RefusedError(f"must be {words}, is {format_value(value)}", _SCALARS[kind][1])
+    return RefusedError(f"must be {words}, is {format_value(value)}", f"Write {words}")
 
 
 _SAME: Mapping[str, str] = {
@@ -111,9 +111,9 @@ def not_a_choice(value: object, allowed: Collection[object]) -> RefusedError:
     """Return the refusal of a value that is none of those allowed, with the one that was meant."""
     same = _SAME.get(value.lower()) if isinstance(value, str) else None
     if same is not None and same in allowed:
-        return RefusedError(f"must be one of {choices(allowed)}, is {shown(value)}", f"Did you mean {shown(same)}?")
+        return RefusedError(f"must be one of {choices(allowed)}, is {format_value(value)}", f"Did you mean {format_value(same)}?")
     meant = did_you_mean(value, [choice for choice in allowed if isinstance(choice, str)]) if isinstance(value, str) else None
-    return RefusedError(f"must be one of {choices(allowed)}, is {shown(value)}", meant or "Choose one of them")
+    return RefusedError(f"must be one of {choices(allowed)}, is {format_value(value)}", meant or "Choose one of them")
 
 
 _COMPARISON = re.compile(r"'(?P<name>[^']+)' must be (?P<sign>>=|<=|>|<) (?P<bound>\S+?): (?P<value>.*)", re.DOTALL)
@@ -130,22 +130,22 @@ def bounds(validator: Any) -> Iterator[tuple[str, float]]:
         yield sign, bound
 
 
-def allowed_values(validator: Any) -> tuple[Any, ...]:
+def list_allowed_values(validator: Any) -> tuple[Any, ...]:
     """Return the values that attrs' `in_` validator allows, alone, combined or inside `optional`; none without one."""
     own = getattr(validator, "options", None)
     if isinstance(own, Collection) and not isinstance(own, str):
         return tuple(own)
     inner = (*getattr(validator, "_validators", ()), getattr(validator, "validator", None))
-    return next((found for each in inner if each is not None and (found := allowed_values(each))), ())
+    return next((found for each in inner if each is not None and (found := list_allowed_values(each))), ())
 
 
-def allowed_members(validator: Any) -> tuple[Any, ...]:
+def list_allowed_members(validator: Any) -> tuple[Any, ...]:
     """Return the values that attrs' `deep_iterable(in_(...))` allows as members, alone, combined or inside `optional`; none without one."""
     member = getattr(validator, "member_validator", None)
     if member is not None:
-        return allowed_values(member)
+        return list_allowed_values(member)
     inner = (*getattr(validator, "_validators", ()), getattr(validator, "validator", None))
-    return next((found for each in inner if each is not None and (found := allowed_members(each))), ())
+    return next((found for each in inner if each is not None and (found := list_allowed_members(each))), ())
 
 
 def bounds_in_words(validator: Any) -> str:

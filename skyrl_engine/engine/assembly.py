@@ -56,9 +56,9 @@ class Assembly:
         return cls(
             plugins=plugins,
             context=context,
-            collator=plugins["collator"].part("collator", context),
-            reducer=plugins["reducer"].part("reducer", context),
-            merger=plugins["merger"].part("merger", context),
+            collator=plugins["collator"].bind("collator", context),
+            reducer=plugins["reducer"].bind("reducer", context),
+            merger=plugins["merger"].bind("merger", context),
             objective=ObjectiveParts.made(plugins, context),
             description=backend.loaded.describe_backend(backend.options, ranks),
         )

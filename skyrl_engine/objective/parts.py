@@ -71,7 +71,7 @@ class ObjectiveParts:
 
 def _made(selected: SelectedPlugin, place: str, context: FactoryContext, taken: set[str]) -> BoundPlugin[Any]:
     """The part at `place`, under a name that no part before it has: the plugin's own, with a number behind it where that is taken."""
-    part = selected.part(place, context)
+    part = selected.bind(place, context)
     candidates = (part.name if number == 1 else f"{part.name}_{number}" for number in count(1))
     free = next(candidate for candidate in candidates if candidate not in taken)
     taken.add(free)

@@ -13,7 +13,7 @@ from typing import Any
 from attrs import define, field
 
 from skyrl_engine.config import ResolvedConfig
-from skyrl_engine.config.trust.gate import sealed
+from skyrl_engine.config.trust.gate import seal_run
 from skyrl_engine.config.trust.seal import ENTRY
 from skyrl_engine.config.trust.user_key import VARIABLE, key_file, make_key
 from skyrl_engine.contracts.kinds.context import FactoryContext
@@ -98,7 +98,7 @@ class RunSession:
             return None
         selected = [*self._resolved.plugins.values(), *self._resolved.observers]
         records, codes = [each.loaded.record for each in selected], [each.code for each in selected]
-        return sealed(tomllib.loads(config), records, codes).signed(self._key)
+        return seal_run(tomllib.loads(config), records, codes).sign(self._key)
 
     @property
     def began(self) -> bool:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import attrs
 
 from skyrl_engine.config import SelectedPlugin
-from skyrl_engine.config.wording import allowed_members, allowed_values, bounds
+from skyrl_engine.config.wording import list_allowed_members, list_allowed_values, bounds
 from skyrl_engine.errors import EngineError
 from skyrl_engine.testing.promise import Finding, Promise, Verdict
 from skyrl_engine.testing.subject import Subject
@@ -50,12 +50,12 @@ def variants(plugin: SelectedPlugin, given: frozenset[str]) -> Iterator[tuple[st
 
 def _allowed(attribute: "attrs.Attribute[Any]") -> list[tuple[Any, bool]]:
     kinds = _alternatives(attribute.type)
-    named = allowed_values(attribute.validator) or tuple(each for kind in kinds for each in _named(kind))
+    named = list_allowed_values(attribute.validator) or tuple(each for kind in kinds for each in _named(kind))
     values: list[tuple[Any, bool]] = [(each, False) for each in named if isinstance(each, str | int | float)]
     # A number that may be none is most often the size of a limit, which at its bound refuses nearly all that is valid.
     if not values and attribute.type in (int, float):
         values = [(attribute.type(bound), True) for sign, bound in bounds(attribute.validator) if sign in (">=", "<=")]
-    members = allowed_members(attribute.validator) or tuple(each for kind in kinds for each in _named_members(kind))
+    members = list_allowed_members(attribute.validator) or tuple(each for kind in kinds for each in _named_members(kind))
     values += [([each], False) for each in members if isinstance(each, str | int | float)]
     return [*values, *((None, False) for kind in kinds if kind is type(None))]
 

@@ -128,7 +128,7 @@ class RankGenerator:
         """Make the generator of a lock, and give it the weights as they are. `samples` is False on ranks that share another's samples."""
         selected = SelectedPlugin.from_lock(lock)
         described = selected.loaded.describe_generator(selected.options)
-        part: BoundPlugin[Generator] | None = selected.part("generator", context) if samples else None
+        part: BoundPlugin[Generator] | None = selected.bind("generator", context) if samples else None
         made = cls(backend, described, str(selected.loaded.record), part)
         weights = OfferedWeights(form_for(described, backend, made._label), backend)
         try:

@@ -162,7 +162,7 @@ class Worker:
         wanted = KINDS_OF_PARTS | {"collator"}
         selected = {place: SelectedPlugin.from_lock(lock) for place, lock in plugins.items() if lock["record"]["kind"] in wanted}
         self._objective_parts = ObjectiveParts.made(selected, self._context)
-        self._collator: BoundPlugin[Collator] = selected["collator"].part("collator", self._context)
+        self._collator: BoundPlugin[Collator] = selected["collator"].bind("collator", self._context)
 
     def run(self, work: Pass, shard: Shard) -> RankReply:
         """One pass over the shard. An EngineError of one of several ranks names the rank."""

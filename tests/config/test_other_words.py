@@ -4,7 +4,7 @@ import attrs
 import pytest
 
 from skyrl_engine.config import load
-from skyrl_engine.config.other_words import RL, key_for, meant, words, words_of_rl
+from skyrl_engine.config.other_words import RL, key_for, explain_word, words, words_of_rl
 from skyrl_engine.config.schema import LoraConfig
 from skyrl_engine.config.schema.rl import RewardKlConfig
 from skyrl_engine.config.sections import sections
@@ -25,7 +25,7 @@ def test_every_word_leads_to_a_key_of_the_schema_and_to_one_only():
     assert set(words()) <= set(keys)
     everything = [word for known in words().values() for word in known]
     assert len(set(everything)) == len(everything)
-    assert all(key_for(word) == key and meant(word) for key, known in words().items() for word in known)
+    assert all(key_for(word) == key and explain_word(word) for key, known in words().items() for word in known)
 
 
 def test_every_word_of_reinforcement_leads_to_a_key_or_to_an_option_of_a_plugin():
@@ -45,7 +45,7 @@ def test_every_word_of_reinforcement_leads_to_a_key_or_to_an_option_of_a_plugin(
         assert any(option in attrs.fields_dict(schema) for schema in _schemas(kind.name)), key
     everything = [word for known in words_of_rl().values() for word in known]
     assert len(set(everything)) == len(everything)
-    assert all(key_for(word, RL) == key and meant(word, RL) for key, known in words_of_rl().items() for word in known)
+    assert all(key_for(word, RL) == key and explain_word(word, RL) for key, known in words_of_rl().items() for word in known)
     assert key_for("train_batch_size") == "training.batch_size"
     assert key_for("train_batch_size", RL) == "rl.groups"
 

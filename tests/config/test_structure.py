@@ -17,7 +17,7 @@ from skyrl_engine.config.reading.sources import RawConfig, load
 from skyrl_engine.config.reading.toml import read_toml
 from skyrl_engine.config.report import to_toml
 from skyrl_engine.config.schema import (
-    AbsentTable,
+    MissingTable,
     EngineConfig,
     EnvironmentTable,
     LoraConfig,
@@ -155,8 +155,8 @@ def test_terms_and_corrections_that_are_none(value: str, problem: str) -> None:
 def test_tables_a_command_does_not_need_may_be_absent() -> None:
     made = structure(load(None, ["run.seed=3"]), need=()).config()
     assert made.run.seed == 3
-    assert made.model == AbsentTable("model")
-    assert made.data == AbsentTable("data")
+    assert made.model == MissingTable("model")
+    assert made.data == MissingTable("data")
     assert not made.has("data")
     assert made.has("training")
     assert structure(load(None, ["model.path=m"]), need=("model",)).config().model.path == "m"
@@ -260,7 +260,7 @@ def _configurations(trainer: Trainer) -> st.SearchStrategy[EngineConfig]:
     tables = {name: _values(imported(row.table or "")) for name, row in TABLES.items() if known[name].belongs_to(trainer)}
     fields = [each for each in attrs.fields(attrs.resolve_types(EngineConfig)) if each.name not in ("trainer", "selected")]
     values = {
-        each.name: _values(each.type) if known[each.name].belongs_to(trainer) else st.just(AbsentTable(each.name))
+        each.name: _values(each.type) if known[each.name].belongs_to(trainer) else st.just(MissingTable(each.name))
         for each in fields
     }
     return st.builds(EngineConfig, trainer=st.just(trainer.name), selected=st.fixed_dictionaries(tables), **values)

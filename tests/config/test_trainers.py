@@ -4,7 +4,7 @@ import jsonschema
 import pytest
 
 from skyrl_engine.config import config_schema, from_dict, load, resolve, trainers
-from skyrl_engine.config.schema import AbsentTable
+from skyrl_engine.config.schema import MissingTable
 from skyrl_engine.config.sections import sections
 from skyrl_engine.config.structure import structure
 from skyrl_engine.config.trainers import TRAINERS, Trainer
@@ -80,7 +80,7 @@ def test_a_table_of_several_other_trainers_names_them_all(monkeypatch: pytest.Mo
 def test_kinds_that_a_trainer_does_not_use_are_neither_loaded_nor_accepted() -> None:
     made = resolve(load(None, ["trainer=scoring", "model.path=m"]))
     assert set(made.plugins) == set(SCORING)
-    assert made.config.data == AbsentTable("data")
+    assert made.config.data == MissingTable("data")
     assert not {"data", "training", "evaluation", "reducer"} & made.as_dict().keys()
     assert resolve(from_dict(made.as_dict(), "run.json")).as_dict() == made.as_dict()
     assert problems("trainer=scoring", "model.path=m", "reducer.use=sum", "loss.corrections=[{use = 'tis'}]") == [

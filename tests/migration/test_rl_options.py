@@ -13,7 +13,7 @@ import pytest
 from attrs import frozen
 
 from skyrl_engine.config import load, resolve
-from skyrl_engine.config.other_words import meant_by_path
+from skyrl_engine.config.other_words import explain_path
 from skyrl_engine.config.reading.sources import RawConfig
 from skyrl_engine.config.structure import structure
 from skyrl_engine.errors import ConfigError, EngineError
@@ -126,7 +126,7 @@ def test_words_of_fine_tuning_come_first_there() -> None:
     with pytest.raises(EngineError) as refused:
         resolve(load({"model": {"path": "m"}, "data": {"train": "d"}}, ["training.train_batch_size=4"]))
     assert "Set training.batch_size" in str(refused.value)
-    assert meant_by_path(("data", "train_files")) == "Set data.train"
+    assert explain_path(("data", "train_files")) == "Set data.train"
 
 
 def test_words_inside_a_table_of_another_engine_are_all_told() -> None:

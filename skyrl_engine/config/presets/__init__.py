@@ -13,11 +13,11 @@ from typing import Any
 
 from attrs import evolve
 
-from skyrl_engine.config.reading.origins import Origin, dotted, leaves, nearest
+from skyrl_engine.config.reading.origins import Origin, format_key, leaves, nearest
 from skyrl_engine.config.reading.sources import RawConfig
 from skyrl_engine.config.schema import PreferenceConfig, RewardModelConfig, RlConfig
 from skyrl_engine.config.trainers import DEFAULT_TRAINER
-from skyrl_engine.config.wording import choices, did_you_mean, shown
+from skyrl_engine.config.wording import choices, did_you_mean, format_value
 from skyrl_engine.errors import Problem
 from skyrl_engine.registry.kinds import TABLES
 
@@ -73,7 +73,7 @@ def with_preset(raw: RawConfig) -> RawConfig:
     if name not in (names := preset_names(trainer)):
         where = f"{nearest(raw.origins, (trainer, 'preset'))}: {trainer}.preset"
         remedy = did_you_mean(str(name), names) or f"Choose one of {choices([*names, NO_PRESET])}"
-        problem = Problem(where, f"there is no preset {shown(name)}", remedy)
+        problem = Problem(where, f"there is no preset {format_value(name)}", remedy)
         return evolve(raw, problems=(*raw.problems, problem))
     table, origins = deepcopy(dict(raw.table)), dict(raw.origins)
     ours, said = preset(name, trainer), {}
@@ -100,20 +100,20 @@ def _lay_under(
         place = place[part]
     key = path[-1]
     if key not in place:
-        place[key] = _filled(value, own)
+        place[key] = _substitute_keys(value, own)
         for inner, _ in leaves(value, path):
-            origins[dotted(inner)] = origin
+            origins[format_key(inner)] = origin
     elif isinstance(value, Mapping) and isinstance(place[key], dict):
         for inner_key, item in value.items():
             _lay_under(table, (*path, inner_key), item, origins, origin, own)
 
 
-def _filled(value: Any, own: Mapping[str, Any]) -> Any:
+def _substitute_keys(value: Any, own: Mapping[str, Any]) -> Any:
     """Return a preset's value with keys of `[rl]` in the place of their names."""
     if isinstance(value, Mapping):
-        return {key: _filled(item, own) for key, item in value.items()}
+        return {key: _substitute_keys(item, own) for key, item in value.items()}
     if isinstance(value, list):
-        return [_filled(item, own) for item in value]
+        return [_substitute_keys(item, own) for item in value]
     if isinstance(value, str) and value.startswith(_KEY):
         name = value.removeprefix(_KEY)
         return own.get(name, getattr(RlConfig(), name))

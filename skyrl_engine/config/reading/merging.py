@@ -12,8 +12,8 @@ from typing import Any
 
 from attrs import frozen
 
-from skyrl_engine.config.other_words import RL, meant_by_path
-from skyrl_engine.config.reading.origins import KeyPath, Origin, dotted, leaves
+from skyrl_engine.config.other_words import RL, explain_path
+from skyrl_engine.config.reading.origins import KeyPath, Origin, format_key, leaves
 from skyrl_engine.config.reading.overrides import parse_override
 from skyrl_engine.errors import Problem
 
@@ -78,12 +78,12 @@ class MergedTable:
             try:
                 self._put(each.path, each.value, each.origin)
             except _UnreachableError as error:
-                problems[each.place] = Problem(f"{each.origin}: {dotted(each.path)}", error.cause, error.remedy)
+                problems[each.place] = Problem(f"{each.origin}: {format_key(each.path)}", error.cause, error.remedy)
             else:
                 merged.append(each)
-        return [problem for _, problem in sorted(problems.items())] + list(self._replaced(merged))
+        return [problem for _, problem in sorted(problems.items())] + list(self._find_replaced(merged))
 
-    def _replaced(self, merged: Sequence[_Assignment]) -> Iterator[Problem]:
+    def _find_replaced(self, merged: Sequence[_Assignment]) -> Iterator[Problem]:
         """Yield a problem for every assignment that another one has replaced, in part or as a whole."""
         for number, each in enumerate(merged):
             if all(_is_kept(value, _value_at(self.table, path)) for path, value in leaves(each.value, each.path)):
@@ -95,7 +95,7 @@ class MergedTable:
             ]
             by = related[-1]
             option, key = (each, by) if each.origin.kind == "option" else (by, each)
-            where = dotted(max(option.path, key.path, key=len))
+            where = format_key(max(option.path, key.path, key=len))
             yield Problem(f"{option.origin}: {where}", f"{key.text} is given too", "Give one of the two")
 
     def _put(self, path: KeyPath, value: Any, origin: Origin) -> None:
@@ -111,24 +111,24 @@ class MergedTable:
                 break
             inner = place.setdefault(key, {}) if isinstance(place, dict) else place[key]
             if not isinstance(inner, dict) and not _is_list_of_tables(inner):
-                remedy = meant_by_path(path, RL) if reached == ("trainer",) else None
+                remedy = explain_path(path, RL) if reached == ("trainer",) else None
                 raise _UnreachableError(
-                    f"{dotted(reached)} holds a value, not a table", remedy or f"Set {dotted(reached)} as a whole"
+                    f"{format_key(reached)} holds a value, not a table", remedy or f"Set {format_key(reached)} as a whole"
                 )
             place = inner
-        name = dotted(reached)
+        name = format_key(reached)
         for known in [known for known in self.origins if known == name or known.startswith((f"{name}.", f"{name}["))]:
             del self.origins[known]
         for leaf, _ in leaves(value, reached):
-            self.origins[dotted(leaf)] = origin
+            self.origins[format_key(leaf)] = origin
 
 
 def _position(place: list[Any], part: str | int, reached: KeyPath, path: KeyPath) -> int:
     """Return the position in a list of tables that a part of a key means. Raises _UnreachableError where it is none."""
-    name, text = dotted(reached), str(part)
+    name, text = format_key(reached), str(part)
     entries = f"{name} is a list of {len(place)} {'table' if len(place) == 1 else 'tables'}"
     if not text.isdecimal():
-        rest = dotted(path[len(reached) :])
+        rest = format_key(path[len(reached) :])
         raise _UnreachableError(f"{entries}, and {text!r} is no position in it", f"Write {name}.0.{rest} for the first of them")
     if int(text) >= len(place):
         raise _UnreachableError(

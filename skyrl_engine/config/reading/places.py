@@ -46,7 +46,7 @@ def with_absolute_places(schema: type[Any], table: Any, path: KeyPath, origins: 
             place = partial(absolute_place, folder=folder, reference=attribute.metadata.get(PLACE) == "reference")
             placed[key] = [place(item) for item in value] if isinstance(value, list) else place(value)
         elif nested is not None:
-            placed[key] = _nested(nested, value, (*path, key), origins)
+            placed[key] = _resolve_nested(nested, value, (*path, key), origins)
         else:
             placed[key] = value
     return placed
@@ -80,9 +80,9 @@ def _exists(place: str) -> bool:
         return False
 
 
-def _nested(schema: type[Any], value: Any, path: KeyPath, origins: Mapping[str, Origin]) -> Any:
+def _resolve_nested(schema: type[Any], value: Any, path: KeyPath, origins: Mapping[str, Origin]) -> Any:
     if isinstance(value, list):
-        return [_nested(schema, item, (*path, index), origins) for index, item in enumerate(value)]
+        return [_resolve_nested(schema, item, (*path, index), origins) for index, item in enumerate(value)]
     return with_absolute_places(schema, value, path, origins)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from attrs import Factory, evolve, frozen
 
 from skyrl_engine.config.reading.merging import MergedTable, Option
-from skyrl_engine.config.reading.origins import KeyPath, Origin, dotted, leaves
+from skyrl_engine.config.reading.origins import KeyPath, Origin, format_key, leaves
 from skyrl_engine.config.trust.consent import Consent
 from skyrl_engine.errors import ConfigError, Problem
 
@@ -86,7 +86,7 @@ def with_defaults(raw: RawConfig, defaults: Mapping[str, Any], label: str) -> Ra
         # where no table is, structuring says so
         if isinstance(place, dict) and key not in place:
             place[key] = copy.deepcopy(value)
-            origins |= {dotted(leaf): Origin("default", label) for leaf, _ in leaves(value, (*around, key))}
+            origins |= {format_key(leaf): Origin("default", label) for leaf, _ in leaves(value, (*around, key))}
     return evolve(raw, table=table, origins=origins)
 
 
@@ -100,14 +100,14 @@ def _read(source: Path | Mapping[str, Any] | None, part: Callable[[Mapping[str, 
     written = None if path is None else copy.deepcopy(table)
     table = table if part is None else part(table)
     label, folder = "the given mapping" if path is None else str(path), _folder_of(path)
-    origins = {dotted(key): Origin("file", label, _line(lines, key), folder) for key, _ in leaves(table) if key}
+    origins = {format_key(key): Origin("file", label, _line(lines, key), folder) for key, _ in leaves(table) if key}
     return RawConfig(table, origins, path, written=written, of_run=part is not None)
 
 
 def from_dict(table: Mapping[str, Any], source: str) -> RawConfig:
     """A configuration that was resolved before, for instance out of a `run.json`; `source` is what problems call it."""
     origin = Origin("file", source)
-    return RawConfig(copy.deepcopy(dict(table)), {dotted(key): origin for key, _ in leaves(table) if key}, Path(source))
+    return RawConfig(copy.deepcopy(dict(table)), {format_key(key): origin for key, _ in leaves(table) if key}, Path(source))
 
 
 def read_file(path: Path) -> tuple[dict[str, Any], dict[KeyPath, int]]:

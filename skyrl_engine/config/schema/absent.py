@@ -6,7 +6,7 @@ from attrs import frozen
 
 
 @frozen
-class AbsentTable:
+class MissingTable:
     """Stands in for a table that nobody gave and the command does not need, or that belongs to another trainer.
 
     Reading a key of it is a mistake of the engine.

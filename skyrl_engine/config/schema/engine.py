@@ -5,7 +5,7 @@ from typing import Any
 
 from attrs import Factory, field, frozen
 
-from skyrl_engine.config.schema.absent import AbsentTable
+from skyrl_engine.config.schema.absent import MissingTable
 from skyrl_engine.config.schema.checkpoint import CheckpointConfig
 from skyrl_engine.config.schema.data import DataConfig
 from skyrl_engine.config.schema.evaluation import EvaluationConfig
@@ -54,4 +54,4 @@ class EngineConfig:
 
     def has(self, table: str) -> bool:
         """Say if this run has a table and its keys can be read."""
-        return not isinstance(getattr(self, table), AbsentTable)
+        return not isinstance(getattr(self, table), MissingTable)

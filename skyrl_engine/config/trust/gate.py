@@ -16,7 +16,7 @@ from typing import Any
 import attrs
 from attrs import define, field, frozen
 
-from skyrl_engine.config.reading.origins import DEFAULT, KeyPath, dotted, nearest
+from skyrl_engine.config.reading.origins import DEFAULT, KeyPath, format_key, nearest
 from skyrl_engine.config.reading.sources import RawConfig
 from skyrl_engine.config.schema import PluginTable
 from skyrl_engine.config.trust.marks import code_in
@@ -42,7 +42,7 @@ class NamedInFile:
 
     @property
     def key(self) -> str:
-        return dotted(self.path)
+        return format_key(self.path)
 
     @classmethod
     def of_record(cls, path: KeyPath, record: PluginRecord) -> "NamedInFile":
@@ -115,7 +115,7 @@ class Gate:
         """Return True where a run directory gives options of this plugin, and nobody said that its code may run."""
         if self.run is None or self.raw.consent.given:
             return False
-        table = dotted(path)
+        table = format_key(path)
         return any(
             origin.kind == "file"
             for key, origin in self.raw.origins.items()
@@ -166,7 +166,7 @@ class Gate:
         return None
 
 
-def sealed(written: Mapping[str, Any], records: Iterable[PluginRecord], codes: Iterable[NamedCode]) -> Seal:
+def seal_run(written: Mapping[str, Any], records: Iterable[PluginRecord], codes: Iterable[NamedCode]) -> Seal:
     """Return the seal of a run: of its configuration as its file has it, its plugins, and the code that their options name."""
     files: dict[Path, str] = {}
     for record in records:

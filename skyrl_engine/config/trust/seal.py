@@ -32,7 +32,7 @@ class Seal:
     tables: Mapping[str, str]
     files: Mapping[str, str]
 
-    def signed(self, key: bytes) -> dict[str, Any]:
+    def sign(self, key: bytes) -> dict[str, Any]:
         """Return it as JSON values, with its signature."""
         return {**self._content(), "hmac": self._signature(key)}
 

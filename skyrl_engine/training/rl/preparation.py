@@ -10,7 +10,7 @@ import numpy as np
 from attrs import evolve, frozen
 
 from skyrl_engine.config import ResolvedConfig, SelectedPlugin
-from skyrl_engine.config.reading.origins import dotted
+from skyrl_engine.config.reading.origins import format_key
 from skyrl_engine.config.reading.places import absent_places
 from skyrl_engine.config.schema import EngineConfig, RlConfig
 from skyrl_engine.contracts.kinds.advantage import Advantage
@@ -173,11 +173,11 @@ def prepare(resolved: ResolvedConfig, *, trains: bool = True, progress: Progress
     advantage: BoundPlugin[Advantage] | None = None
     filters: list[BoundPlugin[GroupFilter]] = []
     with refusals.collect():
-        advantage = resolved.plugins["advantage"].part("advantage", context)
+        advantage = resolved.plugins["advantage"].bind("advantage", context)
         refuse_single_attempts(resolved, advantage)
     for number, each in enumerate(_at(resolved, "group_filters")):
         with refusals.collect():
-            filters.append(each.part(f"group_filters[{number}]", context))
+            filters.append(each.bind(f"group_filters[{number}]", context))
     if assembly is None or advantage is None:
         refusals.raise_all()
     assert assembly is not None, "what hinders it was raised"
@@ -246,7 +246,7 @@ def _environment_parts(
     for number, each in enumerate(environments):
         made = len(parts)
         with refusals.collect():
-            part: BoundPlugin[Environment] = each.part(f"environments[{number}]", context)
+            part: BoundPlugin[Environment] = each.bind(f"environments[{number}]", context)
             refuse_no_task(part, tasks_in(part, "train"), trains=trains)
             parts.append(part)
         if len(parts) == made:
@@ -261,7 +261,7 @@ def _refuse_absent_places(environment: SelectedPlugin, number: int, refusals: Re
     for key, place in absent_places(environment.options, ("environments", number)):
         with refusals.collect():
             if not refusals.has_named(place):
-                raise ConfigError([Problem(dotted(key), f"there is nothing at {place}", "Correct the path")])
+                raise ConfigError([Problem(format_key(key), f"there is nothing at {place}", "Correct the path")])
 
 
 def _plan_any_batch(assembly: Assembly, layout: Layout, settings: RlConfig, rollouts: LiveRolloutSpec | Recording | None) -> None:

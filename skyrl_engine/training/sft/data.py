@@ -240,7 +240,7 @@ def columns_to_read(resolved: ResolvedConfig, tokenizer: "PreTrainedTokenizerBas
     """Name the columns that the objective needs of the data, each with who asks for it, as `load_columns` takes them."""
     config = resolved.config
     context = FactoryContext(config.run.seed, int(tokenizer.pad_token_id or 0), config.data.max_length)
-    reducer: BoundPlugin[Reducer] = resolved.plugins["reducer"].part("reducer", context)
+    reducer: BoundPlugin[Reducer] = resolved.plugins["reducer"].bind("reducer", context)
     return needed_columns({**ObjectiveParts.made(resolved.plugins, context).needs, **needs_of_reducer(reducer)})
 
 
