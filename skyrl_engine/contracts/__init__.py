@@ -41,7 +41,7 @@ if TYPE_CHECKING:
         Collator,
         DenseBatch,
         GatherIndex,
-        carried_by,
+        declared_extras,
         collate,
     )
     from skyrl_engine.contracts.kinds.context import FactoryContext
@@ -263,7 +263,7 @@ __all__ = [
     "as_advantage_output",
     "as_drop_reason",
     "as_loss_output",
-    "carried_by",
+    "declared_extras",
     "collate",
     "column_forms",
     "combine_metrics",
@@ -398,7 +398,7 @@ _HOMES = {
     "as_advantage_output": "kinds.advantage",
     "as_drop_reason": "kinds.group_filter",
     "as_loss_output": "kinds.loss",
-    "carried_by": "kinds.collator",
+    "declared_extras": "kinds.collator",
     "collate": "kinds.collator",
     "combine_metrics": "values.outputs",
     "equalize_ties": "values.ties",

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import numpy as np
 
 from skyrl_engine.contracts.kinds.backend import OPTIONAL_SCORES, BackendDescription, Capability
-from skyrl_engine.contracts.kinds.collator import CARRIED_EXTRAS, Carried, Collator, carried_by
+from skyrl_engine.contracts.kinds.collator import CARRIED_EXTRAS, Carried, Collator, declared_extras
 from skyrl_engine.contracts.kinds.loss import Loss, compares_pairs
 from skyrl_engine.contracts.kinds.needs import DIVERGENCE, ROLE_NEED, TOP_1_AGREEMENT, column_forms, model_score
 from skyrl_engine.contracts.kinds.reducer import Reducer
@@ -70,7 +70,7 @@ def _carried(datasets: Sequence[SampleColumns]) -> Iterator[Carried]:
 def check_carried(name: str, collator: Collator, datasets: Sequence[SampleColumns]) -> None:
     """Raises UnsupportedError where the data has images or expert routes that the collator does not declare to carry."""
     for capability in _carried(datasets):
-        if capability not in carried_by(collator):
+        if capability not in declared_extras(collator):
             what = "images" if capability == "vision" else "expert routes"
             raise UnsupportedError(
                 f"the data has {what}, which collator {name} does not carry (it does not declare {capability!r})",

@@ -58,8 +58,8 @@ def to_columns(
     """
     owners = [group for group in groups for _ in group.finished]
     attempts = [each for group in groups for each in group.finished]
-    tokens = _joined([each.token_ids for each in attempts], np.int32)
-    kinds = _joined([each.kinds for each in attempts], np.uint8)
+    tokens = _concatenate([each.token_ids for each in attempts], np.int32)
+    kinds = _concatenate([each.kinds for each in attempts], np.uint8)
     lengths = _lengths([each.segment_offsets for each in attempts])
     attempt = np.repeat(np.arange(len(attempts), dtype=np.int64), [len(each.kinds) for each in attempts])
 
@@ -80,7 +80,7 @@ def to_columns(
     answers, answer_lengths = kinds[behind] == SEGMENT_SAMPLED, lengths[behind]
     scored = np.repeat(answers, answer_lengths)
     logprobs = np.zeros(len(scored), dtype=np.float32)
-    logprobs[scored] = _joined([each.logprobs for each in attempts], np.float32)
+    logprobs[scored] = _concatenate([each.logprobs for each in attempts], np.float32)
     rewards = np.zeros(len(scored))
     # few tokens have a reward: only those are looked up
     rewarded = np.flatnonzero(earned != 0)
@@ -136,7 +136,7 @@ def _rewards(
     attempts: Sequence[Trajectory], lengths: IntArray, truncated: Truncated, overlong: Overlong | None
 ) -> npt.NDArray[np.float64]:
     """float64: the rewards of all sampled tokens, shaped; `lengths` int64[attempts] count sampled and observed tokens."""
-    rewards = _joined([each.rewards for each in attempts], np.float64)
+    rewards = _concatenate([each.rewards for each in attempts], np.float64)
     sampled = np.array([len(each.rewards) for each in attempts], dtype=np.int64)
     more = np.array([each.unplaced_reward for each in attempts], dtype=np.float64)
     if truncated == "zero_reward":
@@ -161,7 +161,7 @@ def _places(sampled: IntArray, answers: npt.NDArray[np.bool_], lengths: IntArray
 
 def _lengths(offsets: Sequence[IntArray]) -> IntArray:
     """int64: the lengths of all segments, one attempt after the other."""
-    joined = np.diff(_joined(offsets, np.int64))
+    joined = np.diff(_concatenate(offsets, np.int64))
     between = offsets_of([len(each) for each in offsets])[1:-1] - 1
     return np.delete(joined, between)
 
@@ -175,5 +175,5 @@ def _sums(index: IntArray, values: IntArray, count: int = 0) -> IntArray:
     return np.bincount(index, weights=values, minlength=count).astype(np.int64)
 
 
-def _joined(parts: Sequence[npt.NDArray[Any]], dtype: type[np.generic]) -> npt.NDArray[Any]:
+def _concatenate(parts: Sequence[npt.NDArray[Any]], dtype: type[np.generic]) -> npt.NDArray[Any]:
     return np.concatenate([np.zeros(0, dtype=dtype), *parts]).astype(dtype, copy=False)

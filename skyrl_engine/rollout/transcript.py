@@ -114,9 +114,9 @@ class Transcript:
             token_ids=np.concatenate([ids for _, ids in self._segments]),
             kinds=kinds,
             segment_offsets=offsets_of([len(ids) for _, ids in self._segments]),
-            logprobs=_joined(self._logprobs, np.float32),
-            versions=_spans(_joined(self._versions, np.int64)),
-            rewards=_joined(self._rewards, np.float64),
+            logprobs=_concatenate(self._logprobs, np.float32),
+            versions=_spans(_concatenate(self._versions, np.int64)),
+            rewards=_concatenate(self._rewards, np.float64),
             unplaced_reward=self._unplaced,
             status=status,
             start_version=start_version,
@@ -139,7 +139,7 @@ def _ids(values: npt.ArrayLike) -> Ids:
     return ids
 
 
-def _joined(parts: list[Any], dtype: Any) -> Any:
+def _concatenate(parts: list[Any], dtype: Any) -> Any:
     return np.concatenate([np.zeros(0, dtype=dtype), *parts]).astype(dtype, copy=False)
 
 

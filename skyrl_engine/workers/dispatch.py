@@ -243,6 +243,6 @@ def _renumbered(micro_batches: Sequence[MicroBatchPlan]) -> tuple[MicroBatchPlan
     """The same micro-batches over a rank's own samples, which lie one after the other."""
     numbers = offsets_of([len(micro_batch.samples) for micro_batch in micro_batches])
     return BuildOrder.of(
-        micro_batch.renumbered(np.arange(first, last, dtype=np.int64))
+        micro_batch.renumber(np.arange(first, last, dtype=np.int64))
         for micro_batch, first, last in zip(micro_batches, numbers[:-1], numbers[1:], strict=True)
     )

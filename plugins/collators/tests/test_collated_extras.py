@@ -86,7 +86,7 @@ def test_a_rank_without_samples_has_the_same_fields_as_the_others(collator):
     columns = samples()
     plan = collator.plan(columns.lengths, Layout(dp=4))
     empty = next(rank[0] for rank in plan.mini_batches[0].ranks if not len(rank[0].samples))
-    batch = collator.build(columns.take([]), empty.renumbered(np.zeros(0, dtype=np.int64)), fields=MODEL_INPUTS)
+    batch = collator.build(columns.take([]), empty.renumber(np.zeros(0, dtype=np.int64)), fields=MODEL_INPUTS)
     assert batch["expert_routes"].shape == (1, empty.width, 1, 2)
     assert batch["router_padding_mask"].all()
     assert batch["pixel_values"].shape == (0, 2)

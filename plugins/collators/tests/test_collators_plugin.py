@@ -149,4 +149,4 @@ def test_options_are_checked(wrong):
 def test_lists_are_read_by_this_distribution_without_being_told():
     (point,) = entry_points(group="skyrl_engine.list_reader")
     assert point.load() is kernels.read_lists
-    assert ingest.installed_reader() is kernels.read_lists
+    assert ingest.find_reader() is kernels.read_lists

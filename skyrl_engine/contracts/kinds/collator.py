@@ -103,6 +103,6 @@ def collate(collator: Collator, columns: SampleColumns, layout: Layout = ONE_RAN
     return collator.build(columns, collator.plan(columns.lengths, layout).joined)
 
 
-def carried_by(collator: Collator) -> frozenset[Carried]:
+def declared_extras(collator: Collator) -> frozenset[Carried]:
     """Return what the collator declares to lay over its rows beside tokens; nothing where it does not say."""
     return frozenset(getattr(collator, "carries", ()))

@@ -17,7 +17,7 @@ EXTRAS = (EXPERT_ROUTES, *OF_IMAGES)
 def from_arrow(table: Any, *, columns: Sequence[str], sample_values: Sequence[str]) -> dict[str, Any]:
     """The arguments of `SampleColumns.create`; see `SampleColumns.from_arrow`."""
     arrays = _by_name(table)
-    tokens, lengths = _lists("input_ids", _required(arrays, "input_ids"))
+    tokens, lengths = _lists("input_ids", _require_column(arrays, "input_ids"))
     weight, mask_lengths = _lists("loss_mask", arrays["loss_mask"]) if "loss_mask" in arrays else (None, None)
     if "num_actions" in arrays:
         actions = _integers("num_actions", _scalars("num_actions", arrays["num_actions"])).astype(np.int64, copy=False)
@@ -35,13 +35,13 @@ def from_arrow(table: Any, *, columns: Sequence[str], sample_values: Sequence[st
         "token_offsets": offsets_of(lengths),
         "action_offsets": offsets_of(actions),
         "loss_weight": None if weight is None else _weight(weight),
-        "columns": {name: _action_column(name, _required(arrays, name), actions) for name in columns},
-        "sample_values": {name: _scalars(name, _required(arrays, name)) for name in sample_values},
+        "columns": {name: _action_column(name, _require_column(arrays, name), actions) for name in columns},
+        "sample_values": {name: _scalars(name, _require_column(arrays, name)) for name in sample_values},
     }
     for name in ("sample_ids", "group_ids", "unit_ids"):
         if name in arrays:
             arguments[name] = _integers(name, _scalars(name, arrays[name]))
-    extras = {name: _nested(name, arrays[name]) for name in EXTRAS if name in arrays}
+    extras = {name: _read_nested_lists(name, arrays[name]) for name in EXTRAS if name in arrays}
     # Lists that are all empty do not say how wide their entries are: nobody has an image. Routes, every sample must have.
     arguments["extras"] = {
         name: ragged for name, ragged in extras.items() if len(ragged.values) or (name == EXPERT_ROUTES and len(ragged))
@@ -64,7 +64,7 @@ def _by_name(table: Any) -> dict[str, Any]:
     )
 
 
-def _required(arrays: Mapping[str, Any], name: str) -> Any:
+def _require_column(arrays: Mapping[str, Any], name: str) -> Any:
     if name not in arrays:
         raise DataError(f"the table has no column {name!r}; it has {sorted(arrays)}", remedy=f"Add or rename the column {name!r}")
     return arrays[name]
@@ -100,10 +100,10 @@ def _lists(name: str, array: Any) -> tuple[AnyArray, IntArray]:
         values.append(flat.to_numpy(zero_copy_only=False))  # copies only what is stored as bits
         lengths.append(sizes)
         before += len(chunk)
-    return _joined(values), _joined(lengths)
+    return _concatenate(values), _concatenate(lengths)
 
 
-def _nested(name: str, array: Any) -> Ragged:
+def _read_nested_lists(name: str, array: Any) -> Ragged:
     """Lists of lists, all inner ones of one length, as flat values [total, ...]; a sample without a list has none of them."""
     import pyarrow as pa
     import pyarrow.compute as pc
@@ -146,7 +146,7 @@ def _scalars(name: str, array: Any) -> AnyArray:
         _refuse_null(name, chunk, before)
         values.append(chunk.to_numpy(zero_copy_only=False))
         before += len(chunk)
-    return _joined(values)
+    return _concatenate(values)
 
 
 def _refuse_null(name: str, chunk: Any, before: int) -> None:
@@ -155,7 +155,7 @@ def _refuse_null(name: str, chunk: Any, before: int) -> None:
         raise DataError(f"sample {sample} has no {name}", remedy=f"Fill {name} or drop the sample")
 
 
-def _joined(parts: list[AnyArray]) -> AnyArray:
+def _concatenate(parts: list[AnyArray]) -> AnyArray:
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
@@ -180,7 +180,7 @@ def _weight(values: AnyArray) -> AnyArray:
 
 def _action_column(name: str, array: Any, actions: IntArray) -> AnyArray:
     if _is_list(array.type) and _is_list(array.type.value_type):
-        nested = _nested(name, array)
+        nested = _read_nested_lists(name, array)
         check_lengths(name, nested.lengths, actions)
         whole = nested.values.dtype.kind in "iu"
         return nested.values.astype(np.int64 if whole else np.float32, copy=False)

@@ -11,10 +11,10 @@ import numpy.typing as npt
 from attrs import Factory, evolve, frozen
 
 from skyrl_engine.contracts.values import ingest
-from skyrl_engine.contracts.values.extras import EXPERT_ROUTES, OF_IMAGES, checked_extras
+from skyrl_engine.contracts.values.extras import EXPERT_ROUTES, OF_IMAGES, check_extras
 from skyrl_engine.contracts.values.plan import SampleLengths
 from skyrl_engine.contracts.values.ragged import AnyArray, IntArray, Join, Ragged, RaggedView, join_fresh, take_segments
-from skyrl_engine.contracts.values.wide_columns import checked_wide_column
+from skyrl_engine.contracts.values.wide_columns import check_wide_column
 from skyrl_engine.errors import DataError
 
 RESERVED_NAMES = frozenset(
@@ -93,7 +93,7 @@ class SampleColumns:
             )
         actions_total = int(action_offsets[-1])
         _check_offsets("action_offsets", action_offsets, actions_total)
-        token_ids = _checked_token_ids(input_ids, token_offsets)
+        token_ids = _check_token_ids(input_ids, token_offsets)
         lengths, actions = np.diff(token_offsets), np.diff(action_offsets)
         _refuse_first(lengths < 1, "sample {sample} has no token", "Drop empty samples before training")
         _refuse_first(
@@ -101,24 +101,24 @@ class SampleColumns:
             "sample {sample} has more response tokens than tokens",
             "Count only tokens that are in input_ids as response tokens",
         )
-        weight = _checked_loss_weight(loss_weight, actions_total, action_offsets)
+        weight = _check_loss_weight(loss_weight, actions_total, action_offsets)
         weight, cleared = _without_first_tokens(weight, lengths, actions, action_offsets)
         own_ids = np.arange(count, dtype=np.int64)
-        ids = own_ids if sample_ids is None else _checked_ids("sample_ids", sample_ids, count)
+        ids = own_ids if sample_ids is None else _check_ids("sample_ids", sample_ids, count)
         return cls(
             input_ids=token_ids,
             token_offsets=token_offsets,
             action_offsets=action_offsets,
             loss_weight=weight,
-            columns={name: _checked_column(name, values, actions_total) for name, values in (columns or {}).items()},
+            columns={name: _check_column(name, values, actions_total) for name, values in (columns or {}).items()},
             sample_values={name: _per_sample(name, values, count) for name, values in (sample_values or {}).items()},
             sample_ids=ids,
-            group_ids=own_ids if group_ids is None else _checked_ids("group_ids", group_ids, count),
-            unit_ids=own_ids if unit_ids is None else _checked_ids("unit_ids", unit_ids, count),
-            extras=checked_extras(extras or {}, lengths),
+            group_ids=own_ids if group_ids is None else _check_ids("group_ids", group_ids, count),
+            unit_ids=own_ids if unit_ids is None else _check_ids("unit_ids", unit_ids, count),
+            extras=check_extras(extras or {}, lengths),
             unscored_first_tokens=cleared,
             grouped=group_ids is not None,
-            trajectory_ids=own_ids if trajectory_ids is None else _checked_ids("trajectory_ids", trajectory_ids, count),
+            trajectory_ids=own_ids if trajectory_ids is None else _check_ids("trajectory_ids", trajectory_ids, count),
         )
 
     @classmethod
@@ -221,7 +221,7 @@ class SampleColumns:
                     f"column {name!r} has other numbers of response tokens than the samples",
                     remedy="Give one value per response token of every sample, in the order of the samples",
                 )
-            made[name] = _checked_column(name, values.values if isinstance(values, Ragged) else values, actions)
+            made[name] = _check_column(name, values.values if isinstance(values, Ragged) else values, actions)
         return evolve(self, columns=made)
 
     def take(self, samples: npt.ArrayLike, join: Join = join_fresh) -> "SampleColumns":
@@ -274,7 +274,7 @@ def _refuse_first(wrong: npt.NDArray[np.bool_], cause: str, remedy: str) -> None
         raise DataError(cause.format(sample=int(np.argmax(wrong))), remedy=remedy)
 
 
-def _checked_token_ids(input_ids: AnyArray, token_offsets: IntArray) -> AnyArray:
+def _check_token_ids(input_ids: AnyArray, token_offsets: IntArray) -> AnyArray:
     if input_ids.dtype not in (np.int32, np.int64):
         raise DataError(
             f"input_ids must be int32 or int64, not {input_ids.dtype}", remedy="Pass the tokenizer's integer ids unchanged"
@@ -290,7 +290,7 @@ def _checked_token_ids(input_ids: AnyArray, token_offsets: IntArray) -> AnyArray
     return np.ascontiguousarray(input_ids)
 
 
-def _checked_loss_weight(loss_weight: AnyArray | None, total: int, action_offsets: IntArray) -> AnyArray:
+def _check_loss_weight(loss_weight: AnyArray | None, total: int, action_offsets: IntArray) -> AnyArray:
     if loss_weight is None:
         return np.ones(total, dtype=np.uint8)
     if loss_weight.shape != (total,):
@@ -325,7 +325,7 @@ def _without_first_tokens(weight: AnyArray, lengths: IntArray, actions: IntArray
     return weight, int(np.count_nonzero(first))
 
 
-def _checked_ids(name: str, ids: AnyArray, count: int) -> IntArray:
+def _check_ids(name: str, ids: AnyArray, count: int) -> IntArray:
     ids = np.asarray(ids)
     if ids.shape != (count,) or not np.issubdtype(ids.dtype, np.integer):
         raise DataError(f"{name} must be {count} integers, not {ids.dtype}{list(ids.shape)}", remedy="Give one id per sample")
@@ -342,11 +342,11 @@ def _refuse_duplicates(ids: IntArray) -> None:
         raise DataError(f"sample ids occur more than once: {repeated[:5].tolist()}", remedy="Give every sample its own id")
 
 
-def _checked_column(name: str, values: AnyArray, total: int) -> AnyArray:
+def _check_column(name: str, values: AnyArray, total: int) -> AnyArray:
     if name in RESERVED_NAMES:
         raise DataError(f"a column cannot be called {name!r}; collators make a field of that name", remedy="Rename the column")
     if values.ndim == 2:
-        return checked_wide_column(name, values, total)
+        return check_wide_column(name, values, total)
     if values.shape != (total,):
         raise DataError(
             f"column {name!r} has shape {list(values.shape)} where the samples have {total} response tokens",

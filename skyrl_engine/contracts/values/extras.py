@@ -31,7 +31,7 @@ OF_IMAGES = (PIXEL_VALUES, IMAGE_GRID, TOKEN_TYPES)
 ROUTE_DTYPES = (np.dtype(np.uint8), np.dtype(np.int16), np.dtype(np.int32))
 
 
-def checked_extras(given: Mapping[str, Any], lengths: IntArray) -> dict[str, RaggedView]:
+def check_extras(given: Mapping[str, Any], lengths: IntArray) -> dict[str, RaggedView]:
     """Every extra as a view: flat values that fit are not copied, one list, NumPy array or torch tensor per sample becomes flat.
 
     `lengths` int64[N] are the samples' tokens. None, and an extra that no sample has, are left out. Raises DataError naming the sample.

@@ -33,7 +33,7 @@ class ListReader(Protocol):
 
 
 @cache
-def installed_reader() -> ListReader | None:
+def find_reader() -> ListReader | None:
     """The reader that an installed distribution offers; None: Python reads.
 
     Read from the metadata of distributions when lists are first read, so that contracts import nothing above them. A reader changes the time
@@ -65,7 +65,7 @@ def from_lists(
     reader: ListReader | None = None,
 ) -> dict[str, Any]:
     """The flat arrays of `SampleColumns.create`; see `SampleColumns.from_lists`."""
-    reader = installed_reader() if reader is None else reader
+    reader = find_reader() if reader is None else reader
     count = len(input_ids)
     tokens, lengths = flat_token_ids(input_ids, lambda row: (row, "input_ids"), reader)
     weight, mask_lengths = (None, None) if loss_mask is None else flat_loss_weight("loss_mask", loss_mask, count, reader)
@@ -92,7 +92,7 @@ def from_rollouts(
     reader: ListReader | None = None,
 ) -> dict[str, Any]:
     """The flat arrays of `SampleColumns.create`; see `SampleColumns.from_rollouts`."""
-    reader = installed_reader() if reader is None else reader
+    reader = find_reader() if reader is None else reader
     count = len(prompts)
     _check_rows("responses", responses, count)
     pairs: list[Any] = [None] * (2 * count)

@@ -92,7 +92,7 @@ class MicroBatchPlan:
         """Tokens of the dense batch, padding included."""
         return self.rows * self.width
 
-    def renumbered(self, samples: IntArray) -> "MicroBatchPlan":
+    def renumber(self, samples: IntArray) -> "MicroBatchPlan":
         """The same rows over other sample numbers, int64[n]."""
         assert len(samples) == len(self.samples)
         return evolve(self, samples=samples, order=None)

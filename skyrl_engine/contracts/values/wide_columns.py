@@ -60,7 +60,7 @@ def _array(row: Any) -> AnyArray | None:
         return None
 
 
-def checked_wide_column(name: str, values: AnyArray, total: int) -> AnyArray:
+def check_wide_column(name: str, values: AnyArray, total: int) -> AnyArray:
     """Return float32 or int64 [A, k]. Raises DataError for other shapes and types, and for integers that are no token ids."""
     if len(values) != total or values.shape[1] < 1:
         raise DataError(

@@ -8,7 +8,7 @@ import numpy as np
 from attrs import frozen
 from hypothesis import strategies as st
 
-from skyrl_engine.contracts.kinds.collator import Collator, DenseBatch, carried_by
+from skyrl_engine.contracts.kinds.collator import Collator, DenseBatch, declared_extras
 from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.plan import BatchPlan, Layout, MicroBatchPlan, SampleLengths
 from skyrl_engine.contracts.values.ragged import AnyArray, IntArray
@@ -66,7 +66,7 @@ def cuts(*extras: str) -> Callable[[Subject[Any]], st.SearchStrategy[CutCase]]:
     """Draw cuts, from the subject's own `layouts` where it has them; samples carry those of the named extras that the collator declares."""
 
     def cases(subject: Subject[Any]) -> st.SearchStrategy[CutCase]:
-        carries = sorted(carried_by(subject.make()) & {*extras})
+        carries = sorted(declared_extras(subject.make()) & {*extras})
 
         @st.composite
         def drawn(draw: st.DrawFn) -> CutCase:

@@ -6,7 +6,7 @@ from typing import Any, get_args
 import numpy as np
 from attrs import evolve
 
-from skyrl_engine.contracts.kinds.collator import Carried, carried_by
+from skyrl_engine.contracts.kinds.collator import Carried, declared_extras
 from skyrl_engine.contracts.values.plan import BatchPlan
 from skyrl_engine.contracts.values.ragged import IntArray
 from skyrl_engine.errors import DataError, EngineError, UnsupportedError
@@ -193,7 +193,7 @@ def nowhere(subject: Subject[Any], case: Planning) -> None:
 def declarations(subject: Subject[Any], case: Planning) -> None:
     collator = subject.make()
     require(collator.rows in ("padded", "packed"), f"rows is {collator.rows!r}", "Declare rows as padded or packed")
-    unknown = sorted(carried_by(collator) - {*get_args(Carried)})
+    unknown = sorted(declared_extras(collator) - {*get_args(Carried)})
     require(not unknown, f"carries names {', '.join(unknown)}", f"Declare in carries some of {', '.join(get_args(Carried))}")
     if collator.rows == "padded":
         for micro_batch in planned(subject, case).micro_batches:

@@ -29,9 +29,9 @@ def offered(tmp_path, monkeypatch):
         (info / "entry_points.txt").write_text(f"[{ingest.READERS}]\nmine = {target}\n")
 
     monkeypatch.setattr(sys, "path", [str(tmp_path), *(place for place in sys.path if "site-packages" not in place)])
-    ingest.installed_reader.cache_clear()
+    ingest.find_reader.cache_clear()
     yield lay_out
-    ingest.installed_reader.cache_clear()
+    ingest.find_reader.cache_clear()
 
 
 def read_something():

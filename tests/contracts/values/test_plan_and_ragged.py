@@ -30,7 +30,7 @@ def test_order_of_samples_in_a_plan():
 
 def test_renumbering_keeps_the_rows():
     micro_batch = rows_of(4, 1)
-    local = micro_batch.renumbered(np.array([0, 1]))
+    local = micro_batch.renumber(np.array([0, 1]))
     assert local.samples.tolist() == [0, 1]
     assert (local.rows, local.width, local.action_width) == (2, 4, 2)
 
@@ -42,7 +42,7 @@ def test_a_micro_batch_knows_those_that_are_built_after_it_and_a_changed_copy_do
     assert [each.following for each in ordered] == [ordered[1:], ordered[2:], ()]
     assert all(each.following == () for each in given)
     assert evolve(ordered[0], width=9).following == ()
-    local = ordered[0].renumbered(np.array([0, 1]))
+    local = ordered[0].renumber(np.array([0, 1]))
     assert local.order is None
     assert MicroBatchPlan(local.samples, local.row_offsets, 4, 2, order=ordered[0].order, place=3).following == ()
 
