@@ -18,7 +18,7 @@ from skyrl_engine.data.images.store import IMAGES, ImageStore, files_of, image_n
 from skyrl_engine.data.images.tokens import digest_of_states, state_of_file
 from skyrl_engine.data.sources.formats import KnownFormat, Reading
 from skyrl_engine.data.sources.locate import open_source
-from skyrl_engine.data.sources.ratings import gathered
+from skyrl_engine.data.sources.ratings import gather_answers
 from skyrl_engine.data.sources.rows import BoolArray, Source
 from skyrl_engine.data.table.cache import TokenCache, cache_key
 from skyrl_engine.data.table.filling import Progress, TableFilling
@@ -111,7 +111,7 @@ class TokenizedDataset:
     def batch(self, samples: npt.ArrayLike) -> SampleColumns:
         """Return the chosen samples (positions) in the chosen order, with their images read: all that a step needs. Raises ImageError."""
         columns = self.columns.take(samples)
-        return columns if self.images is None else self.images.filled(columns)
+        return columns if self.images is None else self.images.load_images(columns)
 
 
 def load_columns(
@@ -138,14 +138,14 @@ def load_columns(
     """
     source = open_source_of(data, split)
     if reading != "samples" and data.format in ("auto", "ratings"):
-        source = gathered(source, data.rating)
+        source = gather_answers(source, data.rating)
     reader = ColumnReader({**dict.fromkeys(data.columns, "data.columns names"), **needed})
-    wanted = _wanted_rows(data, source, split, seed)
+    wanted = _select_split_rows(data, source, split, seed)
     cache = TokenCache.of(data.cache)
     images = _image_settings(vision, source)
     key = cache_key(source.digest, np.packbits(wanted).tobytes(), tokenizer, data, reader.needed, images, reading=reading)
     label = f"tokenizing {'training' if split == 'train' else 'evaluation'} data"
-    table = cache.read(key, lambda table: _images_unchanged(table, source))
+    table = cache.read(key, lambda table: _are_images_unchanged(table, source))
     cached = table is not None
     if table is None:
         table = cache.write(key, TableFilling(source, wanted, data, reader, tokenizer, vision, label, progress, reading))
@@ -241,7 +241,7 @@ def open_source_of(data: DataConfig, split: Split) -> Source:
     return open_source(data.train, split=data.train_split, subset=data.subset, names=data.map)
 
 
-def _wanted_rows(data: DataConfig, source: Source, split: Split, seed: int) -> BoolArray:
+def _select_split_rows(data: DataConfig, source: Source, split: Split, seed: int) -> BoolArray:
     """Return bool[rows]: the rows of the source that belong to the split."""
     total = len(source)
     if total == 0:
@@ -290,7 +290,7 @@ def _columns(table: TokenTable) -> SampleColumns:
     return evolve(columns, sample_values=values)
 
 
-def _images_unchanged(table: TokenTable, source: Source) -> bool:
+def _are_images_unchanged(table: TokenTable, source: Source) -> bool:
     """Return True where the image files, those of dropped samples included, are as they were when the table was made."""
     files = set(table.info["others"])
     if table.images is not None:

@@ -35,7 +35,7 @@ class StoredImage:
     path: Path | None = None
     content: bytes | None = field(default=None, repr=False)
 
-    def encoded(self) -> bytes:
+    def read_bytes(self) -> bytes:
         """Return the bytes of the image file. Raises ImageError."""
         if self.content is not None:
             return self.content
@@ -54,7 +54,7 @@ class StoredImage:
             ) from error
 
 
-def stored_image(given: object, name: str, folder: Path | None) -> StoredImage:
+def parse_image(given: object, name: str, folder: Path | None) -> StoredImage:
     """Return the image that a row gives as a path (relative to `folder`), a file: or data: address, bytes, or an object with one of them.
 
     An object's bytes come before its path, which in saved datasets is only a name. Raises ImageError for anything else.
@@ -101,7 +101,7 @@ def _of_data_address(address: str, name: str) -> bytes:
         ) from error
 
 
-def decoded(image: StoredImage, encoded: bytes, max_pixels: int) -> "Image":
+def decode_image(image: StoredImage, encoded: bytes, max_pixels: int) -> "Image":
     """Decode the image in RGB, upright by its orientation tag, as `transformers.image_utils.load_image` does.
 
     Its size is checked before it is unpacked. Raises ImageError for an image that is damaged or has more than `max_pixels` pixels.

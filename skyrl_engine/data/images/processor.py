@@ -17,7 +17,7 @@ from attrs import field, frozen
 
 from skyrl_engine.config.schema import DataConfig, ModelConfig
 from skyrl_engine.contracts.values.ragged import IntArray
-from skyrl_engine.data.images.files import StoredImage, decoded, first_line
+from skyrl_engine.data.images.files import StoredImage, decode_image, first_line
 from skyrl_engine.errors import ImageError, UnsupportedError
 from skyrl_engine.model_facts.configuration import location_of
 from skyrl_engine.model_facts.facts import ModelFacts
@@ -78,26 +78,26 @@ class VisionInputs:
 
     def measure(self, image: StoredImage) -> MeasuredImage:
         """Unpack the image once, to check that it can be read and to count its patches. Raises ImageError."""
-        encoded = image.encoded()
-        picture = decoded(image, encoded, self.max_pixels)
+        encoded = image.read_bytes()
+        picture = decode_image(image, encoded, self.max_pixels)
         if picture.size not in self._grids:  # a grid depends on nothing but the size
-            self._grids[picture.size] = self._processed(image, picture)[1]
+            self._grids[picture.size] = self._process(image, picture)[1]
         return MeasuredImage(image.written, zlib.crc32(encoded), self._grids[picture.size])
 
     def patches(self, image: StoredImage, expected: MeasuredImage) -> npt.NDArray[np.float32]:
         """Return float32 [patches, patch_dim] of the image. Raises ImageError, also for an image other than the `expected` one."""
-        encoded = image.encoded()
+        encoded = image.read_bytes()
         if zlib.crc32(encoded) != expected.checksum:
             raise ImageError(
                 f"{image.name} has changed since the data was tokenized",
                 remedy="Start the run again; leave images alone while it goes on",
             )
-        values, grid = self._processed(image, decoded(image, encoded, self.max_pixels))
+        values, grid = self._process(image, decode_image(image, encoded, self.max_pixels))
         assert grid == expected.grid, f"an image of grid {expected.grid} became {grid}"
         assert values.shape == (math.prod(grid), self.patch_dim), f"patches of {values.shape} for the grid {grid}"
         return values
 
-    def _processed(self, image: StoredImage, picture: Any) -> tuple[npt.NDArray[np.float32], Grid]:
+    def _process(self, image: StoredImage, picture: Any) -> tuple[npt.NDArray[np.float32], Grid]:
         try:
             made = self.processor(images=[picture], return_tensors="np")
         except ValueError as error:  # a strip so narrow that no grid fits it

@@ -6,7 +6,7 @@ from attrs import evolve, frozen
 from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.extras import IMAGE_GRID, PIXEL_VALUES, TOKEN_TYPES
 from skyrl_engine.contracts.values.ragged import AnyArray, IntArray, Ragged, RaggedView, offsets_of
-from skyrl_engine.data.images.files import StoredImage, stored_image
+from skyrl_engine.data.images.files import StoredImage, parse_image
 from skyrl_engine.data.images.processor import MeasuredImage, VisionInputs
 from skyrl_engine.data.images.tokens import in_threads
 from skyrl_engine.data.sources.formats import KnownFormat, to_example
@@ -33,7 +33,7 @@ class ImageStore:
     written: AnyArray
     vision: VisionInputs
 
-    def filled(self, columns: SampleColumns) -> SampleColumns:
+    def load_images(self, columns: SampleColumns) -> SampleColumns:
         """Return `columns` with `pixel_values`, `image_grid_thw` and `mm_token_type_ids` in place of the names.
 
         Every sample has all three; one without an image has no patches. Raises ImageError, naming the sample, for an image
@@ -44,7 +44,7 @@ class ImageStore:
         grids, counts = facts[:, 2:], names.lengths
         patches = offsets_of(grids.prod(axis=1))
         pixels = np.empty((int(patches[-1]), self.vision.patch_dim), dtype=np.float32)
-        images = self._stored(columns, facts[:, 0])
+        images = self._read_images(columns, facts[:, 0])
 
         def read(place: int) -> None:
             expected = MeasuredImage("", int(facts[place, 1]), (int(grids[place, 0]), int(grids[place, 1]), int(grids[place, 2])))
@@ -67,7 +67,7 @@ class ImageStore:
         grids = [(int(time), int(height), int(width)) for *_, time, height, width in columns.extras[IMAGES][sample]]
         return [(self.vision.tokens(grid), grid[2] * size, grid[1] * size) for grid in grids]
 
-    def _stored(self, columns: SampleColumns, numbers: IntArray) -> list[StoredImage]:
+    def _read_images(self, columns: SampleColumns, numbers: IntArray) -> list[StoredImage]:
         """Return the images by number; a row that holds images is read again, once."""
         rows, counts = columns.sample_values["row"].tolist(), columns.extras[IMAGES].lengths
         places = [(row, place) for row, count in zip(rows, counts.tolist(), strict=True) for place in range(count)]
@@ -88,13 +88,13 @@ class ImageStore:
 
     def _of_file(self, row: int, place: int, written: str) -> StoredImage:
         name = f"sample {row} of {self.source.name}, image {place + 1}"
-        return stored_image(written, name, self.source.folders([row])[0])
+        return parse_image(written, name, self.source.folders([row])[0])
 
 
 def files_of(images: TableImages, rows: IntArray, source: Source) -> set[str]:
     """Return the files that hold the images of a table; `rows` int64[N] are its samples' rows in the source."""
     folders = source.folders(np.repeat(rows, np.diff(images.offsets)))
-    stored = (stored_image(written, "", folder) for written, folder in zip(images.written, folders, strict=True) if written)
+    stored = (parse_image(written, "", folder) for written, folder in zip(images.written, folders, strict=True) if written)
     return {str(image.path) for image in stored}
 
 

@@ -54,17 +54,17 @@ class ImageInspection:
         flat = [image for own in images for image in own]
         for path in {str(image.path) for image in flat if image.path is not None} - self.seen.keys():
             self.seen[path] = state_of_file(path)
-        measured = iter(in_threads(self._measured, flat) if isinstance(self.vision, VisionInputs) else ())
+        measured = iter(in_threads(self._measure, flat) if isinstance(self.vision, VisionInputs) else ())
         return [self._laying(own, measured) for own in images]
 
     def _laying(self, images: Sequence[StoredImage], measured: Any) -> Callable[[TokenizedSample], TokenizedSample]:
         vision = self.vision
         if isinstance(vision, NoVision):
-            return lambda sample: _refused(sample, vision) if images else sample
+            return lambda sample: _refuse(sample, vision) if images else sample
         found = [next(measured) for _ in images]
         return lambda sample: with_images(sample, found, vision)
 
-    def _measured(self, image: StoredImage) -> MeasuredImage | ImageError:
+    def _measure(self, image: StoredImage) -> MeasuredImage | ImageError:
         assert isinstance(self.vision, VisionInputs), "images are looked at for a model"
         try:
             return self.vision.measure(image)
@@ -98,7 +98,7 @@ def with_images(sample: TokenizedSample, images: Sequence[MeasuredImage | ImageE
     return evolve(sample, input_ids=ids, loss=loss, weights=weights, images=tuple(kept), image_tokens=sum(tokens))
 
 
-def _refused(sample: TokenizedSample, vision: NoVision) -> TokenizedSample:
+def _refuse(sample: TokenizedSample, vision: NoVision) -> TokenizedSample:
     raise vision.refusal(sample.name)
 
 

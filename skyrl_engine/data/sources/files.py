@@ -133,11 +133,11 @@ class JsonArray(FilePart):
     def read(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
         for number, values in enumerate(self._load()):
             where = f"{self.path} element {number}"
-            yield where, _checked_object(values, where)
+            yield where, _check_object(values, where)
 
     def at(self, index: int) -> tuple[str, Mapping[str, Any]]:
         where = f"{self.path} element {index}"
-        return where, _checked_object(self._kept[index], where)
+        return where, _check_object(self._kept[index], where)
 
     @cached_property
     def _kept(self) -> list[Any]:
@@ -343,7 +343,7 @@ def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 _JSON = json.JSONDecoder(object_pairs_hook=_object_of)
 
 
-def parsed(content: Content, where: str) -> Mapping[str, Any]:
+def parse_row(content: Content, where: str) -> Mapping[str, Any]:
     """Return the row's values; `where` is for errors. Raises DataError for JSON text that is no object."""
     if not isinstance(content, bytes):
         return content
@@ -358,10 +358,10 @@ def parsed(content: Content, where: str) -> Mapping[str, Any]:
         ) from error
     except UnicodeDecodeError as error:
         raise DataError(f"{where} is not UTF-8: {error.reason} at byte {error.start}", remedy="Save the file as UTF-8") from error
-    return _checked_object(values, where)
+    return _check_object(values, where)
 
 
-def _checked_object(values: object, where: str) -> Mapping[str, Any]:
+def _check_object(values: object, where: str) -> Mapping[str, Any]:
     if not isinstance(values, dict):
         raise DataError(
             f"{where} holds a JSON {type(values).__name__} where an object with columns is needed",

@@ -11,11 +11,11 @@ from attrs import frozen
 
 from skyrl_engine.config.schema import DataFormat
 from skyrl_engine.contracts.values.roles import CHOSEN, REJECTED, ROLE
-from skyrl_engine.data.sources.preferences import ANSWERS, COLUMNS, LABELS, judged, named_column, pair_of
+from skyrl_engine.data.sources.preferences import ANSWERS, COLUMNS, LABELS, read_labelled_answer, find_named_column, pair_of
 from skyrl_engine.data.sources.questions import HISTORY, MESSAGES, PROMPTS, SYSTEM, answer, find_prompt, system_of, with_system
-from skyrl_engine.data.sources.ratings import COMPARED, COMPLETIONS, OF_A_ROW, PREFERRED, compared_pair, rated_pair
+from skyrl_engine.data.sources.ratings import COMPARED, COMPLETIONS, OF_A_ROW, PREFERRED, pair_by_comparison, pair_by_rating
 from skyrl_engine.data.sources.ready_tokens import PROMPT_COLUMNS, RESPONSE_COLUMNS, Tokens, rollout_of, tokens_of
-from skyrl_engine.data.sources.rows import Row, kind_of, listed
+from skyrl_engine.data.sources.rows import Row, kind_of, join_names
 from skyrl_engine.data.text.messages import Conversation, conversation_of, image_columns, messages_of
 from skyrl_engine.data.text.plain import PlainText
 from skyrl_engine.errors import DataError
@@ -76,14 +76,14 @@ def _of_rollout(row: Row, _has_template: bool) -> Example:
 
 
 def _of_messages(row: Row, _has_template: bool) -> Example:
-    return conversation_of(row, with_system(row, system_of(row), messages_of(row, named_column(row, MESSAGES))))
+    return conversation_of(row, with_system(row, system_of(row), messages_of(row, find_named_column(row, MESSAGES))))
 
 
 _REPLIES: Final = ("completion", "response", "answer", "output", "generation")
 
 
 def _of_prompt_and_completion(row: Row, has_template: bool) -> Example:
-    column = named_column(row, _REPLIES)
+    column = find_named_column(row, _REPLIES)
     if row.values.get(column) is None and column not in row.values:
         column = next(name for name in _REPLIES if name in row.values)
     prompt = find_prompt(row, ("prompt", "question", "input"))
@@ -97,7 +97,7 @@ def _of_alpaca(row: Row, has_template: bool) -> Example:
     prompt = find_prompt(row, ("instruction",))
     if prompt is None:
         raise row.wrong("instruction", f"a string is needed, not {kind_of(None)}", "Store text in this column")
-    return answer(row, prompt, named_column(row, ("output", "response")), has_template=has_template, rounds_count=True)
+    return answer(row, prompt, find_named_column(row, ("output", "response")), has_template=has_template, rounds_count=True)
 
 
 def _of_text(row: Row, _has_template: bool) -> Example:
@@ -170,13 +170,13 @@ _ROWS: Final = (
         "ratings",
         needs=(("prompt", "instruction", "question", "input"), COMPLETIONS),
         further=(*_BESIDE_PROMPTS, OF_A_ROW),
-        pair=lambda row, rating, has_template: rated_pair(row, rating, has_template=has_template),
+        pair=lambda row, rating, has_template: pair_by_rating(row, rating, has_template=has_template),
     ),
     Format(
         "comparison",
         needs=(*COMPARED, PREFERRED),
         further=("prompt", "context", HISTORY),
-        pair=lambda row, _rating, has_template: compared_pair(row, has_template=has_template),
+        pair=lambda row, _rating, has_template: pair_by_comparison(row, has_template=has_template),
     ),
 )
 
@@ -192,7 +192,7 @@ PREFERENCES: Final = tuple(row.name for row in _ROWS if row.example is None)
 _OF_TOKENS: Final = ("tokens", "rollouts")
 
 
-def known_columns(kind: KnownFormat) -> frozenset[str]:
+def list_known_columns(kind: KnownFormat) -> frozenset[str]:
     """Return the columns that mean something in one of the formats: none of them is passed over without a word.
 
     Beside ready tokens stand the texts that they were made of, so that there only the columns of ready tokens count.
@@ -221,7 +221,7 @@ def detect(asked: DataFormat, first: Row, *, preferences: bool = False) -> Known
             if _holds(FORMATS[name].needs, have):
                 return name
         raise DataError(
-            f"no format of preferences has the columns of the dataset: {listed(have)}",
+            f"no format of preferences has the columns of the dataset: {join_names(have)}",
             remedy=_suggestion(have, ["chosen", "rejected", "completion", *LABELS])
             or 'Name them, for instance data.map.chosen=better data.map.rejected=worse, or train on samples: trainer = "sft"',
             details=[f"format {name} needs {FORMATS[name].described}" for name in PREFERENCES],
@@ -236,7 +236,7 @@ def detect(asked: DataFormat, first: Row, *, preferences: bool = False) -> Known
         return found
     known = [column for row in _ROWS for group in row.needs for column in group]
     raise DataError(
-        f"no known format has the columns of the dataset: {listed(have)}",
+        f"no known format has the columns of the dataset: {join_names(have)}",
         remedy=_suggestion(have, known)
         or "Name them, for instance data.map.prompt=question data.map.completion=answer, or convert the dataset",
         details=[f"format {row.name} needs {row.described}" for row in _ROWS],
@@ -272,7 +272,7 @@ def to_examples(row: Row, kind: KnownFormat, *, has_template: bool, rating: str 
         raise row.wrong(next(iter(columns)), "it holds images, and preferences over images are not trained", "Remove the column")
     if (make := FORMATS[kind].pair) is not None:
         return [(half, role) for role, half in enumerate(make(row, rating, has_template) or ())]
-    made, wanted = judged(row, has_template=has_template)
+    made, wanted = read_labelled_answer(row, has_template=has_template)
     return [(made, CHOSEN if wanted else REJECTED)]
 
 
@@ -288,7 +288,7 @@ def _missing(name: KnownFormat, row: Row) -> DataError:
     have = list(row.values)
     lacking = next(group for group in FORMATS[name].needs if not any(column in have for column in group))
     return DataError(
-        f"{row.name} has no column {' or '.join(map(repr, lacking))}, which format {name!r} needs; it has {listed(have)}",
+        f"{row.name} has no column {' or '.join(map(repr, lacking))}, which format {name!r} needs; it has {join_names(have)}",
         remedy=_suggestion(have, lacking) or f"Add the column, or set data.format to another of {', '.join(FORMATS)}",
     )
 

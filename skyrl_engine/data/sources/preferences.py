@@ -38,7 +38,7 @@ def pair_of(row: Row, *, has_template: bool) -> tuple[Half, Half]:
 
     Raises DataError naming the row for a half that is missing, empty, or equal to the other, and for halves with different prompts.
     """
-    given = [_given(row, columns) for columns in COLUMNS]
+    given = [_require_answer(row, columns) for columns in COLUMNS]
     texts = [isinstance(value, str) for value in given]
     if texts[0] != texts[1]:
         raise row.wrong(
@@ -49,7 +49,7 @@ def pair_of(row: Row, *, has_template: bool) -> tuple[Half, Half]:
     if given[0] == given[1]:
         raise row.wrong("rejected", "it is equal to the chosen answer", "Leave the row out: it prefers nothing")
     if not texts[0]:
-        halves = [messages_of(row, named_column(row, columns), single=True) for columns in COLUMNS]
+        halves = [messages_of(row, find_named_column(row, columns), single=True) for columns in COLUMNS]
         dialogues = any(half[0]["role"] != "assistant" for half in halves)
         prompt = find_prompt(row, ("prompt",) if dialogues else PROMPTS)
         return _conversations(row, halves, prompt)
@@ -61,7 +61,7 @@ def pair_of(row: Row, *, has_template: bool) -> tuple[Half, Half]:
         return _conversations(row, [answer_messages(text) for text in given], prompt)
     if all(text.startswith("\n\nHuman:") and "\n\nAssistant:" in text for text in given):
         return _hh(row, given, has_template=has_template)
-    start = _shared_beginning(*given)
+    start = _count_shared_characters(*given)
     if has_template:
         start = _word_end(given, start)
     if start == 0:
@@ -73,17 +73,17 @@ def pair_of(row: Row, *, has_template: bool) -> tuple[Half, Half]:
     return _texts(row, given, [start] * 2)
 
 
-def judged(row: Row, *, has_template: bool) -> tuple[Half, bool]:
+def read_labelled_answer(row: Row, *, has_template: bool) -> tuple[Half, bool]:
     """Return a row's one answer, and its label: true where it is wanted. Raises DataError for an empty answer and for other labels."""
     label = _label(row)
-    column = named_column(row, ANSWERS)
+    column = find_named_column(row, ANSWERS)
     whole = row.values.get(column) is None
     prompt = None if whole else find_prompt(row)
     if prompt is None:
-        messages = messages_of(row, named_column(row, MESSAGES) if whole else column)
+        messages = messages_of(row, find_named_column(row, MESSAGES) if whole else column)
         if messages[-1]["role"] != "assistant":
             raise row.wrong(
-                named_column(row, MESSAGES), "its last message is no answer that a label could judge", "Remove that message"
+                find_named_column(row, MESSAGES), "its last message is no answer that a label could judge", "Remove that message"
             )
         messages = with_system(row, system_of(row), messages)
         example: Half = conversation_of(row, messages, len(messages) - 1)
@@ -95,13 +95,13 @@ def judged(row: Row, *, has_template: bool) -> tuple[Half, bool]:
     return _answering(row, column, example), label
 
 
-def named_column(row: Row, names: Sequence[str]) -> str:
+def find_named_column(row: Row, names: Sequence[str]) -> str:
     """Return the first of these columns that the row has, else the first name."""
     return next((name for name in names if row.values.get(name) is not None), names[0])
 
 
 def _label(row: Row) -> bool:
-    column = named_column(row, LABELS)
+    column = find_named_column(row, LABELS)
     value = row.values.get(column)
     if isinstance(value, str):
         value = _LABEL_VALUES.get(value.strip().lower(), value)
@@ -112,8 +112,8 @@ def _label(row: Row) -> bool:
     )
 
 
-def _given(row: Row, columns: Sequence[str]) -> Any:
-    column = named_column(row, columns)
+def _require_answer(row: Row, columns: Sequence[str]) -> Any:
+    column = find_named_column(row, columns)
     value = row.values.get(column)
     if value is None:
         raise row.wrong(column, f"there is no {columns[0]} answer", "Give the row both answers, or leave it out")
@@ -136,7 +136,7 @@ def _texts(row: Row, texts: Sequence[str], starts: Sequence[int]) -> tuple[Plain
     return chosen, rejected
 
 
-def _shared_beginning(one: str, other: str) -> int:
+def _count_shared_characters(one: str, other: str) -> int:
     """Return the number of characters with which both texts begin and that are their prompt: TRL's rule (`trl.data_utils.extract_prompt`).
 
     A space at its end belongs to the answers, as tokens begin with their space. Where one text begins with all of the other, the last character
@@ -205,10 +205,10 @@ def _conversations(row: Row, halves: Sequence[list[Message]], prompt: Prompt | N
 
 def _begins(half: Sequence[Message], messages: Sequence[Message] | str) -> bool:
     """Return True if the half begins with these messages, whatever keys without a value they have."""
-    return not isinstance(messages, str) and [_filled(message) for message in half[: len(messages)]] == list(map(_filled, messages))
+    return not isinstance(messages, str) and [_is_filled(message) for message in half[: len(messages)]] == list(map(_is_filled, messages))
 
 
-def _filled(message: Message) -> Message:
+def _is_filled(message: Message) -> Message:
     return {key: value for key, value in message.items() if value is not None}
 
 

@@ -14,8 +14,8 @@ from typing import Any, Final
 
 from attrs import evolve, frozen
 
-from skyrl_engine.data.sources.files import Content, DatasetPart, Scan, parsed
-from skyrl_engine.data.sources.preferences import Half, named_column, pair_of
+from skyrl_engine.data.sources.files import Content, DatasetPart, Scan, parse_row
+from skyrl_engine.data.sources.preferences import Half, find_named_column, pair_of
 from skyrl_engine.data.sources.questions import PROMPTS, Prompt, find_prompt
 from skyrl_engine.data.sources.rows import Row, Source, kind_of
 from skyrl_engine.data.text.messages import messages_of
@@ -30,14 +30,14 @@ _TEXTS: Final = ("response", "answer")
 _RATING, _RANK = "overall_score", "rank"
 
 
-def rated_pair(row: Row, rating: str | None, *, has_template: bool) -> tuple[Half, Half] | None:
+def pair_by_rating(row: Row, rating: str | None, *, has_template: bool) -> tuple[Half, Half] | None:
     """Return the half with the highest number `rating` and that with the lowest, of several such the first; None where all are rated alike.
 
     Without `rating` it is `overall_score`, or `rank`, of which the lowest number is the best, where answers have that alone. With a chat
     template both are a question and its answer, without one plain texts with an empty line between. Raises DataError naming the row for fewer
     than two answers, for an answer or a rating that is missing or of another kind, and for what `pair_of` refuses.
     """
-    column = named_column(row, COMPLETIONS)
+    column = find_named_column(row, COMPLETIONS)
     given = row.values.get(column)
     answers = list(given) if isinstance(given, list | tuple) else []
     if len(answers) == 1 and row.values.get(_GATHERED):
@@ -52,16 +52,16 @@ def rated_pair(row: Row, rating: str | None, *, has_template: bool) -> tuple[Hal
     return _pair(row, [_text(row, column, place, answers[place]) for place in (best, worst)], has_template=has_template)
 
 
-def compared_pair(row: Row, *, has_template: bool) -> tuple[Half, Half] | None:
+def pair_by_comparison(row: Row, *, has_template: bool) -> tuple[Half, Half] | None:
     """Return the better one of two answers and the worse one, None where neither is better. Raises DataError as `rated_pair` does."""
-    columns = [named_column(row, names) for names in COMPARED]
+    columns = [find_named_column(row, names) for names in COMPARED]
     texts = []
     for column in columns:
         value = row.values.get(column)
         if not isinstance(value, str):
             raise row.wrong(column, f"a string is needed, not {kind_of(value)}", "Store the answer as text")
         texts.append(value)
-    column = named_column(row, PREFERRED)
+    column = find_named_column(row, PREFERRED)
     value = row.values.get(column)
     if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
         raise row.wrong(column, f"{value!r} is no number that says which answer is better", "Store one, or leave the row out")
@@ -123,7 +123,7 @@ _GATHERED: Final = "skyrl_engine.gathered"
 """Key of rows that were made of several."""
 
 
-def gathered(source: Source, rating: str | None) -> Source:
+def gather_answers(source: Source, rating: str | None) -> Source:
     """Return the source with rows of one rated answer each made rows of all answers to a prompt, where its rows are such; else the source
     itself.
 
@@ -135,7 +135,7 @@ def gathered(source: Source, rating: str | None) -> Source:
     if first is None:
         return source
     where, content = first
-    values = parsed(content, where)
+    values = parse_row(content, where)
     others = ("completion", "completions", "answers", "chosen", "rejected", "label", "kto_tag")
     if not all(isinstance(values.get(name), str) for name in (prompt, response)) or any(name in values for name in others):
         return source
@@ -170,7 +170,7 @@ class GatheredAnswers(DatasetPart):
     def _rows(self) -> list[tuple[str, Mapping[str, Any]]]:
         rows: list[tuple[str, dict[str, Any]]] = []
         for where, content in self.part.read():
-            values = dict(parsed(content, where))
+            values = dict(parse_row(content, where))
             asked, text = values.pop(self.prompt, None), values.pop(self.response, None)
             answer = {**values, "response": text}
             if rows and rows[-1][1][self.prompt] == asked:

@@ -50,14 +50,14 @@ def _refuse_padding(row: Row, length: int) -> None:
 
 def rollout_of(row: Row) -> Tokens:
     """Read a row with separate tokens of prompt and response. Raises DataError naming the row and the column."""
-    prompt, response = (_token_ids(row, _given(row, names), "Store token ids") for names in (PROMPT_COLUMNS, RESPONSE_COLUMNS))
+    prompt, response = (_token_ids(row, _first_present(row, names), "Store token ids") for names in (PROMPT_COLUMNS, RESPONSE_COLUMNS))
     ids = np.concatenate([prompt, response])
     if len(ids) == 0:
-        raise row.wrong(_given(row, RESPONSE_COLUMNS), "there is no token, and none in the prompt", "Remove empty samples")
+        raise row.wrong(_first_present(row, RESPONSE_COLUMNS), "there is no token, and none in the prompt", "Remove empty samples")
     return Tokens(ids, _loss_of_mask(row, len(ids), len(response)), len(response))
 
 
-def _given(row: Row, names: tuple[str, ...]) -> str:
+def _first_present(row: Row, names: tuple[str, ...]) -> str:
     return next((name for name in names if row.values.get(name) is not None), names[0])
 
 

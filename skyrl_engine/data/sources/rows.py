@@ -13,7 +13,7 @@ import numpy.typing as npt
 from attrs import evolve, field, frozen
 
 from skyrl_engine.contracts.values.ragged import IntArray, offsets_of
-from skyrl_engine.data.sources.files import Content, DatasetPart, Scan, parsed
+from skyrl_engine.data.sources.files import Content, DatasetPart, Scan, parse_row
 from skyrl_engine.errors import DataError
 
 BoolArray = npt.NDArray[np.bool_]
@@ -76,7 +76,7 @@ def kind_of(value: object) -> str:
     return "nothing" if value is None else type(value).__name__
 
 
-def listed(names: Iterable[str]) -> str:
+def join_names(names: Iterable[str]) -> str:
     """Return names of columns as text, for an error."""
     return ", ".join(map(repr, names)) or "none"
 
@@ -135,14 +135,14 @@ class Source:
         return self._row(number, where, content, self.parts[part])
 
     def _row(self, number: int, where: str, content: Content, part: DatasetPart) -> Row:
-        row = Row(number, where, parsed(content, where), part.folder)
+        row = Row(number, where, parse_row(content, where), part.folder)
         if not self.names:
             return row
         for ours, theirs in self.names.items():
             if theirs not in row.values:
                 near = get_close_matches(theirs, list(row.values), n=1)
                 raise DataError(
-                    f"{row.name} has no column {theirs!r}, which map.{ours} names; it has {listed(row.values)}",
+                    f"{row.name} has no column {theirs!r}, which map.{ours} names; it has {join_names(row.values)}",
                     remedy=f"Write map.{ours}={near[0]}" if near else f"Name one of its columns: map.{ours}=NAME",
                 )
         kept = {column: value for column, value in row.values.items() if column not in self.names.values()}

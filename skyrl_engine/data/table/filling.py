@@ -15,15 +15,15 @@ from skyrl_engine.contracts.kinds.needs import ROLE_NEED
 from skyrl_engine.contracts.values.roles import ROLE
 from skyrl_engine.data.images.processor import Vision
 from skyrl_engine.data.images.tokens import ImageInspection, digest_of_states
-from skyrl_engine.data.sources.formats import PAIRS, PREFERENCES, Example, KnownFormat, Reading, detect, known_columns, to_examples
+from skyrl_engine.data.sources.formats import PAIRS, PREFERENCES, Example, KnownFormat, Reading, detect, list_known_columns, to_examples
 from skyrl_engine.data.sources.preferences import HALVES
 from skyrl_engine.data.sources.ready_tokens import Tokens
 from skyrl_engine.data.sources.rows import BoolArray, Row, Source, WatchedColumns
-from skyrl_engine.data.table.sample_columns import GROUP, UNIT, Carried, ColumnReader, IdReader, weighed
+from skyrl_engine.data.table.sample_columns import GROUP, UNIT, Carried, ColumnReader, IdReader, apply_row_weight
 from skyrl_engine.data.table.token_table import TokenTableWriter
 from skyrl_engine.data.text.messages import Conversation
 from skyrl_engine.data.text.plain import PlainText
-from skyrl_engine.data.text.reward_token import rewarded
+from skyrl_engine.data.text.reward_token import append_reward_token
 from skyrl_engine.data.text.template_rule import Kind, Rendering, uses_template
 from skyrl_engine.data.text.tokenization import SampleTokenizer, TokenizedSample
 from skyrl_engine.errors import DataError
@@ -67,7 +67,7 @@ class TableFilling:
         unread: Counter[str] = Counter()
         kinds: set[Kind] = set()
         reachable: set[int] = set()
-        for batch in _batches(_watched(self.source.rows(self.wanted))):
+        for batch in _batches(_watch_rows(self.source.rows(self.wanted))):
             if kind is None:
                 kind = detect(self.data.format, batch[0], preferences=self.reading != "samples")
                 reader = self._reader(kind)
@@ -89,7 +89,7 @@ class TableFilling:
                         units.lose(named)
                         continue
                     counts["removed_reasoning"] += whole.removed_reasoning
-                    sample, reason = _fitted(self.data, whole, behind=int(rewards))
+                    sample, reason = _fit_to_length(self.data, whole, behind=int(rewards))
                     if sample is None:
                         counts[reason] += 1
                         units.lose(named)
@@ -105,13 +105,13 @@ class TableFilling:
                     unprompted = isinstance(example, PlainText) and kind != "text" and not rewards and bool(whole.loss[0])
                     unended = ends is not None and not rewards and not isinstance(example, Tokens) and _last(whole) not in ends
                     if rewards:
-                        sample = rewarded(sample, self.tokenizer.pad_token_id)
+                        sample = append_reward_token(sample, self.tokenizer.pad_token_id)
                     read = reader(row, sample if rewards else whole, sample)
                     table.append(sample, Carried(read, named, {**reader.values(row), **own}))
-                    units.take(named, _Taken(_counted(sample, cut=cut, unprompted=unprompted, unended=unended), _files(example)))
+                    units.take(named, _Taken(_count_sample(sample, cut=cut, unprompted=unprompted, unended=unended), _files(example)))
             for row in batch:
                 assert isinstance(row.values, WatchedColumns), "they were watched when they were read"
-                unread.update(row.values.unread(known_columns(kind)))
+                unread.update(row.values.unread(list_known_columns(kind)))
             counts["rows"] += len(batch)
             if self.progress is not None:
                 self.progress(self.label, counts["rows"], total)
@@ -156,7 +156,7 @@ class TableFilling:
             members: list[tuple[Example | None, int | None, TokenizedSample | None]] = []
             for example, role in examples or ():
                 laid = images.attempt(partial(next(laying), next(encoded)))
-                members.append((example, role, None if laid is None else weighed(row, laid)))
+                members.append((example, role, None if laid is None else apply_row_weight(row, laid)))
             if kind in PAIRS:
                 _refuse_equal_halves(row, [sample for *_, sample in members if sample is not None])
             yield row, members if examples is not None else [(None, None, None)]
@@ -173,7 +173,7 @@ class TableFilling:
         return made
 
 
-def _watched(rows: Iterator[Row]) -> Iterator[Row]:
+def _watch_rows(rows: Iterator[Row]) -> Iterator[Row]:
     """Yield the rows with values that know what was read of them."""
     return (evolve(row, values=WatchedColumns(row.values)) for row in rows)
 
@@ -247,7 +247,7 @@ class _Units:
         return self._files.union(*(sample.files for unit, sample in self._members if unit not in self._lost))
 
 
-def _fitted(data: DataConfig, sample: TokenizedSample, *, behind: int = 0) -> tuple[TokenizedSample | None, str]:
+def _fit_to_length(data: DataConfig, sample: TokenizedSample, *, behind: int = 0) -> tuple[TokenizedSample | None, str]:
     """Cut the sample to `data.max_length`, or return None and the name of what counts it where it is dropped; the first token, which has no
     predecessor, loses its loss. `behind` tokens more will stand behind it.
     """
@@ -280,7 +280,7 @@ def _last(sample: TokenizedSample) -> int:
     return int(sample.input_ids[np.flatnonzero(sample.loss)[-1]])
 
 
-def _counted(sample: TokenizedSample, *, cut: bool, unprompted: bool, unended: bool) -> dict[str, int]:
+def _count_sample(sample: TokenizedSample, *, cut: bool, unprompted: bool, unended: bool) -> dict[str, int]:
     """Return what a kept sample adds to the counts; it may be cut, or have an answer without a token before it or an end."""
     return {
         "samples": 1,

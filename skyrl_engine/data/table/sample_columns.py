@@ -10,7 +10,7 @@ from attrs import Factory, field, frozen
 from skyrl_engine.contracts.kinds.needs import MODEL_SCORES, column_forms, sample_value
 from skyrl_engine.contracts.values.columns import RESERVED_NAMES
 from skyrl_engine.contracts.values.ragged import AnyArray
-from skyrl_engine.data.sources.rows import Row, kind_of, listed
+from skyrl_engine.data.sources.rows import Row, kind_of, join_names
 from skyrl_engine.data.table.teacher_rows import TEACHER_IDS, TEACHER_LOGPROBS, check_teacher
 from skyrl_engine.data.text.tokenization import TokenizedSample
 from skyrl_engine.errors import DataError
@@ -138,7 +138,7 @@ class ColumnReader:
             what = "token ids are needed" if ids else "numbers are needed"
             raise row.wrong(column, f"{what}, not {array.dtype}", "Store plain integers" if ids else "Store plain numbers")
         with np.errstate(over="ignore"):
-            return _laid(row, column, array.astype(dtype), whole, gap)
+            return _lay_numbers(row, column, array.astype(dtype), whole, gap)
 
     def _refuse_gaps(self, row: Row, column: str, values: AnyArray, loss: AnyArray, start: int) -> None:
         wrong = (values < 0 if values.dtype.kind == "i" else ~np.isfinite(values)).any(1) & loss
@@ -168,14 +168,14 @@ class ColumnReader:
         stray = [column for column in row.values if column not in self._askers and column not in _KNOWN_NAMES]
         near = get_close_matches(name, stray, n=1, cutoff=0.7)
         raise DataError(
-            f"{row.name} has no column {name!r}, which {self._askers[name]}; it has {listed(row.values)}",
+            f"{row.name} has no column {name!r}, which {self._askers[name]}; it has {join_names(row.values)}",
             remedy=f"Did you mean {name!r} instead of {near[0]!r}? Rename it"
             if near
             else f"Add {name} to every sample: one number per response token, or one for all of them",
         )
 
 
-def weighed(row: Row, sample: TokenizedSample) -> TokenizedSample:
+def apply_row_weight(row: Row, sample: TokenizedSample) -> TokenizedSample:
     """Return the sample with its weights times the row's `loss_weight`: a number, or a list of one per response token or per token.
 
     Raises DataError for a weight that is not finite at a token that carries loss.
@@ -192,15 +192,15 @@ def weighed(row: Row, sample: TokenizedSample) -> TokenizedSample:
     if not np.isfinite(weights).all():
         place = int(np.argmin(np.isfinite(weights)))
         raise row.wrong(LOSS_WEIGHT, f"{factors[place]} stands at token {place}, which carries loss", "Store finite numbers")
-    return sample.weighed(weights)
+    return sample.with_weights(weights)
 
 
 def _on_all_tokens(row: Row, column: str, value: Any, whole: TokenizedSample) -> AnyArray:
     """Return float32[T]: NaN before the response for a list that covers the response alone."""
-    return _laid(row, column, _numbers(row, column, value), whole, np.nan)
+    return _lay_numbers(row, column, _numbers(row, column, value), whole, np.nan)
 
 
-def _laid(row: Row, column: str, numbers: AnyArray, whole: TokenizedSample, gap: float) -> AnyArray:
+def _lay_numbers(row: Row, column: str, numbers: AnyArray, whole: TokenizedSample, gap: float) -> AnyArray:
     """Return [T, ...]: `gap` before the response for numbers that cover the response alone."""
     tokens = len(whole.loss)
     if whole.response is None:

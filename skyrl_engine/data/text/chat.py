@@ -57,9 +57,9 @@ class ChatTemplate:
         full = self._whole(chat, name)
         removed_reasoning = self._omissions(chat, full, name=name)
         wanted = chat.turns(all_turns=all_turns)
-        find = self._marked_spans if wanted and self._has_generation_tags(chat) else self._turn_spans
+        find = self._find_generation_spans if wanted and self._has_generation_tags(chat) else self._turn_spans
         spans = find(chat, full, name, wanted)
-        closed = tuple(self._closed(full, start, end) for start, end, _ in spans)
+        closed = tuple(self._trim_after_end(full, start, end) for start, end, _ in spans)
         return RenderedChat(full, closed, tuple(weight for *_, weight in spans), removed_reasoning)
 
     def prompt(self, chat: Conversation, *, name: str) -> str:
@@ -121,7 +121,7 @@ class ChatTemplate:
             spans.append((*turns.span(index, after=spans[-1][1] if spans else 0), chat.weight(index)))
         return spans
 
-    def _marked_spans(self, chat: Conversation, full: str, name: str, wanted: Sequence[int]) -> list[_Span]:
+    def _find_generation_spans(self, chat: Conversation, full: str, name: str, wanted: Sequence[int]) -> list[_Span]:
         """Return the spans of the template's `{% generation %}` blocks, of the wanted turns."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -147,17 +147,17 @@ class ChatTemplate:
                 (max(start, a), min(end, b), weight) for a, b, weight in turns for start, end in marks[0] if start < b and end > a
             ]
             if not within:
-                raise _not_found(name, first, "the template's generation tags enclose nothing of it")
+                raise _turn_not_found_error(name, first, "the template's generation tags enclose nothing of it")
             return within
         # a turn may have several blocks; those of the last turn lie behind everything rendered before it
         before = self.attempt(chat, chat.messages[:first], generation_prompt=True) if first else ""
         floor = _common_prefix(before, full) if before is not None else 0
         spans = [(start, end, *weights) for start, end in marks[0] if end > max(start, floor)]
         if not spans:
-            raise _not_found(name, first, "the template's generation tags enclose nothing of it")
+            raise _turn_not_found_error(name, first, "the template's generation tags enclose nothing of it")
         return spans
 
-    def _closed(self, text: str, start: int, end: int) -> tuple[int, int]:
+    def _trim_after_end(self, text: str, start: int, end: int) -> tuple[int, int]:
         """Return the span without white space behind its end-of-turn token: the model stops at that token and never writes the space."""
         turn = text[start:end]
         stripped = turn.rstrip()
@@ -188,14 +188,14 @@ class _Turns:
             # The template writes this part differently inside the whole conversation (reasoning removed, an empty think block added).
             anchored = self._anchor(index, through)
             if anchored is None:
-                raise _not_found(
+                raise _turn_not_found_error(
                     self.name, index, "the template renders it differently inside the conversation and its content cannot be found"
                 )
             anchor, anchored_end = anchored
             start = self._start_before(anchor, index, prompt, after) if start is None else start
             end = anchored_end
         if not after <= start < end:
-            raise _not_found(self.name, index, f"its text would be characters {start} to {end}, behind {after}")
+            raise _turn_not_found_error(self.name, index, f"its text would be characters {start} to {end}, behind {after}")
         return start, end
 
     def _anchor(self, index: int, through: str | None) -> tuple[int, int] | None:
@@ -207,7 +207,7 @@ class _Turns:
         mark = next(mark for number in range(1000) if (mark := _MARK.format(number)) not in self.full)
         if through is None:
             return None
-        for marked in _marked(self.chat.messages[index], mark):
+        for marked in _insert_mark(self.chat.messages[index], mark):
             place = self._place([*self.chat.messages[:index], marked, *self.chat.messages[index + 1 :]], mark, self.full)
             own = self._place([*self.chat.messages[:index], marked], mark, through)
             if place is not None and own is not None and self.full.startswith(through[own:], place):
@@ -233,20 +233,20 @@ class _Turns:
             header = whole[len(self.full) :] if whole is not None and whole.startswith(self.full) else ""
         found = self.full.rfind(header, after, anchor) if header else -1
         if found < 0:
-            raise _not_found(self.name, index, "no generation prompt stands before its content")
+            raise _turn_not_found_error(self.name, index, "no generation prompt stands before its content")
         return found + len(header)
 
 
-def _marked(message: Message, mark: str) -> Iterator[Message]:
+def _insert_mark(message: Message, mark: str) -> Iterator[Message]:
     """Yield the message with the mark at positions where templates neither trim white space nor remove reasoning."""
     content = message["content"]
     if isinstance(content, str):
-        for text in _marked_text(content, mark):
+        for text in _insert_mark_in_text(content, mark):
             yield {**message, "content": text}
     else:
         for number, part in enumerate(content):
             if part["type"] == "text":
-                for text in _marked_text(part["text"], mark):
+                for text in _insert_mark_in_text(part["text"], mark):
                     yield {**message, "content": [*content[:number], {**part, "text": text}, *content[number + 1 :]]}
     calls = message.get("tool_calls")
     if calls and isinstance(calls[0], dict):
@@ -256,7 +256,7 @@ def _marked(message: Message, mark: str) -> Iterator[Message]:
         yield {**message, "tool_calls": [first, *calls[1:]]}
 
 
-def _marked_text(text: str, mark: str) -> Iterator[str]:
+def _insert_mark_in_text(text: str, mark: str) -> Iterator[str]:
     lead = len(text) - len(text.lstrip())
     yield text[:lead] + mark + text[lead:]
     head, closing, answer = text.rpartition("</think>")
@@ -279,7 +279,7 @@ def _common_prefix(left: str, right: str) -> int:
     return low
 
 
-def _not_found(name: str, index: int, why: str) -> DataError:
+def _turn_not_found_error(name: str, index: int, why: str) -> DataError:
     return DataError(
         f"{name}: the assistant turn in message {index} cannot be told apart in the rendered conversation: {why}",
         remedy="Set model.chat_template to a template with {% generation %} tags, or data.loss_on to last",

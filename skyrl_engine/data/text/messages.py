@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 from attrs import Factory, evolve, frozen
 
-from skyrl_engine.data.images.files import StoredImage, stored_image
-from skyrl_engine.data.sources.rows import Row, kind_of, listed
-from skyrl_engine.data.text.turn_weights import in_prompt, taken_weight
+from skyrl_engine.data.images.files import StoredImage, parse_image
+from skyrl_engine.data.sources.rows import Row, kind_of, join_names
+from skyrl_engine.data.text.turn_weights import in_prompt, pop_turn_weight
 from skyrl_engine.errors import DataError, ImageError
 
 Message = dict[str, Any]
@@ -107,19 +107,19 @@ def _message(row: Row, column: str, number: int, given: object) -> Message:
     role = message.get("role")
     if not isinstance(role, str):
         raise row.wrong(
-            column, f"message {number} has no role; it has {listed(list(given))}", "Give every message a role and content"
+            column, f"message {number} has no role; it has {join_names(list(given))}", "Give every message a role and content"
         )
     if role == _CALL:
-        message |= _called(row, column, number, message.get("content"))
+        message |= _parse_call(row, column, number, message.get("content"))
     message["role"] = _ROLES.get(role, role)
-    message[_CARRIES] = taken_weight(row, column, number, message)
+    message[_CARRIES] = pop_turn_weight(row, column, number, message)
     message["content"] = _content(row, column, number, message)
     if calls := message.get("tool_calls"):
         message["tool_calls"] = [_tool_call(call) for call in calls]
     return message
 
 
-def _called(row: Row, column: str, number: int, text: Any) -> Message:
+def _parse_call(row: Row, column: str, number: int, text: Any) -> Message:
     """Return what a message holds whose text is a call, or a list of calls, in JSON: {name, arguments}."""
     given = _from_json(row, column, text) if isinstance(text, str) else text
     calls = given if isinstance(given, list | tuple) else [given]
@@ -220,7 +220,7 @@ def _with_images(row: Row, messages: list[Message]) -> tuple[list[Message], tupl
     filled = image_columns(row)
     if len(filled) > 1:
         raise ImageError(
-            f"{row.name} has images in the columns {listed(filled)}",
+            f"{row.name} has images in the columns {join_names(filled)}",
             remedy='Keep the column whose images the messages ask for, or set data.bad_images = "drop"',
         )
     column, loose = next(iter(filled.items()), ("images", []))
@@ -242,7 +242,7 @@ def _with_images(row: Row, messages: list[Message]) -> tuple[list[Message], tupl
                 if taken == len(loose):
                     raise _mismatch(row, column, f"has {len(loose)} images for more image parts", "Give every image part its image")
                 own, taken = loose[taken], taken + 1
-            images.append(stored_image(own, f"{row.name}, image {len(images) + 1}", row.folder))
+            images.append(parse_image(own, f"{row.name}, image {len(images) + 1}", row.folder))
             parts.append({"type": "image"})
         result.append({**message, "content": parts})
     if taken != len(loose):

@@ -28,7 +28,7 @@ _TOOLS = -1
 
 
 @frozen
-class _Held:
+class _ChatPart:
     """A text of message `message` (`_TOOLS`: of the declared tools) in `field`. `marked` returns the conversation with a mark in it."""
 
     message: int
@@ -54,8 +54,8 @@ class OmissionCheck:
         turns = _plain_turns(chat)
         if turns is not None and turns <= self._written and _stands_in_order(chat, full):
             return False
-        held = list(_held(chat))
-        lost = self._lost(chat, full, held)
+        held = list(_list_parts(chat))
+        lost = self._find_omitted(chat, full, held)
         kept_reasoning = {each.message for each in held if each.reasoning and each not in lost}
         last_question = max((i for i, message in enumerate(chat.messages) if message["role"] == "user"), default=-1)
         removed = False
@@ -63,12 +63,12 @@ class OmissionCheck:
             if each.reasoning and (each.message < last_question or each.message in kept_reasoning):
                 removed |= each.message not in kept_reasoning
                 continue
-            raise _omitted(each, name)
+            raise _omission_error(each, name)
         if turns is not None:
             self._written.update(turns)
         return removed
 
-    def _lost(self, chat: Conversation, full: str, held: Sequence[_Held]) -> list[_Held]:
+    def _find_omitted(self, chat: Conversation, full: str, held: Sequence[_ChatPart]) -> list[_ChatPart]:
         marks = _marks(full, len(held))
         marked = chat
         # from the last to the first, so that a place in a text keeps its meaning
@@ -78,7 +78,7 @@ class OmissionCheck:
         missing = [each for each, mark in zip(held, marks, strict=True) if text is None or mark not in text]
         return [each for each in missing if not self._depends(chat, full, each, marks[0])]
 
-    def _depends(self, chat: Conversation, full: str, held: _Held, mark: str) -> bool:
+    def _depends(self, chat: Conversation, full: str, held: _ChatPart, mark: str) -> bool:
         """Say if the rendering depends on the text; where the template refuses the marked text, if the text stands in the rendering."""
         text = self.attempt(held.marked(chat, mark))
         return held.text in full if text is None else text != full
@@ -117,46 +117,46 @@ def _stands_in_order(chat: Conversation, full: str) -> bool:
     return True
 
 
-def _held(chat: Conversation) -> Iterator[_Held]:
+def _list_parts(chat: Conversation) -> Iterator[_ChatPart]:
     for number, tool in enumerate(chat.tools or ()):
-        yield _Held(_TOOLS, "tools", f"the declared tool {_name_of(tool)!r}", _name_of(tool), _in_tool(number))
+        yield _ChatPart(_TOOLS, "tools", f"the declared tool {_name_of(tool)!r}", _name_of(tool), _in_tool(number))
     for number, message in enumerate(chat.messages):
-        yield from _held_content(number, message)
+        yield from _list_content_parts(number, message)
         for key in _REASONING:
             if isinstance(value := message.get(key), str) and value.strip():
-                yield _Held(number, key, "the reasoning", value.strip(), _in_field(number, key), reasoning=True)
+                yield _ChatPart(number, key, "the reasoning", value.strip(), _in_field(number, key), reasoning=True)
         for place, call in enumerate(message.get("tool_calls") or ()):
-            yield from _held_call(number, place, call)
+            yield from _list_call_parts(number, place, call)
         for key in _OTHERS:
             if (value := message.get(key)) and not (key == "name" and message["role"] == "tool"):
-                yield _Held(number, key, f"{key!r}", str(value), _in_field(number, key))
+                yield _ChatPart(number, key, f"{key!r}", str(value), _in_field(number, key))
 
 
-def _held_content(number: int, message: Message) -> Iterator[_Held]:
+def _list_content_parts(number: int, message: Message) -> Iterator[_ChatPart]:
     content = message["content"]
     if not isinstance(content, str):
         for place, part in enumerate(content):
             if part["type"] == "text" and part["text"].strip():
-                yield _Held(number, "content", f"text part {place}", part["text"].strip(), _in_part(number, place))
+                yield _ChatPart(number, "content", f"text part {place}", part["text"].strip(), _in_part(number, place))
         return
     thought, closing, answer = content.rpartition(_END_OF_THOUGHT) if message["role"] == "assistant" else ("", "", content)
     if closing and thought.replace("<think>", "").strip():
         kept = len(thought.rstrip())
-        yield _Held(number, "content", "the reasoning", thought.strip(), _in_content(number, kept), reasoning=True)
+        yield _ChatPart(number, "content", "the reasoning", thought.strip(), _in_content(number, kept), reasoning=True)
     if answer.strip():
-        yield _Held(number, "content", "the text", answer.strip(), _in_content(number, len(content.rstrip())))
+        yield _ChatPart(number, "content", "the text", answer.strip(), _in_content(number, len(content.rstrip())))
 
 
-def _held_call(number: int, place: int, call: Any) -> Iterator[_Held]:
+def _list_call_parts(number: int, place: int, call: Any) -> Iterator[_ChatPart]:
     inner = _function(call)
     if inner is None:
-        yield _Held(number, "tool_calls", f"call {place}", str(call), _in_list(number, "tool_calls", place))
+        yield _ChatPart(number, "tool_calls", f"call {place}", str(call), _in_list(number, "tool_calls", place))
         return
     name = str(inner.get("name") or "")
     for key in ("name", "arguments"):
         if inner.get(key):
             what = f"the call of {name!r}" if key == "name" else f"the arguments of the call of {name!r}"
-            yield _Held(number, "tool_calls", what, str(inner[key]), _in_call(number, place, key))
+            yield _ChatPart(number, "tool_calls", what, str(inner[key]), _in_call(number, place, key))
 
 
 def _function(call: Any) -> Mapping[str, Any] | None:
@@ -246,7 +246,7 @@ def _in_tool(number: int) -> Marking:
     return marked
 
 
-def _omitted(held: _Held, name: str) -> DataError:
+def _omission_error(held: _ChatPart, name: str) -> DataError:
     place = "column 'tools'" if held.message == _TOOLS else f"message {held.message}, field {held.field!r}"
     return DataError(
         f"{name}, {place}: the chat template leaves out {held.what}",

@@ -22,7 +22,7 @@ def read_at_end(token_ids: AnyArray, pad_token_id: int) -> AnyArray:
     return np.append(token_ids[:length], np.int32(pad_token_id)).astype(np.int32)
 
 
-def rewarded(sample: TokenizedSample, pad_token_id: int) -> TokenizedSample:
+def append_reward_token(sample: TokenizedSample, pad_token_id: int) -> TokenizedSample:
     """Return the sample with a token behind its text as the only one that carries loss, of the weight of the last one that did."""
     ids = read_at_end(sample.input_ids, pad_token_id)
     loss = np.zeros(len(ids), dtype=np.bool_)
@@ -32,4 +32,4 @@ def rewarded(sample: TokenizedSample, pad_token_id: int) -> TokenizedSample:
         return made
     weights = np.zeros(len(ids), dtype=np.float32)
     weights[-1] = sample.weights[np.flatnonzero(sample.weights)[-1]]
-    return made.weighed(weights)
+    return made.with_weights(weights)

@@ -40,7 +40,7 @@ class TokenizedSample:
     weights: AnyArray | None = None
     prompt: str = ""
 
-    def weighed(self, weights: AnyArray) -> "TokenizedSample":
+    def with_weights(self, weights: AnyArray) -> "TokenizedSample":
         """Return the sample with these weights, float32[T]."""
         loss = weights != 0
         return evolve(self, loss=loss, weights=None if (weights[loss] == 1).all() else weights)
@@ -101,7 +101,7 @@ class SampleTokenizer:
             made = TokenizedSample(
                 number, name, ids, weights != 0, boundary, removed_reasoning=text.removed_reasoning, prompt=text.prompt
             )
-            samples.append(made.weighed(weights))
+            samples.append(made.with_weights(weights))
         return samples
 
     def _text(self, example: Conversation | PlainText, name: str) -> _Text:

@@ -13,7 +13,7 @@ _PARTS = ("train_detail", "training_detail")
 """Keys that weigh parts of a message, which is not supported."""
 
 
-def taken_weight(row: Row, column: str, number: int, message: dict[str, Any]) -> float | None:
+def pop_turn_weight(row: Row, column: str, number: int, message: dict[str, Any]) -> float | None:
     """Remove the keys that say if a message carries loss, and return its weight, 0 for no loss; None where they say nothing.
 
     Raises DataError for a value that none of them takes, for keys that contradict each other, and for loss on another role's message.
@@ -34,14 +34,14 @@ def taken_weight(row: Row, column: str, number: int, message: dict[str, Any]) ->
                 raise row.wrong(column, f"{where} has {key} {value!r}", f"Use true or false for {key!r}")
             said[key] = value
     if len(set(said.values())) > 1:
-        raise row.wrong(column, f"{where} contradicts itself: {_listed(said, weight)}", "Keep one of these keys")
+        raise row.wrong(column, f"{where} contradicts itself: {_format_keys(said, weight)}", "Keep one of these keys")
     if not said:
         return None
     carries = next(iter(said.values()))
     if carries and message["role"] != "assistant":
         raise row.wrong(
             column,
-            f"{where} of role {message['role']!r} asks for loss ({_listed(said, weight)}), and loss falls on assistant messages alone",
+            f"{where} of role {message['role']!r} asks for loss ({_format_keys(said, weight)}), and loss falls on assistant messages alone",
             "Remove the key, or give the message the role assistant",
         )
     return float(carries) if weight is None else weight
@@ -64,5 +64,5 @@ def _weight(row: Row, column: str, where: str, weight: object) -> float | None:
     return float(weight)
 
 
-def _listed(said: Mapping[str, bool], weight: float | None) -> str:
+def _format_keys(said: Mapping[str, bool], weight: float | None) -> str:
     return ", ".join(f"{key} {weight:g}" if key == WEIGHT else f"{key} {str(value).lower()}" for key, value in said.items())
