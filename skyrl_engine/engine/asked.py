@@ -17,7 +17,7 @@ from skyrl_engine.workers.scored_tokens import Selection
 
 
 @contextmanager
-def refused_in_words(call: str) -> Iterator[None]:
+def name_call_in_errors(call: str) -> Iterator[None]:
     """Name the call whose numbers are refused."""
     try:
         yield

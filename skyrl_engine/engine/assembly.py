@@ -16,7 +16,7 @@ from skyrl_engine.contracts.values.model import ModelConfig
 from skyrl_engine.contracts.values.plan import Layout
 from skyrl_engine.engine.capability import (
     check_capabilities,
-    check_carried,
+    require_carried,
     check_layout,
     check_loading,
     check_model,
@@ -24,7 +24,7 @@ from skyrl_engine.engine.capability import (
     check_role,
     check_scores,
     needs_of_reducer,
-    required_capabilities,
+    collect_required_capabilities,
 )
 from skyrl_engine.engine.cores import sharing
 from skyrl_engine.engine.devices import refuse_absent_devices
@@ -136,12 +136,12 @@ class Assembly:
 
     def check_data(self, facts: ModelFacts, datasets: Sequence[SampleColumns]) -> frozenset[Capability]:
         """Refuse data that a part does not carry; returns the capabilities that the backend needs. Raises UnsupportedError."""
-        check_carried(self.collator.name, self.collator.product, datasets)
+        require_carried(self.collator.name, self.collator.product, datasets)
         return self._check_capabilities(facts, datasets)
 
     def _check_capabilities(self, facts: ModelFacts, datasets: Sequence[SampleColumns]) -> frozenset[Capability]:
         model = facts.model
-        required = required_capabilities(
+        required = collect_required_capabilities(
             self.description.topology,
             self.collator.product,
             datasets,

@@ -37,14 +37,14 @@ _ACTION: dict[Capability, str] = {
 }
 
 
-def required_capabilities(
+def collect_required_capabilities(
     topology: Topology, collator: Collator, datasets: Sequence[SampleColumns], *, value_head: bool = False, lora: bool = False
 ) -> frozenset[Capability]:
     """Collect the capabilities that this layout, this collator's rows, this data and this model ask of a backend."""
-    return frozenset(_required(topology, collator, datasets, value_head=value_head, lora=lora))
+    return frozenset(_iterate_required(topology, collator, datasets, value_head=value_head, lora=lora))
 
 
-def _required(
+def _iterate_required(
     topology: Topology, collator: Collator, datasets: Sequence[SampleColumns], *, value_head: bool, lora: bool
 ) -> Iterator[Capability]:
     yield collator.rows
@@ -58,18 +58,18 @@ def _required(
         yield "pipeline_parallel"
     if topology.cp > 1:
         yield "context_parallel"
-    yield from _carried(datasets)
+    yield from _collect_extras(datasets)
 
 
-def _carried(datasets: Sequence[SampleColumns]) -> Iterator[Carried]:
+def _collect_extras(datasets: Sequence[SampleColumns]) -> Iterator[Carried]:
     """Collect what the data has beside tokens: a collator must lay it over rows, and a model must take it."""
     present = {name for columns in datasets for name in columns.extras}
     return (capability for capability, names in CARRIED_EXTRAS.items() if names & present)
 
 
-def check_carried(name: str, collator: Collator, datasets: Sequence[SampleColumns]) -> None:
+def require_carried(name: str, collator: Collator, datasets: Sequence[SampleColumns]) -> None:
     """Raises UnsupportedError where the data has images or expert routes that the collator does not declare to carry."""
-    for capability in _carried(datasets):
+    for capability in _collect_extras(datasets):
         if capability not in declared_extras(collator):
             what = "images" if capability == "vision" else "expert routes"
             raise UnsupportedError(
@@ -189,7 +189,7 @@ def needs_of_reducer(reducer: BoundPlugin[Reducer]) -> dict[str, tuple[str, ...]
     return {reducer.label: needs} if needs else {}
 
 
-def needed_columns(needs: Mapping[str, Iterable[str]]) -> dict[str, str]:
+def collect_needed_columns(needs: Mapping[str, Iterable[str]]) -> dict[str, str]:
     """The columns and values of samples among needs by label, as they are asked for (`ids[k]`, `sample:domain`), each with who asks first:
     what `load_columns` takes.
     """

@@ -26,7 +26,7 @@ from skyrl_engine.engine.asked import (
     refuse_no_teacher,
     refuse_scores,
     refuse_unknown_tokens,
-    refused_in_words,
+    name_call_in_errors,
 )
 from skyrl_engine.engine.assembly import Assembly, assemble
 from skyrl_engine.engine.cores import sharing
@@ -116,7 +116,7 @@ class Engine(SamplingVerbs):
         `section.key=value`, as on the command line. `total_steps` (default: `training.steps`) is where a schedule of learning rates ends.
         Raises ConfigError, PluginError, ModelError, UnsupportedError or WorkerError.
         """
-        resolved = _resolved(config, overrides)
+        resolved = _resolve(config, overrides)
         files = ModelFiles.of(resolved.config.model)
         data = resolved.config.data if resolved.config.has("data") else None
         assembly = assemble(resolved, files, max_sequence_length=None if data is None else data.max_length)
@@ -129,7 +129,7 @@ class Engine(SamplingVerbs):
 
         Raises ConfigError, PluginError or UnsupportedError.
         """
-        resolved = _resolved(config, overrides)
+        resolved = _resolve(config, overrides)
         backend = resolved.plugins["backend"]
         return backend.loaded.describe_backend(backend.options, resolved.config.run.ranks)
 
@@ -184,7 +184,7 @@ class Engine(SamplingVerbs):
         layout = evolve(self._layout, mini_batch_size=mini_batch_size)
         if micro_batch_rows is not None or micro_batch_tokens is not None:
             layout = evolve(layout, micro_batch_rows=micro_batch_rows, micro_batch_tokens=micro_batch_tokens)
-        return self._passes.planned(columns, layout)
+        return self._passes.plan(columns, layout)
 
     def score(
         self,
@@ -216,10 +216,10 @@ class Engine(SamplingVerbs):
         # a frozen model of None is the trained one with its adapters off
         scored = own if model is None else self._frozen[model].model or own
         refuse_scores(wanted, self.assembly, value_head=scored is None or scored.value_head)
-        with refused_in_words("score"):
+        with name_call_in_errors("score"):
             work = Pass("score", self.step, temperature=temperature, scores=wanted, tokens=tokens, model=model, labels=labels)
         return self._passes.forward(plan, work, needs=labels_in(plan.columns, labels, tokens, self.vocabulary_size)).then(
-            lambda outputs: self._passes.merged(outputs, plan.cut)
+            lambda outputs: self._passes.merge(outputs, plan.cut)
         )
 
     def evaluate(
@@ -240,7 +240,7 @@ class Engine(SamplingVerbs):
         """
         self.group.refuse_ended()
         refuse_no_teacher(self.assembly, self.group.frozen)
-        with refused_in_words("evaluate"):
+        with name_call_in_errors("evaluate"):
             work = Pass("evaluate", self.step, per_token_outputs, temperature, tokens=tokens, labels=labels)
         divisors, total = None, float(plan.columns.loss_weight.sum(dtype=np.float64))
         if over == "sequences":
@@ -248,7 +248,7 @@ class Engine(SamplingVerbs):
             divisors, total = np.where(sums == 0, 1.0, sums), float(np.count_nonzero(sums))
         needs = (*self.assembly.objective.columns, *labels_in(plan.columns, labels, tokens, self.vocabulary_size))
         outputs = self._passes.forward(plan, work, needs=needs, divisors=divisors)
-        return outputs.then(lambda each: self._passes.evaluated(each, plan, total))
+        return outputs.then(lambda each: self._passes.collect_evaluation(each, plan, total))
 
     def forward_backward(
         self,
@@ -281,19 +281,19 @@ class Engine(SamplingVerbs):
         without terms that are means over a step.
         """
         self.group.refuse_ended()
-        with refused_in_words("forward_backward"):
+        with name_call_in_errors("forward_backward"):
             work = self._learning_pass(per_token_outputs, temperature, bound, watch)
         work = evolve(work, tokens=tokens, labels=labels)
         first, last = self._gradient.to_run(plan, mini_batch, micro_batches, labels)
         current = self._gradient.of(plan, mini_batch)
         if current is None:
             columns = (*self._passes.columns_of(work), *labels_in(plan.columns, labels, tokens, self.vocabulary_size))
-            current = MiniBatchGradient(plan, mini_batch, self._passes.weighed(plan, mini_batch, columns), labels)
+            current = MiniBatchGradient(plan, mini_batch, self._passes.weigh_and_ship(plan, mini_batch, columns), labels)
             self._gradient.parts.append(current)
         current.done |= set(range(first, last))
         work = evolve(work, micro_batches=(first, last))
         outputs = self._passes.run(work, current.placed)
-        learned = outputs.then(lambda each: self._passes.learned(each, plan, plan.part(mini_batch, (first, last)), work.step))
+        learned = outputs.then(lambda each: self._passes.collect_train(each, plan, plan.part(mini_batch, (first, last)), work.step))
         current.passes.append(learned)
         return learned
 
@@ -315,8 +315,8 @@ class Engine(SamplingVerbs):
         UnsupportedError where nothing is accumulated, or a mini-batch in part.
         """
         self.group.refuse_ended()
-        configured = self._scheduled()
-        with refused_in_words("optim_step"):
+        configured = self._schedule_settings()
+        with name_call_in_errors("optim_step"):
             settings = AdamWSettings(
                 learning_rate=configured.learning_rate if learning_rate is None else learning_rate,
                 betas=configured.betas if betas is None else betas,
@@ -328,7 +328,7 @@ class Engine(SamplingVerbs):
         for part in self._gradient.parts:
             for one in part.passes:
                 one.result()
-        return self._applied(settings)
+        return self._step_optimizer(settings)
 
     def train(
         self,
@@ -349,10 +349,10 @@ class Engine(SamplingVerbs):
         """
         self.group.refuse_ended()
         self._gradient.refuse_any()
-        with refused_in_words("train"):
+        with name_call_in_errors("train"):
             work = self._learning_pass(per_token_outputs, temperature, bound, watch)
         columns = self._passes.columns_of(work)
-        shards: Iterable[list[PlacedShard]] = (self._passes.weighed(plan, each, columns) for each in range(len(plan)))
+        shards: Iterable[list[PlacedShard]] = (self._passes.weigh_and_ship(plan, each, columns) for each in range(len(plan)))
         if staged:
             shards = list(shards)
         outputs: list[RankOutput] = []
@@ -363,8 +363,8 @@ class Engine(SamplingVerbs):
             own = self._passes.run(evolve(work, step=self.step + 1), placed).result()
             refuse_not_finite(own, self.step + 1)
             outputs += own
-            applied.append(self._applied(self._scheduled()).result())
-        output = self._passes.merged(outputs, plan.cut)
+            applied.append(self._step_optimizer(self._schedule_settings()).result())
+        output = self._passes.merge(outputs, plan.cut)
         count = len(plan)
         reported = {
             "grad_norm": Metric.mean(sum(each.grad_norm for each in applied), count),
@@ -423,7 +423,7 @@ class Engine(SamplingVerbs):
         files = self._files.with_adapters(lora)
         context = self.assembly.context
         if seed is not None:
-            with refused_in_words("add_adapters"):
+            with name_call_in_errors("add_adapters"):
                 # the bounds of run.seed
                 context = evolve(context, seed=RunConfig(seed=index(seed)).seed)
         assembly = Assembly.of(self.assembly.plugins, context, self.group.topology.world_size)
@@ -511,13 +511,13 @@ class Engine(SamplingVerbs):
         finally:
             self.close()
 
-    def _scheduled(self) -> AdamWSettings:
+    def _schedule_settings(self) -> AdamWSettings:
         """The configured numbers, at the rate of the next step."""
         assert self._optimizer is not None, "a step of an engine that was told no optimizer"
         rate = scheduled_rate(self._optimizer, self.step, self._total_steps or 1)
         return evolve(self._optimizer.settings(), learning_rate=rate)
 
-    def _applied(self, settings: AdamWSettings) -> Future[OptimStep]:
+    def _step_optimizer(self, settings: AdamWSettings) -> Future[OptimStep]:
         self._gradient.parts.clear()
         self.step += 1
 
@@ -557,7 +557,7 @@ class Engine(SamplingVerbs):
         )
 
 
-def _resolved(config: str | Path | Mapping[str, Any], overrides: Sequence[str]) -> ResolvedConfig:
+def _resolve(config: str | Path | Mapping[str, Any], overrides: Sequence[str]) -> ResolvedConfig:
     from skyrl_engine.config import load, resolve
 
     raw = load(config if isinstance(config, Mapping) else Path(config), overrides)

@@ -20,7 +20,7 @@ class FrozenModel:
     model: ModelConfig | None
 
     @classmethod
-    def planned(
+    def choose(
         cls,
         name: str,
         trained: ModelConfig,
@@ -70,7 +70,7 @@ class FrozenModel:
             ),
         )
 
-    def exported_to(self, directory: Path) -> "FrozenModel":
+    def from_export(self, directory: Path) -> "FrozenModel":
         """Return the frozen model of this name that lies in `directory`, an export of the trained one, all of whose weights are trained."""
         assert self.model is not None, "a model without its adapters is never refreshed"
         assert self.model.lora is None, "planning refuses to refresh where adapters are trained"

@@ -31,7 +31,7 @@ class Passes:
     spans: Spans = field(factory=Spans, init=False)
     _join: ReusableJoin = field(factory=ReusableJoin, init=False)
 
-    def planned(self, columns: SampleColumns, layout: Layout) -> Plan:
+    def plan(self, columns: SampleColumns, layout: Layout) -> Plan:
         """Cut a batch with the collator."""
         with self.spans("plan"):
             return Plan(columns, planned(self.assembly.collator, columns, layout))
@@ -41,7 +41,7 @@ class Passes:
         watched = (OLD, ROLLOUT_LOGPROBS) if "policy" in work.watch else ()
         return [name for name in (*self.assembly.objective.columns, *watched) if name not in work.bound]
 
-    def weighed(self, plan: Plan, mini_batch: int, columns: Sequence[str]) -> list[PlacedShard]:
+    def weigh_and_ship(self, plan: Plan, mini_batch: int, columns: Sequence[str]) -> list[PlacedShard]:
         """Send shards of a mini-batch with the reducer's weights on their way to the ranks."""
         chosen = plan.cut.mini_batches[mini_batch]
         with self.spans("reduce"):
@@ -49,7 +49,7 @@ class Passes:
                 plan.columns, chosen, self.assembly.context.max_sequence_length, self._join, self.assembly.reducer
             )
             weights = compact_weights(self.assembly.reducer, structure)
-        return self._placed(plan.columns, chosen, weights, columns)
+        return self._ship(plan.columns, chosen, weights, columns)
 
     def forward(
         self, plan: Plan, work: Pass, *, needs: Sequence[str], divisors: npt.NDArray[np.float64] | None = None
@@ -58,7 +58,7 @@ class Passes:
         passes = []
         for mini_batch in plan.cut.mini_batches:
             weights = PerSequence(np.ones(len(mini_batch.samples)) if divisors is None else divisors[mini_batch.samples])
-            passes.append(self.run(work, self._placed(plan.columns, mini_batch, weights, needs)))
+            passes.append(self.run(work, self._ship(plan.columns, mini_batch, weights, needs)))
         return Future(lambda: [output for each in passes for output in each.result()])
 
     def run(self, work: Pass, placed: Sequence[PlacedShard]) -> Future[list[RankOutput]]:
@@ -71,14 +71,14 @@ class Passes:
 
         return self.group.run(work, placed).then(received)
 
-    def merged(self, outputs: Sequence[RankOutput], plan: BatchPlan) -> BatchOutput:
+    def merge(self, outputs: Sequence[RankOutput], plan: BatchPlan) -> BatchOutput:
         """Join what the ranks gave, in the order of the columns."""
         with self.spans("merge"):
             return merged(self.assembly.merger, outputs, plan)
 
-    def evaluated(self, outputs: Sequence[RankOutput], plan: Plan, total: float) -> PassResult:
+    def collect_evaluation(self, outputs: Sequence[RankOutput], plan: Plan, total: float) -> PassResult:
         """Give the result of a pass without gradients: the loss and each part's contribution are means over the weight `total`."""
-        output = self.merged(outputs, plan.cut)
+        output = self.merge(outputs, plan.cut)
         means = {
             name: Metric.mean(metric.value, total)
             for name, metric in output.metrics.items()
@@ -86,13 +86,13 @@ class Passes:
         }
         return PassResult({**output.metrics, **means, **counts_of(plan.columns, plan.cut)}, output, self.spans.drain())
 
-    def learned(self, outputs: Sequence[RankOutput], plan: Plan, part: BatchPlan, step: int) -> PassResult:
+    def collect_train(self, outputs: Sequence[RankOutput], plan: Plan, part: BatchPlan, step: int) -> PassResult:
         """Give the result of a pass with gradients over a part of a plan. Raises ModelError where its loss is not finite."""
         refuse_not_finite(outputs, step)
-        output = self.merged(outputs, part)
+        output = self.merge(outputs, part)
         return PassResult({**output.metrics, **counts_of(plan.columns, part)}, output, self.spans.drain())
 
-    def _placed(
+    def _ship(
         self, columns: SampleColumns, mini_batch: MiniBatchPlan, weights: TokenWeights, needs: Sequence[str]
     ) -> list[PlacedShard]:
         with self.spans("dispatch"):

@@ -28,7 +28,7 @@ def planned_beside(
 
     Raises UnsupportedError for what the backend does not declare and for another tokenizer, ModelError for a model that cannot be used.
     """
-    frozen = FrozenModel.planned(
+    frozen = FrozenModel.choose(
         table,
         resolved.config.model,
         assembly.description,

@@ -32,7 +32,7 @@ def planned_reference(resolved: ResolvedConfig, assembly: Assembly, files: Model
             "reference.refresh_every copies the whole trained model, and this run trains adapters",
             remedy="Remove reference.refresh_every, or train all weights",
         )
-    planned = FrozenModel.planned(
+    planned = FrozenModel.choose(
         REFERENCE_MODEL,
         trained,
         assembly.description,

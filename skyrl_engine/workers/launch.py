@@ -67,11 +67,11 @@ class WorkerGroup:
 
     def put(self, shards: Iterable[Shard]) -> list[PlacedShard]:
         """References to shards, one per data-parallel rank. Pixels are in none that goes to a pipeline stage behind the first."""
-        placed = list(map(self._placed, shards))  # unlike a loop's variable, it holds no shard while the next is made
+        placed = list(map(self._ship, shards))  # unlike a loop's variable, it holds no shard while the next is made
         assert len(placed) == self.topology.dp, "one shard per data-parallel rank"
         return placed
 
-    def _placed(self, shard: Shard) -> PlacedShard:
+    def _ship(self, shard: Shard) -> PlacedShard:
         later = shard.without_pixels() if self.topology.pp > 1 else shard
         first = self._transport.put(shard)
         return PlacedShard(first, first if later is shard else self._transport.put(later))

@@ -6,7 +6,7 @@ import pytest
 from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.ragged import Ragged, offsets_of
 from skyrl_engine.contracts.values.topology import Topology
-from skyrl_engine.engine.capability import check_capabilities, check_carried, required_capabilities
+from skyrl_engine.engine.capability import check_capabilities, require_carried, collect_required_capabilities
 from skyrl_engine.errors import UnsupportedError
 from skyrl_engine.registry.loader import load
 from skyrl_engine.registry.resolve import Registry
@@ -39,16 +39,16 @@ def test_the_fsdp_backend_refuses_what_it_does_not_declare(collator: PaddedColla
     check_capabilities(
         "fsdp",
         plugin.describe_backend(None, 1).capabilities,
-        required_capabilities(Topology(), collator, [TEXT, with_images("images")]),
+        collect_required_capabilities(Topology(), collator, [TEXT, with_images("images")]),
     )
     description = plugin.describe_backend(FsdpConfig(tensor_parallel=2), 2)
-    check_capabilities("fsdp", description.capabilities, required_capabilities(Topology(), collator, [TEXT]))
+    check_capabilities("fsdp", description.capabilities, collect_required_capabilities(Topology(), collator, [TEXT]))
     for data, capability in (
         (ROUTES, "router_replay"),
         (with_images("images"), "vision"),
         (with_images("mm_token_type_ids"), "vision"),
     ):
-        required = required_capabilities(Topology(), collator, [TEXT, data])
+        required = collect_required_capabilities(Topology(), collator, [TEXT, data])
         assert required == {collator.rows, capability}
         with pytest.raises(UnsupportedError, match=f"needs the capability '{capability}', which backend fsdp does not declare"):
             check_capabilities("fsdp", description.capabilities, required)
@@ -56,7 +56,7 @@ def test_the_fsdp_backend_refuses_what_it_does_not_declare(collator: PaddedColla
 
 @pytest.mark.parametrize(("data", "what"), [(ROUTES, "expert routes"), (with_images("images"), "images")])
 def test_a_collator_that_does_not_declare_to_carry_is_refused(data: SampleColumns, what: str) -> None:
-    check_carried("padded", PaddedCollator(), [TEXT, data])
-    check_carried("plain", TokensAlone(), [TEXT])
+    require_carried("padded", PaddedCollator(), [TEXT, data])
+    require_carried("plain", TokensAlone(), [TEXT])
     with pytest.raises(UnsupportedError, match=f"the data has {what}, which collator plain does not carry"):
-        check_carried("plain", TokensAlone(), [TEXT, data])
+        require_carried("plain", TokensAlone(), [TEXT, data])

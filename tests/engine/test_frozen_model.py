@@ -18,7 +18,7 @@ CONTINUED = ModelConfig("m", lora=LoraConfig(rank=2, path="adapters"))
 
 def planned(trained: ModelConfig, *capabilities: Any, **settings: Any) -> FrozenModel:
     description = BackendDescription(Topology(), frozenset(capabilities))
-    return FrozenModel.planned("reference", trained, description, table="reference", **settings)
+    return FrozenModel.choose("reference", trained, description, table="reference", **settings)
 
 
 def test_all_weights_need_a_second_model_as_it_was() -> None:

@@ -25,7 +25,7 @@ from skyrl_engine.config.schema import OptimizerConfig
 from skyrl_engine.contracts.kinds.needs import TEACHER_MODEL
 from skyrl_engine.contracts.values.model import ModelConfig
 from skyrl_engine.engine.assembly import Assembly
-from skyrl_engine.engine.capability import check_capabilities, check_scores, required_capabilities
+from skyrl_engine.engine.capability import check_capabilities, check_scores, collect_required_capabilities
 from skyrl_engine.engine.engine import Engine
 from skyrl_engine.errors import ConfigError, EngineError, PluginNotFoundError
 from skyrl_engine.modeling.loading import quiet_progress
@@ -233,7 +233,7 @@ class Matrix:
         described = selected.loaded.describe_backend(selected.options, sizes.ranks)
         for collator in COLLATORS:
             made = resolved("cross_entropy", collator)["collator"].make(CONTEXT)
-            check_capabilities(backend, described.capabilities, required_capabilities(described.topology, made, ()))
+            check_capabilities(backend, described.capabilities, collect_required_capabilities(described.topology, made, ()))
         for loss, collator in set(keys) & set(TAUGHT):
             scores = Assembly.of(resolved(loss, collator), CONTEXT, 1).objective.scores
             check_scores("loss divergence", scores, value_head=False, backend=backend, declared=described.capabilities)

@@ -85,7 +85,7 @@ class PreferenceTrainer(SftTrainer):
 
     preference: PreparedPreference
 
-    def planned(self, columns: SampleColumns) -> Plan:
+    def plan(self, columns: SampleColumns) -> Plan:
         """Return the plan of a mini-batch with what the loss reads: `ref_logprobs`, and KTO's baseline."""
         plan = self.engine.plan(columns)
         made: dict[str, AnyArray | Ragged] = {}

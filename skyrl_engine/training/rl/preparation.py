@@ -214,7 +214,7 @@ def prepare(resolved: ResolvedConfig, *, trains: bool = True, progress: Progress
                 shorter="Lower rl.max_prompt_tokens or rl.max_tokens",
             )
     with refusals.collect():
-        reward_model = RewardModel.planned(resolved, assembly, files)
+        reward_model = RewardModel.plan(resolved, assembly, files)
     refusals.raise_all()
     assert rollouts is not None, "what hinders it was raised"
     assert chosen is not None, "what hinders it was raised"

@@ -41,7 +41,7 @@ class RewardModel:
     micro_batch_tokens: int | None
 
     @classmethod
-    def planned(cls, resolved: ResolvedConfig, assembly: Assembly, files: ModelFiles) -> "RewardModel | None":
+    def plan(cls, resolved: ResolvedConfig, assembly: Assembly, files: ModelFiles) -> "RewardModel | None":
         """Choose the reward model; None where no path is given.
 
         Raises UnsupportedError for what the backend, the trained model or the run does not allow, ModelError for a model that cannot be used.

@@ -290,7 +290,7 @@ class RlTrainer:
         directory = self.references / f"step-{number}"
         if not directory.exists():
             self.engine.export(directory)
-        self.reference = self.reference.exported_to(directory)
+        self.reference = self.reference.from_export(directory)
         self.engine.add_frozen(self.reference)
         self._copied = directory.name
 

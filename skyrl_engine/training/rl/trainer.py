@@ -107,7 +107,7 @@ def _trainer(
     if reference is not None:
         if state is not None and state.reference is not None:
             # by its name: the run directory may have moved since
-            reference = reference.exported_to(session.directory.reference / Path(state.reference).name)
+            reference = reference.from_export(session.directory.reference / Path(state.reference).name)
         engine.add_frozen(reference)
     if prepared.teacher is not None:
         engine.add_frozen(prepared.teacher)

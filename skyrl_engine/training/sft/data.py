@@ -24,7 +24,7 @@ from skyrl_engine.data.images.processor import load_vision
 from skyrl_engine.data.sources.formats import PREFERENCES, Reading
 from skyrl_engine.data.text.template_rule import find_difference
 from skyrl_engine.engine.assembly import Assembly, assemble
-from skyrl_engine.engine.capability import check_pairs, needed_columns, needs_of_reducer, vision_of
+from skyrl_engine.engine.capability import check_pairs, collect_needed_columns, needs_of_reducer, vision_of
 from skyrl_engine.engine.frozen_model import FrozenModel
 from skyrl_engine.engine.model_files import ModelFiles
 from skyrl_engine.errors import DataError, Refusals
@@ -105,7 +105,7 @@ def prepare(
         data,
         files,
         seed=config.run.seed,
-        needed={need: asker for need, asker in needed_columns(assembly.needs).items() if need not in given},
+        needed={need: asker for need, asker in collect_needed_columns(assembly.needs).items() if need not in given},
         progress=progress,
         reading=reading,
     )
@@ -241,7 +241,7 @@ def columns_to_read(resolved: ResolvedConfig, tokenizer: "PreTrainedTokenizerBas
     config = resolved.config
     context = FactoryContext(config.run.seed, int(tokenizer.pad_token_id or 0), config.data.max_length)
     reducer: BoundPlugin[Reducer] = resolved.plugins["reducer"].bind("reducer", context)
-    return needed_columns({**ObjectiveParts.made(resolved.plugins, context).needs, **needs_of_reducer(reducer)})
+    return collect_needed_columns({**ObjectiveParts.made(resolved.plugins, context).needs, **needs_of_reducer(reducer)})
 
 
 def describe_data(dataset: TokenizedDataset | None) -> dict[str, Any] | None:

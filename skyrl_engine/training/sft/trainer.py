@@ -140,7 +140,7 @@ class SftTrainer:
     _idle: IdleSteps = field(factory=IdleSteps, init=False)
     _spans: Spans = field(factory=Spans, init=False)
 
-    def planned(self, columns: SampleColumns) -> Plan:
+    def plan(self, columns: SampleColumns) -> Plan:
         """Return the plan of a mini-batch, with every column that the objective reads: the teacher's, where there is one, over this plan."""
         plan = self.engine.plan(columns)
         if self.prepared.teacher is None or TEACHER not in self.prepared.assembly.objective.columns:
@@ -154,7 +154,7 @@ class SftTrainer:
         with self._spans("data"):
             chosen, self.position = self.prepared.order.mini_batch(self.position)
             columns = self.prepared.train.batch(chosen)
-        result = self.engine.train(self.planned(columns), per_token_outputs=False)
+        result = self.engine.train(self.plan(columns), per_token_outputs=False)
         metrics = {
             **results_of(result.metrics),
             "epoch": self.position.epoch + self.position.offset / self.prepared.order.samples,
@@ -168,7 +168,7 @@ class SftTrainer:
         if dataset is None:
             return None
         size = self.prepared.order.batch_size
-        return evaluate(self.engine, dataset, batch_size=size, planned=self.planned, over=self.mean_over)
+        return evaluate(self.engine, dataset, batch_size=size, planned=self.plan, over=self.mean_over)
 
     def state(self) -> Mapping[str, Any]:
         """The place in the sample order."""

@@ -26,8 +26,8 @@ from skyrl_engine.engine.capability import (
     check_model,
     check_reducer,
     check_scores,
-    needed_columns,
-    required_capabilities,
+    collect_needed_columns,
+    collect_required_capabilities,
 )
 from skyrl_engine.errors import ModelError, PluginBrokenError, UnsupportedError
 from skyrl_engine.model_facts.facts import ModelFacts
@@ -57,12 +57,12 @@ def a_loss(*needs: str, reducers: tuple[str, ...] | None = None) -> FunctionLoss
 
 
 def test_what_a_run_requires() -> None:
-    assert required_capabilities(Topology(), collator("padded"), [columns(), columns()]) == {"padded"}
+    assert collect_required_capabilities(Topology(), collator("padded"), [columns(), columns()]) == {"padded"}
     with_images = columns(extras={"images": images()})
-    everything = required_capabilities(Topology(dp=1, tp=2, cp=2, pp=2), collator("packed"), [columns(), with_images])
+    everything = collect_required_capabilities(Topology(dp=1, tp=2, cp=2, pp=2), collator("packed"), [columns(), with_images])
     assert everything == {"packed", "tensor_parallel", "context_parallel", "pipeline_parallel", "vision"}
-    assert required_capabilities(Topology(), collator("padded"), [columns()], value_head=True) == {"padded", "value_head"}
-    assert required_capabilities(Topology(), collator("padded"), [columns()], lora=True) == {"padded", "lora"}
+    assert collect_required_capabilities(Topology(), collator("padded"), [columns()], value_head=True) == {"padded", "value_head"}
+    assert collect_required_capabilities(Topology(), collator("padded"), [columns()], lora=True) == {"padded", "lora"}
 
 
 def images() -> Ragged:
@@ -274,8 +274,8 @@ def test_layouts_that_the_model_cannot_have_are_refused_while_planning(
 
 def test_needs_are_scores_of_the_model_or_columns_of_the_data() -> None:
     needs = ("logprobs", "values", "advantages", "returns")
-    assert needed_columns({"loss mine": needs}) == {"advantages": "loss mine needs", "returns": "loss mine needs"}
-    both = needed_columns({"loss mine": needs, "correction tis": ("returns", "rollout_logprobs")})
+    assert collect_needed_columns({"loss mine": needs}) == {"advantages": "loss mine needs", "returns": "loss mine needs"}
+    both = collect_needed_columns({"loss mine": needs, "correction tis": ("returns", "rollout_logprobs")})
     assert both == {"advantages": "loss mine needs", "returns": "loss mine needs", "rollout_logprobs": "correction tis needs"}
 
 
