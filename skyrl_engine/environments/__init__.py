@@ -3,7 +3,7 @@
 Authors import from here; the files behind may move between minor versions.
 """
 
-from skyrl_engine.environments.functions import FunctionEnvironment, reward, weighted
+from skyrl_engine.environments.functions import FunctionEnvironment, reward, make_weighted_reward
 from skyrl_engine.environments.prompts import PromptOptions
 from skyrl_engine.environments.references import content_of, function_of
 from skyrl_engine.environments.table_tasks import TableOptions, TableTasks
@@ -19,5 +19,5 @@ __all__ = [
     "function_of",
     "reward",
     "tool_message",
-    "weighted",
+    "make_weighted_reward",
 ]

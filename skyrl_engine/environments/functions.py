@@ -62,7 +62,7 @@ class FunctionEpisode:
         """Answer calls of tools, or score the attempt."""
         last = action.turn + 1 >= self.environment.claims.max_turns
         asked = () if last else await self._tool_messages(action)
-        return StepResult(0.0, done=False, messages=asked) if asked else await self._scored(action)
+        return StepResult(0.0, done=False, messages=asked) if asked else await self._score(action)
 
     def close(self) -> None:
         """Hold nothing."""
@@ -80,7 +80,7 @@ class FunctionEpisode:
             answers.append(tool_message(call, unknown) if tool is None else await tool.answer(call))
         return tuple(answers)
 
-    async def _scored(self, action: Action) -> StepResult:
+    async def _score(self, action: Action) -> StepResult:
         rewards = self.environment.rewards
         made = [await _await_value(each.score(action, self.task)) for each in rewards]
         if len(rewards) == 1 and isinstance(made[0], StepResult) and rewards[0].weight == 1.0:
@@ -165,6 +165,6 @@ def reward(
     return decorate
 
 
-def weighted(function: Callable[..., Any], name: str, weight: float = 1.0, form: Form = "auto") -> WeightedReward:
+def make_weighted_reward(function: Callable[..., Any], name: str, weight: float = 1.0, form: Form = "auto") -> WeightedReward:
     """Make a reward of a function of ours, of TRL's form or of verl's."""
     return WeightedReward(name, as_reward(function, form), weight)

@@ -127,7 +127,7 @@ class TableTasks:
 
 def _prompt(row: Row, column: str, given: Any) -> str | list[Message]:
     if isinstance(given, str) and given.lstrip().startswith("[") and column == "messages":
-        given = _parsed(row, column, given)
+        given = _parse_json(row, column, given)
     if isinstance(given, str):
         return given
     if (
@@ -148,7 +148,7 @@ def _prompt(row: Row, column: str, given: Any) -> str | list[Message]:
 
 def _tools(row: Row, given: Any) -> list[Mapping[str, Any]]:
     """Return a row's own tools, which many datasets store as text."""
-    tools = _parsed(row, "tools", given) if isinstance(given, str) and given.strip() else given or []
+    tools = _parse_json(row, "tools", given) if isinstance(given, str) and given.strip() else given or []
     if not isinstance(tools, list) or not all(isinstance(each, dict) and "function" in each for each in tools):
         raise row.wrong(
             "tools", "a list of {type, function} objects is needed", "Store function schemas as chat templates take them"
@@ -156,7 +156,7 @@ def _tools(row: Row, given: Any) -> list[Mapping[str, Any]]:
     return tools
 
 
-def _parsed(row: Row, column: str, text: str) -> Any:
+def _parse_json(row: Row, column: str, text: str) -> Any:
     try:
         return json.loads(text)
     except ValueError as error:

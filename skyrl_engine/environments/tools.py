@@ -41,7 +41,7 @@ class Tool:
                     f"the parameter {parameter.name!r} of the tool {name} has no type, or stands for several",
                     remedy="Give every parameter a type that JSON has, such as str, int, float, bool, list[str]",
                 )
-            properties[parameter.name] = {**_schema(name, parameter.name, hints[parameter.name]), **_told(text, parameter.name)}
+            properties[parameter.name] = {**_schema(name, parameter.name, hints[parameter.name]), **_find_parameter_doc(text, parameter.name)}
             if parameter.default is parameter.empty:
                 required.append(parameter.name)
         about = text.split("\n\n")[0].replace("\n", " ").strip()
@@ -86,7 +86,7 @@ def _schema(tool: str, parameter: str, hint: Any) -> dict[str, Any]:
     )
 
 
-def _told(text: str, parameter: str) -> dict[str, str]:
+def _find_parameter_doc(text: str, parameter: str) -> dict[str, str]:
     """Return what a docstring says of a parameter, in a line `name: text` or `name (type): text`."""
     for line in text.splitlines():
         head, colon, rest = line.strip().partition(":")

@@ -107,7 +107,7 @@ class RlTrainer:
             columns = self._columns(taken.groups, number)
             plan = self.engine.plan(columns, mini_batch_size=mini_batch_size(group_sizes(columns), config.rl.mini_batches))
         with self.phases("score"):
-            plan = self._scored(plan)
+            plan = self._score(plan)
         metrics = teacher_metrics(plan.columns)
         with self.phases("advantage"):
             if self.penalty is not None:
@@ -216,7 +216,7 @@ class RlTrainer:
             columns = attrs.evolve(columns, columns=known)
         return columns
 
-    def _scored(self, plan: Plan) -> Plan:
+    def _score(self, plan: Plan) -> Plan:
         """Add what the model, the reference and the teacher say of the batch before it is learned from."""
         recipe, temperature = self.prepared.recipe, self.prepared.resolved.config.rl.temperature
         found: dict[str, Any] = {}
