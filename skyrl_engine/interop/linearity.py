@@ -55,7 +55,7 @@ def token_losses(call: MaskedFunction, *, batch_local: bool) -> "tuple[torch.Ten
         return losses, others, None
     holds = _close(value.detach(), detached.sum(), detached.abs().sum())
     if holds and not batch_local:
-        uneven = _uneven(call)
+        uneven = _make_uneven_values(call)
         elsewhere = call.value(uneven, more_rows=1, more_columns=1)
         holds = _close(elsewhere, (uneven * detached).sum(), (uneven * detached.abs()).sum())
     return losses, others, None if holds else diagnose(generic(call))
@@ -81,7 +81,7 @@ def examine(call: MaskedFunction, *, batch_local: bool) -> Objection | None:
     """
     small = generic(call)
     _, _, found = token_losses(small, batch_local=batch_local)
-    return found or (diagnose(small) if _curved(small) else None)
+    return found or (diagnose(small) if _has_curvature(small) else None)
 
 
 def generic(call: MaskedFunction) -> MaskedFunction:
@@ -114,7 +114,7 @@ def generic(call: MaskedFunction) -> MaskedFunction:
 
 def diagnose(call: MaskedFunction) -> Objection:
     """Return the cause, found by experiments on the function."""
-    for experiment in (_not_finite, _random, _no_derivative, _scaled, _grown, _counted):
+    for experiment in (_not_finite, _random, _no_derivative, _check_scaling, _check_padding, _check_unmasked_tokens):
         for finding in experiment(call):
             return finding
     return Objection("is no sum of its mask times one value per token", _NATIVE)
@@ -153,7 +153,7 @@ def _no_derivative(call: MaskedFunction) -> Iterator[Objection]:
         yield Objection("does not use its mask", "Let it multiply by the mask, as in (loss * mask).sum()")
 
 
-def _scaled(call: MaskedFunction) -> Iterator[Objection]:
+def _check_scaling(call: MaskedFunction) -> Iterator[Objection]:
     """Object if twice the mask does not give twice the value."""
     ones = _ones(call)
     once, twice = call.value(ones), call.value(2 * ones)
@@ -177,14 +177,14 @@ def _scaled(call: MaskedFunction) -> Iterator[Objection]:
                 "Set the function's own reduction to a sum, and choose the reducer sequence_mean",
             )
     elif _differ(twice, 2 * once):
-        if not _curved(call):
+        if not _has_curvature(call):
             yield Objection(
                 "adds something that its mask does not multiply",
                 "Take that out of the function; further terms have a place of their own, [[loss.terms]]",
             )
         else:
             yield Objection(f"is not linear in its mask: twice the mask gives {twice / once:.4g} times the value", _NATIVE)
-    if _curved(call):
+    if _has_curvature(call):
         yield Objection(
             "uses its mask inside the formula as well (such as a masked mean over the sequence), so that one token's mask value moves the "
             "losses of others",
@@ -192,7 +192,7 @@ def _scaled(call: MaskedFunction) -> Iterator[Objection]:
         )
 
 
-def _grown(call: MaskedFunction) -> Iterator[Objection]:
+def _check_padding(call: MaskedFunction) -> Iterator[Objection]:
     """Object if more padding changes the value."""
     ones = _ones(call)
     here = call.value(ones)
@@ -212,7 +212,7 @@ def _grown(call: MaskedFunction) -> Iterator[Objection]:
         )
 
 
-def _counted(call: MaskedFunction) -> Iterator[Objection]:
+def _check_unmasked_tokens(call: MaskedFunction) -> Iterator[Objection]:
     """Object if a token without loss changes the losses of others."""
     import torch
 
@@ -235,7 +235,7 @@ def _counted(call: MaskedFunction) -> Iterator[Objection]:
         )
 
 
-def _curved(call: MaskedFunction) -> bool:
+def _has_curvature(call: MaskedFunction) -> bool:
     """Return True if the second derivative by the mask is not 0 in a fixed direction."""
     import torch
 
@@ -244,7 +244,7 @@ def _curved(call: MaskedFunction) -> bool:
         first = _gradient(call(ones)[0], ones)
         if first is None or not first.requires_grad:
             return False
-        direction = _uneven(call)
+        direction = _make_uneven_values(call)
         second = _gradient((first * direction).sum(), ones)
     if second is None:
         return False
@@ -268,7 +268,7 @@ def _ones(call: MaskedFunction) -> "torch.Tensor":
     return torch.ones_like(_first(call.columns), requires_grad=False)
 
 
-def _uneven(call: MaskedFunction) -> "torch.Tensor":
+def _make_uneven_values(call: MaskedFunction) -> "torch.Tensor":
     """Return [n] values from 1 to 2, distinct for some hundreds of tokens; with three or more tokens, every third is 0."""
     import torch
 
@@ -280,7 +280,7 @@ def _uneven(call: MaskedFunction) -> "torch.Tensor":
 
 def _without_some(call: MaskedFunction) -> "torch.Tensor":
     """Return ones [n]; with three or more tokens, every third is 0."""
-    return (_uneven(call) > 0).to(_first(call.columns).dtype)
+    return (_make_uneven_values(call) > 0).to(_first(call.columns).dtype)
 
 
 def _first(columns: "Mapping[str, torch.Tensor]") -> "torch.Tensor":

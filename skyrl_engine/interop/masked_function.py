@@ -40,7 +40,7 @@ class MaskedFunction:
         With an `anchor` there is one more token, in a row of its own, whose columns are 0 and whose mask value is the anchor; a masked mean
         then stays a mean.
         """
-        rows = self.rows.grown(more_rows + bool(anchor), more_columns)
+        rows = self.rows.grow(more_rows + bool(anchor), more_columns)
         keywords: dict[str, Any] = {argument: self._argument(need, rows) for argument, need in self.arguments.columns.items()}
         mask = keywords[self.arguments.mask] = rows.pad(weights)
         if anchor:
@@ -48,7 +48,7 @@ class MaskedFunction:
         if self.arguments.config is not None and self.config is not None:
             keywords[self.arguments.config] = self.config
         keywords |= {option: getattr(self.config, option) for option in self.arguments.options}
-        with _seeded(self.seed if seed is None else seed, weights.device):
+        with _seed_globally(self.seed if seed is None else seed, weights.device):
             value, others = _scalar_of(self.name, self.function(**keywords))
         return (value * weights.sum() if self.normalised and not anchor else value), others
 
@@ -92,7 +92,7 @@ def _scalar_of(name: str, result: Any) -> tuple["torch.Tensor", tuple[Any, ...]]
 
 
 @contextmanager
-def _seeded(seed: int, device: "torch.device") -> Iterator[None]:
+def _seed_globally(seed: int, device: "torch.device") -> Iterator[None]:
     """Seed the global random state inside this context, because other engines' losses draw from it, and restore it afterwards."""
     import torch
 

@@ -45,9 +45,9 @@ class _Called:
             case "batch":
                 return only_of(self.function, self.function([action.text], [task]))
             case "trl":
-                return only_of(self.function, self.function(**_taken(self.function, _of_trl(action, task))))
+                return only_of(self.function, self.function(**_select_accepted_arguments(self.function, _of_trl(action, task))))
             case "verl":
-                return _score_of(self.function(**_taken(self.function, _of_verl(action, task))))
+                return _score_of(self.function(**_select_accepted_arguments(self.function, _of_verl(action, task))))
             case _:
                 return self.function(action.text, task)
 
@@ -80,7 +80,7 @@ def _of_trl(action: Action, task: Task) -> dict[str, Any]:
     }
 
 
-def _taken(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
+def _select_accepted_arguments(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
     """Return those arguments that the function takes."""
     parameters = inspect.signature(function).parameters
     if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):

@@ -29,7 +29,7 @@ class PaddedPlaces:
         column = places - sequences.offsets[sequences.index]
         return cls(row, column, (int(filled.sum()), int(sequences.counts.max())))
 
-    def grown(self, rows: int = 0, columns: int = 0) -> "PaddedPlaces":
+    def grow(self, rows: int = 0, columns: int = 0) -> "PaddedPlaces":
         """Return the same places in a batch with further rows and columns of padding."""
         return evolve(self, shape=(self.shape[0] + rows, self.shape[1] + columns))
 
