@@ -236,7 +236,7 @@ class _Comparison:
         import numpy as np
 
         from skyrl_engine.model_facts.facts import ModelFacts
-        from skyrl_engine.model_facts.thresholds import untried
+        from skyrl_engine.model_facts.thresholds import find_untested_thresholds
         from skyrl_engine.proof.backends import difference, facts_of
 
         sides, counts = {}, {}
@@ -245,7 +245,7 @@ class _Comparison:
             with self._material(key) as (resolved, model, columns, context):
                 if (config := ModelFacts(model).config) is not None:
                     lengths = np.diff(columns.token_offsets)
-                    missed = untried(config, int(lengths.min()), int(lengths.max()))
+                    missed = find_untested_thresholds(config, int(lengths.min()), int(lengths.max()))
                 passed = _side(resolved, changed(model), columns, context, self.layouts[key])
             sides[key], counts[key], self.described[key] = passed.side, passed.micro_batches, passed.described
             tokens = int((columns.loss_weight != 0).sum())

@@ -37,7 +37,7 @@ def read_config(model: ModelConfig) -> Any:
     import transformers
 
     folder = Path(source_of(model))
-    stated = _stated(model, folder)
+    stated = _read_local_config(model, folder)
     try:
         return transformers.AutoConfig.from_pretrained(**location_of(model))
     except Exception as error:
@@ -49,7 +49,7 @@ def read_config(model: ModelConfig) -> Any:
                 remedy="Read that code and allow it by model.trust_remote_code = true (export: --trust-remote-code), or use another model",
             ) from error
         kind = None if stated is None else stated.get("model_type")
-        if stated is not None and "auto_map" not in stated and (kind is None or not _known(kind)):
+        if stated is not None and "auto_map" not in stated and (kind is None or not _is_known_type(kind)):
             raise _unknown(place, kind) from error
         raise ModelError(
             f"{place} cannot be loaded: {_one_line(error)}"
@@ -91,7 +91,7 @@ def load_config(model: ModelConfig, *, images: bool = False) -> Any:
     return config
 
 
-def _stated(model: ModelConfig, folder: Path) -> dict[str, Any] | None:
+def _read_local_config(model: ModelConfig, folder: Path) -> dict[str, Any] | None:
     """Return what config.json of a local directory says; None for models on the hub. Raises ModelError."""
     _refuse_what_is_no_model(model.path, folder)
     if source_of(model).startswith((".", "/", "~")) and not folder.is_dir():
@@ -131,7 +131,7 @@ def _refuse_what_is_no_model(path: str, folder: Path) -> None:
         )
 
 
-def _known(kind: object) -> bool:
+def _is_known_type(kind: object) -> bool:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     return isinstance(kind, str) and kind in CONFIG_MAPPING

@@ -10,7 +10,7 @@ from attrs import define
 from skyrl_engine.config.schema import ModelConfig
 from skyrl_engine.errors import ModelError
 from skyrl_engine.model_facts.configuration import location_of, read_config
-from skyrl_engine.model_facts.thresholds import extended_length, fixed_rotary_length
+from skyrl_engine.model_facts.thresholds import find_longest_row, choose_rotary_length
 from skyrl_engine.model_facts.vision_language import takes_images
 
 _DROPOUT = re.compile(r"^(?!classifier|summary).*(dropout|pdrop|dropout_prob|dropout_rate|layerdrop)$")
@@ -40,12 +40,12 @@ class ModelFacts:
     @property
     def extended_length(self) -> int | None:
         """Return the longest sequence in tokens that rotary positions extend the model to; `context_length` where they extend nothing."""
-        return None if self.config is None or self.context_length is None else extended_length(self.config, self.context_length)
+        return None if self.config is None or self.context_length is None else find_longest_row(self.config, self.context_length)
 
     @property
     def rotary_length(self) -> int | None:
         """Return the longest row in tokens for which rotary frequencies are fixed; None where they do not depend on lengths."""
-        return None if self.config is None else fixed_rotary_length(self.config, self.model.rotary_length)
+        return None if self.config is None else choose_rotary_length(self.config, self.model.rotary_length)
 
     @property
     def family(self) -> str | None:

@@ -24,10 +24,10 @@ def weights_fingerprint(model: ModelConfig) -> str | None:
     files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
     if not files:
         return None
-    return hashlib.sha256("".join(sorted(map(_sampled, files))).encode()).hexdigest()
+    return hashlib.sha256("".join(sorted(map(_hash_samples, files))).encode()).hexdigest()
 
 
-def _sampled(path: Path) -> str:
+def _hash_samples(path: Path) -> str:
     size = path.stat().st_size
     digest = hashlib.sha256(str(size).encode())
     with path.open("rb") as file:

@@ -23,7 +23,7 @@ def thresholds(config: Any) -> dict[str, int]:
     return {name: value for name, value in found.items() if isinstance(value, int) and value > 0}
 
 
-def untried(config: Any, shortest: int, longest: int) -> dict[str, int]:
+def find_untested_thresholds(config: Any, shortest: int, longest: int) -> dict[str, int]:
     """Return the thresholds that rows of `shortest` to `longest` tokens do not lie on both sides of."""
     return {name: length for name, length in thresholds(config).items() if not shortest <= length < longest}
 
@@ -39,7 +39,7 @@ def rotary_threshold(config: Any) -> int | None:
     return min(_rotary_thresholds(text), default=None)
 
 
-def extended_length(config: Any, positions: int) -> int:
+def find_longest_row(config: Any, positions: int) -> int:
     """Return the longest row in tokens of a model with so many positions (`max_position_embeddings`), stretched by its rotary positions.
 
     YaRN (arXiv 2309.00071), position interpolation ("linear", arXiv 2306.15595) and NTK-aware scaling ("dynamic") stretch the positions of
@@ -53,7 +53,7 @@ def extended_length(config: Any, positions: int) -> int:
     return reach
 
 
-def fixed_rotary_length(config: Any, wanted: int | None) -> int | None:
+def choose_rotary_length(config: Any, wanted: int | None) -> int | None:
     """Return the length in tokens for which a run fixes its rotary frequencies, so that they do not depend on how a batch is cut.
 
     That is `wanted`, the longest row of the run, or the threshold if rows are shorter or nobody says; rows may not be longer. Beyond its

@@ -22,7 +22,7 @@ def weight_files(model: ModelConfig) -> list[Path]:
     safetensors file that was cut off.
     """
     folder = Path(model.path).expanduser()
-    if not folder.is_dir() or _named_otherwise(folder):
+    if not folder.is_dir() or _has_named_weights(folder):
         return []
     first = next((name for name in _CHOICES if (folder / name).is_file()), None)
     if first is None:
@@ -30,7 +30,7 @@ def weight_files(model: ModelConfig) -> list[Path]:
             f"the directory {model.path} holds no weights: neither model.safetensors nor its index, model.safetensors.index.json",
             remedy="Copy or download the model's weights too, or point model.path at the directory that save_pretrained wrote",
         )
-    files = _listed(folder, folder / first) if first.endswith(".json") else [folder / first]
+    files = _list_indexed_files(folder, folder / first) if first.endswith(".json") else [folder / first]
     for file in files:
         _refuse_broken(file)
     return files
@@ -62,15 +62,15 @@ def safetensors_header(file: Path) -> dict[str, Any]:
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         if size < 8 or length > min(size - 8, _LONGEST_HEADER):
-            raise _damaged(file, f"its {size:,} bytes do not hold the header that it announces")
+            raise _damage_error(file, f"its {size:,} bytes do not hold the header that it announces")
         try:
             header = json.loads(stream.read(length))
             ends = (entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__")
             due = 8 + length + max(ends, default=0)
         except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
-            raise _damaged(file, "its header cannot be read") from error
+            raise _damage_error(file, "its header cannot be read") from error
     if size != due:
-        raise _damaged(file, f"it has {size:,} bytes, and its header announces {due:,}")
+        raise _damage_error(file, f"it has {size:,} bytes, and its header announces {due:,}")
     return dict(header)
 
 
@@ -79,13 +79,13 @@ def holder_of(files: list[Path], tensor: str) -> Path | None:
     return next((file for file in files if file.suffix == ".safetensors" and tensor in safetensors_header(file)), None)
 
 
-def _named_otherwise(folder: Path) -> bool:
+def _has_named_weights(folder: Path) -> bool:
     """Return True where config.json names the file of the weights, which transformers then takes."""
     config = folder / "config.json"
     return config.is_file() and "transformers_weights" in read_object(config)
 
 
-def _listed(folder: Path, index: Path) -> list[Path]:
+def _list_indexed_files(folder: Path, index: Path) -> list[Path]:
     places = read_object(index).get("weight_map")
     if not isinstance(places, dict) or not places or not all(isinstance(name, str) for name in places.values()):
         raise ModelError(
@@ -102,5 +102,5 @@ def _listed(folder: Path, index: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
-def _damaged(file: Path, what: str) -> ModelError:
+def _damage_error(file: Path, what: str) -> ModelError:
     return ModelError(f"{file} is damaged: {what}", remedy="Copy or download it again")

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from skyrl_engine.errors import ModelError
-from skyrl_engine.model_facts.thresholds import fixed_rotary_length
+from skyrl_engine.model_facts.thresholds import choose_rotary_length
 
 _FIXED = "fixed"
 """A type that transformers' decorator `dynamic_rope_update` leaves alone."""
@@ -21,7 +21,7 @@ def fix_rotary_frequencies(model: Any, wanted: int | None) -> int | None:
     in its micro-batch. Here they are those for a row of `fixed_rotary_length(config, wanted)` tokens, in every pass. Works on a skeleton too,
     whose buffers get their values from another rank. Raises ModelError if the model chooses in code of its own.
     """
-    length = fixed_rotary_length(model.config, wanted)
+    length = choose_rotary_length(model.config, wanted)
     if length is None:
         return None
     embeddings = list(_embeddings(model))

@@ -7,12 +7,12 @@ from transformers import AutoConfig
 
 from skyrl_engine.errors import UnsupportedError
 from skyrl_engine.model_facts.thresholds import (
-    extended_length,
-    fixed_rotary_length,
+    find_longest_row,
+    choose_rotary_length,
     refuse_longer_rows,
     rotary_threshold,
     thresholds,
-    untried,
+    find_untested_thresholds,
 )
 
 ROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 48, "long_factor": [2.0] * 48}
@@ -52,14 +52,14 @@ def test_thresholds(config: Any, due: dict[str, int]) -> None:
     ],
 )  # fmt: skip
 def test_frequencies_are_fixed_by_the_longest_row(config: Any, wanted: int | None, fixed: int | None) -> None:
-    assert fixed_rotary_length(config, wanted) == fixed
+    assert choose_rotary_length(config, wanted) == fixed
 
 
 @pytest.mark.parametrize(
     ("shortest", "longest", "missed"), [(5, 4096, True), (5, 4097, False), (4097, 5000, True), (4096, 5000, False)]
 )
 def test_rows_must_lie_on_both_sides(shortest: int, longest: int, missed: bool) -> None:
-    assert bool(untried(PHI, shortest, longest)) == missed
+    assert bool(find_untested_thresholds(PHI, shortest, longest)) == missed
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_rows_must_lie_on_both_sides(shortest: int, longest: int, missed: bool) 
 )
 def test_positions_that_rotary_positions_stretch(config: Any, due: int) -> None:
     """Qwen3 names YaRN's factor beside the positions before it, DeepSeek beside those after it; llama3's are always those after it."""
-    assert extended_length(config, config.max_position_embeddings) == due
+    assert find_longest_row(config, config.max_position_embeddings) == due
 
 
 def test_a_table_per_type_of_layer() -> None:
