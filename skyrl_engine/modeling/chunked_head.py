@@ -23,7 +23,7 @@ CHUNKS_KEPT = 2
 
 
 @frozen(eq=False)
-class AskedScores:
+class RequestedScores:
     """Scores asked of a head at n positions: scores by name, and the token ids to score.
 
     `tokens` int64[n, 1 + k] holds the label of each position, and behind it the candidates of every need `logprobs_at:COLUMN`, of which
@@ -47,7 +47,7 @@ class AskedScores:
             {need: ids_NK.shape[1] for need, ids_NK in wide.items()},
         )
 
-    def named(self, values: Sequence[Tensor]) -> dict[str, Tensor]:
+    def name_values(self, values: Sequence[Tensor]) -> dict[str, Tensor]:
         """Return the head's values, in the order of `scores`, by need."""
         scores = dict(zip(self.scores, values, strict=True))
         wide_NK = scores.pop(LOGPROBS_AT, None)
@@ -103,7 +103,7 @@ class ChunkedHead(nn.Module):
         )
         # some models keep a residual in float32 whatever precision computes (Mamba), and cast it to the head's own, as here
         hidden_NH = hidden_NH.to(self.linear.weight.dtype)
-        return chunked_scores(hidden_NH, self.linear.weight, self.linear.bias, tokens_NK, score, self.positions_per_chunk)
+        return compute_chunked_scores(hidden_NH, self.linear.weight, self.linear.bias, tokens_NK, score, self.positions_per_chunk)
 
 
 @frozen(eq=False)
@@ -134,7 +134,7 @@ class Score:
     asked: tuple[str, ...]
 
     def __call__(self, raw_NV: Tensor, tokens_NK: Tensor) -> tuple[Tensor, ...]:
-        named = self._named(self._logits(raw_NV), tokens_NK)
+        named = self._name_scores(self._logits(raw_NV), tokens_NK)
         return tuple(named[name] for name in self.asked)
 
     def positions_per_chunk(self, limit: int, count: int) -> int:  # noqa: ARG002 - others divide few positions too
@@ -154,7 +154,7 @@ class Score:
         """Say whether a score depends on the logits differentiably."""
         return True
 
-    def _named(self, logits_NV: Tensor, tokens_NK: Tensor) -> dict[str, Tensor]:
+    def _name_scores(self, logits_NV: Tensor, tokens_NK: Tensor) -> dict[str, Tensor]:
         """Return scores by name, those that are asked for and perhaps others."""
         sums = self._sums(logits_NV, tokens_NK, expected="entropy" in self.asked, mean="mean_logprob" in self.asked)
         label_N, others_NK = sums.picked[:, 0], sums.picked[:, 1:]
@@ -238,7 +238,7 @@ class Score:
         gradient_NV.scatter_add_(-1, tokens_NK, weight_NK)
 
 
-def chunked_scores(
+def compute_chunked_scores(
     hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, tokens_NK: Tensor, score: Score, positions_per_chunk: int
 ) -> tuple[Tensor, ...]:
     """Return the scores of `hidden_NH @ weight_VH.T + bias_V` at the tokens [n, 1 + k] of `AskedScores`, chunk by chunk.

@@ -40,7 +40,7 @@ def takes(query: Tensor, key: Tensor, value: Tensor, *, window: int | None, drop
     alike = key.dtype == value.dtype == query.dtype and key.shape[3] == value.shape[3] == head
     if not query.is_cuda or query.dtype not in DTYPES or not alike or dropout or head > LARGEST_HEAD or head % HEAD_MULTIPLE:
         return False
-    return _proved(query.device, query.dtype, query.shape[1], key.shape[1], head, window is not None)
+    return _is_kernel_right(query.device, query.dtype, query.shape[1], key.shape[1], head, window is not None)
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, segments: Segments, *, scaling: float | None, window: int | None) -> Tensor:
@@ -66,7 +66,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, segments: Segments, *, sca
 
 
 @cache
-def _proved(device: torch.device, dtype: torch.dtype, heads: int, key_heads: int, head: int, windowed: bool) -> bool:
+def _is_kernel_right(device: torch.device, dtype: torch.dtype, heads: int, key_heads: int, head: int, windowed: bool) -> bool:
     """Compare one forward and backward pass over `PROBE`; return False, with a warning, if the kernel fails or differs."""
     try:
         _compare(device, dtype, heads, key_heads, head, PROBE_WINDOW if windowed else None)

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from torch import Tensor, nn
 
 
-def named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+def list_named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
     """Return parameters and buffers by name, shared ones once, in the same order on every rank."""
     return [*((name, parameter.detach()) for name, parameter in model.named_parameters()), *model.named_buffers()]
 
@@ -30,7 +30,7 @@ def replace_entries(model: nn.Module, replacements: Mapping[int, Tensor]) -> Non
 
 
 @contextmanager
-def ties_kept(model: nn.Module) -> Iterator[None]:
+def keep_ties(model: nn.Module) -> Iterator[None]:
     """Let all names of a parameter hold the new one where it is replaced under one of them in this context.
 
     Whoever shards a part of the model sees only the names inside that part.

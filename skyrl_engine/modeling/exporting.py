@@ -13,7 +13,7 @@ from torch import Tensor
 from skyrl_engine.contracts.values.model import ComputeDtype, ModelConfig
 from skyrl_engine.errors import ModelError
 from skyrl_engine.modeling.loading import load_scorer, load_skeleton, quiet_progress
-from skyrl_engine.modeling.lora import has_adapters, merged_weights, trained, write_adapters
+from skyrl_engine.modeling.lora import has_adapters, iterate_merged_weights, list_trained_parameters, write_adapters
 
 
 def write_pretrained(
@@ -25,11 +25,11 @@ def write_pretrained(
     configuration names the precision of the written weights, in which transformers loads them. Raises ModelError.
     """
     if precision is not None and weights is not None and not has_adapters(model):
-        weights = _rounded(model, weights, getattr(torch, precision))
+        weights = _round_weights(model, weights, getattr(torch, precision))
     try:
-        with quiet_progress(), _unwrapped():
+        with quiet_progress(), _skip_unwrapping():
             if has_adapters(model):
-                write_adapters(model, directory, exported(model) if weights is None else weights)
+                write_adapters(model, directory, collect_export_tensors(model) if weights is None else weights)
                 return
             model.save_pretrained(directory, state_dict=None if weights is None else dict(weights))
             if weights is not None:
@@ -40,9 +40,9 @@ def write_pretrained(
         ) from error
 
 
-def exported(model: Any) -> dict[str, Tensor]:
+def collect_export_tensors(model: Any) -> dict[str, Tensor]:
     """Return the tensors to export by name, as this rank holds them: the state dictionary or, with adapters, the trained parameters."""
-    return dict(trained(model)) if has_adapters(model) else model.state_dict(keep_vars=True)
+    return dict(list_trained_parameters(model)) if has_adapters(model) else model.state_dict(keep_vars=True)
 
 
 def write_merged(spec: ModelConfig, directory: Path, precision: ComputeDtype) -> None:
@@ -56,11 +56,11 @@ def write_merged(spec: ModelConfig, directory: Path, precision: ComputeDtype) ->
     buffers = dict(adapted.named_buffers())
     kept = {name: buffers[name] for name in plain.state_dict() if name in buffers}
     with torch.no_grad():
-        weights = {**dict(merged_weights(adapted, lambda parameter: parameter.detach())), **kept}
+        weights = {**dict(iterate_merged_weights(adapted, lambda parameter: parameter.detach())), **kept}
     write_pretrained(plain, directory, weights, precision=precision)
 
 
-def _rounded(model: Any, weights: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+def _round_weights(model: Any, weights: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
     """Return the weights in `dtype`, but those that transformers keeps in float32 in every precision; tied ones stay one tensor."""
     precise = [*(getattr(model, "_keep_in_fp32_modules_strict", None) or ())]
     keeps = re.compile("|".join(rf"(^|\.){re.escape(name)}(\.|$)" for name in precise)) if precise else None
@@ -86,7 +86,7 @@ def _name_precision(config: Any, directory: Path, weights: Mapping[str, Tensor])
 
 
 @contextmanager
-def _unwrapped() -> Iterator[None]:
+def _skip_unwrapping() -> Iterator[None]:
     """Let save_pretrained take the model as it is: it unwraps models by accelerate, which imports DeepSpeed wherever that is installed.
 
     On a machine with GPUs that import looks for compilers, builds and logs; runs of other backends have no use for it.

@@ -15,7 +15,7 @@ from skyrl_engine.modeling.vision import language_part
 def layer_names(spec: ModelConfig) -> list[str]:
     """Return the names of the decoder's layers in the model, such as `model.layers.0`, in order. Raises ModelError."""
     model, _ = load_skeleton(_plain(spec), images=True)
-    name, layers = _listed(model)
+    name, layers = _find_layer_list(model)
     return [f"{name}.{number}" for number in range(len(layers))]
 
 
@@ -35,7 +35,7 @@ def write_first_layers(spec: ModelConfig, layers: int, directory: Path) -> None:
     Raises what loading and writing a model raise.
     """
     model, _ = load_scorer(_plain(spec), images=True)
-    _, listed = _listed(model)
+    _, listed = _find_layer_list(model)
     del listed[layers:]
     shorten(model.config, layers)
     write_pretrained(model, directory)
@@ -45,7 +45,7 @@ def _plain(spec: ModelConfig) -> ModelConfig:
     return attrs.evolve(spec, lora=None, dtype="float32")
 
 
-def _listed(model: Any) -> tuple[str, Any]:
+def _find_layer_list(model: Any) -> tuple[str, Any]:
     """Return the module that lists the decoder's layers, after its name in the model."""
     first = transformer_layers(language_part(split_causal_lm(model).decoder))[0]
     return next((name, module) for name, module in model.named_modules() if any(child is first for child in module.children()))

@@ -50,7 +50,7 @@ class PlacedImages:
     bounds: IntArray
 
 
-def placed_images(micro_batch: MicroBatch, tokens: ImageTokens, *, pixels: bool = True) -> PlacedImages:
+def place_images(micro_batch: MicroBatch, tokens: ImageTokens, *, pixels: bool = True) -> PlacedImages:
     """Find every image of `micro_batch`, whose images are numbered by `ragged_offsets` of `image_grid_thw` and `pixel_values`.
 
     Without `pixels` the pixel values are not checked, because only the first stage of a pipeline has them.
@@ -77,7 +77,7 @@ def placed_images(micro_batch: MicroBatch, tokens: ImageTokens, *, pixels: bool 
     sample_of = np.repeat(np.arange(len(lengths)), lengths)
     _check_types(micro_batch, ids, types, sample_of, tokens)
 
-    owned = _owned(micro_batch, IMAGE_GRID, len(lengths))
+    owned = _count_owned(micro_batch, IMAGE_GRID, len(lengths))
     grids = micro_batch.inputs[IMAGE_GRID].numpy() if owned.any() else np.zeros((0, 3), dtype=np.int64)
     owners = np.repeat(np.arange(len(lengths)), owned)
     if (image := _first((grids < 1).any(axis=1) | (grids[:, 1:] % tokens.merge).any(axis=1))) is not None:
@@ -89,7 +89,7 @@ def placed_images(micro_batch: MicroBatch, tokens: ImageTokens, *, pixels: bool 
     bounds = offsets_of(sides.prod(axis=1))
     places = np.flatnonzero(types == IMAGE)
     counted = np.bincount(sample_of[places], minlength=len(lengths))
-    wanted = _summed(owners, np.diff(bounds), len(lengths))
+    wanted = _sum_by_owner(owners, np.diff(bounds), len(lengths))
     if (sample := _first(counted != wanted)) is not None:
         _refuse(
             micro_batch,
@@ -120,9 +120,9 @@ def _check_types(micro_batch: MicroBatch, ids: IntArray, types: IntArray, sample
 
 def _check_patches(micro_batch: MicroBatch, grids: IntArray, owners: IntArray, tokens: ImageTokens) -> None:
     """Check that every sample has as many patches as its grids count, of the model's size."""
-    given = _owned(micro_batch, PIXEL_VALUES, len(micro_batch.sequence_lengths.values))
+    given = _count_owned(micro_batch, PIXEL_VALUES, len(micro_batch.sequence_lengths.values))
     pixels = micro_batch.inputs.get(PIXEL_VALUES)
-    counted = _summed(owners, grids.prod(axis=1), len(given))
+    counted = _sum_by_owner(owners, grids.prod(axis=1), len(given))
     if (sample := _first(counted != given)) is not None:
         _refuse(micro_batch, sample, f"has {given[sample]} patches where its images count {counted[sample]}")
     if pixels is not None and len(pixels) and pixels.shape[1] != tokens.patch:
@@ -131,7 +131,7 @@ def _check_patches(micro_batch: MicroBatch, grids: IntArray, owners: IntArray, t
         )
 
 
-def _owned(micro_batch: MicroBatch, name: str, samples: int) -> IntArray:
+def _count_owned(micro_batch: MicroBatch, name: str, samples: int) -> IntArray:
     """Return int64[samples], the number of entries of the ragged input `name` that each sample owns."""
     tensor, offsets = micro_batch.inputs.get(name), micro_batch.ragged_offsets.get(name)
     if tensor is None:
@@ -144,7 +144,7 @@ def _owned(micro_batch: MicroBatch, name: str, samples: int) -> IntArray:
     return np.diff(offsets)
 
 
-def _summed(owners: IntArray, values: IntArray, samples: int) -> IntArray:
+def _sum_by_owner(owners: IntArray, values: IntArray, samples: int) -> IntArray:
     return np.bincount(owners, weights=values, minlength=samples).astype(np.int64)
 
 

@@ -153,7 +153,7 @@ def load_causal_lm(spec: ModelConfig, *, images: bool = False) -> Any:
     """
     config = load_config(spec, images=images)
     if isinstance(spec, EmptyModelConfig):
-        return _made(spec, config)
+        return _make_empty_model(spec, config)
     files = weight_files(spec)
     refuse_code(files)
     try:
@@ -202,7 +202,7 @@ def refuse_other_shapes(spec: ModelConfig, files: list[Path], found: Iterable[tu
     )
 
 
-def _made(spec: EmptyModelConfig, config: Any) -> Any:
+def _make_empty_model(spec: EmptyModelConfig, config: Any) -> Any:
     """Make the model with the weights that its class draws, leaving random states unchanged."""
     import transformers
 

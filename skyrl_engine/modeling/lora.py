@@ -50,7 +50,7 @@ def add_adapters(model: Any, decoder: nn.Module, spec: ModelConfig, seed: int) -
     inside = {id(module) for module in decoder.modules()}
     linear = {name: module for name, module in model.named_modules() if id(module) in inside and _is_linear(module)}
     config = (
-        _drawn(spec, spec.lora, model, linear, peft) if spec.lora.path is None else _existing(spec, spec.lora, spec.lora.path, peft)
+        _make_peft_config(spec, spec.lora, model, linear, peft) if spec.lora.path is None else _existing(spec, spec.lora, spec.lora.path, peft)
     )
     with torch.random.fork_rng(devices=()), next(model.parameters()).device:
         torch.default_generator.manual_seed(seed)
@@ -68,10 +68,10 @@ def add_adapters(model: Any, decoder: nn.Module, spec: ModelConfig, seed: int) -
                     remedy="Use an adapter of the decoder's linear layers alone",
                 )
             parameter.requires_grad_()
-    counts = [sum(parameter.numel() for parameter in each) for each in (trained(model).values(), model.parameters())]
+    counts = [sum(parameter.numel() for parameter in each) for each in (list_trained_parameters(model).values(), model.parameters())]
     logger.info("%s: %d of %d parameters are trained, as adapters of rank %d", spec.path, *counts, config.r)
     logger.info("%s: adapted are %s", spec.path, describe_adapters(decoder))
-    if spec.lora.path is None and spec.lora.targets == "all-linear" and (left := _left_frozen(decoder)):
+    if spec.lora.path is None and spec.lora.targets == "all-linear" and (left := _count_unadapted(decoder)):
         why = "they are no linear layers, or have names that PEFT takes for the experts'"
         logger.warning('%s: model.lora.targets = "all-linear" leaves frozen %s: %s', spec.path, _counts(left), why)
 
@@ -94,7 +94,7 @@ def describe_adapters(decoder: nn.Module) -> str:
     """Count by name a decoder's matrices with adapters and those without: `q_proj (2); frozen stay experts.down_proj (2)`."""
     names = (name for name, _ in decoder.named_parameters())
     adapted = Counter(name.partition(".lora_A.")[0].rpartition(".")[2] for name in names if ".lora_A." in name)
-    return f"{_counts(adapted)}; frozen stay {_counts(_left_frozen(decoder))}"
+    return f"{_counts(adapted)}; frozen stay {_counts(_count_unadapted(decoder))}"
 
 
 def has_adapters(model: nn.Module) -> bool:
@@ -116,7 +116,7 @@ def load_adapters(model: nn.Module, spec: ModelConfig) -> None:
     assert spec.lora.path is not None
     stored: dict[str, Tensor] = dict(_read(spec.lora.path, lambda source: _peft().utils.load_peft_weights(source, device="cpu")))
     for name, parameter in model.named_parameters():
-        value = stored.pop(_stored_name(name), None) if parameter.requires_grad else None
+        value = stored.pop(_to_peft_name(name), None) if parameter.requires_grad else None
         if value is not None and value.shape == parameter.shape:
             parameter.copy_(value)
         elif value is not None or has_adapter_name(name):
@@ -139,7 +139,7 @@ def has_adapter_name(name: str) -> bool:
     return ".lora_A." in name or ".lora_B." in name
 
 
-def trained(model: nn.Module) -> dict[str, nn.Parameter]:
+def list_trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the trained parameters by name: adapters, and the value head if there is one."""
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
@@ -175,11 +175,11 @@ def write_adapters(model: Any, directory: Path, weights: Mapping[str, Tensor]) -
     if any(not has_adapter_name(name) for name in weights):
         config.task_type, config.modules_to_save = "TOKEN_CLS", [VALUE_HEAD]
     config.save_pretrained(directory)
-    tensors = {_stored_name(name): weight.detach().contiguous() for name, weight in weights.items()}
+    tensors = {_to_peft_name(name): weight.detach().contiguous() for name, weight in weights.items()}
     save_file(tensors, directory / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
-def merged_weights(model: nn.Module, whole: Callable[[nn.Parameter], Tensor]) -> Iterator[tuple[str, Tensor]]:
+def iterate_merged_weights(model: nn.Module, whole: Callable[[nn.Parameter], Tensor]) -> Iterator[tuple[str, Tensor]]:
     """Yield every weight by its name in the base model, with its adapter merged: W + alpha / rank * B A. `whole` gathers a parameter.
 
     Values have the adapters' precision; without adapters they are as `whole` returns them.
@@ -187,7 +187,7 @@ def merged_weights(model: nn.Module, whole: Callable[[nn.Parameter], Tensor]) ->
     if not has_adapters(model):
         yield from ((name, whole(parameter)) for name, parameter in model.named_parameters())
         return
-    precision = next(iter(trained(model).values())).dtype
+    precision = next(iter(list_trained_parameters(model).values())).dtype
     for name, parameter in model.named_parameters():
         if has_adapter_name(name):
             continue
@@ -200,7 +200,7 @@ def merged_weights(model: nn.Module, whole: Callable[[nn.Parameter], Tensor]) ->
         yield f"{owner}.{kind}" if base else name, value
 
 
-def _left_frozen(decoder: nn.Module) -> Counter[str]:
+def _count_unadapted(decoder: nn.Module) -> Counter[str]:
     """Count the decoder's matrices without an adapter, by the last names of their paths; embeddings do not count."""
     embeddings = {id(module.weight) for module in decoder.modules() if isinstance(module, nn.Embedding)}
     left: Counter[str] = Counter()
@@ -214,7 +214,7 @@ def _counts(names: Counter[str]) -> str:
     return ", ".join(f"{name} ({count})" for name, count in sorted(names.items())) or "none"
 
 
-def _drawn(spec: ModelConfig, lora: LoraConfig, model: nn.Module, linear: Mapping[str, nn.Module], peft: Any) -> Any:
+def _make_peft_config(spec: ModelConfig, lora: LoraConfig, model: nn.Module, linear: Mapping[str, nn.Module], peft: Any) -> Any:
     """Return PEFT's configuration of new adapters.
 
     Raises ModelError for targets that no linear layer matches, and for targets that PEFT takes for something else in this architecture.
@@ -319,7 +319,7 @@ def _read(path: str, read: Callable[[str], Any]) -> Any:
         ) from error
 
 
-def _stored_name(name: str) -> str:
+def _to_peft_name(name: str) -> str:
     """Return a parameter's name in PEFT's files."""
     return _PREFIX + name.replace(f".{ADAPTER}.", ".")
 

@@ -42,10 +42,10 @@ def score(
             remedy="Add a frozen model of the name teacher, or choose another loss",
         )
     check_tokens(micro_batch, vocabulary)
-    return _called(call, micro_batch, needs=objective.needs, temperature=objective.temperature, device=device, images=images)
+    return _call_scorer(call, micro_batch, needs=objective.needs, temperature=objective.temperature, device=device, images=images)
 
 
-def hidden_states(
+def compute_hidden_states(
     call: Callable[..., dict[str, Tensor]],
     scorer: Scorer,
     micro_batch: MicroBatch,
@@ -61,11 +61,11 @@ def hidden_states(
     check_tokens(micro_batch, vocabulary)
     scorer.eval()
     with torch.no_grad():
-        scores = _called(call, micro_batch, needs=(HIDDEN_STATES,), temperature=1.0, device=device, images=images)
+        scores = _call_scorer(call, micro_batch, needs=(HIDDEN_STATES,), temperature=1.0, device=device, images=images)
     return scores[HIDDEN_STATES]
 
 
-def _called(
+def _call_scorer(
     call: Callable[..., dict[str, Tensor]],
     micro_batch: MicroBatch,
     *,

@@ -40,7 +40,7 @@ def model_inputs(micro_batch: MicroBatch, *, one_row: bool = False, images: Imag
     Raises ContractError if mask and lengths contradict each other, what `rotary_positions` raises for images, and UnsupportedError for further
     model inputs, because models accept and ignore unknown keywords.
     """
-    given = _given(micro_batch, images)
+    given = _pass_rows_through(micro_batch, images)
     if not one_row and not (micro_batch.sequence_lengths.lengths > 1).any():
         return ModelInputs(given, micro_batch.positions, None)
     mask_F = micro_batch.inputs["attention_mask"].flatten().bool()
@@ -61,7 +61,7 @@ def model_inputs(micro_batch: MicroBatch, *, one_row: bool = False, images: Imag
     return ModelInputs(inputs, places[micro_batch.positions], Segments(tuple(int(length) for length in lengths)))
 
 
-def _given(micro_batch: MicroBatch, images: ImageTokens | None) -> Mapping[str, Tensor]:
+def _pass_rows_through(micro_batch: MicroBatch, images: ImageTokens | None) -> Mapping[str, Tensor]:
     """Return the model's inputs for unchanged rows."""
     unknown = sorted(set(micro_batch.inputs) - _TEXT - set(OF_IMAGES if images is not None else ()))
     if unknown:

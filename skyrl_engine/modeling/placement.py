@@ -15,7 +15,7 @@ from skyrl_engine.modeling.entries import (
     entry,
     keeps_loose_tensors,
     loose_tensors,
-    named_tensors,
+    list_named_tensors,
     replace_entries,
     replace_loose_tensors,
 )
@@ -51,17 +51,17 @@ def load_on_ranks(spec: ModelConfig, *, images: bool = False, seed: int = 0) -> 
     """
     reads = dist.get_rank() == 0
     model, scorer, report = _attempt(spec, reads=reads, images=images, seed=seed)
-    loaded = gathered(report)
+    loaded = gather_reports(report)
     everyone_reads = any(one.cannot_be_filled for one in loaded)
     if everyone_reads and not reads:
         logger.info("%s keeps tensors that are neither parameters nor buffers: every rank reads its weights", spec.path)
         model, scorer = load_scorer(spec, images=images, seed=seed)
     elif not reads:
         adopt_like(model, scorer, loaded[0].segment_support)
-    gathered(None if reads else _empty(model, loaded[0].tensors, spec.path))
+    gather_reports(None if reads else _empty(model, loaded[0].tensors, spec.path))
     if not reads:
         replace_loose_tensors(model, loaded[0].loose)
-    return Placed(model, scorer, dict(named_tensors(model)) if reads else {})
+    return Placed(model, scorer, dict(list_named_tensors(model)) if reads else {})
 
 
 def _empty(model: Any, tensors: Tensors, path: str) -> ModelError | None:
@@ -69,7 +69,7 @@ def _empty(model: Any, tensors: Tensors, path: str) -> ModelError | None:
 
     Code that makes a parameter outside of `torch.device("meta")` gives it values of this rank, and perhaps a dtype of its own.
     """
-    own = [name for name, _ in named_tensors(model)]
+    own = [name for name, _ in list_named_tensors(model)]
     if own != [name for name, *_ in tensors]:
         differing = sorted({name for name, *_ in tensors}.symmetric_difference(own)) or own
         return ModelError(
@@ -85,7 +85,7 @@ def _empty(model: Any, tensors: Tensors, path: str) -> ModelError | None:
     return None
 
 
-def gathered(report: EngineError | Report) -> list[Report]:
+def gather_reports(report: EngineError | Report) -> list[Report]:
     """Return every rank's report. An error on one rank is raised on all of them."""
     reports: list[EngineError | Report] = [report] * dist.get_world_size()
     dist.all_gather_object(reports, report)
@@ -110,7 +110,7 @@ class _Loaded:
 
     @classmethod
     def of(cls, model: Any, scorer: Scorer, *, cannot_be_filled: bool) -> "_Loaded":
-        tensors = tuple((name, tuple(tensor.shape), tensor.dtype) for name, tensor in named_tensors(model))
+        tensors = tuple((name, tuple(tensor.shape), tensor.dtype) for name, tensor in list_named_tensors(model))
         loose = {place: tensor.detach() for place, tensor in loose_tensors(model).items() if not tensor.is_meta}
         return cls(cannot_be_filled, scorer.segment_support, tensors, loose)
 

@@ -17,7 +17,7 @@ from skyrl_engine.modeling.loading import build_causal_lm, load_skeleton, refuse
 from skyrl_engine.modeling.segment_adoption import adopt_segment_attention, certain_refusal
 from skyrl_engine.modeling.segments import SegmentSupport
 from skyrl_engine.modeling.unpickling import refuse_code
-from skyrl_engine.modeling.unused_weights import describe_tensors, source_tensors, unused_tensors
+from skyrl_engine.modeling.unused_weights import describe_tensors, source_tensors, find_unused_tensors
 from skyrl_engine.modeling.value_head import NAME as VALUE_HEAD
 
 logger = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ _MOST_PARAMETERS: Final = 500_000_000
 """Parameters of a layer that is made with values, 2 GB; of larger ones, loading tells."""
 
 
-def rehearse(spec: ModelConfig, packed_rows: bool, *, images: bool = False) -> None:
+def check_loading(spec: ModelConfig, packed_rows: bool, *, images: bool = False) -> None:
     """Build the model without values as a rank does, with its adapters and value head, and look at the files of its weights.
 
     This is `BackendDescription.rehearse` of backends that load by `load_scorer`; `images` as there. With `packed_rows` the model must be able
@@ -56,7 +56,7 @@ def _tell_unused(spec: ModelConfig, model: Any) -> None:
     own = {name.replace(".base_layer.", ".") for name in model.state_dict()}
     if others := source_tensors(spec).keys() - own:
         with torch.random.fork_rng(devices=()):
-            unused = unused_tensors(spec, others)
+            unused = find_unused_tensors(spec, others)
         if unused:
             logger.info(
                 "%s holds %d tensors that training does not use, and exports of whole models copy them from there: %s",

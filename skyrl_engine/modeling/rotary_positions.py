@@ -6,7 +6,7 @@ from torch import Tensor
 
 from skyrl_engine.contracts.kinds.backend import MicroBatch
 from skyrl_engine.contracts.values.ragged import offsets_of
-from skyrl_engine.modeling.images import ImageTokens, PlacedImages, placed_images
+from skyrl_engine.modeling.images import ImageTokens, PlacedImages, place_images
 
 
 def rotary_positions(micro_batch: MicroBatch, tokens: ImageTokens) -> Tensor:
@@ -21,7 +21,7 @@ def rotary_positions(micro_batch: MicroBatch, tokens: ImageTokens) -> Tensor:
     """
     mask = micro_batch.inputs["attention_mask"].bool()
     laid = torch.zeros(3, *mask.shape, dtype=torch.int64)
-    laid[:, mask] = real_positions(placed_images(micro_batch, tokens))
+    laid[:, mask] = real_positions(place_images(micro_batch, tokens))
     return laid
 
 

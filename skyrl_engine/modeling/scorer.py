@@ -9,9 +9,9 @@ from skyrl_engine.contracts.kinds.needs import DIVERGENCE, LOGPROBS_AT, TOP_1_AG
 from skyrl_engine.errors import ModelError, UnsupportedError
 from skyrl_engine.model_facts.thresholds import refuse_longer_rows
 from skyrl_engine.modeling.causal_lm import CausalLanguageModelParts
-from skyrl_engine.modeling.chunked_head import VOCABULARY_SCORES, AskedScores, ChunkedHead, asks_a_head
+from skyrl_engine.modeling.chunked_head import VOCABULARY_SCORES, RequestedScores, ChunkedHead, asks_a_head
 from skyrl_engine.modeling.images import ImageTokens
-from skyrl_engine.modeling.segment_attention import known_documents, known_rows
+from skyrl_engine.modeling.segment_attention import skip_document_search, declare_padding
 from skyrl_engine.modeling.segments import REMEDY, WHOLE_ROWS, Segments, SegmentSupport
 from skyrl_engine.modeling.teaching import HIDDEN_STATES, TeacherStates
 from skyrl_engine.modeling.value_head import ValueHead
@@ -79,7 +79,7 @@ class Scorer(nn.Module):
         With `segments` the inputs are input_ids and position_ids [1, tokens] of documents end to end; raises UnsupportedError for a model
         whose documents would attend to each other.
         """
-        hidden_NH = self._hidden(inputs, segments, padded).flatten(0, 1)
+        hidden_NH = self._compute_hidden_states(inputs, segments, padded).flatten(0, 1)
         count = len(positions)
         if count == 0:
             positions, labels = positions.new_zeros(1), labels.new_zeros(1)
@@ -89,12 +89,12 @@ class Scorer(nn.Module):
         if HIDDEN_STATES in needs:
             scores[HIDDEN_STATES] = chosen_NH
         if asks_a_head(needs):
-            asked = AskedScores.of(needs, labels, candidates)
+            asked = RequestedScores.of(needs, labels, candidates)
             compared = {}
             if asks_a_teacher(needs):
                 assert teacher is not None, "a comparison is asked of a model that nobody teaches"
-                compared = {"teacher": teacher.filled()}
-            scores.update(asked.named(self.head(chosen_NH, asked.tokens, temperature, asked.scores, **compared)))
+                compared = {"teacher": teacher.with_one_position()}
+            scores.update(asked.name_values(self.head(chosen_NH, asked.tokens, temperature, asked.scores, **compared)))
         if "values" in needs:
             assert self.value_head is not None, "values are asked of a model without a value head"
             # cloned, here and below, because FSDP2 warns if the root returns a view
@@ -103,16 +103,16 @@ class Scorer(nn.Module):
             scores = {name: value[:0].clone() for name, value in scores.items()}
         return scores
 
-    def _hidden(self, inputs: Mapping[str, Tensor], segments: Segments | None, padded: bool | None = None) -> Tensor:
+    def _compute_hidden_states(self, inputs: Mapping[str, Tensor], segments: Segments | None, padded: bool | None = None) -> Tensor:
         """Return the decoder's hidden states [rows, width, h]."""
         support = self.segment_support
         self._refuse_longer_rows(inputs, segments)
         if segments is None:
             attention = {"segments": WHOLE_ROWS} if support.layers else {}
-            with known_rows(padded=padded):
+            with declare_padding(padded=padded):
                 return self.decoder(**inputs, **attention, use_cache=False)[0]  # type: ignore[no-any-return] # nn.Module.__call__ is untyped
         self.refuse_packed_rows_unless_supported()
-        with known_documents():
+        with skip_document_search():
             hidden_BTH: Tensor = self.decoder(**inputs, segments=segments, use_cache=False)[0]
         if len(segments.windows) != support.layers:
             raise ModelError(

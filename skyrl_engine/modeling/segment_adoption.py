@@ -139,7 +139,7 @@ def _adopt(model: Any, decoder: nn.Module) -> SegmentSupport:
         separate = decoder(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)[0].flatten(0, 1)
 
     attend_by_segments(model, decoder)
-    packed, gradient, segments = _packed(model, decoder, ids, generator)
+    packed, gradient, segments = _run_packed(model, decoder, ids, generator)
     if (refusal := _refusal_of_layers(model, decoder, segments)) is not None:
         return SegmentSupport(refusal=refusal)
     difference = ((packed - separate).abs() / (1 + separate.abs())).max().item()
@@ -164,7 +164,7 @@ def _refusal_of_layers(model: Any, decoder: nn.Module, segments: Segments) -> st
     return None
 
 
-def _packed(model: Any, decoder: nn.Module, ids: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor, Segments]:
+def _run_packed(model: Any, decoder: nn.Module, ids: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor, Segments]:
     """Return the packed documents' hidden states [tokens, h], the middle one's gradient at the embeddings [tokens, e], and the segments."""
     kept: list[Tensor] = []
 

@@ -83,7 +83,7 @@ _padded: ContextVar[bool | None] = ContextVar("_padded", default=None)
 
 
 @contextmanager
-def known_rows(*, padded: bool | None) -> Iterator[None]:
+def declare_padding(*, padded: bool | None) -> Iterator[None]:
     """Tell masks inside this context whether rows have padding: transformers reads that from the device, and the host waits (None: it may)."""
     before = _padded.set(padded)
     try:
@@ -93,7 +93,7 @@ def known_rows(*, padded: bool | None) -> Iterator[None]:
 
 
 @contextmanager
-def known_documents() -> Iterator[None]:
+def skip_document_search() -> Iterator[None]:
     """Keep transformers from looking for documents in position_ids on the device: `segment_attention` is told where they are."""
     before = masking_utils.find_packed_sequence_indices
     masking_utils.find_packed_sequence_indices = lambda _position_ids: None

@@ -11,7 +11,7 @@ from skyrl_engine.modeling.entries import (
     entry,
     keeps_loose_tensors,
     loose_tensors,
-    named_tensors,
+    list_named_tensors,
     replace_entries,
     replace_loose_tensors,
 )
@@ -49,9 +49,9 @@ def share_weights(model: nn.Module, base: nn.Module, name: str) -> None:
             f"{name} ({type(model).__name__}) keeps tensors that are neither parameters nor buffers, and they cannot be shared",
             remedy="Train one set of adapters at a time",
         )
-    theirs = {_base_name(each): each for each, _ in named_tensors(base)}
+    theirs = {_base_name(each): each for each, _ in list_named_tensors(base)}
     shared: dict[int, Tensor] = {}
-    for each, _ in named_tensors(model):
+    for each, _ in list_named_tensors(model):
         if is_own(each):
             continue
         place = entry(model, each)

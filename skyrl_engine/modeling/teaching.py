@@ -43,7 +43,7 @@ class TeacherStates:
         """Return it for some of the positions."""
         return evolve(self, hidden=self.hidden[chosen])
 
-    def filled(self) -> Self:
+    def with_one_position(self) -> Self:
         """Return it with one position where it has none, as a scorer scores one then."""
         return self if len(self.hidden) else evolve(self, hidden=self.hidden.new_zeros(1, self.hidden.shape[1]))
 
@@ -84,8 +84,8 @@ class TaughtScore(Score):
     def differentiable(self, name: str) -> bool:
         return name != TOP_1_AGREEMENT
 
-    def _named(self, logits_NV: Tensor, tokens_NK: Tensor) -> dict[str, Tensor]:
-        named = super()._named(logits_NV, tokens_NK)
+    def _name_scores(self, logits_NV: Tensor, tokens_NK: Tensor) -> dict[str, Tensor]:
+        named = super()._name_scores(logits_NV, tokens_NK)
         if TOP_1_AGREEMENT in self.asked:
             # argmax before anything is overwritten, of logits that no temperature changes the order of
             named[TOP_1_AGREEMENT] = (logits_NV.argmax(-1) == self.teacher.logits(1.0).argmax(-1)).to(logits_NV.dtype)

@@ -17,7 +17,7 @@ from skyrl_engine.model_facts.configuration import load_config
 from skyrl_engine.modeling.causal_lm import split_causal_lm
 from skyrl_engine.modeling.entries import keeps_loose_tensors
 from skyrl_engine.modeling.loading import build_causal_lm, load_causal_lm
-from skyrl_engine.modeling.lora import add_adapters, load_adapters, merged_weights
+from skyrl_engine.modeling.lora import add_adapters, load_adapters, iterate_merged_weights
 from skyrl_engine.modeling.precision import compute_buffers_in
 from skyrl_engine.modeling.rotary_frequencies import fix_rotary_frequencies
 from skyrl_engine.modeling.value_head import NAME as VALUE_HEAD
@@ -48,7 +48,7 @@ def model_over(spec: ModelConfig, storage: Mapping[str, Tensor]) -> Any:
     return model.eval()
 
 
-def copied_model(spec: ModelConfig, device: str) -> Any:
+def load_sampler_model(spec: ModelConfig, device: str) -> Any:
     """Load a model of its own, in the precision that the run computes in; `fill` gives it other weights. Raises ModelError."""
     model = load_causal_lm(_plain(spec), images=True)
     fix_rotary_frequencies(model, spec.rotary_length)
@@ -60,13 +60,13 @@ def copied_model(spec: ModelConfig, device: str) -> Any:
 
 
 @torch.no_grad()
-def stored_weights(spec: ModelConfig) -> Iterator[tuple[str, Tensor]]:
+def iterate_stored_weights(spec: ModelConfig) -> Iterator[tuple[str, Tensor]]:
     """Read a model's full weights from its files, on the CPU, with those of an existing adapter merged. Raises ModelError."""
     model = load_causal_lm(_plain(spec), images=True)
     if spec.lora is not None:
         add_adapters(model, language_part(split_causal_lm(model).decoder), spec, seed=0)
         load_adapters(model, spec)
-    yield from merged_weights(model, lambda parameter: parameter.detach())
+    yield from iterate_merged_weights(model, lambda parameter: parameter.detach())
 
 
 @torch.no_grad()

@@ -47,9 +47,9 @@ def source_tensors(spec: ModelConfig) -> dict[str, Path]:
     return {name: file for file in weight_files(evolve(spec, path=str(folder))) for name in _names(file)}
 
 
-def unused_tensors(spec: ModelConfig, names: Iterable[str]) -> list[str]:
+def find_unused_tensors(spec: ModelConfig, names: Iterable[str]) -> list[str]:
     """Return those of the names in a model's files that the class which trains it does not load, sorted. Raises ModelError."""
-    return _Places.of(spec).unused(names)
+    return _Places.of(spec).find_unused(names)
 
 
 def complete_export(directory: Path, spec: ModelConfig, names: Iterable[str]) -> list[str]:
@@ -67,7 +67,7 @@ def complete_export(directory: Path, spec: ModelConfig, names: Iterable[str]) ->
     here = source_tensors(spec)
     # where the source is gone, what was written tells the class
     places = _Places.of(spec if here else evolve(spec, path=str(directory), revision=None))
-    unused = places.unused(names)
+    unused = places.find_unused(names)
     if not unused:
         return []
     if absent := [name for name in unused if name not in here]:
@@ -103,10 +103,10 @@ def describe_tensors(names: Iterable[str]) -> str:
 def _names(file: Path) -> list[str]:
     if file.suffix == ".safetensors":
         return [name for name in safetensors_header(file) if name != "__metadata__"]
-    return [name for name, value in _pickled(file).items() if isinstance(value, Tensor)]
+    return [name for name, value in _read_pickled_names(file).items() if isinstance(value, Tensor)]
 
 
-def _pickled(file: Path) -> Mapping[str, Any]:
+def _read_pickled_names(file: Path) -> Mapping[str, Any]:
     try:
         found: Mapping[str, Any] = load_pickled(file)
     except UNREADABLE as error:
@@ -143,7 +143,7 @@ class _Places:
             place = rename_source_key(name, [], [], prefix, self.tensors)[0]
         return place if place in self.tensors else None
 
-    def unused(self, names: Iterable[str]) -> list[str]:
+    def find_unused(self, names: Iterable[str]) -> list[str]:
         return sorted(name for name in names if self.of_name(name) is None)
 
 
@@ -205,7 +205,7 @@ def _read(file: Path, name: str) -> Tensor:
             read: Tensor = opened.get_tensor(name)
         return read
     # contiguous memory of its own: safetensors refuses tensors that share theirs
-    return _pickled(file)[name].detach().clone().contiguous()  # type: ignore[no-any-return] # a tensor, by `_names`
+    return _read_pickled_names(file)[name].detach().clone().contiguous()  # type: ignore[no-any-return] # a tensor, by `_names`
 
 
 def _index(directory: Path, files: list[Path]) -> None:

@@ -61,7 +61,7 @@ def load_value_head(head: ValueHead, spec: ModelConfig, source: str) -> bool:
 
     Raises ModelError for a head that does not give one value per token, and for a critic's bias where the model is a classifier.
     """
-    found = _stored(spec, source)
+    found = _read_head(spec, source)
     weight = found.get("weight")
     if weight is None:
         return False
@@ -82,7 +82,7 @@ def load_value_head(head: ValueHead, spec: ModelConfig, source: str) -> bool:
     return True
 
 
-def _stored(spec: ModelConfig, source: str) -> dict[str, Tensor]:
+def _read_head(spec: ModelConfig, source: str) -> dict[str, Tensor]:
     """Return the head's tensors in the checkpoint's files, by name."""
     from transformers.utils.hub import cached_file
 

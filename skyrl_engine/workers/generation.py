@@ -75,9 +75,9 @@ class StoredWeights:
         raise AssertionError("the memory of weights was asked for that lie in files")
 
     def tensors(self) -> "Iterator[tuple[str, torch.Tensor]]":
-        from skyrl_engine.modeling.twin import stored_weights
+        from skyrl_engine.modeling.twin import iterate_stored_weights
 
-        return stored_weights(self.model)
+        return iterate_stored_weights(self.model)
 
 
 def shown_storage(backend: Backend) -> "Mapping[str, torch.Tensor] | None":

@@ -8,7 +8,7 @@ from skyrl_engine import ContractError
 from skyrl_engine.contracts import Completion, GeneratorDescription, TopLogprobs, VersionSpans
 from skyrl_engine.model_facts.tokenizer import load_tokenizer
 from skyrl_engine.modeling.tiny import VOCABULARY
-from skyrl_engine.modeling.twin import copied_model, fill
+from skyrl_engine.modeling.twin import load_sampler_model, fill
 from skyrl_engine.testing.generators.bench import POSITIONS as LIMIT
 
 
@@ -129,7 +129,7 @@ class Plain:
                 self.ready.append(self.completion(self.states.pop(number), "abort"))
 
     def update(self, weights, version, target="policy"):
-        model = self.models.get(target) or copied_model(self.start_values.model, self.start_values.device)
+        model = self.models.get(target) or load_sampler_model(self.start_values.model, self.start_values.device)
         fill(model, weights.tensors(), "the model")
         self.models[target], self.versions[target] = model, version
 

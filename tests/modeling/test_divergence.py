@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from skyrl_engine.contracts.kinds.needs import DIVERGENCE, TOP_1_AGREEMENT, Divergence, model_score
 from skyrl_engine.errors import ModelError
 from skyrl_engine.modeling.causal_lm import LogitRule
-from skyrl_engine.modeling.chunked_head import AskedScores, ChunkedHead
+from skyrl_engine.modeling.chunked_head import RequestedScores, ChunkedHead
 from skyrl_engine.modeling.teaching import TeacherStates
 from skyrl_engine.proof.plain_model import divergence as defined
 
@@ -52,8 +52,8 @@ def test_value_and_gradient_are_those_of_whole_softmaxes(kind: Divergence, rule:
         logprobs = q.log_softmax(-1)[torch.arange(POSITIONS), labels]
         expected = torch.autograd.grad((upstream * due).sum() + beside * logprobs.sum(), wanted)
 
-        scores = AskedScores.of((asked.need, TOP_1_AGREEMENT), labels, {})
-        got = scores.named(ChunkedHead(student, rule, chunk * VOCABULARY)(hidden, scores.tokens, temperature, scores.scores, known))
+        scores = RequestedScores.of((asked.need, TOP_1_AGREEMENT), labels, {})
+        got = scores.name_values(ChunkedHead(student, rule, chunk * VOCABULARY)(hidden, scores.tokens, temperature, scores.scores, known))
         torch.testing.assert_close(got[asked.need], due, rtol=1e-10, atol=1e-12)
         torch.testing.assert_close(got[TOP_1_AGREEMENT], (p.argmax(-1) == q.argmax(-1)).double(), rtol=0, atol=0)
         assert not got[TOP_1_AGREEMENT].requires_grad
@@ -71,8 +71,8 @@ def test_a_student_that_is_its_teacher_has_nothing_to_learn(kind: Divergence, dt
     hidden = torch.randn(POSITIONS, WIDTH, generator=draw).to(dtype).requires_grad_()
     known = TeacherStates.of(ChunkedHead(student, LogitRule(), 10**6), hidden)
     need = Divergence(kind.kind, kind.beta, temperature=2.0).need
-    scores = AskedScores.of((need, TOP_1_AGREEMENT), labels_of(draw), {})
-    got = scores.named(ChunkedHead(student, LogitRule(), 3 * VOCABULARY)(hidden, scores.tokens, 0.7, scores.scores, known))
+    scores = RequestedScores.of((need, TOP_1_AGREEMENT), labels_of(draw), {})
+    got = scores.name_values(ChunkedHead(student, LogitRule(), 3 * VOCABULARY)(hidden, scores.tokens, 0.7, scores.scores, known))
     got[need].sum().backward()
     assert not got[need].any()
     assert got[TOP_1_AGREEMENT].all()
@@ -91,9 +91,9 @@ def test_far_apart_distributions_stay_finite(kind: Divergence) -> None:
     with torch.no_grad():
         eye.weight.copy_(torch.eye(3))
     hidden = student.requires_grad_()
-    scores = AskedScores.of((kind.need,), torch.zeros(2, dtype=torch.int64), {})
+    scores = RequestedScores.of((kind.need,), torch.zeros(2, dtype=torch.int64), {})
     known = TeacherStates(teacher, eye.weight.detach(), None, LogitRule())
-    got = scores.named(ChunkedHead(eye, LogitRule(), 30)(hidden, scores.tokens, 1.0, scores.scores, known))[kind.need]
+    got = scores.name_values(ChunkedHead(eye, LogitRule(), 30)(hidden, scores.tokens, 1.0, scores.scores, known))[kind.need]
     right = {
         "forward": 300.0,
         "reverse": 300.0,
@@ -126,7 +126,7 @@ def test_no_tensor_holds_the_vocabulary_at_every_position(kind: Divergence) -> N
     student, teacher = head(draw), head(draw)
     hidden = torch.randn(512, WIDTH, generator=draw, dtype=torch.float64, requires_grad=True)
     known = TeacherStates(torch.randn(512, WIDTH, generator=draw, dtype=torch.float64), teacher.weight, teacher.bias, LogitRule())
-    scores = AskedScores.of((kind.need, TOP_1_AGREEMENT), torch.zeros(512, dtype=torch.int64), {})
+    scores = RequestedScores.of((kind.need, TOP_1_AGREEMENT), torch.zeros(512, dtype=torch.int64), {})
     with Largest() as largest:
         values = ChunkedHead(student, LogitRule(), 200 * VOCABULARY)(hidden, scores.tokens, 1.0, scores.scores, known)
         values[scores.scores.index(kind.need)].sum().backward()
@@ -137,7 +137,7 @@ def test_no_tensor_holds_the_vocabulary_at_every_position(kind: Divergence) -> N
 def test_a_teacher_with_another_number_of_logits_is_refused() -> None:
     draw = torch.Generator().manual_seed(0)
     known = TeacherStates(torch.zeros(3, WIDTH), torch.zeros(VOCABULARY + 1, WIDTH), None, LogitRule())
-    scores = AskedScores.of((KINDS[0].need,), torch.zeros(3, dtype=torch.int64), {})
+    scores = RequestedScores.of((KINDS[0].need,), torch.zeros(3, dtype=torch.int64), {})
     with pytest.raises(ModelError, match="the teacher has 41 logits at a position, and the trained model 40"):
         ChunkedHead(head(draw, dtype=torch.float32), LogitRule(), 99)(
             torch.zeros(3, WIDTH), scores.tokens, 1.0, scores.scores, known

@@ -133,10 +133,10 @@ class TestProof:
 
     @pytest.fixture(autouse=True)
     def forget(self) -> None:
-        document_kernel._proved.cache_clear()
+        document_kernel._is_kernel_right.cache_clear()
 
     def proved(self, *, windowed: bool = False) -> bool:
-        return document_kernel._proved(torch.device("cpu"), torch.bfloat16, 4, 2, 8, windowed)
+        return document_kernel._is_kernel_right(torch.device("cpu"), torch.bfloat16, 4, 2, 8, windowed)
 
     @pytest.mark.parametrize("windowed", [False, True])
     @pytest.mark.parametrize("around", [nullcontext, torch.no_grad, torch.inference_mode])
@@ -154,11 +154,11 @@ class TestProof:
         monkeypatch.setattr(document_kernel, "takes", lambda *_, **__: self.proved())
         gradients = []
         for layer in (checkpointed(reentrant=reentrant), plain):
-            document_kernel._proved.cache_clear()
+            document_kernel._is_kernel_right.cache_clear()
             given = [each.clone().requires_grad_() for each in drawn(2, torch.bfloat16)]
             layer(*given).float().square().sum().backward()
             gradients.append([each.grad for each in given])
-            assert document_kernel._proved.cache_info().misses == 1
+            assert document_kernel._is_kernel_right.cache_info().misses == 1
             assert self.proved()
         for recomputed, kept in zip(*gradients, strict=True):
             assert torch.equal(recomputed, kept)

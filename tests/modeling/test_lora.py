@@ -20,7 +20,7 @@ from skyrl_engine.errors import EngineError, ModelError, UnsupportedError
 from skyrl_engine.model_facts.configuration import load_config
 from skyrl_engine.modeling.exporting import write_pretrained
 from skyrl_engine.modeling.loading import load_scorer, load_skeleton
-from skyrl_engine.modeling.lora import merged_weights, trained, write_adapters
+from skyrl_engine.modeling.lora import iterate_merged_weights, list_trained_parameters, write_adapters
 from skyrl_engine.modeling.tiny import write_model
 from skyrl_engine.testing.adapters import with_adapter, write_adapter
 
@@ -46,7 +46,7 @@ def adapter(written: str, tmp_path: Path) -> Path:
 
 
 def layers_of(model: Any) -> set[str]:
-    return {name.partition(".lora_")[0].removeprefix("model.layers.") for name in trained(model)}
+    return {name.partition(".lora_")[0].removeprefix("model.layers.") for name in list_trained_parameters(model)}
 
 
 def refusal(spec: ModelConfig) -> tuple[str, str]:
@@ -91,8 +91,8 @@ def test_a_skeleton_has_the_same_parameters_and_no_values(base: str) -> None:
         name: (each.shape, each.dtype) for name, each in skeleton.named_parameters()
     }
     assert all(parameter.is_meta for parameter in skeleton.parameters())
-    assert {parameter.dtype for parameter in trained(whole).values()} == {torch.float32}
-    assert {"score.weight", "score.bias"} < trained(whole).keys()
+    assert {parameter.dtype for parameter in list_trained_parameters(whole).values()} == {torch.float32}
+    assert {"score.weight", "score.bias"} < list_trained_parameters(whole).keys()
     assert {parameter.dtype for parameter in whole.parameters() if not parameter.requires_grad} == {torch.bfloat16}
 
 
@@ -104,7 +104,7 @@ def test_transposed_layers_are_merged_as_peft_merges_them(tmp_path: Path) -> Non
     model, _ = load_scorer(ModelConfig(str(tmp_path / "base"), lora=LoraConfig(path=adapter)))
     assert {name.rpartition(".")[2] for name in layers_of(model)} == {"c_attn", "c_fc", "c_proj"}
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    merged = dict(merged_weights(model, lambda parameter: parameter.detach()))
+    merged = dict(iterate_merged_weights(model, lambda parameter: parameter.detach()))
     assert merged.keys() == dict(plain.named_parameters()).keys()
     by_peft = with_adapter(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), adapter).eval()
     with torch.no_grad():
@@ -247,9 +247,9 @@ def test_all_linear_layers_of_a_mixture_are_those_that_peft_adapts_and_the_rest_
     assert sum(map(int, re.findall(r"\((\d+)\)", leaves))) == len(frozen)
 
     with torch.no_grad():
-        for value in trained(model).values():
+        for value in list_trained_parameters(model).values():
             value.normal_(std=0.1)
-    write_adapters(model, tmp_path, trained(model))
+    write_adapters(model, tmp_path, list_trained_parameters(model))
     model.set_attn_implementation("eager")
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "base", attn_implementation="eager")
     again = peft.PeftModel.from_pretrained(plain, tmp_path, is_trainable=True)
@@ -261,7 +261,7 @@ def test_all_linear_layers_of_a_mixture_are_those_that_peft_adapts_and_the_rest_
         named = each.named_parameters()
         gradients.append({name.removeprefix("base_model.model."): value.grad for name, value in named if value.requires_grad})
     ours, theirs = gradients
-    assert ours.keys() == theirs.keys() == trained(model).keys()
+    assert ours.keys() == theirs.keys() == list_trained_parameters(model).keys()
     for name, gradient in ours.items():
         # One computation twice in float32; the experts' sums may run in another order.
         torch.testing.assert_close(gradient, theirs[name], rtol=1e-4, atol=1e-6)

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from skyrl_engine.contracts.values.model import LoraConfig, ModelConfig
 from skyrl_engine.errors import ModelError, UnsupportedError
 from skyrl_engine.modeling.loading import load_scorer
-from skyrl_engine.modeling.rehearsal import rehearse
+from skyrl_engine.modeling.rehearsal import check_loading
 from skyrl_engine.testing.adapters import write_adapter
 
 SIZES = {
@@ -110,14 +110,14 @@ def test_packed_rows_are_refused_exactly_where_loading_refuses_them(tmp_path: Pa
     spec = saved(tmp_path, family, **options)
     refusal = packs(spec)
     if refusal is None:
-        rehearse(spec, True)
+        check_loading(spec, True)
     else:
         with pytest.raises(UnsupportedError, match="cannot be trained on packed rows: ") as caught:
-            rehearse(spec, True)
+            check_loading(spec, True)
         # how far documents differ depends on values
         assert refusal.partition(" by ")[0] in caught.value.cause
         assert "padded" in caught.value.remedy
-    rehearse(spec, False)
+    check_loading(spec, False)
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_families_whose_layers_mix_documents_or_need_a_mask_are_refused_in_words
 ) -> None:
     """State-space models beside the attention of every layer, and an indexer that reads the mask."""
     with pytest.raises(UnsupportedError) as caught:
-        rehearse(saved(tmp_path, family, **options), True)
+        check_loading(saved(tmp_path, family, **options), True)
     assert told in caught.value.cause
     assert not caught.value.cause.partition("packed rows: ")[2].startswith(("TypeError", "'NoneType'"))
 
@@ -151,13 +151,13 @@ def test_a_layer_of_its_own_that_mixes_tokens_is_refused(tmp_path: Path) -> None
     trusted = ModelConfig(spec.path, trust_remote_code=True)
     assert packs(trusted) is not None
     with pytest.raises(UnsupportedError, match="mixes the documents of a packed row"):
-        rehearse(trusted, True)
-    rehearse(trusted, False)
+        check_loading(trusted, True)
+    check_loading(trusted, False)
 
 
 def test_gemma_2_is_among_those_that_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="knows no way to compute Gemma2ForCausalLM's attention"):
-        rehearse(saved(tmp_path, "gemma2"), True)
+        check_loading(saved(tmp_path, "gemma2"), True)
 
 
 def test_torch_prints_nothing_of_what_experts_cannot_compute_without_values(tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ def test_torch_prints_nothing_of_what_experts_cannot_compute_without_values(tmp_
     logger, told = logging.getLogger("torch._subclasses.fake_tensor"), logging.handlers.BufferingHandler(100)
     logger.addHandler(told)
     try:
-        rehearse(saved(tmp_path, "mixtral", num_local_experts=2), True)
+        check_loading(saved(tmp_path, "mixtral", num_local_experts=2), True)
         assert told.buffer == []
         logger.error("and its words are heard again afterwards")
         assert len(told.buffer) == 1
@@ -176,7 +176,7 @@ def test_torch_prints_nothing_of_what_experts_cannot_compute_without_values(tmp_
 def test_random_states_and_weights_are_left_alone(tmp_path: Path) -> None:
     spec = saved(tmp_path, "llama")
     before = torch.get_rng_state()
-    rehearse(spec, True)
+    check_loading(spec, True)
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -192,7 +192,7 @@ def test_a_configuration_that_no_model_can_be_made_from(tmp_path: Path, change: 
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | change))
     with pytest.raises(ModelError, match=match) as caught:
-        rehearse(spec, False)
+        check_loading(spec, False)
     assert caught.value.remedy
 
 
@@ -201,14 +201,14 @@ def test_a_configuration_that_no_model_can_be_made_from(tmp_path: Path, change: 
 def test_weights_of_another_shape(tmp_path: Path, family: str, lora: LoraConfig | None) -> None:
     """They are refused as loading does, or left to it where transformers makes one tensor of several; right ones always pass."""
     spec = ModelConfig(saved(tmp_path, family).path, lora=lora)
-    rehearse(spec, False)
+    check_loading(spec, False)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": 48}))
     if family in ("qwen3_moe", "mixtral"):
-        rehearse(spec, False)
+        check_loading(spec, False)
     else:
         with pytest.raises(ModelError, match=r"has the shape \[64, \d+\] in .*model\.safetensors, and .* asks for \[48, \d+\]"):
-            rehearse(spec, False)
+            check_loading(spec, False)
     with pytest.raises(ModelError, match=r"has the shape \[64, \d+\] in "):
         load_scorer(ModelConfig(spec.path))
 
@@ -216,30 +216,30 @@ def test_weights_of_another_shape(tmp_path: Path, family: str, lora: LoraConfig 
 def test_targets_that_do_not_exist(tmp_path: Path) -> None:
     spec = saved(tmp_path, "llama")
     with pytest.raises(ModelError, match="'no_such', which no linear layer"):
-        rehearse(ModelConfig(spec.path, lora=LoraConfig(targets=("no_such",))), False)
+        check_loading(ModelConfig(spec.path, lora=LoraConfig(targets=("no_such",))), False)
 
 
 def test_an_adapter_without_whole_weights_or_configuration(tmp_path: Path) -> None:
     spec = saved(tmp_path / "base", "llama")
     write_adapter(spec.path, adapter := tmp_path / "adapter")
     spec = ModelConfig(spec.path, lora=LoraConfig(path=str(adapter)))
-    rehearse(spec, False)
+    check_loading(spec, False)
     file = adapter / "adapter_model.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(ModelError, match=r"adapter_model\.safetensors is damaged"):
-        rehearse(spec, False)
+        check_loading(spec, False)
     file.unlink()
     with pytest.raises(ModelError, match=r"the adapter .* holds no adapter_model\.safetensors"):
-        rehearse(spec, False)
+        check_loading(spec, False)
     (adapter / "adapter_config.json").write_text('{"r":\n')
     with pytest.raises(ModelError, match=r"adapter_config\.json is not valid JSON: line 2, column 1"):
-        rehearse(spec, False)
+        check_loading(spec, False)
 
 
 def test_layers_that_peft_refuses_are_answered_with_others(tmp_path: Path) -> None:
     spec = saved(tmp_path, "mamba")
     with pytest.raises(ModelError, match=r"PEFT refuses adapters in .*'out_proj' is incompatible") as caught:
-        rehearse(ModelConfig(spec.path, lora=LoraConfig(targets=("out_proj",))), False)
+        check_loading(ModelConfig(spec.path, lora=LoraConfig(targets=("out_proj",))), False)
     assert "they are called dt_proj, in_proj, out_proj, x_proj" in caught.value.remedy
 
 
@@ -256,10 +256,10 @@ def test_weights_that_are_missing_or_hold_code(tmp_path: Path) -> None:
     spec = saved(tmp_path, "llama")
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(ModelError, match="holds no weights"):
-        rehearse(spec, False)
+        check_loading(spec, False)
     torch.save({"code": Code(tmp_path / "trace")}, tmp_path / "pytorch_model.bin")
     with pytest.raises(ModelError, match=r"pytorch_model\.bin holds more than tensors .*mkdir"):
-        rehearse(spec, False)
+        check_loading(spec, False)
     assert not (tmp_path / "trace").exists()
     torch.save({"a": torch.zeros(2)}, tmp_path / "pytorch_model.bin")
-    rehearse(spec, False)
+    check_loading(spec, False)

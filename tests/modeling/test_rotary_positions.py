@@ -16,7 +16,7 @@ from skyrl_engine.contracts.kinds.context import FactoryContext
 from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.ragged import Ragged, offsets_of
 from skyrl_engine.errors import ContractError, DataError, UnsupportedError
-from skyrl_engine.modeling.images import ImageTokens, placed_images
+from skyrl_engine.modeling.images import ImageTokens, place_images
 from skyrl_engine.modeling.rotary_positions import real_positions, rotary_positions
 
 TOKEN, START, TEXT = 3, 5, 9
@@ -191,18 +191,18 @@ IMAGES: list[list[Sample]] = [[[2], [1, (1, 2, 4), 2]]]
 )
 def test_what_contradicts_itself_is_an_error_that_names_the_sample(batch: MicroBatch, message: str) -> None:
     with pytest.raises(DataError, match=message):
-        placed_images(batch, TOKENS)
+        place_images(batch, TOKENS)
 
 
 def test_patches_of_another_model_are_refused() -> None:
     with pytest.raises(DataError, match="sample 1 of a micro-batch has patches of 6 numbers, and the model takes patches of 12"):
-        placed_images(made(IMAGES), ImageTokens(token=TOKEN, merge=2, patch=12))
+        place_images(made(IMAGES), ImageTokens(token=TOKEN, merge=2, patch=12))
 
 
 def test_the_id_of_a_sample_is_said_where_it_is_known() -> None:
     batch = evolve(changed(made(IMAGES), "input_ids", (0, 6), TEXT), sample_ids=np.array([70, 71]))
     with pytest.raises(DataError, match="sample 71 has the token 9"):
-        placed_images(batch, TOKENS)
+        place_images(batch, TOKENS)
 
 
 def test_an_image_of_the_neighbour_is_no_image_of_ones_own() -> None:
@@ -212,12 +212,12 @@ def test_an_image_of_the_neighbour_is_no_image_of_ones_own() -> None:
     swapped["image_grid_thw"] = batch.ragged_offsets["image_grid_thw"]
     grids = batch.inputs["image_grid_thw"].flip(0)
     with pytest.raises(DataError, match="sample 0 of a micro-batch has 2 image tokens where its 1 images make 1 features"):
-        placed_images(evolve(batch, inputs={**batch.inputs, "image_grid_thw": grids}, ragged_offsets=swapped), TOKENS)
+        place_images(evolve(batch, inputs={**batch.inputs, "image_grid_thw": grids}, ragged_offsets=swapped), TOKENS)
 
 
 def test_videos_are_refused() -> None:
     with pytest.raises(UnsupportedError, match="sample 1 of a micro-batch holds tokens of type 2"):
-        placed_images(changed(made(IMAGES), "mm_token_type_ids", (0, 5), 2), TOKENS)
+        place_images(changed(made(IMAGES), "mm_token_type_ids", (0, 5), 2), TOKENS)
 
 
 def test_pixels_may_be_with_another_rank() -> None:
@@ -226,14 +226,14 @@ def test_pixels_may_be_with_another_rank() -> None:
     grids = {"image_grid_thw": batch.ragged_offsets["image_grid_thw"]}
     elsewhere = evolve(batch, inputs=inputs, ragged_offsets=grids)
     expected = rotary_positions(batch, TOKENS)[:, batch.inputs["attention_mask"].bool()]
-    assert torch.equal(real_positions(placed_images(elsewhere, TOKENS, pixels=False)), expected)
+    assert torch.equal(real_positions(place_images(elsewhere, TOKENS, pixels=False)), expected)
     with pytest.raises(DataError, match="sample 1 of a micro-batch has 0 patches where its images count 8"):
-        placed_images(elsewhere, TOKENS)
+        place_images(elsewhere, TOKENS)
 
 
 def test_a_collator_that_does_not_say_whose_images_there_are_is_found_out() -> None:
     batch = made(IMAGES)
     with pytest.raises(ContractError, match="does not say what of image_grid_thw each of 2 samples owns"):
-        placed_images(evolve(batch, ragged_offsets={}), TOKENS)
+        place_images(evolve(batch, ragged_offsets={}), TOKENS)
     with pytest.raises(ContractError, match="mask marks 8 tokens, its sequence lengths add up to 9"):
-        placed_images(changed(batch, "attention_mask", (0, 0), 0), TOKENS)
+        place_images(changed(batch, "attention_mask", (0, 0), 0), TOKENS)

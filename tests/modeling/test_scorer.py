@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from skyrl_engine.contracts.kinds.needs import LOGPROBS_AT
 from skyrl_engine.errors import ModelError
 from skyrl_engine.modeling.causal_lm import LogitRule, split_causal_lm, transformer_layers
-from skyrl_engine.modeling.chunked_head import VOCABULARY_SCORES, AskedScores, ChunkedHead, Score, chunked_scores
+from skyrl_engine.modeling.chunked_head import VOCABULARY_SCORES, RequestedScores, ChunkedHead, Score, compute_chunked_scores
 from skyrl_engine.modeling.parity import check_parity
 from skyrl_engine.modeling.scorer import Scorer
 
@@ -123,7 +123,7 @@ def test_gradients_of_scores_are_autograds_under_every_rule_and_temperature(
 
     expected = gradient(score(raw, tokens))
     for chunk in (3, 11):
-        scores = chunked_scores(raw, torch.eye(VOCABULARY).double(), None, tokens, score, chunk)
+        scores = compute_chunked_scores(raw, torch.eye(VOCABULARY).double(), None, tokens, score, chunk)
         torch.testing.assert_close(gradient(scores), expected)
 
 
@@ -133,8 +133,8 @@ def test_scores_are_those_of_whole_logits() -> None:
     raw = torch.randn(5, VOCABULARY, generator=draw, dtype=torch.float64) * 3
     labels = torch.randint(0, VOCABULARY, (5,), generator=draw)
     candidates = {"one": torch.randint(0, VOCABULARY, (5, 1), generator=draw), "three": torch.randint(0, VOCABULARY, (5, 3))}
-    asked = AskedScores.of({*VOCABULARY_SCORES, "values", "logprobs_at:three", "logprobs_at:one"}, labels, candidates)
-    got = asked.named(Score(LogitRule(), 0.5, asked.scores)(raw, asked.tokens))
+    asked = RequestedScores.of({*VOCABULARY_SCORES, "values", "logprobs_at:three", "logprobs_at:one"}, labels, candidates)
+    got = asked.name_values(Score(LogitRule(), 0.5, asked.scores)(raw, asked.tokens))
     logits = raw / 0.5
     logprobs = logits.log_softmax(-1)
     expected = {

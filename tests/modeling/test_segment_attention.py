@@ -206,7 +206,7 @@ def test_whole_rows_stay_bit_identical(family: str) -> None:
         with torch.no_grad():
             theirs = plain.get_decoder()(**rows, use_cache=False)[0]
             for known in (None, padded):
-                assert torch.equal(scorer._hidden(rows, None, known), theirs), known
+                assert torch.equal(scorer._compute_hidden_states(rows, None, known), theirs), known
 
 
 @pytest.mark.parametrize(

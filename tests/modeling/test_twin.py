@@ -10,9 +10,9 @@ from torch import Tensor
 from skyrl_engine import ModelError
 from skyrl_engine.contracts.values.model import LoraConfig, ModelConfig
 from skyrl_engine.modeling.loading import load_scorer
-from skyrl_engine.modeling.lora import merged_weights
+from skyrl_engine.modeling.lora import iterate_merged_weights
 from skyrl_engine.modeling.tiny import make_parts_differ, write_model
-from skyrl_engine.modeling.twin import copied_model, fill, model_over
+from skyrl_engine.modeling.twin import load_sampler_model, fill, model_over
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {},
@@ -84,8 +84,8 @@ def test_a_copy_takes_merged_adapters_and_leaves_the_value_head(tmp_path: Path) 
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 parameter.normal_(generator=torch.Generator().manual_seed(0))
-    twin = copied_model(spec, "cpu")
+    twin = load_sampler_model(spec, "cpu")
     untouched = logits(twin)
-    fill(twin, merged_weights(model, lambda parameter: parameter.detach()), spec.path)
+    fill(twin, iterate_merged_weights(model, lambda parameter: parameter.detach()), spec.path)
     torch.testing.assert_close(logits(twin), logits(model), atol=1e-4, rtol=0)
     assert (logits(twin) - untouched).abs().max() > 0.1

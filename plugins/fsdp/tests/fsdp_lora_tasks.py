@@ -10,7 +10,7 @@ import torch.distributed as dist
 from fsdp_tasks import arrays, start
 
 from skyrl_engine.contracts import AdamWSettings, MicroBatch, ModelConfig, RankEnvironment
-from skyrl_engine.modeling.lora import trained
+from skyrl_engine.modeling.lora import list_trained_parameters
 from skyrl_engine.modeling.tiny import VOCABULARY
 from skyrl_engine.testing.backends.batches import Arrays, WeightedObjective, documents, packed, padded, picture_documents
 from skyrl_engine_fsdp.backend import FsdpBackend
@@ -30,7 +30,7 @@ def batch(rows: str, size: int, unscored: tuple[int, ...] = (), *, pictures: boo
 
 def adapters(backend: FsdpBackend) -> Arrays:
     """Whole values of what is trained."""
-    return {name: full(parameter.detach()).cpu().numpy().copy() for name, parameter in trained(backend._model).items()}
+    return {name: full(parameter.detach()).cpu().numpy().copy() for name, parameter in list_trained_parameters(backend._model).items()}
 
 
 def gradients_of(

@@ -15,7 +15,7 @@ from fsdp_tasks import start
 from torch.distributed.tensor import DTensor
 
 from skyrl_engine.contracts import LoraConfig
-from skyrl_engine.modeling.lora import trained
+from skyrl_engine.modeling.lora import list_trained_parameters
 from skyrl_engine.testing.adapters import write_adapter
 from skyrl_engine.testing.backends.batches import WeightedObjective
 from skyrl_engine.testing.ranks.world import World
@@ -90,7 +90,7 @@ def test_a_further_set_takes_the_memory_of_what_it_trains(models: dict[str, str]
     theirs = {each.untyped_storage().data_ptr() for each in [*base._model.parameters(), *base._model.buffers()]}
     storages = [each.untyped_storage() for each in [*made._model.parameters(), *made._model.buffers(), *moments]]
     own = {each.data_ptr(): each.nbytes() for each in storages if each.data_ptr() not in theirs}
-    learns = list(trained(made._model).values())
+    learns = list(list_trained_parameters(made._model).values())
     buffers = sum(each.untyped_storage().nbytes() for each in made._model.buffers())
     assert sum(own.values()) == 3 * sum(4 * each.numel() for each in learns) + 4 * len(learns) + buffers
     assert buffers < 200
@@ -105,7 +105,7 @@ def test_a_set_that_is_closed_is_freed_and_the_others_go_on(models: dict[str, st
     made = base.adapter_set(WIDE, OPTIMIZER, 1)
     train(made, 1)
     assert made._optimizer is not None
-    held = [weakref.ref(each) for each in trained(made._model).values()]
+    held = [weakref.ref(each) for each in list_trained_parameters(made._model).values()]
     held += [weakref.ref(each) for state in made._optimizer.state.values() for each in state.values()]
     before = {name: value.clone() for name, value in base.weights()}
     made.close()

@@ -20,10 +20,10 @@ from skyrl_engine.contracts import (
     RankEnvironment,
     RankOutput,
 )
-from skyrl_engine.modeling.exporting import exported, write_pretrained
+from skyrl_engine.modeling.exporting import collect_export_tensors, write_pretrained
 from skyrl_engine.modeling.host_threads import share_cores
-from skyrl_engine.modeling.lora import adapters_off, merged_weights
-from skyrl_engine.modeling.micro_batch import differentiable, gradient_not_finite, hidden_states, score
+from skyrl_engine.modeling.lora import adapters_off, iterate_merged_weights
+from skyrl_engine.modeling.micro_batch import differentiable, gradient_not_finite, compute_hidden_states, score
 from skyrl_engine.modeling.optimizer import use_settings
 from skyrl_engine.modeling.scorer import Scorer
 from skyrl_engine.modeling.teaching import TeacherStates
@@ -82,7 +82,7 @@ class DeepSpeedBackend:
         """Give this model's hidden states at the positions of a micro-batch, and its head, whole until the context is left."""
         scorer = self._loaded.scorer if self._loaded.engine else self._plain_scorer()
         call = self._loaded.engine or scorer
-        hidden_NH = hidden_states(call, scorer, micro_batch, vocabulary=self._loaded.vocabulary, device=self._device)
+        hidden_NH = compute_hidden_states(call, scorer, micro_batch, vocabulary=self._loaded.vocabulary, device=self._device)
         # gathered behind the forward pass, which lets go of a weight that it shares with the embedding
         with self._whole_head(scorer):
             yield TeacherStates.of(scorer.head, hidden_NH)
@@ -149,7 +149,7 @@ class DeepSpeedBackend:
         # by the tensor's id: a parameter that several names share is gathered once
         whole: dict[int, Tensor] = {}
         weights: dict[str, Tensor] = {}
-        for name, tensor in exported(model).items():
+        for name, tensor in collect_export_tensors(model).items():
             if id(tensor) not in whole:
                 value = self._on_cpu(tensor) if isinstance(tensor, nn.Parameter) else tensor.detach().cpu()
                 whole[id(tensor)] = value if writes else torch.empty(0)
@@ -159,7 +159,7 @@ class DeepSpeedBackend:
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield full weights by name, one at a time, on the CPU; a tied weight appears once, under its first name."""
-        yield from merged_weights(self._loaded.model, self._on_cpu)
+        yield from iterate_merged_weights(self._loaded.model, self._on_cpu)
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Yield full accumulated gradients by name, one at a time, on the CPU; zeros for a parameter that no gradient has reached."""

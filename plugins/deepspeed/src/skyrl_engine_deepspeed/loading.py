@@ -9,7 +9,7 @@ from attrs import frozen
 from torch import Tensor, nn
 
 from skyrl_engine.contracts import AdamWSettings, ComputeDtype, ModelConfig
-from skyrl_engine.modeling.entries import entry, named_tensors, replace_entries
+from skyrl_engine.modeling.entries import entry, list_named_tensors, replace_entries
 from skyrl_engine.modeling.optimizer import build_adamw
 from skyrl_engine.modeling.placement import Placed, load_on_ranks
 from skyrl_engine.modeling.scorer import Scorer
@@ -70,7 +70,7 @@ def _give_memory(placed: Placed) -> None:
     if dist.get_rank() == 0:
         return
     replacements: dict[int, Tensor] = {}
-    for name, _ in named_tensors(placed.model):
+    for name, _ in list_named_tensors(placed.model):
         place = entry(placed.model, name)
         made = torch.empty(place.shape, dtype=place.dtype)
         kept = nn.Parameter(made, requires_grad=place.requires_grad) if isinstance(place, nn.Parameter) else made

@@ -35,9 +35,9 @@ class DeepSpeedPlugin:
 
 
 def _rehearse(model: ModelConfig, packed_rows: bool) -> None:
-    from skyrl_engine.modeling.rehearsal import rehearse
+    from skyrl_engine.modeling.rehearsal import check_loading
 
-    rehearse(model, packed_rows)
+    check_loading(model, packed_rows)
 
 
 deepspeed = DeepSpeedPlugin()

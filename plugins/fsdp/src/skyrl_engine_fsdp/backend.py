@@ -23,10 +23,10 @@ from skyrl_engine.contracts import (
     RankOutput,
 )
 from skyrl_engine.modeling import random_states
-from skyrl_engine.modeling.exporting import exported, write_pretrained
+from skyrl_engine.modeling.exporting import collect_export_tensors, write_pretrained
 from skyrl_engine.modeling.host_threads import share_cores
-from skyrl_engine.modeling.lora import adapters_off, has_adapters, merged_weights
-from skyrl_engine.modeling.micro_batch import differentiable, gradient_not_finite, hidden_states, score
+from skyrl_engine.modeling.lora import adapters_off, has_adapters, iterate_merged_weights
+from skyrl_engine.modeling.micro_batch import differentiable, gradient_not_finite, compute_hidden_states, score
 from skyrl_engine.modeling.optimizer import build_adamw, use_settings
 from skyrl_engine.modeling.scorer import Scorer
 from skyrl_engine.modeling.teaching import TeacherStates
@@ -126,7 +126,7 @@ class FsdpBackend:
     @contextmanager
     def teaching(self, micro_batch: MicroBatch) -> Iterator[TeacherStates]:
         """Give this model's hidden states at the positions of a micro-batch, and its head, whole until the context is left."""
-        hidden_NH = hidden_states(
+        hidden_NH = compute_hidden_states(
             self._scorer,
             self._scorer,
             micro_batch,
@@ -201,7 +201,7 @@ class FsdpBackend:
         writes = self.coords.rank == 0
         weights: dict[str, Tensor] = {}
         first_names: dict[int, str] = {}
-        for name, tensor in exported(self._model).items():
+        for name, tensor in collect_export_tensors(self._model).items():
             first = first_names.setdefault(id(tensor), name)
             # tied weights are one tensor, which is gathered once
             whole = full(tensor.detach()).cpu() if first == name else None
@@ -213,7 +213,7 @@ class FsdpBackend:
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield full weights by name, one at a time, on the CPU; a tied weight appears once, under its first name."""
         reshard(self._scorer)
-        yield from merged_weights(self._model, lambda parameter: full(parameter.detach()).cpu())
+        yield from iterate_merged_weights(self._model, lambda parameter: full(parameter.detach()).cpu())
 
     def storage(self) -> dict[str, Tensor] | None:
         """Return parameters and buffers by name, tied ones under each; None if they are sharded, cast, moved or adapted to be used."""

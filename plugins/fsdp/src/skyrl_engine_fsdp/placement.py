@@ -11,9 +11,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from skyrl_engine import EngineError
 from skyrl_engine.contracts import ModelConfig
 from skyrl_engine.model_facts.configuration import load_config
-from skyrl_engine.modeling.entries import entry, named_tensors, replace_entries, ties_kept
+from skyrl_engine.modeling.entries import entry, list_named_tensors, replace_entries, keep_ties
 from skyrl_engine.modeling.loading import load_beside
-from skyrl_engine.modeling.placement import gathered, load_on_ranks
+from skyrl_engine.modeling.placement import gather_reports, load_on_ranks
 from skyrl_engine.modeling.scorer import Scorer
 from skyrl_engine.modeling.shared_weights import share_weights
 from skyrl_engine_fsdp.layer_styles import refuse_model
@@ -41,7 +41,7 @@ def load_sharded(spec: ModelConfig, meshes: Meshes, device: torch.device, option
         if dist.get_rank() == 0:
             expected = whole_logprobs(placed.model, placed.scorer)
         parallelize(placed.model, placed.scorer, plan, meshes.tensor)
-    with ties_kept(placed.model):
+    with keep_ties(placed.model):
         shard(placed.scorer, meshes, device, spec.dtype, options)
     _fill(placed.model, placed.whole, device, offloaded=options.cpu_offload)
     if meshes.tensor is not None:
@@ -62,7 +62,7 @@ def load_beside_sharded(
         made = load_beside(spec, base_scorer.segment_support, images=True, seed=seed)
     except EngineError as met:
         error = met
-    gathered(error or made is not None)
+    gather_reports(error or made is not None)
     assert made is not None, "an error is raised on all ranks"
     model, scorer = made
     reshard(base_scorer)
@@ -70,7 +70,7 @@ def load_beside_sharded(
         share_weights(model, base, spec.path)
         shard(scorer, meshes, device, spec.dtype, options)
     else:
-        with ties_kept(model):
+        with keep_ties(model):
             shard(scorer, meshes, device, spec.dtype, options)
         share_weights(model, base, spec.path)
     return model, scorer
@@ -85,7 +85,7 @@ def _fill(model: nn.Module, whole: Mapping[str, Tensor], device: torch.device, *
     if dist.get_world_size() == 1:
         return
     filled: dict[int, Tensor] = {}
-    for name, _ in named_tensors(model):
+    for name, _ in list_named_tensors(model):
         place = entry(model, name)
         values = whole[name].to(device) if whole else torch.empty(place.shape, dtype=place.dtype, device=device)
         dist.broadcast(values, src=0)

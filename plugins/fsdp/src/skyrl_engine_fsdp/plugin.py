@@ -40,9 +40,9 @@ class FsdpPlugin:
 
 
 def _rehearse(model: ModelConfig, packed_rows: bool, *, images: bool) -> None:
-    from skyrl_engine.modeling.rehearsal import rehearse
+    from skyrl_engine.modeling.rehearsal import check_loading
 
-    rehearse(model, packed_rows, images=images)
+    check_loading(model, packed_rows, images=images)
 
 
 fsdp = FsdpPlugin()

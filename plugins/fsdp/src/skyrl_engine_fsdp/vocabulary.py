@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from skyrl_engine.modeling.chunked_head import ChunkedHead, chunked_scores
+from skyrl_engine.modeling.chunked_head import ChunkedHead, compute_chunked_scores
 from skyrl_engine.modeling.scorer import Scorer
 from skyrl_engine.modeling.teaching import TeacherStates
 from skyrl_engine.modeling.vocabulary_parallel import VocabularyParallelScore
@@ -90,7 +90,7 @@ class VocabularyParallelHead(ChunkedHead):
         # every part of the vocabulary contributes to the gradient of the hidden states
         hidden_NH = sum_backward(hidden_NH, self.group)
         bias_V = None if self.linear.bias is None else _local(self.linear.bias)
-        return chunked_scores(hidden_NH, _local(self.linear.weight), bias_V, tokens_NK, score, self.positions_per_chunk)
+        return compute_chunked_scores(hidden_NH, _local(self.linear.weight), bias_V, tokens_NK, score, self.positions_per_chunk)
 
 
 def _local(parameter: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from skyrl_engine import ContractError, UnsupportedError
 from skyrl_engine.contracts import POLICY, Completion, GenerationRequest, GeneratorStart, WeightSource
 from skyrl_engine.model_facts.facts import ModelFacts
 from skyrl_engine.model_facts.tokenizer import load_tokenizer
-from skyrl_engine.modeling.twin import copied_model, fill, model_over
+from skyrl_engine.modeling.twin import load_sampler_model, fill, model_over
 from skyrl_engine_generators.loop import SampledRow, SlotLoop
 from skyrl_engine_generators.options import HfOptions
 from skyrl_engine_generators.rows import UncachedDecoder, TokenDecoder
@@ -46,7 +46,7 @@ class HfGenerator:
         if shared:
             model = model_over(start.model, start.weights.storage())
         else:
-            model = copied_model(start.model, start.device)
+            model = load_sampler_model(start.model, start.device)
             fill(model, start.weights.tensors(), start.model.path)
         self._limit = _longest_row(start)
         rows = proven_rows(model, self._options.slots, name=start.model.path, limit=self._limit)
@@ -120,7 +120,7 @@ class HfGenerator:
         """Take new weights; rows under way go on with them, read anew."""
         held = self._sets.get(target)
         if held is None:
-            model = copied_model(self._start.model, self._start.device)
+            model = load_sampler_model(self._start.model, self._start.device)
             rows: TokenDecoder = self._rows_of(model)
             held = _WeightSet(model, rows, self._loop(rows, version), shared=False)
         if not held.shared:

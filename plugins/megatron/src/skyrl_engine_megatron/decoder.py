@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from skyrl_engine.modeling.causal_lm import LogitRule
-from skyrl_engine.modeling.chunked_head import AskedScores, chunked_scores
+from skyrl_engine.modeling.chunked_head import RequestedScores, compute_chunked_scores
 from skyrl_engine.modeling.vocabulary_parallel import VocabularyParallelScore
 from skyrl_engine_megatron.library import (
     GPTModel,
@@ -57,7 +57,7 @@ class Decoder(GPTModel):  # type: ignore[misc] # megatron-core is untyped
         # rows that pad the vocabulary have no probability
         weight_VH = weight_VH[: self.vocabulary - first]
         group = parallel_state.get_tensor_model_parallel_group()
-        asked = AskedScores.of(needs, labels_N, candidates)
+        asked = RequestedScores.of(needs, labels_N, candidates)
         score = VocabularyParallelScore(LogitRule(), temperature, asked.scores, group, first, self.vocabulary)
-        values = chunked_scores(chosen_NH, weight_VH, None, asked.tokens, score, max(1, logits_per_chunk // share))
-        return {name: value[:count] for name, value in asked.named(values).items()}
+        values = compute_chunked_scores(chosen_NH, weight_VH, None, asked.tokens, score, max(1, logits_per_chunk // share))
+        return {name: value[:count] for name, value in asked.name_values(values).items()}

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from skyrl_engine import UnsupportedError
 from skyrl_engine.contracts import OF_IMAGES, MicroBatch
-from skyrl_engine.modeling.images import ImageTokens, PlacedImages, placed_images
+from skyrl_engine.modeling.images import ImageTokens, PlacedImages, place_images
 from skyrl_engine.modeling.model_inputs import model_inputs
 from skyrl_engine.modeling.rotary_positions import real_positions
 from skyrl_engine_megatron import context
@@ -106,7 +106,7 @@ class RowShape:
         """
         images = None
         if sees is not None:
-            images = placed_images(micro_batch, sees, pixels=pixels)
+            images = place_images(micro_batch, sees, pixels=pixels)
             text = {name: tensor for name, tensor in micro_batch.inputs.items() if name not in OF_IMAGES}
             micro_batch = evolve(micro_batch, inputs=text)
         arguments = model_inputs(micro_batch, one_row=True)

@@ -13,7 +13,7 @@ from attrs import evolve, frozen
 from torch import Tensor
 
 from skyrl_engine.contracts import IMAGE_GRID, PIXEL_VALUES, MicroBatch, Objective, Ragged, RankBatch, RankOutput, StepCounts
-from skyrl_engine.modeling.images import ImageTokens, placed_images
+from skyrl_engine.modeling.images import ImageTokens, place_images
 from skyrl_engine.modeling.micro_batch import differentiable
 from skyrl_engine.modeling.model_inputs import check_tokens
 from skyrl_engine_megatron.context import order_of_gathered, scores_of_all
@@ -80,7 +80,7 @@ class Pipeline:
         """Let later stages refuse a micro-batch for the same reason as the first: otherwise they would wait for its message forever."""
         if self.sees is not None and not self.pieces[0].pre_process:
             for micro_batch in batch:
-                placed_images(micro_batch, self.sees, pixels=False)
+                place_images(micro_batch, self.sees, pixels=False)
 
     def _forward_step(
         self, iterator: _Arriving, model: Any, objective: Objective, width: int, routed: list[RoutedTokens], *, learn: bool
