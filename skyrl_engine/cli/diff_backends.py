@@ -329,7 +329,7 @@ def _material(raw: "RawConfig", family: str) -> "Iterator[tuple[ResolvedConfig, 
     with ExitStack() as stack:
         directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="skyrl-engine-diff-"))
         resolved = resolve(with_default_loss(raw), need=())
-        parts = ObjectiveParts.made(resolved.plugins, CONTEXT)
+        parts = ObjectiveParts.make(resolved.plugins, CONTEXT)
         value_head = "values" in parts.scores
         reducer = resolved.plugins["reducer"].make(CONTEXT)
         columns = recorded_rollouts((*parts.reads, *getattr(reducer, "needs", ())))

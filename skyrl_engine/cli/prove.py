@@ -152,7 +152,7 @@ def _rows(resolved: "Mapping[str, ResolvedConfig]", plant: "Plant | None", ranks
     from skyrl_engine.proof.ranks import CONTEXT, RankPool
 
     plugins = next(iter(resolved.values())).plugins
-    scores = ObjectiveParts.made(plugins, CONTEXT).scores
+    scores = ObjectiveParts.make(plugins, CONTEXT).scores
     value_head = "values" in scores
     layouts = {name: config.plugins["collator"].make(CONTEXT).rows for name, config in resolved.items()}
     padding, packing = ([name for name, rows in layouts.items() if rows == wanted] for wanted in ("padded", "packed"))

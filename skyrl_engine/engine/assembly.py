@@ -59,7 +59,7 @@ class Assembly:
             collator=plugins["collator"].bind("collator", context),
             reducer=plugins["reducer"].bind("reducer", context),
             merger=plugins["merger"].bind("merger", context),
-            objective=ObjectiveParts.made(plugins, context),
+            objective=ObjectiveParts.make(plugins, context),
             description=backend.loaded.describe_backend(backend.options, ranks),
         )
 
@@ -90,7 +90,7 @@ class Assembly:
     def with_loss(self, loss: SelectedPlugin) -> "Assembly":
         """The same parts with another main loss; `check` says whether it goes with them. Raises what the plugin raises."""
         plugins = {**self.plugins, "loss": loss}
-        return evolve(self, plugins=plugins, objective=ObjectiveParts.made(plugins, self.context))
+        return evolve(self, plugins=plugins, objective=ObjectiveParts.make(plugins, self.context))
 
     @property
     def locks(self) -> dict[str, dict[str, Any]]:

@@ -14,7 +14,7 @@ from skyrl_engine.contracts.values.plan import BatchPlan, Layout, MiniBatchPlan
 from skyrl_engine.engine.assembly import Assembly
 from skyrl_engine.engine.plan import Plan
 from skyrl_engine.engine.results import PassResult, counts_of, refuse_not_finite
-from skyrl_engine.objective.policy_metrics import OLD, ROLLOUT_LOGPROBS
+from skyrl_engine.objective.policy_metrics import OLD_LOGPROBS, ROLLOUT_LOGPROBS
 from skyrl_engine.spans import Spans
 from skyrl_engine.workers.dispatch import PlacedShard, batch_structure, compact_weights, cut, merged, planned
 from skyrl_engine.workers.future import Future
@@ -38,7 +38,7 @@ class Passes:
 
     def columns_of(self, work: Pass) -> list[str]:
         """Name the columns that a learning pass reads on the ranks."""
-        watched = (OLD, ROLLOUT_LOGPROBS) if "policy" in work.watch else ()
+        watched = (OLD_LOGPROBS, ROLLOUT_LOGPROBS) if "policy" in work.watch else ()
         return [name for name in (*self.assembly.objective.columns, *watched) if name not in work.bound]
 
     def weigh_and_ship(self, plan: Plan, mini_batch: int, columns: Sequence[str]) -> list[PlacedShard]:

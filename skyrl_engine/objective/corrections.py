@@ -22,7 +22,7 @@ def correct(steps: Sequence[BoundPlugin[Correction]], tokens: MicroBatchTokens, 
     metrics: dict[str, Metric] = {}
     for part, step in enumerate(steps, start=first_part):
         keep = factors != 0
-        given = tokens.kept(step.label, step.product.needs, part, keep)
+        given = tokens.for_correction(step.label, step.product.needs, part, keep)
         with blaming(step.owner, "its call"):
             made = step.product(given)
         before = len(given.sequences.index)

@@ -76,13 +76,13 @@ class LossObjective:
             metrics |= self._sums(weights, total, values)
             if self.watch:
                 metrics |= policy_metrics(tokens, self.watch)
-            shown = {**numbers_per_token(scores), "token_loss": _on_scored(token_loss, scored)}
+            shown = {**numbers_per_token(scores), "token_loss": _scatter_to_scored(token_loss, scored)}
             return total, collect(scored, shown, metrics, per_token_outputs=self.per_token_outputs)
 
     def _values(self, tokens: MicroBatchTokens, metrics: dict[str, Metric]) -> Iterator[torch.Tensor]:
         """[n] per part, in their order, coefficient and factor included; what the parts measured goes into `metrics`."""
         for part, term in enumerate(self.parts.losses):
-            output = _evaluated(term, tokens, part)
+            output = _evaluate_loss(term, tokens, part)
             _add(metrics, output.metrics, "" if term is self.parts.main else f"{term.name}/", term.label)
             value = output.token_loss
             if term is self.parts.main and self.parts.corrections:
@@ -101,9 +101,9 @@ class LossObjective:
         return {name: Metric.sum(value) for name, value in zip(names, sums, strict=True)}
 
 
-def _evaluated(term: BoundPlugin[Loss], tokens: MicroBatchTokens, part: int) -> LossOutput:
+def _evaluate_loss(term: BoundPlugin[Loss], tokens: MicroBatchTokens, part: int) -> LossOutput:
     """Values of a part for the tokens: where it is on one role alone, tokens of the other have the value 0."""
-    given = tokens.needed(term.label, term.product.needs, part, pairs=compares_pairs(term.product), on=term.on)
+    given = tokens.for_loss(term.label, term.product.needs, part, pairs=compares_pairs(term.product), on=term.on)
     count = len(given.sequences.index)
     with blaming(term.owner, "its call"):
         output = as_loss_output(term.label, term.product(given), count)
@@ -127,7 +127,7 @@ def _of_loss(scores: Mapping[str, torch.Tensor], scored: ScoredSamples) -> Mappi
     return {name: score[carrying.to(score.device)] for name, score in scores.items()}
 
 
-def _on_scored(values: torch.Tensor, scored: ScoredSamples) -> torch.Tensor:
+def _scatter_to_scored(values: torch.Tensor, scored: ScoredSamples) -> torch.Tensor:
     """[n]: `values` of the tokens that carry loss, and 0 for each other token."""
     if scored.carrying is None:
         return values

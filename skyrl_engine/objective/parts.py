@@ -25,17 +25,17 @@ class ObjectiveParts:
     corrections: tuple[BoundPlugin[Correction], ...] = ()
 
     @classmethod
-    def made(cls, plugins: Mapping[str, SelectedPlugin], context: FactoryContext) -> "ObjectiveParts":
+    def make(cls, plugins: Mapping[str, SelectedPlugin], context: FactoryContext) -> "ObjectiveParts":
         """Make the losses and corrections among the selected plugins, which come by their place in the configuration."""
         taken: set[str] = set()
-        main: BoundPlugin[Loss] = _made(plugins["loss"], "loss", context, taken)
+        main: BoundPlugin[Loss] = _make_part(plugins["loss"], "loss", context, taken)
         terms: list[BoundPlugin[Loss]] = []
         corrections: list[BoundPlugin[Correction]] = []
         for place, selected in plugins.items():
             if selected.coefficient is not None:
-                terms.append(_made(selected, place, context, taken))
+                terms.append(_make_part(selected, place, context, taken))
             elif selected.loaded.record.kind == "correction":
-                corrections.append(_made(selected, place, context, taken))
+                corrections.append(_make_part(selected, place, context, taken))
         return cls(main, tuple(terms), tuple(corrections))
 
     @property
@@ -69,7 +69,7 @@ class ObjectiveParts:
             yield from needs
 
 
-def _made(selected: SelectedPlugin, place: str, context: FactoryContext, taken: set[str]) -> BoundPlugin[Any]:
+def _make_part(selected: SelectedPlugin, place: str, context: FactoryContext, taken: set[str]) -> BoundPlugin[Any]:
     """The part at `place`, under a name that no part before it has: the plugin's own, with a number behind it where that is taken."""
     part = selected.bind(place, context)
     candidates = (part.name if number == 1 else f"{part.name}_{number}" for number in count(1))

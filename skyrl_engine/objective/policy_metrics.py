@@ -12,7 +12,7 @@ Watched = Literal["policy", "present_gap", "entropy"]
 """Distances between policies; the sampler's from the present policy instead of the old one; the model's entropy, which costs a pass over the
 vocabulary."""
 
-OLD: Final = "old_logprobs"
+OLD_LOGPROBS: Final = "old_logprobs"
 ROLLOUT_LOGPROBS: Final = "rollout_logprobs"
 
 WEIGHTS: Final = ("policy/weight_count", "policy/weight_sum", "policy/weight_squares")
@@ -42,9 +42,9 @@ def policy_metrics(tokens: MicroBatchTokens, watch: AbstractSet[Watched]) -> dic
         return metrics
     present = tokens.scores["logprobs"].double()
     columns = tokens.samples.columns
-    old = tokens.scores[tokens.bound[OLD]].double() if OLD in tokens.bound else None
-    if old is None and OLD in columns:
-        old = tokens.column(OLD).double()
+    old = tokens.scores[tokens.bound[OLD_LOGPROBS]].double() if OLD_LOGPROBS in tokens.bound else None
+    if old is None and OLD_LOGPROBS in columns:
+        old = tokens.column(OLD_LOGPROBS).double()
     if old is not None:
         ratio = (present - old).exp()
         metrics["policy/ratio_mean"] = Metric.mean(float(ratio.sum()), count)

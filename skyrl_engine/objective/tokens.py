@@ -37,7 +37,7 @@ class MicroBatchTokens:
         some = next(iter(self.scores.values()))
         return some if some.ndim == 1 else some[:, 0]
 
-    def needed(self, label: str, needs: tuple[str, ...], part: int, *, pairs: bool = False, on: Role | None = None) -> LossTokens:
+    def for_loss(self, label: str, needs: tuple[str, ...], part: int, *, pairs: bool = False, on: Role | None = None) -> LossTokens:
         """All tokens for a loss, or those of the samples of one role. `part` is its place in the objective: two parts that draw random numbers
         draw different ones. `pairs` says that the loss compares the two samples of a unit.
 
@@ -54,23 +54,23 @@ class MicroBatchTokens:
 
     def in_role(self, label: str, role: Role) -> torch.Tensor:
         """bool[n]: the tokens of samples of this role. Raises DataError where samples have no roles."""
-        return self._moved((self._roles(label) == ROLES[role])[self.samples.sequence_index])
+        return self._to_device((self._roles(label) == ROLES[role])[self.samples.sequence_index])
 
-    def kept(self, label: str, needs: tuple[str, ...], part: int, keep: torch.Tensor) -> LossTokens:
+    def for_correction(self, label: str, needs: tuple[str, ...], part: int, keep: torch.Tensor) -> LossTokens:
         """The tokens for which `keep` bool[n] holds, detached, their sequences counted without the others: what a correction is given."""
         values = {_key(name): self._need(label, name).detach()[keep] for name in needs}
         return LossTokens(values, self.sequences(keep), lambda: self._generator(part))
 
     def sequences(self, keep: torch.Tensor | None) -> Sequences:
         """The S sequences, all of them also where nothing is kept of one."""
-        index = self._moved(self.samples.sequence_index)
+        index = self._to_device(self.samples.sequence_index)
         if keep is None:
-            counts = self._moved(self.samples.scored.lengths)
+            counts = self._to_device(self.samples.scored.lengths)
         else:
             index = index[keep]
             counts = torch.bincount(index, minlength=len(self.samples.sample_ids))
-        roles = None if self.samples.roles is None else self._moved(self.samples.roles)
-        return Sequences(index, counts, self._moved(self.samples.unit_ids), self._moved(self.samples.group_ids), roles)
+        roles = None if self.samples.roles is None else self._to_device(self.samples.roles)
+        return Sequences(index, counts, self._to_device(self.samples.unit_ids), self._to_device(self.samples.group_ids), roles)
 
     def _roles(self, label: str) -> "IntArray":
         if self.samples.roles is None:
@@ -84,7 +84,7 @@ class MicroBatchTokens:
         samples = self.samples
         # paired on the host, so that no device waits
         places = pair_places(samples.unit_ids, self._roles(label), samples.scored.lengths, samples.sample_ids)
-        return Pairs.of(sequences, self._moved(places))
+        return Pairs.of(sequences, self._to_device(places))
 
     def _need(self, label: str, need: str) -> torch.Tensor:
         if model_score(need):
@@ -106,7 +106,7 @@ class MicroBatchTokens:
         dtype = torch.int64 if values.dtype.kind == "i" else self.like.dtype
         return torch.from_numpy(values).to(device=self.like.device, dtype=dtype)
 
-    def _moved(self, array: "AnyArray") -> torch.Tensor:
+    def _to_device(self, array: "AnyArray") -> torch.Tensor:
         return torch.from_numpy(array).to(self.like.device)
 
     def _generator(self, part: int) -> torch.Generator:

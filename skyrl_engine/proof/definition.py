@@ -146,7 +146,7 @@ class BatchDefinition:
 def _values(parts: ObjectiveParts, tokens: MicroBatchTokens) -> dict[str, Tensor]:
     values: dict[str, Tensor] = {}
     for number, term in enumerate(parts.losses):
-        needed = tokens.needed(term.label, term.product.needs, number, pairs=compares_pairs(term.product), on=term.on)
+        needed = tokens.for_loss(term.label, term.product.needs, number, pairs=compares_pairs(term.product), on=term.on)
         with blaming(term.owner, "its call"):
             returned = term.product(needed)
         value = as_loss_output(term.label, returned, len(needed.sequences.index)).token_loss

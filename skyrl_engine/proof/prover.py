@@ -54,7 +54,7 @@ class Prover:
     def rows(self, cases: Sequence[Case]) -> Iterator[CaseResult]:
         """One row per case, each when it is done."""
         first = next(iter(self.resolved.values()))
-        parts = ObjectiveParts.made(first.plugins, CONTEXT)
+        parts = ObjectiveParts.make(first.plugins, CONTEXT)
         for term in parts.losses:
             check_reducer(term.label, term.product, first.plugins["reducer"].loaded.record.name)
         reducer: Reducer = first.plugins["reducer"].make(CONTEXT)

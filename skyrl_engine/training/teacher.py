@@ -12,7 +12,7 @@ from skyrl_engine.engine.assembly import Assembly
 from skyrl_engine.engine.frozen_model import FrozenModel
 from skyrl_engine.engine.model_files import ModelFiles
 from skyrl_engine.errors import UnsupportedError
-from skyrl_engine.objective.policy_metrics import OLD, ROLLOUT_LOGPROBS
+from skyrl_engine.objective.policy_metrics import OLD_LOGPROBS, ROLLOUT_LOGPROBS
 from skyrl_engine.training.model_beside import planned_beside
 
 TEACHER: Final = "teacher_logprobs"
@@ -73,7 +73,7 @@ def teacher_metrics(columns: SampleColumns) -> dict[str, Metric]:
     It estimates the reverse divergence, KL(p, q), in nats per token. Where neither the old policy nor the sampler is known there is none.
     """
     given = columns.columns
-    policy = given.get(OLD, given.get(ROLLOUT_LOGPROBS))
+    policy = given.get(OLD_LOGPROBS, given.get(ROLLOUT_LOGPROBS))
     if policy is None or TEACHER not in given:
         return {}
     scored = columns.loss_weight != 0

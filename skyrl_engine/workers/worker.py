@@ -161,7 +161,7 @@ class Worker:
         """Make collator and objective of these locks, for the passes from now on; the model stays as it is."""
         wanted = KINDS_OF_PARTS | {"collator"}
         selected = {place: SelectedPlugin.from_lock(lock) for place, lock in plugins.items() if lock["record"]["kind"] in wanted}
-        self._objective_parts = ObjectiveParts.made(selected, self._context)
+        self._objective_parts = ObjectiveParts.make(selected, self._context)
         self._collator: BoundPlugin[Collator] = selected["collator"].bind("collator", self._context)
 
     def run(self, work: Pass, shard: Shard) -> RankReply:

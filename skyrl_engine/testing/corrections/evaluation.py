@@ -36,7 +36,7 @@ def evaluate(
 
 def given_to(label: str, correction: Any, batch: TokenBatch) -> LossTokens:
     """Return the batch as the engine gives it to the first correction: all tokens, nothing differentiable."""
-    return _tokens(batch, torch.float64).kept(label, tuple(correction.needs), 0, torch.ones(batch.tokens, dtype=torch.bool))
+    return _tokens(batch, torch.float64).for_correction(label, tuple(correction.needs), 0, torch.ones(batch.tokens, dtype=torch.bool))
 
 
 def _tokens(batch: TokenBatch, dtype: torch.dtype) -> MicroBatchTokens:

@@ -12,16 +12,16 @@ from skyrl_engine.contracts.kinds.reducer import Reducer
 from skyrl_engine.engine.capability import needs_of_reducer
 from skyrl_engine.errors import UnsupportedError
 from skyrl_engine.objective.parts import ObjectiveParts
-from skyrl_engine.objective.policy_metrics import OLD, ROLLOUT_LOGPROBS, Watched
+from skyrl_engine.objective.policy_metrics import OLD_LOGPROBS, ROLLOUT_LOGPROBS, Watched
 from skyrl_engine.registry.part import BoundPlugin
 from skyrl_engine.training.reference import REFERENCE
 from skyrl_engine.training.teacher import TEACHER
 
 VALUES: Final = "old_values"
-BOUND: Final[Mapping[str, str]] = {OLD: "logprobs"}
+BOUND: Final[Mapping[str, str]] = {OLD_LOGPROBS: "logprobs"}
 """The policy as its own old one."""
 
-_GIVEN: Final = ("rewards", "rollout_logprobs", "advantages", "returns", OLD, REFERENCE, TEACHER, VALUES)
+_GIVEN: Final = ("rewards", "rollout_logprobs", "advantages", "returns", OLD_LOGPROBS, REFERENCE, TEACHER, VALUES)
 """Columns that the trainer can provide; `returns` where the advantage gives them."""
 
 
@@ -77,8 +77,8 @@ def recipe(
     before_learning = (*advantage.product.needs, *(name for needs in weighing.values() for name in needs))
     early = {*before_learning, *(("ref_logprobs",) if config.kl is not None else ())}
     read = {*objective.columns, *early}
-    old = _old(config, read=OLD in read or config.kl is not None, early=OLD in early, recorded=recorded)
-    scores = {**({OLD: "logprobs"} if old == "score" else {}), **({VALUES: "values"} if VALUES in read else {})}
+    old = _old(config, read=OLD_LOGPROBS in read or config.kl is not None, early=OLD_LOGPROBS in early, recorded=recorded)
+    scores = {**({OLD_LOGPROBS: "logprobs"} if old == "score" else {}), **({VALUES: "values"} if VALUES in read else {})}
     return ScoringPasses(old, scores, REFERENCE in read, TEACHER in read)
 
 

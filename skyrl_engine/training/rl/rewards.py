@@ -7,7 +7,7 @@ from attrs import define
 from skyrl_engine.config.schema import RewardKlConfig
 from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.outputs import Metric
-from skyrl_engine.objective.policy_metrics import OLD, ROLLOUT_LOGPROBS
+from skyrl_engine.objective.policy_metrics import OLD_LOGPROBS, ROLLOUT_LOGPROBS
 from skyrl_engine.training.reference import REFERENCE
 
 FloatArray = npt.NDArray[np.float64]
@@ -43,7 +43,7 @@ class KlPenalty:
 
         The policy's log-probabilities are `old_logprobs` where they were scored, else the sampler's. The coefficient is then steered.
         """
-        policy = columns.columns.get(OLD, columns.columns[ROLLOUT_LOGPROBS]).astype(np.float64)
+        policy = columns.columns.get(OLD_LOGPROBS, columns.columns[ROLLOUT_LOGPROBS]).astype(np.float64)
         scored = columns.loss_weight != 0
         per_token = np.where(scored, divergence(self.config.estimator, policy, columns.columns[REFERENCE].astype(np.float64)), 0.0)
         attempts = len(np.unique(columns.trajectory_ids))

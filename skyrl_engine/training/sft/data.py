@@ -241,7 +241,7 @@ def columns_to_read(resolved: ResolvedConfig, tokenizer: "PreTrainedTokenizerBas
     config = resolved.config
     context = FactoryContext(config.run.seed, int(tokenizer.pad_token_id or 0), config.data.max_length)
     reducer: BoundPlugin[Reducer] = resolved.plugins["reducer"].bind("reducer", context)
-    return collect_needed_columns({**ObjectiveParts.made(resolved.plugins, context).needs, **needs_of_reducer(reducer)})
+    return collect_needed_columns({**ObjectiveParts.make(resolved.plugins, context).needs, **needs_of_reducer(reducer)})
 
 
 def describe_data(dataset: TokenizedDataset | None) -> dict[str, Any] | None:
