@@ -324,7 +324,7 @@ def _material(raw: "RawConfig", family: str) -> "Iterator[tuple[ResolvedConfig, 
     from skyrl_engine.modeling.tiny import write_model
     from skyrl_engine.objective.parts import ObjectiveParts
     from skyrl_engine.proof.ranks import CONTEXT
-    from skyrl_engine.proof.rollouts import recorded_rollouts
+    from skyrl_engine.proof.rollouts import make_rollouts
 
     with ExitStack() as stack:
         directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="skyrl-engine-diff-"))
@@ -332,7 +332,7 @@ def _material(raw: "RawConfig", family: str) -> "Iterator[tuple[ResolvedConfig, 
         parts = ObjectiveParts.make(resolved.plugins, CONTEXT)
         value_head = "values" in parts.scores
         reducer = resolved.plugins["reducer"].make(CONTEXT)
-        columns = recorded_rollouts((*parts.reads, *getattr(reducer, "needs", ())))
+        columns = make_rollouts((*parts.reads, *getattr(reducer, "needs", ())))
         write_model(Path(directory), "llama" if family == "llama" else "qwen3", value_head=value_head)
         yield resolved, ModelConfig(directory, value_head=value_head), columns, CONTEXT
 

@@ -10,7 +10,7 @@ from attrs import field, frozen
 
 from skyrl_engine.contracts.values.outputs import BatchOutput
 from skyrl_engine.contracts.values.topology import Topology
-from skyrl_engine.proof.comparison import Measured, finite_or_infinite, relative_difference
+from skyrl_engine.proof.comparison import Measurement, finite_or_infinite, relative_difference
 from skyrl_engine.proof.depth import Depth
 from skyrl_engine.proof.diagnosis import in_words
 
@@ -26,7 +26,7 @@ class Side:
     """One backend's numbers. `name` is what people call it: "megatron, tp 2 x pp 2"."""
 
     name: str
-    measured: Measured
+    measured: Measurement
 
     @property
     def gradient_norm(self) -> float:

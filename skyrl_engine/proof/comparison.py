@@ -13,7 +13,7 @@ Gradients = Mapping[str, npt.NDArray[np.floating]]
 
 
 @frozen(eq=False)
-class Measured:
+class Measurement:
     """One pass. `magnitude` is the sum of |weight * term| over all tokens, by which losses are compared: a loss may be 0 by cancellation."""
 
     loss: float
@@ -39,7 +39,7 @@ class Difference:
         return max(self.loss, self.gradient) <= tolerance
 
 
-def compare(got: Measured, expected: Measured) -> Difference:
+def compare(got: Measurement, expected: Measurement) -> Difference:
     """`expected` is the reference. A parameter without gradient has the gradient 0."""
     ours, theirs = got.gradients, expected.gradients
     due = {**{name: np.zeros_like(ours[name]) for name in ours if name not in theirs}, **theirs}

@@ -25,7 +25,7 @@ from skyrl_engine.objective.corrections import correct
 from skyrl_engine.objective.parts import ObjectiveParts
 from skyrl_engine.objective.samples import ScoredSamples
 from skyrl_engine.objective.tokens import MicroBatchTokens
-from skyrl_engine.proof.comparison import Gradients, Measured
+from skyrl_engine.proof.comparison import Gradients, Measurement
 from skyrl_engine.proof.diagnosis import Pieces
 from skyrl_engine.proof.plain_model import PlainModel
 from skyrl_engine.registry.host import blaming
@@ -91,7 +91,7 @@ class BatchDefinition:
                     scores.setdefault(name, []).append(values[prompt + action - 1])
         stacked = {name: torch.stack(values) for name, values in scores.items()}
         weights = reducer.weights(_structure(columns, longest))[at]
-        tokens = MicroBatchTokens(stacked, _scored(columns, sequence, place, at, weights), seed, step)
+        tokens = MicroBatchTokens(stacked, _make_scored_samples(columns, sequence, place, at, weights), seed, step)
         return cls(columns, model.parameters, _values(parts, tokens), torch.from_numpy(weights), sequence, place)
 
     @cached_property
@@ -100,7 +100,7 @@ class BatchDefinition:
         return torch.stack(list(self.values.values())).sum(0)
 
     @property
-    def measured(self) -> Measured:
+    def measured(self) -> Measurement:
         """Loss, gradient and token losses."""
         token_loss = self.token_loss
         weighed = self.weights * token_loss
@@ -112,7 +112,7 @@ class BatchDefinition:
             Ragged(np.asarray(self.place, dtype=np.int32), offsets),
             {"token_loss": Ragged(token_loss.detach().float().numpy(), offsets)},
         )
-        return Measured(weighed.sum().item(), weighed.detach().abs().sum().item(), self._gradients(weighed.sum()), output)
+        return Measurement(weighed.sum().item(), weighed.detach().abs().sum().item(), self._gradients(weighed.sum()), output)
 
     @cached_property
     def by_part(self) -> Pieces:
@@ -181,7 +181,7 @@ def _structure(columns: SampleColumns, longest: int | None) -> BatchStructure:
     )
 
 
-def _scored(
+def _make_scored_samples(
     columns: SampleColumns, sequence: Sequence[int], place: Sequence[int], at: Sequence[int], weights: npt.NDArray[np.float64]
 ) -> ScoredSamples:
     counts = [sequence.count(sample) for sample in range(len(columns))]

@@ -10,7 +10,7 @@ from skyrl_engine.contracts.values.plan import Layout
 from skyrl_engine.contracts.values.ragged import IntArray
 from skyrl_engine.engine.assembly import Assembly
 from skyrl_engine.engine.engine import Engine
-from skyrl_engine.proof.comparison import Measured
+from skyrl_engine.proof.comparison import Measurement
 from skyrl_engine.registry.part import BoundPlugin
 from skyrl_engine.workers.dispatch import batch_structure, token_weights
 from skyrl_engine.workers.launch import WorkerGroup
@@ -21,7 +21,7 @@ STEP = 1
 
 def measure(
     group: WorkerGroup, assembly: Assembly, columns: SampleColumns, layout: Layout, honest: BoundPlugin[Reducer] | None = None
-) -> Measured:
+) -> Measurement:
     """Measure loss, gradients and outputs of `columns` as one mini-batch; the gradient is cleared again, and no weight changes.
 
     `honest` makes the weights by which the magnitude is measured (None: the reducer of the pass).
@@ -36,7 +36,7 @@ def measure(
     structure = batch_structure(columns, plan.cut.mini_batches[0], assembly.context.max_sequence_length, reducer=assembly.reducer)
     weights = np.abs(token_weights(honest or assembly.reducer, structure))
     carrying = np.where(structure.loss_weight != 0, weights, 0.0)
-    return Measured(output.metrics["loss"].result, _magnitude(output, structure.sample_ids, carrying), gradients, output)
+    return Measurement(output.metrics["loss"].result, _magnitude(output, structure.sample_ids, carrying), gradients, output)
 
 
 def _magnitude(output: BatchOutput, sample_ids: IntArray, weights: npt.NDArray[np.float64]) -> float:

@@ -99,7 +99,7 @@ def _honest(reducer: Reducer, cut: Cut) -> Weights:
     return reducer.weights(cut.structure)
 
 
-def _unchanged(_cut: Cut, _place: str) -> float:
+def _keep_scale(_cut: Cut, _place: str) -> float:
     return 1.0
 
 
@@ -115,7 +115,7 @@ class Plant:
 
     meaning: str
     weights: Callable[[Reducer, Cut], Weights] = _honest
-    coefficient: Callable[[Cut, str], float] = _unchanged
+    coefficient: Callable[[Cut, str], float] = _keep_scale
     outputs: Callable[[Sequence[RankOutput]], Sequence[RankOutput]] = _as_they_came
     needs_terms: bool = False
 
@@ -139,7 +139,7 @@ def _without_other_ranks(reducer: Reducer, cut: Cut) -> Weights:
     return _honest(reducer, cut) * cut.spread((cut.rank == 0).astype(np.float64))
 
 
-def _truncated(reducer: Reducer, cut: Cut) -> Weights:
+def _truncate_weights(reducer: Reducer, cut: Cut) -> Weights:
     return np.where(cut.structure.loss_weight == np.trunc(cut.structure.loss_weight), _honest(reducer, cut), 0.0)
 
 
@@ -147,7 +147,7 @@ def _per_rank_share(cut: Cut, _place: str) -> float:
     return len(np.unique(cut.structure.micro_batch)) / cut.ranks
 
 
-def _shifted_tokens(outputs: Sequence[RankOutput]) -> Sequence[RankOutput]:
+def _shift_samples(outputs: Sequence[RankOutput]) -> Sequence[RankOutput]:
     """Every rank's samples one place on, as if they came back in another order than they were sent."""
 
     def shifted(output: RankOutput) -> RankOutput:
@@ -177,8 +177,8 @@ PLANTS: Mapping[str, Plant] = {
         coefficient=_per_rank_share,
         needs_terms=True,
     ),
-    "truncated_weights": Plant("fractional loss weights become whole numbers on ranks", weights=_truncated),
-    "outputs_out_of_order": Plant("token losses come back under the next sample's id", outputs=_shifted_tokens),
+    "truncated_weights": Plant("fractional loss weights become whole numbers on ranks", weights=_truncate_weights),
+    "outputs_out_of_order": Plant("token losses come back under the next sample's id", outputs=_shift_samples),
 }
 
 

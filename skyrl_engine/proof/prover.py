@@ -17,14 +17,14 @@ from skyrl_engine.engine.capability import check_reducer
 from skyrl_engine.errors import EngineError, UnsupportedError
 from skyrl_engine.objective.parts import ObjectiveParts
 from skyrl_engine.proof.cases import Case
-from skyrl_engine.proof.comparison import Difference, Measured, compare
+from skyrl_engine.proof.comparison import Difference, Measurement, compare
 from skyrl_engine.proof.definition import BatchDefinition
 from skyrl_engine.proof.diagnosis import explain
 from skyrl_engine.proof.passes import STEP, measure
 from skyrl_engine.proof.plain_model import PlainModel
 from skyrl_engine.proof.plants import Cut, PlannedCollator, Plant, PlantedMerger, PlantedReducer
 from skyrl_engine.proof.ranks import CONTEXT, RankPool
-from skyrl_engine.proof.rollouts import LONGEST, recorded_rollouts
+from skyrl_engine.proof.rollouts import LONGEST, make_rollouts
 from skyrl_engine.workers.dispatch import batch_structure, planned
 
 TOLERANCE: Mapping[ComputeDtype, float] = {"float32": 1e-5, "float64": 1e-10}
@@ -58,7 +58,7 @@ class Prover:
         for term in parts.losses:
             check_reducer(term.label, term.product, first.plugins["reducer"].loaded.record.name)
         reducer: Reducer = first.plugins["reducer"].make(CONTEXT)
-        columns = recorded_rollouts((*parts.reads, *getattr(reducer, "needs", ())))
+        columns = make_rollouts((*parts.reads, *getattr(reducer, "needs", ())))
         model = PlainModel.load(self.ranks.model.path, value_head=self.ranks.model.value_head)
         teacher = None
         if asks_a_teacher(parts.scores):
@@ -77,7 +77,7 @@ class Prover:
             yield self._row(case, columns, parts, reference, definition)
 
     def _row(
-        self, case: Case, columns: SampleColumns, parts: ObjectiveParts, reference: Measured, definition: BatchDefinition
+        self, case: Case, columns: SampleColumns, parts: ObjectiveParts, reference: Measurement, definition: BatchDefinition
     ) -> CaseResult:
         cut = self._cut(case, columns, self.dtype)
         excuse = _excuse(self.resolved[case.collator], parts)
@@ -101,7 +101,7 @@ class Prover:
         plan = planned(self._assembly(case, dtype).collator, chosen, self._layout(case, dtype))
         return Cut.of(batch_structure(chosen, plan.mini_batches[0], LONGEST), plan)
 
-    def _measure(self, case: Case, columns: SampleColumns, dtype: ComputeDtype, plant: Plant | None) -> Measured:
+    def _measure(self, case: Case, columns: SampleColumns, dtype: ComputeDtype, plant: Plant | None) -> Measurement:
         chosen = _in_order(case, columns)
         assembly = self._assembly(case, dtype)
         collator = PlannedCollator(assembly.collator.product)
@@ -156,5 +156,5 @@ def _excuse(resolved: ResolvedConfig, parts: ObjectiveParts) -> str:
     return f"{' and '.join(labels)} {'declares' if len(labels) == 1 else 'declare'} batch_local" if labels else ""
 
 
-def _largest(measured: Measured) -> float:
+def _largest(measured: Measurement) -> float:
     return float(np.abs(measured.output.fields["token_loss"].values).max(initial=0.0))

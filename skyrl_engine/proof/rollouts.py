@@ -23,7 +23,7 @@ Numbers = np.random.Generator
 Draw = Callable[[Numbers, int], npt.NDArray[np.float64]]
 
 
-def recorded_rollouts(needed: Iterable[str], seed: int = 0) -> SampleColumns:
+def make_rollouts(needed: Iterable[str], seed: int = 0) -> SampleColumns:
     """16 rollouts, four to a prompt, of 4 to 40 tokens, with the columns and values of samples that these needs name.
 
     Responses differ in length by a factor of ten, one is empty, one carries no loss at all; some tokens in the middle are masked and some
@@ -49,7 +49,7 @@ def recorded_rollouts(needed: Iterable[str], seed: int = 0) -> SampleColumns:
         token_offsets=offsets_of(lengths),
         action_offsets=action_offsets,
         loss_weight=weight,
-        columns={name: _drawn(name, form, numbers, actions) for name, form in sorted(column_forms(asked).items())},
+        columns={name: _draw_column(name, form, numbers, actions) for name, form in sorted(column_forms(asked).items())},
         sample_values={
             name: samples % 2 if name == ROLE else numbers.integers(0, 3, len(prompts))
             for name in sorted(filter(None, map(sample_value, asked)))
@@ -59,7 +59,7 @@ def recorded_rollouts(needed: Iterable[str], seed: int = 0) -> SampleColumns:
     )
 
 
-def _drawn(name: str, form: ColumnForm, numbers: Numbers, actions: int) -> AnyArray:
+def _draw_column(name: str, form: ColumnForm, numbers: Numbers, actions: int) -> AnyArray:
     if form == "number":
         return _DRAWS.get(name, _anything)(numbers, actions).astype(np.float32)
     if form == "token ids":

@@ -12,7 +12,7 @@ from skyrl_engine import ContractError, DataError, Engine, ModelError, Unsupport
 from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.ragged import Ragged
 from skyrl_engine.errors import CheckpointError, ConfigError
-from skyrl_engine.proof.rollouts import recorded_rollouts
+from skyrl_engine.proof.rollouts import make_rollouts
 
 Weights = dict[str, np.ndarray]
 
@@ -20,7 +20,7 @@ Weights = dict[str, np.ndarray]
 @pytest.fixture(scope="module")
 def columns() -> SampleColumns:
     """Eleven samples without groups, which mini-batches would not cut, with what a policy loss reads."""
-    rollouts = recorded_rollouts(("old_logprobs", "advantages"))
+    rollouts = make_rollouts(("old_logprobs", "advantages"))
     return SampleColumns.create(
         input_ids=rollouts.input_ids,
         token_offsets=rollouts.token_offsets,

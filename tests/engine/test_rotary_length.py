@@ -13,7 +13,7 @@ from skyrl_engine.config import from_dict, resolve
 from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.errors import CheckpointError
 from skyrl_engine.modeling.tiny import write_model, write_tokenizer
-from skyrl_engine.proof.rollouts import LONGEST, recorded_rollouts
+from skyrl_engine.proof.rollouts import LONGEST, make_rollouts
 from skyrl_engine.training.sft.trainer import plan_sft, run_sft
 
 THRESHOLD = 16
@@ -43,7 +43,7 @@ def opened(model: Path) -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def columns() -> SampleColumns:
-    return recorded_rollouts(())
+    return make_rollouts(())
 
 
 def test_loss_and_gradient_do_not_depend_on_micro_batches(opened: Any, columns: SampleColumns) -> None:

@@ -18,7 +18,7 @@ from skyrl_engine.engine.results import PassResult
 from skyrl_engine.errors import ModelError
 from skyrl_engine.modeling.tiny import write_model
 from skyrl_engine.proof.ranks import CONTEXT
-from skyrl_engine.proof.rollouts import recorded_rollouts
+from skyrl_engine.proof.rollouts import make_rollouts
 from skyrl_engine.testing.subject import part_of
 from skyrl_engine.workers.launch import WorkerGroup, launch_workers
 
@@ -76,7 +76,7 @@ class _Recorded(WorkerGroup):
 @pytest.fixture(scope="module")
 def columns() -> SampleColumns:
     """Without groups, which mini-batches would not cut; 11 of the rollouts, so that the last mini-batch is smaller."""
-    rollouts = recorded_rollouts(())
+    rollouts = make_rollouts(())
     return SampleColumns.create(
         input_ids=rollouts.input_ids,
         token_offsets=rollouts.token_offsets,

@@ -22,7 +22,7 @@ from skyrl_engine.engine.assembly import Assembly
 from skyrl_engine.engine.engine import Engine
 from skyrl_engine.modeling.tiny import write_model
 from skyrl_engine.proof.ranks import CONTEXT, RankPool
-from skyrl_engine.proof.rollouts import recorded_rollouts
+from skyrl_engine.proof.rollouts import make_rollouts
 
 LOSS_FILE = '''
 from skyrl_engine import LossOutput, Metric, loss
@@ -86,7 +86,7 @@ def worst(got: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> float:
 
 def test_what_is_not_a_number_under_a_zero_mask_does_not_leak(engine: Ranks) -> None:
     """0 * NaN is NaN: a masked token's ratio must not be computed and then multiplied away."""
-    columns = recorded_rollouts(("old_logprobs", "advantages", "ref_logprobs"))
+    columns = make_rollouts(("old_logprobs", "advantages", "ref_logprobs"))
     masked = columns.loss_weight == 0
     assert masked.any()
     broken = {name: np.where(masked, np.float32(np.nan), values) for name, values in columns.columns.items()}
@@ -98,7 +98,7 @@ def test_what_is_not_a_number_under_a_zero_mask_does_not_leak(engine: Ranks) -> 
 
 
 def test_critic_kl_and_entropy_count_once_however_many_micro_batches_there_are(engine: Ranks) -> None:
-    columns = recorded_rollouts(("old_logprobs", "advantages", "ref_logprobs", "old_values", "returns"))
+    columns = make_rollouts(("old_logprobs", "advantages", "ref_logprobs", "old_values", "returns"))
     terms = [{"use": name, "coef": 0.5} for name in ("kl", "entropy", "value_clip")]
     loss = {"use": "ppo", "terms": terms}
     (whole, expected), (cut, gradients) = (engine.run(columns, loss, micro_batch_rows=rows) for rows in (16, 1))
@@ -111,7 +111,7 @@ def test_critic_kl_and_entropy_count_once_however_many_micro_batches_there_are(e
 
 def test_fractional_weights_are_not_truncated(engine: Ranks) -> None:
     """Half of every weight is half the sum; and where all are fractions, whole numbers would leave nothing."""
-    columns = recorded_rollouts(())
+    columns = make_rollouts(())
     halved = attrs.evolve(columns, loss_weight=(columns.loss_weight * 0.5).astype(np.float32))
     for rows in (16, 3):
         full, gradient = engine.run(columns, {"use": "cross_entropy"}, reducer="sum", micro_batch_rows=rows)
@@ -125,7 +125,7 @@ def test_fractional_weights_are_not_truncated(engine: Ranks) -> None:
 
 @pytest.mark.parametrize("rows", [16, 3, 1])
 def test_metrics_combine_as_they_declare_whatever_their_names_say(engine: Ranks, rows: int) -> None:
-    columns = recorded_rollouts(())
+    columns = make_rollouts(())
     output, _ = engine.run(columns, engine.local("measured"), micro_batch_rows=rows)
     micro_batches = -(-16 // rows)
     scored = int(np.count_nonzero(columns.loss_weight))
@@ -138,7 +138,7 @@ def test_metrics_combine_as_they_declare_whatever_their_names_say(engine: Ranks,
 
 def test_the_reducer_does_not_reach_into_the_selection(engine: Ranks) -> None:
     """Engines that scale advantages by 1 / length change which tokens stand out; here the same tokens are selected by every reducer."""
-    columns = recorded_rollouts(("advantages",))
+    columns = make_rollouts(("advantages",))
     selected = {
         reducer: engine.run(columns, engine.local("selecting"), reducer=reducer)[0].fields["token_loss"].values != 0
         for reducer in ("sum", "token_mean", "sequence_mean", "sequence_mean_token_sum_norm", "group_mean")
@@ -150,7 +150,7 @@ def test_the_reducer_does_not_reach_into_the_selection(engine: Ranks) -> None:
 
 @pytest.mark.parametrize("layout", [{"micro_batch_tokens": 80}, {"micro_batch_rows": 1}, {"micro_batch_rows": 5}])
 def test_every_sample_comes_back_once_and_in_order(engine: Ranks, layout: dict[str, int]) -> None:
-    columns = recorded_rollouts(())
+    columns = make_rollouts(())
     expected, _ = engine.run(columns, {"use": "cross_entropy"})
     shuffled = columns.take(np.random.default_rng(2).permutation(len(columns)))
     output, _ = engine.run(shuffled, {"use": "cross_entropy"}, **layout)

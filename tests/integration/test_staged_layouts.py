@@ -21,7 +21,7 @@ from skyrl_engine.errors import PluginNotFoundError
 from skyrl_engine.modeling.tiny import write_model
 from skyrl_engine.proof.layouts import ParallelSizes
 from skyrl_engine.proof.ranks import CONTEXT
-from skyrl_engine.proof.rollouts import LONGEST, recorded_rollouts
+from skyrl_engine.proof.rollouts import LONGEST, make_rollouts
 from skyrl_engine.testing.ranks.world import World
 from skyrl_engine.testing.ranks.world_transport import group_on
 from skyrl_engine.workers.launch import WorkerGroup, launch_workers
@@ -55,7 +55,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def columns() -> SampleColumns:
     """11 samples of ids in no order, for mini-batches of 5, 5 and 1; without groups, which mini-batches would not cut."""
-    rollouts = recorded_rollouts(())
+    rollouts = make_rollouts(())
     return SampleColumns.create(
         input_ids=rollouts.input_ids,
         token_offsets=rollouts.token_offsets,

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from parity import Matrix, engine_of, resolved
 
 from skyrl_engine.config.schema import OptimizerConfig
-from skyrl_engine.proof.rollouts import recorded_rollouts
+from skyrl_engine.proof.rollouts import make_rollouts
 
 Curves = Mapping[str, npt.NDArray[np.float64]]
 
@@ -49,7 +49,7 @@ def measured(matrix: Matrix) -> Curves:
         with matrix.group(backend, layout, OPTIMIZER) as group:
             engine = engine_of(group, plugins, optimizer=OPTIMIZER, total_steps=STEPS)
             needs = engine.assembly.objective.columns
-            plans = [engine.plan(recorded_rollouts(needs, seed)) for seed in range(BATCHES)]
+            plans = [engine.plan(make_rollouts(needs, seed)) for seed in range(BATCHES)]
             steps = (engine.train(plans[step % BATCHES]) for step in range(STEPS))
             curves[name] = np.array([step.metrics["loss"].result for step in steps])
     return curves

@@ -30,10 +30,10 @@ from skyrl_engine.engine.engine import Engine
 from skyrl_engine.errors import ConfigError, EngineError, PluginNotFoundError
 from skyrl_engine.modeling.loading import quiet_progress
 from skyrl_engine.modeling.tiny import make_parts_differ, write_model
-from skyrl_engine.proof.comparison import Measured, compare
+from skyrl_engine.proof.comparison import Measurement, compare
 from skyrl_engine.proof.layouts import ParallelSizes
 from skyrl_engine.proof.ranks import CONTEXT
-from skyrl_engine.proof.rollouts import LONGEST, recorded_rollouts
+from skyrl_engine.proof.rollouts import LONGEST, make_rollouts
 from skyrl_engine.testing.backends.gradient_comparison import norm_of
 from skyrl_engine.testing.ranks.world import kept
 from skyrl_engine.testing.ranks.world_transport import group_on
@@ -139,7 +139,7 @@ class Entry:
 class Trajectory:
     """Two steps of SGD on one batch: a measured pass before each, and how far every weight has moved in the end."""
 
-    passes: tuple[Measured, ...]
+    passes: tuple[Measurement, ...]
     moved: Mapping[str, np.ndarray]
 
 
@@ -211,7 +211,7 @@ class Matrix:
         with self.group(backend, layout) as group:
             start = group.weights()
             engine = engine_of(group, resolved(*CLIPPED), optimizer=SGD)
-            engine.forward_backward(engine.plan(recorded_rollouts(engine.assembly.objective.reads))).result()
+            engine.forward_backward(engine.plan(make_rollouts(engine.assembly.objective.reads))).result()
             own = norm_of(engine.gradients())
             limit = self.clipped_definition()[0] / 7
             reported = engine.optim_step(max_grad_norm=limit, learning_rate=CLIPPED_RATE).result().grad_norm
@@ -286,12 +286,12 @@ def engine_of(group: WorkerGroup, plugins: Mapping[str, SelectedPlugin], **optio
 
 def _trajectory(group: WorkerGroup, plugins: Mapping[str, SelectedPlugin], start: Mapping[str, np.ndarray]) -> Trajectory:
     engine = engine_of(group, plugins, optimizer=SGD)
-    plan = engine.plan(recorded_rollouts(engine.assembly.objective.reads))
+    plan = engine.plan(make_rollouts(engine.assembly.objective.reads))
     passes = []
     for _ in range(STEPS):
         output = engine.forward_backward(plan).result().output
         magnitude = float(np.abs(output.fields["token_loss"].values).mean())
-        passes.append(Measured(output.metrics["loss"].result, magnitude, engine.gradients(), output))
+        passes.append(Measurement(output.metrics["loss"].result, magnitude, engine.gradients(), output))
         engine.optim_step().result()
     after = group.weights()
     return Trajectory(tuple(passes), {name: after[name] - weight for name, weight in start.items()})

@@ -10,7 +10,7 @@ from skyrl_engine.contracts.values.outputs import BatchOutput, Metric
 from skyrl_engine.contracts.values.ragged import Ragged
 from skyrl_engine.contracts.values.topology import Topology
 from skyrl_engine.proof.backends import BackendDifference, Side, difference, facts_of, layer_of
-from skyrl_engine.proof.comparison import Measured
+from skyrl_engine.proof.comparison import Measurement
 
 NAMES = [
     "model.embed_tokens.weight",
@@ -35,7 +35,7 @@ def side(change: Callable[[str, np.ndarray], np.ndarray] = lambda _, gradient: g
         {"logprobs": Ragged(logprobs, scored.offsets)},
         {"loss": Metric.sum(2.0 + shift)},
     )
-    return Side("x", Measured(2.0 + shift, 2.0, gradients, output))
+    return Side("x", Measurement(2.0 + shift, 2.0, gradients, output))
 
 
 def compared(a: Side) -> BackendDifference:

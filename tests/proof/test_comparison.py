@@ -7,7 +7,7 @@ import pytest
 
 from skyrl_engine.contracts.values.outputs import BatchOutput, Metric
 from skyrl_engine.contracts.values.ragged import Ragged
-from skyrl_engine.proof.comparison import Measured, compare
+from skyrl_engine.proof.comparison import Measurement, compare
 from skyrl_engine.proof.diagnosis import Pieces, explain
 from skyrl_engine.testing import Broken
 from skyrl_engine.testing.backends.gradient_comparison import require_same_gradients
@@ -18,11 +18,11 @@ def gradients(**changed: Any) -> dict[str, np.ndarray]:
     return {name: numbers.normal(size=(3, 2)).astype(np.float32) for name in ("first", "middle", "last")} | changed
 
 
-def measured(loss: float = 2.0, last_token: float = 1.0, **changed: Any) -> Measured:
+def measured(loss: float = 2.0, last_token: float = 1.0, **changed: Any) -> Measurement:
     scored = Ragged.from_list([[0, 1], [0]], np.int32)
     fields = {"token_loss": Ragged(np.array([0.5, 0.5, last_token], np.float32), scored.offsets)}
     output = BatchOutput(np.array([4, 9]), np.array([2, 1]), scored, fields, {"loss": Metric.sum(loss)})
-    return Measured(loss, 2.0, gradients(**changed), output)
+    return Measurement(loss, 2.0, gradients(**changed), output)
 
 
 SPOILED = [np.full((3, 2), np.nan, np.float32), np.full((3, 2), np.inf, np.float32), np.zeros((2, 2), np.float32)]

@@ -20,7 +20,7 @@ from transformers import AutoConfig
 from skyrl_engine.errors import PluginNotFoundError
 from skyrl_engine.model_facts.thresholds import thresholds
 from skyrl_engine.modeling.tiny import SIZES
-from skyrl_engine.proof.rollouts import LONGEST, recorded_rollouts
+from skyrl_engine.proof.rollouts import LONGEST, make_rollouts
 
 THRESHOLD = 16
 FACTORS = {"short_factor": [1.0] * 6, "long_factor": [4.0] * 6}
@@ -64,7 +64,7 @@ def test_rows_lie_on_both_sides_of_every_threshold(name: str) -> None:
     family, settings = MODELS[name]
     found = thresholds(AutoConfig.for_model(family, **{**SIZES, **settings}))
     assert found, f"{name} names no threshold"
-    lengths = np.diff(recorded_rollouts(()).token_offsets)
+    lengths = np.diff(make_rollouts(()).token_offsets)
     for threshold in found.values():
         assert lengths.min() < threshold < lengths.max()
 
