@@ -109,9 +109,9 @@ def _record(registry: "Registry", text: str) -> "PluginRecord":
 
 def _kind_in_file(registry: "Registry", text: str) -> str:
     """Return the kind of a local file's plugin, by the factory hook that it implements."""
-    from skyrl_engine.registry.loader import kinds_made
+    from skyrl_engine.registry.loader import list_implemented_kinds
 
-    made = kinds_made(registry.resolve("loss", text, base=Path.cwd()))
+    made = list_implemented_kinds(registry.resolve("loss", text, base=Path.cwd()))
     if len(made) == 1:
         return made[0]
     if made:

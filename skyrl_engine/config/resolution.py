@@ -19,7 +19,7 @@ from skyrl_engine.contracts.kinds.backend import PARALLEL_SIZES
 from skyrl_engine.contracts.kinds.context import FactoryContext
 from skyrl_engine.contracts.values.roles import Role
 from skyrl_engine.errors import ConfigError, ContractError, PluginError, Problem, UntrustedCodeError
-from skyrl_engine.registry.code_files import NamedCode, limited_to
+from skyrl_engine.registry.code_files import NamedCode, limit_code
 from skyrl_engine.registry.kinds import TABLES
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class SelectedPlugin:
 
     def make(self, context: FactoryContext) -> Any:
         """Build the product; raises PluginBrokenError or ContractError, and PluginBlockedError for code that may not run."""
-        with limited_to(self.code):
+        with limit_code(self.code):
             return self.loaded.make(self.options, context)
 
     def bind(self, place: str, context: FactoryContext) -> "BoundPlugin[Any]":

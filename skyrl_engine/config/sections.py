@@ -8,7 +8,7 @@ from attrs import frozen
 
 from skyrl_engine.config.schema import KIND, EngineConfig
 from skyrl_engine.config.trainers import Trainer, owners_of
-from skyrl_engine.registry.kinds import KINDS, TABLES, Kind, imported
+from skyrl_engine.registry.kinds import KINDS, TABLES, Kind, import_object
 
 
 @frozen
@@ -42,7 +42,7 @@ def sections() -> Mapping[str, Section]:
     for attribute in attrs.fields(attrs.resolve_types(EngineConfig)):
         if attribute.name == "selected":
             for name, kind in TABLES.items():
-                schema = imported(kind.table or "")
+                schema = import_object(kind.table or "")
                 found[name] = Section(name, schema, schema(kind.default), kind)
         elif KIND in attribute.metadata:
             schema, kind = get_args(attribute.type)[0], KINDS[attribute.metadata[KIND]]

@@ -10,7 +10,7 @@ from typing import Any
 
 from skyrl_engine.errors import DataError, PluginError
 from skyrl_engine.hooks.decorators import FunctionPlugin
-from skyrl_engine.registry.code_files import permitted
+from skyrl_engine.registry.code_files import require_permission
 from skyrl_engine.registry.local_module import local_module
 
 
@@ -58,7 +58,7 @@ def content_of(reference: str) -> str:
 def _module_of(reference: str, place: str) -> ModuleType:
     """Import what a reference names, from the bytes that were looked at; a file that was imported already is not run again."""
     if not place.endswith(".py"):
-        permitted(reference, None)
+        require_permission(reference, None)
         return importlib.import_module(place)
     path = Path(place).expanduser()
     try:
@@ -68,5 +68,5 @@ def _module_of(reference: str, place: str) -> ModuleType:
             f"there is no file {path}" if isinstance(error, FileNotFoundError) else f"{path} cannot be read: {error.strerror}",
             remedy="Correct the path; it is relative to the configuration file",
         ) from error
-    permitted(reference, content)
+    require_permission(reference, content)
     return local_module(path, content, siblings=True)

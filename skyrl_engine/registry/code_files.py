@@ -32,7 +32,7 @@ _in_force: ContextVar[NamedCode | None] = ContextVar("code that may run", defaul
 
 
 @contextmanager
-def limited_to(code: NamedCode) -> Iterator[None]:
+def limit_code(code: NamedCode) -> Iterator[None]:
     """Let `permitted` know the code of the plugin that is made within."""
     token = _in_force.set(code)
     try:
@@ -41,7 +41,7 @@ def limited_to(code: NamedCode) -> Iterator[None]:
         _in_force.reset(token)
 
 
-def permitted(reference: str, content: bytes | None) -> None:
+def require_permission(reference: str, content: bytes | None) -> None:
     """Refuse code that the plugin which is being made may not run. `content` is that of the file that will be run, None for a module.
 
     Raises PluginBlockedError.
@@ -101,7 +101,7 @@ def _collect(path: Path, folder: Path, found: dict[Path, str]) -> None:
         return
     content = path.read_bytes()
     found[real] = hashlib.sha256(content).hexdigest()
-    for name in sorted(_imported_names(content)):
+    for name in sorted(_list_imported_names(content)):
         if (module := folder / f"{name}.py").is_file():
             _collect(module, folder, found)
         if (package := folder / name).is_dir():
@@ -109,7 +109,7 @@ def _collect(path: Path, folder: Path, found: dict[Path, str]) -> None:
                 _collect(file, folder, found)
 
 
-def _imported_names(content: bytes) -> set[str]:
+def _list_imported_names(content: bytes) -> set[str]:
     """Return the first parts of the names that a text imports; none of a text that is no Python, which cannot run either."""
     try:
         tree = ast.parse(content)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 RUNTIME_EXTRA = "runtime"
 
 
-def installed_distribution(record: PluginRecord) -> metadata.Distribution:
+def find_distribution(record: PluginRecord) -> metadata.Distribution:
     """Return the installed distribution of a record.
 
     Raises PluginNotFoundError when it is not, PluginIncompatibleError when it has another version than the record, or another target for

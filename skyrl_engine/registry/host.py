@@ -41,7 +41,7 @@ class Owner:
         return cls(str(record), f"{action}, or {KINDS[record.kind].alternative}")
 
     @classmethod
-    def named(cls, label: str, kind: str) -> "Owner":
+    def of_unrecorded(cls, label: str, kind: str) -> "Owner":
         """Return the owner of a product of this kind that comes from no recorded plugin, such as one that a test makes."""
         return cls(label, f"Correct it, or {KINDS[kind].alternative}")
 

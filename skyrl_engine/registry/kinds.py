@@ -101,7 +101,7 @@ class Kind:
         return f"{'an' if self.name[0] in 'aeiou' else 'a'} {self.name}"
 
 
-def imported(text: str) -> Any:
+def import_object(text: str) -> Any:
     """Import the object that a row names as "module:name"."""
     module, _, name = text.partition(":")
     return getattr(import_module(module), name)

@@ -8,7 +8,7 @@ import attrs
 
 from skyrl_engine.errors import ContractError, PluginBrokenError, PluginNotFoundError
 from skyrl_engine.hooks import decorators
-from skyrl_engine.registry.compat import check_requirements, installed_distribution
+from skyrl_engine.registry.compat import check_requirements, find_distribution
 from skyrl_engine.registry.discovery import COMMAND_GROUP
 from skyrl_engine.registry.host import Owner, PluginHost, blaming
 from skyrl_engine.registry.kinds import CONFIG_SCHEMA_HOOK, KINDS
@@ -27,7 +27,7 @@ def load(record: PluginRecord) -> LoadedPlugin:
     record's, or metadata excludes this engine or this environment, PluginBrokenError when importing or registering fails, and
     ContractError when its schema is no attrs class.
     """
-    return load_object(record, _imported(record))
+    return load_object(record, _import_plugin(record))
 
 
 def load_object(record: PluginRecord, plugin: object) -> LoadedPlugin:
@@ -43,27 +43,27 @@ def load_object(record: PluginRecord, plugin: object) -> LoadedPlugin:
 def load_command(record: PluginRecord) -> object:
     """Import what the entry point of a command names. Raises PluginIncompatibleError, or PluginBrokenError where it fails."""
     check_requirements(record, metadata.distribution(str(record.distribution)))
-    return _imported_point(record, COMMAND_GROUP, Owner(str(record), "Uninstall it"))
+    return _import_entry_point(record, COMMAND_GROUP, Owner(str(record), "Uninstall it"))
 
 
-def kinds_made(record: PluginRecord) -> list[str]:
+def list_implemented_kinds(record: PluginRecord) -> list[str]:
     """The kinds whose factory hooks the plugin of a record implements, whatever kind the record names. Raises as `load` does."""
-    hooks = PluginHost().register(_imported(record), Owner.of(record))
+    hooks = PluginHost().register(_import_plugin(record), Owner.of(record))
     return [kind.name for kind in KINDS.values() if kind.factory_hook in hooks]
 
 
-def _imported(record: PluginRecord) -> object:
+def _import_plugin(record: PluginRecord) -> object:
     owner = Owner.of(record)
     return _from_file(record, owner) if record.source == "file" else _from_distribution(record, owner)
 
 
 def _from_distribution(record: PluginRecord, owner: Owner) -> Any:
-    distribution = installed_distribution(record)
+    distribution = find_distribution(record)
     check_requirements(record, distribution)
-    return _imported_point(record, KINDS[record.kind].group, owner)
+    return _import_entry_point(record, KINDS[record.kind].group, owner)
 
 
-def _imported_point(record: PluginRecord, group: str, owner: Owner) -> Any:
+def _import_entry_point(record: PluginRecord, group: str, owner: Owner) -> Any:
     point = metadata.EntryPoint(record.name, record.target, group)
     with blaming(attrs.evolve(owner, remedy=f"Upgrade it: {install_command('--upgrade', str(record.distribution))}"), "its import"):
         return point.load()

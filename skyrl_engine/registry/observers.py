@@ -35,7 +35,7 @@ class ObserverBus:
 
         Raises ContractError when it implements no observer hook, PluginBrokenError when one does not fit.
         """
-        owner = Owner.named(name or _name_of(observer), KIND.name)
+        owner = Owner.of_unrecorded(name or _name_of(observer), KIND.name)
         check_hooks(KIND, observer, owner)
         self._host.register(observer, owner)
 

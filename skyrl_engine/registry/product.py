@@ -6,14 +6,14 @@ from typing import Any
 
 from skyrl_engine.errors import ContractError
 from skyrl_engine.registry.host import Owner, PluginHost
-from skyrl_engine.registry.kinds import Kind, imported
+from skyrl_engine.registry.kinds import Kind, import_object
 
 
 def check_product(kind: Kind, product: object, owner: Owner, hook: str) -> None:
     """Raise ContractError when the product lacks a member of the contract, a method that takes its arguments, or an allowed value."""
     if product is None:
         raise ContractError(f"{hook} of {owner.label} returned None", remedy=f"Return {kind.with_article}")
-    problems = [*_missing_members(kind, product), *(imported(kind.values)(product) if kind.values else ())]
+    problems = [*_missing_members(kind, product), *(import_object(kind.values)(product) if kind.values else ())]
     if problems:
         raise ContractError(
             f"{hook} of {owner.label} returned {type(product).__name__}, which is not {kind.with_article}: {problems[0]}",
@@ -36,7 +36,7 @@ def check_hooks(kind: Kind, product: object, owner: Owner) -> None:
 
 def contract_of(kind: Kind) -> type | None:
     """Return the Protocol of a kind's product."""
-    return None if kind.contract is None else imported(kind.contract)
+    return None if kind.contract is None else import_object(kind.contract)
 
 
 def _missing_members(kind: Kind, product: object) -> Iterator[str]:

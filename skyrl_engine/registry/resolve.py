@@ -50,7 +50,7 @@ class Registry:
         assert kind in KINDS, f"there is no kind {kind!r}"
         wanted = parse(reference, base=base)
         if wanted.path is not None:
-            return self._allowed(_of_file(kind, wanted, wanted.path))
+            return self._refuse_blocked(_of_file(kind, wanted, wanted.path))
         pinned = None if wanted.distribution else self.selection.pins.get((kind, wanted.name))
         distribution = wanted.distribution or pinned
         claims = [record for record in self._records if (record.kind, record.name) == (kind, wanted.name)]
@@ -61,10 +61,10 @@ class Registry:
         if usable:
             raise _several(usable)
         if matches:
-            return self._allowed(matches[0])
+            return self._refuse_blocked(matches[0])
         raise missing_plugin(kind, wanted, self.records(), self.unreadable, pinned=pinned)
 
-    def _allowed(self, record: PluginRecord) -> PluginRecord:
+    def _refuse_blocked(self, record: PluginRecord) -> PluginRecord:
         entry = self.selection.blocks(record)
         if entry is not None:
             raise PluginBlockedError(
@@ -88,14 +88,14 @@ def _several(claims: Sequence[PluginRecord]) -> PluginAmbiguousError | PluginBro
             ],
         )
     return PluginAmbiguousError(
-        f"the {first.kind} {first.name!r} is claimed by {len(claims)} distributions: {listed([record.reference for record in claims])}",
-        remedy=f"Write {listed([record.reference for record in claims], 'or')}, or pin one of them: plugins.pin = "
+        f"the {first.kind} {first.name!r} is claimed by {len(claims)} distributions: {join_in_words([record.reference for record in claims])}",
+        remedy=f"Write {join_in_words([record.reference for record in claims], 'or')}, or pin one of them: plugins.pin = "
         f'{{ "{first.kind}:{first.name}" = "{first.distribution}" }}',
         details=[str(record) for record in claims],
     )
 
 
-def listed(names: Sequence[str], joint: str = "and") -> str:
+def join_in_words(names: Sequence[str], joint: str = "and") -> str:
     """Return all names in words: "a, b and c"."""
     *others, last = names
     return f"{', '.join(others)} {joint} {last}" if others else last

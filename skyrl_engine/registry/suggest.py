@@ -33,7 +33,7 @@ def missing_plugin(
             cause = f"the {kind} {says} is not offered by {distribution} {versions[distribution]}"
         else:
             cause = f"the {kind} {says} cannot be found: no plugin of a distribution {distribution} is installed"
-        remedy = _qualified_name(kind, wanted.name, distribution, records)
+        remedy = _suggest_install(kind, wanted.name, distribution, records)
         if pinned is not None and any(record.kind == kind and record.name == wanted.name for record in records):
             remedy = f'Correct or remove "{kind}:{wanted.name}" in plugins.pin'
     return PluginNotFoundError(cause, remedy=remedy, details=details)
@@ -62,7 +62,7 @@ def _bare_name(kind: str, name: str, records: Sequence[PluginRecord]) -> str:
     return f"Did you mean {close[0]!r}?" + (f" Install it: {command}" if command else "")
 
 
-def _qualified_name(kind: str, name: str, distribution: str, records: Sequence[PluginRecord]) -> str:
+def _suggest_install(kind: str, name: str, distribution: str, records: Sequence[PluginRecord]) -> str:
     if FIRST_PARTY.get((kind, name)) == distribution and (command := _first_party_command(kind, name, records)):
         return f"Install it: {command}"
     references = [record.reference for record in records if record.kind == kind]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from skyrl_engine.config import SelectedPlugin
 from skyrl_engine.errors import UnsupportedError
-from skyrl_engine.registry.kinds import KINDS, imported
+from skyrl_engine.registry.kinds import KINDS, import_object
 
 if TYPE_CHECKING:
     from skyrl_engine.testing.promise import Promise, Verdict
@@ -30,7 +30,7 @@ def promises_of(kind: str) -> "tuple[Promise[Any, Any], ...]":
                 f"verifying plugins needs {module}, which is not installed",
                 remedy=f'Install it: python -m pip install "skyrl-engine[{extra}]"',
             )
-    promises: tuple[Promise[Any, Any], ...] = imported(row.suite)
+    promises: tuple[Promise[Any, Any], ...] = import_object(row.suite)
     return promises
 
 

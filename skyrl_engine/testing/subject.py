@@ -49,7 +49,7 @@ class Subject(Generic[Product]):
 
 def part_of(product: Product, label: str, kind: str) -> BoundPlugin[Product]:
     """Return a bare product as a part of a run; `label` names it in errors."""
-    return BoundPlugin(product, Owner.named(label, kind), kind, "under_test")
+    return BoundPlugin(product, Owner.of_unrecorded(label, kind), kind, "under_test")
 
 
 def selected(kind: str, plugin: object, options: Mapping[str, Any], base: Path | None = None) -> SelectedPlugin:

@@ -10,7 +10,7 @@ import pytest
 from skyrl_engine.cli.scaffold.examples import Scaffold
 from skyrl_engine.config.schema import PluginTable
 from skyrl_engine.hooks import spec
-from skyrl_engine.registry.kinds import KINDS, TABLES, Kind, imported
+from skyrl_engine.registry.kinds import KINDS, TABLES, Kind, import_object
 
 ALLOWED = {
     "config/trainers.py": "a trainer names the kinds it uses",
@@ -63,15 +63,15 @@ def test_what_a_row_names_is_there(kind: Kind, engine: Path) -> None:
     assert (kind.contract is None) == bool(kind.product_hooks)
     assert kind.contract is None or kind.contract.startswith("skyrl_engine.contracts:"), "authors import contracts from there"
     if kind.table is not None:
-        assert attrs.has(imported(kind.table))
-        assert isinstance(imported(kind.table)(kind.default), PluginTable)
+        assert attrs.has(import_object(kind.table))
+        assert isinstance(import_object(kind.table)(kind.default), PluginTable)
     assert kind.option <= (kind.table is not None) == (kind.default is not None)
     assert (kind.suite is None) == bool(kind.no_suite)
-    assert kind.suite is None or {promise.name for promise in imported(kind.suite)}
+    assert kind.suite is None or {promise.name for promise in import_object(kind.suite)}
     assert (kind.scaffold is None) == bool(kind.no_scaffold and kind.start_from)
-    assert kind.scaffold is None or isinstance(imported(kind.scaffold), Scaffold)
+    assert kind.scaffold is None or isinstance(import_object(kind.scaffold), Scaffold)
     assert (engine / "cli" / "scaffold" / "templates" / kind.name).is_dir() == (kind.scaffold is not None)
-    assert kind.values is None or list(imported(kind.values)(object())) == [], "what a product lacks is not a wrong value"
+    assert kind.values is None or list(import_object(kind.values)(object())) == [], "what a product lacks is not a wrong value"
 
 
 def test_tables_are_kinds() -> None:

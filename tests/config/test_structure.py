@@ -30,7 +30,7 @@ from skyrl_engine.config.sections import sections
 from skyrl_engine.config.structure import complete_origins, plain, structure
 from skyrl_engine.config.trainers import TRAINERS, Trainer
 from skyrl_engine.errors import ConfigError
-from skyrl_engine.registry.kinds import TABLES, imported
+from skyrl_engine.registry.kinds import TABLES, import_object
 
 NEEDED = ("model.path=m", "data.train=d")
 
@@ -257,7 +257,7 @@ def _few(entries: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 def _configurations(trainer: Trainer) -> st.SearchStrategy[EngineConfig]:
     """Any configuration of a trainer, with all the tables that it may have."""
     known = sections()
-    tables = {name: _values(imported(row.table or "")) for name, row in TABLES.items() if known[name].belongs_to(trainer)}
+    tables = {name: _values(import_object(row.table or "")) for name, row in TABLES.items() if known[name].belongs_to(trainer)}
     fields = [each for each in attrs.fields(attrs.resolve_types(EngineConfig)) if each.name not in ("trainer", "selected")]
     values = {
         each.name: _values(each.type) if known[each.name].belongs_to(trainer) else st.just(MissingTable(each.name))

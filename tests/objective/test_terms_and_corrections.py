@@ -40,12 +40,12 @@ def micro_batch(**columns: list[float]) -> MicroBatch:
 
 def term(name: str, function: Function, needs: tuple[str, ...] = ("logprobs",), coefficient: float = 1.0) -> BoundPlugin[Loss]:
     product = FunctionLoss(name, function, None, needs)  # type: ignore[arg-type] # wrong ones are tested too
-    return BoundPlugin(product, Owner.named(f"loss {name!r}", "loss"), "loss", name, coefficient)
+    return BoundPlugin(product, Owner.of_unrecorded(f"loss {name!r}", "loss"), "loss", name, coefficient)
 
 
 def step(name: str, function: Function, needs: tuple[str, ...] = ("ratio",)) -> BoundPlugin[Correction]:
     product = FunctionCorrection(name, function, None, needs)  # type: ignore[arg-type] # likewise
-    return BoundPlugin(product, Owner.named(f"correction {name!r}", "correction"), "loss.corrections[0]", name)
+    return BoundPlugin(product, Owner.of_unrecorded(f"correction {name!r}", "correction"), "loss.corrections[0]", name)
 
 
 def objective(main: BoundPlugin[Loss], *others: BoundPlugin[Any]) -> LossObjective:

@@ -22,9 +22,9 @@ OF_A_FILE = PluginRecord.of_file("loss", Path("my_loss.py"), "focal", b"")
     [
         (Owner.of(OF_A_DISTRIBUTION), "Upgrade acme-losses, or choose another loss"),
         (Owner.of(OF_A_FILE), "Correct my_loss.py, or choose another loss"),
-        (Owner.named("loss 'x'", "loss"), "Correct it, or choose another loss"),
-        (Owner.named("correction 'x'", "correction"), "Correct it, or leave it out"),
-        (Owner.named("observer 'x'", "observer"), "Correct it, or take it out of run.observers"),
+        (Owner.of_unrecorded("loss 'x'", "loss"), "Correct it, or choose another loss"),
+        (Owner.of_unrecorded("correction 'x'", "correction"), "Correct it, or leave it out"),
+        (Owner.of_unrecorded("observer 'x'", "observer"), "Correct it, or take it out of run.observers"),
     ],
 )
 def test_the_remedy_is_built_from_the_kind(owner: Owner, remedy: str) -> None:
@@ -47,7 +47,7 @@ def test_a_misspelt_attribute_of_what_a_plugin_is_given_is_answered_with_the_rig
 ) -> None:
     nothing = np.zeros(0, np.int64)
     structure = BatchStructure(nothing, np.zeros(1, np.int64), nothing, nothing, nothing)
-    with pytest.raises(PluginBrokenError) as caught, blaming(Owner.named("reducer 'x'", "reducer"), "its call"):
+    with pytest.raises(PluginBrokenError) as caught, blaming(Owner.of_unrecorded("reducer 'x'", "reducer"), "its call"):
         read(structure)
     assert caught.value.cause.endswith(told)
     assert ("did you mean" in caught.value.cause) == bool(told)

@@ -10,7 +10,7 @@ from skyrl_engine.errors import (
     ContractError,
     PluginBrokenError,
 )
-from skyrl_engine.registry.loader import kinds_made, load
+from skyrl_engine.registry.loader import list_implemented_kinds, load
 from skyrl_engine.registry.resolve import Registry
 
 
@@ -87,7 +87,7 @@ def test_plugins_of_one_module_that_compare_equal_are_kept_apart(install) -> Non
 
 def test_the_kinds_that_an_object_makes(install) -> None:
     install("two-kinds", entry_points={"merger": {"one": "two_kinds:one"}}, modules={"two_kinds.py": TWO_KINDS})
-    assert kinds_made(resolve("one", "merger")) == ["merger", "observer"]
+    assert list_implemented_kinds(resolve("one", "merger")) == ["merger", "observer"]
 
 
 def test_a_class_in_place_of_an_instance_is_refused(install) -> None:

@@ -5,7 +5,7 @@ from typing import cast
 from attrs import frozen
 
 from skyrl_engine import UnsupportedError
-from skyrl_engine.registry.kinds import Kind, imported
+from skyrl_engine.registry.kinds import Kind, import_object
 
 TORCH = "torch>=2.6"
 
@@ -54,4 +54,4 @@ def scaffold_of(kind: Kind) -> Scaffold:
         raise UnsupportedError(
             f"there is no template for {kind.with_article}: {kind.no_scaffold}", remedy=f"Start from {kind.start_from}"
         )
-    return cast("Scaffold", imported(kind.scaffold))
+    return cast("Scaffold", import_object(kind.scaffold))

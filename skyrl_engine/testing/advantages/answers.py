@@ -38,7 +38,7 @@ def explicit_and_large(subject: Subject[Any]) -> list[DrawnRows]:
 def output_of(subject: Subject[Any], batch: AdvantageBatch) -> AdvantageOutput:
     """Return the output as the engine takes it. Raises the error that a run would show."""
     product = subject.make()
-    with blaming(Owner.named(subject.label, "advantage"), "__call__"):
+    with blaming(Owner.of_unrecorded(subject.label, "advantage"), "__call__"):
         result = product(batch)
     return as_advantage_output(subject.label, result, batch, returns=product.claims.returns)
 

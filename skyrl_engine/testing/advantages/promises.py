@@ -211,7 +211,7 @@ def repeatable(subject: Subject[Any], case: DrawnRows) -> None:
             seed_everything(seed)
             before, batch = global_random_state(), case.batch()
             try:
-                with blaming(Owner.named(subject.label, "advantage"), "__call__"):
+                with blaming(Owner.of_unrecorded(subject.label, "advantage"), "__call__"):
                     result = product(batch)
                 output = as_advantage_output(subject.label, result, batch, returns=product.claims.returns)
                 made.append([each.tobytes() for each in (output.advantages, output.returns) if each is not None])

@@ -86,7 +86,7 @@ def planned(subject: Subject[Any], case: Planning) -> BatchPlan:
 def planned_by(collator: Collator, label: str, case: Planning) -> BatchPlan:
     """Do as `planned`, with a collator that exists already."""
     try:
-        with blaming(Owner.named(label, "collator"), "plan"):
+        with blaming(Owner.of_unrecorded(label, "collator"), "plan"):
             plan = collator.plan(case.lengths, case.layout)
     except UnsupportedError as refused:
         raise Inapplicable(refused.cause) from refused
@@ -104,7 +104,7 @@ def built(subject: Subject[Any], columns: SampleColumns, rows: MicroBatchPlan, *
 def built_by(collator: Collator, label: str, columns: SampleColumns, rows: MicroBatchPlan, **asked: Any) -> DenseBatch:
     """Do as `built`, with a collator that exists already."""
     try:
-        with blaming(Owner.named(label, "collator"), "build"):
+        with blaming(Owner.of_unrecorded(label, "collator"), "build"):
             batch = collator.build(columns, rows, **asked)
     except EngineError as failed:
         raise Broken(failed.cause, failed.remedy) from failed

@@ -139,7 +139,7 @@ def overlong(subject: Subject[Any], case: Planning) -> None:
     planned(subject, case)
     collator = subject.plugin.make(evolve(CONTEXT, max_sequence_length=longest - 1))
     try:
-        with blaming(Owner.named(subject.label, "collator"), "plan"):
+        with blaming(Owner.of_unrecorded(subject.label, "collator"), "plan"):
             plan = collator.plan(case.lengths, case.layout)
     except DataError:
         return
@@ -176,7 +176,7 @@ def nowhere(subject: Subject[Any], case: Planning) -> None:
         raise Inapplicable("no sample or group is larger than one")
     for what, layout in asked.items():
         try:
-            with blaming(Owner.named(subject.label, "collator"), "plan"):
+            with blaming(Owner.of_unrecorded(subject.label, "collator"), "plan"):
                 subject.make().plan(case.lengths, layout)
         except (DataError, UnsupportedError):
             continue

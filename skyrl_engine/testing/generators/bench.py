@@ -191,7 +191,7 @@ def running(subject: Subject[Any], *, ends: tuple[int, ...] = (), version: int =
     """Start the generator on the tiny model, and close it in the end."""
     form = form_of(subject)
     assert form is not None, "exempt without a form"
-    weights, owner, product = TinyWeights(form), Owner.named(subject.label, "generator"), subject.make()
+    weights, owner, product = TinyWeights(form), Owner.of_unrecorded(subject.label, "generator"), subject.make()
     with blaming(owner, "start"):
         product.start(GeneratorStart(ModelConfig(str(model_folder())), "cpu", ends, weights, version))
     try:

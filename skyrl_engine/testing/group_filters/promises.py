@@ -41,7 +41,7 @@ class Groups(list[Shown]):
 
 def _asked(subject: Subject[Any], product: Any, view: GroupView) -> str | None:
     """Return the answer as the engine takes it. Raises the error that a run would show."""
-    with blaming(Owner.named(subject.label, "group_filter"), "__call__"):
+    with blaming(Owner.of_unrecorded(subject.label, "group_filter"), "__call__"):
         answer = product(view)
     return as_drop_reason(subject.label, answer)
 

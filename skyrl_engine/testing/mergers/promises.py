@@ -20,7 +20,7 @@ from skyrl_engine.testing.subject import Subject
 
 
 def _merge(subject: Subject[Any], case: Split) -> BatchOutput:
-    with blaming(Owner.named(subject.label, "merger"), "merge"):
+    with blaming(Owner.of_unrecorded(subject.label, "merger"), "merge"):
         output = subject.make().merge(case.outputs, case.plan)
     if not isinstance(output, BatchOutput):
         raise Broken(f"returns {type(output).__name__}", "Return a BatchOutput")

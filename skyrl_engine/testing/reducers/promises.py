@@ -290,7 +290,7 @@ def negative_weights(subject: Subject[Any], case: Drawn) -> None:
     reducer = subject.make()
     takes = bool(getattr(reducer, "negative_weights", False))
     try:
-        with blaming(Owner.named(subject.label, "reducer"), "weights"):
+        with blaming(Owner.of_unrecorded(subject.label, "reducer"), "weights"):
             weights = reducer.weights(evolve(case.structure, loss_weight=weight))
     except DataError:
         if takes:

@@ -100,7 +100,7 @@ def test_vision_language_models_are_refused_before_a_rank_starts(tmp_path: Path)
 def test_a_backend_refuses_models_before_a_rank_starts(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", "num_key_value_heads": 2, "num_hidden_layers": 6}))
     model = ModelFacts(ModelConfig(path=str(tmp_path), dtype="bfloat16"))
-    mine = Owner.named("mine", "backend")
+    mine = Owner.of_unrecorded("mine", "backend")
 
     def described(refuse_model: Callable[[Any, ModelConfig], None]) -> BackendDescription:
         return BackendDescription(Topology(), frozenset({"padded"}), refuse_model)
