@@ -14,7 +14,7 @@ from skyrl_engine.cli.terminal import echo, echo_json
 if TYPE_CHECKING:
     from skyrl_engine.contracts.values.rollout import Group, Trajectory
     from skyrl_engine.rollout.journal_index import JournalIndex
-    from skyrl_engine.rollout.records import Learned
+    from skyrl_engine.rollout.records import LearnedAttempt
 
 _RUN = click.argument("run", type=click.Path(path_type=Path), metavar="RUN")
 
@@ -31,7 +31,7 @@ class _ShownAttempt:
     step: int
     group: "Group"
     trajectory: "Trajectory"
-    learned: "Learned | None" = None
+    learned: "LearnedAttempt | None" = None
 
     @property
     def name(self) -> str:
@@ -81,12 +81,12 @@ def _refuse_absent(run: Path, step: int, steps: AbstractSet[int]) -> None:
 
 def _groups(index: "JournalIndex", steps: set[int] | None = None) -> Iterator[tuple[int, "Group"]]:
     """Yield the step and the group of every record, of some steps alone or of all, in their order."""
-    from skyrl_engine.rollout.journal_index import settled
+    from skyrl_engine.rollout.journal_index import apply_decision
 
     trained = index.steps()
     for ticket, step in sorted(_step_of(index).items(), key=lambda each: (each[1], each[0])):
         if steps is None or step in steps:
-            yield step, settled(index.groups[ticket].group(), trained=ticket in trained)
+            yield step, apply_decision(index.groups[ticket].group(), trained=ticket in trained)
 
 
 def _decoder(run: Path) -> Callable[[Any], str]:
@@ -193,12 +193,12 @@ def show(
         echo("No attempt is of that kind.")
 
 
-def _find_learned(index: "JournalIndex", attempt: _ShownAttempt) -> "Learned | None":
+def _find_learned(index: "JournalIndex", attempt: _ShownAttempt) -> "LearnedAttempt | None":
     """Return what the attempt's step learned from it; None where no step did, or what it learned is not kept."""
     record = index.learned.get(attempt.step)
     of = attempt.trajectory
     return next(
-        (each for each in record.learned() if (each.ticket, each.member) == (of.ticket, of.member))
+        (each for each in record.read_learned() if (each.ticket, each.member) == (of.ticket, of.member))
         if record is not None
         else iter(()),
         None,
@@ -247,13 +247,13 @@ def _range(values: Any) -> str:
     return f"{lowest:.4g}" if lowest == highest else f"{lowest:.4g} to {highest:.4g}"
 
 
-def _gaps(each: "Trajectory", learned: "Learned") -> str:
+def _gaps(each: "Trajectory", learned: "LearnedAttempt") -> str:
     """Say how far the trained model's log-probabilities are from the sampler's."""
     gaps = abs(learned.trained_logprobs - each.logprobs)
     return f"mean {float(gaps.mean()):.2g}, largest {float(gaps.max()):.2g} nats"
 
 
-def _token_rows(each: "Trajectory", learned: "Learned | None", decode: Callable[[Any], str]) -> Iterator[tuple[Any, ...]]:
+def _token_rows(each: "Trajectory", learned: "LearnedAttempt | None", decode: Callable[[Any], str]) -> Iterator[tuple[Any, ...]]:
     from skyrl_engine.rollout.exported import segments_of
 
     versions, drawn = each.versions.per_token(len(each.logprobs)), 0

@@ -17,7 +17,7 @@ from skyrl_engine.run.session import TRAINER_DOCUMENT
 
 
 @frozen
-class Checked:
+class CheckReport:
     """The journal in numbers, what is wrong with it, and what is worth a word and no mistake."""
 
     groups: int
@@ -27,7 +27,7 @@ class Checked:
     notes: tuple[str, ...]
 
 
-def check_journal(folder: Path, listed: Listing | None = None) -> Checked:
+def check_journal(folder: Path, listed: Listing | None = None) -> CheckReport:
     """Read every record of the journal in `folder`, and compare what was trained with what was recorded; `listed` as in `read_index`."""
     index = read_index(folder, listed)
     torn = [] if index.torn is None else [f"{index.torn}; the next session cuts that off"]
@@ -42,7 +42,7 @@ def check_journal(folder: Path, listed: Listing | None = None) -> Checked:
             continue
         attempts += len(group.trajectories)
         wrong += [f"group {ticket}: {each}" for each in _of_group(group)]
-    return Checked(len(index.groups), attempts, len(index.trained), tuple(wrong), tuple(torn))
+    return CheckReport(len(index.groups), attempts, len(index.trained), tuple(wrong), tuple(torn))
 
 
 def read_listing(run: RunDirectory) -> Listing | None:

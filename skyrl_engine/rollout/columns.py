@@ -11,7 +11,7 @@ from attrs import frozen
 from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.ragged import IntArray, offsets_of
 from skyrl_engine.contracts.values.rollout import SEGMENT_PROMPT, SEGMENT_SAMPLED, Group, Trajectory
-from skyrl_engine.rollout.records import Learned
+from skyrl_engine.rollout.records import LearnedAttempt
 
 Truncated = Literal["keep", "mask", "zero_reward"]
 
@@ -27,7 +27,7 @@ class Overlong:
     end: int
     penalty: float
 
-    def taken_off(self, lengths: IntArray) -> npt.NDArray[np.float64]:
+    def compute_penalties(self, lengths: IntArray) -> npt.NDArray[np.float64]:
         """float64 of the shape of `lengths`: what attempts of these lengths lose."""
         shares: npt.NDArray[np.float64] = np.clip((lengths - self.start) / (self.end - self.start), 0.0, 1.0)
         return shares * self.penalty
@@ -37,7 +37,7 @@ def length_penalties(attempts: Sequence[Trajectory], overlong: Overlong) -> npt.
     """float64[N]: what attempts lose for their length, of sampled and observed tokens."""
     prompts = [int(np.diff(each.segment_offsets)[each.kinds == SEGMENT_PROMPT].sum()) for each in attempts]
     lengths = np.array([len(each.token_ids) for each in attempts], dtype=np.int64) - np.array(prompts, dtype=np.int64)
-    return overlong.taken_off(lengths)
+    return overlong.compute_penalties(lengths)
 
 
 def to_columns(
@@ -113,9 +113,9 @@ def to_columns(
     )
 
 
-def learned_from(
+def collect_learned(
     groups: Sequence[Group], columns: SampleColumns, advantages: npt.NDArray[np.float32], logprobs: npt.NDArray[np.float32]
-) -> list[Learned]:
+) -> list[LearnedAttempt]:
     """Return what is learned from each attempt of `groups`, given `to_columns` of them and float32[A] on its action axis.
 
     Attempts without a loss are left out.
@@ -128,7 +128,7 @@ def learned_from(
     learned = []
     for (ticket, attempt), (start, end) in zip(attempts, places, strict=True):
         if start < end:
-            learned.append(Learned(ticket, attempt.member, advantages[start:end], logprobs[start:end]))
+            learned.append(LearnedAttempt(ticket, attempt.member, advantages[start:end], logprobs[start:end]))
     return learned
 
 
@@ -144,7 +144,7 @@ def _rewards(
         rewards[np.repeat(cut_off, sampled)] = 0
         more[cut_off] = 0
     if overlong is not None:
-        more -= overlong.taken_off(lengths)
+        more -= overlong.compute_penalties(lengths)
     changed = (sampled > 0) & (more != 0)
     last = (offsets_of(sampled)[1:] - 1)[changed]
     rewards[last] = rewards[last] + more[changed]

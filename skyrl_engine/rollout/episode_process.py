@@ -54,9 +54,9 @@ class EpisodeServer:
                     self._close(episode)
                     return {}
         except EngineError as error:
-            return {"failure": _written_out(error.cause)[:LONGEST_CAUSE]}
+            return {"failure": _escape_surrogates(error.cause)[:LONGEST_CAUSE]}
         except Exception as error:  # noqa: BLE001 -- an environment may raise anything
-            return {"failure": _told(error), "traceback": _written_out(traceback.format_exc(limit=-8))[:LONGEST_TRACEBACK]}
+            return {"failure": _format_error(error), "traceback": _escape_surrogates(traceback.format_exc(limit=-8))[:LONGEST_TRACEBACK]}
 
     def _open(self, request: Mapping[str, Any]) -> list[Any]:
         opened = self.environments[request["environment"]].open(task_of(request["task"]), request["seed"])
@@ -93,16 +93,16 @@ class AnswerError(EngineError):
         super().__init__(cause, remedy="Return a StepResult with a finite reward")
 
 
-def _told(error: Exception) -> str:
+def _format_error(error: Exception) -> str:
     """Return what an environment raised, and where, in one text, also where the exception cannot be made one."""
     try:
         words = str(error)
     except Exception as second:  # noqa: BLE001 -- an exception's text is the environment's own code
         words = f"its text cannot be made: {type(second).__name__}"
-    return f"{type(error).__name__}: {_written_out(words)[:LONGEST_CAUSE]} ({_written_out(place_of(error))})"
+    return f"{type(error).__name__}: {_escape_surrogates(words)[:LONGEST_CAUSE]} ({_escape_surrogates(place_of(error))})"
 
 
-def _written_out(text: str) -> str:
+def _escape_surrogates(text: str) -> str:
     """Return the text with half characters, which no file and no screen takes, written as their code."""
     return text.encode(errors="backslashreplace").decode()
 
@@ -233,7 +233,7 @@ def _failure(answer: Mapping[str, Any], cause: str) -> bytes:
     return json.dumps({"id": answer["id"], "failure": cause}).encode() + b"\n"
 
 
-def _written(descriptor: int, line: bytes) -> None:
+def _write_all(descriptor: int, line: bytes) -> None:
     view = memoryview(line)
     while view:
         view = view[os.write(descriptor, view) :]
@@ -262,13 +262,13 @@ def main(inwards: int, outwards: int) -> None:
             context = FactoryContext(**setup["context"])
             made = [SelectedPlugin.from_lock(lock).make(context) for lock in setup["locks"]]
         except EngineError as error:
-            _written(outwards, _line({"id": -1, "failure": error.cause}))
+            _write_all(outwards, _line({"id": -1, "failure": error.cause}))
             return
-        _written(outwards, _line({"id": -1}))
+        _write_all(outwards, _line({"id": -1}))
         server = EpisodeServer(made)
         for line in requests:
             request = json.loads(line)
-            _written(outwards, _line({"id": request["id"], **server.handle(request)}))
+            _write_all(outwards, _line({"id": request["id"], **server.handle(request)}))
         server.close_all()
 
 

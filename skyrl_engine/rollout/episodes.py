@@ -131,7 +131,7 @@ class EpisodePool:
                 self._selector.unregister(process.requests)
             process.finish()
         for process in idle:
-            process.ended(until - time.monotonic())
+            process.wait_for_end(until - time.monotonic())
         for process in list(self._processes):
             self._end(process)
         self._selector.close()
@@ -151,7 +151,7 @@ class EpisodePool:
                     moments += process.looks(now)
         return min(moments)
 
-    def _allowed(self, process: EpisodeProcess) -> float:
+    def _time_limit(self, process: EpisodeProcess) -> float:
         return self._timeout_s if process.ready else self._timeout_s + _START_S
 
     def _wait(self, seconds: float) -> None:
@@ -169,9 +169,9 @@ class EpisodePool:
     def _end_late_calls(self) -> None:
         now, self._alarm = time.monotonic(), math.inf
         for process in [each for each in self._processes if each.busy]:
-            allowed = self._allowed(process)
+            allowed = self._time_limit(process)
             if now - process.since > allowed:
-                self._lost(process, f"timed out after {allowed:g} s{process.place}")
+                self._on_lost_process(process, f"timed out after {allowed:g} s{process.place}")
             else:
                 self._alarm = min(self._alarm, process.since + allowed)
 
@@ -193,23 +193,23 @@ class EpisodePool:
         for process in [each for each in self._to_tell if each.episode is None]:
             self._to_tell.discard(process)
             process.tell_closed()
-            self._alarm = min(self._alarm, process.since + self._allowed(process))
+            self._alarm = min(self._alarm, process.since + self._time_limit(process))
             self._write(process)
 
     def _free_process(self) -> EpisodeProcess | None:
         """Return a process for an episode that none holds; None where it must wait."""
         now = time.monotonic()
         # one that closes an episode is free at once, unless that takes long
-        free = [each for each in self._processes if each.episode is None and not (each.unclosed and each.stuck(now))]
+        free = [each for each in self._processes if each.episode is None and not (each.unclosed and each.is_stuck(now))]
         if free:
             return min(free, key=lambda process: (len(process.unclosed) > 0, len(process.held)))
-        counted = sum(not process.stuck(now) for process in self._processes)
+        counted = sum(not process.is_stuck(now) for process in self._processes)
         if counted < self._workers and len(self._processes) < self._workers + _MORE:
             return self._start()
         return None
 
     def _start(self) -> EpisodeProcess:
-        process = EpisodeProcess.started(self._setup, self._drain)
+        process = EpisodeProcess.start(self._setup, self._drain)
         self._processes.append(process)
         self._selector.register(process.answers, selectors.EVENT_READ, process)
         self._write(process)
@@ -225,7 +225,7 @@ class EpisodePool:
             process.send(episode, call)
         except (TypeError, ValueError) as error:
             raise unsendable(episode.label, error) from error
-        self._alarm = min(self._alarm, process.since + self._allowed(process))
+        self._alarm = min(self._alarm, process.since + self._time_limit(process))
         self._write(process)
 
     def _write(self, process: EpisodeProcess) -> None:
@@ -233,7 +233,7 @@ class EpisodePool:
         try:
             all_told = process.flush()
         except OSError:
-            self._lost(process, process.cause_of_end())
+            self._on_lost_process(process, process.cause_of_end())
             return
         registered = process.requests in self._selector.get_map()
         if all_told and registered:
@@ -242,17 +242,17 @@ class EpisodePool:
             self._selector.register(process.requests, selectors.EVENT_WRITE, process)
 
     def _read(self, process: EpisodeProcess) -> None:
-        lines, ended = process.received()
+        lines, ended = process.receive_lines()
         for line in lines:
             answer = answer_of(line)
             if answer is None:
-                self._lost(process, f"its process wrote what is no answer{process.place}")
+                self._on_lost_process(process, f"its process wrote what is no answer{process.place}")
                 return
             if answer["id"] == 0 and process.unclosed:
-                self._closed(process, answer)
+                self._on_closed(process, answer)
             elif answer["id"] == process.awaited and process.episode is not None:
                 episode, process.episode = process.episode, None
-                self._answered(episode, answer)
+                self._on_answer(episode, answer)
             elif answer["id"] == -1 and "failure" not in answer:
                 process.ready, process.since = True, time.monotonic()
                 self._alarm = min(self._alarm, process.since + self._timeout_s)
@@ -262,9 +262,9 @@ class EpisodePool:
                     remedy="Check that the environment's plugin is installed where the run is, in the same version",
                 )
         if ended:
-            self._lost(process, process.cause_of_end())
+            self._on_lost_process(process, process.cause_of_end())
 
-    def _closed(self, process: EpisodeProcess, answer: Mapping[str, Any]) -> None:
+    def _on_closed(self, process: EpisodeProcess, answer: Mapping[str, Any]) -> None:
         """Take note that a process closed an episode; the time of the call behind that begins now."""
         label = process.unclosed.popleft()
         process.since = time.monotonic()
@@ -272,7 +272,7 @@ class EpisodePool:
             logger.warning("%s, close: %s", label, answer["failure"])
             logger.info("%s, close: %s", label, answer.get("traceback", "no traceback"))
 
-    def _answered(self, episode: HostedEpisode, answer: dict[str, Any]) -> None:
+    def _on_answer(self, episode: HostedEpisode, answer: dict[str, Any]) -> None:
         if not self._is_open(episode):
             return
         told = {key: value for key, value in answer.items() if key in ("messages", "result", "failure")}
@@ -281,7 +281,7 @@ class EpisodePool:
             if "traceback" in answer:
                 # where it is raised stands in the cause; the run's log has the whole way there
                 logger.info("%s%s\n%s", episode.label, cause, answer["traceback"])
-            self._failed(episode, cause)
+            self._on_failure(episode, cause)
             return
         if episode.rebuilt == len(episode.answers):
             episode.answers.append(told)
@@ -293,20 +293,20 @@ class EpisodePool:
             assert episode.process is not None, "what answered holds the episode"
             episode.process.waiting.appendleft(episode)
         else:
-            self._replied(episode, told)
+            self._on_reply(episode, told)
 
     def _is_open(self, episode: HostedEpisode) -> bool:
         """Return False for an episode that was closed while its process worked on it."""
         return self._episodes.get(episode.number) is episode
 
-    def _replied(self, episode: HostedEpisode, told: Mapping[str, Any]) -> None:
+    def _on_reply(self, episode: HostedEpisode, told: Mapping[str, Any]) -> None:
         seconds = time.monotonic() - episode.asked
         if "messages" in told:
             self._replies.append(EpisodeReply(episode.number, messages=tuple(told["messages"]), seconds=seconds))
         else:
             self._replies.append(EpisodeReply(episode.number, result=_result(told["result"]), seconds=seconds))
 
-    def _failed(self, episode: HostedEpisode, cause: str) -> None:
+    def _on_failure(self, episode: HostedEpisode, cause: str) -> None:
         """Try an episode again, in another process where there is one, or report its failure. `cause` is what stands behind its label."""
         if episode.tries >= self._retries:
             self._over(episode, cause)
@@ -328,7 +328,7 @@ class EpisodePool:
             self._to_tell.add(episode.process)
         episode.process, episode.rebuilt = None, 0
 
-    def _lost(self, process: EpisodeProcess, cause: str) -> None:
+    def _on_lost_process(self, process: EpisodeProcess, cause: str) -> None:
         """End a process: the episode it worked on has failed, the others it held are rebuilt when they are asked next.
 
         Where it was still closing an episode before that, that one is to blame, and the one that waited behind it is rebuilt like the others.
@@ -348,7 +348,7 @@ class EpisodePool:
             if process.unclosed:
                 self._waiting.append(culprit)
             else:
-                self._failed(culprit, f": {cause}")
+                self._on_failure(culprit, f": {cause}")
 
     def _end(self, process: EpisodeProcess) -> None:
         self._processes.remove(process)

@@ -386,7 +386,7 @@ def _wrong_with(attempt: Trajectory, versions: int) -> str | None:
         return f"segment_lengths {lengths.tolist()!s:.80} and segment_kinds do not cut {len(attempt.token_ids)} tokens"
     if attempt.kinds[:1].tolist() != [SEGMENT_PROMPT] or not np.isin(attempt.kinds, (SEGMENT_PROMPT, SEGMENT_SAMPLED, SEGMENT_OBSERVED)).all():
         return f"segment_kinds are {attempt.kinds.tolist()!s:.80}"
-    sampled = sampled_length(attempt)
+    sampled = count_sampled_tokens(attempt)
     for name, count in (("logprobs", len(attempt.logprobs)), ("rewards", len(attempt.rewards)), ("versions", versions)):
         if count != sampled:
             return f"{name} has {count} entries for {sampled} sampled tokens"
@@ -402,6 +402,6 @@ def segments_of(trajectory: Trajectory) -> Iterator[tuple[int, slice]]:
         yield kind, slice(begin, end)
 
 
-def sampled_length(trajectory: Trajectory) -> int:
+def count_sampled_tokens(trajectory: Trajectory) -> int:
     """Count the tokens that the model sampled."""
     return int(np.diff(trajectory.segment_offsets)[trajectory.kinds == SEGMENT_SAMPLED].sum())

@@ -27,9 +27,9 @@ from skyrl_engine.errors import RolloutError
 from skyrl_engine.rollout.journal_index import JournalIndex, Listing, read_index
 from skyrl_engine.rollout.messages import metadata_of
 from skyrl_engine.rollout.records import (
-    Learned,
+    LearnedAttempt,
     batch_of,
-    batch_of_learned,
+    encode_learned,
     no_rows,
     schema,
 )
@@ -109,7 +109,7 @@ class Journal:
         self._write(*batch_of(group), header)
         self.poll()
 
-    def trained(self, step: int, tickets: Sequence[int], learned: Sequence[Learned] = ()) -> None:
+    def record_step(self, step: int, tickets: Sequence[int], learned: Sequence[LearnedAttempt] = ()) -> None:
         """Write that `step` trained on `tickets`, and what it learned from their attempts, in the order of the tickets.
 
         Waits for the disk, and lets go of segments that are older than `keep` steps.
@@ -117,14 +117,14 @@ class Journal:
         self._step = step
         counted = Counter(each.ticket for each in learned)
         attempts = [counted[ticket] for ticket in tickets]
-        self._write(*batch_of_learned(learned), {"event": "trained", "step": step, "tickets": list(tickets), "attempts": attempts})
+        self._write(*encode_learned(learned), {"event": "trained", "step": step, "tickets": list(tickets), "attempts": attempts})
         self.commit()
         wide = self.keep is not None and step - self._first_step >= max(1, self.keep // 8)
         if wide or self._size > _SEGMENT_BYTES:
             self._begin_segment()
             self._expire()
 
-    def resumed(self, version: int) -> None:
+    def record_resume(self, version: int) -> None:
         """Write that a session goes on from the checkpoint of `version`: what later weights sampled counts no more."""
         self._write(no_rows(), 0, {"event": "resumed", "version": version})
         self.index.add(Entry("resumed", {"version": version}, self.folder, 0))
@@ -148,7 +148,7 @@ class Journal:
         try:
             os.fsync(self._file.fileno())
         except OSError as error:
-            raise self._failed(error) from error
+            raise self._write_error(error) from error
         self._dirty = False
         self._committed = self._clock()
 
@@ -184,7 +184,7 @@ class Journal:
                 os.ftruncate(self._file.fileno(), self._size)
             except OSError as again:
                 logger.warning("%s ends in a torn record: %s", self._file.name, again)
-            raise self._failed(error) from error
+            raise self._write_error(error) from error
         self._size += len(data)
         self._dirty = True
 
@@ -194,7 +194,7 @@ class Journal:
         self._step = 0 if resumed is None else resumed
         self._begin_segment(resumed)
         if resumed is not None:
-            self.resumed(resumed)
+            self.record_resume(resumed)
 
     def _begin_segment(self, resumed: int | None = None) -> None:
         import pyarrow as pa
@@ -206,7 +206,7 @@ class Journal:
             self._file.close()
         self._first_step = self._step
         self.index.newest += 1
-        for old in self._expired_segments():
+        for old in self._list_expired_segments():
             self.index.oldest = max(self.index.oldest, self._numbers[old] + 1)
         head = Head(self.run, self.index.newest, self.index.oldest, resumed)
         path = path_of(self.folder, head.number)
@@ -214,7 +214,7 @@ class Journal:
         try:
             self._file = path.open("xb", buffering=0)
         except OSError as error:
-            raise self._failed(error) from error
+            raise self._write_error(error) from error
         self._size = self._records = 0
         self._buffer = io.BytesIO()
         self._writer = pa.ipc.new_stream(self._buffer, schema(head.metadata()))
@@ -226,9 +226,9 @@ class Journal:
         try:
             sync(self.folder)
         except OSError as error:
-            raise self._failed(error) from error
+            raise self._write_error(error) from error
 
-    def _expired_segments(self) -> list[Path]:
+    def _list_expired_segments(self) -> list[Path]:
         """Return the segments all of whose records are more than `keep` steps old.
 
         They are the oldest alone: a later segment says what of an earlier one does not count.
@@ -242,7 +242,7 @@ class Journal:
 
     def _expire(self) -> None:
         """Delete segments that have expired, which the newest segment says; one that will not go costs space, never a run."""
-        for path in self._expired_segments():
+        for path in self._list_expired_segments():
             del self._until[path]
             self._sizes.pop(self._numbers[path], None)
             try:
@@ -250,7 +250,7 @@ class Journal:
             except OSError as error:
                 logger.warning("cannot delete %s: %s", path, error)
 
-    def _failed(self, error: OSError) -> RolloutError:
+    def _write_error(self, error: OSError) -> RolloutError:
         return RolloutError(
             f"the journal of rollouts {self.folder} cannot be written ({error.strerror or error}); what was written before is whole",
             remedy="Free space there or make it writable, then resume the run with checkpoint.resume = true",

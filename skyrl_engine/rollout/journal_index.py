@@ -172,10 +172,10 @@ def read_groups(folder: Path) -> Iterator[Group]:
     index = read_index(folder)
     steps = index.steps()
     for ticket in sorted(index.groups):
-        yield settled(index.groups[ticket].group(), trained=ticket in steps)
+        yield apply_decision(index.groups[ticket].group(), trained=ticket in steps)
 
 
-def settled(group: Group, *, trained: bool) -> Group:
+def apply_decision(group: Group, *, trained: bool) -> Group:
     """Return a group as the ledger decided, where its record says what a filter wanted."""
     if not trained or group.dropped is None:
         return group

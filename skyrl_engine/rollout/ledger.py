@@ -96,7 +96,7 @@ class RolloutLedger:
             room = min(room, self.concurrency - len(self._running))
         return max(room, 0)
 
-    def take(self, step: int) -> tuple[int, ...] | None:
+    def next_batch(self, step: int) -> tuple[int, ...] | None:
         """Return the tickets that `step` trains on, in the order of tickets; None while it must wait. It changes nothing."""
         assert step == self.step + 1, f"step {step} after step {self.step}"
         if self._ready_count < self.groups:
@@ -142,7 +142,7 @@ class RolloutLedger:
 
     # --- events --------------------------------------------------------------------------------------------------------------------
 
-    def started(self, at_most: int | None = None) -> tuple[int, ...]:
+    def start_tickets(self, at_most: int | None = None) -> tuple[int, ...]:
         """Start the tickets that may start, the lowest first, and return those to sample, `at_most` so many.
 
         Of the others the journal holds attempts that can be used: they are ready, or dropped, at once.
@@ -160,13 +160,13 @@ class RolloutLedger:
                 chosen.append(ticket)
         return tuple(chosen)
 
-    def finished(self, ticket: int) -> None:
+    def finish_group(self, ticket: int) -> None:
         """Take a running group as one to train on."""
         self._end(ticket)
         self._make_ready(ticket)
         self._decide()
 
-    def dropped(self, ticket: int, reason: str) -> bool | None:
+    def drop_group(self, ticket: int, reason: str) -> bool | None:
         """Take a running group as one that a filter wants to drop.
 
         Returns True where it is dropped, False where it is kept because too much was dropped, and None where that depends on earlier tickets
@@ -179,14 +179,14 @@ class RolloutLedger:
         state = self.state_of(ticket)
         return None if state == "undecided" else state == "done"
 
-    def failed(self, ticket: int) -> None:
+    def fail_group(self, ticket: int) -> None:
         """Take a running group as one of which too little is left to train on; filters have no share in that."""
         self._end(ticket)
         self._leave(ticket)
         self._close(ticket)
         self._decide()
 
-    def trained(self, step: int, tickets: Sequence[int]) -> None:
+    def finish_step(self, step: int, tickets: Sequence[int]) -> None:
         """Count a step that trained on `tickets`, as `take` gave them."""
         assert step == self.step + 1, f"step {step} after step {self.step}"
         assert len(set(tickets)) == self.groups, f"{len(set(tickets))} groups for a step of {self.groups}"
@@ -198,7 +198,7 @@ class RolloutLedger:
             self._leave(ticket)
         self.step = step
 
-    def published(self, version: int) -> None:
+    def publish(self, version: int) -> None:
         """Count the weights of `version` as the sampler's: tickets that start from now on start with them."""
         assert self.version <= version <= self.step, f"version {version} after {self.version}, with {self.step} steps trained"
         self.version = version
@@ -230,7 +230,7 @@ class RolloutLedger:
         ledger._restore(state, recorded or {})  # noqa: SLF001 - its own class
         return ledger
 
-    def recalled(self) -> tuple[int, ...]:
+    def pop_recalled(self) -> tuple[int, ...]:
         """Return the tickets that were taken as their record says, since this was asked before."""
         tickets, self._recalled = tuple(self._recalled), []
         return tickets
@@ -261,11 +261,11 @@ class RolloutLedger:
         self._begin(ticket, found.start_version)
         self._recalled.append(ticket)
         if found.failed:
-            self.failed(ticket)
+            self.fail_group(ticket)
         elif found.dropped is not None:
-            self.dropped(ticket, found.dropped)
+            self.drop_group(ticket, found.dropped)
         else:
-            self.finished(ticket)
+            self.finish_group(ticket)
         return True
 
     def _in_time(self, ticket: int, start: int) -> bool:

@@ -57,13 +57,13 @@ def estimate(per_task: Sequence[float], *, seed: int = 0, resamples: int = RESAM
     if not len(values):
         raise ValueError("no task")
     generator = np.random.Generator(np.random.PCG64(seed))
-    means = _resampled_means(values, generator, resamples)
+    means = _resample_means(values, generator, resamples)
     tail = (1 - CONFIDENCE) / 2
     low, high = np.quantile(means, [tail, 1 - tail])
     return Estimate(float(values.mean()), float(low), float(high))
 
 
-def _resampled_means(values: npt.NDArray[Any], generator: np.random.Generator, resamples: int) -> npt.NDArray[np.float64]:
+def _resample_means(values: npt.NDArray[Any], generator: np.random.Generator, resamples: int) -> npt.NDArray[np.float64]:
     """float64[resamples], computed in pieces of bounded memory."""
     piece = max(1, _PIECE // len(values))
     means = [

@@ -87,7 +87,7 @@ class EpisodeProcess:
         return "" if self.episode is None or self.unclosed else f" in {self.episode.turn}"
 
     @classmethod
-    def started(cls, setup: bytes, drain: "Drain") -> "EpisodeProcess":
+    def start(cls, setup: bytes, drain: "Drain") -> "EpisodeProcess":
         requests_in, requests_out = os.pipe()
         answers_in, answers_out = os.pipe()
         command = [sys.executable, "-m", "skyrl_engine.rollout.episode_process", str(requests_in), str(answers_out)]
@@ -140,12 +140,12 @@ class EpisodeProcess:
         """Return the moments to come at which its call may turn out to be `stuck`."""
         return [self.since + after for after in (_ASLEEP_S, _STUCK_S) if now < self.since + after]
 
-    def stuck(self, now: float) -> bool:
+    def is_stuck(self, now: float) -> bool:
         """Return True where the process is taken up by a call, so that another one may compute."""
         taken = now - self.since
         return self.ready and (taken >= _STUCK_S or (taken >= _ASLEEP_S and _sleeps(self.child.pid)))
 
-    def received(self) -> tuple[list[bytes], bool]:
+    def receive_lines(self) -> tuple[list[bytes], bool]:
         """Return whole lines that are there, and whether the process has closed its side."""
         start, ended = len(self._incoming), False
         while True:
@@ -179,7 +179,7 @@ class EpisodeProcess:
             os.close(self.requests)
         self.requests = -1
 
-    def ended(self, seconds: float) -> None:
+    def wait_for_end(self, seconds: float) -> None:
         """Wait so long for the process to end."""
         with suppress(subprocess.TimeoutExpired):
             self.child.wait(timeout=max(0.0, seconds))

@@ -17,8 +17,8 @@ from skyrl_engine.errors import DataError, RolloutError
 from skyrl_engine.registry.part import BoundPlugin
 from skyrl_engine.rollout.exported import journal_of, read_rollouts
 from skyrl_engine.rollout.journal_index import read_index
-from skyrl_engine.rollout.records import Learned
-from skyrl_engine.rollout.source import Taken, Valued, drop_reason
+from skyrl_engine.rollout.records import LearnedAttempt
+from skyrl_engine.rollout.source import StepBatch, Valued, drop_reason
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ _TOLD_EVERY: Final = 256
 _ROUNDING: Final = 1e-3
 """Largest log-probability that is taken, in nats: other programs round above 0."""
 
-Told = Callable[[int], None]
+OnProgress = Callable[[int], None]
 """Told how many groups were read."""
 
 
@@ -81,7 +81,7 @@ def read_recording(
     *,
     max_drop_share: float = 1.0,
     on_starved: Literal["train", "stop"] = "train",
-    told: Told | None = None,
+    told: OnProgress | None = None,
 ) -> Recording:
     """Read and check all groups once. Filters decide anew; what they decided when the groups were sampled does not count.
 
@@ -148,7 +148,7 @@ def _longest_stretch(attempt: Trajectory) -> int:
 
 
 @define(eq=False)
-class RecordedSource:
+class OfflineSource:
     """Gives a trainer the groups of a recording: in their order, and in another one, a function of `seed`, in every later pass over them.
 
     `valued` gives the rewards of a step's groups anew what a model adds to them.
@@ -163,19 +163,19 @@ class RecordedSource:
     valued: Valued | None = None
     _order: tuple[int, np.ndarray] | None = field(default=None, init=False)
 
-    def take(self, step: int) -> Taken:
+    def take(self, step: int) -> StepBatch:
         """Return the groups of a step, counted from 1."""
         first = (step - 1) * self.per_step
         groups = tuple(self._group(ticket, step - 1) for ticket in range(first, first + self.per_step))
         if self.valued is not None:
             groups = tuple(self.valued(groups))
-        return Taken(groups, groups)
+        return StepBatch(groups, groups)
 
-    def trained(self, step: int, groups: Sequence[Group], learned: Sequence[Learned]) -> None:  # noqa: ARG002 -- it follows from the step
+    def finish_step(self, step: int, groups: Sequence[Group], learned: Sequence[LearnedAttempt]) -> None:  # noqa: ARG002 -- it follows from the step
         """Take the end of a step."""
         self.step = step
 
-    def published(self, version: int) -> None:
+    def publish(self, version: int) -> None:
         """Take it that there are new weights; nothing is sampled from them."""
 
     def state(self) -> Mapping[str, Any]:

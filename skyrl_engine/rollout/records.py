@@ -44,7 +44,7 @@ _DOCUMENT: Final = ("status", "cause", "success", "stops", "parts", "metrics", "
 
 
 @frozen(eq=False)
-class Learned:
+class LearnedAttempt:
     """Numbers by sampled token that a step computed, each float32[sampled]: advantages, and log-probabilities under its weights."""
 
     ticket: int
@@ -100,7 +100,7 @@ def batch_of(group: Group) -> "tuple[pa.RecordBatch, int]":
     return _batch(numbers, pieces, [_document(group, each) for each in group.trajectories])
 
 
-def batch_of_learned(learned: Sequence[Learned]) -> "tuple[pa.RecordBatch, int]":
+def encode_learned(learned: Sequence[LearnedAttempt]) -> "tuple[pa.RecordBatch, int]":
     """Return what a step learned as a record batch, and the checksum of its values."""
     numbers: dict[str, AnyArray] = {name: np.zeros(len(learned), dtype=dtype) for name, dtype in _NUMBERS.items()}
     numbers["member"] = np.array([each.member for each in learned], dtype=np.int64)
@@ -221,11 +221,11 @@ def group_of(batch: "pa.RecordBatch", header: Mapping[str, Any]) -> Group:
     )
 
 
-def learned_of(batch: "pa.RecordBatch", header: Mapping[str, Any]) -> list[Learned]:
+def decode_learned(batch: "pa.RecordBatch", header: Mapping[str, Any]) -> list[LearnedAttempt]:
     """Return what a step learned; `header` says how many attempts of each ticket there are."""
     tickets = np.repeat(np.array(header["tickets"], dtype=np.int64), header["attempts"]).tolist()
     columns = [_pieces(batch, name, dtype) for name, dtype in _LEARNED.items()]
-    return [Learned(*each) for each in zip(tickets, batch.column("member").to_pylist(), *columns, strict=True)]
+    return [LearnedAttempt(*each) for each in zip(tickets, batch.column("member").to_pylist(), *columns, strict=True)]
 
 
 def _pieces(batch: "pa.RecordBatch", name: str, dtype: type[np.generic]) -> list[AnyArray]:

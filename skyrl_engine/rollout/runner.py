@@ -188,14 +188,14 @@ class RolloutRunner:
             # sampling many requests at once costs little more than sampling one: quick answers are all waited for
             while replies := self._replies(_QUICK_S if self._to_send else 0.0 if self._requests else min(waiting, _IDLE_S)):
                 for reply in replies:
-                    ended += self._replied(reply)
+                    ended += self._on_reply(reply)
                 if not self.episodes.pending:
                     break
             self._send()
             if self._requests:
                 # an answer that is still owed shall not wait for long: its attempt would be sampled alone behind the others
                 for completion in self._completions(min(waiting, _SOON_S if self.episodes.pending else _IDLE_S)):
-                    ended += self._completed(completion)
+                    ended += self._on_completion(completion)
             if time.monotonic() >= until:
                 break
         return ended
@@ -224,7 +224,7 @@ class RolloutRunner:
     def _seed(self, *place: int) -> int:
         return int(np.random.SeedSequence([self.seed, *place]).generate_state(1, np.uint64)[0])
 
-    def _replied(self, reply: EpisodeReply) -> list[Group]:
+    def _on_reply(self, reply: EpisodeReply) -> list[Group]:
         attempt = self._attempts.get(reply.episode)
         if attempt is None:
             return []
@@ -240,7 +240,7 @@ class RolloutRunner:
                 return self._end(attempt, "failed", error.cause)
             return self._ask(attempt)
         assert reply.result is not None, "an answer is one of three"
-        return self._stepped(attempt, reply.result)
+        return self._on_step_result(attempt, reply.result)
 
     def _first_prompt(self, attempt: _Attempt) -> Ids:
         task = attempt.task
@@ -286,7 +286,7 @@ class RolloutRunner:
             with self.phases("generate"):
                 self.sampler.submit(requests)
 
-    def _completed(self, completion: Completion) -> list[Group]:
+    def _on_completion(self, completion: Completion) -> list[Group]:
         attempt = self._requests.pop(completion.request_id, None)
         if attempt is None or attempt.number not in self._attempts:
             return []
@@ -295,7 +295,7 @@ class RolloutRunner:
         assert transcript is not None, "a prompt comes first"
         if completion.finish in ("error", "abort") or not len(completion.token_ids):
             return self._end(attempt, "failed", f"the generator gave up: {completion.error or completion.finish}")
-        transcript.sampled(completion)
+        transcript.add_completion(completion)
         attempt.last = completion
         action = self.turns.action(completion, transcript.turns - 1, attempt.task.tools)
         attempt.tool_problems += action.tool_problem is not None
@@ -304,11 +304,11 @@ class RolloutRunner:
             self.episodes.step(attempt.number, action)
         return []
 
-    def _stepped(self, attempt: _Attempt, result: StepResult) -> list[Group]:
+    def _on_step_result(self, attempt: _Attempt, result: StepResult) -> list[Group]:
         transcript, last = attempt.transcript, attempt.last
         assert transcript is not None, "a turn comes first"
         assert last is not None, "a turn comes first"
-        transcript.rewarded(result.reward, result.token_rewards)
+        transcript.add_reward(result.reward, result.token_rewards)
         for kept, given in ((attempt.parts, result.parts), (attempt.metrics, result.metrics)):
             for name, value in given.items():
                 kept[name] = kept.get(name, 0.0) + value
@@ -324,25 +324,25 @@ class RolloutRunner:
             return self._end(attempt, "truncated")
         attempt.messages += result.messages
         try:
-            fits = self._observed(attempt, transcript, result.messages, int(last.token_ids[-1]))
+            fits = self._observe(attempt, transcript, result.messages, int(last.token_ids[-1]))
         except DataError as error:
             # what this environment answered to this turn
             return self._end(attempt, "failed", error.cause)
         return self._ask(attempt) if fits else self._end(attempt, "truncated")
 
-    def _observed(self, attempt: _Attempt, transcript: Transcript, messages: Sequence[Message], last: int) -> bool:
+    def _observe(self, attempt: _Attempt, transcript: Transcript, messages: Sequence[Message], last: int) -> bool:
         """Put what the environment answered in front of the model: nothing, and False, where that would leave no token to sample."""
         room = transcript.room(self.bounds.max_tokens)
         if self.bounds.keeps_history:
             added = self.turns.suffix(messages, last, attempt.task.tools)
             if len(added) < room:
-                transcript.observed(added)
+                transcript.add_observation(added)
             return len(added) < room
         prompt_ids = self.turns.prompt(attempt.messages, attempt.task.tools)
         more = transcript.behind(prompt_ids)
         fits = len(prompt_ids) < self.bounds.longest if more is None else len(more) < room
         if fits:
-            transcript.restarted(prompt_ids)
+            transcript.restart(prompt_ids)
         return fits
 
     def _end(self, attempt: _Attempt, status: Status, cause: str | None = None) -> list[Group]:

@@ -18,7 +18,7 @@ from attrs import frozen
 from skyrl_engine.contracts.values.rollout import Group
 from skyrl_engine.errors import RolloutError
 from skyrl_engine.rollout.messages import MARKER, failures, header_of, is_cut_short, read_message, reason_at
-from skyrl_engine.rollout.records import Learned, group_of, learned_of, schema, schema_of_format_2
+from skyrl_engine.rollout.records import LearnedAttempt, group_of, decode_learned, schema, schema_of_format_2
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -78,10 +78,10 @@ class Entry:
         assert self.event == "group", f"{self.event} is no group"
         return self._read(group_of)
 
-    def learned(self) -> list[Learned]:
+    def read_learned(self) -> list[LearnedAttempt]:
         """Read what a step learned, by tickets and members. Raises RolloutError where it was damaged since."""
         assert self.event == "trained", f"{self.event} is no step"
-        return self._read(learned_of)
+        return self._read(decode_learned)
 
     def rows(self) -> "pa.RecordBatch":
         """Read the rows of any record, in the form of its format. Raises RolloutError where they were damaged since."""

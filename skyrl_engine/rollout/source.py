@@ -13,7 +13,7 @@ from skyrl_engine.registry.host import blaming
 from skyrl_engine.registry.part import BoundPlugin
 from skyrl_engine.rollout.journal import Journal
 from skyrl_engine.rollout.ledger import RolloutLedger
-from skyrl_engine.rollout.records import Learned
+from skyrl_engine.rollout.records import LearnedAttempt
 from skyrl_engine.rollout.runner import RolloutRunner
 from skyrl_engine.spans import Phases
 
@@ -24,7 +24,7 @@ Valued = Callable[[Sequence[Group]], Sequence[Group]]
 
 
 @frozen(eq=False)
-class Taken:
+class StepBatch:
     """The groups of one step: those to train on, by ticket, and all that ended since the step before, dropped ones with their reason."""
 
     groups: tuple[Group, ...]
@@ -38,13 +38,13 @@ class GroupSource(Protocol):
     def step(self) -> int:
         """Count the steps that were trained."""
 
-    def take(self, step: int) -> Taken:
+    def take(self, step: int) -> StepBatch:
         """Return the groups of a step, counted from 1."""
 
-    def trained(self, step: int, groups: Sequence[Group], learned: Sequence[Learned]) -> None:
+    def finish_step(self, step: int, groups: Sequence[Group], learned: Sequence[LearnedAttempt]) -> None:
         """Take the end of the step that trained on these groups, and what it learned from their attempts."""
 
-    def published(self, version: int) -> None:
+    def publish(self, version: int) -> None:
         """Take it that the trained weights are those of `version`."""
 
     def state(self) -> Mapping[str, Any]:
@@ -72,13 +72,13 @@ class RolloutSource:
     _groups: dict[int, Group] = field(factory=dict, init=False)
     _ended: dict[int, Group] = field(factory=dict, init=False)
 
-    def take(self, step: int) -> Taken:
+    def take(self, step: int) -> StepBatch:
         """Wait for the groups of a step, counted from 1. Raises RolloutError where attempts fail, or filters drop too many groups."""
-        while (tickets := self.ledger.take(step)) is None:
-            for ticket in self.ledger.started():
+        while (tickets := self.ledger.next_batch(step)) is None:
+            for ticket in self.ledger.start_tickets():
                 environment, task = self.task_of(ticket)
                 self.runner.start(ticket, environment, task, self.ledger.version)
-            if self.ledger.take(step) is not None:
+            if self.ledger.next_batch(step) is not None:
                 continue  # out of the journal
             for group in self.runner.advance(_PATIENCE_S):
                 self._take_in(group)
@@ -86,24 +86,24 @@ class RolloutSource:
                 self.journal.poll()
             if self.progress is not None:
                 self.progress(len(self.ledger.ready()), self.ledger.groups)
-        for ticket in self.ledger.recalled():
+        for ticket in self.ledger.pop_recalled():
             self._ended[ticket] = self.journal.index.groups[ticket].group()
         groups = tuple(self._group(ticket) for ticket in tickets)
-        ended = {**{group.ticket: group for group in groups}, **self._settled()}
-        return Taken(groups, tuple(ended[ticket] for ticket in sorted(ended)))
+        ended = {**{group.ticket: group for group in groups}, **self._pop_decided()}
+        return StepBatch(groups, tuple(ended[ticket] for ticket in sorted(ended)))
 
-    def trained(self, step: int, groups: Sequence[Group], learned: Sequence[Learned]) -> None:
+    def finish_step(self, step: int, groups: Sequence[Group], learned: Sequence[LearnedAttempt]) -> None:
         """Take the end of the step that trained on these groups, and what it learned from their attempts."""
         tickets = tuple(group.ticket for group in groups)
-        self.ledger.trained(step, tickets)
+        self.ledger.finish_step(step, tickets)
         with self.phases("journal"):
-            self.journal.trained(step, tickets, learned)
+            self.journal.record_step(step, tickets, learned)
         for ticket in tickets:
             self._groups.pop(ticket, None)
 
-    def published(self, version: int) -> None:
+    def publish(self, version: int) -> None:
         """Take it that the sampler has the weights of `version`."""
-        self.ledger.published(version)
+        self.ledger.publish(version)
 
     @property
     def step(self) -> int:
@@ -126,20 +126,20 @@ class RolloutSource:
         if group.dropped is not None:
             with self.phases("journal"):
                 self.journal.append(group, failed=True)
-            self.ledger.failed(group.ticket)
+            self.ledger.fail_group(group.ticket)
             self._ended[group.ticket] = group
             return
-        reason = self._filtered(group)
+        reason = self._find_drop_reason(group)
         with self.phases("journal"):
             self.journal.append(evolve(group, dropped=reason))
         self._groups[group.ticket] = group
         self._ended[group.ticket] = evolve(group, dropped=reason)
         if reason is None:
-            self.ledger.finished(group.ticket)
+            self.ledger.finish_group(group.ticket)
         else:
-            self.ledger.dropped(group.ticket, reason)
+            self.ledger.drop_group(group.ticket, reason)
 
-    def _settled(self) -> dict[int, Group]:
+    def _pop_decided(self) -> dict[int, Group]:
         """Return the groups that ended and whose fate is known, and forget them."""
         settled: dict[int, Group] = {}
         for ticket, group in list(self._ended.items()):
@@ -152,7 +152,7 @@ class RolloutSource:
                 self._groups.pop(ticket, None)
         return settled
 
-    def _filtered(self, group: Group) -> str | None:
+    def _find_drop_reason(self, group: Group) -> str | None:
         return drop_reason(group, self.filters, staleness=self.ledger.version - group.start_version)
 
 

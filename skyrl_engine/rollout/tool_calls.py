@@ -46,11 +46,11 @@ def read_tool_calls(text: str, family: Family | None, tools: Sequence[Mapping[st
     """
     answer = _without_thoughts(text)
     if family == "hermes":
-        return _gathered(_hermes(answer))
+        return _gather_calls(_hermes(answer))
     if family == "qwen-xml":
-        return _gathered(_qwen_xml(answer, tools))
+        return _gather_calls(_qwen_xml(answer, tools))
     if family == "llama":
-        return _gathered(_llama(answer))
+        return _gather_calls(_llama(answer))
     return (), None
 
 
@@ -61,7 +61,7 @@ def text_before_calls(text: str, family: Family | None) -> str:
     return (thoughts + closing + (answer[: min(ends)] if ends else answer)).rstrip()
 
 
-def _gathered(found: Iterable[ToolCall | str]) -> tuple[Calls, str | None]:
+def _gather_calls(found: Iterable[ToolCall | str]) -> tuple[Calls, str | None]:
     calls, problem = [], None
     for each in found:
         if isinstance(each, ToolCall):
@@ -78,18 +78,18 @@ def _without_thoughts(text: str) -> str:
 
 def _hermes(text: str) -> Iterable[ToolCall | str]:
     for body, closing in _BLOCK.findall(text):
-        yield _call_of(body, ("arguments",)) if closing else f"a <tool_call> is not closed: {_shown(body)}"
+        yield _call_of(body, ("arguments",)) if closing else f"a <tool_call> is not closed: {_shorten(body)}"
 
 
 def _qwen_xml(text: str, tools: Sequence[Mapping[str, Any]]) -> Iterable[ToolCall | str]:
     for body, closing in _BLOCK.findall(text):
         if closing and "<function=" not in body:
-            yield f"a <tool_call> holds no <function=name>: {_shown(body)}"
+            yield f"a <tool_call> holds no <function=name>: {_shorten(body)}"
     for name, body, closing in _FUNCTION.findall(text):
         if not name.strip():
             yield "a <function=> has no name"
         elif not closing:
-            yield f"<function={name}> is not closed: {_shown(body)}"
+            yield f"<function={name}> is not closed: {_shorten(body)}"
         else:
             yield _xml_call(name.strip(), body, _types(tools, name.strip()))
 
@@ -98,9 +98,9 @@ def _xml_call(name: str, body: str, types: Mapping[str, Any]) -> ToolCall | str:
     arguments: dict[str, Any] = {}
     for key, value, closing in _PARAMETER.findall(body):
         if not closing:
-            return f"<parameter={key}> of the call of {name!r} is not closed: {_shown(value)}"
+            return f"<parameter={key}> of the call of {name!r} is not closed: {_shorten(value)}"
         # the line breaks beside the tags are the format's
-        arguments[key.strip()] = _typed(value.removeprefix("\n").removesuffix("\n"), types.get(key.strip(), "string"))
+        arguments[key.strip()] = _convert_argument(value.removeprefix("\n").removesuffix("\n"), types.get(key.strip(), "string"))
     return ToolCall(name, arguments)
 
 
@@ -116,7 +116,7 @@ def _types(tools: Sequence[Mapping[str, Any]], name: str) -> Mapping[str, Any]:
     return {}
 
 
-def _typed(text: str, declared: object) -> object:
+def _convert_argument(text: str, declared: object) -> object:
     if declared == "string":
         return text
     try:
@@ -130,7 +130,7 @@ def _llama(text: str) -> Iterable[ToolCall | str]:
     tagged = answer.startswith(_PYTHON_TAG)
     answer = answer.removeprefix(_PYTHON_TAG).lstrip()
     if tagged and not answer.startswith("{"):
-        yield _built_in(answer)
+        yield _read_python_call(answer)
         return
     first = True
     # several calls stand behind one another, some models put a semicolon between them
@@ -140,7 +140,7 @@ def _llama(text: str) -> Iterable[ToolCall | str]:
         except (ValueError, RecursionError) as error:
             # an answer may be JSON or set in braces without being a call
             if tagged or not first or '"name"' in answer:
-                yield f"a call is no JSON ({_reason(error)}): {_shown(answer)}"
+                yield f"a call is no JSON ({_reason(error)}): {_shorten(answer)}"
             return
         if (
             not tagged
@@ -148,15 +148,15 @@ def _llama(text: str) -> Iterable[ToolCall | str]:
             and not (isinstance(value, dict) and "name" in value and ("parameters" in value or "arguments" in value))
         ):
             return
-        yield _checked(value, ("parameters", "arguments"), answer[:end])
+        yield _check_call(value, ("parameters", "arguments"), answer[:end])
         answer, first = answer[end:].lstrip().removeprefix(";").lstrip(), False
 
 
-def _built_in(text: str) -> ToolCall | str:
+def _read_python_call(text: str) -> ToolCall | str:
     """Read `name.call(key="value", ...)`, as tools that such models were trained with are called."""
     found = _BUILT_IN.fullmatch(text.strip())
     if found is None:
-        return f"behind {_PYTHON_TAG} stands neither JSON nor name.call(...): {_shown(text)}"
+        return f"behind {_PYTHON_TAG} stands neither JSON nor name.call(...): {_shorten(text)}"
     name, inner = found.groups()
     arguments: dict[str, Any] = {}
     place = 0
@@ -168,7 +168,7 @@ def _built_in(text: str) -> ToolCall | str:
                 raise ValueError('an argument is not written as key="value"')
             arguments[argument.group(1)] = _json(argument.group(2))
         except ValueError as error:
-            return f"the arguments of the call of {name!r} cannot be read ({_reason(error)}): {_shown(inner)}"
+            return f"the arguments of the call of {name!r} cannot be read ({_reason(error)}): {_shorten(inner)}"
         place = argument.end()
     return ToolCall(name, arguments)
 
@@ -177,23 +177,23 @@ def _call_of(body: str, keys: Sequence[str]) -> ToolCall | str:
     try:
         value = _json(body)
     except ValueError as error:
-        return f"a call is no JSON ({_reason(error)}): {_shown(body)}"
-    return _checked(value, keys, body)
+        return f"a call is no JSON ({_reason(error)}): {_shorten(body)}"
+    return _check_call(value, keys, body)
 
 
-def _checked(value: object, keys: Sequence[str], body: str) -> ToolCall | str:
+def _check_call(value: object, keys: Sequence[str], body: str) -> ToolCall | str:
     """Return the call of an object with a name, and with arguments under one of `keys` or without any."""
     if not isinstance(value, dict):
-        return f"a call is no JSON object: {_shown(body)}"
+        return f"a call is no JSON object: {_shorten(body)}"
     name = value.get("name")
     if not isinstance(name, str) or not name:
-        return f"a call has no name: {_shown(body)}"
+        return f"a call has no name: {_shorten(body)}"
     arguments: object = next((value[key] for key in keys if key in value), {})
     if isinstance(arguments, str):
         with suppress(ValueError):
             arguments = _json(arguments)
     if not isinstance(arguments, dict):
-        return f"the arguments of the call of {name!r} are no JSON object: {_shown(body)}"
+        return f"the arguments of the call of {name!r} are no JSON object: {_shorten(body)}"
     return ToolCall(name, arguments)
 
 
@@ -219,6 +219,6 @@ def _reason(error: Exception) -> str:
     return "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
 
 
-def _shown(text: str) -> str:
+def _shorten(text: str) -> str:
     line = " ".join(text[: 4 * _SHOWN].split())
     return repr(line if len(line) <= _SHOWN else line[:_SHOWN] + "...")

@@ -25,7 +25,7 @@ class Transcript:
         self._stops: list[str] = []
         self._unplaced = 0.0
         self._behind_prompts = 0
-        self.restarted(prompt_ids)
+        self.restart(prompt_ids)
 
     @property
     def prompt_ids(self) -> Ids:
@@ -46,14 +46,14 @@ class Transcript:
         """Count the turns of the model."""
         return len(self._stops)
 
-    def restarted(self, prompt_ids: Ids) -> None:
+    def restart(self, prompt_ids: Ids) -> None:
         """Go on from a prompt that was rendered anew.
 
         Where it begins with all that stands in front of the model, the rest is observed; otherwise the history was rewritten, and a new stretch
         begins.
         """
         if self._segments and (added := self.behind(prompt_ids)) is not None:
-            self.observed(added)
+            self.add_observation(added)
             return
         self._stretch = len(self._segments)
         self._segments.append((SEGMENT_PROMPT, _ids(prompt_ids)))
@@ -63,7 +63,7 @@ class Transcript:
         standing = self.prompt_ids
         return prompt_ids[len(standing) :] if np.array_equal(standing, prompt_ids[: len(standing)]) else None
 
-    def sampled(self, completion: Completion) -> None:
+    def add_completion(self, completion: Completion) -> None:
         """Add a turn of the model as it was sampled."""
         ids = _ids(completion.token_ids)
         if len(completion.logprobs) != len(ids):
@@ -84,13 +84,13 @@ class Transcript:
         self._stops.append(stop_reason(completion))
         self._behind_prompts += len(ids)
 
-    def observed(self, ids: Ids) -> None:
+    def add_observation(self, ids: Ids) -> None:
         """Add what an environment answered."""
         if len(ids):
             self._segments.append((SEGMENT_OBSERVED, _ids(ids)))
             self._behind_prompts += len(ids)
 
-    def rewarded(self, reward: float, token_rewards: Sequence[float] | None = None) -> None:
+    def add_reward(self, reward: float, token_rewards: Sequence[float] | None = None) -> None:
         """Add the reward of the last turn: at its last token, or one per token."""
         place = self._rewards[-1]
         if token_rewards is not None:

@@ -128,7 +128,7 @@ class ChatRenderer:
         """Return a sampled turn as an environment sees it; where the task has tools, calls are read as its template writes them."""
         ids = completion.token_ids.tolist()
         calls, problem = read_tool_calls(self._with_marks(ids), self.family(tools), tools) if tools else ((), None)
-        return Action(self._decoded(ids, without_special=True), tuple(ids), turn, completion.finish, calls, problem)
+        return Action(self._decode(ids, without_special=True), tuple(ids), turn, completion.finish, calls, problem)
 
     def reply(self, action: Action, tools: Tools = ()) -> Message:
         """Return a sampled turn as the message that a rewritten history holds of it: calls that could be read are no text there."""
@@ -279,7 +279,7 @@ class ChatRenderer:
         ids.setflags(write=False)
         return ids
 
-    def _decoded(self, ids: list[int], *, without_special: bool) -> str:
+    def _decode(self, ids: list[int], *, without_special: bool) -> str:
         text: str = self.tokenizer.decode(ids, skip_special_tokens=without_special, clean_up_tokenization_spaces=False)
         return text
 
@@ -287,7 +287,7 @@ class ChatRenderer:
         """Return a turn's text with special tokens, which may mark calls, but for those at its end."""
         special = set(self.tokenizer.all_special_ids)
         kept = next((place for place in range(len(ids), 0, -1) if ids[place - 1] not in special), 0)
-        return self._decoded(ids[:kept], without_special=False)
+        return self._decode(ids[:kept], without_special=False)
 
     @cached_property
     def _special(self) -> re.Pattern[str]:

@@ -167,7 +167,7 @@ class CheckpointStore:
             self._publish(partial, checkpoint)
         except Exception as error:
             shutil.rmtree(partial, ignore_errors=True)
-            raise self._failed(step, error) from error
+            raise self._write_error(step, error) from error
         self._retain(checkpoint)
         return checkpoint
 
@@ -204,7 +204,7 @@ class CheckpointStore:
         for old in [each for each in self.all() if each.step <= newest.step][: -self.keep]:
             _remove(old.path)
 
-    def _failed(self, step: int, error: Exception) -> CheckpointError:
+    def _write_error(self, step: int, error: Exception) -> CheckpointError:
         cause = error.cause if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
         previous = self.latest()
         kept = f"{previous.path.name} is whole" if previous else "no earlier one exists"

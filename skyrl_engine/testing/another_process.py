@@ -56,7 +56,7 @@ def asked(function: Callable[..., Any], *arguments: object) -> Any:
     try:
         call = pickle.dumps(partial(function, *arguments))
     except Exception as error:
-        raise Undecidable(f"it cannot be pickled: {_told(error)}") from error
+        raise Undecidable(f"it cannot be pickled: {_format_error(error)}") from error
     # its devices stay: a plugin may hold a model on one
     environment = {**os.environ, **{name: value for name, value in ANOTHER_RANK.items() if name != "CUDA_VISIBLE_DEVICES"}}
     threads = sys.modules["torch"].get_num_threads() if "torch" in sys.modules else None
@@ -190,8 +190,8 @@ def _answer_to(question: Question) -> bytes:
             sys.modules["torch"].set_num_threads(question.threads)
         return pickle.dumps((None, pickle.loads(question.call)()))  # noqa: S301 -- of the process that started this one
     except BaseException as error:  # noqa: BLE001 - whatever a plugin raises is an answer
-        return pickle.dumps((_told(error), None))
+        return pickle.dumps((_format_error(error), None))
 
 
-def _told(error: BaseException) -> str:
+def _format_error(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"

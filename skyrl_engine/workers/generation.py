@@ -113,7 +113,7 @@ class RankGenerator:
     _open: int = field(default=0, init=False)
 
     @classmethod
-    def started(
+    def start(
         cls,
         lock: Mapping[str, Any],
         context: FactoryContext,

@@ -230,7 +230,7 @@ class Worker:
 
         self.close_generator()
         place = self._backend.coords
-        self._generator = RankGenerator.started(
+        self._generator = RankGenerator.start(
             lock,
             self._context,
             self._backend,

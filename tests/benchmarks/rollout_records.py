@@ -69,20 +69,20 @@ def ledger_cost(order: str, alive: int = 10_000, steps: int = 12) -> float:
     events = 0
     begin = time.process_time()
     while ledger.step < steps:
-        tickets = list(ledger.started())
+        tickets = list(ledger.start_tickets())
         running = np.array(ledger.running())
         events += len(tickets)
         chosen = draw.permutation(running)[: max(1, len(running) // 2)].tolist()
         for ticket in chosen:
             if draw.random() < 0.2:
-                ledger.dropped(ticket, "zero variance")
+                ledger.drop_group(ticket, "zero variance")
             else:
-                ledger.finished(ticket)
+                ledger.finish_group(ticket)
             events += 1
-        taken = ledger.take(ledger.step + 1)
+        taken = ledger.next_batch(ledger.step + 1)
         if taken is not None:
-            ledger.trained(ledger.step + 1, taken)
-            ledger.published(ledger.step)
+            ledger.finish_step(ledger.step + 1, taken)
+            ledger.publish(ledger.step)
             events += 2
     return 1e6 * (time.process_time() - begin) / events
 

@@ -13,7 +13,7 @@ from skyrl_engine.contracts.values.rollout import SEGMENT_OBSERVED, SEGMENT_PROM
 from skyrl_engine.modeling.tiny import write_tokenizer
 from skyrl_engine.rollout.exported import read_rollouts
 from skyrl_engine.rollout.journal import open_journal
-from skyrl_engine.rollout.records import Learned
+from skyrl_engine.rollout.records import LearnedAttempt
 from skyrl_engine.rollout.segments import read_segment
 from skyrl_engine.testing.rollout_cases import plain_group
 
@@ -33,13 +33,13 @@ def told(tmp_path_factory):
         journal.append(group(0, ids, ["c a t", "c a a"], rewards=(1.0, 0.25)))
         journal.append(group(1, ids, ["a a a", "a a a"], rewards=(0.0, 0.0), dropped="zero_variance"))
         drawn = np.full(4, -0.25, dtype=np.float32)
-        journal.trained(1, [0], [Learned(0, 0, np.full(4, 0.5, dtype=np.float32), drawn), Learned(0, 1, -2 * drawn, drawn + drawn)])
+        journal.record_step(1, [0], [LearnedAttempt(0, 0, np.full(4, 0.5, dtype=np.float32), drawn), LearnedAttempt(0, 1, -2 * drawn, drawn + drawn)])
         again = group(2, ids, ["c a t", "wrong"], rewards=(1.0, 0.0), key="task-0", version=1)
         first, second = again.trajectories
         failed = evolve(second, status="failed", cause="timed out after 60 s in step 3", success=None)
         cut = evolve(second, member=2, status="truncated", stops=("length",))
         journal.append(evolve(again, trajectories=(first, failed, cut)))
-        journal.trained(2, [2])
+        journal.record_step(2, [2])
     return run, ids
 
 
@@ -193,7 +193,7 @@ def test_steps_without_a_shared_task_are_told(command, tmp_path):
     with open_journal(tmp_path / "run" / "rollouts", run="x") as journal:
         for ticket in (0, 1):
             journal.append(plain_group(ticket, start_version=ticket))
-            journal.trained(ticket + 1, [ticket])
+            journal.record_step(ticket + 1, [ticket])
     assert "The steps share no task." in command("rollouts", "diff", tmp_path / "run", "--steps", "1", "2").out
 
 
@@ -243,7 +243,7 @@ def test_a_torn_end_is_no_mistake_and_the_rest_is(command, tmp_path):
     for session in range(2):
         with open_journal(run / "rollouts", run="x", resumed=session or None) as journal:
             journal.append(plain_group(session, start_version=session))
-            journal.trained(session + 1, [session])
+            journal.record_step(session + 1, [session])
     first, last = sorted((run / "rollouts").glob("*.arrow"))
     os.truncate(last, last.stat().st_size - 1)
     outcome = command("rollouts", "check", run)

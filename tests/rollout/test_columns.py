@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.rollout import SEGMENT_OBSERVED, SEGMENT_PROMPT, SEGMENT_SAMPLED, Group, Trajectory, VersionSpans
-from skyrl_engine.rollout.columns import Overlong, Truncated, learned_from, to_columns
+from skyrl_engine.rollout.columns import Overlong, Truncated, collect_learned, to_columns
 
 ENVIRONMENTS = ("sums", "words")
 SOFT = Overlong(start=3, end=9, penalty=0.5)
@@ -171,7 +171,7 @@ def test_every_sampled_token_is_scored_once(groups: list[Group]) -> None:
         is_action[start : start + length] = False
     sampled = [token for each in attempts for token in each.token_ids[each.sampled].tolist()]
     assert columns.input_ids[is_action][scored].tolist() == sampled
-    learned = learned_from(groups, columns, -columns.columns["rollout_logprobs"], columns.columns["rollout_logprobs"])
+    learned = collect_learned(groups, columns, -columns.columns["rollout_logprobs"], columns.columns["rollout_logprobs"])
     owners = [group.ticket for group in groups for _ in group.finished]
     due = [(ticket, each) for ticket, each in zip(owners, attempts, strict=True) if len(each.logprobs)]
     assert [(each.ticket, each.member) for each in learned] == [(ticket, each.member) for ticket, each in due]

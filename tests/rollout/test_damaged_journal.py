@@ -16,7 +16,7 @@ from skyrl_engine.errors import RolloutError
 from skyrl_engine.rollout.journal import open_journal
 from skyrl_engine.rollout.journal_index import read_index
 from skyrl_engine.rollout.recorded import RecordingLimits, read_recording
-from skyrl_engine.rollout.records import Learned, schema
+from skyrl_engine.rollout.records import LearnedAttempt, schema
 from skyrl_engine.rollout.segments import read_segment
 from skyrl_engine.testing.rollout_cases import plain_group, require_same
 
@@ -38,7 +38,7 @@ def write_session(folder, tickets=(0, 1, 2, 3), *, resumed=0, trained=1):
         for ticket in tickets[:half]:
             journal.append(GROUPS[ticket])
         values = np.arange(3, dtype=np.float32)
-        journal.trained(trained, tickets[:1], [Learned(tickets[0], 0, values, values)])
+        journal.trained(trained, tickets[:1], [LearnedAttempt(tickets[0], 0, values, values)])
         for ticket in tickets[half:]:
             journal.append(GROUPS[ticket])
         return journal.listing()

@@ -18,7 +18,7 @@ from skyrl_engine.rollout.checking import check_journal
 from skyrl_engine.rollout.journal import open_journal
 from skyrl_engine.rollout.journal_index import read_groups, read_index
 from skyrl_engine.rollout.ledger import JournaledGroup
-from skyrl_engine.rollout.records import Learned, no_rows
+from skyrl_engine.rollout.records import LearnedAttempt, no_rows
 from skyrl_engine.testing.rollout_cases import groups, plain_group, require_same
 
 
@@ -42,7 +42,7 @@ def test_a_group_comes_back_as_it_was(tmp_path_factory, data):
 def test_what_a_step_learned_comes_back_until_a_session_goes_on_from_before_it(tmp_path):
     def learned(ticket, member, count):
         values = np.arange(count, dtype=np.float32)
-        return Learned(ticket, member, values / 3, -values)
+        return LearnedAttempt(ticket, member, values / 3, -values)
 
     due = [learned(5, 0, 2), learned(5, 2, 0), learned(3, 1, 7)]
     with opened(tmp_path) as journal:
@@ -50,7 +50,7 @@ def test_what_a_step_learned_comes_back_until_a_session_goes_on_from_before_it(t
         journal.trained(2, [6], [learned(6, 0, 1)])
     index = read_index(tmp_path)
     assert sorted(index.learned) == [1, 2]
-    for got, each in zip(index.learned[1].learned(), due, strict=True):
+    for got, each in zip(index.learned[1].read_learned(), due, strict=True):
         assert (got.ticket, got.member) == (each.ticket, each.member)
         assert got.advantages.tobytes() == each.advantages.tobytes()
         assert got.trained_logprobs.tobytes() == each.trained_logprobs.tobytes()
@@ -385,7 +385,7 @@ def test_a_journal_of_format_2_is_read_and_goes_on_in_format_3(tmp_path):
     assert first.trajectories[0].rewards.dtype == np.float64
     assert [each.reward for each in first.trajectories] == [float(np.float32(0.1)) + 0.2, float(np.float32(10.3)) + 0.2]
     assert first.trajectories[0].parts == {"right": 0.1}
-    (learned, _) = index.learned[1].learned()
+    (learned, _) = index.learned[1].read_learned()
     assert learned.advantages.tolist() == [0.0, *np.float32([1 / 3, 2 / 3]).tolist()]
     with opened(tmp_path, resumed=1) as journal:
         assert sorted(journal.index.groups) == [0, 1, 2]

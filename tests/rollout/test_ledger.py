@@ -83,7 +83,7 @@ class World:
         ledger = self.ledger
         room = ledger.may_start()
         before = len(self.living())
-        started = ledger.started(at_most)
+        started = ledger.start_tickets(at_most)
         self.events += len(started)
         self.take_up_recalled()
         for ticket in started:
@@ -114,11 +114,11 @@ class World:
         self.journal.append(Written(ticket, record, tuple(sampling.pieces)))
         self.events += 1
         if fate == "failed":
-            self.ledger.failed(ticket)
+            self.ledger.fail_group(ticket)
         elif fate == "dropped":
-            self.ledger.dropped(ticket, "of no use")
+            self.ledger.drop_group(ticket, "of no use")
         else:
-            self.ledger.finished(ticket)
+            self.ledger.finish_group(ticket)
         self.finished[ticket] = tuple(sampling.pieces)
         self.take_up_recalled()
         self.sweep()
@@ -133,7 +133,7 @@ class World:
     def train(self):
         ledger = self.ledger
         step = ledger.step + 1
-        tickets = ledger.take(step)
+        tickets = ledger.next_batch(step)
         assert tickets is not None
         for ticket in tickets:
             start = ledger.start_version(ticket)
@@ -145,7 +145,7 @@ class World:
         if ledger.staleness == 0 or ledger.order == "ticket":
             assert list(tickets) == sorted(tickets)
             assert all(ticket > max(self.order, default=-1) for ticket in tickets), "I7"
-        ledger.trained(step, tickets)
+        ledger.finish_step(step, tickets)
         self.events += 1
         for ticket in tickets:
             del self.finished[ticket]
@@ -157,7 +157,7 @@ class World:
 
     def publish(self):
         version = self.ledger.step
-        self.ledger.published(version)
+        self.ledger.publish(version)
         self.events += 1
         if self.in_flight:
             for sampling in self.running.values():
@@ -217,7 +217,7 @@ class World:
 
     def stuck(self):
         """I9: something can always happen."""
-        return not (self.running or self.ledger.may_start() or self.ledger.take(self.ledger.step + 1) or self.unpublished)
+        return not (self.running or self.ledger.may_start() or self.ledger.next_batch(self.ledger.step + 1) or self.unpublished)
 
 
 @st.composite
@@ -309,7 +309,7 @@ def play(seed, steps):
             late = draw.choice(tickets[1:] or tickets) if draw.random() < 0.3 else draw.choice(tickets)
             fate = draw.choice(["dropped", "failed"]) if draw.random() < drops else "finished"
             acts.append(lambda ticket=late, fate=fate: world.finish(ticket, fate))
-        if not world.unpublished and world.ledger.take(world.ledger.step + 1) is not None:
+        if not world.unpublished and world.ledger.next_batch(world.ledger.step + 1) is not None:
             acts.append(world.train)
         assert acts, "I9: a deadlock"
         if draw.random() < 0.004 and crashes < 4:

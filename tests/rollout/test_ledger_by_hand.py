@@ -12,77 +12,77 @@ from skyrl_engine.rollout.ledger import WINDOW_STEPS, JournaledGroup, RolloutLed
 def test_a_synchronous_run_starts_a_batch_and_waits_for_all_of_it():
     ledger = RolloutLedger(groups=2)
     assert ledger.may_start() == 2
-    assert ledger.started() == (0, 1)
-    assert ledger.started() == ()
-    ledger.finished(1)
-    assert ledger.take(1) is None
-    ledger.finished(0)
-    assert ledger.take(1) == (0, 1)
-    ledger.trained(1, (0, 1))
+    assert ledger.start_tickets() == (0, 1)
+    assert ledger.start_tickets() == ()
+    ledger.finish_group(1)
+    assert ledger.next_batch(1) is None
+    ledger.finish_group(0)
+    assert ledger.next_batch(1) == (0, 1)
+    ledger.finish_step(1, (0, 1))
     assert ledger.may_start() == 0, "the sampler has the old weights"
-    ledger.published(1)
-    assert ledger.started() == (2, 3)
+    ledger.publish(1)
+    assert ledger.start_tickets() == (2, 3)
 
 
 def test_a_dropped_group_is_replaced_at_once():
     ledger = RolloutLedger(groups=2)
-    ledger.started()
-    assert ledger.dropped(0, "zero variance") is True
-    assert ledger.started() == (2,)
-    ledger.failed(1)
-    assert ledger.started() == (3,)
-    ledger.finished(3)
-    ledger.finished(2)
-    assert ledger.take(1) == (2, 3)
+    ledger.start_tickets()
+    assert ledger.drop_group(0, "zero variance") is True
+    assert ledger.start_tickets() == (2,)
+    ledger.fail_group(1)
+    assert ledger.start_tickets() == (3,)
+    ledger.finish_group(3)
+    ledger.finish_group(2)
+    assert ledger.next_batch(1) == (2, 3)
 
 
 def test_one_step_of_staleness_lets_the_next_batch_start_and_no_more():
     ledger = RolloutLedger(groups=2, staleness=1)
-    assert ledger.started() == (0, 1, 2, 3)
-    ledger.finished(3)
-    ledger.finished(2)
-    assert ledger.take(1) == (2, 3), "the rest is due in the step after"
-    ledger.trained(1, (2, 3))
-    ledger.published(1)
-    assert ledger.started() == (4, 5)
-    ledger.finished(4)
-    ledger.finished(5)
-    assert ledger.take(2) is None, "0 and 1 are due now"
-    ledger.finished(0)
-    ledger.finished(1)
-    assert ledger.take(2) == (0, 1)
+    assert ledger.start_tickets() == (0, 1, 2, 3)
+    ledger.finish_group(3)
+    ledger.finish_group(2)
+    assert ledger.next_batch(1) == (2, 3), "the rest is due in the step after"
+    ledger.finish_step(1, (2, 3))
+    ledger.publish(1)
+    assert ledger.start_tickets() == (4, 5)
+    ledger.finish_group(4)
+    ledger.finish_group(5)
+    assert ledger.next_batch(2) is None, "0 and 1 are due now"
+    ledger.finish_group(0)
+    ledger.finish_group(1)
+    assert ledger.next_batch(2) == (0, 1)
 
 
 def test_more_than_a_batch_must_not_become_due_at_once():
     """The rule that waits for due groups alone fails here: it would take 2 young ones and leave 3 old ones for a step of 2."""
     ledger = RolloutLedger(groups=2, staleness=2)
-    assert ledger.started() == (0, 1, 2, 3, 4, 5)
+    assert ledger.start_tickets() == (0, 1, 2, 3, 4, 5)
     for ticket in (4, 5):
-        ledger.finished(ticket)
-    ledger.trained(1, ledger.take(1))
-    ledger.published(1)
-    assert ledger.started() == (6, 7)
-    ledger.finished(6)
-    ledger.finished(7)
-    assert ledger.take(2) is None, "four groups of version 0 would be left for the one step that may still take them"
-    ledger.finished(0)
-    assert ledger.take(2) is None
-    ledger.finished(1)
-    assert ledger.take(2) == (0, 1)
+        ledger.finish_group(ticket)
+    ledger.finish_step(1, ledger.next_batch(1))
+    ledger.publish(1)
+    assert ledger.start_tickets() == (6, 7)
+    ledger.finish_group(6)
+    ledger.finish_group(7)
+    assert ledger.next_batch(2) is None, "four groups of version 0 would be left for the one step that may still take them"
+    ledger.finish_group(0)
+    assert ledger.next_batch(2) is None
+    ledger.finish_group(1)
+    assert ledger.next_batch(2) == (0, 1)
 
 
 def test_the_state_is_plain_json_and_goes_on():
     ledger = RolloutLedger(groups=2, staleness=1)
-    ledger.started()
-    ledger.finished(0)
-    ledger.finished(2)
-    ledger.trained(1, ledger.take(1))
-    ledger.dropped(1, "zero variance")
+    ledger.start_tickets()
+    ledger.finish_group(0)
+    ledger.finish_group(2)
+    ledger.finish_step(1, ledger.next_batch(1))
+    ledger.drop_group(1, "zero variance")
     state = json.loads(json.dumps(ledger.state()))
     assert state == {"step": 1, "version": 0, "next": 4, "alive": [3], "drops": [1]}
     again = RolloutLedger.from_state(state, ledger)
     assert again.state_of(3) == "waiting"
-    assert again.started() == (3, 4, 5, 6)
+    assert again.start_tickets() == (3, 4, 5, 6)
 
 
 @pytest.mark.parametrize(
@@ -104,13 +104,13 @@ def test_a_record_that_is_too_old_is_sampled_again():
     state = {"step": 2, "version": 2, "next": 2, "alive": [1], "drops": []}
     rules = RolloutLedger(groups=1, staleness=1)
     ledger = RolloutLedger.from_state(state, rules, {1: JournaledGroup(0, 0), 2: JournaledGroup(2, 2), 3: JournaledGroup(2, 2, "equal")})
-    assert ledger.started(1) == (1,)
-    assert ledger.started() == (), "2 is ready without sampling, and so there are two groups"
+    assert ledger.start_tickets(1) == (1,)
+    assert ledger.start_tickets() == (), "2 is ready without sampling, and so there are two groups"
     assert ledger.ready() == (2,)
-    ledger.finished(1)
-    ledger.trained(3, ledger.take(3))
-    ledger.published(3)
-    assert ledger.started() == (4,), "3 was dropped before the crash, and is again"
+    ledger.finish_group(1)
+    ledger.finish_step(3, ledger.next_batch(3))
+    ledger.publish(3)
+    assert ledger.start_tickets() == (4,), "3 was dropped before the crash, and is again"
 
 
 def test_a_later_ticket_is_not_taken_up_where_it_would_get_too_old():
@@ -128,7 +128,7 @@ def test_records_of_larger_batches_are_taken_up_as_far_as_they_can_be_trained_in
     records = dict.fromkeys((0, 1, 2), JournaledGroup(0, 0))
     ledger = RolloutLedger.from_state(state, RolloutLedger(groups=1, staleness=1), records)
     assert [ledger.state_of(ticket) for ticket in (0, 1, 2)] == ["ready", "waiting", "waiting"]
-    assert ledger.started() == (1,)
+    assert ledger.start_tickets() == (1,)
 
 
 # --- filters that drop too much -------------------------------------------------------------------------------------------------------
@@ -150,8 +150,8 @@ def test_filters_that_drop_everything_do_not_stop_training():
     taken = all_dropped(ledger, list)
     assert taken == (2 * WINDOW_STEPS - 1, 2 * WINDOW_STEPS), "the first two of which more than 36 of 40 would be dropped"
     assert ledger.kept == 2
-    ledger.trained(1, taken)
-    ledger.published(1)
+    ledger.finish_step(1, taken)
+    ledger.publish(1)
     assert [all_dropped(ledger, list)[-1] - taken[-1], ledger.kept] == [2, 4]
 
 
@@ -167,8 +167,8 @@ def test_what_is_kept_does_not_depend_on_which_group_finishes_first():
         for _ in range(6):
             tickets = all_dropped(ledger, order)
             taken.append(tickets)
-            ledger.trained(ledger.step + 1, tickets)
-            ledger.published(ledger.step)
+            ledger.finish_step(ledger.step + 1, tickets)
+            ledger.publish(ledger.step)
         runs.append((taken, ledger.kept))
     assert all(run == runs[0] for run in runs)
 
@@ -183,13 +183,13 @@ def test_a_run_can_be_told_to_stop_where_filters_drop_too_much():
 def test_events_that_cannot_be_are_refused():
     ledger = RolloutLedger(groups=1)
     with pytest.raises(AssertionError, match="ticket 0 is waiting, not running"):
-        ledger.finished(0)
-    ledger.started()
-    ledger.finished(0)
+        ledger.finish_group(0)
+    ledger.start_tickets()
+    ledger.finish_group(0)
     with pytest.raises(AssertionError, match="ticket 0 is ready, not running"):
-        ledger.failed(0)
+        ledger.fail_group(0)
     with pytest.raises(AssertionError, match="step 2 after step 0"):
-        ledger.take(2)
-    ledger.trained(1, (0,))
+        ledger.next_batch(2)
+    ledger.finish_step(1, (0,))
     with pytest.raises(AssertionError, match="version 2 after 0"):
-        ledger.published(2)
+        ledger.publish(2)

@@ -67,8 +67,8 @@ def test_a_step_gets_its_groups_by_ticket_whatever_ends_first(source: Source, tm
     assert told == [(1, 3), (2, 3), (3, 3)]
     made.journal.commit()
     assert sorted(read_index(tmp_path).groups) == [0, 1, 2], "recorded before they are trained on"
-    made.trained(1, taken.groups, [])
-    made.published(1)
+    made.finish_step(1, taken.groups, [])
+    made.publish(1)
     assert read_index(tmp_path).steps() == {0: 1, 1: 1, 2: 1}
 
 

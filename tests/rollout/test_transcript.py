@@ -26,12 +26,12 @@ def made(transcript: Transcript) -> Trajectory:
 
 def test_segments_follow_one_another() -> None:
     transcript = Transcript(ids(1, 2))
-    transcript.sampled(completion(3, 4, spans=VersionSpans(ids(0, 1), np.array([3, 4])), stop="s"))
-    transcript.rewarded(0.5)
-    transcript.observed(ids(5))
+    transcript.add_completion(completion(3, 4, spans=VersionSpans(ids(0, 1), np.array([3, 4])), stop="s"))
+    transcript.add_reward(0.5)
+    transcript.add_observation(ids(5))
     assert transcript.prompt_ids.tolist() == [1, 2, 3, 4, 5]
-    transcript.sampled(completion(6, 7, 8, spans=VersionSpans.one(4, 3), finish="length"))
-    transcript.rewarded(0.0, [0.25, 0.0, 1.0])
+    transcript.add_completion(completion(6, 7, 8, spans=VersionSpans.one(4, 3), finish="length"))
+    transcript.add_reward(0.0, [0.25, 0.0, 1.0])
     trajectory = made(transcript)
     assert trajectory.token_ids.tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
     assert trajectory.kinds.tolist() == [SEGMENT_PROMPT, SEGMENT_SAMPLED, SEGMENT_OBSERVED, SEGMENT_SAMPLED]
@@ -49,9 +49,9 @@ def test_a_generator_that_reuses_its_memory_changes_nothing() -> None:
     """Every array is copied, and what was sent can be changed by nobody."""
     prompt, turn = ids(1, 2), completion(3, 4)
     transcript = Transcript(prompt)
-    transcript.sampled(turn)
+    transcript.add_completion(turn)
     observed = ids(5)
-    transcript.observed(observed)
+    transcript.add_observation(observed)
     for array in (prompt, turn.token_ids, turn.logprobs, observed):
         array[:] = 9
     assert made(transcript).token_ids.tolist() == [1, 2, 3, 4, 5]
@@ -60,12 +60,12 @@ def test_a_generator_that_reuses_its_memory_changes_nothing() -> None:
 
 def test_a_rewritten_history_begins_a_stretch_and_an_extension_does_not() -> None:
     transcript = Transcript(ids(1, 2))
-    transcript.sampled(completion(3))
-    transcript.restarted(ids(1, 2, 3, 4, 5))
-    transcript.sampled(completion(6))
-    transcript.restarted(ids(1, 3, 7))
+    transcript.add_completion(completion(3))
+    transcript.restart(ids(1, 2, 3, 4, 5))
+    transcript.add_completion(completion(6))
+    transcript.restart(ids(1, 3, 7))
     assert transcript.prompt_ids.tolist() == [1, 3, 7]
-    transcript.sampled(completion(8))
+    transcript.add_completion(completion(8))
     trajectory = made(transcript)
     assert trajectory.kinds.tolist() == [SEGMENT_PROMPT, SEGMENT_SAMPLED, SEGMENT_OBSERVED, SEGMENT_SAMPLED, SEGMENT_PROMPT, SEGMENT_SAMPLED]
     assert trajectory.token_ids.tolist() == [1, 2, 3, 4, 5, 6, 1, 3, 7, 8]
@@ -75,17 +75,17 @@ def test_a_rewritten_history_begins_a_stretch_and_an_extension_does_not() -> Non
 
 def test_a_shorter_prompt_is_a_rewritten_one() -> None:
     transcript = Transcript(ids(1, 2))
-    transcript.sampled(completion(3))
-    transcript.restarted(ids(1, 2))
+    transcript.add_completion(completion(3))
+    transcript.restart(ids(1, 2))
     assert made(transcript).kinds.tolist() == [SEGMENT_PROMPT, SEGMENT_SAMPLED, SEGMENT_PROMPT]
 
 
 def test_the_reward_of_an_empty_turn_is_kept() -> None:
     transcript = Transcript(ids(1))
-    transcript.sampled(completion())
-    transcript.rewarded(0.75)
-    transcript.sampled(completion(2))
-    transcript.rewarded(0.5)
+    transcript.add_completion(completion())
+    transcript.add_reward(0.75)
+    transcript.add_completion(completion(2))
+    transcript.add_reward(0.5)
     trajectory = made(transcript)
     assert trajectory.unplaced_reward == 0.75
     assert trajectory.reward == 1.25
@@ -103,11 +103,11 @@ def test_what_does_not_fit_the_tokens_is_refused() -> None:
     transcript = Transcript(ids(1))
     for spans in (VersionSpans(ids(), np.zeros(0, dtype=np.int64)), VersionSpans(ids(1), np.array([3]))):
         with pytest.raises(ContractError, match=r"the generator says of [01] of 2 tokens which weights made them"):
-            transcript.sampled(completion(2, 3, spans=spans))
+            transcript.add_completion(completion(2, 3, spans=spans))
     short = Completion(0, ids(2, 3), np.zeros(1, dtype=np.float32), VersionSpans.one(0, 2), "stop")
     with pytest.raises(ContractError, match="1 log-probabilities for 2 tokens"):
-        transcript.sampled(short)
+        transcript.add_completion(short)
     assert transcript.turns == 0
-    transcript.sampled(completion(2, 3))
+    transcript.add_completion(completion(2, 3))
     with pytest.raises(ContractError, match="1 token_rewards for a turn of 2 tokens"):
-        transcript.rewarded(0.0, [1.0])
+        transcript.add_reward(0.0, [1.0])

@@ -54,14 +54,14 @@ def hold_dialogue(renderer: ChatRenderer, spy: Spy, roles: Sequence[str], seed: 
         reply = _sampled_turn(renderer, draw, secret)
         sent.append(transcript.prompt_ids.tolist())
         came.append(reply.token_ids.tolist())
-        transcript.sampled(reply)
+        transcript.add_completion(reply)
         answer = _observations(roles, draw)
         if renderer.history == "append":
-            transcript.observed(renderer.suffix(answer, int(reply.token_ids[-1])))
+            transcript.add_observation(renderer.suffix(answer, int(reply.token_ids[-1])))
             assert not any(secret in text for text in spy.encoded)
         else:
             messages += [renderer.reply(renderer.action(reply, turn)), answer[0] if answer[0]["role"] == "user" else ANSWER]
-            transcript.restarted(renderer.prompt(messages))
+            transcript.restart(renderer.prompt(messages))
     made = transcript.trajectory(ticket=0, member=0, start_version=0)
     pieces = [made.token_ids[a:b].tolist() for a, b in zip(made.segment_offsets, made.segment_offsets[1:], strict=False)]
     before: list[int] = []

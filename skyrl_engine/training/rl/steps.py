@@ -22,7 +22,7 @@ from skyrl_engine.engine.results import COUNTED, means_over
 from skyrl_engine.engine.sampler import Sampler
 from skyrl_engine.objective.policy_metrics import ROLLOUT_LOGPROBS, WEIGHTS, effective_share
 from skyrl_engine.registry.host import blaming
-from skyrl_engine.rollout.columns import learned_from, to_columns
+from skyrl_engine.rollout.columns import collect_learned, to_columns
 from skyrl_engine.rollout.episodes import EpisodePool
 from skyrl_engine.rollout.guard import SamplerGuard
 from skyrl_engine.rollout.journal import Journal
@@ -122,11 +122,11 @@ class RlTrainer:
             learned, present = self._learn(plan, number)
         with self.phases("publish"):
             before = plan.columns.columns["old_logprobs"] if "old_logprobs" in self.prepared.recipe.scores else present
-            self.source.trained(number, taken.groups, learned_from(taken.groups, columns, made.advantages, before))
+            self.source.finish_step(number, taken.groups, collect_learned(taken.groups, columns, made.advantages, before))
             self._refresh(number)
             if self.live is not None:
                 self.live.sampler.update(number)
-            self.source.published(number)
+            self.source.publish(number)
         reported = {
             **results_of({**learned, **metrics}),
             **rollout_metrics(

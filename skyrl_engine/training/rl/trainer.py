@@ -18,7 +18,7 @@ from skyrl_engine.rollout.episodes import EpisodePool
 from skyrl_engine.rollout.guard import SamplerGuard
 from skyrl_engine.rollout.journal import open_journal
 from skyrl_engine.rollout.ledger import RolloutLedger
-from skyrl_engine.rollout.recorded import RecordedSource, Recording
+from skyrl_engine.rollout.recorded import OfflineSource, Recording
 from skyrl_engine.rollout.runner import RolloutRunner
 from skyrl_engine.rollout.segments import read_segment, segments_of
 from skyrl_engine.rollout.source import GroupSource, RolloutSource
@@ -120,7 +120,7 @@ def _trainer(
         live: Live | None = None
         source: GroupSource
         if isinstance(rollouts, Recording):
-            source = RecordedSource(
+            source = OfflineSource(
                 rollouts,
                 settings.groups,
                 prepared.resolved.config.run.seed,

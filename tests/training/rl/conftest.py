@@ -9,7 +9,7 @@ from rl_runs import Rl, Seen, write_world
 
 from skyrl_engine.config import ResolvedConfig, load, resolve
 from skyrl_engine.engine.plan import Plan
-from skyrl_engine.rollout.source import RolloutSource, Taken
+from skyrl_engine.rollout.source import RolloutSource, StepBatch
 from skyrl_engine.training.rl.steps import RlTrainer
 
 
@@ -63,7 +63,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
             found.also(self, plan, number)
         return learn(self, plan, number)
 
-    def taken(self: RolloutSource, step: int) -> Taken:
+    def taken(self: RolloutSource, step: int) -> StepBatch:
         made = trained(self, step)
         found.groups[step] = made.groups
         return made

@@ -110,7 +110,7 @@ def test_the_old_policy_of_either_pass_gives_the_same_weights(rl: Rl) -> None:
     """And so it is no accident that ratios are 1."""
     current, scored = (run_rl(rl(old, f"rl.old={old}", "rl.steps=1")).directory for old in ("current", "score"))
     assert weights_of(current) == weights_of(scored)
-    learned = [read_index(run / "rollouts").learned[1].learned() for run in (current, scored)]
+    learned = [read_index(run / "rollouts").learned[1].read_learned() for run in (current, scored)]
     for one, other in zip(*learned, strict=True):
         assert one.trained_logprobs.tobytes() == other.trained_logprobs.tobytes(), "of the weights before the step"
     sampled = {(each.ticket, each.member): each.logprobs for group in read_groups(scored / "rollouts") for each in group.finished}

@@ -26,9 +26,9 @@ def attempt(member: int, *turns: float, tokens: bool = False) -> Trajectory:
     transcript = Transcript(np.array([1, 2], dtype=np.int32))
     for number, reward in enumerate(turns[:1] if tokens else turns):
         if number:
-            transcript.observed(np.array([7], dtype=np.int32))
-        transcript.sampled(Completion(0, np.array([3, 4]), np.zeros(2, np.float32), VersionSpans.one(0, 2), "stop"))
-        transcript.rewarded(reward, turns if tokens else None)
+            transcript.add_observation(np.array([7], dtype=np.int32))
+        transcript.add_completion(Completion(0, np.array([3, 4]), np.zeros(2, np.float32), VersionSpans.one(0, 2), "stop"))
+        transcript.add_reward(reward, turns if tokens else None)
     return transcript.trajectory(ticket=0, member=member, start_version=0)
 
 
@@ -152,7 +152,7 @@ def test_a_run_over_equal_totals_learns_nothing_and_drops_them(rl: Rl, tmp_path:
     index = read_index(plain / "rollouts")
     groups = [entry.group() for entry in index.groups.values()]
     assert len({each.reward for group in groups for each in group.finished}) == 2, "sums that differ"
-    assert not any(each.advantages.any() for each in index.learned[1].learned())
+    assert not any(each.advantages.any() for each in index.learned[1].read_learned())
     filtered = run_rl(rl("filtered", *keys, "rl.groups=1", 'group_filters=[{use="zero_variance"}]')).directory
     groups = [entry.group() for entry in read_index(filtered / "rollouts").groups.values()]
     assert {group.dropped for group in groups} == {"zero_variance"}
