@@ -66,7 +66,7 @@ class Checkpoint:
         except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
             damage = f"{_LISTING} cannot be read ({error})"
         if damage:
-            raise self.damaged(damage)
+            raise self.damage_error(damage)
         self._refuse_other_engine()
 
     def document(self, name: str) -> dict[str, Any]:
@@ -74,15 +74,15 @@ class Checkpoint:
         try:
             document = json.loads((self.path / name).read_text())
         except (OSError, ValueError, RecursionError) as error:
-            raise self.damaged(f"{name} cannot be read ({error})") from error
+            raise self.damage_error(f"{name} cannot be read ({error})") from error
         if not isinstance(document, dict):
-            raise self.damaged(f"{name} is no table")
+            raise self.damage_error(f"{name} is no table")
         return document
 
     def _refuse_other_engine(self) -> None:
         version = self.document(_VERSION).get("engine") if (self.path / _VERSION).exists() else _BEFORE_IT_WAS_WRITTEN
         if not isinstance(version, str) or not re.match(r"\d+\.\d+", version):
-            raise self.damaged(f"{_VERSION} names no version")
+            raise self.damage_error(f"{_VERSION} names no version")
         if _series(version) == _series(__version__):
             return
         series, following = _series(version), _series(version, 1)
@@ -92,7 +92,7 @@ class Checkpoint:
             remedy=f"Resume or export it with the version that wrote it ({command}), or start a new run from its exported model",
         )
 
-    def damaged(self, damage: str) -> CheckpointError:
+    def damage_error(self, damage: str) -> CheckpointError:
         """The error for a checkpoint that is not as it was written, with the way to another one."""
         others = [other.path.name for other in CheckpointStore(self.path.parent).all() if other.step != self.step]
         way_out = f"write {others[-1]!r} into {self.path.parent / 'latest'} and resume" if others else "start a new run"

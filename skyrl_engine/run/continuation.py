@@ -101,7 +101,7 @@ def refuse_other_base(model: Mapping[str, Any], before: Mapping[str, Any], after
         )
 
 
-def changed_config(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change]:
+def find_changed_keys(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change]:
     """Keys on which the results may depend and whose values differ, in the order of `after`."""
     old, new = dict(_leaves(before)), dict(_leaves(after))
     return [

@@ -95,7 +95,7 @@ class RunDirectory:
                 folder.rmdir()
 
     @contextmanager
-    def owned(self) -> Iterator[None]:
+    def lock(self) -> Iterator[None]:
         """Hold the directory for this process; the kernel lets go when the process ends, however it ends.
 
         Raises EngineError when another process holds it, or nothing can be written there.

@@ -31,7 +31,7 @@ from skyrl_engine.run.checkpoint import Checkpoint, CheckpointStore
 from skyrl_engine.run.continuation import (
     OLDER_RULE,
     base_of,
-    changed_config,
+    find_changed_keys,
     has_older_rule,
     refuse_changed_plugins,
     refuse_other_base,
@@ -131,7 +131,7 @@ class RunSession:
         self, write_state: Callable[[Path], None], write_model: Callable[[Path], None], trainer: Mapping[str, Any]
     ) -> None:
         """Write a checkpoint of the present step, unless there is one of it already, and tell observers. Raises CheckpointError."""
-        if self.step == self._last_saved():
+        if self.step == self._last_saved_step():
             return
         documents = {
             TRAINER_DOCUMENT: dict(trainer),
@@ -145,7 +145,7 @@ class RunSession:
         logger.info("checkpoint %s", checkpoint.path)
         self._bus.checkpoint_saved(CheckpointSaved(checkpoint.step, checkpoint.path))
 
-    def _last_saved(self) -> int | None:
+    def _last_saved_step(self) -> int | None:
         if self._saved is not None:
             return self._saved
         return self.resumed_from.step if self.resumed_from else None
@@ -185,7 +185,7 @@ def open_session(
     began = False
     directory = open_run_directory(config.run.directory, name=f"{config.trainer}-{Path(config.model.path).name}", resume=resumes)
     try:
-        with directory.owned(), logging_to(directory.log):
+        with directory.lock(), logging_to(directory.log):
             session: RunSession | None = None
             try:
                 with listen_for_stop() as stop:
@@ -218,10 +218,10 @@ def to_resume_from(resolved: ResolvedConfig) -> Checkpoint | None:
     directory = RunDirectory(Path(config.run.directory).expanduser())
     if not directory.checkpoints.is_dir():
         return None
-    return _held(CheckpointStore(directory.checkpoints).latest(), resolved)[0]
+    return _check_checkpoint(CheckpointStore(directory.checkpoints).latest(), resolved)[0]
 
 
-def _held(checkpoint: Checkpoint | None, resolved: ResolvedConfig) -> tuple[Checkpoint | None, list[str]]:
+def _check_checkpoint(checkpoint: Checkpoint | None, resolved: ResolvedConfig) -> tuple[Checkpoint | None, list[str]]:
     """Return a checkpoint that may be resumed from, and what differs from its configuration, in sentences."""
     if checkpoint is None:
         return None, []
@@ -232,7 +232,7 @@ def _held(checkpoint: Checkpoint | None, resolved: ResolvedConfig) -> tuple[Chec
     try:
         return checkpoint, _compare(checkpoint, resolved)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise checkpoint.damaged(f"its documents are not as they were written ({type(error).__name__}: {error})") from error
+        raise checkpoint.damage_error(f"its documents are not as they were written ({type(error).__name__}: {error})") from error
 
 
 def _with_older_rule(error: CheckpointError, checkpoint: Checkpoint) -> CheckpointError:
@@ -253,7 +253,7 @@ def _open(
     key = _user_key()
     store = CheckpointStore(directory.checkpoints, config.checkpoint.keep)
     store.remove_left_overs()
-    checkpoint, changed = _held(store.latest(), resolved) if resumes else (None, [])
+    checkpoint, changed = _check_checkpoint(store.latest(), resolved) if resumes else (None, [])
     if checkpoint is not None:
         logger.info("resuming from %s", checkpoint.path)
     context = FactoryContext(seed=config.run.seed)
@@ -294,7 +294,7 @@ def _compare(checkpoint: Checkpoint, resolved: ResolvedConfig) -> list[str]:
     after = {kind: selected.lock() for kind, selected in resolved.plugins.items()}
     allowed = refuse_changed_plugins(before, after, allow_changed=resolved.config.checkpoint.allow_changed)
     refuse_other_base(config["model"], checkpoint.document(BASE_DOCUMENT), base_of(resolved.config.model))
-    changes = [str(change) for change in changed_config(config, present)]
+    changes = [str(change) for change in find_changed_keys(config, present)]
     for change in [*allowed, *changes]:
         logger.warning("differs from the checkpoint, so the run no longer equals an uninterrupted one: %s", change)
     return [*allowed, *changes]

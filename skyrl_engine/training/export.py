@@ -70,7 +70,7 @@ class _Recorded:
         except CheckpointError:
             raise
         except Exception as error:
-            raise checkpoint.damaged(f"its documents are not as they were written ({type(error).__name__})") from error
+            raise checkpoint.damage_error(f"its documents are not as they were written ({type(error).__name__})") from error
 
 
 def export_checkpoint(
@@ -89,7 +89,7 @@ def export_checkpoint(
     checkpoint = CheckpointStore(run.checkpoints).at(step)
     checkpoint.verify()
     if not (checkpoint.model / "config.json").is_file():
-        raise checkpoint.damaged("model/config.json is missing")
+        raise checkpoint.damage_error("model/config.json is missing")
     recorded = _Recorded.of(checkpoint)
     model = _base(recorded, choices)
     # a classifier has no place for adapters beside it

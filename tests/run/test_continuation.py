@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from skyrl_engine.errors import CheckpointError
-from skyrl_engine.run.continuation import changed_config, refuse_changed_plugins, refuse_other_trainer
+from skyrl_engine.run.continuation import find_changed_keys, refuse_changed_plugins, refuse_other_trainer
 
 
 def lock(name: str, version: str | None = "0.1.0", distribution: str | None = "acme", sha256: str | None = None) -> dict[str, Any]:
@@ -82,12 +82,12 @@ def test_changed_configuration_is_listed_and_what_changes_no_number_is_not() -> 
         "loss": {"use": "focal", "gamma": 2.0},
         "environments": [{"use": "function", "reward": "b.py:f"}, {"use": "gymnasium"}],
     }
-    assert [str(change) for change in changed_config(before, after)] == [
+    assert [str(change) for change in find_changed_keys(before, after)] == [
         "run.seed: 0 -> 1",
         "loss.gamma: None -> 2.0",
         "environments[0].reward: 'a.py:f' -> 'b.py:f'",
     ]
-    assert [change.key for change in changed_config(after, before)] == ["run.seed", "environments[0].reward", "loss.gamma"]
+    assert [change.key for change in find_changed_keys(after, before)] == ["run.seed", "environments[0].reward", "loss.gamma"]
 
 
 def test_another_trainer_cannot_go_on() -> None:

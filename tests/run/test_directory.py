@@ -50,7 +50,7 @@ def test_a_run_is_resumed_beside_the_files_of_its_observers(tmp_path: Path) -> N
 def test_a_start_that_failed_before_its_manifest_does_not_block_the_directory(tmp_path: Path) -> None:
     run = open_run_directory(str(tmp_path), name="x", resume=False)
     run.log.touch()
-    with run.owned():
+    with run.lock():
         pass
     open_run_directory(str(tmp_path), name="x", resume=False)
 
@@ -65,15 +65,15 @@ def test_a_place_where_nothing_can_be_written_is_named(tmp_path: Path, monkeypat
         open_run_directory(None, name="x", resume=False)
     run = open_run_directory(str(tmp_path / "run"), name="x", resume=False)
     (run.path / ".lock").mkdir()  # stands for missing permission, which does not keep root from writing
-    with pytest.raises(EngineError, match=r"run cannot be used \(Is a directory\)"), run.owned():
+    with pytest.raises(EngineError, match=r"run cannot be used \(Is a directory\)"), run.lock():
         pass
 
 
 def test_a_second_owner_is_refused(tmp_path: Path) -> None:
     run = open_run_directory(str(tmp_path), name="x", resume=False)
-    with run.owned(), pytest.raises(EngineError, match="another process is running in"), run.owned():
+    with run.lock(), pytest.raises(EngineError, match="another process is running in"), run.lock():
         pass
-    with run.owned():
+    with run.lock():
         pass
 
 
