@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from skyrl_engine.testing.mergers.suite import MergerConformance
     from skyrl_engine.testing.promise import Broken, Finding, Promise, Undecidable, Verdict
     from skyrl_engine.testing.reducers.suite import ReducerConformance
-    from skyrl_engine.testing.subject import Subject, selected
+    from skyrl_engine.testing.subject import Subject, select_plugin
 
 __all__ = [
     "AdvantageConformance",
@@ -47,7 +47,7 @@ __all__ = [
     "promises_of",
     "sample_columns",
     "sample_lengths",
-    "selected",
+    "select_plugin",
     "verify",
 ]
 
@@ -73,7 +73,7 @@ _HOMES = {
     "promises_of": "kit",
     "sample_columns": "collators.strategies",
     "sample_lengths": "collators.strategies",
-    "selected": "subject",
+    "select_plugin": "subject",
     "verify": "kit",
 }
 

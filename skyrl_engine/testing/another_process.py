@@ -48,7 +48,7 @@ def start() -> None:
     _process()
 
 
-def asked(function: Callable[..., Any], *arguments: object) -> Any:
+def ask(function: Callable[..., Any], *arguments: object) -> Any:
     """Return what a function of a module returns in the other process. All that goes there and back is pickled.
 
     Raises Undecidable where the arguments cannot be, and Broken where the function fails.
@@ -127,13 +127,13 @@ def another_process(answer: Answer, cases: Callable[[Subject[Any]], Iterable[Any
     def another_process(subject: Subject[Any], _case: None) -> None:
         assert subject.plugin is not None, "exempt without a plugin"
         chosen = list(cases(subject))
-        here = [_answered(answer, subject, case) for case in deepcopy(chosen)]
-        there = asked(_answers, answer, subject.plugin.lock(), chosen)
+        here = [_answer(answer, subject, case) for case in deepcopy(chosen)]
+        there = ask(_answers, answer, subject.plugin.lock(), chosen)
         if all(each is None for each in here):
             raise Undecidable("it answers none of the cases")
         for case, mine, theirs in zip(chosen, here, there, strict=True):
             # one that answers differently every time breaks another promise
-            if mine != theirs and _answered(answer, subject, deepcopy(case)) == mine:
+            if mine != theirs and _answer(answer, subject, deepcopy(case)) == mine:
                 raise Broken(
                     "answers otherwise in another process, where a set of texts has another order, and its module has not been called before",
                     "Sort what comes out of a set, number texts with np.unique(..., return_inverse=True), and keep nothing in a module",
@@ -145,10 +145,10 @@ def another_process(answer: Answer, cases: Callable[[Subject[Any]], Iterable[Any
 
 def _answers(answer: Answer, lock: Mapping[str, Any], cases: Iterable[Any]) -> list[object]:
     subject: Subject[Any] = Subject.of_plugin(SelectedPlugin.from_lock(lock))
-    return [_answered(answer, subject, case) for case in cases]
+    return [_answer(answer, subject, case) for case in cases]
 
 
-def _answered(answer: Answer, subject: Subject[Any], case: Any) -> object:
+def _answer(answer: Answer, subject: Subject[Any], case: Any) -> object:
     """Return the answer, None where the product fails."""
     try:
         return answer(subject, case)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import settings
 
 from skyrl_engine.testing.promise import EXAMPLES, Promise
-from skyrl_engine.testing.subject import Subject, selected
+from skyrl_engine.testing.subject import Subject, select_plugin
 
 
 class Conformance:
@@ -42,7 +42,7 @@ class Conformance:
         maker = getattr(self, self.kind)
         if self.plugin is None or getattr(maker, "__func__", None) is not vars(self._suite())[self.kind]:
             return Subject(type(self).__name__, maker, **more)
-        return Subject.of_plugin(selected(self.kind, self.plugin, self.options), **more)
+        return Subject.of_plugin(select_plugin(self.kind, self.plugin, self.options), **more)
 
     @classmethod
     def _suite(cls) -> type["Conformance"]:

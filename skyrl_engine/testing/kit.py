@@ -47,9 +47,9 @@ def verify(
     """
     kind = plugin.loaded.record.kind
     promises = promises_of(kind)
-    from skyrl_engine.testing.process_settings import restored_settings
+    from skyrl_engine.testing.process_settings import restore_settings
 
-    with restored_settings():
+    with restore_settings():
         return _verdict(plugin, promises, examples, layouts, given)
 
 

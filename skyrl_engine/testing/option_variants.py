@@ -38,7 +38,7 @@ def variants(plugin: SelectedPlugin, given: frozenset[str]) -> Iterator[tuple[st
         if not attribute.init or key in given or key not in plugin.table:
             continue
         present = plugin.table[key]
-        for value, bound in _allowed(attribute):
+        for value, bound in _list_allowed_values(attribute):
             if value == present and type(value) is type(present):
                 continue
             try:
@@ -48,14 +48,14 @@ def variants(plugin: SelectedPlugin, given: frozenset[str]) -> Iterator[tuple[st
             yield f"{key} = {'none' if value is None else repr(value)}", other, bound
 
 
-def _allowed(attribute: "attrs.Attribute[Any]") -> list[tuple[Any, bool]]:
+def _list_allowed_values(attribute: "attrs.Attribute[Any]") -> list[tuple[Any, bool]]:
     kinds = _alternatives(attribute.type)
-    named = list_allowed_values(attribute.validator) or tuple(each for kind in kinds for each in _named(kind))
+    named = list_allowed_values(attribute.validator) or tuple(each for kind in kinds for each in _values_of_type(kind))
     values: list[tuple[Any, bool]] = [(each, False) for each in named if isinstance(each, str | int | float)]
     # A number that may be none is most often the size of a limit, which at its bound refuses nearly all that is valid.
     if not values and attribute.type in (int, float):
         values = [(attribute.type(bound), True) for sign, bound in bounds(attribute.validator) if sign in (">=", "<=")]
-    members = list_allowed_members(attribute.validator) or tuple(each for kind in kinds for each in _named_members(kind))
+    members = list_allowed_members(attribute.validator) or tuple(each for kind in kinds for each in _values_of_members(kind))
     values += [([each], False) for each in members if isinstance(each, str | int | float)]
     return [*values, *((None, False) for kind in kinds if kind is type(None))]
 
@@ -65,18 +65,18 @@ def _alternatives(kind: Any) -> tuple[Any, ...]:
     return typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, types.UnionType) else (kind,)
 
 
-def _named(kind: Any) -> tuple[Any, ...]:
+def _values_of_type(kind: Any) -> tuple[Any, ...]:
     """Return all values of a type that has few."""
     if kind is bool:
         return False, True
     return typing.get_args(kind) if typing.get_origin(kind) is Literal else ()
 
 
-def _named_members(kind: Any) -> tuple[Any, ...]:
+def _values_of_members(kind: Any) -> tuple[Any, ...]:
     """Return all values of the members of a list of any length, where there are few."""
     members = typing.get_args(kind)
     endless = typing.get_origin(kind) in (list, set, frozenset) or (typing.get_origin(kind) is tuple and members[1:] == (...,))
-    return _named(members[0]) if endless else ()
+    return _values_of_type(members[0]) if endless else ()
 
 
 def with_variants(

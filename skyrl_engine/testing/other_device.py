@@ -158,7 +158,7 @@ class OtherDevice(TorchFunctionMode):
             self._require_one_place(func, args, named, others)
             target = "other" if others else "host"
         result = func(*args, **named)
-        return self._marked(result, target, given)
+        return self._mark(result, target, given)
 
     def _require_readable(self, func: Any, args: tuple[Any, ...]) -> None:
         """Count what the host waits for, and refuse what only tensors of the CPU do."""
@@ -175,22 +175,22 @@ class OtherDevice(TorchFunctionMode):
         """Return where the call says that its result is to be (None: where its arguments are), and the call in words that torch takes."""
         own = self.place(args[0]) if args and isinstance(args[0], torch.Tensor) else None
         if func is _T.cpu:
-            self._moved(own, "host", ".cpu()")
+            self._record_move(own, "host", ".cpu()")
             return "host", args, named
         if func is _T.to:
             return self._to(own, args, named)
         if func is _T.type_as:
             return self.place(args[1]), args, named
         if func in _MOVES_INTO:
-            self._moved(self.place(args[1]), own, "copy_")
+            self._record_move(self.place(args[1]), own, "copy_")
             return own, args, named
         if named.get("device") is not None:
             to = _place_of(named["device"])
             if to == "other":
                 named["device"] = torch.device("cpu")
-            elif own is not None and _called_by_torch():
+            elif own is not None and _is_called_by_torch():
                 to = own
-            elif own is None and _called_by_torch("distributed"):
+            elif own is None and _is_called_by_torch("distributed"):
                 to = "other"  # a mesh names its device by its type alone, "cpu" here
             return to, args, named
         if func in _FROM_SELF or (own is not None and getattr(func, "__name__", "").endswith("_like")):
@@ -204,19 +204,19 @@ class OtherDevice(TorchFunctionMode):
     ) -> tuple[Place | None, tuple[Any, ...], dict[str, Any]]:
         like = named.get("other", args[1] if len(args) > 1 else None)
         if isinstance(like, torch.Tensor):
-            self._moved(own, self.place(like), ".to(tensor)")
+            self._record_move(own, self.place(like), ".to(tensor)")
             return self.place(like), args, named
         device = named.get("device", next((each for each in args[1:] if _names_a_device(each)), None))
-        if device is None or (_called_by_torch() and _place_of(device) == "host"):
+        if device is None or (_is_called_by_torch() and _place_of(device) == "host"):
             return own, args, named
-        self._moved(own, _place_of(device), ".to(cpu)")
+        self._record_move(own, _place_of(device), ".to(cpu)")
         cpu = torch.device("cpu")
         args = tuple(cpu if _names_a_device(each) and _place_of(each) == "other" else each for each in args)
         if "device" in named and _place_of(device) == "other":
             named["device"] = cpu
         return _place_of(device), args, named
 
-    def _moved(self, source: Place | None, target: Place | None, what: str) -> None:
+    def _record_move(self, source: Place | None, target: Place | None, what: str) -> None:
         if source == "other" and target == "host":
             self.reads.append(Read(what, _line()))
 
@@ -234,7 +234,7 @@ class OtherDevice(TorchFunctionMode):
             f"{name} mixes devices: a tensor of shape {list(found[0].shape)} is on the CPU, others are where the model is, at {_line()}"
         )
 
-    def _marked(self, result: Any, place: Place, given: list[torch.Tensor]) -> Any:
+    def _mark(self, result: Any, place: Place, given: list[torch.Tensor]) -> Any:
         """Return the result with its place told. What did not move keeps its object; what moved is a copy, as on a device."""
         if isinstance(result, torch.Tensor):
             if result.is_meta or self.place(result) == place:
@@ -279,7 +279,7 @@ def _place_of(device: Any) -> Place:
     return "host" if torch.device(device) != OTHER and torch.device(device).type == "cpu" else "other"
 
 
-def _called_by_torch(package: str = "") -> bool:
+def _is_called_by_torch(package: str = "") -> bool:
     """Return True where torch's own Python asks, or a package of it: it has its devices from native code, which knows the CPU alone."""
     frame = sys._getframe(1)  # noqa: SLF001 - there is no public way to walk a stack without building all of it
     while frame is not None and frame.f_code.co_filename == __file__:

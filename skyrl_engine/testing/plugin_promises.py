@@ -56,7 +56,7 @@ def pickling(subject: Subject[Any], _case: None) -> None:
     options = None if subject.plugin is None else subject.plugin.options
     for what, value in (("its options", options), ("its product", subject.make())):
         try:
-            copy = _Unpickler(_pickled(value)).load()
+            copy = _Unpickler(_pickle(value)).load()
         except Exception as error:
             raise Broken(
                 f"{what} cannot be pickled: {' '.join(str(error).split())}",
@@ -66,7 +66,7 @@ def pickling(subject: Subject[Any], _case: None) -> None:
             raise Broken(f"{what} come back from pickling as {type(copy).__name__}", "Correct its __reduce__ or __getstate__")
 
 
-def _pickled(value: object) -> bytes:
+def _pickle(value: object) -> bytes:
     stream = io.BytesIO()
     _Pickler(stream, protocol=5).dump(value)
     return stream.getvalue()
@@ -76,7 +76,7 @@ class _Pickler(pickle.Pickler):
     """Pickles a decorated function through its plugin, because its name now refers to the plugin."""
 
     def persistent_id(self, obj: Any) -> tuple[str, str] | None:
-        if type(obj) is FunctionType and isinstance(_named(obj.__module__, obj.__qualname__), FunctionPlugin):
+        if type(obj) is FunctionType and isinstance(_find_object(obj.__module__, obj.__qualname__), FunctionPlugin):
             return obj.__module__, obj.__qualname__
         return None
 
@@ -86,10 +86,10 @@ class _Unpickler(pickle.Unpickler):
         super().__init__(io.BytesIO(data))
 
     def persistent_load(self, pid: tuple[str, str]) -> Any:
-        return _named(*pid).function
+        return _find_object(*pid).function
 
 
-def _named(module: str, name: str) -> Any:
+def _find_object(module: str, name: str) -> Any:
     return getattr(sys.modules.get(module), name, None)
 
 

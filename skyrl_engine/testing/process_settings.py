@@ -289,7 +289,7 @@ def _restore(before: Mapping[str, _Value]) -> None:
 
 
 @contextmanager
-def restored_settings() -> Iterator[None]:
+def restore_settings() -> Iterator[None]:
     """Restore the process's settings in the end."""
     before = settings_of_process()
     try:
@@ -299,7 +299,7 @@ def restored_settings() -> Iterator[None]:
 
 
 @contextmanager
-def settings_left_alone() -> Iterator[None]:
+def require_settings_unchanged() -> Iterator[None]:
     """Restore the process's settings in the end, and raise Broken where one had changed."""
     before = settings_of_process()
     try:
@@ -317,7 +317,7 @@ def settings_left_alone() -> Iterator[None]:
         return
     # a switch of torch says more than the legacy setting that it makes unreadable
     name = min(changed, key=lambda each: after[each] == _MIXED)
-    raise Broken(_told(name, before[name], after[name]), REMEDY)
+    raise Broken(_describe_change(name, before[name], after[name]), REMEDY)
 
 
 def _differs(before: _Value, after: _Value) -> bool:
@@ -325,7 +325,7 @@ def _differs(before: _Value, after: _Value) -> bool:
     return bool(after - before) if isinstance(after, frozenset) else before != after
 
 
-def _told(name: str, before: _Value, after: _Value) -> str:
+def _describe_change(name: str, before: _Value, after: _Value) -> str:
     if name == "threads":
         left = sorted(each.name for each in after - before)
         return f"leaves {len(left)} threads running, such as {left[0]!r}"
@@ -350,10 +350,10 @@ def require_settings_left_alone(call: Callable[[], object]) -> None:
     """
     modules, started = len(sys.modules), (_threads(), processes())
     try:
-        with settings_left_alone():
+        with require_settings_unchanged():
             call()
     except Broken:
         if len(sys.modules) == modules and (_threads(), processes()) == started:
             raise
-        with settings_left_alone():
+        with require_settings_unchanged():
             call()

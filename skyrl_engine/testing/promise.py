@@ -110,13 +110,13 @@ class Promise(Generic[Subject, Case]):
         lacks what its contract names breaks it, too.
         """
         try:
-            return self._held(subject, examples, derandomize=derandomize, shrink=shrink and self.shrinks)
+            return self._hold(subject, examples, derandomize=derandomize, shrink=shrink and self.shrinks)
         except (EngineError, HypothesisException):
             raise
         except Exception as error:  # noqa: BLE001 - whatever the kit stumbles over is a finding about the product
-            return self._broken(_unreadable(error), _Seen())
+            return self._report_broken(_unreadable(error), _Seen())
 
-    def _held(self, subject: Subject, examples: int, *, derandomize: bool, shrink: bool) -> Finding:
+    def _hold(self, subject: Subject, examples: int, *, derandomize: bool, shrink: bool) -> Finding:
         exemption = self.exempt(subject)
         if exemption is not None:
             return self._finding("not claimed", exemption)
@@ -133,12 +133,12 @@ class Promise(Generic[Subject, Case]):
                 # few cases, none of which the promise is about, say nothing about the plugin
                 self._draw(subject, seen, examples=EXAMPLES, derandomize=derandomize, shrink=shrink)
         except Broken as broken:
-            return self._broken(broken, seen)
+            return self._report_broken(broken, seen)
         except Flaky:  # the plugin answers the same case differently; what it answered before is still a counterexample
             assert seen.broken is not None, "flaky without a failure"
-            return self._broken(seen.broken, seen)
+            return self._report_broken(seen.broken, seen)
         if seen.broken is not None:
-            return self._broken(seen.broken, seen)
+            return self._report_broken(seen.broken, seen)
         if not seen.decided:
             return self._finding("undecided", seen.undecidable or "no case of this promise could be drawn")
         if seen.undecided > UNDECIDED * (seen.decided + seen.undecided):
@@ -168,7 +168,7 @@ class Promise(Generic[Subject, Case]):
     def _finding(self, status: Status, cause: str | None = None) -> Finding:
         return Finding(self.name, self.sentence, status, cause)
 
-    def _broken(self, broken: Broken, seen: "_Seen") -> Finding:
+    def _report_broken(self, broken: Broken, seen: "_Seen") -> Finding:
         lines = [] if seen.case is None else str(seen.case).splitlines()
         if len(lines) > MOST_LINES:
             lines = [*lines[: MOST_LINES - 1], f"... and {len(lines) - MOST_LINES + 1} lines more"]
@@ -219,7 +219,7 @@ def no_cases(_subject: object) -> "st.SearchStrategy[None]":
     return st.none()
 
 
-def claimed(_subject: object) -> None:
+def exempt_nobody(_subject: object) -> None:
     """Exempt nobody: every subject claims the promise."""
     return
 
@@ -228,7 +228,7 @@ def promise(
     sentence: str,
     *,
     cases: Callable[[Any], "st.SearchStrategy[Any]"] = no_cases,
-    exempt: Callable[[Any], str | None] = claimed,
+    exempt: Callable[[Any], str | None] = exempt_nobody,
     effort: float = 1.0,
     first: Callable[[Any], Iterable[Any]] = no_explicit_cases,
     shrinks: bool = True,
@@ -250,7 +250,7 @@ def any_of(*exemptions: Callable[[Any], str | None]) -> Callable[[Any], str | No
     return exempt
 
 
-def blamed(findings: Iterable[Finding]) -> tuple[Finding, ...]:
+def drop_repeated_causes(findings: Iterable[Finding]) -> tuple[Finding, ...]:
     """Return the findings about one plugin, each fault told once.
 
     Undecided ones are broken where nothing else is: then no other promise says what is wrong. Of broken ones with the same cause, such as one
@@ -289,7 +289,7 @@ class Verdict:
         cls, promises: Iterable[Promise[Any, Any]], subject: object, *, examples: int = EXAMPLES, derandomize: bool = True
     ) -> "Verdict":
         """Check every promise on the subject."""
-        return cls(blamed([each.hold(subject, examples=examples, derandomize=derandomize) for each in promises]))
+        return cls(drop_repeated_causes([each.hold(subject, examples=examples, derandomize=derandomize) for each in promises]))
 
     def of_status(self, status: Status) -> tuple[Finding, ...]:
         return tuple(finding for finding in self.findings if finding.status == status)

@@ -24,7 +24,7 @@ def global_random_state() -> RandomState:
 
 
 @contextmanager
-def restored_random_state() -> Iterator[None]:
+def restore_random_state() -> Iterator[None]:
     """Restore all three states in the end."""
     python, numpy, tensors = random.getstate(), np.random.get_state(), torch.random.get_rng_state()
     try:

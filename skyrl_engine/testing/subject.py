@@ -52,12 +52,12 @@ def part_of(product: Product, label: str, kind: str) -> BoundPlugin[Product]:
     return BoundPlugin(product, Owner.of_unrecorded(label, kind), kind, "under_test")
 
 
-def selected(kind: str, plugin: object, options: Mapping[str, Any], base: Path | None = None) -> SelectedPlugin:
+def select_plugin(kind: str, plugin: object, options: Mapping[str, Any], base: Path | None = None) -> SelectedPlugin:
     """Select the plugin that a reference names, or the plugin itself, with these options. Raises as selecting it for a run does.
 
     A plugin itself is found again in other processes by its module and its name there; raises PluginNotFoundError for one without.
     """
-    registry = _installed(tuple(sys.path))
+    registry = _discover_installed(tuple(sys.path))
     if isinstance(plugin, str):
         return SelectedPlugin.of(registry.resolve(kind, plugin, base=base), dict(options), "options")
     record = next((each for each in registry.records(kind) if _is_at(each.target, plugin)), None)
@@ -89,6 +89,6 @@ def _home_of(plugin: object) -> tuple[ModuleType, str]:
 
 
 @cache
-def _installed(_search_path: tuple[str, ...]) -> Registry:
+def _discover_installed(_search_path: tuple[str, ...]) -> Registry:
     """Read the metadata of installed distributions once: a suite would otherwise read some hundred of them for each test."""
     return Registry.discover()

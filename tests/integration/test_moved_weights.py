@@ -18,7 +18,7 @@ from skyrl_engine.contracts.values.model import ModelConfig
 from skyrl_engine.errors import PluginNotFoundError
 from skyrl_engine.modeling.tiny import VOCABULARY, Family, write_model
 from skyrl_engine.proof.ranks import CONTEXT
-from skyrl_engine.testing.backends.batches import WeightedObjective, definition, documents, padded
+from skyrl_engine.testing.backends.batches import WeightedObjective, definition, documents, build_padded
 from skyrl_engine.testing.ranks.world import alone
 
 Scores = dict[int, npt.NDArray[np.float32]]
@@ -40,7 +40,7 @@ def started(name: str, directory: Path) -> Backend:
 
 
 def scores(backend: Backend) -> Scores:
-    output = backend.forward(padded(documents(VOCABULARY), 4), WeightedObjective())
+    output = backend.forward(build_padded(documents(VOCABULARY), 4), WeightedObjective())
     return dict(zip(output.sample_ids.tolist(), output.fields["logprobs"], strict=True))
 
 
@@ -59,7 +59,7 @@ def test_each_backend_goes_on_from_what_another_exported(tmp_path: Path, family:
         for number, name in enumerate(JOURNEY):
             with closing(started(name, directory)) as backend:
                 assert apart(scores(backend), handed_over) <= ROUNDING, f"{name} loads other weights"
-                backend.forward_backward(padded(documents(VOCABULARY), 4), WeightedObjective())
+                backend.forward_backward(build_padded(documents(VOCABULARY), 4), WeightedObjective())
                 backend.optim_step()
                 reached = scores(backend)
                 assert apart(reached, handed_over) > 100 * ROUNDING

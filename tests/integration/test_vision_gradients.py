@@ -17,17 +17,17 @@ import pytest
 from skyrl_engine.contracts.kinds.backend import AdamWSettings, Backend, RankEnvironment
 from skyrl_engine.contracts.values.model import ModelConfig
 from skyrl_engine.modeling.tiny import VOCABULARY, write_vision_model
-from skyrl_engine.testing.backends.batches import WeightedObjective, packed, padded, picture_documents, worst
+from skyrl_engine.testing.backends.batches import WeightedObjective, build_packed, build_padded, picture_documents, worst
 from skyrl_engine.testing.pictures import Variant
 from skyrl_engine.testing.ranks.world import alone
 
-CASES: Sequence[tuple[Variant, Any]] = (("own", padded), ("own", packed), ("negated", padded))
+CASES: Sequence[tuple[Variant, Any]] = (("own", build_padded), ("own", build_packed), ("negated", build_padded))
 """Pictures and layout of rows: documents with one image, several and none, one of them without a token."""
 
 
 def gradients(backend: Backend, model: Path, variant: Variant, rows: Any) -> dict[str, npt.NDArray[np.float32]]:
     with closing(backend):
-        backend.setup(ModelConfig(str(model)), AdamWSettings(), RankEnvironment(0, 1, "cpu", 0, packed_rows=rows is packed))
+        backend.setup(ModelConfig(str(model)), AdamWSettings(), RankEnvironment(0, 1, "cpu", 0, packed_rows=rows is build_packed))
         backend.forward_backward(rows(picture_documents(VOCABULARY, variant), 3), WeightedObjective())
         return {name: gradient.numpy().copy() for name, gradient in backend.gradients()}
 

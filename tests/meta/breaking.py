@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from skyrl_engine.testing import Finding, Promise, Subject
-from skyrl_engine.testing.promise import blamed
+from skyrl_engine.testing.promise import drop_repeated_causes
 
 FEW = 6
 """Examples of a promise that is expected to be kept."""
@@ -15,7 +15,7 @@ def broken_by(
 ) -> Mapping[str, Finding]:
     """Findings by promise; those that are suspected are tried on so many examples. `more` as for `Subject`."""
     subject = Subject("test", make, **more)
-    findings = blamed([each.hold(subject, examples=examples if each.name in suspected else FEW) for each in promises])
+    findings = drop_repeated_causes([each.hold(subject, examples=examples if each.name in suspected else FEW) for each in promises])
     return {finding.promise: finding for finding in findings if finding.status == "broken"}
 
 

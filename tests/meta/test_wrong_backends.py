@@ -7,7 +7,7 @@ import wrong_backend_steps as steps
 from backends_made_wrong import Wrong
 from breaking import require_broken
 
-from skyrl_engine.testing import selected
+from skyrl_engine.testing import select_plugin
 from skyrl_engine.testing.backends.bench import Bench
 from skyrl_engine.testing.backends.promises import BACKEND_PROMISES
 from skyrl_engine.testing.backends.subject import BackendSubject
@@ -25,7 +25,7 @@ def bench():
 
 
 def broken_by(bench, name, layout, promises=None):
-    subject = BackendSubject(selected("backend", f"{FILES[name]}:{name}", {}), bench, (layout,))
+    subject = BackendSubject(select_plugin("backend", f"{FILES[name]}:{name}", {}), bench, (layout,))
     findings = [each.hold(subject) for each in BACKEND_PROMISES if promises is None or each.name in promises]
     return {finding.promise: finding for finding in findings if finding.status == "broken"}
 

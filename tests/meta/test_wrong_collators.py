@@ -9,7 +9,7 @@ from collators_made_wrong import Delegating
 
 from skyrl_engine.testing.collators.promises import COLLATOR_PROMISES
 from skyrl_engine.testing.collators.strategies import layouts
-from skyrl_engine.testing.subject import Subject, selected
+from skyrl_engine.testing.subject import Subject, select_plugin
 from skyrl_engine_collators.packed import reference as packed_reference
 from skyrl_engine_collators.padded import reference as padded_reference
 
@@ -197,7 +197,7 @@ def test_a_collator_that_leaves_long_samples_out_breaks_a_promise(tmp_path):
     (tmp_path / "leaves_out.py").write_text(LEAVES_OUT)
     held = {"./leaves_out.py:wrong": "broken", "padded": "kept", "packed": "kept"}
     for reference, status in held.items():
-        subject = Subject.of_plugin(selected("collator", reference, {}, base=tmp_path))
+        subject = Subject.of_plugin(select_plugin("collator", reference, {}, base=tmp_path))
         assert PROMISES["overlong"].hold(subject, examples=20).status == status
         assert PROMISES["samples_once"].hold(subject, examples=5).status == "kept"
 

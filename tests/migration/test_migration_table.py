@@ -38,7 +38,7 @@ from published_formulas import (
 from skyrl_engine import BatchStructure, LossOutput
 from skyrl_engine.contracts.kinds.loss import LossTokens, Sequences
 from skyrl_engine.contracts.values.ragged import offsets_of
-from skyrl_engine.testing.subject import CONTEXT, selected
+from skyrl_engine.testing.subject import CONTEXT, select_plugin
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "migration.md"
 STEP = 1e-6
@@ -112,12 +112,12 @@ def objective(row: Row, batch: Batch, masks: list[np.ndarray]) -> tuple[float, n
         "ref_logprobs": "ref",
         "advantages": "a",
     }
-    loss = selected("loss", row.loss[0], row.loss[1]).make(CONTEXT)
+    loss = select_plugin("loss", row.loss[0], row.loss[1]).make(CONTEXT)
     needs = {need: torch.from_numpy(np.concatenate(getattr(batch, names.get(need, need)))) for need in loss.needs}
     variable = needs["values" if "values" in needs else "logprobs"].requires_grad_()
     output = loss(LossTokens(needs, Sequences(index, counts, ids, ids), torch.Generator))
     losses = output.token_loss if isinstance(output, LossOutput) else output
-    reducer = selected("reducer", row.reducer[0], row.reducer[1]).make(evolve(CONTEXT, max_sequence_length=None))
+    reducer = select_plugin("reducer", row.reducer[0], row.reducer[1]).make(evolve(CONTEXT, max_sequence_length=None))
     structure = BatchStructure(
         loss_weight=np.concatenate(masks).astype(np.uint8),
         action_offsets=offsets_of(LENGTHS),
@@ -161,7 +161,7 @@ def test_what_the_page_says_of_weights_between_0_and_1(reducer: str, ours: list[
         unit_ids=np.arange(2),
         micro_batch=np.arange(2),
     )
-    made = selected("reducer", reducer, {}).make(evolve(CONTEXT, max_sequence_length=None))
+    made = select_plugin("reducer", reducer, {}).make(evolve(CONTEXT, max_sequence_length=None))
     np.testing.assert_allclose(made.weights(structure), ours, rtol=1e-6)
     halves = np.array([0.5, 0.5, 0.25, 0.25])
     sums, over = {"token_mean": (0.75, 1), "token_mean_legacy": (halves, 2), "sequence_mean": (halves, 2), "group_mean": (0.75, 1)}[
@@ -176,7 +176,7 @@ def test_what_the_page_says_of_gspo() -> None:
     p, old = torch.tensor([-1.0, -2.0]), torch.tensor([-1.4, -1.8])
     ids = torch.tensor([0])
     needs = {"logprobs": p, "old_logprobs": old, "advantages": torch.ones(2)}
-    loss = selected("loss", "gspo", {"clip_low": 1.0, "clip_high": 9.0}).make(CONTEXT)
+    loss = select_plugin("loss", "gspo", {"clip_low": 1.0, "clip_high": 9.0}).make(CONTEXT)
     output = loss(LossTokens(needs, Sequences(torch.zeros(2, dtype=torch.long), torch.tensor([2]), ids, ids), torch.Generator))
     np.testing.assert_allclose(output.token_loss.numpy(), [-np.exp(0.1)] * 2, rtol=1e-6)
     weights, differences = np.array([0.75, 0.25]), np.array([0.4, -0.2])

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from skyrl_engine.contracts import AdamWSettings, LoraConfig, ModelConfig, Topology
 from skyrl_engine.modeling.tiny import write_model
-from skyrl_engine.testing import selected
+from skyrl_engine.testing import select_plugin
 from skyrl_engine.testing.backends.bench import Bench
 from skyrl_engine.testing.backends.ranks import BackendRanks, Opening, PassOrder
 
@@ -91,7 +91,7 @@ def odd(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def opened(bench: Bench, plugin: str, options: dict[str, object], model: ModelConfig, *, learns: bool = True) -> BackendRanks:
-    lock = selected("backend", plugin, options).lock()
+    lock = select_plugin("backend", plugin, options).lock()
     optimizer = AdamWSettings(learning_rate=0.1, max_grad_norm=None) if learns else None
     return bench.ranks(Opening(lock, Topology(dp=2), model, optimizer, "cpu"))
 

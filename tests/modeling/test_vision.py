@@ -20,7 +20,7 @@ from skyrl_engine.modeling.parity import check_parity
 from skyrl_engine.modeling.scorer import Scorer
 from skyrl_engine.modeling.tiny import IMAGE_TOKEN, VOCABULARY, write_vision_model
 from skyrl_engine.modeling.vision import ImageDecoder, language_part
-from skyrl_engine.testing.backends.batches import padded, picture_documents
+from skyrl_engine.testing.backends.batches import build_padded, picture_documents
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def load(directory: Path, **options: Any) -> tuple[Any, Scorer]:
 
 def batch(*numbers: int) -> MicroBatch:
     documents = picture_documents(VOCABULARY, "own")
-    return padded([documents[number] for number in numbers], len(numbers))[0]
+    return build_padded([documents[number] for number in numbers], len(numbers))[0]
 
 
 def test_it_is_loaded_with_its_tower(directory: Path) -> None:

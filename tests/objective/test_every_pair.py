@@ -12,9 +12,9 @@ from skyrl_engine.contracts.kinds.reducer import BatchStructure
 from skyrl_engine.contracts.values.ragged import offsets_of
 from skyrl_engine.registry.resolve import Registry
 from skyrl_engine.testing.losses.evaluation import evaluate
-from skyrl_engine.testing.subject import CONTEXT, selected
-from skyrl_engine.testing.tokens.evaluation import joined
-from skyrl_engine.testing.tokens.explicit import varied
+from skyrl_engine.testing.subject import CONTEXT, select_plugin
+from skyrl_engine.testing.tokens.evaluation import join_evaluations
+from skyrl_engine.testing.tokens.explicit import make_varied_batch
 from skyrl_engine.testing.tokens.token_batches import CutBatch, TokenBatch
 
 PARTS = ((0, 3), (5, 1, 4), (2,))
@@ -36,7 +36,7 @@ def weighted(batch: TokenBatch, reducer: str) -> TokenBatch:
     structure = BatchStructure(
         weight, offsets_of(batch.lengths), batch.group_ids, batch.unit_ids, micro_batch, CONTEXT.max_sequence_length
     )
-    return evolve(batch, weights=selected("reducer", reducer, {}).make(CONTEXT).weights(structure))
+    return evolve(batch, weights=select_plugin("reducer", reducer, {}).make(CONTEXT).weights(structure))
 
 
 def shortened(batch: TokenBatch) -> TokenBatch:
@@ -52,17 +52,17 @@ def shortened(batch: TokenBatch) -> TokenBatch:
 @pytest.mark.parametrize("reducer", first_party("reducer"))
 @pytest.mark.parametrize("name", first_party("loss"))
 def test_parts_add_up_to_the_whole(name: str, reducer: str) -> None:
-    loss = selected("loss", name, {}).make(CONTEXT)
+    loss = select_plugin("loss", name, {}).make(CONTEXT)
     if loss.reducers is not None and reducer not in loss.reducers:
         return
-    batch = weighted(shortened(varied(loss.needs)), reducer)
+    batch = weighted(shortened(make_varied_batch(loss.needs)), reducer)
     whole = evaluate(name, loss, batch)
     assert whole.total == pytest.approx((batch.weights * whole.per_token).sum(), rel=1e-12)
     assert any(gradient.any() for gradient in whole.gradients.values())
     if loss.batch_local:
         return
     cut = PARTS if batch.roles is None else WHOLE_UNITS
-    parts = joined(CutBatch(batch, cut), [evaluate(name, loss, batch.take(part)) for part in cut])
+    parts = join_evaluations(CutBatch(batch, cut), [evaluate(name, loss, batch.take(part)) for part in cut])
     assert parts.total == pytest.approx(whole.total, rel=1e-12)
     for score, gradient in whole.gradients.items():
         np.testing.assert_allclose(parts.gradients[score], gradient, rtol=1e-12, atol=0)
@@ -77,7 +77,7 @@ def test_a_mean_of_its_own_would_be_noticed() -> None:
             values = -tokens.logprobs  # type: ignore[attr-defined]
             return values / len(values)
 
-    batch = weighted(shortened(varied(("logprobs",))), "sum")
+    batch = weighted(shortened(make_varied_batch(("logprobs",))), "sum")
     whole = evaluate("mean", Mean(), batch)
-    parts = joined(CutBatch(batch, PARTS), [evaluate("mean", Mean(), batch.take(part)) for part in PARTS])
+    parts = join_evaluations(CutBatch(batch, PARTS), [evaluate("mean", Mean(), batch.take(part)) for part in PARTS])
     assert parts.total != pytest.approx(whole.total, rel=1e-2)

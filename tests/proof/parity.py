@@ -35,7 +35,7 @@ from skyrl_engine.proof.layouts import ParallelSizes
 from skyrl_engine.proof.ranks import CONTEXT
 from skyrl_engine.proof.rollouts import LONGEST, make_rollouts
 from skyrl_engine.testing.backends.gradient_comparison import norm_of
-from skyrl_engine.testing.ranks.world import kept
+from skyrl_engine.testing.ranks.world import start_shared_world
 from skyrl_engine.testing.ranks.world_transport import group_on
 from skyrl_engine.workers.launch import WorkerGroup, launch_workers
 from skyrl_engine.workers.spec import WorkerSpec
@@ -197,7 +197,7 @@ class Matrix:
     def group(self, backend: str, layout: str, optimizer: OptimizerConfig | None = None) -> WorkerGroup:
         """The backend on ranks of the matrix; SGD where no optimizer is given. A context manager that leaves the ranks running."""
         spec = self._spec(backend, layout, optimizer or SGD)
-        return group_on(kept(spec.topology.world_size), spec)
+        return group_on(start_shared_world(spec.topology.world_size), spec)
 
     def reference(self, key: Key) -> "Trajectory":
         """Return the steps of the one process."""

@@ -11,7 +11,7 @@ import pytest
 from skyrl_engine.contracts import Action, FactoryContext, StepResult, Task
 from skyrl_engine.errors import RolloutError
 from skyrl_engine.rollout.episodes import EpisodePool
-from skyrl_engine.testing import selected
+from skyrl_engine.testing import select_plugin
 
 FILE = Path(__file__).with_name("naughty_environment.py")
 TIMEOUT_S = 0.3
@@ -23,7 +23,7 @@ PATIENCE_S = 60.0
 
 
 def pool_of(name="naughty", **options):
-    lock = selected("environment", f"{FILE}:{name}", {}).lock()
+    lock = select_plugin("environment", f"{FILE}:{name}", {}).lock()
     return EpisodePool([lock], [name], FactoryContext(), **{"workers": 1, "timeout_s": PATIENCE_S, "retries": 0, **options})
 
 

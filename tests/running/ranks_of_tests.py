@@ -9,20 +9,20 @@ from unittest.mock import patch
 
 import pytest
 
-from skyrl_engine.testing.ranks.world import World, alone, kept
+from skyrl_engine.testing.ranks.world import World, alone, start_shared_world
 from skyrl_engine.testing.ranks.world_transport import OwnRanksTransport
 
 
 @pytest.fixture(scope="session")
 def pair() -> World:
     """Two ranks in processes of their own."""
-    return kept(2)
+    return start_shared_world(2)
 
 
 @pytest.fixture(scope="session")
 def quad() -> World:
     """Four of them."""
-    return kept(4)
+    return start_shared_world(4)
 
 
 @pytest.fixture(name="alone", scope="module")

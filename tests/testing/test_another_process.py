@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from skyrl_engine.testing import another_process
-from skyrl_engine.testing.another_process import asked
+from skyrl_engine.testing.another_process import ask
 from skyrl_engine.testing.kit import promises_of
 from skyrl_engine.testing.promise import Broken, Undecidable
-from skyrl_engine.testing.subject import Subject, selected
+from skyrl_engine.testing.subject import Subject, select_plugin
 
 BY_SETS = {
     "loss": """
@@ -62,7 +62,7 @@ FIRST = "from string import ascii_letters\n\n\ndef first():\n    return next(ite
 
 def finding(kind, source, folder):
     (folder / "mine.py").write_text(FIRST + source)
-    subject = Subject.of_plugin(selected(kind, "./mine.py:mine", {}, base=folder))
+    subject = Subject.of_plugin(select_plugin(kind, "./mine.py:mine", {}, base=folder))
     (promise,) = (each for each in promises_of(kind) if each.name == "another_process")
     return promise.hold(subject)
 
@@ -83,36 +83,36 @@ def test_a_sorted_set_is_right(kind, tmp_path):
 
 def test_the_kits_texts_have_another_order_there():
     for texts in another_process.TEXTS:
-        assert asked(list, set(texts)) != list(set(texts))
+        assert ask(list, set(texts)) != list(set(texts))
 
 
 def test_no_answer_changes_the_next(monkeypatch, tmp_path):
-    assert asked(sys.path.append, "left behind") is None
+    assert ask(sys.path.append, "left behind") is None
     monkeypatch.setenv("TOLD_TO_BOTH", "yes")
     monkeypatch.chdir(tmp_path)
-    assert "left behind" not in asked(list, sys.path)
-    assert asked(os.getenv, "TOLD_TO_BOTH") == "yes"
-    assert asked(os.getenv, "RANK") == "1"
-    assert asked(Path.cwd) == tmp_path
+    assert "left behind" not in ask(list, sys.path)
+    assert ask(os.getenv, "TOLD_TO_BOTH") == "yes"
+    assert ask(os.getenv, "RANK") == "1"
+    assert ask(Path.cwd) == tmp_path
 
 
 def test_a_failure_there_is_told():
     with pytest.raises(Broken, match=r"fails in a fresh process: FileNotFoundError: .*no-such-file"):
-        asked(os.stat, "no-such-file")
+        ask(os.stat, "no-such-file")
     with pytest.raises(Broken, match="fails in a fresh process: it ended with status 7"):
-        asked(os._exit, 7)
+        ask(os._exit, 7)
     with pytest.raises(Undecidable, match="cannot be pickled"):
-        asked(lambda: 1)
-    assert asked(abs, -1) == 1, "and the next question is answered"
+        ask(lambda: 1)
+    assert ask(abs, -1) == 1, "and the next question is answered"
 
 
 def test_an_answer_that_nobody_waited_for_is_not_taken_for_the_next(monkeypatch):
     real = another_process.Connection.recv_bytes
     monkeypatch.setattr(another_process.Connection, "recv_bytes", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        asked(abs, -1)
+        ask(abs, -1)
     monkeypatch.setattr(another_process.Connection, "recv_bytes", real)
-    assert asked(abs, -2) == 2
+    assert ask(abs, -2) == 2
 
 
 def interrupted(*_):

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from skyrl_engine.testing import verify
-from skyrl_engine.testing.subject import selected
+from skyrl_engine.testing.subject import select_plugin
 
 PAGES = Path(__file__).parents[2] / "docs/how-to"
 PLUGINS = [
@@ -22,5 +22,5 @@ PLUGINS = [
 def test_it_keeps_every_promise(kind: str, page: str, name: str, tmp_path: Path) -> None:
     blocks = re.findall(r"```python\n(.*?)```", (PAGES / page).read_text(), re.DOTALL)
     (tmp_path / "mine.py").write_text("\n".join(each for each in blocks if "@loss" in each or "@reducer" in each))
-    verdict = verify(selected(kind, f"./mine.py:{name}", {}, base=tmp_path), examples=20, given=())
+    verdict = verify(select_plugin(kind, f"./mine.py:{name}", {}, base=tmp_path), examples=20, given=())
     assert verdict.kept, [each for each in verdict.findings if each.status in ("broken", "undecided")]

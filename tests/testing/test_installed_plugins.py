@@ -9,7 +9,7 @@ from skyrl_engine.errors import ConfigError
 from skyrl_engine.registry.kinds import KINDS
 from skyrl_engine.registry.resolve import Registry
 from skyrl_engine.testing.kit import verify
-from skyrl_engine.testing.subject import selected
+from skyrl_engine.testing.subject import select_plugin
 
 ELSEWHERE = {"backend", "environment"}
 RECORDS = [record for record in Registry.discover().records() if KINDS[record.kind].suite and record.kind not in ELSEWHERE]
@@ -18,7 +18,7 @@ BY_DAY = ["collator:padded", "reducer:sum", "merger:list", "advantage:grpo", "gr
 
 def plugin(kind, name):
     try:
-        return selected(kind, name, {})
+        return select_plugin(kind, name, {})
     except ConfigError as error:
         if not all(problem.cause.startswith("is required") for problem in error.problems):
             raise

@@ -6,7 +6,7 @@ import pytest
 
 from skyrl_engine.testing import verify
 from skyrl_engine.testing.option_variants import variants
-from skyrl_engine.testing.subject import selected
+from skyrl_engine.testing.subject import select_plugin
 
 LOSS = """
 from typing import Literal
@@ -64,7 +64,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def test_an_allowed_value_that_breaks_a_promise_is_found_and_named(file: Path) -> None:
-    plugin = selected("loss", "./mine.py:mine", {}, base=file)
+    plugin = select_plugin("loss", "./mine.py:mine", {}, base=file)
     assert verify(plugin, examples=8).kept, "the default is right"
     broken = verify(plugin, examples=8, given=()).of_status("broken")
     assert {each.promise for each in broken} >= {"micro_batch_split"}
@@ -72,19 +72,19 @@ def test_an_allowed_value_that_breaks_a_promise_is_found_and_named(file: Path) -
 
 
 def test_an_option_that_is_given_keeps_its_value(file: Path) -> None:
-    plugin = selected("loss", "./mine.py:mine", {"form": "plain"}, base=file)
+    plugin = select_plugin("loss", "./mine.py:mine", {"form": "plain"}, base=file)
     assert verify(plugin, examples=8, given=("form",)).kept, "a strength of 0 learns nothing, by intention"
 
 
 def test_bounds_are_allowed_too(file: Path) -> None:
-    plugin = selected("loss", "./mine.py:divided", {}, base=file)
+    plugin = select_plugin("loss", "./mine.py:divided", {}, base=file)
     (first, *_) = verify(plugin, examples=8, given=()).of_status("broken")
     assert first.cause is not None
     assert first.cause.startswith("with by = 0.0, which its options allow: ")
 
 
 def test_options_that_may_be_none_and_members_of_lists_are_tried(file: Path) -> None:
-    plugin = selected("loss", "./mine.py:local", {}, base=file)
+    plugin = select_plugin("loss", "./mine.py:local", {}, base=file)
     assert [label for label, *_ in variants(plugin, frozenset())] == [
         "optional_text = 'local'",
         "optional_literal = 'local'",

@@ -5,7 +5,7 @@ from attrs import define
 
 from skyrl_engine import hookimpl, loss
 from skyrl_engine.errors import ConfigError, PluginBrokenError, PluginNotFoundError
-from skyrl_engine.testing import LossConformance, MergerConformance, selected
+from skyrl_engine.testing import LossConformance, MergerConformance, select_plugin
 from skyrl_engine_losses.plugin import cross_entropy
 from skyrl_engine_mergers import plugin as mergers
 
@@ -47,12 +47,12 @@ class TestObjectOfHooks(MergerConformance):
 
 
 def test_an_installed_plugin_is_its_entry_point():
-    record = selected("loss", cross_entropy, {}).loaded.record
+    record = select_plugin("loss", cross_entropy, {}).loaded.record
     assert (record.source, record.distribution) == ("distribution", "skyrl-engine-losses")
 
 
 def test_a_plugin_of_a_file_is_the_very_object_with_its_options():
-    chosen = selected("loss", focal, {"gamma": 3.0})
+    chosen = select_plugin("loss", focal, {"gamma": 3.0})
     assert chosen.loaded.record.reference == f"{__file__}:focal"
     assert chosen.table == {"gamma": 3.0}
     assert chosen.loaded.plugin is focal
@@ -61,20 +61,20 @@ def test_a_plugin_of_a_file_is_the_very_object_with_its_options():
 def test_another_process_finds_it_again():
     from skyrl_engine.config import SelectedPlugin
 
-    again = SelectedPlugin.from_lock(selected("loss", focal, {"gamma": 3.0}).lock())
+    again = SelectedPlugin.from_lock(select_plugin("loss", focal, {"gamma": 3.0}).lock())
     assert again.table == {"gamma": 3.0}
 
 
 def test_options_that_it_does_not_take_are_refused():
     with pytest.raises(ConfigError, match="alpha"):
-        selected("loss", focal, {"alpha": 1.0})
+        select_plugin("loss", focal, {"alpha": 1.0})
 
 
 def test_a_plugin_without_the_hook_is_refused():
     with pytest.raises(PluginBrokenError, match="does not implement skyrl_engine_make_loss"):
-        selected("loss", half, {})
+        select_plugin("loss", half, {})
 
 
 def test_a_plugin_that_no_module_holds_is_refused():
     with pytest.raises(PluginNotFoundError, match="is no value of a module"):
-        selected("loss", HalfAPlugin(), {})
+        select_plugin("loss", HalfAPlugin(), {})

@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 import torch
 
-from skyrl_engine.testing import selected, verify
-from skyrl_engine.testing.process_settings import restored_settings, settings_left_alone, settings_of_process
+from skyrl_engine.testing import select_plugin, verify
+from skyrl_engine.testing.process_settings import restore_settings, require_settings_unchanged, settings_of_process
 from skyrl_engine.testing.promise import Broken
 
 
@@ -73,35 +73,35 @@ CHANGES = {
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_change_is_told_and_put_back(name):
     before = settings_of_process()
-    with pytest.raises(Broken) as broken, settings_left_alone():
+    with pytest.raises(Broken) as broken, require_settings_unchanged():
         CHANGES[name]()
     assert name in broken.value.cause
     assert settings_of_process() == before
-    with restored_settings():
+    with restore_settings():
         CHANGES[name]()
     assert settings_of_process() == before
 
 
 def test_what_raises_is_put_back_too():
     before = settings_of_process()
-    with pytest.raises(ZeroDivisionError), settings_left_alone():
+    with pytest.raises(ZeroDivisionError), require_settings_unchanged():
         gc.disable() or 1 / 0
     assert settings_of_process() == before
 
 
 def test_a_thread_that_goes_on_is_told_and_one_that_ends_is_not():
     wait = threading.Event()
-    with settings_left_alone():
+    with require_settings_unchanged():
         threading.Thread(target=int).start()
-    with pytest.raises(Broken, match="leaves 1 threads running, such as 'forgotten'"), settings_left_alone():
+    with pytest.raises(Broken, match="leaves 1 threads running, such as 'forgotten'"), require_settings_unchanged():
         threading.Thread(target=wait.wait, args=(20.0,), name="forgotten").start()
     wait.set()
 
 
 def test_a_process_that_goes_on_is_told_and_one_that_ends_is_not():
-    with settings_left_alone():
+    with require_settings_unchanged():
         subprocess.run([sys.executable, "-c", ""], check=True)
-    with pytest.raises(Broken, match=r"leaves the process \d+ running"), settings_left_alone():
+    with pytest.raises(Broken, match=r"leaves the process \d+ running"), require_settings_unchanged():
         forgotten = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(20)"])
     forgotten.kill()
     forgotten.wait()
@@ -122,6 +122,6 @@ def sets_errors(structure, config):
 def test_a_verdict_leaves_the_settings_as_they_were(tmp_path):
     (tmp_path / "mine.py").write_text(SETS_ERRORS)
     before = np.geterr()
-    verdict = verify(selected("reducer", "./mine.py:sets_errors", {}, base=tmp_path), examples=2)
+    verdict = verify(select_plugin("reducer", "./mine.py:sets_errors", {}, base=tmp_path), examples=2)
     assert "process_settings" in {each.promise for each in verdict.of_status("broken")}
     assert np.geterr() == before

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from skyrl_engine.contracts import AdamWSettings, MicroBatch, ModelConfig, RankEnvironment
 from skyrl_engine.modeling.tiny import VOCABULARY, write_model
-from skyrl_engine.testing.backends.batches import Arrays, Document, WeightedObjective, documents, packed, padded
+from skyrl_engine.testing.backends.batches import Arrays, Document, WeightedObjective, documents, build_packed, build_padded
 from skyrl_engine_deepspeed.backend import DeepSpeedBackend
 from skyrl_engine_deepspeed.gradients import AccumulatedGradients
 from skyrl_engine_deepspeed.plugin import DeepSpeedConfig
@@ -60,7 +60,7 @@ def own(chosen: list[Document]) -> list[Document]:
 
 def batch(rows: str = "padded", size: int = 2, unscored: tuple[int, ...] = ()) -> list[MicroBatch]:
     """This rank's micro-batches of `size` rows."""
-    layout: Callable[..., list[MicroBatch]] = {"padded": padded, "packed": packed}[rows]
+    layout: Callable[..., list[MicroBatch]] = {"padded": build_padded, "packed": build_packed}[rows]
     return layout(own(documents(VOCABULARY, unscored=unscored)), size)
 
 

@@ -12,7 +12,7 @@ from skyrl_engine import ContractError, DataError
 from skyrl_engine.contracts import Action, FactoryContext, StepResult, Task, ToolCall
 from skyrl_engine.environments import TableOptions, function_of, reward
 from skyrl_engine.environments.tools import Tool
-from skyrl_engine.testing import EnvironmentConformance, selected
+from skyrl_engine.testing import EnvironmentConformance, select_plugin
 from skyrl_engine_environments.function import make
 from skyrl_engine_environments.options import FunctionOptions, RewardTable
 
@@ -205,7 +205,7 @@ def test_a_reward_of_lists_may_say_more():
 
 
 def test_a_decorated_reward_of_lists_is_a_plugin():
-    environment = selected("environment", f"{REWARDS}:decorated_lists", {"data": SUMS}).make(FactoryContext(1, 0, 64))
+    environment = select_plugin("environment", f"{REWARDS}:decorated_lists", {"data": SUMS}).make(FactoryContext(1, 0, 64))
     assert [step(environment, text).reward for text in ("4", "5")] == [1.0, 0.0]
 
 
@@ -323,7 +323,7 @@ def test_a_file_may_import_its_neighbour(tmp_path):
 
 
 def test_a_decorated_function_is_a_plugin():
-    environment = selected("environment", f"{REWARDS}:decorated", {"data": SUMS}).make(FactoryContext(1, 0, 64))
+    environment = select_plugin("environment", f"{REWARDS}:decorated", {"data": SUMS}).make(FactoryContext(1, 0, 64))
     assert environment.claims.pass_threshold == 0.5
     assert step(environment, "4").reward == 1.0
 

@@ -12,13 +12,13 @@ from fsdp_tasks import arrays, start
 from skyrl_engine.contracts import AdamWSettings, MicroBatch, ModelConfig, RankEnvironment
 from skyrl_engine.modeling.lora import list_trained_parameters
 from skyrl_engine.modeling.tiny import VOCABULARY
-from skyrl_engine.testing.backends.batches import Arrays, WeightedObjective, documents, packed, padded, picture_documents
+from skyrl_engine.testing.backends.batches import Arrays, WeightedObjective, documents, build_packed, build_padded, picture_documents
 from skyrl_engine_fsdp.backend import FsdpBackend
 from skyrl_engine_fsdp.gradients import full
 from skyrl_engine_fsdp.pieces import PiecesReader
 from skyrl_engine_fsdp.plugin import FsdpConfig
 
-LAYOUTS: dict[str, Callable[..., list[MicroBatch]]] = {"padded": padded, "packed": packed}
+LAYOUTS: dict[str, Callable[..., list[MicroBatch]]] = {"padded": build_padded, "packed": build_packed}
 OPTIMIZER = AdamWSettings(learning_rate=1e-2, weight_decay=0.1)
 
 

@@ -17,7 +17,7 @@ from skyrl_engine.modeling.chunked_head import Score
 from skyrl_engine.modeling.tiny import VOCABULARY
 from skyrl_engine.modeling.vocabulary_parallel import VocabularyParallelScore
 from skyrl_engine.proof.plain_model import PlainModel
-from skyrl_engine.testing.backends.batches import Arrays, Document, WeightedObjective, documents, packed, padded, plain_objective
+from skyrl_engine.testing.backends.batches import Arrays, Document, WeightedObjective, documents, build_packed, build_padded, plain_objective
 from skyrl_engine_fsdp.backend import FsdpBackend
 from skyrl_engine_fsdp.gradients import full
 from skyrl_engine_fsdp.plugin import FsdpConfig
@@ -55,14 +55,14 @@ def gradients_of(
     directory: str, *, sizes: tuple[int, ...], unscored: tuple[int, ...] = (), temperature: float = 1.0, **model: Any
 ) -> list[tuple[float, Arrays]]:
     """Per micro-batch size: this rank's part of the objective, and the gradient summed over ranks."""
-    return _gradients_of(directory, padded, sizes, unscored, temperature, **model)
+    return _gradients_of(directory, build_padded, sizes, unscored, temperature, **model)
 
 
 def packed_gradients_of(
     directory: str, *, sizes: tuple[int, ...], unscored: tuple[int, ...] = (), **model: Any
 ) -> list[tuple[float, Arrays]]:
     """The same from packed rows."""
-    return _gradients_of(directory, packed, sizes, unscored, 1.0, **model)
+    return _gradients_of(directory, build_packed, sizes, unscored, 1.0, **model)
 
 
 def critic_gradients_of(
@@ -73,7 +73,7 @@ def critic_gradients_of(
     results = []
     for size in sizes:
         output = backend.forward_backward(
-            padded(own_rows(documents(unscored=unscored), backend), size), WeightedObjective(needs=needs)
+            build_padded(own_rows(documents(unscored=unscored), backend), size), WeightedObjective(needs=needs)
         )
         results.append((output.metrics["loss"].value, arrays(backend.gradients())))
         backend._optimizer.zero_grad()
@@ -88,7 +88,7 @@ def critic_continued(directory: str, optimizer: AdamWSettings, checkpoint: Path,
         history = []
         for _ in range(steps):
             output = backend.forward_backward(
-                padded(own_rows(documents(), backend), 2), WeightedObjective(needs=("logprobs", "values"))
+                build_padded(own_rows(documents(), backend), 2), WeightedObjective(needs=("logprobs", "values"))
             )
             history.append((output.metrics["loss"].value, backend.optim_step().grad_norm))
         return history
@@ -108,16 +108,16 @@ def critic_continued(directory: str, optimizer: AdamWSettings, checkpoint: Path,
 def head_unused(directory: str) -> Arrays:
     """Gradients of an objective that does not read values, of a model that has the head."""
     backend = start(directory, value_head=True)
-    backend.forward_backward(padded(own_rows(documents(), backend), 2), WeightedObjective())
+    backend.forward_backward(build_padded(own_rows(documents(), backend), 2), WeightedObjective())
     backend.optim_step()
-    backend.forward_backward(padded(own_rows(documents(), backend), 2), WeightedObjective())
+    backend.forward_backward(build_padded(own_rows(documents(), backend), 2), WeightedObjective())
     return arrays(backend.gradients())
 
 
 def asks_for_values(directory: str) -> None:
     backend = start(directory)
     try:
-        backend.forward(padded(own_rows(documents(), backend), 8), WeightedObjective(needs=("values",)))
+        backend.forward(build_padded(own_rows(documents(), backend), 8), WeightedObjective(needs=("values",)))
     finally:
         backend.close()
 
@@ -146,7 +146,7 @@ def train(backend: FsdpBackend, steps: int, *, size: int = 2) -> list[tuple[floa
     """Per step: this rank's part of the objective, gradient norm, learning rate."""
     history = []
     for _ in range(steps):
-        output = backend.forward_backward(padded(own_rows(documents(), backend), size), WeightedObjective())
+        output = backend.forward_backward(build_padded(own_rows(documents(), backend), size), WeightedObjective())
         step = backend.optim_step()
         history.append((output.metrics["loss"].value, step.grad_norm, step.learning_rate))
     return history
@@ -191,7 +191,7 @@ def clipped_norms(directory: str, max_norm: float, options: FsdpConfig | None = 
     from skyrl_engine_fsdp.gradients import clip_gradients
 
     backend = start(directory, options=options)
-    backend.forward_backward(padded(own_rows(documents(), backend), 2), WeightedObjective())
+    backend.forward_backward(build_padded(own_rows(documents(), backend), 2), WeightedObjective())
     reported = clip_gradients(backend._parameters().values(), max_norm, torch.device("cpu"))
     return reported, float(np.sqrt(sum(np.square(g.astype(np.float64)).sum() for g in arrays(backend.gradients()).values())))
 
@@ -217,11 +217,11 @@ def exported(directory: str, target: Path, options: FsdpConfig | None = None) ->
     backend = start(directory, AdamWSettings(learning_rate=1e-2), options=options)
     train(backend, 1)
     backend.forward(
-        padded(own_rows(documents(), backend), 2), WeightedObjective()
+        build_padded(own_rows(documents(), backend), 2), WeightedObjective()
     )  # gathered weights of before the step must not survive it
     train(backend, 1)
     backend.export(target)
-    output = backend.forward(padded(documents()[:1], 1), WeightedObjective())
+    output = backend.forward(build_padded(documents()[:1], 1), WeightedObjective())
     return arrays(backend.weights()), output.fields["logprobs"].values.tolist()
 
 
@@ -246,7 +246,7 @@ def spoiled(directory: str, options: FsdpConfig, *, by: str) -> tuple[str, bool,
     backend = start(directory, options=options)
     before = arrays(backend.weights())
     scale = float("nan") if by == "objective" and backend.coords.dp == 1 else 1.0
-    backend.forward_backward(padded(own_rows(documents(), backend), 2), WeightedObjective(scale=scale))
+    backend.forward_backward(build_padded(own_rows(documents(), backend), 2), WeightedObjective(scale=scale))
     if by != "objective" and dist.get_rank() == 1:
         gradient = backend._parameters()[by].grad
         assert isinstance(gradient, DTensor)
@@ -329,7 +329,7 @@ def losses_after(directory: str, checkpoint: Path, options: FsdpConfig, times: i
     for _ in range(times):
         backend.load(checkpoint)
         losses.append(
-            backend.forward_backward(padded(own_rows(documents(), backend), 2), WeightedObjective()).metrics["loss"].value
+            backend.forward_backward(build_padded(own_rows(documents(), backend), 2), WeightedObjective()).metrics["loss"].value
         )
     return losses
 

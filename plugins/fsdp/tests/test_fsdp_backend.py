@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from skyrl_engine import DataError, ModelError, UnsupportedError
 from skyrl_engine.contracts import AdamWSettings, LoraConfig, MicroBatch, RankOutput, Topology
 from skyrl_engine.modeling.tiny import VOCABULARY
-from skyrl_engine.testing.backends.batches import WeightedObjective, documents, padded
+from skyrl_engine.testing.backends.batches import WeightedObjective, documents, build_padded
 from skyrl_engine_fsdp.plugin import FsdpConfig, fsdp
 
 pytestmark = pytest.mark.usefixtures("alone")
@@ -39,7 +39,7 @@ def test_describing_the_backend_imports_no_torch() -> None:
 
 def test_forward_scores_in_evaluation_mode_and_leaves_gradients_alone(models: dict[str, str]) -> None:
     backend = start(models["dropout"])
-    batch = padded(documents(), 4)
+    batch = build_padded(documents(), 4)
     trained = backend.forward_backward(batch, WeightedObjective()).metrics["loss"].value
     before = arrays(backend.gradients())
     first, second = (backend.forward(batch, WeightedObjective()).metrics["loss"].value for _ in range(2))
@@ -53,7 +53,7 @@ def test_forward_scores_in_evaluation_mode_and_leaves_gradients_alone(models: di
 
 def test_forward_after_a_step_uses_the_new_weights(models: dict[str, str]) -> None:
     backend = start(models["qwen3-tied"], AdamWSettings(learning_rate=1e-2))
-    batch = padded(documents(), 4)
+    batch = build_padded(documents(), 4)
     before = backend.forward(batch, WeightedObjective()).metrics["loss"].value
     train(backend, 3)
     after = backend.forward(batch, WeightedObjective()).metrics["loss"].value
@@ -63,7 +63,7 @@ def test_forward_after_a_step_uses_the_new_weights(models: dict[str, str]) -> No
 
 def test_calls_add_up(models: dict[str, str]) -> None:
     backend = start(models["qwen3-tied"])
-    batch = padded(documents(), 8)
+    batch = build_padded(documents(), 8)
     backend.forward_backward(batch, WeightedObjective())
     once = arrays(backend.gradients())
     backend.forward_backward(batch, WeightedObjective())
@@ -87,7 +87,7 @@ def test_empty_rows_and_left_padding_leave_everything_finite(models: dict[str, s
             seen.extend(scores.values())
             return super().__call__(scores, micro)
 
-    backend.forward_backward([*padded([documents()[5]] * 2, 2), *padded(documents()[4:6], 2)], Keep())
+    backend.forward_backward([*build_padded([documents()[5]] * 2, 2), *build_padded(documents()[4:6], 2)], Keep())
     assert all(torch.isfinite(values).all() for values in seen)
     assert {len(values) for values in seen} == {0, int((documents()[4].weights != 0).sum())}
     assert all(np.isfinite(gradient).all() for gradient in arrays(backend.gradients()).values())
@@ -98,7 +98,7 @@ def test_a_gradient_that_is_not_finite_stops_before_the_weights_change(models: d
     backend = start(models["qwen3-tied"], AdamWSettings(learning_rate=1e-2))
     train(backend, 1)
     before = arrays(backend.weights())
-    backend.forward_backward(padded(documents(), 8), WeightedObjective(scale=scale))
+    backend.forward_backward(build_padded(documents(), 8), WeightedObjective(scale=scale))
     with pytest.raises(ModelError, match=r"optimizer step 2 is not finite") as caught:
         backend.optim_step()
     assert any("embed_tokens" in line for line in caught.value.details)
@@ -115,7 +115,7 @@ def test_a_detached_objective_has_a_zero_gradient(models: dict[str, str]) -> Non
         def __call__(self, *_: object) -> tuple[torch.Tensor, RankOutput]:
             return torch.zeros(()), RankOutput.empty()
 
-    backend.forward_backward(padded(documents(), 4), Detached())
+    backend.forward_backward(build_padded(documents(), 4), Detached())
     assert backend.optim_step().grad_norm == 0
 
 
@@ -134,20 +134,20 @@ def test_entropy_is_computed_only_when_needed(models: dict[str, str]) -> None:
             names.update(scores)
             return super().__call__(scores, micro)
 
-    backend.forward_backward(padded(documents(), 8), Names(needs=("logprobs",)))
+    backend.forward_backward(build_padded(documents(), 8), Names(needs=("logprobs",)))
     assert names == {"logprobs"}
 
 
 def test_scores_it_cannot_compute_are_refused(models: dict[str, str]) -> None:
     with pytest.raises(UnsupportedError, match="values"):
-        start(models["qwen3-tied"]).forward(padded(documents(), 8), WeightedObjective(needs=("logprobs", "values")))
+        start(models["qwen3-tied"]).forward(build_padded(documents(), 8), WeightedObjective(needs=("logprobs", "values")))
 
 
 @settings(max_examples=5, deadline=None)
 @given(token=st.integers(VOCABULARY, 2**31 - 1))
 def test_tokens_outside_the_vocabulary_are_named(models: dict[str, str], token: int) -> None:
     backend = start(models["qwen3-tied"])
-    (batch,) = padded(documents()[:2], 2)
+    (batch,) = build_padded(documents()[:2], 2)
     batch.inputs["input_ids"][0, 3] = token
     with pytest.raises(DataError, match=f"token id {token}, the model's vocabulary has {VOCABULARY}"):
         backend.forward([batch], WeightedObjective())
@@ -158,7 +158,7 @@ def test_scoring_only_needs_no_optimizer(models: dict[str, str]) -> None:
 
     backend = FsdpBackend(FsdpConfig())
     backend.setup(ModelConfig(models["qwen3-tied"]), None, RankEnvironment(0, 1, "cpu", 0))
-    assert np.isfinite(backend.forward(padded(documents(), 8), WeightedObjective()).metrics["loss"].value)
+    assert np.isfinite(backend.forward(build_padded(documents(), 8), WeightedObjective()).metrics["loss"].value)
     backend.close()
     backend.close()
 

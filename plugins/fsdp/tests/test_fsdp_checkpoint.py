@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from skyrl_engine import CheckpointError, ModelError
 from skyrl_engine.contracts import AdamWSettings, ModelConfig, RankEnvironment
 from skyrl_engine.modeling.tiny import VOCABULARY
-from skyrl_engine.testing.backends.batches import WeightedObjective, documents, padded
+from skyrl_engine.testing.backends.batches import WeightedObjective, documents, build_padded
 from skyrl_engine.testing.ranks.world import World
 from skyrl_engine_fsdp.backend import FsdpBackend
 from skyrl_engine_fsdp.plugin import FsdpConfig
@@ -51,7 +51,7 @@ def test_dropout_differs_without_the_random_states(models: dict[str, str], alone
 
 
 def train_loss(backend: Any) -> float:
-    return float(backend.forward_backward(padded(documents(), 8), WeightedObjective()).metrics["loss"].value)
+    return float(backend.forward_backward(build_padded(documents(), 8), WeightedObjective()).metrics["loss"].value)
 
 
 @pytest.mark.usefixtures("alone")

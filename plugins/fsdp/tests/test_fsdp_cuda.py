@@ -8,7 +8,7 @@ import torch.distributed as dist
 from fsdp_tasks import arrays
 
 from skyrl_engine.contracts import AdamWSettings, ComputeDtype, MicroBatch, ModelConfig, RankEnvironment
-from skyrl_engine.testing.backends.batches import WeightedObjective, definition, documents, packed, padded, worst
+from skyrl_engine.testing.backends.batches import WeightedObjective, definition, documents, build_packed, build_padded, worst
 from skyrl_engine_fsdp.backend import FsdpBackend
 from skyrl_engine_fsdp.plugin import FsdpConfig
 
@@ -16,7 +16,7 @@ from skyrl_engine_fsdp.plugin import FsdpConfig
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="NOT PROVED HERE: this needs a CUDA device, and there is none")
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), ("bfloat16", 5e-2)])
-@pytest.mark.parametrize("layout", [padded, packed], ids=["padded", "packed"])
+@pytest.mark.parametrize("layout", [build_padded, build_packed], ids=["padded", "packed"])
 @pytest.mark.parametrize("name", ["qwen3-tied", "gemma3_text"])
 @pytest.mark.parametrize("options", [FsdpConfig(), FsdpConfig(cpu_offload=True)], ids=["on-device", "offloaded"])
 def test_one_device_equals_a_plain_process(

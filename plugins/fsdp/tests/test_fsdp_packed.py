@@ -16,7 +16,7 @@ from fsdp_tasks import arrays, packed_gradients_of, start
 from skyrl_engine import UnsupportedError
 from skyrl_engine.contracts import MicroBatch, RankOutput
 from skyrl_engine.modeling.tiny import VOCABULARY
-from skyrl_engine.testing.backends.batches import Document, WeightedObjective, definition, documents, packed_rows, padded, worst
+from skyrl_engine.testing.backends.batches import Document, WeightedObjective, definition, documents, pack_documents, build_padded, worst
 from skyrl_engine.testing.ranks.world import World
 from skyrl_engine_fsdp.plugin import fsdp
 
@@ -93,8 +93,8 @@ def test_ranks_without_scored_tokens_take_part(pair: World, models: dict[str, st
 def test_evaluation_scores_packed_rows_like_padded_ones(models: dict[str, str], name: str) -> None:
     backend = start(models[name])
     together, apart = Keep(), Keep()
-    packed_loss = backend.forward([packed_rows([documents()[:5], documents()[5:]])], together).metrics["loss"].value
-    padded_loss = backend.forward(padded(documents(), 8), apart).metrics["loss"].value
+    packed_loss = backend.forward([pack_documents([documents()[:5], documents()[5:]])], together).metrics["loss"].value
+    padded_loss = backend.forward(build_padded(documents(), 8), apart).metrics["loss"].value
     assert packed_loss == pytest.approx(padded_loss, rel=1e-6)
     torch.testing.assert_close(together.kept[0], apart.kept[0], rtol=0, atol=1e-6)
 
@@ -102,7 +102,7 @@ def test_evaluation_scores_packed_rows_like_padded_ones(models: dict[str, str], 
 @pytest.mark.usefixtures("alone")
 def test_one_model_serves_packed_and_padded_rows_in_turn(models: dict[str, str]) -> None:
     backend = start(models["qwen3-tied"], activation_checkpointing=True)
-    backend.forward_backward([packed_rows([documents()[:4]]), *padded(documents()[4:], 2)], WeightedObjective())
+    backend.forward_backward([pack_documents([documents()[:4]]), *build_padded(documents()[4:], 2)], WeightedObjective())
     assert worst(arrays(backend.gradients()), definition(models["qwen3-tied"], documents()).gradients) <= 1e-5
 
 
@@ -115,7 +115,7 @@ def test_changing_one_document_leaves_the_others_bit_identical(models: dict[str,
 
     def scores(chosen: list[Document]) -> list[torch.Tensor]:
         keep = Keep()
-        backend.forward([packed_rows([chosen[:5], chosen[5:]])], keep)
+        backend.forward([pack_documents([chosen[:5], chosen[5:]])], keep)
         return list(keep.kept[0].split(counts))
 
     before = scores(documents())
@@ -136,7 +136,7 @@ def test_a_model_that_mixes_documents_is_refused_when_packing_is_announced(pair:
 def refuse_packed_rows(directory: str, make: Callable[..., MicroBatch]) -> str:
     """Error of the first packed row on a rank that nobody had told."""
     backend = start(directory)
-    backend.forward(padded(documents(), 8), WeightedObjective())
+    backend.forward(build_padded(documents(), 8), WeightedObjective())
     with pytest.raises(UnsupportedError) as caught:
         backend.forward([make([documents()[:4]])], WeightedObjective())
     return str(caught.value)
@@ -144,13 +144,13 @@ def refuse_packed_rows(directory: str, make: Callable[..., MicroBatch]) -> str:
 
 @pytest.mark.usefixtures("alone")
 def test_otherwise_it_is_refused_at_the_first_packed_row(models: dict[str, str]) -> None:
-    assert "StableLmModel cannot be trained on packed rows" in refuse_packed_rows(models["stablelm"], packed_rows)
+    assert "StableLmModel cannot be trained on packed rows" in refuse_packed_rows(models["stablelm"], pack_documents)
 
 
 @pytest.mark.usefixtures("alone")
 def test_resuming_and_exporting_are_as_before(models: dict[str, str], tmp_path: Any) -> None:
     backend = start(models["qwen3-tied"])
-    backend.forward_backward([packed_rows([documents()])], WeightedObjective())
+    backend.forward_backward([pack_documents([documents()])], WeightedObjective())
     backend.optim_step()
     backend.export(tmp_path)
     again = start(str(tmp_path))

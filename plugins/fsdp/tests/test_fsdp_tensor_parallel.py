@@ -31,7 +31,7 @@ from skyrl_engine.contracts import AdamWSettings, ModelConfig, RankEnvironment, 
 from skyrl_engine.modeling.causal_lm import LogitRule
 from skyrl_engine.modeling.chunked_head import VOCABULARY_SCORES
 from skyrl_engine.modeling.tiny import VOCABULARY, make_parts_differ, write_model
-from skyrl_engine.testing.backends.batches import definition, documents, packed, padded, worst
+from skyrl_engine.testing.backends.batches import definition, documents, build_packed, build_padded, worst
 from skyrl_engine.testing.ranks.world import World
 from skyrl_engine_fsdp.backend import FsdpBackend
 from skyrl_engine_fsdp.plugin import FsdpConfig, fsdp
@@ -62,7 +62,7 @@ def test_gradients_are_the_definitions(layout: tuple[World, FsdpConfig], models:
     world, options = layout
     due = definition(models[name], documents())
     ranks = world.run(
-        accumulated, models[name], padded if rows_are == "padded" else packed, options, packed_rows=rows_are == "packed"
+        accumulated, models[name], build_padded if rows_are == "padded" else build_packed, options, packed_rows=rows_are == "packed"
     )
     assert sum(loss for loss, _ in ranks) / options.tensor_parallel == pytest.approx(due.loss, rel=1e-5)
     for _, gradients in ranks:
@@ -82,14 +82,14 @@ def test_a_value_head_learns_alike(quad: World, models: dict[str, str], name: st
 def test_float64_is_exact_to_1e_10(pair: World, models: dict[str, str]) -> None:
     """Activation checkpointing recomputes what was hidden behind views, sums and gathered weights."""
     due = definition(models["qwen3-tied"], documents())
-    ranks = pair.run(accumulated, models["qwen3-tied"], padded, TP, dtype="float64", activation_checkpointing=True)
+    ranks = pair.run(accumulated, models["qwen3-tied"], build_padded, TP, dtype="float64", activation_checkpointing=True)
     assert worst(ranks[0][1], due.gradients) <= 1e-10
 
 
 @pytest.mark.nightly
 def test_bfloat16_stays_within_its_precision(pair: World, models: dict[str, str]) -> None:
     due = definition(models["qwen3-tied"], documents())
-    for _, gradients in pair.run(accumulated, models["qwen3-tied"], padded, TP, dtype="bfloat16"):
+    for _, gradients in pair.run(accumulated, models["qwen3-tied"], build_padded, TP, dtype="bfloat16"):
         assert worst(gradients, due.gradients) <= 5e-2
         assert {gradient.dtype for gradient in gradients.values()} == {np.dtype(np.float32)}
 
@@ -97,7 +97,7 @@ def test_bfloat16_stays_within_its_precision(pair: World, models: dict[str, str]
 def test_a_vocabulary_that_does_not_divide_stays_whole(pair: World, tmp_path: Path) -> None:
     write_model(tmp_path / "odd", "llama", vocab_size=VOCABULARY + 1)
     due = definition(str(tmp_path / "odd"), documents())
-    for _, gradients in pair.run(accumulated, str(tmp_path / "odd"), padded, TP):
+    for _, gradients in pair.run(accumulated, str(tmp_path / "odd"), build_padded, TP):
         assert worst(gradients, due.gradients) <= 1e-5
 
 
@@ -106,7 +106,7 @@ def test_a_vocabulary_that_does_not_divide_stays_whole(pair: World, tmp_path: Pa
 def test_other_architectures_are_cut_alike(pair: World, models: dict[str, str], name: str) -> None:
     """Soft-capped and scaled logits, scaled embeddings, sliding windows."""
     due = definition(models[name], documents())
-    for _, gradients in pair.run(accumulated, models[name], padded, TP):
+    for _, gradients in pair.run(accumulated, models[name], build_padded, TP):
         assert worst(gradients, due.gradients) <= 1e-5
 
 
@@ -121,7 +121,7 @@ def test_biases_are_cut_or_counted_once(pair: World, tmp_path: Path, family: str
     make_parts_differ(tmp_path)
     directory = str(tmp_path)
     due = definition(directory, documents())
-    for _, gradients in pair.run(accumulated, directory, padded, TP, dtype="float64"):
+    for _, gradients in pair.run(accumulated, directory, build_padded, TP, dtype="float64"):
         assert worst(gradients, due.gradients) <= 1e-10
 
 

@@ -31,7 +31,7 @@ from skyrl_engine.testing.backends.batches import (
     DefinedResult,
     WeightedObjective,
     definition,
-    padded,
+    build_padded,
     picture_documents,
     worst,
 )
@@ -101,7 +101,7 @@ def test_bfloat16_turns_images_by_the_angles_of_transformers(vision: dict[str, s
         seen.append(given["position_embeddings"])
 
     with tower.blocks[-1].attn.register_forward_pre_hook(keep, with_kwargs=True):
-        backend.forward(padded(picture_documents(VOCABULARY, "own")[:1], 1), WeightedObjective())
+        backend.forward(build_padded(picture_documents(VOCABULARY, "own")[:1], 1), WeightedObjective())
     model = AutoModelForImageTextToText.from_pretrained(vision["tied"], dtype=torch.bfloat16)
     with model.model.visual.blocks[-1].attn.register_forward_pre_hook(keep, with_kwargs=True):
         pictures = picture_documents(VOCABULARY, "own")[0].pictures

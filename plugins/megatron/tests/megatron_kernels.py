@@ -11,7 +11,7 @@ from megatron_tasks import VOCABULARY, Case, Passed, own, passed, start
 from torch import Tensor
 
 from skyrl_engine import ModelError
-from skyrl_engine.testing.backends.batches import WeightedObjective, documents, packed
+from skyrl_engine.testing.backends.batches import WeightedObjective, documents, build_packed
 from skyrl_engine_megatron import kernels
 from skyrl_engine_megatron.attention import DocumentAttention
 from skyrl_engine_megatron.library import (
@@ -153,6 +153,6 @@ def refused(directory: str, options: MegatronConfig, base: type) -> str:
 def attending(directory: str, options: MegatronConfig, base: type) -> str:
     """The class that attends where these kernels are installed and nobody asked for them; after a pass over packed rows."""
     with installed(base, asked=False), closing(start(directory, options=options)) as backend:
-        backend.forward_backward(packed(own(documents(VOCABULARY), backend), 2), WeightedObjective())
+        backend.forward_backward(build_packed(own(documents(VOCABULARY), backend), 2), WeightedObjective())
         (piece,) = backend._pipeline.pieces
         return type(piece.decoder.layers[0].self_attention.core_attention).__name__

@@ -14,14 +14,14 @@ from attrs import frozen
 from skyrl_engine import ModelError
 from skyrl_engine.contracts import AdamWSettings, ModelConfig, RankEnvironment, RankOutput
 from skyrl_engine.modeling.tiny import make_parts_differ, write_model
-from skyrl_engine.testing.backends.batches import Arrays, Document, WeightedObjective, documents, packed, padded
+from skyrl_engine.testing.backends.batches import Arrays, Document, WeightedObjective, documents, build_packed, build_padded
 from skyrl_engine_megatron import pipeline
 from skyrl_engine_megatron.backend import MegatronBackend
 from skyrl_engine_megatron.gradients import clip, sum_over_ranks
 from skyrl_engine_megatron.plugin import MegatronConfig
 
 VOCABULARY = 250  # divisible by 2 and not by 4
-ROWS = {"padded": padded, "packed": packed}
+ROWS = {"padded": build_padded, "packed": build_packed}
 
 
 def save_tiny(directory: Path, family: str, *, tied: bool, **options: Any) -> str:
@@ -130,7 +130,7 @@ def trained(
 def clipped(directory: str, options: MegatronConfig, max_norm: float) -> tuple[float, float]:
     """The norm that is reported, and the norm that the gradients have afterwards, measured on whole ones."""
     with closing(start(directory, options=options)) as backend:
-        backend.forward_backward(padded(own(documents(VOCABULARY), backend), 2), WeightedObjective())
+        backend.forward_backward(build_padded(own(documents(VOCABULARY), backend), 2), WeightedObjective())
         sum_over_ranks(backend._learned)
         reported = clip(backend._state, max_norm)
         left = arrays(backend._state.everywhere(lambda piece: piece.gradient))
@@ -149,7 +149,7 @@ def not_finite(directory: str, options: MegatronConfig) -> tuple[str, bool, list
     """End of a step with an infinite gradient; whether it left weights alone; what two steps after it, and without it, give."""
     with closing(start(directory, options=options)) as backend:
         before = arrays(backend.weights())
-        backend.forward_backward(padded(own(documents(VOCABULARY), backend), 2), NotFinite())
+        backend.forward_backward(build_padded(own(documents(VOCABULARY), backend), 2), NotFinite())
         try:
             backend.optim_step()
             said = "a step"
@@ -192,7 +192,7 @@ def looked_at_between(directory: str, options: MegatronConfig) -> tuple[Arrays, 
         with closing(start(directory, options=options)) as backend:
             chosen = own(documents(VOCABULARY), backend)
             for part in (chosen[: len(chosen) // 2], chosen[len(chosen) // 2 :]):
-                backend.forward_backward(packed(part, 2), WeightedObjective())
+                backend.forward_backward(build_packed(part, 2), WeightedObjective())
                 if looks:
                     arrays(backend.gradients())
             results.append(arrays(backend.gradients()))
@@ -240,7 +240,7 @@ def exported(directory: str, options: MegatronConfig, target: Path) -> tuple[Arr
     with closing(start(directory, AdamWSettings(learning_rate=1e-2), options=options)) as backend:
         learn(backend, 2)
         backend.export(target)
-        output = backend.forward(padded(own(documents(VOCABULARY), backend), 3), WeightedObjective())
+        output = backend.forward(build_padded(own(documents(VOCABULARY), backend), 3), WeightedObjective())
         return arrays(backend.weights()), output
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from megatron_tasks import VOCABULARY, sequence_loss_passed
 
 from skyrl_engine.contracts import MicroBatch
-from skyrl_engine.testing.backends.batches import Document, documents, packed, padded, worst
+from skyrl_engine.testing.backends.batches import Document, documents, build_packed, build_padded, worst
 from skyrl_engine.testing.ranks.world import World
 from skyrl_engine_megatron.context import alignment, order_of_gathered, tokens_of_rank
 from skyrl_engine_megatron.documents import RowShape
@@ -33,7 +33,7 @@ def test_every_rank_has_the_same_work(chunks: list[int], ranks: int) -> None:
     assert len({int(places[tokens_of_rank(lengths, ranks, rank)].sum()) for rank in range(ranks)}) == 1
 
 
-@pytest.mark.parametrize("rows", [padded, packed])
+@pytest.mark.parametrize("rows", [build_padded, build_packed])
 @pytest.mark.parametrize("shape", [RowShape(), RowShape(tp=2), RowShape(cp=2), RowShape(tp=2, cp=3)])
 def test_ranks_score_every_position_once_at_its_own_token(
     shape: RowShape, rows: Callable[[Sequence[Document], int], list[MicroBatch]]

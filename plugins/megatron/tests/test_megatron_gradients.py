@@ -14,7 +14,7 @@ from by_day import now, rarely
 from megatron_tasks import VOCABULARY, Case, Passed, looked_at_between, passed, scored, start
 
 from skyrl_engine.contracts import ComputeDtype, RankOutput
-from skyrl_engine.testing.backends.batches import DefinedResult, WeightedObjective, definition, documents, padded, worst
+from skyrl_engine.testing.backends.batches import DefinedResult, WeightedObjective, definition, documents, build_padded, worst
 from skyrl_engine.testing.ranks.world import World
 from skyrl_engine_megatron.plugin import MegatronConfig
 
@@ -170,7 +170,7 @@ def test_a_model_for_scoring_alone(pair: World, models: dict[str, str], truth: d
 def test_gradients_and_weights_that_were_handed_out_stay(models: dict[str, str]) -> None:
     """On the CPU a whole tensor may be the accumulated gradient itself, which the next step clears."""
     backend = start(models["qwen3-tied"])
-    backend.forward_backward(padded(documents(VOCABULARY), 8), WeightedObjective())
+    backend.forward_backward(build_padded(documents(VOCABULARY), 8), WeightedObjective())
     gradients, weights = dict(backend.gradients()), dict(backend.weights())
     before = {name: (gradients[name].clone(), weights[name].clone()) for name in gradients}
     backend.optim_step()

@@ -16,7 +16,7 @@ from transformers import AutoConfig
 
 from skyrl_engine import ContractError, UnsupportedError
 from skyrl_engine.contracts import ModelConfig
-from skyrl_engine.testing.backends.batches import DefinedResult, WeightedObjective, definition, documents, padded, worst
+from skyrl_engine.testing.backends.batches import DefinedResult, WeightedObjective, definition, documents, build_padded, worst
 from skyrl_engine.testing.ranks.world import World
 from skyrl_engine_megatron.limits import refuse_model
 from skyrl_engine_megatron.plugin import MegatronConfig
@@ -103,7 +103,7 @@ def test_means_over_each_call_would_be_caught(models: dict[str, str], truth: Tru
     everything = documents(VOCABULARY)
     with closing(start(models["qwen3-moe"], options=MegatronConfig(**COEFFICIENTS))) as model:
         for part in (everything[:4], everything[4:]):
-            model.forward_backward(counted(padded(part, 4), counts(part)), WeightedObjective(scale=0.0))
+            model.forward_backward(counted(build_padded(part, 4), counts(part)), WeightedObjective(scale=0.0))
         gradients = {name: gradient.numpy() for name, gradient in model.gradients() if name in truth.gradients}
     assert 0.5 < worst(gradients, truth.gradients) < 2
 
@@ -114,7 +114,7 @@ def test_a_step_of_unknown_size_is_refused(models: dict[str, str]) -> None:
         closing(start(models["qwen3-moe"], options=MegatronConfig(**COEFFICIENTS))) as model,
         pytest.raises(ContractError, match="a micro-batch does not say what its step is made of"),
     ):
-        model.forward_backward(padded(documents(VOCABULARY), 2), WeightedObjective())
+        model.forward_backward(build_padded(documents(VOCABULARY), 2), WeightedObjective())
 
 
 @pytest.mark.parametrize("name", COEFFICIENTS)

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from skyrl_engine import DataError, UnsupportedError
 from skyrl_engine.contracts import AdamWSettings
-from skyrl_engine.testing.backends.batches import WeightedObjective, definition, documents, padded
+from skyrl_engine.testing.backends.batches import WeightedObjective, definition, documents, build_padded
 from skyrl_engine.testing.ranks.world import World
 from skyrl_engine_megatron.plugin import MegatronConfig
 
@@ -91,7 +91,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(pair: World, models: dict
 @pytest.mark.usefixtures("alone")
 def test_tokens_outside_of_the_vocabulary_are_refused(models: dict[str, str]) -> None:
     backend = start(models["qwen3-tied"])
-    batch = padded(documents(VOCABULARY), 8)
+    batch = build_padded(documents(VOCABULARY), 8)
     batch[0].inputs["input_ids"][0, -1] = VOCABULARY
     with pytest.raises(DataError, match=f"token id {VOCABULARY}, the model's vocabulary has {VOCABULARY}"):
         backend.forward(batch, WeightedObjective())
@@ -102,7 +102,7 @@ def test_tokens_outside_of_the_vocabulary_are_refused(models: dict[str, str]) ->
 def test_scores_that_are_not_computed_are_refused(models: dict[str, str]) -> None:
     backend = start(models["qwen3-tied"])
     with pytest.raises(UnsupportedError, match="needs values, which the megatron backend does not compute"):
-        backend.forward(padded(documents(VOCABULARY), 8), WeightedObjective(needs=("values",)))
+        backend.forward(build_padded(documents(VOCABULARY), 8), WeightedObjective(needs=("values",)))
     backend.close()
 
 

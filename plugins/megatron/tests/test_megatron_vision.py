@@ -23,7 +23,7 @@ from skyrl_engine import ModelError, UnsupportedError
 from skyrl_engine.contracts import AdamWSettings, ModelConfig, RankOutput
 from skyrl_engine.modeling.loading import quiet_progress
 from skyrl_engine.modeling.tiny import write_vision_model
-from skyrl_engine.testing.backends.batches import Arrays, DefinedResult, WeightedObjective, definition, packed, worst
+from skyrl_engine.testing.backends.batches import Arrays, DefinedResult, WeightedObjective, definition, build_packed, worst
 from skyrl_engine.testing.ranks.world import World
 from skyrl_engine_megatron.architecture import architecture_of
 from skyrl_engine_megatron.library import TransformerLayer
@@ -262,4 +262,4 @@ def test_experts_that_see_are_refused() -> None:
 @pytest.mark.usefixtures("alone")
 def test_images_are_not_taken_by_a_model_that_does_not_see(models: dict[str, str]) -> None:
     with closing(start(models["qwen3-tied"])) as backend, pytest.raises(UnsupportedError, match="rows carry image_grid_thw"):
-        backend.forward(packed(pictures("mixed"), 1), WeightedObjective())
+        backend.forward(build_packed(pictures("mixed"), 1), WeightedObjective())

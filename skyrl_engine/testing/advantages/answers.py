@@ -19,7 +19,7 @@ TOLERANCE = 2e-5
 """Relative and absolute: advantages are float32, and sums in another order differ by less."""
 
 
-def drawn(subject: Subject[Any], **options: Any) -> "st.SearchStrategy[DrawnRows]":
+def draw_rows(subject: Subject[Any], **options: Any) -> "st.SearchStrategy[DrawnRows]":
     return batches.rows(subject.make().needs, **options)
 
 
@@ -43,10 +43,10 @@ def output_of(subject: Subject[Any], batch: AdvantageBatch) -> AdvantageOutput:
     return as_advantage_output(subject.label, result, batch, returns=product.claims.returns)
 
 
-def decided(subject: Subject[Any], rows: DrawnRows) -> dict[tuple[int, int], float]:
+def estimate_or_undecidable(subject: Subject[Any], rows: DrawnRows) -> dict[tuple[int, int], float]:
     """Return advantages of scored tokens. Raises Undecidable for an estimator that fails or returns something else."""
     try:
-        return rows.scored(output_of(subject, rows.batch()).advantages)
+        return rows.collect_scored(output_of(subject, rows.batch()).advantages)
     except EngineError as error:
         raise Undecidable(error.cause) from error
 
@@ -55,21 +55,21 @@ Scored = dict[tuple[int, int], float]
 """The numbers of scored tokens, by trajectory and place among its scored tokens."""
 
 
-def scored(rows: DrawnRows, output: AdvantageOutput) -> dict[str, Scored]:
+def collect_scored(rows: DrawnRows, output: AdvantageOutput) -> dict[str, Scored]:
     """Return advantages and, where there are any, returns of scored tokens, by what one of them is called."""
-    returns = {} if output.returns is None else {"return": rows.scored(output.returns)}
-    return {"advantage": rows.scored(output.advantages), **returns}
+    returns = {} if output.returns is None else {"return": rows.collect_scored(output.returns)}
+    return {"advantage": rows.collect_scored(output.advantages), **returns}
 
 
 def answers(subject: Subject[Any], rows: DrawnRows) -> dict[str, Scored]:
     """Return advantages and returns. Raises Undecidable as `decided` does."""
     try:
-        return scored(rows, output_of(subject, rows.batch()))
+        return collect_scored(rows, output_of(subject, rows.batch()))
     except EngineError as error:
         raise Undecidable(error.cause) from error
 
 
-def compared(check: Callable[[Subject[Any], Any], None]) -> Callable[[Subject[Any], Any], None]:
+def undecidable_unless_repeatable(check: Callable[[Subject[Any], Any], None]) -> Callable[[Subject[Any], Any], None]:
     """Make a difference undecidable where the same batch gives other numbers from call to call, which `repeatable` tells."""
 
     @wraps(check)

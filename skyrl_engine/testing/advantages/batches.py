@@ -61,7 +61,7 @@ class DrawnRows:
             columns={name: numbers * np.float32(1 + place) + np.float32(place) for place, name in enumerate(self.needs)},
         )
 
-    def scored(self, values: AnyArray) -> dict[tuple[int, int], float]:
+    def collect_scored(self, values: AnyArray) -> dict[tuple[int, int], float]:
         """Return the values [A] of scored tokens by trajectory and place among its scored tokens, whatever the order of the samples."""
         found: dict[tuple[int, int], float] = {}
         starts = offsets_of([len(sample.tokens) for sample in self.samples])
@@ -75,7 +75,7 @@ class DrawnRows:
                     seen[sample.key] = ordinal + 1
         return found
 
-    def rewarded(self, changed: Callable[[int], float]) -> "DrawnRows":
+    def with_rewards(self, changed: Callable[[int], float]) -> "DrawnRows":
         """Return the batch in which the last token of every trajectory's last sample with tokens has `changed(key)` more reward."""
         last = {sample.key: i for i, sample in sorted(enumerate(self.samples), key=lambda each: each[1].turn) if sample.tokens}
         samples = list(self.samples)
@@ -220,19 +220,19 @@ def large(needs: Sequence[str] = ()) -> DrawnRows:
     return DrawnRows(tuple(samples), tuple(needs))
 
 
-def relabelled(batch: DrawnRows) -> DrawnRows:
+def relabel(batch: DrawnRows) -> DrawnRows:
     """Return the batch under other ids of groups and trajectories, which do not rise where those of the batch do.
 
     Ids less than `_NAMES` apart keep apart, and so do those of `crowd`.
     """
-    samples = [evolve(sample, group=_renamed(sample.group), trajectory=_renamed(sample.trajectory)) for sample in batch.samples]
+    samples = [evolve(sample, group=_rename(sample.group), trajectory=_rename(sample.trajectory)) for sample in batch.samples]
     return evolve(batch, samples=tuple(samples))
 
 
 _NAMES = 101
 
 
-def _renamed(number: int) -> int:
+def _rename(number: int) -> int:
     return (90 - 40 * number) % _NAMES
 
 
@@ -247,7 +247,7 @@ def lighter(batch: DrawnRows, key: int, factor: float) -> DrawnRows:
     return evolve(batch, samples=tuple(samples), fractions=True)
 
 
-def joined_turns(batch: DrawnRows) -> DrawnRows:
+def join_turns(batch: DrawnRows) -> DrawnRows:
     """Return the batch in which every trajectory is one sample."""
     first: dict[int, DrawnSample] = {}
     for sample in sorted(batch.samples, key=lambda each: each.turn):

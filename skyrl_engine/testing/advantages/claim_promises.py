@@ -9,10 +9,10 @@ from skyrl_engine.testing.advantages import batches
 from skyrl_engine.testing.advantages.answers import (
     TOLERANCE,
     answers,
-    compared,
+    undecidable_unless_repeatable,
     crowd,
-    decided,
-    drawn,
+    estimate_or_undecidable,
+    draw_rows,
     explicit,
     require_same,
     require_same_answers,
@@ -30,14 +30,14 @@ def _whole_batch(subject: Subject[Any]) -> str | None:
     return "the estimator claims whole_batch: groups reach each other by nature" if subject.make().claims.whole_batch else None
 
 
-@promise("The rewards of one group change nothing in another", cases=drawn, exempt=_whole_batch, first=explicit)
-@compared
+@promise("The rewards of one group change nothing in another", cases=draw_rows, exempt=_whole_batch, first=explicit)
+@undecidable_unless_repeatable
 def groups_apart(subject: Subject[Any], case: DrawnRows) -> None:
     group_of = {sample.key: sample.group for sample in case.samples}
     changed = min(group_of.values())
     require_same_answers(
         answers(subject, case),
-        answers(subject, case.rewarded(lambda key: 4.0 * (key + 1) if group_of[key] == changed else 0.0)),
+        answers(subject, case.with_rewards(lambda key: 4.0 * (key + 1) if group_of[key] == changed else 0.0)),
         "when rewards of another group change",
         "it counts over the batch",
         "Compare within groups, or claim whole_batch",
@@ -45,17 +45,17 @@ def groups_apart(subject: Subject[Any], case: DrawnRows) -> None:
     )
 
 
-def _groups_needed(subject: Subject[Any]) -> str | None:
+def _exempt_unless_groups_needed(subject: Subject[Any]) -> str | None:
     return "the estimator compares trajectories of a group" if subject.make().claims.groups == "needed" else _whole_batch(subject)
 
 
 @promise(
     "Where it claims to ignore groups, the rewards of one trajectory change nothing in another",
-    cases=drawn,
-    exempt=_groups_needed,
+    cases=draw_rows,
+    exempt=_exempt_unless_groups_needed,
     first=explicit,
 )
-@compared
+@undecidable_unless_repeatable
 def trajectories_apart(subject: Subject[Any], case: DrawnRows) -> None:
     changed = case.samples[0].key
     before, others = answers(subject, case), {sample.key for sample in case.samples} - {changed}
@@ -71,7 +71,7 @@ def trajectories_apart(subject: Subject[Any], case: DrawnRows) -> None:
             "Add up each trajectory alone, in float64",
         ),
     ):
-        after = answers(subject, case.rewarded(lambda key, more=more: more if key == changed else 0.0))  # type: ignore[misc]
+        after = answers(subject, case.with_rewards(lambda key, more=more: more if key == changed else 0.0))  # type: ignore[misc]
         require_same_answers(before, after, "when rewards of another trajectory change", cause, remedy, of=others)
 
 
@@ -81,13 +81,13 @@ def _no_outcome(subject: Subject[Any]) -> str | None:
 
 @promise(
     "The number of samples that a trajectory is cut into changes nothing",
-    cases=lambda s: drawn(s, turns=3),
+    cases=lambda s: draw_rows(s, turns=3),
     exempt=_no_outcome,
     first=explicit,
 )
-@compared
+@undecidable_unless_repeatable
 def turns(subject: Subject[Any], case: DrawnRows) -> None:
-    values = decided(subject, case)
+    values = estimate_or_undecidable(subject, case)
     for (trajectory, place), value in values.items():
         if not np.isclose(value, first := values[trajectory, 0], rtol=TOLERANCE, atol=TOLERANCE):
             raise Broken(
@@ -96,7 +96,7 @@ def turns(subject: Subject[Any], case: DrawnRows) -> None:
             )
     require_same(
         values,
-        decided(subject, batches.joined_turns(case)),
+        estimate_or_undecidable(subject, batches.join_turns(case)),
         "when a trajectory is one sample instead of several",
         "it counts samples, not trajectories",
         "Take rewards from batch.trajectory_rewards(), one per trajectory",
@@ -116,23 +116,23 @@ def _no_groups(subject: Subject[Any]) -> str | None:
 
 @promise(
     "A constant added to all rewards of the batch changes nothing",
-    cases=lambda s: drawn(s, empty=False),
+    cases=lambda s: draw_rows(s, empty=False),
     exempt=_not_claiming("shift"),
     first=crowd,
 )
-@compared
+@undecidable_unless_repeatable
 def shift(subject: Subject[Any], case: DrawnRows) -> None:
-    before = decided(subject, case)
+    before = estimate_or_undecidable(subject, case)
     require_same(
         before,
-        decided(subject, case.rewarded(lambda _key: 8.0)),
+        estimate_or_undecidable(subject, case.with_rewards(lambda _key: 8.0)),
         "when every reward is 8 more",
         "the baseline is not the mean of all that it is subtracted from",
         "Subtract the mean of the finished trajectories' rewards, or do not claim shift",
     )
     require_same(
         before,
-        decided(subject, case.rewarded(lambda _key: FAR)),
+        estimate_or_undecidable(subject, case.with_rewards(lambda _key: FAR)),
         f"when every reward is {FAR:,.0f} more",
         "what is left of large numbers when they are subtracted has lost its digits",
         "Compute in float64, and take the variance of rewards less their mean, not the mean of their squares less that of the mean",
@@ -141,11 +141,11 @@ def shift(subject: Subject[Any], case: DrawnRows) -> None:
 
 @promise(
     "Rewards times 3 give advantages times 3, or the same ones, as it claims",
-    cases=drawn,
+    cases=draw_rows,
     exempt=_not_claiming("scale"),
     first=explicit,
 )
-@compared
+@undecidable_unless_repeatable
 def scale(subject: Subject[Any], case: DrawnRows) -> None:
     claimed = subject.make().claims.scale
     larger = tuple(
@@ -153,7 +153,7 @@ def scale(subject: Subject[Any], case: DrawnRows) -> None:
         evolve(sample, tokens=tuple(evolve(token, reward=3 * token.reward) for token in sample.tokens))
         for sample in case.samples
     )
-    before, after = decided(subject, case), decided(subject, evolve(case, samples=larger))
+    before, after = estimate_or_undecidable(subject, case), estimate_or_undecidable(subject, evolve(case, samples=larger))
     due = {place: value * (3 if claimed == "linear" else 1) for place, value in before.items()}
     require_same(due, after, "where the claim gives the former", f"it claims scale = {claimed!r}", "Correct it, or the claim")
 
@@ -165,7 +165,7 @@ def scale(subject: Subject[Any], case: DrawnRows) -> None:
     first=lambda s: batches.tied(s.make().needs),
 )
 def equal_rewards(subject: Subject[Any], case: DrawnRows) -> None:
-    for (trajectory, _), value in decided(subject, case).items():
+    for (trajectory, _), value in estimate_or_undecidable(subject, case).items():
         if value != 0:
             raise Broken(
                 f"gives trajectory {trajectory} the advantage {value:.6g} where all rewards of its group are equal: a rounded mean is not "
@@ -176,15 +176,15 @@ def equal_rewards(subject: Subject[Any], case: DrawnRows) -> None:
 
 @promise(
     "The values of a group's trajectories add up to 0",
-    cases=lambda s: drawn(s, even=True),
+    cases=lambda s: draw_rows(s, even=True),
     exempt=_not_claiming("zero_sum"),
     first=crowd,
 )
-@compared
+@undecidable_unless_repeatable
 def zero_sum(subject: Subject[Any], case: DrawnRows) -> None:
     group_of = {sample.key: sample.group for sample in case.samples}
     totals: dict[int, float] = {}
-    for trajectory, value in worth(decided(subject, case)).items():
+    for trajectory, value in worth(estimate_or_undecidable(subject, case)).items():
         totals[group_of[trajectory]] = totals.get(group_of[trajectory], 0.0) + value
     for group, total in totals.items():
         if abs(total) > TOLERANCE:
@@ -196,12 +196,12 @@ def zero_sum(subject: Subject[Any], case: DrawnRows) -> None:
 
 @promise(
     "Inside a group, a higher reward never has a lower advantage",
-    cases=lambda s: drawn(s, even=True),
+    cases=lambda s: draw_rows(s, even=True),
     exempt=_no_groups,
     first=crowd,
 )
 def monotone(subject: Subject[Any], case: DrawnRows) -> None:
-    values = worth(decided(subject, case))
+    values = worth(estimate_or_undecidable(subject, case))
     finished = {sample.key: sample for sample in case.samples if sample.key in values}
     for one in finished.values():
         for other in finished.values():

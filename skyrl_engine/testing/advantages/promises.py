@@ -14,16 +14,16 @@ from skyrl_engine.testing.advantages import batches
 from skyrl_engine.testing.advantages.answers import (
     TOLERANCE,
     answers,
-    compared,
+    undecidable_unless_repeatable,
     crowd,
-    decided,
-    drawn,
+    estimate_or_undecidable,
+    draw_rows,
     explicit,
     explicit_and_large,
     output_of,
     require_same,
     require_same_answers,
-    scored,
+    collect_scored,
 )
 from skyrl_engine.testing.advantages.batches import DrawnRows
 from skyrl_engine.testing.advantages.claim_promises import (
@@ -39,13 +39,13 @@ from skyrl_engine.testing.advantages.claim_promises import (
 from skyrl_engine.testing.plugin_promises import PLUGIN_PROMISES
 from skyrl_engine.testing.process_promises import process_promises
 from skyrl_engine.testing.promise import Broken, Inapplicable, Promise, Undecidable, promise
-from skyrl_engine.testing.random_state import global_random_state, restored_random_state, seed_everything
+from skyrl_engine.testing.random_state import global_random_state, restore_random_state, seed_everything
 from skyrl_engine.testing.subject import Subject
 
 
 @promise(
     "It returns finite numbers [A], 0 where a token is not scored, also for a group of one, an empty response and rewards of a million",
-    cases=drawn,
+    cases=draw_rows,
     first=explicit_and_large,
 )
 def finite_values(subject: Subject[Any], case: DrawnRows) -> None:
@@ -59,14 +59,14 @@ def _has_no_oracle(subject: Subject[Any]) -> str | None:
     return None if "oracle" in subject.hooks else "there is no oracle to compare with"
 
 
-@promise("Its advantages are those of the oracle", cases=drawn, exempt=_has_no_oracle, first=explicit)
+@promise("Its advantages are those of the oracle", cases=draw_rows, exempt=_has_no_oracle, first=explicit)
 def oracle(subject: Subject[Any], case: DrawnRows) -> None:
-    due = case.scored(np.asarray(subject.hooks["oracle"](case.batch()), dtype=np.float64))
-    require_same(due, decided(subject, case), "from what the oracle gives", "formula and code differ", "Compare the two")
+    due = case.collect_scored(np.asarray(subject.hooks["oracle"](case.batch()), dtype=np.float64))
+    require_same(due, estimate_or_undecidable(subject, case), "from what the oracle gives", "formula and code differ", "Compare the two")
 
 
-@promise("Columns that it does not name among its needs change nothing", cases=drawn)
-@compared
+@promise("Columns that it does not name among its needs change nothing", cases=draw_rows)
+@undecidable_unless_repeatable
 def needs(subject: Subject[Any], case: DrawnRows) -> None:
     batch = case.batch()
     others = {name: np.linspace(-1, 1, len(batch.rewards), dtype=np.float32) for name in _COLUMNS if name not in case.needs}
@@ -75,7 +75,7 @@ def needs(subject: Subject[Any], case: DrawnRows) -> None:
         given = output_of(subject, evolve(batch, columns={**batch.columns, **others}))
     except EngineError as error:
         raise Undecidable(error.cause) from error
-    require_same_answers(before, scored(case, given), "with other columns", "it reads what it does not declare", "Name it in needs")
+    require_same_answers(before, collect_scored(case, given), "with other columns", "it reads what it does not declare", "Name it in needs")
 
 
 _COLUMNS = ("old_values", "values", "old_logprobs", "rollout_logprobs", "ref_logprobs")
@@ -85,15 +85,15 @@ def _no_order(subject: Subject[Any]) -> "st.SearchStrategy[tuple[DrawnRows, Draw
     def moved(rows: DrawnRows) -> "st.SearchStrategy[tuple[DrawnRows, DrawnRows]]":
         return st.permutations(rows.samples).map(lambda order: (rows, evolve(rows, samples=tuple(order))))
 
-    return drawn(subject).flatmap(moved)
+    return draw_rows(subject).flatmap(moved)
 
 
-def _reversed(subject: Subject[Any]) -> list[tuple[DrawnRows, DrawnRows]]:
+def _reverse(subject: Subject[Any]) -> list[tuple[DrawnRows, DrawnRows]]:
     return [(rows, evolve(rows, samples=rows.samples[::-1])) for rows in explicit(subject)]
 
 
-@promise("The order of the samples changes nothing", cases=_no_order, first=_reversed)
-@compared
+@promise("The order of the samples changes nothing", cases=_no_order, first=_reverse)
+@undecidable_unless_repeatable
 def sample_order(subject: Subject[Any], case: tuple[DrawnRows, DrawnRows]) -> None:
     one, other = case
     require_same_answers(
@@ -105,13 +105,13 @@ def sample_order(subject: Subject[Any], case: tuple[DrawnRows, DrawnRows]) -> No
     )
 
 
-@promise("The ids of groups and trajectories change nothing", cases=drawn, first=explicit)
-@compared
+@promise("The ids of groups and trajectories change nothing", cases=draw_rows, first=explicit)
+@undecidable_unless_repeatable
 def labels(subject: Subject[Any], case: DrawnRows) -> None:
-    other = batches.relabelled(case)
+    other = batches.relabel(case)
     before = answers(subject, case)
     try:
-        after = scored(other, output_of(subject, other.batch()))
+        after = collect_scored(other, output_of(subject, other.batch()))
     except EngineError as error:
         raise Broken(f"fails where ids are other numbers: {error.cause}", "Take no id for a place") from error
     require_same_answers(
@@ -125,18 +125,18 @@ def labels(subject: Subject[Any], case: DrawnRows) -> None:
 
 @promise(
     "A loss weight decides whether a token is scored, and is no factor of its advantage",
-    cases=lambda s: drawn(s, empty=False, failures=False),
+    cases=lambda s: draw_rows(s, empty=False, failures=False),
     first=crowd,
 )
-@compared
+@undecidable_unless_repeatable
 def loss_weights(subject: Subject[Any], case: DrawnRows) -> None:
     """Weighted means are an estimator's own business; a factor that goes through as it is counts twice."""
     key = case.samples[0].key
-    before = _of_trajectory(key, decided(subject, case))
+    before = _of_trajectory(key, estimate_or_undecidable(subject, case))
     if not before.any():
         raise Inapplicable("the trajectory has no advantage to scale")
     factors = 0.5, 0.25
-    after = [_of_trajectory(key, decided(subject, batches.lighter(case, key, factor))) for factor in factors]
+    after = [_of_trajectory(key, estimate_or_undecidable(subject, batches.lighter(case, key, factor))) for factor in factors]
     if all(np.allclose(made, factor * before, rtol=TOLERANCE, atol=0) for factor, made in zip(factors, after, strict=True)):
         raise Broken(
             f"gives trajectory {key} half of its advantages where its loss weights are halved: they count twice, since the objective "
@@ -150,8 +150,8 @@ def _of_trajectory(key: int, values: dict[tuple[int, int], float]) -> npt.NDArra
     return np.array([value for (trajectory, _), value in values.items() if trajectory == key])
 
 
-@promise("Observed tokens, wherever they stand, change nothing", cases=drawn, first=explicit)
-@compared
+@promise("Observed tokens, wherever they stand, change nothing", cases=draw_rows, first=explicit)
+@undecidable_unless_repeatable
 def observations(subject: Subject[Any], case: DrawnRows) -> None:
     require_same_answers(
         answers(subject, case),
@@ -164,10 +164,10 @@ def observations(subject: Subject[Any], case: DrawnRows) -> None:
 
 @promise(
     "A failed trajectory changes nobody else's advantage",
-    cases=lambda s: drawn(s, failures=False, least_group=2),
+    cases=lambda s: draw_rows(s, failures=False, least_group=2),
     first=crowd,
 )
-@compared
+@undecidable_unless_repeatable
 def failures(subject: Subject[Any], case: DrawnRows) -> None:
     spoilt = case.samples[0].key
     failed = tuple(evolve(sample, finished=sample.key != spoilt) for sample in case.samples)
@@ -184,11 +184,11 @@ def failures(subject: Subject[Any], case: DrawnRows) -> None:
     )
 
 
-@promise("It does not change the batch", cases=drawn)
+@promise("It does not change the batch", cases=draw_rows)
 def inputs_unchanged(subject: Subject[Any], case: DrawnRows) -> None:
     batch, names = case.batch(), ("rewards", "loss_weight", "action_offsets", "group_ids", "trajectory_ids", "turn", "finished")
-    before = {name: _copied(getattr(batch, name)) for name in names}
-    columns = {name: _copied(column) for name, column in batch.columns.items()}
+    before = {name: _copy(getattr(batch, name)) for name in names}
+    columns = {name: _copy(column) for name, column in batch.columns.items()}
     try:
         output_of(subject, batch)
     except EngineError as error:
@@ -199,14 +199,14 @@ def inputs_unchanged(subject: Subject[Any], case: DrawnRows) -> None:
         raise Broken(f"changes batch.{changed[0]} in place, which the engine reads afterwards", "Work on a copy: x - y, not x -= y")
 
 
-def _copied(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+def _copy(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
     return array.copy()
 
 
-@promise("It gives the same bytes for the same batch, in every call and whatever the random state", cases=drawn, first=crowd)
+@promise("It gives the same bytes for the same batch, in every call and whatever the random state", cases=draw_rows, first=crowd)
 def repeatable(subject: Subject[Any], case: DrawnRows) -> None:
     product, made = subject.make(), []
-    with restored_random_state():
+    with restore_random_state():
         for seed in range(12):
             seed_everything(seed)
             before, batch = global_random_state(), case.batch()
@@ -233,7 +233,7 @@ def _answer(subject: Subject[Any], case: DrawnRows) -> bytes:
         raise Undecidable(error.cause) from error
 
 
-_process_settings, _another_rank, _another_process = process_promises(_answer, drawn, crowd)
+_process_settings, _another_rank, _another_process = process_promises(_answer, draw_rows, crowd)
 
 
 ADVANTAGE_PROMISES: tuple[Promise[Any, Any], ...] = (

@@ -59,7 +59,7 @@ def _learning(ranks: BackendRanks, case: BackendCase, lesson: _Lesson, learned: 
 
 def _alone(subject: BackendSubject, case: BackendCase, lesson: _Lesson) -> _Learned:
     learned = _Learned()
-    with subject.opened(case, "dropout", optimizer=SPEC, lora=lesson.lora, seed=lesson.seed) as ranks:
+    with subject.open_ranks(case, "dropout", optimizer=SPEC, lora=lesson.lora, seed=lesson.seed) as ranks:
         for _ in _learning(ranks, case, lesson, learned):
             pass
     return learned
@@ -70,7 +70,7 @@ def _together(subject: BackendSubject, case: BackendCase) -> list[_Learned]:
     found = [_Learned() for _ in range(3)]
     with (
         tempfile.TemporaryDirectory(prefix="skyrl-engine-adapter-sets-") as directory,
-        subject.opened(case, "dropout", optimizer=SPEC, lora=BASE.lora, seed=BASE.seed) as base,
+        subject.open_ranks(case, "dropout", optimizer=SPEC, lora=BASE.lora, seed=BASE.seed) as base,
         base.adapter_set(FIRST.lora, FIRST.seed) as first,
     ):
         begun = [_learning(base, case, BASE, found[0]), _learning(first, case, FIRST, found[1])]
@@ -92,7 +92,7 @@ def _together(subject: BackendSubject, case: BackendCase) -> list[_Learned]:
     return found
 
 
-def _undeclared(subject: BackendSubject) -> str | None:
+def _exempt_without_adapter_sets(subject: BackendSubject) -> str | None:
     if find_spec("peft") is None:
         return "peft is not installed"
     return None if subject.declares("adapter_sets") else "the backend does not declare 'adapter_sets'"
@@ -100,10 +100,10 @@ def _undeclared(subject: BackendSubject) -> str | None:
 
 @backend_promise(
     "Sets of adapters over one base model, of other ranks, layers and seeds, learn in turns bit for bit what each learns alone",
-    exempt=_undeclared,
+    exempt=_exempt_without_adapter_sets,
 )
 def adapter_sets(subject: BackendSubject, case: BackendCase) -> None:
-    if "adapter_sets" not in subject.described(case.sizes.options, case.sizes.ranks).capabilities:
+    if "adapter_sets" not in subject.describe(case.sizes.options, case.sizes.ranks).capabilities:
         return
     together = _together(subject, case)
     for lesson, got in zip((BASE, FIRST, SECOND), together, strict=True):

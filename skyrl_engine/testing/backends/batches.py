@@ -81,15 +81,15 @@ def picture_documents(vocabulary: int, variant: Variant) -> list[Document]:
     return made
 
 
-def padded(chosen: Sequence[Document], size: int) -> list[MicroBatch]:
+def build_padded(chosen: Sequence[Document], size: int) -> list[MicroBatch]:
     """Build micro-batches of `size` left-padded rows, each as wide as its longest document."""
-    return [padded_rows(chosen[start : start + size]) for start in range(0, len(chosen), size)]
+    return [pad_documents(chosen[start : start + size]) for start in range(0, len(chosen), size)]
 
 
-def packed(chosen: Sequence[Document], size: int) -> list[MicroBatch]:
+def build_packed(chosen: Sequence[Document], size: int) -> list[MicroBatch]:
     """Build micro-batches of `size` rows: two documents in the first row, an empty row, then three documents per row."""
     rows = [list(chosen[:2]), [], *(list(chosen[start : start + 3]) for start in range(2, len(chosen), 3))]
-    return [packed_rows(rows[start : start + size]) for start in range(0, len(rows), size)]
+    return [pack_documents(rows[start : start + size]) for start in range(0, len(rows), size)]
 
 
 def without_pixels(micro_batch: MicroBatch) -> MicroBatch:
@@ -101,7 +101,7 @@ def without_pixels(micro_batch: MicroBatch) -> MicroBatch:
     )
 
 
-def padded_rows(chosen: Sequence[Document]) -> MicroBatch:
+def pad_documents(chosen: Sequence[Document]) -> MicroBatch:
     """Pad every document on its left to the longest, with attention mask and position ids, as the padded collator does."""
     width = max(1, *(len(document.ids) for document in chosen))
     ids, mask = (torch.zeros(len(chosen), width, dtype=torch.int64) for _ in range(2))
@@ -115,7 +115,7 @@ def padded_rows(chosen: Sequence[Document]) -> MicroBatch:
     return _micro_batch(inputs, positions, lengths, chosen)
 
 
-def packed_rows(rows: Sequence[Sequence[Document]], *, align: int = 4, padding: int = 3) -> MicroBatch:
+def pack_documents(rows: Sequence[Sequence[Document]], *, align: int = 4, padding: int = 3) -> MicroBatch:
     """Pack every list of documents into a row, each document rounded up to `align`, as the packed collator does."""
     occupied = [[-(-len(document.ids) // align) * align for document in row] for row in rows]
     width = max(sum(spaces) for spaces in occupied) + padding

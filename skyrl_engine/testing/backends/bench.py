@@ -18,7 +18,7 @@ from skyrl_engine.testing.adapters import write_adapter
 from skyrl_engine.testing.backends.batches import DefinedResult, definition, documents, many_documents, picture_documents
 from skyrl_engine.testing.backends.ranks import Answer, BackendRanks, Opening, RankFailed, on_rank
 from skyrl_engine.testing.pictures import Variant
-from skyrl_engine.testing.ranks.world import kept
+from skyrl_engine.testing.ranks.world import start_shared_world
 
 Model = Literal["qwen3", "llama", "dropout", "critic", "vision", "outside meta"]
 """A tied Qwen3, an untied Llama, a Qwen3 that draws random numbers in training, one with a value head, a Qwen3-VL, which takes pictures, and a
@@ -54,7 +54,7 @@ class Bench:
 
     def _everywhere(self, size: int, *call: Any) -> list[Answer]:
         try:
-            return kept(size).run(on_rank, *call)
+            return start_shared_world(size).run(on_rank, *call)
         except WorkerError as error:  # dead, or waiting for something that never comes
             raise RankFailed(error.cause) from error
 

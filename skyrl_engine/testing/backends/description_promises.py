@@ -26,7 +26,7 @@ def _layouts(subject: BackendSubject) -> "st.SearchStrategy[BackendCase]":
 def working(subject: BackendSubject, case: BackendCase) -> None:
     for turn in ("", " a second time in the same processes"):
         try:
-            with subject.opened(case) as ranks:
+            with subject.open_ranks(case) as ranks:
                 ranks.forward(case.whole())
                 ranks.forward_backward(case.whole())
                 ranks.optim_step()
@@ -37,7 +37,7 @@ def working(subject: BackendSubject, case: BackendCase) -> None:
 
 @backend_promise("Every rank stands where the description lays it out: tp fastest, then cp, dp, pp")
 def coordinates(subject: BackendSubject, case: BackendCase) -> None:
-    with subject.opened(case) as ranks:
+    with subject.open_ranks(case) as ranks:
         stand = ranks.coords()
     for rank, got in enumerate(stand):
         due = case.sizes.topology.coords(rank)
@@ -68,14 +68,14 @@ def description(subject: BackendSubject, _case: None) -> None:
 
 @backend_promise("Its rehearsal refuses no model that it trains, and changes no global state")
 def rehearsal(subject: BackendSubject, case: BackendCase) -> None:
-    described = subject.described(case.sizes.options, case.sizes.ranks)
+    described = subject.describe(case.sizes.options, case.sizes.ranks)
     packed = "packed" in described.capabilities
     model = ModelConfig(subject.bench.model(case.model))
     before, gradients = global_random_state(), torch.is_grad_enabled()
     try:
         described.rehearse(model, packed)
     except EngineError as error:
-        with subject.opened(case, packed_rows=packed) as ranks:
+        with subject.open_ranks(case, packed_rows=packed) as ranks:
             ranks.forward_backward(case.whole())
         raise Broken(
             f"refuses while planning a model that it trains: {error.cause}",
@@ -119,7 +119,7 @@ def _require_honest(subject: BackendSubject, name: str, capability: Capability) 
 
 def _described(subject: BackendSubject, options: dict[str, int], ranks: int) -> BackendDescription | EngineError:
     try:
-        return subject.described(options, ranks)
+        return subject.describe(options, ranks)
     except EngineError as error:
         return error
 

@@ -49,7 +49,7 @@ def require_same_gradients(
     factor = float(ours @ wanted / (wanted @ wanted))
     if np.linalg.norm(ours - factor * wanted) <= EXACT * np.linalg.norm(ours):
         raise Broken(f"the gradient is {in_words(factor, facts)} {when}", remedy, factor=factor)
-    if pieces is not None and (lost := _lost(got, pieces)):
+    if pieces is not None and (lost := _find_lost_pieces(got, pieces)):
         raise Broken(f"{' and '.join(lost)} {'counts' if len(lost) == 1 else 'count'} for nothing in the gradient {when}", remedy)
     wrong = sorted((name for name in relative if relative[name] > TOLERANCE), key=lambda name: -relative[name])
     raise Broken(
@@ -58,7 +58,7 @@ def require_same_gradients(
     )
 
 
-def _lost(got: Arrays, pieces: Mapping[str, Arrays]) -> Sequence[str]:
+def _find_lost_pieces(got: Arrays, pieces: Mapping[str, Arrays]) -> Sequence[str]:
     names = list(pieces)
     factors, residue = Pieces(names, list(pieces.values()), np.ones(len(names))).fit(got)
     return [name for name, factor in zip(names, factors, strict=True) if abs(factor) < EXACT] if residue < EXACT else []

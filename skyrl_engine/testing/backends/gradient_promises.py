@@ -13,14 +13,14 @@ FIRST, SECOND = NUMBERS[::2], NUMBERS[1::2]
 
 def _gradient(subject: BackendSubject, case: BackendCase, *calls: PassOrder) -> Arrays:
     """Return the gradient after these calls, as rank 0 of a new backend reports it."""
-    with subject.opened(case) as ranks:
+    with subject.open_ranks(case) as ranks:
         for each in calls:
             ranks.forward_backward(each)
         return ranks.gradients()[0]
 
 
 def _gradient_of_right_loss(subject: BackendSubject, case: BackendCase) -> Arrays:
-    with subject.opened(case) as ranks:
+    with subject.open_ranks(case) as ranks:
         loss = ranks.loss(ranks.forward_backward(case.whole()))
         if not right_loss(subject, case, loss):
             raise Undecidable("the loss is not the right one already")
@@ -120,7 +120,7 @@ def calls_add_up(subject: BackendSubject, case: BackendCase) -> None:
 @backend_promise("A step leaves nothing of its gradient over for the next one")
 def nothing_left_over(subject: BackendSubject, case: BackendCase) -> None:
     remedy = "Clear the gradient, and every buffer of it, in optim_step"
-    with subject.opened(case) as ranks:
+    with subject.open_ranks(case) as ranks:
         ranks.forward_backward(case.whole())
         first = ranks.gradients()[0]
         ranks.optim_step()

@@ -25,7 +25,7 @@ MERGED = "Yield every weight of the base model once, under its own name, with al
 
 def _adapts(subject: BackendSubject, case: BackendCase, *capabilities: Capability) -> bool:
     """Return True where the backend declares adapters on this layout, and these capabilities beside."""
-    return {"lora", *capabilities} <= subject.described(case.sizes.options, case.sizes.ranks).capabilities
+    return {"lora", *capabilities} <= subject.describe(case.sizes.options, case.sizes.ranks).capabilities
 
 
 def _no_lora(subject: BackendSubject) -> str | None:
@@ -54,14 +54,14 @@ def adapters(subject: BackendSubject, case: BackendCase) -> None:
     bench = subject.bench
     base, adapter = bench.model(case.model), bench.adapter(case.model)
     with tempfile.TemporaryDirectory(prefix="skyrl-engine-adapters-") as name:
-        with subject.opened(case, optimizer=SPEC, lora=LoraConfig(path=adapter)) as ranks:
+        with subject.open_ranks(case, optimizer=SPEC, lora=LoraConfig(path=adapter)) as ranks:
             start = ranks.weights()[0]
             loss = ranks.loss(ranks.forward_backward(case.whole()))
             gradients = ranks.gradients()[0]
             ranks.optim_step()
             after = ranks.weights()[0]
             ranks.export(Path(name))
-        trained = _merged(base, name)
+        trained = _merge(base, name)
     if not right_loss(subject, case, loss, adapted=True):
         due = bench.definition(case.model, NUMBERS, adapted=True).loss
         raise Broken(f"the objective with adapters is {loss:.6g}, where PEFT's own model gives {due:.6g}", "Add alpha / rank * B A")
@@ -72,13 +72,13 @@ def adapters(subject: BackendSubject, case: BackendCase) -> None:
         "Give the gradients of adapters under PEFT's names, and freeze all else",
         facts={"scale of the adapters": 2.0},
     )
-    _require_merged(start, _merged(base, adapter), "at the start", MERGED)
+    _require_merged(start, _merge(base, adapter), "at the start", MERGED)
     _require_merged(after, trained, "after a step, by what is exported,", "Merge and export the adapters as they are now")
     if all(np.array_equal(start[name], after[name]) for name in start):
         raise Broken("weights() gives the same after a step as before", MERGED)
 
 
-def _merged(base: str, adapter: str) -> Arrays:
+def _merge(base: str, adapter: str) -> Arrays:
     """Return the weights of a model with the adapters of a directory merged, by the definition of adapters."""
     try:
         with quiet_progress():
@@ -118,7 +118,7 @@ def reference_by_adapters(subject: BackendSubject, case: BackendCase) -> None:
     if not _adapts(subject, case, "reference_by_adapters"):
         return
     bench, work = subject.bench, case.whole()
-    with subject.opened(case, optimizer=SPEC, lora=LoraConfig(path=bench.adapter(case.model))) as ranks:
+    with subject.open_ranks(case, optimizer=SPEC, lora=LoraConfig(path=bench.adapter(case.model))) as ranks:
         without = {"at the start": ranks.loss(ranks.forward_without_adapters(work))}
         on_again = ranks.loss(ranks.forward(work))
         if not right_loss(subject, case, on_again, adapted=True):
@@ -141,7 +141,7 @@ def reference_by_adapters(subject: BackendSubject, case: BackendCase) -> None:
 @backend_promise("Adapters, which it does not declare, are refused in words", exempt=_lora)
 def undeclared_adapters(subject: BackendSubject, case: BackendCase) -> None:
     try:
-        with subject.opened(case, lora=LoraConfig(rank=4)) as ranks:
+        with subject.open_ranks(case, lora=LoraConfig(rank=4)) as ranks:
             ranks.forward(case.whole())
     except EngineError as error:
         require_words(error)

@@ -22,11 +22,11 @@ REMEDY = "Load or broadcast every parameter and buffer on every rank, whatever d
 def placed_weights(subject: BackendSubject, case: BackendCase) -> None:
     spec = ModelConfig(subject.bench.model(case.model))
     try:
-        subject.described(case.sizes.options, case.sizes.ranks).refuse_model(load_config(spec), spec)
+        subject.describe(case.sizes.options, case.sizes.ranks).refuse_model(load_config(spec), spec)
     except EngineError:
         return
     due = transformers_weights(spec.path)
-    with subject.opened(case) as ranks:
+    with subject.open_ranks(case) as ranks:
         held, returned = ranks.weights(), ranks.forward(case.whole())
     for rank, weights in enumerate(held):
         wrong = [name for name, weight in due.items() if name not in weights or not np.array_equal(weights[name], weight)]

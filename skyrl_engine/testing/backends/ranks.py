@@ -187,8 +187,8 @@ class HeldBackend:
             WeightedObjective,
             documents,
             many_documents,
-            packed,
-            padded,
+            build_packed,
+            build_padded,
             picture_documents,
             without_pixels,
         )
@@ -200,7 +200,7 @@ class HeldBackend:
             made = many_documents()
         known = {each.number: each for each in made}
         known[PADDING_SAMPLE] = evolve(known[EMPTY], number=PADDING_SAMPLE)
-        rows = padded if work.rows == "padded" else packed
+        rows = build_padded if work.rows == "padded" else build_packed
         groups = [[known[number] for number in numbers or (PADDING_SAMPLE,)] for numbers in work.cut[self._coords.dp]]
         batch: Any = [rows(group, len(known))[0] for group in groups]
         if work.other_labels:
@@ -300,7 +300,7 @@ def on_rank(method: str, *arguments: Any) -> Answer:
     """Call a method of this process' backend; `open` makes it, after closing one that an earlier failure left behind."""
     try:
         if method == "open":
-            hold("backend", _opened, *arguments)
+            hold("backend", _open_backend, *arguments)
             return Answer()
         if method == "close":
             let_go("backend")
@@ -313,7 +313,7 @@ def on_rank(method: str, *arguments: Any) -> Answer:
         return Answer(failure=lines[0].rstrip("."), trace=traceback.format_exc())
 
 
-def _opened(opening: Opening) -> HeldBackend:
+def _open_backend(opening: Opening) -> HeldBackend:
     import torch.distributed as dist
 
     return HeldBackend(opening, dist.get_rank() if dist.is_initialized() else 0)
@@ -356,7 +356,7 @@ class BackendRanks:
     def forward_without_adapters(self, work: PassOrder) -> list[RankOutput]:
         return self._ask("without_adapters", work)
 
-    def scores_given(self, work: PassOrder) -> list[tuple[str, ...]]:
+    def collect_requested_scores(self, work: PassOrder) -> list[tuple[str, ...]]:
         """Return the names of the scores that objectives got in a forward_backward, by rank."""
         return [names for _, names in self._ask("run", "forward_backward", work)]
 

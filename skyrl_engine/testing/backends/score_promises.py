@@ -23,7 +23,7 @@ SCORES = 2e-5
     "forward gives the objective's value by definition: right scores, at the right positions", models=("qwen3", "llama")
 )
 def scores(subject: BackendSubject, case: BackendCase) -> None:
-    with subject.opened(case) as ranks:
+    with subject.open_ranks(case) as ranks:
         for micro_batches in (1, 3):
             got = ranks.loss(ranks.forward(PassOrder(case.cut(micro_batches=micro_batches))))
             _require_loss(subject, case, got, f"with {micro_batches} micro-batches on each rank")
@@ -44,18 +44,18 @@ def _require_loss(subject: BackendSubject, case: BackendCase, got: float, when: 
 def outputs(subject: BackendSubject, case: BackendCase) -> None:
     cut = case.cut(micro_batches=2)
     due = subject.bench.definition(case.model, NUMBERS).scores
-    with subject.opened(case) as ranks:
+    with subject.open_ranks(case) as ranks:
         for mode in (ranks.forward, ranks.forward_backward):
             returned = mode(PassOrder(cut))
             if not right_loss(subject, case, ranks.loss(returned)):
                 raise Undecidable("the loss is not the right one already")
-            for output in _collected(ranks, returned):
+            for output in _collect_outputs(ranks, returned):
                 _require_samples(output, tuple(n for numbers in cut[output.coords.dp] for n in numbers))
                 for name, values in due.items():
                     _require_values(output, name, values)
 
 
-def _collected(ranks: BackendRanks, returned: Sequence[RankOutput]) -> Iterator[RankOutput]:
+def _collect_outputs(ranks: BackendRanks, returned: Sequence[RankOutput]) -> Iterator[RankOutput]:
     """Return the outputs that a merger keeps."""
     for rank, output in enumerate(returned):
         coords = ranks.topology.coords(rank)
@@ -97,7 +97,7 @@ def _require_values(output: RankOutput, name: str, due: Any) -> None:
 def gate(subject: BackendSubject, case: BackendCase) -> None:
     found = {}
     for per_token_outputs in (True, False):
-        with subject.opened(case) as ranks:
+        with subject.open_ranks(case) as ranks:
             returned = ranks.forward_backward(case.whole(per_token_outputs=per_token_outputs))
             found[per_token_outputs] = ranks.loss(returned), ranks.gradients()[0]
     if any(len(output.scored.values) or output.fields for output in returned):
@@ -118,7 +118,7 @@ def _first_different(one: Arrays, other: Arrays) -> str | None:
     "forward scores in evaluation mode, as forward_backward does without dropout, and changes neither gradient nor weights"
 )
 def evaluation(subject: BackendSubject, case: BackendCase) -> None:
-    with subject.opened(case) as ranks:
+    with subject.open_ranks(case) as ranks:
         trained = ranks.loss(ranks.forward_backward(case.whole()))
         gradients, weights = ranks.gradients()[0], ranks.weights()[0]
         scored = ranks.loss(ranks.forward(case.whole()))
@@ -131,7 +131,7 @@ def evaluation(subject: BackendSubject, case: BackendCase) -> None:
             if (name := _first_different(before, after)) is not None:
                 raise Broken(f"forward changes the {what} of {name}", "Score under torch.no_grad, and touch nothing else")
     try:
-        with subject.opened(case, "dropout") as ranks:
+        with subject.open_ranks(case, "dropout") as ranks:
             first = ranks.loss(ranks.forward(case.whole()))
             ranks.forward_backward(case.whole())  # which leaves the model in training mode
             second = ranks.loss(ranks.forward(case.whole()))
@@ -150,7 +150,7 @@ def dropout(subject: BackendSubject, case: BackendCase) -> None:
     """Every data-parallel rank has the same documents: equal masks are then equal log-probabilities."""
     same = PassOrder(tuple((NUMBERS,) for _ in range(case.sizes.topology.dp)))
     try:
-        with subject.opened(case, "dropout") as ranks:
+        with subject.open_ranks(case, "dropout") as ranks:
             scored = ranks.loss(ranks.forward(same))
             returned = [ranks.forward_backward(same) for _ in range(2)]
     except EngineError as error:  # a backend may refuse what it would not train as written
@@ -164,7 +164,7 @@ def dropout(subject: BackendSubject, case: BackendCase) -> None:
             "Put the model into training mode in forward_backward, and seed nothing there",
         )
     seen: dict[bytes, RankOutput] = {}
-    for output in _collected(ranks, returned[0]):
+    for output in _collect_outputs(ranks, returned[0]):
         values = output.fields["logprobs"].values.tobytes()
         if values in seen:
             raise Broken(
@@ -177,14 +177,14 @@ def dropout(subject: BackendSubject, case: BackendCase) -> None:
 @backend_promise("The objective is given every score that it needs, and one the model does not compute is refused in words")
 def needs(subject: BackendSubject, case: BackendCase) -> None:
     for asked in (("logprobs",), ("logprobs", "entropy")):
-        with subject.opened(case) as ranks:
-            given = ranks.scores_given(case.whole(needs=asked))
+        with subject.open_ranks(case) as ranks:
+            given = ranks.collect_requested_scores(case.whole(needs=asked))
         for rank, names in enumerate(given):
             if ranks.topology.coords(rank).last_stage and (missing := set(asked) - set(names)):
                 raise Broken(
                     f"rank {rank} calls the objective without {min(missing)}, which it needs", "Compute what objective.needs names"
                 )
-    with subject.opened(case) as ranks:
+    with subject.open_ranks(case) as ranks:
         try:
             ranks.forward(case.whole(needs=("logprobs", "reward")))
         except EngineError as error:
@@ -198,7 +198,7 @@ def needs(subject: BackendSubject, case: BackendCase) -> None:
 
 @backend_promise("Scores are those at the objective's temperature")
 def temperature(subject: BackendSubject, case: BackendCase) -> None:
-    with subject.opened(case) as ranks:
+    with subject.open_ranks(case) as ranks:
         if not right_loss(subject, case, ranks.loss(ranks.forward(case.whole()))):
             raise Undecidable("the loss is not the right one already")
         for mode in (ranks.forward, ranks.forward_backward):
@@ -215,17 +215,17 @@ def temperature(subject: BackendSubject, case: BackendCase) -> None:
         )
 
 
-def _no_packed_rows(subject: BackendSubject) -> str | None:
+def _exempt_without_packed_rows(subject: BackendSubject) -> str | None:
     return None if subject.declares("packed") else "the backend does not declare 'packed'"
 
 
 @backend_promise(
-    "Packed rows give the loss and the gradient of padded ones: no document sees its neighbour", exempt=_no_packed_rows
+    "Packed rows give the loss and the gradient of padded ones: no document sees its neighbour", exempt=_exempt_without_packed_rows
 )
 def packed_rows(subject: BackendSubject, case: BackendCase) -> None:
     found = {}
     for rows in ("padded", "packed"):
-        with subject.opened(case, packed_rows=True) as ranks:
+        with subject.open_ranks(case, packed_rows=True) as ranks:
             loss = ranks.loss(ranks.forward_backward(case.whole(rows=rows)))
             found[rows] = loss, ranks.gradients()[0]
     (loss, gradients), (got, packed) = found["padded"], found["packed"]
@@ -242,7 +242,7 @@ def _packs(subject: BackendSubject) -> str | None:
 @backend_promise("Packed rows, which it does not declare, are refused in words or right", exempt=_packs)
 def undeclared_packed_rows(subject: BackendSubject, case: BackendCase) -> None:
     try:
-        with subject.opened(case, packed_rows=True) as ranks:
+        with subject.open_ranks(case, packed_rows=True) as ranks:
             got = ranks.loss(ranks.forward(case.whole(rows="packed")))
     except EngineError as error:
         require_words(error)
@@ -254,14 +254,14 @@ def undeclared_packed_rows(subject: BackendSubject, case: BackendCase) -> None:
         )
 
 
-def _undeclared(capability: Capability) -> Callable[[BackendSubject], str | None]:
+def _exempt_without(capability: Capability) -> Callable[[BackendSubject], str | None]:
     return lambda subject: None if subject.declares(capability) else f"the backend does not declare {capability!r}"
 
 
-@backend_promise("Values, and the gradient through them, are those of the model's value head", exempt=_undeclared("value_head"))
+@backend_promise("Values, and the gradient through them, are those of the model's value head", exempt=_exempt_without("value_head"))
 def values(subject: BackendSubject, case: BackendCase) -> None:
     for asked in (("values",), ("entropy", "logprobs", "values")):
-        with subject.opened(case, "critic", value_head=True) as ranks:
+        with subject.open_ranks(case, "critic", value_head=True) as ranks:
             _require_definition(
                 ranks,
                 case,
@@ -273,7 +273,7 @@ def values(subject: BackendSubject, case: BackendCase) -> None:
 
 @backend_promise("A label is scored as it is given, whatever token follows")
 def labels(subject: BackendSubject, case: BackendCase) -> None:
-    with subject.opened(case) as ranks:
+    with subject.open_ranks(case) as ranks:
         _require_definition(
             ranks,
             case,
@@ -284,10 +284,10 @@ def labels(subject: BackendSubject, case: BackendCase) -> None:
         )
 
 
-@backend_promise("Logits, and the gradient through them, are those of the labels", exempt=_undeclared("logits"))
+@backend_promise("Logits, and the gradient through them, are those of the labels", exempt=_exempt_without("logits"))
 def logits(subject: BackendSubject, case: BackendCase) -> None:
     for asked in (("logits", "logprobs"), ("entropy", "logits", "logprobs")):
-        with subject.opened(case) as ranks:
+        with subject.open_ranks(case) as ranks:
             _require_definition(
                 ranks,
                 case,
@@ -297,7 +297,7 @@ def logits(subject: BackendSubject, case: BackendCase) -> None:
             )
 
 
-@backend_promise("Normalisers, and the gradient through them, are those of the logits", exempt=_undeclared("logsumexp"))
+@backend_promise("Normalisers, and the gradient through them, are those of the logits", exempt=_exempt_without("logsumexp"))
 def logsumexp(subject: BackendSubject, case: BackendCase) -> None:
     _require_scores(
         subject, case, "logsumexp", "Give the logsumexp of what softmax takes, the temperature inside, over the whole vocabulary"
@@ -305,7 +305,7 @@ def logsumexp(subject: BackendSubject, case: BackendCase) -> None:
 
 
 @backend_promise(
-    "Means of log-probabilities over the vocabulary, and the gradient through them, are right", exempt=_undeclared("mean_logprob")
+    "Means of log-probabilities over the vocabulary, and the gradient through them, are right", exempt=_exempt_without("mean_logprob")
 )
 def mean_logprob(subject: BackendSubject, case: BackendCase) -> None:
     _require_scores(
@@ -314,7 +314,7 @@ def mean_logprob(subject: BackendSubject, case: BackendCase) -> None:
 
 
 @backend_promise(
-    "Log-probabilities at the token ids of a column, and the gradient through them, are right", exempt=_undeclared("logprobs_at")
+    "Log-probabilities at the token ids of a column, and the gradient through them, are right", exempt=_exempt_without("logprobs_at")
 )
 def logprobs_at(subject: BackendSubject, case: BackendCase) -> None:
     """Ask for one column and for two; ids may occur twice, and the label may be among them."""
@@ -325,10 +325,10 @@ def logprobs_at(subject: BackendSubject, case: BackendCase) -> None:
     _require_scores(subject, case, f"{LOGPROBS_AT}:near", remedy, (f"{LOGPROBS_AT}:far",))
 
 
-@backend_promise("Divergences from a teacher beside, and the gradient through them, are right", exempt=_undeclared("divergence"))
+@backend_promise("Divergences from a teacher beside, and the gradient through them, are right", exempt=_exempt_without("divergence"))
 def divergence(subject: BackendSubject, case: BackendCase) -> None:
     """Take a teacher of another architecture, over padded and packed rows, in one micro-batch and in three, on layouts that declare it."""
-    if "divergence" not in subject.described(case.sizes.options, case.sizes.ranks).capabilities:
+    if "divergence" not in subject.describe(case.sizes.options, case.sizes.ranks).capabilities:
         return
     remedy = "Compare with micro_batch.teacher at every position, both heads over the whole vocabulary, and differentiate the student's alone"
     forward, reverse, jensen_shannon = (each.need for each in DIVERGENCES)
@@ -338,7 +338,7 @@ def divergence(subject: BackendSubject, case: BackendCase) -> None:
         (of_rows[-1], (reverse, jensen_shannon), 0.5, 3),
     ):
         due = subject.bench.definition(case.model, NUMBERS, needs=asked, temperature=temperature, teacher="llama")
-        with subject.opened(case, teacher="llama", packed_rows=rows == "packed") as ranks:
+        with subject.open_ranks(case, teacher="llama", packed_rows=rows == "packed") as ranks:
             cut = case.cut(micro_batches=micro_batches)
             _require_definition(ranks, case, due, asked, remedy, cut=cut, temperature=temperature, rows=rows)
 
@@ -346,7 +346,7 @@ def divergence(subject: BackendSubject, case: BackendCase) -> None:
 def _require_scores(subject: BackendSubject, case: BackendCase, score: str, remedy: str, others: tuple[str, ...] = ()) -> None:
     """Require the score and its gradient beside log-probabilities, and among all scores of the vocabulary under a temperature."""
     for asked, temperature in ((("logprobs", score, *others), 1.0), (("entropy", "logprobs", score, *others), 0.5)):
-        with subject.opened(case) as ranks:
+        with subject.open_ranks(case) as ranks:
             due = subject.bench.definition(case.model, NUMBERS, needs=asked, temperature=temperature)
             _require_definition(ranks, case, due, asked, remedy, temperature=temperature)
 
@@ -371,7 +371,7 @@ def _has_value_head(subject: BackendSubject) -> str | None:
 @backend_promise("A value head, which it does not declare, is refused in words", exempt=_has_value_head)
 def undeclared_value_head(subject: BackendSubject, case: BackendCase) -> None:
     try:
-        with subject.opened(case, "critic", value_head=True) as ranks:
+        with subject.open_ranks(case, "critic", value_head=True) as ranks:
             ranks.forward(case.whole(needs=("values",)))
     except EngineError as error:
         require_words(error)

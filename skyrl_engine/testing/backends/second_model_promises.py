@@ -11,21 +11,21 @@ SECOND: Model = "llama"
 OWN = "Keep model, gradients, moments and process groups in the product, and nothing of them in its class or module"
 
 
-def _undeclared(subject: BackendSubject) -> str | None:
+def _exempt_without_second_model(subject: BackendSubject) -> str | None:
     return None if subject.declares("second_model") else "the backend does not declare 'second_model'"
 
 
 @backend_promise(
     "A second model on the same ranks scores as it does alone, before and after steps of the first, which learns bit for bit as alone",
-    exempt=_undeclared,
+    exempt=_exempt_without_second_model,
 )
 def second_model(subject: BackendSubject, case: BackendCase) -> None:
-    if "second_model" not in subject.described(case.sizes.options, case.sizes.ranks).capabilities:
+    if "second_model" not in subject.describe(case.sizes.options, case.sizes.ranks).capabilities:
         return
-    with subject.opened(case, optimizer=SPEC) as first:
+    with subject.open_ranks(case, optimizer=SPEC) as first:
         alone = [_call(first, case), _step(first), _call(first, case), _step(first)]
         learned = first.weights()[0]
-    with subject.opened(case, optimizer=SPEC) as first:
+    with subject.open_ranks(case, optimizer=SPEC) as first:
         together = [_call(first, case)]
         with first.second_model(subject.bench.model(SECOND)) as second:
             _require_its_own(subject, case, second, "where the first has a gradient")

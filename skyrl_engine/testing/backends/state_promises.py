@@ -28,7 +28,7 @@ REMEDY = "Give every tensor in full under the name that transformers' own model 
 )
 def names(subject: BackendSubject, case: BackendCase) -> None:
     due = transformers_weights(subject.bench.model(case.model))
-    with subject.opened(case) as ranks:
+    with subject.open_ranks(case) as ranks:
         weights = ranks.weights()[0]
         ranks.forward_backward(case.whole())
         found = {"weights()": weights, "gradients()": ranks.gradients()[0]}
@@ -60,7 +60,7 @@ def transformers_weights(directory: str) -> Arrays:
     "Every rank gets the same weights and gradients in the same order, and reports the same step", layouts="several ranks"
 )
 def every_rank(subject: BackendSubject, case: BackendCase) -> None:
-    with subject.opened(case, optimizer=SPEC) as ranks:
+    with subject.open_ranks(case, optimizer=SPEC) as ranks:
         ranks.forward_backward(case.whole())
         gradients, steps, weights = ranks.gradients(), ranks.optim_step(), ranks.weights()
     for rank in range(1, len(steps)):
@@ -81,7 +81,7 @@ def every_rank(subject: BackendSubject, case: BackendCase) -> None:
 @backend_promise("What it shows as the memory of its weights, if it does, holds them, and still does after a step")
 def shown_memory(subject: BackendSubject, case: BackendCase) -> None:
     remedy = "Show the tensors that the optimizer changes in place, or None where no such tensor is whole"
-    with subject.opened(case, optimizer=SPEC) as ranks:
+    with subject.open_ranks(case, optimizer=SPEC) as ranks:
         for when, taken in (("at the start", 0), ("after two steps", 2)):
             _train(ranks, case, taken)
             for rank, (shown, weights) in enumerate(zip(ranks.storage(again=taken > 0), ranks.weights(), strict=True)):
@@ -98,13 +98,13 @@ def shown_memory(subject: BackendSubject, case: BackendCase) -> None:
 def save_and_load(subject: BackendSubject, case: BackendCase) -> None:
     with tempfile.TemporaryDirectory(prefix="skyrl-engine-state-") as name:
         directory = Path(name)
-        with subject.opened(case, "dropout" if _takes_dropout(subject, case) else None, optimizer=SPEC) as ranks:
+        with subject.open_ranks(case, "dropout" if _takes_dropout(subject, case) else None, optimizer=SPEC) as ranks:
             _train(ranks, case, 2)
             require_nothing_left(ranks)
             ranks.save(directory)
             at_save = ranks.weights()[0]
             uninterrupted = _train(ranks, case, 2)
-        with subject.opened(case, "dropout" if _takes_dropout(subject, case) else None, optimizer=SPEC) as ranks:
+        with subject.open_ranks(case, "dropout" if _takes_dropout(subject, case) else None, optimizer=SPEC) as ranks:
             # what loading must put away: a step, and a gradient under way
             _train(ranks, case, 1)
             ranks.forward_backward(case.whole())
@@ -123,7 +123,7 @@ def save_and_load(subject: BackendSubject, case: BackendCase) -> None:
 def _takes_dropout(subject: BackendSubject, case: BackendCase) -> bool:
     """Return True where the backend trains a model with dropout; random states are then part of a checkpoint."""
     try:
-        with subject.opened(case, "dropout") as ranks:
+        with subject.open_ranks(case, "dropout") as ranks:
             ranks.forward_backward(case.whole())
     except EngineError:
         return False
@@ -147,7 +147,7 @@ def _require_equal(got: Arrays, due: Arrays, when: str, remedy: str) -> None:
 
 @backend_promise("Loading runs no code of a checkpoint: a file that is a pickle of code is refused in words", layouts="one rank")
 def no_code_in_checkpoints(subject: BackendSubject, case: BackendCase) -> None:
-    with tempfile.TemporaryDirectory(prefix="skyrl-engine-hostile-") as name, subject.opened(case, optimizer=SPEC) as ranks:
+    with tempfile.TemporaryDirectory(prefix="skyrl-engine-hostile-") as name, subject.open_ranks(case, optimizer=SPEC) as ranks:
         saved, hostile, trace = (Path(name, each) for each in ("saved", "hostile", "code-has-run"))
         _train(ranks, case, 1)
         saved.mkdir()
@@ -195,13 +195,13 @@ def _hostile_files(trace: Path) -> Iterator[bytes]:
 def export(subject: BackendSubject, case: BackendCase) -> None:
     with tempfile.TemporaryDirectory(prefix="skyrl-engine-export-") as name:
         directory = Path(name)
-        with subject.opened(case, optimizer=SPEC) as ranks:
+        with subject.open_ranks(case, optimizer=SPEC) as ranks:
             if not right_loss(subject, case, ranks.loss(ranks.forward(case.whole()))):
                 raise Undecidable("the loss is not the right one already")
             _train(ranks, case, 2)
             returned = ranks.forward(case.whole())
             ranks.export(directory)
-        due = _exported_scores(directory)
+        due = _score_export(directory)
     for rank, output in enumerate(returned):
         if not ranks.topology.coords(rank).collects:
             continue
@@ -221,7 +221,7 @@ def export(subject: BackendSubject, case: BackendCase) -> None:
             )
 
 
-def _exported_scores(directory: Path) -> Any:
+def _score_export(directory: Path) -> Any:
     import torch
 
     from skyrl_engine.modeling.tiny import VOCABULARY

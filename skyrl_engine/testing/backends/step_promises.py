@@ -91,7 +91,7 @@ SETTINGS: tuple[AdamWSettings | None, ...] = (
 )
 def step(subject: BackendSubject, case: BackendCase) -> None:
     work = case.whole(scale=_scale(subject, case, SMALL))
-    with subject.opened(case, optimizer=SPEC) as ranks:
+    with subject.open_ranks(case, optimizer=SPEC) as ranks:
         reference = ReferenceOptimizer(ranks.weights()[0])
         for number, settings in enumerate(SETTINGS):
             before = reference.weights()
@@ -118,7 +118,7 @@ def step(subject: BackendSubject, case: BackendCase) -> None:
 @backend_promise("optim_step reports the norm of the summed gradient, of all parameters, before clipping")
 def gradient_norm(subject: BackendSubject, case: BackendCase) -> None:
     limit = LARGE / 10
-    with subject.opened(case, optimizer=evolve(SPEC, max_grad_norm=limit)) as ranks:
+    with subject.open_ranks(case, optimizer=evolve(SPEC, max_grad_norm=limit)) as ranks:
         ranks.forward_backward(case.whole(scale=_scale(subject, case, LARGE)))
         due = norm_of(ranks.gradients()[0])
         reported = [each.grad_norm for each in ranks.optim_step()]
@@ -143,7 +143,7 @@ def clipping(subject: BackendSubject, case: BackendCase) -> None:
     for limit in (None, LARGE / 10):
         # What setup says is another limit, which the call's replaces. Weights do not decay: that is the business of `step`.
         spec = evolve(SPEC, weight_decay=0.0, max_grad_norm=limit)
-        with subject.opened(case, optimizer=evolve(SPEC, max_grad_norm=LARGE / 20)) as ranks:
+        with subject.open_ranks(case, optimizer=evolve(SPEC, max_grad_norm=LARGE / 20)) as ranks:
             reference = ReferenceOptimizer(ranks.weights()[0])
             before = reference.weights()
             for call in calls:
@@ -173,7 +173,7 @@ def _require_unclipped_sum(
     if _apart_from(gradients, due, scale) <= TOLERANCE:
         return
     small = _scale(subject, case, SMALL)
-    with subject.opened(case, optimizer=SPEC) as ranks:
+    with subject.open_ranks(case, optimizer=SPEC) as ranks:
         for call in calls:
             ranks.forward_backward(evolve(call, scale=small))
         alike = _apart_from(ranks.gradients()[0], due, small) <= TOLERANCE
@@ -197,19 +197,19 @@ def _apart_from(gradients: Arrays, due: Arrays, scale: float) -> float:
 def not_finite(subject: BackendSubject, case: BackendCase) -> None:
     remedy = "Raise ModelError before the step where the norm is not finite, on all ranks alike, and clear the gradient"
     work = case.whole(scale=_scale(subject, case, SMALL))
-    with subject.opened(case, optimizer=SPEC) as ranks:
+    with subject.open_ranks(case, optimizer=SPEC) as ranks:
         ranks.forward_backward(work)
         ranks.optim_step()
         require_nothing_left(ranks)
         before = ranks.weights()[0]
         ranks.forward_backward(evolve(work, scale=float("nan")))
-        if (applied := _applied(ranks)) is not None:
+        if (applied := _try_step(ranks)) is not None:
             raise Broken(f"takes a step over a gradient that is not a number, and reports the norm {applied.grad_norm}", remedy)
         _require_untouched(ranks.weights()[0], before, remedy)
         ranks.forward_backward(work)
         ranks.optim_step()
         recovered = ranks.weights()[0]
-    with subject.opened(case, optimizer=SPEC) as ranks:
+    with subject.open_ranks(case, optimizer=SPEC) as ranks:
         for _ in range(2):
             ranks.forward_backward(work)
             ranks.optim_step()
@@ -225,17 +225,17 @@ def not_finite(subject: BackendSubject, case: BackendCase) -> None:
 def dropped_gradient(subject: BackendSubject, case: BackendCase) -> None:
     """Before the first step and between two, of one call and of several, finite and not; two steps show moments and their correction."""
     work = case.whole(scale=_scale(subject, case, SMALL))
-    with subject.opened(case, optimizer=SPEC) as ranks:
-        due = [_stepped(ranks, work) for _ in range(3)]
+    with subject.open_ranks(case, optimizer=SPEC) as ranks:
+        due = [_take_step(ranks, work) for _ in range(3)]
     dropped = ((LARGE,), (LARGE, SMALL), (float("nan"),))
-    with subject.opened(case, optimizer=SPEC) as ranks:
+    with subject.open_ranks(case, optimizer=SPEC) as ranks:
         for number, (norms, (wanted, weights)) in enumerate(zip(dropped, due, strict=True), start=1):
             for norm in norms:
                 ranks.forward_backward(case.whole(scale=_scale(subject, case, norm)))
             ranks.zero_grad()
             if (left := ranks.gradients()[0]) and norm_of(left):
                 raise Broken(f"a gradient of norm {norm_of(left):.3g} is still there after zero_grad", DROP)
-            applied, got = _stepped(ranks, work)
+            applied, got = _take_step(ranks, work)
             if applied.grad_norm != wanted.grad_norm:
                 raise Broken(
                     f"the gradient of step {number} has the norm {applied.grad_norm!r} after another was dropped, and {wanted.grad_norm!r} "
@@ -253,7 +253,7 @@ def dropped_gradient(subject: BackendSubject, case: BackendCase) -> None:
 DROP = "Clear the gradient in zero_grad, and every buffer of it, and take no step: one of rate 0 moves moments and their count"
 
 
-def _stepped(ranks: BackendRanks, work: PassOrder) -> tuple[OptimStep, Arrays]:
+def _take_step(ranks: BackendRanks, work: PassOrder) -> tuple[OptimStep, Arrays]:
     ranks.forward_backward(work)
     return ranks.optim_step()[0], ranks.weights()[0]
 
@@ -264,7 +264,7 @@ def require_nothing_left(ranks: BackendRanks) -> None:
         raise Undecidable("a gradient is left over after a step")
 
 
-def _applied(ranks: BackendRanks) -> OptimStep | None:
+def _try_step(ranks: BackendRanks) -> OptimStep | None:
     try:
         return ranks.optim_step()[0]
     except EngineError:

@@ -16,7 +16,7 @@ from skyrl_engine.proof.layouts import ParallelSizes
 from skyrl_engine.testing.backends.bench import Bench, Model
 from skyrl_engine.testing.backends.ranks import SEED, BackendRanks, Cut, Opening, PassOrder, RankFailed
 from skyrl_engine.testing.error_checks import check_says_what_to_do
-from skyrl_engine.testing.promise import Broken, Promise, Undecidable, claimed, promise
+from skyrl_engine.testing.promise import Broken, Promise, Undecidable, exempt_nobody, promise
 
 LAYOUTS = ("dp1", "dp2")
 """Every backend is tried on these, unless asked otherwise."""
@@ -52,15 +52,15 @@ class BackendSubject:
             return self.plugin
         return SelectedPlugin.of(self.plugin.loaded.record, {**self.plugin.table, **options}, "layout")
 
-    def described(self, options: Mapping[str, Any], ranks: int) -> BackendDescription:
+    def describe(self, options: Mapping[str, Any], ranks: int) -> BackendDescription:
         """Return the backend's description with these options on so many ranks. Raises its error where it refuses them."""
         chosen = self.with_options(options)
         return chosen.loaded.describe_backend(chosen.options, ranks)
 
     def declares(self, capability: Capability) -> bool:
-        return capability in self.described({}, 1).capabilities
+        return capability in self.describe({}, 1).capabilities
 
-    def opened(
+    def open_ranks(
         self,
         case: "BackendCase",
         model: Model | None = None,
@@ -83,7 +83,7 @@ class BackendSubject:
         from skyrl_engine.testing.other_device import OTHER
 
         packed_rows = self.declares("packed")
-        return evolve(self, device=str(OTHER)).opened(case, packed_rows=packed_rows)
+        return evolve(self, device=str(OTHER)).open_ranks(case, packed_rows=packed_rows)
 
 
 @frozen
@@ -134,7 +134,7 @@ def backend_promise(
     *,
     layouts: Kind = "every",
     models: tuple[Model, ...] = ("qwen3",),
-    exempt: Callable[[Any], str | None] = claimed,
+    exempt: Callable[[Any], str | None] = exempt_nobody,
 ) -> Callable[[Callable[[Any, Any], None]], Promise[Any, Any]]:
     """Make a promise from its check over layouts. A failure in it breaks the promise, unless the backend fails without it too."""
 
@@ -163,7 +163,7 @@ def works(subject: BackendSubject, case: BackendCase) -> None:
     if case.model == "vision":  # whose tokens these documents do not keep to
         case = evolve(case, model="qwen3")
     try:
-        with subject.opened(case) as ranks:
+        with subject.open_ranks(case) as ranks:
             ranks.forward_backward(case.whole())
             ranks.optim_step()
             ranks.forward(case.whole())

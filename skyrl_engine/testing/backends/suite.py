@@ -16,7 +16,7 @@ from skyrl_engine.testing.backends.bench import Bench
 from skyrl_engine.testing.backends.promises import BACKEND_PROMISES
 from skyrl_engine.testing.backends.subject import LAYOUTS, BackendSubject
 from skyrl_engine.testing.conformance import Conformance
-from skyrl_engine.testing.subject import selected
+from skyrl_engine.testing.subject import select_plugin
 
 
 class BackendConformance(Conformance):
@@ -41,4 +41,4 @@ class BackendConformance(Conformance):
         """The backend under test."""
         if self.plugin is None:
             raise NotImplementedError("set `plugin`")
-        return BackendSubject(selected("backend", self.plugin, self.options), self.bench, self.layouts)
+        return BackendSubject(select_plugin("backend", self.plugin, self.options), self.bench, self.layouts)

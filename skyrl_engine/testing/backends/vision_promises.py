@@ -22,7 +22,7 @@ WITH_PICTURES = (0, 1, 3, 6)
 
 
 def _takes_images(subject: BackendSubject, layout: BackendCase) -> bool:
-    return "vision" in subject.described(layout.sizes.options, layout.sizes.ranks).capabilities
+    return "vision" in subject.describe(layout.sizes.options, layout.sizes.ranks).capabilities
 
 
 def _nowhere(subject: BackendSubject) -> str | None:
@@ -78,7 +78,7 @@ def images(subject: BackendSubject, case: BackendCase) -> None:
         return
     due = subject.bench.definition(case.model, NUMBERS, pictures="own").logprobs
     for rows in _rows(subject):
-        with subject.opened(case, packed_rows=rows == "packed") as ranks:
+        with subject.open_ranks(case, packed_rows=rows == "packed") as ranks:
             for when, cut in _cuts(case):
                 got = _logprobs(ranks, PassOrder(cut, rows=rows, pictures="own"))
                 for number, values in due.items():
@@ -101,7 +101,7 @@ def images_matter(subject: BackendSubject, case: BackendCase) -> None:
     if not _takes_images(subject, case):
         return
     changes: tuple[tuple[Variant, tuple[int, ...]], ...] = (("negated", WITH_PICTURES), ("swapped", (0, 3)))
-    with subject.opened(case) as ranks:
+    with subject.open_ranks(case) as ranks:
         before = _logprobs(ranks, case.whole(pictures="own"))
         for variant, changed in changes:
             after = _logprobs(ranks, case.whole(pictures=variant))
@@ -131,7 +131,7 @@ def image_gradients(subject: BackendSubject, case: BackendCase) -> None:
     for rows in _rows(subject):
         together, apart = _cuts(case)
         when, cut = apart if rows == "padded" else together
-        with subject.opened(case, packed_rows=rows == "packed") as ranks:
+        with subject.open_ranks(case, packed_rows=rows == "packed") as ranks:
             ranks.forward_backward(PassOrder(cut, rows=rows, pictures="own"))
             gradients = ranks.gradients()[0]
         try:
@@ -158,7 +158,7 @@ def miscounted_images(subject: BackendSubject, case: BackendCase) -> None:
     if not _takes_images(subject, case):
         return
     try:
-        with subject.opened(case) as ranks:
+        with subject.open_ranks(case) as ranks:
             ranks.forward(case.whole(pictures="missing"))
     except DataError as error:
         require_words(error)
@@ -178,7 +178,7 @@ def undeclared_images(subject: BackendSubject, case: BackendCase) -> None:
     if _takes_images(subject, case):
         return
     try:
-        with subject.opened(case) as ranks:
+        with subject.open_ranks(case) as ranks:
             ranks.forward(case.whole(pictures="own"))
     except EngineError as error:
         require_words(error)

@@ -17,11 +17,11 @@ from skyrl_engine.testing.collators.cases import (
     CutCase,
     Planning,
     builds,
-    built,
-    built_by,
+    build_rows,
+    build_with,
     cuts,
-    planned,
-    planned_by,
+    plan_case,
+    plan_with,
     require,
     require_same_field,
     require_same_fields,
@@ -95,7 +95,7 @@ def predecessors(subject: Subject[Any], case: CutCase) -> None:
 def _require_predecessors(columns: SampleColumns, micro_batch: MicroBatchPlan, batch: DenseBatch) -> None:
     ids, mask, gather = batch["input_ids"].numpy(), batch["attention_mask"].numpy(), batch.gather
     remedy = "Give each response token with a predecessor one entry: its place on the action axis, its row, and the column before its own"
-    due = _scored(columns, micro_batch)
+    due = _list_scored_tokens(columns, micro_batch)
     for name in ("actions", "rows", "columns"):
         array = getattr(gather, name)
         require(array.dtype == np.int64, f"gather.{name} is {array.dtype}, not int64", remedy)
@@ -114,7 +114,7 @@ def _require_predecessors(columns: SampleColumns, micro_batch: MicroBatchPlan, b
         )
 
 
-def _scored(columns: SampleColumns, micro_batch: MicroBatchPlan) -> list[tuple[int, int, int, int]]:
+def _list_scored_tokens(columns: SampleColumns, micro_batch: MicroBatchPlan) -> list[tuple[int, int, int, int]]:
     """Yield (action, row, predecessor, token) of every response token that has a predecessor."""
     due, action = [], 0
     for row, samples in enumerate(row_samples(micro_batch)):
@@ -130,8 +130,8 @@ def _scored(columns: SampleColumns, micro_batch: MicroBatchPlan) -> list[tuple[i
 
 @promise("Rows of several samples have `cu_seqlens`, which bound each sample at its alignment", cases=cuts(), first=explicit_cuts)
 def bounds(subject: Subject[Any], case: CutCase) -> None:
-    joined = planned(subject, case.planning).joined  # its rows are of other lengths, one beside the other
-    for micro_batch, batch in [*builds(subject, case), (joined, built(subject, case.columns, joined))]:
+    joined = plan_case(subject, case.planning).joined  # its rows are of other lengths, one beside the other
+    for micro_batch, batch in [*builds(subject, case), (joined, build_rows(subject, case.columns, joined))]:
         _require_bounds(case.columns, micro_batch, batch)
 
 
@@ -245,16 +245,16 @@ def reference(subject: Subject[Any], case: CutCase) -> None:
 def rows_alone(subject: Subject[Any], case: CutCase) -> None:
     """A row depends on its own samples alone: micro-batches are pieces of the whole plan's build, and every plan gives equal rows."""
     remedy = "Let a row depend on its samples, the width and the alignment alone"
-    plan = planned(subject, case.planning)
-    one_rank = planned(subject, Planning(case.columns.lengths, Layout())).joined
+    plan = plan_case(subject, case.planning)
+    one_rank = plan_case(subject, Planning(case.columns.lengths, Layout())).joined
     joined = plan.joined
     width = {name: max(getattr(each, name) for each in (joined, one_rank)) for name in ("width", "action_width")}
-    whole = built(subject, case.columns, evolve(joined, **width))
-    parts = [built(subject, case.columns, evolve(micro_batch, **width)) for micro_batch in plan.micro_batches]
+    whole = build_rows(subject, case.columns, evolve(joined, **width))
+    parts = [build_rows(subject, case.columns, evolve(micro_batch, **width)) for micro_batch in plan.micro_batches]
     require_same_fields(whole, {name: np.concatenate([part[name].numpy() for part in parts]) for name in parts[0].fields}, remedy)
     if one_rank.alignment != joined.alignment:
         return
-    other = built(subject, case.columns, evolve(one_rank, **width))
+    other = build_rows(subject, case.columns, evolve(one_rank, **width))
     places = {samples: row for row, samples in enumerate(row_samples(one_rank))}
     for row, samples in enumerate(row_samples(joined)):
         if samples in places:
@@ -276,13 +276,13 @@ class AskedFields:
         return [name for place, name in enumerate(sorted(names)) if self.bits >> place & 1]
 
 
-def _asked(subject: Subject[Any]) -> st.SearchStrategy[AskedFields]:
+def _draw_asked_fields(subject: Subject[Any]) -> st.SearchStrategy[AskedFields]:
     return st.builds(AskedFields, cuts(*EVERY)(subject), st.integers(0, 2**20 - 1))
 
 
 @promise(
     "It builds the fields that are asked for, all there are where none is named, and no column that the samples do not have",
-    cases=_asked,
+    cases=_draw_asked_fields,
 )
 def fields(subject: Subject[Any], case: AskedFields) -> None:
     remedy = "Build the fields that are named and there; everything there is where fields is None"
@@ -296,7 +296,7 @@ def fields(subject: Subject[Any], case: AskedFields) -> None:
             )
         names = case.of(everything.fields)
         absent = [name for name in COLUMN_NAMES if name not in columns.columns]
-        some = built(subject, columns, micro_batch, fields=[*names, *absent, "a_field_nobody_has"])
+        some = build_rows(subject, columns, micro_batch, fields=[*names, *absent, "a_field_nobody_has"])
         require_same_fields(some, {name: everything[name].numpy() for name in names}, remedy)
         require(
             some.ragged_offsets.keys() == everything.ragged_offsets.keys() & {*names}, "ragged_offsets are of other fields", remedy
@@ -313,22 +313,22 @@ def fields(subject: Subject[Any], case: AskedFields) -> None:
 def own_memory(subject: Subject[Any], case: CutCase) -> None:
     """Every build has memory of its own: pipelines hold several micro-batches at a time, and autograd keeps them until backward."""
     collator = subject.make()
-    plan = list(planned(subject, case.planning).micro_batches)
+    plan = list(plan_case(subject, case.planning).micro_batches)
     first, kept = [], []
     for micro_batch in plan:
-        batch = built_by(collator, subject.label, case.columns, micro_batch)
+        batch = build_with(collator, subject.label, case.columns, micro_batch)
         _require_own(batch, case.columns)
         first.append(batch)
-        kept.append(copied(batch))
-    again = [copied(built_by(collator, subject.label, case.columns, micro_batch)) for micro_batch in plan]
+        kept.append(copy_arrays(batch))
+    again = [copy_arrays(build_with(collator, subject.label, case.columns, micro_batch)) for micro_batch in plan]
     for batch, copies, anew in zip(first, kept, again, strict=True):
         require(
             copies.keys() == anew.keys(), "the same rows give other fields when they are built again", "Keep nothing between builds"
         )
-        for name, array in copied(batch).items():
+        for name, array in copy_arrays(batch).items():
             require_same_field(f"{name}, after later builds,", array, copies[name], "Return memory of its own from every build")
             require_same_field(f"{name}, built again,", anew[name], copies[name], "Keep nothing between builds")
-    one, other = (built_by(collator, subject.label, case.columns, plan[0]) for _ in range(2))
+    one, other = (build_with(collator, subject.label, case.columns, plan[0]) for _ in range(2))
     for name, tensor in one.fields.items():
         require(
             not np.may_share_memory(tensor.numpy(), other[name].numpy()) or name in one.ragged_offsets,
@@ -346,7 +346,7 @@ def own_memory(subject: Subject[Any], case: CutCase) -> None:
 def build_order(subject: Subject[Any], case: CutCase) -> None:
     """A rank asks for what the model eats in the order of its plan, of which a collator may prepare some ahead."""
     columns, collator = case.columns, subject.make()
-    for mini_batch in planned(subject, case.planning).mini_batches:
+    for mini_batch in plan_case(subject, case.planning).mini_batches:
         for rank in mini_batch.ranks:
             ordered = BuildOrder.of(rank)
             wider = tuple(evolve(each, width=each.width + each.alignment) for each in ordered[1:])
@@ -358,14 +358,14 @@ def build_order(subject: Subject[Any], case: CutCase) -> None:
             )
             for number, (turn, when) in enumerate(turns):
                 given = evolve(columns, input_ids=columns.input_ids ^ number)  # the memory of samples before may be taken again
-                made = [built_by(collator, subject.label, given, each, fields=MODEL_INPUTS) for each in turn]
+                made = [build_with(collator, subject.label, given, each, fields=MODEL_INPUTS) for each in turn]
                 for micro_batch, batch in zip(turn, made, strict=True):
                     alone = evolve(micro_batch, order=None)
-                    _require_copies(batch, copied(built(subject, given, alone, fields=MODEL_INPUTS)), when)
+                    _require_copies(batch, copy_arrays(build_rows(subject, given, alone, fields=MODEL_INPUTS)), when)
 
 
 def _require_copies(batch: DenseBatch, due: Mapping[str, AnyArray], when: str) -> None:
-    made, remedy = copied(batch), "Let what is prepared ahead belong to these samples and this very plan (micro_batch.following)"
+    made, remedy = copy_arrays(batch), "Let what is prepared ahead belong to these samples and this very plan (micro_batch.following)"
     require(made.keys() == due.keys(), f"built {when}, rows have other fields than built alone", remedy)
     for name, array in due.items():
         require_same_field(f"{name}, built {when},", made[name], array, remedy)
@@ -387,10 +387,10 @@ def _require_own(batch: DenseBatch, columns: SampleColumns) -> None:
 def inputs_unchanged(subject: Subject[Any], case: CutCase) -> None:
     columns, lengths, collator = case.columns, case.columns.lengths, subject.make()
     before, told = _bytes_of(columns), _bytes_of(lengths)
-    plan = list(planned_by(collator, subject.label, Planning(lengths, case.layout)).micro_batches)
+    plan = list(plan_with(collator, subject.label, Planning(lengths, case.layout)).micro_batches)
     rows = [_bytes_of(micro_batch) for micro_batch in plan]
     for micro_batch in plan:
-        built_by(collator, subject.label, columns, micro_batch)
+        build_with(collator, subject.label, columns, micro_batch)
     compared = [("samples'", before, _bytes_of(columns)), ("lengths'", told, _bytes_of(lengths))]
     compared += [("plan's", one, _bytes_of(micro_batch)) for one, micro_batch in zip(rows, plan, strict=True)]
     for whose, one, other in compared:
@@ -407,7 +407,7 @@ def _bytes_of(given: Any) -> dict[str, bytes]:
     return {name: array.tobytes() for name, array in {**held, **columns}.items() if isinstance(array, np.ndarray)}
 
 
-def copied(batch: DenseBatch) -> dict[str, AnyArray]:
+def copy_arrays(batch: DenseBatch) -> dict[str, AnyArray]:
     """Return copies of all arrays that were built, by name."""
     told = {f"gather.{name}": getattr(batch.gather, name) for name in ("actions", "rows", "columns")}
     told |= {f"ragged_offsets of {name}": offsets for name, offsets in batch.ragged_offsets.items()}

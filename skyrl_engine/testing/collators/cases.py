@@ -78,12 +78,12 @@ def cuts(*extras: str) -> Callable[[Subject[Any]], st.SearchStrategy[CutCase]]:
     return cases
 
 
-def planned(subject: Subject[Any], case: Planning) -> BatchPlan:
+def plan_case(subject: Subject[Any], case: Planning) -> BatchPlan:
     """Return the subject's plan of the case. Raises Broken where it fails, unless it refuses the layout as such."""
-    return planned_by(subject.make(), subject.label, case)
+    return plan_with(subject.make(), subject.label, case)
 
 
-def planned_by(collator: Collator, label: str, case: Planning) -> BatchPlan:
+def plan_with(collator: Collator, label: str, case: Planning) -> BatchPlan:
     """Do as `planned`, with a collator that exists already."""
     try:
         with blaming(Owner.of_unrecorded(label, "collator"), "plan"):
@@ -96,12 +96,12 @@ def planned_by(collator: Collator, label: str, case: Planning) -> BatchPlan:
     return plan
 
 
-def built(subject: Subject[Any], columns: SampleColumns, rows: MicroBatchPlan, **asked: Any) -> DenseBatch:
+def build_rows(subject: Subject[Any], columns: SampleColumns, rows: MicroBatchPlan, **asked: Any) -> DenseBatch:
     """Return the subject's build of these rows. Raises Broken where it fails."""
-    return built_by(subject.make(), subject.label, columns, rows, **asked)
+    return build_with(subject.make(), subject.label, columns, rows, **asked)
 
 
-def built_by(collator: Collator, label: str, columns: SampleColumns, rows: MicroBatchPlan, **asked: Any) -> DenseBatch:
+def build_with(collator: Collator, label: str, columns: SampleColumns, rows: MicroBatchPlan, **asked: Any) -> DenseBatch:
     """Do as `built`, with a collator that exists already."""
     try:
         with blaming(Owner.of_unrecorded(label, "collator"), "build"):
@@ -123,8 +123,8 @@ def built_by(collator: Collator, label: str, columns: SampleColumns, rows: Micro
 def builds(subject: Subject[Any], case: CutCase) -> Iterator[tuple[MicroBatchPlan, DenseBatch]]:
     """Return every micro-batch of the subject's plan with its build, all of them made by one collator before the first is looked at."""
     collator = subject.make()
-    plan = list(planned(subject, case.planning).micro_batches)
-    yield from zip(plan, [built_by(collator, subject.label, case.columns, rows) for rows in plan], strict=True)
+    plan = list(plan_case(subject, case.planning).micro_batches)
+    yield from zip(plan, [build_with(collator, subject.label, case.columns, rows) for rows in plan], strict=True)
 
 
 def row_samples(micro_batch: MicroBatchPlan) -> list[tuple[int, ...]]:

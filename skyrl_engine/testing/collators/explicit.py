@@ -18,10 +18,10 @@ def explicit_cuts(subject: Subject[Any]) -> Iterable[CutCase]:
 
     Of a subject with layouts of its own, those cases that it plans.
     """
-    return [case for case in _cases() if "layouts" not in subject.hooks or _planned(subject, case)]
+    return [case for case in _cases() if "layouts" not in subject.hooks or _can_plan(subject, case)]
 
 
-def _planned(subject: Subject[Any], case: CutCase) -> bool:
+def _can_plan(subject: Subject[Any], case: CutCase) -> bool:
     try:
         subject.make().plan(case.columns.lengths, case.layout)
     except EngineError:
@@ -51,10 +51,10 @@ def _cases() -> Iterator[CutCase]:
 def explicit_and_wide(subject: Subject[Any]) -> Iterable[CutCase]:
     """Return these batches, and one with columns of three numbers per token where the collator lays such columns over rows, as it may."""
     wide = CutCase(_samples(5, longest=9, wide=True), Layout())
-    return [*explicit_cuts(subject), *([wide] if _built(subject, wide) else [])]
+    return [*explicit_cuts(subject), *([wide] if _can_build(subject, wide) else [])]
 
 
-def _built(subject: Subject[Any], case: CutCase) -> bool:
+def _can_build(subject: Subject[Any], case: CutCase) -> bool:
     collator = subject.make()
     try:
         for micro_batch in collator.plan(case.columns.lengths, case.layout).micro_batches:

@@ -11,7 +11,7 @@ from skyrl_engine.contracts.values.plan import BatchPlan
 from skyrl_engine.contracts.values.ragged import IntArray
 from skyrl_engine.errors import DataError, EngineError, UnsupportedError
 from skyrl_engine.registry.host import Owner, blaming
-from skyrl_engine.testing.collators.cases import Planning, planned, planned_by, plannings, require, row_samples
+from skyrl_engine.testing.collators.cases import Planning, plan_case, plan_with, plannings, require, row_samples
 from skyrl_engine.testing.collators.explicit import explicit_plannings
 from skyrl_engine.testing.collators.strategies import largest_bundle
 from skyrl_engine.testing.promise import Broken, Inapplicable, Promise, promise
@@ -22,7 +22,7 @@ from skyrl_engine.testing.subject import CONTEXT, Subject
     "Every sample is planned exactly once, and the plan keeps the caller's sample ids", cases=plannings, first=explicit_plannings
 )
 def samples_once(subject: Subject[Any], case: Planning) -> None:
-    plan, lengths = planned(subject, case), case.lengths
+    plan, lengths = plan_case(subject, case), case.lengths
     found = np.concatenate([np.zeros(0, dtype=np.int64), *(micro_batch.samples for micro_batch in plan.micro_batches)])
     times = np.bincount(found, minlength=len(lengths))
     wrong = np.flatnonzero(times != 1).tolist()
@@ -40,7 +40,7 @@ def samples_once(subject: Subject[Any], case: Planning) -> None:
 
 @promise("No mini-batch cuts a group, and no micro-batch cuts a unit", cases=plannings, first=explicit_plannings, effort=3)
 def groups_and_units(subject: Subject[Any], case: Planning) -> None:
-    plan, lengths = planned(subject, case), case.lengths
+    plan, lengths = plan_case(subject, case), case.lengths
     mini_batches = [mini_batch.samples for mini_batch in plan.mini_batches]
     _require_whole(mini_batches, lengths.group_ids, "group", "mini-batches")
     _require_whole([micro_batch.samples for micro_batch in plan.micro_batches], lengths.unit_ids, "unit", "micro-batches")
@@ -64,7 +64,7 @@ def _require_whole(parts: list[IntArray], labels: IntArray, name: str, parts_nam
 )
 def ranks_in_step(subject: Subject[Any], case: Planning) -> None:
     remedy = "Fill up with micro-batches of one empty row"
-    for mini_batch in planned(subject, case).mini_batches:
+    for mini_batch in plan_case(subject, case).mini_batches:
         require(
             len(mini_batch.ranks) == case.layout.dp,
             f"a mini-batch has {len(mini_batch.ranks)} parts for {case.layout.dp} data-parallel ranks",
@@ -78,7 +78,7 @@ def ranks_in_step(subject: Subject[Any], case: Planning) -> None:
     "Mini-batches and micro-batches stay within the layout's samples, rows and tokens", cases=plannings, first=explicit_plannings
 )
 def sizes(subject: Subject[Any], case: Planning) -> None:
-    plan, layout = planned(subject, case), case.layout
+    plan, layout = plan_case(subject, case), case.layout
     for mini_batch in plan.mini_batches:
         count = len(mini_batch.samples)
         require(
@@ -107,7 +107,7 @@ def sizes(subject: Subject[Any], case: Planning) -> None:
 def rows(subject: Subject[Any], case: Planning) -> None:
     tokens = case.lengths.tokens
     remedy = "Row r holds samples[row_offsets[r]:row_offsets[r + 1]], which together are no longer than width"
-    for micro_batch in planned(subject, case).micro_batches:
+    for micro_batch in plan_case(subject, case).micro_batches:
         offsets = micro_batch.row_offsets
         dtypes = {micro_batch.samples.dtype.name, offsets.dtype.name}
         require(dtypes == {"int64"}, f"samples and row_offsets are {sorted(dtypes)}, not int64", remedy)
@@ -120,7 +120,7 @@ def rows(subject: Subject[Any], case: Planning) -> None:
             require(held <= micro_batch.width, f"samples of {held} tokens share a row of {micro_batch.width}", remedy)
 
 
-def _told_no_limit(subject: Subject[Any]) -> str | None:
+def _exempt_without_limit(subject: Subject[Any]) -> str | None:
     return "a bare product is told of no run's limit" if subject.plugin is None else None
 
 
@@ -129,14 +129,14 @@ def _told_no_limit(subject: Subject[Any]) -> str | None:
     cases=plannings,
     first=explicit_plannings,
     effort=0.2,
-    exempt=_told_no_limit,
+    exempt=_exempt_without_limit,
 )
 def overlong(subject: Subject[Any], case: Planning) -> None:
     assert subject.plugin is not None, "exempt"
     longest = int(case.lengths.tokens.max(initial=0))
     if longest < 2:
         raise Inapplicable("no sample is longer than a token")
-    planned(subject, case)
+    plan_case(subject, case)
     collator = subject.plugin.make(evolve(CONTEXT, max_sequence_length=longest - 1))
     try:
         with blaming(Owner.of_unrecorded(subject.label, "collator"), "plan"):
@@ -196,7 +196,7 @@ def declarations(subject: Subject[Any], case: Planning) -> None:
     unknown = sorted(declared_extras(collator) - {*get_args(Carried)})
     require(not unknown, f"carries names {', '.join(unknown)}", f"Declare in carries some of {', '.join(get_args(Carried))}")
     if collator.rows == "padded":
-        for micro_batch in planned(subject, case).micro_batches:
+        for micro_batch in plan_case(subject, case).micro_batches:
             most = max(map(len, row_samples(micro_batch)))
             require(most <= 1, f"a row holds {most} samples where padded rows are declared", 'Declare rows = "packed"')
 
@@ -207,28 +207,28 @@ CALLS = 4
 
 @promise("The same lengths give the same plan, whatever was planned before", cases=plannings, first=explicit_plannings)
 def same_plan(subject: Subject[Any], case: Planning) -> None:
-    one, other = (_written(planned(subject, case)) for _ in range(2))
+    one, other = (_to_lists(plan_case(subject, case)) for _ in range(2))
     remedy = "Let plans be functions of lengths and layout alone"
     require(one == other, "planning the same lengths twice gives two plans", remedy)
     collator = subject.make()
     lengths = case.lengths
     turned = evolve(lengths, tokens=lengths.tokens[::-1].copy(), actions=lengths.actions[::-1].copy())
-    planned_by(collator, subject.label, Planning(turned, case.layout))
+    plan_with(collator, subject.label, Planning(turned, case.layout))
     for _ in range(CALLS):
-        again = planned_by(collator, subject.label, case)
-        require(_written(again) == one, "after other lengths the same lengths give another plan", remedy)
+        again = plan_with(collator, subject.label, case)
+        require(_to_lists(again) == one, "after other lengths the same lengths give another plan", remedy)
     alone = np.arange(len(lengths), dtype=np.int64)
     # whatever fits in groups and units fits without them
     loose = Planning(evolve(lengths, group_ids=alone, unit_ids=alone, sample_ids=lengths.sample_ids[::-1] + 1), case.layout)
-    due, made = planned(subject, loose), planned_by(collator, subject.label, loose)
+    due, made = plan_case(subject, loose), plan_with(collator, subject.label, loose)
     require(
-        _written(made) == _written(due) and np.array_equal(made.sample_ids, due.sample_ids),
+        _to_lists(made) == _to_lists(due) and np.array_equal(made.sample_ids, due.sample_ids),
         "samples of the same lengths under other ids, groups and units get another plan than from a collator that planned nothing before",
         "Keep nothing between plans, or look at all that lengths holds",
     )
 
 
-def _written(plan: BatchPlan) -> list[Any]:
+def _to_lists(plan: BatchPlan) -> list[Any]:
     """Return the plan in plain lists."""
     return [
         [

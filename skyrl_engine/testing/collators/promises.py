@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from skyrl_engine.testing.collators.build_promises import BUILD_PROMISES, copied
+from skyrl_engine.testing.collators.build_promises import BUILD_PROMISES, copy_arrays
 from skyrl_engine.testing.collators.cases import CutCase, builds, cuts
 from skyrl_engine.testing.collators.explicit import explicit_cuts
 from skyrl_engine.testing.collators.extras_promises import EXTRAS_PROMISES
@@ -20,7 +20,7 @@ def _answer(subject: Subject[Any], case: CutCase) -> list[object]:
     except Broken as failed:
         raise Undecidable(failed.cause) from failed
     return [
-        (rows.samples.tolist(), rows.row_offsets.tolist(), {name: array.tobytes() for name, array in copied(batch).items()})
+        (rows.samples.tolist(), rows.row_offsets.tolist(), {name: array.tobytes() for name, array in copy_arrays(batch).items()})
         for rows, batch in made
     ]
 

@@ -34,7 +34,7 @@ def evaluate(
     return Evaluation("factor", numbers_of(factors), factors.sum().item(), {}, {}, heard["output"].dtype, heard.get("drew", False))
 
 
-def given_to(label: str, correction: Any, batch: TokenBatch) -> LossTokens:
+def tokens_for_correction(label: str, correction: Any, batch: TokenBatch) -> LossTokens:
     """Return the batch as the engine gives it to the first correction: all tokens, nothing differentiable."""
     return _tokens(batch, torch.float64).for_correction(label, tuple(correction.needs), 0, torch.ones(batch.tokens, dtype=torch.bool))
 

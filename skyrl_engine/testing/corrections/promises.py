@@ -8,7 +8,7 @@ import torch
 from skyrl_engine.errors import EngineError
 from skyrl_engine.testing.another_process import another_process
 from skyrl_engine.testing.comparison import same
-from skyrl_engine.testing.corrections.evaluation import evaluate, given_to
+from skyrl_engine.testing.corrections.evaluation import evaluate, tokens_for_correction
 from skyrl_engine.testing.plugin_promises import PLUGIN_PROMISES
 from skyrl_engine.testing.promise import Broken, Promise, Undecidable, promise
 from skyrl_engine.testing.subject import Subject
@@ -42,7 +42,7 @@ CORRECTION = TokenKind(
 
 
 def _answer(subject: Subject[Any], batch: TokenBatch) -> object:
-    return CORRECTION.decided(subject, batch).bits
+    return CORRECTION.evaluate_or_undecidable(subject, batch).bits
 
 
 @promise(
@@ -53,7 +53,7 @@ def _answer(subject: Subject[Any], batch: TokenBatch) -> object:
 )
 def finite_factors(subject: Subject[Any], batch: TokenBatch) -> None:
     try:
-        CORRECTION.evaluated(subject, batch, dtype=torch.float32)
+        CORRECTION.evaluate_subject(subject, batch, dtype=torch.float32)
     except EngineError as error:
         if not shared.refuses_what_was_returned(error):
             raise Undecidable(error.cause) from error
@@ -64,7 +64,7 @@ def finite_factors(subject: Subject[Any], batch: TokenBatch) -> None:
 def detached(subject: Subject[Any], batch: TokenBatch) -> None:
     correction = subject.make()
     try:
-        made = correction(given_to(subject.label, correction, batch))
+        made = correction(tokens_for_correction(subject.label, correction, batch))
     except Exception as error:
         raise Undecidable(f"it fails: {error}") from error
     if isinstance(made, torch.Tensor) and made.requires_grad:
@@ -76,12 +76,12 @@ def detached(subject: Subject[Any], batch: TokenBatch) -> None:
 )
 def precision(subject: Subject[Any], batch: TokenBatch) -> None:
     casts = LossyCasts()
-    exact = CORRECTION.decided(subject, batch, mode=casts)
+    exact = CORRECTION.evaluate_or_undecidable(subject, batch, mode=casts)
     if casts.cause is not None:
         raise Broken(casts.cause, "Leave dtypes as they come, or cast to the dtype of tokens.old_logprobs")
     if exact.drew or batch.lengths.max(initial=0) >= rollouts.LONG:
         return  # other numbers are drawn in other dtypes, and sums over many tokens may leave float32: nothing to compare
-    single, due = CORRECTION.decided(subject, batch, dtype=torch.float32).per_token, exact.per_token
+    single, due = CORRECTION.evaluate_or_undecidable(subject, batch, dtype=torch.float32).per_token, exact.per_token
     if not same(due, single, relative=1e-4, absolute=1e-4):
         worst = int(np.argmax(np.abs(due - single)))
         raise Broken(

@@ -16,7 +16,7 @@ from skyrl_engine.contracts.kinds.environment import Action, Environment, Episod
 from skyrl_engine.contracts.values.rollout import FinishReason
 from skyrl_engine.errors import EngineError
 from skyrl_engine.rollout.episode_process import wrong_messages, wrong_with
-from skyrl_engine.testing.process_settings import restored_settings
+from skyrl_engine.testing.process_settings import restore_settings
 from skyrl_engine.testing.promise import Undecidable
 from skyrl_engine.testing.subject import Subject
 
@@ -104,7 +104,7 @@ def tasks_of(environment: Environment, split: Split) -> Tasks:
         tasks = environment.tasks(split)
         count = len(tasks)
     except Exception as error:
-        raise Undecidable(f"tasks({split!r}) fails: {told(error)}") from error
+        raise Undecidable(f"tasks({split!r}) fails: {format_error(error)}") from error
     if split == "train" and not count:
         raise Undecidable("there is no task to train on")
     return tasks
@@ -117,7 +117,7 @@ def some_of(tasks: Tasks, most: int = LOOKED_AT) -> list[tuple[int, Task]]:
     try:
         return [(number, tasks[number]) for number in numbers]
     except Exception as error:
-        raise Undecidable(f"a task cannot be made: {told(error)}") from error
+        raise Undecidable(f"a task cannot be made: {format_error(error)}") from error
 
 
 def task_for(environment: Environment, script: Script) -> Task:
@@ -126,7 +126,7 @@ def task_for(environment: Environment, script: Script) -> Task:
     try:
         return tasks[script.number % len(tasks)]
     except Exception as error:
-        raise Undecidable(f"a task cannot be made: {told(error)}") from error
+        raise Undecidable(f"a task cannot be made: {format_error(error)}") from error
 
 
 def plain(value: Any) -> Any:
@@ -134,7 +134,7 @@ def plain(value: Any) -> Any:
     try:
         return json.loads(json.dumps(attrs.asdict(value), allow_nan=False, default=_number))
     except (TypeError, ValueError) as error:
-        raise Undecidable(f"a value is none of JSON: {told(error)}") from error
+        raise Undecidable(f"a value is none of JSON: {format_error(error)}") from error
 
 
 def _number(value: Any) -> Any:
@@ -143,7 +143,7 @@ def _number(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} is no JSON value")
 
 
-def told(error: BaseException) -> str:
+def format_error(error: BaseException) -> str:
     """Return an error in a line."""
     text = error.cause if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
     return " ".join(text.split())[:300]
@@ -160,11 +160,11 @@ def solution_of(subject: Subject[Any], environment: Any, task: Task) -> tuple[st
     try:
         found = None if solve is None else solve(task)
     except Exception as error:
-        raise Undecidable(f"solve fails: {told(error)}") from error
+        raise Undecidable(f"solve fails: {format_error(error)}") from error
     return (found,) if isinstance(found, str) else None if found is None else tuple(found)
 
 
-def said_in(task: Task) -> str:
+def read_prompt_text(task: Task) -> str:
     """Return all that the prompt of a task says."""
     return "\n".join(str(message.get("content", "")) for message in task.messages)
 
@@ -207,7 +207,7 @@ class Stage:
         """Return a turn as the engine hands it over."""
         text, calls = turn.text, tuple[ToolCall, ...]()
         if turn.what == "prompt":
-            text = said_in(self.task)
+            text = read_prompt_text(self.task)
         if turn.what == "solution":
             solution = solution_of(self.subject, self.environment, self.task) or ("4",)
             text = solution[min(self.turn, len(solution) - 1)]
@@ -224,12 +224,12 @@ class Stage:
 @contextmanager
 def stages(subject: Subject[Any], environment: Any) -> Iterator[Callable[[Task, int], Stage]]:
     """Yield what opens episodes; all are closed in the end, whatever happened, and what they changed of the process is put back."""
-    with restored_settings(), stages_as_left(subject, environment) as stage:
+    with restore_settings(), stages_without_restore(subject, environment) as stage:
         yield stage
 
 
 @contextmanager
-def stages_as_left(subject: Subject[Any], environment: Any) -> Iterator[Callable[[Task, int], Stage]]:
+def stages_without_restore(subject: Subject[Any], environment: Any) -> Iterator[Callable[[Task, int], Stage]]:
     """Do as `stages`, and leave what episodes changed of the process."""
     loop, opened = asyncio.new_event_loop(), list[Stage]()
 
@@ -263,11 +263,11 @@ def answer(stage: Stage, turn: Turn | None) -> Mapping[str, Any]:
     except Undecidable:
         raise
     except Exception as error:
-        raise Undecidable(f"an episode fails: {told(error)}") from error
+        raise Undecidable(f"an episode fails: {format_error(error)}") from error
     raise Undecidable(wrong)
 
 
-def played(subject: Subject[Any], environment: Any, script: Script, *, turns: int = 8) -> list[Mapping[str, Any]]:
+def play(subject: Subject[Any], environment: Any, script: Script, *, turns: int = 8) -> list[Mapping[str, Any]]:
     """Play a script, at most so many turns of it, and return the answers."""
     task = task_for(environment, script)
     most = min(turns, environment.claims.max_turns)
@@ -281,7 +281,7 @@ def played(subject: Subject[Any], environment: Any, script: Script, *, turns: in
     except Undecidable:
         raise
     except Exception as error:
-        raise Undecidable(f"an episode cannot be opened: {told(error)}") from error
+        raise Undecidable(f"an episode cannot be opened: {format_error(error)}") from error
 
 
 def reward_of(result: Mapping[str, Any]) -> float:
@@ -292,7 +292,7 @@ def reward_of(result: Mapping[str, Any]) -> float:
 
 def worth(subject: Subject[Any], environment: Any, script: Script) -> tuple[float, bool]:
     """Play a script to its end; return the sum of its rewards, and whether that is a success."""
-    results = played(subject, environment, script, turns=MOST_TURNS)[1:]
+    results = play(subject, environment, script, turns=MOST_TURNS)[1:]
     reward = math.fsum(map(reward_of, results))
     said = next((each["success"] for each in reversed(results) if each["success"] is not None), None)
     return reward, bool(environment.claims.succeeds(reward) if said is None else said)

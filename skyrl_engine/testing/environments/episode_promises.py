@@ -19,21 +19,21 @@ from skyrl_engine.testing.environments.bench import (
     has_solver,
     pairs,
     plain,
-    played,
+    play,
     reward_of,
-    said_in,
+    read_prompt_text,
     scripts,
     solution_of,
     stages,
-    stages_as_left,
+    stages_without_restore,
     task_for,
     tasks_of,
-    told,
+    format_error,
     worth,
 )
 from skyrl_engine.testing.process_settings import require_settings_left_alone
 from skyrl_engine.testing.promise import Broken, Undecidable, promise
-from skyrl_engine.testing.random_state import global_random_state, restored_random_state, seed_everything
+from skyrl_engine.testing.random_state import global_random_state, restore_random_state, seed_everything
 from skyrl_engine.testing.subject import Subject
 
 FEW = 0.3
@@ -105,7 +105,7 @@ def answers(subject: Subject[Any], case: Script) -> None:
             raise
         except Exception as error:
             raise Broken(
-                f"an attempt at task {task.key!r:.80} of {case.split} cannot be {what}: {told(error)}",
+                f"an attempt at task {task.key!r:.80} of {case.split} cannot be {what}: {format_error(error)}",
                 "Give a reward for every text, such as 0 for what cannot be read, in every task",
             ) from error
 
@@ -115,12 +115,12 @@ def answers(subject: Subject[Any], case: Script) -> None:
 )
 def repeatable(subject: Subject[Any], case: Script) -> None:
     answers = []
-    with restored_random_state():
+    with restore_random_state():
         for seed in range(2):
             seed_everything(seed)
-            answers.append(played(subject, subject.make(), case))
+            answers.append(play(subject, subject.make(), case))
         environment = subject.make()
-        answers += [played(subject, environment, case) for _ in range(2)]
+        answers += [play(subject, environment, case) for _ in range(2)]
     _require_same(answers[0], answers[1], "it draws numbers that the seed does not decide")
     _require_same(answers[0], answers[3], "the environment remembers what it was asked before")
 
@@ -140,7 +140,7 @@ def _require_same(one: list[Any], other: list[Any], cause: str) -> None:
 @promise("Two episodes side by side are answered as each is alone", cases=pairs, exempt=_random, effort=FEW)
 def episodes_apart(subject: Subject[Any], case: Pair) -> None:
     pair = (case.one, case.other)
-    alone = [played(subject, subject.make(), script) for script in pair]
+    alone = [play(subject, subject.make(), script) for script in pair]
     environment = subject.make()
     with stages(subject, environment) as open_stage:
         try:
@@ -148,7 +148,7 @@ def episodes_apart(subject: Subject[Any], case: Pair) -> None:
         except Undecidable:
             raise
         except Exception as error:
-            raise Broken(f"a second episode cannot be opened: {told(error)}", "Keep an episode's state in the episode") from error
+            raise Broken(f"a second episode cannot be opened: {format_error(error)}", "Keep an episode's state in the episode") from error
         answers: list[list[Any]] = [[], []]
         # each in the order drawn, then what is left of the first and of the second
         for which in (*map(int, case.order), *[0] * 10, *[1] * 10):
@@ -173,7 +173,7 @@ def ends(subject: Subject[Any], case: Script) -> None:
     most = environment.claims.max_turns
     if most > MOST_TURNS:
         raise Undecidable(f"max_turns is {most:,}, more than are played here")
-    results = played(subject, environment, case, turns=most)[1:]
+    results = play(subject, environment, case, turns=most)[1:]
     if not results or not results[-1]["done"]:
         raise Broken(
             f"is not done after {most} turns, its max_turns",
@@ -197,7 +197,7 @@ def _raw(subject: Subject[Any], case: Script) -> tuple[Any, list[tuple[StepResul
         except Undecidable:
             raise
         except Exception as error:
-            raise Undecidable(f"an episode fails: {told(error)}") from error
+            raise Undecidable(f"an episode fails: {format_error(error)}") from error
     return first, results
 
 
@@ -256,14 +256,14 @@ def closes(subject: Subject[Any], case: Script) -> None:
                 raise
             except Exception as error:
                 if steps == 0:
-                    raise Undecidable(f"an episode cannot be opened: {told(error)}") from error
+                    raise Undecidable(f"an episode cannot be opened: {format_error(error)}") from error
                 # whatever failed: it is closed as well
             for time in ("", " a second time"):
                 try:
                     stage.close()
                 except Exception as error:
                     raise Broken(
-                        f"cannot be closed {moment}{time}: {told(error)}", "Free what is held, if it is still held, and forget it"
+                        f"cannot be closed {moment}{time}: {format_error(error)}", "Free what is held, if it is still held, and forget it"
                     ) from error
 
 
@@ -283,7 +283,7 @@ def garbage(subject: Subject[Any], case: Script) -> None:
                     stage.say(turn)
             except Exception as error:
                 raise Broken(
-                    f"raises {told(error)} where the model said {turn} ({len(turn.text):,} characters)",
+                    f"raises {format_error(error)} where the model said {turn} ({len(turn.text):,} characters)",
                     "Give a reward for what cannot be read, such as 0: models write everything",
                     case=case,
                 ) from error
@@ -305,21 +305,21 @@ def task_unchanged(subject: Subject[Any], case: Script) -> None:
         except Undecidable:
             raise
         except Exception as error:
-            raise Undecidable(f"an episode fails: {told(error)}") from error
+            raise Undecidable(f"an episode fails: {format_error(error)}") from error
     if json.dumps(plain(task)) != before:
         raise Broken("changes the task, which other attempts are given as well", "Work on a copy, in the episode")
 
 
 @promise("It leaves the global random states alone", cases=scripts, exempt=_random, effort=FEW)
 def random_state(subject: Subject[Any], case: Script) -> None:
-    with restored_random_state():
+    with restore_random_state():
         seed_everything(3)
         before = global_random_state()
         environment = subject.make()
         task_for(environment, case)
         if global_random_state() != before:
             raise Broken("draws from the global random state when it makes tasks", "Draw from random.Random(seed)")
-        played(subject, environment, case)
+        play(subject, environment, case)
         if global_random_state() != before:
             raise Broken(
                 "draws from the global random state in an episode", "Draw from random.Random(seed) of the seed it is given"
@@ -336,7 +336,7 @@ def process_state(subject: Subject[Any], case: Script) -> None:
     def attempt() -> None:
         environment = subject.make()
         task = task_for(environment, case)
-        with stages_as_left(subject, environment) as open_stage:
+        with stages_without_restore(subject, environment) as open_stage:
             try:
                 stage = open_stage(task, case.seed)
                 stage.begin()
@@ -344,7 +344,7 @@ def process_state(subject: Subject[Any], case: Script) -> None:
                     stage.say(case.turn(stage.turn))
                 stage.close()
             except Exception as error:
-                raise Undecidable(f"an episode fails: {told(error)}") from error
+                raise Undecidable(f"an episode fails: {format_error(error)}") from error
 
     try:
         require_settings_left_alone(attempt)
@@ -393,7 +393,7 @@ def echo(subject: Subject[Any], case: Script) -> None:
     known = solution_of(subject, environment, task)
     if known is None:
         raise Undecidable("the task has no solution")
-    for what, turn, text in (("nothing", Turn("text", ""), ""), ("what the prompt says", Turn("prompt"), said_in(task))):
+    for what, turn, text in (("nothing", Turn("text", ""), ""), ("what the prompt says", Turn("prompt"), read_prompt_text(task))):
         if text.strip() in {each.strip() for each in known}:
             continue
         reward, success = worth(subject, environment, _saying(case, turn))
@@ -406,7 +406,7 @@ def echo(subject: Subject[Any], case: Script) -> None:
 
 @promise("The parts of a reward, where there are any, add up to it", cases=scripts, effort=FEW)
 def parts(subject: Subject[Any], case: Script) -> None:
-    for result in played(subject, subject.make(), case)[1:]:
+    for result in play(subject, subject.make(), case)[1:]:
         total, due = sum(result["parts"].values()), reward_of(result)
         if result["parts"] and abs(total - due) > 1e-6 * max(1.0, abs(due), *map(abs, result["parts"].values())):
             raise Broken(

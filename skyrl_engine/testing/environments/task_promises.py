@@ -11,7 +11,7 @@ import attrs
 from skyrl_engine.config import SelectedPlugin
 from skyrl_engine.contracts.kinds.environment import Task
 from skyrl_engine.rollout.episode_process import ROLES, task_of
-from skyrl_engine.testing.another_process import asked
+from skyrl_engine.testing.another_process import ask
 from skyrl_engine.testing.environments.bench import (
     LOOKED_AT,
     SPLITS,
@@ -19,11 +19,11 @@ from skyrl_engine.testing.environments.bench import (
     Turn,
     cut,
     plain,
-    played,
-    said_in,
+    play,
+    read_prompt_text,
     some_of,
     tasks_of,
-    told,
+    format_error,
 )
 from skyrl_engine.testing.promise import Broken, promise
 from skyrl_engine.testing.subject import Subject
@@ -41,14 +41,14 @@ def well_formed(subject: Subject[Any], _case: None) -> None:
             count = len(tasks)
             looked = some_of(tasks)
         except Exception as error:
-            raise Broken(f"its tasks cannot be read: {told(error)}", "Correct it, or its options") from error
+            raise Broken(f"its tasks cannot be read: {format_error(error)}", "Correct it, or its options") from error
         if split == "train" and not count:
             raise Broken("has no task to train on", "Check its options")
         for number, task in looked:
             wrong = _wrong_task(task)
             if wrong is not None:
                 raise Broken(f"task {number} of {split} {wrong}", "Give every task a key, and messages or tokens, of JSON values")
-        _warn_of_long_prompts(split, [len(said_in(task).encode()) for _, task in looked])
+        _warn_of_long_prompts(split, [len(read_prompt_text(task).encode()) for _, task in looked])
 
 
 def _wrong_task(task: Any) -> str | None:
@@ -68,7 +68,7 @@ def _wrong_task(task: Any) -> str | None:
     try:
         again = task_of(json.loads(json.dumps(attrs.asdict(task), allow_nan=False)))
     except (TypeError, ValueError) as error:
-        return f"({task.key}) is not of JSON values: {told(error)}"
+        return f"({task.key}) is not of JSON values: {format_error(error)}"
     if plain(again) != plain(task):
         return f"({task.key}) is another one after it went through JSON"
     other = next((key for key in _keys(attrs.asdict(task)) if not isinstance(key, str)), "")
@@ -119,8 +119,8 @@ def same_in_another_process(subject: Subject[Any], _case: None) -> None:
     environment = subject.make()
     script = Script("train", 0, 7, (Turn("text", "4"), Turn("text", "yes"), Turn("prompt")))
     here = {split: [plain(task) for _, task in some_of(tasks_of(environment, split), 8)] for split in SPLITS}
-    answers = [] if environment.claims.random else played(subject.make(), subject.make(), script)
-    there = asked(_told_by, None, environment) if subject.plugin is None else asked(_told_by, subject.plugin.lock(), None)
+    answers = [] if environment.claims.random else play(subject.make(), subject.make(), script)
+    there = ask(_collect_answers, None, environment) if subject.plugin is None else ask(_collect_answers, subject.plugin.lock(), None)
     for split in SPLITS:
         for mine, theirs in zip(here[split], there["tasks"][split], strict=True):
             if mine != theirs:
@@ -135,7 +135,7 @@ def same_in_another_process(subject: Subject[Any], _case: None) -> None:
         )
 
 
-def _told_by(lock: dict[str, Any] | None, environment: Any) -> dict[str, Any]:
+def _collect_answers(lock: dict[str, Any] | None, environment: Any) -> dict[str, Any]:
     """Return tasks and answers of an environment, given as the lock of its plugin or itself, in the process that asks for it."""
     subject: Subject[Any] = (
         Subject("elsewhere", lambda: environment) if lock is None else Subject.of_plugin(SelectedPlugin.from_lock(lock))
@@ -143,7 +143,7 @@ def _told_by(lock: dict[str, Any] | None, environment: Any) -> dict[str, Any]:
     environment = subject.make()
     tasks = {split: [plain(task) for _, task in some_of(tasks_of(environment, split), 8)] for split in SPLITS}
     script = Script("train", 0, 7, (Turn("text", "4"), Turn("text", "yes"), Turn("prompt")))
-    return {"tasks": tasks, "answers": [] if environment.claims.random else played(subject, subject.make(), script)}
+    return {"tasks": tasks, "answers": [] if environment.claims.random else play(subject, subject.make(), script)}
 
 
 @promise(

@@ -154,7 +154,7 @@ class Running:
         with blaming(self.owner, "update"):
             self.product.update(self.weights, version, POLICY)
 
-    def collected(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+    def collect(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         """Poll until every request is back, and return completions in the order of the requests. Raises Broken for what comes too often."""
         waited = {request.request_id for request in requests}
         found: dict[int, Completion] = {}
@@ -181,9 +181,9 @@ class Running:
                 )
         return [found[request.request_id] for request in requests]
 
-    def sampled(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+    def sample(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         self.submit(requests)
-        return self.collected(requests)
+        return self.collect(requests)
 
 
 @contextmanager
@@ -202,7 +202,7 @@ def running(subject: Subject[Any], *, ends: tuple[int, ...] = (), version: int =
 
 
 @contextmanager
-def decided() -> Iterator[None]:
+def undecidable_on_error() -> Iterator[None]:
     """Turn an error of the generator, which other promises tell, into Undecidable."""
     try:
         yield
@@ -211,7 +211,7 @@ def decided() -> Iterator[None]:
 
 
 @contextmanager
-def answered() -> Iterator[None]:
+def raise_broken_on_error() -> Iterator[None]:
     """Turn an error of the generator into Broken: every request of the kit is one that a generator must serve."""
     try:
         yield
@@ -277,7 +277,7 @@ def claims(*capabilities: GeneratorCapability) -> Callable[[Subject[Any]], str |
     return any_of(no_weights, lacks(*capabilities))
 
 
-def named(request: GenerationRequest) -> str:
+def name_request(request: GenerationRequest) -> str:
     """Name a request in a sentence."""
     return f"request {request.request_id} ({len(request.prompt_ids)} prompt tokens, {request.sampling})"
 
@@ -290,6 +290,6 @@ def require_logprobs(at_work: Running, request: GenerationRequest, done: Complet
         return
     place = since + int(np.argmax(gap > TOLERANCE))
     raise Broken(
-        f"gives token {place} of {named(request)} the log-probability {done.logprobs[place]:.4f}, where the model gives {due[place]:.4f}",
+        f"gives token {place} of {name_request(request)} the log-probability {done.logprobs[place]:.4f}, where the model gives {due[place]:.4f}",
         remedy,
     )

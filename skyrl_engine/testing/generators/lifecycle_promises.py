@@ -17,9 +17,9 @@ from skyrl_engine.testing.generators.bench import (
     TOLERANCE,
     Running,
     TinyWeights,
-    answered,
+    raise_broken_on_error,
     claims,
-    decided,
+    undecidable_on_error,
     description_of,
     due_logprobs,
     no_weights,
@@ -27,9 +27,9 @@ from skyrl_engine.testing.generators.bench import (
     require_logprobs,
     running,
 )
-from skyrl_engine.testing.process_settings import processes, require_settings_left_alone, restored_settings
+from skyrl_engine.testing.process_settings import processes, require_settings_left_alone, restore_settings
 from skyrl_engine.testing.promise import Broken, promise
-from skyrl_engine.testing.random_state import global_random_state, restored_random_state
+from skyrl_engine.testing.random_state import global_random_state, restore_random_state
 from skyrl_engine.testing.subject import Subject
 
 # --- what happens on the way -------------------------------------------------------------------------------------------------------
@@ -37,16 +37,16 @@ from skyrl_engine.testing.subject import Subject
 
 @promise("An aborted request returns what was sampled of it, a beginning of what would have come", exempt=claims("abort"))
 def aborts(subject: Subject[Any], _case: None) -> None:
-    with decided(), running(subject) as at_work:
+    with undecidable_on_error(), running(subject) as at_work:
         requests = requests_of(6, max_tokens=60)
-        whole = at_work.sampled(requests)
+        whole = at_work.sample(requests)
         at_work.submit(requests)
         early = [each for _ in range(5) for each in at_work.poll(0.0)]
         at_work.abort([requests[0].request_id, requests[1].request_id])
         at_work.abort()
         done = {each.request_id: each for each in early}
         left = [request for request in requests if request.request_id not in done]
-        done |= {each.request_id: each for each in at_work.collected(left)}
+        done |= {each.request_id: each for each in at_work.collect(left)}
     seeded_too = "seeded" in description_of(subject).capabilities
     some = 0
     for request, full in zip(requests, whole, strict=True):
@@ -72,17 +72,17 @@ def aborts(subject: Subject[Any], _case: None) -> None:
     exempt=claims("abort"),
 )
 def aborts_apart(subject: Subject[Any], _case: None) -> None:
-    with answered(), running(subject) as at_work:
+    with raise_broken_on_error(), running(subject) as at_work:
         requests = requests_of(6, max_tokens=30)
         at_work.submit(requests)
         done = {each.request_id: each for each in at_work.poll(0.0)}
         at_work.abort([requests[4].request_id, 12_345])
         left = [request for request in requests if request.request_id not in done]
-        done |= {each.request_id: each for each in at_work.collected(left)}
+        done |= {each.request_id: each for each in at_work.collect(left)}
         long = requests_of(6, first=20, max_tokens=60)
         at_work.submit(long)
         at_work.abort()
-        ended = at_work.collected(long)
+        ended = at_work.collect(long)
     for request in requests:
         if request is not requests[4] and done[request.request_id].finish == "abort":
             raise Broken(
@@ -97,11 +97,11 @@ def aborts_apart(subject: Subject[Any], _case: None) -> None:
 
 @promise("After an update, new tokens have the log-probabilities of the new weights and their version", exempt=claims("logprobs"))
 def updates(subject: Subject[Any], _case: None) -> None:
-    with decided(), running(subject) as at_work:
+    with undecidable_on_error(), running(subject) as at_work:
         requests = requests_of(8)
-        at_work.sampled(requests)
+        at_work.sample(requests)
         at_work.update(1.4, 1)
-        for request, done in zip(requests, at_work.sampled(requests), strict=True):
+        for request, done in zip(requests, at_work.sample(requests), strict=True):
             require_logprobs(at_work, request, done, "Sample from the weights of the last update")
             if done.versions.versions.tolist() != [1]:
                 raise Broken(
@@ -115,13 +115,13 @@ def updates(subject: Subject[Any], _case: None) -> None:
     exempt=claims("logprobs", "update_while_generating"),
 )
 def updates_on_the_way(subject: Subject[Any], _case: None) -> None:
-    with decided(), running(subject) as at_work:
+    with undecidable_on_error(), running(subject) as at_work:
         requests = requests_of(3, max_tokens=40)
         at_work.submit(requests)
         early = [each for _ in range(8) for each in at_work.poll(0.0)]
         at_work.update(1.4, 1)
         left = [request for request in requests if all(each.request_id != request.request_id for each in early)]
-        for request, done in zip(left, at_work.collected(left), strict=True):
+        for request, done in zip(left, at_work.collect(left), strict=True):
             versions = done.versions.per_token(len(done.token_ids))
             since = int(np.searchsorted(versions, 1))
             due = due_logprobs(at_work.weights, request, done)[np.arange(len(versions)), done.token_ids]
@@ -139,11 +139,11 @@ def updates_on_the_way(subject: Subject[Any], _case: None) -> None:
 @promise("What was computed of a prompt does not outlive an update", exempt=claims("logprobs"))
 def no_stale_prefix(subject: Subject[Any], _case: None) -> None:
     prompt = np.arange(20, 40, dtype=np.int32)
-    with decided(), running(subject) as at_work:
+    with undecidable_on_error(), running(subject) as at_work:
         for version in (0, 1):
             asked = Sampling(max_tokens=6, ignore_eos=True)
             requests = [GenerationRequest(10 * version + n, prompt, asked, n, session=1, prefix_group=0) for n in range(6)]
-            for request, done in zip(requests, at_work.sampled(requests), strict=True):
+            for request, done in zip(requests, at_work.sample(requests), strict=True):
                 require_logprobs(at_work, request, done, "Empty prefix caches when weights change")
             at_work.update(1.4, version + 1)
 
@@ -157,21 +157,21 @@ OTHER = "reference"
     exempt=claims("logprobs"),
 )
 def targets(subject: Subject[Any], _case: None) -> None:
-    with decided(), running(subject) as at_work:
+    with undecidable_on_error(), running(subject) as at_work:
         other = evolve(at_work, weights=TinyWeights(at_work.weights.form, 1.4))
-        if not _taken(at_work, other.weights, 1, OTHER):
+        if not _hand_over(at_work, other.weights, 1, OTHER):
             return
         asked = {POLICY: requests_of(4), OTHER: [evolve(each, target=OTHER) for each in requests_of(4, first=10)]}
-        done = iter(at_work.sampled([request for requests in asked.values() for request in requests]))
+        done = iter(at_work.sample([request for requests in asked.values() for request in requests]))
         for target, requests in asked.items():
             for request in requests:
                 _require_of(at_work if target == POLICY else other, request, next(done), int(target == OTHER))
         at_work.product.release(OTHER)
-        for request, again in zip(asked[POLICY], at_work.sampled(asked[POLICY]), strict=True):
+        for request, again in zip(asked[POLICY], at_work.sample(asked[POLICY]), strict=True):
             _require_of(at_work, request, again, 0)
 
 
-def _taken(at_work: Running, weights: TinyWeights, version: int, target: str) -> bool:
+def _hand_over(at_work: Running, weights: TinyWeights, version: int, target: str) -> bool:
     """Hand weights over to a target; return False for a generator that refuses other weights than the policy's as unsupported."""
     try:
         with blaming(at_work.owner, "update"):
@@ -202,10 +202,10 @@ class _Renamed(TinyWeights):
 
 @promise("Weights whose names do not fit are refused before any weight changes", exempt=claims("logprobs"))
 def unknown_weights(subject: Subject[Any], _case: None) -> None:
-    with decided(), running(subject) as at_work:
+    with undecidable_on_error(), running(subject) as at_work:
         # a module is shared: no names are read of the policy's weights then
         target = POLICY if at_work.weights.form == "tensors" else OTHER
-        if target == OTHER and not _taken(at_work, at_work.weights, 0, OTHER):
+        if target == OTHER and not _hand_over(at_work, at_work.weights, 0, OTHER):
             return
         try:
             with blaming(at_work.owner, "update"):
@@ -221,7 +221,7 @@ def unknown_weights(subject: Subject[Any], _case: None) -> None:
                 "takes weights of which one has a name that its model does not know", "Raise ModelError that names the weight"
             )
         requests = [evolve(each, target=target) for each in requests_of(4)]
-        for request, done in zip(requests, at_work.sampled(requests), strict=True):
+        for request, done in zip(requests, at_work.sample(requests), strict=True):
             require_logprobs(at_work, request, done, "Look at all names and shapes before any weight changes")
 
 
@@ -231,11 +231,11 @@ def unknown_weights(subject: Subject[Any], _case: None) -> None:
 @promise("A prompt that leaves no room for max_tokens fails alone, naming its length and the limit", exempt=no_weights)
 def no_room(subject: Subject[Any], _case: None) -> None:
     limit = POSITIONS
-    with decided(), running(subject) as at_work:
+    with undecidable_on_error(), running(subject) as at_work:
         fits = requests_of(2, first=1)
         long = GenerationRequest(0, np.zeros(limit - 2, dtype=np.int32), Sampling(max_tokens=3, ignore_eos=True), 0)
         just = GenerationRequest(9, np.zeros(limit - 3, dtype=np.int32), Sampling(max_tokens=3, ignore_eos=True), 0)
-        failed, *others = at_work.sampled([long, *fits, just])
+        failed, *others = at_work.sample([long, *fits, just])
     if any(done.finish == "error" for done in others):
         raise Broken("fails requests that fit, one of them just so, beside one whose prompt is too long", "Fail that request alone")
     words = failed.error or ""
@@ -269,25 +269,25 @@ def vocabulary(subject: Subject[Any], _case: None) -> None:
 def process_state(subject: Subject[Any], _case: None) -> None:
     def work() -> None:
         before = global_random_state()
-        with decided(), running(subject) as at_work:
+        with undecidable_on_error(), running(subject) as at_work:
             after_start = global_random_state()
-            at_work.sampled(requests_of(4))
+            at_work.sample(requests_of(4))
             at_work.update(1.1, 1)
-            at_work.sampled(requests_of(2))
+            at_work.sample(requests_of(2))
         if before != after_start or global_random_state() != before:
             raise Broken("draws from a global random state", "Draw from generators of the requests' seeds")
 
     # once before, for what it imports the first time
-    with restored_random_state(), restored_settings(), decided(), running(subject) as warm:
-        warm.sampled(requests_of(2))
-    with restored_random_state():
+    with restore_random_state(), restore_settings(), undecidable_on_error(), running(subject) as warm:
+        warm.sample(requests_of(2))
+    with restore_random_state():
         require_settings_left_alone(work)
 
 
 @promise("Closing with requests under way takes less than 10 seconds and leaves no process", exempt=no_weights)
 def closes(subject: Subject[Any], _case: None) -> None:
     before = processes()
-    with decided():
+    with undecidable_on_error():
         with running(subject) as at_work:
             at_work.submit(requests_of(20, max_tokens=100))
             at_work.poll(0.0)

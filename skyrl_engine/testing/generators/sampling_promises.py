@@ -14,15 +14,15 @@ from skyrl_engine.testing.generators.bench import (
     NORMAL,
     TOLERANCE,
     Running,
-    answered,
+    raise_broken_on_error,
     claims,
-    decided,
+    undecidable_on_error,
     description_of,
     draws_for,
     due_logprobs,
     largest_chi_square,
     model_folder,
-    named,
+    name_request,
     no_weights,
     requests_of,
     require_logprobs,
@@ -51,44 +51,44 @@ LONG = (*(length for power in (32, 64, 128, 256, 512) for length in (power - 2, 
 
 @promise("Every request comes back exactly once under its own id, also where several finish at once", exempt=no_weights)
 def exactly_once(subject: Subject[Any], _case: None) -> None:
-    with answered(), running(subject) as at_work:
+    with raise_broken_on_error(), running(subject) as at_work:
         equal = [evolve(request, sampling=Sampling(max_tokens=3, ignore_eos=True)) for request in requests_of(9, first=40)]
-        at_work.sampled(requests_of(11))
-        at_work.sampled(equal)
+        at_work.sample(requests_of(11))
+        at_work.sample(equal)
         if late := at_work.poll(0.0):
             raise Broken(f"answers request {late[0].request_id} again", "Forget a request when its completion was returned")
 
 
 @promise("No more than max_tokens come, and finish is length exactly where so many came without a stop", exempt=no_weights)
 def length(subject: Subject[Any], _case: None) -> None:
-    with decided(), running(subject, ends=ENDS) as at_work:
+    with undecidable_on_error(), running(subject, ends=ENDS) as at_work:
         requests = requests_of(24, ignore_eos=False)
-        for request, done in zip(requests, at_work.sampled(requests), strict=True):
+        for request, done in zip(requests, at_work.sample(requests), strict=True):
             most, count = request.sampling.max_tokens, len(done.token_ids)
             if count > most:
-                raise Broken(f"samples {count} tokens for {named(request)}", "Count the token that stops among max_tokens")
+                raise Broken(f"samples {count} tokens for {name_request(request)}", "Count the token that stops among max_tokens")
             if (done.finish == "length") != (count == most and done.token_ids[-1] not in ENDS):
                 raise Broken(
-                    f"ends {named(request)} as {done.finish!r} behind {count} tokens, the last of them {done.token_ids[-1:]}",
+                    f"ends {name_request(request)} as {done.finish!r} behind {count} tokens, the last of them {done.token_ids[-1:]}",
                     'Say "length" where max_tokens came and none of them stopped it',
                 )
 
 
 @promise("At least one token comes, with its log-probability, unless the request was aborted or failed", exempt=no_weights)
 def something(subject: Subject[Any], _case: None) -> None:
-    with decided(), running(subject, ends=tuple(range(VOCABULARY))) as at_work:
+    with undecidable_on_error(), running(subject, ends=tuple(range(VOCABULARY))) as at_work:
         requests = requests_of(6, ignore_eos=False)
-        for request, done in zip(requests, at_work.sampled(requests), strict=True):
+        for request, done in zip(requests, at_work.sample(requests), strict=True):
             if not len(done.token_ids) or len(done.logprobs) != len(done.token_ids):
                 raise Broken(
-                    f"returns {len(done.token_ids)} tokens and {len(done.logprobs)} log-probabilities for {named(request)}",
+                    f"returns {len(done.token_ids)} tokens and {len(done.logprobs)} log-probabilities for {name_request(request)}",
                     "Keep the token that stops: it was sampled",
                 )
 
 
 @promise("A request stops behind the first end or stop token, which is kept, from min_tokens on", exempt=no_weights)
 def stop_tokens(subject: Subject[Any], _case: None) -> None:
-    with decided(), running(subject, ends=ENDS) as at_work:
+    with undecidable_on_error(), running(subject, ends=ENDS) as at_work:
         own, every = (3, 8, 30, 77, 78), tuple(range(VOCABULARY))
         asked = {
             "end tokens": (requests_of(16, max_tokens=30, ignore_eos=False), ENDS),
@@ -100,7 +100,7 @@ def stop_tokens(subject: Subject[Any], _case: None) -> None:
             "the last of max_tokens": (requests_of(4, first=120, max_tokens=1, stop_token_ids=every), every),
         }
         # all at once, so that nobody may take the stops of one request for those of all
-        done = iter(at_work.sampled([request for requests, _ in asked.values() for request in requests]))
+        done = iter(at_work.sample([request for requests, _ in asked.values() for request in requests]))
         for what, (requests, stops) in asked.items():
             for request in requests:
                 _require_stop(request, next(done), set(stops), what)
@@ -141,8 +141,8 @@ def stop_strings(subject: Subject[Any], _case: None) -> None:
         assert isinstance(said, str)
         return said
 
-    with decided(), running(subject) as at_work:
-        free = at_work.sampled(requests_of(10, max_tokens=24))
+    with undecidable_on_error(), running(subject) as at_work:
+        free = at_work.sample(requests_of(10, max_tokens=24))
         requests, due = [], []
         for request, done in zip(requests_of(10, first=20, max_tokens=24), free, strict=True):
             said = text(done.token_ids)
@@ -152,7 +152,7 @@ def stop_strings(subject: Subject[Any], _case: None) -> None:
             upto = next(count for count in range(1, len(done.token_ids) + 1) if string in text(done.token_ids[:count]))
             requests.append(evolve(request, sampling=evolve(request.sampling, stop_strings=("never said at all", string))))
             due.append((string, upto, done.token_ids[:upto].tolist()))
-        for (string, upto, tokens), done in zip(due, at_work.sampled(requests), strict=True):
+        for (string, upto, tokens), done in zip(due, at_work.sample(requests), strict=True):
             if done.token_ids.tolist() == tokens and (done.finish, done.stop) == ("stop", string):
                 continue
             raise Broken(
@@ -163,8 +163,8 @@ def stop_strings(subject: Subject[Any], _case: None) -> None:
 
 @promise("Spans of versions cover the tokens and rise", exempt=no_weights)
 def spans(subject: Subject[Any], _case: None) -> None:
-    with decided(), running(subject, version=3) as at_work:
-        for done in at_work.sampled(requests_of(6)):
+    with undecidable_on_error(), running(subject, version=3) as at_work:
+        for done in at_work.sample(requests_of(6)):
             starts, versions = done.versions.starts.tolist(), done.versions.versions.tolist()
             rising = all(one < two for each in (starts, versions) for one, two in pairwise(each))
             if not starts or starts[0] != 0 or starts[-1] >= len(done.token_ids) or not rising or versions != [3]:
@@ -182,12 +182,12 @@ def spans(subject: Subject[Any], _case: None) -> None:
     exempt=claims("logprobs"),
 )
 def log_probabilities(subject: Subject[Any], _case: None) -> None:
-    with decided(), running(subject) as at_work:
+    with undecidable_on_error(), running(subject) as at_work:
         # side by side, so that nobody may take the settings of one request for those of all
         temperatures = (1.0, 0.5, 2.0)
         several = [requests_of(12, first=20 * place, seed=place, temperature=each) for place, each in enumerate(temperatures)]
         requests = [request for alike in zip(*several, strict=True) for request in alike]
-        for request, done in zip(requests, at_work.sampled(requests), strict=True):
+        for request, done in zip(requests, at_work.sample(requests), strict=True):
             remedy = "Report log_softmax(logits / temperature) at the sampled token, of the whole vocabulary and the request's temperature"
             require_logprobs(at_work, request, done, remedy)
 
@@ -195,18 +195,18 @@ def log_probabilities(subject: Subject[Any], _case: None) -> None:
 @promise("The same seeds give the same tokens: once more, in another order, one at a time", exempt=claims("seeded"))
 def seeded(subject: Subject[Any], _case: None) -> None:
     requests = requests_of(12, seed=3)
-    with decided(), running(subject) as at_work:
-        first = at_work.sampled(requests)
+    with undecidable_on_error(), running(subject) as at_work:
+        first = at_work.sample(requests)
         ways = {
-            "once more": at_work.sampled(requests),
-            "in another order": at_work.sampled(requests[::-1])[::-1],
-            "one at a time": [at_work.sampled([request])[0] for request in requests],
+            "once more": at_work.sample(requests),
+            "in another order": at_work.sample(requests[::-1])[::-1],
+            "one at a time": [at_work.sample([request])[0] for request in requests],
         }
     for way, again in ways.items():
         for request, one, other in zip(requests, first, again, strict=True):
             if one.token_ids.tolist() != other.token_ids.tolist():
                 raise Broken(
-                    f"samples {one.token_ids.tolist()} and then, {way}, {other.token_ids.tolist()} for {named(request)}",
+                    f"samples {one.token_ids.tolist()} and then, {way}, {other.token_ids.tolist()} for {name_request(request)}",
                     "Draw from a generator of each request's own seed",
                 )
 
@@ -214,12 +214,12 @@ def seeded(subject: Subject[Any], _case: None) -> None:
 @promise("Seeds are of 64 bits, and all of them count", exempt=claims("seeded"))
 def whole_seeds(subject: Subject[Any], _case: None) -> None:
     prompt, low = np.array([11, 22, 33], dtype=np.int32), 5
-    with decided(), running(subject) as at_work:
+    with undecidable_on_error(), running(subject) as at_work:
         for bits in (16, 32, 63):
             asked = Sampling(max_tokens=12, ignore_eos=True, temperature=2.0)
             seeds = (low, low + 2**bits, 2**64 - 1)
             requests = [GenerationRequest(10 * bits + n, prompt, asked, seed, session=n) for n, seed in enumerate(seeds)]
-            one, other, _ = at_work.sampled(requests)
+            one, other, _ = at_work.sample(requests)
             if one.token_ids.tolist() == other.token_ids.tolist():
                 raise Broken(
                     f"draws the same {len(one.token_ids)} tokens from the seeds {low} and {low} + 2**{bits}",
@@ -230,10 +230,10 @@ def whole_seeds(subject: Subject[Any], _case: None) -> None:
 @promise("Draws of different seeds follow the model's distribution, and attempts at one task differ", exempt=no_weights)
 def distribution(subject: Subject[Any], _case: None) -> None:
     prompt = np.array([11, 22, 33], dtype=np.int32)
-    with decided(), running(subject) as at_work:
+    with undecidable_on_error(), running(subject) as at_work:
         twice = Sampling(max_tokens=2, ignore_eos=True, temperature=2.0)
         requests = [GenerationRequest(seed, prompt, twice, seed, session=seed, prefix_group=seed // 8) for seed in range(DRAWS)]
-        drawn = [done.token_ids for done in at_work.sampled(requests)]
+        drawn = [done.token_ids for done in at_work.sample(requests)]
         if any(len(tokens) != twice.max_tokens for tokens in drawn):
             raise Undecidable("it does not sample as many tokens as it is asked for")
         first, second = np.array(drawn).T
@@ -279,7 +279,7 @@ def temperatures(subject: Subject[Any], _case: None) -> None:
 
     It breaks a right generator once in 10,000 per temperature and turn.
     """
-    with decided(), running(subject) as at_work:
+    with undecidable_on_error(), running(subject) as at_work:
         for turn in range(2):
             for place, temperature in enumerate((0.5, 1.0, 2.0)):
                 first = 1000 * place + 500
@@ -287,7 +287,7 @@ def temperatures(subject: Subject[Any], _case: None) -> None:
                 requests = [evolve(request, session=request.request_id + 100_000 * turn) for request in drawn]
                 if turn:
                     # a later turn of the same sessions goes on after what the first one said
-                    said = at_work.sampled(requests)
+                    said = at_work.sample(requests)
                     requests = [
                         evolve(
                             request,
@@ -305,7 +305,7 @@ def temperatures(subject: Subject[Any], _case: None) -> None:
 def _require_likely(at_work: Running, requests: list[GenerationRequest], where: str) -> None:
     """Raise Broken where draws are more or less likely, on average, than chance explains."""
     gap, variance, count = 0.0, 0.0, 0
-    for request, done in zip(requests, at_work.sampled(requests), strict=True):
+    for request, done in zip(requests, at_work.sample(requests), strict=True):
         if not len(done.token_ids):
             raise Undecidable("it does not sample as many tokens as it is asked for")
         due = due_logprobs(at_work.weights, request, done)
@@ -332,8 +332,8 @@ def long_rows(subject: Subject[Any], _case: None) -> None:
     ]
     remedy = "Attend to all tokens of a row, from its first one on"
     told = "logprobs" in description_of(subject).capabilities
-    with decided(), running(subject) as at_work:
-        for request, done in zip(requests, at_work.sampled(requests), strict=True):
+    with undecidable_on_error(), running(subject) as at_work:
+        for request, done in zip(requests, at_work.sample(requests), strict=True):
             due = due_logprobs(at_work.weights, request, done)
             if (due.max(-1) - due[np.arange(len(due)), done.token_ids]).max(initial=0) > TOLERANCE:
                 raise Broken(f"takes another token than the most likely one after {len(request.prompt_ids)} tokens", remedy)
@@ -343,13 +343,13 @@ def long_rows(subject: Subject[Any], _case: None) -> None:
 
 @promise("Temperature 0 takes the most likely token", exempt=no_weights)
 def greedy(subject: Subject[Any], _case: None) -> None:
-    with decided(), running(subject) as at_work:
+    with undecidable_on_error(), running(subject) as at_work:
         requests = requests_of(8, temperature=0.0)
-        for request, done in zip(requests, at_work.sampled(requests), strict=True):
+        for request, done in zip(requests, at_work.sample(requests), strict=True):
             due = due_logprobs(at_work.weights, request, done)
             if (due.max(-1) - due[np.arange(len(done.token_ids)), done.token_ids]).max() > TOLERANCE:
                 raise Broken(
-                    f"takes another token than the most likely one for {named(request)}", "Take the argmax at temperature 0"
+                    f"takes another token than the most likely one for {name_request(request)}", "Take the argmax at temperature 0"
                 )
             require_logprobs(at_work, request, done, "Report log_softmax(logits) at temperature 0")
 
@@ -358,11 +358,11 @@ def greedy(subject: Subject[Any], _case: None) -> None:
     "top_k, top_p and min_p cut off what they say, and log-probabilities are of what is left", exempt=claims("filters", "logprobs")
 )
 def filters(subject: Subject[Any], _case: None) -> None:
-    with decided(), running(subject) as at_work:
+    with undecidable_on_error(), running(subject) as at_work:
         cuts: list[dict[str, Any]] = [{"top_k": 3}, {"top_p": 0.4}, {"min_p": 0.9}, {"top_p": 0.95, "min_p": 0.9}]
         cuts.append({"top_k": 20, "top_p": 0.6, "min_p": 0.95})
         several = [requests_of(8, first=20 * place, seed=place, temperature=2.0, **cut) for place, cut in enumerate(cuts)]
-        done = iter(at_work.sampled([request for alike in zip(*several, strict=True) for request in alike]))
+        done = iter(at_work.sample([request for alike in zip(*several, strict=True) for request in alike]))
         for alike in zip(*several, strict=True):
             for request, cut in zip(alike, cuts, strict=True):
                 _require_left(at_work, request, next(done), cut)
@@ -372,7 +372,7 @@ def _require_left(at_work: Running, request: GenerationRequest, done: Completion
     """Raise Broken where a token was cut off, or its log-probability is not of what is left."""
     due = due_logprobs(at_work.weights, request, done)
     for token, logprob, scores in zip(done.token_ids.tolist(), done.logprobs.tolist(), due, strict=True):
-        left = _left(np.exp(scores), request.sampling)
+        left = _filter_distribution(np.exp(scores), request.sampling)
         if token not in left:
             raise Broken(f"samples a token that {cut} cuts off", "Cut each request by its own top_k, then by top_p, then by min_p")
         if abs(np.log(left[token]) - logprob) > 10 * TOLERANCE:
@@ -382,7 +382,7 @@ def _require_left(at_work: Running, request: GenerationRequest, done: Completion
             )
 
 
-def _left(probabilities: Any, sampling: Sampling) -> dict[int, float]:
+def _filter_distribution(probabilities: Any, sampling: Sampling) -> dict[int, float]:
     """Return what is left of a distribution, by token, normalised; a token at the very edge of `top_p` or `min_p` is left too."""
     order = np.argsort(-probabilities, kind="stable")[: sampling.top_k or None]
     kept = probabilities[order] / probabilities[order].sum()
@@ -394,9 +394,9 @@ def _left(probabilities: Any, sampling: Sampling) -> dict[int, float]:
 
 @promise("Log-probabilities of prompts are the model's, and NaN at their first token", exempt=claims("prompt_logprobs"))
 def prompt_scores(subject: Subject[Any], _case: None) -> None:
-    with decided(), running(subject) as at_work:
+    with undecidable_on_error(), running(subject) as at_work:
         requests = [evolve(request, prompt_logprobs=True) for request in requests_of(6, temperature=0.5)]
-        for request, done in zip(requests, at_work.sampled(requests), strict=True):
+        for request, done in zip(requests, at_work.sample(requests), strict=True):
             ids = request.prompt_ids.tolist()
             due = at_work.weights.logprobs(ids, 0.5)[np.arange(len(ids) - 1), ids[1:]]
             given = done.prompt_logprobs
@@ -414,9 +414,9 @@ def prompt_scores(subject: Subject[Any], _case: None) -> None:
 
 @promise("The most likely tokens at every place are the model's, the most likely first", exempt=claims("top_logprobs"))
 def top_scores(subject: Subject[Any], _case: None) -> None:
-    with decided(), running(subject) as at_work:
+    with undecidable_on_error(), running(subject) as at_work:
         requests = [evolve(request, top_logprobs=4) for request in requests_of(6)]
-        for request, done in zip(requests, at_work.sampled(requests), strict=True):
+        for request, done in zip(requests, at_work.sample(requests), strict=True):
             due = due_logprobs(at_work.weights, request, done)
             _require_most_likely(done.top_logprobs, due, "per sampled token", "top_logprobs, [n, k]")
 
@@ -425,9 +425,9 @@ def top_scores(subject: Subject[Any], _case: None) -> None:
     "The most likely tokens at every place of a prompt are the model's, and NaN at the first", exempt=claims("top_prompt_logprobs")
 )
 def top_prompt_scores(subject: Subject[Any], _case: None) -> None:
-    with decided(), running(subject) as at_work:
+    with undecidable_on_error(), running(subject) as at_work:
         requests = [evolve(request, top_prompt_logprobs=4) for request in requests_of(6, temperature=0.5)]
-        for request, done in zip(requests, at_work.sampled(requests), strict=True):
+        for request, done in zip(requests, at_work.sample(requests), strict=True):
             due = at_work.weights.logprobs(request.prompt_ids.tolist(), 0.5)[: len(request.prompt_ids) - 1]
             top = done.top_prompt_logprobs
             if top is None or len(top.logprobs) != len(request.prompt_ids) or not np.isnan(top.logprobs[0]).all():

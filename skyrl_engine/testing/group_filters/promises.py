@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from skyrl_engine.contracts.kinds.group_filter import GroupView, as_drop_reason
 from skyrl_engine.errors import EngineError
 from skyrl_engine.registry.host import Owner, blaming
-from skyrl_engine.testing.group_filters.views import Shown, extreme_groups, large_groups, shown, various_groups
+from skyrl_engine.testing.group_filters.views import Shown, extreme_groups, large_groups, draw_group, various_groups
 from skyrl_engine.testing.plugin_promises import PLUGIN_PROMISES
 from skyrl_engine.testing.process_promises import process_promises
 from skyrl_engine.testing.promise import Broken, Promise, Undecidable, promise
-from skyrl_engine.testing.random_state import global_random_state, restored_random_state, seed_everything
+from skyrl_engine.testing.random_state import global_random_state, restore_random_state, seed_everything
 from skyrl_engine.testing.subject import Subject
 
 MOST_REASONS = 4
@@ -21,7 +21,7 @@ _PURE = "Let the answer be a function of the group alone"
 
 
 def _one(_subject: Subject[Any]) -> "st.SearchStrategy[Shown]":
-    return shown()
+    return draw_group()
 
 
 def _explicit(_subject: Subject[Any]) -> list[Shown]:
@@ -29,7 +29,7 @@ def _explicit(_subject: Subject[Any]) -> list[Shown]:
 
 
 def _many(_subject: Subject[Any]) -> "st.SearchStrategy[Groups]":
-    return st.lists(shown(most=2, plain=True), min_size=2, max_size=8).map(Groups)
+    return st.lists(draw_group(most=2, plain=True), min_size=2, max_size=8).map(Groups)
 
 
 class Groups(list[Shown]):
@@ -39,7 +39,7 @@ class Groups(list[Shown]):
         return "\nthen ".join(str(each) for each in self)
 
 
-def _asked(subject: Subject[Any], product: Any, view: GroupView) -> str | None:
+def _ask(subject: Subject[Any], product: Any, view: GroupView) -> str | None:
     """Return the answer as the engine takes it. Raises the error that a run would show."""
     with blaming(Owner.of_unrecorded(subject.label, "group_filter"), "__call__"):
         answer = product(view)
@@ -50,7 +50,7 @@ def _answers(subject: Subject[Any], groups: Sequence[Shown], product: Any = None
     """Return answers of one filter (a new one, or `product`). Raises Undecidable where it fails or returns something else."""
     made = subject.make() if product is None else product
     try:
-        return [_asked(subject, made, each.view()) for each in groups]
+        return [_ask(subject, made, each.view()) for each in groups]
     except EngineError as error:
         raise Undecidable(error.cause) from error
 
@@ -62,7 +62,7 @@ def _words(answer: str | None) -> str:
 @promise("It returns None or a short text, also for a group of one", cases=_one, first=_explicit)
 def answer(subject: Subject[Any], case: Shown) -> None:
     try:
-        _asked(subject, subject.make(), case.view())
+        _ask(subject, subject.make(), case.view())
     except EngineError as error:
         raise Broken(error.cause, error.remedy) from error
 
@@ -79,18 +79,18 @@ def oracle(subject: Subject[Any], case: Shown) -> None:
         raise Broken(f"{_words(given)}, where the oracle {_words(due)}", "Compare the two")
 
 
-def _reordered(_subject: Subject[Any]) -> "st.SearchStrategy[Groups]":
+def _draw_reordered(_subject: Subject[Any]) -> "st.SearchStrategy[Groups]":
     def moved(group: Shown) -> "st.SearchStrategy[Groups]":
         return st.permutations(group.attempts).map(lambda order: Groups([group, evolve(group, attempts=tuple(order))]))
 
-    return shown().flatmap(moved)
+    return draw_group().flatmap(moved)
 
 
-def _explicit_reordered(subject: Subject[Any]) -> list[Groups]:
+def _reverse_explicit(subject: Subject[Any]) -> list[Groups]:
     return [Groups([group, evolve(group, attempts=group.attempts[::-1])]) for group in _explicit(subject)]
 
 
-@promise("The order of the attempts changes nothing", cases=_reordered, first=_explicit_reordered, effort=3)
+@promise("The order of the attempts changes nothing", cases=_draw_reordered, first=_reverse_explicit, effort=3)
 def member_order(subject: Subject[Any], case: Groups) -> None:
     one, other = (_answers(subject, [each])[0] for each in case)
     if one != other:
@@ -123,7 +123,7 @@ def few_reasons(subject: Subject[Any], case: Groups) -> None:
 def inputs_unchanged(subject: Subject[Any], case: Shown) -> None:
     view, before = case.view(), case.view()
     try:
-        _asked(subject, subject.make(), view)
+        _ask(subject, subject.make(), view)
     except EngineError as error:
         raise Undecidable(error.cause) from error
     for name in ("rewards", "success", "lengths", "truncated"):
@@ -134,7 +134,7 @@ def inputs_unchanged(subject: Subject[Any], case: Shown) -> None:
 @promise("It answers the same in every call and whatever the random state, which it leaves alone", cases=_one)
 def repeatable(subject: Subject[Any], case: Shown) -> None:
     product, answers = subject.make(), []
-    with restored_random_state():
+    with restore_random_state():
         for seed in range(12):
             seed_everything(seed)
             before = global_random_state()

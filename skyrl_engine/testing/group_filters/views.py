@@ -56,7 +56,7 @@ def attempts(*, plain: bool = False) -> "st.SearchStrategy[Attempt]":
 
 
 @st.composite
-def shown(draw: st.DrawFn, *, most: int = 6, plain: bool = False) -> Shown:
+def draw_group(draw: st.DrawFn, *, most: int = 6, plain: bool = False) -> Shown:
     """Draw groups of one to `most` attempts, every third of equal rewards."""
     members = tuple(draw(st.lists(attempts(plain=plain), min_size=1, max_size=most)))
     if draw(st.sampled_from((True, False, False))):

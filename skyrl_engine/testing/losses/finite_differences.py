@@ -35,12 +35,12 @@ class _StopGradients(TorchFunctionMode):
             self._off = not args[0]
         if func is torch.Tensor.detach_:
             with torch.no_grad():
-                return result.copy_(self.stopped(result))
+                return result.copy_(self.on_detach(result))
         if isinstance(result, torch.Tensor) and (func in _DETACHING or self._off):
-            return self.stopped(result)
+            return self.on_detach(result)
         return result
 
-    def stopped(self, result: torch.Tensor) -> torch.Tensor:
+    def on_detach(self, result: torch.Tensor) -> torch.Tensor:
         raise NotImplementedError
 
 
@@ -51,7 +51,7 @@ class RecordingDetached(_StopGradients):
         super().__init__()
         self.constants: list[torch.Tensor] = []
 
-    def stopped(self, result: torch.Tensor) -> torch.Tensor:
+    def on_detach(self, result: torch.Tensor) -> torch.Tensor:
         self.constants.append(result.clone())
         return result
 
@@ -74,7 +74,7 @@ class ReplayingDetached(_StopGradients):
         super().__init__()
         self._constants = iter(recorded.constants)
 
-    def stopped(self, result: torch.Tensor) -> torch.Tensor:
+    def on_detach(self, result: torch.Tensor) -> torch.Tensor:
         constant = next(self._constants, None)
         if constant is None or constant.shape != result.shape:
             raise Undecidable("the loss detaches other things where its input is a little different")

@@ -33,7 +33,7 @@ def _surrogate(subject: Subject[Any]) -> str | None:
 )
 def gradient(subject: Subject[Any], batch: TokenBatch) -> None:
     recording = RecordingDetached()
-    base = LOSS.decided(subject, batch, mode=recording)
+    base = LOSS.evaluate_or_undecidable(subject, batch, mode=recording)
     if base.dtype != torch.float64:
         raise Undecidable("the loss does not compute in float64")
     scale = 1.0 + max(float(np.abs(each).max(initial=0)) for each in base.gradients.values())
@@ -85,25 +85,25 @@ def _of_every_precision(subject: Subject[Any]) -> st.SearchStrategy[TokenBatch]:
 )
 def precision(subject: Subject[Any], batch: TokenBatch) -> None:
     casts = LossyCasts()
-    exact = LOSS.decided(subject, batch, mode=casts)
+    exact = LOSS.evaluate_or_undecidable(subject, batch, mode=casts)
     if casts.cause is not None:
         raise Broken(casts.cause, "Leave dtypes as they come, or cast to the dtype of tokens.logprobs")
     if batch.lengths.max(initial=0) >= rollouts.LONG:
         return  # sums over many tokens may leave float32: nothing to compare
     _require_precision(subject, batch, exact, "")
-    drifted = batch.drifted(_FAR)
+    drifted = batch.with_drift(_FAR)
     if drifted is not None:
         with suppress(Undecidable):
             _require_precision(
                 subject,
                 drifted,
-                LOSS.decided(subject, drifted),
+                LOSS.evaluate_or_undecidable(subject, drifted),
                 f" where other policies' log-probabilities are {_FAR:g} lower",
             )
 
 
 def _require_precision(subject: Subject[Any], batch: TokenBatch, exact: Evaluation, where: str) -> None:
-    single = LOSS.decided(subject, batch, dtype=torch.float32)
+    single = LOSS.evaluate_or_undecidable(subject, batch, dtype=torch.float32)
     for got, due in ((exact.dtype, torch.float64), (single.dtype, torch.float32)):
         if got != due:
             raise Broken(f"returns {got} for {due} scores", "Leave the dtype as it comes; the engine hands out float32")
@@ -137,7 +137,7 @@ class Scaled:
         return f"{self.batch}\nadvantages times {self.factor:g}"
 
 
-def _scaled(subject: Subject[Any]) -> st.SearchStrategy[Scaled]:
+def _draw_scaled(subject: Subject[Any]) -> st.SearchStrategy[Scaled]:
     return st.builds(Scaled, ordinary(subject), st.sampled_from((2.0, 0.5, 4.0, 1024.0)))
 
 
@@ -150,11 +150,11 @@ def _not_homogeneous(subject: Subject[Any]) -> str | None:
 @promise(
     "Advantages times c > 0 give every token loss times c, as it declares",
     exempt=_not_homogeneous,
-    cases=_scaled,
+    cases=_draw_scaled,
 )
 def homogeneous(subject: Subject[Any], case: Scaled) -> None:
     advantages = case.batch.values["advantages"] * np.float32(case.factor)
-    one, other = LOSS.decided(subject, case.batch), LOSS.decided(subject, case.batch.with_values(advantages=advantages))
+    one, other = LOSS.evaluate_or_undecidable(subject, case.batch), LOSS.evaluate_or_undecidable(subject, case.batch.with_values(advantages=advantages))
     if not same(case.factor * one.per_token, other.per_token):
         place = int(np.argmax(~np.isclose(case.factor * one.per_token, other.per_token)))
         raise Broken(

@@ -24,7 +24,7 @@ from skyrl_engine.testing.tokens.token_batches import TokenBatch
 
 
 def _answer(subject: Subject[Any], batch: TokenBatch) -> object:
-    return LOSS.decided(subject, batch).bits
+    return LOSS.evaluate_or_undecidable(subject, batch).bits
 
 
 LOSS_PROMISES: tuple[Promise[Any, Any], ...] = (

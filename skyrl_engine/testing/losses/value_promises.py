@@ -30,7 +30,7 @@ from skyrl_engine.testing.tokens.token_batches import CutBatch, TokenBatch
 )
 def one_finite_value_per_token(subject: Subject[Any], batch: TokenBatch) -> None:
     try:
-        made = LOSS.evaluated(subject, batch, dtype=torch.float32, gradients=False)
+        made = LOSS.evaluate_subject(subject, batch, dtype=torch.float32, gradients=False)
     except EngineError as error:
         if refuses_what_was_returned(error):
             raise Broken(error.cause, error.remedy) from error
@@ -47,7 +47,7 @@ def one_finite_value_per_token(subject: Subject[Any], batch: TokenBatch) -> None
 @promise("Its values depend on the model's scores, with a finite gradient", cases=anything, first=anything_first)
 def differentiable(subject: Subject[Any], batch: TokenBatch) -> None:
     try:
-        made = LOSS.evaluated(subject, batch, dtype=torch.float32)
+        made = LOSS.evaluate_subject(subject, batch, dtype=torch.float32)
     except EngineError as error:
         if "do not depend on the model" in error.cause:
             raise Broken("nothing would be learned: its values do not depend on the model", error.remedy) from error
@@ -65,7 +65,7 @@ def differentiable(subject: Subject[Any], batch: TokenBatch) -> None:
 
 @promise("It learns: in a batch with a little of everything, not every gradient is 0")
 def learns(subject: Subject[Any], _case: None) -> None:
-    made = LOSS.decided(subject, explicit.varied(needs_of(subject)))
+    made = LOSS.evaluate_or_undecidable(subject, explicit.make_varied_batch(needs_of(subject)))
     if not any(gradient.any() for gradient in made.gradients.values()):
         raise Broken(
             "nothing would be learned: every gradient is 0 although its values seem to depend on the model",
@@ -73,28 +73,28 @@ def learns(subject: Subject[Any], _case: None) -> None:
         )
 
 
-def _metrics_are_cut(subject: Subject[Any]) -> str | None:
+def _exempt_without_metrics(subject: Subject[Any]) -> str | None:
     return None if _metric_names(subject) else "the loss reports no metrics"
 
 
 def _metric_names(subject: Subject[Any]) -> set[str]:
     """Return the names of all metrics that it reports for one token or several: some make sense of several alone."""
     names: set[str] = set()
-    for make in (explicit.one_token, explicit.varied, explicit.in_threes):
+    for make in (explicit.one_token, explicit.make_varied_batch, explicit.in_threes):
         with suppress(EngineError):
-            names |= LOSS.evaluated(subject, make(needs_of(subject))).metrics.keys()
+            names |= LOSS.evaluate_subject(subject, make(needs_of(subject))).metrics.keys()
     return names
 
 
 @promise(
     "Its metrics over micro-batches add up to those of the whole, as their reductions say",
     cases=cuts,
-    exempt=any_of(batch_local, _metrics_are_cut),
+    exempt=any_of(batch_local, _exempt_without_metrics),
     first=cuts_first,
 )
 def metrics(subject: Subject[Any], case: CutBatch) -> None:
-    whole = LOSS.decided(subject, case.batch).metrics
-    parts = combine_metrics([LOSS.decided(subject, case.batch.take(part)).metrics for part in case.parts])
+    whole = LOSS.evaluate_or_undecidable(subject, case.batch).metrics
+    parts = combine_metrics([LOSS.evaluate_or_undecidable(subject, case.batch.take(part)).metrics for part in case.parts])
     for name in sorted(whole.keys() ^ parts.keys()):
         here, there = ("the whole", "its micro-batches") if name in whole else ("its micro-batches", "the whole")
         raise Broken(f"the metric {name!r} of {here} is missing in {there}", "Report it in every call that has tokens")
@@ -112,13 +112,13 @@ def metrics(subject: Subject[Any], case: CutBatch) -> None:
     "A micro-batch without tokens, as those that fill up ranks, changes none of its metrics",
     cases=ordinary,
     effort=0.5,
-    exempt=_metrics_are_cut,
+    exempt=_exempt_without_metrics,
     first=lambda subject: [explicit.in_threes(needs_of(subject))],
 )
 def empty_metrics(subject: Subject[Any], batch: TokenBatch) -> None:
-    alone = LOSS.decided(subject, batch).metrics
+    alone = LOSS.evaluate_or_undecidable(subject, batch).metrics
     for filler in explicit.fillers(batch):
-        filled = combine_metrics([alone, LOSS.decided(subject, filler).metrics])
+        filled = combine_metrics([alone, LOSS.evaluate_or_undecidable(subject, filler).metrics])
         for name, metric in filled.items():
             before = alone[name].result if name in alone else math.nan
             if not same(np.array([before]), np.array([metric.result])):
@@ -141,11 +141,11 @@ def _cause_of_filler(metric: Metric) -> str:
     effort=0.5,
 )
 def evaluation(subject: Subject[Any], batch: TokenBatch) -> None:
-    training = LOSS.decided(subject, batch)
+    training = LOSS.evaluate_or_undecidable(subject, batch)
     remedy = "Let values depend on its tokens alone, not on requires_grad or torch.is_grad_enabled()"
     try:
         with torch.no_grad():
-            scoring = LOSS.evaluated(subject, batch, gradients=False)
+            scoring = LOSS.evaluate_subject(subject, batch, gradients=False)
     except EngineError as error:
         raise Broken(f"fails where no gradient is asked for, as in evaluation: {error.cause}", remedy) from error
     one, other = ({name: metric.result for name, metric in each.metrics.items()} for each in (training, scoring))
@@ -170,7 +170,7 @@ def _cause_of_metric(metric: Metric) -> str:
 def memory(subject: Subject[Any], batch: TokenBatch) -> None:
     loss = subject.make()
     listening = Listening(loss)
-    LOSS.decided(subject, batch, listening)
+    LOSS.evaluate_or_undecidable(subject, batch, listening)
     output = as_loss_output(subject.label, listening.heard["output"], batch.tokens)
     kept = {"its values": weakref.ref(output.token_loss)}
     kept |= {name: weakref.ref(tensor) for name, tensor in listening.heard["tokens"].needs.items()}
@@ -180,20 +180,20 @@ def memory(subject: Subject[Any], batch: TokenBatch) -> None:
     for name, reference in kept.items():
         if reference() is not None:
             raise Broken(f"keeps {name} after the call, and with it all that the model computed for the micro-batch", remedy)
-    if (left := _tensors_left(subject, batch, loss)) >= _CALLS:
+    if (left := _count_kept_tensors(subject, batch, loss)) >= _CALLS:
         raise Broken(f"keeps tensors: {_CALLS} calls leave {left} more than there were before, so that memory runs out", remedy)
 
 
 _CALLS = 3
 
 
-def _tensors_left(subject: Subject[Any], batch: TokenBatch, loss: Any) -> int:
+def _count_kept_tensors(subject: Subject[Any], batch: TokenBatch, loss: Any) -> int:
     """Return how many tensors are there after some calls for the same micro-batch that were not there before."""
     gc.collect()
     gc.freeze()  # leaves what exists out of get_objects
     try:
         for _ in range(_CALLS):
-            LOSS.decided(subject, batch, loss)
+            LOSS.evaluate_or_undecidable(subject, batch, loss)
         gc.collect()
         return sum(issubclass(type(each), torch.Tensor) for each in gc.get_objects())
     finally:

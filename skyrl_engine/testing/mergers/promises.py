@@ -12,7 +12,7 @@ from skyrl_engine.errors import EngineError, OutputError
 from skyrl_engine.registry.host import Owner, blaming
 from skyrl_engine.testing.comparison import excerpts
 from skyrl_engine.testing.mergers.splits import Split, alone, each_mini_batch, grid, many, of_fractions, one_idle, splits
-from skyrl_engine.testing.mergers.spoilt import Spoilt, with_doubled, with_missing, with_unexpected
+from skyrl_engine.testing.mergers.spoilt import Spoilt, draw_with_doubled, with_missing, draw_with_unexpected
 from skyrl_engine.testing.plugin_promises import PLUGIN_PROMISES
 from skyrl_engine.testing.process_promises import process_promises
 from skyrl_engine.testing.promise import Broken, Promise, Undecidable, promise
@@ -27,7 +27,7 @@ def _merge(subject: Subject[Any], case: Split) -> BatchOutput:
     return output
 
 
-def _decided(subject: Subject[Any], case: Split) -> BatchOutput:
+def _merge_or_undecidable(subject: Subject[Any], case: Split) -> BatchOutput:
     try:
         return _merge(subject, case)
     except (EngineError, Broken) as error:
@@ -39,7 +39,7 @@ def _same_set(output: BatchOutput, case: Split) -> bool:
 
 
 def _in_order(subject: Subject[Any], case: Split) -> BatchOutput:
-    output = _decided(subject, case)
+    output = _merge_or_undecidable(subject, case)
     if not np.array_equal(output.sample_ids, case.whole.sample_ids):
         raise Undecidable("the samples are not those of the batch in its order")
     return output
@@ -47,9 +47,9 @@ def _in_order(subject: Subject[Any], case: Split) -> BatchOutput:
 
 def _require_samples(subject: Subject[Any], case: Split, where: str, remedy: str) -> None:
     """Raise Broken unless every sample comes back once; Undecidable where it does not either when one rank returns the whole batch."""
-    if (wrong := _wrong_sample(_decided(subject, case), case)) is None:
+    if (wrong := _wrong_sample(_merge_or_undecidable(subject, case), case)) is None:
         return
-    if _wrong_sample(_decided(subject, alone(case.whole)), case) is not None:
+    if _wrong_sample(_merge_or_undecidable(subject, alone(case.whole)), case) is not None:
         raise Undecidable("samples of a single rank do not come back either")
     raise Broken(f"{wrong} {where}", remedy)
 
@@ -96,7 +96,7 @@ def answers(subject: Subject[Any], case: Split) -> None:
 
 @promise("It returns every sample of one rank, cut into micro-batches or not", cases=_one_pass())
 def one_rank(subject: Subject[Any], case: Split) -> None:
-    if (wrong := _wrong_sample(_decided(subject, case), case)) is not None:
+    if (wrong := _wrong_sample(_merge_or_undecidable(subject, case), case)) is not None:
         raise Broken(f"{wrong} where one rank returns the whole batch", "Keep what the rank returns")
 
 
@@ -129,7 +129,7 @@ def padding(subject: Subject[Any], case: Split) -> None:
     cases=_one_pass(dp=2, shuffled=True),
 )
 def order(subject: Subject[Any], case: Split) -> None:
-    output = _decided(subject, case)
+    output = _merge_or_undecidable(subject, case)
     if not _same_set(output, case):
         raise Undecidable("the samples are not those of the batch")
     got, due = output.sample_ids.tolist(), case.whole.sample_ids.tolist()
@@ -170,7 +170,7 @@ def values(subject: Subject[Any], case: Split) -> None:
     first=_with_metrics,
 )
 def metrics(subject: Subject[Any], case: Split) -> None:
-    output = _decided(subject, case)
+    output = _merge_or_undecidable(subject, case)
     for name, due in case.whole.metrics.items():
         if name not in output.metrics:
             raise Broken(f"the metric {name!r} is lost", "Combine metrics with contracts.outputs.combine_metrics")
@@ -199,7 +199,7 @@ def metrics(subject: Subject[Any], case: Split) -> None:
 @promise("The order in which ranks answer changes no bit of a metric")
 def arrival(subject: Subject[Any], _case: None) -> None:
     split = of_fractions()
-    one, other = (_decided(subject, each).metrics for each in (split, split.but(split.outputs[::-1])))
+    one, other = (_merge_or_undecidable(subject, each).metrics for each in (split, split.but(split.outputs[::-1])))
     for name, metric in one.items():
         if other[name] != metric:
             raise Broken(
@@ -209,9 +209,9 @@ def arrival(subject: Subject[Any], _case: None) -> None:
             )
 
 
-def _refused(subject: Subject[Any], case: Spoilt) -> None:
+def _require_refusal(subject: Subject[Any], case: Spoilt) -> None:
     """Raise Broken unless these outputs, of which something is wrong, are an OutputError; Undecidable where those of the split fail too."""
-    _decided(subject, case.split)
+    _merge_or_undecidable(subject, case.split)
     try:
         _merge(subject, case.split.but(case.outputs))
     except OutputError:
@@ -223,29 +223,29 @@ def _refused(subject: Subject[Any], case: Spoilt) -> None:
 
 @promise("A sample that no rank returns is an OutputError", cases=lambda _subject: with_missing(dp=2, mini_batches=2))
 def missing_samples(subject: Subject[Any], case: Spoilt) -> None:
-    _refused(subject, case)
+    _require_refusal(subject, case)
 
 
-@promise("A sample that is returned twice is an OutputError", cases=lambda _subject: with_doubled(dp=2, mini_batches=2))
+@promise("A sample that is returned twice is an OutputError", cases=lambda _subject: draw_with_doubled(dp=2, mini_batches=2))
 def duplicated_samples(subject: Subject[Any], case: Spoilt) -> None:
-    _refused(subject, case)
+    _require_refusal(subject, case)
 
 
-@promise("A sample that was never planned is an OutputError", cases=lambda _subject: with_unexpected(dp=2, mini_batches=2))
+@promise("A sample that was never planned is an OutputError", cases=lambda _subject: draw_with_unexpected(dp=2, mini_batches=2))
 def unexpected_samples(subject: Subject[Any], case: Spoilt) -> None:
-    _refused(subject, case)
+    _require_refusal(subject, case)
 
 
 @promise("It does not change what ranks returned", cases=_one_pass(dp=2, replicas=True, padded=True, shuffled=True))
 def inputs_unchanged(subject: Subject[Any], case: Split) -> None:
     before = copy.deepcopy(case.outputs)
-    _decided(subject, case)
+    _merge_or_undecidable(subject, case)
     for old, new in zip(before, case.outputs, strict=True):
-        if _written(old) != _written(new):
+        if _to_values(old) != _to_values(new):
             raise Broken(f"changes the output of rank {old.coords.rank} in place", "Work on copies")
 
 
-def _written(output: RankOutput) -> list[Any]:
+def _to_values(output: RankOutput) -> list[Any]:
     """Return all that a rank returned as plain values, arrays as their bytes."""
     arrays = {"ids": output.sample_ids, "lengths": output.action_lengths}
     arrays |= {"scored": output.scored.values, "offsets": output.scored.offsets}
@@ -273,12 +273,12 @@ def own_memory(subject: Subject[Any], case: Split) -> None:
     try:
         for each in (case, *(_of_other_content(case, number) for number in range(1, MERGES))):
             made.append(merger.merge(each.outputs, each.plan))
-            before.append(_written_whole(made[-1]))
-            fresh.append(_written_whole(subject.make().merge(each.outputs, each.plan)))
-        again = [_written_whole(merger.merge(case.outputs, case.plan)) for _ in range(REPEATS)]
+            before.append(_batch_to_values(made[-1]))
+            fresh.append(_batch_to_values(subject.make().merge(each.outputs, each.plan)))
+        again = [_batch_to_values(merger.merge(case.outputs, case.plan)) for _ in range(REPEATS)]
     except Exception as error:
         raise Undecidable(f"it fails: {error}") from error
-    if [_written_whole(each) for each in made] != before:
+    if [_batch_to_values(each) for each in made] != before:
         raise Broken("changes what it returned before when it merges the next batch", "Return memory of its own from every call")
     if any(each != before[0] for each in again):
         raise Broken("merges the same outputs otherwise a second time", "Keep nothing between calls")
@@ -295,12 +295,12 @@ def _of_other_content(case: Split, number: int) -> Split:
     return other
 
 
-def _written_whole(output: BatchOutput) -> list[Any]:
-    return _written(RankOutput(output.sample_ids, output.action_lengths, output.scored, output.fields, output.metrics))
+def _batch_to_values(output: BatchOutput) -> list[Any]:
+    return _to_values(RankOutput(output.sample_ids, output.action_lengths, output.scored, output.fields, output.metrics))
 
 
 def _answer(subject: Subject[Any], case: Split) -> list[Any]:
-    return _written_whole(_decided(subject, case))
+    return _batch_to_values(_merge_or_undecidable(subject, case))
 
 
 _process_settings, _another_rank, _another_process = process_promises(

@@ -36,7 +36,7 @@ class Split:
 
     def __str__(self) -> str:
         sizes = ", ".join(f"{name} {getattr(self.topology, name)}" for name in ("dp", "tp", "cp", "pp"))
-        lines = [f"samples {_ids(self.whole.sample_ids)} in {_counted(len(self.plan.mini_batches), 'mini-batch')} over {sizes}"]
+        lines = [f"samples {_ids(self.whole.sample_ids)} in {_format_count(len(self.plan.mini_batches), 'mini-batch')} over {sizes}"]
         lines += [
             f"rank {each.coords.rank} (dp {each.coords.dp}, tp {each.coords.tp}, cp {each.coords.cp}, pp {each.coords.pp}) returns "
             f"{_ids(each.sample_ids)}"
@@ -49,7 +49,7 @@ def _ids(ids: IntArray) -> str:
     return ", ".join("padding" if each == PADDING_SAMPLE else str(each) for each in ids.tolist()) or "nothing"
 
 
-def _counted(count: int, noun: str) -> str:
+def _format_count(count: int, noun: str) -> str:
     return f"{count} {noun}{'' if count == 1 else 'es'}"
 
 

@@ -37,26 +37,26 @@ def with_missing(draw: st.DrawFn, *, dp: int, mini_batches: int) -> Spoilt:
     if not left or not in_its_stead:
         return Spoilt(split, outputs, _missing(split, lost))
     twice = draw(st.sampled_from(left))
-    returned = _added(outputs, twice[0], _one(split, twice))
+    returned = _append_sample(outputs, twice[0], _one(split, twice))
     return Spoilt(split, returned, f"{_missing(split, lost)} and sample {_id(split, twice)} comes twice")
 
 
 @st.composite
-def with_doubled(draw: st.DrawFn, *, dp: int, mini_batches: int) -> Spoilt:
+def draw_with_doubled(draw: st.DrawFn, *, dp: int, mini_batches: int) -> Spoilt:
     """Draw splits with a sample that comes twice, from its own rank or from another as well."""
     split = draw(splits(dp=dp, mini_batches=mini_batches))
     place, target = draw(st.sampled_from(_places(split))), draw(st.integers(0, len(split.outputs) - 1))
-    return Spoilt(split, _added(split.outputs, target, _one(split, place)), f"sample {_id(split, place)} comes twice")
+    return Spoilt(split, _append_sample(split.outputs, target, _one(split, place)), f"sample {_id(split, place)} comes twice")
 
 
 @st.composite
-def with_unexpected(draw: st.DrawFn, *, dp: int, mini_batches: int) -> Spoilt:
+def draw_with_unexpected(draw: st.DrawFn, *, dp: int, mini_batches: int) -> Spoilt:
     """Draw splits with a sample more, which was never planned."""
     split = draw(splits(dp=dp, mini_batches=mini_batches))
     place, target = draw(st.sampled_from(_places(split))), draw(st.integers(0, len(split.outputs) - 1))
     unplanned = next(each for each in (1_000, 1_001, *range(2_000, 2_100)) if each not in split.whole.sample_ids)
     stranger = evolve(_one(split, place), sample_ids=np.array([unplanned], np.int64))
-    outputs = _added(split.outputs, target, stranger)
+    outputs = _append_sample(split.outputs, target, stranger)
     return Spoilt(split, outputs, f"sample {unplanned}, which was never planned, is returned")
 
 
@@ -85,7 +85,7 @@ def _without(outputs: tuple[RankOutput, ...], lost: Collection[Place]) -> tuple[
     )
 
 
-def _added(outputs: tuple[RankOutput, ...], target: int, more: RankOutput) -> tuple[RankOutput, ...]:
+def _append_sample(outputs: tuple[RankOutput, ...], target: int, more: RankOutput) -> tuple[RankOutput, ...]:
     """Return the outputs with a sample more at the end of one of them."""
     changed = RankOutput.concat([outputs[target], more], outputs[target].coords)
     return (*outputs[:target], changed, *outputs[target + 1 :])

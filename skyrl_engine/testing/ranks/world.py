@@ -44,7 +44,7 @@ def preload(*modules: str) -> None:
     _preloaded.extend(module for module in modules if module not in _preloaded)
 
 
-def kept(size: int) -> "World":
+def start_shared_world(size: int) -> "World":
     """The ranks that everything in this process shares: suites, backends and tests of several folders, one after another."""
     return _kept.setdefault(size, World(size))
 
@@ -98,7 +98,7 @@ class World:
             ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
             for pipe in self._pipes:
                 if pipe in ready:
-                    replies[waiting[pipe]] = _received(pipe)
+                    replies[waiting[pipe]] = _receive(pipe)
             if any(kind != "result" for kind, _ in replies.values()):  # its peers may wait for it in a collective
                 deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
             if not ready:
@@ -150,7 +150,7 @@ class World:
         self.close()
 
 
-def _received(pipe: Connection) -> tuple[str, Any]:
+def _receive(pipe: Connection) -> tuple[str, Any]:
     try:
         kind, value = pipe.recv()
     except (EOFError, OSError):

@@ -14,7 +14,7 @@ from skyrl_engine.testing.comparison import factor_between, require_same, same, 
 from skyrl_engine.testing.plugin_promises import PLUGIN_PROMISES
 from skyrl_engine.testing.process_promises import process_promises
 from skyrl_engine.testing.promise import Broken, Inapplicable, Promise, Undecidable, promise
-from skyrl_engine.testing.random_state import global_random_state, restored_random_state, seed_everything
+from skyrl_engine.testing.random_state import global_random_state, restore_random_state, seed_everything
 from skyrl_engine.testing.reducers import structures
 from skyrl_engine.testing.reducers.reading import Reading, reading_of
 from skyrl_engine.testing.reducers.structures import Drawn, Recut, Relabelled, Reordered, WithEmpty
@@ -32,21 +32,21 @@ def _reading(subject: Subject[Any]) -> Reading:
     return reading_of(subject, _PROBE)
 
 
-def _drawn(subject: Subject[Any], **options: Any) -> Any:
+def _draw(subject: Subject[Any], **options: Any) -> Any:
     return structures.structures(reading=_reading(subject), **options).map(Drawn)
 
 
 def _explicit(subject: Subject[Any]) -> list[Drawn]:
-    return _filled(subject, structures.explicit())
+    return _fill(subject, structures.explicit())
 
 
-def _filled(subject: Subject[Any], cases: Iterable[AnyDrawn]) -> list[AnyDrawn]:
+def _fill(subject: Subject[Any], cases: Iterable[AnyDrawn]) -> list[AnyDrawn]:
     """Give explicit structures the columns and values of samples that the reducer needs, in each way that it answers."""
     reading = _reading(subject)
-    return [evolve(case, structure=reading.filled(case.structure, way)) for case in cases for way in range(len(reading.ways))]
+    return [evolve(case, structure=reading.fill(case.structure, way)) for case in cases for way in range(len(reading.ways))]
 
 
-def _decided(subject: Subject[Any], structure: BatchStructure) -> Weights:
+def _weights_or_undecidable(subject: Subject[Any], structure: BatchStructure) -> Weights:
     """Return the weights as the engine takes them. Raises Undecidable for a reducer that fails or returns something else."""
     try:
         return token_weights(part_of(subject.make(), subject.label, "reducer"), structure)
@@ -63,8 +63,8 @@ def _require_same(one: Weights, other: Weights, when: str, cause: str, remedy: s
 
 @promise(
     "It returns float64[A], contiguous and finite, also where no token carries loss",
-    cases=_drawn,
-    first=lambda subject: _filled(
+    cases=_draw,
+    first=lambda subject: _fill(
         subject, [*structures.explicit(), Drawn(structures.without_groups()), Drawn(structures.without_length())]
     ),
 )
@@ -85,11 +85,11 @@ def finite_weights(subject: Subject[Any], case: Drawn) -> None:
 
 @promise(
     "A token without loss has the weight 0, and one with loss another, unless it declares to be selective",
-    cases=_drawn,
+    cases=_draw,
     first=_explicit,
 )
 def loss_weights_decide(subject: Subject[Any], case: Drawn) -> None:
-    weights = _decided(subject, case.structure)
+    weights = _weights_or_undecidable(subject, case.structure)
     carrying = case.structure.loss_weight != 0
     wrong = (weights != 0) & ~carrying if subject.declares("selective") else (weights != 0) != carrying
     for place in np.flatnonzero(wrong).tolist()[:1]:
@@ -106,9 +106,9 @@ def _has_no_oracle(subject: Subject[Any]) -> str | None:
     return None if "oracle" in subject.hooks else "there is no oracle to compare with"
 
 
-@promise("Its weights are those of the oracle", cases=_drawn, exempt=_has_no_oracle, first=_explicit)
+@promise("Its weights are those of the oracle", cases=_draw, exempt=_has_no_oracle, first=_explicit)
 def oracle(subject: Subject[Any], case: Drawn) -> None:
-    weights, due = _decided(subject, case.structure), np.asarray(subject.hooks["oracle"](case.structure), dtype=np.float64)
+    weights, due = _weights_or_undecidable(subject, case.structure), np.asarray(subject.hooks["oracle"](case.structure), dtype=np.float64)
     _require_same(due, weights, "from what the oracle gives", "formula and code differ", "Compare the two")
 
 
@@ -123,12 +123,12 @@ def _batch_local(subject: Subject[Any]) -> str | None:
     "How the mini-batch is cut into micro-batches changes nothing",
     cases=lambda subject: structures.recut(_reading(subject)),
     exempt=_batch_local,
-    first=lambda subject: _filled(subject, structures.recut_explicitly()),
+    first=lambda subject: _fill(subject, structures.recut_explicitly()),
 )
 def micro_batch_split(subject: Subject[Any], case: Recut) -> None:
     _require_same(
-        _decided(subject, case.structure),
-        _decided(subject, case.recut),
+        _weights_or_undecidable(subject, case.structure),
+        _weights_or_undecidable(subject, case.recut),
         "in other micro-batches",
         "it divides by counts of a micro-batch",
         "Count over the whole mini-batch, or declare batch_local = True",
@@ -137,13 +137,13 @@ def micro_batch_split(subject: Subject[Any], case: Recut) -> None:
 
 @promise(
     "The order of the sequences changes nothing",
-    cases=lambda subject: structures.reordered(_reading(subject)),
-    first=lambda subject: _filled(subject, structures.reordered_explicitly()),
+    cases=lambda subject: structures.draw_reordered(_reading(subject)),
+    first=lambda subject: _fill(subject, structures.reordered_explicitly()),
 )
 def sample_order(subject: Subject[Any], case: Reordered) -> None:
     _require_same(
-        _decided(subject, case.structure)[case.tokens],
-        _decided(subject, case.moved),
+        _weights_or_undecidable(subject, case.structure)[case.tokens],
+        _weights_or_undecidable(subject, case.moved),
         "in another order of sequences",
         "it takes neighbours for members of one group, or an id for a place",
         "Number labels with np.unique(..., return_inverse=True)",
@@ -152,15 +152,15 @@ def sample_order(subject: Subject[Any], case: Reordered) -> None:
 
 @promise(
     "What groups, units and samples are called changes nothing",
-    cases=lambda subject: structures.relabelled(_reading(subject)),
-    first=lambda subject: _filled(subject, structures.relabelled_closely()),
+    cases=lambda subject: structures.draw_relabelled(_reading(subject)),
+    first=lambda subject: _fill(subject, structures.relabelled_closely()),
 )
 def labels(subject: Subject[Any], case: Relabelled) -> None:
     original = evolve(
         case.structure,
         group_ids=np.unique(case.structure.group_ids, return_inverse=True)[1],
     )
-    weights, relabelled = _decided(subject, original), case.relabelled
+    weights, relabelled = _weights_or_undecidable(subject, original), case.relabelled
     if subject.declares("batch_local"):  # the same micro-batches, of whose numbers some do not occur
         relabelled = evolve(relabelled, micro_batch=3 * relabelled.micro_batch + 2)
     try:
@@ -177,7 +177,7 @@ def _not_additive(subject: Subject[Any]) -> str | None:
 
 @promise(
     "In a part of the mini-batch its weights are those in the whole, as it declares additive",
-    cases=_drawn,
+    cases=_draw,
     exempt=_not_additive,
     first=_explicit,
     effort=0.5,
@@ -185,8 +185,8 @@ def _not_additive(subject: Subject[Any]) -> str | None:
 def additive(subject: Subject[Any], case: Drawn) -> None:
     part = Reordered(case.structure, np.arange(0, len(case.structure), 2, dtype=np.int64))
     _require_same(
-        _decided(subject, case.structure)[part.tokens],
-        _decided(subject, part.moved),
+        _weights_or_undecidable(subject, case.structure)[part.tokens],
+        _weights_or_undecidable(subject, part.moved),
         "without every second sequence",
         "it counts over the mini-batch, and gradients of several are added up",
         "Let a token's weight depend on that token alone, or do not declare additive",
@@ -197,24 +197,24 @@ def additive(subject: Subject[Any], case: Drawn) -> None:
 
 
 def _probe(subject: Subject[Any]) -> BatchStructure:
-    return _reading(subject).filled(_PROBE)
+    return _reading(subject).fill(_PROBE)
 
 
 def _is_mean(subject: Subject[Any]) -> bool:
     """Return True where halving all loss weights changes nothing in a plain batch, as in a mean; a sum is halved."""
     probe = _probe(subject)
-    return same(_decided(subject, probe), _decided(subject, evolve(probe, loss_weight=probe.loss_weight * np.float32(0.5))))
+    return same(_weights_or_undecidable(subject, probe), _weights_or_undecidable(subject, evolve(probe, loss_weight=probe.loss_weight * np.float32(0.5))))
 
 
 @promise(
     "Halving all loss weights changes nothing (a mean) or halves everything (a sum), the same way in every batch",
-    cases=_drawn,
+    cases=_draw,
     first=_explicit,
 )
 def scale(subject: Subject[Any], case: Drawn) -> None:
     whole = case.structure.loss_weight.astype(np.float32)
-    weights = _decided(subject, evolve(case.structure, loss_weight=whole))
-    halved = _decided(subject, evolve(case.structure, loss_weight=whole * np.float32(0.5)))
+    weights = _weights_or_undecidable(subject, evolve(case.structure, loss_weight=whole))
+    halved = _weights_or_undecidable(subject, evolve(case.structure, loss_weight=whole * np.float32(0.5)))
     mean = _is_mean(subject)
     due = weights if mean else weights / 2
     if not same(halved, due, relative=1e-6):
@@ -229,7 +229,7 @@ def scale(subject: Subject[Any], case: Drawn) -> None:
 
 def _no_mean_of_a_constant(subject: Subject[Any]) -> str | None:
     try:
-        mean = _is_mean(subject) and bool(np.isclose(_decided(subject, _probe(subject)).sum(), 1))
+        mean = _is_mean(subject) and bool(np.isclose(_weights_or_undecidable(subject, _probe(subject)).sum(), 1))
     except Undecidable:
         return None
     return None if mean else "the reducer is no mean: its weights of a plain batch do not sum to 1"
@@ -237,12 +237,12 @@ def _no_mean_of_a_constant(subject: Subject[Any]) -> str | None:
 
 @promise(
     "The weights of a mean sum to 1 where every sequence carries loss",
-    cases=lambda subject: _drawn(subject, empty=False),
+    cases=lambda subject: _draw(subject, empty=False),
     exempt=_no_mean_of_a_constant,
-    first=lambda subject: _filled(subject, structures.explicit(empty=False)),
+    first=lambda subject: _fill(subject, structures.explicit(empty=False)),
 )
 def weights_sum(subject: Subject[Any], case: Drawn) -> None:
-    total = float(_decided(subject, case.structure).sum())
+    total = float(_weights_or_undecidable(subject, case.structure).sum())
     if not np.isclose(total, 1, rtol=1e-6):
         raise Broken(
             f"the weights sum to {total:.6g}, so the mean of a constant is x{total:.2f}",
@@ -254,11 +254,11 @@ def weights_sum(subject: Subject[Any], case: Drawn) -> None:
 @promise(
     "Sequences without loss count as `empty_sequence` declares",
     cases=lambda subject: structures.with_empty(_reading(subject)),
-    first=lambda subject: _filled(subject, structures.with_empty_explicitly()),
+    first=lambda subject: _fill(subject, structures.with_empty_explicitly()),
 )
 def empty_sequences(subject: Subject[Any], case: WithEmpty) -> None:
-    before = _decided(subject, case.structure)
-    after = _decided(subject, case.extended)[: len(before)]
+    before = _weights_or_undecidable(subject, case.structure)
+    after = _weights_or_undecidable(subject, case.extended)[: len(before)]
     factor = factor_between(before, after)
     if same(before, after):
         return
@@ -280,7 +280,7 @@ def empty_sequences(subject: Subject[Any], case: WithEmpty) -> None:
         )
 
 
-@promise("Negative loss weights are refused, or finite where it declares negative_weights", cases=_drawn, first=_explicit)
+@promise("Negative loss weights are refused, or finite where it declares negative_weights", cases=_draw, first=_explicit)
 def negative_weights(subject: Subject[Any], case: Drawn) -> None:
     carrying = np.flatnonzero(case.structure.loss_weight)
     if not len(carrying):
@@ -314,7 +314,7 @@ def negative_weights(subject: Subject[Any], case: Drawn) -> None:
 # --- what it leaves alone ----------------------------------------------------------------------------------------------------------
 
 
-@promise("It does not change the structure", cases=_drawn)
+@promise("It does not change the structure", cases=_draw)
 def inputs_unchanged(subject: Subject[Any], case: Drawn) -> None:
     names = ("loss_weight", "action_offsets", "group_ids", "unit_ids", "micro_batch", "sample_ids", "trajectory_ids")
     before = {name: getattr(case.structure, name).copy() for name in names}
@@ -323,7 +323,7 @@ def inputs_unchanged(subject: Subject[Any], case: Drawn) -> None:
         {name: read[name].copy() for name in given} for given in (case.structure.columns, case.structure.sample_values)
     )
     copy = evolve(case.structure, **{name: array.copy() for name, array in before.items()}, columns=columns, sample_values=values)
-    _decided(subject, copy)
+    _weights_or_undecidable(subject, copy)
     after = {name: getattr(copy, name) for name in names} | columns | values
     for name, array in (before | read).items():
         if not np.array_equal(array, after[name]):
@@ -332,10 +332,10 @@ def inputs_unchanged(subject: Subject[Any], case: Drawn) -> None:
             )
 
 
-@promise("It gives the same weights for the same structure, in every call and whatever the random state", cases=_drawn)
+@promise("It gives the same weights for the same structure, in every call and whatever the random state", cases=_draw)
 def repeatable(subject: Subject[Any], case: Drawn) -> None:
     reducer = subject.make()
-    with restored_random_state():
+    with restore_random_state():
         made = []
         for seed in range(12):
             seed_everything(seed)
@@ -353,10 +353,10 @@ def repeatable(subject: Subject[Any], case: Drawn) -> None:
 
 
 def _answer(subject: Subject[Any], case: Drawn) -> bytes:
-    return _decided(subject, case.structure).tobytes()
+    return _weights_or_undecidable(subject, case.structure).tobytes()
 
 
-_process_settings, _another_rank, _another_process = process_promises(_answer, _drawn, _explicit)
+_process_settings, _another_rank, _another_process = process_promises(_answer, _draw, _explicit)
 
 REDUCER_PROMISES: tuple[Promise[Any, Any], ...] = (
     _process_settings,  # first: once set they are set

@@ -29,7 +29,7 @@ class Reading:
     needs: tuple[str, ...] = ()
     ways: tuple[Choices, ...] = ({},)
 
-    def filled(self, structure: BatchStructure, seed: int = 0) -> BatchStructure:
+    def fill(self, structure: BatchStructure, seed: int = 0) -> BatchStructure:
         """Return the structure with what is needed; the seed decides the numbers, and which of the ways it is."""
         if not self.needs:
             return structure
@@ -62,7 +62,7 @@ def reading_of(subject: Subject[Any], plain: BatchStructure) -> Reading:
     said = subject.hooks["sample_values"]() if "sample_values" in subject.hooks else {}
     offered = [[tuple(said[name])] if name in said else [NUMBERS, TEXTS] for name in names]
     ways = tuple(dict(zip(names, each, strict=True)) for each in product(*offered))
-    answered = tuple(way for way in ways if _answers(subject, Reading(needs, (way,)).filled(plain))) if len(ways) > 1 else ways
+    answered = tuple(way for way in ways if _answers(subject, Reading(needs, (way,)).fill(plain))) if len(ways) > 1 else ways
     return Reading(needs, answered or ways[:1])
 
 

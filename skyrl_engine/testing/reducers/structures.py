@@ -50,14 +50,14 @@ class Drawn:
 
     def __str__(self) -> str:
         structure = self.structure
-        lines = [f"sequence {i} has the loss weights {_listed(each)}" for i, each in enumerate(sequences_of(structure))]
+        lines = [f"sequence {i} has the loss weights {_format_values(each)}" for i, each in enumerate(sequences_of(structure))]
         if len(np.unique(structure.group_ids)) < len(structure):
-            lines.append(f"groups {_listed(structure.group_ids)}")
+            lines.append(f"groups {_format_values(structure.group_ids)}")
         if len(np.unique(structure.trajectory_ids)) < len(structure):
-            lines.append(f"trajectories {_listed(structure.trajectory_ids)}")
+            lines.append(f"trajectories {_format_values(structure.trajectory_ids)}")
         if len(np.unique(structure.micro_batch)) > 1:
-            lines.append(f"micro-batches {_listed(structure.micro_batch)}")
-        lines += [f"{name} {_listed(values.ravel())}" for name, values in {**structure.columns, **structure.sample_values}.items()]
+            lines.append(f"micro-batches {_format_values(structure.micro_batch)}")
+        lines += [f"{name} {_format_values(values.ravel())}" for name, values in {**structure.columns, **structure.sample_values}.items()]
         return "\n".join(lines)
 
 
@@ -89,7 +89,7 @@ class Reordered(Drawn):
         return segment_indices(self.structure.action_offsets, self.order)
 
     def __str__(self) -> str:
-        return f"{super().__str__()}\nin the order {_listed(self.order)}"
+        return f"{super().__str__()}\nin the order {_format_values(self.order)}"
 
 
 @frozen(eq=False)
@@ -103,7 +103,7 @@ class Recut(Drawn):
         return evolve(self.structure, micro_batch=self.micro_batch)
 
     def __str__(self) -> str:
-        return f"{super().__str__()}\nand in the micro-batches {_listed(self.micro_batch)}"
+        return f"{super().__str__()}\nand in the micro-batches {_format_values(self.micro_batch)}"
 
 
 @frozen(eq=False)
@@ -124,7 +124,7 @@ class Relabelled(Drawn):
         )
 
     def __str__(self) -> str:
-        return f"{super().__str__()}\nand with the groups named {_listed(self.relabelled.group_ids)}"
+        return f"{super().__str__()}\nand with the groups named {_format_values(self.relabelled.group_ids)}"
 
 
 @frozen(eq=False)
@@ -166,7 +166,7 @@ _TOLD = 24
 """Numbers that a counterexample spells out."""
 
 
-def _listed(values: npt.ArrayLike) -> str:
+def _format_values(values: npt.ArrayLike) -> str:
     numbers = [value if isinstance(value, str) else f"{value:g}" for value in np.asarray(values).tolist()]
     more = [f"... ({len(numbers)} in all)"] if len(numbers) > _TOLD else []
     return ", ".join(numbers[:_TOLD] + more) or "none"
@@ -199,7 +199,7 @@ def structures(
         micro_batch=np.cumsum([0, *steps[1:]]).astype(np.int64),
         trajectory_ids=np.asarray(trajectories, dtype=np.int64) % len(rows),
     )
-    return reading.filled(made, draw(st.integers(0, 255))) if reading.needs else made
+    return reading.fill(made, draw(st.integers(0, 255))) if reading.needs else made
 
 
 def _micro_batches(draw: st.DrawFn, count: int) -> IntArray:
@@ -209,7 +209,7 @@ def _micro_batches(draw: st.DrawFn, count: int) -> IntArray:
 
 
 @st.composite
-def reordered(draw: st.DrawFn, reading: Reading = COUNTS) -> Reordered:
+def draw_reordered(draw: st.DrawFn, reading: Reading = COUNTS) -> Reordered:
     structure = draw(structures(reading=reading, min_sequences=2))
     order = draw(st.permutations(range(len(structure))).filter(lambda order: list(order) != sorted(order)))
     return Reordered(structure, np.asarray(order, dtype=np.int64))
@@ -222,7 +222,7 @@ def recut(draw: st.DrawFn, reading: Reading = COUNTS) -> Recut:
 
 
 @st.composite
-def relabelled(draw: st.DrawFn, reading: Reading = COUNTS) -> Relabelled:
+def draw_relabelled(draw: st.DrawFn, reading: Reading = COUNTS) -> Relabelled:
     structure = draw(structures(reading=reading))
     names = draw(st.lists(st.integers(0, 40), min_size=len(structure), max_size=len(structure), unique=True))
     return Relabelled(structure, np.asarray(names, dtype=np.int64))

@@ -79,12 +79,12 @@ class Listening:
         return result
 
 
-def undeclared(error: EngineError) -> bool:
+def is_undeclared_need(error: EngineError) -> bool:
     """Return True where `LossTokens` reports that an undeclared need was read."""
     return isinstance(error.__cause__, AttributeError) and "declares needs" in str(error.__cause__)
 
 
-def joined(cut: CutBatch, evaluations: Sequence[Evaluation]) -> Evaluation:
+def join_evaluations(cut: CutBatch, evaluations: Sequence[Evaluation]) -> Evaluation:
     """Join the evaluations of micro-batches into one of the whole batch, tokens in its order."""
     places = [cut.batch.places(part) for part in cut.parts]
     first = evaluations[0]

@@ -24,7 +24,7 @@ def in_threes(needs: Iterable[str], *, empty: bool = True) -> TokenBatch:
     size = _unit_size(needs)
     numbers = np.arange(3 * size, dtype=np.int64)
     lengths = np.array([2, 1, 3, 2, 0 if empty else 2, 1, 1, 2, 1], dtype=np.int64)[: len(numbers)]
-    batch = varied(needs, sequences=1, tokens=int(lengths.sum()))
+    batch = make_varied_batch(needs, sequences=1, tokens=int(lengths.sum()))
     roles = numbers % 2 if in_pairs(needs) else None
     return evolve(
         batch, lengths=lengths, sample_ids=numbers, group_ids=numbers // (2 * size), unit_ids=numbers // size, roles=roles
@@ -37,7 +37,7 @@ def _unit_size(needs: Iterable[str]) -> int:
 
 def far(needs: Iterable[str]) -> TokenBatch:
     """Return a batch in which other policies are 100 nats away, either way, and advantages are as large as 100."""
-    batch = varied(needs, sequences=2, tokens=5)
+    batch = make_varied_batch(needs, sequences=2, tokens=5)
     logprobs = np.tile(np.array([-120.0, -1.0, -101.0, -0.5, -31.0], np.float32), 2)
     values = dict(batch.values)
     drifts = np.array([*_FAR_DRIFTS, *(-abs(drift) for drift in _FAR_DRIFTS)], np.float32)
@@ -56,7 +56,7 @@ def certain(needs: Iterable[str]) -> list[TokenBatch]:
     """Return a batch in which the k tokens of the model, of another policy, and of both have all of the probability; none where no need is
     such log-probabilities.
     """
-    batch = varied(needs, sequences=2, tokens=2)
+    batch = make_varied_batch(needs, sequences=2, tokens=2)
     values = dict(batch.values)
     wide = [name for name, given in batch.values.items() if given.ndim == 2 and "logprobs" in name]
     for place, name in enumerate(wide):
@@ -73,7 +73,7 @@ def many(needs: Iterable[str]) -> TokenBatch:
     numbers = np.arange(MANY, dtype=np.int64)
     lengths = 1 + numbers * 37 % 60
     lengths[-1] += 2_000 - lengths.sum()
-    batch = varied(needs, sequences=1, tokens=2_000)
+    batch = make_varied_batch(needs, sequences=1, tokens=2_000)
     paired = in_pairs(needs)
     units = numbers // (2 if paired else 4)
     roles = numbers % 2 if paired else None
@@ -87,7 +87,7 @@ def cut_many(needs: Iterable[str]) -> CutBatch:
 
 def cut_apart(needs: Iterable[str]) -> CutBatch:
     """Return four sequences cut in two, of which the first two are 8 nats away from other policies, either way: beyond all that is drawn."""
-    batch = varied(needs, sequences=4, tokens=3)
+    batch = make_varied_batch(needs, sequences=4, tokens=3)
     first = np.arange(6)
     values = dict(batch.values)
     values["logprobs"] = values["logprobs"].copy()
@@ -138,7 +138,7 @@ def fillers(batch: TokenBatch) -> list[TokenBatch]:
     return [nothing, evolve(nothing, lengths=np.zeros(1, np.int64), sample_ids=ids, group_ids=ids, unit_ids=ids, roles=roles)]
 
 
-def varied(needs: Iterable[str], *, sequences: int = 6, tokens: int = 4) -> TokenBatch:
+def make_varied_batch(needs: Iterable[str], *, sequences: int = 6, tokens: int = 4) -> TokenBatch:
     """Return the one batch in which a loss must find something to learn: it combines every choice of the ordinary batches."""
     count = sequences * tokens
     numbers = np.arange(sequences, dtype=np.int64)
@@ -152,7 +152,7 @@ def varied(needs: Iterable[str], *, sequences: int = 6, tokens: int = 4) -> Toke
     for name, drift in values.items():
         if name != "logprobs" and name.endswith("logprobs"):
             values[name] = np.minimum(values["logprobs"] - drift, 0).astype(np.float32)
-    values |= _wide_varied(needs, count)
+    values |= _vary_wide_needs(needs, count)
     return TokenBatch(
         np.full(sequences, tokens, np.int64),
         values,
@@ -164,7 +164,7 @@ def varied(needs: Iterable[str], *, sequences: int = 6, tokens: int = 4) -> Toke
     )
 
 
-def _wide_varied(needs: Iterable[str], count: int, width: int = 2) -> dict[str, AnyArray]:
+def _vary_wide_needs(needs: Iterable[str], count: int, width: int = 2) -> dict[str, AnyArray]:
     """Return values [count, width] of the needs that are wide, every token's others than its neighbour's."""
     forms = {name: form for name, form in column_forms(needs).items() if form != "number"}
     names = [*(need for need in needs if model_score(need) == LOGPROBS_AT), *forms]
@@ -179,7 +179,7 @@ def one_token(needs: Iterable[str]) -> TokenBatch:
     values: dict[str, AnyArray] = {
         name: np.full(count, -1.0, np.float32) for name in dict.fromkeys(("logprobs", *needs)) if not is_wide(name)
     }
-    values |= _wide_varied(needs, count)
+    values |= _vary_wide_needs(needs, count)
     numbers = np.arange(count, dtype=np.int64)
     nothing = np.zeros(count, np.int64)
     roles = numbers if count == 2 else None

@@ -8,7 +8,7 @@ from attrs import frozen
 from hypothesis import strategies as st
 
 from skyrl_engine.errors import EngineError
-from skyrl_engine.testing.promise import Promise, Undecidable, any_of, claimed, no_explicit_cases
+from skyrl_engine.testing.promise import Promise, Undecidable, any_of, exempt_nobody, no_explicit_cases
 from skyrl_engine.testing.subject import Subject
 from skyrl_engine.testing.tokens import explicit, rollouts
 from skyrl_engine.testing.tokens.evaluation import Evaluation, same_evaluation
@@ -29,14 +29,14 @@ class TokenKind:
     results: str
     products: str
     remedy: str
-    batch_local: Callable[[Subject[Any]], str | None] = claimed
+    batch_local: Callable[[Subject[Any]], str | None] = exempt_nobody
     unless: str = ""
 
-    def evaluated(self, subject: Subject[Any], batch: TokenBatch, **options: Any) -> Evaluation:
+    def evaluate_subject(self, subject: Subject[Any], batch: TokenBatch, **options: Any) -> Evaluation:
         """Evaluate a new product of the subject on the batch. Raises EngineError."""
         return self.evaluate(subject.label, subject.make(), batch, **options)
 
-    def decided(self, subject: Subject[Any], batch: TokenBatch, product: Any = None, **options: Any) -> Evaluation:
+    def evaluate_or_undecidable(self, subject: Subject[Any], batch: TokenBatch, product: Any = None, **options: Any) -> Evaluation:
         """Evaluate for a promise that does not concern failures; `product` is a new one unless given.
 
         Raises Undecidable where the product fails or is not finite.
@@ -51,7 +51,7 @@ class TokenKind:
 
     def unless_random(self, subject: Subject[Any], batch: TokenBatch) -> None:
         """Raise Undecidable where the same batch is answered differently: differing numbers say nothing then; `replicas` is about that."""
-        if not same_evaluation(self.decided(subject, batch), self.decided(subject, batch)):
+        if not same_evaluation(self.evaluate_or_undecidable(subject, batch), self.evaluate_or_undecidable(subject, batch)):
             raise Undecidable(f"the {self.noun} of the same batch is another every time")
 
 
@@ -90,7 +90,7 @@ def shared_promise(
     about_cuts: bool = False,
     effort: float = 1.0,
     first: Callable[[Subject[Any]], Iterable[Any]] = no_explicit_cases,
-    exempt: Callable[[Subject[Any]], str | None] = claimed,
+    exempt: Callable[[Subject[Any]], str | None] = exempt_nobody,
 ) -> Callable[[Callable[[TokenKind, Subject[Any], Any], None]], SharedPromise]:
     """Make a shared promise from its check; it takes the function's name."""
 

@@ -28,7 +28,7 @@ def _has_no_oracle(subject: Subject[Any]) -> str | None:
 )
 def oracle(kind: TokenKind, subject: Subject[Any], batch: TokenBatch) -> None:
     product = Listening(subject.make())
-    made = kind.decided(subject, batch, product)
+    made = kind.evaluate_or_undecidable(subject, batch, product)
     values = torch.as_tensor(subject.hooks["oracle"](product.heard["tokens"]))
     due = np.asarray(values.detach().double())
     if due.shape != made.per_token.shape:

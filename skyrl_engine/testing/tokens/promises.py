@@ -23,16 +23,16 @@ from skyrl_engine.testing.other_device import OtherDevice, WrongDevice
 from skyrl_engine.testing.process_promises import SETTINGS_SENTENCE
 from skyrl_engine.testing.process_settings import require_settings_left_alone
 from skyrl_engine.testing.promise import Broken, Undecidable
-from skyrl_engine.testing.random_state import global_random_state, restored_random_state, seed_everything
+from skyrl_engine.testing.random_state import global_random_state, restore_random_state, seed_everything
 from skyrl_engine.testing.subject import Subject
 from skyrl_engine.testing.tokens import explicit, rollouts
 from skyrl_engine.testing.tokens.evaluation import (
     Evaluation,
     Listening,
-    joined,
+    join_evaluations,
     require_same_evaluation,
     same_evaluation,
-    undeclared,
+    is_undeclared_need,
 )
 from skyrl_engine.testing.tokens.kind import (
     TokenKind,
@@ -53,7 +53,7 @@ WITHIN_SEQUENCES = "Take means and differences within a sequence (tokens.sequenc
 def process_settings(kind: TokenKind, subject: Subject[Any], batch: TokenBatch) -> None:
     def call() -> None:
         with suppress(Undecidable):
-            kind.decided(subject, batch)
+            kind.evaluate_or_undecidable(subject, batch)
 
     require_settings_left_alone(call)
 
@@ -61,16 +61,16 @@ def process_settings(kind: TokenKind, subject: Subject[Any], batch: TokenBatch) 
 @shared_promise("Replicas of one micro-batch get the same numbers, random ones included", cases=ordinary)
 def replicas(kind: TokenKind, subject: Subject[Any], batch: TokenBatch) -> None:
     before = _options(subject)
-    with restored_random_state():
+    with restore_random_state():
         seed_everything(7)
-        one = kind.decided(subject, batch)
+        one = kind.evaluate_or_undecidable(subject, batch)
         if _options(subject) != before:
             raise Broken(
                 "changes its options, which every later call and every checkpoint reads", "Compute from options, and set none"
             )
         seed_everything(7)
         with another_rank():
-            other = kind.decided(subject, batch)
+            other = kind.evaluate_or_undecidable(subject, batch)
     require_same_evaluation(
         one,
         other,
@@ -91,9 +91,9 @@ def _options(subject: Subject[Any]) -> object:
 @shared_promise("It answers every batch, of which it reads only what it declares in needs", cases=anything, first=anything_first)
 def needs(kind: TokenKind, subject: Subject[Any], batch: TokenBatch) -> None:
     try:
-        kind.evaluated(subject, batch, dtype=torch.float32)
+        kind.evaluate_subject(subject, batch, dtype=torch.float32)
     except EngineError as error:
-        if undeclared(error):
+        if is_undeclared_need(error):
             raise Broken(f"reads what it does not declare: {error.__cause__}", "Add the name to its needs") from error
         if refuses_what_was_returned(error):
             raise Undecidable(error.cause) from error
@@ -111,9 +111,9 @@ def refuses_what_was_returned(error: EngineError) -> bool:
 )
 def all_masked(kind: TokenKind, subject: Subject[Any], batch: TokenBatch) -> None:
     try:
-        made = kind.evaluated(subject, batch, dtype=torch.float32)
+        made = kind.evaluate_subject(subject, batch, dtype=torch.float32)
     except EngineError as error:
-        kind.decided(subject, explicit.one_token(needs_of(subject)))  # what fails with a token as well is another promise's
+        kind.evaluate_or_undecidable(subject, explicit.one_token(needs_of(subject)))  # what fails with a token as well is another promise's
         raise Broken(f"fails without a token: {error.cause}", "Let it return an empty tensor for n = 0") from error
     if made.total != 0:
         raise Broken(f"the {kind.noun} of no token is {made.total}", "Return an empty tensor for n = 0")
@@ -127,8 +127,8 @@ def all_masked(kind: TokenKind, subject: Subject[Any], batch: TokenBatch) -> Non
 
 @shared_promise("A batch cut into micro-batches has the {results} of the whole", cases=cuts, about_cuts=True, first=cuts_first)
 def micro_batch_split(kind: TokenKind, subject: Subject[Any], case: CutBatch) -> None:
-    whole = kind.decided(subject, case.batch)
-    parts = joined(case, [kind.decided(subject, case.batch.take(part)) for part in case.parts])
+    whole = kind.evaluate_or_undecidable(subject, case.batch)
+    parts = join_evaluations(case, [kind.evaluate_or_undecidable(subject, case.batch.take(part)) for part in case.parts])
     if same_evaluation(whole, parts):
         return
     kind.unless_random(subject, case.batch)
@@ -169,9 +169,9 @@ def rank_split(kind: TokenKind, subject: Subject[Any], worn: WornBatch) -> None:
     case = worn.cut
     one_rank = subject.make()
     for call in range(worn.calls):
-        kind.decided(subject, case.batch.take(case.parts[call % len(case.parts)]), one_rank)
-    together = joined(case, [kind.decided(subject, case.batch.take(part), one_rank) for part in case.parts])
-    apart = joined(case, [kind.decided(subject, case.batch.take(part)) for part in case.parts])
+        kind.evaluate_or_undecidable(subject, case.batch.take(case.parts[call % len(case.parts)]), one_rank)
+    together = join_evaluations(case, [kind.evaluate_or_undecidable(subject, case.batch.take(part), one_rank) for part in case.parts])
+    apart = join_evaluations(case, [kind.evaluate_or_undecidable(subject, case.batch.take(part)) for part in case.parts])
     if not same_evaluation(together, apart):
         kind.unless_random(subject, case.batch)
     require_same_evaluation(
@@ -190,8 +190,8 @@ def rank_split(kind: TokenKind, subject: Subject[Any], worn: WornBatch) -> None:
     first=lambda subject: explicit.reordered_threes(needs_of(subject)),
 )
 def sample_order(kind: TokenKind, subject: Subject[Any], case: ReorderedBatch) -> None:
-    whole = kind.decided(subject, case.batch)
-    moved = joined(CutBatch(case.batch, (case.order,)), [kind.decided(subject, case.batch.take(case.order))])
+    whole = kind.evaluate_or_undecidable(subject, case.batch)
+    moved = join_evaluations(CutBatch(case.batch, (case.order,)), [kind.evaluate_or_undecidable(subject, case.batch.take(case.order))])
     if not same_evaluation(whole, moved):
         kind.unless_random(subject, case.batch)
     require_same_evaluation(
@@ -209,10 +209,10 @@ def sample_order(kind: TokenKind, subject: Subject[Any], case: ReorderedBatch) -
     first=lambda subject: explicit.relabelled_closely(needs_of(subject)),
 )
 def labels(kind: TokenKind, subject: Subject[Any], case: RelabelledBatch) -> None:
-    plain = kind.decided(subject, case.batch)
+    plain = kind.evaluate_or_undecidable(subject, case.batch)
     remedy = "Number labels with torch.unique(..., return_inverse=True), and take no id for a place"
     try:
-        renamed = kind.evaluated(subject, case.relabelled)
+        renamed = kind.evaluate_subject(subject, case.relabelled)
     except EngineError as error:
         raise Broken(f"fails where labels are other numbers: {error.cause}", remedy) from error
     if not same_evaluation(plain, renamed):
@@ -227,9 +227,9 @@ def labels(kind: TokenKind, subject: Subject[Any], case: RelabelledBatch) -> Non
     first=lambda subject: explicit.filled_threes(needs_of(subject)),
 )
 def padding(kind: TokenKind, subject: Subject[Any], case: FilledBatch) -> None:
-    whole = kind.decided(subject, case.batch)
+    whole = kind.evaluate_or_undecidable(subject, case.batch)
     try:
-        filled = kind.evaluated(subject, case.filled)
+        filled = kind.evaluate_subject(subject, case.filled)
     except EngineError as error:
         raise Broken(f"fails beside a sequence without tokens: {error.cause}", "Allow sequences.counts to hold 0") from error
     if not filled.finite:
@@ -262,8 +262,8 @@ def packing(kind: TokenKind, subject: Subject[Any], case: CutBatch) -> None:
     weights[mine] = case.batch.weights[mine]
     alone = evolve(case.batch, weights=weights)
     others = np.setdiff1d(np.arange(case.batch.tokens), mine)
-    changed = alone.with_values(**{name: _shifted(values, others) for name, values in alone.values.items()})
-    before, after = kind.decided(subject, alone), kind.decided(subject, changed)
+    changed = alone.with_values(**{name: _shift(values, others) for name, values in alone.values.items()})
+    before, after = kind.evaluate_or_undecidable(subject, alone), kind.evaluate_or_undecidable(subject, changed)
     if not same(before.per_token[mine], after.per_token[mine]):
         kind.unless_random(subject, case.batch)
         place = mine[np.argmax(~np.isclose(before.per_token[mine], after.per_token[mine]))]
@@ -277,7 +277,7 @@ def packing(kind: TokenKind, subject: Subject[Any], case: CutBatch) -> None:
             raise Broken(f"the {kind.noun} of a sequence has a gradient by the {name} of another", WITHIN_SEQUENCES + kind.unless)
 
 
-def _shifted(values: AnyArray, places: Any) -> AnyArray:
+def _shift(values: AnyArray, places: Any) -> AnyArray:
     """Return the values with others at these places; log-probabilities stay below 0, and ids of tokens are such."""
     changed = values.copy()
     if values.dtype.kind == "i":
@@ -289,12 +289,12 @@ def _shifted(values: AnyArray, places: Any) -> AnyArray:
 
 @shared_promise("It leaves the global random state alone, and does not depend on it", cases=ordinary)
 def global_random_numbers(kind: TokenKind, subject: Subject[Any], batch: TokenBatch) -> None:
-    with restored_random_state():
+    with restore_random_state():
         made = []
         for seed in (1, 2, 1):
             seed_everything(seed)
             before = global_random_state()
-            made.append(kind.decided(subject, batch))
+            made.append(kind.evaluate_or_undecidable(subject, batch))
             if global_random_state() != before:
                 raise Broken("draws from the global random state, which differs from rank to rank", "Draw from tokens.generator")
     one, other, again = made
@@ -367,7 +367,7 @@ def constants_of(product: Any) -> list[object]:
 @shared_promise("It does not change what it is given", cases=ordinary)
 def inputs_unchanged(kind: TokenKind, subject: Subject[Any], batch: TokenBatch) -> None:
     copying = _Copying(subject.make())
-    kind.decided(subject, batch, copying, dtype=torch.float32)
+    kind.evaluate_or_undecidable(subject, batch, copying, dtype=torch.float32)
     for name, (before, after, written) in copying.given.items():
         if written or not torch.equal(before, after):
             raise Broken(

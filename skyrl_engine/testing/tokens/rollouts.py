@@ -58,10 +58,10 @@ def batches(
         else draw(st.integers(min_sequences, max_sequences))
     )
     pairs = paired or (units and count >= 4 and draw(st.booleans()))
-    lengths = _picked(draw, count, range(0 if empty else 1, max_tokens + 1)).astype(np.int64)
+    lengths = _pick(draw, count, range(0 if empty else 1, max_tokens + 1)).astype(np.int64)
     lengths *= draw(st.sampled_from((1, 1, 1, LONG))) if long else 1
     total = int(lengths.sum())
-    weights = _picked(draw, total, _WEIGHTS)
+    weights = _pick(draw, total, _WEIGHTS)
     numbers = np.arange(count, dtype=np.int64)
     groups = numbers // 2 if draw(st.booleans()) else numbers
     return TokenBatch(
@@ -80,7 +80,7 @@ def in_pairs(needs: Iterable[str]) -> bool:
     return ROLE_NEED in needs
 
 
-def _picked(draw: st.DrawFn, count: int, choices: Sequence[float]) -> npt.NDArray[np.float64]:
+def _pick(draw: st.DrawFn, count: int, choices: Sequence[float]) -> npt.NDArray[np.float64]:
     """Draw float64[count] from the choices, the first of which is the simplest. A few picks repeat in turn, so that Hypothesis finds a single
     choice that breaks a promise. All picks are one draw of bytes, since a draw per number would take most of the time.
     """
@@ -93,7 +93,7 @@ def _values(draw: st.DrawFn, needs: Iterable[str], count: int, range_: Range) ->
     """Draw values by need: log-probabilities of other policies drift from the model's own, other needs have numbers of their own."""
 
     def column(choices: Sequence[float]) -> FloatArray:
-        return _picked(draw, count, choices).astype(np.float32)
+        return _pick(draw, count, choices).astype(np.float32)
 
     extreme = range_ == "extreme"
     jitter = np.zeros(count, np.float32) if range_ == "rounded" else ((np.arange(count) * 37 % 64) * _JITTER).astype(np.float32)
@@ -142,11 +142,11 @@ def _wide_values(draw: st.DrawFn, needs: Iterable[str], count: int, range_: Rang
         choices = _EXTREME_LOGPROBS if range_ == "extreme" else LOGPROBS
         drawn: AnyArray
         if wide.get(name) == "token ids":
-            drawn = _picked(draw, count * width, range(64)).astype(np.int64)
+            drawn = _pick(draw, count * width, range(64)).astype(np.int64)
         elif "logprobs" in name:
-            drawn = _picked(draw, count * width, choices).astype(np.float32) - _WIDE_SHARE
+            drawn = _pick(draw, count * width, choices).astype(np.float32) - _WIDE_SHARE
         else:
-            drawn = _picked(draw, count * width, NUMBERS).astype(np.float32)
+            drawn = _pick(draw, count * width, NUMBERS).astype(np.float32)
         values[name] = drawn.reshape(count, width)
     return values
 
@@ -157,7 +157,7 @@ def cut_batches(draw: st.DrawFn, needs: Iterable[str], *, max_parts: int = 3) ->
     batch = draw(batches(needs, min_sequences=2, long=True))
     units = np.unique(batch.unit_ids)
     parts = draw(st.integers(2, min(max_parts, len(units))))
-    homes = _picked(draw, len(units), range(parts)).astype(np.int64).tolist()
+    homes = _pick(draw, len(units), range(parts)).astype(np.int64).tolist()
     homes[:parts] = range(parts)
     home_of = dict(zip(units.tolist(), homes, strict=True))
     members = [tuple(i for i, unit in enumerate(batch.unit_ids.tolist()) if home_of[unit] == part) for part in range(parts)]

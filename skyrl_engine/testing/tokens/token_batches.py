@@ -61,7 +61,7 @@ class TokenBatch:
     def with_values(self, **values: AnyArray) -> "TokenBatch":
         return evolve(self, values={**self.values, **values})
 
-    def drifted(self, nats: float) -> "TokenBatch | None":
+    def with_drift(self, nats: float) -> "TokenBatch | None":
         """Return the batch with the other policies' log-probabilities lowered; None where no need is one of them."""
         others = {name: values - np.float32(nats) for name, values in self.values.items() if name.endswith("_logprobs")}
         return self.with_values(**others) if others else None
@@ -87,16 +87,16 @@ class TokenBatch:
         return MicroBatch({}, nothing, nothing, Ragged.from_list([], np.int64), samples)
 
     def __str__(self) -> str:
-        shape = f"{len(self)} sequence{'' if len(self) == 1 else 's'} of {_listed(self.lengths)} loss-carrying tokens"
-        paired = [f"units {_listed(self.unit_ids)}"] if len(np.unique(self.unit_ids)) < len(self) else []
-        return "\n".join([shape, *paired, *(f"{name} {_listed(values.ravel())}" for name, values in self.values.items())])
+        shape = f"{len(self)} sequence{'' if len(self) == 1 else 's'} of {_format_values(self.lengths)} loss-carrying tokens"
+        paired = [f"units {_format_values(self.unit_ids)}"] if len(np.unique(self.unit_ids)) < len(self) else []
+        return "\n".join([shape, *paired, *(f"{name} {_format_values(values.ravel())}" for name, values in self.values.items())])
 
 
 _TOLD = 24
 """Numbers that a counterexample spells out."""
 
 
-def _listed(values: Iterable[float]) -> str:
+def _format_values(values: Iterable[float]) -> str:
     numbers = [f"{value:g}" for value in values]
     more = [f"... ({len(numbers)} in all)"] if len(numbers) > _TOLD else []
     return ", ".join(numbers[:_TOLD] + more) or "none"
@@ -122,7 +122,7 @@ class ReorderedBatch:
     order: tuple[int, ...]
 
     def __str__(self) -> str:
-        return f"{self.batch}\nin the order {_listed(self.order)}"
+        return f"{self.batch}\nin the order {_format_values(self.order)}"
 
 
 @frozen(eq=False)
@@ -177,4 +177,4 @@ class RelabelledBatch:
         return evolve(batch, group_ids=self.names[batch.group_ids], unit_ids=self.names[batch.unit_ids])
 
     def __str__(self) -> str:
-        return f"{self.batch}\nwith the groups named {_listed(self.relabelled.group_ids)}"
+        return f"{self.batch}\nwith the groups named {_format_values(self.relabelled.group_ids)}"

@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from skyrl_engine.errors import UnsupportedError, WorkerError
-from skyrl_engine.testing.ranks.world import World, kept
+from skyrl_engine.testing.ranks.world import World, start_shared_world
 from skyrl_engine.workers.process_group import join
 
 
@@ -18,7 +18,7 @@ def test_results_come_by_rank_and_ranks_stay(pair: World) -> None:
     processes = pair.run(os.getpid)
     assert len({*processes, os.getpid()}) == 3
     assert pair.run(os.getpid) == processes
-    assert kept(2) is pair
+    assert start_shared_world(2) is pair
 
 
 def test_what_a_rank_raises_is_told_and_ends_no_rank(pair: World) -> None:
