@@ -69,7 +69,7 @@ def preview(
     from skyrl_engine.engine.model_files import ModelFiles
     from skyrl_engine.errors import ConfigError, Problem
     from skyrl_engine.training.preference.preparation import GIVEN
-    from skyrl_engine.training.sft.data import columns_to_read, limited_to_model, scored_by_teacher
+    from skyrl_engine.training.sft.data import columns_to_read, limit_to_model, list_teacher_columns
 
     flags = {"model.path": model, "data.train": dataset, **columns_by_key(columns)}
     resolved = resolve(load_config(file, overrides, flags, trust_code=trust_code))
@@ -86,11 +86,11 @@ def preview(
         )
     files = ModelFiles.of(config.model)
     tokenizer = files.tokenizer
-    limited = limited_to_model(config.data, files.facts)
+    limited = limit_to_model(config.data, files.facts)
     part: Split = "eval" if split == "eval" else "train"
     with render.show_progress(quiet=current_settings().quiet) as display, warnings_to(display.warning):
         readings: dict[str, Reading] = {"preference": "preferences", "reward_model": "rewards"}
-        given = scored_by_teacher(config) | (GIVEN if config.trainer == "preference" else frozenset())
+        given = list_teacher_columns(config) | (GIVEN if config.trainer == "preference" else frozenset())
         needed = {need: asker for need, asker in columns_to_read(resolved, tokenizer).items() if need not in given}
         vision = vision_of(files.facts, load_vision(files.facts, limited))
         loaded = load_columns(

@@ -14,7 +14,7 @@ from skyrl_engine.cli.options import select_given_options, load_config, map_opti
 from skyrl_engine.cli.terminal import echo, echo_json
 
 if TYPE_CHECKING:
-    from skyrl_engine.training.rl.standalone_evaluation import Evaluated
+    from skyrl_engine.training.rl.standalone_evaluation import EvaluationReport
 
 _COMMAND = "skyrl-engine evaluate"
 
@@ -228,7 +228,7 @@ def _model_of(run: Path, step: int | None, scratch: Path) -> Path:
     return scratch / "model"
 
 
-def _write(found: "Evaluated", output: Path) -> None:
+def _write(found: "EvaluationReport", output: Path) -> None:
     from skyrl_engine.rollout.exported import rows_of, write_rows
 
     def decode(ids: Any) -> str:
@@ -238,7 +238,7 @@ def _write(found: "Evaluated", output: Path) -> None:
     write_rows(rows, output, "parquet" if output.suffix == ".parquet" else "jsonl")
 
 
-def _show(found: "Evaluated") -> None:
+def _show(found: "EvaluationReport") -> None:
     from skyrl_engine.cli.render import show_table
 
     prefix = "evaluation/"

@@ -105,7 +105,7 @@ def export_checkpoint(
     spec = WorkerSpec(
         plugins={"backend": backend.lock()},
         context=FactoryContext(seed=recorded.seed, pad_token_id=files.pad_token_id),
-        model=_filled(model, checkpoint, precision=choices.precision, reads=choices.model is not None),
+        model=_fill_model_config(model, checkpoint, precision=choices.precision, reads=choices.model is not None),
         optimizer=None,
         topology=backend.loaded.describe_backend(backend.options, 1).topology,
         device="cpu",
@@ -145,7 +145,7 @@ def _whole(model: ModelConfig) -> ModelConfig:
     return model
 
 
-def _filled(model: ModelConfig, checkpoint: Checkpoint, *, precision: ComputeDtype | None, reads: bool) -> ModelConfig:
+def _fill_model_config(model: ModelConfig, checkpoint: Checkpoint, *, precision: ComputeDtype | None, reads: bool) -> ModelConfig:
     """Return the model for the backend: made from the checkpoint's configuration or, where the caller named a model of all weights, read."""
     lora = model.lora
     if lora is not None and lora.path is not None:

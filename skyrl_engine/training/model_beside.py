@@ -13,7 +13,7 @@ from skyrl_engine.errors import ModelError, Refusals, UnsupportedError
 from skyrl_engine.model_facts.configuration import load_config
 
 
-def planned_beside(
+def plan_frozen_model(
     what: str,
     table: str,
     resolved: ResolvedConfig,

@@ -20,7 +20,7 @@ REFERENCE: Final = "ref_logprobs"
 """The column of its log-probabilities."""
 
 
-def planned_reference(resolved: ResolvedConfig, assembly: Assembly, files: ModelFiles) -> FrozenModel:
+def plan_reference(resolved: ResolvedConfig, assembly: Assembly, files: ModelFiles) -> FrozenModel:
     """Choose the frozen model that `[reference]` asks for.
 
     Raises UnsupportedError for what the backend or the trained model does not allow and for another tokenizer, ModelError for a model that

@@ -13,13 +13,13 @@ from skyrl_engine.engine.frozen_model import FrozenModel
 from skyrl_engine.engine.model_files import ModelFiles
 from skyrl_engine.errors import UnsupportedError
 from skyrl_engine.objective.policy_metrics import OLD_LOGPROBS, ROLLOUT_LOGPROBS
-from skyrl_engine.training.model_beside import planned_beside
+from skyrl_engine.training.model_beside import plan_frozen_model
 
 TEACHER: Final = "teacher_logprobs"
 """The column of its log-probabilities of the tokens that the student is trained on."""
 
 
-def planned_teacher(
+def plan_teacher(
     resolved: ResolvedConfig, assembly: Assembly, files: ModelFiles, *, read: bool, longest: int, shorter: str
 ) -> FrozenModel | None:
     """Choose the frozen model that `[teacher]` names; None where there is none, and in trainers that have no such table.
@@ -45,7 +45,7 @@ def planned_teacher(
             remedy='Set loss.use = "divergence", add the loss term teacher_kl, set rl.preset = "on_policy_distill" in trainer rl, or remove '
             "teacher.path",
         )
-    planned, own = planned_beside("the teacher", TEACHER_MODEL, resolved, assembly, files, path=table.path, revision=table.revision)
+    planned, own = plan_frozen_model("the teacher", TEACHER_MODEL, resolved, assembly, files, path=table.path, revision=table.revision)
     positions = own.facts.extended_length
     if positions is not None and longest > positions:
         raise UnsupportedError(

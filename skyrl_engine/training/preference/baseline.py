@@ -90,7 +90,7 @@ def other_answers(labels: IntArray) -> IntArray | None:
     return taken
 
 
-def mismatched(columns: SampleColumns, longest: int | None) -> SampleColumns | None:
+def mismatch_answers(columns: SampleColumns, longest: int | None) -> SampleColumns | None:
     """Put after every prompt the answer to another one of the mini-batch, cut to rows of `longest` tokens; None where there is no other.
 
     `other_answers` chooses the answers: the next sample's where all prompts are different.

@@ -13,7 +13,7 @@ from skyrl_engine.engine.model_files import ModelFiles
 from skyrl_engine.errors import ConfigError, Problem, Refusals, UnsupportedError
 from skyrl_engine.objective.parts import ObjectiveParts
 from skyrl_engine.training.preference.baseline import refuse_single_prompts
-from skyrl_engine.training.reference import REFERENCE, planned_reference, refuse_dropout, refuse_unread_reference
+from skyrl_engine.training.reference import REFERENCE, plan_reference, refuse_dropout, refuse_unread_reference
 from skyrl_engine.training.sft.data import DataProgress, PreparedRun
 from skyrl_engine.training.sft.data import prepare as prepare_data
 from skyrl_engine.training.sft.order import SampleOrder
@@ -84,7 +84,7 @@ def prepare(resolved: ResolvedConfig, progress: DataProgress | None = None) -> P
             refuse_single_prompts(evaluated.columns, held_out, held_out.steps_per_epoch, name=evaluated.name)
     reference = None
     if reads_reference(run.assembly.objective):
-        reference = planned_reference(run.resolved, run.assembly, run.files)
+        reference = plan_reference(run.resolved, run.assembly, run.files)
     return PreparedPreference(run, reference, BASELINE in run.assembly.objective.columns)
 
 
@@ -119,7 +119,7 @@ def _check_parts(resolved: ResolvedConfig, assembly: Assembly, files: ModelFiles
     with refusals.collect():
         if reads_reference(objective):
             refuse_dropout(files.facts, "the reference is scored without it: the first log-ratios would not be 0")
-            planned_reference(resolved, assembly, files)
+            plan_reference(resolved, assembly, files)
         elif config.reference.refresh_every is None:
             refuse_unread_reference(resolved)
     refusals.raise_all()

@@ -14,7 +14,7 @@ from skyrl_engine.data.dataset import TokenizedDataset
 from skyrl_engine.engine.engine import Engine
 from skyrl_engine.engine.plan import Plan
 from skyrl_engine.training.loop import RunResult
-from skyrl_engine.training.preference.baseline import baseline_of, mismatched
+from skyrl_engine.training.preference.baseline import baseline_of, mismatch_answers
 from skyrl_engine.training.preference.preparation import BASELINE, PreparedPreference, prepare
 from skyrl_engine.training.preference.references import ReferenceScores, with_references
 from skyrl_engine.training.reference import REFERENCE, REFERENCE_MODEL
@@ -50,15 +50,15 @@ def _trainer(
 ) -> "PreferenceTrainer":
     run = prepared.run
     if prepared.reference is not None and run.resolved.config.reference.precompute:
-        train = _scored(prepared, run.train, engine, progress)
-        held_out = None if run.evaluation is None else _scored(prepared, run.evaluation, engine, progress)
+        train = _score_dataset(prepared, run.train, engine, progress)
+        held_out = None if run.evaluation is None else _score_dataset(prepared, run.evaluation, engine, progress)
         run = evolve(run, train=train, evaluation=held_out)
     elif prepared.reference is not None:
         engine.add_frozen(prepared.reference)
     return PreferenceTrainer(run, engine, position, data, prepared)
 
 
-def _scored(
+def _score_dataset(
     prepared: PreparedPreference, dataset: TokenizedDataset, engine: Engine, progress: DataProgress | None
 ) -> TokenizedDataset:
     """Return the dataset with the reference's scores out of the cache, computed now where they are not there."""
@@ -98,7 +98,7 @@ class PreferenceTrainer(SftTrainer):
 
     def _baseline(self, columns: SampleColumns) -> float:
         """KTO's baseline of a mini-batch, 0 where it has but one prompt."""
-        others = mismatched(columns, self.preference.longest)
+        others = mismatch_answers(columns, self.preference.longest)
         if others is None:
             return 0.0
         plan = self.engine.plan(others)

@@ -36,7 +36,7 @@ def group_sizes(columns: SampleColumns) -> list[int]:
     return [int(size) for size in np.diff(bounds)]
 
 
-def shuffled(columns: SampleColumns, *, seed: int, step: int, epoch: int) -> npt.NDArray[np.int64]:
+def shuffle_groups(columns: SampleColumns, *, seed: int, step: int, epoch: int) -> npt.NDArray[np.int64]:
     """int64[N]: the samples in another order of their groups, a function of seed, step and epoch."""
     sizes = group_sizes(columns)
     starts = np.concatenate([[0], np.cumsum(sizes)])

@@ -26,9 +26,9 @@ def rollout_metrics(
     """
     attempts = [each for group in trained for each in group.finished]
     everything = [each for group in finished for each in group.trajectories]
-    rewards = _shaped(attempts, truncated, overlong)
+    rewards = _shape_rewards(attempts, truncated, overlong)
     metrics = {**_rewards(rewards), **_lengths(attempts), **_successes(trained)}
-    metrics["reward/all_mean"] = _mean(_shaped([each for each in everything if each.status != "failed"], truncated, overlong))
+    metrics["reward/all_mean"] = _mean(_shape_rewards([each for each in everything if each.status != "failed"], truncated, overlong))
     if len(environments) > 1:
         names = np.array([group.environment for group in trained for _ in group.finished])
         for name in environments:
@@ -46,7 +46,7 @@ def rollout_metrics(
     return metrics
 
 
-def _shaped(attempts: Sequence[Trajectory], truncated: Truncated, overlong: Overlong | None) -> npt.NDArray[np.float64]:
+def _shape_rewards(attempts: Sequence[Trajectory], truncated: Truncated, overlong: Overlong | None) -> npt.NDArray[np.float64]:
     """float64[N]: the rewards of attempts as they are trained on."""
     zeroed = truncated == "zero_reward"
     rewards = np.array([0.0 if zeroed and each.status == "truncated" else each.reward for each in attempts], dtype=np.float64)

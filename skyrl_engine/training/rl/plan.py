@@ -63,7 +63,7 @@ def plan_rl(resolved: ResolvedConfig, *, progress: Progress | None = None) -> Rl
         batch=_batch(config.rl, recorded=isinstance(prepared.rollouts, Recording)),
         passes=_passes(prepared),
         reference=_reference(prepared),
-        written=_written(prepared),
+        written=_format_first_prompt(prepared),
         prompt=_prompts(prepared),
         suffix=_suffixes(prepared),
     )
@@ -106,7 +106,7 @@ def _recording(prepared: PreparedRl) -> str | None:
     return f"{prepared.rollouts}; {settings.steps:,} steps of {settings.groups} groups are {passes:.1f} passes over them"
 
 
-def _written(prepared: PreparedRl) -> str:
+def _format_first_prompt(prepared: PreparedRl) -> str:
     if isinstance(prepared.rollouts, Recording):
         return ""
     if all(own[0].prompt_ids for own in prepared.rollouts.tasks.tasks):

@@ -33,7 +33,7 @@ from skyrl_engine.rollout.recorded import Recording, RecordingLimits, read_recor
 from skyrl_engine.rollout.runner import RolloutLimits
 from skyrl_engine.rollout.turns import ChatRenderer
 from skyrl_engine.training.model_beside import check_models_beside
-from skyrl_engine.training.reference import planned_reference, refuse_dropout, refuse_unread_reference
+from skyrl_engine.training.reference import plan_reference, refuse_dropout, refuse_unread_reference
 from skyrl_engine.training.rl.batches import mini_batch_size
 from skyrl_engine.training.rl.contradictions import (
     refuse_beyond_positions,
@@ -48,7 +48,7 @@ from skyrl_engine.training.rl.prompts import OF_TABLES, PromptLimits, check_prom
 from skyrl_engine.training.rl.recipe import ScoringPasses, Recorded, recipe
 from skyrl_engine.training.rl.reward_model import RewardModel
 from skyrl_engine.training.rl.tasks import TaskOrder, refuse_no_task, task_at, tasks_in
-from skyrl_engine.training.teacher import planned_teacher
+from skyrl_engine.training.teacher import plan_teacher
 from skyrl_engine.workers.dispatch import planned
 
 logger = logging.getLogger(__name__)
@@ -186,9 +186,9 @@ def prepare(resolved: ResolvedConfig, *, trains: bool = True, progress: Progress
     rollouts: LiveRolloutSpec | Recording | None = None
     with refusals.collect():
         if not sampling:
-            rollouts = _recorded(resolved, files, filters, advantage, progress)
+            rollouts = _prepare_offline(resolved, files, filters, advantage, progress)
         elif len(parts) == len(environments) > 0:
-            rollouts = _sampled(resolved, files, parts, trains=trains)
+            rollouts = _prepare_live(resolved, files, parts, trains=trains)
     if trains or config.reward_model.path is not None:
         with refusals.collect():
             _plan_any_batch(assembly, layout, settings, rollouts)
@@ -201,11 +201,11 @@ def prepare(resolved: ResolvedConfig, *, trains: bool = True, progress: Progress
     if chosen is not None:
         with refusals.collect():
             if chosen.reference:
-                reference = planned_reference(resolved, assembly, files)
+                reference = plan_reference(resolved, assembly, files)
             elif trains:
                 refuse_unread_reference(resolved)
         with refusals.collect():
-            teacher = planned_teacher(
+            teacher = plan_teacher(
                 resolved,
                 assembly,
                 files,
@@ -219,7 +219,7 @@ def prepare(resolved: ResolvedConfig, *, trains: bool = True, progress: Progress
     assert rollouts is not None, "what hinders it was raised"
     assert chosen is not None, "what hinders it was raised"
     if trains:
-        for warning in _doubts(settings, assembly):
+        for warning in _collect_warnings(settings, assembly):
             logger.warning("%s", warning)
     return PreparedRl(
         resolved=resolved,
@@ -291,7 +291,7 @@ _REWARDED = frozenset(("rewards", "advantages", "returns"))
 """Columns by which a reward reaches the model."""
 
 
-def _doubts(settings: RlConfig, assembly: Assembly) -> Iterator[str]:
+def _collect_warnings(settings: RlConfig, assembly: Assembly) -> Iterator[str]:
     """Tell what is allowed and hardly meant."""
     if _REWARDED.isdisjoint(name for needs in assembly.needs.values() for name in needs):
         yield (
@@ -306,7 +306,7 @@ def _doubts(settings: RlConfig, assembly: Assembly) -> Iterator[str]:
         )
 
 
-def _sampled(resolved: ResolvedConfig, files: ModelFiles, parts: Sequence[BoundPlugin[Environment]], *, trains: bool) -> LiveRolloutSpec:
+def _prepare_live(resolved: ResolvedConfig, files: ModelFiles, parts: Sequence[BoundPlugin[Environment]], *, trains: bool) -> LiveRolloutSpec:
     config = resolved.config
     tasks = TaskOrder(parts, [table.weight for table in config.environments], config.run.seed, trains=trains)
     template = config.model.chat_template
@@ -320,7 +320,7 @@ def _sampled(resolved: ResolvedConfig, files: ModelFiles, parts: Sequence[BoundP
         with refusals.collect():
             refuse_too_few(resolved, tasks)
         with refusals.collect():
-            longest = check_prompts(parts, _attempted(config, tasks), renderer, limits_of(config, files.facts))
+            longest = check_prompts(parts, _first_tasks(config, tasks), renderer, limits_of(config, files.facts))
         with refusals.collect():
             _check_evaluation(config, parts, renderer, limits_of(config, files.facts))
         refusals.raise_all()
@@ -354,13 +354,13 @@ def limits_of(config: EngineConfig, facts: ModelFacts) -> PromptLimits:
     return PromptLimits(config.rl.max_prompt_tokens, facts.vocabulary_size, config.rollouts.max_failure_share)
 
 
-def _attempted(config: EngineConfig, tasks: TaskOrder) -> Iterator[tuple[int, Task]]:
+def _first_tasks(config: EngineConfig, tasks: TaskOrder) -> Iterator[tuple[int, Task]]:
     """Yield the tasks that the first groups attempt."""
     most = [most_of(part) for part in tasks.environments]
     return tasks.first(min(config.rl.steps * config.rl.groups, OF_TABLES * len(most)), most)
 
 
-def _recorded(
+def _prepare_offline(
     resolved: ResolvedConfig,
     files: ModelFiles,
     filters: Sequence[BoundPlugin[GroupFilter]],

@@ -19,7 +19,7 @@ from skyrl_engine.engine.model_files import ModelFiles
 from skyrl_engine.errors import ConfigError, ContractError, ModelError, Problem, UnsupportedError
 from skyrl_engine.model_facts.configuration import load_config
 from skyrl_engine.rollout.turns import ChatRenderer
-from skyrl_engine.training.model_beside import planned_beside
+from skyrl_engine.training.model_beside import plan_frozen_model
 
 REWARD_MODEL: Final = "reward_model"
 """The frozen model's name on the ranks, and in attempts that of its part of the reward and of its value among their metrics."""
@@ -61,7 +61,7 @@ class RewardModel:
                 "a reward model is asked for, and the backend does not declare 'value_head'",
                 remedy="Remove reward_model.path, or choose a backend that has it, such as fsdp",
             )
-        frozen, own = planned_beside(
+        frozen, own = plan_frozen_model(
             "the reward model", REWARD_MODEL, resolved, assembly, files, path=table.path, revision=table.revision, classifier=True
         )
         pad = _pad_of_classifier(own)
@@ -80,7 +80,7 @@ class RewardModel:
                 )
         return cls(frozen, table.path, table.weight, pad, closing, resolved.config.rl.micro_batch_tokens)
 
-    def rewarded(self, engine: Engine, groups: Sequence[Group]) -> tuple[Group, ...]:
+    def add_rewards(self, engine: Engine, groups: Sequence[Group]) -> tuple[Group, ...]:
         """Return the groups with the model's part in the rewards of attempts that did not fail; its values are in their metrics.
 
         All are scored over one plan. Raises ContractError for an environment that gives a part or a metric of the same name.
@@ -101,10 +101,10 @@ class RewardModel:
             for group in groups
         )
 
-    def rewarded_anew(self, engine: Engine, groups: Sequence[Group]) -> tuple[Group, ...]:
+    def replace_rewards(self, engine: Engine, groups: Sequence[Group]) -> tuple[Group, ...]:
         """Return recorded groups with this model's part in the place of the one that a reward model gave when they were recorded."""
         bare = [evolve(group, trajectories=tuple(map(_without, group.trajectories))) for group in groups]
-        return self.rewarded(engine, bare)
+        return self.add_rewards(engine, bare)
 
     def _with(self, attempt: Trajectory, value: float) -> Trajectory:
         """Return an attempt with a further part of its reward, which stands at its last token."""

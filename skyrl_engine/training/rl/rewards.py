@@ -38,7 +38,7 @@ class KlPenalty:
     def start(cls, config: RewardKlConfig) -> "KlPenalty":
         return cls(config, config.coef)
 
-    def shaped(self, columns: SampleColumns) -> tuple[SampleColumns, dict[str, Metric]]:
+    def apply(self, columns: SampleColumns) -> tuple[SampleColumns, dict[str, Metric]]:
         """Return the columns with the penalty in `rewards`, and the metrics `reward/kl` (per attempt) and `policy/kl_coef`.
 
         The policy's log-probabilities are `old_logprobs` where they were scored, else the sampler's. The coefficient is then steered.

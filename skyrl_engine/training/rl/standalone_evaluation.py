@@ -29,7 +29,7 @@ _COMMON: Final = 3
 
 
 @frozen(eq=False)
-class Evaluated:
+class EvaluationReport:
     """The attempts of an evaluation, a group per task in the order of the tasks, and their metrics by name, as a run writes them."""
 
     metrics: Mapping[str, float]
@@ -44,7 +44,7 @@ def evaluate_model(
     split: Split = "eval",
     progress: Progress | None = None,
     trained_on: Mapping[str, Any] | None = None,
-) -> Evaluated:
+) -> EvaluationReport:
     """Attempt tasks as `[evaluation]` says: `samples` times each of `tasks` ones, at its temperature, under the seed of `[run]`.
 
     `trained_on` is what the manifest of the model's run says of its training data: that its texts were written in another way is warned of.
@@ -98,9 +98,9 @@ def evaluate_model(
         _check_some_finished(groups)
         if prepared.reward_model is not None:
             engine.add_frozen(prepared.reward_model.frozen)
-            groups = list(prepared.reward_model.rewarded(engine, groups))
+            groups = list(prepared.reward_model.add_rewards(engine, groups))
     metrics = evaluation_metrics(groups, prepared.names, seed=config.run.seed)
-    return Evaluated(metrics, groups, prepared.names, prepared.files.tokenizer)
+    return EvaluationReport(metrics, groups, prepared.names, prepared.files.tokenizer)
 
 
 def _check_some_finished(groups: Sequence[Group]) -> None:

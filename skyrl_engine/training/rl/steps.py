@@ -32,7 +32,7 @@ from skyrl_engine.spans import Phases
 from skyrl_engine.training.idle import IdleSteps, Reason, explain_idle_rollouts, warn_of_cuts
 from skyrl_engine.training.loop import StepDone
 from skyrl_engine.training.reference import REFERENCE, REFERENCE_MODEL
-from skyrl_engine.training.rl.batches import group_sizes, mini_batch_size, shuffled
+from skyrl_engine.training.rl.batches import group_sizes, mini_batch_size, shuffle_groups
 from skyrl_engine.training.rl.evaluation import attempts, evaluation_metrics, tasks_of
 from skyrl_engine.training.rl.metrics import rollout_metrics
 from skyrl_engine.training.rl.preparation import PreparedRl, LiveRolloutSpec
@@ -111,7 +111,7 @@ class RlTrainer:
         metrics = teacher_metrics(plan.columns)
         with self.phases("advantage"):
             if self.penalty is not None:
-                shaped, of_penalty = self.penalty.shaped(plan.columns)
+                shaped, of_penalty = self.penalty.apply(plan.columns)
                 metrics |= of_penalty
                 plan = attrs.evolve(plan, columns=shaped)
             made = self._advantages(plan.columns)
@@ -183,7 +183,7 @@ class RlTrainer:
             seed=config.run.seed,
         )
         if self.prepared.reward_model is not None:
-            groups = list(self.prepared.reward_model.rewarded(self.engine, groups))
+            groups = list(self.prepared.reward_model.add_rewards(self.engine, groups))
         return evaluation_metrics(groups, self.prepared.names, seed=config.run.seed)
 
     def state(self) -> Mapping[str, Any]:
@@ -262,7 +262,7 @@ class RlTrainer:
         for epoch in range(settings.epochs):
             own = plan
             if epoch:
-                order = shuffled(plan.columns, seed=config.run.seed, step=number, epoch=epoch)
+                order = shuffle_groups(plan.columns, seed=config.run.seed, step=number, epoch=epoch)
                 columns = plan.columns.take(order)
                 own = self.engine.plan(columns, mini_batch_size=mini_batch_size(group_sizes(columns), settings.mini_batches))
             watch = {*self.prepared.recipe.watch, *(("entropy",) if settings.entropy_metric and epoch == 0 else ())}

@@ -63,7 +63,7 @@ def run_rl(
         session.record_start(
             seeds={"run": config.run.seed},
             world={"launch": config.run.launch, "ranks": config.run.ranks, **attrs.asdict(prepared.assembly.description.topology)},
-            data={"environments": prepared.environment_versions, **_recorded_from(prepared)},
+            data={"environments": prepared.environment_versions, **_recording_facts(prepared)},
         )
         if progress is not None:
             progress(LOADING, 0, 0)
@@ -91,7 +91,7 @@ def _permissions(prepared: PreparedRl) -> dict[str, str]:
     return {name: f"environment:{selected.loaded.record.name}" for name, selected in pairs}
 
 
-def _recorded_from(prepared: PreparedRl) -> dict[str, Any]:
+def _recording_facts(prepared: PreparedRl) -> dict[str, Any]:
     return {"rollouts": str(prepared.rollouts)} if isinstance(prepared.rollouts, Recording) else {}
 
 
@@ -125,7 +125,7 @@ def _trainer(
                 settings.groups,
                 prepared.resolved.config.run.seed,
                 0 if state is None else state.step,
-                None if judge is None else partial(judge.rewarded_anew, engine),
+                None if judge is None else partial(judge.replace_rewards, engine),
             )
         else:
             source, live = ends.enter_context(_sampling(prepared, rollouts, engine, session, state, phases, progress))
@@ -184,7 +184,7 @@ def _sampling(
             told = None if progress is None else lambda ready, wanted: progress("attempts", ready, wanted)
             guard = SamplerGuard.of(settings.max_gap, config.model.dtype, stops=settings.on_gap == "stop")
             judge = prepared.reward_model
-            valued = None if judge is None else partial(judge.rewarded, engine)
+            valued = None if judge is None else partial(judge.add_rewards, engine)
             source = RolloutSource(ledger, runner, journal, rollouts.tasks.of, prepared.filters, valued, told, phases)
             yield source, Live(rollouts, sampler, pool, guard, journal)
     finally:

@@ -34,7 +34,7 @@ from skyrl_engine.objective.parts import ObjectiveParts
 from skyrl_engine.registry.part import BoundPlugin
 from skyrl_engine.training.model_beside import check_models_beside
 from skyrl_engine.training.sft.order import SampleOrder
-from skyrl_engine.training.teacher import TEACHER, planned_teacher
+from skyrl_engine.training.teacher import TEACHER, plan_teacher
 from skyrl_engine.workers.dispatch import batch_structure, planned, token_weights
 
 if TYPE_CHECKING:
@@ -88,10 +88,10 @@ def prepare(
         with refusals.collect():
             check(assembly, files)
     check_models_beside(resolved, refusals)
-    given = {*given, *scored_by_teacher(config)}
+    given = {*given, *list_teacher_columns(config)}
     data = config.data
     with refusals.collect():
-        data = limited_to_model(config.data, files.facts)
+        data = limit_to_model(config.data, files.facts)
     splits: tuple[Split, ...] = ("train", "eval") if _holds_out(data) else ("train",)
     if assembly is None:
         # rows need the tokenizer and the parts that read them; whether they are there does not
@@ -130,7 +130,7 @@ def prepare(
         first_batch = _first_batch(resolved, assembly, loaded, order)
     longest = max(int(np.diff(columns.token_offsets).max(initial=1)) for columns in datasets)
     with refusals.collect():
-        teacher = planned_teacher(
+        teacher = plan_teacher(
             resolved,
             assembly,
             files,
@@ -157,7 +157,7 @@ def prepare(
     )
 
 
-def scored_by_teacher(config: EngineConfig) -> frozenset[str]:
+def list_teacher_columns(config: EngineConfig) -> frozenset[str]:
     """Return the columns that a run's teacher gives, so that the data need not have them; none where there is no teacher."""
     return frozenset({TEACHER} if config.has("teacher") and config.teacher.path is not None else ())
 
@@ -219,7 +219,7 @@ def _with_rotary_length(resolved: ResolvedConfig, files: ModelFiles, datasets: S
     return attrs.evolve(resolved, config=attrs.evolve(resolved.config, model=model))
 
 
-def limited_to_model(data: DataConfig, facts: ModelFacts) -> DataConfig:
+def limit_to_model(data: DataConfig, facts: ModelFacts) -> DataConfig:
     """Set `max_length` to the model's context length where it is not set already; nothing changes where neither says.
 
     Raises DataError for a `max_length` beyond the positions that the model has.

@@ -71,7 +71,7 @@ class SampleOrder:
     @property
     def left_out(self) -> int:
         """Return the number of samples that the first epoch leaves out."""
-        return self.samples - self._stop(self._planned(0)[1])
+        return self.samples - self._stop(self._order_of(0)[1])
 
     def steps_in(self, epochs: float) -> int:
         """Optimizer steps of this many epochs; a part of an epoch counts its samples, rounded to whole mini-batches, at least one in all."""
@@ -81,7 +81,7 @@ class SampleOrder:
 
     def epoch(self, epoch: int) -> IntArray:
         """int64[samples]: the order of epoch `epoch`, counted from 0; read-only."""
-        return self._planned(epoch)[0]
+        return self._order_of(epoch)[0]
 
     def start(self) -> "Position":
         return Position(epoch=0, offset=0)
@@ -89,7 +89,7 @@ class SampleOrder:
     def mini_batch(self, position: "Position") -> "tuple[IntArray, Position]":
         """int64[n]: the samples of the mini-batch at `position`, and the position after it."""
         assert 0 <= position.offset < self.samples, f"offset {position.offset} outside an epoch of {self.samples} samples"
-        order, ends = self._planned(position.epoch)
+        order, ends = self._order_of(position.epoch)
         if self._is_over(position.offset, ends):  # a resume has asked for drop_last
             return self.mini_batch(Position(position.epoch + 1, 0))
         end = self._end(position.offset, ends)
@@ -122,7 +122,7 @@ class SampleOrder:
         # the batch size has changed since this epoch began
         return int(ends[np.searchsorted(ends, offset + self.batch_size, side="right") - 1])
 
-    def _planned(self, epoch: int) -> tuple[IntArray, IntArray | None]:
+    def _order_of(self, epoch: int) -> tuple[IntArray, IntArray | None]:
         """int64[samples], the order of an epoch, and int64[bundles], where in it each bundle ends; those of the latest epoch are kept."""
         if epoch not in self._latest:
             self._latest.clear()
@@ -131,7 +131,7 @@ class SampleOrder:
 
     def _plan(self, epoch: int) -> tuple[IntArray, IntArray | None]:
         count = self.samples if self.bundles is None else len(self.bundles)
-        order = _shuffled(count, self.seed, epoch) if self.shuffle else np.arange(count, dtype=np.int64)
+        order = _shuffle(count, self.seed, epoch) if self.shuffle else np.arange(count, dtype=np.int64)
         ends = None
         if self.bundles is not None:
             ordered = self.bundles.members.take(order)
@@ -148,7 +148,7 @@ class Position:
     offset: int = field(validator=ge(0))
 
 
-def _shuffled(samples: int, seed: int, epoch: int) -> IntArray:
+def _shuffle(samples: int, seed: int, epoch: int) -> IntArray:
     """int64[samples]: samples sorted by raw 64-bit draws of PCG64; equal draws keep their samples in place.
 
     NumPy promises that a bit generator's stream never changes between versions (NEP 19), which it does not promise of

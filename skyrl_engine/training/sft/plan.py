@@ -11,7 +11,7 @@ from skyrl_engine.contracts.values.plan import BatchPlan
 from skyrl_engine.contracts.values.topology import Topology
 from skyrl_engine.data.preview import first_prompt
 from skyrl_engine.engine.cores import sharing
-from skyrl_engine.training.sft.data import PreparedRun, describe_data, limited_to_model
+from skyrl_engine.training.sft.data import PreparedRun, describe_data, limit_to_model
 from skyrl_engine.training.sft.order import SampleOrder
 
 
@@ -75,7 +75,7 @@ def describe_plan(prepared: PreparedRun) -> RunPlan:
         required=tuple(sorted(prepared.required)),
         train=describe_data(prepared.train) or {},
         evaluation=describe_data(prepared.evaluation),
-        longest_allowed=limited_to_model(resolved.config.data, prepared.files.facts).max_length,
+        longest_allowed=limit_to_model(resolved.config.data, prepared.files.facts).max_length,
         rotary_length=prepared.files.facts.rotary_length,
         total_steps=prepared.total_steps,
         steps_per_epoch=prepared.order.steps_per_epoch,

@@ -15,7 +15,7 @@ from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.ragged import offsets_of
 from skyrl_engine.errors import DataError
 from skyrl_engine.run.metrics import read_metrics
-from skyrl_engine.training.preference.baseline import mismatched, other_answers, prompt_labels
+from skyrl_engine.training.preference.baseline import mismatch_answers, other_answers, prompt_labels
 from skyrl_engine.training.preference.trainer import plan_preference, run_preference
 
 
@@ -37,24 +37,24 @@ def test_answers_of_pairs_stand_after_the_other_pairs_prompt() -> None:
     """Rows are cut to `longest` tokens; a mini-batch of one prompt has no other answers."""
     units = np.array([0, 0, 1, 1])
     columns = columns_of(([1, 2], [50]), ([1, 2], [51, 52]), ([3], [60, 61]), ([3], [62]), unit_ids=units)
-    others = mismatched(columns, 4)
+    others = mismatch_answers(columns, 4)
     assert others is not None
     assert rows(others) == [[1, 2, 60, 61], [1, 2, 62], [3, 50], [3, 51, 52]]
-    short = mismatched(columns, 3)
+    short = mismatch_answers(columns, 3)
     assert short is not None
     assert rows(short) == [[1, 2, 60], [1, 2, 62], [3, 50], [3, 51, 52]]
-    assert mismatched(columns.take([0, 1]), None) is None
+    assert mismatch_answers(columns.take([0, 1]), None) is None
 
 
 def test_answers_of_interleaved_rows_are_never_matched() -> None:
     """Rows as they lie in many files: the two answers to a prompt, one after the other. The next row's answer would be the prompt's own."""
-    others = mismatched(columns_of(([1], [10]), ([1], [11]), ([2], [20]), ([2], [21]), ([3], [30]), ([3], [31])), None)
+    others = mismatch_answers(columns_of(([1], [10]), ([1], [11]), ([2], [20]), ([2], [21]), ([3], [30]), ([3], [31])), None)
     assert others is not None
     assert rows(others) == [[1, 20], [1, 21], [2, 30], [2, 31], [3, 10], [3, 11]]
 
 
 def test_samples_of_different_prompts_get_the_next_ones_answer() -> None:
-    others = mismatched(columns_of(([1], [10]), ([2], [20]), ([3], [30])), None)
+    others = mismatch_answers(columns_of(([1], [10]), ([2], [20]), ([3], [30])), None)
     assert others is not None
     assert rows(others) == [[1, 20], [2, 30], [3, 10]]
 

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.plan import Layout
-from skyrl_engine.training.rl.batches import group_sizes, mini_batch_size, shuffled
+from skyrl_engine.training.rl.batches import group_sizes, mini_batch_size, shuffle_groups
 from skyrl_engine_collators.padded.collator import PaddedCollator
 
 sizes = st.lists(st.integers(1, 7), min_size=1, max_size=9)
@@ -62,7 +62,7 @@ def test_mini_batches_hold_whole_groups_on_any_number_of_ranks(sizes: list[int],
 @given(sizes, st.integers(0, 5))
 def test_another_order_keeps_groups_together(sizes: list[int], epoch: int) -> None:
     columns = columns_of(sizes)
-    order = shuffled(columns, seed=1, step=2, epoch=epoch)
+    order = shuffle_groups(columns, seed=1, step=2, epoch=epoch)
     assert sorted(order.tolist()) == list(range(len(columns)))
     moved = columns.take(order)
     assert sorted(group_sizes(moved)) == sorted(sizes)
@@ -74,6 +74,6 @@ def test_another_order_keeps_groups_together(sizes: list[int], epoch: int) -> No
 
 def test_the_order_follows_from_seed_step_and_epoch() -> None:
     columns = columns_of([1] * 12)
-    orders = {tuple(shuffled(columns, seed=seed, step=step, epoch=epoch)) for seed in (1, 2) for step in (1, 2) for epoch in (1, 2)}
+    orders = {tuple(shuffle_groups(columns, seed=seed, step=step, epoch=epoch)) for seed in (1, 2) for step in (1, 2) for epoch in (1, 2)}
     assert len(orders) == 8
-    assert tuple(shuffled(columns, seed=1, step=1, epoch=1)) in orders
+    assert tuple(shuffle_groups(columns, seed=1, step=1, epoch=1)) in orders

@@ -166,7 +166,7 @@ def test_a_name_that_an_environment_took_is_refused(judge: Path, rl: Rl) -> None
     engine: Any = None
     taken = plain_group(3, rewards=(1.0, 0.0), parts={REWARD_MODEL: 0.5})
     with pytest.raises(ContractError, match=r"gives a part or metric 'reward_model' to task .*task-3"):
-        prepared.reward_model.rewarded(engine, [taken])
+        prepared.reward_model.add_rewards(engine, [taken])
 
 
 def test_a_value_that_is_not_finite_is_the_reward_models_fault(rl: Rl, judge: Path, tmp_path: Path) -> None:

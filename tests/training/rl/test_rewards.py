@@ -35,7 +35,7 @@ def columns(**without: bool) -> SampleColumns:
     ],
 )
 def test_every_scored_token_loses_its_own_share(estimator, formula) -> None:
-    shaped, metrics = KlPenalty.start(RewardKlConfig(0.5, estimator)).shaped(columns())
+    shaped, metrics = KlPenalty.start(RewardKlConfig(0.5, estimator)).apply(columns())
     gaps = [[0.5, -1.0], [-0.25, 1.0]]
     expected = [0 - 0.5 * formula(0.5), 1 - 0.5 * formula(-1.0), 0.0, 0.25 - 0.5 * formula(-0.25), 2 - 0.5 * formula(1.0)]
     assert shaped.columns["rewards"].tolist() == pytest.approx(expected, rel=1e-6)
@@ -46,7 +46,7 @@ def test_every_scored_token_loses_its_own_share(estimator, formula) -> None:
 
 
 def test_the_sampler_stands_for_an_old_policy_that_nobody_scored() -> None:
-    shaped, _ = KlPenalty.start(RewardKlConfig(1.0)).shaped(columns(old_logprobs=True))
+    shaped, _ = KlPenalty.start(RewardKlConfig(1.0)).apply(columns(old_logprobs=True))
     assert shaped.columns["rewards"].tolist() == [7.5, 9.0, 0.0, 9.0, 7.0]
 
 
@@ -54,16 +54,16 @@ def test_the_sampler_stands_for_an_old_policy_that_nobody_scored() -> None:
 def test_the_coefficient_follows_the_divergence(target: float, change: float) -> None:
     """0.125 nats per attempt. It counts from the next step on."""
     penalty = KlPenalty.start(RewardKlConfig(0.5, "k1", target, 40))
-    _, metrics = penalty.shaped(columns())
+    _, metrics = penalty.apply(columns())
     assert metrics["policy/kl_coef"].result == 0.5
     assert penalty.coef == pytest.approx(0.5 * (1 + change * 2 / 40), rel=1e-12)
-    _, metrics = penalty.shaped(columns())
+    _, metrics = penalty.apply(columns())
     assert metrics["policy/kl_coef"].result == pytest.approx(0.5 * (1 + change * 2 / 40), rel=1e-12)
 
 
 def test_without_a_target_it_stays() -> None:
     penalty = KlPenalty.start(RewardKlConfig(0.5))
-    penalty.shaped(columns())
+    penalty.apply(columns())
     assert penalty.coef == 0.5
 
 

@@ -11,7 +11,7 @@ from skyrl_engine.config.schema import DataConfig, ModelConfig
 from skyrl_engine.errors import DataError
 from skyrl_engine.model_facts.facts import ModelFacts
 from skyrl_engine.modeling.tiny import write_tokenizer
-from skyrl_engine.training.sft.data import limited_to_model
+from skyrl_engine.training.sft.data import limit_to_model
 from skyrl_engine.training.sft.trainer import plan_sft
 
 
@@ -22,23 +22,23 @@ def model(tmp_path: Path) -> ModelFacts:
 
 
 def test_the_model_limits_what_the_configuration_does_not(model: ModelFacts) -> None:
-    assert limited_to_model(DataConfig(train="data"), model).max_length == 48
+    assert limit_to_model(DataConfig(train="data"), model).max_length == 48
 
 
 def test_a_configured_limit_stands(model: ModelFacts) -> None:
-    assert limited_to_model(DataConfig(train="data", max_length=8), model).max_length == 8
+    assert limit_to_model(DataConfig(train="data", max_length=8), model).max_length == 8
 
 
 def test_a_model_that_cannot_be_read_sets_no_limit(tmp_path: Path) -> None:
-    assert limited_to_model(DataConfig(train="data"), ModelFacts(ModelConfig(path=str(tmp_path / "missing")))).max_length is None
+    assert limit_to_model(DataConfig(train="data"), ModelFacts(ModelConfig(path=str(tmp_path / "missing")))).max_length is None
 
 
 def test_a_limit_beyond_the_model_s_positions_is_refused_with_the_numbers(model: ModelFacts) -> None:
-    assert limited_to_model(DataConfig(train="data", max_length=48), model).max_length == 48
+    assert limit_to_model(DataConfig(train="data", max_length=48), model).max_length == 48
     with pytest.raises(
         DataError, match=r"data\.max_length is 49, and the model has 48 positions .* Set data\.max_length to 48 or less"
     ):
-        limited_to_model(DataConfig(train="data", max_length=49), model)
+        limit_to_model(DataConfig(train="data", max_length=49), model)
 
 
 def test_token_ids_beyond_the_vocabulary_are_refused_while_planning(
