@@ -16,7 +16,7 @@ from skyrl_engine.engine.plan import Plan
 from skyrl_engine.engine.results import PassResult, counts_of, refuse_not_finite
 from skyrl_engine.objective.policy_metrics import OLD_LOGPROBS, ROLLOUT_LOGPROBS
 from skyrl_engine.spans import Spans
-from skyrl_engine.workers.dispatch import PlacedShard, batch_structure, compact_weights, cut, merged, planned
+from skyrl_engine.workers.dispatch import PlacedShard, batch_structure, compact_weights, cut, merge_outputs, plan_batch
 from skyrl_engine.workers.future import Future
 from skyrl_engine.workers.launch import WorkerGroup
 from skyrl_engine.workers.worker import Pass, RankReply
@@ -34,7 +34,7 @@ class Passes:
     def plan(self, columns: SampleColumns, layout: Layout) -> Plan:
         """Cut a batch with the collator."""
         with self.spans("plan"):
-            return Plan(columns, planned(self.assembly.collator, columns, layout))
+            return Plan(columns, plan_batch(self.assembly.collator, columns, layout))
 
     def columns_of(self, work: Pass) -> list[str]:
         """Name the columns that a learning pass reads on the ranks."""
@@ -74,7 +74,7 @@ class Passes:
     def merge(self, outputs: Sequence[RankOutput], plan: BatchPlan) -> BatchOutput:
         """Join what the ranks gave, in the order of the columns."""
         with self.spans("merge"):
-            return merged(self.assembly.merger, outputs, plan)
+            return merge_outputs(self.assembly.merger, outputs, plan)
 
     def collect_evaluation(self, outputs: Sequence[RankOutput], plan: Plan, total: float) -> PassResult:
         """Give the result of a pass without gradients: the loss and each part's contribution are means over the weight `total`."""

@@ -25,7 +25,7 @@ from skyrl_engine.proof.plain_model import PlainModel
 from skyrl_engine.proof.plants import Cut, PlannedCollator, Plant, PlantedMerger, PlantedReducer
 from skyrl_engine.proof.ranks import CONTEXT, RankPool
 from skyrl_engine.proof.rollouts import LONGEST, make_rollouts
-from skyrl_engine.workers.dispatch import batch_structure, planned
+from skyrl_engine.workers.dispatch import batch_structure, plan_batch
 
 TOLERANCE: Mapping[ComputeDtype, float] = {"float32": 1e-5, "float64": 1e-10}
 """Largest relative difference of a loss, and of any parameter's gradient, that rounding explains."""
@@ -98,7 +98,7 @@ class Prover:
 
     def _cut(self, case: Case, columns: SampleColumns, dtype: ComputeDtype) -> Cut:
         chosen = _in_order(case, columns)
-        plan = planned(self._assembly(case, dtype).collator, chosen, self._layout(case, dtype))
+        plan = plan_batch(self._assembly(case, dtype).collator, chosen, self._layout(case, dtype))
         return Cut.of(batch_structure(chosen, plan.mini_batches[0], LONGEST), plan)
 
     def _measure(self, case: Case, columns: SampleColumns, dtype: ComputeDtype, plant: Plant | None) -> Measurement:

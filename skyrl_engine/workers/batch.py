@@ -15,7 +15,7 @@ from skyrl_engine.registry.host import blaming
 from skyrl_engine.registry.part import BoundPlugin
 from skyrl_engine.spans import Spans
 from skyrl_engine.workers.dispatch import Shard
-from skyrl_engine.workers.scored_tokens import ScoredTokens, Selection, scored_tokens
+from skyrl_engine.workers.scored_tokens import ScoredTokens, Selection, iterate_scored_tokens
 
 
 @frozen(eq=False)
@@ -37,7 +37,7 @@ class ShardBatch:
         return len(self._plans)
 
     def __iter__(self) -> Iterator[MicroBatch]:
-        tokens = scored_tokens(self.shard, self.first, self.last, self.selection, self.labels)
+        tokens = iterate_scored_tokens(self.shard, self.first, self.last, self.selection, self.labels)
         for plan in self._plans:
             with self.spans("build"):
                 micro_batch = self._build(plan, next(tokens))

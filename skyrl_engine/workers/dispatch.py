@@ -62,7 +62,7 @@ class PlacedShard:
         return self.first if stage == 0 else self.later
 
 
-def planned(collator: BoundPlugin[Collator], columns: SampleColumns, layout: Layout) -> BatchPlan:
+def plan_batch(collator: BoundPlugin[Collator], columns: SampleColumns, layout: Layout) -> BatchPlan:
     """The collator's plan, checked: nothing a plan forgets can be missed later, since outputs are compared with it.
 
     Raises ContractError, naming the collator.
@@ -109,10 +109,10 @@ def batch_structure(
     samples = mini_batch.samples
     needs = () if reducer is None else getattr(reducer.product, "needs", ())
     label = "" if reducer is None else reducer.label
-    values = {name: _needed(label, "value", name, columns.sample_values)[samples] for name in map(sample_value, needs) if name}
+    values = {name: _require_column(label, "value", name, columns.sample_values)[samples] for name in map(sample_value, needs) if name}
     read = list(column_forms(needs))
     sizes = [len(micro_batch.samples) for rank in mini_batch.ranks for micro_batch in rank]
-    sources = [columns.loss_weight, *(_needed(label, "column", name, columns.columns) for name in read)]
+    sources = [columns.loss_weight, *(_require_column(label, "column", name, columns.columns) for name in read)]
     (loss_weight, *taken), action_offsets = take_segments(sources, columns.action_offsets, samples, join)
     return BatchStructure(
         loss_weight=loss_weight,
@@ -134,7 +134,7 @@ def _round_to_single(values: AnyArray) -> AnyArray:
     return values.astype(np.float32) if values.dtype == np.float64 else values
 
 
-def _needed(label: str, what: str, name: str, there: Mapping[str, AnyArray]) -> AnyArray:
+def _require_column(label: str, what: str, name: str, there: Mapping[str, AnyArray]) -> AnyArray:
     if name not in there:
         raise DataError(
             f"{label} needs the {what} {name!r} of the samples, the data has {', '.join(sorted(there)) or 'none'}",
@@ -182,7 +182,7 @@ def compact_weights(reducer: BoundPlugin[Reducer], structure: BatchStructure) ->
     return weights
 
 
-def merged(merger: BoundPlugin[Merger], outputs: Sequence[RankOutput], plan: BatchPlan) -> BatchOutput:
+def merge_outputs(merger: BoundPlugin[Merger], outputs: Sequence[RankOutput], plan: BatchPlan) -> BatchOutput:
     """The merger's output, checked against the plan. Raises ContractError, naming the merger; OutputError passes."""
     label = merger.label
     with blaming(merger.owner, "merge"):
@@ -235,11 +235,11 @@ def cut(
             mine: TokenWeights = PerSequence(weights.divisor[samples_before:samples])
         else:
             mine = weights[actions_before:actions]
-        yield Shard(source.take(chosen, join), _renumbered(micro_batches), mine, step)
+        yield Shard(source.take(chosen, join), _renumber(micro_batches), mine, step)
         samples_before, actions_before = samples, actions
 
 
-def _renumbered(micro_batches: Sequence[MicroBatchPlan]) -> tuple[MicroBatchPlan, ...]:
+def _renumber(micro_batches: Sequence[MicroBatchPlan]) -> tuple[MicroBatchPlan, ...]:
     """The same micro-batches over a rank's own samples, which lie one after the other."""
     numbers = offsets_of([len(micro_batch.samples) for micro_batch in micro_batches])
     return BuildOrder.of(

@@ -7,7 +7,7 @@ from skyrl_engine.errors import EngineError
 CLOSED: Final = "it was closed"
 
 
-def ended_by(error: EngineError) -> str:
+def describe_ending(error: EngineError) -> str:
     """Return the clause about ranks that were ended because one of them met `error`, which is told the same."""
     error.details = (*error.details, "all ranks were ended: those that did not fail may have waited for one that did")
     return f"all its ranks were ended after a failure ({error.cause})"

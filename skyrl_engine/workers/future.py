@@ -54,7 +54,7 @@ class Calls:
         self._open: deque[tuple[int, Future[Any]]] = deque()
         self._made = 0
 
-    def made(self, wait: Callable[[], Answer]) -> Future[Answer]:
+    def make_future(self, wait: Callable[[], Answer]) -> Future[Answer]:
         """A future of this call, which first waits for all calls before it."""
         number = self._made
         self._made += 1

@@ -44,7 +44,7 @@ class OfferedWeights:
 
     def storage(self) -> "Mapping[str, torch.Tensor]":
         """The backend's own memory."""
-        shown = shown_storage(self._backend) if self.form == "module" else None
+        shown = find_storage(self._backend) if self.form == "module" else None
         assert shown is not None, "the memory of a backend was asked for that shows none"
         return shown
 
@@ -80,7 +80,7 @@ class StoredWeights:
         return iterate_stored_weights(self.model)
 
 
-def shown_storage(backend: Backend) -> "Mapping[str, torch.Tensor] | None":
+def find_storage(backend: Backend) -> "Mapping[str, torch.Tensor] | None":
     """Return the memory of a backend's weights; None where it shows none."""
     return backend.storage() if isinstance(backend, SharesStorage) else None
 
@@ -92,7 +92,7 @@ def form_for(described: GeneratorDescription, backend: Backend, generator: str, 
     """
     if "recorded" in described.capabilities:
         return None
-    given = {"tensors"} if target != POLICY or shown_storage(backend) is None else {"module", "tensors"}
+    given = {"tensors"} if target != POLICY or find_storage(backend) is None else {"module", "tensors"}
     for form in described.accepts:
         if form in given:
             return form

@@ -186,7 +186,7 @@ class WorkerGroup:
 
     def _call(self, method: str, per_rank: Sequence[tuple[Any, ...]]) -> Future[list[Any]]:
         self.refuse_ended()
-        return self._calls.made(self._transport.call(method, per_rank))
+        return self._calls.make_future(self._transport.call(method, per_rank))
 
 
 class InlineTransport:

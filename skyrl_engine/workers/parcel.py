@@ -39,7 +39,7 @@ class Parcel:
 
         return cls(cloudpickle.dumps(content, protocol=5, buffer_callback=in_body), buffers)
 
-    def opened(self) -> Any:
+    def unpack(self) -> Any:
         """The object; its large arrays are read-only, and those of one piece are not copied."""
         return pickle.loads(self.body, buffers=[_whole(pieces) for pieces in self.buffers])  # noqa: S301 - its own controller sent it
 

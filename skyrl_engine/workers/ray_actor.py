@@ -82,7 +82,7 @@ class RankActor:
             index = device_index(assigned, os.environ.get("CUDA_VISIBLE_DEVICES"))
             self._worker = Worker(spec, rank, device_index=index, rendezvous=rendezvous)
 
-        return _guarded(make)
+        return _run_guarded(make)
 
     def call(self, method: str, arguments: tuple[Any, ...], shard: Parcel | None, known: int = 0) -> Any:
         """Call the worker; `shard`, when given, arrives as the parcel itself because it is a top-level argument.
@@ -94,10 +94,10 @@ class RankActor:
             return Failure(None, "it was not begun, because a call before it failed", "", met=False)
 
         def answer() -> Any:
-            opened = () if shard is None else (shard.opened(),)
+            opened = () if shard is None else (shard.unpack(),)
             return getattr(self._worker, method)(*arguments, *opened)
 
-        answered = _guarded(answer)
+        answered = _run_guarded(answer)
         self._failures += isinstance(answered, Failure)
         return answered
 
@@ -116,7 +116,7 @@ def device_index(assigned: Sequence[str], visible: str | None) -> int:
     return shown.index(assigned[0]) if assigned[0] in shown else 0
 
 
-def _guarded(body: Callable[[], Any]) -> Any:
+def _run_guarded(body: Callable[[], Any]) -> Any:
     try:
         return body()
     except EngineError as error:

@@ -12,7 +12,7 @@ import attrs
 from skyrl_engine.contracts.values.topology import Topology
 from skyrl_engine.errors import EngineClosedError, EngineError, PluginError, WorkerError
 from skyrl_engine.workers.dispatch import Shard
-from skyrl_engine.workers.ending import CLOSED, ended_by
+from skyrl_engine.workers.ending import CLOSED, describe_ending
 from skyrl_engine.workers.parcel import Parcel
 from skyrl_engine.workers.process_group import Rendezvous
 from skyrl_engine.workers.rank_log import RankLog, ranks_in_words
@@ -134,9 +134,9 @@ class RayTransport:
         if deaths or failures:
             if deaths:
                 self._refuse_lost_ray(method, within=NEWS_SECONDS)
-            failure = (self._lost_node(min(deaths), method) if deaths else None) or _explain(method, deaths, failures, self._places)
+            failure = (self._find_lost_node(min(deaths), method) if deaths else None) or _explain(method, deaths, failures, self._places)
             if deaths or waiting:
-                self._end(ended_by(failure))
+                self._end(describe_ending(failure))
             raise failure
         return [results[rank] for rank in range(len(pending))]
 
@@ -152,7 +152,7 @@ class RayTransport:
 
     def _refuse_lost_ray(self, method: str, *, within: float = 0.0) -> None:
         """Raise WorkerError, and end the ranks, where Ray itself is gone; wait `within` seconds for the news."""
-        lost = None if self._watch is None else self._watch.lost(within)
+        lost = None if self._watch is None else self._watch.find_lost_process(within)
         if lost is None:
             return
         failure = WorkerError(
@@ -162,10 +162,10 @@ class RayTransport:
             + ("" if self._owns_cluster else " and start Ray again")
             + ", then resume from the latest checkpoint",
         )
-        self._end(ended_by(failure))
+        self._end(describe_ending(failure))
         raise failure
 
-    def _lost_node(self, dead: int, method: str) -> WorkerError | None:
+    def _find_lost_node(self, dead: int, method: str) -> WorkerError | None:
         """Return an error that names the node of a dead rank, if the node is lost too."""
         if self._log is None or self._log.node_answers(self._places[dead].machine):
             return None
@@ -180,7 +180,7 @@ class RayTransport:
     def _end(self, event: str) -> None:
         """Kill the ranks, which may be in a collective that will never end."""
         self.ended = event
-        if self._watch is not None and self._watch.lost() is not None:
+        if self._watch is not None and self._watch.find_lost_process() is not None:
             self._end_processes()
         for actor in self._actors:
             with contextlib.suppress(self._ray.exceptions.RayError):
@@ -194,7 +194,7 @@ class RayTransport:
             end_own_processes(self._ray, [place.pid for place in self._places])
 
     def close(self) -> None:
-        lost = self._watch is not None and self._watch.lost() is not None
+        lost = self._watch is not None and self._watch.find_lost_process() is not None
         self._end(CLOSED)
         if self._log is not None:
             self._log.close(answering=not lost)

@@ -41,7 +41,7 @@ class RayWatch:
         self._thread = threading.Thread(target=self._listen, name="ray-watch", daemon=True)
         self._thread.start()
 
-    def lost(self, within: float = 0.0) -> str | None:
+    def find_lost_process(self, within: float = 0.0) -> str | None:
         """Say which process of Ray is gone, waiting `within` seconds for the news; None while none is."""
         if within:
             self._known.wait(within)

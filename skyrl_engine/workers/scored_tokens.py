@@ -35,7 +35,7 @@ class ScoredTokens:
     samples: ScoredSamples
 
 
-def scored_tokens(
+def iterate_scored_tokens(
     shard: Shard, first: int, last: int | None, selection: Selection, labels: str | None = None
 ) -> Iterator[ScoredTokens]:
     """Yield the tokens of each micro-batch from `first` up to `last` (None: all that follow).

@@ -48,7 +48,7 @@ class Builder:
 
     def build(self, sent: Parcel) -> tuple[int, int]:
         """Rows and bytes of the dense batches that are now held."""
-        shard: Shard = sent.opened()
+        shard: Shard = sent.unpack()
         self._held = [self._collator.build(shard.columns, micro_batch) for micro_batch in shard.micro_batches]
         tensors = [tensor for batch in self._held for tensor in batch.fields.values()]
         return sum(micro_batch.rows for micro_batch in shard.micro_batches), sum(tensor.nbytes for tensor in tensors)

@@ -12,7 +12,7 @@ from skyrl_engine.errors import ContractError, PluginBrokenError
 from skyrl_engine.spans import Spans
 from skyrl_engine.testing.subject import part_of
 from skyrl_engine.workers.batch import ShardBatch
-from skyrl_engine.workers.dispatch import cut, merged, planned
+from skyrl_engine.workers.dispatch import cut, merge_outputs, plan_batch
 from skyrl_engine_collators.padded.collator import PaddedCollator
 from skyrl_engine_mergers.ordered import OrderedMerger
 
@@ -78,13 +78,13 @@ FIELDS = ("tokens", "actions", "sample_ids", "group_ids", "unit_ids")
 )
 def test_a_wrong_plan_is_refused_and_its_collator_named(columns, wrong, error, message):
     with pytest.raises(error, match=message) as caught:
-        planned(part_of(wrong(), LABEL, "collator"), columns, Layout(dp=2))
+        plan_batch(part_of(wrong(), LABEL, "collator"), columns, Layout(dp=2))
     assert LABEL in caught.value.cause
 
 
 @pytest.mark.parametrize("selection", ["loss", "actions"])
 def test_a_gather_index_that_forgets_a_token_is_refused(columns, selection):
-    plan = planned(part_of(PaddedCollator(), LABEL, "collator"), columns, Layout())
+    plan = plan_batch(part_of(PaddedCollator(), LABEL, "collator"), columns, Layout())
     (shard,) = cut(columns, plan.mini_batches[0], np.ones(7), ())
     with pytest.raises(
         ContractError, match="where to score 6 response tokens of a micro-batch; they are not the 7 that have a predec"
@@ -117,15 +117,15 @@ class LosesMetrics(OrderedMerger):
 
 
 def test_a_merger_that_loses_something_or_fails_is_named(columns):
-    plan = planned(part_of(PaddedCollator(), LABEL, "collator"), columns, Layout())
+    plan = plan_batch(part_of(PaddedCollator(), LABEL, "collator"), columns, Layout())
     whole = RankOutput(np.array([5, 6, 7]), np.array([2, 3, 2]), Ragged(np.zeros(0, np.int32), offsets_of([0, 0, 0])))
     whole = evolve(whole, metrics={"loss": Metric.sum(1.0)})
-    assert merged(part_of(OrderedMerger(), "merger", "merger"), [whole], plan).sample_ids.tolist() == [5, 6, 7]
+    assert merge_outputs(part_of(OrderedMerger(), "merger", "merger"), [whole], plan).sample_ids.tolist() == [5, 6, 7]
     with pytest.raises(ContractError, match="merger 'mine' returned 2 samples where 3 were planned"):
-        merged(part_of(LosesTheLast(), "merger 'mine'", "merger"), [whole], plan)
+        merge_outputs(part_of(LosesTheLast(), "merger 'mine'", "merger"), [whole], plan)
     with pytest.raises(ContractError, match="merger 'mine' returned no metric 'loss'"):
-        merged(part_of(LosesMetrics(), "merger 'mine'", "merger"), [whole], plan)
+        merge_outputs(part_of(LosesMetrics(), "merger 'mine'", "merger"), [whole], plan)
     with pytest.raises(ContractError, match=r"merger 'mine' returned NoneType\. Return a BatchOutput"):
-        merged(part_of(Silences(), "merger 'mine'", "merger"), [whole], plan)
+        merge_outputs(part_of(Silences(), "merger 'mine'", "merger"), [whole], plan)
     with pytest.raises(PluginBrokenError, match="merger 'mine' failed in merge: ZeroDivisionError"):
-        merged(part_of(Fails(), "merger 'mine'", "merger"), [whole], plan)
+        merge_outputs(part_of(Fails(), "merger 'mine'", "merger"), [whole], plan)

@@ -31,7 +31,7 @@ def test_a_failure_is_raised_every_time() -> None:
 
 def test_waiting_for_a_call_waits_for_those_before_it() -> None:
     calls, order = Calls(), []
-    futures = [calls.made(partial(order.append, number)) for number in range(4)]
+    futures = [calls.make_future(partial(order.append, number)) for number in range(4)]
     futures[1].result()
     assert order == [0, 1]
     futures[0].result()
@@ -41,8 +41,8 @@ def test_waiting_for_a_call_waits_for_those_before_it() -> None:
 
 def test_an_earlier_failure_that_nobody_took_is_raised_by_a_later_answer_and_only_once() -> None:
     calls = Calls()
-    first = calls.made(failing("first"))
-    later, last = calls.made(lambda: 1), calls.made(lambda: 2)
+    first = calls.make_future(failing("first"))
+    later, last = calls.make_future(lambda: 1), calls.make_future(lambda: 2)
     with pytest.raises(ValueError, match="first"):
         later.result()
     assert last.result() == 2
@@ -52,8 +52,8 @@ def test_an_earlier_failure_that_nobody_took_is_raised_by_a_later_answer_and_onl
 
 def test_a_failure_that_was_taken_hinders_nobody() -> None:
     calls = Calls()
-    first = calls.made(failing("first"))
+    first = calls.make_future(failing("first"))
     with pytest.raises(ValueError, match="first"):
         first.result()
     calls.settle()
-    assert calls.made(lambda: 3).result() == 3
+    assert calls.make_future(lambda: 3).result() == 3

@@ -102,11 +102,11 @@ def test_a_node_is_lost_when_its_reader_is_gone_and_a_rank_when_only_it_is(place
     log = RankLog(ray, places)
     transport = RayTransport.__new__(RayTransport)
     transport._log, transport._places = log, places
-    assert transport._lost_node(0, "run") is None
+    assert transport._find_lost_node(0, "run") is None
     alone = _explain("run", {2: "killed"}, {}, places)
     assert "rank 2 died during run: killed (it was on b (10.0.0.b), pid 72, CPU)" in str(alone)
     ray.actors[0].lost = True
-    lost = transport._lost_node(1, "run")
+    lost = transport._find_lost_node(1, "run")
     assert "the node a (10.0.0.a) was lost during run, and ranks 0 and 1 with it" in str(lost)
     log.close()
 

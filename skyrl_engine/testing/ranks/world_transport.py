@@ -7,7 +7,7 @@ from skyrl_engine.errors import EngineError
 from skyrl_engine.testing.ranks.held import call_held, hold, let_go
 from skyrl_engine.testing.ranks.world import World
 from skyrl_engine.workers.dispatch import Shard
-from skyrl_engine.workers.ending import CLOSED, ended_by
+from skyrl_engine.workers.ending import CLOSED, describe_ending
 from skyrl_engine.workers.launch import WorkerGroup
 from skyrl_engine.workers.spec import WorkerSpec
 
@@ -28,7 +28,7 @@ class WorldTransport:
             answers = self._world.run(on_worker, method, list(per_rank))
         except EngineError as error:
             if not self._world.running:
-                self.ended = ended_by(error)
+                self.ended = describe_ending(error)
             failure = error
 
             def failed() -> list[Any]:

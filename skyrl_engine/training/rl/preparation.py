@@ -49,7 +49,7 @@ from skyrl_engine.training.rl.recipe import ScoringPasses, Recorded, recipe
 from skyrl_engine.training.rl.reward_model import RewardModel
 from skyrl_engine.training.rl.tasks import TaskOrder, refuse_no_task, task_at, tasks_in
 from skyrl_engine.training.teacher import plan_teacher
-from skyrl_engine.workers.dispatch import planned
+from skyrl_engine.workers.dispatch import plan_batch
 
 logger = logging.getLogger(__name__)
 
@@ -284,7 +284,7 @@ def _plan_any_batch(assembly: Assembly, layout: Layout, settings: RlConfig, roll
         group_ids=np.repeat(np.arange(settings.groups, dtype=np.int64), size),
     )
     together = mini_batch_size([size] * settings.groups, settings.mini_batches)
-    planned(assembly.collator, columns, evolve(layout, mini_batch_size=together))
+    plan_batch(assembly.collator, columns, evolve(layout, mini_batch_size=together))
 
 
 _REWARDED = frozenset(("rewards", "advantages", "returns"))

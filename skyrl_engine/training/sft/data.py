@@ -35,7 +35,7 @@ from skyrl_engine.registry.part import BoundPlugin
 from skyrl_engine.training.model_beside import check_models_beside
 from skyrl_engine.training.sft.order import SampleOrder
 from skyrl_engine.training.teacher import TEACHER, plan_teacher
-from skyrl_engine.workers.dispatch import batch_structure, planned, token_weights
+from skyrl_engine.workers.dispatch import batch_structure, plan_batch, token_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -269,7 +269,7 @@ def _first_batch(
     layout = assembly.layout(micro_batch_rows=training.micro_batch_rows, micro_batch_tokens=training.micro_batch_tokens)
     chosen, _ = order.mini_batch(order.start())
     first = loaded["train"].columns.take(chosen)
-    plan = planned(assembly.collator, first, layout)
+    plan = plan_batch(assembly.collator, first, layout)
     token_weights(
         assembly.reducer,
         batch_structure(first, plan.mini_batches[0], assembly.context.max_sequence_length, reducer=assembly.reducer),
@@ -278,7 +278,7 @@ def _first_batch(
         columns = dataset.columns
         # beside others, because there may have to be as many samples as ranks
         some = np.union1d(largest_units(columns), np.arange(min(len(columns), training.batch_size)))
-        planned(assembly.collator, columns.take(some), layout)
+        plan_batch(assembly.collator, columns.take(some), layout)
     return plan
 
 
