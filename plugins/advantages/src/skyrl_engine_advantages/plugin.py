@@ -23,7 +23,7 @@ def _claims(default: AdvantageClaims) -> Callable[[Any], AdvantageClaims]:
     def of_options(options: GroupOptions) -> AdvantageClaims:
         claims = default
         if options.normalize != "none":
-            claims = evolve(claims, scale=_scale_of_normalised(default, options))
+            claims = evolve(claims, scale=_scale_claim(default, options))
         if options.normalize == "batch":
             claims = evolve(claims, whole_batch=True, zero_sum=False, shift=False)
         if options.clip is not None:
@@ -33,7 +33,7 @@ def _claims(default: AdvantageClaims) -> Callable[[Any], AdvantageClaims]:
     return of_options
 
 
-def _scale_of_normalised(default: AdvantageClaims, options: GroupOptions) -> Literal["invariant"] | None:
+def _scale_claim(default: AdvantageClaims, options: GroupOptions) -> Literal["invariant"] | None:
     if default.scale == "invariant":  # a group's deviation is that of its rewards, and grows with them
         return "invariant" if options.normalize == "batch" else None
     return "invariant" if options.epsilon == 0 else None

@@ -28,7 +28,7 @@ def maxrl(batch: AdvantageBatch, options: GroupOptions) -> FloatArray:
 def reinforce_pp(batch: AdvantageBatch, options: TokenOptions) -> AdvantageOutput:
     """Compute discounted returns over scored tokens."""
     returns = np.zeros(len(batch.rewards))
-    for tokens in _scored_tokens(batch).values():
+    for tokens in _index_scored_tokens(batch).values():
         following = 0.0
         for token in reversed(tokens):
             following = float(batch.rewards[token]) + options.gamma * following
@@ -40,7 +40,7 @@ def reverse_kl(batch: AdvantageBatch, options: ReverseKlOptions) -> FloatArray:
     """Compute discounted sums of the teacher's log-probability minus the student's, plus scaled rewards, over scored tokens."""
     teacher, student = batch.columns["teacher_logprobs"], batch.columns["old_logprobs"]
     sums = np.zeros(len(batch.rewards))
-    for tokens in _scored_tokens(batch).values():
+    for tokens in _index_scored_tokens(batch).values():
         following = 0.0
         for token in reversed(tokens):
             own = options.reward_coef * float(batch.rewards[token]) + float(teacher[token]) - float(student[token])
@@ -54,7 +54,7 @@ def gae(batch: AdvantageBatch, options: GaeOptions) -> AdvantageOutput:
     values = batch.columns["old_values"]
     decay = options.gamma * options.lam
     estimates, returns = np.zeros(len(batch.rewards)), np.zeros(len(batch.rewards))
-    for tokens in _scored_tokens(batch).values():
+    for tokens in _index_scored_tokens(batch).values():
         following_value = following_estimate = 0.0
         for token in reversed(tokens):
             value = float(values[token])
@@ -108,7 +108,7 @@ def _by_group(batch: AdvantageBatch, options: GroupOptions, formula: Callable[[f
     return _finish(batch, advantages, options, options.normalize == "batch")
 
 
-def _scored_tokens(batch: AdvantageBatch) -> dict[int, list[int]]:
+def _index_scored_tokens(batch: AdvantageBatch) -> dict[int, list[int]]:
     """The places of each trajectory's scored tokens, turn by turn."""
     tokens: dict[int, list[int]] = defaultdict(list)
     for sample in sorted(range(len(batch)), key=lambda each: int(batch.turn[each])):

@@ -39,7 +39,7 @@ def reinforce_pp(batch: AdvantageBatch, options: TokenOptions) -> AdvantageOutpu
         return rewards + options.gamma * following
 
     returns = _backwards(batch, backward, batch.rewards)
-    return AdvantageOutput(_finished(batch, returns, options), returns)
+    return AdvantageOutput(_whiten_and_clip(batch, returns, options), returns)
 
 
 def reverse_kl(batch: AdvantageBatch, options: ReverseKlOptions) -> FloatArray:
@@ -50,7 +50,7 @@ def reverse_kl(batch: AdvantageBatch, options: ReverseKlOptions) -> FloatArray:
     def backward(each: FloatArray, following: FloatArray) -> FloatArray:
         return each + options.gamma * following
 
-    return _finished(batch, _backwards(batch, backward, own), options)
+    return _whiten_and_clip(batch, _backwards(batch, backward, own), options)
 
 
 def gae(batch: AdvantageBatch, options: GaeOptions) -> AdvantageOutput:
@@ -63,7 +63,7 @@ def gae(batch: AdvantageBatch, options: GaeOptions) -> AdvantageOutput:
         return delta + decay * following
 
     estimates = _backwards(batch, backward, deltas)
-    return AdvantageOutput(_finished(batch, estimates, options), np.where(batch.scored, estimates + values, 0.0))
+    return AdvantageOutput(_whiten_and_clip(batch, estimates, options), np.where(batch.scored, estimates + values, 0.0))
 
 
 class _Groups:
@@ -101,19 +101,19 @@ def _spread(batch: AdvantageBatch, groups: _Groups, values: FloatArray, options:
         values = np.where(values == 0, 0.0, values / np.where(values == 0, 1.0, deviation))
     advantages = batch.spread(values)
     if options.normalize == "batch":
-        advantages = _whitened(batch, advantages, options.epsilon)
-    return _clipped(advantages, options)
+        advantages = _whiten(batch, advantages, options.epsilon)
+    return _clip(advantages, options)
 
 
-def _finished(batch: AdvantageBatch, values: FloatArray, options: TokenOptions) -> FloatArray:
-    return _clipped(_whitened(batch, values, options.epsilon) if options.normalize == "batch" else values, options)
+def _whiten_and_clip(batch: AdvantageBatch, values: FloatArray, options: TokenOptions) -> FloatArray:
+    return _clip(_whiten(batch, values, options.epsilon) if options.normalize == "batch" else values, options)
 
 
-def _clipped(values: FloatArray, options: SharedOptions) -> FloatArray:
+def _clip(values: FloatArray, options: SharedOptions) -> FloatArray:
     return values if options.clip is None else np.clip(values, -options.clip, options.clip)
 
 
-def _whitened(batch: AdvantageBatch, values: FloatArray, epsilon: float) -> FloatArray:
+def _whiten(batch: AdvantageBatch, values: FloatArray, epsilon: float) -> FloatArray:
     """Shift and scale the scored tokens of a batch to mean 0 and standard deviation 1; all 0 where they are a tie."""
     scored = values[batch.scored]
     if not len(scored) or are_tied(scored.min(), scored.max(), np.abs(scored).max()):

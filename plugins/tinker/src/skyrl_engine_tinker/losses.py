@@ -74,7 +74,7 @@ def importance_sampling(tokens: LossTokens, _config: None) -> "torch.Tensor":
 
 @loss(needs=_CLIPPED, reducers=("sum",))
 def ppo(tokens: LossTokens, _config: None) -> "torch.Tensor":
-    return _clipped(_ratio(tokens), tokens)
+    return _clip(_ratio(tokens), tokens)
 
 
 @loss(needs=_CLIPPED, reducers=("sum",))
@@ -95,13 +95,13 @@ def gspo(tokens: LossTokens, _config: None) -> "torch.Tensor":
     distance = (own.detach() - tokens.sampler_logprobs) * mask
     mean = sequences.sum(distance) / sequences.sum(mask).clamp(min=1)
     ratio = sequences.broadcast(mean).clamp(max=LARGEST_LOG_RATIO).exp() * (own - own.detach()).exp()
-    return _clipped(ratio, tokens)
+    return _clip(ratio, tokens)
 
 
 def _ratio(tokens: LossTokens) -> "torch.Tensor":
     return (tokens.logprobs - tokens.sampler_logprobs).clamp(max=LARGEST_LOG_RATIO).exp()
 
 
-def _clipped(ratio: "torch.Tensor", tokens: LossTokens) -> "torch.Tensor":
+def _clip(ratio: "torch.Tensor", tokens: LossTokens) -> "torch.Tensor":
     bounded = ratio.clamp(tokens.clip_low_threshold, tokens.clip_high_threshold)
     return -(ratio * tokens.advantages).minimum(bounded * tokens.advantages)
