@@ -90,7 +90,7 @@ class Kernels:
         try:
             self._module.write_rows(tuple(fields), starts, lengths, places)
         except (TypeError, ValueError) as problem:
-            raise _refused(problem) from problem
+            raise _kernel_error(problem) from problem
 
     def write_gather(
         self,
@@ -109,7 +109,7 @@ class Kernels:
         try:
             self._module.write_gather(*out, sample_rows, actions, scored, first_columns)
         except (TypeError, ValueError) as problem:
-            raise _refused(problem) from problem
+            raise _kernel_error(problem) from problem
 
     def write_padded(
         self, columns: SampleColumns, micro_batches: Sequence[MicroBatchPlan], contents: str, pad_token_id: int
@@ -135,7 +135,7 @@ class Kernels:
                 out, contents, index, lengths, columns.input_ids, *offsets, samples, row_offsets, shapes, pad_token_id
             )
         except (TypeError, ValueError) as problem:
-            raise _refused(problem) from problem
+            raise _kernel_error(problem) from problem
         return out, index, lengths, scored
 
     def balance(self, costs: IntArray, ranks: int, most: int) -> IntArray:
@@ -144,7 +144,7 @@ class Kernels:
         try:
             self._module.balance(costs, ranks, most, chosen)
         except (TypeError, ValueError) as problem:
-            raise _refused(problem) from problem
+            raise _kernel_error(problem) from problem
         return chosen
 
     def first_fit(self, sizes: IntArray, capacity: int) -> Ragged:
@@ -153,7 +153,7 @@ class Kernels:
         try:
             bins = self._module.first_fit(sizes, capacity, items, offsets)
         except (TypeError, ValueError) as problem:
-            raise _refused(problem) from problem
+            raise _kernel_error(problem) from problem
         return Ragged(items, offsets[: bins + 1])
 
     def read_lists(self, rows: list[Any], dtype: type[np.generic]) -> tuple[AnyArray, IntArray] | None:
@@ -165,7 +165,7 @@ class Kernels:
         return (values, lengths) if self._module.read_lists(rows, lengths, values) else None
 
 
-def _refused(problem: Exception) -> DataError:
+def _kernel_error(problem: Exception) -> DataError:
     return DataError(
         f"the compiled kernel refuses this batch, nothing was written: {problem}",
         remedy="Make the columns with SampleColumns.create",

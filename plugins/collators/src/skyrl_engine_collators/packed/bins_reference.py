@@ -10,13 +10,13 @@ Bins = list[list[int]]
 def bins_of(sizes: Sequence[int], *, policy: Policy, capacity: int | None, ranks: int, may_be_empty: bool) -> Bins | None:
     """Return the items of each bin, or None if there are too few items to fill a multiple of `ranks` bins that may not be empty."""
     if capacity is None:
-        return None if len(sizes) < ranks and not may_be_empty else least_loaded(sizes, ranks)
+        return None if len(sizes) < ranks and not may_be_empty else fill_least_loaded(sizes, ranks)
     opened = consecutive(sizes, capacity) if policy == "concat" else first_fit_decreasing(sizes, capacity)
-    bins = raised_to_multiple(opened, ranks)
+    bins = pad_bins_to_multiple(opened, ranks)
     if not may_be_empty and [] in bins:
         return None
     if policy == "balanced":
-        even = least_loaded(sizes, len(bins))
+        even = fill_least_loaded(sizes, len(bins))
         if all(sum(sizes[item] for item in members) <= capacity for members in even):
             return even
     return bins
@@ -51,7 +51,7 @@ def consecutive(sizes: Sequence[int], capacity: int) -> Bins:
     return bins
 
 
-def least_loaded(sizes: Sequence[int], count: int) -> Bins:
+def fill_least_loaded(sizes: Sequence[int], count: int) -> Bins:
     """Put each item into the least loaded bin, the first among equals."""
     bins: Bins = [[] for _ in range(count)]
     for item in largest_first(sizes):
@@ -59,7 +59,7 @@ def least_loaded(sizes: Sequence[int], count: int) -> Bins:
     return bins
 
 
-def raised_to_multiple(bins: Bins, ranks: int) -> Bins:
+def pad_bins_to_multiple(bins: Bins, ranks: int) -> Bins:
     """Add bins up to a multiple of `ranks`, at least `ranks`, each with the last item of a donor or none."""
     donors = sorted(range(len(bins)), key=lambda number: (len(bins[number]), number), reverse=True)
     raised = [list(members) for members in bins]

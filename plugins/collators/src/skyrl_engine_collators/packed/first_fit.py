@@ -19,7 +19,7 @@ def first_fit_decreasing(sizes: IntArray, capacity: int) -> Ragged:
         return compiled.first_fit(sizes, capacity)
     order = largest_first(sizes)
     bin_of = _first_fit(sizes[order], capacity)
-    return grouped(order, bin_of, bins=int(bin_of.max(initial=-1)) + 1)
+    return group_by_bin(order, bin_of, bins=int(bin_of.max(initial=-1)) + 1)
 
 
 def largest_first(sizes: IntArray) -> IntArray:
@@ -27,7 +27,7 @@ def largest_first(sizes: IntArray) -> IntArray:
     return stable_order(sizes)[::-1]
 
 
-def grouped(items: IntArray, bin_of: IntArray, *, bins: int) -> Ragged:
+def group_by_bin(items: IntArray, bin_of: IntArray, *, bins: int) -> Ragged:
     """Return the items of each bin in the given order; `bin_of` int64[n] is each item's bin."""
     return Ragged(items[stable_order(bin_of)], offsets_of(np.bincount(bin_of, minlength=bins)))
 

@@ -16,7 +16,7 @@ from skyrl_engine.contracts import (
     offsets_of,
 )
 from skyrl_engine_collators.packed.policies import Policy, bins_of
-from skyrl_engine_collators.planning.alignment import alignment_of, rounded_up
+from skyrl_engine_collators.planning.alignment import alignment_of, round_up
 from skyrl_engine_collators.planning.mini_batches import mini_batches
 
 
@@ -40,7 +40,7 @@ def plan_packed(lengths: SampleLengths, layout: Layout, packing: Packing) -> Bat
             remedy="Set micro_batch_tokens, the tokens of a row, instead of micro_batch_rows",
         )
     alignment = alignment_of(layout)
-    occupied = rounded_up(lengths.tokens, alignment)
+    occupied = round_up(lengths.tokens, alignment)
     counted = occupied if packing.strict else lengths.tokens
     cut = []
     for samples in mini_batches(lengths, layout.mini_batch_size):

@@ -7,7 +7,7 @@ import numpy as np
 
 from skyrl_engine import UnsupportedError
 from skyrl_engine.contracts import IntArray, Ragged, offsets_of
-from skyrl_engine_collators.packed.first_fit import first_fit_decreasing, grouped, largest_first
+from skyrl_engine_collators.packed.first_fit import first_fit_decreasing, group_by_bin, largest_first
 
 Policy = Literal["ffd", "balanced", "concat"]
 
@@ -20,18 +20,18 @@ def bins_of(sizes: IntArray, *, policy: Policy, capacity: int | None, ranks: int
     """
     if capacity is None:
         _check_enough(len(sizes), ranks, may_be_empty=may_be_empty)
-        return grouped(*_longest_processing_time(sizes, ranks), bins=ranks)
-    opened = concatenated(sizes, capacity) if policy == "concat" else first_fit_decreasing(sizes, capacity)
-    bins = raised_to_multiple(opened, ranks, may_be_empty=may_be_empty)
+        return group_by_bin(*_longest_processing_time(sizes, ranks), bins=ranks)
+    opened = fill_in_order(sizes, capacity) if policy == "concat" else first_fit_decreasing(sizes, capacity)
+    bins = pad_bins_to_multiple(opened, ranks, may_be_empty=may_be_empty)
     if policy != "balanced":
         return bins
     order, bin_of = _longest_processing_time(sizes, len(bins))
     loads = np.zeros(len(bins), dtype=np.int64)
     np.add.at(loads, bin_of, sizes[order])
-    return bins if loads.max() > capacity else grouped(order, bin_of, bins=len(bins))
+    return bins if loads.max() > capacity else group_by_bin(order, bin_of, bins=len(bins))
 
 
-def concatenated(sizes: IntArray, capacity: int) -> Ragged:
+def fill_in_order(sizes: IntArray, capacity: int) -> Ragged:
     """Return bins of consecutive items: each goes into the last bin if there is room, otherwise into a new one."""
     ends = np.cumsum(sizes)
     offsets = [0]
@@ -42,7 +42,7 @@ def concatenated(sizes: IntArray, capacity: int) -> Ragged:
     return Ragged(np.arange(len(sizes), dtype=np.int64), np.asarray(offsets, dtype=np.int64))
 
 
-def raised_to_multiple(bins: Ragged, ranks: int, *, may_be_empty: bool) -> Ragged:
+def pad_bins_to_multiple(bins: Ragged, ranks: int, *, may_be_empty: bool) -> Ragged:
     """Raise the number of bins to a multiple of `ranks`, at least `ranks`.
 
     Each new bin takes the last item of a donor. Donors are ordered once by (items, index), both descending; each gives items until it has one

@@ -26,7 +26,7 @@ def build_fields(columns: SampleColumns, micro_batch: MicroBatchPlan, pad_token_
         name: np.zeros((rows, width - 1, *values.shape[1:]), dtype=np.float32 if values.ndim == 1 else values.dtype)
         for name, values in sources.items()
     }
-    for row, sample, begin in _placed(columns, micro_batch):
+    for row, sample, begin in _place_samples(columns, micro_batch):
         first_token, tokens = int(columns.token_offsets[sample]), _tokens(columns, sample)
         first_action, actions = int(columns.action_offsets[sample]), _actions(columns, sample)
         for position in range(tokens):
@@ -37,7 +37,7 @@ def build_fields(columns: SampleColumns, micro_batch: MicroBatchPlan, pad_token_
             if action >= 0 and position > 0:
                 for name, values in sources.items():
                     action_fields[name][row, begin + position - 1] = values[first_action + action]
-    placed = [PlacedExtras(row, begin, extras_of(columns, sample)) for row, sample, begin in _placed(columns, micro_batch)]
+    placed = [PlacedExtras(row, begin, extras_of(columns, sample)) for row, sample, begin in _place_samples(columns, micro_batch)]
     extras = build_extras(forms_of(columns), placed, rows, width)
     return {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids, **action_fields, **extras}
 
@@ -46,7 +46,7 @@ def gather_index(columns: SampleColumns, micro_batch: MicroBatchPlan) -> list[tu
     """(action, row, column) of every action token that has a predecessor."""
     entries = []
     action = 0
-    for row, sample, begin in _placed(columns, micro_batch):
+    for row, sample, begin in _place_samples(columns, micro_batch):
         tokens, actions = _tokens(columns, sample), _actions(columns, sample)
         for position in range(tokens - actions, tokens):
             if position > 0:
@@ -58,22 +58,22 @@ def gather_index(columns: SampleColumns, micro_batch: MicroBatchPlan) -> list[tu
 def cu_seqlens(columns: SampleColumns, micro_batch: MicroBatchPlan) -> list[list[int]]:
     """Per row the column each sample begins in, and the one behind the last."""
     bounds = [[0] for _ in range(micro_batch.rows)]
-    for row, sample, begin in _placed(columns, micro_batch):
-        bounds[row].append(begin + _occupied(columns, micro_batch, sample))
+    for row, sample, begin in _place_samples(columns, micro_batch):
+        bounds[row].append(begin + _aligned_length(columns, micro_batch, sample))
     return bounds
 
 
-def _placed(columns: SampleColumns, micro_batch: MicroBatchPlan) -> Iterator[tuple[int, int, int]]:
+def _place_samples(columns: SampleColumns, micro_batch: MicroBatchPlan) -> Iterator[tuple[int, int, int]]:
     """Row, sample and the column it begins in."""
     for row in range(micro_batch.rows):
         begin = 0
         for place in range(int(micro_batch.row_offsets[row]), int(micro_batch.row_offsets[row + 1])):
             sample = int(micro_batch.samples[place])
             yield row, sample, begin
-            begin += _occupied(columns, micro_batch, sample)
+            begin += _aligned_length(columns, micro_batch, sample)
 
 
-def _occupied(columns: SampleColumns, micro_batch: MicroBatchPlan, sample: int) -> int:
+def _aligned_length(columns: SampleColumns, micro_batch: MicroBatchPlan, sample: int) -> int:
     occupied = _tokens(columns, sample)
     while occupied % micro_batch.alignment:
         occupied += 1

@@ -9,7 +9,7 @@ from attrs import frozen
 from skyrl_engine import DataError
 from skyrl_engine.contracts import AnyArray, GatherIndex, IntArray, MicroBatchPlan, Ragged, SampleColumns, offsets_of
 from skyrl_engine_collators.extras import Placement, extra_names
-from skyrl_engine_collators.planning.alignment import rounded_up
+from skyrl_engine_collators.planning.alignment import round_up
 from skyrl_engine_collators.segments import write_segments
 from skyrl_engine_collators.wide import narrow
 
@@ -42,7 +42,7 @@ class PackedRows:
         samples, row_offsets = micro_batch.samples, micro_batch.row_offsets
         tokens = columns.token_offsets[samples + 1] - columns.token_offsets[samples]
         actions = columns.action_offsets[samples + 1] - columns.action_offsets[samples]
-        offsets = offsets_of(rounded_up(tokens, micro_batch.alignment))
+        offsets = offsets_of(round_up(tokens, micro_batch.alignment))
         row_starts = offsets[row_offsets[:-1]]
         row_ends = offsets[row_offsets[1:]] - row_starts
         if (row_ends > micro_batch.width).any():

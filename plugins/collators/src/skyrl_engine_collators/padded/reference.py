@@ -87,7 +87,7 @@ def from_lists(
         weights = _without_first(loss_mask[i], scores_first_token=num_actions[i] == len(input_ids[i]))
         fields = {"loss_weight": weights, **{name: columns[name][i] for name in columns}}
         samples.append(Sample(input_ids[i], num_actions[i], fields, {} if routes is None else {"expert_routes": routes[i]}))
-    return _collated(samples, {"loss_weight": ActionField(), **_fields_of_lists(columns)}, routes, pad_token_id)
+    return _collate(samples, {"loss_weight": ActionField(), **_fields_of_lists(columns)}, routes, pad_token_id)
 
 
 def from_rollouts(
@@ -106,7 +106,7 @@ def from_rollouts(
         fields = {"loss_weight": weights, **{name: columns[name][i] for name in columns}}
         extras = {} if routes is None else {"expert_routes": routes[i]}
         samples.append(Sample([*prompts[i], *responses[i]], len(responses[i]), fields, extras))
-    return _collated(samples, {"loss_weight": ActionField(), **_fields_of_lists(columns)}, routes, pad_token_id)
+    return _collate(samples, {"loss_weight": ActionField(), **_fields_of_lists(columns)}, routes, pad_token_id)
 
 
 def _fields_of_lists(columns: Mapping[str, Sequence[Sequence[Any]]]) -> dict[str, ActionField]:
@@ -139,7 +139,7 @@ def _sample(columns: SampleColumns, sample: int) -> Sample:
     )
 
 
-def _collated(
+def _collate(
     samples: Sequence[Sample], fields: Mapping[str, ActionField], routes: Sequence[AnyArray] | None, pad_token_id: int
 ) -> dict[str, AnyArray]:
     width = action_width = 0

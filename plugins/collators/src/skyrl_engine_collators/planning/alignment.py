@@ -19,6 +19,6 @@ def alignment_of(layout: Layout) -> int:
     return layout.tp if layout.cp == 1 else 2 * layout.tp * layout.cp
 
 
-def rounded_up(tokens: Lengths, alignment: int) -> Lengths:
+def round_up(tokens: Lengths, alignment: int) -> Lengths:
     """Round a number, or each of an array, up to a multiple of `alignment`."""
     return -(-tokens // alignment) * alignment

@@ -29,7 +29,7 @@ def check_limits(units: Bundles, lengths: SampleLengths, limits: Limits) -> None
     if limits.rows is not None and (sizes > limits.rows).any():
         unit = int(np.argmax(sizes > limits.rows))
         raise DataError(
-            f"{_named(units, lengths, unit)} stay together in {int(sizes[unit])} rows where a micro-batch holds {limits.rows}",
+            f"{_describe_unit(units, lengths, unit)} stay together in {int(sizes[unit])} rows where a micro-batch holds {limits.rows}",
             remedy=f"Raise micro_batch_rows to at least {int(sizes.max())}",
         )
     if limits.tokens is None:
@@ -40,7 +40,7 @@ def check_limits(units: Bundles, lengths: SampleLengths, limits: Limits) -> None
         single = sizes[unit] == 1
         occupied = "tokens" if single else "tokens, padding included,"
         raise DataError(
-            f"{_named(units, lengths, unit)} {'takes' if single else 'take'} {int(sizes[unit] * widths[unit])} {occupied} "
+            f"{_describe_unit(units, lengths, unit)} {'takes' if single else 'take'} {int(sizes[unit] * widths[unit])} {occupied} "
             f"where a micro-batch holds {limits.tokens}",
             remedy=f"Raise micro_batch_tokens to at least {int((sizes * widths).max())}, or shorten the samples",
         )
@@ -85,7 +85,7 @@ def _cuts_by_tokens(sizes: list[int], widths: list[int], begin: int, end: int, l
     return begins
 
 
-def _named(units: Bundles, lengths: SampleLengths, unit: int) -> str:
+def _describe_unit(units: Bundles, lengths: SampleLengths, unit: int) -> str:
     ids = lengths.sample_ids[units.members[unit]]
     return (
         f"sample {int(ids[0])}"
