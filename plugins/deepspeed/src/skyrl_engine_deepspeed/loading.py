@@ -40,11 +40,11 @@ def load(spec: ModelConfig, optimizer: AdamWSettings | None, config: DeepSpeedCo
     model, scorer = placed.model, placed.scorer
     _give_memory(placed)
     _send_buffers(placed, device)
-    parameters = {name: parameter for name, parameter in scored_parameters(model, scorer).items() if parameter.requires_grad}
+    parameters = {name: parameter for name, parameter in list_scored_parameters(model, scorer).items() if parameter.requires_grad}
     vocabulary = int(model.get_input_embeddings().weight.shape[0])
     divided = config.zero_stage == 3 and dist.get_world_size() > 1
     if optimizer is None and not divided:
-        for name, parameter in scored_parameters(model, scorer).items():
+        for name, parameter in list_scored_parameters(model, scorer).items():
             parameter.data = _from_rank_0(placed, name, parameter, device)
         return Loaded(model, scorer, parameters, vocabulary, None)
     deepspeed = library.load(device)
@@ -59,7 +59,7 @@ def load(spec: ModelConfig, optimizer: AdamWSettings | None, config: DeepSpeedCo
     return Loaded(model, scorer, parameters, vocabulary, engine)
 
 
-def scored_parameters(model: nn.Module, scorer: Scorer) -> dict[str, nn.Parameter]:
+def list_scored_parameters(model: nn.Module, scorer: Scorer) -> dict[str, nn.Parameter]:
     """Return the parameters of decoder and heads by their Hugging Face names, tied ones once."""
     scored = {id(parameter) for parameter in scorer.parameters()}
     return {name: parameter for name, parameter in model.named_parameters() if id(parameter) in scored}
