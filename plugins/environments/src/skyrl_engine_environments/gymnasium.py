@@ -9,7 +9,7 @@ from skyrl_engine import UnsupportedError
 from skyrl_engine.contracts import Action, EnvironmentClaims, Message, Split, StepResult, Task, Tasks
 from skyrl_engine.environments import content_of, function_of
 from skyrl_engine_environments.options import GymnasiumOptions
-from skyrl_engine_environments.requirements import needed
+from skyrl_engine_environments.requirements import require_package
 
 
 @define(eq=False)
@@ -23,7 +23,7 @@ class GymnasiumEnvironment:
     claims: EnvironmentClaims = field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        needed("gymnasium", "gymnasium")
+        require_package("gymnasium", "gymnasium")
         version = f"gymnasium {importlib.metadata.version('gymnasium')}"
         if _is_of_file(self.options.id):
             # imported here, so that a run without it ends while it is planned

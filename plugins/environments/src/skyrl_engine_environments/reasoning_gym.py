@@ -14,7 +14,7 @@ from attrs import define, field, frozen
 from skyrl_engine import DataError
 from skyrl_engine.contracts import Action, EnvironmentClaims, Message, Split, StepResult, Task, Tasks
 from skyrl_engine_environments.options import ReasoningGymOptions
-from skyrl_engine_environments.requirements import needed
+from skyrl_engine_environments.requirements import require_package
 
 _LONGEST = 10_000
 """Characters of an answer that are scored at least."""
@@ -42,9 +42,9 @@ class ReasoningGymEnvironment:
     _sets: dict[tuple[str, Split], Any] = field(factory=dict, init=False)
 
     def __attrs_post_init__(self) -> None:
-        needed("reasoning_gym", "reasoning_gym")
+        require_package("reasoning_gym", "reasoning_gym")
         if self.options.answer_pattern is not None:
-            _compiled(self.options.answer_pattern)
+            _compile_pattern(self.options.answer_pattern)
         self.round = _round({name: self.options.weights.get(name, 1) for name in self.names})
         self.claims = EnvironmentClaims(
             pass_threshold=self.options.pass_threshold, version=f"reasoning-gym {importlib.metadata.version('reasoning-gym')}"
@@ -79,7 +79,7 @@ class ReasoningGymEnvironment:
         """Make, or return, a data set of a split."""
         key = (name, split)
         if key not in self._sets:
-            self._sets[key] = self._made(name, split)
+            self._sets[key] = self._make_dataset(name, split)
         return self._sets[key]
 
     def entry(self, name: str, split: Split, number: int) -> Mapping[str, Any]:
@@ -89,7 +89,7 @@ class ReasoningGymEnvironment:
             made: Mapping[str, Any] = dataset[number]
         return made
 
-    def _made(self, name: str, split: Split) -> Any:
+    def _make_dataset(self, name: str, split: Split) -> Any:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", SyntaxWarning)  # of cellpylib 2.4, when it is compiled on its first import
             from reasoning_gym.factory import DATASETS, create_dataset
@@ -218,13 +218,13 @@ def answer_in(text: str, pattern: str | None) -> str | None:
     """Return the answer that a text gives: the last match of the pattern, its first group where it has one; None without a match."""
     if pattern is None:
         return text
-    matches = list(_compiled(pattern).finditer(text))
+    matches = list(_compile_pattern(pattern).finditer(text))
     if not matches:
         return None
     return matches[-1].group(1 if matches[-1].re.groups else 0)
 
 
-def _compiled(pattern: str) -> re.Pattern[str]:
+def _compile_pattern(pattern: str) -> re.Pattern[str]:
     try:
         return re.compile(pattern, re.DOTALL)
     except re.error as error:

@@ -5,7 +5,7 @@ import importlib.util
 from skyrl_engine import PluginIncompatibleError
 
 
-def needed(package: str, extra: str) -> None:
+def require_package(package: str, extra: str) -> None:
     """Raises PluginIncompatibleError, with the command that installs it, where a package is missing."""
     if importlib.util.find_spec(package) is None:
         raise PluginIncompatibleError(
