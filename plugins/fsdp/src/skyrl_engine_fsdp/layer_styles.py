@@ -32,17 +32,17 @@ def refuse_model(ranks: int, config: Any, model: ModelConfig) -> None:
         )
     styles, family = styles_of(config), config.get_text_config(decoder=True).model_type
     if not styles:
-        raise cannot_be_cut(f"transformers has no tensor-parallel plan for {family} models such as {model.path}")
+        raise indivisible_error(f"transformers has no tensor-parallel plan for {family} models such as {model.path}")
     unknown = sorted((style, pattern) for pattern, style in styles.items() if style not in {COLUMNS, ROWS, LOCAL_HEADS})
     if unknown:
         style, pattern = unknown[0]
-        raise cannot_be_cut(
+        raise indivisible_error(
             f"{family} models such as {model.path} divide {pattern} by {style!r}, which the fsdp backend does not know"
         )
     for attribute in _DIVIDED:
         refuse_unequal_parts(config, model.path, attribute, parts=ranks, options="backend.tensor_parallel")
 
 
-def cannot_be_cut(cause: str) -> UnsupportedError:
+def indivisible_error(cause: str) -> UnsupportedError:
     """Return the error for a model that cannot be divided, with the remedies that always apply."""
     return UnsupportedError(cause, remedy="Set backend.tensor_parallel = 1, or choose another model or backend")

@@ -36,7 +36,7 @@ class PiecesWriter(FileSystemWriter):
             info = result.storage_data
             place = {"file": info.relative_path, "start": info.offset, "bytes": info.length}
             places.setdefault(result.index.fqn, []).append({"offset": list(result.index.offset or ()), **place})
-        listing = {name: _described(name, entry, places[name]) for name, entry in metadata.state_dict_metadata.items()}
+        listing = {name: _describe_tensor(name, entry, places[name]) for name, entry in metadata.state_dict_metadata.items()}
         with (Path(self.path) / LISTING).open("w", encoding="utf-8") as file:
             json.dump(listing, file)
             file.flush()
@@ -59,7 +59,7 @@ class PiecesReader(FileSystemReader):
         return Metadata(entries, storage_data=places, storage_meta=StorageMeta(load_id=self.load_id))
 
 
-def _described(name: str, entry: Any, places: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _describe_tensor(name: str, entry: Any, places: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     if not isinstance(entry, TensorStorageMetadata):
         raise TypeError(f"{name} is no tensor")
     return {

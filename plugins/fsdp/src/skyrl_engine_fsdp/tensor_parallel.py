@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from skyrl_engine.modeling.scorer import Scorer
-from skyrl_engine_fsdp.layer_styles import COLUMNS, LOCAL_HEADS, cannot_be_cut, styles_of
+from skyrl_engine_fsdp.layer_styles import COLUMNS, LOCAL_HEADS, indivisible_error, styles_of
 from skyrl_engine_fsdp.parameter_views import view_parameters
 from skyrl_engine_fsdp.rank_sums import sum_backward
 from skyrl_engine_fsdp.vocabulary import divide_vocabulary
@@ -37,13 +37,13 @@ class LayerPlan:
                 continue
             if style != LOCAL_HEADS:
                 if not isinstance(module, nn.Linear):
-                    raise cannot_be_cut(f"{name} of {type(decoder).__name__} is a {type(module).__name__}, not a linear layer")
+                    raise indivisible_error(f"{name} of {type(decoder).__name__} is a {type(module).__name__}, not a linear layer")
                 size = module.out_features if style == COLUMNS else module.in_features
                 if size % ranks:
-                    raise cannot_be_cut(f"{ranks} ranks cannot share the {size} numbers of {name} in {type(decoder).__name__}")
+                    raise indivisible_error(f"{ranks} ranks cannot share the {size} numbers of {name} in {type(decoder).__name__}")
             found[name] = style
         if not found:
-            raise cannot_be_cut(f"{type(decoder).__name__} has none of the parts that its tensor-parallel plan divides")
+            raise indivisible_error(f"{type(decoder).__name__} has none of the parts that its tensor-parallel plan divides")
         return found
 
 
