@@ -13,13 +13,13 @@ from skyrl_engine_generators.alike import (
     EAGER,
     EXPERTS,
     PLACES,
-    ROWS,
+    BUCKET,
     SDPA,
     AlignedActivation,
     BatchInvariance,
     ask_filled_experts,
     attend_in_blocks,
-    filled_rows,
+    pad_rows_to_bucket,
 )
 from skyrl_engine_generators.loop import SampledRow, SlotLoop
 from skyrl_engine_generators.rows import CachedDecoder, UncachedDecoder
@@ -171,9 +171,9 @@ def test_models_attend_by_their_own_code(tmp_path):
 
 
 def test_rows_are_filled_up_with_zeros():
-    rows = torch.ones(ROWS + 1, 3)
-    filled = filled_rows(rows)
-    assert filled.shape == (2 * ROWS, 3)
+    rows = torch.ones(BUCKET + 1, 3)
+    filled = pad_rows_to_bucket(rows)
+    assert filled.shape == (2 * BUCKET, 3)
     assert torch.equal(filled[: len(rows)], rows)
     assert not filled[len(rows) :].any()
-    assert filled_rows(rows[:ROWS]).shape == (ROWS, 3)
+    assert pad_rows_to_bucket(rows[:BUCKET]).shape == (BUCKET, 3)

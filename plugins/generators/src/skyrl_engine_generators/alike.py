@@ -27,7 +27,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_expe
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask, sdpa_mask
 
-ROWS: Final = 16
+BUCKET: Final = 16
 """Rows of matrix products come in multiples of this."""
 
 PLACES: Final = 128
@@ -43,12 +43,12 @@ SDPA, EAGER, EXPERTS = (f"skyrl_engine_generators_{name}" for name in ("sdpa", "
 """Names that transformers finds the functions of this module by."""
 
 
-def pad_to_bucket(count: int, device: torch.device, unit: int = ROWS) -> int:
+def pad_to_bucket(count: int, device: torch.device, unit: int = BUCKET) -> int:
     """Return the next multiple of `unit` on a CPU, where a row must not be told from it; `count` on other devices."""
     return -(-count // unit) * unit if device.type == "cpu" else count
 
 
-def filled_rows(rows: Tensor) -> Tensor:
+def pad_rows_to_bucket(rows: Tensor) -> Tensor:
     """Return [m, width]: the n rows, and zeros behind them."""
     missing = pad_to_bucket(len(rows), rows.device) - len(rows)
     return pad(rows, (0, 0, 0, missing)) if missing else rows
@@ -126,7 +126,7 @@ def attend_in_blocks(
     for at in range(0, key.shape[2], PLACES):
         places = slice(at, at + PLACES)
         parts.append(_attend(packed, key[:, :, places], value[:, :, places], _block(attention_mask, at), scale))
-    return _joined(parts, attention_mask).reshape(rows, 1, heads, value.shape[-1]).to(query.dtype), None
+    return _join_blocks(parts, attention_mask).reshape(rows, 1, heads, value.shape[-1]).to(query.dtype), None
 
 
 def attend_row_by_row(
@@ -149,10 +149,10 @@ def ask_filled_experts(experts: Any, hidden_TH: Tensor, chosen_TK: Tensor, weigh
     """Compute experts with more tokens, of zeros, so that each has a multiple of `ROWS` or none; [T, hidden]."""
     tokens, each = chosen_TK.shape
     counts = torch.bincount(chosen_TK.reshape(-1), minlength=experts.num_experts)
-    missing = -counts % ROWS
+    missing = -counts % BUCKET
     # an added token has as many experts as every other
     while int(missing.sum()) % each:
-        missing[counts.argmax()] += ROWS
+        missing[counts.argmax()] += BUCKET
     added = torch.arange(len(counts)).repeat_interleave(missing).view(-1, each)
     outputs: Tensor = grouped_mm_experts_forward(
         experts,
@@ -210,7 +210,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: floa
     return (weights.to(value.dtype) @ value) / total, (highest + total.log())[..., 0]
 
 
-def _joined(parts: list[tuple[Tensor, Tensor]], mask: Tensor) -> Tensor:
+def _join_blocks(parts: list[tuple[Tensor, Tensor]], mask: Tensor) -> Tensor:
     """Join the outputs of blocks, in their order: what a block adds to a row that sees none of it is exactly 0."""
     if len(parts) == 1:
         return parts[0][0]

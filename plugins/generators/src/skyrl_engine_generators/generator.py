@@ -15,7 +15,7 @@ from skyrl_engine.modeling.twin import load_sampler_model, fill, model_over
 from skyrl_engine_generators.loop import SampledRow, SlotLoop
 from skyrl_engine_generators.options import HfOptions
 from skyrl_engine_generators.rows import UncachedDecoder, TokenDecoder
-from skyrl_engine_generators.self_proof import proven_rows
+from skyrl_engine_generators.self_proof import make_proven_rows
 from skyrl_engine_generators.stops import Decode, StopRule
 
 
@@ -49,7 +49,7 @@ class HfGenerator:
             model = load_sampler_model(start.model, start.device)
             fill(model, start.weights.tensors(), start.model.path)
         self._limit = _longest_row(start)
-        rows = proven_rows(model, self._options.slots, name=start.model.path, limit=self._limit)
+        rows = make_proven_rows(model, self._options.slots, name=start.model.path, limit=self._limit)
         self._cached = not isinstance(rows, UncachedDecoder)
         self._sets[POLICY] = _WeightSet(model, rows, self._loop(rows, start.version), shared)
 

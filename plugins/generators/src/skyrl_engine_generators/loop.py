@@ -160,12 +160,12 @@ class SlotLoop:
     @torch.inference_mode()
     def step(self) -> list[Completion]:
         """Read prompts into free slots where enough of them are free, else sample one token of every live row; what finished by it."""
-        done = self._stepped()
+        done = self._step()
         if done and not len(self):
             self._rows.rest()
         return done
 
-    def _stepped(self) -> list[Completion]:
+    def _step(self) -> list[Completion]:
         free = self._slots - len(self._live)
         if self._waiting and free and (free >= self._refill or not self._live):
             return self._admit(free)

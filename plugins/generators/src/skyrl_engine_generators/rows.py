@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from skyrl_engine.modeling.causal_lm import split_causal_lm
-from skyrl_engine_generators.alike import PLACES, BatchInvariance, filled_rows, pad_to_bucket
+from skyrl_engine_generators.alike import PLACES, BatchInvariance, pad_rows_to_bucket, pad_to_bucket
 from skyrl_engine_generators.masks import kinds_of_attention, step_masks
 from skyrl_engine_generators.slots import Slots
 
@@ -54,7 +54,7 @@ class _Model:
         self.vocabulary = self._parts.head.out_features
 
     def logits(self, hidden: Tensor) -> Tensor:
-        logits: Tensor = self._parts.rule(self._parts.head(filled_rows(hidden)))
+        logits: Tensor = self._parts.rule(self._parts.head(pad_rows_to_bucket(hidden)))
         return logits[: len(hidden)]
 
     def _hidden(self, **inputs: Any) -> Tensor:
@@ -65,7 +65,7 @@ class _Model:
         """Return how many places a row of so many tokens is read at."""
         return pad_to_bucket(length, self.device)
 
-    def _padded(self, rows: Sequence[Ids]) -> Tensor:
+    def _pad_rows(self, rows: Sequence[Ids]) -> Tensor:
         """int64[k, longest or more] on the device, zeros after the shorter ones."""
         padded = np.zeros((len(rows), self._width(max(map(len, rows)))), dtype=np.int64)
         for place, row in enumerate(rows):
@@ -106,7 +106,7 @@ class CachedDecoder(_Model):
 
     def _read(self, slots: Sequence[int], rows: Sequence[Ids]) -> Tensor:
         """Read rows of one width: [k, width or more, hidden]."""
-        ids = self._padded(rows)
+        ids = self._pad_rows(rows)
         self._slots.begin_prompts(torch.tensor(slots, device=self.device), ids.shape[1])
         # what is filled up has the last token's place: a model may have no later one
         last = max(map(len, rows)) - 1
@@ -168,7 +168,7 @@ class UncachedDecoder(_Model):
         return [states for together in passes for states in self._pass(together)]
 
     def _pass(self, rows: Sequence[Ids]) -> list[Tensor]:
-        ids = self._padded(rows)
+        ids = self._pad_rows(rows)
         lengths = torch.tensor([len(row) for row in rows], device=self.device)
         mask = torch.arange(ids.shape[1], device=self.device) < lengths[:, None]
         hidden = self._hidden(input_ids=ids, attention_mask=mask.long(), use_cache=False)

@@ -31,7 +31,7 @@ TOLERANCE_BFLOAT16 = 0.05
 """Mean over tokens, in nats: of rounding to 8 bits in every layer."""
 
 
-def proven_rows(model: Any, slots: int, *, name: str, limit: int | None) -> TokenDecoder:
+def make_proven_rows(model: Any, slots: int, *, name: str, limit: int | None) -> TokenDecoder:
     """Return rows that give the model's own log-probabilities: cached ones where they agree with the whole model, others with a warning.
 
     Raises UnsupportedError for a model of which no rows give them.
@@ -75,7 +75,7 @@ def _gap(kind: type[CachedDecoder] | type[UncachedDecoder], model: Any, limit: i
         rows = kind(model, SLOTS)
         asked = _requests(rows.vocabulary, window, limit)
         try:
-            got = _sampled(rows, asked)
+            got = _sample(rows, asked)
         finally:
             # what rows change in a model is part of what is proven
             rows.invariance.undo()
@@ -86,7 +86,7 @@ def _gap(kind: type[CachedDecoder] | type[UncachedDecoder], model: Any, limit: i
     return gap if gap == gap else float("inf")  # noqa: PLR0124 - false for NaN alone
 
 
-def _sampled(rows: TokenDecoder, asked: Iterable[GenerationRequest]) -> dict[int, Completion]:
+def _sample(rows: TokenDecoder, asked: Iterable[GenerationRequest]) -> dict[int, Completion]:
     loop = SlotLoop(rows, SLOTS)
     for request in asked:
         rule = StopRule(frozenset(), (), 0, request.sampling.max_tokens, None)

@@ -34,11 +34,11 @@ class StopRule:
         if len(sampled) >= self.least:
             if sampled[-1] in self.tokens:
                 return "stop", sampled[-1]
-            if self.decode is not None and (string := self._completed(sampled)) is not None:
+            if self.decode is not None and (string := self._find_completed_stop(sampled)) is not None:
                 return "stop", string
         return ("length" if len(sampled) >= self.most else None), None
 
-    def _completed(self, sampled: Sequence[int]) -> str | None:
+    def _find_completed_stop(self, sampled: Sequence[int]) -> str | None:
         """Return the string that the last token completes, the first of several. Decodes as many tokens as can hold the longest."""
         assert self.decode is not None
         reach = BYTES_PER_CHARACTER * max(map(len, self.strings)) + 1
