@@ -31,7 +31,7 @@ class DualClipConfig(ClipConfig):
     """The loss is at most `dual_clip` times |A| where the advantage A is negative."""
 
 
-def clipped_loss(ratio: "torch.Tensor", advantages: "torch.Tensor", config: ClipConfig) -> tuple["torch.Tensor", "torch.Tensor"]:
+def clip_policy_loss(ratio: "torch.Tensor", advantages: "torch.Tensor", config: ClipConfig) -> tuple["torch.Tensor", "torch.Tensor"]:
     """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), [n], and bool [n] of the tokens where clipping took effect."""
     plain = ratio * advantages
     clipped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high) * advantages
@@ -42,7 +42,7 @@ def clipped_loss(ratio: "torch.Tensor", advantages: "torch.Tensor", config: Clip
 def ppo(tokens: LossTokens, config: ClipConfig) -> LossOutput:
     """-min(r A, clip(r) A), [n], with r the ratio to the old policy: Schulman et al. 2017, arXiv:1707.06347, equation 7."""
     ratio = probability_ratio(tokens.logprobs, tokens.old_logprobs)
-    token_loss, clipped = clipped_loss(ratio, tokens.advantages, config)
+    token_loss, clipped = clip_policy_loss(ratio, tokens.advantages, config)
     return LossOutput(
         token_loss,
         {"clip_fraction": fraction(clipped), "approximate_kl": approximate_kl(tokens.logprobs, tokens.old_logprobs)},
@@ -57,7 +57,7 @@ def ppo_dual_clip(tokens: LossTokens, config: DualClipConfig) -> LossOutput:
     """
     ratio = probability_ratio(tokens.logprobs, tokens.old_logprobs)
     advantages = tokens.advantages
-    single, clipped = clipped_loss(ratio, advantages, config)
+    single, clipped = clip_policy_loss(ratio, advantages, config)
     bound = -config.dual_clip * advantages
     negative = advantages < 0
     return LossOutput(

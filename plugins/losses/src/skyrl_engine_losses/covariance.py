@@ -10,7 +10,7 @@ from attrs import field, frozen
 from attrs.validators import and_, ge, gt, le
 
 from skyrl_engine import LossOutput, LossTokens, loss
-from skyrl_engine_losses.clipping import ClipConfig, clipped_loss
+from skyrl_engine_losses.clipping import ClipConfig, clip_policy_loss
 from skyrl_engine_losses.ratio import approximate_kl, fraction, probability_ratio
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def covariance(tokens: LossTokens) -> "torch.Tensor":
 def clip_cov(tokens: LossTokens, config: ClipCovConfig) -> LossOutput:
     """`ppo`, [n], and 0 at max(int(fraction n), 1) random tokens with lower < cov < upper at which clipping took no effect."""
     ratio = probability_ratio(tokens.logprobs, tokens.old_logprobs)
-    token_loss, clipped = clipped_loss(ratio, tokens.advantages, config)
+    token_loss, clipped = clip_policy_loss(ratio, tokens.advantages, config)
     cov = covariance(tokens)
     candidates = ((cov > config.lower) & (cov < config.upper) & ~clipped).nonzero().squeeze(-1)
     order = cov.new_empty(len(candidates)).uniform_(generator=tokens.generator).argsort(stable=True)

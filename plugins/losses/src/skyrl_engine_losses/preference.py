@@ -104,7 +104,7 @@ def dpo(tokens: LossTokens, config: DpoConfig) -> LossOutput:
     over = _means if config.length_normalized else _sums
     chosen, rejected = (config.beta * over(half, gains) for half in (tokens.pairs.chosen, tokens.pairs.rejected))
     values = _of_margin(config, chosen, rejected)
-    watched = _watched(tokens, chosen, rejected)
+    watched = _pair_metrics(tokens, chosen, rejected)
     return LossOutput(tokens.pairs.broadcast(values), {**watched, "implicit_kl": _implicit_kl(tokens, gains)})
 
 
@@ -134,7 +134,7 @@ def simpo(tokens: LossTokens, config: SimpoConfig) -> LossOutput:
     """
     chosen, rejected = (config.beta * half.mean(tokens.logprobs) for half in (tokens.pairs.chosen, tokens.pairs.rejected))
     values = softplus(config.gamma - (chosen - rejected))
-    return LossOutput(tokens.pairs.broadcast(values), _watched(tokens, chosen, rejected))
+    return LossOutput(tokens.pairs.broadcast(values), _pair_metrics(tokens, chosen, rejected))
 
 
 @loss(needs=("logprobs",), config=CpoConfig, unit_size=2, reducers=_REDUCERS)
@@ -147,7 +147,7 @@ def cpo(tokens: LossTokens, config: CpoConfig) -> LossOutput:
     likelihood = pairs.chosen.sum(tokens.logprobs)
     chosen, rejected = config.beta * likelihood, config.beta * pairs.rejected.sum(tokens.logprobs)
     values = softplus(-(chosen - rejected)) - config.alpha * likelihood
-    return LossOutput(pairs.broadcast(values), _watched(tokens, chosen, rejected))
+    return LossOutput(pairs.broadcast(values), _pair_metrics(tokens, chosen, rejected))
 
 
 @loss(needs=("logprobs",), config=OrpoConfig, unit_size=2, reducers=_REDUCERS)
@@ -159,7 +159,7 @@ def orpo(tokens: LossTokens, config: OrpoConfig) -> LossOutput:
     chosen, rejected = (half.mean(tokens.logprobs) for half in (tokens.pairs.chosen, tokens.pairs.rejected))
     ratio = _log_odds(chosen) - _log_odds(rejected)
     values = -chosen + config.lam * softplus(-ratio)
-    return LossOutput(tokens.pairs.broadcast(values), _watched(tokens, config.lam * chosen, config.lam * rejected))
+    return LossOutput(tokens.pairs.broadcast(values), _pair_metrics(tokens, config.lam * chosen, config.lam * rejected))
 
 
 @loss(
@@ -215,7 +215,7 @@ def _log_odds(logprobs: "torch.Tensor") -> "torch.Tensor":
     return logprobs - (-logprobs.expm1()).clamp(min=_LEAST_REMAINDER).log()
 
 
-def _watched(tokens: LossTokens, chosen: "torch.Tensor", rejected: "torch.Tensor") -> dict[str, Metric]:
+def _pair_metrics(tokens: LossTokens, chosen: "torch.Tensor", rejected: "torch.Tensor") -> dict[str, Metric]:
     """Means over pairs: rewards of both halves, their margin, how often it is positive, and log-probabilities of whole answers."""
     chosen, rejected = chosen.detach(), rejected.detach()
     logprobs = tokens.logprobs.detach()

@@ -4,7 +4,7 @@ from attrs import field, frozen
 from attrs.validators import ge
 
 from skyrl_engine import LossOutput, LossTokens, loss
-from skyrl_engine_losses.clipping import ClipConfig, clipped_loss
+from skyrl_engine_losses.clipping import ClipConfig, clip_policy_loss
 from skyrl_engine_losses.ratio import LOG_RATIO_LIMIT, approximate_kl, fraction
 
 _NEEDS = ("logprobs", "old_logprobs", "advantages")
@@ -34,7 +34,7 @@ def gspo(tokens: LossTokens, config: ClipConfig) -> LossOutput:
     difference = (logprobs - tokens.old_logprobs).detach()
     of_sequence = sequences.broadcast(sequences.mean(difference))
     ratio = (logprobs - logprobs.detach() + of_sequence).clamp(max=_LOG_LIMIT).exp()
-    token_loss, clipped = clipped_loss(ratio, tokens.advantages, config)
+    token_loss, clipped = clip_policy_loss(ratio, tokens.advantages, config)
     return LossOutput(
         token_loss, {"clip_fraction": fraction(clipped), "approximate_kl": approximate_kl(logprobs, tokens.old_logprobs)}
     )
