@@ -64,7 +64,7 @@ class Probe:
         nothing = torch.zeros(0, dtype=torch.int64)
         batch = MicroBatch(inputs, nothing, nothing, lengths, None, ragged_offsets=offsets)
         given = model_inputs(batch, images=tokens).inputs
-        return cls(ids.to(device), _all_but_the_last(device), _moved(inputs, device), _moved(given, device))
+        return cls(ids.to(device), _all_but_the_last(device), _move(inputs, device), _move(given, device))
 
     def logprobs(self, scorer: Scorer) -> Tensor:
         """Return the scorer's log-probabilities of the tokens, [rows * (width - 1)]."""
@@ -82,7 +82,7 @@ def _all_but_the_last(device: torch.device) -> Tensor:
     return (torch.arange(ROWS, device=device)[:, None] * WIDTH + torch.arange(WIDTH - 1, device=device)).flatten()
 
 
-def _moved(inputs: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+def _move(inputs: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
     return {name: tensor.to(device) for name, tensor in inputs.items()}
 
 

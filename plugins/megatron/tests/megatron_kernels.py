@@ -116,7 +116,7 @@ def installed(base: type, *, asked: bool) -> Any:
     """In force: `base` is the Transformer Engine that is installed, and this is a device for it."""
 
     def chosen(_options: Any, config: Any, device: torch.device) -> Any:
-        return kernels.believed(kernels.over(base), config, device, asked=asked)
+        return kernels.choose_kernels(kernels.over(base), config, device, asked=asked)
 
     return patch.object(kernels, "chosen", chosen)
 

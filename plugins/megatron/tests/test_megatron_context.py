@@ -11,7 +11,7 @@ from megatron_tasks import VOCABULARY, sequence_loss_passed
 from skyrl_engine.contracts import MicroBatch
 from skyrl_engine.testing.backends.batches import Document, documents, build_packed, build_padded, worst
 from skyrl_engine.testing.ranks.world import World
-from skyrl_engine_megatron.context import alignment, order_of_gathered, tokens_of_rank
+from skyrl_engine_megatron.context import alignment, order_after_gather, tokens_of_rank
 from skyrl_engine_megatron.documents import RowShape
 from skyrl_engine_megatron.plugin import MegatronConfig
 
@@ -21,7 +21,7 @@ def test_every_token_is_held_once_and_found_again(chunks: list[int], ranks: int)
     lengths = [chunk * alignment(ranks) for chunk in chunks]
     held = [tokens_of_rank(lengths, ranks, rank) for rank in range(ranks)]
     gathered = torch.cat(held)
-    assert torch.equal(gathered[order_of_gathered(lengths, ranks)], torch.arange(sum(lengths)))
+    assert torch.equal(gathered[order_after_gather(lengths, ranks)], torch.arange(sum(lengths)))
     assert {len(share) for share in held} == {sum(lengths) // ranks}
 
 

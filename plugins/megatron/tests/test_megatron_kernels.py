@@ -81,7 +81,7 @@ class Precision:
 
 
 def choice(attention: Any, device: str, *, bf16: bool = True) -> Any:
-    return kernels.chosen(MegatronConfig(attention=attention), Precision(bf16=bf16), torch.device(device))
+    return kernels.choose_core_attention(MegatronConfig(attention=attention), Precision(bf16=bf16), torch.device(device))
 
 
 @pytest.mark.usefixtures("alone")

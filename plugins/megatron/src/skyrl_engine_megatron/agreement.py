@@ -37,7 +37,7 @@ class _Keep:
 @torch.no_grad()
 def check_agreement(pipeline: Pipeline, source: ReadModel, name: str, dtype: ComputeDtype) -> None:
     """Raises ModelError, on all ranks, if `pipeline` disagrees with `source.model`, transformers' own model on rank 0's CPU."""
-    asked = _asked(source.architecture)
+    asked = _probe_rows(source.architecture)
     ids = asked.inputs["input_ids"]
     expected = torch.zeros(len(asked.labels), dtype=torch.float64)
     if (model := source.model) is not None:
@@ -61,7 +61,7 @@ def check_agreement(pipeline: Pipeline, source: ReadModel, name: str, dtype: Com
         )
 
 
-def _asked(architecture: Architecture) -> MicroBatch:
+def _probe_rows(architecture: Architecture) -> MicroBatch:
     """Return rows of random tokens, all scored; for a vision-language model, each row holds a random image of two by three tokens."""
     draw = torch.Generator().manual_seed(0)
     ids = torch.randint(0, architecture.vocabulary, (ROWS, WIDTH), generator=draw)

@@ -55,7 +55,7 @@ class Architecture:
     def prefix(self) -> str:
         return "model." if self.vision is None else "model.language_model."
 
-    def padded_vocabulary(self, tensor_parallel: int) -> int:
+    def pad_vocabulary(self, tensor_parallel: int) -> int:
         """Return the vocabulary size rounded up to a multiple of the tensor-parallel ranks."""
         return -(-self.vocabulary // tensor_parallel) * tensor_parallel
 

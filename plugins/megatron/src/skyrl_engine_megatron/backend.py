@@ -31,13 +31,13 @@ from skyrl_engine_megatron.agreement import check_agreement
 from skyrl_engine_megatron.attention import DocumentAttention
 from skyrl_engine_megatron.building import build, transformer_config
 from skyrl_engine_megatron.documents import RowShape
-from skyrl_engine_megatron.gradients import clip, kept_gradients, non_finite, sum_over_ranks
+from skyrl_engine_megatron.gradients import clip, preserve_gradients, non_finite, sum_over_ranks
 from skyrl_engine_megatron.groups import groups
 from skyrl_engine_megatron.library import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
     RotaryEmbedding,
-    own_deprecations_ignored,
+    ignore_own_deprecations,
     parallel_random,
 )
 from skyrl_engine_megatron.loading import ReadModel, distribute, read
@@ -45,7 +45,7 @@ from skyrl_engine_megatron.names import entries, own_parameters
 from skyrl_engine_megatron.options import MegatronConfig
 from skyrl_engine_megatron.pipeline import Pipeline
 from skyrl_engine_megatron.router import RouterLosses
-from skyrl_engine_megatron.state import ShardedState, sharded_pieces, whole_pieces
+from skyrl_engine_megatron.state import ShardedState, list_sharded_pieces, whole_pieces
 
 _COMPUTE = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -92,7 +92,7 @@ class MegatronBackend:
             recompute=model.activation_checkpointing,
             cpu=self._device.type == "cpu",
         )
-        attention = kernels.chosen(self._config, config, self._device)
+        attention = kernels.choose_core_attention(self._config, config, self._device)
         decoders = build(source.architecture, config, self._config, attention)
         sharded = self._config.distributed_optimizer and replicas > 1 and optimizer is not None
         if optimizer is not None:
@@ -105,7 +105,7 @@ class MegatronBackend:
         self._state = ShardedState(
             entries(source.architecture, self._config),
             parameters,
-            sharded_pieces(parameters, self._learned) if sharded else whole_pieces(parameters),
+            list_sharded_pieces(parameters, self._learned) if sharded else whole_pieces(parameters),
             sharded=sharded,
             optimizer=optimizer,
         )
@@ -131,7 +131,7 @@ class MegatronBackend:
     @contextmanager
     def _runtime(self) -> Iterator[None]:
         """Run megatron-core inside this context: without its own deprecation warnings, and with stand-ins for CUDA on a CPU rank."""
-        with own_deprecations_ignored():
+        with ignore_own_deprecations():
             if self._device.type == "cuda":
                 yield
                 return
@@ -216,7 +216,7 @@ class MegatronBackend:
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Yield full accumulated gradients by name, one at a time, on the CPU. Accumulation can go on: it is restored after the sums."""
-        with kept_gradients(self._learned):
+        with preserve_gradients(self._learned):
             with self._runtime():
                 sum_over_ranks(self._learned)
             yield from self._state.everywhere(lambda piece: piece.gradient)

@@ -57,7 +57,7 @@ def build(architecture: Architecture, config: TransformerConfig, options: Megatr
         decoder = (Decoder if vision is None else VisionDecoder)(
             config=config,
             transformer_layer_spec=_layers(architecture, config, options, attention, number),
-            vocab_size=architecture.padded_vocabulary(options.tensor_parallel),
+            vocab_size=architecture.pad_vocabulary(options.tensor_parallel),
             max_sequence_length=architecture.longest,
             pre_process=first,
             post_process=last,

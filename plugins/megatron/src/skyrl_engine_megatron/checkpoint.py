@@ -82,7 +82,7 @@ def load(state: ShardedState, directory: Path, coords: RankCoords) -> int:
                 )
             state.optimizer.state.clear()
         for part, entries in groupby(state.entries, key=lambda entry: entry.part):
-            held = [entry for entry in entries if state.held_as(entry)]
+            held = [entry for entry in entries if state.local_names(entry)]
             if held:
                 with safe_open(_file(directory, part), framework="pt") as file:
                     _restore(state, held, file, steps_done)

@@ -31,7 +31,7 @@ def tokens_of_rank(lengths: Sequence[int], ranks: int, rank: int) -> Tensor:
     return torch.cat(held)
 
 
-def order_of_gathered(lengths: Sequence[int], ranks: int) -> Tensor:
+def order_after_gather(lengths: Sequence[int], ranks: int) -> Tensor:
     """Return int64[tokens], the place of each token of the row in the concatenation of all ranks' tokens."""
     return torch.cat([tokens_of_rank(lengths, ranks, rank) for rank in range(ranks)]).argsort()
 

@@ -112,7 +112,7 @@ class RowShape:
         arguments = model_inputs(micro_batch, one_row=True)
         assert arguments.segments is not None
         real = arguments.segments.lengths
-        if not torch.equal(arguments.inputs["position_ids"], _counted(real)):
+        if not torch.equal(arguments.inputs["position_ids"], _document_positions(real)):
             raise UnsupportedError(
                 "rows carry position_ids that do not count from 0 in every sequence, and the megatron backend knows no others",
                 remedy="Use another collator or another backend",
@@ -138,7 +138,7 @@ class RowShape:
         document_of_T[kept_T] = torch.arange(len(held_D)).repeat_interleave(held_D)
         owners = tuple(held_D.tolist()), document_of_T[own_S]
         if images is None:
-            return Documents(ids_1S, _counted(lengths)[:, own_S], scored_M, places_M, lengths, *owners)
+            return Documents(ids_1S, _document_positions(lengths)[:, own_S], scored_M, places_M, lengths, *owners)
         axes_31T = torch.zeros(3, 1, sum(lengths), dtype=torch.int64)
         axes_31T[:, 0, kept_T] = real_positions(images)
         feature_of_T = torch.full((sum(lengths),), NOWHERE)
@@ -146,6 +146,6 @@ class RowShape:
         return Documents(ids_1S, axes_31T, scored_M, places_M, lengths, *owners, images, feature_of_T[own_S])
 
 
-def _counted(lengths: tuple[int, ...]) -> Tensor:
+def _document_positions(lengths: tuple[int, ...]) -> Tensor:
     """Return int64[1, tokens], positions that count from 0 in every document."""
     return torch.cat([torch.arange(length) for length in lengths])[None]

@@ -61,7 +61,7 @@ class MixtureOfExperts(MegatronModule):  # type: ignore[misc] # megatron-core is
         shared = self.config.sequence_parallel
         copied = gather_from_sequence_parallel_region if shared else copy_to_tensor_model_parallel_region
         tokens_TH = copied(hidden_T1H)[:, 0]
-        weights_TK, experts_TK = self._routed(tokens_TH)
+        weights_TK, experts_TK = self._route(tokens_TH)
         counts = experts_TK.flatten().bincount(minlength=self.mixture.count).tolist()
         chosen_S = torch.cat(torch.split(experts_TK.flatten().argsort(stable=True), counts)[self.own])
         rows_S = chosen_S // self.mixture.chosen
@@ -73,7 +73,7 @@ class MixtureOfExperts(MegatronModule):  # type: ignore[misc] # megatron-core is
         added = reduce_scatter_to_sequence_parallel_region if shared else reduce_from_tensor_model_parallel_region
         return added(sum_TH[:, None]), None
 
-    def _routed(self, tokens_TH: Tensor) -> tuple[Tensor, Tensor]:
+    def _route(self, tokens_TH: Tensor) -> tuple[Tensor, Tensor]:
         """Return the weights and numbers of each token's experts, equal on all tensor-parallel ranks.
 
         Each rank has the gradient of the weights through its own experts only, so the router's gradient is the sum over ranks.
@@ -84,7 +84,7 @@ class MixtureOfExperts(MegatronModule):  # type: ignore[misc] # megatron-core is
         if self.mixture.normalized:
             weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
         if self.routed is not None:
-            weights_TK = self.routed.added(weights_TK, self.layer, logits_TE, probabilities_TE, experts_TK)
+            weights_TK = self.routed.attach_losses(weights_TK, self.layer, logits_TE, probabilities_TE, experts_TK)
         return weights_TK.to(tokens_TH.dtype), experts_TK
 
 

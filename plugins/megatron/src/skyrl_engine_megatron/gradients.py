@@ -21,7 +21,7 @@ def sum_over_ranks(models: Sequence[DistributedDataParallel]) -> None:
 
 
 @contextmanager
-def kept_gradients(models: Sequence[DistributedDataParallel]) -> Iterator[None]:
+def preserve_gradients(models: Sequence[DistributedDataParallel]) -> Iterator[None]:
     """Restore the accumulated gradients when this context ends, so that further passes accumulate onto them."""
     buffers = [buffer.grad_data for model in models for buffer in model.buffers]
     copies = [buffer.clone() for buffer in buffers]

@@ -42,6 +42,6 @@ class Images:
         number = needed.repeat_interleave(sizes).cumsum(0) - 1
         return cls(pixel_values[needed.repeat_interleave(grid.prod(1))], grid[needed], number[features], places)
 
-    def moved(self, move: Callable[[Tensor], Tensor]) -> "Images":
+    def move_tensors(self, move: Callable[[Tensor], Tensor]) -> "Images":
         """Return a copy whose tensors went through `move`, such as to another device."""
         return Images(move(self.pixel_values), move(self.grid), move(self.features), move(self.places))

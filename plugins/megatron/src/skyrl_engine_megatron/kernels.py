@@ -15,7 +15,7 @@ from torch import Tensor
 
 from skyrl_engine import ModelError, UnsupportedError
 from skyrl_engine_megatron.attention import DocumentAttention
-from skyrl_engine_megatron.context import alignment, order_of_gathered
+from skyrl_engine_megatron.context import alignment, order_after_gather
 from skyrl_engine_megatron.documents import Boundaries
 from skyrl_engine_megatron.library import AttnMaskType, TransformerConfig, parallel_state
 from skyrl_engine_megatron.options import MegatronConfig
@@ -54,7 +54,7 @@ def over(base: Any) -> Any:
     return DocumentKernels
 
 
-def chosen(options: MegatronConfig, config: TransformerConfig, device: torch.device) -> Any:
+def choose_core_attention(options: MegatronConfig, config: TransformerConfig, device: torch.device) -> Any:
     """Return the class of `core_attention` that `options.attention` asks for, the same on all ranks.
 
     Raises UnsupportedError if Transformer Engine was asked for and is not available, ModelError if it computes something else.
@@ -80,7 +80,7 @@ def chosen(options: MegatronConfig, config: TransformerConfig, device: torch.dev
         return DocumentAttention
     from megatron.core.extensions.transformer_engine import TEDotProductAttention
 
-    return believed(over(TEDotProductAttention), config, device, asked=asked)
+    return choose_kernels(over(TEDotProductAttention), config, device, asked=asked)
 
 
 def version() -> str | None:
@@ -96,7 +96,7 @@ def version() -> str | None:
         return None
 
 
-def believed(kernels: Any, config: TransformerConfig, device: torch.device, *, asked: bool) -> Any:
+def choose_kernels(kernels: Any, config: TransformerConfig, device: torch.device, *, asked: bool) -> Any:
     """Return `kernels` if they agree with `DocumentAttention` on every rank, else `DocumentAttention`, with a warning.
 
     The comparison runs on each rank by itself first, where a rank that raises keeps no other waiting, and then with context parallelism.
@@ -105,7 +105,7 @@ def believed(kernels: Any, config: TransformerConfig, device: torch.device, *, a
     ranks = config.context_parallel_size
     for together in dict.fromkeys((1, ranks)):
         everywhere: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everywhere, _found(kernels, config, device, together))
+        dist.all_gather_object(everywhere, _measure_difference(kernels, config, device, together))
         for rank, (found, why) in enumerate(everywhere):
             if not found <= TOLERANCE:
                 what = f"Transformer Engine's attention differs from torch's by {found:.1e} on rank {rank}{why}"
@@ -116,7 +116,7 @@ def believed(kernels: Any, config: TransformerConfig, device: torch.device, *, a
     return kernels
 
 
-def _found(kernels: Any, config: TransformerConfig, device: torch.device, ranks: int) -> tuple[float, str]:
+def _measure_difference(kernels: Any, config: TransformerConfig, device: torch.device, ranks: int) -> tuple[float, str]:
     try:
         return worst_difference(kernels, config, device, ranks), ""
     except Exception as error:  # noqa: BLE001 - whatever a kernel raises on a device that it was not built for
@@ -131,7 +131,7 @@ def worst_difference(kernels: Any, config: TransformerConfig, device: torch.devi
     a layer.
     """
     lengths = tuple(chunks * alignment(ranks) for chunks in CHUNKS)
-    order = order_of_gathered(lengths, ranks).to(device) if ranks > 1 else None
+    order = order_after_gather(lengths, ranks).to(device) if ranks > 1 else None
     boundaries = Boundaries.of(lengths, order).for_kernels(device)
     draw = torch.Generator().manual_seed(parallel_state.get_context_parallel_rank())
     shares = config.tensor_model_parallel_size

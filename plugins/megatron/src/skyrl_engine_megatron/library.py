@@ -43,7 +43,7 @@ __all__ = [
     "get_forward_backward_func",
     "get_gpt_layer_local_spec",
     "get_num_layers_to_build",
-    "own_deprecations_ignored",
+    "ignore_own_deprecations",
     "parallel_random",
     "parallel_state",
     "reduce_from_tensor_model_parallel_region",
@@ -53,7 +53,7 @@ __all__ = [
 
 
 @contextmanager
-def own_deprecations_ignored() -> Iterator[None]:
+def ignore_own_deprecations() -> Iterator[None]:
     """Ignore deprecation warnings about megatron-core's own calls, which its users cannot change."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"megatron\.")

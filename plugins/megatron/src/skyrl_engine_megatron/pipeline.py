@@ -16,7 +16,7 @@ from skyrl_engine.contracts import IMAGE_GRID, PIXEL_VALUES, MicroBatch, Objecti
 from skyrl_engine.modeling.images import ImageTokens, place_images
 from skyrl_engine.modeling.micro_batch import differentiable
 from skyrl_engine.modeling.model_inputs import check_tokens
-from skyrl_engine_megatron.context import order_of_gathered, scores_of_all
+from skyrl_engine_megatron.context import order_after_gather, scores_of_all
 from skyrl_engine_megatron.decoder import Decoder
 from skyrl_engine_megatron.documents import Boundaries, Documents, RowShape
 from skyrl_engine_megatron.images import Images
@@ -98,14 +98,14 @@ class Pipeline:
             pixels=piece.pre_process,
         )
         gathers = self.shape.cp > 1 and not self.kernels
-        order = self._moved(order_of_gathered(documents.lengths, self.shape.cp)) if gathers else None
+        order = self._move(order_after_gather(documents.lengths, self.shape.cp)) if gathers else None
         if self.router is not None:
             step = micro_batch.step if micro_batch is not None else StepCounts(0, 0)
-            routed.append(self.router.tokens(documents.real, self._moved(documents.document_of), step, learn=learn))
+            routed.append(self.router.tokens(documents.real, self._move(documents.document_of), step, learn=learn))
         boundaries = Boundaries.of(documents.lengths, order, routed[-1] if routed else None)
         hidden_T1H: Tensor = model(
-            self._moved(documents.input_ids),
-            self._moved(documents.position_ids),
+            self._move(documents.input_ids),
+            self._move(documents.position_ids),
             None,
             packed_seq_params=boundaries.for_kernels(self.device) if self.kernels else boundaries,
             **self._images(micro_batch, documents, piece),
@@ -133,25 +133,25 @@ class Pipeline:
             feature_of_S = feature_of_S.chunk(self.shape.tp)[parallel_state.get_tensor_model_parallel_rank()]
         inputs = micro_batch.inputs
         images = Images.of(inputs[PIXEL_VALUES], inputs[IMAGE_GRID], documents.images, feature_of_S)
-        return {} if images is None else {"images": images.moved(self._moved)}
+        return {} if images is None else {"images": images.move_tensors(self._move)}
 
     def _scores(self, hidden_T1H: Tensor, documents: Documents, micro_batch: MicroBatch, objective: Objective) -> dict[str, Tensor]:
         """Return all scores of the micro-batch, on every context-parallel rank."""
         own = self.pieces[-1].score(
             hidden_T1H,
-            self._moved(documents.positions),
-            self._moved(micro_batch.labels[documents.places]),
-            {column: self._moved(ids[documents.places]) for column, ids in micro_batch.candidates.items()},
+            self._move(documents.positions),
+            self._move(micro_batch.labels[documents.places]),
+            {column: self._move(ids[documents.places]) for column, ids in micro_batch.candidates.items()},
             temperature=objective.temperature,
             needs=objective.needs,
             logits_per_chunk=self.logits_per_chunk,
         )
         if self.shape.cp == 1:
             return own
-        places_M, count = self._moved(documents.places), len(micro_batch.labels)
+        places_M, count = self._move(documents.places), len(micro_batch.labels)
         return {name: scores_of_all(values_M, places_M, count) for name, values_M in own.items()}
 
-    def _moved(self, tensor: Tensor) -> Tensor:
+    def _move(self, tensor: Tensor) -> Tensor:
         if self.device.type == "cuda":
             return tensor.pin_memory().to(self.device, non_blocking=True)
         return tensor.to(self.device)

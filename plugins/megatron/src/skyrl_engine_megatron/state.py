@@ -53,7 +53,7 @@ def whole_pieces(parameters: dict[str, nn.Parameter]) -> dict[str, Piece]:
     return {name: Piece.of(parameter, 0, parameter.numel()) for name, parameter in parameters.items()}
 
 
-def sharded_pieces(parameters: dict[str, nn.Parameter], models: Sequence[DistributedDataParallel]) -> dict[str, Piece]:
+def list_sharded_pieces(parameters: dict[str, nn.Parameter], models: Sequence[DistributedDataParallel]) -> dict[str, Piece]:
     """Return the pieces whose summed gradients megatron-core's reduce-scatter leaves on this rank; some parameters have none here."""
     names = {id(parameter): name for name, parameter in parameters.items()}
     pieces = {}
@@ -91,7 +91,7 @@ class ShardedState:
     @torch.no_grad()
     def fill(self, entry: MegatronParameter, whole: Sequence[Tensor]) -> None:
         """Set this rank's weight, and a tied head's copy, to its share of Hugging Face's tensors."""
-        for name in self.held_as(entry):
+        for name in self.local_names(entry):
             share = self.share(entry, whole)
             self.parameters[name].copy_(share)
             if name in self.pieces:
@@ -101,7 +101,7 @@ class ShardedState:
     def fill_moment(self, entry: MegatronParameter, key: str, whole: Sequence[Tensor], step: int) -> None:
         """Set AdamW's `exp_avg` or `exp_avg_sq` after `step` steps to this rank's share of Hugging Face's tensors."""
         assert self.optimizer is not None
-        for name in self.held_as(entry):
+        for name in self.local_names(entry):
             if name in self.pieces:
                 piece = self.pieces[name]
                 state = self.optimizer.state[piece.master]
@@ -119,7 +119,7 @@ class ShardedState:
             piece.master.grad = None
             piece.publish()
 
-    def held_as(self, entry: MegatronParameter) -> tuple[str, ...]:
+    def local_names(self, entry: MegatronParameter) -> tuple[str, ...]:
         """Return the names under which this rank holds the entry: its own, and that of a tied head's copy, as far as they exist here."""
         tied = all(each.name != HEAD for each in self.entries)
         names = (entry.name, HEAD) if entry.name == EMBEDDING and tied else (entry.name,)

@@ -39,7 +39,7 @@ class Vision:
             )
         time, height, width = text.rope_parameters.get("mrope_section", (24, 20, 20))
         with torch.device("meta"):
-            skeleton = _made(vision, torch.float32)
+            skeleton = _make_tower(vision, torch.float32)
         return cls(
             config=vision,
             tokens=ImageTokens.of(config),
@@ -55,7 +55,7 @@ class Vision:
         With `shared`, tensor-parallel ranks hold different tokens and so different parts of its gradient, which megatron-core sums.
         """
         with torch.device(device):
-            tower = _made(self.config, dtype)
+            tower = _make_tower(self.config, dtype)
         for parameter in tower.parameters():
             parameter.sequence_parallel = shared  # type: ignore[attr-defined] # megatron-core reads it
         if recompute:
@@ -69,7 +69,7 @@ class Vision:
             yield f"vision-{first}-{second}" if first == "blocks" else f"vision-{first}", name, shape
 
 
-def _made(config: Any, dtype: torch.dtype) -> nn.Module:
+def _make_tower(config: Any, dtype: torch.dtype) -> nn.Module:
     from transformers import AutoModel
     from transformers.initialization import no_init_weights
 

@@ -63,13 +63,13 @@ class VisionDecoder(Decoder):
         if self.pre_process:
             embeddings_T1H = self.embedding(input_ids=input_ids, position_ids=None)
             if images is not None:
-                embeddings_T1H, features = self._seen(embeddings_T1H, images)
+                embeddings_T1H, features = self._insert_image_features(embeddings_T1H, images)
         hidden_T1H: Tensor = super().forward(
             input_ids, position_ids, attention_mask, decoder_input=embeddings_T1H, extra_block_kwargs=features, **options
         )
         return hidden_T1H
 
-    def _seen(self, embeddings_T1H: Tensor, images: Images) -> tuple[Tensor, dict[str, Tensor]]:
+    def _insert_image_features(self, embeddings_T1H: Tensor, images: Images) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the embeddings with image features in their places, and the features that layers add to their outputs there."""
         pixels = images.pixel_values.to(embeddings_T1H.dtype)
         seen = self.visual(pixels, grid_thw=images.grid)
