@@ -70,9 +70,9 @@ def _refuse(ids: IntArray, expected: IntArray, collected: Sequence[RankOutput], 
     repeated = values[(counts > 1) & np.isin(values, expected)]
     unexpected = np.setdiff1d(values, expected)
     details = [
-        *_lines("missing", "planned on data-parallel rank", missing, _planned(missing, plan)),
-        *_lines("duplicated", "returned by rank", repeated, _returned(repeated, collected)),
-        *_lines("unexpected", "returned by rank", unexpected, _returned(unexpected, collected)),
+        *_lines("missing", "planned on data-parallel rank", missing, _find_planned_ranks(missing, plan)),
+        *_lines("duplicated", "returned by rank", repeated, _returning_ranks(repeated, collected)),
+        *_lines("unexpected", "returned by rank", unexpected, _returning_ranks(unexpected, collected)),
     ]
     raise OutputError(
         f"the outputs of {len(collected)} ranks do not form the batch of {len(expected)} samples: "
@@ -90,13 +90,13 @@ def _lines(what: str, relation: str, ids: IntArray, ranks: Sequence[Sequence[int
     return lines + [f"{what}: and {len(ids) - LISTED} more"] * (len(ids) > LISTED)
 
 
-def _planned(ids: IntArray, plan: BatchPlan) -> list[list[int]]:
+def _find_planned_ranks(ids: IntArray, plan: BatchPlan) -> list[list[int]]:
     """Return, for each of the first few ids, the data-parallel ranks that the plan gave it to."""
     parts = [(dp, mini.rank_samples(dp)) for mini in plan.mini_batches for dp in range(len(mini.ranks))]
     return [[dp for dp, samples in parts if (plan.sample_ids[samples] == wanted).any()] for wanted in ids[:LISTED]]
 
 
-def _returned(ids: IntArray, collected: Sequence[RankOutput]) -> list[list[int]]:
+def _returning_ranks(ids: IntArray, collected: Sequence[RankOutput]) -> list[list[int]]:
     """Return, for each of the first few ids, the world ranks whose outputs hold it, repeated if an output holds it repeatedly."""
     return [
         [output.coords.rank for output in collected for _ in range(np.count_nonzero(output.sample_ids == wanted))]
