@@ -32,7 +32,7 @@ class TokenSumNormConfig(MeanConfig):
 @reducer(negative_weights=True, additive=True)
 def sum_reducer(structure: BatchStructure, _config: None) -> PerSequence:
     """The weight w itself, unchanged: the caller normalises, as with the loss functions of Tinker."""
-    return _divided_by(structure, 1.0)
+    return _constant_divisor(structure, 1.0)
 
 
 @reducer(config=MeanConfig)
@@ -42,7 +42,7 @@ def token_mean(structure: BatchStructure, _config: MeanConfig) -> PerSequence:
     The token-level objective of DAPO (Yu et al. 2025, arXiv:2503.14476, section 3.3), with one denominator for all prompts.
     """
     total = structure.mass.sum()
-    return _divided_by(structure, total or 1.0)
+    return _constant_divisor(structure, total or 1.0)
 
 
 @reducer(config=MeanConfig, batch_local=True)
@@ -88,7 +88,7 @@ def sequence_mean_token_sum_norm(structure: BatchStructure, config: TokenSumNorm
             remedy="Set reducer.max_sequence_length (or data.max_length) to a number of tokens",
         )
     count = len(structure) if config.empty_sequence == "count" else np.count_nonzero(~structure.empty)
-    return _divided_by(structure, float(count or 1) * length)
+    return _constant_divisor(structure, float(count or 1) * length)
 
 
 @reducer(config=MeanConfig)
@@ -118,5 +118,5 @@ def _mean_of_means(structure: BatchStructure, part_ids: IntArray, empty_sequence
     return PerSequence(denominator[part])
 
 
-def _divided_by(structure: BatchStructure, number: float) -> PerSequence:
+def _constant_divisor(structure: BatchStructure, number: float) -> PerSequence:
     return PerSequence(np.full(len(structure), number, dtype=np.float64))
