@@ -167,13 +167,13 @@ class Worker:
     def run(self, work: Pass, shard: Shard) -> RankReply:
         """One pass over the shard. An EngineError of one of several ranks names the rank."""
         try:
-            return self._passed(work, shard)
+            return self._run_pass(work, shard)
         except EngineError as error:
             if (size := self._environment.world_size) > 1:
                 error.details = (*error.details, f"rank {self._rank} of {size} met this in a pass")
             raise
 
-    def _passed(self, work: Pass, shard: Shard) -> RankReply:
+    def _run_pass(self, work: Pass, shard: Shard) -> RankReply:
         first, last = work.micro_batches or (0, None)
         batch: RankBatch = ShardBatch(shard, self._collator, work.tokens, self._spans, first, last, work.labels)
         objective = self._objective(work)

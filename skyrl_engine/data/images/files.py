@@ -65,7 +65,7 @@ def parse_image(given: object, name: str, folder: Path | None) -> StoredImage:
         return StoredImage(name, content=given)
     if not isinstance(given, str) or not given:
         raise ImageError(
-            f"{name} is {_described(given)}", remedy=f"Give a path, an image file's bytes or a data: address, {_OR_DROP}"
+            f"{name} is {_describe(given)}", remedy=f"Give a path, an image file's bytes or a data: address, {_OR_DROP}"
         )
     scheme = given[:8].partition(":")[0].lower()
     if scheme == "data":
@@ -83,7 +83,7 @@ def parse_image(given: object, name: str, folder: Path | None) -> StoredImage:
     return StoredImage(name, written=given, path=path)
 
 
-def _described(given: object) -> str:
+def _describe(given: object) -> str:
     if isinstance(given, Mapping):
         return f"an object with {', '.join(map(repr, given)) or 'nothing'}, without bytes or a path"
     return "empty" if given is None or given == "" else f"a {type(given).__name__}"

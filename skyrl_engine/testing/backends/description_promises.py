@@ -51,7 +51,7 @@ def coordinates(subject: BackendSubject, case: BackendCase) -> None:
 def description(subject: BackendSubject, _case: None) -> None:
     for case in cases(subject):
         sizes = case.sizes
-        described = _described(subject, sizes.options, sizes.ranks)
+        described = _describe(subject, sizes.options, sizes.ranks)
         if isinstance(described, EngineError):
             raise Broken(f"claims {sizes} and refuses it: {described.cause}", "Claim only layouts that it can make") from described
         if described.topology != sizes.topology:
@@ -92,7 +92,7 @@ def _require_honest(subject: BackendSubject, name: str, capability: Capability) 
     """Require that a capability is declared exactly where its option can lay out two ranks, and that sizes that do not divide are refused."""
     option = OPTIONS[name]
     declared = subject.declares(capability)
-    two = _described(subject, {option: 2}, 2)
+    two = _describe(subject, {option: 2}, 2)
     if isinstance(two, EngineError):
         if declared:
             raise Broken(
@@ -108,7 +108,7 @@ def _require_honest(subject: BackendSubject, name: str, capability: Capability) 
     if not declared:  # laid out all the same: the engine sees it, and refuses it while planning
         return
     for ranks in (1, 3):
-        refused = _described(subject, {option: 2}, ranks)
+        refused = _describe(subject, {option: 2}, ranks)
         if not isinstance(refused, EngineError):
             raise Broken(
                 f"lays out {ranks} rank{'s' if ranks > 1 else ''} with {option} = 2, which does not divide them, as {refused.topology}",
@@ -117,7 +117,7 @@ def _require_honest(subject: BackendSubject, name: str, capability: Capability) 
         require_words(refused)
 
 
-def _described(subject: BackendSubject, options: dict[str, int], ranks: int) -> BackendDescription | EngineError:
+def _describe(subject: BackendSubject, options: dict[str, int], ranks: int) -> BackendDescription | EngineError:
     try:
         return subject.describe(options, ranks)
     except EngineError as error:

@@ -47,11 +47,11 @@ def plan_rl(resolved: ResolvedConfig, *, progress: Progress | None = None) -> Rl
     config = resolved.config
     return RlPlan(
         plugins={
-            place: _described(selected)
+            place: _describe(selected)
             for place, selected in resolved.plugins.items()
             if place != "generator" or isinstance(prepared.rollouts, LiveRolloutSpec)
         },
-        observers=tuple(_described(selected) for selected in resolved.observers),
+        observers=tuple(_describe(selected) for selected in resolved.observers),
         model=config.model.path,
         launch=config.run.launch,
         sharing=sharing(config.run),
@@ -146,7 +146,7 @@ def _pieces(prepared: PreparedRl, ids: list[int]) -> tuple[str, ...]:
     return tuple(token_texts(prepared.files.tokenizer, ids))
 
 
-def _described(selected: SelectedPlugin) -> str:
+def _describe(selected: SelectedPlugin) -> str:
     record = selected.loaded.record
     return f"{record.reference} {record.version or record.sha256}"
 

@@ -107,7 +107,7 @@ async def _body(request: Request, limit: int) -> bytes:
     if request.headers.get("content-encoding") != "zstd":
         return body
     try:
-        body = await asyncio.to_thread(decompressed, body, limit + 1)
+        body = await asyncio.to_thread(decompress, body, limit + 1)
     except zstandard.ZstdError as error:
         raise HTTPException(422, f"the body is no zstd: {error}") from error
     if len(body) > limit:
@@ -115,7 +115,7 @@ async def _body(request: Request, limit: int) -> bytes:
     return body
 
 
-def decompressed(body: bytes, most: int) -> bytes:
+def decompress(body: bytes, most: int) -> bytes:
     """Decompress zstd, `most` bytes at most."""
     with zstandard.ZstdDecompressor().stream_reader(body) as reader:
         return bytes(reader.read(most))

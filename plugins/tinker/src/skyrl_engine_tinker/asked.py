@@ -34,7 +34,7 @@ class LossRequest:
         if name in losses.INPUTS:
             several = name == "cross_entropy" and any(map(_has_several_targets, request.data))
             function = losses.SEVERAL if several else name
-            return cls(name, {"use": f"{losses.__file__}:{function}"}, _given(name, options), several)
+            return cls(name, {"use": f"{losses.__file__}:{function}"}, _api_inputs(name, options), several)
         if name not in served:
             raise RequestError(f"there is no loss {name!r} here; there are {', '.join([*losses.INPUTS, *served])}")
         return cls(name, {"use": name, **options})
@@ -85,7 +85,7 @@ def _plain(value: float | str) -> float | bool | str:
     return int(value) if value.is_integer() else value
 
 
-def _given(name: str, options: Mapping[str, Any]) -> losses.Inputs:
+def _api_inputs(name: str, options: Mapping[str, Any]) -> losses.Inputs:
     """The inputs of a loss of the API with these options as their defaults."""
     inputs = losses.INPUTS[name]
     known = [key for key in losses.OPTIONS if key in inputs]

@@ -11,7 +11,7 @@ from fastapi import HTTPException
 
 from skyrl_engine_tinker.adapted import AdaptedLayers
 from skyrl_engine_tinker.checkpoints import Address, Facts
-from skyrl_engine_tinker.codecs import parsed
+from skyrl_engine_tinker.codecs import parse_message
 from skyrl_engine_tinker.errors import RequestError
 from skyrl_engine_tinker.lane import Answer, PendingAnswer
 from skyrl_engine_tinker.model import ServedModel
@@ -53,7 +53,7 @@ async def _create_model(server: Server, body: bytes) -> Answer:
         server.settings.require_rank(rank)
         layers = AdaptedLayers.read(lora, rank)
     except RequestError as error:
-        return server.refused(model_id, error)
+        return server.register_refusal(model_id, error)
     model = ServedModel(server.settings, model_id, base, rank, layers)
     model.metadata = given.get("user_metadata")
     return server.create_model(model, lambda model: model.open(lora.get("seed")))
@@ -74,7 +74,7 @@ async def _get_info(server: Server, body: bytes) -> Answer:
 
 
 async def _forward_backward(server: Server, body: bytes) -> Answer:
-    request = await asyncio.to_thread(parsed, "ForwardBackwardRequest", body)
+    request = await asyncio.to_thread(parse_message, "ForwardBackwardRequest", body)
     return _in_turn(server, request.model_id, request.seq_id, lambda model: model.forward_backward(request), request)
 
 
@@ -91,7 +91,7 @@ async def _optim_step(server: Server, body: bytes) -> Answer:
 
 async def _save_weights(server: Server, body: bytes) -> Answer:
     given = _json(body)
-    return _in_turn(server, given["model_id"], given["seq_id"], lambda model: _saved(model, given, "weights"))
+    return _in_turn(server, given["model_id"], given["seq_id"], lambda model: _save(model, given, "weights"))
 
 
 async def _save_external(server: Server, body: bytes) -> Answer:
@@ -100,12 +100,12 @@ async def _save_external(server: Server, body: bytes) -> Answer:
     def saved(model: ServedModel) -> Answer:
         if given.get("age_encryption_recipients"):
             raise RequestError("this server encrypts nothing; leave age_encryption_recipients out")
-        return _saved(model, given, "external_weights")
+        return _save(model, given, "external_weights")
 
     return _in_turn(server, given["model_id"], given["seq_id"], saved)
 
 
-def _saved(model: ServedModel, given: Mapping[str, Any], kind: str) -> Answer:
+def _save(model: ServedModel, given: Mapping[str, Any], kind: str) -> Answer:
     address = Address(model.model_id, kind, given.get("path") or f"step-{given['seq_id']}")
     overwrite, ttl = bool(given.get("overwrite")), given.get("ttl_seconds")
     return model.save(address, overwrite=overwrite, ttl=ttl, metadata=given.get("user_metadata"))
@@ -121,7 +121,7 @@ async def _load_weights(server: Server, body: bytes) -> Answer:
             facts = Facts.of(server.settings.directory, Address.read(path, ("weights",)))
             server.settings.require(facts.base_model)
         except RequestError as error:
-            return server.refused(model_id, error)
+            return server.register_refusal(model_id, error)
         model = ServedModel(server.settings, model_id, facts.base_model, facts.lora_rank, facts.layers)
         return server.create_model(model, lambda model: model.load(path, optimizer, create=True))
     return _in_turn(server, given["model_id"], given["seq_id"], lambda model: model.load(path, optimizer, create=False))
@@ -144,7 +144,7 @@ async def _save_for_sampler(server: Server, body: bytes) -> Answer:
         if name and kind == "inflight":
             raise RequestError("weights that later ones replace have no name; leave the path out")
         if name:
-            return _saved(model, given, "sampler_weights")
+            return _save(model, given, "sampler_weights")
         (model.samplers.pin if kind == "snapshot" else model.samplers.publish)(sampler)
         facts = SamplingSession(model.session, model.base_model, model_id=model.model_id)
         # ahead of the answer, on the same loop
@@ -160,7 +160,7 @@ async def _create_sampling_session(server: Server, body: bytes) -> Answer:
     address = None if path is None else Address.read(str(path), ("weights", "sampler_weights"))
     base = str(given["base_model"]) if address is None else Facts.of(directory, address).base_model
     sampler = secrets.token_hex(16)
-    server.samplers[sampler] = SamplingSession(session, base, stored=server.settings.stored(base, address))
+    server.samplers[sampler] = SamplingSession(session, base, stored=server.settings.find_weights(base, address))
     return {"type": "create_sampling_session", "sampling_session_id": sampler}
 
 
@@ -178,7 +178,7 @@ async def _sample(server: Server, body: bytes) -> Answer:
     promise = PendingAnswer(asyncio.get_running_loop())
     try:
         call = SampleCall.read(given, limits)
-        lane, model = server.sampled_by(sampler)
+        lane, model = server.find_sampled_model(sampler)
     except (RequestError, KeyError, TypeError, ValueError) as error:
         promise.fail(
             error if isinstance(error, RequestError) else RequestError(f"asample was sent with {type(error).__name__}: {error}")
@@ -187,11 +187,11 @@ async def _sample(server: Server, body: bytes) -> Answer:
         return answer
     server.admit(promise, call.count)
     server.register_future(request_id, promise)
-    lane.submit_unordered(lambda: _begun(model, name, sampler, call, promise), promise, sampler.session)
+    lane.submit_unordered(lambda: _start_sampling(model, name, sampler, call, promise), promise, sampler.session)
     return answer
 
 
-def _begun(model: ServedModel, name: str, sampler: SamplingSession, call: SampleCall, promise: PendingAnswer) -> None:
+def _start_sampling(model: ServedModel, name: str, sampler: SamplingSession, call: SampleCall, promise: PendingAnswer) -> None:
     try:
         if model.base_model != sampler.base_model:
             raise RequestError(f"this server has one base model at a time, and {model.base_model} is there; close its client first")

@@ -66,7 +66,7 @@ class Address:
 
 
 @frozen
-class Stored:
+class SavedWeights:
     """Weights on the disk: a model, as a directory or hub id, and a PEFT directory for its adapter.
 
     `path` and `written` are a checkpoint's address and time, None for a base model: one that is written over is another.
@@ -127,7 +127,7 @@ def expiry(ttl: float | None) -> float | None:
 
 
 @contextlib.contextmanager
-def written(directory: Path, address: Address, facts: Facts, *, overwrite: bool) -> Iterator[Path]:
+def write_checkpoint(directory: Path, address: Address, facts: Facts, *, overwrite: bool) -> Iterator[Path]:
     """Write a checkpoint into the folder that this gives; it is there when all of it is, or not at all. Raises RequestError."""
     folder = address.folder(directory)
     if (folder / FACTS).exists() and not overwrite:
@@ -141,17 +141,17 @@ def written(directory: Path, address: Address, facts: Facts, *, overwrite: bool)
     aside.rename(folder)
 
 
-def listed(directory: Path, model_id: str | None = None) -> list[dict[str, Any]]:
+def list_checkpoints(directory: Path, model_id: str | None = None) -> list[dict[str, Any]]:
     """List checkpoints of one model or of all, the newest first. A model that saved none has an empty list."""
     found = [each for each in _addresses(directory) if model_id is None or each.model_id == model_id]
-    described = [each for each in (_described(directory, address) for address in found) if each is not None]
+    described = [each for each in (_describe(directory, address) for address in found) if each is not None]
     return sorted(described, key=lambda each: str(each["time"]), reverse=True)
 
 
 def delete(directory: Path, address: Address) -> None:
     """Delete a checkpoint. Raises RequestError for one that is not there."""
     Facts.of(directory, address)
-    _removed(address.folder(directory))
+    _remove(address.folder(directory))
 
 
 def set_ttl(directory: Path, address: Address, ttl: float | None) -> None:
@@ -165,13 +165,13 @@ def sweep(directory: Path) -> None:
         try:
             Facts.of(directory, address)
         except RequestError:
-            _removed(address.folder(directory))
+            _remove(address.folder(directory))
 
 
 def runs(directory: Path) -> list[dict[str, Any]]:
     """List models that saved something, as the API's training runs, the one that saved last first."""
     by_model: dict[str, list[dict[str, Any]]] = {}
-    for each in listed(directory):
+    for each in list_checkpoints(directory):
         by_model.setdefault(each["tinker_path"].split("/")[2], []).append(each)
     return [_run(directory, model_id, checkpoints) for model_id, checkpoints in by_model.items()]
 
@@ -202,7 +202,7 @@ def _addresses(directory: Path) -> list[Address]:
     return found
 
 
-def _described(directory: Path, address: Address) -> dict[str, Any] | None:
+def _describe(directory: Path, address: Address) -> dict[str, Any] | None:
     try:
         facts = Facts.of(directory, address)
         size = sum(each.stat().st_size for each in address.folder(directory).rglob("*") if each.is_file())
@@ -221,7 +221,7 @@ def _described(directory: Path, address: Address) -> dict[str, Any] | None:
     }
 
 
-def _removed(folder: Path) -> None:
+def _remove(folder: Path) -> None:
     # without its facts it is no checkpoint any more, even when the rest of this is cut off
     (folder / FACTS).unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)

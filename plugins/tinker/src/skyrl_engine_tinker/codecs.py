@@ -19,7 +19,7 @@ NOT_SCORED = -99_999.0
 _DTYPES: Mapping[int, np.dtype[Any]] = {FLOAT32: np.dtype("<f4"), INT64: np.dtype("<i8"), INT32: np.dtype("<i4")}
 
 
-def parsed(name: str, body: bytes) -> Any:
+def parse_message(name: str, body: bytes) -> Any:
     """Parse a message. Raises RequestError for bytes that are none."""
     message = CLASSES[name]()
     try:
@@ -51,7 +51,7 @@ def tensor(message: Any, where: str, most: int) -> Array:
         raise RequestError(f"{where} has the unknown type {message.dtype}")
     dtype, shape = _DTYPES[message.dtype], tuple(message.shape)
     if message.HasField("sparse_csr"):
-        return _filled(message.sparse_csr, dtype, shape, where, most)
+        return _fill_sparse(message.sparse_csr, dtype, shape, where, most)
     values = _view(message.dense, dtype, where)
     shape = shape or values.shape
     if min(shape, default=0) < 0 or int(np.prod(shape)) != values.size:
@@ -59,7 +59,7 @@ def tensor(message: Any, where: str, most: int) -> Array:
     return values.reshape(shape)
 
 
-def _filled(message: Any, dtype: np.dtype[Any], shape: tuple[int, ...], where: str, most: int) -> Array:
+def _fill_sparse(message: Any, dtype: np.dtype[Any], shape: tuple[int, ...], where: str, most: int) -> Array:
     """Return a sparse matrix [N, K] with its zeros. Compressed rows: row i has the places `rows[i]` to `rows[i + 1]` of values and columns."""
     index = _DTYPES[INT64]
     values, rows, columns = (
@@ -84,7 +84,7 @@ def _view(data: bytes, dtype: np.dtype[Any], where: str) -> Array:
     return np.frombuffer(data, dtype=dtype)
 
 
-def encoded_outputs(logprobs: Sequence[Array], metrics: Mapping[str, float]) -> bytes:
+def encode_outputs(logprobs: Sequence[Array], metrics: Mapping[str, float]) -> bytes:
     """Encode a ForwardBackwardOutput: `logprobs` of every datum, [N] or [N, K], and metrics by name."""
     message = CLASSES["ForwardBackwardOutput"](loss_fn_output_type="ArrayRecord", metrics=metrics)
     # a record's datums have one K
@@ -99,7 +99,7 @@ def encoded_outputs(logprobs: Sequence[Array], metrics: Mapping[str, float]) -> 
     return bytes(message.SerializeToString())
 
 
-def encoded_samples(completions: list[Completion], *, last: int) -> bytes:
+def encode_samples(completions: list[Completion], *, last: int) -> bytes:
     """Encode a SampleResponse of one prompt's completions; the first one's scores of the prompt, of its `last` tokens."""
     message = CLASSES["SampleResponse"]()
     for completion in completions:

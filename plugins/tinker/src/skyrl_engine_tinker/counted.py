@@ -36,7 +36,7 @@ class Counted:
         try:
             await self._app(scope, counted_receive, counted_send)
         finally:
-            self._counters.answered(self._name(scope), status, time.perf_counter() - begin, received, sent)
+            self._counters.count_request(self._name(scope), status, time.perf_counter() - begin, received, sent)
 
     def _name(self, scope: Scope) -> str:
         endpoint: Any = scope.get("endpoint")

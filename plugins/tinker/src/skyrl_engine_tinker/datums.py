@@ -49,7 +49,7 @@ class DatumBatch:
             inputs.refuse_wide(TARGETS, targets, asked.name)
         for number, each in enumerate(targets, before):
             _refuse_foreign(each, limits.vocabulary, f"target {{place}} of datum {number}")
-        inputs.refuse_unknown(_known(asked, reads), asked.name)
+        inputs.refuse_unknown(_list_known_inputs(asked, reads), asked.name)
         columns = {column: inputs.column(asked, column, form) for column, form in reads.items()}
         if asked.several:
             inputs.refuse_other_shapes(WEIGHTS, targets)
@@ -64,7 +64,7 @@ class DatumBatch:
             input_ids=np.concatenate([part for pair in zip(tokens, last, strict=True) for part in pair]),
             token_offsets=offsets_of(lengths + 1),
             action_offsets=offsets_of(lengths),
-            loss_weight=inputs.joined(WEIGHTS, "number", 1.0) if weighs else None,
+            loss_weight=inputs.join(WEIGHTS, "number", 1.0) if weighs else None,
             columns=columns,
             sample_ids=np.arange(before, before + len(tokens)),
         )
@@ -110,9 +110,9 @@ class _Inputs:
     def column(self, asked: LossRequest, column: str, form: ColumnForm) -> Array:
         """The column that a loss reads, from the input of its name. Raises RequestError for a datum that lacks it."""
         name = next((own for own, other in losses.COLUMNS.items() if other == column and asked.defaults), column)
-        return self.joined(name, form, None if asked.defaults is None else asked.defaults.get(name), asked.name)
+        return self.join(name, form, None if asked.defaults is None else asked.defaults.get(name), asked.name)
 
-    def joined(self, name: str, form: ColumnForm, default: float | None, reader: str = "") -> Array:
+    def join(self, name: str, form: ColumnForm, default: float | None, reader: str = "") -> Array:
         """[A] or [A, k] of one input, end to end; datums with fewer numbers per token have 0 for the rest."""
         found = self.of(name, whole=form == "token ids", default=default, reader=reader)
         if form == "number":
@@ -175,7 +175,7 @@ class _Inputs:
                 )
 
 
-def _known(asked: LossRequest, reads: Mapping[str, ColumnForm]) -> list[str]:
+def _list_known_inputs(asked: LossRequest, reads: Mapping[str, ColumnForm]) -> list[str]:
     return sorted({WEIGHTS, *reads} if asked.defaults is None else asked.defaults)
 
 

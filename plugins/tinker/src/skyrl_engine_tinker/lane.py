@@ -132,12 +132,12 @@ class ModelWorker:
         try:
             while True:
                 with self._wake:
-                    work = self._taken()
+                    work = self._take_next()
                     if work is None and not busy:
                         if self._closing:
                             break
                         self._wake.wait(1.0 if self._waiting else None)
-                        work = self._taken()
+                        work = self._take_next()
                     closing = self._closing
                 with self._turns:
                     if closing and not dropped:
@@ -152,7 +152,7 @@ class ModelWorker:
             for promise in [*(promise for _, _, promise in self._waiting), *(promise for _, promise, _ in self._beside)]:
                 promise.fail(RequestError(CLOSED))
 
-    def _taken(self) -> Callable[[], None] | None:
+    def _take_next(self) -> Callable[[], None] | None:
         """Take what is to be done next; a missing number is waited for, `hole_seconds` at most."""
         if self._closing:
             for dropped in [each for each in self._beside if not self._drains(each[2])]:

@@ -34,7 +34,7 @@ class Counters:
         """Add a number that is asked for when somebody looks."""
         Gauge(f"skyrl_engine_tinker_{name}", about, registry=self.registry).set_function(value)
 
-    def answered(self, call: str, status: int, seconds: float, received: int, sent: int) -> None:
+    def count_request(self, call: str, status: int, seconds: float, received: int, sent: int) -> None:
         """Count a request, and write its line."""
         self._requests.labels(call, str(status)).inc()
         self._seconds.labels(call).observe(seconds)

@@ -9,9 +9,9 @@ from skyrl_engine import Engine, ModelError
 from skyrl_engine.contracts import LoraConfig
 from skyrl_engine_tinker.adapted import EVERYWHERE, AdaptedLayers
 from skyrl_engine_tinker.asked import LossRequest, LossInForce
-from skyrl_engine_tinker.checkpoints import Address, Facts, expiry, written
+from skyrl_engine_tinker.checkpoints import Address, Facts, expiry, write_checkpoint
 from skyrl_engine_tinker.client_lists import ClientLists
-from skyrl_engine_tinker.codecs import encoded_outputs
+from skyrl_engine_tinker.codecs import encode_outputs
 from skyrl_engine_tinker.datums import DatumBatch, DatumLimits, wire_metrics
 from skyrl_engine_tinker.errors import RequestError
 from skyrl_engine_tinker.lane import failure
@@ -75,14 +75,14 @@ class ServedModel:
     def open(self, seed: int | None = None, start: Path | None = None) -> dict[str, Any]:
         """Start the ranks, or a set of adapters on those of the host. Answers `create_model`. A host is opened once, by whoever comes first."""
         if self._engine is None:
-            self._engine = self._opened(seed, start)
+            self._engine = self._open_engine(seed, start)
             self._refuse_means_over_steps()
             self._loss = LossInForce(self._engine)
-            fresh = self.settings.stored(self.base_model) if start is None and self.host is None else None
+            fresh = self.settings.find_weights(self.base_model) if start is None and self.host is None else None
             self._samplers = Samplers(self._engine, self.settings.serve.weight_sets, fresh)
         return {"type": "create_model", "model_id": self.model_id}
 
-    def _opened(self, seed: int | None, start: Path | None) -> Engine:
+    def _open_engine(self, seed: int | None, start: Path | None) -> Engine:
         if self.host is not None:
             self.host.open()
         try:
@@ -144,7 +144,7 @@ class ServedModel:
         """
         number = request.seq_id
         try:
-            return self._passed(request, self._lists.before(number))
+            return self._run_pass(request, self._lists.before(number))
         except BaseException as error:
             # also of torch: memory that ran out
             if not request.forward_only:
@@ -157,7 +157,7 @@ class ServedModel:
         # the first reason: the others may follow from it
         self._spoiled = self._spoiled or why
 
-    def _passed(self, request: Any, before: int) -> bytes:
+    def _run_pass(self, request: Any, before: int) -> bytes:
         engine, serve = self.engine, self.settings.serve
         asked = LossRequest.of(request, serve.losses)
         assert self._loss is not None, "an engine has a loss in force"
@@ -169,7 +169,7 @@ class ServedModel:
             result = engine.evaluate(plan, tokens="actions", labels=batch.labels).result()
         else:
             result = engine.forward_backward(plan, tokens="actions", labels=batch.labels).result()
-        return encoded_outputs(batch.logprobs(result.output), wire_metrics(result.output.metrics))
+        return encode_outputs(batch.logprobs(result.output), wire_metrics(result.output.metrics))
 
     def optim_step(self, adam: dict[str, Any]) -> dict[str, Any]:
         """Take one AdamW step with the request's numbers; samplers of the step before keep its weights."""
@@ -203,12 +203,12 @@ class ServedModel:
             self.layers.attention,
             self.layers.mlp,
         )
-        with written(self.settings.directory, address, facts, overwrite=overwrite) as folder:
+        with write_checkpoint(self.settings.directory, address, facts, overwrite=overwrite) as folder:
             if address.kind == "weights":
                 self.engine.save(folder / "state")
             self.engine.export(folder / "model")
             self._name_base(folder / "model")
-        self.samplers.saved(address.path)
+        self.samplers.record_saved(address.path)
         return {"path": address.path}
 
     def _name_base(self, folder: Path) -> None:

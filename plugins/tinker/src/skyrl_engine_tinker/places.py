@@ -187,7 +187,7 @@ class ModelSlots:
             before, turns = host.before, host.turns
         else:
             before, turns = self._in_the_way(), FairLock()
-        self._trained[model.model_id] = self._begun(model, newcomer.opening, newcomer.promise, before, turns)
+        self._trained[model.model_id] = self._start_worker(model, newcomer.opening, newcomer.promise, before, turns)
 
     def _hosting(self, base_model: str, session: str) -> LoadedModel:
         """Return the host of a base model; one of another, or that is of no use any more, gives way to it."""
@@ -197,7 +197,7 @@ class ModelSlots:
         # a host of sets has adapters itself, the smallest there are, which nobody trains
         model = ServedModel(self.settings, name, base_model, 1 if self._has_sets else 0, trained=False)
         promise = PendingAnswer(asyncio.get_running_loop())
-        self._host = self._begun(model, lambda model: model.open(), promise, self._in_the_way(), FairLock())
+        self._host = self._start_worker(model, lambda model: model.open(), promise, self._in_the_way(), FairLock())
         return self._host
 
     def _in_the_way(self) -> list[LoadedModel]:
@@ -207,7 +207,7 @@ class ModelSlots:
         self._host = None
         return found
 
-    def _begun(
+    def _start_worker(
         self, model: ServedModel, opening: Opener, promise: PendingAnswer, before: list[LoadedModel], turns: FairLock
     ) -> LoadedModel:
         """Start the lane of a model; its first request is `opening`, behind the end of those `before`."""

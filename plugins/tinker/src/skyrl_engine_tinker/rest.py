@@ -73,21 +73,21 @@ def rest(server: Server, authorize: Callable[[Request], None]) -> APIRouter:
 
     @router.get("/checkpoints")
     async def all_checkpoints(limit: int = 100, offset: int = 0) -> Any:
-        page, cursor = _page(await asyncio.to_thread(checkpoints.listed, directory), limit, offset)
+        page, cursor = _page(await asyncio.to_thread(checkpoints.list_checkpoints, directory), limit, offset)
         return {"checkpoints": page, "cursor": cursor}
 
     @router.get("/training_runs/{model_id}/checkpoints")
     async def checkpoints_of_a_model(model_id: str) -> Any:
-        return {"checkpoints": await asyncio.to_thread(checkpoints.listed, directory, model_id)}
+        return {"checkpoints": await asyncio.to_thread(checkpoints.list_checkpoints, directory, model_id)}
 
     @router.delete("/training_runs/{model_id}/checkpoints/{kind}/{name}")
     async def delete(model_id: str, kind: str, name: str) -> Response:
-        await _told(lambda: checkpoints.delete(directory, _address(model_id, kind, name)))
+        await _run_in_thread(lambda: checkpoints.delete(directory, _address(model_id, kind, name)))
         return Response(status_code=204)
 
     @router.put("/training_runs/{model_id}/checkpoints/{kind}/{name}/ttl")
     async def ttl(model_id: str, kind: str, name: str, body: dict[str, Any]) -> Response:
-        seconds, address = body.get("ttl_seconds"), await _told(lambda: _existing(server, model_id, kind, name))
+        seconds, address = body.get("ttl_seconds"), await _run_in_thread(lambda: _existing(server, model_id, kind, name))
         try:
             await asyncio.to_thread(checkpoints.set_ttl, directory, address, seconds)
         except (RequestError, TypeError) as error:
@@ -96,13 +96,13 @@ def rest(server: Server, authorize: Callable[[Request], None]) -> APIRouter:
 
     @router.get("/training_runs/{model_id}/checkpoints/{kind}/{name}/archive")
     async def archive(model_id: str, kind: str, name: str, request: Request) -> Any:
-        address = await _told(lambda: _existing(server, model_id, kind, name))
+        address = await _run_in_thread(lambda: _existing(server, model_id, kind, name))
         secret = server.downloads.offer(address.folder(directory) / "model")
         return {"url": str(request.url_for("download", secret=secret)), "expires": expires()}
 
     @router.get("/training_runs/{model_id}/checkpoints/{kind}/{name}/external_weights_urls")
     async def external_weights_urls(model_id: str, kind: str, name: str, request: Request) -> Any:
-        address = await _told(lambda: _existing(server, model_id, kind, name))
+        address = await _run_in_thread(lambda: _existing(server, model_id, kind, name))
         folder = address.folder(directory) / "model"
         files = await asyncio.to_thread(lambda: sorted(each for each in folder.rglob("*") if each.is_file()))
         offered = {file.relative_to(folder).as_posix(): server.downloads.offer(file) for file in files}
@@ -148,7 +148,7 @@ def _existing(server: Server, model_id: str, kind: str, name: str) -> Address:
     return address
 
 
-async def _told(work: Callable[[], Any]) -> Any:
+async def _run_in_thread(work: Callable[[], Any]) -> Any:
     """Do `work` off the event loop; what it refuses is not there."""
     try:
         return await asyncio.to_thread(work)

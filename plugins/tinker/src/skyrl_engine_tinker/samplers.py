@@ -17,8 +17,8 @@ from attrs import define
 
 from skyrl_engine import Engine
 from skyrl_engine.contracts import POLICY, Completion, GenerationRequest
-from skyrl_engine_tinker.checkpoints import Stored
-from skyrl_engine_tinker.codecs import encoded_samples
+from skyrl_engine_tinker.checkpoints import SavedWeights
+from skyrl_engine_tinker.codecs import encode_samples
 from skyrl_engine_tinker.errors import RequestError
 from skyrl_engine_tinker.lane import PendingAnswer
 from skyrl_engine_tinker.sampling import SampleCall
@@ -44,7 +44,7 @@ class _Waiting:
 class Samplers:
     """Samplers over the generator of one engine. `base` are the weights that a fresh model begins with; None where it was not fresh."""
 
-    def __init__(self, engine: Engine, weight_sets: int, base: Stored | None) -> None:
+    def __init__(self, engine: Engine, weight_sets: int, base: SavedWeights | None) -> None:
         self._engine, self._kept, self._base = engine, weight_sets, base
         self._waiting: list[_Waiting] = []
         self._number = 0
@@ -52,7 +52,7 @@ class Samplers:
         self._inflight: set[str] = set()
         self._saved: dict[str, int] = {}
         # the one that was asked for last is the last
-        self._sets: dict[int | Stored, str] = {}
+        self._sets: dict[int | SavedWeights, str] = {}
 
     def pin(self, sampler: str) -> None:
         """Have a sampler stay with the weights of this moment."""
@@ -65,11 +65,11 @@ class Samplers:
         self._engine.sampler.update(self._engine.step, INFLIGHT)
         self._inflight.add(sampler)
 
-    def saved(self, path: str) -> None:
+    def record_saved(self, path: str) -> None:
         """Note that the weights of this moment lie under `path`, so that nobody reads them while they are present."""
         self._saved[path] = self._engine.step
 
-    def sample(self, sampler: str, session: str, stored: Stored | None, call: SampleCall, promise: PendingAnswer) -> None:
+    def sample(self, sampler: str, session: str, stored: SavedWeights | None, call: SampleCall, promise: PendingAnswer) -> None:
         """Send the samples of a session's call to the ranks; `pump` answers them."""
         try:
             target = self._target(sampler, stored)
@@ -144,7 +144,7 @@ class Samplers:
             waiting.promise.fail(RequestError("the model was closed"))
         self._waiting.clear()
 
-    def _target(self, sampler: str, stored: Stored | None) -> str:
+    def _target(self, sampler: str, stored: SavedWeights | None) -> str:
         """Return the weight set of a sampler, and start the generator where it is not there."""
         self._start_generator()
         engine = self._engine
@@ -168,7 +168,7 @@ class Samplers:
             )
         return self._touch(step)
 
-    def _read(self, stored: Stored) -> str:
+    def _read(self, stored: SavedWeights) -> str:
         """Return a set with weights of the disk, which are read where they are not there."""
         if stored not in self._sets:
             if (target := self._room()) is None:
@@ -180,7 +180,7 @@ class Samplers:
             self._sets[stored] = target
         return self._touch(stored)
 
-    def _touch(self, key: int | Stored) -> str:
+    def _touch(self, key: int | SavedWeights) -> str:
         target = self._sets[key] = self._sets.pop(key)
         return target
 
@@ -211,4 +211,4 @@ def _answer(waiting: _Waiting) -> None:
     if wrong is not None:
         waiting.promise.fail(RequestError(wrong.error or "the generator could not sample"))
         return
-    waiting.promise.set(encoded_samples(completions, last=waiting.call.last))
+    waiting.promise.set(encode_samples(completions, last=waiting.call.last))

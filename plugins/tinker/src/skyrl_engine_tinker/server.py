@@ -9,7 +9,7 @@ from attrs import define, field, frozen
 from fastapi import HTTPException
 
 from skyrl_engine_tinker import checkpoints
-from skyrl_engine_tinker.checkpoints import Address, Stored
+from skyrl_engine_tinker.checkpoints import Address, SavedWeights
 from skyrl_engine_tinker.downloads import Downloads
 from skyrl_engine_tinker.errors import RequestError
 from skyrl_engine_tinker.lane import ModelWorker, PendingAnswer
@@ -32,7 +32,7 @@ class SamplingSession:
     session: str
     base_model: str
     model_id: str | None = None
-    stored: Stored | None = None
+    stored: SavedWeights | None = None
 
 
 @define(eq=False)
@@ -77,13 +77,13 @@ class Server:
         self.places.ask(model, opening, promise)
         return self.register_future(request_id, promise)
 
-    def refused(self, model_id: str, error: RequestError) -> dict[str, Any]:
+    def register_refusal(self, model_id: str, error: RequestError) -> dict[str, Any]:
         """Answer who asks for a model that cannot be opened."""
         promise = PendingAnswer(asyncio.get_running_loop())
         promise.fail(error)
         return self.register_future(f"{model_id}:0", promise)
 
-    def sampled_by(self, sampler: SamplingSession) -> tuple[ModelWorker, ServedModel]:
+    def find_sampled_model(self, sampler: SamplingSession) -> tuple[ModelWorker, ServedModel]:
         """Return the model that a sampler samples from.
 
         Raises 404 for a model that was closed, and RequestError where a model of another base is trained.
@@ -92,10 +92,10 @@ class Server:
             self.touch(sampler.session)
         if sampler.model_id is not None:
             return self.lane_of(sampler.model_id)
-        place = self._saved_by(sampler.stored) or self.places.sampling(sampler.base_model, sampler.session)
+        place = self._find_saving_model(sampler.stored) or self.places.sampling(sampler.base_model, sampler.session)
         return place.lane, place.model
 
-    def _saved_by(self, stored: Stored | None) -> LoadedModel | None:
+    def _find_saving_model(self, stored: SavedWeights | None) -> LoadedModel | None:
         """Return the model that wrote a checkpoint, where there is no room for copies: its memory may hold these very weights."""
         if stored is None or stored.path is None or self.settings.serve.weight_sets:
             return None

@@ -13,7 +13,7 @@ from attrs.validators import and_, deep_iterable, ge, gt, instance_of
 from skyrl_engine import UnsupportedError
 from skyrl_engine_tinker import losses
 from skyrl_engine_tinker.adapted import EVERYWHERE, AdaptedLayers
-from skyrl_engine_tinker.checkpoints import Address, Facts, Stored
+from skyrl_engine_tinker.checkpoints import Address, Facts, SavedWeights
 from skyrl_engine_tinker.errors import RequestError
 
 ALPHA = 32
@@ -25,7 +25,7 @@ def _several(given: object) -> tuple[object, ...]:
     return tuple(given) if isinstance(given, list | tuple) else (given,)
 
 
-def _installed(_table: object, _field: object, reference: str) -> None:
+def _require_installed(_table: object, _field: object, reference: str) -> None:
     """Refuse what is no `distribution:name` of an installed loss: a client's loss never comes out of a file."""
     found = {f"{each.dist.name}:{each.name}" for each in entry_points(group="skyrl_engine.loss") if each.dist is not None}
     if reference not in found:
@@ -56,7 +56,7 @@ class ServeTable:
     """The table `[serve]`. `models` are directories or hub ids by the names that clients may ask for."""
 
     models: Mapping[str, str]
-    losses: tuple[str, ...] = field(default=(), converter=_several, validator=deep_iterable(and_(instance_of(str), _installed)))
+    losses: tuple[str, ...] = field(default=(), converter=_several, validator=deep_iterable(and_(instance_of(str), _require_installed)))
     """Losses of installed plugins that clients may ask for, as `distribution:name`."""
     directory: str = field(default="served", validator=instance_of(str))
     longest: int = field(default=32_768, validator=[instance_of(int), ge(1)])
@@ -155,12 +155,12 @@ class Settings:
             "reducer": {"use": "sum"},
         }
 
-    def stored(self, base_model: str, address: Address | None = None) -> Stored:
+    def find_weights(self, base_model: str, address: Address | None = None) -> SavedWeights:
         """Return a base model's weights as they lie on the disk, or those of a checkpoint. Raises RequestError."""
         self.require(base_model)
         base = self.serve.models[base_model]
         if address is None:
-            return Stored(base)
+            return SavedWeights(base)
         facts, folder = Facts.of(self.directory, address), address.folder(self.directory) / "model"
         model, adapter = (base, folder) if facts.lora_rank else (str(folder), None)
-        return Stored(model, adapter, address.path, facts.time)
+        return SavedWeights(model, adapter, address.path, facts.time)

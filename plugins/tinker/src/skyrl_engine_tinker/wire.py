@@ -57,7 +57,7 @@ MESSAGES: dict[str, dict[str, tuple[int, str]]] = {
 _Field = descriptor_pb2.FieldDescriptorProto
 
 
-def _built() -> dict[str, Any]:
+def _build_messages() -> dict[str, Any]:
     file = descriptor_pb2.FileDescriptorProto(name="skyrl_engine_tinker/wire.proto", package=PACKAGE, syntax="proto3")
     for name, fields in MESSAGES.items():
         message = file.message_type.add(name=name)
@@ -96,5 +96,5 @@ def _add(message: Any, name: str, number: int, kind: str) -> None:
         message.oneof_decl.add(name=f"_{name}")
 
 
-CLASSES = _built()
+CLASSES = _build_messages()
 """Message classes by name."""
