@@ -18,7 +18,7 @@ def fix_rotary_frequencies(model: Any, wanted: int | None) -> int | None:
     """Fix the frequencies of `model` for rows of at most the returned length in tokens; None: they do not depend on lengths.
 
     transformers chooses them by the longest position of a forward pass, so that a sample's loss and gradient depend on the samples beside it
-    in its micro-batch. Here they are those for a row of `fixed_rotary_length(config, wanted)` tokens, in every pass. Works on a skeleton too,
+    in its micro-batch. Here they are those for a row of `choose_rotary_length(config, wanted)` tokens, in every pass. Works on a skeleton too,
     whose buffers get their values from another rank. Raises ModelError if the model chooses in code of its own.
     """
     length = choose_rotary_length(model.config, wanted)

@@ -17,7 +17,7 @@ def rotary_positions(micro_batch: MicroBatch, tokens: ImageTokens) -> Tensor:
     longer of the image's height and width. Rows may hold several samples, each of which begins at 0. Unlike there, an image may follow another
     without text in between.
 
-    Raises what `placed_images` raises.
+    Raises what `place_images` raises.
     """
     mask = micro_batch.inputs["attention_mask"].bool()
     laid = torch.zeros(3, *mask.shape, dtype=torch.int64)

@@ -1,7 +1,7 @@
 """The kinds of plugin, one row each: a row names everything that the engine, its command line and its kit know of a kind.
 
 A new kind is a row here, a file in `contracts/kinds/`, its hooks in `hooks/spec.py` and `docs/reference/hooks.md`, a suite, a scaffold and
-a how-to page. A row names objects as text, "module:name", so that naming a kind imports nothing; `imported` reads such a text.
+a how-to page. A row names objects as text, "module:name", so that naming a kind imports nothing; `import_object` reads such a text.
 """
 
 from collections.abc import Mapping

@@ -187,7 +187,7 @@ class RolloutLedger:
         self._decide()
 
     def finish_step(self, step: int, tickets: Sequence[int]) -> None:
-        """Count a step that trained on `tickets`, as `take` gave them."""
+        """Count a step that trained on `tickets`, as `next_batch` gave them."""
         assert step == self.step + 1, f"step {step} after step {self.step}"
         assert len(set(tickets)) == self.groups, f"{len(set(tickets))} groups for a step of {self.groups}"
         for ticket in tickets:

@@ -14,7 +14,7 @@ NEVER = HEAVY - {"pyarrow"}
 """Arrow tables become columns in contracts/, by a function that imports pyarrow when it is called with one."""
 
 TORCH_FREE = ("contracts", "hooks", "registry", "config")
-RESOLUTION = ("kinds", "known", "record", "discovery", "reference", "selection", "suggest", "resolve", "compat")
+RESOLUTION = ("kinds", "known", "record", "discovery", "plugin_ref", "selection", "suggest", "resolve", "compat")
 
 
 def heads(names: set[str]) -> set[str]:

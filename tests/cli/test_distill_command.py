@@ -18,7 +18,7 @@ def made(monkeypatch: pytest.MonkeyPatch, given: list[str]) -> dict[str, Any]:
         found.update(raw.table, dry_run=dry_run)
         return 0
 
-    monkeypatch.setattr("skyrl_engine.cli.distill.start_printed", keep)
+    monkeypatch.setattr("skyrl_engine.cli.distill.print_and_run", keep)
     assert app.main(["distill", "--model", "m", *given]) == 0
     return found
 

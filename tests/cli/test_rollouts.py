@@ -259,12 +259,12 @@ def test_a_torn_end_is_no_mistake_and_the_rest_is(command, tmp_path):
 @pytest.mark.parametrize(
     ("write", "words"),
     [
-        (lambda journal: [journal.trained(1, [0]), journal.trained(2, [0])], "group 0 was trained on 2 times, in the steps 1, 2"),
-        (lambda journal: journal.trained(1, [5]), "step 1 trained on group 5, of which there is no record"),
-        (lambda journal: [journal.trained(1, [0]), journal.trained(4, [1])], "no record says what the steps 2 to 3 trained on"),
-        (lambda journal: journal.trained(3, [0]), "no record says what the steps 1 to 2 trained on"),
-        (lambda journal: journal.trained(1, [1]), "step 1 trained on group 1, which version 1 sampled"),
-        (lambda journal: journal.trained(1, [2]), "step 1 trained on group 2, of which too many attempts failed"),
+        (lambda journal: [journal.record_step(1, [0]), journal.record_step(2, [0])], "group 0 was trained on 2 times, in the steps 1, 2"),
+        (lambda journal: journal.record_step(1, [5]), "step 1 trained on group 5, of which there is no record"),
+        (lambda journal: [journal.record_step(1, [0]), journal.record_step(4, [1])], "no record says what the steps 2 to 3 trained on"),
+        (lambda journal: journal.record_step(3, [0]), "no record says what the steps 1 to 2 trained on"),
+        (lambda journal: journal.record_step(1, [1]), "step 1 trained on group 1, which version 1 sampled"),
+        (lambda journal: journal.record_step(1, [2]), "step 1 trained on group 2, of which too many attempts failed"),
     ],
 )
 def test_mistakes_of_a_trainer_are_found(command, tmp_path, write, words):

@@ -100,7 +100,7 @@ def test_torchs_operator_takes_these_arguments(window: int | None) -> None:
 
 
 def test_the_cpu_and_other_precisions_and_heads_go_document_by_document(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(document_kernel, "_proved", lambda *_: True)
+    monkeypatch.setattr(document_kernel, "_is_kernel_right", lambda *_: True)
     query, key, value = drawn(2, torch.bfloat16)
     assert not document_kernel.takes(query, key, value, window=None, dropout=0.0)
 
@@ -129,7 +129,7 @@ def checkpointed(*, reentrant: bool) -> Callable[..., Tensor]:
 
 
 class TestProof:
-    """`_proved` with the stand-in on the CPU, where the real one raises."""
+    """`_is_kernel_right` with the stand-in on the CPU, where the real one raises."""
 
     @pytest.fixture(autouse=True)
     def forget(self) -> None:

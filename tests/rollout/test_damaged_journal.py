@@ -38,7 +38,7 @@ def write_session(folder, tickets=(0, 1, 2, 3), *, resumed=0, trained=1):
         for ticket in tickets[:half]:
             journal.append(GROUPS[ticket])
         values = np.arange(3, dtype=np.float32)
-        journal.trained(trained, tickets[:1], [LearnedAttempt(tickets[0], 0, values, values)])
+        journal.record_step(trained, tickets[:1], [LearnedAttempt(tickets[0], 0, values, values)])
         for ticket in tickets[half:]:
             journal.append(GROUPS[ticket])
         return journal.listing()
@@ -311,10 +311,10 @@ def test_a_copy_in_the_place_of_a_segment_is_kept_aside(tmp_path, caplog):
 def test_what_has_expired_is_not_lost(tmp_path, caplog):
     with opened(tmp_path, keep=2) as journal:
         for step in range(1, 4):
-            journal.trained(step, [step])
+            journal.record_step(step, [step])
         listed = journal.listing()
         for step in range(4, 9):
-            journal.trained(step, [step])
+            journal.record_step(step, [step])
     assert not (tmp_path / min(listed)).exists()
     with opened(tmp_path, keep=2, resumed=3, listed=listed) as journal:
         assert journal.index.losses == []

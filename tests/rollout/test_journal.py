@@ -46,8 +46,8 @@ def test_what_a_step_learned_comes_back_until_a_session_goes_on_from_before_it(t
 
     due = [learned(5, 0, 2), learned(5, 2, 0), learned(3, 1, 7)]
     with opened(tmp_path) as journal:
-        journal.trained(1, [5, 4, 3], due)
-        journal.trained(2, [6], [learned(6, 0, 1)])
+        journal.record_step(1, [5, 4, 3], due)
+        journal.record_step(2, [6], [learned(6, 0, 1)])
     index = read_index(tmp_path)
     assert sorted(index.learned) == [1, 2]
     for got, each in zip(index.learned[1].read_learned(), due, strict=True):
@@ -62,7 +62,7 @@ def test_what_a_step_learned_comes_back_until_a_session_goes_on_from_before_it(t
 def test_any_reader_of_arrow_opens_a_segment(tmp_path):
     with opened(tmp_path) as journal:
         journal.append(plain_group(7))
-        journal.trained(1, [7])
+        journal.record_step(1, [7])
     (segment,) = tmp_path.glob("*.arrow")
     with segment.open("rb") as file:
         table = pa.ipc.open_stream(file).read_all()
@@ -148,7 +148,7 @@ def test_a_group_outlives_the_process_that_wrote_it(tmp_path):
     with opened(tmp_path) as journal:
         journal.append(plain_group(0))
         require_same(read_index(tmp_path).groups[0].group(), plain_group(0))
-        journal.trained(1, [0])
+        journal.record_step(1, [0])
         assert read_index(tmp_path).trained == {1: (0,)}
 
 
@@ -162,7 +162,7 @@ def test_a_resume_leaves_behind_what_later_weights_sampled_and_trained(tmp_path)
         journal.append(plain_group(2, start_version=1, dropped="zero variance"))
         journal.append(plain_group(3, start_version=1), failed=True)
         for step, ticket in ((1, 0), (2, 1)):
-            journal.trained(step, [ticket])
+            journal.record_step(step, [ticket])
     with opened(tmp_path, resumed=1) as journal:
         assert journal.index.list_journaled_groups() == {
             0: JournaledGroup(0, 0),
@@ -171,7 +171,7 @@ def test_a_resume_leaves_behind_what_later_weights_sampled_and_trained(tmp_path)
         }
         assert journal.index.trained == {1: (0,)}
         journal.append(plain_group(1, start_version=1))
-        journal.trained(2, [1])
+        journal.record_step(2, [1])
     index = read_index(tmp_path)
     assert index.steps() == {0: 1, 1: 2}
     assert index.groups[1].header["newest_version"] == 1
@@ -181,7 +181,7 @@ def test_a_session_from_the_beginning_keeps_what_the_first_weights_sampled(tmp_p
     """A run that crashed before its first checkpoint."""
     with opened(tmp_path) as journal:
         journal.append(plain_group(0))
-        journal.trained(1, [0])
+        journal.record_step(1, [0])
         journal.append(plain_group(1, start_version=1))
     with opened(tmp_path) as journal:
         assert (sorted(journal.index.groups), journal.index.trained) == ([0], {})
@@ -192,7 +192,7 @@ def test_a_group_that_was_trained_on_was_not_dropped(tmp_path):
     with opened(tmp_path) as journal:
         journal.append(plain_group(0, dropped="zero variance"))
         journal.append(plain_group(1, dropped="zero variance"))
-        journal.trained(1, [1])
+        journal.record_step(1, [1])
     assert [group.dropped for group in read_groups(tmp_path)] == ["zero variance", None]
 
 
@@ -200,12 +200,12 @@ def test_old_segments_are_deleted_whole(tmp_path):
     with opened(tmp_path, keep=3) as journal:
         for step in range(1, 11):
             journal.append(plain_group(step, start_version=step - 1))
-            journal.trained(step, [step])
+            journal.record_step(step, [step])
         kept = sorted(read_index(tmp_path).trained)
     assert kept == [8, 9, 10]
     with opened(tmp_path, keep=3, resumed=10) as journal:
         for step in range(11, 15):
-            journal.trained(step, [step])
+            journal.record_step(step, [step])
     assert sorted(read_index(tmp_path).trained) == [12, 13, 14]
 
 
@@ -216,10 +216,10 @@ def test_a_segment_goes_after_those_before_it(tmp_path):
         for step in (1, 2, 3, 4, 5):
             journal._write(no_rows(), 0, {"event": "trained", "step": step, "tickets": [step]})
     with opened(tmp_path, keep=1, resumed=1) as journal:
-        journal.trained(2, [2])
-        journal.trained(3, [3])
+        journal.record_step(2, [2])
+        journal.record_step(3, [3])
         assert 9 not in read_index(tmp_path).groups
-        journal.trained(4, [4])
+        journal.record_step(4, [4])
     assert 9 not in read_index(tmp_path).groups
 
 
@@ -242,7 +242,7 @@ def test_without_the_word_of_a_session_earlier_groups_do_not_count(tmp_path, los
 def test_everything_is_kept_without_a_number(tmp_path):
     with opened(tmp_path) as journal:
         for step in range(1, 30):
-            journal.trained(step, [step])
+            journal.record_step(step, [step])
     assert len(list(tmp_path.glob("*.arrow"))) == 1
     assert len(read_index(tmp_path).trained) == 29
 

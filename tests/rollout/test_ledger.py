@@ -249,7 +249,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def finish(self, data, fate):
         self.world.finish(data.draw(st.sampled_from(sorted(self.world.running))), fate)
 
-    @precondition(lambda self: not self.world.unpublished and self.world.ledger.take(self.world.ledger.step + 1) is not None)
+    @precondition(lambda self: not self.world.unpublished and self.world.ledger.next_batch(self.world.ledger.step + 1) is not None)
     @rule()
     def train(self):
         self.world.train()

@@ -137,10 +137,10 @@ def test_records_of_larger_batches_are_taken_up_as_far_as_they_can_be_trained_in
 def all_dropped(ledger, finish_order):
     """Let a filter want to drop everything, until a step could be trained; returns the tickets of the step."""
     for _ in range(1000):
-        started = list(ledger.started())
+        started = list(ledger.start_tickets())
         for ticket in finish_order(started):
-            ledger.dropped(ticket, "zero variance")
-        if (tickets := ledger.take(ledger.step + 1)) is not None:
+            ledger.drop_group(ticket, "zero variance")
+        if (tickets := ledger.next_batch(ledger.step + 1)) is not None:
             return tickets
     raise AssertionError("no step within 1000 rounds")
 

@@ -26,7 +26,7 @@ def sent(parcel):
 def test_every_size_arrives_whole_in_pieces_that_start_no_thread(size):
     values = np.arange(size, dtype=np.uint8)
     arrived, sizes = sent(Parcel.of({"values": values, "number": 3}))
-    opened = arrived.opened()
+    opened = arrived.unpack()
     assert opened["number"] == 3
     np.testing.assert_array_equal(opened["values"], values, strict=True)
     assert sum(sizes) == (size if size > IN_BODY else 0)
@@ -39,7 +39,7 @@ def test_what_takes_long_to_copy_stays_whole_for_threads():
     values[-1] = 7
     arrived, sizes = sent(Parcel.of(values))
     assert sizes == [len(values)]
-    assert arrived.opened().tobytes() == values.tobytes()
+    assert arrived.unpack().tobytes() == values.tobytes()
 
 
 def test_arrays_of_every_shape_type_and_order():
@@ -51,7 +51,7 @@ def test_arrays_of_every_shape_type_and_order():
         np.array([np.nan, -0.0]),
     ]
     arrived, _ = sent(Parcel.of(content))
-    for here, there in zip(content, arrived.opened(), strict=True):
+    for here, there in zip(content, arrived.unpack(), strict=True):
         assert (here.dtype, here.shape) == (there.dtype, there.shape)
         assert here.tobytes() == there.tobytes()
 
@@ -67,7 +67,7 @@ def test_large_arrays_are_viewed_and_small_ones_cost_no_buffer():
 def test_large_arrays_arrive_read_only_whether_they_travelled_in_pieces_or_not():
     for size in (IN_BODY + 1, 3 * PIECE_BYTES):
         arrived, _ = sent(Parcel.of(np.zeros(size, dtype=np.uint8)))
-        assert not arrived.opened().flags.writeable
+        assert not arrived.unpack().flags.writeable
 
 
 def test_a_class_of_the_main_program_arrives(tmp_path):
@@ -81,4 +81,4 @@ def test_a_class_of_the_main_program_arrives(tmp_path):
         "sys.stdout.buffer.write(pickle.dumps(Parcel.of(Mine()), protocol=5))\n"
     )
     written = subprocess.run([sys.executable, str(program)], capture_output=True, check=True, timeout=120).stdout
-    assert pickle.loads(written).opened().number == 3
+    assert pickle.loads(written).unpack().number == 3

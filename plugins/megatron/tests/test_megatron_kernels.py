@@ -88,7 +88,7 @@ def choice(attention: Any, device: str, *, bf16: bool = True) -> Any:
 def test_who_attends_where(monkeypatch: pytest.MonkeyPatch) -> None:
     """Transformer Engine is not installed here, and as if it were."""
     believed = object()
-    monkeypatch.setattr(kernels, "believed", lambda *_, **__: believed)
+    monkeypatch.setattr(kernels, "choose_kernels", lambda *_, **__: believed)
     assert choice("auto", "cpu") is choice("torch", "cuda") is choice("auto", "cuda", bf16=False) is DocumentAttention
     with pytest.raises(UnsupportedError, match=r"computes on CUDA devices alone\. Set backend\.attention to"):
         choice("transformer_engine", "cpu")

@@ -24,7 +24,7 @@ from skyrl_engine.contracts.values.model import ModelConfig
 
 @frozen(kw_only=True)
 class EngineConfig:
-    """A whole configuration. A table that this run does not have is an `AbsentTable`, whose keys cannot be read.
+    """A whole configuration. A table that this run does not have is a `MissingTable`, whose keys cannot be read.
 
     `selected` are the tables that select one plugin each, by kind; in a file they stand among the others: `[loss]`, `[backend]`.
     Each table of a list, such as `[[environments]]`, selects one too.

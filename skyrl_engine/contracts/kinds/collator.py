@@ -75,7 +75,7 @@ class Collator(Protocol):
     several ("packed").
 
     A collator that lays expert routes or images over its rows says so in one more attribute, `carries`: a set of "router_replay" and
-    "vision" (`carried_by` reads it). Data that has what the collator does not carry is refused while planning.
+    "vision" (`declared_extras` reads it). Data that has what the collator does not carry is refused while planning.
     """
 
     rows: Literal["padded", "packed"]

@@ -84,7 +84,7 @@ def plan_case(subject: Subject[Any], case: Planning) -> BatchPlan:
 
 
 def plan_with(collator: Collator, label: str, case: Planning) -> BatchPlan:
-    """Do as `planned`, with a collator that exists already."""
+    """Do as `plan_case`, with a collator that exists already."""
     try:
         with blaming(Owner.of_unrecorded(label, "collator"), "plan"):
             plan = collator.plan(case.lengths, case.layout)
@@ -102,7 +102,7 @@ def build_rows(subject: Subject[Any], columns: SampleColumns, rows: MicroBatchPl
 
 
 def build_with(collator: Collator, label: str, columns: SampleColumns, rows: MicroBatchPlan, **asked: Any) -> DenseBatch:
-    """Do as `built`, with a collator that exists already."""
+    """Do as `build_rows`, with a collator that exists already."""
     try:
         with blaming(Owner.of_unrecorded(label, "collator"), "build"):
             batch = collator.build(columns, rows, **asked)

@@ -101,7 +101,7 @@ class RowShape:
         Padding comes after all tokens of its document, which do not attend to it. A micro-batch without a token gives one document of padding.
         `sees` describes how the model takes images (None: it takes none); `pixels` tells whether this rank is given their pixels.
 
-        Raises what `placed_images` raises, ContractError if mask and lengths contradict each other, and UnsupportedError for positions that
+        Raises what `place_images` raises, ContractError if mask and lengths contradict each other, and UnsupportedError for positions that
         do not count from 0 in every document, as rotary positions of text do here.
         """
         images = None
