@@ -10,7 +10,7 @@ import click
 
 from skyrl_engine.cli.command import EngineCommand, current_settings
 from skyrl_engine.cli.key_values import key_values
-from skyrl_engine.cli.options import select_given_options, load_config, map_option, trust_option, values_by_key
+from skyrl_engine.cli.options import load_config, map_option, select_given_options, trust_option, values_by_key
 from skyrl_engine.cli.terminal import echo, echo_json
 
 if TYPE_CHECKING:

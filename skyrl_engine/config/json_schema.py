@@ -15,7 +15,7 @@ from skyrl_engine.config.schema import EngineConfig, PluginTable
 from skyrl_engine.config.sections import Section, sections
 from skyrl_engine.config.structure import own_keys, plain, plugin_lists
 from skyrl_engine.config.trainers import DEFAULT_TRAINER, TRAINERS, Trainer, owners_of
-from skyrl_engine.config.wording import list_allowed_values, bounds
+from skyrl_engine.config.wording import bounds, list_allowed_values
 
 if TYPE_CHECKING:
     from skyrl_engine.registry.loader import LoadedPlugin

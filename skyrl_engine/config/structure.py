@@ -13,7 +13,7 @@ from skyrl_engine.config.other_words import RL, explain_path
 from skyrl_engine.config.reading.origins import KeyPath, Origin, format_key, leaves, nearest
 from skyrl_engine.config.reading.places import absolute_place, with_absolute_places
 from skyrl_engine.config.reading.sources import RawConfig
-from skyrl_engine.config.schema import KIND, MissingTable, EngineConfig, PluginTable, TrainingConfig
+from skyrl_engine.config.schema import KIND, EngineConfig, MissingTable, PluginTable, TrainingConfig
 from skyrl_engine.config.sections import Section, sections
 from skyrl_engine.config.trainers import DEFAULT_TRAINER, TRAINERS, Trainer, owners_of
 from skyrl_engine.config.wording import RefusedError, choices, did_you_mean, format_value, wrong_kind

@@ -16,15 +16,15 @@ from skyrl_engine.contracts.values.model import ModelConfig
 from skyrl_engine.contracts.values.plan import Layout
 from skyrl_engine.engine.capability import (
     check_capabilities,
-    require_carried,
     check_layout,
     check_loading,
     check_model,
     check_reducer,
     check_role,
     check_scores,
-    needs_of_reducer,
     collect_required_capabilities,
+    needs_of_reducer,
+    require_carried,
 )
 from skyrl_engine.engine.cores import sharing
 from skyrl_engine.engine.devices import refuse_absent_devices

@@ -22,11 +22,11 @@ from skyrl_engine.engine.accumulation import Accumulation, MiniBatchGradient
 from skyrl_engine.engine.asked import (
     has_adapter_sets,
     labels_in,
+    name_call_in_errors,
     refuse_no_adapter_sets,
     refuse_no_teacher,
     refuse_scores,
     refuse_unknown_tokens,
-    name_call_in_errors,
 )
 from skyrl_engine.engine.assembly import Assembly, assemble
 from skyrl_engine.engine.cores import sharing

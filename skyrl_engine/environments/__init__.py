@@ -3,7 +3,7 @@
 Authors import from here; the files behind may move between minor versions.
 """
 
-from skyrl_engine.environments.functions import FunctionEnvironment, reward, make_weighted_reward
+from skyrl_engine.environments.functions import FunctionEnvironment, make_weighted_reward, reward
 from skyrl_engine.environments.prompts import PromptOptions
 from skyrl_engine.environments.references import content_of, function_of
 from skyrl_engine.environments.table_tasks import TableOptions, TableTasks
@@ -17,7 +17,7 @@ __all__ = [
     "Tool",
     "content_of",
     "function_of",
+    "make_weighted_reward",
     "reward",
     "tool_message",
-    "make_weighted_reward",
 ]

@@ -41,7 +41,10 @@ class Tool:
                     f"the parameter {parameter.name!r} of the tool {name} has no type, or stands for several",
                     remedy="Give every parameter a type that JSON has, such as str, int, float, bool, list[str]",
                 )
-            properties[parameter.name] = {**_schema(name, parameter.name, hints[parameter.name]), **_find_parameter_doc(text, parameter.name)}
+            properties[parameter.name] = {
+                **_schema(name, parameter.name, hints[parameter.name]),
+                **_find_parameter_doc(text, parameter.name),
+            }
             if parameter.default is parameter.empty:
                 required.append(parameter.name)
         about = text.split("\n\n")[0].replace("\n", " ").strip()

@@ -10,7 +10,7 @@ from attrs import define
 from skyrl_engine.config.schema import ModelConfig
 from skyrl_engine.errors import ModelError
 from skyrl_engine.model_facts.configuration import location_of, read_config
-from skyrl_engine.model_facts.thresholds import find_longest_row, choose_rotary_length
+from skyrl_engine.model_facts.thresholds import choose_rotary_length, find_longest_row
 from skyrl_engine.model_facts.vision_language import takes_images
 
 _DROPOUT = re.compile(r"^(?!classifier|summary).*(dropout|pdrop|dropout_prob|dropout_rate|layerdrop)$")

@@ -50,7 +50,9 @@ def add_adapters(model: Any, decoder: nn.Module, spec: ModelConfig, seed: int) -
     inside = {id(module) for module in decoder.modules()}
     linear = {name: module for name, module in model.named_modules() if id(module) in inside and _is_linear(module)}
     config = (
-        _make_peft_config(spec, spec.lora, model, linear, peft) if spec.lora.path is None else _existing(spec, spec.lora, spec.lora.path, peft)
+        _make_peft_config(spec, spec.lora, model, linear, peft)
+        if spec.lora.path is None
+        else _existing(spec, spec.lora, spec.lora.path, peft)
     )
     with torch.random.fork_rng(devices=()), next(model.parameters()).device:
         torch.default_generator.manual_seed(seed)
@@ -68,7 +70,9 @@ def add_adapters(model: Any, decoder: nn.Module, spec: ModelConfig, seed: int) -
                     remedy="Use an adapter of the decoder's linear layers alone",
                 )
             parameter.requires_grad_()
-    counts = [sum(parameter.numel() for parameter in each) for each in (list_trained_parameters(model).values(), model.parameters())]
+    counts = [
+        sum(parameter.numel() for parameter in each) for each in (list_trained_parameters(model).values(), model.parameters())
+    ]
     logger.info("%s: %d of %d parameters are trained, as adapters of rank %d", spec.path, *counts, config.r)
     logger.info("%s: adapted are %s", spec.path, describe_adapters(decoder))
     if spec.lora.path is None and spec.lora.targets == "all-linear" and (left := _count_unadapted(decoder)):

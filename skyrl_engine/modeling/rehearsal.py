@@ -17,7 +17,7 @@ from skyrl_engine.modeling.loading import build_causal_lm, load_skeleton, refuse
 from skyrl_engine.modeling.segment_adoption import adopt_segment_attention, certain_refusal
 from skyrl_engine.modeling.segments import SegmentSupport
 from skyrl_engine.modeling.unpickling import refuse_code
-from skyrl_engine.modeling.unused_weights import describe_tensors, source_tensors, find_unused_tensors
+from skyrl_engine.modeling.unused_weights import describe_tensors, find_unused_tensors, source_tensors
 from skyrl_engine.modeling.value_head import NAME as VALUE_HEAD
 
 logger = logging.getLogger(__name__)

@@ -9,9 +9,9 @@ from skyrl_engine.contracts.kinds.needs import DIVERGENCE, LOGPROBS_AT, TOP_1_AG
 from skyrl_engine.errors import ModelError, UnsupportedError
 from skyrl_engine.model_facts.thresholds import refuse_longer_rows
 from skyrl_engine.modeling.causal_lm import CausalLanguageModelParts
-from skyrl_engine.modeling.chunked_head import VOCABULARY_SCORES, RequestedScores, ChunkedHead, asks_a_head
+from skyrl_engine.modeling.chunked_head import VOCABULARY_SCORES, ChunkedHead, RequestedScores, asks_a_head
 from skyrl_engine.modeling.images import ImageTokens
-from skyrl_engine.modeling.segment_attention import skip_document_search, declare_padding
+from skyrl_engine.modeling.segment_attention import declare_padding, skip_document_search
 from skyrl_engine.modeling.segments import REMEDY, WHOLE_ROWS, Segments, SegmentSupport
 from skyrl_engine.modeling.teaching import HIDDEN_STATES, TeacherStates
 from skyrl_engine.modeling.value_head import ValueHead

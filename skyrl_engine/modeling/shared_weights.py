@@ -10,8 +10,8 @@ from skyrl_engine.errors import UnsupportedError
 from skyrl_engine.modeling.entries import (
     entry,
     keeps_loose_tensors,
-    loose_tensors,
     list_named_tensors,
+    loose_tensors,
     replace_entries,
     replace_loose_tensors,
 )

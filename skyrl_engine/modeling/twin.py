@@ -17,7 +17,7 @@ from skyrl_engine.model_facts.configuration import load_config
 from skyrl_engine.modeling.causal_lm import split_causal_lm
 from skyrl_engine.modeling.entries import keeps_loose_tensors
 from skyrl_engine.modeling.loading import build_causal_lm, load_causal_lm
-from skyrl_engine.modeling.lora import add_adapters, load_adapters, iterate_merged_weights
+from skyrl_engine.modeling.lora import add_adapters, iterate_merged_weights, load_adapters
 from skyrl_engine.modeling.precision import compute_buffers_in
 from skyrl_engine.modeling.rotary_frequencies import fix_rotary_frequencies
 from skyrl_engine.modeling.value_head import NAME as VALUE_HEAD

@@ -13,7 +13,9 @@ from skyrl_engine.registry.part import BoundPlugin
 
 
 @torch.no_grad()
-def correct(steps: Sequence[BoundPlugin[Correction]], tokens: MicroBatchTokens, first_part: int) -> tuple[torch.Tensor, dict[str, Metric]]:
+def correct(
+    steps: Sequence[BoundPlugin[Correction]], tokens: MicroBatchTokens, first_part: int
+) -> tuple[torch.Tensor, dict[str, Metric]]:
     """The product of all factors, [n] without gradient, and per correction the share of tokens it kept and the mean factor of those.
 
     `first_part` is the first correction's place in the objective, for generators. Raises ContractError for what is no factor per token.

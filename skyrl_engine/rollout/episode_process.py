@@ -56,7 +56,10 @@ class EpisodeServer:
         except EngineError as error:
             return {"failure": _escape_surrogates(error.cause)[:LONGEST_CAUSE]}
         except Exception as error:  # noqa: BLE001 -- an environment may raise anything
-            return {"failure": _format_error(error), "traceback": _escape_surrogates(traceback.format_exc(limit=-8))[:LONGEST_TRACEBACK]}
+            return {
+                "failure": _format_error(error),
+                "traceback": _escape_surrogates(traceback.format_exc(limit=-8))[:LONGEST_TRACEBACK],
+            }
 
     def _open(self, request: Mapping[str, Any]) -> list[Any]:
         opened = self.environments[request["environment"]].open(task_of(request["task"]), request["seed"])

@@ -20,7 +20,15 @@ import numpy as np
 import numpy.typing as npt
 
 from skyrl_engine.contracts.values.ragged import offsets_of
-from skyrl_engine.contracts.values.rollout import SEGMENT_OBSERVED, SEGMENT_PROMPT, SEGMENT_SAMPLED, Group, Status, Trajectory, VersionSpans
+from skyrl_engine.contracts.values.rollout import (
+    SEGMENT_OBSERVED,
+    SEGMENT_PROMPT,
+    SEGMENT_SAMPLED,
+    Group,
+    Status,
+    Trajectory,
+    VersionSpans,
+)
 from skyrl_engine.data.sources.ready_tokens import rollout_of
 from skyrl_engine.data.sources.rows import Row
 from skyrl_engine.errors import DataError, RolloutError
@@ -384,7 +392,10 @@ def _wrong_with(attempt: Trajectory, versions: int) -> str | None:
     lengths = np.diff(attempt.segment_offsets)
     if len(lengths) != len(attempt.kinds) or (lengths < 0).any() or lengths.sum() != len(attempt.token_ids):
         return f"segment_lengths {lengths.tolist()!s:.80} and segment_kinds do not cut {len(attempt.token_ids)} tokens"
-    if attempt.kinds[:1].tolist() != [SEGMENT_PROMPT] or not np.isin(attempt.kinds, (SEGMENT_PROMPT, SEGMENT_SAMPLED, SEGMENT_OBSERVED)).all():
+    if (
+        attempt.kinds[:1].tolist() != [SEGMENT_PROMPT]
+        or not np.isin(attempt.kinds, (SEGMENT_PROMPT, SEGMENT_SAMPLED, SEGMENT_OBSERVED)).all()
+    ):
         return f"segment_kinds are {attempt.kinds.tolist()!s:.80}"
     sampled = count_sampled_tokens(attempt)
     for name, count in (("logprobs", len(attempt.logprobs)), ("rewards", len(attempt.rewards)), ("versions", versions)):

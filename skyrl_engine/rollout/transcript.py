@@ -8,7 +8,14 @@ import numpy.typing as npt
 
 from skyrl_engine.contracts.kinds.generator import Completion
 from skyrl_engine.contracts.values.ragged import offsets_of
-from skyrl_engine.contracts.values.rollout import SEGMENT_OBSERVED, SEGMENT_PROMPT, SEGMENT_SAMPLED, Status, Trajectory, VersionSpans
+from skyrl_engine.contracts.values.rollout import (
+    SEGMENT_OBSERVED,
+    SEGMENT_PROMPT,
+    SEGMENT_SAMPLED,
+    Status,
+    Trajectory,
+    VersionSpans,
+)
 from skyrl_engine.errors import ContractError
 
 Ids = npt.NDArray[np.int32]

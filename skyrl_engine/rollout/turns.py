@@ -222,7 +222,9 @@ class ChatRenderer:
             )
         return text
 
-    def _text_after(self, history: Sequence[Message], observations: Sequence[Message], tools: Tools, *, calling: bool) -> str | None:
+    def _text_after(
+        self, history: Sequence[Message], observations: Sequence[Message], tools: Tools, *, calling: bool
+    ) -> str | None:
         """Return what the template writes behind an assistant's turn, which calls tools or not, after `history`; None where it refuses."""
         if calling:
             return self._behind_call(history, observations, tools)

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import attrs
 
 from skyrl_engine.config import SelectedPlugin
-from skyrl_engine.config.wording import list_allowed_members, list_allowed_values, bounds
+from skyrl_engine.config.wording import bounds, list_allowed_members, list_allowed_values
 from skyrl_engine.errors import EngineError
 from skyrl_engine.testing.promise import Finding, Promise, Verdict
 from skyrl_engine.testing.subject import Subject

@@ -7,7 +7,15 @@ import numpy as np
 from hypothesis import strategies as st
 
 from skyrl_engine.contracts.values.ragged import offsets_of
-from skyrl_engine.contracts.values.rollout import SEGMENT_OBSERVED, SEGMENT_PROMPT, SEGMENT_SAMPLED, Group, Status, Trajectory, VersionSpans
+from skyrl_engine.contracts.values.rollout import (
+    SEGMENT_OBSERVED,
+    SEGMENT_PROMPT,
+    SEGMENT_SAMPLED,
+    Group,
+    Status,
+    Trajectory,
+    VersionSpans,
+)
 
 finite = st.floats(-1e6, 1e6)
 names = st.text(st.characters(codec="utf-8"), max_size=8)

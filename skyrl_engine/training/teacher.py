@@ -45,7 +45,9 @@ def plan_teacher(
             remedy='Set loss.use = "divergence", add the loss term teacher_kl, set rl.preset = "on_policy_distill" in trainer rl, or remove '
             "teacher.path",
         )
-    planned, own = plan_frozen_model("the teacher", TEACHER_MODEL, resolved, assembly, files, path=table.path, revision=table.revision)
+    planned, own = plan_frozen_model(
+        "the teacher", TEACHER_MODEL, resolved, assembly, files, path=table.path, revision=table.revision
+    )
     positions = own.facts.extended_length
     if positions is not None and longest > positions:
         raise UnsupportedError(

@@ -109,7 +109,9 @@ def batch_structure(
     samples = mini_batch.samples
     needs = () if reducer is None else getattr(reducer.product, "needs", ())
     label = "" if reducer is None else reducer.label
-    values = {name: _require_column(label, "value", name, columns.sample_values)[samples] for name in map(sample_value, needs) if name}
+    values = {
+        name: _require_column(label, "value", name, columns.sample_values)[samples] for name in map(sample_value, needs) if name
+    }
     read = list(column_forms(needs))
     sizes = [len(micro_batch.samples) for rank in mini_batch.ranks for micro_batch in rank]
     sources = [columns.loss_weight, *(_require_column(label, "column", name, columns.columns) for name in read)]

@@ -134,7 +134,9 @@ class RayTransport:
         if deaths or failures:
             if deaths:
                 self._refuse_lost_ray(method, within=NEWS_SECONDS)
-            failure = (self._find_lost_node(min(deaths), method) if deaths else None) or _explain(method, deaths, failures, self._places)
+            failure = (self._find_lost_node(min(deaths), method) if deaths else None) or _explain(
+                method, deaths, failures, self._places
+            )
             if deaths or waiting:
                 self._end(describe_ending(failure))
             raise failure

@@ -33,7 +33,11 @@ def told(tmp_path_factory):
         journal.append(group(0, ids, ["c a t", "c a a"], rewards=(1.0, 0.25)))
         journal.append(group(1, ids, ["a a a", "a a a"], rewards=(0.0, 0.0), dropped="zero_variance"))
         drawn = np.full(4, -0.25, dtype=np.float32)
-        journal.record_step(1, [0], [LearnedAttempt(0, 0, np.full(4, 0.5, dtype=np.float32), drawn), LearnedAttempt(0, 1, -2 * drawn, drawn + drawn)])
+        journal.record_step(
+            1,
+            [0],
+            [LearnedAttempt(0, 0, np.full(4, 0.5, dtype=np.float32), drawn), LearnedAttempt(0, 1, -2 * drawn, drawn + drawn)],
+        )
         again = group(2, ids, ["c a t", "wrong"], rewards=(1.0, 0.0), key="task-0", version=1)
         first, second = again.trajectories
         failed = evolve(second, status="failed", cause="timed out after 60 s in step 3", success=None)
@@ -259,9 +263,15 @@ def test_a_torn_end_is_no_mistake_and_the_rest_is(command, tmp_path):
 @pytest.mark.parametrize(
     ("write", "words"),
     [
-        (lambda journal: [journal.record_step(1, [0]), journal.record_step(2, [0])], "group 0 was trained on 2 times, in the steps 1, 2"),
+        (
+            lambda journal: [journal.record_step(1, [0]), journal.record_step(2, [0])],
+            "group 0 was trained on 2 times, in the steps 1, 2",
+        ),
         (lambda journal: journal.record_step(1, [5]), "step 1 trained on group 5, of which there is no record"),
-        (lambda journal: [journal.record_step(1, [0]), journal.record_step(4, [1])], "no record says what the steps 2 to 3 trained on"),
+        (
+            lambda journal: [journal.record_step(1, [0]), journal.record_step(4, [1])],
+            "no record says what the steps 2 to 3 trained on",
+        ),
         (lambda journal: journal.record_step(3, [0]), "no record says what the steps 1 to 2 trained on"),
         (lambda journal: journal.record_step(1, [1]), "step 1 trained on group 1, which version 1 sampled"),
         (lambda journal: journal.record_step(1, [2]), "step 1 trained on group 2, of which too many attempts failed"),

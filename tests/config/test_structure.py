@@ -17,11 +17,11 @@ from skyrl_engine.config.reading.sources import RawConfig, load
 from skyrl_engine.config.reading.toml import read_toml
 from skyrl_engine.config.report import to_toml
 from skyrl_engine.config.schema import (
-    MissingTable,
     EngineConfig,
     EnvironmentTable,
     LoraConfig,
     LossTable,
+    MissingTable,
     PluginTable,
     TermTable,
     TrainingConfig,

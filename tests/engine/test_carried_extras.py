@@ -6,7 +6,7 @@ import pytest
 from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.ragged import Ragged, offsets_of
 from skyrl_engine.contracts.values.topology import Topology
-from skyrl_engine.engine.capability import check_capabilities, require_carried, collect_required_capabilities
+from skyrl_engine.engine.capability import check_capabilities, collect_required_capabilities, require_carried
 from skyrl_engine.errors import UnsupportedError
 from skyrl_engine.registry.loader import load
 from skyrl_engine.registry.resolve import Registry

@@ -18,7 +18,7 @@ from skyrl_engine.contracts.values.model import ModelConfig
 from skyrl_engine.errors import PluginNotFoundError
 from skyrl_engine.modeling.tiny import VOCABULARY, Family, write_model
 from skyrl_engine.proof.ranks import CONTEXT
-from skyrl_engine.testing.backends.batches import WeightedObjective, definition, documents, build_padded
+from skyrl_engine.testing.backends.batches import WeightedObjective, build_padded, definition, documents
 from skyrl_engine.testing.ranks.world import alone
 
 Scores = dict[int, npt.NDArray[np.float32]]

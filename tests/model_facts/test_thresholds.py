@@ -7,12 +7,12 @@ from transformers import AutoConfig
 
 from skyrl_engine.errors import UnsupportedError
 from skyrl_engine.model_facts.thresholds import (
-    find_longest_row,
     choose_rotary_length,
+    find_longest_row,
+    find_untested_thresholds,
     refuse_longer_rows,
     rotary_threshold,
     thresholds,
-    find_untested_thresholds,
 )
 
 ROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 48, "long_factor": [2.0] * 48}

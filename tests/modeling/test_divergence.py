@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from skyrl_engine.contracts.kinds.needs import DIVERGENCE, TOP_1_AGREEMENT, Divergence, model_score
 from skyrl_engine.errors import ModelError
 from skyrl_engine.modeling.causal_lm import LogitRule
-from skyrl_engine.modeling.chunked_head import RequestedScores, ChunkedHead
+from skyrl_engine.modeling.chunked_head import ChunkedHead, RequestedScores
 from skyrl_engine.modeling.teaching import TeacherStates
 from skyrl_engine.proof.plain_model import divergence as defined
 
@@ -53,7 +53,9 @@ def test_value_and_gradient_are_those_of_whole_softmaxes(kind: Divergence, rule:
         expected = torch.autograd.grad((upstream * due).sum() + beside * logprobs.sum(), wanted)
 
         scores = RequestedScores.of((asked.need, TOP_1_AGREEMENT), labels, {})
-        got = scores.name_values(ChunkedHead(student, rule, chunk * VOCABULARY)(hidden, scores.tokens, temperature, scores.scores, known))
+        got = scores.name_values(
+            ChunkedHead(student, rule, chunk * VOCABULARY)(hidden, scores.tokens, temperature, scores.scores, known)
+        )
         torch.testing.assert_close(got[asked.need], due, rtol=1e-10, atol=1e-12)
         torch.testing.assert_close(got[TOP_1_AGREEMENT], (p.argmax(-1) == q.argmax(-1)).double(), rtol=0, atol=0)
         assert not got[TOP_1_AGREEMENT].requires_grad

@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from skyrl_engine.contracts.kinds.needs import LOGPROBS_AT
 from skyrl_engine.errors import ModelError
 from skyrl_engine.modeling.causal_lm import LogitRule, split_causal_lm, transformer_layers
-from skyrl_engine.modeling.chunked_head import VOCABULARY_SCORES, RequestedScores, ChunkedHead, Score, compute_chunked_scores
+from skyrl_engine.modeling.chunked_head import VOCABULARY_SCORES, ChunkedHead, RequestedScores, Score, compute_chunked_scores
 from skyrl_engine.modeling.parity import check_parity
 from skyrl_engine.modeling.scorer import Scorer
 

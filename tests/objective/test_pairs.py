@@ -58,7 +58,9 @@ SAMPLES = ScoredSamples(
 LOGPROBS = (-1.0, -2.0, -0.5, -3.0, -1.0, -1.0, -0.25, -0.75)
 
 
-def through(samples: ScoredSamples, main: BoundPlugin[Any], *terms: BoundPlugin[Any]) -> tuple[float, list[float], dict[str, Metric]]:
+def through(
+    samples: ScoredSamples, main: BoundPlugin[Any], *terms: BoundPlugin[Any]
+) -> tuple[float, list[float], dict[str, Metric]]:
     """The objective, its gradient by log-probability, and metrics."""
     nothing = torch.zeros(0, dtype=torch.int64)
     scores = {"logprobs": torch.tensor(LOGPROBS, dtype=torch.float64, requires_grad=True)}

@@ -113,7 +113,9 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
     segments: list[tuple[int, list[int]]] = []
     for _ in range(draw(st.integers(1, 3))):
         segments.append((SEGMENT_PROMPT, draw(st.lists(st.integers(0, 99), min_size=1, max_size=4))))
-        segments += [(kind, draw(tokens)) for kind in draw(st.lists(st.sampled_from([SEGMENT_SAMPLED, SEGMENT_OBSERVED]), max_size=5))]
+        segments += [
+            (kind, draw(tokens)) for kind in draw(st.lists(st.sampled_from([SEGMENT_SAMPLED, SEGMENT_OBSERVED]), max_size=5))
+        ]
     sampled = sum(len(values) for kind, values in segments if kind == SEGMENT_SAMPLED)
     values = st.sampled_from([-1.0, 0.25, 0.5, 3.3])
     rewards = draw(st.dictionaries(st.integers(0, sampled - 1), values, max_size=4)) if sampled else {}
@@ -216,7 +218,13 @@ def test_a_long_attempt_loses_what_the_formula_says() -> None:
     """DAPO, equation 13: nothing up to 3 tokens, the penalty at 9, half of it in the middle; prompts do not count, observations do."""
     lengths = (2, 3, 6, 9, 12)
     attempts = tuple(
-        trajectory((SEGMENT_PROMPT, [1] * 20), (SEGMENT_SAMPLED, [2]), (SEGMENT_OBSERVED, [3] * (length - 2)), (SEGMENT_SAMPLED, [4]), rewards={1: 1.0})
+        trajectory(
+            (SEGMENT_PROMPT, [1] * 20),
+            (SEGMENT_SAMPLED, [2]),
+            (SEGMENT_OBSERVED, [3] * (length - 2)),
+            (SEGMENT_SAMPLED, [4]),
+            rewards={1: 1.0},
+        )
         for length in lengths
     )
     columns = to_columns([Group(0, "sums", "k", 0, attempts)], environments=ENVIRONMENTS, overlong=SOFT)

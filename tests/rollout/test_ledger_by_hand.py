@@ -103,7 +103,9 @@ def test_a_record_is_used_where_its_weights_are_behind_the_checkpoint(recorded, 
 def test_a_record_that_is_too_old_is_sampled_again():
     state = {"step": 2, "version": 2, "next": 2, "alive": [1], "drops": []}
     rules = RolloutLedger(groups=1, staleness=1)
-    ledger = RolloutLedger.from_state(state, rules, {1: JournaledGroup(0, 0), 2: JournaledGroup(2, 2), 3: JournaledGroup(2, 2, "equal")})
+    ledger = RolloutLedger.from_state(
+        state, rules, {1: JournaledGroup(0, 0), 2: JournaledGroup(2, 2), 3: JournaledGroup(2, 2, "equal")}
+    )
     assert ledger.start_tickets(1) == (1,)
     assert ledger.start_tickets() == (), "2 is ready without sampling, and so there are two groups"
     assert ledger.ready() == (2,)

@@ -4,7 +4,14 @@ import numpy as np
 import pytest
 
 from skyrl_engine.contracts.kinds.generator import Completion
-from skyrl_engine.contracts.values.rollout import SEGMENT_OBSERVED, SEGMENT_PROMPT, SEGMENT_SAMPLED, FinishReason, Trajectory, VersionSpans
+from skyrl_engine.contracts.values.rollout import (
+    SEGMENT_OBSERVED,
+    SEGMENT_PROMPT,
+    SEGMENT_SAMPLED,
+    FinishReason,
+    Trajectory,
+    VersionSpans,
+)
 from skyrl_engine.errors import ContractError
 from skyrl_engine.rollout.transcript import Transcript
 
@@ -67,7 +74,14 @@ def test_a_rewritten_history_begins_a_stretch_and_an_extension_does_not() -> Non
     assert transcript.prompt_ids.tolist() == [1, 3, 7]
     transcript.add_completion(completion(8))
     trajectory = made(transcript)
-    assert trajectory.kinds.tolist() == [SEGMENT_PROMPT, SEGMENT_SAMPLED, SEGMENT_OBSERVED, SEGMENT_SAMPLED, SEGMENT_PROMPT, SEGMENT_SAMPLED]
+    assert trajectory.kinds.tolist() == [
+        SEGMENT_PROMPT,
+        SEGMENT_SAMPLED,
+        SEGMENT_OBSERVED,
+        SEGMENT_SAMPLED,
+        SEGMENT_PROMPT,
+        SEGMENT_SAMPLED,
+    ]
     assert trajectory.token_ids.tolist() == [1, 2, 3, 4, 5, 6, 1, 3, 7, 8]
     # the new prompt counts as no answer of the environment
     assert transcript.length == 5

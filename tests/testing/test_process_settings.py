@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from skyrl_engine.testing import select_plugin, verify
-from skyrl_engine.testing.process_settings import restore_settings, require_settings_unchanged, settings_of_process
+from skyrl_engine.testing.process_settings import require_settings_unchanged, restore_settings, settings_of_process
 from skyrl_engine.testing.promise import Broken
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from skyrl_engine.contracts import AdamWSettings, MicroBatch, ModelConfig, RankEnvironment
 from skyrl_engine.modeling.tiny import VOCABULARY, write_model
-from skyrl_engine.testing.backends.batches import Arrays, Document, WeightedObjective, documents, build_packed, build_padded
+from skyrl_engine.testing.backends.batches import Arrays, Document, WeightedObjective, build_packed, build_padded, documents
 from skyrl_engine_deepspeed.backend import DeepSpeedBackend
 from skyrl_engine_deepspeed.gradients import AccumulatedGradients
 from skyrl_engine_deepspeed.plugin import DeepSpeedConfig

@@ -12,7 +12,14 @@ from fsdp_tasks import arrays, start
 from skyrl_engine.contracts import AdamWSettings, MicroBatch, ModelConfig, RankEnvironment
 from skyrl_engine.modeling.lora import list_trained_parameters
 from skyrl_engine.modeling.tiny import VOCABULARY
-from skyrl_engine.testing.backends.batches import Arrays, WeightedObjective, documents, build_packed, build_padded, picture_documents
+from skyrl_engine.testing.backends.batches import (
+    Arrays,
+    WeightedObjective,
+    build_packed,
+    build_padded,
+    documents,
+    picture_documents,
+)
 from skyrl_engine_fsdp.backend import FsdpBackend
 from skyrl_engine_fsdp.gradients import full
 from skyrl_engine_fsdp.pieces import PiecesReader
@@ -30,7 +37,9 @@ def batch(rows: str, size: int, unscored: tuple[int, ...] = (), *, pictures: boo
 
 def adapters(backend: FsdpBackend) -> Arrays:
     """Whole values of what is trained."""
-    return {name: full(parameter.detach()).cpu().numpy().copy() for name, parameter in list_trained_parameters(backend._model).items()}
+    return {
+        name: full(parameter.detach()).cpu().numpy().copy() for name, parameter in list_trained_parameters(backend._model).items()
+    }
 
 
 def gradients_of(

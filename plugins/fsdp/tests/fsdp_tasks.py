@@ -17,7 +17,15 @@ from skyrl_engine.modeling.chunked_head import Score
 from skyrl_engine.modeling.tiny import VOCABULARY
 from skyrl_engine.modeling.vocabulary_parallel import VocabularyParallelScore
 from skyrl_engine.proof.plain_model import PlainModel
-from skyrl_engine.testing.backends.batches import Arrays, Document, WeightedObjective, documents, build_packed, build_padded, plain_objective
+from skyrl_engine.testing.backends.batches import (
+    Arrays,
+    Document,
+    WeightedObjective,
+    build_packed,
+    build_padded,
+    documents,
+    plain_objective,
+)
 from skyrl_engine_fsdp.backend import FsdpBackend
 from skyrl_engine_fsdp.gradients import full
 from skyrl_engine_fsdp.plugin import FsdpConfig

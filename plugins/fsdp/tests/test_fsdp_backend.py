@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from skyrl_engine import DataError, ModelError, UnsupportedError
 from skyrl_engine.contracts import AdamWSettings, LoraConfig, MicroBatch, RankOutput, Topology
 from skyrl_engine.modeling.tiny import VOCABULARY
-from skyrl_engine.testing.backends.batches import WeightedObjective, documents, build_padded
+from skyrl_engine.testing.backends.batches import WeightedObjective, build_padded, documents
 from skyrl_engine_fsdp.plugin import FsdpConfig, fsdp
 
 pytestmark = pytest.mark.usefixtures("alone")

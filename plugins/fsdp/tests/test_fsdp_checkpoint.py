@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from skyrl_engine import CheckpointError, ModelError
 from skyrl_engine.contracts import AdamWSettings, ModelConfig, RankEnvironment
 from skyrl_engine.modeling.tiny import VOCABULARY
-from skyrl_engine.testing.backends.batches import WeightedObjective, documents, build_padded
+from skyrl_engine.testing.backends.batches import WeightedObjective, build_padded, documents
 from skyrl_engine.testing.ranks.world import World
 from skyrl_engine_fsdp.backend import FsdpBackend
 from skyrl_engine_fsdp.plugin import FsdpConfig

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from fsdp_tasks import arrays
 
 from skyrl_engine.contracts import AdamWSettings, ComputeDtype, MicroBatch, ModelConfig, RankEnvironment
-from skyrl_engine.testing.backends.batches import WeightedObjective, definition, documents, build_packed, build_padded, worst
+from skyrl_engine.testing.backends.batches import WeightedObjective, build_packed, build_padded, definition, documents, worst
 from skyrl_engine_fsdp.backend import FsdpBackend
 from skyrl_engine_fsdp.plugin import FsdpConfig
 

@@ -16,7 +16,15 @@ from fsdp_tasks import arrays, packed_gradients_of, start
 from skyrl_engine import UnsupportedError
 from skyrl_engine.contracts import MicroBatch, RankOutput
 from skyrl_engine.modeling.tiny import VOCABULARY
-from skyrl_engine.testing.backends.batches import Document, WeightedObjective, definition, documents, pack_documents, build_padded, worst
+from skyrl_engine.testing.backends.batches import (
+    Document,
+    WeightedObjective,
+    build_padded,
+    definition,
+    documents,
+    pack_documents,
+    worst,
+)
 from skyrl_engine.testing.ranks.world import World
 from skyrl_engine_fsdp.plugin import fsdp
 

@@ -31,7 +31,7 @@ from skyrl_engine.contracts import AdamWSettings, ModelConfig, RankEnvironment, 
 from skyrl_engine.modeling.causal_lm import LogitRule
 from skyrl_engine.modeling.chunked_head import VOCABULARY_SCORES
 from skyrl_engine.modeling.tiny import VOCABULARY, make_parts_differ, write_model
-from skyrl_engine.testing.backends.batches import definition, documents, build_packed, build_padded, worst
+from skyrl_engine.testing.backends.batches import build_packed, build_padded, definition, documents, worst
 from skyrl_engine.testing.ranks.world import World
 from skyrl_engine_fsdp.backend import FsdpBackend
 from skyrl_engine_fsdp.plugin import FsdpConfig, fsdp

@@ -30,8 +30,8 @@ from skyrl_engine.testing.adapters import write_adapter
 from skyrl_engine.testing.backends.batches import (
     DefinedResult,
     WeightedObjective,
-    definition,
     build_padded,
+    definition,
     picture_documents,
     worst,
 )

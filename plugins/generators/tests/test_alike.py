@@ -10,10 +10,10 @@ from transformers import AutoModelForCausalLM
 
 from skyrl_engine.contracts import GenerationRequest, Sampling
 from skyrl_engine_generators.alike import (
+    BUCKET,
     EAGER,
     EXPERTS,
     PLACES,
-    BUCKET,
     SDPA,
     AlignedActivation,
     BatchInvariance,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from skyrl_engine.contracts import TOP_1_AGREEMENT, LossOutput, LossTokens, as_loss_output
 from skyrl_engine.modeling.causal_lm import LogitRule
-from skyrl_engine.modeling.chunked_head import RequestedScores, ChunkedHead
+from skyrl_engine.modeling.chunked_head import ChunkedHead, RequestedScores
 from skyrl_engine.modeling.teaching import TeacherStates
 from skyrl_engine_losses import plugin
 from skyrl_engine_losses.distillation import DivergenceConfig, TeacherKlConfig, TopKDivergenceConfig
@@ -215,7 +215,9 @@ def whole(student: Tensor, config: DivergenceConfig, temperature: float = 1.0) -
     made = plugin.divergence.skyrl_engine_make_loss(config)
     asked = RequestedScores.of(made.needs, torch.zeros(TOKENS, dtype=torch.int64), {})
     known = TeacherStates(logits(1, student.dtype), eye.weight.detach(), None, LogitRule())
-    scores = asked.name_values(ChunkedHead(eye, LogitRule(), 4 * VOCABULARY)(student, asked.tokens, temperature, asked.scores, known))
+    scores = asked.name_values(
+        ChunkedHead(eye, LogitRule(), 4 * VOCABULARY)(student, asked.tokens, temperature, asked.scores, known)
+    )
     needs = {"divergence": scores[config.score.need], TOP_1_AGREEMENT: scores[TOP_1_AGREEMENT]}
     return as_loss_output("divergence", made(LossTokens(needs, sequences_of([2, 0, 3]), torch.Generator)), TOKENS)
 

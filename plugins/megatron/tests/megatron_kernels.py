@@ -11,7 +11,7 @@ from megatron_tasks import VOCABULARY, Case, Passed, own, passed, start
 from torch import Tensor
 
 from skyrl_engine import ModelError
-from skyrl_engine.testing.backends.batches import WeightedObjective, documents, build_packed
+from skyrl_engine.testing.backends.batches import WeightedObjective, build_packed, documents
 from skyrl_engine_megatron import kernels
 from skyrl_engine_megatron.attention import DocumentAttention
 from skyrl_engine_megatron.library import (

@@ -14,7 +14,7 @@ from attrs import frozen
 from skyrl_engine import ModelError
 from skyrl_engine.contracts import AdamWSettings, ModelConfig, RankEnvironment, RankOutput
 from skyrl_engine.modeling.tiny import make_parts_differ, write_model
-from skyrl_engine.testing.backends.batches import Arrays, Document, WeightedObjective, documents, build_packed, build_padded
+from skyrl_engine.testing.backends.batches import Arrays, Document, WeightedObjective, build_packed, build_padded, documents
 from skyrl_engine_megatron import pipeline
 from skyrl_engine_megatron.backend import MegatronBackend
 from skyrl_engine_megatron.gradients import clip, sum_over_ranks

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from megatron_tasks import VOCABULARY, sequence_loss_passed
 
 from skyrl_engine.contracts import MicroBatch
-from skyrl_engine.testing.backends.batches import Document, documents, build_packed, build_padded, worst
+from skyrl_engine.testing.backends.batches import Document, build_packed, build_padded, documents, worst
 from skyrl_engine.testing.ranks.world import World
 from skyrl_engine_megatron.context import alignment, order_after_gather, tokens_of_rank
 from skyrl_engine_megatron.documents import RowShape

@@ -14,7 +14,7 @@ from by_day import now, rarely
 from megatron_tasks import VOCABULARY, Case, Passed, looked_at_between, passed, scored, start
 
 from skyrl_engine.contracts import ComputeDtype, RankOutput
-from skyrl_engine.testing.backends.batches import DefinedResult, WeightedObjective, definition, documents, build_padded, worst
+from skyrl_engine.testing.backends.batches import DefinedResult, WeightedObjective, build_padded, definition, documents, worst
 from skyrl_engine.testing.ranks.world import World
 from skyrl_engine_megatron.plugin import MegatronConfig
 

@@ -16,7 +16,7 @@ from transformers import AutoConfig
 
 from skyrl_engine import ContractError, UnsupportedError
 from skyrl_engine.contracts import ModelConfig
-from skyrl_engine.testing.backends.batches import DefinedResult, WeightedObjective, definition, documents, build_padded, worst
+from skyrl_engine.testing.backends.batches import DefinedResult, WeightedObjective, build_padded, definition, documents, worst
 from skyrl_engine.testing.ranks.world import World
 from skyrl_engine_megatron.limits import refuse_model
 from skyrl_engine_megatron.plugin import MegatronConfig

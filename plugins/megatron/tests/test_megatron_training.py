@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from skyrl_engine import DataError, UnsupportedError
 from skyrl_engine.contracts import AdamWSettings
-from skyrl_engine.testing.backends.batches import WeightedObjective, definition, documents, build_padded
+from skyrl_engine.testing.backends.batches import WeightedObjective, build_padded, definition, documents
 from skyrl_engine.testing.ranks.world import World
 from skyrl_engine_megatron.plugin import MegatronConfig
 

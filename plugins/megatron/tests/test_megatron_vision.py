@@ -23,7 +23,7 @@ from skyrl_engine import ModelError, UnsupportedError
 from skyrl_engine.contracts import AdamWSettings, ModelConfig, RankOutput
 from skyrl_engine.modeling.loading import quiet_progress
 from skyrl_engine.modeling.tiny import write_vision_model
-from skyrl_engine.testing.backends.batches import Arrays, DefinedResult, WeightedObjective, definition, build_packed, worst
+from skyrl_engine.testing.backends.batches import Arrays, DefinedResult, WeightedObjective, build_packed, definition, worst
 from skyrl_engine.testing.ranks.world import World
 from skyrl_engine_megatron.architecture import architecture_of
 from skyrl_engine_megatron.library import TransformerLayer

@@ -31,7 +31,6 @@ from skyrl_engine.contracts.values.model import PLACE, LoraConfig, ModelConfig
 __all__ = [
     "KIND",
     "PLACE",
-    "MissingTable",
     "CheckpointConfig",
     "DataConfig",
     "DataFormat",
@@ -40,6 +39,7 @@ __all__ = [
     "EvaluationConfig",
     "LoraConfig",
     "LossTable",
+    "MissingTable",
     "ModelConfig",
     "OptimizerConfig",
     "OverlongConfig",

@@ -11,11 +11,11 @@ from attrs import frozen
 
 from skyrl_engine.config.schema import DataFormat
 from skyrl_engine.contracts.values.roles import CHOSEN, REJECTED, ROLE
-from skyrl_engine.data.sources.preferences import ANSWERS, COLUMNS, LABELS, read_labelled_answer, find_named_column, pair_of
+from skyrl_engine.data.sources.preferences import ANSWERS, COLUMNS, LABELS, find_named_column, pair_of, read_labelled_answer
 from skyrl_engine.data.sources.questions import HISTORY, MESSAGES, PROMPTS, SYSTEM, answer, find_prompt, system_of, with_system
 from skyrl_engine.data.sources.ratings import COMPARED, COMPLETIONS, OF_A_ROW, PREFERRED, pair_by_comparison, pair_by_rating
 from skyrl_engine.data.sources.ready_tokens import PROMPT_COLUMNS, RESPONSE_COLUMNS, Tokens, rollout_of, tokens_of
-from skyrl_engine.data.sources.rows import Row, kind_of, join_names
+from skyrl_engine.data.sources.rows import Row, join_names, kind_of
 from skyrl_engine.data.text.messages import Conversation, conversation_of, image_columns, messages_of
 from skyrl_engine.data.text.plain import PlainText
 from skyrl_engine.errors import DataError

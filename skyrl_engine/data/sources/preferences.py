@@ -205,7 +205,9 @@ def _conversations(row: Row, halves: Sequence[list[Message]], prompt: Prompt | N
 
 def _begins(half: Sequence[Message], messages: Sequence[Message] | str) -> bool:
     """Return True if the half begins with these messages, whatever keys without a value they have."""
-    return not isinstance(messages, str) and [_is_filled(message) for message in half[: len(messages)]] == list(map(_is_filled, messages))
+    return not isinstance(messages, str) and [_is_filled(message) for message in half[: len(messages)]] == list(
+        map(_is_filled, messages)
+    )
 
 
 def _is_filled(message: Message) -> Message:

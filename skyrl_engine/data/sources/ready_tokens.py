@@ -50,7 +50,9 @@ def _refuse_padding(row: Row, length: int) -> None:
 
 def rollout_of(row: Row) -> Tokens:
     """Read a row with separate tokens of prompt and response. Raises DataError naming the row and the column."""
-    prompt, response = (_token_ids(row, _first_present(row, names), "Store token ids") for names in (PROMPT_COLUMNS, RESPONSE_COLUMNS))
+    prompt, response = (
+        _token_ids(row, _first_present(row, names), "Store token ids") for names in (PROMPT_COLUMNS, RESPONSE_COLUMNS)
+    )
     ids = np.concatenate([prompt, response])
     if len(ids) == 0:
         raise row.wrong(_first_present(row, RESPONSE_COLUMNS), "there is no token, and none in the prompt", "Remove empty samples")

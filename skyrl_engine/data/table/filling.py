@@ -15,7 +15,16 @@ from skyrl_engine.contracts.kinds.needs import ROLE_NEED
 from skyrl_engine.contracts.values.roles import ROLE
 from skyrl_engine.data.images.processor import Vision
 from skyrl_engine.data.images.tokens import ImageInspection, digest_of_states
-from skyrl_engine.data.sources.formats import PAIRS, PREFERENCES, Example, KnownFormat, Reading, detect, list_known_columns, to_examples
+from skyrl_engine.data.sources.formats import (
+    PAIRS,
+    PREFERENCES,
+    Example,
+    KnownFormat,
+    Reading,
+    detect,
+    list_known_columns,
+    to_examples,
+)
 from skyrl_engine.data.sources.preferences import HALVES
 from skyrl_engine.data.sources.ready_tokens import Tokens
 from skyrl_engine.data.sources.rows import BoolArray, Row, Source, WatchedColumns
@@ -108,7 +117,9 @@ class TableFilling:
                         sample = append_reward_token(sample, self.tokenizer.pad_token_id)
                     read = reader(row, sample if rewards else whole, sample)
                     table.append(sample, Carried(read, named, {**reader.values(row), **own}))
-                    units.take(named, _Taken(_count_sample(sample, cut=cut, unprompted=unprompted, unended=unended), _files(example)))
+                    units.take(
+                        named, _Taken(_count_sample(sample, cut=cut, unprompted=unprompted, unended=unended), _files(example))
+                    )
             for row in batch:
                 assert isinstance(row.values, WatchedColumns), "they were watched when they were read"
                 unread.update(row.values.unread(list_known_columns(kind)))

@@ -10,7 +10,7 @@ from attrs import Factory, field, frozen
 from skyrl_engine.contracts.kinds.needs import MODEL_SCORES, column_forms, sample_value
 from skyrl_engine.contracts.values.columns import RESERVED_NAMES
 from skyrl_engine.contracts.values.ragged import AnyArray
-from skyrl_engine.data.sources.rows import Row, kind_of, join_names
+from skyrl_engine.data.sources.rows import Row, join_names, kind_of
 from skyrl_engine.data.table.teacher_rows import TEACHER_IDS, TEACHER_LOGPROBS, check_teacher
 from skyrl_engine.data.text.tokenization import TokenizedSample
 from skyrl_engine.errors import DataError

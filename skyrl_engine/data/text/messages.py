@@ -8,7 +8,7 @@ import numpy as np
 from attrs import Factory, evolve, frozen
 
 from skyrl_engine.data.images.files import StoredImage, parse_image
-from skyrl_engine.data.sources.rows import Row, kind_of, join_names
+from skyrl_engine.data.sources.rows import Row, join_names, kind_of
 from skyrl_engine.data.text.turn_weights import in_prompt, pop_turn_weight
 from skyrl_engine.errors import DataError, ImageError
 

@@ -9,13 +9,13 @@ from skyrl_engine.testing.advantages import batches
 from skyrl_engine.testing.advantages.answers import (
     TOLERANCE,
     answers,
-    undecidable_unless_repeatable,
     crowd,
-    estimate_or_undecidable,
     draw_rows,
+    estimate_or_undecidable,
     explicit,
     require_same,
     require_same_answers,
+    undecidable_unless_repeatable,
     worth,
 )
 from skyrl_engine.testing.advantages.batches import DrawnRows

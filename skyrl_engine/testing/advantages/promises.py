@@ -14,16 +14,16 @@ from skyrl_engine.testing.advantages import batches
 from skyrl_engine.testing.advantages.answers import (
     TOLERANCE,
     answers,
-    undecidable_unless_repeatable,
+    collect_scored,
     crowd,
-    estimate_or_undecidable,
     draw_rows,
+    estimate_or_undecidable,
     explicit,
     explicit_and_large,
     output_of,
     require_same,
     require_same_answers,
-    collect_scored,
+    undecidable_unless_repeatable,
 )
 from skyrl_engine.testing.advantages.batches import DrawnRows
 from skyrl_engine.testing.advantages.claim_promises import (
@@ -62,7 +62,9 @@ def _has_no_oracle(subject: Subject[Any]) -> str | None:
 @promise("Its advantages are those of the oracle", cases=draw_rows, exempt=_has_no_oracle, first=explicit)
 def oracle(subject: Subject[Any], case: DrawnRows) -> None:
     due = case.collect_scored(np.asarray(subject.hooks["oracle"](case.batch()), dtype=np.float64))
-    require_same(due, estimate_or_undecidable(subject, case), "from what the oracle gives", "formula and code differ", "Compare the two")
+    require_same(
+        due, estimate_or_undecidable(subject, case), "from what the oracle gives", "formula and code differ", "Compare the two"
+    )
 
 
 @promise("Columns that it does not name among its needs change nothing", cases=draw_rows)
@@ -75,7 +77,9 @@ def needs(subject: Subject[Any], case: DrawnRows) -> None:
         given = output_of(subject, evolve(batch, columns={**batch.columns, **others}))
     except EngineError as error:
         raise Undecidable(error.cause) from error
-    require_same_answers(before, collect_scored(case, given), "with other columns", "it reads what it does not declare", "Name it in needs")
+    require_same_answers(
+        before, collect_scored(case, given), "with other columns", "it reads what it does not declare", "Name it in needs"
+    )
 
 
 _COLUMNS = ("old_values", "values", "old_logprobs", "rollout_logprobs", "ref_logprobs")

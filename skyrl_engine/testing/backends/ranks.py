@@ -185,10 +185,10 @@ class HeldBackend:
             EMPTY,
             TERMS,
             WeightedObjective,
-            documents,
-            many_documents,
             build_packed,
             build_padded,
+            documents,
+            many_documents,
             picture_documents,
             without_pixels,
         )

@@ -305,7 +305,8 @@ def logsumexp(subject: BackendSubject, case: BackendCase) -> None:
 
 
 @backend_promise(
-    "Means of log-probabilities over the vocabulary, and the gradient through them, are right", exempt=_exempt_without("mean_logprob")
+    "Means of log-probabilities over the vocabulary, and the gradient through them, are right",
+    exempt=_exempt_without("mean_logprob"),
 )
 def mean_logprob(subject: BackendSubject, case: BackendCase) -> None:
     _require_scores(
@@ -314,7 +315,8 @@ def mean_logprob(subject: BackendSubject, case: BackendCase) -> None:
 
 
 @backend_promise(
-    "Log-probabilities at the token ids of a column, and the gradient through them, are right", exempt=_exempt_without("logprobs_at")
+    "Log-probabilities at the token ids of a column, and the gradient through them, are right",
+    exempt=_exempt_without("logprobs_at"),
 )
 def logprobs_at(subject: BackendSubject, case: BackendCase) -> None:
     """Ask for one column and for two; ids may occur twice, and the label may be among them."""
@@ -325,7 +327,9 @@ def logprobs_at(subject: BackendSubject, case: BackendCase) -> None:
     _require_scores(subject, case, f"{LOGPROBS_AT}:near", remedy, (f"{LOGPROBS_AT}:far",))
 
 
-@backend_promise("Divergences from a teacher beside, and the gradient through them, are right", exempt=_exempt_without("divergence"))
+@backend_promise(
+    "Divergences from a teacher beside, and the gradient through them, are right", exempt=_exempt_without("divergence")
+)
 def divergence(subject: BackendSubject, case: BackendCase) -> None:
     """Take a teacher of another architecture, over padded and packed rows, in one micro-batch and in three, on layouts that declare it."""
     if "divergence" not in subject.describe(case.sizes.options, case.sizes.ranks).capabilities:

@@ -16,9 +16,9 @@ from skyrl_engine.contracts.values.ragged import AnyArray
 from skyrl_engine.testing.collators.cases import (
     CutCase,
     Planning,
-    builds,
     build_rows,
     build_with,
+    builds,
     cuts,
     plan_case,
     plan_with,
@@ -365,7 +365,10 @@ def build_order(subject: Subject[Any], case: CutCase) -> None:
 
 
 def _require_copies(batch: DenseBatch, due: Mapping[str, AnyArray], when: str) -> None:
-    made, remedy = copy_arrays(batch), "Let what is prepared ahead belong to these samples and this very plan (micro_batch.following)"
+    made, remedy = (
+        copy_arrays(batch),
+        "Let what is prepared ahead belong to these samples and this very plan (micro_batch.following)",
+    )
     require(made.keys() == due.keys(), f"built {when}, rows have other fields than built alone", remedy)
     for name, array in due.items():
         require_same_field(f"{name}, built {when},", made[name], array, remedy)

@@ -36,7 +36,9 @@ def evaluate(
 
 def tokens_for_correction(label: str, correction: Any, batch: TokenBatch) -> LossTokens:
     """Return the batch as the engine gives it to the first correction: all tokens, nothing differentiable."""
-    return _tokens(batch, torch.float64).for_correction(label, tuple(correction.needs), 0, torch.ones(batch.tokens, dtype=torch.bool))
+    return _tokens(batch, torch.float64).for_correction(
+        label, tuple(correction.needs), 0, torch.ones(batch.tokens, dtype=torch.bool)
+    )
 
 
 def _tokens(batch: TokenBatch, dtype: torch.dtype) -> MicroBatchTokens:

@@ -16,19 +16,19 @@ from skyrl_engine.testing.environments.bench import (
     Turn,
     answer,
     cut,
+    format_error,
     has_solver,
     pairs,
     plain,
     play,
-    reward_of,
     read_prompt_text,
+    reward_of,
     scripts,
     solution_of,
     stages,
     stages_without_restore,
     task_for,
     tasks_of,
-    format_error,
     worth,
 )
 from skyrl_engine.testing.process_settings import require_settings_left_alone
@@ -148,7 +148,9 @@ def episodes_apart(subject: Subject[Any], case: Pair) -> None:
         except Undecidable:
             raise
         except Exception as error:
-            raise Broken(f"a second episode cannot be opened: {format_error(error)}", "Keep an episode's state in the episode") from error
+            raise Broken(
+                f"a second episode cannot be opened: {format_error(error)}", "Keep an episode's state in the episode"
+            ) from error
         answers: list[list[Any]] = [[], []]
         # each in the order drawn, then what is left of the first and of the second
         for which in (*map(int, case.order), *[0] * 10, *[1] * 10):
@@ -263,7 +265,8 @@ def closes(subject: Subject[Any], case: Script) -> None:
                     stage.close()
                 except Exception as error:
                     raise Broken(
-                        f"cannot be closed {moment}{time}: {format_error(error)}", "Free what is held, if it is still held, and forget it"
+                        f"cannot be closed {moment}{time}: {format_error(error)}",
+                        "Free what is held, if it is still held, and forget it",
                     ) from error
 
 

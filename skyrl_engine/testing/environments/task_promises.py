@@ -18,12 +18,12 @@ from skyrl_engine.testing.environments.bench import (
     Script,
     Turn,
     cut,
+    format_error,
     plain,
     play,
     read_prompt_text,
     some_of,
     tasks_of,
-    format_error,
 )
 from skyrl_engine.testing.promise import Broken, promise
 from skyrl_engine.testing.subject import Subject
@@ -120,7 +120,9 @@ def same_in_another_process(subject: Subject[Any], _case: None) -> None:
     script = Script("train", 0, 7, (Turn("text", "4"), Turn("text", "yes"), Turn("prompt")))
     here = {split: [plain(task) for _, task in some_of(tasks_of(environment, split), 8)] for split in SPLITS}
     answers = [] if environment.claims.random else play(subject.make(), subject.make(), script)
-    there = ask(_collect_answers, None, environment) if subject.plugin is None else ask(_collect_answers, subject.plugin.lock(), None)
+    there = (
+        ask(_collect_answers, None, environment) if subject.plugin is None else ask(_collect_answers, subject.plugin.lock(), None)
+    )
     for split in SPLITS:
         for mine, theirs in zip(here[split], there["tasks"][split], strict=True):
             if mine != theirs:

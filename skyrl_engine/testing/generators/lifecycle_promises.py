@@ -17,15 +17,15 @@ from skyrl_engine.testing.generators.bench import (
     TOLERANCE,
     Running,
     TinyWeights,
-    raise_broken_on_error,
     claims,
-    undecidable_on_error,
     description_of,
     due_logprobs,
     no_weights,
+    raise_broken_on_error,
     requests_of,
     require_logprobs,
     running,
+    undecidable_on_error,
 )
 from skyrl_engine.testing.process_settings import processes, require_settings_left_alone, restore_settings
 from skyrl_engine.testing.promise import Broken, promise

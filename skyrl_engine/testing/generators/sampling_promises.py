@@ -14,9 +14,7 @@ from skyrl_engine.testing.generators.bench import (
     NORMAL,
     TOLERANCE,
     Running,
-    raise_broken_on_error,
     claims,
-    undecidable_on_error,
     description_of,
     draws_for,
     due_logprobs,
@@ -24,9 +22,11 @@ from skyrl_engine.testing.generators.bench import (
     model_folder,
     name_request,
     no_weights,
+    raise_broken_on_error,
     requests_of,
     require_logprobs,
     running,
+    undecidable_on_error,
 )
 from skyrl_engine.testing.promise import Broken, Undecidable, promise
 from skyrl_engine.testing.subject import Subject

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from skyrl_engine.contracts.kinds.group_filter import GroupView, as_drop_reason
 from skyrl_engine.errors import EngineError
 from skyrl_engine.registry.host import Owner, blaming
-from skyrl_engine.testing.group_filters.views import Shown, extreme_groups, large_groups, draw_group, various_groups
+from skyrl_engine.testing.group_filters.views import Shown, draw_group, extreme_groups, large_groups, various_groups
 from skyrl_engine.testing.plugin_promises import PLUGIN_PROMISES
 from skyrl_engine.testing.process_promises import process_promises
 from skyrl_engine.testing.promise import Broken, Promise, Undecidable, promise

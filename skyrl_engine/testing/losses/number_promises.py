@@ -154,7 +154,10 @@ def _not_homogeneous(subject: Subject[Any]) -> str | None:
 )
 def homogeneous(subject: Subject[Any], case: Scaled) -> None:
     advantages = case.batch.values["advantages"] * np.float32(case.factor)
-    one, other = LOSS.evaluate_or_undecidable(subject, case.batch), LOSS.evaluate_or_undecidable(subject, case.batch.with_values(advantages=advantages))
+    one, other = (
+        LOSS.evaluate_or_undecidable(subject, case.batch),
+        LOSS.evaluate_or_undecidable(subject, case.batch.with_values(advantages=advantages)),
+    )
     if not same(case.factor * one.per_token, other.per_token):
         place = int(np.argmax(~np.isclose(case.factor * one.per_token, other.per_token)))
         raise Broken(

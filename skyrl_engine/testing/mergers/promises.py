@@ -12,7 +12,7 @@ from skyrl_engine.errors import EngineError, OutputError
 from skyrl_engine.registry.host import Owner, blaming
 from skyrl_engine.testing.comparison import excerpts
 from skyrl_engine.testing.mergers.splits import Split, alone, each_mini_batch, grid, many, of_fractions, one_idle, splits
-from skyrl_engine.testing.mergers.spoilt import Spoilt, draw_with_doubled, with_missing, draw_with_unexpected
+from skyrl_engine.testing.mergers.spoilt import Spoilt, draw_with_doubled, draw_with_unexpected, with_missing
 from skyrl_engine.testing.plugin_promises import PLUGIN_PROMISES
 from skyrl_engine.testing.process_promises import process_promises
 from skyrl_engine.testing.promise import Broken, Promise, Undecidable, promise

@@ -36,7 +36,9 @@ class Split:
 
     def __str__(self) -> str:
         sizes = ", ".join(f"{name} {getattr(self.topology, name)}" for name in ("dp", "tp", "cp", "pp"))
-        lines = [f"samples {_ids(self.whole.sample_ids)} in {_format_count(len(self.plan.mini_batches), 'mini-batch')} over {sizes}"]
+        lines = [
+            f"samples {_ids(self.whole.sample_ids)} in {_format_count(len(self.plan.mini_batches), 'mini-batch')} over {sizes}"
+        ]
         lines += [
             f"rank {each.coords.rank} (dp {each.coords.dp}, tp {each.coords.tp}, cp {each.coords.cp}, pp {each.coords.pp}) returns "
             f"{_ids(each.sample_ids)}"

@@ -108,7 +108,10 @@ def _has_no_oracle(subject: Subject[Any]) -> str | None:
 
 @promise("Its weights are those of the oracle", cases=_draw, exempt=_has_no_oracle, first=_explicit)
 def oracle(subject: Subject[Any], case: Drawn) -> None:
-    weights, due = _weights_or_undecidable(subject, case.structure), np.asarray(subject.hooks["oracle"](case.structure), dtype=np.float64)
+    weights, due = (
+        _weights_or_undecidable(subject, case.structure),
+        np.asarray(subject.hooks["oracle"](case.structure), dtype=np.float64),
+    )
     _require_same(due, weights, "from what the oracle gives", "formula and code differ", "Compare the two")
 
 
@@ -203,7 +206,10 @@ def _probe(subject: Subject[Any]) -> BatchStructure:
 def _is_mean(subject: Subject[Any]) -> bool:
     """Return True where halving all loss weights changes nothing in a plain batch, as in a mean; a sum is halved."""
     probe = _probe(subject)
-    return same(_weights_or_undecidable(subject, probe), _weights_or_undecidable(subject, evolve(probe, loss_weight=probe.loss_weight * np.float32(0.5))))
+    return same(
+        _weights_or_undecidable(subject, probe),
+        _weights_or_undecidable(subject, evolve(probe, loss_weight=probe.loss_weight * np.float32(0.5))),
+    )
 
 
 @promise(

@@ -57,7 +57,9 @@ class Drawn:
             lines.append(f"trajectories {_format_values(structure.trajectory_ids)}")
         if len(np.unique(structure.micro_batch)) > 1:
             lines.append(f"micro-batches {_format_values(structure.micro_batch)}")
-        lines += [f"{name} {_format_values(values.ravel())}" for name, values in {**structure.columns, **structure.sample_values}.items()]
+        lines += [
+            f"{name} {_format_values(values.ravel())}" for name, values in {**structure.columns, **structure.sample_values}.items()
+        ]
         return "\n".join(lines)
 
 

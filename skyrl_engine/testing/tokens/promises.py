@@ -29,10 +29,10 @@ from skyrl_engine.testing.tokens import explicit, rollouts
 from skyrl_engine.testing.tokens.evaluation import (
     Evaluation,
     Listening,
+    is_undeclared_need,
     join_evaluations,
     require_same_evaluation,
     same_evaluation,
-    is_undeclared_need,
 )
 from skyrl_engine.testing.tokens.kind import (
     TokenKind,
@@ -113,7 +113,9 @@ def all_masked(kind: TokenKind, subject: Subject[Any], batch: TokenBatch) -> Non
     try:
         made = kind.evaluate_subject(subject, batch, dtype=torch.float32)
     except EngineError as error:
-        kind.evaluate_or_undecidable(subject, explicit.one_token(needs_of(subject)))  # what fails with a token as well is another promise's
+        kind.evaluate_or_undecidable(
+            subject, explicit.one_token(needs_of(subject))
+        )  # what fails with a token as well is another promise's
         raise Broken(f"fails without a token: {error.cause}", "Let it return an empty tensor for n = 0") from error
     if made.total != 0:
         raise Broken(f"the {kind.noun} of no token is {made.total}", "Return an empty tensor for n = 0")
@@ -170,7 +172,9 @@ def rank_split(kind: TokenKind, subject: Subject[Any], worn: WornBatch) -> None:
     one_rank = subject.make()
     for call in range(worn.calls):
         kind.evaluate_or_undecidable(subject, case.batch.take(case.parts[call % len(case.parts)]), one_rank)
-    together = join_evaluations(case, [kind.evaluate_or_undecidable(subject, case.batch.take(part), one_rank) for part in case.parts])
+    together = join_evaluations(
+        case, [kind.evaluate_or_undecidable(subject, case.batch.take(part), one_rank) for part in case.parts]
+    )
     apart = join_evaluations(case, [kind.evaluate_or_undecidable(subject, case.batch.take(part)) for part in case.parts])
     if not same_evaluation(together, apart):
         kind.unless_random(subject, case.batch)
@@ -191,7 +195,9 @@ def rank_split(kind: TokenKind, subject: Subject[Any], worn: WornBatch) -> None:
 )
 def sample_order(kind: TokenKind, subject: Subject[Any], case: ReorderedBatch) -> None:
     whole = kind.evaluate_or_undecidable(subject, case.batch)
-    moved = join_evaluations(CutBatch(case.batch, (case.order,)), [kind.evaluate_or_undecidable(subject, case.batch.take(case.order))])
+    moved = join_evaluations(
+        CutBatch(case.batch, (case.order,)), [kind.evaluate_or_undecidable(subject, case.batch.take(case.order))]
+    )
     if not same_evaluation(whole, moved):
         kind.unless_random(subject, case.batch)
     require_same_evaluation(

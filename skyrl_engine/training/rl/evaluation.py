@@ -12,7 +12,7 @@ from skyrl_engine.contracts.kinds.generator import Sampling
 from skyrl_engine.contracts.values.rollout import Group
 from skyrl_engine.registry.part import BoundPlugin
 from skyrl_engine.rollout.pass_at_k import estimate, pass_at_k
-from skyrl_engine.rollout.runner import RolloutLimits, CompletionSource, Episodes, RolloutRunner, Turns
+from skyrl_engine.rollout.runner import CompletionSource, Episodes, RolloutLimits, RolloutRunner, Turns
 from skyrl_engine.training.rl.metrics import majorities
 from skyrl_engine.training.rl.tasks import task_at, tasks_in
 

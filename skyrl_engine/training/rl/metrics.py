@@ -28,7 +28,9 @@ def rollout_metrics(
     everything = [each for group in finished for each in group.trajectories]
     rewards = _shape_rewards(attempts, truncated, overlong)
     metrics = {**_rewards(rewards), **_lengths(attempts), **_successes(trained)}
-    metrics["reward/all_mean"] = _mean(_shape_rewards([each for each in everything if each.status != "failed"], truncated, overlong))
+    metrics["reward/all_mean"] = _mean(
+        _shape_rewards([each for each in everything if each.status != "failed"], truncated, overlong)
+    )
     if len(environments) > 1:
         names = np.array([group.environment for group in trained for _ in group.finished])
         for name in environments:

@@ -9,7 +9,7 @@ import pytest
 from skyrl_engine.cli.demo import smollm2
 from skyrl_engine.cli.demo.command import CONFIG_FILE, LOSS_FILE, _shorten
 from skyrl_engine.cli.demo.recipe import HELD_OUT_FILE, TRAIN_FILE, Examination, Exchange, split_held_out
-from skyrl_engine.cli.demo.second_act import RL_FILE, SHOWN, habits, compare_answers
+from skyrl_engine.cli.demo.second_act import RL_FILE, SHOWN, compare_answers, habits
 from skyrl_engine.cli.demo.tiny import END, PAD, START, TinyRecipe, make_model, make_tokenizer
 from skyrl_engine.errors import ModelError
 

@@ -74,6 +74,8 @@ def test_another_order_keeps_groups_together(sizes: list[int], epoch: int) -> No
 
 def test_the_order_follows_from_seed_step_and_epoch() -> None:
     columns = columns_of([1] * 12)
-    orders = {tuple(shuffle_groups(columns, seed=seed, step=step, epoch=epoch)) for seed in (1, 2) for step in (1, 2) for epoch in (1, 2)}
+    orders = {
+        tuple(shuffle_groups(columns, seed=seed, step=step, epoch=epoch)) for seed in (1, 2) for step in (1, 2) for epoch in (1, 2)
+    }
     assert len(orders) == 8
     assert tuple(shuffle_groups(columns, seed=1, step=1, epoch=1)) in orders

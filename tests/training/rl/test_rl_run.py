@@ -49,7 +49,9 @@ def test_every_ratio_is_exactly_1_before_the_first_update(rl: Rl, seen: Seen, na
         assert record["metrics"]["policy/gap_mean"] < 1e-5
         assert record["metrics"]["grad_norm"] > 0
     assert ("old_logprobs" in seen.plans[1].columns.columns) == (old == "score"), "each way was gone"
-    assert any(SEGMENT_OBSERVED in each.kinds for group in seen.groups[1] for each in group.trajectories), "some attempts have two turns"
+    assert any(SEGMENT_OBSERVED in each.kinds for group in seen.groups[1] for each in group.trajectories), (
+        "some attempts have two turns"
+    )
 
 
 HEADS = {

@@ -15,7 +15,9 @@ def make(config: FunctionOptions) -> FunctionEnvironment:
     tables = [*(RewardTable(each) for each in named), *config.rewards]
     if not tables:
         raise DataError("the environment function has no reward", remedy='Set reward = "./file.py:name"')
-    rewards = [make_weighted_reward(function_of(each.use), each.use.rpartition(":")[2], each.weight, config.form) for each in tables]
+    rewards = [
+        make_weighted_reward(function_of(each.use), each.use.rpartition(":")[2], each.weight, config.form) for each in tables
+    ]
     if len({each.name for each in rewards}) < len(rewards):
         raise DataError("two rewards have the same name, under which their parts are shown", remedy="Rename one of the functions")
     tools = [Tool.of(function_of(each)) for each in config.tools]

@@ -26,7 +26,7 @@ from skyrl_engine.modeling import random_states
 from skyrl_engine.modeling.exporting import collect_export_tensors, write_pretrained
 from skyrl_engine.modeling.host_threads import share_cores
 from skyrl_engine.modeling.lora import adapters_off, has_adapters, iterate_merged_weights
-from skyrl_engine.modeling.micro_batch import differentiable, gradient_not_finite, compute_hidden_states, score
+from skyrl_engine.modeling.micro_batch import compute_hidden_states, differentiable, gradient_not_finite, score
 from skyrl_engine.modeling.optimizer import build_adamw, use_settings
 from skyrl_engine.modeling.scorer import Scorer
 from skyrl_engine.modeling.teaching import TeacherStates

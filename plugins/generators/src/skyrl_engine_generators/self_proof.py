@@ -12,7 +12,7 @@ import torch
 from skyrl_engine import UnsupportedError
 from skyrl_engine.contracts import Completion, GenerationRequest, Sampling
 from skyrl_engine_generators.loop import SampledRow, SlotLoop
-from skyrl_engine_generators.rows import CachedDecoder, UncachedDecoder, TokenDecoder
+from skyrl_engine_generators.rows import CachedDecoder, TokenDecoder, UncachedDecoder
 from skyrl_engine_generators.sampling import logprobs_of
 from skyrl_engine_generators.stops import StopRule
 

@@ -31,7 +31,9 @@ class DualClipConfig(ClipConfig):
     """The loss is at most `dual_clip` times |A| where the advantage A is negative."""
 
 
-def clip_policy_loss(ratio: "torch.Tensor", advantages: "torch.Tensor", config: ClipConfig) -> tuple["torch.Tensor", "torch.Tensor"]:
+def clip_policy_loss(
+    ratio: "torch.Tensor", advantages: "torch.Tensor", config: ClipConfig
+) -> tuple["torch.Tensor", "torch.Tensor"]:
     """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), [n], and bool [n] of the tokens where clipping took effect."""
     plain = ratio * advantages
     clipped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high) * advantages

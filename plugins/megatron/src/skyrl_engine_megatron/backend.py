@@ -31,7 +31,7 @@ from skyrl_engine_megatron.agreement import check_agreement
 from skyrl_engine_megatron.attention import DocumentAttention
 from skyrl_engine_megatron.building import build, transformer_config
 from skyrl_engine_megatron.documents import RowShape
-from skyrl_engine_megatron.gradients import clip, preserve_gradients, non_finite, sum_over_ranks
+from skyrl_engine_megatron.gradients import clip, non_finite, preserve_gradients, sum_over_ranks
 from skyrl_engine_megatron.groups import groups
 from skyrl_engine_megatron.library import (
     DistributedDataParallel,

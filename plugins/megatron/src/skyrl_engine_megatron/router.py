@@ -53,7 +53,9 @@ class RoutedTokens:
     def documents(self) -> int:
         return len(self.lengths) - 1
 
-    def attach_losses(self, weights_TK: Tensor, layer: int, logits_TE: Tensor, probabilities_TE: Tensor, experts_TK: Tensor) -> Tensor:
+    def attach_losses(
+        self, weights_TK: Tensor, layer: int, logits_TE: Tensor, probabilities_TE: Tensor, experts_TK: Tensor
+    ) -> Tensor:
         """Return `weights_TK` unchanged, so that a backward pass through them differentiates the losses too.
 
         Measurements are kept by layer, so that recomputed activations are not counted twice.

@@ -56,7 +56,9 @@ class ServeTable:
     """The table `[serve]`. `models` are directories or hub ids by the names that clients may ask for."""
 
     models: Mapping[str, str]
-    losses: tuple[str, ...] = field(default=(), converter=_several, validator=deep_iterable(and_(instance_of(str), _require_installed)))
+    losses: tuple[str, ...] = field(
+        default=(), converter=_several, validator=deep_iterable(and_(instance_of(str), _require_installed))
+    )
     """Losses of installed plugins that clients may ask for, as `distribution:name`."""
     directory: str = field(default="served", validator=instance_of(str))
     longest: int = field(default=32_768, validator=[instance_of(int), ge(1)])
