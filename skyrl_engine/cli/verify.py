@@ -78,7 +78,7 @@ def _check_layouts(kind: str, layouts: tuple[str, ...]) -> None:
 def _record(registry: "Registry", text: str) -> "PluginRecord":
     """Return the plugin that the text names; its kind is inferred where the text does not begin with one."""
     from skyrl_engine.registry.kinds import KINDS
-    from skyrl_engine.registry.reference import parse
+    from skyrl_engine.registry.plugin_ref import parse
 
     head, colon, rest = text.partition(":")
     if colon and head in KINDS:

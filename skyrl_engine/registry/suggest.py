@@ -9,7 +9,7 @@ from skyrl_engine.registry.discovery import UnreadableDistribution
 from skyrl_engine.registry.kinds import KINDS
 from skyrl_engine.registry.known import FIRST_PARTY, install_command
 from skyrl_engine.registry.record import PluginRecord
-from skyrl_engine.registry.reference import PluginRef
+from skyrl_engine.registry.plugin_ref import PluginRef
 
 
 def missing_plugin(

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from skyrl_engine.errors import PluginNotFoundError
-from skyrl_engine.registry.reference import parse
+from skyrl_engine.registry.plugin_ref import parse
 
 
 def test_a_bare_name() -> None:
