@@ -17,7 +17,7 @@ from skyrl_engine.cli.terminal import echo, echo_json
 if TYPE_CHECKING:
     from skyrl_engine.config import SelectedPlugin
     from skyrl_engine.contracts import Action, Environment, StepResult, Task
-    from skyrl_engine.registry.part import BoundPlugin
+    from skyrl_engine.registry.bound_plugin import BoundPlugin
     from skyrl_engine.registry.record import PluginRecord
 
 _JSON = click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")
@@ -226,7 +226,7 @@ def _make_environment(name: str, overrides: tuple[str, ...]) -> "tuple[SelectedP
     from skyrl_engine.cli.plugin_options import parse_options, select_plugin
     from skyrl_engine.contracts import FactoryContext
     from skyrl_engine.registry.host import Owner
-    from skyrl_engine.registry.part import BoundPlugin
+    from skyrl_engine.registry.bound_plugin import BoundPlugin
 
     record, table = _find_environment(name)
     plugin = select_plugin(record, parse_options(overrides, table))

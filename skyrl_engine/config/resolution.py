@@ -24,7 +24,7 @@ from skyrl_engine.registry.kinds import TABLES
 
 if TYPE_CHECKING:
     from skyrl_engine.registry.loader import LoadedPlugin
-    from skyrl_engine.registry.part import BoundPlugin
+    from skyrl_engine.registry.bound_plugin import BoundPlugin
     from skyrl_engine.registry.record import PluginRecord
     from skyrl_engine.registry.resolve import Registry
 
@@ -52,7 +52,7 @@ class SelectedPlugin:
     def bind(self, place: str, context: FactoryContext) -> "BoundPlugin[Any]":
         """Build the product and set it to work at `place` of the configuration. Raises as `make` does."""
         from skyrl_engine.registry.host import Owner
-        from skyrl_engine.registry.part import BoundPlugin
+        from skyrl_engine.registry.bound_plugin import BoundPlugin
 
         record = self.loaded.record
         coefficient = 1.0 if self.coefficient is None else self.coefficient

@@ -18,7 +18,7 @@ from skyrl_engine.errors import DataError, UnsupportedError
 from skyrl_engine.model_facts.configuration import load_config
 from skyrl_engine.model_facts.facts import ModelFacts
 from skyrl_engine.registry.host import Owner, blaming
-from skyrl_engine.registry.part import BoundPlugin
+from skyrl_engine.registry.bound_plugin import BoundPlugin
 
 logger = logging.getLogger(__name__)
 

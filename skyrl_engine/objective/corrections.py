@@ -9,7 +9,7 @@ from skyrl_engine.contracts.values.outputs import Metric
 from skyrl_engine.errors import ContractError
 from skyrl_engine.objective.tokens import MicroBatchTokens
 from skyrl_engine.registry.host import blaming
-from skyrl_engine.registry.part import BoundPlugin
+from skyrl_engine.registry.bound_plugin import BoundPlugin
 
 
 @torch.no_grad()

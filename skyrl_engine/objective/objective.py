@@ -18,7 +18,7 @@ from skyrl_engine.objective.policy_metrics import Watched, policy_metrics, score
 from skyrl_engine.objective.samples import ScoredSamples
 from skyrl_engine.objective.tokens import MicroBatchTokens
 from skyrl_engine.registry.host import blaming
-from skyrl_engine.registry.part import BoundPlugin
+from skyrl_engine.registry.bound_plugin import BoundPlugin
 from skyrl_engine.spans import Spans
 
 

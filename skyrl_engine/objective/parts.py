@@ -11,7 +11,7 @@ from skyrl_engine.contracts.kinds.context import FactoryContext
 from skyrl_engine.contracts.kinds.correction import Correction
 from skyrl_engine.contracts.kinds.loss import Loss
 from skyrl_engine.contracts.kinds.needs import column_forms, model_score
-from skyrl_engine.registry.part import BoundPlugin
+from skyrl_engine.registry.bound_plugin import BoundPlugin
 
 KINDS_OF_PARTS = frozenset(("loss", "correction"))
 

@@ -11,7 +11,7 @@ from skyrl_engine.contracts.values.ragged import IntArray
 from skyrl_engine.engine.assembly import Assembly
 from skyrl_engine.engine.engine import Engine
 from skyrl_engine.proof.comparison import Measurement
-from skyrl_engine.registry.part import BoundPlugin
+from skyrl_engine.registry.bound_plugin import BoundPlugin
 from skyrl_engine.workers.dispatch import batch_structure, token_weights
 from skyrl_engine.workers.launch import WorkerGroup
 

@@ -19,7 +19,7 @@ from skyrl_engine.contracts.values.plan import BatchPlan, BuildOrder, Layout, Mi
 from skyrl_engine.contracts.values.ragged import AnyArray, IntArray, Join, join_fresh, offsets_of, take_segments
 from skyrl_engine.errors import ContractError, DataError
 from skyrl_engine.registry.host import blaming
-from skyrl_engine.registry.part import BoundPlugin
+from skyrl_engine.registry.bound_plugin import BoundPlugin
 
 
 @frozen(eq=False)

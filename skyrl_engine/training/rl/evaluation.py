@@ -10,7 +10,7 @@ from skyrl_engine.config.schema import EvaluationConfig
 from skyrl_engine.contracts.kinds.environment import Environment, Split, Task
 from skyrl_engine.contracts.kinds.generator import Sampling
 from skyrl_engine.contracts.values.rollout import Group
-from skyrl_engine.registry.part import BoundPlugin
+from skyrl_engine.registry.bound_plugin import BoundPlugin
 from skyrl_engine.rollout.pass_at_k import estimate, pass_at_k
 from skyrl_engine.rollout.runner import CompletionSource, Episodes, RolloutLimits, RolloutRunner, Turns
 from skyrl_engine.training.rl.metrics import majorities

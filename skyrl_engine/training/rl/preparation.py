@@ -27,7 +27,7 @@ from skyrl_engine.engine.frozen_model import FrozenModel
 from skyrl_engine.engine.model_files import ModelFiles
 from skyrl_engine.errors import ConfigError, DataError, Problem, Refusals, UnsupportedError
 from skyrl_engine.model_facts.facts import ModelFacts
-from skyrl_engine.registry.part import BoundPlugin
+from skyrl_engine.registry.bound_plugin import BoundPlugin
 from skyrl_engine.rollout.columns import Overlong
 from skyrl_engine.rollout.recorded import Recording, RecordingLimits, read_recording
 from skyrl_engine.rollout.runner import RolloutLimits

@@ -11,7 +11,7 @@ from attrs import frozen
 from skyrl_engine.contracts.kinds.environment import Environment, Task
 from skyrl_engine.environments.table_tasks import TableTasks
 from skyrl_engine.errors import DataError, UnsupportedError
-from skyrl_engine.registry.part import BoundPlugin
+from skyrl_engine.registry.bound_plugin import BoundPlugin
 from skyrl_engine.rollout.process_handle import refuse_unsendable
 from skyrl_engine.rollout.turns import ChatRenderer
 

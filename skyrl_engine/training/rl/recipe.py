@@ -13,7 +13,7 @@ from skyrl_engine.engine.capability import needs_of_reducer
 from skyrl_engine.errors import UnsupportedError
 from skyrl_engine.objective.parts import ObjectiveParts
 from skyrl_engine.objective.policy_metrics import OLD_LOGPROBS, ROLLOUT_LOGPROBS, Watched
-from skyrl_engine.registry.part import BoundPlugin
+from skyrl_engine.registry.bound_plugin import BoundPlugin
 from skyrl_engine.training.reference import REFERENCE
 from skyrl_engine.training.teacher import TEACHER
 
