@@ -11,7 +11,7 @@ from attrs import frozen
 from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.ragged import IntArray, offsets_of
 from skyrl_engine.contracts.values.rollout import SEGMENT_PROMPT, SEGMENT_SAMPLED, Group, Trajectory
-from skyrl_engine.rollout.records import LearnedAttempt
+from skyrl_engine.rollout.arrow_codec import LearnedAttempt
 
 Truncated = Literal["keep", "mask", "zero_reward"]
 

@@ -26,7 +26,7 @@ from skyrl_engine.contracts.values.rollout import Group
 from skyrl_engine.errors import RolloutError
 from skyrl_engine.rollout.journal_index import JournalIndex, Listing, read_index
 from skyrl_engine.rollout.messages import metadata_of
-from skyrl_engine.rollout.records import (
+from skyrl_engine.rollout.arrow_codec import (
     LearnedAttempt,
     batch_of,
     encode_learned,

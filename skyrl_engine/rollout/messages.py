@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
-from skyrl_engine.rollout.records import checksum_of, columns_of, schema, schema_of_format_2
+from skyrl_engine.rollout.arrow_codec import checksum_of, columns_of, schema, schema_of_format_2
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -13,7 +13,7 @@ from skyrl_engine.registry.host import blaming
 from skyrl_engine.registry.bound_plugin import BoundPlugin
 from skyrl_engine.rollout.journal import Journal
 from skyrl_engine.rollout.ledger import RolloutLedger
-from skyrl_engine.rollout.records import LearnedAttempt
+from skyrl_engine.rollout.arrow_codec import LearnedAttempt
 from skyrl_engine.rollout.runner import RolloutRunner
 from skyrl_engine.spans import Phases
 

@@ -18,7 +18,7 @@ from skyrl_engine.rollout.checking import check_journal
 from skyrl_engine.rollout.journal import open_journal
 from skyrl_engine.rollout.journal_index import read_groups, read_index
 from skyrl_engine.rollout.ledger import JournaledGroup
-from skyrl_engine.rollout.records import LearnedAttempt, no_rows
+from skyrl_engine.rollout.arrow_codec import LearnedAttempt, no_rows
 from skyrl_engine.testing.rollout_cases import groups, plain_group, require_same
 
 
