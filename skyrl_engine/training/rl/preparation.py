@@ -29,7 +29,7 @@ from skyrl_engine.errors import ConfigError, DataError, Problem, Refusals, Unsup
 from skyrl_engine.model_facts.facts import ModelFacts
 from skyrl_engine.registry.bound_plugin import BoundPlugin
 from skyrl_engine.rollout.columns import Overlong
-from skyrl_engine.rollout.recorded import Recording, RecordingLimits, read_recording
+from skyrl_engine.rollout.offline_source import Recording, RecordingLimits, read_recording
 from skyrl_engine.rollout.runner import RolloutLimits
 from skyrl_engine.rollout.turns import ChatRenderer
 from skyrl_engine.training.model_beside import check_models_beside

@@ -18,7 +18,7 @@ from skyrl_engine.rollout.episodes import EpisodePool
 from skyrl_engine.rollout.guard import SamplerGuard
 from skyrl_engine.rollout.journal import open_journal
 from skyrl_engine.rollout.ledger import RolloutLedger
-from skyrl_engine.rollout.recorded import OfflineSource, Recording
+from skyrl_engine.rollout.offline_source import OfflineSource, Recording
 from skyrl_engine.rollout.runner import RolloutRunner
 from skyrl_engine.rollout.segments import read_segment, segments_of
 from skyrl_engine.rollout.source import GroupSource, RolloutSource
