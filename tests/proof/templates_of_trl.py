@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "running"))
 from dialogues import Spy, hold_dialogue
 
 from skyrl_engine.errors import EngineError
-from skyrl_engine.rollout.turns import ChatRenderer
+from skyrl_engine.rollout.chat_renderer import ChatRenderer
 from skyrl_engine.testing.templates import TEMPLATES
 
 DIALOGUES = 20

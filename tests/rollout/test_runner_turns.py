@@ -14,7 +14,7 @@ from skyrl_engine.contracts.values.rollout import SEGMENT_PROMPT, SEGMENT_SAMPLE
 from skyrl_engine.errors import RolloutError
 from skyrl_engine.rollout.episodes import EpisodeReply
 from skyrl_engine.rollout.runner import RolloutLimits, RolloutRunner
-from skyrl_engine.rollout.turns import ChatRenderer
+from skyrl_engine.rollout.chat_renderer import ChatRenderer
 from skyrl_engine.spans import Phases, Spans
 from skyrl_engine.testing.templates import TEMPLATES
 

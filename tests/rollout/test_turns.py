@@ -10,7 +10,7 @@ from dialogues import ANSWER, QUESTION, Spy, completion, hold_dialogue
 
 from skyrl_engine.contracts.kinds.environment import ToolCall
 from skyrl_engine.errors import DataError, ModelError, UnsupportedError
-from skyrl_engine.rollout.turns import ChatRenderer
+from skyrl_engine.rollout.chat_renderer import ChatRenderer
 from skyrl_engine.testing.templates import END, TEMPLATES
 
 APPENDING = [name for name, case in TEMPLATES.items() if case.appends]

@@ -13,7 +13,7 @@ from skyrl_engine.environments.table_tasks import TableTasks
 from skyrl_engine.errors import DataError, UnsupportedError
 from skyrl_engine.registry.bound_plugin import BoundPlugin
 from skyrl_engine.rollout.process_handle import refuse_unsendable
-from skyrl_engine.rollout.turns import ChatRenderer
+from skyrl_engine.rollout.chat_renderer import ChatRenderer
 
 logger = logging.getLogger(__name__)
 

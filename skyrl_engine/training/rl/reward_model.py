@@ -18,7 +18,7 @@ from skyrl_engine.engine.frozen_model import FrozenModel
 from skyrl_engine.engine.model_files import ModelFiles
 from skyrl_engine.errors import ConfigError, ContractError, ModelError, Problem, UnsupportedError
 from skyrl_engine.model_facts.configuration import load_config
-from skyrl_engine.rollout.turns import ChatRenderer
+from skyrl_engine.rollout.chat_renderer import ChatRenderer
 from skyrl_engine.training.model_beside import plan_frozen_model
 
 REWARD_MODEL: Final = "reward_model"
