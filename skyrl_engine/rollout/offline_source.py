@@ -18,7 +18,7 @@ from skyrl_engine.registry.bound_plugin import BoundPlugin
 from skyrl_engine.rollout.exported import journal_of, read_rollouts
 from skyrl_engine.rollout.journal_index import read_index
 from skyrl_engine.rollout.arrow_codec import LearnedAttempt
-from skyrl_engine.rollout.source import StepBatch, Valued, drop_reason
+from skyrl_engine.rollout.group_source import StepBatch, Valued, drop_reason
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from skyrl_engine.registry.host import Owner
 from skyrl_engine.rollout.journal import open_journal
 from skyrl_engine.rollout.journal_index import read_index
 from skyrl_engine.rollout.ledger import RolloutLedger
-from skyrl_engine.rollout.source import RolloutSource, view_of
+from skyrl_engine.rollout.group_source import RolloutSource, view_of
 from skyrl_engine.testing.rollout_cases import plain_group
 
 

@@ -27,7 +27,7 @@ from skyrl_engine.rollout.episodes import EpisodePool
 from skyrl_engine.rollout.guard import SamplerGuard
 from skyrl_engine.rollout.journal import Journal
 from skyrl_engine.rollout.offline_source import Recording
-from skyrl_engine.rollout.source import GroupSource
+from skyrl_engine.rollout.group_source import GroupSource
 from skyrl_engine.spans import Phases
 from skyrl_engine.training.idle import IdleSteps, Reason, explain_idle_rollouts, warn_of_cuts
 from skyrl_engine.training.loop import StepDone

@@ -21,7 +21,7 @@ from skyrl_engine.rollout.ledger import RolloutLedger
 from skyrl_engine.rollout.offline_source import OfflineSource, Recording
 from skyrl_engine.rollout.runner import RolloutRunner
 from skyrl_engine.rollout.segments import read_segment, segments_of
-from skyrl_engine.rollout.source import GroupSource, RolloutSource
+from skyrl_engine.rollout.group_source import GroupSource, RolloutSource
 from skyrl_engine.run.durable import write_durably
 from skyrl_engine.run.progress import LOADING
 from skyrl_engine.run.session import RunSession, open_session

@@ -9,7 +9,7 @@ from rl_runs import Rl, Seen, write_world
 
 from skyrl_engine.config import ResolvedConfig, load, resolve
 from skyrl_engine.engine.plan import Plan
-from skyrl_engine.rollout.source import RolloutSource, StepBatch
+from skyrl_engine.rollout.group_source import RolloutSource, StepBatch
 from skyrl_engine.training.rl.steps import RlTrainer
 
 

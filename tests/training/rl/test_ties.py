@@ -11,7 +11,7 @@ from skyrl_engine.contracts import Completion, Group, Trajectory, VersionSpans, 
 from skyrl_engine.rollout.columns import Overlong, to_columns
 from skyrl_engine.rollout.journal import open_journal
 from skyrl_engine.rollout.journal_index import read_groups, read_index
-from skyrl_engine.rollout.source import view_of
+from skyrl_engine.rollout.group_source import view_of
 from skyrl_engine.rollout.transcript import Transcript
 from skyrl_engine.training.rl.metrics import rollout_metrics
 from skyrl_engine.training.rl.steps import advantage_batch
