@@ -14,7 +14,7 @@ from skyrl_engine.contracts.kinds.environment import Action, EnvironmentClaims, 
 from skyrl_engine.contracts.kinds.generator import Completion, GenerationRequest, Sampling
 from skyrl_engine.contracts.values.rollout import Group, Status, Trajectory
 from skyrl_engine.errors import DataError, RolloutError
-from skyrl_engine.rollout.episodes import EpisodeReply
+from skyrl_engine.rollout.env_pool import EpisodeReply
 from skyrl_engine.rollout.transcript import Ids, Transcript
 from skyrl_engine.spans import Phases
 

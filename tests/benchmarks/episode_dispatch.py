@@ -13,7 +13,7 @@ from measuring.cpu_time import machine
 from skyrl_engine.config import SelectedPlugin
 from skyrl_engine.contracts import Action, FactoryContext, Task
 from skyrl_engine.registry.resolve import Registry
-from skyrl_engine.rollout.episodes import EpisodePool
+from skyrl_engine.rollout.env_pool import EpisodePool
 
 MICROSECONDS_PER_CALL = 300.0
 SLOWER_BESIDE_HANGING = 1.05

@@ -10,7 +10,7 @@ import pytest
 
 from skyrl_engine.contracts import Action, FactoryContext, StepResult, Task
 from skyrl_engine.errors import RolloutError
-from skyrl_engine.rollout.episodes import EpisodePool
+from skyrl_engine.rollout.env_pool import EpisodePool
 from skyrl_engine.testing import select_plugin
 
 FILE = Path(__file__).with_name("naughty_environment.py")

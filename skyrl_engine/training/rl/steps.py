@@ -23,7 +23,7 @@ from skyrl_engine.engine.sampler import Sampler
 from skyrl_engine.objective.policy_metrics import ROLLOUT_LOGPROBS, WEIGHTS, effective_share
 from skyrl_engine.registry.host import blaming
 from skyrl_engine.rollout.columns import collect_learned, to_columns
-from skyrl_engine.rollout.episodes import EpisodePool
+from skyrl_engine.rollout.env_pool import EpisodePool
 from skyrl_engine.rollout.guard import SamplerGuard
 from skyrl_engine.rollout.journal import Journal
 from skyrl_engine.rollout.offline_source import Recording

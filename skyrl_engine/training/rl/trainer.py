@@ -14,7 +14,7 @@ import attrs
 from skyrl_engine.config import ResolvedConfig
 from skyrl_engine.engine.engine import Engine
 from skyrl_engine.errors import RolloutError
-from skyrl_engine.rollout.episodes import EpisodePool
+from skyrl_engine.rollout.env_pool import EpisodePool
 from skyrl_engine.rollout.guard import SamplerGuard
 from skyrl_engine.rollout.journal import open_journal
 from skyrl_engine.rollout.ledger import RolloutLedger
