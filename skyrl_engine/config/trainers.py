@@ -55,7 +55,7 @@ _ROWS = (
             *("collator", "loss", "correction", "reducer", "backend", "merger"),
             *("generator", "environment", "advantage", "group_filter"),
         ),
-        run="skyrl_engine.training.rl.trainer:run_rl",
+        run="skyrl_engine.training.rl.run:run_rl",
         plan="skyrl_engine.training.rl.plan:plan_rl",
     ),
 )

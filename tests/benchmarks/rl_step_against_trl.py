@@ -52,7 +52,7 @@ from skyrl_engine.config import from_dict, resolve
 from skyrl_engine.contracts import StepFinished
 from skyrl_engine.contracts.kinds.observer import RolloutsFinished
 from skyrl_engine.contracts.values.rollout import Group
-from skyrl_engine.training.rl.trainer import run_rl
+from skyrl_engine.training.rl.run import run_rl
 
 WARM_UP, ROUNDS = 3, 24
 STEPS = WARM_UP + ROUNDS

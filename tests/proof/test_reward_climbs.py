@@ -10,7 +10,7 @@ from skyrl_engine.cli.demo.recipe import Exchange, write_exchanges
 from skyrl_engine.cli.demo.tiny import make_model
 from skyrl_engine.config import load, resolve
 from skyrl_engine.run.metrics import read_metrics
-from skyrl_engine.training.rl.trainer import run_rl
+from skyrl_engine.training.rl.run import run_rl
 from skyrl_engine.training.sft.trainer import run_sft
 
 REWARD = """

@@ -21,7 +21,7 @@ from skyrl_engine.rollout.journal import Journal
 from skyrl_engine.run.metrics import read_metrics
 from skyrl_engine.testing.templates import TEMPLATES
 from skyrl_engine.training.rl.steps import RlTrainer
-from skyrl_engine.training.rl.trainer import run_rl
+from skyrl_engine.training.rl.run import run_rl
 
 WORLD = '''
 """Two turns: letters are worth something, and the answers of seed-dependent length make attempts unequal. Some attempts fail."""

@@ -16,7 +16,7 @@ from skyrl_engine.contracts import Completion, GenerationRequest, GeneratorStart
 from skyrl_engine.modeling.tiny import write_model
 from skyrl_engine.testing import GeneratorConformance
 from skyrl_engine.testing.templates import TEMPLATES
-from skyrl_engine.training.rl.trainer import run_rl
+from skyrl_engine.training.rl.run import run_rl
 
 ENVIRONMENT = '''
 """Two turns, of which the answer to the first depends on the attempt's seed. Rewards count tokens."""

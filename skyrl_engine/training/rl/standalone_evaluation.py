@@ -17,7 +17,7 @@ from skyrl_engine.run.progress import LOADING
 from skyrl_engine.training.rl.evaluation import attempts, evaluation_metrics, tasks_of
 from skyrl_engine.training.rl.preparation import LiveRolloutSpec, Progress, limits_of, prepare
 from skyrl_engine.training.rl.prompts import check_prompts
-from skyrl_engine.training.rl.trainer import episode_pool
+from skyrl_engine.training.rl.run import episode_pool
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -12,7 +12,7 @@ from rl_runs import Rl, killed, numbers_of, weights_of
 from skyrl_engine.errors import RolloutError
 from skyrl_engine.rollout.checking import check_journal
 from skyrl_engine.rollout.segments import read_segment, segments_of
-from skyrl_engine.training.rl.trainer import run_rl
+from skyrl_engine.training.rl.run import run_rl
 
 STEPS = ("rl.steps=3", "checkpoint.every=1")
 

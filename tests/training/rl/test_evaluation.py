@@ -13,7 +13,7 @@ from skyrl_engine.registry.bound_plugin import BoundPlugin
 from skyrl_engine.run.metrics import read_metrics
 from skyrl_engine.testing.rollout_cases import plain_group
 from skyrl_engine.training.rl.evaluation import evaluation_metrics, tasks_of
-from skyrl_engine.training.rl.trainer import run_rl
+from skyrl_engine.training.rl.run import run_rl
 
 
 def part(count: int) -> Any:

@@ -10,7 +10,7 @@ from rl_runs import Rl, steps_of
 from skyrl_engine.cli.app import main
 from skyrl_engine.errors import RolloutError
 from skyrl_engine.training.idle import IdleSteps, Reason
-from skyrl_engine.training.rl.trainer import run_rl
+from skyrl_engine.training.rl.run import run_rl
 
 EQUAL = ("environments.0.constant=1.5", "environments.0.turns=1", "rl.max_tokens=60")
 CUT = ("rl.max_tokens=1",)

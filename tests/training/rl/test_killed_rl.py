@@ -9,7 +9,7 @@ import pytest
 from rl_runs import MOMENTS, Rl, killed, numbers_of, weights_of
 
 from skyrl_engine.rollout.journal_index import read_index
-from skyrl_engine.training.rl.trainer import run_rl
+from skyrl_engine.training.rl.run import run_rl
 
 TABLES = ("rl.steps=4", "checkpoint.every=1", "rl.kl={coef=0.3, target=0.01}", "rl.mini_batches=2")
 

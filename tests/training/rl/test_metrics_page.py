@@ -16,7 +16,7 @@ from skyrl_engine.run.metrics import read_metrics
 from skyrl_engine.testing.advantages.batches import DrawnRows, DrawnSample, Token
 from skyrl_engine.testing.rollout_cases import plain_group
 from skyrl_engine.training.rl.metrics import rollout_metrics
-from skyrl_engine.training.rl.trainer import run_rl
+from skyrl_engine.training.rl.run import run_rl
 
 DOCS = Path(__file__).parents[3] / "docs" / "reference"
 PAGE = (DOCS / "rl-metrics.md").read_text(encoding="utf-8")

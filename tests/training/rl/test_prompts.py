@@ -20,7 +20,7 @@ from skyrl_engine.training.rl import prompts
 from skyrl_engine.training.rl.preparation import prepare
 from skyrl_engine.training.rl.prompts import PromptLimits, check_prompts
 from skyrl_engine.training.rl.tasks import TaskOrder
-from skyrl_engine.training.rl.trainer import run_rl
+from skyrl_engine.training.rl.run import run_rl
 
 
 def asked(key: str, words: int = 1) -> Task:

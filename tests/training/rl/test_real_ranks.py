@@ -13,7 +13,7 @@ from skyrl_engine.cli.demo.recipe import Exchange
 from skyrl_engine.cli.demo.tiny import make_model
 from skyrl_engine.contracts.kinds.observer import StepFinished
 from skyrl_engine.errors import WorkerError
-from skyrl_engine.training.rl.trainer import run_rl
+from skyrl_engine.training.rl.run import run_rl
 from skyrl_engine.workers.ray_cluster import connect, import_ray
 
 pytestmark = [

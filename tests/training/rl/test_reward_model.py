@@ -26,7 +26,7 @@ from skyrl_engine.testing.rollout_cases import plain_group
 from skyrl_engine.training.reward_model.trainer import plan_reward_model
 from skyrl_engine.training.rl.preparation import prepare
 from skyrl_engine.training.rl.reward_model import REWARD_MODEL
-from skyrl_engine.training.rl.trainer import run_rl
+from skyrl_engine.training.rl.run import run_rl
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,7 @@ from skyrl_engine.errors import CheckpointError, PluginBrokenError, RolloutError
 from skyrl_engine.rollout.journal_index import read_groups, read_index
 from skyrl_engine.testing.templates import TEMPLATES
 from skyrl_engine.training.export import export_checkpoint
-from skyrl_engine.training.rl.trainer import run_rl
+from skyrl_engine.training.rl.run import run_rl
 
 PACKED = ("collator.use=packed", "rl.micro_batch_tokens=128")
 LORA = ("model.lora.rank=2",)

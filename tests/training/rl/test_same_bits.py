@@ -13,7 +13,7 @@ import pytest
 from by_day import now
 from rl_runs import Rl, Seen, killed, numbers_of, weights_of, write_world
 
-from skyrl_engine.training.rl.trainer import run_rl
+from skyrl_engine.training.rl.run import run_rl
 
 LONG = ("rl.steps=2", "checkpoint.every=1", "rl.groups=2", "rl.max_tokens=420")
 READERS = {

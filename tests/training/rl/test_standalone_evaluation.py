@@ -10,7 +10,7 @@ from rl_runs import Rl
 from skyrl_engine.cli.app import main
 from skyrl_engine.rollout.exported import read_rollouts
 from skyrl_engine.run.metrics import read_metrics
-from skyrl_engine.training.rl.trainer import run_rl
+from skyrl_engine.training.rl.run import run_rl
 
 EVALUATED = ("evaluation.at_end=true", "evaluation.samples=3", "evaluation.temperature=1.0", "rl.steps=1")
 
