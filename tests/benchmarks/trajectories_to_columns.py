@@ -16,7 +16,7 @@ from measuring.cpu_time import interleaved, machine
 from skyrl_engine.contracts.values.ragged import offsets_of
 from skyrl_engine.contracts.values.rollout import SEGMENT_OBSERVED, SEGMENT_PROMPT, SEGMENT_SAMPLED, Group, Trajectory, VersionSpans
 from skyrl_engine.rollout.columns import to_columns
-from skyrl_engine.training.rl.steps import advantage_batch
+from skyrl_engine.training.rl.trainer import advantage_batch
 from skyrl_engine_advantages.options import GaeOptions, GrpoOptions
 from skyrl_engine_advantages.vectorized import gae, grpo
 

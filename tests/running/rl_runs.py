@@ -20,7 +20,7 @@ from skyrl_engine.modeling.tiny import make_parts_differ, write_model
 from skyrl_engine.rollout.journal import Journal
 from skyrl_engine.run.metrics import read_metrics
 from skyrl_engine.testing.templates import TEMPLATES
-from skyrl_engine.training.rl.steps import RlTrainer
+from skyrl_engine.training.rl.trainer import RlTrainer
 from skyrl_engine.training.rl.run import run_rl
 
 WORLD = '''

@@ -30,7 +30,7 @@ from skyrl_engine.training.loop import Loop, RunResult
 from skyrl_engine.training.rl.preparation import LiveRolloutSpec, PreparedRl, Progress, prepare
 from skyrl_engine.training.rl.rewards import KlPenalty
 from skyrl_engine.training.rl.state import RlState, state_in
-from skyrl_engine.training.rl.steps import Live, RlTrainer
+from skyrl_engine.training.rl.trainer import Live, RlTrainer
 
 _A_RUN: Final = re.compile(r"[0-9a-f]{16}")
 """The name of a run in its journal."""

@@ -10,7 +10,7 @@ from rl_runs import Rl, Seen, write_world
 from skyrl_engine.config import ResolvedConfig, load, resolve
 from skyrl_engine.engine.plan import Plan
 from skyrl_engine.rollout.group_source import RolloutSource, StepBatch
-from skyrl_engine.training.rl.steps import RlTrainer
+from skyrl_engine.training.rl.trainer import RlTrainer
 
 
 @pytest.fixture(scope="session")

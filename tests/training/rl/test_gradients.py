@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from skyrl_engine.contracts.values.rollout import Group, Trajectory
 from skyrl_engine.engine.plan import Plan
-from skyrl_engine.training.rl.steps import RlTrainer
+from skyrl_engine.training.rl.trainer import RlTrainer
 from skyrl_engine.training.rl.run import run_rl
 
 TEMPERATURE, COEF, CLIP, EPSILON, LAM = 0.8, 0.3, 0.2, 1e-6, 0.95

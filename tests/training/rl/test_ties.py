@@ -14,7 +14,7 @@ from skyrl_engine.rollout.journal_index import read_groups, read_index
 from skyrl_engine.rollout.group_source import view_of
 from skyrl_engine.rollout.transcript import Transcript
 from skyrl_engine.training.rl.metrics import rollout_metrics
-from skyrl_engine.training.rl.steps import advantage_batch
+from skyrl_engine.training.rl.trainer import advantage_batch
 from skyrl_engine.training.rl.run import run_rl
 from skyrl_engine_advantages.options import GroupOptions, TokenOptions
 from skyrl_engine_advantages.plugin import dr_grpo, grpo, maxrl, reinforce_pp, reinforce_pp_baseline, rloo
