@@ -7,7 +7,7 @@ from skyrl_engine.engine.model_files import ModelFiles
 from skyrl_engine.engine.sampler import refuse_elsewhere
 from skyrl_engine.errors import ConfigError, DataError, Problem, UnsupportedError
 from skyrl_engine.registry.bound_plugin import BoundPlugin
-from skyrl_engine.training.rl.recipe import ScoringPasses
+from skyrl_engine.training.rl.scoring import ScoringPasses
 from skyrl_engine.training.rl.tasks import TaskOrder
 
 

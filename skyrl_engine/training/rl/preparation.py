@@ -45,7 +45,7 @@ from skyrl_engine.training.rl.contradictions import (
 )
 from skyrl_engine.training.rl.evaluation import tasks_of
 from skyrl_engine.training.rl.prompts import OF_TABLES, PromptLimits, check_prompts, most_of
-from skyrl_engine.training.rl.recipe import Recorded, ScoringPasses, recipe
+from skyrl_engine.training.rl.scoring import Recorded, ScoringPasses, recipe
 from skyrl_engine.training.rl.reward_model import RewardModel
 from skyrl_engine.training.rl.tasks import TaskOrder, refuse_no_task, task_at, tasks_in
 from skyrl_engine.training.teacher import plan_teacher

@@ -7,7 +7,7 @@ import pytest
 
 from skyrl_engine.config.schema import RewardKlConfig, RlConfig
 from skyrl_engine.errors import UnsupportedError
-from skyrl_engine.training.rl.recipe import recipe
+from skyrl_engine.training.rl.scoring import recipe
 
 PPO = {"ppo": ("logprobs", "old_logprobs", "advantages")}
 REINFORCE = {"reinforce": ("logprobs", "advantages")}
