@@ -12,7 +12,7 @@ from skyrl_engine.config import load, resolve
 from skyrl_engine.errors import ConfigError, DataError, ModelError, UnsupportedError
 from skyrl_engine.modeling.tiny import write_model
 from skyrl_engine.training.rl.plan import facts, plan_rl
-from skyrl_engine.training.rl.preparation import LiveRolloutSpec, prepare
+from skyrl_engine.training.rl.prepare import LiveRolloutSpec, prepare
 
 KL_TERM = "loss.terms=[{use='kl', coef=0.1}]"
 

@@ -17,7 +17,7 @@ from skyrl_engine.registry.bound_plugin import BoundPlugin
 from skyrl_engine.rollout.chat_renderer import ChatRenderer
 from skyrl_engine.testing.templates import TEMPLATES
 from skyrl_engine.training.rl import prompts
-from skyrl_engine.training.rl.preparation import prepare
+from skyrl_engine.training.rl.prepare import prepare
 from skyrl_engine.training.rl.prompts import PromptLimits, check_prompts
 from skyrl_engine.training.rl.tasks import TaskOrder
 from skyrl_engine.training.rl.run import run_rl

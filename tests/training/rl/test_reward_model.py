@@ -24,7 +24,7 @@ from skyrl_engine.rollout.chat_renderer import ChatRenderer
 from skyrl_engine.run.metrics import read_metrics
 from skyrl_engine.testing.rollout_cases import plain_group
 from skyrl_engine.training.reward_model.trainer import plan_reward_model
-from skyrl_engine.training.rl.preparation import prepare
+from skyrl_engine.training.rl.prepare import prepare
 from skyrl_engine.training.rl.reward_model import REWARD_MODEL
 from skyrl_engine.training.rl.run import run_rl
 

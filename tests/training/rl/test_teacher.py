@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from skyrl_engine.errors import ModelError, UnsupportedError
 from skyrl_engine.modeling.tiny import write_model, write_tokenizer
 from skyrl_engine.run.metrics import read_metrics
-from skyrl_engine.training.rl.preparation import prepare
+from skyrl_engine.training.rl.prepare import prepare
 from skyrl_engine.training.rl.run import run_rl
 
 PRESET = "on_policy_distill"

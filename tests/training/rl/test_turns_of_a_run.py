@@ -12,7 +12,7 @@ from skyrl_engine.registry.host import Owner
 from skyrl_engine.registry.bound_plugin import BoundPlugin
 from skyrl_engine.rollout.chat_renderer import ChatRenderer
 from skyrl_engine.testing.templates import TEMPLATES
-from skyrl_engine.training.rl.preparation import _prove_turns
+from skyrl_engine.training.rl.prepare import _prove_turns
 
 ASKED = Task("asked", messages=({"role": "user", "content": "how much is 1 + 1?"},))
 TOOL = {
