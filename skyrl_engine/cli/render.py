@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from skyrl_engine.proof.backends import BackendDifference
     from skyrl_engine.proof.prover import CaseResult
     from skyrl_engine.testing.promise import Finding, Verdict
-    from skyrl_engine.training.rl.plan import RlPlan
+    from skyrl_engine.training.rl.dry_run import RlPlan
     from skyrl_engine.training.sft.plan import RunPlan
 
 _PIPE_WIDTH = 10_000
@@ -220,7 +220,7 @@ def _ignore(*_: object) -> None:
 def show_plan(plan: "RunPlan | RlPlan") -> None:
     """Print the plan of a run, on stdout."""
     from skyrl_engine.data.preview import show_boundaries
-    from skyrl_engine.training.rl.plan import RlPlan, facts
+    from skyrl_engine.training.rl.dry_run import RlPlan, facts
 
     if isinstance(plan, RlPlan):
         show_facts(facts(plan))

@@ -56,7 +56,7 @@ _ROWS = (
             *("generator", "environment", "advantage", "group_filter"),
         ),
         run="skyrl_engine.training.rl.run:run_rl",
-        plan="skyrl_engine.training.rl.plan:plan_rl",
+        plan="skyrl_engine.training.rl.dry_run:plan_rl",
     ),
 )
 

@@ -11,7 +11,7 @@ from rl_runs import Rl
 from skyrl_engine.config import load, resolve
 from skyrl_engine.errors import ConfigError, DataError, ModelError, UnsupportedError
 from skyrl_engine.modeling.tiny import write_model
-from skyrl_engine.training.rl.plan import facts, plan_rl
+from skyrl_engine.training.rl.dry_run import facts, plan_rl
 from skyrl_engine.training.rl.prepare import LiveRolloutSpec, prepare
 
 KL_TERM = "loss.terms=[{use='kl', coef=0.1}]"

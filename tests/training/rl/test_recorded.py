@@ -11,7 +11,7 @@ from rl_runs import Rl, numbers_of, steps_of, weights_of
 from skyrl_engine.config import ResolvedConfig, load, resolve
 from skyrl_engine.errors import CheckpointError, ConfigError, DataError, EngineError, RolloutError, UnsupportedError
 from skyrl_engine.rollout.exported import read_rollouts, rows_of, write_rows
-from skyrl_engine.training.rl.plan import plan_rl
+from skyrl_engine.training.rl.dry_run import plan_rl
 from skyrl_engine.training.rl.run import run_rl
 
 ONE_STEP = ("rl.steps=1", "rl.old=current")
