@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from skyrl_engine.proof.prover import CaseResult
     from skyrl_engine.testing.promise import Finding, Verdict
     from skyrl_engine.training.rl.dry_run import RlPlan
-    from skyrl_engine.training.sft.plan import RunPlan
+    from skyrl_engine.training.sft.dry_run import RunPlan
 
 _PIPE_WIDTH = 10_000
 _HISTOGRAM_WIDTH = 40

@@ -10,7 +10,7 @@ from skyrl_engine.config import ResolvedConfig
 from skyrl_engine.training.loop import RunResult
 from skyrl_engine.training.reward_model.preparation import prepare
 from skyrl_engine.training.sft.data import DataProgress
-from skyrl_engine.training.sft.plan import RunPlan
+from skyrl_engine.training.sft.dry_run import RunPlan
 from skyrl_engine.training.sft.trainer import SftTrainer, Start, plan_on_data, train_on_data
 
 

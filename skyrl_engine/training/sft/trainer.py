@@ -21,7 +21,7 @@ from skyrl_engine.training.loop import Loop, RunResult, StepDone
 from skyrl_engine.training.sft.data import DataProgress, PreparedRun, describe_data, prepare
 from skyrl_engine.training.sft.evaluation import evaluate
 from skyrl_engine.training.sft.order import Position
-from skyrl_engine.training.sft.plan import RunPlan, describe_plan
+from skyrl_engine.training.sft.dry_run import RunPlan, describe_plan
 from skyrl_engine.training.sft.state import SftState, fingerprint, position_in
 from skyrl_engine.training.teacher import TEACHER
 
