@@ -11,7 +11,7 @@ from skyrl_engine.engine.frozen_model import FrozenModel
 from skyrl_engine.engine.model_files import ModelFiles
 from skyrl_engine.errors import ConfigError, Problem, UnsupportedError
 from skyrl_engine.model_facts.facts import ModelFacts
-from skyrl_engine.training.model_beside import with_own_files
+from skyrl_engine.training.frozen_model_compat import with_own_files
 
 REFERENCE_MODEL: Final = "reference"
 """The frozen model's name on the ranks."""

@@ -13,7 +13,7 @@ from skyrl_engine.engine.frozen_model import FrozenModel
 from skyrl_engine.engine.model_files import ModelFiles
 from skyrl_engine.errors import UnsupportedError
 from skyrl_engine.objective.policy_metrics import OLD_LOGPROBS, ROLLOUT_LOGPROBS
-from skyrl_engine.training.model_beside import plan_frozen_model
+from skyrl_engine.training.frozen_model_compat import plan_frozen_model
 
 TEACHER: Final = "teacher_logprobs"
 """The column of its log-probabilities of the tokens that the student is trained on."""

@@ -32,7 +32,7 @@ from skyrl_engine.rollout.columns import Overlong
 from skyrl_engine.rollout.offline_source import Recording, RecordingLimits, read_recording
 from skyrl_engine.rollout.runner import RolloutLimits
 from skyrl_engine.rollout.chat_renderer import ChatRenderer
-from skyrl_engine.training.model_beside import check_models_beside
+from skyrl_engine.training.frozen_model_compat import check_models_beside
 from skyrl_engine.training.reference import plan_reference, refuse_dropout, refuse_unread_reference
 from skyrl_engine.training.rl.batches import mini_batch_size
 from skyrl_engine.training.rl.contradictions import (

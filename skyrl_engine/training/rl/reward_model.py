@@ -19,7 +19,7 @@ from skyrl_engine.engine.model_files import ModelFiles
 from skyrl_engine.errors import ConfigError, ContractError, ModelError, Problem, UnsupportedError
 from skyrl_engine.model_facts.configuration import load_config
 from skyrl_engine.rollout.chat_renderer import ChatRenderer
-from skyrl_engine.training.model_beside import plan_frozen_model
+from skyrl_engine.training.frozen_model_compat import plan_frozen_model
 
 REWARD_MODEL: Final = "reward_model"
 """The frozen model's name on the ranks, and in attempts that of its part of the reward and of its value among their metrics."""

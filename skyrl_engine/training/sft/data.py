@@ -32,7 +32,7 @@ from skyrl_engine.model_facts.facts import ModelFacts
 from skyrl_engine.model_facts.thresholds import refuse_longer_rows
 from skyrl_engine.objective.parts import ObjectiveParts
 from skyrl_engine.registry.bound_plugin import BoundPlugin
-from skyrl_engine.training.model_beside import check_models_beside
+from skyrl_engine.training.frozen_model_compat import check_models_beside
 from skyrl_engine.training.sft.order import SampleOrder
 from skyrl_engine.training.teacher import TEACHER, plan_teacher
 from skyrl_engine.workers.dispatch import batch_structure, plan_batch, token_weights
