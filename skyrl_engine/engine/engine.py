@@ -19,7 +19,7 @@ from skyrl_engine.contracts.values.model import LoraConfig
 from skyrl_engine.contracts.values.outputs import BatchOutput, Metric, RankOutput
 from skyrl_engine.contracts.values.plan import Layout
 from skyrl_engine.engine.accumulation import Accumulation, MiniBatchGradient
-from skyrl_engine.engine.asked import (
+from skyrl_engine.engine.validation import (
     has_adapter_sets,
     labels_in,
     name_call_in_errors,
