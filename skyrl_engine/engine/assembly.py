@@ -26,7 +26,7 @@ from skyrl_engine.engine.capability import (
     needs_of_reducer,
     require_carried,
 )
-from skyrl_engine.engine.cores import sharing
+from skyrl_engine.engine.cpu_check import sharing
 from skyrl_engine.engine.devices import refuse_absent_devices
 from skyrl_engine.engine.model_files import ModelFiles
 from skyrl_engine.errors import Refusals

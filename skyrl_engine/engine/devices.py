@@ -1,7 +1,7 @@
 """Devices that a run asks for and this machine lacks, where all of its ranks are on this machine."""
 
 from skyrl_engine.config.schema import RunConfig
-from skyrl_engine.engine.cores import starts_ray_here
+from skyrl_engine.engine.cpu_check import starts_ray_here
 from skyrl_engine.workers.process_group import pick_device
 from skyrl_engine.workers.ray_cluster import rank_resources
 

@@ -29,7 +29,7 @@ from skyrl_engine.engine.validation import (
     refuse_unknown_tokens,
 )
 from skyrl_engine.engine.assembly import Assembly, assemble
-from skyrl_engine.engine.cores import sharing
+from skyrl_engine.engine.cpu_check import sharing
 from skyrl_engine.engine.frozen_model import FrozenModel
 from skyrl_engine.engine.model_files import ModelFiles
 from skyrl_engine.engine.passes import Passes

@@ -81,7 +81,7 @@ def test_the_plan_counts_what_lora_adapts(command, config):
 
 def test_ranks_that_share_cores_are_planned_with_the_numbers_or_refused(command, config, monkeypatch):
     """Nothing starts: the machine's cores are known before."""
-    monkeypatch.setattr("skyrl_engine.engine.cores.usable_cores", lambda: 1)
+    monkeypatch.setattr("skyrl_engine.engine.cpu_check.usable_cores", lambda: 1)
     ranks = ("run.launch=ray", "training.micro_batch_rows=1")
     planned = command("run", config, "--dry-run", *ranks, "run.ranks=4")
     assert planned.code == 0, planned.err

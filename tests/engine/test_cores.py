@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 
 from skyrl_engine.config.schema import RunConfig
-from skyrl_engine.engine import cores
-from skyrl_engine.engine.cores import sharing
+from skyrl_engine.engine import cpu_check
+from skyrl_engine.engine.cpu_check import sharing
 from skyrl_engine.errors import UnsupportedError
 
 
 @pytest.fixture(autouse=True)
 def _two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cores, "usable_cores", lambda: 2)
+    monkeypatch.setattr(cpu_check, "usable_cores", lambda: 2)
     monkeypatch.delitem(sys.modules, "ray", raising=False)
 
 
@@ -47,5 +47,5 @@ def test_a_cluster_that_the_program_has_joined_decides_itself(monkeypatch: pytes
 
 
 def test_one_core(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cores, "usable_cores", lambda: 1)
+    monkeypatch.setattr(cpu_check, "usable_cores", lambda: 1)
     assert sharing(RunConfig(launch="ray", ranks=3)) == "3 ranks share 1 core"

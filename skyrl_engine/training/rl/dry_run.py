@@ -9,7 +9,7 @@ from skyrl_engine.config.schema import RlConfig
 from skyrl_engine.contracts.values.topology import Topology
 from skyrl_engine.data.preview import show_boundaries, token_texts
 from skyrl_engine.data.text.template_rule import Rendering
-from skyrl_engine.engine.cores import sharing
+from skyrl_engine.engine.cpu_check import sharing
 from skyrl_engine.rollout.offline_source import Recording
 from skyrl_engine.training.rl.prepare import LiveRolloutSpec, PreparedRl, Progress, prepare
 

@@ -10,7 +10,7 @@ from skyrl_engine.config import ResolvedConfig, SelectedPlugin
 from skyrl_engine.contracts.values.plan import BatchPlan
 from skyrl_engine.contracts.values.topology import Topology
 from skyrl_engine.data.preview import first_prompt
-from skyrl_engine.engine.cores import sharing
+from skyrl_engine.engine.cpu_check import sharing
 from skyrl_engine.training.sft.data import PreparedRun, describe_data, limit_to_model
 from skyrl_engine.training.sft.order import SampleOrder
 
