@@ -137,7 +137,7 @@ def _is_configuration(word: str) -> bool:
 
 def _find_meant_option(option: str, params: Collection[click.Parameter], command: str | None) -> str | None:
     """Say which option of the command, or which key of the configuration, has the meaning of a word that is no option."""
-    from skyrl_engine.config.other_words import explain_word, key_for
+    from skyrl_engine.config.foreign_keys import explain_word, key_for
     from skyrl_engine.config.reading.sources import option_name
     from skyrl_engine.config.structure import home_of, is_switch
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from skyrl_engine.config.other_words import RL
+from skyrl_engine.config.foreign_keys import RL
 from skyrl_engine.config.reading.origins import Origin, nearest
 from skyrl_engine.config.schema import (
     CheckpointConfig,

@@ -18,7 +18,7 @@ import attrs
 from cattrs import AttributeValidationNote, BaseValidationError, ClassValidationError, Converter, IterableValidationNote
 from cattrs.errors import IterableValidationError, StructureHandlerNotFoundError
 
-from skyrl_engine.config.other_words import is_known
+from skyrl_engine.config.foreign_keys import is_known
 from skyrl_engine.config.reading.origins import KeyPath
 from skyrl_engine.config.wording import RefusedError, did_you_mean, not_a_choice, plain_refusal, wrong_kind
 

@@ -12,7 +12,7 @@ import attrs
 import tomli_w
 
 from skyrl_engine.config.converter import NONE_WORD
-from skyrl_engine.config.other_words import words, words_of_rl
+from skyrl_engine.config.foreign_keys import words, words_of_rl
 from skyrl_engine.config.presets import preset_of
 from skyrl_engine.config.schema import PLACE, EngineConfig
 from skyrl_engine.config.sections import sections

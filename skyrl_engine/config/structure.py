@@ -9,7 +9,7 @@ from attrs import frozen
 
 from skyrl_engine.config.checks import cross_checks
 from skyrl_engine.config.converter import refusals, strict_converter, unknown_key
-from skyrl_engine.config.other_words import RL, explain_path
+from skyrl_engine.config.foreign_keys import RL, explain_path
 from skyrl_engine.config.reading.origins import KeyPath, Origin, format_key, leaves, nearest
 from skyrl_engine.config.reading.places import absolute_place, with_absolute_places
 from skyrl_engine.config.reading.sources import RawConfig

@@ -4,7 +4,7 @@ import attrs
 import pytest
 
 from skyrl_engine.config import load
-from skyrl_engine.config.other_words import RL, explain_word, key_for, words, words_of_rl
+from skyrl_engine.config.foreign_keys import RL, explain_word, key_for, words, words_of_rl
 from skyrl_engine.config.schema import LoraConfig
 from skyrl_engine.config.schema.rl import RewardKlConfig
 from skyrl_engine.config.sections import sections

@@ -13,7 +13,7 @@ import pytest
 from attrs import frozen
 
 from skyrl_engine.config import load, resolve
-from skyrl_engine.config.other_words import explain_path
+from skyrl_engine.config.foreign_keys import explain_path
 from skyrl_engine.config.reading.sources import RawConfig
 from skyrl_engine.config.structure import structure
 from skyrl_engine.errors import ConfigError, EngineError

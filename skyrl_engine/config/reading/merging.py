@@ -12,7 +12,7 @@ from typing import Any
 
 from attrs import frozen
 
-from skyrl_engine.config.other_words import RL, explain_path
+from skyrl_engine.config.foreign_keys import RL, explain_path
 from skyrl_engine.config.reading.origins import KeyPath, Origin, format_key, leaves
 from skyrl_engine.config.reading.overrides import parse_override
 from skyrl_engine.errors import Problem
