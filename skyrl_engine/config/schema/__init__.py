@@ -4,7 +4,7 @@ Plugin tables (`[loss]`, `[backend]`, ...) hold `use`, a plugin reference, and b
 schema validates. The text under each key is its meaning in `docs/reference/configuration.md`.
 """
 
-from skyrl_engine.config.schema.absent import MissingTable
+from skyrl_engine.config.schema.missing_table import MissingTable
 from skyrl_engine.config.schema.checkpoint import CheckpointConfig
 from skyrl_engine.config.schema.data import DataConfig, DataFormat
 from skyrl_engine.config.schema.engine import EngineConfig

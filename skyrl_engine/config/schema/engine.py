@@ -5,7 +5,7 @@ from typing import Any
 
 from attrs import Factory, field, frozen
 
-from skyrl_engine.config.schema.absent import MissingTable
+from skyrl_engine.config.schema.missing_table import MissingTable
 from skyrl_engine.config.schema.checkpoint import CheckpointConfig
 from skyrl_engine.config.schema.data import DataConfig
 from skyrl_engine.config.schema.evaluation import EvaluationConfig
