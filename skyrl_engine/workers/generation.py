@@ -75,7 +75,7 @@ class StoredWeights:
         raise AssertionError("the memory of weights was asked for that lie in files")
 
     def tensors(self) -> "Iterator[tuple[str, torch.Tensor]]":
-        from skyrl_engine.modeling.twin import iterate_stored_weights
+        from skyrl_engine.modeling.sampler_model import iterate_stored_weights
 
         return iterate_stored_weights(self.model)
 

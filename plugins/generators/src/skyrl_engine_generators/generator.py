@@ -11,7 +11,7 @@ from skyrl_engine import ContractError, UnsupportedError
 from skyrl_engine.contracts import POLICY, Completion, GenerationRequest, GeneratorStart, WeightSource
 from skyrl_engine.model_facts.facts import ModelFacts
 from skyrl_engine.model_facts.tokenizer import load_tokenizer
-from skyrl_engine.modeling.twin import fill, load_sampler_model, model_over
+from skyrl_engine.modeling.sampler_model import fill, load_sampler_model, model_over
 from skyrl_engine_generators.loop import SampledRow, SlotLoop
 from skyrl_engine_generators.options import HfOptions
 from skyrl_engine_generators.rows import TokenDecoder, UncachedDecoder
