@@ -35,7 +35,7 @@ class DeepSpeedPlugin:
 
 
 def _rehearse(model: ModelConfig, packed_rows: bool) -> None:
-    from skyrl_engine.modeling.rehearsal import check_loading
+    from skyrl_engine.modeling.load_check import check_loading
 
     check_loading(model, packed_rows)
 
