@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from skyrl_engine.contracts.values.model import ModelConfig
 from skyrl_engine.errors import EngineError, ModelError
-from skyrl_engine.modeling.entries import (
+from skyrl_engine.modeling.named_tensors import (
     entry,
     keeps_loose_tensors,
     list_named_tensors,

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from skyrl_engine.errors import UnsupportedError
-from skyrl_engine.modeling.entries import (
+from skyrl_engine.modeling.named_tensors import (
     entry,
     keeps_loose_tensors,
     list_named_tensors,

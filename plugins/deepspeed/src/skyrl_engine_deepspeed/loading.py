@@ -9,7 +9,7 @@ from attrs import frozen
 from torch import Tensor, nn
 
 from skyrl_engine.contracts import AdamWSettings, ComputeDtype, ModelConfig
-from skyrl_engine.modeling.entries import entry, list_named_tensors, replace_entries
+from skyrl_engine.modeling.named_tensors import entry, list_named_tensors, replace_entries
 from skyrl_engine.modeling.optimizer import build_adamw
 from skyrl_engine.modeling.placement import Placed, load_on_ranks
 from skyrl_engine.modeling.scorer import Scorer
