@@ -1,6 +1,6 @@
 """A group that knows its commands by name and one line of help, and imports a command's module when it is used.
 
-The program's own group also has the commands that other distributions add (`cli/added.py`).
+The program's own group also has the commands that other distributions add (`cli/extension_commands.py`).
 """
 
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from typing import Any
 import click
 from attrs import frozen
 
-from skyrl_engine.cli.added import ExtensionCommands
+from skyrl_engine.cli.extension_commands import ExtensionCommands
 from skyrl_engine.cli.command import EngineGroup
 
 

@@ -288,7 +288,7 @@ def test_no_command_lets_a_control_character_through(
 
 
 def test_help_of_other_distributions_is_visible(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    from skyrl_engine.cli.added import ExtensionCommands
+    from skyrl_engine.cli.extension_commands import ExtensionCommands
 
     monkeypatch.setattr(ExtensionCommands, "rows", lambda _: [("acme", NASTY)])
     assert main(["--help"]) == 0
