@@ -8,7 +8,7 @@ from typing import Any
 from skyrl_engine import Engine, ModelError
 from skyrl_engine.contracts import LoraConfig
 from skyrl_engine_tinker.adapted import EVERYWHERE, AdaptedLayers
-from skyrl_engine_tinker.asked import LossInForce, LossRequest
+from skyrl_engine_tinker.loss_request import LossInForce, LossRequest
 from skyrl_engine_tinker.checkpoints import Address, Facts, expiry, write_checkpoint
 from skyrl_engine_tinker.client_lists import ClientLists
 from skyrl_engine_tinker.codecs import encode_outputs
