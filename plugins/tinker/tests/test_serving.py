@@ -170,7 +170,7 @@ def loss(answer: bytes) -> float:
 def test_a_lane_that_closes_answers_samples_that_wait():
     import asyncio
 
-    from skyrl_engine_tinker.lane import ModelWorker, PendingAnswer
+    from skyrl_engine_tinker.model_worker import ModelWorker, PendingAnswer
 
     async def run() -> list[dict]:
         loop, begun, held = asyncio.get_running_loop(), threading.Event(), threading.Event()

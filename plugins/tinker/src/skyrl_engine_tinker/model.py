@@ -14,7 +14,7 @@ from skyrl_engine_tinker.client_lists import ClientLists
 from skyrl_engine_tinker.codecs import encode_outputs
 from skyrl_engine_tinker.datums import DatumBatch, DatumLimits, wire_metrics
 from skyrl_engine_tinker.errors import RequestError
-from skyrl_engine_tinker.lane import failure
+from skyrl_engine_tinker.model_worker import failure
 from skyrl_engine_tinker.samplers import Samplers
 from skyrl_engine_tinker.settings import ALPHA, Settings
 

@@ -20,7 +20,7 @@ from skyrl_engine.contracts import POLICY, Completion, GenerationRequest
 from skyrl_engine_tinker.checkpoints import SavedWeights
 from skyrl_engine_tinker.codecs import encode_samples
 from skyrl_engine_tinker.errors import RequestError
-from skyrl_engine_tinker.lane import PendingAnswer
+from skyrl_engine_tinker.model_worker import PendingAnswer
 from skyrl_engine_tinker.sampling import SampleCall
 
 POLL_SECONDS = 0.02

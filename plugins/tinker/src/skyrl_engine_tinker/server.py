@@ -12,7 +12,7 @@ from skyrl_engine_tinker import checkpoints
 from skyrl_engine_tinker.checkpoints import Address, SavedWeights
 from skyrl_engine_tinker.downloads import Downloads
 from skyrl_engine_tinker.errors import RequestError
-from skyrl_engine_tinker.lane import ModelWorker, PendingAnswer
+from skyrl_engine_tinker.model_worker import ModelWorker, PendingAnswer
 from skyrl_engine_tinker.metrics import Counters
 from skyrl_engine_tinker.model import ServedModel
 from skyrl_engine_tinker.places import LoadedModel, ModelSlots, Opener
