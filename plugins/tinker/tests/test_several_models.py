@@ -18,7 +18,7 @@ from safetensors.numpy import load
 from skyrl_engine_tinker.checkpoints import Address
 from skyrl_engine_tinker.fair_lock import FairLock
 from skyrl_engine_tinker.model import ServedModel
-from skyrl_engine_tinker.places import ModelSlots
+from skyrl_engine_tinker.slots import ModelSlots
 from skyrl_engine_tinker.wire import CLASSES
 
 SDK = os.environ.get("TINKER_SDK")

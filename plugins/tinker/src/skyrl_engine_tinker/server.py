@@ -15,7 +15,7 @@ from skyrl_engine_tinker.errors import RequestError
 from skyrl_engine_tinker.model_worker import ModelWorker, PendingAnswer
 from skyrl_engine_tinker.metrics import Counters
 from skyrl_engine_tinker.model import ServedModel
-from skyrl_engine_tinker.places import LoadedModel, ModelSlots, Opener
+from skyrl_engine_tinker.slots import LoadedModel, ModelSlots, Opener
 from skyrl_engine_tinker.settings import Settings
 
 KEPT_SECONDS = 600.0
