@@ -9,7 +9,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from skyrl_engine.contracts import GenerationRequest, Sampling
-from skyrl_engine_generators.alike import (
+from skyrl_engine_generators.batch_invariance import (
     BUCKET,
     EAGER,
     EXPERTS,

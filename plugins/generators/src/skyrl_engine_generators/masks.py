@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from skyrl_engine import UnsupportedError
-from skyrl_engine_generators.alike import EAGER, SDPA
+from skyrl_engine_generators.batch_invariance import EAGER, SDPA
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from skyrl_engine.modeling.causal_lm import split_causal_lm
-from skyrl_engine_generators.alike import PLACES, BatchInvariance, pad_rows_to_bucket, pad_to_bucket
+from skyrl_engine_generators.batch_invariance import PLACES, BatchInvariance, pad_rows_to_bucket, pad_to_bucket
 from skyrl_engine_generators.masks import kinds_of_attention, step_masks
 from skyrl_engine_generators.slots import Slots
 
