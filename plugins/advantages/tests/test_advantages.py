@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from skyrl_engine.contracts import AdvantageOutput
 from skyrl_engine.testing import AdvantageConformance
 from skyrl_engine.testing.advantages.batches import AWKWARD, REWARDS, DrawnRows, DrawnSample, Token, rows
-from skyrl_engine_advantages import reference, vectorized
+from skyrl_engine_advantages import loops, vectorized
 from skyrl_engine_advantages.options import GaeOptions, GroupOptions, ReverseKlOptions, TokenOptions
 
 ESTIMATORS = ("grpo", "dr_grpo", "rloo", "maxrl", "reinforce_pp", "reinforce_pp_baseline", "gae", "reverse_kl")
@@ -49,7 +49,7 @@ CASES = [
 @pytest.mark.parametrize(("name", "options"), CASES, ids=lambda value: str(value)[:90])
 @given(batch=rows(("old_values", "old_logprobs", "teacher_logprobs"), rewards=(*REWARDS, *AWKWARD, 10.1, 0.2, 10.3), turns=3))
 def test_array_operations_give_the_bytes_of_the_loops(name, options, batch):
-    due, got = (_output(getattr(module, name)(batch.batch(), options)) for module in (reference, vectorized))
+    due, got = (_output(getattr(module, name)(batch.batch(), options)) for module in (loops, vectorized))
     assert got.advantages.tobytes() == due.advantages.tobytes()
     assert (got.returns is None) == (due.returns is None)
     if due.returns is not None:
