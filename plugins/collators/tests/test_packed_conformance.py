@@ -14,7 +14,7 @@ from skyrl_engine.testing import CollatorConformance
 from skyrl_engine.testing.collators import strategies
 from skyrl_engine.testing.collators.cases import require_same_field
 from skyrl_engine.testing.collators.plan_promises import PLAN_PROMISES
-from skyrl_engine_collators.packed import bins_reference, reference
+from skyrl_engine_collators.packed import bins_reference, loops
 from skyrl_engine_collators.packed.collator import PackedCollator
 
 PAD = 151_643
@@ -27,7 +27,7 @@ class PackedConformance(CollatorConformance):
         return PackedCollator(PAD)
 
     def reference(self, columns, micro_batch):
-        return reference.build_fields(columns, micro_batch, PAD)
+        return loops.build_fields(columns, micro_batch, PAD)
 
     def layouts(self, lengths):
         """Packed rows are cut by tokens alone."""
@@ -182,16 +182,16 @@ def test_plans_and_builds_equal_the_definition_for_every_layout_and_policy(colum
 
 
 def assert_equals_reference(batch, columns, micro_batch):
-    expected = reference.build_fields(columns, micro_batch, PAD)
+    expected = loops.build_fields(columns, micro_batch, PAD)
     assert list(batch.fields) == list(expected)
     for name, array in expected.items():
         assert batch[name].is_contiguous()
         require_same_field(name, batch[name].numpy(), array)
     gather = batch.gather
     entries = zip(gather.actions.tolist(), gather.rows.tolist(), gather.columns.tolist(), strict=True)
-    assert list(entries) == reference.gather_index(columns, micro_batch)
+    assert list(entries) == loops.gather_index(columns, micro_batch)
     assert all(each.dtype == np.int64 and each.flags.c_contiguous for each in (gather.actions, gather.rows, gather.columns))
-    assert [each.tolist() for each in batch.cu_seqlens] == reference.cu_seqlens(columns, micro_batch)
+    assert [each.tolist() for each in batch.cu_seqlens] == loops.cu_seqlens(columns, micro_batch)
     assert all(each.dtype == np.int32 and each.flags.c_contiguous for each in batch.cu_seqlens)
     offsets = micro_batch.row_offsets.tolist()
     tokens = np.diff(columns.token_offsets)
