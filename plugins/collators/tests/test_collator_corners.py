@@ -11,7 +11,7 @@ from skyrl_engine.contracts import Bundles, Layout, MicroBatchPlan, SampleColumn
 from skyrl_engine.testing.error_checks import check_says_what_to_do
 from skyrl_engine_collators import kernels as choice
 from skyrl_engine_collators.overlong import check_maximum_length
-from skyrl_engine_collators.packed import bins_reference
+from skyrl_engine_collators.packed import bins_loops
 from skyrl_engine_collators.packed.collator import PackedCollator
 from skyrl_engine_collators.packed.first_fit import first_fit_decreasing, stable_order
 from skyrl_engine_collators.packed.policies import bins_of
@@ -81,7 +81,7 @@ def test_few_sizes_and_many_items_have_the_bins_of_the_plain_scan(on_numpy, capa
         sizes = [generator.choice((*kinds, 1, 2, capacity // 2)) for _ in range(generator.randint(1, 60))]
         options = {"policy": "ffd", "capacity": capacity, "ranks": 1, "may_be_empty": True}
         bins = bins_of(np.array(sizes), **options)
-        assert [bins[number].tolist() for number in range(len(bins))] == bins_reference.bins_of(sizes, **options)
+        assert [bins[number].tolist() for number in range(len(bins))] == bins_loops.bins_of(sizes, **options)
 
 
 def test_a_rank_takes_no_more_units_than_its_share_of_micro_batches_holds():
@@ -157,8 +157,8 @@ def test_donors_of_equal_size_give_from_the_last_bin_on(on_numpy):
     sizes = [generator.choice((2, 3, 4, 8)) for _ in range(330)]
     options = {"policy": "concat", "capacity": 8, "ranks": 50, "may_be_empty": False}
     bins = bins_of(np.array(sizes), **options)
-    expected = bins_reference.bins_of(sizes, **options)
-    assert len(bins_reference.consecutive(sizes, 8)) < len(expected)
+    expected = bins_loops.bins_of(sizes, **options)
+    assert len(bins_loops.consecutive(sizes, 8)) < len(expected)
     assert [bins[number].tolist() for number in range(len(bins))] == expected
 
 

@@ -14,7 +14,7 @@ from skyrl_engine.testing import CollatorConformance
 from skyrl_engine.testing.collators import strategies
 from skyrl_engine.testing.collators.cases import require_same_field
 from skyrl_engine.testing.collators.plan_promises import PLAN_PROMISES
-from skyrl_engine_collators.packed import bins_reference, loops
+from skyrl_engine_collators.packed import bins_loops, loops
 from skyrl_engine_collators.packed.collator import PackedCollator
 
 PAD = 151_643
@@ -124,7 +124,7 @@ def plain_rows(lengths, layout, policy, capacity, strict):
     sizes = [int(sum(counted[sample] for sample in members)) for members in units.values()]
     if capacity is not None and max(sizes) > capacity:
         return None
-    bins = bins_reference.bins_of(sizes, policy=policy, capacity=capacity, ranks=layout.dp, may_be_empty=strict)
+    bins = bins_loops.bins_of(sizes, policy=policy, capacity=capacity, ranks=layout.dp, may_be_empty=strict)
     if bins is None:
         return None
     members = list(units.values())

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from skyrl_engine import DataError, UnsupportedError
 from skyrl_engine.contracts import Layout, Ragged, SampleLengths
 from skyrl_engine.testing.error_checks import check_says_what_to_do
-from skyrl_engine_collators.packed import bins_reference
+from skyrl_engine_collators.packed import bins_loops
 from skyrl_engine_collators.packed.collator import PackedCollator
 from skyrl_engine_collators.packed.first_fit import first_fit_decreasing
 from skyrl_engine_collators.packed.policies import bins_of
@@ -46,7 +46,7 @@ def lists(bins):
 def test_bins_are_those_of_the_plain_scan(drawn, ranks, policy, limited, may_be_empty):
     capacity, sizes = drawn
     options = {"policy": policy, "capacity": capacity if limited else None, "ranks": ranks, "may_be_empty": may_be_empty}
-    expected = bins_reference.bins_of(sizes, **options)
+    expected = bins_loops.bins_of(sizes, **options)
     array = np.asarray(sizes, dtype=np.int64)
     if expected is None:
         with pytest.raises(UnsupportedError, match="cannot fill"):
@@ -68,7 +68,7 @@ def test_bins_are_those_of_the_plain_scan(drawn, ranks, policy, limited, may_be_
     ids=["short", "lengths beyond 16 bits", "lognormal", "all equal", "all different", "lengths beyond 32 bits"],
 )
 def test_many_items_have_the_bins_of_the_plain_scan(sizes, capacity):
-    assert lists(first_fit_decreasing(sizes, capacity)) == bins_reference.first_fit_decreasing(sizes.tolist(), capacity)
+    assert lists(first_fit_decreasing(sizes, capacity)) == bins_loops.first_fit_decreasing(sizes.tolist(), capacity)
 
 
 def test_first_fit_by_hand():
