@@ -13,7 +13,7 @@ from skyrl_engine.contracts.kinds.collator import collate
 from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.plan import MicroBatchPlan, one_sample_per_row
 from skyrl_engine.contracts.values.ragged import offsets_of
-from skyrl_engine_collators.padded import reference
+from skyrl_engine_collators.padded import loops
 from skyrl_engine_collators.padded.collator import PaddedCollator
 
 ROUNDS = 5
@@ -28,8 +28,8 @@ def main() -> None:
         collator = PaddedCollator(pad_token_id=0)
 
         def loops(columns: SampleColumns = columns, whole: MicroBatchPlan = whole) -> None:
-            reference.build_fields(columns, whole, 0)
-            reference.gather_index(columns, whole)
+            loops.build_fields(columns, whole, 0)
+            loops.gather_index(columns, whole)
 
         times = interleaved({"ours": partial(collate, collator, columns), "loops": loops}, ROUNDS)
         ours, theirs = times["ours"], times["loops"]

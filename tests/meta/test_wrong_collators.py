@@ -11,7 +11,7 @@ from skyrl_engine.testing.collators.promises import COLLATOR_PROMISES
 from skyrl_engine.testing.collators.strategies import layouts
 from skyrl_engine.testing.subject import Subject, select_plugin
 from skyrl_engine_collators.packed import loops as packed_reference
-from skyrl_engine_collators.padded import reference as padded_reference
+from skyrl_engine_collators.padded import loops as padded_reference
 
 pytestmark = pytest.mark.of_sources(
     "skyrl_engine/testing",

@@ -12,7 +12,7 @@ from skyrl_engine.testing.collators import strategies
 from skyrl_engine.testing.collators.cases import require_same_field
 from skyrl_engine.testing.collators.strategies import SampleLists, sample_lists
 from skyrl_engine_collators.kernels import read_lists
-from skyrl_engine_collators.padded import reference
+from skyrl_engine_collators.padded import loops
 from skyrl_engine_collators.padded.collator import PaddedCollator
 
 PAD = 151_643
@@ -24,7 +24,7 @@ class TestPaddedConformance(CollatorConformance):
         return PaddedCollator(pad_token_id=PAD)
 
     def reference(self, columns, micro_batch):
-        return reference.build_fields(columns, micro_batch, PAD)
+        return loops.build_fields(columns, micro_batch, PAD)
 
 
 def assert_same(batch, expected):
@@ -47,7 +47,7 @@ def test_the_supervised_entry_equals_its_reference_loop(lists: SampleLists):
         "routes": lists.extras.get("expert_routes"),
     }
     batch = collate(PaddedCollator(PAD), SampleColumns.from_lists(**arguments, reader=read_lists))
-    assert_same(batch, reference.from_lists(**arguments, pad_token_id=PAD))
+    assert_same(batch, loops.from_lists(**arguments, pad_token_id=PAD))
 
 
 @settings(deadline=None)
@@ -68,7 +68,7 @@ def test_the_reinforcement_learning_entry_equals_its_reference_loop(lists: Sampl
         columns=named,
     )
     present = {"rewards": rewards, "rollout_logprobs": logprobs, **named}
-    expected = reference.from_rollouts(
+    expected = loops.from_rollouts(
         prompts=lists.prompts,
         responses=lists.responses,
         loss_masks=lists.loss_masks,
@@ -84,7 +84,7 @@ def test_columns_of_several_numbers_per_token_equal_the_definition(columns: Samp
     """Compiled and in NumPy, for every layout, and for some of the fields."""
     collator = PaddedCollator(PAD)
     for micro_batch in collator.plan(columns.lengths, data.draw(strategies.layouts(columns.lengths))).micro_batches:
-        expected = reference.build_fields(columns, micro_batch, PAD)
+        expected = loops.build_fields(columns, micro_batch, PAD)
         assert_same(collator.build(columns, micro_batch), expected)
         wanted = ["top_ids", "input_ids"]
         assert_same(
@@ -100,7 +100,7 @@ def test_the_gather_index_equals_its_reference_loop(lists: SampleLists):
     (micro_batch,) = mini_batch.ranks[0]
     gather = PaddedCollator(PAD).build(columns, micro_batch).gather
     entries = zip(gather.actions.tolist(), gather.rows.tolist(), gather.columns.tolist(), strict=True)
-    assert list(entries) == reference.gather_index(columns, micro_batch)
+    assert list(entries) == loops.gather_index(columns, micro_batch)
 
 
 @pytest.mark.parametrize("entry", ["from_lists", "from_rollouts"])
