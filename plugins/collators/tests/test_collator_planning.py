@@ -9,7 +9,7 @@ from skyrl_engine import DataError
 from skyrl_engine.contracts import Layout, SampleLengths
 from skyrl_engine.testing.error_checks import check_says_what_to_do
 from skyrl_engine_collators.packed.collator import PackedCollator
-from skyrl_engine_collators.padded import plan_reference
+from skyrl_engine_collators.padded import plan_loops
 from skyrl_engine_collators.padded.collator import PaddedCollator
 from skyrl_engine_collators.planning.ranks import balance, largest_first
 
@@ -68,7 +68,7 @@ def test_a_plan_equals_its_reference_loops(data):
         plan = PaddedCollator(group_by_length=grouped).plan(lengths, layout)
     except DataError:
         reject()
-    assert shape_of(plan) == plan_reference.plan(lengths, layout, group_by_length=grouped)
+    assert shape_of(plan) == plan_loops.plan(lengths, layout, group_by_length=grouped)
     for micro_batch in plan.micro_batches:
         widths = lengths.tokens[micro_batch.samples]
         assert (micro_batch.width, micro_batch.action_width) == ((widths.max(), 0) if len(widths) else (1, 0))
