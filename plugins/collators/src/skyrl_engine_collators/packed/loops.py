@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from skyrl_engine.contracts import AnyArray, MicroBatchPlan, SampleColumns
-from skyrl_engine_collators.extras_reference import PlacedExtras, build_extras, extras_of, forms_of
+from skyrl_engine_collators.extras_loops import PlacedExtras, build_extras, extras_of, forms_of
 
 
 def build_fields(columns: SampleColumns, micro_batch: MicroBatchPlan, pad_token_id: int) -> dict[str, AnyArray]:

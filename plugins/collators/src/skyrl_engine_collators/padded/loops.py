@@ -11,7 +11,7 @@ import numpy.typing as npt
 from attrs import frozen
 
 from skyrl_engine.contracts import AnyArray, MicroBatchPlan, SampleColumns
-from skyrl_engine_collators.extras_reference import PlacedExtras, build_extras, extras_of, forms_of
+from skyrl_engine_collators.extras_loops import PlacedExtras, build_extras, extras_of, forms_of
 
 Number = float | np.float32
 
