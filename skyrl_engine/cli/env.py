@@ -225,8 +225,8 @@ def _find_environment(name: str) -> "tuple[PluginRecord, dict[str, Any]]":
 def _make_environment(name: str, overrides: tuple[str, ...]) -> "tuple[SelectedPlugin, BoundPlugin[Environment]]":
     from skyrl_engine.cli.plugin_options import parse_options, select_plugin
     from skyrl_engine.contracts import FactoryContext
-    from skyrl_engine.registry.host import Owner
     from skyrl_engine.registry.bound_plugin import BoundPlugin
+    from skyrl_engine.registry.host import Owner
 
     record, table = _find_environment(name)
     plugin = select_plugin(record, parse_options(overrides, table))

@@ -10,8 +10,8 @@ from typing import Any
 import click
 from attrs import frozen
 
-from skyrl_engine.cli.extension_commands import ExtensionCommands
 from skyrl_engine.cli.command import EngineGroup
+from skyrl_engine.cli.extension_commands import ExtensionCommands
 
 
 @frozen

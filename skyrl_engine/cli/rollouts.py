@@ -13,8 +13,8 @@ from skyrl_engine.cli.terminal import echo, echo_json
 
 if TYPE_CHECKING:
     from skyrl_engine.contracts.values.rollout import Group, Trajectory
-    from skyrl_engine.rollout.journal_index import JournalIndex
     from skyrl_engine.rollout.arrow_codec import LearnedAttempt
+    from skyrl_engine.rollout.journal_index import JournalIndex
 
 _RUN = click.argument("run", type=click.Path(path_type=Path), metavar="RUN")
 

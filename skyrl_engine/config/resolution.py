@@ -23,8 +23,8 @@ from skyrl_engine.registry.code_files import NamedCode, limit_code
 from skyrl_engine.registry.kinds import TABLES
 
 if TYPE_CHECKING:
-    from skyrl_engine.registry.loader import LoadedPlugin
     from skyrl_engine.registry.bound_plugin import BoundPlugin
+    from skyrl_engine.registry.loader import LoadedPlugin
     from skyrl_engine.registry.record import PluginRecord
     from skyrl_engine.registry.resolve import Registry
 
@@ -51,8 +51,8 @@ class SelectedPlugin:
 
     def bind(self, place: str, context: FactoryContext) -> "BoundPlugin[Any]":
         """Build the product and set it to work at `place` of the configuration. Raises as `make` does."""
-        from skyrl_engine.registry.host import Owner
         from skyrl_engine.registry.bound_plugin import BoundPlugin
+        from skyrl_engine.registry.host import Owner
 
         record = self.loaded.record
         coefficient = 1.0 if self.coefficient is None else self.coefficient

@@ -17,8 +17,8 @@ from skyrl_engine.data.images.processor import NoVision, Vision
 from skyrl_engine.errors import DataError, UnsupportedError
 from skyrl_engine.model_facts.configuration import load_config
 from skyrl_engine.model_facts.facts import ModelFacts
-from skyrl_engine.registry.host import Owner, blaming
 from skyrl_engine.registry.bound_plugin import BoundPlugin
+from skyrl_engine.registry.host import Owner, blaming
 
 logger = logging.getLogger(__name__)
 

@@ -19,15 +19,6 @@ from skyrl_engine.contracts.values.model import LoraConfig
 from skyrl_engine.contracts.values.outputs import BatchOutput, Metric, RankOutput
 from skyrl_engine.contracts.values.plan import Layout
 from skyrl_engine.engine.accumulation import Accumulation, MiniBatchGradient
-from skyrl_engine.engine.validation import (
-    has_adapter_sets,
-    labels_in,
-    name_call_in_errors,
-    refuse_no_adapter_sets,
-    refuse_no_teacher,
-    refuse_scores,
-    refuse_unknown_tokens,
-)
 from skyrl_engine.engine.assembly import Assembly, assemble
 from skyrl_engine.engine.cpu_check import sharing
 from skyrl_engine.engine.frozen_model import FrozenModel
@@ -38,6 +29,15 @@ from skyrl_engine.engine.results import PassResult, counts_of, means_over, refus
 from skyrl_engine.engine.sampling import SamplingVerbs
 from skyrl_engine.engine.saved_state import EngineState
 from skyrl_engine.engine.schedule import learning_rate as scheduled_rate
+from skyrl_engine.engine.validation import (
+    has_adapter_sets,
+    labels_in,
+    name_call_in_errors,
+    refuse_no_adapter_sets,
+    refuse_no_teacher,
+    refuse_scores,
+    refuse_unknown_tokens,
+)
 from skyrl_engine.errors import UnsupportedError
 from skyrl_engine.model_facts.thresholds import refuse_longer_rows
 from skyrl_engine.objective.policy_metrics import Watched

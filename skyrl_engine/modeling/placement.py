@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from skyrl_engine.contracts.values.model import ModelConfig
 from skyrl_engine.errors import EngineError, ModelError
+from skyrl_engine.modeling.loading import adopt_like, load_scorer, load_skeleton
 from skyrl_engine.modeling.named_tensors import (
     entry,
     keeps_loose_tensors,
@@ -19,7 +20,6 @@ from skyrl_engine.modeling.named_tensors import (
     replace_entries,
     replace_loose_tensors,
 )
-from skyrl_engine.modeling.loading import adopt_like, load_scorer, load_skeleton
 from skyrl_engine.modeling.scorer import Scorer
 from skyrl_engine.modeling.segments import SegmentSupport
 

@@ -15,9 +15,9 @@ from skyrl_engine.contracts.values.model import ModelConfig
 from skyrl_engine.errors import ModelError
 from skyrl_engine.model_facts.configuration import load_config
 from skyrl_engine.modeling.causal_lm import split_causal_lm
-from skyrl_engine.modeling.named_tensors import keeps_loose_tensors
 from skyrl_engine.modeling.loading import build_causal_lm, load_causal_lm
 from skyrl_engine.modeling.lora import add_adapters, iterate_merged_weights, load_adapters
+from skyrl_engine.modeling.named_tensors import keeps_loose_tensors
 from skyrl_engine.modeling.precision import compute_buffers_in
 from skyrl_engine.modeling.rotary_frequencies import fix_rotary_frequencies
 from skyrl_engine.modeling.value_head import NAME as VALUE_HEAD

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from skyrl_engine.errors import UnsupportedError
+from skyrl_engine.modeling.lora import has_adapter_name
 from skyrl_engine.modeling.named_tensors import (
     entry,
     keeps_loose_tensors,
@@ -15,7 +16,6 @@ from skyrl_engine.modeling.named_tensors import (
     replace_entries,
     replace_loose_tensors,
 )
-from skyrl_engine.modeling.lora import has_adapter_name
 from skyrl_engine.modeling.value_head import NAME as VALUE_HEAD
 
 

@@ -8,8 +8,8 @@ from skyrl_engine.contracts.kinds.correction import Correction
 from skyrl_engine.contracts.values.outputs import Metric
 from skyrl_engine.errors import ContractError
 from skyrl_engine.objective.tokens import MicroBatchTokens
-from skyrl_engine.registry.host import blaming
 from skyrl_engine.registry.bound_plugin import BoundPlugin
+from skyrl_engine.registry.host import blaming
 
 
 @torch.no_grad()

@@ -17,8 +17,8 @@ from skyrl_engine.objective.parts import ObjectiveParts
 from skyrl_engine.objective.policy_metrics import Watched, policy_metrics, scores_for
 from skyrl_engine.objective.samples import ScoredSamples
 from skyrl_engine.objective.tokens import MicroBatchTokens
-from skyrl_engine.registry.host import blaming
 from skyrl_engine.registry.bound_plugin import BoundPlugin
+from skyrl_engine.registry.host import blaming
 from skyrl_engine.spans import Spans
 
 

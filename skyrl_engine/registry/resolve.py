@@ -14,8 +14,8 @@ from skyrl_engine.errors import PluginAmbiguousError, PluginBlockedError, Plugin
 from skyrl_engine.registry.discovery import UnreadableDistribution, discover
 from skyrl_engine.registry.kinds import KINDS
 from skyrl_engine.registry.known import install_command
-from skyrl_engine.registry.record import PluginRecord
 from skyrl_engine.registry.plugin_ref import PluginRef, parse
+from skyrl_engine.registry.record import PluginRecord
 from skyrl_engine.registry.selection import Selection
 from skyrl_engine.registry.suggest import missing_file, missing_plugin
 

@@ -7,8 +7,8 @@ from attrs import frozen
 from skyrl_engine.errors import ConfigError, PluginNotFoundError, Problem
 from skyrl_engine.registry.discovery import normalise
 from skyrl_engine.registry.kinds import KINDS
-from skyrl_engine.registry.record import PluginRecord
 from skyrl_engine.registry.plugin_ref import PluginRef, parse
+from skyrl_engine.registry.record import PluginRecord
 
 
 @frozen

@@ -8,8 +8,8 @@ from skyrl_engine.errors import PluginNotFoundError
 from skyrl_engine.registry.discovery import UnreadableDistribution
 from skyrl_engine.registry.kinds import KINDS
 from skyrl_engine.registry.known import FIRST_PARTY, install_command
-from skyrl_engine.registry.record import PluginRecord
 from skyrl_engine.registry.plugin_ref import PluginRef
+from skyrl_engine.registry.record import PluginRecord
 
 
 def missing_plugin(

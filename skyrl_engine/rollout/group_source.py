@@ -9,11 +9,11 @@ from attrs import define, evolve, field, frozen
 from skyrl_engine.contracts.kinds.environment import Task
 from skyrl_engine.contracts.kinds.group_filter import GroupFilter, GroupView, as_drop_reason
 from skyrl_engine.contracts.values.rollout import Group
-from skyrl_engine.registry.host import blaming
 from skyrl_engine.registry.bound_plugin import BoundPlugin
+from skyrl_engine.registry.host import blaming
+from skyrl_engine.rollout.arrow_codec import LearnedAttempt
 from skyrl_engine.rollout.journal import Journal
 from skyrl_engine.rollout.ledger import RolloutLedger
-from skyrl_engine.rollout.arrow_codec import LearnedAttempt
 from skyrl_engine.rollout.runner import RolloutRunner
 from skyrl_engine.spans import Phases
 

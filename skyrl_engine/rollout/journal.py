@@ -24,8 +24,6 @@ from attrs import define, field
 
 from skyrl_engine.contracts.values.rollout import Group
 from skyrl_engine.errors import RolloutError
-from skyrl_engine.rollout.journal_index import JournalIndex, Listing, read_index
-from skyrl_engine.rollout.messages import metadata_of
 from skyrl_engine.rollout.arrow_codec import (
     LearnedAttempt,
     batch_of,
@@ -33,6 +31,8 @@ from skyrl_engine.rollout.arrow_codec import (
     no_rows,
     schema,
 )
+from skyrl_engine.rollout.journal_index import JournalIndex, Listing, read_index
+from skyrl_engine.rollout.messages import metadata_of
 from skyrl_engine.rollout.repair import repair
 from skyrl_engine.rollout.segments import Entry, Head, number_of, path_of
 from skyrl_engine.run.durable import sync

@@ -15,10 +15,10 @@ from skyrl_engine.contracts.kinds.group_filter import GroupFilter
 from skyrl_engine.contracts.values.rollout import LARGEST_REWARD, SEGMENT_PROMPT, Group, Trajectory
 from skyrl_engine.errors import DataError, RolloutError
 from skyrl_engine.registry.bound_plugin import BoundPlugin
-from skyrl_engine.rollout.exported import journal_of, read_rollouts
-from skyrl_engine.rollout.journal_index import read_index
 from skyrl_engine.rollout.arrow_codec import LearnedAttempt
+from skyrl_engine.rollout.exported import journal_of, read_rollouts
 from skyrl_engine.rollout.group_source import StepBatch, Valued, drop_reason
+from skyrl_engine.rollout.journal_index import read_index
 
 logger = logging.getLogger(__name__)
 

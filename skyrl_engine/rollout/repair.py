@@ -7,9 +7,9 @@ import shutil
 from pathlib import Path
 
 from skyrl_engine.errors import RolloutError
+from skyrl_engine.rollout.arrow_codec import convert_to_present_format, schema
 from skyrl_engine.rollout.journal_index import JournalIndex
 from skyrl_engine.rollout.messages import metadata_of
-from skyrl_engine.rollout.arrow_codec import convert_to_present_format, schema
 from skyrl_engine.rollout.segments import Head, Segment
 from skyrl_engine.run.durable import sync, write_durably
 

@@ -17,8 +17,8 @@ from attrs import frozen
 
 from skyrl_engine.contracts.values.rollout import Group
 from skyrl_engine.errors import RolloutError
-from skyrl_engine.rollout.messages import MARKER, failures, header_of, is_cut_short, read_message, reason_at
 from skyrl_engine.rollout.arrow_codec import LearnedAttempt, decode_learned, group_of, schema, schema_of_format_2
+from skyrl_engine.rollout.messages import MARKER, failures, header_of, is_cut_short, read_message, reason_at
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -11,8 +11,8 @@ from skyrl_engine.contracts.kinds.collator import MODEL_INPUTS, Collator, DenseB
 from skyrl_engine.contracts.values.plan import MicroBatchPlan
 from skyrl_engine.contracts.values.ragged import IntArray
 from skyrl_engine.errors import ContractError
-from skyrl_engine.registry.host import blaming
 from skyrl_engine.registry.bound_plugin import BoundPlugin
+from skyrl_engine.registry.host import blaming
 from skyrl_engine.spans import Spans
 from skyrl_engine.workers.dispatch import Shard
 from skyrl_engine.workers.scored_tokens import ScoredTokens, Selection, iterate_scored_tokens

@@ -18,8 +18,8 @@ from skyrl_engine.contracts.values.outputs import BatchOutput, RankOutput
 from skyrl_engine.contracts.values.plan import BatchPlan, BuildOrder, Layout, MicroBatchPlan, MiniBatchPlan
 from skyrl_engine.contracts.values.ragged import AnyArray, IntArray, Join, join_fresh, offsets_of, take_segments
 from skyrl_engine.errors import ContractError, DataError
-from skyrl_engine.registry.host import blaming
 from skyrl_engine.registry.bound_plugin import BoundPlugin
+from skyrl_engine.registry.host import blaming
 
 
 @frozen(eq=False)

@@ -20,8 +20,8 @@ from skyrl_engine.contracts.kinds.generator import (
 )
 from skyrl_engine.contracts.values.model import ModelConfig
 from skyrl_engine.errors import ContractError, UnsupportedError
-from skyrl_engine.registry.host import blaming
 from skyrl_engine.registry.bound_plugin import BoundPlugin
+from skyrl_engine.registry.host import blaming
 
 if TYPE_CHECKING:
     import torch

@@ -13,7 +13,6 @@ from skyrl_engine.contracts.kinds.collator import collate
 from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.plan import MicroBatchPlan, one_sample_per_row
 from skyrl_engine.contracts.values.ragged import offsets_of
-from skyrl_engine_collators.padded import loops
 from skyrl_engine_collators.padded.collator import PaddedCollator
 
 ROUNDS = 5

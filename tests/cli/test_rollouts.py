@@ -11,9 +11,9 @@ from attrs import evolve
 
 from skyrl_engine.contracts.values.rollout import SEGMENT_OBSERVED, SEGMENT_PROMPT, SEGMENT_SAMPLED, Group, Trajectory, VersionSpans
 from skyrl_engine.modeling.tiny import write_tokenizer
+from skyrl_engine.rollout.arrow_codec import LearnedAttempt
 from skyrl_engine.rollout.exported import read_rollouts
 from skyrl_engine.rollout.journal import open_journal
-from skyrl_engine.rollout.arrow_codec import LearnedAttempt
 from skyrl_engine.rollout.segments import read_segment
 from skyrl_engine.testing.rollout_cases import plain_group
 

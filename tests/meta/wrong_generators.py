@@ -7,8 +7,8 @@ from attrs import define, evolve, field
 from skyrl_engine import ContractError
 from skyrl_engine.contracts import Completion, GeneratorDescription, TopLogprobs, VersionSpans
 from skyrl_engine.model_facts.tokenizer import load_tokenizer
-from skyrl_engine.modeling.tiny import VOCABULARY
 from skyrl_engine.modeling.sampler_model import fill, load_sampler_model
+from skyrl_engine.modeling.tiny import VOCABULARY
 from skyrl_engine.testing.generators.bench import POSITIONS as LIMIT
 
 

@@ -12,8 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from skyrl_engine.contracts.values.model import LoraConfig, ModelConfig
 from skyrl_engine.errors import ModelError, UnsupportedError
-from skyrl_engine.modeling.loading import load_scorer
 from skyrl_engine.modeling.load_check import check_loading
+from skyrl_engine.modeling.loading import load_scorer
 from skyrl_engine.testing.adapters import write_adapter
 
 SIZES = {

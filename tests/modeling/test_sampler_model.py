@@ -11,8 +11,8 @@ from skyrl_engine import ModelError
 from skyrl_engine.contracts.values.model import LoraConfig, ModelConfig
 from skyrl_engine.modeling.loading import load_scorer
 from skyrl_engine.modeling.lora import iterate_merged_weights
-from skyrl_engine.modeling.tiny import make_parts_differ, write_model
 from skyrl_engine.modeling.sampler_model import fill, load_sampler_model, model_over
+from skyrl_engine.modeling.tiny import make_parts_differ, write_model
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {},

@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skyrl_engine.errors import RolloutError
+from skyrl_engine.rollout.arrow_codec import LearnedAttempt, schema
 from skyrl_engine.rollout.journal import open_journal
 from skyrl_engine.rollout.journal_index import read_index
 from skyrl_engine.rollout.offline_source import RecordingLimits, read_recording
-from skyrl_engine.rollout.arrow_codec import LearnedAttempt, schema
 from skyrl_engine.rollout.segments import read_segment
 from skyrl_engine.testing.rollout_cases import plain_group, require_same
 

@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skyrl_engine.errors import ContractError, RolloutError
+from skyrl_engine.rollout.arrow_codec import LearnedAttempt, no_rows
 from skyrl_engine.rollout.checking import check_journal
 from skyrl_engine.rollout.journal import open_journal
 from skyrl_engine.rollout.journal_index import read_groups, read_index
 from skyrl_engine.rollout.ledger import JournaledGroup
-from skyrl_engine.rollout.arrow_codec import LearnedAttempt, no_rows
 from skyrl_engine.testing.rollout_cases import groups, plain_group, require_same
 
 

@@ -12,9 +12,9 @@ from skyrl_engine.contracts.kinds.environment import Action, EnvironmentClaims, 
 from skyrl_engine.contracts.kinds.generator import Completion, GenerationRequest, Sampling
 from skyrl_engine.contracts.values.rollout import SEGMENT_PROMPT, SEGMENT_SAMPLED, Trajectory, VersionSpans
 from skyrl_engine.errors import RolloutError
+from skyrl_engine.rollout.chat_renderer import ChatRenderer
 from skyrl_engine.rollout.env_pool import EpisodeReply
 from skyrl_engine.rollout.runner import RolloutLimits, RolloutRunner
-from skyrl_engine.rollout.chat_renderer import ChatRenderer
 from skyrl_engine.spans import Phases, Spans
 from skyrl_engine.testing.templates import TEMPLATES
 

@@ -8,8 +8,8 @@ import numpy as np
 from skyrl_engine.contracts.kinds.environment import Message
 from skyrl_engine.contracts.kinds.generator import Completion
 from skyrl_engine.contracts.values.rollout import SEGMENT_PROMPT, SEGMENT_SAMPLED, FinishReason, VersionSpans
-from skyrl_engine.rollout.transcript import Transcript
 from skyrl_engine.rollout.chat_renderer import ChatRenderer
+from skyrl_engine.rollout.transcript import Transcript
 
 QUESTION: Message = {"role": "user", "content": "how much is 1 + 1?"}
 ANSWER: Message = {"role": "user", "content": "no."}

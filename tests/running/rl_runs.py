@@ -20,8 +20,8 @@ from skyrl_engine.modeling.tiny import make_parts_differ, write_model
 from skyrl_engine.rollout.journal import Journal
 from skyrl_engine.run.metrics import read_metrics
 from skyrl_engine.testing.templates import TEMPLATES
-from skyrl_engine.training.rl.trainer import RlTrainer
 from skyrl_engine.training.rl.run import run_rl
+from skyrl_engine.training.rl.trainer import RlTrainer
 
 WORLD = '''
 """Two turns: letters are worth something, and the answers of seed-dependent length make attempts unequal. Some attempts fail."""

@@ -10,8 +10,8 @@ import zstandard
 from skyrl_engine import UnsupportedError
 from skyrl_engine_tinker.checkpoints import Address
 from skyrl_engine_tinker.errors import RequestError
-from skyrl_engine_tinker.model_worker import ModelWorker
 from skyrl_engine_tinker.model import ServedModel
+from skyrl_engine_tinker.model_worker import ModelWorker
 from skyrl_engine_tinker.settings import Settings
 from skyrl_engine_tinker.wire import CLASSES
 

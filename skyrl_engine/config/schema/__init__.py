@@ -4,12 +4,12 @@ Plugin tables (`[loss]`, `[backend]`, ...) hold `use`, a plugin reference, and b
 schema validates. The text under each key is its meaning in `docs/reference/configuration.md`.
 """
 
-from skyrl_engine.config.schema.missing_table import MissingTable
 from skyrl_engine.config.schema.checkpoint import CheckpointConfig
 from skyrl_engine.config.schema.data import DataConfig, DataFormat
 from skyrl_engine.config.schema.engine import EngineConfig
 from skyrl_engine.config.schema.evaluation import EvaluationConfig
 from skyrl_engine.config.schema.metadata import KIND
+from skyrl_engine.config.schema.missing_table import MissingTable
 from skyrl_engine.config.schema.optimizer import OptimizerConfig
 from skyrl_engine.config.schema.plugins import PluginsConfig
 from skyrl_engine.config.schema.preference import PreferenceConfig

@@ -5,11 +5,11 @@ from typing import Any
 
 from attrs import Factory, field, frozen
 
-from skyrl_engine.config.schema.missing_table import MissingTable
 from skyrl_engine.config.schema.checkpoint import CheckpointConfig
 from skyrl_engine.config.schema.data import DataConfig
 from skyrl_engine.config.schema.evaluation import EvaluationConfig
 from skyrl_engine.config.schema.metadata import KIND
+from skyrl_engine.config.schema.missing_table import MissingTable
 from skyrl_engine.config.schema.optimizer import OptimizerConfig
 from skyrl_engine.config.schema.plugins import PluginsConfig
 from skyrl_engine.config.schema.preference import PreferenceConfig

@@ -10,8 +10,8 @@ from skyrl_engine.contracts.kinds.loss import as_loss_output
 from skyrl_engine.contracts.kinds.needs import DIVERGENCE, MODEL_SCORES, candidate_columns, model_score
 from skyrl_engine.objective.objective import LossObjective
 from skyrl_engine.objective.parts import ObjectiveParts
-from skyrl_engine.registry.host import blaming
 from skyrl_engine.registry.bound_plugin import BoundPlugin
+from skyrl_engine.registry.host import blaming
 from skyrl_engine.testing.subject import part_of
 from skyrl_engine.testing.tokens.evaluation import SEED, STEP, Evaluation, Listening, numbers_of
 from skyrl_engine.testing.tokens.token_batches import TokenBatch

@@ -19,8 +19,8 @@ from skyrl_engine.training.preference.preparation import BASELINE, PreparedPrefe
 from skyrl_engine.training.preference.references import ReferenceScores, with_references
 from skyrl_engine.training.reference import REFERENCE, REFERENCE_MODEL
 from skyrl_engine.training.sft.data import DataProgress
-from skyrl_engine.training.sft.order import Position
 from skyrl_engine.training.sft.dry_run import RunPlan
+from skyrl_engine.training.sft.order import Position
 from skyrl_engine.training.sft.trainer import SftTrainer, Start, plan_on_data, train_on_data
 
 

@@ -28,10 +28,10 @@ from skyrl_engine.engine.model_files import ModelFiles
 from skyrl_engine.errors import ConfigError, DataError, Problem, Refusals, UnsupportedError
 from skyrl_engine.model_facts.facts import ModelFacts
 from skyrl_engine.registry.bound_plugin import BoundPlugin
+from skyrl_engine.rollout.chat_renderer import ChatRenderer
 from skyrl_engine.rollout.columns import Overlong
 from skyrl_engine.rollout.offline_source import Recording, RecordingLimits, read_recording
 from skyrl_engine.rollout.runner import RolloutLimits
-from skyrl_engine.rollout.chat_renderer import ChatRenderer
 from skyrl_engine.training.frozen_model_compat import check_models_beside
 from skyrl_engine.training.reference import plan_reference, refuse_dropout, refuse_unread_reference
 from skyrl_engine.training.rl.batches import mini_batch_size
@@ -45,8 +45,8 @@ from skyrl_engine.training.rl.contradictions import (
 )
 from skyrl_engine.training.rl.evaluation import tasks_of
 from skyrl_engine.training.rl.prompts import OF_TABLES, PromptLimits, check_prompts, most_of
-from skyrl_engine.training.rl.scoring import Recorded, ScoringPasses, recipe
 from skyrl_engine.training.rl.reward_model import RewardModel
+from skyrl_engine.training.rl.scoring import Recorded, ScoringPasses, recipe
 from skyrl_engine.training.rl.tasks import TaskOrder, refuse_no_task, task_at, tasks_in
 from skyrl_engine.training.teacher import plan_teacher
 from skyrl_engine.workers.dispatch import plan_batch

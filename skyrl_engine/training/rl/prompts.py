@@ -12,8 +12,8 @@ from skyrl_engine.contracts.kinds.environment import Environment, Task
 from skyrl_engine.environments.table_tasks import TableTasks
 from skyrl_engine.errors import DataError, UnsupportedError
 from skyrl_engine.registry.bound_plugin import BoundPlugin
-from skyrl_engine.rollout.process_handle import refuse_unsendable
 from skyrl_engine.rollout.chat_renderer import ChatRenderer
+from skyrl_engine.rollout.process_handle import refuse_unsendable
 
 logger = logging.getLogger(__name__)
 

@@ -15,13 +15,13 @@ from skyrl_engine.config import ResolvedConfig
 from skyrl_engine.engine.engine import Engine
 from skyrl_engine.errors import RolloutError
 from skyrl_engine.rollout.env_pool import EpisodePool
+from skyrl_engine.rollout.group_source import GroupSource, RolloutSource
 from skyrl_engine.rollout.guard import SamplerGuard
 from skyrl_engine.rollout.journal import open_journal
 from skyrl_engine.rollout.ledger import RolloutLedger
 from skyrl_engine.rollout.offline_source import OfflineSource, Recording
 from skyrl_engine.rollout.runner import RolloutRunner
 from skyrl_engine.rollout.segments import read_segment, segments_of
-from skyrl_engine.rollout.group_source import GroupSource, RolloutSource
 from skyrl_engine.run.durable import write_durably
 from skyrl_engine.run.progress import LOADING
 from skyrl_engine.run.session import RunSession, open_session

@@ -8,8 +8,8 @@ from attrs import define, field
 
 from skyrl_engine.contracts.kinds.environment import Environment, Split, Task, Tasks
 from skyrl_engine.errors import ContractError, DataError
-from skyrl_engine.registry.host import blaming
 from skyrl_engine.registry.bound_plugin import BoundPlugin
+from skyrl_engine.registry.host import blaming
 
 _SHUFFLED: Final = 2**22
 """More tasks than these are made by a procedure; they are taken in their own order, which is random already."""

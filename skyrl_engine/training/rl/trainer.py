@@ -24,10 +24,10 @@ from skyrl_engine.objective.policy_metrics import ROLLOUT_LOGPROBS, WEIGHTS, eff
 from skyrl_engine.registry.host import blaming
 from skyrl_engine.rollout.columns import collect_learned, to_columns
 from skyrl_engine.rollout.env_pool import EpisodePool
+from skyrl_engine.rollout.group_source import GroupSource
 from skyrl_engine.rollout.guard import SamplerGuard
 from skyrl_engine.rollout.journal import Journal
 from skyrl_engine.rollout.offline_source import Recording
-from skyrl_engine.rollout.group_source import GroupSource
 from skyrl_engine.spans import Phases
 from skyrl_engine.training.idle import IdleSteps, Reason, explain_idle_rollouts, warn_of_cuts
 from skyrl_engine.training.loop import StepDone

@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM
 
 from skyrl_engine.contracts.values.rollout import Group, Trajectory
 from skyrl_engine.engine.plan import Plan
-from skyrl_engine.training.rl.trainer import RlTrainer
 from skyrl_engine.training.rl.run import run_rl
+from skyrl_engine.training.rl.trainer import RlTrainer
 
 TEMPERATURE, COEF, CLIP, EPSILON, LAM = 0.8, 0.3, 0.2, 1e-6, 0.95
 PACKED = ("collator.use=packed", "rl.micro_batch_tokens=128")

@@ -19,8 +19,8 @@ from skyrl_engine.contracts.values.rollout import Group
 from skyrl_engine.errors import ConfigError, ContractError, ModelError, UnsupportedError
 from skyrl_engine.modeling.classifier import become_classifier
 from skyrl_engine.modeling.tiny import write_model, write_tokenizer
-from skyrl_engine.rollout.journal_index import read_groups
 from skyrl_engine.rollout.chat_renderer import ChatRenderer
+from skyrl_engine.rollout.journal_index import read_groups
 from skyrl_engine.run.metrics import read_metrics
 from skyrl_engine.testing.rollout_cases import plain_group
 from skyrl_engine.training.reward_model.trainer import plan_reward_model

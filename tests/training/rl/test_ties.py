@@ -9,13 +9,13 @@ from rl_runs import Rl, steps_of
 
 from skyrl_engine.contracts import Completion, Group, Trajectory, VersionSpans, as_advantage_output
 from skyrl_engine.rollout.columns import Overlong, to_columns
+from skyrl_engine.rollout.group_source import view_of
 from skyrl_engine.rollout.journal import open_journal
 from skyrl_engine.rollout.journal_index import read_groups, read_index
-from skyrl_engine.rollout.group_source import view_of
 from skyrl_engine.rollout.transcript import Transcript
 from skyrl_engine.training.rl.metrics import rollout_metrics
-from skyrl_engine.training.rl.trainer import advantage_batch
 from skyrl_engine.training.rl.run import run_rl
+from skyrl_engine.training.rl.trainer import advantage_batch
 from skyrl_engine_advantages.options import GroupOptions, TokenOptions
 from skyrl_engine_advantages.plugin import dr_grpo, grpo, maxrl, reinforce_pp, reinforce_pp_baseline, rloo
 from skyrl_engine_group_filters.plugin import VarianceOptions, zero_variance

@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from skyrl_engine import EngineError
 from skyrl_engine.contracts import ModelConfig
 from skyrl_engine.model_facts.configuration import load_config
-from skyrl_engine.modeling.named_tensors import entry, keep_ties, list_named_tensors, replace_entries
 from skyrl_engine.modeling.loading import load_beside
+from skyrl_engine.modeling.named_tensors import entry, keep_ties, list_named_tensors, replace_entries
 from skyrl_engine.modeling.placement import gather_reports, load_on_ranks
 from skyrl_engine.modeling.scorer import Scorer
 from skyrl_engine.modeling.shared_weights import share_weights

@@ -13,8 +13,8 @@ from skyrl_engine_tinker.adapted import AdaptedLayers
 from skyrl_engine_tinker.checkpoints import Address, Facts
 from skyrl_engine_tinker.codecs import parse_message
 from skyrl_engine_tinker.errors import RequestError
-from skyrl_engine_tinker.model_worker import Answer, PendingAnswer
 from skyrl_engine_tinker.model import ServedModel
+from skyrl_engine_tinker.model_worker import Answer, PendingAnswer
 from skyrl_engine_tinker.sampling import SampleCall
 from skyrl_engine_tinker.server import SamplingSession, Server
 

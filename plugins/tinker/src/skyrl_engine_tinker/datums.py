@@ -8,9 +8,9 @@ from attrs import frozen
 
 from skyrl_engine.contracts import ENGINE_METRICS, BatchOutput, ColumnForm, Metric, SampleColumns, offsets_of
 from skyrl_engine_tinker import losses
-from skyrl_engine_tinker.loss_request import LossRequest
 from skyrl_engine_tinker.codecs import Array, tensor, tokens_of
 from skyrl_engine_tinker.errors import RequestError
+from skyrl_engine_tinker.loss_request import LossRequest
 
 TARGETS = "target_tokens"
 WEIGHTS = "weights"

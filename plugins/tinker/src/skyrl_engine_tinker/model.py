@@ -8,12 +8,12 @@ from typing import Any
 from skyrl_engine import Engine, ModelError
 from skyrl_engine.contracts import LoraConfig
 from skyrl_engine_tinker.adapted import EVERYWHERE, AdaptedLayers
-from skyrl_engine_tinker.loss_request import LossInForce, LossRequest
 from skyrl_engine_tinker.checkpoints import Address, Facts, expiry, write_checkpoint
 from skyrl_engine_tinker.client_lists import ClientLists
 from skyrl_engine_tinker.codecs import encode_outputs
 from skyrl_engine_tinker.datums import DatumBatch, DatumLimits, wire_metrics
 from skyrl_engine_tinker.errors import RequestError
+from skyrl_engine_tinker.loss_request import LossInForce, LossRequest
 from skyrl_engine_tinker.model_worker import failure
 from skyrl_engine_tinker.samplers import Samplers
 from skyrl_engine_tinker.settings import ALPHA, Settings

@@ -12,11 +12,11 @@ from skyrl_engine_tinker import checkpoints
 from skyrl_engine_tinker.checkpoints import Address, SavedWeights
 from skyrl_engine_tinker.downloads import Downloads
 from skyrl_engine_tinker.errors import RequestError
-from skyrl_engine_tinker.model_worker import ModelWorker, PendingAnswer
 from skyrl_engine_tinker.metrics import Counters
 from skyrl_engine_tinker.model import ServedModel
-from skyrl_engine_tinker.slots import LoadedModel, ModelSlots, Opener
+from skyrl_engine_tinker.model_worker import ModelWorker, PendingAnswer
 from skyrl_engine_tinker.settings import Settings
+from skyrl_engine_tinker.slots import LoadedModel, ModelSlots, Opener
 
 KEPT_SECONDS = 600.0
 """Seconds that an answer is kept behind its arrival."""

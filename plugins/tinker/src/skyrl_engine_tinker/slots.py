@@ -14,8 +14,8 @@ from attrs import define, field, frozen
 from skyrl_engine import Engine
 from skyrl_engine_tinker.errors import RequestError
 from skyrl_engine_tinker.fair_lock import FairLock
-from skyrl_engine_tinker.model_worker import Answer, ModelWorker, PendingAnswer, failure
 from skyrl_engine_tinker.model import ServedModel
+from skyrl_engine_tinker.model_worker import Answer, ModelWorker, PendingAnswer, failure
 from skyrl_engine_tinker.settings import Settings
 
 Opener = Callable[[ServedModel], Answer]
