@@ -35,8 +35,8 @@ Tensors = tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
 class Placed:
     """The model (`transformers.PreTrainedModel`) and its scorer, before a backend divides them.
 
-    Rank 0 has all values on the CPU, also in `whole` by the names of `list_named_tensors`. On the other ranks every parameter and buffer is on the
-    meta device, whatever device modelling code made it on, and `whole` is empty: the backend broadcasts all of them from rank 0.
+    Rank 0 has all values on the CPU; `whole` has them too, by the names of `list_named_tensors`. On the other ranks every parameter and buffer
+    is on the meta device, whatever device modelling code made it on, and `whole` is empty: the backend broadcasts all of them from rank 0.
     """
 
     model: Any

@@ -290,6 +290,7 @@ def require_logprobs(at_work: Running, request: GenerationRequest, done: Complet
         return
     place = since + int(np.argmax(gap > TOLERANCE))
     raise Broken(
-        f"gives token {place} of {name_request(request)} the log-probability {done.logprobs[place]:.4f}, where the model gives {due[place]:.4f}",
+        f"gives token {place} of {name_request(request)} the log-probability {done.logprobs[place]:.4f}, "
+        f"where the model gives {due[place]:.4f}",
         remedy,
     )
