@@ -19,7 +19,7 @@ from skyrl_engine.modeling.lora import has_adapters, iterate_merged_weights, lis
 def write_pretrained(
     model: Any, directory: Path, weights: Mapping[str, Tensor] | None = None, *, precision: ComputeDtype | None = None
 ) -> None:
-    """Write the model's configuration and `weights`, named as `collect_export_tensors` names them (None: the model's own); adapters as PEFT does.
+    """Write the model's configuration and `weights`, named as `collect_export_tensors` names them (None: the model's own); adapters as PEFT.
 
     Weights are rounded to `precision`, that which the run computed in (None: they stay as they are); adapters are not, which are small. The
     configuration names the precision of the written weights, in which transformers loads them. Raises ModelError.
