@@ -77,7 +77,7 @@ class Front:
 
     def __init__(self, loop: threading.Thread) -> None:
         self.loop, self.codecs = loop, 0.0
-        for where, name in ((model, "columns_of"), (model, "encoded_outputs"), (samplers, "encoded_samples")):
+        for where, name in ((model, "columns_of"), (model, "encode_outputs"), (samplers, "encode_samples")):
             setattr(where, name, self.counted(getattr(where, name)))
 
     def counted(self, work: Callable[..., Any]) -> Callable[..., Any]:

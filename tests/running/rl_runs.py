@@ -195,7 +195,7 @@ MOMENTS: dict[str, tuple[Any, str, str]] = {
     "a group recorded": (Journal, "append", "behind"),
     "learning": (RlTrainer, "_learn", "before"),
     "learned": (RlTrainer, "_learn", "behind"),
-    "a step noted": (Journal, "trained", "behind"),
+    "a step noted": (Journal, "record_step", "behind"),
     "publishing": (Sampler, "update", "before"),
     "saving": (Engine, "save", "behind"),
     "a checkpoint's state": (RlTrainer, "state", "behind"),

@@ -118,7 +118,7 @@ def installed(base: type, *, asked: bool) -> Any:
     def chosen(_options: Any, config: Any, device: torch.device) -> Any:
         return kernels.choose_kernels(kernels.over(base), config, device, asked=asked)
 
-    return patch.object(kernels, "chosen", chosen)
+    return patch.object(kernels, "choose_core_attention", chosen)
 
 
 class OnOneRank(AsDocumented):

@@ -22,8 +22,8 @@ def test_heartbeats_are_answered_whatever_else_goes_on(other_client, message, mo
     """The real work is held until a heartbeat was answered: on the event loop it would hold that for ever."""
     begun, beat = threading.Event(), threading.Event()
     where, name = {
-        "decompression": (app, "decompressed"),
-        "parsing": (calls, "parsed"),
+        "decompression": (app, "decompress"),
+        "parsing": (calls, "parse_message"),
         "step": (ServedModel, "forward_backward"),
     }[held]
     real = getattr(where, name)

@@ -75,7 +75,7 @@ def _batch(rl: RlConfig, *, recorded: bool) -> str:
 
 
 def _passes(prepared: PreparedRl) -> tuple[str, ...]:
-    recipe = prepared.recipe
+    recipe = prepared.scoring
     scored = [f"score {score} as {column}" for column, score in recipe.scores.items()]
     reference = ["score logprobs of the reference as ref_logprobs"] if recipe.reference else []
     learning = "train" if recipe.old != "current" else "train (the policy is its own old one)"

@@ -11,8 +11,10 @@ from skyrl_engine.contracts.kinds.environment import Environment, Split, Task
 from skyrl_engine.contracts.kinds.generator import Sampling
 from skyrl_engine.contracts.values.rollout import Group
 from skyrl_engine.registry.bound_plugin import BoundPlugin
+from skyrl_engine.rollout.attempt import RolloutLimits
 from skyrl_engine.rollout.pass_at_k import estimate, pass_at_k
-from skyrl_engine.rollout.runner import CompletionSource, Episodes, RolloutLimits, RolloutRunner, Turns
+from skyrl_engine.rollout.request_queue import CompletionSource
+from skyrl_engine.rollout.runner import Episodes, RolloutRunner, Turns
 from skyrl_engine.training.rl.metrics import majorities
 from skyrl_engine.training.rl.tasks import task_at, tasks_in
 
@@ -39,14 +41,14 @@ def attempts(
     turns: Turns,
     names: Sequence[str],
     environments: Sequence[BoundPlugin[Environment]],
-    bounds: RolloutLimits,
+    limits: RolloutLimits,
     sampling: Sampling,
     seed: int,
     told: Callable[[int], None] | None = None,
 ) -> list[Group]:
     """Attempt every task `config.samples` times, with the evaluation's own temperature and seeds; groups in the order of the tasks.
 
-    `told` is told how many tasks are done. Any share of attempts may fail; all of the first ones where `bounds.all_may_fail`, or else
+    `told` is told how many tasks are done. Any share of attempts may fail; all of the first ones where `limits.all_may_fail`, or else
     RolloutError is raised.
     """
     runner = RolloutRunner(
@@ -56,7 +58,7 @@ def attempts(
         names,
         [part.product.claims for part in environments],
         evolve(sampling, temperature=config.temperature),
-        evolve(bounds, group_size=config.samples, max_failure_share=1.0, min_group_size=0),
+        evolve(limits, group_size=config.samples, max_failure_share=1.0, min_group_size=0),
         seed=int(np.random.SeedSequence([seed, FIRST_NUMBER]).generate_state(1, np.uint32)[0]),
         first_number=FIRST_NUMBER,
     )

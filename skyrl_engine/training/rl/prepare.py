@@ -28,10 +28,10 @@ from skyrl_engine.engine.model_files import ModelFiles
 from skyrl_engine.errors import ConfigError, DataError, Problem, Refusals, UnsupportedError
 from skyrl_engine.model_facts.facts import ModelFacts
 from skyrl_engine.registry.bound_plugin import BoundPlugin
+from skyrl_engine.rollout.attempt import RolloutLimits
 from skyrl_engine.rollout.chat_renderer import ChatRenderer
 from skyrl_engine.rollout.columns import Overlong
 from skyrl_engine.rollout.offline_source import Recording, RecordingLimits, read_recording
-from skyrl_engine.rollout.runner import RolloutLimits
 from skyrl_engine.training.frozen_model_compat import check_models_beside
 from skyrl_engine.training.reference import plan_reference, refuse_dropout, refuse_unread_reference
 from skyrl_engine.training.rl.batches import mini_batch_size
@@ -46,7 +46,7 @@ from skyrl_engine.training.rl.contradictions import (
 from skyrl_engine.training.rl.evaluation import tasks_of
 from skyrl_engine.training.rl.prompts import OF_TABLES, PromptLimits, check_prompts, most_of
 from skyrl_engine.training.rl.reward_model import RewardModel
-from skyrl_engine.training.rl.scoring import Recorded, ScoringPasses, recipe
+from skyrl_engine.training.rl.scoring import LogprobsAvailability, ScoringPasses, plan_scoring_passes
 from skyrl_engine.training.rl.tasks import TaskOrder, refuse_no_task, task_at, tasks_in
 from skyrl_engine.training.teacher import plan_teacher
 from skyrl_engine.workers.dispatch import plan_batch
@@ -56,7 +56,7 @@ logger = logging.getLogger(__name__)
 Progress = Callable[[str, int, int], None]
 """Told what is being waited for, how much of it is there, and how much is wanted."""
 
-_LOGPROBS: Final[Mapping[bool, Recorded]] = {True: "with_logprobs", False: "without_logprobs"}
+_LOGPROBS: Final[Mapping[bool, LogprobsAvailability]] = {True: "with_logprobs", False: "without_logprobs"}
 
 
 @frozen(eq=False)
@@ -87,7 +87,7 @@ class PreparedRl:
     environments: tuple[SelectedPlugin, ...]
     names: tuple[str, ...]
     rollouts: "LiveRolloutSpec | Recording"
-    recipe: ScoringPasses
+    scoring: ScoringPasses
     reference: FrozenModel | None
     teacher: FrozenModel | None
     reward_model: RewardModel | None
@@ -112,7 +112,7 @@ class PreparedRl:
         return config.steps * config.mini_batches * config.epochs
 
     @property
-    def bounds(self) -> RolloutLimits:
+    def limits(self) -> RolloutLimits:
         """The limits of every attempt."""
         config = self.resolved.config
         return RolloutLimits(
@@ -195,7 +195,7 @@ def prepare(resolved: ResolvedConfig, *, trains: bool = True, progress: Progress
     chosen = None
     with refusals.collect():
         recorded = _LOGPROBS[rollouts.has_logprobs] if isinstance(rollouts, Recording) else None
-        chosen = recipe(settings, assembly.objective, advantage, recorded=recorded, reducer=assembly.reducer)
+        chosen = plan_scoring_passes(settings, assembly.objective, advantage, recorded=recorded, reducer=assembly.reducer)
         refuse_no_values(config.model, advantage, chosen)
     reference = teacher = reward_model = None
     if chosen is not None:
@@ -231,7 +231,7 @@ def prepare(resolved: ResolvedConfig, *, trains: bool = True, progress: Progress
         environments=environments,
         names=rollouts.names if isinstance(rollouts, Recording) else _names(environments),
         rollouts=rollouts,
-        recipe=chosen,
+        scoring=chosen,
         reference=reference,
         teacher=teacher,
         reward_model=reward_model,

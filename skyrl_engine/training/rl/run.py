@@ -177,7 +177,7 @@ def _sampling(
                 prepared.names,
                 [part.product.claims for part in rollouts.tasks.environments],
                 prepared.sampling,
-                prepared.bounds,
+                prepared.limits,
                 config.run.seed,
                 phases=phases,
             )

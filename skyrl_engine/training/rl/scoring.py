@@ -29,7 +29,7 @@ _VALUES_OF_SAMPLES: Final = ("sample:environment", "sample:staleness", "sample:t
 """Sample values for reducers: the number of their environment, the age of their policy in steps, whether their attempt was cut off, and
 which of its samples they are."""
 
-Recorded = Literal["with_logprobs", "without_logprobs"]
+LogprobsAvailability = Literal["with_logprobs", "without_logprobs"]
 """True where rollouts that were recorded before hold the sampler's log-probabilities."""
 
 
@@ -57,12 +57,12 @@ class ScoringPasses:
         return BOUND if self.old == "current" else {}
 
 
-def recipe(
+def plan_scoring_passes(
     config: RlConfig,
     objective: ObjectiveParts,
     advantage: BoundPlugin[Advantage],
     *,
-    recorded: Recorded | None = None,
+    recorded: LogprobsAvailability | None = None,
     reducer: BoundPlugin[Reducer] | None = None,
 ) -> ScoringPasses:
     """Choose the passes of every step; `recorded` says what of the sampler was recorded, where nothing is sampled.
@@ -82,7 +82,9 @@ def recipe(
     return ScoringPasses(old, scores, REFERENCE in read, TEACHER in read)
 
 
-def _old(config: RlConfig, *, read: bool, early: bool, recorded: Recorded | None) -> Literal["current", "score", "rollout"] | None:
+def _old(
+    config: RlConfig, *, read: bool, early: bool, recorded: LogprobsAvailability | None
+) -> Literal["current", "score", "rollout"] | None:
     one_step = config.mini_batches * config.epochs == 1
     if not read:
         # after the first of several steps only a score from before them tells the sampler's distance from the model it sampled for

@@ -88,7 +88,7 @@ def evaluate_model(
                 turns=prepared.rollouts.renderer,
                 names=prepared.names,
                 environments=environments,
-                bounds=prepared.bounds,
+                limits=prepared.limits,
                 sampling=prepared.sampling,
                 seed=config.run.seed,
                 told=None if progress is None else lambda done: progress("tasks", done, len(tasks)),

@@ -121,7 +121,7 @@ class RlTrainer:
         with self.phases("train"):
             learned, present = self._learn(plan, number)
         with self.phases("publish"):
-            before = plan.columns.columns["old_logprobs"] if "old_logprobs" in self.prepared.recipe.scores else present
+            before = plan.columns.columns["old_logprobs"] if "old_logprobs" in self.prepared.scoring.scores else present
             self.source.finish_step(number, taken.groups, collect_learned(taken.groups, columns, made.advantages, before))
             self._refresh(number)
             if self.live is not None:
@@ -141,7 +141,7 @@ class RlTrainer:
         self._finish(reported, taken.groups, began)
         # with the sampler's own log-probabilities as the old ones, later optimizer steps move away from them
         one_step = config.rl.mini_batches * config.rl.epochs == 1
-        if self.live is not None and "policy/gap_mean" in reported and (one_step or self.prepared.recipe.old != "rollout"):
+        if self.live is not None and "policy/gap_mean" in reported and (one_step or self.prepared.scoring.old != "rollout"):
             self.live.guard.look(reported["policy/gap_mean"], number - 1, self._gap_to_first(plan.columns))
         if number == 1:
             tried = [each for group in taken.ended for each in group.finished]
@@ -178,7 +178,7 @@ class RlTrainer:
             turns=self.live.rollouts.renderer,
             names=self.prepared.names,
             environments=environments,
-            bounds=attrs.evolve(self.prepared.bounds, all_may_fail=True),
+            limits=attrs.evolve(self.prepared.limits, all_may_fail=True),
             sampling=self.prepared.sampling,
             seed=config.run.seed,
         )
@@ -218,7 +218,7 @@ class RlTrainer:
 
     def _score(self, plan: Plan) -> Plan:
         """Add what the model, the reference and the teacher say of the batch before it is learned from."""
-        recipe, temperature = self.prepared.recipe, self.prepared.resolved.config.rl.temperature
+        recipe, temperature = self.prepared.scoring, self.prepared.resolved.config.rl.temperature
         found: dict[str, Any] = {}
         if recipe.scores:
             output = self.engine.score(plan, scores=set(recipe.scores.values()), temperature=temperature).result()
@@ -265,12 +265,12 @@ class RlTrainer:
                 order = shuffle_groups(plan.columns, seed=config.run.seed, step=number, epoch=epoch)
                 columns = plan.columns.take(order)
                 own = self.engine.plan(columns, mini_batch_size=mini_batch_size(group_sizes(columns), settings.mini_batches))
-            watch = {*self.prepared.recipe.watch, *(("entropy",) if settings.entropy_metric and epoch == 0 else ())}
+            watch = {*self.prepared.scoring.watch, *(("entropy",) if settings.entropy_metric and epoch == 0 else ())}
             result = self.engine.train(
                 own,
                 temperature=settings.temperature,
                 per_token_outputs=epoch == 0,
-                bound=self.prepared.recipe.bound,
+                bound=self.prepared.scoring.bound,
                 watch=watch,
             )
             parts.append(result.metrics)

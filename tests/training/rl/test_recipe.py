@@ -7,7 +7,7 @@ import pytest
 
 from skyrl_engine.config.schema import RewardKlConfig, RlConfig
 from skyrl_engine.errors import UnsupportedError
-from skyrl_engine.training.rl.scoring import recipe
+from skyrl_engine.training.rl.scoring import plan_scoring_passes
 
 PPO = {"ppo": ("logprobs", "old_logprobs", "advantages")}
 REINFORCE = {"reinforce": ("logprobs", "advantages")}
@@ -24,7 +24,7 @@ def made(needs: Needs = PPO, *, reads: tuple[str, ...] = (), returns: bool = Fal
     columns = tuple(dict.fromkeys(each for own in needs.values() for each in own if each not in SCORES))
     product = SimpleNamespace(needs=reads, claims=SimpleNamespace(returns=returns))
     objective: Any = SimpleNamespace(needs=needs, columns=columns)
-    return recipe(RlConfig(**rl), objective, SimpleNamespace(product=product, label="estimator"))
+    return plan_scoring_passes(RlConfig(**rl), objective, SimpleNamespace(product=product, label="estimator"))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,82 @@
+"""The requests of a rollout runner: queued, sent to the sampler together, and matched with the completions that come back."""
+
+from collections.abc import Sequence
+from typing import Final, Protocol
+
+from attrs import define, field
+
+from skyrl_engine.contracts.kinds.generator import Completion, GenerationRequest, Sampling
+from skyrl_engine.rollout.attempt import RunningAttempt
+from skyrl_engine.rollout.transcript import Ids
+from skyrl_engine.spans import Phases
+
+_POLL_S: Final = 0.5
+
+
+class CompletionSource(Protocol):
+    """Takes requests and gives completions."""
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None: ...
+
+    def poll(self, timeout: float) -> list[Completion]: ...
+
+    def abort(self, request_ids: Sequence[int] | None = None) -> None: ...
+
+
+@define(eq=False)
+class RequestQueue:
+    """Requests on their way to the sampler. Time spent in the sampler counts as `generate` among `phases`.
+
+    Queues that share a sampler number their requests from different `first_number`s on.
+    """
+
+    sampler: CompletionSource
+    phases: Phases
+    _last_id: int
+    _queued: list[GenerationRequest] = field(factory=list, init=False)
+    _attempts: dict[int, RunningAttempt] = field(factory=dict, init=False)
+
+    @property
+    def has_queued(self) -> bool:
+        """True where requests wait to be sent."""
+        return bool(self._queued)
+
+    @property
+    def has_pending(self) -> bool:
+        """True where completions are outstanding, those of queued requests among them."""
+        return bool(self._attempts)
+
+    def add(
+        self, attempt: RunningAttempt, prompt_ids: Ids, sampling: Sampling, *, seed: int, session: int, prefix_group: int | None
+    ) -> None:
+        """Queue a request for the attempt's next turn."""
+        self._last_id += 1
+        request = GenerationRequest(self._last_id, prompt_ids, sampling, seed, session=session, prefix_group=prefix_group)
+        self._attempts[request.request_id] = attempt
+        self._queued.append(request)
+
+    def send(self) -> None:
+        """Send all queued requests at once, in an order that does not depend on when they were queued."""
+        if not self._queued:
+            return
+        requests, self._queued = sorted(self._queued, key=lambda request: (request.session, request.request_id)), []
+        with self.phases("generate"):
+            self.sampler.submit(requests)
+
+    def poll(self, timeout: float) -> list[tuple[RunningAttempt, Completion]]:
+        """Return the completions that arrive within `timeout` seconds, each with its attempt."""
+        with self.phases("generate"):
+            completions = self.sampler.poll(timeout)
+        known = [completion for completion in completions if completion.request_id in self._attempts]
+        return [(self._attempts.pop(completion.request_id), completion) for completion in known]
+
+    def abort(self) -> None:
+        """Drop queued requests, end those that were sent, and wait for their completions, which are forgotten."""
+        if self._attempts:
+            self.sampler.abort()
+            for request in self._queued:
+                self._attempts.pop(request.request_id, None)
+            while self._attempts:
+                for completion in self.sampler.poll(_POLL_S):
+                    self._attempts.pop(completion.request_id, None)
+        self._queued.clear()
