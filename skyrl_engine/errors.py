@@ -3,10 +3,13 @@
 An error prints as details first (where several things are wrong, one line each) and ends in one line holding cause and remedy.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
+from typing import TypeVar
 
 from attrs import define, field, frozen
+
+T = TypeVar("T")
 
 
 class EngineError(Exception):
@@ -230,6 +233,12 @@ class Refusals:
     def collect(self) -> "_Collecting":
         """Return a context in which an EngineError is kept, unless it is there already; what comes after the context goes on."""
         return _Collecting(self._errors)
+
+    def collect_all(self, checks: Iterable[Callable[[T], None]], subject: T) -> None:
+        """Run each check on the subject, in order, and keep what it raises."""
+        for check in checks:
+            with self.collect():
+                check(subject)
 
     def raise_all(self) -> None:
         """Raise what was collected: a single error as it is, of several one of the first's kind that tells all of them."""

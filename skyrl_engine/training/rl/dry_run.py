@@ -11,7 +11,8 @@ from skyrl_engine.data.preview import show_boundaries, token_texts
 from skyrl_engine.data.text.template_rule import Rendering
 from skyrl_engine.engine.cpu_check import sharing
 from skyrl_engine.rollout.offline_source import Recording
-from skyrl_engine.training.rl.prepare import LiveRolloutSpec, PreparedRl, Progress, prepare
+from skyrl_engine.training.rl.prepare import Progress, prepare
+from skyrl_engine.training.rl.prepared import LiveRolloutSpec, PreparedRl
 
 
 @frozen

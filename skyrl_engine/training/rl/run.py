@@ -27,7 +27,8 @@ from skyrl_engine.run.progress import LOADING
 from skyrl_engine.run.session import RunSession, open_session
 from skyrl_engine.spans import Phases
 from skyrl_engine.training.loop import Loop, RunResult
-from skyrl_engine.training.rl.prepare import LiveRolloutSpec, PreparedRl, Progress, prepare
+from skyrl_engine.training.rl.prepare import Progress, prepare
+from skyrl_engine.training.rl.prepared import LiveRolloutSpec, PreparedRl
 from skyrl_engine.training.rl.rewards import KlPenalty
 from skyrl_engine.training.rl.state import RlState, state_in
 from skyrl_engine.training.rl.trainer import Live, RlTrainer

@@ -14,8 +14,10 @@ from skyrl_engine.data.text.template_rule import Rendering, find_difference
 from skyrl_engine.engine.engine import Engine
 from skyrl_engine.errors import ConfigError, DataError, Problem, RolloutError
 from skyrl_engine.run.progress import LOADING
+from skyrl_engine.training.rl.checks import limits_of
 from skyrl_engine.training.rl.evaluation import attempts, evaluation_metrics, tasks_of
-from skyrl_engine.training.rl.prepare import LiveRolloutSpec, Progress, limits_of, prepare
+from skyrl_engine.training.rl.prepare import Progress, prepare
+from skyrl_engine.training.rl.prepared import LiveRolloutSpec
 from skyrl_engine.training.rl.prompts import check_prompts
 from skyrl_engine.training.rl.run import episode_pool
 

@@ -35,7 +35,7 @@ from skyrl_engine.training.reference import REFERENCE, REFERENCE_MODEL
 from skyrl_engine.training.rl.batches import group_sizes, mini_batch_size, shuffle_groups
 from skyrl_engine.training.rl.evaluation import attempts, evaluation_metrics, tasks_of
 from skyrl_engine.training.rl.metrics import rollout_metrics
-from skyrl_engine.training.rl.prepare import LiveRolloutSpec, PreparedRl
+from skyrl_engine.training.rl.prepared import LiveRolloutSpec, PreparedRl
 from skyrl_engine.training.rl.reward_model import value_metrics
 from skyrl_engine.training.rl.rewards import KlPenalty
 from skyrl_engine.training.rl.state import RlState

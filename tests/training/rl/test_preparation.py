@@ -12,7 +12,8 @@ from skyrl_engine.config import load, resolve
 from skyrl_engine.errors import ConfigError, DataError, ModelError, UnsupportedError
 from skyrl_engine.modeling.tiny import write_model
 from skyrl_engine.training.rl.dry_run import facts, plan_rl
-from skyrl_engine.training.rl.prepare import LiveRolloutSpec, prepare
+from skyrl_engine.training.rl.prepare import prepare
+from skyrl_engine.training.rl.prepared import LiveRolloutSpec
 
 KL_TERM = "loss.terms=[{use='kl', coef=0.1}]"
 
@@ -21,7 +22,7 @@ KL_TERM = "loss.terms=[{use='kl', coef=0.1}]"
     ("overrides", "error", "words", "remedy"),
     [
         (["rl.group_size=1"], UnsupportedError, "rl.group_size is 1: every advantage would be 0", "Raise rl.group_size"),
-        (["reference.precompute=true"], ConfigError, r"reference.precompute: rollouts are sampled anew", "Remove it"),
+        (["reference.precompute=true"], ConfigError, r"reference.precompute: precomputing needs fixed data", "Remove it"),
         (["rl.mini_batches=4"], ConfigError, r"rl.mini_batches: is 4, and a batch has 3 groups", "Lower rl.mini_batches"),
         (["environments=[]"], ConfigError, "environments: there is no environment", "Add [[environments]]"),
         (["rl.max_tokens=65"], UnsupportedError, "attempts of up to 129 tokens, and the model has 128 positions", "Lower one"),

@@ -12,7 +12,7 @@ from skyrl_engine.registry.bound_plugin import BoundPlugin
 from skyrl_engine.registry.host import Owner
 from skyrl_engine.rollout.chat_renderer import ChatRenderer
 from skyrl_engine.testing.templates import TEMPLATES
-from skyrl_engine.training.rl.prepare import _prove_turns
+from skyrl_engine.training.rl.checks import validate_turns
 
 ASKED = Task("asked", messages=({"role": "user", "content": "how much is 1 + 1?"},))
 TOOL = {
@@ -26,7 +26,7 @@ def prove(task: Task, *, template: str = "chatml", history: Any = "append", max_
     product = SimpleNamespace(claims=EnvironmentClaims(max_turns=max_turns))
     part: BoundPlugin[Any] = BoundPlugin(product, Owner("sums", "Correct it"), "environments[0]", "sums")
     tasks: Any = SimpleNamespace(tasks=[[task]])
-    _prove_turns(ChatRenderer(TEMPLATES[template].tokenizer(), history=history), [part], tasks)
+    validate_turns(ChatRenderer(TEMPLATES[template].tokenizer(), history=history), [part], tasks)
 
 
 def test_turns_that_can_be_rendered_are_planned() -> None:

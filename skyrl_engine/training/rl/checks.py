@@ -1,0 +1,341 @@
+"""Checks of a run by reinforcement, each a function of the draft that raises what it finds. They run in the order of the two lists at the end:
+`BEFORE_BUILDING` reads configuration and model, `AFTER_BUILDING` what was built.
+"""
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final
+
+import numpy as np
+from attrs import evolve
+
+from skyrl_engine.config import ResolvedConfig
+from skyrl_engine.config.schema import EngineConfig, RlConfig
+from skyrl_engine.contracts.kinds.environment import Environment, Task
+from skyrl_engine.contracts.values.columns import SampleColumns
+from skyrl_engine.contracts.values.ragged import offsets_of
+from skyrl_engine.engine.assembly import Assembly
+from skyrl_engine.engine.sampler import refuse_elsewhere
+from skyrl_engine.errors import ConfigError, DataError, Problem, UnsupportedError
+from skyrl_engine.model_facts.facts import ModelFacts
+from skyrl_engine.registry.bound_plugin import BoundPlugin
+from skyrl_engine.rollout.chat_renderer import ChatRenderer
+from skyrl_engine.rollout.offline_source import Recording
+from skyrl_engine.training.reference import refuse_dropout, refuse_unread_reference
+from skyrl_engine.training.rl.batches import mini_batch_size
+from skyrl_engine.training.rl.evaluation import tasks_of
+from skyrl_engine.training.rl.prepared import LiveRolloutSpec, RlDraft
+from skyrl_engine.training.rl.prompts import OF_TABLES, PromptLimits, check_prompts, most_of
+from skyrl_engine.training.rl.tasks import TaskOrder, task_at, tasks_in
+from skyrl_engine.workers.dispatch import plan_batch
+
+logger = logging.getLogger(__name__)
+
+_REWARDED: Final = frozenset(("rewards", "advantages", "returns"))
+"""Columns by which a reward reaches the model."""
+
+
+def refuse_contradictions(draft: RlDraft) -> None:
+    """Raise ConfigError with every key that contradicts another one; some do so only where the run trains."""
+    resolved, trains = draft.resolved, draft.trains
+    settings, fewest = resolved.config.rl, resolved.config.rollouts.min_group_size
+    problems = []
+    if settings.rollouts is not None:
+        problems += _refuse_sampling(resolved)
+    elif not resolved.config.environments:
+        problems.append(
+            Problem("environments", "there is no environment", 'Add [[environments]] with use = "...", or give --env or --reward')
+        )
+    if resolved.config.reference.precompute:
+        problems.append(
+            Problem("reference.precompute", "precomputing needs fixed data, and RL samples new rollouts in every step", "Remove it")
+        )
+    if trains and settings.rollouts is None and fewest is not None and fewest > settings.group_size:
+        problems.append(
+            Problem(
+                "rollouts.min_group_size",
+                f"is {fewest}, and a group has rl.group_size = {settings.group_size} attempts: every group would be dropped",
+                "Lower rollouts.min_group_size, or raise rl.group_size",
+            )
+        )
+    if settings.mini_batches > settings.groups:
+        problems.append(
+            Problem(
+                "rl.mini_batches",
+                f"is {settings.mini_batches}, and a batch has {settings.groups} groups, which are never cut",
+                "Lower rl.mini_batches or raise rl.groups",
+            )
+        )
+    if settings.micro_batch_rows is not None and settings.micro_batch_tokens is not None:
+        problems.append(
+            Problem(
+                "rl.micro_batch_tokens",
+                "rl.micro_batch_rows is set too",
+                "Give one of rl.micro_batch_rows and rl.micro_batch_tokens",
+            )
+        )
+    if problems:
+        raise ConfigError(problems)
+
+
+def _refuse_sampling(resolved: ResolvedConfig) -> list[Problem]:
+    """Return the problems of keys that ask for what nobody does where rollouts are recorded."""
+    config = resolved.config
+    asked = {
+        "environments": bool(config.environments),
+        "evaluation.every": config.evaluation.every is not None,
+        "evaluation.at_start": config.evaluation.at_start,
+    }
+    return [
+        Problem(key, "rl.rollouts is set, so that nothing is sampled and no environment answers", f"Remove {key}, or rl.rollouts")
+        for key, given in asked.items()
+        if given
+    ]
+
+
+def refuse_model_dropout(draft: RlDraft) -> None:
+    """Raise UnsupportedError for a model that is trained with dropout."""
+    if draft.trains:
+        refuse_dropout(
+            draft.files.facts,
+            "sampled and scored without it: ratios would not be 1, and the sampler would seem to hold other weights",
+        )
+
+
+def refuse_generator(draft: RlDraft) -> None:
+    """Refuse a generator that does not run on ranks, and one that nothing can be trained with."""
+    if not draft.is_live:
+        return
+    resolved = draft.resolved
+    plugin = resolved.plugins["generator"]
+    label, description = str(plugin.loaded.record), plugin.loaded.describe_generator(plugin.options)
+    refuse_elsewhere(label, description)
+    if resolved.config.rl.stop_strings and "stop_strings" not in description.capabilities:
+        raise UnsupportedError(
+            f"rl.stop_strings is set, and {label} does not declare the capability 'stop_strings'",
+            remedy="Remove rl.stop_strings, or choose a generator that stops at texts, such as hf",
+        )
+    if not draft.trains:
+        return
+    if not description.accepts and "recorded" not in description.capabilities:
+        raise UnsupportedError(
+            f"{label} takes no weights: it would go on sampling from a model that is not the trained one",
+            remedy="Choose a generator that takes weights, such as hf",
+        )
+    if "logprobs" not in description.capabilities:
+        raise UnsupportedError(
+            f"{label} does not declare the capability 'logprobs': nobody could tell whether it samples from the trained model",
+            remedy="Choose a generator that gives the log-probabilities of what it samples, such as hf",
+        )
+
+
+def refuse_beyond_positions(draft: RlDraft) -> None:
+    """Raise UnsupportedError for attempts that may become longer than the model's positions reach."""
+    longest, positions = draft.longest, draft.files.facts.extended_length
+    if draft.is_live and positions is not None and longest > positions:
+        raise UnsupportedError(
+            f"rl.max_prompt_tokens and rl.max_tokens make attempts of up to {longest:,} tokens, and the model has {positions:,} positions",
+            remedy="Lower one of them",
+        )
+
+
+def refuse_single_attempts(draft: RlDraft) -> None:
+    """Raise UnsupportedError for groups of one attempt under an advantage that compares attempts."""
+    settings, advantage = draft.resolved.config.rl, draft.advantage
+    if advantage is None or advantage.product.claims.groups != "needed":
+        return
+    if draft.is_live and settings.group_size == 1:
+        raise UnsupportedError(
+            f"{advantage.label} compares attempts at one task, and rl.group_size is 1: every advantage would be 0",
+            remedy="Raise rl.group_size, or choose an advantage without groups, such as gae or reinforce_pp",
+        )
+    recording = draft.rollouts
+    if isinstance(recording, Recording) and recording.largest == 1:
+        raise UnsupportedError(
+            f"{advantage.label} compares attempts at one task, and no task of {recording.place} has two: every advantage would be 0",
+            remedy="Record groups of several attempts, or choose an advantage without groups, such as gae or reinforce_pp",
+        )
+
+
+def refuse_too_few(draft: RlDraft) -> None:
+    """Raise DataError where tasks are not repeated and an environment has fewer than the run takes."""
+    settings, rollouts = draft.resolved.config.rl, draft.rollouts
+    if settings.repeat_tasks or not draft.trains or not isinstance(rollouts, LiveRolloutSpec):
+        return
+    tasks = rollouts.tasks
+    for part, own, needed in zip(tasks.environments, tasks.tasks, tasks.needs(settings.steps * settings.groups), strict=True):
+        if needed > len(own):
+            raise DataError(
+                f"{part.label} has {len(own):,} tasks, and {settings.steps} steps of {settings.groups} groups take {needed:,} of it",
+                remedy="Set rl.repeat_tasks = true, or lower rl.steps",
+            )
+
+
+def refuse_too_few_groups(draft: RlDraft) -> None:
+    """Raise DataError where recorded groups are not repeated and there are fewer than the run takes."""
+    settings, recording = draft.resolved.config.rl, draft.rollouts
+    if not isinstance(recording, Recording) or settings.repeat_tasks:
+        return
+    needed, there = settings.steps * settings.groups, len(recording.groups)
+    if needed > there:
+        raise DataError(
+            f"{recording.place} has {there:,} groups to train on, and {settings.steps} steps of {settings.groups} take {needed:,}",
+            remedy="Set rl.repeat_tasks = true, or lower rl.steps",
+        )
+
+
+def check_turns(draft: RlDraft) -> None:
+    """Check that later turns can be rendered, where there are any."""
+    if isinstance(draft.rollouts, LiveRolloutSpec):
+        validate_turns(draft.rollouts.renderer, draft.environments, draft.rollouts.tasks)
+
+
+def validate_turns(renderer: ChatRenderer, parts: Sequence[BoundPlugin[Environment]], tasks: TaskOrder) -> None:
+    """Prove that later turns can be appended where there are any, with the first task of every environment."""
+    for part, trained in zip(parts, tasks.tasks, strict=True):
+        # an evaluation may be of held-out tasks alone
+        own = trained if len(trained) else tasks_in(part, "eval")
+        if not len(own):
+            continue
+        task = task_at(part, own, 0)
+        if part.product.claims.max_turns > 1:
+            if task.prompt_ids and renderer.history == "template":
+                raise UnsupportedError(
+                    f'{part.label} gives its prompts as tokens, and rl.history = "template" renders them anew from messages',
+                    remedy='Set rl.history = "append"',
+                )
+            roles = ("tool",) if task.tools else ("user",)
+            for warning in renderer.validate_template(roles, task.tools):
+                logger.warning("%s", warning)
+        elif task.messages:
+            renderer.require_tools(task.tools)
+
+
+def check_first_prompts(draft: RlDraft) -> None:
+    """Render the prompts of the first groups' tasks. Raises as `check_prompts` does."""
+    if draft.trains and isinstance(rollouts := draft.rollouts, LiveRolloutSpec):
+        config = draft.resolved.config
+        tasks, limits = _first_tasks(config, rollouts.tasks), limits_of(config, draft.files.facts)
+        draft.longest_prompt = check_prompts(draft.environments, tasks, rollouts.renderer, limits)
+
+
+def check_evaluation(draft: RlDraft) -> None:
+    """Check the held-out tasks that the run evaluates on. Raises ConfigError where it is to evaluate on none, and as `check_prompts` does."""
+    if draft.trains and isinstance(rollouts := draft.rollouts, LiveRolloutSpec):
+        config = draft.resolved.config
+        _check_held_out(config, draft.environments, rollouts.renderer, limits_of(config, draft.files.facts))
+
+
+def _check_held_out(
+    config: EngineConfig, parts: Sequence[BoundPlugin[Environment]], renderer: ChatRenderer, limits: PromptLimits
+) -> None:
+    asked = [key for key in ("every", "at_start") if getattr(config.evaluation, key) not in (None, False)]
+    if not asked and not config.evaluation.at_end:
+        return
+    held_out = tasks_of(parts, config.evaluation.tasks)
+    if asked and not held_out:
+        raise ConfigError(
+            [
+                Problem(
+                    f"evaluation.{key}",
+                    "asks for evaluation, but no environment has a held-out task",
+                    f"Remove evaluation.{key}, or hold tasks out: --eval-data, or eval_data or eval_fraction of an environment over a table",
+                )
+                for key in asked
+            ]
+        )
+    check_prompts(parts, held_out, renderer, limits)
+
+
+def limits_of(config: EngineConfig, facts: ModelFacts) -> PromptLimits:
+    """Return what prompts of the run may be."""
+    return PromptLimits(config.rl.max_prompt_tokens, facts.vocabulary_size, config.rollouts.max_failure_share)
+
+
+def _first_tasks(config: EngineConfig, tasks: TaskOrder) -> Iterator[tuple[int, Task]]:
+    """Yield the tasks that the first groups attempt."""
+    most = [most_of(part) for part in tasks.environments]
+    return tasks.first(min(config.rl.steps * config.rl.groups, OF_TABLES * len(most)), most)
+
+
+def plan_any_batch(draft: RlDraft) -> None:
+    """Plan a batch of as many attempts as a step has, so that a collator that cannot cut as the run says is refused now.
+
+    One attempt is as long as some are for certain: as the longest that was recorded, or the longest prompt and a token. Others are short, and
+    longer ones may still be sampled. Raises what the collator raises.
+    """
+    config, settings, assembly, rollouts = draft.resolved.config, draft.resolved.config.rl, draft.assembly, draft.rollouts
+    if assembly is None or not (draft.trains or config.reward_model.path is not None):
+        return
+    size, least = settings.group_size, 2
+    if isinstance(rollouts, Recording):
+        size, least = rollouts.largest, max(least, rollouts.longest)
+    elif rollouts is not None:
+        least = max(least, draft.longest_prompt + 1)
+    lengths = np.full(settings.groups * size, 2, dtype=np.int64)
+    lengths[0] = least
+    columns = SampleColumns.create(
+        input_ids=np.zeros(int(lengths.sum()), dtype=np.int64),
+        token_offsets=offsets_of(lengths),
+        action_offsets=np.arange(len(lengths) + 1, dtype=np.int64),
+        group_ids=np.repeat(np.arange(settings.groups, dtype=np.int64), size),
+    )
+    together = mini_batch_size([size] * settings.groups, settings.mini_batches)
+    plan_batch(assembly.collator, columns, evolve(draft.layout_of(assembly), mini_batch_size=together))
+
+
+def refuse_no_values(draft: RlDraft) -> None:
+    """Raise UnsupportedError for passes that read values of a model without a value head."""
+    scoring, advantage = draft.scoring, draft.advantage
+    if scoring is None or advantage is None:
+        return
+    if "values" in scoring.scores.values() and not draft.resolved.config.model.value_head:
+        raise UnsupportedError(
+            f"{advantage.label} needs old_values, and the model has no value head",
+            remedy="Set model.value_head = true, or choose an advantage without values, such as grpo or reinforce_pp",
+        )
+
+
+def refuse_unread_reference_keys(draft: RlDraft) -> None:
+    """Raise ConfigError for keys of `[reference]` where nothing reads a reference."""
+    if draft.trains and draft.scoring is not None and not draft.scoring.reference:
+        refuse_unread_reference(draft.resolved)
+
+
+def warn_of_settings(draft: RlDraft) -> None:
+    """Log what is allowed and hardly meant."""
+    if draft.trains and draft.assembly is not None:
+        for warning in _collect_warnings(draft.resolved.config.rl, draft.assembly):
+            logger.warning("%s", warning)
+
+
+def _collect_warnings(settings: RlConfig, assembly: Assembly) -> Iterator[str]:
+    """Tell what is allowed and hardly meant."""
+    if _REWARDED.isdisjoint(name for needs in assembly.needs.values() for name in needs):
+        yield (
+            f"no part of the loss reads {', '.join(sorted(_REWARDED))}: all attempts are learned alike, whatever their reward. "
+            "Choose a loss that reads advantages, such as ppo, unless a filter of groups chooses what is learned"
+        )
+    longest = settings.max_prompt_tokens + settings.max_tokens
+    if settings.micro_batch_tokens is not None and settings.micro_batch_tokens < longest:
+        yield (
+            f"rl.micro_batch_tokens = {settings.micro_batch_tokens} holds no attempt of rl.max_prompt_tokens + rl.max_tokens = {longest} "
+            "tokens: the run stops at the first that does not fit. Raise it, or lower one of these"
+        )
+
+
+Check = Callable[[RlDraft], None]
+
+BEFORE_BUILDING: Final[tuple[Check, ...]] = (refuse_contradictions, refuse_model_dropout, refuse_generator, refuse_beyond_positions)
+
+AFTER_BUILDING: Final[tuple[Check, ...]] = (
+    refuse_single_attempts,
+    check_turns,
+    refuse_too_few,
+    refuse_too_few_groups,
+    check_first_prompts,
+    check_evaluation,
+    plan_any_batch,
+    refuse_no_values,
+    refuse_unread_reference_keys,
+)
