@@ -68,8 +68,9 @@ def preview(
     from skyrl_engine.engine.capability import vision_of
     from skyrl_engine.engine.model_files import ModelFiles
     from skyrl_engine.errors import ConfigError, Problem
-    from skyrl_engine.training.preference.preparation import GIVEN
-    from skyrl_engine.training.sft.data import columns_to_read, limit_to_model, list_teacher_columns
+    from skyrl_engine.training.preference.checks import GIVEN
+    from skyrl_engine.training.sft.checks import limit_to_model
+    from skyrl_engine.training.sft.prepare import columns_to_read, list_teacher_columns
 
     flags = {"model.path": model, "data.train": dataset, **columns_by_key(columns)}
     resolved = resolve(load_config(file, overrides, flags, trust_code=trust_code))

@@ -311,7 +311,7 @@ def _material(raw: "RawConfig", family: str) -> "Iterator[tuple[ResolvedConfig, 
     from skyrl_engine.config import resolve
 
     if "model" in raw.table:
-        from skyrl_engine.training.sft.data import prepare
+        from skyrl_engine.training.sft.prepare import prepare
 
         prepared = prepare(resolve(raw))
         config = prepared.resolved.config

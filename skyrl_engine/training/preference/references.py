@@ -26,8 +26,8 @@ from skyrl_engine.errors import DataError, UnsupportedError
 from skyrl_engine.model_facts.identity import weights_fingerprint
 from skyrl_engine.run.durable import sync, write_durably
 from skyrl_engine.training.reference import REFERENCE, REFERENCE_MODEL
-from skyrl_engine.training.sft.data import DataProgress
 from skyrl_engine.training.sft.order import Position, SampleOrder
+from skyrl_engine.training.sft.prepare import DataProgress
 from skyrl_engine.training.sft.state import fingerprint
 
 _SECONDS_BETWEEN_WRITES: Final = 1.0

@@ -15,12 +15,13 @@ from skyrl_engine.engine.engine import Engine
 from skyrl_engine.engine.plan import Plan
 from skyrl_engine.training.loop import RunResult
 from skyrl_engine.training.preference.baseline import baseline_of, mismatch_answers
-from skyrl_engine.training.preference.preparation import BASELINE, PreparedPreference, prepare
+from skyrl_engine.training.preference.checks import BASELINE
+from skyrl_engine.training.preference.prepare import PreparedPreference, prepare
 from skyrl_engine.training.preference.references import ReferenceScores, with_references
 from skyrl_engine.training.reference import REFERENCE, REFERENCE_MODEL
-from skyrl_engine.training.sft.data import DataProgress
 from skyrl_engine.training.sft.dry_run import RunPlan
 from skyrl_engine.training.sft.order import Position
+from skyrl_engine.training.sft.prepare import DataProgress
 from skyrl_engine.training.sft.trainer import SftTrainer, Start, plan_on_data, train_on_data
 
 

@@ -8,9 +8,9 @@ from attrs import define
 
 from skyrl_engine.config import ResolvedConfig
 from skyrl_engine.training.loop import RunResult
-from skyrl_engine.training.reward_model.preparation import prepare
-from skyrl_engine.training.sft.data import DataProgress
+from skyrl_engine.training.reward_model.prepare import prepare
 from skyrl_engine.training.sft.dry_run import RunPlan
+from skyrl_engine.training.sft.prepare import DataProgress
 from skyrl_engine.training.sft.trainer import SftTrainer, Start, plan_on_data, train_on_data
 
 

@@ -11,8 +11,9 @@ from skyrl_engine.contracts.values.plan import BatchPlan
 from skyrl_engine.contracts.values.topology import Topology
 from skyrl_engine.data.preview import first_prompt
 from skyrl_engine.engine.cpu_check import sharing
-from skyrl_engine.training.sft.data import PreparedRun, describe_data, limit_to_model
+from skyrl_engine.training.sft.checks import limit_to_model
 from skyrl_engine.training.sft.order import SampleOrder
+from skyrl_engine.training.sft.prepare import PreparedRun, describe_data
 
 
 @frozen

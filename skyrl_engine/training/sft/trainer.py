@@ -18,10 +18,10 @@ from skyrl_engine.run.session import open_session, to_resume_from
 from skyrl_engine.spans import Spans
 from skyrl_engine.training.idle import IdleSteps, explain_idle_objective
 from skyrl_engine.training.loop import Loop, RunResult, StepDone
-from skyrl_engine.training.sft.data import DataProgress, PreparedRun, describe_data, prepare
 from skyrl_engine.training.sft.dry_run import RunPlan, describe_plan
 from skyrl_engine.training.sft.evaluation import evaluate
 from skyrl_engine.training.sft.order import Position
+from skyrl_engine.training.sft.prepare import DataProgress, PreparedRun, describe_data, prepare
 from skyrl_engine.training.sft.state import SftState, fingerprint, position_in
 from skyrl_engine.training.teacher import TEACHER
 

@@ -17,7 +17,7 @@ from skyrl_engine.modeling.tiny import write_model, write_tokenizer
 from skyrl_engine.run.directory import RunDirectory
 from skyrl_engine.run.metrics import read_metrics
 from skyrl_engine.training.export import export_checkpoint
-from skyrl_engine.training.reward_model.preparation import prepare
+from skyrl_engine.training.reward_model.prepare import prepare
 from skyrl_engine.training.reward_model.trainer import plan_reward_model, run_reward_model
 
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}

@@ -11,7 +11,7 @@ from skyrl_engine.config.schema import DataConfig, ModelConfig
 from skyrl_engine.errors import DataError
 from skyrl_engine.model_facts.facts import ModelFacts
 from skyrl_engine.modeling.tiny import write_tokenizer
-from skyrl_engine.training.sft.data import limit_to_model
+from skyrl_engine.training.sft.checks import limit_to_model
 from skyrl_engine.training.sft.trainer import plan_sft
 
 

@@ -17,7 +17,7 @@ from skyrl_engine.contracts.kinds.observer import StepFinished
 from skyrl_engine.errors import PluginBrokenError, UnsupportedError
 from skyrl_engine.run.metrics import read_metrics
 from skyrl_engine.training.export import export_checkpoint
-from skyrl_engine.training.sft.data import prepare
+from skyrl_engine.training.sft.prepare import prepare
 from skyrl_engine.training.sft.trainer import run_sft
 
 Configure = Callable[..., ResolvedConfig]

@@ -16,7 +16,7 @@ from skyrl_engine.errors import UnsupportedError
 from skyrl_engine.modeling.tiny import write_model, write_tokenizer
 from skyrl_engine.proof.plain_model import divergence
 from skyrl_engine.run.metrics import read_metrics
-from skyrl_engine.training.sft.data import prepare
+from skyrl_engine.training.sft.prepare import prepare
 
 WORDS = ["one two three four five six seven eight"]
 ROWS = [

@@ -1,7 +1,7 @@
 """Everything of a supervised run that can be decided before a rank starts: the assembly, the data, the order of samples, checks of all."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -15,27 +15,25 @@ from skyrl_engine.config.schema import DataConfig, EngineConfig
 from skyrl_engine.contracts.kinds.backend import Capability
 from skyrl_engine.contracts.kinds.context import FactoryContext
 from skyrl_engine.contracts.kinds.reducer import Reducer
-from skyrl_engine.contracts.values.bundles import Bundles
 from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.plan import BatchPlan
-from skyrl_engine.contracts.values.ragged import IntArray
 from skyrl_engine.data.dataset import Split, TokenizedDataset, load_columns, open_source_of
 from skyrl_engine.data.images.processor import load_vision
-from skyrl_engine.data.sources.formats import PREFERENCES, Reading
+from skyrl_engine.data.sources.formats import Reading
 from skyrl_engine.data.text.template_rule import find_difference
 from skyrl_engine.engine.assembly import Assembly, assemble
-from skyrl_engine.engine.capability import check_pairs, collect_needed_columns, needs_of_reducer, vision_of
+from skyrl_engine.engine.capability import collect_needed_columns, needs_of_reducer, vision_of
 from skyrl_engine.engine.frozen_model import FrozenModel
 from skyrl_engine.engine.model_files import ModelFiles
-from skyrl_engine.errors import DataError, Refusals
+from skyrl_engine.errors import Refusals
 from skyrl_engine.model_facts.facts import ModelFacts
 from skyrl_engine.model_facts.thresholds import refuse_longer_rows
 from skyrl_engine.objective.parts import ObjectiveParts
 from skyrl_engine.registry.bound_plugin import BoundPlugin
 from skyrl_engine.training.frozen_model_compat import check_models_beside
+from skyrl_engine.training.sft.checks import ConfigCheck, DataDraft, DraftCheck, check_samples, limit_to_model, plan_first_batch
 from skyrl_engine.training.sft.order import SampleOrder
 from skyrl_engine.training.teacher import TEACHER, plan_teacher
-from skyrl_engine.workers.dispatch import batch_structure, plan_batch, token_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -70,23 +68,23 @@ def prepare(
     *,
     reading: Reading = "samples",
     given: AbstractSet[str] = frozenset(),
-    check: Callable[[Assembly, ModelFiles], None] | None = None,
-    refusals: Refusals | None = None,
+    before_building: Sequence[ConfigCheck] = (),
+    after_building: Sequence[DraftCheck] = (),
 ) -> PreparedRun:
     """Load the data, make the controller's plugins, and refuse what cannot work. Starts nothing and writes nothing but the token cache.
 
-    `reading` says how rows are read. `given` are columns that the trainer computes, so that the data need not have them; `check` is what the
-    trainer refuses of the parts. Whatever is found is raised at once, with what `refusals` hold already.
+    `reading` says how rows are read. `given` are columns that the trainer computes, so that the data need not have them.
+    `before_building` and `after_building` are the trainer's own checks, in their order. Whatever is found is raised at once.
     """
     config = resolved.config
-    refusals = Refusals() if refusals is None else refusals
+    refusals = Refusals()
+    refusals.collect_all(before_building, resolved)
     files = ModelFiles.of(config.model)
     assembly = None
     with refusals.collect():
         assembly = assemble(resolved, files, max_sequence_length=config.data.max_length)
-    if assembly is not None and check is not None:
-        with refusals.collect():
-            check(assembly, files)
+    if assembly is not None:
+        refusals.collect_all(after_building, DataDraft(resolved, files, assembly))
     check_models_beside(resolved, refusals)
     given = {*given, *list_teacher_columns(config)}
     data = config.data
@@ -119,7 +117,7 @@ def prepare(
         logger.warning("the held-out data %s is not like the training data: %s", evaluation.name, different)
     for dataset in loaded.values():
         with refusals.collect():
-            _check_samples(dataset, files.facts, assembly, reading)
+            check_samples(dataset, files.facts, assembly, reading)
     datasets = [dataset.columns for dataset in loaded.values()]
     with refusals.collect():
         resolved = _with_rotary_length(resolved, files, datasets)
@@ -127,7 +125,7 @@ def prepare(
     required: frozenset[Capability] = frozenset()
     with refusals.collect():
         order = _order_of(resolved, train, evaluation)
-        first_batch = _first_batch(resolved, assembly, loaded, order)
+        first_batch = plan_first_batch(resolved, assembly, loaded, order)
     longest = max(int(np.diff(columns.token_offsets).max(initial=1)) for columns in datasets)
     with refusals.collect():
         teacher = plan_teacher(
@@ -167,22 +165,6 @@ def _load(data: DataConfig, files: ModelFiles, **reading: Any) -> TokenizedDatas
     return load_columns(data, files.tokenizer, vision=files.vision, **reading)
 
 
-def _check_samples(dataset: TokenizedDataset, facts: ModelFacts, assembly: Assembly, reading: Reading) -> None:
-    """Refuse a dataset of another kind than the trainer's, without anything to learn, or of another vocabulary. Raises DataError."""
-    if reading == "samples" and dataset.format in PREFERENCES:
-        raise DataError(
-            f"{dataset.name} holds preferences, a chosen and a rejected answer to a prompt, and trainer sft learns from single answers",
-            remedy='Set trainer = "preference", or learn from the chosen ones: data.map.completion = "chosen"',
-        )
-    if not dataset.columns.loss_weight.any():
-        raise DataError(
-            f"no token of {dataset.name} carries loss",
-            remedy="Check data.format and data.loss_on with `skyrl-engine data preview`",
-        )
-    _refuse_unknown_tokens(facts, dataset)
-    check_pairs(assembly.objective.losses, dataset.columns)
-
-
 def _order_of(resolved: ResolvedConfig, train: TokenizedDataset, evaluation: TokenizedDataset | None) -> SampleOrder:
     training, seed = resolved.config.training, resolved.config.run.seed
     size = training.batch_size
@@ -219,23 +201,6 @@ def _with_rotary_length(resolved: ResolvedConfig, files: ModelFiles, datasets: S
     return attrs.evolve(resolved, config=attrs.evolve(resolved.config, model=model))
 
 
-def limit_to_model(data: DataConfig, facts: ModelFacts) -> DataConfig:
-    """Set `max_length` to the model's context length where it is not set already; nothing changes where neither says.
-
-    Raises DataError for a `max_length` beyond the positions that the model has.
-    """
-    if data.max_length is None:
-        return attrs.evolve(data, max_length=facts.context_length)
-    positions = facts.extended_length
-    if positions is not None and data.max_length > positions:
-        raise DataError(
-            f"data.max_length is {data.max_length}, and the model has {positions} positions (max_position_embeddings, by the factor of "
-            "its rotary positions where they have one)",
-            remedy=f"Set data.max_length to {positions} or less, or train a model that was extended to longer texts",
-        )
-    return data
-
-
 def columns_to_read(resolved: ResolvedConfig, tokenizer: "PreTrainedTokenizerBase") -> dict[str, str]:
     """Name the columns that the objective needs of the data, each with who asks for it, as `load_columns` takes them."""
     config = resolved.config
@@ -258,71 +223,5 @@ def describe_data(dataset: TokenizedDataset | None) -> dict[str, Any] | None:
     }
 
 
-def _first_batch(
-    resolved: ResolvedConfig, assembly: Assembly, loaded: Mapping[Split, TokenizedDataset], order: SampleOrder
-) -> BatchPlan:
-    """Plan and weigh the first mini-batch, and plan the samples that take most room, so that what a later step would meet is refused now.
-
-    Raises what the collator and the reducer raise.
-    """
-    training = resolved.config.training
-    layout = assembly.layout(micro_batch_rows=training.micro_batch_rows, micro_batch_tokens=training.micro_batch_tokens)
-    chosen, _ = order.mini_batch(order.start())
-    first = loaded["train"].columns.take(chosen)
-    plan = plan_batch(assembly.collator, first, layout)
-    token_weights(
-        assembly.reducer,
-        batch_structure(first, plan.mini_batches[0], assembly.context.max_sequence_length, reducer=assembly.reducer),
-    )
-    for dataset in loaded.values():
-        columns = dataset.columns
-        # beside others, because there may have to be as many samples as ranks
-        some = np.union1d(largest_units(columns), np.arange(min(len(columns), training.batch_size)))
-        plan_batch(assembly.collator, columns.take(some), layout)
-    return plan
-
-
-def largest_units(columns: SampleColumns) -> IntArray:
-    """Return the samples, int64[n], of the units that take most room: with the longest sample, in rows, in tokens, and padded in one piece."""
-    units = Bundles.by_label(np.arange(len(columns), dtype=np.int64), columns.unit_ids)
-    tokens = np.diff(columns.token_offsets)
-    longest = units.maxima(tokens)
-    chosen = {int(np.argmax(size)) for size in (longest, units.sizes, units.sums(tokens), units.sizes * longest)}
-    return np.concatenate([units.members[unit] for unit in sorted(chosen)])
-
-
 def _holds_out(data: DataConfig) -> bool:
     return data.eval is not None or data.eval_fraction > 0
-
-
-def _refuse_unknown_tokens(facts: ModelFacts, dataset: TokenizedDataset) -> None:
-    size, columns = facts.vocabulary_size, dataset.columns
-    if size is None:
-        return
-    if int(columns.input_ids.max(initial=0)) >= size:
-        token = int(np.argmax(columns.input_ids >= size))
-        sample = int(np.searchsorted(columns.token_offsets, token, side="right")) - 1
-        raise DataError(
-            f"{dataset.name_of(sample)} holds the token id {int(columns.input_ids[token])} at token "
-            f"{token - int(columns.token_offsets[sample])}, and the vocabulary of {facts.model.path} has {size} tokens",
-            remedy="Use the tokenizer that belongs to the model: correct model.tokenizer, or make ready tokens again",
-        )
-    _refuse_unknown_candidates(facts, size, dataset)
-
-
-def _refuse_unknown_candidates(facts: ModelFacts, size: int, dataset: TokenizedDataset) -> None:
-    """Refuse an id beyond the vocabulary in a column of ids, at a response token that carries loss, naming sample and token."""
-    columns = dataset.columns
-    for name, ids in columns.columns.items():
-        if ids.ndim != 2 or ids.dtype.kind != "i":
-            continue
-        wrong = (ids >= size).any(1) & (columns.loss_weight != 0)
-        if wrong.any():
-            action = int(np.argmax(wrong))
-            sample = int(np.searchsorted(columns.action_offsets, action, side="right")) - 1
-            raise DataError(
-                f"the column {name!r} holds the token id {int(ids[action].max())} at response token "
-                f"{action - int(columns.action_offsets[sample])} of {dataset.name_of(sample)}, and the vocabulary of "
-                f"{facts.model.path} has {size} tokens",
-                remedy="Write the column with the tokenizer of the model that is trained",
-            )

@@ -5,10 +5,10 @@ import logging
 from skyrl_engine.config import ResolvedConfig
 from skyrl_engine.contracts.kinds.needs import ROLE_NEED, model_score
 from skyrl_engine.engine.model_files import ModelFiles
-from skyrl_engine.errors import ConfigError, Problem, Refusals, UnsupportedError
-from skyrl_engine.objective.parts import ObjectiveParts
-from skyrl_engine.training.sft.data import DataProgress, PreparedRun
-from skyrl_engine.training.sft.data import prepare as prepare_data
+from skyrl_engine.errors import ConfigError, Problem, UnsupportedError
+from skyrl_engine.training.sft.checks import DataDraft
+from skyrl_engine.training.sft.prepare import DataProgress, PreparedRun
+from skyrl_engine.training.sft.prepare import prepare as prepare_data
 
 logger = logging.getLogger(__name__)
 
@@ -19,44 +19,46 @@ def prepare(resolved: ResolvedConfig, progress: DataProgress | None = None) -> P
     Raises what preparing a run over a dataset raises; ConfigError for a model without a reward model's head, and UnsupportedError for a loss of
     something else than rewards, and for a model that transformers has no sequence classifier for.
     """
-    from skyrl_engine.modeling.classifier import classifier_class
-
-    model, table, refusals = resolved.config.model, resolved.config.reward_model, Refusals()
-    with refusals.collect():
-        if table.path is not None or table.revision is not None or table.weight != 1.0:
-            raise ConfigError(
-                [
-                    Problem(
-                        "reward_model.path", "is of trainer rl, as are revision and weight", "Name the model to train in model.path"
-                    )
-                ]
-            )
-    with refusals.collect():
-        if not model.classifier:
-            raise ConfigError(
-                [
-                    Problem(
-                        "model.classifier",
-                        "is false, and a reward model is a classifier with one label",
-                        'Set model.value_head = true and model.classifier = true, or reward_model.preset = "bradley_terry"',
-                    )
-                ]
-            )
-    with refusals.collect():
-        classifier_class(model)
     run = prepare_data(
         resolved,
         progress,
         reading="rewards",
-        check=lambda assembly, _: _refuse_no_rewards(assembly.objective),
-        refusals=refusals,
+        before_building=(_refuse_other_tables, _check_classifier),
+        after_building=(_refuse_no_rewards,),
     )
     _warn_of_padding(run.files)
     return run
 
 
-def _refuse_no_rewards(objective: ObjectiveParts) -> None:
+def _refuse_other_tables(resolved: ResolvedConfig) -> None:
+    table = resolved.config.reward_model
+    if table.path is not None or table.revision is not None or table.weight != 1.0:
+        raise ConfigError(
+            [Problem("reward_model.path", "is of trainer rl, as are revision and weight", "Name the model to train in model.path")]
+        )
+
+
+def _check_classifier(resolved: ResolvedConfig) -> None:
+    """Refuse a model that is not, or cannot be, a classifier with one label."""
+    from skyrl_engine.modeling.classifier import classifier_class
+
+    model = resolved.config.model
+    if not model.classifier:
+        raise ConfigError(
+            [
+                Problem(
+                    "model.classifier",
+                    "is false, and a reward model is a classifier with one label",
+                    'Set model.value_head = true and model.classifier = true, or reward_model.preset = "bradley_terry"',
+                )
+            ]
+        )
+    classifier_class(model)
+
+
+def _refuse_no_rewards(draft: DataDraft) -> None:
     """Refuse parts that read anything of the model but values: the one token that carries loss says nothing."""
+    objective = draft.assembly.objective
     for label, needs in objective.needs.items():
         other = next((need for need in needs if model_score(need) not in (None, "values")), None)
         if other is not None:

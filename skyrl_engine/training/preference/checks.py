@@ -1,0 +1,102 @@
+"""Checks of a run on preferences: of the configuration, of the parts that learn, and of the data under KTO's baseline."""
+
+from typing import Final
+
+from skyrl_engine.config import ResolvedConfig
+from skyrl_engine.contracts.kinds.needs import ROLE_NEED
+from skyrl_engine.errors import ConfigError, Problem, UnsupportedError
+from skyrl_engine.objective.parts import ObjectiveParts
+from skyrl_engine.training.preference.baseline import refuse_single_prompts
+from skyrl_engine.training.reference import REFERENCE, plan_reference, refuse_dropout, refuse_unread_reference
+from skyrl_engine.training.sft.checks import ConfigCheck, DataDraft, DraftCheck
+from skyrl_engine.training.sft.order import SampleOrder
+from skyrl_engine.training.sft.prepare import PreparedRun
+
+BASELINE: Final = "kl_baseline"
+"""The column of KTO's baseline, which the trainer computes for every mini-batch."""
+
+GIVEN: Final = frozenset((REFERENCE, BASELINE))
+"""Columns that the trainer provides."""
+
+
+def reads_reference(objective: ObjectiveParts) -> bool:
+    """Say whether a part of the loss compares with a reference; KTO's baseline does."""
+    return not {REFERENCE, BASELINE}.isdisjoint(objective.columns)
+
+
+def refuse_refreshed_reference(resolved: ResolvedConfig) -> None:
+    """Raise ConfigError for a reference that is to follow training, which is of trainer rl."""
+    if resolved.config.reference.refresh_every is not None:
+        raise ConfigError(
+            [
+                Problem(
+                    "reference.refresh_every",
+                    "is of trainer rl: preferences are compared with the model as it was before training",
+                    "Remove reference.refresh_every",
+                )
+            ]
+        )
+
+
+def refuse_no_preference(draft: DataDraft) -> None:
+    """Raise UnsupportedError for losses none of which tells chosen from rejected answers."""
+    objective = draft.assembly.objective
+    if not any(ROLE_NEED in part.product.needs or part.on is not None for part in objective.losses):
+        raise UnsupportedError(
+            f"{objective.main.label} does not tell chosen from rejected answers, so it would learn both alike",
+            remedy='Set loss.use = "dpo", or another loss of preferences, or train on single answers: trainer = "sft"',
+        )
+
+
+def refuse_single_pair_baseline(draft: DataDraft) -> None:
+    """Raise ConfigError for KTO's baseline over mini-batches of one sample."""
+    size = draft.resolved.config.training.batch_size
+    if BASELINE in draft.assembly.objective.columns and size < 2:
+        raise ConfigError(
+            [
+                Problem(
+                    "training.batch_size",
+                    f"is {size}, and the baseline compares answers of several prompts of a mini-batch",
+                    "Set training.batch_size to 2 or more",
+                )
+            ]
+        )
+
+
+def refuse_precomputed_baseline(draft: DataDraft) -> None:
+    """Raise UnsupportedError for reference.precompute beside KTO's baseline."""
+    if BASELINE in draft.assembly.objective.columns and draft.resolved.config.reference.precompute:
+        raise UnsupportedError(
+            "reference.precompute scores the answers of the data, and KTO's baseline is of mismatched ones, others in every step",
+            remedy="Remove reference.precompute, or choose another loss",
+        )
+
+
+def check_reference(draft: DataDraft) -> None:
+    """Refuse a reference that cannot be, and one that nothing reads. Raises as `plan_reference` and `refuse_unread_reference` do."""
+    if reads_reference(draft.assembly.objective):
+        refuse_dropout(draft.files.facts, "the reference is scored without it: the first log-ratios would not be 0")
+        plan_reference(draft.resolved, draft.assembly, draft.files)
+    elif draft.resolved.config.reference.refresh_every is None:
+        refuse_unread_reference(draft.resolved)
+
+
+def check_baseline(run: PreparedRun) -> None:
+    """Raise DataError where KTO's baseline would find no answer to another prompt in some mini-batch."""
+    if BASELINE not in run.assembly.objective.columns:
+        return
+    order, evaluated = run.order, run.evaluation
+    refuse_single_prompts(run.train.columns, order, run.total_steps, name=run.train.name)
+    if evaluated is not None:
+        held_out = SampleOrder.of(evaluated.columns, batch_size=order.batch_size, shuffle=False)
+        refuse_single_prompts(evaluated.columns, held_out, held_out.steps_per_epoch, name=evaluated.name)
+
+
+BEFORE_BUILDING: Final[tuple[ConfigCheck, ...]] = (refuse_refreshed_reference,)
+
+AFTER_BUILDING: Final[tuple[DraftCheck, ...]] = (
+    refuse_no_preference,
+    refuse_single_pair_baseline,
+    refuse_precomputed_baseline,
+    check_reference,
+)
