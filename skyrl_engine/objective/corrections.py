@@ -14,17 +14,17 @@ from skyrl_engine.registry.host import blaming
 
 @torch.no_grad()
 def correct(
-    steps: Sequence[BoundPlugin[Correction]], tokens: MicroBatchTokens, first_part: int
+    steps: Sequence[BoundPlugin[Correction]], tokens: MicroBatchTokens, first_index: int
 ) -> tuple[torch.Tensor, dict[str, Metric]]:
     """The product of all factors, [n] without gradient, and per correction the share of tokens it kept and the mean factor of those.
 
-    `first_part` is the first correction's place in the objective, for generators. Raises ContractError for what is no factor per token.
+    `first_index` is the first correction's index in the objective, for generators. Raises ContractError for what is no factor per token.
     """
     factors = torch.ones_like(tokens.like)
     metrics: dict[str, Metric] = {}
-    for part, step in enumerate(steps, start=first_part):
+    for index, step in enumerate(steps, start=first_index):
         keep = factors != 0
-        given = tokens.for_correction(step.label, step.product.needs, part, keep)
+        given = tokens.for_correction(step.label, step.product.needs, index, keep)
         with blaming(step.owner, "its call"):
             made = step.product(given)
         before = len(given.sequences.index)

@@ -86,7 +86,7 @@ class LossObjective:
             _add(metrics, output.metrics, "" if term is self.parts.main else f"{term.name}/", term.label)
             value = output.token_loss
             if term is self.parts.main and self.parts.corrections:
-                factors, measured = correct(self.parts.corrections, tokens, first_part=len(self.parts.losses))
+                factors, measured = correct(self.parts.corrections, tokens, first_index=len(self.parts.losses))
                 metrics |= measured
                 # A dropped token counts for nothing even if it is not finite.
                 value = torch.where(factors == 0, 0.0, factors * value)
@@ -101,9 +101,9 @@ class LossObjective:
         return {name: Metric.sum(value) for name, value in zip(names, sums, strict=True)}
 
 
-def _evaluate_loss(term: BoundPlugin[Loss], tokens: MicroBatchTokens, part: int) -> LossOutput:
+def _evaluate_loss(term: BoundPlugin[Loss], tokens: MicroBatchTokens, index: int) -> LossOutput:
     """Values of a part for the tokens: where it is on one role alone, tokens of the other have the value 0."""
-    given = tokens.for_loss(term.label, term.product.needs, part, pairs=compares_pairs(term.product), on=term.on)
+    given = tokens.for_loss(term.label, term.product.needs, index, pairs=compares_pairs(term.product), on=term.on)
     count = len(given.sequences.index)
     with blaming(term.owner, "its call"):
         output = as_loss_output(term.label, term.product(given), count)

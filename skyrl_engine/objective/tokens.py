@@ -37,7 +37,9 @@ class MicroBatchTokens:
         some = next(iter(self.scores.values()))
         return some if some.ndim == 1 else some[:, 0]
 
-    def for_loss(self, label: str, needs: tuple[str, ...], part: int, *, pairs: bool = False, on: Role | None = None) -> LossTokens:
+    def for_loss(
+        self, label: str, needs: tuple[str, ...], index: int, *, pairs: bool = False, on: Role | None = None
+    ) -> LossTokens:
         """All tokens for a loss, or those of the samples of one role. `part` is its place in the objective: two parts that draw random numbers
         draw different ones. `pairs` says that the loss compares the two samples of a unit.
 
@@ -50,16 +52,16 @@ class MicroBatchTokens:
         if pairs or ROLE_NEED in needs:
             self._roles(label)
         sequences = self.sequences(keep)
-        return LossTokens(values, sequences, lambda: self._generator(part), self._pairs(label, sequences) if pairs else None)
+        return LossTokens(values, sequences, lambda: self._generator(index), self._pairs(label, sequences) if pairs else None)
 
     def in_role(self, label: str, role: Role) -> torch.Tensor:
         """bool[n]: the tokens of samples of this role. Raises DataError where samples have no roles."""
         return self._to_device((self._roles(label) == ROLES[role])[self.samples.sequence_index])
 
-    def for_correction(self, label: str, needs: tuple[str, ...], part: int, keep: torch.Tensor) -> LossTokens:
+    def for_correction(self, label: str, needs: tuple[str, ...], index: int, keep: torch.Tensor) -> LossTokens:
         """The tokens for which `keep` bool[n] holds, detached, their sequences counted without the others: what a correction is given."""
         values = {_key(name): self._need(label, name).detach()[keep] for name in needs}
-        return LossTokens(values, self.sequences(keep), lambda: self._generator(part))
+        return LossTokens(values, self.sequences(keep), lambda: self._generator(index))
 
     def sequences(self, keep: torch.Tensor | None) -> Sequences:
         """The S sequences, all of them also where nothing is kept of one."""
@@ -109,8 +111,8 @@ class MicroBatchTokens:
     def _to_device(self, array: "AnyArray") -> torch.Tensor:
         return torch.from_numpy(array).to(self.like.device)
 
-    def _generator(self, part: int) -> torch.Generator:
-        entropy = [self.seed, self.step, part, *self.samples.sample_ids.tolist()]
+    def _generator(self, index: int) -> torch.Generator:
+        entropy = [self.seed, self.step, index, *self.samples.sample_ids.tolist()]
         seed = int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0] >> np.uint64(1))
         return torch.Generator(self.like.device).manual_seed(seed)
 

@@ -157,7 +157,7 @@ def _values(parts: ObjectiveParts, tokens: MicroBatchTokens) -> dict[str, Tensor
             )
         if term is parts.main:
             if parts.corrections:
-                factors, _ = correct(parts.corrections, tokens, first_part=len(parts.losses))
+                factors, _ = correct(parts.corrections, tokens, first_index=len(parts.losses))
                 value = torch.where(factors == 0, 0.0, factors * value)
             values[term.name] = value
         else:

@@ -81,7 +81,7 @@ def read_recording(
     *,
     max_drop_share: float = 1.0,
     on_starved: Literal["train", "stop"] = "train",
-    told: OnProgress | None = None,
+    on_progress: OnProgress | None = None,
 ) -> Recording:
     """Read and check all groups once. Filters decide anew; what they decided when the groups were sampled does not count.
 
@@ -98,8 +98,8 @@ def read_recording(
     digest = hashlib.sha256()
     for number, read in enumerate(_readers(place)):
         group = read()
-        if told is not None and number % _TOLD_EVERY == 0:
-            told(number)
+        if on_progress is not None and number % _TOLD_EVERY == 0:
+            on_progress(number)
         for each in group.finished:
             _check(each, f"{place}: attempt {each.member} of group {group.ticket}", limits)
         if len(group.finished) < limits.fewest_finished(max(1, len(group.trajectories))):

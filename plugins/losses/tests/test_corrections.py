@@ -149,7 +149,7 @@ def in_order(configs: Sequence[Any], *samples: Sample) -> list[float]:
     )
     tokens = MicroBatchTokens({"logprobs": torch.zeros(len(old))}, scored, seed=0, step=0)
     steps = [part_of(made(config), str(place), "correction") for place, config in enumerate(configs)]
-    result, _ = correct(steps, tokens, first_part=1)
+    result, _ = correct(steps, tokens, first_index=1)
     found: list[float] = result.tolist()
     return found
 

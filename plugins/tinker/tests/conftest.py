@@ -107,7 +107,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> Settings:
     write_model(folder / "model")
     write_tokenizer(folder / "model", [string.printable], size=128)
     (folder / "serve.toml").write_text(
-        '[serve]\nlosses = ["skyrl-engine-losses:ppo"]\nhole_seconds = 0.5\nlongest = 160\nbody_bytes = 1000000\n\n'
+        '[serve]\nlosses = ["skyrl-engine-losses:ppo"]\ngap_timeout_s = 0.5\nlongest = 160\nbody_bytes = 1000000\n\n'
         '[serve.models]\ntiny = "model"\n'
     )
     return Settings.read(folder / "serve.toml")

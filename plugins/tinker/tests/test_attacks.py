@@ -185,7 +185,7 @@ def test_a_lane_does_a_number_once_and_in_turn():
 
     async def run() -> list[int]:
         order: list[int] = []
-        lane = ModelWorker(asyncio.get_running_loop(), hole_seconds=0.05, pump=lambda: False, end=lambda: order.append(-1))
+        lane = ModelWorker(asyncio.get_running_loop(), gap_timeout_s=0.05, pump=lambda: False, end=lambda: order.append(-1))
         promises = [lane.submit(number, lambda number=number: order.append(number) or {}) for number in (2, 3, 1, 2, 6)]
         assert promises[0] is promises[3]
         for promise in promises:

@@ -90,6 +90,16 @@ def test_a_client_loads_the_tokenizer_from_the_hub(tmp_path, line, tokenizer):
     assert Settings.read(tmp_path / "serve.toml").tokenizer_of("org/name") == tokenizer
 
 
+def test_an_old_key_is_read_with_a_warning_and_refused_beside_the_new_one(tmp_path, caplog):
+    file = tmp_path / "serve.toml"
+    file.write_text('[serve]\nhole_seconds = 2.5\n[serve.models]\na = "b"\n')
+    assert Settings.read(file).serve.gap_timeout_s == 2.5
+    assert "serve.hole_seconds is called serve.gap_timeout_s" in caplog.text
+    file.write_text('[serve]\nhole_seconds = 2.5\ngap_timeout_s = 3\n[serve.models]\na = "b"\n')
+    with pytest.raises(UnsupportedError, match=r"hole_seconds and gap_timeout_s.*Remove serve\.hole_seconds"):
+        Settings.read(file)
+
+
 @pytest.mark.parametrize("value", ["{ tokenizer = 'x' }", "{ path = 'x', tokeniser = 'y' }", "{ path = 'x', tokenizer = 1 }", "1"])
 def test_a_model_that_is_described_wrongly_is_refused(tmp_path, value):
     (tmp_path / "serve.toml").write_text(f"[serve.models]\na = {value}\n")

@@ -91,7 +91,7 @@ def test_errors_count_datums_in_the_list_of_the_client(other_client):
     assert "datum 1 is 999" in step(client, model, next(seq))["error"]
 
 
-@pytest.mark.parametrize("other_client", [{"hole_seconds": 0.5}], indirect=True, ids=[""])
+@pytest.mark.parametrize("other_client", [{"gap_timeout_s": 0.5}], indirect=True, ids=[""])
 def test_a_request_that_never_comes_spoils_its_step(other_client):
     client, model = other_client, other_client.opened()
     client.done("forward_backward", datums(model, 1, [[5, 6, 7]]))

@@ -174,7 +174,7 @@ def test_a_lane_that_closes_answers_samples_that_wait():
 
     async def run() -> list[dict]:
         loop, begun, held = asyncio.get_running_loop(), threading.Event(), threading.Event()
-        lane = ModelWorker(loop, hole_seconds=1, pump=lambda: False, end=lambda: None)
+        lane = ModelWorker(loop, gap_timeout_s=1, pump=lambda: False, end=lambda: None)
         lane.submit(1, lambda: begun.set() or (held.wait(20) and {}))
         assert await asyncio.to_thread(begun.wait, 20)
         waiting, late = PendingAnswer(loop), PendingAnswer(loop)

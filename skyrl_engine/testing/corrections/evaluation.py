@@ -29,7 +29,7 @@ def evaluate(
     Raises EngineError where the correction fails or returns what the engine refuses.
     """
     listening = Listening(correction, mode)
-    factors, _ = correct([part_of(listening, label, "correction")], _tokens(batch, dtype), first_part=1)
+    factors, _ = correct([part_of(listening, label, "correction")], _tokens(batch, dtype), first_index=1)
     heard = listening.heard
     return Evaluation("factor", numbers_of(factors), factors.sum().item(), {}, {}, heard["output"].dtype, heard.get("drew", False))
 

@@ -44,12 +44,12 @@ def attempts(
     limits: RolloutLimits,
     sampling: Sampling,
     seed: int,
-    told: Callable[[int], None] | None = None,
+    on_progress: Callable[[int], None] | None = None,
 ) -> list[Group]:
     """Attempt every task `config.samples` times, with the evaluation's own temperature and seeds; groups in the order of the tasks.
 
-    `told` is told how many tasks are done. Any share of attempts may fail; all of the first ones where `limits.all_may_fail`, or else
-    RolloutError is raised.
+    `on_progress` is called with the number of tasks that are done. Any share of attempts may fail, but not all of the first ones: RolloutError
+    is raised then, unless `limits.all_may_fail`.
     """
     runner = RolloutRunner(
         sampler,
@@ -67,8 +67,8 @@ def attempts(
     groups: list[Group] = []
     while runner.running:
         groups += runner.advance(1.0)
-        if told is not None:
-            told(len(groups))
+        if on_progress is not None:
+            on_progress(len(groups))
     return sorted(groups, key=lambda group: group.ticket)
 
 

@@ -137,7 +137,7 @@ def _read_recording(draft: RlDraft, progress: Progress | None) -> Recording:
         draft.filters,
         max_drop_share=config.rollouts.max_drop_share,
         on_starved=config.rollouts.on_starved,
-        told=None if progress is None else lambda groups: progress("groups that are read", groups, groups),
+        on_progress=None if progress is None else lambda groups: progress("groups that are read", groups, groups),
     )
 
 

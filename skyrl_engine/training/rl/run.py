@@ -130,8 +130,8 @@ def _trainer(
             )
         else:
             source, live = ends.enter_context(_sampling(prepared, rollouts, engine, session, state, phases, progress))
-        told = session.rollouts_finished
-        trainer = RlTrainer(prepared, engine, session.directory.reference, source, live, penalty, reference, told, phases)
+        on_rollouts = session.rollouts_finished
+        trainer = RlTrainer(prepared, engine, session.directory.reference, source, live, penalty, reference, on_rollouts, phases)
         if state is not None:
             trainer.restore(state)
         yield trainer
@@ -182,11 +182,11 @@ def _sampling(
                 config.run.seed,
                 phases=phases,
             )
-            told = None if progress is None else lambda ready, wanted: progress("attempts", ready, wanted)
+            on_progress = None if progress is None else lambda ready, wanted: progress("attempts", ready, wanted)
             guard = SamplerGuard.of(settings.max_gap, config.model.dtype, stops=settings.on_gap == "stop")
             judge = prepared.reward_model
             valued = None if judge is None else partial(judge.add_rewards, engine)
-            source = RolloutSource(ledger, runner, journal, rollouts.tasks.of, prepared.filters, valued, told, phases)
+            source = RolloutSource(ledger, runner, journal, rollouts.tasks.of, prepared.filters, valued, on_progress, phases)
             yield source, Live(rollouts, sampler, pool, guard, journal)
     finally:
         pool.shutdown()

@@ -93,7 +93,7 @@ def evaluate_model(
                 limits=prepared.limits,
                 sampling=prepared.sampling,
                 seed=config.run.seed,
-                told=None if progress is None else lambda done: progress("tasks", done, len(tasks)),
+                on_progress=None if progress is None else lambda done: progress("tasks", done, len(tasks)),
             )
         finally:
             pool.shutdown()

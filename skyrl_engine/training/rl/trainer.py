@@ -63,7 +63,7 @@ class Live:
 class RlTrainer:
     """The steps of reinforcement learning: each trains the weights of version t - 1 into those of version t.
 
-    `live` is None where rollouts were recorded before. `told` takes the rollouts of every step before they are trained on. `phases` are shared
+    `live` is None where rollouts were recorded before. `on_rollouts` is called with each step's rollouts before training. `phases` are shared
     with the source of groups, which counts its own.
     """
 
@@ -74,7 +74,7 @@ class RlTrainer:
     live: Live | None
     penalty: KlPenalty | None
     reference: Any
-    told: Callable[[RolloutsFinished], None]
+    on_rollouts: Callable[[RolloutsFinished], None]
     phases: Phases
     _idle: IdleSteps = field(init=False)
     _copied: str | None = field(default=None, init=False)
@@ -102,7 +102,7 @@ class RlTrainer:
         self.phases.cpu.drain()
         with self.phases("prepare"):
             taken = self.source.take(number)
-        self.told(RolloutsFinished(number, taken.groups, tuple(each for each in taken.ended if each.dropped is not None)))
+        self.on_rollouts(RolloutsFinished(number, taken.groups, tuple(each for each in taken.ended if each.dropped is not None)))
         with self.phases("prepare"):
             columns = self._columns(taken.groups, number)
             plan = self.engine.plan(columns, mini_batch_size=mini_batch_size(group_sizes(columns), config.rl.mini_batches))

@@ -62,7 +62,7 @@ class ModelWorker:
         self,
         loop: asyncio.AbstractEventLoop,
         *,
-        hole_seconds: float,
+        gap_timeout_s: float,
         pump: Callable[[], bool],
         end: Callable[[], None],
         drains: Callable[[str], bool] = lambda _session: False,
@@ -72,16 +72,16 @@ class ModelWorker:
     ) -> None:
         """Start the thread. Before it ends it takes the samples of sessions that it `drains`; `drop` ends those of others that it is at.
 
-        `miss` is told of the first and the last of numbers that are waited for no longer. Lanes of the same `turns` work one at a time.
+        `miss` is called with the first and the last of the numbers that are no longer awaited. Workers that share `turns` run one at a time.
         """
         self._miss = miss
         self._drains, self._drop, self._turns = drains, drop, turns or FairLock()
-        self._loop, self._hole_seconds, self._pump, self._end = loop, hole_seconds, pump, end
+        self._loop, self._gap_timeout_s, self._pump, self._end = loop, gap_timeout_s, pump, end
         self._wake = threading.Condition()
         self._waiting: list[tuple[int, Callable[[], Answer], PendingAnswer]] = []
         self._promises: dict[int, PendingAnswer] = {}
         self._beside: deque[tuple[Callable[[], None], PendingAnswer, str]] = deque()
-        self._next, self._hole_since = 1, 0.0
+        self._next, self._gap_since = 1, 0.0
         self._closing = False
         self._thread = threading.Thread(target=self._run, daemon=True, name="tinker-lane")
         self._thread.start()
@@ -98,11 +98,11 @@ class ModelWorker:
                 promise.fail(RequestError("the model is closed"))
             elif 0 < number < self._next:
                 promise.fail(
-                    RequestError(f"request {number} comes after those behind it were done, {self._hole_seconds:g} s were waited")
+                    RequestError(f"request {number} arrived too late: later requests already ran, after {self._gap_timeout_s:g} s")
                 )
             else:
                 heapq.heappush(self._waiting, (number, work, promise))
-                self._hole_since = time.monotonic()
+                self._gap_since = time.monotonic()
                 self._wake.notify()
             return promise
 
@@ -153,7 +153,7 @@ class ModelWorker:
                 promise.fail(RequestError(CLOSED))
 
     def _take_next(self) -> Callable[[], None] | None:
-        """Take what is to be done next; a missing number is waited for, `hole_seconds` at most."""
+        """Take the next request; a missing number is awaited for `gap_timeout_s` at most."""
         if self._closing:
             for dropped in [each for each in self._beside if not self._drains(each[2])]:
                 self._beside.remove(dropped)
@@ -166,7 +166,7 @@ class ModelWorker:
         if not self._waiting:
             return None
         number = self._waiting[0][0]
-        if number > self._next and time.monotonic() - self._hole_since < self._hole_seconds:
+        if number > self._next and time.monotonic() - self._gap_since < self._gap_timeout_s:
             return None
         number, work, promise = heapq.heappop(self._waiting)
         if number > self._next:

@@ -1,10 +1,11 @@
 """The table `[serve]`, and the engine's configuration of a model that a client asks for."""
 
+import logging
 import tomllib
 from collections.abc import Mapping
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import attrs
 from attrs import field, frozen
@@ -15,6 +16,8 @@ from skyrl_engine_tinker import losses
 from skyrl_engine_tinker.adapted import EVERYWHERE, AdaptedLayers
 from skyrl_engine_tinker.checkpoints import Address, Facts, SavedWeights
 from skyrl_engine_tinker.errors import RequestError
+
+logger = logging.getLogger(__name__)
 
 ALPHA = 32
 """Alpha of new adapters; clients give a rank alone."""
@@ -75,10 +78,25 @@ class ServeTable:
     """Rank of a model's adapters, at most."""
     weight_sets: int = field(default=2, validator=[instance_of(int), ge(0)])
     """Copies of weights that samplers of earlier steps, of base models and of checkpoints keep; in-flight samplers have one more."""
-    hole_seconds: float = field(default=60.0, validator=[instance_of((int, float)), ge(0)])
-    """Seconds that requests wait for one with a smaller number."""
+    gap_timeout_s: float = field(default=60.0, validator=[instance_of((int, float)), ge(0)])
+    """Seconds that requests wait for a missing one with a smaller number."""
     session_seconds: float = field(default=120.0, validator=[instance_of((int, float)), gt(0)])
     """Seconds that a session lives without a sign of life; clients send a heartbeat every 10."""
+
+
+_OLD_KEYS: Final = {"hole_seconds": "gap_timeout_s"}
+"""Keys of `[serve]` in version 0.2 by their new names; read, with a warning, in 0.3."""
+
+
+def _replace_old_keys(path: Path, serve: dict[str, Any]) -> None:
+    """Give keys of the version before their new names. Raises UnsupportedError where both are set."""
+    for old, new in _OLD_KEYS.items():
+        if old not in serve:
+            continue
+        if new in serve:
+            raise UnsupportedError(f"{path}: serve has {old} and {new}, which are one key", remedy=f"Remove serve.{old}")
+        logger.warning("%s: serve.%s is called serve.%s from 0.3 on; 0.4 will not read the old name", path, old, new)
+        serve[new] = serve.pop(old)
 
 
 @frozen
@@ -100,6 +118,7 @@ class Settings:
         except (OSError, ValueError, TypeError) as error:
             raise UnsupportedError(f"{path} cannot be read: {error}", remedy="Give a TOML file with the table [serve]") from error
         known = {each.name for each in attrs.fields(ServeTable)}
+        _replace_old_keys(path, serve)
         if unknown := sorted(serve.keys() - known):
             raise UnsupportedError(f"{path}: serve has no key {unknown[0]!r}", remedy=f"Use {', '.join(sorted(known))}")
         if not isinstance(serve.get("models"), dict) or not serve["models"]:

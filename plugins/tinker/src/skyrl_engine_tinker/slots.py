@@ -222,7 +222,7 @@ class ModelSlots:
 
         lane = ModelWorker(
             asyncio.get_running_loop(),
-            hole_seconds=self.settings.serve.hole_seconds,
+            gap_timeout_s=self.settings.serve.gap_timeout_s,
             pump=model.pump,
             end=model.close,
             drains=lambda session: not model.trained or session != model.session,
