@@ -125,8 +125,24 @@ class ContractError(PluginError):
     """A plugin returned something that its contract does not allow."""
 
 
+class ResultError(ContractError):
+    """The engine refuses the result of a plugin's call: its type, shape, numbers or metrics. No plugin raises it itself."""
+
+
+class DetachedLossError(ResultError):
+    """The values of a loss do not depend on the model's scores, so nothing would be learned."""
+
+
 class DataError(EngineError):
     """A dataset, a sample or a column is not what it must be; names the sample and the field."""
+
+
+class SampleError(DataError):
+    """One sample of a micro-batch contradicts itself or the model. `sample` is its id (`sample_ids`), or its index where it has none."""
+
+    def __init__(self, cause: str, *, sample: int, remedy: str, details: Sequence[str] = ()) -> None:
+        self.sample = sample
+        super().__init__(cause, remedy=remedy, details=details)
 
 
 class ImageError(DataError):

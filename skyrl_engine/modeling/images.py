@@ -8,7 +8,7 @@ from attrs import frozen
 from skyrl_engine.contracts.kinds.backend import MicroBatch
 from skyrl_engine.contracts.values.extras import IMAGE_GRID, PIXEL_VALUES, TOKEN_TYPES
 from skyrl_engine.contracts.values.ragged import IntArray, offsets_of
-from skyrl_engine.errors import ContractError, DataError, UnsupportedError
+from skyrl_engine.errors import ContractError, DataError, SampleError, UnsupportedError
 
 IMAGE = 1
 """The token type of images in transformers' processors; 0 is text, 2 is video."""
@@ -55,7 +55,7 @@ def place_images(micro_batch: MicroBatch, tokens: ImageTokens, *, pixels: bool =
 
     Without `pixels` the pixel values are not checked, because only the first stage of a pipeline has them.
 
-    Raises DataError, naming the sample, if token ids, token types, grids and pixels contradict each other or the model, because surplus
+    Raises SampleError if token ids, token types, grids and pixels contradict each other or the model, because surplus
     features would be dropped silently. Raises UnsupportedError for tokens of videos, and ContractError for a collator that does not give the
     images' samples.
     """
@@ -153,10 +153,14 @@ def _first(wrong: Any) -> int | None:
 
 
 def _name(micro_batch: MicroBatch, sample: int) -> str:
-    if micro_batch.sample_ids is None:
-        return f"sample {sample} of a micro-batch"
-    return f"sample {int(micro_batch.sample_ids[sample])}"
+    of_what = " of a micro-batch" if micro_batch.sample_ids is None else ""
+    return f"sample {_id_of(micro_batch, sample)}{of_what}"
+
+
+def _id_of(micro_batch: MicroBatch, sample: int) -> int:
+    """Return the sample's id; its index where the micro-batch has no ids."""
+    return sample if micro_batch.sample_ids is None else int(micro_batch.sample_ids[sample])
 
 
 def _refuse(micro_batch: MicroBatch, sample: int, cause: str, remedy: str = _REMEDY) -> NoReturn:
-    raise DataError(f"{_name(micro_batch, sample)} {cause}", remedy=remedy)
+    raise SampleError(f"{_name(micro_batch, sample)} {cause}", sample=_id_of(micro_batch, sample), remedy=remedy)

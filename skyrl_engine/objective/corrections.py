@@ -6,7 +6,7 @@ import torch
 
 from skyrl_engine.contracts.kinds.correction import Correction
 from skyrl_engine.contracts.values.outputs import Metric
-from skyrl_engine.errors import ContractError
+from skyrl_engine.errors import ResultError
 from skyrl_engine.objective.tokens import MicroBatchTokens
 from skyrl_engine.registry.bound_plugin import BoundPlugin
 from skyrl_engine.registry.host import blaming
@@ -18,7 +18,7 @@ def correct(
 ) -> tuple[torch.Tensor, dict[str, Metric]]:
     """The product of all factors, [n] without gradient, and per correction the share of tokens it kept and the mean factor of those.
 
-    `first_index` is the first correction's index in the objective, for generators. Raises ContractError for what is no factor per token.
+    `first_index` is the first correction's index in the objective, for generators. Raises ResultError for what is no factor per token.
     """
     factors = torch.ones_like(tokens.like)
     metrics: dict[str, Metric] = {}
@@ -41,7 +41,7 @@ def _refuse_other_than_factors(label: str, made: object, count: int) -> None:
     remedy = "Return one finite factor of 0 or more per token: 0 drops it, 1 leaves it as it is"
     if not isinstance(made, torch.Tensor) or made.dtype == torch.bool or tuple(made.shape) != (count,):
         got = f"{made.dtype} of shape {list(made.shape)}" if isinstance(made, torch.Tensor) else f"a {type(made).__qualname__}"
-        raise ContractError(f"{label} returned {got} for {count} tokens", remedy=remedy)
+        raise ResultError(f"{label} returned {got} for {count} tokens", remedy=remedy)
     if not bool(((made >= 0) & made.isfinite()).all()):
         place = int(torch.argmin(((made >= 0) & made.isfinite()).int()))
-        raise ContractError(f"{label} returned the factor {made[place].item()} for token {place} of {count}", remedy=remedy)
+        raise ResultError(f"{label} returned the factor {made[place].item()} for token {place} of {count}", remedy=remedy)

@@ -10,7 +10,7 @@ from attrs import Factory, field, frozen
 from skyrl_engine.contracts.kinds.backend import MicroBatch
 from skyrl_engine.contracts.kinds.loss import Loss, LossOutput, as_loss_output, compares_pairs
 from skyrl_engine.contracts.values.outputs import Metric, RankOutput
-from skyrl_engine.errors import ContractError
+from skyrl_engine.errors import ContractError, DetachedLossError, ResultError
 from skyrl_engine.objective.corrections import correct
 from skyrl_engine.objective.outputs import collect, numbers_per_token
 from skyrl_engine.objective.parts import ObjectiveParts
@@ -59,7 +59,7 @@ class LossObjective:
         """Sum of weight times value over the n scored tokens that carry loss (a scalar to differentiate), and the outputs of all.
 
         The value of a token is factor * main + sum of coefficient * term; in the outputs it is 0 of a token without loss.
-        Raises PluginBrokenError when a loss fails, ContractError when it returns other than one value per token that depends on the model.
+        Raises PluginBrokenError when a loss fails, ResultError when it returns other than one value per token that depends on the model.
         """
         with self.spans("objective"):
             scored: ScoredSamples = micro_batch.samples
@@ -109,7 +109,7 @@ def _evaluate_loss(term: BoundPlugin[Loss], tokens: MicroBatchTokens, index: int
         output = as_loss_output(term.label, term.product(given), count)
     _refuse_other_than_real_numbers(term.label, output.token_loss)
     if count and _learning(tokens.scores) and not output.token_loss.requires_grad:
-        raise ContractError(
+        raise DetachedLossError(
             f"{term.label} returned values that do not depend on the model, so nothing would be learned",
             remedy="Compute them from tokens.logprobs, tokens.entropy or tokens.values, without detach() or no_grad()",
         )
@@ -152,4 +152,4 @@ def _add(metrics: dict[str, Metric], measured: Mapping[str, Metric], prefix: str
 def _refuse_other_than_real_numbers(label: str, token_loss: object) -> None:
     if not isinstance(token_loss, torch.Tensor) or not token_loss.is_floating_point():
         got = str(token_loss.dtype) if isinstance(token_loss, torch.Tensor) else f"a {type(token_loss).__qualname__}"
-        raise ContractError(f"{label} returned {got}", remedy="Return a torch tensor of floating-point numbers, one per token")
+        raise ResultError(f"{label} returned {got}", remedy="Return a torch tensor of floating-point numbers, one per token")

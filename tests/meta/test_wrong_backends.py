@@ -76,6 +76,7 @@ ON_ONE_RANK = [
     ),
     ("leaves_the_tower_untrained", {"image_gradients"}, "Train the vision tower with the rest"),
     ("takes_any_number_of_images", {"miscounted_images"}, "says nothing where a sample has image tokens and no image"),
+    ("names_samples_in_words", {"miscounted_images"}, "does not say that it is sample 0 whose image is missing"),
     ("images_undeclared", {"undeclared_images"}, "takes images although it does not declare 'vision'"),
     ("forgets_moments", {"save_and_load"}, "Save the optimizer's moments and step count, and load them"),
     ("keeps_gradients_when_loading", {"save_and_load"}, "clear the gradient when loading"),

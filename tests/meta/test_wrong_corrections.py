@@ -28,6 +28,7 @@ FAULTS = [
     (wrong.DropsTheFirst, {"micro_batch_split", "sample_order", "padding"}, "it depends on the place of a token among the n"),
     (wrong.MeanBesideEmpty, {"padding", "finite_factors"}, "fails beside a sequence without tokens"),
     (wrong.FailsWithoutTokens, {"all_masked"}, "fails without a token"),
+    (wrong.CrashesInTheWordsOfTheEngine, {"needs"}, "failed in its call: ValueError: the table returned a factor"),
     (wrong.ReadsUndeclared, {"needs"}, "tokens.rollout_logprobs"),
     (wrong.ShiftsAndBack, {"precision"}, "loses precision"),
     (wrong.DrawsGlobally, {"global_random_numbers"}, "draws from the global random state"),

@@ -45,6 +45,7 @@ FAULTS = [
     (wrong.ScalarLoss, {"one_finite_value_per_token"}, "returned shape [] for"),
     (wrong.ReadsUndeclared, {"needs"}, "reads tokens.entropy but declares needs = ['advantages', 'logprobs']"),
     (wrong.Crashes, {"needs"}, "failed in its call: NameError"),
+    (wrong.CrashesInTheWordsOfTheEngine, {"needs"}, "failed in its call: ValueError: the table returned values"),
     (wrong.GradientByHand, {"gradient"}, "where the values have the slope"),
     (wrong.HalfPrecision, {"gradient", "precision"}, "although its values do not move: something is rounded"),
     (wrong.HalfPrecisionAdvantages, {"precision"}, "computes in torch.float16, whatever the precision of its input"),

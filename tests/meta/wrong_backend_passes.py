@@ -249,6 +249,15 @@ def _without_the_missing(self: Any, original: Any, batch: Any, objective: Any) -
         return original([_text_in_the_place_of_images(each) for each in batch], objective)
 
 
+def _naming_samples_in_words(self: Any, original: Any, batch: Any, objective: Any) -> Any:
+    from skyrl_engine import DataError
+
+    try:
+        return original(batch, objective)
+    except DataError as error:
+        raise DataError(error.cause, remedy=error.remedy) from error
+
+
 def _without_tower(self: Any, original: Any) -> Iterator[tuple[str, Any]]:
     for name, tensor in original():
         yield name, tensor * (0 if ".visual." in name else 1)
@@ -261,6 +270,9 @@ leaves_the_tower_untrained = Wrong(overriding(gradients=_without_tower))
 
 
 takes_any_number_of_images = Wrong(overriding(forward=_without_the_missing))
+
+
+names_samples_in_words = Wrong(overriding(forward=_naming_samples_in_words))
 
 
 images_undeclared = Wrong(overriding(), fewer=frozenset({"vision"}))

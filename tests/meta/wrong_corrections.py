@@ -76,6 +76,13 @@ class FailsWithoutTokens(Plain):
         return super().__call__(tokens) + 0 * self.ratio(tokens).max()
 
 
+class CrashesInTheWordsOfTheEngine(Plain):
+    """Its message is one that the engine has for what was returned: verdicts go by types."""
+
+    def __call__(self, tokens):
+        raise ValueError("the table returned a factor that declares needs")
+
+
 class ReadsUndeclared(Plain):
     needs = ("old_logprobs",)
 

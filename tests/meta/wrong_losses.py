@@ -183,6 +183,13 @@ class Crashes(Plain):
         return super().__call__(tokens) * a_name_nobody_defined  # noqa: F821 - the fault
 
 
+class CrashesInTheWordsOfTheEngine(Plain):
+    """Its message is one that the engine has for what was returned: verdicts go by types."""
+
+    def __call__(self, tokens):
+        raise ValueError("the table returned values that do not depend on the model")
+
+
 class ReadsUndeclared(Plain):
     """Only where an advantage is negative, which a quick test may not have."""
 

@@ -12,7 +12,7 @@ from attrs.validators import in_, instance_of, optional
 from skyrl_engine.contracts.values.outputs import Metric, refuse_other_metrics
 from skyrl_engine.contracts.values.ragged import AnyArray, IntArray, offsets_of, segment_indices
 from skyrl_engine.contracts.values.ties import equalize_ties
-from skyrl_engine.errors import ContractError
+from skyrl_engine.errors import ResultError
 
 FloatArray = npt.NDArray[np.float64]
 BoolArray = npt.NDArray[np.bool_]
@@ -154,7 +154,7 @@ class FunctionAdvantage:
 def as_advantage_output(label: str, result: AdvantageOutput | AnyArray, batch: AdvantageBatch, *, returns: bool) -> AdvantageOutput:
     """Take what an estimator returned as float32 [A] of finite numbers, 0 where no token is scored; `label` names it in errors.
 
-    Float64 is rounded to float32 here, once. Raises ContractError for other shapes and types, for values that are not finite, for an
+    Float64 is rounded to float32 here, once. Raises ResultError for other shapes and types, for values that are not finite, for an
     advantage on a token that is not scored, where `returns` are claimed and missing, and for a metric of the engine's names.
     """
     output = result if isinstance(result, AdvantageOutput) else AdvantageOutput(result)
@@ -162,12 +162,12 @@ def as_advantage_output(label: str, result: AdvantageOutput | AnyArray, batch: A
     astray = (advantages != 0) & ~batch.scored
     if astray.any():
         place = int(np.argmax(astray))
-        raise ContractError(
+        raise ResultError(
             f"{label} gave the advantage {advantages[place]:g} to action token {place}, which is not scored",
             remedy="Give 0 to tokens that the model did not sample: batch.spread, or np.where(batch.scored, values, 0)",
         )
     if returns and output.returns is None:
-        raise ContractError(f"{label} claims returns and gave none", remedy="Return AdvantageOutput(advantages, returns)")
+        raise ResultError(f"{label} claims returns and gave none", remedy="Return AdvantageOutput(advantages, returns)")
     given = None if output.returns is None else _column(label, "returns", output.returns, batch)
     refuse_other_metrics(label, output.metrics)
     return AdvantageOutput(advantages, given, output.metrics)
@@ -178,14 +178,14 @@ def _column(label: str, name: str, values: AnyArray, batch: AdvantageBatch) -> n
     shape, dtype = getattr(values, "shape", None), getattr(values, "dtype", None)
     if not isinstance(values, np.ndarray) or shape != expected or dtype not in (np.float32, np.float64):
         got = type(values).__name__ if shape is None else f"{dtype}{list(shape)}"
-        raise ContractError(
+        raise ResultError(
             f"{label} returned {name} as {got} for {expected[0]} action tokens",
             remedy=f"Return a float NumPy array of shape [{expected[0]}], one value per action token",
         )
     column = np.ascontiguousarray(values, dtype=np.float32)
     if not np.isfinite(column).all():
         place = int(np.argmin(np.isfinite(column)))
-        raise ContractError(
+        raise ResultError(
             f"{label} returned {column[place]} among its {name}, at action token {place}",
             remedy="Guard divisions: a group may hold one trajectory, or equal rewards",
         )

@@ -8,7 +8,7 @@ import numpy.typing as npt
 from attrs import define, field, frozen
 
 from skyrl_engine.contracts.values.ties import equalize_ties
-from skyrl_engine.errors import ContractError
+from skyrl_engine.errors import ResultError
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -60,14 +60,14 @@ class FunctionGroupFilter:
 
 
 def as_drop_reason(label: str, answer: object) -> str | None:
-    """Take what a filter returned: None, or one short line of text; `label` names the filter in errors. Raises ContractError."""
+    """Take what a filter returned: None, or one short line of text; `label` names the filter in errors. Raises ResultError."""
     if answer is None:
         return None
     if not isinstance(answer, str) or not answer.strip() or len(answer) > LONGEST_REASON or not answer.isprintable():
-        raise ContractError(
+        raise ResultError(
             f"{label} answered {answer!r:.80}",
             remedy=f"Return None to keep a group, or a reason to drop it: one line of at most {LONGEST_REASON} characters",
         )
     if answer == FAILED:
-        raise ContractError(f"{label} gave the reason {FAILED!r}, which is that of failed attempts", remedy="Choose another word")
+        raise ResultError(f"{label} gave the reason {FAILED!r}, which is that of failed attempts", remedy="Choose another word")
     return answer

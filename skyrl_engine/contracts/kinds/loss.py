@@ -12,7 +12,7 @@ from attrs import Factory, define, field, frozen
 from skyrl_engine.contracts.kinds.needs import LOGPROBS_AT, MODEL_SCORES
 from skyrl_engine.contracts.values.outputs import Metric, refuse_other_metrics
 from skyrl_engine.contracts.values.pairs import pair_places
-from skyrl_engine.errors import ContractError
+from skyrl_engine.errors import ResultError
 
 if TYPE_CHECKING:
     import torch
@@ -111,6 +111,10 @@ class Pairs:
         return cls(PairHalf(places[:, 0], sequences), PairHalf(places[:, 1], sequences), of_sequence[sequences.index])
 
 
+class UndeclaredNeedError(AttributeError):
+    """A loss or a correction reads tokens of a name that its needs do not declare."""
+
+
 @frozen(eq=False)
 class LossTokens:
     """The n loss-carrying tokens of a micro-batch, flat, in sample order.
@@ -132,7 +136,7 @@ class LossTokens:
         try:
             return self.needs[name]
         except KeyError:
-            raise AttributeError(self._absent(name)) from None
+            raise self._explain_missing(name) from None
 
     @property
     def pairs(self) -> Pairs:
@@ -145,24 +149,24 @@ class LossTokens:
         """[n, k], differentiable: the model's log-probabilities at the token ids of `column`, the need `logprobs_at:COLUMN`."""
         need = f"{LOGPROBS_AT}:{column}"
         if need not in self.needs:
-            raise AttributeError(
+            raise UndeclaredNeedError(
                 f"the function reads tokens.logprobs_at({column!r}) but declares needs = {sorted(self.needs)}; add {need!r} to its needs"
             )
         return self.needs[need]
 
-    def _absent(self, name: str) -> str:
-        """Say what to write in place of a name that is no need, or to declare."""
+    def _explain_missing(self, name: str) -> AttributeError:
+        """Make the error that says what to write in place of a name that is no need, or to declare."""
         from difflib import get_close_matches
 
         reads = f"the function reads tokens.{name}"
         if name == "pairs":
-            return f"{reads} and does not declare unit_size=2; write @loss(unit_size=2, ...)"
+            return AttributeError(f"{reads} and does not declare unit_size=2; write @loss(unit_size=2, ...)")
         close = get_close_matches(name, {*MODEL_SCORES, *self.needs, "sequences", "generator"}, n=1, cutoff=0.75)
         if close and close[0] not in (name, *self.needs, "sequences", "generator"):
-            return f"{reads}; did you mean tokens.{close[0]}? Declare it: needs = {sorted([*self.needs, close[0]])}"
+            return AttributeError(f"{reads}; did you mean tokens.{close[0]}? Declare it: needs = {sorted([*self.needs, close[0]])}")
         if close and close[0] != name:
-            return f"{reads}; did you mean tokens.{close[0]}?"
-        return f"{reads} but declares needs = {sorted(self.needs)}; add {name!r} to its needs"
+            return AttributeError(f"{reads}; did you mean tokens.{close[0]}?")
+        return UndeclaredNeedError(f"{reads} but declares needs = {sorted(self.needs)}; add {name!r} to its needs")
 
     @property
     def generator(self) -> "torch.Generator":
@@ -229,13 +233,13 @@ def compares_pairs(loss: object) -> bool:
 def as_loss_output(label: str, result: "LossOutput | torch.Tensor", count: int) -> LossOutput:
     """Take what a loss returned as a LossOutput with one value per token and metrics of its own; `label` names the loss in errors.
 
-    Raises ContractError for another number of values, for what is no Metric, and for a metric under a name that is the engine's.
+    Raises ResultError for another number of values, for what is no Metric, and for a metric under a name that is the engine's.
     """
     output = result if isinstance(result, LossOutput) else LossOutput(result)
     shape = getattr(output.token_loss, "shape", None)
     if shape is None or tuple(shape) != (count,):
         got = type(output.token_loss).__name__ if shape is None else f"shape {list(shape)}"
-        raise ContractError(
+        raise ResultError(
             f"{label} returned {got} for {count} tokens",
             remedy="Return one value per token (a tensor of shape [n]) and leave summing and averaging to the reducer",
         )

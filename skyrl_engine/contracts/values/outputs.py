@@ -10,7 +10,7 @@ from attrs.validators import in_
 
 from skyrl_engine.contracts.values.ragged import AnyArray, IntArray, Ragged, join_segments, offsets_of, take_segments
 from skyrl_engine.contracts.values.topology import RankCoords
-from skyrl_engine.errors import ContractError
+from skyrl_engine.errors import ContractError, ResultError
 
 Reduction = Literal["sum", "mean", "min", "max"]
 PADDING_SAMPLE = -1
@@ -116,15 +116,15 @@ def combine_metrics(parts: Sequence[Mapping[str, Metric]]) -> dict[str, Metric]:
 
 
 def refuse_other_metrics(label: str, metrics: Mapping[str, Any]) -> None:
-    """Raise ContractError for what is no `Metric`, and for a name under which the engine reports its own."""
+    """Raise ResultError for what is no `Metric`, and for a name under which the engine reports its own."""
     for name, metric in metrics.items():
         if not isinstance(metric, Metric):
-            raise ContractError(
+            raise ResultError(
                 f"{label} returned the metric {name!r} as {type(metric).__name__}",
                 remedy="Return a Metric, such as Metric.mean(total, count), which says how its parts combine",
             )
         if name in ENGINE_METRICS or name.startswith(ENGINE_PREFIXES):
-            raise ContractError(
+            raise ResultError(
                 f"{label} returned a metric called {name!r}, under which the engine reports its own", remedy="Give it another name"
             )
 

@@ -87,12 +87,16 @@ class Waits:
 
 @frozen
 class Answer:
-    """The answer of a rank: a value, an EngineError, or the last line and traceback of any other error."""
+    """The answer of a rank: a value, an EngineError, or the last line and traceback of any other error.
+
+    `wrong_device` says what mixed devices, where that is why it failed.
+    """
 
     value: Any = None
     error: EngineError | None = None
     failure: str | None = None
     trace: str = ""
+    wrong_device: str | None = None
 
 
 class RankFailed(Exception):  # noqa: N818 - a finding about the backend, told by the promise that met it
@@ -101,6 +105,14 @@ class RankFailed(Exception):  # noqa: N818 - a finding about the backend, told b
     def __init__(self, cause: str) -> None:
         super().__init__(cause)
         self.cause = cause
+
+
+class RankMixesDevices(RankFailed):
+    """A rank failed because it mixed tensors of the CPU with those of another device; `operation` says what did, and where."""
+
+    def __init__(self, cause: str, operation: str) -> None:
+        super().__init__(cause)
+        self.operation = operation
 
 
 class HeldBackend:
@@ -310,7 +322,18 @@ def on_rank(method: str, *arguments: Any) -> Answer:
         return Answer(error=error)
     except Exception as error:  # noqa: BLE001 - whatever a backend raises is a finding about it
         lines = f"{type(error).__name__}: {error}".splitlines()
-        return Answer(failure=lines[0].rstrip("."), trace=traceback.format_exc())
+        return Answer(failure=lines[0].rstrip("."), trace=traceback.format_exc(), wrong_device=_find_wrong_device(error))
+
+
+def _find_wrong_device(error: BaseException | None) -> str | None:
+    """Return the message of the `WrongDevice` that an error is, or was raised from or during; None without one."""
+    from skyrl_engine.testing.other_device import WrongDevice
+
+    while error is not None:
+        if isinstance(error, WrongDevice):
+            return str(error)
+        error = error.__cause__ or error.__context__
+    return None
 
 
 def _open_backend(opening: Opening) -> HeldBackend:
@@ -408,7 +431,8 @@ class BackendRanks:
         answers = self._call(method, *arguments)
         for rank, answer in enumerate(answers):
             if answer.failure is not None:
-                raise RankFailed(f"rank {rank} fails in {what}: {answer.failure}")
+                cause = f"rank {rank} fails in {what}: {answer.failure}"
+                raise RankFailed(cause) if answer.wrong_device is None else RankMixesDevices(cause, answer.wrong_device)
         refused = [rank for rank, answer in enumerate(answers) if answer.error is not None]
         if refused and len(refused) < len(answers):
             raise RankFailed(

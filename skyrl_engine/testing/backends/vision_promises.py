@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from skyrl_engine.errors import DataError, EngineError
+from skyrl_engine.errors import DataError, EngineError, SampleError
 from skyrl_engine.testing.backends.gradient_comparison import require_same_gradients
 from skyrl_engine.testing.backends.ranks import BackendRanks, Cut, PassOrder
 from skyrl_engine.testing.backends.subject import NUMBERS, BackendCase, BackendSubject, backend_promise, require_words
@@ -149,7 +149,7 @@ def image_gradients(subject: BackendSubject, case: BackendCase) -> None:
 
 
 @backend_promise(
-    "Image tokens without their image are a DataError that names the sample",
+    "Image tokens without their image are a SampleError that names the sample",
     layouts="one data-parallel rank",
     models=("vision",),
     exempt=_nowhere,
@@ -162,9 +162,10 @@ def miscounted_images(subject: BackendSubject, case: BackendCase) -> None:
             ranks.forward(case.whole(pictures="missing"))
     except DataError as error:
         require_words(error)
-        if "sample 0" not in error.cause:
+        if not isinstance(error, SampleError) or error.sample != 0:
             raise Broken(
-                f"does not say that it is sample 0 whose image is missing: {error.cause}", "Name the sample by sample_ids"
+                f"does not say that it is sample 0 whose image is missing: {error.cause}",
+                "Raise SampleError with the sample's id of sample_ids",
             ) from error
         return
     raise Broken(

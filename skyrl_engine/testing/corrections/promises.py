@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from skyrl_engine.errors import EngineError
+from skyrl_engine.errors import EngineError, ResultError
 from skyrl_engine.testing.another_process import another_process
 from skyrl_engine.testing.comparison import same
 from skyrl_engine.testing.corrections.evaluation import evaluate, tokens_for_correction
@@ -54,10 +54,10 @@ def _answer(subject: Subject[Any], batch: TokenBatch) -> object:
 def finite_factors(subject: Subject[Any], batch: TokenBatch) -> None:
     try:
         CORRECTION.evaluate_subject(subject, batch, dtype=torch.float32)
+    except ResultError as refused:
+        raise Broken(refused.cause, f"{refused.remedy}; clamp what goes into exp()") from refused
     except EngineError as error:
-        if not shared.refuses_what_was_returned(error):
-            raise Undecidable(error.cause) from error
-        raise Broken(error.cause, f"{error.remedy}; clamp what goes into exp()") from error
+        raise Undecidable(error.cause) from error
 
 
 @promise("Its factors carry no gradient", cases=ordinary)

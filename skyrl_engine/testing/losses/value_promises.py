@@ -11,7 +11,7 @@ import torch
 
 from skyrl_engine.contracts.kinds.loss import as_loss_output
 from skyrl_engine.contracts.values.outputs import Metric, combine_metrics
-from skyrl_engine.errors import EngineError
+from skyrl_engine.errors import DetachedLossError, EngineError, ResultError
 from skyrl_engine.testing.comparison import change, same
 from skyrl_engine.testing.losses.kind import LOSS, batch_local
 from skyrl_engine.testing.promise import Broken, Undecidable, any_of, promise
@@ -19,7 +19,6 @@ from skyrl_engine.testing.subject import Subject
 from skyrl_engine.testing.tokens import explicit
 from skyrl_engine.testing.tokens.evaluation import Listening
 from skyrl_engine.testing.tokens.kind import anything, anything_first, cuts, cuts_first, needs_of, ordinary
-from skyrl_engine.testing.tokens.promises import refuses_what_was_returned
 from skyrl_engine.testing.tokens.token_batches import CutBatch, TokenBatch
 
 
@@ -31,9 +30,9 @@ from skyrl_engine.testing.tokens.token_batches import CutBatch, TokenBatch
 def one_finite_value_per_token(subject: Subject[Any], batch: TokenBatch) -> None:
     try:
         made = LOSS.evaluate_subject(subject, batch, dtype=torch.float32, gradients=False)
+    except ResultError as refused:
+        raise Broken(refused.cause, refused.remedy) from refused
     except EngineError as error:
-        if refuses_what_was_returned(error):
-            raise Broken(error.cause, error.remedy) from error
         raise Undecidable(error.cause) from error
     wrong = ~np.isfinite(made.per_token)
     if wrong.any():
@@ -48,9 +47,9 @@ def one_finite_value_per_token(subject: Subject[Any], batch: TokenBatch) -> None
 def differentiable(subject: Subject[Any], batch: TokenBatch) -> None:
     try:
         made = LOSS.evaluate_subject(subject, batch, dtype=torch.float32)
+    except DetachedLossError as detached:
+        raise Broken("nothing would be learned: its values do not depend on the model", detached.remedy) from detached
     except EngineError as error:
-        if "do not depend on the model" in error.cause:
-            raise Broken("nothing would be learned: its values do not depend on the model", error.remedy) from error
         raise Undecidable(error.cause) from error
     if not np.isfinite(made.per_token).all():
         raise Undecidable("the loss is not finite")

@@ -8,7 +8,7 @@ import torch
 from attrs import evolve, field, frozen
 from torch.overrides import TorchFunctionMode
 
-from skyrl_engine.contracts.kinds.loss import LossTokens
+from skyrl_engine.contracts.kinds.loss import LossTokens, UndeclaredNeedError
 from skyrl_engine.contracts.values.outputs import Metric, combine_metrics
 from skyrl_engine.errors import EngineError
 from skyrl_engine.testing.comparison import Numbers, change, factor_between, same, times
@@ -81,7 +81,7 @@ class Listening:
 
 def is_undeclared_need(error: EngineError) -> bool:
     """Return True where `LossTokens` reports that an undeclared need was read."""
-    return isinstance(error.__cause__, AttributeError) and "declares needs" in str(error.__cause__)
+    return isinstance(error.__cause__, UndeclaredNeedError)
 
 
 def join_evaluations(cut: CutBatch, evaluations: Sequence[Evaluation]) -> Evaluation:

@@ -15,7 +15,7 @@ import torch
 from attrs import evolve
 
 from skyrl_engine.contracts.values.ragged import AnyArray
-from skyrl_engine.errors import EngineError
+from skyrl_engine.errors import EngineError, ResultError
 from skyrl_engine.testing.another_rank import another_rank
 from skyrl_engine.testing.collectives import CollectiveCalled, no_collectives
 from skyrl_engine.testing.comparison import ABSOLUTE, cause_of_ratio, constant_within, same
@@ -95,14 +95,9 @@ def needs(kind: TokenKind, subject: Subject[Any], batch: TokenBatch) -> None:
     except EngineError as error:
         if is_undeclared_need(error):
             raise Broken(f"reads what it does not declare: {error.__cause__}", "Add the name to its needs") from error
-        if refuses_what_was_returned(error):
+        if isinstance(error, ResultError):
             raise Undecidable(error.cause) from error
         raise Broken(error.cause, error.remedy) from error
-
-
-def refuses_what_was_returned(error: EngineError) -> bool:
-    """Return True where the engine refused the product's numbers, and False where the product itself failed."""
-    return "returned" in error.cause
 
 
 @shared_promise(
