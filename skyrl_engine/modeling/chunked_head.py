@@ -1,7 +1,7 @@
 """The language-model head and log-softmax in chunks of positions, so that the logits of few positions are held at a time."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Protocol, Self
 
 import torch
 from attrs import frozen
@@ -10,9 +10,6 @@ from torch.autograd.function import once_differentiable
 
 from skyrl_engine.contracts.kinds.needs import LOGPROBS_AT, asks_a_teacher, candidate_columns
 from skyrl_engine.modeling.causal_lm import LogitRule
-
-if TYPE_CHECKING:
-    from skyrl_engine.modeling.teaching import TeacherStates
 
 VOCABULARY_SCORES = ("logprobs", "entropy", "logits", "logsumexp", "mean_logprob")
 """The scores [n] that a head computes from a position's logits, in this order; `contracts.MODEL_SCORES` defines them."""
@@ -89,9 +86,9 @@ class ChunkedHead(nn.Module):
         tokens_NK: Tensor,
         temperature: float,
         asked: tuple[str, ...],
-        teacher: "TeacherStates | None" = None,
+        teacher: "ScoringTeacher | None" = None,
     ) -> tuple[Tensor, ...]:
-        """Return the scores of `AskedScores`, each [n] (`logprobs_at`: [n, k]), in nats; float32, or float64 for a float64 model.
+        """Return the scores of `RequestedScores`, each [n] (`logprobs_at`: [n, k]), in nats; float32, or float64 for a float64 model.
 
         `teacher` has the states at these positions, for scores that compare with one. The scores are a tuple, not a list, because DeepSpeed
         ZeRO-3 follows tensors through tuples only.
@@ -122,11 +119,11 @@ class Sums:
 
 @frozen(eq=False)
 class Score:
-    """The function from a chunk's raw logits [n, v] and tokens [n, 1 + k] of `AskedScores` to scores, and its gradient.
+    """The function from a chunk's raw logits [n, v] and tokens [n, 1 + k] of `RequestedScores` to scores, and its gradient.
 
     The vocabulary lies on one rank. Let y be the logits that softmax is taken of and p their softmax. The log-probability of a token is
     y(token) - log Z, and the entropy is log Z - E, where log Z = logsumexp of y and E = the mean of y under p. The mean log-probability is
-    M - log Z, where M = the mean of y over the vocabulary. `asked` names the scores, as `AskedScores` does.
+    M - log Z, where M = the mean of y over the vocabulary. `asked` names the scores, as `RequestedScores` does.
     """
 
     rule: LogitRule
@@ -238,10 +235,18 @@ class Score:
         gradient_NV.scatter_add_(-1, tokens_NK, weight_NK)
 
 
+class ScoringTeacher(Protocol):
+    """A teacher at the positions of a micro-batch (`modeling.teaching.TeacherStates`)."""
+
+    def score(self, rule: LogitRule, temperature: float, asked: tuple[str, ...], vocabulary: int) -> Score:
+        """Return the score of a student's head with this `rule` over so many tokens, which compares it with the teacher."""
+        ...
+
+
 def compute_chunked_scores(
     hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, tokens_NK: Tensor, score: Score, positions_per_chunk: int
 ) -> tuple[Tensor, ...]:
-    """Return the scores of `hidden_NH @ weight_VH.T + bias_V` at the tokens [n, 1 + k] of `AskedScores`, chunk by chunk.
+    """Return the scores of `hidden_NH @ weight_VH.T + bias_V` at the tokens [n, 1 + k] of `RequestedScores`, chunk by chunk.
 
     Backward computes the logits of each chunk again, unless they were kept (`Score.chunks_kept`).
     """

@@ -7,9 +7,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from skyrl_engine.modeling.chunked_head import ChunkedHead, compute_chunked_scores
+from skyrl_engine.modeling.chunked_head import ChunkedHead, ScoringTeacher, compute_chunked_scores
 from skyrl_engine.modeling.scorer import Scorer
-from skyrl_engine.modeling.teaching import TeacherStates
 from skyrl_engine.modeling.vocabulary_parallel import VocabularyParallelScore
 from skyrl_engine_fsdp.parameter_views import view_parameters
 from skyrl_engine_fsdp.rank_sums import sum_backward, sum_forward
@@ -82,7 +81,7 @@ class VocabularyParallelHead(ChunkedHead):
         tokens_NK: Tensor,
         temperature: float,
         asked: tuple[str, ...],
-        teacher: TeacherStates | None = None,
+        teacher: ScoringTeacher | None = None,
     ) -> tuple[Tensor, ...]:
         """Return what `ChunkedHead.forward` returns; scores and the gradient of `hidden_NH` are equal on all tensor-parallel ranks."""
         assert teacher is None, "planning refuses it"
