@@ -124,7 +124,7 @@ def try_environment(
     import attrs
 
     from skyrl_engine.errors import EngineError, RolloutError
-    from skyrl_engine.registry.host import describe, place_of
+    from skyrl_engine.registry.owner import describe, place_of
     from skyrl_engine.training.rl.tasks import task_at, tasks_in
 
     _, part = _make_environment(name, overrides)
@@ -226,7 +226,7 @@ def _make_environment(name: str, overrides: tuple[str, ...]) -> "tuple[SelectedP
     from skyrl_engine.cli.plugin_options import parse_options, select_plugin
     from skyrl_engine.contracts import FactoryContext
     from skyrl_engine.registry.bound_plugin import BoundPlugin
-    from skyrl_engine.registry.host import Owner
+    from skyrl_engine.registry.owner import Owner
 
     record, table = _find_environment(name)
     plugin = select_plugin(record, parse_options(overrides, table))

@@ -52,7 +52,7 @@ class SelectedPlugin:
     def bind(self, place: str, context: FactoryContext) -> "BoundPlugin[Any]":
         """Build the product and set it to work at `place` of the configuration. Raises as `make` does."""
         from skyrl_engine.registry.bound_plugin import BoundPlugin
-        from skyrl_engine.registry.host import Owner
+        from skyrl_engine.registry.owner import Owner
 
         record = self.loaded.record
         coefficient = 1.0 if self.coefficient is None else self.coefficient

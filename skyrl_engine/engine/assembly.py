@@ -33,7 +33,7 @@ from skyrl_engine.errors import Refusals
 from skyrl_engine.model_facts.facts import ModelFacts
 from skyrl_engine.objective.parts import ObjectiveParts
 from skyrl_engine.registry.bound_plugin import BoundPlugin
-from skyrl_engine.registry.host import Owner
+from skyrl_engine.registry.owner import Owner
 from skyrl_engine.workers.spec import Device, WorkerSpec
 
 

@@ -18,7 +18,7 @@ from skyrl_engine.errors import DataError, UnsupportedError
 from skyrl_engine.model_facts.configuration import load_config
 from skyrl_engine.model_facts.facts import ModelFacts
 from skyrl_engine.registry.bound_plugin import BoundPlugin
-from skyrl_engine.registry.host import Owner, blaming
+from skyrl_engine.registry.owner import Owner, blame
 
 logger = logging.getLogger(__name__)
 
@@ -98,13 +98,13 @@ def check_model(facts: ModelFacts, described: BackendDescription) -> None:
 def check_layout(owner: Owner, facts: ModelFacts, described: BackendDescription) -> None:
     """Raises UnsupportedError for a model that the backend of `owner` does not build, or that its layout does not divide."""
     if facts.config is not None:
-        with blaming(owner, "refuse_model"):
+        with blame(owner, "refuse_model"):
             described.refuse_model(facts.config, facts.model)
 
 
 def check_loading(owner: Owner, facts: ModelFacts, described: BackendDescription, *, packed_rows: bool) -> None:
     """Raises ModelError or UnsupportedError for what the backend of `owner` would refuse when it loads the model, as far as it can tell."""
-    with blaming(owner, "rehearse"):
+    with blame(owner, "rehearse"):
         described.rehearse(facts.model, packed_rows)
 
 

@@ -9,7 +9,7 @@ from skyrl_engine.contracts.values.outputs import Metric
 from skyrl_engine.errors import ResultError
 from skyrl_engine.objective.tokens import MicroBatchTokens
 from skyrl_engine.registry.bound_plugin import BoundPlugin
-from skyrl_engine.registry.host import blaming
+from skyrl_engine.registry.owner import blame
 
 
 @torch.no_grad()
@@ -25,7 +25,7 @@ def correct(
     for index, step in enumerate(steps, start=first_index):
         keep = factors != 0
         given = tokens.for_correction(step.label, step.product.needs, index, keep)
-        with blaming(step.owner, "its call"):
+        with blame(step.owner, "its call"):
             made = step.product(given)
         before = len(given.sequences.index)
         _refuse_other_than_factors(step.label, made, before)

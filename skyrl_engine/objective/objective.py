@@ -18,7 +18,7 @@ from skyrl_engine.objective.policy_metrics import Watched, policy_metrics, score
 from skyrl_engine.objective.samples import ScoredSamples
 from skyrl_engine.objective.tokens import MicroBatchTokens
 from skyrl_engine.registry.bound_plugin import BoundPlugin
-from skyrl_engine.registry.host import blaming
+from skyrl_engine.registry.owner import blame
 from skyrl_engine.spans import Spans
 
 
@@ -105,7 +105,7 @@ def _evaluate_loss(term: BoundPlugin[Loss], tokens: MicroBatchTokens, index: int
     """Values of a part for the tokens: where it is on one role alone, tokens of the other have the value 0."""
     given = tokens.for_loss(term.label, term.product.needs, index, pairs=compares_pairs(term.product), on=term.on)
     count = len(given.sequences.index)
-    with blaming(term.owner, "its call"):
+    with blame(term.owner, "its call"):
         output = as_loss_output(term.label, term.product(given), count)
     _refuse_other_than_real_numbers(term.label, output.token_loss)
     if count and _learning(tokens.scores) and not output.token_loss.requires_grad:

@@ -28,7 +28,7 @@ from skyrl_engine.objective.tokens import MicroBatchTokens
 from skyrl_engine.proof.comparison import Gradients, Measurement
 from skyrl_engine.proof.diagnosis import Pieces
 from skyrl_engine.proof.plain_model import PlainModel
-from skyrl_engine.registry.host import blaming
+from skyrl_engine.registry.owner import blame
 
 
 @frozen(eq=False)
@@ -147,7 +147,7 @@ def _values(parts: ObjectiveParts, tokens: MicroBatchTokens) -> dict[str, Tensor
     values: dict[str, Tensor] = {}
     for number, term in enumerate(parts.losses):
         needed = tokens.for_loss(term.label, term.product.needs, number, pairs=compares_pairs(term.product), on=term.on)
-        with blaming(term.owner, "its call"):
+        with blame(term.owner, "its call"):
             returned = term.product(needed)
         value = as_loss_output(term.label, returned, len(needed.sequences.index)).token_loss
         if term.on is not None:

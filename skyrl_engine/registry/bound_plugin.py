@@ -5,7 +5,7 @@ from typing import Generic, TypeVar
 from attrs import frozen
 
 from skyrl_engine.contracts.values.roles import Role
-from skyrl_engine.registry.host import Owner
+from skyrl_engine.registry.owner import Owner
 
 Product = TypeVar("Product")
 

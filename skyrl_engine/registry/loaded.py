@@ -8,8 +8,9 @@ from skyrl_engine.contracts.kinds.backend import BackendDescription
 from skyrl_engine.contracts.kinds.context import FactoryContext
 from skyrl_engine.contracts.kinds.generator import GeneratorDescription
 from skyrl_engine.errors import ContractError
-from skyrl_engine.registry.host import Owner, PluginHost
+from skyrl_engine.registry.host import PluginHost
 from skyrl_engine.registry.kinds import DESCRIBE_BACKEND_HOOK, DESCRIBE_GENERATOR_HOOK, KINDS
+from skyrl_engine.registry.owner import Owner
 from skyrl_engine.registry.product import check_product
 from skyrl_engine.registry.record import PluginRecord
 from skyrl_engine.registry.values import of_generator_description

@@ -10,11 +10,12 @@ from skyrl_engine.errors import ContractError, PluginBrokenError, PluginNotFound
 from skyrl_engine.hooks import decorators
 from skyrl_engine.registry.compat import check_requirements, find_distribution
 from skyrl_engine.registry.discovery import COMMAND_GROUP
-from skyrl_engine.registry.host import Owner, PluginHost, blaming
+from skyrl_engine.registry.host import PluginHost
 from skyrl_engine.registry.kinds import CONFIG_SCHEMA_HOOK, KINDS
 from skyrl_engine.registry.known import install_command
 from skyrl_engine.registry.loaded import LoadedPlugin
 from skyrl_engine.registry.local_module import local_module
+from skyrl_engine.registry.owner import Owner, blame
 from skyrl_engine.registry.record import PluginRecord
 
 __all__ = ["LoadedPlugin", "load"]
@@ -65,12 +66,12 @@ def _from_distribution(record: PluginRecord, owner: Owner) -> Any:
 
 def _import_entry_point(record: PluginRecord, group: str, owner: Owner) -> Any:
     point = metadata.EntryPoint(record.name, record.target, group)
-    with blaming(attrs.evolve(owner, remedy=f"Upgrade it: {install_command('--upgrade', str(record.distribution))}"), "its import"):
+    with blame(attrs.evolve(owner, remedy=f"Upgrade it: {install_command('--upgrade', str(record.distribution))}"), "its import"):
         return point.load()
 
 
 def _from_file(record: PluginRecord, owner: Owner) -> Any:
-    with blaming(owner, "its import"):
+    with blame(owner, "its import"):
         assert record.path is not None, f"{record} is of no file"
         assert record.source_text is not None, f"{record} is recorded without its content"
         module = local_module(record.path, record.source_text.encode())

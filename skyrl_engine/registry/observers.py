@@ -12,8 +12,9 @@ from skyrl_engine.contracts.kinds.observer import (
     StepFinished,
 )
 from skyrl_engine.errors import ContractError
-from skyrl_engine.registry.host import Owner, PluginHost
+from skyrl_engine.registry.host import PluginHost
 from skyrl_engine.registry.kinds import KINDS
+from skyrl_engine.registry.owner import Owner
 from skyrl_engine.registry.product import check_hooks
 
 KIND = KINDS["observer"]

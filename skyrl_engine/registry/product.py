@@ -5,8 +5,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from skyrl_engine.errors import ContractError
-from skyrl_engine.registry.host import Owner, PluginHost
+from skyrl_engine.registry.host import PluginHost
 from skyrl_engine.registry.kinds import Kind, import_object
+from skyrl_engine.registry.owner import Owner
 
 
 def check_product(kind: Kind, product: object, owner: Owner, hook: str) -> None:

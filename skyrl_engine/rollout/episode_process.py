@@ -20,7 +20,7 @@ from attrs import define, field
 from skyrl_engine.contracts.kinds.environment import Action, Environment, Episode, StepResult, Task, ToolCall
 from skyrl_engine.contracts.values.rollout import LARGEST_REWARD
 from skyrl_engine.errors import EngineError
-from skyrl_engine.registry.host import place_of
+from skyrl_engine.registry.owner import place_of
 
 ROLES = ("user", "tool", "system")
 

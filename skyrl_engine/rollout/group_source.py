@@ -10,7 +10,7 @@ from skyrl_engine.contracts.kinds.environment import Task
 from skyrl_engine.contracts.kinds.group_filter import GroupFilter, GroupView, as_drop_reason
 from skyrl_engine.contracts.values.rollout import Group
 from skyrl_engine.registry.bound_plugin import BoundPlugin
-from skyrl_engine.registry.host import blaming
+from skyrl_engine.registry.owner import blame
 from skyrl_engine.rollout.arrow_codec import LearnedAttempt
 from skyrl_engine.rollout.journal import Journal
 from skyrl_engine.rollout.ledger import RolloutLedger
@@ -162,7 +162,7 @@ def drop_reason(group: Group, filters: Sequence[BoundPlugin[GroupFilter]], *, st
         return None
     view = view_of(group, staleness=staleness)
     for part in filters:
-        with blaming(part.owner, "its call"):
+        with blame(part.owner, "its call"):
             answer = part.product(view)
         if (reason := as_drop_reason(part.label, answer)) is not None:
             return reason

@@ -13,8 +13,8 @@ from skyrl_engine.config import SelectedPlugin
 from skyrl_engine.contracts.kinds.context import FactoryContext
 from skyrl_engine.errors import PluginNotFoundError
 from skyrl_engine.registry.bound_plugin import BoundPlugin
-from skyrl_engine.registry.host import Owner
 from skyrl_engine.registry.loader import load_object
+from skyrl_engine.registry.owner import Owner
 from skyrl_engine.registry.record import PluginRecord
 from skyrl_engine.registry.resolve import Registry
 

@@ -12,7 +12,7 @@ from skyrl_engine.contracts.values.plan import MicroBatchPlan
 from skyrl_engine.contracts.values.ragged import IntArray
 from skyrl_engine.errors import ContractError
 from skyrl_engine.registry.bound_plugin import BoundPlugin
-from skyrl_engine.registry.host import blaming
+from skyrl_engine.registry.owner import blame
 from skyrl_engine.spans import Spans
 from skyrl_engine.workers.dispatch import Shard
 from skyrl_engine.workers.scored_tokens import ScoredTokens, Selection, iterate_scored_tokens
@@ -48,7 +48,7 @@ class ShardBatch:
         return self.shard.micro_batches[self.first : self.last]
 
     def _build(self, plan: MicroBatchPlan, tokens: ScoredTokens) -> MicroBatch:
-        with blaming(self.collator.owner, "build"):
+        with blame(self.collator.owner, "build"):
             dense = self.collator.product.build(self.shard.columns, plan, fields=MODEL_INPUTS)
         self._check_extras(dense)
         return MicroBatch(

@@ -19,7 +19,7 @@ from skyrl_engine.contracts.values.plan import BatchPlan, BuildOrder, Layout, Mi
 from skyrl_engine.contracts.values.ragged import AnyArray, IntArray, Join, join_fresh, offsets_of, take_segments
 from skyrl_engine.errors import ContractError, DataError
 from skyrl_engine.registry.bound_plugin import BoundPlugin
-from skyrl_engine.registry.host import blaming
+from skyrl_engine.registry.owner import blame
 
 
 @frozen(eq=False)
@@ -68,7 +68,7 @@ def plan_batch(collator: BoundPlugin[Collator], columns: SampleColumns, layout: 
     Raises ContractError, naming the collator.
     """
     label = collator.label
-    with blaming(collator.owner, "plan"):
+    with blame(collator.owner, "plan"):
         plan = collator.product.plan(columns.lengths, layout)
     _check_type(label, plan, BatchPlan)
     if len(plan.mini_batches) != 1 and layout.mini_batch_size is None:
@@ -157,7 +157,7 @@ def compact_weights(reducer: BoundPlugin[Reducer], structure: BatchStructure) ->
     Raises ContractError, naming it, where they are not one finite number per action token.
     """
     label, product = reducer.label, reducer.product
-    with blaming(reducer.owner, "weights"):
+    with blame(reducer.owner, "weights"):
         weights = getattr(product, "compact", product.weights)(structure)
     if isinstance(weights, PerSequence):
         divisor = weights.divisor
@@ -187,7 +187,7 @@ def compact_weights(reducer: BoundPlugin[Reducer], structure: BatchStructure) ->
 def merge_outputs(merger: BoundPlugin[Merger], outputs: Sequence[RankOutput], plan: BatchPlan) -> BatchOutput:
     """The merger's output, checked against the plan. Raises ContractError, naming the merger; OutputError passes."""
     label = merger.label
-    with blaming(merger.owner, "merge"):
+    with blame(merger.owner, "merge"):
         output = merger.product.merge(outputs, plan)
     _check_type(label, output, BatchOutput)
     if not np.array_equal(output.sample_ids, plan.expected_ids):

@@ -21,7 +21,7 @@ from skyrl_engine.contracts.kinds.generator import (
 from skyrl_engine.contracts.values.model import ModelConfig
 from skyrl_engine.errors import ContractError, UnsupportedError
 from skyrl_engine.registry.bound_plugin import BoundPlugin
-from skyrl_engine.registry.host import blaming
+from skyrl_engine.registry.owner import blame
 
 if TYPE_CHECKING:
     import torch
@@ -133,7 +133,7 @@ class RankGenerator:
         weights = OfferedWeights(form_for(described, backend, made._label), backend)
         try:
             if part is not None:
-                with blaming(part.owner, "start"):
+                with blame(part.owner, "start"):
                     part.product.start(GeneratorStart(model, device, eos_token_ids, weights, version))
         finally:
             weights.finish()
@@ -141,7 +141,7 @@ class RankGenerator:
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         part = self._sampling
-        with blaming(part.owner, "submit"):
+        with blame(part.owner, "submit"):
             part.product.submit(requests)
         self._open += len(requests)
 
@@ -151,7 +151,7 @@ class RankGenerator:
             return []
         until, found, early = monotonic() + timeout, list[Completion](), 0
         while self._open:
-            with blaming(self._part.owner, "poll"):
+            with blame(self._part.owner, "poll"):
                 came = self._part.product.poll(max(0.0, until - monotonic()))
             self._open -= len(came)
             found += came
@@ -167,7 +167,7 @@ class RankGenerator:
 
     def abort(self, request_ids: Sequence[int] | None) -> None:
         if self._part is not None:
-            with blaming(self._part.owner, "abort"):
+            with blame(self._part.owner, "abort"):
                 self._part.product.abort(request_ids)
 
     def update(self, version: int, target: str) -> None:
@@ -175,7 +175,7 @@ class RankGenerator:
         weights = OfferedWeights(form_for(self._description, self._backend, self._label, target), self._backend)
         try:
             if self._part is not None:
-                with blaming(self._part.owner, "update"):
+                with blame(self._part.owner, "update"):
                     self._part.product.update(weights, version, target)
         finally:
             weights.finish()
@@ -184,17 +184,17 @@ class RankGenerator:
         """Give weights that lie in files to `target`. Raises UnsupportedError for a generator that takes none, ModelError for the files."""
         form_for(self._description, self._backend, self._label, target)
         if self._part is not None:
-            with blaming(self._part.owner, "update"):
+            with blame(self._part.owner, "update"):
                 self._part.product.update(StoredWeights(model), version, target)
 
     def release(self, target: str) -> None:
         if self._part is not None:
-            with blaming(self._part.owner, "release"):
+            with blame(self._part.owner, "release"):
                 self._part.product.release(target)
 
     def close(self) -> None:
         if self._part is not None:
-            with blaming(self._part.owner, "close"):
+            with blame(self._part.owner, "close"):
                 self._part.product.close()
 
     @property

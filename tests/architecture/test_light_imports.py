@@ -51,6 +51,11 @@ def test_finding_and_naming_plugins_takes_neither_numpy_nor_pluggy() -> None:
     assert "skyrl_engine" in modules
 
 
+def test_the_objective_takes_no_pluggy() -> None:
+    """It calls plugins' products and names their owners; hooks are called where products are made."""
+    assert not loaded_after("import skyrl_engine.objective.objective, skyrl_engine.objective.score") & {"pluggy"}
+
+
 def test_loading_the_installed_plugins_takes_no_torch() -> None:
     """They are imported on the controller only to be configured and described."""
     code = """

@@ -22,7 +22,7 @@ from skyrl_engine.contracts.kinds.collator import MODEL_INPUTS, Collator
 from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.plan import Layout
 from skyrl_engine.registry.bound_plugin import BoundPlugin
-from skyrl_engine.registry.host import Owner
+from skyrl_engine.registry.owner import Owner
 from skyrl_engine.spans import Spans
 from skyrl_engine.workers.batch import ShardBatch
 from skyrl_engine.workers.dispatch import Shard, cut

@@ -17,7 +17,7 @@ from skyrl_engine.objective.objective import LossObjective
 from skyrl_engine.objective.parts import ObjectiveParts
 from skyrl_engine.objective.samples import ScoredSamples
 from skyrl_engine.registry.bound_plugin import BoundPlugin
-from skyrl_engine.registry.host import Owner
+from skyrl_engine.registry.owner import Owner
 
 Function = Callable[..., object]
 WEIGHTS = [0.5, 0.25, 0.125, 0.0625]

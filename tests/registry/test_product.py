@@ -4,8 +4,8 @@ import pytest
 from attrs import define
 
 from skyrl_engine.errors import ContractError
-from skyrl_engine.registry.host import Owner
 from skyrl_engine.registry.kinds import KINDS
+from skyrl_engine.registry.owner import Owner
 from skyrl_engine.registry.product import check_product, contract_of
 
 OWNER = Owner("loss 'x' of acme 1.0.0", "Correct it")

@@ -11,7 +11,7 @@ from attrs import define, evolve, field
 from skyrl_engine.contracts.kinds.environment import Task
 from skyrl_engine.contracts.values.rollout import Group
 from skyrl_engine.errors import PluginBrokenError
-from skyrl_engine.registry.host import Owner
+from skyrl_engine.registry.owner import Owner
 from skyrl_engine.rollout.group_source import RolloutSource, view_of
 from skyrl_engine.rollout.journal import open_journal
 from skyrl_engine.rollout.journal_index import read_index

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from skyrl_engine.contracts.kinds.advantage import AdvantageBatch, AdvantageOutput, as_advantage_output
 from skyrl_engine.errors import EngineError
-from skyrl_engine.registry.host import Owner, blaming
+from skyrl_engine.registry.owner import Owner, blame
 from skyrl_engine.testing.advantages import batches
 from skyrl_engine.testing.advantages.batches import DrawnRows
 from skyrl_engine.testing.promise import Broken, Undecidable
@@ -38,7 +38,7 @@ def explicit_and_large(subject: Subject[Any]) -> list[DrawnRows]:
 def output_of(subject: Subject[Any], batch: AdvantageBatch) -> AdvantageOutput:
     """Return the output as the engine takes it. Raises the error that a run would show."""
     product = subject.make()
-    with blaming(Owner.of_unrecorded(subject.label, "advantage"), "__call__"):
+    with blame(Owner.of_unrecorded(subject.label, "advantage"), "__call__"):
         result = product(batch)
     return as_advantage_output(subject.label, result, batch, returns=product.claims.returns)
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from skyrl_engine.contracts.kinds.advantage import as_advantage_output
 from skyrl_engine.errors import EngineError
-from skyrl_engine.registry.host import Owner, blaming
+from skyrl_engine.registry.owner import Owner, blame
 from skyrl_engine.testing.advantages import batches
 from skyrl_engine.testing.advantages.answers import (
     TOLERANCE,
@@ -215,7 +215,7 @@ def repeatable(subject: Subject[Any], case: DrawnRows) -> None:
             seed_everything(seed)
             before, batch = global_random_state(), case.batch()
             try:
-                with blaming(Owner.of_unrecorded(subject.label, "advantage"), "__call__"):
+                with blame(Owner.of_unrecorded(subject.label, "advantage"), "__call__"):
                     result = product(batch)
                 output = as_advantage_output(subject.label, result, batch, returns=product.claims.returns)
                 made.append([each.tobytes() for each in (output.advantages, output.returns) if each is not None])

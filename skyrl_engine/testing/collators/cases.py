@@ -13,7 +13,7 @@ from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.plan import BatchPlan, Layout, MicroBatchPlan, SampleLengths
 from skyrl_engine.contracts.values.ragged import AnyArray, IntArray
 from skyrl_engine.errors import EngineError, UnsupportedError
-from skyrl_engine.registry.host import Owner, blaming
+from skyrl_engine.registry.owner import Owner, blame
 from skyrl_engine.testing.collators import strategies
 from skyrl_engine.testing.promise import Broken, Inapplicable
 from skyrl_engine.testing.subject import Subject
@@ -86,7 +86,7 @@ def plan_case(subject: Subject[Any], case: Planning) -> BatchPlan:
 def plan_with(collator: Collator, label: str, case: Planning) -> BatchPlan:
     """Do as `plan_case`, with a collator that exists already."""
     try:
-        with blaming(Owner.of_unrecorded(label, "collator"), "plan"):
+        with blame(Owner.of_unrecorded(label, "collator"), "plan"):
             plan = collator.plan(case.lengths, case.layout)
     except UnsupportedError as refused:
         raise Inapplicable(refused.cause) from refused
@@ -104,7 +104,7 @@ def build_rows(subject: Subject[Any], columns: SampleColumns, rows: MicroBatchPl
 def build_with(collator: Collator, label: str, columns: SampleColumns, rows: MicroBatchPlan, **asked: Any) -> DenseBatch:
     """Do as `build_rows`, with a collator that exists already."""
     try:
-        with blaming(Owner.of_unrecorded(label, "collator"), "build"):
+        with blame(Owner.of_unrecorded(label, "collator"), "build"):
             batch = collator.build(columns, rows, **asked)
     except EngineError as failed:
         raise Broken(failed.cause, failed.remedy) from failed

@@ -10,7 +10,7 @@ from skyrl_engine.contracts.kinds.collator import Carried, declared_extras
 from skyrl_engine.contracts.values.plan import BatchPlan
 from skyrl_engine.contracts.values.ragged import IntArray
 from skyrl_engine.errors import DataError, EngineError, UnsupportedError
-from skyrl_engine.registry.host import Owner, blaming
+from skyrl_engine.registry.owner import Owner, blame
 from skyrl_engine.testing.collators.cases import Planning, plan_case, plan_with, plannings, require, row_samples
 from skyrl_engine.testing.collators.explicit import explicit_plannings
 from skyrl_engine.testing.collators.strategies import largest_bundle
@@ -139,7 +139,7 @@ def overlong(subject: Subject[Any], case: Planning) -> None:
     plan_case(subject, case)
     collator = subject.plugin.make(evolve(CONTEXT, max_sequence_length=longest - 1))
     try:
-        with blaming(Owner.of_unrecorded(subject.label, "collator"), "plan"):
+        with blame(Owner.of_unrecorded(subject.label, "collator"), "plan"):
             plan = collator.plan(case.lengths, case.layout)
     except DataError:
         return
@@ -176,7 +176,7 @@ def nowhere(subject: Subject[Any], case: Planning) -> None:
         raise Inapplicable("no sample or group is larger than one")
     for what, layout in asked.items():
         try:
-            with blaming(Owner.of_unrecorded(subject.label, "collator"), "plan"):
+            with blame(Owner.of_unrecorded(subject.label, "collator"), "plan"):
                 subject.make().plan(case.lengths, layout)
         except (DataError, UnsupportedError):
             continue

@@ -31,7 +31,7 @@ from skyrl_engine.contracts.values.model import ModelConfig
 from skyrl_engine.errors import EngineError
 from skyrl_engine.modeling.loading import load_causal_lm
 from skyrl_engine.modeling.tiny import VOCABULARY, make_parts_differ, write_model, write_tokenizer
-from skyrl_engine.registry.host import Owner, blaming
+from skyrl_engine.registry.owner import Owner, blame
 from skyrl_engine.testing.promise import Broken, Undecidable, any_of
 from skyrl_engine.testing.subject import Subject
 
@@ -137,21 +137,21 @@ class Running:
     weights: TinyWeights
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        with blaming(self.owner, "submit"):
+        with blame(self.owner, "submit"):
             self.product.submit(requests)
 
     def poll(self, timeout: float) -> list[Completion]:
-        with blaming(self.owner, "poll"):
+        with blame(self.owner, "poll"):
             return self.product.poll(timeout)
 
     def abort(self, request_ids: Sequence[int] | None = None) -> None:
-        with blaming(self.owner, "abort"):
+        with blame(self.owner, "abort"):
             self.product.abort(request_ids)
 
     def update(self, factor: float, version: int) -> None:
         """Change all weights and hand them over, as after a step."""
         self.weights.change(factor)
-        with blaming(self.owner, "update"):
+        with blame(self.owner, "update"):
             self.product.update(self.weights, version, POLICY)
 
     def collect(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
@@ -192,12 +192,12 @@ def running(subject: Subject[Any], *, ends: tuple[int, ...] = (), version: int =
     form = form_of(subject)
     assert form is not None, "exempt without a form"
     weights, owner, product = TinyWeights(form), Owner.of_unrecorded(subject.label, "generator"), subject.make()
-    with blaming(owner, "start"):
+    with blame(owner, "start"):
         product.start(GeneratorStart(ModelConfig(str(model_folder())), "cpu", ends, weights, version))
     try:
         yield Running(product, owner, weights)
     finally:
-        with blaming(owner, "close"):
+        with blame(owner, "close"):
             product.close()
 
 

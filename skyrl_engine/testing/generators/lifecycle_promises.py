@@ -11,7 +11,7 @@ from torch import Tensor
 from skyrl_engine.contracts.kinds.generator import POLICY, Completion, GenerationRequest, Sampling
 from skyrl_engine.errors import ContractError, EngineError, ModelError, UnsupportedError
 from skyrl_engine.modeling.tiny import VOCABULARY
-from skyrl_engine.registry.host import blaming
+from skyrl_engine.registry.owner import blame
 from skyrl_engine.testing.generators.bench import (
     POSITIONS,
     TOLERANCE,
@@ -174,7 +174,7 @@ def targets(subject: Subject[Any], _case: None) -> None:
 def _hand_over(at_work: Running, weights: TinyWeights, version: int, target: str) -> bool:
     """Hand weights over to a target; return False for a generator that refuses other weights than the policy's as unsupported."""
     try:
-        with blaming(at_work.owner, "update"):
+        with blame(at_work.owner, "update"):
             at_work.product.update(weights, version, target)
     except UnsupportedError:
         return False
@@ -208,7 +208,7 @@ def unknown_weights(subject: Subject[Any], _case: None) -> None:
         if target == OTHER and not _hand_over(at_work, at_work.weights, 0, OTHER):
             return
         try:
-            with blaming(at_work.owner, "update"):
+            with blame(at_work.owner, "update"):
                 at_work.product.update(_Renamed(at_work.weights.form, 1.4), 1, target)
         except ModelError:
             pass

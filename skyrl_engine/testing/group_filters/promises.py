@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from skyrl_engine.contracts.kinds.group_filter import GroupView, as_drop_reason
 from skyrl_engine.errors import EngineError
-from skyrl_engine.registry.host import Owner, blaming
+from skyrl_engine.registry.owner import Owner, blame
 from skyrl_engine.testing.group_filters.views import Shown, draw_group, extreme_groups, large_groups, various_groups
 from skyrl_engine.testing.plugin_promises import PLUGIN_PROMISES
 from skyrl_engine.testing.process_promises import process_promises
@@ -41,7 +41,7 @@ class Groups(list[Shown]):
 
 def _ask(subject: Subject[Any], product: Any, view: GroupView) -> str | None:
     """Return the answer as the engine takes it. Raises the error that a run would show."""
-    with blaming(Owner.of_unrecorded(subject.label, "group_filter"), "__call__"):
+    with blame(Owner.of_unrecorded(subject.label, "group_filter"), "__call__"):
         answer = product(view)
     return as_drop_reason(subject.label, answer)
 

@@ -11,7 +11,7 @@ from skyrl_engine.contracts.kinds.needs import DIVERGENCE, MODEL_SCORES, candida
 from skyrl_engine.objective.objective import LossObjective
 from skyrl_engine.objective.parts import ObjectiveParts
 from skyrl_engine.registry.bound_plugin import BoundPlugin
-from skyrl_engine.registry.host import blaming
+from skyrl_engine.registry.owner import blame
 from skyrl_engine.testing.subject import part_of
 from skyrl_engine.testing.tokens.evaluation import SEED, STEP, Evaluation, Listening, numbers_of
 from skyrl_engine.testing.tokens.token_batches import TokenBatch
@@ -40,7 +40,7 @@ def evaluate(
     objective = LossObjective(ObjectiveParts(part), SEED, STEP, per_token_outputs=False)
     total, output = objective(scores, batch.micro_batch())
     if total.requires_grad:
-        with blaming(part.owner, "its backward pass"), backward_mode or nullcontext():
+        with blame(part.owner, "its backward pass"), backward_mode or nullcontext():
             torch.autograd.backward(total)
     returned = as_loss_output(label, listening.heard["output"], batch.tokens)
     return Evaluation(

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from skyrl_engine.contracts.values.outputs import PADDING_SAMPLE, BatchOutput, RankOutput
 from skyrl_engine.errors import EngineError, OutputError
-from skyrl_engine.registry.host import Owner, blaming
+from skyrl_engine.registry.owner import Owner, blame
 from skyrl_engine.testing.comparison import excerpts
 from skyrl_engine.testing.mergers.splits import Split, alone, each_mini_batch, grid, many, of_fractions, one_idle, splits
 from skyrl_engine.testing.mergers.spoilt import Spoilt, draw_with_doubled, draw_with_unexpected, with_missing
@@ -20,7 +20,7 @@ from skyrl_engine.testing.subject import Subject
 
 
 def _merge(subject: Subject[Any], case: Split) -> BatchOutput:
-    with blaming(Owner.of_unrecorded(subject.label, "merger"), "merge"):
+    with blame(Owner.of_unrecorded(subject.label, "merger"), "merge"):
         output = subject.make().merge(case.outputs, case.plan)
     if not isinstance(output, BatchOutput):
         raise Broken(f"returns {type(output).__name__}", "Return a BatchOutput")

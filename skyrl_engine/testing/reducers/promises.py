@@ -9,7 +9,7 @@ from attrs import evolve
 
 from skyrl_engine.contracts.kinds.reducer import BatchStructure
 from skyrl_engine.errors import ConfigError, DataError, EngineError, UnsupportedError
-from skyrl_engine.registry.host import Owner, blaming
+from skyrl_engine.registry.owner import Owner, blame
 from skyrl_engine.testing.comparison import factor_between, require_same, same, times
 from skyrl_engine.testing.plugin_promises import PLUGIN_PROMISES
 from skyrl_engine.testing.process_promises import process_promises
@@ -296,7 +296,7 @@ def negative_weights(subject: Subject[Any], case: Drawn) -> None:
     reducer = subject.make()
     takes = bool(getattr(reducer, "negative_weights", False))
     try:
-        with blaming(Owner.of_unrecorded(subject.label, "reducer"), "weights"):
+        with blame(Owner.of_unrecorded(subject.label, "reducer"), "weights"):
             weights = reducer.weights(evolve(case.structure, loss_weight=weight))
     except DataError:
         if takes:

@@ -9,7 +9,7 @@ from attrs import define, field
 from skyrl_engine.contracts.kinds.environment import Environment, Split, Task, Tasks
 from skyrl_engine.errors import ContractError, DataError
 from skyrl_engine.registry.bound_plugin import BoundPlugin
-from skyrl_engine.registry.host import blaming
+from skyrl_engine.registry.owner import blame
 
 _SHUFFLED: Final = 2**22
 """More tasks than these are made by a procedure; they are taken in their own order, which is random already."""
@@ -17,7 +17,7 @@ _SHUFFLED: Final = 2**22
 
 def tasks_in(part: BoundPlugin[Environment], split: Split) -> Tasks:
     """Return the tasks of a split. Raises PluginBrokenError where the environment's code fails."""
-    with blaming(part.owner, f"tasks({split!r})"):
+    with blame(part.owner, f"tasks({split!r})"):
         return part.product.tasks(split)
 
 
@@ -29,7 +29,7 @@ def refuse_no_task(part: BoundPlugin[Environment], tasks: Tasks, *, trains: bool
 
 def task_at(part: BoundPlugin[Environment], tasks: Tasks, index: int) -> Task:
     """Return a task of an environment. Raises PluginBrokenError where its code fails, and ContractError where it makes something else."""
-    with blaming(part.owner, f"making task {index:,}"):
+    with blame(part.owner, f"making task {index:,}"):
         task = tasks[index]
     if not isinstance(task, Task):
         raise ContractError(

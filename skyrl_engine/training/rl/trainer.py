@@ -21,7 +21,7 @@ from skyrl_engine.engine.plan import Plan
 from skyrl_engine.engine.results import COUNTED, means_over
 from skyrl_engine.engine.sampler import Sampler
 from skyrl_engine.objective.policy_metrics import ROLLOUT_LOGPROBS, WEIGHTS, effective_share
-from skyrl_engine.registry.host import blaming
+from skyrl_engine.registry.owner import blame
 from skyrl_engine.rollout.columns import collect_learned, to_columns
 from skyrl_engine.rollout.env_pool import EpisodePool
 from skyrl_engine.rollout.group_source import GroupSource
@@ -236,7 +236,7 @@ class RlTrainer:
     def _advantages(self, columns: SampleColumns) -> AdvantageOutput:
         part = self.prepared.advantage
         batch = advantage_batch(columns, part.product.needs)
-        with blaming(part.owner, "its call"):
+        with blame(part.owner, "its call"):
             given = part.product(batch)
         return as_advantage_output(part.label, given, batch, returns=part.product.claims.returns)
 

@@ -9,7 +9,7 @@ from rl_runs import Rl, Seen, steps_of, weights_of
 
 from skyrl_engine.contracts.kinds.environment import Task
 from skyrl_engine.registry.bound_plugin import BoundPlugin
-from skyrl_engine.registry.host import Owner
+from skyrl_engine.registry.owner import Owner
 from skyrl_engine.run.metrics import read_metrics
 from skyrl_engine.testing.rollout_cases import plain_group
 from skyrl_engine.training.rl.evaluation import evaluation_metrics, tasks_of

@@ -13,7 +13,7 @@ from rl_runs import Rl, steps_of
 from skyrl_engine.contracts.kinds.environment import EnvironmentClaims, Task
 from skyrl_engine.errors import DataError, EngineError, RolloutError, UnsupportedError
 from skyrl_engine.registry.bound_plugin import BoundPlugin
-from skyrl_engine.registry.host import Owner
+from skyrl_engine.registry.owner import Owner
 from skyrl_engine.rollout.chat_renderer import ChatRenderer
 from skyrl_engine.testing.templates import TEMPLATES
 from skyrl_engine.training.rl import prompts

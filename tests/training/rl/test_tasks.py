@@ -8,7 +8,7 @@ import pytest
 from skyrl_engine.contracts.kinds.environment import Task
 from skyrl_engine.errors import ContractError, DataError, PluginBrokenError
 from skyrl_engine.registry.bound_plugin import BoundPlugin
-from skyrl_engine.registry.host import Owner
+from skyrl_engine.registry.owner import Owner
 from skyrl_engine.training.rl import tasks as module
 from skyrl_engine.training.rl.tasks import TaskOrder
 

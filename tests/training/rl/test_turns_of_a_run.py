@@ -9,7 +9,7 @@ from attrs import evolve
 from skyrl_engine.contracts.kinds.environment import EnvironmentClaims, Task
 from skyrl_engine.errors import UnsupportedError
 from skyrl_engine.registry.bound_plugin import BoundPlugin
-from skyrl_engine.registry.host import Owner
+from skyrl_engine.registry.owner import Owner
 from skyrl_engine.rollout.chat_renderer import ChatRenderer
 from skyrl_engine.testing.templates import TEMPLATES
 from skyrl_engine.training.rl.checks import validate_turns

@@ -32,8 +32,8 @@ from skyrl_engine.engine.capability import (
 from skyrl_engine.errors import ModelError, PluginBrokenError, UnsupportedError
 from skyrl_engine.model_facts.facts import ModelFacts
 from skyrl_engine.model_facts.vision_language import refuse_unequal_parts
-from skyrl_engine.registry.host import Owner
 from skyrl_engine.registry.loader import load
+from skyrl_engine.registry.owner import Owner
 from skyrl_engine.registry.resolve import Registry
 from skyrl_engine.training.sft.trainer import plan_sft
 
