@@ -1,0 +1,98 @@
+"""Pages that explain the code name what is there: terms of the glossary, and files of the architecture page."""
+
+import ast
+import functools
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+GLOSSARY = ROOT / "docs" / "reference" / "glossary.md"
+ARCHITECTURE = ROOT / "docs" / "explanation" / "architecture.md"
+FOLDERS = (ROOT / "skyrl_engine", *sorted(ROOT.glob("plugins/*/src")))
+PLACEHOLDERS = {"./file.py:name", "distribution:name", "[start, stop)"}
+"""Texts in the glossary that show a form, not a name."""
+
+
+@functools.cache
+def names_of_code() -> frozenset[str]:
+    """Names that the code defines, names of its modules and packages, and texts that are one word, such as the values of a key."""
+    names: set[str] = set()
+    for folder in FOLDERS:
+        for path in folder.rglob("*.py"):
+            names |= {path.stem, path.parent.name, *names_in(ast.parse(path.read_text()))}
+    return frozenset(names)
+
+
+def names_in(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node.name
+        elif isinstance(node, ast.arg):
+            yield node.arg
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isidentifier():
+            yield node.value
+
+
+def names_in_glossary(page: str) -> list[str]:
+    """Return the names of code in the first two columns of every table, and in the rules at the end."""
+    rows = [line.split("|")[1:3] for line in page.splitlines() if line.startswith("| ")]
+    ours = "\n".join(cell for cells in rows for cell in cells) + page[page.index("## Names in code") :]
+    return re.findall(r"`([^`]+)`", ours)
+
+
+def unknown_in_glossary(page: str) -> list[str]:
+    """Return the names of the page that nothing in the project has."""
+    code, files = names_of_code(), {path.name for folder in FOLDERS for path in folder.rglob("*.py")}
+    reference = "".join((ROOT / "docs" / "reference" / name).read_text() for name in ("configuration.md", "cli.md", "rl-metrics.md"))
+    unknown = []
+    for text in names_in_glossary(page):
+        if text in PLACEHOLDERS or text in files or f"`{text}`" in reference or f"### {text}\n" in reference:
+            continue
+        if text.endswith("_") or text.startswith("_"):
+            known = any(name.startswith(text) or name.endswith(text) for name in code | files)
+        else:
+            known = set(re.findall(r"[A-Za-z_]\w*", text)) - {"True", "False", "None", "json"} <= code
+        if not known:
+            unknown.append(text)
+    return unknown
+
+
+def test_names_in_the_glossary_exist() -> None:
+    page = GLOSSARY.read_text()
+    assert unknown_in_glossary(page) == []
+    assert len(names_in_glossary(page)) > 60, "the tables are read"
+
+
+@pytest.mark.parametrize("wrong", ["compute_rewords", "rl.groop_size", "journals.py", "policy/gap_meen", "Engine.train_all"])
+def test_a_name_that_nothing_has_is_found(wrong: str) -> None:
+    assert unknown_in_glossary(f"| term | a meaning (`{wrong}`) | - |\n## Names in code\n") == [wrong]
+
+
+def test_a_term_has_one_row() -> None:
+    terms = re.findall(r"^\| ([^|]+?)(?: \(`[^`]+`\))? \|", GLOSSARY.read_text(), re.MULTILINE)
+    repeated = {term for term in terms if terms.count(term) > 1} - {"term"}
+    assert repeated == set()
+    assert len(terms) > 80
+
+
+def missing_files(page: str) -> list[str]:
+    """Return the paths of a page that are no file or folder: of the engine, or of the repository."""
+    paths = re.findall(r"`((?:[\w-]+/)+(?:[\w.-]+)?)`|`([\w-]+\.py)`", page)
+    written = {path or file for path, file in paths}
+    return sorted(path for path in written if not any((base / path).exists() for base in (ROOT / "skyrl_engine", ROOT)))
+
+
+def test_files_on_the_architecture_page_exist() -> None:
+    page = ARCHITECTURE.read_text()
+    way = page[page.index("## A sample's way") : page.index("## Kinds")]
+    assert [path for path in missing_files(way) if path not in ("checkpoints/", "model/")] == []
+    assert "## A rollout's way" in way
+
+
+def test_a_file_that_is_not_there_is_found() -> None:
+    assert missing_files("`engine/engine.py`, `rollout/`, `engine/engines.py` and `plugins/losses/`") == ["engine/engines.py"]
