@@ -12,6 +12,7 @@ from attrs import define
 from skyrl_engine.cli.option_help import explain
 from skyrl_engine.cli.terminal import echo, make_log_visible
 from skyrl_engine.errors import EngineError
+from skyrl_engine.near_words import did_you_mean
 from skyrl_engine.registry.kinds import KINDS
 from skyrl_engine.visible import visible
 
@@ -178,16 +179,13 @@ class EngineGroup(click.Group):
         """Resolve as click does, with a suggestion for a misspelt name."""
         names = self.list_commands(ctx)
         if self.get_command(ctx, args[0]) is None and not args[0].startswith("-"):
-            ctx.fail(f"There is no command {args[0]!r}. {did_you_mean(args[0], names, 'commands')}")
+            ctx.fail(f"There is no command {args[0]!r}. {suggest_or_list(args[0], names, 'commands')}")
         return super().resolve_command(ctx, args)
 
 
-def did_you_mean(name: str, names: Collection[str], plural: str) -> str:
+def suggest_or_list(name: str, names: Collection[str], plural: str) -> str:
     """Return the nearest name as a question, or all names as a sentence."""
-    from difflib import get_close_matches
-
-    close = get_close_matches(name, names, n=1)
-    return f"Did you mean {close[0]!r}?" if close else f"The {plural} are {', '.join(names)}."
+    return did_you_mean(name, names) or f"The {plural} are {', '.join(names)}."
 
 
 def every_command(group: click.Group, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], click.Command]]:

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from skyrl_engine.cli.command import EngineGroup, did_you_mean
+from skyrl_engine.cli.command import EngineGroup, suggest_or_list
 from skyrl_engine.cli.plugin_options import OPTION_COLUMNS, option_rows
 from skyrl_engine.cli.scaffold.command import new_plugin
 from skyrl_engine.cli.terminal import echo, echo_json
@@ -75,7 +75,7 @@ def _require_kind(kind: str) -> str:
     from skyrl_engine.registry.kinds import KINDS
 
     if kind not in KINDS:
-        raise click.UsageError(f"There is no kind {kind!r}. {did_you_mean(kind, KINDS, 'kinds')}")
+        raise click.UsageError(f"There is no kind {kind!r}. {suggest_or_list(kind, KINDS, 'kinds')}")
     return kind
 
 

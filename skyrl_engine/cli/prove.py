@@ -102,11 +102,12 @@ def prove(
 
 
 def _plant(name: str) -> "Plant":
-    from skyrl_engine.config.wording import did_you_mean
+    from skyrl_engine.config.wording import format_value
+    from skyrl_engine.near_words import did_you_mean
     from skyrl_engine.proof.plants import PLANTS
 
     if name not in PLANTS:
-        meant = did_you_mean(name, list(PLANTS)) or f"Choose one of {', '.join(PLANTS)}"
+        meant = did_you_mean(name, PLANTS, show=format_value) or f"Choose one of {', '.join(PLANTS)}"
         raise click.UsageError(f"there is no mistake {name!r}. {meant}")
     return PLANTS[name]
 

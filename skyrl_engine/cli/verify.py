@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from skyrl_engine.cli.command import EngineCommand, did_you_mean
+from skyrl_engine.cli.command import EngineCommand, suggest_or_list
 from skyrl_engine.cli.key_values import options_argument
 from skyrl_engine.cli.terminal import echo_json
 from skyrl_engine.errors import PluginAmbiguousError, PluginBrokenError, PluginError, PluginNotFoundError
@@ -102,7 +102,7 @@ def _record(registry: "Registry", text: str) -> "PluginRecord":
     if not kinds:
         raise PluginNotFoundError(
             f"nothing installed offers {text!r}",
-            remedy=did_you_mean(text, sorted({record.name for record in registry.records()}), "plugins"),
+            remedy=suggest_or_list(text, sorted({record.name for record in registry.records()}), "plugins"),
         )
     return registry.resolve(kinds[0], text)
 

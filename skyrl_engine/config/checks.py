@@ -15,8 +15,9 @@ from skyrl_engine.config.schema import (
     RunConfig,
     TrainingConfig,
 )
-from skyrl_engine.config.wording import did_you_mean
+from skyrl_engine.config.wording import format_value
 from skyrl_engine.errors import Problem
+from skyrl_engine.near_words import did_you_mean
 from skyrl_engine.registry.kinds import KINDS
 
 
@@ -130,7 +131,7 @@ def _kind_names(key: str, names: "Mapping[str, str] | tuple[str, ...]") -> Itera
     for name in names:
         kind, colon, rest = name.partition(":")
         if not colon or not rest or kind not in KINDS:
-            meant = did_you_mean(kind, list(KINDS)) if colon else None
+            meant = did_you_mean(kind, KINDS, show=format_value) if colon else None
             yield (
                 key,
                 f'{name!r} is not of the form "kind:name"',

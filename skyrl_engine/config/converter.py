@@ -20,7 +20,8 @@ from cattrs.errors import IterableValidationError, StructureHandlerNotFoundError
 
 from skyrl_engine.config.foreign_keys import is_known
 from skyrl_engine.config.reading.origins import KeyPath
-from skyrl_engine.config.wording import RefusedError, did_you_mean, not_a_choice, plain_refusal, wrong_kind
+from skyrl_engine.config.wording import RefusedError, format_value, not_a_choice, plain_refusal, wrong_kind
+from skyrl_engine.near_words import did_you_mean
 
 NONE_WORD = "none"
 
@@ -263,7 +264,7 @@ def _validator_errors(
 
 def unknown_key(key: str, known: Iterable[str]) -> RefusedError:
     names = list(known)
-    if not is_known(key) and (meant := did_you_mean(key, names)):
+    if not is_known(key) and (meant := did_you_mean(key, names, show=format_value)):
         return RefusedError("is not a known key", meant)
     listed = f"The keys here are {', '.join(names)}" if names else "Remove it: nothing can be set here"
     return RefusedError("is not a known key", listed, about="stray")

@@ -14,11 +14,12 @@ from skyrl_engine.config.reading.sources import RawConfig, from_dict
 from skyrl_engine.config.schema import EngineConfig, PluginsConfig, PluginTable, RunConfig
 from skyrl_engine.config.structure import complete_origins, own_keys, plain, plugin_lists, structure, structure_table
 from skyrl_engine.config.trust.gate import Gate
-from skyrl_engine.config.wording import did_you_mean
+from skyrl_engine.config.wording import format_value
 from skyrl_engine.contracts.kinds.backend import PARALLEL_SIZES
 from skyrl_engine.contracts.kinds.context import FactoryContext
 from skyrl_engine.contracts.values.roles import Role
 from skyrl_engine.errors import ConfigError, ContractError, PluginError, Problem, UntrustedCodeError
+from skyrl_engine.near_words import did_you_mean, find_near_word
 from skyrl_engine.registry.code_files import NamedCode, limit_code
 from skyrl_engine.registry.kinds import TABLES
 
@@ -239,7 +240,7 @@ def _tables_of_no_observer(sections: Mapping[str, Any], raw: RawConfig) -> Itera
     read = {_table_name(reference, tables) for reference in run.observers}
     for name in tables:
         if name not in read:
-            remedy = did_you_mean(name, list(run.observers)) or f"Add {name!r} to run.observers, or remove this table"
+            remedy = did_you_mean(name, run.observers, show=format_value) or f"Add {name!r} to run.observers, or remove this table"
             where = f"{nearest(raw.origins, ('observers', name))}: {format_key(('observers', name))}"
             yield Problem(where, "holds options of an observer that run.observers does not name", remedy)
 
@@ -282,7 +283,11 @@ def _options(
         for key in unable
     ]
     table = {key: value for key, value in table.items() if key not in unable}
-    strays = {key: meant for key in table if not did_you_mean(key, own) and (meant := did_you_mean(key, reserved))}
+    strays = {
+        key: meant
+        for key in table
+        if find_near_word(key, own) is None and (meant := did_you_mean(key, reserved, show=format_value))
+    }
     refused += [
         Problem(f"{nearest(raw.origins, (*path, key))}: {format_key((*path, key))}", f"is not a known key ({plugin})", meant)
         for key, meant in strays.items()
@@ -294,7 +299,13 @@ def _options(
             f"{nearest(raw.origins, (*path, key))}: {format_key((*path, key))}",
             f"is not a known key ({plugin})",
             " ".join(
-                filter(None, (did_you_mean(key, own), f"Where it is of another {loaded.record.kind} than {chosen.label} chooses,"))
+                filter(
+                    None,
+                    (
+                        did_you_mean(key, own, show=format_value),
+                        f"Where it is of another {loaded.record.kind} than {chosen.label} chooses,",
+                    ),
+                )
             )
             + " remove it from the file",
         )

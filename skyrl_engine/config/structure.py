@@ -16,8 +16,9 @@ from skyrl_engine.config.reading.sources import RawConfig
 from skyrl_engine.config.schema import KIND, EngineConfig, MissingTable, PluginTable, TrainingConfig
 from skyrl_engine.config.sections import Section, sections
 from skyrl_engine.config.trainers import DEFAULT_TRAINER, TRAINERS, Trainer, owners_of
-from skyrl_engine.config.wording import RefusedError, choices, did_you_mean, format_value, wrong_kind
+from skyrl_engine.config.wording import RefusedError, choices, format_value, wrong_kind
 from skyrl_engine.errors import ConfigError, Problem
+from skyrl_engine.near_words import did_you_mean
 from skyrl_engine.registry.kinds import KINDS, TABLES, Kind
 
 
@@ -87,7 +88,7 @@ def _trainer(raw: RawConfig) -> tuple[Trainer | None, list[Problem]]:
         return TRAINERS[chosen], []
     if not isinstance(chosen, str):
         return None, _other_words(raw, "trainer") or [_problem(raw, ("trainer",), wrong_kind(chosen, str))]
-    remedy = did_you_mean(chosen, list(TRAINERS)) or f"Choose one of {choices(TRAINERS)}"
+    remedy = did_you_mean(chosen, TRAINERS, show=format_value) or f"Choose one of {choices(TRAINERS)}"
     return None, [_problem(raw, ("trainer",), RefusedError(f"there is no trainer {format_value(chosen)}", remedy))]
 
 

@@ -1,6 +1,5 @@
 """Plain words for configuration mistakes: what was expected, what was found, and what may have been meant."""
 
-import difflib
 import enum
 import json
 import re
@@ -11,6 +10,8 @@ from pathlib import Path
 from typing import Any, Literal, Union
 
 import attrs
+
+from skyrl_engine.near_words import did_you_mean
 
 
 class RefusedError(ValueError):
@@ -41,12 +42,6 @@ def format_value(value: object) -> str:
 
 def choices(values: Iterable[object]) -> str:
     return ", ".join(format_value(value) for value in values)
-
-
-def did_you_mean(written: object, known: Collection[str]) -> str | None:
-    """`Did you mean "x"?` for the closest known word."""
-    close = difflib.get_close_matches(str(written), known, n=1)
-    return f"Did you mean {format_value(close[0])}?" if close else None
 
 
 _SCALARS: Mapping[Any, tuple[str, str]] = {
@@ -112,7 +107,11 @@ def not_a_choice(value: object, allowed: Collection[object]) -> RefusedError:
     same = _SAME.get(value.lower()) if isinstance(value, str) else None
     if same is not None and same in allowed:
         return RefusedError(f"must be one of {choices(allowed)}, is {format_value(value)}", f"Did you mean {format_value(same)}?")
-    meant = did_you_mean(value, [choice for choice in allowed if isinstance(choice, str)]) if isinstance(value, str) else None
+    meant = (
+        did_you_mean(value, [choice for choice in allowed if isinstance(choice, str)], show=format_value)
+        if isinstance(value, str)
+        else None
+    )
     return RefusedError(f"must be one of {choices(allowed)}, is {format_value(value)}", meant or "Choose one of them")
 
 

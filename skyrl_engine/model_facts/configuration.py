@@ -2,7 +2,6 @@
 
 import json
 import re
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ from skyrl_engine.contracts.values.model import EmptyModelConfig, ModelConfig
 from skyrl_engine.errors import ModelError
 from skyrl_engine.model_facts.json_file import read_object
 from skyrl_engine.model_facts.vision_language import refuse_vision_language, takes_images
+from skyrl_engine.near_words import did_you_mean
 
 
 def source_of(model: ModelConfig) -> str:
@@ -147,10 +147,10 @@ def _unknown(place: str, kind: object) -> ModelError:
             f'{place} names no "model_type", so the architecture is not known',
             remedy="Copy config.json again from the model's source, or add its model_type",
         )
-    close = get_close_matches(str(kind), list(CONFIG_MAPPING_NAMES), n=1, cutoff=0.75)
+    meant = did_you_mean(kind, CONFIG_MAPPING_NAMES, cutoff=0.75)
     return ModelError(
         f"{place} names the model_type {json.dumps(kind)}, which transformers {transformers.__version__} does not know",
-        remedy=(f"Did you mean {close[0]!r}? Correct it" if close else "Correct it")
+        remedy=(f"{meant} Correct it" if meant else "Correct it")
         + ", or install a version of transformers that knows this architecture",
     )
 

@@ -1,6 +1,5 @@
 """The engine's pluggy host: it registers plugin objects and calls their hooks."""
 
-import difflib
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from functools import wraps
@@ -11,6 +10,7 @@ import pluggy
 from skyrl_engine.errors import PluginBrokenError
 from skyrl_engine.hooks import spec
 from skyrl_engine.hooks.markers import PROJECT
+from skyrl_engine.near_words import did_you_mean
 from skyrl_engine.registry.owner import Owner, blame
 
 PAGE = "docs/reference/hooks.md"
@@ -74,10 +74,10 @@ class PluginHost:
         """Refuse unknown hooks with a suggestion; pluggy's check_pending refuses them too, but only after registration."""
         for hook in sorted(hooks):
             if not hasattr(self._manager.hook, hook):
-                close = difflib.get_close_matches(hook, [name for name in vars(self._manager.hook) if name[0] != "_"], n=1)
+                known = [name for name in vars(self._manager.hook) if name[0] != "_"]
                 raise PluginBrokenError(
                     f"{owner.label} implements the unknown hook {hook}",
-                    remedy=f"Did you mean {close[0]}?" if close else f"Choose one of those in {PAGE}",
+                    remedy=did_you_mean(hook, known, show=str) or f"Choose one of those in {PAGE}",
                 )
 
 

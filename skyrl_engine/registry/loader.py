@@ -1,6 +1,5 @@
 """The only place that loads entry points and imports plugin modules. Metadata is checked before anything is imported."""
 
-import difflib
 from importlib import metadata
 from typing import Any, cast
 
@@ -8,6 +7,7 @@ import attrs
 
 from skyrl_engine.errors import ContractError, PluginBrokenError, PluginNotFoundError
 from skyrl_engine.hooks import decorators
+from skyrl_engine.near_words import did_you_mean
 from skyrl_engine.registry.compat import check_requirements, find_distribution
 from skyrl_engine.registry.discovery import COMMAND_GROUP
 from skyrl_engine.registry.host import PluginHost
@@ -79,10 +79,10 @@ def _from_file(record: PluginRecord, owner: Owner) -> Any:
         return getattr(module, record.target)
     except AttributeError:
         defined = [name for name in vars(module) if not name.startswith("_")]
-        close = difflib.get_close_matches(record.target, defined, n=1)
         raise PluginNotFoundError(
             f"{record.path} defines no {record.target!r}",
-            remedy=f"Did you mean {record.path}:{close[0]}?" if close else "Write the name that the file defines after the colon",
+            remedy=did_you_mean(record.target, defined, show=lambda near: f"{record.path}:{near}")
+            or "Write the name that the file defines after the colon",
         ) from None
 
 

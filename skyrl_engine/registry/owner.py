@@ -1,7 +1,6 @@
 """The owner of plugin code: any error of that code names its owner, the place that failed, and what a user can do."""
 
 import asyncio
-import difflib
 import importlib
 import os
 import traceback
@@ -12,6 +11,7 @@ from pathlib import Path
 from attrs import frozen
 
 from skyrl_engine.errors import EngineError, PluginBrokenError
+from skyrl_engine.near_words import find_near_word
 from skyrl_engine.registry.kinds import KINDS
 from skyrl_engine.registry.record import PluginRecord
 
@@ -91,4 +91,4 @@ def _nearest_attribute(error: AttributeError) -> str | None:
     if error.obj is None or error.name is None:
         return None
     names = [name for name in dir(error.obj) if not name.startswith("_") and name != error.name]
-    return next(iter(difflib.get_close_matches(error.name, names, n=1, cutoff=0.75)), None)
+    return find_near_word(error.name, names, cutoff=0.75)

@@ -1,10 +1,10 @@
 """Make errors for references that name no plugin here, with the likely meaning and the one action that helps."""
 
-import difflib
 from collections.abc import Sequence
 from pathlib import Path
 
 from skyrl_engine.errors import PluginNotFoundError
+from skyrl_engine.near_words import did_you_mean, find_near_word
 from skyrl_engine.registry.discovery import UnreadableDistribution
 from skyrl_engine.registry.kinds import KINDS
 from skyrl_engine.registry.known import FIRST_PARTY, install_command
@@ -42,8 +42,7 @@ def missing_plugin(
 def missing_file(kind: str, wanted: PluginRef, path: Path) -> PluginNotFoundError:
     """Return the error for a local plugin whose file does not exist."""
     siblings = [file.name for file in path.parent.glob("*.py")] if path.parent.is_dir() else []
-    close = difflib.get_close_matches(path.name, siblings, n=1)
-    remedy = f"Did you mean {path.parent / close[0]}:{wanted.name}?" if close else "Correct the path"
+    remedy = did_you_mean(path.name, siblings, show=lambda near: f"{path.parent / near}:{wanted.name}") or "Correct the path"
     return PluginNotFoundError(f"the local {kind} {wanted.text!r} cannot be found: there is no file {path}", remedy=remedy)
 
 
@@ -55,11 +54,11 @@ def _bare_name(kind: str, name: str, records: Sequence[PluginRecord]) -> str:
         return f"{name!r} is {KINDS[others[0].kind].with_article}: set it as {others[0].kind}, and choose {_choice(kind, records)} here"
     installed = list(dict.fromkeys(record.name for record in records if record.kind == kind))
     known = [other for of_kind, other in FIRST_PARTY if of_kind == kind]
-    close = difflib.get_close_matches(name, [*installed, *known], n=1)
-    if not close:
+    near = find_near_word(name, [*installed, *known])
+    if near is None:
         return f"Choose {_choice(kind, records)}"
-    command = _first_party_command(kind, close[0], records)
-    return f"Did you mean {close[0]!r}?" + (f" Install it: {command}" if command else "")
+    command = _first_party_command(kind, near, records)
+    return f"Did you mean {near!r}?" + (f" Install it: {command}" if command else "")
 
 
 def _suggest_install(kind: str, name: str, distribution: str, records: Sequence[PluginRecord]) -> str:
@@ -68,13 +67,14 @@ def _suggest_install(kind: str, name: str, distribution: str, records: Sequence[
     references = [record.reference for record in records if record.kind == kind]
     same_distribution = [reference for reference in references if reference.startswith(f"{distribution}:")]
     same_name = [record.reference for record in records if record.kind == kind and record.name == name]
-    close = (
-        difflib.get_close_matches(f"{distribution}:{name}", same_distribution, n=1)
-        or same_name[:1]
-        or difflib.get_close_matches(f"{distribution}:{name}", references, n=1, cutoff=0.75)
+    written = f"{distribution}:{name}"
+    near = (
+        find_near_word(written, same_distribution)
+        or next(iter(same_name), None)
+        or find_near_word(written, references, cutoff=0.75)
     )
-    if close:
-        return f"Did you mean {close[0]!r}?"
+    if near:
+        return f"Did you mean {near!r}?"
     if distribution in {record.distribution for record in records}:
         return f"Choose {_choice(kind, records)}"
     return f"Install the distribution {distribution}, or choose {_choice(kind, records)}"

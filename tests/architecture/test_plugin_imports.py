@@ -9,9 +9,9 @@ import pytest
 
 Imports = Callable[..., set[str]]
 
-PUBLIC = ("contracts", "environments", "interop", "modeling", "model_facts")
+PUBLIC = ("contracts", "environments", "interop", "modeling", "model_facts", "near_words")
 """Beside the facade. `contracts` means the names it offers, not the files behind it; `modeling` and `model_facts` are for backends and
-generators, `environments` for environments."""
+generators, `environments` for environments, `near_words` for messages."""
 ROOT = Path(__file__).parents[2]
 PROJECTS = [path.parent for pattern in ("plugins", "contrib") for path in sorted(ROOT.glob(f"{pattern}/*/pyproject.toml"))]
 PACKAGES = {project: next((project / "src").iterdir()).name for project in PROJECTS if (project / "src").exists()}

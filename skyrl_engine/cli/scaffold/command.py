@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from skyrl_engine.cli.command import EngineCommand, did_you_mean
+from skyrl_engine.cli.command import EngineCommand, suggest_or_list
 from skyrl_engine.cli.terminal import echo
 
 
@@ -41,10 +41,10 @@ def new_plugin(
             "A reward is a plugin of the kind environment. Decorate a function with skyrl_engine.reward, or use `plugins new environment`."
         )
     if kind not in KINDS:
-        raise click.UsageError(f"There is no kind {kind!r}. {did_you_mean(kind, KINDS, 'kinds')}")
+        raise click.UsageError(f"There is no kind {kind!r}. {suggest_or_list(kind, KINDS, 'kinds')}")
     if license_name not in LICENSES:
         raise click.UsageError(
-            f"There is no text for the license {license_name!r}. {did_you_mean(license_name, LICENSES, 'licenses')}"
+            f"There is no text for the license {license_name!r}. {suggest_or_list(license_name, LICENSES, 'licenses')}"
         )
     scaffold_of(KINDS[kind])
     names = names_for(kind, name, distribution)

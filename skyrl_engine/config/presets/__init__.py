@@ -17,8 +17,9 @@ from skyrl_engine.config.reading.origins import Origin, format_key, leaves, near
 from skyrl_engine.config.reading.sources import RawConfig
 from skyrl_engine.config.schema import PreferenceConfig, RewardModelConfig, RlConfig
 from skyrl_engine.config.trainers import DEFAULT_TRAINER
-from skyrl_engine.config.wording import choices, did_you_mean, format_value
+from skyrl_engine.config.wording import choices, format_value
 from skyrl_engine.errors import Problem
+from skyrl_engine.near_words import did_you_mean
 from skyrl_engine.registry.kinds import TABLES
 
 NO_PRESET = "none"
@@ -72,7 +73,7 @@ def with_preset(raw: RawConfig) -> RawConfig:
         return raw
     if name not in (names := preset_names(trainer)):
         where = f"{nearest(raw.origins, (trainer, 'preset'))}: {trainer}.preset"
-        remedy = did_you_mean(str(name), names) or f"Choose one of {choices([*names, NO_PRESET])}"
+        remedy = did_you_mean(name, names, show=format_value) or f"Choose one of {choices([*names, NO_PRESET])}"
         problem = Problem(where, f"there is no preset {format_value(name)}", remedy)
         return evolve(raw, problems=(*raw.problems, problem))
     table, origins = deepcopy(dict(raw.table)), dict(raw.origins)

@@ -13,6 +13,7 @@ from skyrl_engine.contracts.kinds.needs import LOGPROBS_AT, MODEL_SCORES
 from skyrl_engine.contracts.values.outputs import Metric, refuse_other_metrics
 from skyrl_engine.contracts.values.pairs import pair_places
 from skyrl_engine.errors import ResultError
+from skyrl_engine.near_words import find_near_word
 
 if TYPE_CHECKING:
     import torch
@@ -156,16 +157,14 @@ class LossTokens:
 
     def _explain_missing(self, name: str) -> AttributeError:
         """Make the error that says what to write in place of a name that is no need, or to declare."""
-        from difflib import get_close_matches
-
         reads = f"the function reads tokens.{name}"
         if name == "pairs":
             return AttributeError(f"{reads} and does not declare unit_size=2; write @loss(unit_size=2, ...)")
-        close = get_close_matches(name, {*MODEL_SCORES, *self.needs, "sequences", "generator"}, n=1, cutoff=0.75)
-        if close and close[0] not in (name, *self.needs, "sequences", "generator"):
-            return AttributeError(f"{reads}; did you mean tokens.{close[0]}? Declare it: needs = {sorted([*self.needs, close[0]])}")
-        if close and close[0] != name:
-            return AttributeError(f"{reads}; did you mean tokens.{close[0]}?")
+        near = find_near_word(name, {*MODEL_SCORES, *self.needs, "sequences", "generator"}, cutoff=0.75)
+        if near and near not in (name, *self.needs, "sequences", "generator"):
+            return AttributeError(f"{reads}; did you mean tokens.{near}? Declare it: needs = {sorted([*self.needs, near])}")
+        if near and near != name:
+            return AttributeError(f"{reads}; did you mean tokens.{near}?")
         return UndeclaredNeedError(f"{reads} but declares needs = {sorted(self.needs)}; add {name!r} to its needs")
 
     @property

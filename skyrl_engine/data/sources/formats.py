@@ -4,7 +4,6 @@ They are those of TRL, axolotl, LLaMA-Factory and OpenRLHF, and of datasets that
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from difflib import get_close_matches
 from typing import Final, Literal
 
 from attrs import frozen
@@ -19,6 +18,7 @@ from skyrl_engine.data.sources.rows import Row, join_names, kind_of
 from skyrl_engine.data.text.messages import Conversation, conversation_of, image_columns, messages_of
 from skyrl_engine.data.text.plain import PlainText
 from skyrl_engine.errors import DataError
+from skyrl_engine.near_words import find_near_word
 
 Example = Conversation | PlainText | Tokens
 KnownFormat = Literal[
@@ -295,7 +295,7 @@ def _missing(name: KnownFormat, row: Row) -> DataError:
 
 def _suggestion(have: Sequence[str], wanted: Sequence[str]) -> str | None:
     for column in have:
-        near = get_close_matches(column, wanted, n=1, cutoff=0.7)
+        near = find_near_word(column, wanted, cutoff=0.7)
         if near and column not in wanted:
-            return f"Did you mean {near[0]!r} instead of {column!r}?"
+            return f"Did you mean {near!r} instead of {column!r}?"
     return None

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -12,6 +11,7 @@ from attrs import evolve
 from skyrl_engine.data.sources.files import ArrowFile, CsvFile, DatasetPart, JsonArray, JsonLines, LoadedDataset, ParquetFile
 from skyrl_engine.data.sources.rows import Source
 from skyrl_engine.errors import DataError
+from skyrl_engine.near_words import did_you_mean
 
 _SPLIT_WORDS = ("train", "training", "test", "testing", "validation", "valid", "val", "dev", "eval", "evaluation")
 
@@ -189,5 +189,5 @@ def _looks_like_path(location: str) -> bool:
 
 def _path_hint(path: Path) -> str:
     folder = path.parent
-    near = get_close_matches(path.name, [entry.name for entry in folder.iterdir()], n=1) if folder.is_dir() else []
-    return f"Did you mean {folder / near[0]}?" if near else "Correct data.train, data.eval or data.subset"
+    entries = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
+    return did_you_mean(path.name, entries, show=lambda near: str(folder / near)) or "Correct data.train, data.eval or data.subset"

@@ -3,7 +3,6 @@
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from difflib import get_close_matches
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -15,6 +14,7 @@ from attrs import evolve, field, frozen
 from skyrl_engine.contracts.values.ragged import IntArray, offsets_of
 from skyrl_engine.data.sources.files import Content, DatasetPart, Scan, parse_row
 from skyrl_engine.errors import DataError
+from skyrl_engine.near_words import find_near_word
 
 BoolArray = npt.NDArray[np.bool_]
 
@@ -140,10 +140,10 @@ class Source:
             return row
         for ours, theirs in self.names.items():
             if theirs not in row.values:
-                near = get_close_matches(theirs, list(row.values), n=1)
+                near = find_near_word(theirs, row.values)
                 raise DataError(
                     f"{row.name} has no column {theirs!r}, which map.{ours} names; it has {join_names(row.values)}",
-                    remedy=f"Write map.{ours}={near[0]}" if near else f"Name one of its columns: map.{ours}=NAME",
+                    remedy=f"Write map.{ours}={near}" if near else f"Name one of its columns: map.{ours}=NAME",
                 )
         kept = {column: value for column, value in row.values.items() if column not in self.names.values()}
         return evolve(row, values={**kept, **{ours: row.values[theirs] for ours, theirs in self.names.items()}})

@@ -1,7 +1,6 @@
 """Read the columns of a row beside its tokens: numbers and token ids per response token (advantages, log-probabilities, ...), and ids."""
 
 from collections.abc import Mapping
-from difflib import get_close_matches
 from typing import Any
 
 import numpy as np
@@ -14,6 +13,7 @@ from skyrl_engine.data.sources.rows import Row, join_names, kind_of
 from skyrl_engine.data.table.teacher_rows import TEACHER_IDS, TEACHER_LOGPROBS, check_teacher
 from skyrl_engine.data.text.tokenization import TokenizedSample
 from skyrl_engine.errors import DataError
+from skyrl_engine.near_words import did_you_mean, find_near_word
 
 LOSS_WEIGHT = "loss_weight"
 UNIT = "unit_ids"
@@ -159,17 +159,17 @@ class ColumnReader:
             raise row.wrong(
                 name, f"it is null, and {self._askers[name]} it", "Give every sample its numbers, or leave the sample out"
             )
-        score = get_close_matches(name, MODEL_SCORES, n=1, cutoff=0.85)
+        score = did_you_mean(name, MODEL_SCORES, cutoff=0.85)
         if score and name not in _KNOWN_NAMES and self._askers[name].endswith("needs"):
             raise DataError(
                 f"{self._askers[name]} {name!r}, which is neither a score of the model ({', '.join(MODEL_SCORES)}) nor a column of {row.name}",
-                remedy=f"Did you mean {score[0]!r}? Correct its needs",
+                remedy=f"{score} Correct its needs",
             )
         stray = [column for column in row.values if column not in self._askers and column not in _KNOWN_NAMES]
-        near = get_close_matches(name, stray, n=1, cutoff=0.7)
+        near = find_near_word(name, stray, cutoff=0.7)
         raise DataError(
             f"{row.name} has no column {name!r}, which {self._askers[name]}; it has {join_names(row.values)}",
-            remedy=f"Did you mean {name!r} instead of {near[0]!r}? Rename it"
+            remedy=f"Did you mean {name!r} instead of {near!r}? Rename it"
             if near
             else f"Add {name} to every sample: one number per response token, or one for all of them",
         )

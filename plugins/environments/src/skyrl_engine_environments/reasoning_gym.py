@@ -13,6 +13,7 @@ from attrs import define, field, frozen
 
 from skyrl_engine import DataError
 from skyrl_engine.contracts import Action, EnvironmentClaims, Message, Split, StepResult, Task, Tasks
+from skyrl_engine.near_words import did_you_mean
 from skyrl_engine_environments.options import ReasoningGymOptions
 from skyrl_engine_environments.requirements import require_package
 
@@ -95,10 +96,7 @@ class ReasoningGymEnvironment:
             from reasoning_gym.factory import DATASETS, create_dataset
 
         if name not in DATASETS:
-            from difflib import get_close_matches
-
-            near = get_close_matches(name, DATASETS, n=1)
-            remedy = f"Did you mean {near[0]!r}?" if near else f"It has {', '.join(sorted(DATASETS))}"
+            remedy = did_you_mean(name, DATASETS) or f"It has {', '.join(sorted(DATASETS))}"
             raise DataError(f"reasoning-gym has no data set {name!r}", remedy=remedy)
         given: Mapping[str, Any] = self.options.config
         own = given.get(name, {}) if len(self.names) > 1 else given
