@@ -48,7 +48,9 @@ def names_in_glossary(page: str) -> list[str]:
 def unknown_in_glossary(page: str) -> list[str]:
     """Return the names of the page that nothing in the project has."""
     code, files = names_of_code(), {path.name for folder in FOLDERS for path in folder.rglob("*.py")}
-    reference = "".join((ROOT / "docs" / "reference" / name).read_text() for name in ("configuration.md", "cli.md", "rl-metrics.md"))
+    reference = "".join(
+        (ROOT / "docs" / "reference" / name).read_text() for name in ("configuration.md", "cli.md", "rl-metrics.md")
+    )
     unknown = []
     for text in names_in_glossary(page):
         if text in PLACEHOLDERS or text in files or f"`{text}`" in reference or f"### {text}\n" in reference:
