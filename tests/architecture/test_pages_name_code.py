@@ -98,3 +98,30 @@ def test_files_on_the_architecture_page_exist() -> None:
 
 def test_a_file_that_is_not_there_is_found() -> None:
     assert missing_files("`engine/engine.py`, `rollout/`, `engine/engines.py` and `plugins/losses/`") == ["engine/engines.py"]
+
+
+def pages() -> list[Path]:
+    """Return the pages that describe the project as it is; decisions, and the record of mutation testing, name what was there then."""
+    found = [*ROOT.glob("docs/**/*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("plugins/*/README.md")]
+    return [path for path in found if path.parent.name != "adr" and path.name != "mutation-testing.md"]
+
+
+IN_CODE = ("skyrl_engine.", "contracts.", "interop.", "model_facts.", "modeling.", "testing.")
+"""Beginnings of names that are code; `run.directory` and `data.train` are keys of the configuration."""
+
+
+def unknown_modules(text: str) -> list[str]:
+    """Return the dotted names of a text, such as `skyrl_engine.modeling.scorer` or `modeling.lora`, that nothing in the engine has."""
+    names = re.findall(r"`((?:[a-z_]+\.)+[A-Za-z]\w*)[(`]", text)
+    return [name for name in names if name.startswith(IN_CODE) and not set(name.split(".")) <= names_of_code()]
+
+
+def test_modules_that_pages_name_exist() -> None:
+    texts = {path: path.read_text() for path in pages()}
+    assert sum("skyrl_engine." in text for text in texts.values()) > 15, "pages name modules"
+    assert {path.relative_to(ROOT).as_posix(): unknown_modules(text) for path, text in texts.items() if unknown_modules(text)} == {}
+
+
+def test_a_module_that_is_not_there_is_found() -> None:
+    text = "`modeling.rehearsals.rehearse`, `skyrl_engine.modeling.scorer`, `modeling.lora` and `run.directory`"
+    assert unknown_modules(text) == ["modeling.rehearsals.rehearse"]
