@@ -112,8 +112,13 @@ IN_CODE = ("skyrl_engine.", "contracts.", "interop.", "model_facts.", "modeling.
 
 def unknown_modules(text: str) -> list[str]:
     """Return the dotted names of a text, such as `skyrl_engine.modeling.scorer` or `modeling.lora`, that nothing in the engine has."""
-    names = re.findall(r"`((?:[a-z_]+\.)+[A-Za-z]\w*)[(`]", text)
-    return [name for name in names if name.startswith(IN_CODE) and not set(name.split(".")) <= names_of_code()]
+    groups = {
+        name
+        for path in (ROOT / "pyproject.toml", *ROOT.glob("plugins/*/pyproject.toml"))
+        for name in re.findall(r'entry-points."([\w.]+)"', path.read_text())
+    }
+    names = [name for name in re.findall(r"`((?:[a-z_]+\.)+[A-Za-z]\w*)[(`]", text) if name.startswith(IN_CODE)]
+    return [name for name in names if name not in groups and not set(name.split(".")) <= names_of_code()]
 
 
 def test_modules_that_pages_name_exist() -> None:
