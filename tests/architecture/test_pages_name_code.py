@@ -130,3 +130,14 @@ def test_modules_that_pages_name_exist() -> None:
 def test_a_module_that_is_not_there_is_found() -> None:
     text = "`modeling.rehearsals.rehearse`, `skyrl_engine.modeling.scorer`, `modeling.lora` and `run.directory`"
     assert unknown_modules(text) == ["modeling.rehearsals.rehearse"]
+
+
+def test_new_names_in_the_tables_of_changelogs_exist() -> None:
+    pages_with_table = [
+        path for path in (ROOT / "CHANGELOG.md", *ROOT.glob("plugins/*/CHANGELOG.md")) if "### Renamed public" in path.read_text()
+    ]
+    new = [
+        name for path in pages_with_table for name in re.findall(r"^\| `[\w.]+` \| `([\w.]+)` \|$", path.read_text(), re.MULTILINE)
+    ]
+    assert len(new) > 200, "the tables are read"
+    assert [name for name in new if not set(name.split(".")) <= names_of_code()] == []
