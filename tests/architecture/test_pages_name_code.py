@@ -141,3 +141,16 @@ def test_new_names_in_the_tables_of_changelogs_exist() -> None:
     ]
     assert len(new) > 200, "the tables are read"
     assert [name for name in new if not set(name.split(".")) <= names_of_code()] == []
+
+
+def missing_in_readme(readme: Path, text: str) -> list[str]:
+    """Return the names of Python files in a plugin's README that the plugin does not have."""
+    named = re.findall(r"`(?:[\w-]+/)*([\w-]+\.py)`", text)
+    files = {path.name for path in readme.parent.rglob("*.py")}
+    return [name for name in named if name not in files]
+
+
+@pytest.mark.parametrize("readme", sorted(ROOT.glob("plugins/*/README.md")), ids=lambda path: path.parent.name)
+def test_files_that_a_readme_names_exist(readme: Path) -> None:
+    assert missing_in_readme(readme, readme.read_text()) == []
+    assert missing_in_readme(readme, "`tests/test_none.py`") == ["test_none.py"]
