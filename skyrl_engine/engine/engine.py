@@ -45,6 +45,16 @@ from skyrl_engine.registry.resolve import Registry
 from skyrl_engine.workers.dispatch import PlacedShard
 from skyrl_engine.workers.future import Future
 from skyrl_engine.workers.launch import WorkerGroup, launch_workers
+from skyrl_engine.workers.messages import (
+    DropGradient,
+    Export,
+    GatherGradients,
+    GatherWeights,
+    Load,
+    Save,
+    StepOptimizer,
+    UsePlugins,
+)
 from skyrl_engine.workers.scored_tokens import Selection
 from skyrl_engine.workers.worker import Pass, StepReply
 
@@ -388,7 +398,7 @@ class Engine(SamplingVerbs):
         loss = SelectedPlugin.of(self._registry.resolve("loss", table["use"]), options, "use_loss")
         assembly = self.assembly.with_loss(loss)
         assembly.check(self._files.facts)
-        self.group.use(assembly.locks)
+        self.group.ask(UsePlugins(assembly.locks))
         self._passes.assembly = assembly
 
     def add_frozen(self, frozen: FrozenModel) -> None:
@@ -445,17 +455,17 @@ class Engine(SamplingVerbs):
         """
         self.group.refuse_ended()
         self._gradient.parts.clear()
-        self.group.zero_grad()
+        self.group.ask(DropGradient())
 
     def gradients(self) -> dict[str, npt.NDArray[Any]]:
         """Gather the accumulated gradient by Hugging Face parameter name, summed over ranks, before `optim_step`."""
         self.group.refuse_ended()
-        return self.group.gradients()
+        return self.group.ask(GatherGradients())[0]
 
     def weights(self) -> dict[str, npt.NDArray[Any]]:
         """Gather the weights by Hugging Face parameter name, adapters merged."""
         self.group.refuse_ended()
-        return self.group.weights()
+        return self.group.ask(GatherWeights())[0]
 
     def save(self, directory: str | Path) -> None:
         """Write the whole training state into a directory: weights, optimizer, random states, and how many steps were taken.
@@ -465,7 +475,7 @@ class Engine(SamplingVerbs):
         self.group.refuse_ended()
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
-        self.group.save(directory)
+        self.group.ask(Save(directory))
         EngineState(self.step, self._rotary_length(), self._family()).write(directory)
 
     def load(self, directory: str | Path) -> None:
@@ -474,7 +484,7 @@ class Engine(SamplingVerbs):
         directory = Path(directory)
         state = EngineState.read(directory)
         state.refuse_other_model(self._family(), self._rotary_length())
-        self.group.load(directory)
+        self.group.ask(Load(directory))
         self._gradient.parts.clear()
         self.step = state.step
         if self._sampler is not None:
@@ -484,7 +494,7 @@ class Engine(SamplingVerbs):
         """Write the model as a Hugging Face directory, tokenizer included, or its adapters as PEFT takes them. Raises ModelError."""
         self.group.refuse_ended()
         assert self._files is not None, "an engine that was made by hand knows no tokenizer to export"
-        self._files.write(self.group.export, Path(directory))
+        self._files.write(lambda folder: self.group.ask(Export(folder)), Path(directory))
 
     def keep_model_files(self, directory: Path) -> None:
         """Write into an existing directory what an export of a checkpoint needs of the model beside its weights."""
@@ -526,7 +536,7 @@ class Engine(SamplingVerbs):
                 self._passes.spans.add(reply.cpu_seconds)
             return replies[0].step
 
-        return self.group.optim_step(settings).on_failure(self._take_back).then(reported)
+        return self.group.send(StepOptimizer(settings)).on_failure(self._take_back).then(reported)
 
     def _take_back(self) -> None:
         """Count a step that the ranks refused no longer."""

@@ -105,10 +105,10 @@ class ModelFiles:
         self.tokenizer.save_pretrained(directory)
         write_processors(self.facts, self.vision, directory)
 
-    def write(self, write_weights: Callable[[Path], None], output: Path) -> None:
+    def write(self, write_weights: Callable[[Path], object], output: Path) -> None:
         """Export weights, the tokenizer, and the processors of a model that sees, to `output`, which appears only when it is whole.
 
-        `write_weights` fills a directory, such as `WorkerGroup.export`. A reward model becomes a sequence classifier, its adapters merged.
+        `write_weights` fills a directory, as the message `Export` does. A reward model becomes a sequence classifier, its adapters merged.
         Raises ModelError when `output` is not empty or cannot be written.
         """
         refuse_occupied(output)
@@ -141,7 +141,7 @@ class ModelFiles:
 
             complete_export(directory, self.source, self.source_names)
 
-    def _write_weights(self, write_weights: Callable[[Path], None], directory: Path) -> None:
+    def _write_weights(self, write_weights: Callable[[Path], object], directory: Path) -> None:
         model = self.facts.model
         if not model.classifier:
             write_weights(directory)

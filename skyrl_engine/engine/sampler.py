@@ -8,6 +8,7 @@ from skyrl_engine.contracts.values.model import ModelConfig
 from skyrl_engine.errors import ContractError, EngineError, UnsupportedError
 from skyrl_engine.workers.future import Future
 from skyrl_engine.workers.launch import WorkerGroup
+from skyrl_engine.workers.messages import AbortRequests, CloseGenerator, LoadTarget, PublishWeights, ReleaseTarget, StartGenerator
 
 SLICE_SECONDS = 0.25
 """The longest that several ranks sample without a word: a rank that is done earlier waits for the others so long."""
@@ -54,7 +55,7 @@ class Sampler:
         self._awaited: set[int] = set()
         self._kept: dict[int, Completion] = {}
         self._ready: list[Completion] = []
-        group.start_generator(plugin.lock(), eos_token_ids, version)
+        group.ask(StartGenerator(plugin.lock(), eos_token_ids, version))
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         """Send requests to the ranks: those of a session always to the same one. Returns at once.
@@ -75,7 +76,7 @@ class Sampler:
         except EngineError:
             if self._group.topology.dp > 1:
                 # a rank refused its share; the others took theirs
-                self._group.abort(list(ids))
+                self._group.ask(AbortRequests(list(ids)))
                 self._gather(0.0, forgotten=ids)
             raise
         self._under_way |= ids
@@ -102,11 +103,11 @@ class Sampler:
 
     def abort(self, request_ids: Sequence[int] | None = None) -> None:
         """End requests (None: all). Each still comes back once, with what was sampled of it."""
-        self._group.abort(request_ids)
+        self._group.ask(AbortRequests(request_ids))
 
     def update(self, version: int, target: str = POLICY) -> None:
         """Sample from the engine's present weights from now on: those of `version`, under the name `target`."""
-        self._group.update_generator(version, target)
+        self._group.ask(PublishWeights(version, target))
         if target == POLICY:
             self.version = version
 
@@ -116,15 +117,15 @@ class Sampler:
         Raises UnsupportedError for a generator that takes none, ModelError for weights that do not fit the model.
         """
         assert target != POLICY, "the policy's weights are those that are trained"
-        self._group.load_target(model, 0, target)
+        self._group.ask(LoadTarget(model, 0, target))
 
     def release(self, target: str) -> None:
         """Drop a weight set other than the policy's."""
-        self._group.release_target(target)
+        self._group.ask(ReleaseTarget(target))
 
     def close(self) -> None:
         """End the generators. Requests under way are forgotten."""
-        self._group.close_generator()
+        self._group.ask(CloseGenerator())
         self._under_way.clear()
 
     def _gather(self, timeout: float, forgotten: Collection[int] = ()) -> None:

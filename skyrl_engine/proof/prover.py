@@ -26,6 +26,7 @@ from skyrl_engine.proof.plants import Cut, PlannedCollator, Plant, PlantedMerger
 from skyrl_engine.proof.ranks import CONTEXT, RankPool
 from skyrl_engine.proof.rollouts import LONGEST, make_rollouts
 from skyrl_engine.workers.dispatch import batch_structure, plan_batch
+from skyrl_engine.workers.messages import UsePlugins
 
 TOLERANCE: Mapping[ComputeDtype, float] = {"float32": 1e-5, "float64": 1e-10}
 """Largest relative difference of a loss, and of any parameter's gradient, that rounding explains."""
@@ -114,7 +115,7 @@ class Prover:
                 merger=attrs.evolve(assembly.merger, product=PlantedMerger(assembly.merger.product, plant)),
             )
         group = self.ranks.group(case.ranks, dtype, taught=asks_a_teacher(assembly.objective.scores))
-        group.use(self._locks(case, columns, plant, dtype))
+        group.ask(UsePlugins(self._locks(case, columns, plant, dtype)))
         return measure(group, assembly, chosen, self._layout(case, dtype), honest)
 
     def _layout(self, case: Case, dtype: ComputeDtype) -> Layout:

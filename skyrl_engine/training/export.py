@@ -28,6 +28,7 @@ from skyrl_engine.run.continuation import base_of, refuse_other_base
 from skyrl_engine.run.directory import RunDirectory
 from skyrl_engine.run.session import BASE_DOCUMENT, CONFIG_DOCUMENT, PLUGINS_DOCUMENT
 from skyrl_engine.workers.launch import launch_workers
+from skyrl_engine.workers.messages import Export, Load
 from skyrl_engine.workers.spec import WorkerSpec
 
 
@@ -113,12 +114,12 @@ def export_checkpoint(
     with ExitStack() as stack:
         adapters = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="skyrl-engine-export-"))) / "adapters"
         with launch_workers(spec, launch="inline") as group:
-            group.load(checkpoint.state)
+            group.ask(Load(checkpoint.state))
             if not merges:
-                files.write(group.export, output)
+                files.write(lambda folder: group.ask(Export(folder)), output)
                 return checkpoint
             adapters.mkdir()
-            group.export(adapters)
+            group.ask(Export(adapters))
         from skyrl_engine.modeling.exporting import write_merged
 
         assert model.lora is not None

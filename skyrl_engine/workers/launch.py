@@ -3,14 +3,10 @@
 import logging
 import os
 import socket
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Literal, Protocol, Self, TypeVar
 
-import numpy.typing as npt
-
-from skyrl_engine.contracts.kinds.backend import AdamWSettings
 from skyrl_engine.contracts.kinds.generator import Completion, GenerationRequest
 from skyrl_engine.contracts.values.model import ModelConfig
 from skyrl_engine.contracts.values.topology import Topology
@@ -18,26 +14,38 @@ from skyrl_engine.errors import EngineClosedError, EngineError, UnsupportedError
 from skyrl_engine.workers.dispatch import PlacedShard, Shard
 from skyrl_engine.workers.ending import CLOSED
 from skyrl_engine.workers.future import Calls, Future
+from skyrl_engine.workers.messages import (
+    AddAdapterSet,
+    AddFrozenModel,
+    DropAdapterSet,
+    ForAdapterSet,
+    Message,
+    PollCompletions,
+    RunPass,
+    SubmitRequests,
+)
 from skyrl_engine.workers.spec import WorkerSpec
-from skyrl_engine.workers.worker import Pass, RankReply, StepReply, Worker
+from skyrl_engine.workers.worker import Pass, RankReply, Worker
 
 logger = logging.getLogger(__name__)
 
+Reply = TypeVar("Reply")
+
 
 class Transport(Protocol):
-    """A way for calls to reach the ranks."""
+    """A way for messages to reach the ranks."""
 
     @property
     def ended(self) -> str | None:
         """The event that ended the ranks, as a clause such as "it was closed"; None while they take calls."""
 
     def put(self, shard: Shard) -> Any:
-        """Make a shard available to ranks; the result stands for it in `call`."""
+        """Make a shard available to ranks; the result stands for it in `RunPass.shard`."""
 
-    def call(self, method: str, per_rank: Sequence[tuple[Any, ...]]) -> Callable[[], list[Any]]:
-        """Call a `Worker` method on every rank at once with that rank's arguments; returns what waits for the results, by rank.
+    def send(self, messages: Sequence[Message[Reply]]) -> Callable[[], list[Reply]]:
+        """Send every rank its message at once, all of one class; returns what waits for the replies, by rank.
 
-        Waiting raises WorkerError, or the typed error that a rank met. Ranks work through calls in the order in which they were made.
+        Waiting raises WorkerError, or the typed error that a rank met. Ranks answer messages in the order in which they were sent.
         Where a rank fails or dies and others do not answer, because they wait for it in a collective, all ranks are ended.
         """
 
@@ -79,15 +87,19 @@ class WorkerGroup:
     def run(self, work: Pass, shards: Sequence[PlacedShard]) -> Future[list[RankReply]]:
         """One pass over a mini-batch; `shards[dp]` are references from `put`. Replies by rank."""
         places = (self.topology.coords(rank) for rank in range(self.topology.world_size))
-        return self._call("run", [(work, shards[place.dp].at(place.pp)) for place in places])
+        return self._send_each([RunPass(work, shards[place.dp].at(place.pp)) for place in places])
 
-    def use(self, plugins: Mapping[str, Mapping[str, Any]]) -> None:
-        """Use the collator and the objective of these locks from now on; the model stays loaded."""
-        self._everywhere("use", plugins)
+    def send(self, message: Message[Reply]) -> Future[list[Reply]]:
+        """Send one message to every rank. Returns a future of the replies by rank. Raises EngineClosedError where the ranks ended."""
+        return self._send_each([message] * self.topology.world_size)
+
+    def ask(self, message: Message[Reply]) -> list[Reply]:
+        """Send one message to every rank and wait for the replies, by rank. Raises what a rank raises."""
+        return self.send(message).result()
 
     def add_frozen(self, name: str, model: ModelConfig | None) -> None:
         """Load a further model that scores and never learns; None: the trained one without its adapters. Raises ModelError."""
-        self._everywhere("add_frozen", name, model)
+        self.ask(AddFrozenModel(name, model))
         self.frozen.add(name)
 
     def add_adapter_set(self, spec: WorkerSpec) -> "WorkerGroup":
@@ -96,35 +108,13 @@ class WorkerGroup:
         Calls of both groups reach a rank in the order in which they are made. Raises UnsupportedError or ModelError.
         """
         number = self._adapter_sets
-        self._everywhere("add_adapter_set", number, spec)
+        self.ask(AddAdapterSet(number, spec))
         self._adapter_sets += 1
         return WorkerGroup(AdapterSetTransport(self._transport, number, self.topology.world_size), self.topology)
-
-    def optim_step(self, settings: AdamWSettings | None = None) -> Future[list[StepReply]]:
-        """Apply the accumulated gradients with these numbers (None: those the ranks were started with); replies by rank."""
-        return self._call("optim_step", [(settings,)] * self.topology.world_size)
-
-    def zero_grad(self) -> None:
-        """Drop the accumulated gradient on every rank."""
-        self._everywhere("zero_grad")
 
     def settle(self) -> None:
         """Wait for all calls under way. Raises the first failure that nobody has seen."""
         self._calls.settle()
-
-    def gradients(self) -> "dict[str, npt.NDArray[Any]]":
-        """The accumulated gradients by parameter name, summed over ranks, before `optim_step`; for proofs and comparisons."""
-        gradients: dict[str, npt.NDArray[Any]] = self._everywhere("gradients")[0]
-        return gradients
-
-    def weights(self) -> "dict[str, npt.NDArray[Any]]":
-        """The weights by parameter name, gathered over ranks; for proofs and comparisons."""
-        weights: dict[str, npt.NDArray[Any]] = self._everywhere("weights")[0]
-        return weights
-
-    def start_generator(self, lock: Mapping[str, Any], eos_token_ids: tuple[int, ...], version: int) -> None:
-        """Make the generator of a lock on every data-parallel rank, with the weights as they are."""
-        self._everywhere("start_generator", lock, eos_token_ids, version)
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         """Hand requests to the data-parallel ranks: those of a session to the same one, always."""
@@ -132,44 +122,12 @@ class WorkerGroup:
         for request in requests:
             shares[request.session % self.topology.dp].append(request)
         places = (self.topology.coords(rank) for rank in range(self.topology.world_size))
-        self._call("submit", [(shares[at.dp] if at.tp == at.cp == at.pp == 0 else [],) for at in places]).result()
+        self._send_each([SubmitRequests(shares[at.dp] if at.tp == at.cp == at.pp == 0 else []) for at in places]).result()
 
     def poll(self, timeout: float) -> list[Completion]:
         """Let every rank sample: a single one until something is finished, of several each for `timeout` seconds while it has work."""
-        replies = self._everywhere("poll", timeout, self.topology.dp == 1)
+        replies = self.ask(PollCompletions(timeout, eager=self.topology.dp == 1))
         return [completion for each in replies for completion in each]
-
-    def abort(self, request_ids: Sequence[int] | None = None) -> None:
-        """End requests (None: all) on whatever rank they are."""
-        self._everywhere("abort", request_ids)
-
-    def update_generator(self, version: int, target: str) -> None:
-        """Give the generators the present weights, as those of `target`."""
-        self._everywhere("update_generator", version, target)
-
-    def load_target(self, model: ModelConfig, version: int, target: str) -> None:
-        """Give the generators weights that lie in files, as those of `target`."""
-        self._everywhere("load_target", model, version, target)
-
-    def release_target(self, target: str) -> None:
-        """Drop a weight set of the generators."""
-        self._everywhere("release_target", target)
-
-    def close_generator(self) -> None:
-        """End the generators; the model stays."""
-        self._everywhere("close_generator")
-
-    def save(self, directory: Path) -> None:
-        """Write the training state of every rank into an existing directory."""
-        self._everywhere("save", directory)
-
-    def load(self, directory: Path) -> None:
-        """Restore what `save` wrote."""
-        self._everywhere("load", directory)
-
-    def export(self, directory: Path) -> None:
-        """Write the weights as a Hugging Face directory."""
-        self._everywhere("export", directory)
 
     def close(self) -> None:
         """End the ranks, with all sets of adapters; of a group of a set, this set alone. What is closed already stays so."""
@@ -181,12 +139,10 @@ class WorkerGroup:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
-    def _everywhere(self, method: str, *arguments: Any) -> list[Any]:
-        return self._call(method, [arguments] * self.topology.world_size).result()
-
-    def _call(self, method: str, per_rank: Sequence[tuple[Any, ...]]) -> Future[list[Any]]:
+    def _send_each(self, messages: Sequence[Message[Reply]]) -> Future[list[Reply]]:
+        """Send each rank a message of its own."""
         self.refuse_ended()
-        return self._calls.make_future(self._transport.call(method, per_rank))
+        return self._calls.make_future(self._transport.send(messages))
 
 
 class InlineTransport:
@@ -202,13 +158,13 @@ class InlineTransport:
     def put(self, shard: Shard) -> Shard:
         return shard
 
-    def call(self, method: str, per_rank: Sequence[tuple[Any, ...]]) -> Callable[[], list[Any]]:
+    def send(self, messages: Sequence[Message[Reply]]) -> Callable[[], list[Reply]]:
         try:
-            answer = getattr(self._worker, method)(*per_rank[0])
+            (answer,) = (message.answer(self._worker) for message in messages)
         except Exception as error:  # noqa: BLE001 - it is raised where the answer is taken, as with ranks elsewhere
             failure = error
 
-            def failed() -> list[Any]:
+            def failed() -> list[Reply]:
                 raise failure
 
             return failed
@@ -235,8 +191,8 @@ class AdapterSetTransport:
         """The end of this set, or of what it was made from."""
         return CLOSED if self._closed else self._ranks.ended
 
-    def call(self, method: str, per_rank: Sequence[tuple[Any, ...]]) -> Callable[[], list[Any]]:
-        return self._ranks.call("with_adapter_set", [(self._number, method, *arguments) for arguments in per_rank])
+    def send(self, messages: Sequence[Message[Reply]]) -> Callable[[], list[Reply]]:
+        return self._ranks.send([ForAdapterSet(self._number, message) for message in messages])
 
     def close(self) -> None:
         """Free the set; ranks that cannot are dead or fail in the next call."""
@@ -244,7 +200,7 @@ class AdapterSetTransport:
             return
         self._closed = True
         try:
-            self._ranks.call("drop_adapter_set", [(self._number,)] * self._world_size)()
+            self._ranks.send([DropAdapterSet(self._number)] * self._world_size)()
         except EngineError as error:
             logger.warning("a set of adapters was not freed: %s", error.cause)
 

@@ -4,7 +4,7 @@ import os
 import socket
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
 
@@ -13,6 +13,9 @@ from skyrl_engine.workers.parcel import Parcel
 from skyrl_engine.workers.process_group import Rendezvous
 from skyrl_engine.workers.rank_output import capture
 from skyrl_engine.workers.spec import WorkerSpec
+
+if TYPE_CHECKING:
+    from skyrl_engine.workers.messages import Message
 
 
 @frozen
@@ -84,8 +87,8 @@ class RankActor:
 
         return _run_guarded(make)
 
-    def call(self, method: str, arguments: tuple[Any, ...], shard: Parcel | None, known: int = 0) -> Any:
-        """Call the worker; `shard`, when given, arrives as the parcel itself because it is a top-level argument.
+    def call(self, message: "Message[Any]", shard: Parcel | None, known: int = 0) -> Any:
+        """Answer a message; its `shard`, when it has one, arrives as the parcel itself because it is a top-level argument.
 
         `known` counts this rank's failures that the controller knew of when it sent the call. After a further one the call is not begun: the
         other ranks may be in a collective of the failed call, and would take this one's for it.
@@ -94,8 +97,7 @@ class RankActor:
             return Failure(None, "it was not begun, because a call before it failed", "", met=False)
 
         def answer() -> Any:
-            opened = () if shard is None else (shard.unpack(),)
-            return getattr(self._worker, method)(*arguments, *opened)
+            return (message if shard is None else message.with_shard(shard.unpack())).answer(self._worker)
 
         answered = _run_guarded(answer)
         self._failures += isinstance(answered, Failure)

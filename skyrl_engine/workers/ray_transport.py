@@ -5,7 +5,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import attrs
 
@@ -13,6 +13,7 @@ from skyrl_engine.contracts.values.topology import Topology
 from skyrl_engine.errors import EngineClosedError, EngineError, PluginError, WorkerError
 from skyrl_engine.workers.dispatch import Shard
 from skyrl_engine.workers.ending import CLOSED, describe_ending
+from skyrl_engine.workers.messages import Message
 from skyrl_engine.workers.parcel import Parcel
 from skyrl_engine.workers.process_group import Rendezvous
 from skyrl_engine.workers.rank_log import RankLog, ranks_in_words
@@ -31,6 +32,8 @@ GRACE_SECONDS = 5.0
 """After the first failure, how long to listen for others: a dead rank explains the broken connections its peers report."""
 
 logger = logging.getLogger(__name__)
+
+Reply = TypeVar("Reply")
 
 
 class RayTransport:
@@ -91,16 +94,16 @@ class RayTransport:
         with self._using_ray("put"):
             return self._ray.put(parcel)
 
-    def call(self, method: str, per_rank: Sequence[tuple[Any, ...]]) -> Callable[[], list[Any]]:
+    def send(self, messages: Sequence[Message[Reply]]) -> Callable[[], list[Reply]]:
+        verb = messages[0].verb
         pending = []
-        for rank, (actor, arguments) in enumerate(zip(self._actors, per_rank, strict=True)):
-            plain = tuple(argument for argument in arguments if not isinstance(argument, self._ray.ObjectRef))
-            shards = [argument for argument in arguments if isinstance(argument, self._ray.ObjectRef)]
-            with self._using_ray(method):
-                pending.append(actor.call.remote(method, plain, shards[0] if shards else None, self._known_failures[rank]))
-        return lambda: self._gather(method, pending)
+        for rank, (actor, message) in enumerate(zip(self._actors, messages, strict=True)):
+            with self._using_ray(verb):
+                # Ray resolves a reference only where it is an argument of its own
+                pending.append(actor.call.remote(message.with_shard(None), message.shard, self._known_failures[rank]))
+        return lambda: self._gather(verb, pending)
 
-    def _gather(self, method: str, pending: list[Any]) -> list[Any]:
+    def _gather(self, verb: str, pending: list[Any]) -> list[Any]:
         """Results by rank, or the failure that explains the others; ranks that wait for a failed or dead one are ended with it."""
         if self.ended is not None:
             raise EngineClosedError(self.ended)
@@ -111,7 +114,7 @@ class RayTransport:
         waiting = list(pending)
         deadline: float | None = None
         while waiting and not deaths and (deadline is None or time.monotonic() < deadline):
-            with self._using_ray(method):
+            with self._using_ray(verb):
                 ready, waiting = self._ray.wait(waiting, num_returns=1, timeout=WAIT_SECONDS)
             for reference in ready:
                 rank = ranks[reference]
@@ -126,16 +129,16 @@ class RayTransport:
                         failures[rank] = result
                         if result.met:
                             self._known_failures[rank] += 1
-                            logger.error("rank %d failed in %s\n%s", rank, method, result.trace)
+                            logger.error("rank %d failed in %s\n%s", rank, verb, result.trace)
                     else:
                         results[rank] = result
             if (deaths or failures) and deadline is None:
                 deadline = time.monotonic() + GRACE_SECONDS
         if deaths or failures:
             if deaths:
-                self._refuse_lost_ray(method, within=NEWS_SECONDS)
-            failure = (self._find_lost_node(min(deaths), method) if deaths else None) or _explain(
-                method, deaths, failures, self._places
+                self._refuse_lost_ray(verb, within=NEWS_SECONDS)
+            failure = (self._find_lost_node(min(deaths), verb) if deaths else None) or _explain(
+                verb, deaths, failures, self._places
             )
             if deaths or waiting:
                 self._end(describe_ending(failure))
@@ -143,22 +146,22 @@ class RayTransport:
         return [results[rank] for rank in range(len(pending))]
 
     @contextlib.contextmanager
-    def _using_ray(self, method: str) -> Iterator[None]:
+    def _using_ray(self, verb: str) -> Iterator[None]:
         """Refuse to use Ray where it has ended, and what it raises because of that."""
-        self._refuse_lost_ray(method)
+        self._refuse_lost_ray(verb)
         try:
             yield
         except self._ray.exceptions.RayError:
-            self._refuse_lost_ray(method, within=NEWS_SECONDS)
+            self._refuse_lost_ray(verb, within=NEWS_SECONDS)
             raise
 
-    def _refuse_lost_ray(self, method: str, *, within: float = 0.0) -> None:
+    def _refuse_lost_ray(self, verb: str, *, within: float = 0.0) -> None:
         """Raise WorkerError, and end the ranks, where Ray itself is gone; wait `within` seconds for the news."""
         lost = None if self._watch is None else self._watch.find_lost_process(within)
         if lost is None:
             return
         failure = WorkerError(
-            f"Ray's {lost} ended during {method}, and {ranks_in_words(range(len(self._places)))} with it",
+            f"Ray's {lost} ended during {verb}, and {ranks_in_words(range(len(self._places)))} with it",
             rank=None,
             remedy="Look for lack of memory or a signal there"
             + ("" if self._owns_cluster else " and start Ray again")
@@ -167,14 +170,14 @@ class RayTransport:
         self._end(describe_ending(failure))
         raise failure
 
-    def _find_lost_node(self, dead: int, method: str) -> WorkerError | None:
+    def _find_lost_node(self, dead: int, verb: str) -> WorkerError | None:
         """Return an error that names the node of a dead rank, if the node is lost too."""
         if self._log is None or self._log.node_answers(self._places[dead].machine):
             return None
         place = self._places[dead]
         gone = [rank for rank, other in enumerate(self._places) if other.machine == place.machine]
         return WorkerError(
-            f"the node {place.name} ({place.host}) was lost during {method}, and {ranks_in_words(gone)} with it",
+            f"the node {place.name} ({place.host}) was lost during {verb}, and {ranks_in_words(gone)} with it",
             rank=dead,
             remedy="See whether that machine and its Ray still run, then resume from the latest checkpoint",
         )
@@ -234,7 +237,7 @@ def _role(topology: Topology, rank: int) -> str:
     return ", ".join(f"{name}-parallel {at} of {size}" for name, (at, size) in parts.items() if size > 1 or name == "data")
 
 
-def _explain(method: str, deaths: dict[int, str], failures: dict[int, Failure], places: Sequence[Place]) -> EngineError:
+def _explain(verb: str, deaths: dict[int, str], failures: dict[int, Failure], places: Sequence[Place]) -> EngineError:
     """Return the failure that explains the others: a plugin's, else a rank's death, else a typed error, else any.
 
     A plugin's error was there before a peer died, which may have taken the failed rank's next collective for the one that it waited in.
@@ -246,7 +249,7 @@ def _explain(method: str, deaths: dict[int, str], failures: dict[int, Failure], 
         rank = min(deaths)
         where = f" (it was on {places[rank]})" if places else ""
         return WorkerError(
-            f"rank {rank} died during {method}: {deaths[rank]}{where}",
+            f"rank {rank} died during {verb}: {deaths[rank]}{where}",
             rank=rank,
             remedy="Look for lack of memory or a signal on that machine, then resume from the latest checkpoint",
         )
@@ -256,7 +259,7 @@ def _explain(method: str, deaths: dict[int, str], failures: dict[int, Failure], 
     if failure.error is not None:
         return failure.error
     return WorkerError(
-        f"rank {rank} failed in {method}: {failure.cause}",
+        f"rank {rank} failed in {verb}: {failure.cause}",
         rank=rank,
         remedy="The log holds the rank's traceback; mend the cause and resume from the latest checkpoint",
     )

@@ -2,8 +2,7 @@
 
 import gc
 import random
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
@@ -23,7 +22,6 @@ from skyrl_engine.contracts.kinds.backend import (
     Teaches,
 )
 from skyrl_engine.contracts.kinds.collator import Collator
-from skyrl_engine.contracts.kinds.generator import Completion, GenerationRequest
 from skyrl_engine.contracts.kinds.needs import TEACHER_MODEL, asks_a_teacher
 from skyrl_engine.contracts.values.model import ModelConfig
 from skyrl_engine.contracts.values.outputs import RankOutput
@@ -89,7 +87,10 @@ class StepReply:
 
 
 class Worker:
-    """One rank. Methods are called in the same order on every rank."""
+    """One rank, which answers the messages of `workers.messages`, in the same order on every rank.
+
+    `number` is its rank, `adapter_sets` holds its further adapter sets by number, and `spans` counts its CPU time.
+    """
 
     def __init__(self, spec: WorkerSpec, rank: int, *, device_index: int = 0, rendezvous: Rendezvous | None = None) -> None:
         device = pick_device(spec.device, device_index)
@@ -103,22 +104,22 @@ class Worker:
 
     def _set_up(self, spec: WorkerSpec, rank: int, device: str) -> None:
         self._seed = spec.context.seed
-        self._rank = rank
-        self._spans = Spans()
+        self.number = rank
+        self.spans = Spans()
         self._context = spec.context
         self._shown = spec.shown
         self._model, self._device = spec.model, device
         self._generator: RankGenerator | None = None
         if spec.plugins.keys() - {"backend"}:
-            self.use(spec.plugins)
+            self.use_plugins(spec.plugins)
         self._plugin = SelectedPlugin.from_lock(spec.plugins["backend"])
         self._environment = RankEnvironment(rank, spec.topology.world_size, device, spec.context.seed, spec.packed_rows)
-        self._backend = self._set_up_model(spec.model, spec.optimizer)
+        self.backend = self._set_up_model(spec.model, spec.optimizer)
         self._frozen: dict[str, ScoringModel] = {}
-        self._adapter_sets: dict[int, Worker] = {}
-        if self._backend.coords != (described := spec.topology.coords(rank)):
+        self.adapter_sets: dict[int, Worker] = {}
+        if self.backend.coords != (described := spec.topology.coords(rank)):
             raise ContractError(
-                f"{self._plugin.loaded.record} stands at {self._backend.coords} and described {described}",
+                f"{self._plugin.loaded.record} stands at {self.backend.coords} and described {described}",
                 remedy="Lay out ranks in setup as skyrl_engine_describe_backend says: tp fastest, then cp, dp, pp",
             )
 
@@ -127,7 +128,7 @@ class Worker:
         backend.setup(model, optimizer, self._environment)
         return backend
 
-    def add_frozen(self, name: str, model: ModelConfig | None) -> None:
+    def load_frozen_model(self, name: str, model: ModelConfig | None) -> None:
         """Have a further model, which no step changes, for passes that name it: `model`, or None for the trained one without its adapters.
 
         One of that name is replaced. The random states of the process stay as they are.
@@ -135,7 +136,7 @@ class Worker:
         if (before := self._frozen.pop(name, None)) is not None:
             before.close()
         if model is None:
-            self._frozen[name] = WithoutAdapters(self._backend)
+            self._frozen[name] = WithoutAdapters(self.backend)
             return
         states = random.getstate(), np.random.get_state(), torch.random.get_rng_state()
         self._frozen[name] = self._set_up_model(model, None)
@@ -143,21 +144,17 @@ class Worker:
         np.random.set_state(states[1])
         torch.random.set_rng_state(states[2])
 
-    def add_adapter_set(self, number: int, spec: WorkerSpec) -> None:
-        """Train a further set of adapters, `spec.model.lora`, over the frozen weights of this model; `with_adapter_set` reaches it."""
-        self._adapter_sets[number] = _AdapterSetWorker(self._backend, spec, self._rank, self._device)
-
-    def with_adapter_set(self, number: int, method: str, *arguments: Any) -> Any:
-        """Do with a further set of adapters what `method` of a worker does."""
-        return getattr(self._adapter_sets[number], method)(*arguments)
+    def open_adapter_set(self, number: int, spec: WorkerSpec) -> None:
+        """Train a further set of adapters, `spec.model.lora`, over the frozen weights of this model."""
+        self.adapter_sets[number] = _AdapterSetWorker(self.backend, spec, self.number, self._device)
 
     def drop_adapter_set(self, number: int) -> None:
         """Free a further set of adapters."""
-        self._adapter_sets.pop(number).close()
+        self.adapter_sets.pop(number).close()
         # its modules, and a backend's units over them, hold each other
         gc.collect()
 
-    def use(self, plugins: Mapping[str, Mapping[str, Any]]) -> None:
+    def use_plugins(self, plugins: Mapping[str, Mapping[str, Any]]) -> None:
         """Make collator and objective of these locks, for the passes from now on; the model stays as it is."""
         wanted = KINDS_OF_PARTS | {"collator"}
         selected = {place: SelectedPlugin.from_lock(lock) for place, lock in plugins.items() if lock["record"]["kind"] in wanted}
@@ -170,70 +167,54 @@ class Worker:
             return self._run_pass(work, shard)
         except EngineError as error:
             if (size := self._environment.world_size) > 1:
-                error.details = (*error.details, f"rank {self._rank} of {size} met this in a pass")
+                error.details = (*error.details, f"rank {self.number} of {size} met this in a pass")
             raise
 
     def _run_pass(self, work: Pass, shard: Shard) -> RankReply:
         first, last = work.micro_batches or (0, None)
-        batch: RankBatch = ShardBatch(shard, self._collator, work.tokens, self._spans, first, last, work.labels)
+        batch: RankBatch = ShardBatch(shard, self._collator, work.tokens, self.spans, first, last, work.labels)
         objective = self._objective(work)
         if asks_a_teacher(objective.needs):
             batch = TaughtBatch(batch, cast("Teaches", self._frozen[TEACHER_MODEL]))
-        with self._spans("model"):
+        with self.spans("model"):
             if work.mode == "forward_backward":
-                output = self._backend.forward_backward(batch, objective)
+                output = self.backend.forward_backward(batch, objective)
             else:
-                scoring: ScoringModel = self._backend if work.model is None else self._frozen[work.model]
+                scoring: ScoringModel = self.backend if work.model is None else self._frozen[work.model]
                 output = scoring.forward(batch, objective)
-        return RankReply(output, self._spans.drain())
+        return RankReply(output, self.spans.drain())
 
     def _objective(self, work: Pass) -> Objective:
         if work.mode == "score":
-            return ScoreObjective(work.scores, work.temperature, self._spans)
+            return ScoreObjective(work.scores, work.temperature, self.spans)
         return LossObjective(
             self._objective_parts,
             seed=self._seed,
             step=work.step,
             per_token_outputs=work.per_token_outputs,
-            spans=self._spans,
+            spans=self.spans,
             temperature=work.temperature,
             shown=self._shown,
             bound=work.bound,
             watch=work.watch,
         )
 
-    def optim_step(self, settings: AdamWSettings | None) -> StepReply:
+    def step_optimizer(self, settings: AdamWSettings | None) -> StepReply:
         """Apply the accumulated gradient."""
-        with self._spans("optimizer"):
-            step = self._backend.optim_step(settings)
-        return StepReply(step, self._spans.drain())
+        with self.spans("optimizer"):
+            step = self.backend.optim_step(settings)
+        return StepReply(step, self.spans.drain())
 
-    def zero_grad(self) -> None:
-        """Drop the accumulated gradient."""
-        self._backend.zero_grad()
-
-    def gradients(self) -> dict[str, np.ndarray]:
-        """The accumulated gradient by parameter name, float32 or float64, before `optim_step`; nothing on ranks other than 0.
-
-        Every rank takes part in gathering it, and it is as large as the model: only one copy is kept and sent. It is a copy: the backend goes
-        on with the memory that it showed.
-        """
-        return {name: tensor.numpy().copy() for name, tensor in self._backend.gradients() if self._rank == 0}
-
-    def weights(self) -> dict[str, np.ndarray]:
-        """The weights by parameter name; as `gradients`. A copy: the backend may go on with the memory it showed."""
-        return {name: tensor.detach().numpy().copy() for name, tensor in self._backend.weights() if self._rank == 0}
-
-    def start_generator(self, lock: Mapping[str, Any], eos_token_ids: tuple[int, ...], version: int) -> None:
+    def make_generator(self, lock: Mapping[str, Any], eos_token_ids: tuple[int, ...], version: int) -> None:
         """Make the generator of a lock, after closing the one before; one per data-parallel rank samples, the others gather weights for it."""
         from skyrl_engine.workers.generation import RankGenerator
 
-        self.close_generator()
-        place = self._backend.coords
+        self.end_generator()
+        place = self.backend.coords
         self._generator = RankGenerator.start(
             lock,
             self._context,
-            self._backend,
+            self.backend,
             model=self._model,
             device=self._device,
             eos_token_ids=eos_token_ids,
@@ -241,57 +222,25 @@ class Worker:
             samples=place.tp == place.cp == place.pp == 0,
         )
 
-    def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        if requests:
-            self._sampler.submit(requests)
+    @property
+    def generator(self) -> "RankGenerator":
+        """The generator, once it was made."""
+        assert self._generator is not None, "the generator was not started"
+        return self._generator
 
-    def poll(self, timeout: float, eager: bool) -> list[Completion]:
-        """Sample for so many seconds at most; `eager` as in `RankGenerator.poll`."""
-        with self._spans("generate"):
-            return self._sampler.poll(timeout, eager=eager)
-
-    def abort(self, request_ids: Sequence[int] | None) -> None:
-        self._sampler.abort(request_ids)
-
-    def update_generator(self, version: int, target: str) -> None:
-        """Give the generators the present weights; every rank takes part."""
-        with self._spans("publish"):
-            self._sampler.update(version, target)
-
-    def load_target(self, model: ModelConfig, version: int, target: str) -> None:
-        """Give the generators weights that lie in files."""
-        with self._spans("publish"):
-            self._sampler.load(model, version, target)
-
-    def release_target(self, target: str) -> None:
-        self._sampler.release(target)
-
-    def close_generator(self) -> None:
+    def end_generator(self) -> None:
+        """Close the generator, if there is one."""
         if self._generator is not None:
             generator, self._generator = self._generator, None
             generator.close()
 
-    @property
-    def _sampler(self) -> "RankGenerator":
-        assert self._generator is not None, "the generator was not started"
-        return self._generator
-
-    def save(self, directory: Path) -> None:
-        self._backend.save(directory)
-
-    def load(self, directory: Path) -> None:
-        self._backend.load(directory)
-
-    def export(self, directory: Path) -> None:
-        self._backend.export(directory)
-
     def close(self) -> None:
-        self.close_generator()
-        for each in self._adapter_sets.values():
+        self.end_generator()
+        for each in self.adapter_sets.values():
             each.close()
         for model in self._frozen.values():
             model.close()
-        self._backend.close()  # before the group that its collectives run in
+        self.backend.close()  # before the group that its collectives run in
         self._leave()
 
     def _leave(self) -> None:

@@ -21,6 +21,7 @@ from skyrl_engine.proof.ranks import CONTEXT
 from skyrl_engine.proof.rollouts import make_rollouts
 from skyrl_engine.testing.subject import part_of
 from skyrl_engine.workers.launch import WorkerGroup, launch_workers
+from skyrl_engine.workers.messages import StepOptimizer
 
 OPTIMIZER = OptimizerConfig(learning_rate=1e-3)
 
@@ -68,9 +69,10 @@ class _Recorded(WorkerGroup):
         self._order.append("put")
         return super().put(*arguments)
 
-    def optim_step(self, *arguments: Any) -> Any:
-        self._order.append("step")
-        return super().optim_step(*arguments)
+    def send(self, message: Any) -> Any:
+        if isinstance(message, StepOptimizer):
+            self._order.append("step")
+        return super().send(message)
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,7 @@ from skyrl_engine.contracts.values.plan import Layout
 from skyrl_engine.testing.subject import part_of
 from skyrl_engine.workers.dispatch import batch_structure, cut, token_weights
 from skyrl_engine.workers.launch import WorkerGroup, launch_workers
+from skyrl_engine.workers.messages import GatherGradients
 from skyrl_engine.workers.worker import Pass
 from skyrl_engine_collators.padded.collator import PaddedCollator
 from skyrl_engine_mergers.ordered import OrderedMerger
@@ -31,7 +32,7 @@ def gradients_of(group: WorkerGroup, columns, layout: Layout):
     shards = group.put(cut(columns, mini_batch, weights, ()))
     replies = group.run(Pass("forward_backward", step=1), shards).result()
     merged = OrderedMerger().merge([reply.output for reply in replies], plan)
-    return merged.metrics["loss"].result, merged, group.gradients()
+    return merged.metrics["loss"].result, merged, group.ask(GatherGradients())[0]
 
 
 def reference(model_directory, columns):

@@ -1,5 +1,7 @@
 """A rank that raises ends the call with its number and the cause. One that is killed: tests/training/test_killed_rank.py."""
 
+from pathlib import Path
+
 import pytest
 
 from skyrl_engine import Engine, EngineClosedError, PluginBrokenError
@@ -7,6 +9,7 @@ from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.errors import WorkerError
 from skyrl_engine.modeling.tiny import write_model, write_tokenizer
 from skyrl_engine.workers.launch import launch_workers
+from skyrl_engine.workers.messages import ForAdapterSet, GatherWeights, Save
 
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")  # Ray leaves sockets of its own to the garbage collector
 
@@ -26,9 +29,9 @@ def test_a_rank_that_raises_is_named_with_its_cause(models, worker_spec):
     """Other errors than typed ones reach the controller with rank, method and first line; all ranks answered, so they go on."""
     with launch_workers(worker_spec(models["llama"], 2), launch="ray") as group:
         with pytest.raises(WorkerError) as caught:
-            group._everywhere("no_such_method")
-        assert group.weights()
-    assert "rank 0 failed in no_such_method: AttributeError" in str(caught.value)
+            group.ask(ForAdapterSet(7, Save(Path("unused"))))
+        assert group.ask(GatherWeights())[0]
+    assert "rank 0 failed in save: KeyError: 7" in str(caught.value)
 
 
 def test_a_loss_that_fails_on_one_rank_ends_the_other_which_waits_for_it(tmp_path):

@@ -23,6 +23,7 @@ from skyrl_engine.engine.engine import Engine
 from skyrl_engine.modeling.tiny import write_model
 from skyrl_engine.proof.ranks import CONTEXT, RankPool
 from skyrl_engine.proof.rollouts import make_rollouts
+from skyrl_engine.workers.messages import UsePlugins
 
 LOSS_FILE = '''
 from skyrl_engine import LossOutput, Metric, loss
@@ -59,7 +60,7 @@ class Ranks:
     ) -> tuple[BatchOutput, dict[str, np.ndarray]]:
         plugins = resolve(from_dict({"loss": loss, "reducer": {"use": reducer}}, "test"), need=()).plugins
         group = self._pool.group(1, "float32")
-        group.use({place: selected.lock() for place, selected in plugins.items()})
+        group.ask(UsePlugins({place: selected.lock() for place, selected in plugins.items()}))
         engine = Engine(Assembly.of(plugins, CONTEXT, 1), group, layout=Layout(**layout))
         output = engine.forward_backward(engine.plan(columns)).result().output
         gradients = engine.gradients()

@@ -19,6 +19,7 @@ from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.plan import Layout
 from skyrl_engine.testing.subject import part_of
 from skyrl_engine.workers.dispatch import batch_structure, cut, token_weights
+from skyrl_engine.workers.messages import GatherGradients
 from skyrl_engine.workers.spec import WorkerSpec
 from skyrl_engine.workers.worker import Pass, Worker
 from skyrl_engine_collators.packed.collator import PackedCollator
@@ -51,7 +52,7 @@ def losses_and_gradients(
             sum(worker.run(work, shard).output.metrics["loss"].value for shard in shards)
             for work in (Pass("evaluate", step=1), Pass("forward_backward", step=1))
         )
-        return evaluation, training, worker.gradients()
+        return evaluation, training, GatherGradients().answer(worker)
 
 
 @pytest.mark.parametrize("family", now(["qwen3", "llama"], "qwen3"))

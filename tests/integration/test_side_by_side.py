@@ -43,11 +43,11 @@ def test_a_backend_is_measured_against_float32(tmp_path: Path) -> None:
     due, file = reference.scored(), tmp_path / "gradients.safetensors"
     world.run(on_rank.keep_gradients, file)
     subject = Subject("fsdp", setting(tmp_path, "bfloat16"), TINY, world)
-    weights = subject.engine.group.weights()
+    weights = subject.engine.weights()
     seconds, peak = subject.turn(), subject.peak()
     assert 0 < seconds < 60
     assert peak is None or peak >= 0
-    after = subject.engine.group.weights()
+    after = subject.engine.weights()
     assert all((weights[name] == weight).all() for name, weight in after.items()), "every step starts from the same weights"
 
     parity = subject.parity(due, file)

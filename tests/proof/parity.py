@@ -38,6 +38,7 @@ from skyrl_engine.testing.backends.gradient_comparison import norm_of
 from skyrl_engine.testing.ranks.world import start_shared_world
 from skyrl_engine.testing.ranks.world_transport import group_on
 from skyrl_engine.workers.launch import WorkerGroup, launch_workers
+from skyrl_engine.workers.messages import GatherWeights, Load, Save, UsePlugins
 from skyrl_engine.workers.spec import WorkerSpec
 
 BACKENDS: Mapping[str, Mapping[str, Any]] = {
@@ -209,13 +210,13 @@ class Matrix:
         Raises PluginNotFoundError where the backend is not installed.
         """
         with self.group(backend, layout) as group:
-            start = group.weights()
+            start = group.ask(GatherWeights())[0]
             engine = engine_of(group, resolved(*CLIPPED), optimizer=SGD)
             engine.forward_backward(engine.plan(make_rollouts(engine.assembly.objective.reads))).result()
             own = norm_of(engine.gradients())
             limit = self.clipped_definition()[0] / 7
             reported = engine.optim_step(max_grad_norm=limit, learning_rate=CLIPPED_RATE).result().grad_norm
-            after = group.weights()
+            after = group.ask(GatherWeights())[0]
         return reported, own, {name: after[name] - weight for name, weight in start.items()}
 
     def clipped_definition(self) -> tuple[float, Mapping[str, np.ndarray]]:
@@ -250,11 +251,11 @@ class Matrix:
         if any(loss in DIVERGENCES for loss, _ in keys):
             group.add_frozen(TEACHER_MODEL, ModelConfig(str(self._directory / "teacher"), rotary_length=self.rotary_length))
         with tempfile.TemporaryDirectory(dir=self._directory) as name:
-            group.save(Path(name))
-            start = group.weights()
+            group.ask(Save(Path(name)))
+            start = group.ask(GatherWeights())[0]
             for key in keys:
                 yield key, _trajectory(group, resolved(*key), start)
-                group.load(Path(name))
+                group.ask(Load(Path(name)))
 
 
 def _refusal(error: EngineError) -> str:
@@ -278,7 +279,7 @@ def _locks(plugins: Mapping[str, SelectedPlugin]) -> dict[str, dict[str, Any]]:
 
 def engine_of(group: WorkerGroup, plugins: Mapping[str, SelectedPlugin], **options: Any) -> Engine:
     """An engine over ranks that have their model, with these plugins from now on."""
-    group.use(_locks(plugins))
+    group.ask(UsePlugins(_locks(plugins)))
     assembly = Assembly.of(plugins, CONTEXT, 1)
     assembly = attrs.evolve(assembly, description=attrs.evolve(assembly.description, topology=group.topology))
     return Engine(assembly, group, layout=assembly.layout(micro_batch_tokens=MICRO_BATCH_TOKENS), **options)
@@ -293,7 +294,7 @@ def _trajectory(group: WorkerGroup, plugins: Mapping[str, SelectedPlugin], start
         magnitude = float(np.abs(output.fields["token_loss"].values).mean())
         passes.append(Measurement(output.metrics["loss"].result, magnitude, engine.gradients(), output))
         engine.optim_step().result()
-    after = group.weights()
+    after = group.ask(GatherWeights())[0]
     return Trajectory(tuple(passes), {name: after[name] - weight for name, weight in start.items()})
 
 

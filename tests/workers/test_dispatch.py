@@ -292,8 +292,8 @@ class _Recorded:
         self.put_shards.append(pickle.loads(pickle.dumps(shard)))  # as it would travel
         return len(self.put_shards) - 1
 
-    def call(self, _method, per_rank):
-        return lambda: [self.put_shards[reference] for _work, reference in per_rank]
+    def send(self, messages):
+        return lambda: [self.put_shards[message.shard] for message in messages]
 
 
 def _seen():

@@ -18,6 +18,11 @@ def hold(purpose: Purpose, make: Callable[..., Any], *arguments: Any) -> None:
     _held[purpose] = make(*arguments)
 
 
+def get_held(purpose: Purpose) -> Any:
+    """Return the object of this purpose."""
+    return _held[purpose]
+
+
 def call_held(purpose: Purpose, method: str, *arguments: Any) -> Any:
     """Call a method of the object."""
     return getattr(_held[purpose], method)(*arguments)

@@ -1,15 +1,18 @@
 """A transport that runs the engine's workers on the ranks of a `World`: no Ray, and one world for many backends in turn."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TypeVar
 
 from skyrl_engine.errors import EngineError
-from skyrl_engine.testing.ranks.held import call_held, hold, let_go
+from skyrl_engine.testing.ranks.held import get_held, hold, let_go
 from skyrl_engine.testing.ranks.world import World
 from skyrl_engine.workers.dispatch import Shard
 from skyrl_engine.workers.ending import CLOSED, describe_ending
 from skyrl_engine.workers.launch import WorkerGroup
+from skyrl_engine.workers.messages import Message
 from skyrl_engine.workers.spec import WorkerSpec
+
+Reply = TypeVar("Reply")
 
 
 class WorldTransport:
@@ -23,15 +26,15 @@ class WorldTransport:
     def put(self, shard: Shard) -> Shard:
         return shard
 
-    def call(self, method: str, per_rank: Sequence[tuple[Any, ...]]) -> Callable[[], list[Any]]:
+    def send(self, messages: Sequence[Message[Reply]]) -> Callable[[], list[Reply]]:
         try:
-            answers = self._world.run(on_worker, method, list(per_rank))
+            answers: list[Reply] = self._world.run(on_worker, list(messages))
         except EngineError as error:
             if not self._world.running:
                 self.ended = describe_ending(error)
             failure = error
 
-            def failed() -> list[Any]:
+            def failed() -> list[Reply]:
                 raise failure
 
             return failed
@@ -74,8 +77,8 @@ def _start(spec: WorkerSpec) -> None:
     hold("worker", lambda: Worker(spec, rank, device_index=rank))
 
 
-def on_worker(method: str, per_rank: Sequence[tuple[Any, ...]]) -> Any:
-    """Call the worker on this rank of the world, with this rank's arguments."""
+def on_worker(messages: Sequence[Message[Reply]]) -> Reply:
+    """Answer this rank's message with the worker on this rank of the world."""
     import torch.distributed as dist
 
-    return call_held("worker", method, *per_rank[dist.get_rank()])
+    return messages[dist.get_rank()].answer(get_held("worker"))

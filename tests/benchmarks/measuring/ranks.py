@@ -21,6 +21,7 @@ from safetensors.numpy import save_file
 
 from skyrl_engine.testing.ranks.world import World
 from skyrl_engine.testing.ranks.world_transport import WorldTransport, on_worker
+from skyrl_engine.workers.messages import Message
 from skyrl_engine.workers.spec import WorkerSpec
 
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
@@ -42,17 +43,17 @@ class ClockedTransport(WorldTransport):
         super().__init__(world, spec)
         self.wall = self.cpu = 0.0
 
-    def call(self, method: str, per_rank: Sequence[tuple[Any, ...]]) -> Callable[[], list[Any]]:
-        costs: list[Cost] = self._world.run(_clocked, method, list(per_rank))
+    def send(self, messages: Sequence[Message[Any]]) -> Callable[[], list[Any]]:
+        costs: list[Cost] = self._world.run(_clocked, list(messages))
         self.wall += max(cost.wall for cost in costs)
         self.cpu += sum(cost.cpu for cost in costs)
         return lambda: [cost.value for cost in costs]
 
 
-def _clocked(method: str, per_rank: Sequence[tuple[Any, ...]]) -> Cost:
+def _clocked(messages: Sequence[Message[Any]]) -> Cost:
     _finish()
     wall, cpu = time.perf_counter(), time.process_time()
-    value = on_worker(method, per_rank)
+    value = on_worker(messages)
     _finish()
     return Cost(value, time.perf_counter() - wall, time.process_time() - cpu)
 

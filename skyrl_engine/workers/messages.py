@@ -1,0 +1,304 @@
+"""Messages from the controller to ranks: a message is one class, which holds what a rank is told and answers on the rank.
+
+    group.ask(Save(directory))              # on every rank, waiting for all
+    group.send(StepOptimizer(settings))     # a future of the replies, by rank
+
+A transport carries messages and nothing else (`workers.launch.Transport`), so a message that does not exist, or with other fields, is an
+error of the type checker. Messages and replies travel between processes by pickle.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
+
+import numpy as np
+from attrs import evolve, frozen
+
+from skyrl_engine.contracts.kinds.backend import AdamWSettings
+from skyrl_engine.contracts.kinds.generator import Completion, GenerationRequest
+from skyrl_engine.contracts.values.model import ModelConfig
+
+if TYPE_CHECKING:
+    from skyrl_engine.workers.dispatch import Shard
+    from skyrl_engine.workers.spec import WorkerSpec
+    from skyrl_engine.workers.worker import Pass, RankReply, StepReply, Worker
+
+Reply = TypeVar("Reply")
+
+
+class Message(ABC, Generic[Reply]):
+    """An order to a rank. `verb` names it where a rank fails or dies in it: "rank 1 failed in save"."""
+
+    verb: ClassVar[str]
+
+    @abstractmethod
+    def answer(self, rank: "Worker") -> Reply:
+        """Do what the message says, on a rank, and return its reply. Raises what the rank raises."""
+
+    @property
+    def shard(self) -> Any:
+        """The transport's reference to a shard, which it may send apart; None of a message without one."""
+        return None
+
+    def with_shard(self, shard: Any) -> Self:  # noqa: ARG002 - for messages that have one
+        """Return the message with `shard` in the place of its own; a message without one stays as it is."""
+        return self
+
+
+@frozen
+class RunPass(Message["RankReply"]):
+    """Run a pass over a shard: a reference to it under way, the shard itself on the rank."""
+
+    work: "Pass"
+    shard: "Shard | Any"
+    verb = "run"
+
+    def with_shard(self, shard: "Shard | Any") -> Self:
+        return evolve(self, shard=shard)
+
+    def answer(self, rank: "Worker") -> "RankReply":
+        return rank.run(self.work, self.shard)
+
+
+@frozen
+class StepOptimizer(Message["StepReply"]):
+    """Apply the accumulated gradient with these numbers; None: those the ranks were started with."""
+
+    settings: AdamWSettings | None = None
+    verb = "optim_step"
+
+    def answer(self, rank: "Worker") -> "StepReply":
+        return rank.step_optimizer(self.settings)
+
+
+@frozen
+class DropGradient(Message[None]):
+    """Drop the accumulated gradient."""
+
+    verb = "zero_grad"
+
+    def answer(self, rank: "Worker") -> None:
+        rank.backend.zero_grad()
+
+
+@frozen
+class GatherGradients(Message[dict[str, np.ndarray]]):
+    """Gather the accumulated gradient by parameter name, float32 or float64, summed over ranks; nothing on ranks other than 0.
+
+    Every rank takes part in gathering it, and it is as large as the model: only one copy is kept and sent. It is a copy: the backend goes on
+    with the memory that it showed.
+    """
+
+    verb = "gradients"
+
+    def answer(self, rank: "Worker") -> dict[str, np.ndarray]:
+        return {name: tensor.numpy().copy() for name, tensor in rank.backend.gradients() if rank.number == 0}
+
+
+@frozen
+class GatherWeights(Message[dict[str, np.ndarray]]):
+    """Gather the weights by parameter name, as copies; nothing on ranks other than 0. Every rank takes part."""
+
+    verb = "weights"
+
+    def answer(self, rank: "Worker") -> dict[str, np.ndarray]:
+        return {name: tensor.detach().numpy().copy() for name, tensor in rank.backend.weights() if rank.number == 0}
+
+
+@frozen
+class UsePlugins(Message[None]):
+    """Use the collator and the objective of these locks from now on; the model stays loaded."""
+
+    plugins: Mapping[str, Mapping[str, Any]]
+    verb = "use"
+
+    def answer(self, rank: "Worker") -> None:
+        rank.use_plugins(self.plugins)
+
+
+@frozen
+class AddFrozenModel(Message[None]):
+    """Load a further model that scores and is never trained; None: the trained one without its adapters."""
+
+    name: str
+    model: ModelConfig | None
+    verb = "add_frozen"
+
+    def answer(self, rank: "Worker") -> None:
+        rank.load_frozen_model(self.name, self.model)
+
+
+@frozen
+class AddAdapterSet(Message[None]):
+    """Train a further adapter set, `spec.model.lora`, over the frozen weights; `ForAdapterSet` reaches it by its number."""
+
+    number: int
+    spec: "WorkerSpec"
+    verb = "add_adapter_set"
+
+    def answer(self, rank: "Worker") -> None:
+        rank.open_adapter_set(self.number, self.spec)
+
+
+@frozen
+class DropAdapterSet(Message[None]):
+    """Free a further adapter set."""
+
+    number: int
+    verb = "drop_adapter_set"
+
+    def answer(self, rank: "Worker") -> None:
+        rank.drop_adapter_set(self.number)
+
+
+@frozen
+class ForAdapterSet(Message[Reply]):
+    """A message for a further adapter set of the rank."""
+
+    number: int
+    message: Message[Reply]
+
+    @property
+    def verb(self) -> str:  # type: ignore[override] # that of what is sent
+        return self.message.verb
+
+    @property
+    def shard(self) -> Any:
+        return self.message.shard
+
+    def with_shard(self, shard: Any) -> Self:
+        return evolve(self, message=self.message.with_shard(shard))
+
+    def answer(self, rank: "Worker") -> Reply:
+        return self.message.answer(rank.adapter_sets[self.number])
+
+
+@frozen
+class StartGenerator(Message[None]):
+    """Make the generator of a lock with the weights as they are, those of `version`, after closing the one before."""
+
+    lock: Mapping[str, Any]
+    eos_token_ids: tuple[int, ...]
+    version: int
+    verb = "start_generator"
+
+    def answer(self, rank: "Worker") -> None:
+        rank.make_generator(self.lock, self.eos_token_ids, self.version)
+
+
+@frozen
+class SubmitRequests(Message[None]):
+    """Hand requests to the rank's generator."""
+
+    requests: Sequence[GenerationRequest]
+    verb = "submit"
+
+    def answer(self, rank: "Worker") -> None:
+        if self.requests:
+            rank.generator.submit(self.requests)
+
+
+@frozen
+class PollCompletions(Message[list[Completion]]):
+    """Sample for `timeout` seconds at most; `eager` as in `RankGenerator.poll`."""
+
+    timeout: float
+    eager: bool
+    verb = "poll"
+
+    def answer(self, rank: "Worker") -> list[Completion]:
+        with rank.spans("generate"):
+            return rank.generator.poll(self.timeout, eager=self.eager)
+
+
+@frozen
+class AbortRequests(Message[None]):
+    """End requests (None: all) on whatever rank they are."""
+
+    request_ids: Sequence[int] | None = None
+    verb = "abort"
+
+    def answer(self, rank: "Worker") -> None:
+        rank.generator.abort(self.request_ids)
+
+
+@frozen
+class PublishWeights(Message[None]):
+    """Give the generators the present weights, as those of `target`; every rank takes part."""
+
+    version: int
+    target: str
+    verb = "update_generator"
+
+    def answer(self, rank: "Worker") -> None:
+        with rank.spans("publish"):
+            rank.generator.update(self.version, self.target)
+
+
+@frozen
+class LoadTarget(Message[None]):
+    """Give the generators weights that lie in files, as those of `target`."""
+
+    model: ModelConfig
+    version: int
+    target: str
+    verb = "load_target"
+
+    def answer(self, rank: "Worker") -> None:
+        with rank.spans("publish"):
+            rank.generator.load(self.model, self.version, self.target)
+
+
+@frozen
+class ReleaseTarget(Message[None]):
+    """Drop a weight set of the generators."""
+
+    target: str
+    verb = "release_target"
+
+    def answer(self, rank: "Worker") -> None:
+        rank.generator.release(self.target)
+
+
+@frozen
+class CloseGenerator(Message[None]):
+    """End the generators; the model stays."""
+
+    verb = "close_generator"
+
+    def answer(self, rank: "Worker") -> None:
+        rank.end_generator()
+
+
+@frozen
+class Save(Message[None]):
+    """Write the training state of every rank into an existing directory."""
+
+    directory: Path
+    verb = "save"
+
+    def answer(self, rank: "Worker") -> None:
+        rank.backend.save(self.directory)
+
+
+@frozen
+class Load(Message[None]):
+    """Restore what `Save` wrote."""
+
+    directory: Path
+    verb = "load"
+
+    def answer(self, rank: "Worker") -> None:
+        rank.backend.load(self.directory)
+
+
+@frozen
+class Export(Message[None]):
+    """Write the weights as a Hugging Face directory."""
+
+    directory: Path
+    verb = "export"
+
+    def answer(self, rank: "Worker") -> None:
+        rank.backend.export(self.directory)
