@@ -51,7 +51,7 @@ def test_a_pass_without_memory_costs_its_step_and_no_later_one(settings, message
     model = ServedModel(settings, f"{SESSION}:train:0", "tiny", 2)
     model.open()
     request = CLASSES["ForwardBackwardRequest"].FromString(message(model.model_id, 1))
-    decoder = model.engine.group._transport._worker._backend._model
+    decoder = model.engine.group._transport._worker.backend._model
 
     def exhausted(*_):
         raise torch.OutOfMemoryError("out of memory")

@@ -21,7 +21,7 @@ from safetensors.numpy import save_file
 
 from skyrl_engine.testing.ranks.world import World
 from skyrl_engine.testing.ranks.world_transport import WorldTransport, on_worker
-from skyrl_engine.workers.messages import Message
+from skyrl_engine.workers.messages import GatherGradients, Message
 from skyrl_engine.workers.spec import WorkerSpec
 
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
@@ -120,7 +120,7 @@ def gradient_differences(file: Path) -> dict[str, tuple[float, float]]:
 
 
 def _gradients() -> Mapping[str, np.ndarray]:
-    gradients: Mapping[str, np.ndarray] = on_worker("gradients", [()] * dist.get_world_size())
+    gradients: Mapping[str, np.ndarray] = on_worker([GatherGradients()] * dist.get_world_size())
     return gradients
 
 
