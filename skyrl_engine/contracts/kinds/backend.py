@@ -61,8 +61,8 @@ class BackendDescription:
     does not build or its layout does not divide. Planning calls it before a rank starts, so it needs no torch; backends call it again when
     they load a model, for callers that did not plan. `rehearse` gets the same model and `RankEnvironment.packed_rows`, and raises the
     ModelError or UnsupportedError of `setup` as far as that shows without weights and without a rank; it may import torch, on the controller.
-    Backends that load by `skyrl_engine.modeling` use `modeling.load_check.check_loading`. `means_over_step` declares terms inside the model that
-    are means over an optimizer step, such as losses of routers: gradients of several mini-batches then do not add up to that of one.
+    Backends that load by `skyrl_engine.modeling` use `modeling.load_check.check_loading`. `means_over_step` declares terms inside the model
+    that are means over an optimizer step, such as losses of routers: gradients of several mini-batches then do not add up to that of one.
     `environment` are variables that ranks on CUDA devices have from their start, because CUDA reads them once; those that the controller's own
     environment sets keep its values.
 
