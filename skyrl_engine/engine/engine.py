@@ -4,11 +4,10 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from operator import index
 from pathlib import Path
-from types import MappingProxyType, TracebackType
+from types import TracebackType
 from typing import Any, Final, Literal, Self
 
 import numpy as np
-import numpy.typing as npt
 from attrs import evolve
 
 from skyrl_engine.config import ResolvedConfig, SelectedPlugin
@@ -18,14 +17,14 @@ from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.model import LoraConfig
 from skyrl_engine.contracts.values.outputs import BatchOutput, Metric, RankOutput
 from skyrl_engine.contracts.values.plan import Layout
-from skyrl_engine.engine.accumulation import Accumulation, MiniBatchGradient
+from skyrl_engine.engine.accumulation import MiniBatchGradient
 from skyrl_engine.engine.assembly import Assembly, assemble
 from skyrl_engine.engine.cpu_check import sharing
 from skyrl_engine.engine.frozen_model import FrozenModel
 from skyrl_engine.engine.model_files import ModelFiles
-from skyrl_engine.engine.passes import Passes
+from skyrl_engine.engine.pass_engine import NOTHING_BOUND
 from skyrl_engine.engine.plan import Plan
-from skyrl_engine.engine.results import PassResult, counts_of, means_over, refuse_not_finite, weight_per_sample
+from skyrl_engine.engine.results import PassResult, counts_of, means_over, refuse_not_finite
 from skyrl_engine.engine.sampling import SamplingVerbs
 from skyrl_engine.engine.saved_state import EngineState
 from skyrl_engine.engine.schedule import learning_rate as scheduled_rate
@@ -34,7 +33,6 @@ from skyrl_engine.engine.validation import (
     labels_in,
     name_call_in_errors,
     refuse_no_adapter_sets,
-    refuse_no_teacher,
     refuse_scores,
     refuse_unknown_tokens,
 )
@@ -46,10 +44,7 @@ from skyrl_engine.workers.dispatch import PlacedShard
 from skyrl_engine.workers.future import Future
 from skyrl_engine.workers.launch import WorkerGroup, launch_workers
 from skyrl_engine.workers.messages import (
-    DropGradient,
     Export,
-    GatherGradients,
-    GatherWeights,
     Load,
     Save,
     StepOptimizer,
@@ -59,8 +54,6 @@ from skyrl_engine.workers.scored_tokens import Selection
 from skyrl_engine.workers.worker import Pass, StepReply
 
 logger = logging.getLogger(__name__)
-
-NOTHING_BOUND: Final[Mapping[str, str]] = MappingProxyType({})
 
 CONFIGURED: Final = "configured"
 """Stands for the configured number where None means something else."""
@@ -90,29 +83,25 @@ class Engine(SamplingVerbs):
         assembly: Assembly,
         group: WorkerGroup,
         *,
-        layout: Layout | None = None,
-        optimizer: OptimizerConfig | None = None,
-        total_steps: int | None = None,
-        files: ModelFiles | None = None,
-        registry: Registry | None = None,
+        layout: Layout,
+        optimizer: OptimizerConfig,
+        total_steps: int | None,
+        files: ModelFiles,
+        registry: Registry,
     ) -> None:
         """Work on ranks that were started already; `Engine.open` starts them.
 
-        `layout` is the default cut of `plan`, `optimizer` with `total_steps` the numbers of steps (None: no step is taken), `files` what an
-        export holds beside weights, `registry` the plugins that `use_loss` finds. Raises UnsupportedError for a schedule that ends, without
+        `layout` is the default cut of `plan`, `optimizer` with `total_steps` the numbers of steps (None: the schedule never ends), `files` what
+        an export holds beside weights, `registry` the plugins that `use_loss` finds. Raises UnsupportedError for a schedule that ends, without
         `total_steps`.
         """
-        self.group = group
-        self.step = 0
-        self._layout = assembly.layout() if layout is None else layout
+        super().__init__(assembly, group, layout)
         self._optimizer = optimizer
         self._total_steps = total_steps
         self._files = files
         self._registry = registry
-        self._passes = Passes(assembly, group)
-        self._gradient = Accumulation(assembly)
         self._frozen: dict[str, FrozenModel] = {}
-        if optimizer is not None and optimizer.schedule != "constant" and total_steps is None:
+        if optimizer.schedule != "constant" and total_steps is None:
             raise UnsupportedError(
                 f'optimizer.schedule = "{optimizer.schedule}" ends at the last step, and nobody says how many there will be',
                 remedy='Give total_steps, set training.steps, or set optimizer.schedule to "constant"',
@@ -172,30 +161,6 @@ class Engine(SamplingVerbs):
             group.close()
             raise
 
-    def plan(
-        self,
-        columns: SampleColumns,
-        *,
-        mini_batch_size: int | None = None,
-        micro_batch_rows: int | None = None,
-        micro_batch_tokens: int | None = None,
-    ) -> Plan:
-        """Cut a batch into mini-batches, ranks, micro-batches and rows, for all passes over it.
-
-        `mini_batch_size` is the number of samples of an optimizer step (None: all of them); groups are never cut. `micro_batch_rows` or
-        `micro_batch_tokens` stand for the configured size.
-
-        Raises DataError for a sample that fits nowhere or holds a token that the model does not know, and UnsupportedError for one that is
-        longer than the length for which rotary frequencies are fixed (`model.rotary_length`).
-        """
-        self.group.refuse_ended()
-        refuse_unknown_tokens(columns, self.vocabulary_size)
-        self._refuse_longer_rows(columns)
-        layout = evolve(self._layout, mini_batch_size=mini_batch_size)
-        if micro_batch_rows is not None or micro_batch_tokens is not None:
-            layout = evolve(layout, micro_batch_rows=micro_batch_rows, micro_batch_tokens=micro_batch_tokens)
-        return self._passes.plan(columns, layout)
-
     def score(
         self,
         plan: Plan,
@@ -222,90 +187,15 @@ class Engine(SamplingVerbs):
             raise UnsupportedError(
                 f"there is no frozen model {model!r}", remedy="Add it first: engine.add_frozen(FrozenModel(name, model))"
             )
-        own = None if self._files is None else self._files.facts.model
+        own = self._files.facts.model
         # a frozen model of None is the trained one with its adapters off
         scored = own if model is None else self._frozen[model].model or own
-        refuse_scores(wanted, self.assembly, value_head=scored is None or scored.value_head)
+        refuse_scores(wanted, self.assembly, value_head=scored.value_head)
         with name_call_in_errors("score"):
             work = Pass("score", self.step, temperature=temperature, scores=wanted, tokens=tokens, model=model, labels=labels)
         return self._passes.forward(plan, work, needs=labels_in(plan.columns, labels, tokens, self.vocabulary_size)).then(
             lambda outputs: self._passes.merge(outputs, plan.cut)
         )
-
-    def evaluate(
-        self,
-        plan: Plan,
-        *,
-        temperature: float = 1.0,
-        per_token_outputs: bool = True,
-        over: Literal["tokens", "sequences"] = "tokens",
-        tokens: Selection = "loss",
-        labels: str | None = None,
-    ) -> Future[PassResult]:
-        """Compute the objective of a batch without gradients.
-
-        `loss`, and each part's contribution to it, is the mean over loss weights, whatever reducer the training uses: the sum of each term
-        times its loss weight, over the sum of the loss weights, divided once however many passes are combined. `over` "sequences" takes that
-        mean within each sequence, and then the mean of all sequences that carry loss. `tokens` and `labels` as in `forward_backward`.
-        """
-        self.group.refuse_ended()
-        refuse_no_teacher(self.assembly, self.group.frozen)
-        with name_call_in_errors("evaluate"):
-            work = Pass("evaluate", self.step, per_token_outputs, temperature, tokens=tokens, labels=labels)
-        divisors, total = None, float(plan.columns.loss_weight.sum(dtype=np.float64))
-        if over == "sequences":
-            sums = weight_per_sample(plan.columns)
-            divisors, total = np.where(sums == 0, 1.0, sums), float(np.count_nonzero(sums))
-        needs = (*self.assembly.objective.columns, *labels_in(plan.columns, labels, tokens, self.vocabulary_size))
-        outputs = self._passes.forward(plan, work, needs=needs, divisors=divisors)
-        return outputs.then(lambda each: self._passes.collect_evaluation(each, plan, total))
-
-    def forward_backward(
-        self,
-        plan: Plan,
-        mini_batch: int = 0,
-        *,
-        micro_batches: tuple[int, int] | None = None,
-        temperature: float = 1.0,
-        per_token_outputs: bool = True,
-        tokens: Selection = "loss",
-        labels: str | None = None,
-        bound: Mapping[str, str] = NOTHING_BOUND,
-        watch: Iterable[Watched] = (),
-    ) -> Future[PassResult]:
-        """Differentiate the objective of one mini-batch, and add the gradient to what is accumulated on the ranks.
-
-        `micro_batches` are the first and the one behind the last of those that every rank runs now, out of `plan.micro_batches(mini_batch)`;
-        None: all that are not done. However a mini-batch is cut into calls, the gradient is the same.
-
-        Per-token outputs hold the model's scores, "logprobs" always, of the loss-carrying tokens, or with `tokens` "actions" of every response
-        token; the objective is the same. `labels` names a column of token ids int64[A, 1] that the model is scored on in the place of the
-        samples' own tokens, which stay its input: `logprobs` and `logits` are those of the labels then.
-
-        `bound` names columns that this pass's own scores stand for, detached: `{"old_logprobs": "logprobs"}` makes the policy its own old one,
-        so that every ratio is exactly 1. `watch` adds metrics: "policy" distances from the old and the sampling policy, "entropy" the model's.
-
-        Raises DataError for labels that are no column of one token id per token; UnsupportedError for a micro-batch that was run already or
-        begun with other labels, and for another mini-batch than the one that is being accumulated: weights of tokens count within their
-        mini-batch, so gradients of two of them do not add up to anything. The exception is an additive reducer, such as `sum`, on a backend
-        without terms that are means over a step.
-        """
-        self.group.refuse_ended()
-        with name_call_in_errors("forward_backward"):
-            work = self._learning_pass(per_token_outputs, temperature, bound, watch)
-        work = evolve(work, tokens=tokens, labels=labels)
-        first, last = self._gradient.to_run(plan, mini_batch, micro_batches, labels)
-        current = self._gradient.of(plan, mini_batch)
-        if current is None:
-            columns = (*self._passes.columns_of(work), *labels_in(plan.columns, labels, tokens, self.vocabulary_size))
-            current = MiniBatchGradient(plan, mini_batch, self._passes.weigh_and_ship(plan, mini_batch, columns), labels)
-            self._gradient.parts.append(current)
-        current.done |= set(range(first, last))
-        work = evolve(work, micro_batches=(first, last))
-        outputs = self._passes.run(work, current.placed)
-        learned = outputs.then(lambda each: self._passes.collect_train(each, plan, plan.part(mini_batch, (first, last)), work.step))
-        current.passes.append(learned)
-        return learned
 
     def optim_step(
         self,
@@ -391,8 +281,6 @@ class Engine(SamplingVerbs):
         mini-batch is accumulated in part.
         """
         self.group.refuse_ended()
-        assert self._registry is not None, "an engine that was made by hand knows no plugins"
-        assert self._files is not None, "and no model"
         self._gradient.refuse_parts()
         options = {name: value for name, value in table.items() if name != "use"}
         loss = SelectedPlugin.of(self._registry.resolve("loss", table["use"]), options, "use_loss")
@@ -413,7 +301,7 @@ class Engine(SamplingVerbs):
     @property
     def has_adapter_sets(self) -> bool:
         """Say whether `add_adapters` can be used: the model has adapters, and the backend declares the capability `adapter_sets`."""
-        return self._files is not None and has_adapter_sets(self.assembly, self._files.facts.model)
+        return has_adapter_sets(self.assembly, self._files.facts.model)
 
     def add_adapters(self, lora: LoraConfig, *, seed: int | None = None) -> "Engine":
         """Train a further set of adapters on this engine's model, beside its own: an engine of its own, on the same ranks.
@@ -427,9 +315,7 @@ class Engine(SamplingVerbs):
         `run.seed` could not be.
         """
         self.group.refuse_ended()
-        assert self._files is not None, "an engine that was made by hand has no sets of adapters"
         refuse_no_adapter_sets(self.assembly, self._files.facts.model)
-        assert self._optimizer is not None, "an engine that was told no optimizer trains nothing"
         files = self._files.with_adapters(lora)
         context = self.assembly.context
         if seed is not None:
@@ -448,25 +334,6 @@ class Engine(SamplingVerbs):
             registry=self._registry,
         )
 
-    def discard(self) -> None:
-        """Drop the accumulated gradient, as if the calls since the last step had never been: the next step is the same, bit for bit.
-
-        Of a set that `add_adapters` made, its own gradient alone. Raises what an earlier call met whose result nobody took.
-        """
-        self.group.refuse_ended()
-        self._gradient.parts.clear()
-        self.group.ask(DropGradient())
-
-    def gradients(self) -> dict[str, npt.NDArray[Any]]:
-        """Gather the accumulated gradient by Hugging Face parameter name, summed over ranks, before `optim_step`."""
-        self.group.refuse_ended()
-        return self.group.ask(GatherGradients())[0]
-
-    def weights(self) -> dict[str, npt.NDArray[Any]]:
-        """Gather the weights by Hugging Face parameter name, adapters merged."""
-        self.group.refuse_ended()
-        return self.group.ask(GatherWeights())[0]
-
     def save(self, directory: str | Path) -> None:
         """Write the whole training state into a directory: weights, optimizer, random states, and how many steps were taken.
 
@@ -476,14 +343,14 @@ class Engine(SamplingVerbs):
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
         self.group.ask(Save(directory))
-        EngineState(self.step, self._rotary_length(), self._family()).write(directory)
+        EngineState(self.step, self._files.facts.rotary_length, self._files.facts.family).write(directory)
 
     def load(self, directory: str | Path) -> None:
         """Restore what `save` wrote. Raises CheckpointError."""
         self.group.refuse_ended()
         directory = Path(directory)
         state = EngineState.read(directory)
-        state.refuse_other_model(self._family(), self._rotary_length())
+        state.refuse_other_model(self._files.facts.family, self._files.facts.rotary_length)
         self.group.ask(Load(directory))
         self._gradient.parts.clear()
         self.step = state.step
@@ -493,13 +360,11 @@ class Engine(SamplingVerbs):
     def export(self, directory: str | Path) -> None:
         """Write the model as a Hugging Face directory, tokenizer included, or its adapters as PEFT takes them. Raises ModelError."""
         self.group.refuse_ended()
-        assert self._files is not None, "an engine that was made by hand knows no tokenizer to export"
         self._files.write(lambda folder: self.group.ask(Export(folder)), Path(directory))
 
     def keep_model_files(self, directory: Path) -> None:
         """Write into an existing directory what an export of a checkpoint needs of the model beside its weights."""
         self.group.refuse_ended()
-        assert self._files is not None, "an engine that was made by hand knows no files to keep"
         self._files.keep(directory)
 
     @property
@@ -523,7 +388,6 @@ class Engine(SamplingVerbs):
 
     def _schedule_settings(self) -> AdamWSettings:
         """The configured numbers, at the rate of the next step."""
-        assert self._optimizer is not None, "a step of an engine that was told no optimizer"
         rate = scheduled_rate(self._optimizer, self.step, self._total_steps or 1)
         return evolve(self._optimizer.settings(), learning_rate=rate)
 
@@ -542,29 +406,11 @@ class Engine(SamplingVerbs):
         """Count a step that the ranks refused no longer."""
         self.step -= 1
 
-    def _family(self) -> str | None:
-        return None if self._files is None else self._files.facts.family
-
-    def _rotary_length(self) -> int | None:
-        return None if self._files is None else self._files.facts.rotary_length
-
-    def _refuse_longer_rows(self, columns: SampleColumns) -> None:
-        fixed = self._rotary_length()
-        if fixed is not None and self._files is not None:
-            refuse_longer_rows(self._files.facts.model.path, fixed, int(np.diff(columns.token_offsets).max(initial=0)))
-
-    def _learning_pass(
-        self, per_token_outputs: bool, temperature: float, bound: Mapping[str, str], watch: Iterable[Watched]
-    ) -> Pass:
-        refuse_no_teacher(self.assembly, self.group.frozen)
-        return Pass(
-            "forward_backward",
-            self.step + 1,
-            per_token_outputs,
-            temperature,
-            bound=dict(bound),
-            watch=frozenset(watch),
-        )
+    def _check_columns(self, columns: SampleColumns) -> None:
+        refuse_unknown_tokens(columns, self.vocabulary_size)
+        facts = self._files.facts
+        if facts.rotary_length is not None:
+            refuse_longer_rows(facts.model.path, facts.rotary_length, int(np.diff(columns.token_offsets).max(initial=0)))
 
 
 def _resolve(config: str | Path | Mapping[str, Any], overrides: Sequence[str]) -> ResolvedConfig:

@@ -8,40 +8,31 @@ from attrs import evolve
 from skyrl_engine.config import SelectedPlugin
 from skyrl_engine.contracts.kinds.generator import Completion, GenerationRequest
 from skyrl_engine.contracts.values.model import LoraConfig
-from skyrl_engine.engine.assembly import Assembly
 from skyrl_engine.engine.model_files import ModelFiles
-from skyrl_engine.engine.passes import Passes
+from skyrl_engine.engine.pass_engine import PassEngine
 from skyrl_engine.engine.sampler import Sampler
 from skyrl_engine.errors import UnsupportedError
 from skyrl_engine.model_facts.end_tokens import end_tokens
 from skyrl_engine.workers.future import Future
-from skyrl_engine.workers.launch import WorkerGroup
 
 
-class SamplingVerbs:
-    """The part of `Engine` that samples. `step` counts the optimizer steps behind the weights, `_files` is None of an engine made by hand."""
+class SamplingVerbs(PassEngine):
+    """The part of `Engine` that samples."""
 
-    group: WorkerGroup
-    step: int
-    _passes: Passes
-    _files: ModelFiles | None
+    _files: ModelFiles
     _sampler: Sampler | None = None
-
-    @property
-    def assembly(self) -> Assembly:
-        """The parts in force; `Engine.use_loss` puts another there."""
-        return self._passes.assembly
 
     @property
     def vocabulary_size(self) -> int | None:
         """The number of token ids that the model knows; None where its configuration does not say."""
-        return None if self._files is None else self._files.facts.vocabulary_size
+        return self._files.facts.vocabulary_size
 
     @property
     def sampler(self) -> Sampler:
         """The sampler that `start_sampler` or `generate` started, for requests and completions as a stream."""
         self.group.refuse_ended()
-        assert self._sampler is not None, "start_sampler or generate comes first"
+        if self._sampler is None:
+            raise UnsupportedError("no generator was started", remedy="Call start_sampler or generate first")
         return self._sampler
 
     @property
@@ -55,7 +46,6 @@ class SamplingVerbs:
         Raises UnsupportedError for a generator or weights that do not go together, and what the generator's start raises.
         """
         self.group.refuse_ended()
-        assert self._files is not None, "an engine that was made by hand knows no end tokens"
         ends = end_tokens(self._files.facts.model, self._files.tokenizer)
         self._sampler = Sampler(self.group, generator, ends, self.step, self.vocabulary_size)
         return self._sampler
@@ -86,7 +76,6 @@ class SamplingVerbs:
         The generator must have been started. Raises ModelError for weights that do not fit, UnsupportedError for a generator that takes none.
         """
         self.group.refuse_ended()
-        assert self._files is not None, "an engine that was made by hand knows no model"
         lora = None if adapter is None else LoraConfig(path=str(adapter))
         own = self._files.facts.model
         revision = own.revision if str(model) == own.path else None

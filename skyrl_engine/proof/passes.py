@@ -9,7 +9,7 @@ from skyrl_engine.contracts.values.outputs import BatchOutput
 from skyrl_engine.contracts.values.plan import Layout
 from skyrl_engine.contracts.values.ragged import IntArray
 from skyrl_engine.engine.assembly import Assembly
-from skyrl_engine.engine.engine import Engine
+from skyrl_engine.engine.pass_engine import PassEngine
 from skyrl_engine.proof.comparison import Measurement
 from skyrl_engine.registry.bound_plugin import BoundPlugin
 from skyrl_engine.workers.dispatch import batch_structure, token_weights
@@ -26,7 +26,7 @@ def measure(
 
     `honest` makes the weights by which the magnitude is measured (None: the reducer of the pass).
     """
-    engine = Engine(assembly, group, layout=layout)
+    engine = PassEngine(assembly, group, layout)
     plan = engine.plan(columns)
     try:
         output = engine.forward_backward(plan).result().output

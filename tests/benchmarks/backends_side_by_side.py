@@ -42,8 +42,10 @@ from skyrl_engine.contracts.values.model import ComputeDtype, ModelConfig
 from skyrl_engine.contracts.values.outputs import BatchOutput
 from skyrl_engine.engine.assembly import Assembly
 from skyrl_engine.engine.engine import Engine
+from skyrl_engine.engine.model_files import ModelFiles
 from skyrl_engine.errors import PluginNotFoundError, UnsupportedError
 from skyrl_engine.modeling.exporting import write_pretrained
+from skyrl_engine.registry.resolve import Registry
 from skyrl_engine.testing.ranks.world import World
 from skyrl_engine.workers.launch import WorkerGroup
 
@@ -145,7 +147,16 @@ class Setting:
         transport = ClockedTransport(world, spec)
         group = WorkerGroup(transport, spec.topology)
         layout = assembly.layout(micro_batch_tokens=size.micro_batch_tokens)
-        return Engine(assembly, group, layout=layout, optimizer=STEPPING), transport
+        engine = Engine(
+            assembly,
+            group,
+            layout=layout,
+            optimizer=STEPPING,
+            total_steps=None,
+            files=ModelFiles.of(model_spec),
+            registry=Registry.discover(),
+        )
+        return engine, transport
 
 
 STEPPING = OptimizerConfig(learning_rate=1e-300)

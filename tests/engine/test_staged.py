@@ -14,11 +14,13 @@ from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.model import ModelConfig
 from skyrl_engine.engine.assembly import Assembly
 from skyrl_engine.engine.engine import Engine
+from skyrl_engine.engine.model_files import ModelFiles
 from skyrl_engine.engine.results import PassResult
 from skyrl_engine.errors import ModelError
 from skyrl_engine.modeling.tiny import write_model
 from skyrl_engine.proof.ranks import CONTEXT
 from skyrl_engine.proof.rollouts import make_rollouts
+from skyrl_engine.registry.resolve import Registry
 from skyrl_engine.testing.subject import part_of
 from skyrl_engine.workers.launch import WorkerGroup, launch_workers
 from skyrl_engine.workers.messages import StepOptimizer
@@ -50,6 +52,9 @@ def drive(model: Path) -> Iterator[Any]:
             _Recorded(group, order),
             layout=assembly.layout(micro_batch_rows=2),
             optimizer=OPTIMIZER,
+            total_steps=None,
+            files=ModelFiles.of(ModelConfig(str(model))),
+            registry=Registry.discover(),
         )
         return engine, order
 

@@ -19,7 +19,7 @@ from skyrl_engine.contracts.values.model import ModelConfig
 from skyrl_engine.contracts.values.outputs import BatchOutput
 from skyrl_engine.contracts.values.plan import Layout
 from skyrl_engine.engine.assembly import Assembly
-from skyrl_engine.engine.engine import Engine
+from skyrl_engine.engine.pass_engine import PassEngine
 from skyrl_engine.modeling.tiny import write_model
 from skyrl_engine.proof.ranks import CONTEXT, RankPool
 from skyrl_engine.proof.rollouts import make_rollouts
@@ -61,7 +61,7 @@ class Ranks:
         plugins = resolve(from_dict({"loss": loss, "reducer": {"use": reducer}}, "test"), need=()).plugins
         group = self._pool.group(1, "float32")
         group.ask(UsePlugins({place: selected.lock() for place, selected in plugins.items()}))
-        engine = Engine(Assembly.of(plugins, CONTEXT, 1), group, layout=Layout(**layout))
+        engine = PassEngine(Assembly.of(plugins, CONTEXT, 1), group, Layout(**layout))
         output = engine.forward_backward(engine.plan(columns)).result().output
         gradients = engine.gradients()
         engine.discard()

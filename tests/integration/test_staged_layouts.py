@@ -17,11 +17,13 @@ from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.model import ModelConfig
 from skyrl_engine.engine.assembly import Assembly
 from skyrl_engine.engine.engine import Engine
+from skyrl_engine.engine.model_files import ModelFiles
 from skyrl_engine.errors import PluginNotFoundError
 from skyrl_engine.modeling.tiny import write_model
 from skyrl_engine.proof.layouts import ParallelSizes
 from skyrl_engine.proof.ranks import CONTEXT
 from skyrl_engine.proof.rollouts import LONGEST, make_rollouts
+from skyrl_engine.registry.resolve import Registry
 from skyrl_engine.testing.ranks.world import World
 from skyrl_engine.testing.ranks.world_transport import group_on
 from skyrl_engine.workers.launch import WorkerGroup, launch_workers
@@ -106,7 +108,15 @@ def check(
     with start(spec) as group:
         assembly = Assembly.of(plugins, CONTEXT, sizes.ranks)
         cut = assembly.layout(micro_batch_tokens=2 * LONGEST)
-        engine = Engine(assembly, group, layout=cut, optimizer=OptimizerConfig(learning_rate=1e-3))
+        engine = Engine(
+            assembly,
+            group,
+            layout=cut,
+            optimizer=OptimizerConfig(learning_rate=1e-3),
+            total_steps=None,
+            files=ModelFiles.of(ModelConfig(str(model))),
+            registry=Registry.discover(),
+        )
         plan = engine.plan(columns, mini_batch_size=5)
         before = engine.evaluate(plan).result().output
         engine.save(directory)

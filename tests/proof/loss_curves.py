@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from parity import Matrix, engine_of, resolved
+from parity import Matrix, resolved
 
 from skyrl_engine.config.schema import OptimizerConfig
 from skyrl_engine.proof.rollouts import make_rollouts
@@ -47,7 +47,7 @@ def measured(matrix: Matrix) -> Curves:
     plugins = resolved("cross_entropy", "packed")
     for name, (backend, layout) in RUNS.items():
         with matrix.group(backend, layout, OPTIMIZER) as group:
-            engine = engine_of(group, plugins, optimizer=OPTIMIZER, total_steps=STEPS)
+            engine = matrix.engine(group, plugins, OPTIMIZER, STEPS)
             needs = engine.assembly.objective.columns
             plans = [engine.plan(make_rollouts(needs, seed)) for seed in range(BATCHES)]
             steps = (engine.train(plans[step % BATCHES]) for step in range(STEPS))

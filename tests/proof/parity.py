@@ -27,6 +27,7 @@ from skyrl_engine.contracts.values.model import ModelConfig
 from skyrl_engine.engine.assembly import Assembly
 from skyrl_engine.engine.capability import check_capabilities, check_scores, collect_required_capabilities
 from skyrl_engine.engine.engine import Engine
+from skyrl_engine.engine.model_files import ModelFiles
 from skyrl_engine.errors import ConfigError, EngineError, PluginNotFoundError
 from skyrl_engine.modeling.loading import quiet_progress
 from skyrl_engine.modeling.tiny import make_parts_differ, write_model
@@ -34,6 +35,7 @@ from skyrl_engine.proof.comparison import Measurement, compare
 from skyrl_engine.proof.layouts import ParallelSizes
 from skyrl_engine.proof.ranks import CONTEXT
 from skyrl_engine.proof.rollouts import LONGEST, make_rollouts
+from skyrl_engine.registry.resolve import Registry
 from skyrl_engine.testing.backends.gradient_comparison import norm_of
 from skyrl_engine.testing.ranks.world import start_shared_world
 from skyrl_engine.testing.ranks.world_transport import group_on
@@ -200,6 +202,23 @@ class Matrix:
         spec = self._spec(backend, layout, optimizer or SGD)
         return group_on(start_shared_world(spec.topology.world_size), spec)
 
+    def engine(
+        self, group: WorkerGroup, plugins: Mapping[str, SelectedPlugin], optimizer: OptimizerConfig, total_steps: int | None = None
+    ) -> Engine:
+        """Return an engine over ranks that have their model, with these plugins from now on."""
+        group.ask(UsePlugins(_locks(plugins)))
+        assembly = Assembly.of(plugins, CONTEXT, 1)
+        assembly = attrs.evolve(assembly, description=attrs.evolve(assembly.description, topology=group.topology))
+        return Engine(
+            assembly,
+            group,
+            layout=assembly.layout(micro_batch_tokens=MICRO_BATCH_TOKENS),
+            optimizer=optimizer,
+            total_steps=total_steps,
+            files=ModelFiles.of(self._model()),
+            registry=Registry.discover(),
+        )
+
     def reference(self, key: Key) -> "Trajectory":
         """Return the steps of the one process."""
         return self._reference[key]
@@ -211,7 +230,7 @@ class Matrix:
         """
         with self.group(backend, layout) as group:
             start = group.ask(GatherWeights())[0]
-            engine = engine_of(group, resolved(*CLIPPED), optimizer=SGD)
+            engine = self.engine(group, resolved(*CLIPPED), SGD)
             engine.forward_backward(engine.plan(make_rollouts(engine.assembly.objective.reads))).result()
             own = norm_of(engine.gradients())
             limit = self.clipped_definition()[0] / 7
@@ -243,8 +262,10 @@ class Matrix:
     def _spec(self, backend: str, layout: str, optimizer: OptimizerConfig) -> WorkerSpec:
         sizes = ParallelSizes.parse(layout)
         plugins = resolved("cross_entropy", "packed", {**BACKENDS[backend], **sizes.options})
-        model = ModelConfig(str(self._directory / "model"), rotary_length=self.rotary_length)
-        return WorkerSpec(_locks(plugins), CONTEXT, model, optimizer.settings(), sizes.topology, "cpu", packed_rows=True)
+        return WorkerSpec(_locks(plugins), CONTEXT, self._model(), optimizer.settings(), sizes.topology, "cpu", packed_rows=True)
+
+    def _model(self) -> ModelConfig:
+        return ModelConfig(str(self._directory / "model"), rotary_length=self.rotary_length)
 
     def _cells(self, group: WorkerGroup, keys: Collection[Key]) -> Iterator[tuple[Key, Trajectory]]:
         """Losses and collators on ranks that keep their model; weights go back to where they were after each."""
@@ -254,7 +275,7 @@ class Matrix:
             group.ask(Save(Path(name)))
             start = group.ask(GatherWeights())[0]
             for key in keys:
-                yield key, _trajectory(group, resolved(*key), start)
+                yield key, _trajectory(self.engine(group, resolved(*key), SGD), group, start)
                 group.ask(Load(Path(name)))
 
 
@@ -277,16 +298,7 @@ def _locks(plugins: Mapping[str, SelectedPlugin]) -> dict[str, dict[str, Any]]:
     return {place: selected.lock() for place, selected in plugins.items()}
 
 
-def engine_of(group: WorkerGroup, plugins: Mapping[str, SelectedPlugin], **options: Any) -> Engine:
-    """An engine over ranks that have their model, with these plugins from now on."""
-    group.ask(UsePlugins(_locks(plugins)))
-    assembly = Assembly.of(plugins, CONTEXT, 1)
-    assembly = attrs.evolve(assembly, description=attrs.evolve(assembly.description, topology=group.topology))
-    return Engine(assembly, group, layout=assembly.layout(micro_batch_tokens=MICRO_BATCH_TOKENS), **options)
-
-
-def _trajectory(group: WorkerGroup, plugins: Mapping[str, SelectedPlugin], start: Mapping[str, np.ndarray]) -> Trajectory:
-    engine = engine_of(group, plugins, optimizer=SGD)
+def _trajectory(engine: Engine, group: WorkerGroup, start: Mapping[str, np.ndarray]) -> Trajectory:
     plan = engine.plan(make_rollouts(engine.assembly.objective.reads))
     passes = []
     for _ in range(STEPS):
