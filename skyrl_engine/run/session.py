@@ -26,7 +26,6 @@ from skyrl_engine.contracts.kinds.observer import (
     StepFinished,
 )
 from skyrl_engine.errors import CheckpointError, EngineError
-from skyrl_engine.registry.observers import ObserverBus
 from skyrl_engine.run.checkpoint import Checkpoint, CheckpointStore
 from skyrl_engine.run.continuation import (
     OLDER_RULE,
@@ -42,6 +41,7 @@ from skyrl_engine.run.durable import write_durably
 from skyrl_engine.run.environment import describe_environment
 from skyrl_engine.run.log import logging_to
 from skyrl_engine.run.manifest import begin_session, end_session, new_manifest, read_manifest, write_manifest
+from skyrl_engine.run.observer_calls import ObserverBus
 from skyrl_engine.run.stop import StopRequest, listen_for_stop
 
 logger = logging.getLogger(__name__)

@@ -126,7 +126,7 @@ class AddFrozenModel(Message[None]):
     verb = "add_frozen"
 
     def answer(self, rank: "Worker") -> None:
-        rank.load_frozen_model(self.name, self.model)
+        rank.frozen.add(self.name, self.model)
 
 
 @frozen

@@ -19,10 +19,9 @@ from skyrl_engine.contracts.kinds.backend import (
     OptimStep,
     RankBatch,
     RankEnvironment,
-    Teaches,
 )
 from skyrl_engine.contracts.kinds.collator import Collator
-from skyrl_engine.contracts.kinds.needs import TEACHER_MODEL, asks_a_teacher
+from skyrl_engine.contracts.kinds.needs import asks_a_teacher
 from skyrl_engine.contracts.values.model import ModelConfig
 from skyrl_engine.contracts.values.outputs import RankOutput
 from skyrl_engine.errors import ContractError, EngineError
@@ -34,9 +33,9 @@ from skyrl_engine.registry.bound_plugin import BoundPlugin
 from skyrl_engine.spans import Spans
 from skyrl_engine.workers.batch import ShardBatch
 from skyrl_engine.workers.dispatch import Shard
+from skyrl_engine.workers.frozen_models import FrozenModels
 from skyrl_engine.workers.process_group import Rendezvous, join, leave, pick_device
 from skyrl_engine.workers.scored_tokens import Selection
-from skyrl_engine.workers.scoring import ScoringModel, WithoutAdapters
 from skyrl_engine.workers.spec import WorkerSpec
 from skyrl_engine.workers.teaching import TaughtBatch
 
@@ -89,7 +88,7 @@ class StepReply:
 class Worker:
     """One rank, which answers the messages of `workers.messages`, in the same order on every rank.
 
-    `number` is its rank, `adapter_sets` holds its further adapter sets by number, and `spans` counts its CPU time.
+    `number` is its rank, `frozen` holds its frozen models, `adapter_sets` its further adapter sets by number, and `spans` counts its CPU time.
     """
 
     def __init__(self, spec: WorkerSpec, rank: int, *, device_index: int = 0, rendezvous: Rendezvous | None = None) -> None:
@@ -115,7 +114,7 @@ class Worker:
         self._plugin = SelectedPlugin.from_lock(spec.plugins["backend"])
         self._environment = RankEnvironment(rank, spec.topology.world_size, device, spec.context.seed, spec.packed_rows)
         self.backend = self._set_up_model(spec.model, spec.optimizer)
-        self._frozen: dict[str, ScoringModel] = {}
+        self.frozen = FrozenModels(self.backend, lambda model: self._set_up_model(model, None))
         self.adapter_sets: dict[int, Worker] = {}
         if self.backend.coords != (described := spec.topology.coords(rank)):
             raise ContractError(
@@ -127,22 +126,6 @@ class Worker:
         backend: Backend = self._plugin.make(self._context)
         backend.setup(model, optimizer, self._environment)
         return backend
-
-    def load_frozen_model(self, name: str, model: ModelConfig | None) -> None:
-        """Have a further model, which no step changes, for passes that name it: `model`, or None for the trained one without its adapters.
-
-        One of that name is replaced. The random states of the process stay as they are.
-        """
-        if (before := self._frozen.pop(name, None)) is not None:
-            before.close()
-        if model is None:
-            self._frozen[name] = WithoutAdapters(self.backend)
-            return
-        states = random.getstate(), np.random.get_state(), torch.random.get_rng_state()
-        self._frozen[name] = self._set_up_model(model, None)
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        torch.random.set_rng_state(states[2])
 
     def open_adapter_set(self, number: int, spec: WorkerSpec) -> None:
         """Train a further set of adapters, `spec.model.lora`, over the frozen weights of this model."""
@@ -175,13 +158,12 @@ class Worker:
         batch: RankBatch = ShardBatch(shard, self._collator, work.tokens, self.spans, first, last, work.labels)
         objective = self._objective(work)
         if asks_a_teacher(objective.needs):
-            batch = TaughtBatch(batch, cast("Teaches", self._frozen[TEACHER_MODEL]))
+            batch = TaughtBatch(batch, self.frozen.teacher)
         with self.spans("model"):
             if work.mode == "forward_backward":
                 output = self.backend.forward_backward(batch, objective)
             else:
-                scoring: ScoringModel = self.backend if work.model is None else self._frozen[work.model]
-                output = scoring.forward(batch, objective)
+                output = self.frozen.scorer(work.model).forward(batch, objective)
         return RankReply(output, self.spans.drain())
 
     def _objective(self, work: Pass) -> Objective:
@@ -238,8 +220,7 @@ class Worker:
         self.end_generator()
         for each in self.adapter_sets.values():
             each.close()
-        for model in self._frozen.values():
-            model.close()
+        self.frozen.close()
         self.backend.close()  # before the group that its collectives run in
         self._leave()
 

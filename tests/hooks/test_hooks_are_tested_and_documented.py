@@ -89,7 +89,7 @@ def test_every_kind_has_its_place_on_the_page() -> None:
 
 def test_the_observer_on_the_page_works(capsys: pytest.CaptureFixture[str]) -> None:
     from skyrl_engine.contracts.kinds.observer import StepFinished
-    from skyrl_engine.registry.observers import ObserverBus
+    from skyrl_engine.run.observer_calls import ObserverBus
 
     (example,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     names: dict[str, object] = {}

@@ -6,6 +6,7 @@ import pytest
 from focal_of_the_docs import resolve
 
 from skyrl_engine.contracts.kinds.context import FactoryContext
+from skyrl_engine.contracts.kinds.observer import StepFinished
 from skyrl_engine.errors import (
     ContractError,
     PluginBrokenError,
@@ -13,6 +14,8 @@ from skyrl_engine.errors import (
     UnsupportedError,
 )
 from skyrl_engine.registry.loader import load
+from skyrl_engine.registry.resolve import Registry
+from skyrl_engine.run.observer_calls import ObserverBus
 
 
 def with_factory(body: str) -> str:
@@ -213,3 +216,26 @@ def test_a_factory_takes_as_many_of_the_arguments_as_it_likes(install, kind: str
     context = FactoryContext(seed=7)
     assert load(resolve("everything", kind)).make(None, context).received == (None, context)
     assert load(resolve("nothing", kind)).make(None, context).received == ()
+
+
+def test_an_observer_plugin_is_made_and_checked(install) -> None:
+    source = """
+from skyrl_engine import hookimpl
+class Plugin:
+    def __init__(self, product): self.product = product
+    @hookimpl
+    def skyrl_engine_make_observer(self): return self.product
+class Counter:
+    steps = 0
+    @hookimpl
+    def skyrl_engine_step_finished(self): self.steps += 1
+good, deaf = Plugin(Counter()), Plugin(object())
+"""
+    points = {"observer": {"good": "my_watch:good", "deaf": "my_watch:deaf"}}
+    install("my-watch", entry_points=points, modules={"my_watch.py": source})
+    registry = Registry.discover()
+    observer = load(registry.resolve("observer", "good")).make(None, FactoryContext())
+    ObserverBus([observer]).step_finished(StepFinished(1, 3, {"loss": 1.0}, 0.1))
+    assert observer.steps == 1
+    with pytest.raises(ContractError, match=r"observer 'deaf' of my-watch 1\.0\.0: object implements no observer hook"):
+        load(registry.resolve("observer", "deaf")).make(None, FactoryContext())

@@ -6,12 +6,9 @@ import pytest
 from attrs import define, field
 
 from skyrl_engine import hookimpl
-from skyrl_engine.contracts.kinds.context import FactoryContext
 from skyrl_engine.contracts.kinds.observer import CheckpointSaved, EvaluationFinished, SessionFinished, SessionStarted, StepFinished
 from skyrl_engine.errors import CheckpointError, ContractError, PluginBrokenError
-from skyrl_engine.registry.loader import load
-from skyrl_engine.registry.observers import ObserverBus
-from skyrl_engine.registry.resolve import Registry
+from skyrl_engine.run.observer_calls import ObserverBus
 
 STARTED = SessionStarted(Path("run"), {}, 3)
 STEP = StepFinished(1, 3, {"loss": 1.0}, 0.1)
@@ -119,7 +116,7 @@ def test_an_observer_that_fails_stops_the_run_and_is_named(event: str) -> None:
         f"observer 'tracker' of acme-trackers 1.2.0 failed in skyrl_engine_{event}: ValueError: disk on fire"
     )
     assert caught.value.remedy == "Correct it, or take it out of run.observers"
-    assert "test_observers.py" in caught.value.details[0]
+    assert "test_observer_calls.py" in caught.value.details[0]
 
 
 def test_a_late_observer_that_fails_on_the_start_is_named() -> None:
@@ -217,26 +214,3 @@ def test_optional_hooks_of_a_newer_engine_are_ignored() -> None:
     modern = Modern()
     ObserverBus([modern]).step_finished(STEP)
     assert modern.steps == 1
-
-
-def test_an_observer_plugin_is_made_and_checked(install) -> None:
-    source = """
-from skyrl_engine import hookimpl
-class Plugin:
-    def __init__(self, product): self.product = product
-    @hookimpl
-    def skyrl_engine_make_observer(self): return self.product
-class Counter:
-    steps = 0
-    @hookimpl
-    def skyrl_engine_step_finished(self): self.steps += 1
-good, deaf = Plugin(Counter()), Plugin(object())
-"""
-    points = {"observer": {"good": "my_watch:good", "deaf": "my_watch:deaf"}}
-    install("my-watch", entry_points=points, modules={"my_watch.py": source})
-    registry = Registry.discover()
-    observer = load(registry.resolve("observer", "good")).make(None, FactoryContext())
-    ObserverBus([observer]).step_finished(STEP)
-    assert observer.steps == 1
-    with pytest.raises(ContractError, match=r"observer 'deaf' of my-watch 1\.0\.0: object implements no observer hook"):
-        load(registry.resolve("observer", "deaf")).make(None, FactoryContext())

@@ -1,0 +1,74 @@
+"""Frozen models on a rank: they score beside the trained model, and no step changes them."""
+
+import random
+from collections.abc import Callable
+from typing import Protocol, cast
+
+import numpy as np
+import torch
+
+from skyrl_engine.contracts.kinds.backend import Backend, Objective, RankBatch, SwitchesAdapters, Teaches
+from skyrl_engine.contracts.kinds.needs import TEACHER_MODEL
+from skyrl_engine.contracts.values.model import ModelConfig
+from skyrl_engine.contracts.values.outputs import RankOutput
+
+
+class ScoringModel(Protocol):
+    """A model on this rank that is asked for scores alone; a backend that was set up without an optimizer is one."""
+
+    def forward(self, batch: RankBatch, objective: Objective) -> RankOutput: ...
+
+    def close(self) -> None: ...
+
+
+class WithoutAdapters:
+    """The trained model with its adapters off."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+
+    def forward(self, batch: RankBatch, objective: Objective) -> RankOutput:
+        """Score without gradients, with the base model alone."""
+        with cast("SwitchesAdapters", self._backend).without_adapters():
+            return self._backend.forward(batch, objective)
+
+    def close(self) -> None:
+        """Leave the backend to its owner."""
+
+
+class FrozenModels:
+    """The frozen models of a rank by name. `trained` is the backend of the trained model, and `load` sets up a backend for a further one."""
+
+    def __init__(self, trained: Backend, load: Callable[[ModelConfig], Backend]) -> None:
+        self._trained, self._load = trained, load
+        self._models: dict[str, ScoringModel] = {}
+
+    def add(self, name: str, model: ModelConfig | None) -> None:
+        """Load a model, in the place of one of its name; None is the trained model without its adapters.
+
+        The random states of the process stay as they are. Raises what loading raises.
+        """
+        if (before := self._models.pop(name, None)) is not None:
+            before.close()
+        if model is None:
+            self._models[name] = WithoutAdapters(self._trained)
+            return
+        states = random.getstate(), np.random.get_state(), torch.random.get_rng_state()
+        self._models[name] = self._load(model)
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.random.set_rng_state(states[2])
+
+    def scorer(self, name: str | None) -> ScoringModel:
+        """Return the model of this name; None is the trained one."""
+        return self._trained if name is None else self._models[name]
+
+    @property
+    def teacher(self) -> Teaches:
+        """The frozen model that a student is distilled from."""
+        return cast("Teaches", self._models[TEACHER_MODEL])
+
+    def close(self) -> None:
+        """Free all of them."""
+        for model in self._models.values():
+            model.close()
