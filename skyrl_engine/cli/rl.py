@@ -106,11 +106,10 @@ def rl(
 
 def environment_table(reference: str) -> dict[str, Any]:
     """Return the table of an environment: behind the last colon of a plugin's name stands its task, unless that is a distribution's plugin."""
-    from skyrl_engine.registry.kinds import KINDS
+    from skyrl_engine.registry.known import list_first_party
 
     name, colon, task = reference.partition(":")
-    known = {plugin for names in KINDS["environment"].first_party.values() for plugin in names}
-    if colon and name in known:
+    if colon and name in list_first_party("environment"):
         return {"use": name, "id" if name == "gymnasium" else "task": task}
     return {"use": reference}
 

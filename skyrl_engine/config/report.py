@@ -19,6 +19,7 @@ from skyrl_engine.config.sections import sections
 from skyrl_engine.config.structure import plugin_lists
 from skyrl_engine.config.trainers import TRAINERS, owners_of
 from skyrl_engine.config.wording import bounds_in_words, choices, describe_type, format_value
+from skyrl_engine.registry.known import list_first_party
 
 
 def to_toml(table: Mapping[str, Any]) -> str:
@@ -123,7 +124,7 @@ def configuration_reference() -> str:
             parts.append(_table([(name, f"one of {choices(TRAINERS)}", format_value(section.default), meaning)]))
         elif section.kind is not None:
             kind = section.kind
-            first = kind.default or next(iter(kind.first_party.values()))[0]
+            first = kind.default or list_first_party(kind.name)[0]
             parts.append(_LISTED if section.listed else "")
             parts.append(_PLUGIN_TABLE.format(kind=kind.name, use=first))
             use = "required" if kind.default is None else format_value(kind.default)

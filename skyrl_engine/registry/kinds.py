@@ -70,9 +70,6 @@ class Kind:
 
     start_from: str = field(default="", kw_only=True)
 
-    first_party: Mapping[str, tuple[str, ...]] = field(factory=dict, kw_only=True)
-    """Plugins of this kind that the project publishes, by distribution."""
-
     instead: str | None = field(default=None, kw_only=True)
     """Remedy for a plugin that fails; None: choose another one."""
 
@@ -118,7 +115,6 @@ _ROWS = (
         option=True,
         suite="skyrl_engine.testing.collators.promises:COLLATOR_PROMISES",
         scaffold="skyrl_engine.cli.scaffold.examples:COLLATOR",
-        first_party={"skyrl-engine-collators": ("padded", "trajectory", "packed")},
     ),
     Kind(
         "loss",
@@ -130,38 +126,6 @@ _ROWS = (
         option=True,
         suite="skyrl_engine.testing.losses.promises:LOSS_PROMISES",
         scaffold="skyrl_engine.cli.scaffold.examples:LOSS",
-        first_party={
-            "skyrl-engine-losses": (
-                "cross_entropy",
-                "label_smoothing",
-                "ppo",
-                "ppo_dual_clip",
-                "gspo",
-                "gmpo",
-                "cispo",
-                "rollout_is",
-                "dppo",
-                "sapo",
-                "clip_cov",
-                "kl_cov",
-                "reinforce",
-                "importance_sampling",
-                "dro",
-                "value_clip",
-                "kl",
-                "entropy",
-                "z_loss",
-                "dpo",
-                "simpo",
-                "cpo",
-                "orpo",
-                "kto",
-                "bradley_terry",
-                "divergence",
-                "top_k_divergence",
-                "teacher_kl",
-            )
-        },
     ),
     Kind(
         "correction",
@@ -170,7 +134,6 @@ _ROWS = (
         values="skyrl_engine.registry.values:of_correction",
         suite="skyrl_engine.testing.corrections.promises:CORRECTION_PROMISES",
         scaffold="skyrl_engine.cli.scaffold.examples:CORRECTION",
-        first_party={"skyrl-engine-losses": ("outlier_sequence", "token_mask", "tis", "sequence_mask")},
         instead="leave it out",
     ),
     Kind(
@@ -183,18 +146,6 @@ _ROWS = (
         option=True,
         suite="skyrl_engine.testing.reducers.promises:REDUCER_PROMISES",
         scaffold="skyrl_engine.cli.scaffold.examples:REDUCER",
-        first_party={
-            "skyrl-engine-reducers": (
-                "sum",
-                "token_mean",
-                "token_mean_legacy",
-                "sequence_mean",
-                "sequence_mean_token_sum_norm",
-                "group_mean",
-                "prompt_mean",
-                "trajectory_mean",
-            )
-        },
     ),
     Kind(
         "backend",
@@ -210,11 +161,6 @@ _ROWS = (
             "like one"
         ),
         start_from="a copy of plugins/fsdp, which is small because skyrl_engine.modeling does what backends share",
-        first_party={
-            "skyrl-engine-deepspeed": ("deepspeed",),
-            "skyrl-engine-fsdp": ("fsdp",),
-            "skyrl-engine-megatron": ("megatron",),
-        },
     ),
     Kind(
         "merger",
@@ -225,7 +171,6 @@ _ROWS = (
         option=True,
         suite="skyrl_engine.testing.mergers.promises:MERGER_PROMISES",
         scaffold="skyrl_engine.cli.scaffold.examples:MERGER",
-        first_party={"skyrl-engine-mergers": ("ordered", "list")},
     ),
     Kind(
         "advantage",
@@ -237,11 +182,6 @@ _ROWS = (
         option=True,
         suite="skyrl_engine.testing.advantages.promises:ADVANTAGE_PROMISES",
         scaffold="skyrl_engine.cli.scaffold.examples:ADVANTAGE",
-        first_party={
-            "skyrl-engine-advantages": (
-                *("grpo", "dr_grpo", "rloo", "maxrl", "reinforce_pp", "reinforce_pp_baseline", "gae", "reverse_kl"),
-            )
-        },
     ),
     Kind(
         "environment",
@@ -250,7 +190,6 @@ _ROWS = (
         values="skyrl_engine.registry.values:of_environment",
         suite="skyrl_engine.testing.environments.promises:ENVIRONMENT_PROMISES",
         scaffold="skyrl_engine.cli.scaffold.examples:ENVIRONMENT",
-        first_party={"skyrl-engine-environments": ("function", "prompts", "reasoning_gym", "gymnasium")},
     ),
     Kind(
         "group_filter",
@@ -258,7 +197,6 @@ _ROWS = (
         "skyrl_engine.contracts:GroupFilter",
         suite="skyrl_engine.testing.group_filters.promises:GROUP_FILTER_PROMISES",
         scaffold="skyrl_engine.cli.scaffold.examples:GROUP_FILTER",
-        first_party={"skyrl-engine-group-filters": ("zero_variance", "reward_range")},
         instead="leave it out",
     ),
     Kind(
@@ -270,7 +208,6 @@ _ROWS = (
         option=True,
         suite="skyrl_engine.testing.generators.promises:GENERATOR_PROMISES",
         scaffold="skyrl_engine.cli.scaffold.examples:GENERATOR",
-        first_party={"skyrl-engine-generators": ("hf",)},
     ),
     Kind(
         "observer",
@@ -278,7 +215,6 @@ _ROWS = (
         product_hooks=OBSERVER_HOOKS,
         no_suite="an observer may do whatever it likes with what it is told, so nothing is promised that could be checked",
         scaffold="skyrl_engine.cli.scaffold.examples:OBSERVER",
-        first_party={"skyrl-engine": ("metrics_jsonl",)},
         instead="take it out of run.observers",
     ),
 )

@@ -1,19 +1,26 @@
-"""First-party plugins, so that one that is not installed can be named with the command that installs it."""
+"""First-party plugins, so that one that is not installed can be named with the command that installs it; `first_party.toml` has them."""
 
+import tomllib
 from collections.abc import Mapping
-from types import MappingProxyType
+from functools import cache
+from importlib.resources import files
 
-from skyrl_engine.registry.kinds import KINDS
 
-FIRST_PARTY: Mapping[tuple[str, str], str] = MappingProxyType(
-    {
-        (kind.name, name): distribution
-        for kind in KINDS.values()
-        for distribution, names in kind.first_party.items()
+@cache
+def read_first_party() -> Mapping[tuple[str, str], str]:
+    """Read the distribution that offers a plugin, by kind and name, once a process and when it is first asked for."""
+    tables = tomllib.loads(files(__package__).joinpath("first_party.toml").read_text(encoding="utf-8"))
+    return {
+        (kind, name): distribution
+        for kind, distributions in tables.items()
+        for distribution, names in distributions.items()
         for name in names
     }
-)
-"""The distribution that offers a plugin, by kind and name."""
+
+
+def list_first_party(kind: str) -> list[str]:
+    """Return the names of the first-party plugins of a kind, in their order in the file."""
+    return [name for of_kind, name in read_first_party() if of_kind == kind]
 
 
 def install_command(*requirements: str) -> str:

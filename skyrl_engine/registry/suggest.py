@@ -7,7 +7,7 @@ from skyrl_engine.errors import PluginNotFoundError
 from skyrl_engine.near_words import did_you_mean, find_near_word
 from skyrl_engine.registry.discovery import UnreadableDistribution
 from skyrl_engine.registry.kinds import KINDS
-from skyrl_engine.registry.known import FIRST_PARTY, install_command
+from skyrl_engine.registry.known import install_command, list_first_party, read_first_party
 from skyrl_engine.registry.plugin_ref import PluginRef
 from skyrl_engine.registry.record import PluginRecord
 
@@ -53,8 +53,7 @@ def _bare_name(kind: str, name: str, records: Sequence[PluginRecord]) -> str:
     if others:
         return f"{name!r} is {KINDS[others[0].kind].with_article}: set it as {others[0].kind}, and choose {_choice(kind, records)} here"
     installed = list(dict.fromkeys(record.name for record in records if record.kind == kind))
-    known = [other for of_kind, other in FIRST_PARTY if of_kind == kind]
-    near = find_near_word(name, [*installed, *known])
+    near = find_near_word(name, [*installed, *list_first_party(kind)])
     if near is None:
         return f"Choose {_choice(kind, records)}"
     command = _first_party_command(kind, near, records)
@@ -62,7 +61,7 @@ def _bare_name(kind: str, name: str, records: Sequence[PluginRecord]) -> str:
 
 
 def _suggest_install(kind: str, name: str, distribution: str, records: Sequence[PluginRecord]) -> str:
-    if FIRST_PARTY.get((kind, name)) == distribution and (command := _first_party_command(kind, name, records)):
+    if read_first_party().get((kind, name)) == distribution and (command := _first_party_command(kind, name, records)):
         return f"Install it: {command}"
     references = [record.reference for record in records if record.kind == kind]
     same_distribution = [reference for reference in references if reference.startswith(f"{distribution}:")]
@@ -85,7 +84,7 @@ def _first_party_command(kind: str, name: str, records: Sequence[PluginRecord]) 
 
     Other names get none: a command made from typed text would install whatever distribution bears the misspelt name.
     """
-    distribution = FIRST_PARTY.get((kind, name))
+    distribution = read_first_party().get((kind, name))
     if distribution is None or any(record.kind == kind and record.name == name for record in records):
         return None
     return install_command(distribution)

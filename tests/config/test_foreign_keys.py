@@ -1,16 +1,22 @@
 """Words of other trainers lead to the keys of this configuration."""
 
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
 import attrs
 import pytest
 
-from skyrl_engine.config import load
+from skyrl_engine.config import foreign_keys, load
 from skyrl_engine.config.foreign_keys import RL, explain_word, key_for, words, words_of_rl
 from skyrl_engine.config.schema import LoraConfig
 from skyrl_engine.config.schema.rl import RewardKlConfig
 from skyrl_engine.config.sections import sections
 from skyrl_engine.config.structure import structure
 from skyrl_engine.errors import ConfigError
-from skyrl_engine.registry.kinds import KINDS
+from skyrl_engine.registry.known import list_first_party
 from skyrl_engine.registry.loader import load as load_plugin
 from skyrl_engine.registry.resolve import Registry
 
@@ -53,8 +59,7 @@ def test_every_word_of_reinforcement_leads_to_a_key_or_to_an_option_of_a_plugin(
 def _schemas(kind):
     """The options of the project's own plugins of a kind."""
     registry = Registry.discover()
-    names = [name for of_distribution in KINDS[kind].first_party.values() for name in of_distribution]
-    found = [load_plugin(registry.resolve(kind, name)).schema for name in names]
+    found = [load_plugin(registry.resolve(kind, name)).schema for name in list_first_party(kind)]
     return [schema for schema in found if schema is not None]
 
 
@@ -83,3 +88,27 @@ def test_a_key_of_another_trainer_is_answered_with_ours(written, remedy):
     with pytest.raises(ConfigError) as refused:
         structure(raw).config()
     assert remedy in str(refused.value)
+
+
+def test_the_file_of_words_holds_rows_of_one_form_and_no_word_twice():
+    tables = tomllib.loads((Path(foreign_keys.__file__).parent / "foreign_keys.toml").read_text())
+    assert tables.keys() == {"any", "rl", "not_here"}
+    for name, rows in tables.items():
+        needed = {"words", "remedy"} if name == "not_here" else {"key", "words"}
+        assert [row for row in rows if not needed <= row.keys() <= needed | {"remark"} or not row["words"]] == []
+    everything = [re.sub(r"[^a-z0-9]+", "_", word) for name in ("rl", "not_here") for row in tables[name] for word in row["words"]]
+    assert len(set(everything)) == len(everything)
+    read = foreign_keys.read_foreign_keys()
+    assert sum(len(words) for words in read.words.values()) == len(read.of_any) > 100
+    assert sum(len(words) for words in read.words_of_rl.values()) == len(read.of_rl) > 150
+
+
+def test_files_of_words_and_of_first_party_plugins_are_read_when_they_are_asked_for():
+    code = """
+import skyrl_engine.config, skyrl_engine.config.structure, skyrl_engine.registry.suggest
+from skyrl_engine.config.foreign_keys import read_foreign_keys
+from skyrl_engine.registry.known import read_first_party
+assert skyrl_engine.config.from_dict({}, "a test")
+print(read_foreign_keys.cache_info().currsize, read_first_party.cache_info().currsize)
+"""
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split() == ["0", "0"]

@@ -13,7 +13,7 @@ from skyrl_engine.errors import (
     PluginNotFoundError,
 )
 from skyrl_engine.registry.kinds import KINDS
-from skyrl_engine.registry.known import FIRST_PARTY
+from skyrl_engine.registry.known import read_first_party
 from skyrl_engine.registry.record import PluginRecord
 from skyrl_engine.registry.resolve import Registry
 from skyrl_engine.registry.selection import Selection
@@ -247,4 +247,4 @@ def test_the_known_first_party_plugins_are_those_of_this_repository() -> None:
         for group, points in project.get("entry-points", {}).items():
             kind = group.removeprefix("skyrl_engine.")
             offered |= {(kind, name): project["name"] for name in points if kind in KINDS}
-    assert dict(FIRST_PARTY) == offered
+    assert read_first_party() == offered

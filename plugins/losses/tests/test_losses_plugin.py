@@ -11,7 +11,7 @@ import attrs
 import pytest
 
 from skyrl_engine.config.converter import refusals, strict_converter
-from skyrl_engine.registry.known import FIRST_PARTY
+from skyrl_engine.registry.known import read_first_party
 from skyrl_engine.registry.loader import load
 from skyrl_engine.registry.resolve import Registry
 from skyrl_engine_losses import plugin
@@ -71,7 +71,7 @@ def test_every_object_of_the_module_is_an_entry_point_under_its_own_name() -> No
 
 
 def test_the_engine_knows_which_distribution_to_name() -> None:
-    ours = {kind_and_name for kind_and_name, distribution in FIRST_PARTY.items() if distribution == "skyrl-engine-losses"}
+    ours = {kind_and_name for kind_and_name, distribution in read_first_party().items() if distribution == "skyrl-engine-losses"}
     assert ours == set(ENTRY_POINTS)
 
 

@@ -68,12 +68,12 @@ def _find_name_conflicts(names: Names) -> "list[Problem]":
     from importlib import metadata
     from importlib.util import find_spec
 
-    from skyrl_engine.registry.known import FIRST_PARTY
+    from skyrl_engine.registry.known import read_first_party
     from skyrl_engine.registry.resolve import Registry
 
     problems = []
     claims = [record.distribution for record in Registry.discover().records(names.kind) if record.name == names.plugin]
-    owner = claims[0] if claims else FIRST_PARTY.get((names.kind, names.plugin))
+    owner = claims[0] if claims else read_first_party().get((names.kind, names.plugin))
     if owner is not None:
         cause = f"{owner} already offers {KINDS[names.kind].with_article} called {names.plugin!r}"
         problems.append(Problem(names.plugin, cause, "Choose another name; users would have to write both in full"))
