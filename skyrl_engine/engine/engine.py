@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from attrs import evolve
 
+from skyrl_engine.cleanup import close_after, finally_close
 from skyrl_engine.config import ResolvedConfig, SelectedPlugin
 from skyrl_engine.config.schema import OptimizerConfig, RunConfig
 from skyrl_engine.contracts.kinds.backend import AdamWSettings, BackendDescription, OptimStep
@@ -158,8 +159,8 @@ class Engine(SamplingVerbs):
                 files=files,
                 registry=resolved.registry,
             )
-        except BaseException:
-            group.close()
+        except BaseException as error:
+            close_after(error, group.close)
             raise
 
     def plan(
@@ -505,11 +506,11 @@ class Engine(SamplingVerbs):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        try:
-            if error is None:
-                self.group.settle()
-        finally:
-            self.close()
+        if error is not None:
+            close_after(error, self.close)
+            return
+        with finally_close(self.close):
+            self.group.settle()
 
     def _scheduled(self) -> AdamWSettings:
         """The configured numbers, at the rate of the next step."""

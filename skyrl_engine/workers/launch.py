@@ -10,6 +10,7 @@ from typing import Any, Literal, Protocol, Self
 
 import numpy.typing as npt
 
+from skyrl_engine.cleanup import close_after
 from skyrl_engine.contracts.kinds.backend import AdamWSettings
 from skyrl_engine.contracts.kinds.generator import Completion, GenerationRequest
 from skyrl_engine.contracts.values.model import ModelConfig
@@ -179,7 +180,7 @@ class WorkerGroup:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
+        close_after(error, self.close)
 
     def _everywhere(self, method: str, *arguments: Any) -> list[Any]:
         return self._call(method, [arguments] * self.topology.world_size).result()

@@ -9,6 +9,7 @@ from typing import Any
 
 import attrs
 
+from skyrl_engine.cleanup import close_after, finally_close
 from skyrl_engine.contracts.values.topology import Topology
 from skyrl_engine.errors import EngineClosedError, EngineError, PluginError, WorkerError
 from skyrl_engine.workers.dispatch import Shard
@@ -49,8 +50,8 @@ class RayTransport:
         try:
             self._watch = RayWatch(self._ray, gcs_seconds=OWN_GCS_SECONDS if self._owns_cluster else GCS_SECONDS)
             self._start(spec)
-        except BaseException:
-            self.close()
+        except BaseException as error:
+            close_after(error, self.close)
             raise
 
     def _start(self, spec: WorkerSpec) -> None:
@@ -195,17 +196,20 @@ class RayTransport:
 
     def close(self) -> None:
         lost = self._watch is not None and self._watch.lost() is not None
-        self._end(CLOSED)
-        if self._log is not None:
-            self._log.close(answering=not lost)
-            self._log = None
+        with finally_close(self._leave_ray):
+            self._end(CLOSED)
+            if self._log is not None:
+                self._log.close(answering=not lost)
+                self._log = None
+            if self._group is not None and not lost:
+                from ray.util.placement_group import remove_placement_group
+
+                remove_placement_group(self._group)
+                self._group = None
+
+    def _leave_ray(self) -> None:
         if self._watch is not None:
             self._watch.close()
-        if self._group is not None and not lost:
-            from ray.util.placement_group import remove_placement_group
-
-            remove_placement_group(self._group)
-            self._group = None
         if self._owns_cluster and self._ray.is_initialized():
             self._ray.shutdown()
 

@@ -3,6 +3,7 @@
 import gc
 import random
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -11,6 +12,7 @@ import torch
 from attrs import Factory, field, frozen
 from attrs.validators import gt, lt
 
+from skyrl_engine.cleanup import close_after, finally_close
 from skyrl_engine.config import SelectedPlugin
 from skyrl_engine.contracts.kinds.backend import (
     AdamWSettings,
@@ -97,8 +99,8 @@ class Worker:
         try:
             seed_everything(spec.context.seed + rank)
             self._set_up(spec, rank, device)
-        except BaseException:
-            self._leave()
+        except BaseException as error:
+            close_after(error, self._leave)
             raise
 
     def _set_up(self, spec: WorkerSpec, rank: int, device: str) -> None:
@@ -286,13 +288,13 @@ class Worker:
         self._backend.export(directory)
 
     def close(self) -> None:
-        self.close_generator()
-        for each in self._adapter_sets.values():
-            each.close()
-        for model in self._frozen.values():
-            model.close()
-        self._backend.close()  # before the group that its collectives run in
-        self._leave()
+        """Close all parts, whichever of them fails. Raises the first failure."""
+        with ExitStack() as ends:
+            # the last first: the group that collectives of the backend run in is left after it
+            frozen, adapters = self._frozen.values(), self._adapter_sets.values()
+            for close in (self._leave, self._backend.close, *(each.close for each in frozen), *(each.close for each in adapters)):
+                ends.enter_context(finally_close(close))
+            self.close_generator()
 
     def _leave(self) -> None:
         if self._owns_group:

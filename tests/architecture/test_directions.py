@@ -8,7 +8,7 @@ import pytest
 Imports = Callable[..., set[str]]
 
 ORDER = (
-    ("errors", "spans", "lazy", "visible"),
+    ("errors", "cleanup", "spans", "lazy", "visible"),
     ("contracts",),
     ("hooks",),
     ("registry", "interop"),

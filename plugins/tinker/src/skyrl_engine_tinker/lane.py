@@ -147,10 +147,12 @@ class Lane:
                         work()
                     busy = self._pump()
         finally:
-            with self._turns:
-                self._end()
-            for promise in [*(promise for _, _, promise in self._waiting), *(promise for _, promise, _ in self._beside)]:
-                promise.fail(RequestError(CLOSED))
+            try:
+                with self._turns:
+                    self._end()
+            finally:
+                for promise in [*(promise for _, _, promise in self._waiting), *(promise for _, promise, _ in self._beside)]:
+                    promise.fail(RequestError(CLOSED))
 
     def _taken(self) -> Callable[[], None] | None:
         """Take what is to be done next; a missing number is waited for, `hole_seconds` at most."""
