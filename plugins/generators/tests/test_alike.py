@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from attrs import evolve
 from by_day import now
 from sampled_models import ARCHITECTURES, QUICK, READ_ANEW, write
 from torch import nn
@@ -85,6 +86,36 @@ def require_alike(kind, model, threads, asked):
 def test_rows_beside_change_no_bit(family, tmp_path):
     reads = family in READ_ANEW
     require_alike(ReadRows if reads else CachedRows, family_of(tmp_path, family), 1, requests(LENGTHS[reads]))
+
+
+POISON = 122
+"""Tokens from here on have hidden states that are no numbers, like a row that overflows; so are their keys and values, in every layer."""
+
+
+@pytest.mark.parametrize("value", now([torch.nan, torch.inf], torch.nan), ids=str)
+@pytest.mark.parametrize("family", now(ARCHITECTURES, *sorted(QUICK)))
+def test_a_row_that_fails_leaves_nothing_in_its_slot(family, value, tmp_path):
+    """Rows that come after it, move into its slot or have its prompt's beginning are those that each has in slots of its own."""
+    reads = family in READ_ANEW
+    kind, model = ReadRows if reads else CachedRows, family_of(tmp_path, family)
+    model.get_input_embeddings().register_forward_hook(
+        lambda _module, inputs, outputs: outputs.masked_fill((inputs[0] >= POISON)[..., None], value)
+    )
+    asked = requests((7, 30, 12, 25, 3, 20, 33, 5) if reads else (7, 140, 16, 60, 3, 300, 127, 40, 20))
+    asked = [evolve(each, sampling=evolve(each.sampling, max_tokens=24, temperature=2.0)) for each in asked]
+    for each in asked:
+        np.minimum(each.prompt_ids, POISON - 1, out=each.prompt_ids)
+    for each in asked[3::6]:
+        each.prompt_ids[-2] = POISON
+    alone = {each.request_id: sampled(kind(model, 1), 1, lambda _live: 1, [each])[each.request_id] for each in asked}
+    ended = {number: len(tokens) for number, (tokens, _) in alone.items()}
+    assert {0, 24 * 4} < set(ended.values()), "some rows fail at their prompts, later, and not at all"
+    for name, (slots, arrivals, order) in ORDERS.items():
+        got = sampled(kind(model, slots), slots, arrivals, asked[::order])
+        differ = [
+            (len(each.prompt_ids), ended[each.request_id]) for each in asked if got[each.request_id] != alone[each.request_id]
+        ]
+        assert not differ, (name, differ)
 
 
 @pytest.mark.nightly
