@@ -230,7 +230,7 @@ def _made(name: str, overrides: tuple[str, ...]) -> "tuple[SelectedPlugin, Part[
 
     record, table = _named(name)
     plugin = selected_plugin(record, parsed_options(overrides, table))
-    return plugin, Part(plugin.make(FactoryContext()), Owner.of(record), "environments[0]", name)
+    return plugin, Part(plugin.make(FactoryContext()), Owner.of(record), "", name)
 
 
 def _with_stdin(answers: tuple[str, ...]) -> tuple[str, ...]:

@@ -107,7 +107,7 @@ def evaluate(
     same seed, temperature and tasks.
     """
     from skyrl_engine.cli.render import show_progress
-    from skyrl_engine.cli.rl import environment_tables
+    from skyrl_engine.cli.rl import environment_tables, mapped_by_option
     from skyrl_engine.cli.training import warnings_to
     from skyrl_engine.config import Option, resolve, with_defaults
     from skyrl_engine.training.export import ExportChoices, export_checkpoint
@@ -123,9 +123,10 @@ def evaluate(
         raise click.UsageError(f"--output {output} ends neither in .jsonl nor in .parquet.")
     tasks = _one(data)
     of_run = _tasks_of(run, tool) if run is not None and reward and tasks is None else {}
-    named = {} if columns is None else {"map": columns}
+    named = {} if columns is None else {"map": {**of_run.get("map", {}), **columns}}
     environments = environment_tables(env, reward, tool, {"data": tasks, "eval_data": tasks, **of_run, **named})
     settings = current_settings()
+    settings.mapped = mapped_by_option(env, reward)
     with tempfile.TemporaryDirectory(prefix="skyrl-engine-evaluate-") as scratch:
         folder = None if run is None else _model_of(run, step, Path(scratch))
         flags: dict[str, Any] = {"trainer": "rl", "model.path": model if folder is None else str(folder)}

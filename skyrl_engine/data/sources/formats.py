@@ -18,7 +18,7 @@ from skyrl_engine.data.sources.ready_tokens import PROMPT_COLUMNS, RESPONSE_COLU
 from skyrl_engine.data.sources.rows import Row, kind_of, listed
 from skyrl_engine.data.text.messages import Conversation, conversation_of, image_columns, messages_of
 from skyrl_engine.data.text.plain import PlainText
-from skyrl_engine.errors import DataError
+from skyrl_engine.errors import ColumnError, DataError
 
 Example = Conversation | PlainText | Tokens
 KnownFormat = Literal[
@@ -220,10 +220,11 @@ def detect(asked: DataFormat, first: Row, *, preferences: bool = False) -> Known
         for name in (*PREFERENCES, *of_tokens):
             if _holds(FORMATS[name].needs, have):
                 return name
-        raise DataError(
+        raise ColumnError(
             f"no format of preferences has the columns of the dataset: {listed(have)}",
             remedy=_suggestion(have, ["chosen", "rejected", "completion", *LABELS])
             or 'Name them, for instance data.map.chosen=better data.map.rejected=worse, or train on samples: trainer = "sft"',
+            key="data.map",
             details=[f"format {name} needs {FORMATS[name].described}" for name in PREFERENCES],
         )
     if asked != "auto":
@@ -235,10 +236,11 @@ def detect(asked: DataFormat, first: Row, *, preferences: bool = False) -> Known
     if found is not None:
         return found
     known = [column for row in _ROWS for group in row.needs for column in group]
-    raise DataError(
+    raise ColumnError(
         f"no known format has the columns of the dataset: {listed(have)}",
         remedy=_suggestion(have, known)
         or "Name them, for instance data.map.prompt=question data.map.completion=answer, or convert the dataset",
+        key="data.map",
         details=[f"format {row.name} needs {row.described}" for row in _ROWS],
     )
 

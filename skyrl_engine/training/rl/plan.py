@@ -12,6 +12,7 @@ from skyrl_engine.data.text.template_rule import Rendering
 from skyrl_engine.engine.cores import sharing
 from skyrl_engine.rollout.recorded import Recording
 from skyrl_engine.training.rl.preparation import PreparedRl, Progress, Sampled, prepare
+from skyrl_engine.training.rl.tasks import tasks_in
 
 
 @frozen
@@ -94,7 +95,7 @@ def _tasks(prepared: PreparedRl) -> Mapping[str, tuple[int, int]]:
     if isinstance(prepared.rollouts, Recording):
         return {}
     order = prepared.rollouts.tasks
-    counts = ((len(own), len(part.product.tasks("eval"))) for own, part in zip(order.tasks, order.environments, strict=True))
+    counts = ((len(own), len(tasks_in(part, "eval"))) for own, part in zip(order.tasks, order.environments, strict=True))
     return dict(zip(prepared.names, counts, strict=True))
 
 

@@ -27,7 +27,7 @@ from skyrl_engine.engine.assembly import Assembly, assemble
 from skyrl_engine.engine.capability import check_pairs, needed_columns, needs_of_reducer, vision_of
 from skyrl_engine.engine.frozen_model import FrozenModel
 from skyrl_engine.engine.model_files import ModelFiles
-from skyrl_engine.errors import DataError, Refusals
+from skyrl_engine.errors import ColumnError, DataError, Refusals
 from skyrl_engine.model_facts.facts import ModelFacts
 from skyrl_engine.model_facts.thresholds import refuse_longer_rows
 from skyrl_engine.objective.parts import ObjectiveParts
@@ -170,9 +170,10 @@ def _load(data: DataConfig, files: ModelFiles, **reading: Any) -> TokenizedDatas
 def _check_samples(dataset: TokenizedDataset, facts: ModelFacts, assembly: Assembly, reading: Reading) -> None:
     """Refuse a dataset of another kind than the trainer's, without anything to learn, or of another vocabulary. Raises DataError."""
     if reading == "samples" and dataset.format in PREFERENCES:
-        raise DataError(
+        raise ColumnError(
             f"{dataset.name} holds preferences, a chosen and a rejected answer to a prompt, and trainer sft learns from single answers",
-            remedy='Set trainer = "preference", or learn from the chosen ones: data.map.completion = "chosen"',
+            remedy='Set trainer = "preference", or learn from the chosen ones: data.map.completion=chosen',
+            key="data.map",
         )
     if not dataset.columns.loss_weight.any():
         raise DataError(
