@@ -145,6 +145,7 @@ def evaluate(
         with show_progress(quiet=settings.quiet or as_json) as display, warnings_to(display.warning):
             if run is not None and folder is not None and folder.is_relative_to(scratch):
                 allowed = resolved.config.model.trust_remote_code
+                display.data("writing the checkpoint as a model", 0, 0)
                 export_checkpoint(run, folder, step, ExportChoices(model=model, merge=True, trust_remote_code=allowed))
             found = evaluate_model(
                 resolved, split="train" if split == "train" else "eval", progress=display.data, trained_on=_trained_on(run)
