@@ -41,7 +41,7 @@ def import_ray() -> Any:
 
 
 Connection = Literal["started", "joined", "found"]
-"""How this process came to its cluster: it was started here, joined here, or joined before by the embedding program."""
+"""The way of this process to its cluster: it started it, joined it, or found it joined by the embedding program."""
 
 
 def connect(ray: Any, address: str | None, ranks: int) -> Connection:

@@ -1,4 +1,6 @@
-"""What a command that trains says while nothing moves yet, and which command it names at its end: that one runs as it is printed."""
+"""The line that tells of loading the model, before anything moves, and the last line of a command that trains: the next command, which runs as it
+is printed.
+"""
 
 import json
 import shlex
