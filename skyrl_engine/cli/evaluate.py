@@ -182,10 +182,15 @@ def _config_of(run: Path) -> Path:
 
 
 def _kept(table: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what an evaluation takes over from a run's configuration. Options and overrides win over it."""
+    """Return what an evaluation takes over from a run's configuration. Options and overrides win over it.
+
+    Prompts are written as the run's were: where it went through a dataset, `data.template` says so.
+    """
     kept = {name: {key: table[name][key] for key in keys if key in table.get(name, {})} for name, keys in _OF_RUN.items()}
     if table.get("trainer") == "rl":
         kept |= {name: table[name] for name in ("generator", "rollouts", "environments") if table.get(name)}
+    elif "template" in table.get("data", {}):
+        kept["rl"] = {**kept["rl"], "template": table["data"]["template"]}
     return kept
 
 

@@ -1,6 +1,4 @@
-"""The line that tells of loading the model, before anything moves, and the last line of a command that trains: the next command, which runs as it
-is printed.
-"""
+"""The line before the model is loaded, and the last line of a command that trains: the next command, which runs as it is printed."""
 
 import json
 import shlex
