@@ -209,9 +209,8 @@ class RunRefusedError(EngineError):
         if isinstance(first, ConfigError):
             told = [each.problems if isinstance(each, ConfigError) else (_problem_of(each),) for each in self.errors]
             return ConfigError([problem for problems in told for problem in problems])
-        if type(first).__init__ is not EngineError.__init__:
-            return self
-        return type(first)(self.cause, remedy=self.remedy, details=self.details)
+        kind = next(base for base in type(first).__mro__ if base.__init__ is EngineError.__init__)  # type: ignore[misc]  # compared, not called
+        return self if kind is EngineError else kind(self.cause, remedy=self.remedy, details=self.details)
 
 
 def _problem_of(error: EngineError) -> Problem:
