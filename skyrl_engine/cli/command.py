@@ -1,7 +1,7 @@
 """Parts of every command: `--debug`, `--quiet`, and groups that answer a misspelt command with the nearest one."""
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +19,16 @@ from skyrl_engine.visible import visible
 class CommandSettings:
     """The settings that every command has. `log` is the file that tells more about a failure, once there is one.
 
-    `mapped` is the table of the configuration that `--map` fills, None where the command line gives it none to fill.
+    `mapped` is the table of the configuration that `--map` fills, None where the command line gives it none to fill. `owns_process` says that
+    the command is all that its process does; `tell_log` tells the process above of `log`, where there is one.
     """
 
     debug: bool = False
     quiet: bool = False
     log: Path | None = None
     mapped: str | None = "data.map"
+    owns_process: bool = False
+    tell_log: Callable[[Path], object] | None = None
 
 
 def settings_of(context: click.Context) -> CommandSettings:

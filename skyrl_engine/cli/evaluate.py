@@ -106,6 +106,7 @@ def evaluate(
     directory runs where the run is your own, as you made it, or with --trust-code. The numbers are those of an evaluation during a run of the
     same seed, temperature and tasks.
     """
+    from skyrl_engine.cli.own_process import run_under_watch
     from skyrl_engine.cli.render import show_progress
     from skyrl_engine.cli.rl import environment_tables, mapped_by_option
     from skyrl_engine.cli.training import warnings_to
@@ -142,6 +143,9 @@ def evaluate(
         one = isinstance(table, dict) and table["samples"] == 1
         # before anything of the run is loaded: it says whose code may run
         resolved = resolve(with_defaults(raw, {"evaluation.temperature": 0.0 if one else 1.0}, _COMMAND))
+        chosen = resolved.config.run
+        if chosen.launch == "ray":
+            run_under_watch(settings, ranks=chosen.ranks, joined=chosen.ray_address is not None)
         with show_progress(quiet=settings.quiet or as_json) as display, warnings_to(display.warning):
             if run is not None and folder is not None and folder.is_relative_to(scratch):
                 allowed = resolved.config.model.trust_remote_code

@@ -63,8 +63,12 @@ def start(resolved: "ResolvedConfig", settings: CommandSettings, *, dry_run: boo
             plan = imported(TRAINERS[resolved.config.trainer].plan)(resolved, progress=display.data)
         render.show_plan(plan)
         return 0
+    from skyrl_engine.cli.own_process import run_under_watch
     from skyrl_engine.cli.training import train
 
+    chosen = resolved.config.run
+    if chosen.launch == "ray":
+        run_under_watch(settings, ranks=chosen.ranks, joined=chosen.ray_address is not None)
     result = train(resolved, settings)
     if result.metrics:
         echo("last step:")

@@ -4,6 +4,7 @@ So it does on a cluster that the run started, and on one that it joined by `run.
 """
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -27,14 +28,16 @@ SOON = 40.0
 """Seconds from the death of Ray to the end of the run: Ray itself notices a dead GCS after 60, and ends the process without a word."""
 
 
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
 def processes_under(pid: int) -> Iterator[tuple[int, str]]:
     """The ids and commands of a process's descendants."""
     parents: dict[int, list[int]] = {}
     for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            parents.setdefault(int((folder / "stat").read_text().rpartition(")")[2].split()[1]), []).append(int(folder.name))
-        except OSError:
-            continue
+        with contextlib.suppress(OSError):
+            parents.setdefault(parent_of(int(folder.name)), []).append(int(folder.name))
     waiting = [pid]
     while waiting:
         for child in parents.get(waiting.pop(), []):
@@ -152,13 +155,13 @@ def check_told(code: int, err: Path, run: Path, named: str) -> str:
     return text
 
 
-def check_gone(ranks: Mapping[int, str]) -> None:
-    """Hold that no rank is left behind."""
-    assert len(ranks) == 2
-    until = time.monotonic() + 10
-    while any(is_alive(*rank) for rank in ranks.items()) and time.monotonic() < until:
+def check_gone(processes: Mapping[int, str]) -> None:
+    """Hold that none of these processes is left behind; Ray's agents notice the end of their raylet on their own, within a minute."""
+    due = {pid: command for pid, command in processes.items() if not command.endswith("Agent")}
+    until = time.monotonic() + 20
+    while (left := {pid: command for pid, command in due.items() if is_alive(pid, command)}) and time.monotonic() < until:
         time.sleep(0.1)
-    assert not any(is_alive(*rank) for rank in ranks.items()), "no rank is left behind"
+    assert not left
 
 
 def ranks_of(processes: Mapping[int, str]) -> dict[int, str]:
@@ -173,7 +176,8 @@ def test_a_run_ends_as_after_a_dead_rank(configure: Callable[..., ResolvedConfig
         (victim,) = [pid for pid, command in under.items() if command.endswith(f"/{killed}")]
         code = end_of_run(victim, process, within=SOON)
     check_told(code, err, run, named)
-    check_gone(ranks_of(under))
+    assert len(ranks_of(under)) == 2
+    check_gone(under)
 
 
 @pytest.mark.parametrize(
@@ -190,6 +194,7 @@ def test_so_it_does_where_a_cluster_that_it_joined_ends(
         (victim,) = [pid for pid, command in cluster.processes().items() if command.endswith(f"/{killed}")]
         code = end_of_run(victim, process, within=within)
     assert "start Ray again" in check_told(code, err, run, named)
+    assert len(ranks_of(processes)) == 2
     if killed == "raylet":  # the ranks of a lost GCS end with their raylet, when that gives the GCS up
         check_gone(ranks_of(processes))
 
@@ -229,6 +234,78 @@ def test_a_cluster_that_asks_for_a_token_is_told(configure: Callable[..., Resolv
     with started(resolved, RAY_AUTH_MODE=None) as (process, _, err):
         code = process.wait(120)
     assert (code, "set RAY_AUTH_MODE=token" in err.read_text()) == (4, True)
+
+
+IN_A_CALL = """
+import os
+import signal
+import subprocess
+
+import numpy
+import ray
+from skyrl_engine import hookimpl
+
+
+class Killer:
+    @hookimpl
+    def skyrl_engine_step_finished(self, event):
+        if event.step == 100:
+            pid = ray._private.worker._global_node.all_processes["raylet"][0].process.pid
+            os.kill(pid, signal.SIGSTOP)  # it takes no call any more, so that its end comes in the middle of one
+            subprocess.Popen(["sh", "-c", f"sleep 1; kill -KILL {pid}"])
+            ray.put(numpy.zeros(1_000_000))
+
+
+class KillerPlugin:
+    @hookimpl
+    def skyrl_engine_make_observer(self, config):
+        return Killer()
+
+
+killer = KillerPlugin()
+"""
+
+
+def test_so_it_does_where_ray_ends_in_the_middle_of_a_call(configure: Callable[..., ResolvedConfig], tmp_path: Path) -> None:
+    """Ray then ends the process that called, with code 1 and without an exception: the one above it says what happened."""
+    (tmp_path / "killer.py").write_text(IN_A_CALL)
+    observers = ["metrics_jsonl", f"{tmp_path / 'killer.py'}:killer"]
+    resolved = configure(run={"launch": "ray", "ranks": 2, "observers": observers}, **LONG)
+    with started(resolved) as (process, run, err):
+        under = dict(processes_under(process.pid))
+        code = process.wait(60)
+    text = check_told(code, err, run, RAYLET)
+    assert len(ranks_of(under)) == 2
+    check_gone(under)
+    assert "with which Ray ended the run" in text
+    assert f"the log: {run / 'run.log'}" in text
+    (session,) = json.loads((run / "run.json").read_text())["sessions"]
+    assert session["end_step"] == steps_of(run)[-1]
+    assert session["error"].startswith(RAYLET)
+
+
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGTERM, *(pytest.param(number, marks=pytest.mark.nightly) for number in (signal.SIGINT, signal.SIGKILL))],
+)
+def test_a_signal_to_the_command_reaches_its_run_once(configure: Callable[..., ResolvedConfig], number: signal.Signals) -> None:
+    """A run with Ray is a process under the command's own: the first signal lets it end after its step, and it dies with the command."""
+    resolved = configure(run={"launch": "ray", "ranks": 2}, **LONG)
+    with started(resolved) as (process, run, err):
+        under = dict(processes_under(process.pid))
+        (below,) = [pid for pid, command in under.items() if command == sys.executable and parent_of(pid) == process.pid]
+        os.kill(process.pid, number)
+        code = process.wait(60)
+        until = time.monotonic() + 20
+        while is_alive(below, sys.executable) and time.monotonic() < until:
+            time.sleep(0.1)
+        assert not is_alive(below, sys.executable)
+    if number == signal.SIGKILL:
+        assert code == -number
+    else:
+        assert (code, f"stopped by {number.name} after step" in err.read_text()) == (130, True)
+        assert list((run / "checkpoints").glob("step-*"))
+    check_gone(under)
 
 
 def steps_of(run: Path) -> list[int]:
