@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from skyrl_engine.environments.functions import reward
     from skyrl_engine.errors import (
         CheckpointError,
+        ColumnError,
         ConfigError,
         ContractError,
         DataError,
@@ -45,6 +46,7 @@ __all__ = [
     "BatchOutput",
     "BatchStructure",
     "CheckpointError",
+    "ColumnError",
     "ConfigError",
     "ContractError",
     "DataError",
@@ -82,6 +84,7 @@ _HOMES = {
     "BatchOutput": "skyrl_engine.contracts.values.outputs",
     "BatchStructure": "skyrl_engine.contracts.kinds.reducer",
     "CheckpointError": "skyrl_engine.errors",
+    "ColumnError": "skyrl_engine.errors",
     "ConfigError": "skyrl_engine.errors",
     "ContractError": "skyrl_engine.errors",
     "DataError": "skyrl_engine.errors",

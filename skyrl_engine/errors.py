@@ -3,6 +3,7 @@
 An error prints as details first (where several things are wrong, one line each) and ends in one line holding cause and remedy.
 """
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import TypeVar
@@ -145,6 +146,29 @@ class SampleError(DataError):
         super().__init__(cause, remedy=remedy, details=details)
 
 
+class ColumnError(DataError):
+    """Rows lack a column that is needed; the remedy names one of theirs by a key of `key`, such as `map.prompt=question`.
+
+    `key` is the table that holds the data's own names of columns: `data.map`, or the option `map` of an environment, whose place in the
+    configuration the environment does not know; `under` puts it there.
+    """
+
+    def __init__(self, cause: str, *, remedy: str, key: str, details: Sequence[str] = ()) -> None:
+        self.key = key
+        super().__init__(cause, remedy=remedy, details=details)
+
+    def under(self, place: str) -> "ColumnError":
+        """Return the error with its table under the table `place`: of `map` under `environments.0`, `environments.0.map`."""
+        key = f"{place}.{self.key}"
+        cause, remedy = (named_by(text, self.key, f"{key}.") for text in (self.cause, self.remedy))
+        return ColumnError(cause, remedy=remedy, key=key, details=self.details)
+
+
+def named_by(text: str, key: str, spelling: str) -> str:
+    """Return a text in which `spelling` stands before a column's name wherever the table `key` and a dot do."""
+    return re.sub(rf"(?<![\w.]){re.escape(key)}\.(?=\w)", lambda _: spelling, text)
+
+
 class ImageError(DataError):
     """An image of a sample is missing, damaged, too large or changed, or images and their places do not match; names the sample."""
 
@@ -204,9 +228,8 @@ class RunRefusedError(EngineError):
         if isinstance(first, ConfigError):
             told = [each.problems if isinstance(each, ConfigError) else (_problem_of(each),) for each in self.errors]
             return ConfigError([problem for problems in told for problem in problems])
-        if type(first).__init__ is not EngineError.__init__:
-            return self
-        return type(first)(self.cause, remedy=self.remedy, details=self.details)
+        kind = next(base for base in type(first).__mro__ if base.__init__ is EngineError.__init__)  # type: ignore[misc]  # compared, not called
+        return self if kind is EngineError else kind(self.cause, remedy=self.remedy, details=self.details)
 
 
 def _problem_of(error: EngineError) -> Problem:

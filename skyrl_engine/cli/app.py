@@ -87,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.update(_ENVIRONMENT)
     for name, value in _QUIET_LIBRARIES.items():
         os.environ.setdefault(name, value)
-    settings = CommandSettings()
+    settings = CommandSettings(owns_process=arguments is None)
     try:
         return _invoke(list(sys.argv[1:] if arguments is None else arguments), settings)
     except BaseException as error:  # noqa: BLE001 - every way to end is turned into an exit code; SystemExit keeps its own

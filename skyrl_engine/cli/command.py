@@ -1,8 +1,7 @@
 """Parts of every command: `--debug`, `--quiet`, and groups that answer a misspelt command with the nearest one."""
 
 import math
-import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ from attrs import define
 
 from skyrl_engine.cli.option_help import explain
 from skyrl_engine.cli.terminal import echo, make_log_visible
-from skyrl_engine.errors import EngineError
+from skyrl_engine.errors import EngineError, named_by
 from skyrl_engine.near_words import did_you_mean
 from skyrl_engine.registry.kinds import KINDS
 from skyrl_engine.visible import visible
@@ -19,11 +18,18 @@ from skyrl_engine.visible import visible
 
 @define
 class CommandSettings:
-    """The settings that every command has. `log` is the file that tells more about a failure, once there is one."""
+    """The settings that every command has. `log` is the file that tells more about a failure, once there is one.
+
+    `mapped` is the table of the configuration that `--map` fills, None where the command line gives it none to fill. `owns_process` says that
+    the command is all that its process does; `tell_log` tells the process above of `log`, where there is one.
+    """
 
     debug: bool = False
     quiet: bool = False
     log: Path | None = None
+    mapped: str | None = "data.map"
+    owns_process: bool = False
+    tell_log: Callable[[Path], object] | None = None
 
 
 def settings_of(context: click.Context) -> CommandSettings:
@@ -109,14 +115,16 @@ class EngineCommand(click.Command):
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command; what it logs where no log is kept reaches the terminal without control characters.
 
-        A remedy that names a column's key of `map` names `--map` where the command has it.
+        An error that names a column by its key names `--map` where that is what fills its table.
         """
         make_log_visible()
         try:
             return super().invoke(ctx)
         except EngineError as error:
-            if any("--map" in each.opts for each in self.params):
-                error.remedy = _MAP.sub(r"--map \g<ours>=\g<theirs>", error.remedy)
+            mapped = settings_of(ctx).mapped
+            if mapped is not None and any("--map" in each.opts for each in self.params):
+                error.cause, error.remedy = (named_by(text, mapped, "--map ") for text in (error.cause, error.remedy))
+                error.details = tuple(named_by(text, mapped, "--map ") for text in error.details)
             raise
 
 
@@ -126,10 +134,6 @@ def _refuse_no_number(context: click.Context) -> None:
         value = context.params.get(parameter.name or "")
         if isinstance(value, float) and not math.isfinite(value):
             raise click.BadParameter(f"{value} is not a finite number.", context, parameter)
-
-
-_MAP = re.compile(r"""(?:data\.|environments\.\d+\.)?map\.(?P<ours>\w+)(?: ?= ?(?P<quote>["']?)(?P<theirs>[\w-]+)(?P=quote))""")
-"""A key of `[data.map]`, or of an environment's `map`, with a value, as remedies write it."""
 
 
 def _is_configuration(word: str) -> bool:

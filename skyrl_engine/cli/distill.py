@@ -4,7 +4,7 @@ from typing import Any
 
 import click
 
-from skyrl_engine.cli.command import EngineCommand
+from skyrl_engine.cli.command import EngineCommand, current_settings
 from skyrl_engine.cli.options import (
     RUN_KEYS,
     columns_by_key,
@@ -112,6 +112,7 @@ def distill(
         table: dict[str, Any] = {"use": "prompts", "data": prompts} if env is None else environment_table(env)
         if columns is not None:
             table["map"] = columns
+        current_settings().mapped = "environments.0.map"
         environments = Option("--prompts" if env is None else "--env", [table])
         flags = {"trainer": "rl", "environments": environments, **flags}
     raw = load_config(None, overrides, flags)

@@ -230,7 +230,7 @@ def _make_environment(name: str, overrides: tuple[str, ...]) -> "tuple[SelectedP
 
     record, table = _find_environment(name)
     plugin = select_plugin(record, parse_options(overrides, table))
-    return plugin, BoundPlugin(plugin.make(FactoryContext()), Owner.of(record), "environments[0]", name)
+    return plugin, BoundPlugin(plugin.make(FactoryContext()), Owner.of(record), "", name)
 
 
 def _with_stdin(answers: tuple[str, ...]) -> tuple[str, ...]:

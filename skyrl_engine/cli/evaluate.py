@@ -106,8 +106,9 @@ def evaluate(
     directory runs where the run is your own, as you made it, or with --trust-code. The numbers are those of an evaluation during a run of the
     same seed, temperature and tasks.
     """
+    from skyrl_engine.cli.own_process import run_under_watch
     from skyrl_engine.cli.render import show_progress
-    from skyrl_engine.cli.rl import environment_tables
+    from skyrl_engine.cli.rl import environment_tables, mapped_by_option
     from skyrl_engine.cli.training import warnings_to
     from skyrl_engine.config import Option, resolve, with_defaults
     from skyrl_engine.training.export import ExportChoices, export_checkpoint
@@ -123,9 +124,10 @@ def evaluate(
         raise click.UsageError(f"--output {output} ends neither in .jsonl nor in .parquet.")
     tasks = _one(data)
     of_run = _tasks_of(run, tool) if run is not None and reward and tasks is None else {}
-    named = {} if columns is None else {"map": columns}
+    named = {} if columns is None else {"map": {**of_run.get("map", {}), **columns}}
     environments = environment_tables(env, reward, tool, {"data": tasks, "eval_data": tasks, **of_run, **named})
     settings = current_settings()
+    settings.mapped = mapped_by_option(env, reward)
     with tempfile.TemporaryDirectory(prefix="skyrl-engine-evaluate-") as scratch:
         folder = None if run is None else _model_of(run, step, Path(scratch))
         flags: dict[str, Any] = {"trainer": "rl", "model.path": model if folder is None else str(folder)}
@@ -141,9 +143,13 @@ def evaluate(
         one = isinstance(table, dict) and table["samples"] == 1
         # before anything of the run is loaded: it says whose code may run
         resolved = resolve(with_defaults(raw, {"evaluation.temperature": 0.0 if one else 1.0}, _COMMAND))
+        chosen = resolved.config.run
+        if chosen.launch == "ray":
+            run_under_watch(settings, ranks=chosen.ranks, joined=chosen.ray_address is not None)
         with show_progress(quiet=settings.quiet or as_json) as display, warnings_to(display.warning):
             if run is not None and folder is not None and folder.is_relative_to(scratch):
                 allowed = resolved.config.model.trust_remote_code
+                display.data("writing the checkpoint as a model", 0, 0)
                 export_checkpoint(run, folder, step, ExportChoices(model=model, merge=True, trust_remote_code=allowed))
             found = evaluate_model(
                 resolved, split="train" if split == "train" else "eval", progress=display.data, trained_on=_read_training_data(run)
@@ -180,10 +186,15 @@ def _config_of(run: Path) -> Path:
 
 
 def _keep_run_tables(table: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what an evaluation takes over from a run's configuration. Options and overrides win over it."""
+    """Return what an evaluation takes over from a run's configuration. Options and overrides win over it.
+
+    Prompts are written as the run's were: where it went through a dataset, `data.template` says so.
+    """
     kept = {name: {key: table[name][key] for key in keys if key in table.get(name, {})} for name, keys in _OF_RUN.items()}
     if table.get("trainer") == "rl":
         kept |= {name: table[name] for name in ("generator", "rollouts", "environments") if table.get(name)}
+    elif "template" in table.get("data", {}):
+        kept["rl"] = {**kept["rl"], "template": table["data"]["template"]}
     return kept
 
 

@@ -202,7 +202,8 @@ def show_progress(*, quiet: bool) -> Iterator[ProgressDisplay]:
 
             def data(label: str, done: int, total: int) -> None:
                 told = f"{label}: {done:,} of {total:,}" if total else f"{label} ..."
-                bar.update(task, total=total or None, completed=done, description=told)
+                # what cannot be counted may keep this process so busy that the bar's own thread gets no turn
+                bar.update(task, total=total or None, completed=done, description=told, refresh=not total)
 
             yield ProgressDisplay(training, data, warning)
 

@@ -1,11 +1,11 @@
 """`skyrl-engine rl`: train by reinforcement without a configuration file; the one it makes is printed."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import click
 
-from skyrl_engine.cli.command import EngineCommand
+from skyrl_engine.cli.command import EngineCommand, current_settings
 from skyrl_engine.cli.options import (
     RUN_KEYS,
     flags_of,
@@ -97,6 +97,7 @@ def rl(
 
     tasks = {"data": _one_or_list(data), "map": columns, "eval_data": eval_data, "eval_fraction": eval_fraction}
     environments = environment_tables(env, reward, tool, tasks)
+    current_settings().mapped = mapped_by_option(env, reward)
     flags = values_by_key(_KEYS, given)
     if environments:
         flags["environments"] = Option("--env" if env else "--reward", environments)
@@ -135,6 +136,12 @@ def environment_tables(
         option = f"--{next(iter(given)).replace('_', '-')}"
         raise click.UsageError(f"{option} is for tasks with a reward function. Give --reward ./file.py:name too, or one --env.")
     return [{**table, **given} for table in tables]
+
+
+def mapped_by_option(env: Collection[str], reward: Collection[str]) -> str | None:
+    """Return the table of column names that --map fills: that of the reward's tasks, or of the one environment; None where it has none."""
+    number = len(env) if reward else 0 if len(env) == 1 else None
+    return None if number is None else f"environments.{number}.map"
 
 
 def _one_or_list(values: tuple[str, ...]) -> str | list[str] | None:

@@ -63,8 +63,12 @@ def start(resolved: "ResolvedConfig", settings: CommandSettings, *, dry_run: boo
             plan = import_object(TRAINERS[resolved.config.trainer].plan)(resolved, progress=display.data)
         render.show_plan(plan)
         return 0
+    from skyrl_engine.cli.own_process import run_under_watch
     from skyrl_engine.cli.training import train
 
+    chosen = resolved.config.run
+    if chosen.launch == "ray":
+        run_under_watch(settings, ranks=chosen.ranks, joined=chosen.ray_address is not None)
     result = train(resolved, settings)
     if result.metrics:
         echo("last step:")
@@ -78,24 +82,39 @@ def start(resolved: "ResolvedConfig", settings: CommandSettings, *, dry_run: boo
         echo(f"nothing to do: the run has done its {result.step} steps already")
     code = conclude(result, allowed=resolved.config.model.trust_remote_code)
     if result.stopped_by is None and not settings.quiet:
-        echo(f"next: {next_command(resolved, result.directory)}", err=True)
+        following = next_command(resolved, result.directory)
+        own = ", with a reward and tasks of your own" if MY_REWARD in following else ""
+        echo(f"next{own}: {following}", err=True)
     return code
 
 
+MY_REWARD = "./my_reward.py"
+"""A file of the reader's, in commands that are named."""
+
+
 def next_command(resolved: "ResolvedConfig", directory: Path) -> str:
-    """Return the command that a trained run is mostly followed by; `./my_reward.py` and `./tasks.jsonl` stand for files of the reader's."""
+    """Return the command that a trained run is mostly followed by; MY_REWARD and `./tasks.jsonl` stand for files of the reader's.
+
+    It may run the model's own code where the run might: a run directory cannot say so itself.
+    """
+    from skyrl_engine.run.checkpoint import CheckpointStore
     from skyrl_engine.run.directory import RunDirectory
 
-    run, config = shlex.quote(str(directory)), resolved.config
-    tasks = "--reward ./my_reward.py:score --data ./tasks.jsonl"
+    run, config, place = shlex.quote(str(directory)), resolved.config, RunDirectory(directory)
+    tasks = f"--reward {MY_REWARD}:score --data ./tasks.jsonl"
+    flag, key = (" --trust-remote-code", " model.trust_remote_code=true") if config.model.trust_remote_code else ("", "")
     if config.trainer == "rl" and config.rl.rollouts is None:
         return f"skyrl-engine rollouts show {run} --best"
+    exported = place.model.is_dir()
+    if not exported and not CheckpointStore(place.checkpoints).all():
+        again = shlex.quote(f"run.directory={directory}-kept")
+        return f"skyrl-engine run {shlex.quote(str(place.config))} {again} checkpoint.at_end=true{key}"
     if config.trainer != "reward_model":
-        return f"skyrl-engine evaluate {run} {tasks}"
-    exported = RunDirectory(directory).model
-    if not exported.is_dir():
-        return f"skyrl-engine export {run} ./reward-model"
-    return f"skyrl-engine rl --model {shlex.quote(config.model.path)} --reward-model {shlex.quote(str(exported))} {tasks}"
+        return f"skyrl-engine evaluate {run} {tasks}{flag}"
+    if not exported:
+        return f"skyrl-engine export {run} ./reward-model{flag}"
+    models = f"--model {shlex.quote(config.model.path)} --reward-model {shlex.quote(str(place.model))}"
+    return f"skyrl-engine rl {models} {tasks}{key}"
 
 
 def conclude(result: "RunResult", *, allowed: bool = False) -> int:

@@ -26,6 +26,8 @@ class LogLocation:
         from skyrl_engine.run.directory import RunDirectory
 
         self._settings.log = RunDirectory(event.directory).log
+        if self._settings.tell_log is not None:
+            self._settings.tell_log(self._settings.log)
 
 
 class SeldomCollected:

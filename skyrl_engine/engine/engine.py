@@ -10,6 +10,7 @@ from typing import Any, Final, Literal, Self
 import numpy as np
 from attrs import evolve
 
+from skyrl_engine.cleanup import close_after, finally_close
 from skyrl_engine.config import ResolvedConfig, SelectedPlugin
 from skyrl_engine.config.schema import OptimizerConfig, RunConfig
 from skyrl_engine.contracts.kinds.backend import AdamWSettings, BackendDescription, OptimStep
@@ -157,8 +158,8 @@ class Engine(SamplingVerbs):
                 files=files,
                 registry=resolved.registry,
             )
-        except BaseException:
-            group.close()
+        except BaseException as error:
+            close_after(error, group.close)
             raise
 
     def score(
@@ -380,11 +381,11 @@ class Engine(SamplingVerbs):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        try:
-            if error is None:
-                self.group.settle()
-        finally:
-            self.close()
+        if error is not None:
+            close_after(error, self.close)
+            return
+        with finally_close(self.close):
+            self.group.settle()
 
     def _schedule_settings(self) -> AdamWSettings:
         """The configured numbers, at the rate of the next step."""

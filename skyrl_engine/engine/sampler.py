@@ -1,7 +1,9 @@
 """`Sampler`: requests to the generators of the ranks, completions back; every one exactly once."""
 
 from collections.abc import Collection, Sequence
+from functools import partial
 
+from skyrl_engine.cleanup import close_after
 from skyrl_engine.config import SelectedPlugin
 from skyrl_engine.contracts.kinds.generator import POLICY, Completion, GenerationRequest, GeneratorCapability, GeneratorDescription
 from skyrl_engine.contracts.values.model import ModelConfig
@@ -73,11 +75,10 @@ class Sampler:
         ids = {request.request_id for request in requests}
         try:
             self._group.submit(requests)
-        except EngineError:
-            if self._group.topology.dp > 1:
+        except EngineError as error:
+            if self._group.topology.dp > 1 and self._group.ended is None:
                 # a rank refused its share; the others took theirs
-                self._group.ask(AbortRequests(list(ids)))
-                self._gather(0.0, forgotten=ids)
+                close_after(error, partial(self._take_back, ids))
             raise
         self._under_way |= ids
 
@@ -127,6 +128,11 @@ class Sampler:
         """End the generators. Requests under way are forgotten."""
         self._group.ask(CloseGenerator())
         self._under_way.clear()
+
+    def _take_back(self, ids: Collection[int]) -> None:
+        """End and forget requests that some ranks may have taken."""
+        self._group.ask(AbortRequests(list(ids)))
+        self._gather(0.0, forgotten=ids)
 
     def _gather(self, timeout: float, forgotten: Collection[int] = ()) -> None:
         """Let the ranks sample, and put what came where it is waited for; completions of `forgotten` requests are dropped."""

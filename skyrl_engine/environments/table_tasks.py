@@ -14,12 +14,15 @@ from attrs.validators import ge, lt
 from skyrl_engine.contracts.kinds.environment import Message, Split, Task
 from skyrl_engine.contracts.values.model import PLACE
 from skyrl_engine.data.sources.locate import open_source
-from skyrl_engine.data.sources.rows import Row
+from skyrl_engine.data.sources.rows import Row, join_names
 from skyrl_engine.environments.prompts import PromptOptions
-from skyrl_engine.errors import DataError
+from skyrl_engine.errors import ColumnError, DataError
 
 _SPLIT_STREAM = 0x7461736B
 """Keeps this use of a seed apart from others."""
+
+_NAMES_KEY = "map"
+"""The option that holds the data's own names of columns."""
 
 _ROLES = ("system", "user", "assistant", "tool")
 _IMAGES = ("images", "image")
@@ -90,14 +93,17 @@ class TableTasks:
         if self.split == "eval" and options.eval_data is not None:
             own_file = isinstance(options.eval_data, str) and Path(options.eval_data).expanduser().is_file()
             subset = None if own_file else options.subset
-            return list(open_source(options.eval_data, split=options.eval_split, subset=subset, names=options.map).rows())
-        rows = list(open_source(options.data, split=options.train_split, subset=options.subset, names=options.map).rows())
+            return self._read(options.eval_data, split=options.eval_split, subset=subset)
+        rows = self._read(options.data, split=options.train_split, subset=options.subset)
         if options.eval_data is not None or not options.eval_fraction:
             return [] if self.split == "eval" else rows
         held_out = max(1, round(len(rows) * options.eval_fraction))
         order = np.random.default_rng([options.split_seed, _SPLIT_STREAM]).permutation(len(rows))
         chosen = np.sort(order[:held_out] if self.split == "eval" else order[held_out:])
         return [rows[int(number)] for number in chosen]
+
+    def _read(self, location: str | tuple[str, ...], *, split: str, subset: str | None) -> list[Row]:
+        return list(open_source(location, split=split, subset=subset, names=self.options.map, names_key=_NAMES_KEY).rows())
 
     def _task(self, row: Row) -> Task:
         values = {name: _plain(value) for name, value in row.values.items()}
@@ -108,14 +114,13 @@ class TableTasks:
                 )
         given = [name for name in ("prompt", "messages") if values.get(name) not in (None, "", [])]
         if len(given) != 1:
-            what = (
-                "both prompt and messages"
-                if given
-                else f"neither prompt nor messages; it has {', '.join(map(repr, values)) or 'nothing'}"
-            )
-            raise DataError(
-                f"{row.name} has {what}",
-                remedy="Give every row one of them, or say which column is the prompt: map.prompt=question",
+            if given:
+                raise DataError(f"{row.name} has both prompt and messages", remedy="Give every row one of them")
+            text = next((name for name, value in values.items() if isinstance(value, str) and value.strip()), "question")
+            raise ColumnError(
+                f"{row.name} has neither prompt nor messages; it has {join_names(values)}",
+                remedy=f"Give every row one of them, or say which column is the prompt, for instance {_NAMES_KEY}.prompt={text}",
+                key=_NAMES_KEY,
             )
         prompt = values.pop(given[0])
         key = next((str(values[name]) for name in ("key", "id") if values.get(name) is not None), str(row.number))

@@ -8,6 +8,7 @@ from typing import Any, Self
 import attrs
 from attrs import define
 
+from skyrl_engine.cleanup import close_after
 from skyrl_engine.config import SelectedPlugin
 from skyrl_engine.contracts.kinds.backend import AdamWSettings
 from skyrl_engine.contracts.kinds.context import FactoryContext
@@ -46,7 +47,7 @@ class RankPool:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._stack.close()
+        close_after(error, self._stack.close)
 
     def backend(self, ranks: int, dtype: ComputeDtype) -> SelectedPlugin:
         """The backend that computes in `dtype` on so many ranks."""

@@ -18,10 +18,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from attrs import define, field
 
+from skyrl_engine.cleanup import close_after
 from skyrl_engine.contracts.values.rollout import Group
 from skyrl_engine.errors import RolloutError
 from skyrl_engine.rollout.arrow_codec import (
@@ -83,8 +85,8 @@ class Journal:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        close_after(error, self.close)
 
     # --- events --------------------------------------------------------------------------------------------------------------------
 

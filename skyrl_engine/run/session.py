@@ -41,6 +41,7 @@ from skyrl_engine.run.durable import write_durably
 from skyrl_engine.run.environment import describe_environment
 from skyrl_engine.run.log import logging_to
 from skyrl_engine.run.manifest import begin_session, end_session, new_manifest, read_manifest, write_manifest
+from skyrl_engine.run.metrics import read_metrics
 from skyrl_engine.run.observer_calls import ObserverBus
 from skyrl_engine.run.stop import StopRequest, listen_for_stop
 
@@ -205,6 +206,18 @@ def open_session(
         if not began:
             directory.remove_traces()
         raise
+
+
+def record_failure(path: Path, error: EngineError) -> None:
+    """Record the failure of the session of a run directory whose process ended without a word, as a session does itself."""
+    directory = RunDirectory(path)
+    with logging_to(directory.log):
+        logger.error("the session failed: %s", error.summary)
+    manifest = read_manifest(directory.manifest)
+    if manifest is not None and manifest["sessions"]:
+        steps = [record["step"] for record in read_metrics(directory.metrics) if record["kind"] == "step"]
+        end_session(manifest, step=steps[-1] if steps else manifest["sessions"][-1]["start_step"], error=error.summary)
+        write_manifest(directory.manifest, manifest)
 
 
 def to_resume_from(resolved: ResolvedConfig) -> Checkpoint | None:

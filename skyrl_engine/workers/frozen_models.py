@@ -2,11 +2,13 @@
 
 import random
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Protocol, cast
 
 import numpy as np
 import torch
 
+from skyrl_engine.cleanup import finally_close
 from skyrl_engine.contracts.kinds.backend import Backend, Objective, RankBatch, SwitchesAdapters, Teaches
 from skyrl_engine.contracts.kinds.needs import TEACHER_MODEL
 from skyrl_engine.contracts.values.model import ModelConfig
@@ -69,6 +71,7 @@ class FrozenModels:
         return cast("Teaches", self._models[TEACHER_MODEL])
 
     def close(self) -> None:
-        """Free all of them."""
-        for model in self._models.values():
-            model.close()
+        """Free all of them, whichever fails. Raises the first failure."""
+        with ExitStack() as ends:
+            for model in self._models.values():
+                ends.enter_context(finally_close(model.close))

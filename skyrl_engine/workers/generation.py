@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import define, field, frozen
 
+from skyrl_engine.cleanup import finally_close
 from skyrl_engine.config import SelectedPlugin
 from skyrl_engine.contracts.kinds.backend import Backend, SharesStorage
 from skyrl_engine.contracts.kinds.context import FactoryContext
@@ -131,12 +132,10 @@ class RankGenerator:
         part: BoundPlugin[Generator] | None = selected.bind("generator", context) if samples else None
         made = cls(backend, described, str(selected.loaded.record), part)
         weights = OfferedWeights(form_for(described, backend, made._label), backend)
-        try:
+        with finally_close(weights.finish):
             if part is not None:
                 with blame(part.owner, "start"):
                     part.product.start(GeneratorStart(model, device, eos_token_ids, weights, version))
-        finally:
-            weights.finish()
         return made
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
@@ -173,12 +172,10 @@ class RankGenerator:
     def update(self, version: int, target: str) -> None:
         """Give the present weights to `target`. Every rank takes part."""
         weights = OfferedWeights(form_for(self._description, self._backend, self._label, target), self._backend)
-        try:
+        with finally_close(weights.finish):
             if self._part is not None:
                 with blame(self._part.owner, "update"):
                     self._part.product.update(weights, version, target)
-        finally:
-            weights.finish()
 
     def load(self, model: ModelConfig, version: int, target: str) -> None:
         """Give weights that lie in files to `target`. Raises UnsupportedError for a generator that takes none, ModelError for the files."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Any, Literal, Protocol, Self, TypeVar
 
+from skyrl_engine.cleanup import close_after
 from skyrl_engine.contracts.kinds.generator import Completion, GenerationRequest
 from skyrl_engine.contracts.values.model import ModelConfig
 from skyrl_engine.contracts.values.topology import Topology
@@ -137,7 +138,7 @@ class WorkerGroup:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
+        close_after(error, self.close)
 
     def _send_each(self, messages: Sequence[Message[Reply]]) -> Future[list[Reply]]:
         """Send each rank a message of its own."""

@@ -21,6 +21,9 @@ ANSWER_SECONDS = 5.0
 END_SECONDS = 10.0
 """The end of a run waits so long for the last lines."""
 
+WAIT_SECONDS = 1.0
+"""A wait for lines looks so often whether they are still wanted."""
+
 logger = logging.getLogger(__name__)
 ranks_logger = logging.getLogger("skyrl_engine.ranks")
 
@@ -46,16 +49,19 @@ class RankLog:
             return False
 
     def close(self, *, answering: bool = True) -> None:
-        """Take the last lines, of ranks that have ended, and end the readers; `answering` false where Ray has ended with them."""
-        if not answering:
-            self._abandoned.set()
-            return
-        for reader in self._readers.values():
-            reader.stop.remote()
-        self._thread.join(END_SECONDS)
+        """Take the last lines, of ranks that have ended, and end the readers; `answering` false where Ray has ended with them.
+
+        Nothing here uses Ray afterwards: Ray ends a process that does so after its shutdown.
+        """
+        if answering:
+            for reader in self._readers.values():
+                reader.stop.remote()
+            self._thread.join(END_SECONDS)
         self._abandoned.set()
-        for reader in self._readers.values():
-            self._ray.kill(reader)
+        if answering:
+            for reader in self._readers.values():
+                self._ray.kill(reader)
+        self._thread.join(END_SECONDS)
 
     def _reader(self, machine: str) -> Any:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -70,12 +76,16 @@ class RankLog:
         ray = self._ray
         pending = {reader.read.remote(): machine for machine, reader in self._readers.items()}
         while pending and not self._abandoned.is_set():
-            ready, _ = ray.wait(list(pending), num_returns=1, timeout=1.0)
+            try:
+                ready, _ = ray.wait(list(pending), num_returns=1, timeout=WAIT_SECONDS)
+            except OSError as error:
+                logger.info("the output of ranks is no longer read: Ray has ended (%s)", error)
+                break
             for reference in ready:
                 machine = pending.pop(reference)
                 try:
                     new: Mapping[int, bytes] = ray.get(reference)
-                except ray.exceptions.RayError:
+                except (ray.exceptions.RayError, OSError):
                     logger.info("the output of %s is no longer read: its reader has ended", self._ranks_on(machine))
                     continue
                 for rank, text in new.items():

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from skyrl_engine.errors import EngineError, UnsupportedError
 from skyrl_engine.workers.spec import Device
@@ -40,14 +40,18 @@ def import_ray() -> Any:
     return ray
 
 
-def connect(ray: Any, address: str | None, ranks: int) -> bool:
-    """Join the cluster at `address`, or start one on this machine with a CPU for each rank. Returns whether this call did so.
+Connection = Literal["started", "joined", "found"]
+"""The way of this process to its cluster: it started it, joined it, or found it joined by the embedding program."""
+
+
+def connect(ray: Any, address: str | None, ranks: int) -> Connection:
+    """Join the cluster at `address`, or start one on this machine with a CPU for each rank.
 
     A cluster that the embedding program has joined is used as it is. Raises EngineError when nothing answers at the address, or
     Ray does not start here.
     """
     if ray.is_initialized():
-        return False
+        return "found"
     if address is None:
         # "local", not None: None would join whatever cluster the environment names
         cpus = max(ranks, os.cpu_count() or 1)
@@ -59,17 +63,19 @@ def connect(ray: Any, address: str | None, ranks: int) -> bool:
                 f"Ray did not start on this machine ({_first_line(error)})",
                 remedy='Try again when the machine is less busy, join a cluster by run.ray_address, or use one rank with run.launch = "inline"',
             ) from error
-        return True
+        return "started"
     try:
         _knock(address)
         with _own_signal_handlers():
             ray.init(address=address, logging_level="error", log_to_driver=False)
-    except (OSError, RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+        # Ray does not send its token to an address that is named, unless it is told to
+        token = "" if "RAY_AUTH_MODE" in os.environ else ", set RAY_AUTH_MODE=token if the cluster asks for one"
         raise EngineError(
             f"no Ray cluster can be joined at {address} ({_first_line(error)})",
-            remedy="Check run.ray_address and that `ray status` answers there, or remove it to start Ray on this machine",
+            remedy=f"Check run.ray_address and that `ray status` answers there{token}, or remove it to start Ray on this machine",
         ) from error
-    return True
+    return "joined"
 
 
 def _first_line(error: Exception) -> str:

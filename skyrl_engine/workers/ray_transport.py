@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import attrs
 
+from skyrl_engine.cleanup import close_after, finally_close
 from skyrl_engine.contracts.values.topology import Topology
 from skyrl_engine.errors import EngineClosedError, EngineError, PluginError, WorkerError
 from skyrl_engine.workers.dispatch import Shard
@@ -18,7 +19,15 @@ from skyrl_engine.workers.parcel import Parcel
 from skyrl_engine.workers.process_group import Rendezvous
 from skyrl_engine.workers.rank_log import RankLog, ranks_in_words
 from skyrl_engine.workers.ray_actor import Failure, Place, RankActor
-from skyrl_engine.workers.ray_cluster import by_machine, connect, end_own_processes, import_ray, rank_resources, wait_for_room
+from skyrl_engine.workers.ray_cluster import (
+    Connection,
+    by_machine,
+    connect,
+    end_own_processes,
+    import_ray,
+    rank_resources,
+    wait_for_room,
+)
 from skyrl_engine.workers.ray_watch import GCS_SECONDS, OWN_GCS_SECONDS, RayWatch
 from skyrl_engine.workers.spec import WorkerSpec
 
@@ -48,12 +57,13 @@ class RayTransport:
         self._group: Any = None
         self._watch: RayWatch | None = None
         self.ended: str | None = None
-        self._owns_cluster = connect(self._ray, address, spec.topology.world_size)
+        self._connection: Connection = connect(self._ray, address, spec.topology.world_size)
         try:
-            self._watch = RayWatch(self._ray, gcs_seconds=OWN_GCS_SECONDS if self._owns_cluster else GCS_SECONDS)
-            self._start(spec)
-        except BaseException:
-            self.close()
+            self._watch = RayWatch(self._ray, gcs_seconds=OWN_GCS_SECONDS if self._connection == "started" else GCS_SECONDS)
+            with self._using_ray("start"):
+                self._start(spec)
+        except BaseException as error:
+            close_after(error, self.close)
             raise
 
     def _start(self, spec: WorkerSpec) -> None:
@@ -151,7 +161,7 @@ class RayTransport:
         self._refuse_lost_ray(verb)
         try:
             yield
-        except self._ray.exceptions.RayError:
+        except (self._ray.exceptions.RayError, OSError):  # the latter of Ray's own sockets
             self._refuse_lost_ray(verb, within=NEWS_SECONDS)
             raise
 
@@ -164,7 +174,7 @@ class RayTransport:
             f"Ray's {lost} ended during {verb}, and {ranks_in_words(range(len(self._places)))} with it",
             rank=None,
             remedy="Look for lack of memory or a signal there"
-            + ("" if self._owns_cluster else " and start Ray again")
+            + ("" if self._connection == "started" else " and start Ray again")
             + ", then resume from the latest checkpoint",
         )
         self._end(describe_ending(failure))
@@ -195,23 +205,26 @@ class RayTransport:
     def _end_processes(self) -> None:
         """End the ranks without Ray, where it was started for this run; elsewhere they end with their raylets."""
         self._actors = []
-        if self._owns_cluster:
+        if self._connection == "started":
             end_own_processes(self._ray, [place.pid for place in self._places])
 
     def close(self) -> None:
         lost = self._watch is not None and self._watch.find_lost_process() is not None
-        self._end(CLOSED)
-        if self._log is not None:
-            self._log.close(answering=not lost)
-            self._log = None
+        with finally_close(self._leave_ray):
+            self._end(CLOSED)
+            if self._log is not None:
+                self._log.close(answering=not lost)
+                self._log = None
+            if self._group is not None and not lost:
+                from ray.util.placement_group import remove_placement_group
+
+                remove_placement_group(self._group)
+                self._group = None
+
+    def _leave_ray(self) -> None:
         if self._watch is not None:
             self._watch.close()
-        if self._group is not None and not lost:
-            from ray.util.placement_group import remove_placement_group
-
-            remove_placement_group(self._group)
-            self._group = None
-        if self._owns_cluster and self._ray.is_initialized():
+        if self._connection != "found" and self._ray.is_initialized():
             self._ray.shutdown()
 
 

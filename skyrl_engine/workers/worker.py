@@ -3,6 +3,7 @@
 import gc
 import random
 from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 from attrs import Factory, field, frozen
 from attrs.validators import gt, lt
 
+from skyrl_engine.cleanup import close_after, finally_close
 from skyrl_engine.config import SelectedPlugin
 from skyrl_engine.contracts.kinds.backend import (
     AdamWSettings,
@@ -97,8 +99,8 @@ class Worker:
         try:
             seed_everything(spec.context.seed + rank)
             self._set_up(spec, rank, device)
-        except BaseException:
-            self._leave()
+        except BaseException as error:
+            close_after(error, self._leave)
             raise
 
     def _set_up(self, spec: WorkerSpec, rank: int, device: str) -> None:
@@ -217,12 +219,17 @@ class Worker:
             generator.close()
 
     def close(self) -> None:
-        self.end_generator()
-        for each in self.adapter_sets.values():
-            each.close()
-        self.frozen.close()
-        self.backend.close()  # before the group that its collectives run in
-        self._leave()
+        """Close all parts, whichever of them fails. Raises the first failure."""
+        with ExitStack() as ends:
+            # the last first: the group that collectives of the backend run in is left after it
+            for close in (
+                self._leave,
+                self.backend.close,
+                self.frozen.close,
+                *(adapters.close for adapters in self.adapter_sets.values()),
+            ):
+                ends.enter_context(finally_close(close))
+            self.end_generator()
 
     def _leave(self) -> None:
         if self._owns_group:

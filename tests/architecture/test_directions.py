@@ -8,7 +8,7 @@ import pytest
 Imports = Callable[..., set[str]]
 
 ORDER = (
-    ("errors", "spans", "lazy", "visible", "near_words"),
+    ("errors", "cleanup", "spans", "lazy", "visible", "near_words"),
     ("contracts",),
     ("hooks",),
     ("registry", "interop"),

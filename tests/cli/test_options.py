@@ -40,11 +40,19 @@ def strange(parts, folder):
 
 
 def words(line, parts):
-    return [parts.get(word, word) for word in line.split()]
+    return filled(line, parts).split()
+
+
+def filled(text, parts):
+    """Put the values of parts where their words stand in a text."""
+    for word, value in parts.items():
+        text = text.replace(word, value)
+    return text
 
 
 REWARDED = "--model {model} --reward {reward} --data {rows}"
-SHORT = "--max-tokens 4 rl.max_prompt_tokens=64"
+TWO_ENVIRONMENTS = "--model {model} --env reasoning_gym:spell_backward --env {env} environments.1.data={rows}"
+SHORT = "--max-tokens 4 rl.max_prompt_tokens=80"
 ASKED = {
     "sft": ("sft --model {model} --data {rows} --dry-run", ("prompt=question", "completion=answer")),
     "preference": ("preference --model {model} --data {rows} --dry-run", ("prompt=question", "chosen=answer", "rejected=other")),
@@ -97,6 +105,97 @@ def test_in_a_configuration_the_error_names_its_key(command, strange, tmp_path):
     assert "data.map.prompt=question" in refused.last_line
     taken = command("run", "train.toml", "data.map.prompt=frage", "--set", "data.map.completion=antwort", "--dry-run")
     assert taken.code == 0, taken.err
+
+
+TABLE = '[[environments]]\nuse = "function"\nreward = "{reward}"\ndata = "{rows}"\nmap = { prompt = "question" }\n'
+HEAD = 'trainer = "rl"\n[model]\npath = "{model}"\n[rl]\nmax_tokens = 4\nmax_prompt_tokens = 64\n'
+FILES = {
+    "one.toml": HEAD + TABLE.replace("question", "questions"),
+    "second.toml": HEAD + TABLE + TABLE.replace("question", "questions"),
+    "unnamed.yaml": "trainer: rl\nmodel: {path: MODEL}\nrl: {max_tokens: 4, max_prompt_tokens: 64}\n"
+    "environments:\n  - {use: function, reward: 'REWARD', data: ROWS}\n",
+    "samples.toml": '[model]\npath = "{model}"\n[data]\ntrain = "{rows}"\nmap = { prompt = "questions", completion = "answer" }\n',
+}
+"""Configurations whose column names are wrong."""
+
+WRONG = {
+    "run": "run one.toml --dry-run",
+    "run, the second environment": "run second.toml --dry-run",
+    "run, YAML without a name": "run unnamed.yaml --dry-run",
+    "run on samples": "run samples.toml --dry-run",
+    "data preview of a file": "data preview samples.toml",
+    "data preview": "data preview --model {model} --data {rows} --map prompt=questions --map completion=answer",
+    "sft": "sft --model {model} --data {rows} --map prompt=questions --map completion=answer --dry-run",
+    "rl": f"rl {REWARDED} --map prompt=questions {SHORT} --dry-run",
+    "rl, a reward's environment": f"rl --model {{model}} --env {{env}} --data {{rows}} --map prompt=questions {SHORT} --dry-run",
+    "rl, a reward beside an environment": f"rl {REWARDED} --env reasoning_gym:spell_backward --map prompt=questions {SHORT} --dry-run",
+    "rl, an environment beside a reward": f"rl {REWARDED} --env {{env}} environments.0.data={{rows}} --map prompt=question {SHORT} --dry-run",
+    "rl, two environments": f"rl {TWO_ENVIRONMENTS} {SHORT} --dry-run",
+    "distill on samples": f"distill --model {{model}} --teacher {{model}} --prompts {{rows}} --map prompt=questions {SHORT} --dry-run",
+    "evaluate": f"evaluate {REWARDED} --map prompt=questions {SHORT} --tasks 2",
+    "evaluate an environment": f"evaluate --model {{model}} --env {{env}} --data {{rows}} {SHORT} --tasks 2",
+    "evaluate a run": "evaluate {run} --tasks 2 --split train",
+    "evaluate a run anew": "evaluate {run} --reward {reward} --tasks 2 --split train",
+    "env show": "env show function data={rows} reward={reward} map.prompt=questions",
+    "env try": "env try function data={rows} reward={reward} --answer 000",
+}
+NAMED = re.compile(r"(?P<option>--map )?(?P<key>[\w.]*\w)=(?P<column>\w+)")
+
+
+@pytest.fixture
+def misnamed(parts, folder, tmp_path):
+    """Files and a run directory whose environments name a column that the rows do not have, and an environment of one's own."""
+    rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
+    prompts = folder / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": row["question"], "answer": row["answer"]}) + "\n" for row in rows))
+    mine = folder / "my_environment.py"
+    mine.write_text(
+        "import skyrl_engine\n\n\n@skyrl_engine.reward()\ndef mine(text, task):\n    return float(text == task.data['answer'])\n"
+    )
+    parts = {**parts, "{prompts}": str(prompts), "{env}": f"{mine}:mine", "{run}": str(tmp_path / "run")}
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(
+            filled(text, {**parts, "MODEL": parts["{model}"], "REWARD": parts["{reward}"], "ROWS": parts["{rows}"]})
+        )
+    return parts
+
+
+@pytest.fixture
+def trained(command, misnamed, tmp_path, monkeypatch):
+    """A run whose rows have since got other columns."""
+    rows = tmp_path / "own.jsonl"
+    rows.write_text((tmp_path / misnamed["{prompts}"]).read_text())
+    line = f"rl --model {{model}} --reward {{reward}} --data {rows} {SHORT} --group-size 2 --groups 2 --steps 1 --output run"
+    outcome = command(*words(line, misnamed))
+    assert outcome.code == 0, outcome.err
+    rows.write_text(rows.read_text().replace('"prompt"', '"question"'))
+
+
+def corrected(line, key, option):
+    """Put one column's name where the error says."""
+    start = f"{option}{key}="
+    kept = re.sub(rf"{re.escape(start)}\w+", "", line)
+    return f"{kept} {start}question"
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_an_error_about_a_column_names_what_works_in_that_command(command, misnamed, request, name):
+    """The remedy is taken literally: it is added to the command line, with the rows' own name of the column."""
+    if "{run}" in WRONG[name]:
+        request.getfixturevalue("trained")
+    refused = command(*words(WRONG[name], misnamed))
+    assert refused.code == 4, refused.err
+    said = [found for found in NAMED.finditer(refused.last_line) if found["key"].endswith("prompt")]
+    assert said, refused.last_line
+    again = command(*words(corrected(WRONG[name], said[0]["key"], said[0]["option"] or ""), misnamed))
+    assert again.code == 0, again.err
+
+
+def test_of_several_mistakes_each_names_what_works(command, misnamed):
+    line = f"rl {REWARDED} --env {{env}} environments.0.data={{rows}} --map prompt=questions {SHORT} --dry-run"
+    refused = command(*words(line, misnamed))
+    first, second = (each for each in refused.err.splitlines() if "for instance" in each or "has no column" in each)
+    assert (refused.code, "environments.0.map.prompt=question" in first, "--map prompt=question" in second) == (4, True, True)
 
 
 @pytest.mark.parametrize(("given", "told"), [("question", "is not of the form OURS=THEIRS"), ("prompt=", "is not of the form")])
@@ -169,7 +268,7 @@ def test_a_key_alone_stands_where_a_run_would(command, parts):
 @pytest.mark.parametrize("spelling", [(), ("--set",)], ids=["key=value", "--set"])
 def test_options_of_an_environment_are_given_in_both_spellings(command, parts, spelling):
     named = [word for key in ("data={rows}", "map.prompt=question", "reward={reward}") for word in (*spelling, key)]
-    named = [word.replace("{rows}", parts["{rows}"]).replace("{reward}", parts["{reward}"]) for word in named]
+    named = words(" ".join(named), parts)
     shown = command("env", "show", "function", *named, "--json")
     assert shown.code == 0, shown.err
     assert json.loads(shown.out)["tasks"] == 24

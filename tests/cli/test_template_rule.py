@@ -118,9 +118,11 @@ def test_preview_and_plan_tell_of_columns_that_are_not_read(command, inputs: Pat
     assert "columns margin" in " ".join(read.err.split())
 
 
-def test_an_evaluation_that_asks_otherwise_is_warned_of(command, inputs: Path, tmp_path: Path) -> None:
-    """A run that was trained on raw texts is asked by its chat template; so is one of an engine that knew no rule; a run by the rule is not
-    told so.
+def test_an_evaluation_asks_by_the_rule_of_the_run_and_is_warned_of_where_it_does_not(
+    command, inputs: Path, tmp_path: Path
+) -> None:
+    """A run that was trained on raw texts is asked by raw texts. One of an engine that knew no rule is asked by the chat template, with a
+    warning, and so is whoever asks for it.
     """
     cache = f"data.cache={tmp_path / 'cache'}"
     rest = (
@@ -136,21 +138,19 @@ def test_an_evaluation_that_asks_otherwise_is_warned_of(command, inputs: Path, t
     sft = commands(inputs)["sft"]
     for name, settings in (("ruled", ()), ("raw", ("data.template=none",))):
         assert command("sft", *sft, "--steps", "1", "--output", name, cache, *settings, "--quiet").code == 0
-    told = {}
-    for name in ("ruled", "raw"):
-        outcome = command("evaluate", name, *rest)
-        assert outcome.code == 0, outcome.err
-        told[name] = outcome.err
-    assert "not evaluated on texts like those" not in told["ruled"]
-    assert "warning: the model is not evaluated on texts like those it was trained on" in told["raw"]
-    assert "without the chat template, in training" in told["raw"]
-    assert 'Evaluate it as it was trained, with --set rl.template="none"' in told["raw"]
-    for name, warned in (("ruled", True), ("raw", False)):
-        outcome = command("evaluate", name, *rest, "--set", "rl.template=none", "--output", f"{name}.jsonl")
-        assert outcome.code == 0, outcome.err
-        assert ("not evaluated on texts like those" in outcome.err) == warned
-    (first, *_) = map(json.loads, (tmp_path / "raw.jsonl").read_text().splitlines())
-    assert first["prompt"] == FIRST
+    own = {"ruled": "auto", "raw": "none"}
+    for name, rule in own.items():
+        for given in (None, "auto", "none"):
+            settings = () if given is None else ("--set", f"rl.template={given}")
+            outcome = command("evaluate", name, *rest, *settings, "--output", f"{name}-{given}.jsonl")
+            assert outcome.code == 0, outcome.err
+            warned = "warning: the model is not evaluated on texts like those it was trained on" in outcome.err
+            assert warned == (given not in (None, rule))
+            (first, *_) = map(json.loads, (tmp_path / f"{name}-{given}.jsonl").read_text().splitlines())
+            assert (first["prompt"] == FIRST) == ((given or rule) == "none")
+            if warned and rule == "none":
+                assert "without the chat template, in training" in outcome.err
+                assert 'Evaluate it as it was trained, with --set rl.template="none"' in outcome.err
     (tmp_path / "other.jinja").write_text(
         "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %} {% endif %}"
     )

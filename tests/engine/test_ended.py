@@ -8,8 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 
 from skyrl_engine import Engine, EngineClosedError, ModelError, PluginBrokenError, UnsupportedError
+from skyrl_engine.contracts.kinds.generator import GenerationRequest, Sampling
 from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.model import LoraConfig
 from skyrl_engine.engine.frozen_model import FrozenModel
@@ -159,3 +161,49 @@ def infinite(tokens, config):
         (tmp_path / "breaks").unlink()
         assert engine.train(plan).metrics["grad_norm"].result > 0
         assert engine.step == 1
+
+
+ENDS_BADLY = """
+from skyrl_engine import hookimpl
+from skyrl_engine.contracts import GeneratorDescription
+
+
+class Generator:
+    def start(self, start): ...
+    def submit(self, requests): ...
+    def abort(self, request_ids=None): ...
+    def update(self, weights, version, target="policy"): ...
+    def release(self, target): ...
+    def poll(self, timeout):
+        raise ValueError("the first failure")
+    def close(self):
+        raise ValueError("and one that follows from it")
+
+
+class Plugin:
+    @hookimpl
+    def skyrl_engine_describe_generator(self, config):
+        return GeneratorDescription(frozenset({"logprobs"}), ("tensors",), "rank", 1)
+
+    @hookimpl
+    def skyrl_engine_make_generator(self, config):
+        return Generator()
+
+
+plugin = Plugin()
+"""
+
+
+def test_a_failure_to_close_hides_no_failure_and_keeps_nothing_open(
+    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "generator.py").write_text(ENDS_BADLY)
+    tables = {"model": {"path": str(model)}, "generator": {"use": f"{tmp_path / 'generator.py'}:plugin"}}
+    request = GenerationRequest(0, np.array([5], dtype=np.int32), Sampling(max_tokens=2), seed=0)
+    with pytest.raises(PluginBrokenError, match="failed in poll: ValueError: the first failure"), Engine.open(tables) as engine:
+        engine.generate([request]).result()
+    assert "and one that follows from it" in caplog.text
+    assert not dist.is_initialized()
+    with pytest.raises(PluginBrokenError, match="failed in close"), Engine.open(tables) as engine:
+        engine.generate([])
+    assert not dist.is_initialized()

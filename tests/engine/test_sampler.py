@@ -1,5 +1,6 @@
 """Sampling through the engine: log-probabilities are those of its own score pass, tokens carry versions, no request gets lost."""
 
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from attrs import evolve
 from skyrl_engine import ContractError, Engine, UnsupportedError
 from skyrl_engine.contracts.kinds.generator import Completion, GenerationRequest, Sampling
 from skyrl_engine.contracts.values.columns import SampleColumns
-from skyrl_engine.errors import ConfigError, ModelError
+from skyrl_engine.errors import ConfigError, EngineError, ModelError, PluginBrokenError, WorkerError
 from skyrl_engine.modeling.tiny import make_parts_differ, write_model, write_tokenizer
 
 TEMPERATURES = (0.5, 1.0, 2.0)
@@ -218,6 +219,8 @@ def test_requests_of_one_id_are_refused(opened: Any) -> None:
 
 
 OTHER = """
+import os
+
 from skyrl_engine import hookimpl
 from skyrl_engine.contracts import Completion, GeneratorDescription, VersionSpans
 import numpy as np
@@ -261,6 +264,37 @@ nothing = Plugin(accepts=())
 far = Plugin(placement="remote")
 folders = Plugin(accepts=("directory",))
 larger = Plugin(times=1, token=128)
+
+
+class Failing(Other):
+    # of two ranks, the second refuses requests or dies, and none can abort any
+
+    def __init__(self, dies):
+        super().__init__(1)
+        self.dies = dies
+
+    def submit(self, requests):
+        if any(each.session % 2 for each in requests):
+            if self.dies:
+                os._exit(9)
+            raise ValueError("requests of rank 1 are nothing for me")
+        super().submit(requests)
+
+    def abort(self, request_ids=None):
+        raise ValueError("nothing was ever aborted here")
+
+
+class FailingPlugin(Plugin):
+    def __init__(self, dies):
+        super().__init__()
+        self.dies = dies
+
+    @hookimpl
+    def skyrl_engine_make_generator(self, config):
+        return Failing(self.dies)
+
+
+dies, refuses = FailingPlugin(True), FailingPlugin(False)
 """
 
 
@@ -334,6 +368,25 @@ def test_two_ranks_sample_their_sessions(opened: Any, model: Path, without_ray: 
     together.sampler.abort()
     done = [each for _ in range(4) for each in together.sampler.poll(1.0)]
     assert {each.request_id: each.finish for each in done} == dict.fromkeys(range(300, 304), "abort")
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "words", "ended"),
+    [
+        ("dies", WorkerError, "^rank 1 died", "all its ranks were ended after a failure .rank 1 died"),
+        ("refuses", PluginBrokenError, "failed in submit: ValueError: requests of rank 1 are nothing for me", None),
+    ],
+)
+def test_cleaning_up_after_a_failed_submit_does_not_hide_the_failure(
+    opened: Any, other: Path, without_ray: None, caplog: Any, name: str, kind: type[EngineError], words: str, ended: str | None
+) -> None:
+    """Requests that other ranks took are aborted, which fails here, and is not even tried where the ranks ended."""
+    engine = opened(generator={"use": f"{other}:{name}"}, run={"launch": "ray", "ranks": 2})
+    with pytest.raises(kind) as caught:
+        engine.generate(asked(4))
+    assert re.search(words, caught.value.cause)
+    assert (engine.ended is None) if ended is None else re.search(ended, engine.ended)
+    assert ("nothing was ever aborted here" in caplog.text) == (ended is None)
 
 
 @pytest.mark.nightly

@@ -2,6 +2,7 @@
 
 import breaking
 import pytest
+import wrong_generator_company as company
 import wrong_generator_lives as lives
 import wrong_generators as wrong
 
@@ -15,14 +16,14 @@ pytestmark = pytest.mark.of_sources("skyrl_engine/testing", "skyrl_engine/modeli
 
 FAULTS = [
     (wrong.LogprobsAtOne, {"log_probabilities"}, "where the model gives"),
-    (wrong.TopTwenty, {"log_probabilities", "distribution"}, "of the whole vocabulary"),
+    (wrong.TopTwenty, {"log_probabilities", "distribution", "temperatures"}, "of the whole vocabulary"),
     (wrong.ShiftedByOne, {"log_probabilities"}, "where the model gives"),
     (wrong.StopTokenLeftOut, {"stop_tokens", "something"}, "and keep that token"),
     (wrong.TemperatureOfTheFirst, {"log_probabilities"}, "and the request's temperature"),
     (wrong.OneTooMany, {"length"}, "Count the token that stops among max_tokens"),
     (wrong.GroupsShareASeed, {"distribution"}, "gives all attempts of a group the same token"),
     (wrong.SeedOfTheBatch, {"seeded"}, "Draw from a generator of each request's own seed"),
-    (wrong.TakesTheMostLikely, {"distribution"}, "the same token"),
+    (wrong.TakesTheMostLikely, {"distribution", "temperatures"}, "the same token"),
     (lives.VersionOfSubmission, {"updates_on_the_way"}, "are older than the update"),
     (lives.VersionOfTheEnd, {"updates_on_the_way"}, "tokens of the old weights are of the new version"),
     (lives.AbortLosesPartials, {"aborts"}, "Keep what was sampled when a request is aborted"),
@@ -47,12 +48,14 @@ FAULTS = [
     (lives.TakesEveryTargetForThePolicy, {"targets"}, "Keep one set of weights per target"),
     (lives.PassesOverUnknownWeights, {"unknown_weights"}, "has a name that its model does not know"),
     (lives.IgnoresAborts, {"aborts_apart"}, "that were aborted as soon as they were sent"),
-    (wrong.IgnoresTemperature, {"temperatures", "distribution"}, "nats off what is due"),
-    (wrong.IgnoresTemperatureLater, {"temperatures"}, "a later turn"),
+    (wrong.IgnoresTemperature, {"temperatures", "distribution"}, "times likelier at temperature 1 than at 0.5"),
+    (wrong.IgnoresTemperatureLater, {"temperatures"}, "(a later turn; 2000 draws; the two are 0.4"),
     (wrong.ReadsTheLast, {"long_rows"}, "from its first one on"),
+    (company.TellsTheLongest, {"batch_invariance"}, "differ from those of the same request alone: by"),
+    (company.TellsTheFirstTurn, {"batch_invariance"}, "in a later turn"),
 ]
 BY_NIGHT = [
-    (wrong.SameNumberForEveryToken, {"distribution"}, "behind the first token"),
+    (wrong.SameNumberForEveryToken, {"distribution"}, "draws pairs of an eighth of the first tokens"),
     (wrong.StopsOfTheFirst, {"stop_tokens"}, "(stop tokens: [3, 8, 30, 77, 78])"),
     (wrong.CutsLikeTheFirst, {"filters"}, "is due"),
     (wrong.SeedsOf16Bits, {"whole_seeds"}, "from the seeds 5 and 5 + 2**16"),
@@ -61,17 +64,24 @@ BY_NIGHT = [
     (wrong.KnowsItsIds, {"aborts_apart"}, "no such request"),
     (wrong.WantsRoomForOneMore, {"no_room"}, "one of them just so"),
     (lives.RefusesHalfWay, {"unknown_weights"}, "before any weight changes"),
-    (wrong.LengthComesFirst, {"stop_tokens"}, "ends a request as 'length'"),
-    (wrong.LosesMinPBesideTopP, {"filters"}, "is due"),
-    (wrong.TemperatureTwice, {"temperatures", "distribution"}, "nats off what is due"),
+    (wrong.LengthComesFirst, {"length", "stop_tokens"}, "as 'length' behind 1 tokens, the last of them"),
+    (wrong.LosesMinPBesideTopP, {"filters"}, "cuts off"),
+    *((each, {"filters"}, "{'top_k': 20") for each in (wrong.LosesTopKBesideTheOthers, wrong.CutsByTopPFirst)),
+    (wrong.TemperatureAFifthTooHigh, {"temperatures"}, "than at"),
+    (wrong.TemperatureTwice, {"temperatures", "distribution"}, "times likelier at temperature 0.25 than at 0.5"),
     *(
         (each, {"long_rows"}, "from its first one on")
         for each in (wrong.ReadsTheLast32, wrong.ReadsTheLast100, wrong.ReadsTheLast128)
     ),
     *((each, {"long_rows"}, "from its first one on") for each in (wrong.ReadsTheLast256, wrong.ReadsTheLast512)),
     (wrong.EightAtMost, {"exactly_once"}, "there are more than eight requests"),
+    (company.TellsTheCount, {"batch_invariance"}, "all at once"),
+    (company.TellsTheOrder, {"batch_invariance"}, "all at once, in a first turn"),
+    (company.TellsThePrompt, {"batch_invariance"}, "in a first turn"),
+    (company.OtherTokens, {"batch_invariance", "seeded"}, "other tokens than alone"),
+    (company.InOneBatch, {"batch_invariance"}, "Choose kernels by the row alone"),
 ]
-ODD = [wrong.OneRowAtATime, wrong.LastComesFirst, lives.PolicyAlone, wrong.Filtering]
+ODD = [wrong.OneRowAtATime, company.AloneAndInvariant, wrong.LastComesFirst, lives.PolicyAlone, wrong.Filtering]
 
 
 def broken_by(make, promises):

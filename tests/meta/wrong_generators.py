@@ -258,6 +258,32 @@ class LosesMinPBesideTopP(Filtering):
         return sampling.min_p if sampling.top_p == 1 else 0.0
 
 
+class LosesTopKBesideTheOthers(Filtering):
+    def take(self, state, row):
+        asked = state.request.sampling
+        if asked.top_k and asked.top_p < 1:
+            asked = evolve(asked, top_k=0)
+        super().take(evolve(state, request=evolve(state.request, sampling=asked), tokens=state.tokens), row)
+
+
+class CutsByTopPFirst(Filtering):
+    """Applies top_p to the whole distribution, and then top_k."""
+
+    def take(self, state, row):
+        asked = state.request.sampling
+        if asked.top_k and asked.top_p < 1:
+            order = row.argsort(descending=True)
+            left = (row[order] / (asked.temperature or 1.0)).softmax(-1)
+            count = int((left.cumsum(-1) - left < asked.top_p).sum())
+            asked = evolve(asked, top_k=min(count, asked.top_k), top_p=1.0)
+        super().take(evolve(state, request=evolve(state.request, sampling=asked), tokens=state.tokens), row)
+
+
+class TemperatureAFifthTooHigh(Plain):
+    def draw(self, state, scaled):
+        return super().draw(state, scaled / 1.25)
+
+
 class StopsInTheMiddle(Plain):
     """Looks for stop strings in the last token alone."""
 

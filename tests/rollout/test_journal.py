@@ -312,6 +312,17 @@ def test_a_disk_that_fails_while_it_is_waited_for(tmp_path, monkeypatch):
                 journal.commit()
 
 
+def test_a_disk_that_fails_in_the_end_does_not_hide_why_a_run_ended(tmp_path, monkeypatch, caplog):
+    def refuse(_):
+        raise OSError(errno.EIO, "Input/output error")
+
+    with pytest.raises(KeyError, match="the run's own failure"), opened(tmp_path) as journal:  # noqa: PT012 - the journal's end raises
+        journal.append(plain_group(0))
+        monkeypatch.setattr("skyrl_engine.rollout.journal.os.fsync", refuse)
+        raise KeyError("the run's own failure")
+    assert "cannot be written" in caplog.text
+
+
 def test_two_processes_do_not_write_one_journal(tmp_path):
     with opened(tmp_path), pytest.raises(RolloutError, match="another process writes"):
         opened(tmp_path)

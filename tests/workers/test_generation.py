@@ -1,14 +1,16 @@
 """Weights reach generators in one form, which every rank knows; a generator that fails leaves no rank waiting."""
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from skyrl_engine.contracts.kinds.generator import GeneratorCapability, GeneratorDescription, WeightForm
-from skyrl_engine.errors import UnsupportedError
-from skyrl_engine.workers.generation import OfferedWeights, form_for
+from skyrl_engine.errors import ModelError, UnsupportedError, WorkerError
+from skyrl_engine.registry.host import Owner
+from skyrl_engine.workers.generation import OfferedWeights, RankGenerator, form_for
 
 
 class Gathers:
@@ -87,3 +89,24 @@ def test_memory_that_is_shown_is_not_gathered() -> None:
     assert list(offered.storage()) == ["a"]
     offered.finish()
     assert backend.gathered == 0
+
+
+class Refuses:
+    """A generator that refuses new weights."""
+
+    def update(self, weights: Any, version: int, target: str) -> None:
+        raise ModelError("these weights are of another model", remedy="Give those of this one")
+
+
+class Breaks(Gathers):
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        raise WorkerError("a peer is gone", rank=0, remedy="Look for it")
+
+
+def test_a_collective_that_fails_after_a_generator_does_not_hide_why(caplog: pytest.LogCaptureFixture) -> None:
+    backend: Any = Breaks()
+    part: Any = SimpleNamespace(product=Refuses(), owner=Owner("generator 'x'", "Mend it"))
+    generator = RankGenerator(backend, described(("tensors",)), "generator 'x'", part)
+    with pytest.raises(ModelError, match="these weights are of another model"):
+        generator.update(1, "policy")
+    assert "a peer is gone" in caplog.text

@@ -102,7 +102,7 @@ def test_the_signal_handlers_of_the_process_stay():
 
     before = signal.signal(signal.SIGTERM, own)
     try:
-        assert connect(Cluster(), None, 1)
+        assert connect(Cluster(), None, 1) == "started"
         assert signal.getsignal(signal.SIGTERM) is own
     finally:
         signal.signal(signal.SIGTERM, before)

@@ -185,3 +185,23 @@ def test_without_a_system_prompt_the_first_observation_is_the_task():
     episode, begun = opened(environment)
     assert begun == ()
     assert episode._made.unwrapped.number in range(10)
+
+
+def test_an_environment_that_cannot_be_closed_does_not_hide_why_it_cannot_begin(own_file):
+    own_file.write_text(
+        own_file.read_text()
+        + """
+
+class Breaks(Guess):
+    broken = False
+
+    def reset(self, *, seed=None, options=None):
+        self.broken = True
+        raise ValueError("there is no board")
+
+    def close(self):
+        assert not self.broken, "there is nothing to close"
+"""
+    )
+    with pytest.raises(ValueError, match="there is no board"):
+        environment_of("./mygym.py:Breaks", system_prompt=None).tasks("train")[0]

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from attrs import evolve
 from by_day import now
 from sampled_models import ARCHITECTURES, QUICK, READ_ANEW, write
 from torch import nn
@@ -87,6 +88,36 @@ def test_rows_beside_change_no_bit(family, tmp_path):
     require_alike(UncachedDecoder if reads else CachedDecoder, family_of(tmp_path, family), 1, requests(LENGTHS[reads]))
 
 
+POISON = 122
+"""Tokens from here on have hidden states that are no numbers, like a row that overflows; so are their keys and values, in every layer."""
+
+
+@pytest.mark.parametrize("value", now([torch.nan, torch.inf], torch.nan), ids=str)
+@pytest.mark.parametrize("family", now(ARCHITECTURES, *sorted(QUICK)))
+def test_a_row_that_fails_leaves_nothing_in_its_slot(family, value, tmp_path):
+    """Rows that come after it, move into its slot or have its prompt's beginning are those that each has in slots of its own."""
+    reads = family in READ_ANEW
+    kind, model = UncachedDecoder if reads else CachedDecoder, family_of(tmp_path, family)
+    model.get_input_embeddings().register_forward_hook(
+        lambda _module, inputs, outputs: outputs.masked_fill((inputs[0] >= POISON)[..., None], value)
+    )
+    asked = requests((7, 30, 12, 25, 3, 20, 33, 5) if reads else (7, 140, 16, 60, 3, 300, 127, 40, 20))
+    asked = [evolve(each, sampling=evolve(each.sampling, max_tokens=24, temperature=2.0)) for each in asked]
+    for each in asked:
+        np.minimum(each.prompt_ids, POISON - 1, out=each.prompt_ids)
+    for each in asked[3::6]:
+        each.prompt_ids[-2] = POISON
+    alone = {each.request_id: sampled(kind(model, 1), 1, lambda _live: 1, [each])[each.request_id] for each in asked}
+    ended = {number: len(tokens) for number, (tokens, _) in alone.items()}
+    assert {0, 24 * 4} < set(ended.values()), "some rows fail at their prompts, later, and not at all"
+    for name, (slots, arrivals, order) in ORDERS.items():
+        got = sampled(kind(model, slots), slots, arrivals, asked[::order])
+        differ = [
+            (len(each.prompt_ids), ended[each.request_id]) for each in asked if got[each.request_id] != alone[each.request_id]
+        ]
+        assert not differ, (name, differ)
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("threads", [2, 5])
 @pytest.mark.parametrize("family", [each for each in ARCHITECTURES if each not in READ_ANEW])
@@ -98,7 +129,11 @@ def test_rows_beside_change_no_bit_in_several_threads(family, threads, tmp_path)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("family", ["qwen3", "gemma2", "mixtral", "deepseek_v3"])
 def test_rows_beside_change_no_bit_in_other_precisions(family, dtype, tmp_path):
-    require_alike(CachedDecoder, family_of(tmp_path, family).to(dtype), 1, requests(LENGTHS[False]))
+    model = family_of(tmp_path, family).to(dtype)
+    if dtype == torch.float64 and getattr(model.config, "_experts_implementation", None) == "grouped_mm":
+        # as the engine loads it: torch's grouped product lacks float64
+        model.set_experts_implementation("eager")
+    require_alike(CachedDecoder, model, 1, requests(LENGTHS[False]))
 
 
 @pytest.mark.parametrize("threads", now([1, 2, 5], 1))
@@ -129,6 +164,25 @@ def test_attention_in_blocks_is_attention(rows, widths):
         scores = query.double() @ key.double().repeat_interleave(3, 1).transpose(-1, -2) * 0.3 + mask
         due = scores.softmax(-1) @ value.double().repeat_interleave(3, 1)
         torch.testing.assert_close(got.double(), due.transpose(1, 2), atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("threads", [2, 3, 5])
+@pytest.mark.parametrize("each", [1, 2, 3, 5, 7])
+def test_attention_in_blocks_is_the_same_in_every_thread(each, threads):
+    """Sixteen equal rows come out equal. torch gives each thread a part of one buffer, and parts of some sizes are not aligned."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for width in (8, 12, 16, 17, 24, 64, 80, 128):
+            draw = torch.Generator().manual_seed(0)
+            query = torch.randn(1, 2 * each, 1, width, generator=draw)
+            key, value = (torch.randn(1, 2, 2 * PLACES, width, generator=draw) for _ in range(2))
+            mask = torch.where(torch.arange(2 * PLACES) <= PLACES + 90, 0.0, -torch.inf).expand(BUCKET, 1, 1, -1)
+            rows = [part.expand(BUCKET, -1, -1, -1).contiguous() for part in (query, key, value)]
+            got, _ = attend_in_blocks(nn.Module(), *rows, mask, scaling=0.3)
+            assert torch.equal(got, got[:1].expand_as(got)), width
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_filled_experts_are_the_models_experts(tmp_path):

@@ -56,7 +56,7 @@ def write_distribution(names: Names, details: Details, target: Path) -> list[Pat
         aside.chmod(0o755)  # a temporary directory is its owner's alone
         aside.rename(target)
     except BaseException:
-        shutil.rmtree(aside)
+        shutil.rmtree(aside, ignore_errors=True)
         raise
     return [Path(name) for name in texts]
 

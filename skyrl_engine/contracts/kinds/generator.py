@@ -20,6 +20,7 @@ WeightForm = Literal["module", "tensors", "directory", "adapter"]
 GeneratorCapability = Literal[
     "logprobs",
     "seeded",
+    "batch_invariant",
     "abort",
     "stop_strings",
     "filters",

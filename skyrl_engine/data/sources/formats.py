@@ -3,22 +3,33 @@
 They are those of TRL, axolotl, LLaMA-Factory and OpenRLHF, and of datasets that are often trained on.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Final, Literal
 
 from attrs import frozen
 
 from skyrl_engine.config.schema import DataFormat
 from skyrl_engine.contracts.values.roles import CHOSEN, REJECTED, ROLE
+from skyrl_engine.data.sources.names_to_give import KEY, as_keys, propose_names
 from skyrl_engine.data.sources.preferences import ANSWERS, COLUMNS, LABELS, find_named_column, pair_of, read_labelled_answer
-from skyrl_engine.data.sources.questions import HISTORY, MESSAGES, PROMPTS, SYSTEM, answer, find_prompt, system_of, with_system
+from skyrl_engine.data.sources.questions import (
+    HISTORY,
+    INSTRUCTIONS,
+    MESSAGES,
+    PASSAGES,
+    PROMPTS,
+    SYSTEM,
+    answer,
+    find_prompt,
+    system_of,
+    with_system,
+)
 from skyrl_engine.data.sources.ratings import COMPARED, COMPLETIONS, OF_A_ROW, PREFERRED, pair_by_comparison, pair_by_rating
 from skyrl_engine.data.sources.ready_tokens import PROMPT_COLUMNS, RESPONSE_COLUMNS, Tokens, rollout_of, tokens_of
 from skyrl_engine.data.sources.rows import Row, join_names, kind_of
 from skyrl_engine.data.text.messages import Conversation, conversation_of, image_columns, messages_of
 from skyrl_engine.data.text.plain import PlainText
-from skyrl_engine.errors import DataError
-from skyrl_engine.near_words import find_near_word
+from skyrl_engine.errors import ColumnError, DataError
 
 Example = Conversation | PlainText | Tokens
 KnownFormat = Literal[
@@ -79,14 +90,14 @@ def _of_messages(row: Row, _has_template: bool) -> Example:
     return conversation_of(row, with_system(row, system_of(row), messages_of(row, find_named_column(row, MESSAGES))))
 
 
-_REPLIES: Final = ("completion", "response", "answer", "output", "generation")
+_REPLIES: Final = ("completion", "response", "answer", "output", "generation", "summary", "message_2")
 
 
 def _of_prompt_and_completion(row: Row, has_template: bool) -> Example:
     column = find_named_column(row, _REPLIES)
     if row.values.get(column) is None and column not in row.values:
         column = next(name for name in _REPLIES if name in row.values)
-    prompt = find_prompt(row, ("prompt", "question", "input"))
+    prompt = find_prompt(row, ("prompt", "question", "input", "article", "message_1"))
     if prompt is None:
         raise row.wrong("prompt", f"a string is needed, not {kind_of(None)}", "Store text in this column")
     return answer(row, prompt, column, has_template=has_template)
@@ -94,10 +105,12 @@ def _of_prompt_and_completion(row: Row, has_template: bool) -> Example:
 
 def _of_alpaca(row: Row, has_template: bool) -> Example:
     """Return a chat where there is a template, else plain text in sections with headings."""
-    prompt = find_prompt(row, ("instruction",))
+    prompt = find_prompt(row, INSTRUCTIONS)
     if prompt is None:
         raise row.wrong("instruction", f"a string is needed, not {kind_of(None)}", "Store text in this column")
-    return answer(row, prompt, find_named_column(row, ("output", "response")), has_template=has_template, rounds_count=True)
+    return answer(
+        row, prompt, find_named_column(row, ("output", "response", "RESPONSE")), has_template=has_template, rounds_count=True
+    )
 
 
 def _of_text(row: Row, _has_template: bool) -> Example:
@@ -142,14 +155,16 @@ _ROWS: Final = (
             (("prompt",), ("response", "generation")),
             (("question",), ("response", "answer")),
             (("input",), ("output",)),
+            (("article",), ("summary",)),
+            (("message_1",), ("message_2",)),
         ),
-        further=(*_BESIDE_PROMPTS, "context", "article"),
+        further=(*_BESIDE_PROMPTS, *PASSAGES, "choices", "solution", "explanation"),
         example=_of_prompt_and_completion,
     ),
     Format(
         "alpaca",
         needs=(("instruction",), ("output",)),
-        also=((("instruction",), ("response",)),),
+        also=((("instruction",), ("response",)), (("INSTRUCTION",), ("RESPONSE",))),
         further=(*_BESIDE_PROMPTS, "reflection", "corrected"),
         example=_of_alpaca,
     ),
@@ -220,10 +235,11 @@ def detect(asked: DataFormat, first: Row, *, preferences: bool = False) -> Known
         for name in (*PREFERENCES, *of_tokens):
             if _holds(FORMATS[name].needs, have):
                 return name
-        raise DataError(
+        raise ColumnError(
             f"no format of preferences has the columns of the dataset: {join_names(have)}",
-            remedy=_suggestion(have, ["chosen", "rejected", "completion", *LABELS])
+            remedy=_proposal(first, ["chosen", "rejected", "completion", *LABELS])
             or 'Name them, for instance data.map.chosen=better data.map.rejected=worse, or train on samples: trainer = "sft"',
+            key=KEY,
             details=[f"format {name} needs {FORMATS[name].described}" for name in PREFERENCES],
         )
     if asked != "auto":
@@ -235,10 +251,11 @@ def detect(asked: DataFormat, first: Row, *, preferences: bool = False) -> Known
     if found is not None:
         return found
     known = [column for row in _ROWS for group in row.needs for column in group]
-    raise DataError(
+    raise ColumnError(
         f"no known format has the columns of the dataset: {join_names(have)}",
-        remedy=_suggestion(have, known)
+        remedy=_proposal(first, known)
         or "Name them, for instance data.map.prompt=question data.map.completion=answer, or convert the dataset",
+        key=KEY,
         details=[f"format {row.name} needs {row.described}" for row in _ROWS],
     )
 
@@ -287,15 +304,14 @@ def _holds(groups: Sequence[Sequence[str]], columns: Sequence[str]) -> bool:
 def _missing(name: KnownFormat, row: Row) -> DataError:
     have = list(row.values)
     lacking = next(group for group in FORMATS[name].needs if not any(column in have for column in group))
-    return DataError(
+    return ColumnError(
         f"{row.name} has no column {' or '.join(map(repr, lacking))}, which format {name!r} needs; it has {join_names(have)}",
-        remedy=_suggestion(have, lacking) or f"Add the column, or set data.format to another of {', '.join(FORMATS)}",
+        remedy=_proposal(row, lacking) or f"Add the column, or set data.format to another of {', '.join(FORMATS)}",
+        key=KEY,
     )
 
 
-def _suggestion(have: Sequence[str], wanted: Sequence[str]) -> str | None:
-    for column in have:
-        near = find_near_word(column, wanted, cutoff=0.7)
-        if near and column not in wanted:
-            return f"Did you mean {near!r} instead of {column!r}?"
-    return None
+def _proposal(row: Row, wanted: Collection[str]) -> str | None:
+    """Return a remedy that names the columns of the row; None where nothing suggests itself."""
+    names = propose_names(row.values, wanted)
+    return f"Name its columns: {as_keys(names)}" if names else None

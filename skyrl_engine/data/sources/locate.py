@@ -39,16 +39,21 @@ _PARTS: Mapping[str, Callable[[Path], DatasetPart]] = {
 
 
 def open_source(
-    location: str | Sequence[str], *, split: str, subset: str | None = None, names: Mapping[str, str] = MappingProxyType({})
+    location: str | Sequence[str],
+    *,
+    split: str,
+    subset: str | None = None,
+    names: Mapping[str, str] = MappingProxyType({}),
+    names_key: str = "data.map",
 ) -> Source:
-    """Open one split of a dataset, or of several, one after the other; `names` are the dataset's own names of columns, as `Source` takes them.
+    """Open one split of a dataset, or of several, one after the other; `names` and `names_key` are as `Source` takes them.
 
     Raises DataError.
     """
     if isinstance(location, str):
-        return evolve(_open_one(location, split=split, subset=subset), names=names)
+        return evolve(_open_one(location, split=split, subset=subset), names=names, names_key=names_key)
     sources = [_open_one(each, split=split, subset=subset) for each in location]
-    return Source(", ".join(location), [part for source in sources for part in source.parts], names)
+    return Source(", ".join(location), [part for source in sources for part in source.parts], names, names_key)
 
 
 def _open_one(location: str, *, split: str, subset: str | None) -> Source:

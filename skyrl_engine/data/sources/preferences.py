@@ -11,11 +11,13 @@ from unicodedata import category
 
 from attrs import evolve
 
+from skyrl_engine.data.sources.names_to_give import KEY, as_keys
 from skyrl_engine.data.sources.questions import MESSAGES, PROMPTS, Prompt, answer, find_prompt, system_of, with_system
 from skyrl_engine.data.sources.rows import Row, kind_of
 from skyrl_engine.data.text.messages import Conversation, Message, conversation_of, messages_of
 from skyrl_engine.data.text.plain import PlainText
 from skyrl_engine.data.text.template_rule import answer_messages
+from skyrl_engine.errors import ColumnError
 
 HALVES = ("chosen", "rejected")
 COLUMNS = (("chosen", "chosen_response"), ("rejected", "rejected_response"))
@@ -84,6 +86,15 @@ def read_labelled_answer(row: Row, *, has_template: bool) -> tuple[Half, bool]:
         if messages[-1]["role"] != "assistant":
             raise row.wrong(
                 find_named_column(row, MESSAGES), "its last message is no answer that a label could judge", "Remove that message"
+            )
+        if len(messages) == 1:
+            # axolotl's chatml.argilla_chat has the prompt of its judged answers in `chosen`
+            names = {"prompt": "chosen" if "chosen" in row.values else "NAME"}
+            place = find_named_column(row, MESSAGES) if whole else column
+            raise ColumnError(
+                f"{row.name}, column {place!r}: an answer is all that it holds, without a prompt",
+                remedy=f"Name the column of the prompt: {as_keys(names)}",
+                key=KEY,
             )
         messages = with_system(row, system_of(row), messages)
         example: Half = conversation_of(row, messages, len(messages) - 1)

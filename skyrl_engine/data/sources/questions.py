@@ -15,18 +15,23 @@ SYSTEM: Final = ("system", "system_prompt")
 HISTORY: Final = "history"
 PROMPTS: Final = ("prompt", *MESSAGES, "instruction", "question", "input")
 """Columns that hold a prompt, the first of them that a row has; `input` continues an `instruction`."""
+INSTRUCTIONS: Final = ("instruction", "INSTRUCTION")
+"""Names of a column that holds an instruction; those of Open Assistant's data are in capitals."""
+PASSAGES: Final = ("context", "article")
+"""Columns that hold a text which a `question` is about."""
 
 
 @frozen
 class Prompt:
     """A prompt: `said` is its last part, a text or messages; before it stand earlier `rounds` of questions and answers.
 
-    `column` is where `said` stands. `context` continues an instruction.
+    `column` is where `said` stands. `context` continues an instruction, a question is about the text of `passage`.
     """
 
     column: str
     said: str | Sequence[Message]
     context: str = ""
+    passage: str = ""
     system: str | None = None
     rounds: tuple[tuple[str, str], ...] = ()
 
@@ -37,7 +42,7 @@ class Prompt:
     def messages(self, row: Row) -> list[Message]:
         """Return the prompt as messages, a text as what the user says. Raises DataError for two system messages that differ."""
         if isinstance(self.said, str):
-            said = prompt_messages(f"{self.said}\n\n{self.context}" if self.context else self.said)
+            said = prompt_messages("\n\n".join(part for part in (self.passage, self.said, self.context) if part))
         else:
             said = list(self.said)
         rounds = [message for asked, answered in self.rounds for message in (*prompt_messages(asked), *answer_messages(answered))]
@@ -50,12 +55,13 @@ class Prompt:
         """
         assert isinstance(self.said, str), "messages need a chat template"
         system = f"{self.system}\n\n" if self.system else ""
-        if self.column == "instruction":
+        if self.column in INSTRUCTIONS:
             earlier = "".join(f"{_instruction(asked)}{answered}\n\n" for asked, answered in self.rounds)
             return f"{system}{earlier}{_instruction(self.said, self.context)}"
         ending = "" if self.column == "prompt" else "\n\n"
         earlier = "".join(f"{asked}{ending}{answered}\n\n" for asked, answered in self.rounds)
-        return f"{system}{earlier}{self.said}{ending}"
+        passage = f"{self.passage}\n\n" if self.passage else ""
+        return f"{system}{earlier}{passage}{self.said}{ending}"
 
 
 def find_prompt(row: Row, columns: Sequence[str] = PROMPTS) -> Prompt | None:
@@ -69,12 +75,14 @@ def find_prompt(row: Row, columns: Sequence[str] = PROMPTS) -> Prompt | None:
     said: str | list[Message]
     if isinstance(value, str) and column not in MESSAGES:
         said = value
-    elif column in ("instruction", "question"):
+    elif column in (*INSTRUCTIONS, "question", "article", "message_1"):
         raise row.wrong(column, f"a string is needed, not {kind_of(value)}", "Store text in this column")
     else:
         said = messages_of(row, column)
-    context = optional_text(row, "input") if column == "instruction" else ""
-    return Prompt(column, said, context, system_of(row), rounds_of(row))
+    context = optional_text(row, "input") if column in INSTRUCTIONS else ""
+    passages = (optional_text(row, name) for name in PASSAGES if column == "question")
+    passage = next((text for text in passages if text), "")
+    return Prompt(column, said, context, passage, system_of(row), rounds_of(row))
 
 
 def answer(row: Row, prompt: Prompt, column: str, *, has_template: bool, rounds_count: bool = False) -> Conversation | PlainText:

@@ -13,7 +13,7 @@ from attrs import evolve, field, frozen
 
 from skyrl_engine.contracts.values.ragged import IntArray, offsets_of
 from skyrl_engine.data.sources.files import Content, DatasetPart, Scan, parse_row
-from skyrl_engine.errors import DataError
+from skyrl_engine.errors import ColumnError, DataError
 from skyrl_engine.near_words import find_near_word
 
 BoolArray = npt.NDArray[np.bool_]
@@ -85,12 +85,14 @@ def join_names(names: Iterable[str]) -> str:
 class Source:
     """A dataset split: its parts in order. `name` is what the user called it.
 
-    `names` maps names of columns that the engine knows to those that the dataset has for them; rows have the engine's.
+    `names` maps names of columns that the engine knows to those that the dataset has for them; rows have the engine's. `names_key` is
+    the table of the configuration that says so.
     """
 
     name: str
     parts: Sequence[DatasetPart]
     names: Mapping[str, str] = MappingProxyType({})
+    names_key: str = "data.map"
     _scans: list[Scan] = field(factory=list, init=False)
 
     def scan(self) -> Sequence[Scan]:
@@ -141,9 +143,11 @@ class Source:
         for ours, theirs in self.names.items():
             if theirs not in row.values:
                 near = find_near_word(theirs, row.values)
-                raise DataError(
-                    f"{row.name} has no column {theirs!r}, which map.{ours} names; it has {join_names(row.values)}",
-                    remedy=f"Write map.{ours}={near}" if near else f"Name one of its columns: map.{ours}=NAME",
+                key = f"{self.names_key}.{ours}"
+                raise ColumnError(
+                    f"{row.name} has no column {theirs!r}, which {key} names; it has {join_names(row.values)}",
+                    remedy=f"Write {key}={near}" if near else f"Name one of its columns: {key}=NAME",
+                    key=self.names_key,
                 )
         kept = {column: value for column, value in row.values.items() if column not in self.names.values()}
         return evolve(row, values={**kept, **{ours: row.values[theirs] for ours, theirs in self.names.items()}})

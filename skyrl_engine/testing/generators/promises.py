@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from skyrl_engine.testing.generators.company_promises import batch_invariance
+from skyrl_engine.testing.generators.distribution_promises import distribution, filters, temperatures
 from skyrl_engine.testing.generators.lifecycle_promises import (
     aborts,
     aborts_apart,
@@ -16,9 +18,7 @@ from skyrl_engine.testing.generators.lifecycle_promises import (
     vocabulary,
 )
 from skyrl_engine.testing.generators.sampling_promises import (
-    distribution,
     exactly_once,
-    filters,
     greedy,
     length,
     log_probabilities,
@@ -29,7 +29,6 @@ from skyrl_engine.testing.generators.sampling_promises import (
     spans,
     stop_strings,
     stop_tokens,
-    temperatures,
     top_prompt_scores,
     top_scores,
     whole_seeds,
@@ -47,6 +46,7 @@ GENERATOR_PROMISES: tuple[Promise[Any, Any], ...] = (
     log_probabilities,
     seeded,
     whole_seeds,
+    batch_invariance,
     distribution,
     temperatures,
     long_rows,

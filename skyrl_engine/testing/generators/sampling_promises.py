@@ -11,14 +11,10 @@ from skyrl_engine.contracts.values.model import ModelConfig
 from skyrl_engine.model_facts.tokenizer import load_tokenizer
 from skyrl_engine.modeling.tiny import VOCABULARY
 from skyrl_engine.testing.generators.bench import (
-    NORMAL,
     TOLERANCE,
-    Running,
     claims,
     description_of,
-    draws_for,
     due_logprobs,
-    largest_chi_square,
     model_folder,
     name_request,
     no_weights,
@@ -28,19 +24,11 @@ from skyrl_engine.testing.generators.bench import (
     running,
     undecidable_on_error,
 )
-from skyrl_engine.testing.promise import Broken, Undecidable, promise
+from skyrl_engine.testing.promise import Broken, promise
 from skyrl_engine.testing.subject import Subject
 
 ENDS = (5, 17, 40, 41, 42, 80, 81, 99, 101, 120)
 """End tokens of the model, so many that most requests meet one."""
-
-DISTANCE = 0.1
-"""Total variation that `distribution` shows: between temperatures 1 and 2 it is 0.3 on the kit's model."""
-
-DRAWS = 8 * -(-draws_for(DISTANCE, VOCABULARY) // 8)
-
-OF_TURNS = 160
-"""Draws per temperature and turn in `temperatures`. A factor of 2 in the temperature shifts their mean by more than twice the bound."""
 
 LONG = (*(length for power in (32, 64, 128, 256, 512) for length in (power - 2, power + 1)), 101, 200, 380)
 """Prompt tokens: beyond each power of two, before it with tokens to come that cross it, and between."""
@@ -62,12 +50,15 @@ def exactly_once(subject: Subject[Any], _case: None) -> None:
 @promise("No more than max_tokens come, and finish is length exactly where so many came without a stop", exempt=no_weights)
 def length(subject: Subject[Any], _case: None) -> None:
     with undecidable_on_error(), running(subject, ends=ENDS) as at_work:
-        requests = requests_of(24, ignore_eos=False)
+        every = tuple(range(VOCABULARY))
+        # of the last ones, the only token that may come stops them too
+        requests = [*requests_of(24, ignore_eos=False), *requests_of(2, first=30, max_tokens=1, stop_token_ids=every)]
         for request, done in zip(requests, at_work.sample(requests), strict=True):
             most, count = request.sampling.max_tokens, len(done.token_ids)
+            stops = request.sampling.stop_token_ids or ENDS
             if count > most:
                 raise Broken(f"samples {count} tokens for {name_request(request)}", "Count the token that stops among max_tokens")
-            if (done.finish == "length") != (count == most and done.token_ids[-1] not in ENDS):
+            if (done.finish == "length") != (count == most and done.token_ids[-1] not in stops):
                 raise Broken(
                     f"ends {name_request(request)} as {done.finish!r} behind {count} tokens, the last of them {done.token_ids[-1:]}",
                     'Say "length" where max_tokens came and none of them stopped it',
@@ -227,101 +218,6 @@ def whole_seeds(subject: Subject[Any], _case: None) -> None:
                 )
 
 
-@promise("Draws of different seeds follow the model's distribution, and attempts at one task differ", exempt=no_weights)
-def distribution(subject: Subject[Any], _case: None) -> None:
-    prompt = np.array([11, 22, 33], dtype=np.int32)
-    with undecidable_on_error(), running(subject) as at_work:
-        twice = Sampling(max_tokens=2, ignore_eos=True, temperature=2.0)
-        requests = [GenerationRequest(seed, prompt, twice, seed, session=seed, prefix_group=seed // 8) for seed in range(DRAWS)]
-        drawn = [done.token_ids for done in at_work.sample(requests)]
-        if any(len(tokens) != twice.max_tokens for tokens in drawn):
-            raise Undecidable("it does not sample as many tokens as it is asked for")
-        first, second = np.array(drawn).T
-        groups = [len(set(group.tolist())) for group in first.reshape(-1, 8)]
-        if max(groups) == 1:
-            raise Broken("gives all attempts of a group the same token", "Draw from the request's own seed, not from the group's")
-        _require_distribution(first, np.exp(at_work.weights.logprobs(prompt.tolist(), 2.0)[-1]), "")
-        frequent = int(np.bincount(first).argmax())
-        after = np.exp(at_work.weights.logprobs([*prompt.tolist(), frequent], 2.0)[-1])
-        _require_distribution(second[first == frequent], after, f" behind the first token {frequent}")
-
-
-def _require_distribution(tokens: Any, probabilities: Any, where: str) -> None:
-    """Raise Broken where so many draws follow the probabilities less than once in 10,000."""
-    draws, due = len(tokens), probabilities * len(tokens)
-    counts = np.bincount(tokens, minlength=VOCABULARY)
-    # neighbours count together until five of them are due
-    bins, last, held = np.zeros(VOCABULARY, dtype=np.int64), 0, 0.0
-    for token, each in enumerate(due):
-        bins[token], held = last, held + each
-        if held >= 5:
-            last, held = last + 1, 0.0
-    bins = np.minimum(bins, max(last - 1, 0))
-    counts, due = np.bincount(bins, weights=counts), np.bincount(bins, weights=due)
-    if len(due) < 2:
-        return
-    squares = float(((counts - due) ** 2 / due).sum())
-    if squares > (bound := largest_chi_square(len(due) - 1)):
-        worst = int(np.argmax((counts - due) ** 2 / due))
-        raise Broken(
-            f"draws tokens {counts[worst]:.0f} times in {draws}{where} that are due {due[worst]:.0f} times; chi-square {squares:.0f}, at "
-            f"most {bound:.0f}",
-            "Sample from softmax(logits / temperature) of the whole vocabulary, with numbers of its own for every token",
-        )
-
-
-@promise(
-    "Draws are as likely as softmax(logits / temperature) makes them, at temperatures 0.5, 1 and 2, in first turns and later ones",
-    exempt=no_weights,
-)
-def temperatures(subject: Subject[Any], _case: None) -> None:
-    """Compare the mean log-probability of draws with its expectation, minus the entropy, by its standard deviation.
-
-    It breaks a right generator once in 10,000 per temperature and turn.
-    """
-    with undecidable_on_error(), running(subject) as at_work:
-        for turn in range(2):
-            for place, temperature in enumerate((0.5, 1.0, 2.0)):
-                first = 1000 * place + 500
-                drawn = requests_of(OF_TURNS // 4, first=first, seed=place, max_tokens=4, temperature=temperature)
-                requests = [evolve(request, session=request.request_id + 100_000 * turn) for request in drawn]
-                if turn:
-                    # a later turn of the same sessions goes on after what the first one said
-                    said = at_work.sample(requests)
-                    requests = [
-                        evolve(
-                            request,
-                            request_id=request.request_id + 10_000,
-                            prompt_ids=np.concatenate([request.prompt_ids, done.token_ids, request.prompt_ids[:3]]).astype(
-                                np.int32
-                            ),
-                            seed=request.seed + 777,
-                        )
-                        for request, done in zip(requests, said, strict=True)
-                    ]
-                _require_likely(at_work, requests, f"temperature {temperature:g}, {'a later' if turn else 'the first'} turn")
-
-
-def _require_likely(at_work: Running, requests: list[GenerationRequest], where: str) -> None:
-    """Raise Broken where draws are more or less likely, on average, than chance explains."""
-    gap, variance, count = 0.0, 0.0, 0
-    for request, done in zip(requests, at_work.sample(requests), strict=True):
-        if not len(done.token_ids):
-            raise Undecidable("it does not sample as many tokens as it is asked for")
-        due = due_logprobs(at_work.weights, request, done)
-        likely = np.exp(due)
-        mean = (likely * due).sum(-1)
-        gap += float((due[np.arange(len(due)), done.token_ids] - mean).sum())
-        variance += float((likely * due**2).sum() - (mean**2).sum())
-        count += len(due)
-    if abs(gap) > NORMAL * variance**0.5:
-        raise Broken(
-            f"draws tokens whose mean log-probability is {gap / count:+.3f} nats off what is due ({where}; {count} draws, standard deviation "
-            f"{variance**0.5 / count:.3f})",
-            "Divide the logits of every token by the request's temperature, once, before drawing",
-        )
-
-
 @promise("Rows count from their first token on, at lengths beyond every power of two up to 512", exempt=no_weights)
 def long_rows(subject: Subject[Any], _case: None) -> None:
     draw = np.random.default_rng(5)
@@ -352,44 +248,6 @@ def greedy(subject: Subject[Any], _case: None) -> None:
                     f"takes another token than the most likely one for {name_request(request)}", "Take the argmax at temperature 0"
                 )
             require_logprobs(at_work, request, done, "Report log_softmax(logits) at temperature 0")
-
-
-@promise(
-    "top_k, top_p and min_p cut off what they say, and log-probabilities are of what is left", exempt=claims("filters", "logprobs")
-)
-def filters(subject: Subject[Any], _case: None) -> None:
-    with undecidable_on_error(), running(subject) as at_work:
-        cuts: list[dict[str, Any]] = [{"top_k": 3}, {"top_p": 0.4}, {"min_p": 0.9}, {"top_p": 0.95, "min_p": 0.9}]
-        cuts.append({"top_k": 20, "top_p": 0.6, "min_p": 0.95})
-        several = [requests_of(8, first=20 * place, seed=place, temperature=2.0, **cut) for place, cut in enumerate(cuts)]
-        done = iter(at_work.sample([request for alike in zip(*several, strict=True) for request in alike]))
-        for alike in zip(*several, strict=True):
-            for request, cut in zip(alike, cuts, strict=True):
-                _require_left(at_work, request, next(done), cut)
-
-
-def _require_left(at_work: Running, request: GenerationRequest, done: Completion, cut: dict[str, Any]) -> None:
-    """Raise Broken where a token was cut off, or its log-probability is not of what is left."""
-    due = due_logprobs(at_work.weights, request, done)
-    for token, logprob, scores in zip(done.token_ids.tolist(), done.logprobs.tolist(), due, strict=True):
-        left = _filter_distribution(np.exp(scores), request.sampling)
-        if token not in left:
-            raise Broken(f"samples a token that {cut} cuts off", "Cut each request by its own top_k, then by top_p, then by min_p")
-        if abs(np.log(left[token]) - logprob) > 10 * TOLERANCE:
-            raise Broken(
-                f"gives a token the log-probability {logprob:.4f} under {cut}, and {np.log(left[token]):.4f} is due",
-                "Divide by the mass that is left",
-            )
-
-
-def _filter_distribution(probabilities: Any, sampling: Sampling) -> dict[int, float]:
-    """Return what is left of a distribution, by token, normalised; a token at the very edge of `top_p` or `min_p` is left too."""
-    order = np.argsort(-probabilities, kind="stable")[: sampling.top_k or None]
-    kept = probabilities[order] / probabilities[order].sum()
-    before = np.cumsum(kept) - kept
-    stays = (before < sampling.top_p) & (kept >= sampling.min_p * kept[0])
-    order, kept = order[stays], kept[stays]
-    return dict(zip(order.tolist(), (kept / kept.sum()).tolist(), strict=True))
 
 
 @promise("Log-probabilities of prompts are the model's, and NaN at their first token", exempt=claims("prompt_logprobs"))

@@ -13,6 +13,7 @@ from skyrl_engine.engine.cpu_check import sharing
 from skyrl_engine.rollout.offline_source import Recording
 from skyrl_engine.training.rl.prepare import Progress, prepare
 from skyrl_engine.training.rl.prepared import LiveRolloutSpec, PreparedRl
+from skyrl_engine.training.rl.tasks import tasks_in
 
 
 @frozen
@@ -95,7 +96,7 @@ def _tasks(prepared: PreparedRl) -> Mapping[str, tuple[int, int]]:
     if isinstance(prepared.rollouts, Recording):
         return {}
     order = prepared.rollouts.tasks
-    counts = ((len(own), len(part.product.tasks("eval"))) for own, part in zip(order.tasks, order.environments, strict=True))
+    counts = ((len(own), len(tasks_in(part, "eval"))) for own, part in zip(order.tasks, order.environments, strict=True))
     return dict(zip(prepared.names, counts, strict=True))
 
 

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import attrs
 
+from skyrl_engine.cleanup import finally_close
 from skyrl_engine.config import ResolvedConfig
 from skyrl_engine.engine.engine import Engine
 from skyrl_engine.errors import RolloutError
@@ -161,35 +162,35 @@ def _sampling(
     )
     run = _identity(session, None if state is None else state.journal)
     pool = episode_pool(prepared)
-    try:
-        with open_journal(
+    with (
+        finally_close(pool.shutdown),
+        open_journal(
             session.directory.rollouts,
             run=run,
             keep=config.rollouts.keep,
             resumed=None if state is None else state.step,
             listed=None if state is None else state.segments,
-        ) as journal:
-            saved = rules.state() if state is None else state.ledger
-            ledger = RolloutLedger.from_state(saved, rules, journal.index.list_journaled_groups())
-            runner = RolloutRunner(
-                sampler,
-                pool,
-                rollouts.renderer,
-                prepared.names,
-                [part.product.claims for part in rollouts.tasks.environments],
-                prepared.sampling,
-                prepared.limits,
-                config.run.seed,
-                phases=phases,
-            )
-            on_progress = None if progress is None else lambda ready, wanted: progress("attempts", ready, wanted)
-            guard = SamplerGuard.of(settings.max_gap, config.model.dtype, stops=settings.on_gap == "stop")
-            judge = prepared.reward_model
-            valued = None if judge is None else partial(judge.add_rewards, engine)
-            source = RolloutSource(ledger, runner, journal, rollouts.tasks.of, prepared.filters, valued, on_progress, phases)
-            yield source, Live(rollouts, sampler, pool, guard, journal)
-    finally:
-        pool.shutdown()
+        ) as journal,
+    ):
+        saved = rules.state() if state is None else state.ledger
+        ledger = RolloutLedger.from_state(saved, rules, journal.index.list_journaled_groups())
+        runner = RolloutRunner(
+            sampler,
+            pool,
+            rollouts.renderer,
+            prepared.names,
+            [part.product.claims for part in rollouts.tasks.environments],
+            prepared.sampling,
+            prepared.limits,
+            config.run.seed,
+            phases=phases,
+        )
+        on_progress = None if progress is None else lambda ready, wanted: progress("attempts", ready, wanted)
+        guard = SamplerGuard.of(settings.max_gap, config.model.dtype, stops=settings.on_gap == "stop")
+        judge = prepared.reward_model
+        valued = None if judge is None else partial(judge.add_rewards, engine)
+        source = RolloutSource(ledger, runner, journal, rollouts.tasks.of, prepared.filters, valued, on_progress, phases)
+        yield source, Live(rollouts, sampler, pool, guard, journal)
 
 
 def episode_pool(prepared: PreparedRl) -> EpisodePool:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from attrs import frozen
 
+from skyrl_engine.cleanup import finally_close
 from skyrl_engine.config import ResolvedConfig
 from skyrl_engine.contracts.kinds.environment import Split
 from skyrl_engine.contracts.values.rollout import Group
@@ -81,7 +82,7 @@ def evaluate_model(
         sampler = engine.start_sampler(resolved.plugins["generator"])
         sampler.update(0)
         pool = episode_pool(prepared)
-        try:
+        with finally_close(pool.shutdown):
             groups = attempts(
                 tasks,
                 config.evaluation,
@@ -95,8 +96,6 @@ def evaluate_model(
                 seed=config.run.seed,
                 on_progress=None if progress is None else lambda done: progress("tasks", done, len(tasks)),
             )
-        finally:
-            pool.shutdown()
         _check_some_finished(groups)
         if prepared.reward_model is not None:
             engine.add_frozen(prepared.reward_model.frozen)

@@ -1,13 +1,14 @@
 """The tasks of a run in their order: which environment and which task a ticket is, a pure function of the run's seed."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Final
 
 import numpy as np
 from attrs import define, field
 
 from skyrl_engine.contracts.kinds.environment import Environment, Split, Task, Tasks
-from skyrl_engine.errors import ContractError, DataError
+from skyrl_engine.errors import ColumnError, ContractError, DataError
 from skyrl_engine.registry.bound_plugin import BoundPlugin
 from skyrl_engine.registry.owner import blame
 
@@ -16,9 +17,25 @@ _SHUFFLED: Final = 2**22
 
 
 def tasks_in(part: BoundPlugin[Environment], split: Split) -> Tasks:
-    """Return the tasks of a split. Raises PluginBrokenError where the environment's code fails."""
-    with blame(part.owner, f"tasks({split!r})"):
-        return part.product.tasks(split)
+    """Return the tasks of a split, whose number is asked for: those of a table are read.
+
+    Raises PluginBrokenError where the environment's code fails, and ColumnError with the key of the configuration that names its columns.
+    """
+    with blame(part.owner, f"tasks({split!r})"), _columns_named_at(part.place):
+        tasks = part.product.tasks(split)
+        len(tasks)
+        return tasks
+
+
+@contextmanager
+def _columns_named_at(place: str) -> Iterator[None]:
+    """Name columns in errors by their whole key: of an environment at `environments[0]`, `environments.0.map`; at no place, as it stands."""
+    try:
+        yield
+    except ColumnError as error:
+        if not place:
+            raise
+        raise error.under(place.replace("[", ".").replace("]", "")) from error
 
 
 def refuse_no_task(part: BoundPlugin[Environment], tasks: Tasks, *, trains: bool) -> None:
@@ -29,7 +46,7 @@ def refuse_no_task(part: BoundPlugin[Environment], tasks: Tasks, *, trains: bool
 
 def task_at(part: BoundPlugin[Environment], tasks: Tasks, index: int) -> Task:
     """Return a task of an environment. Raises PluginBrokenError where its code fails, and ContractError where it makes something else."""
-    with blame(part.owner, f"making task {index:,}"):
+    with blame(part.owner, f"making task {index:,}"), _columns_named_at(part.place):
         task = tasks[index]
     if not isinstance(task, Task):
         raise ContractError(

@@ -17,7 +17,7 @@ from skyrl_engine.data.sources.formats import PREFERENCES, Reading
 from skyrl_engine.engine.assembly import Assembly
 from skyrl_engine.engine.capability import check_pairs
 from skyrl_engine.engine.model_files import ModelFiles
-from skyrl_engine.errors import DataError
+from skyrl_engine.errors import ColumnError, DataError
 from skyrl_engine.model_facts.facts import ModelFacts
 from skyrl_engine.training.sft.order import SampleOrder
 from skyrl_engine.workers.dispatch import batch_structure, plan_batch, token_weights
@@ -59,9 +59,10 @@ def limit_to_model(data: DataConfig, facts: ModelFacts) -> DataConfig:
 def check_samples(dataset: TokenizedDataset, facts: ModelFacts, assembly: Assembly, reading: Reading) -> None:
     """Refuse a dataset of another kind than the trainer's, without anything to learn, or of another vocabulary. Raises DataError."""
     if reading == "samples" and dataset.format in PREFERENCES:
-        raise DataError(
+        raise ColumnError(
             f"{dataset.name} holds preferences, a chosen and a rejected answer to a prompt, and trainer sft learns from single answers",
-            remedy='Set trainer = "preference", or learn from the chosen ones: data.map.completion = "chosen"',
+            remedy='Set trainer = "preference", or learn from the chosen ones: data.map.completion=chosen',
+            key="data.map",
         )
     if not dataset.columns.loss_weight.any():
         raise DataError(

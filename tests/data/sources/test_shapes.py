@@ -380,7 +380,12 @@ def test_steps_that_are_judged_one_by_one_are_refused_by_name(load: Load) -> Non
         ({"messages": [USER, GOOD], "history": [["a", "b"]], "videos": ["v.mp4"]}, "samples", ["history", "videos"]),
         ({"prompt": "hi", "completion": "good", "response": "other"}, "samples", ["response"]),
         ({"text": "hello", "tools": "[]", "system": "be kind"}, "samples", ["system", "tools"]),
-        ({"context": "long", "question": "hi", "answer": "good"}, "samples", ["context"]),
+        ({"context": "long", "article": "other", "question": "hi", "answer": "good"}, "samples", ["article"]),
+        (
+            {"instruction": "hi", "output": "good", "reflection": "so", "corrected": "better"},
+            "samples",
+            ["corrected", "reflection"],
+        ),
         ({"prompt": "hi", "instruction": "ho", "chosen": "good", "rejected": "bad"}, "preferences", ["instruction"]),
         ({"prompt": "hi", "chosen": [USER, GOOD], "rejected": [USER, BAD], "messages": [USER, GOOD]}, "preferences", ["messages"]),
         ({"prompt": "hi", "response": "good", "helpfulness": 3}, "samples", ["helpfulness"]),

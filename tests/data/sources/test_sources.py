@@ -265,7 +265,7 @@ def test_columns_are_read_under_the_names_of_data_map(tmp_path):
     swapped = {"question": "answer", "answer": "question"}
     assert rows_of(tmp_path / "a.jsonl", names=swapped) == [{"question": "a", "answer": "q", "prompt": "other", "kept": 1}]
     with pytest.raises(
-        DataError, match=r"sample 0 .* has no column 'questions', which map\.prompt names.* Write map\.prompt=question"
+        DataError, match=r"sample 0 .* has no column 'questions', which data\.map\.prompt names.* Write data\.map\.prompt=question"
     ):
         rows_of(tmp_path / "a.jsonl", names={"prompt": "questions"})
 

@@ -1,6 +1,7 @@
 """`gymnasium`: environments whose observations are text and whose actions are text, or numbered choices."""
 
 import importlib.metadata
+from contextlib import suppress
 from typing import Any
 
 from attrs import define, field, frozen
@@ -102,8 +103,12 @@ class GymnasiumTasks:
         made = self.environment.make()
         try:
             observation, _ = made.reset(seed=seed)
-        finally:
-            made.close()
+        except BaseException:
+            # what was never reset may fail to close
+            with suppress(Exception):
+                made.close()
+            raise
+        made.close()
         return self.environment.options.messages(str(observation))
 
 

@@ -6,7 +6,9 @@ A kernel is chosen by the shapes that it is given, and kernels add up in differe
   oneDNN as torch 2.13 brings them.
 - Prompts are read in passes of one width each, which follows from a row's own length (`rows`).
 - A single token attends to its keys in blocks of `PLACES`, each by a kernel call of the same shape, joined in their order. A masked block
-  joins with weight 0, so that a longer neighbour adds exact zeros. Models whose attention torch has no kernel for attend row by row.
+  joins with weight 0, so that a longer neighbour adds exact zeros. The queries of such a call are multiples of `QUERIES`, so that the buffers
+  of all threads are aligned alike: products add up in another order where one is not. Models whose attention torch has no kernel for attend
+  row by row.
 - Experts get their tokens in multiples of `ROWS`.
 - Activations are laid out so that vector instructions compute all elements, in every thread: the last few elements of a thread's share are
   computed by other instructions.
@@ -32,6 +34,9 @@ BUCKET: Final = 16
 
 PLACES: Final = 128
 """Single tokens attend to so many places at a time."""
+
+QUERIES: Final = 4
+"""Queries of one head of keys come in multiples of this; fewer than 4 take as long."""
 
 LANES: Final = 64
 """No vector loop of torch takes more elements at a time."""
@@ -119,14 +124,16 @@ def attend_in_blocks(
     if attention_mask.dtype == torch.bool:
         attention_mask = torch.where(attention_mask, 0.0, -torch.inf).to(query.dtype)
     rows, heads, _, width = query.shape
-    packed = query.reshape(rows, key.shape[1], heads // key.shape[1], width)
+    each = heads // key.shape[1]
+    packed = pad(query.reshape(rows, key.shape[1], each, width), (0, 0, 0, -each % QUERIES))
     scale = others.get("scaling")
     scale = width**-0.5 if scale is None else scale
     parts = []
     for at in range(0, key.shape[2], PLACES):
         places = slice(at, at + PLACES)
         parts.append(_attend(packed, key[:, :, places], value[:, :, places], _block(attention_mask, at), scale))
-    return _join_blocks(parts, attention_mask).reshape(rows, 1, heads, value.shape[-1]).to(query.dtype), None
+    joined = _join_blocks(parts, attention_mask)[:, :, :each]
+    return joined.reshape(rows, 1, heads, value.shape[-1]).to(query.dtype), None
 
 
 def attend_row_by_row(

@@ -43,6 +43,7 @@ def step_masks(config: Any, kinds: tuple[str, ...], at_N: Tensor, end: int, dtyp
         seen = seen[:, None, None]
         hidden = {"eager": torch.finfo(dtype).min, EAGER: torch.finfo(dtype).min, SDPA: -torch.inf}.get(attention)
         if hidden is not None:
-            seen = torch.where(seen, 0.0, hidden).to(dtype)
+            # filled in the dtype itself: the least of float64 is no float32
+            seen = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill(~seen, hidden)
         made[kind] = seen
     return made if len(made) > 1 else next(iter(made.values()))

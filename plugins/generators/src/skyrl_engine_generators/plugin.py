@@ -19,7 +19,16 @@ class HfPlugin:
         return GeneratorDescription(
             capabilities=frozenset(
                 {
-                    *("logprobs", "seeded", "abort", "stop_strings", "filters", "update_while_generating", "prefix_reuse"),
+                    *(
+                        "logprobs",
+                        "seeded",
+                        "batch_invariant",
+                        "abort",
+                        "stop_strings",
+                        "filters",
+                        "update_while_generating",
+                        "prefix_reuse",
+                    ),
                     *("prompt_logprobs", "top_logprobs", "top_prompt_logprobs"),
                 }
             ),

@@ -107,7 +107,7 @@ class CachedDecoder(_Model):
     def _read(self, slots: Sequence[int], rows: Sequence[Ids]) -> Tensor:
         """Read rows of one width: [k, width or more, hidden]."""
         ids = self._pad_rows(rows)
-        self._slots.begin_prompts(torch.tensor(slots, device=self.device), ids.shape[1])
+        self._slots.begin_prompts(slots, [len(row) for row in rows], ids.shape[1], self.device)
         # what is filled up has the last token's place: a model may have no later one
         last = max(map(len, rows)) - 1
         places = torch.arange(ids.shape[1], device=self.device).clamp(max=last)[None].expand(len(rows), -1)
@@ -117,9 +117,8 @@ class CachedDecoder(_Model):
     def step(self, tokens: Sequence[int], at: Sequence[int]) -> Tensor:
         # rows that fill up write to slots that are free
         free = [0] * (pad_to_bucket(len(tokens), self.device) - len(tokens))
-        at_N = torch.tensor([*at, *free], device=self.device)
         end = pad_to_bucket(max(at) + 1, self.device, PLACES)
-        self._slots.begin_step(at_N, end)
+        at_N = self._slots.begin_step([*at, *free], end, self.device)
         masks = step_masks(self._config, self._kinds, at_N, end, self._dtype)
         ids = torch.tensor([*tokens, *free], device=self.device)[:, None]
         hidden = self._hidden(input_ids=ids, attention_mask=masks, position_ids=at_N[:, None], **self._keeping())

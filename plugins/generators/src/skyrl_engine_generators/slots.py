@@ -1,6 +1,9 @@
 """Keys and values of requests in slots of fixed places: a cache that transformers' layers write to and read from.
 
 Rows are aligned to the left and have write positions of their own. Live rows are the first ones, so that a step reads them without a copy.
+
+Places behind a row's tokens hold zeros, whatever stood there before: attention multiplies what is masked by 0, and a row that failed may have
+left what is no number.
 """
 
 from collections.abc import Sequence
@@ -25,6 +28,11 @@ class Slots(Cache):  # type: ignore[misc] # transformers is not typed
         self.rows: Tensor | None = None
         self.at: Tensor | None = None
         self.end = 0
+        # of a pass over prompts: places behind each row's tokens, [rows, 1, width, 1], and the end of what stood in its slots before
+        self.behind: Tensor | None = None
+        self.stale = 0
+        # so many places of each slot hold something
+        self._held = [0] * count
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         while len(self.layers) <= layer_idx:
@@ -32,15 +40,24 @@ class Slots(Cache):  # type: ignore[misc] # transformers is not typed
         layer: SlotLayer = self.layers[layer_idx]
         return layer.update(key_states, value_states)
 
-    def begin_prompts(self, rows: Tensor, width: int) -> None:
-        """Let the next forward pass write whole prompts of at most `width` tokens."""
+    def begin_prompts(self, rows: Sequence[int], lengths: Sequence[int], width: int, device: torch.device) -> None:
+        """Let the next forward pass write whole prompts of these lengths, read at `width` places, into these slots."""
         self.reserve(width)
-        self.rows, self.at, self.end = rows, None, width
+        self.rows, self.at, self.end = torch.tensor(rows, device=device), None, width
+        lengths_N = torch.tensor(lengths, device=device)
+        self.behind = (torch.arange(width, device=device) >= lengths_N[:, None])[:, None, :, None] if min(lengths) < width else None
+        self.stale = max(self._held[row] for row in rows)
+        for row, length in zip(rows, lengths, strict=True):
+            self._held[row] = length
 
-    def begin_step(self, at: Tensor, end: int) -> None:
-        """Let the next forward pass write one token per live row, at the places `at`, all before `end`."""
+    def begin_step(self, at: Sequence[int], end: int, device: torch.device) -> Tensor:
+        """Let the next forward pass write one token into each of the first slots, at the places `at`, all before `end`; `at` int64[n]."""
         self.reserve(end)
-        self.rows, self.at, self.end = None, at, end
+        at_N = torch.tensor(at, device=device)
+        self.rows, self.at, self.end = None, at_N, end
+        for row, place in enumerate(at):
+            self._held[row] = max(self._held[row], place + 1)
+        return at_N
 
     def reserve(self, width: int) -> None:
         if width > self.capacity:
@@ -55,6 +72,9 @@ class Slots(Cache):  # type: ignore[misc] # transformers is not typed
             for stored in (layer.keys, layer.values):
                 for target in targets:
                     stored[target, :, :length] = stored[source, :, :length]
+                    stored[target, :, length : self._held[target]] = 0
+        for target in targets:
+            self._held[target] = length
 
 
 class SlotLayer(CacheLayerMixin):  # type: ignore[misc] # transformers is not typed
@@ -79,8 +99,9 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc] # transformers is not ty
             self.lazy_initialization(key_states, value_states)
         slots = self._slots
         if slots.rows is not None:
-            self.keys[slots.rows, :, : slots.end] = key_states
-            self.values[slots.rows, :, : slots.end] = value_states
+            for stored, states in ((self.keys, key_states), (self.values, value_states)):
+                stored[slots.rows, :, : slots.end] = states if slots.behind is None else states.masked_fill(slots.behind, 0)
+                stored[slots.rows, :, slots.end : slots.stale] = 0
             return key_states, value_states
         assert slots.at is not None
         live = torch.arange(len(slots.at), device=key_states.device)

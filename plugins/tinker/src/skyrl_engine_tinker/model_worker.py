@@ -147,10 +147,12 @@ class ModelWorker:
                         work()
                     busy = self._pump()
         finally:
-            with self._turns:
-                self._end()
-            for promise in [*(promise for _, _, promise in self._waiting), *(promise for _, promise, _ in self._beside)]:
-                promise.fail(RequestError(CLOSED))
+            try:
+                with self._turns:
+                    self._end()
+            finally:
+                for promise in [*(promise for _, _, promise in self._waiting), *(promise for _, promise, _ in self._beside)]:
+                    promise.fail(RequestError(CLOSED))
 
     def _take_next(self) -> Callable[[], None] | None:
         """Take the next request; a missing number is awaited for `gap_timeout_s` at most."""

@@ -1,0 +1,224 @@
+"""The power and the false alarms of the kit's statistical tests of generators, measured on the distributions of the kit's own model."""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from attrs import evolve
+from by_day import now
+
+from skyrl_engine.contracts.kinds.generator import GenerationRequest, Sampling
+from skyrl_engine.testing.generators import distribution_promises as promises
+from skyrl_engine.testing.generators.bench import TinyWeights, requests_of
+from skyrl_engine.testing.generators.power import (
+    FACTORS,
+    FALSE_ALARM,
+    MISS,
+    ChiSquare,
+    Temperatures,
+    at_temperature,
+    cells_of,
+    distance_shown,
+    draws_for,
+    largest_chi_square,
+)
+
+Floats = npt.NDArray[np.float64]
+TESTS = 2 * len(promises.TEMPERATURES)
+DRAWS_AT_ONCE = 2000
+
+
+@pytest.fixture(scope="module")
+def weights() -> TinyWeights:
+    return TinyWeights("tensors")
+
+
+# --- counts ------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def binned(weights: TinyWeights) -> dict[str, Floats]:
+    """The probabilities of the cells of both chi-square tests of `distribution`."""
+    first, _, pairs = promises.due_pairs(weights)
+    cells = {"first": cells_of(first * promises.DRAWS), "pairs": cells_of(pairs * promises.DRAWS)}
+    return {name: np.bincount(cells[name], weights=each) for name, each in (("first", first), ("pairs", pairs))}
+
+
+def chi_squares(probabilities: Floats, due: Floats, draw: np.random.Generator) -> Floats:
+    """float64[DRAWS_AT_ONCE]: of counts that follow `probabilities`."""
+    expected = due * promises.DRAWS
+    counts = draw.multinomial(promises.DRAWS, probabilities / probabilities.sum(), size=DRAWS_AT_ONCE)
+    return np.asarray((((counts - expected) ** 2) / expected).sum(-1))
+
+
+@pytest.mark.parametrize("times", now([20, 400], 20))
+@pytest.mark.parametrize("name", ["first", "pairs"])
+def test_counts_of_a_right_sampler_seldom_break_the_promise(binned: dict[str, Floats], name: str, times: int) -> None:
+    """Draw for 40,000 samplers by day and 800,000 by night; three standard deviations of the number that is stated stay allowed."""
+    due, draw = binned[name], np.random.default_rng(1)
+    largest = largest_chi_square(len(due) - 1)
+    alarms = sum(int((chi_squares(due, due, draw) > largest).sum()) for _ in range(times))
+    allowed = times * DRAWS_AT_ONCE * FALSE_ALARM / 2
+    print(f"{name}: {alarms} false alarms of {times * DRAWS_AT_ONCE}, {allowed:.0f} are stated")
+    assert alarms <= allowed + 3 * allowed**0.5
+
+
+@pytest.mark.parametrize("name", ["first", "pairs"])
+def test_counts_show_the_distance_that_is_stated(binned: dict[str, Floats], name: str) -> None:
+    """The one of all distributions so far away whose chi-square is least: half of the mass is too likely by one factor, half too unlikely."""
+    due, draw = binned[name], np.random.default_rng(2)
+    distance = distance_shown(promises.DRAWS, len(due))
+    assert distance <= (promises.DISTANCE if name == "first" else 0.14)
+    likelier = np.arange(len(due)) % 2 == 0
+    mass = due[likelier].sum()
+    wrong = due * np.where(likelier, 1 + distance / mass, 1 - distance / (1 - mass))
+    assert np.abs(wrong - due).sum() / 2 == pytest.approx(distance)
+    largest = largest_chi_square(len(due) - 1)
+    missed = sum(int((chi_squares(wrong, due, draw) <= largest).sum()) for _ in range(10))
+    print(f"{name}: {missed} missed of {10 * DRAWS_AT_ONCE} at a distance of {distance:.3f}, {promises.DRAWS} draws")
+    assert missed <= 10 * DRAWS_AT_ONCE * MISS + 6 * (10 * DRAWS_AT_ONCE * MISS) ** 0.5
+
+
+def test_distances_and_draws_are_inverse() -> None:
+    for cells in (20, 128, 600):
+        assert distance_shown(draws_for(0.1, cells), cells) == pytest.approx(0.1, rel=1e-3)
+
+
+def test_neighbours_share_a_cell_until_enough_are_due() -> None:
+    assert cells_of(np.array([6.0, 1.0, 2.0, 3.0, 9.0, 1.0])).tolist() == [0, 1, 1, 1, 2, 2]
+    outcomes = np.repeat(np.arange(6), [6, 1, 2, 3, 9, 1])
+    exact = ChiSquare.of(outcomes, np.array([6.0, 1.0, 2.0, 3.0, 9.0, 1.0]) / 22)
+    assert exact.value == pytest.approx(0.0, abs=1e-12)
+    assert exact.due.tolist() == [6.0, 6.0, 10.0]
+
+
+# --- temperatures ------------------------------------------------------------------------------------------------------------------
+
+
+def places(weights: TinyWeights, temperature: float, factor: float, draw: np.random.Generator) -> Floats:
+    """float64[n, vocabulary]: the model's log-probabilities at all places of the promise's draws, which a sampler at `factor` times the
+    temperature made.
+    """
+    rows = [
+        request.prompt_ids.tolist() for request in requests_of(promises.REQUESTS, seed=promises.TEMPERATURES.index(temperature))
+    ]
+    found: list[Floats] = []
+    for _ in range(promises.TOKENS):
+        due = np.array([scores[-1] for scores in weights.logprobs_of_rows(rows, temperature)])
+        found.append(due)
+        tokens = drawn(at_temperature(due, factor), draw, 1)[0]
+        rows = [[*row, int(token)] for row, token in zip(rows, tokens, strict=True)]
+    return np.concatenate(found)
+
+
+def drawn(logprobs: Floats, draw: np.random.Generator, times: int) -> npt.NDArray[np.int64]:
+    """int64[times, n]: tokens at n places."""
+    running = np.exp(logprobs).cumsum(-1)
+    tokens = [np.searchsorted(each, draw.random(times) * each[-1], side="right") for each in running]
+    return np.array(tokens).T
+
+
+def gains(due: Floats, factor: float, draw: np.random.Generator, times: int) -> Floats:
+    """float64[times, factors]: the gains of samplers at `factor` times the temperature."""
+    tokens = drawn(at_temperature(due, factor), draw, times)
+    ratios = np.stack([at_temperature(due, each) - due for each in FACTORS], axis=-1)
+    return ratios[np.arange(len(due)), tokens].sum(1)
+
+
+def factor_at_the_bound(due: Floats, farthest: float) -> float:
+    """Return the factor, between 1 and `farthest`, of a sampler whose mean evidence is the bound."""
+    near, far = 0.0, float(np.log(farthest))
+    for _ in range(20):
+        middle = (near + far) / 2
+        probabilities = np.exp(at_temperature(due, np.exp(middle)))
+        means = [(probabilities * (at_temperature(due, each) - due)).sum() for each in FACTORS]
+        near, far = (middle, far) if max(means) < BOUND + np.log(len(FACTORS)) else (near, middle)
+    return float(np.exp(far))
+
+
+def evidence(of_samplers: Floats) -> Floats:
+    highest = of_samplers.max(-1)
+    return np.asarray(highest + np.log(np.exp(of_samplers - highest[:, None]).mean(-1)))
+
+
+BOUND = np.log(TESTS / FALSE_ALARM)
+
+
+def test_the_evidence_is_that_of_the_kit(weights: TinyWeights) -> None:
+    draw = np.random.default_rng(3)
+    due = places(weights, 1.0, 1.0, draw)[:40]
+    tokens = drawn(due, draw, 1)
+    found = Temperatures.of([due[:10], due[10:]], [tokens[0, :10].astype(np.int32), tokens[0, 10:].astype(np.int32)])
+    ratios = np.stack([at_temperature(due, each) - due for each in FACTORS], axis=-1)
+    np.testing.assert_allclose(found.gains, ratios[np.arange(40), tokens[0]].sum(0))
+    assert found.evidence == pytest.approx(evidence(found.gains[None])[0])
+    assert found.count == 40
+    np.testing.assert_allclose(at_temperature(due, 2.0), at_temperature(at_temperature(due, 0.5), 4.0), atol=1e-12)
+
+
+@pytest.mark.parametrize("temperature", promises.TEMPERATURES)
+def test_temperatures_of_a_right_sampler_seldom_break_the_promise(weights: TinyWeights, temperature: float) -> None:
+    """By importance sampling: draws of two samplers, a cooler and a warmer one, that break it half of the time, weighted with how much less
+    likely they are of a right one.
+    """
+    draw = np.random.default_rng(4)
+    due = places(weights, temperature, 1.0, draw)
+    sides = [factor_at_the_bound(due, factor) for factor in (min(FACTORS), max(FACTORS))]
+    tokens = np.concatenate([drawn(at_temperature(due, factor), draw, 1000) for factor in sides])
+    at = np.arange(len(due))
+    found = evidence(np.stack([(at_temperature(due, each) - due)[at, tokens].sum(1) for each in FACTORS], axis=-1))
+    log_weights = -np.logaddexp(*((at_temperature(due, factor) - due)[at, tokens].sum(1) for factor in sides)) + np.log(2)
+    alarms = float(np.where(found > BOUND, np.exp(log_weights), 0.0).mean())
+    print(f"temperature {temperature:g}: a false alarm with probability {alarms:.2g} per turn, {FALSE_ALARM / TESTS:.2g} is stated")
+    assert 0 < alarms <= FALSE_ALARM / TESTS
+
+
+SHOWN = [
+    (temperature, factor)
+    for temperature in promises.TEMPERATURES
+    for factor in FACTORS
+    if temperature <= 1 or not 2 / 3 < factor < 3 / 2
+]
+
+
+@pytest.mark.parametrize(("temperature", "factor"), SHOWN)
+def test_temperatures_show_wrong_ones(weights: TinyWeights, temperature: float, factor: float) -> None:
+    """The probability of a miss, bounded exactly from the model's distributions (Chernoff), and none in 400 samplers."""
+    draw = np.random.default_rng(5)
+    due = places(weights, temperature, factor, draw)
+    wrong = at_temperature(due, factor)
+    # the mean of all ratios is at least a part of that of the right factor
+    needed = BOUND + np.log(len(FACTORS))
+    bounds = [
+        share * needed + np.log(np.exp((1 - share) * wrong + share * due).sum(-1)).sum() for share in np.linspace(0.05, 0.95, 19)
+    ]
+    print(
+        f"temperature {temperature:g}, sampled at {temperature * factor:.2g}: missed with probability {np.exp(min(bounds)):.2g} at most"
+    )
+    assert np.exp(min(bounds)) <= MISS
+    assert (evidence(gains(due, factor, draw, 400)) > BOUND).all()
+
+
+# --- filters -----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cut", promises.CUTS, ids=str)
+def test_cuts_leave_several_tokens_and_each_of_them_counts(weights: TinyWeights, cut: dict[str, Any]) -> None:
+    """A sampler that leaves one of several out is shown at every place where something else is left."""
+    requests = requests_of(60, temperature=promises.WARM)
+    rows = [np.exp(weights.logprobs(request.prompt_ids.tolist(), promises.WARM)[-1]) for request in requests]
+    asked = Sampling(1, temperature=promises.WARM, **cut)
+    left = [promises.left_of(row, asked) for row in rows]
+    assert np.mean([len(each) for each in left]) >= 3
+    for name, off in {"top_k": 0, "top_p": 1.0, "min_p": 0.0}.items():
+        if name in cut:
+            others = [promises.left_of(row, evolve(asked, **{name: off})) for row in rows]
+            assert np.mean([each.keys() != other.keys() for each, other in zip(left, others, strict=True)]) > 0.33, name
+
+
+def test_a_request_of_the_kit_is_met_by_a_cut_at_many_places() -> None:
+    """So many that a third of them are all missed once in ten million."""
+    for place, cut in enumerate(promises.CUTS):
+        requests: list[GenerationRequest] = requests_of(8, first=20 * place, seed=place, temperature=promises.WARM, **cut)
+        assert 0.67 ** sum(request.sampling.max_tokens for request in requests) < 1e-7
