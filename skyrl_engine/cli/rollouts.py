@@ -231,7 +231,7 @@ def _show_attempt(attempt: _ShownAttempt, decode: Callable[[Any], str], *, token
     }
     show_facts({name: value for name, value in facts.items() if value is not None})
     if tokens:
-        columns = ("place", "kind", "id", "text", "logprob", "version", "reward", "advantage", "gap")
+        columns = ("place", "kind", "id", "text", "logprob", "version", "reward", "advantage", "gap", *each.columns)
         show_table(columns, list(_token_rows(each, learned, decode)))
     else:
         show_segments([(_WORDS[kind], decode(each.token_ids[places])) for kind, places in segments_of(each)])
@@ -260,7 +260,7 @@ def _token_rows(each: "Trajectory", learned: "LearnedAttempt | None", decode: Ca
     for kind, places in segments_of(each):
         for place in range(places.start, places.stop):
             token = int(each.token_ids[place])
-            of_sampled: tuple[Any, ...] = ("", "", "", "", "")
+            of_sampled: tuple[Any, ...] = ("",) * (5 + len(each.columns))
             if _WORDS[kind] == "sampled":
                 reward = float(each.rewards[drawn])
                 of_learned = ("", "")
@@ -269,6 +269,7 @@ def _token_rows(each: "Trajectory", learned: "LearnedAttempt | None", decode: Ca
                     of_learned = (f"{learned.advantages[drawn]:.4g}", f"{gap:.1e}")
                 shown = f"{reward:g}" if reward else ""
                 of_sampled = (f"{each.logprobs[drawn]:.4f}", int(versions[drawn]), shown, *of_learned)
+                of_sampled += tuple(f"{values[drawn]:.4g}" for values in each.columns.values())
                 drawn += 1
             yield (place, _WORDS[kind], token, repr(decode([token]))[1:-1], *of_sampled)
 

@@ -11,24 +11,32 @@ import numpy as np
 import numpy.typing as npt
 from attrs import frozen
 
+from skyrl_engine.contracts.values import rollout_columns
 from skyrl_engine.contracts.values.ragged import AnyArray, offsets_of
 from skyrl_engine.contracts.values.rollout import LARGEST_REWARD, Group, Trajectory, VersionSpans
+from skyrl_engine.contracts.values.rollout_columns import RolloutColumn, list_further_columns, list_required_columns
 from skyrl_engine.data.table import arrow_arrays
 from skyrl_engine.errors import ContractError
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
+_REQUIRED: Final[Mapping[str, type[np.generic]]] = {row.name: row.dtype for row in list_required_columns()}
+
 _ARRAYS: Final[Mapping[str, type[np.generic]]] = {
     "token_ids": np.int32,
     "kinds": np.uint8,
     "segment_offsets": np.int64,
-    "logprobs": np.float32,
+    "logprobs": _REQUIRED["logprobs"],
     "version_starts": np.int32,
     "versions": np.int64,
-    "rewards": np.float64,
+    "rewards": _REQUIRED["rewards"],
 }
-"""Array fields of a trajectory by column, with their types. In format 2 of the journal `rewards` are float32."""
+"""Array fields of a trajectory by column, in the order of the journal. In format 2 of the journal `rewards` are float32. What a step
+learned follows, and then the columns that an environment may give."""
+
+_FIRST_OF_TABLE: Final = 3
+"""The format of the journal that has no column of the table beyond those of every attempt; each further row of the table is one format more."""
 
 _LEARNED: Final[Mapping[str, type[np.generic]]] = {"advantages": np.float32, "trained_logprobs": np.float32}
 """Array fields of `Learned` by column, with their types."""
@@ -53,13 +61,34 @@ class LearnedAttempt:
     trained_logprobs: npt.NDArray[np.float32]
 
 
-@cache
+def present_format() -> str:
+    """Return the format that is written: it counts the rows of the table of rollout columns."""
+    return str(_FIRST_OF_TABLE + len(list_further_columns()))
+
+
+def formats() -> tuple[str, ...]:
+    """Return the formats that are read, the newest first."""
+    return tuple(map(str, range(int(present_format()), 1, -1)))
+
+
 def schema(metadata: tuple[tuple[str, str], ...] = ()) -> "pa.Schema":
     """Return the schema of records, with what is to be said of the whole stream."""
+    return _schema(list_further_columns(), metadata)
+
+
+def schema_of_format(number: str) -> "pa.Schema":
+    """Return the schema of records in a format that is read."""
+    if number == "2":
+        return schema_of_format_2()
+    return _schema(list_further_columns()[: int(number) - _FIRST_OF_TABLE], ())
+
+
+@cache
+def _schema(further: tuple[RolloutColumn, ...], metadata: tuple[tuple[str, str], ...]) -> "pa.Schema":
     import pyarrow as pa
 
     fields = [pa.field(name, pa.from_numpy_dtype(dtype), nullable=False) for name, dtype in _NUMBERS.items()]
-    lists = {**_ARRAYS, **_LEARNED}.items()
+    lists = {**_ARRAYS, **_LEARNED, **{row.name: row.dtype for row in further}}.items()
     fields += [pa.field(name, pa.list_(pa.from_numpy_dtype(dtype)), nullable=False) for name, dtype in lists]
     fields.append(pa.field("document", pa.string(), nullable=False))
     return pa.schema(fields, metadata=dict(metadata))
@@ -70,17 +99,20 @@ def schema_of_format_2() -> "pa.Schema":
     """Return the schema of records in format 2 of the journal, whose rewards are float32."""
     import pyarrow as pa
 
-    present = schema()
+    present = _schema((), ())
     return present.set(present.get_field_index("rewards"), pa.field("rewards", pa.list_(pa.float32()), nullable=False))
 
 
 def convert_to_present_format(batch: "pa.RecordBatch") -> "tuple[pa.RecordBatch, int]":
     """Return the rows of an older format in this one, and the checksum of their values."""
-    batch = batch.cast(schema())
+    import pyarrow as pa
+
+    nothing = pa.array([[]] * batch.num_rows, pa.list_(pa.float32()))
+    arrays = [batch.column(name) if name in batch.schema.names else nothing for name in schema().names]
+    batch = pa.RecordBatch.from_arrays(arrays, names=schema().names).cast(schema())
     return batch, 0 if batch.num_rows == 0 else checksum_of(columns_of(batch))
 
 
-@cache
 def no_rows() -> "pa.RecordBatch":
     """Return a batch without attempts."""
     return _batch({name: np.zeros(0, dtype=dtype) for name, dtype in _NUMBERS.items()}, {}, [])[0]
@@ -97,6 +129,9 @@ def batch_of(group: Group) -> "tuple[pa.RecordBatch, int]":
         name: np.array([getattr(each, name) for each in group.trajectories], dtype=dtype) for name, dtype in _NUMBERS.items()
     }
     pieces = {name: [_array(each, name) for each in group.trajectories] for name in _ARRAYS}
+    for row in list_further_columns():
+        present = [each.per_token(row) for each in group.trajectories]
+        pieces[row.name] = [np.zeros(0, dtype=row.dtype) if values is None else values for values in present]
     return _batch(numbers, pieces, [_document(group, each) for each in group.trajectories])
 
 
@@ -115,7 +150,8 @@ def _batch(
     import pyarrow as pa
 
     ragged: dict[str, tuple[AnyArray, npt.NDArray[np.int32]]] = {}
-    for name, dtype in {**_ARRAYS, **_LEARNED}.items():
+    further = {row.name: row.dtype for row in list_further_columns()}
+    for name, dtype in {**_ARRAYS, **_LEARNED, **further}.items():
         own = pieces.get(name, [np.zeros(0, dtype=dtype)] * len(documents))
         offsets = offsets_of([len(piece) for piece in own]).astype(np.int32)
         ragged[name] = np.concatenate(own) if own else np.zeros(0, dtype=dtype), offsets
@@ -145,13 +181,18 @@ def _refuse_unfit(group: Group, trajectory: Trajectory) -> None:
         array = _array(trajectory, name)
         assert array.ndim == 1, f"{place}: {name} has the shape {array.shape}"
         assert array.dtype == dtype, f"{place}: {name} is {array.dtype}, not {np.dtype(dtype)}"
-    for name, most in (("logprobs", np.inf), ("rewards", LARGEST_REWARD)):
-        values = getattr(trajectory, name)
-        fits = np.isfinite(values) & (np.abs(values) <= most)
+    for row in rollout_columns.ROLLOUT_COLUMNS:
+        values = trajectory.per_token(row)
+        if values is None:
+            continue
+        assert values.shape == trajectory.logprobs.shape, f"{place}: {row.name} has the shape {values.shape}"
+        assert values.dtype == row.dtype, f"{place}: {row.name} is {values.dtype}, not {np.dtype(row.dtype)}"
+        fits = np.isfinite(values) & (np.abs(values) <= row.largest)
         if not fits.all():
             at = int(np.argmin(fits))
             raise ContractError(
-                f"{place}: {name}[{at}] is {values[at]}", remedy="Give finite numbers: an attempt that cannot be scored has failed"
+                f"{place}: {row.name}[{at}] is {values[at]}",
+                remedy="Give finite numbers: an attempt that cannot be scored has failed",
             )
     if not abs(trajectory.unplaced_reward) <= LARGEST_REWARD:
         raise ContractError(f"{place}: its reward is {trajectory.unplaced_reward}", remedy="Give finite rewards")
@@ -187,7 +228,8 @@ def _texts(documents: Sequence[str]) -> tuple[AnyArray, bytes]:
 def columns_of(batch: "pa.RecordBatch") -> list[AnyArray | bytes]:
     """Return the values of a batch as they were when it was made; those of format 2 without the lengths of documents."""
     found: list[AnyArray | bytes] = [batch.column(name).to_numpy() for name in _NUMBERS]
-    for name in (*_ARRAYS, *_LEARNED):
+    further = [row.name for row in list_further_columns() if row.name in batch.schema.names]
+    for name in (*_ARRAYS, *_LEARNED, *further):
         column = batch.column(name)
         found += [column.values.to_numpy(), column.offsets.to_numpy()]
     lengths, texts = _texts(batch.column("document").to_pylist())
@@ -206,6 +248,7 @@ def group_of(batch: "pa.RecordBatch", header: Mapping[str, Any]) -> Group:
     """Return the group of a batch; `header` says what belongs to all of it."""
     ticket = int(header["ticket"])
     columns = {name: _pieces(batch, name, dtype) for name, dtype in _ARRAYS.items()}
+    further = {row.name: _pieces(batch, row.name, row.dtype) for row in list_further_columns() if row.name in batch.schema.names}
     numbers = {name: batch.column(name).to_pylist() for name in _NUMBERS}
     documents = [json.loads(text) for text in batch.column("document").to_pylist()]
     trajectories = []
@@ -213,6 +256,7 @@ def group_of(batch: "pa.RecordBatch", header: Mapping[str, Any]) -> Group:
         arrays: dict[str, Any] = {name: values[row] for name, values in columns.items()}
         versions = VersionSpans(arrays.pop("version_starts"), arrays.pop("versions"))
         plain: dict[str, Any] = {name: values[row] for name, values in numbers.items()}
+        plain["columns"] = {name: values[row] for name, values in further.items() if len(values[row])}
         trajectories.append(
             Trajectory(ticket=ticket, versions=versions, **arrays, **plain, **{**document, "stops": tuple(document["stops"])})
         )

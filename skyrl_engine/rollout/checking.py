@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 from attrs import frozen
 
-from skyrl_engine.contracts.values.rollout import Group
+from skyrl_engine.contracts.values import rollout_columns
+from skyrl_engine.contracts.values.rollout import Group, Trajectory
 from skyrl_engine.errors import CheckpointError, RolloutError
 from skyrl_engine.rollout.journal_index import JournalIndex, Listing, read_index
 from skyrl_engine.run.checkpoint import CheckpointStore
@@ -92,7 +93,13 @@ def _of_group(group: Group) -> Iterator[str]:
         name = f"attempt {each.member}"
         if each.segment_offsets[-1] != len(each.token_ids) or (np.diff(each.segment_offsets) < 0).any():
             yield f"{name} has {len(each.token_ids)} tokens, and segments up to {each.segment_offsets[-1]}"
-        elif not len(each.logprobs) == len(each.rewards) == sampled:
-            yield f"{name} has {sampled} sampled tokens, {len(each.logprobs)} log-probabilities and {len(each.rewards)} rewards"
+        elif uneven := {row: count for row, count in _count_numbers(each).items() if count != sampled}:
+            yield f"{name} has {sampled} sampled tokens, and {', '.join(f'{count} {row}' for row, count in uneven.items())}"
         elif (np.diff(each.versions.versions) < 0).any():
             yield f"{name} was sampled by weights that get older"
+
+
+def _count_numbers(attempt: Trajectory) -> dict[str, int]:
+    """Count the numbers of every rollout column that the attempt has."""
+    present = {row.name: attempt.per_token(row) for row in rollout_columns.ROLLOUT_COLUMNS}
+    return {name: len(values) for name, values in present.items() if values is not None}

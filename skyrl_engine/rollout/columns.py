@@ -8,9 +8,11 @@ import numpy as np
 import numpy.typing as npt
 from attrs import frozen
 
+from skyrl_engine.contracts.values import rollout_columns
 from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.ragged import IntArray, offsets_of
 from skyrl_engine.contracts.values.rollout import SEGMENT_PROMPT, SEGMENT_SAMPLED, Group, Trajectory
+from skyrl_engine.contracts.values.rollout_columns import RolloutColumn
 from skyrl_engine.rollout.arrow_codec import LearnedAttempt
 
 Truncated = Literal["keep", "mask", "zero_reward"]
@@ -51,8 +53,10 @@ def to_columns(
     """Lay out the attempts of groups that did not fail, in the order of groups and members; `version` is that of the weights to be trained.
 
     A stretch becomes a sample; one in which nothing was sampled is left out. The action axis of a sample is everything behind its prompt; the
-    loss weight is 1 on sampled tokens and 0 on observed ones. Columns: `rewards` in float64, each at the last token of its turn, and
-    `rollout_logprobs`, 0 where nothing was sampled. Per sample: `truncated`, `staleness` (steps since the weights that started it),
+    loss weight is 1 on sampled tokens and 0 on observed ones. Columns are those of the table `rollout_columns.ROLLOUT_COLUMNS` that every
+    attempt has, 0 where nothing was sampled: `rewards` in float64, `rollout_logprobs`, and what environments give.
+
+    Per sample: `truncated`, `staleness` (steps since the weights that started it),
     `environment` (its number in `environments`), and `turn`, which orders the stretches of an attempt. Group ids are tickets. `truncated`
     "mask" takes the loss of attempts that were cut off, "zero_reward" their rewards.
     """
@@ -79,12 +83,16 @@ def to_columns(
 
     answers, answer_lengths = kinds[behind] == SEGMENT_SAMPLED, lengths[behind]
     scored = np.repeat(answers, answer_lengths)
-    logprobs = np.zeros(len(scored), dtype=np.float32)
-    logprobs[scored] = _concatenate([each.logprobs for each in attempts], np.float32)
-    rewards = np.zeros(len(scored))
-    # few tokens have a reward: only those are looked up
-    rewarded = np.flatnonzero(earned != 0)
-    rewards[_places(rewarded, answers, answer_lengths)] = earned[rewarded]
+    columns: dict[str, npt.NDArray[Any]] = {}
+    for row in list_common_columns(attempts):
+        columns[row.column] = np.zeros(len(scored), dtype=row.dtype)
+        if row.per == "token":
+            columns[row.column][scored] = _join_column(attempts, row)
+        else:
+            # few tokens hold a number of their turn: only those are looked up
+            of_turns = earned if row.name == "rewards" else _join_column(attempts, row)
+            held = np.flatnonzero(of_turns != 0)
+            columns[row.column][_places(held, answers, answer_lengths)] = of_turns[held]
 
     cut_off = _cut_off(attempts)
     action_offsets = offsets_of(actions)
@@ -106,11 +114,21 @@ def to_columns(
         token_offsets=offsets_of(_sums(stretch, lengths)),
         action_offsets=action_offsets,
         loss_weight=weight,
-        columns={"rewards": rewards, "rollout_logprobs": logprobs},
+        columns=columns,
         sample_values=sample_values,
         group_ids=np.array([group.ticket for group in owners], dtype=np.int64)[attempt_of_sample],
         trajectory_ids=attempt_of_sample,
     )
+
+
+def list_common_columns(attempts: Sequence[Trajectory]) -> list[RolloutColumn]:
+    """Return the rows of the table that every attempt has in which something was sampled."""
+    answered = [each for each in attempts if len(each.logprobs)]
+    return [
+        row
+        for row in rollout_columns.ROLLOUT_COLUMNS
+        if row.in_every_attempt or (answered and all(each.per_token(row) is not None for each in answered))
+    ]
 
 
 def collect_learned(
@@ -149,6 +167,12 @@ def _rewards(
     last = (offsets_of(sampled)[1:] - 1)[changed]
     rewards[last] = rewards[last] + more[changed]
     return rewards
+
+
+def _join_column(attempts: Sequence[Trajectory], row: RolloutColumn) -> npt.NDArray[Any]:
+    """Return the numbers of a row, of all sampled tokens."""
+    present = [each.per_token(row) for each in attempts]
+    return _concatenate([values for values in present if values is not None], row.dtype)
 
 
 def _places(sampled: IntArray, answers: npt.NDArray[np.bool_], lengths: IntArray) -> IntArray:

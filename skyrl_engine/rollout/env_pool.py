@@ -361,4 +361,6 @@ class EpisodePool:
 
 def _result(table: Mapping[str, Any]) -> StepResult:
     given = table["token_rewards"]
-    return StepResult(**{**table, "messages": tuple(table["messages"]), "token_rewards": None if given is None else tuple(given)})
+    columns = {name: tuple(values) if isinstance(values, list) else values for name, values in table["columns"].items()}
+    lists = {"messages": tuple(table["messages"]), "token_rewards": None if given is None else tuple(given), "columns": columns}
+    return StepResult(**{**table, **lists})

@@ -19,6 +19,7 @@ from attrs import define, field
 
 from skyrl_engine.contracts.kinds.environment import Action, Environment, Episode, StepResult, Task, ToolCall
 from skyrl_engine.contracts.values.rollout import LARGEST_REWARD
+from skyrl_engine.contracts.values.rollout_columns import find_unknown_column, list_further_columns
 from skyrl_engine.errors import EngineError
 from skyrl_engine.registry.owner import place_of
 
@@ -39,6 +40,8 @@ class EpisodeServer:
 
     environments: Sequence[Environment]
     _episodes: dict[int, Episode] = field(factory=dict, init=False)
+    _claimed: dict[int, tuple[str, ...]] = field(factory=dict, init=False)
+    """By episode, the columns that its environment claims to give."""
     _loop: asyncio.AbstractEventLoop = field(factory=asyncio.new_event_loop, init=False)
 
     def handle(self, request: Mapping[str, Any]) -> dict[str, Any]:
@@ -62,28 +65,32 @@ class EpisodeServer:
             }
 
     def _open(self, request: Mapping[str, Any]) -> list[Any]:
-        opened = self.environments[request["environment"]].open(task_of(request["task"]), request["seed"])
+        environment = self.environments[request["environment"]]
+        opened = environment.open(task_of(request["task"]), request["seed"])
         self._episodes[request["episode"]] = opened
+        self._claimed[request["episode"]] = environment.claims.columns
         return _messages(self._await_value(opened.begin()), "begin")
 
     def _step(self, number: int, action: Action) -> dict[str, Any]:
         result = self._await_value(self._episodes[number].step(action))
-        wrong = wrong_with(result, tokens=len(action.token_ids))
+        wrong = wrong_with(result, tokens=len(action.token_ids), claimed=self._claimed[number])
         if wrong is not None:
             raise AnswerError(wrong)
         return _plain(result)
 
     def _close(self, number: int) -> None:
+        self._claimed.pop(number, None)
         if (held := self._episodes.pop(number, None)) is not None:
             self._await_value(held.close())
 
     def close_all(self) -> None:
-        """Close the episodes that are still open; what one of them raises keeps no other from it."""
+        """Close the episodes that are still open, and take no more; what one of them raises keeps no other from it."""
         for number in list(self._episodes):
             try:
                 self._close(number)
             except Exception:  # noqa: BLE001 -- an environment may raise anything
                 traceback.print_exc()
+        self._loop.close()
 
     def _await_value(self, value: Any) -> Any:
         return self._loop.run_until_complete(value) if inspect.isawaitable(value) else value
@@ -110,12 +117,18 @@ def _escape_surrogates(text: str) -> str:
     return text.encode(errors="backslashreplace").decode()
 
 
-def wrong_with(returned: Any, *, tokens: int) -> str | None:
-    """Say what is wrong with an answer to a turn of so many tokens; None where nothing is."""
+def wrong_with(returned: Any, *, tokens: int, claimed: Sequence[str] = ()) -> str | None:
+    """Say what is wrong with an answer to a turn of so many tokens, given the columns that the environment claims; None where nothing is."""
     if not isinstance(returned, StepResult):
         return f"step returned {type(returned).__name__} where a StepResult is due"
-    checks = (wrong_numbers(returned, tokens=tokens), wrong_end(returned), wrong_messages(returned.messages, "step"))
-    return next((wrong for wrong in (*checks, wrong_rest(returned)) if wrong is not None), None)
+    checks = (
+        wrong_numbers(returned, tokens=tokens),
+        wrong_columns(returned, tokens=tokens, claimed=claimed),
+        wrong_end(returned),
+        wrong_messages(returned.messages, "step"),
+        wrong_rest(returned),
+    )
+    return next((wrong for wrong in checks if wrong is not None), None)
 
 
 def wrong_numbers(result: Any, *, tokens: int) -> str | None:
@@ -131,6 +144,26 @@ def wrong_numbers(result: Any, *, tokens: int) -> str | None:
         return None
     if not isinstance(given, Sequence | np.ndarray) or len(given) != tokens or not all(map(_is_number, given)):
         return f"token_rewards is {given!r:.80}, where {tokens} finite numbers are due, one per token"
+    return None
+
+
+def wrong_columns(result: Any, *, tokens: int, claimed: Sequence[str]) -> str | None:
+    """Say which further column of an answer to a turn of so many tokens is unknown, missing, or not of finite numbers."""
+    if not isinstance(result.columns, Mapping):
+        return f"columns is {result.columns!r:.80}, where names with numbers are due"
+    if (wrong := find_unknown_column(list(result.columns))) is not None:
+        return wrong
+    if (extra := next((name for name in result.columns if name not in claimed), None)) is not None:
+        return f"columns has {extra!r}, which the environment's claims do not name"
+    if (missing := next((name for name in claimed if name not in result.columns), None)) is not None:
+        return f"columns lacks {missing!r}, which the environment's claims name"
+    for row in list_further_columns():
+        values = result.columns.get(row.name, ())
+        if row.per == "turn" and _is_number(values):
+            continue
+        is_list = isinstance(values, Sequence | np.ndarray) and not isinstance(values, str)
+        if row.name in claimed and not (is_list and len(values) == tokens and all(map(_is_number, values))):
+            return f"columns has {row.name} = {values!r:.80}, where {tokens} finite numbers are due, one per token"
     return None
 
 
@@ -200,6 +233,10 @@ def _plain(result: StepResult) -> dict[str, Any]:
         "success": None if result.success is None else bool(result.success),
         "messages": [dict(message) for message in result.messages],
         "token_rewards": None if given is None else [float(each) for each in given],
+        "columns": {
+            name: [float(each) for each in values] if isinstance(values, Sequence | np.ndarray) else float(values)
+            for name, values in result.columns.items()
+        },
         **{name: {str(key): float(value) for key, value in table[name].items()} for name in numbers},
     }
 

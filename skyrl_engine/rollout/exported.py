@@ -19,6 +19,7 @@ from typing import Any, Final, Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
+from skyrl_engine.contracts.values import rollout_columns
 from skyrl_engine.contracts.values.ragged import offsets_of
 from skyrl_engine.contracts.values.rollout import (
     SEGMENT_OBSERVED,
@@ -79,9 +80,8 @@ def _row(
         "loss_mask": [int(one and each.status != "failed") for one in each.sampled[behind:last]],
         "segment_kinds": each.kinds[first:end].tolist(),
         "segment_lengths": np.diff(each.segment_offsets[first : end + 1]).tolist(),
-        "logprobs": each.logprobs[scored].tolist(),
         "versions": versions.tolist(),
-        "rewards": each.rewards[scored].tolist(),
+        **{name: values[scored].tolist() for name, values in _columns_of(each).items()},
         "reward": each.reward,
         "unplaced_reward": float(each.unplaced_reward),
         "status": each.status,
@@ -92,6 +92,12 @@ def _row(
         "tool_problems": each.tool_problems,
         **{name: dict(getattr(each, name)) for name in _DOCUMENTS},
     }
+
+
+def _columns_of(each: Trajectory) -> dict[str, npt.NDArray[Any]]:
+    """Return the numbers per sampled token that an attempt has, by their names in the table of rollout columns."""
+    present = {row.name: each.per_token(row) for row in rollout_columns.ROLLOUT_COLUMNS}
+    return {name: values for name, values in present.items() if values is not None}
 
 
 def write_rows(rows: Iterable[Mapping[str, Any]], out: Path, to: To) -> int:
@@ -158,9 +164,8 @@ def _parquet_schema() -> Any:
             "step": number,
             **dict.fromkeys(("prompt", "response"), text),
             **dict.fromkeys(("prompt_ids", "response_ids", "loss_mask", "segment_kinds", "segment_lengths"), numbers),
-            "logprobs": pa.list_(pa.float32()),
             "versions": pa.list_(number),
-            "rewards": pa.list_(pa.float64()),
+            **{row.name: pa.list_(pa.from_numpy_dtype(row.dtype)) for row in rollout_columns.ROLLOUT_COLUMNS},
             **dict.fromkeys(("reward", "unplaced_reward"), pa.float64()),
             **dict.fromkeys(("status", "cause"), text),
             "success": pa.bool_(),
@@ -239,13 +244,12 @@ def _plain_attempt(row: Row, ticket: int, member: int) -> Trajectory:
     reward = row.values.get("reward")
     if isinstance(reward, bool) or not isinstance(reward, int | float):
         raise row.wrong("reward", f"a number is needed, not {reward!r:.80}", "Store what the attempt earned")
-    logprobs = _plain_logprobs(row)
-    if logprobs is not None and len(logprobs) == len(sampled):
-        logprobs = logprobs[sampled]
-    if logprobs is not None and len(logprobs) != sampled.sum():
-        raise row.wrong(
-            "logprobs", f"it has {len(logprobs)} entries for {sampled.sum()} sampled tokens", "Give one per sampled token"
-        )
+    logprobs = _plain_numbers(row, "logprobs", sampled)
+    further = {
+        each.name: _plain_numbers(row, each.name, sampled)
+        for each in rollout_columns.list_further_columns()
+        if not _is_wide(row.values.get(each.name))
+    }
     cut_off = row.values.get("truncated")
     if cut_off not in (None, False, True):
         raise row.wrong("truncated", f"true or false is needed, not {cut_off!r:.80}", "Store whether the attempt was cut off")
@@ -266,12 +270,20 @@ def _plain_attempt(row: Row, ticket: int, member: int) -> Trajectory:
         rewards=rewards,
         unplaced_reward=0.0 if count else _float(reward),
         status="truncated" if cut_off else "finished",
+        columns={name: values for name, values in further.items() if values is not None},
     )
 
 
-def _plain_logprobs(row: Row) -> npt.NDArray[np.float32] | None:
-    """float32: the log-probabilities of a row, of whichever of its tokens; numbers beyond float32 are infinite, missing ones NaN."""
-    given = row.values.get("logprobs")
+def _is_wide(value: Any) -> bool:
+    """Return True for several numbers per token, such as those of a teacher's likeliest tokens: no rollout column has that form."""
+    return isinstance(value, list | tuple) and any(isinstance(each, list | tuple | np.ndarray) for each in value)
+
+
+def _plain_numbers(row: Row, column: str, sampled: npt.NDArray[np.bool_]) -> npt.NDArray[np.float32] | None:
+    """float32: a row's numbers of its sampled tokens, which may stand for all of its response; numbers beyond float32 are infinite, missing
+    ones NaN.
+    """
+    given = row.values.get(column)
     if given is None:
         return None
     with np.errstate(over="ignore"):
@@ -280,7 +292,11 @@ def _plain_logprobs(row: Row) -> npt.NDArray[np.float32] | None:
         except (TypeError, ValueError, OverflowError):
             made = None
     if made is None or made.ndim != 1:
-        raise row.wrong("logprobs", f"a flat list of numbers is needed, not {given!r:.80}", "Store one number per sampled token")
+        raise row.wrong(column, f"a flat list of numbers is needed, not {given!r:.80}", "Store one number per sampled token")
+    if len(made) == len(sampled):
+        made = made[sampled]
+    if len(made) != sampled.sum():
+        raise row.wrong(column, f"it has {len(made)} entries for {sampled.sum()} sampled tokens", "Give one per sampled token")
     return made
 
 
@@ -362,6 +378,7 @@ def _trajectory(rows: Sequence[Mapping[str, Any]]) -> Trajectory:
         raise ValueError(f"the stretches of an attempt are {given}")
     tokens = [np.asarray([operator.index(each) for each in (*row["prompt_ids"], *row["response_ids"])], np.int32) for row in rows]
     versions = joined("versions", np.int64)
+    further = [each for each in rollout_columns.list_further_columns() if all(row.get(each.name) is not None for row in rows)]
     starts = np.flatnonzero(np.diff(versions, prepend=-1))
     last = rows[-1]
     made = Trajectory(
@@ -370,9 +387,9 @@ def _trajectory(rows: Sequence[Mapping[str, Any]]) -> Trajectory:
         token_ids=np.concatenate(tokens),
         kinds=joined("segment_kinds", np.uint8),
         segment_offsets=offsets_of(joined("segment_lengths", np.int64)),
-        logprobs=joined("logprobs", np.float32),
         versions=VersionSpans(starts.astype(np.int32), versions[starts]),
-        rewards=joined("rewards", np.float64),
+        **{each.name: joined(each.name, each.dtype) for each in rollout_columns.list_required_columns()},
+        columns={each.name: joined(each.name, each.dtype) for each in further},
         unplaced_reward=float(last["unplaced_reward"]),
         status=last["status"],
         cause=last["cause"],
@@ -398,7 +415,8 @@ def _wrong_with(attempt: Trajectory, versions: int) -> str | None:
     ):
         return f"segment_kinds are {attempt.kinds.tolist()!s:.80}"
     sampled = count_sampled_tokens(attempt)
-    for name, count in (("logprobs", len(attempt.logprobs)), ("rewards", len(attempt.rewards)), ("versions", versions)):
+    counts = {name: len(values) for name, values in _columns_of(attempt).items()}
+    for name, count in {**counts, "versions": versions}.items():
         if count != sampled:
             return f"{name} has {count} entries for {sampled} sampled tokens"
     if attempt.status not in get_args(Status) or not isinstance(attempt.success, bool | None):

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
-from skyrl_engine.rollout.arrow_codec import checksum_of, columns_of, schema, schema_of_format_2
+from skyrl_engine.rollout.arrow_codec import checksum_of, columns_of, formats, schema_of_format, schema_of_format_2
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -85,9 +85,14 @@ def read_message(content: bytes, at: int) -> tuple["pa.RecordBatch", dict[str, A
     raise errors[0]
 
 
-@cache
 def _schema_messages() -> tuple[bytes, ...]:
-    return tuple(each.serialize().to_pybytes() for each in (schema(), schema_of_format_2()))
+    return tuple(_serialize_schema(schema_of_format(number)) for number in formats())
+
+
+@cache
+def _serialize_schema(schema: "pa.Schema") -> bytes:
+    serialized: bytes = schema.serialize().to_pybytes()
+    return serialized
 
 
 def _extent(content: bytes, at: int) -> tuple[int, int]:

@@ -12,10 +12,12 @@ import numpy as np
 from attrs import define, evolve, field, frozen
 
 from skyrl_engine.contracts.kinds.group_filter import GroupFilter
+from skyrl_engine.contracts.values import rollout_columns
 from skyrl_engine.contracts.values.rollout import LARGEST_REWARD, SEGMENT_PROMPT, Group, Trajectory
 from skyrl_engine.errors import DataError, RolloutError
 from skyrl_engine.registry.bound_plugin import BoundPlugin
 from skyrl_engine.rollout.arrow_codec import LearnedAttempt
+from skyrl_engine.rollout.columns import list_common_columns
 from skyrl_engine.rollout.exported import journal_of, read_rollouts
 from skyrl_engine.rollout.group_source import StepBatch, Valued, drop_reason
 from skyrl_engine.rollout.journal_index import read_index
@@ -53,7 +55,8 @@ class Recording:
 
     `names` are those of its environments, `left_out` counts groups by the reason for which they are not trained on, `attempts` and `tokens`
     (sampled ones) are of the others, `largest` is the most attempts of a group, `longest` the most tokens of a stretch of one. `has_logprobs`
-    is False where the program that wrote the file did not keep the sampler's log-probabilities. `digest` is a hash of all that training reads.
+    is False where the program that wrote the file did not keep the sampler's log-probabilities. `columns` are the further columns that every
+    attempt has, by their names in `SampleColumns`. `digest` is a hash of all that training reads.
     """
 
     place: Path
@@ -65,6 +68,7 @@ class Recording:
     largest: int
     longest: int
     has_logprobs: bool
+    columns: frozenset[str]
     digest: str
 
     def __str__(self) -> str:
@@ -95,6 +99,7 @@ def read_recording(
     tokens: list[int] = []
     longest: list[int] = []
     without_logprobs = 0
+    columns = {row.column for row in rollout_columns.list_further_columns()}
     digest = hashlib.sha256()
     for number, read in enumerate(_readers(place)):
         group = read()
@@ -112,6 +117,7 @@ def read_recording(
         tokens.append(sum(len(each.logprobs) for each in group.finished))
         longest.append(max((_longest_stretch(each) for each in group.finished), default=0))
         without_logprobs += any(np.isnan(each.logprobs).any() for each in group.finished)
+        columns &= {row.column for row in list_common_columns(group.finished)}
         _update(digest, group)
     dropped = Counter(reason for _, reason in kept if reason is not None)
     if kept and dropped.total() / len(kept) > max_drop_share:
@@ -137,6 +143,7 @@ def read_recording(
         max(attempts[each] for each in chosen),
         max(longest[each] for each in chosen),
         without_logprobs == 0,
+        frozenset(columns),
         digest.hexdigest()[:16],
     )
 
@@ -236,6 +243,10 @@ def _check(attempt: Trajectory, name: str, limits: RecordingLimits) -> None:
         )
     if not len(attempt.logprobs):
         raise DataError(f"{name} has no sampled token, and so nothing to learn from", remedy="Remove the attempt")
+    for row in rollout_columns.list_further_columns():
+        values = attempt.per_token(row)
+        if values is not None and not (np.abs(values) <= row.largest).all():
+            raise DataError(f"{name} has a number that is not finite in {row.name}", remedy="Correct or remove the attempt")
     unknown = np.isnan(attempt.logprobs)
     if (unknown.any() and not unknown.all()) or np.isinf(attempt.logprobs).any():
         raise DataError(f"{name} has log-probabilities that are not finite", remedy="Correct or remove the attempt")
@@ -250,5 +261,7 @@ def _update(digest: Any, group: Group) -> None:
     digest.update(f"{group.environment} {group.task_key} {len(group.trajectories)}".encode())
     for each in group.trajectories:
         digest.update(f"{each.member} {each.status} {each.unplaced_reward!r}".encode())
-        for values in (each.token_ids, each.kinds, np.asarray(each.segment_offsets), each.logprobs, each.rewards):
+        of_table = (each.per_token(row) for row in rollout_columns.ROLLOUT_COLUMNS)
+        present = (values for values in of_table if values is not None)
+        for values in (each.token_ids, each.kinds, np.asarray(each.segment_offsets), *present):
             digest.update(np.ascontiguousarray(values).tobytes())

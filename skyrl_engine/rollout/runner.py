@@ -234,6 +234,7 @@ class RolloutRunner:
         assert transcript is not None, "a turn comes first"
         assert last is not None, "a turn comes first"
         transcript.add_reward(result.reward, result.token_rewards)
+        transcript.add_columns(result.columns)
         for sums, values in ((attempt.parts, result.parts), (attempt.metrics, result.metrics)):
             for name, value in values.items():
                 sums[name] = sums.get(name, 0.0) + value

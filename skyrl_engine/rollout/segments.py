@@ -17,15 +17,19 @@ from attrs import frozen
 
 from skyrl_engine.contracts.values.rollout import Group
 from skyrl_engine.errors import RolloutError
-from skyrl_engine.rollout.arrow_codec import LearnedAttempt, decode_learned, group_of, schema, schema_of_format_2
+from skyrl_engine.rollout.arrow_codec import (
+    LearnedAttempt,
+    decode_learned,
+    formats,
+    group_of,
+    present_format,
+    schema_of_format,
+    schema_of_format_2,
+)
 from skyrl_engine.rollout.messages import MARKER, failures, header_of, is_cut_short, read_message, reason_at
 
 if TYPE_CHECKING:
     import pyarrow as pa
-
-FORMAT: Final = "3"
-_FORMATS: Final = (FORMAT, "2")
-"""Formats that are read. In 2 rewards are float32, records have no number, and the head says the run alone."""
 
 _NAME: Final = re.compile(r"segment-(\d{8,})\.arrow")
 
@@ -51,7 +55,8 @@ class Head:
     def metadata(self) -> tuple[tuple[str, str], ...]:
         """Return what the schema of the segment says."""
         text = json.dumps(attrs.asdict(self))
-        return ("run", self.run), ("format", FORMAT), ("segment", text), ("crc32", _head_checksum(text.encode(), FORMAT.encode()))
+        number = present_format()
+        return ("run", self.run), ("format", number), ("segment", text), ("crc32", _head_checksum(text.encode(), number.encode()))
 
 
 @frozen
@@ -230,14 +235,15 @@ def _read_whole(path: Path, content: bytes) -> Segment | None:
 
 
 def _head_of(schema_: "pa.Schema") -> tuple[Head | None, str | None]:
-    """Return the head of a segment and its run: the run alone of format 2, neither where it is damaged."""
+    """Return the head of a segment and its run: the run alone of format 2, whose records have no number, neither where it is damaged."""
     metadata = schema_.metadata or {}
     run, plain = metadata.get(b"run"), schema_.remove_metadata()
     if metadata.get(b"format") == b"2" and run is not None and plain.equals(schema_of_format_2()) and b"segment" not in metadata:
         return None, run.decode()
     text = metadata.get(b"segment", b"")
     right = metadata.get(b"crc32", b"").decode() == _head_checksum(text, metadata.get(b"format", b""))
-    if metadata.get(b"format") != FORMAT.encode() or not text or not right or not plain.equals(schema()):
+    number = metadata.get(b"format", b"").decode(errors="replace")
+    if number == "2" or number not in formats() or not text or not right or not plain.equals(schema_of_format(number)):
         return None, None
     head = Head(**json.loads(text))
     if run is None or run.decode() != head.run:
@@ -325,8 +331,8 @@ def _refuse_other_format(path: Path, content: bytes, entries: list[Entry]) -> No
     found, text = metadata.get(b"format", b"?"), metadata.get(b"segment", b"")
     intact = not text or metadata.get(b"crc32", b"").decode(errors="replace") == _head_checksum(text, found)
     # a head that is as it was written has the word; of one that may be damaged, records that can be read
-    if found.decode(errors="replace") not in _FORMATS and ((text and intact) or not (entries or text)):
+    if found.decode(errors="replace") not in formats() and ((text and intact) or not (entries or text)):
         raise RolloutError(
-            f"{path} is no journal of rollouts of format {' or '.join(reversed(_FORMATS))} ({found.decode(errors='replace')})",
+            f"{path} is no journal of rollouts of format 2 to {present_format()} ({found.decode(errors='replace')})",
             remedy="Use the engine version that wrote it",
         )

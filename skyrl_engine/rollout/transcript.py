@@ -1,6 +1,6 @@
 """A trajectory while it grows: tokens are added behind what is there, and none is ever changed or encoded again."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from skyrl_engine.contracts.values.rollout import (
     Trajectory,
     VersionSpans,
 )
+from skyrl_engine.contracts.values.rollout_columns import RolloutColumn, list_further_columns
 from skyrl_engine.errors import ContractError
 
 Ids = npt.NDArray[np.int32]
@@ -29,6 +30,7 @@ class Transcript:
         self._logprobs: list[npt.NDArray[np.float32]] = []
         self._rewards: list[npt.NDArray[np.float64]] = []
         self._versions: list[npt.NDArray[np.int64]] = []
+        self._columns: dict[str, list[npt.NDArray[np.float32]]] = {}
         self._stops: list[str] = []
         self._unplaced = 0.0
         self._behind_prompts = 0
@@ -112,9 +114,17 @@ class Transcript:
         else:
             self._unplaced += reward
 
+    def add_columns(self, given: Mapping[str, Sequence[float] | float]) -> None:
+        """Add further numbers of the last turn: one per token, or one at its last token, as the table of rollout columns says."""
+        rows = {row.name: row for row in list_further_columns()}
+        for name, values in given.items():
+            self._columns.setdefault(name, []).append(_lay_on_turn(rows[name], values, len(self._rewards[-1])))
+
     def trajectory(self, *, ticket: int, member: int, start_version: int, status: Status = "finished", **facts: Any) -> Trajectory:
         """Return the attempt as it stands; `facts` are fields of `Trajectory` that tokens do not say."""
         kinds = np.array([kind for kind, _ in self._segments], dtype=np.uint8)
+        sampled = sum(map(len, self._logprobs))
+        columns = {name: np.concatenate(parts) for name, parts in self._columns.items()}
         return Trajectory(
             ticket=ticket,
             member=member,
@@ -128,6 +138,8 @@ class Transcript:
             status=status,
             start_version=start_version,
             stops=tuple(self._stops),
+            # a turn that was not answered has no numbers: its attempt has failed
+            columns={name: values for name, values in columns.items() if sampled and len(values) == sampled},
             **facts,
         )
 
@@ -137,6 +149,19 @@ def stop_reason(completion: Completion) -> str:
     if completion.finish != "stop":
         return completion.finish
     return "stop_string" if isinstance(completion.stop, str) else "eos"
+
+
+def _lay_on_turn(row: RolloutColumn, values: Sequence[float] | float, tokens: int) -> npt.NDArray[Any]:
+    if row.per == "turn" and np.ndim(values) == 0:
+        laid = np.zeros(tokens, dtype=row.dtype)
+        laid[-1:] = values
+        return laid
+    if np.shape(values) != (tokens,):
+        raise ContractError(
+            f"the environment gave the column {row.name} as numbers of the shape {list(np.shape(values))} for a turn of {tokens} tokens",
+            remedy="Give one number per token of the action",
+        )
+    return np.array(values, dtype=row.dtype)
 
 
 def _ids(values: npt.ArrayLike) -> Ids:

@@ -16,6 +16,7 @@ from skyrl_engine.contracts.values.rollout import (
     Trajectory,
     VersionSpans,
 )
+from skyrl_engine.contracts.values.rollout_columns import list_further_columns, list_required_columns
 
 finite = st.floats(-1e6, 1e6)
 names = st.text(st.characters(codec="utf-8"), max_size=8)
@@ -59,7 +60,13 @@ def trajectories(draw: st.DrawFn, ticket: int, member: int, start_version: int =
         metrics=draw(numbers),
         info=draw(st.dictionaries(names, json_values, max_size=2)),
         seconds=draw(numbers),
+        columns={row.name: draw(_numbers_of(sampled)) for row in list_further_columns() if sampled and draw(st.booleans())},
     )
+
+
+def _numbers_of(tokens: int) -> st.SearchStrategy[np.ndarray]:
+    """Draw one number per token, float32."""
+    return st.lists(st.floats(-50, 50, width=32), min_size=tokens, max_size=tokens).map(lambda row: np.array(row, dtype=np.float32))
 
 
 @st.composite
@@ -111,7 +118,7 @@ def plain_group(
     return Group(ticket, environment, f"task-{ticket}" if key is None else key, start_version, tuple(members), dropped)
 
 
-ARRAYS = ("token_ids", "kinds", "segment_offsets", "logprobs", "rewards")
+ARRAYS = ("token_ids", "kinds", "segment_offsets", *(row.name for row in list_required_columns()))
 PLAIN = (
     "ticket",
     "member",
@@ -138,6 +145,10 @@ def require_same(got: Group, due: Group) -> None:
         for name in ARRAYS:
             assert getattr(one, name).dtype == getattr(other, name).dtype, name
             assert getattr(one, name).tobytes() == getattr(other, name).tobytes(), name
+        assert one.columns.keys() == other.columns.keys()
+        for name in one.columns:
+            assert one.columns[name].dtype == other.columns[name].dtype, name
+            assert one.columns[name].tobytes() == other.columns[name].tobytes(), name
         for part in ("starts", "versions"):
             assert getattr(one.versions, part).dtype == getattr(other.versions, part).dtype
             assert getattr(one.versions, part).tolist() == getattr(other.versions, part).tolist()

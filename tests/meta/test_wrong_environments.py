@@ -43,6 +43,7 @@ FAULTS = [
     (episodes.NanReward, {"rewards"}, "reward is nan, where a number that is finite as float32 is due"),
     (episodes.NumberResult, {"rewards", "garbage"}, "step returns float"),
     (episodes.TokenRewards, {"rewards"}, "one per token"),
+    (episodes.UnclaimedColumn, {"rewards"}, "which the environment's claims do not name"),
     (episodes.MutatesTask, {"task_unchanged"}, "changes the task, which other attempts are given as well"),
     (episodes.TellsTheAnswer, {"echo"}, "a success without the solution"),
     (episodes.PaysNothing, {"solution"}, "has the reward 0.9, which is no success"),

@@ -145,6 +145,13 @@ class TokenRewardsEpisode(Episode):
         return evolve(super().step(action), token_rewards=tuple(0.5 for _ in range(len(action.token_ids) + 1)), parts={})
 
 
+class UnclaimedColumnEpisode(Episode):
+    """Gives numbers per token that its environment's claims do not name."""
+
+    def step(self, action):
+        return evolve(super().step(action), columns={"teacher_logprobs": tuple(-0.5 for _ in action.token_ids)})
+
+
 class MutatesTaskEpisode(Episode):
     def step(self, action):
         self.task.data.setdefault("tries", []).append(action.turn)
@@ -389,6 +396,7 @@ NumberResult = wrong(NumberResultEpisode)
 
 
 TokenRewards = wrong(TokenRewardsEpisode)
+UnclaimedColumn = wrong(UnclaimedColumnEpisode)
 
 
 MutatesTask = wrong(MutatesTaskEpisode)

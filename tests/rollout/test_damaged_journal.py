@@ -360,7 +360,7 @@ def test_a_journal_of_format_2_is_read_around_its_damage_too(folder):
         assert index.losses or index.torn is not None or len(index.segments[0].entries) == len(bounds)
 
 
-def test_a_damaged_segment_of_format_2_is_written_in_format_3(tmp_path):
+def test_a_damaged_segment_of_format_2_is_written_in_the_present_format(tmp_path):
     content = bytearray((Path(__file__).parent / "material" / "format-2.arrow").read_bytes())
     (tmp_path / FIRST).write_bytes(content)
     spoilt = read_segment(tmp_path / FIRST).entries[1]
@@ -390,9 +390,9 @@ def test_another_format_is_refused_though_its_records_could_be_read(tmp_path):
     write_session(tmp_path)
     content = (tmp_path / FIRST).read_bytes()
     head = read_segment(tmp_path / FIRST).head
-    metadata = {**dict(head.metadata()), "format": "4"}
-    metadata["crc32"] = f"{zlib.crc32(metadata['segment'].encode(), zlib.crc32(b'4')):08x}"
+    metadata = {**dict(head.metadata()), "format": "5"}
+    metadata["crc32"] = f"{zlib.crc32(metadata['segment'].encode(), zlib.crc32(b'5')):08x}"
     begin = schema(tuple(metadata.items())).serialize().to_pybytes()
     (tmp_path / FIRST).write_bytes(begin + content[read_segment(tmp_path / FIRST).entries[0].offset :])
-    with pytest.raises(RolloutError, match=r"no journal of rollouts of format 2 or 3 \(4\)"):
+    with pytest.raises(RolloutError, match=r"no journal of rollouts of format 2 to 4 \(5\)"):
         opened(tmp_path, resumed=0)

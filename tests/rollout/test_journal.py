@@ -342,7 +342,7 @@ def test_a_journal_of_another_format_is_refused(tmp_path):
     schema = pa.schema([("x", pa.int32())], metadata={"run": "run-a", "format": "0"})
     with pa.OSFile(str(tmp_path / "segment-00000001.arrow"), "wb") as file, pa.ipc.new_stream(file, schema) as stream:
         stream.write_batch(pa.RecordBatch.from_pylist([{"x": 1}], schema=schema))
-    with pytest.raises(RolloutError, match="no journal of rollouts of format 2 or 3"):
+    with pytest.raises(RolloutError, match="no journal of rollouts of format 2 to 4"):
         opened(tmp_path)
 
 
@@ -386,7 +386,7 @@ def test_numbers_of_numpy_are_plain_ones_afterwards(tmp_path):
 # --- older formats -----------------------------------------------------------------------------------------------------------------
 
 
-def test_a_journal_of_format_2_is_read_and_goes_on_in_format_3(tmp_path):
+def test_a_journal_of_format_2_is_read_and_goes_on_in_the_present_format(tmp_path):
     """The file is what skyrl-engine 0.2 wrote: rewards in float32, which hold 0.1 as 0.10000000149."""
     old = Path(__file__).parent / "material" / "format-2.arrow"
     shutil.copy(old, tmp_path / "segment-00000001.arrow")

@@ -42,6 +42,7 @@ class Options:
     delay: bool = field(default=False, kw_only=True)
     jitter: float = field(default=0.0, kw_only=True)  # seconds at most, other ones in every run
     words: int = field(default=6, kw_only=True)  # of an answer, at most
+    teaches: bool = field(default=False, kw_only=True)  # every answer has the column teacher_logprobs
     dies: str = field(default="", kw_only=True)  # kills itself in a second turn, once for every byte of this file
 
 
@@ -66,10 +67,11 @@ class Episode:
         if self.options.constant is not None:
             worth = self.options.constant
         answer = {"answer": str(int(worth))}
+        columns = {"teacher_logprobs": tuple(-(1 + token % 5) / 4 for token in ids)} if self.options.teaches else {}
         if action.turn + 1 >= self.options.turns:
-            return StepResult(worth, success=worth > 3, info=answer)
+            return StepResult(worth, success=worth > 3, info=answer, columns=columns)
         more = {"role": "user", "content": "more" * (1 + self.seed % self.options.words)}
-        return StepResult(worth / 4, done=False, messages=(more,), info=answer)
+        return StepResult(worth / 4, done=False, messages=(more,), info=answer, columns=columns)
 
     def close(self):
         pass
@@ -78,7 +80,8 @@ class Episode:
 class World:
     def __init__(self, options):
         self.options = options
-        self.claims = EnvironmentClaims(max_turns=options.turns)
+        columns = ("teacher_logprobs",) if options.teaches else ()
+        self.claims = EnvironmentClaims(max_turns=options.turns, columns=columns)
 
     def tasks(self, split):
         count = self.options.tasks if split == "train" else 2

@@ -6,6 +6,8 @@ from typing import Any, Literal, Protocol
 from attrs import Factory, field, frozen
 
 from skyrl_engine.contracts.values.rollout import FinishReason
+from skyrl_engine.contracts.values.rollout_columns import find_unknown_column
+from skyrl_engine.errors import ContractError
 
 Message = Mapping[str, Any]
 """A chat message of plain JSON values: `role`, `content`, and what chat templates read beside them."""
@@ -62,7 +64,8 @@ class StepResult:
     exactly where `messages` go on: of roles user, tool and system, never assistant. `parts` are components of the reward, shown and never
     trained on. `token_rewards`, one per token of the action, stand for `reward` where a process is scored. `sampling` overrides `max_tokens`
     and `stop_strings` of the next turn. `info` is kept with the attempt; its `answer`, the text that the attempt settled on, is what attempts
-    at a task vote by (`rollout/maj@k`).
+    at a task vote by (`rollout/maj@k`). `columns` are further numbers, each one per token of the action, or one for the turn: those that the
+    environment's claims name.
     """
 
     reward: float
@@ -74,6 +77,7 @@ class StepResult:
     info: Mapping[str, Any] = Factory(dict)
     token_rewards: tuple[float, ...] | None = None
     sampling: Mapping[str, Any] = Factory(dict)
+    columns: Mapping[str, tuple[float, ...] | float] = Factory(dict)
 
 
 class Episode(Protocol):
@@ -97,13 +101,19 @@ class Tasks(Protocol):
     def __getitem__(self, index: int) -> Task: ...
 
 
+def _refuse_unknown_columns(_instance: object, _attribute: object, names: tuple[str, ...]) -> None:
+    if (wrong := find_unknown_column(names)) is not None:
+        raise ContractError(wrong, remedy="Name columns of skyrl_engine.contracts.values.rollout_columns in the claims, or none")
+
+
 @frozen
 class EnvironmentClaims:
     """The facts that an environment declares about itself, which planning reads and the kit holds it to.
 
     `max_turns` bounds an episode. A `random` environment may answer the same turns of the same seed differently, and resumes are not exact with
     it. `shared_tasks` says that train and eval share tasks. `pass_threshold` None says that nobody judges attempts: none is a success, none a
-    failure.
+    failure. `columns` are the numbers per token that every answer to a turn gives, which parts of a run may then need: names of
+    `skyrl_engine.contracts.values.rollout_columns`, such as "teacher_logprobs".
     """
 
     max_turns: int = field(default=1)
@@ -111,6 +121,7 @@ class EnvironmentClaims:
     shared_tasks: bool = False
     pass_threshold: float | None = 1.0
     version: str = ""
+    columns: tuple[str, ...] = field(default=(), validator=_refuse_unknown_columns)
 
     def succeeds(self, reward: float) -> bool | None:
         """Say if an attempt of this reward is a success; None where nobody judges."""

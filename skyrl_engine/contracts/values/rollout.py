@@ -10,6 +10,7 @@ import numpy.typing as npt
 from attrs import Factory, field, frozen
 
 from skyrl_engine.contracts.values.ragged import IntArray
+from skyrl_engine.contracts.values.rollout_columns import LARGEST_FLOAT32, RolloutColumn
 from skyrl_engine.contracts.values.ties import equalize_ties
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -18,7 +19,7 @@ Status = Literal["finished", "truncated", "failed"]
 SEGMENT_PROMPT, SEGMENT_SAMPLED, SEGMENT_OBSERVED = 0, 1, 2
 """Kinds of a segment of tokens: what the task asks, what the model sampled, what an environment answered."""
 
-LARGEST_REWARD: Final = float(np.finfo(np.float32).max)
+LARGEST_REWARD: Final = LARGEST_FLOAT32
 """Largest magnitude of a reward: rewards are float64, and the advantages that are made of them float32."""
 
 
@@ -27,6 +28,10 @@ def _read_only(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
     view = array.view()
     view.flags.writeable = False
     return view
+
+
+def _all_read_only(columns: Mapping[str, npt.NDArray[Any]]) -> Mapping[str, npt.NDArray[Any]]:
+    return {name: _read_only(values) for name, values in columns.items()}
 
 
 @frozen(eq=False, slots=False)
@@ -60,6 +65,7 @@ class Trajectory:
 
     On the sampled tokens, in their order: `logprobs` float32[S] in nats under the distribution that was sampled from, `versions`, and
     `rewards` float64[S], a turn's reward at its last token. An empty turn has no place for its reward: `unplaced_reward` sums those up.
+    `columns` are further numbers [S] by name, where the environment gives them: rows of `rollout_columns.ROLLOUT_COLUMNS`.
 
     `status` is "truncated" where the length limit ended it and "failed" where `cause` says why it cannot be trained on. `parts` are components
     of the reward for people; `stops` says per turn what ended it; `seconds` are wall seconds by phase; `info` is what the environment said.
@@ -84,6 +90,11 @@ class Trajectory:
     metrics: Mapping[str, float] = Factory(dict)
     info: Mapping[str, Any] = Factory(dict)
     seconds: Mapping[str, float] = Factory(dict)
+    columns: Mapping[str, npt.NDArray[np.float32]] = field(factory=dict, converter=_all_read_only)
+
+    def per_token(self, column: RolloutColumn) -> npt.NDArray[Any] | None:
+        """Return the numbers [S] of a row of the table of rollout columns; None where the attempt has none."""
+        return getattr(self, column.name) if column.in_every_attempt else self.columns.get(column.name)
 
     @property
     def turns(self) -> int:

@@ -1,8 +1,9 @@
 """The names of columns to give, by `data.map`, for rows that no format describes: what an error proposes."""
 
 from collections.abc import Collection, Mapping
-from difflib import get_close_matches
 from typing import Any, Final
+
+from skyrl_engine.near_words import find_near_word
 
 KEY: Final = "data.map"
 """The table that the names are keys of."""
@@ -44,9 +45,9 @@ def as_keys(names: Mapping[str, str]) -> str:
 def _misspelt(values: Mapping[str, Any], wanted: Collection[str]) -> dict[str, str]:
     found: dict[str, str] = {}
     for column in values:
-        near = get_close_matches(column.lower(), [each for each in wanted if each not in found], n=1, cutoff=0.7)
-        if near and column not in wanted:
-            found[near[0]] = column
+        near = find_near_word(column.lower(), [name for name in wanted if name not in found], cutoff=0.7)
+        if near is not None and column not in wanted:
+            found[near] = column
     return found
 
 

@@ -9,6 +9,7 @@ from attrs import Factory, field, frozen
 from skyrl_engine.contracts.kinds.needs import MODEL_SCORES, column_forms, sample_value
 from skyrl_engine.contracts.values.columns import RESERVED_NAMES
 from skyrl_engine.contracts.values.ragged import AnyArray
+from skyrl_engine.contracts.values.rollout_columns import ROLLOUT_COLUMNS
 from skyrl_engine.data.sources.rows import Row, join_names, kind_of
 from skyrl_engine.data.table.teacher_rows import TEACHER_IDS, TEACHER_LOGPROBS, check_teacher
 from skyrl_engine.data.text.tokenization import TokenizedSample
@@ -20,7 +21,7 @@ UNIT = "unit_ids"
 GROUP = "group_ids"
 ID_COLUMNS = ("sample_ids", GROUP, UNIT)
 _TAKEN = RESERVED_NAMES | {*ID_COLUMNS, "num_actions", "loss_mask", "labels", "row", "images", "image_facts"}
-_OTHER_NAMES = {"rollout_logprobs": "logprobs"}
+_OTHER_NAMES = {row.column: row.name for row in ROLLOUT_COLUMNS if row.column != row.name}
 """Samplers call columns so."""
 _KNOWN_NAMES = frozenset(
     ("advantages", "logprobs", "old_logprobs", "old_values", "ref_logprobs", "returns", "rewards", "rollout_logprobs")

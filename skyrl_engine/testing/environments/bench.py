@@ -257,7 +257,8 @@ def answer(stage: Stage, turn: Turn | None) -> Mapping[str, Any]:
             given: Any = messages
         else:
             given = stage.say(turn)
-            wrong = wrong_with(given, tokens=0 if stage.last is None else len(stage.last.token_ids))
+            tokens = 0 if stage.last is None else len(stage.last.token_ids)
+            wrong = wrong_with(given, tokens=tokens, claimed=stage.environment.claims.columns)
         if wrong is None:
             return {"messages": [dict(each) for each in given]} if turn is None else dict(plain(given))
     except Undecidable:

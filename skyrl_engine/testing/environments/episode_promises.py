@@ -7,7 +7,7 @@ import attrs
 from hypothesis import strategies as st
 
 from skyrl_engine.contracts.kinds.environment import StepResult
-from skyrl_engine.rollout.episode_process import wrong_end, wrong_messages, wrong_numbers, wrong_rest
+from skyrl_engine.rollout.episode_process import wrong_columns, wrong_end, wrong_messages, wrong_numbers, wrong_rest
 from skyrl_engine.testing.environments.bench import (
     MOST_TURNS,
     SPLITS,
@@ -215,6 +215,8 @@ def rewards(subject: Subject[Any], case: Script) -> None:
             raise Broken(f"step returns {type(result).__name__}", "Return a StepResult")
         if (wrong := wrong_numbers(result, tokens=tokens)) is not None:
             raise Broken(wrong, "Give a finite number for every text, also for wrong ones")
+        if (wrong := wrong_columns(result, tokens=tokens, claimed=subject.make().claims.columns)) is not None:
+            raise Broken(wrong, "Give in every answer one number per token for each column that the claims name, and no other")
         if (wrong := wrong_rest(result)) is not None:
             raise Broken(wrong, "Give success as true, false or none, and mappings of plain values")
         try:

@@ -9,6 +9,7 @@ from skyrl_engine.config import ResolvedConfig, SelectedPlugin
 from skyrl_engine.config.reading.origins import format_key
 from skyrl_engine.config.reading.places import absent_places
 from skyrl_engine.contracts.kinds.environment import Environment
+from skyrl_engine.contracts.values.rollout_columns import list_further_columns
 from skyrl_engine.data.text.template_rule import uses_template
 from skyrl_engine.engine.assembly import assemble
 from skyrl_engine.engine.model_files import ModelFiles
@@ -147,8 +148,22 @@ def _build_scoring(draft: RlDraft) -> None:
         return
     recorded = _LOGPROBS[draft.rollouts.has_logprobs] if isinstance(draft.rollouts, Recording) else None
     draft.scoring = plan_scoring_passes(
-        draft.resolved.config.rl, draft.assembly.objective, draft.advantage, recorded=recorded, reducer=draft.assembly.reducer
+        draft.resolved.config.rl,
+        draft.assembly.objective,
+        draft.advantage,
+        recorded=recorded,
+        reducer=draft.assembly.reducer,
+        of_rollouts=_list_columns_of_rollouts(draft),
     )
+
+
+def _list_columns_of_rollouts(draft: RlDraft) -> frozenset[str]:
+    """Return the further columns that every attempt of the run will have."""
+    if isinstance(draft.rollouts, Recording):
+        return draft.rollouts.columns
+    claimed = [frozenset(each.product.claims.columns) for each in draft.environments]
+    rows = list_further_columns() if claimed else ()
+    return frozenset(row.column for row in rows if all(row.name in names for names in claimed))
 
 
 def _build_reference(draft: RlDraft) -> None:

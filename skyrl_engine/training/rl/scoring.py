@@ -1,6 +1,7 @@
 """Which passes a step needs before it learns, decided from what the parts of the run read."""
 
 from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from typing import Final, Literal
 
 from attrs import frozen
@@ -9,6 +10,7 @@ from skyrl_engine.config.schema import RlConfig
 from skyrl_engine.contracts.kinds.advantage import Advantage
 from skyrl_engine.contracts.kinds.needs import DIVERGENCE, MODEL_SCORES, model_score
 from skyrl_engine.contracts.kinds.reducer import Reducer
+from skyrl_engine.contracts.values.rollout_columns import list_further_columns, list_required_columns
 from skyrl_engine.engine.capability import needs_of_reducer
 from skyrl_engine.errors import UnsupportedError
 from skyrl_engine.objective.parts import ObjectiveParts
@@ -21,9 +23,11 @@ VALUES: Final = "old_values"
 BOUND: Final[Mapping[str, str]] = {OLD_LOGPROBS: "logprobs"}
 """The policy as its own old one."""
 
-_GIVEN: Final = ("rewards", "rollout_logprobs", "advantages", "returns", OLD_LOGPROBS, REFERENCE, TEACHER, VALUES)
-"""Columns that the trainer can provide; `returns` where the advantage gives them."""
-
+_GIVEN: Final = (
+    *(row.column for row in reversed(list_required_columns())),
+    *("advantages", "returns", OLD_LOGPROBS, REFERENCE, TEACHER, VALUES),
+)
+"""Columns that every run has or that the trainer can provide; `returns` where the advantage gives them."""
 
 _VALUES_OF_SAMPLES: Final = ("sample:environment", "sample:staleness", "sample:truncated", "sample:turn")
 """Sample values for reducers: the number of their environment, the age of their policy in steps, whether their attempt was cut off, and
@@ -64,13 +68,15 @@ def plan_scoring_passes(
     *,
     recorded: LogprobsAvailability | None = None,
     reducer: BoundPlugin[Reducer] | None = None,
+    of_rollouts: AbstractSet[str] = frozenset(),
 ) -> ScoringPasses:
-    """Choose the passes of every step; `recorded` says what of the sampler was recorded, where nothing is sampled.
+    """Choose the passes of every step; `recorded` says what of the sampler was recorded, where nothing is sampled, and `of_rollouts` are the
+    further columns that all environments, or the recording, give: those of a teacher's need no teacher on the ranks.
 
     Raises UnsupportedError for what a part needs and no pass gives, and for contradictions.
     """
     weighing = {} if reducer is None else needs_of_reducer(reducer)
-    _refuse_unknown({**objective.needs, advantage.label: advantage.product.needs, **weighing}, advantage)
+    _refuse_unknown({**objective.needs, advantage.label: advantage.product.needs, **weighing}, advantage, of_rollouts)
     if recorded == "without_logprobs":
         _refuse_sampler(config, objective, advantage)
     _refuse_two_penalties(config, objective)
@@ -79,7 +85,7 @@ def plan_scoring_passes(
     read = {*objective.columns, *early}
     old = _old(config, read=OLD_LOGPROBS in read or config.kl is not None, early=OLD_LOGPROBS in early, recorded=recorded)
     scores = {**({OLD_LOGPROBS: "logprobs"} if old == "score" else {}), **({VALUES: "values"} if VALUES in read else {})}
-    return ScoringPasses(old, scores, REFERENCE in read, TEACHER in read)
+    return ScoringPasses(old, scores, REFERENCE in read, TEACHER in read - of_rollouts)
 
 
 def _old(
@@ -125,10 +131,16 @@ def _refuse_two_penalties(config: RlConfig, objective: ObjectiveParts) -> None:
         )
 
 
-def _refuse_unknown(asked: Mapping[str, tuple[str, ...]], advantage: BoundPlugin[Advantage]) -> None:
-    known = {*_GIVEN, *MODEL_SCORES, *_VALUES_OF_SAMPLES}
+def _refuse_unknown(asked: Mapping[str, tuple[str, ...]], advantage: BoundPlugin[Advantage], of_rollouts: AbstractSet[str]) -> None:
+    known = {*_GIVEN, *MODEL_SCORES, *_VALUES_OF_SAMPLES, *of_rollouts}
+    may_be_given = {row.column: row.name for row in list_further_columns()}
     for label, needs in asked.items():
         for name in needs:
+            if name not in known and name in may_be_given:
+                raise UnsupportedError(
+                    f"{label} needs the column {name!r}, which not all environments or rollouts of this run give",
+                    remedy=f"Choose environments whose claims name the column {may_be_given[name]!r}, or another part",
+                )
             if name not in known and model_score(name) != DIVERGENCE:
                 raise UnsupportedError(
                     f"{label} needs the column {name!r}, which no rollout has",

@@ -1,6 +1,8 @@
 """`[teacher]`: a frozen model that scores what the student samples, and what is learned from its scores."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,8 +11,10 @@ from rl_runs import Rl, Seen, write_world
 from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM
 
+from skyrl_engine.config import load, resolve
 from skyrl_engine.errors import ModelError, UnsupportedError
 from skyrl_engine.modeling.tiny import write_model, write_tokenizer
+from skyrl_engine.rollout.checking import check_journal
 from skyrl_engine.run.metrics import read_metrics
 from skyrl_engine.training.rl.prepare import prepare
 from skyrl_engine.training.rl.run import run_rl
@@ -85,6 +89,30 @@ def test_a_resumed_run_has_the_same_bits(rl: Rl, teacher: Path) -> None:
     cut = run_rl(rl("cut", *keys, preset=PRESET), resume=True).directory
     saved = [load_file(each / "model" / "model.safetensors") for each in (whole, cut)]
     assert {name: each.tobytes() for name, each in saved[0].items()} == {name: each.tobytes() for name, each in saved[1].items()}
+
+
+def test_an_environment_may_give_the_teachers_log_probabilities_itself(
+    rl: Rl, seen: Seen, tables_of: Callable[..., dict[str, Any]]
+) -> None:
+    """Then no teacher stands on the ranks. The numbers reach the advantages token by token, and come back from the journal."""
+    directory = run_rl(rl("run", "rl.steps=1", preset=PRESET, environment={"teaches": True})).directory
+    live = seen.plans[1].columns
+    given, scored = live.columns, live.loss_weight != 0
+    tokens = np.concatenate(
+        [live.input_ids[end - actions : end] for end, actions in zip(live.token_offsets[1:], live.lengths.actions, strict=True)]
+    )
+    assert given["teacher_logprobs"][scored].tolist() == (-(1 + tokens[scored] % 5) / 4).tolist()
+    assert not given["teacher_logprobs"][~scored].any()
+    differences = given["teacher_logprobs"][scored].astype(np.float64) - given["old_logprobs"][scored].astype(np.float64)
+    np.testing.assert_allclose(given["advantages"][scored], differences, rtol=1e-6)
+    assert check_journal(directory / "rollouts").wrong == ()
+    tables = tables_of("again", preset=PRESET)
+    del tables["environments"]
+    tables["rl"] |= {"rollouts": str(directory), "steps": 1}
+    run_rl(resolve(load(tables, ())))
+    again = seen.plans[1].columns
+    assert again.input_ids.tolist() == live.input_ids.tolist()
+    assert again.columns["teacher_logprobs"].tolist() == given["teacher_logprobs"].tolist()
 
 
 def test_what_cannot_work_is_refused_while_planning(rl: Rl, teacher: Path, tmp_path: Path) -> None:
