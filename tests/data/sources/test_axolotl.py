@@ -64,7 +64,7 @@ TYPES = (
     Type(
         "reflection",
         {"instruction": "hi", "input": "", "output": "good", "reflection": "so", "corrected": "better"},
-        note="`output` is learned, with a warning; `data.map.output=corrected` learns the other",
+        note="trains on `output`, with a warning; `data.map.output=corrected` trains on the other",
     ),
     Type(
         "explainchoice, concisechoice",
@@ -83,7 +83,7 @@ TYPES = (
         "creative_acr.load_critique",
         {"scores": "3", "critiques": "so", "instruction": "hi", "answer": "good"},
         given="data.map.output=answer",
-        note="critiques need a prompt of their own",
+        note="critiques need another prompt",
     ),
     Type(
         "creative_acr.load_revise",
@@ -92,7 +92,7 @@ TYPES = (
     ),
     Type("metharme", {"prompt": "hi", "generation": "good"}),
     Type(
-        "a type of one's own: `field_instruction`, `field_output`",
+        "a user-defined type: `field_instruction`, `field_output`",
         {"ask": "hi", "say": "good"},
         given="data.map.prompt=ask data.map.completion=say",
     ),
@@ -100,7 +100,7 @@ TYPES = (
         "stepwise_supervised",
         {"prompt": "hi", "completions": ["a"], "labels": [True]},
         given=None,
-        note="no trainer learns from single steps",
+        note="no trainer trains on single steps",
     ),
     pair("chatml.argilla", "be kind", "hi", system="be kind", instruction="hi", chosen_response="good", rejected_response="bad"),
     pair("chatml.argilla_chat, chat_template.argilla_chat", chosen=[USER, GOOD], rejected=[USER, BAD]),
