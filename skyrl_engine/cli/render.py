@@ -24,6 +24,7 @@ from skyrl_engine.run.progress import Progress
 from skyrl_engine.visible import visible, visible_line
 
 if TYPE_CHECKING:
+    from skyrl_engine.config.schema import KnownFormat
     from skyrl_engine.data.preview import Preview, SamplePreview
     from skyrl_engine.proof.backends import BackendDifference
     from skyrl_engine.proof.prover import CaseResult
@@ -267,11 +268,11 @@ def _format_data_counts(data: Mapping[str, Any]) -> str:
     )
 
 
-def _format_kept_rows(kind: str, samples: int, rows: int) -> str:
+def _format_kept_rows(kind: "KnownFormat", samples: int, rows: int) -> str:
     """Count samples and the rows that they were made of; a row of preferences is a pair."""
-    from skyrl_engine.data.sources.formats import PAIRS
+    from skyrl_engine.data.sources.formats import FORMATS
 
-    return f"{samples // 2:,} pairs of {rows:,} rows" if kind in PAIRS else f"{samples:,} of {rows:,} rows"
+    return f"{samples // 2:,} pairs of {rows:,} rows" if FORMATS[kind].gives == "pair" else f"{samples:,} of {rows:,} rows"
 
 
 def show_preview(seen: "Preview") -> None:

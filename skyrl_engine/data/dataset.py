@@ -10,15 +10,14 @@ import numpy as np
 import numpy.typing as npt
 from attrs import evolve, frozen
 
-from skyrl_engine.config.schema import DataConfig
+from skyrl_engine.config.schema import DataConfig, KnownFormat
 from skyrl_engine.contracts.values.bundles import Bundles, inseparable
 from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.data.images.processor import NoVision, Vision, VisionInputs
 from skyrl_engine.data.images.store import IMAGES, ImageStore, files_of, image_names
 from skyrl_engine.data.images.tokens import digest_of_states, state_of_file
-from skyrl_engine.data.sources.formats import KnownFormat, Reading
+from skyrl_engine.data.sources.formats import Reading, gather_rows
 from skyrl_engine.data.sources.locate import open_source
-from skyrl_engine.data.sources.ratings import gather_answers
 from skyrl_engine.data.sources.rows import BoolArray, Source
 from skyrl_engine.data.table.cache import TokenCache, cache_key
 from skyrl_engine.data.table.filling import Progress, TableFilling
@@ -137,8 +136,8 @@ def load_columns(
     images that `vision` does not take.
     """
     source = open_source_of(data, split)
-    if reading != "samples" and data.format in ("auto", "ratings"):
-        source = gather_answers(source, data.rating)
+    if reading != "samples":
+        source = gather_rows(data.format, source, data.rating)
     reader = ColumnReader({**dict.fromkeys(data.columns, "data.columns names"), **needed})
     wanted = _select_split_rows(data, source, split, seed)
     cache = TokenCache.of(data.cache)

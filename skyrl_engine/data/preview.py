@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from attrs import frozen
 
+from skyrl_engine.config.schema import KnownFormat
 from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.pairs import roles_in
 from skyrl_engine.contracts.values.ragged import AnyArray, IntArray
 from skyrl_engine.data.dataset import DataCounts, TokenizedDataset
-from skyrl_engine.data.sources.formats import PAIRS
+from skyrl_engine.data.sources.formats import FORMATS
 from skyrl_engine.data.sources.preferences import HALVES
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ class Preview:
     """
 
     name: str
-    format: str
+    format: KnownFormat
     written: str
     counts: DataCounts
     samples: tuple[SamplePreview, ...]
@@ -101,7 +102,7 @@ def preview(
     dataset: TokenizedDataset, tokenizer: "PreTrainedTokenizerBase", *, samples: int = 3, batch_size: int = 32, bins: int = 10
 ) -> Preview:
     """Show the first `samples` samples token by token, of pairs both halves, and lengths and counts of all of them."""
-    if dataset.format in PAIRS:
+    if FORMATS[dataset.format].gives == "pair":
         samples *= 2
     lengths = np.diff(dataset.columns.token_offsets)
     return Preview(
@@ -162,7 +163,7 @@ def first_prompt(dataset: TokenizedDataset, tokenizer: "PreTrainedTokenizerBase"
     if not len(dataset):
         return ()
     tokens = _sample(dataset, tokenizer, 0).tokens
-    if dataset.columns.action_offsets[1] == 1 and dataset.format in PAIRS:
+    if dataset.columns.action_offsets[1] == 1 and FORMATS[dataset.format].gives == "pair":
         other = _sample(dataset, tokenizer, 1).tokens
         common = next((place for place, (a, b) in enumerate(zip(tokens, other, strict=False)) if a.id != b.id), 0)
         return tuple(token.text for token in tokens[:common])

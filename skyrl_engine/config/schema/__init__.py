@@ -5,7 +5,7 @@ schema validates. The text under each key is its meaning in `docs/reference/conf
 """
 
 from skyrl_engine.config.schema.checkpoint import CheckpointConfig
-from skyrl_engine.config.schema.data import DataConfig, DataFormat
+from skyrl_engine.config.schema.data import DataConfig, DataFormat, KnownFormat
 from skyrl_engine.config.schema.engine import EngineConfig
 from skyrl_engine.config.schema.evaluation import EvaluationConfig
 from skyrl_engine.config.schema.metadata import KIND
@@ -37,6 +37,7 @@ __all__ = [
     "EngineConfig",
     "EnvironmentTable",
     "EvaluationConfig",
+    "KnownFormat",
     "LoraConfig",
     "LossTable",
     "MissingTable",

@@ -11,8 +11,7 @@ from skyrl_engine.contracts.values.model import PLACE
 if TYPE_CHECKING:
     from attrs import Attribute
 
-DataFormat = Literal[
-    "auto",
+KnownFormat = Literal[
     "tokens",
     "rollouts",
     "messages",
@@ -25,6 +24,9 @@ DataFormat = Literal[
     "ratings",
     "comparison",
 ]
+"""The names of the formats: each has a row in `data/sources/formats.py`."""
+
+DataFormat = Literal["auto", KnownFormat]
 
 
 def _no_empty_name(_instance: object, attribute: "Attribute[Any]", value: Any) -> None:

@@ -3,13 +3,14 @@
 import numpy as np
 from attrs import evolve, frozen
 
+from skyrl_engine.config.schema import KnownFormat
 from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.extras import IMAGE_GRID, PIXEL_VALUES, TOKEN_TYPES
 from skyrl_engine.contracts.values.ragged import AnyArray, IntArray, Ragged, RaggedView, offsets_of
 from skyrl_engine.data.images.files import StoredImage, parse_image
 from skyrl_engine.data.images.processor import MeasuredImage, VisionInputs
 from skyrl_engine.data.images.tokens import in_threads
-from skyrl_engine.data.sources.formats import KnownFormat, to_example
+from skyrl_engine.data.sources.formats import to_example
 from skyrl_engine.data.sources.rows import Source
 from skyrl_engine.data.table.token_table import TableImages
 from skyrl_engine.data.text.messages import Conversation

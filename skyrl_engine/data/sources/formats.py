@@ -8,7 +8,7 @@ from typing import Final, Literal
 
 from attrs import frozen
 
-from skyrl_engine.config.schema import DataFormat
+from skyrl_engine.config.schema import DataFormat, KnownFormat
 from skyrl_engine.contracts.values.roles import CHOSEN, REJECTED, ROLE
 from skyrl_engine.data.sources.names_to_give import KEY, as_keys, propose_names
 from skyrl_engine.data.sources.preferences import ANSWERS, COLUMNS, LABELS, find_named_column, pair_of, read_labelled_answer
@@ -24,27 +24,25 @@ from skyrl_engine.data.sources.questions import (
     system_of,
     with_system,
 )
-from skyrl_engine.data.sources.ratings import COMPARED, COMPLETIONS, OF_A_ROW, PREFERRED, pair_by_comparison, pair_by_rating
+from skyrl_engine.data.sources.ratings import (
+    COMPARED,
+    COMPLETIONS,
+    OF_A_ROW,
+    PREFERRED,
+    gather_answers,
+    pair_by_comparison,
+    pair_by_rating,
+)
 from skyrl_engine.data.sources.ready_tokens import PROMPT_COLUMNS, RESPONSE_COLUMNS, Tokens, rollout_of, tokens_of
-from skyrl_engine.data.sources.rows import Row, join_names, kind_of
+from skyrl_engine.data.sources.rows import Row, Source, join_names, kind_of
 from skyrl_engine.data.text.messages import Conversation, conversation_of, image_columns, messages_of
 from skyrl_engine.data.text.plain import PlainText
 from skyrl_engine.errors import ColumnError, DataError
 
 Example = Conversation | PlainText | Tokens
-KnownFormat = Literal[
-    "tokens",
-    "rollouts",
-    "messages",
-    "prompt_completion",
-    "alpaca",
-    "text",
-    "segments",
-    "preference",
-    "unpaired_preference",
-    "ratings",
-    "comparison",
-]
+Gives = Literal["sample", "pair", "judged answer"]
+"""Content of a row: one sample, a chosen and a rejected one, or one answer with a label. The samples of the last two have roles."""
+
 Reading = Literal["samples", "preferences", "rewards"]
 """A way to read rows: as samples, as preferences, or as preferences whose whole texts a reward model gives one number each."""
 
@@ -52,21 +50,39 @@ Columns = tuple[tuple[str, ...], ...]
 """Groups of columns, of each of which a row has one."""
 
 
+WithRole = tuple[Example, int | None]
+"""An example and its role (0 chosen, 1 rejected; None: it has none)."""
+
+Read = Callable[[Row, "ReadingRule"], Sequence[WithRole]]
+"""Makes the examples of a row. Raises DataError naming the row and the column."""
+
+
+@frozen
+class ReadingRule:
+    """The settings of a dataset that reading a row depends on: if there is a chat template, and the number that rates answers."""
+
+    has_template: bool
+    rating: str | None = None
+
+
 @frozen
 class Format:
     """One format. Its rows have one column of every group of `needs`, or, where no other format fits, of one of `also`.
 
-    `further` are columns that its rows may have too, and that mean something. `example` makes the example of a row that is one sample, `pair`
-    those of a row that is two, None where its answers are alike; a row of a format with neither is one answer with a label. Both are told if
-    there is a chat template, `pair` also the number that rates answers.
+    `further` are columns that its rows may have too, and that mean something. `gives` says what a row holds, and `read` makes its examples; of a
+    pair whose answers are rated alike there are none. `gather`, where preferences are read, makes of rows with one answer each rows of this
+    format; of other rows it makes nothing. Rows of ready tokens are `of_tokens`, and those that answer nothing are not `is_answer`.
     """
 
     name: KnownFormat
+    gives: Gives
+    read: Read
     needs: Columns
     also: tuple[Columns, ...] = ()
     further: tuple[str, ...] = ()
-    example: Callable[[Row, bool], Example] | None = None
-    pair: Callable[[Row, str | None, bool], Sequence[Example] | None] | None = None
+    gather: Callable[[Source, str | None], Source] | None = None
+    of_tokens: bool = False
+    is_answer: bool = True
 
     @property
     def described(self) -> str:
@@ -77,16 +93,34 @@ class Format:
         """All columns that mean something in this format."""
         return frozenset(self.further).union(*(group for groups in (self.needs, *self.also) for group in groups))
 
+    @property
+    def has_roles(self) -> bool:
+        """Say if its samples are preferences: chosen or rejected."""
+        return self.gives != "sample"
 
-def _of_tokens(row: Row, _has_template: bool) -> Example:
-    return tokens_of(row)
+    def fits(self, columns: Collection[str]) -> bool:
+        """Say if rows with these columns can be read."""
+        return any(_holds(groups, columns) for groups in (self.needs, *self.also))
 
 
-def _of_rollout(row: Row, _has_template: bool) -> Example:
-    return rollout_of(row)
+def _read_sample(make: Callable[[Row], Example]) -> Read:
+    return lambda row, _rule: [(make(row), None)]
 
 
-def _of_messages(row: Row, _has_template: bool) -> Example:
+def _read_sample_by_template(make: Callable[[Row, bool], Example]) -> Read:
+    return lambda row, rule: [(make(row, rule.has_template), None)]
+
+
+def _read_pair(make: Callable[[Row, ReadingRule], Sequence[Example] | None]) -> Read:
+    return lambda row, rule: list(zip(make(row, rule) or (), (CHOSEN, REJECTED), strict=False))
+
+
+def _read_judged_answer(row: Row, rule: ReadingRule) -> Sequence[WithRole]:
+    example, is_wanted = read_labelled_answer(row, has_template=rule.has_template)
+    return [(example, CHOSEN if is_wanted else REJECTED)]
+
+
+def _of_messages(row: Row) -> Example:
     return conversation_of(row, with_system(row, system_of(row), messages_of(row, find_named_column(row, MESSAGES))))
 
 
@@ -113,14 +147,14 @@ def _of_alpaca(row: Row, has_template: bool) -> Example:
     )
 
 
-def _of_text(row: Row, _has_template: bool) -> Example:
+def _of_text(row: Row) -> Example:
     value = row.values.get("text")
     if not isinstance(value, str):
         raise row.wrong("text", f"a string is needed, not {kind_of(value)}", "Store text in this column")
     return PlainText(value)
 
 
-def _of_segments(row: Row, _has_template: bool) -> Example:
+def _of_segments(row: Row) -> Example:
     """Return the text of segments that each say if they carry loss."""
     segments = row.values.get("segments")
     if not isinstance(segments, list | tuple) or not segments:
@@ -139,72 +173,82 @@ def _of_segments(row: Row, _has_template: bool) -> Example:
 _BESIDE_PROMPTS: Final = (*SYSTEM, HISTORY, "input", "tools", "chat_template_kwargs", "images", "image", "videos", "audios")
 """Columns that rows with a prompt may have beside it."""
 
-_ROWS: Final = (
-    Format(
-        "tokens",
-        needs=(("input_ids",), ("labels", "loss_mask", "num_actions")),
-        further=("attention_mask", "margin"),
-        example=_of_tokens,
-    ),
-    Format("rollouts", needs=(PROMPT_COLUMNS, RESPONSE_COLUMNS), further=("loss_mask",), example=_of_rollout),
-    Format("messages", needs=(MESSAGES,), further=_BESIDE_PROMPTS, example=_of_messages),
-    Format(
-        "prompt_completion",
-        needs=(("prompt",), ("completion",)),
-        also=(
-            (("prompt",), ("response", "generation")),
-            (("question",), ("response", "answer")),
-            (("input",), ("output",)),
-            (("article",), ("summary",)),
-            (("message_1",), ("message_2",)),
+FORMATS: Final[dict[KnownFormat, Format]] = {
+    row.name: row
+    for row in (
+        Format(
+            "tokens",
+            "sample",
+            _read_sample(tokens_of),
+            needs=(("input_ids",), ("labels", "loss_mask", "num_actions")),
+            further=("attention_mask", "margin"),
+            of_tokens=True,
         ),
-        further=(*_BESIDE_PROMPTS, *PASSAGES, "choices", "solution", "explanation"),
-        example=_of_prompt_and_completion,
-    ),
-    Format(
-        "alpaca",
-        needs=(("instruction",), ("output",)),
-        also=((("instruction",), ("response",)), (("INSTRUCTION",), ("RESPONSE",))),
-        further=(*_BESIDE_PROMPTS, "reflection", "corrected"),
-        example=_of_alpaca,
-    ),
-    Format("text", needs=(("text",),), example=_of_text),
-    Format("segments", needs=(("segments",),), example=_of_segments),
-    Format(
-        "preference",
-        needs=COLUMNS,
-        further=(*PROMPTS, *_BESIDE_PROMPTS, "margin"),
-        pair=lambda row, _rating, has_template: pair_of(row, has_template=has_template),
-    ),
-    Format(
-        "unpaired_preference",
-        needs=(LABELS, (*ANSWERS, *MESSAGES)),
-        further=(*PROMPTS, *_BESIDE_PROMPTS),
-    ),
-    Format(
-        "ratings",
-        needs=(("prompt", "instruction", "question", "input"), COMPLETIONS),
-        further=(*_BESIDE_PROMPTS, OF_A_ROW),
-        pair=lambda row, rating, has_template: pair_by_rating(row, rating, has_template=has_template),
-    ),
-    Format(
-        "comparison",
-        needs=(*COMPARED, PREFERRED),
-        further=("prompt", "context", HISTORY),
-        pair=lambda row, _rating, has_template: pair_by_comparison(row, has_template=has_template),
-    ),
-)
-
-FORMATS: Final[Mapping[KnownFormat, Format]] = {row.name: row for row in _ROWS}
+        Format(
+            "rollouts",
+            "sample",
+            _read_sample(rollout_of),
+            needs=(PROMPT_COLUMNS, RESPONSE_COLUMNS),
+            further=("loss_mask",),
+            of_tokens=True,
+        ),
+        Format("messages", "sample", _read_sample(_of_messages), needs=(MESSAGES,), further=_BESIDE_PROMPTS),
+        Format(
+            "prompt_completion",
+            "sample",
+            _read_sample_by_template(_of_prompt_and_completion),
+            needs=(("prompt",), ("completion",)),
+            also=(
+                (("prompt",), ("response", "generation")),
+                (("question",), ("response", "answer")),
+                (("input",), ("output",)),
+                (("article",), ("summary",)),
+                (("message_1",), ("message_2",)),
+            ),
+            further=(*_BESIDE_PROMPTS, *PASSAGES, "choices", "solution", "explanation"),
+        ),
+        Format(
+            "alpaca",
+            "sample",
+            _read_sample_by_template(_of_alpaca),
+            needs=(("instruction",), ("output",)),
+            also=((("instruction",), ("response",)), (("INSTRUCTION",), ("RESPONSE",))),
+            further=(*_BESIDE_PROMPTS, "reflection", "corrected"),
+        ),
+        Format("text", "sample", _read_sample(_of_text), needs=(("text",),), is_answer=False),
+        Format("segments", "sample", _read_sample(_of_segments), needs=(("segments",),)),
+        Format(
+            "preference",
+            "pair",
+            _read_pair(lambda row, rule: pair_of(row, has_template=rule.has_template)),
+            needs=COLUMNS,
+            further=(*PROMPTS, *_BESIDE_PROMPTS, "margin"),
+        ),
+        Format(
+            "unpaired_preference",
+            "judged answer",
+            _read_judged_answer,
+            needs=(LABELS, (*ANSWERS, *MESSAGES)),
+            further=(*PROMPTS, *_BESIDE_PROMPTS),
+        ),
+        Format(
+            "ratings",
+            "pair",
+            _read_pair(lambda row, rule: pair_by_rating(row, rule.rating, has_template=rule.has_template)),
+            needs=(("prompt", "instruction", "question", "input"), COMPLETIONS),
+            further=(*_BESIDE_PROMPTS, OF_A_ROW),
+            gather=gather_answers,
+        ),
+        Format(
+            "comparison",
+            "pair",
+            _read_pair(lambda row, rule: pair_by_comparison(row, has_template=rule.has_template)),
+            needs=(*COMPARED, PREFERRED),
+            further=("prompt", "context", HISTORY),
+        ),
+    )
+}
 """The formats by name, in the order in which they are tried, so that a row which one of them describes keeps its meaning."""
-
-PAIRS: Final = tuple(row.name for row in _ROWS if row.pair is not None)
-"""Formats whose rows are two samples each."""
-
-PREFERENCES: Final = tuple(row.name for row in _ROWS if row.example is None)
-"""Formats whose samples have roles."""
-
-_OF_TOKENS: Final = ("tokens", "rollouts")
 
 
 def list_known_columns(kind: KnownFormat) -> frozenset[str]:
@@ -212,7 +256,16 @@ def list_known_columns(kind: KnownFormat) -> frozenset[str]:
 
     Beside ready tokens stand the texts that they were made of, so that there only the columns of ready tokens count.
     """
-    return frozenset().union(*(row.columns for row in _ROWS if kind not in _OF_TOKENS or row.name in _OF_TOKENS))
+    only_tokens = FORMATS[kind].of_tokens
+    return frozenset().union(*(row.columns for row in FORMATS.values() if row.of_tokens or not only_tokens))
+
+
+def gather_rows(asked: DataFormat, source: Source, rating: str | None) -> Source:
+    """Return the source of preferences with rows of one answer each gathered to rows of a format, where it may be of one that does so."""
+    for row in FORMATS.values():
+        if row.gather is not None and asked in ("auto", row.name):
+            source = row.gather(source, rating)
+    return source
 
 
 _STEPS: Final = ("completions", "labels")
@@ -231,73 +284,65 @@ def detect(asked: DataFormat, first: Row, *, preferences: bool = False) -> Known
             remedy="Judge whole answers: store prompt, completion and one label a row",
         )
     if preferences and asked == "auto":
-        of_tokens: tuple[KnownFormat, ...] = ("tokens", "rollouts") if ROLE in have else ()
-        for name in (*PREFERENCES, *of_tokens):
-            if _holds(FORMATS[name].needs, have):
-                return name
+        with_roles = [row for row in FORMATS.values() if row.has_roles]
+        for row in (*with_roles, *(row for row in FORMATS.values() if row.of_tokens and ROLE in have)):
+            if _holds(row.needs, have):
+                return row.name
         raise ColumnError(
             f"no format of preferences has the columns of the dataset: {join_names(have)}",
             remedy=_proposal(first, ["chosen", "rejected", "completion", *LABELS])
             or 'Name them, for instance data.map.chosen=better data.map.rejected=worse, or train on samples: trainer = "sft"',
             key=KEY,
-            details=[f"format {name} needs {FORMATS[name].described}" for name in PREFERENCES],
+            details=[f"format {row.name} needs {row.described}" for row in with_roles],
         )
     if asked != "auto":
-        if not _fits(asked, have):
+        if not FORMATS[asked].fits(have):
             raise _missing(asked, first)
         return asked
-    found = next((row.name for row in _ROWS if _holds(row.needs, have)), None)
-    found = found or next((row.name for row in _ROWS if any(_holds(groups, have) for groups in row.also)), None)
+    found = next((row.name for row in FORMATS.values() if _holds(row.needs, have)), None)
+    found = found or next((row.name for row in FORMATS.values() if any(_holds(groups, have) for groups in row.also)), None)
     if found is not None:
         return found
-    known = [column for row in _ROWS for group in row.needs for column in group]
+    known = [column for row in FORMATS.values() for group in row.needs for column in group]
     raise ColumnError(
         f"no known format has the columns of the dataset: {join_names(have)}",
         remedy=_proposal(first, known)
         or "Name them, for instance data.map.prompt=question data.map.completion=answer, or convert the dataset",
         key=KEY,
-        details=[f"format {row.name} needs {row.described}" for row in _ROWS],
+        details=[f"format {row.name} needs {row.described}" for row in FORMATS.values()],
     )
 
 
 def to_example(row: Row, kind: KnownFormat, *, has_template: bool) -> Example:
-    """Return the row as an example. Raises DataError naming the row and the column, also for images in a format without messages."""
-    if not _fits(kind, list(row.values)):
+    """Return the one example of a row that is one sample. Raises as `to_examples` does."""
+    ((example, role),) = to_examples(row, kind, has_template=has_template, rating=None)
+    assert role is None, "a preference is not one example"
+    return example
+
+
+def to_examples(row: Row, kind: KnownFormat, *, has_template: bool, rating: str | None) -> list[WithRole]:
+    """Return the examples of a row: one without a role, or of a preference each with its role (0 chosen, 1 rejected).
+
+    `rating` names the number by which answers are rated; there is no example where all are rated alike. Raises DataError naming the row and the
+    column, also for images in a format without messages.
+    """
+    row_of_table = FORMATS[kind]
+    if not row_of_table.fits(row.values):
         raise _missing(kind, row)
-    make = FORMATS[kind].example
-    assert make is not None, "a preference is not one example"
-    example = make(row, has_template)
-    if not isinstance(example, Conversation) and (columns := image_columns(row)):
+    columns = image_columns(row)
+    if columns and row_of_table.has_roles:
+        raise row.wrong(next(iter(columns)), "it holds images, and preferences over images are not trained", "Remove the column")
+    examples = list(row_of_table.read(row, ReadingRule(has_template, rating)))
+    if columns and not all(isinstance(example, Conversation) for example, _ in examples):
         raise row.wrong(
             next(iter(columns)),
             f"it holds images, and format {kind!r} has no place for them",
             "Store messages with a part of type image for each, or remove the column to train on the rest",
         )
-    return example
+    return examples
 
 
-def to_examples(row: Row, kind: KnownFormat, *, has_template: bool, rating: str | None) -> list[tuple[Example, int | None]]:
-    """Return the examples of a row: one without a role, or of a preference each with its role (0 chosen, 1 rejected).
-
-    `rating` names the number by which answers are rated; there is no example where all are rated alike. Raises DataError as `to_example` does.
-    """
-    if kind not in PREFERENCES:
-        return [(to_example(row, kind, has_template=has_template), None)]
-    if not _fits(kind, list(row.values)):
-        raise _missing(kind, row)
-    if columns := image_columns(row):
-        raise row.wrong(next(iter(columns)), "it holds images, and preferences over images are not trained", "Remove the column")
-    if (make := FORMATS[kind].pair) is not None:
-        return [(half, role) for role, half in enumerate(make(row, rating, has_template) or ())]
-    made, wanted = read_labelled_answer(row, has_template=has_template)
-    return [(made, CHOSEN if wanted else REJECTED)]
-
-
-def _fits(name: KnownFormat, columns: Sequence[str]) -> bool:
-    return any(_holds(groups, columns) for groups in (FORMATS[name].needs, *FORMATS[name].also))
-
-
-def _holds(groups: Sequence[Sequence[str]], columns: Sequence[str]) -> bool:
+def _holds(groups: Sequence[Sequence[str]], columns: Collection[str]) -> bool:
     return all(any(column in columns for column in group) for group in groups)
 
 

@@ -10,16 +10,14 @@ from typing import Any
 import numpy as np
 from attrs import asdict, evolve, frozen
 
-from skyrl_engine.config.schema import DataConfig
+from skyrl_engine.config.schema import DataConfig, KnownFormat
 from skyrl_engine.contracts.kinds.needs import ROLE_NEED
 from skyrl_engine.contracts.values.roles import ROLE
 from skyrl_engine.data.images.processor import Vision
 from skyrl_engine.data.images.tokens import ImageInspection, digest_of_states
 from skyrl_engine.data.sources.formats import (
-    PAIRS,
-    PREFERENCES,
+    FORMATS,
     Example,
-    KnownFormat,
     Reading,
     detect,
     list_known_columns,
@@ -83,10 +81,10 @@ class TableFilling:
             ids = ids or IdReader(batch[0])
             for row, members in self._samples(batch, kind, encode, images):
                 named = ids(row)
-                if kind in PREFERENCES:
+                if FORMATS[kind].has_roles:
                     # a row's two samples are a unit; sample ids of rows would be doubled
                     named = {name: value for name, value in named.items() if name == GROUP}
-                    named |= {UNIT: row.number} if kind in PAIRS else {}
+                    named |= {UNIT: row.number} if FORMATS[kind].gives == "pair" else {}
                 if not members:
                     counts["dropped_ties"] += 1
                 for example, role, whole in members:
@@ -111,7 +109,7 @@ class TableFilling:
                     own = {} if role is None else {ROLE: role, PROMPT: prompts.setdefault(whole.prompt, len(prompts))}
                     cut = len(sample.loss) < len(whole.loss)
                     # a text that is no answer to anything begins so by its nature
-                    unprompted = isinstance(example, PlainText) and kind != "text" and not rewards and bool(whole.loss[0])
+                    unprompted = isinstance(example, PlainText) and FORMATS[kind].is_answer and not rewards and bool(whole.loss[0])
                     unended = ends is not None and not rewards and not isinstance(example, Tokens) and _last(whole) not in ends
                     if rewards:
                         sample = append_reward_token(sample, self.tokenizer.pad_token_id)
@@ -143,7 +141,7 @@ class TableFilling:
 
     def _reader(self, kind: KnownFormat) -> ColumnReader:
         """Return what reads further columns: rows of preferences say the role of a sample in their own way."""
-        if kind not in PREFERENCES:
+        if not FORMATS[kind].has_roles:
             return self.reader
         return ColumnReader({need: asker for need, asker in self.reader.needed.items() if need != ROLE_NEED})
 
@@ -168,7 +166,7 @@ class TableFilling:
             for example, role in examples or ():
                 laid = images.attempt(partial(next(laying), next(encoded)))
                 members.append((example, role, None if laid is None else apply_row_weight(row, laid)))
-            if kind in PAIRS:
+            if FORMATS[kind].gives == "pair":
                 _refuse_equal_halves(row, [sample for *_, sample in members if sample is not None])
             yield row, members if examples is not None else [(None, None, None)]
 
@@ -199,7 +197,7 @@ def _refuse_equal_halves(row: Row, halves: Sequence[TokenizedSample]) -> None:
 
 
 def _name(row: Row, kind: KnownFormat, role: int | None) -> str:
-    return row.name if kind not in PAIRS or role is None else f"{row.name}, {HALVES[role]}"
+    return row.name if FORMATS[kind].gives != "pair" or role is None else f"{row.name}, {HALVES[role]}"
 
 
 def _files(example: Example | None) -> set[str]:

@@ -13,7 +13,7 @@ from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.plan import BatchPlan
 from skyrl_engine.contracts.values.ragged import IntArray
 from skyrl_engine.data.dataset import Split, TokenizedDataset
-from skyrl_engine.data.sources.formats import PREFERENCES, Reading
+from skyrl_engine.data.sources.formats import FORMATS, Reading
 from skyrl_engine.engine.assembly import Assembly
 from skyrl_engine.engine.capability import check_pairs
 from skyrl_engine.engine.model_files import ModelFiles
@@ -58,7 +58,7 @@ def limit_to_model(data: DataConfig, facts: ModelFacts) -> DataConfig:
 
 def check_samples(dataset: TokenizedDataset, facts: ModelFacts, assembly: Assembly, reading: Reading) -> None:
     """Refuse a dataset of another kind than the trainer's, without anything to learn, or of another vocabulary. Raises DataError."""
-    if reading == "samples" and dataset.format in PREFERENCES:
+    if reading == "samples" and FORMATS[dataset.format].has_roles:
         raise ColumnError(
             f"{dataset.name} holds preferences, a chosen and a rejected answer to a prompt, and trainer sft learns from single answers",
             remedy='Set trainer = "preference", or learn from the chosen ones: data.map.completion=chosen',
