@@ -69,7 +69,7 @@ class ReadingRule:
 class Format:
     """One format. Its rows have one column of every group of `needs`, or, where no other format fits, of one of `also`.
 
-    `further` are columns that its rows may have too, and that mean something. `gives` says what a row holds, and `read` makes its examples; of a
+    `further` are columns that its rows may have too, and that mean something. `gives` says what a row holds, `read` makes its examples; of a
     pair whose answers are rated alike there are none. `gather`, where preferences are read, makes of rows with one answer each rows of this
     format; of other rows it makes nothing. Rows of ready tokens are `of_tokens`, and those that answer nothing are not `is_answer`.
     """
