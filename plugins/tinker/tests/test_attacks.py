@@ -180,18 +180,18 @@ def test_order_duplicates_and_mistakes_of_a_model(client, message):
     assert client.post("forward_backward", message(model, 9))[0] == 404
 
 
-def test_a_lane_does_a_number_once_and_in_turn():
+def test_a_worker_does_a_number_once_and_in_turn():
     import asyncio
 
     async def run() -> list[int]:
         order: list[int] = []
-        lane = ModelWorker(asyncio.get_running_loop(), gap_timeout_s=0.05, pump=lambda: False, end=lambda: order.append(-1))
-        promises = [lane.submit(number, lambda number=number: order.append(number) or {}) for number in (2, 3, 1, 2, 6)]
+        worker = ModelWorker(asyncio.get_running_loop(), gap_timeout_s=0.05, pump=lambda: False, end=lambda: order.append(-1))
+        promises = [worker.submit(number, lambda number=number: order.append(number) or {}) for number in (2, 3, 1, 2, 6)]
         assert promises[0] is promises[3]
         for promise in promises:
             assert await promise.wait(20)
-        assert "comes after" in lane.submit(4, dict).answer["error"]
-        await asyncio.to_thread(lane.close)
+        assert "arrived too late" in worker.submit(4, dict).answer["error"]
+        await asyncio.to_thread(worker.close)
         return order
 
     assert asyncio.run(run()) == [1, 2, 3, 6, -1]

@@ -113,7 +113,7 @@ def test_four_hundred_samples_at_once_and_a_heartbeat_meanwhile(other_client, mo
     def held(samplers: Samplers) -> bool:
         if samplers._waiting and not all_there.is_set():
             if len(samplers._waiting) < 400:
-                # the lane takes the next one between two calls of this
+                # the worker takes the next one between two calls of this
                 time.sleep(0.001)
                 return True
             all_there.set()

@@ -173,25 +173,25 @@ def fail_to_end():
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("end", [lambda: None, fail_to_end], ids=["ends", "fails to end"])
-def test_a_lane_that_closes_answers_what_waits(end):
+def test_a_worker_that_closes_answers_what_waits(end):
     import asyncio
 
     from skyrl_engine_tinker.model_worker import ModelWorker, PendingAnswer
 
     async def run() -> list[dict]:
         loop, begun, held = asyncio.get_running_loop(), threading.Event(), threading.Event()
-        lane = ModelWorker(loop, gap_timeout_s=1, pump=lambda: False, end=end)
-        lane.submit(1, lambda: begun.set() or (held.wait(20) and {}))
+        worker = ModelWorker(loop, gap_timeout_s=1, pump=lambda: False, end=end)
+        worker.submit(1, lambda: begun.set() or (held.wait(20) and {}))
         assert await asyncio.to_thread(begun.wait, 20)
         waiting, late = PendingAnswer(loop), PendingAnswer(loop)
-        second = lane.submit(3, dict)
-        lane.submit_unordered(lambda: waiting.set({}), waiting, "a")
-        closing = asyncio.create_task(asyncio.to_thread(lane.close))
+        second = worker.submit(3, dict)
+        worker.submit_unordered(lambda: waiting.set({}), waiting, "a")
+        closing = asyncio.create_task(asyncio.to_thread(worker.close))
         await asyncio.sleep(0.1)
         # `close` has been called, and waits for the request
         held.set()
         await closing
-        lane.submit_unordered(lambda: late.set({}), late, "a")
+        worker.submit_unordered(lambda: late.set({}), late, "a")
         assert await waiting.wait(20)
         assert await late.wait(20)
         assert await second.wait(20)

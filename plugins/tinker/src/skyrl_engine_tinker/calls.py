@@ -1,4 +1,4 @@
-"""Calls that clients post: each reads its body and answers at once, or hands work to the model's lane and answers with a promise."""
+"""Calls that clients post: each reads its body and answers at once, or hands work to the model's worker and answers with a promise."""
 
 import asyncio
 import json
@@ -68,7 +68,7 @@ async def _unload_model(server: Server, body: bytes) -> Answer:
 
 
 async def _get_info(server: Server, body: bytes) -> Answer:
-    _, model = server.lane_of(_json(body)["model_id"])
+    _, model = server.find_trained_model(_json(body)["model_id"])
     facts = {"model_name": model.base_model, "tokenizer_id": server.settings.tokenizer_of(model.base_model)}
     return {"type": "get_info", "model_data": facts, "model_id": model.model_id, "is_lora": model.rank > 0, "lora_rank": model.rank}
 
@@ -178,7 +178,7 @@ async def _sample(server: Server, body: bytes) -> Answer:
     promise = PendingAnswer(asyncio.get_running_loop())
     try:
         call = SampleCall.read(given, limits)
-        lane, model = server.find_sampled_model(sampler)
+        worker, model = server.find_sampled_model(sampler)
     except (RequestError, KeyError, TypeError, ValueError) as error:
         promise.fail(
             error if isinstance(error, RequestError) else RequestError(f"asample was sent with {type(error).__name__}: {error}")
@@ -187,7 +187,7 @@ async def _sample(server: Server, body: bytes) -> Answer:
         return answer
     server.admit(promise, call.count)
     server.register_future(request_id, promise)
-    lane.submit_unordered(lambda: _start_sampling(model, name, sampler, call, promise), promise, sampler.session)
+    worker.submit_unordered(lambda: _start_sampling(model, name, sampler, call, promise), promise, sampler.session)
     return answer
 
 
@@ -214,12 +214,12 @@ def _in_turn(
     server: Server, model_id: Any, number: Any, work: Callable[[ServedModel], Answer], datums: Any | None = None
 ) -> Answer:
     """Promise `work` in the turn of request `number`; `datums` is the request itself where it holds some."""
-    lane, model = server.lane_of(model_id)
+    worker, model = server.find_trained_model(model_id)
     if int(number) < 1:
         raise RequestError(f"seq_id is {number}; requests of a model are counted from 1")
     if datums is not None:
         model.arrive(datums)
-    return server.register_future(f"{model_id}:{int(number)}", lane.submit(int(number), lambda: work(model)))
+    return server.register_future(f"{model_id}:{int(number)}", worker.submit(int(number), lambda: work(model)))
 
 
 CALLS: Mapping[str, Callable[[Server, bytes], Awaitable[Answer]]] = {

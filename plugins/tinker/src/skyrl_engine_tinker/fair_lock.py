@@ -1,4 +1,4 @@
-"""A lock that threads get in the order in which they ask for it: lanes of models on the same ranks take turns, and none waits for ever."""
+"""A lock that threads get in the order in which they ask for it: workers of models on the same ranks take turns, and none waits for ever."""
 
 import threading
 from collections import deque

@@ -1,4 +1,4 @@
-"""A model that is trained and sampled from: requests of the API as calls of `skyrl_engine.Engine`, on the thread of its lane."""
+"""A model that is trained and sampled from: requests of the API as calls of `skyrl_engine.Engine`, on the thread of its worker."""
 
 import json
 import time

@@ -1,4 +1,4 @@
-"""One lane per model: a thread that owns its engine and does its requests one after the other, in the order of their numbers.
+"""One worker per model: a thread that owns its engine and does its requests one after the other, in the order of their numbers.
 
     POST (event loop)  ->  submit(seq, work)  ->  heap by seq  ->  thread: work()  ->  promise  ->  retrieve_future (event loop)
 
@@ -83,7 +83,7 @@ class ModelWorker:
         self._beside: deque[tuple[Callable[[], None], PendingAnswer, str]] = deque()
         self._next, self._gap_since = 1, 0.0
         self._closing = False
-        self._thread = threading.Thread(target=self._run, daemon=True, name="tinker-lane")
+        self._thread = threading.Thread(target=self._run, daemon=True, name="tinker-model-worker")
         self._thread.start()
 
     def submit(self, number: int, work: Callable[[], Answer], promise: PendingAnswer | None = None) -> PendingAnswer:
@@ -178,7 +178,7 @@ class ModelWorker:
         def done() -> None:
             try:
                 promise.set(work())
-            except BaseException as error:  # noqa: BLE001 - whatever a request meets is its answer, and the lane goes on
+            except BaseException as error:  # noqa: BLE001 - whatever a request meets is its answer, and the worker goes on
                 promise.fail(error)
 
         return done

@@ -1,4 +1,4 @@
-"""Samplers of a model: the weights that each samples from, and calls under way. On the thread of the model's lane.
+"""Samplers of a model: the weights that each samples from, and calls under way. On the thread of the model's worker.
 
 A generator reads the memory that is trained, so a sampler has its weights from one of these:
 

@@ -60,13 +60,13 @@ class Server:
         self.places.touch(session)
         return str(session)
 
-    def lane_of(self, model_id: Any) -> tuple[ModelWorker, ServedModel]:
-        """Return a trained model and its lane, which is a sign of life of its session. Raises 404 for a model that is not there."""
+    def find_trained_model(self, model_id: Any) -> tuple[ModelWorker, ServedModel]:
+        """Return a trained model and its worker, which is a sign of life of its session. Raises 404 for a model that is not there."""
         if (found := self.places.find(model_id)) is None:
             raise HTTPException(404, f"there is no model {model_id!r}, or it was closed")
         if found.model.session in self.sessions:
             self.touch(found.model.session)
-        return found.lane, found.model
+        return found.worker, found.model
 
     def create_model(self, model: ServedModel, opening: Opener) -> dict[str, Any]:
         """Make a model that is trained, as soon as there is a place for it. The same request twice is one."""
@@ -91,9 +91,9 @@ class Server:
         if sampler.session in self.sessions:
             self.touch(sampler.session)
         if sampler.model_id is not None:
-            return self.lane_of(sampler.model_id)
+            return self.find_trained_model(sampler.model_id)
         place = self._find_saving_model(sampler.stored) or self.places.sampling(sampler.base_model, sampler.session)
-        return place.lane, place.model
+        return place.worker, place.model
 
     def _find_saving_model(self, stored: SavedWeights | None) -> LoadedModel | None:
         """Return the model that wrote a checkpoint, where there is no room for copies: its memory may hold these very weights."""
@@ -189,7 +189,7 @@ class Server:
                 await asyncio.to_thread(checkpoints.sweep, self.settings.directory)
             for request_id, promise in list(self.promises.items()):
                 if promise.finished_at is not None and now - promise.finished_at > KEPT_SECONDS:
-                    # the lane keeps the promise, to know the request again
+                    # the worker keeps the promise, to know the request again
                     promise.answer = {"error": "the answer is no longer kept", "category": "server"}
                     del self.promises[request_id]
             for session, heard in list(self.sessions.items()):

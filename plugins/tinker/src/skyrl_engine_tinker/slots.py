@@ -1,6 +1,6 @@
 """Places on the ranks: the models that are trained, the base model that hosts sets of adapters, and who waits for a place.
 
-create_model ──► ask ──► place? ──► lane, opened in its first turn ──► leave ──► closed ──► the next that waits
+create_model ──► ask ──► place? ──► worker, opened in its first turn ──► leave ──► closed ──► the next that waits
 │ no                                                             ▲
 └──► waits for signs of life, and is refused beside the living ──┘
 """
@@ -24,16 +24,16 @@ Opener = Callable[[ServedModel], Answer]
 
 @frozen(eq=False)
 class LoadedModel:
-    """A model and its lane; lanes of a host and of its sets of adapters share `turns`. It is opened when those `before` are closed."""
+    """A model and its worker; workers of a host and of its sets of adapters share `turns`. It is opened when those `before` are closed."""
 
     model: ServedModel
-    lane: ModelWorker
+    worker: ModelWorker
     turns: FairLock
     before: list["LoadedModel"]
 
     def close(self) -> None:
-        """End the lane behind the request that it is at, and those before, which it may not have come to. Waits."""
-        self.lane.close()
+        """End the worker behind the request that it is at, and those before, which it may not have come to. Waits."""
+        self.worker.close()
         close_all(self.before)
 
 
@@ -86,7 +86,7 @@ class ModelSlots:
     @property
     def waiting(self) -> int:
         """Count requests that wait for their turn."""
-        return sum(each.lane.waiting for each in self._trained.values())
+        return sum(each.worker.waiting for each in self._trained.values())
 
     def find(self, model_id: str) -> LoadedModel | None:
         """Return the place of a model that is trained."""
@@ -210,7 +210,7 @@ class ModelSlots:
     def _start_worker(
         self, model: ServedModel, opening: Opener, promise: PendingAnswer, before: list[LoadedModel], turns: FairLock
     ) -> LoadedModel:
-        """Start the lane of a model; its first request is `opening`, behind the end of those `before`."""
+        """Start the worker of a model; its first request is `opening`, behind the end of those `before`."""
 
         def first() -> Answer:
             close_all(before)
@@ -220,7 +220,7 @@ class ModelSlots:
                 model.not_opened = failure(error)["error"]
                 raise
 
-        lane = ModelWorker(
+        worker = ModelWorker(
             asyncio.get_running_loop(),
             gap_timeout_s=self.settings.serve.gap_timeout_s,
             pump=model.pump,
@@ -230,5 +230,5 @@ class ModelSlots:
             miss=model.miss,
             turns=turns,
         )
-        lane.submit(0, first, promise)
-        return LoadedModel(model, lane, turns, before)
+        worker.submit(0, first, promise)
+        return LoadedModel(model, worker, turns, before)
