@@ -13,6 +13,7 @@ from attrs import evolve, frozen
 from skyrl_engine.config.schema import DataConfig, KnownFormat
 from skyrl_engine.contracts.values.bundles import Bundles, inseparable
 from skyrl_engine.contracts.values.columns import SampleColumns
+from skyrl_engine.contracts.values.source_names import SOURCE
 from skyrl_engine.data.images.processor import NoVision, Vision, VisionInputs
 from skyrl_engine.data.images.store import IMAGES, ImageStore, files_of, image_names
 from skyrl_engine.data.images.tokens import digest_of_states, state_of_file
@@ -100,6 +101,11 @@ class TokenizedDataset:
 
     def __len__(self) -> int:
         return len(self.columns)
+
+    @property
+    def source_names(self) -> tuple[str, ...]:
+        """Return the names of its datasets, which `sample_values["source_number"]` numbers; none where it is one."""
+        return tuple(name for name, _ in self.source.datasets)
 
     def name_of(self, sample: int) -> str:
         """Name a sample (position) for an error, with the file and line that it is from. Reads the source up to that row."""
@@ -196,7 +202,9 @@ def load_columns(
         assert isinstance(vision, VisionInputs), "a table of images was made with what makes them"
         store = ImageStore(source, kind, table.images.written, vision)
     rendering = Rendering(**table.info["rendering"])
-    return TokenizedDataset(source.name, kind, _columns(table), counts, table.path, source, rendering, store)
+    return TokenizedDataset(
+        source.name, kind, _number_sources(_columns(table), source), counts, table.path, source, rendering, store
+    )
 
 
 _READ_BY: Mapping[str, str] = {
@@ -287,6 +295,14 @@ def _columns(table: TokenTable) -> SampleColumns:
     )
     values = {"row": columns.sample_values["row"], **{name: columns.sample_values[stored] for name, stored in own.items()}}
     return evolve(columns, sample_values=values)
+
+
+def _number_sources(columns: SampleColumns, source: Source) -> SampleColumns:
+    """Return the columns with the number of each sample's dataset, where the source is several."""
+    if not source.datasets:
+        return columns
+    numbers = source.datasets_of(columns.sample_values["row"])
+    return evolve(columns, sample_values={**columns.sample_values, SOURCE: numbers})
 
 
 def _are_images_unchanged(table: TokenTable, source: Source) -> bool:

@@ -11,6 +11,7 @@ from skyrl_engine.contracts.kinds.backend import MicroBatch
 from skyrl_engine.contracts.kinds.loss import Loss, LossOutput, as_loss_output, compares_pairs
 from skyrl_engine.contracts.values.outputs import Metric, RankOutput
 from skyrl_engine.errors import ContractError, DetachedLossError, ResultError
+from skyrl_engine.objective.by_source import losses_of_sources, sum_by_source
 from skyrl_engine.objective.corrections import correct
 from skyrl_engine.objective.outputs import collect, numbers_per_token
 from skyrl_engine.objective.parts import ObjectiveParts
@@ -73,7 +74,7 @@ class LossObjective:
             if not len(weights):
                 # Take part in the backward pass, and in the collectives of its ranks, through all that others take part through.
                 total = sum((tokens.scores[name].sum() for name in sorted(self.parts.scores)), start=total)
-            metrics |= self._sums(weights, total, values)
+            metrics |= self._sums(weights, total, values, token_loss, samples)
             if self.watch:
                 metrics |= policy_metrics(tokens, self.watch)
             shown = {**numbers_per_token(scores), "token_loss": _scatter_to_scored(token_loss, scored)}
@@ -92,13 +93,26 @@ class LossObjective:
                 value = torch.where(factors == 0, 0.0, factors * value)
             yield value if term.coefficient == 1.0 else term.coefficient * value
 
-    def _sums(self, weights: torch.Tensor, total: torch.Tensor, values: list[torch.Tensor]) -> dict[str, Metric]:
-        """`loss`, and what each part contributes to it where there are several."""
-        if len(values) == 1:
+    def _sums(
+        self,
+        weights: torch.Tensor,
+        total: torch.Tensor,
+        values: list[torch.Tensor],
+        token_loss: torch.Tensor,
+        samples: ScoredSamples,
+    ) -> dict[str, Metric]:
+        """`loss`, what each part contributes to it where there are several, and the loss of each source where there are several."""
+        if len(values) == 1 and samples.sources is None:
             return {"loss": Metric.sum(total.item())}
-        sums = torch.stack([total.detach(), *((weights * value.detach()).sum() for value in values)]).tolist()
-        names = ["loss", *(f"objective/{term.name}" for term in self.parts.losses)]
-        return {name: Metric.sum(value) for name, value in zip(names, sums, strict=True)}
+        names, sums = ["loss"], [total.detach()]
+        if len(values) > 1:
+            names += [f"objective/{term.name}" for term in self.parts.losses]
+            sums += [(weights * value.detach()).sum() for value in values]
+        by_source = sum_by_source(weights, token_loss, samples)
+        # one wait for the device
+        read = torch.stack([*sums, *by_source.values()]).tolist()
+        metrics = {name: Metric.sum(value) for name, value in zip(names, read[: len(names)], strict=True)}
+        return metrics | losses_of_sources(dict(zip(by_source, read[len(names) :], strict=True)), samples)
 
 
 def _evaluate_loss(term: BoundPlugin[Loss], tokens: MicroBatchTokens, index: int) -> LossOutput:

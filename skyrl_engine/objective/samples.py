@@ -15,7 +15,8 @@ class ScoredSamples:
 
     `scored` int32 [n] with offsets [S+1] is each token's place on its sample's action axis, `action_lengths` int64[S] that axis' length;
     `columns` by name, float32[n], or [n, k] of float32 or integers; `weights` float64[n] the reducer's; `sample_ids`, `group_ids`, `unit_ids`
-    int64[S]. `roles` int64[S] say which half of a preference a sample is; None where samples have no roles. `carrying` bool[n] says which
+    int64[S]. `roles` int64[S] say which half of a preference a sample is; None where samples have no roles. `sources` int64[S] number the
+    dataset or environment that a sample is from; None where there is one. `carrying` bool[n] says which
     tokens carry loss; None where all of them do.
     """
 
@@ -27,6 +28,7 @@ class ScoredSamples:
     columns: Mapping[str, AnyArray]
     weights: npt.NDArray[np.float64]
     roles: IntArray | None = None
+    sources: IntArray | None = None
     carrying: npt.NDArray[np.bool_] | None = None
 
     @property

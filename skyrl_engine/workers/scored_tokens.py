@@ -9,6 +9,7 @@ from attrs import frozen
 
 from skyrl_engine.contracts.values.pairs import roles_in
 from skyrl_engine.contracts.values.ragged import IntArray, Ragged, offsets_of
+from skyrl_engine.contracts.values.source_names import SOURCE
 from skyrl_engine.objective.samples import ScoredSamples
 from skyrl_engine.workers.dispatch import Shard
 
@@ -97,6 +98,8 @@ def _of_window(shard: Shard, samples_of_batch: IntArray, selection: Selection, l
     entries -= np.repeat(actions_of_batch[:-1], np.diff(entries_of_batch))
     roles = roles_in(columns.sample_values)
     roles = None if roles is None else roles[own].copy()
+    sources = columns.sample_values.get(SOURCE)
+    sources = None if sources is None else sources[own].copy()
     sample_ids, group_ids, unit_ids = (each[own].copy() for each in (columns.sample_ids, columns.group_ids, columns.unit_ids))
 
     parts = (pairwise(each.tolist()) for each in (samples_of_batch, entries_of_batch, scored_of_batch))
@@ -115,6 +118,7 @@ def _of_window(shard: Shard, samples_of_batch: IntArray, selection: Selection, l
                 columns={name: each[first:end] for name, each in values.items()},
                 weights=weights[first:end],
                 roles=None if roles is None else roles[sample:samples_end],
+                sources=None if sources is None else sources[sample:samples_end],
                 carrying=None if loss_tokens is None else loss_tokens[first:end],
             ),
         )

@@ -32,7 +32,7 @@ ENGINE_METRICS = frozenset(
 )
 """Names under which the engine reports its own metrics; a loss gives its metrics other names."""
 
-ENGINE_PREFIXES = ("objective/", "corrections/", "reward/", "rollout/", "policy/", "time/", "evaluation/")
+ENGINE_PREFIXES = ("loss/", "sample_share/", "objective/", "corrections/", "reward/", "rollout/", "policy/", "time/", "evaluation/")
 """Beginnings of such names."""
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from attrs import evolve
 
+from skyrl_engine.contracts.values.source_names import make_distinct
 from skyrl_engine.data.sources.files import ArrowFile, CsvFile, DatasetPart, JsonArray, JsonLines, LoadedDataset, ParquetFile
 from skyrl_engine.data.sources.rows import Source
 from skyrl_engine.errors import DataError
@@ -53,7 +54,16 @@ def open_source(
     if isinstance(location, str):
         return evolve(_open_one(location, split=split, subset=subset), names=names, names_key=names_key)
     sources = [_open_one(each, split=split, subset=subset) for each in location]
-    return Source(", ".join(location), [part for source in sources for part in source.parts], names, names_key)
+    parts = [part for source in sources for part in source.parts]
+    titles = make_distinct([_title_of(each) for each in location])
+    datasets = [(title, len(source.parts)) for title, source in zip(titles, sources, strict=True)]
+    return Source(", ".join(location), parts, names, names_key, datasets if len(datasets) > 1 else ())
+
+
+def _title_of(location: str) -> str:
+    """Return a short name for a dataset: that of its file, without its ending, of its folder, or of the hub id without its owner."""
+    name = Path(location).name or location
+    return name.removesuffix(_kind(Path(name)) or "") or name
 
 
 def _open_one(location: str, *, split: str, subset: str | None) -> Source:

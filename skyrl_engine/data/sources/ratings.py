@@ -142,7 +142,7 @@ def gather_answers(source: Source, rating: str | None) -> Source:
     if not isinstance(values.get(number), int | float) or isinstance(values.get(number), bool):
         return source
     names = {ours: theirs for ours, theirs in source.names.items() if ours != "response"}
-    return Source(source.name, [GatheredAnswers(part, prompt, response) for part in source.parts], names)
+    return evolve(source, parts=[GatheredAnswers(part, prompt, response) for part in source.parts], names=names)
 
 
 @frozen(slots=False)

@@ -86,13 +86,15 @@ class Source:
     """A dataset split: its parts in order. `name` is what the user called it.
 
     `names` maps names of columns that the engine knows to those that the dataset has for them; rows have the engine's. `names_key` is
-    the table of the configuration that says so.
+    the table of the configuration that says so. `datasets` are the names of several datasets in one source and how many parts each has, in
+    the order of the parts; none where it is one dataset.
     """
 
     name: str
     parts: Sequence[DatasetPart]
     names: Mapping[str, str] = MappingProxyType({})
     names_key: str = "data.map"
+    datasets: Sequence[tuple[str, int]] = ()
     _scans: list[Scan] = field(factory=list, init=False)
 
     def scan(self) -> Sequence[Scan]:
@@ -129,6 +131,11 @@ class Source:
         """Return int64[rows]: the part that holds each of these row numbers."""
         starts = offsets_of([scan.rows for scan in self.scan()])
         return np.asarray(np.searchsorted(starts, rows, side="right") - 1, dtype=np.int64)
+
+    def datasets_of(self, rows: npt.ArrayLike) -> IntArray:
+        """Return int64[rows]: the number among `datasets` of the one that holds each of these row numbers."""
+        numbers = np.repeat(np.arange(len(self.datasets), dtype=np.int64), [parts for _, parts in self.datasets])
+        return np.asarray(numbers[self.parts_of(rows)], dtype=np.int64)
 
     def row(self, number: int) -> Row:
         """Read row `number` alone. Raises DataError where its file's format does not allow that."""

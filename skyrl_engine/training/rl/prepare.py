@@ -1,6 +1,5 @@
 """Build a run by reinforcement up to the start of its ranks: check the configuration, build each part, check what was built, in that order."""
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -10,6 +9,7 @@ from skyrl_engine.config.reading.origins import format_key
 from skyrl_engine.config.reading.places import absent_places
 from skyrl_engine.contracts.kinds.environment import Environment
 from skyrl_engine.contracts.values.rollout_columns import list_further_columns
+from skyrl_engine.contracts.values.source_names import make_distinct
 from skyrl_engine.data.text.template_rule import uses_template
 from skyrl_engine.engine.assembly import assemble
 from skyrl_engine.engine.model_files import ModelFiles
@@ -190,6 +190,4 @@ def _build_reward_model(draft: RlDraft) -> None:
 
 def _names(environments: Sequence[SelectedPlugin]) -> tuple[str, ...]:
     """Name environments after their plugins; of several of one plugin each has its number."""
-    names = [each.loaded.record.name for each in environments]
-    counts = Counter(names)
-    return tuple(name if counts[name] == 1 else f"{name}_{names[: number + 1].count(name)}" for number, name in enumerate(names))
+    return make_distinct([each.loaded.record.name for each in environments])

@@ -16,6 +16,7 @@ from skyrl_engine.contracts.kinds.observer import RolloutsFinished
 from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.outputs import Metric, combine_metrics, results_of
 from skyrl_engine.contracts.values.rollout import Group
+from skyrl_engine.contracts.values.source_names import SOURCE
 from skyrl_engine.engine.engine import Engine
 from skyrl_engine.engine.plan import Plan
 from skyrl_engine.engine.results import COUNTED, means_over
@@ -39,6 +40,7 @@ from skyrl_engine.training.rl.prepared import LiveRolloutSpec, PreparedRl
 from skyrl_engine.training.rl.reward_model import value_metrics
 from skyrl_engine.training.rl.rewards import KlPenalty
 from skyrl_engine.training.rl.state import RlState
+from skyrl_engine.training.source_metrics import name_losses_of_sources, shares_of_sources
 from skyrl_engine.training.teacher import TEACHER, teacher_metrics
 
 _OF_RANKS: Final = frozenset({"generate", "score", "train", "publish"})
@@ -128,7 +130,8 @@ class RlTrainer:
                 self.live.sampler.update(number)
             self.source.publish(number)
         reported = {
-            **results_of({**learned, **metrics}),
+            **results_of({**name_losses_of_sources(learned, self._source_names), **metrics}),
+            **shares_of_sources(columns, self._source_names),
             **rollout_metrics(
                 taken.groups,
                 taken.ended,
@@ -214,7 +217,15 @@ class RlTrainer:
         if isinstance(rollouts, Recording) and not rollouts.has_logprobs:
             known = {name: values for name, values in columns.columns.items() if name != ROLLOUT_LOGPROBS}
             columns = attrs.evolve(columns, columns=known)
+        if self._source_names:
+            values = columns.sample_values
+            columns = attrs.evolve(columns, sample_values={**values, SOURCE: values["environment"]})
         return columns
+
+    @property
+    def _source_names(self) -> Sequence[str]:
+        """Return the names of the environments, where there are several."""
+        return self.prepared.names if len(self.prepared.names) > 1 else ()
 
     def _score(self, plan: Plan) -> Plan:
         """Add what the model, the reference and the teacher say of the batch before it is learned from."""

@@ -10,6 +10,7 @@ from skyrl_engine.engine.engine import Engine
 from skyrl_engine.engine.plan import Plan
 from skyrl_engine.errors import DataError
 from skyrl_engine.training.sft.order import SampleOrder
+from skyrl_engine.training.source_metrics import name_losses_of_sources
 
 
 def evaluate(
@@ -23,7 +24,7 @@ def evaluate(
     """Give the metrics of `Engine.evaluate` over all of `dataset`, scored in mini-batches of `batch_size` samples, in their order.
 
     Samples that belong together come together, as in training. `planned` plans a mini-batch, `Engine.plan` where it is not given; `over` as in
-    `Engine.evaluate`.
+    `Engine.evaluate`. Of several datasets each has its own `loss/NAME`.
 
     Raises DataError when no token carries loss.
     """
@@ -35,4 +36,4 @@ def evaluate(
         chosen, position = order.mini_batch(position)
         plan = (planned or engine.plan)(dataset.batch(chosen))
         parts.append(engine.evaluate(plan, per_token_outputs=False, over=over).result().metrics)
-    return results_of(combine_metrics(parts))
+    return results_of(name_losses_of_sources(combine_metrics(parts), dataset.source_names))

@@ -23,6 +23,7 @@ from skyrl_engine.training.sft.evaluation import evaluate
 from skyrl_engine.training.sft.order import Position
 from skyrl_engine.training.sft.prepare import DataProgress, PreparedRun, describe_data, prepare
 from skyrl_engine.training.sft.state import SftState, fingerprint, position_in
+from skyrl_engine.training.source_metrics import name_losses_of_sources, shares_of_sources
 from skyrl_engine.training.teacher import TEACHER
 
 
@@ -156,7 +157,8 @@ class SftTrainer:
             columns = self.prepared.train.batch(chosen)
         result = self.engine.train(self.plan(columns), per_token_outputs=False)
         metrics = {
-            **results_of(result.metrics),
+            **results_of(name_losses_of_sources(result.metrics, self.prepared.train.source_names)),
+            **shares_of_sources(columns, self.prepared.train.source_names),
             "epoch": self.position.epoch + self.position.offset / self.prepared.order.samples,
         }
         self._idle.look(number, metrics, lambda: explain_idle_objective(columns, self.prepared.assembly.objective))

@@ -1,13 +1,20 @@
 """Metrics of rollouts, against numbers worked out by hand."""
 
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
 import pytest
 from attrs import evolve
+from rl_runs import Seen, steps_of
 
+from skyrl_engine.config import load, resolve
 from skyrl_engine.contracts.values.rollout import Group
 from skyrl_engine.rollout.columns import Overlong
 from skyrl_engine.testing.rollout_cases import plain_group
 from skyrl_engine.training.rl.evaluation import evaluation_metrics
 from skyrl_engine.training.rl.metrics import rollout_metrics
+from skyrl_engine.training.rl.run import run_rl
 
 
 def test_rewards_successes_lengths_and_drops() -> None:
@@ -101,3 +108,26 @@ def test_rewards_are_those_that_are_trained_on() -> None:
     kept = rollout_metrics([long, cut], [long, cut], ["spell"])
     assert kept["reward/mean"] == pytest.approx(8 / 3)
     assert "reward/part/overlong" not in kept
+
+
+def test_the_loss_of_an_environment_is_the_mean_over_its_own_tokens(tables_of: Callable[..., dict[str, Any]], seen: Seen) -> None:
+    """At the first optimizer step the ratio is 1, so that a token's loss is minus its advantage."""
+    tables = tables_of("run", preset="grpo")
+    tables["environments"] = [{**tables["environments"][0], "turns": 1}, tables["environments"][0]]
+    given = (
+        "rl.steps=1",
+        "rl.groups=6",
+        "reducer.use=token_mean",
+        "rl.mini_batches=1",
+        "rl.epochs=1",
+    )
+    (record,) = steps_of(run_rl(resolve(load(tables, given))).directory)
+    columns = seen.plans[1].columns
+    environment = np.repeat(columns.sample_values["environment"], columns.lengths.actions)
+    scored = columns.loss_weight != 0
+    for number, name in enumerate(("world_1", "world_2")):
+        own = scored & (environment == number)
+        assert own.any()
+        due = -columns.columns["advantages"][own].astype(np.float64).mean()
+        assert record["metrics"][f"loss/{name}"] == pytest.approx(due, rel=1e-5, abs=1e-7)
+        assert record["metrics"][f"sample_share/{name}"] == np.mean(columns.sample_values["environment"] == number)

@@ -1,0 +1,23 @@
+"""Sources of samples: the datasets, or the environments, that a run trains on together. Samples carry their source's number."""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Final
+
+SOURCE: Final = "source_number"
+"""Name of the sample value, int64[N], that says which source a sample is from, counted from 0. Samples of one source have none."""
+
+
+def make_distinct(names: Sequence[str]) -> tuple[str, ...]:
+    """Return the names, each that comes several times with a number behind it: `train_1`, `train_2`."""
+    counts, taken = Counter(names), set(names)
+    distinct: list[str] = []
+    numbers: Counter[str] = Counter()
+    for name in names:
+        made = name
+        while counts[name] > 1 and made in taken:
+            numbers[name] += 1
+            made = f"{name}_{numbers[name]}"
+        taken.add(made)
+        distinct.append(made)
+    return tuple(distinct)
