@@ -250,7 +250,7 @@ def test_the_losses_of_sources_are_read_with_the_loss_in_one_wait():
     loss = objective(lambda tokens, _: -tokens.logprobs * tokens.advantages, ("logprobs", "advantages"))
     logprobs = torch.tensor([-1.0, -2.0, -3.0], requires_grad=True)
     with OtherDevice() as device:
-        _, output = loss({"logprobs": logprobs}, evolve(batch, samples=samples))
+        _, output = evolve(loss, per_token_outputs=False)({"logprobs": logprobs}, evolve(batch, samples=samples))
     assert [read.what for read in device.reads] == [".tolist()"]
     due = 0.5 * 1.0 + 0.25 * 4.0 + 0.125 * 9.0
     assert output.metrics == {"loss": Metric.sum(due), "loss/3": Metric.mean(due, 0.875)}
