@@ -6,15 +6,32 @@ import click
 
 from skyrl_engine.cli.command import EngineGroup, current_settings
 from skyrl_engine.cli.options import (
+    ReadKeys,
     columns_by_key,
     file_argument,
     load_config,
     map_option,
     one_or_several,
     overrides_argument,
+    resolve_read,
     trust_option,
 )
 from skyrl_engine.cli.terminal import echo_json
+
+READ = ReadKeys(
+    frozenset(
+        {
+            "trainer",
+            *(f"model.{key}" for key in ("path", "tokenizer", "revision", "trust_remote_code", "rotary_length", "chat_template")),
+            "data",
+            "run.seed",
+            *(f"training.{key}" for key in ("batch_size", "micro_batch_rows")),
+            *("plugins", "loss", "reducer"),
+            *("teacher.path", "preference.preset", "reward_model.preset"),
+        }
+    )
+)
+"""Keys of a configuration that say what samples are, which columns the loss reads of them, and how many are padded together."""
 
 
 @click.group(cls=EngineGroup)
@@ -60,7 +77,6 @@ def preview(
     """
     from skyrl_engine.cli import render
     from skyrl_engine.cli.training import warnings_to
-    from skyrl_engine.config import resolve
     from skyrl_engine.data.dataset import Split, load_columns
     from skyrl_engine.data.images.processor import load_vision
     from skyrl_engine.data.preview import preview as look_at
@@ -73,7 +89,8 @@ def preview(
     from skyrl_engine.training.sft.prepare import columns_to_read, list_teacher_columns
 
     flags = {"model.path": model, "data.train": dataset, **columns_by_key(columns)}
-    resolved = resolve(load_config(file, overrides, flags, trust_code=trust_code))
+    raw = load_config(file, overrides, flags, trust_code=trust_code)
+    resolved = resolve_read(raw, lambda key: None if READ.has(key) else "Remove it: samples do not depend on it")
     config = resolved.config
     if not config.has("data"):
         raise ConfigError(

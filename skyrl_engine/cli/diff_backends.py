@@ -13,6 +13,7 @@ from click.core import ParameterSource
 from skyrl_engine.cli.command import EngineCommand
 from skyrl_engine.cli.json_output import to_finite_json
 from skyrl_engine.cli.options import (
+    ReadKeys,
     file_argument,
     flags_of,
     load_config,
@@ -38,7 +39,17 @@ if TYPE_CHECKING:
     _Material = AbstractContextManager[tuple[ResolvedConfig, ModelConfig, SampleColumns, FactoryContext]]
 
 
-_SIZES = ("training.micro_batch_rows", "training.micro_batch_tokens")
+_SIZES = frozenset({"training.micro_batch_rows", "training.micro_batch_tokens"})
+
+READ_OF_TABLES = ReadKeys(frozenset({"plugins", *TABLES, *_SIZES}))
+"""Keys of a configuration that a comparison reads, beside those that `--a`, `--b` and the layouts decide."""
+
+READ_WITH_MODEL = ReadKeys(
+    READ_OF_TABLES.names
+    | {"trainer", "model", "data", "run.seed", *(f"training.{key}" for key in ("batch_size", "shuffle", "drop_last"))},
+    but=frozenset({"model.dtype"}),
+)
+"""Keys that it reads where a model and data are named."""
 
 
 def _number_from_zero(_context: click.Context, _parameter: click.Parameter, value: float) -> float:
@@ -137,9 +148,13 @@ def _refuse_unread(raw: "RawConfig", backends: Sequence[str]) -> None:
             return "Remove it: --layout-a and --layout decide ranks and parallel sizes"
         if table_of(key) == "backend" and of_neither:
             return "Remove it: it is an option of another backend than --a and --b"
-        if "model" not in raw.table and table_of(key) not in ("plugins", *TABLES) and key not in _SIZES:
+        if READ_OF_TABLES.has(key) or ("model" in raw.table and READ_WITH_MODEL.has(key)):
+            return None
+        if "model" not in raw.table and READ_WITH_MODEL.has(key):
             return "Remove it, or name a model and data: without them, recorded rollouts go through a small model"
-        return None
+        if key == "model.dtype":
+            return "Remove it: backends are compared in float32"
+        return "Remove it: one mini-batch goes through two backends, and nothing is trained"
 
     refuse_unread(raw, remedy)
 

@@ -1,8 +1,9 @@
 """`skyrl-engine evaluate`: attempt tasks with a model, and say how often it is right."""
 
+import re
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,10 +11,19 @@ import click
 
 from skyrl_engine.cli.command import EngineCommand, current_settings
 from skyrl_engine.cli.key_values import key_values
-from skyrl_engine.cli.options import load_config, map_option, select_given_options, trust_option, values_by_key
+from skyrl_engine.cli.options import (
+    ReadKeys,
+    load_config,
+    map_option,
+    resolve_read,
+    select_given_options,
+    trust_option,
+    values_by_key,
+)
 from skyrl_engine.cli.terminal import echo, echo_json
 
 if TYPE_CHECKING:
+    from skyrl_engine.config import RawConfig
     from skyrl_engine.training.rl.standalone_evaluation import EvaluationReport
 
 _COMMAND = "skyrl-engine evaluate"
@@ -24,6 +34,49 @@ _OF_RUN = {
     "run": ("seed", "device"),
 }
 """Keys that an evaluation takes over from the run whose model it evaluates."""
+
+READ = ReadKeys(
+    frozenset(
+        {
+            "trainer",
+            *(
+                f"model.{key}"
+                for key in ("path", "tokenizer", "revision", "dtype", "trust_remote_code", "rotary_length", "chat_template")
+            ),
+            "model.lora.path",
+            *(f"rl.{key}" for key in ("max_tokens", "max_prompt_tokens", "stop_strings", "history", "template")),
+            *(f"run.{key}" for key in ("seed", "launch", "ranks", "oversubscribe", "device", "ray_address")),
+            *(f"rollouts.{key}" for key in ("workers", "timeout_s", "retries", "max_failure_share")),
+            *(f"evaluation.{key}" for key in ("samples", "tasks", "temperature")),
+            *(f"reward_model.{key}" for key in ("path", "revision", "weight")),
+            "plugins",
+            "environments",
+            "generator",
+            "backend",
+        }
+    ),
+    but=frozenset({"environments.weight"}),
+)
+"""Keys of a configuration that an evaluation reads; any other is refused on its command line."""
+
+OF_REWARD_MODEL = ReadKeys(
+    frozenset({"model.logits_per_chunk", "rl.micro_batch_rows", "rl.micro_batch_tokens", "collator", "merger"})
+)
+"""Keys that it reads too where a reward model values the attempts."""
+
+_INSTEAD = {
+    "rl.temperature": "Set evaluation.temperature",
+    "rl.group_size": "Set evaluation.samples",
+    "rl.groups": "Set evaluation.tasks",
+    "environments.weight": "Remove it: environments have equal shares of evaluation.tasks",
+    "run.directory": "Remove it: no run directory is written, and --output FILE keeps the attempts",
+    "run.observers": "Remove it: observers watch training",
+    "evaluation": "Remove it: the model is evaluated once, now",
+    "checkpoint": "Remove it: no checkpoint is written, and --step chooses one of RUN",
+    "data": "Remove it: --data takes the tasks",
+    "model.lora": "Remove it: adapters of model.lora.path bring their own",
+}
+"""What to do about a key that is not read, by key or table; of all others: nothing is trained."""
 
 _KEYS = {
     "samples": "evaluation.samples",
@@ -110,7 +163,7 @@ def evaluate(
     from skyrl_engine.cli.render import show_progress
     from skyrl_engine.cli.rl import environment_tables, mapped_by_option
     from skyrl_engine.cli.training import warnings_to
-    from skyrl_engine.config import Option, resolve, with_defaults
+    from skyrl_engine.config import Option, with_defaults
     from skyrl_engine.training.export import ExportChoices, export_checkpoint
     from skyrl_engine.training.rl.standalone_evaluation import evaluate_model
 
@@ -141,8 +194,9 @@ def evaluate(
         raw = with_defaults(raw, {"evaluation.samples": 1, **({"evaluation.tasks": sys.maxsize} if data else {})}, _COMMAND)
         table = raw.table["evaluation"]
         one = isinstance(table, dict) and table["samples"] == 1
+        raw = with_defaults(raw, {"evaluation.temperature": 0.0 if one else 1.0}, _COMMAND)
         # before anything of the run is loaded: it says whose code may run
-        resolved = resolve(with_defaults(raw, {"evaluation.temperature": 0.0 if one else 1.0}, _COMMAND))
+        resolved = resolve_read(raw, _remedy_for(raw))
         chosen = resolved.config.run
         if chosen.launch == "ray":
             run_under_watch(settings, ranks=chosen.ranks, joined=chosen.ray_address is not None)
@@ -163,6 +217,23 @@ def evaluate(
     if output is not None:
         echo(f"attempts: {output}")
     return 0
+
+
+def _remedy_for(raw: "RawConfig") -> Callable[[str], str | None]:
+    """Return what answers a key that this evaluation does not read with a remedy, and one that it reads with None."""
+    table = raw.table.get("reward_model")
+    values = isinstance(table, Mapping) and table.get("path") is not None
+
+    def remedy(key: str) -> str | None:
+        if READ.has(key) or (values and OF_REWARD_MODEL.has(key)):
+            return None
+        if OF_REWARD_MODEL.has(key):
+            return "Remove it, or set reward_model.path: it is about how a reward model computes"
+        plain = re.sub(r"\[\d+\]", "", key)
+        names = (plain.rsplit(".", count)[0] for count in range(plain.count(".") + 1))
+        return next((_INSTEAD[name] for name in names if name in _INSTEAD), "Remove it: an evaluation trains nothing")
+
+    return remedy
 
 
 def _one(data: tuple[str, ...]) -> str | None:

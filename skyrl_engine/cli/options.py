@@ -1,11 +1,13 @@
 """Options and arguments that several commands share, and the configuration they make together."""
 
+import re
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+from attrs import frozen
 from click.core import ParameterSource
 
 from skyrl_engine.cli.key_values import key_values
@@ -14,7 +16,8 @@ from skyrl_engine.config.trainers import TRAINERS
 from skyrl_engine.registry.kinds import KINDS
 
 if TYPE_CHECKING:
-    from skyrl_engine.config import Option, RawConfig
+    from skyrl_engine.config import Option, RawConfig, ResolvedConfig
+    from skyrl_engine.errors import Problem
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -159,21 +162,66 @@ def select_given_options(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: None if source(name) is ParameterSource.DEFAULT else value for name, value in values.items()}
 
 
+@frozen
+class ReadKeys:
+    """The keys that a command reads of a configuration: `names` are tables and dotted keys, list positions left out; `but` are keys inside them
+    that it does not read.
+    """
+
+    names: frozenset[str]
+    but: frozenset[str] = frozenset()
+
+    def has(self, key: str) -> bool:
+        """Say if the command reads a key, such as `environments[0].use`, or any key below it."""
+        plain = re.sub(r"\[\d+\]", "", key)
+        return any(
+            plain == name or plain.startswith(f"{name}.") or name.startswith(f"{plain}.") for name in self.names
+        ) and not any(plain == name or plain.startswith(f"{name}.") for name in self.but)
+
+
 def refuse_unread(raw: "RawConfig", remedy: Callable[[str], str | None]) -> None:
     """Raise ConfigError with every key of the command line that the running command does not read: those that `remedy` answers.
 
     Keys of a file are not refused: it may be the file of a run, of which the command reads a part.
     """
-    from skyrl_engine.errors import ConfigError, Problem
+    from skyrl_engine.errors import ConfigError
+
+    if problems := _find_unread(raw, remedy):
+        raise ConfigError([*raw.problems, *problems])
+
+
+def resolve_read(raw: "RawConfig", remedy: Callable[[str], str | None]) -> "ResolvedConfig":
+    """Resolve a configuration, and refuse what `refuse_unread` does together with every other mistake of it.
+
+    A key that is wrong in another way too is refused once, for that. Raises ConfigError, and what `config.resolve` does.
+    """
+    from skyrl_engine.config import resolve
+    from skyrl_engine.errors import ConfigError, EngineError
+
+    unread = _find_unread(raw, remedy)
+    try:
+        resolved = resolve(raw)
+    except ConfigError as error:
+        known = {problem.where for problem in error.problems}
+        raise ConfigError([*error.problems, *(each for each in unread if each.where not in known)]) from error
+    except EngineError as error:
+        if unread:
+            raise ConfigError(unread) from error
+        raise
+    if unread:
+        raise ConfigError(unread)
+    return resolved
+
+
+def _find_unread(raw: "RawConfig", remedy: Callable[[str], str | None]) -> "list[Problem]":
+    from skyrl_engine.errors import Problem
 
     name = click.get_current_context().info_name
-    problems = [
+    return [
         Problem(f"{origin}: {key}", f"is nothing that {name} reads", told)
         for key, origin in raw.origins.items()
         if origin.kind == "command line" and (told := remedy(key)) is not None
     ]
-    if problems:
-        raise ConfigError([*raw.problems, *problems])
 
 
 def table_of(key: str) -> str:

@@ -10,13 +10,13 @@ import click
 from skyrl_engine.cli.command import EngineCommand, current_settings
 from skyrl_engine.cli.json_output import to_finite_json
 from skyrl_engine.cli.options import (
+    ReadKeys,
     file_argument,
     flags_of,
     load_config,
     overrides_argument,
     plugin_options,
     refuse_unread,
-    table_of,
     trust_option,
 )
 from skyrl_engine.cli.terminal import echo
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 BROKEN = 1
 """Exit code: the promise does not hold, or a planted mistake went unnoticed."""
 
-_READ = frozenset(("plugins", *TABLES))
+READ = ReadKeys(frozenset(("plugins", *TABLES)))
 """Tables of a configuration that are read."""
 
 _DEFAULT_LOSS: Mapping[str, Any] = {
@@ -78,7 +78,7 @@ def prove(
     chosen = None if plant is None else _plant(plant)
     raw = load_config(file, overrides, flags_of(given), trust_code=trust_code)
     unread = "Remove it: of a configuration, plugins and their options are read"
-    refuse_unread(raw, lambda key: None if table_of(key) in _READ else unread)
+    refuse_unread(raw, lambda key: None if READ.has(key) else unread)
     resolved = dict(_by_collator(raw))
     terms = [each for each in next(iter(resolved.values())).plugins.values() if each.coefficient is not None]
     if chosen is not None and chosen.needs_terms and not terms:
@@ -123,7 +123,7 @@ def _by_collator(raw: "RawConfig") -> "Iterator[tuple[str, ResolvedConfig]]":
     """Return the configuration with `padded`, with `packed`, and with its own collator where that is another one."""
     from skyrl_engine.config import resolve
 
-    table = {name: value for name, value in raw.table.items() if name in _READ - {"collator"}}
+    table = {name: value for name, value in raw.table.items() if name in READ.names - {"collator"}}
     plain = with_default_loss(attrs.evolve(raw, table=table))
     own = raw.table.get("collator", {})
     if not isinstance(own, Mapping) or not isinstance(own.get("use", ""), str):

@@ -4,14 +4,16 @@ Every command that takes key=value and every table of the schema is walked, so t
 a value that no key takes, a list in a list: whoever reads it refuses it by name, and whoever drops it says nothing.
 """
 
+import json
 import tomllib
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import attrs
 import pytest
 
+from skyrl_engine.cli import data, diff_backends, evaluate, prove
 from skyrl_engine.cli.app import app
 from skyrl_engine.cli.command import every_command
 from skyrl_engine.config.sections import sections
@@ -248,3 +250,98 @@ def test_the_family_of_the_small_model_is_refused_beside_a_model(command, inputs
     outcome = command("diff-backends", "sft.toml", "--b", "fsdp", "--family", "qwen3")
     assert outcome.code == 2
     assert "--family" in outcome.last_line
+
+
+PARTIAL = {
+    "evaluate": (["evaluate", "--model", "m", "--env", "gymnasium:Acrobot-v1"], evaluate.READ),
+    "evaluate RUN": (["evaluate", "trained"], evaluate.READ),
+    "data preview": (["data", "preview", "sft.toml"], data.READ),
+    "prove": (["prove"], prove.READ),
+    "diff-backends": (["diff-backends", "--b", "fsdp"], diff_backends.READ_OF_TABLES),
+    "diff-backends CONFIG": (["diff-backends", "sft.toml", "--b", "fsdp"], diff_backends.READ_WITH_MODEL),
+}
+"""Commands that read a part of the keys, with the declaration of that part. The others make the configuration of a run, whose trainer reads
+all of its tables.
+"""
+
+
+def values_of_the_schema() -> dict[str, str]:
+    """Return a value that each key of each table takes, as it is written on a command line."""
+    return {
+        f"{table}.{attribute.alias or attribute.name}": a_value_of(schema, attribute.name, attribute.default)
+        for table, schema in tables()
+        for attribute in attrs.fields(schema)
+        if attribute.name != "options" and attribute.name not in plugin_lists(schema)
+        if not any(attrs.has(kind) for kind in typing.get_args(typing.get_type_hints(schema)[attribute.name]))
+    }
+
+
+def a_value_of(schema: type, name: str, default: object) -> str:
+    hint = typing.get_type_hints(schema)[name]
+    kinds = {
+        typing.get_origin(kind) or kind for kind in (typing.get_args(hint) if type(None) in typing.get_args(hint) else (hint,))
+    }
+    if isinstance(default, (bool, int, float, str)):
+        return json.dumps(default)
+    for kind, value in ((int, "1"), (float, "1.0"), (bool, "true"), (str, '"x"'), (tuple, "[]"), (Mapping, "{}")):
+        if kind in kinds:
+            return value
+    return '"x"'
+
+
+def without_positions(key: str) -> str:
+    return ".".join(part for part in key.split(".") if not part.isdecimal())
+
+
+@pytest.mark.parametrize(
+    ("key", "told"),
+    [
+        ("rl.steps=7", "rl.steps: is nothing that evaluate reads. Remove it: an evaluation trains nothing."),
+        ("optimizer.learning_rate=1e-3", "optimizer.learning_rate: is nothing that evaluate reads."),
+        ("rl.groups=999", "rl.groups: is nothing that evaluate reads. Set evaluation.tasks."),
+        ("rl.micro_batch_rows=2", "Remove it, or set reward_model.path: it is about how a reward model computes."),
+        (
+            "environments.0.weight=2.0",
+            "environments[0].weight: is nothing that evaluate reads. Remove it: environments have equal shares",
+        ),
+    ],
+)
+def test_an_evaluation_says_why_it_refuses_a_key(command, inputs, key, told) -> None:
+    for line in (["evaluate", "trained"], ["evaluate", "trained", "--set"]):
+        outcome = command(*line, key)
+        assert outcome.code == 2
+        assert told in outcome.last_line
+
+
+def is_called_unread(key: str, told: str) -> bool:
+    return any(f": {spelling}: is nothing that " in told for spelling in (key, with_brackets(key.split("."))))
+
+
+@pytest.mark.parametrize("read", [evaluate.READ, evaluate.OF_REWARD_MODEL, data.READ, prove.READ, diff_backends.READ_WITH_MODEL])
+def test_what_a_command_declares_to_read_is_in_the_schema(read) -> None:
+    known = {"trainer"}
+    for key in values_of_the_schema():
+        parts = without_positions(key).split(".")
+        known |= {".".join(parts[:end]) for end in range(1, len(parts) + 1)}
+    assert read.names | read.but <= known
+
+
+@pytest.mark.parametrize(("line", "reads"), PARTIAL.values(), ids=PARTIAL)
+def test_a_key_that_a_command_does_not_read_is_refused_with_the_reason(command, inputs, line, reads) -> None:
+    """The whole schema, with values that keys take: what the command declares to read is never called unread, all else is refused."""
+    values = values_of_the_schema()
+    if line == ["diff-backends", "--b", "fsdp"]:
+        # naming a model makes the comparison another one, of a run's first batch
+        values = {key: value for key, value in values.items() if not key.startswith("model.")}
+    read = {key for key in values if reads.has(without_positions(key))}
+    told = command(*line, *given(line, [f"{key}={values[key]}" for key in values if key not in read])).err
+    silent = []
+    for key in sorted(values.keys() - read):
+        if not is_called_unread(key, told):
+            alone = command(*line, *given(line, [f"{key}={values[key]}"]))
+            silent += [] if alone.code == 2 and is_named(key, alone.err) else [(key, alone.err)]
+    assert silent == []
+    assert told.count("is nothing that ") > len(values) // 4
+    # --a and --b decide that one
+    for key in sorted(read - {"backend.use"}):
+        assert not is_called_unread(key, command(*line, *given(line, [f"{key}=[[]]"])).err)
