@@ -9,10 +9,12 @@ from attrs import frozen
 
 from skyrl_engine.config.presets import with_preset
 from skyrl_engine.config.reading.origins import DEFAULT, KeyPath, Origin, format_key, nearest
-from skyrl_engine.config.reading.places import absent_places
+from skyrl_engine.config.reading.places import absent_places, with_absolute_places
 from skyrl_engine.config.reading.sources import RawConfig, from_dict
 from skyrl_engine.config.schema import EngineConfig, PluginsConfig, PluginTable, RunConfig
+from skyrl_engine.config.sections import sections as list_sections
 from skyrl_engine.config.structure import complete_origins, own_keys, plain, plugin_lists, structure, structure_table
+from skyrl_engine.config.trainers import DEFAULT_TRAINER, TRAINERS
 from skyrl_engine.config.trust.gate import Gate
 from skyrl_engine.config.wording import format_value
 from skyrl_engine.contracts.kinds.backend import PARALLEL_SIZES
@@ -125,6 +127,8 @@ def resolve(raw: RawConfig, *, need: Collection[str] | None = None, also: Collec
 
     Raises ConfigError with every mistake found (those of plugin selection included) or, when all else is right, the plugin's own PluginError.
     """
+    from skyrl_engine.registry.loader import load
+
     raw = with_preset(raw)
     gate = Gate.of(raw)
     structured = structure(raw, need, also)
@@ -144,23 +148,26 @@ def resolve(raw: RawConfig, *, need: Collection[str] | None = None, also: Collec
     gate.admit_plugins((each.table.key, each.record) for each in chosen)
     plugins: dict[str, SelectedPlugin] = {}
     observers: list[SelectedPlugin] = []
+    options: list[tuple[KeyPath, type[Any], Mapping[str, Any]]] = []
     for each in chosen:
         try:
-            selected, found = _select(each, raw, gate)
+            loaded = load(each.record)
+            selected, found = _select(each.table, loaded, raw, gate)
         except UntrustedCodeError:
             raise
         except PluginError as error:
             plugin_errors.append((each.table.key, error))
             continue
         problems += found
+        if loaded.schema is not None:
+            options.append((each.table.path, loaded.schema, each.table.options))
         if selected is not None and each.table.kind == "observer":
             observers.append(selected)
         elif selected is not None:
             plugins[format_key(each.table.path)] = selected
     problems += _tables_of_no_observer(sections, raw)
     if problems or plugin_errors:
-        own = [(each.table.path, plugins[place].options) for each in chosen if (place := format_key(each.table.path)) in plugins]
-        problems += _absent(sections, own, raw)
+        problems += _find_absent(options, raw)
     _raise(problems, plugin_errors, raw)
     config = structured.config()
     resolved = _as_dict(config, plugins, observers)
@@ -194,17 +201,25 @@ class _Chosen:
     record: "PluginRecord"
 
 
-def _absent(sections: Mapping[str, Any], options: Sequence[tuple[KeyPath, object]], raw: RawConfig) -> list[Problem]:
+def _find_absent(options: Sequence[tuple[KeyPath, type[Any], Mapping[str, Any]]], raw: RawConfig) -> list[Problem]:
     """Return the problems of files that are not there, which whoever reads them would tell once nothing else is wrong.
 
-    `options` are those of plugins, each with the place of its table.
+    They are looked for in every table of the run, also where another key of it is wrong. `options` are those of plugins, each with the place of
+    its table and its schema.
     """
-    tables = [((name,), table) for name, table in sections.items() if name not in TABLES]
+    trainer = TRAINERS.get(str(raw.table.get("trainer", DEFAULT_TRAINER)))
+    tables = [
+        ((name,), section.schema, raw.table[name])
+        for name, section in list_sections().items()
+        if name in raw.table
+        and section.kind is None
+        and attrs.has(section.schema)
+        and (trainer is None or section.belongs_to(trainer))
+    ]
     return [
         Problem(f"{nearest(raw.origins, key)}: {format_key(key)}", f"there is nothing at {place}", "Correct the path")
-        for path, table in (*tables, *options)
-        if attrs.has(type(table))
-        for key, place in absent_places(table, path)
+        for path, schema, table in (*tables, *options)
+        for key, place in absent_places(schema, with_absolute_places(schema, table, path, raw.origins), path)
     ]
 
 
@@ -251,11 +266,7 @@ def _registry(plugins: PluginsConfig) -> "Registry":
     return Registry.discover(block=plugins.block, pin=plugins.pin)
 
 
-def _select(chosen: _Chosen, raw: RawConfig, gate: Gate) -> tuple[SelectedPlugin | None, list[Problem]]:
-    from skyrl_engine.registry.loader import load
-
-    table = chosen.table
-    loaded = load(chosen.record)
+def _select(table: _Choice, loaded: "LoadedPlugin", raw: RawConfig, gate: Gate) -> tuple[SelectedPlugin | None, list[Problem]]:
     options, problems = _options(loaded, table.options, table.path, raw, table.reserved)
     if problems:
         return None, problems

@@ -328,3 +328,33 @@ def test_the_json_schema_knows_the_options_of_installed_plugins(install: Callabl
     assert not valid({"use": "bare", "gamma": 1})
     assert not valid({"gamma": 1}), "options without `use` belong to cross_entropy, which takes none"
     assert valid({"use": "somebody-elses", "gamma": 1})
+
+
+def test_one_wrong_value_does_not_hide_the_absent_files_of_its_table() -> None:
+    """Of the engine's tables, of a plugin's and of a list's: every mistake is told at once, each missing file with its key."""
+    with pytest.raises(ConfigError) as caught:
+        resolve(
+            load(
+                None,
+                (
+                    *(
+                        "trainer=rl",
+                        "model.path=/no/model",
+                        "model.dtype=float7",
+                        "model.lora.path=/no/adapters",
+                        "model.lora.rank=0",
+                    ),
+                    *("rl.rollouts=/no/rollouts", "rl.steps=0"),
+                    'environments=[{use="function", reward="/no/reward.py:score", data=["/no/tasks", "hub/name"], eval_fraction=7}]',
+                ),
+            )
+        )
+    told = {problem.where.removeprefix("command line: "): problem.cause for problem in caught.value.problems}
+    assert {key: told[key] for key in told if told[key].startswith("there is nothing at")} == {
+        "model.path": "there is nothing at /no/model",
+        "model.lora.path": "there is nothing at /no/adapters",
+        "rl.rollouts": "there is nothing at /no/rollouts",
+        "environments[0].reward": "there is nothing at /no/reward.py",
+        "environments[0].data": "there is nothing at /no/tasks",
+    }
+    assert {"model.dtype", "model.lora.rank", "rl.steps", "environments[0].eval_fraction"} <= told.keys()

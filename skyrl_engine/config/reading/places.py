@@ -52,24 +52,27 @@ def with_absolute_places(schema: type[Any], table: Any, path: KeyPath, origins: 
     return placed
 
 
-def absent_places(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, str]]:
-    """Yield every key of a structured table, and of those inside it, that names a place on this machine where nothing is, with that place.
+def absent_places(schema: type[Any], value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, str]]:
+    """Yield every key of a table, and of those inside it, that names a place on this machine where nothing is, with that place.
 
-    Names that may be of something elsewhere, such as a hub id, are left to whoever reads them.
+    `value` is the table, an instance of `schema` or not yet checked. Names that may be of something elsewhere, such as a hub id, are left to
+    whoever reads them.
     """
-    for attribute in attrs.fields(type(value)):
-        kind, given, key = attribute.metadata.get(PLACE), getattr(value, attribute.name), (*path, attribute.alias or attribute.name)
+    if not isinstance(value, (Mapping, schema)):
+        return
+    for attribute in attrs.fields(attrs.resolve_types(schema)):
+        name, kind = attribute.alias or attribute.name, attribute.metadata.get(PLACE)
+        given: Any = value.get(name) if isinstance(value, Mapping) else getattr(value, attribute.name)
+        key = (*path, name)
+        listed = isinstance(given, (list, tuple))
         if kind in ("path", "reference"):
-            for text in (given,) if isinstance(given, str) else given or ():
-                place = text.rpartition(":")[0] if kind == "reference" else text
+            for text in given if listed else (given,):
+                place = "" if not isinstance(text, str) else text.rpartition(":")[0] if kind == "reference" else text
                 if place.startswith(("/", "./", "../", "~")) and not _exists(place):
                     yield key, place
-        elif isinstance(given, tuple):
-            for number, item in enumerate(given):
-                if attrs.has(type(item)):
-                    yield from absent_places(item, (*key, number))
-        elif attrs.has(type(given)):
-            yield from absent_places(given, key)
+        elif nested := next(filter(attrs.has, _kinds_inside(attribute.type)), None):
+            for place_of_item, item in enumerate(given) if listed else (("", given),):
+                yield from absent_places(nested, item, (*key, place_of_item) if listed else key)
 
 
 def _exists(place: str) -> bool:

@@ -111,7 +111,7 @@ def _refuse_absent_places(environment: SelectedPlugin, number: int, refusals: Re
     """Collect the files of an environment that are not there: making it stops at the first."""
     if environment.options is None:
         return
-    for key, place in absent_places(environment.options, ("environments", number)):
+    for key, place in absent_places(type(environment.options), environment.options, ("environments", number)):
         with refusals.collect():
             if not refusals.has_named(place):
                 raise ConfigError([Problem(format_key(key), f"there is nothing at {place}", "Correct the path")])
