@@ -72,7 +72,7 @@ class Client:
 
 
 def forward_backward(model: str, number: int, **changes: Any) -> bytes:
-    """A forward_backward of one datum, of the tokens 5, 6, 7 with the target 8 behind them unless told otherwise."""
+    """A forward_backward of one datum, of the tokens 5, 6, 7 with the target 8 after them unless `changes` say otherwise."""
     request = CLASSES["ForwardBackwardRequest"](model_id=model, seq_id=number, loss_fn=str(changes.get("loss", "cross_entropy")))
     request.forward_only = changes.get("forward_only", False)
     for _ in range(changes.get("count", 1)):
@@ -134,7 +134,7 @@ def other_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def other_client(settings: Settings, other_model: Path, request: pytest.FixtureRequest) -> Iterator[Client]:
-    """A server whose `[serve]`, and `tables` beside it, have the test's parameters in the place of the usual ones."""
+    """A server with the test's parameters in `[serve]` and in `tables` next to it."""
     changes = dict(request.param)
     if changes.get("models") == "two":
         # another model of the same architecture
@@ -198,5 +198,5 @@ def serve() -> Iterator[Callable[[Path], tuple[str, subprocess.Popen[str]]]]:
 
 @pytest.fixture(scope="session")
 def message() -> Any:
-    """`forward_backward`, for tests cannot import what stands beside them."""
+    """`forward_backward` as a fixture, since tests cannot import modules next to them."""
     return forward_backward

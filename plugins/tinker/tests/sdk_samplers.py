@@ -48,7 +48,7 @@ def step() -> None:
     training.optim_step(types.AdamParams(learning_rate=1e-2)).result()
 
 
-# a base model is sampled from before anything is trained, and beside a model that is
+# a base model is sampled from before anything is trained, and while one is
 service = tinker.ServiceClient(base_url=address)
 base = settled(service.create_sampling_client(base_model="tiny"))
 fresh = seen_by(base)

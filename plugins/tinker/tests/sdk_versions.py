@@ -1,4 +1,4 @@
-"""The two things in which scripts over the SDK depend on its version, beside the key of the tests' servers."""
+"""The two things in which scripts over the SDK depend on its version, besides the key of the tests' servers."""
 
 import urllib.request
 from typing import Any

@@ -168,19 +168,19 @@ def test_order_duplicates_and_mistakes_of_a_model(client, message):
     assert client.post("forward_backward", message(model, 1))[1] == first
     assert client.post("optim_step", step)[1] == later
     done = client.post("retrieve_future", later)[1]
-    assert "no step was taken" in done["error"], "request 4 came before request 1, and was done behind it"
+    assert "no step was taken" in done["error"], "request 4 arrived before request 1, and ran after it"
     assert "stable_reinforce" in done["error"], "the first of the step's two mistakes"
     assert "stable_reinforce" in client.post("retrieve_future", answers[2])[1]["error"]
     # sent 3, 2, 1: as the SDK sends the parts of one list, whose third datum this is
     assert "target 1 of datum 2 is 900; the model knows" in client.post("retrieve_future", answers[3])[1]["error"]
-    # a number that never comes is waited for, not for ever
-    behind = client.post("optim_step", {**step, "seq_id": 7})[1]
-    assert "error" in client.post("retrieve_future", behind)[1]
+    # a number that never comes is waited for, but not for ever
+    gap = client.post("optim_step", {**step, "seq_id": 7})[1]
+    assert "error" in client.post("retrieve_future", gap)[1]
     client.finish(made)
     assert client.post("forward_backward", message(model, 9))[0] == 404
 
 
-def test_a_worker_does_a_number_once_and_in_turn():
+def test_a_worker_runs_a_request_once_and_in_the_order_of_numbers():
     import asyncio
 
     async def run() -> list[int]:
@@ -190,7 +190,7 @@ def test_a_worker_does_a_number_once_and_in_turn():
         assert promises[0] is promises[3]
         for promise in promises:
             assert await promise.wait(20)
-        assert "arrived too late" in worker.submit(4, dict).answer["error"]
+        assert "request 4 arrived too late: later requests already ran" in worker.submit(4, dict).answer["error"]
         await asyncio.to_thread(worker.close)
         return order
 

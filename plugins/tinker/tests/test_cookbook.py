@@ -14,7 +14,7 @@ import pytest
 from skyrl_engine.modeling.tiny import write_model, write_tokenizer
 
 COOKBOOK = os.environ.get("TINKER_COOKBOOK")
-"""A folder with the cookbook and what it imports beside this environment (`pip install --target`)."""
+"""A folder with the cookbook and what it imports in addition to this environment (`pip install --target`)."""
 
 pytestmark = [
     pytest.mark.skipif(
@@ -113,7 +113,7 @@ def sl_loop(log_path: str) -> list[str]:
 
 
 def test_a_killed_supervised_loop_resumes_to_the_same_numbers(place, run, start):
-    """sl_loop learns; another one is killed behind its step 4 and started again, and each step has the numbers of the whole one."""
+    """sl_loop learns; another one is killed after its step 4 and started again, and each step has the numbers of the whole one."""
     whole = run("whole", *sl_loop("whole"))
     curve = [whole[step]["train_mean_nll"] for step in range(7)]
     assert curve[-1] < curve[0] - 0.3, curve

@@ -91,13 +91,13 @@ def test_a_loop_behind_a_lossy_network_gives_the_same_bits(address, settings):
         process = of_the_sdk("sdk_loop.py", address, proxy)
         output, errors = process.communicate(timeout=280)
     assert process.returncode == 0, output + errors
-    (plain_path, plain), (lossy_path, behind) = (json.loads(line) for line in output.splitlines())
+    (plain_path, plain), (lossy_path, through_proxy) = (json.loads(line) for line in output.splitlines())
     assert plain_path != lossy_path
 
     def folder(path: str) -> Path:
         return Address.read(path).folder(settings.directory)
 
-    assert behind == plain
+    assert through_proxy == plain
     one, other = (sorted((folder(path) / "model").glob("*.safetensors")) for path in (plain_path, lossy_path))
     assert one
     assert [each.read_bytes() for each in one] == [each.read_bytes() for each in other]

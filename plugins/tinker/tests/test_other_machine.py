@@ -1,4 +1,4 @@
-"""A client sees the server from another machine: no path of the server reaches it, and what it is told works without the server's folders."""
+"""A client sees the server from another machine: no path of the server reaches it, and what the server answers works without its folders."""
 
 import json
 import os
@@ -13,8 +13,8 @@ import pytest
 
 from skyrl_engine import UnsupportedError
 from skyrl_engine.modeling.tiny import write_model, write_tokenizer
+from skyrl_engine_tinker.redaction import HIDDEN, ErrorRedactor
 from skyrl_engine_tinker.settings import Settings
-from skyrl_engine_tinker.told import HIDDEN, Told
 
 PAGE = Path(__file__).parents[3] / "docs" / "how-to" / "drive-it-from-your-own-loop.md"
 NAME = "Qwen/Qwen3-0.6B"
@@ -125,8 +125,8 @@ def test_a_model_that_is_described_wrongly_is_refused(tmp_path, value):
     ],
 )
 def test_paths_are_left_out_of_words(served, words, told):
-    places = {"model": served.serve.models[NAME], "directory": served.directory, "name": NAME, "model_id": "5a" * 16}
-    assert Told(served).text(words.format(**places)) == told.format(**places).replace("[]", HIDDEN)
+    values = {"model": served.serve.models[NAME], "directory": served.directory, "name": NAME, "model_id": "5a" * 16}
+    assert ErrorRedactor(served).redact(words.format(**values)) == told.format(**values).replace("[]", HIDDEN)
 
 
 def test_errors_of_a_damaged_server_hold_no_path(served, serving_of, tmp_path):

@@ -18,7 +18,7 @@ PROMPT = {"prompt": {"chunks": [{"tokens": [5, 6, 7]}]}, "sampling_params": {"ma
 
 @pytest.fixture(scope="module")
 def saved(client, message):
-    """Addresses of a state and of a sampler's weights behind one step, the model's id, and what a sampler of that step drew."""
+    """Addresses of a state and of a sampler's weights after one step, the model's id, and what a sampler of that step drew."""
     model = client.opened(rank=4)
     client.post("forward_backward", message(model, 1))
     client.post("optim_step", {"model_id": model, "seq_id": 2, "adam_params": {"learning_rate": 1e-1}})
@@ -92,7 +92,7 @@ def test_a_sampler_has_what_lies_under_its_path_when_it_is_made(client, message)
 
 @pytest.mark.parametrize("other_client", [{"models": "two"}], indirect=True, ids=[""])
 def test_samplers_of_another_base_model_wait_for_their_turn_or_are_refused(other_client):
-    """Bases are sampled from one after the other; beside a model in training there is one."""
+    """Bases are sampled from one after the other; while a model is in training there is one."""
     answers = [sampled(other_client, base_model=name) for name in ("tiny", "other", "tiny")]
     assert answers[0] == answers[2] != answers[1]
     model = other_client.opened()

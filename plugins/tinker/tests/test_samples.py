@@ -21,7 +21,7 @@ def model(client):
 
 @pytest.fixture(scope="module")
 def sample(client, model):
-    """Sample behind PROMPT with the parameters and fields given."""
+    """Sample after PROMPT with these parameters and fields."""
     sampler, numbers = client.sampler(model, 1), iter(range(1000))
 
     def sampled(params=None, **fields):

@@ -139,7 +139,7 @@ def test_a_process_ends_behind_its_step_and_the_next_one_has_its_checkpoints(cli
     asked = first.post("forward_backward", message(model, 5, count=100, tokens=list(range(5, 60)), targets=[*range(6, 60), 8]))[1]
     polling = http.client.HTTPConnection(first.address.removeprefix("http://"), timeout=60)
     polling.request("POST", "/api/v1/retrieve_future", json.dumps(asked), {"X-API-Key": "tml-test"})
-    # a call behind the poll is answered, so the server has the poll
+    # a call after the poll is answered, so the server has the poll
     assert first.post("session_heartbeat", {"session_id": model.split(":")[0]})[0] == 200
     running.send_signal(signal.SIGTERM)
     assert loss(polling.getresponse().read()) > 0

@@ -122,7 +122,7 @@ def test_the_model_of_a_killed_client_goes_and_another_keeps_its_bits(other_clie
 @pytest.mark.parametrize("other_client", [{"weight_sets": 0}], indirect=True, ids=[""])
 def test_without_room_for_copies_a_checkpoint_is_sampled_from_the_model_that_has_its_weights(other_client, message):
     """The one of two sets of adapters that saved it answers, until its next step; the base model is the host's present weights."""
-    model, beside = other_client.opened(rank=4), other_client.opened(rank=2)
+    model, other_model_id = other_client.opened(rank=4), other_client.opened(rank=2)
     trained(other_client, message, model, steps=1)
     path = other_client.done("save_weights_for_sampler", {"model_id": model, "seq_id": 3, "path": "now"})["path"]
     session = other_client.post("create_session", {})[1]["session_id"]
@@ -139,10 +139,10 @@ def test_without_room_for_copies_a_checkpoint_is_sampled_from_the_model_that_has
 
     base = answered(0, base_model="tiny")
     assert answered(1, model_path=path) == logprobs_by(other_client.sampler(model, 4)) != base
-    assert logprobs_by(other_client.sampler(beside, 1)) == base
+    assert logprobs_by(other_client.sampler(other_model_id, 1)) == base
     trained(other_client, message, model, first=5, steps=1)
     assert "needs serve.weight_sets of 1 or more" in answered(2, model_path=path)
-    for each in (model, beside, session):
+    for each in (model, other_model_id, session):
         other_client.finish(each)
 
 
@@ -284,7 +284,7 @@ def test_a_damaged_checkpoint_is_refused_and_a_whole_one_goes_on_in_its_place(cl
 
 @pytest.mark.parametrize("other_client", [{"max_models": 2, "models": "two"}], indirect=True, ids=[""])
 def test_who_has_no_place_is_told_why(other_client, message):
-    """Two sets of adapters and no third, nothing of full weights beside them, and no other base; what ends gives its place away."""
+    """Two sets of adapters and no third, nothing of full weights with them, and no other base; what ends gives its place away."""
     client = other_client
     first, second = client.opened(rank=2), client.opened(rank=4)
     sessions = [each.split(":")[0] for each in (first, second)]
@@ -331,17 +331,17 @@ def test_who_has_no_place_is_told_why(other_client, message):
         ({"use": "deepspeed"}, (2, 2), "this backend trains one set of adapters, so there is one model at a time"),
         ({"use": "fsdp", "cpu_offload": True}, (2, 2), "this backend trains one set of adapters"),
     ],
-    ids=["two sets", "a set beside full weights", "full weights beside a set", "no sets", "no sets in this layout"],
+    ids=["two sets", "a set with full weights", "full weights with a set", "no sets", "no sets in this layout"],
 )
 def test_a_place_depends_on_what_the_backend_declares(settings, backend, ranks, told):
     tables = attrs.evolve(settings, tables={"backend": backend} if backend else {})
     models = [ServedModel(tables, name, "tiny", rank) for name, rank in zip(("one", "other"), ranks, strict=True)]
-    reason = ModelSlots(tables)._conflict(models[1], models[:1])
+    reason = ModelSlots(tables)._explain_conflict(models[1], models[:1])
     assert reason is None if told is None else told in reason
 
 
 def test_turns_are_given_in_the_order_in_which_they_are_asked_for():
-    """A thread that asks again at once comes behind those that wait."""
+    """A thread that asks again at once comes after those that wait."""
     turns, order, waiting = FairLock(), [], []
 
     def take(name):

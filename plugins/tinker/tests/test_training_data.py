@@ -376,7 +376,7 @@ def test_many_small_sparse_tensors_make_no_large_request(model):
 
 
 def test_a_small_request_makes_no_large_column(model):
-    """A wide datum beside long ones would fill them up with zeros."""
+    """A wide datum next to long ones would pad them with zeros."""
     small = ServedModel(attrs.evolve(model.settings, serve=attrs.evolve(model.settings.serve, body_bytes=400)), "small", "tiny", 0)
     small._engine, small._loss = model._engine, model._loss
     inputs = [{"target_tokens": each} for each in (OTHERS[0], np.ones((4, 20), np.int64), OTHERS[2])]

@@ -19,20 +19,20 @@ class AdaptedLayers:
     mlp: bool = True
 
     @classmethod
-    def read(cls, given: Mapping[str, Any], rank: int) -> "AdaptedLayers":
+    def read(cls, lora_config: Mapping[str, Any], rank: int) -> "AdaptedLayers":
         """Read a `lora_config`. Raises RequestError for layers that cannot be trained alone.
 
         `train_unembed` is true in every request that leaves it out, so it cannot be refused: the unembedding has no adapters.
         """
-        asked = {name: given.get(name, True) for name in ("train_attn", "train_mlp", "train_unembed")}
-        for name, value in asked.items():
+        switches = {name: lora_config.get(name, True) for name in ("train_attn", "train_mlp", "train_unembed")}
+        for name, value in switches.items():
             if not isinstance(value, bool):
                 raise RequestError(f"{name} is {value!r}; it must be true or false")
-        if rank == 0 and not all(asked.values()):
+        if rank == 0 and not all(switches.values()):
             raise RequestError("full weights (rank 0) are trained in all layers; leave train_attn, train_mlp and train_unembed out")
-        if not asked["train_attn"] and not asked["train_mlp"]:
+        if not switches["train_attn"] and not switches["train_mlp"]:
             raise RequestError("this server puts adapters on attention and MLP layers alone; set train_attn or train_mlp")
-        return cls(asked["train_attn"], asked["train_mlp"])
+        return cls(switches["train_attn"], switches["train_mlp"])
 
     @property
     def targets(self) -> Literal["all-linear"] | tuple[str, ...]:

@@ -15,10 +15,10 @@ from skyrl_engine_tinker.callers import LocalCallers
 from skyrl_engine_tinker.calls import CALLS
 from skyrl_engine_tinker.counted import Counted
 from skyrl_engine_tinker.errors import RequestError
+from skyrl_engine_tinker.redaction import ErrorRedactor
 from skyrl_engine_tinker.rest import downloads, rest
 from skyrl_engine_tinker.server import Server
 from skyrl_engine_tinker.settings import Settings
-from skyrl_engine_tinker.told import Told
 
 
 def application(
@@ -29,7 +29,7 @@ def application(
     With `api_key` every request must bring it in X-API-Key, or as a bearer token. Without one, requests of web pages and under names of other
     hosts are refused, unless `anyone` may call. `request_log` gets a line of JSON per request.
     """
-    server, told = Server(settings), Told(settings)
+    server, redactor = Server(settings), ErrorRedactor(settings)
     server.counters.log = request_log
     for name, about, value in server.gauges():
         server.counters.gauge(name, about, value)
@@ -45,14 +45,14 @@ def application(
 
     @app.exception_handler(HTTPException)
     async def refuse(_request: Request, error: HTTPException) -> Response:
-        return JSONResponse({"detail": told.text(str(error.detail))}, status_code=error.status_code, headers=error.headers)
+        return JSONResponse({"detail": redactor.redact(str(error.detail))}, status_code=error.status_code, headers=error.headers)
 
     @app.post("/api/v1/{call}")
     async def post(call: str, request: Request) -> Response:
         _authorize(request, api_key)
         if (handler := CALLS.get(call)) is None:
             raise HTTPException(404, f"this server has no {call}")
-        body = await _body(request, settings.serve.body_bytes)
+        body = await _read_body(request, settings.serve.body_bytes)
         try:
             answer = await handler(server, body)
         except RequestError as error:
@@ -62,7 +62,7 @@ def application(
         return (
             Response(answer, media_type="application/x-protobuf")
             if isinstance(answer, bytes)
-            else JSONResponse(told.answer(answer))
+            else JSONResponse(redactor.redact_answer(answer))
         )
 
     @app.post("/api/v1/client/{_kind}")
@@ -90,12 +90,12 @@ def application(
 
 
 def _authorize(request: Request, api_key: str | None) -> None:
-    given = request.headers.get("x-api-key") or request.headers.get("authorization", "").removeprefix("Bearer ")
-    if api_key is not None and not hmac.compare_digest(given.encode(), api_key.encode()):
-        raise HTTPException(401, "the key in X-API-Key, or behind Authorization: Bearer, is not this server's")
+    client_key = request.headers.get("x-api-key") or request.headers.get("authorization", "").removeprefix("Bearer ")
+    if api_key is not None and not hmac.compare_digest(client_key.encode(), api_key.encode()):
+        raise HTTPException(401, "the key in X-API-Key, or after Authorization: Bearer, is not this server's")
 
 
-async def _body(request: Request, limit: int) -> bytes:
+async def _read_body(request: Request, limit: int) -> bytes:
     """Read and decompress a body, never more than `limit` bytes of either."""
     parts, size = [], 0
     async for part in request.stream():

@@ -1,4 +1,4 @@
-"""Who may call a server without a key: nobody but programs of this machine, unless the operator says otherwise.
+"""Who may call a server without a key: only programs on this machine, unless the operator says otherwise.
 
 A web page that this machine's browser shows is no such program: it could post to the loopback address, or reach it under a name of its own
 (DNS rebinding). Browsers name the page in `Origin`, and the name that was asked for in `Host`.
@@ -21,10 +21,10 @@ def is_loopback(host: str) -> bool:
     if not host:
         return False
     try:
-        found = socket.getaddrinfo(host, None, proto=socket.IPPROTO_TCP)
+        addresses = socket.getaddrinfo(host, None, proto=socket.IPPROTO_TCP)
     except (OSError, UnicodeError):
         return False
-    return bool(found) and all(ipaddress.ip_address(str(each[4][0]).partition("%")[0]).is_loopback for each in found)
+    return bool(addresses) and all(ipaddress.ip_address(str(address[4][0]).partition("%")[0]).is_loopback for address in addresses)
 
 
 def is_named_loopback(authority: str) -> bool:
@@ -51,22 +51,22 @@ class LocalCallers:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        wrong = _wrong_with(scope) if scope["type"] in ("http", "websocket") else None
-        if wrong is None:
+        problem = _describe_problem(scope) if scope["type"] in ("http", "websocket") else None
+        if problem is None:
             await self._app(scope, receive, send)
             return
-        told = f"{wrong}: without a key this server answers programs of its own machine; start it with --api-key-file"
-        await JSONResponse({"detail": told}, status_code=403)(scope, receive, send)
+        message = f"{problem}: without a key this server answers programs of its own machine; start it with --api-key-file"
+        await JSONResponse({"detail": message}, status_code=403)(scope, receive, send)
 
 
-def _wrong_with(scope: Scope) -> str | None:
-    given: dict[str, list[str]] = {"host": [], "origin": []}
+def _describe_problem(scope: Scope) -> str | None:
+    headers: dict[str, list[str]] = {"host": [], "origin": []}
     for name, value in scope["headers"]:
-        if (known := name.decode("latin-1").lower()) in given:
-            given[known].append(value.decode("latin-1"))
-    if len(given["host"]) != 1 or not is_named_loopback(given["host"][0]):
+        if (header := name.decode("latin-1").lower()) in headers:
+            headers[header].append(value.decode("latin-1"))
+    if len(headers["host"]) != 1 or not is_named_loopback(headers["host"][0]):
         return "the request's Host is not this machine's loopback address"
-    own = {f"{scheme}://{given['host'][0]}" for scheme in ("http", "https")}
-    if any(origin not in own for origin in given["origin"]):
+    own = {f"{scheme}://{headers['host'][0]}" for scheme in ("http", "https")}
+    if any(origin not in own for origin in headers["origin"]):
         return "the request's Origin is a web page from elsewhere"
     return None

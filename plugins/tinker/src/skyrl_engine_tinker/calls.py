@@ -22,7 +22,7 @@ HELD_SECONDS = 25.0
 """Seconds that a poll is held; the SDK gives up after 45."""
 
 
-def _json(body: bytes) -> dict[str, Any]:
+def _parse_fields(body: bytes) -> dict[str, Any]:
     value = json.loads(body or b"{}")
     if not isinstance(value, dict):
         raise RequestError("the body is no JSON object")
@@ -36,7 +36,7 @@ async def _create_session(server: Server, _body: bytes) -> Answer:
 
 
 async def _heartbeat(server: Server, body: bytes) -> Answer:
-    server.touch(_json(body)["session_id"])
+    server.touch(_parse_fields(body)["session_id"])
     return {"type": "session_heartbeat"}
 
 
@@ -45,9 +45,9 @@ async def _telemetry(_server: Server, _body: bytes) -> Answer:
 
 
 async def _create_model(server: Server, body: bytes) -> Answer:
-    given = _json(body)
-    session, lora = server.touch(given["session_id"]), given.get("lora_config") or {}
-    model_id, base, rank = _model_id(session, given), str(given["base_model"]), int(lora.get("rank", 0))
+    fields = _parse_fields(body)
+    session, lora = server.touch(fields["session_id"]), fields.get("lora_config") or {}
+    model_id, base, rank = _format_model_id(session, fields), str(fields["base_model"]), int(lora.get("rank", 0))
     try:
         server.settings.require(base)
         server.settings.require_rank(rank)
@@ -55,68 +55,68 @@ async def _create_model(server: Server, body: bytes) -> Answer:
     except RequestError as error:
         return server.register_refusal(model_id, error)
     model = ServedModel(server.settings, model_id, base, rank, layers)
-    model.metadata = given.get("user_metadata")
+    model.metadata = fields.get("user_metadata")
     return server.create_model(model, lambda model: model.open(lora.get("seed")))
 
 
-def _model_id(session: str, given: Mapping[str, Any]) -> str:
-    return f"{session}:train:{int(given['model_seq_id'])}"
+def _format_model_id(session: str, fields: Mapping[str, Any]) -> str:
+    return f"{session}:train:{int(fields['model_seq_id'])}"
 
 
 async def _unload_model(server: Server, body: bytes) -> Answer:
-    return server.unload_model(_json(body)["model_id"])
+    return server.unload_model(_parse_fields(body)["model_id"])
 
 
 async def _get_info(server: Server, body: bytes) -> Answer:
-    _, model = server.find_trained_model(_json(body)["model_id"])
+    _, model = server.find_trained_model(_parse_fields(body)["model_id"])
     facts = {"model_name": model.base_model, "tokenizer_id": server.settings.tokenizer_of(model.base_model)}
     return {"type": "get_info", "model_data": facts, "model_id": model.model_id, "is_lora": model.rank > 0, "lora_rank": model.rank}
 
 
 async def _forward_backward(server: Server, body: bytes) -> Answer:
     request = await asyncio.to_thread(parse_message, "ForwardBackwardRequest", body)
-    return _in_turn(server, request.model_id, request.seq_id, lambda model: model.forward_backward(request), request)
+    return _submit_in_turn(server, request.model_id, request.seq_id, lambda model: model.forward_backward(request), request)
 
 
 async def _optim_step(server: Server, body: bytes) -> Answer:
-    given = _json(body)
+    fields = _parse_fields(body)
 
     def step(model: ServedModel) -> Answer:
-        if "adam_params" not in given:
+        if "adam_params" not in fields:
             raise RequestError("this server steps with AdamW alone; send adam_params")
-        return model.optim_step(given["adam_params"])
+        return model.optim_step(fields["adam_params"])
 
-    return _in_turn(server, given["model_id"], given["seq_id"], step)
+    return _submit_in_turn(server, fields["model_id"], fields["seq_id"], step)
 
 
 async def _save_weights(server: Server, body: bytes) -> Answer:
-    given = _json(body)
-    return _in_turn(server, given["model_id"], given["seq_id"], lambda model: _save(model, given, "weights"))
+    fields = _parse_fields(body)
+    return _submit_in_turn(server, fields["model_id"], fields["seq_id"], lambda model: _save(model, fields, "weights"))
 
 
 async def _save_external(server: Server, body: bytes) -> Answer:
-    given = _json(body)
+    fields = _parse_fields(body)
 
-    def saved(model: ServedModel) -> Answer:
-        if given.get("age_encryption_recipients"):
+    def save(model: ServedModel) -> Answer:
+        if fields.get("age_encryption_recipients"):
             raise RequestError("this server encrypts nothing; leave age_encryption_recipients out")
-        return _save(model, given, "external_weights")
+        return _save(model, fields, "external_weights")
 
-    return _in_turn(server, given["model_id"], given["seq_id"], saved)
+    return _submit_in_turn(server, fields["model_id"], fields["seq_id"], save)
 
 
-def _save(model: ServedModel, given: Mapping[str, Any], kind: str) -> Answer:
-    address = Address(model.model_id, kind, given.get("path") or f"step-{given['seq_id']}")
-    overwrite, ttl = bool(given.get("overwrite")), given.get("ttl_seconds")
-    return model.save(address, overwrite=overwrite, ttl=ttl, metadata=given.get("user_metadata"))
+def _save(model: ServedModel, fields: Mapping[str, Any], kind: str) -> Answer:
+    address = Address(model.model_id, kind, fields.get("path") or f"step-{fields['seq_id']}")
+    overwrite, ttl = bool(fields.get("overwrite")), fields.get("ttl_seconds")
+    return model.save(address, overwrite=overwrite, ttl=ttl, metadata=fields.get("user_metadata"))
 
 
 async def _load_weights(server: Server, body: bytes) -> Answer:
-    given = _json(body)
-    path, optimizer = str(given["path"]), bool(given["optimizer"])
-    if given.get("session_id") is not None:
-        session = server.touch(given["session_id"])
-        model_id = _model_id(session, given)
+    fields = _parse_fields(body)
+    path, optimizer = str(fields["path"]), bool(fields["optimizer"])
+    if fields.get("session_id") is not None:
+        session = server.touch(fields["session_id"])
+        model_id = _format_model_id(session, fields)
         try:
             facts = Facts.of(server.settings.directory, Address.read(path, ("weights",)))
             server.settings.require(facts.base_model)
@@ -124,60 +124,60 @@ async def _load_weights(server: Server, body: bytes) -> Answer:
             return server.register_refusal(model_id, error)
         model = ServedModel(server.settings, model_id, facts.base_model, facts.lora_rank, facts.layers)
         return server.create_model(model, lambda model: model.load(path, optimizer, create=True))
-    return _in_turn(server, given["model_id"], given["seq_id"], lambda model: model.load(path, optimizer, create=False))
+    return _submit_in_turn(server, fields["model_id"], fields["seq_id"], lambda model: model.load(path, optimizer, create=False))
 
 
 async def _weights_info(server: Server, body: bytes) -> Answer:
-    facts = Facts.of(server.settings.directory, Address.read(str(_json(body)["tinker_path"])))
+    facts = Facts.of(server.settings.directory, Address.read(str(_parse_fields(body)["tinker_path"])))
     adapters = {"train_attn": facts.train_attn, "train_mlp": facts.train_mlp, "train_unembed": False} if facts.lora_rank else {}
     return {"base_model": facts.base_model, "is_lora": facts.lora_rank > 0, "lora_rank": facts.lora_rank, **adapters}
 
 
 async def _save_for_sampler(server: Server, body: bytes) -> Answer:
-    given = _json(body)
-    kind, name = given.get("kind", "snapshot"), given.get("path")
+    fields = _parse_fields(body)
+    kind, name = fields.get("kind", "snapshot"), fields.get("path")
     sampler, loop = secrets.token_hex(16), asyncio.get_running_loop()
 
-    def made(model: ServedModel) -> Answer:
+    def create_sampler(model: ServedModel) -> Answer:
         if kind not in ("snapshot", "inflight"):
             raise RequestError(f"there is no sampler of the kind {kind!r}; there are snapshot and inflight")
         if name and kind == "inflight":
             raise RequestError("weights that later ones replace have no name; leave the path out")
         if name:
-            return _save(model, given, "sampler_weights")
+            return _save(model, fields, "sampler_weights")
         (model.samplers.pin if kind == "snapshot" else model.samplers.publish)(sampler)
         facts = SamplingSession(model.session, model.base_model, model_id=model.model_id)
-        # ahead of the answer, on the same loop
+        # runs before the answer is sent, on the same loop
         loop.call_soon_threadsafe(server.samplers.__setitem__, sampler, facts)
         return {"type": "save_weights_for_sampler", "sampling_session_id": sampler}
 
-    return _in_turn(server, given["model_id"], given["seq_id"], made)
+    return _submit_in_turn(server, fields["model_id"], fields["seq_id"], create_sampler)
 
 
 async def _create_sampling_session(server: Server, body: bytes) -> Answer:
-    given, directory = _json(body), server.settings.directory
-    session, path = server.touch(given["session_id"]), given.get("model_path")
+    fields, directory = _parse_fields(body), server.settings.directory
+    session, path = server.touch(fields["session_id"]), fields.get("model_path")
     address = None if path is None else Address.read(str(path), ("weights", "sampler_weights"))
-    base = str(given["base_model"]) if address is None else Facts.of(directory, address).base_model
+    base = str(fields["base_model"]) if address is None else Facts.of(directory, address).base_model
     sampler = secrets.token_hex(16)
     server.samplers[sampler] = SamplingSession(session, base, stored=server.settings.find_weights(base, address))
     return {"type": "create_sampling_session", "sampling_session_id": sampler}
 
 
 async def _sample(server: Server, body: bytes) -> Answer:
-    given = _json(body)
-    name, limits = str(given.get("sampling_session_id")), server.settings.serve
+    fields = _parse_fields(body)
+    name, limits = str(fields.get("sampling_session_id")), server.settings.serve
     if (sampler := server.samplers.get(name)) is None:
         raise HTTPException(404, "there is no such sampling session")
-    request_id = f"{name}:{given['seq_id']}"
+    request_id = f"{name}:{fields['seq_id']}"
     # a request that is refused for its number has ids all the same: the client asks for them before it asks what went wrong
-    count = min(max(int(given.get("num_samples", 1)), 0), limits.samples)
-    answer = {"request_id": request_id, "sample_sequence_ids": [f"{request_id}:{place}" for place in range(count)]}
+    count = min(max(int(fields.get("num_samples", 1)), 0), limits.samples)
+    answer = {"request_id": request_id, "sample_sequence_ids": [f"{request_id}:{index}" for index in range(count)]}
     if request_id in server.promises:
         return answer
     promise = PendingAnswer(asyncio.get_running_loop())
     try:
-        call = SampleCall.read(given, limits)
+        call = SampleCall.read(fields, limits)
         worker, model = server.find_sampled_model(sampler)
     except (RequestError, KeyError, TypeError, ValueError) as error:
         promise.fail(
@@ -201,7 +201,7 @@ def _start_sampling(model: ServedModel, name: str, sampler: SamplingSession, cal
 
 
 async def _retrieve(server: Server, body: bytes) -> Answer:
-    request_id = str(_json(body)["request_id"])
+    request_id = str(_parse_fields(body)["request_id"])
     promise = server.promises.get(request_id)
     if promise is None:
         raise HTTPException(410, "there is no such request, or its answer is no longer kept")
@@ -210,10 +210,10 @@ async def _retrieve(server: Server, body: bytes) -> Answer:
     return promise.answer
 
 
-def _in_turn(
+def _submit_in_turn(
     server: Server, model_id: Any, number: Any, work: Callable[[ServedModel], Answer], datums: Any | None = None
 ) -> Answer:
-    """Promise `work` in the turn of request `number`; `datums` is the request itself where it holds some."""
+    """Queue `work` as request `number` of its model, and answer with a promise. `datums` is the request itself if it holds datums."""
     worker, model = server.find_trained_model(model_id)
     if int(number) < 1:
         raise RequestError(f"seq_id is {number}; requests of a model are counted from 1")

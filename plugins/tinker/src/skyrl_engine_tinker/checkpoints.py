@@ -103,8 +103,8 @@ class Facts:
         """Read those of a checkpoint. Raises RequestError where it is not there, or its time is over."""
         file = address.folder(directory) / FACTS
         try:
-            given = json.loads(file.read_text(encoding="utf-8"))
-            facts = cls(**{"time": file.stat().st_mtime, **given})
+            table = json.loads(file.read_text(encoding="utf-8"))
+            facts = cls(**{"time": file.stat().st_mtime, **table})
         except FileNotFoundError as error:
             raise RequestError(f"there is no checkpoint {address.path!r}") from error
         if facts.expires_at is not None and facts.expires_at <= time.time():
@@ -143,9 +143,9 @@ def write_checkpoint(directory: Path, address: Address, facts: Facts, *, overwri
 
 def list_checkpoints(directory: Path, model_id: str | None = None) -> list[dict[str, Any]]:
     """List checkpoints of one model or of all, the newest first. A model that saved none has an empty list."""
-    found = [each for each in _addresses(directory) if model_id is None or each.model_id == model_id]
-    described = [each for each in (_describe(directory, address) for address in found) if each is not None]
-    return sorted(described, key=lambda each: str(each["time"]), reverse=True)
+    addresses = [address for address in _list_addresses(directory) if model_id is None or address.model_id == model_id]
+    described = [description for description in (_describe(directory, address) for address in addresses) if description is not None]
+    return sorted(described, key=lambda description: str(description["time"]), reverse=True)
 
 
 def delete(directory: Path, address: Address) -> None:
@@ -161,7 +161,7 @@ def set_ttl(directory: Path, address: Address, ttl: float | None) -> None:
 
 def sweep(directory: Path) -> None:
     """Delete checkpoints whose time is over."""
-    for address in _addresses(directory):
+    for address in _list_addresses(directory):
         try:
             Facts.of(directory, address)
         except RequestError:
@@ -171,14 +171,17 @@ def sweep(directory: Path) -> None:
 def runs(directory: Path) -> list[dict[str, Any]]:
     """List models that saved something, as the API's training runs, the one that saved last first."""
     by_model: dict[str, list[dict[str, Any]]] = {}
-    for each in list_checkpoints(directory):
-        by_model.setdefault(each["tinker_path"].split("/")[2], []).append(each)
-    return [_run(directory, model_id, checkpoints) for model_id, checkpoints in by_model.items()]
+    for checkpoint in list_checkpoints(directory):
+        by_model.setdefault(checkpoint["tinker_path"].split("/")[2], []).append(checkpoint)
+    return [_describe_run(directory, model_id, checkpoints) for model_id, checkpoints in by_model.items()]
 
 
-def _run(directory: Path, model_id: str, checkpoints: list[dict[str, Any]]) -> dict[str, Any]:
+def _describe_run(directory: Path, model_id: str, checkpoints: list[dict[str, Any]]) -> dict[str, Any]:
     facts = Facts.of(directory, Address.read(checkpoints[0]["tinker_path"]))
-    last = {kind: next((each for each in checkpoints if each["checkpoint_type"] == kind), None) for kind in KINDS.values()}
+    last = {
+        kind: next((checkpoint for checkpoint in checkpoints if checkpoint["checkpoint_type"] == kind), None)
+        for kind in KINDS.values()
+    }
     return {
         "training_run_id": model_id,
         "base_model": facts.base_model,
@@ -192,7 +195,7 @@ def _run(directory: Path, model_id: str, checkpoints: list[dict[str, Any]]) -> d
     }
 
 
-def _addresses(directory: Path) -> list[Address]:
+def _list_addresses(directory: Path) -> list[Address]:
     found = []
     for file in directory.glob(f"*/*/*/{FACTS}"):
         model, kind, name = file.parts[-4:-1]
@@ -205,7 +208,7 @@ def _addresses(directory: Path) -> list[Address]:
 def _describe(directory: Path, address: Address) -> dict[str, Any] | None:
     try:
         facts = Facts.of(directory, address)
-        size = sum(each.stat().st_size for each in address.folder(directory).rglob("*") if each.is_file())
+        size = sum(file.stat().st_size for file in address.folder(directory).rglob("*") if file.is_file())
     except (RequestError, FileNotFoundError):
         # it ended meanwhile
         return None

@@ -25,13 +25,13 @@ class ClientLists:
             part += 1
 
     def before(self, number: int) -> int:
-        """Count the datums of the same list that come before those of request `number`, whose turn it is. All of its list are there."""
+        """Count the datums of the same list that come before those of request `number`, which runs now; its whole list has arrived."""
         first = self._first.get(number, number)
         return sum(self._datums[part] for part in range(first, number))
 
     def forget_before(self, number: int) -> None:
         """Forget the requests of lists that ended before `number`."""
         first = self._first.get(number, number)
-        for part in [each for each in list(self._datums) if each < first]:
+        for part in [number for number in self._datums if number < first]:
             self._first.pop(part, None)
             del self._datums[part]

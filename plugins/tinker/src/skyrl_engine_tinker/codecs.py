@@ -35,7 +35,7 @@ def tokens_of(chunks: Any, where: str) -> Array:
     for chunk in chunks:
         if not chunk.HasField("encoded_text"):
             raise RequestError(f"{where} has a chunk that is no text; this server trains and samples on tokens alone")
-        parts.append(_view(chunk.encoded_text.tokens, _DTYPES[INT32], where))
+        parts.append(_view_array(chunk.encoded_text.tokens, _DTYPES[INT32], where))
     tokens = np.concatenate(parts) if parts else np.zeros(0, np.int32)
     if not len(tokens):
         raise RequestError(f"{where} has no token")
@@ -52,7 +52,7 @@ def tensor(message: Any, where: str, most: int) -> Array:
     dtype, shape = _DTYPES[message.dtype], tuple(message.shape)
     if message.HasField("sparse_csr"):
         return _fill_sparse(message.sparse_csr, dtype, shape, where, most)
-    values = _view(message.dense, dtype, where)
+    values = _view_array(message.dense, dtype, where)
     shape = shape or values.shape
     if min(shape, default=0) < 0 or int(np.prod(shape)) != values.size:
         raise RequestError(f"{where} has {values.size} numbers and the shape {list(shape)}")
@@ -60,10 +60,10 @@ def tensor(message: Any, where: str, most: int) -> Array:
 
 
 def _fill_sparse(message: Any, dtype: np.dtype[Any], shape: tuple[int, ...], where: str, most: int) -> Array:
-    """Return a sparse matrix [N, K] with its zeros. Compressed rows: row i has the places `rows[i]` to `rows[i + 1]` of values and columns."""
+    """Return a sparse matrix [N, K] with its zeros. Compressed rows: row i has the entries [`rows[i]`, `rows[i + 1]`) of values and columns."""
     index = _DTYPES[INT64]
     values, rows, columns = (
-        _view(getattr(message, name), kind, where)
+        _view_array(getattr(message, name), kind, where)
         for name, kind in (("values", dtype), ("crow_indices", index), ("col_indices", index))
     )
     if len(shape) != 2 or min(shape) < 0 or shape[0] * shape[1] > most:
@@ -78,7 +78,7 @@ def _fill_sparse(message: Any, dtype: np.dtype[Any], shape: tuple[int, ...], whe
     return matrix
 
 
-def _view(data: bytes, dtype: np.dtype[Any], where: str) -> Array:
+def _view_array(data: bytes, dtype: np.dtype[Any], where: str) -> Array:
     if len(data) % dtype.itemsize:
         raise RequestError(f"{where} has {len(data)} bytes, no whole number of {dtype.name}")
     return np.frombuffer(data, dtype=dtype)
@@ -88,12 +88,12 @@ def encode_outputs(logprobs: Sequence[Array], metrics: Mapping[str, float]) -> b
     """Encode a ForwardBackwardOutput: `logprobs` of every datum, [N] or [N, K], and metrics by name."""
     message = CLASSES["ForwardBackwardOutput"](loss_fn_output_type="ArrayRecord", metrics=metrics)
     # a record's datums have one K
-    for trailing, datums in groupby(logprobs, lambda each: each.shape[1:]):
+    for trailing, datums in groupby(logprobs, lambda array: array.shape[1:]):
         arrays = list(datums)
         record = message.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(arrays))
         field = record.fields["logprobs"]
-        field.data = b"".join(each.astype("<f4").tobytes() for each in arrays)
-        field.offsets = (offsets_of([each.size for each in arrays]) * 4).astype("<i8").tobytes()
+        field.data = b"".join(array.astype("<f4").tobytes() for array in arrays)
+        field.offsets = (offsets_of([array.size for array in arrays]) * 4).astype("<i8").tobytes()
         field.dtype = FLOAT32
         field.trailing_shape.extend(trailing)
     return bytes(message.SerializeToString())
@@ -118,6 +118,6 @@ def encode_samples(completions: list[Completion], *, last: int) -> bytes:
 
 
 def _fill(message: Any, token_ids: Array, logprobs: Array) -> None:
-    """Write the k most likely tokens of n places, both [n, k], into a TopkLogprobs."""
+    """Write the k most likely tokens at n positions, both [n, k], into a TopkLogprobs."""
     message.token_ids, message.logprobs = token_ids.astype("<i4").tobytes(), logprobs.astype("<f4").tobytes()
     message.length, message.k = token_ids.shape

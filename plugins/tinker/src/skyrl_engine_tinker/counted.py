@@ -19,7 +19,7 @@ class Counted:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        begin, status, received, sent = time.perf_counter(), 500, 0, 0
+        begin, status, received, sent_bytes = time.perf_counter(), 500, 0, 0
 
         async def counted_receive() -> Message:
             nonlocal received
@@ -28,15 +28,15 @@ class Counted:
             return message
 
         async def counted_send(message: Message) -> None:
-            nonlocal status, sent
+            nonlocal status, sent_bytes
             status = message.get("status", status)
-            sent += len(message.get("body", b""))
+            sent_bytes += len(message.get("body", b""))
             await send(message)
 
         try:
             await self._app(scope, counted_receive, counted_send)
         finally:
-            self._counters.count_request(self._name(scope), status, time.perf_counter() - begin, received, sent)
+            self._counters.count_request(self._name(scope), status, time.perf_counter() - begin, received, sent_bytes)
 
     def _name(self, scope: Scope) -> str:
         endpoint: Any = scope.get("endpoint")

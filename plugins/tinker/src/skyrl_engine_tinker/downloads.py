@@ -47,7 +47,7 @@ def expires() -> str:
 
 def tar(folder: Path) -> Iterator[bytes]:
     """Yield the files of a folder as a tar file, a piece at a time."""
-    for file in sorted(each for each in folder.rglob("*") if each.is_file()):
+    for file in sorted(path for path in folder.rglob("*") if path.is_file()):
         about = tarfile.TarInfo(file.relative_to(folder).as_posix())
         about.size, about.mtime = file.stat().st_size, int(file.stat().st_mtime)
         yield about.tobuf()

@@ -30,11 +30,11 @@ class LossRequest:
     @classmethod
     def of(cls, request: Any, served: Sequence[str]) -> "LossRequest":
         """Find the loss of a ForwardBackwardRequest. Raises RequestError for one that is not there, and for an option that it does not have."""
-        name, options = request.loss_fn, _options(request)
+        name, options = request.loss_fn, _read_options(request)
         if name in losses.INPUTS:
             several = name == "cross_entropy" and any(map(_has_several_targets, request.data))
             function = losses.SEVERAL if several else name
-            return cls(name, {"use": f"{losses.__file__}:{function}"}, _api_inputs(name, options), several)
+            return cls(name, {"use": f"{losses.__file__}:{function}"}, _get_api_inputs(name, options), several)
         if name not in served:
             raise RequestError(f"there is no loss {name!r} here; there are {', '.join([*losses.INPUTS, *served])}")
         return cls(name, {"use": name, **options})
@@ -47,22 +47,24 @@ class LossInForce:
     engine: Engine
     _table: Mapping[str, Any] | None = None
 
-    def put(self, asked: LossRequest) -> Mapping[str, ColumnForm]:
+    def put(self, request: LossRequest) -> Mapping[str, ColumnForm]:
         """Put a loss in force, and return the columns that it reads. Raises RequestError for what the client can mend."""
-        if self._table != asked.table:
+        if self._table != request.table:
             # whatever goes wrong between here and there, the next request puts its own
             self._table = None
             try:
-                self.engine.use_loss(asked.table)
+                self.engine.use_loss(request.table)
             except ConfigError as error:
-                told = (f"{each.where.rpartition('loss.')[2]} {each.cause}. {each.remedy}" for each in error.problems)
-                raise RequestError(f"options of {asked.name}: {'; '.join(told)}") from error
+                messages = (
+                    f"{problem.where.rpartition('loss.')[2]} {problem.cause}. {problem.remedy}" for problem in error.problems
+                )
+                raise RequestError(f"options of {request.name}: {'; '.join(messages)}") from error
             except UnsupportedError as error:
                 raise RequestError(f"{error.cause}; this server adds up tokens (the reducer sum)") from error
-            self._table = asked.table
+            self._table = request.table
         reads = self.engine.assembly.objective.reads
         if of_samples := [need for need in reads if need.startswith("sample:")]:
-            raise RequestError(f"{asked.name} reads {of_samples[0]}, and datums of this server are no halves of pairs")
+            raise RequestError(f"{request.name} reads {of_samples[0]}, and datums of this server are no halves of pairs")
         return column_forms(reads)
 
 
@@ -71,27 +73,27 @@ def _has_several_targets(datum: Any) -> bool:
     return "target_tokens" in datum.loss_fn_inputs and len(datum.loss_fn_inputs["target_tokens"].shape) > 1
 
 
-def _options(request: Any) -> dict[str, Any]:
+def _read_options(request: Any) -> dict[str, Any]:
     """Options as a configuration writes them: the wire has floats and texts, a schema whole numbers and switches too."""
-    given: dict[str, Any] = dict(request.loss_fn_config)
+    options: dict[str, Any] = dict(request.loss_fn_config)
     for key, value in request.loss_fn_config_v2.items():
-        given[key] = value.text if value.HasField("text") else value.number
-    return {key: _plain(value) for key, value in given.items()}
+        options[key] = value.text if value.HasField("text") else value.number
+    return {key: _convert_option(value) for key, value in options.items()}
 
 
-def _plain(value: float | str) -> float | bool | str:
+def _convert_option(value: float | str) -> float | bool | str:
     if isinstance(value, str):
         return _SWITCHES.get(value, value)
     return int(value) if value.is_integer() else value
 
 
-def _api_inputs(name: str, options: Mapping[str, Any]) -> losses.Inputs:
+def _get_api_inputs(name: str, options: Mapping[str, Any]) -> losses.Inputs:
     """The inputs of a loss of the API with these options as their defaults."""
     inputs = losses.INPUTS[name]
-    known = [key for key in losses.OPTIONS if key in inputs]
+    known_options = [key for key in losses.OPTIONS if key in inputs]
     for key, number in options.items():
-        if key not in known:
-            raise RequestError(f"{name} has no option {key!r}; it has {', '.join(known) or 'none'}")
+        if key not in known_options:
+            raise RequestError(f"{name} has no option {key!r}; it has {', '.join(known_options) or 'none'}")
         if isinstance(number, str | bool) or not 0 <= number < float("inf"):
             raise RequestError(f"the option {key!r} of {name} is {number}; it must be a number of 0 or more")
     return {**inputs, **options}

@@ -37,7 +37,7 @@ INPUTS: Mapping[str, Inputs] = {
     "dro": {**_POLICY, "beta": 0.05},
     "gspo": {**_POLICY, **_BOUNDS, "sequence_ratio_mask": None},
 }
-"""Inputs of every loss beside `target_tokens`, with the number that stands for one that is not given; None: it must be given.
+"""Inputs of every loss besides `target_tokens`, with their defaults; None: the client must send it.
 
 Defaults of ppo are documented by the API; those of the others stand in its examples."""
 
@@ -69,17 +69,17 @@ def cross_entropy_of_several(tokens: LossTokens, _config: None) -> "torch.Tensor
 
 @loss(needs=_SAMPLED, reducers=("sum",))
 def importance_sampling(tokens: LossTokens, _config: None) -> "torch.Tensor":
-    return -_ratio(tokens) * tokens.advantages
+    return -_compute_ratio(tokens) * tokens.advantages
 
 
 @loss(needs=_CLIPPED, reducers=("sum",))
 def ppo(tokens: LossTokens, _config: None) -> "torch.Tensor":
-    return _clip(_ratio(tokens), tokens)
+    return _clip(_compute_ratio(tokens), tokens)
 
 
 @loss(needs=_CLIPPED, reducers=("sum",))
 def cispo(tokens: LossTokens, _config: None) -> "torch.Tensor":
-    ratio = _ratio(tokens).detach().clamp(tokens.clip_low_threshold, tokens.clip_high_threshold)
+    ratio = _compute_ratio(tokens).detach().clamp(tokens.clip_low_threshold, tokens.clip_high_threshold)
     return -ratio * tokens.logprobs * tokens.advantages
 
 
@@ -98,7 +98,7 @@ def gspo(tokens: LossTokens, _config: None) -> "torch.Tensor":
     return _clip(ratio, tokens)
 
 
-def _ratio(tokens: LossTokens) -> "torch.Tensor":
+def _compute_ratio(tokens: LossTokens) -> "torch.Tensor":
     return (tokens.logprobs - tokens.sampler_logprobs).clamp(max=LARGEST_LOG_RATIO).exp()
 
 

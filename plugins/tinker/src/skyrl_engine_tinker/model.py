@@ -14,7 +14,7 @@ from skyrl_engine_tinker.codecs import encode_outputs
 from skyrl_engine_tinker.datums import DatumBatch, DatumLimits, wire_metrics
 from skyrl_engine_tinker.errors import RequestError
 from skyrl_engine_tinker.loss_request import LossInForce, LossRequest
-from skyrl_engine_tinker.model_worker import failure
+from skyrl_engine_tinker.model_worker import describe_failure
 from skyrl_engine_tinker.samplers import Samplers
 from skyrl_engine_tinker.settings import ALPHA, Settings
 
@@ -121,7 +121,7 @@ class ServedModel:
             try:
                 self.open(start=None if optimizer else folder / "model")
             except BaseException as error:
-                self._lost = failure(error)["error"]
+                self._lost = describe_failure(error)["error"]
                 raise
         if optimizer:
             self.samplers.before_load()
@@ -148,7 +148,7 @@ class ServedModel:
         except BaseException as error:
             # also of torch: memory that ran out
             if not request.forward_only:
-                self._spoil(f"a forward_backward of it failed: {failure(error)['error']}")
+                self._spoil(f"a forward_backward of it failed: {describe_failure(error)['error']}")
             raise
         finally:
             self._lists.forget_before(number)
@@ -159,11 +159,11 @@ class ServedModel:
 
     def _run_pass(self, request: Any, before: int) -> bytes:
         engine, serve = self.engine, self.settings.serve
-        asked = LossRequest.of(request, serve.losses)
+        loss_request = LossRequest.of(request, serve.losses)
         assert self._loss is not None, "an engine has a loss in force"
-        reads = self._loss.put(asked)
+        reads = self._loss.put(loss_request)
         limits = DatumLimits(serve.longest, serve.body_bytes // 4, engine.vocabulary_size)
-        batch = DatumBatch.of(request, asked, reads, limits, before=before)
+        batch = DatumBatch.of(request, loss_request, reads, limits, before=before)
         plan = engine.plan(batch.columns)
         if request.forward_only:
             result = engine.evaluate(plan, tokens="actions", labels=batch.labels).result()
@@ -213,10 +213,10 @@ class ServedModel:
 
     def _name_base(self, folder: Path) -> None:
         """Write the base model's name in the place of its folder on this machine, which clients that download the files do not have."""
-        place = self.settings.serve.models[self.base_model]
+        path = self.settings.serve.models[self.base_model]
         for file in (folder / name for name in ("adapter_config.json", "config.json", "tokenizer_config.json")):
             known = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-            named = {key: self.settings.tokenizer_of(self.base_model) if value == place else value for key, value in known.items()}
+            named = {key: self.settings.tokenizer_of(self.base_model) if value == path else value for key, value in known.items()}
             if named != known:
                 file.write_text(json.dumps(named, indent=2) + "\n", encoding="utf-8")
 

@@ -1,9 +1,9 @@
-"""One worker per model: a thread that owns its engine and does its requests one after the other, in the order of their numbers.
+"""One worker per model: a thread that owns its engine and runs its requests one after the other, in the order of their numbers.
 
     POST (event loop)  ->  submit(seq, work)  ->  heap by seq  ->  thread: work()  ->  promise  ->  retrieve_future (event loop)
 
-Clients number a model's requests from 1 and may send them out of order, or twice. Samples have no place in that order: they are taken between
-requests, and go on while nothing else is to be done.
+Clients number a model's requests from 1 and may send them out of order, or twice. Samples are not part of that order: they are drawn
+between requests, and while no request waits.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ class PendingAnswer:
             self._loop.call_soon_threadsafe(self._ready.set)
 
     def fail(self, error: BaseException) -> None:
-        self.set(failure(error))
+        self.set(describe_failure(error))
 
     async def wait(self, seconds: float) -> bool:
         try:
@@ -48,15 +48,15 @@ class PendingAnswer:
         return True
 
 
-def failure(error: BaseException) -> dict[str, Any]:
-    """Say what went wrong, and whose mistake it was."""
+def describe_failure(error: BaseException) -> dict[str, Any]:
+    """Return an error as an answer: the message, and whether the user or the server caused it."""
     users = (RequestError, DataError, UnsupportedError, ConfigError, CheckpointError)
-    told = error.summary if isinstance(error, EngineError) else str(error) or type(error).__name__
-    return {"error": told, "category": "user" if isinstance(error, users) else "server"}
+    message = error.summary if isinstance(error, EngineError) else str(error) or type(error).__name__
+    return {"error": message, "category": "user" if isinstance(error, users) else "server"}
 
 
 class ModelWorker:
-    """The thread of one model. `pump` is called where no request waits; it returns True while it has something to do."""
+    """The thread of one model. `pump` is called when no request waits; it returns True while it has something to do."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class ModelWorker:
         miss: Callable[[int, int], None] = lambda _first, _last: None,
         turns: FairLock | None = None,
     ) -> None:
-        """Start the thread. Before it ends it takes the samples of sessions that it `drains`; `drop` ends those of others that it is at.
+        """Start the thread. Before it ends it draws the samples of sessions for which `drains` is true; `drop` ends samples of other sessions.
 
         `miss` is called with the first and the last of the numbers that are no longer awaited. Workers that share `turns` run one at a time.
         """
@@ -80,19 +80,19 @@ class ModelWorker:
         self._wake = threading.Condition()
         self._waiting: list[tuple[int, Callable[[], Answer], PendingAnswer]] = []
         self._promises: dict[int, PendingAnswer] = {}
-        self._beside: deque[tuple[Callable[[], None], PendingAnswer, str]] = deque()
+        self._unordered: deque[tuple[Callable[[], None], PendingAnswer, str]] = deque()
         self._next, self._gap_since = 1, 0.0
         self._closing = False
         self._thread = threading.Thread(target=self._run, daemon=True, name="tinker-model-worker")
         self._thread.start()
 
     def submit(self, number: int, work: Callable[[], Answer], promise: PendingAnswer | None = None) -> PendingAnswer:
-        """Do `work` in its turn, and keep `promise` (None: a new one). A number that was submitted before has the promise that it had then,
-        and is done once.
+        """Run `work` in its turn, and set `promise` (None: a new one) to its answer. A number that was submitted before returns the
+        promise of that time, and runs once.
         """
         with self._wake:
-            if (known := self._promises.get(number)) is not None:
-                return known
+            if (existing := self._promises.get(number)) is not None:
+                return existing
             promise = self._promises[number] = promise or PendingAnswer(self._loop)
             if self._closing:
                 promise.fail(RequestError("the model is closed"))
@@ -107,12 +107,12 @@ class ModelWorker:
             return promise
 
     def submit_unordered(self, work: Callable[[], None], promise: PendingAnswer, session: str) -> None:
-        """Do `work` of a session, which keeps `promise`, on the thread as soon as nothing else runs, whatever requests wait."""
+        """Run `work` of a session, which sets `promise`, on the thread as soon as nothing else runs, ahead of requests that wait."""
         with self._wake:
             if self._closing:
                 promise.fail(RequestError("the model is closed"))
                 return
-            self._beside.append((work, promise, session))
+            self._unordered.append((work, promise, session))
             self._wake.notify()
 
     @property
@@ -121,7 +121,7 @@ class ModelWorker:
         return len(self._waiting)
 
     def close(self) -> None:
-        """End the thread behind the request that it is at, and wait for it. Requests that wait are answered with a refusal."""
+        """End the thread after the request that runs, and wait for it. Requests that wait are answered with a refusal."""
         with self._wake:
             self._closing = True
             self._wake.notify()
@@ -151,20 +151,20 @@ class ModelWorker:
                 with self._turns:
                     self._end()
             finally:
-                for promise in [*(promise for _, _, promise in self._waiting), *(promise for _, promise, _ in self._beside)]:
+                for promise in [*(promise for _, _, promise in self._waiting), *(promise for _, promise, _ in self._unordered)]:
                     promise.fail(RequestError(CLOSED))
 
     def _take_next(self) -> Callable[[], None] | None:
         """Take the next request; a missing number is awaited for `gap_timeout_s` at most."""
         if self._closing:
-            for dropped in [each for each in self._beside if not self._drains(each[2])]:
-                self._beside.remove(dropped)
+            for dropped in [item for item in self._unordered if not self._drains(item[2])]:
+                self._unordered.remove(dropped)
                 dropped[1].fail(RequestError(CLOSED))
-            if not self._beside:
+            if not self._unordered:
                 return None
         # the model is opened before anything is sampled from it
-        if self._beside and not (self._waiting and self._waiting[0][0] == 0):
-            return self._beside.popleft()[0]
+        if self._unordered and not (self._waiting and self._waiting[0][0] == 0):
+            return self._unordered.popleft()[0]
         if not self._waiting:
             return None
         number = self._waiting[0][0]
@@ -175,10 +175,10 @@ class ModelWorker:
             self._miss(self._next, number - 1)
         self._next = max(self._next, number + 1)
 
-        def done() -> None:
+        def run_request() -> None:
             try:
                 promise.set(work())
-            except BaseException as error:  # noqa: BLE001 - whatever a request meets is its answer, and the worker goes on
+            except BaseException as error:  # noqa: BLE001 - every error of a request is its answer, and the worker goes on
                 promise.fail(error)
 
-        return done
+        return run_request

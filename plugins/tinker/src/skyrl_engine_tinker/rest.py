@@ -43,37 +43,40 @@ def rest(server: Server, authorize: Callable[[Request], None]) -> APIRouter:
 
     @router.get("/samplers/{name}")
     async def sampler(name: str) -> Any:
-        if (found := server.samplers.get(name)) is None:
+        if (sampler := server.samplers.get(name)) is None:
             raise HTTPException(404, "there is no such sampler")
-        path = None if found.stored is None else found.stored.path
-        return {"sampler_id": name, "base_model": found.base_model, "model_path": path}
+        path = None if sampler.stored is None else sampler.stored.path
+        return {"sampler_id": name, "base_model": sampler.base_model, "model_path": path}
 
     @router.get("/sessions")
     async def sessions(limit: int = 20, offset: int = 0) -> Any:
-        return {"sessions": _page([*server.sessions][::-1], limit, offset)[0]}
+        return {"sessions": _cut_page([*server.sessions][::-1], limit, offset)[0]}
 
     @router.get("/sessions/{session}")
     async def one_session(session: str) -> Any:
         if session not in server.sessions:
             raise HTTPException(404, "there is no such session, or it ended")
-        own = [model.model_id for model in server.places.trained if model.session == session]
-        return {"training_run_ids": own, "sampler_ids": [name for name, each in server.samplers.items() if each.session == session]}
+        own = [model.model_id for model in server.slots.trained if model.session == session]
+        return {
+            "training_run_ids": own,
+            "sampler_ids": [name for name, sampler in server.samplers.items() if sampler.session == session],
+        }
 
     @router.get("/training_runs")
     async def training_runs(limit: int = 20, offset: int = 0) -> Any:
-        page, cursor = _page(await _runs(server), limit, offset)
+        page, cursor = _cut_page(await _list_runs(server), limit, offset)
         return {"training_runs": page, "cursor": cursor}
 
     @router.get("/training_runs/{model_id}")
     async def training_run(model_id: str) -> Any:
-        for run in await _runs(server):
+        for run in await _list_runs(server):
             if run["training_run_id"] == model_id:
                 return run
         raise HTTPException(404, f"there is no training run {model_id!r}, or it saved nothing and ended")
 
     @router.get("/checkpoints")
     async def all_checkpoints(limit: int = 100, offset: int = 0) -> Any:
-        page, cursor = _page(await asyncio.to_thread(checkpoints.list_checkpoints, directory), limit, offset)
+        page, cursor = _cut_page(await asyncio.to_thread(checkpoints.list_checkpoints, directory), limit, offset)
         return {"checkpoints": page, "cursor": cursor}
 
     @router.get("/training_runs/{model_id}/checkpoints")
@@ -82,12 +85,12 @@ def rest(server: Server, authorize: Callable[[Request], None]) -> APIRouter:
 
     @router.delete("/training_runs/{model_id}/checkpoints/{kind}/{name}")
     async def delete(model_id: str, kind: str, name: str) -> Response:
-        await _run_in_thread(lambda: checkpoints.delete(directory, _address(model_id, kind, name)))
+        await _run_in_thread(lambda: checkpoints.delete(directory, _read_address(model_id, kind, name)))
         return Response(status_code=204)
 
     @router.put("/training_runs/{model_id}/checkpoints/{kind}/{name}/ttl")
     async def ttl(model_id: str, kind: str, name: str, body: dict[str, Any]) -> Response:
-        seconds, address = body.get("ttl_seconds"), await _run_in_thread(lambda: _existing(server, model_id, kind, name))
+        seconds, address = body.get("ttl_seconds"), await _run_in_thread(lambda: _require_checkpoint(server, model_id, kind, name))
         try:
             await asyncio.to_thread(checkpoints.set_ttl, directory, address, seconds)
         except (RequestError, TypeError) as error:
@@ -96,15 +99,15 @@ def rest(server: Server, authorize: Callable[[Request], None]) -> APIRouter:
 
     @router.get("/training_runs/{model_id}/checkpoints/{kind}/{name}/archive")
     async def archive(model_id: str, kind: str, name: str, request: Request) -> Any:
-        address = await _run_in_thread(lambda: _existing(server, model_id, kind, name))
+        address = await _run_in_thread(lambda: _require_checkpoint(server, model_id, kind, name))
         secret = server.downloads.offer(address.folder(directory) / "model")
         return {"url": str(request.url_for("download", secret=secret)), "expires": expires()}
 
     @router.get("/training_runs/{model_id}/checkpoints/{kind}/{name}/external_weights_urls")
     async def external_weights_urls(model_id: str, kind: str, name: str, request: Request) -> Any:
-        address = await _run_in_thread(lambda: _existing(server, model_id, kind, name))
+        address = await _run_in_thread(lambda: _require_checkpoint(server, model_id, kind, name))
         folder = address.folder(directory) / "model"
-        files = await asyncio.to_thread(lambda: sorted(each for each in folder.rglob("*") if each.is_file()))
+        files = await asyncio.to_thread(lambda: sorted(path for path in folder.rglob("*") if path.is_file()))
         offered = {file.relative_to(folder).as_posix(): server.downloads.offer(file) for file in files}
         urls = {file: str(request.url_for("download", secret=secret)) for file, secret in offered.items()}
         return {"urls": urls, "expires": expires()}
@@ -112,15 +115,15 @@ def rest(server: Server, authorize: Callable[[Request], None]) -> APIRouter:
     return router
 
 
-def _page(found: list[Any], limit: int, offset: int) -> tuple[list[Any], dict[str, int]]:
-    cursor = {"offset": offset, "limit": limit, "total_count": len(found)}
-    return found[max(offset, 0) :][: max(limit, 0)], cursor
+def _cut_page(items: list[Any], limit: int, offset: int) -> tuple[list[Any], dict[str, int]]:
+    cursor = {"offset": offset, "limit": limit, "total_count": len(items)}
+    return items[max(offset, 0) :][: max(limit, 0)], cursor
 
 
-async def _runs(server: Server) -> list[dict[str, Any]]:
-    """List models that saved something, behind those that are trained now."""
-    found = await asyncio.to_thread(checkpoints.runs, server.settings.directory)
-    saved = {run["training_run_id"]: run for run in found}
+async def _list_runs(server: Server) -> list[dict[str, Any]]:
+    """List models that saved something, after those that are trained now."""
+    runs = await asyncio.to_thread(checkpoints.runs, server.settings.directory)
+    saved = {run["training_run_id"]: run for run in runs}
     now = datetime.now(UTC).isoformat()
     present = [
         {
@@ -133,17 +136,17 @@ async def _runs(server: Server) -> list[dict[str, Any]]:
             "user_metadata": model.metadata,
             "last_request_time": now,
         }
-        for model in server.places.trained
+        for model in server.slots.trained
     ]
     return [*present, *saved.values()]
 
 
-def _address(model_id: str, kind: str, name: str) -> Address:
+def _read_address(model_id: str, kind: str, name: str) -> Address:
     return Address.read(f"tinker://{model_id}/{kind}/{name}")
 
 
-def _existing(server: Server, model_id: str, kind: str, name: str) -> Address:
-    address = _address(model_id, kind, name)
+def _require_checkpoint(server: Server, model_id: str, kind: str, name: str) -> Address:
+    address = _read_address(model_id, kind, name)
     Facts.of(server.settings.directory, address)
     return address
 

@@ -6,7 +6,7 @@ A generator reads the memory that is trained, so a sampler has its weights from 
     a set       a copy: of a step that an unnamed sampler is pinned to, or of weights that were read from the disk
     INFLIGHT    the one copy that all in-flight samplers of the model share; publishing writes it over
 
-`serve.weight_sets` copies are kept, in-flight weights aside. The one that nobody asked for longest gives way; what lies on the disk is read
+`serve.weight_sets` copies are kept, in-flight weights aside. The least recently used one is replaced; weights on the disk are read
 again.
 """
 
@@ -24,7 +24,7 @@ from skyrl_engine_tinker.model_worker import PendingAnswer
 from skyrl_engine_tinker.sampling import SampleCall
 
 POLL_SECONDS = 0.02
-"""Seconds that the ranks sample before requests are looked at again."""
+"""Seconds that the ranks sample before requests are checked again."""
 
 INFLIGHT = "in flight"
 
@@ -51,28 +51,28 @@ class Samplers:
         self._pinned: dict[str, int] = {}
         self._inflight: set[str] = set()
         self._saved: dict[str, int] = {}
-        # the one that was asked for last is the last
+        # in the order of last use, the most recent last
         self._sets: dict[int | SavedWeights, str] = {}
 
     def pin(self, sampler: str) -> None:
-        """Have a sampler stay with the weights of this moment."""
+        """Make a sampler keep the present weights."""
         self._start_generator()
         self._pinned[sampler] = self._engine.step
 
     def publish(self, sampler: str) -> None:
-        """Have all in-flight samplers, this one too, go on with the weights of this moment."""
+        """Give the present weights to all in-flight samplers, this one included."""
         self._start_generator()
         self._engine.sampler.update(self._engine.step, INFLIGHT)
         self._inflight.add(sampler)
 
     def record_saved(self, path: str) -> None:
-        """Note that the weights of this moment lie under `path`, so that nobody reads them while they are present."""
+        """Note that the present weights are saved under `path`, so that they are not read from the disk while they are in memory."""
         self._saved[path] = self._engine.step
 
     def sample(self, sampler: str, session: str, stored: SavedWeights | None, call: SampleCall, promise: PendingAnswer) -> None:
         """Send the samples of a session's call to the ranks; `pump` answers them."""
         try:
-            target = self._target(sampler, stored)
+            target = self._find_weight_set(sampler, stored)
             first, self._number = self._number, self._number + call.count
             numbers = list(range(first, self._number))
             seed = secrets.randbits(63) if call.seed is None else call.seed
@@ -94,7 +94,7 @@ class Samplers:
             ]
             self._engine.sampler.submit(requests)
             self._waiting.append(_Waiting(session, call, promise, numbers, target, {}))
-        except BaseException as error:  # noqa: BLE001 - whatever a request meets is its answer
+        except BaseException as error:  # noqa: BLE001 - every error of a request is its answer
             promise.fail(error)
 
     def pump(self) -> bool:
@@ -102,30 +102,30 @@ class Samplers:
         if not self._waiting:
             return False
         try:
-            found = {each.request_id: each for each in self._engine.sampler.poll(POLL_SECONDS)}
+            results = {result.request_id: result for result in self._engine.sampler.poll(POLL_SECONDS)}
         except BaseException as error:  # noqa: BLE001 - the ranks failed: every call under way is answered so
             for waiting in self._waiting:
                 waiting.promise.fail(error)
             self._waiting.clear()
             return False
         for waiting in self._waiting:
-            waiting.found |= {number: found[number] for number in waiting.numbers if number in found}
+            waiting.found |= {number: results[number] for number in waiting.numbers if number in results}
             if len(waiting.found) == len(waiting.numbers):
-                _answer(waiting)
-        self._waiting = [each for each in self._waiting if each.promise.finished_at is None]
+                _answer_call(waiting)
+        self._waiting = [call for call in self._waiting if call.promise.finished_at is None]
         return bool(self._waiting)
 
     def before_step(self) -> None:
         """Finish samples of the present weights, and copy these for their samplers, before a step changes them in place."""
         self._finish(POLICY)
         engine = self._engine
-        if engine.step in self._pinned.values() and (target := self._room()) is not None:
+        if engine.step in self._pinned.values() and (target := self._free_weight_set()) is not None:
             engine.sampler.update(engine.step, target)
             self._sets[engine.step] = target
 
     def before_load(self) -> None:
-        """Finish all samples and forget steps: they count from another place behind a load."""
-        for target in {each.target for each in self._waiting}:
+        """Finish all samples and forget step numbers: after a load they count from another number."""
+        for target in {call.target for call in self._waiting}:
             self._finish(target)
         self._pinned.clear()
         self._saved.clear()
@@ -134,7 +134,7 @@ class Samplers:
 
     def drop(self, session: str) -> None:
         """Answer the calls of a session with a refusal."""
-        for waiting in [each for each in self._waiting if each.session == session]:
+        for waiting in [call for call in self._waiting if call.session == session]:
             self._waiting.remove(waiting)
             waiting.promise.fail(RequestError("the model was closed"))
 
@@ -144,8 +144,8 @@ class Samplers:
             waiting.promise.fail(RequestError("the model was closed"))
         self._waiting.clear()
 
-    def _target(self, sampler: str, stored: SavedWeights | None) -> str:
-        """Return the weight set of a sampler, and start the generator where it is not there."""
+    def _find_weight_set(self, sampler: str, stored: SavedWeights | None) -> str:
+        """Return the weight set of a sampler, and start the generator if it does not run."""
         self._start_generator()
         engine = self._engine
         if sampler in self._inflight:
@@ -169,9 +169,9 @@ class Samplers:
         return self._touch(step)
 
     def _read(self, stored: SavedWeights) -> str:
-        """Return a set with weights of the disk, which are read where they are not there."""
+        """Return a set with weights from the disk; they are read unless a set holds them already."""
         if stored not in self._sets:
-            if (target := self._room()) is None:
+            if (target := self._free_weight_set()) is None:
                 raise RequestError(
                     "a sampler of other weights than those that a model trains at this moment needs serve.weight_sets of 1 or more, and this "
                     "server's configuration says 0; sample before the model's next step, or have it raised"
@@ -184,11 +184,11 @@ class Samplers:
         target = self._sets[key] = self._sets.pop(key)
         return target
 
-    def _room(self) -> str | None:
-        """Return the name of a set to write over: nobody samples from it, and nobody asked for it longest. None where no set is kept."""
+    def _free_weight_set(self) -> str | None:
+        """Return a set to overwrite: a free one, or the least recently used, after its samples are finished. None if no set is kept."""
         if len(self._sets) < self._kept:
-            taken = set(self._sets.values())
-            return next(name for name in (f"set {number}" for number in range(self._kept)) if name not in taken)
+            used_sets = set(self._sets.values())
+            return next(name for name in (f"set {number}" for number in range(self._kept)) if name not in used_sets)
         if not self._sets:
             return None
         target = self._sets.pop(next(iter(self._sets)))
@@ -196,19 +196,19 @@ class Samplers:
         return target
 
     def _finish(self, target: str) -> None:
-        while any(each.target == target for each in self._waiting):
+        while any(call.target == target for call in self._waiting):
             self.pump()
 
     def _start_generator(self) -> None:
-        """Start the generator where it is not there: only then can a step's weights be copied before the next one changes them."""
+        """Start the generator if it does not run: only then can a step's weights be copied before the next step changes them."""
         if not self._engine.has_sampler:
             self._engine.start_sampler(self._engine.assembly.plugins["generator"])
 
 
-def _answer(waiting: _Waiting) -> None:
+def _answer_call(waiting: _Waiting) -> None:
     completions = [waiting.found[number] for number in waiting.numbers]
-    wrong = next((each for each in completions if each.finish == "error"), None)
-    if wrong is not None:
-        waiting.promise.fail(RequestError(wrong.error or "the generator could not sample"))
+    failed = next((completion for completion in completions if completion.finish == "error"), None)
+    if failed is not None:
+        waiting.promise.fail(RequestError(failed.error or "the generator could not sample"))
         return
     waiting.promise.set(encode_samples(completions, last=waiting.call.last))

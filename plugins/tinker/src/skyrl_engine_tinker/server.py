@@ -19,15 +19,15 @@ from skyrl_engine_tinker.settings import Settings
 from skyrl_engine_tinker.slots import LoadedModel, ModelSlots, Opener
 
 KEPT_SECONDS = 600.0
-"""Seconds that an answer is kept behind its arrival."""
+"""Seconds that an answer is kept after it was set."""
 
 EXPIRY_SECONDS = 60.0
-"""Seconds between two searches for checkpoints whose time is over; nobody is given one meanwhile."""
+"""Seconds between two searches for checkpoints whose time is over; a client does not get an expired one in between."""
 
 
 @frozen
 class SamplingSession:
-    """A sampling session: of the model `model_id`, or of weights on the disk, which whatever model of this base is there samples from."""
+    """A sampling session: of the model `model_id`, or of weights on the disk. A model of the same base answers it."""
 
     session: str
     base_model: str
@@ -43,42 +43,42 @@ class Server:
     sessions: dict[str, float] = field(factory=dict)
     samplers: dict[str, SamplingSession] = field(factory=dict)
     promises: dict[str, PendingAnswer] = field(factory=dict)
-    places: ModelSlots = field(init=False)
+    slots: ModelSlots = field(init=False)
     downloads: Downloads = field(factory=Downloads)
     counters: Counters = field(factory=Counters)
     _unloading: set[asyncio.Task[None]] = field(factory=set)
     _sampling: list[tuple[PendingAnswer, int]] = field(factory=list)
 
     def __attrs_post_init__(self) -> None:
-        self.places = ModelSlots(self.settings)
+        self.slots = ModelSlots(self.settings)
 
     def touch(self, session: Any) -> str:
         """Note a sign of life. Raises 410 for a session that is not, or no longer."""
         if session not in self.sessions:
             raise HTTPException(410, "there is no such session, or it ended")
         self.sessions[session] = time.monotonic()
-        self.places.touch(session)
+        self.slots.touch(session)
         return str(session)
 
     def find_trained_model(self, model_id: Any) -> tuple[ModelWorker, ServedModel]:
-        """Return a trained model and its worker, which is a sign of life of its session. Raises 404 for a model that is not there."""
-        if (found := self.places.find(model_id)) is None:
+        """Return a trained model and its worker; this counts as a sign of life of its session. Raises 404 for a model that is not there."""
+        if (loaded := self.slots.find(model_id)) is None:
             raise HTTPException(404, f"there is no model {model_id!r}, or it was closed")
-        if found.model.session in self.sessions:
-            self.touch(found.model.session)
-        return found.worker, found.model
+        if loaded.model.session in self.sessions:
+            self.touch(loaded.model.session)
+        return loaded.worker, loaded.model
 
     def create_model(self, model: ServedModel, opening: Opener) -> dict[str, Any]:
-        """Make a model that is trained, as soon as there is a place for it. The same request twice is one."""
+        """Create a model for training as soon as a slot is free. A repeated request changes nothing."""
         request_id = f"{model.model_id}:0"
-        if self.places.find(model.model_id) is not None or request_id in self.promises:
+        if self.slots.find(model.model_id) is not None or request_id in self.promises:
             return {"request_id": request_id}
         promise = PendingAnswer(asyncio.get_running_loop())
-        self.places.ask(model, opening, promise)
+        self.slots.ask(model, opening, promise)
         return self.register_future(request_id, promise)
 
     def register_refusal(self, model_id: str, error: RequestError) -> dict[str, Any]:
-        """Answer who asks for a model that cannot be opened."""
+        """Register the refusal of a model that cannot be opened."""
         promise = PendingAnswer(asyncio.get_running_loop())
         promise.fail(error)
         return self.register_future(f"{model_id}:0", promise)
@@ -92,20 +92,20 @@ class Server:
             self.touch(sampler.session)
         if sampler.model_id is not None:
             return self.find_trained_model(sampler.model_id)
-        place = self._find_saving_model(sampler.stored) or self.places.sampling(sampler.base_model, sampler.session)
-        return place.worker, place.model
+        loaded = self._find_saving_model(sampler.stored) or self.slots.sampling(sampler.base_model, sampler.session)
+        return loaded.worker, loaded.model
 
     def _find_saving_model(self, stored: SavedWeights | None) -> LoadedModel | None:
         """Return the model that wrote a checkpoint, where there is no room for copies: its memory may hold these very weights."""
         if stored is None or stored.path is None or self.settings.serve.weight_sets:
             return None
-        found = self.places.find(Address.read(stored.path).model_id)
-        return None if found is None or found.model.failure is not None else found
+        loaded = self.slots.find(Address.read(stored.path).model_id)
+        return None if loaded is None or loaded.model.failure is not None else loaded
 
     def admit(self, promise: PendingAnswer, count: int) -> None:
-        """Note `count` samples as under way until `promise` is kept. Raises 429 where they are too many beside those that are."""
-        self._sampling = [each for each in self._sampling if each[0].finished_at is None]
-        under_way = sum(each for _, each in self._sampling)
+        """Note `count` samples as under way until `promise` is kept. Raises 429 if they and the samples under way exceed the limit."""
+        self._sampling = [call for call in self._sampling if call[0].finished_at is None]
+        under_way = sum(count for _, count in self._sampling)
         if under_way + count > self.settings.serve.samples:
             raise HTTPException(
                 429, f"{under_way} samples are under way, and {count} more are too many (serve.samples); come again"
@@ -113,11 +113,11 @@ class Server:
         self._sampling.append((promise, count))
 
     def gauges(self) -> list[tuple[str, str, Callable[[], float]]]:
-        """List what may be looked at: name, meaning, value."""
+        """List the gauges of /metrics: name, meaning, value."""
         return [
             ("sessions", "Sessions that live.", lambda: len(self.sessions)),
             ("samplers", "Sampling sessions that live.", lambda: len(self.samplers)),
-            ("models", "Models that are trained.", lambda: len(self.places.trained)),
+            ("models", "Models that are trained.", lambda: len(self.slots.trained)),
             (
                 "samples_under_way",
                 "Samples that were asked for and not answered.",
@@ -126,7 +126,7 @@ class Server:
             (
                 "requests_waiting",
                 "Requests of models that wait for their turn.",
-                lambda: self.places.waiting,
+                lambda: self.slots.waiting,
             ),
         ]
 
@@ -135,25 +135,25 @@ class Server:
         return {"request_id": request_id}
 
     async def end(self, session: str) -> None:
-        """End a session: its models finish the requests that they are at, and are closed."""
+        """End a session: its models finish the requests that they run, and are closed."""
         self.sessions.pop(session, None)
-        self.places.withdraw(session)
+        self.slots.withdraw(session)
         self._drop_samplers(lambda sampler: sampler.session == session)
-        await self.places.close(self._leaving([each.model_id for each in self.places.all if each.session == session]))
+        await self.slots.close(self._take_models_out([model.model_id for model in self.slots.all if model.session == session]))
 
     def unload_model(self, model_id: Any) -> dict[str, Any]:
-        """Close a model behind the request that it is at. The same request twice is one. Raises 404 for a model that is not there."""
+        """Close a model after the request that it runs. A repeated request changes nothing. Raises 404 for a model that is not there."""
         request_id = f"{model_id}:unload"
         if request_id in self.promises:
             return {"request_id": request_id}
-        if self.places.find(model_id) is None:
+        if self.slots.find(model_id) is None:
             raise HTTPException(404, f"there is no model {model_id!r}, or it was closed")
         self._drop_samplers(lambda sampler: sampler.model_id == model_id)
-        # its place is free before anybody asks
-        ending, promise = self._leaving([model_id]), PendingAnswer(asyncio.get_running_loop())
+        # its slot is free before the next request
+        ending, promise = self._take_models_out([model_id]), PendingAnswer(asyncio.get_running_loop())
 
         async def close() -> None:
-            await self.places.close(ending)
+            await self.slots.close(ending)
             promise.set({"type": "unload_model", "model_id": model_id})
 
         unloading = asyncio.create_task(close())
@@ -170,16 +170,16 @@ class Server:
     def _drop_samplers(self, ended: Callable[[SamplingSession], bool]) -> None:
         self.samplers = {name: sampler for name, sampler in self.samplers.items() if not ended(sampler)}
 
-    def _leaving(self, model_ids: list[str]) -> list[LoadedModel]:
-        """Take models out of their places, and the base model that nobody samples from."""
+    def _take_models_out(self, model_ids: list[str]) -> list[LoadedModel]:
+        """Take models out of their slots, and the base model if nobody samples from it."""
 
         def still_sampled(base_model: str) -> bool:
-            return any(each.model_id is None and each.base_model == base_model for each in self.samplers.values())
+            return any(sampler.model_id is None and sampler.base_model == base_model for sampler in self.samplers.values())
 
-        return self.places.leave(model_ids, still_sampled=still_sampled)
+        return self.slots.leave(model_ids, still_sampled=still_sampled)
 
     async def sweep(self) -> None:
-        """Forget answers that were there long enough, end sessions that gave no sign of life, and delete checkpoints whose time is over."""
+        """Forget old answers, end sessions that gave no sign of life, and delete expired checkpoints."""
         swept = 0.0
         while True:
             await asyncio.sleep(min(5.0, self.settings.serve.session_seconds))
@@ -189,10 +189,10 @@ class Server:
                 await asyncio.to_thread(checkpoints.sweep, self.settings.directory)
             for request_id, promise in list(self.promises.items()):
                 if promise.finished_at is not None and now - promise.finished_at > KEPT_SECONDS:
-                    # the worker keeps the promise, to know the request again
+                    # the worker keeps the promise, to recognize the request when it is repeated
                     promise.answer = {"error": "the answer is no longer kept", "category": "server"}
                     del self.promises[request_id]
             for session, heard in list(self.sessions.items()):
                 if now - heard > self.settings.serve.session_seconds:
                     await self.end(session)
-            self.places.admit()
+            self.slots.admit()

@@ -23,35 +23,39 @@ ALPHA = 32
 """Alpha of new adapters; clients give a rank alone."""
 
 
-def _several(given: object) -> tuple[object, ...]:
+def _to_tuple(value: object) -> tuple[object, ...]:
     """One text is a list of one, and not of its letters."""
-    return tuple(given) if isinstance(given, list | tuple) else (given,)
+    return tuple(value) if isinstance(value, list | tuple) else (value,)
 
 
 def _require_installed(_table: object, _field: object, reference: str) -> None:
     """Refuse what is no `distribution:name` of an installed loss: a client's loss never comes out of a file."""
-    found = {f"{each.dist.name}:{each.name}" for each in entry_points(group="skyrl_engine.loss") if each.dist is not None}
-    if reference not in found:
-        raise ValueError(f"losses has {reference!r}, and the losses that are installed are {', '.join(sorted(found))}")
+    names = {
+        f"{entry_point.dist.name}:{entry_point.name}"
+        for entry_point in entry_points(group="skyrl_engine.loss")
+        if entry_point.dist is not None
+    }
+    if reference not in names:
+        raise ValueError(f"losses has {reference!r}, and the losses that are installed are {', '.join(sorted(names))}")
 
 
-def _models(path: Path, given: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the places of models and, where they are given, their tokenizers, by name. Raises UnsupportedError."""
-    places, tokenizers = {}, {}
+def _read_models(path: Path, given: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the paths of models and, where the table names them, their tokenizers, by name. Raises UnsupportedError."""
+    paths, tokenizers = {}, {}
     for name, value in given.items():
         table = value if isinstance(value, dict) else {"path": value}
         if not isinstance(table.get("path"), str):
             raise UnsupportedError(f"{path}: serve.models.{name} is no text", remedy="Write a directory or a hub id")
         if unknown := sorted(table.keys() - {"path", "tokenizer"}):
             raise UnsupportedError(f"{path}: serve.models.{name} has no key {unknown[0]!r}", remedy="Use path and tokenizer")
-        places[name] = table["path"]
+        paths[name] = table["path"]
         if "tokenizer" in table:
             if not isinstance(table["tokenizer"], str) or not table["tokenizer"]:
                 raise UnsupportedError(
                     f"{path}: serve.models.{name}.tokenizer is no text", remedy="Write a hub id that clients can load"
                 )
             tokenizers[name] = table["tokenizer"]
-    return places, tokenizers
+    return paths, tokenizers
 
 
 @frozen(kw_only=True)
@@ -60,12 +64,12 @@ class ServeTable:
 
     models: Mapping[str, str]
     losses: tuple[str, ...] = field(
-        default=(), converter=_several, validator=deep_iterable(and_(instance_of(str), _require_installed))
+        default=(), converter=_to_tuple, validator=deep_iterable(and_(instance_of(str), _require_installed))
     )
     """Losses of installed plugins that clients may ask for, as `distribution:name`."""
     directory: str = field(default="served", validator=instance_of(str))
     longest: int = field(default=32_768, validator=[instance_of(int), ge(1)])
-    """Tokens of a datum, and of a prompt with what is sampled behind it."""
+    """The most tokens of a datum, and of a prompt together with its sample."""
     body_bytes: int = field(default=64 * 2**20, validator=[instance_of(int), ge(1)])
     """Bytes of a request, also when it is decompressed."""
     samples: int = field(default=1_024, validator=[instance_of(int), ge(1)])
@@ -117,27 +121,27 @@ class Settings:
             serve = dict(tables.pop("serve", {}))
         except (OSError, ValueError, TypeError) as error:
             raise UnsupportedError(f"{path} cannot be read: {error}", remedy="Give a TOML file with the table [serve]") from error
-        known = {each.name for each in attrs.fields(ServeTable)}
+        known_keys = {attribute.name for attribute in attrs.fields(ServeTable)}
         _replace_old_keys(path, serve)
-        if unknown := sorted(serve.keys() - known):
-            raise UnsupportedError(f"{path}: serve has no key {unknown[0]!r}", remedy=f"Use {', '.join(sorted(known))}")
+        if unknown := sorted(serve.keys() - known_keys):
+            raise UnsupportedError(f"{path}: serve has no key {unknown[0]!r}", remedy=f"Use {', '.join(sorted(known_keys))}")
         if not isinstance(serve.get("models"), dict) or not serve["models"]:
             raise UnsupportedError(
                 f"{path}: serve.models names no model", remedy='Write [serve.models] with lines "NAME" = "DIRECTORY"'
             )
-        if taken := sorted({"loss", "reducer", "corrections"} & tables.keys()):
-            raise UnsupportedError(f"{path}: [{taken[0]}] is the client's to choose", remedy="Remove it")
+        if reserved := sorted({"loss", "reducer", "corrections"} & tables.keys()):
+            raise UnsupportedError(f"{path}: [{reserved[0]}] is the client's to choose", remedy="Remove it")
         if "path" in tables.get("model", {}) or "lora" in tables.get("model", {}):
             raise UnsupportedError(
                 f"{path}: model.path and model.lora are the client's to choose", remedy="Name models in [serve.models]"
             )
         base = path.resolve().parent
-        places, tokenizers = _models(path, serve["models"])
-        found = {name: str(base / where) if (base / where).exists() else where for name, where in places.items()}
+        paths, tokenizers = _read_models(path, serve["models"])
+        resolved_paths = {name: str(base / where) if (base / where).exists() else where for name, where in paths.items()}
         # a client has none of this machine's folders: what lies here goes by its name
-        tokenizers = {name: where if where == found[name] else name for name, where in places.items()} | tokenizers
+        tokenizers = {name: where if where == resolved_paths[name] else name for name, where in paths.items()} | tokenizers
         try:
-            table = ServeTable(**{**serve, "models": found})
+            table = ServeTable(**{**serve, "models": resolved_paths})
         except (TypeError, ValueError) as error:
             raise UnsupportedError(f"{path}: serve: {error.args[0]}", remedy="Give a value of this type and range") from error
         return cls(table, tables, base / table.directory, tokenizers)

@@ -1,8 +1,8 @@
-"""Places on the ranks: the models that are trained, the base model that hosts sets of adapters, and who waits for a place.
+"""Slots on the ranks: the models that are trained, the base model that hosts sets of adapters, and models that wait for a slot.
 
-create_model ──► ask ──► place? ──► worker, opened in its first turn ──► leave ──► closed ──► the next that waits
-│ no                                                             ▲
-└──► waits for signs of life, and is refused beside the living ──┘
+create_model -> ask -> is a slot free?
+    yes: a worker opens the model in its first turn -> leave -> close -> admit the next that waits
+    no:  the model waits; it is refused if models of living sessions leave no slot
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from skyrl_engine import Engine
 from skyrl_engine_tinker.errors import RequestError
 from skyrl_engine_tinker.fair_lock import FairLock
 from skyrl_engine_tinker.model import ServedModel
-from skyrl_engine_tinker.model_worker import Answer, ModelWorker, PendingAnswer, failure
+from skyrl_engine_tinker.model_worker import Answer, ModelWorker, PendingAnswer, describe_failure
 from skyrl_engine_tinker.settings import Settings
 
 Opener = Callable[[ServedModel], Answer]
@@ -24,7 +24,7 @@ Opener = Callable[[ServedModel], Answer]
 
 @frozen(eq=False)
 class LoadedModel:
-    """A model and its worker; workers of a host and of its sets of adapters share `turns`. It is opened when those `before` are closed."""
+    """A model and its worker, which closes the models in `before` first. Workers of a host and of its adapter sets share `turns`."""
 
     model: ServedModel
     worker: ModelWorker
@@ -32,21 +32,21 @@ class LoadedModel:
     before: list["LoadedModel"]
 
     def close(self) -> None:
-        """End the worker behind the request that it is at, and those before, which it may not have come to. Waits."""
+        """End the worker after the request that it runs, close the models in `before` if it has not done so, and wait for both."""
         self.worker.close()
         close_all(self.before)
 
 
-def close_all(places: list[LoadedModel]) -> None:
-    """Close places and forget them. Several threads may do so at once."""
-    for each in list(places):
-        each.close()
-    places.clear()
+def close_all(models: list[LoadedModel]) -> None:
+    """Close models and clear the list. Several threads may do so at once."""
+    for model in list(models):
+        model.close()
+    models.clear()
 
 
 @frozen(eq=False)
 class _Newcomer:
-    """A model that is asked for while there is no place, and the sessions that gave a sign of life since."""
+    """A model that waits for a slot, and the sessions that gave a sign of life since."""
 
     model: ServedModel
     opening: Opener
@@ -59,7 +59,7 @@ class ModelSlots:
     """All models on the ranks, touched on the event loop alone.
 
     There is one model of full weights, or several sets of adapters over one base model. That base model, the host, is a model that nobody
-    trains: what samplers of base models and of checkpoints are answered by.
+    trains; samplers of base models and of checkpoints sample from it.
     """
 
     settings: Settings
@@ -75,48 +75,48 @@ class ModelSlots:
 
     @property
     def trained(self) -> list[ServedModel]:
-        """The models that are trained; one that could not be opened, or whose ranks ended, is none."""
-        return [each.model for each in self._trained.values() if each.model.failure is None]
+        """The models that are trained, without those that could not be opened or whose ranks ended."""
+        return [loaded.model for loaded in self._trained.values() if loaded.model.failure is None]
 
     @property
     def all(self) -> list[ServedModel]:
-        """Those, and the ones that could not be opened."""
-        return [each.model for each in self._trained.values()]
+        """All models in slots, also those that could not be opened or whose ranks ended."""
+        return [loaded.model for loaded in self._trained.values()]
 
     @property
     def waiting(self) -> int:
         """Count requests that wait for their turn."""
-        return sum(each.worker.waiting for each in self._trained.values())
+        return sum(loaded.worker.waiting for loaded in self._trained.values())
 
     def find(self, model_id: str) -> LoadedModel | None:
-        """Return the place of a model that is trained."""
+        """Return a model that is trained, with its worker."""
         return self._trained.get(model_id)
 
     def ask(self, model: ServedModel, opening: Opener, promise: PendingAnswer) -> None:
-        """Open a model that is to be trained, as soon as there is a place.
+        """Open a model for training as soon as a slot is free.
 
-        Where models of silent sessions are in its way, it waits: it is refused as soon as there is no place beside those whose sessions gave
-        a sign of life, and where none comes it has its turn, so that a loop which was killed can be started again at once.
+        If models of silent sessions fill the slots, it waits. It is refused once models whose sessions gave a sign of life leave no slot. If
+        the silent sessions end, it is opened, so that a killed loop can be started again at once.
         """
         self._newcomers.append(_Newcomer(model, opening, promise, {model.session}))
         self.admit()
-        self._refuse_beside_living()
+        self._refuse_newcomers_without_slot()
 
     def touch(self, session: str) -> None:
         """Note a sign of life."""
         for newcomer in self._newcomers:
             newcomer.heard.add(session)
-        self._refuse_beside_living()
+        self._refuse_newcomers_without_slot()
 
     def admit(self) -> None:
-        """Open the models for which there is a place, the one that waits longest first."""
+        """Open the models for which a slot is free, in the order in which they were asked for."""
         for newcomer in list(self._newcomers):
-            if self._conflict(newcomer.model, self.trained) is None:
+            if self._explain_conflict(newcomer.model, self.trained) is None:
                 self._newcomers.remove(newcomer)
                 self._open(newcomer)
 
     def sampling(self, base_model: str, session: str) -> LoadedModel:
-        """Return the place of the model that samples from a base model and from its checkpoints, opened for it if none is there.
+        """Return the model that samples from a base model and from its checkpoints; open one if there is none.
 
         Raises RequestError where a model of another base is trained.
         """
@@ -127,11 +127,11 @@ class ModelSlots:
             )
         if trained and not self._is_set(trained[0]):
             return self._trained[trained[0].model_id]
-        return self._hosting(base_model, session)
+        return self._get_host(base_model, session)
 
     def leave(self, model_ids: list[str], *, still_sampled: Callable[[str], bool]) -> list[LoadedModel]:
-        """Take models out, and the host where no set is left on it and nobody samples from its base model; `close` closes them."""
-        ending = [self._trained.pop(each) for each in model_ids if each in self._trained]
+        """Take models out of their slots, and the host if no set is left on it and nobody samples from its base model; `close` closes them."""
+        ending = [self._trained.pop(model_id) for model_id in model_ids if model_id in self._trained]
         host = self._host
         if host is not None and not any(map(self._is_set, self.trained)) and not still_sampled(host.model.base_model):
             ending.append(host)
@@ -140,27 +140,27 @@ class ModelSlots:
         return ending
 
     def withdraw(self, session: str) -> None:
-        """Refuse what a session waits for that ended."""
-        for newcomer in [each for each in self._newcomers if each.model.session == session]:
+        """Refuse the waiting models of a session that ended."""
+        for newcomer in [newcomer for newcomer in self._newcomers if newcomer.model.session == session]:
             self._newcomers.remove(newcomer)
             newcomer.promise.fail(RequestError("the session ended"))
 
     async def close(self, ending: list[LoadedModel]) -> None:
-        """Close models behind the requests that they are at, and open who waits for their place."""
-        for each in ending:
-            await asyncio.to_thread(each.close)
-            self._ending.remove(each)
+        """Close models after the requests that they run, and open those that wait for a slot."""
+        for loaded in ending:
+            await asyncio.to_thread(loaded.close)
+            self._ending.remove(loaded)
         self.admit()
 
-    def _conflict(self, wanted: ServedModel, present: list[ServedModel]) -> str | None:
-        """Say why there is no place for a model beside these; None where there is."""
+    def _explain_conflict(self, newcomer: ServedModel, present: list[ServedModel]) -> str | None:
+        """Say why a model has no slot next to these; None if it has one."""
         if not present:
             return None
         first, most = present[0], self.settings.serve.max_models
-        if not self._is_set(wanted) or not self._is_set(first):
-            shares = "full weights share nothing" if wanted.rank * first.rank == 0 else "this backend trains one set of adapters"
+        if not self._is_set(newcomer) or not self._is_set(first):
+            shares = "full weights share nothing" if newcomer.rank * first.rank == 0 else "this backend trains one set of adapters"
             return f"{shares}, so there is one model at a time, and {first.model_id} is there; close its client first"
-        if wanted.base_model != first.base_model:
+        if newcomer.base_model != first.base_model:
             return f"this server has one base model at a time, and trains {first.base_model}; close its client first"
         if len(present) >= most:
             return (
@@ -171,53 +171,53 @@ class ModelSlots:
     def _is_set(self, model: ServedModel) -> bool:
         return self._has_sets and model.rank > 0
 
-    def _refuse_beside_living(self) -> None:
-        """Refuse models that have no place even when all silent sessions end."""
+    def _refuse_newcomers_without_slot(self) -> None:
+        """Refuse models that have no slot even if all silent sessions end."""
         for newcomer in list(self._newcomers):
-            living = [each for each in self.trained if each.session in newcomer.heard]
-            if (reason := self._conflict(newcomer.model, living)) is not None:
+            living = [model for model in self.trained if model.session in newcomer.heard]
+            if (reason := self._explain_conflict(newcomer.model, living)) is not None:
                 self._newcomers.remove(newcomer)
                 newcomer.promise.fail(RequestError(reason))
 
     def _open(self, newcomer: _Newcomer) -> None:
         model = newcomer.model
         if self._is_set(model):
-            host = self._hosting(model.base_model, model.session)
+            host = self._get_host(model.base_model, model.session)
             model.host = host.model
             before, turns = host.before, host.turns
         else:
-            before, turns = self._in_the_way(), FairLock()
+            before, turns = self._take_models_in_the_way(), FairLock()
         self._trained[model.model_id] = self._start_worker(model, newcomer.opening, newcomer.promise, before, turns)
 
-    def _hosting(self, base_model: str, session: str) -> LoadedModel:
-        """Return the host of a base model; one of another, or that is of no use any more, gives way to it."""
+    def _get_host(self, base_model: str, session: str) -> LoadedModel:
+        """Return the host of a base model. A host of another base model, or one that failed, is closed first."""
         if self._host is not None and self._host.model.base_model == base_model and self._host.model.failure is None:
             return self._host
         name = f"{session}:sample:{secrets.token_hex(4)}"
         # a host of sets has adapters itself, the smallest there are, which nobody trains
         model = ServedModel(self.settings, name, base_model, 1 if self._has_sets else 0, trained=False)
         promise = PendingAnswer(asyncio.get_running_loop())
-        self._host = self._start_worker(model, lambda model: model.open(), promise, self._in_the_way(), FairLock())
+        self._host = self._start_worker(model, lambda model: model.open(), promise, self._take_models_in_the_way(), FairLock())
         return self._host
 
-    def _in_the_way(self) -> list[LoadedModel]:
-        """Return the models that must be closed before an engine is opened, the host among them: two at once may not fit."""
-        failed = [each for each in self._trained.values() if each.model.failure is not None]
-        found = [*([] if self._host is None else [self._host]), *self._ending, *failed]
+    def _take_models_in_the_way(self) -> list[LoadedModel]:
+        """Take out and return the models that must be closed before an engine is opened, with the host: two engines may not fit."""
+        failed = [loaded for loaded in self._trained.values() if loaded.model.failure is not None]
+        ending = [*([] if self._host is None else [self._host]), *self._ending, *failed]
         self._host = None
-        return found
+        return ending
 
     def _start_worker(
         self, model: ServedModel, opening: Opener, promise: PendingAnswer, before: list[LoadedModel], turns: FairLock
     ) -> LoadedModel:
-        """Start the worker of a model; its first request is `opening`, behind the end of those `before`."""
+        """Start the worker of a model; its first request closes the models in `before`, then runs `opening`."""
 
-        def first() -> Answer:
+        def open_model() -> Answer:
             close_all(before)
             try:
                 return opening(model)
             except BaseException as error:
-                model.not_opened = failure(error)["error"]
+                model.not_opened = describe_failure(error)["error"]
                 raise
 
         worker = ModelWorker(
@@ -230,5 +230,5 @@ class ModelSlots:
             miss=model.miss,
             turns=turns,
         )
-        worker.submit(0, first, promise)
+        worker.submit(0, open_model, promise)
         return LoadedModel(model, worker, turns, before)
