@@ -178,6 +178,7 @@ def try_environment(
                 "reward": f"{result.reward:g}",
                 **{f"part {part}": f"{value:g}" for part, value in result.parts.items()},
                 **result.metrics,
+                **{f"column {name}": f"{values!s:.80}" for name, values in result.columns.items()},
             }
         )
     show_heading("Attempt")
@@ -210,6 +211,9 @@ def _show_options_alone(
 
 
 def _yes_or_no(value: Any) -> Any:
+    """Return a fact for people: a truth value as yes or no, names as a list."""
+    if isinstance(value, tuple):
+        return ", ".join(value) or "none"
     return {True: "yes", False: "no"}[value] if isinstance(value, bool) else value
 
 
@@ -283,7 +287,7 @@ async def _play(
             calls, problem = read_tool_calls(text, template_family(text), task.tools) if task.tools else ((), None)
             action = Action(text, tokens, len(turns), "stop", calls, problem)
             result: Any = await _await_value(episode.step(action))
-            refuse(wrong_with(result, tokens=len(tokens)))
+            refuse(wrong_with(result, tokens=len(tokens), claimed=environment.claims.columns))
             turns.append((action, result))
             success = success if result.success is None else result.success
         return tuple(begun), turns, success

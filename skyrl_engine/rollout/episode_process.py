@@ -117,7 +117,7 @@ def _escape_surrogates(text: str) -> str:
     return text.encode(errors="backslashreplace").decode()
 
 
-def wrong_with(returned: Any, *, tokens: int, claimed: Sequence[str] = ()) -> str | None:
+def wrong_with(returned: Any, *, tokens: int, claimed: Sequence[str]) -> str | None:
     """Say what is wrong with an answer to a turn of so many tokens, given the columns that the environment claims; None where nothing is."""
     if not isinstance(returned, StepResult):
         return f"step returned {type(returned).__name__} where a StepResult is due"

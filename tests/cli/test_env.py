@@ -47,6 +47,15 @@ class Asks:
     def solve(self, task):
         return ("yes", "sure")
 
+class TaughtEpisode(Episode):
+    async def step(self, action):
+        return StepResult(0.5, columns={"teacher_logprobs": [-0.5] * len(action.token_ids)})
+
+class Taught(Asks):
+    claims = EnvironmentClaims(columns=("teacher_logprobs",))
+    def open(self, task, seed):
+        return TaughtEpisode()
+
 class Wrong(Asks):
     def tasks(self, split):
         return [{"prompt": "go"}] if split == "train" else 1 / 0
@@ -66,7 +75,7 @@ class Plugin:
     def skyrl_engine_make_environment(self):
         return self.made()
 
-asks, wrong, empty, unsendable = map(Plugin, (Asks, Wrong, Empty, Unsendable))
+asks, wrong, empty, unsendable, taught = map(Plugin, (Asks, Wrong, Empty, Unsendable, Taught))
 """
 
 
@@ -134,6 +143,11 @@ def test_try_shows_the_parts_of_a_reward(command, files):
     assert told["task"]["messages"][0]["content"] == "What is 3 + 4?"
     assert told["reward"] == 0.75
     assert told["turns"][0]["result"]["parts"] == {"score": 1.0, "short": -0.25}
+
+
+def test_show_and_try_name_the_numbers_per_token(command, files):
+    assert ["columns", "teacher_logprobs"] in [line.split() for line in command("env", "show", "./asks.py:taught").out.splitlines()]
+    assert "column teacher_logprobs  [-0.5, -0.5]" in command("env", "try", "./asks.py:taught", "--answer", "no").out
 
 
 def test_try_takes_turns_and_knows_solutions(command, files):

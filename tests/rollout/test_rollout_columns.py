@@ -4,6 +4,7 @@ from the journal and from exports.
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -170,3 +171,16 @@ def test_a_damaged_segment_of_fewer_rows_is_written_with_all_of_them(tmp_path: P
     open_journal(tmp_path, run="a", resumed=0).close()
     (back,) = read_groups(tmp_path)
     require_same(back, plain_group(0))
+
+
+def test_a_journal_that_was_written_before_the_table_is_read_and_goes_on(tmp_path: Path) -> None:
+    """The file is one of format 3, whose records have no column that environments give."""
+    shutil.copy(Path(__file__).parent / "material" / "format-3.arrow", tmp_path / "segment-00000001.arrow")
+    due = [plain_group(ticket, rewards=(0.1 * ticket, 0.7), parts={"right": 0.1}) for ticket in range(3)]
+    with open_journal(tmp_path, run="run-a", resumed=1) as journal:
+        (learned,) = journal.index.learned[1].read_learned()
+        assert learned.advantages.tolist() == [0.5, 1.0, 2.0]
+        journal.append(plain_group(3, start_version=1))
+    for got, group in zip(read_groups(tmp_path), [*due, plain_group(3, start_version=1)], strict=True):
+        require_same(got, group)
+    assert check_journal(tmp_path).wrong == ()
