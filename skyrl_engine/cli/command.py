@@ -1,7 +1,7 @@
 """Parts of every command: `--debug`, `--quiet`, and groups that answer a misspelt command with the nearest one."""
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +9,7 @@ import click
 from attrs import define
 
 from skyrl_engine.cli.option_help import explain
+from skyrl_engine.cli.read_keys import ReadKeys
 from skyrl_engine.cli.terminal import echo, make_log_visible
 from skyrl_engine.errors import EngineError, named_by
 from skyrl_engine.near_words import did_you_mean
@@ -65,7 +66,11 @@ def common_options() -> list[click.Parameter]:
 
 
 class EngineCommand(click.Command):
-    """A command whose options say their defaults: those of the keys in `keys`, as `trainer` has them with its `preset`."""
+    """A command whose options say their defaults: those of the keys in `keys`, as `trainer` has them with its `preset`.
+
+    Of key=value it takes those that `reads` has (None: all that a run takes), and of those the ones of its trainer: `trainers` are the trainers
+    whose keys a hint may name where there are several, none where a configuration file says which.
+    """
 
     def __init__(
         self,
@@ -73,11 +78,14 @@ class EngineCommand(click.Command):
         keys: Mapping[str, str] | None = None,
         trainer: str | None = None,
         preset: str | None = None,
+        reads: ReadKeys | None = None,
+        trainers: Collection[str] = (),
         **keywords: Any,
     ) -> None:
         super().__init__(*arguments, **keywords)
         self.params = [*self.params, *common_options()]
         self._keys, self._trainer, self._preset, self._explained = keys or {}, trainer, preset, False
+        self._reads, self._trainers = reads, trainers
 
     def explain_options(self) -> "EngineCommand":
         """Return the command itself, whose options say defaults and examples from now on; the schema is read for help alone."""
@@ -101,7 +109,7 @@ class EngineCommand(click.Command):
         try:
             left = super().parse_args(ctx, args)
         except click.NoSuchOption as error:
-            if (told := _find_meant_option(error.option_name, self.params, self.name)) is not None:
+            if (told := self.find_meant_option(error.option_name, given)) is not None:
                 raise click.UsageError(f"There is no option {error.option_name}. {told}", ctx) from error
             raise
         except click.MissingParameter as error:
@@ -111,6 +119,66 @@ class EngineCommand(click.Command):
             raise
         _refuse_no_number(ctx)
         return left
+
+    def find_meant_option(self, option: str, words: Sequence[str] = ()) -> str | None:
+        """Say which option of the command, or which key=value that it takes, has the meaning of a word that is no option; None without one.
+
+        `words` are those of the command line: a configuration file among them says whose keys it takes.
+        """
+        from skyrl_engine.config.foreign_keys import explain_word, key_for, remark_of
+        from skyrl_engine.config.structure import home_of, is_switch
+        from skyrl_engine.config.trainers import TRAINERS
+
+        word, trainers = option.lstrip("-").replace("-", "_"), self._list_trainers(words)
+        trainer = next(iter(trainers)) if len(trainers) == 1 else None
+        for key in (key_for(word, trainer), home_of(word, None if trainer is None else TRAINERS[trainer])):
+            if key is not None and (hint := self._name_option(key, remark_of(word, trainer))) is not None:
+                return hint
+            if key is not None and self._takes(key, trainers):
+                sentence = explain_word(word, trainer) or f"Set {key}"
+                return sentence if "[[" in sentence else f"{sentence}: write {key}={'true' if is_switch(key) else 'VALUE'}"
+        return explain_word(word, trainer) if self._trains and key_for(word, trainer) is None else None
+
+    def _name_option(self, key: str, remark: str) -> str | None:
+        """Ask for the option of the command that sets a key; None where it has none."""
+        from skyrl_engine.config.reading.sources import option_name
+
+        own = next((f"--{name.replace('_', '-')}" for name, of_option in self._keys.items() if of_option == key), None)
+        name = own or {"run.directory": "--output", "data.eval": "--eval-data"}.get(key) or option_name(key)
+        if not any(name in each.opts for each in self.params):
+            return None
+        return f"Did you mean {name}{f' ({remark})' if remark else ''}?"
+
+    @property
+    def _trains(self) -> bool:
+        """True where the command takes all keys of a run."""
+        return self._reads is None and any(each.name == "overrides" for each in self.params)
+
+    def _takes(self, key: str, trainers: Collection[str]) -> bool:
+        """Say whether key=value of the command may set a key, in runs of any of these trainers."""
+        from skyrl_engine.config.sections import sections
+        from skyrl_engine.config.trainers import TRAINERS
+
+        section = sections().get(key.partition(".")[0])
+        if not (self._trains or (self._reads is not None and self._reads.has(key))) or section is None:
+            return False
+        return all(section.belongs_to(TRAINERS[trainer]) for trainer in trainers)
+
+    def _list_trainers(self, words: Sequence[str]) -> Collection[str]:
+        """Return the trainers of the command's run: its own, or the one that a configuration file or a key=value names."""
+        from skyrl_engine.config.reading.sources import read_file
+        from skyrl_engine.config.trainers import DEFAULT_TRAINER, TRAINERS
+        from skyrl_engine.errors import ConfigError
+
+        if self._trainers or self._trainer:
+            return self._trainers or (str(self._trainer),)
+        named = next((word.partition("=")[2] for word in words if word.startswith("trainer=")), None)
+        if named is None and (file := next(filter(_is_configuration, words), None)) is not None:
+            try:
+                named = read_file(Path(file))[0].get("trainer")
+            except ConfigError:
+                named = None
+        return (str(named),) if named in TRAINERS else (DEFAULT_TRAINER,)
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command; what it logs where no log is kept reaches the terminal without control characters.
@@ -138,27 +206,6 @@ def _refuse_no_number(context: click.Context) -> None:
 
 def _is_configuration(word: str) -> bool:
     return Path(word).suffix in (".toml", ".yaml", ".yml") and Path(word).is_file()
-
-
-def _find_meant_option(option: str, params: Collection[click.Parameter], command: str | None) -> str | None:
-    """Say which option of the command, or which key of the configuration, has the meaning of a word that is no option."""
-    from skyrl_engine.config.foreign_keys import explain_word, key_for
-    from skyrl_engine.config.reading.sources import option_name
-    from skyrl_engine.config.structure import home_of, is_switch
-
-    word = option.lstrip("-").replace("-", "_")
-    key = key_for(word, command) or home_of(word)
-    if key is None:
-        return explain_word(word, command)
-    name = {"run.directory": "--output", "data.eval": "--eval-data"}.get(key) or option_name(key)
-    if any(name in each.opts for each in params):
-        return f"Did you mean {name}?"
-    sentence = explain_word(word, command) or f"Set {key}"
-    if "[[" in sentence:
-        return sentence
-    if any(each.name == "overrides" for each in params):
-        return f"{sentence}: write {key}={'true' if is_switch(key) else 'VALUE'}"
-    return None
 
 
 class EngineGroup(click.Group):

@@ -6,7 +6,6 @@ import click
 
 from skyrl_engine.cli.command import EngineGroup, current_settings
 from skyrl_engine.cli.options import (
-    ReadKeys,
     columns_by_key,
     file_argument,
     load_config,
@@ -16,6 +15,7 @@ from skyrl_engine.cli.options import (
     resolve_read,
     trust_option,
 )
+from skyrl_engine.cli.read_keys import ReadKeys
 from skyrl_engine.cli.terminal import echo_json
 
 READ = ReadKeys(
@@ -39,7 +39,7 @@ def data() -> None:
     """Look at data as the trainer will see it."""
 
 
-@data.command("preview")
+@data.command("preview", reads=READ)
 @file_argument(required=False)
 @overrides_argument
 @click.option("--model", metavar="MODEL", help="The model whose tokenizer and chat template are used.")

@@ -13,7 +13,6 @@ from click.core import ParameterSource
 from skyrl_engine.cli.command import EngineCommand
 from skyrl_engine.cli.json_output import to_finite_json
 from skyrl_engine.cli.options import (
-    ReadKeys,
     file_argument,
     flags_of,
     load_config,
@@ -24,6 +23,7 @@ from skyrl_engine.cli.options import (
     trust_option,
 )
 from skyrl_engine.cli.prove import BROKEN, with_default_loss
+from skyrl_engine.cli.read_keys import ReadKeys
 from skyrl_engine.cli.terminal import echo
 from skyrl_engine.registry.kinds import TABLES
 
@@ -59,7 +59,7 @@ def _number_from_zero(_context: click.Context, _parameter: click.Parameter, valu
     return value
 
 
-@click.command(cls=EngineCommand)
+@click.command(cls=EngineCommand, reads=READ_OF_TABLES)
 @file_argument(required=False)
 @overrides_argument
 @click.option(

@@ -40,7 +40,9 @@ _ON_SAMPLES = {
 }
 
 
-@click.command(cls=EngineCommand, keys={**_ON_ROWS, **_ON_SAMPLES}, trainer="rl", preset="on_policy_distill")
+@click.command(
+    cls=EngineCommand, keys={**_ON_ROWS, **_ON_SAMPLES}, trainer="rl", preset="on_policy_distill", trainers=("sft", "rl")
+)
 @overrides_argument
 @model_option
 @click.option("--teacher", metavar="MODEL", help="The model to learn from, on the same ranks; it has the student's tokenizer.")

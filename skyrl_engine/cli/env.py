@@ -12,6 +12,7 @@ import click
 
 from skyrl_engine.cli.command import EngineGroup
 from skyrl_engine.cli.key_values import options_argument
+from skyrl_engine.cli.read_keys import NO_KEYS
 from skyrl_engine.cli.terminal import echo, echo_json
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ def list_environments(*, as_json: bool) -> None:
     show_table(("name", "distribution", "version"), [(each.name, each.distribution or "", each.version or "") for each in records])
 
 
-@env.command("show")
+@env.command("show", reads=NO_KEYS)
 @click.argument("name", metavar="NAME")
 @options_argument
 @_JSON
@@ -98,7 +99,7 @@ def show_environment(name: str, overrides: tuple[str, ...], *, as_json: bool) ->
         _show_task(first)
 
 
-@env.command("try")
+@env.command("try", reads=NO_KEYS)
 @click.argument("name", metavar="NAME")
 @options_argument
 @click.option(

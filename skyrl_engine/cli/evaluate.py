@@ -12,7 +12,6 @@ import click
 from skyrl_engine.cli.command import EngineCommand, current_settings
 from skyrl_engine.cli.key_values import key_values
 from skyrl_engine.cli.options import (
-    ReadKeys,
     load_config,
     map_option,
     resolve_read,
@@ -20,6 +19,7 @@ from skyrl_engine.cli.options import (
     trust_option,
     values_by_key,
 )
+from skyrl_engine.cli.read_keys import ReadKeys
 from skyrl_engine.cli.terminal import echo, echo_json
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ _INSTEAD = {
     "data": "Remove it: --data takes the tasks",
     "model.lora": "Remove it: adapters of model.lora.path bring their own",
 }
-"""What to do about a key that is not read, by key or table; of all others: nothing is trained."""
+"""Remedies for keys that are not read, by key or table; for all others: nothing is trained."""
 
 _KEYS = {
     "samples": "evaluation.samples",
@@ -87,7 +87,7 @@ _KEYS = {
 }
 
 
-@click.command(cls=EngineCommand, keys=_KEYS, trainer="rl")
+@click.command(cls=EngineCommand, keys=_KEYS, trainer="rl", reads=READ)
 @click.argument("run", required=False, type=click.Path(path_type=Path), metavar="[RUN]")
 @key_values("[section.key=value ...]", "Any other key of the configuration; the same as section.key=value.")
 @click.option(

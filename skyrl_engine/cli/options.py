@@ -1,13 +1,11 @@
 """Options and arguments that several commands share, and the configuration they make together."""
 
-import re
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
-from attrs import frozen
 from click.core import ParameterSource
 
 from skyrl_engine.cli.key_values import key_values
@@ -160,23 +158,6 @@ def select_given_options(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of the running command's options, None for those that nobody gave: a key=value wins over a default."""
     source = click.get_current_context().get_parameter_source
     return {name: None if source(name) is ParameterSource.DEFAULT else value for name, value in values.items()}
-
-
-@frozen
-class ReadKeys:
-    """The keys that a command reads of a configuration: `names` are tables and dotted keys, list positions left out; `but` are keys inside them
-    that it does not read.
-    """
-
-    names: frozenset[str]
-    but: frozenset[str] = frozenset()
-
-    def has(self, key: str) -> bool:
-        """Say if the command reads a key, such as `environments[0].use`, or any key below it."""
-        plain = re.sub(r"\[\d+\]", "", key)
-        return any(
-            plain == name or plain.startswith(f"{name}.") or name.startswith(f"{plain}.") for name in self.names
-        ) and not any(plain == name or plain.startswith(f"{name}.") for name in self.but)
 
 
 def refuse_unread(raw: "RawConfig", remedy: Callable[[str], str | None]) -> None:

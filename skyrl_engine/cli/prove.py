@@ -10,7 +10,6 @@ import click
 from skyrl_engine.cli.command import EngineCommand, current_settings
 from skyrl_engine.cli.json_output import to_finite_json
 from skyrl_engine.cli.options import (
-    ReadKeys,
     file_argument,
     flags_of,
     load_config,
@@ -19,6 +18,7 @@ from skyrl_engine.cli.options import (
     refuse_unread,
     trust_option,
 )
+from skyrl_engine.cli.read_keys import ReadKeys
 from skyrl_engine.cli.terminal import echo
 from skyrl_engine.registry.kinds import TABLES
 
@@ -39,7 +39,7 @@ _DEFAULT_LOSS: Mapping[str, Any] = {
 }
 
 
-@click.command(cls=EngineCommand)
+@click.command(cls=EngineCommand, reads=READ)
 @file_argument(required=False)
 @overrides_argument
 @plugin_options("sft")

@@ -7,6 +7,7 @@ import click
 
 from skyrl_engine.cli.command import EngineCommand, suggest_or_list
 from skyrl_engine.cli.key_values import options_argument
+from skyrl_engine.cli.read_keys import NO_KEYS
 from skyrl_engine.cli.terminal import echo_json
 from skyrl_engine.errors import PluginAmbiguousError, PluginBrokenError, PluginError, PluginNotFoundError
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from skyrl_engine.testing.promise import Verdict
 
 
-@click.command(cls=EngineCommand)
+@click.command(cls=EngineCommand, reads=NO_KEYS)
 @click.argument("plugin", metavar="PLUGIN")
 @options_argument
 @click.option(

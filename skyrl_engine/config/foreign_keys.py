@@ -77,10 +77,16 @@ def explain_word(word: str, trainer: str | None = None) -> str | None:
     key = key_for(plain, trainer)
     if key is None:
         return known.not_here.get(plain)
-    of_rl, remark = known.of_rl.get(plain, (None, ""))
-    if of_rl != key:
-        _, remark = known.of_any[plain]
+    remark = remark_of(plain, trainer)
     return f"Set {key}{f' ({remark})' if remark else ''}"
+
+
+def remark_of(word: str, trainer: str | None = None) -> str:
+    """Return in what the key differs from what the word means elsewhere; empty where it does not, or nobody knows the word."""
+    known, plain = read_foreign_keys(), _plain(word)
+    key = key_for(word, trainer)
+    of_rl, remark = known.of_rl.get(plain, (None, ""))
+    return remark if of_rl == key else known.of_any.get(plain, (None, ""))[1]
 
 
 def explain_path(path: Sequence[str | int], trainer: str | None = None) -> str | None:

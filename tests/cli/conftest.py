@@ -7,6 +7,7 @@ import pytest
 from attrs import frozen
 
 from skyrl_engine.cli import app
+from skyrl_engine.config.trainers import TRAINERS
 
 
 @frozen
@@ -37,3 +38,13 @@ def command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
         return Outcome(code, captured.out, captured.err)
 
     return run
+
+
+@pytest.fixture
+def inputs(tmp_path: Path) -> None:
+    """Write a configuration for every trainer, and a run directory, which command lines of `command_lines` name."""
+    for trainer in TRAINERS:
+        data = '[[environments]]\nuse = "prompts"\ndata = "d.jsonl"\n' if trainer == "rl" else '[data]\ntrain = "d.jsonl"\n'
+        (tmp_path / f"{trainer}.toml").write_text(f'trainer = "{trainer}"\n[model]\npath = "m"\n{data}')
+    (tmp_path / "trained" / "model").mkdir(parents=True)
+    (tmp_path / "trained" / "config.toml").write_text((tmp_path / "rl.toml").read_text())

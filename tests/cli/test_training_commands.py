@@ -229,7 +229,7 @@ def test_a_dry_run_refuses_the_resume_that_the_run_would_refuse(command, config)
         (["--output_dir", "x"], "There is no option --output_dir. Did you mean --output?"),
         (
             ["--per_device_train_batch_size", "2"],
-            "There is no option --per_device_train_batch_size. Did you mean --micro-batch-rows?",
+            "There is no option --per_device_train_batch_size. Did you mean --micro-batch-rows (it counts the rows a rank computes at once)?",
         ),
         (
             ["--weight-decay", "0.1"],

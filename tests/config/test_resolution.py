@@ -331,7 +331,7 @@ def test_the_json_schema_knows_the_options_of_installed_plugins(install: Callabl
 
 
 def test_one_wrong_value_does_not_hide_the_absent_files_of_its_table() -> None:
-    """Of the engine's tables, of a plugin's and of a list's: every mistake is told at once, each missing file with its key."""
+    """Every mistake is told at once, each missing file with its key, in tables of the engine, of a plugin and of a list."""
     with pytest.raises(ConfigError) as caught:
         resolve(
             load(

@@ -1,0 +1,83 @@
+"""A word that is no option is answered with an option or a key that this very command takes, or with nothing.
+
+Every command is asked for every word under which anybody knows a key, and for the name of every key.
+"""
+
+import re
+
+import attrs
+import pytest
+from command_lines import OF_TRAINERS, WITH_FLAGS, given, tables, values_of_the_schema
+
+from skyrl_engine.cli.app import app
+from skyrl_engine.cli.command import EngineCommand, every_command
+from skyrl_engine.config.foreign_keys import read_foreign_keys
+
+COMMANDS = {
+    " ".join(path[1:]): command for path, command in every_command(app, ("skyrl-engine",)) if isinstance(command, EngineCommand)
+}
+
+LINES = {
+    **{name: [part.format(trainer=trainer) for part in line] for name, line in OF_TRAINERS.items() for trainer in ("sft", "rl")},
+    **{
+        f"{name} {trainer}": [part.format(trainer=trainer) for part in line]
+        for name, line in OF_TRAINERS.items()
+        for trainer in ("sft", "rl")
+    },
+    **{name: lines[0] for name, lines in WITH_FLAGS.items()},
+    "distill on samples": WITH_FLAGS["distill"][2],
+}
+"""Command lines of every command that takes keys of the configuration."""
+
+
+def words() -> set[str]:
+    known = read_foreign_keys()
+    of_schema = {(attribute.alias or attribute.name) for _, schema in tables() for attribute in attrs.fields(schema)}
+    return {*known.of_any, *known.of_rl, *known.not_here, *of_schema}
+
+
+def hints(command: EngineCommand, line: list[str]) -> dict[str, str]:
+    found = {word: command.find_meant_option(f"--{word.replace('_', '-')}", line) for word in words()}
+    return {word: hint for word, hint in found.items() if hint is not None}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_hint_names_an_option_of_the_command(name) -> None:
+    options = {option for each in COMMANDS[name].params for option in each.opts}
+    takes_keys = any(each.name == "overrides" for each in COMMANDS[name].params)
+    for word, hint in hints(COMMANDS[name], []).items():
+        named = re.findall(r"^Did you mean (--[a-z-]+)", hint)
+        assert set(named) <= options, (word, hint)
+        assert named or takes_keys, (word, hint)
+
+
+@pytest.mark.parametrize("line", LINES.values(), ids=LINES)
+def test_a_hint_names_a_key_that_the_command_takes(command, inputs, line) -> None:
+    name = next(name for name in (" ".join(line[:2]), line[0]) if name in COMMANDS)
+    values = values_of_the_schema()
+    told = [re.search(r"write ([a-z_.]+)=", hint) for hint in hints(COMMANDS[name], line).values()]
+    keys = sorted({match[1] for match in told if match is not None} & values.keys())
+    # one key that nobody knows: whatever else is right, nothing starts
+    outcome = command(*line, *given(line, [f"{key}={values[key]}" for key in keys] + ["utter_nonsense=1"]))
+    assert outcome.code in (2, 3)
+    refusals = ("is nothing that", "is a table of", "selects", "is of trainer")
+    assert [row for row in outcome.err.splitlines() if any(each in row for each in refusals) and "nonsense" not in row] == []
+
+
+@pytest.mark.parametrize(
+    ("line", "option", "told"),
+    [
+        (["evaluate", "trained"], "--limit", None),
+        (["evaluate", "trained"], "--batch-size", None),
+        (["evaluate", "trained"], "--group-size", None),
+        (["data", "preview", "sft.toml"], "--tasks", None),
+        (["data", "preview", "sft.toml"], "--batch-size", "write training.batch_size=VALUE"),
+        (["env", "show", "function"], "--seed", None),
+        (["run", "rl.toml"], "--batch-size", "write rl.groups=VALUE"),
+        (["run", "sft.toml"], "--batch-size", "write training.batch_size=VALUE"),
+        (WITH_FLAGS["rl"][0], "--batch-size", "Did you mean --groups (it counts tasks, those words attempts"),
+    ],
+)
+def test_examples(command, inputs, line, option, told) -> None:
+    answer = command(*line, option, "3").last_line
+    assert (told or f"No such option '{option}'") in answer
