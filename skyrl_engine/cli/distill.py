@@ -113,7 +113,7 @@ def distill(
             )
         table: dict[str, Any] = {"use": "prompts", "data": prompts} if env is None else environment_table(env)
         if columns is not None:
-            table["map"] = columns
+            table["map"] = Option("--map", columns)
         current_settings().mapped = "environments.0.map"
         environments = Option("--prompts" if env is None else "--env", [table])
         flags = {"trainer": "rl", "environments": environments, **flags}

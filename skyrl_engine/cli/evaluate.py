@@ -178,7 +178,8 @@ def evaluate(
     tasks = _one(data)
     of_run = _tasks_of(run, tool) if run is not None and reward and tasks is None else {}
     named = {} if columns is None else {"map": {**of_run.get("map", {}), **columns}}
-    environments = environment_tables(env, reward, tool, {"data": tasks, "eval_data": tasks, **of_run, **named})
+    asked = {} if tasks is None else dict.fromkeys(("data", "eval_data"), Option("--data", tasks))
+    environments = environment_tables(env, reward, tool, {**asked, **of_run, **named})
     settings = current_settings()
     settings.mapped = mapped_by_option(env, reward)
     with tempfile.TemporaryDirectory(prefix="skyrl-engine-evaluate-") as scratch:

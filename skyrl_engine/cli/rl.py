@@ -1,9 +1,12 @@
 """`skyrl-engine rl`: train by reinforcement without a configuration file; the one it makes is printed."""
 
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
+
+if TYPE_CHECKING:
+    from skyrl_engine.config import Option
 
 from skyrl_engine.cli.command import EngineCommand, current_settings
 from skyrl_engine.cli.options import (
@@ -96,13 +99,20 @@ def rl(
     from skyrl_engine.config import Option
 
     tasks = {"data": _one_or_list(data), "map": columns, "eval_data": eval_data, "eval_fraction": eval_fraction}
-    environments = environment_tables(env, reward, tool, tasks)
+    environments = environment_tables(env, reward, tool, by_option(tasks))
     current_settings().mapped = mapped_by_option(env, reward)
     flags = values_by_key(_KEYS, given)
     if environments:
         flags["environments"] = Option("--env" if env else "--reward", environments)
     raw = load_config(None, overrides, {"trainer": "rl", **flags, **flags_of(given)})
     return print_and_run(raw, dry_run=dry_run)
+
+
+def by_option(tasks: Mapping[str, Any]) -> "dict[str, Option]":
+    """Return those options of an environment that were given, each with the name of the option that gave it."""
+    from skyrl_engine.config import Option
+
+    return {name: Option(f"--{name.replace('_', '-')}", value) for name, value in tasks.items() if value is not None}
 
 
 def environment_table(reference: str) -> dict[str, Any]:
@@ -121,15 +131,20 @@ def environment_tables(
     """Return the tables of the environments that are named, and that of `function` where a reward is given.
 
     `tasks` are its options `data`, `map`, `eval_data` and `eval_fraction`, None where they are not given. Without a reward they are those
-    of the one environment, which may be a decorated reward.
+    of the one environment, which may be a decorated reward. Each key names the option that gave it, or nothing where a run did.
     """
-    tables = [environment_table(each) for each in env]
+    from skyrl_engine.config import Option
+
+    tables = [
+        {key: Option("--env", value) for key, value in environment_table(each).items()} if reward else environment_table(each)
+        for each in env
+    ]
     given = {name: value for name, value in tasks.items() if value is not None}
     if reward:
         if "data" not in given:
             raise click.UsageError("--reward needs tasks. Give --data FILE, whose rows have a prompt.")
-        table: dict[str, Any] = {"use": "function", "reward": _one_or_list(reward), **given}
-        return [*tables, {**table, "tools": list(tools)} if tools else table]
+        table: dict[str, Any] = {"use": "function", "reward": Option("--reward", _one_or_list(reward)), **given}
+        return [*tables, {**table, "tools": Option("--tool", list(tools))} if tools else table]
     if tools:
         raise click.UsageError("--tool is for tasks with a reward function. Give --reward ./file.py:name too.")
     if given and len(tables) != 1:

@@ -39,6 +39,25 @@ def strange(parts, folder):
     return {**parts, "{rows}": str(folder / "strange.jsonl")}
 
 
+@pytest.mark.parametrize(
+    ("line", "labels"),
+    [
+        ("rl --model ./m --reward ./r.py:f --data ./x --eval-data ./y", {"--model", "--reward", "--data", "--eval-data"}),
+        ("rl --model ./m --env prompts --data ./x --eval-data ./y", {"--model", "--data", "--eval-data"}),
+        ("rl --model ./m --reward ./r.py:f --data hub/x --tool ./t.py:f", {"--model", "--reward", "--tool"}),
+        ("evaluate --model ./m --reward ./r.py:f --data ./x --seed -1", {"--model", "--reward", "--data", "--seed"}),
+        ("distill --model ./m --teacher ./t --prompts ./x", {"--model", "--teacher", "--prompts"}),
+    ],
+)
+def test_a_missing_file_is_told_under_the_option_that_gave_it(command, line, labels):
+    """Also inside the environment that several options make together; a further mistake has all of them told from the configuration."""
+    further = () if "--seed" in line else ("run.seed=-1",)
+    outcome = command(*line.split(), *further)
+    told = outcome.err.splitlines()[:-1]
+    assert outcome.code == 2
+    assert {row.partition(":")[0] for row in told} == labels | ({"command line"} if further else set())
+
+
 def words(line, parts):
     return filled(line, parts).split()
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from attrs import frozen
+from attrs import Factory, frozen
 
 from skyrl_engine.config.foreign_keys import RL, explain_path
 from skyrl_engine.config.reading.origins import KeyPath, Origin, format_key, leaves
@@ -20,7 +20,10 @@ from skyrl_engine.errors import Problem
 
 @frozen
 class Option:
-    """A command's option by the name a person typed, for instance `Option("--steps", 20)`."""
+    """A command's option by the name a person typed, for instance `Option("--steps", 20)`.
+
+    Tables inside its value may hold further options: `Option("--reward", [{"use": "function", "data": Option("--data", "tasks.jsonl")}])`.
+    """
 
     name: str
     value: Any
@@ -35,6 +38,8 @@ class _Assignment:
     path: KeyPath
     value: Any
     origin: Origin
+    inner: Mapping[KeyPath, Origin] = Factory(dict)
+    """Origins of keys inside the value that another option gave."""
 
 
 class _UnreachableError(Exception):
@@ -68,7 +73,7 @@ class MergedTable:
             typed.pop(path, None)
             typed[path] = _Assignment(place, text, path, value, origin)
         chosen = [
-            _Assignment(place, option.name, tuple(key.split(".")), option.value, Origin("option", option.name, folder=folder))
+            _assign_option(place, tuple(key.split(".")), option, folder)
             for place, (key, option) in enumerate(options.items(), start=len(overrides))
         ]
         inside = [each for each in typed.values() if any(_is_inside(each.path, option.path) for option in chosen)]
@@ -76,7 +81,7 @@ class MergedTable:
         merged: list[_Assignment] = []
         for each in (*outside, *chosen, *inside):
             try:
-                self._put(each.path, each.value, each.origin)
+                self._put(each)
             except _UnreachableError as error:
                 problems[each.place] = Problem(f"{each.origin}: {format_key(each.path)}", error.cause, error.remedy)
             else:
@@ -98,8 +103,9 @@ class MergedTable:
             where = format_key(max(option.path, key.path, key=len))
             yield Problem(f"{option.origin}: {where}", f"{key.text} is given too", "Give one of the two")
 
-    def _put(self, path: KeyPath, value: Any, origin: Origin) -> None:
+    def _put(self, given: _Assignment) -> None:
         """Set one key, replacing what was there. Raises _UnreachableError, and sets nothing, where a value or a list is in the way."""
+        path, value = given.path, given.value
         place: Any = self.table
         reached: KeyPath = ()
         key: str | int
@@ -120,7 +126,24 @@ class MergedTable:
         for known in [known for known in self.origins if known == name or known.startswith((f"{name}.", f"{name}["))]:
             del self.origins[known]
         for leaf, _ in leaves(value, reached):
-            self.origins[format_key(leaf)] = origin
+            inside = (given.inner.get(leaf[:end]) for end in range(len(leaf), len(reached), -1))
+            self.origins[format_key(leaf)] = next(filter(None, inside), given.origin)
+
+
+def _assign_option(place: int, path: KeyPath, option: Option, folder: Path) -> _Assignment:
+    """Return the assignment of an option, whose inner options are replaced by their values."""
+    inner: dict[KeyPath, Origin] = {}
+
+    def replace(value: Any, at: KeyPath) -> Any:
+        if isinstance(value, Option):
+            inner[at] = Origin("option", value.name, folder=folder)
+            return replace(value.value, at)
+        if isinstance(value, Mapping):
+            return {key: replace(item, (*at, key)) for key, item in value.items()}
+        return [replace(item, (*at, index)) for index, item in enumerate(value)] if isinstance(value, list) else value
+
+    value = replace(option.value, path)
+    return _Assignment(place, option.name, path, value, Origin("option", option.name, folder=folder), inner)
 
 
 def _position(place: list[Any], part: str | int, reached: KeyPath, path: KeyPath) -> int:
