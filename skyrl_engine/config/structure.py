@@ -45,6 +45,8 @@ def structure(raw: RawConfig, need: Collection[str] | None = None, also: Collect
     plugin that the caller uses beside the trainer's, where the configuration has their tables.
     """
     known = sections()
+    if (problem := _of_other_command(raw, known)) is not None:
+        return Structured({}, (problem, *raw.problems))
     trainer, problems = _trainer(raw)
     problems = [*raw.problems, *problems]
     own = [name for name, section in known.items() if trainer is None or section.belongs_to(trainer)]
@@ -79,6 +81,23 @@ def structure(raw: RawConfig, need: Collection[str] | None = None, also: Collect
         made["training"] = attrs.evolve(training, epochs=1.0)
     problems += cross_checks(made, raw.origins)
     return Structured(made, tuple(problems))
+
+
+def _of_other_command(raw: RawConfig, known: Collection[str]) -> Problem | None:
+    """Return the problem of a file whose tables are all those of commands that other distributions add, such as `[serve]`; None for any other.
+
+    Nothing else is asked of it: a run's tables are missing because it is no run.
+    """
+    from skyrl_engine.registry.discovery import discover_commands
+
+    if not raw.written or any(key in known for key in raw.written):
+        return None
+    commands = {record.name: record for record in discover_commands()}
+    if not all(key in commands for key in raw.written):
+        return None
+    key = next(iter(raw.written))
+    cause = f"is a table of the command `skyrl-engine {key}` ({commands[key].distribution}), and no run"
+    return _problem(raw, (key,), RefusedError(cause, f"Write `skyrl-engine {key} {raw.path}`"))
 
 
 def _trainer(raw: RawConfig) -> tuple[Trainer | None, list[Problem]]:
