@@ -19,6 +19,7 @@ from attrs import frozen
 from skyrl_engine.contracts.kinds.context import FactoryContext
 from skyrl_engine.contracts.kinds.environment import Action, Message, StepResult, Task
 from skyrl_engine.errors import RolloutError
+from skyrl_engine.rollout.failure_monitor import TIMED_OUT
 from skyrl_engine.rollout.process_handle import Drain, EpisodeProcess, HostedEpisode, answer_of, json_line, unsendable
 
 logger = logging.getLogger(__name__)
@@ -171,7 +172,7 @@ class EpisodePool:
         for process in [each for each in self._processes if each.busy]:
             allowed = self._time_limit(process)
             if now - process.since > allowed:
-                self._on_lost_process(process, f"timed out after {allowed:g} s{process.place}")
+                self._on_lost_process(process, f"{TIMED_OUT} {allowed:g} s{process.place}")
             else:
                 self._alarm = min(self._alarm, process.since + allowed)
 

@@ -1,7 +1,9 @@
 """The failure monitor: it counts failed attempts, logs each kind of failure once as a warning, and ends a run in which too many fail."""
 
 import logging
+import re
 from collections import Counter, deque
+from collections.abc import Sequence
 from typing import Final
 
 from attrs import define, field
@@ -13,6 +15,12 @@ logger = logging.getLogger(__name__)
 WINDOW: Final = 200
 """Number of latest attempts among which failures are counted."""
 
+TIMED_OUT: Final = "timed out after"
+"""What the cause of a failure says where a call took too long."""
+
+_PLACE: Final = re.compile(r"[^\s(:]+\.py, line \d+, in [\w<>.]+")
+"""Where code of an environment or a reward raised, as `registry.owner` writes it."""
+
 _FIRST: Final = 8
 """This many failures without a success end a run that begins; a whole group, where that is larger."""
 
@@ -20,6 +28,15 @@ _MAX_WARNINGS: Final = 5
 _MAX_CAUSES: Final = 3
 _TASK: Final = "\0"
 """Placeholder for the task's name in a failure's text: one mistake that fails many tasks is one cause."""
+
+
+def name_remedy(causes: Sequence[str]) -> str:
+    """Return what to correct where attempts failed for these causes: the commonest place where code raised, the time limit where it passed."""
+    late = [cause for cause in causes if TIMED_OUT in cause]
+    others = [cause for cause in causes if TIMED_OUT not in cause]
+    places = Counter(match[0] for cause in others if (match := _PLACE.search(cause)) is not None)
+    correct = [f"Correct {places.most_common(1)[0][0]}"] if places else ["Correct the environment"] if others else []
+    return ", or ".join([*correct, *(["raise rollouts.timeout_s" if correct else "Raise rollouts.timeout_s"] if late else [])])
 
 
 @define(eq=False)
@@ -81,6 +98,6 @@ class FailureMonitor:
             f"all of the first {len(failures)} attempts failed"
             if all_failed
             else f"{len(failures)} of the last {len(self._last)} attempts failed, and {allowed}",
-            remedy=f"Correct the environment, or raise rollouts.timeout_s or rollouts.max_failure_share{' to 1' if all_failed else ''}",
+            remedy=f"{name_remedy([kind for kind, _ in failures])}, or raise rollouts.max_failure_share{' to 1' if all_failed else ''}",
             details=[f"{count} x {kind.replace(_TASK, names[kind])}" for kind, count in common],
         )

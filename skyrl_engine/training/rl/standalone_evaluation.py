@@ -14,6 +14,7 @@ from skyrl_engine.contracts.values.rollout import Group
 from skyrl_engine.data.text.template_rule import Rendering, find_difference
 from skyrl_engine.engine.engine import Engine
 from skyrl_engine.errors import ConfigError, DataError, Problem, RolloutError
+from skyrl_engine.rollout.failure_monitor import name_remedy
 from skyrl_engine.run.progress import LOADING
 from skyrl_engine.training.rl.checks import limits_of
 from skyrl_engine.training.rl.evaluation import attempts, evaluation_metrics, tasks_of
@@ -112,6 +113,6 @@ def _check_some_finished(groups: Sequence[Group]) -> None:
     causes = Counter(each.cause for each in ended).most_common(_COMMON)
     raise RolloutError(
         f"all {len(ended)} attempts failed, so nothing was measured",
-        remedy="Correct the environment, or raise rollouts.timeout_s",
+        remedy=name_remedy([each.cause or "" for each in ended]),
         details=[f"{count} x {cause}" for cause, count in causes],
     )

@@ -131,6 +131,9 @@ def test_attempts_that_fail_are_told_and_measure_nothing_where_all_do(
         assert "all 4 attempts failed, so nothing was measured" in told.err
         assert words in told.err
         assert "Traceback" not in told.err
+        assert "timeout_s" not in told.err
+        last = told.err.splitlines()[-1]
+        assert last.endswith(f"Correct {words}." if name == "raises" else "Correct the environment.")
         assert told.out == ""
 
 
@@ -144,7 +147,8 @@ def test_where_the_first_attempts_all_fail_the_others_are_not_waited_for(
     reward = ("--reward", f"{tmp_path / 'r.py'}:hangs", "--data", f"{tmp_path / 'tasks.jsonl'}")
     bounds = ("--set", "rollouts.retries=0", "--set", "rollouts.timeout_s=0.3", "--set", "rollouts.workers=2")
     assert main(["evaluate", "--model", f"{world}/model", *reward, *bounds, *_lengths()]) == 4
-    assert "all of the first 8 attempts failed" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "all of the first 8 attempts failed. Raise rollouts.timeout_s, or raise rollouts.max_failure_share to 1." in told
     assert len((tmp_path / "asked").read_text().splitlines()) < 20
 
 
