@@ -1,4 +1,4 @@
-"""A row's tokens and log-probabilities do not tell what was sampled beside it: bit for bit, on a CPU, for every family and length."""
+"""A row's tokens and log-probabilities do not tell what was sampled with it: bit for bit, on a CPU, for every family and length."""
 
 import numpy as np
 import pytest
@@ -31,19 +31,19 @@ LENGTHS = {False: (1, 7, 16, 60, 127, 128, 129, 190, 193, 250, 330, 530, 800), T
 """Prompt tokens of cached rows, and of rows that are read again: kernels change at 192 and 768 queries and every 192 keys on this torch."""
 
 
-def requests(lengths, vocabulary=128):
+def build_requests(lengths, vocabulary=128):
     draw = np.random.default_rng(1)
-    made = []
+    requests = []
     for group, length in enumerate(lengths):
         prompt = draw.integers(0, vocabulary, length).astype(np.int32)
         for member in range(1 + group % 3):
-            sampling = Sampling(max_tokens=2 + 7 * len(made) % 11, ignore_eos=True, temperature=(1.0, 0.7)[member % 2])
-            made.append(GenerationRequest(len(made), prompt, sampling, seed=len(made), prefix_group=group))
-    return made
+            sampling = Sampling(max_tokens=2 + 7 * len(requests) % 11, ignore_eos=True, temperature=(1.0, 0.7)[member % 2])
+            requests.append(GenerationRequest(len(requests), prompt, sampling, seed=len(requests), prefix_group=group))
+    return requests
 
 
 @torch.inference_mode()
-def sampled(rows, slots, arrivals, waiting):
+def sample_tokens(rows, slots, arrivals, waiting):
     """Sample all requests; `arrivals(n)` is how many more arrive while n are under way."""
     loop, got = SlotLoop(rows, slots), {}
     while waiting or len(loop):
@@ -51,7 +51,7 @@ def sampled(rows, slots, arrivals, waiting):
             rule = StopRule(frozenset(), (), 0, request.sampling.max_tokens, None)
             loop.add(SampledRow(request, rule, request.prompt_ids.astype(np.int64)))
         waiting = waiting[arriving:]
-        got |= {each.request_id: (each.token_ids.tobytes(), each.logprobs.tobytes()) for each in loop.step()}
+        got |= {done.request_id: (done.token_ids.tobytes(), done.logprobs.tobytes()) for done in loop.step()}
     return got
 
 
@@ -69,14 +69,16 @@ def family_of(tmp_path, family):
     return AutoModelForCausalLM.from_pretrained(write(tmp_path, family, **settings)).eval()
 
 
-def require_alike(kind, model, threads, asked):
+def require_alike(kind, model, threads, requests):
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        alone = sampled(kind(model, 1), 1, lambda live: 0 if live else 1, asked)
+        alone = sample_tokens(kind(model, 1), 1, lambda live: 0 if live else 1, requests)
         for name, (slots, arrivals, order) in ORDERS.items():
-            got = sampled(kind(model, slots), slots, arrivals, asked[::order])
-            differ = [f"{len(each.prompt_ids)} tokens" for each in asked if got[each.request_id] != alone[each.request_id]]
+            got = sample_tokens(kind(model, slots), slots, arrivals, requests[::order])
+            differ = [
+                f"{len(request.prompt_ids)} tokens" for request in requests if got[request.request_id] != alone[request.request_id]
+            ]
             assert not differ, (name, differ)
     finally:
         torch.set_num_threads(before)
@@ -85,7 +87,7 @@ def require_alike(kind, model, threads, asked):
 @pytest.mark.parametrize("family", now(ARCHITECTURES, *sorted(QUICK | {"qwen3_moe"})))
 def test_rows_beside_change_no_bit(family, tmp_path):
     reads = family in READ_ANEW
-    require_alike(UncachedDecoder if reads else CachedDecoder, family_of(tmp_path, family), 1, requests(LENGTHS[reads]))
+    require_alike(UncachedDecoder if reads else CachedDecoder, family_of(tmp_path, family), 1, build_requests(LENGTHS[reads]))
 
 
 POISON = 122
@@ -101,28 +103,32 @@ def test_a_row_that_fails_leaves_nothing_in_its_slot(family, value, tmp_path):
     model.get_input_embeddings().register_forward_hook(
         lambda _module, inputs, outputs: outputs.masked_fill((inputs[0] >= POISON)[..., None], value)
     )
-    asked = requests((7, 30, 12, 25, 3, 20, 33, 5) if reads else (7, 140, 16, 60, 3, 300, 127, 40, 20))
-    asked = [evolve(each, sampling=evolve(each.sampling, max_tokens=24, temperature=2.0)) for each in asked]
-    for each in asked:
-        np.minimum(each.prompt_ids, POISON - 1, out=each.prompt_ids)
-    for each in asked[3::6]:
-        each.prompt_ids[-2] = POISON
-    alone = {each.request_id: sampled(kind(model, 1), 1, lambda _live: 1, [each])[each.request_id] for each in asked}
+    requests = build_requests((7, 30, 12, 25, 3, 20, 33, 5) if reads else (7, 140, 16, 60, 3, 300, 127, 40, 20))
+    requests = [evolve(request, sampling=evolve(request.sampling, max_tokens=24, temperature=2.0)) for request in requests]
+    for request in requests:
+        np.minimum(request.prompt_ids, POISON - 1, out=request.prompt_ids)
+    for request in requests[3::6]:
+        request.prompt_ids[-2] = POISON
+    alone = {
+        request.request_id: sample_tokens(kind(model, 1), 1, lambda _live: 1, [request])[request.request_id] for request in requests
+    }
     ended = {number: len(tokens) for number, (tokens, _) in alone.items()}
     assert {0, 24 * 4} < set(ended.values()), "some rows fail at their prompts, later, and not at all"
     for name, (slots, arrivals, order) in ORDERS.items():
-        got = sampled(kind(model, slots), slots, arrivals, asked[::order])
+        got = sample_tokens(kind(model, slots), slots, arrivals, requests[::order])
         differ = [
-            (len(each.prompt_ids), ended[each.request_id]) for each in asked if got[each.request_id] != alone[each.request_id]
+            (len(request.prompt_ids), ended[request.request_id])
+            for request in requests
+            if got[request.request_id] != alone[request.request_id]
         ]
         assert not differ, (name, differ)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("threads", [2, 5])
-@pytest.mark.parametrize("family", [each for each in ARCHITECTURES if each not in READ_ANEW])
+@pytest.mark.parametrize("family", [family for family in ARCHITECTURES if family not in READ_ANEW])
 def test_rows_beside_change_no_bit_in_several_threads(family, threads, tmp_path):
-    require_alike(CachedDecoder, family_of(tmp_path, family), threads, requests(LENGTHS[False]))
+    require_alike(CachedDecoder, family_of(tmp_path, family), threads, build_requests(LENGTHS[False]))
 
 
 @pytest.mark.nightly
@@ -133,7 +139,7 @@ def test_rows_beside_change_no_bit_in_other_precisions(family, dtype, tmp_path):
     if dtype == torch.float64 and getattr(model.config, "_experts_implementation", None) == "grouped_mm":
         # as the engine loads it: torch's grouped product lacks float64
         model.set_experts_implementation("eager")
-    require_alike(CachedDecoder, model, 1, requests(LENGTHS[False]))
+    require_alike(CachedDecoder, model, 1, build_requests(LENGTHS[False]))
 
 
 @pytest.mark.parametrize("threads", now([1, 2, 5], 1))
@@ -144,7 +150,7 @@ def test_rows_beside_change_no_bit_of_a_larger_model(threads):
     torch.manual_seed(0)
     sizes = {"hidden_size": 128, "intermediate_size": 3080, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 24}
     model = Qwen3ForCausalLM(Qwen3Config(vocab_size=1003, num_hidden_layers=2, pad_token_id=0, eos_token_id=2, **sizes)).eval()
-    require_alike(CachedDecoder, model, threads, requests((5, 40, 90, 200, 260), 1003))
+    require_alike(CachedDecoder, model, threads, build_requests((5, 40, 90, 200, 260), 1003))
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -167,15 +173,15 @@ def test_attention_in_blocks_is_attention(rows, widths):
 
 
 @pytest.mark.parametrize("threads", [2, 3, 5])
-@pytest.mark.parametrize("each", [1, 2, 3, 5, 7])
-def test_attention_in_blocks_is_the_same_in_every_thread(each, threads):
+@pytest.mark.parametrize("heads", [1, 2, 3, 5, 7])
+def test_attention_in_blocks_is_the_same_in_every_thread(heads, threads):
     """Sixteen equal rows come out equal. torch gives each thread a part of one buffer, and parts of some sizes are not aligned."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         for width in (8, 12, 16, 17, 24, 64, 80, 128):
             draw = torch.Generator().manual_seed(0)
-            query = torch.randn(1, 2 * each, 1, width, generator=draw)
+            query = torch.randn(1, 2 * heads, 1, width, generator=draw)
             key, value = (torch.randn(1, 2, 2 * PLACES, width, generator=draw) for _ in range(2))
             mask = torch.where(torch.arange(2 * PLACES) <= PLACES + 90, 0.0, -torch.inf).expand(BUCKET, 1, 1, -1)
             rows = [part.expand(BUCKET, -1, -1, -1).contiguous() for part in (query, key, value)]
@@ -187,7 +193,7 @@ def test_attention_in_blocks_is_the_same_in_every_thread(each, threads):
 
 def test_filled_experts_are_the_models_experts(tmp_path):
     model = family_of(tmp_path, "mixtral")
-    experts = next(each for each in model.modules() if type(each).__name__.endswith("Experts"))
+    experts = next(module for module in model.modules() if type(module).__name__.endswith("Experts"))
     draw = torch.Generator().manual_seed(0)
     hidden = torch.randn(21, 48, generator=draw)
     chosen = torch.randint(0, 3, (21, 2), generator=draw)
@@ -219,9 +225,9 @@ def test_models_attend_by_their_own_code(tmp_path):
     eager = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
     CachedDecoder(eager, 1)
     assert eager.config._attn_implementation == EAGER
-    other = AutoModelForCausalLM.from_pretrained(folder).eval()
-    CachedDecoder(other, 1)
-    assert other.config._attn_implementation == SDPA
+    other_model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    CachedDecoder(other_model, 1)
+    assert other_model.config._attn_implementation == SDPA
 
 
 def test_rows_are_filled_up_with_zeros():

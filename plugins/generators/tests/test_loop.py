@@ -71,12 +71,12 @@ def row(number, *, sampling=None, script=None, ends=(END, TURN), **more):
     return SampledRow(request, StopRule.of(sampling, ends, lambda: decode), request.prompt_ids.astype(np.int64))
 
 
-def drained(loop):
+def drain_loop(loop):
     done = {}
     while len(loop):
-        for each in loop.step():
-            assert each.request_id not in done
-            done[each.request_id] = each
+        for completion in loop.step():
+            assert completion.request_id not in done
+            done[completion.request_id] = completion
     return done
 
 
@@ -118,7 +118,7 @@ def test_a_request_ends_where_its_rule_says(said, settings, kept, finish, stop):
     sampling = Sampling(**{"max_tokens": 4, **settings})
     loop = SlotLoop(Scripted([ids(said) + [2] * 9], 1), 1)
     loop.add(row(0, sampling=sampling))
-    done = drained(loop)[0]
+    done = drain_loop(loop)[0]
     assert (done.token_ids.tolist(), done.finish, done.stop) == (ids(kept), finish, stop)
     assert done.logprobs.dtype == np.float32
     assert done.token_ids.dtype == np.int32
@@ -133,7 +133,7 @@ def test_no_request_is_lost_or_mixed_up_while_slots_change(slots):
     lengths = draw.integers(1, 30, 30).tolist()
     for number, length in enumerate(lengths):
         loop.add(row(number, sampling=Sampling(max_tokens=length)))
-    done = drained(loop)
+    done = drain_loop(loop)
     assert [done[number].token_ids.tolist() for number in range(30)] == [
         script[:length] for script, length in zip(scripts, lengths, strict=True)
     ]
@@ -145,7 +145,7 @@ def test_a_prompt_of_a_group_is_read_once_in_a_batch_and_copied_from_a_live_row_
     for number in range(7):
         loop.add(row(number, script=0, sampling=Sampling(max_tokens=3 + 2 * number), prefix_group=9))
     loop.add(row(7, script=0, sampling=Sampling(max_tokens=3)))
-    done = drained(loop)
+    done = drain_loop(loop)
     assert [len(done[number].token_ids) for number in range(8)] == [3, 5, 7, 9, 11, 13, 15, 3]
     assert rows.rested == 1
     # the group's prompt, and that of the request which is in no group
@@ -160,7 +160,7 @@ def test_an_update_reads_live_rows_anew_and_marks_what_comes_after():
     for _ in range(2):
         assert loop.step() == []
     loop.update(5)
-    done = drained(loop)
+    done = drain_loop(loop)
     assert rows.reads == [[1, 1], [3, 3], [1]]
     for number, versions in ((0, [4, 4, 5, 5]), (1, [4, 4, 5, 5]), (2, [5, 5, 5, 5])):
         assert done[number].token_ids.tolist() == [2, 3, 4, 5]
@@ -173,12 +173,15 @@ def test_an_abort_returns_what_was_sampled_and_leaves_the_others_alone():
         loop.add(row(number, sampling=Sampling(max_tokens=5)))
     loop.step()
     loop.step()
-    gone = {each.request_id: each for each in loop.abort(lambda number: number in (0, 3, 99))}
+    gone = {completion.request_id: completion for completion in loop.abort(lambda number: number in (0, 3, 99))}
     assert [gone[number].token_ids.tolist() for number in (0, 3)] == [[2, 3], []]
-    assert {each.finish for each in gone.values()} == {"abort"}
+    assert {completion.finish for completion in gone.values()} == {"abort"}
     assert len(gone[3].versions.starts) == 0
-    done = drained(loop)
-    assert {number: each.token_ids.tolist() for number, each in done.items()} == {1: [2, 3, 4, 5, 6], 2: [2, 3, 4, 5, 6]}
+    done = drain_loop(loop)
+    assert {number: completion.token_ids.tolist() for number, completion in done.items()} == {
+        1: [2, 3, 4, 5, 6],
+        2: [2, 3, 4, 5, 6],
+    }
 
 
 def test_prompts_are_read_in_passes_of_a_limited_size():
@@ -186,8 +189,8 @@ def test_prompts_are_read_in_passes_of_a_limited_size():
     loop = SlotLoop(rows, 8, prefill_tokens=2)
     for number in range(5):
         loop.add(row(number, sampling=Sampling(max_tokens=2)))
-    drained(loop)
-    assert [len(each) for each in rows.reads] == [2, 2, 1]
+    drain_loop(loop)
+    assert [len(tokens) for tokens in rows.reads] == [2, 2, 1]
 
 
 def test_a_row_whose_logits_are_no_numbers_fails_alone():
@@ -200,10 +203,10 @@ def test_a_row_whose_logits_are_no_numbers_fails_alone():
     loop = SlotLoop(Broken([[2, 5, 5, 5], [2, 3, 4, 2]], 2), 2)
     for number in range(2):
         loop.add(row(number))
-    done = drained(loop)
+    done = drain_loop(loop)
     assert (done[0].finish, done[0].token_ids.tolist(), done[0].error) == (
         "error",
         [2],
-        "the model's logits are not finite behind token 1",
+        "the model's logits are not finite after token 1",
     )
     assert done[1].finish == "length"

@@ -1,4 +1,4 @@
-"""Draws follow the distribution to its last digit, whatever they are drawn beside; filters cut it off as the contract says."""
+"""Draws follow the distribution to its last digit, whatever else is drawn with them; filters cut it off as the contract says."""
 
 import numpy as np
 import pytest
@@ -13,14 +13,14 @@ CPU = torch.device("cpu")
 PLAIN = Sampling(max_tokens=1)
 
 
-def drawn_for(logits, uniforms, sampling=PLAIN):
+def draw_for(logits, uniforms, sampling=PLAIN):
     rows = logits.expand(len(uniforms), -1) if logits.ndim == 1 else logits
     return draw(
         rows.contiguous(), torch.tensor(uniforms, dtype=torch.float64), RowDistributions.of([sampling] * len(uniforms), CPU)
     )
 
 
-def inverted(logits, uniform):
+def invert_cdf(logits, uniform):
     """The definition: the first token whose distribution function exceeds the uniform number, added up in float64."""
     weights = np.exp(logits.double().numpy() - logits.double().numpy().max())
     running = np.cumsum(weights)
@@ -31,11 +31,11 @@ def inverted(logits, uniform):
 def test_a_draw_inverts_the_distribution_function(vocabulary, seed, uniform):
     """Both round, so a draw within 1e-6 of a step may fall to either side of it."""
     logits = torch.from_numpy(np.random.default_rng(seed).normal(0, 3, vocabulary)).float()
-    token = int(drawn_for(logits, [uniform]).tokens[0])
+    token = int(draw_for(logits, [uniform]).tokens[0])
     assert token in {
-        inverted(logits, max(0.0, uniform - 1e-6)),
-        inverted(logits, min(uniform + 1e-6, 1 - 1e-16)),
-        inverted(logits, uniform),
+        invert_cdf(logits, max(0.0, uniform - 1e-6)),
+        invert_cdf(logits, min(uniform + 1e-6, 1 - 1e-16)),
+        invert_cdf(logits, uniform),
     }
 
 
@@ -43,7 +43,7 @@ def test_a_draw_inverts_the_distribution_function(vocabulary, seed, uniform):
 def test_the_ends_of_the_unit_interval_draw_tokens_that_can_be_drawn(vocabulary):
     logits = torch.zeros(vocabulary)
     logits[0] = logits[-1] = -torch.inf
-    tokens = drawn_for(logits, [0.0, np.nextafter(1.0, 0.0)]).tokens.tolist()
+    tokens = draw_for(logits, [0.0, np.nextafter(1.0, 0.0)]).tokens.tolist()
     assert tokens == [1, vocabulary - 2]
 
 
@@ -54,7 +54,7 @@ def test_rare_tokens_of_a_large_vocabulary_are_drawn_as_often_as_they_should_be(
     logits[0] = 0.0
     first = 1 / (1 + (vocabulary - 1) * np.exp(-17.0))
     uniforms = first + (1 - first) * (np.arange(400) + 0.5) / 400
-    tokens = drawn_for(logits, uniforms.tolist()).tokens.numpy()
+    tokens = draw_for(logits, uniforms.tolist()).tokens.numpy()
     due = (np.arange(400) + 0.5) / 400 * (vocabulary - 1)
     assert np.abs(tokens - due).max() < 200
     float32 = np.cumsum(np.exp(logits.numpy(), dtype=np.float32), dtype=np.float32)
@@ -65,7 +65,7 @@ def test_frequencies_are_those_of_softmax():
     logits = torch.from_numpy(np.random.default_rng(0).normal(0, 2, 20)).float()
     uniforms = np.random.default_rng(1).random(20_000)
     for temperature in (0.5, 1.0, 2.0):
-        tokens = drawn_for(logits, uniforms.tolist(), Sampling(max_tokens=1, temperature=temperature)).tokens.numpy()
+        tokens = draw_for(logits, uniforms.tolist(), Sampling(max_tokens=1, temperature=temperature)).tokens.numpy()
         due = torch.softmax(logits.double() / temperature, -1).numpy() * len(uniforms)
         squares = float((((np.bincount(tokens, minlength=20) - due) ** 2) / due).sum())
         # chi-square of 19 degrees of freedom: above 50.8 once in 10,000
@@ -75,21 +75,21 @@ def test_frequencies_are_those_of_softmax():
 def test_a_row_is_drawn_alone_as_beside_others():
     logits = torch.from_numpy(np.random.default_rng(0).normal(0, 3, (64, 1000))).float()
     uniforms = np.random.default_rng(1).random(64)
-    together = drawn_for(logits, uniforms.tolist())
+    together = draw_for(logits, uniforms.tolist())
     for row in range(64):
-        alone = drawn_for(logits[row], [uniforms[row]])
+        alone = draw_for(logits[row], [uniforms[row]])
         assert alone.tokens[0] == together.tokens[row]
         assert alone.logprobs[0] == together.logprobs[row]
 
 
 def test_log_probabilities_are_of_what_was_drawn_from():
     logits = torch.from_numpy(np.random.default_rng(0).normal(0, 3, (3, 300))).float()
-    asked = [
+    requests = [
         Sampling(max_tokens=1, temperature=0.5),
         Sampling(max_tokens=1, temperature=0),
         Sampling(max_tokens=1, temperature=2.0, top_k=4),
     ]
-    drawn = draw(logits, torch.tensor([0.3, 0.9, 0.6], dtype=torch.float64), RowDistributions.of(asked, CPU))
+    drawn = draw(logits, torch.tensor([0.3, 0.9, 0.6], dtype=torch.float64), RowDistributions.of(requests, CPU))
     assert drawn.tokens[1] == logits[1].argmax()
     due = logprobs_of(logits[1:2], drawn.tokens[1:2, None], 1.0)
     np.testing.assert_allclose(drawn.logprobs[1], due[0, 0], atol=1e-6)

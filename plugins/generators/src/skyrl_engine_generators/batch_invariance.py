@@ -1,6 +1,6 @@
-"""Batch invariance on a CPU: a row comes out the same, to the last bit, whatever rows are computed beside it.
+"""Batch invariance on a CPU: a row comes out the same, to the last bit, whatever other rows the pass computes.
 
-A kernel is chosen by the shapes that it is given, and kernels add up in different orders. So no shape may tell what stands beside a row:
+A kernel is chosen by the shapes that it is given, and kernels add up in different orders. So no shape may depend on the other rows:
 
 - Matrix products get their rows in multiples of `ROWS`. All such products take one kernel, for any number of threads: measured with MKL and
   oneDNN as torch 2.13 brings them.
@@ -13,7 +13,7 @@ A kernel is chosen by the shapes that it is given, and kernels add up in differe
 - Activations are laid out so that vector instructions compute all elements, in every thread: the last few elements of a thread's share are
   computed by other instructions.
 
-Runs that were killed rely on it: they sample again, with other rows beside. `proven_rows` compares the result with the model as it is written.
+Runs that were killed rely on it: they sample again, with other rows. `proven_rows` compares the result with the model as it is written.
 """
 
 import sys
@@ -49,12 +49,12 @@ SDPA, EAGER, EXPERTS = (f"skyrl_engine_generators_{name}" for name in ("sdpa", "
 
 
 def pad_to_bucket(count: int, device: torch.device, unit: int = BUCKET) -> int:
-    """Return the next multiple of `unit` on a CPU, where a row must not be told from it; `count` on other devices."""
+    """Return the next multiple of `unit` on a CPU, where a row's result must not depend on the number of rows; `count` on other devices."""
     return -(-count // unit) * unit if device.type == "cpu" else count
 
 
 def pad_rows_to_bucket(rows: Tensor) -> Tensor:
-    """Return [m, width]: the n rows, and zeros behind them."""
+    """Return [m, width]: the n rows, and zeros after them."""
     missing = pad_to_bucket(len(rows), rows.device) - len(rows)
     return pad(rows, (0, 0, 0, missing)) if missing else rows
 
@@ -103,7 +103,7 @@ class BatchInvariance:
         self._undo.append(lambda: self.model.set_experts_implementation("grouped_mm"))
 
     def _change_activations(self) -> None:
-        for module in [each for each in self.model.modules() if not isinstance(each, AlignedActivation)]:
+        for module in [candidate for candidate in self.model.modules() if not isinstance(candidate, AlignedActivation)]:
             for name, child in list(module.named_children()):
                 if _is_activation(child):
                     setattr(module, name, AlignedActivation(child))
@@ -124,15 +124,15 @@ def attend_in_blocks(
     if attention_mask.dtype == torch.bool:
         attention_mask = torch.where(attention_mask, 0.0, -torch.inf).to(query.dtype)
     rows, heads, _, width = query.shape
-    each = heads // key.shape[1]
-    packed = pad(query.reshape(rows, key.shape[1], each, width), (0, 0, 0, -each % QUERIES))
+    group_size = heads // key.shape[1]
+    packed = pad(query.reshape(rows, key.shape[1], group_size, width), (0, 0, 0, -group_size % QUERIES))
     scale = others.get("scaling")
     scale = width**-0.5 if scale is None else scale
     parts = []
     for at in range(0, key.shape[2], PLACES):
         places = slice(at, at + PLACES)
         parts.append(_attend(packed, key[:, :, places], value[:, :, places], _block(attention_mask, at), scale))
-    joined = _join_blocks(parts, attention_mask)[:, :, :each]
+    joined = _join_blocks(parts, attention_mask)[:, :, :group_size]
     return joined.reshape(rows, 1, heads, value.shape[-1]).to(query.dtype), None
 
 
@@ -154,13 +154,13 @@ def attend_row_by_row(
 
 def ask_filled_experts(experts: Any, hidden_TH: Tensor, chosen_TK: Tensor, weights_TK: Tensor) -> Tensor:
     """Compute experts with more tokens, of zeros, so that each has a multiple of `ROWS` or none; [T, hidden]."""
-    tokens, each = chosen_TK.shape
+    tokens, experts_per_token = chosen_TK.shape
     counts = torch.bincount(chosen_TK.reshape(-1), minlength=experts.num_experts)
     missing = -counts % BUCKET
     # an added token has as many experts as every other
-    while int(missing.sum()) % each:
+    while int(missing.sum()) % experts_per_token:
         missing[counts.argmax()] += BUCKET
-    added = torch.arange(len(counts)).repeat_interleave(missing).view(-1, each)
+    added = torch.arange(len(counts)).repeat_interleave(missing).view(-1, experts_per_token)
     outputs: Tensor = grouped_mm_experts_forward(
         experts,
         torch.cat([hidden_TH, hidden_TH.new_zeros(len(added), hidden_TH.shape[1])]),

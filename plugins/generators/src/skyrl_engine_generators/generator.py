@@ -101,23 +101,23 @@ class HfGenerator:
     def poll(self, timeout: float) -> list[Completion]:
         """Sample until something is finished, or for `timeout` seconds; at least one step."""
         until = monotonic() + timeout
-        while not self._ready and (busy := [each for each in self._sets.values() if len(each.loop)]):
-            for each in busy:
-                self._ready += each.loop.step()
+        while not self._ready and (busy := [weight_set for weight_set in self._sets.values() if len(weight_set.loop)]):
+            for weight_set in busy:
+                self._ready += weight_set.loop.step()
             if monotonic() >= until:
                 break
         ready, self._ready = self._ready, []
-        self._known -= {each.request_id for each in ready}
+        self._known -= {completion.request_id for completion in ready}
         return ready
 
     def abort(self, request_ids: Sequence[int] | None = None) -> None:
         """End requests; the next poll returns them."""
         chosen = None if request_ids is None else set(request_ids)
-        for each in self._sets.values():
-            self._ready += each.loop.abort(lambda number: chosen is None or number in chosen)
+        for weight_set in self._sets.values():
+            self._ready += weight_set.loop.abort(lambda number: chosen is None or number in chosen)
 
     def update(self, weights: WeightSource, version: int, target: str = POLICY) -> None:
-        """Take new weights; rows under way go on with them, read anew."""
+        """Take new weights; running rows go on with them, after a new prefill."""
         held = self._sets.get(target)
         if held is None:
             model = load_sampler_model(self._start.model, self._start.device)

@@ -1,8 +1,8 @@
 """The loop over slots: requests wait, are read, are sampled a token a step, and leave; free slots are filled while others go on.
 
-A request waits until some slots are free, or all. Then its prompt is read in one forward pass, beside those of others, and it is live: every
-step samples one token of every live row. A finished one leaves its slot to the last live row. After an update all live rows wait again, in
-front, and are read anew with what was sampled of them.
+A request waits until some slots are free, or all. Then its prompt is read in one forward pass (prefill), together with other prompts, and
+it is live: every step samples one token of every live row. A finished one leaves its slot to the last live row. After an update all live
+rows wait again, in front, and are read again with the tokens sampled so far.
 """
 
 from collections import deque
@@ -48,7 +48,7 @@ class SampledRow:
     top: list[tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]] = Factory(list)
     prompt_scores: PromptScores | None = None
     prompt_hidden: Tensor | None = None
-    """The hidden state [width] behind the prompt, for rows whose prompt others have too; by the weights that the row is sampled with."""
+    """The hidden state [width] after the prompt, if other rows share it; computed with the weights that sample the row."""
     _uniforms: list[float] = Factory(list)
     _draw: np.random.Generator = field(init=False)
 
@@ -71,8 +71,8 @@ class SampledRow:
     @property
     def needs_prompt_logprobs(self) -> bool:
         """Say whether log-probabilities of the prompt are still due."""
-        asked = self.request.prompt_logprobs or self.request.top_prompt_logprobs > 0
-        return asked and self.prompt_scores is None
+        wants_prompt_logprobs = self.request.prompt_logprobs or self.request.top_prompt_logprobs > 0
+        return wants_prompt_logprobs and self.prompt_scores is None
 
     @property
     def prefix(self) -> tuple[int, bytes] | None:
@@ -117,7 +117,7 @@ class SampledRow:
 
 
 class SlotLoop:
-    """Samples requests from `rows`, `slots` of them at once. `version` counts the steps behind the weights that `rows` computes with."""
+    """Samples requests from `rows`, `slots` of them at once. `version` is the number of steps after which `rows` took its weights."""
 
     def __init__(self, rows: TokenDecoder, slots: int, *, version: int = 0, prefill_tokens: int = 8192) -> None:
         self._rows = rows
@@ -139,7 +139,7 @@ class SlotLoop:
         self._waiting.append(row)
 
     def update(self, version: int) -> None:
-        """Go on with other weights: what was computed by the old ones is forgotten, and live rows are read anew before their next token."""
+        """Go on with other weights: the KV cache of the old weights is dropped, and live rows are read again before their next token."""
         for row in self._live:
             row.prompt_hidden = None
         self._waiting.extendleft(reversed(self._live))
@@ -175,8 +175,8 @@ class SlotLoop:
         if self._settings is None:
             self._settings = self._of(self._live)
         ended = self._sample(self._live, self._rows.logits(hidden), self._settings)
-        self._compact(each is not None for each in ended)
-        return [each for each in ended if each is not None]
+        self._compact(completion is not None for completion in ended)
+        return [completion for completion in ended if completion is not None]
 
     def _of(self, rows: Sequence[SampledRow]) -> RowDistributions:
         return RowDistributions.of([row.request.sampling for row in rows], self._rows.device)
@@ -185,7 +185,7 @@ class SlotLoop:
         """Read waiting rows into free slots. A prompt that rows have alike is read once, for those that are live already too."""
         fresh: list[SampledRow] = []
         alike: dict[tuple[int, bytes], list[SampledRow]] = {}
-        donors = {each: place for place, row in enumerate(self._live) if (each := _prompt_of(row)) is not None}
+        donors = {prefix: place for place, row in enumerate(self._live) if (prefix := _prompt_of(row)) is not None}
         copied: list[SampledRow] = []
         longest = 0
         while self._waiting and len(fresh) + sum(map(len, alike.values())) + len(copied) < free:
@@ -215,13 +215,13 @@ class SlotLoop:
         joined, read = self._read(fresh, alike, first + len(copied))
         self._live += [*copied, *joined]
         done = self._sample(self._live[first:], self._rows.logits(torch.stack([*ends, *read])), self._of(self._live[first:]))
-        self._compact([*([False] * first), *(each is not None for each in done)])
-        return [each for each in done if each is not None]
+        self._compact([*([False] * first), *(completion is not None for completion in done)])
+        return [completion for completion in done if completion is not None]
 
     def _read(
         self, fresh: Sequence[SampledRow], alike: dict[tuple[int, bytes], list[SampledRow]], first: int
     ) -> tuple[list[SampledRow], list[Tensor]]:
-        """Read rows into the slots from `first` on; these rows and those like them, each with the hidden state behind its last token."""
+        """Read rows into the slots from `first` on; return them and those of the same prompt, with hidden states after the last tokens."""
         if not fresh:
             return [], []
         ids = [row.ids for row in fresh]
@@ -235,12 +235,12 @@ class SlotLoop:
             if prefix is None:
                 continue
             row.prompt_hidden = ends[place].clone()
-            others = alike[prefix]
-            self._rows.copy(first + place, range(first + len(joined), first + len(joined) + len(others)), len(row.prompt))
-            for other in others:
-                other.prompt_hidden = row.prompt_hidden
-            joined += others
-            ends += [row.prompt_hidden] * len(others)
+            same_prefix = alike[prefix]
+            self._rows.copy(first + place, range(first + len(joined), first + len(joined) + len(same_prefix)), len(row.prompt))
+            for candidate in same_prefix:
+                candidate.prompt_hidden = row.prompt_hidden
+            joined += same_prefix
+            ends += [row.prompt_hidden] * len(same_prefix)
         return joined, ends
 
     def _sample(self, rows: Sequence[SampledRow], logits: Tensor, settings: RowDistributions) -> list[Completion | None]:
@@ -252,7 +252,7 @@ class SlotLoop:
         for place, (row, token, logprob) in enumerate(zip(rows, tokens, logprobs, strict=True)):
             # false for NaN too
             if not logprob > -float("inf"):
-                done.append(row.completion("error", error=f"the model's logits are not finite behind token {row.cached_length}"))
+                done.append(row.completion("error", error=f"the model's logits are not finite after token {row.cached_length}"))
                 continue
             row.add(token, logprob, self.version)
             if row.request.top_logprobs:
@@ -263,9 +263,9 @@ class SlotLoop:
         return done
 
     def _of_prompt(self, row: SampledRow, hidden: Tensor) -> PromptScores:
-        """Score every prompt token, and the most likely ones in its place, behind the tokens before it."""
+        """Score every prompt token, and the most likely tokens at its position, given the tokens before it."""
         count, k, temperature = len(row.prompt), row.request.top_prompt_logprobs, row.request.sampling.temperature
-        found = np.full(count, np.nan, dtype=np.float32)
+        logprobs = np.full(count, np.nan, dtype=np.float32)
         top = TopLogprobs(np.zeros((count, k), dtype=np.int32), np.full((count, k), np.nan, dtype=np.float32))
         step = max(1, LOGITS_AT_ONCE // self._rows.vocabulary)
         for start in range(0, count - 1, step):
@@ -274,18 +274,18 @@ class SlotLoop:
             own = torch.from_numpy(row.prompt[places, None]).to(logits.device)
             most = logits.topk(k).indices
             scores = logprobs_of(logits, torch.cat([own, most], dim=1), temperature).cpu().numpy()
-            found[places], top.logprobs[places] = scores[:, 0], scores[:, 1:]
+            logprobs[places], top.logprobs[places] = scores[:, 0], scores[:, 1:]
             top.token_ids[places] = most.cpu().numpy()
-        return PromptScores(found, top if k else None)
+        return PromptScores(logprobs, top if k else None)
 
     def _compact(self, ended: Iterable[bool]) -> None:
         """Drop rows that ended, and move the last live ones into their slots."""
-        gone = {place for place, each in enumerate(ended) if each}
+        gone = {place for place, is_ended in enumerate(ended) if is_ended}
         if not gone:
             return
         kept = len(self._live) - len(gone)
         movers = (place for place in range(len(self._live) - 1, kept - 1, -1) if place not in gone)
-        for hole in sorted(each for each in gone if each < kept):
+        for hole in sorted(index for index in gone if index < kept):
             mover = next(movers)
             self._rows.copy(mover, [hole], self._live[mover].cached_length)
             self._live[hole] = self._live[mover]

@@ -33,7 +33,7 @@ def step_masks(config: Any, kinds: tuple[str, ...], at_N: Tensor, end: int, dtyp
     attention = config._attn_implementation  # noqa: SLF001 - transformers offers no other way to read it
     places = torch.arange(end, device=at_N.device)
     at = at_N[:, None]
-    made = {}
+    masks = {}
     for kind in kinds:
         seen = places <= at
         if kind == SLIDING:
@@ -45,5 +45,5 @@ def step_masks(config: Any, kinds: tuple[str, ...], at_N: Tensor, end: int, dtyp
         if hidden is not None:
             # filled in the dtype itself: the least of float64 is no float32
             seen = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill(~seen, hidden)
-        made[kind] = seen
-    return made if len(made) > 1 else next(iter(made.values()))
+        masks[kind] = seen
+    return masks if len(masks) > 1 else next(iter(masks.values()))

@@ -1,6 +1,6 @@
 """Hidden states of rows that grow by a token a step: from cached keys and values, or by reading every row again.
 
-On a CPU a row comes out the same, to the last bit, whatever rows are beside it (see `alike`).
+On a CPU a row comes out the same, to the last bit, whatever other rows there are (see `batch_invariance`).
 """
 
 import inspect
@@ -98,11 +98,11 @@ class CachedDecoder(_Model):
         for place, row in enumerate(rows):
             # on a CPU a longer row in the same pass would change the order in which this one is added up
             alike.setdefault(self._width(len(row) if self.device.type == "cpu" else longest), []).append(place)
-        found: dict[int, Tensor] = {}
+        hidden_by_index: dict[int, Tensor] = {}
         for places in alike.values():
             hidden = self._read([slots[place] for place in places], [rows[place] for place in places])
-            found |= {place: states[: len(rows[place])] for place, states in zip(places, hidden, strict=True)}
-        return [found[place] for place in range(len(rows))]
+            hidden_by_index |= {index: states[: len(rows[index])] for index, states in zip(places, hidden, strict=True)}
+        return [hidden_by_index[index] for index in range(len(rows))]
 
     def _read(self, slots: Sequence[int], rows: Sequence[Ids]) -> Tensor:
         """Read rows of one width: [k, width or more, hidden]."""

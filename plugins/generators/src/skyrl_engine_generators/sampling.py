@@ -40,10 +40,10 @@ class RowDistributions:
     @classmethod
     def of(cls, rows: Sequence[Sampling], device: torch.device) -> "RowDistributions":
         temperatures = [row.temperature for row in rows]
-        divisors = [1.0 if each == 0 else each for each in temperatures]
-        greedy = [each == 0 for each in temperatures]
+        divisors = [1.0 if temperature == 0 else temperature for temperature in temperatures]
+        greedy = [temperature == 0 for temperature in temperatures]
         return cls(
-            None if all(each == 1 for each in divisors) else torch.tensor(divisors, device=device)[:, None],
+            None if all(divisor == 1 for divisor in divisors) else torch.tensor(divisors, device=device)[:, None],
             torch.tensor(greedy, device=device) if any(greedy) else None,
             tuple((place, row) for place, row in enumerate(rows) if row.filtered and row.temperature > 0),
         )
@@ -65,7 +65,7 @@ def draw(logits_NV: Tensor, uniforms_N: Tensor, settings: RowDistributions) -> D
     running = _block_sums(weights_NV).cumsum(-1)
     total_N1 = running[:, -1:]
     target = uniforms_N[:, None] * total_N1
-    # a rounded product may reach the total, behind the last block that holds anything; so for places inside the block
+    # a rounded product may reach the total, after the last block that holds anything; the same for positions inside the block
     block = torch.minimum(torch.searchsorted(running, target, right=True), (running < total_N1).sum(-1, keepdim=True))
     rest = target - torch.where(block > 0, running.gather(1, (block - 1).clamp(min=0)), 0.0)
     columns = block * BLOCK + torch.arange(BLOCK, device=block.device)

@@ -39,9 +39,9 @@ def make_proven_rows(model: Any, slots: int, *, name: str, limit: int | None) ->
     refusal = _refusal(CachedDecoder, model, limit)
     if refusal is None:
         return CachedDecoder(model, slots)
-    if (other := _refusal(UncachedDecoder, model, limit)) is not None:
+    if (uncached_refusal := _refusal(UncachedDecoder, model, limit)) is not None:
         raise UnsupportedError(
-            f"{name} ({type(model).__name__}) cannot be sampled from: {other}",
+            f"{name} ({type(model).__name__}) cannot be sampled from: {uncached_refusal}",
             remedy="Use a causal language model of text, or another generator",
         )
     logger.warning(
@@ -73,27 +73,27 @@ def _gap(kind: type[CachedDecoder] | type[UncachedDecoder], model: Any, limit: i
     """Return the largest distance in nats, the mean in bfloat16, between sampled log-probabilities and those of the plain model."""
     with _short_windows(model.config) as window:
         rows = kind(model, SLOTS)
-        asked = _requests(rows.vocabulary, window, limit)
+        requests = _requests(rows.vocabulary, window, limit)
         try:
-            got = _sample(rows, asked)
+            got = _sample(rows, requests)
         finally:
             # what rows change in a model is part of what is proven
             rows.invariance.undo()
-        gaps = [_distances(model, request, got[request.request_id], rows.device) for request in asked]
-    found = np.concatenate(gaps)
-    gap = float(found.mean() if _in_bfloat16(model) else found.max())
+        gaps = [_distances(model, request, got[request.request_id], rows.device) for request in requests]
+    gaps_of_tokens = np.concatenate(gaps)
+    gap = float(gaps_of_tokens.mean() if _in_bfloat16(model) else gaps_of_tokens.max())
     # what is no number is no agreement
     return gap if gap == gap else float("inf")  # noqa: PLR0124 - false for NaN alone
 
 
-def _sample(rows: TokenDecoder, asked: Iterable[GenerationRequest]) -> dict[int, Completion]:
+def _sample(rows: TokenDecoder, requests: Iterable[GenerationRequest]) -> dict[int, Completion]:
     loop = SlotLoop(rows, SLOTS)
-    for request in asked:
+    for request in requests:
         rule = StopRule(frozenset(), (), 0, request.sampling.max_tokens, None)
         loop.add(SampledRow(request, rule, request.prompt_ids.astype(np.int64)))
     got: dict[int, Completion] = {}
     while len(loop):
-        got |= {each.request_id: each for each in loop.step()}
+        got |= {completion.request_id: completion for completion in loop.step()}
     return got
 
 
@@ -109,7 +109,7 @@ def _requests(vocabulary: int, window: int, limit: int | None) -> list[Generatio
     """Six prompts of random tokens and unequal lengths, two of them a little longer than the window."""
     draw = np.random.default_rng(0)
     most = 10**9 if limit is None else max(1, limit - max(NEW))
-    lengths = [min(most, each) for each in (2, window + 3, 7, 1, window // 2 + 4, window + 1)]
+    lengths = [min(most, length) for length in (2, window + 3, 7, 1, window // 2 + 4, window + 1)]
     return [
         GenerationRequest(
             request_id=number,

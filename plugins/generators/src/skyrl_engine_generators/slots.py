@@ -2,7 +2,7 @@
 
 Rows are aligned to the left and have write positions of their own. Live rows are the first ones, so that a step reads them without a copy.
 
-Places behind a row's tokens hold zeros, whatever stood there before: attention multiplies what is masked by 0, and a row that failed may have
+Positions after a row's tokens hold zeros, whatever stood there before: attention multiplies what is masked by 0, and a row that failed may have
 left what is no number.
 """
 
@@ -28,8 +28,8 @@ class Slots(Cache):  # type: ignore[misc] # transformers is not typed
         self.rows: Tensor | None = None
         self.at: Tensor | None = None
         self.end = 0
-        # of a pass over prompts: places behind each row's tokens, [rows, 1, width, 1], and the end of what stood in its slots before
-        self.behind: Tensor | None = None
+        # in a prefill: positions after each row's tokens, [rows, 1, width, 1], and the end of what stood in its slots before
+        self.padding: Tensor | None = None
         self.stale = 0
         # so many places of each slot hold something
         self._held = [0] * count
@@ -45,7 +45,9 @@ class Slots(Cache):  # type: ignore[misc] # transformers is not typed
         self.reserve(width)
         self.rows, self.at, self.end = torch.tensor(rows, device=device), None, width
         lengths_N = torch.tensor(lengths, device=device)
-        self.behind = (torch.arange(width, device=device) >= lengths_N[:, None])[:, None, :, None] if min(lengths) < width else None
+        self.padding = (
+            (torch.arange(width, device=device) >= lengths_N[:, None])[:, None, :, None] if min(lengths) < width else None
+        )
         self.stale = max(self._held[row] for row in rows)
         for row, length in zip(rows, lengths, strict=True):
             self._held[row] = length
@@ -100,7 +102,7 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc] # transformers is not ty
         slots = self._slots
         if slots.rows is not None:
             for stored, states in ((self.keys, key_states), (self.values, value_states)):
-                stored[slots.rows, :, : slots.end] = states if slots.behind is None else states.masked_fill(slots.behind, 0)
+                stored[slots.rows, :, : slots.end] = states if slots.padding is None else states.masked_fill(slots.padding, 0)
                 stored[slots.rows, :, slots.end : slots.stale] = 0
             return key_states, value_states
         assert slots.at is not None

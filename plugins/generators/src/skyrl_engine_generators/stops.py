@@ -30,7 +30,7 @@ class StopRule:
         return cls(frozenset(tokens), strings, sampling.min_tokens, sampling.max_tokens, decode() if strings else None)
 
     def after(self, sampled: Sequence[int]) -> tuple[FinishReason | None, int | str | None]:
-        """Say if the request ends behind its last token, and which token or string stopped it."""
+        """Say if the request ends after its last token, and which token or string stopped it."""
         if len(sampled) >= self.least:
             if sampled[-1] in self.tokens:
                 return "stop", sampled[-1]
