@@ -1,4 +1,4 @@
-"""The published formulas stand in a module of their own, beside the test."""
+"""The published formulas are in their own module next to the test."""
 
 import sys
 from pathlib import Path

@@ -40,7 +40,7 @@ Published = Callable[[Sequence[Attempt]], list[list[float]]]
 def attempts() -> list[Attempt]:
     """Groups of four, three, two and one; equal rewards, a negative mean, tool answers between turns, rewards of turns, many lengths."""
     rewards = {0: (1.0, 0.0, 0.25, 3.0), 1: (-1.0, -2.5, 0.5), 2: (3.25, 3.25), 3: (2.0,)}
-    made = []
+    attempts_of_groups = []
     for group, of_group in rewards.items():
         for member, reward in enumerate(of_group):
             length = 2 + (3 * group + 2 * member) % 5
@@ -50,18 +50,18 @@ def attempts() -> list[Attempt]:
                 words[1:1] = [Word(False, 0.0, 5.0), Word(False, 0.0, -4.0)]
                 words[0] = evolve(words[0], reward=0.5)
             words[-1] = evolve(words[-1], reward=reward - words[0].reward)
-            made.append(Attempt(group, tuple(words)))
-    return made
+            attempts_of_groups.append(Attempt(group, tuple(words)))
+    return attempts_of_groups
 
 
 # ---------------------------------------------------------------- what the pages have in common
 
 
 def groups_of(batch: Sequence[Attempt]) -> dict[int, list[int]]:
-    found: dict[int, list[int]] = {}
+    indices_of_group: dict[int, list[int]] = {}
     for place, attempt in enumerate(batch):
-        found.setdefault(attempt.group, []).append(place)
-    return found
+        indices_of_group.setdefault(attempt.group, []).append(place)
+    return indices_of_group
 
 
 def mean_of(values: Sequence[float]) -> float:
@@ -71,18 +71,18 @@ def mean_of(values: Sequence[float]) -> float:
 def deviation_of(values: Sequence[float]) -> float:
     """With the number less one under the root, as torch.std."""
     mean = mean_of(values)
-    return math.sqrt(sum((each - mean) ** 2 for each in values) / (len(values) - 1))
+    return math.sqrt(sum((value - mean) ** 2 for value in values) / (len(values) - 1))
 
 
 def by_group(formula: Callable[[list[float]], list[float]]) -> Published:
     """One number for each attempt, out of the rewards of its group, at all of its tokens."""
 
     def published(batch: Sequence[Attempt]) -> list[list[float]]:
-        made = [0.0] * len(batch)
+        values = [0.0] * len(batch)
         for places in groups_of(batch).values():
-            for place, value in zip(places, formula([batch[each].reward for each in places]), strict=True):
-                made[place] = value
-        return [[value] * len(attempt.words) for value, attempt in zip(made, batch, strict=True)]
+            for place, value in zip(places, formula([batch[index].reward for index in places]), strict=True):
+                values[place] = value
+        return [[value] * len(attempt.words) for value, attempt in zip(values, batch, strict=True)]
 
     return published
 
@@ -92,7 +92,7 @@ def sampled(batch: Sequence[Attempt]) -> list[list[bool]]:
 
 
 def all_words(batch: Sequence[Attempt]) -> list[list[bool]]:
-    """SkyRL's `response_mask`: everything behind the prompt."""
+    """SkyRL's `response_mask`: every token after the prompt."""
     return [[True] * len(attempt.words) for attempt in batch]
 
 
@@ -119,7 +119,7 @@ def verl_grpo(*, by_deviation: bool = True) -> Published:
     def formula(rewards: list[float]) -> list[float]:
         alone = len(rewards) == 1
         mean, deviation = (0.0, 1.0) if alone else (mean_of(rewards), deviation_of(rewards))
-        return [(each - mean) / (deviation + 1e-6) if by_deviation else each - mean for each in rewards]
+        return [(reward - mean) / (deviation + 1e-6) if by_deviation else reward - mean for reward in rewards]
 
     return by_group(formula)
 
@@ -130,12 +130,12 @@ def verl_rloo(rewards: list[float]) -> list[float]:
     if count == 1:
         return rewards
     mean = mean_of(rewards)
-    return [each * count / (count - 1) - mean * count / (count - 1) for each in rewards]
+    return [reward * count / (count - 1) - mean * count / (count - 1) for reward in rewards]
 
 
 def verl_rloo_vectorized(rewards: list[float]) -> list[float]:
     count = len(rewards)
-    return [(count * each - sum(rewards)) / max(count - 1, 1) * (count > 1) for each in rewards]
+    return [(count * reward - sum(rewards)) / max(count - 1, 1) * (count > 1) for reward in rewards]
 
 
 def verl_reinforce_plus_plus(batch: Sequence[Attempt]) -> list[list[float]]:
@@ -191,7 +191,7 @@ def verl_gae(batch: Sequence[Attempt]) -> list[list[float]]:
 
 
 def skyrl_gae(batch: Sequence[Attempt]) -> list[list[float]]:
-    """Over everything behind the prompt, values of observations included."""
+    """Over every token after the prompt, values of observations included."""
     advantages = []
     for attempt in batch:
         next_value, last, row = 0.0, 0.0, []
@@ -208,17 +208,17 @@ def skyrl_maxrl(rewards: list[float]) -> list[float]:
     if len(rewards) == 1:
         return rewards
     mean = mean_of(rewards)
-    return [(each - mean) / (mean + 1e-6) for each in rewards]
+    return [(reward - mean) / (mean + 1e-6) for reward in rewards]
 
 
 def skyrl_batch_normalize(batch: Sequence[Attempt]) -> list[list[float]]:
-    """`_normalize_advantages`: the mean is over all places of the padded batch, the deviation over all behind the prompt, around that mean."""
+    """`_normalize_advantages`: the mean is over the padded batch, the deviation over positions after the prompt, around that mean."""
     advantages = verl_grpo(by_deviation=False)(batch)
     longest = max(len(row) for row in advantages)
     mean = sum(map(sum, advantages)) / (longest * len(advantages))
     counted = chosen(advantages, all_words(batch))
-    variance = sum((each - mean) ** 2 for each in counted) / len(counted)
-    return [[(each - mean) / math.sqrt(max(variance, 1e-8)) for each in row] for row in advantages]
+    variance = sum((value - mean) ** 2 for value in counted) / len(counted)
+    return [[(value - mean) / math.sqrt(max(variance, 1e-8)) for value in row] for row in advantages]
 
 
 # ---------------------------------------------------------------- TRL
@@ -234,7 +234,7 @@ def trl_grpo(scale: str) -> Published:
             mean = mean_of(rewards)
             deviation = deviation_of(rewards) if len(rewards) > 1 else 0.0
             divisor = {"group": deviation + 1e-4, "batch": of_batch + 1e-4, "none": 1.0}[scale]
-            return [(each - mean) / divisor for each in rewards]
+            return [(reward - mean) / divisor for reward in rewards]
 
         return by_group(formula)(batch)
 
@@ -243,14 +243,14 @@ def trl_grpo(scale: str) -> Published:
 
 def trl_rloo(rewards: list[float]) -> list[float]:
     count = len(rewards)
-    return [each - (sum(rewards) - each) / (count - 1) if count > 1 else 0.0 for each in rewards]
+    return [reward - (sum(rewards) - reward) / (count - 1) if count > 1 else 0.0 for reward in rewards]
 
 
 def trl_rloo_normalized(batch: Sequence[Attempt]) -> list[list[float]]:
     """`normalize_advantages`: over attempts, whatever their lengths."""
     values = [row[0] for row in by_group(trl_rloo)(batch)]
     mean, deviation = mean_of(values), deviation_of(values)
-    return [[(value - mean) / (deviation + 1e-4)] * len(each.words) for value, each in zip(values, batch, strict=True)]
+    return [[(value - mean) / (deviation + 1e-4)] * len(attempt.words) for value, attempt in zip(values, batch, strict=True)]
 
 
 # ---------------------------------------------------------------- NeMo-RL, prime-rl
@@ -262,13 +262,13 @@ def nemo_grpo(*, leave_one_out: bool = True, normalize: bool = True) -> Publishe
     def formula(rewards: list[float]) -> list[float]:
         if len(rewards) == 1:
             return [0.0]
-        made = []
+        baselines = []
         for place, reward in enumerate(rewards):
-            among = [each for other, each in enumerate(rewards) if not leave_one_out or other != place]
+            among = [reward for index, reward in enumerate(rewards) if not leave_one_out or index != place]
             deviation = deviation_of(among) if len(among) > 1 else 0.0
             distance = reward - mean_of(among)
-            made.append(distance / (deviation + 1e-6) if normalize and deviation > 0 else distance)
-        return made
+            baselines.append(distance / (deviation + 1e-6) if normalize and deviation > 0 else distance)
+        return baselines
 
     return by_group(formula)
 
@@ -276,7 +276,7 @@ def nemo_grpo(*, leave_one_out: bool = True, normalize: bool = True) -> Publishe
 def nemo_whiten(values: list[list[float]], mask: list[list[bool]]) -> list[list[float]]:
     among = chosen(values, mask)
     mean = mean_of(among)
-    variance = max(sum((each - mean) ** 2 for each in among) / len(among), 1e-8)
+    variance = max(sum((value - mean) ** 2 for value in among) / len(among), 1e-8)
     return [[(value - mean) / math.sqrt(variance) for value in row] for row in values]
 
 
@@ -285,7 +285,7 @@ def nemo_reinforce_plus_plus(*, minus_baseline: bool = True) -> Published:
 
     def published(batch: Sequence[Attempt]) -> list[list[float]]:
         plain = [[attempt.reward] * len(attempt.words) for attempt in batch]
-        centred = by_group(lambda rewards: [each - mean_of(rewards) for each in rewards] if len(rewards) > 1 else [0.0])(batch)
+        centred = by_group(lambda rewards: [reward - mean_of(rewards) for reward in rewards] if len(rewards) > 1 else [0.0])(batch)
         return nemo_whiten(centred if minus_baseline else plain, sampled(batch))
 
     return published
@@ -303,12 +303,12 @@ def nemo_gae(batch: Sequence[Attempt]) -> list[list[float]]:
 
 
 def prime_grpo(rewards: list[float]) -> list[float]:
-    return [each - mean_of(rewards) for each in rewards]
+    return [reward - mean_of(rewards) for reward in rewards]
 
 
 def prime_max_rl(rewards: list[float]) -> list[float]:
     mean = mean_of(rewards)
-    return [0.0 if mean <= 0 else (each - mean) / mean for each in rewards]
+    return [0.0 if mean <= 0 else (reward - mean) / mean for reward in rewards]
 
 
 PUBLISHED: dict[tuple[str, str], Published] = {

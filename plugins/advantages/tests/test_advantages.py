@@ -28,20 +28,20 @@ for _name in ESTIMATORS:
 
 CASES = [
     *(
-        (name, GroupOptions(normalize=each, clip=clip))
+        (name, GroupOptions(normalize=normalize, clip=clip))
         for name in ("grpo", "rloo", "maxrl")
-        for each in ("none", "group", "batch")
+        for normalize in ("none", "group", "batch")
         for clip in (None, 0.7)
     ),
-    *(("reinforce_pp", TokenOptions(gamma=gamma, normalize=each)) for gamma in (1.0, 0.9) for each in ("none", "batch")),
+    *(("reinforce_pp", TokenOptions(gamma=gamma, normalize=normalize)) for gamma in (1.0, 0.9) for normalize in ("none", "batch")),
     *(
-        ("gae", GaeOptions(gamma=gamma, lam=lam, normalize=each))
+        ("gae", GaeOptions(gamma=gamma, lam=lam, normalize=normalize))
         for gamma, lam in ((1.0, 0.95), (0.9, 0.5))
-        for each in ("none", "batch")
+        for normalize in ("none", "batch")
     ),
     *(
-        ("reverse_kl", ReverseKlOptions(gamma=gamma, reward_coef=coef, normalize=each))
-        for gamma, coef, each in ((0.0, 0.0, "none"), (0.9, 0.5, "batch"), (1.0, 0.0, "none"))
+        ("reverse_kl", ReverseKlOptions(gamma=gamma, reward_coef=coef, normalize=normalize))
+        for gamma, coef, normalize in ((0.0, 0.0, "none"), (0.9, 0.5, "batch"), (1.0, 0.0, "none"))
     ),
 ]
 
@@ -70,7 +70,7 @@ def test_equal_rewards_give_exactly_zero_whatever_they_are(reward, size, name):
 def test_four_trajectories_by_hand():
     rewards = (1.0, 0.0, 0.0, 1.0)
     batch = DrawnRows(
-        tuple(DrawnSample(i, 0, i, 0, True, (Token(1.0), Token(0.0), Token(1.0, each))) for i, each in enumerate(rewards))
+        tuple(DrawnSample(i, 0, i, 0, True, (Token(1.0), Token(0.0), Token(1.0, reward))) for i, reward in enumerate(rewards))
     ).batch()
     deviation = np.sqrt(4 * 0.25 / 3)
     due = np.array([0.5, 0.0, 0.5, -0.5, 0.0, -0.5, -0.5, 0.0, -0.5, 0.5, 0.0, 0.5])
@@ -83,11 +83,11 @@ def test_four_trajectories_by_hand():
 def test_gae_of_one_trajectory_in_two_turns_by_hand():
     first, second = (Token(1.0, 0.0, 0.5), Token(0.0, 0.0, 9.0)), (Token(1.0, 1.0, 0.25),)
     batch = DrawnRows((DrawnSample(0, 0, 0, 1, True, second), DrawnSample(0, 0, 0, 0, True, first)), ("old_values",)).batch()
-    made = vectorized.gae(batch, GaeOptions(gamma=0.5, lam=0.5, normalize="none"))
+    advantages = vectorized.gae(batch, GaeOptions(gamma=0.5, lam=0.5, normalize="none"))
     last = 1.0 - 0.25
     before = 0.5 * 0.25 - 0.5 + 0.25 * last
-    np.testing.assert_array_equal(made.advantages, [last, before, 0.0])
-    np.testing.assert_array_equal(made.returns, [1.0, before + 0.5, 0.0])
+    np.testing.assert_array_equal(advantages.advantages, [last, before, 0.0])
+    np.testing.assert_array_equal(advantages.returns, [1.0, before + 0.5, 0.0])
 
 
 def test_a_batch_of_nothing():
@@ -104,5 +104,5 @@ def test_a_batch_of_nothing():
 def test_failed_members_stay_out_of_the_baseline():
     samples = tuple(DrawnSample(i, 0, i, 0, i != 2, (Token(1.0, reward),)) for i, reward in enumerate((1.0, 0.0, 100.0)))
     np.testing.assert_array_equal(vectorized.grpo(DrawnRows(samples).batch(), GroupOptions()), [0.5, -0.5, 0.0])
-    alone = tuple(evolve(each, finished=each.key == 0) for each in samples)
+    alone = tuple(evolve(sample, finished=sample.key == 0) for sample in samples)
     np.testing.assert_array_equal(vectorized.grpo(DrawnRows(alone).batch(), GroupOptions(normalize="group")), [0.0, 0.0, 0.0])

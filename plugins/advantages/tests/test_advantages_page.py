@@ -13,15 +13,15 @@ PAGE = (ROOT / "docs/reference/advantages.md").read_text()
 FORMULAS, OPTIONS = (
     re.findall(rf"^## {name}\n(.*?)(?=^## )", PAGE, re.DOTALL | re.MULTILINE)[0] for name in ("Formulas", "Options")
 )
-ESTIMATORS = sorted(name for name, made in vars(plugin).items() if hasattr(made, "skyrl_engine_make_advantage"))
+ESTIMATORS = sorted(name for name, value in vars(plugin).items() if hasattr(value, "skyrl_engine_make_advantage"))
 
 
 def test_the_page_has_exactly_these_estimators() -> None:
     rows = re.findall(r"^\| `(\w+)` \| .+? \| (.*?) ?\| (.*?) ?\|$", FORMULAS, re.MULTILINE)
     declared = []
     for name in ESTIMATORS:
-        made = getattr(plugin, name)
-        product = made.skyrl_engine_make_advantage(config=made.skyrl_engine_config_schema()())
+        factory = getattr(plugin, name)
+        product = factory.skyrl_engine_make_advantage(config=factory.skyrl_engine_config_schema()())
         needs = ", ".join(f"`{need}`" for need in product.needs)
         declared.append((name, needs, "needed" if product.claims.groups == "needed" else ""))
     assert sorted(rows) == declared
@@ -36,4 +36,4 @@ def test_every_option_stands_there_with_its_default(name: str) -> None:
         if owners == "all" or f"`{name}`" in owners
     }
     schema = getattr(plugin, name).skyrl_engine_config_schema()
-    assert of_page == {each.name: default_text(each) for each in schema.__attrs_attrs__}
+    assert of_page == {attribute.name: default_text(attribute) for attribute in schema.__attrs_attrs__}

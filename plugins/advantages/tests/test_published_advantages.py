@@ -46,25 +46,28 @@ PAGE = Path(__file__).parents[3] / "docs" / "reference" / "advantages.md"
 
 def together(batch: Sequence[Attempt]) -> list[Attempt]:
     """Drop groups of one."""
-    sizes = [each.group for each in batch]
-    return [each for each in batch if sizes.count(each.group) > 1]
+    sizes = [attempt.group for attempt in batch]
+    return [attempt for attempt in batch if sizes.count(attempt.group) > 1]
 
 
-def unobserved(batch: Sequence[Attempt]) -> list[Attempt]:
-    return [evolve(each, words=tuple(word for word in each.words if word.sampled)) for each in batch]
+def drop_observations(batch: Sequence[Attempt]) -> list[Attempt]:
+    return [evolve(attempt, words=tuple(word for word in attempt.words if word.sampled)) for attempt in batch]
 
 
 def at_the_end(batch: Sequence[Attempt]) -> list[Attempt]:
     """Put the whole reward on the last token, as engines do that know one reward per attempt."""
     return [
-        evolve(each, words=(*(evolve(word, reward=0.0) for word in each.words[:-1]), evolve(each.words[-1], reward=each.reward)))
-        for each in batch
+        evolve(
+            attempt,
+            words=(*(evolve(word, reward=0.0) for word in attempt.words[:-1]), evolve(attempt.words[-1], reward=attempt.reward)),
+        )
+        for attempt in batch
     ]
 
 
 CONDITIONS: dict[str, Callable[[Sequence[Attempt]], list[Attempt]]] = {
     "groups of two or more": together,
-    "no observations": unobserved,
+    "no observations": drop_observations,
     "one reward": at_the_end,
 }
 FACTOR = "one factor"
@@ -82,7 +85,7 @@ class Row:
 
 
 def rows() -> list[Row]:
-    found, engine = [], ""
+    table_rows, engine = [], ""
     for line in PAGE.read_text(encoding="utf-8").splitlines():
         if line.startswith("### "):
             engine = line.removeprefix("### ")
@@ -91,23 +94,25 @@ def rows() -> list[Row]:
             name, *options = re.findall(r"`([^`]+)`", ours)
             conditions = None if equal == "no" else () if equal == "yes" else tuple(equal.split(", "))
             assert conditions is None or set(conditions) <= {*CONDITIONS, FACTOR}, line
-            given = tomllib.loads(f"options = {{ {', '.join(options)} }}")["options"]
-            found.append(Row(engine, theirs.strip("`"), name, given, conditions))
-    return found
+            options_table = tomllib.loads(f"options = {{ {', '.join(options)} }}")["options"]
+            table_rows.append(Row(engine, theirs.strip("`"), name, options_table, conditions))
+    return table_rows
 
 
 def ours(name: str, options: dict, batch: Sequence[Attempt]) -> list[np.ndarray]:
     """Our advantages of the sampled tokens of every attempt, in float64."""
-    made = getattr(plugin, name)
-    schema = made.skyrl_engine_config_schema()
+    factory = getattr(plugin, name)
+    schema = factory.skyrl_engine_config_schema()
     walk = {"gamma": GAMMA} if hasattr(schema(), "gamma") else {}
     walk |= {"lam": LAM} if hasattr(schema(), "lam") else {}
     samples = tuple(
-        DrawnSample(i, each.group, i, 0, True, tuple(Token(float(word.sampled), word.reward, word.value) for word in each.words))
-        for i, each in enumerate(batch)
+        DrawnSample(
+            i, attempt.group, i, 0, True, tuple(Token(float(word.sampled), word.reward, word.value) for word in attempt.words)
+        )
+        for i, attempt in enumerate(batch)
     )
     arrays = DrawnRows(samples, ("old_values",)).batch()
-    output = made(arrays, schema(**{**walk, **options}))
+    output = factory(arrays, schema(**{**walk, **options}))
     values = output.advantages if isinstance(output, AdvantageOutput) else output
     return [
         values[start:end][arrays.scored[start:end]]
@@ -117,8 +122,8 @@ def ours(name: str, options: dict, batch: Sequence[Attempt]) -> list[np.ndarray]
 
 def theirs(formula: Published, batch: Sequence[Attempt]) -> list[np.ndarray]:
     return [
-        np.array([value for value, word in zip(row, each.words, strict=True) if word.sampled])
-        for row, each in zip(formula(batch), batch, strict=True)
+        np.array([value for value, word in zip(row, attempt.words, strict=True) if word.sampled])
+        for row, attempt in zip(formula(batch), batch, strict=True)
     ]
 
 
@@ -138,19 +143,21 @@ def test_rows_and_formulas_are_the_same() -> None:
 
 @pytest.mark.parametrize("row", rows(), ids=lambda row: f"{row.engine}: {row.theirs}")
 def test_the_row_is_the_published_formula(row: Row) -> None:
-    def granted(conditions: Sequence[str]) -> bool:
+    def is_equal_under(conditions: Sequence[str]) -> bool:
         batch = attempts()
-        for each in conditions:
-            batch = CONDITIONS[each](batch) if each != FACTOR else batch
+        for condition in conditions:
+            batch = CONDITIONS[condition](batch) if condition != FACTOR else batch
         return agree(row, batch, FACTOR in conditions)
 
     if row.conditions is None:
-        assert not granted(()), "they are equal; say so on the page"
-        assert not granted(("no observations", "groups of two or more"))
+        assert not is_equal_under(()), "they are equal; say so on the page"
+        assert not is_equal_under(("no observations", "groups of two or more"))
         return
-    assert granted(row.conditions)
-    for each in row.conditions:
-        assert not granted([other for other in row.conditions if other != each]), f"they are equal without {each!r}"
+    assert is_equal_under(row.conditions)
+    for condition in row.conditions:
+        assert not is_equal_under([other for other in row.conditions if other != condition]), (
+            f"they are equal without {condition!r}"
+        )
 
 
 @pytest.mark.nightly
@@ -165,7 +172,7 @@ def test_equal_rows_are_equal_on_any_groups(row: Row, data: st.DataObject) -> No
         for group, size in enumerate(sizes)
         for _ in range(size)
     ]
-    if row.name.startswith("reinforce") and len({each.reward for each in batch}) == 1:
+    if row.name.startswith("reinforce") and len({attempt.reward for attempt in batch}) == 1:
         return
     due = np.concatenate(theirs(PUBLISHED[row.engine, row.theirs], batch))
     np.testing.assert_allclose(np.concatenate(ours(row.name, row.options, batch)), due, rtol=1e-5, atol=1e-5)
@@ -183,7 +190,7 @@ def with_rewards(*groups: Sequence[float], lengths: Sequence[int] = ()) -> list[
 
 
 def first_of(values: list[np.ndarray]) -> list[float]:
-    return [float(each[0]) for each in values]
+    return [float(row[0]) for row in values]
 
 
 def test_a_group_of_one() -> None:

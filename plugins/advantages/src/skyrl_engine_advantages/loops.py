@@ -82,7 +82,8 @@ def _by_group(batch: AdvantageBatch, options: GroupOptions, formula: Callable[[f
     worth: dict[int, float] = defaultdict(float)
     for trajectories in members.values():
         totals = equalize_ties(
-            np.array([rewards[each] for each in trajectories]), np.array([largest[each] for each in trajectories])
+            np.array([rewards[trajectory] for trajectory in trajectories]),
+            np.array([largest[trajectory] for trajectory in trajectories]),
         )
         rewards.update(zip(trajectories, totals.tolist(), strict=True))
         count, total = len(trajectories), 0.0
@@ -93,7 +94,7 @@ def _by_group(batch: AdvantageBatch, options: GroupOptions, formula: Callable[[f
         for each in trajectories:
             squares += (rewards[each] - mean) * (rewards[each] - mean)
         deviation = math.sqrt(squares / max(count - 1, 1))
-        if len({rewards[each] for each in trajectories}) == 1:
+        if len({rewards[trajectory] for trajectory in trajectories}) == 1:
             continue
         for each in trajectories:
             value = formula(rewards[each] - mean, mean, count)
@@ -111,7 +112,7 @@ def _by_group(batch: AdvantageBatch, options: GroupOptions, formula: Callable[[f
 def _index_scored_tokens(batch: AdvantageBatch) -> dict[int, list[int]]:
     """The places of each trajectory's scored tokens, turn by turn."""
     tokens: dict[int, list[int]] = defaultdict(list)
-    for sample in sorted(range(len(batch)), key=lambda each: int(batch.turn[each])):
+    for sample in sorted(range(len(batch)), key=lambda sample: int(batch.turn[sample])):
         for token in range(batch.action_offsets[sample], batch.action_offsets[sample + 1]):
             if batch.scored[token]:
                 tokens[int(batch.trajectory_ids[sample])].append(token)

@@ -47,8 +47,8 @@ def reverse_kl(batch: AdvantageBatch, options: ReverseKlOptions) -> FloatArray:
     teacher, student = (batch.columns[name].astype(np.float64) for name in ("teacher_logprobs", "old_logprobs"))
     own = options.reward_coef * batch.rewards + teacher - student
 
-    def backward(each: FloatArray, following: FloatArray) -> FloatArray:
-        return each + options.gamma * following
+    def backward(deltas: FloatArray, following: FloatArray) -> FloatArray:
+        return deltas + options.gamma * following
 
     return _whiten_and_clip(batch, _backwards(batch, backward, own), options)
 
