@@ -64,22 +64,22 @@ def gradients_of(
     return results
 
 
-def drawn(directory: str, **model: Any) -> tuple[Arrays, list[int]]:
+def draw_adapters(directory: str, **model: Any) -> tuple[Arrays, list[int]]:
     """New adapters, and the next random numbers after they were made."""
     torch.manual_seed(7)
     backend = start(directory, **model)
-    found = adapters(backend), torch.randint(0, 2**31, (4,)).tolist()
+    state = adapters(backend), torch.randint(0, 2**31, (4,)).tolist()
     backend.close()
-    return found
+    return state
 
 
-def kept_in(directory: str, **model: Any) -> tuple[set[torch.dtype], set[torch.dtype]]:
+def list_dtypes(directory: str, **model: Any) -> tuple[set[torch.dtype], set[torch.dtype]]:
     """Precisions of frozen parameters, and of trained ones."""
     backend = start(directory, **model)
     everyone = list(backend._model.parameters())
-    found = tuple({each.dtype for each in everyone if each.requires_grad is learns} for learns in (False, True))
+    dtypes = tuple({parameter.dtype for parameter in everyone if parameter.requires_grad is learns} for learns in (False, True))
     backend.close()
-    return found[0], found[1]
+    return dtypes[0], dtypes[1]
 
 
 def train(backend: FsdpBackend, steps: int, *, pictures: bool = False) -> list[tuple[float, float]]:
@@ -91,7 +91,7 @@ def train(backend: FsdpBackend, steps: int, *, pictures: bool = False) -> list[t
     return history
 
 
-def continued(directory: str, checkpoint: Path, *, pictures: bool = False, **model: Any) -> tuple[Any, Any, list[str], int]:
+def continue_training(directory: str, checkpoint: Path, *, pictures: bool = False, **model: Any) -> tuple[Any, Any, list[str], int]:
     """(history, trained weights) of two more steps, uninterrupted and from a checkpoint between; its entries; trained parameters."""
     first = start(directory, OPTIMIZER, **model)
     train(first, 2, pictures=pictures)
@@ -111,34 +111,36 @@ def continued(directory: str, checkpoint: Path, *, pictures: bool = False, **mod
     )
 
 
-def exported(directory: str, target: Path, *, pictures: bool = False, **model: Any) -> tuple[Arrays, dict[int, np.ndarray], Arrays]:
+def export_adapters(
+    directory: str, target: Path, *, pictures: bool = False, **model: Any
+) -> tuple[Arrays, dict[int, np.ndarray], Arrays]:
     """Export after two steps: merged weights, log-probabilities of this rank's documents, and what is trained."""
     backend = start(directory, OPTIMIZER, **model)
     train(backend, 2, pictures=pictures)
     backend.export(target)
     output = backend.forward(batch("padded", 2, pictures=pictures), WeightedObjective())
     logprobs = dict(zip(output.sample_ids.tolist(), output.fields["logprobs"], strict=True))
-    found = arrays(backend.weights()), logprobs, adapters(backend)
+    state = arrays(backend.weights()), logprobs, adapters(backend)
     backend.close()
-    return found
+    return state
 
 
-def exported_alone(directory: str, checkpoint: Path, target: Path, **model: Any) -> Arrays:
+def export_alone(directory: str, checkpoint: Path, target: Path, **model: Any) -> Arrays:
     """As `skyrl-engine export` does: one rank that only scores reads the checkpoint."""
     backend = FsdpBackend(FsdpConfig())
     backend.setup(ModelConfig(directory, **model), None, RankEnvironment(dist.get_rank(), dist.get_world_size(), "cpu", 0))
     backend.load(checkpoint)
     backend.export(target)
-    found = adapters(backend)
+    weights = adapters(backend)
     backend.close()
-    return found
+    return weights
 
 
-def saved(directory: str, checkpoint: Path, **model: Any) -> Arrays:
+def save_adapters(directory: str, checkpoint: Path, **model: Any) -> Arrays:
     """A checkpoint after a step, and the adapters in it."""
     backend = start(directory, OPTIMIZER, **model)
     train(backend, 1)
     backend.save(checkpoint)
-    found = adapters(backend)
+    weights = adapters(backend)
     backend.close()
-    return found
+    return weights

@@ -66,7 +66,7 @@ def gradients_of(
     return _gradients_of(directory, build_padded, sizes, unscored, temperature, **model)
 
 
-def packed_gradients_of(
+def compute_packed_gradients(
     directory: str, *, sizes: tuple[int, ...], unscored: tuple[int, ...] = (), **model: Any
 ) -> list[tuple[float, Arrays]]:
     """The same from packed rows."""
@@ -160,7 +160,9 @@ def train(backend: FsdpBackend, steps: int, *, size: int = 2) -> list[tuple[floa
     return history
 
 
-def trained(directory: str, optimizer: AdamWSettings, steps: int, **model: Any) -> tuple[list[tuple[float, float, float]], Arrays]:
+def train_from_start(
+    directory: str, optimizer: AdamWSettings, steps: int, **model: Any
+) -> tuple[list[tuple[float, float, float]], Arrays]:
     backend = start(directory, optimizer, **model)
     return train(backend, steps), arrays(backend.weights())
 
@@ -194,7 +196,7 @@ def plain_adamw(
     return history, {name: parameter.detach().numpy() for name, parameter in model.parameters.items()}
 
 
-def clipped_norms(directory: str, max_norm: float, options: FsdpConfig | None = None) -> tuple[float, float]:
+def clip_norms(directory: str, max_norm: float, options: FsdpConfig | None = None) -> tuple[float, float]:
     """The norm that clipping reports, and the norm it leaves, measured on whole gradients."""
     from skyrl_engine_fsdp.gradients import clip_gradients
 
@@ -204,7 +206,7 @@ def clipped_norms(directory: str, max_norm: float, options: FsdpConfig | None = 
     return reported, float(np.sqrt(sum(np.square(g.astype(np.float64)).sum() for g in arrays(backend.gradients()).values())))
 
 
-def continued(
+def continue_training(
     directory: str, optimizer: AdamWSettings, checkpoint: Path, options: FsdpConfig | None = None, *, before: int, after: int
 ) -> tuple[Any, Any]:
     """(history, weights) of the last `after` steps: uninterrupted, and by a fresh backend from the checkpoint between."""
@@ -220,7 +222,7 @@ def continued(
     return uninterrupted, (train(second, after), arrays(second.weights()))
 
 
-def exported(directory: str, target: Path, options: FsdpConfig | None = None) -> tuple[Arrays, list[float]]:
+def export_weights(directory: str, target: Path, options: FsdpConfig | None = None) -> tuple[Arrays, list[float]]:
     """Export after two steps; returns weights and the backend's own log-probabilities of the first row's scored tokens."""
     backend = start(directory, AdamWSettings(learning_rate=1e-2), options=options)
     train(backend, 1)
@@ -233,7 +235,7 @@ def exported(directory: str, target: Path, options: FsdpConfig | None = None) ->
     return arrays(backend.weights()), output.fields["logprobs"].values.tolist()
 
 
-def accumulated(
+def accumulate_gradients(
     directory: str, layout: Callable[[list[Document], int], list[MicroBatch]], options: FsdpConfig, **model: Any
 ) -> tuple[float, Arrays]:
     """This rank's part of the objective and the gradient, of two calls with two micro-batches each, by rows of different number."""
@@ -246,7 +248,7 @@ def accumulated(
     return result
 
 
-def spoiled(directory: str, options: FsdpConfig, *, by: str) -> tuple[str, bool, list[str]]:
+def spoil_step(directory: str, options: FsdpConfig, *, by: str) -> tuple[str, bool, list[str]]:
     """Return how an optimizer step ends, whether it left the weights alone, and the details, when rank 1 alone has a NaN gradient.
 
     `by` "objective": its data-parallel rank computes it; else the name of a parameter of which rank 1 spoils its piece.
@@ -285,25 +287,25 @@ def outcome_with(directory: str, options: FsdpConfig, *, forgotten: str = "", **
     return "set up"
 
 
-def scores_of_parts(rule: LogitRule, temperature: float, asked: tuple[str, ...]) -> tuple[list[np.ndarray], list[np.ndarray]]:
+def scores_of_parts(rule: LogitRule, temperature: float, requested: tuple[str, ...]) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Scores and gradients of random logits of all tokens: [of the whole, of this rank's part], float64."""
     draw = torch.Generator().manual_seed(0)
     raw = torch.randn(7, 10, generator=draw, dtype=torch.float64) * 3
     tokens = torch.tensor([[0, 9, 4, 5, 5, 2, 7], [0, 1, 9, 9, 5, 2, 3], [8, 1, 2, 9, 0, 7, 4]]).T
     width = 10 // dist.get_world_size()
     own = slice(dist.get_rank() * width, (dist.get_rank() + 1) * width)
-    whole = Score(rule, temperature, asked)
-    part = VocabularyParallelScore(rule, temperature, asked, dist.group.WORLD, own.start, 10)
+    whole = Score(rule, temperature, requested)
+    part = VocabularyParallelScore(rule, temperature, requested, dist.group.WORLD, own.start, 10)
     raw.requires_grad_()
     scores = whole(raw, tokens)
     upstream = [torch.randn(score.shape, generator=draw, dtype=torch.float64) for score in scores]
     expected = [*scores, torch.autograd.grad(scores, raw, upstream)[0][:, own]]
     raw = raw.detach()
     got = [*part(raw[:, own], tokens), part.gradient(raw[:, own].clone(), tokens, upstream)]
-    return [each.detach().numpy() for each in expected], [each.detach().numpy() for each in got]
+    return [scores.detach().numpy() for scores in expected], [scores.detach().numpy() for scores in got]
 
 
-def saved_by(directory: str, optimizer: AdamWSettings, checkpoint: Path, options: FsdpConfig) -> tuple[Any, Arrays, Arrays]:
+def save_checkpoint(directory: str, optimizer: AdamWSettings, checkpoint: Path, options: FsdpConfig) -> tuple[Any, Arrays, Arrays]:
     """A checkpoint after two steps: the history of two steps more, and the weights and moments that were saved."""
     backend = start(directory, optimizer, options=options)
     train(backend, 2)
@@ -312,7 +314,9 @@ def saved_by(directory: str, optimizer: AdamWSettings, checkpoint: Path, options
     return train(backend, 2), weights, moments
 
 
-def resumed_by(directory: str, optimizer: AdamWSettings, checkpoint: Path, options: FsdpConfig) -> tuple[Any, Arrays, Arrays]:
+def resume_checkpoint(
+    directory: str, optimizer: AdamWSettings, checkpoint: Path, options: FsdpConfig
+) -> tuple[Any, Arrays, Arrays]:
     """The same of a backend that reads the checkpoint."""
     backend = start(directory, optimizer, options=options)
     backend.load(checkpoint)
@@ -342,7 +346,7 @@ def losses_after(directory: str, checkpoint: Path, options: FsdpConfig, times: i
     return losses
 
 
-def placed(directory: str, *, loose: bool) -> tuple[bool, list[str], Arrays, Arrays]:
+def place_model(directory: str, *, loose: bool) -> tuple[bool, list[str], Arrays, Arrays]:
     """Say if this rank read weights, names of tensors left without values, weights, and buffers; `loose` adds an unfillable tensor."""
     from skyrl_engine.modeling import placement
 

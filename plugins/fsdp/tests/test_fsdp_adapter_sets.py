@@ -36,33 +36,36 @@ def places(backend: FsdpBackend) -> dict[str, int]:
     return gathered
 
 
-def gathered_from(backend: FsdpBackend) -> set[int]:
+def list_gathered_memory(backend: FsdpBackend) -> set[int]:
     """Addresses of the memory that FSDP's units gather frozen weights from."""
     groups = (unit._get_fsdp_state()._fsdp_param_group for unit in units(backend._scorer))
     return {
-        each._sharded_param_data.untyped_storage().data_ptr()
+        fsdp_param._sharded_param_data.untyped_storage().data_ptr()
         for group in groups
         if group is not None
-        for each in group.fsdp_params
-        if not each.sharded_param.requires_grad and each._sharded_param_data.numel()
+        for fsdp_param in group.fsdp_params
+        if not fsdp_param.sharded_param.requires_grad and fsdp_param._sharded_param_data.numel()
     }
 
 
-def shared(directory: str, **model: Any) -> tuple[bool, bool, int, float]:
+def train_sharing(directory: str, **model: Any) -> tuple[bool, bool, int, float]:
     """Compare the memory of frozen weights, by names and by what units gather; also their number, and the least gradient norm of three sets."""
     base = start(directory, OPTIMIZER, lora=LoraConfig(rank=1), **model)
     sets = [base.adapter_set(lora, OPTIMIZER, seed) for seed, lora in enumerate((WIDE, NARROW))]
-    norms = [norm for each in (*sets, base) for _, norm in train(each, 2)]
-    names, memory = places(base), gathered_from(base)
-    same = all(places(each) == names for each in sets), all(gathered_from(each) == memory for each in sets)
-    for each in (*sets, base):
-        each.close()
+    norms = [norm for weight_set in (*sets, base) for _, norm in train(weight_set, 2)]
+    names, memory = places(base), list_gathered_memory(base)
+    same = (
+        all(places(weight_set) == names for weight_set in sets),
+        all(list_gathered_memory(weight_set) == memory for weight_set in sets),
+    )
+    for weight_set in (*sets, base):
+        weight_set.close()
     return *same, len(memory), min(norms)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_two_ranks_gather_one_memory(pair: World, models: dict[str, str], dtype: str) -> None:
-    for by_name, by_unit, count, norm in pair.run(shared, models["llama-untied"], dtype=dtype):
+    for by_name, by_unit, count, norm in pair.run(train_sharing, models["llama-untied"], dtype=dtype):
         assert by_name
         assert by_unit
         assert count > 15
@@ -72,7 +75,7 @@ def test_two_ranks_gather_one_memory(pair: World, models: dict[str, str], dtype:
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_one_rank_has_one_memory_tied_and_cast_weights_too(models: dict[str, str], dtype: str) -> None:
-    by_name, by_unit, count, norm = shared(models["qwen3-tied"], dtype=dtype)
+    by_name, by_unit, count, norm = train_sharing(models["qwen3-tied"], dtype=dtype)
     assert by_name
     assert by_unit
     assert (count > 0) is (dtype == "bfloat16"), "in float32 one rank has no units"
@@ -81,20 +84,20 @@ def test_one_rank_has_one_memory_tied_and_cast_weights_too(models: dict[str, str
 
 @pytest.mark.usefixtures("alone")
 def test_a_further_set_takes_the_memory_of_what_it_trains(models: dict[str, str]) -> None:
-    """Bytes of storages that the base has not: adapters and, behind a step, two moments and a count each; and copies of small buffers."""
+    """Bytes of storages that the base has not: adapters and, after a step, two moments and a count each; and copies of small buffers."""
     base = start(models["qwen3-tied"], OPTIMIZER, lora=LoraConfig(rank=1))
-    made = base.adapter_set(WIDE, OPTIMIZER, 1)
-    train(made, 1)
-    assert made._optimizer is not None
-    moments = [each for state in made._optimizer.state.values() for each in state.values()]
-    theirs = {each.untyped_storage().data_ptr() for each in [*base._model.parameters(), *base._model.buffers()]}
-    storages = [each.untyped_storage() for each in [*made._model.parameters(), *made._model.buffers(), *moments]]
-    own = {each.data_ptr(): each.nbytes() for each in storages if each.data_ptr() not in theirs}
-    learns = list(list_trained_parameters(made._model).values())
-    buffers = sum(each.untyped_storage().nbytes() for each in made._model.buffers())
-    assert sum(own.values()) == 3 * sum(4 * each.numel() for each in learns) + 4 * len(learns) + buffers
+    adapter_set = base.adapter_set(WIDE, OPTIMIZER, 1)
+    train(adapter_set, 1)
+    assert adapter_set._optimizer is not None
+    moments = [tensor for state in adapter_set._optimizer.state.values() for tensor in state.values()]
+    theirs = {tensor.untyped_storage().data_ptr() for tensor in [*base._model.parameters(), *base._model.buffers()]}
+    storages = [tensor.untyped_storage() for tensor in [*adapter_set._model.parameters(), *adapter_set._model.buffers(), *moments]]
+    own = {storage.data_ptr(): storage.nbytes() for storage in storages if storage.data_ptr() not in theirs}
+    learns = list(list_trained_parameters(adapter_set._model).values())
+    buffers = sum(buffer.untyped_storage().nbytes() for buffer in adapter_set._model.buffers())
+    assert sum(own.values()) == 3 * sum(4 * parameter.numel() for parameter in learns) + 4 * len(learns) + buffers
     assert buffers < 200
-    assert all(each.grad is None for each in learns)
+    assert all(parameter.grad is None for parameter in learns)
 
 
 @pytest.mark.usefixtures("alone")
@@ -102,16 +105,16 @@ def test_a_further_set_takes_the_memory_of_what_it_trains(models: dict[str, str]
 def test_a_set_that_is_closed_is_freed_and_the_others_go_on(models: dict[str, str], dtype: str) -> None:
     """Its adapters and moments are gone with it; the base's frozen weights are not."""
     base = start(models["llama-untied"], OPTIMIZER, lora=LoraConfig(rank=1), dtype=dtype)
-    made = base.adapter_set(WIDE, OPTIMIZER, 1)
-    train(made, 1)
-    assert made._optimizer is not None
-    held = [weakref.ref(each) for each in list_trained_parameters(made._model).values()]
-    held += [weakref.ref(each) for state in made._optimizer.state.values() for each in state.values()]
+    adapter_set = base.adapter_set(WIDE, OPTIMIZER, 1)
+    train(adapter_set, 1)
+    assert adapter_set._optimizer is not None
+    held = [weakref.ref(parameter) for parameter in list_trained_parameters(adapter_set._model).values()]
+    held += [weakref.ref(tensor) for state in adapter_set._optimizer.state.values() for tensor in state.values()]
     before = {name: value.clone() for name, value in base.weights()}
-    made.close()
-    del made
+    adapter_set.close()
+    del adapter_set
     gc.collect()
-    assert not [each for each in held if each() is not None]
+    assert not [reference for reference in held if reference() is not None]
     assert all(torch.equal(value, before[name]) for name, value in base.weights())
     assert train(base, 1)[0][1] > 0
 
@@ -123,28 +126,28 @@ def test_a_set_draws_reads_and_keeps_random_states_as_a_product_of_its_own(model
     torch.manual_seed(7)
     due = torch.randint(0, 2**31, (4,)).tolist()
     torch.manual_seed(7)
-    made = base.adapter_set(LoraConfig(rank=4, dropout=0.5), OPTIMIZER, 11)
-    train(made, 1)
-    made.save(tmp_path)
-    made.load(tmp_path)
+    adapter_set = base.adapter_set(LoraConfig(rank=4, dropout=0.5), OPTIMIZER, 11)
+    train(adapter_set, 1)
+    adapter_set.save(tmp_path)
+    adapter_set.load(tmp_path)
     assert torch.randint(0, 2**31, (4,)).tolist() == due
     for lora in (WIDE, LoraConfig(path=write_adapter(models["llama-untied"], tmp_path / "adapters"))):
         own = start(models["llama-untied"], OPTIMIZER, lora=lora, seed=11)
-        expected, found = adapters(own), adapters(base.adapter_set(lora, OPTIMIZER, 11))
-        assert expected.keys() == found.keys()
-        assert all(np.array_equal(expected[name], found[name]) for name in expected)
+        expected, weights = adapters(own), adapters(base.adapter_set(lora, OPTIMIZER, 11))
+        assert expected.keys() == weights.keys()
+        assert all(np.array_equal(expected[name], weights[name]) for name in expected)
 
 
 @pytest.mark.usefixtures("alone")
 def test_a_set_has_a_value_head_of_its_own(models: dict[str, str]) -> None:
     """It begins as the model's own does, and learns alone."""
     base = start(models["critic"], OPTIMIZER, lora=LoraConfig(rank=1), value_head=True)
-    made, head = base.adapter_set(NARROW, OPTIMIZER, 1), adapters(base)["score.weight"]
+    adapter_set, head = base.adapter_set(NARROW, OPTIMIZER, 1), adapters(base)["score.weight"]
     assert head.any()
-    assert np.array_equal(adapters(made)["score.weight"], head)
-    made.forward_backward(batch("padded", 2), WeightedObjective(needs=("logprobs", "values")))
-    made.optim_step()
-    assert not np.array_equal(adapters(made)["score.weight"], head)
+    assert np.array_equal(adapters(adapter_set)["score.weight"], head)
+    adapter_set.forward_backward(batch("padded", 2), WeightedObjective(needs=("logprobs", "values")))
+    adapter_set.optim_step()
+    assert not np.array_equal(adapters(adapter_set)["score.weight"], head)
     assert np.array_equal(adapters(base)["score.weight"], head)
 
 

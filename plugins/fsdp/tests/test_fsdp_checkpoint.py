@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fsdp_tasks import continued, exported, load_elsewhere, save_only, start, train
+from fsdp_tasks import continue_training, export_weights, load_elsewhere, save_only, start, train
 from transformers import AutoModelForCausalLM
 
 from skyrl_engine import CheckpointError, ModelError
@@ -32,7 +32,7 @@ def same(uninterrupted: tuple[Any, dict[str, np.ndarray]], resumed: tuple[Any, d
 @pytest.mark.parametrize("name", ["llama-untied", "dropout"])
 def test_two_ranks_continue_bit_for_bit(pair: World, models: dict[str, str], tmp_path: Path, name: str) -> None:
     """Losses, norms, rates and weights. The model with dropout shows that random states are part of it."""
-    for uninterrupted, resumed in pair.run(continued, models[name], OPTIMIZER, tmp_path, before=3, after=2):
+    for uninterrupted, resumed in pair.run(continue_training, models[name], OPTIMIZER, tmp_path, before=3, after=2):
         same(uninterrupted, resumed)
 
 
@@ -40,7 +40,7 @@ def test_two_ranks_continue_bit_for_bit(pair: World, models: dict[str, str], tmp
 @pytest.mark.parametrize("before", [0, 2])
 def test_one_rank_continues_bit_for_bit(models: dict[str, str], tmp_path: Path, before: int) -> None:
     """Also from a checkpoint made before the first step, when AdamW has no state yet."""
-    same(*continued(models["dropout"], OPTIMIZER, tmp_path, before=before, after=2))
+    same(*continue_training(models["dropout"], OPTIMIZER, tmp_path, before=before, after=2))
 
 
 def test_dropout_differs_without_the_random_states(models: dict[str, str], alone: None) -> None:
@@ -110,14 +110,14 @@ def test_a_full_disk_is_a_checkpoint_error(
 @pytest.mark.parametrize("name", ["qwen3-tied", "llama-untied"])
 def test_the_export_is_what_was_trained(pair: World, models: dict[str, str], tmp_path: Path, name: str) -> None:
     """Weights equal bit for bit, and transformers' logits give the backend's log-probabilities."""
-    (weights, logprobs), (others, _) = pair.run(exported, models[name], tmp_path)
+    (weights, logprobs), (other_weights, _) = pair.run(export_weights, models[name], tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert loaded.dtype == torch.float32
     assert loaded.config.tie_word_embeddings == name.endswith("-tied")
-    assert dict(loaded.named_parameters()).keys() == weights.keys() == others.keys()
+    assert dict(loaded.named_parameters()).keys() == weights.keys() == other_weights.keys()
     for key, parameter in loaded.named_parameters():
         np.testing.assert_array_equal(weights[key], parameter.detach().numpy(), err_msg=key)
-        np.testing.assert_array_equal(weights[key], others[key])
+        np.testing.assert_array_equal(weights[key], other_weights[key])
     start_weights = AutoModelForCausalLM.from_pretrained(models[name]).state_dict()
     assert not np.array_equal(start_weights["model.embed_tokens.weight"].numpy(), weights["model.embed_tokens.weight"])
     row = documents()[0]

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fsdp_tasks import clipped_norms, gradients_of, plain_adamw, trained
+from fsdp_tasks import clip_norms, gradients_of, plain_adamw, train_from_start
 
 from skyrl_engine.contracts import AdamWSettings
 from skyrl_engine.testing.backends.batches import definition, documents, worst
@@ -122,7 +122,7 @@ def test_the_reported_norm_is_the_true_one_and_clipping_reaches_the_limit(pair: 
     true = np.sqrt(sum(np.square(gradient.astype(np.float64)).sum() for gradient in due.gradients.values()))
     assert true > 1.0
     for limit in (true / 7, true * 7):
-        for reported, left in pair.run(clipped_norms, models["qwen3-tied"], limit):
+        for reported, left in pair.run(clip_norms, models["qwen3-tied"], limit):
             assert reported == pytest.approx(true, rel=1e-5)
             assert left == pytest.approx(min(limit, true), rel=1e-5)
 
@@ -130,9 +130,11 @@ def test_the_reported_norm_is_the_true_one_and_clipping_reaches_the_limit(pair: 
 def test_three_steps_equal_plain_adamw(pair: World, models: dict[str, str]) -> None:
     """A large epsilon makes the update follow the gradient's scale, which AdamW would otherwise hide."""
     optimizer = AdamWSettings(learning_rate=1e-2, epsilon=0.5, weight_decay=0.1, max_grad_norm=1.0)
-    (history, weights), (other, same) = pair.run(trained, models["qwen3-untied"], optimizer, 3)
+    (history, weights), (other_history, same) = pair.run(train_from_start, models["qwen3-untied"], optimizer, 3)
     expected, plain = plain_adamw(models["qwen3-untied"], optimizer, (1e-2, 1e-2, 1e-2))
-    for (loss, norm, rate), (second_loss, _, _), (true_loss, true_norm, true_rate) in zip(history, other, expected, strict=True):
+    for (loss, norm, rate), (second_loss, _, _), (true_loss, true_norm, true_rate) in zip(
+        history, other_history, expected, strict=True
+    ):
         assert loss + second_loss == pytest.approx(true_loss, rel=1e-5)
         assert norm == pytest.approx(true_norm, rel=1e-4)
         assert rate == pytest.approx(true_rate, rel=1e-12)

@@ -11,7 +11,15 @@ import numpy as np
 import peft
 import pytest
 import torch
-from fsdp_lora_tasks import continued, drawn, exported, exported_alone, gradients_of, kept_in, saved
+from fsdp_lora_tasks import (
+    continue_training,
+    draw_adapters,
+    export_adapters,
+    export_alone,
+    gradients_of,
+    list_dtypes,
+    save_adapters,
+)
 from fsdp_tasks import outcome_with
 from peft import get_peft_model
 from peft.tuners.lora import LoraLayer
@@ -94,8 +102,8 @@ def test_bfloat16_keeps_adapters_in_float32_and_what_is_frozen_in_bfloat16(
 ) -> None:
     name, lora = "llama-untied", LoraConfig(path=adapters["llama-untied"])
     check(pair.run(gradients_of, models[name], sizes=(2,), lora=lora, dtype="bfloat16"), due[name], 5e-2)
-    assert pair.run(kept_in, models[name], lora=lora, dtype="bfloat16") == [({torch.bfloat16}, {torch.float32})] * 2
-    assert pair.run(kept_in, models[name], lora=lora) == [({torch.float32}, {torch.float32})] * 2
+    assert pair.run(list_dtypes, models[name], lora=lora, dtype="bfloat16") == [({torch.bfloat16}, {torch.float32})] * 2
+    assert pair.run(list_dtypes, models[name], lora=lora) == [({torch.float32}, {torch.float32})] * 2
 
 
 def test_layers_without_adapters_and_ranks_without_scored_tokens_take_part(
@@ -116,34 +124,34 @@ def test_new_adapters_are_those_of_peft_on_every_rank(pair: World, models: dict[
     plain = AutoModelForCausalLM.from_pretrained(models["qwen3-tied"])
     torch.manual_seed(11)
     plain = get_peft_model(plain, peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"])).base_model.model
-    expected = {name: each.detach().numpy() for name, each in plain.named_parameters() if each.requires_grad}
-    made = pair.run(drawn, models["qwen3-tied"], lora=lora, seed=11)
-    for found, following in made:
-        assert found.keys() == expected.keys()
+    expected = {name: parameter.detach().numpy() for name, parameter in plain.named_parameters() if parameter.requires_grad}
+    results = pair.run(draw_adapters, models["qwen3-tied"], lora=lora, seed=11)
+    for weights, following in results:
+        assert weights.keys() == expected.keys()
         for name, values in expected.items():
-            np.testing.assert_array_equal(found[name], values, err_msg=name)
+            np.testing.assert_array_equal(weights[name], values, err_msg=name)
             assert bool(values.any()) == (".lora_A." in name)
-        assert following == pair.run(drawn, models["qwen3-tied"])[0][1], "making adapters moved the random state"
-    others = pair.run(drawn, models["qwen3-tied"], lora=lora, seed=12)[0][0]
-    assert not any(np.array_equal(others[name], values) for name, values in expected.items() if ".lora_A." in name)
+        assert following == pair.run(draw_adapters, models["qwen3-tied"])[0][1], "making adapters moved the random state"
+    other_weights = pair.run(draw_adapters, models["qwen3-tied"], lora=lora, seed=12)[0][0]
+    assert not any(np.array_equal(other_weights[name], values) for name, values in expected.items() if ".lora_A." in name)
 
 
 @pytest.mark.usefixtures("alone")
 def test_one_rank_draws_the_same(pair: World, models: dict[str, str]) -> None:
     lora = LoraConfig()
-    (two, _), (one, _) = (
-        pair.run(drawn, models["llama-untied"], lora=lora, seed=3)[1],
-        drawn(models["llama-untied"], lora=lora, seed=3),
+    (two, _), (of_one_rank, _) = (
+        pair.run(draw_adapters, models["llama-untied"], lora=lora, seed=3)[1],
+        draw_adapters(models["llama-untied"], lora=lora, seed=3),
     )
-    assert {name.rpartition(".lora_")[0].rpartition(".")[2] for name in one} == ALL_BUT_HEAD
-    for name, values in one.items():
+    assert {name.rpartition(".lora_")[0].rpartition(".")[2] for name in of_one_rank} == ALL_BUT_HEAD
+    for name, values in of_one_rank.items():
         np.testing.assert_array_equal(values, two[name], err_msg=name)
 
 
 def test_resumed_equals_uninterrupted_and_holds_adapters_alone(pair: World, models: dict[str, str], tmp_path: Path) -> None:
     """With dropout, so that random states count too."""
     lora = LoraConfig(rank=4, dropout=0.3, targets=("q_proj", "down_proj"))
-    for uninterrupted, resumed, entries, optimized in pair.run(continued, models["qwen3-tied"], tmp_path, lora=lora):
+    for uninterrupted, resumed, entries, optimized in pair.run(continue_training, models["qwen3-tied"], tmp_path, lora=lora):
         assert uninterrupted[0] == resumed[0]
         for name, values in uninterrupted[1].items():
             np.testing.assert_array_equal(values, resumed[1][name], err_msg=name)
@@ -155,38 +163,38 @@ def test_resumed_equals_uninterrupted_and_holds_adapters_alone(pair: World, mode
 def test_the_export_is_what_peft_loads_and_the_next_run_starts_from(pair: World, models: dict[str, str], tmp_path: Path) -> None:
     name, before = "llama-untied", dict(AutoModelForCausalLM.from_pretrained(models["llama-untied"]).named_parameters())
     lora = LoraConfig(rank=4, alpha=32, targets=("q_proj", "o_proj"))
-    ranks = pair.run(exported, models[name], tmp_path, lora=lora)
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+    ranks = pair.run(export_adapters, models[name], tmp_path, lora=lora)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
     by_peft = definition(models[name], documents(), dtype=torch.float32, adapter=str(tmp_path))
     for merged, logprobs, _ in ranks:
         for number, values in logprobs.items():
             if len(values):
                 np.testing.assert_allclose(values, by_peft.logprobs[number], rtol=1e-5, atol=1e-6)
         assert merged.keys() == before.keys()
-        moved = {each for each, values in merged.items() if not np.array_equal(values, before[each].detach().numpy())}
-        assert moved == {each for each in merged if "q_proj" in each or "o_proj" in each}
+        moved = {name for name, values in merged.items() if not np.array_equal(values, before[name].detach().numpy())}
+        assert moved == {name for name in merged if "q_proj" in name or "o_proj" in name}
     plain = with_adapter(AutoModelForCausalLM.from_pretrained(models[name]), str(tmp_path))
     for module in plain.modules():
         if isinstance(module, LoraLayer):
             module.merge()
-    for each, parameter in plain.named_parameters():
-        if ".lora_" not in each:
-            merged = ranks[1][0][each.replace(".base_layer.", ".")]
-            np.testing.assert_allclose(merged, parameter.detach().numpy(), rtol=1e-6, atol=1e-7, err_msg=each)
-    again = pair.run(drawn, models[name], lora=LoraConfig(path=str(tmp_path)))
-    for (found, _), (_, _, adapters) in zip(again, ranks, strict=True):
-        assert found.keys() == adapters.keys()
-        for each, values in adapters.items():
-            np.testing.assert_array_equal(found[each], values, err_msg=each)
+    for parameter_name, parameter in plain.named_parameters():
+        if ".lora_" not in parameter_name:
+            merged = ranks[1][0][parameter_name.replace(".base_layer.", ".")]
+            np.testing.assert_allclose(merged, parameter.detach().numpy(), rtol=1e-6, atol=1e-7, err_msg=parameter_name)
+    again = pair.run(draw_adapters, models[name], lora=LoraConfig(path=str(tmp_path)))
+    for (weights, _), (_, _, adapters) in zip(again, ranks, strict=True):
+        assert weights.keys() == adapters.keys()
+        for parameter_name, values in adapters.items():
+            np.testing.assert_array_equal(weights[parameter_name], values, err_msg=parameter_name)
 
 
 @pytest.mark.usefixtures("alone")
 def test_one_rank_that_only_scores_exports_what_two_have_saved(pair: World, models: dict[str, str], tmp_path: Path) -> None:
     lora = LoraConfig(rank=4)
-    adapters = pair.run(saved, models["qwen3-tied"], tmp_path, lora=lora)[0]
-    found = exported_alone(models["qwen3-tied"], tmp_path, tmp_path / "out", lora=lora)
+    adapters = pair.run(save_adapters, models["qwen3-tied"], tmp_path, lora=lora)[0]
+    exported = export_alone(models["qwen3-tied"], tmp_path, tmp_path / "out", lora=lora)
     for name, values in adapters.items():
-        np.testing.assert_array_equal(found[name], values, err_msg=name)
+        np.testing.assert_array_equal(exported[name], values, err_msg=name)
     stored = load_file(tmp_path / "out" / "adapter_model.safetensors")
     assert set(stored) == {"base_model.model." + name.replace(".default", "") for name in adapters}
 

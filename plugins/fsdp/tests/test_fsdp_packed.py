@@ -1,6 +1,6 @@
 """Packed rows: the same sums as one sequence at a time, on one rank and two; documents blind to each other; models that mix them refused.
 
-Rows are cut with alignment gaps and padding behind them, one or several to a micro-batch, beside an empty row. Tolerances as for padded
+Rows are cut with alignment gaps and padding after them, one or several to a micro-batch, next to an empty row. Tolerances as for padded
 rows (test_fsdp_gradients.py): float32 sums in another order.
 """
 
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from attrs import evolve
-from fsdp_tasks import arrays, packed_gradients_of, start
+from fsdp_tasks import arrays, compute_packed_gradients, start
 
 from skyrl_engine import UnsupportedError
 from skyrl_engine.contracts import MicroBatch, RankOutput
@@ -57,7 +57,7 @@ def test_packing_is_declared() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_two_ranks_equal_one_plain_process(pair: World, models: dict[str, str], name: str, options: dict[str, Any]) -> None:
     due = definition(models[name], documents())
-    ranks = pair.run(packed_gradients_of, models[name], sizes=(1, 2), packed_rows=True, **options)
+    ranks = pair.run(compute_packed_gradients, models[name], sizes=(1, 2), packed_rows=True, **options)
     for (first, gradients), (second, _) in zip(*ranks, strict=True):
         assert first + second == pytest.approx(due.loss, rel=1e-5)
         assert worst(gradients, due.gradients) <= 1e-5
@@ -67,7 +67,7 @@ def test_two_ranks_equal_one_plain_process(pair: World, models: dict[str, str], 
 @pytest.mark.parametrize("name", NAMES)
 def test_one_rank_equals_a_plain_process(models: dict[str, str], name: str) -> None:
     due = definition(models[name], documents())
-    for total, gradients in packed_gradients_of(models[name], sizes=(1, 3), packed_rows=True):
+    for total, gradients in compute_packed_gradients(models[name], sizes=(1, 3), packed_rows=True):
         assert total == pytest.approx(due.loss, rel=1e-5)
         assert worst(gradients, due.gradients) <= 1e-5
 
@@ -76,14 +76,14 @@ def test_one_rank_equals_a_plain_process(models: dict[str, str], name: str) -> N
 def test_float64_is_exact_to_1e_10(models: dict[str, str]) -> None:
     """By GPT-2, whose norms compute in float64; those of Llama and its kin do so in float32 whatever they are given."""
     due = definition(models["gpt2"], documents())
-    for total, gradients in packed_gradients_of(models["gpt2"], sizes=(1, 4), dtype="float64"):
+    for total, gradients in compute_packed_gradients(models["gpt2"], sizes=(1, 4), dtype="float64"):
         assert total == pytest.approx(due.loss, rel=1e-10)
         assert worst(gradients, due.gradients) <= 1e-10
 
 
 def test_bfloat16_stays_within_its_precision(pair: World, models: dict[str, str]) -> None:
     due = definition(models["qwen3-tied"], documents())
-    ranks = pair.run(packed_gradients_of, models["qwen3-tied"], sizes=(2,), dtype="bfloat16")
+    ranks = pair.run(compute_packed_gradients, models["qwen3-tied"], sizes=(2,), dtype="bfloat16")
     for (first, gradients), (second, _) in zip(*ranks, strict=True):
         assert first + second == pytest.approx(due.loss, rel=1e-2)
         assert worst(gradients, due.gradients) <= 5e-2
@@ -92,7 +92,7 @@ def test_bfloat16_stays_within_its_precision(pair: World, models: dict[str, str]
 def test_ranks_without_scored_tokens_take_part(pair: World, models: dict[str, str]) -> None:
     unscored = (4, 5, 6, 7)
     due = definition(models["qwen3-untied"], documents(unscored=unscored))
-    for ((_, gradients),) in pair.run(packed_gradients_of, models["qwen3-untied"], sizes=(2,), unscored=unscored):
+    for ((_, gradients),) in pair.run(compute_packed_gradients, models["qwen3-untied"], sizes=(2,), unscored=unscored):
         assert worst(gradients, due.gradients) <= 1e-5
 
 
@@ -128,8 +128,8 @@ def test_changing_one_document_leaves_the_others_bit_identical(models: dict[str,
 
     before = scores(documents())
     for changed, row in enumerate(documents()):
-        others = [*documents()[:changed], evolve(row, ids=(row.ids + 1) % VOCABULARY), *documents()[changed + 1 :]]
-        after = scores(others)
+        changed_documents = [*documents()[:changed], evolve(row, ids=(row.ids + 1) % VOCABULARY), *documents()[changed + 1 :]]
+        after = scores(changed_documents)
         for number, (old, new) in enumerate(zip(before, after, strict=True)):
             if number != changed:
                 assert torch.equal(old, new), (changed, number)
@@ -142,7 +142,7 @@ def test_a_model_that_mixes_documents_is_refused_when_packing_is_announced(pair:
 
 
 def refuse_packed_rows(directory: str, make: Callable[..., MicroBatch]) -> str:
-    """Error of the first packed row on a rank that nobody had told."""
+    """Error of the first packed row on a rank that was not prepared for packed rows."""
     backend = start(directory)
     backend.forward(build_padded(documents(), 8), WeightedObjective())
     with pytest.raises(UnsupportedError) as caught:
@@ -162,5 +162,5 @@ def test_resuming_and_exporting_are_as_before(models: dict[str, str], tmp_path: 
     backend.optim_step()
     backend.export(tmp_path)
     again = start(str(tmp_path))
-    for (name, one), (_, other) in zip(backend.weights(), again.weights(), strict=True):
-        np.testing.assert_array_equal(one.numpy(), other.numpy(), err_msg=name)
+    for (name, tensor), (_, other_tensor) in zip(backend.weights(), again.weights(), strict=True):
+        np.testing.assert_array_equal(tensor.numpy(), other_tensor.numpy(), err_msg=name)

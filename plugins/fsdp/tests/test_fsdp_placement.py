@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fsdp_tasks import outcome, placed
+from fsdp_tasks import outcome, place_model
 from transformers import AutoModelForCausalLM
 
 from skyrl_engine.modeling.tiny import write_model
@@ -18,7 +18,7 @@ from skyrl_engine.testing.ranks.world import World
 def test_every_rank_has_the_saved_weights_and_buffers(pair: World, models: dict[str, str], name: str, loose: bool) -> None:
     """A model that keeps tensors outside parameters and buffers cannot be filled from rank 0, so every rank reads it."""
     saved = AutoModelForCausalLM.from_pretrained(models[name])
-    ranks = pair.run(placed, models[name], loose=loose)
+    ranks = pair.run(place_model, models[name], loose=loose)
     assert [reads for reads, *_ in ranks] == [True, loose]
     for _, empty, weights, buffers in ranks:
         assert empty == []
@@ -31,10 +31,10 @@ def test_every_rank_has_the_saved_weights_and_buffers(pair: World, models: dict[
 
 
 def test_a_parameter_with_names_inside_and_outside_of_what_is_sharded(pair: World, tmp_path: Path) -> None:
-    """BERT's head holds the bias of its linear layer a second time, beside the part of the model that is sharded."""
+    """BERT's head holds the bias of its linear layer a second time, outside the part of the model that is sharded."""
     write_model(tmp_path, "bert-generation")
     saved = AutoModelForCausalLM.from_pretrained(tmp_path)
-    for _, empty, weights, _ in pair.run(placed, str(tmp_path), loose=False):
+    for _, empty, weights, _ in pair.run(place_model, str(tmp_path), loose=False):
         assert empty == []
         for key, parameter in saved.named_parameters():
             np.testing.assert_array_equal(weights[key], parameter.detach().numpy())

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fsdp_tasks import losses_after, resumed_by, save_only, saved_by
+from fsdp_tasks import losses_after, resume_checkpoint, save_checkpoint, save_only
 
 from skyrl_engine.contracts import AdamWSettings
 from skyrl_engine.testing.ranks.world import World
@@ -49,8 +49,8 @@ def run(request: pytest.FixtureRequest):
 def test_another_layout_goes_on(
     run, models: dict[str, str], tmp_path: Path, name: str, ranks: int, options: FsdpConfig, later_ranks: int, later: FsdpConfig
 ) -> None:
-    before = run(ranks, saved_by, models[name], OPTIMIZER, tmp_path, options)
-    after = run(later_ranks, resumed_by, models[name], OPTIMIZER, tmp_path, later)
+    before = run(ranks, save_checkpoint, models[name], OPTIMIZER, tmp_path, options)
+    after = run(later_ranks, resume_checkpoint, models[name], OPTIMIZER, tmp_path, later)
     (_, weights, moments), (_, loaded, loaded_moments) = before[0], after[0]
     assert weights.keys() == loaded.keys()
     assert moments.keys() == loaded_moments.keys()

@@ -12,17 +12,17 @@ import pytest
 import torch
 from by_day import now
 from fsdp_tasks import (
-    accumulated,
-    clipped_norms,
-    continued,
+    accumulate_gradients,
+    clip_norms,
+    continue_training,
     critic_gradients_of,
-    exported,
+    export_weights,
     outcome_with,
     plain_adamw,
     scores_of_parts,
-    spoiled,
+    spoil_step,
     start,
-    trained,
+    train_from_start,
 )
 from transformers import AutoModelForCausalLM
 
@@ -62,7 +62,11 @@ def test_gradients_are_the_definitions(layout: tuple[World, FsdpConfig], models:
     world, options = layout
     due = definition(models[name], documents())
     ranks = world.run(
-        accumulated, models[name], build_padded if rows_are == "padded" else build_packed, options, packed_rows=rows_are == "packed"
+        accumulate_gradients,
+        models[name],
+        build_padded if rows_are == "padded" else build_packed,
+        options,
+        packed_rows=rows_are == "packed",
     )
     assert sum(loss for loss, _ in ranks) / options.tensor_parallel == pytest.approx(due.loss, rel=1e-5)
     for _, gradients in ranks:
@@ -80,16 +84,16 @@ def test_a_value_head_learns_alike(quad: World, models: dict[str, str], name: st
 
 
 def test_float64_is_exact_to_1e_10(pair: World, models: dict[str, str]) -> None:
-    """Activation checkpointing recomputes what was hidden behind views, sums and gathered weights."""
+    """Activation checkpointing recomputes what views hid, sums and gathered weights."""
     due = definition(models["qwen3-tied"], documents())
-    ranks = pair.run(accumulated, models["qwen3-tied"], build_padded, TP, dtype="float64", activation_checkpointing=True)
+    ranks = pair.run(accumulate_gradients, models["qwen3-tied"], build_padded, TP, dtype="float64", activation_checkpointing=True)
     assert worst(ranks[0][1], due.gradients) <= 1e-10
 
 
 @pytest.mark.nightly
 def test_bfloat16_stays_within_its_precision(pair: World, models: dict[str, str]) -> None:
     due = definition(models["qwen3-tied"], documents())
-    for _, gradients in pair.run(accumulated, models["qwen3-tied"], build_padded, TP, dtype="bfloat16"):
+    for _, gradients in pair.run(accumulate_gradients, models["qwen3-tied"], build_padded, TP, dtype="bfloat16"):
         assert worst(gradients, due.gradients) <= 5e-2
         assert {gradient.dtype for gradient in gradients.values()} == {np.dtype(np.float32)}
 
@@ -97,7 +101,7 @@ def test_bfloat16_stays_within_its_precision(pair: World, models: dict[str, str]
 def test_a_vocabulary_that_does_not_divide_stays_whole(pair: World, tmp_path: Path) -> None:
     write_model(tmp_path / "odd", "llama", vocab_size=VOCABULARY + 1)
     due = definition(str(tmp_path / "odd"), documents())
-    for _, gradients in pair.run(accumulated, str(tmp_path / "odd"), build_padded, TP):
+    for _, gradients in pair.run(accumulate_gradients, str(tmp_path / "odd"), build_padded, TP):
         assert worst(gradients, due.gradients) <= 1e-5
 
 
@@ -106,7 +110,7 @@ def test_a_vocabulary_that_does_not_divide_stays_whole(pair: World, tmp_path: Pa
 def test_other_architectures_are_cut_alike(pair: World, models: dict[str, str], name: str) -> None:
     """Soft-capped and scaled logits, scaled embeddings, sliding windows."""
     due = definition(models[name], documents())
-    for _, gradients in pair.run(accumulated, models[name], build_padded, TP):
+    for _, gradients in pair.run(accumulate_gradients, models[name], build_padded, TP):
         assert worst(gradients, due.gradients) <= 1e-5
 
 
@@ -121,7 +125,7 @@ def test_biases_are_cut_or_counted_once(pair: World, tmp_path: Path, family: str
     make_parts_differ(tmp_path)
     directory = str(tmp_path)
     due = definition(directory, documents())
-    for _, gradients in pair.run(accumulated, directory, build_padded, TP, dtype="float64"):
+    for _, gradients in pair.run(accumulate_gradients, directory, build_padded, TP, dtype="float64"):
         assert worst(gradients, due.gradients) <= 1e-10
 
 
@@ -130,7 +134,7 @@ def test_the_norm_is_the_true_one_and_clipping_reaches_the_limit(layout: tuple[W
     due = definition(models["qwen3-tied"], documents())
     true = np.sqrt(sum(np.square(gradient).sum() for gradient in due.gradients.values()))
     for limit in (true / 7, true * 7):
-        ranks = world.run(clipped_norms, models["qwen3-tied"], limit, options)
+        ranks = world.run(clip_norms, models["qwen3-tied"], limit, options)
         assert {reported for reported, _ in ranks} == {ranks[0][0]}
         assert ranks[0][0] == pytest.approx(true, rel=1e-5)
         assert ranks[0][1] == pytest.approx(min(limit, true), rel=1e-5)
@@ -140,7 +144,7 @@ def test_two_steps_equal_plain_adamw(layout: tuple[World, FsdpConfig], models: d
     world, options = layout
     optimizer = AdamWSettings(learning_rate=1e-2, epsilon=0.5, weight_decay=0.1, max_grad_norm=1.0)
     history, plain = plain_adamw(models["qwen3-tied"], optimizer, (1e-2, 1e-2))
-    ranks = world.run(trained, models["qwen3-tied"], optimizer, 2, options=options)
+    ranks = world.run(train_from_start, models["qwen3-tied"], optimizer, 2, options=options)
     for step, (loss, norm, rate) in enumerate(history):
         assert sum(own[step][0] for own, _ in ranks) / options.tensor_parallel == pytest.approx(loss, rel=1e-5)
         assert ranks[0][0][step][1:] == (pytest.approx(norm, rel=1e-4), rate)
@@ -158,7 +162,7 @@ def test_two_steps_equal_plain_adamw(layout: tuple[World, FsdpConfig], models: d
 )
 def test_a_gradient_that_is_no_number_stops_all_ranks(quad: World, models: dict[str, str], by: str, named: str) -> None:
     """Also where one rank alone has it, in its copy of a weight that all have."""
-    ranks = quad.run(spoiled, models["llama-untied"], TP, by=by)
+    ranks = quad.run(spoil_step, models["llama-untied"], TP, by=by)
     for cause, kept, _ in ranks:
         assert "is not finite" in cause
         assert kept
@@ -167,7 +171,7 @@ def test_a_gradient_that_is_no_number_stops_all_ranks(quad: World, models: dict[
 
 def test_ranks_drop_the_same_numbers_and_stay_equal(pair: World, models: dict[str, str], tmp_path: Path) -> None:
     """With dropout; and saved and resumed equals uninterrupted, bit for bit."""
-    ranks = pair.run(continued, models["dropout"], AdamWSettings(learning_rate=1e-2), tmp_path, TP, before=1, after=2)
+    ranks = pair.run(continue_training, models["dropout"], AdamWSettings(learning_rate=1e-2), tmp_path, TP, before=1, after=2)
     for uninterrupted, resumed in ranks:
         assert uninterrupted[0] == resumed[0] == ranks[0][0][0]
         for name, weight in uninterrupted[1].items():
@@ -180,7 +184,7 @@ def test_the_export_is_what_was_trained(
     layout: tuple[World, FsdpConfig], models: dict[str, str], tmp_path: Path, name: str
 ) -> None:
     world, options = layout
-    (weights, logprobs), *_ = world.run(exported, models[name], tmp_path, options)
+    (weights, logprobs), *_ = world.run(export_weights, models[name], tmp_path, options)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert dict(loaded.named_parameters()).keys() == weights.keys()
     for key, parameter in loaded.named_parameters():

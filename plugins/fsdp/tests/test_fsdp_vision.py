@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fsdp_lora_tasks import continued, exported, gradients_of
+from fsdp_lora_tasks import continue_training, export_adapters, gradients_of
 from fsdp_tasks import outcome_with, start
 from transformers import AutoModelForImageTextToText
 
@@ -56,8 +56,8 @@ def vision(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def due(vision: dict[str, str]) -> dict[str, DefinedResult]:
     """The right loss and gradient, by model; of adapters alone by "adapter"."""
     documents = picture_documents(VOCABULARY, "own")
-    made = {name: definition(vision[name], documents) for name in ("tied", "untied")}
-    return {**made, "adapter": definition(vision["tied"], documents, adapter=vision["adapter"])}
+    definitions = {name: definition(vision[name], documents) for name in ("tied", "untied")}
+    return {**definitions, "adapter": definition(vision["tied"], documents, adapter=vision["adapter"])}
 
 
 def check(ranks: Any, due: DefinedResult, tolerance: float = 1e-5) -> None:
@@ -97,8 +97,8 @@ def test_bfloat16_turns_images_by_the_angles_of_transformers(vision: dict[str, s
     backend, seen = start(vision["tied"], dtype="bfloat16"), []
     tower = backend._scorer.decoder.visual
 
-    def keep(_module: object, _arguments: object, given: Mapping[str, Any]) -> None:
-        seen.append(given["position_embeddings"])
+    def keep(_module: object, _arguments: object, inputs: Mapping[str, Any]) -> None:
+        seen.append(inputs["position_embeddings"])
 
     with tower.blocks[-1].attn.register_forward_pre_hook(keep, with_kwargs=True):
         backend.forward(build_padded(picture_documents(VOCABULARY, "own")[:1], 1), WeightedObjective())
@@ -124,7 +124,7 @@ def test_adapters_are_of_the_language_model_alone(
 
 @pytest.mark.nightly
 def test_two_ranks_continue_bit_for_bit(pair: World, vision: dict[str, str], tmp_path: Path) -> None:
-    for uninterrupted, resumed, _, _ in pair.run(continued, vision["tied"], tmp_path, pictures=True):
+    for uninterrupted, resumed, _, _ in pair.run(continue_training, vision["tied"], tmp_path, pictures=True):
         assert uninterrupted[0] == resumed[0]
         assert uninterrupted[1].keys() == resumed[1].keys()
         for name, values in uninterrupted[1].items():
@@ -134,16 +134,18 @@ def test_two_ranks_continue_bit_for_bit(pair: World, vision: dict[str, str], tmp
 @pytest.mark.parametrize("name", ["tied", pytest.param("untied", marks=pytest.mark.proof)])
 def test_the_export_is_what_transformers_loads(pair: World, vision: dict[str, str], tmp_path: Path, name: str) -> None:
     before = dict(AutoModelForImageTextToText.from_pretrained(vision[name]).named_parameters())
-    ranks = pair.run(exported, vision[name], tmp_path, pictures=True)
+    ranks = pair.run(export_adapters, vision[name], tmp_path, pictures=True)
     model, report = AutoModelForImageTextToText.from_pretrained(tmp_path, output_loading_info=True)
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]
     again = definition(str(tmp_path), picture_documents(VOCABULARY, "own"), dtype=torch.float32)
     for weights, logprobs, _ in ranks:
         assert weights.keys() == dict(model.named_parameters()).keys()
-        for each, parameter in model.named_parameters():
-            np.testing.assert_array_equal(weights[each], parameter.detach().numpy(), err_msg=each)
-            assert not np.array_equal(weights[each], before[each].detach().numpy()), f"{each} was not trained"
+        for parameter_name, parameter in model.named_parameters():
+            np.testing.assert_array_equal(weights[parameter_name], parameter.detach().numpy(), err_msg=parameter_name)
+            assert not np.array_equal(weights[parameter_name], before[parameter_name].detach().numpy()), (
+                f"{parameter_name} was not trained"
+            )
         for number, values in logprobs.items():
             if len(values):
                 np.testing.assert_allclose(values, again.logprobs[number], rtol=0, atol=1e-5)
@@ -153,9 +155,9 @@ def test_tensor_parallel_ranks_refuse_vision(pair: World, vision: dict[str, str]
     options = FsdpConfig(tensor_parallel=2)
     assert "vision" not in fsdp.skyrl_engine_describe_backend(options, 2).capabilities
     assert "vision" in fsdp.skyrl_engine_describe_backend(FsdpConfig(), 2).capabilities
-    for said in pair.run(outcome_with, vision["tied"], options):
-        assert "is a vision-language model, and the backend in this layout does not declare 'vision'" in said
-        assert "fsdp without tensor parallelism" in said
+    for message in pair.run(outcome_with, vision["tied"], options):
+        assert "is a vision-language model, and the backend in this layout does not declare 'vision'" in message
+        assert "fsdp without tensor parallelism" in message
 
 
 class Keep:
@@ -183,15 +185,15 @@ def test_what_the_engines_collators_build_is_scored_as_by_transformers(
     """From columns through plan and shard; a micro-batch has the samples that the plan gave it, images and all."""
     import skyrl_engine_collators.plugin as collators
 
-    documents = [each for each in picture_documents(VOCABULARY, "own") if len(each.ids)]
+    documents = [document for document in picture_documents(VOCABULARY, "own") if len(document.ids)]
     columns = SampleColumns.from_lists(
-        input_ids=[each.ids.tolist() for each in documents],
-        loss_mask=[(each.weights != 0).int().tolist() for each in documents],
-        sample_ids=np.array([each.number for each in documents]),
+        input_ids=[document.ids.tolist() for document in documents],
+        loss_mask=[(document.weights != 0).int().tolist() for document in documents],
+        sample_ids=np.array([document.number for document in documents]),
         extras={
-            "pixel_values": [each.pictures.pixels.numpy() for each in documents],
-            "image_grid_thw": [each.pictures.grids.numpy() for each in documents],
-            "mm_token_type_ids": [(each.ids == IMAGE_TOKEN).int().numpy() for each in documents],
+            "pixel_values": [document.pictures.pixels.numpy() for document in documents],
+            "image_grid_thw": [document.pictures.grids.numpy() for document in documents],
+            "mm_token_type_ids": [(document.ids == IMAGE_TOKEN).int().numpy() for document in documents],
         },
     )
     collator = getattr(collators, name).skyrl_engine_make_collator(config=None, context=FactoryContext(pad_token_id=0))
@@ -200,6 +202,6 @@ def test_what_the_engines_collators_build_is_scored_as_by_transformers(
     batch = ShardBatch(shard, part_of(collator, name, "collator"), "loss", Spans())
     backend, keep = start(vision["tied"]), Keep()
     backend.forward(batch, keep)
-    assert sorted(keep.kept) == sorted(each.number for each in documents)
+    assert sorted(keep.kept) == sorted(document.number for document in documents)
     for number, values in keep.kept.items():
         np.testing.assert_allclose(values, due["tied"].logprobs[number], rtol=0, atol=1e-4)

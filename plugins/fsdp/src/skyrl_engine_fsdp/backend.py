@@ -107,9 +107,9 @@ class FsdpBackend:
         spec, environment = attrs.evolve(self._spec, lora=lora), attrs.evolve(self._environment, seed=seed)
         loaded = load_beside_sharded(spec, self._model, self._scorer, self._meshes, self._device, self._config, seed)
         drawn = random_states.OwnRandomStates(seed + self.coords.rank, self._device)
-        made = type(self)(self._config)
-        made.take(loaded, self._meshes, spec, optimizer, environment, drawn.in_force)
-        return made
+        other = type(self)(self._config)
+        other.take(loaded, self._meshes, spec, optimizer, environment, drawn.in_force)
+        return other
 
     @torch.no_grad()
     def forward(self, batch: RankBatch, objective: Objective) -> RankOutput:
@@ -134,7 +134,7 @@ class FsdpBackend:
             device=self._device,
             images=self._scorer.images,
         )
-        # the head is of the root's unit, which stays gathered behind a forward pass without backward
+        # the head is of the root's unit, which stays gathered after a forward pass without backward
         yield TeacherStates.of(self._scorer.head, hidden_NH)
         reshard(self._scorer)
 

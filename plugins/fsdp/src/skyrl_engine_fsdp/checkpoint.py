@@ -71,7 +71,7 @@ class ShardedTrainingState:
         """Restore weights, moments and random states in place and return the number of optimizer steps taken.
 
         Weights and moments can be read on any layout of ranks. Random states belong to ranks: if another layout wrote the checkpoint, they
-        are seeded anew from the run's seed, the step and the data-parallel rank. A backend that only scores restores the weights alone.
+        are seeded again from the run's seed, the step and the data-parallel rank. A backend that only scores restores the weights alone.
         Raises CheckpointError.
         """
         rank = dist.get_rank()

@@ -27,7 +27,7 @@ class Meshes:
         """Return the meshes of this layout, made with their process groups when this process first asks; every rank must call it.
 
         Models of one layout share them: a policy and its reference would else hold a communicator each, and every model that a
-        process ever opened would leave its groups' threads behind.
+        process ever opened would leave its groups' threads running.
         """
         key = (topology, replicate, device.type)
         if _world[:] != [dist.group.WORLD]:

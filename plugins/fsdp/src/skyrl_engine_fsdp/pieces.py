@@ -32,7 +32,7 @@ class PiecesWriter(FileSystemWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write the list, on the one rank that torch calls this on. Raises TypeError for a value that is no tensor."""
         places: dict[str, list[dict[str, Any]]] = {}
-        for result in (each for of_rank in results for each in of_rank):
+        for result in (result_of_rank for of_rank in results for result_of_rank in of_rank):
             info = result.storage_data
             place = {"file": info.relative_path, "start": info.offset, "bytes": info.length}
             places.setdefault(result.index.fqn, []).append({"offset": list(result.index.offset or ()), **place})
@@ -51,9 +51,9 @@ class PiecesReader(FileSystemReader):
         listing = json.loads((Path(self.path) / LISTING).read_text(encoding="utf-8"))
         try:
             entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {
-                name: _entry(each) for name, each in listing.items()
+                name: _entry(description) for name, description in listing.items()
             }
-            places = {index: info for name, each in listing.items() for index, info in _places(name, each)}
+            places = {index: info for name, description in listing.items() for index, info in _places(name, description)}
         except (TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"{LISTING} is not as it was written ({type(error).__name__}: {error})") from error
         return Metadata(entries, storage_data=places, storage_meta=StorageMeta(load_id=self.load_id))
@@ -74,19 +74,19 @@ def _entry(described: Mapping[str, Any]) -> TensorStorageMetadata:
     dtype = getattr(torch, described["dtype"])
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"{described['dtype']!r} is no dtype")
-    chunks = [ChunkStorageMetadata(_size(each["offset"]), _size(each["shape"])) for each in described["chunks"]]
+    chunks = [ChunkStorageMetadata(_size(chunk["offset"]), _size(chunk["shape"])) for chunk in described["chunks"]]
     return TensorStorageMetadata(TensorProperties(dtype=dtype), _size(described["shape"]), chunks)
 
 
 def _places(name: str, described: Mapping[str, Any]) -> list[tuple[MetadataIndex, _StorageInfo]]:
-    found = []
+    boundaries = []
     for place in described["places"]:
         if Path(place["file"]).name != place["file"]:
             raise TypeError(f"{place['file']!r} is no file of the checkpoint")
-        found.append(
+        boundaries.append(
             (MetadataIndex(name, _size(place["offset"])), _StorageInfo(place["file"], int(place["start"]), int(place["bytes"])))
         )
-    return found
+    return boundaries
 
 
 def _size(numbers: Sequence[int]) -> torch.Size:

@@ -57,14 +57,14 @@ def load_beside_sharded(
     A frozen parameter whose rows are not as many on every rank is copied when it is first gathered: FSDP2 pads each model's own. An error
     on one rank is raised on all of them.
     """
-    made, error = None, None
+    loaded, error = None, None
     try:
-        made = load_beside(spec, base_scorer.segment_support, images=True, seed=seed)
+        loaded = load_beside(spec, base_scorer.segment_support, images=True, seed=seed)
     except EngineError as met:
         error = met
-    gather_reports(error or made is not None)
-    assert made is not None, "an error is raised on all ranks"
-    model, scorer = made
+    gather_reports(error or loaded is not None)
+    assert loaded is not None, "an error is raised on all ranks"
+    model, scorer = loaded
     reshard(base_scorer)
     if stays_whole(meshes.topology, spec.dtype, options):
         share_weights(model, base, spec.path)

@@ -30,7 +30,7 @@ class LayerPlan:
     def modules(self, decoder: nn.Module, ranks: int) -> dict[str, str]:
         """Return the style of every module of `decoder` that the plan divides, by name. Raises UnsupportedError if one cannot be divided."""
         patterns = {re.compile(re.escape(pattern).replace(r"\*", r"\d+")): style for pattern, style in self.styles.items()}
-        found: dict[str, str] = {}
+        styles: dict[str, str] = {}
         for name, module in decoder.named_modules():
             style = next((style for pattern, style in patterns.items() if pattern.fullmatch(name)), None)
             if style is None:
@@ -41,10 +41,10 @@ class LayerPlan:
                 size = module.out_features if style == COLUMNS else module.in_features
                 if size % ranks:
                     raise indivisible_error(f"{ranks} ranks cannot share the {size} numbers of {name} in {type(decoder).__name__}")
-            found[name] = style
-        if not found:
+            styles[name] = style
+        if not styles:
             raise indivisible_error(f"{type(decoder).__name__} has none of the parts that its tensor-parallel plan divides")
-        return found
+        return styles
 
 
 def parallelize(model: Any, scorer: Scorer, plan: LayerPlan, mesh: DeviceMesh) -> None:

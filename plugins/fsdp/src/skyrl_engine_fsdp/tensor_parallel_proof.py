@@ -54,10 +54,10 @@ def prove(
     model.train()
     problems: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(problems, problem)
-    for found in problems:
-        if found is not None:
+    for report in problems:
+        if report is not None:
             raise ModelError(
-                f"{spec.path} ({type(model).__name__}) cannot be cut for tensor parallelism: {found}",
+                f"{spec.path} ({type(model).__name__}) cannot be cut for tensor parallelism: {report}",
                 remedy="Set backend.tensor_parallel = 1, or choose another model or backend",
             )
 

@@ -80,12 +80,12 @@ class VocabularyParallelHead(ChunkedHead):
         hidden_NH: Tensor,
         tokens_NK: Tensor,
         temperature: float,
-        asked: tuple[str, ...],
+        requested: tuple[str, ...],
         teacher: ScoringTeacher | None = None,
     ) -> tuple[Tensor, ...]:
         """Return what `ChunkedHead.forward` returns; scores and the gradient of `hidden_NH` are equal on all tensor-parallel ranks."""
         assert teacher is None, "planning refuses it"
-        score = VocabularyParallelScore(self.rule, temperature, asked, self.group, self.first, self.vocabulary)
+        score = VocabularyParallelScore(self.rule, temperature, requested, self.group, self.first, self.vocabulary)
         # every part of the vocabulary contributes to the gradient of the hidden states
         hidden_NH = sum_backward(hidden_NH, self.group)
         bias_V = None if self.linear.bias is None else _local(self.linear.bias)
