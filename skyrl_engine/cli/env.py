@@ -5,6 +5,8 @@ import inspect
 import json
 import math
 import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +19,7 @@ from skyrl_engine.cli.terminal import echo, echo_json
 
 if TYPE_CHECKING:
     from skyrl_engine.config import SelectedPlugin
-    from skyrl_engine.contracts import Action, Environment, StepResult, Task
+    from skyrl_engine.contracts import Action, Environment, Message, StepResult, Task
     from skyrl_engine.registry.bound_plugin import BoundPlugin
     from skyrl_engine.registry.record import PluginRecord
 
@@ -50,7 +52,7 @@ def list_environments(*, as_json: bool) -> None:
 @options_argument
 @_JSON
 def show_environment(name: str, overrides: tuple[str, ...], *, as_json: bool) -> None:
-    """Show the options of an environment, its claims, how many tasks it has, and the first of them.
+    """Show the options of an environment, its claims, how many tasks it has, and the first of them with what its episode says at the start.
 
     NAME is as for `rl --env`: spell, acme-environments:spell, ./file.py:spell, reasoning_gym:spell_backward. While options that it needs are
     not given, its options alone are shown.
@@ -76,8 +78,11 @@ def show_environment(name: str, overrides: tuple[str, ...], *, as_json: bool) ->
     if not any(sizes.values()):
         raise DataError(f"{part.label} has no task", remedy="Check the environment's options")
     first = task_at(part, tasks, 0) if sizes["train"] else None
+    begun: tuple[Any, ...] = ()
     if first is not None:
         refuse_unsendable(first, f"{part.label}: task {first.key!r}")
+        with _blame_episode(name, first):
+            begun, _, _ = asyncio.run(_play(environment, name, first, 0, ()))
     facts = {
         "environment": part.label,
         **attrs.asdict(environment.claims),
@@ -87,7 +92,8 @@ def show_environment(name: str, overrides: tuple[str, ...], *, as_json: bool) ->
     }
     if as_json:
         task = None if first is None else attrs.asdict(first)
-        told = {**facts, "options": dict(plugin.table), "takes": options, "first_task": task}
+        first_messages = [dict(message) for message in begun]
+        told = {**facts, "options": dict(plugin.table), "takes": options, "first_task": task, "begin": first_messages}
         echo_json(told, ensure_ascii=False)
         return
     from skyrl_engine.cli.render import show_facts, show_heading
@@ -97,6 +103,7 @@ def show_environment(name: str, overrides: tuple[str, ...], *, as_json: bool) ->
     if first is not None:
         show_heading("First task")
         _show_task(first)
+        _show_messages(begun)
 
 
 @env.command("try", reads=NO_KEYS)
@@ -124,8 +131,6 @@ def try_environment(
     """
     import attrs
 
-    from skyrl_engine.errors import EngineError, RolloutError
-    from skyrl_engine.registry.owner import describe, place_of
     from skyrl_engine.training.rl.tasks import task_at, tasks_in
 
     _, part = _make_environment(name, overrides)
@@ -134,16 +139,8 @@ def try_environment(
         raise click.UsageError(f"There is no task {number:,}: {split} has {len(tasks):,}.")
     task = task_at(part, tasks, number)
     said = _with_stdin(answers) or _solution(environment, task)
-    try:
+    with _blame_episode(name, task):
         begun, turns, success = asyncio.run(_play(environment, name, task, seed, said))
-    except EngineError:
-        raise
-    except (Exception, SystemExit) as error:
-        raise RolloutError(
-            f"{name}, task {task.key!r}: {describe(error)}",
-            remedy="Correct that place: in a run, the attempt fails",
-            details=[place_of(error)],
-        ) from error
     reward = math.fsum(
         each for _, result in turns for each in ((result.reward,) if result.token_rewards is None else result.token_rewards)
     )
@@ -163,8 +160,7 @@ def try_environment(
 
     show_heading(f"Task {task.key}")
     _show_task(task)
-    for message in begun:
-        echo(f"{message['role']}: {message['content']}")
+    _show_messages(begun)
     for turn, (action, result) in enumerate(turns):
         show_heading(f"Turn {turn}")
         echo(f"assistant: {action.text}")
@@ -184,6 +180,24 @@ def try_environment(
         )
     show_heading("Attempt")
     show_facts({"reward": f"{reward:g}", "success": "nobody judges" if success is None else _yes_or_no(success)})
+
+
+@contextmanager
+def _blame_episode(name: str, task: "Task") -> Iterator[None]:
+    """Turn what an episode raises into a RolloutError that names the place."""
+    from skyrl_engine.errors import EngineError, RolloutError
+    from skyrl_engine.registry.owner import describe, place_of
+
+    try:
+        yield
+    except EngineError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise RolloutError(
+            f"{name}, task {task.key!r}: {describe(error)}",
+            remedy="Correct that place: in a run, the attempt fails",
+            details=[place_of(error)],
+        ) from error
 
 
 def _show_options(options: list[dict[str, str]]) -> None:
@@ -263,7 +277,10 @@ def _calls(action: "Action") -> dict[str, Any]:
 async def _play(
     environment: "Environment", name: str, task: "Task", seed: int, said: tuple[str, ...]
 ) -> "tuple[tuple[Any, ...], list[tuple[Action, StepResult]], bool | None]":
-    """Play an attempt; return its first messages, the turns with their answers, and whether it says of itself to be a success."""
+    """Play an attempt; return its first messages, the turns with their answers, and whether it says of itself to be a success.
+
+    Where nothing is `said`, it ends at its start.
+    """
     from skyrl_engine.contracts import Action
     from skyrl_engine.errors import ContractError
     from skyrl_engine.rollout.episode_process import wrong_messages, wrong_with
@@ -281,7 +298,7 @@ async def _play(
         refuse(wrong_messages(begun, "begin"))
         turns: list[tuple[Action, StepResult]] = []
         success = None
-        while len(turns) < environment.claims.max_turns and (not turns or not turns[-1][1].done):
+        while said and len(turns) < environment.claims.max_turns and (not turns or not turns[-1][1].done):
             text = said[min(len(turns), len(said) - 1)]
             tokens = tuple(text.encode()) or (0,)
             # there is no chat template: the call itself says in which way it is written
@@ -301,10 +318,14 @@ async def _await_value(value: Any) -> Any:
 
 
 def _show_task(task: "Task") -> None:
-    for message in task.messages:
-        echo(f"{message['role']}: {message['content']}")
+    _show_messages(task.messages)
     if task.prompt_ids:
         echo(f"tokens: {' '.join(map(str, task.prompt_ids))}")
     if task.tools:
         echo(f"tools: {', '.join(str(tool['function']['name']) for tool in task.tools)}")
     echo(f"data: {json.dumps(task.data, ensure_ascii=False, default=str)[:400]}")
+
+
+def _show_messages(messages: "Sequence[Message]") -> None:
+    for message in messages:
+        echo(f"{message['role']}: {message['content']}")

@@ -16,6 +16,7 @@ from skyrl_engine.visible import in_quotes
 
 if TYPE_CHECKING:
     from skyrl_engine.config import RawConfig, ResolvedConfig
+    from skyrl_engine.config.schema import EngineConfig
     from skyrl_engine.training.loop import RunResult
 
 
@@ -83,17 +84,21 @@ def start(resolved: "ResolvedConfig", settings: CommandSettings, *, dry_run: boo
     code = conclude(result, allowed=resolved.config.model.trust_remote_code)
     if result.stopped_by is None and not settings.quiet:
         following = next_command(resolved, result.directory)
-        own = ", with a reward and tasks of your own" if MY_REWARD in following else ""
+        mine = [word for word, place in (("a reward", MY_REWARD), ("tasks", MY_TASKS)) if place in following]
+        own = f", with {' and '.join(mine)} of your own" if mine else ""
         echo(f"next{own}: {following}", err=True)
     return code
 
 
 MY_REWARD = "./my_reward.py"
-"""A file of the reader's, in commands that are named."""
+MY_TASKS = "./tasks.jsonl"
+"""Files of the reader's, in commands that are named where the run has none."""
 
 
 def next_command(resolved: "ResolvedConfig", directory: Path) -> str:
-    """Return the command that a trained run is mostly followed by; MY_REWARD and `./tasks.jsonl` stand for files of the reader's.
+    """Return the command that a trained run is mostly followed by; MY_REWARD and MY_TASKS stand for files of the reader's.
+
+    Tasks are the run's own data where their rows can be tasks.
 
     It may run the model's own code where the run might: a run directory cannot say so itself.
     """
@@ -101,7 +106,7 @@ def next_command(resolved: "ResolvedConfig", directory: Path) -> str:
     from skyrl_engine.run.directory import RunDirectory
 
     run, config, place = shlex.quote(str(directory)), resolved.config, RunDirectory(directory)
-    tasks = f"--reward {MY_REWARD}:score --data ./tasks.jsonl"
+    tasks = f"--data {MY_TASKS}" if (own := _find_tasks(config)) is None else own
     flag, key = (" --trust-remote-code", " model.trust_remote_code=true") if config.model.trust_remote_code else ("", "")
     if config.trainer == "rl" and config.rl.rollouts is None:
         return f"skyrl-engine rollouts show {run} --best"
@@ -110,11 +115,30 @@ def next_command(resolved: "ResolvedConfig", directory: Path) -> str:
         again = shlex.quote(f"run.directory={directory}-kept")
         return f"skyrl-engine run {shlex.quote(str(place.config))} {again} checkpoint.at_end=true{key}"
     if config.trainer != "reward_model":
-        return f"skyrl-engine evaluate {run} {tasks}{flag}"
+        return f"skyrl-engine evaluate {run} --reward {MY_REWARD}:score {tasks}{flag}"
     if not exported:
         return f"skyrl-engine export {run} ./reward-model{flag}"
     models = f"--model {shlex.quote(config.model.path)} --reward-model {shlex.quote(str(place.model))}"
-    return f"skyrl-engine rl {models} {tasks}{key}"
+    return f"skyrl-engine rl {models} --env prompts {tasks}{key}"
+
+
+def _find_tasks(config: "EngineConfig") -> str | None:
+    """Return the options that take the data of a run as tasks, held-out data first; None where rows have no prompt or lie elsewhere."""
+    from skyrl_engine.data.sources.locate import open_source
+    from skyrl_engine.errors import EngineError
+
+    data = config.data if config.has("data") else None
+    place = None if data is None else data.train if data.eval is None else data.eval
+    if data is None or not isinstance(place, str) or not Path(place).expanduser().is_file():
+        return None
+    try:
+        row = next(open_source(place, split=data.train_split, names=data.map).rows(), None)
+    except EngineError:
+        return None
+    if row is None or not row.values.get("prompt") or row.values.get("messages"):
+        return None
+    names = [f"--map {shlex.quote(f'{ours}={theirs}')}" for ours, theirs in data.map.items()]
+    return " ".join([f"--data {shlex.quote(place)}", *names])
 
 
 def conclude(result: "RunResult", *, allowed: bool = False) -> int:

@@ -145,6 +145,33 @@ def test_try_shows_the_parts_of_a_reward(command, files):
     assert told["turns"][0]["result"]["parts"] == {"score": 1.0, "short": -0.25}
 
 
+LIGHT = """
+import gymnasium
+
+
+class Light(gymnasium.Env):
+    observation_space = gymnasium.spaces.Text(20)
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        return "the light is red", {}
+
+    def step(self, action):
+        return "it is green", 1.0, True, False, {}
+"""
+
+
+def test_show_tells_the_first_observation_too(command, tmp_path):
+    """An environment may begin with a message of its own after the task's: gymnasium does, where a system prompt stands before it."""
+    (tmp_path / "light.py").write_text(LIGHT)
+    for given in (("system_prompt=Play {id}.",), ()):
+        line = ("env", "show", "gymnasium:./light.py:Light", *(part for each in given for part in ("--set", each)))
+        told = json.loads(command(*line, "--json").out)
+        content = [each["content"] for each in (*told["first_task"]["messages"], *told["begin"])]
+        assert sum("the light is red" in text for text in content) == 1
+        assert command(*line).out.count("the light is red") == 1
+
+
 def test_show_and_try_name_the_numbers_per_token(command, files):
     assert ["columns", "teacher_logprobs"] in [line.split() for line in command("env", "show", "./asks.py:taught").out.splitlines()]
     assert "column teacher_logprobs  [-0.5, -0.5]" in command("env", "try", "./asks.py:taught", "--answer", "no").out

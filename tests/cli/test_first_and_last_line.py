@@ -14,7 +14,7 @@ from skyrl_engine.cli.demo.tiny import make_model
 from skyrl_engine.engine.engine import Engine
 
 LOADING = "loading the model ..."
-REWARD = "def score(text, task):\n    return float(text == task.data['answer'])\n"
+REWARD = "def score(text, task):\n    return float(text == task.data.get('answer', task.data.get('completion')))\n"
 
 
 @pytest.fixture(scope="module")
@@ -117,6 +117,11 @@ def test_a_command_that_trains_names_the_next_one_which_runs_as_printed(command,
     outcome = trained(command, TRAINED[name], mine, tmp_path)
     assert outcome.err.count("\nnext") == 1
     words = next_of(outcome)
+    if name in ("sft", "preference", "reward-model", "distill on rows", "run"):
+        # the run's own rows have prompts, so they are the tasks
+        assert words[words.index("--data") + 1] == mine["pairs" if name in ("preference", "reward-model") else "rows"]
+        assert "tasks" not in outcome.last_line.partition(":")[0]
+        assert ("my_reward.py" in outcome.last_line) == (name != "reward-model")
     again = command(*words, *LONG.get(words[0], ()))
     assert again.code == 0, again.err
 
