@@ -216,10 +216,12 @@ class RunRefusedError(EngineError):
     def __init__(self, errors: Sequence[EngineError]) -> None:
         self.errors = tuple(errors)
         remedies = {error.remedy for error in self.errors}
+        shared = remedies.pop() if len(remedies) == 1 else None
         super().__init__(
             f"the run has {len(self.errors)} mistakes",
-            remedy=remedies.pop() if len(remedies) == 1 else "Correct each line above",
-            details=[line for error in self.errors for line in (*error.details, error.summary)],
+            remedy="Correct each line above" if shared is None else shared,
+            # a remedy of all of them stands once, at the end
+            details=[line for error in self.errors for line in (*error.details, error.summary if shared is None else error.cause)],
         )
 
     def as_first(self) -> EngineError:
