@@ -145,14 +145,14 @@ class EngineCommand(click.Command):
 
         own = next((f"--{name.replace('_', '-')}" for name, of_option in self._keys.items() if of_option == key), None)
         name = own or {"run.directory": "--output", "data.eval": "--eval-data"}.get(key) or option_name(key)
-        if not any(name in each.opts for each in self.params):
+        if not any(name in param.opts for param in self.params):
             return None
         return f"Did you mean {name}{f' ({remark})' if remark else ''}?"
 
     @property
     def _trains(self) -> bool:
         """True where the command takes all keys of a run."""
-        return self._reads is None and any(each.name == "overrides" for each in self.params)
+        return self._reads is None and any(param.name == "overrides" for param in self.params)
 
     def _takes(self, key: str, trainers: Collection[str]) -> bool:
         """Say whether key=value of the command may set a key, in runs of any of these trainers."""
@@ -190,7 +190,7 @@ class EngineCommand(click.Command):
             return super().invoke(ctx)
         except EngineError as error:
             mapped = settings_of(ctx).mapped
-            if mapped is not None and any("--map" in each.opts for each in self.params):
+            if mapped is not None and any("--map" in param.opts for param in self.params):
                 error.cause, error.remedy = (named_by(text, mapped, "--map ") for text in (error.cause, error.remedy))
                 error.details = tuple(named_by(text, mapped, "--map ") for text in error.details)
             raise

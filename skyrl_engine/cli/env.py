@@ -39,12 +39,14 @@ def list_environments(*, as_json: bool) -> None:
 
     records = Registry.discover().records("environment")
     if as_json:
-        facts = [{"name": each.name, "distribution": each.distribution, "version": each.version} for each in records]
+        facts = [{"name": record.name, "distribution": record.distribution, "version": record.version} for record in records]
         echo_json(facts)
         return
     from skyrl_engine.cli.render import show_table
 
-    show_table(("name", "distribution", "version"), [(each.name, each.distribution or "", each.version or "") for each in records])
+    show_table(
+        ("name", "distribution", "version"), [(record.name, record.distribution or "", record.version or "") for record in records]
+    )
 
 
 @env.command("show", reads=NO_KEYS)
@@ -256,7 +258,7 @@ def _with_stdin(answers: tuple[str, ...]) -> tuple[str, ...]:
     """Put the text of stdin, without its last line break, in the place of `-`."""
     if answers.count("-") > 1:
         raise click.UsageError("stdin is read once. Give --answer - once.")
-    return tuple(sys.stdin.read().removesuffix("\n") if each == "-" else each for each in answers)
+    return tuple(sys.stdin.read().removesuffix("\n") if answer == "-" else answer for answer in answers)
 
 
 def _solution(environment: "Environment", task: "Task") -> tuple[str, ...]:

@@ -298,7 +298,7 @@ def _tasks_of(run: Path, tools: tuple[str, ...]) -> dict[str, Any]:
         return {}
     if found[0].get("tools") and not tools:
         raise click.UsageError(f"The tasks of {run} have tools. Give --tool FUNCTION too, or tasks of your own with --data.")
-    return {each.name: found[0][each.name] for each in attrs.fields(TableOptions) if each.name in found[0]}
+    return {field.name: found[0][field.name] for field in attrs.fields(TableOptions) if field.name in found[0]}
 
 
 def _model_of(run: Path, step: int | None, scratch: Path) -> Path:

@@ -36,7 +36,7 @@ def select_plugin(record: "PluginRecord", options: Mapping[str, Any]) -> "Select
     try:
         return SelectedPlugin.of(record, options, "command line")
     except ConfigError as error:
-        raise ConfigError([_by_option(each, record.kind) for each in error.problems]) from error
+        raise ConfigError([_by_option(problem, record.kind) for problem in error.problems]) from error
 
 
 def _by_option(problem: Problem, kind: str) -> Problem:

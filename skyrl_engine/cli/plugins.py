@@ -38,7 +38,10 @@ def list_plugins(kind: str | None, as_json: bool) -> None:
 
     show_table(
         ("kind", "name", "distribution", "version", "for skyrl-engine"),
-        [(each.kind, each.name, each.distribution or "", each.version or "", each.engine_requirement or "any") for each in records],
+        [
+            (record.kind, record.name, record.distribution or "", record.version or "", record.engine_requirement or "any")
+            for record in records
+        ],
     )
 
 

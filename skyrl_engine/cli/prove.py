@@ -80,7 +80,7 @@ def prove(
     unread = "Remove it: of a configuration, plugins and their options are read"
     refuse_unread(raw, lambda key: None if READ.has(key) else unread)
     resolved = dict(_by_collator(raw))
-    terms = [each for each in next(iter(resolved.values())).plugins.values() if each.coefficient is not None]
+    terms = [plugin for plugin in next(iter(resolved.values())).plugins.values() if plugin.coefficient is not None]
     if chosen is not None and chosen.needs_terms and not terms:
         raise click.UsageError(
             f"--plant {plant} changes terms, and the objective has none; leave out --loss, or add [[loss.terms]]."

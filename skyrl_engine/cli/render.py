@@ -311,9 +311,9 @@ def show_preview(seen: "Preview") -> None:
             **({"images": f"{counts.images:,}, of {counts.image_tokens:,} tokens"} if counts.images else {}),
             **({} if seen.groups is None else {"groups": f"{seen.groups:,}"}),
             **{
-                f"column {each.name}": f"{each.low:g} to {each.high:g}, mean {each.mean:g}"
-                + (f" ({each.per_token} per token)" if each.per_token > 1 else "")
-                for each in seen.columns
+                f"column {column.name}": f"{column.low:g} to {column.high:g}, mean {column.mean:g}"
+                + (f" ({column.per_token} per token)" if column.per_token > 1 else "")
+                for column in seen.columns
             },
         }
     )
@@ -371,8 +371,13 @@ def show_backend_difference(found: "BackendDifference") -> None:
         ("gradient norm", f"{a.gradient_norm:.8g}", f"{b.gradient_norm:.8g}", f"x{factor:.6f}"),
     ]
     rows += [
-        (each.name, "", "", f"{each.largest:.1e} at most, at sample {each.sample}, token {each.token}" if each.largest else "none")
-        for each in found.fields
+        (
+            field.name,
+            "",
+            "",
+            f"{field.largest:.1e} at most, at sample {field.sample}, token {field.token}" if field.largest else "none",
+        )
+        for field in found.fields
     ]
     show_table(("", a.name, b.name, "difference"), rows)
     show_heading(f"gradients of {len(found.parameters)} parameters, the most different first")

@@ -98,7 +98,7 @@ def _decoder(run: Path) -> Callable[[Any], str]:
     if decode is not None:
         return decode
     echo(f"token ids are shown: {why}", err=True)
-    return lambda ids: " ".join(str(int(each)) for each in ids)
+    return lambda ids: " ".join(str(int(token_id)) for token_id in ids)
 
 
 # --- list --------------------------------------------------------------------------------------------------------------------------
@@ -175,12 +175,12 @@ def show(
         _refuse_absent(run, step, steps)
     decode = _decoder(run)
     found = [
-        _ShownAttempt(own, group, each)
+        _ShownAttempt(own, group, trajectory)
         for own, group in _groups(index, None if step is None else {step})
-        for each in group.trajectories
-        if (not truncated or each.status == "truncated")
-        and (not failed or each.status == "failed")
-        and (grep is None or grep.lower() in decode(each.token_ids).lower())
+        for trajectory in group.trajectories
+        if (not truncated or trajectory.status == "truncated")
+        and (not failed or trajectory.status == "failed")
+        and (grep is None or grep.lower() in decode(trajectory.token_ids).lower())
     ]
     if choice is not None:
         found = [each for each in found if each.trajectory.status != "failed" or failed]

@@ -135,14 +135,14 @@ def _facts(record: "PluginRecord", options: Any, verdict: "Verdict") -> dict[str
         "kept": verdict.kept,
         "promises": [
             {
-                "promise": each.promise,
-                "sentence": each.sentence,
-                "status": each.status,
-                "cause": each.cause,
-                "remedy": each.remedy,
-                "factor": each.factor,
-                "counterexample": list(each.counterexample),
+                "promise": finding.promise,
+                "sentence": finding.sentence,
+                "status": finding.status,
+                "cause": finding.cause,
+                "remedy": finding.remedy,
+                "factor": finding.factor,
+                "counterexample": list(finding.counterexample),
             }
-            for each in verdict.findings
+            for finding in verdict.findings
         ],
     }

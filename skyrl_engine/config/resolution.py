@@ -283,7 +283,9 @@ def _options(
 ) -> tuple[object | None, list[Problem]]:
     """Structure a plugin's options by its schema; problems name plugin, distribution and version."""
     plugin = str(loaded.record)
-    own = [] if loaded.schema is None else [name for each in attrs.fields(loaded.schema) for name in (each.name, each.alias or "")]
+    own = (
+        [] if loaded.schema is None else [name for field in attrs.fields(loaded.schema) for name in (field.name, field.alias or "")]
+    )
     unable = [key for key in table if loaded.record.kind == "backend" and key in PARALLEL_SIZES and key not in own]
     refused = [
         Problem(

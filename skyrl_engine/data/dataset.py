@@ -284,7 +284,9 @@ def _bundles(source: Source, count: int) -> Bundles:
     if not names:
         return Bundles.by_label(everything, everything)
     ids = [read(row) for row in source.rows(first_rows)]
-    return Bundles.by_label(everything, inseparable(*(np.asarray([each[name] for each in ids], dtype=np.int64) for name in names)))
+    return Bundles.by_label(
+        everything, inseparable(*(np.asarray([sample_ids[name] for sample_ids in ids], dtype=np.int64) for name in names))
+    )
 
 
 def _columns(table: TokenTable) -> SampleColumns:

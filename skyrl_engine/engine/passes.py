@@ -59,7 +59,7 @@ class Passes:
         for mini_batch in plan.cut.mini_batches:
             weights = PerSequence(np.ones(len(mini_batch.samples)) if divisors is None else divisors[mini_batch.samples])
             passes.append(self.run(work, self._ship(plan.columns, mini_batch, weights, needs)))
-        return Future(lambda: [output for each in passes for output in each.result()])
+        return Future(lambda: [output for pass_ in passes for output in pass_.result()])
 
     def run(self, work: Pass, placed: Sequence[PlacedShard]) -> Future[list[RankOutput]]:
         """Run a pass over shards that were placed; one output per rank."""

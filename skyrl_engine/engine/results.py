@@ -51,7 +51,7 @@ def means_over(metrics: Mapping[str, Metric], mini_batches: int) -> dict[str, Me
 def counts_of(columns: SampleColumns, plan: BatchPlan) -> dict[str, Metric]:
     """Count what a pass worked on: samples, real tokens, loss-carrying tokens, and the share of the dense batch that was padding."""
     dense = plan.dense_tokens
-    samples = np.concatenate([np.zeros(0, dtype=np.int64), *(each.samples for each in plan.micro_batches)])
+    samples = np.concatenate([np.zeros(0, dtype=np.int64), *(batch.samples for batch in plan.micro_batches)])
     if len(samples) == len(columns):
         tokens, carrying = len(columns.input_ids), int(np.count_nonzero(columns.loss_weight))
     else:

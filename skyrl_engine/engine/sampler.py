@@ -96,9 +96,9 @@ class Sampler:
         self._awaited |= set(ids)
 
         def gathered() -> list[Completion]:
-            while any(each not in self._kept for each in ids):
+            while any(name not in self._kept for name in ids):
                 self._gather(PATIENCE_SECONDS)
-            return [self._kept.pop(each) for each in ids]
+            return [self._kept.pop(name) for name in ids]
 
         return Future(gathered)
 

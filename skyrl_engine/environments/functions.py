@@ -82,7 +82,7 @@ class FunctionEpisode:
 
     async def _score(self, action: Action) -> StepResult:
         rewards = self.environment.rewards
-        made = [await _await_value(each.score(action, self.task)) for each in rewards]
+        made = [await _await_value(reward.score(action, self.task)) for reward in rewards]
         if len(rewards) == 1 and isinstance(made[0], StepResult) and rewards[0].weight == 1.0:
             result: StepResult = made[0]
             return result

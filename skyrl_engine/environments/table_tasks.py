@@ -154,7 +154,7 @@ def _prompt(row: Row, column: str, given: Any) -> str | list[Message]:
 def _tools(row: Row, given: Any) -> list[Mapping[str, Any]]:
     """Return a row's own tools, which many datasets store as text."""
     tools = _parse_json(row, "tools", given) if isinstance(given, str) and given.strip() else given or []
-    if not isinstance(tools, list) or not all(isinstance(each, dict) and "function" in each for each in tools):
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) and "function" in tool for tool in tools):
         raise row.wrong(
             "tools", "a list of {type, function} objects is needed", "Store function schemas as chat templates take them"
         )

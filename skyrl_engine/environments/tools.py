@@ -74,7 +74,7 @@ def _schema(tool: str, parameter: str, hint: Any) -> dict[str, Any]:
         return {"type": _TYPES[hint]}
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (Union, UnionType):
-        kinds = [each for each in arguments if each is not NoneType]
+        kinds = [argument for argument in arguments if argument is not NoneType]
         if len(kinds) == 1:
             return _schema(tool, parameter, kinds[0])
     if origin is Literal:

@@ -65,7 +65,11 @@ def match_arguments(
     meaning is unknown, for a function without a mask, and for needs that it does not take.
     """
     name = getattr(function, "__name__", type(function).__name__)
-    parameters = {each.name: each for each in inspect.signature(function).parameters.values() if each.kind not in _VARIADIC}
+    parameters = {
+        parameter.name: parameter
+        for parameter in inspect.signature(function).parameters.values()
+        if parameter.kind not in _VARIADIC
+    }
     for unknown in meanings.keys() - parameters.keys():
         raise TypeError(f"{name} takes no argument {unknown!r}; it takes {', '.join(parameters)}")
     found: dict[str, list[str]] = {}

@@ -54,7 +54,7 @@ def masked_loss(
         raise TypeError(f"reduction must be one of {', '.join(_REDUCTIONS)}, is {reduction!r}")
     called = name or str(getattr(function, "__name__", type(function).__name__))
     schema: type[Any] | None = options_class(f"{called}_options", config) if isinstance(config, Mapping) else config
-    options = () if schema is None else [each.name for each in attrs.fields(schema)]
+    options = () if schema is None else [field.name for field in attrs.fields(schema)]
     matched = match_arguments(function, needs=needs, meanings=arguments or {}, options=options)
     for need in per_sequence:
         if need not in matched.needs:

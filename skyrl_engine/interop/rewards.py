@@ -83,7 +83,7 @@ def _of_trl(action: Action, task: Task) -> dict[str, Any]:
 def _select_accepted_arguments(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
     """Return those arguments that the function takes."""
     parameters = inspect.signature(function).parameters
-    if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return arguments
     return {name: value for name, value in arguments.items() if name in parameters}
 

@@ -98,7 +98,7 @@ def differentiable(total: Tensor, scores: Mapping[str, Tensor]) -> Tensor:
     """Return `total`, connected to the scores if it does not depend on them: other ranks wait in the collectives of backward."""
     if total.requires_grad:
         return total
-    return total + torch.stack([0.0 * each.nan_to_num(0.0, 0.0, 0.0).sum() for each in scores.values()]).sum()
+    return total + torch.stack([0.0 * score.nan_to_num(0.0, 0.0, 0.0).sum() for score in scores.values()]).sum()
 
 
 def gradient_not_finite(step: int, norm: float, rank: int, names: Sequence[str]) -> ModelError:

@@ -85,7 +85,7 @@ class BackendDifference:
 
     @property
     def agrees(self) -> bool:
-        relative = [self.loss, *(each.relative for each in self.parameters), *(each.relative for each in self.fields)]
+        relative = [self.loss, *(parameter.relative for parameter in self.parameters), *(field.relative for field in self.fields)]
         return not (self.only_a or self.only_b) and max(relative) <= self.tolerance
 
     @property
@@ -102,7 +102,7 @@ class BackendDifference:
     @property
     def forward_differs(self) -> bool:
         """True where a score of the model differs: every gradient then does, too."""
-        return any(each.relative > self.tolerance for each in self.fields if each.name in _SCORES)
+        return any(field.relative > self.tolerance for field in self.fields if field.name in _SCORES)
 
     @property
     def first_layer(self) -> str | None:
@@ -114,7 +114,7 @@ class BackendDifference:
         if self.depth is not None:
             return self.depth.layer
         for layer, parameters in reversed(self._layers()):
-            if any(each.relative > self.tolerance for each in parameters):
+            if any(parameter.relative > self.tolerance for parameter in parameters):
                 return layer
         return None
 
@@ -123,8 +123,8 @@ class BackendDifference:
         """One sentence: what cannot be compared, where the difference enters, or a common factor and what it is."""
         if self.agrees:
             return "the backends agree"
-        wrong = [each for each in self.parameters if each.relative > self.tolerance]
-        differing = [each.name for each in self.fields if each.relative > self.tolerance]
+        wrong = [parameter for parameter in self.parameters if parameter.relative > self.tolerance]
+        differing = [field.name for field in self.fields if field.relative > self.tolerance]
         agree = not differing and self.loss <= self.tolerance
         outputs = "outputs agree" if agree else f"the passes differ in {', '.join(differing) or 'the loss'}"
         if self.forward_differs:

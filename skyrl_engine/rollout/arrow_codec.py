@@ -123,16 +123,17 @@ def batch_of(group: Group) -> "tuple[pa.RecordBatch, int]":
 
     Raises ContractError for values that are not finite or not JSON.
     """
-    for each in group.trajectories:
-        _refuse_unfit(group, each)
+    for trajectory in group.trajectories:
+        _refuse_unfit(group, trajectory)
     numbers: dict[str, AnyArray] = {
-        name: np.array([getattr(each, name) for each in group.trajectories], dtype=dtype) for name, dtype in _NUMBERS.items()
+        name: np.array([getattr(trajectory, name) for trajectory in group.trajectories], dtype=dtype)
+        for name, dtype in _NUMBERS.items()
     }
-    pieces = {name: [_array(each, name) for each in group.trajectories] for name in _ARRAYS}
+    pieces = {name: [_array(trajectory, name) for trajectory in group.trajectories] for name in _ARRAYS}
     for row in list_further_columns():
-        present = [each.per_token(row) for each in group.trajectories]
+        present = [trajectory.per_token(row) for trajectory in group.trajectories]
         pieces[row.name] = [np.zeros(0, dtype=row.dtype) if values is None else values for values in present]
-    return _batch(numbers, pieces, [_document(group, each) for each in group.trajectories])
+    return _batch(numbers, pieces, [_document(group, trajectory) for trajectory in group.trajectories])
 
 
 def encode_learned(learned: Sequence[LearnedAttempt]) -> "tuple[pa.RecordBatch, int]":
@@ -221,7 +222,7 @@ def _plain(value: object) -> object:
 
 def _texts(documents: Sequence[str]) -> tuple[AnyArray, bytes]:
     """Return texts as what a checksum is made of: their lengths, int64, and all of them."""
-    encoded = [each.encode() for each in documents]
+    encoded = [document.encode() for document in documents]
     return np.array([len(each) for each in encoded], dtype=np.int64), b"".join(encoded)
 
 
@@ -239,8 +240,8 @@ def columns_of(batch: "pa.RecordBatch") -> list[AnyArray | bytes]:
 def checksum_of(values: Sequence[AnyArray | bytes]) -> int:
     """Return the CRC-32 over values in their order."""
     crc = 0
-    for each in values:
-        crc = zlib.crc32(each if isinstance(each, bytes) else np.ascontiguousarray(each).data, crc)
+    for value in values:
+        crc = zlib.crc32(value if isinstance(value, bytes) else np.ascontiguousarray(value).data, crc)
     return crc
 
 

@@ -135,8 +135,8 @@ class ChatRenderer:
         if not action.tool_calls:
             return {"role": "assistant", "content": action.text}
         calls = [
-            {"type": "function", "id": each.id, "function": {"name": each.name, "arguments": dict(each.arguments)}}
-            for each in action.tool_calls
+            {"type": "function", "id": call.id, "function": {"name": call.name, "arguments": dict(call.arguments)}}
+            for call in action.tool_calls
         ]
         return {"role": "assistant", "content": text_before_calls(action.text, self.family(tools)), "tool_calls": calls}
 
@@ -213,7 +213,7 @@ class ChatRenderer:
         readable = self._readable(observations, name)
         ways = [self._supported_modes(message["role"], tools) for message in readable]
         texts = (self._text_after([_QUESTION], readable, tools, calling=calling) for calling in ways[0])
-        text = next((each for each in texts if each is not None), None)
+        text = next((text for text in texts if text is not None), None)
         if text is None:
             roles = ", ".join(message["role"] for message in readable)
             raise DataError(

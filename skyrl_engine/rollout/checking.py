@@ -57,7 +57,7 @@ def read_listing(run: RunDirectory) -> Listing | None:
 
 
 def _of_runs(index: JournalIndex) -> Iterator[str]:
-    runs = {each.run for each in index.segments if each.run is not None}
+    runs = {segment.run for segment in index.segments if segment.run is not None}
     if len(runs) > 1:
         yield f"segments are of several runs: {', '.join(sorted(runs))}"
 
@@ -88,14 +88,14 @@ def _of_steps(index: JournalIndex, *, whole: bool) -> Iterator[str]:
 
 
 def _of_group(group: Group) -> Iterator[str]:
-    for each in group.trajectories:
-        sampled = int(each.sampled.sum()) if len(each.kinds) else 0
-        name = f"attempt {each.member}"
-        if each.segment_offsets[-1] != len(each.token_ids) or (np.diff(each.segment_offsets) < 0).any():
-            yield f"{name} has {len(each.token_ids)} tokens, and segments up to {each.segment_offsets[-1]}"
-        elif uneven := {row: count for row, count in _count_numbers(each).items() if count != sampled}:
+    for trajectory in group.trajectories:
+        sampled = int(trajectory.sampled.sum()) if len(trajectory.kinds) else 0
+        name = f"attempt {trajectory.member}"
+        if trajectory.segment_offsets[-1] != len(trajectory.token_ids) or (np.diff(trajectory.segment_offsets) < 0).any():
+            yield f"{name} has {len(trajectory.token_ids)} tokens, and segments up to {trajectory.segment_offsets[-1]}"
+        elif uneven := {row: count for row, count in _count_numbers(trajectory).items() if count != sampled}:
             yield f"{name} has {sampled} sampled tokens, and {', '.join(f'{count} {row}' for row, count in uneven.items())}"
-        elif (np.diff(each.versions.versions) < 0).any():
+        elif (np.diff(trajectory.versions.versions) < 0).any():
             yield f"{name} was sampled by weights that get older"
 
 

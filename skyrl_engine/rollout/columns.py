@@ -37,8 +37,8 @@ class Overlong:
 
 def length_penalties(attempts: Sequence[Trajectory], overlong: Overlong) -> npt.NDArray[np.float64]:
     """float64[N]: what attempts lose for their length, of sampled and observed tokens."""
-    prompts = [int(np.diff(each.segment_offsets)[each.kinds == SEGMENT_PROMPT].sum()) for each in attempts]
-    lengths = np.array([len(each.token_ids) for each in attempts], dtype=np.int64) - np.array(prompts, dtype=np.int64)
+    prompts = [int(np.diff(attempt.segment_offsets)[attempt.kinds == SEGMENT_PROMPT].sum()) for attempt in attempts]
+    lengths = np.array([len(attempt.token_ids) for attempt in attempts], dtype=np.int64) - np.array(prompts, dtype=np.int64)
     return overlong.compute_penalties(lengths)
 
 
@@ -62,10 +62,10 @@ def to_columns(
     """
     owners = [group for group in groups for _ in group.finished]
     attempts = [each for group in groups for each in group.finished]
-    tokens = _concatenate([each.token_ids for each in attempts], np.int32)
-    kinds = _concatenate([each.kinds for each in attempts], np.uint8)
-    lengths = _lengths([each.segment_offsets for each in attempts])
-    attempt = np.repeat(np.arange(len(attempts), dtype=np.int64), [len(each.kinds) for each in attempts])
+    tokens = _concatenate([attempt.token_ids for attempt in attempts], np.int32)
+    kinds = _concatenate([attempt.kinds for attempt in attempts], np.uint8)
+    lengths = _lengths([attempt.segment_offsets for attempt in attempts])
+    attempt = np.repeat(np.arange(len(attempts), dtype=np.int64), [len(attempt.kinds) for attempt in attempts])
 
     earned = _rewards(attempts, _sums(attempt, lengths * (kinds != SEGMENT_PROMPT), len(attempts)), truncated, overlong)
 
@@ -123,7 +123,7 @@ def to_columns(
 
 def list_common_columns(attempts: Sequence[Trajectory]) -> list[RolloutColumn]:
     """Return the rows of the table that every attempt has in which something was sampled."""
-    answered = [each for each in attempts if len(each.logprobs)]
+    answered = [attempt for attempt in attempts if len(attempt.logprobs)]
     return [
         row
         for row in rollout_columns.ROLLOUT_COLUMNS
@@ -154,9 +154,9 @@ def _rewards(
     attempts: Sequence[Trajectory], lengths: IntArray, truncated: Truncated, overlong: Overlong | None
 ) -> npt.NDArray[np.float64]:
     """float64: the rewards of all sampled tokens, shaped; `lengths` int64[attempts] count sampled and observed tokens."""
-    rewards = _concatenate([each.rewards for each in attempts], np.float64)
-    sampled = np.array([len(each.rewards) for each in attempts], dtype=np.int64)
-    more = np.array([each.unplaced_reward for each in attempts], dtype=np.float64)
+    rewards = _concatenate([attempt.rewards for attempt in attempts], np.float64)
+    sampled = np.array([len(attempt.rewards) for attempt in attempts], dtype=np.int64)
+    more = np.array([attempt.unplaced_reward for attempt in attempts], dtype=np.float64)
     if truncated == "zero_reward":
         cut_off = _cut_off(attempts)
         rewards[np.repeat(cut_off, sampled)] = 0
@@ -171,7 +171,7 @@ def _rewards(
 
 def _join_column(attempts: Sequence[Trajectory], row: RolloutColumn) -> npt.NDArray[Any]:
     """Return the numbers of a row, of all sampled tokens."""
-    present = [each.per_token(row) for each in attempts]
+    present = [attempt.per_token(row) for attempt in attempts]
     return _concatenate([values for values in present if values is not None], row.dtype)
 
 
@@ -186,12 +186,12 @@ def _places(sampled: IntArray, answers: npt.NDArray[np.bool_], lengths: IntArray
 def _lengths(offsets: Sequence[IntArray]) -> IntArray:
     """int64: the lengths of all segments, one attempt after the other."""
     joined = np.diff(_concatenate(offsets, np.int64))
-    between = offsets_of([len(each) for each in offsets])[1:-1] - 1
+    between = offsets_of([len(array) for array in offsets])[1:-1] - 1
     return np.delete(joined, between)
 
 
 def _cut_off(attempts: Sequence[Trajectory]) -> npt.NDArray[np.bool_]:
-    return np.array([each.status == "truncated" for each in attempts], dtype=np.bool_)
+    return np.array([attempt.status == "truncated" for attempt in attempts], dtype=np.bool_)
 
 
 def _sums(index: IntArray, values: IntArray, count: int = 0) -> IntArray:

@@ -169,7 +169,7 @@ class EpisodePool:
 
     def _end_late_calls(self) -> None:
         now, self._alarm = time.monotonic(), math.inf
-        for process in [each for each in self._processes if each.busy]:
+        for process in [process for process in self._processes if process.busy]:
             allowed = self._time_limit(process)
             if now - process.since > allowed:
                 self._on_lost_process(process, f"{TIMED_OUT} {allowed:g} s{process.place}")
@@ -201,7 +201,9 @@ class EpisodePool:
         """Return a process for an episode that none holds; None where it must wait."""
         now = time.monotonic()
         # one that closes an episode is free at once, unless that takes long
-        free = [each for each in self._processes if each.episode is None and not (each.unclosed and each.is_stuck(now))]
+        free = [
+            process for process in self._processes if process.episode is None and not (process.unclosed and process.is_stuck(now))
+        ]
         if free:
             return min(free, key=lambda process: (len(process.unclosed) > 0, len(process.held)))
         counted = sum(not process.is_stuck(now) for process in self._processes)

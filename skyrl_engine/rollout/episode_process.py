@@ -234,7 +234,7 @@ def _plain(result: StepResult) -> dict[str, Any]:
         "messages": [dict(message) for message in result.messages],
         "token_rewards": None if given is None else [float(each) for each in given],
         "columns": {
-            name: [float(each) for each in values] if isinstance(values, Sequence | np.ndarray) else float(values)
+            name: [float(value) for value in values] if isinstance(values, Sequence | np.ndarray) else float(values)
             for name, values in result.columns.items()
         },
         **{name: {str(key): float(value) for key, value in table[name].items()} for name in numbers},

@@ -49,11 +49,11 @@ _GROUP_KEYS: Final = ("ticket", "group_id", "task_key", "uid")
 
 def rows_of(group: Group, *, step: int | None = None, decode: Decode | None = None) -> Iterator[dict[str, Any]]:
     """Yield the rows of a group; `step` is the one that trained on it. Without `decode` the texts are None."""
-    for each in group.trajectories:
-        starts = [int(place) for place in np.flatnonzero(each.kinds == SEGMENT_PROMPT)]
-        sampled = np.concatenate([[0], np.cumsum(each.sampled)]).astype(np.int64)
-        for stretch, (first, end) in enumerate(pairwise([*(starts or [0]), len(each.kinds)])):
-            yield _row(group, each, stretch, (first, end), sampled, step, decode)
+    for trajectory in group.trajectories:
+        starts = [int(place) for place in np.flatnonzero(trajectory.kinds == SEGMENT_PROMPT)]
+        sampled = np.concatenate([[0], np.cumsum(trajectory.sampled)]).astype(np.int64)
+        for stretch, (first, end) in enumerate(pairwise([*(starts or [0]), len(trajectory.kinds)])):
+            yield _row(group, trajectory, stretch, (first, end), sampled, step, decode)
 
 
 def _row(
@@ -246,9 +246,9 @@ def _plain_attempt(row: Row, ticket: int, member: int) -> Trajectory:
         raise row.wrong("reward", f"a number is needed, not {reward!r:.80}", "Store what the attempt earned")
     logprobs = _plain_numbers(row, "logprobs", sampled)
     further = {
-        each.name: _plain_numbers(row, each.name, sampled)
-        for each in rollout_columns.list_further_columns()
-        if not _is_wide(row.values.get(each.name))
+        column.name: _plain_numbers(row, column.name, sampled)
+        for column in rollout_columns.list_further_columns()
+        if not _is_wide(row.values.get(column.name))
     }
     cut_off = row.values.get("truncated")
     if cut_off not in (None, False, True):
@@ -378,7 +378,7 @@ def _trajectory(rows: Sequence[Mapping[str, Any]]) -> Trajectory:
         raise ValueError(f"the stretches of an attempt are {given}")
     tokens = [np.asarray([operator.index(each) for each in (*row["prompt_ids"], *row["response_ids"])], np.int32) for row in rows]
     versions = joined("versions", np.int64)
-    further = [each for each in rollout_columns.list_further_columns() if all(row.get(each.name) is not None for row in rows)]
+    further = [column for column in rollout_columns.list_further_columns() if all(row.get(column.name) is not None for row in rows)]
     starts = np.flatnonzero(np.diff(versions, prepend=-1))
     last = rows[-1]
     made = Trajectory(
@@ -388,7 +388,7 @@ def _trajectory(rows: Sequence[Mapping[str, Any]]) -> Trajectory:
         kinds=joined("segment_kinds", np.uint8),
         segment_offsets=offsets_of(joined("segment_lengths", np.int64)),
         versions=VersionSpans(starts.astype(np.int32), versions[starts]),
-        **{each.name: joined(each.name, each.dtype) for each in rollout_columns.list_required_columns()},
+        **{column.name: joined(column.name, column.dtype) for column in rollout_columns.list_required_columns()},
         columns={each.name: joined(each.name, each.dtype) for each in further},
         unplaced_reward=float(last["unplaced_reward"]),
         status=last["status"],

@@ -175,9 +175,9 @@ def view_of(group: Group, *, staleness: int = 0) -> GroupView:
     view = GroupView(
         environment=group.environment,
         rewards=group.rewards,
-        success=np.array([bool(each.success) for each in attempts], dtype=np.bool_),
-        lengths=np.array([len(each.logprobs) for each in attempts], dtype=np.int64),
-        truncated=np.array([each.status == "truncated" for each in attempts], dtype=np.bool_),
+        success=np.array([bool(attempt.success) for attempt in attempts], dtype=np.bool_),
+        lengths=np.array([len(attempt.logprobs) for attempt in attempts], dtype=np.int64),
+        truncated=np.array([attempt.status == "truncated" for attempt in attempts], dtype=np.bool_),
         staleness=staleness,
     )
     # what one filter leaves, the next one sees

@@ -105,8 +105,8 @@ class Journal:
             "newest_version": newest_version(group),
             "dropped": group.dropped,
             "failed": failed,
-            "rewards": [each.reward for each in group.trajectories],
-            "statuses": [each.status for each in group.trajectories],
+            "rewards": [trajectory.reward for trajectory in group.trajectories],
+            "statuses": [trajectory.status for trajectory in group.trajectories],
         }
         self._write(*batch_of(group), header)
         self.poll()
@@ -322,5 +322,5 @@ def _refuse_other_run(index: JournalIndex, run: str) -> None:
 
 def newest_version(group: Group) -> int:
     """Return the newest version of the weights that sampled a token of the group; its start version where nothing was sampled."""
-    newest = [int(each.versions.versions[-1]) for each in group.trajectories if len(each.versions.versions)]
+    newest = [int(trajectory.versions.versions[-1]) for trajectory in group.trajectories if len(trajectory.versions.versions)]
     return max([group.start_version, *newest])

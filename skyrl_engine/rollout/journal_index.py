@@ -85,10 +85,10 @@ def read_index(folder: Path, listed: Listing | None = None) -> JournalIndex:
     due = {number_of(Path(name)): size for name, size in (listed or {}).items()}
     index = JournalIndex()
     index.segments, index.copies = _in_order(folder)
-    index.losses += [f"{each.name} is a copy of another segment, in the place of its own" for each in index.copies]
-    index.newest = max([0, *(each.number for each in index.segments), *map(number_of, segments_of(folder))])
-    known = [each.head.oldest for each in index.segments if each.head is not None]
-    index.oldest = max(known) if known else min([*(each.number for each in index.segments), *due], default=1)
+    index.losses += [f"{copy.name} is a copy of another segment, in the place of its own" for copy in index.copies]
+    index.newest = max([0, *(segment.number for segment in index.segments), *map(number_of, segments_of(folder))])
+    known = [segment.head.oldest for segment in index.segments if segment.head is not None]
+    index.oldest = max(known) if known else min([*(segment.number for segment in index.segments), *due], default=1)
     index.losses += _missing(index, due)
     before: int | None = None
     for segment in index.segments:
@@ -104,7 +104,7 @@ def read_index(folder: Path, listed: Listing | None = None) -> JournalIndex:
             index.add(Entry("resumed", {"version": segment.head.resumed}, segment.path))
         for entry in segment.entries:
             index.add(entry)
-        index.ends[segment.path] = max([0, *index.trained, *(each.header.get("newest_version", 0) for each in segment.entries)])
+        index.ends[segment.path] = max([0, *index.trained, *(entry.header.get("newest_version", 0) for entry in segment.entries)])
         before = segment.number
     if any(number > (before or 0) for number in due):
         index.groups = {}
@@ -137,7 +137,7 @@ def _accept_unwritten(segments: list[Segment]) -> Iterator[Segment]:
 
 def _missing(index: JournalIndex, due: Mapping[int, int]) -> Iterator[str]:
     """Yield what segments are not there, of those that were not too old to keep."""
-    there = {each.number for each in index.segments}
+    there = {segment.number for segment in index.segments}
     numbers = {*range(index.oldest, max(there, default=0)), *(number for number in due if number >= index.oldest)} - there
     if numbers and not there:
         yield f"all segments are gone ({len(numbers)} by the last checkpoint)"
@@ -162,7 +162,7 @@ def _losses_of(segment: Segment, due: int) -> Iterator[str]:
         yield f"{name} stands in the place of a damaged file: {segment.head.was_damaged}"
     elif segment.size < due:
         yield f"{name} has {segment.size:,} of the {due:,} bytes that the last checkpoint counts on"
-    yield from (str(each) for each in segment.damages)
+    yield from (str(damage) for damage in segment.damages)
     if segment.number != number_of(segment.path):
         yield f"{name} is segment {segment.number} by what it says: it was renamed"
 

@@ -259,9 +259,9 @@ def _check(attempt: Trajectory, name: str, limits: RecordingLimits) -> None:
 
 def _update(digest: Any, group: Group) -> None:
     digest.update(f"{group.environment} {group.task_key} {len(group.trajectories)}".encode())
-    for each in group.trajectories:
-        digest.update(f"{each.member} {each.status} {each.unplaced_reward!r}".encode())
-        of_table = (each.per_token(row) for row in rollout_columns.ROLLOUT_COLUMNS)
+    for trajectory in group.trajectories:
+        digest.update(f"{trajectory.member} {trajectory.status} {trajectory.unplaced_reward!r}".encode())
+        of_table = (trajectory.per_token(row) for row in rollout_columns.ROLLOUT_COLUMNS)
         present = (values for values in of_table if values is not None)
-        for values in (each.token_ids, each.kinds, np.asarray(each.segment_offsets), *present):
+        for values in (trajectory.token_ids, trajectory.kinds, np.asarray(trajectory.segment_offsets), *present):
             digest.update(np.ascontiguousarray(values).tobytes())

@@ -62,7 +62,7 @@ def _replace_damaged(segment: Segment, oldest: int, run: str) -> None:
     import pyarrow as pa
 
     kept = _keep_aside(segment.path)
-    damages = "; ".join(each.description for each in segment.damages)
+    damages = "; ".join(damage.description for damage in segment.damages)
     before = "" if segment.head is None or segment.head.was_damaged is None else f"{segment.head.was_damaged}; then "
     head = Head(
         segment.run or run,

@@ -163,7 +163,7 @@ class Segment:
     @property
     def whole_bytes(self) -> int:
         """Count the bytes before the first damage."""
-        return min((each.offset for each in self.damages), default=self.size)
+        return min((damage.offset for damage in self.damages), default=self.size)
 
 
 def segments_of(folder: Path) -> list[Path]:
@@ -219,7 +219,7 @@ def _read_whole(path: Path, content: bytes) -> Segment | None:
             place = file.tell()
     except failures():
         return None
-    numbers = [each.header.get("record") for each in entries]
+    numbers = [entry.header.get("record") for entry in entries]
     if head is not None and head.was_damaged is None and numbers != list(range(len(entries))):
         return None
     return Segment(

@@ -32,7 +32,7 @@ def decoder_of(run: RunDirectory) -> tuple[Decode | None, str]:
 
 
 def _text(tokenizer: Any, ids: Sequence[int]) -> str:
-    return str(tokenizer.decode([int(each) for each in ids], skip_special_tokens=False))
+    return str(tokenizer.decode([int(token_id) for token_id in ids], skip_special_tokens=False))
 
 
 def _places(run: RunDirectory) -> Iterator[ModelConfig]:

@@ -49,4 +49,4 @@ def _accelerators() -> list[dict[str, Any]]:
     if torch is None or not torch.cuda.is_available():
         return []
     properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-    return [{"name": each.name, "memory_bytes": each.total_memory, "cuda": torch.version.cuda} for each in properties]
+    return [{"name": value.name, "memory_bytes": value.total_memory, "cuda": torch.version.cuda} for value in properties]

@@ -154,7 +154,7 @@ def _fill_model_config(model: ModelConfig, checkpoint: Checkpoint, *, precision:
     filled = evolve(model, lora=lora, dtype=precision or model.dtype)
     if reads and lora is None:
         return filled
-    fields = {each.name: getattr(filled, each.name) for each in attrs.fields(ModelConfig)}
+    fields = {field.name: getattr(filled, field.name) for field in attrs.fields(ModelConfig)}
     return EmptyModelConfig(**fields, configuration=str(checkpoint.model))
 
 

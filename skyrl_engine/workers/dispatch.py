@@ -195,7 +195,7 @@ def merge_outputs(merger: BoundPlugin[Merger], outputs: Sequence[RankOutput], pl
             f"{label} returned {len(output.sample_ids)} samples where {len(plan.expected_ids)} were planned, or in another order",
             remedy="Return every planned sample exactly once, in the plan's order",
         )
-    if lost := {name for each in outputs for name in each.metrics} - output.metrics.keys():
+    if lost := {name for output in outputs for name in output.metrics} - output.metrics.keys():
         raise ContractError(f"{label} returned no metric {min(lost)!r}", remedy="Return every metric that a rank reports")
     return output
 

@@ -128,7 +128,7 @@ class WorkerGroup:
     def poll(self, timeout: float) -> list[Completion]:
         """Let every rank sample: a single one until something is finished, of several each for `timeout` seconds while it has work."""
         replies = self.ask(PollCompletions(timeout, eager=self.topology.dp == 1))
-        return [completion for each in replies for completion in each]
+        return [completion for reply in replies for completion in reply]
 
     def close(self) -> None:
         """End the ranks, with all sets of adapters; of a group of a set, this set alone. What is closed already stays so."""

@@ -44,7 +44,7 @@ def iterate_scored_tokens(
     They are slices of arrays that are computed for a window of micro-batches at once. `labels` names a column of token ids [A, 1] that are
     scored in the place of the samples' own.
     """
-    samples_of_batch = offsets_of([len(each.samples) for each in shard.micro_batches])[first : None if last is None else last + 1]
+    samples_of_batch = offsets_of([len(batch.samples) for batch in shard.micro_batches])[first : None if last is None else last + 1]
     actions_of_batch = shard.columns.action_offsets[samples_of_batch]
     begin, count = 0, len(samples_of_batch) - 1
     while begin < count:

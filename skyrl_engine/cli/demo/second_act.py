@@ -50,7 +50,7 @@ def prepare(directory: Path, training: Sequence[Exchange], held_out: Sequence[Ex
     choice = random.Random(_SEED)  # noqa: S311 - a reproducible draw, no secret
     write_exchanges(data / f"habits-{TRAIN_FILE}", [Exchange(each.question, choice.choice(habits(each))) for each in training])
     for name, exchanges in ((TRAIN_FILE, training), (HELD_OUT_FILE, held_out)):
-        rows = ({"key": habits(each)[1], "prompt": each.question, "answer": each.answer} for each in exchanges)
+        rows = ({"key": habits(exchange)[1], "prompt": exchange.question, "answer": exchange.answer} for exchange in exchanges)
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         (data / f"tasks-{name}").write_text(text, encoding="utf-8")
     pairs = ({"prompt": each.question, "chosen": each.answer, "rejected": habits(each)[1]} for each in training)

@@ -93,7 +93,7 @@ def _values(names: Names, details: Details, scaffold: Scaffold) -> dict[str, str
         "description": scaffold.description,
         "use_quoted": shlex.join(Template(word).substitute(name=names.plugin) for word in scaffold.use),
         "runtime": runtime or "\n[project.optional-dependencies]\n",
-        "tests": ", ".join(f'"{each}"' for each in tests),
+        "tests": ", ".join(f'"{test}"' for test in tests),
         "author": details.author,
         "author_quoted": details.author.replace("\\", "\\\\").replace('"', '\\"'),
         "license": details.license,

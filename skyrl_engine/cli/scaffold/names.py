@@ -77,7 +77,7 @@ def _find_name_conflicts(names: Names) -> "list[Problem]":
     if owner is not None:
         cause = f"{owner} already offers {KINDS[names.kind].with_article} called {names.plugin!r}"
         problems.append(Problem(names.plugin, cause, "Choose another name; users would have to write both in full"))
-    if any(normalise(each.metadata["Name"] or "") == names.distribution for each in metadata.distributions()):
+    if any(normalise(distribution.metadata["Name"] or "") == names.distribution for distribution in metadata.distributions()):
         cause = f"a distribution called {names.distribution!r} is installed"
         problems.append(Problem(names.distribution, cause, "Choose another with --distribution"))
     elif names.package in sys.stdlib_module_names or find_spec(names.package) is not None:

@@ -75,7 +75,7 @@ def _tables(written: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield name, written.get(name)
         elif attrs.has(section.schema):
             table = written.get(name)
-            keys = [each.name for each in attrs.fields(attrs.resolve_types(section.schema)) if names_code(each)]
+            keys = [field.name for field in attrs.fields(attrs.resolve_types(section.schema)) if names_code(field)]
             if keys:
                 yield name, {key: table.get(key) for key in keys} if isinstance(table, Mapping) else table
 

@@ -67,8 +67,8 @@ def inseparable(*ids: IntArray) -> IntArray:
     count = len(ids[0])
     labels = np.arange(count, dtype=np.int64)
     kinds = []
-    for each in ids:
-        values, inverse = np.unique(each, return_inverse=True)
+    for sample_ids in ids:
+        values, inverse = np.unique(sample_ids, return_inverse=True)
         if len(values) < count:
             kinds.append((len(values), inverse))
     while True:

@@ -184,7 +184,7 @@ class RankOutput:
         lengths = np.concatenate([part.action_lengths for part in filled])
         if order is None:
             scored, *values = (np.concatenate(each) for each in zip(*arrays, strict=True))
-            joined = offsets_of(np.concatenate([each[1:] - each[:-1] for each in offsets]))  # np.diff costs more
+            joined = offsets_of(np.concatenate([array[1:] - array[:-1] for array in offsets]))  # np.diff costs more
         else:
             ids, lengths = ids[order], lengths[order]
             (scored, *values), joined = join_segments(arrays, offsets, order)

@@ -141,13 +141,13 @@ class BatchPlan:
     def joined(self) -> MicroBatchPlan:
         """Every row of the plan as one micro-batch, in the order of `micro_batches` and as wide as the widest of them."""
         parts = list(self.micro_batches)
-        rows = [np.diff(each.row_offsets) for each in parts]
+        rows = [np.diff(part.row_offsets) for part in parts]
         return MicroBatchPlan(
             samples=_samples_of(parts),
             row_offsets=offsets_of(np.concatenate(rows) if rows else []),
-            width=max((each.width for each in parts), default=1),
-            action_width=max((each.action_width for each in parts), default=0),
-            alignment=max((each.alignment for each in parts), default=1),
+            width=max((part.width for part in parts), default=1),
+            action_width=max((part.action_width for part in parts), default=0),
+            alignment=max((part.alignment for part in parts), default=1),
         )
 
     @property

@@ -100,7 +100,7 @@ def join_segments(parts: Parts, offsets: Sequence[IntArray], order: IntArray) ->
     over all parts, end to end; each at most once, and those that do not occur are dropped. Values are read in their old order and written to
     their new place: a processor waits for what it reads, not for what it writes.
     """
-    lengths = np.concatenate([each[1:] - each[:-1] for each in offsets])  # np.diff costs more than the subtraction
+    lengths = np.concatenate([array[1:] - array[:-1] for array in offsets])  # np.diff costs more than the subtraction
     new = offsets_of(lengths[order])
     targets = np.full(len(lengths), -1, dtype=np.int64)
     targets[order] = new[:-1]
@@ -162,7 +162,7 @@ def _pieces(
     parts: Parts, lengths: IntArray, offsets: Sequence[IntArray], block: int
 ) -> Iterator[tuple[int, int, Iterator[AnyArray]]]:
     """Segments end to end over all parts, in blocks: the first, the one after the last, and each array's values of them."""
-    old, bounds = offsets_of(lengths), offsets_of([each[-1] for each in offsets]).tolist()
+    old, bounds = offsets_of(lengths), offsets_of([array[-1] for array in offsets]).tolist()
     for first, last in blocks(old, block):
         start, stop = int(old[first]), int(old[last])
         among = range(bisect_right(bounds, start) - 1, bisect_left(bounds, stop))

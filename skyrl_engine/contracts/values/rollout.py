@@ -140,11 +140,11 @@ class Group:
     @property
     def finished(self) -> tuple[Trajectory, ...]:
         """Return the attempts that did not fail."""
-        return tuple(each for each in self.trajectories if each.status != "failed")
+        return tuple(trajectory for trajectory in self.trajectories if trajectory.status != "failed")
 
     @property
     def rewards(self) -> npt.NDArray[np.float64]:
         """float64: the rewards of the attempts that did not fail; those that are a tie are the same number."""
         attempts = self.finished
-        totals = np.array([each.reward for each in attempts], dtype=np.float64)
-        return equalize_ties(totals, np.array([each.largest_reward for each in attempts], dtype=np.float64))
+        totals = np.array([attempt.reward for attempt in attempts], dtype=np.float64)
+        return equalize_ties(totals, np.array([attempt.largest_reward for attempt in attempts], dtype=np.float64))

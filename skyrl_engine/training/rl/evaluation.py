@@ -91,10 +91,12 @@ def _of(groups: Sequence[Group], prefix: str, seed: int) -> dict[str, float]:
     size = max((len(group.trajectories) for group in groups), default=0)
     if not size:
         return {}
-    rewards = np.array([[0.0 if each.status == "failed" else each.reward for each in group.trajectories] for group in groups])
-    right = [sum(bool(each.success) for each in group.trajectories) for group in groups]
-    failed = [each.status == "failed" for group in groups for each in group.trajectories]
-    lengths = [len(each.logprobs) for group in groups for each in group.trajectories]
+    rewards = np.array(
+        [[0.0 if trajectory.status == "failed" else trajectory.reward for trajectory in group.trajectories] for group in groups]
+    )
+    right = [sum(bool(trajectory.success) for trajectory in group.trajectories) for group in groups]
+    failed = [trajectory.status == "failed" for group in groups for trajectory in group.trajectories]
+    lengths = [len(trajectory.logprobs) for group in groups for trajectory in group.trajectories]
     metrics = {
         **_with_interval(f"{prefix}avg@{size}", rewards.mean(axis=1).tolist(), seed),
         f"{prefix}tokens_mean": float(np.mean(lengths)),

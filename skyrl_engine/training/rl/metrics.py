@@ -25,7 +25,7 @@ def rollout_metrics(
     those that are trained on: without what `overlong` takes off, and 0 for attempts that were cut off where `truncated` is "zero_reward".
     """
     attempts = [each for group in trained for each in group.finished]
-    everything = [each for group in finished for each in group.trajectories]
+    everything = [trajectory for group in finished for trajectory in group.trajectories]
     rewards = _shape_rewards(attempts, truncated, overlong)
     metrics = {**_rewards(rewards), **_lengths(attempts), **_successes(trained)}
     metrics["reward/all_mean"] = _mean(
@@ -51,7 +51,9 @@ def rollout_metrics(
 def _shape_rewards(attempts: Sequence[Trajectory], truncated: Truncated, overlong: Overlong | None) -> npt.NDArray[np.float64]:
     """float64[N]: the rewards of attempts as they are trained on."""
     zeroed = truncated == "zero_reward"
-    rewards = np.array([0.0 if zeroed and each.status == "truncated" else each.reward for each in attempts], dtype=np.float64)
+    rewards = np.array(
+        [0.0 if zeroed and attempt.status == "truncated" else attempt.reward for attempt in attempts], dtype=np.float64
+    )
     return rewards if overlong is None else rewards - length_penalties(attempts, overlong)
 
 
@@ -69,15 +71,15 @@ def _rewards(rewards: npt.NDArray[np.float64]) -> dict[str, float]:
 def _lengths(attempts: Sequence[Trajectory]) -> dict[str, float]:
     if not attempts:
         return {}
-    lengths = np.array([len(each.logprobs) for each in attempts], dtype=np.float64)
-    stops = Counter(stop for each in attempts for stop in each.stops)
+    lengths = np.array([len(attempt.logprobs) for attempt in attempts], dtype=np.float64)
+    stops = Counter(stop for attempt in attempts for stop in attempt.stops)
     turns = sum(stops.values())
     return {
         "rollout/tokens_mean": float(lengths.mean()),
         "rollout/tokens_max": float(lengths.max()),
-        "rollout/turns_mean": _mean(each.turns for each in attempts),
-        "rollout/truncated": _mean(float(each.status == "truncated") for each in attempts),
-        "rollout/tool_problems": _mean(float(each.tool_problems > 0) for each in attempts),
+        "rollout/turns_mean": _mean(attempt.turns for attempt in attempts),
+        "rollout/truncated": _mean(float(attempt.status == "truncated") for attempt in attempts),
+        "rollout/tool_problems": _mean(float(attempt.tool_problems > 0) for attempt in attempts),
         **{f"rollout/stopped_by/{stop}": count / turns for stop, count in sorted(stops.items())},
     }
 
@@ -100,15 +102,15 @@ def _successes(groups: Sequence[Group], prefix: str = "rollout/") -> dict[str, f
 
 def majorities(groups: Sequence[Sequence[Trajectory]]) -> list[float] | None:
     """Return for every group whether the answer that most of its attempts gave is right; None where no attempt says what it answers."""
-    if all(each.answer is None for attempts in groups for each in attempts):
+    if all(attempt.answer is None for attempts in groups for attempt in attempts):
         return None
-    return [majority([(each.answer, bool(each.success)) for each in attempts]) for attempts in groups]
+    return [majority([(attempt.answer, bool(attempt.success)) for attempt in attempts]) for attempts in groups]
 
 
 def _parts(attempts: Iterable[Trajectory]) -> dict[str, list[float]]:
     parts: dict[str, list[float]] = {}
-    for each in attempts:
-        for name, value in each.parts.items():
+    for attempt in attempts:
+        for name, value in attempt.parts.items():
             parts.setdefault(name, []).append(value)
     return parts
 

@@ -161,7 +161,7 @@ def _list_columns_of_rollouts(draft: RlDraft) -> frozenset[str]:
     """Return the further columns that every attempt of the run will have."""
     if isinstance(draft.rollouts, Recording):
         return draft.rollouts.columns
-    claimed = [frozenset(each.product.claims.columns) for each in draft.environments]
+    claimed = [frozenset(environment.product.claims.columns) for environment in draft.environments]
     rows = list_further_columns() if claimed else ()
     return frozenset(row.column for row in rows if all(row.name in names for names in claimed))
 
@@ -190,4 +190,4 @@ def _build_reward_model(draft: RlDraft) -> None:
 
 def _names(environments: Sequence[SelectedPlugin]) -> tuple[str, ...]:
     """Name environments after their plugins; of several of one plugin each has its number."""
-    return make_distinct([each.loaded.record.name for each in environments])
+    return make_distinct([environment.loaded.record.name for environment in environments])

@@ -95,7 +95,8 @@ class RewardModel:
             evolve(
                 group,
                 trajectories=tuple(
-                    each if each.status == "failed" else self._with(each, next(values)) for each in group.trajectories
+                    trajectory if trajectory.status == "failed" else self._with(trajectory, next(values))
+                    for trajectory in group.trajectories
                 ),
             )
             for group in groups
@@ -121,7 +122,7 @@ class RewardModel:
 
         Raises ModelError for a value that is not finite.
         """
-        texts = [read_at_end(self._text(each), self.pad_token_id) for each in attempts]
+        texts = [read_at_end(self._text(attempt), self.pad_token_id) for attempt in attempts]
         lengths = [len(text) for text in texts]
         columns = SampleColumns.create(
             input_ids=np.concatenate(texts),

@@ -107,7 +107,7 @@ def evaluate_model(
 
 def _check_some_finished(groups: Sequence[Group]) -> None:
     """Refuse attempts that all failed: their numbers would be those of a model that is always wrong, and say nothing about this one."""
-    ended = [each for group in groups for each in group.trajectories]
+    ended = [trajectory for group in groups for trajectory in group.trajectories]
     if any(each.status != "failed" for each in ended):
         return
     causes = Counter(each.cause for each in ended).most_common(_COMMON)

@@ -74,7 +74,7 @@ class TaskOrder:
     _orders: dict[tuple[int, int], np.ndarray] = field(factory=dict, init=False)
 
     def __attrs_post_init__(self) -> None:
-        self.tasks = [tasks_in(each, "train") for each in self.environments]
+        self.tasks = [tasks_in(environment, "train") for environment in self.environments]
         for environment, tasks in zip(self.environments, self.tasks, strict=True):
             refuse_no_task(environment, tasks, trains=self.trains)
         self._counts = [0] * len(self.environments)

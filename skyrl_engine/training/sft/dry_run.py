@@ -115,10 +115,10 @@ def _adapters(resolved: ResolvedConfig) -> str | None:
 
 def _shapes(plan: BatchPlan) -> tuple[MicroBatchShape, ...]:
     return tuple(
-        MicroBatchShape(rank, each.rows, each.width, len(each.samples))
+        MicroBatchShape(rank, batch.rows, batch.width, len(batch.samples))
         for mini_batch in plan.mini_batches
         for rank, micro_batches in enumerate(mini_batch.ranks)
-        for each in micro_batches
+        for batch in micro_batches
     )
 
 
