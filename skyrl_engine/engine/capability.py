@@ -71,10 +71,10 @@ def require_carried(name: str, collator: Collator, datasets: Sequence[SampleColu
     """Raises UnsupportedError where the data has images or expert routes that the collator does not declare to carry."""
     for capability in _collect_extras(datasets):
         if capability not in declared_extras(collator):
-            what = "images" if capability == "vision" else "expert routes"
+            content = "images" if capability == "vision" else "expert routes"
             raise UnsupportedError(
-                f"the data has {what}, which collator {name} does not carry (it does not declare {capability!r})",
-                remedy=f"Remove the {what} from the data, or choose another collator, such as padded",
+                f"the data has {content}, which collator {name} does not carry (it does not declare {capability!r})",
+                remedy=f"Remove the {content} from the data, or choose another collator, such as padded",
             )
 
 

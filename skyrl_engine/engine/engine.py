@@ -188,9 +188,9 @@ class Engine(SamplingVerbs):
             raise UnsupportedError(
                 f"there is no frozen model {model!r}", remedy="Add it first: engine.add_frozen(FrozenModel(name, model))"
             )
-        own = self._files.facts.model
+        trained_model = self._files.facts.model
         # a frozen model of None is the trained one with its adapters off
-        scored = own if model is None else self._frozen[model].model or own
+        scored = trained_model if model is None else self._frozen[model].model or trained_model
         refuse_scores(wanted, self.assembly, value_head=scored.value_head)
         with name_call_in_errors("score"):
             work = Pass("score", self.step, temperature=temperature, scores=wanted, tokens=tokens, model=model, labels=labels)
@@ -227,8 +227,8 @@ class Engine(SamplingVerbs):
             )
         self._gradient.refuse_incomplete()
         for part in self._gradient.parts:
-            for one in part.passes:
-                one.result()
+            for pass_ in part.passes:
+                pass_.result()
         return self._step_optimizer(settings)
 
     def train(
@@ -253,7 +253,7 @@ class Engine(SamplingVerbs):
         with name_call_in_errors("train"):
             work = self._learning_pass(per_token_outputs, temperature, bound, watch)
         columns = self._passes.columns_of(work)
-        shards: Iterable[list[PlacedShard]] = (self._passes.weigh_and_ship(plan, each, columns) for each in range(len(plan)))
+        shards: Iterable[list[PlacedShard]] = (self._passes.weigh_and_ship(plan, number, columns) for number in range(len(plan)))
         if staged:
             shards = list(shards)
         outputs: list[RankOutput] = []
@@ -261,15 +261,15 @@ class Engine(SamplingVerbs):
         for mini_batch, placed in enumerate(shards):
             # a failed pass leaves the gradient of a part on the ranks, which is refused until it is dropped
             self._gradient.parts.append(MiniBatchGradient(plan, mini_batch, placed))
-            own = self._passes.run(evolve(work, step=self.step + 1), placed).result()
-            refuse_not_finite(own, self.step + 1)
-            outputs += own
+            rank_outputs = self._passes.run(evolve(work, step=self.step + 1), placed).result()
+            refuse_not_finite(rank_outputs, self.step + 1)
+            outputs += rank_outputs
             applied.append(self._step_optimizer(self._schedule_settings()).result())
         output = self._passes.merge(outputs, plan.cut)
         count = len(plan)
         reported = {
-            "grad_norm": Metric.mean(sum(each.grad_norm for each in applied), count),
-            "learning_rate": Metric.mean(sum(each.learning_rate for each in applied), count),
+            "grad_norm": Metric.mean(sum(report.grad_norm for report in applied), count),
+            "learning_rate": Metric.mean(sum(report.learning_rate for report in applied), count),
         }
         metrics = {**means_over(output.metrics, count), **reported, **counts_of(plan.columns, plan.cut)}
         return PassResult(metrics, output, self._passes.spans.drain())

@@ -55,14 +55,14 @@ class FrozenModel:
             _require("reference_by_adapters", description, table)
             return cls(name, None)
         _require("second_model", description, table)
-        own = path is None
-        lora = trained.lora if own and not fresh else None
+        is_trained_model = path is None
+        lora = trained.lora if is_trained_model and not fresh else None
         return cls(
             name,
             evolve(
                 trained,
                 path=trained.path if path is None else path,
-                revision=trained.revision if own else revision,
+                revision=trained.revision if is_trained_model else revision,
                 lora=lora,
                 value_head=classifier,
                 classifier=classifier,
@@ -79,8 +79,8 @@ class FrozenModel:
 
 def _require(capability: str, description: BackendDescription, table: str) -> None:
     if capability not in description.capabilities:
-        what = "second model on its ranks" if capability == "second_model" else "score of the trained model without its adapters"
+        purpose = "second model on its ranks" if capability == "second_model" else "score of the trained model without its adapters"
         raise UnsupportedError(
-            f"a frozen model is asked for, and the backend does not declare {capability!r}: it has no {what}",
+            f"a frozen model is asked for, and the backend does not declare {capability!r}: it has no {purpose}",
             remedy=f"Remove what reads its scores, or choose a backend that has it, such as fsdp (table [{table}])",
         )

@@ -90,15 +90,15 @@ class ModelFiles:
         (directory / SOURCE_NAMES).write_text(json.dumps(self.source_names) + "\n", encoding="utf-8")
         model = self.facts.model
         for name in ("config.json", "generation_config.json"):
-            if (found := find_file(model, name)) is not None:
-                shutil.copyfile(found, directory / name)
+            if (file := find_file(model, name)) is not None:
+                shutil.copyfile(file, directory / name)
                 if model.trust_remote_code and name == "config.json":
-                    for code in sorted(Path(found).parent.glob("*.py")):
+                    for code in sorted(Path(file).parent.glob("*.py")):
                         shutil.copyfile(code, directory / code.name)
         if model.lora is not None and model.lora.path is not None:
-            found = find_file(ModelConfig(model.lora.path), "adapter_config.json")
-            assert found is not None, f"{model.lora.path} was loaded and has no adapter_config.json"
-            shutil.copyfile(found, directory / "adapter_config.json")
+            file = find_file(ModelConfig(model.lora.path), "adapter_config.json")
+            assert file is not None, f"{model.lora.path} was loaded and has no adapter_config.json"
+            shutil.copyfile(file, directory / "adapter_config.json")
         self._write_text_and_images(directory)
 
     def _write_text_and_images(self, directory: Path) -> None:

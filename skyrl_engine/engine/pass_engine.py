@@ -98,7 +98,7 @@ class PassEngine:
             divisors, total = np.where(sums == 0, 1.0, sums), float(np.count_nonzero(sums))
         needs = (*self.assembly.objective.columns, *labels_in(plan.columns, labels, tokens, self.vocabulary_size))
         outputs = self._passes.forward(plan, work, needs=needs, divisors=divisors)
-        return outputs.then(lambda each: self._passes.collect_evaluation(each, plan, total))
+        return outputs.then(lambda merged: self._passes.collect_evaluation(merged, plan, total))
 
     def forward_backward(
         self,
@@ -143,7 +143,9 @@ class PassEngine:
         current.done |= set(range(first, last))
         work = evolve(work, micro_batches=(first, last))
         outputs = self._passes.run(work, current.placed)
-        learned = outputs.then(lambda each: self._passes.collect_train(each, plan, plan.part(mini_batch, (first, last)), work.step))
+        learned = outputs.then(
+            lambda merged: self._passes.collect_train(merged, plan, plan.part(mini_batch, (first, last)), work.step)
+        )
         current.passes.append(learned)
         return learned
 

@@ -77,6 +77,6 @@ class SamplingVerbs(PassEngine):
         """
         self.group.refuse_ended()
         lora = None if adapter is None else LoraConfig(path=str(adapter))
-        own = self._files.facts.model
-        revision = own.revision if str(model) == own.path else None
-        self.sampler.load(evolve(own, path=str(model), revision=revision, lora=lora), target)
+        trained_model = self._files.facts.model
+        revision = trained_model.revision if str(model) == trained_model.path else None
+        self.sampler.load(evolve(trained_model, path=str(model), revision=revision, lora=lora), target)

@@ -47,13 +47,13 @@ def labels_in(columns: SampleColumns, labels: str | None, tokens: Selection, voc
         return ()
     values = columns.columns.get(labels)
     if values is None or values.dtype != np.int64 or values.shape[1:] != (1,):
-        found = (
+        matches = (
             "there is no such column"
             if values is None
             else f"the column is {values.dtype}[A{''.join(f', {k}' for k in values.shape[1:])}]"
         )
         raise DataError(
-            f"labels = {labels!r} names no column of one token id per token: {found}",
+            f"labels = {labels!r} names no column of one token id per token: {matches}",
             remedy="Give a column int64[A, 1] of token ids",
         )
     ids = values[:, 0]

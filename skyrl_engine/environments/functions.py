@@ -82,13 +82,15 @@ class FunctionEpisode:
 
     async def _score(self, action: Action) -> StepResult:
         rewards = self.environment.rewards
-        made = [await _await_value(reward.score(action, self.task)) for reward in rewards]
-        if len(rewards) == 1 and isinstance(made[0], StepResult) and rewards[0].weight == 1.0:
-            result: StepResult = made[0]
+        values = [await _await_value(reward.score(action, self.task)) for reward in rewards]
+        if len(rewards) == 1 and isinstance(values[0], StepResult) and rewards[0].weight == 1.0:
+            result: StepResult = values[0]
             return result
         # None is TRL's word for a reward that does not apply to a task
-        given = [(each, value) for each, value in zip(rewards, made, strict=True) if value is not None or len(rewards) == 1]
-        parts = {each.name: each.weight * number_of(each.name, value) for each, value in given}
+        rewarded = [
+            (reward, value) for reward, value in zip(rewards, values, strict=True) if value is not None or len(rewards) == 1
+        ]
+        parts = {reward.name: reward.weight * number_of(reward.name, value) for reward, value in rewarded}
         return StepResult(sum(parts.values(), start=0.0), parts=parts if len(rewards) > 1 else {})
 
 
@@ -99,13 +101,13 @@ async def _await_value(value: Any) -> Any:
 def number_of(name: str, value: Any) -> float:
     """Return what a reward function returned as a number. Raises ContractError for what is none, or not finite."""
     # NumPy's numbers, and arrays and tensors of one
-    made = value.item() if hasattr(value, "item") and math.prod(getattr(value, "shape", ())) == 1 else value
-    if not isinstance(made, int | float) or not math.isfinite(made):
+    number = value.item() if hasattr(value, "item") and math.prod(getattr(value, "shape", ())) == 1 else value
+    if not isinstance(number, int | float) or not math.isfinite(number):
         raise ContractError(
             f"the reward {name} returned {value!r:.80}",
             remedy="Return a finite number for every text, also for wrong ones (or a StepResult, from a function that is alone)",
         )
-    return float(made)
+    return float(number)
 
 
 @define(eq=False)
@@ -158,8 +160,10 @@ def reward(
         names: Mapping[str, Any] = inspect.signature(function).parameters
         due = ("texts", "tasks") if batch else ("text", "task")
         if tuple(names)[:2] != due or set(names) - {*due, "config"}:
-            which, first = "a reward with batch=True" if batch else "a reward", ", ".join(due)
-            raise TypeError(f"{function.__name__} takes ({', '.join(names)}), and {which} takes ({first}) or ({first}, config)")
+            description, first = "a reward with batch=True" if batch else "a reward", ", ".join(due)
+            raise TypeError(
+                f"{function.__name__} takes ({', '.join(names)}), and {description} takes ({first}) or ({first}, config)"
+            )
         return RewardPlugin(function, config, pass_threshold, batch)
 
     return decorate

@@ -29,24 +29,24 @@ def function_of(reference: str, noun: str = "function") -> Callable[..., Any]:
         raise
     except (Exception, SystemExit) as error:
         raise DataError(f"{place} cannot be imported: {type(error).__name__}: {error}", remedy="Correct the file") from error
-    found = getattr(module, name, None)
-    if isinstance(found, FunctionPlugin):
+    target = getattr(module, name, None)
+    if isinstance(target, FunctionPlugin):
         # decorated with @reward, it is a plugin as well; what is asked for here is the function
-        found = found.function
-        config = inspect.signature(found).parameters.get("config")
+        target = target.function
+        config = inspect.signature(target).parameters.get("config")
         if config is not None and config.default is config.empty:
             raise DataError(
                 f"the reward {name} of {place} has options of its own, which it gets only as an environment",
                 remedy=f'Choose it as one: --env {reference}, or [[environments]] with use = "{reference}"',
             )
-    if not callable(found):
+    if not callable(target):
         suits = inspect.isclass if noun == "class" else inspect.isfunction
-        others = [each for each, value in vars(module).items() if suits(value) and value.__module__ == module.__name__]
+        candidates = [name for name, value in vars(module).items() if suits(value) and value.__module__ == module.__name__]
         raise DataError(
-            f"{place} has no {noun} {name!r}", remedy=f"It has {', '.join(sorted(others)) or f'no {noun}'}; correct the name"
+            f"{place} has no {noun} {name!r}", remedy=f"It has {', '.join(sorted(candidates)) or f'no {noun}'}; correct the name"
         )
-    made: Callable[..., Any] = found
-    return made
+    factory: Callable[..., Any] = target
+    return factory
 
 
 def content_of(reference: str) -> str:

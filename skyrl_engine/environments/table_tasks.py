@@ -112,9 +112,9 @@ class TableTasks:
                 raise DataError(
                     f"{row.name} has images, and tasks with images are not supported yet", remedy="Remove the column, or such rows"
                 )
-        given = [name for name in ("prompt", "messages") if values.get(name) not in (None, "", [])]
-        if len(given) != 1:
-            if given:
+        prompt_columns = [name for name in ("prompt", "messages") if values.get(name) not in (None, "", [])]
+        if len(prompt_columns) != 1:
+            if prompt_columns:
                 raise DataError(f"{row.name} has both prompt and messages", remedy="Give every row one of them")
             text = next((name for name, value in values.items() if isinstance(value, str) and value.strip()), "question")
             raise ColumnError(
@@ -122,38 +122,38 @@ class TableTasks:
                 remedy=f"Give every row one of them, or say which column is the prompt, for instance {_NAMES_KEY}.prompt={text}",
                 key=_NAMES_KEY,
             )
-        prompt = values.pop(given[0])
+        prompt = values.pop(prompt_columns[0])
         key = next((str(values[name]) for name in ("key", "id") if values.get(name) is not None), str(row.number))
         if self.split == "eval" and self.options.eval_data is not None:
             key = f"eval/{key}"
         tools = _tools(row, values.pop("tools", None)) or self.tools
-        return Task(key, self.options.messages(_prompt(row, given[0], prompt)), data=values, tools=tuple(tools))
+        return Task(key, self.options.messages(_prompt(row, prompt_columns[0], prompt)), data=values, tools=tuple(tools))
 
 
-def _prompt(row: Row, column: str, given: Any) -> str | list[Message]:
-    if isinstance(given, str) and given.lstrip().startswith("[") and column == "messages":
-        given = _parse_json(row, column, given)
-    if isinstance(given, str):
-        return given
+def _prompt(row: Row, column: str, value: Any) -> str | list[Message]:
+    if isinstance(value, str) and value.lstrip().startswith("[") and column == "messages":
+        value = _parse_json(row, column, value)
+    if isinstance(value, str):
+        return value
     if (
-        not isinstance(given, list)
-        or not given
-        or not all(isinstance(each, dict) and "role" in each and "content" in each for each in given)
+        not isinstance(value, list)
+        or not value
+        or not all(isinstance(message, dict) and "role" in message and "content" in message for message in value)
     ):
         raise row.wrong(column, "a text or a list of {role, content} objects is needed", "Store one of them")
-    unknown = next((each["role"] for each in given if each["role"] not in _ROLES), None)
+    unknown = next((message["role"] for message in value if message["role"] not in _ROLES), None)
     if unknown is not None:
         raise row.wrong(column, f"a message has the role {unknown!r}", f"Give it one of {', '.join(_ROLES)}")
-    if given[-1]["role"] == "assistant":
+    if value[-1]["role"] == "assistant":
         raise row.wrong(column, "its last message is the assistant's, and the model is to speak next", "Remove that message")
-    if any(not isinstance(each["content"], str) for each in given):
+    if any(not isinstance(message["content"], str) for message in value):
         raise row.wrong(column, "a message's content is not a text; images are not supported in tasks yet", "Store text")
-    return given
+    return value
 
 
-def _tools(row: Row, given: Any) -> list[Mapping[str, Any]]:
+def _tools(row: Row, value: Any) -> list[Mapping[str, Any]]:
     """Return a row's own tools, which many datasets store as text."""
-    tools = _parse_json(row, "tools", given) if isinstance(given, str) and given.strip() else given or []
+    tools = _parse_json(row, "tools", value) if isinstance(value, str) and value.strip() else value or []
     if not isinstance(tools, list) or not all(isinstance(tool, dict) and "function" in tool for tool in tools):
         raise row.wrong(
             "tools", "a list of {type, function} objects is needed", "Store function schemas as chat templates take them"

@@ -139,8 +139,8 @@ def batch_of(group: Group) -> "tuple[pa.RecordBatch, int]":
 def encode_learned(learned: Sequence[LearnedAttempt]) -> "tuple[pa.RecordBatch, int]":
     """Return what a step learned as a record batch, and the checksum of its values."""
     numbers: dict[str, AnyArray] = {name: np.zeros(len(learned), dtype=dtype) for name, dtype in _NUMBERS.items()}
-    numbers["member"] = np.array([each.member for each in learned], dtype=np.int64)
-    pieces = {name: [getattr(each, name) for each in learned] for name in _LEARNED}
+    numbers["member"] = np.array([attempt.member for attempt in learned], dtype=np.int64)
+    pieces = {name: [getattr(attempt, name) for attempt in learned] for name in _LEARNED}
     return _batch(numbers, pieces, [""] * len(learned))
 
 
@@ -153,9 +153,9 @@ def _batch(
     ragged: dict[str, tuple[AnyArray, npt.NDArray[np.int32]]] = {}
     further = {row.name: row.dtype for row in list_further_columns()}
     for name, dtype in {**_ARRAYS, **_LEARNED, **further}.items():
-        own = pieces.get(name, [np.zeros(0, dtype=dtype)] * len(documents))
-        offsets = offsets_of([len(piece) for piece in own]).astype(np.int32)
-        ragged[name] = np.concatenate(own) if own else np.zeros(0, dtype=dtype), offsets
+        column_pieces = pieces.get(name, [np.zeros(0, dtype=dtype)] * len(documents))
+        offsets = offsets_of([len(piece) for piece in column_pieces]).astype(np.int32)
+        ragged[name] = np.concatenate(column_pieces) if column_pieces else np.zeros(0, dtype=dtype), offsets
     arrays = [arrow_arrays.numbers(values) for values in numbers.values()]
     for values, offsets in ragged.values():
         arrays.append(pa.ListArray.from_arrays(arrow_arrays.numbers(offsets), arrow_arrays.numbers(values)))
@@ -163,7 +163,7 @@ def _batch(
     batch = pa.RecordBatch.from_arrays(arrays, schema=schema())
     crc = 0
     if documents:
-        crc = checksum_of([*numbers.values(), *(each for pair in ragged.values() for each in pair), *_texts(documents)])
+        crc = checksum_of([*numbers.values(), *(array for pair in ragged.values() for array in pair), *_texts(documents)])
     return batch, crc
 
 
@@ -223,18 +223,18 @@ def _plain(value: object) -> object:
 def _texts(documents: Sequence[str]) -> tuple[AnyArray, bytes]:
     """Return texts as what a checksum is made of: their lengths, int64, and all of them."""
     encoded = [document.encode() for document in documents]
-    return np.array([len(each) for each in encoded], dtype=np.int64), b"".join(encoded)
+    return np.array([len(text) for text in encoded], dtype=np.int64), b"".join(encoded)
 
 
 def columns_of(batch: "pa.RecordBatch") -> list[AnyArray | bytes]:
     """Return the values of a batch as they were when it was made; those of format 2 without the lengths of documents."""
-    found: list[AnyArray | bytes] = [batch.column(name).to_numpy() for name in _NUMBERS]
+    columns: list[AnyArray | bytes] = [batch.column(name).to_numpy() for name in _NUMBERS]
     further = [row.name for row in list_further_columns() if row.name in batch.schema.names]
     for name in (*_ARRAYS, *_LEARNED, *further):
         column = batch.column(name)
-        found += [column.values.to_numpy(), column.offsets.to_numpy()]
+        columns += [column.values.to_numpy(), column.offsets.to_numpy()]
     lengths, texts = _texts(batch.column("document").to_pylist())
-    return [*found, texts] if batch.schema.equals(schema_of_format_2()) else [*found, lengths, texts]
+    return [*columns, texts] if batch.schema.equals(schema_of_format_2()) else [*columns, lengths, texts]
 
 
 def checksum_of(values: Sequence[AnyArray | bytes]) -> int:
@@ -270,7 +270,7 @@ def decode_learned(batch: "pa.RecordBatch", header: Mapping[str, Any]) -> list[L
     """Return what a step learned; `header` says how many attempts of each ticket there are."""
     tickets = np.repeat(np.array(header["tickets"], dtype=np.int64), header["attempts"]).tolist()
     columns = [_pieces(batch, name, dtype) for name, dtype in _LEARNED.items()]
-    return [LearnedAttempt(*each) for each in zip(tickets, batch.column("member").to_pylist(), *columns, strict=True)]
+    return [LearnedAttempt(*fields) for fields in zip(tickets, batch.column("member").to_pylist(), *columns, strict=True)]
 
 
 def _pieces(batch: "pa.RecordBatch", name: str, dtype: type[np.generic]) -> list[AnyArray]:

@@ -113,8 +113,8 @@ class ChatRenderer:
     def closing(self) -> tuple[int, Ids] | None:
         """Return the special token with which the template ends a dialogue's last turn, and int32 what it writes behind; None without one."""
         mark = _mark("")
-        said = {"role": "assistant", "content": mark}
-        text = self._attempt([_QUESTION, said], ()) if self.tokenizer.chat_template and not self.raw else None
+        reply = {"role": "assistant", "content": mark}
+        text = self._attempt([_QUESTION, reply], ()) if self.tokenizer.chat_template and not self.raw else None
         if text is None or text.count(mark) != 1:
             return None
         suffix = text.partition(mark)[2]
@@ -236,15 +236,15 @@ class ChatRenderer:
         """Return what the template writes behind a turn that calls tools: its end, found in the rendering without answers, and the answers."""
         mark = _mark("")
         calls, answers = _calls(observations)
-        said = self._attempt([*history, {"role": "assistant", "content": mark}], tools)
+        reply = self._attempt([*history, {"role": "assistant", "content": mark}], tools)
         called = self._attempt([*history, calls], tools)
         whole = self._attempt([*history, calls, *answers], tools, generation_prompt=True)
-        if said is None or called is None or whole is None or said.count(mark) != 1 or not whole.startswith(called):
+        if reply is None or called is None or whole is None or reply.count(mark) != 1 or not whole.startswith(called):
             return None
-        ending = said.partition(mark)[2]
+        ending = reply.partition(mark)[2]
         if not called.endswith(ending):
             # calls end with a token of their own
-            last = next((found for found in self._special.finditer(called) if not called[found.end() :].strip()), None)
+            last = next((match for match in self._special.finditer(called) if not called[match.end() :].strip()), None)
             if last is None:
                 return None
             ending = called[last.start() :]
@@ -254,9 +254,9 @@ class ChatRenderer:
         """int32[P]: the tokens of a prompt that is one text, after a system message if there is one."""
         *before, last = self._readable(messages, name)
         if tools or last["role"] != "user" or [message["role"] for message in before] not in ([], ["system"]):
-            what = "tools" if tools else "messages"
+            refused_part = "tools" if tools else "messages"
             raise UnsupportedError(
-                f"{name} has {what}, which a chat template writes, and there is none: prompts stand as they are",
+                f"{name} has {refused_part}, which a chat template writes, and there is none: prompts stand as they are",
                 remedy=_WITH_TEMPLATE,
             )
         prompt = Prompt("prompt", last["content"], system=before[0]["content"] if before else None)
@@ -297,13 +297,13 @@ class ChatRenderer:
         return re.compile("|".join(longest_first) if longest_first else r"(?!)")
 
     def _special_ids(self, text: str) -> list[int]:
-        ids: list[int] = [self.tokenizer.convert_tokens_to_ids(found) for found in self._special.findall(text)]
+        ids: list[int] = [self.tokenizer.convert_tokens_to_ids(token) for token in self._special.findall(text)]
         return ids
 
     def _ending(self, suffix: str) -> int | None:
         """Return the special token with which a suffix begins, white space aside."""
-        found = self._special.match(suffix, len(suffix) - len(suffix.lstrip()))
-        return None if found is None else int(self.tokenizer.convert_tokens_to_ids(found.group()))
+        match = self._special.match(suffix, len(suffix) - len(suffix.lstrip()))
+        return None if match is None else int(self.tokenizer.convert_tokens_to_ids(match.group()))
 
     # proofs
 
@@ -388,12 +388,12 @@ class ChatRenderer:
             return self._cannot(f"leaves out what a message of role {role!r} says behind a turn of the assistant", _ROUNDS)
         accepted = 0
         for history in longer:
-            found = self._text_after(history, [observation], tools, calling=calling)
-            accepted += found is not None
-            if found is not None and found != wanted:
+            suffix = self._text_after(history, [observation], tools, calling=calling)
+            accepted += suffix is not None
+            if suffix is not None and suffix != wanted:
                 return self._cannot(
-                    f"writes {found!r} behind the assistant's turn after {len(history)} messages and {wanted!r} after {len(short)}, so that no "
-                    "observation can be put behind sampled tokens"
+                    f"writes {suffix!r} after the assistant's turn with {len(history)} messages and {wanted!r} with {len(short)}, so no "
+                    "observation can be put after sampled tokens"
                 )
         if not accepted:
             return self._cannot("refuses a second round of messages", _ROUNDS)
@@ -428,8 +428,8 @@ class ChatRenderer:
 
     def _warn_of_thoughts(self, tools: Tools) -> Iterator[str]:
         thought = _mark("")
-        said = {"role": "assistant", "content": f"<think>\n{thought}\n</think>\n\nan answer"}
-        text = self._attempt([_QUESTION, said, _QUESTION], tools, generation_prompt=True)
+        reply = {"role": "assistant", "content": f"<think>\n{thought}\n</think>\n\nan answer"}
+        text = self._attempt([_QUESTION, reply, _QUESTION], tools, generation_prompt=True)
         if text is not None and thought not in text:
             yield (
                 f'{self.name} removes what an assistant thought in earlier turns; the model still sees it, since rl.history is "append". '
@@ -446,9 +446,9 @@ class _Messages(Row):
         return self.where
 
 
-def _mark(beside: str) -> str:
-    """Return a word that stands nowhere in `beside`."""
-    return next(mark for number in range(1000) if (mark := f"qZturn{number}Zq") not in beside)
+def _mark(text: str) -> str:
+    """Return a word that stands nowhere in `text`."""
+    return next(mark for number in range(1000) if (mark := f"qZturn{number}Zq") not in text)
 
 
 def _observation(role: str) -> Message:
@@ -474,13 +474,19 @@ def _calls(observations: Sequence[Message]) -> tuple[Message, list[Message]]:
         if not calling:
             answers.append(message)
             continue
-        own = {
+        template_options = {
             "tool_call_id": f"call{number + 1:05d}",
             "name": "tool",
             **{key: value for key, value in message.items() if value is not None},
         }
-        calls.append({"type": "function", "id": own["tool_call_id"], "function": {"name": own["name"], "arguments": {}}})
-        answers.append(own)
+        calls.append(
+            {
+                "type": "function",
+                "id": template_options["tool_call_id"],
+                "function": {"name": template_options["name"], "arguments": {}},
+            }
+        )
+        answers.append(template_options)
     return {"role": "assistant", "content": "", "tool_calls": calls}, answers
 
 

@@ -42,7 +42,7 @@ def check_journal(folder: Path, listed: Listing | None = None) -> CheckReport:
             wrong.append(error.cause)
             continue
         attempts += len(group.trajectories)
-        wrong += [f"group {ticket}: {each}" for each in _of_group(group)]
+        wrong += [f"group {ticket}: {cause}" for cause in _of_group(group)]
     return CheckReport(len(index.groups), attempts, len(index.trained), tuple(wrong), tuple(torn))
 
 

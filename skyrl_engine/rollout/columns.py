@@ -61,7 +61,7 @@ def to_columns(
     "mask" takes the loss of attempts that were cut off, "zero_reward" their rewards.
     """
     owners = [group for group in groups for _ in group.finished]
-    attempts = [each for group in groups for each in group.finished]
+    attempts = [attempt for group in groups for attempt in group.finished]
     tokens = _concatenate([attempt.token_ids for attempt in attempts], np.int32)
     kinds = _concatenate([attempt.kinds for attempt in attempts], np.uint8)
     lengths = _lengths([attempt.segment_offsets for attempt in attempts])
@@ -76,12 +76,12 @@ def to_columns(
         tokens = tokens[np.repeat(kept, lengths)]
         kinds, lengths, attempt, stretch = kinds[kept], lengths[kept], attempt[kept], stretch[kept]
     begins = kinds == SEGMENT_PROMPT
-    behind = ~begins
+    is_response = ~begins
     attempt_of_sample = attempt[begins]
     stretch = np.cumsum(begins) - 1
-    actions = _sums(stretch, lengths * behind)
+    actions = _sums(stretch, lengths * is_response)
 
-    answers, answer_lengths = kinds[behind] == SEGMENT_SAMPLED, lengths[behind]
+    answers, answer_lengths = kinds[is_response] == SEGMENT_SAMPLED, lengths[is_response]
     scored = np.repeat(answers, answer_lengths)
     columns: dict[str, npt.NDArray[Any]] = {}
     for row in list_common_columns(attempts):
@@ -127,7 +127,7 @@ def list_common_columns(attempts: Sequence[Trajectory]) -> list[RolloutColumn]:
     return [
         row
         for row in rollout_columns.ROLLOUT_COLUMNS
-        if row.in_every_attempt or (answered and all(each.per_token(row) is not None for each in answered))
+        if row.in_every_attempt or (answered and all(attempt.per_token(row) is not None for attempt in answered))
     ]
 
 
@@ -141,7 +141,7 @@ def collect_learned(
     scored = columns.loss_weight != 0
     before = np.concatenate([[0], np.cumsum(scored)])[columns.action_offsets]
     advantages, logprobs = advantages[scored], logprobs[scored]
-    attempts = [(group.ticket, each) for group in groups for each in group.finished]
+    attempts = [(group.ticket, attempt) for group in groups for attempt in group.finished]
     places = pairwise(offsets_of(_sums(columns.trajectory_ids, np.diff(before), len(attempts))))
     learned = []
     for (ticket, attempt), (start, end) in zip(attempts, places, strict=True):

@@ -91,21 +91,21 @@ class EpisodePool:
     def open(self, episode: int, environment: int, task: Task, seed: int) -> None:
         """Start an episode; `poll` brings its first messages."""
         opening = {"do": "open", "environment": environment, "task": attrs.asdict(task), "seed": seed}
-        made = HostedEpisode(episode, environment, f"environment {self._names[environment]}, task {task.key!r}", opening)
-        self._episodes[episode] = made
-        self._ask(made)
+        hosted = HostedEpisode(episode, environment, f"environment {self._names[environment]}, task {task.key!r}", opening)
+        self._episodes[episode] = hosted
+        self._ask(hosted)
 
     def step(self, episode: int, action: Action) -> None:
         """Give an episode a turn; `poll` brings its answer."""
-        made = self._episodes[episode]
-        made.actions.append({"do": "step", "action": attrs.asdict(action)})
-        self._ask(made)
+        hosted = self._episodes[episode]
+        hosted.actions.append({"do": "step", "action": attrs.asdict(action)})
+        self._ask(hosted)
 
     def close(self, episode: int) -> None:
         """Forget an episode, which frees what it holds."""
-        made = self._episodes.pop(episode, None)
-        if made is not None:
-            self._leave(made)
+        hosted = self._episodes.pop(episode, None)
+        if hosted is not None:
+            self._leave(hosted)
 
     def poll(self, timeout: float) -> list[EpisodeReply]:
         """Return answers that are there, or that come within `timeout` seconds; several calls wait for several answers."""
@@ -191,7 +191,7 @@ class EpisodePool:
                 self._send(free, self._waiting.popleft())
             else:
                 self._short = True
-        for process in [each for each in self._to_tell if each.episode is None]:
+        for process in [process for process in self._to_tell if process.episode is None]:
             self._to_tell.discard(process)
             process.tell_closed()
             self._alarm = min(self._alarm, process.since + self._time_limit(process))
@@ -278,17 +278,17 @@ class EpisodePool:
     def _on_answer(self, episode: HostedEpisode, answer: dict[str, Any]) -> None:
         if not self._is_open(episode):
             return
-        told = {key: value for key, value in answer.items() if key in ("messages", "result", "failure")}
-        if "failure" in told:
-            cause = f", {episode.turn}: {told['failure']}"
+        reply = {key: value for key, value in answer.items() if key in ("messages", "result", "failure")}
+        if "failure" in reply:
+            cause = f", {episode.turn}: {reply['failure']}"
             if "traceback" in answer:
                 # where it is raised stands in the cause; the run's log has the whole way there
                 logger.info("%s%s\n%s", episode.label, cause, answer["traceback"])
             self._on_failure(episode, cause)
             return
         if episode.rebuilt == len(episode.answers):
-            episode.answers.append(told)
-        elif told != episode.answers[episode.rebuilt]:
+            episode.answers.append(reply)
+        elif reply != episode.answers[episode.rebuilt]:
             self._over(episode, ": answers otherwise when it is played again with the same seed and turns")
             return
         episode.rebuilt += 1
@@ -296,18 +296,18 @@ class EpisodePool:
             assert episode.process is not None, "what answered holds the episode"
             episode.process.waiting.appendleft(episode)
         else:
-            self._on_reply(episode, told)
+            self._on_reply(episode, reply)
 
     def _is_open(self, episode: HostedEpisode) -> bool:
         """Return False for an episode that was closed while its process worked on it."""
         return self._episodes.get(episode.number) is episode
 
-    def _on_reply(self, episode: HostedEpisode, told: Mapping[str, Any]) -> None:
+    def _on_reply(self, episode: HostedEpisode, reply: Mapping[str, Any]) -> None:
         seconds = time.monotonic() - episode.asked
-        if "messages" in told:
-            self._replies.append(EpisodeReply(episode.number, messages=tuple(told["messages"]), seconds=seconds))
+        if "messages" in reply:
+            self._replies.append(EpisodeReply(episode.number, messages=tuple(reply["messages"]), seconds=seconds))
         else:
-            self._replies.append(EpisodeReply(episode.number, result=_result(told["result"]), seconds=seconds))
+            self._replies.append(EpisodeReply(episode.number, result=_result(reply["result"]), seconds=seconds))
 
     def _on_failure(self, episode: HostedEpisode, cause: str) -> None:
         """Try an episode again, in another process where there is one, or report its failure. `cause` is what stands behind its label."""
@@ -337,7 +337,7 @@ class EpisodePool:
         Where it was still closing an episode before that, that one is to blame, and the one that waited behind it is rebuilt like the others.
         """
         culprit, process.episode = process.episode, None
-        held = [each for each in process.held.values() if each is not culprit]
+        held = [episode for episode in process.held.values() if episode is not culprit]
         self._end(process)
         for episode in held:
             episode.process, episode.rebuilt = None, 0
@@ -363,7 +363,7 @@ class EpisodePool:
 
 
 def _result(table: Mapping[str, Any]) -> StepResult:
-    given = table["token_rewards"]
+    rewards = table["token_rewards"]
     columns = {name: tuple(values) if isinstance(values, list) else values for name, values in table["columns"].items()}
-    lists = {"messages": tuple(table["messages"]), "token_rewards": None if given is None else tuple(given), "columns": columns}
+    lists = {"messages": tuple(table["messages"]), "token_rewards": None if rewards is None else tuple(rewards), "columns": columns}
     return StepResult(**{**table, **lists})

@@ -139,11 +139,11 @@ def wrong_numbers(result: Any, *, tokens: int) -> str | None:
     for name, value in (("reward", result.reward), *result.parts.items(), *result.metrics.items()):
         if not _is_number(value):
             return f"{name} is {value!r:.80}, where a number that is finite as float32 is due"
-    given = result.token_rewards
-    if given is None:
+    rewards = result.token_rewards
+    if rewards is None:
         return None
-    if not isinstance(given, Sequence | np.ndarray) or len(given) != tokens or not all(map(_is_number, given)):
-        return f"token_rewards is {given!r:.80}, where {tokens} finite numbers are due, one per token"
+    if not isinstance(rewards, Sequence | np.ndarray) or len(rewards) != tokens or not all(map(_is_number, rewards)):
+        return f"token_rewards is {rewards!r:.80}, where {tokens} finite numbers are due, one per token"
     return None
 
 
@@ -176,11 +176,11 @@ def wrong_end(result: Any) -> str | None:
     return None
 
 
-def wrong_messages(given: Any, method: str) -> str | None:
+def wrong_messages(messages: Any, method: str) -> str | None:
     """Say which message is none that an environment may give."""
-    if not isinstance(given, Sequence) or isinstance(given, str):
-        return f"{method} gave {given!r:.120}, where a list of messages is due"
-    for message in given:
+    if not isinstance(messages, Sequence) or isinstance(messages, str):
+        return f"{method} gave {messages!r:.120}, where a list of messages is due"
+    for message in messages:
         if not isinstance(message, Mapping) or message.get("role") not in ROLES:
             return f"{method} gave the message {message!r:.120}, which is not of the roles {', '.join(ROLES)}"
         if not isinstance(message.get("content"), str):
@@ -213,26 +213,26 @@ def _is_number(value: Any) -> bool:
 
 
 def _are_texts(value: Any) -> bool:
-    return isinstance(value, list | tuple) and all(isinstance(each, str) and each for each in value)
+    return isinstance(value, list | tuple) and all(isinstance(item, str) and item for item in value)
 
 
-def _messages(given: Any, method: str) -> list[Any]:
-    if (wrong := wrong_messages(given, method)) is not None:
+def _messages(messages: Any, method: str) -> list[Any]:
+    if (wrong := wrong_messages(messages, method)) is not None:
         raise AnswerError(wrong)
-    return [dict(message) for message in given]
+    return [dict(message) for message in messages]
 
 
 def _plain(result: StepResult) -> dict[str, Any]:
     table = {name: getattr(result, name) for name in attrs.fields_dict(StepResult)}
     numbers = ("parts", "metrics")
-    given = result.token_rewards
+    rewards = result.token_rewards
     return {
         **table,
         "reward": float(result.reward),
         "done": bool(result.done),
         "success": None if result.success is None else bool(result.success),
         "messages": [dict(message) for message in result.messages],
-        "token_rewards": None if given is None else [float(each) for each in given],
+        "token_rewards": None if rewards is None else [float(reward) for reward in rewards],
         "columns": {
             name: [float(value) for value in values] if isinstance(values, Sequence | np.ndarray) else float(values)
             for name, values in result.columns.items()
@@ -300,12 +300,12 @@ def main(inwards: int, outwards: int) -> None:
         setup = json.loads(requests.readline())
         try:
             context = FactoryContext(**setup["context"])
-            made = [SelectedPlugin.from_lock(lock).make(context) for lock in setup["locks"]]
+            environments = [SelectedPlugin.from_lock(lock).make(context) for lock in setup["locks"]]
         except EngineError as error:
             _write_all(outwards, _line({"id": -1, "failure": error.cause}))
             return
         _write_all(outwards, _line({"id": -1}))
-        server = EpisodeServer(made)
+        server = EpisodeServer(environments)
         for line in requests:
             request = json.loads(line)
             _write_all(outwards, _line({"id": request["id"], **server.handle(request)}))

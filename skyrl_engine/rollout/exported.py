@@ -57,16 +57,22 @@ def rows_of(group: Group, *, step: int | None = None, decode: Decode | None = No
 
 
 def _row(
-    group: Group, each: Trajectory, stretch: int, segments: tuple[int, int], sampled: Any, step: int | None, decode: Decode | None
+    group: Group,
+    trajectory: Trajectory,
+    stretch: int,
+    segments: tuple[int, int],
+    sampled: Any,
+    step: int | None,
+    decode: Decode | None,
 ) -> dict[str, Any]:
     first, end = segments
-    begin, behind, last = (int(each.segment_offsets[place]) for place in (first, min(first + 1, end), end))
-    prompt, response = each.token_ids[begin:behind].tolist(), each.token_ids[behind:last].tolist()
+    begin, response_begin, last = (int(trajectory.segment_offsets[place]) for place in (first, min(first + 1, end), end))
+    prompt, response = trajectory.token_ids[begin:response_begin].tolist(), trajectory.token_ids[response_begin:last].tolist()
     scored = slice(int(sampled[begin]), int(sampled[last]))
-    versions = each.versions.per_token(len(each.logprobs))[scored]
+    versions = trajectory.versions.per_token(len(trajectory.logprobs))[scored]
     return {
         "ticket": group.ticket,
-        "member": each.member,
+        "member": trajectory.member,
         "stretch": stretch,
         "environment": group.environment,
         "task_key": group.task_key,
@@ -77,26 +83,26 @@ def _row(
         "response": None if decode is None else decode(response),
         "prompt_ids": prompt,
         "response_ids": response,
-        "loss_mask": [int(one and each.status != "failed") for one in each.sampled[behind:last]],
-        "segment_kinds": each.kinds[first:end].tolist(),
-        "segment_lengths": np.diff(each.segment_offsets[first : end + 1]).tolist(),
+        "loss_mask": [int(is_sampled and trajectory.status != "failed") for is_sampled in trajectory.sampled[response_begin:last]],
+        "segment_kinds": trajectory.kinds[first:end].tolist(),
+        "segment_lengths": np.diff(trajectory.segment_offsets[first : end + 1]).tolist(),
         "versions": versions.tolist(),
-        **{name: values[scored].tolist() for name, values in _columns_of(each).items()},
-        "reward": each.reward,
-        "unplaced_reward": float(each.unplaced_reward),
-        "status": each.status,
-        "cause": each.cause,
-        "success": None if each.success is None else bool(each.success),
-        "start_version": each.start_version,
-        "stops": list(each.stops),
-        "tool_problems": each.tool_problems,
-        **{name: dict(getattr(each, name)) for name in _DOCUMENTS},
+        **{name: values[scored].tolist() for name, values in _columns_of(trajectory).items()},
+        "reward": trajectory.reward,
+        "unplaced_reward": float(trajectory.unplaced_reward),
+        "status": trajectory.status,
+        "cause": trajectory.cause,
+        "success": None if trajectory.success is None else bool(trajectory.success),
+        "start_version": trajectory.start_version,
+        "stops": list(trajectory.stops),
+        "tool_problems": trajectory.tool_problems,
+        **{name: dict(getattr(trajectory, name)) for name in _DOCUMENTS},
     }
 
 
-def _columns_of(each: Trajectory) -> dict[str, npt.NDArray[Any]]:
+def _columns_of(trajectory: Trajectory) -> dict[str, npt.NDArray[Any]]:
     """Return the numbers per sampled token that an attempt has, by their names in the table of rollout columns."""
-    present = {row.name: each.per_token(row) for row in rollout_columns.ROLLOUT_COLUMNS}
+    present = {row.name: trajectory.per_token(row) for row in rollout_columns.ROLLOUT_COLUMNS}
     return {name: values for name, values in present.items() if values is not None}
 
 
@@ -186,11 +192,11 @@ def read_rollouts(place: Path) -> Iterator[Group]:
     """
     folder = journal_of(place)
     if folder is not None:
-        found = False
+        has_rows = False
         for group in read_groups(folder):
-            found = True
+            has_rows = True
             yield group
-        if not found:
+        if not has_rows:
             raise RolloutError(
                 f"{place} holds no rollouts", remedy="Name a run of trainer rl, or a file that `rollouts export` wrote"
             )
@@ -219,11 +225,11 @@ def journal_of(place: Path) -> Path | None:
 
 def _group_key(name: str, row: Mapping[str, Any]) -> str | int:
     for key in _GROUP_KEYS:
-        given = row.get(key)
-        if isinstance(given, bool) or not isinstance(given, str | int | None):
-            raise DataError(f"{name} has the {key} {given!r:.80}", remedy="Name groups by texts or whole numbers")
-        if given is not None:
-            return given
+        value = row.get(key)
+        if isinstance(value, bool) or not isinstance(value, str | int | None):
+            raise DataError(f"{name} has the {key} {value!r:.80}", remedy="Name groups by texts or whole numbers")
+        if value is not None:
+            return value
     raise DataError(
         f"{name} does not say which group it belongs to: attempts at one task are compared with each other",
         remedy=f"Give each row one of {', '.join(_GROUP_KEYS)}, the same for all attempts at one task, which stand together",
@@ -276,28 +282,28 @@ def _plain_attempt(row: Row, ticket: int, member: int) -> Trajectory:
 
 def _is_wide(value: Any) -> bool:
     """Return True for several numbers per token, such as those of a teacher's likeliest tokens: no rollout column has that form."""
-    return isinstance(value, list | tuple) and any(isinstance(each, list | tuple | np.ndarray) for each in value)
+    return isinstance(value, list | tuple) and any(isinstance(item, list | tuple | np.ndarray) for item in value)
 
 
 def _plain_numbers(row: Row, column: str, sampled: npt.NDArray[np.bool_]) -> npt.NDArray[np.float32] | None:
     """float32: a row's numbers of its sampled tokens, which may stand for all of its response; numbers beyond float32 are infinite, missing
     ones NaN.
     """
-    given = row.values.get(column)
-    if given is None:
+    numbers = row.values.get(column)
+    if numbers is None:
         return None
     with np.errstate(over="ignore"):
         try:
-            made = np.asarray(given, dtype=np.float32) if isinstance(given, list | tuple) else None
+            array = np.asarray(numbers, dtype=np.float32) if isinstance(numbers, list | tuple) else None
         except (TypeError, ValueError, OverflowError):
-            made = None
-    if made is None or made.ndim != 1:
-        raise row.wrong(column, f"a flat list of numbers is needed, not {given!r:.80}", "Store one number per sampled token")
-    if len(made) == len(sampled):
-        made = made[sampled]
-    if len(made) != sampled.sum():
-        raise row.wrong(column, f"it has {len(made)} entries for {sampled.sum()} sampled tokens", "Give one per sampled token")
-    return made
+            array = None
+    if array is None or array.ndim != 1:
+        raise row.wrong(column, f"a flat list of numbers is needed, not {numbers!r:.80}", "Store one number per sampled token")
+    if len(array) == len(sampled):
+        array = array[sampled]
+    if len(array) != sampled.sum():
+        raise row.wrong(column, f"it has {len(array)} entries for {sampled.sum()} sampled tokens", "Give one per sampled token")
+    return array
 
 
 def _float(value: float) -> float:
@@ -374,14 +380,16 @@ def _trajectory(rows: Sequence[Mapping[str, Any]]) -> Trajectory:
         with np.errstate(over="ignore"):
             return np.concatenate([np.asarray(row[column], dtype=dtype) for row in rows])
 
-    if (given := [row["stretch"] for row in rows]) != list(range(len(rows))):
-        raise ValueError(f"the stretches of an attempt are {given}")
-    tokens = [np.asarray([operator.index(each) for each in (*row["prompt_ids"], *row["response_ids"])], np.int32) for row in rows]
+    if (stretches := [row["stretch"] for row in rows]) != list(range(len(rows))):
+        raise ValueError(f"the stretches of an attempt are {stretches}")
+    tokens = [
+        np.asarray([operator.index(token_id) for token_id in (*row["prompt_ids"], *row["response_ids"])], np.int32) for row in rows
+    ]
     versions = joined("versions", np.int64)
     further = [column for column in rollout_columns.list_further_columns() if all(row.get(column.name) is not None for row in rows)]
     starts = np.flatnonzero(np.diff(versions, prepend=-1))
     last = rows[-1]
-    made = Trajectory(
+    trajectory = Trajectory(
         ticket=int(last["ticket"]),
         member=int(last["member"]),
         token_ids=np.concatenate(tokens),
@@ -389,7 +397,7 @@ def _trajectory(rows: Sequence[Mapping[str, Any]]) -> Trajectory:
         segment_offsets=offsets_of(joined("segment_lengths", np.int64)),
         versions=VersionSpans(starts.astype(np.int32), versions[starts]),
         **{column.name: joined(column.name, column.dtype) for column in rollout_columns.list_required_columns()},
-        columns={each.name: joined(each.name, each.dtype) for each in further},
+        columns={column.name: joined(column.name, column.dtype) for column in further},
         unplaced_reward=float(last["unplaced_reward"]),
         status=last["status"],
         cause=last["cause"],
@@ -399,9 +407,9 @@ def _trajectory(rows: Sequence[Mapping[str, Any]]) -> Trajectory:
         tool_problems=int(last["tool_problems"]),
         **{name: last[name] for name in _DOCUMENTS},
     )
-    if (wrong := _wrong_with(made, len(versions))) is not None:
+    if (wrong := _wrong_with(trajectory, len(versions))) is not None:
         raise ValueError(wrong)
-    return made
+    return trajectory
 
 
 def _wrong_with(attempt: Trajectory, versions: int) -> str | None:
@@ -421,8 +429,8 @@ def _wrong_with(attempt: Trajectory, versions: int) -> str | None:
             return f"{name} has {count} entries for {sampled} sampled tokens"
     if attempt.status not in get_args(Status) or not isinstance(attempt.success, bool | None):
         return f"status is {attempt.status!r:.40}, and success {attempt.success!r:.40}"
-    other = next((name for name in _DOCUMENTS if not isinstance(getattr(attempt, name), Mapping)), None)
-    return None if other is None else f"{other} holds no names with values"
+    column = next((name for name in _DOCUMENTS if not isinstance(getattr(attempt, name), Mapping)), None)
+    return None if column is None else f"{column} holds no names with values"
 
 
 def segments_of(trajectory: Trajectory) -> Iterator[tuple[int, slice]]:

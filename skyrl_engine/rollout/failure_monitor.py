@@ -92,7 +92,7 @@ class FailureMonitor:
         for kind, task in failures:
             tasks.setdefault(kind, {})[task] = None
         common = Counter(kind for kind, _ in failures).most_common(_MAX_CAUSES)
-        names = {kind: next(iter(own)) + (" and others" if len(own) > 1 else "") for kind, own in tasks.items()}
+        names = {kind: next(iter(keys)) + (" and others" if len(keys) > 1 else "") for kind, keys in tasks.items()}
         allowed = f"rollouts.max_failure_share is {self.max_share:g} of {WINDOW}"
         return RolloutError(
             f"all of the first {len(failures)} attempts failed"

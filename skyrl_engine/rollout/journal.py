@@ -117,7 +117,7 @@ class Journal:
         Waits for the disk, and lets go of segments that are older than `keep` steps.
         """
         self._step = step
-        counted = Counter(each.ticket for each in learned)
+        counted = Counter(attempt.ticket for attempt in learned)
         attempts = [counted[ticket] for ticket in tickets]
         self._write(*encode_learned(learned), {"event": "trained", "step": step, "tickets": list(tickets), "attempts": attempts})
         self.commit()

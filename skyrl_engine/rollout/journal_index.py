@@ -45,9 +45,9 @@ class JournalIndex:
             self.trained[step], self.learned[step] = tuple(entry.header["tickets"]), entry
         else:
             version = int(entry.header["version"])
-            self.groups = {ticket: each for ticket, each in self.groups.items() if each.header["newest_version"] <= version}
+            self.groups = {ticket: group for ticket, group in self.groups.items() if group.header["newest_version"] <= version}
             self.trained = {step: tickets for step, tickets in self.trained.items() if step <= version}
-            self.learned = {step: each for step, each in self.learned.items() if step <= version}
+            self.learned = {step: attempts for step, attempts in self.learned.items() if step <= version}
 
     @property
     def damages(self) -> list[Damage]:
@@ -113,18 +113,18 @@ def read_index(folder: Path, listed: Listing | None = None) -> JournalIndex:
 
 def _in_order(folder: Path) -> tuple[list[Segment], list[Path]]:
     """Return the segments of a journal by their numbers, and the files that are a copy of another."""
-    found: dict[tuple[str | None, int], Segment] = {}
+    segments: dict[tuple[str | None, int], Segment] = {}
     copies: list[Path] = []
     # where a number comes twice, the file that is called by it has the word
     for segment in sorted(
-        map(read_segment, segments_of(folder)), key=lambda each: (each.number, each.number != number_of(each.path))
+        map(read_segment, segments_of(folder)), key=lambda segment: (segment.number, segment.number != number_of(segment.path))
     ):
         place = segment.run, segment.number
-        if place in found:
+        if place in segments:
             copies.append(segment.path)
         else:
-            found[place] = segment
-    return list(_accept_unwritten(list(found.values()))), copies
+            segments[place] = segment
+    return list(_accept_unwritten(list(segments.values()))), copies
 
 
 def _accept_unwritten(segments: list[Segment]) -> Iterator[Segment]:
@@ -150,7 +150,7 @@ def _ranges_of(numbers: list[int]) -> Iterator[tuple[int, int]]:
     """Yield the first and the last of numbers that follow each other."""
     if not numbers:
         return
-    bounds = [place + 1 for place, (one, other) in enumerate(pairwise(numbers)) if other != one + 1]
+    bounds = [place + 1 for place, (number, next_number) in enumerate(pairwise(numbers)) if next_number != number + 1]
     for begin, end in pairwise([0, *bounds, len(numbers)]):
         yield numbers[begin], numbers[end - 1]
 

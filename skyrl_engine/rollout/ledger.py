@@ -154,8 +154,8 @@ class RolloutLedger:
             else:
                 ticket, self._next = self._next, self._next + 1
                 self._enter(ticket)
-            found = self._recorded.pop(ticket, None)
-            if found is None or not self._recall(ticket, found):
+            journaled = self._recorded.pop(ticket, None)
+            if journaled is None or not self._recall(ticket, journaled):
                 self._begin(ticket, self.version)
                 chosen.append(ticket)
         return tuple(chosen)
@@ -242,8 +242,8 @@ class RolloutLedger:
         alive = sorted(int(ticket) for ticket in state["alive"])
         for ticket in alive:
             self._enter(ticket)
-        usable = {ticket: found for ticket, found in recorded.items() if found.newest_version <= self.step}
-        self._recorded = {ticket: found for ticket, found in usable.items() if ticket >= self._next}
+        usable = {ticket: journaled for ticket, journaled in recorded.items() if journaled.newest_version <= self.step}
+        self._recorded = {ticket: journaled for ticket, journaled in usable.items() if ticket >= self._next}
         self._waiting = list(alive)
         for ticket in alive:
             if ticket in usable:
@@ -251,19 +251,19 @@ class RolloutLedger:
                 if not self._recall(ticket, usable[ticket]):
                     insort(self._waiting, ticket)
 
-    def _recall(self, ticket: int, found: JournaledGroup) -> bool:
+    def _recall(self, ticket: int, journaled: JournaledGroup) -> bool:
         """Take a ticket as its record says, where it can be used."""
-        if not self.step - self.staleness <= found.start_version <= self.version:
+        if not self.step - self.staleness <= journaled.start_version <= self.version:
             return False
-        leaves = found.failed or (found.dropped is not None and not self._may_starve(ticket))
-        if not (leaves or self._in_time(ticket, found.start_version)):
+        leaves = journaled.failed or (journaled.dropped is not None and not self._may_starve(ticket))
+        if not (leaves or self._in_time(ticket, journaled.start_version)):
             return False
-        self._begin(ticket, found.start_version)
+        self._begin(ticket, journaled.start_version)
         self._recalled.append(ticket)
-        if found.failed:
+        if journaled.failed:
             self.fail_group(ticket)
-        elif found.dropped is not None:
-            self.drop_group(ticket, found.dropped)
+        elif journaled.dropped is not None:
+            self.drop_group(ticket, journaled.dropped)
         else:
             self.finish_group(ticket)
         return True

@@ -105,8 +105,8 @@ def read_recording(
         group = read()
         if on_progress is not None and number % _TOLD_EVERY == 0:
             on_progress(number)
-        for each in group.finished:
-            _check(each, f"{place}: attempt {each.member} of group {group.ticket}", limits)
+        for attempt in group.finished:
+            _check(attempt, f"{place}: attempt {attempt.member} of group {group.ticket}", limits)
         if len(group.finished) < limits.fewest_finished(max(1, len(group.trajectories))):
             left_out[FAILED] += 1
             continue
@@ -114,9 +114,9 @@ def read_recording(
         reason = drop_reason(group, filters)
         kept.append((read, reason))
         attempts.append(len(group.finished))
-        tokens.append(sum(len(each.logprobs) for each in group.finished))
-        longest.append(max((_longest_stretch(each) for each in group.finished), default=0))
-        without_logprobs += any(np.isnan(each.logprobs).any() for each in group.finished)
+        tokens.append(sum(len(attempt.logprobs) for attempt in group.finished))
+        longest.append(max((_longest_stretch(attempt) for attempt in group.finished), default=0))
+        without_logprobs += any(np.isnan(attempt.logprobs).any() for attempt in group.finished)
         columns &= {row.column for row in list_common_columns(group.finished)}
         _update(digest, group)
     dropped = Counter(reason for _, reason in kept if reason is not None)
@@ -135,13 +135,13 @@ def read_recording(
         )
     return Recording(
         place,
-        [kept[each][0] for each in chosen],
+        [kept[place][0] for place in chosen],
         tuple(names),
         left_out + dropped,
-        sum(attempts[each] for each in chosen),
-        sum(tokens[each] for each in chosen),
-        max(attempts[each] for each in chosen),
-        max(longest[each] for each in chosen),
+        sum(attempts[place] for place in chosen),
+        sum(tokens[place] for place in chosen),
+        max(attempts[place] for place in chosen),
+        max(longest[place] for place in chosen),
         without_logprobs == 0,
         frozenset(columns),
         digest.hexdigest()[:16],

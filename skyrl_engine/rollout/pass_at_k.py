@@ -36,7 +36,7 @@ def majority(votes: Sequence[tuple[str | None, bool]]) -> float:
     for answer, succeeded in votes:
         if answer is not None:
             right.setdefault(answer.strip(), []).append(succeeded)
-    counts = Counter({answer: len(given) for answer, given in right.items()})
+    counts = Counter({answer: len(votes_for_answer) for answer, votes_for_answer in right.items()})
     most = max(counts.values(), default=0)
     shares = [sum(right[answer]) / count for answer, count in counts.items() if count == most]
     return sum(shares) / len(shares) if shares else 0.0

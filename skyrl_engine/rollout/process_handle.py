@@ -168,8 +168,8 @@ class EpisodeProcess:
             code = self.child.wait(timeout=1.0)
         except subprocess.TimeoutExpired:
             return f"its process closed the connection{self.place}"
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        return f"its process {how}{self.place}"
+        ending = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        return f"its process {ending}{self.place}"
 
     def finish(self) -> None:
         """Let the process close what it holds and end by itself."""
@@ -209,10 +209,10 @@ class Drain:
 
     def take(self, descriptor: int, pid: int) -> None:
         """Read this descriptor, of a process, until it ends."""
-        own = os.dup(descriptor)
+        duplicate = os.dup(descriptor)
         with self._lock:
-            self._left[own] = _LOGGED
-            self._selector.register(own, selectors.EVENT_READ, pid)
+            self._left[duplicate] = _LOGGED
+            self._selector.register(duplicate, selectors.EVENT_READ, pid)
         os.write(self._wake_out, b".")
 
     def close(self) -> None:

@@ -72,13 +72,13 @@ def _replace_damaged(segment: Segment, oldest: int, run: str) -> None:
         f"{before}{damages} (kept as {kept.relative_to(segment.path.parent)})",
         segment.unsure,
     )
-    made = io.BytesIO()
-    writer = pa.ipc.new_stream(made, schema(head.metadata()))
+    buffer = io.BytesIO()
+    writer = pa.ipc.new_stream(buffer, schema(head.metadata()))
     for number, entry in enumerate(segment.entries):
         batch, crc = convert_to_present_format(entry.rows())
         writer.write_batch(batch, custom_metadata=metadata_of({"record": number, **entry.header}, crc))
     # without a record Arrow has written no head
-    write_durably(segment.path, made.getvalue() or schema(head.metadata()).serialize().to_pybytes())
+    write_durably(segment.path, buffer.getvalue() or schema(head.metadata()).serialize().to_pybytes())
 
 
 def _keep_aside(path: Path) -> Path:

@@ -105,9 +105,9 @@ class Entry:
             return form(self._batch(), self.header)
         except failures() as error:
             of_event = {"group": "ticket", "trained": "step", "resumed": "version"}[self.event]
-            what = f"{'step' if self.event == 'trained' else self.event} {self.header[of_event]}"
+            subject = f"{'step' if self.event == 'trained' else self.event} {self.header[of_event]}"
             raise RolloutError(
-                f"{what} cannot be read from {self.segment} any more ({type(error).__name__})",
+                f"{subject} cannot be read from {self.segment} any more ({type(error).__name__})",
                 remedy="Restore the file from a copy, or resume without it: what it held is then sampled again",
             ) from error
 
@@ -170,7 +170,7 @@ def segments_of(folder: Path) -> list[Path]:
     """List the files of a journal, by their names."""
     if not folder.is_dir():
         return []
-    return sorted(each for each in folder.iterdir() if _NAME.fullmatch(each.name))
+    return sorted(path for path in folder.iterdir() if _NAME.fullmatch(path.name))
 
 
 def number_of(segment: Path) -> int:
@@ -266,8 +266,8 @@ def _read_in_parts(path: Path, content: bytes) -> Segment:
     # from the head's own bytes on: its length may be what is damaged
     place, covered, last = 8, begin, -1
     # a format without numbers: what lies inside of a record that was read is no record
-    while (found := MARKER.search(content, place)) is not None:
-        at = found.start()
+    while (marker := MARKER.search(content, place)) is not None:
+        at = marker.start()
         try:
             _, header, (body_at, end) = read_message(content, at)
         except failures():
@@ -287,8 +287,8 @@ def _read_in_parts(path: Path, content: bytes) -> Segment:
         place = body_at if "record" in header else end
     if covered < len(content) or not content:
         torn = not damages and is_cut_short(content, covered)
-        what = "it is empty" if not content else "torn" if torn else reason_at(content, covered)
-        damages.append(Damage(path, covered, len(content), what, torn=torn))
+        cause = "it is empty" if not content else "torn" if torn else reason_at(content, covered)
+        damages.append(Damage(path, covered, len(content), cause, torn=torn))
     if begin == 0 and entries and entries[0].offset > 0 and entries[0].header.get("record") == 0:
         damages[0] = attrs.evolve(damages[0], lost=None, what="its head is damaged")
     if not damages:
@@ -328,11 +328,11 @@ def _refuse_other_format(path: Path, content: bytes, entries: list[Entry]) -> No
         metadata = pa.ipc.open_stream(pa.BufferReader(content)).schema.metadata or {}
     except failures():
         return
-    found, text = metadata.get(b"format", b"?"), metadata.get(b"segment", b"")
-    intact = not text or metadata.get(b"crc32", b"").decode(errors="replace") == _head_checksum(text, found)
+    format_number, text = metadata.get(b"format", b"?"), metadata.get(b"segment", b"")
+    intact = not text or metadata.get(b"crc32", b"").decode(errors="replace") == _head_checksum(text, format_number)
     # a head that is as it was written has the word; of one that may be damaged, records that can be read
-    if found.decode(errors="replace") not in formats() and ((text and intact) or not (entries or text)):
+    if format_number.decode(errors="replace") not in formats() and ((text and intact) or not (entries or text)):
         raise RolloutError(
-            f"{path} is no journal of rollouts of format 2 to {present_format()} ({found.decode(errors='replace')})",
+            f"{path} is no journal of rollouts of format 2 to {present_format()} ({format_number.decode(errors='replace')})",
             remedy="Use the engine version that wrote it",
         )

@@ -61,13 +61,13 @@ def text_before_calls(text: str, family: Family | None) -> str:
     return (thoughts + closing + (answer[: min(ends)] if ends else answer)).rstrip()
 
 
-def _gather_calls(found: Iterable[ToolCall | str]) -> tuple[Calls, str | None]:
+def _gather_calls(parts: Iterable[ToolCall | str]) -> tuple[Calls, str | None]:
     calls, problem = [], None
-    for each in found:
-        if isinstance(each, ToolCall):
-            calls.append(each)
+    for part in parts:
+        if isinstance(part, ToolCall):
+            calls.append(part)
         elif problem is None:
-            problem = each
+            problem = part
     return tuple(calls), problem
 
 
@@ -112,7 +112,7 @@ def _types(tools: Sequence[Mapping[str, Any]], name: str) -> Mapping[str, Any]:
             schema = function.get("parameters")
             properties = schema.get("properties") if isinstance(schema, Mapping) else None
             if isinstance(properties, Mapping):
-                return {key: each.get("type", "string") for key, each in properties.items() if isinstance(each, Mapping)}
+                return {key: schema.get("type", "string") for key, schema in properties.items() if isinstance(schema, Mapping)}
     return {}
 
 
@@ -154,10 +154,10 @@ def _llama(text: str) -> Iterable[ToolCall | str]:
 
 def _read_python_call(text: str) -> ToolCall | str:
     """Read `name.call(key="value", ...)`, as tools that such models were trained with are called."""
-    found = _BUILT_IN.fullmatch(text.strip())
-    if found is None:
+    match = _BUILT_IN.fullmatch(text.strip())
+    if match is None:
         return f"behind {_PYTHON_TAG} stands neither JSON nor name.call(...): {_shorten(text)}"
-    name, inner = found.groups()
+    name, inner = match.groups()
     arguments: dict[str, Any] = {}
     place = 0
     inner = inner.strip()

@@ -14,7 +14,7 @@ from skyrl_engine.model_facts.configuration import load_config
 
 
 def plan_frozen_model(
-    what: str,
+    label: str,
     table: str,
     resolved: ResolvedConfig,
     assembly: Assembly,
@@ -24,7 +24,7 @@ def plan_frozen_model(
     revision: str | None,
     classifier: bool = False,
 ) -> tuple[FrozenModel, ModelFiles]:
-    """Choose the frozen model at `path`, which configuration table `table` names, and read its files; `what` names it in errors.
+    """Choose the frozen model at `path`, which configuration table `table` names, and read its files; `label` names it in errors.
 
     Raises UnsupportedError for what the backend does not declare and for another tokenizer, ModelError for a model that cannot be used.
     """
@@ -38,29 +38,29 @@ def plan_frozen_model(
         adapters_off=False,
         classifier=classifier,
     )
-    return with_own_files(what, table, frozen, trained)
+    return with_own_files(label, table, frozen, trained)
 
 
-def with_own_files(what: str, table: str, frozen: FrozenModel, trained: ModelFiles) -> tuple[FrozenModel, ModelFiles]:
+def with_own_files(label: str, table: str, frozen: FrozenModel, trained: ModelFiles) -> tuple[FrozenModel, ModelFiles]:
     """Read the files of a frozen model that has a path of its own; its tokenizer is compared with that of the trained model.
 
     Raises UnsupportedError for another tokenizer, ModelError for a model that cannot be used.
     """
     assert frozen.model is not None, "a path names a model of its own"
     model = evolve(frozen.model, tokenizer=None, chat_template=None)
-    refuse_unreadable(what, table, model)
-    own = ModelFiles.of(model)
+    refuse_unreadable(label, table, model)
+    model_files = ModelFiles.of(model)
     if (model.path, model.revision) != (trained.facts.model.path, trained.facts.model.revision):
-        _refuse_other_tokens(what, table, own, trained)
-    return evolve(frozen, model=model), own
+        _refuse_other_tokens(label, table, model_files, trained)
+    return evolve(frozen, model=model), model_files
 
 
-def refuse_unreadable(what: str, table: str, model: ModelConfig) -> None:
-    """Raise ModelError for a model, which table `table` names and errors call `what`, whose configuration cannot be used."""
+def refuse_unreadable(label: str, table: str, model: ModelConfig) -> None:
+    """Raise ModelError for a model, which table `table` names and errors call `label`, whose configuration cannot be used."""
     try:
         load_config(model)
     except ModelError as error:
-        raise ModelError(f"{what} cannot be used: {error.cause}", remedy=f"Correct {table}.path or {table}.revision") from error
+        raise ModelError(f"{label} cannot be used: {error.cause}", remedy=f"Correct {table}.path or {table}.revision") from error
 
 
 _CALLED: Final = {"reference": "the reference", "teacher": "the teacher", "reward_model": "the reward model"}
@@ -70,38 +70,38 @@ _CALLED: Final = {"reference": "the reference", "teacher": "the teacher", "rewar
 def check_models_beside(resolved: ResolvedConfig, refusals: Refusals) -> None:
     """Collect what speaks against the frozen models that the configuration names, as far as their own configurations tell."""
     config = resolved.config
-    for table, what in _CALLED.items():
+    for table, label in _CALLED.items():
         path = getattr(config, table).path if config.has(table) else None
         if path is not None:
             with refusals.collect():
                 named = evolve(
                     config.model, path=path, revision=getattr(config, table).revision, lora=None, tokenizer=None, chat_template=None
                 )
-                refuse_unreadable(what, table, named)
+                refuse_unreadable(label, table, named)
 
 
-def _refuse_other_tokens(what: str, table: str, own: ModelFiles, trained: ModelFiles) -> None:
+def _refuse_other_tokens(label: str, table: str, model_files: ModelFiles, trained: ModelFiles) -> None:
     """Refuse a tokenizer in which a token of the trained model has another number, or none.
 
     Rows of an embedding after the tokenizer's last token are padding, and may differ.
     """
-    path = own.facts.model.path
+    path = model_files.facts.model.path
     try:
-        theirs = own.tokenizer.get_vocab()
+        theirs = model_files.tokenizer.get_vocab()
     except ModelError as error:
         raise ModelError(
-            f"{what} cannot be compared with the trained model: {error.cause}",
+            f"{label} cannot be compared with the trained model: {error.cause}",
             remedy="Put the files of its tokenizer beside its weights",
         ) from error
     ours = trained.tokenizer.get_vocab()
-    other = min((token for token, number in ours.items() if theirs.get(token) != number), key=ours.__getitem__, default=None)
+    token = min((token for token, number in ours.items() if theirs.get(token) != number), key=ours.__getitem__, default=None)
     remedy = f"Set {table}.path to a model with the tokenizer of the trained one"
-    if other is not None:
+    if token is not None:
         raise UnsupportedError(
-            f"{what} {path} has another tokenizer than the trained model: the token {other!r} is number {ours[other]} of the one and "
-            f"{theirs.get(other, 'none')} of the other",
+            f"{label} {path} has another tokenizer than the trained model: the token {token!r} is number {ours[token]} of the one and "
+            f"{theirs.get(token, 'none')} of the other",
             remedy=remedy,
         )
-    known, needed = own.facts.vocabulary_size, trained.facts.vocabulary_size
+    known, needed = model_files.facts.vocabulary_size, trained.facts.vocabulary_size
     if known is not None and needed is not None and known < needed:
-        raise UnsupportedError(f"{what} {path} knows {known:,} tokens, and the trained model {needed:,}", remedy=remedy)
+        raise UnsupportedError(f"{label} {path} knows {known:,} tokens, and the trained model {needed:,}", remedy=remedy)

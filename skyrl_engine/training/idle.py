@@ -85,14 +85,14 @@ def explain_idle_rollouts(
         equal = equalize_ties(totals, np.abs(totals), group)
         groups = int(group.max(initial=-1)) + 1
         if all(len(set(equal[group == number].tolist())) == 1 for number in range(groups)):
-            one = f", {equal[0]:g} in all of them" if len(set(equal.tolist())) == 1 else ""
+            common_reward = f", {equal[0]:g} in all of them" if len(set(equal.tolist())) == 1 else ""
             alone = " (of one attempt each)" if len(first) == groups else ""
             zeroed = (
                 f", where {int(cut.sum())} cut attempts got none (rl.truncated)" if truncated == "zero_reward" and cut.any() else ""
             )
             kept = "; group filters kept them, as more than rollouts.max_drop_share were dropped" if filtered else ""
             return Reason(
-                f"the attempts of each of its {groups} groups{alone} have the same reward{one}{zeroed}{kept}",
+                f"the attempts of each of its {groups} groups{alone} have the same reward{common_reward}{zeroed}{kept}",
                 "look at the attempts (`skyrl-engine rollouts show`), choose tasks that the model solves now and then, or raise rl.group_size "
                 "or rl.temperature",
             )

@@ -67,8 +67,8 @@ def refuse_dropout(facts: ModelFacts, otherwise: str) -> None:
     lora = facts.model.lora
     if lora is not None and lora.dropout > 0:
         name, share, remedy = "model.lora.dropout", lora.dropout, "Set model.lora.dropout = 0"
-    elif found := next(iter(facts.dropouts.items()), None):
-        (name, share), where = found, f"config.json of {facts.model.path}"
+    elif dropout := next(iter(facts.dropouts.items()), None):
+        (name, share), where = dropout, f"config.json of {facts.model.path}"
         name, remedy = f"{name} in {where}", f"Set {name} to 0 in {where}"
     else:
         return

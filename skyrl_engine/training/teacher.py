@@ -32,9 +32,9 @@ def plan_teacher(
     compared = asks_a_teacher(assembly.objective.scores)
     if table is None or table.path is None:
         if read or compared:
-            what = "compares the model with a teacher" if compared else f"reads {TEACHER}"
+            use = "compares the model with a teacher" if compared else f"reads {TEACHER}"
             raise UnsupportedError(
-                f"a part of the run {what}, and there is no teacher",
+                f"a part of the run {use}, and there is no teacher",
                 remedy="Choose parts that do without" if table is None else "Set teacher.path, or choose parts that do without",
             )
         return None
@@ -45,25 +45,25 @@ def plan_teacher(
             remedy='Set loss.use = "divergence", add the loss term teacher_kl, set rl.preset = "on_policy_distill" in trainer rl, or remove '
             "teacher.path",
         )
-    planned, own = plan_frozen_model(
+    planned, files = plan_frozen_model(
         "the teacher", TEACHER_MODEL, resolved, assembly, files, path=table.path, revision=table.revision
     )
-    positions = own.facts.extended_length
+    positions = files.facts.extended_length
     if positions is not None and longest > positions:
         raise UnsupportedError(
             f"rows may have up to {longest:,} tokens, and the teacher {table.path} has {positions:,} positions", remedy=shorter
         )
     if compared:
-        _refuse_other_width(own, files)
+        _refuse_other_width(files, files)
     return planned
 
 
-def _refuse_other_width(own: ModelFiles, trained: ModelFiles) -> None:
+def _refuse_other_width(files: ModelFiles, trained: ModelFiles) -> None:
     """Refuse a teacher with logits for more tokens, or fewer, than the trained model: a divergence is over the same tokens."""
-    theirs, ours = own.facts.vocabulary_size, trained.facts.vocabulary_size
+    theirs, ours = files.facts.vocabulary_size, trained.facts.vocabulary_size
     if theirs != ours and theirs is not None and ours is not None:
         raise UnsupportedError(
-            f"the teacher {own.facts.model.path} has logits for {theirs:,} tokens, and the trained model for {ours:,}: the first token that "
+            f"the teacher {files.facts.model.path} has logits for {theirs:,} tokens, and the trained model for {ours:,}: the first token that "
             f"only one of them knows is number {min(theirs, ours)}",
             remedy="Set teacher.path to a model with as many, or read one token's log-probability alone, by the loss teacher_kl",
         )
@@ -74,10 +74,10 @@ def teacher_metrics(columns: SampleColumns) -> dict[str, Metric]:
 
     It estimates the reverse divergence, KL(p, q), in nats per token. Where neither the old policy nor the sampler is known there is none.
     """
-    given = columns.columns
-    policy = given.get(OLD_LOGPROBS, given.get(ROLLOUT_LOGPROBS))
-    if policy is None or TEACHER not in given:
+    available = columns.columns
+    policy = available.get(OLD_LOGPROBS, available.get(ROLLOUT_LOGPROBS))
+    if policy is None or TEACHER not in available:
         return {}
     scored = columns.loss_weight != 0
-    differences = policy[scored].astype(np.float64) - given[TEACHER][scored].astype(np.float64)
+    differences = policy[scored].astype(np.float64) - available[TEACHER][scored].astype(np.float64)
     return {"teacher/divergence": Metric.mean(float(differences.sum()), len(differences))}

@@ -93,12 +93,12 @@ def form_for(described: GeneratorDescription, backend: Backend, generator: str, 
     """
     if "recorded" in described.capabilities:
         return None
-    given = {"tensors"} if target != POLICY or find_storage(backend) is None else {"module", "tensors"}
+    available = {"tensors"} if target != POLICY or find_storage(backend) is None else {"module", "tensors"}
     for form in described.accepts:
-        if form in given:
+        if form in available:
             return form
     raise UnsupportedError(
-        f"{generator} takes weights as {' or '.join(described.accepts) or 'nothing'}, and the backend gives {' or '.join(sorted(given))}",
+        f"{generator} takes weights as {' or '.join(described.accepts) or 'nothing'}, and the backend gives {' or '.join(sorted(available))}",
         remedy="Choose another generator",
     )
 
@@ -130,13 +130,13 @@ class RankGenerator:
         selected = SelectedPlugin.from_lock(lock)
         described = selected.loaded.describe_generator(selected.options)
         part: BoundPlugin[Generator] | None = selected.bind("generator", context) if samples else None
-        made = cls(backend, described, str(selected.loaded.record), part)
-        weights = OfferedWeights(form_for(described, backend, made._label), backend)
+        generation = cls(backend, described, str(selected.loaded.record), part)
+        weights = OfferedWeights(form_for(described, backend, generation._label), backend)
         with finally_close(weights.finish):
             if part is not None:
                 with blame(part.owner, "start"):
                     part.product.start(GeneratorStart(model, device, eos_token_ids, weights, version))
-        return made
+        return generation
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         part = self._sampling
@@ -148,21 +148,21 @@ class RankGenerator:
         """Sample for `timeout` seconds or until nothing is left; if `eager`, until something is finished."""
         if self._part is None:
             return []
-        until, found, early = monotonic() + timeout, list[Completion](), 0
+        until, completions, early = monotonic() + timeout, list[Completion](), 0
         while self._open:
             with blame(self._part.owner, "poll"):
-                came = self._part.product.poll(max(0.0, until - monotonic()))
-            self._open -= len(came)
-            found += came
-            if (found and eager) or monotonic() >= until:
+                answer = self._part.product.poll(max(0.0, until - monotonic()))
+            self._open -= len(answer)
+            completions += answer
+            if (completions and eager) or monotonic() >= until:
                 break
-            early = 0 if came else early + 1
+            early = 0 if answer else early + 1
             if early == EARLY_ANSWERS:
                 raise ContractError(
                     f"{self._part.label} answers nothing, without taking its time, while {self._open} requests are under way",
                     remedy="Return every request once, and nothing only when the timeout has passed",
                 )
-        return found
+        return completions
 
     def abort(self, request_ids: Sequence[int] | None) -> None:
         if self._part is not None:

@@ -98,10 +98,10 @@ class RankLog:
     def _say(self, rank: int, records: Sequence[logging.LogRecord]) -> None:
         place = self._places[rank]
         for record in records:
-            said = (record.name, str(record.msg))
+            message_key = (record.name, str(record.msg))
             if record.levelno >= logging.WARNING:
-                setattr(record, REPEATED, said in self._seen)
-                self._seen.add(said)
+                setattr(record, REPEATED, message_key in self._seen)
+                self._seen.add(message_key)
             record.msg = f"rank {rank} ({place.name}, pid {place.pid}) {record.name}: {record.msg}"
             record.name = ranks_logger.name
             if ranks_logger.isEnabledFor(record.levelno):

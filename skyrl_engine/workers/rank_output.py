@@ -108,8 +108,8 @@ class OutputReader:
         while True:
             # Asked before reading: what is written until then is read in any case.
             last = self._stopping.is_set()
-            found = {rank: os.read(file, CHUNK_BYTES) for rank, file in self._files.items()}
-            if new := {rank: text for rank, text in found.items() if text}:
+            chunks = {rank: os.read(file, CHUNK_BYTES) for rank, file in self._files.items()}
+            if new := {rank: text for rank, text in chunks.items() if text}:
                 return new
             if last:
                 return {}
@@ -147,16 +147,16 @@ class Lines:
 
 def _records(line: str) -> list[logging.LogRecord]:
     printed, mark, written = line.partition(RECORD)
-    found = []
+    records = []
     # A progress bar goes back to the start of its line again and again: its last state counts.
     if shown := printed.rstrip("\r").rpartition("\r")[2].rstrip():
-        found.append(_record(shown))
+        records.append(_record(shown))
     if mark:
         try:
-            found.append(_record(**json.loads(written)))
+            records.append(_record(**json.loads(written)))
         except (ValueError, TypeError):  # a torn last line
-            found.append(_record(written))
-    return found
+            records.append(_record(written))
+    return records
 
 
 def _record(message: str, level: int = logging.INFO, name: str = "output", time: float | None = None) -> logging.LogRecord:

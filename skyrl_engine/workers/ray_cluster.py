@@ -118,10 +118,10 @@ def rank_resources(device: Device, total: Mapping[str, float], ranks: int) -> di
     """
     uses_gpus = device == "cuda" or (device == "auto" and total.get("GPU", 0) >= 1)
     resources = {"CPU": 1.0, **({"GPU": 1.0} if uses_gpus else {})}
-    short = [name for name, each in resources.items() if total.get(name, 0) < each * ranks]
+    short = [name for name, amount in resources.items() if total.get(name, 0) < amount * ranks]
     if short:
         raise UnsupportedError(
-            f"run.ranks = {ranks} needs {_amounts({name: each * ranks for name, each in resources.items()})}, "
+            f"run.ranks = {ranks} needs {_amounts({name: amount * ranks for name, amount in resources.items()})}, "
             f"the Ray cluster has {_amounts({name: total.get(name, 0) for name in resources})}",
             remedy="Lower run.ranks, grow the cluster" + (', or set run.device = "cpu"' if "GPU" in short else ""),
         )
@@ -131,7 +131,7 @@ def rank_resources(device: Device, total: Mapping[str, float], ranks: int) -> di
 def wait_for_room(ray: Any, group: Any, resources: Mapping[str, float], ranks: int) -> None:
     """Wait until the placement group is ready, saying so. Raises EngineError after PATIENCE_SECONDS."""
     started = time.monotonic()
-    needed = _amounts({name: each * ranks for name, each in resources.items()})
+    needed = _amounts({name: amount * ranks for name, amount in resources.items()})
     while not group.wait(min(WORD_SECONDS, PATIENCE_SECONDS)):
         free = ray.available_resources()
         have = _amounts({name: free.get(name, 0) for name in resources})

@@ -185,7 +185,7 @@ class RayTransport:
         if self._log is None or self._log.node_answers(self._places[dead].machine):
             return None
         place = self._places[dead]
-        gone = [rank for rank, other in enumerate(self._places) if other.machine == place.machine]
+        gone = [rank for rank, rank_place in enumerate(self._places) if rank_place.machine == place.machine]
         return WorkerError(
             f"the node {place.name} ({place.host}) was lost during {verb}, and {ranks_in_words(gone)} with it",
             rank=dead,
@@ -255,9 +255,9 @@ def _explain(verb: str, deaths: dict[int, str], failures: dict[int, Failure], pl
 
     A plugin's error was there before a peer died, which may have taken the failed rank's next collective for the one that it waited in.
     """
-    own = {rank: failure.error for rank, failure in failures.items() if isinstance(failure.error, PluginError)}
-    if own:
-        return own[min(own)]
+    plugin_errors = {rank: failure.error for rank, failure in failures.items() if isinstance(failure.error, PluginError)}
+    if plugin_errors:
+        return plugin_errors[min(plugin_errors)]
     if deaths:
         rank = min(deaths)
         where = f" (it was on {places[rank]})" if places else ""

@@ -51,9 +51,9 @@ class RayWatch:
         self._ended.set()
         self._wake.send(b"x")
         self._thread.join()
-        for each in (self._wakes, self._wake, self._raylet):
-            if each is not None:
-                each.close()
+        for descriptor in (self._wakes, self._wake, self._raylet):
+            if descriptor is not None:
+                descriptor.close()
 
     def _listen(self) -> None:
         poll = select.poll()
@@ -62,11 +62,11 @@ class RayWatch:
             poll.register(self._raylet, select.POLLIN)
         last_answer = time.monotonic()
         while not self._ended.is_set():
-            found = [file for file, _ in poll.poll(POLL_SECONDS * 1000)]
-            if self._raylet is not None and self._raylet.fileno() in found and not _is_open(self._raylet):
+            readable = [file for file, _ in poll.poll(POLL_SECONDS * 1000)]
+            if self._raylet is not None and self._raylet.fileno() in readable and not _is_open(self._raylet):
                 self._tell("raylet on this machine")
                 return
-            if self._gcs is None or found:
+            if self._gcs is None or readable:
                 continue
             if _answers(self._gcs):
                 last_answer = time.monotonic()

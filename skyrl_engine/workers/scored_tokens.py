@@ -61,10 +61,10 @@ def _of_window(shard: Shard, samples_of_batch: IntArray, selection: Selection, l
     shard instead.
     """
     columns = shard.columns
-    own = slice(int(samples_of_batch[0]), int(samples_of_batch[-1]))
-    bounds = slice(own.start, own.stop + 1)
+    samples_of_shard = slice(int(samples_of_batch[0]), int(samples_of_batch[-1]))
+    bounds = slice(samples_of_shard.start, samples_of_shard.stop + 1)
     token_offsets, action_offsets = columns.token_offsets[bounds], columns.action_offsets[bounds]
-    samples_of_batch = samples_of_batch - own.start
+    samples_of_batch = samples_of_batch - samples_of_shard.start
     actions_of_sample = action_offsets - action_offsets[0]
     actions_of_batch = actions_of_sample[samples_of_batch]
     counts = action_offsets[1:] - action_offsets[:-1]
@@ -89,33 +89,37 @@ def _of_window(shard: Shard, samples_of_batch: IntArray, selection: Selection, l
         labels = columns.input_ids[scored + np.repeat(responses - actions_of_sample[:-1], lengths)].astype(np.int64, copy=False)
     else:
         labels = columns.columns[labels_column][in_shard, 0].astype(np.int64, copy=False)
-    values = {name: each[in_shard] for name, each in columns.columns.items()}
-    candidates = {name: each.astype(np.int64) for name, each in values.items() if each.dtype.kind == "i"}
+    values = {name: values_of_column[in_shard] for name, values_of_column in columns.columns.items()}
+    candidates = {name: column_values.astype(np.int64) for name, column_values in values.items() if column_values.dtype.kind == "i"}
     loss_tokens = None if selection == "loss" or carrying[chosen].all() else carrying[chosen]
-    weights = shard.weights_of(in_shard, np.repeat(np.arange(own.start, own.stop, dtype=np.int64), lengths))
+    weights = shard.weights_of(
+        in_shard, np.repeat(np.arange(samples_of_shard.start, samples_of_shard.stop, dtype=np.int64), lengths)
+    )
     place = (scored - np.repeat(actions_of_sample[:-1], lengths)).astype(np.int32)
     kept -= np.repeat(entries_of_batch[:-1], np.diff(scored_of_batch))
     entries -= np.repeat(actions_of_batch[:-1], np.diff(entries_of_batch))
     roles = roles_in(columns.sample_values)
-    roles = None if roles is None else roles[own].copy()
+    roles = None if roles is None else roles[samples_of_shard].copy()
     sources = columns.sample_values.get(SOURCE)
-    sources = None if sources is None else sources[own].copy()
-    sample_ids, group_ids, unit_ids = (each[own].copy() for each in (columns.sample_ids, columns.group_ids, columns.unit_ids))
+    sources = None if sources is None else sources[samples_of_shard].copy()
+    sample_ids, group_ids, unit_ids = (
+        ids[samples_of_shard].copy() for ids in (columns.sample_ids, columns.group_ids, columns.unit_ids)
+    )
 
-    parts = (pairwise(each.tolist()) for each in (samples_of_batch, entries_of_batch, scored_of_batch))
+    parts = (pairwise(bounds.tolist()) for bounds in (samples_of_batch, entries_of_batch, scored_of_batch))
     for (sample, samples_end), (entry, entries_end), (first, end) in zip(*parts, strict=True):
         yield ScoredTokens(
             entries[entry:entries_end],
             None if end - first == entries_end - entry else kept[first:end],
             labels[first:end],
-            {name: each[first:end] for name, each in candidates.items()},
+            {name: column_values[first:end] for name, column_values in candidates.items()},
             ScoredSamples(
                 sample_ids=sample_ids[sample:samples_end],
                 group_ids=group_ids[sample:samples_end],
                 unit_ids=unit_ids[sample:samples_end],
                 action_lengths=counts[sample:samples_end],
                 scored=Ragged(place[first:end], scored_of_sample[sample : samples_end + 1] - first),
-                columns={name: each[first:end] for name, each in values.items()},
+                columns={name: column_values[first:end] for name, column_values in values.items()},
                 weights=weights[first:end],
                 roles=None if roles is None else roles[sample:samples_end],
                 sources=None if sources is None else sources[sample:samples_end],

@@ -104,7 +104,7 @@ class Pairs:
         """
         if places is None:
             assert sequences.roles is not None, "sequences without roles make no pairs"
-            units, roles, counts = (each.cpu().numpy() for each in (sequences.unit_ids, sequences.roles, sequences.counts))
+            units, roles, counts = (array.cpu().numpy() for array in (sequences.unit_ids, sequences.roles, sequences.counts))
             places = sequences.index.new_tensor(pair_places(units, roles, counts, np.arange(len(sequences), dtype=np.int64)))
         # numbers every sequence by its pair; one of no pair has no token that would read its number
         of_sequence = sequences.counts.new_zeros(len(sequences))

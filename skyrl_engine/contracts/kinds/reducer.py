@@ -63,8 +63,10 @@ class BatchStructure:
         filled = np.flatnonzero(np.diff(self.action_offsets))
         begins = self.action_offsets[np.append(filled, len(self))]
         for first, last in blocks(begins, BLOCK):  # NumPy casts all that it adds: no more at a time than the cache holds
-            own = values[begins[first] : begins[last]]
-            sums[filled[first:last]] = np.add.reduceat(own, begins[first:last] - begins[first], dtype=np.uint32)  # exact: 0 and 1
+            shard_values = values[begins[first] : begins[last]]
+            sums[filled[first:last]] = np.add.reduceat(
+                shard_values, begins[first:last] - begins[first], dtype=np.uint32
+            )  # exact: 0 and 1
         return sums
 
 
@@ -121,8 +123,8 @@ class FunctionReducer:
 
     def weights(self, structure: BatchStructure) -> npt.NDArray[np.float64]:
         """The function's weights. Raises DataError for a negative loss weight, unless the reducer takes them."""
-        given = self.compact(structure)
-        return given.expand(structure) if isinstance(given, PerSequence) else given
+        compacted = self.compact(structure)
+        return compacted.expand(structure) if isinstance(compacted, PerSequence) else compacted
 
     def compact(self, structure: BatchStructure) -> TokenWeights:
         """Return `weights`, in short where the function gave them so."""

@@ -169,11 +169,11 @@ class SampleColumns:
         and `reader` as in `from_lists`. Raises DataError naming sample and field.
         """
         named = {name: rows for name, rows in (("rewards", rewards), ("rollout_logprobs", logprobs)) if rows is not None}
-        others = columns or {}
-        for name in named.keys() & others.keys():
+        further = columns or {}
+        for name in named.keys() & further.keys():
             raise DataError(f"column {name!r} is given twice, by its own argument and in columns", remedy="Give it once")
         flat = ingest.from_rollouts(
-            prompts=prompts, responses=responses, loss_masks=loss_masks, columns={**named, **others}, reader=reader
+            prompts=prompts, responses=responses, loss_masks=loss_masks, columns={**named, **further}, reader=reader
         )
         return cls.create(**{**flat, **_with_routes(per_sample, routes)})
 
@@ -214,15 +214,15 @@ class SampleColumns:
         Raises DataError for other shapes and types.
         """
         actions = int(self.action_offsets[-1])
-        made = dict(self.columns)
+        extended = dict(self.columns)
         for name, values in columns.items():
             if isinstance(values, Ragged) and not np.array_equal(values.offsets, self.action_offsets):
                 raise DataError(
                     f"column {name!r} has other numbers of response tokens than the samples",
                     remedy="Give one value per response token of every sample, in the order of the samples",
                 )
-            made[name] = _check_column(name, values.values if isinstance(values, Ragged) else values, actions)
-        return evolve(self, columns=made)
+            extended[name] = _check_column(name, values.values if isinstance(values, Ragged) else values, actions)
+        return evolve(self, columns=extended)
 
     def take(self, samples: npt.ArrayLike, join: Join = join_fresh) -> "SampleColumns":
         """The chosen samples (positions) in the chosen order, copied but for `extras`; already valid, so not validated again.

@@ -36,8 +36,8 @@ def check_extras(given: Mapping[str, Any], lengths: IntArray) -> dict[str, Ragge
 
     `lengths` int64[N] are the samples' tokens. None, and an extra that no sample has, are left out. Raises DataError naming the sample.
     """
-    made = {name: _READERS.get(name, _as_it_is(name))(value, lengths) for name, value in given.items() if value is not None}
-    present = {name: view for name, view in made.items() if view is not None}
+    views = {name: _READERS.get(name, _as_it_is(name))(value, lengths) for name, value in given.items() if value is not None}
+    present = {name: view for name, view in views.items() if view is not None}
     _check_images(present)
     return present
 
@@ -195,8 +195,8 @@ def _check_images(extras: Mapping[str, RaggedView]) -> None:
     if pixels is None and (grid is None or not grid.lengths.any()):
         return
     if pixels is None or grid is None:
-        given, missing = (IMAGE_GRID, PIXEL_VALUES) if pixels is None else (PIXEL_VALUES, IMAGE_GRID)
-        raise DataError(f"samples have {given} without {missing}", remedy="Pass everything that the image processor made")
+        present, missing = (IMAGE_GRID, PIXEL_VALUES) if pixels is None else (PIXEL_VALUES, IMAGE_GRID)
+        raise DataError(f"samples have {present} without {missing}", remedy="Pass everything that the image processor made")
     for sample in range(len(pixels)):
         counted = int(grid[sample].prod(axis=1).sum())
         if counted != pixels.lengths[sample]:

@@ -101,18 +101,18 @@ def combine_metrics(parts: Sequence[Mapping[str, Metric]]) -> dict[str, Metric]:
 
     Raises ContractError, naming the metric, when parts declare different reductions for it.
     """
-    found: dict[str, list[Metric]] = {}
+    metrics_of_name: dict[str, list[Metric]] = {}
     for part in parts:
         for name, metric in part.items():
-            found.setdefault(name, []).append(metric)
-    for name, metrics in found.items():
+            metrics_of_name.setdefault(name, []).append(metric)
+    for name, metrics in metrics_of_name.items():
         reductions = sorted({metric.reduction for metric in metrics})
         if len(reductions) > 1:
             raise ContractError(
                 f"the metric {name!r} is declared as {' and as '.join(reductions)}",
                 remedy="Let every part that reports a metric declare the same reduction, or give the two different names",
             )
-    return {name: Metric.combine(metrics) for name, metrics in found.items()}
+    return {name: Metric.combine(metrics) for name, metrics in metrics_of_name.items()}
 
 
 def refuse_other_metrics(label: str, metrics: Mapping[str, Any]) -> None:
@@ -183,7 +183,7 @@ class RankOutput:
         ids = np.concatenate([part.sample_ids for part in filled])
         lengths = np.concatenate([part.action_lengths for part in filled])
         if order is None:
-            scored, *values = (np.concatenate(each) for each in zip(*arrays, strict=True))
+            scored, *values = (np.concatenate(pieces) for pieces in zip(*arrays, strict=True))
             joined = offsets_of(np.concatenate([array[1:] - array[:-1] for array in offsets]))  # np.diff costs more
         else:
             ids, lengths = ids[order], lengths[order]
@@ -192,7 +192,7 @@ class RankOutput:
             sample_ids=ids,
             action_lengths=lengths,
             scored=Ragged(scored, joined),
-            fields={name: Ragged(each, joined) for name, each in zip(names, values, strict=True)},
+            fields={name: Ragged(field_values, joined) for name, field_values in zip(names, values, strict=True)},
             metrics=combine_metrics([part.metrics for part in parts]),
             coords=coords,
         )

@@ -13,17 +13,19 @@ _REMEDY = "Give every unit one sample of role 0 (chosen) and one of role 1 (reje
 
 def roles_in(sample_values: Mapping[str, AnyArray]) -> IntArray | None:
     """int64[N]: the role of every sample; None where samples have none. Raises DataError for a role other than 0 and 1."""
-    given = sample_values.get(ROLE)
-    if given is None:
+    role_values = sample_values.get(ROLE)
+    if role_values is None:
         return None
-    known = np.isin(given, (CHOSEN, REJECTED)) if given.dtype.kind in "iuf" else np.zeros(len(given), dtype=np.bool_)
+    known = (
+        np.isin(role_values, (CHOSEN, REJECTED)) if role_values.dtype.kind in "iuf" else np.zeros(len(role_values), dtype=np.bool_)
+    )
     if not known.all():
         place = int(np.argmin(known))
         raise DataError(
-            f"sample {place} has the role {given[place]!s}, which is neither 0 (chosen) nor 1 (rejected)",
+            f"sample {place} has the role {role_values[place]!s}, which is neither 0 (chosen) nor 1 (rejected)",
             remedy="Write 0 for chosen and 1 for rejected samples",
         )
-    return given.astype(np.int64, copy=False)
+    return role_values.astype(np.int64, copy=False)
 
 
 def pair_places(unit_ids: IntArray, roles: IntArray, counts: IntArray, sample_ids: IntArray) -> IntArray:
@@ -36,17 +38,19 @@ def pair_places(unit_ids: IntArray, roles: IntArray, counts: IntArray, sample_id
     carrying = np.zeros(len(units), dtype=np.bool_)
     carrying[of_unit[counts > 0]] = True
     members = np.flatnonzero(carrying[of_unit])
-    found = np.zeros((len(units), 2), dtype=np.int64)
-    np.add.at(found, (of_unit[members], roles[members]), 1)
-    wrong = carrying & (found != 1).any(axis=1)
+    halves = np.zeros((len(units), 2), dtype=np.int64)
+    np.add.at(halves, (of_unit[members], roles[members]), 1)
+    wrong = carrying & (halves != 1).any(axis=1)
     if wrong.any():
         unit = int(np.argmax(wrong))
-        own = members[of_unit[members] == unit]
-        said = ", ".join(f"{int(sample_ids[place])} ({'chosen' if roles[place] == CHOSEN else 'rejected'})" for place in own[:4])
-        missing = " and ".join(name for name, role in ROLES.items() if found[unit, role] == 0)
-        what = f"has no {missing} sample" if missing else "has a role twice"
-        more = f" and {len(own) - 4} more" if len(own) > 4 else ""
-        raise DataError(f"unit {int(units[unit])} {what}, only the samples {said}{more}", remedy=_REMEDY)
+        members_of_unit = members[of_unit[members] == unit]
+        described = ", ".join(
+            f"{int(sample_ids[place])} ({'chosen' if roles[place] == CHOSEN else 'rejected'})" for place in members_of_unit[:4]
+        )
+        missing = " and ".join(name for name, role in ROLES.items() if halves[unit, role] == 0)
+        cause = f"has no {missing} sample" if missing else "has a role twice"
+        more = f" and {len(members_of_unit) - 4} more" if len(members_of_unit) > 4 else ""
+        raise DataError(f"unit {int(units[unit])} {cause}, only the samples {described}{more}", remedy=_REMEDY)
     places = np.zeros((len(units), 2), dtype=np.int64)
     places[of_unit[members], roles[members]] = members
     return places[carrying]

@@ -55,7 +55,9 @@ class BuildOrder:
     def of(cls, micro_batches: Iterable["MicroBatchPlan"]) -> "tuple[MicroBatchPlan, ...]":
         """The same micro-batches, each of which knows this order and its place in it."""
         order = cls()
-        order.micro_batches = tuple(evolve(each, order=order, place=place) for place, each in enumerate(micro_batches))
+        order.micro_batches = tuple(
+            evolve(micro_batch, order=order, place=place) for place, micro_batch in enumerate(micro_batches)
+        )
         return order.micro_batches
 
 
@@ -135,7 +137,7 @@ class BatchPlan:
     @property
     def micro_batches(self) -> Iterator[MicroBatchPlan]:
         """Every micro-batch, mini-batch by mini-batch and rank by rank."""
-        return (each for mini_batch in self.mini_batches for rank in mini_batch.ranks for each in rank)
+        return (micro_batch for mini_batch in self.mini_batches for rank in mini_batch.ranks for micro_batch in rank)
 
     @property
     def joined(self) -> MicroBatchPlan:

@@ -147,11 +147,11 @@ def _join_values(parts: Parts, offsets: Sequence[IntArray], targets: IntArray, l
     """The same, with a place for every value, as much at a time as stays in the processor's cache."""
     joined = [np.empty(total, values.dtype) for values in parts[0]]
     for first, last, pieces in _pieces(parts, lengths, offsets, BLOCK):
-        own = lengths[first:last]
+        piece_lengths = lengths[first:last]
         kept = targets[first:last] >= 0
-        places = np.repeat(targets[first:last] - offsets_of(own)[:-1], own)
+        places = np.repeat(targets[first:last] - offsets_of(piece_lengths)[:-1], piece_lengths)
         places += _numbers(len(places))
-        chosen: AnyArray | slice = slice(None) if kept.all() else np.repeat(kept, own)
+        chosen: AnyArray | slice = slice(None) if kept.all() else np.repeat(kept, piece_lengths)
         places = places[chosen]
         for values, piece in zip(joined, pieces, strict=True):
             values[places] = piece[chosen]
@@ -166,8 +166,10 @@ def _pieces(
     for first, last in blocks(old, block):
         start, stop = int(old[first]), int(old[last])
         among = range(bisect_right(bounds, start) - 1, bisect_left(bounds, stop))
-        found = ([parts[p][number][max(start - bounds[p], 0) : stop - bounds[p]] for p in among] for number in range(len(parts[0])))
-        yield first, last, (each[0] if len(each) == 1 else np.concatenate(each) for each in found)
+        pieces_of_arrays = (
+            [parts[p][number][max(start - bounds[p], 0) : stop - bounds[p]] for p in among] for number in range(len(parts[0]))
+        )
+        yield first, last, (pieces[0] if len(pieces) == 1 else np.concatenate(pieces) for pieces in pieces_of_arrays)
 
 
 def _numbers(count: int) -> IntArray:

@@ -47,8 +47,8 @@ class VersionSpans:
     @classmethod
     def one(cls, version: int, tokens: int) -> "VersionSpans":
         """Say that `version` made all tokens."""
-        made = tokens > 0
-        return cls(np.zeros(int(made), dtype=np.int32), np.full(int(made), version, dtype=np.int64))
+        nonempty = tokens > 0
+        return cls(np.zeros(int(nonempty), dtype=np.int32), np.full(int(nonempty), version, dtype=np.int64))
 
     def per_token(self, tokens: int) -> npt.NDArray[np.int64]:
         """int64[tokens]: the version of every token."""

@@ -14,10 +14,10 @@ def make_distinct(names: Sequence[str]) -> tuple[str, ...]:
     distinct: list[str] = []
     numbers: Counter[str] = Counter()
     for name in names:
-        made = name
-        while counts[name] > 1 and made in taken:
+        numbered_name = name
+        while counts[name] > 1 and numbered_name in taken:
             numbers[name] += 1
-            made = f"{name}_{numbers[name]}"
-        taken.add(made)
-        distinct.append(made)
+            numbered_name = f"{name}_{numbers[name]}"
+        taken.add(numbered_name)
+        distinct.append(numbered_name)
     return tuple(distinct)

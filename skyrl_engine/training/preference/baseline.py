@@ -62,8 +62,8 @@ def prompt_labels(columns: SampleColumns) -> IntArray:
         numbers.setdefault(ids[start:end].tobytes(), len(numbers))
         for start, end in zip(starts.tolist(), ends.tolist(), strict=True)
     ]
-    own = [columns.sample_values[PROMPT]] if PROMPT in columns.sample_values else []
-    return inseparable(np.asarray(tokens, dtype=np.int64), columns.unit_ids, *own)
+    prompt_values = [columns.sample_values[PROMPT]] if PROMPT in columns.sample_values else []
+    return inseparable(np.asarray(tokens, dtype=np.int64), columns.unit_ids, *prompt_values)
 
 
 def other_answers(labels: IntArray) -> IntArray | None:
@@ -95,15 +95,15 @@ def mismatch_answers(columns: SampleColumns, longest: int | None) -> SampleColum
 
     `other_answers` chooses the answers: the next sample's where all prompts are different.
     """
-    others = other_answers(prompt_labels(columns))
-    if others is None:
+    partners = other_answers(prompt_labels(columns))
+    if partners is None:
         return None
     tokens, actions = np.diff(columns.token_offsets), np.diff(columns.action_offsets)
     ids, weights, lengths, responses = [], [], [], []
-    for sample, other in enumerate(others.tolist()):
+    for sample, partner in enumerate(partners.tolist()):
         prompt = columns.input_ids[columns.token_offsets[sample] :][: tokens[sample] - actions[sample]]
-        answer = columns.input_ids[: columns.token_offsets[other + 1]][tokens_before(columns, other) :]
-        weight = columns.loss_weight[columns.action_offsets[other] : columns.action_offsets[other + 1]]
+        answer = columns.input_ids[: columns.token_offsets[partner + 1]][tokens_before(columns, partner) :]
+        weight = columns.loss_weight[columns.action_offsets[partner] : columns.action_offsets[partner + 1]]
         room = len(answer) if longest is None else max(0, min(len(answer), longest - len(prompt)))
         ids += [prompt, answer[:room]]
         weights.append(weight[:room])

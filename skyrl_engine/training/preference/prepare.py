@@ -38,7 +38,7 @@ class PreparedPreference:
     def longest(self) -> int | None:
         """The longest row in tokens that the model is given; None where nothing bounds it."""
         facts, data = self.run.files.facts, self.run.resolved.config.data
-        bounds = [each for each in (data.max_length, facts.context_length, facts.rotary_length) if each is not None]
+        bounds = [bound for bound in (data.max_length, facts.context_length, facts.rotary_length) if bound is not None]
         return min(bounds, default=None)
 
 
@@ -49,7 +49,7 @@ def prepare(resolved: ResolvedConfig, progress: DataProgress | None = None) -> P
     UnsupportedError for a loss without preferences, for dropout beside a reference, and for a reference that the backend does not have.
     """
     run = prepare_data(
-        resolved, progress, reading="preferences", given=GIVEN, before_building=BEFORE_BUILDING, after_building=AFTER_BUILDING
+        resolved, progress, reading="preferences", computed=GIVEN, before_building=BEFORE_BUILDING, after_building=AFTER_BUILDING
     )
     check_baseline(run)
     reference = None

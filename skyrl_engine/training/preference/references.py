@@ -64,13 +64,13 @@ class ReferenceScores:
 
     def read(self) -> npt.NDArray[np.float32] | None:
         """float32[A], mapped from the disk; None where the file is not there, not whole, or damaged."""
-        told = self._facts()
-        if "crc32" not in told or not self.path.is_file() or self.path.stat().st_size != 4 * self.tokens:
+        facts = self._facts()
+        if "crc32" not in facts or not self.path.is_file() or self.path.stat().st_size != 4 * self.tokens:
             return None
         if self.tokens == 0:
             return np.zeros(0, dtype=np.float32)
         values = np.memmap(self.path, dtype=np.float32, mode="r")
-        return values if zlib.crc32(values.data) == told["crc32"] else None
+        return values if zlib.crc32(values.data) == facts["crc32"] else None
 
     def fill(self, engine: Engine, dataset: TokenizedDataset, *, batch_size: int, progress: DataProgress | None) -> None:
         """Score the dataset with the frozen model, from where an earlier pass ended. Raises DataError where the disk refuses."""
@@ -115,10 +115,10 @@ class ReferenceScores:
 
     def _facts(self) -> dict[str, Any]:
         try:
-            told = json.loads(self._told.read_text(encoding="utf-8"))
+            facts = json.loads(self._told.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return {}
-        return told if isinstance(told, dict) else {}
+        return facts if isinstance(facts, dict) else {}
 
 
 def with_references(dataset: TokenizedDataset, values: npt.NDArray[np.float32]) -> TokenizedDataset:

@@ -89,20 +89,20 @@ class PreferenceTrainer(SftTrainer):
     def plan(self, columns: SampleColumns) -> Plan:
         """Return the plan of a mini-batch with what the loss reads: `ref_logprobs`, and KTO's baseline."""
         plan = self.engine.plan(columns)
-        made: dict[str, AnyArray | Ragged] = {}
+        new_columns: dict[str, AnyArray | Ragged] = {}
         if REFERENCE in self.prepared.assembly.objective.columns and REFERENCE not in columns.columns:
             scores = self.engine.score(plan, tokens="loss", model=REFERENCE_MODEL).result()
-            made[REFERENCE] = scores.on_actions("logprobs")
+            new_columns[REFERENCE] = scores.on_actions("logprobs")
         if self.preference.baseline:
-            made[BASELINE] = np.full(int(columns.action_offsets[-1]), self._baseline(columns), dtype=np.float32)
-        return plan.with_columns(made) if made else plan
+            new_columns[BASELINE] = np.full(int(columns.action_offsets[-1]), self._baseline(columns), dtype=np.float32)
+        return plan.with_columns(new_columns) if new_columns else plan
 
     def _baseline(self, columns: SampleColumns) -> float:
         """KTO's baseline of a mini-batch, 0 where it has but one prompt."""
-        others = mismatch_answers(columns, self.preference.longest)
-        if others is None:
+        mismatched = mismatch_answers(columns, self.preference.longest)
+        if mismatched is None:
             return 0.0
-        plan = self.engine.plan(others)
+        plan = self.engine.plan(mismatched)
         policy = self.engine.score(plan, tokens="loss")
         reference = self.engine.score(plan, tokens="loss", model=REFERENCE_MODEL)
         return baseline_of(policy.result(), reference.result())

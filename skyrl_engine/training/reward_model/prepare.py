@@ -60,10 +60,10 @@ def _refuse_no_rewards(draft: DataDraft) -> None:
     """Refuse parts that read anything of the model but values: the one token that carries loss says nothing."""
     objective = draft.assembly.objective
     for label, needs in objective.needs.items():
-        other = next((need for need in needs if model_score(need) not in (None, "values")), None)
-        if other is not None:
+        unsupported_need = next((need for need in needs if model_score(need) not in (None, "values")), None)
+        if unsupported_need is not None:
             raise UnsupportedError(
-                f"{label} reads {other!r} of the model, and a reward model has nothing but values",
+                f"{label} reads {unsupported_need!r} of the model, and a reward model has nothing but values",
                 remedy='Set loss.use = "bradley_terry", or train on answers: trainer = "preference"',
             )
     if not any(ROLE_NEED in part.product.needs or part.on is not None for part in objective.losses):

@@ -88,8 +88,8 @@ def _refuse_sampling(resolved: ResolvedConfig) -> list[Problem]:
     }
     return [
         Problem(key, "rl.rollouts is set, so that nothing is sampled and no environment answers", f"Remove {key}, or rl.rollouts")
-        for key, given in asked.items()
-        if given
+        for key, is_set in asked.items()
+        if is_set
     ]
 
 
@@ -163,10 +163,10 @@ def refuse_too_few(draft: RlDraft) -> None:
     if settings.repeat_tasks or not draft.trains or not isinstance(rollouts, LiveRolloutSpec):
         return
     tasks = rollouts.tasks
-    for part, own, needed in zip(tasks.environments, tasks.tasks, tasks.needs(settings.steps * settings.groups), strict=True):
-        if needed > len(own):
+    for part, env_tasks, needed in zip(tasks.environments, tasks.tasks, tasks.needs(settings.steps * settings.groups), strict=True):
+        if needed > len(env_tasks):
             raise DataError(
-                f"{part.label} has {len(own):,} tasks, and {settings.steps} steps of {settings.groups} groups take {needed:,} of it",
+                f"{part.label} has {len(env_tasks):,} tasks, and {settings.steps} steps of {settings.groups} groups take {needed:,} of it",
                 remedy="Set rl.repeat_tasks = true, or lower rl.steps",
             )
 
@@ -194,10 +194,10 @@ def validate_turns(renderer: ChatRenderer, parts: Sequence[BoundPlugin[Environme
     """Prove that later turns can be appended where there are any, with the first task of every environment."""
     for part, trained in zip(parts, tasks.tasks, strict=True):
         # an evaluation may be of held-out tasks alone
-        own = trained if len(trained) else tasks_in(part, "eval")
-        if not len(own):
+        env_tasks = trained if len(trained) else tasks_in(part, "eval")
+        if not len(env_tasks):
             continue
-        task = task_at(part, own, 0)
+        task = task_at(part, env_tasks, 0)
         if part.product.claims.max_turns > 1:
             if task.prompt_ids and renderer.history == "template":
                 raise UnsupportedError(

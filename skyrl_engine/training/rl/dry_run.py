@@ -96,7 +96,9 @@ def _tasks(prepared: PreparedRl) -> Mapping[str, tuple[int, int]]:
     if isinstance(prepared.rollouts, Recording):
         return {}
     order = prepared.rollouts.tasks
-    counts = ((len(own), len(tasks_in(part, "eval"))) for own, part in zip(order.tasks, order.environments, strict=True))
+    counts = (
+        (len(env_tasks), len(tasks_in(part, "eval"))) for env_tasks, part in zip(order.tasks, order.environments, strict=True)
+    )
     return dict(zip(prepared.names, counts, strict=True))
 
 
@@ -111,37 +113,37 @@ def _recording(prepared: PreparedRl) -> str | None:
 def _format_first_prompt(prepared: PreparedRl) -> str:
     if isinstance(prepared.rollouts, Recording):
         return ""
-    if all(own[0].prompt_ids for own in prepared.rollouts.tasks.tasks):
+    if all(env_tasks[0].prompt_ids for env_tasks in prepared.rollouts.tasks.tasks):
         return str(Rendering("tokens"))
     return str(Rendering.of_prompts(prepared.files.tokenizer, prepared.resolved.config.rl.template))
 
 
 def _prompts(prepared: PreparedRl) -> Mapping[str, tuple[str, ...]]:
-    found = {}
+    prompts = {}
     if isinstance(prepared.rollouts, Recording):
         first = prepared.rollouts.groups[0]()
         attempt = first.finished[0]
         return {first.environment: _pieces(prepared, attempt.token_ids[: attempt.segment_offsets[1]].tolist())}
-    for name, own in zip(prepared.names, prepared.rollouts.tasks.tasks, strict=True):
-        task = own[0]
+    for name, env_tasks in zip(prepared.names, prepared.rollouts.tasks.tasks, strict=True):
+        task = env_tasks[0]
         ids = list(task.prompt_ids) if task.prompt_ids else prepared.rollouts.renderer.prompt(task.messages, task.tools).tolist()
-        found[name] = _pieces(prepared, ids)
-    return found
+        prompts[name] = _pieces(prepared, ids)
+    return prompts
 
 
 def _suffixes(prepared: PreparedRl) -> Mapping[str, tuple[str, ...]]:
-    found: dict[str, tuple[str, ...]] = {}
+    suffixes: dict[str, tuple[str, ...]] = {}
     if isinstance(prepared.rollouts, Recording):
-        return found
+        return suffixes
     order, renderer = prepared.rollouts.tasks, prepared.rollouts.renderer
-    for name, part, own in zip(prepared.names, order.environments, order.tasks, strict=True):
+    for name, part, env_tasks in zip(prepared.names, order.environments, order.tasks, strict=True):
         if part.product.claims.max_turns > 1 and renderer.history == "append":
-            tools = own[0].tools
+            tools = env_tasks[0].tools
             observation = (
                 {"role": "tool", "name": "tool", "content": "an answer"} if tools else {"role": "user", "content": "an answer"}
             )
-            found[name] = _pieces(prepared, renderer.suffix((observation,), None, tools).tolist())
-    return found
+            suffixes[name] = _pieces(prepared, renderer.suffix((observation,), None, tools).tolist())
+    return suffixes
 
 
 def _pieces(prepared: PreparedRl, ids: list[int]) -> tuple[str, ...]:

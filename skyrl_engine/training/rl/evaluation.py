@@ -24,12 +24,12 @@ FIRST_NUMBER: Final = 2**40
 
 def tasks_of(environments: Sequence[BoundPlugin[Environment]], count: int, split: Split = "eval") -> list[tuple[int, Task]]:
     """Return the first tasks of every environment, held-out ones, `count` of all together in equal shares; fewer where there are fewer."""
-    found: list[tuple[int, Task]] = []
+    held_out: list[tuple[int, Task]] = []
     for number, part in enumerate(environments):
         tasks = tasks_in(part, split)
         share = count // len(environments) + (number < count % len(environments))
-        found += [(number, task_at(part, tasks, index)) for index in range(min(share, len(tasks)))]
-    return found
+        held_out += [(number, task_at(part, tasks, index)) for index in range(min(share, len(tasks)))]
+    return held_out
 
 
 def attempts(
@@ -82,8 +82,8 @@ def evaluation_metrics(groups: Sequence[Group], names: Sequence[str], *, seed: i
     metrics = _of(groups, "evaluation/", seed)
     if len(names) > 1:
         for name in names:
-            if own := [group for group in groups if group.environment == name]:
-                metrics |= _of(own, f"evaluation/{name}/", seed)
+            if groups_of_env := [group for group in groups if group.environment == name]:
+                metrics |= _of(groups_of_env, f"evaluation/{name}/", seed)
     return metrics
 
 
@@ -112,5 +112,5 @@ def _of(groups: Sequence[Group], prefix: str, seed: int) -> dict[str, float]:
 
 
 def _with_interval(name: str, per_task: Sequence[float], seed: int) -> dict[str, float]:
-    found = estimate(per_task, seed=seed)
-    return {name: found.mean, f"{name}_low": found.low, f"{name}_high": found.high}
+    estimates = estimate(per_task, seed=seed)
+    return {name: estimates.mean, f"{name}_low": estimates.low, f"{name}_high": estimates.high}

@@ -24,18 +24,18 @@ def rollout_metrics(
     `environments` are the names of all that the run has; where there are several, rewards and successes are reported for each. Rewards are
     those that are trained on: without what `overlong` takes off, and 0 for attempts that were cut off where `truncated` is "zero_reward".
     """
-    attempts = [each for group in trained for each in group.finished]
+    attempts = [attempt for group in trained for attempt in group.finished]
     everything = [trajectory for group in finished for trajectory in group.trajectories]
     rewards = _shape_rewards(attempts, truncated, overlong)
     metrics = {**_rewards(rewards), **_lengths(attempts), **_successes(trained)}
     metrics["reward/all_mean"] = _mean(
-        _shape_rewards([each for each in everything if each.status != "failed"], truncated, overlong)
+        _shape_rewards([attempt for attempt in everything if attempt.status != "failed"], truncated, overlong)
     )
     if len(environments) > 1:
         names = np.array([group.environment for group in trained for _ in group.finished])
         for name in environments:
-            if (own := names == name).any():
-                metrics[f"reward/{name}/mean"] = _mean(rewards[own])
+            if (is_of_env := names == name).any():
+                metrics[f"reward/{name}/mean"] = _mean(rewards[is_of_env])
             metrics |= _successes([group for group in trained if group.environment == name], f"rollout/{name}/")
     if overlong is not None and attempts:
         metrics["reward/part/overlong"] = -_mean(length_penalties(attempts, overlong))
@@ -44,7 +44,7 @@ def rollout_metrics(
     metrics["rollout/zero_variance"] = _mean(float(_equal(group)) for group in finished)
     for reason, count in Counter(group.dropped for group in finished if group.dropped is not None).items():
         metrics[f"rollout/dropped/{reason}"] = count / len(finished)
-    metrics["rollout/failed"] = _mean(float(each.status == "failed") for each in everything)
+    metrics["rollout/failed"] = _mean(float(attempt.status == "failed") for attempt in everything)
     return metrics
 
 
@@ -86,10 +86,10 @@ def _lengths(attempts: Sequence[Trajectory]) -> dict[str, float]:
 
 def _successes(groups: Sequence[Group], prefix: str = "rollout/") -> dict[str, float]:
     """Shares of successes where every attempt says whether it succeeded; pass@k for k of 1 and of the group's size, and maj@k of votes."""
-    judged = [group for group in groups if group.finished and all(each.success is not None for each in group.finished)]
+    judged = [group for group in groups if group.finished and all(attempt.success is not None for attempt in group.finished)]
     if not judged:
         return {}
-    counts = [(len(group.finished), sum(bool(each.success) for each in group.finished)) for group in judged]
+    counts = [(len(group.finished), sum(bool(attempt.success) for attempt in group.finished)) for group in judged]
     metrics = {f"{prefix}success": sum(right for _, right in counts) / sum(attempts for attempts, _ in counts)}
     largest = max(attempts for attempts, _ in counts)
     for k in sorted({1, largest}):

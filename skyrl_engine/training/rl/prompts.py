@@ -47,17 +47,19 @@ def check_prompts(
     lengths: dict[int, dict[str, int]] = {}
     for number, task in tasks:
         name = f"{parts[number].label}: task {task.key!r}"
-        own = lengths.setdefault(number, {})
-        if task.key in own:
+        env_lengths = lengths.setdefault(number, {})
+        if task.key in env_lengths:
             raise DataError(
                 f"{name} is there twice: attempts are told apart by the keys of their tasks",
                 remedy="Give every task a key of its own",
             )
         refuse_unsendable(task, name)
-        own[task.key] = len(_prompt(task, name, renderer, limits))
-    for number, own in lengths.items():
-        _check_lengths(parts[number], own, limits)
-    return max((length for own in lengths.values() for length in own.values() if length <= limits.tokens), default=0)
+        env_lengths[task.key] = len(_prompt(task, name, renderer, limits))
+    for number, env_lengths in lengths.items():
+        _check_lengths(parts[number], env_lengths, limits)
+    return max(
+        (length for env_lengths in lengths.values() for length in env_lengths.values() if length <= limits.tokens), default=0
+    )
 
 
 def most_of(part: BoundPlugin[Environment]) -> int:
@@ -69,8 +71,8 @@ def _prompt(task: Task, name: str, renderer: ChatRenderer, limits: PromptLimits)
     if task.images:
         raise UnsupportedError(f"{name} has images, which rollouts do not take yet", remedy="Choose tasks of text")
     if bool(task.messages) == bool(task.prompt_ids):
-        what = "both messages and prompt_ids" if task.messages else "neither messages nor prompt_ids"
-        raise DataError(f"{name} has {what}", remedy="Give every task one of them")
+        forms = "both messages and prompt_ids" if task.messages else "neither messages nor prompt_ids"
+        raise DataError(f"{name} has {forms}", remedy="Give every task one of them")
     ids = np.asarray(task.prompt_ids) if task.prompt_ids else renderer.prompt(task.messages, task.tools, name=name)
     if limits.vocabulary is not None and not 0 <= int(ids.min(initial=0)) <= int(ids.max(initial=0)) < limits.vocabulary:
         strange = int(ids.min()) if ids.min() < 0 else int(ids.max())

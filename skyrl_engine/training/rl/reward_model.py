@@ -61,16 +61,16 @@ class RewardModel:
                 "a reward model is asked for, and the backend does not declare 'value_head'",
                 remedy="Remove reward_model.path, or choose a backend that has it, such as fsdp",
             )
-        frozen, own = plan_frozen_model(
+        frozen, model_files = plan_frozen_model(
             "the reward model", REWARD_MODEL, resolved, assembly, files, path=table.path, revision=table.revision, classifier=True
         )
-        pad = _pad_of_classifier(own)
+        pad = _pad_of_classifier(model_files)
         raw = not uses_template(files.tokenizer, resolved.config.rl.template)
         closing = ChatRenderer(files.tokenizer, raw=raw).closing()
         longest = (
             resolved.config.rl.max_prompt_tokens + resolved.config.rl.max_tokens + 1 + (0 if closing is None else len(closing[1]))
         )
-        for facts in (own.facts, files.facts):
+        for facts in (model_files.facts, files.facts):
             positions = facts.extended_length
             if positions is not None and longest > positions:
                 raise UnsupportedError(
@@ -85,7 +85,7 @@ class RewardModel:
 
         All are scored over one plan. Raises ContractError for an environment that gives a part or a metric of the same name.
         """
-        attempts = [each for group in groups for each in group.finished]
+        attempts = [attempt for group in groups for attempt in group.finished]
         if not attempts:
             return tuple(groups)
         for group in groups:
@@ -153,7 +153,7 @@ class RewardModel:
 
 def value_metrics(groups: Sequence[Group]) -> dict[str, float]:
     """Metrics of a reward model's values of attempts that did not fail; none where there was no such model."""
-    values = [each.metrics[REWARD_MODEL] for group in groups for each in group.finished if REWARD_MODEL in each.metrics]
+    values = [attempt.metrics[REWARD_MODEL] for group in groups for attempt in group.finished if REWARD_MODEL in attempt.metrics]
     if not values:
         return {}
     return {
@@ -174,8 +174,8 @@ def _without(attempt: Trajectory) -> Trajectory:
 
 
 def _refuse_taken_name(group: Group) -> None:
-    for each in group.finished:
-        if REWARD_MODEL in each.parts or REWARD_MODEL in each.metrics:
+    for attempt in group.finished:
+        if REWARD_MODEL in attempt.parts or REWARD_MODEL in attempt.metrics:
             raise ContractError(
                 f"environment {group.environment} gives a part or metric {REWARD_MODEL!r} to task {group.task_key!r}, and that is the name of "
                 "what [reward_model] gives",
@@ -183,9 +183,9 @@ def _refuse_taken_name(group: Group) -> None:
             )
 
 
-def _pad_of_classifier(own: ModelFiles) -> int:
+def _pad_of_classifier(model_files: ModelFiles) -> int:
     """Return the padding token of a classifier. Raises ModelError for what is none."""
-    model = own.facts.model
+    model = model_files.facts.model
     config: Any = load_config(model)
     if not any("ForSequenceClassification" in name for name in config.architectures or ()):
         raise ModelError(
@@ -198,4 +198,4 @@ def _pad_of_classifier(own: ModelFiles) -> int:
             remedy="Set reward_model.path to one with a single label, such as trainer reward_model writes",
         )
     pad = config.get_text_config().pad_token_id
-    return own.pad_token_id if pad is None else int(pad)
+    return model_files.pad_token_id if pad is None else int(pad)

@@ -213,16 +213,16 @@ def _identity(session: RunSession, known: str | None) -> str:
     segments say it. Raises RolloutError where the directory's rollouts are another run's.
     """
     path = session.directory.rollouts / "run"
-    found = path.read_text(errors="replace") if path.exists() else ""
-    if not _A_RUN.fullmatch(found):
+    text = path.read_text(errors="replace") if path.exists() else ""
+    if not _A_RUN.fullmatch(text):
         path.parent.mkdir(parents=True, exist_ok=True)
-        named = next((each.run for each in map(read_segment, segments_of(path.parent)) if each.run is not None), None)
-        made = hashlib.sha256(f"{time.time_ns()} {session.directory.path}".encode()).hexdigest()[:16]
-        found = known or named or made
-        write_durably(path, found)
-    if known is not None and found != known:
+        named = next((segment.run for segment in map(read_segment, segments_of(path.parent)) if segment.run is not None), None)
+        run_id = hashlib.sha256(f"{time.time_ns()} {session.directory.path}".encode()).hexdigest()[:16]
+        text = known or named or run_id
+        write_durably(path, text)
+    if known is not None and text != known:
         raise RolloutError(
-            f"{path.parent} holds the rollouts of another run ({found}, and the checkpoint is of {known})",
+            f"{path.parent} holds the rollouts of another run ({text}, and the checkpoint is of {known})",
             remedy="Put the run's own rollouts back, or remove the folder: what was sampled behind the checkpoint is then sampled again",
         )
-    return found
+    return text

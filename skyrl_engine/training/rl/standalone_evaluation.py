@@ -108,9 +108,9 @@ def evaluate_model(
 def _check_some_finished(groups: Sequence[Group]) -> None:
     """Refuse attempts that all failed: their numbers would be those of a model that is always wrong, and say nothing about this one."""
     ended = [trajectory for group in groups for trajectory in group.trajectories]
-    if any(each.status != "failed" for each in ended):
+    if any(attempt.status != "failed" for attempt in ended):
         return
-    causes = Counter(each.cause for each in ended).most_common(_COMMON)
+    causes = Counter(attempt.cause for attempt in ended).most_common(_COMMON)
     raise RolloutError(
         f"all {len(ended)} attempts failed, so nothing was measured",
         remedy=name_remedy([each.cause or "" for each in ended]),

@@ -83,7 +83,7 @@ class TaskOrder:
         """int[environments]: how many tasks of each environment so many tickets take."""
         self._draw(tickets)
         taken = np.bincount([environment for environment, _ in self._drawn[:tickets]], minlength=len(self.tasks))
-        return [int(each) for each in taken]
+        return [int(number) for number in taken]
 
     def of(self, ticket: int) -> tuple[int, Task]:
         """Return the number of the ticket's environment, and its task."""

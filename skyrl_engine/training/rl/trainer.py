@@ -104,7 +104,7 @@ class RlTrainer:
         self.phases.cpu.drain()
         with self.phases("prepare"):
             taken = self.source.take(number)
-        self.on_rollouts(RolloutsFinished(number, taken.groups, tuple(each for each in taken.ended if each.dropped is not None)))
+        self.on_rollouts(RolloutsFinished(number, taken.groups, tuple(group for group in taken.ended if group.dropped is not None)))
         with self.phases("prepare"):
             columns = self._columns(taken.groups, number)
             plan = self.engine.plan(columns, mini_batch_size=mini_batch_size(group_sizes(columns), config.rl.mini_batches))
@@ -116,15 +116,15 @@ class RlTrainer:
                 shaped, of_penalty = self.penalty.apply(plan.columns)
                 metrics |= of_penalty
                 plan = attrs.evolve(plan, columns=shaped)
-            made = self._advantages(plan.columns)
-            gives = {} if made.returns is None else {"returns": made.returns}
-            plan = plan.with_columns({"advantages": made.advantages, **gives})
-            metrics |= made.metrics
+            advantages = self._advantages(plan.columns)
+            gives = {} if advantages.returns is None else {"returns": advantages.returns}
+            plan = plan.with_columns({"advantages": advantages.advantages, **gives})
+            metrics |= advantages.metrics
         with self.phases("train"):
             learned, present = self._learn(plan, number)
         with self.phases("publish"):
             before = plan.columns.columns["old_logprobs"] if "old_logprobs" in self.prepared.scoring.scores else present
-            self.source.finish_step(number, taken.groups, collect_learned(taken.groups, columns, made.advantages, before))
+            self.source.finish_step(number, taken.groups, collect_learned(taken.groups, columns, advantages.advantages, before))
             self._refresh(number)
             if self.live is not None:
                 self.live.sampler.update(number)
@@ -147,8 +147,8 @@ class RlTrainer:
         if self.live is not None and "policy/gap_mean" in reported and (one_step or self.prepared.scoring.old != "rollout"):
             self.live.guard.look(reported["policy/gap_mean"], number - 1, self._gap_to_first(plan.columns))
         if number == 1:
-            tried = [each for group in taken.ended for each in group.finished]
-            warn_of_cuts(sum(each.status == "truncated" for each in tried), len(tried), config.rl.max_tokens)
+            tried = [attempt for group in taken.ended for attempt in group.finished]
+            warn_of_cuts(sum(attempt.status == "truncated" for attempt in tried), len(tried), config.rl.max_tokens)
         ends = self._idle.look(number, reported, lambda: self._explain_idle(plan.columns))
         return StepDone(reported, self._cpu, ends)
 
@@ -230,35 +230,39 @@ class RlTrainer:
     def _score(self, plan: Plan) -> Plan:
         """Add what the model, the reference and the teacher say of the batch before it is learned from."""
         recipe, temperature = self.prepared.scoring, self.prepared.resolved.config.rl.temperature
-        found: dict[str, Any] = {}
+        scores: dict[str, Any] = {}
         if recipe.scores:
             output = self.engine.score(plan, scores=set(recipe.scores.values()), temperature=temperature).result()
-            found = {column: output.on_actions(score) for column, score in recipe.scores.items()}
+            scores = {column: output.on_actions(score) for column, score in recipe.scores.items()}
         if recipe.old == "rollout":
-            found["old_logprobs"] = plan.columns.columns["rollout_logprobs"]
+            scores["old_logprobs"] = plan.columns.columns["rollout_logprobs"]
         if recipe.reference:
             output = self.engine.score(plan, temperature=temperature, model=REFERENCE_MODEL).result()
-            found[REFERENCE] = output.on_actions("logprobs")
+            scores[REFERENCE] = output.on_actions("logprobs")
         if recipe.teacher:
             output = self.engine.score(plan, temperature=temperature, model=TEACHER_MODEL).result()
-            found[TEACHER] = output.on_actions("logprobs")
-        return plan.with_columns(found)
+            scores[TEACHER] = output.on_actions("logprobs")
+        return plan.with_columns(scores)
 
     def _advantages(self, columns: SampleColumns) -> AdvantageOutput:
         part = self.prepared.advantage
         batch = advantage_batch(columns, part.product.needs)
         with blame(part.owner, "its call"):
-            given = part.product(batch)
-        return as_advantage_output(part.label, given, batch, returns=part.product.claims.returns)
+            estimate = part.product(batch)
+        return as_advantage_output(part.label, estimate, batch, returns=part.product.claims.returns)
 
     def _gap_to_first(self, columns: SampleColumns) -> float | None:
         """Return the distance of the sampler's log-probabilities from the initial weights', in nats per token; None without a reference that
         holds these.
         """
-        reference, given = self.prepared.resolved.config.reference, columns.columns
-        if not {REFERENCE, "rollout_logprobs"} <= given.keys() or reference.path is not None or reference.refresh_every is not None:
+        reference, available = self.prepared.resolved.config.reference, columns.columns
+        if (
+            not {REFERENCE, "rollout_logprobs"} <= available.keys()
+            or reference.path is not None
+            or reference.refresh_every is not None
+        ):
             return None
-        distances = np.abs(given[REFERENCE].astype(np.float64) - given["rollout_logprobs"])[columns.loss_weight != 0]
+        distances = np.abs(available[REFERENCE].astype(np.float64) - available["rollout_logprobs"])[columns.loss_weight != 0]
         return float(distances.mean()) if len(distances) else None
 
     def _learn(self, plan: Plan, number: int) -> tuple[dict[str, Metric], npt.NDArray[np.float32]]:
@@ -271,14 +275,14 @@ class RlTrainer:
         parts: list[Mapping[str, Metric]] = []
         present = np.zeros(0, dtype=np.float32)
         for epoch in range(settings.epochs):
-            own = plan
+            epoch_plan = plan
             if epoch:
                 order = shuffle_groups(plan.columns, seed=config.run.seed, step=number, epoch=epoch)
                 columns = plan.columns.take(order)
-                own = self.engine.plan(columns, mini_batch_size=mini_batch_size(group_sizes(columns), settings.mini_batches))
+                epoch_plan = self.engine.plan(columns, mini_batch_size=mini_batch_size(group_sizes(columns), settings.mini_batches))
             watch = {*self.prepared.scoring.watch, *(("entropy",) if settings.entropy_metric and epoch == 0 else ())}
             result = self.engine.train(
-                own,
+                epoch_plan,
                 temperature=settings.temperature,
                 per_token_outputs=epoch == 0,
                 bound=self.prepared.scoring.bound,
@@ -312,10 +316,10 @@ class RlTrainer:
             reported["policy/ess"] = effective_share(*sums)
         spent = self.phases.wall.drain()
         if (seconds := spent.get("generate", 0.0)) > 0:
-            sampled = sum(len(each.logprobs) for group in groups for each in group.finished)
+            sampled = sum(len(attempt.logprobs) for group in groups for attempt in group.finished)
             reported["rollout/tokens_per_second"] = sampled / seconds
-        other = time.perf_counter() - began - sum(spent.values())
-        reported |= {f"time/{phase}": seconds for phase, seconds in {**spent, "other": max(0.0, other)}.items()}
+        other_seconds = time.perf_counter() - began - sum(spent.values())
+        reported |= {f"time/{phase}": seconds for phase, seconds in {**spent, "other": max(0.0, other_seconds)}.items()}
         for phase, seconds in self.phases.cpu.drain().items():
             if phase not in _OF_RANKS:
                 self._cpu[phase] = self._cpu.get(phase, 0.0) + seconds

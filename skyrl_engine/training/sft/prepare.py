@@ -67,13 +67,13 @@ def prepare(
     progress: DataProgress | None = None,
     *,
     reading: Reading = "samples",
-    given: AbstractSet[str] = frozenset(),
+    computed: AbstractSet[str] = frozenset(),
     before_building: Sequence[ConfigCheck] = (),
     after_building: Sequence[DraftCheck] = (),
 ) -> PreparedRun:
     """Load the data, make the controller's plugins, and refuse what cannot work. Starts nothing and writes nothing but the token cache.
 
-    `reading` says how rows are read. `given` are columns that the trainer computes, so that the data need not have them.
+    `reading` says how rows are read. `computed` are columns that the trainer computes, so that the data need not have them.
     `before_building` and `after_building` are the trainer's own checks, in their order. Whatever is found is raised at once.
     """
     config = resolved.config
@@ -86,7 +86,7 @@ def prepare(
     if assembly is not None:
         refusals.collect_all(after_building, DataDraft(resolved, files, assembly))
     check_models_beside(resolved, refusals)
-    given = {*given, *list_teacher_columns(config)}
+    computed = {*computed, *list_teacher_columns(config)}
     data = config.data
     with refusals.collect():
         data = limit_to_model(config.data, files.facts)
@@ -103,7 +103,7 @@ def prepare(
         data,
         files,
         seed=config.run.seed,
-        needed={need: asker for need, asker in collect_needed_columns(assembly.needs).items() if need not in given},
+        needed={need: asker for need, asker in collect_needed_columns(assembly.needs).items() if need not in computed},
         progress=progress,
         reading=reading,
     )
@@ -132,7 +132,7 @@ def prepare(
             resolved,
             assembly,
             files,
-            read=TEACHER in given and TEACHER in assembly.objective.columns,
+            read=TEACHER in computed and TEACHER in assembly.objective.columns,
             longest=longest,
             shorter="Set data.max_length",
         )
