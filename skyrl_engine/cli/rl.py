@@ -116,7 +116,7 @@ def by_option(tasks: Mapping[str, Any]) -> "dict[str, Option]":
 
 
 def environment_table(reference: str) -> dict[str, Any]:
-    """Return the table of an environment: behind the last colon of a plugin's name stands its task, unless that is a distribution's plugin."""
+    """Return the table of an environment: after the last colon of a plugin's name stands its task, unless that is a distribution's plugin."""
     from skyrl_engine.registry.known import list_first_party
 
     name, colon, task = reference.partition(":")

@@ -99,7 +99,7 @@ _SAME: Mapping[str, str] = {
     "fp64": "float64",
     "double": "float64",
 }
-"""Other programs use these words for the value behind them, in lower case here."""
+"""Words of other programs, in lower case, and the value that each stands for here."""
 
 
 def not_a_choice(value: object, allowed: Collection[object]) -> RefusedError:

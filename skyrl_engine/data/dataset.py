@@ -135,7 +135,7 @@ def load_columns(
     Evaluation samples come from `data.eval`, or else are the part `data.eval_fraction` of `data.train` chosen by `seed`, which training then
     leaves out; rows that share a group or a unit stay on one side. `data.max_samples` keeps the first rows of a source, before that.
     Of further columns those in `data.columns` are read and those in `needed`, which says of each who asks for it ("loss ppo needs").
-    `reading` "preferences" makes of a pair two samples of a unit, every sample with a role; "rewards" also puts a token behind each, the
+    `reading` "preferences" makes of a pair two samples of a unit, every sample with a role; "rewards" also puts a token after each, the
     only one that carries loss, before which a model has read all of the text.
     `vision` looks at images, which are named here and read by `TokenizedDataset.batch`. `progress(label, done, total)` is called with rows.
     Raises DataError, naming the sample and its file and line, ModelError where the tokenizer has no chat template, and UnsupportedError for

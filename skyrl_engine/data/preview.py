@@ -75,7 +75,7 @@ class ColumnPreview:
 
 @frozen
 class Preview:
-    """`written` says if a chat template wrote the rows, `columns` are those read beside the tokens, `groups` how many groups the samples form
+    """`written` says if a chat template wrote the rows, `columns` are the further columns, `groups` how many groups the samples form
     (None: their rows have no group ids).
 
     `padding_share` is the part of all token places that would be padding if batches of `batch_size` samples, in the dataset's order, were
@@ -158,7 +158,7 @@ def _sample(dataset: TokenizedDataset, tokenizer: Any, position: int) -> SampleP
 def first_prompt(dataset: TokenizedDataset, tokenizer: "PreTrainedTokenizerBase") -> tuple[str, ...]:
     """Return the tokens before the first one that carries loss, of the first sample, as pieces of text.
 
-    A sample that a reward model reads carries loss behind its text alone: of these, the tokens that both halves of the first pair begin with.
+    A sample that a reward model reads carries loss only after its text: of these, the tokens that both halves of the first pair begin with.
     """
     if not len(dataset):
         return ()

@@ -45,7 +45,7 @@ class Accumulation:
     def to_run(
         self, plan: Plan, mini_batch: int, micro_batches: tuple[int, int] | None, labels: str | None = None
     ) -> tuple[int, int]:
-        """Return the micro-batches to run now, as the first and the one behind the last; None asks for all that are left.
+        """Return the half-open range [start, stop) of micro-batches to run now; None stands for all that are left.
 
         Raises UnsupportedError for another mini-batch than may be added, for other labels than its first micro-batches had, and for
         micro-batches that were run already or do not exist.

@@ -130,7 +130,7 @@ class Assembly:
         refusals.raise_all()
 
     def check_backend(self, facts: ModelFacts) -> None:
-        """Refuse a model that the backend in its layout does not train; a missing capability is told before the backend's own words for it."""
+        """Refuse a model that the backend in its layout does not train; a missing capability is reported before the backend's own error."""
         self._check_capabilities(facts, ())
         check_layout(Owner.of(self.plugins["backend"].loaded.record), facts, self.description)
 

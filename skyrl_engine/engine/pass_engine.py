@@ -115,7 +115,7 @@ class PassEngine:
     ) -> Future[PassResult]:
         """Differentiate the objective of one mini-batch, and add the gradient to what is accumulated on the ranks.
 
-        `micro_batches` are the first and the one behind the last of those that every rank runs now, out of `plan.micro_batches(mini_batch)`;
+        `micro_batches` is the half-open range [start, stop) of micro-batches that every rank runs now, out of `plan.micro_batches(mini_batch)`;
         None: all that are not done. However a mini-batch is cut into calls, the gradient is the same.
 
         Per-token outputs hold the model's scores, "logprobs" always, of the loss-carrying tokens, or with `tokens` "actions" of every response

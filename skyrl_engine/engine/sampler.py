@@ -31,7 +31,7 @@ def refuse_elsewhere(label: str, description: GeneratorDescription) -> None:
 class Sampler:
     """Samples from the model of an engine, on its ranks. `submit` and `poll` stream; `generate` waits for a list of requests.
 
-    `version` counts the steps behind the weights that are sampled from; tokens carry it.
+    `version` is the number of optimizer steps of the weights that are sampled from; tokens carry it.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class Sampler:
             self.version = version
 
     def load(self, model: ModelConfig, target: str) -> None:
-        """Sample from weights that lie in files under the name `target`, beside the policy's; their tokens carry the version 0.
+        """Sample from weights that lie in files under the name `target`, next to the policy's; their tokens carry the version 0.
 
         Raises UnsupportedError for a generator that takes none, ModelError for weights that do not fit the model.
         """
@@ -135,7 +135,7 @@ class Sampler:
         self._gather(0.0, forgotten=ids)
 
     def _gather(self, timeout: float, forgotten: Collection[int] = ()) -> None:
-        """Let the ranks sample, and put what came where it is waited for; completions of `forgotten` requests are dropped."""
+        """Let the ranks sample, and hand completions to the callers that wait for them; completions of `forgotten` requests are dropped."""
         several = self._group.topology.dp > 1
         for completion in self._group.poll(min(timeout, SLICE_SECONDS) if several else timeout):
             number = completion.request_id

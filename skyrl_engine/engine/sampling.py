@@ -51,7 +51,7 @@ class SamplingVerbs(PassEngine):
         return self._sampler
 
     def generate(self, requests: Sequence[GenerationRequest]) -> Future[list[Completion]]:
-        """Sample from the model as it is: completions in the order of the requests, whose tokens carry the number of steps behind the weights.
+        """Sample from the model as it is: completions in the order of the requests, whose tokens carry the number of steps of the weights.
 
         The first call starts the generator that the configuration's table `[generator]` selects. Raises UnsupportedError without one, and for
         what the generator does not claim; ContractError for a request that no generator could serve.
@@ -70,7 +70,7 @@ class SamplingVerbs(PassEngine):
         return sampler.generate(requests)
 
     def add_weights(self, target: str, model: str | Path, adapter: str | Path | None = None) -> None:
-        """Let requests with this `target` sample from other weights beside those that are trained: of `model`, a directory or hub id of the
+        """Let requests with this `target` sample from weights other than those that are trained: of `model`, a directory or hub id of the
         same architecture, with the adapter of a PEFT directory merged.
 
         The generator must have been started. Raises ModelError for weights that do not fit, UnsupportedError for a generator that takes none.

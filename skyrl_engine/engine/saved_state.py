@@ -1,4 +1,4 @@
-"""The engine's own part of a saved state, beside that of the ranks."""
+"""The engine's own part of a saved state, next to that of the ranks."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ STATE_FILE: Final = "engine.json"
 
 @frozen
 class EngineState:
-    """The number of optimizer steps behind the weights, and what tells them from those of another model.
+    """The number of optimizer steps of the weights, and facts that identify their model.
 
     `rotary_length` is the row length for which rotary frequencies were fixed (None: none was), `family` the model's type (None: nobody knows).
     """

@@ -23,7 +23,7 @@ CHUNKS_KEPT = 2
 class RequestedScores:
     """Scores asked of a head at n positions: scores by name, and the token ids to score.
 
-    `tokens` int64[n, 1 + k] holds the label of each position, and behind it the candidates of every need `logprobs_at:COLUMN`, of which
+    `tokens` int64[n, 1 + k] holds the label of each position, and after it the candidates of every need `logprobs_at:COLUMN`, of which
     `widths` says how many there are. `scores` has "logprobs" always, "logprobs_at" where there is such a need, and the needs of a teacher.
     """
 

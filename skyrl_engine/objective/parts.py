@@ -70,7 +70,7 @@ class ObjectiveParts:
 
 
 def _make_part(selected: SelectedPlugin, place: str, context: FactoryContext, taken: set[str]) -> BoundPlugin[Any]:
-    """The part at `place`, under a name that no part before it has: the plugin's own, with a number behind it where that is taken."""
+    """The part at `place`, under a name that no part before it has: the plugin's own, with a number after it where that is taken."""
     part = selected.bind(place, context)
     candidates = (part.name if number == 1 else f"{part.name}_{number}" for number in count(1))
     free = next(candidate for candidate in candidates if candidate not in taken)

@@ -1,6 +1,6 @@
 """Messages as the tokens that a model is given, turn by turn, without ever encoding again what it sampled.
 
-A first prompt is rendered whole. What follows a sampled turn is the *suffix* that the chat template writes behind an assistant's text:
+A first prompt is rendered whole. What follows a sampled turn is the *suffix* that the chat template writes after an assistant's text:
 
     render: [a question, an assistant saying MARK, observations] with generation prompt
     text:   <|im_start|>user ... <|im_start|>assistant MARK<|im_end|> <|im_start|>user an observation<|im_end|> <|im_start|>assistant
@@ -53,7 +53,7 @@ _QUESTION: Final[Message] = {"role": "user", "content": "a question"}
 class ChatRenderer:
     """Renders and tokenizes with the tokenizer of a run; `name` is that of its chat template, for messages.
 
-    `history` says how a later turn's prompt is made: "append" puts the suffix behind the tokens that are there, "template" renders all messages
+    `history` says how a later turn's prompt is made: "append" puts the suffix after the existing tokens, "template" renders all messages
     anew with `prompt`. `options` go to the template. Where no template writes anything (`raw`), a prompt is one text as it stands, with the
     tokens that the tokenizer puts before a text, and there is one turn. Arrays that it returns are read-only.
     """
@@ -111,7 +111,7 @@ class ChatRenderer:
         return self._ending(self._suffix(messages, tools, name))
 
     def closing(self) -> tuple[int, Ids] | None:
-        """Return the special token with which the template ends a dialogue's last turn, and int32 what it writes behind; None without one."""
+        """Return the special token that ends a dialogue's last turn, and the int32 tokens written after it; None without one."""
         mark = _mark("")
         reply = {"role": "assistant", "content": mark}
         text = self._attempt([_QUESTION, reply], ()) if self.tokenizer.chat_template and not self.raw else None
@@ -149,7 +149,7 @@ class ChatRenderer:
     def validate_template(self, roles: Sequence[str] = ("user",), tools: Tools = ()) -> tuple[str, ...]:
         """Check that a run's turns can be rendered; return warnings.
 
-        With history "template" the template must take observations of each of `roles` behind a turn of the assistant.
+        With history "template" the template must take observations of each of `roles` after a turn of the assistant.
         With history "append": what observations of each of `roles` (and of "tool" where there are tools) make of a suffix must not depend on
         the turns before, and its special tokens must come out of the tokenizer whole. Raises UnsupportedError naming the template. Other roles
         are looked at when they come.
@@ -217,7 +217,7 @@ class ChatRenderer:
         if text is None:
             roles = ", ".join(message["role"] for message in readable)
             raise DataError(
-                f"{name}: {self.name} refuses the environment's answer (messages of roles {roles}) behind a turn of the assistant",
+                f"{name}: {self.name} refuses the environment's answer (messages of roles {roles}) after a turn of the assistant",
                 remedy="Let the environment answer in roles that the template takes, or set model.chat_template to another template",
             )
         return text
@@ -225,7 +225,7 @@ class ChatRenderer:
     def _text_after(
         self, history: Sequence[Message], observations: Sequence[Message], tools: Tools, *, calling: bool
     ) -> str | None:
-        """Return what the template writes behind an assistant's turn, which calls tools or not, after `history`; None where it refuses."""
+        """Return what the template writes after an assistant's turn, which calls tools or not, after `history`; None where it refuses."""
         if calling:
             return self._behind_call(history, observations, tools)
         mark = _mark(str(observations))
@@ -233,7 +233,7 @@ class ChatRenderer:
         return text.partition(mark)[2] if text is not None and text.count(mark) == 1 else None
 
     def _behind_call(self, history: Sequence[Message], observations: Sequence[Message], tools: Tools) -> str | None:
-        """Return what the template writes behind a turn that calls tools: its end, found in the rendering without answers, and the answers."""
+        """Return what the template writes after a turn that calls tools: its end, found in the rendering without answers, and the answers."""
         mark = _mark("")
         calls, answers = _calls(observations)
         reply = self._attempt([*history, {"role": "assistant", "content": mark}], tools)
@@ -355,14 +355,14 @@ class ChatRenderer:
             )
             if self._attempt([_QUESTION, turn, *answers], tools, generation_prompt=True) is None:
                 raise UnsupportedError(
-                    f"{self.name} refuses a message of role {role!r} behind a turn of the assistant",
+                    f"{self.name} refuses a message of role {role!r} after a turn of the assistant",
                     remedy=_ROUNDS,
                 )
 
     def _supported_modes(self, role: str, tools: Tools) -> Sequence[bool]:
-        """Return behind which turns of the assistant observations of this role can be rendered: one that calls tools (True), one that does not.
+        """Return after which turns of the assistant observations of this role can be rendered: one that calls tools (True), one that does not.
 
-        Some templates write answers of tools behind calls alone, some write no calls, and some take one call a turn. Found out when it is first
+        Some templates write answers of tools after calls alone, some write no calls, and some take one call a turn. Found out when it is first
         asked. Raises UnsupportedError where there is none.
         """
         key = (role, bool(tools))
@@ -376,16 +376,16 @@ class ChatRenderer:
         return ways
 
     def _refusal(self, role: str, tools: Tools, *, calling: bool) -> UnsupportedError | None:
-        """Return why observations of this role cannot be put behind a turn that calls tools, or that does not; None where they can."""
+        """Return why observations of this role cannot be put after a turn that calls tools, or that does not; None where they can."""
         observation = _observation(role)
         short, *longer = _histories(observation)
         wanted = self._text_after(short, [observation], tools, calling=calling)
         if wanted is None:
             return self._cannot(
-                f"refuses a message of role {role!r} behind a turn of the assistant", _REMEDY if role == "tool" else _ROUNDS
+                f"refuses a message of role {role!r} after a turn of the assistant", _REMEDY if role == "tool" else _ROUNDS
             )
         if observation["content"] not in wanted:
-            return self._cannot(f"leaves out what a message of role {role!r} says behind a turn of the assistant", _ROUNDS)
+            return self._cannot(f"leaves out what a message of role {role!r} says after a turn of the assistant", _ROUNDS)
         accepted = 0
         for history in longer:
             suffix = self._text_after(history, [observation], tools, calling=calling)
@@ -405,9 +405,9 @@ class ChatRenderer:
         for before in ("", "a reply", "4", "\n", "."):
             ids = [int(token) for token in self._encode(before + suffix) if int(token) in known]
             if ids != written:
-                where = f"behind {before!r}" if before else "alone"
+                where = f"after {before!r}" if before else "alone"
                 return self._cannot(
-                    f"writes the special tokens {self._special.findall(suffix)} behind a turn, and its tokenizer, given them {where}, makes "
+                    f"writes the special tokens {self._special.findall(suffix)} after a turn, and its tokenizer, given them {where}, makes "
                     f"{self.tokenizer.convert_ids_to_tokens(ids)} of them"
                 )
         return None

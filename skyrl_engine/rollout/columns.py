@@ -52,7 +52,7 @@ def to_columns(
 ) -> SampleColumns:
     """Lay out the attempts of groups that did not fail, in the order of groups and members; `version` is that of the weights to be trained.
 
-    A stretch becomes a sample; one in which nothing was sampled is left out. The action axis of a sample is everything behind its prompt; the
+    A stretch becomes a sample; one in which nothing was sampled is left out. The action axis of a sample is everything after its prompt; the
     loss weight is 1 on sampled tokens and 0 on observed ones. Columns are those of the table `rollout_columns.ROLLOUT_COLUMNS` that every
     attempt has, 0 where nothing was sampled: `rewards` in float64, `rollout_logprobs`, and what environments give.
 

@@ -31,7 +31,7 @@ _PATIENCE_S: Final = 2.0
 """Seconds in which processes may close their episodes in the end."""
 
 _MORE: Final = 64
-"""Most processes beside the workers."""
+"""Most processes in addition to the workers."""
 
 
 @frozen
@@ -232,7 +232,7 @@ class EpisodePool:
         self._write(process)
 
     def _write(self, process: EpisodeProcess) -> None:
-        """Write what the process is to be told, as far as it takes it now."""
+        """Write the requests to the process, as many bytes as its pipe takes now."""
         try:
             all_told = process.flush()
         except OSError:
@@ -268,7 +268,7 @@ class EpisodePool:
             self._on_lost_process(process, process.cause_of_end())
 
     def _on_closed(self, process: EpisodeProcess, answer: Mapping[str, Any]) -> None:
-        """Take note that a process closed an episode; the time of the call behind that begins now."""
+        """Record that a process closed an episode; the time of the next call begins now."""
         label = process.unclosed.popleft()
         process.since = time.monotonic()
         if "failure" in answer:
@@ -310,7 +310,7 @@ class EpisodePool:
             self._replies.append(EpisodeReply(episode.number, result=_result(reply["result"]), seconds=seconds))
 
     def _on_failure(self, episode: HostedEpisode, cause: str) -> None:
-        """Try an episode again, in another process where there is one, or report its failure. `cause` is what stands behind its label."""
+        """Try an episode again, in another process where there is one, or report its failure. `cause` is the text after its label."""
         if episode.tries >= self._retries:
             self._over(episode, cause)
             return
@@ -334,7 +334,7 @@ class EpisodePool:
     def _on_lost_process(self, process: EpisodeProcess, cause: str) -> None:
         """End a process: the episode it worked on has failed, the others it held are rebuilt when they are asked next.
 
-        Where it was still closing an episode before that, that one is to blame, and the one that waited behind it is rebuilt like the others.
+        Where it was still closing an episode before that, that one is to blame, and the one that waited after it is rebuilt like the others.
         """
         culprit, process.episode = process.episode, None
         held = [episode for episode in process.held.values() if episode is not culprit]

@@ -29,7 +29,7 @@ LARGEST = 2**24
 """Bytes of an answer."""
 
 LONGEST_CAUSE = 1000
-"""Characters of what an environment raises that are told."""
+"""Most characters of an environment's exception that are reported."""
 
 LONGEST_TRACEBACK = 8000
 

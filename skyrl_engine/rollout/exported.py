@@ -1,6 +1,6 @@
 """Rollouts as rows of other programs: JSON lines or Parquet, written from a journal and read back as groups.
 
-A row is one *stretch* of an attempt: a prompt, and everything behind it up to where the history was rewritten, so almost always the whole
+A row is one *stretch* of an attempt: a prompt, and everything after it up to where the history was rewritten, so almost always the whole
 attempt. The columns `prompt_ids`, `response_ids` and `loss_mask` are those of the data format `rollouts`, which `skyrl-engine sft` trains
 on; nothing of a failed attempt carries loss. `prompt` and `response` are texts for people. The other columns hold what training by
 reinforcement needs, so that nothing is lost on the way.

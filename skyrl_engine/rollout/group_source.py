@@ -53,7 +53,7 @@ class GroupSource(Protocol):
 
 @define(eq=False)
 class RolloutSource:
-    """Gives a trainer its groups, step by step, and is told when they were trained on.
+    """Gives a trainer its groups, step by step; the trainer reports when it has trained on them.
 
     `task_of(ticket)` gives the number of a ticket's environment, and its task. `valued` adds to the rewards of every group that ended, and sees
     one at a time, so that what it adds depends on nothing that ended beside it. `filters` then drop groups, where the ledger lets them.

@@ -59,7 +59,7 @@ class JournalIndex:
         return {ticket: step for step, tickets in self.trained.items() for ticket in tickets}
 
     def list_journaled_groups(self) -> dict[int, JournaledGroup]:
-        """Return what a ledger that goes on asks of every ticket's record."""
+        """Return what a resumed ledger needs of every ticket's record."""
         return {
             ticket: JournaledGroup(
                 int(entry.header["start_version"]),

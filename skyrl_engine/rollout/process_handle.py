@@ -65,7 +65,7 @@ class EpisodeProcess:
     """Episodes that it holds and that were given a turn, in that order."""
     closing: list[HostedEpisode] = field(factory=list)
     unclosed: deque[str] = field(factory=deque)
-    """Labels of the episodes that it was told to close, and has not closed yet."""
+    """Labels of the episodes that it was asked to close and has not closed yet."""
     episode: HostedEpisode | None = None
     since: float = 0.0
     awaited: int = 0

@@ -99,7 +99,7 @@ def _xml_call(name: str, body: str, types: Mapping[str, Any]) -> ToolCall | str:
     for key, value, closing in _PARAMETER.findall(body):
         if not closing:
             return f"<parameter={key}> of the call of {name!r} is not closed: {_shorten(value)}"
-        # the line breaks beside the tags are the format's
+        # the line breaks next to the tags are the format's
         arguments[key.strip()] = _convert_argument(value.removeprefix("\n").removesuffix("\n"), types.get(key.strip(), "string"))
     return ToolCall(name, arguments)
 
@@ -133,7 +133,7 @@ def _llama(text: str) -> Iterable[ToolCall | str]:
         yield _read_python_call(answer)
         return
     first = True
-    # several calls stand behind one another, some models put a semicolon between them
+    # several calls follow each other, some models put a semicolon between them
     while answer.startswith("{"):
         try:
             value, end = _decoder().raw_decode(answer)
@@ -156,7 +156,7 @@ def _read_python_call(text: str) -> ToolCall | str:
     """Read `name.call(key="value", ...)`, as tools that such models were trained with are called."""
     match = _BUILT_IN.fullmatch(text.strip())
     if match is None:
-        return f"behind {_PYTHON_TAG} stands neither JSON nor name.call(...): {_shorten(text)}"
+        return f"after {_PYTHON_TAG} stands neither JSON nor name.call(...): {_shorten(text)}"
     name, inner = match.groups()
     arguments: dict[str, Any] = {}
     place = 0

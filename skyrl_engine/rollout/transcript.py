@@ -1,4 +1,4 @@
-"""A trajectory while it grows: tokens are added behind what is there, and none is ever changed or encoded again."""
+"""A trajectory while it grows: tokens are appended, and none is ever changed or encoded again."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -68,7 +68,7 @@ class Transcript:
         self._segments.append((SEGMENT_PROMPT, _ids(prompt_ids)))
 
     def behind(self, prompt_ids: Ids) -> Ids | None:
-        """Return what a prompt that was rendered anew adds to all that stands in front of the model, None where it is another history."""
+        """Return the tokens that a newly rendered prompt adds to the history, None where it is another history."""
         standing = self.prompt_ids
         return prompt_ids[len(standing) :] if np.array_equal(standing, prompt_ids[: len(standing)]) else None
 

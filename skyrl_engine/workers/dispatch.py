@@ -42,7 +42,7 @@ class Shard:
         return self.weights[actions]
 
     def without_pixels(self) -> "Shard":
-        """Return the shard as pipeline stages behind the first one need it: without pixels, which are large. Itself where it has none."""
+        """Return the shard as pipeline stages after the first one need it: without pixels, which are large. Itself where it has none."""
         extras = self.columns.extras
         if PIXEL_VALUES not in extras:
             return self
@@ -52,7 +52,7 @@ class Shard:
 
 @frozen(eq=False)
 class PlacedShard:
-    """References to one shard: `first` for the first pipeline stage, `later`, which holds no pixels, for the stages behind it."""
+    """References to one shard: `first` for the first pipeline stage, `later`, which holds no pixels, for the stages after it."""
 
     first: Any
     later: Any
@@ -212,7 +212,7 @@ def cut(
     needs: Iterable[str],
     join: Join = join_fresh,
 ) -> Iterator[Shard]:
-    """One shard per data-parallel rank, made when it is asked for, so that one that was sent off need not be held beside the next.
+    """One shard per data-parallel rank, made when it is asked for, so that one that was sent off need not be held together with the next.
 
     `weights` as `compact_weights` gave them; of the columns only `needs` travel, in the memory that `join` gives.
     """

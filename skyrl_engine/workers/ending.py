@@ -8,6 +8,6 @@ CLOSED: Final = "it was closed"
 
 
 def describe_ending(error: EngineError) -> str:
-    """Return the clause about ranks that were ended because one of them met `error`, which is told the same."""
+    """Return the clause about ranks that were ended because one of them met `error`; every rank gets the same clause."""
     error.details = (*error.details, "all ranks were ended: those that did not fail may have waited for one that did")
     return f"all its ranks were ended after a failure ({error.cause})"

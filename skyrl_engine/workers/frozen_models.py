@@ -1,4 +1,4 @@
-"""Frozen models on a rank: they score beside the trained model, and no step changes them."""
+"""Frozen models on a rank: they score tokens next to the trained model, and no step changes them."""
 
 import random
 from collections.abc import Callable

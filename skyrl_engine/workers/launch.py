@@ -75,7 +75,7 @@ class WorkerGroup:
             raise EngineClosedError(self.ended)
 
     def put(self, shards: Iterable[Shard]) -> list[PlacedShard]:
-        """References to shards, one per data-parallel rank. Pixels are in none that goes to a pipeline stage behind the first."""
+        """References to shards, one per data-parallel rank. Pixels are in none that goes to a pipeline stage after the first."""
         placed = list(map(self._ship, shards))  # unlike a loop's variable, it holds no shard while the next is made
         assert len(placed) == self.topology.dp, "one shard per data-parallel rank"
         return placed

@@ -1,4 +1,4 @@
-"""Messages from the controller to ranks: a message is one class, which holds what a rank is told and answers on the rank.
+"""Messages from the controller to ranks: a message is one class, which holds the arguments and runs on the rank.
 
     group.ask(Save(directory))              # on every rank, waiting for all
     group.send(StepOptimizer(settings))     # a future of the replies, by rank

@@ -11,7 +11,7 @@ from skyrl_engine.contracts.kinds.backend import MicroBatch, RankBatch, Teaches
 class TaughtBatch:
     """A `RankBatch` whose micro-batches carry `MicroBatch.teacher`.
 
-    The teacher scores a micro-batch before the student does, in the same rows, and gives its memory back behind the student's backward pass.
+    The teacher scores a micro-batch before the student does, in the same rows, and frees its memory after the student's backward pass.
     So one micro-batch's hidden states are held at a time, whatever the size of the step.
     """
 

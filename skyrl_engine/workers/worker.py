@@ -53,7 +53,7 @@ class Pass:
 
     `forward_backward` differentiates the objective, `evaluate` computes it without gradients, `score` gives the model's `scores` alone, of the
     loss-carrying tokens or of all action tokens. `step` counts optimizer steps and seeds losses that draw random numbers. `micro_batches` are
-    the first and the one behind the last of those that every rank runs; None: all. `model` names the frozen model that scores; None: the one
+    the half-open range [start, stop) of those that every rank runs; None: all. `model` names the frozen model that scores; None: the one
     that is trained. `labels` names a column of token ids that are scored in the place of the samples' own tokens. `bound` and `watch` as in
     `LossObjective`.
     """

@@ -188,7 +188,7 @@ def test_special_tokens_that_the_tokenizer_breaks_are_refused() -> None:
         {"additional_special_tokens": [AddedToken("END", single_word=True, normalized=False, special=True)]}
     )
     tokenizer.chat_template = TEMPLATES["plain"].text.replace("'\\n'", "(' ' if message.role == 'user' else '') + 'END\\n'")
-    with pytest.raises(UnsupportedError, match=r"behind 'a reply', makes \['END'\]"):
+    with pytest.raises(UnsupportedError, match=r"after 'a reply', makes \['END'\]"):
         ChatRenderer(tokenizer).validate_template()
     broken = TEMPLATES["chatml"].tokenizer(split_special_tokens=True)
     with pytest.raises(UnsupportedError, match=r"given them alone, makes \[\]"):

@@ -1,6 +1,6 @@
 """The configuration as attrs classes: one class and one file per TOML table. Sizes in samples, tokens or optimizer steps, as each name says.
 
-Plugin tables (`[loss]`, `[backend]`, ...) hold `use`, a plugin reference, and beside it the plugin's own options, which the plugin's own
+Plugin tables (`[loss]`, `[backend]`, ...) hold `use`, a plugin reference, and the plugin's own options, which the plugin's own
 schema validates. The text under each key is its meaning in `docs/reference/configuration.md`.
 """
 

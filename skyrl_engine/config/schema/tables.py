@@ -1,4 +1,4 @@
-"""Tables that select a plugin: `use`, and beside it the plugin's own options."""
+"""Tables that select a plugin: `use`, and the plugin's own options."""
 
 from collections.abc import Mapping
 from typing import Any

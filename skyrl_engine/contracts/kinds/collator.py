@@ -52,7 +52,7 @@ class DenseBatch:
     """Dense tensors of some rows. `fields` are C-contiguous CPU tensors by name, `sequence_lengths` the true lengths per row, int64.
 
     `cu_seqlens`, where rows hold their samples one after the other from column 0: per row int32[samples + 1], the column each sample begins
-    in and the column behind the last, alignment included. None for other layouts.
+    in and the column after the last, alignment included. None for other layouts.
 
     `ragged_offsets` int64[n+1], for fields without a row per row (`pixel_values`, `image_grid_thw`), which hold what the n samples have one
     after the other: sample i of the plan's order owns `field[offsets[i] : offsets[i + 1]]`.

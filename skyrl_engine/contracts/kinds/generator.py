@@ -44,7 +44,7 @@ class Sampling:
     and `min_p` cut the distribution off, in this order, for evaluation alone: the `top_k` most likely tokens; of those the fewest that hold
     `top_p` of what is left; of those the ones at least `min_p` times as likely as the most likely one.
 
-    Sampling stops behind a token of `stop_token_ids` or of the model's own end tokens (not with `ignore_eos`), and behind the token that
+    Sampling stops after a token of `stop_token_ids` or of the model's own end tokens (not with `ignore_eos`), and after the token that
     completes one of `stop_strings`, in both cases not before `min_tokens`.
     """
 
@@ -66,7 +66,7 @@ class Sampling:
 
 @frozen(eq=False)
 class GenerationRequest:
-    """One stretch of tokens to sample behind `prompt_ids` int32[P], P >= 1.
+    """One stretch of tokens to sample after `prompt_ids` int32[P], P >= 1.
 
     `request_id` is unique among the requests of a generator. Turns of one trajectory share a `session`, and attempts at one task share a
     `prefix_group` (None: nobody does), for caches. A run by reinforcement counts sessions through: attempt m of the group of ticket t is
@@ -99,7 +99,7 @@ class TopLogprobs:
 class Completion:
     """The result of a request.
 
-    `token_ids` int32[n], 0 <= n <= max_tokens, include the token that stopped sampling, and nothing is cut off behind it. `logprobs` float32[n]
+    `token_ids` int32[n], 0 <= n <= max_tokens, include the token that stopped sampling, and nothing is cut off after it. `logprobs` float32[n]
     are in nats, of softmax(logits / temperature) that was sampled from (temperature 0: of softmax(logits)); where the distribution was cut off,
     of what was left. `stop` is the token id or string that ended it where `finish` is "stop". `error` says what failed where `finish` is
     "error".

@@ -36,7 +36,7 @@ def _all_read_only(columns: Mapping[str, npt.NDArray[Any]]) -> Mapping[str, npt.
 
 @frozen(eq=False, slots=False)
 class VersionSpans:
-    """The weights that made every sampled token: from token `starts[i]` on, those of version `versions[i]`, the number of steps behind them.
+    """The weights that made every sampled token: from token `starts[i]` on, those of version `versions[i]`, the number of steps that made them.
 
     `starts` int32[k] rise from 0, `versions` int64[k] rise; k is 0 where nothing was sampled.
     """

@@ -9,7 +9,7 @@ SOURCE: Final = "source_number"
 
 
 def make_distinct(names: Sequence[str]) -> tuple[str, ...]:
-    """Return the names, each that comes several times with a number behind it: `train_1`, `train_2`."""
+    """Return the names; those that come several times get a number: `train_1`, `train_2`."""
     counts, taken = Counter(names), set(names)
     distinct: list[str] = []
     numbers: Counter[str] = Counter()

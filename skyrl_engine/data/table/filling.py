@@ -96,7 +96,7 @@ class TableFilling:
                         units.lose(named)
                         continue
                     counts["removed_reasoning"] += whole.removed_reasoning
-                    sample, reason = _fit_to_length(self.data, whole, behind=int(rewards))
+                    sample, reason = _fit_to_length(self.data, whole, reserved=int(rewards))
                     if sample is None:
                         counts[reason] += 1
                         units.lose(named)
@@ -256,18 +256,18 @@ class _Units:
         return self._files.union(*(sample.files for unit, sample in self._members if unit not in self._lost))
 
 
-def _fit_to_length(data: DataConfig, sample: TokenizedSample, *, behind: int = 0) -> tuple[TokenizedSample | None, str]:
+def _fit_to_length(data: DataConfig, sample: TokenizedSample, *, reserved: int = 0) -> tuple[TokenizedSample | None, str]:
     """Cut the sample to `data.max_length`, or return None and the name of what counts it where it is dropped; the first token, which has no
-    predecessor, loses its loss. `behind` tokens more will stand behind it.
+    predecessor, loses its loss. `reserved` more tokens will follow it.
     """
     loss = sample.loss.copy()
     loss[:1] = False
     if not loss.any():
         return None, "dropped_without_loss"
-    limit = None if data.max_length is None else data.max_length - behind
+    limit = None if data.max_length is None else data.max_length - reserved
     if limit is not None and len(loss) > limit:
         if data.overlong == "error":
-            more = " and one for the reward" if behind else ""
+            more = " and one for the reward" if reserved else ""
             raise DataError(
                 f"{sample.name} has {len(loss)} tokens{more}, more than data.max_length = {data.max_length}",
                 remedy="Raise data.max_length, or set data.overlong to drop or truncate",

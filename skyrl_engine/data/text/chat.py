@@ -141,7 +141,7 @@ class ChatTemplate:
         weights = {chat.weight(turn) for turn in wanted}
         replies = (i for i, message in enumerate(chat.messages[first:], start=first) if message["role"] == "assistant")
         if len(weights) > 1 or any(i not in wanted for i in replies):
-            # a turn between or behind them carries no loss, or another one: the blocks of each lie where its turn does
+            # a turn between or after them carries no loss, or another one: the blocks of each lie where its turn does
             turns = self._turn_spans(chat, full, name, wanted)
             within = [
                 (max(start, a), min(end, b), weight) for a, b, weight in turns for start, end in marks[0] if start < b and end > a
@@ -149,7 +149,7 @@ class ChatTemplate:
             if not within:
                 raise _turn_not_found_error(name, first, "the template's generation tags enclose nothing of it")
             return within
-        # a turn may have several blocks; those of the last turn lie behind everything rendered before it
+        # a turn may have several blocks; those of the last turn lie after everything rendered before it
         before = self.attempt(chat, chat.messages[:first], generation_prompt=True) if first else ""
         floor = _common_prefix(before, full) if before is not None else 0
         spans = [(start, end, *weights) for start, end in marks[0] if end > max(start, floor)]
@@ -158,7 +158,7 @@ class ChatTemplate:
         return spans
 
     def _trim_after_end(self, text: str, start: int, end: int) -> tuple[int, int]:
-        """Return the span without white space behind its end-of-turn token: the model stops at that token and never writes the space."""
+        """Return the span without white space after its end-of-turn token: the model stops at that token and never writes the space."""
         turn = text[start:end]
         stripped = turn.rstrip()
         return (start, start + len(stripped)) if stripped.endswith(self.added_tokens) else (start, end)
@@ -195,7 +195,7 @@ class _Turns:
             start = self._start_before(anchor, index, prompt, after) if start is None else start
             end = anchored_end
         if not after <= start < end:
-            raise _turn_not_found_error(self.name, index, f"its text would be characters {start} to {end}, behind {after}")
+            raise _turn_not_found_error(self.name, index, f"its text would be characters {start} to {end}, after {after}")
         return start, end
 
     def _anchor(self, index: int, through: str | None) -> tuple[int, int] | None:
@@ -281,7 +281,7 @@ def _common_prefix(left: str, right: str) -> int:
 
 def _turn_not_found_error(name: str, index: int, why: str) -> DataError:
     return DataError(
-        f"{name}: the assistant turn in message {index} cannot be told apart in the rendered conversation: {why}",
+        f"{name}: the assistant turn in message {index} cannot be identified in the rendered conversation: {why}",
         remedy="Set model.chat_template to a template with {% generation %} tags, or data.loss_on to last",
     )
 

@@ -5,7 +5,7 @@ unless a rendering with that field alone marked differs from the plain one. Sear
 function also stands in the list of tools, its arguments in the question. Plain chats, whose kinds of turns were checked once, are searched
 for their texts in order, which costs no rendering.
 
-Chat templates of reasoning models remove the reasoning of earlier turns by design; that is told and allowed. Ids of tool calls are the
+Chat templates of reasoning models remove the reasoning of earlier turns by design; that is reported and allowed. Ids of tool calls are the
 bookkeeping of chat interfaces, and the name of a tool's answer repeats that of the call: neither is looked for.
 """
 

@@ -1,6 +1,6 @@
-"""The token at which a reward model is asked for the value of a text: one that stands behind it.
+"""The token at which a reward model values a text: one that is appended to it.
 
-The value of a token is that of the state before it, so the one behind a text has the state at the text's last token: what transformers'
+The value of a token is that of the state before it, so the one after a text has the state at the text's last token: what transformers'
 sequence classifiers read. Which token it is makes no difference, as nothing before it sees it.
 """
 
@@ -12,7 +12,7 @@ from skyrl_engine.data.text.tokenization import TokenizedSample
 
 
 def read_at_end(token_ids: AnyArray, pad_token_id: int) -> AnyArray:
-    """int32[T + 1]: the tokens of a text and one behind them.
+    """int32[T + 1]: the tokens of a text and one after them.
 
     Padding tokens at its end are left out first: transformers reads the score at the last token that is none, also where a text ends with one,
     as those do whose end-of-text token pads. One token stays in any case.
@@ -23,7 +23,7 @@ def read_at_end(token_ids: AnyArray, pad_token_id: int) -> AnyArray:
 
 
 def append_reward_token(sample: TokenizedSample, pad_token_id: int) -> TokenizedSample:
-    """Return the sample with a token behind its text as the only one that carries loss, of the weight of the last one that did."""
+    """Return the sample with a token after its text as the only one that carries loss, of the weight of the last one that did."""
     ids = read_at_end(sample.input_ids, pad_token_id)
     loss = np.zeros(len(ids), dtype=np.bool_)
     loss[-1] = True

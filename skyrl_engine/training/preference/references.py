@@ -1,7 +1,7 @@
 """Reference scores of a whole dataset, computed once and kept on the disk under a name made of the reference and the data.
 
 Another model, or other data, has another name, so that scores are never taken for those of something else. What was scored is written down as
-it goes: a run that ends during this pass goes on behind it, in the same mini-batches, to the same bytes.
+it goes: a run that ends during this pass resumes after the last score that it wrote, in the same mini-batches, to the same bytes.
 """
 
 import hashlib

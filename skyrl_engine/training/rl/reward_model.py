@@ -29,7 +29,7 @@ REWARD_MODEL: Final = "reward_model"
 class RewardModel:
     """The reward model that `[reward_model]` asks for. Its values times `weight` are added to rewards.
 
-    `path` names it in errors. `closing` is the token that ends a turn, and those that the chat template writes behind it at the end of a
+    `path` names it in errors. `closing` is the token that ends a turn, and those that the chat template writes after it at the end of a
     dialogue, which no model samples.
     """
 
@@ -74,7 +74,7 @@ class RewardModel:
             positions = facts.extended_length
             if positions is not None and longest > positions:
                 raise UnsupportedError(
-                    f"the reward model reads attempts of up to {longest:,} tokens, with what stands behind, and {facts.model.path} has "
+                    f"the reward model reads attempts of up to {longest:,} tokens, with the tokens that end a turn, and {facts.model.path} has "
                     f"{positions:,} positions",
                     remedy="Lower rl.max_prompt_tokens or rl.max_tokens",
                 )

@@ -47,7 +47,7 @@ def run_rl(
 ) -> RunResult:
     """Train to the configured end, or until a signal asks to stop.
 
-    `observers` listen beside those of the configuration; `resume` overrides `checkpoint.resume`; `progress` is told how many groups of a step
+    `observers` listen beside those of the configuration; `resume` overrides `checkpoint.resume`; `progress` gets how many groups of a step
     are there. Whatever goes wrong ends the ranks and the environments, is recorded in the run directory, and is raised again.
     """
     with open_session(resolved, observers=observers, resume=resume) as session:
@@ -223,6 +223,6 @@ def _identity(session: RunSession, known: str | None) -> str:
     if known is not None and text != known:
         raise RolloutError(
             f"{path.parent} holds the rollouts of another run ({text}, and the checkpoint is of {known})",
-            remedy="Put the run's own rollouts back, or remove the folder: what was sampled behind the checkpoint is then sampled again",
+            remedy="Put the run's own rollouts back, or remove the folder: what was sampled after the checkpoint is then sampled again",
         )
     return text

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _COMMON: Final = 3
-"""Causes of failures that are told, the commonest."""
+"""Number of causes of failures that are reported, the commonest first."""
 
 
 @frozen(eq=False)
