@@ -392,7 +392,7 @@ class ChatRenderer:
             accepted += suffix is not None
             if suffix is not None and suffix != wanted:
                 return self._cannot(
-                    f"writes {suffix!r} after the assistant's turn with {len(history)} messages and {wanted!r} with {len(short)}, so no "
+                    f"writes {suffix!r} for the assistant's turn after {len(history)} messages and {wanted!r} after {len(short)}, so no "
                     "observation can be put after sampled tokens"
                 )
         if not accepted:
