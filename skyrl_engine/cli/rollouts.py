@@ -35,10 +35,8 @@ class _ShownAttempt:
 
     @property
     def name(self) -> str:
-        each = self.trajectory
-        return (
-            f"step {self.step}, {self.group.environment}: task {self.group.task_key}, attempt {each.member} of group {each.ticket}"
-        )
+        attempt = self.trajectory
+        return f"step {self.step}, {self.group.environment}: task {self.group.task_key}, attempt {attempt.member} of group {attempt.ticket}"
 
 
 def _index_of(run: Path) -> "JournalIndex":
@@ -84,7 +82,7 @@ def _groups(index: "JournalIndex", steps: set[int] | None = None) -> Iterator[tu
     from skyrl_engine.rollout.journal_index import apply_decision
 
     trained = index.steps()
-    for ticket, step in sorted(_step_of(index).items(), key=lambda each: (each[1], each[0])):
+    for ticket, step in sorted(_step_of(index).items(), key=lambda item: (item[1], item[0])):
         if steps is None or step in steps:
             yield step, apply_decision(index.groups[ticket].group(), trained=ticket in trained)
 
@@ -125,7 +123,7 @@ def list_rollouts(run: Path, as_json: bool) -> None:
 
 def _facts(index: "JournalIndex", step: int, tickets: list[int], trained: Mapping[int, int]) -> dict[str, Any]:
     headers = [index.groups[ticket].header for ticket in tickets]
-    statuses = [each for header in headers for each in header["statuses"]]
+    statuses = [status for header in headers for status in header["statuses"]]
     rewards = [
         reward
         for header in headers
@@ -174,22 +172,22 @@ def show(
     if step is not None:
         _refuse_absent(run, step, steps)
     decode = _decoder(run)
-    found = [
-        _ShownAttempt(own, group, trajectory)
-        for own, group in _groups(index, None if step is None else {step})
+    attempts = [
+        _ShownAttempt(step_of_group, group, trajectory)
+        for step_of_group, group in _groups(index, None if step is None else {step})
         for trajectory in group.trajectories
         if (not truncated or trajectory.status == "truncated")
         and (not failed or trajectory.status == "failed")
         and (grep is None or grep.lower() in decode(trajectory.token_ids).lower())
     ]
     if choice is not None:
-        found = [each for each in found if each.trajectory.status != "failed" or failed]
-        found.sort(key=lambda each: each.trajectory.reward, reverse=choice == "best")
-    for attempt in found[:limit]:
+        attempts = [attempt for attempt in attempts if attempt.trajectory.status != "failed" or failed]
+        attempts.sort(key=lambda attempt: attempt.trajectory.reward, reverse=choice == "best")
+    for attempt in attempts[:limit]:
         _show_attempt(evolve(attempt, learned=_find_learned(index, attempt)), decode, tokens=tokens)
-    if len(found) > limit:
-        echo(f"\n{len(found) - limit} more; --limit shows them")
-    if not found:
+    if len(attempts) > limit:
+        echo(f"\n{len(attempts) - limit} more; --limit shows them")
+    if not attempts:
         echo("No attempt is of that kind.")
 
 
@@ -198,7 +196,11 @@ def _find_learned(index: "JournalIndex", attempt: _ShownAttempt) -> "LearnedAtte
     record = index.learned.get(attempt.step)
     of = attempt.trajectory
     return next(
-        (each for each in record.read_learned() if (each.ticket, each.member) == (of.ticket, of.member))
+        (
+            record_of_attempt
+            for record_of_attempt in record.read_learned()
+            if (record_of_attempt.ticket, record_of_attempt.member) == (of.ticket, of.member)
+        )
         if record is not None
         else iter(()),
         None,
@@ -215,30 +217,30 @@ def _show_attempt(attempt: _ShownAttempt, decode: Callable[[Any], str], *, token
     from skyrl_engine.cli.render import show_facts, show_heading, show_segments, show_table
     from skyrl_engine.rollout.exported import segments_of
 
-    each, group, learned = attempt.trajectory, attempt.group, attempt.learned
+    trajectory, group, learned = attempt.trajectory, attempt.group, attempt.learned
     show_heading(attempt.name)
-    rewards = [one.reward for one in group.finished]
+    rewards = [finished.reward for finished in group.finished]
     facts = {
-        "reward": f"{each.reward:g}" + (f" (mean of the group: {sum(rewards) / len(rewards):.4g})" if rewards else ""),
-        **{f"  {name}": f"{value:g}" for name, value in each.parts.items()},
+        "reward": f"{trajectory.reward:g}" + (f" (mean of the group: {sum(rewards) / len(rewards):.4g})" if rewards else ""),
+        **{f"  {name}": f"{value:g}" for name, value in trajectory.parts.items()},
         "advantage": None if learned is None else _range(learned.advantages),
-        "gap": None if learned is None else _gaps(each, learned),
-        "status": each.status + (f": {each.cause}" if each.cause else ""),
+        "gap": None if learned is None else _gaps(trajectory, learned),
+        "status": trajectory.status + (f": {trajectory.cause}" if trajectory.cause else ""),
         "dropped": group.dropped,
-        "success": None if each.success is None else "yes" if each.success else "no",
-        "turns": f"{each.turns}, ended by {', '.join(each.stops)}" if each.stops else None,
-        "tokens": f"{len(each.logprobs)} sampled of {len(each.token_ids)}, by version {_versions(each)}",
+        "success": None if trajectory.success is None else "yes" if trajectory.success else "no",
+        "turns": f"{trajectory.turns}, ended by {', '.join(trajectory.stops)}" if trajectory.stops else None,
+        "tokens": f"{len(trajectory.logprobs)} sampled of {len(trajectory.token_ids)}, by version {_versions(trajectory)}",
     }
     show_facts({name: value for name, value in facts.items() if value is not None})
     if tokens:
-        columns = ("place", "kind", "id", "text", "logprob", "version", "reward", "advantage", "gap", *each.columns)
-        show_table(columns, list(_token_rows(each, learned, decode)))
+        columns = ("place", "kind", "id", "text", "logprob", "version", "reward", "advantage", "gap", *trajectory.columns)
+        show_table(columns, list(_token_rows(trajectory, learned, decode)))
     else:
-        show_segments([(_WORDS[kind], decode(each.token_ids[places])) for kind, places in segments_of(each)])
+        show_segments([(_WORDS[kind], decode(trajectory.token_ids[places])) for kind, places in segments_of(trajectory)])
 
 
-def _versions(each: "Trajectory") -> str:
-    versions = [str(int(version)) for version in each.versions.versions]
+def _versions(trajectory: "Trajectory") -> str:
+    versions = [str(int(version)) for version in trajectory.versions.versions]
     return " to ".join(dict.fromkeys([versions[0], versions[-1]])) if versions else "none"
 
 
@@ -247,29 +249,31 @@ def _range(values: Any) -> str:
     return f"{lowest:.4g}" if lowest == highest else f"{lowest:.4g} to {highest:.4g}"
 
 
-def _gaps(each: "Trajectory", learned: "LearnedAttempt") -> str:
+def _gaps(trajectory: "Trajectory", learned: "LearnedAttempt") -> str:
     """Say how far the trained model's log-probabilities are from the sampler's."""
-    gaps = abs(learned.trained_logprobs - each.logprobs)
+    gaps = abs(learned.trained_logprobs - trajectory.logprobs)
     return f"mean {float(gaps.mean()):.2g}, largest {float(gaps.max()):.2g} nats"
 
 
-def _token_rows(each: "Trajectory", learned: "LearnedAttempt | None", decode: Callable[[Any], str]) -> Iterator[tuple[Any, ...]]:
+def _token_rows(
+    trajectory: "Trajectory", learned: "LearnedAttempt | None", decode: Callable[[Any], str]
+) -> Iterator[tuple[Any, ...]]:
     from skyrl_engine.rollout.exported import segments_of
 
-    versions, drawn = each.versions.per_token(len(each.logprobs)), 0
-    for kind, places in segments_of(each):
+    versions, drawn = trajectory.versions.per_token(len(trajectory.logprobs)), 0
+    for kind, places in segments_of(trajectory):
         for place in range(places.start, places.stop):
-            token = int(each.token_ids[place])
-            of_sampled: tuple[Any, ...] = ("",) * (5 + len(each.columns))
+            token = int(trajectory.token_ids[place])
+            of_sampled: tuple[Any, ...] = ("",) * (5 + len(trajectory.columns))
             if _WORDS[kind] == "sampled":
-                reward = float(each.rewards[drawn])
+                reward = float(trajectory.rewards[drawn])
                 of_learned = ("", "")
                 if learned is not None:
-                    gap = learned.trained_logprobs[drawn] - each.logprobs[drawn]
+                    gap = learned.trained_logprobs[drawn] - trajectory.logprobs[drawn]
                     of_learned = (f"{learned.advantages[drawn]:.4g}", f"{gap:.1e}")
                 shown = f"{reward:g}" if reward else ""
-                of_sampled = (f"{each.logprobs[drawn]:.4f}", int(versions[drawn]), shown, *of_learned)
-                of_sampled += tuple(f"{values[drawn]:.4g}" for values in each.columns.values())
+                of_sampled = (f"{trajectory.logprobs[drawn]:.4f}", int(versions[drawn]), shown, *of_learned)
+                of_sampled += tuple(f"{values[drawn]:.4g}" for values in trajectory.columns.values())
                 drawn += 1
             yield (place, _WORDS[kind], token, repr(decode([token]))[1:-1], *of_sampled)
 
@@ -293,22 +297,29 @@ def show_report(run: Path) -> None:
     moments = list(dict.fromkeys(trained[place] for place in (0, (len(trained) - 1) // 2, -1))) if trained else []
     decode, rows = _decoder(run), []
     for step in moments:
-        groups = [group for own, group in _groups(index, {step}) if own == step and group.dropped is None]
-        attempts = sorted((each for group in groups for each in group.finished), key=lambda each: -each.reward)
+        groups = [group for step_of_group, group in _groups(index, {step}) if step_of_group == step and group.dropped is None]
+        attempts = sorted(
+            (trajectory for group in groups for trajectory in group.finished), key=lambda trajectory: -trajectory.reward
+        )
         if not attempts:
             continue
         parts = {"best": attempts[0], "median": attempts[len(attempts) // 2], "worst": attempts[-1]}
-        rows += [(str(step), name, *_summary(each, decode)) for name, each in parts.items()]
+        rows += [(str(step), name, *_summary(trajectory, decode)) for name, trajectory in parts.items()]
     columns = ("step", "attempt", "reward", "tokens", "of which", "sampled")
     kept = [place for place, name in enumerate(columns) if name != "of which" or any(row[place] for row in rows)]
     show_table([columns[place] for place in kept], [[row[place] for place in kept] for row in rows])
 
 
-def _summary(each: "Trajectory", decode: Callable[[Any], str]) -> tuple[str, str, str, str]:
+def _summary(trajectory: "Trajectory", decode: Callable[[Any], str]) -> tuple[str, str, str, str]:
     """Return reward, number of sampled tokens, parts of the reward, and the beginning of what was sampled, on one line."""
-    parts = ", ".join(f"{name} {value:.3g}" for name, value in each.parts.items())
-    text = " ".join(decode(each.token_ids[each.sampled]).split())
-    return f"{each.reward:.4g}", str(len(each.logprobs)), parts, text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
+    parts = ", ".join(f"{name} {value:.3g}" for name, value in trajectory.parts.items())
+    text = " ".join(decode(trajectory.token_ids[trajectory.sampled]).split())
+    return (
+        f"{trajectory.reward:.4g}",
+        str(len(trajectory.logprobs)),
+        parts,
+        text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}...",
+    )
 
 
 # --- diff --------------------------------------------------------------------------------------------------------------------------
@@ -346,14 +357,14 @@ def diff(run: Path, steps: tuple[int, int], limit: int) -> None:
     decode = _decoder(run)
     for place in shared[:limit]:
         for step, group in zip(steps, (before[place], after[place]), strict=True):
-            best = max(group.finished, key=lambda each: each.reward, default=None)
+            best = max(group.finished, key=lambda trajectory: trajectory.reward, default=None)
             if best is not None:
                 _show_attempt(_ShownAttempt(step, group, best), decode, tokens=False)
 
 
 def _means(*sides: "list[Group]") -> list[str]:
-    rewards = [[each.reward for group in side for each in group.finished] for side in sides]
-    lengths = [[float(len(each.logprobs)) for group in side for each in group.finished] for side in sides]
+    rewards = [[trajectory.reward for group in side for trajectory in group.finished] for side in sides]
+    lengths = [[float(len(trajectory.logprobs)) for group in side for trajectory in group.finished] for side in sides]
     return [f"{sum(values) / len(values):.4g}" if values else "" for values in [*rewards, *lengths]]
 
 

@@ -49,9 +49,9 @@ def structure(raw: RawConfig, need: Collection[str] | None = None, also: Collect
         return Structured({}, (problem, *raw.problems))
     trainer, problems = _trainer(raw)
     problems = [*raw.problems, *problems]
-    own = [name for name, section in known.items() if trainer is None or section.belongs_to(trainer)]
+    names = [name for name, section in known.items() if trainer is None or section.belongs_to(trainer)]
     for key in raw.table:
-        problems += _unknown(raw, key, own, trainer) if key not in known else []
+        problems += _unknown(raw, key, names, trainer) if key not in known else []
     made: dict[str, Any] = {} if trainer is None else {"trainer": trainer.name}
     for name, section in known.items():
         if name == "trainer":
@@ -146,15 +146,15 @@ def _meanings_inside(raw: RawConfig, path: KeyPath) -> str | None:
         table = table[name] if isinstance(name, int) or name in table else None
         if table is None:
             return None
-    found = (_meaning(raw, inner) for inner, _ in leaves(table, path)) if isinstance(table, Mapping) else ()
-    return ". ".join(dict.fromkeys(meaning for meaning in found if meaning is not None)) or None
+    meanings = (_meaning(raw, inner) for inner, _ in leaves(table, path)) if isinstance(table, Mapping) else ()
+    return ". ".join(dict.fromkeys(meaning for meaning in meanings if meaning is not None)) or None
 
 
 def _all_foreign(raw: RawConfig, name: str, trainer: Trainer, kind: Kind | None) -> list[Problem]:
     """Return the problem of a table that belongs to another trainer, and where its keys have a meaning in this one, what that is."""
     foreign = _foreign(raw, name, trainer, kind)
-    told = _other_words(raw, name) if kind is None and trainer.name == RL else []
-    return [Problem(each.where, foreign.cause, each.remedy) for each in told] or [foreign]
+    problems = _other_words(raw, name) if kind is None and trainer.name == RL else []
+    return [Problem(problem.where, foreign.cause, problem.remedy) for problem in problems] or [foreign]
 
 
 def _foreign(raw: RawConfig, name: str, trainer: Trainer, kind: Kind | None) -> Problem:
@@ -170,7 +170,7 @@ def _foreign(raw: RawConfig, name: str, trainer: Trainer, kind: Kind | None) -> 
 
 def _foreign_lists(raw: RawConfig, section: Section, table: Any, trainer: Trainer) -> list[Problem]:
     """Lists in a plugin's table that select plugins of a kind which this run's trainer does not use."""
-    given = table if isinstance(table, Mapping) else {}
+    values = table if isinstance(table, Mapping) else {}
     return [
         _problem(
             raw,
@@ -178,7 +178,7 @@ def _foreign_lists(raw: RawConfig, section: Section, table: Any, trainer: Traine
             RefusedError(f"selects {KINDS[listed.kind].with_article}, and trainer {trainer.name} uses none", "Remove it"),
         )
         for key, listed in plugin_lists(section.schema).items()
-        if given.get(key) and listed.kind not in trainer.kinds
+        if values.get(key) and listed.kind not in trainer.kinds
     ]
 
 
@@ -280,23 +280,23 @@ def _observers(raw: RawConfig, table: Any) -> tuple[Mapping[str, Mapping[str, An
             _problem(raw, ("observers",), RefusedError(wrong_kind(table, dict).cause, "Write [observers.NAME] and its options"))
         ]
     problems = []
-    found: dict[str, Mapping[str, Any]] = {}
+    tables: dict[str, Mapping[str, Any]] = {}
     for name, options in table.items():
         if isinstance(options, Mapping):
-            found[absolute_place(name, nearest(raw.origins, ("observers", name)).folder, reference=True)] = options
+            tables[absolute_place(name, nearest(raw.origins, ("observers", name)).folder, reference=True)] = options
         else:
             refusal = RefusedError(
                 wrong_kind(options, dict).cause, "Write the references in run.observers, and options in [observers.NAME]"
             )
             problems.append(_problem(raw, ("observers", name), refusal))
-    return (None if problems else found), problems
+    return (None if problems else tables), problems
 
 
 def plain(value: Any) -> Any:
     """Return an attrs instance, or any value of a schema, as plain tables, lists and scalars that JSON and `load` read."""
     if isinstance(value, PluginTable):
-        own = {key: plain(getattr(value, key)) for key in own_keys(type(value))}
-        return {**{key: item for key, item in own.items() if item not in ([], None)}, **plain(value.options)}
+        plain_values = {key: plain(getattr(value, key)) for key in own_keys(type(value))}
+        return {**{key: item for key, item in plain_values.items() if item not in ([], None)}, **plain(value.options)}
     if isinstance(value, EngineConfig):
         return _plain_config(value)
     if attrs.has(type(value)):

@@ -76,16 +76,18 @@ class MergedTable:
             _assign_option(place, tuple(key.split(".")), option, folder)
             for place, (key, option) in enumerate(options.items(), start=len(overrides))
         ]
-        inside = [each for each in typed.values() if any(_is_inside(each.path, option.path) for option in chosen)]
-        outside = [each for each in typed.values() if each not in inside]
+        inside = [assignment for assignment in typed.values() if any(_is_inside(assignment.path, option.path) for option in chosen)]
+        outside = [assignment for assignment in typed.values() if assignment not in inside]
         merged: list[_Assignment] = []
-        for each in (*outside, *chosen, *inside):
+        for assignment in (*outside, *chosen, *inside):
             try:
-                self._put(each)
+                self._put(assignment)
             except _UnreachableError as error:
-                problems[each.place] = Problem(f"{each.origin}: {format_key(each.path)}", error.cause, error.remedy)
+                problems[assignment.place] = Problem(
+                    f"{assignment.origin}: {format_key(assignment.path)}", error.cause, error.remedy
+                )
             else:
-                merged.append(each)
+                merged.append(assignment)
         return [problem for _, problem in sorted(problems.items())] + list(self._find_replaced(merged))
 
     def _find_replaced(self, merged: Sequence[_Assignment]) -> Iterator[Problem]:
@@ -103,9 +105,9 @@ class MergedTable:
             where = format_key(max(option.path, key.path, key=len))
             yield Problem(f"{option.origin}: {where}", f"{key.text} is given too", "Give one of the two")
 
-    def _put(self, given: _Assignment) -> None:
+    def _put(self, assignment: _Assignment) -> None:
         """Set one key, replacing what was there. Raises _UnreachableError, and sets nothing, where a value or a list is in the way."""
-        path, value = given.path, given.value
+        path, value = assignment.path, assignment.value
         place: Any = self.table
         reached: KeyPath = ()
         key: str | int
@@ -126,8 +128,8 @@ class MergedTable:
         for known in [known for known in self.origins if known == name or known.startswith((f"{name}.", f"{name}["))]:
             del self.origins[known]
         for leaf, _ in leaves(value, reached):
-            inside = (given.inner.get(leaf[:end]) for end in range(len(leaf), len(reached), -1))
-            self.origins[format_key(leaf)] = next(filter(None, inside), given.origin)
+            inside = (assignment.inner.get(leaf[:end]) for end in range(len(leaf), len(reached), -1))
+            self.origins[format_key(leaf)] = next(filter(None, inside), assignment.origin)
 
 
 def _assign_option(place: int, path: KeyPath, option: Option, folder: Path) -> _Assignment:

@@ -100,15 +100,19 @@ class Gate:
         """Refuse what the engine's own tables name and may not run. Raises PluginBlockedError."""
         if self.run is None:
             return
-        own = {name: table for name, table in sections.items() if attrs.has(type(table)) and not isinstance(table, PluginTable)}
-        found = [each for name, table in own.items() for each in code_in(table, (name,)) if each[0] != _OBSERVERS]
+        own_sections = {
+            name: table for name, table in sections.items() if attrs.has(type(table)) and not isinstance(table, PluginTable)
+        }
+        found = [each for name, table in own_sections.items() for each in code_in(table, (name,)) if each[0] != _OBSERVERS]
         self._admit([NamedInFile.of_reference(path, text) for path, text in found])
 
     def admit_options(self, path: KeyPath, options: object) -> NamedCode:
         """Refuse what the options of the plugin at `path` name and may not run; return what they name. Raises PluginBlockedError."""
-        named = [NamedInFile.of_reference(*each) for each in code_in(options, path)]
+        named = [NamedInFile.of_reference(*code) for code in code_in(options, path)]
         self._admit(named)
-        hashes = {each.text: None if each.main is None else each.files.get(each.main.resolve()) for each in named}
+        hashes = {
+            reference.text: None if reference.main is None else reference.files.get(reference.main.resolve()) for reference in named
+        }
         return NamedCode(hashes, closed=self._is_closed(path))
 
     def _is_closed(self, path: KeyPath) -> bool:
@@ -132,15 +136,15 @@ class Gate:
         return origin.kind != "file"
 
     def _admit(self, named: Sequence[NamedInFile]) -> None:
-        foreign = [each for each in named if not self._is_own(each.path)]
-        told = "the configuration of the run directory {folder} names code inside it, {path}"
-        for each in foreign:
-            for file in [*([] if each.main is None else [each.main]), *each.files]:
-                refuse_code_inside(file, told)
-        reasons = [(each, reason) for each in foreign if (reason := self._distrust(each)) is not None]
+        foreign = [reference for reference in named if not self._is_own(reference.path)]
+        cause = "the configuration of the run directory {folder} names code inside it, {path}"
+        for reference in foreign:
+            for file in [*([] if reference.main is None else [reference.main]), *reference.files]:
+                refuse_code_inside(file, cause)
+        reasons = [(reference, reason) for reference in foreign if (reason := self._distrust(reference)) is not None]
         if not reasons or self.raw.consent.given:
             return
-        lines = [f"{each.key} = {each.text} ({reason})" for each, reason in reasons]
+        lines = [f"{reference.key} = {reference.text} ({reason})" for reference, reason in reasons]
         asked = f"The configuration of the run directory {self.run} names code outside of it:"
         if self.raw.consent.obtain([asked, *(f"  {line}" for line in lines)]):
             return
@@ -192,8 +196,8 @@ def _run_of(raw: RawConfig) -> Path | None:
     if (around := run_directory_around(raw.path)) is not None:
         return around
     # one that lacks its manifest is still the run that would be resumed
-    given = raw.table.get("run")
-    directory = given.get("directory") if isinstance(given, Mapping) else None
+    run_table = raw.table.get("run")
+    directory = run_table.get("directory") if isinstance(run_table, Mapping) else None
     if not isinstance(directory, str):
         return None
     base = (
