@@ -125,13 +125,13 @@ class EngineCommand(click.Command):
 
         `words` are those of the command line: a configuration file among them says whose keys it takes.
         """
+        from skyrl_engine.config.find_trainer import find_trainer
         from skyrl_engine.config.foreign_keys import explain_word, key_for, remark_of
         from skyrl_engine.config.structure import home_of, is_switch
-        from skyrl_engine.config.trainers import TRAINERS
 
         word, trainers = option.lstrip("-").replace("-", "_"), self._list_trainers(words)
         trainer = next(iter(trainers)) if len(trainers) == 1 else None
-        for key in (key_for(word, trainer), home_of(word, None if trainer is None else TRAINERS[trainer])):
+        for key in (key_for(word, trainer), home_of(word, None if trainer is None else find_trainer(trainer))):
             if key is not None and (hint := self._name_option(key, remark_of(word, trainer))) is not None:
                 return hint
             if key is not None and self._takes(key, trainers):
@@ -156,18 +156,20 @@ class EngineCommand(click.Command):
 
     def _takes(self, key: str, trainers: Collection[str]) -> bool:
         """Say whether key=value of the command may set a key, in runs of any of these trainers."""
+        from skyrl_engine.config.find_trainer import find_trainer
         from skyrl_engine.config.sections import sections
-        from skyrl_engine.config.trainers import TRAINERS
 
         section = sections().get(key.partition(".")[0])
         if not (self._trains or (self._reads is not None and self._reads.has(key))) or section is None:
             return False
-        return all(section.belongs_to(TRAINERS[trainer]) for trainer in trainers)
+        rows = [find_trainer(trainer) for trainer in trainers]
+        return all(row is not None and section.belongs_to(row) for row in rows)
 
     def _list_trainers(self, words: Sequence[str]) -> Collection[str]:
         """Return the trainers of the command's run: its own, or the one that a configuration file or a key=value names."""
+        from skyrl_engine.config.find_trainer import list_trainer_names
         from skyrl_engine.config.reading.sources import read_file
-        from skyrl_engine.config.trainers import DEFAULT_TRAINER, TRAINERS
+        from skyrl_engine.config.trainers import DEFAULT_TRAINER
         from skyrl_engine.errors import ConfigError
 
         if self._trainers or self._trainer:
@@ -178,7 +180,7 @@ class EngineCommand(click.Command):
                 named = read_file(Path(file))[0].get("trainer")
             except ConfigError:
                 named = None
-        return (str(named),) if named in TRAINERS else (DEFAULT_TRAINER,)
+        return (str(named),) if named in list_trainer_names() else (DEFAULT_TRAINER,)
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command; what it logs where no log is kept reaches the terminal without control characters.

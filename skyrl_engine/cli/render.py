@@ -219,8 +219,11 @@ def _ignore(*_: object) -> None:
     pass
 
 
-def show_plan(plan: "RunPlan | RlPlan") -> None:
-    """Print the plan of a run, on stdout."""
+def show_plan(plan: "RunPlan | RlPlan | Mapping[str, str]") -> None:
+    """Print the plan of a run, on stdout; that of another distribution's trainer is a mapping of lines by their names."""
+    if isinstance(plan, Mapping):
+        show_facts(plan)
+        return
     from skyrl_engine.data.preview import show_boundaries
     from skyrl_engine.training.rl.dry_run import RlPlan, facts
 

@@ -56,16 +56,19 @@ def start(resolved: "ResolvedConfig", settings: CommandSettings, *, dry_run: boo
     from skyrl_engine.cli import render
 
     if dry_run:
-        from skyrl_engine.cli.training import warnings_to
-        from skyrl_engine.config.trainers import TRAINERS
-        from skyrl_engine.registry.kinds import import_object
+        from skyrl_engine.cli.training import calling_trainer, warnings_to
 
-        with render.show_progress(quiet=settings.quiet) as display, warnings_to(display.warning):
-            plan = import_object(TRAINERS[resolved.config.trainer].plan)(resolved, progress=display.data)
+        with (
+            render.show_progress(quiet=settings.quiet) as display,
+            warnings_to(display.warning),
+            calling_trainer(resolved, "plan") as make_plan,
+        ):
+            plan = make_plan(resolved, progress=display.data)
         render.show_plan(plan)
         return 0
     from skyrl_engine.cli.own_process import run_under_watch
     from skyrl_engine.cli.training import train
+    from skyrl_engine.config.trainers import TRAINERS
 
     chosen = resolved.config.run
     if chosen.launch == "ray":
@@ -82,7 +85,7 @@ def start(resolved: "ResolvedConfig", settings: CommandSettings, *, dry_run: boo
     elif result.stopped_by is None:
         echo(f"nothing to do: the run has done its {result.step} steps already")
     code = conclude(result, allowed=resolved.config.model.trust_remote_code)
-    if result.stopped_by is None and not settings.quiet:
+    if result.stopped_by is None and not settings.quiet and resolved.config.trainer in TRAINERS:
         following = next_command(resolved, result.directory)
         mine = [word for word, place in (("a reward", MY_REWARD), ("tasks", MY_TASKS)) if place in following]
         own = f", with {' and '.join(mine)} of your own" if mine else ""

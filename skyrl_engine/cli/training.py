@@ -4,7 +4,7 @@ import gc
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from skyrl_engine.cli.command import CommandSettings
 from skyrl_engine.contracts.kinds.observer import SessionStarted
@@ -76,14 +76,38 @@ def warnings_to(show: Callable[[str], None]) -> Iterator[None]:
 def train(resolved: "ResolvedConfig", settings: CommandSettings, observers: Sequence[object] = ()) -> "RunResult":
     """Train, show progress on stderr unless `--quiet`, and return what the run returns."""
     from skyrl_engine.cli.render import show_progress
-    from skyrl_engine.config.trainers import TRAINERS
-    from skyrl_engine.registry.kinds import import_object
     from skyrl_engine.run.progress import ProgressObserver
 
-    with SeldomCollected() as collector, show_progress(quiet=settings.quiet) as display, warnings_to(display.warning):
-        result: RunResult = import_object(TRAINERS[resolved.config.trainer].run)(
+    with (
+        SeldomCollected() as collector,
+        show_progress(quiet=settings.quiet) as display,
+        warnings_to(display.warning),
+        calling_trainer(resolved, "run") as run,
+    ):
+        result: RunResult = run(
             resolved,
             observers=[LogLocation(settings), ProgressObserver(display.training), collector, *observers],
             progress=display.data,
         )
     return result
+
+
+@contextmanager
+def calling_trainer(resolved: "ResolvedConfig", function: Literal["run", "plan"]) -> Iterator[Callable[..., Any]]:
+    """Give the function of the run's trainer; what fails in the code of another distribution's trainer names it.
+
+    Raises PluginBrokenError for such a failure; errors of the engine pass.
+    """
+    from skyrl_engine.config.find_trainer import find_trainer
+    from skyrl_engine.config.trainers import TRAINERS
+    from skyrl_engine.registry.kinds import import_object
+    from skyrl_engine.registry.owner import Owner, blame
+
+    name = resolved.config.trainer
+    trainer = find_trainer(name)
+    assert trainer is not None, "a resolved configuration has a trainer"
+    if name in TRAINERS:
+        yield import_object(getattr(trainer, function))
+        return
+    with blame(Owner(f"the trainer {name}", "Upgrade it, or choose another trainer"), function):
+        yield import_object(getattr(trainer, function))

@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Any, Literal, Union
 import attrs
 
 from skyrl_engine.config.converter import NONE_WORD
+from skyrl_engine.config.find_trainer import find_trainer, list_trainer_names
 from skyrl_engine.config.report import key_meanings
 from skyrl_engine.config.schema import EngineConfig, PluginTable
 from skyrl_engine.config.sections import Section, sections
 from skyrl_engine.config.structure import own_keys, plain, plugin_lists
 from skyrl_engine.config.trainers import DEFAULT_TRAINER, TRAINERS, Trainer, owners_of
 from skyrl_engine.config.wording import bounds, list_allowed_values
+from skyrl_engine.errors import PluginError
 
 if TYPE_CHECKING:
     from skyrl_engine.registry.loader import LoadedPlugin
@@ -27,20 +29,30 @@ _BOUNDS = {">=": "minimum", ">": "exclusiveMinimum", "<=": "maximum", "<": "excl
 def config_schema(plugins: "Sequence[LoadedPlugin]" = ()) -> dict[str, Any]:
     """JSON Schema of a configuration file. With `plugins`, a table that selects one of them admits that plugin's options only."""
     known = sections()
+    others = [trainer for name in list_trainer_names() if name not in TRAINERS and (trainer := _find_working(name)) is not None]
+    own = {trainer.name: sections(trainer)[trainer.name] for trainer in others if trainer.options is not None}
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "skyrl_engine configuration",
         "type": "object",
-        "properties": {name: _section(section, plugins) for name, section in known.items()},
+        "properties": {name: _section(section, plugins) for name, section in {**known, **own}.items()},
         "additionalProperties": False,
         "required": [name for name, section in known.items() if section.required and not owners_of(name)],
-        "allOf": [_of_trainer(trainer, known) for trainer in TRAINERS.values()],
+        "allOf": [_of_trainer(trainer, {**known, **own}) for trainer in (*TRAINERS.values(), *others)],
     }
+
+
+def _find_working(name: str) -> Trainer | None:
+    """Return a trainer of another distribution; None for one that cannot be used, which a schema does without."""
+    try:
+        return find_trainer(name)
+    except PluginError:
+        return None
 
 
 def _section(section: Section, plugins: "Sequence[LoadedPlugin]") -> dict[str, Any]:
     if section.name == "trainer":
-        return {"enum": list(TRAINERS), "description": key_meanings(EngineConfig)["trainer"], **_default(section.default)}
+        return {"enum": list_trainer_names(), "description": key_meanings(EngineConfig)["trainer"], **_default(section.default)}
     if section.name == "observers":
         return {"type": "object", "additionalProperties": {"type": "object"}}
     if section.kind is not None and section.listed:
@@ -55,9 +67,15 @@ def _of_trainer(trainer: Trainer, known: Mapping[str, Section]) -> dict[str, Any
     chosen: dict[str, Any] = {"properties": {"trainer": {"const": trainer.name}}}
     if trainer.name != DEFAULT_TRAINER:
         chosen["required"] = ["trainer"]
-    required = [name for name, section in known.items() if section.required and trainer.name in owners_of(name)]
-    foreign = [name for name, section in known.items() if not section.belongs_to(trainer)]
+    tables = {*trainer.tables, trainer.name}
+    required = [name for name, section in known.items() if section.required and name in tables]
+    foreign = [name for name, section in known.items() if not section.belongs_to(trainer) or _is_of_another(section, trainer)]
     return {"if": chosen, "then": {"required": required, "properties": dict.fromkeys(foreign, False)}}
+
+
+def _is_of_another(section: Section, trainer: Trainer) -> bool:
+    """Say whether a section is the own table of another distribution's trainer, and not of this one."""
+    return section.name not in (*sections(), trainer.name)
 
 
 def table_schema(schema: type[Any]) -> dict[str, Any]:

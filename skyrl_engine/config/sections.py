@@ -8,6 +8,7 @@ from attrs import frozen
 
 from skyrl_engine.config.schema import KIND, EngineConfig
 from skyrl_engine.config.trainers import Trainer, owners_of
+from skyrl_engine.errors import ContractError
 from skyrl_engine.registry.kinds import KINDS, TABLES, Kind, import_object
 
 
@@ -32,14 +33,15 @@ class Section:
         """Return True where the trainer uses the kind, or owns the table, or the table is the engine's."""
         if self.kind is not None:
             return self.kind.name in trainer.kinds
-        owners = owners_of(self.name)
-        return not owners or trainer.name in owners
+        return self.name in trainer.tables or not owners_of(self.name)
 
 
-def sections() -> Mapping[str, Section]:
-    """Return every top-level key of a configuration, by name."""
+def sections(trainer: Trainer | None = None) -> Mapping[str, Section]:
+    """Return every top-level key of a configuration, by name; that of the own table of `trainer` too, where it has one."""
     found: dict[str, Section] = {}
     for attribute in attrs.fields(attrs.resolve_types(EngineConfig)):
+        if attribute.name == "trainer_options":
+            continue
         if attribute.name == "selected":
             for name, kind in TABLES.items():
                 schema = import_object(kind.table or "")
@@ -49,4 +51,17 @@ def sections() -> Mapping[str, Section]:
             found[attribute.name] = Section(attribute.name, schema, attribute.default, kind, listed=True)
         else:
             found[attribute.name] = Section(attribute.name, attribute.type, attribute.default)
+    if trainer is not None and trainer.options is not None:
+        found[trainer.name] = _own_section(trainer)
     return found
+
+
+def _own_section(trainer: Trainer) -> Section:
+    schema = import_object(str(trainer.options))
+    if not attrs.has(schema):
+        raise ContractError(
+            f"the trainer {trainer.name} has {trainer.options} as its options, which is no attrs class",
+            remedy="Ask its author to name an attrs class, or choose another trainer",
+        )
+    needed = any(field.init and field.default is attrs.NOTHING for field in attrs.fields(schema))
+    return Section(trainer.name, schema, attrs.NOTHING if needed else schema())

@@ -1,7 +1,7 @@
 """Structure raw tables into the schema's classes, and collect every mistake with the file and line (or the option) it comes from."""
 
 import typing
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -9,6 +9,7 @@ from attrs import frozen
 
 from skyrl_engine.config.checks import cross_checks
 from skyrl_engine.config.converter import refusals, strict_converter, unknown_key
+from skyrl_engine.config.find_trainer import find_trainer, list_trainer_names
 from skyrl_engine.config.foreign_keys import RL, explain_path
 from skyrl_engine.config.reading.origins import KeyPath, Origin, format_key, leaves, nearest
 from skyrl_engine.config.reading.places import absolute_place, with_absolute_places
@@ -34,8 +35,11 @@ class Structured:
         if self.problems:
             raise ConfigError(self.problems)
         selected = {name: self.sections[name] for name in TABLES if name in self.sections}
-        names = [attribute.name for attribute in attrs.fields(EngineConfig) if attribute.name != "selected"]
-        return EngineConfig(selected=selected, **{name: self.sections.get(name, MissingTable(name)) for name in names})
+        names = [field.name for field in attrs.fields(EngineConfig) if field.name not in ("selected", "trainer_options")]
+        tables = {name: self.sections.get(name, MissingTable(name)) for name in names}
+        trainer = str(self.sections.get("trainer"))
+        own = None if trainer in TRAINERS else self.sections.get(trainer.rpartition(":")[2])
+        return EngineConfig(selected=selected, trainer_options=own, **tables)
 
 
 def structure(raw: RawConfig, need: Collection[str] | None = None, also: Collection[str] = ()) -> Structured:
@@ -44,15 +48,15 @@ def structure(raw: RawConfig, need: Collection[str] | None = None, also: Collect
     `need` names those required tables that must be given; None: all that the engine and the chosen trainer require. `also` names kinds of
     plugin that the caller uses beside the trainer's, where the configuration has their tables.
     """
-    known = sections()
-    if (problem := _of_other_command(raw, known)) is not None:
+    if (problem := _of_other_command(raw, sections())) is not None:
         return Structured({}, (problem, *raw.problems))
     trainer, problems = _trainer(raw)
+    known = sections(trainer)
     problems = [*raw.problems, *problems]
     names = [name for name, section in known.items() if trainer is None or section.belongs_to(trainer)]
     for key in raw.table:
         problems += _unknown(raw, key, names, trainer) if key not in known else []
-    made: dict[str, Any] = {} if trainer is None else {"trainer": trainer.name}
+    made: dict[str, Any] = {} if trainer is None else {"trainer": raw.table.get("trainer", DEFAULT_TRAINER)}
     for name, section in known.items():
         if name == "trainer":
             continue
@@ -103,17 +107,20 @@ def _of_other_command(raw: RawConfig, known: Collection[str]) -> Problem | None:
 def _trainer(raw: RawConfig) -> tuple[Trainer | None, list[Problem]]:
     """Return the chosen trainer, or None and the problem with the choice; then tables of every trainer are checked."""
     chosen = raw.table.get("trainer", DEFAULT_TRAINER)
-    if isinstance(chosen, str) and chosen in TRAINERS:
-        return TRAINERS[chosen], []
+    if isinstance(chosen, str) and (trainer := find_trainer(chosen)) is not None:
+        return trainer, []
     if not isinstance(chosen, str):
         return None, _other_words(raw, "trainer") or [_problem(raw, ("trainer",), wrong_kind(chosen, str))]
-    remedy = did_you_mean(chosen, TRAINERS, show=format_value) or f"Choose one of {choices(TRAINERS)}"
+    names = list_trainer_names()
+    remedy = did_you_mean(chosen, names, show=format_value) or f"Choose one of {choices(names)}"
     return None, [_problem(raw, ("trainer",), RefusedError(f"there is no trainer {format_value(chosen)}", remedy))]
 
 
 def _unknown(raw: RawConfig, key: str, known: Collection[str], trainer: Trainer | None) -> list[Problem]:
     if trainer is not None and owners_of(key):
         return _all_foreign(raw, key, trainer, None)
+    if trainer is not None and key in (name.rpartition(":")[2] for name in list_trainer_names()):
+        return [_foreign(raw, key, trainer, None, [key])]
     return _other_words(raw, key) or [_problem(raw, (key,), unknown_key(key, known))]
 
 
@@ -131,7 +138,7 @@ def _other_words(raw: RawConfig, name: str) -> list[Problem]:
 def _meaning(raw: RawConfig, path: KeyPath) -> str | None:
     """Return what sets here what a key elsewhere sets: by a word of other engines, or in another table."""
     chosen = raw.table.get("trainer", DEFAULT_TRAINER)
-    trainer = TRAINERS.get(chosen) if isinstance(chosen, str) else None
+    trainer = find_trainer(chosen) if isinstance(chosen, str) else None
     sentence = explain_path(path, RL) if trainer is None or trainer.name == RL else None
     if sentence is not None:
         return sentence
@@ -157,12 +164,12 @@ def _all_foreign(raw: RawConfig, name: str, trainer: Trainer, kind: Kind | None)
     return [Problem(problem.where, foreign.cause, problem.remedy) for problem in problems] or [foreign]
 
 
-def _foreign(raw: RawConfig, name: str, trainer: Trainer, kind: Kind | None) -> Problem:
-    """Return the problem of a table that belongs to another trainer."""
+def _foreign(raw: RawConfig, name: str, trainer: Trainer, kind: Kind | None, owners: Sequence[str] = ()) -> Problem:
+    """Return the problem of a table that belongs to another trainer; `owners` are its trainers, by default those of the engine."""
     if kind is not None:
         cause = f"[{name}] selects {kind.with_article}, and this run's trainer {trainer.name} uses none"
         return _problem(raw, (name,), RefusedError(cause, "Remove it, or choose another trainer"))
-    owners = owners_of(name)
+    owners = owners or owners_of(name)
     whose = f"trainer {owners[0]}" if len(owners) == 1 else f"the trainers {', '.join(owners[:-1])} and {owners[-1]}"
     cause = f"[{name}] is a table of {whose}, and this run's trainer is {trainer.name}"
     return _problem(raw, (name,), RefusedError(cause, f"Remove it, or set trainer = {format_value(owners[0])}"))
@@ -318,6 +325,9 @@ def _plain_config(config: EngineConfig) -> dict[str, Any]:
     for attribute in attrs.fields(EngineConfig):
         if attribute.name == "selected":
             table |= plain(config.selected)
+        elif attribute.name == "trainer_options":
+            if config.has("trainer_options"):
+                table[config.trainer.rpartition(":")[2]] = plain(config.trainer_options)
         elif config.has(attribute.name):
             table[attribute.name] = plain(getattr(config, attribute.name))
     return table

@@ -1,6 +1,6 @@
 """The trainers, one row each: which tables of the configuration are theirs, and which kinds of plugin they use.
 
-Every other table is the engine's, and every run may have it.
+Every other table is the engine's, and every run may have it. `find_trainer` knows trainers of other distributions too.
 """
 
 from collections.abc import Mapping
@@ -24,6 +24,8 @@ class Trainer:
     kinds: tuple[str, ...]
     run: str
     plan: str
+    options: str | None = None
+    """The attrs class of a table of the trainer's own, called as the trainer is, as text "module:name"; None: it has none."""
 
 
 _ROWS = (
@@ -61,6 +63,7 @@ _ROWS = (
 )
 
 TRAINERS: Mapping[str, Trainer] = MappingProxyType({trainer.name: trainer for trainer in _ROWS})
+"""The engine's own trainers."""
 
 
 def owners_of(table: str) -> list[str]:

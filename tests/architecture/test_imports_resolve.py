@@ -12,7 +12,7 @@ Imports = Callable[..., set[str]]
 ROOT = Path(__file__).parents[2]
 SOURCES = {folder.name: folder for folder in (ROOT / "skyrl_engine", *ROOT.glob("plugins/*/src/*"), *ROOT.glob("contrib/*/src/*"))}
 NAMES = dict.fromkeys(("package", "title", "name", "distribution", "description", "function", "kind", "plugin"), "new")
-"""What stands for the placeholders of a template."""
+"""Values for the placeholders of a template."""
 
 
 @functools.cache

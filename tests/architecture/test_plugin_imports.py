@@ -11,7 +11,7 @@ Imports = Callable[..., set[str]]
 
 PUBLIC = ("contracts", "environments", "interop", "modeling", "model_facts", "near_words")
 """Beside the facade. `contracts` means the names it offers, not the files behind it; `modeling` and `model_facts` are for backends and
-generators, `environments` for environments, `near_words` for messages."""
+generators, `environments` for environments, the names that `training` offers for trainers, `near_words` for messages."""
 ROOT = Path(__file__).parents[2]
 PROJECTS = [path.parent for pattern in ("plugins", "contrib") for path in sorted(ROOT.glob(f"{pattern}/*/pyproject.toml"))]
 PACKAGES = {project: next((project / "src").iterdir()).name for project in PROJECTS if (project / "src").exists()}
@@ -20,9 +20,10 @@ PACKAGES = {project: next((project / "src").iterdir()).name for project in PROJE
 def trespasses(names: set[str], own: str, public: tuple[str, ...]) -> Iterator[str]:
     """Imports of the engine's inner parts, or of another plugin."""
     import skyrl_engine
-    from skyrl_engine import contracts
+    from skyrl_engine import contracts, training
 
     facade = {f"skyrl_engine.{name}" for name in skyrl_engine.__all__} | {"skyrl_engine"}
+    facade |= {f"skyrl_engine.training.{name}" for name in training.__all__}
     offered = {f"skyrl_engine.contracts.{name}" for name in contracts.__all__} | {"skyrl_engine.contracts"}
     for name in sorted(names):
         head, _, rest = name.partition(".")

@@ -258,7 +258,11 @@ def _configurations(trainer: Trainer) -> st.SearchStrategy[EngineConfig]:
     """Any configuration of a trainer, with all the tables that it may have."""
     known = sections()
     tables = {name: _values(import_object(row.table or "")) for name, row in TABLES.items() if known[name].belongs_to(trainer)}
-    fields = [each for each in attrs.fields(attrs.resolve_types(EngineConfig)) if each.name not in ("trainer", "selected")]
+    fields = [
+        each
+        for each in attrs.fields(attrs.resolve_types(EngineConfig))
+        if each.name not in ("trainer", "selected", "trainer_options")
+    ]
     values = {
         each.name: _values(each.type) if known[each.name].belongs_to(trainer) else st.just(MissingTable(each.name))
         for each in fields

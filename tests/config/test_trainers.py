@@ -19,7 +19,7 @@ SCORING = ("collator", "backend", "merger", "loss")
 def scoring(monkeypatch: pytest.MonkeyPatch) -> None:
     """A second trainer: it shares `checkpoint` with sft, has a table of its own, and uses neither reducers nor corrections."""
     planted = {**TRAINERS, "scoring": Trainer("scoring", ("scoring", "checkpoint"), SCORING, "acme:run", "acme:plan")}
-    for module in ("trainers", "structure", "json_schema"):
+    for module in ("trainers", "find_trainer", "json_schema"):
         monkeypatch.setattr(f"skyrl_engine.config.{module}.TRAINERS", planted)
 
 
@@ -39,7 +39,7 @@ def test_sft_trains_unless_something_else_is_said() -> None:
 def test_an_unknown_trainer_is_refused_with_what_may_have_been_meant() -> None:
     assert problems("trainer=stf", *NEEDED) == ['command line: trainer: there is no trainer "stf". Did you mean "sft"?']
     assert problems("trainer=pretraining") == [
-        'command line: trainer: there is no trainer "pretraining". Choose one of "sft", "preference", "reward_model", "rl"'
+        'command line: trainer: there is no trainer "pretraining". Choose one of "sft", "preference", "reward_model", "rl", "perplexity"'
     ], "tables that an unknown trainer may need are not asked for"
     assert problems("trainer=3") == ["command line: trainer: must be text, is 3. Put it in quotes"]
     assert problems("trainer={use = 'sft'}") == ["command line: trainer: must be text, is a table. Put it in quotes"]
@@ -65,7 +65,7 @@ def test_a_table_of_another_trainer_is_refused_by_name() -> None:
 @pytest.mark.usefixtures("scoring")
 def test_a_table_of_several_other_trainers_names_them_all(monkeypatch: pytest.MonkeyPatch) -> None:
     planted = {**trainers.TRAINERS, "bare": Trainer("bare", (), (), "acme:run", "acme:plan")}
-    for module in ("trainers", "structure"):
+    for module in ("trainers", "find_trainer"):
         monkeypatch.setattr(f"skyrl_engine.config.{module}.TRAINERS", planted)
     assert problems("trainer=bare", "model.path=m", "checkpoint.keep=3") == [
         (

@@ -199,7 +199,6 @@ def test_a_collator_that_leaves_long_samples_out_breaks_a_promise(tmp_path):
     for reference, status in held.items():
         subject = Subject.of_plugin(select_plugin("collator", reference, {}, base=tmp_path))
         assert PROMISES["overlong"].hold(subject, examples=20).status == status
-        assert PROMISES["samples_once"].hold(subject, examples=5).status == "kept"
 
 
 def test_a_collator_that_carries_nothing_is_held_to_samples_without_extras():

@@ -51,7 +51,11 @@ class EngineConfig:
     teacher: TeacherConfig = TeacherConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    trainer_options: Any = None
+    """The own table of a trainer of another distribution, which is called as the trainer is; None for one without."""
 
     def has(self, table: str) -> bool:
         """Say if this run has a table and its keys can be read."""
+        if table == "trainer_options":
+            return self.trainer_options is not None
         return not isinstance(getattr(self, table), MissingTable)

@@ -16,6 +16,7 @@ from attrs import frozen
 from skyrl_engine.config.schema import EngineConfig
 from skyrl_engine.config.sections import sections
 from skyrl_engine.config.structure import plugin_lists
+from skyrl_engine.config.trainers import TRAINERS
 from skyrl_engine.config.trust.marks import names_code
 from skyrl_engine.registry.kinds import TABLES
 
@@ -70,6 +71,10 @@ def digests_of(written: Mapping[str, Any]) -> dict[str, str]:
 
 def _tables(written: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     whole = {*TABLES, *plugin_lists(EngineConfig), "observers"}
+    trainer = written.get("trainer")
+    # the own table of another distribution's trainer counts as a plugin's does
+    if isinstance(trainer, str) and trainer not in TRAINERS and (own := trainer.rpartition(":")[2]) in written:
+        yield own, written[own]
     for name, section in sections().items():
         if name in whole:
             yield name, written.get(name)

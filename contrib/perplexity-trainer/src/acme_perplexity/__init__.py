@@ -1,0 +1,1 @@
+"""A trainer for skyrl-engine that scores a dataset."""

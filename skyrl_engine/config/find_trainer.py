@@ -1,0 +1,67 @@
+"""Find a trainer by its name: one of the engine's, or one that another distribution adds by an entry point of the group `skyrl_engine.trainer`.
+
+Such an entry point names a `Trainer`:
+
+    [project.entry-points."skyrl_engine.trainer"]
+    perplexity = "acme_perplexity.trainer:TRAINER"
+
+It is chosen by its name, or in full as `acme-perplexity:perplexity`, and imported when a configuration chooses it.
+"""
+
+from collections import Counter
+
+from skyrl_engine.config.sections import sections
+from skyrl_engine.config.trainers import TRAINERS, Trainer, owners_of
+from skyrl_engine.errors import ContractError, PluginAmbiguousError
+from skyrl_engine.registry.discovery import discover_trainers
+from skyrl_engine.registry.kinds import KINDS
+from skyrl_engine.registry.record import PluginRecord
+
+
+def find_trainer(name: str) -> Trainer | None:
+    """Return the trainer of this name, of the engine or of another distribution; None where there is none.
+
+    Raises PluginAmbiguousError where several distributions offer it, PluginIncompatibleError for one that is made for another engine, and
+    PluginBrokenError or ContractError for one that fails to import or is no right row.
+    """
+    if name in TRAINERS:
+        return TRAINERS[name]
+    records = [record for record in discover_trainers() if name in (record.name, record.reference)]
+    if not records:
+        return None
+    if len(records) > 1:
+        raise PluginAmbiguousError(
+            f"the trainer {name!r} is offered by {len(records)} distributions",
+            remedy=f"Write {' or '.join(record.reference for record in records)}",
+            details=[str(record) for record in records],
+        )
+    return _load(records[0])
+
+
+def list_trainer_names() -> list[str]:
+    """Return the names of all trainers: the engine's own, then those of other distributions, in full where several offer the same."""
+    records = discover_trainers()
+    counts = Counter(record.name for record in records)
+    others = [record.reference if counts[record.name] > 1 or record.name in TRAINERS else record.name for record in records]
+    return [*TRAINERS, *others]
+
+
+def _load(record: PluginRecord) -> Trainer:
+    """Import the row of a trainer of another distribution, and check it against the schema."""
+    from skyrl_engine.registry.loader import load_trainer
+
+    row = load_trainer(record)
+    remedy = "Ask its author to correct the row, or choose another trainer"
+    if not isinstance(row, Trainer):
+        raise ContractError(f"{record} is {type(row).__name__} and no Trainer", remedy=remedy)
+    known = sections()
+    if row.name != record.name or row.name in known:
+        taken = f"called {row.name!r} in its row" if row.name != record.name else "called like a table of the configuration"
+        raise ContractError(f"{record} is {taken}", remedy=remedy)
+    for given, allowed, what in (
+        (row.tables, [name for name, section in known.items() if owners_of(name) and section.kind is None], "tables"),
+        (row.kinds, list(KINDS), "kinds"),
+    ):
+        if unknown := [name for name in given if name not in allowed]:
+            raise ContractError(f"{record} names the {what} {', '.join(unknown)}; there are {', '.join(allowed)}", remedy=remedy)
+    return row
