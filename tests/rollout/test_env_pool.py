@@ -114,7 +114,7 @@ def test_an_episode_is_opened_answered_and_closed(shared):
         ("more_than_float32", "reward is 1e+39, where a number that is finite as float32 is due"),
         ("fail_with_half_a_character", "ValueError: cut here: \\ud83d"),
         ("number", "step returned float where a StepResult is due"),
-        ("none", "step returned NoneType where a StepResult is due"),
+        ("none", "step returned None where a StepResult is due"),
         ("assistant", "which is not of the roles user, tool, system"),
         ("no_json", "the answer is not of JSON values"),
         ("answer_much", "the answer has 33,554,"),

@@ -25,6 +25,7 @@ from skyrl_engine.contracts.kinds.generator import (
     GeneratorStart,
     Sampling,
     WeightForm,
+    as_completions,
 )
 from skyrl_engine.contracts.values.model import ModelConfig
 from skyrl_engine.errors import EngineError
@@ -151,7 +152,8 @@ class Running:
 
     def poll(self, timeout: float) -> list[Completion]:
         with blame(self.owner, "poll"):
-            return self.product.poll(timeout)
+            returned = self.product.poll(timeout)
+        return as_completions(self.owner.label, returned)
 
     def abort(self, request_ids: Sequence[int] | None = None) -> None:
         with blame(self.owner, "abort"):
