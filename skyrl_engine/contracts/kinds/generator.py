@@ -43,8 +43,9 @@ class Sampling:
     """The distribution to sample from, and where to stop.
 
     `max_tokens` counts the token that stops; logits are divided by `temperature`, and 0 takes the most likely token. `top_k` (0: all), `top_p`
-    and `min_p` cut the distribution off, in this order, for evaluation alone: the `top_k` most likely tokens; of those the fewest that hold
-    `top_p` of what is left; of those the ones at least `min_p` times as likely as the most likely one.
+    and `min_p` cut the distribution off after that, in this order, for evaluation alone: the `top_k` most likely tokens; of those the fewest
+    that hold `top_p` of what is left; of those the ones at least `min_p` times as likely as the most likely one. This is the order of
+    transformers; vLLM applies `min_p` first, which leaves fewer tokens beside `top_p`. At temperature 0 they change nothing.
 
     Sampling stops after a token of `stop_token_ids` or of the model's own end tokens (not with `ignore_eos`), and after the token that
     completes one of `stop_strings`, in both cases not before `min_tokens`.
