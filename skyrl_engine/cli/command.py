@@ -127,11 +127,11 @@ class EngineCommand(click.Command):
         """
         from skyrl_engine.config.foreign_keys import explain_word, key_for, remark_of
         from skyrl_engine.config.structure import home_of, is_switch
-        from skyrl_engine.config.trainers import TRAINERS
+        from skyrl_engine.config.trainers import get_trainer
 
         word, trainers = option.lstrip("-").replace("-", "_"), self._list_trainers(words)
         trainer = next(iter(trainers)) if len(trainers) == 1 else None
-        for key in (key_for(word, trainer), home_of(word, None if trainer is None else TRAINERS[trainer])):
+        for key in (key_for(word, trainer), home_of(word, None if trainer is None else get_trainer(trainer))):
             if key is not None and (hint := self._name_option(key, remark_of(word, trainer))) is not None:
                 return hint
             if key is not None and self._takes(key, trainers):
@@ -157,17 +157,17 @@ class EngineCommand(click.Command):
     def _takes(self, key: str, trainers: Collection[str]) -> bool:
         """Say whether key=value of the command may set a key, in runs of any of these trainers."""
         from skyrl_engine.config.sections import sections
-        from skyrl_engine.config.trainers import TRAINERS
+        from skyrl_engine.config.trainers import get_trainer
 
         section = sections().get(key.partition(".")[0])
         if not (self._trains or (self._reads is not None and self._reads.has(key))) or section is None:
             return False
-        return all(section.belongs_to(TRAINERS[trainer]) for trainer in trainers)
+        return all(section.belongs_to(get_trainer(trainer)) for trainer in trainers)
 
     def _list_trainers(self, words: Sequence[str]) -> Collection[str]:
         """Return the trainers of the command's run: its own, or the one that a configuration file or a key=value names."""
         from skyrl_engine.config.reading.sources import read_file
-        from skyrl_engine.config.trainers import DEFAULT_TRAINER, TRAINERS
+        from skyrl_engine.config.trainers import DEFAULT_TRAINER, find_trainer
         from skyrl_engine.errors import ConfigError
 
         if self._trainers or self._trainer:
@@ -178,7 +178,7 @@ class EngineCommand(click.Command):
                 named = read_file(Path(file))[0].get("trainer")
             except ConfigError:
                 named = None
-        return (str(named),) if named in TRAINERS else (DEFAULT_TRAINER,)
+        return (str(named),) if find_trainer(named) is not None else (DEFAULT_TRAINER,)
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command; what it logs where no log is kept reaches the terminal without control characters.

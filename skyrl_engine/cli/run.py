@@ -57,11 +57,10 @@ def start(resolved: "ResolvedConfig", settings: CommandSettings, *, dry_run: boo
 
     if dry_run:
         from skyrl_engine.cli.training import warnings_to
-        from skyrl_engine.config.trainers import TRAINERS
-        from skyrl_engine.registry.kinds import import_object
+        from skyrl_engine.config.trainers import get_trainer
 
         with render.show_progress(quiet=settings.quiet) as display, warnings_to(display.warning):
-            plan = import_object(TRAINERS[resolved.config.trainer].plan)(resolved, progress=display.data)
+            plan = get_trainer(resolved.config.trainer).load_plan()(resolved, progress=display.data)
         render.show_plan(plan)
         return 0
     from skyrl_engine.cli.own_process import run_under_watch

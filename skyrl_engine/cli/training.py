@@ -76,12 +76,11 @@ def warnings_to(show: Callable[[str], None]) -> Iterator[None]:
 def train(resolved: "ResolvedConfig", settings: CommandSettings, observers: Sequence[object] = ()) -> "RunResult":
     """Train, show progress on stderr unless `--quiet`, and return what the run returns."""
     from skyrl_engine.cli.render import show_progress
-    from skyrl_engine.config.trainers import TRAINERS
-    from skyrl_engine.registry.kinds import import_object
+    from skyrl_engine.config.trainers import get_trainer
     from skyrl_engine.run.progress import ProgressObserver
 
     with SeldomCollected() as collector, show_progress(quiet=settings.quiet) as display, warnings_to(display.warning):
-        result: RunResult = import_object(TRAINERS[resolved.config.trainer].run)(
+        result: RunResult = get_trainer(resolved.config.trainer).load_run()(
             resolved,
             observers=[LogLocation(settings), ProgressObserver(display.training), collector, *observers],
             progress=display.data,

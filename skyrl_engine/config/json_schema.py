@@ -55,7 +55,7 @@ def _of_trainer(trainer: Trainer, known: Mapping[str, Section]) -> dict[str, Any
     chosen: dict[str, Any] = {"properties": {"trainer": {"const": trainer.name}}}
     if trainer.name != DEFAULT_TRAINER:
         chosen["required"] = ["trainer"]
-    required = [name for name, section in known.items() if section.required and trainer.name in owners_of(name)]
+    required = [name for name, section in known.items() if section.required and name in trainer.tables]
     foreign = [name for name, section in known.items() if not section.belongs_to(trainer)]
     return {"if": chosen, "then": {"required": required, "properties": dict.fromkeys(foreign, False)}}
 

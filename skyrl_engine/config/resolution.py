@@ -14,7 +14,7 @@ from skyrl_engine.config.reading.sources import RawConfig, from_dict
 from skyrl_engine.config.schema import EngineConfig, PluginsConfig, PluginTable, RunConfig
 from skyrl_engine.config.sections import sections as list_sections
 from skyrl_engine.config.structure import complete_origins, own_keys, plain, plugin_lists, structure, structure_table
-from skyrl_engine.config.trainers import DEFAULT_TRAINER, TRAINERS
+from skyrl_engine.config.trainers import DEFAULT_TRAINER, find_trainer
 from skyrl_engine.config.trust.gate import Gate
 from skyrl_engine.config.wording import format_value
 from skyrl_engine.contracts.kinds.backend import PARALLEL_SIZES
@@ -207,7 +207,7 @@ def _find_absent(options: Sequence[tuple[KeyPath, type[Any], Mapping[str, Any]]]
     They are looked for in every table of the run, also where another key of it is wrong. `options` are those of plugins, each with the place of
     its table and its schema.
     """
-    trainer = TRAINERS.get(str(raw.table.get("trainer", DEFAULT_TRAINER)))
+    trainer = find_trainer(raw.table.get("trainer", DEFAULT_TRAINER))
     tables = [
         ((name,), section.schema, raw.table[name])
         for name, section in list_sections().items()

@@ -32,8 +32,7 @@ class Section:
         """Return True where the trainer uses the kind, or owns the table, or the table is the engine's."""
         if self.kind is not None:
             return self.kind.name in trainer.kinds
-        owners = owners_of(self.name)
-        return not owners or trainer.name in owners
+        return self.name in trainer.tables or not owners_of(self.name)
 
 
 def sections() -> Mapping[str, Section]:

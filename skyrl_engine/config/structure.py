@@ -15,7 +15,7 @@ from skyrl_engine.config.reading.places import absolute_place, with_absolute_pla
 from skyrl_engine.config.reading.sources import RawConfig
 from skyrl_engine.config.schema import KIND, EngineConfig, MissingTable, PluginTable, TrainingConfig
 from skyrl_engine.config.sections import Section, sections
-from skyrl_engine.config.trainers import DEFAULT_TRAINER, TRAINERS, Trainer, owners_of
+from skyrl_engine.config.trainers import DEFAULT_TRAINER, TRAINERS, Trainer, find_trainer, owners_of
 from skyrl_engine.config.wording import RefusedError, choices, format_value, wrong_kind
 from skyrl_engine.errors import ConfigError, Problem
 from skyrl_engine.near_words import did_you_mean
@@ -103,8 +103,8 @@ def _of_other_command(raw: RawConfig, known: Collection[str]) -> Problem | None:
 def _trainer(raw: RawConfig) -> tuple[Trainer | None, list[Problem]]:
     """Return the chosen trainer, or None and the problem with the choice; then tables of every trainer are checked."""
     chosen = raw.table.get("trainer", DEFAULT_TRAINER)
-    if isinstance(chosen, str) and chosen in TRAINERS:
-        return TRAINERS[chosen], []
+    if (trainer := find_trainer(chosen)) is not None:
+        return trainer, []
     if not isinstance(chosen, str):
         return None, _other_words(raw, "trainer") or [_problem(raw, ("trainer",), wrong_kind(chosen, str))]
     remedy = did_you_mean(chosen, TRAINERS, show=format_value) or f"Choose one of {choices(TRAINERS)}"
@@ -130,8 +130,7 @@ def _other_words(raw: RawConfig, name: str) -> list[Problem]:
 
 def _meaning(raw: RawConfig, path: KeyPath) -> str | None:
     """Return what sets here what a key elsewhere sets: by a word of other engines, or in another table."""
-    chosen = raw.table.get("trainer", DEFAULT_TRAINER)
-    trainer = TRAINERS.get(chosen) if isinstance(chosen, str) else None
+    trainer = find_trainer(raw.table.get("trainer", DEFAULT_TRAINER))
     sentence = explain_path(path, RL) if trainer is None or trainer.name == RL else None
     if sentence is not None:
         return sentence

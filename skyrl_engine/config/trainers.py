@@ -3,10 +3,15 @@
 Every other table is the engine's, and every run may have it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
+from typing import Any, cast
 
 from attrs import frozen
+
+from skyrl_engine.errors import ConfigError, Problem
+from skyrl_engine.near_words import did_you_mean
+from skyrl_engine.registry.kinds import import_object
 
 DEFAULT_TRAINER = "sft"
 
@@ -24,6 +29,14 @@ class Trainer:
     kinds: tuple[str, ...]
     run: str
     plan: str
+
+    def load_run(self) -> Callable[..., Any]:
+        """Import the function that trains. It takes a resolved configuration and returns a RunResult."""
+        return cast("Callable[..., Any]", import_object(self.run))
+
+    def load_plan(self) -> Callable[..., Any]:
+        """Import the function that says what a run would do. It takes a resolved configuration."""
+        return cast("Callable[..., Any]", import_object(self.plan))
 
 
 _ROWS = (
@@ -61,6 +74,19 @@ _ROWS = (
 )
 
 TRAINERS: Mapping[str, Trainer] = MappingProxyType({trainer.name: trainer for trainer in _ROWS})
+
+
+def find_trainer(name: object) -> Trainer | None:
+    """Return the trainer of this name; None where there is none, or where `name` is no text. Every choice of a trainer asks here."""
+    return TRAINERS.get(name) if isinstance(name, str) else None
+
+
+def get_trainer(name: str) -> Trainer:
+    """Return the trainer of a configuration that was resolved. Raises ConfigError where no trainer has this name."""
+    if (trainer := find_trainer(name)) is None:
+        remedy = did_you_mean(name, TRAINERS) or f"Choose one of {', '.join(TRAINERS)}"
+        raise ConfigError([Problem("trainer", f"there is no trainer {name!r}", remedy)])
+    return trainer
 
 
 def owners_of(table: str) -> list[str]:
