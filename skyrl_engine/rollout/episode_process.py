@@ -141,7 +141,7 @@ def wrong_numbers(result: Any, *, tokens: int) -> str | None:
             return f"{name} is {value!r:.80}, where names with numbers are due"
     for name, value in (("reward", result.reward), *result.parts.items(), *result.metrics.items()):
         if not _is_number(value):
-            return f"{name} is {value!r:.80}, where a number that is finite as float32 is due"
+            return f"{name} is {value!r:.80}, where a finite number up to 3.4e+38 is due"
     rewards = result.token_rewards
     if rewards is None:
         return None

@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 import attrs
+import numpy as np
 from hypothesis import strategies as st
 
 from skyrl_engine.contracts.kinds.environment import StepResult
@@ -214,6 +215,12 @@ def rewards(subject: Subject[Any], case: Script) -> None:
     for result, tokens in _raw(subject, case)[1]:
         if not isinstance(result, StepResult):
             raise Broken(f"step returns {describe_returned(result)}", "Return a StepResult")
+        reward: Any = result.reward
+        if isinstance(reward, np.floating) and reward.dtype != np.float64:
+            raise Broken(
+                f"reward is {describe_returned(reward).removesuffix('[]')}, which has lost digits of a float64",
+                "Compute rewards in float64: float(numpy_array.mean(dtype=np.float64))",
+            )
         if (wrong := wrong_numbers(result, tokens=tokens)) is not None:
             raise Broken(wrong, "Give a finite number for every text, also for wrong ones")
         if (wrong := wrong_columns(result, tokens=tokens, claimed=subject.make().claims.columns)) is not None:
