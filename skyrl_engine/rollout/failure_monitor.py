@@ -16,10 +16,10 @@ WINDOW: Final = 200
 """Number of latest attempts among which failures are counted."""
 
 TIMED_OUT: Final = "timed out after"
-"""What the cause of a failure says where a call took too long."""
+"""Words in the cause of a failure whose call took too long."""
 
 _PLACE: Final = re.compile(r"[^\s(:]+\.py, line \d+, in [\w<>.]+")
-"""Where code of an environment or a reward raised, as `registry.owner` writes it."""
+"""The place where code of an environment or a reward raised, as `registry.owner` writes it."""
 
 _FIRST: Final = 8
 """This many failures without a success end a run that begins; a whole group, where that is larger."""
