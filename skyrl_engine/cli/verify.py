@@ -49,7 +49,7 @@ def verify(
     from skyrl_engine.testing.kit import promises_of
     from skyrl_engine.testing.kit import verify as held
 
-    record = _record(Registry.discover(), plugin)
+    record = find_record(Registry.discover(), plugin)
     promises_of(record.kind)
     _check_layouts(record.kind, layouts)
     given = parse_options(overrides)
@@ -76,7 +76,7 @@ def _check_layouts(kind: str, layouts: tuple[str, ...]) -> None:
             raise click.UsageError(f"--layout {error}.") from error
 
 
-def _record(registry: "Registry", text: str) -> "PluginRecord":
+def find_record(registry: "Registry", text: str) -> "PluginRecord":
     """Return the plugin that the text names; its kind is inferred where the text does not begin with one."""
     from skyrl_engine.registry.kinds import KINDS
     from skyrl_engine.registry.plugin_ref import parse

@@ -235,3 +235,8 @@ def test_a_remedy_works_where_it_is_followed(command, tmp_path, monkeypatch, arg
     assert outcome.code in (2, 3)
     assert words in " ".join(outcome.err.split())
     assert "section.key" not in outcome.err
+
+
+def test_show_takes_the_distribution_that_verify_takes(command):
+    by_kind, by_distribution = (command("plugins", "show", f"{head}:cross_entropy") for head in ("loss", "skyrl-engine-losses"))
+    assert (by_distribution.code, by_distribution.out) == (0, by_kind.out)
