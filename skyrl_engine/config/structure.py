@@ -15,7 +15,7 @@ from skyrl_engine.config.reading.places import absolute_place, with_absolute_pla
 from skyrl_engine.config.reading.sources import RawConfig
 from skyrl_engine.config.schema import KIND, EngineConfig, MissingTable, PluginTable, TrainingConfig
 from skyrl_engine.config.sections import Section, sections
-from skyrl_engine.config.trainers import DEFAULT_TRAINER, TRAINERS, Trainer, find_trainer, owners_of
+from skyrl_engine.config.trainers import DEFAULT_TRAINER, Trainer, find_trainer, list_trainer_names, owners_of
 from skyrl_engine.config.wording import RefusedError, choices, format_value, wrong_kind
 from skyrl_engine.errors import ConfigError, Problem
 from skyrl_engine.near_words import did_you_mean
@@ -107,7 +107,8 @@ def _trainer(raw: RawConfig) -> tuple[Trainer | None, list[Problem]]:
         return trainer, []
     if not isinstance(chosen, str):
         return None, _other_words(raw, "trainer") or [_problem(raw, ("trainer",), wrong_kind(chosen, str))]
-    remedy = did_you_mean(chosen, TRAINERS, show=format_value) or f"Choose one of {choices(TRAINERS)}"
+    known = list_trainer_names()
+    remedy = did_you_mean(chosen, known, show=format_value) or f"Choose one of {choices(known)}"
     return None, [_problem(raw, ("trainer",), RefusedError(f"there is no trainer {format_value(chosen)}", remedy))]
 
 

@@ -13,6 +13,8 @@ ENGINE = "skyrl-engine"
 ENTRY_POINTS = "entry_points.txt"
 COMMAND_GROUP = "skyrl_engine.command"
 """Entry points of click commands. They are no kind of plugin: nothing but the command line sees them."""
+TRAINER_GROUP = "skyrl_engine.trainer"
+"""Entry points of trainers, which `trainer = "..."` of a configuration chooses by name."""
 _GROUPS = {kind.group: kind.name for kind in KINDS.values()}
 
 _PLAIN_RANGE = re.compile(r"[\w.-]+?((?:(?:[<>]=?|[=!]=)\d+(?:\.\d+)*(?:,(?!$)|$))+)", re.ASCII)
@@ -70,11 +72,20 @@ def discover_commands() -> tuple[PluginRecord, ...]:
 
     A distribution whose metadata cannot be read offers none: its commands are missing from the list, and nothing else is.
     """
+    return _discover_group(COMMAND_GROUP, "command")
+
+
+def discover_trainers() -> tuple[PluginRecord, ...]:
+    """Read which trainers installed distributions add, sorted by name and distribution; of unreadable metadata as `discover_commands`."""
+    return _discover_group(TRAINER_GROUP, "trainer")
+
+
+def _discover_group(group: str, kind: str) -> tuple[PluginRecord, ...]:
     records: list[PluginRecord] = []
     unreadable: list[UnreadableDistribution] = []
-    for name, distribution in _offering(COMMAND_GROUP, unreadable):
+    for name, distribution in _offering(group, unreadable):
         try:
-            records += _commands(name, distribution)
+            records += _records_of_group(name, distribution, group, kind)
         except Exception as error:  # noqa: BLE001 - as above
             unreadable.append(UnreadableDistribution.of(name, error))
     return tuple(sorted(records, key=lambda record: (record.name, record.reference)))
@@ -101,11 +112,11 @@ def _offering(text: str, unreadable: list[UnreadableDistribution]) -> Iterator[t
         yield name, distribution
 
 
-def _commands(name: str, distribution: metadata.Distribution) -> list[PluginRecord]:
-    offered = [point for point in distribution.entry_points if point.group == COMMAND_GROUP]
+def _records_of_group(name: str, distribution: metadata.Distribution, group: str, kind: str) -> list[PluginRecord]:
+    offered = [point for point in distribution.entry_points if point.group == group]
     version, requirement = distribution.version, engine_requirement(distribution)
     return [
-        PluginRecord("command", point.name, point.value, distribution=name, version=version, engine_requirement=requirement)
+        PluginRecord(kind, point.name, point.value, distribution=name, version=version, engine_requirement=requirement)
         for point in offered
     ]
 

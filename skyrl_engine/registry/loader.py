@@ -9,7 +9,7 @@ from skyrl_engine.errors import ContractError, PluginBrokenError, PluginNotFound
 from skyrl_engine.hooks import decorators
 from skyrl_engine.near_words import did_you_mean
 from skyrl_engine.registry.compat import check_requirements, find_distribution
-from skyrl_engine.registry.discovery import COMMAND_GROUP
+from skyrl_engine.registry.discovery import COMMAND_GROUP, TRAINER_GROUP
 from skyrl_engine.registry.host import PluginHost
 from skyrl_engine.registry.kinds import CONFIG_SCHEMA_HOOK, KINDS
 from skyrl_engine.registry.known import install_command
@@ -45,6 +45,12 @@ def load_command(record: PluginRecord) -> object:
     """Import what the entry point of a command names. Raises PluginIncompatibleError, or PluginBrokenError where it fails."""
     check_requirements(record, metadata.distribution(str(record.distribution)))
     return _import_entry_point(record, COMMAND_GROUP, Owner(str(record), "Uninstall it"))
+
+
+def load_trainer(record: PluginRecord) -> object:
+    """Import what the entry point of a trainer names. Raises as `load_command` does."""
+    check_requirements(record, metadata.distribution(str(record.distribution)))
+    return _import_entry_point(record, TRAINER_GROUP, Owner(str(record), "Uninstall it"))
 
 
 def list_implemented_kinds(record: PluginRecord) -> list[str]:

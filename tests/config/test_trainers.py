@@ -19,7 +19,7 @@ SCORING = ("collator", "backend", "merger", "loss")
 def scoring(monkeypatch: pytest.MonkeyPatch) -> None:
     """A second trainer: it shares `checkpoint` with sft, has a table of its own, and uses neither reducers nor corrections."""
     planted = {**TRAINERS, "scoring": Trainer("scoring", ("scoring", "checkpoint"), SCORING, "acme:run", "acme:plan")}
-    for module in ("trainers", "structure", "json_schema"):
+    for module in ("trainers", "json_schema"):
         monkeypatch.setattr(f"skyrl_engine.config.{module}.TRAINERS", planted)
 
 
@@ -65,8 +65,7 @@ def test_a_table_of_another_trainer_is_refused_by_name() -> None:
 @pytest.mark.usefixtures("scoring")
 def test_a_table_of_several_other_trainers_names_them_all(monkeypatch: pytest.MonkeyPatch) -> None:
     planted = {**trainers.TRAINERS, "bare": Trainer("bare", (), (), "acme:run", "acme:plan")}
-    for module in ("trainers", "structure"):
-        monkeypatch.setattr(f"skyrl_engine.config.{module}.TRAINERS", planted)
+    monkeypatch.setattr(trainers, "TRAINERS", planted)
     assert problems("trainer=bare", "model.path=m", "checkpoint.keep=3") == [
         (
             "command line: checkpoint: [checkpoint] is a table of the trainers sft, preference, reward_model, rl and scoring, "
