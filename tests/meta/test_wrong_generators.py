@@ -96,7 +96,7 @@ BY_NIGHT = [
     (wrong.WantsRoomForOneMore, {"no_room"}, "one of them just so"),
     (lives.RefusesHalfWay, {"unknown_weights"}, "before any weight changes"),
     (wrong.LengthComesFirst, {"length", "stop_tokens"}, "as 'length' behind 1 tokens, the last of them"),
-    (wrong.LosesMinPBesideTopP, {"filters"}, "cuts off"),
+    (wrong.LosesMinPBesideTopP, {"filters"}, "is due"),
     *((each, {"filters"}, "'top_k': 20") for each in (wrong.LosesTopKBesideTheOthers, wrong.CutsByTopPFirst)),
     (draws.TakesAllAlike, {"filters"}, "the distance of their places"),
     (draws.ClampsTemperatureBelow, {"close_temperatures", "temperatures"}, "0.37 and 0.4"),
