@@ -29,7 +29,7 @@ class CompilerError(Exception):
 
 
 class CompiledKernels(BuildHookInterface[Any]):
-    """Puts the extension module into wheels, and beside the sources where the installation is editable."""
+    """Puts the extension module into wheels, and next to the sources if the installation is editable."""
 
     PLUGIN_NAME = "custom"
 
@@ -59,13 +59,13 @@ def compile_kernels(target: Path, flags: Sequence[str] = ()) -> None:
     The compiler is `CC` of the environment, else the one Python was built with; `CFLAGS` and `LDFLAGS` are added, `flags` last.
     """
     compiler = shlex.split(os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc")
-    given = [flag for name in ("CFLAGS", "LDFLAGS") for flag in shlex.split(os.environ.get(name, ""))]
+    environment_flags = [flag for name in ("CFLAGS", "LDFLAGS") for flag in shlex.split(os.environ.get(name, ""))]
     headers = [f"-I{sysconfig.get_path(name)}" for name in ("include", "platinclude")]
     sources = [str(path) for path in sorted(SOURCES.glob("*.c"))]
     unfinished = target.with_name(f".{os.getpid()}-{NAME}")  # under its name only when whole: a process may be loading it
     output = [*OF_THE_SYSTEM.get(sys.platform, ("-shared",)), "-o", str(unfinished)]
     try:
-        _run([*compiler, *FLAGS, *headers, *sources, *given, *flags, *output])
+        _run([*compiler, *FLAGS, *headers, *sources, *environment_flags, *flags, *output])
         if not flags:
             _run([sys.executable, "-c", IMPORT, str(unfinished)])
         unfinished.replace(target)
@@ -89,5 +89,5 @@ def _run(command: Sequence[str]) -> None:
         raise CompilerError(str(problem)) from problem
     if done.returncode:
         lines = (done.stderr or done.stdout).strip().splitlines()
-        told = next((line for line in lines if "error" in line), lines[-1] if lines else "no message")
-        raise CompilerError(f"{command[0]} ended with {done.returncode}: {told}")
+        message = next((line for line in lines if "error" in line), lines[-1] if lines else "no message")
+        raise CompilerError(f"{command[0]} ended with {done.returncode}: {message}")

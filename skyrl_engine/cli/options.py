@@ -10,7 +10,7 @@ from click.core import ParameterSource
 
 from skyrl_engine.cli.key_values import key_values
 from skyrl_engine.cli.terminal import echo
-from skyrl_engine.config.trainers import TRAINERS
+from skyrl_engine.config.trainers import get_trainer
 from skyrl_engine.registry.kinds import KINDS
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def plugin_options(trainer: str | None = None, *, without: Collection[str] = ())
     """
 
     def decorate(function: Function) -> Function:
-        used = TRAINERS[trainer].kinds if trainer is not None else tuple(KINDS)
+        used = get_trainer(trainer).kinds if trainer is not None else tuple(KINDS)
         for kind in reversed(_kinds()):
             if kind in used and kind not in without:
                 function = click.option(

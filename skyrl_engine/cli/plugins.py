@@ -49,16 +49,24 @@ def list_plugins(kind: str | None, as_json: bool) -> None:
 @click.argument("plugin", metavar="KIND:REFERENCE")
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")
 def show_plugin(plugin: str, as_json: bool) -> None:
-    """Show where a plugin comes from and which options it takes, for instance `loss:cross_entropy` or `loss:./my_loss.py:my_loss`."""
+    """Show where a plugin comes from and which options it takes.
+
+    PLUGIN is, for instance, `loss:cross_entropy`, `skyrl-engine-losses:cross_entropy` or `loss:./my_loss.py:my_loss`.
+    """
     from pathlib import Path
 
+    from skyrl_engine.cli.verify import find_record
     from skyrl_engine.registry.loader import load
     from skyrl_engine.registry.resolve import Registry
 
     kind, colon, reference = plugin.partition(":")
     if not colon or not reference:
         raise click.UsageError(f"{plugin!r} is not of the form KIND:REFERENCE, such as loss:cross_entropy.")
-    loaded = load(Registry.discover().resolve(_require_kind(kind), reference, base=Path.cwd()))
+    registry = Registry.discover()
+    if any(record.distribution == kind for record in registry.records()):
+        loaded = load(find_record(registry, plugin))
+    else:
+        loaded = load(registry.resolve(_require_kind(kind), reference, base=Path.cwd()))
     facts = _facts(loaded.record)
     options = option_rows(loaded)
     if as_json:

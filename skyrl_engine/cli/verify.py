@@ -49,7 +49,7 @@ def verify(
     from skyrl_engine.testing.kit import promises_of
     from skyrl_engine.testing.kit import verify as held
 
-    record = _record(Registry.discover(), plugin)
+    record = find_record(Registry.discover(), plugin)
     promises_of(record.kind)
     _check_layouts(record.kind, layouts)
     given = parse_options(overrides)
@@ -76,7 +76,7 @@ def _check_layouts(kind: str, layouts: tuple[str, ...]) -> None:
             raise click.UsageError(f"--layout {error}.") from error
 
 
-def _record(registry: "Registry", text: str) -> "PluginRecord":
+def find_record(registry: "Registry", text: str) -> "PluginRecord":
     """Return the plugin that the text names; its kind is inferred where the text does not begin with one."""
     from skyrl_engine.registry.kinds import KINDS
     from skyrl_engine.registry.plugin_ref import parse
@@ -112,7 +112,11 @@ def _kind_in_file(registry: "Registry", text: str) -> str:
     """Return the kind of a local file's plugin, by the factory hook that it implements."""
     from skyrl_engine.registry.loader import list_implemented_kinds
 
-    made = list_implemented_kinds(registry.resolve("loss", text, base=Path.cwd()))
+    try:
+        record = registry.resolve("loss", text, base=Path.cwd())  # of any kind: the file says which
+    except PluginNotFoundError as error:
+        raise PluginNotFoundError(error.cause.replace("the local loss", "the local plugin"), remedy=error.remedy) from error
+    made = list_implemented_kinds(record)
     if len(made) == 1:
         return made[0]
     if made:
@@ -120,7 +124,8 @@ def _kind_in_file(registry: "Registry", text: str) -> str:
             f"{text} makes {' and '.join(made)}", remedy=f"Write {made[0]}:{text}, or another of these kinds"
         )
     raise PluginBrokenError(
-        f"{text} implements no factory of a plugin", remedy="Mark the function with skyrl_engine.loss, correction or reducer"
+        f"{text} implements no factory of a plugin",
+        remedy="Mark the function with skyrl_engine.loss, correction, reducer, advantage, group_filter or reward",
     )
 
 

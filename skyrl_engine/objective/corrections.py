@@ -28,7 +28,7 @@ def correct(
         with blame(step.owner, "its call"):
             made = step.product(given)
         before = len(given.sequences.index)
-        _refuse_other_than_factors(step.label, made, before)
+        refuse_other_than_factors(step.label, made, before)
         made = made.to(factors)
         factors[keep] *= made
         kept, total = torch.stack([torch.count_nonzero(made).to(made), made.sum()]).tolist()
@@ -37,9 +37,9 @@ def correct(
     return factors, metrics
 
 
-def _refuse_other_than_factors(label: str, made: object, count: int) -> None:
+def refuse_other_than_factors(label: str, made: object, count: int) -> None:
     remedy = "Return one finite factor of 0 or more per token: 0 drops it, 1 leaves it as it is"
-    if not isinstance(made, torch.Tensor) or made.dtype == torch.bool or tuple(made.shape) != (count,):
+    if not isinstance(made, torch.Tensor) or made.dtype == torch.bool or made.is_complex() or tuple(made.shape) != (count,):
         got = f"{made.dtype} of shape {list(made.shape)}" if isinstance(made, torch.Tensor) else f"a {type(made).__qualname__}"
         raise ResultError(f"{label} returned {got} for {count} tokens", remedy=remedy)
     if not bool(((made >= 0) & made.isfinite()).all()):

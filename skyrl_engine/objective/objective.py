@@ -121,7 +121,7 @@ def _evaluate_loss(term: BoundPlugin[Loss], tokens: MicroBatchTokens, index: int
     count = len(given.sequences.index)
     with blame(term.owner, "its call"):
         output = as_loss_output(term.label, term.product(given), count)
-    _refuse_other_than_real_numbers(term.label, output.token_loss)
+    refuse_other_than_real_numbers(term.label, output.token_loss)
     if count and _learning(tokens.scores) and not output.token_loss.requires_grad:
         raise DetachedLossError(
             f"{term.label} returned values that do not depend on the model, so nothing would be learned",
@@ -163,7 +163,7 @@ def _add(metrics: dict[str, Metric], measured: Mapping[str, Metric], prefix: str
         metrics[prefix + name] = metric
 
 
-def _refuse_other_than_real_numbers(label: str, token_loss: object) -> None:
+def refuse_other_than_real_numbers(label: str, token_loss: object) -> None:
     if not isinstance(token_loss, torch.Tensor) or not token_loss.is_floating_point():
         got = str(token_loss.dtype) if isinstance(token_loss, torch.Tensor) else f"a {type(token_loss).__qualname__}"
         raise ResultError(f"{label} returned {got}", remedy="Return a torch tensor of floating-point numbers, one per token")

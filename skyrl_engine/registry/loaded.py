@@ -13,7 +13,7 @@ from skyrl_engine.registry.kinds import DESCRIBE_BACKEND_HOOK, DESCRIBE_GENERATO
 from skyrl_engine.registry.owner import Owner
 from skyrl_engine.registry.product import check_product
 from skyrl_engine.registry.record import PluginRecord
-from skyrl_engine.registry.values import of_generator_description
+from skyrl_engine.registry.values import of_backend_description, of_generator_description
 
 
 @frozen(eq=False)
@@ -45,11 +45,12 @@ class LoadedPlugin:
         Raises as `make` does; UnsupportedError is the plugin's own.
         """
         assert self.record.kind == "backend", f"{self.record} is no backend"
-        description = self._host.hook.skyrl_engine_describe_backend(config=config, world_size=world_size)
-        if not isinstance(description, BackendDescription):
+        description: BackendDescription = self._host.hook.skyrl_engine_describe_backend(config=config, world_size=world_size)
+        if problems := list(of_backend_description(description)):
             raise ContractError(
-                f"{DESCRIBE_BACKEND_HOOK} of {self.record} returned {type(description).__name__}",
-                remedy="Return a BackendDescription",
+                f"{DESCRIBE_BACKEND_HOOK} of {self.record}: {problems[0]}",
+                remedy="Return a BackendDescription with such values",
+                details=problems[1:],
             )
         if description.topology.world_size != world_size:
             raise ContractError(

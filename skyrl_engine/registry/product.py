@@ -14,7 +14,7 @@ def check_product(kind: Kind, product: object, owner: Owner, hook: str) -> None:
     """Raise ContractError when the product lacks a member of the contract, a method that takes its arguments, or an allowed value."""
     if product is None:
         raise ContractError(f"{hook} of {owner.label} returned None", remedy=f"Return {kind.with_article}")
-    problems = [*_missing_members(kind, product), *(import_object(kind.values)(product) if kind.values else ())]
+    problems = [*list_missing_members(kind, product), *(import_object(kind.values)(product) if kind.values else ())]
     if problems:
         raise ContractError(
             f"{hook} of {owner.label} returned {type(product).__name__}, which is not {kind.with_article}: {problems[0]}",
@@ -38,6 +38,11 @@ def check_hooks(kind: Kind, product: object, owner: Owner) -> None:
 def contract_of(kind: Kind) -> type | None:
     """Return the Protocol of a kind's product."""
     return None if kind.contract is None else import_object(kind.contract)
+
+
+def list_missing_members(kind: Kind, product: object) -> list[str]:
+    """Return what a product lacks of its kind's contract, a sentence each: attributes, methods, and arguments that those do not take."""
+    return list(_missing_members(kind, product))
 
 
 def _missing_members(kind: Kind, product: object) -> Iterator[str]:

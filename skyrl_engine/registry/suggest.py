@@ -41,6 +41,11 @@ def missing_plugin(
 
 def missing_file(kind: str, wanted: PluginRef, path: Path) -> PluginNotFoundError:
     """Return the error for a local plugin whose file does not exist."""
+    if path.is_dir():
+        return PluginNotFoundError(
+            f"the local {kind} {wanted.text!r} cannot be found: {path} is a folder",
+            remedy=f"Name the file in it that defines the plugin: {path}/FILE.py:{wanted.name}",
+        )
     siblings = [file.name for file in path.parent.glob("*.py")] if path.parent.is_dir() else []
     remedy = did_you_mean(path.name, siblings, show=lambda near: f"{path.parent / near}:{wanted.name}") or "Correct the path"
     return PluginNotFoundError(f"the local {kind} {wanted.text!r} cannot be found: there is no file {path}", remedy=remedy)

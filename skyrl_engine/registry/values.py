@@ -1,12 +1,15 @@
 """Check the values that products declare beside their methods: one function per kind, which returns sentences about mistakes."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, get_args
 
 from skyrl_engine.contracts.kinds.advantage import AdvantageClaims
+from skyrl_engine.contracts.kinds.backend import BackendDescription, Capability
 from skyrl_engine.contracts.kinds.environment import EnvironmentClaims
 from skyrl_engine.contracts.kinds.generator import GeneratorCapability, GeneratorDescription, WeightForm
 from skyrl_engine.contracts.kinds.reducer import EmptySequence
+from skyrl_engine.contracts.values.returned import describe_returned
+from skyrl_engine.contracts.values.topology import Topology
 
 
 def of_advantage(product: Any) -> Iterator[str]:
@@ -18,6 +21,9 @@ def of_advantage(product: Any) -> Iterator[str]:
 def of_collator(product: Any) -> Iterator[str]:
     if hasattr(product, "rows") and product.rows not in ("padded", "packed"):
         yield f"rows must be 'padded' or 'packed', is {product.rows!r}"
+    carried = getattr(product, "carries", ())
+    if not isinstance(carried, tuple | list | set | frozenset):
+        yield f"carries must be a set of names, is {carried!r}"
 
 
 def of_correction(product: Any) -> Iterator[str]:
@@ -33,10 +39,13 @@ def of_environment(product: Any) -> Iterator[str]:
 def of_generator_description(described: Any) -> Iterator[str]:
     """Check what describes a generator; the generator itself declares nothing."""
     if not isinstance(described, GeneratorDescription):
-        yield f"it returned {type(described).__name__}"
+        yield f"it returned {describe_returned(described)}"
         return
     for name, allowed in (("capabilities", get_args(GeneratorCapability)), ("accepts", get_args(WeightForm))):
-        if strange := sorted(set(getattr(described, name)) - set(allowed)):
+        if not isinstance(getattr(described, name), tuple | list | set | frozenset):
+            yield f"{name} must be a set of names, is {getattr(described, name)!r}"
+            return
+        if strange := sorted({*map(str, getattr(described, name))} - set(allowed)):
             yield f"{name} must be among {', '.join(map(repr, allowed))}, and there is {strange[0]!r}"
     if described.placement not in (places := ("rank", "process", "remote")):
         yield f"placement must be one of {', '.join(map(repr, places))}, is {described.placement!r}"
@@ -46,6 +55,27 @@ def of_generator_description(described: Any) -> Iterator[str]:
         yield 'the form "module" is memory of a rank, so placement must be "rank"'
     if "recorded" in described.capabilities and described.accepts:
         yield f'what is "recorded" needs no weights, so accepts must be empty, is {described.accepts!r}'
+
+
+def of_backend_description(described: Any) -> Iterator[str]:
+    """Check what describes a backend, before planning reads it."""
+    if not isinstance(described, BackendDescription):
+        yield f"it returned {describe_returned(described)}"
+        return
+    # read as what it may be, not as what its class says: nothing checks the types of attributes
+    facts: Any = described
+    if not isinstance(facts.topology, Topology):
+        yield f"topology must be a Topology, is {facts.topology!r}"
+    if not isinstance(facts.capabilities, tuple | list | set | frozenset):
+        yield f"capabilities must be a set of names, is {facts.capabilities!r}"
+    elif strange := sorted({*map(str, facts.capabilities)} - set(get_args(Capability))):
+        yield f"capabilities must be among {', '.join(map(repr, get_args(Capability)))}, and there is {strange[0]!r}"
+    for name in ("refuse_model", "rehearse"):
+        if not callable(getattr(facts, name)):
+            yield f"{name} must be a function, is {getattr(facts, name)!r}"
+    yield from _flags(facts, "means_over_step")
+    if not isinstance(facts.environment, Mapping):
+        yield f"environment must be a table of texts, is {facts.environment!r}"
 
 
 def of_loss(product: Any) -> Iterator[str]:
@@ -61,7 +91,9 @@ def of_reducer(product: Any) -> Iterator[str]:
     allowed = get_args(EmptySequence)
     if hasattr(product, "empty_sequence") and product.empty_sequence not in allowed:
         yield f"empty_sequence must be one of {', '.join(map(repr, allowed))}, is {product.empty_sequence!r}"
-    yield from _flags(product, "batch_local")
+    yield from _flags(product, "batch_local", "additive", "selective")
+    if not _names(getattr(product, "needs", ())):
+        yield f"needs must be a tuple of names, is {product.needs!r}"
 
 
 def _flags(product: Any, *names: str) -> Iterator[str]:

@@ -18,6 +18,7 @@ import numpy as np
 from attrs import define, field
 
 from skyrl_engine.contracts.kinds.environment import Action, Environment, Episode, StepResult, Task, ToolCall
+from skyrl_engine.contracts.values.returned import describe_returned
 from skyrl_engine.contracts.values.rollout import LARGEST_REWARD
 from skyrl_engine.contracts.values.rollout_columns import find_unknown_column, list_further_columns
 from skyrl_engine.errors import EngineError
@@ -67,6 +68,8 @@ class EpisodeServer:
     def _open(self, request: Mapping[str, Any]) -> list[Any]:
         environment = self.environments[request["environment"]]
         opened = environment.open(task_of(request["task"]), request["seed"])
+        if lacking := [name for name in ("begin", "step", "close") if not callable(getattr(opened, name, None))]:
+            raise AnswerError(f"open returned {describe_returned(opened)}, which is no Episode: it has no method {lacking[0]}")
         self._episodes[request["episode"]] = opened
         self._claimed[request["episode"]] = environment.claims.columns
         return _messages(self._await_value(opened.begin()), "begin")
@@ -120,7 +123,7 @@ def _escape_surrogates(text: str) -> str:
 def wrong_with(returned: Any, *, tokens: int, claimed: Sequence[str]) -> str | None:
     """Say what is wrong with an answer to a turn of so many tokens, given the columns that the environment claims; None where nothing is."""
     if not isinstance(returned, StepResult):
-        return f"step returned {type(returned).__name__} where a StepResult is due"
+        return f"step returned {describe_returned(returned)} where a StepResult is due"
     checks = (
         wrong_numbers(returned, tokens=tokens),
         wrong_columns(returned, tokens=tokens, claimed=claimed),
@@ -138,7 +141,7 @@ def wrong_numbers(result: Any, *, tokens: int) -> str | None:
             return f"{name} is {value!r:.80}, where names with numbers are due"
     for name, value in (("reward", result.reward), *result.parts.items(), *result.metrics.items()):
         if not _is_number(value):
-            return f"{name} is {value!r:.80}, where a number that is finite as float32 is due"
+            return f"{name} is {value!r:.80}, where a finite number up to 3.4e+38 is due"
     rewards = result.token_rewards
     if rewards is None:
         return None

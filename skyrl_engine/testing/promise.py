@@ -5,12 +5,15 @@ hold; then Hypothesis draws others and shrinks one that breaks the promise to th
 `skyrl-engine plugins verify` both call `Promise.hold`.
 """
 
+import inspect
+import os
 import traceback
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
 
+import hypothesis
 from attrs import evolve, frozen
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
@@ -114,7 +117,7 @@ class Promise(Generic[Subject, Case]):
         except (EngineError, HypothesisException):
             raise
         except Exception as error:  # noqa: BLE001 - whatever the kit stumbles over is a finding about the product
-            return self._report_broken(_unreadable(error), _Seen())
+            return self._report_broken(_unreadable(error, subject), _Seen())
 
     def _hold(self, subject: Subject, examples: int, *, derandomize: bool, shrink: bool) -> Finding:
         exemption = self.exempt(subject)
@@ -199,19 +202,34 @@ class _Seen:
         except (EngineError, HypothesisException):
             raise
         except Exception as error:
-            self.broken, self.case = _unreadable(error), case
+            self.broken, self.case = _unreadable(error, subject), case
             raise self.broken from error
         self.decided += 1
 
 
-def _unreadable(error: Exception) -> Broken:
-    """Return the finding for an error of the kit's own, which stumbles over what it was given."""
-    place = traceback.extract_tb(error.__traceback__)[-1]
+def _unreadable(error: Exception, subject: Any) -> Broken:
+    """Return the finding for an error of the kit's own, which stumbles over what the plugin returned: it names the plugin's code."""
     told = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    own = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_OF_THE_KIT)]
+    place = f", raised at {Path(own[-1].filename).name}:{own[-1].lineno}" if own else ""
     return Broken(
-        f"what it returned cannot be read: {told}, at {Path(place.filename).name}:{place.lineno}",
+        f"what it returned cannot be read: {told}{place or _place_of_product(subject)}",
         "Return what the contract of its kind says; where it does, that is a fault of the kit",
     )
+
+
+def _place_of_product(subject: Any) -> str:
+    """Return where the code of the product begins; nothing where that is not known."""
+    try:
+        product = subject.make()
+        code = inspect.unwrap(getattr(product, "function", None) or type(product))
+        return f"; its code begins at {Path(inspect.getfile(code)).name}:{inspect.getsourcelines(code)[1]}"
+    except Exception:  # noqa: BLE001 - a place is a help, no finding
+        return ""
+
+
+_OF_THE_KIT = (f"{Path(__file__).parents[1]}{os.sep}", f"{Path(hypothesis.__file__).parent}{os.sep}")
+"""Beginnings of the names of files in which the line that raised says nothing about the plugin."""
 
 
 def no_cases(_subject: object) -> "st.SearchStrategy[None]":

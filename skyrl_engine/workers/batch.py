@@ -7,7 +7,7 @@ import torch
 from attrs import frozen
 
 from skyrl_engine.contracts.kinds.backend import MicroBatch
-from skyrl_engine.contracts.kinds.collator import MODEL_INPUTS, Collator, DenseBatch
+from skyrl_engine.contracts.kinds.collator import MODEL_INPUTS, Collator, DenseBatch, as_dense_batch
 from skyrl_engine.contracts.values.plan import MicroBatchPlan
 from skyrl_engine.contracts.values.ragged import IntArray
 from skyrl_engine.errors import ContractError
@@ -49,7 +49,8 @@ class ShardBatch:
 
     def _build(self, plan: MicroBatchPlan, tokens: ScoredTokens) -> MicroBatch:
         with blame(self.collator.owner, "build"):
-            dense = self.collator.product.build(self.shard.columns, plan, fields=MODEL_INPUTS)
+            built = self.collator.product.build(self.shard.columns, plan, fields=MODEL_INPUTS)
+        dense = as_dense_batch(self.collator.label, built)
         self._check_extras(dense)
         return MicroBatch(
             inputs=dense.fields,

@@ -14,9 +14,10 @@ from skyrl_engine.contracts.kinds.needs import column_forms, sample_value
 from skyrl_engine.contracts.kinds.reducer import BatchStructure, PerSequence, Reducer, TokenWeights
 from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.extras import PIXEL_VALUES
-from skyrl_engine.contracts.values.outputs import BatchOutput, RankOutput
-from skyrl_engine.contracts.values.plan import BatchPlan, BuildOrder, Layout, MicroBatchPlan, MiniBatchPlan
+from skyrl_engine.contracts.values.outputs import BatchOutput, RankOutput, as_batch_output
+from skyrl_engine.contracts.values.plan import BatchPlan, BuildOrder, Layout, MicroBatchPlan, MiniBatchPlan, as_batch_plan
 from skyrl_engine.contracts.values.ragged import AnyArray, IntArray, Join, join_fresh, offsets_of, take_segments
+from skyrl_engine.contracts.values.returned import describe_returned
 from skyrl_engine.errors import ContractError, DataError
 from skyrl_engine.registry.bound_plugin import BoundPlugin
 from skyrl_engine.registry.owner import blame
@@ -69,8 +70,8 @@ def plan_batch(collator: BoundPlugin[Collator], columns: SampleColumns, layout: 
     """
     label = collator.label
     with blame(collator.owner, "plan"):
-        plan = collator.product.plan(columns.lengths, layout)
-    _check_type(label, plan, BatchPlan)
+        returned = collator.product.plan(columns.lengths, layout)
+    plan = as_batch_plan(label, returned)
     if len(plan.mini_batches) != 1 and layout.mini_batch_size is None:
         raise ContractError(
             f"{label} planned {len(plan.mini_batches)} mini-batches where one was asked for",
@@ -161,9 +162,9 @@ def compact_weights(reducer: BoundPlugin[Reducer], structure: BatchStructure) ->
         weights = getattr(product, "compact", product.weights)(structure)
     if isinstance(weights, PerSequence):
         divisor = weights.divisor
-        if divisor.dtype != np.float64 or divisor.shape != (len(structure),):
+        if not isinstance(divisor, np.ndarray) or divisor.dtype != np.float64 or divisor.shape != (len(structure),):
             raise ContractError(
-                f"{label} returned divisors {divisor.dtype}{list(divisor.shape)} for {len(structure)} sequences",
+                f"{label} returned divisors {describe_returned(divisor)} for {len(structure)} sequences from weights",
                 remedy="Return one float64 divisor per sequence, or one weight per action token",
             )
         if np.isfinite(divisor).all() and divisor.all():
@@ -172,8 +173,10 @@ def compact_weights(reducer: BoundPlugin[Reducer], structure: BatchStructure) ->
             weights = weights.expand(structure)  # which names the token below
     count = len(structure.loss_weight)
     if not isinstance(weights, np.ndarray) or weights.dtype != np.float64 or weights.shape != (count,):
-        got = f"{weights.dtype}{list(weights.shape)}" if isinstance(weights, np.ndarray) else type(weights).__name__
-        raise ContractError(f"{label} returned {got}, not float64[{count}]", remedy="Return one float64 weight per action token")
+        raise ContractError(
+            f"{label} returned {describe_returned(weights)}, not float64[{count}], from weights",
+            remedy="Return one float64 weight per action token",
+        )
     wrong = ~np.isfinite(weights)
     if wrong.any():
         sample = int(structure.sample_ids[structure.sequence_index[np.argmax(wrong)]])
@@ -188,8 +191,8 @@ def merge_outputs(merger: BoundPlugin[Merger], outputs: Sequence[RankOutput], pl
     """The merger's output, checked against the plan. Raises ContractError, naming the merger; OutputError passes."""
     label = merger.label
     with blame(merger.owner, "merge"):
-        output = merger.product.merge(outputs, plan)
-    _check_type(label, output, BatchOutput)
+        returned = merger.product.merge(outputs, plan)
+    output = as_batch_output(label, returned)
     if not np.array_equal(output.sample_ids, plan.expected_ids):
         raise ContractError(
             f"{label} returned {len(output.sample_ids)} samples where {len(plan.expected_ids)} were planned, or in another order",
@@ -198,11 +201,6 @@ def merge_outputs(merger: BoundPlugin[Merger], outputs: Sequence[RankOutput], pl
     if lost := {name for output in outputs for name in output.metrics} - output.metrics.keys():
         raise ContractError(f"{label} returned no metric {min(lost)!r}", remedy="Return every metric that a rank reports")
     return output
-
-
-def _check_type(label: str, returned: object, wanted: type) -> None:
-    if not isinstance(returned, wanted):
-        raise ContractError(f"{label} returned {type(returned).__name__}", remedy=f"Return a {wanted.__name__}")
 
 
 def cut(

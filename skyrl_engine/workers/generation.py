@@ -8,7 +8,7 @@ from attrs import define, field, frozen
 
 from skyrl_engine.cleanup import finally_close
 from skyrl_engine.config import SelectedPlugin
-from skyrl_engine.contracts.kinds.backend import Backend, SharesStorage
+from skyrl_engine.contracts.kinds.backend import Backend, SharesStorage, iterate_named_tensors
 from skyrl_engine.contracts.kinds.context import FactoryContext
 from skyrl_engine.contracts.kinds.generator import (
     POLICY,
@@ -18,8 +18,10 @@ from skyrl_engine.contracts.kinds.generator import (
     GeneratorDescription,
     GeneratorStart,
     WeightForm,
+    as_completions,
 )
 from skyrl_engine.contracts.values.model import ModelConfig
+from skyrl_engine.contracts.values.returned import describe_returned
 from skyrl_engine.errors import ContractError, UnsupportedError
 from skyrl_engine.registry.bound_plugin import BoundPlugin
 from skyrl_engine.registry.owner import blame
@@ -37,6 +39,7 @@ class OfferedWeights:
 
     form: WeightForm | None
     _backend: Backend
+    _label: str = "the backend"
     _stream: "Iterator[tuple[str, torch.Tensor]] | None" = field(default=None, init=False)
 
     @property
@@ -45,14 +48,14 @@ class OfferedWeights:
 
     def storage(self) -> "Mapping[str, torch.Tensor]":
         """The backend's own memory."""
-        shown = find_storage(self._backend) if self.form == "module" else None
+        shown = find_storage(self._backend, self._label) if self.form == "module" else None
         assert shown is not None, "the memory of a backend was asked for that shows none"
         return shown
 
     def tensors(self) -> "Iterator[tuple[str, torch.Tensor]]":
         """Full weights, which all ranks gather together: they come once."""
         assert self._stream is None, "weights are gathered once per update"
-        self._stream = iter(self._backend.weights())
+        self._stream = iterate_named_tensors(self._label, "weights", self._backend.weights())
         return self._stream
 
     def finish(self) -> None:
@@ -81,9 +84,15 @@ class StoredWeights:
         return iterate_stored_weights(self.model)
 
 
-def find_storage(backend: Backend) -> "Mapping[str, torch.Tensor] | None":
-    """Return the memory of a backend's weights; None where it shows none."""
-    return backend.storage() if isinstance(backend, SharesStorage) else None
+def find_storage(backend: Backend, label: str = "the backend") -> "Mapping[str, torch.Tensor] | None":
+    """Return the memory of a backend's weights; None where it shows none. Raises ContractError, naming the backend, for anything else."""
+    shown = backend.storage() if isinstance(backend, SharesStorage) else None
+    if shown is not None and not isinstance(shown, Mapping):
+        raise ContractError(
+            f"{label} returned {describe_returned(shown)} from storage",
+            remedy="Return a dict from names to tensors, or None, from storage",
+        )
+    return shown
 
 
 def form_for(described: GeneratorDescription, backend: Backend, generator: str, target: str = POLICY) -> WeightForm | None:
@@ -111,6 +120,7 @@ class RankGenerator:
     _description: GeneratorDescription
     _label: str
     _part: BoundPlugin[Generator] | None
+    _backend_label: str = field(default="the backend", kw_only=True)
     _open: int = field(default=0, init=False)
 
     @classmethod
@@ -125,13 +135,14 @@ class RankGenerator:
         eos_token_ids: tuple[int, ...],
         version: int,
         samples: bool,
+        backend_label: str = "the backend",
     ) -> "RankGenerator":
         """Make the generator of a lock, and give it the weights as they are. `samples` is False on ranks that share another's samples."""
         selected = SelectedPlugin.from_lock(lock)
         described = selected.loaded.describe_generator(selected.options)
         part: BoundPlugin[Generator] | None = selected.bind("generator", context) if samples else None
-        generation = cls(backend, described, str(selected.loaded.record), part)
-        weights = OfferedWeights(form_for(described, backend, generation._label), backend)
+        generation = cls(backend, described, str(selected.loaded.record), part, backend_label=backend_label)
+        weights = OfferedWeights(form_for(described, backend, generation._label), backend, backend_label)
         with finally_close(weights.finish):
             if part is not None:
                 with blame(part.owner, "start"):
@@ -151,7 +162,8 @@ class RankGenerator:
         until, completions, early = monotonic() + timeout, list[Completion](), 0
         while self._open:
             with blame(self._part.owner, "poll"):
-                answer = self._part.product.poll(max(0.0, until - monotonic()))
+                returned = self._part.product.poll(max(0.0, until - monotonic()))
+            answer = as_completions(self._part.label, returned)
             self._open -= len(answer)
             completions += answer
             if (completions and eager) or monotonic() >= until:
@@ -171,7 +183,9 @@ class RankGenerator:
 
     def update(self, version: int, target: str) -> None:
         """Give the present weights to `target`. Every rank takes part."""
-        weights = OfferedWeights(form_for(self._description, self._backend, self._label, target), self._backend)
+        weights = OfferedWeights(
+            form_for(self._description, self._backend, self._label, target), self._backend, self._backend_label
+        )
         with finally_close(weights.finish):
             if self._part is not None:
                 with blame(self._part.owner, "update"):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
 import numpy as np
 from attrs import evolve, frozen
 
-from skyrl_engine.contracts.kinds.backend import AdamWSettings
+from skyrl_engine.contracts.kinds.backend import AdamWSettings, iterate_named_tensors
 from skyrl_engine.contracts.kinds.generator import Completion, GenerationRequest
 from skyrl_engine.contracts.values.model import ModelConfig
 
@@ -93,7 +93,8 @@ class GatherGradients(Message[dict[str, np.ndarray]]):
     verb = "gradients"
 
     def answer(self, rank: "Worker") -> dict[str, np.ndarray]:
-        return {name: tensor.numpy().copy() for name, tensor in rank.backend.gradients() if rank.number == 0}
+        gathered = iterate_named_tensors(rank.backend_label, "gradients", rank.backend.gradients())
+        return {name: tensor.numpy().copy() for name, tensor in gathered if rank.number == 0}
 
 
 @frozen
@@ -103,7 +104,8 @@ class GatherWeights(Message[dict[str, np.ndarray]]):
     verb = "weights"
 
     def answer(self, rank: "Worker") -> dict[str, np.ndarray]:
-        return {name: tensor.detach().numpy().copy() for name, tensor in rank.backend.weights() if rank.number == 0}
+        gathered = iterate_named_tensors(rank.backend_label, "weights", rank.backend.weights())
+        return {name: tensor.detach().numpy().copy() for name, tensor in gathered if rank.number == 0}
 
 
 @frozen

@@ -21,17 +21,22 @@ from skyrl_engine.contracts.kinds.backend import (
     OptimStep,
     RankBatch,
     RankEnvironment,
+    as_optim_step,
 )
 from skyrl_engine.contracts.kinds.collator import Collator
 from skyrl_engine.contracts.kinds.needs import asks_a_teacher
 from skyrl_engine.contracts.values.model import ModelConfig
-from skyrl_engine.contracts.values.outputs import RankOutput
+from skyrl_engine.contracts.values.outputs import RankOutput, as_rank_output
+from skyrl_engine.contracts.values.returned import describe_returned, require_returned
+from skyrl_engine.contracts.values.topology import RankCoords
 from skyrl_engine.errors import ContractError, EngineError
 from skyrl_engine.objective.objective import LossObjective
 from skyrl_engine.objective.parts import KINDS_OF_PARTS, ObjectiveParts
 from skyrl_engine.objective.policy_metrics import Watched
 from skyrl_engine.objective.score import ScoreObjective
 from skyrl_engine.registry.bound_plugin import BoundPlugin
+from skyrl_engine.registry.kinds import KINDS
+from skyrl_engine.registry.product import list_missing_members
 from skyrl_engine.spans import Spans
 from skyrl_engine.workers.batch import ShardBatch
 from skyrl_engine.workers.dispatch import Shard
@@ -118,9 +123,10 @@ class Worker:
         self.backend = self._set_up_model(spec.model, spec.optimizer)
         self.frozen = FrozenModels(self.backend, lambda model: self._set_up_model(model, None))
         self.adapter_sets: dict[int, Worker] = {}
+        require_returned(self.backend_label, "coords", getattr(self.backend, "coords", None), RankCoords)
         if self.backend.coords != (described := spec.topology.coords(rank)):
             raise ContractError(
-                f"{self._plugin.loaded.record} stands at {self.backend.coords} and described {described}",
+                f"{self.backend_label} stands at {self.backend.coords} and described {described}",
                 remedy="Lay out ranks in setup as skyrl_engine_describe_backend says: tp fastest, then cp, dp, pp",
             )
 
@@ -128,6 +134,11 @@ class Worker:
         backend: Backend = self._plugin.make(self._context)
         backend.setup(model, optimizer, self._environment)
         return backend
+
+    @property
+    def backend_label(self) -> str:
+        """Return the backend as errors name it: its kind, name, distribution and version."""
+        return str(self._plugin.loaded.record)
 
     def open_adapter_set(self, number: int, spec: WorkerSpec) -> None:
         """Train a further set of adapters, `spec.model.lora`, over the frozen weights of this model."""
@@ -163,10 +174,10 @@ class Worker:
             batch = TaughtBatch(batch, self.frozen.teacher)
         with self.spans("model"):
             if work.mode == "forward_backward":
-                output = self.backend.forward_backward(batch, objective)
+                method, returned = "forward_backward", self.backend.forward_backward(batch, objective)
             else:
-                output = self.frozen.scorer(work.model).forward(batch, objective)
-        return RankReply(output, self.spans.drain())
+                method, returned = "forward", self.frozen.scorer(work.model).forward(batch, objective)
+        return RankReply(as_rank_output(self.backend_label, method, returned), self.spans.drain())
 
     def _objective(self, work: Pass) -> Objective:
         if work.mode == "score":
@@ -186,8 +197,8 @@ class Worker:
     def step_optimizer(self, settings: AdamWSettings | None) -> StepReply:
         """Apply the accumulated gradient."""
         with self.spans("optimizer"):
-            step = self.backend.optim_step(settings)
-        return StepReply(step, self.spans.drain())
+            returned = self.backend.optim_step(settings)
+        return StepReply(as_optim_step(self.backend_label, returned), self.spans.drain())
 
     def make_generator(self, lock: Mapping[str, Any], eos_token_ids: tuple[int, ...], version: int) -> None:
         """Make the generator of a lock, after closing the one before; one per data-parallel rank samples, the others gather weights for it."""
@@ -204,6 +215,7 @@ class Worker:
             eos_token_ids=eos_token_ids,
             version=version,
             samples=place.tp == place.cp == place.pp == 0,
+            backend_label=self.backend_label,
         )
 
     @property
@@ -247,7 +259,13 @@ class _AdapterSetWorker(Worker):
         if optimizer is None:
             return super()._set_up_model(model, None)
         assert model.lora is not None, "a set of adapters without adapters"
-        return cast("HasAdapterSets", self._base).adapter_set(model.lora, optimizer, self._seed)
+        adapters = cast("HasAdapterSets", self._base).adapter_set(model.lora, optimizer, self._seed)
+        if problems := list_missing_members(KINDS["backend"], adapters):
+            raise ContractError(
+                f"{self.backend_label} returned {describe_returned(adapters)} from adapter_set, which is no backend: {problems[0]}",
+                remedy="Return a product with every method of a backend from adapter_set",
+            )
+        return adapters
 
 
 def seed_everything(seed: int) -> None:

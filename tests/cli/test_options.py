@@ -58,6 +58,13 @@ def test_a_missing_file_is_told_under_the_option_that_gave_it(command, line, lab
     assert {row.partition(":")[0] for row in told} == labels | ({"command line"} if further else set())
 
 
+def test_a_file_that_is_missed_while_planning_is_told_in_the_same_form(command):
+    """Without a mistake that stops the reading of the configuration, planning looks for the files."""
+    told = command(*["rl", "--model", "./m", "--reward", "./r.py:f", "--data", "./x", "--eval-data", "./y"]).err.splitlines()
+    assert any(row.startswith("--data: environments[0].data: there is nothing at ") for row in told)
+    assert any(row.startswith("--eval-data: environments[0].eval_data: there is nothing at ") for row in told)
+
+
 def words(line, parts):
     return filled(line, parts).split()
 

@@ -213,3 +213,30 @@ def test_one_reason_for_several_broken_promises_is_told_once(capsys):
     assert out.count("Mend it") == 2
     assert "So for 1 more promise: other." in out
     assert "3 broken" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("loss:cross_entropy", "--set", "k"), "Write key=value"),
+        (("loss:./folder:mine",), "is a folder. Name the file in it"),
+        (("./folder:mine",), "the local plugin './folder:mine' cannot be found"),
+        (("./backend.py:half",), "Mark a method of that name with skyrl_engine.hookimpl"),
+        (("./plain.py:undecorated",), "correction, reducer, advantage, group_filter or reward"),
+    ],
+)
+def test_a_remedy_works_where_it_is_followed(command, tmp_path, monkeypatch, arguments, words):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "plain.py").write_text("def undecorated(tokens, config): ...\n")
+    hook = "    @hookimpl\n    def skyrl_engine_make_backend(self): ...\n"
+    (tmp_path / "backend.py").write_text(f"from skyrl_engine import hookimpl\n\nclass Half:\n{hook}\nhalf = Half()\n")
+    monkeypatch.chdir(tmp_path)
+    outcome = command("plugins", "verify", *arguments)
+    assert outcome.code in (2, 3)
+    assert words in " ".join(outcome.err.split())
+    assert "section.key" not in outcome.err
+
+
+def test_show_takes_the_distribution_that_verify_takes(command):
+    by_kind, by_distribution = (command("plugins", "show", f"{head}:cross_entropy") for head in ("loss", "skyrl-engine-losses"))
+    assert (by_distribution.code, by_distribution.out) == (0, by_kind.out)

@@ -7,7 +7,7 @@ from skyrl_engine.config import config_schema, from_dict, load, resolve, trainer
 from skyrl_engine.config.schema import MissingTable
 from skyrl_engine.config.sections import sections
 from skyrl_engine.config.structure import structure
-from skyrl_engine.config.trainers import TRAINERS, Trainer
+from skyrl_engine.config.trainers import TRAINERS, Trainer, find_trainer, get_trainer
 from skyrl_engine.errors import ConfigError
 from skyrl_engine.registry.kinds import KINDS, TABLES
 
@@ -119,6 +119,23 @@ def test_the_json_schema_agrees() -> None:
         {**model, **data, "trainer": "stf"},
     ):
         assert validator.is_valid(table) == (structure(from_dict(table, "x")).problems == ()), table
+
+
+def test_a_trainer_that_stands_in_no_row_owns_the_tables_that_it_names() -> None:
+    """A section asks the trainer itself, so a trainer need not be one of the engine's to read its tables."""
+    outside = Trainer("outside", ("data", "checkpoint"), SCORING, "acme:run", "acme:plan")
+    accepted = {name for name, section in sections().items() if section.belongs_to(outside)}
+    assert {"data", "checkpoint", "model", "run", "optimizer", *SCORING} <= accepted
+    assert not {"training", "rl", "preference", "reducer", "environments"} & accepted
+
+
+def test_a_trainer_is_imported_by_its_row_and_an_unknown_one_is_refused() -> None:
+    for trainer in TRAINERS.values():
+        assert get_trainer(trainer.name) is trainer
+        assert (trainer.load_run().__name__, trainer.load_plan().__name__) == (f"run_{trainer.name}", f"plan_{trainer.name}")
+    assert find_trainer(3) is None
+    with pytest.raises(ConfigError, match=r"there is no trainer 'stf'(?s:.)*sft"):
+        get_trainer("stf")
 
 
 def test_every_trainer_names_tables_and_kinds_that_exist() -> None:

@@ -176,7 +176,7 @@ class LeavesOut(PaddedCollator):
         names = ("tokens", "actions", "sample_ids", "group_ids", "unit_ids", "trajectory_ids")
         short = evolve(lengths, **{name: getattr(lengths, name)[kept] for name in names})
         minis = [
-            evolve(mini, ranks=tuple(tuple(each.renumbered(kept[each.samples]) for each in rank) for rank in mini.ranks))
+            evolve(mini, ranks=tuple(tuple(each.renumber(kept[each.samples]) for each in rank) for rank in mini.ranks))
             for mini in super().plan(short, layout).mini_batches
         ]
         return evolve(super().plan(short, layout), mini_batches=tuple(minis), sample_ids=lengths.sample_ids)

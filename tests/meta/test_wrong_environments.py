@@ -39,8 +39,9 @@ FAULTS = [
     ),
     (episodes.OwnNoise, {"repeatable", "episodes_apart"}, "draws numbers that the seed does not decide"),
     (episodes.Endless, {"ends", "solution"}, "is not done after 2 turns"),
-    (episodes.TextReward, {"rewards"}, "reward is '1.0', where a number that is finite as float32 is due"),
-    (episodes.NanReward, {"rewards"}, "reward is nan, where a number that is finite as float32 is due"),
+    (episodes.TextReward, {"rewards"}, "reward is '1.0', where a finite number up to 3.4e+38 is due"),
+    (episodes.NanReward, {"rewards"}, "reward is nan, where a finite number up to 3.4e+38 is due"),
+    (episodes.SingleReward, {"rewards"}, "reward is float32, which has lost digits"),
     (episodes.NumberResult, {"rewards", "garbage"}, "step returns float"),
     (episodes.TokenRewards, {"rewards"}, "one per token"),
     (episodes.UnclaimedColumn, {"rewards"}, "which the environment's claims do not name"),
@@ -75,7 +76,7 @@ FAULTS = [
     (episodes.ChangesFolder, {"process_state"}, "leaves the working directory at"),
 ]
 BY_NIGHT = [
-    (episodes.ReadsFloats, {"rewards"}, "reward is nan, where a number that is finite as float32 is due"),
+    (episodes.ReadsFloats, {"rewards"}, "reward is nan, where a finite number up to 3.4e+38 is due"),
     (episodes.ReadsJson, {"garbage"}, "raises RecursionError"),
     (episodes.AsksTheSilent, {"ends"}, "is not done after 2 turns"),
     (episodes.RaisesInTheSecondTurn, {"answers"}, "cannot be answered in turn 1"),

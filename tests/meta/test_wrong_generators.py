@@ -2,7 +2,9 @@
 
 import breaking
 import pytest
+import wrong_generator_caches as caches
 import wrong_generator_company as company
+import wrong_generator_draws as draws
 import wrong_generator_lives as lives
 import wrong_generators as wrong
 
@@ -24,14 +26,43 @@ FAULTS = [
     (wrong.GroupsShareASeed, {"distribution"}, "gives all attempts of a group the same token"),
     (wrong.SeedOfTheBatch, {"seeded"}, "Draw from a generator of each request's own seed"),
     (wrong.TakesTheMostLikely, {"distribution", "temperatures"}, "the same token"),
+    (draws.ClampsTemperature, {"close_temperatures", "temperatures"}, "draws the same 480 tokens at the temperatures 0.37 and 0.4"),
+    (draws.RoundsTemperature, {"close_temperatures"}, "at the temperatures 0.37 and 0.4 from equal seeds"),
+    (draws.ReportsAtQuarters, {"log_probabilities"}, "where the model gives"),
+    (draws.PenalizesRepeats, {"temperatures"}, "draws tokens that the row holds already"),
+    (draws.NeverTheLastToken, {"distribution"}, "never draws token 127 of 128"),
+    (draws.ReadsTheLastToDraw, {"long_rows"}, "times less likely than tokens are on average"),
+    (draws.LongScoresAtOne, {"long_rows"}, "where the model gives"),
+    (draws.GreedyUnderFilters, {"filters"}, "the distance of their places from a uniform distribution"),
+    (draws.NotRenormalised, {"filters"}, "tokens from the likelier half of what {'temperature': 2.0, 'top_k': 3} leaves"),
+    (draws.CutsByMinPFirst, {"filters"}, "'top_p': 0.4, 'min_p': 0.3}"),
+    (draws.CutsBeforeItDivides, {"filters"}, "'temperature': 0.5"),
+    (draws.CutsAtZero, {"filters"}, "temperature=0.0"),
+    (draws.SeedPlusPlace, {"seeds_apart"}, "with the first numbers of the seeds +1"),
+    (draws.SeedsOfFloat64, {"whole_seeds"}, "tokens from the seeds 18446744073709551610 and"),
+    (draws.SeedWithTheId, {"seeded"}, "under other ids and sessions"),
+    (draws.SeedWithTheVersion, {"seeded"}, "after an update to the same weights"),
+    (caches.ReusesBySession, {"no_foreign_prefix"}, "neither ids nor lengths tell"),
+    (caches.StaleQueries, {"updates"}, "Take every parameter of the last update"),
+    (caches.StaleHead, {"updates"}, "Take every parameter of the last update"),
+    (caches.TakesTheFirstUpdateAlone, {"updates"}, "Take every parameter of the last update"),
+    (caches.CountsVersionsItself, {"updates"}, "after the update to version 5 are of version [2]"),
+    (caches.UpdatesReachEveryTarget, {"targets"}, "one set of weights per target"),
+    (caches.ScoresOfAbortedLost, {"aborts"}, "Keep the log-probabilities of what was sampled"),
+    (caches.EndScoreLost, {"stop_tokens"}, "of the token that stops"),
+    (caches.StringScoreLost, {"stop_strings"}, "of the tokens that complete a stop string"),
+    (caches.StringsComeFirst, {"stop_strings"}, "from min_tokens on"),
+    (caches.HearsThePrompt, {"stop_strings"}, "all sampled tokens"),
+    (caches.ScoresOfKnownPromptsLost, {"prompt_scores"}, "NaN for the first"),
+    (caches.TopScoresAtOne, {"top_scores"}, "most likely ones per sampled token"),
     (lives.VersionOfSubmission, {"updates_on_the_way"}, "are older than the update"),
     (lives.VersionOfTheEnd, {"updates_on_the_way"}, "tokens of the old weights are of the new version"),
     (lives.AbortLosesPartials, {"aborts"}, "Keep what was sampled when a request is aborted"),
     (lives.AnswersTwice, {"exactly_once"}, "Return every request once"),
     (lives.DropsOneOfTwo, {"exactly_once"}, "never answers request"),
     (lives.StalePrefix, {"no_stale_prefix"}, "Empty prefix caches when weights change"),
-    (lives.IgnoresUpdates, {"updates"}, "Sample from the weights of the last update"),
-    (wrong.StopsInTheMiddle, {"stop_strings"}, "Look for stop strings in the text of all tokens"),
+    (lives.IgnoresUpdates, {"updates"}, "sample from those weights"),
+    (wrong.StopsInTheMiddle, {"stop_strings"}, "in the text of all sampled tokens"),
     (wrong.FirstEndTokenOnly, {"stop_tokens"}, "Stop behind every end token"),
     (wrong.CutsMaxTokensDown, {"no_room"}, "do not cut max_tokens down"),
     (wrong.TakesAnyToken, {"vocabulary"}, "takes the prompt [128] of a vocabulary of 128"),
@@ -44,12 +75,12 @@ FAULTS = [
     (wrong.PromptScoresFromZero, {"prompt_scores"}, "NaN for the first"),
     (wrong.NoTopScores, {"top_scores"}, "Fill Completion.top_logprobs"),
     (wrong.TopScoresBehindThePlace, {"top_prompt_scores"}, "most likely ones per place of the prompt"),
-    (wrong.SeedsOf32Bits, {"whole_seeds"}, "from the seeds 5 and 5 + 2**32"),
+    (wrong.SeedsOf32Bits, {"whole_seeds"}, "from the seeds 5 and 4294967301"),
     (lives.TakesEveryTargetForThePolicy, {"targets"}, "Keep one set of weights per target"),
     (lives.PassesOverUnknownWeights, {"unknown_weights"}, "has a name that its model does not know"),
     (lives.IgnoresAborts, {"aborts_apart"}, "that were aborted as soon as they were sent"),
-    (wrong.IgnoresTemperature, {"temperatures", "distribution"}, "times likelier at temperature 1 than at 0.5"),
-    (wrong.IgnoresTemperatureLater, {"temperatures"}, "(a later turn; 2000 draws; the two are 0.4"),
+    (wrong.IgnoresTemperature, {"temperatures", "distribution"}, "times likelier at temperature 0.6 than at 0.3"),
+    (wrong.IgnoresTemperatureLater, {"temperatures"}, "(a later turn; 1200 draws; the two are 0.4"),
     (wrong.ReadsTheLast, {"long_rows"}, "from its first one on"),
     (company.TellsTheLongest, {"batch_invariance"}, "differ from those of the same request alone: by"),
     (company.TellsTheFirstTurn, {"batch_invariance"}, "in a later turn"),
@@ -58,17 +89,25 @@ BY_NIGHT = [
     (wrong.SameNumberForEveryToken, {"distribution"}, "draws pairs of an eighth of the first tokens"),
     (wrong.StopsOfTheFirst, {"stop_tokens"}, "(stop tokens: [3, 8, 30, 77, 78])"),
     (wrong.CutsLikeTheFirst, {"filters"}, "is due"),
-    (wrong.SeedsOf16Bits, {"whole_seeds"}, "from the seeds 5 and 5 + 2**16"),
+    (wrong.SeedsOf16Bits, {"whole_seeds"}, "from the seeds 5 and 65541"),
     (wrong.MinTokensOfEndsAlone, {"stop_tokens"}, "min_tokens of stop tokens"),
     (lives.AbortsEverything, {"aborts_apart"}, "End the named requests alone"),
     (wrong.KnowsItsIds, {"aborts_apart"}, "no such request"),
     (wrong.WantsRoomForOneMore, {"no_room"}, "one of them just so"),
     (lives.RefusesHalfWay, {"unknown_weights"}, "before any weight changes"),
     (wrong.LengthComesFirst, {"length", "stop_tokens"}, "as 'length' behind 1 tokens, the last of them"),
-    (wrong.LosesMinPBesideTopP, {"filters"}, "cuts off"),
-    *((each, {"filters"}, "{'top_k': 20") for each in (wrong.LosesTopKBesideTheOthers, wrong.CutsByTopPFirst)),
+    (wrong.LosesMinPBesideTopP, {"filters"}, "is due"),
+    *((each, {"filters"}, "'top_k': 20") for each in (wrong.LosesTopKBesideTheOthers, wrong.CutsByTopPFirst)),
+    (draws.TakesAllAlike, {"filters"}, "the distance of their places"),
+    (draws.ClampsTemperatureBelow, {"close_temperatures", "temperatures"}, "0.37 and 0.4"),
+    (draws.ClampsTemperatureAbove, {"close_temperatures", "temperatures"}, "3 and 4"),
+    *((each, {"whole_seeds"}, "Hand the whole seed") for each in (draws.SeedsOfFloat32, draws.SeedsOf61Bits)),
+    (draws.SeedWithTheSession, {"seeded"}, "under other ids and sessions"),
+    (draws.SeedWithTheStep, {"seeded"}, "once more"),
+    (caches.ReusesByLength, {"no_foreign_prefix"}, "neither ids nor lengths tell"),
+    (caches.ReusesByGroup, {"no_foreign_prefix"}, "neither ids nor lengths tell"),
     (wrong.TemperatureAFifthTooHigh, {"temperatures"}, "than at"),
-    (wrong.TemperatureTwice, {"temperatures", "distribution"}, "times likelier at temperature 0.25 than at 0.5"),
+    (wrong.TemperatureTwice, {"temperatures", "distribution"}, "times likelier at temperature 0.15 than at 0.3"),
     *(
         (each, {"long_rows"}, "from its first one on")
         for each in (wrong.ReadsTheLast32, wrong.ReadsTheLast100, wrong.ReadsTheLast128)
@@ -81,7 +120,15 @@ BY_NIGHT = [
     (company.OtherTokens, {"batch_invariance", "seeded"}, "other tokens than alone"),
     (company.InOneBatch, {"batch_invariance"}, "Choose kernels by the row alone"),
 ]
-ODD = [wrong.OneRowAtATime, company.AloneAndInvariant, wrong.LastComesFirst, lives.PolicyAlone, wrong.Filtering]
+ODD = [
+    wrong.OneRowAtATime,
+    company.AloneAndInvariant,
+    wrong.LastComesFirst,
+    lives.PolicyAlone,
+    wrong.Filtering,
+    caches.PromptScores,
+    caches.TopScores,
+]
 
 
 def broken_by(make, promises):
@@ -98,6 +145,21 @@ def test_a_wrong_generator_breaks_its_promise(fault, promises, words):
 @pytest.mark.parametrize(("fault", "promises", "words"), BY_NIGHT, ids=lambda value: getattr(value, "__name__", None))
 def test_other_wrong_generators_break_their_promises(fault, promises, words):
     breaking.require_broken(broken_by(fault, promises), promises, words)
+
+
+OF_A_LAYER = [
+    *(f"self_attn.{part}" for part in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")),
+    *(f"mlp.{part}" for part in ("gate_proj", "up_proj", "down_proj")),
+    "input_layernorm",
+    "post_attention_layernorm",
+]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("stale", ["embed_tokens", "model.norm", *(f"{layer}.{part}" for layer in (0, 1) for part in OF_A_LAYER)])
+def test_a_generator_that_keeps_a_parameter_stale_breaks_its_promise(stale):
+    wrong_one = type("KeepsOneStale", (caches.KeepsOneStale,), {"stale": f"{stale}.weight"})
+    breaking.require_broken(broken_by(wrong_one, {"updates"}), {"updates"}, "Take every parameter of the last update")
 
 
 OF_GENERATORS = {each.name for each in GENERATOR_PROMISES} - {each.name for each in PLUGIN_PROMISES}

@@ -34,7 +34,7 @@ DAILY = [
     (wrong.OrderOfArrival, {"order", "arrival"}, "belongs"),
     (wrong.OrderOfRanks, {"order"}, "belongs"),
     (wrong.ForgetsTheValues, {"values"}, "where the ranks returned"),
-    (wrong.Doubles, {"values"}, "comes back as float64, not float32"),
+    (wrong.Doubles, {"answers"}, "returned float64"),
     (wrong.MeanOfMeans, {"metrics"}, "is a mean over 1, where ranks have 2"),
     (wrong.LargestFromZero, {"metrics"}, "the metric 'a_max' is 0"),
     (wrong.SumsByName, {"metrics"}, "its parts do not combine by max"),

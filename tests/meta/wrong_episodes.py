@@ -133,6 +133,11 @@ class NanRewardEpisode(Episode):
         return StepResult(self.worth(action.text))
 
 
+class SingleRewardEpisode(Episode):
+    def step(self, action):
+        return evolve(super().step(action), reward=np.float32(self.worth(action.text)))
+
+
 class NumberResultEpisode(Episode):
     def step(self, action):
         return self.worth(action.text)
@@ -393,6 +398,9 @@ NanReward = wrong(NanRewardEpisode)
 
 
 NumberResult = wrong(NumberResultEpisode)
+
+
+SingleReward = wrong(SingleRewardEpisode)
 
 
 TokenRewards = wrong(TokenRewardsEpisode)

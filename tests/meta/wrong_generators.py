@@ -236,8 +236,12 @@ class Filtering(Plain):
     description = evolve(Plain.description, capabilities=Plain.description.capabilities | {"filters"})
 
     def take(self, state, row):
-        sampling = state.request.sampling
-        row = row / (sampling.temperature or 1.0)
+        super().take(state, self.cut(row, state.request.sampling) if state.request.sampling.temperature else row)
+
+    def cut(self, row, sampling):
+        """Return logits of which those that are cut off are minus infinity."""
+        temperature = sampling.temperature or 1.0
+        row = row / temperature
         order = row.argsort(descending=True)
         left = row[order].softmax(-1)
         if sampling.top_k:
@@ -247,7 +251,7 @@ class Filtering(Plain):
         left[left < self.least(sampling) * left[0]] = 0
         kept = torch.full_like(row, -torch.inf)
         kept[order] = left.log()
-        super().take(state, kept.log_softmax(-1) * (sampling.temperature or 1.0))
+        return kept.log_softmax(-1) * temperature
 
     def least(self, sampling):
         return sampling.min_p

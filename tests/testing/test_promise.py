@@ -104,7 +104,7 @@ def test_what_the_kit_cannot_read_is_told_with_the_place():
 
     finding = promised(check).hold(None)
     assert finding.status == "broken"
-    assert "cannot be read: AttributeError: 'int' object has no attribute 'dtype', at test_promise.py:" in finding.cause
+    assert "cannot be read: AttributeError: 'int' object has no attribute 'dtype', raised at test_promise.py:" in finding.cause
     assert finding.counterexample == ("0",)
 
 

@@ -72,7 +72,7 @@ FIELDS = ("tokens", "actions", "sample_ids", "group_ids", "unit_ids")
         (Forgetful, ContractError, "planned 2 samples where there are 3, 1 of them not at all"),
         (Eager, ContractError, "planned 3 mini-batches where one was asked for"),
         (Lopsided, ContractError, r"planned \[2, 1\] micro-batches for 2 ranks"),
-        (Silent, ContractError, "returned NoneType. Return a BatchPlan"),
+        (Silent, ContractError, "returned None from plan. Return a BatchPlan"),
         (Failing, PluginBrokenError, "failed in plan: KeyError"),
     ],
 )
@@ -125,7 +125,7 @@ def test_a_merger_that_loses_something_or_fails_is_named(columns):
         merge_outputs(part_of(LosesTheLast(), "merger 'mine'", "merger"), [whole], plan)
     with pytest.raises(ContractError, match="merger 'mine' returned no metric 'loss'"):
         merge_outputs(part_of(LosesMetrics(), "merger 'mine'", "merger"), [whole], plan)
-    with pytest.raises(ContractError, match=r"merger 'mine' returned NoneType\. Return a BatchOutput"):
+    with pytest.raises(ContractError, match=r"merger 'mine' returned None from merge\. Return a BatchOutput"):
         merge_outputs(part_of(Silences(), "merger 'mine'", "merger"), [whole], plan)
     with pytest.raises(PluginBrokenError, match="merger 'mine' failed in merge: ZeroDivisionError"):
         merge_outputs(part_of(Fails(), "merger 'mine'", "merger"), [whole], plan)

@@ -260,7 +260,7 @@ def test_what_it_cannot_answer(recorded: Path, tmp_path: Path) -> None:
     done = answer(generator, strange)
     assert (done.finish, len(done.token_ids)) == ("error", 0)
     assert done.error is not None
-    assert "holds nothing that was sampled behind this prompt" in done.error
+    assert "holds nothing that was sampled after this prompt" in done.error
     with pytest.raises(ContractError, match="has no prompt"):
         generator.submit([strange, GenerationRequest(1, np.zeros(0, dtype=np.int32), Sampling(max_tokens=4), 0)])
     with pytest.raises(UnsupportedError, match="asks for the weights 'reference'"):

@@ -13,7 +13,7 @@ from importlib.util import module_from_spec, spec_from_loader
 from kernel_bins import bins_are_refused, bins_equal_the_scan
 from kernel_lists import lists_equal_python
 from kernel_memory import Memory
-from kernel_padded import padded_equals_the_loop, padded_is_refused, ranks_are_refused, ranks_equal_the_scan
+from kernel_padded import check_padded_equals_loop, check_padded_is_refused, ranks_are_refused, ranks_equal_the_scan
 from kernel_rows import gathers_are_refused, gathers_equal_the_loop, rows_are_refused, rows_equal_the_loop
 
 
@@ -30,8 +30,8 @@ def main() -> None:
         lists_equal_python,
         bins_equal_the_scan,
         bins_are_refused,
-        padded_equals_the_loop,
-        padded_is_refused,
+        check_padded_equals_loop,
+        check_padded_is_refused,
         ranks_equal_the_scan,
         ranks_are_refused,
         nothing_leaks,
@@ -41,65 +41,65 @@ def main() -> None:
 
 
 def nothing_leaks(module):
-    """Calls that succeed and calls that fail at each stage leave no memory behind."""
+    """Calls that succeed and calls that fail at each stage leak no memory."""
     memory = Memory()
-    two, one = memory.array("q", [0, 0]), memory.array("q", [0])
+    two, short = memory.array("q", [0, 0]), memory.array("q", [0])
     out, small, numbers = memory.array("q", [0] * 8), memory.array("i", [0] * 8), [[1, 2], [3]]
     calls = [
         (module.write_rows, ((out, 0, "ones"),), two, two, two),
-        (module.write_rows, ((out, 0, "ones"),), two, one, two),
-        (module.write_rows, ((out, 0, "ones"),), two, two, one),
+        (module.write_rows, ((out, 0, "ones"),), two, short, two),
+        (module.write_rows, ((out, 0, "ones"),), two, two, short),
         (module.write_rows, ((small, 0, "ones"),), two, two, two),
         (module.write_rows, ((out, 0, "twos"),), two, two, two),
         (module.write_gather, out[:0], out[:0], out[:0], two, two, two, two),
-        (module.write_gather, out[:0], out[:0], out[:0], two, one, two, two),
+        (module.write_gather, out[:0], out[:0], out[:0], two, short, two, two),
         (module.write_gather, out[:1], out[1:2], out[2:3], two, two, two, two),
         (module.write_gather, small, out, out, two, two, two, two),
         (module.first_fit, memory.array("q", [1, 2]), 2, two[:], memory.array("q", [0] * 3)),
         (module.first_fit, memory.array("q", [1, 2]), 1, two[:], memory.array("q", [0] * 3)),
-        (module.first_fit, memory.array("q", [1, 2]), 2, two[:], one),
+        (module.first_fit, memory.array("q", [1, 2]), 2, two[:], short),
         (module.first_fit, memory.array("q", [1, 2]), 2, two[:], small),
         (module.first_fit, memory.array("q", [1, 2]), 2, small, two),
-        (module.count_scored, one, memory.array("q", [0, 2]), memory.array("q", [0, 1])),
-        (module.count_scored, one, memory.array("q", [0, 2]), two[:1]),
-        (module.write_padded, out[:2], "t", out[2:5], out[5:6], small, memory.array("q", [0, 2]), two, one, two, ((1, 2, 0),), 0),
+        (module.count_scored, short, memory.array("q", [0, 2]), memory.array("q", [0, 1])),
+        (module.count_scored, short, memory.array("q", [0, 2]), two[:1]),
+        (module.write_padded, out[:2], "t", out[2:5], out[5:6], small, memory.array("q", [0, 2]), two, short, two, ((1, 2, 0),), 0),
         (
             *(module.write_padded, out[:2], "t", out[2:5], out[5:6], small[:2], memory.array("q", [0, 2])),
-            *(memory.array("q", [0, 1]), one, memory.array("q", [0, 1]), ((1, 2, 1),), 0),
+            *(memory.array("q", [0, 1]), short, memory.array("q", [0, 1]), ((1, 2, 1),), 0),
         ),
         (
             *(module.write_padded, out[:2], "t", out[2:5], out[5:6], small[:2], memory.array("q", [0, 2])),
-            *(memory.array("q", [0, 1]), one, memory.array("q", [0, 1]), ((1, 1, 1),), 0),
+            *(memory.array("q", [0, 1]), short, memory.array("q", [0, 1]), ((1, 1, 1),), 0),
         ),
         (
             *(module.write_padded, out[:1], "t", out[2:5], out[5:6], small[:2], memory.array("q", [0, 2])),
-            *(memory.array("q", [0, 1]), one, memory.array("q", [0, 1]), ((1, 2, 1),), 0),
+            *(memory.array("q", [0, 1]), short, memory.array("q", [0, 1]), ((1, 2, 1),), 0),
         ),
         (module.balance, two, 2, 1, two[:]),
         (module.balance, two, 1, 1, two[:]),
         (module.balance, memory.array("q", [-1, 0]), 2, 1, two[:]),
         (module.measure_lists, numbers, two[:]),
-        (module.measure_lists, numbers, one),
+        (module.measure_lists, numbers, short),
         (module.measure_lists, [(1,), [2]], two[:]),
         (module.read_lists, numbers, memory.array("q", [2, 1]), out[:3]),
         (module.read_lists, numbers, memory.array("q", [2, 2]), out[:3]),
-        (module.read_lists, numbers, one, out[:3]),
+        (module.read_lists, numbers, short, out[:3]),
         (module.read_lists, numbers, two, memory.array("d", [0])),
-        (module.read_lists, [[10**400]], one, out[:1]),
+        (module.read_lists, [[10**400]], short, out[:1]),
     ]
     for call in calls:
-        repeated(call, 5)
+        repeat_calls(call, 5)
         tracemalloc.start()
         before = tracemalloc.get_traced_memory()[0]
-        repeated(call, 200)
+        repeat_calls(call, 200)
         grown = tracemalloc.get_traced_memory()[0] - before
         tracemalloc.stop()
         assert grown < 1500, f"{call[0].__name__} leaves {grown} bytes behind after 200 calls with {call[1:]}"
-    del calls, call, two, one, out, small
+    del calls, call, two, short, out, small
     memory.returned("repeated calls")
 
 
-def repeated(call, count):
+def repeat_calls(call, count):
     function, *arguments = call
     for _ in range(count):
         try:

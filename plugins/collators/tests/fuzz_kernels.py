@@ -1,7 +1,7 @@
 """Random calls of a compiled kernel module, for a process in which a sanitizer watches: `fuzz_kernels.py MODULE CALLS`.
 
-With `overrun` for CALLS the module reads outside its memory, to show that the sanitizer is watching: an array is told to be longer
-than the memory behind it.
+With `overrun` for CALLS the module reads outside its memory, to show that the sanitizer is watching: an array claims to be longer
+than its memory.
 """
 
 import ctypes
@@ -71,9 +71,9 @@ def random_rows(module, generator):
         out, sources = generator.choice((("q", "qi1c"), ("q", "qi1c"), ("f", "fB"), ("f", "fB"), ("i", "i")))
         source = generator.choice(sources)
         count = max(0, available + generator.choice((0, 0, 0, 0, 1, -1)))
-        given = {"1": "ones", "c": "counted"}.get(source) or blank(source, count)
+        source_name = {"1": "ones", "c": "counted"}.get(source) or blank(source, count)
         fill = generator.choice((0, 0, 151_643, -1)) if out == "q" else 0
-        fields.append((blank(out, total + generator.choice((0,) * 30 + (1,))), fill, given))
+        fields.append((blank(out, total + generator.choice((0,) * 30 + (1,))), fill, source_name))
     module.write_rows(tuple(fields), bent(generator, starts), bent(generator, lengths), bent(generator, places))
 
 
@@ -115,7 +115,7 @@ def random_padded(module, generator):
     samples, row_offsets, shapes, contents = [], [], [], generator.choice(("tmp", "t", "pm", "", "tmp", "x"))
     for _ in range(generator.randint(0, 3)):
         filled = [generator.random() < 0.8 for _ in range(generator.randint(0, 4))]
-        own = [generator.randrange(len(tokens)) for each in filled if each]
+        own = [generator.randrange(len(tokens)) for count in filled if count]
         row_offsets += [0, *accumulate(filled)]
         slack = generator.choice((0, 0, 0, 2, -1))
         widths = [max((counts[sample] for sample in own), default=1) + slack for counts in (tokens, actions)]

@@ -2,10 +2,10 @@
 
 import random
 
-from kernel_memory import HUGE, Memory, equal, refused
+from kernel_memory import HUGE, Memory, require_equal, require_refusal
 
 
-def scanned(sizes, capacity):
+def scan_bins(sizes, capacity):
     """Bins of items, one item and one bin at a time."""
     bins, room = [], []
     for item in sorted(range(len(sizes)), key=lambda number: (-sizes[number], -number)):
@@ -39,13 +39,13 @@ def bins_equal_the_scan(module):
         memory = Memory()
         items, offsets = memory.array("q", [-7] * len(sizes)), memory.array("q", [-7] * (len(sizes) + 1))
         count = module.first_fit(memory.array("q", sizes, shift=number % 2), capacity, items, offsets)
-        expected = scanned(sizes, capacity)
+        expected = scan_bins(sizes, capacity)
         ends = [0]
         for members in expected:
             ends.append(ends[-1] + len(members))
-        equal(f"bins of {sizes} in {capacity}", count, len(expected))
-        equal(f"items of {sizes} in {capacity}", list(items), [item for members in expected for item in members])
-        equal(f"offsets of {sizes} in {capacity}", list(offsets), ends + [-7] * (len(sizes) - len(expected)))
+        require_equal(f"bins of {sizes} in {capacity}", count, len(expected))
+        require_equal(f"items of {sizes} in {capacity}", list(items), [item for members in expected for item in members])
+        require_equal(f"offsets of {sizes} in {capacity}", list(offsets), ends + [-7] * (len(sizes) - len(expected)))
         del items, offsets
         memory.returned(f"bins {number}")
 
@@ -54,7 +54,7 @@ def bins_are_refused(module):
     memory = Memory()
     shared = memory.array("q", [-7] * 7)
     sizes, items, offsets = memory.array("q", [3, 2, 1]), memory.array("q", [-7] * 3), memory.array("q", [-7] * 4)
-    for what, kind, words, arguments in (
+    for label, kind, words, arguments in (
         ("a size of 0", ValueError, "item 1 has size 0, bins have 9", (memory.array("q", [3, 0, 1]), 9, items, offsets)),
         ("a negative size", ValueError, "item 2 has size -1", (memory.array("q", [3, 1, -1]), 9, items, offsets)),
         ("a size above the capacity", ValueError, "item 0 has size 3, bins have 2", (sizes, 2, items, offsets)),
@@ -69,7 +69,7 @@ def bins_are_refused(module):
         ("sizes of int32", TypeError, "sizes is int32", (memory.array("i", [1] * 3), 9, items, offsets)),
         ("read-only memory", ValueError, "items is no", (sizes, 9, memoryview(bytes(24)).cast("q"), offsets)),
     ):
-        refused(what, kind, words, module.first_fit, *arguments)
-        equal(f"after {what}", {*items, *offsets, *shared}, {-7})
+        require_refusal(label, kind, words, module.first_fit, *arguments)
+        require_equal(f"after {label}", {*items, *offsets, *shared}, {-7})
     del sizes, items, offsets, shared, arguments
     memory.returned("refused bins")

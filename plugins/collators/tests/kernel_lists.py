@@ -5,7 +5,7 @@ import random
 import struct
 import sys
 
-from kernel_memory import HUGE, Memory, equal, refused
+from kernel_memory import HUGE, Memory, require_equal, require_refusal
 
 
 class Whole(int):
@@ -47,47 +47,47 @@ def lists_equal_python(module):
         for kind, expected in fits.items():
             memory = Memory()
             out, measured = memory.array(kind, [0] * len(flat)), memory.array("q", [77] * len(rows))
-            equal(f"lists of list {number}", module.measure_lists(rows, measured), True)
-            equal(f"lengths of list {number}", list(measured), [len(row) for row in rows])
+            require_equal(f"lists of list {number}", module.measure_lists(rows, measured), True)
+            require_equal(f"lengths of list {number}", list(measured), [len(row) for row in rows])
             items = [value for value in flat if type(value) in (int, float) and value not in range(-5, 257)]
             counts = [sys.getrefcount(value) for value in items]
-            got = module.read_lists(rows, memory.array("q", [len(row) for row in rows]), out)
-            equal(f"list {number} as {kind}", got, expected)
-            equal(f"references to the numbers of list {number}", [sys.getrefcount(value) for value in items], counts)
+            lists = module.read_lists(rows, memory.array("q", [len(row) for row in rows]), out)
+            require_equal(f"list {number} as {kind}", lists, expected)
+            require_equal(f"references to the numbers of list {number}", [sys.getrefcount(value) for value in items], counts)
             if expected:
                 wanted = [ctypes.c_float(value).value for value in flat] if kind == "f" else list(map(int, flat))
-                equal(f"numbers of list {number} as {kind}", out.tobytes(), struct.pack(f"{len(flat)}{kind}", *wanted))
+                require_equal(f"numbers of list {number} as {kind}", out.tobytes(), struct.pack(f"{len(flat)}{kind}", *wanted))
             del out, measured
             memory.returned(f"list {number}")
     memory = Memory()
     out = memory.array("q", [0] * 3)
     for rows in ([[1], (2,), [3]], [[1], [2], None], [{}, [1], [2]]):
-        equal(f"{rows} are lists", module.measure_lists(rows, out), False)
+        require_equal(f"{rows} are lists", module.measure_lists(rows, out), False)
     for place, complaint in ((out[:2], "lengths has 2 entries, not 3"), (memory.array("i", [0] * 3), "lengths is int32")):
         kind = TypeError if "int32" in complaint else ValueError
-        refused(f"measured into {complaint}", kind, complaint, module.measure_lists, [[1], [2], [3]], place)
-    refused("a tuple of rows to measure", TypeError, "", module.measure_lists, ([1], [2], [3]), out)
-    for what, rows, lengths in (
-        ("a row shorter than told", [[1, 2]], [3]),
-        ("a row longer than told", [[1, 2, 3, 4]], [3]),
+        require_refusal(f"measured into {complaint}", kind, complaint, module.measure_lists, [[1], [2], [3]], place)
+    require_refusal("a tuple of rows to measure", TypeError, "", module.measure_lists, ([1], [2], [3]), out)
+    for label, rows, lengths in (
+        ("a row shorter than declared", [[1, 2]], [3]),
+        ("a row longer than declared", [[1, 2, 3, 4]], [3]),
         ("a row that is no list", [[1, 2], (3,)], [2, 1]),
         ("a negative length", [[1, 2, 3], []], [3, -1]),
         ("a length beyond memory", [[1, 2, 3]], [HUGE]),
     ):
-        equal(what, module.read_lists(rows, memory.array("q", lengths), out), False)
+        require_equal(label, module.read_lists(rows, memory.array("q", lengths), out), False)
     for kind in "qifB":
         for rows in ([[1, 0], [1]], [[1] * 70, [0] * 70], [[True], [False, True]]):
             lengths = [len(row) for row in rows]
             total = sum(lengths)
             for count in (0, total // 2 + 1, total - 1, total + 1, 200):
                 other = memory.array(kind, [0] * count)
-                got = module.read_lists(rows, memory.array("q", lengths), other)
-                equal(f"{total} numbers into {count} places of {kind}", got, False)
-    refused(
+                lists = module.read_lists(rows, memory.array("q", lengths), other)
+                require_equal(f"{total} numbers into {count} places of {kind}", lists, False)
+    require_refusal(
         "too few lengths", ValueError, "lengths has 1 entries, not 2", module.read_lists, [[1], [2]], memory.array("q", [2]), out
     )
-    refused("a tuple of rows", TypeError, "", module.read_lists, ([1, 2, 3],), memory.array("q", [3]), out)
-    refused(
+    require_refusal("a tuple of rows", TypeError, "", module.read_lists, ([1, 2, 3],), memory.array("q", [3]), out)
+    require_refusal(
         "read-only memory",
         ValueError,
         "out is no",
@@ -96,6 +96,8 @@ def lists_equal_python(module):
         memory.array("q", [1]),
         memoryview(bytes(8)).cast("q"),
     )
-    refused("float64 memory", TypeError, "out is neither", module.read_lists, [[1]], memory.array("q", [1]), memory.array("d", [0]))
+    require_refusal(
+        "float64 memory", TypeError, "out is neither", module.read_lists, [[1]], memory.array("q", [1]), memory.array("d", [0])
+    )
     del other, out, place
     memory.returned("refused lists")

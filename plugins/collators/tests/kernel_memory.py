@@ -24,27 +24,27 @@ class Memory:
         self.lent.append((block, view))
         return view
 
-    def returned(self, what):
+    def returned(self, label):
         """All arrays must have been given back."""
         for block, view in self.lent:
             try:
                 view.release()
                 block.append(0)
             except BufferError as problem:
-                raise AssertionError(f"{what}: memory was not given back ({problem})") from problem
+                raise AssertionError(f"{label}: memory was not given back ({problem})") from problem
         self.lent.clear()
 
 
-def equal(what, got, expected):
-    assert got == expected, f"{what}: {got!r} where {expected!r} is due"
+def require_equal(label, got, expected):
+    assert got == expected, f"{label}: {got!r} where {expected!r} is due"
 
 
-def refused(what, kind, words, call, *arguments):
+def require_refusal(label, kind, words, call, *arguments):
     problem = result = None
     try:
         result = call(*arguments)
     except (TypeError, ValueError, OverflowError, SystemError) as caught:
         problem = caught.with_traceback(None)  # which would keep the arguments alive
-    assert problem is not None, f"{what}: accepted, result {result!r}"
-    assert type(problem) is kind, f"{what}: {problem!r} where {kind.__name__} is due"
-    assert words in str(problem), f"{what}: {problem} does not say {words!r}"
+    assert problem is not None, f"{label}: accepted, result {result!r}"
+    assert type(problem) is kind, f"{label}: {problem!r} where {kind.__name__} is due"
+    assert words in str(problem), f"{label}: {problem} does not say {words!r}"

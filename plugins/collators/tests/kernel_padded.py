@@ -2,12 +2,12 @@
 
 import random
 
-from kernel_memory import HUGE, Memory, equal, refused
+from kernel_memory import HUGE, Memory, require_equal, require_refusal
 
 FILL = -7
 
 
-def drawn(generator):
+def draw_case(generator):
     """Columns, the samples chosen of them, their rows, and the shapes of one or several micro-batches."""
     tokens = [generator.randint(1, 6) for _ in range(generator.randint(1, 6))]
     actions = [generator.choice((0, count, generator.randint(0, count))) for count in tokens]
@@ -27,7 +27,7 @@ def offsets(lengths):
     return [sum(lengths[:count]) for count in range(len(lengths) + 1)]
 
 
-def looped(case, contents, pad):
+def pad_by_loop(case, contents, pad):
     """The dense cells, the three parts of the index, the lengths, and how many entries each micro-batch has."""
     ids, tokens, actions, samples, row_offsets, shapes = case
     begins, out, index, lengths, counts = offsets(tokens), [], [[], [], []], [], []
@@ -58,30 +58,30 @@ def looped(case, contents, pad):
     return out, [entry for part in index for entry in part], lengths, tuple(counts)
 
 
-def padded_equals_the_loop(module):
+def check_padded_equals_loop(module):
     generator = random.Random(0)
     for number in range(250):
-        case = drawn(generator)
+        case = draw_case(generator)
         ids, tokens, actions, samples, row_offsets, shapes = case
         contents = "".join(generator.sample("tmp", generator.randint(0, 3)))
         pad = generator.choice((0, 151_643, -1, HUGE))
-        out, index, lengths, counts = looped(case, contents, pad)
+        out, index, lengths, counts = pad_by_loop(case, contents, pad)
         memory, shift = Memory(), number % 2
         kind = generator.choice("qi")
         written = [memory.array("q", [FILL] * len(values)) for values in (out, index, lengths)]
         inputs = [memory.array(kind, ids, shift=shift)]
         inputs += [memory.array("q", values, shift=shift) for values in (offsets(tokens), offsets(actions), samples, row_offsets)]
         scored = module.count_scored(inputs[3], inputs[1], inputs[2])
-        equal(f"scored tokens of {case}", scored, sum(counts))
-        got = module.write_padded(written[0], contents, *written[1:], *inputs, shapes, pad)
-        equal(f"counts of {case}", got, counts)
-        for what, values, wanted in zip(("cells", "index", "lengths"), written, (out, index, lengths), strict=True):
-            equal(f"{what} of {case} with {contents}", list(values), wanted)
+        require_equal(f"scored tokens of {case}", scored, sum(counts))
+        padded = module.write_padded(written[0], contents, *written[1:], *inputs, shapes, pad)
+        require_equal(f"counts of {case}", padded, counts)
+        for name, values, wanted in zip(("cells", "index", "lengths"), written, (out, index, lengths), strict=True):
+            require_equal(f"{name} of {case} with {contents}", list(values), wanted)
         del written, inputs, values
         memory.returned(f"padded {number}")
 
 
-def padded_is_refused(module):
+def check_padded_is_refused(module):
     """One change each to arguments that fit: samples of 3 and 2 tokens, 2 of them response, in two rows of 3."""
     memory = Memory()
     names = (
@@ -180,17 +180,17 @@ def padded_is_refused(module):
         ("row offsets of int32", TypeError, "row_offsets is int32", {"row_offsets": memory.array("i", [0, 1, 2])}),
         ("read-only cells", ValueError, "out is no", {"out": memoryview(bytes(144)).cast("q")}),
     ]
-    for what, kind, words, changes in cases:
+    for label, kind, words, changes in cases:
         changed = {
             name: memory.array("q", values) if type(values) is list and name != "shapes" else values
             for name, values in changes.items()
         }
         arguments = [{**fit, **changed}[name] for name in names]
-        refused(what, kind, words, module.write_padded, *arguments, 0)
+        require_refusal(label, kind, words, module.write_padded, *arguments, 0)
         for name in ("out", "index", "lengths"):
             values = {**fit, **changed}[name]
-            equal(f"{name} after {what}", set(values) - {0}, set() if values.readonly else {FILL})
-    refused(
+            require_equal(f"{name} after {label}", set(values) - {0}, set() if values.readonly else {FILL})
+    require_refusal(
         "a count of a sample that is not there",
         ValueError,
         "no sample 2",
@@ -200,7 +200,7 @@ def padded_is_refused(module):
         fit["action_offsets"],
     )
     module.write_padded(*fit.values(), 0)
-    equal("what fits", list(fit["out"][:6]), [1, 2, 3, 0, 4, 5])
+    require_equal("what fits", list(fit["out"][:6]), [1, 2, 3, 0, 4, 5])
     del fit, shared, cases, changes, changed, arguments, values
     memory.returned("refused padded rows")
 
@@ -220,7 +220,7 @@ def ranks_equal_the_scan(module):
         memory = Memory()
         chosen = memory.array("q", [FILL] * len(costs))
         module.balance(memory.array("q", costs, shift=number % 2), ranks, most, chosen)
-        equal(f"ranks of {costs} over {ranks} of {most}", list(chosen), wanted)
+        require_equal(f"ranks of {costs} over {ranks} of {most}", list(chosen), wanted)
         del chosen
         memory.returned(f"ranks {number}")
 
@@ -228,7 +228,7 @@ def ranks_equal_the_scan(module):
 def ranks_are_refused(module):
     memory = Memory()
     costs, chosen = memory.array("q", [3, 2, 1]), memory.array("q", [FILL] * 3)
-    for what, kind, words, arguments in (
+    for label, kind, words, arguments in (
         ("a negative cost", ValueError, "item 1 of cost -1", (memory.array("q", [3, -1, 1]), 2, 3, chosen)),
         ("costs that overflow", ValueError, f"item 2 of cost {HUGE}", (memory.array("q", [0, 1, HUGE]), 2, 3, chosen)),
         ("no rank", ValueError, "0 ranks of at most 3", (costs, 0, 3, chosen)),
@@ -240,7 +240,7 @@ def ranks_are_refused(module):
         ("chosen of int32", TypeError, "chosen is int32", (costs, 2, 3, memory.array("i", [FILL] * 3))),
         ("costs of int32", TypeError, "costs is int32", (memory.array("i", [1] * 3), 2, 3, chosen)),
     ):
-        refused(what, kind, words, module.balance, *arguments)
-        equal(f"after {what}", set(chosen), {FILL})
+        require_refusal(label, kind, words, module.balance, *arguments)
+        require_equal(f"after {label}", set(chosen), {FILL})
     del costs, chosen, arguments
     memory.returned("refused ranks")

@@ -4,7 +4,7 @@ import ctypes
 import random
 import struct
 
-from kernel_memory import HUGE, SIZE, SPECIAL, Memory, equal, refused
+from kernel_memory import HUGE, SIZE, SPECIAL, Memory, require_equal, require_refusal
 
 FIELDS = (("q", "q"), ("q", "i"), ("q", "ones"), ("q", "counted"), ("f", "f"), ("f", "B"))
 
@@ -51,7 +51,7 @@ def rows_equal_the_loop(module):
             expected.append((content, b"".join(wanted)))
         module.write_rows(tuple(fields), *(memory.array("q", values, shift=number % 2) for values in (starts, lengths, places)))
         for (out, _, _), (content, wanted) in zip(fields, expected, strict=True):
-            equal(f"rows {number} from {content}", out.tobytes(), wanted)
+            require_equal(f"rows {number} from {content}", out.tobytes(), wanted)
         del out, source, fields
         memory.returned(f"rows {number}")
 
@@ -101,7 +101,7 @@ def rows_are_refused(module):
         ("a source inside the output", ValueError, "shares memory", {"out": shared[:10], "source": shared[2:8]}),
         ("a shorter source than the first", ValueError, "beyond the 5 of its source", {"source": memory.array("q", [7] * 5)}),
     ]  # fmt: skip
-    for what, kind, words, change in cases:
+    for label, kind, words, change in cases:
         base = {"out": [7] * 10, "fill": 0, "source": range(6), "starts": [0, 3], "lengths": [3, 3], "places": [1, 5]}
         arguments = {
             name: memory.array("q", value) if isinstance(value, list | range) else value
@@ -111,18 +111,20 @@ def rows_are_refused(module):
         out = arguments["out"]
         before = out.tobytes()
         fields = ((first, 0, longest), (out, arguments["fill"], arguments["source"]))
-        refused(what, kind, words, module.write_rows, fields, *(arguments[name] for name in ("starts", "lengths", "places")))
-        equal(what, (first.tolist(), out.tobytes()), ([7] * 10, before))
+        require_refusal(
+            label, kind, words, module.write_rows, fields, *(arguments[name] for name in ("starts", "lengths", "places"))
+        )
+        require_equal(label, (first.tolist(), out.tobytes()), ([7] * 10, before))
         del fields, out, arguments, change
     outputs = memory.array("q", [7] * 20)
     where = [memory.array("q", [0]) for _ in range(3)]
     overlapping = ((outputs[:10], 0, "ones"), (outputs[9:19], 0, "ones"))
-    refused("outputs that share an element", ValueError, "shares memory", module.write_rows, overlapping, *where)
-    refused("fields in a list", TypeError, "tuple", module.write_rows, [(outputs, 0, "ones")], *where)
-    refused("a field of two", TypeError, "a field is", module.write_rows, ((outputs, 0),), *where)
+    require_refusal("outputs that share an element", ValueError, "shares memory", module.write_rows, overlapping, *where)
+    require_refusal("fields in a list", TypeError, "tuple", module.write_rows, [(outputs, 0, "ones")], *where)
+    require_refusal("a field of two", TypeError, "a field is", module.write_rows, ((outputs, 0),), *where)
     module.write_rows(((outputs[:10], 3, "ones"), (outputs[10:], 4, "ones")), *where)
-    equal("outputs side by side", outputs.tolist(), [3] * 10 + [4] * 10)
-    equal("no field at all", module.write_rows((), *where), None)
+    require_equal("outputs side by side", outputs.tolist(), [3] * 10 + [4] * 10)
+    require_equal("no field at all", module.write_rows((), *where), None)
     del cases, strided, shared, numbers, overlapping
     memory.returned("refused rows")
 
@@ -141,7 +143,7 @@ def gathers_equal_the_loop(module):
         memory = Memory()
         outputs = [memory.array("q", [-7] * len(expected)) for _ in range(3)]
         module.write_gather(*outputs, *(memory.array("q", values) for values in (rows, counts, scored, columns)))
-        equal(f"gather {number}", list(zip(*(out.tolist() for out in outputs), strict=True)), expected)
+        require_equal(f"gather {number}", list(zip(*(out.tolist() for out in outputs), strict=True)), expected)
         del outputs
         memory.returned(f"gather {number}")
 
@@ -167,7 +169,7 @@ def gathers_are_refused(module):
         ("read-only memory", ValueError, "actions is no C-contiguous and writable array", {"actions": read_only}),
     ]
     outputs, inputs = ("actions", "rows", "columns"), ("sample_rows", "counts", "scored", "first_columns")
-    for what, kind, words, change in cases:
+    for label, kind, words, change in cases:
         base = {
             **dict.fromkeys(outputs, [-7] * 4),
             "sample_rows": [0, 1],
@@ -179,19 +181,19 @@ def gathers_are_refused(module):
             name: memory.array("q", value) if isinstance(value, list) else value for name, value in {**base, **change}.items()
         }
         before = [arguments[name].tobytes() for name in outputs]
-        refused(what, kind, words, module.write_gather, *(arguments[name] for name in (*outputs, *inputs)))
-        equal(what, [arguments[name].tobytes() for name in outputs], before)
+        require_refusal(label, kind, words, module.write_gather, *(arguments[name] for name in (*outputs, *inputs)))
+        require_equal(label, [arguments[name].tobytes() for name in outputs], before)
         del arguments, change
     block = memory.array("q", [-7] * 12)
-    given = [memory.array("q", values) for values in ([0, 1], [2, 2], [2, 2], [0, 0])]
-    for what, slices in (
+    arrays = [memory.array("q", values) for values in ([0, 1], [2, 2], [2, 2], [0, 0])]
+    for label, slices in (
         ("actions on rows", (block[0:4], block[3:7], block[8:12])),
         ("actions on columns", (block[0:4], block[8:12], block[3:7])),
         ("rows on columns", (block[8:12], block[0:4], block[3:7])),
     ):
-        refused(what, ValueError, "share memory", module.write_gather, *slices, *given)
-        equal(what, block.tolist(), [-7] * 12)
-    module.write_gather(block[0:4], block[4:8], block[8:12], *given)
-    equal("outputs side by side", block.tolist(), [0, 1, 2, 3, 0, 0, 1, 1, 0, 1, 0, 1])
+        require_refusal(label, ValueError, "share memory", module.write_gather, *slices, *arrays)
+        require_equal(label, block.tolist(), [-7] * 12)
+    module.write_gather(block[0:4], block[4:8], block[8:12], *arrays)
+    require_equal("outputs side by side", block.tolist(), [0, 1, 2, 3, 0, 0, 1, 1, 0, 1, 0, 1])
     del slices, cases
     memory.returned("refused gathers")

@@ -1,4 +1,4 @@
-"""The memory that a build needs beside its outputs, counted allocation by allocation: NumPy and the kernels both report to tracemalloc."""
+"""The memory that a build needs besides its outputs, counted allocation by allocation: NumPy and the kernels both report to tracemalloc."""
 
 import tracemalloc
 
@@ -11,7 +11,7 @@ from skyrl_engine_collators.packed.collator import PackedCollator
 from skyrl_engine_collators.padded.collator import PaddedCollator
 
 
-def compiled_module():
+def require_compiled_module():
     try:
         return kernels.load()
     except ImportError as problem:
@@ -40,7 +40,7 @@ def output_bytes(batch):
 @pytest.mark.parametrize("longest", [256, 2048])
 @pytest.mark.parametrize("collator", [PaddedCollator(), PackedCollator(max_tokens_per_microbatch=8192)], ids=["padded", "packed"])
 def test_compiled_builds_need_less_than_a_tenth_of_their_outputs_beside_them(monkeypatch, collator, longest):
-    compiled_module()
+    require_compiled_module()
     monkeypatch.setenv(kernels.VARIABLE, "native")
     columns = columns_of(1024, longest)
     rows = collator.plan(columns.lengths, Layout(dp=8)).joined
@@ -57,7 +57,7 @@ def test_compiled_builds_need_less_than_a_tenth_of_their_outputs_beside_them(mon
 
 def test_packing_needs_little_memory():
     """Scratch memory of first fit: sizes, two orders and the bin of each item, and a tree over the bins: below 60 bytes for each of n items."""
-    compiled = kernels.Kernels(compiled_module())
+    compiled = kernels.Kernels(require_compiled_module())
     sizes = np.random.default_rng(0).integers(16, 257, 100_000)
     tracemalloc.start()
     try:

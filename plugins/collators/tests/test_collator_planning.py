@@ -75,7 +75,7 @@ def test_a_plan_equals_its_reference_loops(data):
         assert micro_batch.row_offsets.tolist() == (list(range(len(widths) + 1)) if len(widths) else [0, 0])
     for mini_batch in plan.mini_batches:
         for rank in mini_batch.ranks:
-            assert [each.following for each in rank] == [rank[place + 1 :] for place in range(len(rank))]
+            assert [micro_batch.following for micro_batch in rank] == [rank[place + 1 :] for place in range(len(rank))]
 
 
 def test_samples_of_like_length_share_a_micro_batch_of_few_rows():
@@ -137,12 +137,12 @@ def test_ranks_without_work_get_rows_without_samples():
 
 
 def test_rows_without_samples_have_their_places_in_the_order():
-    """A rank whose one sample fills its micro-batch, beside one that has three micro-batches."""
+    """A rank whose one sample fills its micro-batch, next to a rank that has three micro-batches."""
     plan = plan_of(lengths_of([100, 51, 26, 11, 11, 1]), dp=2, micro_batch_tokens=100)
     assert shape_of(plan) == [[[[0], [], []], [[1], [2, 3, 4], [5]]]]
     for rank in plan.mini_batches[0].ranks:
-        assert [each.following for each in rank] == [rank[place + 1 :] for place in range(len(rank))]
-    assert {each.alignment for each in plan.micro_batches} == {1}
+        assert [micro_batch.following for micro_batch in rank] == [rank[place + 1 :] for place in range(len(rank))]
+    assert {micro_batch.alignment for micro_batch in plan.micro_batches} == {1}
 
 
 def test_mini_batches_take_whole_groups_in_the_given_order():

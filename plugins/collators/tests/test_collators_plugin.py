@@ -25,9 +25,9 @@ def make(config=None, **context):
 
 
 def test_both_names_lead_to_one_object():
-    found = {point.name: point.value for point in entry_points(group="skyrl_engine.collator")}
-    assert found["padded"] == "skyrl_engine_collators.plugin:padded"
-    assert found.get("trajectory", found["padded"]) == found["padded"]
+    plugins = {point.name: point.value for point in entry_points(group="skyrl_engine.collator")}
+    assert plugins["padded"] == "skyrl_engine_collators.plugin:padded"
+    assert plugins.get("trajectory", plugins["padded"]) == plugins["padded"]
     assert padded.skyrl_engine_config_schema() is PaddedConfig
 
 
@@ -109,8 +109,8 @@ def test_a_packed_batch_as_printed_in_the_specification():
         "position_ids": [[0, 1, 2, 0, 0, 1], [0, 0, 0, 0, 0, 0]],
         "loss_weight": [[0.0, 1.0, 0.0, 0.0, 1.0], [0.0, 0.0, 0.0, 0.0, 0.0]],
     }
-    assert [each.tolist() for each in batch.cu_seqlens] == [[0, 4, 6], [0, 2]]
-    assert [each.tolist() for each in batch.sequence_lengths] == [[3, 2], [1]]
+    assert [offsets.tolist() for offsets in batch.cu_seqlens] == [[0, 4, 6], [0, 2]]
+    assert [lengths.tolist() for lengths in batch.sequence_lengths] == [[3, 2], [1]]
     assert (batch.gather.actions.tolist(), batch.gather.rows.tolist(), batch.gather.columns.tolist()) == ([0, 1], [0, 0], [1, 4])
 
 

@@ -81,8 +81,8 @@ def test_every_kind_of_field_equals_the_plain_loop_and_nothing_else_is_written(c
         wanted[GUARD : GUARD + total] = fill
         for start, length, place in zip(starts.tolist(), lengths.tolist(), places.tolist(), strict=True):
             for i in range(length):
-                made = {"ones": 1, "counted": i}.get(content) if isinstance(source, str) else source[start + i]
-                wanted[GUARD + place + i] = made
+                value = {"ones": 1, "counted": i}.get(content) if isinstance(source, str) else source[start + i]
+                wanted[GUARD + place + i] = value
         fields.append((memory[GUARD : GUARD + total], fill, source))
         memories.append(memory)
         expected.append(wanted)

@@ -94,9 +94,9 @@ def test_there_are_at_least_forty_in_every_source_and_no_two_alike(compiler):
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: f"{mutant['file']}: {mutant['breaks']}")
 def test_each_fault_is_noticed(compiler, mutant):
     source = (compiler.build.SOURCES / mutant["file"]).read_text()
-    found = source.count(mutant["original"])
-    assert found == 1, (
-        f"native/{mutant['file']} holds the text of this mutant {found} times instead of once; bring kernel_mutants.toml up to date:\n"
+    count = source.count(mutant["original"])
+    assert count == 1, (
+        f"native/{mutant['file']} holds the text of this mutant {count} times instead of once; bring kernel_mutants.toml up to date:\n"
         f"{mutant['original']}"
     )
     done = compiler.check(compiler.module(mutant["file"], source.replace(mutant["original"], mutant["replacement"])))

@@ -163,9 +163,9 @@ def test_plans_and_builds_equal_the_definition_for_every_layout_and_policy(colum
         return
     plan = collator.plan(lengths, layout)
     (mini_batch,) = plan.mini_batches
-    found = [[(row.samples.tolist(), row.width) for row in rank] for rank in mini_batch.ranks]
+    rows = [[(row.samples.tolist(), row.width) for row in rank] for rank in mini_batch.ranks]
     widest = max(width for rank in expected for _, width in rank)
-    assert found == expected
+    assert rows == expected
     assert all(row.rows == 1 and row.action_width == row.width - 1 for row in plan.micro_batches)
     if strict and capacity is not None:
         assert widest <= capacity
@@ -178,7 +178,7 @@ def test_plans_and_builds_equal_the_definition_for_every_layout_and_policy(colum
     parts = [collator.build(columns, evolve(row, width=widest, action_width=widest - 1)) for row in plan.micro_batches]
     for name, tensor in whole.fields.items():
         require_same_field(name, tensor.numpy(), np.concatenate([part[name].numpy() for part in parts]))
-    assert [each.tolist() for each in whole.cu_seqlens] == [part.cu_seqlens[0].tolist() for part in parts]
+    assert [offsets.tolist() for offsets in whole.cu_seqlens] == [part.cu_seqlens[0].tolist() for part in parts]
 
 
 def assert_equals_reference(batch, columns, micro_batch):
@@ -190,12 +190,12 @@ def assert_equals_reference(batch, columns, micro_batch):
     gather = batch.gather
     entries = zip(gather.actions.tolist(), gather.rows.tolist(), gather.columns.tolist(), strict=True)
     assert list(entries) == loops.gather_index(columns, micro_batch)
-    assert all(each.dtype == np.int64 and each.flags.c_contiguous for each in (gather.actions, gather.rows, gather.columns))
-    assert [each.tolist() for each in batch.cu_seqlens] == loops.cu_seqlens(columns, micro_batch)
-    assert all(each.dtype == np.int32 and each.flags.c_contiguous for each in batch.cu_seqlens)
+    assert all(array.dtype == np.int64 and array.flags.c_contiguous for array in (gather.actions, gather.rows, gather.columns))
+    assert [offsets.tolist() for offsets in batch.cu_seqlens] == loops.cu_seqlens(columns, micro_batch)
+    assert all(offsets.dtype == np.int32 and offsets.flags.c_contiguous for offsets in batch.cu_seqlens)
     offsets = micro_batch.row_offsets.tolist()
     tokens = np.diff(columns.token_offsets)
-    assert [each.tolist() for each in batch.sequence_lengths] == [
+    assert [lengths.tolist() for lengths in batch.sequence_lengths] == [
         tokens[micro_batch.samples[start:stop]].tolist() for start, stop in pairwise(offsets)
     ]
 
@@ -212,8 +212,8 @@ def test_mini_batches_are_cut_as_for_padded_and_packed_each_on_its_own(data):
             samples = np.sort(mini_batch.samples)
             part = SampleLengths(*(array[samples] for array in astuple(lengths, recurse=False)))
             alone = plain_rows(part, layout, policy, layout.micro_batch_tokens, True)
-            found = [[row.samples.tolist() for row in rank] for rank in mini_batch.ranks]
-            assert found == [[samples[row].tolist() for row, _ in rank] for rank in alone]
+            planned = [[row.samples.tolist() for row in rank] for rank in mini_batch.ranks]
+            assert planned == [[samples[row].tolist() for row, _ in rank] for rank in alone]
 
 
 def test_a_batch_without_samples():

@@ -25,7 +25,7 @@ def lengths_of(tokens, *, units=None, ids=None):
     return SampleLengths(*(np.asarray(array, dtype=np.int64) for array in arrays))
 
 
-def packed_rows(tokens, *, collator=None, units=None, **layout):
+def pack_rows(tokens, *, collator=None, units=None, **layout):
     """Rank -> row -> samples of a single mini-batch."""
     plan = (collator or PackedCollator()).plan(lengths_of(tokens, units=units), Layout(**layout))
     (mini_batch,) = plan.mini_batches
@@ -83,9 +83,9 @@ def test_new_bins_take_the_last_items_of_the_fullest():
 
 
 def test_rows_go_round_the_ranks_and_empty_ones_fill_up():
-    assert packed_rows([8, 7, 6, 5], micro_batch_tokens=8, dp=2) == [[[0], [2]], [[1], [3]]]
-    assert packed_rows([8, 7], micro_batch_tokens=8, dp=3) == [[[0]], [[1]], [[]]]
-    assert packed_rows([1, 1, 1], micro_batch_tokens=8, dp=4) == [[[2]], [[0]], [[1]], [[]]]
+    assert pack_rows([8, 7, 6, 5], micro_batch_tokens=8, dp=2) == [[[0], [2]], [[1], [3]]]
+    assert pack_rows([8, 7], micro_batch_tokens=8, dp=3) == [[[0]], [[1]], [[]]]
+    assert pack_rows([1, 1, 1], micro_batch_tokens=8, dp=4) == [[[2]], [[0]], [[1]], [[]]]
 
 
 @pytest.mark.parametrize("mini_batch_size", [3, 4, 8])
@@ -116,26 +116,26 @@ def test_alignment(layout, alignment):
 def test_strict_capacity_counts_the_alignment_and_true_lengths_do_not():
     """Lengths 5 and 3, two tensor parallel ranks: 6 + 4 in a row of 8 do not fit, 5 + 3 do and the row becomes 10 wide."""
     layout = {"micro_batch_tokens": 8, "tp": 2}
-    assert packed_rows([5, 3], **layout) == [[[0], [1]]]
+    assert pack_rows([5, 3], **layout) == [[[0], [1]]]
     loose = PackedCollator(strict_capacity=False)
-    assert packed_rows([5, 3], collator=loose, **layout) == [[[0, 1]]]
+    assert pack_rows([5, 3], collator=loose, **layout) == [[[0, 1]]]
     assert [row.width for row in loose.plan(lengths_of([5, 3]), Layout(**layout)).micro_batches] == [10]
 
 
 def test_units_stay_in_one_row():
-    assert packed_rows([3, 4, 3, 2], units=[7, 8, 7, 8], micro_batch_tokens=9) == [[[1, 3], [0, 2]]]
-    assert packed_rows([3, 4, 3, 2], units=[7, 8, 7, 8], micro_batch_tokens=12) == [[[1, 3, 0, 2]]]
+    assert pack_rows([3, 4, 3, 2], units=[7, 8, 7, 8], micro_batch_tokens=9) == [[[1, 3], [0, 2]]]
+    assert pack_rows([3, 4, 3, 2], units=[7, 8, 7, 8], micro_batch_tokens=12) == [[[1, 3, 0, 2]]]
 
 
 def test_the_smaller_limit_counts():
     for own, run in ((8, 100), (100, 8), (8, None), (None, 8)):
         collator = PackedCollator(max_tokens_per_microbatch=own)
-        assert packed_rows([4, 4, 4], collator=collator, micro_batch_tokens=run) == [[[2, 1], [0]]]
+        assert pack_rows([4, 4, 4], collator=collator, micro_batch_tokens=run) == [[[2, 1], [0]]]
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_without_a_limit_every_rank_has_one_row_of_its_share(policy):
-    assert packed_rows([6, 1, 1, 1, 1, 1, 1], collator=PackedCollator(policy=policy), dp=2) == [[[0]], [[6, 5, 4, 3, 2, 1]]]
+    assert pack_rows([6, 1, 1, 1, 1, 1, 1], collator=PackedCollator(policy=policy), dp=2) == [[[0]], [[6, 5, 4, 3, 2, 1]]]
 
 
 def test_balanced_rows_are_as_many_and_more_even():
@@ -150,7 +150,7 @@ def test_balanced_rows_are_as_many_and_more_even():
 
 
 def test_concat_keeps_the_order():
-    assert packed_rows([4, 4, 1, 7, 2], collator=PackedCollator(policy="concat"), micro_batch_tokens=8) == [[[0, 1], [2, 3], [4]]]
+    assert pack_rows([4, 4, 1, 7, 2], collator=PackedCollator(policy="concat"), micro_batch_tokens=8) == [[[0, 1], [2, 3], [4]]]
 
 
 @pytest.mark.parametrize(

@@ -37,10 +37,10 @@ def arrays_of(batch):
     return {**{name: tensor.numpy() for name, tensor in batch.fields.items()}, **index, **lengths}
 
 
-def assert_same(batch, other):
-    one, two = arrays_of(batch), arrays_of(other)
-    assert one.keys() == two.keys()
-    for name, values in one.items():
+def assert_same(batch, other_batch):
+    arrays, two = arrays_of(batch), arrays_of(other_batch)
+    assert arrays.keys() == two.keys()
+    for name, values in arrays.items():
         np.testing.assert_array_equal(values, two[name], err_msg=name, strict=True)
 
 
@@ -55,12 +55,12 @@ def test_builds_in_any_order_give_the_same_bytes_in_memory_of_their_own(order):
     chosen = {
         "given": list(rank),
         "reversed": list(rank[::-1]),
-        "twice": [each for each in rank for _ in range(2)],
+        "twice": [micro_batch for micro_batch in rank for _ in range(2)],
         "every other": list(rank[::2]),
         "shuffled": [rank[place] for place in np.random.default_rng(1).permutation(len(rank))],
     }[order]
     collator = PaddedCollator()
-    batches = [collator.build(columns, each, fields=MODEL_INPUTS) for each in chosen]
+    batches = [collator.build(columns, micro_batch, fields=MODEL_INPUTS) for micro_batch in chosen]
     for batch in batches:  # what was handed out belongs to whom it was handed to
         for values in arrays_of(batch).values():
             np.add(values, 1, out=values)
@@ -71,9 +71,9 @@ def test_builds_in_any_order_give_the_same_bytes_in_memory_of_their_own(order):
 
 
 def test_other_columns_other_fields_and_changed_plans_are_built_anew():
-    columns, others = columns_of(), columns_of(seed=1)
+    columns, other_columns = columns_of(), columns_of(seed=1)
     rank = rank_of(columns)
-    wide = [attrs.evolve(each, width=50, action_width=50) for each in rank]
+    wide = [attrs.evolve(micro_batch, width=50, action_width=50) for micro_batch in rank]
     collator = PaddedCollator()
     collator.build(columns, rank[0], fields=MODEL_INPUTS)
     assert_same(collator.build(columns, rank[1], fields=["input_ids"]), alone(columns, rank[1], ["input_ids"]))
@@ -81,7 +81,7 @@ def test_other_columns_other_fields_and_changed_plans_are_built_anew():
     assert_same(collator.build(columns, wide[1], fields=MODEL_INPUTS), alone(columns, wide[1]))
     assert_same(collator.build(columns, rank[1], fields=["input_ids"]), alone(columns, rank[1], ["input_ids"]))
     collator.build(columns, rank[0], fields=MODEL_INPUTS)
-    assert_same(collator.build(others, wide[1], fields=MODEL_INPUTS), alone(others, wide[1]))
+    assert_same(collator.build(other_columns, wide[1], fields=MODEL_INPUTS), alone(other_columns, wide[1]))
     assert_same(collator.build(columns, rank[2]), alone(columns, rank[2], None))
 
 
@@ -90,41 +90,41 @@ def calls(monkeypatch, engine):
     """The micro-batches of each call of the kernels."""
     if engine == "numpy":
         pytest.skip("NumPy makes one at a time")
-    made = []
+    calls = []
     build_tokens = native.build_tokens
 
-    def counted(kernels, columns, micro_batches, *others):
-        made.append(micro_batches)
-        return build_tokens(kernels, columns, micro_batches, *others)
+    def counted(kernels, columns, micro_batches, *arguments):
+        calls.append(micro_batches)
+        return build_tokens(kernels, columns, micro_batches, *arguments)
 
     monkeypatch.setattr(native, "build_tokens", counted)
-    return made
+    return calls
 
 
 def test_one_call_of_the_kernels_makes_what_fits_and_no_more(monkeypatch, calls):
     columns = columns_of()
     rank = rank_of(columns)
     collator = PaddedCollator()
-    for each in rank:
-        collator.build(columns, each, fields=MODEL_INPUTS)
+    for micro_batch in rank:
+        collator.build(columns, micro_batch, fields=MODEL_INPUTS)
     assert [len(call) for call in calls] == [len(rank)]
     calls.clear()
-    limit = 3 * max(each.rows * (24 * each.width + 24 * each.action_width) for each in rank)
+    limit = 3 * max(micro_batch.rows * (24 * micro_batch.width + 24 * micro_batch.action_width) for micro_batch in rank)
     monkeypatch.setattr(ahead, "MOST_BYTES", limit)
-    for each in rank:
-        collator.build(columns, each, fields=MODEL_INPUTS)
+    for micro_batch in rank:
+        collator.build(columns, micro_batch, fields=MODEL_INPUTS)
     assert 1 < len(calls) < len(rank)
     for call in calls.copy():  # which grows by what is built to compare with
-        batches = [alone(columns, each) for each in call]
+        batches = [alone(columns, micro_batch) for micro_batch in call]
         assert len(call) == 1 or sum(values.nbytes for batch in batches for values in arrays_of(batch).values()) <= limit * 1.1
     calls.clear()
-    for each in rank[:0:-1]:
-        collator.build(columns, each, fields=MODEL_INPUTS)
+    for micro_batch in rank[:0:-1]:
+        collator.build(columns, micro_batch, fields=MODEL_INPUTS)
     assert [len(call) for call in calls] == [1] * (len(rank) - 1), "nobody follows the order, so nothing is made ahead"
     calls.clear()
     monkeypatch.setattr(ahead, "MOST_BYTES", 1)
-    for each in rank:
-        collator.build(columns, each, fields=MODEL_INPUTS)
+    for micro_batch in rank:
+        collator.build(columns, micro_batch, fields=MODEL_INPUTS)
     assert [len(call) for call in calls] == [1] * len(rank), "a micro-batch above the limit is made alone"
 
 
@@ -141,11 +141,11 @@ def test_a_call_is_as_large_as_the_limit_and_not_a_byte_larger(monkeypatch, call
         monkeypatch.setattr(ahead, "MOST_BYTES", limit)
         calls.clear()
         collator = PaddedCollator()
-        for each in rank:
-            assert_same(collator.build(columns, each, fields=MODEL_INPUTS), alone(columns, each))
+        for micro_batch in rank:
+            assert_same(collator.build(columns, micro_batch, fields=MODEL_INPUTS), alone(columns, micro_batch))
         # `alone` makes one at a time: what is left are the calls of the collator
-        made = [len(call) for call in calls if call[0].order is not None]
-        assert made == [most] * (7 // most) + ([7 % most] if 7 % most else [])
+        lengths = [len(call) for call in calls if call[0].order is not None]
+        assert lengths == [most] * (7 // most) + ([7 % most] if 7 % most else [])
 
 
 @pytest.mark.parametrize("count", [2, 3])
@@ -179,8 +179,8 @@ def test_a_sample_that_does_not_fit_is_named_when_its_turn_comes():
         loss_weight=columns.loss_weight,
     )
     collator = PaddedCollator()
-    for each in rank[:2]:
-        assert_same(collator.build(longer, each, fields=MODEL_INPUTS), alone(longer, each))
+    for micro_batch in rank[:2]:
+        assert_same(collator.build(longer, micro_batch, fields=MODEL_INPUTS), alone(longer, micro_batch))
     with pytest.raises(DataError, match=rf"sample {grown} has {lengths[grown]} tokens"):
         collator.build(longer, rank[2], fields=MODEL_INPUTS)
     assert_same(collator.build(longer, rank[3], fields=MODEL_INPUTS), alone(longer, rank[3]))
@@ -194,27 +194,33 @@ def test_copies_of_a_collator_and_of_a_plan_build_the_same():
     for copied in (pickle.loads(pickle.dumps(collator)), copy.deepcopy(collator)):
         assert copied == collator
         sent = pickle.loads(pickle.dumps(rank))
-        assert [each.following for each in sent] == [sent[place + 1 :] for place in range(len(sent))]
-        for each, original in zip(sent, rank, strict=True):
-            assert_same(copied.build(columns, each, fields=MODEL_INPUTS), alone(columns, original))
+        assert [micro_batch.following for micro_batch in sent] == [sent[place + 1 :] for place in range(len(sent))]
+        for micro_batch, original in zip(sent, rank, strict=True):
+            assert_same(copied.build(columns, micro_batch, fields=MODEL_INPUTS), alone(columns, original))
 
 
 def test_threads_that_share_a_collator_never_share_memory():
     columns = columns_of(samples=200)
     rank = rank_of(columns, rows=2, dp=1)
-    collator, made = PaddedCollator(), []
+    collator, batches_of_threads = PaddedCollator(), []
 
     def build_all():
-        made.append([collator.build(columns, each, fields=MODEL_INPUTS) for each in rank])
+        batches_of_threads.append([collator.build(columns, micro_batch, fields=MODEL_INPUTS) for micro_batch in rank])
 
     threads = [Thread(target=build_all) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(made) == 4
-    places = [values.ctypes.data for batches in made for batch in batches for values in arrays_of(batch).values() if values.size]
+    assert len(batches_of_threads) == 4
+    places = [
+        values.ctypes.data
+        for batches in batches_of_threads
+        for batch in batches
+        for values in arrays_of(batch).values()
+        if values.size
+    ]
     assert len(set(places)) == len(places)
-    for batches in made:
-        for batch, each in zip(batches, rank, strict=True):
-            assert_same(batch, alone(columns, each))
+    for batches in batches_of_threads:
+        for batch, micro_batch in zip(batches, rank, strict=True):
+            assert_same(batch, alone(columns, micro_batch))

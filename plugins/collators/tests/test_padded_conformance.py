@@ -59,7 +59,7 @@ def test_the_reinforcement_learning_entry_equals_its_reference_loop(lists: Sampl
     routes = lists.extras.get("expert_routes")
     columns = SampleColumns.from_rollouts(
         reader=read_lists,
-        routes=None if routes is None else [given_as(each) for each in routes],
+        routes=None if routes is None else [given_as(route) for route in routes],
         prompts=lists.prompts,
         responses=lists.responses,
         rewards=rewards,

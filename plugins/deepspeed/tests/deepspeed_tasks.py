@@ -23,7 +23,7 @@ STILL = AdamWSettings(learning_rate=1e-30, max_grad_norm=None)
 
 def save_models(root: Path) -> dict[str, str]:
     """A tied Qwen3, an untied Llama, a critic, a model with dropout; biases and transposed weights, capped logits, experts."""
-    made: dict[str, tuple[str, dict[str, Any]]] = {
+    configs: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3": ("qwen3", {}),
         "llama": ("llama", {}),
         "critic": ("llama", {"value_head": True}),
@@ -32,9 +32,9 @@ def save_models(root: Path) -> dict[str, str]:
         "gemma2": ("gemma2", {"query_pre_attn_scalar": 12, "final_logit_softcapping": 1.0, "tie_word_embeddings": True}),
         "qwen3_moe": ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}),
     }
-    for name, (family, settings) in made.items():
+    for name, (family, settings) in configs.items():
         write_model(root / name, family, **settings)
-    return {name: str(root / name) for name in made}
+    return {name: str(root / name) for name in configs}
 
 
 def start(

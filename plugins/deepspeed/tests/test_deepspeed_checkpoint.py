@@ -129,9 +129,9 @@ def test_unusable_checkpoints_are_named(models: dict[str, str], tmp_path: Path) 
 
 
 @pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("what", ["checkpoint", "export"])
+@pytest.mark.parametrize("cause", ["checkpoint", "export"])
 def test_a_full_disk_is_named_and_nothing_is_lost(
-    models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+    models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cause: str
 ) -> None:
     backend = start(models["qwen3"])
 
@@ -140,7 +140,7 @@ def test_a_full_disk_is_named_and_nothing_is_lost(
 
     monkeypatch.setattr("skyrl_engine_deepspeed.checkpoint.torch.save", full)
     monkeypatch.setattr("transformers.modeling_utils.PreTrainedModel.save_pretrained", full)
-    write, error = (backend.save, CheckpointError) if what == "checkpoint" else (backend.export, ModelError)
+    write, error = (backend.save, CheckpointError) if cause == "checkpoint" else (backend.export, ModelError)
     with pytest.raises(error, match="No space left on device") as caught:
         write(tmp_path)
     assert "Make room" in caught.value.remedy
@@ -156,11 +156,11 @@ def test_the_export_is_what_was_trained(
     pair: World, models: dict[str, str], tmp_path: Path, name: str, stage: int, dtype: str
 ) -> None:
     """Weights have the run's precision, and are the trained ones, rounded to it."""
-    weights, others = pair.run(exported, models[name], stage, tmp_path, dtype=dtype)
+    weights, other_weights = pair.run(exported, models[name], stage, tmp_path, dtype=dtype)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert loaded.dtype == getattr(torch, dtype)
     assert loaded.config.tie_word_embeddings == (name == "qwen3")
-    assert dict(loaded.named_parameters()).keys() == weights.keys() == others.keys()
+    assert dict(loaded.named_parameters()).keys() == weights.keys() == other_weights.keys()
     for key, parameter in loaded.named_parameters():
         rounded = torch.from_numpy(weights[key]).to(loaded.dtype)
         assert torch.equal(rounded, parameter), key

@@ -57,12 +57,12 @@ def test_gradients_and_norm(
 @pytest.mark.parametrize("offload", OFFLOADS, ids=["device", "optimizer-offload", "full-offload"])
 def test_offload_changes_no_step(models: dict[str, str], offload: dict[str, Any]) -> None:
     """AdamW on the host rounds as AdamW on the device does, to a few units in the last place."""
-    plain, other = (started(models["llama"], DeepSpeedConfig(**options), OPTIMIZER) for options in ({}, offload))
-    for (_, norm, rate), (_, other_norm, other_rate) in zip(train(plain, 3), train(other, 3), strict=True):
+    plain, offloaded = (started(models["llama"], DeepSpeedConfig(**options), OPTIMIZER) for options in ({}, offload))
+    for (_, norm, rate), (_, other_norm, other_rate) in zip(train(plain, 3), train(offloaded, 3), strict=True):
         assert other_norm == pytest.approx(norm, rel=1e-4)
         assert other_rate == rate
-    weights = arrays(other.weights())
+    weights = arrays(offloaded.weights())
     for name, weight in plain.weights():
         np.testing.assert_allclose(weights[name], weight.numpy(), rtol=0, atol=1e-4, err_msg=name)
     plain.close()
-    other.close()
+    offloaded.close()

@@ -37,12 +37,12 @@ def norm(gradients: dict[str, Any]) -> float:
 
 def check(ranks: Any, due: DefinedResult, tolerance: float) -> None:
     """The ranks' parts of the loss add up, every rank has the whole gradient, and the step reports its norm."""
-    for (first, gradients, reported), (second, others, _) in zip(*ranks, strict=True):
+    for (first, gradients, reported), (second, other_gradients, _) in zip(*ranks, strict=True):
         assert first + second == pytest.approx(due.loss, rel=max(1e-5, tolerance / 5))
         assert worst(gradients, due.gradients) <= tolerance
         assert reported == pytest.approx(norm(due.gradients), rel=tolerance)
         for name, gradient in gradients.items():
-            np.testing.assert_array_equal(gradient, others[name])
+            np.testing.assert_array_equal(gradient, other_gradients[name])
 
 
 @pytest.mark.parametrize("stage", stages(0, 1, 2))
@@ -107,7 +107,7 @@ def test_a_parameter_that_is_reached_late_has_nothing_of_the_step_before(pair: W
     chosen = documents(VOCABULARY)
     both = [definition(models["critic"], chosen, dtype=torch.float32, needs=(need,)) for need in ("values", "logprobs")]
     names = both[0].gradients.keys() | both[1].gradients.keys()
-    due = {name: sum(each.gradients.get(name, 0.0) for each in both) for name in names}
+    due = {name: sum(result.gradients.get(name, 0.0) for result in both) for name in names}
     for first, again in pair.run(reached_late, models["critic"], stage):
         assert worst(first, due) <= 1e-5
         assert worst(again, due) <= 1e-5
@@ -125,7 +125,7 @@ def test_forgetting_the_mean_over_ranks_would_be_noticed(
 def test_two_ranks_that_only_score_divide_the_weights_too(
     pair: World, models: dict[str, str], due: dict[str, DefinedResult], dtype: str
 ) -> None:
-    """Without an optimizer no float32 weights are kept beside those that compute."""
+    """Without an optimizer no float32 weights are kept next to those that compute."""
     (first, weights), (second, _) = pair.run(scored, models["qwen3"], dtype=dtype)
     assert first + second == pytest.approx(due["qwen3"].loss, rel=1e-5 if dtype == "float32" else 1e-2)
     for name, parameter in AutoModelForCausalLM.from_pretrained(models["qwen3"]).named_parameters():

@@ -27,8 +27,8 @@ STAGES = [*(pytest.param(stage, marks=pytest.mark.proof) for stage in (0, 1, 2))
 @pytest.fixture(scope="module")
 def adapters(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     root = tmp_path_factory.mktemp("adapters")
-    made = {name: write_adapter(models[name], root / name) for name in ("qwen3", "llama")}
-    return {**made, "critic": write_adapter(models["critic"], root / "critic", value_head=True)}
+    adapters = {name: write_adapter(models[name], root / name) for name in ("qwen3", "llama")}
+    return {**adapters, "critic": write_adapter(models["critic"], root / "critic", value_head=True)}
 
 
 @pytest.fixture(scope="module")
@@ -79,14 +79,14 @@ def test_a_value_head_learns_beside_the_adapters(pair: World, models: dict[str, 
     lora = LoraConfig(path=adapters["critic"])
     plain = definition(models["critic"], documents(VOCABULARY), adapter=adapters["critic"]).gradients
     for ranks in pair.run(gradients_of, models["critic"], stage, sizes=(2,), value_head=True, lora=lora):
-        found = ranks[0][1]
-        assert not found.pop("score.weight").any()
-        assert not found.pop("score.bias").any()
-        assert worst(found, plain) <= 1e-5
+        exported = ranks[0][1]
+        assert not exported.pop("score.weight").any()
+        assert not exported.pop("score.bias").any()
+        assert worst(exported, plain) <= 1e-5
 
 
 @pytest.mark.parametrize(
-    ("stage", "later"), [*(pytest.param(*each, marks=pytest.mark.proof) for each in ((0, 0), (2, 1), (1, 3))), (3, 3)]
+    ("stage", "later"), [*(pytest.param(*case, marks=pytest.mark.proof) for case in ((0, 0), (2, 1), (1, 3))), (3, 3)]
 )
 def test_resumed_equals_uninterrupted(pair: World, models: dict[str, str], tmp_path: Path, stage: int, later: int) -> None:
     """With dropout, so that random states count too; in another stage as well, to float32's rounding."""
@@ -107,7 +107,7 @@ def test_resumed_equals_uninterrupted(pair: World, models: dict[str, str], tmp_p
 def test_the_export_is_what_peft_loads(pair: World, models: dict[str, str], tmp_path: Path, stage: int) -> None:
     lora = LoraConfig(rank=4, alpha=32, targets=("q_proj", "o_proj"))
     merged = pair.run(exported, models["llama"], stage, tmp_path, lora=lora)[1]
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
     base = AutoModelForCausalLM.from_pretrained(models["llama"])
     before = {name: parameter.detach().numpy().copy() for name, parameter in base.named_parameters()}
     moved = {name for name, values in merged.items() if not np.array_equal(values, before[name])}

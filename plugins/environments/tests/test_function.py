@@ -129,7 +129,7 @@ def test_a_template_is_for_the_user_where_a_tool_spoke_last(tmp_path):
 
 
 def test_held_out_tasks_are_others(tmp_path):
-    rows = written(tmp_path, [{"prompt": f"number {each}"} for each in range(40)])
+    rows = written(tmp_path, [{"prompt": f"number {index}"} for index in range(40)])
     train, held_out = (tasks_of(rows, split, eval_fraction=0.25) for split in ("train", "eval"))
     assert (len(train), len(held_out)) == (30, 10)
     assert not {task.key for task in train} & {task.key for task in held_out}
@@ -141,8 +141,8 @@ def test_held_out_tasks_are_others(tmp_path):
 def test_the_keys_of_two_files_are_kept_apart(tmp_path):
     """Rows of both are numbered from 0."""
     rows = written(tmp_path, [{"prompt": "x"}, {"prompt": "y"}])
-    others = written(tmp_path, [{"prompt": "z"}], "eval.jsonl")
-    train, held_out = (tasks_of(rows, split, eval_data=others) for split in ("train", "eval"))
+    other_rows = written(tmp_path, [{"prompt": "z"}], "eval.jsonl")
+    train, held_out = (tasks_of(rows, split, eval_data=other_rows) for split in ("train", "eval"))
     assert ([task.key for task in train], [task.key for task in held_out]) == (["0", "1"], ["eval/0"])
 
 
@@ -242,8 +242,8 @@ def test_rewards_are_added_by_their_weights_and_shown():
 def test_none_of_trl_counts_beside_others_alone():
     environment = rewarding("exact", "of_trl_sometimes")
     assert step(environment, "4").parts == {"exact": 1.0}
-    other = attrs.evolve(TASK, data={"answer": "7"})
-    assert step(environment, "7", task=other).parts == {"exact": 1.0, "of_trl_sometimes": 1.0}
+    other_task = attrs.evolve(TASK, data={"answer": "7"})
+    assert step(environment, "7", task=other_task).parts == {"exact": 1.0, "of_trl_sometimes": 1.0}
     with pytest.raises(ContractError, match="the reward of_trl_sometimes returned None"):
         step(rewarding("of_trl_sometimes"), "4")
 
@@ -372,9 +372,9 @@ def test_calls_are_answered_and_the_last_word_is_scored():
     environment = with_tools()
     assert [tool["function"]["name"] for tool in environment.tasks("train")[0].tools] == ["add", "look_up"]
     calls = [ToolCall("add", {"left": 2, "right": 2}, "c1"), ToolCall("look_up", {"word": "sum"})]
-    asked = step(environment, "", calls=calls)
-    assert (asked.done, asked.reward) == (False, 0.0)
-    assert asked.messages == (
+    answer = step(environment, "", calls=calls)
+    assert (answer.done, answer.reward) == (False, 0.0)
+    assert answer.messages == (
         {"role": "tool", "name": "add", "content": "4", "tool_call_id": "c1"},
         {"role": "tool", "name": "look_up", "content": '{"word": "sum", "kinds": ""}'},
     )

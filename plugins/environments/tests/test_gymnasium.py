@@ -83,12 +83,12 @@ def test_a_start_is_its_seed():
     numbers = []
     for _ in range(2):
         numbers.append([])
-        for each in range(20):
-            episode, _ = opened(environment, each)
+        for index in range(20):
+            episode, _ = opened(environment, index)
             numbers[-1].append(episode._made.unwrapped.number)
     assert numbers[0] == numbers[1]
     assert len(set(numbers[0])) > 3
-    assert [environment.tasks("eval")[each].data["seed"] for each in range(5)] == [20, 21, 22, 23, 24]
+    assert [environment.tasks("eval")[index].data["seed"] for index in range(5)] == [20, 21, 22, 23, 24]
 
 
 def test_a_system_prompt_is_the_task():
@@ -180,8 +180,8 @@ def test_a_file_that_gives_no_environment_is_refused(own_file, name, kwargs, err
 
 def test_without_a_system_prompt_the_first_observation_is_the_task():
     environment = environment_of(system_prompt=None, prompt_template="{prompt} Answer with a digit.")
-    (asked,) = environment.tasks("train")[0].messages
-    assert asked == {"role": "user", "content": "Guess a number from 0 to 9. Answer with a digit."}
+    (message,) = environment.tasks("train")[0].messages
+    assert message == {"role": "user", "content": "Guess a number from 0 to 9. Answer with a digit."}
     episode, begun = opened(environment)
     assert begun == ()
     assert episode._made.unwrapped.number in range(10)

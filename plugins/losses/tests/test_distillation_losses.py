@@ -33,9 +33,9 @@ def divergence(
     teacher = (logits(1) if teacher is None else teacher).log_softmax(-1)
     chosen, ids = teacher.topk(k, -1)
     needs = {"logprobs_at:teacher_ids": student.log_softmax(-1).gather(-1, ids), "teacher_logprobs": chosen.to(student.dtype)}
-    made = plugin.top_k_divergence.skyrl_engine_make_loss(config)
+    loss = plugin.top_k_divergence.skyrl_engine_make_loss(config)
     tokens = LossTokens(needs, sequences_of([2, 0, 3]), torch.Generator)
-    return as_loss_output("top_k_divergence", made(tokens), TOKENS), ids, teacher.exp()
+    return as_loss_output("top_k_divergence", loss(tokens), TOKENS), ids, teacher.exp()
 
 
 def kl(first: list[Tensor], second: list[Tensor]) -> Tensor:
@@ -44,10 +44,10 @@ def kl(first: list[Tensor], second: list[Tensor]) -> Tensor:
 
 def outcomes(distribution: Tensor, ids: list[int], rest: str) -> list[Tensor]:
     """The probabilities that a divergence is taken over."""
-    named = [distribution[each] for each in ids]
+    named = [distribution[token_id] for token_id in ids]
     if rest == "one":
-        return [*named, total([distribution[each] for each in range(VOCABULARY) if each not in ids])]
-    return named if rest == "none" else [each / total(named) for each in named]
+        return [*named, total([distribution[token_id] for token_id in range(VOCABULARY) if token_id not in ids])]
+    return named if rest == "none" else [probability / total(named) for probability in named]
 
 
 def oracle(p: list[Tensor], q: list[Tensor], config: TopKDivergenceConfig) -> Tensor:
@@ -70,13 +70,13 @@ CONFIGS = [
 
 def require_equal(output: LossOutput, due: list[torch.Tensor], student: torch.Tensor) -> None:
     """Values, the gradient of their weighted sum by the student's logits, and the metric are those of the definition, `due` by token."""
-    assert output.token_loss.tolist() == pytest.approx([each.item() for each in due], rel=1e-10, abs=1e-10)
+    assert output.token_loss.tolist() == pytest.approx([value.item() for value in due], rel=1e-10, abs=1e-10)
     weights = torch.linspace(0.2, 1.0, TOKENS, dtype=torch.float64)
     (got,) = torch.autograd.grad((weights * output.token_loss).sum(), student)
-    (expected,) = torch.autograd.grad(total([w * each for w, each in zip(weights, due, strict=True)]), student)
+    (expected,) = torch.autograd.grad(total([w * value for w, value in zip(weights, due, strict=True)]), student)
     assert expected.any()
     torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
-    assert output.metrics["divergence"].result == pytest.approx(sum(each.item() for each in due) / TOKENS)
+    assert output.metrics["divergence"].result == pytest.approx(sum(value.item() for value in due) / TOKENS)
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: f"{config.divergence}-{config.beta}-{config.rest}")
@@ -162,9 +162,9 @@ def expected_gradient(estimator: Any) -> tuple[Tensor, Tensor, Tensor]:
     """The mean gradient of `teacher_kl` over all tokens that the student may sample, by its logits [V]; those logits, and the teacher's."""
     student, teacher = logits(2)[0].requires_grad_(), logits(1)[0].log_softmax(-1)
     logprobs = student.log_softmax(-1)
-    made = plugin.teacher_kl.skyrl_engine_make_loss(TeacherKlConfig(estimator))
+    loss = plugin.teacher_kl.skyrl_engine_make_loss(TeacherKlConfig(estimator))
     output = as_loss_output(
-        "teacher_kl", made(LossTokens({"logprobs": logprobs, "teacher_logprobs": teacher}, sequences_of([7]), torch.Generator)), 7
+        "teacher_kl", loss(LossTokens({"logprobs": logprobs, "teacher_logprobs": teacher}, sequences_of([7]), torch.Generator)), 7
     )
     (gradient,) = torch.autograd.grad((logprobs.detach().exp() * output.token_loss).sum(), student)
     return gradient, student, teacher
@@ -191,12 +191,12 @@ def test_the_mean_gradient_of_k3_is_that_of_the_forward_divergence() -> None:
 
 def estimated(estimator: Any, student: float, teacher: float) -> LossOutput:
     """`teacher_kl` of one token with these log-probabilities."""
-    made = plugin.teacher_kl.skyrl_engine_make_loss(TeacherKlConfig(estimator))
+    loss = plugin.teacher_kl.skyrl_engine_make_loss(TeacherKlConfig(estimator))
     needs = {
         "logprobs": torch.tensor([student], dtype=torch.float64),
         "teacher_logprobs": torch.tensor([teacher], dtype=torch.float64),
     }
-    return as_loss_output("teacher_kl", made(LossTokens(needs, sequences_of([1]), torch.Generator)), 1)
+    return as_loss_output("teacher_kl", loss(LossTokens(needs, sequences_of([1]), torch.Generator)), 1)
 
 
 @pytest.mark.parametrize(("estimator", "due"), [("k1", 0.5), ("abs", 0.5), ("k2", 0.125), ("k3", 0.10653065971263342)])
@@ -212,14 +212,14 @@ def whole(student: Tensor, config: DivergenceConfig, temperature: float = 1.0) -
     eye = torch.nn.Linear(VOCABULARY, VOCABULARY, bias=False, dtype=student.dtype)
     with torch.no_grad():
         eye.weight.copy_(torch.eye(VOCABULARY))
-    made = plugin.divergence.skyrl_engine_make_loss(config)
-    asked = RequestedScores.of(made.needs, torch.zeros(TOKENS, dtype=torch.int64), {})
+    loss = plugin.divergence.skyrl_engine_make_loss(config)
+    requested = RequestedScores.of(loss.needs, torch.zeros(TOKENS, dtype=torch.int64), {})
     known = TeacherStates(logits(1, student.dtype), eye.weight.detach(), None, LogitRule())
-    scores = asked.name_values(
-        ChunkedHead(eye, LogitRule(), 4 * VOCABULARY)(student, asked.tokens, temperature, asked.scores, known)
+    scores = requested.name_values(
+        ChunkedHead(eye, LogitRule(), 4 * VOCABULARY)(student, requested.tokens, temperature, requested.scores, known)
     )
     needs = {"divergence": scores[config.score.need], TOP_1_AGREEMENT: scores[TOP_1_AGREEMENT]}
-    return as_loss_output("divergence", made(LossTokens(needs, sequences_of([2, 0, 3]), torch.Generator)), TOKENS)
+    return as_loss_output("divergence", loss(LossTokens(needs, sequences_of([2, 0, 3]), torch.Generator)), TOKENS)
 
 
 @pytest.mark.parametrize("form", ["forward", "reverse", "jensen_shannon"])
@@ -228,7 +228,7 @@ def test_the_whole_vocabulary_has_the_published_value_and_gradient(form: Any, te
     student = logits(2).requires_grad_()
     config = DivergenceConfig(form, 0.3, temperature)
     output = whole(student, config)
-    p, q = ((each / temperature).softmax(-1) for each in (logits(1), student))
+    p, q = ((values / temperature).softmax(-1) for values in (logits(1), student))
     due = [oracle(list(p[t]), list(q[t]), TopKDivergenceConfig(form, 0.3)) for t in range(TOKENS)]
     require_equal(output, due, student)
     assert output.metrics["top_1_agreement"].value == int((p.argmax(-1) == q.argmax(-1)).sum())

@@ -146,14 +146,14 @@ def test_ratios_of_a_thousand_nats_stay_finite(case: Case, lengths: tuple[int, .
     """Every combination of log p - log q in -1000, 0, 1000 with every sign of the advantage; nothing is infinite or NaN."""
     advantages = [1.0, -1.0, 0.0, 2.5] * 3
     logprobs = [-1000.0] * 4 + [0.0] * 4 + [-1.0] * 4
-    others = [0.0] * 4 + [-1000.0] * 4 + [-1.0] * 4
+    logprobs_now = [0.0] * 4 + [-1000.0] * 4 + [-1.0] * 4
     big = [1000.0] * 4 + [0.0] * 4 + [-1000.0] * 4
     batch = Batch(
         lengths,
         logprobs,
         [0.0] * 12,
         big,
-        *[others] * 3,
+        *[logprobs_now] * 3,
         advantages,
         [1.0] * 12,
         [0.0] * 12,

@@ -28,8 +28,8 @@ def evaluated(name: str, config: Any, lengths: list[int], **columns: list[float]
     (score,) = {"logprobs", "values", "entropy"} & set(columns)
     tensors = {column: torch.tensor(values, dtype=torch.float64) for column, values in columns.items()}
     tensors[score].requires_grad_()
-    made = getattr(plugin, name).skyrl_engine_make_loss(config)
-    output = as_loss_output(name, made(LossTokens(tensors, sequences_of(lengths), torch.Generator)), sum(lengths))
+    loss = getattr(plugin, name).skyrl_engine_make_loss(config)
+    output = as_loss_output(name, loss(LossTokens(tensors, sequences_of(lengths), torch.Generator)), sum(lengths))
     output.token_loss.sum().backward()
     gradient = tensors[score].grad
     assert gradient is not None
@@ -219,8 +219,8 @@ def test_value_clip_takes_the_worse_of_both() -> None:
     ],
 )
 def test_kl_estimators(estimator: Any, difference: float, loss: float, gradient: float) -> None:
-    found = evaluated("kl", KlConfig(estimator), [1], logprobs=[-1.0], ref_logprobs=[-1.0 - difference])
-    assert found == (near([loss]), near([gradient]))
+    losses = evaluated("kl", KlConfig(estimator), [1], logprobs=[-1.0], ref_logprobs=[-1.0 - difference])
+    assert losses == (near([loss]), near([gradient]))
 
 
 def test_entropy_is_to_be_raised() -> None:
@@ -254,8 +254,10 @@ def test_label_smoothing_is_torchs_own_over_whole_logits() -> None:
     every = logits.log_softmax(-1)
     needs = {"logprobs": every[torch.arange(7), labels], "mean_logprob": every.mean(-1)}
     loss = plugin.label_smoothing.skyrl_engine_make_loss(LabelSmoothingConfig(0.3))
-    made = as_loss_output("label_smoothing", loss(LossTokens(needs, sequences_of([7]), torch.Generator)), 7).token_loss
+    token_loss = as_loss_output("label_smoothing", loss(LossTokens(needs, sequences_of([7]), torch.Generator)), 7).token_loss
     due = torch.nn.functional.cross_entropy(logits, labels, reduction="none", label_smoothing=0.3)
-    torch.testing.assert_close(made, due)
-    for one, other in zip(torch.autograd.grad(made.sum(), logits), torch.autograd.grad(due.sum(), logits), strict=True):
-        torch.testing.assert_close(one, other)
+    torch.testing.assert_close(token_loss, due)
+    for gradient, expected_gradient in zip(
+        torch.autograd.grad(token_loss.sum(), logits), torch.autograd.grad(due.sum(), logits), strict=True
+    ):
+        torch.testing.assert_close(gradient, expected_gradient)

@@ -35,14 +35,14 @@ SUITES = {name: suite(name, {}) for name in plugin.__all__} | {
 
 
 @pytest.mark.parametrize(
-    ("each", "promise"),
+    ("suite", "promise"),
     [
-        pytest.param(each, promise, id=f"{name}-{promise.name}", marks=pytest.mark.nightly if name in BY_NIGHT else ())
-        for name, each in SUITES.items()
-        for subject in [each().subject()]
-        for promise in each.promises
+        pytest.param(suite, promise, id=f"{name}-{promise.name}", marks=pytest.mark.nightly if name in BY_NIGHT else ())
+        for name, suite in SUITES.items()
+        for subject in [suite().subject()]
+        for promise in suite.promises
         if promise.exempt(subject) is None and (promise.name != "light_import" or name == "ppo")  # one module, one process
     ],
 )
-def test_promise(each: type[Conformance], promise: Any) -> None:
-    each().test_promise(promise)
+def test_promise(suite: type[Conformance], promise: Any) -> None:
+    suite().test_promise(promise)

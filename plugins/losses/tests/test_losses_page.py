@@ -51,17 +51,17 @@ def declared(name: str) -> Any:
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_every_declaration_stands_there(name: str) -> None:
-    made, section = declared(name), SECTIONS[name]
+    declaration, section = declared(name), SECTIONS[name]
     (needs,) = re.findall(r"^- Needs (.+?)\. Homogeneous", section, re.MULTILINE | re.DOTALL)
-    assert tuple(re.findall(r"`([\w:.\[\]]+)`", re.sub(r"\(with .+?\)", "", needs))) == made.needs
-    assert ("Homogeneous: yes" in section) is made.homogeneous
-    assert ("Homogeneous: no" in section) is not made.homogeneous
-    assert ("Local to the batch: yes" in section) is made.batch_local
-    assert ("Local to the batch: no" in section) is not made.batch_local
-    assert re.findall(r"Only the reducer `(\w+)`", section) == list(made.reducers or ())
-    assert ("Compares pairs: yes" in section) is compares_pairs(made)
+    assert tuple(re.findall(r"`([\w:.\[\]]+)`", re.sub(r"\(with .+?\)", "", needs))) == declaration.needs
+    assert ("Homogeneous: yes" in section) is declaration.homogeneous
+    assert ("Homogeneous: no" in section) is not declaration.homogeneous
+    assert ("Local to the batch: yes" in section) is declaration.batch_local
+    assert ("Local to the batch: no" in section) is not declaration.batch_local
+    assert re.findall(r"Only the reducer `(\w+)`", section) == list(declaration.reducers or ())
+    assert ("Compares pairs: yes" in section) is compares_pairs(declaration)
     advised = re.findall(r"Advised reducer: `(\w+)`", section)
-    assert advised == list(made.advised_reducers or ())
+    assert advised == list(declaration.advised_reducers or ())
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -71,5 +71,5 @@ def test_every_metric_stands_there(name: str) -> None:
         metrics = OF_DISTILLATION[name]()
     else:
         metrics = preferences(name, schema_of(name)(), pairs(0)).metrics if case is None else case.run(random_batch(0))[0].metrics
-    found = re.findall(r"^- Metrics? (.+(?:\n  .+)*)$", SECTIONS[name], re.MULTILINE)
-    assert sorted(re.findall(r"`([\w/]+)`", " ".join(found))) == sorted(metrics)
+    paragraphs = re.findall(r"^- Metrics? (.+(?:\n  .+)*)$", SECTIONS[name], re.MULTILINE)
+    assert sorted(re.findall(r"`([\w/]+)`", " ".join(paragraphs))) == sorted(metrics)

@@ -90,24 +90,24 @@ def test_importing_every_module_takes_no_torch() -> None:
 
 @pytest.mark.parametrize("file", sorted((ROOT / "src/skyrl_engine_losses").glob("*.py")), ids=lambda file: file.name)
 def test_only_attrs_and_the_engine_are_imported_at_run_time(file: Path) -> None:
-    found = set()
+    names = set()
     for node in ast.parse(file.read_text()).body:  # what stands under `if TYPE_CHECKING` is no statement of the module's body
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            found.add(node.module)
-    heads = {str(name).partition(".")[0] for name in found}
+            names.add(node.module)
+    heads = {str(name).partition(".")[0] for name in names}
     assert heads <= {"attrs", "skyrl_engine", "skyrl_engine_losses", "typing", "collections"}
 
 
 @pytest.mark.parametrize("name", NEEDS)
 def test_what_a_loss_declares(name: str) -> None:
-    made = getattr(plugin, name).skyrl_engine_make_loss(default(name))
-    assert made.needs == NEEDS[name]
-    assert made.reducers == (("sequence_mean",) if name in PREFERENCES else None)
-    assert made.advised_reducers == (("sequence_mean",) if name in ("gspo", "gmpo") else None)
-    assert made.batch_local is (name in ("clip_cov", "kl_cov"))
-    assert made.homogeneous is (name not in NOT_HOMOGENEOUS)
+    loss = getattr(plugin, name).skyrl_engine_make_loss(default(name))
+    assert loss.needs == NEEDS[name]
+    assert loss.reducers == (("sequence_mean",) if name in PREFERENCES else None)
+    assert loss.advised_reducers == (("sequence_mean",) if name in ("gspo", "gmpo") else None)
+    assert loss.batch_local is (name in ("clip_cov", "kl_cov"))
+    assert loss.homogeneous is (name not in NOT_HOMOGENEOUS)
 
 
 def test_what_all_losses_are() -> None:

@@ -121,15 +121,15 @@ def run(name: str, config: Any, tokens: LossTokens) -> Any:
     return as_loss_output(name, getattr(plugin, name).skyrl_engine_make_loss(config)(tokens), len(tokens.sequences.index))
 
 
-def require_same(tokens: LossTokens, made: Tensor, of_sample: dict[int, Tensor], scores: Tensor | None = None) -> None:
+def require_same(tokens: LossTokens, token_loss: Tensor, of_sample: dict[int, Tensor], scores: Tensor | None = None) -> None:
     """Each token has its sample's value; the weights of sequence_mean make one number of it, whose gradient in `scores` (None: the
     log-probabilities) is the formula's.
     """
     scores = tokens.logprobs if scores is None else scores
     for token, sample in enumerate(tokens.sequences.index.tolist()):
-        assert made[token].item() == pytest.approx(of_sample[sample].item(), rel=1e-10, abs=1e-10)
+        assert token_loss[token].item() == pytest.approx(of_sample[sample].item(), rel=1e-10, abs=1e-10)
     weights = 1.0 / tokens.sequences.counts.double()[tokens.sequences.index] / len(of_sample)
-    (got,) = torch.autograd.grad((weights * made).sum(), scores, retain_graph=True)
+    (got,) = torch.autograd.grad((weights * token_loss).sum(), scores, retain_graph=True)
     (due,) = torch.autograd.grad(mean(list(of_sample.values())), scores)
     assert due.any()
     torch.testing.assert_close(got, due, rtol=1e-10, atol=1e-10)
@@ -157,11 +157,11 @@ def test_bradley_terry_has_the_published_value_and_gradient(config: BradleyTerry
         reward_w, reward_l = mean(values[w]), mean(values[r])
         margin = MARGINS[w] if config.margins else 0.0
         of_pair[w] = -torch.log(sigmoid(reward_w - reward_l - margin)) + config.center_coefficient * (reward_w + reward_l) ** 2
-    made = run("bradley_terry", config, tokens)
-    require_same(tokens, made.token_loss, of_pair | {r: of_pair[w] for w, r in PAIRS}, tokens.values)
-    found = {name: metric.result for name, metric in made.metrics.items()}
+    output = run("bradley_terry", config, tokens)
+    require_same(tokens, output.token_loss, of_pair | {r: of_pair[w] for w, r in PAIRS}, tokens.values)
+    metrics = {name: metric.result for name, metric in output.metrics.items()}
     pairs = [[mean(values[y]).item() for y in pair] for pair in PAIRS]
-    assert found == pytest.approx(
+    assert metrics == pytest.approx(
         {
             "rewards/chosen": sum(w for w, _ in pairs) / 3,
             "rewards/rejected": sum(r for _, r in pairs) / 3,
@@ -195,10 +195,10 @@ def test_kto_has_the_published_value_and_gradient(config: KtoConfig) -> None:
             of_sample[sample] = config.desirable_weight * (1 - sigmoid(config.beta * (reward - 0.3)))
         else:
             of_sample[sample] = config.undesirable_weight * (1 - sigmoid(config.beta * (0.3 - reward)))
-    made = run("kto", config, tokens)
-    require_same(tokens, made.token_loss, of_sample)
-    assert made.metrics["kl_baseline"].result == pytest.approx(0.3)
-    assert made.metrics["rewards/chosen"].count == 3
+    output = run("kto", config, tokens)
+    require_same(tokens, output.token_loss, of_sample)
+    assert output.metrics["kl_baseline"].result == pytest.approx(0.3)
+    assert output.metrics["rewards/chosen"].count == 3
 
 
 def test_at_the_reference_the_loss_is_log_two() -> None:
@@ -250,6 +250,6 @@ def test_smoothing_belongs_to_two_forms() -> None:
 
 
 def test_a_unit_without_a_rejected_answer_is_refused() -> None:
-    one = torch.tensor([1])
+    chosen = torch.tensor([1])
     with pytest.raises(DataError, match="no rejected sample"):
-        Pairs.of(Sequences(torch.tensor([0]), one, one, one, torch.tensor([0])))
+        Pairs.of(Sequences(torch.tensor([0]), chosen, chosen, chosen, torch.tensor([0])))

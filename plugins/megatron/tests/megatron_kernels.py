@@ -7,7 +7,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from megatron_tasks import VOCABULARY, Case, Passed, own, passed, start
+from megatron_tasks import VOCABULARY, Case, Passed, own, run_passes, start
 from torch import Tensor
 
 from skyrl_engine import ModelError
@@ -53,14 +53,14 @@ class AsDocumented(MegatronModule):
         assert type(packed_seq_params) is PackedSeqParams
         assert packed_seq_params.qkv_format == "thd"
         assert ends.dtype == torch.int32
-        for other in ("cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded"):
-            assert getattr(packed_seq_params, other) is ends
+        for name in ("cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded"):
+            assert getattr(packed_seq_params, name) is ends
         assert packed_seq_params.max_seqlen_q == packed_seq_params.max_seqlen_kv == int(ends.diff().max())
         places = self.places(ends)
         here, there = places[0], torch.cat(places)
         if self.ranks > 1:
             group = parallel_state.get_context_parallel_group()
-            key, value = (gather_from_sequence_parallel_region(each.contiguous(), group=group) for each in (key, value))
+            key, value = (gather_from_sequence_parallel_region(tensor.contiguous(), group=group) for tensor in (key, value))
             here = places[parallel_state.get_context_parallel_rank()]
         seen = self.seen(ends, here, there)
         shared = query.shape[1] // key.shape[1]
@@ -112,11 +112,11 @@ class Raising(AsDocumented):
         raise RuntimeError("no kernel image is available\nand more")
 
 
-def installed(base: type, *, asked: bool) -> Any:
+def install_kernels(base: type, *, is_required: bool) -> Any:
     """In force: `base` is the Transformer Engine that is installed, and this is a device for it."""
 
     def chosen(_options: Any, config: Any, device: torch.device) -> Any:
-        return kernels.choose_kernels(kernels.over(base), config, device, asked=asked)
+        return kernels.choose_kernels(kernels.over(base), config, device, is_required=is_required)
 
     return patch.object(kernels, "choose_core_attention", chosen)
 
@@ -130,20 +130,20 @@ class OnOneRank(AsDocumented):
         return super().forward(*args, **options)
 
 
-def passed_by_kernels(directory: str, options: MegatronConfig, cases: Sequence[Case]) -> list[Passed]:
-    """`passed`, attention by `AsDocumented` alone: `DocumentAttention` is asked for the comparisons, and by nobody else."""
+def run_passes_with_kernels(directory: str, options: MegatronConfig, cases: Sequence[Case]) -> list[Passed]:
+    """`run_passes` with `AsDocumented` as attention; `DocumentAttention` is called only for the comparisons."""
     genuine = DocumentAttention.forward
-    with installed(AsDocumented, asked=True), patch.object(DocumentAttention, "forward", autospec=True) as forward:
+    with install_kernels(AsDocumented, is_required=True), patch.object(DocumentAttention, "forward", autospec=True) as forward:
         forward.side_effect = genuine
-        results = passed(directory, options, cases)
+        results = run_passes(directory, options, cases)
         assert forward.call_count == (1 if options.context_parallel == 1 else 2)
         return results
 
 
-def refused(directory: str, options: MegatronConfig, base: type) -> str:
+def catch_refusal(directory: str, options: MegatronConfig, base: type) -> str:
     """Error, if any, of asking for these kernels."""
     try:
-        with installed(base, asked=True):
+        with install_kernels(base, is_required=True):
             start(directory, options=options).close()
     except ModelError as error:
         return str(error)
@@ -152,7 +152,7 @@ def refused(directory: str, options: MegatronConfig, base: type) -> str:
 
 def attending(directory: str, options: MegatronConfig, base: type) -> str:
     """The class that attends where these kernels are installed and nobody asked for them; after a pass over packed rows."""
-    with installed(base, asked=False), closing(start(directory, options=options)) as backend:
+    with install_kernels(base, is_required=False), closing(start(directory, options=options)) as backend:
         backend.forward_backward(build_packed(own(documents(VOCABULARY), backend), 2), WeightedObjective())
         (piece,) = backend._pipeline.pieces
         return type(piece.decoder.layers[0].self_attention.core_attention).__name__

@@ -26,7 +26,7 @@ class Truth:
 def truth_of(directory: str, chosen: Sequence[Document], *, balance: float, z: float) -> Truth:
     """From the router logits of transformers' own model, in float64 and without a mean of means: one document and layer at a time."""
     model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    experts, each = model.config.num_experts, model.config.num_experts_per_tok
+    experts, experts_per_token = model.config.num_experts, model.config.num_experts_per_tok
     layers = range(model.config.num_hidden_layers)
     held = [document for document in chosen if len(document.ids)]
     balances: list[list[torch.Tensor]] = [[] for _ in layers]
@@ -36,8 +36,8 @@ def truth_of(directory: str, chosen: Sequence[Document], *, balance: float, z: f
         router_logits = model(input_ids=document.ids[None], use_cache=False, output_router_logits=True).router_logits
         for layer, logits in zip(layers, router_logits, strict=True):
             probabilities = logits.double().softmax(-1)
-            assigned = torch.nn.functional.one_hot(probabilities.topk(each).indices, experts).sum(1).double()
-            balances[layer].append(experts * (assigned.mean(0) / each * probabilities.mean(0)).sum())
+            assigned = torch.nn.functional.one_hot(probabilities.topk(experts_per_token).indices, experts).sum(1).double()
+            balances[layer].append(experts * (assigned.mean(0) / experts_per_token * probabilities.mean(0)).sum())
             squares[layer] += list(logits.double().exp().sum(-1).log().square())
             loads[layer].append(float(assigned.sum(0).max() / assigned.sum(0).mean()))
     loss = sum(balance * torch.stack(balances[layer]).mean() + z * torch.stack(squares[layer]).mean() for layer in layers)
@@ -46,7 +46,7 @@ def truth_of(directory: str, chosen: Sequence[Document], *, balance: float, z: f
     reached = {name: gradient for name, gradient in gradients.items() if gradient.any()}
     metrics = {f"router_load/{layer}": float(np.mean(loads[layer])) for layer in layers}
     for name, values in (("router_balance", balances), ("router_z", squares)):
-        metrics[name] = torch.cat([torch.stack(found) for found in values]).mean().item()
+        metrics[name] = torch.cat([torch.stack(layer_values) for layer_values in values]).mean().item()
     return Truth(gradients=reached, metrics=metrics)
 
 
@@ -60,7 +60,7 @@ class Routed:
     collects: bool
 
 
-def routed(directory: str, options: MegatronConfig, cases: Sequence[Case], **model: Any) -> list[Routed]:
+def route_rows(directory: str, options: MegatronConfig, cases: Sequence[Case], **model: Any) -> list[Routed]:
     """Every case, one after the other, with one model."""
     everything = documents(VOCABULARY)
     step = counts(everything)
@@ -70,7 +70,7 @@ def routed(directory: str, options: MegatronConfig, cases: Sequence[Case], **mod
             objective, chosen = WeightedObjective(scale=case.scale), own(everything, backend)
             share = -(-len(chosen) // case.calls)
             outputs = [
-                backend.forward_backward(counted(ROWS[case.rows](chosen[first : first + share], case.size), step), objective)
+                backend.forward_backward(count_routes(ROWS[case.rows](chosen[first : first + share], case.size), step), objective)
                 for first in range(0, len(chosen), share)
             ]
             gradients = arrays(backend.gradients())
@@ -86,10 +86,10 @@ def counts(chosen: Sequence[Document]) -> StepCounts:
     return StepCounts(sequences=sum(length > 0 for length in lengths), tokens=sum(lengths))
 
 
-def counted(batch: Iterable[MicroBatch], step: StepCounts) -> list[MicroBatch]:
+def count_routes(batch: Iterable[MicroBatch], step: StepCounts) -> list[MicroBatch]:
     return [evolve(micro_batch, step=step) for micro_batch in batch]
 
 
-def reported(metrics: Iterable[Mapping[str, Metric]]) -> dict[str, float]:
+def report_metrics(metrics: Iterable[Mapping[str, Metric]]) -> dict[str, float]:
     """The routers' of all ranks that collect, as a merger combines them."""
     return {name: value for name, value in results_of(combine_metrics(list(metrics))).items() if name.startswith("router")}

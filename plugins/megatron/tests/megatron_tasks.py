@@ -89,7 +89,7 @@ class Passed:
     evaluated: RankOutput
 
 
-def passed(directory: str, options: MegatronConfig, cases: Sequence[Case], **model: Any) -> list[Passed]:
+def run_passes(directory: str, options: MegatronConfig, cases: Sequence[Case], **model: Any) -> list[Passed]:
     """Every case, one after the other, with one model."""
     backend = start(directory, options=options, **model)
     results = []
@@ -119,7 +119,7 @@ def learn(backend: MegatronBackend, steps: int, *, rows: str = "padded", size: i
     return history
 
 
-def trained(
+def train_from_start(
     directory: str, options: MegatronConfig, optimizer: AdamWSettings, steps: int, **model: Any
 ) -> tuple[list[tuple[float, float, float]], Arrays]:
     """History and weights after `steps` steps."""
@@ -127,7 +127,7 @@ def trained(
         return learn(backend, steps), arrays(backend.weights())
 
 
-def clipped(directory: str, options: MegatronConfig, max_norm: float) -> tuple[float, float]:
+def clip_norms(directory: str, options: MegatronConfig, max_norm: float) -> tuple[float, float]:
     """The norm that is reported, and the norm that the gradients have afterwards, measured on whole ones."""
     with closing(start(directory, options=options)) as backend:
         backend.forward_backward(build_padded(own(documents(VOCABULARY), backend), 2), WeightedObjective())
@@ -185,7 +185,7 @@ def own_scores_alone(own_M: torch.Tensor, places_M: torch.Tensor, count: int) ->
     return own_M.new_zeros(count).index_copy(0, places_M, own_M)
 
 
-def looked_at_between(directory: str, options: MegatronConfig) -> tuple[Arrays, Arrays]:
+def inspect_between(directory: str, options: MegatronConfig) -> tuple[Arrays, Arrays]:
     """The gradient of two calls; and the same where somebody has looked at it after the first."""
     results = []
     for looks in (False, True):
@@ -199,13 +199,13 @@ def looked_at_between(directory: str, options: MegatronConfig) -> tuple[Arrays, 
     return results[0], results[1]
 
 
-def scored(directory: str, options: MegatronConfig, *, rows: str, size: int, learns: bool = True, **model: Any) -> RankOutput:
+def score_rows(directory: str, options: MegatronConfig, *, rows: str, size: int, learns: bool = True, **model: Any) -> RankOutput:
     """This rank's outputs of one evaluation."""
     with closing(start(directory, options=options, learns=learns, **model)) as backend:
         return backend.forward(ROWS[rows](own(documents(VOCABULARY), backend), size), WeightedObjective())
 
 
-def continued(
+def continue_training(
     directory: str, options: MegatronConfig, optimizer: AdamWSettings, checkpoint: Path, *, before: int, after: int, **model: Any
 ) -> tuple[Any, Any]:
     """(history, weights) of the last `after` steps: uninterrupted, and by a fresh backend from the checkpoint between."""
@@ -220,7 +220,9 @@ def continued(
         return uninterrupted, (learn(second, after), arrays(second.weights()))
 
 
-def saved(directory: str, options: MegatronConfig, optimizer: AdamWSettings, checkpoint: Path, *, before: int, after: int) -> Any:
+def save_checkpoint(
+    directory: str, options: MegatronConfig, optimizer: AdamWSettings, checkpoint: Path, *, before: int, after: int
+) -> Any:
     """Learn, save, and learn on; (history, weights) of the last `after` steps."""
     with closing(start(directory, optimizer, options=options)) as backend:
         learn(backend, before)
@@ -228,14 +230,14 @@ def saved(directory: str, options: MegatronConfig, optimizer: AdamWSettings, che
         return learn(backend, after), arrays(backend.weights())
 
 
-def resumed(directory: str, options: MegatronConfig, optimizer: AdamWSettings, checkpoint: Path, *, after: int) -> Any:
+def resume_checkpoint(directory: str, options: MegatronConfig, optimizer: AdamWSettings, checkpoint: Path, *, after: int) -> Any:
     """(history, weights) of `after` steps from a checkpoint that another layout wrote."""
     with closing(start(directory, optimizer, options=options)) as backend:
         backend.load(checkpoint)
         return learn(backend, after), arrays(backend.weights())
 
 
-def exported(directory: str, options: MegatronConfig, target: Path) -> tuple[Arrays, RankOutput]:
+def export_weights(directory: str, options: MegatronConfig, target: Path) -> tuple[Arrays, RankOutput]:
     """Export after two steps; whole weights and this rank's scores."""
     with closing(start(directory, AdamWSettings(learning_rate=1e-2), options=options)) as backend:
         learn(backend, 2)

@@ -43,21 +43,21 @@ class Seen:
 
 
 def batch_of(backend: MegatronBackend, chosen: Sequence[Document], rows: str, size: int) -> list[MicroBatch]:
-    """This rank's share. Stages behind the first are given no pixels, as the engine gives them none."""
-    made = ROWS[rows](own(chosen, backend), size)
-    return made if backend.coords.pp == 0 else [without_pixels(each) for each in made]
+    """This rank's share. Stages after the first get no pixels, as the engine gives them none."""
+    documents = ROWS[rows](own(chosen, backend), size)
+    return documents if backend.coords.pp == 0 else [without_pixels(document) for document in documents]
 
 
-def seen(directory: str, options: MegatronConfig, cases: Sequence[Case], **model: Any) -> list[Seen]:
+def score_pictures(directory: str, options: MegatronConfig, cases: Sequence[Case], **model: Any) -> list[Seen]:
     """Every case, one after the other, with one model."""
-    found = []
+    outputs = []
     with closing(start(directory, options=options, **model)) as backend:
         for kind, rows, size in cases:
             batch = batch_of(backend, pictures(kind), rows, size)
             learned = backend.forward_backward(batch, WeightedObjective())
-            found.append(Seen(learned, backend.forward(batch, WeightedObjective()), arrays(backend.gradients())))
+            outputs.append(Seen(learned, backend.forward(batch, WeightedObjective()), arrays(backend.gradients())))
             backend.zero_grad()
-    return found
+    return outputs
 
 
 def steps(backend: MegatronBackend, count: int) -> list[tuple[float, float]]:
@@ -70,29 +70,29 @@ def steps(backend: MegatronBackend, count: int) -> list[tuple[float, float]]:
     return history
 
 
-def trained(directory: str, options: MegatronConfig, optimizer: AdamWSettings, count: int) -> list[tuple[float, float]]:
+def train_from_start(directory: str, options: MegatronConfig, optimizer: AdamWSettings, count: int) -> list[tuple[float, float]]:
     with closing(start(directory, optimizer, options=options)) as backend:
         return steps(backend, count)
 
 
-def continued(directory: str, options: MegatronConfig, optimizer: AdamWSettings, checkpoint: Path) -> Any:
+def continue_training(directory: str, options: MegatronConfig, optimizer: AdamWSettings, checkpoint: Path) -> Any:
     """(history, weights) of two steps: uninterrupted, and by a fresh backend from the checkpoint before them."""
     with closing(start(directory, optimizer, options=options)) as first:
         steps(first, 2)
         first.save(checkpoint)
         uninterrupted = steps(first, 2), arrays(first.weights())
     dist.barrier()
-    return uninterrupted, resumed(directory, options, optimizer, checkpoint)
+    return uninterrupted, resume_checkpoint(directory, options, optimizer, checkpoint)
 
 
-def resumed(directory: str, options: MegatronConfig, optimizer: AdamWSettings, checkpoint: Path) -> Any:
+def resume_checkpoint(directory: str, options: MegatronConfig, optimizer: AdamWSettings, checkpoint: Path) -> Any:
     """(history, weights) of two steps from a checkpoint."""
     with closing(start(directory, optimizer, options=options)) as backend:
         backend.load(checkpoint)
         return steps(backend, 2), arrays(backend.weights())
 
 
-def exported(directory: str, options: MegatronConfig, target: Path) -> tuple[Arrays, RankOutput]:
+def export_weights(directory: str, options: MegatronConfig, target: Path) -> tuple[Arrays, RankOutput]:
     """Weights after two steps, which are exported, and what they score."""
     with closing(start(directory, AdamWSettings(learning_rate=1e-2), options=options)) as backend:
         steps(backend, 2)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from by_day import now
-from megatron_tasks import VOCABULARY, continued, exported, resumed, saved, set_up, weights_of
+from megatron_tasks import VOCABULARY, continue_training, export_weights, resume_checkpoint, save_checkpoint, set_up, weights_of
 from transformers import AutoModelForCausalLM
 
 from skyrl_engine import CheckpointError, ModelError
@@ -39,14 +39,16 @@ def same(uninterrupted: tuple[Any, Arrays], resumed: tuple[Any, Arrays]) -> None
 @pytest.mark.parametrize("layout", now(LAYOUTS, "dp2"))
 def test_two_ranks_continue_bit_for_bit(pair: World, models: dict[str, str], tmp_path: Path, layout: str) -> None:
     """Losses, norms, rates and weights."""
-    for uninterrupted, again in pair.run(continued, models["qwen3-tied"], LAYOUTS[layout], OPTIMIZER, tmp_path, before=3, after=2):
+    for uninterrupted, again in pair.run(
+        continue_training, models["qwen3-tied"], LAYOUTS[layout], OPTIMIZER, tmp_path, before=3, after=2
+    ):
         same(uninterrupted, again)
 
 
 @pytest.mark.nightly
 def test_bfloat16_continues_from_unrounded_weights(pair: World, models: dict[str, str], tmp_path: Path) -> None:
     options = {"before": 2, "after": 2, "dtype": "bfloat16"}
-    for uninterrupted, again in pair.run(continued, models["llama-untied"], LAYOUTS["dp2"], OPTIMIZER, tmp_path, **options):
+    for uninterrupted, again in pair.run(continue_training, models["llama-untied"], LAYOUTS["dp2"], OPTIMIZER, tmp_path, **options):
         same(uninterrupted, again)
         assert {weight.dtype for weight in again[1].values()} == {np.dtype(np.float32)}
         matrix = again[1]["model.layers.0.mlp.up_proj.weight"]
@@ -57,7 +59,7 @@ def test_bfloat16_continues_from_unrounded_weights(pair: World, models: dict[str
 @pytest.mark.parametrize("before", now([0, 2], 0))
 def test_one_rank_continues_bit_for_bit(models: dict[str, str], tmp_path: Path, before: int) -> None:
     """Also from a checkpoint made before the first step, when AdamW has no state yet."""
-    same(*continued(models["llama-untied"], MegatronConfig(), OPTIMIZER, tmp_path, before=before, after=2))
+    same(*continue_training(models["llama-untied"], MegatronConfig(), OPTIMIZER, tmp_path, before=before, after=2))
 
 
 @pytest.mark.proof
@@ -73,10 +75,10 @@ def test_another_layout_continues(pair: World, models: dict[str, str], tmp_path:
     for number, (first, second) in enumerate(pairwise(chain)):
         checkpoint = tmp_path / str(number)
         checkpoint.mkdir()
-        expected = pair.run(saved, name, first, smooth, checkpoint, before=2, after=2)
-        close(expected, pair.run(resumed, name, second, smooth, checkpoint, after=2))
+        expected = pair.run(save_checkpoint, name, first, smooth, checkpoint, before=2, after=2)
+        close(expected, pair.run(resume_checkpoint, name, second, smooth, checkpoint, after=2))
         if number == 0:
-            close(expected, [resumed(name, MegatronConfig(), smooth, checkpoint, after=2)])
+            close(expected, [resume_checkpoint(name, MegatronConfig(), smooth, checkpoint, after=2)])
 
 
 def close(expected: list[Any], ranks: list[Any]) -> None:
@@ -94,7 +96,7 @@ def close(expected: list[Any], ranks: list[Any]) -> None:
 def test_scoring_alone_takes_the_weights_of_any_layout(pair: World, models: dict[str, str], tmp_path: Path, dtype: str) -> None:
     """An export on one rank needs the weights as they are kept, whatever precision computes."""
     weights: Arrays
-    ((_, weights), _) = pair.run(saved, models["llama-untied"], LAYOUTS["tp2"], OPTIMIZER, tmp_path, before=2, after=0)
+    ((_, weights), _) = pair.run(save_checkpoint, models["llama-untied"], LAYOUTS["tp2"], OPTIMIZER, tmp_path, before=2, after=0)
     loaded = weights_of(models["llama-untied"], tmp_path, dtype=dtype)
     assert loaded.keys() == weights.keys()
     for name, weight in weights.items():
@@ -103,7 +105,7 @@ def test_scoring_alone_takes_the_weights_of_any_layout(pair: World, models: dict
 
 @pytest.mark.usefixtures("alone")
 def test_unusable_checkpoints_are_named(models: dict[str, str], tmp_path: Path) -> None:
-    continued(models["qwen3-tied"], MegatronConfig(), OPTIMIZER, tmp_path, before=1, after=0)
+    continue_training(models["qwen3-tied"], MegatronConfig(), OPTIMIZER, tmp_path, before=1, after=0)
     with pytest.raises(CheckpointError, match=r"of another model: lm_head.weight is not the same in both"):
         weights_of(models["llama3-rope"].replace("llama3-rope", "llama-untied"), tmp_path)
     (tmp_path / "layer-2.safetensors").unlink()
@@ -121,7 +123,7 @@ def test_a_full_disk_is_a_checkpoint_error(models: dict[str, str], tmp_path: Pat
 
     monkeypatch.setattr("skyrl_engine_megatron.checkpoint.save_file", full)
     with pytest.raises(CheckpointError, match=r"rank 0 cannot write .*No space left on device") as caught:
-        saved(models["qwen3-tied"], MegatronConfig(), OPTIMIZER, tmp_path, before=1, after=0)
+        save_checkpoint(models["qwen3-tied"], MegatronConfig(), OPTIMIZER, tmp_path, before=1, after=0)
     assert "Make room" in caught.value.remedy
 
 
@@ -129,7 +131,7 @@ def test_a_full_disk_is_a_checkpoint_error(models: dict[str, str], tmp_path: Pat
 @pytest.mark.parametrize("layout", now(["tp2", "pp2", "cp2", "dp2"], "tp2", "pp2"))
 def test_the_export_is_what_was_trained(pair: World, models: dict[str, str], tmp_path: Path, name: str, layout: str) -> None:
     """Weights equal bit for bit, and transformers' log-probabilities are the backend's."""
-    ranks = pair.run(exported, models[name], LAYOUTS[layout], tmp_path)
+    ranks = pair.run(export_weights, models[name], LAYOUTS[layout], tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     start = AutoModelForCausalLM.from_pretrained(models[name])
     assert loaded.dtype == torch.float32
@@ -157,7 +159,7 @@ def test_an_export_that_cannot_be_written_is_a_model_error(
 
     monkeypatch.setattr("transformers.modeling_utils.PreTrainedModel.save_pretrained", full)
     with pytest.raises(ModelError, match="No space left on device"):
-        exported(models["qwen3-tied"], MegatronConfig(), tmp_path)
+        export_weights(models["qwen3-tied"], MegatronConfig(), tmp_path)
 
 
 @pytest.mark.usefixtures("alone")

@@ -29,7 +29,7 @@ def test_one_device_equals_the_definition(
     models: dict[str, str], name: str, rows: str, dtype: ComputeDtype, tolerance: float
 ) -> None:
     """float32 may use other matrix kernels than the CPU's, hence 1e-4; bfloat16 as on CPU."""
-    gradients, _ = passed_on_device(models[name], rows, dtype, MegatronConfig(attention="torch"))
+    gradients, _ = run_passes_on_device(models[name], rows, dtype, MegatronConfig(attention="torch"))
     assert worst(gradients, definition(models[name], documents(VOCABULARY)).gradients) <= tolerance
 
 
@@ -41,12 +41,12 @@ def test_one_device_equals_the_definition(
 @pytest.mark.parametrize("rows", ["padded", "packed"])
 @pytest.mark.parametrize("name", ["qwen3-tied", "llama-untied"])
 def test_transformer_engine_equals_the_definition(models: dict[str, str], name: str, rows: str) -> None:
-    gradients, attention = passed_on_device(models[name], rows, "bfloat16", MegatronConfig(attention="transformer_engine"))
+    gradients, attention = run_passes_on_device(models[name], rows, "bfloat16", MegatronConfig(attention="transformer_engine"))
     assert attention == "DocumentKernels"
     assert worst(gradients, definition(models[name], documents(VOCABULARY)).gradients) <= 1e-1
 
 
-def passed_on_device(directory: str, rows: str, dtype: ComputeDtype, options: MegatronConfig) -> tuple[Arrays, str]:
+def run_passes_on_device(directory: str, rows: str, dtype: ComputeDtype, options: MegatronConfig) -> tuple[Arrays, str]:
     """Gradients on the device, and the class that attended."""
     dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=torch.device("cuda:0"))
     try:

@@ -39,7 +39,7 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def configured(material: Path, run: Path, ranks: int, backend: dict[str, Any], **changes: dict[str, Any]) -> ResolvedConfig:
+def build_config(material: Path, run: Path, ranks: int, backend: dict[str, Any], **changes: dict[str, Any]) -> ResolvedConfig:
     """Ten steps of AdamW with clipping and a schedule."""
     table: dict[str, dict[str, Any]] = {
         "model": {"path": str(material / "model")},
@@ -80,54 +80,54 @@ PACKING: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def expected(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The curve of fsdp on one rank."""
-    return curve(configured(material, tmp_path_factory.mktemp("runs") / "fsdp", 1, {"use": "fsdp"}))
+    return curve(build_config(material, tmp_path_factory.mktemp("runs") / "fsdp", 1, {"use": "fsdp"}))
 
 
 def test_one_rank_learns_as_fsdp_does(material: Path, tmp_path: Path, expected: Any) -> None:
     assert expected[-1, 0] < expected[0, 0]
-    np.testing.assert_allclose(curve(configured(material, tmp_path / "megatron", 1, {"use": "megatron"})), expected, rtol=1e-4)
+    np.testing.assert_allclose(curve(build_config(material, tmp_path / "megatron", 1, {"use": "megatron"})), expected, rtol=1e-4)
 
 
 def test_losses_of_routers_do_not_depend_on_the_cut(material: Path, tmp_path: Path) -> None:
     """The first step of two cuts shows what the engine tells the backend of a step, and what it reports of the routers."""
     backend = {"use": "megatron", "router_balance_coefficient": 10.0, "router_z_coefficient": 1.0}
     changes = {"model": {"path": str(material / "mixture")}, "optimizer": {"warmup_steps": 0}}
-    found = []
+    results = []
     for name, cut in (("rows", {"training": {}}), ("packed", PACKING)):
         training = {**cut["training"], "steps": 1}
-        result = run_sft(configured(material, tmp_path / name, 1, backend, **{**changes, **cut, "training": training}))
+        result = run_sft(build_config(material, tmp_path / name, 1, backend, **{**changes, **cut, "training": training}))
         records = [json.loads(line) for line in (result.directory / "metrics.jsonl").read_text().splitlines()]
         (step,) = [record["metrics"] for record in records if record["kind"] == "step"]
-        found.append({key: value for key, value in step.items() if key in ("loss", "grad_norm") or key.startswith("router")})
-    assert found[0].keys() == {"loss", "grad_norm", "router_balance", "router_z", *(f"router_load/{layer}" for layer in range(4))}
-    assert found[0] == pytest.approx(found[1], rel=1e-5)
+        results.append({key: value for key, value in step.items() if key in ("loss", "grad_norm") or key.startswith("router")})
+    assert results[0].keys() == {"loss", "grad_norm", "router_balance", "router_z", *(f"router_load/{layer}" for layer in range(4))}
+    assert results[0] == pytest.approx(results[1], rel=1e-5)
 
 
 def test_a_layout_that_cannot_be_is_refused_while_planning(material: Path, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="3 ranks cannot be laid out as tensor_parallel = 2"):
-        run_sft(configured(material, tmp_path, 3, {"use": "megatron", "tensor_parallel": 2}))
+        run_sft(build_config(material, tmp_path, 3, {"use": "megatron", "tensor_parallel": 2}))
     with pytest.raises(UnsupportedError, match="needs the capability 'value_head', which backend megatron does not declare"):
-        run_sft(configured(material, tmp_path, 1, {"use": "megatron"}, model={"value_head": True}))
+        run_sft(build_config(material, tmp_path, 1, {"use": "megatron"}, model={"value_head": True}))
 
 
 @pytest.mark.proof
 @pytest.mark.parametrize(
     ("layout", "collator"),
-    [("tp2xpp2", "packed"), *(rarely(each, "padded") for each in ("tp2", "pp2", "dp2")), rarely("cp2", "packed")],
+    [("tp2xpp2", "packed"), *(rarely(layout, "padded") for layout in ("tp2", "pp2", "dp2")), rarely("cp2", "packed")],
 )
 def test_every_layout_gives_the_curve_of_fsdp(material: Path, tmp_path: Path, expected: Any, layout: str, collator: str) -> None:
     """Gradients of different cuts agree to about 1e-6; AdamW's division by the root of the second moment magnifies that where a gradient is
     close to 0, so after ten steps the losses agree to 1e-4 and not to the last bit.
     """
     ranks, sizes = LAYOUTS[layout]
-    config = configured(material, tmp_path, ranks, {"use": "megatron", **sizes}, **(PACKING if collator == "packed" else {}))
+    config = build_config(material, tmp_path, ranks, {"use": "megatron", **sizes}, **(PACKING if collator == "packed" else {}))
     np.testing.assert_allclose(curve(config), expected, rtol=1e-4)
 
 
 @pytest.mark.proof
 def test_a_run_over_ranks_is_exported_on_one(material: Path, tmp_path: Path) -> None:
     """By `skyrl-engine export`, which starts one rank whatever the run had; equal to the model that the run wrote itself."""
-    config = configured(
+    config = build_config(
         material, tmp_path / "run", 2, {"use": "megatron", "tensor_parallel": 2}, checkpoint={"every": 5, "at_end": True}
     )
     result = run_sft(config)

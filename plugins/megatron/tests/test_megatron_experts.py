@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from by_day import now
-from megatron_tasks import VOCABULARY, Case, passed, resumed, save_tiny, saved, start
+from megatron_tasks import VOCABULARY, Case, resume_checkpoint, run_passes, save_checkpoint, save_tiny, start
 from transformers import AutoConfig
 
 from skyrl_engine import UnsupportedError
@@ -44,7 +44,7 @@ def truth(models: dict[str, str]) -> DefinedResult:
 
 @pytest.mark.parametrize("layout", now(PAIRS, "ep2"))
 def test_two_ranks(pair: World, models: dict[str, str], truth: DefinedResult, layout: str) -> None:
-    for rank in pair.run(passed, models["qwen3-moe"], PAIRS[layout], CUTS):
+    for rank in pair.run(run_passes, models["qwen3-moe"], PAIRS[layout], CUTS):
         for case in rank:
             assert worst(case.gradients, truth.gradients) <= 1e-5
 
@@ -52,14 +52,14 @@ def test_two_ranks(pair: World, models: dict[str, str], truth: DefinedResult, la
 @pytest.mark.proof
 @pytest.mark.parametrize("layout", now(QUADS, "ep2xpp2"))
 def test_four_ranks(quad: World, models: dict[str, str], truth: DefinedResult, layout: str) -> None:
-    for rank in quad.run(passed, models["qwen3-moe"], QUADS[layout], CUTS):
+    for rank in quad.run(run_passes, models["qwen3-moe"], QUADS[layout], CUTS):
         for case in rank:
             assert worst(case.gradients, truth.gradients) <= 1e-5
 
 
 @pytest.mark.parametrize("layout", now(["ep2", "tp2"], "ep2"))
 def test_recomputed_activations_change_nothing(pair: World, models: dict[str, str], truth: DefinedResult, layout: str) -> None:
-    ranks = pair.run(passed, models["qwen3-moe"], PAIRS[layout], [Case("packed")], activation_checkpointing=True)
+    ranks = pair.run(run_passes, models["qwen3-moe"], PAIRS[layout], [Case("packed")], activation_checkpointing=True)
     assert all(worst(case.gradients, truth.gradients) <= 1e-5 for (case,) in ranks)
 
 
@@ -67,7 +67,7 @@ def test_recomputed_activations_change_nothing(pair: World, models: dict[str, st
 def test_weights_that_do_not_add_up_to_one(tmp_path: Path) -> None:
     sizes = {"num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
     directory = save_tiny(tmp_path, "qwen3_moe", tied=True, norm_topk_prob=False, **sizes)
-    (case,) = passed(directory, MegatronConfig(), [Case("packed")])
+    (case,) = run_passes(directory, MegatronConfig(), [Case("packed")])
     assert worst(case.gradients, definition(directory, documents(VOCABULARY), dtype=torch.float32).gradients) <= 1e-5
 
 
@@ -75,8 +75,8 @@ def test_weights_that_do_not_add_up_to_one(tmp_path: Path) -> None:
 def test_checkpoints_move_between_the_ways_to_hold_experts(pair: World, models: dict[str, str], tmp_path: Path) -> None:
     """From columns of every expert to whole experts; an epsilon as large as the gradients makes steps follow them."""
     smooth = AdamWSettings(learning_rate=1e-2, epsilon=1.0, weight_decay=0.1)
-    expected = pair.run(saved, models["qwen3-moe"], PAIRS["tp2"], smooth, tmp_path, before=2, after=2)[0][1]
-    for _, weights in pair.run(resumed, models["qwen3-moe"], PAIRS["ep2"], smooth, tmp_path, after=2):
+    expected = pair.run(save_checkpoint, models["qwen3-moe"], PAIRS["tp2"], smooth, tmp_path, before=2, after=2)[0][1]
+    for _, weights in pair.run(resume_checkpoint, models["qwen3-moe"], PAIRS["ep2"], smooth, tmp_path, after=2):
         assert worst(weights, expected) <= 1e-5
 
 
@@ -86,7 +86,7 @@ def test_expert_parallel_ranks_are_the_tensor_parallel_ones() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "options", "what"),
+    ("sizes", "options", "cause"),
     [
         (
             {"num_experts": 5},
@@ -101,10 +101,10 @@ def test_expert_parallel_ranks_are_the_tensor_parallel_ones() -> None:
     ],
 )
 def test_experts_that_cannot_be_divided_are_refused(
-    models: dict[str, str], sizes: dict[str, int], options: dict[str, Any], what: str
+    models: dict[str, str], sizes: dict[str, int], options: dict[str, Any], cause: str
 ) -> None:
     config = AutoConfig.from_pretrained(models["qwen3-moe"], **sizes)
-    with pytest.raises(UnsupportedError, match=what):
+    with pytest.raises(UnsupportedError, match=cause):
         refuse_model(MegatronConfig(**options), config, ModelConfig("the model"))
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 from by_day import now, rarely
-from megatron_tasks import VOCABULARY, Case, Passed, looked_at_between, passed, scored, start
+from megatron_tasks import VOCABULARY, Case, Passed, inspect_between, run_passes, score_rows, start
 
 from skyrl_engine.contracts import ComputeDtype, RankOutput
 from skyrl_engine.testing.backends.batches import DefinedResult, WeightedObjective, build_padded, definition, documents, worst
@@ -79,19 +79,19 @@ def in_order(kept: list[RankOutput], true: DefinedResult, *, tolerance: float) -
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("name", now([*NAMES, "qwen2-untied", "llama3-rope"], "qwen3-tied", "llama3-rope"))
 def test_one_rank(models: dict[str, str], truth: dict[str, DefinedResult], name: str) -> None:
-    agree([passed(models[name], MegatronConfig(), CUTS)], truth[name])
+    agree([run_passes(models[name], MegatronConfig(), CUTS)], truth[name])
 
 
 @pytest.mark.parametrize("name", now(NAMES, "qwen3-tied"))
 @pytest.mark.parametrize("layout", now(PAIRS, "tp2-whole-sequences", "pp2-interleaved"))
 def test_two_ranks(pair: World, models: dict[str, str], truth: dict[str, DefinedResult], layout: str, name: str) -> None:
-    agree(pair.run(passed, models[name], PAIRS[layout], CUTS), truth[name])
+    agree(pair.run(run_passes, models[name], PAIRS[layout], CUTS), truth[name])
 
 
 @pytest.mark.parametrize("layout", now(["tp2", "pp2"], "tp2"))
 def test_biases_are_divided_too(pair: World, models: dict[str, str], truth: dict[str, DefinedResult], layout: str) -> None:
     """Qwen2.5 has biases on queries, keys and values."""
-    agree(pair.run(passed, models["qwen2-untied"], PAIRS[layout], [Case("packed")]), truth["qwen2-untied"])
+    agree(pair.run(run_passes, models["qwen2-untied"], PAIRS[layout], [Case("packed")]), truth["qwen2-untied"])
 
 
 @pytest.mark.proof
@@ -100,33 +100,33 @@ def test_biases_are_divided_too(pair: World, models: dict[str, str], truth: dict
     [
         ("cp2xpp2-interleaved", "llama-untied"),
         ("tp4", "qwen3-tied"),
-        *(rarely(each, "qwen3-tied") for each in QUADS if each != "tp4"),
+        *(rarely(layout, "qwen3-tied") for layout in QUADS if layout != "tp4"),
     ],
 )
 def test_four_ranks(quad: World, models: dict[str, str], truth: dict[str, DefinedResult], layout: str, name: str) -> None:
     """Layouts of four that tests/proof/test_backend_parity.py does not have, and some that it has."""
-    agree(quad.run(passed, models[name], QUADS[layout], TWO_CUTS), truth[name])
+    agree(quad.run(run_passes, models[name], QUADS[layout], TWO_CUTS), truth[name])
 
 
 @pytest.mark.parametrize("layout", now(["tp2", "cp2", "pp2", "pp2-interleaved"], "tp2", "cp2"))
 def test_recomputed_activations_change_nothing(
     pair: World, models: dict[str, str], truth: dict[str, DefinedResult], layout: str
 ) -> None:
-    ranks = pair.run(passed, models["qwen3-tied"], PAIRS[layout], [Case("packed")], activation_checkpointing=True)
+    ranks = pair.run(run_passes, models["qwen3-tied"], PAIRS[layout], [Case("packed")], activation_checkpointing=True)
     agree(ranks, truth["qwen3-tied"])
 
 
 @pytest.mark.parametrize("layout", now(["tp2", "dp2"], "tp2"))
 def test_temperature_divides_the_logits(pair: World, models: dict[str, str], layout: str) -> None:
     true = definition(models["llama-untied"], documents(VOCABULARY), temperature=0.7)
-    agree(pair.run(passed, models["llama-untied"], PAIRS[layout], [Case(temperature=0.7)]), true)
+    agree(pair.run(run_passes, models["llama-untied"], PAIRS[layout], [Case(temperature=0.7)]), true)
 
 
 @pytest.mark.parametrize("layout", now(["tp2", "pp2", "cp2", "dp2"], "pp2"))
 def test_micro_batches_without_scored_tokens_take_part(pair: World, models: dict[str, str], layout: str) -> None:
     half, everything = (4, 5, 6, 7), tuple(range(8))
     cases = [Case(size=1, unscored=half), Case(size=4, unscored=half), Case(size=4, unscored=everything)]
-    ranks = pair.run(passed, models["llama-untied"], PAIRS[layout], cases)
+    ranks = pair.run(run_passes, models["llama-untied"], PAIRS[layout], cases)
     agree([rank[:2] for rank in ranks], definition(models["llama-untied"], documents(VOCABULARY, unscored=half)))
     assert all((gradient == 0).all() for rank in ranks for gradient in rank[2].gradients.values())
 
@@ -140,7 +140,7 @@ def test_other_precisions(
     """float64 is as close as transformers, which normalises in float32. bfloat16 keeps 8 bits, 4e-3 per rounding, and a dozen roundings in
     four layers of large random weights end near 5e-2; a wrong scale would be 0.5 or 1.
     """
-    ranks = pair.run(passed, models["qwen3-tied"], PAIRS[layout], [Case("packed")], dtype=dtype)
+    ranks = pair.run(run_passes, models["qwen3-tied"], PAIRS[layout], [Case("packed")], dtype=dtype)
     for (case,) in ranks:
         kept_in = np.float64 if dtype == "float64" else np.float32
         assert {gradient.dtype for gradient in case.gradients.values()} == {np.dtype(kept_in)}
@@ -149,20 +149,20 @@ def test_other_precisions(
 
 def test_a_wrong_scale_is_caught(pair: World, models: dict[str, str], truth: dict[str, DefinedResult]) -> None:
     """These tests would see a rank's average that was left in."""
-    for (case,) in pair.run(passed, models["qwen3-tied"], PAIRS["dp2"], [Case(scale=0.5)]):
+    for (case,) in pair.run(run_passes, models["qwen3-tied"], PAIRS["dp2"], [Case(scale=0.5)]):
         assert worst(case.gradients, truth["qwen3-tied"].gradients) == pytest.approx(0.5, rel=1e-3)
 
 
 @pytest.mark.parametrize("layout", now(["tp2", "pp2", "dp2", "dp2-whole-optimizer"], "dp2"))
 def test_looking_at_gradients_does_not_change_them(pair: World, models: dict[str, str], layout: str) -> None:
-    for untouched, looked_at in pair.run(looked_at_between, models["qwen3-tied"], PAIRS[layout]):
+    for untouched, looked_at in pair.run(inspect_between, models["qwen3-tied"], PAIRS[layout]):
         for name, gradient in untouched.items():
             np.testing.assert_array_equal(gradient, looked_at[name], err_msg=name)
 
 
 @pytest.mark.parametrize("layout", now(["tp2", "pp2-interleaved", "dp2"], "tp2"))
 def test_a_model_for_scoring_alone(pair: World, models: dict[str, str], truth: dict[str, DefinedResult], layout: str) -> None:
-    outputs = pair.run(scored, models["qwen3-tied"], PAIRS[layout], rows="packed", size=2, learns=False)
+    outputs = pair.run(score_rows, models["qwen3-tied"], PAIRS[layout], rows="packed", size=2, learns=False)
     in_order([output for output in outputs if output.coords.collects], truth["qwen3-tied"], tolerance=1e-4)
 
 

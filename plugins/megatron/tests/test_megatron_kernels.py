@@ -1,4 +1,4 @@
-"""Transformer Engine's attention: told what its documentation asks for, believed only where it was compared, refused where it cannot be had.
+"""Transformer Engine's attention: called as its documentation says, used only where it was compared, refused where it is missing.
 
 It runs on CUDA devices alone. Here stand-ins written from its documentation take its place, in every layout of two ranks; the real one is
 run by `test_megatron_cuda.py`, which needs a device.
@@ -10,7 +10,17 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_kernels import AsDocumented, Halves, Leaking, OnOneRank, Raising, WrongGradient, attending, passed_by_kernels, refused
+from megatron_kernels import (
+    AsDocumented,
+    Halves,
+    Leaking,
+    OnOneRank,
+    Raising,
+    WrongGradient,
+    attending,
+    catch_refusal,
+    run_passes_with_kernels,
+)
 from megatron_tasks import VOCABULARY, Case
 
 from skyrl_engine import UnsupportedError
@@ -29,7 +39,7 @@ CASES = [Case("padded", 3, calls=2), Case("packed", 3)]
 def test_one_rank_has_the_gradient_of_the_definition(models: dict[str, str], name: str) -> None:
     dtype = torch.float32 if name == "qwen3-moe" else torch.float64  # transformers computes experts in nothing finer
     true = definition(models[name], documents(VOCABULARY), dtype=dtype)
-    for result in passed_by_kernels(models[name], MegatronConfig(), CASES):
+    for result in run_passes_with_kernels(models[name], MegatronConfig(), CASES):
         assert worst(result.gradients, true.gradients) <= 1e-5
 
 
@@ -40,7 +50,7 @@ def test_one_rank_has_the_gradient_of_the_definition(models: dict[str, str], nam
 )
 def test_two_ranks_have_it_too(pair: World, models: dict[str, str], options: MegatronConfig) -> None:
     true = definition(models["qwen3-tied"], documents(VOCABULARY))
-    for rank in pair.run(passed_by_kernels, models["qwen3-tied"], options, CASES):
+    for rank in pair.run(run_passes_with_kernels, models["qwen3-tied"], options, CASES):
         for result in rank:
             assert worst(result.gradients, true.gradients) <= 1e-5
 
@@ -48,7 +58,7 @@ def test_two_ranks_have_it_too(pair: World, models: dict[str, str], options: Meg
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("base", [Leaking, WrongGradient, Raising])
 def test_wrong_kernels_that_were_asked_for_end_the_run(models: dict[str, str], base: type) -> None:
-    said = refused(models["qwen3-tied"], MegatronConfig(), base)
+    said = catch_refusal(models["qwen3-tied"], MegatronConfig(), base)
     assert "Transformer Engine's attention differs from torch's by" in said
     assert said.endswith('Set backend.attention to "torch", and report it')
     if base is Raising:
@@ -56,13 +66,13 @@ def test_wrong_kernels_that_were_asked_for_end_the_run(models: dict[str, str], b
 
 
 def test_kernels_with_another_order_of_tokens_are_noticed(pair: World, models: dict[str, str]) -> None:
-    for said in pair.run(refused, models["qwen3-tied"], MegatronConfig(context_parallel=2), Halves):
-        assert "Transformer Engine's attention differs from torch's by" in said
+    for message in pair.run(catch_refusal, models["qwen3-tied"], MegatronConfig(context_parallel=2), Halves):
+        assert "Transformer Engine's attention differs from torch's by" in message
 
 
 def test_a_rank_that_cannot_keeps_nobody_waiting(pair: World, models: dict[str, str]) -> None:
-    for said in pair.run(refused, models["qwen3-tied"], MegatronConfig(context_parallel=2), OnOneRank):
-        assert "by inf on rank 1 (RuntimeError: no kernel image is available)" in said
+    for message in pair.run(catch_refusal, models["qwen3-tied"], MegatronConfig(context_parallel=2), OnOneRank):
+        assert "by inf on rank 1 (RuntimeError: no kernel image is available)" in message
 
 
 @pytest.mark.usefixtures("alone")

@@ -82,7 +82,7 @@ def test_interleaving_needs_stages() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "what"),
+    ("options", "cause"),
     [
         ({"tensor_parallel": 2, "expert_parallel": 2}, "expert_parallel = 2, and"),
         ({"tensor_parallel": 8}, "tensor_parallel = 8 does not divide num_key_value_heads = 4"),
@@ -94,10 +94,10 @@ def test_interleaving_needs_stages() -> None:
         ),
     ],
 )
-def test_models_that_cannot_be_divided_are_refused(models: dict[str, str], options: dict[str, int], what: str) -> None:
+def test_models_that_cannot_be_divided_are_refused(models: dict[str, str], options: dict[str, int], cause: str) -> None:
     from transformers import AutoConfig
 
-    with pytest.raises(UnsupportedError, match=f"{what}.* the model"):
+    with pytest.raises(UnsupportedError, match=f"{cause}.* the model"):
         refuse_model(MegatronConfig(**options), AutoConfig.from_pretrained(models["qwen3-tied"]), ModelConfig("the model"))
 
 
@@ -110,10 +110,14 @@ def test_adapters_are_refused(models: dict[str, str]) -> None:
 
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(
-    ("family", "options", "what"),
+    ("family", "options", "cause"),
     [
         ("mistral", {}, "is a mistral model; the megatron backend knows llama, qwen2, qwen3, qwen3_moe"),
-        ("qwen3_moe", {"num_experts": 4, "moe_intermediate_size": 16, "mlp_only_layers": [1]}, "has layers without experts beside"),
+        (
+            "qwen3_moe",
+            {"num_experts": 4, "moe_intermediate_size": 16, "mlp_only_layers": [1]},
+            "has layers without experts next to",
+        ),
         ("llama", {"attention_bias": True}, "has biases on its attention's projections"),
         ("llama", {"mlp_bias": True}, "has biases on its feed-forward layers"),
         ("llama", {"hidden_act": "gelu"}, "has the activation gelu"),
@@ -126,8 +130,8 @@ def test_adapters_are_refused(models: dict[str, str]) -> None:
         ),
     ],
 )
-def test_models_that_would_lose_something_are_refused(tmp_path: Path, family: str, options: dict[str, Any], what: str) -> None:
-    with pytest.raises(UnsupportedError, match=what) as caught:
+def test_models_that_would_lose_something_are_refused(tmp_path: Path, family: str, options: dict[str, Any], cause: str) -> None:
+    with pytest.raises(UnsupportedError, match=cause) as caught:
         start(save_tiny(tmp_path, family, tied=False, **options))
     assert caught.value.remedy == "Use the fsdp backend, or another model"
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from by_day import now
-from megatron_router import Routed, Truth, counted, counts, reported, routed, truth_of
+from megatron_router import Routed, Truth, count_routes, counts, report_metrics, route_rows, truth_of
 from megatron_tasks import VOCABULARY, Case, start
 from transformers import AutoConfig
 
@@ -50,23 +50,26 @@ def agree(ranks: Sequence[Sequence[Routed]], truth: Truth) -> None:
         for case in cases:
             assert worst({name: case.gradients[name] for name in truth.gradients}, truth.gradients) <= 1e-5
             assert not any(gradient.any() for name, gradient in case.gradients.items() if name not in truth.gradients)
-        for found in ([case.metrics for case in cases if case.collects], [case.evaluated for case in cases if case.collects]):
-            assert reported(found) == pytest.approx(truth.metrics, rel=1e-5)
+        for metrics_of_ranks in (
+            [case.metrics for case in cases if case.collects],
+            [case.evaluated for case in cases if case.collects],
+        ):
+            assert report_metrics(metrics_of_ranks) == pytest.approx(truth.metrics, rel=1e-5)
 
 
 @pytest.mark.usefixtures("alone")
 def test_one_rank(models: dict[str, str], truth: Truth) -> None:
-    agree([routed(models["qwen3-moe"], MegatronConfig(**COEFFICIENTS), ALONE)], truth)
+    agree([route_rows(models["qwen3-moe"], MegatronConfig(**COEFFICIENTS), ALONE)], truth)
 
 
 @pytest.mark.parametrize("layout", now(PAIRS, "ep2"))
 def test_two_ranks(pair: World, models: dict[str, str], truth: Truth, layout: str) -> None:
-    agree(pair.run(routed, models["qwen3-moe"], PAIRS[layout], [Case("padded", 1, scale=0.0), ALONE[-1]]), truth)
+    agree(pair.run(route_rows, models["qwen3-moe"], PAIRS[layout], [Case("padded", 1, scale=0.0), ALONE[-1]]), truth)
 
 
 @pytest.mark.usefixtures("alone")
 def test_they_are_added_to_the_objective(models: dict[str, str], truth: Truth, objective: DefinedResult) -> None:
-    (case,) = routed(models["qwen3-moe"], MegatronConfig(**COEFFICIENTS), [Case("packed")])
+    (case,) = route_rows(models["qwen3-moe"], MegatronConfig(**COEFFICIENTS), [Case("packed")])
     both = {name: true + truth.gradients.get(name, 0) for name, true in objective.gradients.items()}
     assert worst(case.gradients, both) <= 1e-5
     assert worst(case.gradients, objective.gradients) > 0.1
@@ -75,7 +78,7 @@ def test_they_are_added_to_the_objective(models: dict[str, str], truth: Truth, o
 
 @pytest.mark.usefixtures("alone")
 def test_recomputed_activations_change_nothing(models: dict[str, str], truth: Truth) -> None:
-    agree([routed(models["qwen3-moe"], MegatronConfig(**COEFFICIENTS), [ALONE[-1]], activation_checkpointing=True)], truth)
+    agree([route_rows(models["qwen3-moe"], MegatronConfig(**COEFFICIENTS), [ALONE[-1]], activation_checkpointing=True)], truth)
 
 
 @pytest.mark.usefixtures("alone")
@@ -84,7 +87,7 @@ def test_one_without_the_other(models: dict[str, str], chosen: str, left: str) -
     coefficients = {"balance": 0.0, "z": 0.0, chosen: 1.0}
     true = truth_of(models["qwen3-moe"], documents(VOCABULARY), **coefficients)
     options = {f"router_{name}_coefficient": value for name, value in coefficients.items()}
-    (case,) = routed(models["qwen3-moe"], MegatronConfig(**options), [ALONE[0]])
+    (case,) = route_rows(models["qwen3-moe"], MegatronConfig(**options), [ALONE[0]])
     assert worst({name: case.gradients[name] for name in true.gradients}, true.gradients) <= 1e-5
     assert f"router_{chosen}" in case.metrics
     assert f"router_{left}" not in case.metrics
@@ -92,7 +95,7 @@ def test_one_without_the_other(models: dict[str, str], chosen: str, left: str) -
 
 @pytest.mark.usefixtures("alone")
 def test_without_coefficients_nothing_is_added_or_reported(models: dict[str, str], objective: DefinedResult) -> None:
-    (case,) = routed(models["qwen3-moe"], MegatronConfig(), [Case("packed")])
+    (case,) = route_rows(models["qwen3-moe"], MegatronConfig(), [Case("packed")])
     assert worst(case.gradients, objective.gradients) <= 1e-5
     assert case.metrics.keys() == {"loss"}
 
@@ -103,7 +106,7 @@ def test_means_over_each_call_would_be_caught(models: dict[str, str], truth: Tru
     everything = documents(VOCABULARY)
     with closing(start(models["qwen3-moe"], options=MegatronConfig(**COEFFICIENTS))) as model:
         for part in (everything[:4], everything[4:]):
-            model.forward_backward(counted(build_padded(part, 4), counts(part)), WeightedObjective(scale=0.0))
+            model.forward_backward(count_routes(build_padded(part, 4), counts(part)), WeightedObjective(scale=0.0))
         gradients = {name: gradient.numpy() for name, gradient in model.gradients() if name in truth.gradients}
     assert 0.5 < worst(gradients, truth.gradients) < 2
 

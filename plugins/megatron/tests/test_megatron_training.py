@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from by_day import now
-from megatron_tasks import VOCABULARY, clipped, learn, not_finite, start, trained
+from megatron_tasks import VOCABULARY, clip_norms, learn, not_finite, start, train_from_start
 from transformers import AutoModelForCausalLM
 
 from skyrl_engine import DataError, UnsupportedError
@@ -55,7 +55,7 @@ def plain_adamw(directory: str, steps: int) -> tuple[list[tuple[float, float, fl
 @pytest.mark.parametrize("layout", now(LAYOUTS, "cp2"))
 def test_three_steps_equal_plain_adamw(pair: World, models: dict[str, str], layout: str, name: str) -> None:
     expected, true_weights = plain_adamw(models[name], 3)
-    ranks = pair.run(trained, models[name], LAYOUTS[layout], OPTIMIZER, 3)
+    ranks = pair.run(train_from_start, models[name], LAYOUTS[layout], OPTIMIZER, 3)
     # the loss of tensor- or context-parallel ranks is one loss, seen twice
     losses = np.array([[step[0] for step in history] for history, _ in ranks])
     total = losses[0] if layout in ("tp2", "cp2") else losses.sum(0)
@@ -75,7 +75,7 @@ def test_the_reported_norm_is_the_true_one_and_clipping_reaches_the_limit(pair: 
     true = float(np.sqrt(sum(np.square(gradient).sum() for gradient in gradients.values())))
     assert true > 1.0
     for limit in (true / 7, true * 7):
-        for reported, left in pair.run(clipped, models["qwen3-tied"], LAYOUTS[layout], limit):
+        for reported, left in pair.run(clip_norms, models["qwen3-tied"], LAYOUTS[layout], limit):
             assert reported == pytest.approx(true, rel=1e-5)
             assert left == pytest.approx(min(limit, true), rel=1e-5)
 

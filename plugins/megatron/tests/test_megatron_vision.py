@@ -2,7 +2,7 @@
 
 Compared with transformers' model in float64, one sample at a time: log-probabilities within 1e-4, and gradients per parameter as
 ||g - g'|| / ||g'|| within 1e-5. Both come out near 1e-6 (transformers in float32 is as far from itself in float64); a missing part would show
-as 1e-2 and more. Ranks of stages behind the first are given no pixels. More is promised by the kit (test_megatron_conformance.py).
+as 1e-2 and more. Ranks of stages after the first get no pixels. More is promised by the kit (test_megatron_conformance.py).
 Not covered: CUDA.
 """
 
@@ -16,7 +16,18 @@ import pytest
 import torch
 from by_day import now, rarely
 from megatron_tasks import start
-from megatron_vision import KINDS, Case, Seen, continued, exported, pictures, resumed, scores_of, seen, trained
+from megatron_vision import (
+    KINDS,
+    Case,
+    Seen,
+    continue_training,
+    export_weights,
+    pictures,
+    resume_checkpoint,
+    score_pictures,
+    scores_of,
+    train_from_start,
+)
 from transformers import AutoConfig, Qwen3VLForConditionalGeneration
 
 from skyrl_engine import ModelError, UnsupportedError
@@ -79,11 +90,11 @@ def truth(seeing: dict[str, str]) -> Callable[[str, str], DefinedResult]:
 def agree(ranks: Sequence[Sequence[Seen]], cases: Sequence[Case], true: Callable[[str], DefinedResult]) -> None:
     """Every case: gradients on every rank, and every sample's log-probabilities once on those that collect."""
     for number, (kind, _, _) in enumerate(cases):
-        found = [rank[number] for rank in ranks]
-        for each in found:
-            assert worst(nonzero(each.gradients), nonzero(true(kind).gradients)) <= 1e-5, kind
-        right([each.learned for each in found], true(kind))
-        right([each.evaluated for each in found], true(kind))
+        results = [rank[number] for rank in ranks]
+        for result in results:
+            assert worst(nonzero(result.gradients), nonzero(true(kind).gradients)) <= 1e-5, kind
+        require_right([result.learned for result in results], true(kind))
+        require_right([result.evaluated for result in results], true(kind))
 
 
 def nonzero(gradients: Arrays) -> Arrays:
@@ -91,32 +102,32 @@ def nonzero(gradients: Arrays) -> Arrays:
     return {name: gradient for name, gradient in gradients.items() if gradient.any()}
 
 
-def right(outputs: Sequence[RankOutput], true: DefinedResult) -> None:
+def require_right(outputs: Sequence[RankOutput], true: DefinedResult) -> None:
     kept = [output for output in outputs if output.coords.collects]
     assert sum(output.metrics["loss"].value for output in kept) == pytest.approx(true.loss, rel=1e-5)
-    found = {int(number): output.fields["logprobs"][place] for output in kept for place, number in enumerate(output.sample_ids)}
-    assert true.logprobs.keys() <= found.keys()
+    logprobs = {int(number): output.fields["logprobs"][place] for output in kept for place, number in enumerate(output.sample_ids)}
+    assert true.logprobs.keys() <= logprobs.keys()
     for number, expected in true.logprobs.items():
-        np.testing.assert_allclose(found[number], expected, atol=1e-4, rtol=0)
+        np.testing.assert_allclose(logprobs[number], expected, atol=1e-4, rtol=0)
 
 
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("name", now(["tied", "untied", "one-level"], "untied"))
 def test_one_rank(seeing: dict[str, str], truth: Callable[[str, str], DefinedResult], name: str) -> None:
-    agree([seen(seeing[name], ONE, MIXED)], MIXED, lambda kind: truth(name, kind))
+    agree([score_pictures(seeing[name], ONE, MIXED)], MIXED, lambda kind: truth(name, kind))
 
 
 @pytest.mark.parametrize("layout", now(PAIRS, "pp2"))
 def test_two_ranks(pair: World, seeing: dict[str, str], truth: Callable[[str, str], DefinedResult], layout: str) -> None:
     """Each stage of an interleaved pipeline holds two pieces of one layer here, so that features go to one layer."""
     name = "one-level" if layout == "pp2-interleaved" else "tied"
-    agree(pair.run(seen, seeing[name], PAIRS[layout], CASES), CASES, lambda kind: truth(name, kind))
+    agree(pair.run(score_pictures, seeing[name], PAIRS[layout], CASES), CASES, lambda kind: truth(name, kind))
 
 
 @pytest.mark.proof
 @pytest.mark.parametrize("layout", now(QUADS, "tp2xpp2"))
 def test_four_ranks(quad: World, seeing: dict[str, str], truth: Callable[[str, str], DefinedResult], layout: str) -> None:
-    agree(quad.run(seen, seeing["tied"], QUADS[layout], CASES), CASES, lambda kind: truth("tied", kind))
+    agree(quad.run(score_pictures, seeing["tied"], QUADS[layout], CASES), CASES, lambda kind: truth("tied", kind))
 
 
 @pytest.mark.proof
@@ -125,7 +136,7 @@ def test_recomputed_activations_change_nothing(
     pair: World, seeing: dict[str, str], truth: Callable[[str, str], DefinedResult], layout: str
 ) -> None:
     """Features that later layers add must be there at recomputation."""
-    ranks = pair.run(seen, seeing["untied"], PAIRS[layout], MIXED, activation_checkpointing=True)
+    ranks = pair.run(score_pictures, seeing["untied"], PAIRS[layout], MIXED, activation_checkpointing=True)
     agree(ranks, MIXED, lambda kind: truth("untied", kind))
 
 
@@ -133,7 +144,7 @@ def test_recomputed_activations_change_nothing(
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
 def test_other_precisions(pair: World, seeing: dict[str, str], truth: Callable[[str, str], DefinedResult], dtype: str) -> None:
     """Transformers rotates the tower's queries and keys in float32 whatever it computes in. bfloat16 keeps 8 bits."""
-    for (case,) in pair.run(seen, seeing["untied"], PAIRS["tp2"], [("mixed", "packed", 2)], dtype=dtype):
+    for (case,) in pair.run(score_pictures, seeing["untied"], PAIRS["tp2"], [("mixed", "packed", 2)], dtype=dtype):
         assert worst(case.gradients, truth("untied", "mixed").gradients) <= (1e-5 if dtype == "float64" else 0.2)
 
 
@@ -157,7 +168,7 @@ def test_another_way_to_see_is_another_model(
     """Loading would say so: its proof has an image in it."""
     monkeypatch.setattr(owner, "forward", wrong)
     with pytest.raises(ModelError, match=r"computes log-probabilities of .* that differ from transformers'"):
-        seen(seeing["tied"], ONE, [])
+        score_pictures(seeing["tied"], ONE, [])
 
 
 @pytest.mark.proof
@@ -173,7 +184,7 @@ def test_images_matter_and_so_does_whose_they_are(pair: World, seeing: dict[str,
 
 @pytest.mark.nightly
 def test_steps_of_a_pipeline_lower_the_loss(pair: World, seeing: dict[str, str]) -> None:
-    histories = pair.run(trained, seeing["tied"], PAIRS["pp2"], AdamWSettings(learning_rate=1e-2), 5)
+    histories = pair.run(train_from_start, seeing["tied"], PAIRS["pp2"], AdamWSettings(learning_rate=1e-2), 5)
     losses = np.sum([[loss for loss, _ in history] for history in histories], 0)
     assert (np.diff(losses) < 0).all(), losses
 
@@ -181,7 +192,7 @@ def test_steps_of_a_pipeline_lower_the_loss(pair: World, seeing: dict[str, str])
 @pytest.mark.parametrize("layout", now(["tp2", "pp2", "dp2"]))
 def test_two_ranks_continue_bit_for_bit(pair: World, seeing: dict[str, str], tmp_path: Path, layout: str) -> None:
     optimizer = AdamWSettings(learning_rate=1e-2, weight_decay=0.1)
-    for uninterrupted, again in pair.run(continued, seeing["untied"], PAIRS[layout], optimizer, tmp_path):
+    for uninterrupted, again in pair.run(continue_training, seeing["untied"], PAIRS[layout], optimizer, tmp_path):
         assert uninterrupted[0] == again[0]
         assert uninterrupted[1].keys() == again[1].keys()
         for name, weight in uninterrupted[1].items():
@@ -192,8 +203,8 @@ def test_two_ranks_continue_bit_for_bit(pair: World, seeing: dict[str, str], tmp
 @pytest.mark.usefixtures("alone")
 def test_one_rank_continues_what_four_began(quad: World, seeing: dict[str, str], tmp_path: Path) -> None:
     """The tower included, which only the first stage holds."""
-    (expected, _), *_ = quad.run(continued, seeing["tied"], QUADS["tp2xpp2"], SMOOTH, tmp_path)
-    history, weights = resumed(seeing["tied"], ONE, SMOOTH, tmp_path)
+    (expected, _), *_ = quad.run(continue_training, seeing["tied"], QUADS["tp2xpp2"], SMOOTH, tmp_path)
+    history, weights = resume_checkpoint(seeing["tied"], ONE, SMOOTH, tmp_path)
     assert [norm for _, norm in history] == pytest.approx([norm for _, norm in expected[0]], rel=1e-5)
     assert weights.keys() == expected[1].keys()
     for name, weight in expected[1].items():
@@ -203,7 +214,7 @@ def test_one_rank_continues_what_four_began(quad: World, seeing: dict[str, str],
 @pytest.mark.parametrize(("name", "layout"), [rarely("tied", "tp2"), ("untied", "pp2")])
 def test_the_export_is_what_was_trained(pair: World, seeing: dict[str, str], tmp_path: Path, name: str, layout: str) -> None:
     """Weights bit for bit, the tower's too, and transformers' log-probabilities are the backend's."""
-    ranks = pair.run(exported, seeing[name], PAIRS[layout], tmp_path)
+    ranks = pair.run(export_weights, seeing[name], PAIRS[layout], tmp_path)
     loaded = dict(Qwen3VLForConditionalGeneration.from_pretrained(tmp_path).named_parameters())
     before = dict(Qwen3VLForConditionalGeneration.from_pretrained(seeing[name]).named_parameters())
     for weights, _ in ranks:
@@ -212,7 +223,7 @@ def test_the_export_is_what_was_trained(pair: World, seeing: dict[str, str], tmp
             np.testing.assert_array_equal(weights[key], parameter.detach().numpy(), err_msg=key)
     changed = "model.visual.patch_embed.proj.weight"
     assert not torch.equal(loaded[changed], before[changed])
-    right([output for _, output in ranks], definition(str(tmp_path), pictures("mixed"), dtype=torch.float32))
+    require_right([output for _, output in ranks], definition(str(tmp_path), pictures("mixed"), dtype=torch.float32))
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ MOST_ROUNDS = 20
 
 @pytest.mark.proof
 @pytest.mark.parametrize(
-    "tokens", [pytest.param(each, marks=pytest.mark.nightly) if each == max(TOKENS) else each for each in TOKENS]
+    "tokens", [pytest.param(count, marks=pytest.mark.nightly) if count == max(TOKENS) else count for count in TOKENS]
 )
 @pytest.mark.parametrize("name", MERGERS)
 def test_merging_costs_a_small_multiple_of_concatenating(name: str, tokens: int) -> None:

@@ -56,14 +56,14 @@ def weights_by_sequence(
     )
     structure = batch_structure(columns_of(group_ids), mini_batch, max_sequence_length)
     weights = token_weights(part_of(reducer, "the reducer", "reducer"), structure)
-    found = {}
+    weight_of_sample = {}
     for k, sample in enumerate(structure.sample_ids.tolist()):
         own = weights[structure.action_offsets[k] : structure.action_offsets[k + 1]].tolist()
         valid, masked = own[: VALID[sample]], own[VALID[sample] :]
         assert masked == [0.0] * MASKED
         assert len(set(valid)) <= 1, "tokens of one sequence weigh alike"
-        found[sample] = valid[0] if valid else 0.0
-    return [found[sample] for sample in range(len(VALID))]
+        weight_of_sample[sample] = valid[0] if valid else 0.0
+    return [weight_of_sample[sample] for sample in range(len(VALID))]
 
 
 PAIRS = [[[0, 1], [2, 3]]]
@@ -132,7 +132,7 @@ def test_a_filler_gives_no_number_to_any_sequence() -> None:
     """`token_mean_legacy` counts the numbers that occur. A filler's number does not."""
     fillers = MiniBatchPlan(
         tuple(
-            tuple(one_sample_per_row(np.array(each, dtype=np.int64), 16, 16) for each in rank)
+            tuple(one_sample_per_row(np.array(samples, dtype=np.int64), 16, 16) for samples in rank)
             for rank in [[[], [0, 1]], [[2, 3], []]]
         )
     )

@@ -66,7 +66,7 @@ def by_loops(name: str, empty: str, structure: BatchStructure) -> list[float]:
     counted = {part for part, row in zip(parts.tolist(), rows, strict=True) if empty == "count" or any(row)}
     weights = []
     for i, row in enumerate(rows):
-        mass_of_part = sum(each for part, each in zip(parts, mass, strict=True) if part == parts[i])
+        mass_of_part = sum(mass for part, mass in zip(parts, mass, strict=True) if part == parts[i])
         for weight in row:
             match name:
                 case "sum":
@@ -129,17 +129,17 @@ def test_weights_sum_as_documented(empty: str, structure: BatchStructure) -> Non
 @given(structures(), st.data())
 def test_the_cut_does_not_matter_unless_declared(name: str, structure: BatchStructure, data: st.DataObject) -> None:
     cut = data.draw(st.lists(st.integers(0, 3), min_size=len(structure), max_size=len(structure)))
-    other = evolve(structure, micro_batch=np.sort(np.array(cut)))
+    other_structure = evolve(structure, micro_batch=np.sort(np.array(cut)))
     reducer = made(name)
-    assert reducer.batch_local or reducer.weights(structure).tolist() == reducer.weights(other).tolist()
+    assert reducer.batch_local or reducer.weights(structure).tolist() == reducer.weights(other_structure).tolist()
 
 
 def test_exactly_one_reducer_declares_that_it_depends_on_the_cut_and_it_does() -> None:
     assert [name for name in REDUCERS if made(name).batch_local] == ["token_mean_legacy"]
-    one = structure_of([[1, 1, 1], [1]], micro_batch=np.zeros(2, dtype=np.int64))
-    two = evolve(one, micro_batch=np.arange(2))
+    structure = structure_of([[1, 1, 1], [1]], micro_batch=np.zeros(2, dtype=np.int64))
+    two = evolve(structure, micro_batch=np.arange(2))
     legacy = made("token_mean_legacy")
-    assert legacy.weights(one).tolist() == [1 / 4] * 4
+    assert legacy.weights(structure).tolist() == [1 / 4] * 4
     assert legacy.weights(two).tolist() == [1 / 6] * 3 + [1 / 2]
 
 

@@ -11,6 +11,7 @@ from attrs.validators import in_, instance_of, optional
 
 from skyrl_engine.contracts.values.outputs import Metric, refuse_other_metrics
 from skyrl_engine.contracts.values.ragged import AnyArray, IntArray, offsets_of, segment_indices
+from skyrl_engine.contracts.values.returned import describe_returned
 from skyrl_engine.contracts.values.ties import equalize_ties
 from skyrl_engine.errors import ResultError
 
@@ -177,7 +178,7 @@ def _column(label: str, name: str, values: AnyArray, batch: AdvantageBatch) -> n
     expected = batch.rewards.shape
     shape, dtype = getattr(values, "shape", None), getattr(values, "dtype", None)
     if not isinstance(values, np.ndarray) or shape != expected or dtype not in (np.float32, np.float64):
-        got = type(values).__name__ if shape is None else f"{dtype}{list(shape)}"
+        got = describe_returned(values)
         raise ResultError(
             f"{label} returned {name} as {got} for {expected[0]} action tokens",
             remedy=f"Return a float NumPy array of shape [{expected[0]}], one value per action token",

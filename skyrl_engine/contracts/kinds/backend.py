@@ -4,8 +4,9 @@ After any number of `forward_backward` calls, the gradient seen by `optim_step` 
 The import of this file needs no torch.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, cast, runtime_checkable
 
@@ -15,7 +16,9 @@ from attrs.validators import and_, deep_iterable, ge, gt, instance_of, lt, max_l
 from skyrl_engine.contracts.values.model import LoraConfig, ModelConfig
 from skyrl_engine.contracts.values.outputs import RankOutput
 from skyrl_engine.contracts.values.ragged import IntArray, Ragged
+from skyrl_engine.contracts.values.returned import describe_returned, require_returned
 from skyrl_engine.contracts.values.topology import RankCoords, Topology
+from skyrl_engine.errors import ResultError
 
 if TYPE_CHECKING:
     import torch
@@ -276,3 +279,31 @@ class SharesStorage(Protocol):
         Without gradients, and to be read alone. None where no such memory is whole and in the precision of the computation: several ranks,
         adapters, weights that are cast or moved before they are used.
         """
+
+
+def as_optim_step(label: str, result: object) -> OptimStep:
+    """Take what `optim_step` of a backend returned, its numbers as floats. Raises ResultError, naming the backend, for anything else."""
+    step = require_returned(label, "optim_step", result, OptimStep)
+    numbers: dict[str, object] = {"grad_norm": step.grad_norm, "learning_rate": step.learning_rate}
+    for name, value in numbers.items():
+        if isinstance(value, bool) or not isinstance(value, Real):
+            raise ResultError(
+                f"{label} returned {describe_returned(value)} as {name} from optim_step",
+                remedy=f"Return a float as {name}: float(value)",
+            )
+    return OptimStep(float(step.grad_norm), float(step.learning_rate))
+
+
+def iterate_named_tensors(label: str, method: str, result: object) -> "Iterator[tuple[str, torch.Tensor]]":
+    """Yield the named tensors of `weights` or `gradients`. Raises ResultError, naming the backend and the method, for anything else."""
+    if not isinstance(result, Iterable):
+        raise ResultError(
+            f"{label} returned {describe_returned(result)} from {method}", remedy=f"Yield (name, tensor) pairs from {method}"
+        )
+    for pair in result:
+        named = isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str) and hasattr(pair[1], "detach")
+        if not named:
+            raise ResultError(
+                f"{label} yielded {describe_returned(pair)} from {method}", remedy=f"Yield (name, tensor) pairs from {method}"
+            )
+        yield pair

@@ -1,8 +1,9 @@
 """Collator: plan rows from lengths, build dense tensors for some rows. The import of this file needs no torch."""
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+import numpy as np
 from attrs import Factory, field, frozen
 from attrs.validators import instance_of, optional
 
@@ -10,6 +11,8 @@ from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.extras import EXPERT_ROUTES, OF_IMAGES
 from skyrl_engine.contracts.values.plan import BatchPlan, Layout, MicroBatchPlan, SampleLengths
 from skyrl_engine.contracts.values.ragged import IntArray, Ragged
+from skyrl_engine.contracts.values.returned import describe_returned, require_returned, require_vector
+from skyrl_engine.errors import ResultError
 
 if TYPE_CHECKING:
     import torch
@@ -106,3 +109,47 @@ def collate(collator: Collator, columns: SampleColumns, layout: Layout = ONE_RAN
 def declared_extras(collator: Collator) -> frozenset[Carried]:
     """Return what the collator declares to lay over its rows beside tokens; nothing where it does not say."""
     return frozenset(getattr(collator, "carries", ()))
+
+
+def as_dense_batch(label: str, result: object, *, whole: bool = True) -> DenseBatch:
+    """Take what `build` of a collator returned: CPU tensors by name, with ids [rows, width], and a gather index that points into them.
+
+    Unless `whole`, no ids were asked for. Raises ResultError, naming the collator, for other types, shapes and dtypes.
+    """
+    dense = require_returned(label, "build", result, DenseBatch)
+    if not isinstance(dense.fields, Mapping):
+        raise ResultError(
+            f"{label} returned {describe_returned(dense.fields)} as fields from build", remedy="Return a dict from names to tensors"
+        )
+    for name, field_ in dense.fields.items():
+        _require_tensor(label, name, field_)
+    require_returned(label, "gather of build", dense.gather, GatherIndex)
+    if not whole:
+        return dense
+    ids = dense.fields.get("input_ids")
+    if ids is None or len(ids.shape) != 2 or str(ids.dtype) != "torch.int64":
+        got = "no input_ids" if ids is None else f"{describe_returned(ids)} as input_ids"
+        raise ResultError(f"{label} returned {got} from build", remedy="Return input_ids int64[rows, width]")
+    gather = dense.gather
+    require_vector(label, "build", "gather.actions", gather.actions, np.int64)
+    for name, size in (("rows", ids.shape[0]), ("columns", ids.shape[1])):
+        places = getattr(gather, name)
+        require_vector(label, "build", f"gather.{name}", places, np.int64, len(gather.actions))
+        if len(places) and not 0 <= int(places.min()) <= int(places.max()) < size:
+            raise ResultError(
+                f"{label} returned gather.{name} from {places.min()} to {places.max()} from build, and input_ids have {size}",
+                remedy="Point the gather index into the rows that were built",
+            )
+    return dense
+
+
+def _require_tensor(label: str, name: object, value: Any) -> None:
+    if not (type(value).__module__.partition(".")[0] == "torch" and hasattr(value, "device")):  # no torch is imported for it
+        raise ResultError(
+            f"{label} returned {describe_returned(value)} as {name} from build",
+            remedy="Return torch tensors: torch.from_numpy(array)",
+        )
+    if value.device.type != "cpu":
+        raise ResultError(
+            f"{label} returned {name} on {value.device} from build", remedy="Return CPU tensors; the backend moves them"
+        )

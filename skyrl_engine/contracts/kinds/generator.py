@@ -1,7 +1,7 @@
 """Generator: tokens in, sampled tokens and their log-probabilities out. No torch at import."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -9,7 +9,9 @@ from attrs import field, frozen
 from attrs.validators import ge, gt, instance_of, le, lt
 
 from skyrl_engine.contracts.values.model import ModelConfig
+from skyrl_engine.contracts.values.returned import describe_returned, refuse_others, require_returned, require_vector
 from skyrl_engine.contracts.values.rollout import FinishReason, VersionSpans
+from skyrl_engine.errors import ResultError
 
 if TYPE_CHECKING:
     import torch
@@ -41,8 +43,9 @@ class Sampling:
     """The distribution to sample from, and where to stop.
 
     `max_tokens` counts the token that stops; logits are divided by `temperature`, and 0 takes the most likely token. `top_k` (0: all), `top_p`
-    and `min_p` cut the distribution off, in this order, for evaluation alone: the `top_k` most likely tokens; of those the fewest that hold
-    `top_p` of what is left; of those the ones at least `min_p` times as likely as the most likely one.
+    and `min_p` cut the distribution off after that, in this order, for evaluation alone: the `top_k` most likely tokens; of those the fewest
+    that hold `top_p` of what is left; of those the ones at least `min_p` times as likely as the most likely one. This is the order of
+    transformers; vLLM applies `min_p` first, which leaves fewer tokens beside `top_p`. At temperature 0 they change nothing.
 
     Sampling stops after a token of `stop_token_ids` or of the model's own end tokens (not with `ignore_eos`), and after the token that
     completes one of `stop_strings`, in both cases not before `min_tokens`.
@@ -187,3 +190,54 @@ class Generator(Protocol):
 
     def close(self) -> None:
         """End, with requests in flight too."""
+
+
+def as_completions(label: str, result: object) -> list[Completion]:
+    """Take what `poll` of a generator returned: whole completions, with arrays of the lengths and dtypes that `Completion` names.
+
+    Raises ResultError, which names the generator, the method and the request.
+    """
+    completions = require_returned(label, "poll", result, list)
+    refuse_others(label, "poll", "the list", completions, Completion)
+    for completion in completions:
+        _require_whole(label, completion)
+    return completions
+
+
+def _require_whole(label: str, completion: Completion) -> None:
+    number = completion.request_id
+    if not isinstance(number, int | np.integer) or isinstance(number, bool):
+        raise ResultError(
+            f"{label} returned {describe_returned(number)} as request_id from poll", remedy="Return the request_id of the request"
+        )
+    method = f"poll (request {number})"
+    require_vector(label, method, "token_ids", completion.token_ids, np.int32)
+    count = len(completion.token_ids)
+    require_vector(label, method, "logprobs", completion.logprobs, np.float32, count)
+    if completion.prompt_logprobs is not None:
+        require_vector(label, method, "prompt_logprobs", completion.prompt_logprobs, np.float32)
+    for name in ("top_logprobs", "top_prompt_logprobs"):
+        if (top := getattr(completion, name)) is not None:
+            _require_top(label, method, name, top)
+    spans = require_returned(label, f"versions of {method}", completion.versions, VersionSpans)
+    rising = len(spans.starts) == len(spans.versions) and (np.diff(spans.starts) > 0).all()
+    if not rising or (spans.starts[:1] != 0).any() or bool(count) != bool(len(spans.starts)) or (spans.starts >= count).any():
+        raise ResultError(
+            f"{label} returned versions from {spans.starts.tolist()} on for {count} tokens from {method}",
+            remedy="Return VersionSpans that cover the sampled tokens from 0 on, and none where nothing was sampled",
+        )
+    if completion.finish not in (reasons := get_args(FinishReason)):
+        raise ResultError(
+            f"{label} returned {completion.finish!r:.80} as finish from {method}", remedy=f"Return one of {', '.join(reasons)}"
+        )
+
+
+def _require_top(label: str, method: str, name: str, top: object) -> None:
+    held = require_returned(label, f"{name} of {method}", top, TopLogprobs)
+    for part, dtype in (("token_ids", np.int32), ("logprobs", np.float32)):
+        values = getattr(held, part)
+        if not isinstance(values, np.ndarray) or values.dtype != dtype or values.ndim != 2:
+            raise ResultError(
+                f"{label} returned {describe_returned(values)} as {name}.{part} from {method}",
+                remedy=f"Return a NumPy array {np.dtype(dtype)}[n, k] as {name}.{part}",
+            )

@@ -12,6 +12,7 @@ from attrs import Factory, define, field, frozen
 from skyrl_engine.contracts.kinds.needs import LOGPROBS_AT, MODEL_SCORES
 from skyrl_engine.contracts.values.outputs import Metric, refuse_other_metrics
 from skyrl_engine.contracts.values.pairs import pair_places
+from skyrl_engine.contracts.values.returned import describe_returned
 from skyrl_engine.errors import ResultError
 from skyrl_engine.near_words import find_near_word
 
@@ -237,7 +238,7 @@ def as_loss_output(label: str, result: "LossOutput | torch.Tensor", count: int) 
     output = result if isinstance(result, LossOutput) else LossOutput(result)
     shape = getattr(output.token_loss, "shape", None)
     if shape is None or tuple(shape) != (count,):
-        got = type(output.token_loss).__name__ if shape is None else f"shape {list(shape)}"
+        got = describe_returned(output.token_loss) if shape is None else f"shape {list(shape)}"
         raise ResultError(
             f"{label} returned {got} for {count} tokens",
             remedy="Return one value per token (a tensor of shape [n]) and leave summing and averaging to the reducer",

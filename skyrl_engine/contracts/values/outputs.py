@@ -9,6 +9,7 @@ from attrs import Factory, field, frozen
 from attrs.validators import in_
 
 from skyrl_engine.contracts.values.ragged import AnyArray, IntArray, Ragged, join_segments, offsets_of, take_segments
+from skyrl_engine.contracts.values.returned import describe_returned, require_returned, require_table, require_vector
 from skyrl_engine.contracts.values.topology import RankCoords
 from skyrl_engine.errors import ContractError, ResultError
 
@@ -117,12 +118,18 @@ def combine_metrics(parts: Sequence[Mapping[str, Metric]]) -> dict[str, Metric]:
 
 def refuse_other_metrics(label: str, metrics: Mapping[str, Any]) -> None:
     """Raise ResultError for what is no `Metric`, and for a name under which the engine reports its own."""
+    if not isinstance(metrics, Mapping):
+        raise ResultError(
+            f"{label} returned {describe_returned(metrics)} as metrics", remedy="Return a dict from names to Metric, empty for none"
+        )
     for name, metric in metrics.items():
         if not isinstance(metric, Metric):
             raise ResultError(
                 f"{label} returned the metric {name!r} as {type(metric).__name__}",
                 remedy="Return a Metric, such as Metric.mean(total, count), which says how its parts combine",
             )
+        if not isinstance(name, str):
+            raise ResultError(f"{label} returned a metric called {name!r}", remedy="Give it a name of letters")
         if name in ENGINE_METRICS or name.startswith(ENGINE_PREFIXES):
             raise ResultError(
                 f"{label} returned a metric called {name!r}, under which the engine reports its own", remedy="Give it another name"
@@ -240,3 +247,39 @@ class BatchOutput:
             {"sample_id": int(sample_id), **{name: ragged[i].tolist() for name, ragged in self.fields.items()}}
             for i, sample_id in enumerate(self.sample_ids)
         ]
+
+
+def as_rank_output(label: str, method: str, result: object) -> RankOutput:
+    """Take what a backend's pass returned. Raises ResultError, naming backend and method, for what is no RankOutput of such arrays."""
+    output = require_returned(label, method, result, RankOutput)
+    _require_arrays(label, method, output)
+    require_returned(label, f"coords of {method}", output.coords, RankCoords)
+    return output
+
+
+def as_batch_output(label: str, result: object) -> BatchOutput:
+    """Take what a merger returned. Raises ResultError, naming the merger, for what is no BatchOutput of such arrays."""
+    output = require_returned(label, "merge", result, BatchOutput)
+    _require_arrays(label, "merge", output)
+    return output
+
+
+def _require_arrays(label: str, method: str, output: RankOutput | BatchOutput) -> None:
+    require_vector(label, method, "sample_ids", output.sample_ids, np.int64)
+    count = len(output.sample_ids)
+    require_vector(label, method, "action_lengths", output.action_lengths, np.int64, count)
+    scored = require_returned(label, f"scored of {method}", output.scored, Ragged)
+    require_vector(label, method, "scored.values", scored.values, np.int32)
+    require_table(label, method, "metrics", output.metrics, Metric)
+    segments = {"scored": scored, **require_table(label, method, "fields", output.fields, Ragged)}
+    for name, ragged in segments.items():
+        if len(ragged) != count or not (ragged.offsets is scored.offsets or np.array_equal(ragged.offsets, scored.offsets)):
+            raise ResultError(
+                f"{label} returned {name} of {len(ragged)} segments for {count} samples from {method}, or other segments than scored",
+                remedy=f"Return one segment per sample, and in {name} one value per scored token",
+            )
+        if name != "scored" and (ragged.values.dtype != np.float32 or ragged.values.ndim != 1):
+            raise ResultError(
+                f"{label} returned {describe_returned(ragged.values)} as values of {name} from {method}",
+                remedy="Return float32 values, one per scored token",
+            )

@@ -8,6 +8,8 @@ from attrs import Factory, define, evolve, field, frozen
 from attrs.validators import ge, optional
 
 from skyrl_engine.contracts.values.ragged import IntArray, offsets_of
+from skyrl_engine.contracts.values.returned import describe_returned, require_all, require_returned, require_vector
+from skyrl_engine.errors import ResultError
 
 
 @frozen(eq=False)
@@ -167,3 +169,34 @@ class BatchPlan:
 def one_sample_per_row(samples: IntArray, width: int, action_width: int) -> MicroBatchPlan:
     """A micro-batch in which every row holds one sample, int64[n]."""
     return MicroBatchPlan(samples, offsets_of(np.ones(len(samples), dtype=np.int64)), width, action_width)
+
+
+def as_batch_plan(label: str, result: object) -> BatchPlan:
+    """Take what `plan` of a collator returned, down to its rows. Raises ResultError, naming the collator, for other types and dtypes."""
+    plan = require_returned(label, "plan", result, BatchPlan)
+    require_returned(label, "layout of plan", plan.layout, Layout)
+    require_vector(label, "plan", "sample_ids", plan.sample_ids, np.int64)
+    require_all(label, "plan", "mini_batches", plan.mini_batches, MiniBatchPlan)
+    for mini_batch in plan.mini_batches:
+        require_all(label, "plan", "ranks", mini_batch.ranks, object)
+        for rank in mini_batch.ranks:
+            require_all(label, "plan", "a rank's micro-batches", rank, MicroBatchPlan)
+            for micro_batch in rank:
+                _require_rows(label, micro_batch)
+    return plan
+
+
+def _require_rows(label: str, micro_batch: MicroBatchPlan) -> None:
+    require_vector(label, "plan", "samples", micro_batch.samples, np.int64)
+    require_vector(label, "plan", "row_offsets", micro_batch.row_offsets, np.int64)
+    offsets = micro_batch.row_offsets
+    if not len(offsets) or offsets[0] != 0 or offsets[-1] != len(micro_batch.samples) or (np.diff(offsets) < 0).any():
+        raise ResultError(
+            f"{label} returned row_offsets {offsets.tolist()!s:.80} for {len(micro_batch.samples)} samples from plan",
+            remedy="Return offsets that rise from 0 to the number of samples",
+        )
+    for name in ("width", "action_width", "alignment"):
+        size = getattr(micro_batch, name)
+        if not isinstance(size, int | np.integer) or isinstance(size, bool) or size < 0:
+            got = repr(size) if isinstance(size, int | float) else describe_returned(size)
+            raise ResultError(f"{label} returned {got} as {name} from plan", remedy=f"Return a whole number as {name}")

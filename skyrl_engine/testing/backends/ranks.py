@@ -23,9 +23,11 @@ from skyrl_engine.contracts.kinds.backend import (
     RankEnvironment,
     SharesStorage,
     SwitchesAdapters,
+    as_optim_step,
+    iterate_named_tensors,
 )
 from skyrl_engine.contracts.values.model import LoraConfig, ModelConfig
-from skyrl_engine.contracts.values.outputs import PADDING_SAMPLE, RankOutput
+from skyrl_engine.contracts.values.outputs import PADDING_SAMPLE, RankOutput, as_rank_output
 from skyrl_engine.contracts.values.topology import RankCoords, Topology
 from skyrl_engine.errors import EngineError
 from skyrl_engine.modeling.tiny import VOCABULARY
@@ -118,6 +120,9 @@ class RankMixesDevices(RankFailed):
 class HeldBackend:
     """The backend of one rank; arguments and results can be sent between processes."""
 
+    label = "the backend"
+    """What errors call it."""
+
     def __init__(self, opening: Opening, rank: int) -> None:
         from skyrl_engine.workers.process_group import join
         from skyrl_engine.workers.worker import seed_everything
@@ -133,6 +138,7 @@ class HeldBackend:
         environment = self.environment = RankEnvironment(rank, size, opening.device, opening.seed, opening.packed_rows)
         try:
             plugin = SelectedPlugin.from_lock(opening.lock)
+            self.label = str(plugin.loaded.record)
             self._backend = plugin.make(CONTEXT)
             self._backend.setup(opening.model, opening.optimizer, environment)
             if opening.teacher is not None:
@@ -233,7 +239,7 @@ class HeldBackend:
         objective = Objective(
             scale=work.scale, temperature=work.temperature, needs=work.needs, per_token_outputs=work.per_token_outputs
         )
-        output: RankOutput = getattr(self.backend, mode)(batch, objective)
+        output = as_rank_output(self.label, mode, getattr(self.backend, mode)(batch, objective))
         return output, tuple(sorted(seen))
 
     def without_adapters(self, work: PassOrder) -> RankOutput:
@@ -242,16 +248,21 @@ class HeldBackend:
             return self.run("forward", work)[0]
 
     def optim_step(self, settings: AdamWSettings | None) -> OptimStep:
-        return self.backend.optim_step(settings)
+        return as_optim_step(self.label, self.backend.optim_step(settings))
 
     def zero_grad(self) -> None:
         self.backend.zero_grad()
 
     def gradients(self) -> Arrays:
-        return {name: tensor.numpy().copy() for name, tensor in self.backend.gradients()}
+        return {
+            name: tensor.numpy().copy() for name, tensor in iterate_named_tensors(self.label, "gradients", self.backend.gradients())
+        }
 
     def weights(self) -> Arrays:
-        return {name: tensor.detach().numpy().copy() for name, tensor in self.backend.weights()}
+        return {
+            name: tensor.detach().numpy().copy()
+            for name, tensor in iterate_named_tensors(self.label, "weights", self.backend.weights())
+        }
 
     def storage_first(self) -> Arrays | None:
         """Copy what the backend shows as the memory of its weights; None where it shows nothing."""

@@ -8,9 +8,9 @@ import numpy as np
 from attrs import frozen
 from hypothesis import strategies as st
 
-from skyrl_engine.contracts.kinds.collator import Collator, DenseBatch, declared_extras
+from skyrl_engine.contracts.kinds.collator import Collator, DenseBatch, as_dense_batch, declared_extras
 from skyrl_engine.contracts.values.columns import SampleColumns
-from skyrl_engine.contracts.values.plan import BatchPlan, Layout, MicroBatchPlan, SampleLengths
+from skyrl_engine.contracts.values.plan import BatchPlan, Layout, MicroBatchPlan, SampleLengths, as_batch_plan
 from skyrl_engine.contracts.values.ragged import AnyArray, IntArray
 from skyrl_engine.errors import EngineError, UnsupportedError
 from skyrl_engine.registry.owner import Owner, blame
@@ -87,13 +87,12 @@ def plan_with(collator: Collator, label: str, case: Planning) -> BatchPlan:
     """Do as `plan_case`, with a collator that exists already."""
     try:
         with blame(Owner.of_unrecorded(label, "collator"), "plan"):
-            plan = collator.plan(case.lengths, case.layout)
+            returned = collator.plan(case.lengths, case.layout)
+        return as_batch_plan(label, returned)
     except UnsupportedError as refused:
         raise Inapplicable(refused.cause) from refused
     except EngineError as failed:
         raise Broken(failed.cause, failed.remedy) from failed
-    require(isinstance(plan, BatchPlan), f"plan returns {type(plan).__name__}", "Return a BatchPlan")
-    return plan
 
 
 def build_rows(subject: Subject[Any], columns: SampleColumns, rows: MicroBatchPlan, **asked: Any) -> DenseBatch:
@@ -105,10 +104,10 @@ def build_with(collator: Collator, label: str, columns: SampleColumns, rows: Mic
     """Do as `build_rows`, with a collator that exists already."""
     try:
         with blame(Owner.of_unrecorded(label, "collator"), "build"):
-            batch = collator.build(columns, rows, **asked)
+            returned = collator.build(columns, rows, **asked)
+        batch = as_dense_batch(label, returned, whole="input_ids" in (asked.get("fields") or ("input_ids",)))
     except EngineError as failed:
         raise Broken(failed.cause, failed.remedy) from failed
-    require(isinstance(batch, DenseBatch), f"build returns {type(batch).__name__}", "Return a DenseBatch")
     for name, field in batch.fields.items():
         try:
             field.numpy()

@@ -4,9 +4,11 @@ import json
 from typing import Any
 
 import attrs
+import numpy as np
 from hypothesis import strategies as st
 
 from skyrl_engine.contracts.kinds.environment import StepResult
+from skyrl_engine.contracts.values.returned import describe_returned
 from skyrl_engine.rollout.episode_process import wrong_columns, wrong_end, wrong_messages, wrong_numbers, wrong_rest
 from skyrl_engine.testing.environments.bench import (
     MOST_TURNS,
@@ -212,7 +214,13 @@ def _raw(subject: Subject[Any], case: Script) -> tuple[Any, list[tuple[StepResul
 def rewards(subject: Subject[Any], case: Script) -> None:
     for result, tokens in _raw(subject, case)[1]:
         if not isinstance(result, StepResult):
-            raise Broken(f"step returns {type(result).__name__}", "Return a StepResult")
+            raise Broken(f"step returns {describe_returned(result)}", "Return a StepResult")
+        reward: Any = result.reward
+        if isinstance(reward, np.floating) and reward.dtype != np.float64:
+            raise Broken(
+                f"reward is {describe_returned(reward).removesuffix('[]')}, which has lost digits of a float64",
+                "Compute rewards in float64: float(numpy_array.mean(dtype=np.float64))",
+            )
         if (wrong := wrong_numbers(result, tokens=tokens)) is not None:
             raise Broken(wrong, "Give a finite number for every text, also for wrong ones")
         if (wrong := wrong_columns(result, tokens=tokens, claimed=subject.make().claims.columns)) is not None:
@@ -293,7 +301,9 @@ def garbage(subject: Subject[Any], case: Script) -> None:
                     case=case,
                 ) from error
             if not isinstance(result, StepResult):
-                raise Broken(f"returns {type(result).__name__} where the model said {turn}", "Return a StepResult", case=case)
+                raise Broken(
+                    f"step returns {describe_returned(result)} where the model said {turn}", "Return a StepResult", case=case
+                )
 
 
 @promise("A task is the same after an episode as before", cases=scripts, effort=FEW)

@@ -25,6 +25,7 @@ from skyrl_engine.contracts.kinds.generator import (
     GeneratorStart,
     Sampling,
     WeightForm,
+    as_completions,
 )
 from skyrl_engine.contracts.values.model import ModelConfig
 from skyrl_engine.errors import EngineError
@@ -77,21 +78,26 @@ def model_folder() -> Path:
 
 @define(eq=False)
 class TinyWeights:
-    """The model's weights as a rank offers them, in one form, each times `factor`."""
+    """The model's weights as a rank offers them, in one form, changed by the step `step` where there was one."""
 
     form: WeightForm
-    factor: float = 1.0
+    step: int | None = None
     model: Any = field(init=False)
 
     def __attrs_post_init__(self) -> None:
         self.model = load_causal_lm(ModelConfig(str(model_folder()))).eval()
-        self.change(self.factor)
+        if self.step is not None:
+            self.change(self.step)
 
-    def change(self, factor: float) -> None:
-        """Multiply all weights, in place, as a step changes them."""
+    def change(self, step: int) -> None:
+        """Multiply every weight, in place, by a number of its own between 0.6 and 1.4, which `step` decides.
+
+        A parameter that keeps its old values shows, whichever it is: norms after a projection would cancel one factor for all of it.
+        """
+        draw = torch.Generator().manual_seed(step)
         with torch.no_grad():
             for parameter in self.model.parameters():
-                parameter.mul_(factor)
+                parameter.mul_(0.6 + 0.8 * torch.rand(parameter.shape, generator=draw))
 
     @property
     def forms(self) -> frozenset[WeightForm]:
@@ -144,6 +150,7 @@ class Running:
     product: Generator
     owner: Owner
     weights: TinyWeights
+    tells_logprobs: bool
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         with blame(self.owner, "submit"):
@@ -151,15 +158,20 @@ class Running:
 
     def poll(self, timeout: float) -> list[Completion]:
         with blame(self.owner, "poll"):
-            return self.product.poll(timeout)
+            returned = self.product.poll(timeout)
+        return as_completions(self.owner.label, returned)
 
     def abort(self, request_ids: Sequence[int] | None = None) -> None:
         with blame(self.owner, "abort"):
             self.product.abort(request_ids)
 
-    def update(self, factor: float, version: int) -> None:
+    def update(self, version: int) -> None:
         """Change all weights and hand them over, as after a step."""
-        self.weights.change(factor)
+        self.weights.change(version)
+        self.hand_over(version)
+
+    def hand_over(self, version: int) -> None:
+        """Hand the weights over as they are."""
         with blame(self.owner, "update"):
             self.product.update(self.weights, version, POLICY)
 
@@ -204,7 +216,7 @@ def running(subject: Subject[Any], *, ends: tuple[int, ...] = (), version: int =
     with blame(owner, "start"):
         product.start(GeneratorStart(ModelConfig(str(model_folder())), "cpu", ends, weights, version))
     try:
-        yield Running(product, owner, weights)
+        yield Running(product, owner, weights, "logprobs" in description_of(subject).capabilities)
     finally:
         with blame(owner, "close"):
             product.close()
@@ -275,15 +287,33 @@ def name_request(request: GenerationRequest) -> str:
     return f"request {request.request_id} ({len(request.prompt_ids)} prompt tokens, {request.sampling})"
 
 
-def require_logprobs(at_work: Running, request: GenerationRequest, done: Completion, remedy: str, since: int = 0) -> None:
-    """Raise Broken unless the log-probabilities from token `since` on are the model's."""
-    due = due_logprobs(at_work.weights, request, done)[np.arange(len(done.token_ids)), done.token_ids]
-    gap = np.abs(due - done.logprobs)[since:]
+def require_likeliest(at_work: Running, request: GenerationRequest, done: Completion, remedy: str) -> None:
+    """Raise Broken unless a greedy request took the most likely token at every place, and, where it tells any, gives its log-probability."""
+    due = due_logprobs(at_work.weights, request, done)
+    if (due.max(-1) - due[np.arange(len(due)), done.token_ids]).max(initial=0) > TOLERANCE:
+        raise Broken(f"takes another token than the most likely one for {name_request(request)}", remedy)
+    if at_work.tells_logprobs:
+        require_logprobs(at_work, request, done, remedy)
+
+
+def require_logprobs(
+    at_work: Running,
+    request: GenerationRequest,
+    done: Completion,
+    remedy: str,
+    since: int = 0,
+    *,
+    due: npt.NDArray[np.float64] | None = None,
+) -> None:
+    """Raise Broken unless the log-probabilities from token `since` on are the model's: `due` float64[n, vocabulary], or computed here."""
+    rows = due_logprobs(at_work.weights, request, done) if due is None else due
+    own = rows[np.arange(len(done.token_ids)), done.token_ids]
+    gap = np.abs(own - done.logprobs)[since:]
     if not gap.size or gap.max() <= TOLERANCE:
         return
     place = since + int(np.argmax(gap > TOLERANCE))
     raise Broken(
         f"gives token {place} of {name_request(request)} the log-probability {done.logprobs[place]:.4f}, "
-        f"where the model gives {due[place]:.4f}",
+        f"where the model gives {own[place]:.4f}",
         remedy,
     )

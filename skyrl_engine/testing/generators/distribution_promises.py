@@ -1,25 +1,33 @@
-"""Promises about the distribution that tokens are drawn from: the model's, at the request's temperature, cut off where that is asked for."""
+"""Promises about the distribution that tokens are drawn from: the model's, at the request's temperature."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from attrs import evolve
 
-from skyrl_engine.contracts.kinds.generator import Completion, GenerationRequest, Sampling
+from skyrl_engine.contracts.kinds.generator import GenerationRequest, Sampling
 from skyrl_engine.modeling.tiny import VOCABULARY
 from skyrl_engine.testing.generators.bench import (
-    TOLERANCE,
     Running,
     TinyWeights,
     claims,
-    due_logprobs,
     due_logprobs_of,
     no_weights,
     requests_of,
     running,
     undecidable_on_error,
 )
-from skyrl_engine.testing.generators.power import FACTORS, FALSE_ALARM, ChiSquare, Temperatures, distance_shown, draws_for
+from skyrl_engine.testing.generators.power import (
+    FACTORS,
+    FALSE_ALARM,
+    ODDS,
+    ChiSquare,
+    Repeats,
+    Temperatures,
+    distance_shown,
+    draws_for,
+)
 from skyrl_engine.testing.promise import Broken, Undecidable, promise
 from skyrl_engine.testing.subject import Subject
 
@@ -31,29 +39,28 @@ DRAWS = 8 * -(-draws_for(DISTANCE, VOCABULARY) // 8)
 PARTS = 8
 """First tokens in so many parts of equal probability, each with the second token, are counted as pairs."""
 
-PROMPT = (11, 22, 33)
+PROMPT = (38, 79, 23)
+"""After it the first and the last token of the vocabulary are both likely."""
+
 WARM = 2.0
 """At this temperature every token of the kit's model is drawn now and then."""
 
-TEMPERATURES = (0.5, 1.0, 2.0)
-REQUESTS, TOKENS = 250, 8
-"""Requests of `temperatures`, by temperature and turn, and tokens of each. So many draws show a temperature that is 3/2 or 2/3 of the right one
-or farther from it, but with probability `MISS`; at 0.5 and 1, where distributions differ more, 5/4 and 4/5 too.
+REQUESTS: Mapping[float, int] = {0.3: 150, 0.5: 150, 0.7: 100, 1.0: 150, 2.0: 250, 3.0: 250}
+"""Requests of `temperatures`, by temperature, in a first turn. At 2 and above, where distributions differ least, more are needed."""
+
+LATER = (0.5, 1.0, 2.0)
+"""Temperatures of a later turn."""
+
+TOKENS = 8
+"""Tokens of each request. So many draws show a temperature that is 3/2 or 2/3 of the right one or farther from it, but with probability `MISS`;
+at 3, twice or 2/3 of it.
 """
 
-CUTS: tuple[dict[str, Any], ...] = (
-    {"top_k": 3},
-    {"top_p": 0.4},
-    {"min_p": 0.3},
-    {"top_p": 0.4, "min_p": 0.3},
-    {"top_k": 20, "top_p": 0.7, "min_p": 0.35},
-)
-"""Cuts of `filters`, at `WARM`. All leave several tokens: `min_p` = 0.3 leaves 20 on average, 0.9 would leave 1.3, which argmax gives too.
-Where several are given, leaving one of them out changes what is left at a third of the places or more.
-"""
+TESTS = 2 * (len(REQUESTS) + len(LATER))
 
-EDGE = 1e-5
-"""Tokens so close to the edge of a cut may stay or go: sums in float32 are rounded in another order."""
+CLOSE = ((0.37, 0.4), (3.0, 4.0))
+"""Temperatures that give other tokens from equal seeds: 0.04 and 0.05 apart in total variation."""
+CLOSE_REQUESTS = 60
 
 
 @promise("Draws of different seeds follow the model's distribution, and attempts at one task differ", exempt=no_weights)
@@ -71,9 +78,21 @@ def distribution(subject: Subject[Any], _case: None) -> None:
         if max(groups) == 1:
             raise Broken("gives all attempts of a group the same token", "Draw from the request's own seed, not from the group's")
         of_first, part, of_pairs = due_pairs(at_work.weights)
+        _require_all(first, of_first)
         _require_counts(first, of_first, "first tokens")
         _require_counts(
             part[first] * VOCABULARY + second, of_pairs, f"pairs of an eighth of the first tokens (of {PARTS}) and a second one"
+        )
+
+
+def _require_all(outcomes: Any, probabilities: Any) -> None:
+    """Raise Broken where a token never comes that is due so often that chance does not explain it."""
+    due = probabilities * len(outcomes)
+    lost = np.flatnonzero((np.bincount(outcomes, minlength=len(due)) == 0) & (due > np.log(len(due) / FALSE_ALARM)))
+    if lost.size:
+        raise Broken(
+            f"never draws token {lost[0]} of {len(due)} in {len(outcomes)} draws, where it is due {due[lost[0]]:.0f} times",
+            "Draw from the whole vocabulary, from its first token to its last",
         )
 
 
@@ -102,16 +121,17 @@ def _require_counts(outcomes: Any, probabilities: Any, what: str) -> None:
 
 
 @promise(
-    "Draws are as likely as softmax(logits / temperature) makes them, at temperatures 0.5, 1 and 2, in first turns and later ones",
+    "Draws are as likely as softmax(logits / temperature) makes them, at temperatures between 0.3 and 3, in first turns and later ones, and "
+    "whether or not the row holds the token",
     exempt=no_weights,
 )
 def temperatures(subject: Subject[Any], _case: None) -> None:
-    """Compare how likely draws are at the temperature that was asked for and at `FACTORS` times it."""
+    """Compare how likely draws are at the right temperature, at `FACTORS` times it, and where repeats have `ODDS` times their odds."""
     with undecidable_on_error(), running(subject) as at_work:
-        for turn in range(2):
-            for place, temperature in enumerate(TEMPERATURES):
-                first = 10_000 * (1 + place + len(TEMPERATURES) * turn)
-                drawn = requests_of(REQUESTS, first=first, seed=place, max_tokens=TOKENS, temperature=temperature)
+        for turn, several in enumerate((REQUESTS, LATER)):
+            for place, temperature in enumerate(several):
+                first = 10_000 * (1 + place + len(REQUESTS) * turn)
+                drawn = requests_of(REQUESTS[temperature], first=first, seed=place, max_tokens=TOKENS, temperature=temperature)
                 requests = [evolve(request, session=request.request_id) for request in drawn]
                 if turn:
                     requests = _next_turn(at_work, requests)
@@ -137,51 +157,41 @@ def _require_temperature(at_work: Running, requests: list[GenerationRequest], tu
     done = at_work.sample(requests)
     if any(not len(each.token_ids) for each in done):
         raise Undecidable("it does not sample as many tokens as it is asked for")
-    found = Temperatures.of(due_logprobs_of(at_work.weights, requests, done), [each.token_ids for each in done])
-    tests = 2 * len(TEMPERATURES)
-    if found.evidence <= np.log(tests / FALSE_ALARM):
+    due, drawn = due_logprobs_of(at_work.weights, requests, done), [each.token_ids for each in done]
+    repeats = Repeats.of(due, drawn, [request.prompt_ids for request in requests])
+    found = Temperatures.of(due, drawn)
+    if repeats.evidence > max(found.evidence, np.log(TESTS / FALSE_ALARM)):
+        raise Broken(
+            f"draws tokens that the row holds already {repeats.count} times in {repeats.draws}, where {repeats.due:.0f} are due, which is "
+            f"e^{repeats.gains.max():.0f} times likelier with {ODDS[int(np.argmax(repeats.gains))]:.2g} times their odds ({turn})",
+            "Apply no penalty for repeating or for what a prompt holds, nor another setting of the model's generation configuration",
+        )
+    if found.evidence <= np.log(TESTS / FALSE_ALARM):
         return
     asked, best = requests[0].sampling.temperature, found.likeliest
     raise Broken(
         f"draws tokens that are e^{found.gains[best]:.0f} times likelier at temperature {asked * FACTORS[best]:.2g} than at {asked:g}, which "
         f"was asked for ({turn}; {found.count} draws; the two are {found.distances[best]:.2f} apart in total variation; a right sampler's "
-        f"seem so once in {tests / FALSE_ALARM:,.0f} at most)",
+        f"seem so once in {TESTS / FALSE_ALARM:,.0f} at most)",
         "Divide the logits of every token by the request's temperature, once, before drawing",
     )
 
 
 @promise(
-    "top_k, top_p and min_p cut off what they say, and log-probabilities are of what is left", exempt=claims("filters", "logprobs")
+    "A temperature is neither rounded nor clamped: from equal seeds, close ones sometimes give other tokens",
+    exempt=claims("seeded"),
 )
-def filters(subject: Subject[Any], _case: None) -> None:
+def close_temperatures(subject: Subject[Any], _case: None) -> None:
+    """Draw with equal seeds at two temperatures. However numbers become tokens, each differs with the total variation at least."""
     with undecidable_on_error(), running(subject) as at_work:
-        several = [requests_of(8, first=20 * place, seed=place, temperature=WARM, **cut) for place, cut in enumerate(CUTS)]
-        done = iter(at_work.sample([request for alike in zip(*several, strict=True) for request in alike]))
-        for alike in zip(*several, strict=True):
-            for request, cut in zip(alike, CUTS, strict=True):
-                _require_left(at_work, request, next(done), cut)
-
-
-def _require_left(at_work: Running, request: GenerationRequest, done: Completion, cut: dict[str, Any]) -> None:
-    """Raise Broken where a token was cut off, or its log-probability is not of what is left."""
-    due = due_logprobs(at_work.weights, request, done)
-    for token, logprob, scores in zip(done.token_ids.tolist(), done.logprobs.tolist(), due, strict=True):
-        right = [left_of(np.exp(scores), request.sampling, edge) for edge in (0.0, -EDGE, EDGE)]
-        possible = [np.log(left[token]) for left in right if token in left]
-        if not possible:
-            raise Broken(f"samples a token that {cut} cuts off", "Cut each request by its own top_k, then by top_p, then by min_p")
-        if min(abs(each - logprob) for each in possible) > 10 * TOLERANCE:
-            raise Broken(
-                f"gives a token the log-probability {logprob:.4f} under {cut}, and {possible[0]:.4f} is due",
-                "Divide by the mass that is left",
-            )
-
-
-def left_of(probabilities: Any, sampling: Sampling, edge: float = 0.0) -> dict[int, float]:
-    """Return what is left of a distribution, by token, normalised; `edge` moves the edges of `top_p` and `min_p` outwards."""
-    order = np.argsort(-probabilities, kind="stable")[: sampling.top_k or None]
-    kept = probabilities[order] / probabilities[order].sum()
-    before = np.cumsum(kept) - kept
-    stays = (before < sampling.top_p + edge) & (kept >= (sampling.min_p - edge) * kept[0])
-    order, kept = order[stays], kept[stays]
-    return dict(zip(order.tolist(), (kept / kept.sum()).tolist(), strict=True))
+        for place, pair in enumerate(CLOSE):
+            drawn = []
+            for side, temperature in enumerate(pair):
+                first = 10_000 * (1 + 2 * place + side)
+                requests = requests_of(CLOSE_REQUESTS, first=first, seed=place, max_tokens=TOKENS, temperature=temperature)
+                drawn.append([done.token_ids.tolist() for done in at_work.sample(requests)])
+            if drawn[0] == drawn[1]:
+                raise Broken(
+                    f"draws the same {sum(map(len, drawn[0]))} tokens at the temperatures {pair[0]:g} and {pair[1]:g} from equal seeds",
+                    "Divide by the temperature that the request states, whatever it is",
+                )

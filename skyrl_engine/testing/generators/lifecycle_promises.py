@@ -23,6 +23,7 @@ from skyrl_engine.testing.generators.bench import (
     no_weights,
     raise_broken_on_error,
     requests_of,
+    require_likeliest,
     require_logprobs,
     running,
     undecidable_on_error,
@@ -47,12 +48,17 @@ def aborts(subject: Subject[Any], _case: None) -> None:
         done = {each.request_id: each for each in early}
         left = [request for request in requests if request.request_id not in done]
         done |= {each.request_id: each for each in at_work.collect(left)}
+        if at_work.tells_logprobs:
+            for request in requests:
+                require_logprobs(at_work, request, done[request.request_id], "Keep the log-probabilities of what was sampled, too")
     seeded_too = "seeded" in description_of(subject).capabilities
     some = 0
     for request, full in zip(requests, whole, strict=True):
         each = done[request.request_id]
         count = len(each.token_ids)
         some += count
+        if each.finish == "abort" and count >= request.sampling.max_tokens:
+            raise Broken(f"ends a request that had its {count} tokens as aborted", "Return what has finished as it finished")
         if len(each.logprobs) != count or (each.finish != "abort" and count < len(full.token_ids)):
             raise Broken(
                 f"ends an aborted request as {each.finish!r} with {count} tokens", 'Return what was sampled, with finish "abort"'
@@ -100,14 +106,16 @@ def updates(subject: Subject[Any], _case: None) -> None:
     with undecidable_on_error(), running(subject) as at_work:
         requests = requests_of(8)
         at_work.sample(requests)
-        at_work.update(1.4, 1)
-        for request, done in zip(requests, at_work.sample(requests), strict=True):
-            require_logprobs(at_work, request, done, "Sample from the weights of the last update")
-            if done.versions.versions.tolist() != [1]:
-                raise Broken(
-                    f"says that tokens sampled after the update are of version {done.versions.versions.tolist()}",
-                    "Take the update's version",
-                )
+        # versions are the caller's: a run that goes on does not begin at 1, and some steps hand nothing over
+        for version in (1, 5):
+            at_work.update(version)
+            for request, done in zip(requests, at_work.sample(requests), strict=True):
+                require_logprobs(at_work, request, done, "Take every parameter of the last update, and sample from those weights")
+                if done.versions.versions.tolist() != [version]:
+                    raise Broken(
+                        f"says that tokens sampled after the update to version {version} are of version {done.versions.versions.tolist()}",
+                        "Take the update's version",
+                    )
 
 
 @promise(
@@ -119,7 +127,7 @@ def updates_on_the_way(subject: Subject[Any], _case: None) -> None:
         requests = requests_of(3, max_tokens=40)
         at_work.submit(requests)
         early = [each for _ in range(8) for each in at_work.poll(0.0)]
-        at_work.update(1.4, 1)
+        at_work.update(1)
         left = [request for request in requests if all(each.request_id != request.request_id for each in early)]
         for request, done in zip(left, at_work.collect(left), strict=True):
             versions = done.versions.per_token(len(done.token_ids))
@@ -145,7 +153,38 @@ def no_stale_prefix(subject: Subject[Any], _case: None) -> None:
             requests = [GenerationRequest(10 * version + n, prompt, asked, n, session=1, prefix_group=0) for n in range(6)]
             for request, done in zip(requests, at_work.sample(requests), strict=True):
                 require_logprobs(at_work, request, done, "Empty prefix caches when weights change")
-            at_work.update(1.4, version + 1)
+            at_work.update(version + 1)
+
+
+@promise(
+    "What was computed of other tokens is not reused: in a session whose earlier tokens changed, in a group of unlike prompts, at one length",
+    exempt=no_weights,
+)
+def no_foreign_prefix(subject: Subject[Any], _case: None) -> None:
+    """Sample turns of sessions, and then turns of the same ids and lengths that differ from them in one early token."""
+    draw = np.random.default_rng(13)
+    asked = Sampling(max_tokens=4, temperature=0.0, ignore_eos=True)
+    prompts = [draw.integers(0, VOCABULARY, 24).astype(np.int32) for _ in range(4)]
+    remedy = "Compare the tokens of a prompt with those that a cache holds, one by one; neither ids nor lengths tell"
+    with undecidable_on_error(), running(subject) as at_work:
+        # two groups, of unlike prompts
+        turns = [GenerationRequest(n, prompt, asked, n, session=n, prefix_group=n // 2) for n, prompt in enumerate(prompts)]
+        said = []
+        for request in turns:
+            (done,) = at_work.sample([request])
+            require_likeliest(at_work, request, done, remedy)
+            said.append(np.concatenate([request.prompt_ids, done.token_ids, request.prompt_ids[:3]]).astype(np.int32))
+        # an environment changed what stood before: the first token, one in the middle, what was sampled, and the end is left out
+        for place, changed in enumerate((0, 12, 25, 2)):
+            said[place][changed] = (said[place][changed] + 1) % VOCABULARY
+        said[3] = said[3][:20]
+        later = [evolve(each, request_id=10 + n, prompt_ids=said[n]) for n, each in enumerate(turns)]
+        # sessions that nobody knows, as long as those before them
+        new = draw.integers(0, VOCABULARY, (4, 24)).astype(np.int32)
+        others = [GenerationRequest(20 + n, prompt, asked, n, session=20 + n, prefix_group=n // 2) for n, prompt in enumerate(new)]
+        for requests in (later, others):
+            for request, done in zip(requests, at_work.sample(requests), strict=True):
+                require_likeliest(at_work, request, done, remedy)
 
 
 OTHER = "reference"
@@ -158,7 +197,7 @@ OTHER = "reference"
 )
 def targets(subject: Subject[Any], _case: None) -> None:
     with undecidable_on_error(), running(subject) as at_work:
-        other = evolve(at_work, weights=TinyWeights(at_work.weights.form, 1.4))
+        other = evolve(at_work, weights=TinyWeights(at_work.weights.form, 1))
         if not _hand_over(at_work, other.weights, 1, OTHER):
             return
         asked = {POLICY: requests_of(4), OTHER: [evolve(each, target=OTHER) for each in requests_of(4, first=10)]}
@@ -166,9 +205,13 @@ def targets(subject: Subject[Any], _case: None) -> None:
         for target, requests in asked.items():
             for request in requests:
                 _require_of(at_work if target == POLICY else other, request, next(done), int(target == OTHER))
+        at_work.update(2)
+        for target, requests in asked.items():
+            for request, again in zip(requests, at_work.sample(requests), strict=True):
+                _require_of(at_work if target == POLICY else other, request, again, 1 if target == OTHER else 2)
         at_work.product.release(OTHER)
         for request, again in zip(asked[POLICY], at_work.sample(asked[POLICY]), strict=True):
-            _require_of(at_work, request, again, 0)
+            _require_of(at_work, request, again, 2)
 
 
 def _hand_over(at_work: Running, weights: TinyWeights, version: int, target: str) -> bool:
@@ -209,7 +252,7 @@ def unknown_weights(subject: Subject[Any], _case: None) -> None:
             return
         try:
             with blame(at_work.owner, "update"):
-                at_work.product.update(_Renamed(at_work.weights.form, 1.4), 1, target)
+                at_work.product.update(_Renamed(at_work.weights.form, 1), 1, target)
         except ModelError:
             pass
         except EngineError as error:
@@ -272,7 +315,7 @@ def process_state(subject: Subject[Any], _case: None) -> None:
         with undecidable_on_error(), running(subject) as at_work:
             after_start = global_random_state()
             at_work.sample(requests_of(4))
-            at_work.update(1.1, 1)
+            at_work.update(1)
             at_work.sample(requests_of(2))
         if before != after_start or global_random_state() != before:
             raise Broken("draws from a global random state", "Draw from generators of the requests' seeds")

@@ -19,6 +19,9 @@ MISS = 1e-4
 FACTORS = (1 / 2, 2 / 3, 4 / 5, 5 / 4, 3 / 2, 2.0)
 """Draws are compared with those at each of these times the right temperature."""
 
+ODDS = (1 / 2, 2 / 3, 3 / 2, 2.0)
+"""Draws are compared with those where the tokens that a row holds have each of these times their odds."""
+
 NORMAL = 4.0
 """By the formula of `largest_chi_square` a right generator breaks one test in 31,600; measured, it is one in 20,000 to 30,000."""
 
@@ -119,13 +122,8 @@ class Temperatures:
 
     @property
     def evidence(self) -> float:
-        """The logarithm of the mean likelihood ratio over all factors.
-
-        The mean ratio of a right generator's draws is 1 on average, whatever the model is, so that it is x or more with probability 1/x at
-        most (Markov): that is exact, for any number of draws.
-        """
-        highest = float(self.gains.max())
-        return highest + math.log(float(np.exp(self.gains - highest).mean()))
+        """The logarithm of the mean likelihood ratio over all factors; see `mean_ratio`."""
+        return mean_ratio(self.gains)
 
     @property
     def likeliest(self) -> int:
@@ -138,3 +136,74 @@ def at_temperature(logprobs: npt.NDArray[np.float64], factor: float) -> npt.NDAr
     scaled = logprobs / factor
     scaled -= scaled.max(-1, keepdims=True)
     return np.asarray(scaled - np.log(np.exp(scaled).sum(-1, keepdims=True)))
+
+
+def mean_ratio(gains: npt.NDArray[np.float64]) -> float:
+    """Return the logarithm of the mean of likelihood ratios, given as logarithms.
+
+    The mean ratio of a right generator's draws is 1 on average, whatever the model is, so that it is x or more with probability 1/x at
+    most (Markov): that is exact, for any number of draws.
+    """
+    highest = float(gains.max())
+    return highest + math.log(float(np.exp(gains - highest).mean()))
+
+
+@frozen(eq=False)
+class Repeats:
+    """The likelihood of draws where tokens that the row holds have `ODDS` times their odds, against that at equal odds.
+
+    `gains` float64[odds] are the logarithms of the ratios. `count` of all `draws` are of tokens that the row held; `due` are due.
+    """
+
+    count: int
+    draws: int
+    due: float
+    gains: npt.NDArray[np.float64]
+
+    @classmethod
+    def of(
+        cls,
+        due: Sequence[npt.NDArray[np.float64]],
+        tokens: Sequence[npt.NDArray[np.int32]],
+        prompts: Sequence[npt.NDArray[np.int32]],
+    ) -> "Repeats":
+        """Take log-probabilities float64[n, vocabulary], by request, the tokens int32[n] drawn there, and the prompts before them."""
+        masses, repeats = [], []
+        for rows, drawn, prompt in zip(due, tokens, prompts, strict=True):
+            held = np.zeros(rows.shape, dtype=bool)
+            held[:, prompt] = True
+            for place, token in enumerate(drawn):
+                held[place + 1 :, token] = True
+            masses.append((np.exp(rows) * held).sum(-1))
+            repeats.append(held[np.arange(len(drawn)), drawn])
+        mass, repeated = np.concatenate(masses), np.concatenate(repeats)
+        gains = [np.log(odds) * repeated.sum() - np.log1p((odds - 1) * mass).sum() for odds in ODDS]
+        return cls(int(repeated.sum()), len(mass), float(mass.sum()), np.array(gains))
+
+    @property
+    def evidence(self) -> float:
+        """The logarithm of the mean likelihood ratio over all odds; see `mean_ratio`."""
+        return mean_ratio(self.gains)
+
+
+# --- places in a distribution ------------------------------------------------------------------------------------------------------
+
+
+def largest_step(draws: int, tests: int) -> float:
+    """Return the largest distance of an empirical distribution from its own that one of `tests` right samplers' shows: once in 1/`FALSE_ALARM`.
+
+    The inequality of Dvoretzky, Kiefer and Wolfowitz with the constant of Massart (1990): exact for any number of draws.
+    """
+    return math.sqrt(math.log(2 * tests / FALSE_ALARM) / (2 * draws))
+
+
+def step_shown(draws: int, tests: int) -> float:
+    """Return the largest distance (Kolmogorov and Smirnov's) that so many draws show, but with probability `MISS` (Hoeffding)."""
+    return largest_step(draws, tests) + math.sqrt(math.log(1 / MISS) / (2 * draws))
+
+
+def distance_from_uniform(places: npt.NDArray[np.float64]) -> float:
+    """Return the largest distance of the empirical distribution of numbers in [0, 1] from the uniform one."""
+    ordered, count = np.sort(places), len(places)
+    steps = np.arange(count + 1) / count
+    return float(max((steps[1:] - ordered).max(), (ordered - steps[:-1]).max()))

@@ -3,11 +3,13 @@
 from typing import Any
 
 from skyrl_engine.testing.generators.company_promises import batch_invariance
-from skyrl_engine.testing.generators.distribution_promises import distribution, filters, temperatures
+from skyrl_engine.testing.generators.distribution_promises import close_temperatures, distribution, temperatures
+from skyrl_engine.testing.generators.filter_promises import filters
 from skyrl_engine.testing.generators.lifecycle_promises import (
     aborts,
     aborts_apart,
     closes,
+    no_foreign_prefix,
     no_room,
     no_stale_prefix,
     process_state,
@@ -25,6 +27,7 @@ from skyrl_engine.testing.generators.sampling_promises import (
     long_rows,
     prompt_scores,
     seeded,
+    seeds_apart,
     something,
     spans,
     stop_strings,
@@ -46,9 +49,11 @@ GENERATOR_PROMISES: tuple[Promise[Any, Any], ...] = (
     log_probabilities,
     seeded,
     whole_seeds,
+    seeds_apart,
     batch_invariance,
     distribution,
     temperatures,
+    close_temperatures,
     long_rows,
     greedy,
     filters,
@@ -60,6 +65,7 @@ GENERATOR_PROMISES: tuple[Promise[Any, Any], ...] = (
     updates,
     updates_on_the_way,
     no_stale_prefix,
+    no_foreign_prefix,
     targets,
     unknown_weights,
     no_room,

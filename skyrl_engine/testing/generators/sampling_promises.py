@@ -13,18 +13,20 @@ from skyrl_engine.modeling.tiny import VOCABULARY
 from skyrl_engine.testing.generators.bench import (
     TOLERANCE,
     claims,
-    description_of,
     due_logprobs,
+    due_logprobs_of,
     model_folder,
     name_request,
     no_weights,
     raise_broken_on_error,
     requests_of,
+    require_likeliest,
     require_logprobs,
     running,
     undecidable_on_error,
 )
-from skyrl_engine.testing.promise import Broken, promise
+from skyrl_engine.testing.generators.power import FALSE_ALARM
+from skyrl_engine.testing.promise import Broken, Undecidable, promise
 from skyrl_engine.testing.subject import Subject
 
 ENDS = (5, 17, 40, 41, 42, 80, 81, 99, 101, 120)
@@ -93,8 +95,16 @@ def stop_tokens(subject: Subject[Any], _case: None) -> None:
         # all at once, so that nobody may take the stops of one request for those of all
         done = iter(at_work.sample([request for requests, _ in asked.values() for request in requests]))
         for what, (requests, stops) in asked.items():
-            for request in requests:
-                _require_stop(request, next(done), set(stops), what)
+            completions = [next(done) for _ in requests]
+            for request, each in zip(requests, completions, strict=True):
+                _require_stop(request, each, set(stops), what)
+            if at_work.tells_logprobs:
+                for request, each, due in zip(
+                    requests, completions, due_logprobs_of(at_work.weights, requests, completions), strict=True
+                ):
+                    require_logprobs(
+                        at_work, request, each, "Report the log-probability of the token that stops, as of every other", due=due
+                    )
 
 
 def _few(stops: set[int]) -> str:
@@ -135,21 +145,36 @@ def stop_strings(subject: Subject[Any], _case: None) -> None:
     with undecidable_on_error(), running(subject) as at_work:
         free = at_work.sample(requests_of(10, max_tokens=24))
         requests, due = [], []
-        for request, done in zip(requests_of(10, first=20, max_tokens=24), free, strict=True):
+        for place, (request, done) in enumerate(zip(requests_of(10, first=20, max_tokens=24), free, strict=True)):
             said = text(done.token_ids)
             string = said[len(said) // 2 : len(said) // 2 + 2 + request.request_id % 2]
             if string.strip("\ufffd") != string or not string:
                 continue
             upto = next(count for count in range(1, len(done.token_ids) + 1) if string in text(done.token_ids[:count]))
-            requests.append(evolve(request, sampling=evolve(request.sampling, stop_strings=("never said at all", string))))
-            due.append((string, upto, done.token_ids[:upto].tolist()))
-        for (string, upto, tokens), done in zip(due, at_work.sample(requests), strict=True):
-            if done.token_ids.tolist() == tokens and (done.finish, done.stop) == ("stop", string):
-                continue
-            raise Broken(
-                f"ends as {done.finish!r}, {done.stop!r} with {len(done.token_ids)} tokens, where {string!r} is complete with token {upto}",
-                "Look for stop strings in the text of all tokens, and keep the token that completes one",
-            )
+            # what a prompt says stops nothing
+            heard = text(request.prompt_ids)
+            pairs = [heard[at : at + 2] for at in range(len(heard) - 1)]
+            other = next((each for each in pairs if each not in said and "\ufffd" not in each), "never said at all")
+            asked = evolve(request.sampling, stop_strings=(other, string), min_tokens=upto + 2 if place % 4 == 0 else 0)
+            requests.append(evolve(request, sampling=asked))
+            due.append((string, upto, done.token_ids.tolist()))
+        for request, (string, upto, tokens), done in zip(requests, due, at_work.sample(requests), strict=True):
+            ended, count = (done.finish, done.stop) == ("stop", string), len(done.token_ids)
+            if request.sampling.min_tokens:
+                # the string may have to come again
+                right = count >= min(request.sampling.min_tokens, len(tokens)) and (ended or count == len(tokens))
+            else:
+                right = ended and count == upto
+            if not right or done.token_ids.tolist() != tokens[:count]:
+                raise Broken(
+                    f"ends as {done.finish!r}, {done.stop!r} with {count} tokens, where {string!r} is complete with token {upto} and at least "
+                    f"{request.sampling.min_tokens} are asked for",
+                    "Look for stop strings in the text of all sampled tokens, from min_tokens on, and keep the token that completes one",
+                )
+            if at_work.tells_logprobs:
+                require_logprobs(
+                    at_work, request, done, "Report the log-probabilities of the tokens that complete a stop string, too"
+                )
 
 
 @promise("Spans of versions cover the tokens and rise", exempt=no_weights)
@@ -168,73 +193,145 @@ def spans(subject: Subject[Any], _case: None) -> None:
 # --- what is sampled ---------------------------------------------------------------------------------------------------------------
 
 
+TEMPERATURES = (1.0, 0.5, 2.0, 0.3, 0.37, 0.7, 3.0)
+
+
 @promise(
-    "Log-probabilities are those of the distribution that was sampled from, at temperatures 0.5, 1 and 2",
+    "Log-probabilities are those of the distribution that was sampled from, at temperatures between 0.3 and 3",
     exempt=claims("logprobs"),
 )
 def log_probabilities(subject: Subject[Any], _case: None) -> None:
     with undecidable_on_error(), running(subject) as at_work:
-        # side by side, so that nobody may take the settings of one request for those of all
-        temperatures = (1.0, 0.5, 2.0)
-        several = [requests_of(12, first=20 * place, seed=place, temperature=each) for place, each in enumerate(temperatures)]
-        requests = [request for alike in zip(*several, strict=True) for request in alike]
+        # side by side and of one prompt, so that nobody may take the settings of one request for those of all
+        several = [requests_of(6, first=20 * place, temperature=each) for place, each in enumerate(TEMPERATURES)]
+        requests = [
+            evolve(request, prefix_group=group) for group, alike in enumerate(zip(*several, strict=True)) for request in alike
+        ]
         for request, done in zip(requests, at_work.sample(requests), strict=True):
             remedy = "Report log_softmax(logits / temperature) at the sampled token, of the whole vocabulary and the request's temperature"
             require_logprobs(at_work, request, done, remedy)
 
 
-@promise("The same seeds give the same tokens: once more, in another order, one at a time", exempt=claims("seeded"))
+@promise(
+    "The same seeds give the same tokens: once more, in another order, one at a time, under other ids and sessions, in a later version",
+    exempt=claims("seeded"),
+)
 def seeded(subject: Subject[Any], _case: None) -> None:
     requests = requests_of(12, seed=3)
+    renamed = [evolve(each, request_id=each.request_id + 1001, session=each.session + 77) for each in requests]
     with undecidable_on_error(), running(subject) as at_work:
         first = at_work.sample(requests)
         ways = {
             "once more": at_work.sample(requests),
             "in another order": at_work.sample(requests[::-1])[::-1],
             "one at a time": [at_work.sample([request])[0] for request in requests],
+            "under other ids and sessions": at_work.sample(renamed),
         }
+        at_work.hand_over(3)
+        ways["after an update to the same weights"] = at_work.sample(requests)
     for way, again in ways.items():
         for request, one, other in zip(requests, first, again, strict=True):
             if one.token_ids.tolist() != other.token_ids.tolist():
                 raise Broken(
                     f"samples {one.token_ids.tolist()} and then, {way}, {other.token_ids.tolist()} for {name_request(request)}",
-                    "Draw from a generator of each request's own seed",
+                    "Draw from a generator of each request's own seed, and of nothing else",
                 )
+
+
+SEEDS = (5, 2**64 - 6)
+"""Neighbours of the larger one are equal as float64."""
 
 
 @promise("Seeds are of 64 bits, and all of them count", exempt=claims("seeded"))
 def whole_seeds(subject: Subject[Any], _case: None) -> None:
-    prompt, low = np.array([11, 22, 33], dtype=np.int32), 5
+    """Draw from two seeds and from each with one bit changed: at a temperature of 2 two of them draw alike once in a million at most."""
+    prompt, asked = np.array([11, 22, 33], dtype=np.int32), Sampling(max_tokens=6, ignore_eos=True, temperature=2.0)
+    seeds = [each ^ changed for each in SEEDS for changed in (0, *(2**bit for bit in range(64)))]
+    requests = [GenerationRequest(n, prompt, asked, seed, session=n) for n, seed in enumerate(seeds)]
     with undecidable_on_error(), running(subject) as at_work:
-        for bits in (16, 32, 63):
-            asked = Sampling(max_tokens=12, ignore_eos=True, temperature=2.0)
-            seeds = (low, low + 2**bits, 2**64 - 1)
-            requests = [GenerationRequest(10 * bits + n, prompt, asked, seed, session=n) for n, seed in enumerate(seeds)]
-            one, other, _ = at_work.sample(requests)
-            if one.token_ids.tolist() == other.token_ids.tolist():
+        known: dict[tuple[int, ...], int] = {}
+        for request, done in zip(requests, at_work.sample(requests), strict=True):
+            other = known.setdefault(tuple(done.token_ids.tolist()), request.seed)
+            if other != request.seed:
                 raise Broken(
-                    f"draws the same {len(one.token_ids)} tokens from the seeds {low} and {low} + 2**{bits}",
-                    "Hand the whole seed on to the generator that draws",
+                    f"draws the same {len(done.token_ids)} tokens from the seeds {other} and {request.seed}",
+                    "Hand the whole seed, an integer of 64 bits, on to the generator that draws",
                 )
 
 
-@promise("Rows count from their first token on, at lengths beyond every power of two up to 512", exempt=no_weights)
-def long_rows(subject: Subject[Any], _case: None) -> None:
-    draw = np.random.default_rng(5)
-    asked = Sampling(max_tokens=5, temperature=0.0, ignore_eos=True)
-    requests = [
-        GenerationRequest(number, draw.integers(0, VOCABULARY, length).astype(np.int32), asked, number, session=number)
-        for number, length in enumerate(LONG)
-    ]
-    remedy = "Attend to all tokens of a row, from its first one on"
-    told = "logprobs" in description_of(subject).capabilities
+PAIRS = 12
+"""Pairs of `seeds_apart`. All of them agree by chance once in 10^20 at most."""
+
+
+@promise(
+    "Neighbouring seeds share no numbers: a token of one is not drawn as the token before it is of the next seed",
+    exempt=claims("seeded"),
+)
+def seeds_apart(subject: Subject[Any], _case: None) -> None:
+    """Draw the second token of a row once more, as the first one after a longer prompt, from a seed beside the row's."""
+    asked = Sampling(max_tokens=2, ignore_eos=True, temperature=2.0)
+    rows = [evolve(each, seed=1000 + 16 * n) for n, each in enumerate(requests_of(PAIRS))]
+    rows = [evolve(each, sampling=asked) for each in rows]
     with undecidable_on_error(), running(subject) as at_work:
-        for request, done in zip(requests, at_work.sample(requests), strict=True):
-            due = due_logprobs(at_work.weights, request, done)
-            if (due.max(-1) - due[np.arange(len(due)), done.token_ids]).max(initial=0) > TOLERANCE:
-                raise Broken(f"takes another token than the most likely one after {len(request.prompt_ids)} tokens", remedy)
-            if told:
-                require_logprobs(at_work, request, done, remedy)
+        said = [done.token_ids for done in at_work.sample(rows)]
+        if any(len(tokens) != 2 for tokens in said):
+            raise Undecidable("it does not sample as many tokens as it is asked for")
+        for apart in (1, -1):
+            beside = [
+                evolve(
+                    each,
+                    request_id=each.request_id + 100 + apart,
+                    prompt_ids=np.append(each.prompt_ids, tokens[:1]).astype(np.int32),
+                    sampling=evolve(asked, max_tokens=1),
+                    seed=each.seed + apart,
+                    session=each.session + 100,
+                )
+                for each, tokens in zip(rows, said, strict=True)
+            ]
+            if [done.token_ids[0] for done in at_work.sample(beside)] == [tokens[1] for tokens in said]:
+                raise Broken(
+                    f"draws the second tokens of {PAIRS} seeds with the first numbers of the seeds {apart:+d}",
+                    "Draw all tokens of a request from one generator of its seed; do not add the place of a token to it",
+                )
+
+
+LONG_DRAWS, LONG_TEMPERATURE = 4, 0.5
+"""Requests that draw, and are not greedy, at every length of `long_rows`; at this temperature a token is seldom likely in another row."""
+
+
+@promise(
+    "Rows count from their first token on, at lengths beyond every power of two up to 512: what is drawn, log-probabilities and greedy tokens",
+    exempt=no_weights,
+)
+def long_rows(subject: Subject[Any], _case: None) -> None:
+    """Compare how likely draws are with how likely they would be if all tokens were."""
+    draw = np.random.default_rng(5)
+    greedy = Sampling(max_tokens=5, temperature=0.0, ignore_eos=True)
+    requests: list[GenerationRequest] = []
+    for group, length in enumerate(LONG):
+        prompt = draw.integers(0, VOCABULARY, length).astype(np.int32)
+        for asked in (greedy, *[evolve(greedy, temperature=LONG_TEMPERATURE)] * LONG_DRAWS):
+            number = len(requests)
+            requests.append(GenerationRequest(number, prompt, asked, number, session=number, prefix_group=group))
+    remedy = "Attend to all tokens of a row, from its first one on"
+    with undecidable_on_error(), running(subject) as at_work:
+        done = at_work.sample(requests)
+        for at in range(0, len(requests), 1 + LONG_DRAWS):
+            require_likeliest(at_work, requests[at], done[at], remedy)
+            drawn = slice(at + 1, at + 1 + LONG_DRAWS)
+            due = due_logprobs_of(at_work.weights, requests[drawn], done[drawn])
+            own = [scores[np.arange(len(scores)), each.token_ids] for scores, each in zip(due, done[drawn], strict=True)]
+            if at_work.tells_logprobs:
+                for request, each, scores in zip(requests[drawn], done[drawn], due, strict=True):
+                    require_logprobs(at_work, request, each, remedy, due=scores)
+            # by how much draws are likelier where all tokens are equally likely: e^x and more once in e^x at most (Markov)
+            evidence = -sum(float(each.sum()) + len(each) * np.log(VOCABULARY) for each in own)
+            if evidence > np.log(len(LONG) / FALSE_ALARM):
+                raise Broken(
+                    f"draws tokens after {len(requests[at].prompt_ids)} tokens that are e^{evidence:.0f} times less likely than tokens are on "
+                    f"average ({sum(map(len, own))} draws; a right sampler's are so once in {len(LONG) / FALSE_ALARM:,.0f} at most)",
+                    remedy,
+                )
 
 
 @promise("Temperature 0 takes the most likely token", exempt=no_weights)
@@ -242,19 +339,21 @@ def greedy(subject: Subject[Any], _case: None) -> None:
     with undecidable_on_error(), running(subject) as at_work:
         requests = requests_of(8, temperature=0.0)
         for request, done in zip(requests, at_work.sample(requests), strict=True):
-            due = due_logprobs(at_work.weights, request, done)
-            if (due.max(-1) - due[np.arange(len(done.token_ids)), done.token_ids]).max() > TOLERANCE:
-                raise Broken(
-                    f"takes another token than the most likely one for {name_request(request)}", "Take the argmax at temperature 0"
-                )
-            require_logprobs(at_work, request, done, "Report log_softmax(logits) at temperature 0")
+            require_likeliest(at_work, request, done, "Take the argmax at temperature 0, and report log_softmax(logits)")
 
 
 @promise("Log-probabilities of prompts are the model's, and NaN at their first token", exempt=claims("prompt_logprobs"))
 def prompt_scores(subject: Subject[Any], _case: None) -> None:
     with undecidable_on_error(), running(subject) as at_work:
-        requests = [evolve(request, prompt_logprobs=True) for request in requests_of(6, temperature=0.5)]
-        for request, done in zip(requests, at_work.sample(requests), strict=True):
+        several = [requests_of(6, first=20 * place, temperature=0.5) for place in range(2)]
+        # a prompt that was read before, or is read for several, has scores too
+        alike = [evolve(request, prefix_group=group) for pair in several for group, request in enumerate(pair)]
+        requests = [evolve(request, prompt_logprobs=place % 3 != 0) for place, request in enumerate(alike)]
+        requests += [evolve(request, request_id=request.request_id + 50, prompt_logprobs=True) for request in several[0]]
+        asked = [
+            (request, done) for request, done in zip(requests, at_work.sample(requests), strict=True) if request.prompt_logprobs
+        ]
+        for request, done in asked:
             ids = request.prompt_ids.tolist()
             due = at_work.weights.logprobs(ids, 0.5)[np.arange(len(ids) - 1), ids[1:]]
             given = done.prompt_logprobs
@@ -262,7 +361,7 @@ def prompt_scores(subject: Subject[Any], _case: None) -> None:
                 given is None
                 or len(given) != len(ids)
                 or not np.isnan(given[0])
-                or np.abs(given[1:] - due).max(initial=0) > TOLERANCE
+                or not np.abs(given[1:] - due).max(initial=0) <= TOLERANCE
             ):
                 raise Broken(
                     f"gives a prompt of {len(ids)} tokens the log-probabilities {given}",
@@ -273,7 +372,8 @@ def prompt_scores(subject: Subject[Any], _case: None) -> None:
 @promise("The most likely tokens at every place are the model's, the most likely first", exempt=claims("top_logprobs"))
 def top_scores(subject: Subject[Any], _case: None) -> None:
     with undecidable_on_error(), running(subject) as at_work:
-        requests = [evolve(request, top_logprobs=4) for request in requests_of(6)]
+        several = [requests_of(3, first=20 * place, temperature=each) for place, each in enumerate((1.0, 0.5, 2.0))]
+        requests = [evolve(request, top_logprobs=4) for alike in zip(*several, strict=True) for request in alike]
         for request, done in zip(requests, at_work.sample(requests), strict=True):
             due = due_logprobs(at_work.weights, request, done)
             _require_most_likely(done.top_logprobs, due, "per sampled token", "top_logprobs, [n, k]")
@@ -304,7 +404,9 @@ def _require_most_likely(top: TopLogprobs | None, due: Any, where: str, field: s
         raise Broken(f"gives no 4 most likely tokens {where}", f"Fill Completion.{field}")
     best = -np.sort(-due, axis=-1)[:, :4]
     own = np.take_along_axis(due, top.token_ids.astype(np.int64), axis=-1)
-    if max(np.abs(best - top.logprobs).max(initial=0), np.abs(own - top.logprobs).max(initial=0)) > TOLERANCE:
+    gaps = np.abs(np.stack([best, own]) - top.logprobs)
+    # so written, a NaN is off too
+    if not gaps.max(initial=0) <= TOLERANCE:
         raise Broken(
             f"gives other tokens or log-probabilities than the model's most likely ones {where}", "Take the largest of log_softmax"
         )

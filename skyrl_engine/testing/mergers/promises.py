@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from skyrl_engine.contracts.values.outputs import PADDING_SAMPLE, BatchOutput, RankOutput
-from skyrl_engine.errors import EngineError, OutputError
+from skyrl_engine.contracts.values.outputs import PADDING_SAMPLE, BatchOutput, RankOutput, as_batch_output
+from skyrl_engine.errors import EngineError, OutputError, ResultError
 from skyrl_engine.registry.owner import Owner, blame
 from skyrl_engine.testing.comparison import excerpts
 from skyrl_engine.testing.mergers.splits import Split, alone, each_mini_batch, grid, many, of_fractions, one_idle, splits
@@ -21,10 +21,8 @@ from skyrl_engine.testing.subject import Subject
 
 def _merge(subject: Subject[Any], case: Split) -> BatchOutput:
     with blame(Owner.of_unrecorded(subject.label, "merger"), "merge"):
-        output = subject.make().merge(case.outputs, case.plan)
-    if not isinstance(output, BatchOutput):
-        raise Broken(f"returns {type(output).__name__}", "Return a BatchOutput")
-    return output
+        returned = subject.make().merge(case.outputs, case.plan)
+    return as_batch_output(subject.label, returned)
 
 
 def _merge_or_undecidable(subject: Subject[Any], case: Split) -> BatchOutput:
@@ -91,7 +89,8 @@ def answers(subject: Subject[Any], case: Split) -> None:
         _merge(subject, case)
     except EngineError as error:
         sizes = ", ".join(f"{name} {getattr(case.topology, name)}" for name in ("dp", "tp", "cp", "pp"))
-        raise Broken(f"refuses the outputs of {sizes}: {error.cause}", error.remedy) from error
+        verb = "answers wrongly to" if isinstance(error, ResultError) else "refuses"
+        raise Broken(f"{verb} the outputs of {sizes}: {error.cause}", error.remedy) from error
 
 
 @promise("It returns every sample of one rank, cut into micro-batches or not", cases=_one_pass())

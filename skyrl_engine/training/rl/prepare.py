@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from skyrl_engine.config import ResolvedConfig, SelectedPlugin
-from skyrl_engine.config.reading.origins import format_key
+from skyrl_engine.config.reading.origins import format_key, nearest
 from skyrl_engine.config.reading.places import absent_places
 from skyrl_engine.contracts.kinds.environment import Environment
 from skyrl_engine.contracts.values.rollout_columns import list_further_columns
@@ -104,17 +104,25 @@ def _build_environments(draft: RlDraft, refusals: Refusals) -> None:
             refuse_no_task(environment, tasks_in(environment, "train"), trains=draft.trains)
             draft.environments.append(environment)
         if len(draft.environments) == count:
-            _refuse_absent_places(selected, number, refusals)
+            _refuse_absent_places(draft.resolved, selected, number, refusals)
 
 
-def _refuse_absent_places(environment: SelectedPlugin, number: int, refusals: Refusals) -> None:
+def _refuse_absent_places(resolved: ResolvedConfig, environment: SelectedPlugin, number: int, refusals: Refusals) -> None:
     """Collect the files of an environment that are not there: making it stops at the first."""
     if environment.options is None:
         return
     for key, place in absent_places(type(environment.options), environment.options, ("environments", number)):
         with refusals.collect():
             if not refusals.has_named(place):
-                raise ConfigError([Problem(format_key(key), f"there is nothing at {place}", "Correct the path")])
+                raise ConfigError(
+                    [
+                        Problem(
+                            f"{nearest(resolved.origins, key)}: {format_key(key)}",
+                            f"there is nothing at {place}",
+                            "Correct the path",
+                        )
+                    ]
+                )
 
 
 def _build_live(draft: RlDraft) -> LiveRolloutSpec | None:

@@ -1,6 +1,6 @@
 """The tasks of a run in their order: which environment and which task a ticket is, a pure function of the run's seed."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Final
 
@@ -8,6 +8,7 @@ import numpy as np
 from attrs import define, field
 
 from skyrl_engine.contracts.kinds.environment import Environment, Split, Task, Tasks
+from skyrl_engine.contracts.values.returned import describe_returned
 from skyrl_engine.errors import ColumnError, ContractError, DataError
 from skyrl_engine.registry.bound_plugin import BoundPlugin
 from skyrl_engine.registry.owner import blame
@@ -23,6 +24,11 @@ def tasks_in(part: BoundPlugin[Environment], split: Split) -> Tasks:
     """
     with blame(part.owner, f"tasks({split!r})"), _columns_named_at(part.place):
         tasks = part.product.tasks(split)
+        if not (hasattr(tasks, "__len__") and hasattr(tasks, "__getitem__")) or isinstance(tasks, str | Mapping):
+            raise ContractError(
+                f"{part.label} returned {describe_returned(tasks)} from tasks({split!r})",
+                remedy="Return tasks by number from tasks: a list of Task, or an object with __len__ and __getitem__",
+            )
         len(tasks)
         return tasks
 
@@ -50,10 +56,28 @@ def task_at(part: BoundPlugin[Environment], tasks: Tasks, index: int) -> Task:
         task = tasks[index]
     if not isinstance(task, Task):
         raise ContractError(
-            f"{part.label} has {type(task).__name__} as task {index:,}",
+            f"{part.label} has {describe_returned(task)} as task {index:,}",
             remedy="Return a skyrl_engine.contracts.Task for every number",
         )
+    _require_plain_fields(part.label, index, task)
     return task
+
+
+def _require_plain_fields(label: str, index: int, task: Task) -> None:
+    due = {"key": (str,), "messages": (tuple, list), "prompt_ids": (tuple, list), "data": (Mapping,), "tools": (tuple, list)}
+    for name, types in due.items():
+        value = getattr(task, name)
+        if not isinstance(value, types):
+            raise ContractError(
+                f"{label} has {describe_returned(value)} as {name} of task {index:,}",
+                remedy=f"Give a {types[0].__name__} as {name} of every Task",
+            )
+    for message in task.messages:
+        if not isinstance(message, Mapping):
+            raise ContractError(
+                f"{label} has {describe_returned(message)} among the messages of task {index:,}",
+                remedy='Give messages as dicts with "role" and "content"',
+            )
 
 
 @define(eq=False)

@@ -8,24 +8,29 @@ import pytest
 from attrs import evolve
 from by_day import now
 
-from skyrl_engine.contracts.kinds.generator import GenerationRequest, Sampling
+from skyrl_engine.contracts.kinds.generator import Sampling
 from skyrl_engine.testing.generators import distribution_promises as promises
+from skyrl_engine.testing.generators import filter_promises as cuts
 from skyrl_engine.testing.generators.bench import TinyWeights, requests_of
 from skyrl_engine.testing.generators.power import (
     FACTORS,
     FALSE_ALARM,
     MISS,
+    ODDS,
     ChiSquare,
+    Repeats,
     Temperatures,
     at_temperature,
     cells_of,
+    distance_from_uniform,
     distance_shown,
     draws_for,
     largest_chi_square,
+    largest_step,
+    step_shown,
 )
 
 Floats = npt.NDArray[np.float64]
-TESTS = 2 * len(promises.TEMPERATURES)
 DRAWS_AT_ONCE = 2000
 
 
@@ -101,7 +106,8 @@ def places(weights: TinyWeights, temperature: float, factor: float, draw: np.ran
     temperature made.
     """
     rows = [
-        request.prompt_ids.tolist() for request in requests_of(promises.REQUESTS, seed=promises.TEMPERATURES.index(temperature))
+        request.prompt_ids.tolist()
+        for request in requests_of(promises.REQUESTS[temperature], seed=list(promises.REQUESTS).index(temperature))
     ]
     found: list[Floats] = []
     for _ in range(promises.TOKENS):
@@ -142,7 +148,7 @@ def evidence(of_samplers: Floats) -> Floats:
     return np.asarray(highest + np.log(np.exp(of_samplers - highest[:, None]).mean(-1)))
 
 
-BOUND = np.log(TESTS / FALSE_ALARM)
+BOUND = np.log(promises.TESTS / FALSE_ALARM)
 
 
 def test_the_evidence_is_that_of_the_kit(weights: TinyWeights) -> None:
@@ -157,7 +163,7 @@ def test_the_evidence_is_that_of_the_kit(weights: TinyWeights) -> None:
     np.testing.assert_allclose(at_temperature(due, 2.0), at_temperature(at_temperature(due, 0.5), 4.0), atol=1e-12)
 
 
-@pytest.mark.parametrize("temperature", promises.TEMPERATURES)
+@pytest.mark.parametrize("temperature", promises.REQUESTS)
 def test_temperatures_of_a_right_sampler_seldom_break_the_promise(weights: TinyWeights, temperature: float) -> None:
     """By importance sampling: draws of two samplers, a cooler and a warmer one, that break it half of the time, weighted with how much less
     likely they are of a right one.
@@ -170,15 +176,17 @@ def test_temperatures_of_a_right_sampler_seldom_break_the_promise(weights: TinyW
     found = evidence(np.stack([(at_temperature(due, each) - due)[at, tokens].sum(1) for each in FACTORS], axis=-1))
     log_weights = -np.logaddexp(*((at_temperature(due, factor) - due)[at, tokens].sum(1) for factor in sides)) + np.log(2)
     alarms = float(np.where(found > BOUND, np.exp(log_weights), 0.0).mean())
-    print(f"temperature {temperature:g}: a false alarm with probability {alarms:.2g} per turn, {FALSE_ALARM / TESTS:.2g} is stated")
-    assert 0 < alarms <= FALSE_ALARM / TESTS
+    print(
+        f"temperature {temperature:g}: a false alarm with probability {alarms:.2g} per turn, {FALSE_ALARM / promises.TESTS:.2g} is stated"
+    )
+    assert 0 < alarms <= FALSE_ALARM / promises.TESTS
 
 
 SHOWN = [
     (temperature, factor)
-    for temperature in promises.TEMPERATURES
+    for temperature in promises.REQUESTS
     for factor in FACTORS
-    if temperature <= 1 or not 2 / 3 < factor < 3 / 2
+    if not 2 / 3 < factor < 3 / 2 and (temperature < 3 or factor != 3 / 2)
 ]
 
 
@@ -200,25 +208,110 @@ def test_temperatures_show_wrong_ones(weights: TinyWeights, temperature: float, 
     assert (evidence(gains(due, factor, draw, 400)) > BOUND).all()
 
 
+# --- close temperatures ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", range(len(promises.CLOSE)))
+def test_close_temperatures_seldom_give_equal_tokens(weights: TinyWeights, place: int) -> None:
+    """However a right sampler makes tokens of numbers, two temperatures give another one with the total variation at least, place by place."""
+    near, far = promises.CLOSE[place]
+    rows = [request.prompt_ids.tolist() for request in requests_of(promises.CLOSE_REQUESTS, seed=place)]
+    draw, same = np.random.default_rng(6), 0.0
+    for _ in range(promises.TOKENS):
+        due = np.array([scores[-1] for scores in weights.logprobs_of_rows(rows, near)])
+        variations = np.abs(np.exp(due) - np.exp(at_temperature(due, far / near))).sum(-1) / 2
+        same += float(np.log1p(-variations).sum())
+        rows = [[*row, int(token)] for row, token in zip(rows, drawn(due, draw, 1)[0], strict=True)]
+    print(f"temperatures {near:g} and {far:g}: all tokens are the same with probability {np.exp(same):.2g} at most")
+    assert np.exp(same) <= FALSE_ALARM / len(promises.CLOSE)
+
+
+# --- repeats -----------------------------------------------------------------------------------------------------------------------
+
+
+def test_repeats_are_those_of_tokens_that_the_row_holds() -> None:
+    due = [np.log(np.array([[0.5, 0.3, 0.2], [0.1, 0.6, 0.3]])), np.log(np.array([[0.2, 0.2, 0.6]]))]
+    found = Repeats.of(due, [np.array([1, 1]), np.array([0])], [np.array([0]), np.array([2, 2])])
+    assert (found.count, found.draws) == (1, 3)
+    assert found.due == pytest.approx(0.5 + 0.7 + 0.6)
+    for odds, gain in zip(ODDS, found.gains, strict=True):
+        others = [1 / (1 + (odds - 1) * 0.5), odds / (1 + (odds - 1) * 0.7), 1 / (1 + (odds - 1) * 0.6)]
+        assert gain == pytest.approx(np.log(others).sum())
+
+
+# --- places ------------------------------------------------------------------------------------------------------------------------
+
+
+def test_places_of_a_right_sampler_are_seldom_so_far_from_uniform() -> None:
+    draw, count, tests = np.random.default_rng(7), cuts.REQUESTS * cuts.TOKENS, len(cuts.CUTS)
+    right = np.array([distance_from_uniform(draw.random(count)) for _ in range(5000)])
+    print(
+        f"{count} draws: {(right > largest_step(count, tests)).sum()} false alarms of {len(right)}; {step_shown(count, tests):.2f} shows"
+    )
+    assert (right <= largest_step(count, tests)).all()
+    assert step_shown(count, tests) <= 0.28
+
+
+def test_places_show_the_distance_that_is_stated() -> None:
+    """Of all distributions so far away, one whose mass was moved from the upper end to the middle shows least."""
+    draw, count, tests = np.random.default_rng(8), cuts.REQUESTS * cuts.TOKENS, len(cuts.CUTS)
+    distance = step_shown(count, tests)
+    for _ in range(2000):
+        places = draw.random(count)
+        moved = (places > 0.5) & (draw.random(count) < 2 * distance)
+        assert distance_from_uniform(np.where(moved, 0.5 - draw.random(count) * 1e-3, places)) > largest_step(count, tests)
+
+
+def test_the_distance_is_that_of_kolmogorov_and_smirnov() -> None:
+    assert distance_from_uniform(np.array([0.1, 0.2, 0.9])) == pytest.approx(2 / 3 - 0.2)
+    assert distance_from_uniform(np.array([0.8, 0.9])) == pytest.approx(0.8)
+
+
+# --- changed weights ---------------------------------------------------------------------------------------------------------------
+
+
+def test_every_parameter_that_keeps_its_values_shows(weights: TinyWeights) -> None:
+    """By 0.01 nats or more at every row of two tokens or more, where 1e-4 are allowed."""
+    changed = TinyWeights("tensors", 1)
+    rows = [request.prompt_ids.tolist() for request in requests_of(8) if len(request.prompt_ids) > 1]
+    due = changed.logprobs_of_rows(rows)
+    old = dict(weights.tensors())
+    for name, parameter in changed.model.named_parameters():
+        kept = parameter.detach().clone()
+        parameter.data.copy_(old[name])
+        gaps = [np.abs(one[-1] - other[-1]).max() for one, other in zip(due, changed.logprobs_of_rows(rows), strict=True)]
+        parameter.data.copy_(kept)
+        assert min(gaps) > 0.01, name
+
+
 # --- filters -----------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("cut", promises.CUTS, ids=str)
+@pytest.mark.parametrize("cut", cuts.CUTS, ids=str)
 def test_cuts_leave_several_tokens_and_each_of_them_counts(weights: TinyWeights, cut: dict[str, Any]) -> None:
-    """A sampler that leaves one of several out is shown at every place where something else is left."""
-    requests = requests_of(60, temperature=promises.WARM)
-    rows = [np.exp(weights.logprobs(request.prompt_ids.tolist(), promises.WARM)[-1]) for request in requests]
-    asked = Sampling(1, temperature=promises.WARM, **cut)
-    left = [promises.left_of(row, asked) for row in rows]
+    """A sampler that leaves one of several out, or cuts by top_p in another order, is shown at every place where something else is left."""
+    asked = Sampling(1, **cut)
+    rows = [np.exp(weights.logprobs(request.prompt_ids.tolist(), asked.temperature)[-1]) for request in requests_of(60)]
+    left = [cuts.left_of(row, asked) for row in rows]
     assert np.mean([len(each) for each in left]) >= 3
     for name, off in {"top_k": 0, "top_p": 1.0, "min_p": 0.0}.items():
         if name in cut:
-            others = [promises.left_of(row, evolve(asked, **{name: off})) for row in rows]
+            others = [cuts.left_of(row, evolve(asked, **{name: off})) for row in rows]
             assert np.mean([each.keys() != other.keys() for each, other in zip(left, others, strict=True)]) > 0.33, name
+    if "top_p" in cut and "top_k" in cut:
+        first = [len(cuts.left_of(row, evolve(asked, top_k=0, min_p=0.0))) for row in rows]
+        others = [
+            cuts.left_of(row, evolve(asked, top_k=min(asked.top_k, most), top_p=1.0)) for row, most in zip(rows, first, strict=True)
+        ]
+        assert np.mean([each.keys() != other.keys() for each, other in zip(left, others, strict=True)]) > 0.33
+    if "top_p" in cut and "min_p" in cut:
+        first = [len(cuts.left_of(row, evolve(asked, top_k=0, top_p=1.0))) for row in rows]
+        others = [
+            cuts.left_of(row, evolve(asked, top_k=min(asked.top_k or most, most))) for row, most in zip(rows, first, strict=True)
+        ]
+        assert np.mean([each.keys() != other.keys() for each, other in zip(left, others, strict=True)]) > 0.33
 
 
 def test_a_request_of_the_kit_is_met_by_a_cut_at_many_places() -> None:
     """So many that a third of them are all missed once in ten million."""
-    for place, cut in enumerate(promises.CUTS):
-        requests: list[GenerationRequest] = requests_of(8, first=20 * place, seed=place, temperature=promises.WARM, **cut)
-        assert 0.67 ** sum(request.sampling.max_tokens for request in requests) < 1e-7
+    assert 0.67 ** (cuts.REQUESTS * cuts.TOKENS) < 1e-7

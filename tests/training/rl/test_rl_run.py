@@ -21,11 +21,12 @@ from skyrl_engine.contracts.kinds.generator import Completion
 from skyrl_engine.contracts.kinds.observer import RolloutsFinished, StepFinished
 from skyrl_engine.contracts.values.rollout import SEGMENT_OBSERVED, SEGMENT_SAMPLED
 from skyrl_engine.engine.sampler import Sampler
-from skyrl_engine.errors import CheckpointError, PluginBrokenError, RolloutError
+from skyrl_engine.errors import CheckpointError, ContractError, PluginBrokenError, RolloutError
 from skyrl_engine.rollout.journal_index import read_groups, read_index
 from skyrl_engine.testing.templates import TEMPLATES
 from skyrl_engine.training.export import export_checkpoint
 from skyrl_engine.training.rl.run import run_rl
+from skyrl_engine_generators.generator import HfGenerator
 
 PACKED = ("collator.use=packed", "rl.micro_batch_tokens=128")
 LORA = ("model.lora.rank=2",)
@@ -52,6 +53,14 @@ def test_every_ratio_is_exactly_1_before_the_first_update(rl: Rl, seen: Seen, na
     assert any(SEGMENT_OBSERVED in each.kinds for group in seen.groups[1] for each in group.trajectories), (
         "some attempts have two turns"
     )
+
+
+@pytest.mark.parametrize("returned", [None, {}, [[1, 2]], [(0, [1, 2])]], ids=["None", "dict", "lists", "tuples"])
+def test_a_generator_that_returns_no_completions_is_named(rl: Rl, monkeypatch: pytest.MonkeyPatch, returned: object) -> None:
+    monkeypatch.setattr(HfGenerator, "poll", lambda _generator, _timeout: returned)
+    with pytest.raises(ContractError, match=r"generator 'hf' of .* from poll") as refused:
+        run_rl(rl("run"))
+    assert refused.value.exit_code == 3
 
 
 HEADS = {

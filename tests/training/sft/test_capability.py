@@ -179,7 +179,7 @@ DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
         ),
         ("megatron", "llama", {**TWO, "expert_parallel": 2}, "backend.expert_parallel = 2, and .* has no experts"),
         ("megatron", "llama", {"router_z_coefficient": 0.1}, "backend.router_z_coefficient = 0.1, and .* has no experts"),
-        ("megatron", ("qwen3_moe", {"mlp_only_layers": [1]}), {}, "has layers without experts beside those that have some"),
+        ("megatron", ("qwen3_moe", {"mlp_only_layers": [1]}), {}, "has layers without experts next to layers that have some"),
         ("megatron", ("llama", {"hidden_act": "gelu"}), {}, "has the activation gelu"),
         ("megatron", ("llama", {"attention_bias": True}), {}, "has biases on its attention's projections"),
         ("megatron", ("llama", {"mlp_bias": True}), {}, "has biases on its feed-forward layers"),

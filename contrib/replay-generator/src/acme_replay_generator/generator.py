@@ -1,4 +1,4 @@
-"""The generator `replay`: answers at once with what was sampled behind the same tokens when the recording was made."""
+"""The generator `replay`: answers at once with the tokens that were sampled after the same prompt in the recording."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -63,7 +63,7 @@ class ReplayGenerator:
         turn = self._recording.turn(request.prompt_ids, request.session)
         if turn is None:
             cause = (
-                f"{self._recording.place} holds nothing that was sampled behind this prompt: tasks, run.seed, the chat template, or what the "
+                f"{self._recording.place} holds nothing that was sampled after this prompt: tasks, run.seed, the chat template, or what the "
                 "environment answers are others than when it was recorded"
             )
             nothing = np.zeros(0, dtype=np.int32)

@@ -1,4 +1,4 @@
-"""The entry point of `replay`: its option, and what planning is told of it."""
+"""The entry point of `replay`: its option, and its description for planning."""
 
 from typing import Any
 

@@ -14,7 +14,7 @@ from skyrl_engine import DataError, read_rollouts
 from skyrl_engine.contracts import SEGMENT_PROMPT, SEGMENT_SAMPLED, Group, Trajectory
 
 Turns = Mapping[int, "RecordedTurn"]
-"""Turns behind one prompt, by the number of their attempt."""
+"""Turns after one prompt, by the number of their attempt."""
 
 
 @frozen(eq=False)
@@ -40,13 +40,13 @@ class Recording:
     @classmethod
     def read(cls, place: Path) -> "Recording":
         """Read a run directory or an exported file. Raises RolloutError where there is none, DataError for one without log-probabilities."""
-        behind: dict[bytes, dict[int, RecordedTurn]] = {}
+        turns_by_prompt: dict[bytes, dict[int, RecordedTurn]] = {}
         for group in read_rollouts(place):
             for attempt in group.trajectories:
                 _refuse_unscored(place, group, attempt)
                 for prompt, turn in turns_of(attempt):
-                    behind.setdefault(_name(prompt), {})[number_of(group, attempt)] = turn
-        return cls(place, behind)
+                    turns_by_prompt.setdefault(_name(prompt), {})[number_of(group, attempt)] = turn
+        return cls(place, turns_by_prompt)
 
     def turn(self, prompt_ids: npt.NDArray[np.int32], session: int) -> RecordedTurn | None:
         """Return the turn that followed these tokens, None where none did.
@@ -61,7 +61,7 @@ class Recording:
 
 
 def turns_of(attempt: Trajectory) -> Iterator[tuple[npt.NDArray[np.int32], RecordedTurn]]:
-    """Yield the turns of an attempt, each behind the tokens int32[P] that stood in front of the model.
+    """Yield the turns of an attempt, each with the tokens int32[P] of the prompt before it.
 
     These begin at the last prompt before the turn: where the history was rewritten, what was there earlier had gone.
     """

@@ -87,20 +87,20 @@ def _by_group(batch: AdvantageBatch, options: GroupOptions, formula: Callable[[f
         )
         rewards.update(zip(trajectories, totals.tolist(), strict=True))
         count, total = len(trajectories), 0.0
-        for each in trajectories:
-            total += rewards[each]
+        for trajectory in trajectories:
+            total += rewards[trajectory]
         mean = total / count
         squares = 0.0
-        for each in trajectories:
-            squares += (rewards[each] - mean) * (rewards[each] - mean)
+        for trajectory in trajectories:
+            squares += (rewards[trajectory] - mean) * (rewards[trajectory] - mean)
         deviation = math.sqrt(squares / max(count - 1, 1))
         if len({rewards[trajectory] for trajectory in trajectories}) == 1:
             continue
-        for each in trajectories:
-            value = formula(rewards[each] - mean, mean, count)
+        for trajectory in trajectories:
+            value = formula(rewards[trajectory] - mean, mean, count)
             if options.normalize == "group" and value != 0:
                 value = value / (deviation + options.epsilon)
-            worth[each] = value
+            worth[trajectory] = value
     advantages = np.zeros(len(batch.rewards))
     for sample in range(len(batch)):
         for token in range(batch.action_offsets[sample], batch.action_offsets[sample + 1]):

@@ -1,4 +1,4 @@
-"""Expert routes and images of rows; `extras_reference.py` beside it is the definition, equal bit for bit.
+"""Expert routes and images of rows; `extras_loops.py` next to it is the definition, equal bit for bit.
 
 Both engines share this NumPy code: routes are long runs of bytes, and writing them costs 0.8 to 1.6 times what a plain copy of the output
 costs (25 to 100 MB, 48 layers of 8 experts in uint8, int16 and int32), so a compiled kernel would have little left to win.
@@ -87,7 +87,7 @@ def _routes(routes: RaggedView, placement: Placement, wanted: Container[str]) ->
     if EXPERT_ROUTES in wanted:
         layers, choices = routes.values.shape[1:]
         fields[EXPERT_ROUTES] = np.empty((*placement.shape, layers, choices), dtype=routes.values.dtype)
-        # One axis behind the first: NumPy then copies a token's routes, or a whole run of them, at once.
+        # One axis after the first: NumPy then copies a token's routes, or a whole run of them, at once.
         tokens = RaggedView(routes.values.reshape(len(routes.values), layers * choices), routes.starts, routes.lengths)
         padding = np.tile(np.arange(choices, dtype=np.int64), layers)
         _write(fields[EXPERT_ROUTES].reshape(cells, layers * choices), padding, tokens, placement.places)

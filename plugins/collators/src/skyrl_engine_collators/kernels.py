@@ -121,12 +121,14 @@ class Kernels:
         `input_ids` (t), `attention_mask` (m) and `position_ids` (p). Raises DataError where the samples do not fit into the rows.
         """
         offsets = (columns.token_offsets, columns.action_offsets)
-        shapes = tuple([(len(each.row_offsets) - 1, each.width, each.action_width) for each in micro_batches])
+        shapes = tuple(
+            [(len(micro_batch.row_offsets) - 1, micro_batch.width, micro_batch.action_width) for micro_batch in micro_batches]
+        )
         if len(micro_batches) == 1:
             samples, row_offsets = micro_batches[0].samples, micro_batches[0].row_offsets
         else:
-            samples = np.concatenate([each.samples for each in micro_batches])
-            row_offsets = np.concatenate([each.row_offsets for each in micro_batches])
+            samples = np.concatenate([micro_batch.samples for micro_batch in micro_batches])
+            row_offsets = np.concatenate([micro_batch.row_offsets for micro_batch in micro_batches])
         try:
             out = np.empty(len(contents) * sum([rows * width for rows, width, _ in shapes]), dtype=np.int64)
             index = np.empty((3, self._module.count_scored(samples, *offsets)), dtype=np.int64)

@@ -83,7 +83,7 @@ class DeepSpeedBackend:
         scorer = self._loaded.scorer if self._loaded.engine else self._plain_scorer()
         call = self._loaded.engine or scorer
         hidden_NH = compute_hidden_states(call, scorer, micro_batch, vocabulary=self._loaded.vocabulary, device=self._device)
-        # gathered behind the forward pass, which lets go of a weight that it shares with the embedding
+        # gathered after the forward pass, which releases a weight that it shares with the embedding
         with self._whole_head(scorer):
             yield TeacherStates.of(scorer.head, hidden_NH)
 

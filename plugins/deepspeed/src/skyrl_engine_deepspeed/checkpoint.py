@@ -67,7 +67,7 @@ class ZeroState:
         """Restore weights, moments and random states in place and return the number of optimizer steps taken.
 
         Any number of ranks may have written them. Random states belong to ranks: if another number wrote the checkpoint, they are seeded
-        anew from the run's seed, the step and the rank. A backend that only scores restores the weights alone. Raises CheckpointError on all
+        again from the run's seed, the step and the rank. A backend that only scores restores the weights alone. Raises CheckpointError on all
         ranks if one rank fails.
         """
         steps_done, problem = 0, None
@@ -77,9 +77,9 @@ class ZeroState:
             problem = error
         problems: list[CheckpointError | None] = [problem] * dist.get_world_size()
         dist.all_gather_object(problems, problem)
-        for one in problems:
-            if one is not None:
-                raise one
+        for problem_of_rank in problems:
+            if problem_of_rank is not None:
+                raise problem_of_rank
         if self._learns:
             adopt_weights(self.engine, self.parameters)
         return steps_done
@@ -88,7 +88,7 @@ class ZeroState:
         rank = dist.get_rank()
         try:
             saved = _Saved.read(directory)
-            saved.refuse_other_parameters(directory, {name: _shape(each) for name, each in self.parameters.items()})
+            saved.refuse_other_parameters(directory, {name: _shape(parameter) for name, parameter in self.parameters.items()})
             with torch.no_grad():
                 self._fill(saved)
             if self._learns:
@@ -129,9 +129,9 @@ class ZeroState:
             return
         for name, own in fragments(self.engine, self.parameters):
             state = moments(self.engine, own.key)
-            kept = {"weight": own.weight, **{each: own.within(state[each]) for each in _MOMENTS if each in state}}
+            kept = {"weight": own.weight, **{name: own.within(state[name]) for name in _MOMENTS if name in state}}
             # cloned: saving a view would write everything it is a view of
-            parts = {each: part.clone() for each, part in kept.items()}
+            parts = {name: part.clone() for name, part in kept.items()}
             yield name, {"shape": tuple(_shape(self.parameters[name])), "start": own.start, **parts}
 
     def _fill(self, saved: "_Saved") -> None:
@@ -155,8 +155,8 @@ class ZeroState:
         for name, own in fragments(self.engine, self.parameters):
             saved.copy(name, "weight", own.start, own.weight)
             state = moments(self.engine, own.key)
-            for each in _MOMENTS if state else ():
-                saved.copy(name, each, own.start, own.within(state[each]))
+            for moment in _MOMENTS if state else ():
+                saved.copy(name, moment, own.start, own.within(state[moment]))
 
 
 @frozen(eq=False)
@@ -210,7 +210,7 @@ def _prepare_moments(engine: Any, updates: int) -> None:
         state = states[flat]
         if not state:
             state.update({"step": torch.zeros((), dtype=torch.float32, device=flat.device)})
-            state.update({each: torch.zeros_like(flat) for each in _MOMENTS})
+            state.update({name: torch.zeros_like(flat) for name in _MOMENTS})
         state["step"].fill_(updates)
 
 

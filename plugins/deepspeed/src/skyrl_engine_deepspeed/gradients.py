@@ -74,7 +74,7 @@ class AccumulatedGradients:
         if self._stage == 2:
             from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID
 
-            # sums of earlier passes, which a step hands over, and the count by which the first pass of a step begins them anew in host memory
+            # sums of earlier passes, which a step hands over, and the count by which the first pass of a step starts them again in host memory
             for sums in (self._zero.all_grad_tensors, self._zero.averaged_gradients):
                 sums.update(dict.fromkeys(sums))
             self._zero.micro_step_id = INITIAL_MICRO_STEP_ID

@@ -72,8 +72,8 @@ def _give_memory(placed: Placed) -> None:
     replacements: dict[int, Tensor] = {}
     for name, _ in list_named_tensors(placed.model):
         place = entry(placed.model, name)
-        made = torch.empty(place.shape, dtype=place.dtype)
-        kept = nn.Parameter(made, requires_grad=place.requires_grad) if isinstance(place, nn.Parameter) else made
+        tensor = torch.empty(place.shape, dtype=place.dtype)
+        kept = nn.Parameter(tensor, requires_grad=place.requires_grad) if isinstance(place, nn.Parameter) else tensor
         replacements[id(place)] = kept
     replace_entries(placed.model, replacements)
 
@@ -94,7 +94,7 @@ def _from_rank_0(placed: Placed, name: str, own: Tensor, device: torch.device) -
 def _divide(deepspeed: Any, scorer: Scorer, stated: dict[str, Any], dtype: ComputeDtype) -> None:
     """Divide parameter by parameter, so that never more than one is whole on the device.
 
-    The head's linear layer is read and never called, so DeepSpeed must be told which module uses its weight.
+    The head's linear layer is read and never called, so DeepSpeed must be informed which module uses its weight.
     """
     if dtype == "bfloat16":
         for parameter in scorer.parameters():

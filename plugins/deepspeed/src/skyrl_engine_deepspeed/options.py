@@ -44,6 +44,6 @@ class DeepSpeedConfig:
             )
         if dtype == "bfloat16" and self.zero_stage == 0 and learns:
             raise UnsupportedError(
-                "ZeRO stage 0 sums bfloat16 gradients in bfloat16 and keeps no float32 weights beside a replicated model",
+                "ZeRO stage 0 sums bfloat16 gradients in bfloat16 and keeps no float32 weights next to a replicated model",
                 remedy="Set backend.zero_stage to 1, 2 or 3",
             )

@@ -12,16 +12,16 @@ from skyrl_engine_environments.options import FunctionOptions, RewardTable
 def make(config: FunctionOptions) -> FunctionEnvironment:
     """Make the environment that the options describe. Raises DataError for functions that are not there, or that are no tools."""
     named = (config.reward,) if isinstance(config.reward, str) else config.reward or ()
-    tables = [*(RewardTable(each) for each in named), *config.rewards]
+    tables = [*(RewardTable(reference) for reference in named), *config.rewards]
     if not tables:
         raise DataError("the environment function has no reward", remedy='Set reward = "./file.py:name"')
     rewards = [
-        make_weighted_reward(function_of(each.use), each.use.rpartition(":")[2], each.weight, config.form) for each in tables
+        make_weighted_reward(function_of(table.use), table.use.rpartition(":")[2], table.weight, config.form) for table in tables
     ]
-    if len({each.name for each in rewards}) < len(rewards):
+    if len({reward.name for reward in rewards}) < len(rewards):
         raise DataError("two rewards have the same name, under which their parts are shown", remedy="Rename one of the functions")
-    tools = [Tool.of(function_of(each)) for each in config.tools]
-    files = "".join(content_of(each) for each in (*(table.use for table in tables), *config.tools))
+    tools = [Tool.of(function_of(tool)) for tool in config.tools]
+    files = "".join(content_of(reference) for reference in (*(table.use for table in tables), *config.tools))
     claims = EnvironmentClaims(
         max_turns=config.max_turns if tools else 1,
         pass_threshold=config.pass_threshold,

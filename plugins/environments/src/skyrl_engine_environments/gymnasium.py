@@ -36,9 +36,9 @@ class GymnasiumEnvironment:
 
     def tasks(self, split: Split) -> Tasks:
         """Return starts of episodes. Raises UnsupportedError for spaces that are not text."""
-        made = self.make()
-        refuse_other_spaces(self.options.id, made)
-        made.close()
+        environment = self.make()
+        refuse_other_spaces(self.options.id, environment)
+        environment.close()
         first = 0 if split == "train" else self.options.size
         return GymnasiumTasks(self, split, first, self.options.size if split == "train" else self.options.eval_size)
 
@@ -64,17 +64,17 @@ class GymnasiumEnvironment:
 
         made_of = function_of(self.options.id, "class")
         try:
-            made = made_of(**self.options.kwargs)
+            environment = made_of(**self.options.kwargs)
         except TypeError as error:
             raise UnsupportedError(
                 f"{self.options.id} cannot be made: {error}", remedy="Correct `kwargs`, the arguments of the class"
             ) from error
-        if not isinstance(made, gymnasium.Env):
+        if not isinstance(environment, gymnasium.Env):
             raise UnsupportedError(
-                f"{self.options.id} makes a {type(made).__name__} and no gymnasium.Env",
+                f"{self.options.id} makes a {type(environment).__name__} and no gymnasium.Env",
                 remedy="Name a subclass of gymnasium.Env, or a function that returns an environment",
             )
-        return made
+        return environment
 
 
 @frozen(eq=False)
@@ -100,15 +100,15 @@ class GymnasiumTasks:
         return Task(f"{self.split}/{index}", messages, data={"seed": seed})
 
     def _first_observation(self, seed: int) -> tuple[Message, ...]:
-        made = self.environment.make()
+        environment = self.environment.make()
         try:
-            observation, _ = made.reset(seed=seed)
+            observation, _ = environment.reset(seed=seed)
         except BaseException:
             # what was never reset may fail to close
             with suppress(Exception):
-                made.close()
+                environment.close()
             raise
-        made.close()
+        environment.close()
         return self.environment.options.messages(str(observation))
 
 
@@ -132,16 +132,16 @@ class GymnasiumEpisode:
         last = action.turn + 1 >= self.environment.options.max_turns
         choice = action_of(self._made.action_space, action.text)
         if choice is None:
-            told = f"{action.text.strip()!r:.80} is no action. {choices(self._made.action_space)}"
-            return _answer(0.0, told, done=last, metrics={"invalid_actions": 1.0})
+            message = f"{action.text.strip()!r:.80} is no action. {choices(self._made.action_space)}"
+            return _answer(0.0, message, done=last, metrics={"invalid_actions": 1.0})
         observation, reward, terminated, truncated, _ = self._made.step(choice)
         return _answer(float(reward), str(observation), done=last or bool(terminated or truncated))
 
     def close(self) -> None:
         """Close the environment."""
-        made, self._made = self._made, None
-        if made is not None:
-            made.close()
+        environment, self._made = self._made, None
+        if environment is not None:
+            environment.close()
 
 
 def _is_of_file(name: str) -> bool:
@@ -149,7 +149,7 @@ def _is_of_file(name: str) -> bool:
 
 
 def _name_of(name: str) -> str:
-    """Return the name that a model is told: of a file's class the class alone, since where the file lies is the machine's matter."""
+    """Return the name that prompts contain: for a class in a file the class name alone, without the path on this machine."""
     return name.rpartition(":")[2] if _is_of_file(name) else name
 
 
@@ -157,18 +157,18 @@ def _answer(reward: float, said: str, *, done: bool, **more: Any) -> StepResult:
     return StepResult(reward, done=done, messages=() if done else ({"role": "user", "content": said},), **more)
 
 
-def refuse_other_spaces(name: str, made: Any) -> None:
+def refuse_other_spaces(name: str, environment: Any) -> None:
     """Raises UnsupportedError for observations that are not text, or actions that are neither text nor numbered."""
     from gymnasium.spaces import Discrete, Text
 
-    if not isinstance(made.observation_space, Text):
+    if not isinstance(environment.observation_space, Text):
         raise UnsupportedError(
-            f"{name} has observations of the space {made.observation_space}, and a language model reads text",
+            f"{name} has observations of the space {environment.observation_space}, and a language model reads text",
             remedy="Wrap it (gymnasium.ObservationWrapper) so that its observation space is gymnasium.spaces.Text",
         )
-    if not isinstance(made.action_space, Text | Discrete):
+    if not isinstance(environment.action_space, Text | Discrete):
         raise UnsupportedError(
-            f"{name} has actions of the space {made.action_space}, and a language model writes text",
+            f"{name} has actions of the space {environment.action_space}, and a language model writes text",
             remedy="Wrap it (gymnasium.ActionWrapper) so that its action space is Text or Discrete",
         )
 

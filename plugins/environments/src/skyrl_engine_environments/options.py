@@ -22,7 +22,9 @@ _MOST_WEIGHT = 1000
 
 def _weighs_sets(instance: "ReasoningGymOptions", attribute: Any, value: Mapping[str, int]) -> None:
     names = (instance.task,) if isinstance(instance.task, str) else instance.task
-    whole = all(isinstance(each, int) and not isinstance(each, bool) and 1 <= each <= _MOST_WEIGHT for each in value.values())
+    whole = all(
+        isinstance(weight, int) and not isinstance(weight, bool) and 1 <= weight <= _MOST_WEIGHT for weight in value.values()
+    )
     if not whole or not set(value) <= set(names):
         raise ValueError(
             f"'{attribute.name}' must give whole numbers from 1 to {_MOST_WEIGHT} to data sets of 'task', is {value!r}"
@@ -71,7 +73,7 @@ class PromptsOptions(TableOptions):
 
 @frozen
 class ReasoningGymOptions(PromptOptions):
-    """Options of `reasoning_gym`. A task's own options stand beside these, under `config`."""
+    """Options of `reasoning_gym`. A task's own options are under `config`."""
 
     task: str | tuple[str, ...] = field(kw_only=True, validator=_names_sets)
     """Data sets by name, such as `spell_backward`; several are mixed, evenly or by `weights`."""
@@ -124,7 +126,7 @@ class GymnasiumOptions(PromptOptions):
     """Starts to train on: an episode's seed is its number."""
 
     eval_size: int = field(default=256, kw_only=True, validator=ge(1))
-    """Held-out starts, behind those."""
+    """Number of held-out starts, after those."""
 
     pass_threshold: float = field(default=1.0, kw_only=True)
     """Sum of rewards from which on an attempt counts as a success."""

@@ -87,8 +87,8 @@ class ReasoningGymEnvironment:
         """Make one question of a data set, a function of its number."""
         dataset = self.dataset(name, split)
         with _own_randomness(dataset.seed or 0, number + 1):
-            made: Mapping[str, Any] = dataset[number]
-        return made
+            entry: Mapping[str, Any] = dataset[number]
+        return entry
 
     def _make_dataset(self, name: str, split: Split) -> Any:
         with warnings.catch_warnings():
@@ -98,8 +98,8 @@ class ReasoningGymEnvironment:
         if name not in DATASETS:
             remedy = did_you_mean(name, DATASETS) or f"It has {', '.join(sorted(DATASETS))}"
             raise DataError(f"reasoning-gym has no data set {name!r}", remedy=remedy)
-        given: Mapping[str, Any] = self.options.config
-        own = given.get(name, {}) if len(self.names) > 1 else given
+        config: Mapping[str, Any] = self.options.config
+        own = config.get(name, {}) if len(self.names) > 1 else config
         rounds = -(-self.size(split) // len(self.round))
         size = rounds * self.options.weights.get(name, 1)
         seed = self.options.seed if split == "train" else _EVAL_SEED - self.options.seed
@@ -169,7 +169,7 @@ class ReasoningGymEpisode:
         if answer is None or not scorable(answer, self.environment.solve(self.task) or ""):
             return 0.0, {}
         dataset = self.environment.dataset(data["dataset"], data["split"])
-        # the entry anew: what travelled as JSON may have lost types that a scorer looks at
+        # read the entry again: JSON may have lost types that a scorer needs
         entry = self.environment.entry(data["dataset"], data["split"], data["number"])
         try:
             with _own_randomness(0, 0), warnings.catch_warnings(action="ignore"):
@@ -180,13 +180,13 @@ class ReasoningGymEpisode:
 
 
 def _round(weights: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
-    """Spread the sets over a round as evenly as their weights allow: at every place the one that is furthest behind its share."""
-    behind, before = dict.fromkeys(weights, 0), dict.fromkeys(weights, 0)
+    """Spread the sets over a round as evenly as their weights allow: at every position the one with the largest debt to its share."""
+    debts, before = dict.fromkeys(weights, 0), dict.fromkeys(weights, 0)
     places = []
     for _ in range(sum(weights.values())):
-        behind = {name: behind[name] + weight for name, weight in weights.items()}
-        name = max(behind, key=lambda each: behind[each])
-        behind[name] -= sum(weights.values())
+        debts = {name: debts[name] + weight for name, weight in weights.items()}
+        name = max(debts, key=lambda key: debts[key])
+        debts[name] -= sum(weights.values())
         places.append((name, before[name]))
         before[name] += 1
     return tuple(places)

@@ -1,4 +1,4 @@
-"""Check the packages that an environment needs beside the engine."""
+"""Check the packages that an environment needs in addition to the engine."""
 
 import importlib.util
 

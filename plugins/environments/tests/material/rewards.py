@@ -56,7 +56,7 @@ def explained(text, task):
 
 def of_trl(completions, answer, **kwargs):
     """A function of TRL, whose columns are lists."""
-    return [float(each[0]["content"].strip() == due) for each, due in zip(completions, answer, strict=True)]
+    return [float(completion[0]["content"].strip() == due) for completion, due in zip(completions, answer, strict=True)]
 
 
 async def of_trl_later(prompts, completions, answer):

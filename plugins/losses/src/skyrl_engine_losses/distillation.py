@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 Rest = Literal["one", "none", "normalize"]
 
 _LEAST_REST = 1e-6
-"""Smallest probability of all tokens beside the k, as float32's log-probabilities hardly tell a smaller one from 0. Below it the rest has no
+"""Smallest probability of all tokens besides the k, as float32's log-probabilities hardly tell a smaller one from 0. Below it the rest has no
 gradient."""
 
 
@@ -30,7 +30,7 @@ class TopKDivergenceConfig:
     """Share of the teacher in the mixture of `jensen_shannon`: near 0 its gradient points as `forward`'s, near 1 as `reverse`'s."""
 
     rest: Rest = field(default="one", validator=in_(get_args(Rest)))
-    """All tokens beside the k: they count as `one` token more, as `none`, or both distributions are made to add up to 1 over the k alone
+    """All tokens besides the k: they count as `one` token more, as `none`, or both distributions are made to add up to 1 over the k alone
     (`normalize`)."""
 
 
@@ -46,7 +46,7 @@ def top_k_divergence(tokens: LossTokens, config: TopKDivergenceConfig) -> LossOu
     if config.rest == "one":
         student, teacher = _with_rest(student), _with_rest(teacher)
     elif config.rest == "normalize":
-        student, teacher = (each - each.logsumexp(-1, keepdim=True) for each in (student, teacher))
+        student, teacher = (logprobs - logprobs.logsumexp(-1, keepdim=True) for logprobs in (student, teacher))
     values = _between(config, teacher, student)
     return LossOutput(
         values,
@@ -58,7 +58,7 @@ def top_k_divergence(tokens: LossTokens, config: TopKDivergenceConfig) -> LossOu
 
 
 def _with_rest(logprobs: "torch.Tensor") -> "torch.Tensor":
-    """[n, k + 1] of [n, k]: behind the k, the logarithm of the probability that they leave."""
+    """Extend [n, k] to [n, k + 1]: after the k, the logarithm of the probability that they leave."""
     rest = (1 - logprobs.exp().sum(-1, keepdim=True)).clamp(min=_LEAST_REST).log()
     # written into a tensor of its own, as tensor methods do not concatenate
     joined = logprobs.new_zeros(*logprobs.shape[:-1], logprobs.shape[-1] + 1)

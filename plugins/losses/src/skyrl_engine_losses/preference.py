@@ -73,7 +73,7 @@ class OrpoConfig:
     """The weight of the odds ratio."""
 
     lam: float = field(default=0.1, validator=gt(0.0))
-    """Weight of the odds-ratio loss beside the negative log-likelihood of the chosen answer."""
+    """Weight of the odds-ratio loss next to the negative log-likelihood of the chosen answer."""
 
 
 @frozen

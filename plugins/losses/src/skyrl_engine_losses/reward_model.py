@@ -45,7 +45,7 @@ def bradley_terry(tokens: LossTokens, config: BradleyTerryConfig) -> LossOutput:
         "rewards/accuracies": (chosen > rejected).to(chosen.dtype),
         "rewards/mean": (chosen + rejected) / 2,
     }
-    metrics = {name: Metric.mean(each.sum().item(), len(each)) for name, each in means.items()}
+    metrics = {name: Metric.mean(mean.sum().item(), len(mean)) for name, mean in means.items()}
     if len(chosen):
         metrics |= {
             "rewards/min": Metric.min(chosen.minimum(rejected).min().item()),

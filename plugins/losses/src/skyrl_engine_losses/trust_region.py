@@ -67,8 +67,8 @@ def dppo(tokens: LossTokens, config: DppoConfig) -> LossOutput:
 
 def _binary_kl(anchor: "torch.Tensor", logprobs: "torch.Tensor") -> "torch.Tensor":
     """[n] nats: mu log(mu / p) + (1 - mu) log((1 - mu) / (1 - p)), of "this token or another" under both policies."""
-    others, others_now = -anchor.clamp(max=0.0).expm1(), -logprobs.clamp(max=0.0).expm1()
-    return anchor.exp() * (anchor - logprobs) + others.xlogy(others) - others.xlogy(others_now)
+    complement, complement_now = -anchor.clamp(max=0.0).expm1(), -logprobs.clamp(max=0.0).expm1()
+    return anchor.exp() * (anchor - logprobs) + complement.xlogy(complement) - complement.xlogy(complement_now)
 
 
 @loss(needs=("logprobs", "old_logprobs", "advantages"), config=SapoConfig, homogeneous=True)

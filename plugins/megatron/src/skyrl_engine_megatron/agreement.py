@@ -37,19 +37,19 @@ class _Keep:
 @torch.no_grad()
 def check_agreement(pipeline: Pipeline, source: ReadModel, name: str, dtype: ComputeDtype) -> None:
     """Raises ModelError, on all ranks, if `pipeline` disagrees with `source.model`, transformers' own model on rank 0's CPU."""
-    asked = _probe_rows(source.architecture)
-    ids = asked.inputs["input_ids"]
-    expected = torch.zeros(len(asked.labels), dtype=torch.float64)
+    rows = _probe_rows(source.architecture)
+    ids = rows.inputs["input_ids"]
+    expected = torch.zeros(len(rows.labels), dtype=torch.float64)
     if (model := source.model) is not None:
         model.eval()
-        logits = model(**asked.inputs, use_cache=False).logits[:, :-1].double()
+        logits = model(**rows.inputs, use_cache=False).logits[:, :-1].double()
         expected = logits.log_softmax(-1).gather(-1, ids[:, 1:, None]).flatten()
     expected = expected.to(pipeline.device)
     dist.broadcast(expected, src=0)
     keep = _Keep()
-    for each in pipeline.models:
-        each.eval()
-    pipeline.run([asked], keep, learn=False)
+    for stage_model in pipeline.models:
+        stage_model.eval()
+    pipeline.run([rows], keep, learn=False)
     difference = torch.zeros((), dtype=torch.float64, device=pipeline.device)
     if keep.kept is not None:
         difference = ((keep.kept - expected).abs() / (1 + expected.abs())).nan_to_num(float("inf")).max()

@@ -26,12 +26,12 @@ class DocumentAttention(MegatronModule):  # type: ignore[misc] # megatron-core i
         """Return [tokens, heads x d]; `key_TGD` and `value_TGD` have fewer heads if several queries share one."""
         lengths = list(packed_seq_params.lengths)
         if packed_seq_params.order is None:
-            documents = zip(*(torch.split(each, lengths) for each in (query_THD, key_TGD, value_TGD)), strict=True)
+            documents = zip(*(torch.split(tensor, lengths) for tensor in (query_THD, key_TGD, value_TGD)), strict=True)
             return torch.cat([_attend(*document) for document in documents]).flatten(1)
         ranks, rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
-        key_TGD, value_TGD = (whole_row(each, packed_seq_params.order) for each in (key_TGD, value_TGD))
+        key_TGD, value_TGD = (whole_row(tensor, packed_seq_params.order) for tensor in (key_TGD, value_TGD))
         shares = torch.split(query_THD, [length // ranks for length in lengths])
-        whole = (torch.split(each, lengths) for each in (key_TGD, value_TGD))
+        whole = (torch.split(tensor, lengths) for tensor in (key_TGD, value_TGD))
         outputs = []
         for query, key, value in zip(shares, *whole, strict=True):
             early, late = query.chunk(2)
@@ -43,7 +43,7 @@ class DocumentAttention(MegatronModule):  # type: ignore[misc] # megatron-core i
 
 def _attend(query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor) -> Tensor:
     """Attend within one document: [tokens, heads, d]. If there are fewer queries than keys, they belong to the last tokens."""
-    query, key, value = (each.transpose(0, 1)[None] for each in (query_THD, key_TGD, value_TGD))
+    query, key, value = (tensor.transpose(0, 1)[None] for tensor in (query_THD, key_TGD, value_TGD))
     queries, keys = len(query_THD), len(key_TGD)
     mask = None
     # is_causal would align fewer queries with the first tokens

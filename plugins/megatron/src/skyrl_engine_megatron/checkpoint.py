@@ -97,13 +97,13 @@ def load(state: ShardedState, directory: Path, coords: RankCoords) -> int:
 def _restore(state: ShardedState, entries: Sequence[MegatronParameter], file: Any, steps_done: int) -> None:
     for entry in entries:
 
-        def stored(kind: str, entry: MegatronParameter = entry) -> list[Tensor]:
+        def read_tensors(kind: str, entry: MegatronParameter = entry) -> list[Tensor]:
             return [file.get_tensor(f"{kind}.{name}") for name, _ in entry.sources]
 
-        state.fill(entry, stored("model"))
+        state.fill(entry, read_tensors("model"))
         if state.optimizer is not None and steps_done:
             for moment in _MOMENTS:
-                state.fill_moment(entry, moment, stored(moment), steps_done)
+                state.fill_moment(entry, moment, read_tensors(moment), steps_done)
 
 
 def _refuse_another_model(directory: Path, saved: Mapping[str, list[int]], wanted: Mapping[str, list[int]]) -> None:

@@ -57,7 +57,7 @@ class Decoder(GPTModel):  # type: ignore[misc] # megatron-core is untyped
         # rows that pad the vocabulary have no probability
         weight_VH = weight_VH[: self.vocabulary - first]
         group = parallel_state.get_tensor_model_parallel_group()
-        asked = RequestedScores.of(needs, labels_N, candidates)
-        score = VocabularyParallelScore(LogitRule(), temperature, asked.scores, group, first, self.vocabulary)
-        values = compute_chunked_scores(chosen_NH, weight_VH, None, asked.tokens, score, max(1, logits_per_chunk // share))
-        return {name: value[:count] for name, value in asked.name_values(values).items()}
+        requested = RequestedScores.of(needs, labels_N, candidates)
+        score = VocabularyParallelScore(LogitRule(), temperature, requested.scores, group, first, self.vocabulary)
+        values = compute_chunked_scores(chosen_NH, weight_VH, None, requested.tokens, score, max(1, logits_per_chunk // share))
+        return {name: value[:count] for name, value in requested.name_values(values).items()}

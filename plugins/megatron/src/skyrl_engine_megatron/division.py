@@ -76,11 +76,11 @@ class Stacked:
 
     def split(self, whole: Sequence[Tensor], ranks: int, rank: int) -> Tensor:
         groups = self.groups or ranks
-        grouped = [each.reshape(groups, each.shape[0] // groups, *each.shape[1:]) for each in whole]
+        grouped = [tensor.reshape(groups, tensor.shape[0] // groups, *tensor.shape[1:]) for tensor in whole]
         return torch.cat(grouped, 1).chunk(ranks)[rank].flatten(0, 1)
 
     def join(self, shares: Sequence[Tensor]) -> list[Tensor]:
         groups = self.groups or len(shares)
         stacked = torch.cat(list(shares))
         grouped = stacked.reshape(groups, stacked.shape[0] // groups, *stacked.shape[1:])
-        return [each.flatten(0, 1) for each in torch.split(grouped, [rows // groups for rows in self.rows], 1)]
+        return [part.flatten(0, 1) for part in torch.split(grouped, [rows // groups for rows in self.rows], 1)]

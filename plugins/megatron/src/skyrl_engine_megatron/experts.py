@@ -67,7 +67,7 @@ class MixtureOfExperts(MegatronModule):  # type: ignore[misc] # megatron-core is
         rows_S = chosen_S // self.mixture.chosen
         inputs = torch.split(tokens_TH.index_select(0, rows_S), counts[self.own])
         # unbound, because indexing one expert would give a gradient as large as all experts
-        outputs = [_expert(*each) for each in zip(inputs, self.gate_up.unbind(), self.down.unbind(), strict=True)]
+        outputs = [_expert(*arguments) for arguments in zip(inputs, self.gate_up.unbind(), self.down.unbind(), strict=True)]
         weighted_SH = torch.cat(outputs) * weights_TK.flatten()[chosen_S, None]
         sum_TH = torch.zeros_like(tokens_TH).index_add(0, rows_S, weighted_SH)
         added = reduce_scatter_to_sequence_parallel_region if shared else reduce_from_tensor_model_parallel_region

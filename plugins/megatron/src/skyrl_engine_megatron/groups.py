@@ -44,10 +44,10 @@ class ParallelGroups:
         assert self.users, "groups given back that nobody took"
         self.users -= 1
         if not self.users:
-            made = [group for group in parallel_state._global_process_group_list or () if group is not None]  # noqa: SLF001 - the only list of them
+            groups = [group for group in parallel_state._global_process_group_list or () if group is not None]  # noqa: SLF001 - the only list of them
             # it forgets the groups without closing their threads and sockets
             parallel_state.destroy_model_parallel()
-            for group in made:
+            for group in groups:
                 dist.destroy_process_group(group)
             self.layout = None
 

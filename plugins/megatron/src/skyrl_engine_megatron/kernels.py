@@ -59,10 +59,10 @@ def choose_core_attention(options: MegatronConfig, config: TransformerConfig, de
 
     Raises UnsupportedError if Transformer Engine was asked for and is not available, ModelError if it computes something else.
     """
-    asked = options.attention == "transformer_engine"
-    if options.attention == "torch" or (not asked and (device.type != "cuda" or not config.bf16)):
+    is_required = options.attention == "transformer_engine"
+    if options.attention == "torch" or (not is_required and (device.type != "cuda" or not config.bf16)):
         return DocumentAttention
-    if asked and device.type != "cuda":
+    if is_required and device.type != "cuda":
         raise UnsupportedError(
             'backend.attention = "transformer_engine", and Transformer Engine computes on CUDA devices alone',
             remedy='Set backend.attention to "auto"',
@@ -70,17 +70,17 @@ def choose_core_attention(options: MegatronConfig, config: TransformerConfig, de
     versions: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(versions, version())
     if None in versions or len(set(versions)) > 1:
-        if asked:
-            found = ", ".join(f"rank {rank}: {each or 'none'}" for rank, each in enumerate(versions))
+        if is_required:
+            versions_of_ranks = ", ".join(f"rank {rank}: {version or 'none'}" for rank, version in enumerate(versions))
             raise UnsupportedError(
-                f'backend.attention = "transformer_engine" needs one version of Transformer Engine on all ranks, and finds {found}',
+                f'backend.attention = "transformer_engine" needs one version of Transformer Engine on all ranks, and finds {versions_of_ranks}',
                 remedy='Install it on every machine (pip install --no-build-isolation "transformer-engine[pytorch]"), '
                 'or set backend.attention to "auto"',
             )
         return DocumentAttention
     from megatron.core.extensions.transformer_engine import TEDotProductAttention
 
-    return choose_kernels(over(TEDotProductAttention), config, device, asked=asked)
+    return choose_kernels(over(TEDotProductAttention), config, device, is_required=is_required)
 
 
 def version() -> str | None:
@@ -96,22 +96,22 @@ def version() -> str | None:
         return None
 
 
-def choose_kernels(kernels: Any, config: TransformerConfig, device: torch.device, *, asked: bool) -> Any:
+def choose_kernels(kernels: Any, config: TransformerConfig, device: torch.device, *, is_required: bool) -> Any:
     """Return `kernels` if they agree with `DocumentAttention` on every rank, else `DocumentAttention`, with a warning.
 
     The comparison runs on each rank by itself first, where a rank that raises keeps no other waiting, and then with context parallelism.
-    Raises ModelError instead of the warning if the kernels were `asked` for.
+    Raises ModelError instead of the warning if `is_required`: the configuration names the kernels.
     """
     ranks = config.context_parallel_size
     for together in dict.fromkeys((1, ranks)):
         everywhere: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everywhere, _measure_difference(kernels, config, device, together))
-        for rank, (found, why) in enumerate(everywhere):
-            if not found <= TOLERANCE:
-                what = f"Transformer Engine's attention differs from torch's by {found:.1e} on rank {rank}{why}"
-                if asked:
-                    raise ModelError(what, remedy='Set backend.attention to "torch", and report it')
-                logger.warning("documents are attended one by one: %s", what)
+        for rank, (difference, why) in enumerate(everywhere):
+            if not difference <= TOLERANCE:
+                message = f"Transformer Engine's attention differs from torch's by {difference:.1e} on rank {rank}{why}"
+                if is_required:
+                    raise ModelError(message, remedy='Set backend.attention to "torch", and report it')
+                logger.warning("documents are attended one by one: %s", message)
                 return DocumentAttention
     return kernels
 
@@ -145,11 +145,13 @@ def worst_difference(kernels: Any, config: TransformerConfig, device: torch.devi
     with torch.enable_grad():
         for attention in (DocumentAttention, kernels):
             module = attention(config=config, layer_number=1, attn_mask_type=AttnMaskType.causal, attention_type="self")
-            given = query.clone().requires_grad_(), both.clone().requires_grad_()
-            key, value = torch.split(given[1], size, -1)
-            output = module.to(device)(given[0], key, value, None, attn_mask_type=AttnMaskType.causal, packed_seq_params=boundaries)
-            results.append([output.detach(), *torch.autograd.grad(output, given, upstream)])
+            inputs = query.clone().requires_grad_(), both.clone().requires_grad_()
+            key, value = torch.split(inputs[1], size, -1)
+            output = module.to(device)(
+                inputs[0], key, value, None, attn_mask_type=AttnMaskType.causal, packed_seq_params=boundaries
+            )
+            results.append([output.detach(), *torch.autograd.grad(output, inputs, upstream)])
     return max(
-        float((got.float() - wanted.float()).abs().max().nan_to_num(float("inf")) / wanted.float().abs().max())
-        for wanted, got in zip(*results, strict=True)
+        float((true.float() - wanted.float()).abs().max().nan_to_num(float("inf")) / wanted.float().abs().max())
+        for wanted, true in zip(*results, strict=True)
     )

@@ -43,8 +43,8 @@ def refuse_model(options: "MegatronConfig", config: Any, model: ModelConfig) -> 
         )
     _refuse_layout(options, config, model.path)
     _refuse_experts(options, config, model)
-    for what in _peculiarities(config.get_text_config(decoder=True), config.model_type):
-        raise UnsupportedError(f"{model.path} has {what}, which the megatron backend does not build", remedy=_CHOOSE)
+    for peculiarity in _peculiarities(config.get_text_config(decoder=True), config.model_type):
+        raise UnsupportedError(f"{model.path} has {peculiarity}, which the megatron backend does not build", remedy=_CHOOSE)
 
 
 def _refuse_layout(options: "MegatronConfig", config: Any, name: str) -> None:
@@ -90,7 +90,7 @@ def _peculiarities(config: Any, family: str) -> Iterator[str]:
     if getattr(config, "attention_dropout", 0.0):
         yield f"dropout of {config.attention_dropout} on its attention"
     if family == MIXTURE_FAMILY and (config.mlp_only_layers or config.decoder_sparse_step != 1):
-        yield "layers without experts beside those that have some"
+        yield "layers without experts next to layers that have some"
     if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
         yield "layers that attend in a sliding window"
     rope = config.rope_parameters["rope_type"]

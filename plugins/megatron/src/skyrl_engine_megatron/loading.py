@@ -33,9 +33,9 @@ def read(spec: ModelConfig, options: MegatronConfig) -> ReadModel:
     source, error = _attempt(spec, options)
     errors: list[EngineError | None] = [None] * dist.get_world_size()
     dist.all_gather_object(errors, error)
-    for each in errors:
-        if each is not None:
-            raise each
+    for error_of_rank in errors:
+        if error_of_rank is not None:
+            raise error_of_rank
     assert source is not None
     return source
 

@@ -36,25 +36,25 @@ class MegatronParameter:
 
 
 def entries(architecture: Architecture, options: MegatronConfig) -> tuple[MegatronParameter, ...]:
-    """Return every parameter once, in the order of Hugging Face's models; a tied head has no entry beside its embedding's."""
+    """Return every parameter once, in the order of Hugging Face's models; a tied head has no entry of its own, only its embedding's."""
     last = options.pipeline_parallel - 1
     vocabulary = (architecture.vocabulary, architecture.hidden)
     prefix = architecture.prefix
-    found = [] if architecture.vision is None else [*_tower(architecture.vision)]
-    found.append(
+    names = [] if architecture.vision is None else [*_tower(architecture.vision)]
+    names.append(
         MegatronParameter(EMBEDDING, ((prefix + "embed_tokens.weight", vocabulary),), VocabularyRows(vocabulary[0]), "embedding", 0)
     )
     per_piece = architecture.layers // (options.pipeline_parallel * options.virtual_pipeline)
     for layer in range(architecture.layers):
-        found += _layer(architecture, options, layer, stage=layer // per_piece % options.pipeline_parallel)
-    found.append(
+        names += _layer(architecture, options, layer, stage=layer // per_piece % options.pipeline_parallel)
+    names.append(
         MegatronParameter(
             "decoder.final_layernorm.weight", ((prefix + "norm.weight", (architecture.hidden,)),), Whole(), "end", last
         )
     )
     if not architecture.tied:
-        found.append(MegatronParameter(HEAD, (("lm_head.weight", vocabulary),), VocabularyRows(vocabulary[0]), "end", last))
-    return tuple(found)
+        names.append(MegatronParameter(HEAD, (("lm_head.weight", vocabulary),), VocabularyRows(vocabulary[0]), "end", last))
+    return tuple(names)
 
 
 def _tower(vision: Vision) -> Iterator[MegatronParameter]:

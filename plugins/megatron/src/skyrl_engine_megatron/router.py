@@ -75,7 +75,7 @@ class RoutedTokens:
             z = (logits_TE.float().logsumexp(-1).square() * real_T).sum()
             loss = loss + self.z * z
             measured[1] = z
-        self.measured[layer] = torch.stack([each.detach() for each in measured])
+        self.measured[layer] = torch.stack([layer_statistics.detach() for layer_statistics in measured])
         return _WithLoss.apply(weights_TK, loss) if loss.requires_grad else weights_TK  # type: ignore[no-untyped-call] # torch leaves it untyped
 
     def _load(self, experts_TK: Tensor, experts: int) -> Tensor:
@@ -143,17 +143,17 @@ class RouterLosses:
         one only, so these metrics are summed over ranks.
         """
         context = parallel_state.get_context_parallel_world_size()
-        found = [(layer, row, each) for each in passed for layer, row in each.measured.items()]
-        rows = torch.stack([row for _, row, _ in found]).double()
-        counts = torch.tensor([[each.documents / context, each.tokens / context] for _, _, each in found], dtype=torch.float64)
-        places = torch.tensor([layer for layer, _, _ in found], device=device)
+        measurements = [(layer, row, forward_pass) for forward_pass in passed for layer, row in forward_pass.measured.items()]
+        rows = torch.stack([row for _, row, _ in measurements]).double()
+        counts = torch.tensor([[row.documents / context, row.tokens / context] for _, _, row in measurements], dtype=torch.float64)
+        places = torch.tensor([layer for layer, _, _ in measurements], device=device)
         sums = torch.zeros(self.layers, _MEASURED + 2, dtype=torch.float64, device=device)
         sums.index_add_(0, places, torch.cat([rows, counts.to(device)], 1))
         for group in (parallel_state.get_context_parallel_group(), parallel_state.get_pipeline_model_parallel_group()):
             if group.size() > 1:
                 dist.all_reduce(sums, group=group)
         by_layer = sums.tolist()
-        balance, z, _, documents, tokens = (sum(each) for each in zip(*by_layer, strict=True))
+        balance, z, _, documents, tokens = (sum(values) for values in zip(*by_layer, strict=True))
         metrics = {}
         if self.balance:
             metrics["router_balance"] = Metric.mean(balance, documents)

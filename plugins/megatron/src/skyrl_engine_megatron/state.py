@@ -121,7 +121,7 @@ class ShardedState:
 
     def local_names(self, entry: MegatronParameter) -> tuple[str, ...]:
         """Return the names under which this rank holds the entry: its own, and that of a tied head's copy, as far as they exist here."""
-        tied = all(each.name != HEAD for each in self.entries)
+        tied = all(entry.name != HEAD for entry in self.entries)
         names = (entry.name, HEAD) if entry.name == EMBEDDING and tied else (entry.name,)
         return tuple(name for name in names if name in self.parameters)
 

@@ -46,7 +46,7 @@ class Vision:
             other_tokens=frozenset((config.image_token_id, config.video_token_id)),
             sections=(time, height, width),
             levels=len(vision.deepstack_visual_indexes),
-            parameters=tuple((each, tuple(parameter.shape)) for each, parameter in skeleton.named_parameters()),
+            parameters=tuple((name, tuple(parameter.shape)) for name, parameter in skeleton.named_parameters()),
         )
 
     def tower(self, device: torch.device, dtype: torch.dtype, *, recompute: bool, shared: bool) -> nn.Module:
@@ -74,5 +74,5 @@ def _make_tower(config: Any, dtype: torch.dtype) -> nn.Module:
     from transformers.initialization import no_init_weights
 
     with no_init_weights():
-        made: nn.Module = AutoModel.from_config(config, dtype=dtype)
-    return made
+        tower: nn.Module = AutoModel.from_config(config, dtype=dtype)
+    return tower

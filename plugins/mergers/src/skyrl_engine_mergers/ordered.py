@@ -60,8 +60,8 @@ def _positions(ids: IntArray, expected: IntArray) -> IntArray:
         entries: IntArray = expected.clip(low, high) - low
         return table[entries]
     order: IntArray = np.argsort(ids)
-    found: IntArray = np.searchsorted(ids[order], expected).clip(max=len(ids) - 1)
-    return order[found]
+    positions: IntArray = np.searchsorted(ids[order], expected).clip(max=len(ids) - 1)
+    return order[positions]
 
 
 def _refuse(ids: IntArray, expected: IntArray, collected: Sequence[RankOutput], plan: BatchPlan) -> NoReturn:
@@ -82,12 +82,12 @@ def _refuse(ids: IntArray, expected: IntArray, collected: Sequence[RankOutput], 
     )
 
 
-def _lines(what: str, relation: str, ids: IntArray, ranks: Sequence[Sequence[int]]) -> list[str]:
+def _lines(label: str, relation: str, ids: IntArray, ranks: Sequence[Sequence[int]]) -> list[str]:
     lines = [
-        f"{what}: sample {sample_id}, {relation} {', '.join(map(str, places))}"
+        f"{label}: sample {sample_id}, {relation} {', '.join(map(str, places))}"
         for sample_id, places in zip(ids[:LISTED].tolist(), ranks, strict=True)
     ]
-    return lines + [f"{what}: and {len(ids) - LISTED} more"] * (len(ids) > LISTED)
+    return lines + [f"{label}: and {len(ids) - LISTED} more"] * (len(ids) > LISTED)
 
 
 def _find_planned_ranks(ids: IntArray, plan: BatchPlan) -> list[list[int]]:

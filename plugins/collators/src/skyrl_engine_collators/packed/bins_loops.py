@@ -1,4 +1,4 @@
-"""The definition of the packing policies, one item and one bin at a time. `policies` beside it must give the same bins in the same order."""
+"""The definition of the packing policies, one item and one bin at a time. `policies` next to it must give the same bins in the same order."""
 
 from collections.abc import Sequence
 

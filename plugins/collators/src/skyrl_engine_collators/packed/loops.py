@@ -1,4 +1,4 @@
-"""The definition of `packed`, one token at a time. The vectorized form beside it must give the same bytes, dtypes and shapes."""
+"""The definition of `packed`, one token at a time. The vectorized form next to it must give the same bytes, dtypes and shapes."""
 
 from collections.abc import Iterator
 
@@ -21,7 +21,7 @@ def build_fields(columns: SampleColumns, micro_batch: MicroBatchPlan, pad_token_
     attention_mask = np.zeros((rows, width), dtype=np.int64)
     position_ids = np.zeros((rows, width), dtype=np.int64)
     sources = {"loss_weight": columns.loss_weight, **columns.columns}
-    sources = dict(sorted(sources.items(), key=lambda each: each[1].ndim))  # wide ones behind the others
+    sources = dict(sorted(sources.items(), key=lambda item: item[1].ndim))  # wide ones after the others
     action_fields: dict[str, AnyArray] = {
         name: np.zeros((rows, width - 1, *values.shape[1:]), dtype=np.float32 if values.ndim == 1 else values.dtype)
         for name, values in sources.items()
@@ -56,7 +56,7 @@ def gather_index(columns: SampleColumns, micro_batch: MicroBatchPlan) -> list[tu
 
 
 def cu_seqlens(columns: SampleColumns, micro_batch: MicroBatchPlan) -> list[list[int]]:
-    """Per row the column each sample begins in, and the one behind the last."""
+    """Per row the column in which each sample begins, and the one after the last."""
     bounds = [[0] for _ in range(micro_batch.rows)]
     for row, sample, begin in _place_samples(columns, micro_batch):
         bounds[row].append(begin + _aligned_length(columns, micro_batch, sample))

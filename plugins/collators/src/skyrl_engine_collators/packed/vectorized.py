@@ -1,4 +1,4 @@
-"""Dense packed rows in whole-array NumPy steps; `reference.py` beside it is the definition, equal bit for bit."""
+"""Dense packed rows in whole-array NumPy steps; `loops.py` next to it is the definition, equal bit for bit."""
 
 from collections.abc import Container
 from itertools import pairwise
@@ -21,7 +21,7 @@ class PackedRows:
     int64[n]: the sample's `samples` number, its row in `sample_rows`, the column it begins in (`columns`), its length in `tokens`.
     Of its response: `scored` tokens have a predecessor, the first of them is `first_scored` on the flat action axis of the whole columns
     and is predicted in column `first_slot`. `actions` counts all of them. `row_offsets` int64[R+1] as in the plan, `row_ends` int64[R] the
-    column behind the last sample, alignment included.
+    column after the last sample, alignment included.
     """
 
     samples: IntArray

@@ -1,6 +1,6 @@
 """Micro-batches prepared ahead: a rank that builds one after the other gets several from one call of the kernels.
 
-A small micro-batch takes longer to ask for than to write. What is prepared is handed out once; every other call builds anew, so that the order
+A small micro-batch takes longer to ask for than to write. What is prepared is handed out once; every other call builds again, so that the order
 of calls changes no byte.
 """
 
@@ -47,11 +47,11 @@ class Ahead:
         expected, self._expected = self._expected, None
         if micro_batch.place == 0 or (expected is not None and expected() is micro_batch):
             left = MOST_BYTES - bytes_of(micro_batch)
-            for each in following:
-                left -= bytes_of(each)
+            for later in following:
+                left -= bytes_of(later)
                 if left < 0:
                     break
-                chosen.append(each)
+                chosen.append(later)
         if len(following) >= len(chosen):
             self._expected = ref(following[len(chosen) - 1])
         return chosen

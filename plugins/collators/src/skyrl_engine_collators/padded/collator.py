@@ -89,8 +89,8 @@ class PaddedCollator:
         else:
             (batch,) = native.build_tokens(compiled, columns, [micro_batch], self.pad_token_id, wanted)
             arrays = native.build_actions(compiled, columns, rows, wanted) | extras
-        made = {name: torch.from_numpy(array) for name, array in arrays.items()}
-        return evolve(batch, fields={**batch.fields, **made}, ragged_offsets=ragged_offsets)
+        tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+        return evolve(batch, fields={**batch.fields, **tensors}, ragged_offsets=ragged_offsets)
 
 
 def _bytes(of_a_cell: int, micro_batch: MicroBatchPlan) -> int:

@@ -1,4 +1,4 @@
-"""The definition of `padded`, one token at a time. The vectorized form beside it must give the same bytes, dtypes and shapes.
+"""The definition of `padded`, one token at a time. The vectorized form next to it must give the same bytes, dtypes and shapes.
 
 `build_fields` starts from columns, `from_lists` and `from_rollouts` from the Python lists that a caller had; all are plain loops.
 """
@@ -171,7 +171,7 @@ def _dense(
     attention_mask = np.zeros((len(samples), width), dtype=np.int64)
     position_ids = np.zeros((len(samples), width), dtype=np.int64)
     response_mask = np.zeros((len(samples), action_width), dtype=np.int64)
-    names = sorted(fields, key=lambda name: fields[name].width is not None)  # wide ones behind the others
+    names = sorted(fields, key=lambda name: fields[name].width is not None)  # wide ones after the others
     action_fields = {name: fields[name].zeros(len(samples), action_width) for name in names}
     placed = []
     for row, sample in enumerate(samples):

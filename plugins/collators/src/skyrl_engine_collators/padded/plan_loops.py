@@ -20,16 +20,16 @@ def _mini_batches(lengths: SampleLengths, size: int | None) -> list[Samples]:
         sets = [members for members in sets if members not in mine] + [
             sorted([sample, *(member for members in mine for member in members)])
         ]
-    made: list[Samples] = []
+    micro_batches: list[Samples] = []
     for members in sorted(sets):
-        if not made or (size is not None and len(made[-1]) + len(members) > size):
-            made.append([])
-        made[-1] += members
-    return [sorted(samples) for samples in made]
+        if not micro_batches or (size is not None and len(micro_batches[-1]) + len(members) > size):
+            micro_batches.append([])
+        micro_batches[-1] += members
+    return [sorted(samples) for samples in micro_batches]
 
 
-def _together(lengths: SampleLengths, one: int, other: int) -> bool:
-    return bool(lengths.group_ids[one] == lengths.group_ids[other] or lengths.unit_ids[one] == lengths.unit_ids[other])
+def _together(lengths: SampleLengths, first: int, second: int) -> bool:
+    return bool(lengths.group_ids[first] == lengths.group_ids[second] or lengths.unit_ids[first] == lengths.unit_ids[second])
 
 
 def _ranks(samples: Samples, lengths: SampleLengths, layout: Layout, group_by_length: bool) -> list[list[Samples]]:
@@ -46,11 +46,11 @@ def _ranks(samples: Samples, lengths: SampleLengths, layout: Layout, group_by_le
     if layout.micro_batch_rows is not None:  # no more than fill the micro-batches that a fair share of the units needs
         per_micro_batch = layout.micro_batch_rows // max(map(len, units))
         most = math.ceil(math.ceil(len(units) / layout.dp) / per_micro_batch) * per_micro_batch
-    given: list[list[int]] = [[] for _ in range(layout.dp)]
+    units_of_rank: list[list[int]] = [[] for _ in range(layout.dp)]
     for unit in sorted(range(len(units)), key=lambda unit: -tokens[unit]):
-        open_ranks = [rank for rank in range(layout.dp) if len(given[rank]) < most]
-        given[min(open_ranks, key=lambda rank: sum(tokens[each] for each in given[rank]))].append(unit)
-    cut = [_micro_batches([units[unit] for unit in sorted(rank)], lengths, layout, group_by_length) for rank in given]
+        open_ranks = [rank for rank in range(layout.dp) if len(units_of_rank[rank]) < most]
+        units_of_rank[min(open_ranks, key=lambda rank: sum(tokens[unit_index] for unit_index in units_of_rank[rank]))].append(unit)
+    cut = [_micro_batches([units[unit] for unit in sorted(rank)], lengths, layout, group_by_length) for rank in units_of_rank]
     count = max(map(len, cut))
     return [rank + [[]] * (count - len(rank)) for rank in cut]
 
@@ -63,14 +63,14 @@ def _micro_batches(units: list[Samples], lengths: SampleLengths, layout: Layout,
 
     if group_by_length:
         units = sorted(units, key=lambda unit: -max(int(lengths.tokens[sample]) for sample in unit))
-    made: list[Samples] = []
+    rows: list[Samples] = []
     for unit in units:
-        joined = (made[-1] if made else []) + unit
+        joined = (rows[-1] if rows else []) + unit
         fits = (layout.micro_batch_rows is None or len(joined) <= layout.micro_batch_rows) and (
             layout.micro_batch_tokens is None or len(joined) * width(joined) <= layout.micro_batch_tokens
         )
-        if made and fits:
-            made[-1] = joined
+        if rows and fits:
+            rows[-1] = joined
         else:
-            made.append(unit)
-    return [sorted(samples) for samples in made]
+            rows.append(unit)
+    return [sorted(samples) for samples in rows]

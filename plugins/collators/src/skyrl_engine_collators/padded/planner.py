@@ -1,4 +1,4 @@
-"""Planning padded rows: one sample per row, so a plan is a partition of the samples; `plan_reference.py` beside it is the definition."""
+"""Planning padded rows: one sample per row, so a plan is a partition of the samples; `plan_loops.py` next to it is the definition."""
 
 from itertools import islice
 
@@ -57,10 +57,10 @@ def _plan_ranks(samples: IntArray, lengths: SampleLengths, dp: int, limits: Limi
     orders = [BuildOrder() for _ in begins]
     planned = iter(_rows(_in_order(units, order), begins, orders, lengths))
     count = max(map(len, begins))
-    for each, rank in zip(orders, begins, strict=True):
-        fillers = (MicroBatchPlan(NO_SAMPLES, EMPTY_ROW, 1, 0, 1, each, place) for place in range(len(rank), count))
-        each.micro_batches = (*islice(planned, len(rank)), *fillers)
-    return MiniBatchPlan(tuple(each.micro_batches for each in orders))
+    for build_order, rank in zip(orders, begins, strict=True):
+        fillers = (MicroBatchPlan(NO_SAMPLES, EMPTY_ROW, 1, 0, 1, build_order, place) for place in range(len(rank), count))
+        build_order.micro_batches = (*islice(planned, len(rank)), *fillers)
+    return MiniBatchPlan(tuple(build_order.micro_batches for build_order in orders))
 
 
 def _most_units(units: Bundles, dp: int, limits: Limits) -> int | None:

@@ -1,4 +1,4 @@
-"""Dense padded rows in whole-array NumPy steps; `reference.py` beside it is the definition, equal bit for bit."""
+"""Dense padded rows in whole-array NumPy steps; `loops.py` next to it is the definition, equal bit for bit."""
 
 from collections.abc import Container
 
