@@ -125,13 +125,13 @@ class EngineCommand(click.Command):
 
         `words` are those of the command line: a configuration file among them says whose keys it takes.
         """
-        from skyrl_engine.config.find_trainer import find_trainer
+        from skyrl_engine.config.find_trainer import get_trainer
         from skyrl_engine.config.foreign_keys import explain_word, key_for, remark_of
         from skyrl_engine.config.structure import home_of, is_switch
 
         word, trainers = option.lstrip("-").replace("-", "_"), self._list_trainers(words)
         trainer = next(iter(trainers)) if len(trainers) == 1 else None
-        for key in (key_for(word, trainer), home_of(word, None if trainer is None else find_trainer(trainer))):
+        for key in (key_for(word, trainer), home_of(word, None if trainer is None else get_trainer(trainer))):
             if key is not None and (hint := self._name_option(key, remark_of(word, trainer))) is not None:
                 return hint
             if key is not None and self._takes(key, trainers):
@@ -156,14 +156,13 @@ class EngineCommand(click.Command):
 
     def _takes(self, key: str, trainers: Collection[str]) -> bool:
         """Say whether key=value of the command may set a key, in runs of any of these trainers."""
-        from skyrl_engine.config.find_trainer import find_trainer
+        from skyrl_engine.config.find_trainer import get_trainer
         from skyrl_engine.config.sections import sections
 
         section = sections().get(key.partition(".")[0])
         if not (self._trains or (self._reads is not None and self._reads.has(key))) or section is None:
             return False
-        rows = [find_trainer(trainer) for trainer in trainers]
-        return all(row is not None and section.belongs_to(row) for row in rows)
+        return all(section.belongs_to(get_trainer(trainer)) for trainer in trainers)
 
     def _list_trainers(self, words: Sequence[str]) -> Collection[str]:
         """Return the trainers of the command's run: its own, or the one that a configuration file or a key=value names."""

@@ -10,7 +10,7 @@ from click.core import ParameterSource
 
 from skyrl_engine.cli.key_values import key_values
 from skyrl_engine.cli.terminal import echo
-from skyrl_engine.config.trainers import get_trainer
+from skyrl_engine.config.find_trainer import get_trainer
 from skyrl_engine.registry.kinds import KINDS
 
 if TYPE_CHECKING:

@@ -98,16 +98,15 @@ def calling_trainer(resolved: "ResolvedConfig", function: Literal["run", "plan"]
 
     Raises PluginBrokenError for such a failure; errors of the engine pass.
     """
-    from skyrl_engine.config.find_trainer import find_trainer
+    from skyrl_engine.config.find_trainer import get_trainer
     from skyrl_engine.config.trainers import TRAINERS
-    from skyrl_engine.registry.kinds import import_object
     from skyrl_engine.registry.owner import Owner, blame
 
     name = resolved.config.trainer
-    trainer = find_trainer(name)
-    assert trainer is not None, "a resolved configuration has a trainer"
+    trainer = get_trainer(name)
+    load = trainer.load_run if function == "run" else trainer.load_plan
     if name in TRAINERS:
-        yield import_object(getattr(trainer, function))
+        yield load()
         return
     with blame(Owner(f"the trainer {name}", "Upgrade it, or choose another trainer"), function):
-        yield import_object(getattr(trainer, function))
+        yield load()

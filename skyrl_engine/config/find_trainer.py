@@ -12,18 +12,21 @@ from collections import Counter
 
 from skyrl_engine.config.sections import sections
 from skyrl_engine.config.trainers import TRAINERS, Trainer, owners_of
-from skyrl_engine.errors import ContractError, PluginAmbiguousError
+from skyrl_engine.errors import ConfigError, ContractError, PluginAmbiguousError, Problem
+from skyrl_engine.near_words import did_you_mean
 from skyrl_engine.registry.discovery import discover_trainers
 from skyrl_engine.registry.kinds import KINDS
 from skyrl_engine.registry.record import PluginRecord
 
 
-def find_trainer(name: str) -> Trainer | None:
-    """Return the trainer of this name, of the engine or of another distribution; None where there is none.
+def find_trainer(name: object) -> Trainer | None:
+    """Return the trainer of this name, of the engine or of another distribution; None where there is none, or where `name` is no text.
 
     Raises PluginAmbiguousError where several distributions offer it, PluginIncompatibleError for one that is made for another engine, and
     PluginBrokenError or ContractError for one that fails to import or is no right row.
     """
+    if not isinstance(name, str):
+        return None
     if name in TRAINERS:
         return TRAINERS[name]
     records = [record for record in discover_trainers() if name in (record.name, record.reference)]
@@ -36,6 +39,15 @@ def find_trainer(name: str) -> Trainer | None:
             details=[str(record) for record in records],
         )
     return _load(records[0])
+
+
+def get_trainer(name: str) -> Trainer:
+    """Return the trainer of a configuration that was resolved. Raises ConfigError where no trainer has this name."""
+    if (trainer := find_trainer(name)) is None:
+        names = list_trainer_names()
+        remedy = did_you_mean(name, names) or f"Choose one of {', '.join(names)}"
+        raise ConfigError([Problem("trainer", f"there is no trainer {name!r}", remedy)])
+    return trainer
 
 
 def list_trainer_names() -> list[str]:

@@ -16,7 +16,7 @@ from skyrl_engine.config.reading.places import absolute_place, with_absolute_pla
 from skyrl_engine.config.reading.sources import RawConfig
 from skyrl_engine.config.schema import KIND, EngineConfig, MissingTable, PluginTable, TrainingConfig
 from skyrl_engine.config.sections import Section, sections
-from skyrl_engine.config.trainers import DEFAULT_TRAINER, Trainer, find_trainer, list_trainer_names, owners_of
+from skyrl_engine.config.trainers import DEFAULT_TRAINER, TRAINERS, Trainer, owners_of
 from skyrl_engine.config.wording import RefusedError, choices, format_value, wrong_kind
 from skyrl_engine.errors import ConfigError, Problem
 from skyrl_engine.near_words import did_you_mean

@@ -4,10 +4,11 @@ import jsonschema
 import pytest
 
 from skyrl_engine.config import config_schema, from_dict, load, resolve, trainers
+from skyrl_engine.config.find_trainer import find_trainer, get_trainer
 from skyrl_engine.config.schema import MissingTable
 from skyrl_engine.config.sections import sections
 from skyrl_engine.config.structure import structure
-from skyrl_engine.config.trainers import TRAINERS, Trainer, find_trainer, get_trainer
+from skyrl_engine.config.trainers import TRAINERS, Trainer
 from skyrl_engine.errors import ConfigError
 from skyrl_engine.registry.kinds import KINDS, TABLES
 

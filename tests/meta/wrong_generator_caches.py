@@ -9,7 +9,7 @@ from skyrl_engine.contracts import TopLogprobs
 
 
 class ReusesByLength(Plain):
-    """What it has read under a key stands for the beginning of every later row of that key, whatever its tokens are."""
+    """A prompt that it computed under a key stands for the beginning of every later row of that key, whatever its tokens are."""
 
     def __init__(self):
         super().__init__()

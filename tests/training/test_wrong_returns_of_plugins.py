@@ -1,4 +1,4 @@
-"""What a plugin returns wrongly in a real run is its own fault by name, never an internal error."""
+"""A wrong return of a plugin in a real run is an error that names the plugin, never an internal error."""
 
 import pytest
 

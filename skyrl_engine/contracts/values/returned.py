@@ -1,4 +1,4 @@
-"""What a plugin's method returned, in the words of errors, and the check of its type that every kind shares."""
+"""The words of errors for what a plugin's method returned, and the check of its type that every kind shares."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar

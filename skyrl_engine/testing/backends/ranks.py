@@ -121,7 +121,7 @@ class HeldBackend:
     """The backend of one rank; arguments and results can be sent between processes."""
 
     label = "the backend"
-    """What errors call it."""
+    """The name in errors."""
 
     def __init__(self, opening: Opening, rank: int) -> None:
         from skyrl_engine.workers.process_group import join

@@ -253,7 +253,7 @@ def test_places_of_a_right_sampler_are_seldom_so_far_from_uniform() -> None:
 
 
 def test_places_show_the_distance_that_is_stated() -> None:
-    """Of all distributions so far away, one whose mass was moved from the upper end to the middle shows least."""
+    """The least visible of all distributions so far away is one whose mass was moved from the upper end to the middle."""
     draw, count, tests = np.random.default_rng(8), cuts.REQUESTS * cuts.TOKENS, len(cuts.CUTS)
     distance = step_shown(count, tests)
     for _ in range(2000):
