@@ -1,4 +1,4 @@
-"""skyrl_engine: a post-training engine for language models whose disputed parts are plugins chosen by name.
+"""skyrl_engine: a post-training engine for language models whose parts are plugins chosen by name.
 
 This facade is what a plugin imports: `hookimpl`, the decorators (`loss`, `reward`, ...), the values that cross the
 contracts, and the errors; and what a program of one's own opens: `Engine`, and `read_rollouts`. Names are imported when first used, so that

@@ -1,7 +1,7 @@
 """Everything that crosses the contracts: the protocols that factories return, and the values that travel between parts.
 
-Authors of plugins import from here; the files behind may move between minor versions. A name is imported when it is first used. Nothing
-here imports torch.
+Authors of plugins import from here; the files that define them may move between minor versions. A name is imported when it is first used.
+Nothing here imports torch.
 """
 
 from typing import TYPE_CHECKING

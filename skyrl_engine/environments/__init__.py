@@ -1,6 +1,6 @@
 """The building blocks of environments: tasks out of tables, functions as rewards, functions as tools. For authors of environments; no torch.
 
-Authors import from here; the files behind may move between minor versions.
+Authors import from here; the files that define them may move between minor versions.
 """
 
 from skyrl_engine.environments.functions import FunctionEnvironment, make_weighted_reward, reward

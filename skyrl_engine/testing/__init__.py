@@ -1,6 +1,6 @@
 """The conformance kit: a suite for pytest per kind of plugin, `verify` for programs, and Hypothesis strategies of samples and layouts.
 
-Tests of plugins import from here; the files behind may move between minor versions. A name is imported when it is first used, so that
+Tests of plugins import from here; the files that define them may move between minor versions. A name is imported when it is first used, so that
 importing the package brings neither torch nor Hypothesis.
 """
 

@@ -1,6 +1,6 @@
 """Another process, as another rank is: it hashes texts in its own way, and so orders sets in another, and has the rank's environment variables.
 
-One process stays beside the kit and imports it once; every question is answered in a fork of it, so that no answer changes the next.
+One process lives as long as the kit and imports it once; every question is answered in a fork of it, so that no answer changes the next.
 """
 
 import atexit

@@ -8,7 +8,7 @@ import torch.distributed
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
-class CollectiveCalled(RuntimeError):  # noqa: N818 - told by the name of what was done
+class CollectiveCalled(RuntimeError):  # noqa: N818 - named after what was done
     """Code called a collective where it must not."""
 
 

@@ -27,7 +27,7 @@ def variants(plugin: SelectedPlugin, given: frozenset[str]) -> Iterator[tuple[st
     """Yield "option = value", the plugin with that value, and if the value is a bound; options in `given` keep theirs.
 
     Values are all that an `in_` validator, a Literal or a bool allow, in a union too, and the bounds of `ge` and `le`; of a list whose
-    members are so limited, each member alone; and none where that is allowed. What the options' class refuses, for instance beside another
+    members are so limited, each member alone; and none where that is allowed. What the options' class refuses, for instance next to another
     option's value, is left out.
     """
     schema = plugin.loaded.schema

@@ -1,4 +1,4 @@
-"""A device that is not the CPU, for machines that have none: the numbers stay on the CPU, and code is told that they are elsewhere.
+"""A device that is not the CPU, for machines that have none: the numbers stay on the CPU, and code sees them elsewhere.
 
     with OtherDevice() as device:
         output = loss(tokens)
@@ -11,7 +11,7 @@ operation of both sorts, `.numpy()` of the other device. `.to(device)` and `copy
 factories with `device=OTHER` make tensors there. A step of a whole backend runs like a loss: give `OTHER` as its device, or let it take
 the device of its parameters; tensors made before the block need nothing.
 
-Not seen: legacy constructors of a class (`torch.Tensor([1.0])`), code that asks for `device.type` (it is told "cpu"), and native code.
+Not seen: legacy constructors of a class (`torch.Tensor([1.0])`), code that asks for `device.type` (it gets "cpu"), and native code.
 """
 
 import os
@@ -37,7 +37,7 @@ _ENGINE = "_engine_run_backward"
 """Torch's door to its native backward pass."""
 
 
-class WrongDevice(RuntimeError):  # noqa: N818 - told by the name of what is wrong
+class WrongDevice(RuntimeError):  # noqa: N818 - named after what is wrong
     """Code that fails, or waits, where tensors are not on the CPU."""
 
 
@@ -221,7 +221,7 @@ class OtherDevice(TorchFunctionMode):
             self.reads.append(Read(what, _line()))
 
     def _require_one_place(self, func: Any, args: tuple[Any, ...], named: dict[str, Any], others: list[torch.Tensor]) -> None:
-        """Raise WrongDevice where tensors of both places meet; a single number of the CPU may stand beside others, as in torch."""
+        """Raise WrongDevice where tensors of both places meet; a single number of the CPU may meet others, as in torch."""
         if not others or func in _NEEDS_HOST:
             return
         if func in _TAKES_HOST_INDICES and isinstance(args[0], torch.Tensor) and self.place(args[0]) == "other":
@@ -235,7 +235,7 @@ class OtherDevice(TorchFunctionMode):
         )
 
     def _mark(self, result: Any, place: Place, given: list[torch.Tensor]) -> Any:
-        """Return the result with its place told. What did not move keeps its object; what moved is a copy, as on a device."""
+        """Return the result with its place set. What did not move keeps its object; what moved is a copy, as on a device."""
         if isinstance(result, torch.Tensor):
             if result.is_meta or self.place(result) == place:
                 if place == "other" and not any(result is each for each in given):

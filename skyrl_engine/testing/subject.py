@@ -21,12 +21,12 @@ from skyrl_engine.registry.resolve import Registry
 Product = TypeVar("Product")
 
 CONTEXT = FactoryContext(seed=1, pad_token_id=0, max_sequence_length=1024)
-"""The run, as factories under test are told of it; no case has a longer sample."""
+"""The run, which factories under test get as their context; no case has a longer sample."""
 
 
 @frozen(eq=False)
 class Subject(Generic[Product]):
-    """`make` builds the product anew, so that what one case leaves behind in it cannot reach another. `plugin` is None for a bare product.
+    """`make` builds a new product, so that what one case leaves in it cannot reach another. `plugin` is None for a bare product.
 
     `hooks` are what a suite offers beyond the product, by name: an `oracle`, a `reference`, `layouts`.
     """

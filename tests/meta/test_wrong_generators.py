@@ -63,7 +63,7 @@ FAULTS = [
     (lives.StalePrefix, {"no_stale_prefix"}, "Empty prefix caches when weights change"),
     (lives.IgnoresUpdates, {"updates"}, "sample from those weights"),
     (wrong.StopsInTheMiddle, {"stop_strings"}, "in the text of all sampled tokens"),
-    (wrong.FirstEndTokenOnly, {"stop_tokens"}, "Stop behind every end token"),
+    (wrong.FirstEndTokenOnly, {"stop_tokens"}, "Stop after every end token"),
     (wrong.CutsMaxTokensDown, {"no_room"}, "do not cut max_tokens down"),
     (wrong.TakesAnyToken, {"vocabulary"}, "takes the prompt [128] of a vocabulary of 128"),
     (lives.TakesSomeBeforeItRefuses, {"vocabulary"}, "takes the requests before the one that it refuses"),

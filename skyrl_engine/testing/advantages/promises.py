@@ -182,7 +182,7 @@ def failures(subject: Subject[Any], case: DrawnRows) -> None:
     require_same_answers(
         answers(subject, absent),
         answers(subject, present),
-        "beside a trajectory that failed",
+        "next to a trajectory that failed",
         "the failed trajectory is in a mean, or among the counted",
         "Leave out trajectories that are not in batch.finished_trajectories",
     )

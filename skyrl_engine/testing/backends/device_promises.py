@@ -27,7 +27,7 @@ def one_device(subject: BackendSubject, case: BackendCase) -> None:
 
 
 @backend_promise(
-    "The host waits for the device for outputs alone: without a pipeline, no micro-batch costs a wait beside the objective's"
+    "The host waits for the device for outputs alone: without a pipeline, no micro-batch costs a wait besides the objective's"
 )
 def host_waits(subject: BackendSubject, case: BackendCase) -> None:
     """Pipelines are left out: their stages may tell each other the lengths of rows, which is another matter."""

@@ -111,7 +111,7 @@ def _require_merged(got: Arrays, due: Arrays, when: str, remedy: str) -> None:
 
 
 @backend_promise(
-    "Without adapters it scores as the base model, before and after steps; behind that they are on again",
+    "Without adapters it scores as the base model, before and after steps; then they are on again",
     exempt=_no_switch,
 )
 def reference_by_adapters(subject: BackendSubject, case: BackendCase) -> None:

@@ -83,7 +83,7 @@ SETTINGS: tuple[AdamWSettings | None, ...] = (
     evolve(SPEC, max_grad_norm=0.05),
     None,
 )
-"""Some steps are told these, one after the other, and no step may remember what an earlier one was told; None: nothing."""
+"""Some steps get these, one after the other, and no step may remember what an earlier one got; None: nothing."""
 
 
 @backend_promise(

@@ -71,7 +71,7 @@ class BackendSubject:
         seed: int = SEED,
         **options: Any,
     ) -> BackendRanks:
-        """Set the backend up on the ranks of the case, beside a `teacher` where there is one; `options` are those of the model."""
+        """Set the backend up on the ranks of the case, with a `teacher` where there is one; `options` are those of the model."""
         sizes = case.sizes
         spec = ModelConfig(self.bench.model(model or case.model), **options)
         beside = None if teacher is None else ModelConfig(self.bench.model(teacher))

@@ -38,7 +38,7 @@ MODEL_FIELDS = ("input_ids", "attention_mask", "position_ids")
 
 
 @promise(
-    "Every row holds its samples' tokens in order, positions count from 0 in each, and their true lengths are told",
+    "Every row holds its samples' tokens in order, positions count from 0 in each, and their true lengths are given",
     cases=cuts(),
     first=explicit_cuts,
 )
@@ -130,7 +130,7 @@ def _list_scored_tokens(columns: SampleColumns, micro_batch: MicroBatchPlan) -> 
 
 @promise("Rows of several samples have `cu_seqlens`, which bound each sample at its alignment", cases=cuts(), first=explicit_cuts)
 def bounds(subject: Subject[Any], case: CutCase) -> None:
-    joined = plan_case(subject, case.planning).joined  # its rows are of other lengths, one beside the other
+    joined = plan_case(subject, case.planning).joined  # its rows have different lengths
     for micro_batch, batch in [*builds(subject, case), (joined, build_rows(subject, case.columns, joined))]:
         _require_bounds(case.columns, micro_batch, batch)
 
@@ -338,7 +338,7 @@ def own_memory(subject: Subject[Any], case: CutCase) -> None:
 
 
 @promise(
-    "Rows are the same, bit for bit, in whatever order they are built, and behind other samples of the same lengths",
+    "Rows are the same, bit for bit, in whatever order they are built, and after other samples of the same lengths",
     cases=cuts(*EVERY),
     first=explicit_cuts,
     effort=0.3,
@@ -352,7 +352,7 @@ def build_order(subject: Subject[Any], case: CutCase) -> None:
             wider = tuple(evolve(each, width=each.width + each.alignment) for each in ordered[1:])
             turns = (
                 (ordered, "in the order of the plan"),
-                (ordered, "behind other samples of the same lengths"),
+                (ordered, "after other samples of the same lengths"),
                 (ordered[::-1], "in the other order"),
                 ((*ordered[:1], *wider), "as changed copies of the plan"),
             )

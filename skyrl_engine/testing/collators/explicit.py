@@ -41,7 +41,7 @@ def _cases() -> Iterator[CutCase]:
     longest = int(long.lengths.tokens.max())
     for cut in ({"micro_batch_rows": 2}, {"micro_batch_tokens": 2 * longest}):
         yield CutCase(long, Layout(dp=2, **cut))
-    # five samples that share no row or micro-batch: the second rank fills up beside micro-batches of its own
+    # five samples that share no row or micro-batch: the second rank fills up with empty micro-batches next to its own
     few = _samples(5, longest=9, shortest=9)
     for cut in ({"micro_batch_rows": 1}, {"micro_batch_tokens": int(few.lengths.tokens.max())}):
         yield CutCase(few, Layout(dp=2, **cut))

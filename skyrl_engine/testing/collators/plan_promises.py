@@ -121,7 +121,7 @@ def rows(subject: Subject[Any], case: Planning) -> None:
 
 
 def _exempt_without_limit(subject: Subject[Any]) -> str | None:
-    return "a bare product is told of no run's limit" if subject.plugin is None else None
+    return "a bare product knows no run's limit" if subject.plugin is None else None
 
 
 @promise(

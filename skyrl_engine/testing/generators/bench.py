@@ -111,7 +111,7 @@ class TinyWeights:
         return ((name, parameter.detach().clone()) for name, parameter in self.model.named_parameters())
 
     def logprobs(self, ids: Sequence[int], temperature: float = 1.0) -> npt.NDArray[np.float64]:
-        """float64[T, vocabulary]: log-probabilities behind every place of a row, of the whole model without a cache."""
+        """float64[T, vocabulary]: log-probabilities after every place of a row, of the whole model without a cache."""
         return self.logprobs_of_rows([ids], temperature)[0]
 
     @torch.no_grad()

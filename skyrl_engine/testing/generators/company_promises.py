@@ -20,7 +20,7 @@ LATER = 12
 
 
 @promise(
-    "A request's tokens and log-probabilities are the same, to the last bit, whatever is sampled before it or beside it: alone, all at once, "
+    "A request's tokens and log-probabilities are the same, to the last bit, whatever is sampled before it or with it: alone, all at once, "
     "in the opposite order, as others come and go; in a later turn too",
     exempt=claims("batch_invariant", "logprobs"),
 )

@@ -136,10 +136,10 @@ def updates_on_the_way(subject: Subject[Any], _case: None) -> None:
             older = np.abs(due - done.logprobs) > TOLERANCE
             remedy = "Write down the version of every token when it is sampled"
             if since == len(versions):
-                raise Broken(f"says that all {since} tokens of a request are older than the update that it went on behind", remedy)
+                raise Broken(f"says that all {since} tokens of a request are older than the update after which it went on", remedy)
             if since == 0 and older[0]:
                 raise Broken("says that tokens of the old weights are of the new version", remedy)
-            require_logprobs(at_work, request, done, "Compute keys and values anew after an update", since)
+            require_logprobs(at_work, request, done, "Compute keys and values again after an update", since)
             if since and not older[:since].any():
                 raise Broken("says that tokens of the new weights are of the old version", remedy)
 
@@ -280,7 +280,9 @@ def no_room(subject: Subject[Any], _case: None) -> None:
         just = GenerationRequest(9, np.zeros(limit - 3, dtype=np.int32), Sampling(max_tokens=3, ignore_eos=True), 0)
         failed, *others = at_work.sample([long, *fits, just])
     if any(done.finish == "error" for done in others):
-        raise Broken("fails requests that fit, one of them just so, beside one whose prompt is too long", "Fail that request alone")
+        raise Broken(
+            "fails requests that fit, one of them just so, next to one whose prompt is too long", "Fail that request alone"
+        )
     words = failed.error or ""
     if failed.finish != "error" or str(limit) not in words or str(limit - 2) not in words:
         raise Broken(

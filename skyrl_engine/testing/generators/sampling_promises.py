@@ -62,7 +62,7 @@ def length(subject: Subject[Any], _case: None) -> None:
                 raise Broken(f"samples {count} tokens for {name_request(request)}", "Count the token that stops among max_tokens")
             if (done.finish == "length") != (count == most and done.token_ids[-1] not in stops):
                 raise Broken(
-                    f"ends {name_request(request)} as {done.finish!r} behind {count} tokens, the last of them {done.token_ids[-1:]}",
+                    f"ends {name_request(request)} as {done.finish!r} after {count} tokens, the last of them {done.token_ids[-1:]}",
                     'Say "length" where max_tokens came and none of them stopped it',
                 )
 
@@ -79,7 +79,7 @@ def something(subject: Subject[Any], _case: None) -> None:
                 )
 
 
-@promise("A request stops behind the first end or stop token, which is kept, from min_tokens on", exempt=no_weights)
+@promise("A request stops after the first end or stop token, which is kept, from min_tokens on", exempt=no_weights)
 def stop_tokens(subject: Subject[Any], _case: None) -> None:
     with undecidable_on_error(), running(subject, ends=ENDS) as at_work:
         own, every = (3, 8, 30, 77, 78), tuple(range(VOCABULARY))
@@ -116,12 +116,10 @@ def _require_stop(request: GenerationRequest, done: Completion, stops: set[int],
     places = [place for place, token in enumerate(done.token_ids.tolist()) if token in stops and place + 1 >= least]
     last = len(done.token_ids) - 1
     if places and places[0] != last:
-        raise Broken(
-            f"goes on behind the token {done.token_ids[places[0]]}, which stops it ({what})", "Stop behind every end token"
-        )
+        raise Broken(f"goes on after the token {done.token_ids[places[0]]}, which stops it ({what})", "Stop after every end token")
     if (done.finish == "stop") != bool(places):
         raise Broken(
-            f"ends a request as {done.finish!r} behind the tokens {done.token_ids.tolist()} ({what}: {_few(stops)})",
+            f"ends a request as {done.finish!r} after the tokens {done.token_ids.tolist()} ({what}: {_few(stops)})",
             'Say "stop" where the last token stops it, and keep that token',
         )
     if places and done.stop != done.token_ids[last]:
@@ -131,7 +129,7 @@ def _require_stop(request: GenerationRequest, done: Completion, stops: set[int],
 
 
 @promise(
-    "A request stops behind the token that completes a stop string, and no sooner",
+    "A request stops after the token that completes a stop string, and no sooner",
     exempt=claims("stop_strings"),
 )
 def stop_strings(subject: Subject[Any], _case: None) -> None:
@@ -268,7 +266,7 @@ PAIRS = 12
     exempt=claims("seeded"),
 )
 def seeds_apart(subject: Subject[Any], _case: None) -> None:
-    """Draw the second token of a row once more, as the first one after a longer prompt, from a seed beside the row's."""
+    """Draw the second token of a row once more, as the first one after a longer prompt, from a seed near the row's."""
     asked = Sampling(max_tokens=2, ignore_eos=True, temperature=2.0)
     rows = [evolve(each, seed=1000 + 16 * n) for n, each in enumerate(requests_of(PAIRS))]
     rows = [evolve(each, sampling=asked) for each in rows]
@@ -365,7 +363,7 @@ def prompt_scores(subject: Subject[Any], _case: None) -> None:
             ):
                 raise Broken(
                     f"gives a prompt of {len(ids)} tokens the log-probabilities {given}",
-                    "Give one per token, behind all tokens before it, at the request's temperature, and NaN for the first",
+                    "Give one per token, after all tokens before it, at the request's temperature, and NaN for the first",
                 )
 
 

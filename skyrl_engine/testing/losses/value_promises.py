@@ -122,7 +122,7 @@ def empty_metrics(subject: Subject[Any], batch: TokenBatch) -> None:
             before = alone[name].result if name in alone else math.nan
             if not same(np.array([before]), np.array([metric.result])):
                 raise Broken(
-                    f"the metric {name!r} is {before:.6g}, and {metric.result:.6g} beside a rank that has no tokens: "
+                    f"the metric {name!r} is {before:.6g}, and {metric.result:.6g} with a rank that has no tokens: "
                     f"{_cause_of_filler(metric)}",
                     "Report a mean by Metric.mean(values.sum(), len(values)), and no least or largest value of nothing",
                 )

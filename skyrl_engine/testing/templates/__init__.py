@@ -18,7 +18,7 @@ class TemplateCase:
     """A template of this folder.
 
     `tokens` are the special tokens that it writes. `ends` is the one that ends a turn of the assistant before a message of the user (None: none
-    does). `appends` lists the roles whose messages can be put behind sampled tokens. `family` says how calls of tools are written, and
+    does). `appends` lists the roles whose messages can follow sampled tokens. `family` says how calls of tools are written, and
     `forgets` that thoughts of earlier turns are removed.
     """
 
