@@ -45,16 +45,16 @@ def plan_teacher(
             remedy='Set loss.use = "divergence", add the loss term teacher_kl, set rl.preset = "on_policy_distill" in trainer rl, or remove '
             "teacher.path",
         )
-    planned, files = plan_frozen_model(
+    planned, teacher_files = plan_frozen_model(
         "the teacher", TEACHER_MODEL, resolved, assembly, files, path=table.path, revision=table.revision
     )
-    positions = files.facts.extended_length
+    positions = teacher_files.facts.extended_length
     if positions is not None and longest > positions:
         raise UnsupportedError(
             f"rows may have up to {longest:,} tokens, and the teacher {table.path} has {positions:,} positions", remedy=shorter
         )
     if compared:
-        _refuse_other_width(files, files)
+        _refuse_other_width(teacher_files, files)
     return planned
 
 

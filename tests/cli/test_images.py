@@ -42,8 +42,13 @@ def _tower(folder):
     return load_file(folder / "model.safetensors")["model.visual.patch_embed.proj.weight"]
 
 
+def read_by_preview(arguments):
+    """The arguments without the device, which samples do not depend on."""
+    return tuple(argument for argument in arguments if argument != "run.device=cpu")
+
+
 def test_preview_shows_the_tokens_of_each_image(command, seeing, arguments):
-    preview = ("data", "preview", *arguments, "--data", seeing / "train.jsonl", "--samples", "3")
+    preview = ("data", "preview", *read_by_preview(arguments), "--data", seeing / "train.jsonl", "--samples", "3")
     outcome = command(*preview)
     assert outcome.code == 0, outcome.err
     one, two = "<image 1: 6 tokens, 24x16>", "<image 1: 1 tokens, 8x8><|vision_end|><|vision_start|><image 2: 4 tokens, 16x16>"
@@ -93,7 +98,7 @@ def test_bad_images_stop_or_drop(command, seeing, arguments, tmp_path, spoil):
     for stopped in (
         command(*sft, "--output", "stopped"),
         command(*sft, "--dry-run"),
-        command("data", "preview", *arguments, *line),
+        command("data", "preview", *read_by_preview(arguments), *line),
     ):
         assert stopped.code == 4
         assert f"sample 1 ({data} line 2)" in stopped.last_line

@@ -91,7 +91,9 @@ def test_the_observer_on_the_page_works(capsys: pytest.CaptureFixture[str]) -> N
     from skyrl_engine.contracts.kinds.observer import StepFinished
     from skyrl_engine.run.observer_calls import ObserverBus
 
-    (example,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    (example,) = (
+        text for text in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL) if "skyrl_engine_make_observer" in text
+    )
     names: dict[str, object] = {}
     exec(example, names)
     ObserverBus([names["LossPrinter"]()]).step_finished(StepFinished(1, 3, {"loss": 0.5}, 0.1))  # type: ignore[operator]  # a class

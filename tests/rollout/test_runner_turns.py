@@ -168,7 +168,7 @@ def test_one_mistake_at_many_tasks_is_one_cause(caplog: pytest.LogCaptureFixture
         runner.start(ticket, 0, Task(str(ticket), messages=(QUESTION,)), 0)
     with caplog.at_level("INFO"), pytest.raises(RolloutError, match="all of the first 8 attempts failed") as caught:
         runner.advance(1.0)
-    assert caught.value.remedy.endswith("or rollouts.max_failure_share to 1")
+    assert caught.value.remedy.endswith("or raise rollouts.max_failure_share to 1")
     assert caught.value.details == (
         "6 x environment sums, task '0' and others, step 1: the reward score returned None",
         "2 x environment sums, task '3', step 1: timed out after 1 s",

@@ -326,7 +326,7 @@ ONE = {"target_tokens": FOLLOWING[1]}
             {},
             "weights of datum 0 are [4], and its target_tokens [4, 1]",
         ),
-        ("cross_entropy", {**ONE, "weights": [1.0, np.nan, 0.0, 0.0]}, {}, "weights of datum 0 is not finite at place 1"),
+        ("cross_entropy", {**ONE, "weights": [1.0, np.nan, 0.0, 0.0]}, {}, "weights of datum 0 is not finite at index 1"),
     ],
 )
 def test_a_mistake_is_told_with_its_place_and_trains_nothing(model, name, given, options, told):
