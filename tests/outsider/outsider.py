@@ -40,6 +40,9 @@ KIND_OF = {
 COMMANDS = {"skyrl-engine-tinker": "serve"}
 """Distributions that add a command and no plugin."""
 
+TRAINERS = {"acme-perplexity": "perplexity"}
+"""Distributions that add a trainer and no plugin."""
+
 
 class Environment:
     """A virtual environment of its own, whose commands see neither this repository nor the caller's Python settings."""
@@ -113,12 +116,15 @@ def engine_alone(folder: Path, wheels: Mapping[str, Path]) -> None:
     for name, wheel in wheels.items():
         if name != ENGINE:
             environment.install(str(wheel))
-            added = {} if name in COMMANDS else {name: version_of(wheel)}
+            added = {} if name in (*COMMANDS, *TRAINERS) else {name: version_of(wheel)}
             both = {ENGINE: version_of(wheels[ENGINE]), **added}
             expect(f"plugins with {name} beside the engine", environment.plugins(), wanted=both)
             if command := COMMANDS.get(name):
                 usage = run([environment.engine, command, "--help"], cwd=folder)
                 expect(f"{command} --help shows the usage", "Usage:" in usage, wanted=True)
+            if trainer := TRAINERS.get(name):
+                schema = json.loads(run([environment.engine, "config", "schema"], cwd=folder))
+                expect(f"the trainers that {name} adds", schema["properties"]["trainer"]["enum"][4:], wanted=[trainer])
             environment.remove(name)
     expect("torch, after every plugin was there once", environment.has("torch"), wanted=False)
 
@@ -129,7 +135,7 @@ def everything(folder: Path, wheels: Mapping[str, Path]) -> None:
     environment.install(*TORCH)
     others = [str(wheel) for name, wheel in wheels.items() if name != ENGINE]
     environment.install(f"{wheels[ENGINE]}[train]", *others)
-    versions = {name: version_of(wheel) for name, wheel in wheels.items() if name not in COMMANDS}
+    versions = {name: version_of(wheel) for name, wheel in wheels.items() if name not in (*COMMANDS, *TRAINERS)}
     expect("plugins, all from wheels", environment.plugins(), wanted=versions)
     run([environment.python, str(Path(__file__).with_name("tiny_model.py")), str(folder)], cwd=folder)
     (folder / "train.toml").write_text(configuration(folder))
