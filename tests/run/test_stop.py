@@ -3,6 +3,8 @@
 import os
 import signal
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
@@ -45,23 +47,29 @@ def test_outside_the_main_thread_nothing_changes() -> None:
     assert signal.getsignal(signal.SIGINT) is before
 
 
+@contextmanager
+def hangup_set_to(disposition: signal.Handlers) -> Iterator[None]:
+    """Set what SIGHUP does, whatever the process that runs these tests was started with."""
+    before = signal.signal(signal.SIGHUP, disposition)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_a_lost_terminal_asks_as_well() -> None:
-    before = signal.getsignal(signal.SIGHUP)
-    with listen_for_stop() as stop:
-        stop.can_wait = True
-        os.kill(os.getpid(), signal.SIGHUP)
-        assert stop.signal_name == "SIGHUP"
-    assert signal.getsignal(signal.SIGHUP) is before
+    with hangup_set_to(signal.SIG_DFL):
+        with listen_for_stop() as stop:
+            stop.can_wait = True
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert stop.signal_name == "SIGHUP"
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
 
 
 def test_a_sighup_that_is_ignored_stays_ignored() -> None:
     """`nohup` starts a command so."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        with listen_for_stop() as stop:
-            stop.can_wait = True
-            os.kill(os.getpid(), signal.SIGHUP)
-            assert not stop
-            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGHUP, before)
+    with hangup_set_to(signal.SIG_IGN), listen_for_stop() as stop:
+        stop.can_wait = True
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert not stop
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
