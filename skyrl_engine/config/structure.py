@@ -212,7 +212,12 @@ def _problem(raw: RawConfig, path: KeyPath, refusal: RefusedError) -> Problem:
 
 
 def home_of(key: str | int, trainer: Trainer | None = None) -> str | None:
-    """Return the one key of that name in any table of the schema, or of a trainer, for a key that was written into the wrong table."""
+    """Return the one key of that name in any table of the schema, or of a trainer, for a key that was written into the wrong table.
+
+    `use` has none: every table that selects something has a key of that name.
+    """
+    if key == "use":
+        return None
     homes = [
         f"{name}.{key}"
         for name, section in sections().items()

@@ -31,11 +31,12 @@ def parameter_groups(parameters: Iterable[nn.Parameter], weight_decay: float) ->
 
 
 def build_optimizer(parameters: Iterable[nn.Parameter], settings: OptimizerSettings) -> torch.optim.Optimizer:
-    """Return the optimizer that `settings` are of, over `parameters`: torch's, fused, which needs no temporaries as large as the weights."""
+    """Return torch's optimizer that `settings` are of, over `parameters`; it needs no temporaries as large as all weights."""
     groups = parameter_groups(parameters, settings.weight_decay)
     if isinstance(settings, AdamWSettings):
         return torch.optim.AdamW(groups, lr=settings.learning_rate, betas=settings.betas, eps=settings.epsilon, fused=True)
-    return torch.optim.SGD(groups, lr=settings.learning_rate, fused=True)
+    # one parameter after the other: torch 2.13 has no fused step of SGD for distributed parameters
+    return torch.optim.SGD(groups, lr=settings.learning_rate, foreach=False)
 
 
 def use_settings(optimizer: torch.optim.Optimizer, settings: OptimizerSettings) -> None:

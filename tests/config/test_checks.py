@@ -2,8 +2,10 @@
 
 import pytest
 
-from skyrl_engine.config.reading.sources import load
+from skyrl_engine.config.reading.sources import from_dict, load
+from skyrl_engine.config.resolution import resolve
 from skyrl_engine.config.structure import structure
+from skyrl_engine.contracts.kinds.backend import SgdSettings
 
 
 def problems(overrides: list[str]) -> list[str]:
@@ -39,6 +41,9 @@ def problems(overrides: list[str]) -> list[str]:
          "Set run.directory to the run to continue")),
         (["optimizer.warmup_steps=9", "training.steps=8"], ("command line: optimizer.warmup_steps: warm-up takes 9 steps of a training "
          "of 8. Lower optimizer.warmup_steps or raise training.steps")),
+        *((["optimizer.use=sgd", given], (f"command line: optimizer.{given.partition('.')[2].partition('=')[0]}: is not read where "
+         'optimizer.use = "sgd". Remove it, or set optimizer.use = "adamw"'))
+         for given in ("optimizer.betas=[0.9, 0.95]", "optimizer.epsilon=1e-8")),
         (['plugins.pin."los:ppo"=acme'], "command line: plugins.pin: 'los:ppo' is not of the form \"kind:name\". Did you mean \"loss\"?"),
         (['checkpoint.allow_changed=["ppo"]'], ("command line: checkpoint.allow_changed: 'ppo' is not of the form \"kind:name\". "
          "Start with one of collator:, loss:, correction:, reducer:, backend:, merger:, "
@@ -61,6 +66,8 @@ def test_combinations_that_cannot_be_meant(overrides: list[str], problem: str) -
         ["checkpoint.every=8", "training.steps=8", "checkpoint.at_end=false"],
         ["checkpoint.resume=true", "run.directory=runs/a"],
         ["optimizer.warmup_steps=8", "training.steps=8"],
+        ["optimizer.use=sgd", "optimizer.weight_decay=0.1", "optimizer.max_grad_norm=none", "optimizer.schedule=linear"],
+        ["optimizer.use=adamw", "optimizer.betas=[0.9, 0.95]", "optimizer.epsilon=1e-6"],
         ['plugins.pin."loss:ppo"=acme', 'checkpoint.allow_changed=["backend:fsdp"]'],
         ["teacher.path=t", "teacher.revision=main", "evaluation.samples=1"],
     ],
@@ -80,3 +87,12 @@ def test_keys_of_a_reward_model_that_is_not_named_are_refused(key: str) -> None:
     (problem,) = structure(load(None, given)).problems
     assert str(problem).startswith(f"command line: reward_model.{key.partition('=')[0]}: is of the model of reward_model.path")
     assert structure(load(None, [*given, "reward_model.path=r"])).problems == ()
+
+
+def test_keys_that_another_optimizer_reads_are_in_no_file_of_the_run() -> None:
+    """A resume reads what was written; were a default of AdamW in it, it would be refused there."""
+    resolved = resolve(load(None, ["model.path=m", "data.train=d", "optimizer.use=sgd"]))
+    assert {"betas", "epsilon"}.isdisjoint(resolved.as_dict()["optimizer"])
+    assert resolved.config.optimizer.settings() == SgdSettings(learning_rate=1e-5)
+    again = resolve(from_dict(resolved.as_dict(), "run.json"))
+    assert again.as_dict() == resolved.as_dict()

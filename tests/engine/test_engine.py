@@ -198,6 +198,35 @@ def test_the_numbers_of_a_step_are_those_of_the_call(opened: Any, columns: Sampl
     np.testing.assert_allclose(difference, 1e-2 * 0.5 * before[name], atol=1e-6)
 
 
+def test_a_step_of_sgd_is_rate_times_gradient(opened: Any, columns: SampleColumns) -> None:
+    """Decay counts for matrices alone; numbers of AdamW are refused by name, and change nothing."""
+    engine = opened(optimizer={"use": "sgd", "learning_rate": 0.5, "weight_decay": 0.1, "max_grad_norm": None})
+    before = engine.weights()
+    plan = engine.plan(columns)
+    engine.forward_backward(plan)
+    gradients = engine.gradients()
+    for name, number in (("betas", (0.9, 0.99)), ("epsilon", 1e-6)):
+        with pytest.raises(UnsupportedError, match=f"optim_step is given {name}, which the optimizer sgd does not have"):
+            engine.optim_step(**{name: number})
+    assert same(engine.weights(), before)
+    for rate, decay, numbers in ((0.5, 0.1, {}), (0.25, 0.2, {"learning_rate": 0.25, "weight_decay": 0.2})):
+        assert engine.optim_step(**numbers).result().learning_rate == rate
+        after = engine.weights()
+        for name, weight in after.items():
+            due = before[name] - rate * (gradients[name] + (decay * before[name] if before[name].ndim > 1 else 0.0))
+            np.testing.assert_allclose(weight, due, rtol=1e-5, atol=1e-7, err_msg=name)
+        before = after
+        engine.forward_backward(plan)
+        gradients = engine.gradients()
+
+
+@pytest.mark.parametrize("backend", ["deepspeed", "megatron"])
+def test_an_optimizer_that_the_backend_does_not_have_is_refused_before_a_rank_starts(opened: Any, backend: str) -> None:
+    with pytest.raises(UnsupportedError, match=f'optimizer.use is "sgd", and backend {backend} does not declare') as caught:
+        opened(backend={"use": backend}, optimizer={"use": "sgd"})
+    assert 'Set optimizer.use = "adamw", or choose another backend, such as fsdp' in str(caught.value)
+
+
 def test_a_failure_that_nobody_waited_for_is_raised_by_the_step(opened: Any, columns: SampleColumns) -> None:
     engine = opened(loss={"use": "ppo"})
     before = engine.weights()

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from skyrl_engine import EngineError
-from skyrl_engine.contracts import AdamWSettings, MicroBatch, ModelConfig, RankEnvironment
+from skyrl_engine.contracts import AdamWSettings, MicroBatch, ModelConfig, OptimizerSettings, RankEnvironment
 from skyrl_engine.modeling.causal_lm import LogitRule
 from skyrl_engine.modeling.chunked_head import Score
 from skyrl_engine.modeling.tiny import VOCABULARY
@@ -33,7 +33,7 @@ from skyrl_engine_fsdp.plugin import FsdpConfig
 
 def start(
     directory: str,
-    optimizer: AdamWSettings | None = None,
+    optimizer: OptimizerSettings | None = None,
     *,
     options: FsdpConfig | None = None,
     packed_rows: bool = False,
@@ -89,7 +89,7 @@ def critic_gradients_of(
     return results
 
 
-def critic_continued(directory: str, optimizer: AdamWSettings, checkpoint: Path, target: Path) -> tuple[Any, Any]:
+def critic_continued(directory: str, optimizer: OptimizerSettings, checkpoint: Path, target: Path) -> tuple[Any, Any]:
     """(losses, weights) of two more steps: uninterrupted, and by a fresh backend from the checkpoint between; then an export."""
 
     def learn(backend: FsdpBackend, steps: int) -> list[tuple[float, float]]:
@@ -161,14 +161,14 @@ def train(backend: FsdpBackend, steps: int, *, size: int = 2) -> list[tuple[floa
 
 
 def train_from_start(
-    directory: str, optimizer: AdamWSettings, steps: int, **model: Any
+    directory: str, optimizer: OptimizerSettings, steps: int, **model: Any
 ) -> tuple[list[tuple[float, float, float]], Arrays]:
     backend = start(directory, optimizer, **model)
     return train(backend, steps), arrays(backend.weights())
 
 
 def plain_adamw(
-    directory: str, optimizer: AdamWSettings, rates: tuple[float, ...]
+    directory: str, optimizer: OptimizerSettings, rates: tuple[float, ...]
 ) -> tuple[list[tuple[float, float, float]], Arrays]:
     """Loss, gradient norm and rate of a step at each of `rates`, then the weights, by plain torch: one process, whole logits.
 
@@ -207,7 +207,7 @@ def clip_norms(directory: str, max_norm: float, options: FsdpConfig | None = Non
 
 
 def continue_training(
-    directory: str, optimizer: AdamWSettings, checkpoint: Path, options: FsdpConfig | None = None, *, before: int, after: int
+    directory: str, optimizer: OptimizerSettings, checkpoint: Path, options: FsdpConfig | None = None, *, before: int, after: int
 ) -> tuple[Any, Any]:
     """(history, weights) of the last `after` steps: uninterrupted, and by a fresh backend from the checkpoint between."""
     first = start(directory, optimizer, options=options)
@@ -305,7 +305,9 @@ def scores_of_parts(rule: LogitRule, temperature: float, requested: tuple[str, .
     return [scores.detach().numpy() for scores in expected], [scores.detach().numpy() for scores in got]
 
 
-def save_checkpoint(directory: str, optimizer: AdamWSettings, checkpoint: Path, options: FsdpConfig) -> tuple[Any, Arrays, Arrays]:
+def save_checkpoint(
+    directory: str, optimizer: OptimizerSettings, checkpoint: Path, options: FsdpConfig
+) -> tuple[Any, Arrays, Arrays]:
     """A checkpoint after two steps: the history of two steps more, and the weights and moments that were saved."""
     backend = start(directory, optimizer, options=options)
     train(backend, 2)
@@ -315,7 +317,7 @@ def save_checkpoint(directory: str, optimizer: AdamWSettings, checkpoint: Path, 
 
 
 def resume_checkpoint(
-    directory: str, optimizer: AdamWSettings, checkpoint: Path, options: FsdpConfig
+    directory: str, optimizer: OptimizerSettings, checkpoint: Path, options: FsdpConfig
 ) -> tuple[Any, Arrays, Arrays]:
     """The same of a backend that reads the checkpoint."""
     backend = start(directory, optimizer, options=options)

@@ -12,7 +12,7 @@ from fsdp_tasks import continue_training, export_weights, load_elsewhere, save_o
 from transformers import AutoModelForCausalLM
 
 from skyrl_engine import CheckpointError, ModelError
-from skyrl_engine.contracts import AdamWSettings, ModelConfig, RankEnvironment
+from skyrl_engine.contracts import AdamWSettings, ModelConfig, OptimizerSettings, RankEnvironment, SgdSettings
 from skyrl_engine.modeling.tiny import VOCABULARY
 from skyrl_engine.testing.backends.batches import WeightedObjective, build_padded, documents
 from skyrl_engine.testing.ranks.world import World
@@ -20,6 +20,7 @@ from skyrl_engine_fsdp.backend import FsdpBackend
 from skyrl_engine_fsdp.plugin import FsdpConfig
 
 OPTIMIZER = AdamWSettings(learning_rate=1e-2, weight_decay=0.1)
+SGD = SgdSettings(learning_rate=0.1, weight_decay=0.1)
 
 
 def same(uninterrupted: tuple[Any, dict[str, np.ndarray]], resumed: tuple[Any, dict[str, np.ndarray]]) -> None:
@@ -38,9 +39,43 @@ def test_two_ranks_continue_bit_for_bit(pair: World, models: dict[str, str], tmp
 
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("before", [0, 2])
-def test_one_rank_continues_bit_for_bit(models: dict[str, str], tmp_path: Path, before: int) -> None:
+@pytest.mark.parametrize("optimizer", [OPTIMIZER, SGD], ids=["adamw", "sgd"])
+def test_one_rank_continues_bit_for_bit(models: dict[str, str], tmp_path: Path, before: int, optimizer: OptimizerSettings) -> None:
     """Also from a checkpoint made before the first step, when AdamW has no state yet."""
-    same(*continue_training(models["dropout"], OPTIMIZER, tmp_path, before=before, after=2))
+    same(*continue_training(models["dropout"], optimizer, tmp_path, before=before, after=2))
+
+
+def test_two_ranks_step_by_sgd_and_continue_bit_for_bit(pair: World, models: dict[str, str], tmp_path: Path) -> None:
+    for uninterrupted, resumed in pair.run(continue_training, models["dropout"], SGD, tmp_path, before=2, after=2):
+        same(uninterrupted, resumed)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_checkpoint_of_another_optimizer_is_named(models: dict[str, str], tmp_path: Path) -> None:
+    for wrote, reads in ((OPTIMIZER, SGD), (SGD, OPTIMIZER)):
+        folder = tmp_path / wrote.use
+        folder.mkdir()
+        backend = start(models["dropout"], wrote)
+        train_loss(backend)
+        backend.optim_step()
+        backend.save(folder)
+        backend.close()
+        other, untouched = start(models["dropout"], reads), start(models["dropout"], reads)
+        for backend in (other, untouched):
+            torch.manual_seed(6)
+            train_loss(backend)
+            backend.optim_step()
+        with pytest.raises(CheckpointError, match="is of another optimizer: ") as raised:
+            other.load(folder)
+        assert raised.value.remedy == "Set optimizer.use to that of the run that wrote it"
+        for backend in (other, untouched):
+            torch.manual_seed(7)
+            train_loss(backend)
+            backend.optim_step()
+        for (name, weight), (_, due) in zip(other.weights(), untouched.weights(), strict=True):
+            assert torch.equal(weight, due), f"the refused checkpoint changed {name}, or its moments"
+        other.close()
+        untouched.close()
 
 
 def test_dropout_differs_without_the_random_states(models: dict[str, str], alone: None) -> None:

@@ -99,6 +99,7 @@ def test_paths_of_checkpoints_are_addresses(path):
         ("[serve]\nport = 1\n[serve.models]\na = 'b'", "serve has no key 'port'"),
         ("[serve.models]\na = 1", "serve.models.a is no text"),
         ("[loss]\n[serve.models]\na = 'b'", "is the client's to choose"),
+        ("[optimizer]\nuse = 'sgd'\n[serve.models]\na = 'b'", "optimizer.use is the client's to choose"),
         ("[serve", "cannot be read"),
     ],
 )

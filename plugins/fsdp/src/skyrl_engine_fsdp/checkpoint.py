@@ -6,7 +6,7 @@ run code.
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,13 +45,11 @@ class ShardedTrainingState:
     def _weights(self) -> dict[str, Any]:
         return {f"model.{name}": tensor.detach() for name, tensor in [*self.parameters.items(), *self.buffers.items()]}
 
-    def _moments(self) -> dict[str, Any]:
-        if self.optimizer is None:
-            return {}
+    def _moments(self, state: Mapping[Tensor, Mapping[str, Tensor]]) -> dict[str, Any]:
         return {
             f"optimizer.{name}.{key}": value
             for name, parameter in self.parameters.items()
-            for key, value in self.optimizer.state.get(parameter, {}).items()
+            for key, value in state.get(parameter, {}).items()
         }
 
     def save(self, directory: Path, steps_done: int) -> None:
@@ -59,7 +57,8 @@ class ShardedTrainingState:
         rank = dist.get_rank()
         facts = {"steps_done": torch.tensor(steps_done), "layout": self._layout()}
         try:
-            state_dict_saver.save({**self._weights(), **self._moments(), **facts}, storage_writer=PiecesWriter(directory))
+            moments = {} if self.optimizer is None else self._moments(self.optimizer.state)
+            state_dict_saver.save({**self._weights(), **moments, **facts}, storage_writer=PiecesWriter(directory))
             with _random_file(directory, rank).open("wb") as file:
                 torch.save(random_states.capture(self.device), file)
                 file.flush()
@@ -80,12 +79,17 @@ class ShardedTrainingState:
         rank = dist.get_rank()
         try:
             saved = PiecesReader(directory).read_metadata().state_dict_metadata
-            self._prepare_moments(set(saved))
+            state = self._make_zero_moments(saved)
             facts = {"steps_done": torch.tensor(0), "layout": torch.zeros_like(self._layout())}
-            wanted = {**self._weights(), **self._moments(), **facts}
-            _refuse_differences(directory, set(wanted), set(saved), moments=self.optimizer is not None)
+            wanted = {**self._weights(), **self._moments(state)}
+            _refuse_differences(directory, {*wanted, *facts}, set(saved), moments=self.optimizer is not None)
+            state_dict_loader.load(facts, storage_reader=PiecesReader(directory))
+            if int(facts["steps_done"]):
+                self._refuse_no_moments(directory, saved)
             state_dict_loader.load(wanted, storage_reader=PiecesReader(directory))
             if self.optimizer is not None:
+                self.optimizer.state.clear()
+                self.optimizer.state.update(state)
                 self._continue_random_states(directory, rank, facts["layout"], int(facts["steps_done"]))
         except (*UNREADABLE, api.CheckpointException) as error:
             raise CheckpointError(
@@ -112,29 +116,42 @@ class ShardedTrainingState:
             )
         random_states.start_anew(self.seed, steps_done, self.topology.coords(rank))
 
-    def _prepare_moments(self, saved: set[str]) -> None:
-        """Make the optimizer's state of zeros for every parameter that has one in the checkpoint, so that loading can fill it."""
-        if self.optimizer is None or self.settings is None:
+    def _refuse_no_moments(self, directory: Path, saved: Collection[str]) -> None:
+        """Raise CheckpointError where the optimizer keeps moments, and a checkpoint that was made after a step has none."""
+        if self.settings is None or any(key.startswith("optimizer.") for key in saved):
             return
-        self.optimizer.state.clear()
-        for name, parameter in self.parameters.items():
-            if f"optimizer.{name}.step" in saved:
-                self.optimizer.state[parameter] = make_zero_state(self.settings, parameter)
+        if any(make_zero_state(self.settings, parameter) for parameter in self.parameters.values()):
+            raise _other_optimizer(directory, f"{self.settings.use} keeps moments, and it holds none")
+
+    def _make_zero_moments(self, saved: Collection[str]) -> dict[Tensor, dict[str, Tensor]]:
+        """Return zeros in the place of what the optimizer keeps of every parameter that the checkpoint has moments of, for loading to fill."""
+        if self.settings is None:
+            return {}
+        settings = self.settings
+        return {
+            parameter: make_zero_state(settings, parameter)
+            for name, parameter in self.parameters.items()
+            if f"optimizer.{name}.step" in saved
+        }
 
 
 def _refuse_differences(directory: Path, wanted: set[str], saved: set[str], *, moments: bool) -> None:
     compared = saved if moments else {key for key in saved if not key.startswith("optimizer.")}
     different = sorted(wanted ^ compared)
     if different and all(key.startswith("optimizer.") for key in different):
-        raise CheckpointError(
-            f"the checkpoint in {directory} is of another optimizer: {different[0]} is not in both ({len(different)} such entries)",
-            remedy="Set optimizer.use to that of the run that wrote it",
-        )
+        raise _other_optimizer(directory, f"{different[0]} is not in both ({len(different)} such entries)")
     if different:
         raise CheckpointError(
             f"the checkpoint in {directory} is of another model: {different[0]} is not in both ({len(different)} such entries)",
             remedy="Resume with the model the run was started with",
         )
+
+
+def _other_optimizer(directory: Path, reason: str) -> CheckpointError:
+    return CheckpointError(
+        f"the checkpoint in {directory} is of another optimizer: {reason}",
+        remedy="Set optimizer.use to that of the run that wrote it",
+    )
 
 
 def _random_file(directory: Path, rank: int) -> Path:
