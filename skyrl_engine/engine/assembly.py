@@ -96,7 +96,7 @@ class Assembly:
     @property
     def locks(self) -> dict[str, dict[str, Any]]:
         """All plugins by their place, as another process makes the same of them."""
-        return {place: selected.lock() for place, selected in self.plugins.items()}
+        return {place: selected.to_lock_entry() for place, selected in self.plugins.items()}
 
     def worker_spec(
         self,

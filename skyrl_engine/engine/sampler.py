@@ -57,7 +57,7 @@ class Sampler:
         self._awaited: set[int] = set()
         self._kept: dict[int, Completion] = {}
         self._ready: list[Completion] = []
-        group.ask(StartGenerator(plugin.lock(), eos_token_ids, version))
+        group.ask(StartGenerator(plugin.to_lock_entry(), eos_token_ids, version))
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         """Send requests to the ranks: those of a session always to the same one. Returns at once.

@@ -135,7 +135,7 @@ class Prover:
                 else attrs.evolve(selected, coefficient=plant.coefficient(cut, place) * selected.coefficient)
                 for place, selected in plugins.items()
             }
-        return {place: selected.lock() for place, selected in plugins.items()}
+        return {place: selected.to_lock_entry() for place, selected in plugins.items()}
 
     def _assembly(self, case: Case, dtype: ComputeDtype) -> Assembly:
         """The parts of the case's configuration on its ranks, each checked against its contract when it is made."""

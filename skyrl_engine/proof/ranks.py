@@ -64,7 +64,7 @@ class RankPool:
         """One rank in this process, several by Ray; `taught` has the teacher on them. Raises what starting them raises."""
         if (ranks, dtype) not in self._groups:
             plugins = {**self.plugins, "backend": self.backend(ranks, dtype)}
-            locks: dict[str, dict[str, Any]] = {place: selected.lock() for place, selected in plugins.items()}
+            locks: dict[str, dict[str, Any]] = {place: selected.to_lock_entry() for place, selected in plugins.items()}
             model = attrs.evolve(self.model, dtype=dtype)
             spec = WorkerSpec(
                 locks, self.context, model, AdamWSettings(), self.topology(ranks, dtype), "cpu", self.shown, self.packed_rows

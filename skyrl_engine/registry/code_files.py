@@ -23,7 +23,7 @@ class NamedCode:
     sha256: Mapping[str, str | None] = field(factory=dict)
     closed: bool = False
 
-    def lock(self) -> dict[str, object]:
+    def to_lock_entry(self) -> dict[str, object]:
         """Return it as JSON values, from which `NamedCode(**values)` is the same."""
         return {"sha256": dict(self.sha256), "closed": self.closed}
 

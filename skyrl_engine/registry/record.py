@@ -60,7 +60,7 @@ class PluginRecord:
     def __str__(self) -> str:
         return f"{self.kind} {self.name!r} of {self.origin}"
 
-    def lock(self) -> dict[str, Any]:
+    def to_lock_entry(self) -> dict[str, Any]:
         """Return everything that `from_lock` needs, as JSON values. A local file travels with its source text."""
         return {key: str(value) if isinstance(value, Path) else value for key, value in attrs.asdict(self).items()}
 

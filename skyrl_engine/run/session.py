@@ -27,7 +27,14 @@ from skyrl_engine.contracts.kinds.observer import (
 )
 from skyrl_engine.errors import CheckpointError, EngineError
 from skyrl_engine.run.checkpoint import Checkpoint, CheckpointStore
-from skyrl_engine.run.continuation import (
+from skyrl_engine.run.directory import RunDirectory, open_run_directory
+from skyrl_engine.run.durable import write_durably
+from skyrl_engine.run.environment import describe_environment
+from skyrl_engine.run.log import logging_to
+from skyrl_engine.run.manifest import begin_session, end_session, new_manifest, read_manifest, write_manifest
+from skyrl_engine.run.metrics import read_metrics
+from skyrl_engine.run.observer_calls import ObserverBus
+from skyrl_engine.run.resume_checks import (
     OLDER_RULE,
     base_of,
     find_changed_keys,
@@ -36,13 +43,6 @@ from skyrl_engine.run.continuation import (
     refuse_other_base,
     refuse_other_trainer,
 )
-from skyrl_engine.run.directory import RunDirectory, open_run_directory
-from skyrl_engine.run.durable import write_durably
-from skyrl_engine.run.environment import describe_environment
-from skyrl_engine.run.log import logging_to
-from skyrl_engine.run.manifest import begin_session, end_session, new_manifest, read_manifest, write_manifest
-from skyrl_engine.run.metrics import read_metrics
-from skyrl_engine.run.observer_calls import ObserverBus
 from skyrl_engine.run.stop import StopRequest, listen_for_stop
 
 logger = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ class RunSession:
         if self._manifest is None:
             self._manifest = new_manifest(
                 plugins=locks,
-                observers=[observer.lock() for observer in self._resolved.observers],
+                observers=[observer.to_lock_entry() for observer in self._resolved.observers],
                 config=self._resolved.as_dict(),
                 origins={key: str(origin) for key, origin in self._resolved.origins.items()},
                 seeds=seeds,
@@ -157,7 +157,7 @@ class RunSession:
         return self._fingerprint
 
     def _plugin_locks(self) -> dict[str, dict[str, Any]]:
-        return {kind: selected.lock() for kind, selected in self._resolved.plugins.items()}
+        return {kind: selected.to_lock_entry() for kind, selected in self._resolved.plugins.items()}
 
     def _finish(self, error: str | None) -> None:
         """The session's last words, in the manifest and to the observers."""
@@ -304,7 +304,7 @@ def _compare(checkpoint: Checkpoint, resolved: ResolvedConfig) -> list[str]:
     # first, because trainers differ in their plugins, which may be allowed to change
     refuse_other_trainer(config, present)
     before = checkpoint.document(PLUGINS_DOCUMENT)
-    after = {kind: selected.lock() for kind, selected in resolved.plugins.items()}
+    after = {kind: selected.to_lock_entry() for kind, selected in resolved.plugins.items()}
     allowed = refuse_changed_plugins(before, after, allow_changed=resolved.config.checkpoint.allow_changed)
     refuse_other_base(config["model"], checkpoint.document(BASE_DOCUMENT), base_of(resolved.config.model))
     changes = [str(change) for change in find_changed_keys(config, present)]

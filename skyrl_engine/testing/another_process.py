@@ -128,7 +128,7 @@ def another_process(answer: Answer, cases: Callable[[Subject[Any]], Iterable[Any
         assert subject.plugin is not None, "exempt without a plugin"
         chosen = list(cases(subject))
         here = [_answer(answer, subject, case) for case in deepcopy(chosen)]
-        there = ask(_answers, answer, subject.plugin.lock(), chosen)
+        there = ask(_answers, answer, subject.plugin.to_lock_entry(), chosen)
         if all(each is None for each in here):
             raise Undecidable("it answers none of the cases")
         for case, mine, theirs in zip(chosen, here, there, strict=True):

@@ -38,7 +38,7 @@ def config_round_trip(subject: Subject[Any], _case: None) -> None:
     remedy = "Hold plain values (numbers, texts, lists of them), and let converters leave alone what they made"
     ways: dict[str, Callable[[], SelectedPlugin]] = {
         "TOML": lambda: SelectedPlugin.of(plugin.loaded.record, tomllib.loads(to_toml(plugin.table)), "TOML"),
-        "the lock": lambda: SelectedPlugin.from_lock(json.loads(json.dumps(plugin.lock()))),
+        "the lock": lambda: SelectedPlugin.from_lock(json.loads(json.dumps(plugin.to_lock_entry()))),
     }
     for way, reread in ways.items():
         try:
@@ -112,7 +112,7 @@ print(*(name for name in {HEAVY!r} if name in sys.modules))
 """
     ran = subprocess.run(  # noqa: S603 - this interpreter, with a text of our own
         [sys.executable, "-P", "-c", code],  # -P: no file of the current folder passes for the package
-        input=json.dumps(subject.plugin.lock()),
+        input=json.dumps(subject.plugin.to_lock_entry()),
         capture_output=True,
         text=True,
         check=False,

@@ -24,8 +24,8 @@ from skyrl_engine.model_facts.facts import ModelFacts
 from skyrl_engine.registry.record import PluginRecord
 from skyrl_engine.registry.resolve import Registry
 from skyrl_engine.run.checkpoint import Checkpoint, CheckpointStore
-from skyrl_engine.run.continuation import base_of, refuse_other_base
 from skyrl_engine.run.directory import RunDirectory
+from skyrl_engine.run.resume_checks import base_of, refuse_other_base
 from skyrl_engine.run.session import BASE_DOCUMENT, CONFIG_DOCUMENT, PLUGINS_DOCUMENT
 from skyrl_engine.workers.launch import launch_workers
 from skyrl_engine.workers.messages import Export, Load
@@ -104,7 +104,7 @@ def export_checkpoint(
     if recorded.data is not None:
         files.vision = load_vision(files.facts, recorded.data)
     spec = WorkerSpec(
-        plugins={"backend": backend.lock()},
+        plugins={"backend": backend.to_lock_entry()},
         context=FactoryContext(seed=recorded.seed, pad_token_id=files.pad_token_id),
         model=_fill_model_config(model, checkpoint, precision=choices.precision, reads=choices.model is not None),
         optimizer=None,

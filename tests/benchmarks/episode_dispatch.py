@@ -84,7 +84,7 @@ def main() -> None:
         file = Path(folder) / "environment.py"
         file.write_text(ENVIRONMENT)
         record = Registry.discover().resolve("environment", f"{file}:plugin", base=None)
-        lock = SelectedPlugin.of(record, {}, "benchmark").lock()
+        lock = SelectedPlugin.of(record, {}, "benchmark").to_lock_entry()
         pool = EpisodePool([lock], ["benchmark"], FactoryContext(), workers=1, timeout_s=3600.0)
         try:
             alone = seconds_per_call(pool, 10_000)

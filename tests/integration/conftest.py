@@ -53,7 +53,7 @@ def worker_spec() -> Callable[..., WorkerSpec]:
     def make(model: Path, ranks: int, dtype: str = "float32") -> WorkerSpec:
         resolved = resolve(from_dict({"model": {"path": str(model)}, "data": {"train": "unused.jsonl"}}, "test"))
         return WorkerSpec(
-            plugins={kind: resolved.plugins[kind].lock() for kind in ("collator", "loss", "backend")},
+            plugins={kind: resolved.plugins[kind].to_lock_entry() for kind in ("collator", "loss", "backend")},
             context=FactoryContext(seed=1),
             model=ModelConfig(str(model), dtype=dtype),
             optimizer=AdamWSettings(learning_rate=1e-3),

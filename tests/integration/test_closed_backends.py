@@ -34,7 +34,7 @@ def test_models_opened_one_after_another_leave_no_more_threads_than_the_first(
         from_dict({"model": {"path": "unused"}, "data": {"train": "unused"}, "backend": {"use": backend, **options}}, "test")
     )
     spec = worker_spec(models["qwen3"], 2)
-    spec = evolve(spec, plugins={**spec.plugins, "backend": chosen.plugins["backend"].lock()}, topology=topology)
+    spec = evolve(spec, plugins={**spec.plugins, "backend": chosen.plugins["backend"].to_lock_entry()}, topology=topology)
     left = []
     for _ in range(3):
         group_on(pair, spec).close()

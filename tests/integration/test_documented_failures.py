@@ -60,7 +60,7 @@ class Ranks:
     ) -> tuple[BatchOutput, dict[str, np.ndarray]]:
         plugins = resolve(from_dict({"loss": loss, "reducer": {"use": reducer}}, "test"), need=()).plugins
         group = self._pool.group(1, "float32")
-        group.ask(UsePlugins({place: selected.lock() for place, selected in plugins.items()}))
+        group.ask(UsePlugins({place: selected.to_lock_entry() for place, selected in plugins.items()}))
         engine = PassEngine(Assembly.of(plugins, CONTEXT, 1), group, Layout(**layout))
         output = engine.forward_backward(engine.plan(columns)).result().output
         gradients = engine.gradients()

@@ -100,7 +100,7 @@ def check(
         plugins = resolve(from_dict(tables, "test"), need=()).plugins
     except PluginNotFoundError as error:
         pytest.skip(f"NOT PROVED HERE: {error.cause}")
-    locks = {place: selected.lock() for place, selected in plugins.items()}
+    locks = {place: selected.to_lock_entry() for place, selected in plugins.items()}
     spec = WorkerSpec(
         locks, CONTEXT, ModelConfig(str(model)), AdamWSettings(learning_rate=1e-3), sizes.topology, "cpu", packed_rows=True
     )

@@ -295,7 +295,7 @@ def resolved(loss: str, collator: str, backend: Mapping[str, Any] | None = None)
 
 
 def _locks(plugins: Mapping[str, SelectedPlugin]) -> dict[str, dict[str, Any]]:
-    return {place: selected.lock() for place, selected in plugins.items()}
+    return {place: selected.to_lock_entry() for place, selected in plugins.items()}
 
 
 def _trajectory(engine: Engine, group: WorkerGroup, start: Mapping[str, np.ndarray]) -> Trajectory:

@@ -65,7 +65,7 @@ def test_a_lock_of_another_version_is_refused(install_loss) -> None:
     install_loss("moving-loss", "1.1.0", source="raise RuntimeError('imported')")
     record = attrs.evolve(resolve("plain"), version="1.0.0")
     with pytest.raises(PluginIncompatibleError) as caught:
-        load(PluginRecord.from_lock(record.lock()))
+        load(PluginRecord.from_lock(record.to_lock_entry()))
     assert caught.value.cause == "loss 'plain' of moving-loss 1.0.0 is asked for, but version 1.1.0 is installed here"
     assert caught.value.remedy.endswith('python -m pip install "moving-loss==1.0.0"')
 

@@ -23,7 +23,7 @@ def test_the_printed_loss_works_from_a_local_file(site, tmp_path: Path) -> None:
 
 def test_a_lock_rebuilds_a_local_file_where_there_is_none(site, tmp_path: Path) -> None:
     (tmp_path / "my_loss.py").write_text(FOCAL)
-    lock = json.loads(json.dumps(resolve("./my_loss.py:focal", base=tmp_path).lock()))
+    lock = json.loads(json.dumps(resolve("./my_loss.py:focal", base=tmp_path).to_lock_entry()))
     (tmp_path / "my_loss.py").write_text("raise SystemExit('the recorded text counts, not the file')")
     is_focal(load(PluginRecord.from_lock(lock)))
 
@@ -68,12 +68,12 @@ def test_the_recorded_text_keeps_every_byte(site, tmp_path: Path) -> None:
     (tmp_path / "my_loss.py").write_bytes(content)
     record = resolve("./my_loss.py:focal", base=tmp_path)
     assert record.source_text.encode() == content
-    is_focal(load(PluginRecord.from_lock(json.loads(json.dumps(record.lock())))))
+    is_focal(load(PluginRecord.from_lock(json.loads(json.dumps(record.to_lock_entry())))))
 
 
 def test_a_lock_whose_text_was_changed_is_refused(site, tmp_path: Path) -> None:
     (tmp_path / "my_loss.py").write_text(FOCAL)
-    lock = resolve("./my_loss.py:focal", base=tmp_path).lock()
+    lock = resolve("./my_loss.py:focal", base=tmp_path).to_lock_entry()
     with pytest.raises(PluginBrokenError, match="another hash"):
         PluginRecord.from_lock({**lock, "source_text": FOCAL + "#"})
 
@@ -86,4 +86,4 @@ def test_a_lock_that_cannot_be_read_is_refused(lock: dict[str, object]) -> None:
 
 @pytest.mark.parametrize("record", Registry.discover().records(), ids=lambda record: record.reference)
 def test_every_installed_plugin_survives_its_lock(record: PluginRecord) -> None:
-    assert PluginRecord.from_lock(json.loads(json.dumps(record.lock()))) == record
+    assert PluginRecord.from_lock(json.loads(json.dumps(record.to_lock_entry()))) == record

@@ -23,7 +23,7 @@ PATIENCE_S = 60.0
 
 
 def pool_of(name="naughty", **options):
-    lock = select_plugin("environment", f"{FILE}:{name}", {}).lock()
+    lock = select_plugin("environment", f"{FILE}:{name}", {}).to_lock_entry()
     return EpisodePool([lock], [name], FactoryContext(), **{"workers": 1, "timeout_s": PATIENCE_S, "retries": 0, **options})
 
 

@@ -61,7 +61,7 @@ def test_a_plugin_of_a_file_is_the_very_object_with_its_options():
 def test_another_process_finds_it_again():
     from skyrl_engine.config import SelectedPlugin
 
-    again = SelectedPlugin.from_lock(select_plugin("loss", focal, {"gamma": 3.0}).lock())
+    again = SelectedPlugin.from_lock(select_plugin("loss", focal, {"gamma": 3.0}).to_lock_entry())
     assert again.table == {"gamma": 3.0}
 
 

@@ -75,7 +75,7 @@ class BackendSubject:
         sizes = case.sizes
         spec = ModelConfig(self.bench.model(model or case.model), **options)
         beside = None if teacher is None else ModelConfig(self.bench.model(teacher))
-        lock = self.with_options(sizes.options).lock()
+        lock = self.with_options(sizes.options).to_lock_entry()
         return self.bench.ranks(Opening(lock, sizes.topology, spec, optimizer, self.device, packed_rows, beside, seed))
 
     def on_another_device(self, case: "BackendCase") -> BackendRanks:

@@ -28,9 +28,9 @@ from skyrl_engine.run.progress import LOADING
 from skyrl_engine.run.session import RunSession, open_session
 from skyrl_engine.spans import Phases
 from skyrl_engine.training.loop import Loop, RunResult
+from skyrl_engine.training.rl.kl_penalty import KlPenalty
 from skyrl_engine.training.rl.prepare import Progress, prepare
 from skyrl_engine.training.rl.prepared import LiveRolloutSpec, PreparedRl
-from skyrl_engine.training.rl.rewards import KlPenalty
 from skyrl_engine.training.rl.state import RlState, state_in
 from skyrl_engine.training.rl.trainer import Live, RlTrainer
 
@@ -197,7 +197,7 @@ def episode_pool(prepared: PreparedRl) -> EpisodePool:
     """Return processes for the run's environments, which its caller shuts down."""
     config = prepared.resolved.config.rollouts
     return EpisodePool(
-        [selected.lock() for selected in prepared.environments],
+        [selected.to_lock_entry() for selected in prepared.environments],
         prepared.names,
         prepared.assembly.context,
         workers=config.workers,

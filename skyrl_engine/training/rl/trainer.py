@@ -35,10 +35,10 @@ from skyrl_engine.training.loop import StepDone
 from skyrl_engine.training.reference import REFERENCE, REFERENCE_MODEL
 from skyrl_engine.training.rl.batches import group_sizes, mini_batch_size, shuffle_groups
 from skyrl_engine.training.rl.evaluation import attempts, evaluation_metrics, tasks_of
+from skyrl_engine.training.rl.kl_penalty import KlPenalty
 from skyrl_engine.training.rl.metrics import rollout_metrics
 from skyrl_engine.training.rl.prepared import LiveRolloutSpec, PreparedRl
 from skyrl_engine.training.rl.reward_model import value_metrics
-from skyrl_engine.training.rl.rewards import KlPenalty
 from skyrl_engine.training.rl.state import RlState
 from skyrl_engine.training.source_metrics import name_losses_of_sources, shares_of_sources
 from skyrl_engine.training.teacher import TEACHER, teacher_metrics

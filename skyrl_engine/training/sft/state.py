@@ -12,7 +12,7 @@ from skyrl_engine.contracts.values.pairs import roles_in
 from skyrl_engine.contracts.values.roles import ROLE
 from skyrl_engine.errors import CheckpointError
 from skyrl_engine.run.checkpoint import Checkpoint
-from skyrl_engine.run.continuation import OLDER_RULE, has_older_rule
+from skyrl_engine.run.resume_checks import OLDER_RULE, has_older_rule
 from skyrl_engine.run.session import CONFIG_DOCUMENT, TRAINER_DOCUMENT
 from skyrl_engine.training.sft.order import Position, SampleOrder
 

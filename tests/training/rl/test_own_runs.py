@@ -196,7 +196,7 @@ def test_what_runs_is_what_was_looked_at(own: Path, made: Path) -> None:
     selected = resumed(own).plugins["environments[0]"]
     context = FactoryContext(0, 0, 64)
     assert selected.make(context)
-    lock = json.loads(json.dumps(selected.lock()))
+    lock = json.loads(json.dumps(selected.to_lock_entry()))
     (made / "code" / "reward.py").write_text(REWARD + "\n")
     for each in (selected, SelectedPlugin.from_lock(lock)):
         with pytest.raises(PluginBlockedError, match="is not the one that this run began with"):

@@ -11,7 +11,7 @@ import zstandard
 from fastapi import FastAPI, HTTPException, Request, Response
 from fastapi.responses import JSONResponse
 
-from skyrl_engine_tinker.callers import LocalCallers
+from skyrl_engine_tinker.access import LocalCallers
 from skyrl_engine_tinker.calls import CALLS
 from skyrl_engine_tinker.counted import Counted
 from skyrl_engine_tinker.errors import RequestError

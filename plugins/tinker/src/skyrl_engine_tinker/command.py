@@ -32,8 +32,8 @@ def serve(config: Path, *, host: str, port: int, api_key_file: Path | None, allo
     """
     import uvicorn
 
+    from skyrl_engine_tinker.access import is_loopback
     from skyrl_engine_tinker.app import application
-    from skyrl_engine_tinker.callers import is_loopback
     from skyrl_engine_tinker.settings import Settings
 
     if api_key_file is None and not allow_anyone and not is_loopback(host):

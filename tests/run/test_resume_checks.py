@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from skyrl_engine.errors import CheckpointError
-from skyrl_engine.run.continuation import find_changed_keys, refuse_changed_plugins, refuse_other_trainer
+from skyrl_engine.run.resume_checks import find_changed_keys, refuse_changed_plugins, refuse_other_trainer
 
 
 def lock(name: str, version: str | None = "0.1.0", distribution: str | None = "acme", sha256: str | None = None) -> dict[str, Any]:

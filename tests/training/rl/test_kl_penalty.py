@@ -7,7 +7,7 @@ import pytest
 
 from skyrl_engine.config.schema import RewardKlConfig
 from skyrl_engine.contracts.values.columns import SampleColumns
-from skyrl_engine.training.rl.rewards import KlPenalty, divergence
+from skyrl_engine.training.rl.kl_penalty import KlPenalty, divergence
 
 OLD = [[-1.0, -2.0, 0.0], [-0.5, -3.0]]
 REFERENCE = [[-1.5, -1.0, 0.0], [-0.25, -4.0]]

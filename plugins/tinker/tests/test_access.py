@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 import pytest
 from click.testing import CliRunner
 
-from skyrl_engine_tinker.callers import is_loopback, is_named_loopback
+from skyrl_engine_tinker.access import is_loopback, is_named_loopback
 from skyrl_engine_tinker.command import serve
 
 
