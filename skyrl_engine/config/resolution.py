@@ -71,7 +71,11 @@ class SelectedPlugin:
     def to_lock_entry(self) -> dict[str, Any]:
         """Everything another process needs to rebuild this selection, as JSON holds it."""
         lock = {"record": self.loaded.record.to_lock_entry(), "options": json.loads(json.dumps(self.table))}
-        more = {"coefficient": self.coefficient, "on": self.on, "code": None if self.code == NamedCode() else self.code.to_lock_entry()}
+        more = {
+            "coefficient": self.coefficient,
+            "on": self.on,
+            "code": None if self.code == NamedCode() else self.code.to_lock_entry(),
+        }
         return {**lock, **{key: value for key, value in more.items() if value is not None}}
 
     @classmethod

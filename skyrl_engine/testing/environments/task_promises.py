@@ -121,7 +121,9 @@ def same_in_another_process(subject: Subject[Any], _case: None) -> None:
     here = {split: [plain(task) for _, task in some_of(tasks_of(environment, split), 8)] for split in SPLITS}
     answers = [] if environment.claims.random else play(subject.make(), subject.make(), script)
     there = (
-        ask(_collect_answers, None, environment) if subject.plugin is None else ask(_collect_answers, subject.plugin.to_lock_entry(), None)
+        ask(_collect_answers, None, environment)
+        if subject.plugin is None
+        else ask(_collect_answers, subject.plugin.to_lock_entry(), None)
     )
     for split in SPLITS:
         for mine, theirs in zip(here[split], there["tasks"][split], strict=True):
