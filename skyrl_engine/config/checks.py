@@ -1,6 +1,6 @@
 """Checks of tables against each other: combinations that each table alone allows and that cannot be meant."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import attrs
@@ -59,9 +59,9 @@ def cross_checks(sections: Mapping[str, Any], origins: Mapping[str, Origin]) -> 
         )
     plugins = given.get(PluginsConfig)
     if plugins is not None:
-        found += _kind_names("plugins.pin", plugins.pin)
+        found += _kind_names("plugins.pin", plugins.pin, KINDS)
     if checkpoint is not None:
-        found += _kind_names("checkpoint.allow_changed", checkpoint.allow_changed)
+        found += _kind_names("checkpoint.allow_changed", checkpoint.allow_changed, [*KINDS, "trainer"])
     return [Problem(f"{nearest(origins, tuple(key.split('.')))}: {key}", cause, remedy) for key, cause, remedy in found]
 
 
@@ -140,15 +140,15 @@ def _checkpoint(
         yield "checkpoint.resume", "a new run directory holds nothing to continue from", "Set run.directory to the run to continue"
 
 
-def _kind_names(key: str, names: "Mapping[str, str] | tuple[str, ...]") -> Iterator[tuple[str, str, str]]:
+def _kind_names(key: str, names: "Mapping[str, str] | tuple[str, ...]", kinds: Collection[str]) -> Iterator[tuple[str, str, str]]:
     if not names:
         return
     for name in names:
         kind, colon, rest = name.partition(":")
-        if not colon or not rest or kind not in KINDS:
-            meant = did_you_mean(kind, KINDS, show=format_value) if colon else None
+        if not colon or not rest or kind not in kinds:
+            meant = did_you_mean(kind, kinds, show=format_value) if colon else None
             yield (
                 key,
                 f'{name!r} is not of the form "kind:name"',
-                meant or f"Start with one of {', '.join(f'{kind}:' for kind in KINDS)}",
+                meant or f"Start with one of {', '.join(f'{kind}:' for kind in kinds)}",
             )

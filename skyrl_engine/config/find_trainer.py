@@ -29,6 +29,17 @@ def find_trainer(name: object) -> Trainer | None:
         return None
     if name in TRAINERS:
         return TRAINERS[name]
+    record = find_trainer_record(name)
+    return None if record is None else _load(record)
+
+
+def find_trainer_record(name: str) -> PluginRecord | None:
+    """Return the record of a trainer of another distribution; None for the engine's own, and where there is none of this name.
+
+    Raises PluginAmbiguousError where several distributions offer it.
+    """
+    if name in TRAINERS:
+        return None
     records = [record for record in discover_trainers() if name in (record.name, record.reference)]
     if not records:
         return None
@@ -38,7 +49,7 @@ def find_trainer(name: object) -> Trainer | None:
             remedy=f"Write {' or '.join(record.reference for record in records)}",
             details=[str(record) for record in records],
         )
-    return _load(records[0])
+    return records[0]
 
 
 def get_trainer(name: str) -> Trainer:

@@ -13,6 +13,7 @@ from typing import Any
 from attrs import define, field
 
 from skyrl_engine.config import ResolvedConfig
+from skyrl_engine.config.find_trainer import find_trainer_record
 from skyrl_engine.config.trust.gate import seal_run
 from skyrl_engine.config.trust.seal import ENTRY
 from skyrl_engine.config.trust.user_key import VARIABLE, key_file, make_key
@@ -50,6 +51,8 @@ logger = logging.getLogger(__name__)
 PLUGINS_DOCUMENT = "plugins.lock"
 CONFIG_DOCUMENT = "config.json"
 BASE_DOCUMENT = "base.json"
+TRAINER = "trainer"
+"""Place of a trainer of another distribution among the plugins of run.json and of a checkpoint."""
 TRAINER_DOCUMENT = "trainer.json"
 _TOLD = ("loss", "reward/mean", "grad_norm", "learning_rate", "tokens")
 """Metrics of a step's line in run.log; all of them are in metrics.jsonl."""
@@ -74,7 +77,7 @@ class RunSession:
 
     def record_start(self, *, seeds: Mapping[str, int], world: Mapping[str, Any], data: Mapping[str, Any]) -> None:
         """Write run.json: a new manifest, or the resumed run's with one session more."""
-        locks = self._plugin_locks()
+        locks = _lock_plugins(self._resolved)
         if self._manifest is None:
             self._manifest = new_manifest(
                 plugins=locks,
@@ -136,7 +139,7 @@ class RunSession:
             return
         documents = {
             TRAINER_DOCUMENT: dict(trainer),
-            PLUGINS_DOCUMENT: self._plugin_locks(),
+            PLUGINS_DOCUMENT: _lock_plugins(self._resolved),
             CONFIG_DOCUMENT: self._resolved.as_dict(),
             BASE_DOCUMENT: self._base(),
         }
@@ -155,9 +158,6 @@ class RunSession:
         if self._fingerprint is None:
             self._fingerprint = base_of(self._resolved.config.model)
         return self._fingerprint
-
-    def _plugin_locks(self) -> dict[str, dict[str, Any]]:
-        return {kind: selected.to_lock_entry() for kind, selected in self._resolved.plugins.items()}
 
     def _finish(self, error: str | None) -> None:
         """The session's last words, in the manifest and to the observers."""
@@ -298,14 +298,20 @@ def _user_key() -> bytes | None:
         return None
 
 
+def _lock_plugins(resolved: ResolvedConfig) -> dict[str, dict[str, Any]]:
+    """Return the lock entries of all plugins by their place, and of the trainer where another distribution has it."""
+    entries = {place: selected.to_lock_entry() for place, selected in resolved.plugins.items()}
+    trainer = find_trainer_record(resolved.config.trainer)
+    return entries if trainer is None else {**entries, TRAINER: {"record": trainer.to_lock_entry(), "options": {}}}
+
+
 def _compare(checkpoint: Checkpoint, resolved: ResolvedConfig) -> list[str]:
     """Refuse another trainer and other plugins; warn of other configuration. Returns what differs, in sentences."""
     config, present = checkpoint.document(CONFIG_DOCUMENT), resolved.as_dict()
     # first, because trainers differ in their plugins, which may be allowed to change
     refuse_other_trainer(config, present)
     before = checkpoint.document(PLUGINS_DOCUMENT)
-    after = {kind: selected.to_lock_entry() for kind, selected in resolved.plugins.items()}
-    allowed = refuse_changed_plugins(before, after, allow_changed=resolved.config.checkpoint.allow_changed)
+    allowed = refuse_changed_plugins(before, _lock_plugins(resolved), allow_changed=resolved.config.checkpoint.allow_changed)
     refuse_other_base(config["model"], checkpoint.document(BASE_DOCUMENT), base_of(resolved.config.model))
     changes = [str(change) for change in find_changed_keys(config, present)]
     for change in [*allowed, *changes]:

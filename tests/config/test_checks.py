@@ -47,7 +47,7 @@ def problems(overrides: list[str]) -> list[str]:
         (['plugins.pin."los:ppo"=acme'], "command line: plugins.pin: 'los:ppo' is not of the form \"kind:name\". Did you mean \"loss\"?"),
         (['checkpoint.allow_changed=["ppo"]'], ("command line: checkpoint.allow_changed: 'ppo' is not of the form \"kind:name\". "
          "Start with one of collator:, loss:, correction:, reducer:, backend:, merger:, "
-         "advantage:, environment:, group_filter:, generator:, observer:")),
+         "advantage:, environment:, group_filter:, generator:, observer:, trainer:")),
     ],
 )  # fmt: skip
 def test_combinations_that_cannot_be_meant(overrides: list[str], problem: str) -> None:
@@ -68,7 +68,7 @@ def test_combinations_that_cannot_be_meant(overrides: list[str], problem: str) -
         ["optimizer.warmup_steps=8", "training.steps=8"],
         ["optimizer.use=sgd", "optimizer.weight_decay=0.1", "optimizer.max_grad_norm=none", "optimizer.schedule=linear"],
         ["optimizer.use=adamw", "optimizer.betas=[0.9, 0.95]", "optimizer.epsilon=1e-6"],
-        ['plugins.pin."loss:ppo"=acme', 'checkpoint.allow_changed=["backend:fsdp"]'],
+        ['plugins.pin."loss:ppo"=acme', 'checkpoint.allow_changed=["backend:fsdp", "trainer:perplexity"]'],
         ["teacher.path=t", "teacher.revision=main", "evaluation.samples=1"],
     ],
 )

@@ -1,6 +1,7 @@
 """The trainer `perplexity` is found, checked, planned and run by its name, and its numbers are the model's."""
 
 import json
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,12 @@ def test_the_perplexity_of_every_sample_is_the_models(
     assert "next" not in captured.err, "the engine knows no command that follows on another's trainer"
     written = (tmp_path / "out" / "config.toml").read_text()
     assert "[perplexity]\nbatch_size = 2\n" in written
+    trainer = json.loads((tmp_path / "out" / "run.json").read_text())["plugins"]["trainer"]
+    assert (trainer["distribution"], trainer["name"], trainer["version"]) == (
+        "acme-perplexity",
+        "perplexity",
+        version("acme-perplexity"),
+    )
     assert app.main(["config", "check", str(tmp_path / "out" / "config.toml")]) == 0
 
 
