@@ -3,6 +3,8 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import attrs
+
 from skyrl_engine.config.foreign_keys import RL
 from skyrl_engine.config.reading.origins import Origin, nearest
 from skyrl_engine.config.schema import (
@@ -15,6 +17,7 @@ from skyrl_engine.config.schema import (
     RunConfig,
     TrainingConfig,
 )
+from skyrl_engine.config.schema.metadata import iterate_unread_fields
 from skyrl_engine.config.wording import format_value
 from skyrl_engine.errors import Problem
 from skyrl_engine.near_words import did_you_mean
@@ -27,6 +30,8 @@ def cross_checks(sections: Mapping[str, Any], origins: Mapping[str, Origin]) -> 
     run, data, training = given.get(RunConfig), given.get(DataConfig), given.get(TrainingConfig)
     evaluation, checkpoint, optimizer = given.get(EvaluationConfig), given.get(CheckpointConfig), given.get(OptimizerConfig)
     found: list[tuple[str, str, str]] = []
+    for name, section in sections.items():
+        found += _unread(name, section, origins)
     if run is not None:
         found += _run(run)
     model = given.get(ModelConfig)
@@ -58,6 +63,16 @@ def cross_checks(sections: Mapping[str, Any], origins: Mapping[str, Origin]) -> 
     if checkpoint is not None:
         found += _kind_names("checkpoint.allow_changed", checkpoint.allow_changed)
     return [Problem(f"{nearest(origins, tuple(key.split('.')))}: {key}", cause, remedy) for key, cause, remedy in found]
+
+
+def _unread(name: str, section: Any, origins: Mapping[str, Origin]) -> Iterator[tuple[str, str, str]]:
+    """Yield the keys of a table that are given, and that nothing reads beside the value of another key."""
+    if not attrs.has(type(section)):
+        return
+    for key, other, readers in iterate_unread_fields(section):
+        if f"{name}.{key}" in origins:
+            chosen, wanted = (format_value(value) for value in (getattr(section, other), readers[0]))
+            yield f"{name}.{key}", f"is not read where {name}.{other} = {chosen}", f"Remove it, or set {name}.{other} = {wanted}"
 
 
 def _run(run: RunConfig) -> Iterator[tuple[str, str, str]]:

@@ -15,6 +15,7 @@ from skyrl_engine.config.reading.origins import KeyPath, Origin, format_key, lea
 from skyrl_engine.config.reading.places import absolute_place, with_absolute_places
 from skyrl_engine.config.reading.sources import RawConfig
 from skyrl_engine.config.schema import KIND, EngineConfig, MissingTable, PluginTable, TrainingConfig
+from skyrl_engine.config.schema.metadata import iterate_unread_fields
 from skyrl_engine.config.sections import Section, sections
 from skyrl_engine.config.trainers import DEFAULT_TRAINER, TRAINERS, Trainer, owners_of
 from skyrl_engine.config.wording import RefusedError, choices, format_value, wrong_kind
@@ -307,7 +308,9 @@ def plain(value: Any) -> Any:
     if isinstance(value, EngineConfig):
         return _plain_config(value)
     if attrs.has(type(value)):
-        return {(a.alias or a.name): plain(getattr(value, a.name)) for a in attrs.fields(type(value)) if a.init}
+        unread = {name for name, _, _ in iterate_unread_fields(value)}
+        kept = [a for a in attrs.fields(type(value)) if a.init and a.name not in unread]
+        return {(a.alias or a.name): plain(getattr(value, a.name)) for a in kept}
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

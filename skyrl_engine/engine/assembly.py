@@ -6,7 +6,7 @@ from typing import Any
 from attrs import evolve, frozen
 
 from skyrl_engine.config import ResolvedConfig, SelectedPlugin
-from skyrl_engine.contracts.kinds.backend import AdamWSettings, BackendDescription, Capability
+from skyrl_engine.contracts.kinds.backend import BackendDescription, Capability, OptimizerSettings
 from skyrl_engine.contracts.kinds.collator import Collator
 from skyrl_engine.contracts.kinds.context import FactoryContext
 from skyrl_engine.contracts.kinds.merger import Merger
@@ -19,6 +19,7 @@ from skyrl_engine.engine.capability import (
     check_layout,
     check_loading,
     check_model,
+    check_optimizer,
     check_reducer,
     check_role,
     check_scores,
@@ -98,7 +99,12 @@ class Assembly:
         return {place: selected.lock() for place, selected in self.plugins.items()}
 
     def worker_spec(
-        self, model: ModelConfig, optimizer: AdamWSettings | None, *, device: Device = "auto", shown: frozenset[str] = frozenset()
+        self,
+        model: ModelConfig,
+        optimizer: OptimizerSettings | None,
+        *,
+        device: Device = "auto",
+        shown: frozenset[str] = frozenset(),
     ) -> WorkerSpec:
         """Tell every rank what it needs at its start; `shown` as in `WorkerSpec`."""
         return WorkerSpec(
@@ -178,6 +184,9 @@ def assemble(resolved: ResolvedConfig, files: ModelFiles, *, max_sequence_length
         context = FactoryContext(seed=config.run.seed, pad_token_id=pad_token_id, max_sequence_length=max_sequence_length)
         assembly = Assembly.of(resolved.plugins, context, config.run.ranks)
         assembly.check(files.facts)
+    if assembly is not None:
+        with refusals.collect():
+            check_optimizer(config.optimizer, backend.loaded.record.name, assembly.description.capabilities)
     if assembly is not None and readable:
         with refusals.collect():
             assembly.check_backend(files.facts)

@@ -5,7 +5,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from skyrl_engine.contracts.kinds.backend import OPTIONAL_SCORES, BackendDescription, Capability
+from skyrl_engine.config.schema import OptimizerConfig
+from skyrl_engine.contracts.kinds.backend import OPTIONAL_SCORES, AdamWSettings, BackendDescription, Capability
 from skyrl_engine.contracts.kinds.collator import CARRIED_EXTRAS, Carried, Collator, declared_extras
 from skyrl_engine.contracts.kinds.loss import Loss, compares_pairs
 from skyrl_engine.contracts.kinds.needs import DIVERGENCE, ROLE_NEED, TOP_1_AGREEMENT, column_forms, model_score
@@ -85,6 +86,15 @@ def check_capabilities(backend: str, declared: frozenset[Capability], required: 
         raise UnsupportedError(
             f"the run needs the capability {capability!r}, which backend {backend} does not declare (it declares: {has})",
             remedy=_ACTION[capability],
+        )
+
+
+def check_optimizer(optimizer: OptimizerConfig, backend: str, declared: frozenset[Capability]) -> None:
+    """Raises UnsupportedError for an optimizer that the backend does not declare; every backend steps by AdamW."""
+    if optimizer.use != AdamWSettings.use and optimizer.use not in declared:
+        raise UnsupportedError(
+            f'optimizer.use is "{optimizer.use}", and backend {backend} does not declare that it steps by it',
+            remedy=f'Set optimizer.use = "{AdamWSettings.use}", or choose another backend, such as fsdp',
         )
 
 

@@ -13,7 +13,7 @@ from attrs import evolve
 from skyrl_engine.cleanup import close_after, finally_close
 from skyrl_engine.config import ResolvedConfig, SelectedPlugin
 from skyrl_engine.config.schema import OptimizerConfig, RunConfig
-from skyrl_engine.contracts.kinds.backend import AdamWSettings, BackendDescription, OptimStep
+from skyrl_engine.contracts.kinds.backend import BackendDescription, OptimizerSettings, OptimStep
 from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.model import LoraConfig
 from skyrl_engine.contracts.values.outputs import BatchOutput, Metric, RankOutput
@@ -33,6 +33,7 @@ from skyrl_engine.engine.validation import (
     has_adapter_sets,
     labels_in,
     name_call_in_errors,
+    refuse_foreign_numbers,
     refuse_no_adapter_sets,
     refuse_scores,
     refuse_unknown_tokens,
@@ -207,24 +208,23 @@ class Engine(SamplingVerbs):
         weight_decay: float | None = None,
         max_grad_norm: float | Literal["configured"] | None = CONFIGURED,
     ) -> Future[OptimStep]:
-        """Take one step of AdamW with the accumulated gradient, and clear it.
+        """Take one step of the configured optimizer with the accumulated gradient, and clear it.
 
         A number that is given counts for this step; without it the configured one does, and the learning rate follows the schedule.
         `max_grad_norm` None does not clip.
 
         Waits for the passes before it. Raises ModelError, before the weights change, where a loss or the gradient is not finite, and
-        UnsupportedError where nothing is accumulated, or a mini-batch in part.
+        UnsupportedError where nothing is accumulated, or a mini-batch in part, and for a number that the optimizer does not have.
         """
         self.group.refuse_ended()
         configured = self._schedule_settings()
         with name_call_in_errors("optim_step"):
-            settings = AdamWSettings(
-                learning_rate=configured.learning_rate if learning_rate is None else learning_rate,
-                betas=configured.betas if betas is None else betas,
-                epsilon=configured.epsilon if epsilon is None else epsilon,
-                weight_decay=configured.weight_decay if weight_decay is None else weight_decay,
-                max_grad_norm=configured.max_grad_norm if max_grad_norm == CONFIGURED else max_grad_norm,
-            )
+            numbers = {"learning_rate": learning_rate, "betas": betas, "epsilon": epsilon, "weight_decay": weight_decay}
+            given: dict[str, Any] = {name: number for name, number in numbers.items() if number is not None}
+            if max_grad_norm != CONFIGURED:
+                given["max_grad_norm"] = max_grad_norm
+            refuse_foreign_numbers(configured, given)
+            settings = evolve(configured, **given)
         self._gradient.refuse_incomplete()
         for part in self._gradient.parts:
             for pass_ in part.passes:
@@ -387,12 +387,12 @@ class Engine(SamplingVerbs):
         with finally_close(self.close):
             self.group.settle()
 
-    def _schedule_settings(self) -> AdamWSettings:
+    def _schedule_settings(self) -> OptimizerSettings:
         """The configured numbers, at the rate of the next step."""
         rate = scheduled_rate(self._optimizer, self.step, self._total_steps or 1)
         return evolve(self._optimizer.settings(), learning_rate=rate)
 
-    def _step_optimizer(self, settings: AdamWSettings) -> Future[OptimStep]:
+    def _step_optimizer(self, settings: OptimizerSettings) -> Future[OptimStep]:
         self._gradient.parts.clear()
         self.step += 1
 

@@ -1,12 +1,12 @@
 """Refusals of what a caller asks of an engine, before a rank meets it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 
 import numpy as np
 
-from skyrl_engine.contracts.kinds.backend import OPTIONAL_SCORES
+from skyrl_engine.contracts.kinds.backend import OPTIONAL_SCORES, OptimizerSettings
 from skyrl_engine.contracts.kinds.needs import LOGPROBS_AT, TEACHER_MODEL, asks_a_teacher
 from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.model import ModelConfig
@@ -23,6 +23,16 @@ def name_call_in_errors(call: str) -> Iterator[None]:
         yield
     except (ValueError, TypeError) as error:
         raise ConfigError([Problem(call, str(error.args[0]), "Give a number within this bound")]) from error
+
+
+def refuse_foreign_numbers(settings: OptimizerSettings, given: Iterable[str]) -> None:
+    """Raise UnsupportedError for a number of a step that the optimizer of `settings` does not have."""
+    for name in given:
+        if not hasattr(settings, name):
+            raise UnsupportedError(
+                f"optim_step is given {name}, which the optimizer {settings.use} does not have",
+                remedy=f'Leave {name} out, or set optimizer.use = "adamw"',
+            )
 
 
 def refuse_unknown_tokens(columns: SampleColumns, vocabulary: int | None) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
 import numpy as np
 from attrs import evolve, frozen
 
-from skyrl_engine.contracts.kinds.backend import AdamWSettings, iterate_named_tensors
+from skyrl_engine.contracts.kinds.backend import OptimizerSettings, iterate_named_tensors
 from skyrl_engine.contracts.kinds.generator import Completion, GenerationRequest
 from skyrl_engine.contracts.values.model import ModelConfig
 
@@ -65,7 +65,7 @@ class RunPass(Message["RankReply"]):
 class StepOptimizer(Message["StepReply"]):
     """Apply the accumulated gradient with these numbers; None: those the ranks were started with."""
 
-    settings: AdamWSettings | None = None
+    settings: OptimizerSettings | None = None
     verb = "optim_step"
 
     def answer(self, rank: "Worker") -> "StepReply":

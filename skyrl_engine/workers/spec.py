@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from attrs import Factory, frozen
 
-from skyrl_engine.contracts.kinds.backend import AdamWSettings
+from skyrl_engine.contracts.kinds.backend import OptimizerSettings
 from skyrl_engine.contracts.kinds.context import FactoryContext
 from skyrl_engine.contracts.values.model import ModelConfig
 from skyrl_engine.contracts.values.topology import Topology
@@ -26,7 +26,7 @@ class WorkerSpec:
     plugins: Mapping[str, Mapping[str, Any]]
     context: FactoryContext
     model: ModelConfig
-    optimizer: AdamWSettings | None
+    optimizer: OptimizerSettings | None
     topology: Topology
     device: Device = "auto"
     shown: frozenset[str] = frozenset()

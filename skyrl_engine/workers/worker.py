@@ -14,10 +14,10 @@ from attrs.validators import gt, lt
 from skyrl_engine.cleanup import close_after, finally_close
 from skyrl_engine.config import SelectedPlugin
 from skyrl_engine.contracts.kinds.backend import (
-    AdamWSettings,
     Backend,
     HasAdapterSets,
     Objective,
+    OptimizerSettings,
     OptimStep,
     RankBatch,
     RankEnvironment,
@@ -130,7 +130,7 @@ class Worker:
                 remedy="Lay out ranks in setup as skyrl_engine_describe_backend says: tp fastest, then cp, dp, pp",
             )
 
-    def _set_up_model(self, model: ModelConfig, optimizer: AdamWSettings | None) -> Backend:
+    def _set_up_model(self, model: ModelConfig, optimizer: OptimizerSettings | None) -> Backend:
         backend: Backend = self._plugin.make(self._context)
         backend.setup(model, optimizer, self._environment)
         return backend
@@ -194,7 +194,7 @@ class Worker:
             watch=work.watch,
         )
 
-    def step_optimizer(self, settings: AdamWSettings | None) -> StepReply:
+    def step_optimizer(self, settings: OptimizerSettings | None) -> StepReply:
         """Apply the accumulated gradient."""
         with self.spans("optimizer"):
             returned = self.backend.optim_step(settings)
@@ -255,7 +255,7 @@ class _AdapterSetWorker(Worker):
         self._base, self._owns_group = base, False
         self._set_up(spec, rank, device)
 
-    def _set_up_model(self, model: ModelConfig, optimizer: AdamWSettings | None) -> Backend:
+    def _set_up_model(self, model: ModelConfig, optimizer: OptimizerSettings | None) -> Backend:
         if optimizer is None:
             return super()._set_up_model(model, None)
         assert model.lora is not None, "a set of adapters without adapters"

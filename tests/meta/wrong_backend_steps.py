@@ -6,7 +6,7 @@ import attrs
 from backends_made_wrong import Wrong, overriding, scaled, world_size
 
 from skyrl_engine import EngineError
-from skyrl_engine.contracts import AdamWSettings, OptimStep
+from skyrl_engine.contracts import AdamWSettings, OptimizerSettings, OptimStep
 
 right = Wrong(overriding())
 
@@ -59,33 +59,34 @@ drops_by_a_step = Wrong(overriding(zero_grad=_steps_at_rate_0))
 drops_nothing = Wrong(overriding(zero_grad=lambda _self, _original: None))
 
 
-def _told(self: Any, settings: AdamWSettings | None, **changes: Any) -> AdamWSettings:
+def _told(self: Any, settings: OptimizerSettings | None, **changes: Any) -> OptimizerSettings:
     """The numbers of a call, with some of them changed."""
     return attrs.evolve(settings or self._settings, **changes)
 
 
-def _clips(self: Any, original: Any, settings: AdamWSettings | None = None) -> OptimStep:
+def _clips(self: Any, original: Any, settings: OptimizerSettings | None = None) -> OptimStep:
     limit = (settings or self._settings).max_grad_norm
     return original(_told(self, settings, max_grad_norm=1.0 if limit is None else min(1.0, limit)))
 
 
-def _never_clips(self: Any, original: Any, settings: AdamWSettings | None = None) -> OptimStep:
+def _never_clips(self: Any, original: Any, settings: OptimizerSettings | None = None) -> OptimStep:
     return original(_told(self, settings, max_grad_norm=None))
 
 
-def _deaf(self: Any, original: Any, settings: AdamWSettings | None = None) -> OptimStep:
+def _deaf(self: Any, original: Any, settings: OptimizerSettings | None = None) -> OptimStep:
     return original()
 
 
-def _deaf_to_betas(self: Any, original: Any, settings: AdamWSettings | None = None) -> OptimStep:
-    return original(_told(self, settings, betas=self._settings.betas))
+def _deaf_to_betas(self: Any, original: Any, settings: OptimizerSettings | None = None) -> OptimStep:
+    due = settings or self._settings
+    return original(_told(self, due, betas=self._settings.betas) if isinstance(due, AdamWSettings) else due)
 
 
-def _without_decay(self: Any, original: Any, settings: AdamWSettings | None = None) -> OptimStep:
+def _without_decay(self: Any, original: Any, settings: OptimizerSettings | None = None) -> OptimStep:
     return original(_told(self, settings, weight_decay=0.0))
 
 
-def _remembers_the_limit(self: Any, original: Any, settings: AdamWSettings | None = None) -> OptimStep:
+def _remembers_the_limit(self: Any, original: Any, settings: OptimizerSettings | None = None) -> OptimStep:
     """Clips by the last limit that any step was told."""
     if settings is not None and settings.max_grad_norm is not None:
         self.limit = settings.max_grad_norm
@@ -109,7 +110,20 @@ deaf_to_betas = Wrong(overriding(optim_step=_deaf_to_betas))
 without_decay = Wrong(overriding(optim_step=_without_decay))
 
 
-def _norm_after_clipping(self: Any, original: Any, settings: AdamWSettings | None = None) -> OptimStep:
+def _adds_momentum(self: Any, original: Any, settings: OptimizerSettings | None = None) -> OptimStep:
+    for group in self._optimizer.param_groups:
+        if "momentum" in group:
+            group["momentum"] = 0.9
+    return original(settings)
+
+
+sgd_with_momentum = Wrong(overriding(optim_step=_adds_momentum))
+
+
+sgd_undeclared = Wrong(overriding(), fewer=frozenset({"sgd"}))
+
+
+def _norm_after_clipping(self: Any, original: Any, settings: OptimizerSettings | None = None) -> OptimStep:
     applied = original(settings)
     limit = (settings or self._settings).max_grad_norm
     return applied if limit is None else attrs.evolve(applied, grad_norm=min(applied.grad_norm, limit))

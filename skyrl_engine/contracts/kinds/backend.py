@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from numbers import Real
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, cast, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, cast, runtime_checkable
 
 from attrs import Factory, field, frozen
 from attrs.validators import and_, deep_iterable, ge, gt, instance_of, lt, max_len, min_len, optional
@@ -41,6 +41,7 @@ Capability = Literal[
     "second_model",
     "reference_by_adapters",
     "adapter_sets",
+    "sgd",
 ]
 OPTIONAL_SCORES: tuple[Capability, ...] = ("logits", "logsumexp", "mean_logprob", "logprobs_at")
 """Scores of the model that a backend may lack, each a capability of that name."""
@@ -72,7 +73,7 @@ class BackendDescription:
     The capability `second_model` says that a further product of the plugin can be set up on the same ranks, with `optimizer=None`, and that
     neither changes what the other computes; `reference_by_adapters` that products are `SwitchesAdapters`; `adapter_sets` that products of a
     model with adapters are `HasAdapterSets`; `divergence` that products are `Teaches`, and that another one scores `top_1_agreement` and the
-    needs of `contracts.kinds.needs.Divergence` with what they give.
+    needs of `contracts.kinds.needs.Divergence` with what they give; `sgd` that products step by `SgdSettings`, as all do by `AdamWSettings`.
     """
 
     topology: Topology
@@ -105,6 +106,7 @@ class AdamWSettings:
     `max_grad_norm` where theirs is larger; None: never, and the norm is still reported.
     """
 
+    use: ClassVar[str] = "adamw"
     learning_rate: float = field(default=1e-5, validator=[ge(0), lt(float("inf"))])
     betas: tuple[float, float] = field(
         default=(0.9, 0.999), validator=deep_iterable(and_(ge(0.0), lt(1.0)), and_(min_len(2), max_len(2)))
@@ -112,6 +114,26 @@ class AdamWSettings:
     epsilon: float = field(default=1e-8, validator=gt(0))
     weight_decay: float = field(default=0.0, validator=[ge(0), lt(float("inf"))])
     max_grad_norm: float | None = field(default=cast("float | None", 1.0), validator=optional(gt(0)))
+
+
+@frozen
+class SgdSettings:
+    """The numbers of stochastic gradient descent (Robbins and Monro 1951), which may be others at every step. It keeps no moments.
+
+    A step moves a parameter by -learning_rate * (gradient + weight_decay * parameter); `weight_decay` and `max_grad_norm` as in
+    `AdamWSettings`.
+    """
+
+    use: ClassVar[str] = "sgd"
+    learning_rate: float = field(default=1e-5, validator=[ge(0), lt(float("inf"))])
+    weight_decay: float = field(default=0.0, validator=[ge(0), lt(float("inf"))])
+    max_grad_norm: float | None = field(default=cast("float | None", 1.0), validator=optional(gt(0)))
+
+
+OptimizerSettings = AdamWSettings | SgdSettings
+"""The numbers of a step, of the optimizer that `use` names. A run steps with one optimizer from its start to its end."""
+OPTIMIZERS: Mapping[str, type[AdamWSettings] | type[SgdSettings]] = {each.use: each for each in (AdamWSettings, SgdSettings)}
+"""Optimizers by name. Every backend has AdamW; each other one is a capability of that name."""
 
 
 @frozen
@@ -200,7 +222,7 @@ class SwitchesAdapters(Protocol):
 class HasAdapterSets(Protocol):
     """The further method of a backend that declares the capability `adapter_sets`, for a model with adapters."""
 
-    def adapter_set(self, lora: LoraConfig, optimizer: AdamWSettings, seed: int) -> "Backend":
+    def adapter_set(self, lora: LoraConfig, optimizer: OptimizerSettings, seed: int) -> "Backend":
         """Set up a further product on the same ranks: the same model with other adapters, over this product's frozen weights.
 
         Whatever learns is its own: adapters, which may differ in rank, alpha, targets and dropout, and a value head; gradients, moments and
@@ -226,7 +248,7 @@ class Backend(Protocol):
 
     coords: RankCoords
 
-    def setup(self, model: ModelConfig, optimizer: AdamWSettings | None, environment: RankEnvironment) -> None:
+    def setup(self, model: ModelConfig, optimizer: OptimizerSettings | None, environment: RankEnvironment) -> None:
         """Load the model onto this rank and make it trainable (`optimizer` None: scoring only). Raises ModelError."""
 
     def forward(self, batch: RankBatch, objective: Objective) -> RankOutput:
@@ -235,8 +257,8 @@ class Backend(Protocol):
     def forward_backward(self, batch: RankBatch, objective: Objective) -> RankOutput:
         """Score, differentiate and accumulate. Which outputs are built is the objective's business."""
 
-    def optim_step(self, settings: AdamWSettings | None = None) -> OptimStep:
-        """Clip, step with these numbers (None: those of `setup`), clear the gradients.
+    def optim_step(self, settings: OptimizerSettings | None = None) -> OptimStep:
+        """Clip, step with these numbers (None: those of `setup`), which are of the optimizer of `setup`; clear the gradients.
 
         Raises ModelError where the gradient is not finite: weights and optimizer then stay as they are, and the gradient is cleared.
         """

@@ -17,7 +17,15 @@ from skyrl_engine.testing.adapters import with_adapter
 from skyrl_engine.testing.backends.gradient_comparison import require_same_gradients
 from skyrl_engine.testing.backends.ranks import Arrays
 from skyrl_engine.testing.backends.step_promises import SPEC
-from skyrl_engine.testing.backends.subject import NUMBERS, BackendCase, BackendSubject, backend_promise, require_words, right_loss
+from skyrl_engine.testing.backends.subject import (
+    NUMBERS,
+    BackendCase,
+    BackendSubject,
+    backend_promise,
+    exempt_with,
+    require_words,
+    right_loss,
+)
 from skyrl_engine.testing.promise import Broken, Promise
 
 MERGED = "Yield every weight of the base model once, under its own name, with alpha / rank * B A added to it"
@@ -38,10 +46,6 @@ def _no_switch(subject: BackendSubject) -> str | None:
     if (reason := _no_lora(subject)) is not None:
         return reason
     return None if subject.declares("reference_by_adapters") else "the backend does not declare 'reference_by_adapters'"
-
-
-def _lora(subject: BackendSubject) -> str | None:
-    return "the backend declares 'lora'" if subject.declares("lora") else None
 
 
 @backend_promise(
@@ -138,7 +142,7 @@ def reference_by_adapters(subject: BackendSubject, case: BackendCase) -> None:
             )
 
 
-@backend_promise("Adapters, which it does not declare, are refused in words", exempt=_lora)
+@backend_promise("Adapters, which it does not declare, are refused in words", exempt=exempt_with("lora"))
 def undeclared_adapters(subject: BackendSubject, case: BackendCase) -> None:
     try:
         with subject.open_ranks(case, lora=LoraConfig(rank=4)) as ranks:

@@ -16,9 +16,9 @@ from attrs import evolve, frozen
 
 from skyrl_engine.config import SelectedPlugin
 from skyrl_engine.contracts.kinds.backend import (
-    AdamWSettings,
     Backend,
     HasAdapterSets,
+    OptimizerSettings,
     OptimStep,
     RankEnvironment,
     SharesStorage,
@@ -50,7 +50,7 @@ class Opening:
     lock: Mapping[str, Any]
     topology: Topology
     model: ModelConfig
-    optimizer: AdamWSettings | None
+    optimizer: OptimizerSettings | None
     device: str
     packed_rows: bool = False
     teacher: ModelConfig | None = None
@@ -247,7 +247,7 @@ class HeldBackend:
         with cast("SwitchesAdapters", self.backend).without_adapters():
             return self.run("forward", work)[0]
 
-    def optim_step(self, settings: AdamWSettings | None) -> OptimStep:
+    def optim_step(self, settings: OptimizerSettings | None) -> OptimStep:
         return as_optim_step(self.label, self.backend.optim_step(settings))
 
     def zero_grad(self) -> None:
@@ -398,7 +398,7 @@ class BackendRanks:
         """Run these passes and a step on a device that is not the CPU; return what the host waited for, by rank and pass."""
         return self._ask("elsewhere", passes)
 
-    def optim_step(self, settings: AdamWSettings | None = None) -> list[OptimStep]:
+    def optim_step(self, settings: OptimizerSettings | None = None) -> list[OptimStep]:
         return self._ask("optim_step", settings)
 
     def zero_grad(self) -> None:

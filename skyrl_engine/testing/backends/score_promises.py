@@ -1,18 +1,26 @@
 """Promises of a backend's passes: scores equal their definition, outputs belong to their samples, and requests change no number."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from skyrl_engine.contracts.kinds.backend import Capability
 from skyrl_engine.contracts.kinds.needs import LOGPROBS_AT, TOP_1_AGREEMENT
 from skyrl_engine.contracts.values.outputs import PADDING_SAMPLE, RankOutput
 from skyrl_engine.errors import EngineError
 from skyrl_engine.testing.backends.batches import DIVERGENCES, DefinedResult
 from skyrl_engine.testing.backends.gradient_comparison import require_same_gradients
 from skyrl_engine.testing.backends.ranks import Arrays, BackendRanks, PassOrder
-from skyrl_engine.testing.backends.subject import NUMBERS, BackendCase, BackendSubject, backend_promise, require_words, right_loss
+from skyrl_engine.testing.backends.subject import (
+    NUMBERS,
+    BackendCase,
+    BackendSubject,
+    backend_promise,
+    exempt_with,
+    exempt_without,
+    require_words,
+    right_loss,
+)
 from skyrl_engine.testing.promise import Broken, Promise, Undecidable
 
 SCORES = 2e-5
@@ -215,12 +223,8 @@ def temperature(subject: BackendSubject, case: BackendCase) -> None:
         )
 
 
-def _exempt_without_packed_rows(subject: BackendSubject) -> str | None:
-    return None if subject.declares("packed") else "the backend does not declare 'packed'"
-
-
 @backend_promise(
-    "Packed rows give the loss and the gradient of padded ones: no document sees its neighbour", exempt=_exempt_without_packed_rows
+    "Packed rows give the loss and the gradient of padded ones: no document sees its neighbour", exempt=exempt_without("packed")
 )
 def packed_rows(subject: BackendSubject, case: BackendCase) -> None:
     found = {}
@@ -235,11 +239,7 @@ def packed_rows(subject: BackendSubject, case: BackendCase) -> None:
     require_same_gradients(packed, gradients, "of padded rows, over packed ones", remedy, facts={})
 
 
-def _packs(subject: BackendSubject) -> str | None:
-    return "the backend declares 'packed'" if subject.declares("packed") else None
-
-
-@backend_promise("Packed rows, which it does not declare, are refused in words or right", exempt=_packs)
+@backend_promise("Packed rows, which it does not declare, are refused in words or right", exempt=exempt_with("packed"))
 def undeclared_packed_rows(subject: BackendSubject, case: BackendCase) -> None:
     try:
         with subject.open_ranks(case, packed_rows=True) as ranks:
@@ -254,11 +254,7 @@ def undeclared_packed_rows(subject: BackendSubject, case: BackendCase) -> None:
         )
 
 
-def _exempt_without(capability: Capability) -> Callable[[BackendSubject], str | None]:
-    return lambda subject: None if subject.declares(capability) else f"the backend does not declare {capability!r}"
-
-
-@backend_promise("Values, and the gradient through them, are those of the model's value head", exempt=_exempt_without("value_head"))
+@backend_promise("Values, and the gradient through them, are those of the model's value head", exempt=exempt_without("value_head"))
 def values(subject: BackendSubject, case: BackendCase) -> None:
     for asked in (("values",), ("entropy", "logprobs", "values")):
         with subject.open_ranks(case, "critic", value_head=True) as ranks:
@@ -284,7 +280,7 @@ def labels(subject: BackendSubject, case: BackendCase) -> None:
         )
 
 
-@backend_promise("Logits, and the gradient through them, are those of the labels", exempt=_exempt_without("logits"))
+@backend_promise("Logits, and the gradient through them, are those of the labels", exempt=exempt_without("logits"))
 def logits(subject: BackendSubject, case: BackendCase) -> None:
     for asked in (("logits", "logprobs"), ("entropy", "logits", "logprobs")):
         with subject.open_ranks(case) as ranks:
@@ -297,7 +293,7 @@ def logits(subject: BackendSubject, case: BackendCase) -> None:
             )
 
 
-@backend_promise("Normalisers, and the gradient through them, are those of the logits", exempt=_exempt_without("logsumexp"))
+@backend_promise("Normalisers, and the gradient through them, are those of the logits", exempt=exempt_without("logsumexp"))
 def logsumexp(subject: BackendSubject, case: BackendCase) -> None:
     _require_scores(
         subject, case, "logsumexp", "Give the logsumexp of what softmax takes, the temperature inside, over the whole vocabulary"
@@ -306,7 +302,7 @@ def logsumexp(subject: BackendSubject, case: BackendCase) -> None:
 
 @backend_promise(
     "Means of log-probabilities over the vocabulary, and the gradient through them, are right",
-    exempt=_exempt_without("mean_logprob"),
+    exempt=exempt_without("mean_logprob"),
 )
 def mean_logprob(subject: BackendSubject, case: BackendCase) -> None:
     _require_scores(
@@ -316,7 +312,7 @@ def mean_logprob(subject: BackendSubject, case: BackendCase) -> None:
 
 @backend_promise(
     "Log-probabilities at the token ids of a column, and the gradient through them, are right",
-    exempt=_exempt_without("logprobs_at"),
+    exempt=exempt_without("logprobs_at"),
 )
 def logprobs_at(subject: BackendSubject, case: BackendCase) -> None:
     """Ask for one column and for two; ids may occur twice, and the label may be among them."""
@@ -327,9 +323,7 @@ def logprobs_at(subject: BackendSubject, case: BackendCase) -> None:
     _require_scores(subject, case, f"{LOGPROBS_AT}:near", remedy, (f"{LOGPROBS_AT}:far",))
 
 
-@backend_promise(
-    "Divergences from a teacher beside, and the gradient through them, are right", exempt=_exempt_without("divergence")
-)
+@backend_promise("Divergences from a teacher beside, and the gradient through them, are right", exempt=exempt_without("divergence"))
 def divergence(subject: BackendSubject, case: BackendCase) -> None:
     """Take a teacher of another architecture, over padded and packed rows, in one micro-batch and in three, on layouts that declare it."""
     if "divergence" not in subject.describe(case.sizes.options, case.sizes.ranks).capabilities:

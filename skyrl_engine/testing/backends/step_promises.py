@@ -1,4 +1,4 @@
-"""Promises of a backend's optimizer step: torch's AdamW over the gradient that it reports, clipped only on request."""
+"""Promises of a backend's optimizer step: torch's own over the gradient that it reports, clipped only on request."""
 
 from collections.abc import Mapping, Sequence
 
@@ -7,12 +7,20 @@ import torch
 from attrs import evolve
 from torch import nn
 
-from skyrl_engine.contracts.kinds.backend import AdamWSettings, OptimStep
+from skyrl_engine.contracts.kinds.backend import AdamWSettings, OptimizerSettings, OptimStep, SgdSettings
 from skyrl_engine.errors import EngineError
 from skyrl_engine.modeling.optimizer import parameter_groups, use_settings
 from skyrl_engine.testing.backends.gradient_comparison import TOLERANCE, norm_of
 from skyrl_engine.testing.backends.ranks import Arrays, BackendRanks, PassOrder
-from skyrl_engine.testing.backends.subject import NUMBERS, BackendCase, BackendSubject, backend_promise
+from skyrl_engine.testing.backends.subject import (
+    NUMBERS,
+    BackendCase,
+    BackendSubject,
+    backend_promise,
+    exempt_with,
+    exempt_without,
+    require_words,
+)
 from skyrl_engine.testing.promise import Broken, Promise, Undecidable
 
 STEP = 1e-3
@@ -30,13 +38,14 @@ SMALL, LARGE = 0.5, 50.0
 
 
 class ReferenceOptimizer:
-    """The reference step: torch.optim.AdamW over whole weights in this process, in float32."""
+    """The reference step: torch.optim.AdamW, or SGD, over whole weights in this process, in float32."""
 
-    def __init__(self, weights: Arrays) -> None:
+    def __init__(self, weights: Arrays, settings: OptimizerSettings) -> None:
         self.parameters = {name: nn.Parameter(torch.tensor(weight)) for name, weight in weights.items()}
-        self._optimizer = torch.optim.AdamW(parameter_groups(self.parameters.values(), 0.0), foreach=False)
+        kind = torch.optim.SGD if isinstance(settings, SgdSettings) else torch.optim.AdamW
+        self._optimizer = kind(parameter_groups(self.parameters.values(), 0.0), foreach=False)
 
-    def step(self, gradients: Mapping[str, object], settings: AdamWSettings, *, factor: float = 1.0) -> None:
+    def step(self, gradients: Mapping[str, object], settings: OptimizerSettings, *, factor: float = 1.0) -> None:
         for name, parameter in self.parameters.items():
             parameter.grad = torch.tensor(gradients[name]) * factor
         use_settings(self._optimizer, settings)
@@ -84,18 +93,52 @@ SETTINGS: tuple[AdamWSettings | None, ...] = (
     None,
 )
 """Some steps get these, one after the other, and no step may remember what an earlier one got; None: nothing."""
+SGD = SgdSettings(learning_rate=0.5, weight_decay=0.1, max_grad_norm=None)
+SGD_SETTINGS: tuple[SgdSettings | None, ...] = (
+    None,
+    evolve(SGD, learning_rate=1.0),
+    evolve(SGD, weight_decay=0.5),
+    evolve(SGD, max_grad_norm=0.05),
+    None,
+)
 
 
 @backend_promise(
     "optim_step is a step of AdamW with the numbers of the call, else of setup, decaying matrices only, and reports the rate"
 )
 def step(subject: BackendSubject, case: BackendCase) -> None:
+    _require_steps(subject, case, SPEC, SETTINGS, "AdamW")
+
+
+@backend_promise(
+    "Where setup is given the numbers of SGD, optim_step is a step of SGD without momentum, decaying matrices only",
+    exempt=exempt_without("sgd"),
+)
+def sgd_step(subject: BackendSubject, case: BackendCase) -> None:
+    _require_steps(subject, case, SGD, SGD_SETTINGS, "SGD")
+
+
+@backend_promise("SGD, which it does not declare, is refused in words", exempt=exempt_with("sgd"))
+def undeclared_sgd(subject: BackendSubject, case: BackendCase) -> None:
+    try:
+        with subject.open_ranks(case, optimizer=SGD):
+            pass
+    except EngineError as error:
+        require_words(error)
+        return
+    raise Broken("takes the numbers of SGD, and does not declare 'sgd'", "Declare it, or raise UnsupportedError in setup")
+
+
+def _require_steps(
+    subject: BackendSubject, case: BackendCase, spec: OptimizerSettings, calls: Sequence[OptimizerSettings | None], name: str
+) -> None:
+    """Require that steps with these numbers, one after the other, move weights as torch's optimizer does."""
     work = case.whole(scale=_scale(subject, case, SMALL))
-    with subject.open_ranks(case, optimizer=SPEC) as ranks:
-        reference = ReferenceOptimizer(ranks.weights()[0])
-        for number, settings in enumerate(SETTINGS):
+    with subject.open_ranks(case, optimizer=spec) as ranks:
+        reference = ReferenceOptimizer(ranks.weights()[0], spec)
+        for number, settings in enumerate(calls):
             before = reference.weights()
-            due = settings or SPEC
+            due = settings or spec
             ranks.forward_backward(work)
             gradients = _gradients(ranks, reference)
             limit = float("inf") if due.max_grad_norm is None else due.max_grad_norm
@@ -110,8 +153,8 @@ def step(subject: BackendSubject, case: BackendCase) -> None:
                 ranks.weights()[0],
                 reference.weights(),
                 before,
-                f"AdamW moves them in step {number + 1}",
-                "Hand the numbers of the call to AdamW as they are, the limit of the norm too, and step once",
+                f"{name} moves them in step {number + 1}",
+                f"Hand the numbers of the call to {name} as they are, the limit of the norm too, and step once",
             )
 
 
@@ -144,7 +187,7 @@ def clipping(subject: BackendSubject, case: BackendCase) -> None:
         # What setup says is another limit, which the call's replaces. Weights do not decay: that is the business of `step`.
         spec = evolve(SPEC, weight_decay=0.0, max_grad_norm=limit)
         with subject.open_ranks(case, optimizer=evolve(SPEC, max_grad_norm=LARGE / 20)) as ranks:
-            reference = ReferenceOptimizer(ranks.weights()[0])
+            reference = ReferenceOptimizer(ranks.weights()[0], spec)
             before = reference.weights()
             for call in calls:
                 ranks.forward_backward(call)
@@ -277,4 +320,12 @@ def _require_untouched(weights: Arrays, before: Arrays, remedy: str) -> None:
             raise Broken(f"refuses a gradient that is not a number after it has changed {name}", remedy)
 
 
-STEP_PROMISES: tuple[Promise[BackendSubject, BackendCase], ...] = (step, gradient_norm, clipping, not_finite, dropped_gradient)
+STEP_PROMISES: tuple[Promise[BackendSubject, BackendCase], ...] = (
+    step,
+    sgd_step,
+    undeclared_sgd,
+    gradient_norm,
+    clipping,
+    not_finite,
+    dropped_gradient,
+)

@@ -8,7 +8,7 @@ from attrs import evolve, field, frozen
 from hypothesis import strategies as st
 
 from skyrl_engine.config import SelectedPlugin
-from skyrl_engine.contracts.kinds.backend import AdamWSettings, BackendDescription, Capability
+from skyrl_engine.contracts.kinds.backend import AdamWSettings, BackendDescription, Capability, OptimizerSettings
 from skyrl_engine.contracts.kinds.context import FactoryContext
 from skyrl_engine.contracts.values.model import ModelConfig
 from skyrl_engine.errors import EngineError
@@ -65,7 +65,7 @@ class BackendSubject:
         case: "BackendCase",
         model: Model | None = None,
         *,
-        optimizer: AdamWSettings | None = UNTOUCHED,
+        optimizer: OptimizerSettings | None = UNTOUCHED,
         packed_rows: bool = False,
         teacher: Model | None = None,
         seed: int = SEED,
@@ -156,6 +156,16 @@ def backend_promise(
         return promise(sentence, cases=lambda subject: st.sampled_from(cases(subject, layouts, models)), exempt=exemption)(held)
 
     return decorate
+
+
+def exempt_without(capability: Capability) -> Callable[[BackendSubject], str | None]:
+    """Exempt backends that do not declare this capability."""
+    return lambda subject: None if subject.declares(capability) else f"the backend does not declare {capability!r}"
+
+
+def exempt_with(capability: Capability) -> Callable[[BackendSubject], str | None]:
+    """Exempt backends that declare this capability."""
+    return lambda subject: f"the backend declares {capability!r}" if subject.declares(capability) else None
 
 
 def works(subject: BackendSubject, case: BackendCase) -> None:

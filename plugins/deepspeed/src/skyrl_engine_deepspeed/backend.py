@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from skyrl_engine.contracts import (
-    AdamWSettings,
     MicroBatch,
     ModelConfig,
     Objective,
+    OptimizerSettings,
     OptimStep,
     RankBatch,
     RankCoords,
@@ -24,7 +24,7 @@ from skyrl_engine.modeling.exporting import collect_export_tensors, write_pretra
 from skyrl_engine.modeling.host_threads import share_cores
 from skyrl_engine.modeling.lora import adapters_off, iterate_merged_weights
 from skyrl_engine.modeling.micro_batch import compute_hidden_states, differentiable, gradient_not_finite, score
-from skyrl_engine.modeling.optimizer import use_settings
+from skyrl_engine.modeling.optimizer import require_adamw, use_settings
 from skyrl_engine.modeling.scorer import Scorer
 from skyrl_engine.modeling.teaching import TeacherStates
 from skyrl_engine_deepspeed.checkpoint import ZeroState
@@ -48,8 +48,9 @@ class DeepSpeedBackend:
         self._config = config
         self.coords = RankCoords()
 
-    def setup(self, model: ModelConfig, optimizer: AdamWSettings | None, environment: RankEnvironment) -> None:
+    def setup(self, model: ModelConfig, optimizer: OptimizerSettings | None, environment: RankEnvironment) -> None:
         """Load the model, divide it over all ranks and make the optimizer. Raises ModelError, UnsupportedError."""
+        optimizer = require_adamw(optimizer, "deepspeed")
         self.coords = RankCoords(rank=environment.rank, dp=environment.rank)
         self._device = torch.device(environment.device)
         refuse_unsupported(self._config, model.dtype, self._device, learns=optimizer is not None)
@@ -99,7 +100,7 @@ class DeepSpeedBackend:
             parts.append(output)
         return RankOutput.concat(parts, self.coords)
 
-    def optim_step(self, settings: AdamWSettings | None = None) -> OptimStep:
+    def optim_step(self, settings: OptimizerSettings | None = None) -> OptimStep:
         """Clip, step with `settings` (None: those of `setup`), clear the gradients.
 
         Raises ModelError if the gradient is not finite: weights and optimizer then stay as the previous step left them, and the gradient

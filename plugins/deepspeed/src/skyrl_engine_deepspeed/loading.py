@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from skyrl_engine.contracts import AdamWSettings, ComputeDtype, ModelConfig
 from skyrl_engine.modeling.named_tensors import entry, list_named_tensors, replace_entries
-from skyrl_engine.modeling.optimizer import build_adamw
+from skyrl_engine.modeling.optimizer import build_optimizer
 from skyrl_engine.modeling.placement import Placed, load_on_ranks
 from skyrl_engine.modeling.scorer import Scorer
 from skyrl_engine_deepspeed import library
@@ -50,7 +50,7 @@ def load(spec: ModelConfig, optimizer: AdamWSettings | None, config: DeepSpeedCo
     deepspeed = library.load(device)
     stated = settings(config, spec.dtype, device, learns=optimizer is not None)
     # before parameters are divided: weight decay depends on their shapes
-    adamw = None if optimizer is None else build_adamw(parameters.values(), optimizer)
+    adamw = None if optimizer is None else build_optimizer(parameters.values(), optimizer)
     if config.zero_stage == 3:
         _divide(deepspeed, scorer, stated, spec.dtype)
     engine = library.initialize(deepspeed, model=scorer, optimizer=adamw, config=stated)

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from skyrl_engine import UnsupportedError
 from skyrl_engine.contracts import (
-    AdamWSettings,
     LoraConfig,
     MicroBatch,
     ModelConfig,
     Objective,
+    OptimizerSettings,
     OptimStep,
     RankBatch,
     RankCoords,
@@ -27,7 +27,7 @@ from skyrl_engine.modeling.exporting import collect_export_tensors, write_pretra
 from skyrl_engine.modeling.host_threads import share_cores
 from skyrl_engine.modeling.lora import adapters_off, has_adapters, iterate_merged_weights
 from skyrl_engine.modeling.micro_batch import compute_hidden_states, differentiable, gradient_not_finite, score
-from skyrl_engine.modeling.optimizer import build_adamw, use_settings
+from skyrl_engine.modeling.optimizer import build_optimizer, use_settings
 from skyrl_engine.modeling.scorer import Scorer
 from skyrl_engine.modeling.teaching import TeacherStates
 from skyrl_engine_fsdp.checkpoint import ShardedTrainingState
@@ -45,7 +45,7 @@ class FsdpBackend:
     # a transformers.PreTrainedModel that shares its modules with the scorer
     _model: Any
     _scorer: Scorer
-    _optimizer: torch.optim.AdamW | None
+    _optimizer: torch.optim.Optimizer | None
     _device: torch.device
     _draws: Callable[[], AbstractContextManager[None]]
 
@@ -53,7 +53,7 @@ class FsdpBackend:
         self._config = config
         self.coords = RankCoords()
 
-    def setup(self, model: ModelConfig, optimizer: AdamWSettings | None, environment: RankEnvironment) -> None:
+    def setup(self, model: ModelConfig, optimizer: OptimizerSettings | None, environment: RankEnvironment) -> None:
         """Load the model, divide it over tensor-parallel ranks, shard it over data-parallel ranks, and make the optimizer.
 
         Raises ModelError, and UnsupportedError for a layout that the number of ranks, the model or the device does not allow.
@@ -85,7 +85,7 @@ class FsdpBackend:
         loaded: tuple[Any, Scorer],
         meshes: Meshes,
         model: ModelConfig,
-        optimizer: AdamWSettings | None,
+        optimizer: OptimizerSettings | None,
         environment: RankEnvironment,
         draws: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
@@ -99,10 +99,10 @@ class FsdpBackend:
         self.coords = meshes.topology.coords(environment.rank)
         self._vocabulary = self._model.get_input_embeddings().weight.shape[0]
         self._settings = optimizer
-        self._optimizer = build_adamw(self._parameters().values(), optimizer) if optimizer is not None else None
+        self._optimizer = build_optimizer(self._parameters().values(), optimizer) if optimizer is not None else None
         self._steps_done = 0
 
-    def adapter_set(self, lora: LoraConfig, optimizer: AdamWSettings, seed: int) -> "FsdpBackend":
+    def adapter_set(self, lora: LoraConfig, optimizer: OptimizerSettings, seed: int) -> "FsdpBackend":
         """Set up a further product over the frozen weights of this one. Raises ModelError, and UnsupportedError for what cannot be shared."""
         spec, environment = attrs.evolve(self._spec, lora=lora), attrs.evolve(self._environment, seed=seed)
         loaded = load_beside_sharded(spec, self._model, self._scorer, self._meshes, self._device, self._config, seed)
@@ -150,7 +150,7 @@ class FsdpBackend:
                 parts.append(output)
         return RankOutput.concat(parts, self.coords)
 
-    def optim_step(self, settings: AdamWSettings | None = None) -> OptimStep:
+    def optim_step(self, settings: OptimizerSettings | None = None) -> OptimStep:
         """Clip, step with `settings` (None: those of `setup`), clear the gradients.
 
         Raises ModelError if the gradient is not finite: weights and optimizer then stay as the previous step left them, and the gradient
@@ -261,4 +261,4 @@ class FsdpBackend:
         persistent = self._model.state_dict(keep_vars=True)
         buffers = {name: tensor for name, tensor in self._model.named_buffers() if name in persistent}
         topology, seed = self._meshes.topology, self._environment.seed
-        return ShardedTrainingState(self._parameters(), buffers, self._optimizer, self._device, topology, seed)
+        return ShardedTrainingState(self._parameters(), buffers, self._optimizer, self._settings, self._device, topology, seed)

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import api, state_dict_loader, state_dict_saver
 
 from skyrl_engine import CheckpointError
-from skyrl_engine.contracts import Topology
+from skyrl_engine.contracts import OptimizerSettings, Topology
 from skyrl_engine.modeling import random_states
+from skyrl_engine.modeling.optimizer import make_zero_state
 from skyrl_engine.modeling.unpickling import UNREADABLE, failure, load_pickled
 from skyrl_engine_fsdp.pieces import PiecesReader, PiecesWriter
 
@@ -29,12 +30,14 @@ logger = logging.getLogger(__name__)
 class ShardedTrainingState:
     """The state that a checkpoint holds, keyed by parameter names, so that nothing depends on the order of optimizer groups.
 
-    `optimizer` is None for a backend that only scores, whose checkpoints hold weights alone. `topology` and `seed` are this run's.
+    `optimizer` and its `settings` are None for a backend that only scores, whose checkpoints hold weights alone. `topology` and `seed`
+    are this run's.
     """
 
     parameters: Mapping[str, nn.Parameter]
     buffers: Mapping[str, Tensor]
     optimizer: torch.optim.Optimizer | None
+    settings: OptimizerSettings | None
     device: torch.device
     topology: Topology
     seed: int
@@ -110,22 +113,23 @@ class ShardedTrainingState:
         random_states.start_anew(self.seed, steps_done, self.topology.coords(rank))
 
     def _prepare_moments(self, saved: set[str]) -> None:
-        """Make AdamW's state of zeros for every parameter that has one in the checkpoint, so that loading can fill it."""
-        if self.optimizer is None:
+        """Make the optimizer's state of zeros for every parameter that has one in the checkpoint, so that loading can fill it."""
+        if self.optimizer is None or self.settings is None:
             return
         self.optimizer.state.clear()
         for name, parameter in self.parameters.items():
             if f"optimizer.{name}.step" in saved:
-                self.optimizer.state[parameter] = {
-                    "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-                    "exp_avg": torch.zeros_like(parameter),
-                    "exp_avg_sq": torch.zeros_like(parameter),
-                }
+                self.optimizer.state[parameter] = make_zero_state(self.settings, parameter)
 
 
 def _refuse_differences(directory: Path, wanted: set[str], saved: set[str], *, moments: bool) -> None:
     compared = saved if moments else {key for key in saved if not key.startswith("optimizer.")}
     different = sorted(wanted ^ compared)
+    if different and all(key.startswith("optimizer.") for key in different):
+        raise CheckpointError(
+            f"the checkpoint in {directory} is of another optimizer: {different[0]} is not in both ({len(different)} such entries)",
+            remedy="Set optimizer.use to that of the run that wrote it",
+        )
     if different:
         raise CheckpointError(
             f"the checkpoint in {directory} is of another model: {different[0]} is not in both ({len(different)} such entries)",

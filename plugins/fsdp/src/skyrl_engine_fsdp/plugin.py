@@ -21,7 +21,7 @@ class FsdpPlugin:
         config = config or FsdpConfig()
         topology = config.topology(world_size)
         capabilities: frozenset[Capability] = frozenset(
-            {"padded", "packed", "value_head", "tensor_parallel", *OPTIONAL_SCORES, "second_model"}
+            {"padded", "packed", "value_head", "tensor_parallel", *OPTIONAL_SCORES, "second_model", "sgd"}
         )
         # transformers' tensor-parallel plans cut the linear layers of a text decoder; they say nothing about adapters and vision towers,
         # and a head that is divided compares with no teacher's

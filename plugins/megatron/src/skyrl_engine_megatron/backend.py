@@ -12,9 +12,9 @@ from torch import Tensor
 from skyrl_engine import UnsupportedError
 from skyrl_engine.contracts import (
     LOGPROBS_AT,
-    AdamWSettings,
     ModelConfig,
     Objective,
+    OptimizerSettings,
     OptimStep,
     RankBatch,
     RankCoords,
@@ -26,6 +26,7 @@ from skyrl_engine.modeling.chunked_head import VOCABULARY_SCORES
 from skyrl_engine.modeling.exporting import write_pretrained
 from skyrl_engine.modeling.loading import weight_dtype
 from skyrl_engine.modeling.micro_batch import gradient_not_finite
+from skyrl_engine.modeling.optimizer import require_adamw
 from skyrl_engine_megatron import checkpoint, kernels
 from skyrl_engine_megatron.agreement import check_agreement
 from skyrl_engine_megatron.attention import DocumentAttention
@@ -62,8 +63,9 @@ class MegatronBackend:
         self._learned = []
         self._holds_groups = False
 
-    def setup(self, model: ModelConfig, optimizer: AdamWSettings | None, environment: RankEnvironment) -> None:
+    def setup(self, model: ModelConfig, optimizer: OptimizerSettings | None, environment: RankEnvironment) -> None:
         """Read, divide and place the model. Raises ModelError, or UnsupportedError for what it cannot be built or divided into."""
+        optimizer = require_adamw(optimizer, "megatron")
         topology = self._config.topology(environment.world_size)
         self.coords = topology.coords(environment.rank)
         self._device = torch.device(environment.device)
@@ -83,7 +85,7 @@ class MegatronBackend:
             self.close()
             raise
 
-    def _place(self, model: ModelConfig, source: ReadModel, optimizer: AdamWSettings | None, *, replicas: int) -> None:
+    def _place(self, model: ModelConfig, source: ReadModel, optimizer: OptimizerSettings | None, *, replicas: int) -> None:
         compute = _COMPUTE[model.dtype]
         config = transformer_config(
             source.architecture,
@@ -162,7 +164,7 @@ class MegatronBackend:
         with self._runtime():
             return RankOutput.concat(self._pipeline.run(batch, objective, learn=learn), self.coords)
 
-    def optim_step(self, settings: AdamWSettings | None = None) -> OptimStep:
+    def optim_step(self, settings: OptimizerSettings | None = None) -> OptimStep:
         """Sum over ranks, clip, step with `settings` (None: those of `setup`), clear the gradients.
 
         Raises ModelError if the gradient is not finite: weights and optimizer then stay as the previous step left them, and the gradient

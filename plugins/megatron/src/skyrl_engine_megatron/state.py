@@ -7,8 +7,8 @@ import torch.distributed as dist
 from attrs import frozen
 from torch import Tensor, nn
 
-from skyrl_engine.contracts import AdamWSettings
-from skyrl_engine.modeling.optimizer import build_adamw, use_settings
+from skyrl_engine.contracts import AdamWSettings, OptimizerSettings
+from skyrl_engine.modeling.optimizer import build_optimizer, use_settings
 from skyrl_engine_megatron.library import DistributedDataParallel, parallel_state
 from skyrl_engine_megatron.names import EMBEDDING, HEAD, MegatronParameter
 
@@ -86,7 +86,7 @@ class ShardedState:
         self.parameters = parameters
         self.pieces = pieces
         self.sharded = sharded
-        self.optimizer = build_adamw([piece.master for piece in pieces.values()], optimizer) if optimizer is not None else None
+        self.optimizer = build_optimizer([piece.master for piece in pieces.values()], optimizer) if optimizer is not None else None
 
     @torch.no_grad()
     def fill(self, entry: MegatronParameter, whole: Sequence[Tensor]) -> None:
@@ -108,7 +108,7 @@ class ShardedState:
                 state["step"] = torch.tensor(float(step), device=piece.master.device)
                 state[key] = piece.cut(self.share(entry, whole)).to(piece.master).clone()
 
-    def step(self, settings: AdamWSettings) -> None:
+    def step(self, settings: OptimizerSettings) -> None:
         """Take one AdamW step over this rank's pieces with these settings, from their summed gradients."""
         assert self.optimizer is not None
         use_settings(self.optimizer, settings)

@@ -135,6 +135,10 @@ class Settings:
             raise UnsupportedError(
                 f"{path}: model.path and model.lora are the client's to choose", remedy="Name models in [serve.models]"
             )
+        if tables.get("optimizer", {}).get("use", "adamw") != "adamw":
+            raise UnsupportedError(
+                f"{path}: optimizer.use is the client's to choose, and all that the protocol has is AdamW", remedy="Remove it"
+            )
         base = path.resolve().parent
         paths, tokenizers = _read_models(path, serve["models"])
         resolved_paths = {name: str(base / where) if (base / where).exists() else where for name, where in paths.items()}
