@@ -12,7 +12,7 @@ PAGE = Path(__file__).parents[2] / "docs/how-to/verify-a-plugin.md"
 OF_ALL = {each.name for each in PLUGIN_PROMISES}
 
 
-def listed(heading):
+def list_lines(heading):
     section = PAGE.read_text().partition(f"\n### {heading}\n")[2].partition("\n### ")[0]
     return [line for line in section.splitlines() if line.startswith("| `")]
 
@@ -20,8 +20,8 @@ def listed(heading):
 @pytest.mark.parametrize("kind", [kind.name for kind in KINDS.values() if kind.suite])
 def test_promises_of_a_kind(kind):
     due = [f"| `{each.name}` | {each.sentence} |" for each in promises_of(kind) if each.name not in OF_ALL]
-    assert listed(kind.capitalize().replace("_", " ")) == due
+    assert list_lines(kind.capitalize().replace("_", " ")) == due
 
 
 def test_promises_of_every_kind():
-    assert listed("Every kind") == [f"| `{each.name}` | {each.sentence} |" for each in PLUGIN_PROMISES]
+    assert list_lines("Every kind") == [f"| `{each.name}` | {each.sentence} |" for each in PLUGIN_PROMISES]

@@ -89,10 +89,10 @@ def test_what_is_right_breaks_nothing(right):
 def test_an_oracle_holds_an_estimator_to_its_formula():
     """A standard deviation with G instead of G - 1, say: every other promise is kept."""
 
-    def halved(batch):
+    def halve(batch):
         return wrong.Plain()(batch) * np.sqrt(0.5)
 
-    assert set(broken_by(wrong.Plain, {"oracle"}, hooks={"oracle": halved})) == {"oracle"}
+    assert set(broken_by(wrong.Plain, {"oracle"}, hooks={"oracle": halve})) == {"oracle"}
 
 
 def test_every_promise_to_estimators_is_broken_by_something():

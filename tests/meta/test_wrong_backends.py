@@ -179,7 +179,7 @@ ALSO = {
     "mask_on_the_cpu": {"logprobs_at"},
     "model_of_the_class": {"adapter_sets", "divergence"},
 }
-"""Promises that a fault breaks beside those by which it is known: theirs are sums of more, or start from what is wrong."""
+"""Promises that a fault breaks in addition to those by which it is known: theirs are sums of more, or start from what is wrong."""
 
 of_every_fault = pytest.mark.parametrize(("name", "promises", "words", "layout"), FAULTS, ids=[each[0] for each in FAULTS])
 

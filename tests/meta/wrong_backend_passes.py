@@ -353,7 +353,7 @@ def _largest(scores: Any, _micro_batch: Any) -> Any:
 
 
 def _step_on_the_cpu(self: Any, original: Any, settings: Any = None) -> Any:
-    """A norm that is kept on the CPU, beside gradients that are not."""
+    """A norm that is kept on the CPU, next to gradients that are not."""
     import torch
 
     total = torch.zeros(1)
@@ -364,7 +364,7 @@ def _step_on_the_cpu(self: Any, original: Any, settings: Any = None) -> Any:
 
 
 def _moves_each_gradient(self: Any, original: Any, batch: Any, objective: Any) -> Any:
-    """Gradients are copied to the CPU behind every micro-batch."""
+    """Gradients are copied to the CPU after every micro-batch."""
     from skyrl_engine.contracts import RankOutput
 
     parts = []

@@ -87,7 +87,7 @@ def _without_decay(self: Any, original: Any, settings: OptimizerSettings | None 
 
 
 def _remembers_the_limit(self: Any, original: Any, settings: OptimizerSettings | None = None) -> OptimStep:
-    """Clips by the last limit that any step was told."""
+    """Clips by the last limit that any step was given."""
     if settings is not None and settings.max_grad_norm is not None:
         self.limit = settings.max_grad_norm
     limit = getattr(self, "limit", (settings or self._settings).max_grad_norm)

@@ -91,7 +91,7 @@ class CountsItsBuilds(Delegating):
 
 
 class PadsWithTheNumberOfRows(Delegating):
-    """Padding, which nobody looks at, differs with the rows beside it."""
+    """Padding, which nobody looks at, differs with the rows next to it."""
 
     def build(self, columns, micro_batch, *, fields=None):
         batch = super().build(columns, micro_batch, fields=fields)
@@ -101,7 +101,7 @@ class PadsWithTheNumberOfRows(Delegating):
 
 
 class TurnsRowsWithTheBatch(Delegating):
-    """Weights of a micro-batch of one row lie elsewhere than those of several."""
+    """Weights of a micro-batch of one row are elsewhere than those of several."""
 
     def build(self, columns, micro_batch, *, fields=None):
         batch = super().build(columns, micro_batch, fields=fields)
@@ -250,7 +250,7 @@ class NeedsASample(Delegating):
 
 
 class TurnsWideColumns(Delegating):
-    """The k numbers of every token from behind, where a column has several."""
+    """The k numbers of every token in reverse, where a column has several."""
 
     def build(self, columns, micro_batch, *, fields=None):
         batch = super().build(columns, micro_batch, fields=fields)

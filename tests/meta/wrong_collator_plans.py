@@ -59,7 +59,7 @@ class PlansWhatFitsNowhere(Delegating):
 
 
 class PlansGroupsOfAnySize(Delegating):
-    """Ends a mini-batch behind each group that is larger."""
+    """Ends a mini-batch after each group that is larger."""
 
     def plan(self, lengths, layout):
         largest = np.unique(lengths.group_ids, return_counts=True)[1].max(initial=0)

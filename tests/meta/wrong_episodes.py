@@ -164,7 +164,7 @@ class MutatesTaskEpisode(Episode):
 
 
 class PaysAnywhereEpisode(Episode):
-    """Pays for the solution wherever it stands; see TellsTheAnswer."""
+    """Pays for the solution wherever it occurs; see TellsTheAnswer."""
 
     def worth(self, text):
         return float(str(self.task.data["sum"]) in re.findall(r"\d+", text))

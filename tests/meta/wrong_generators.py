@@ -1,4 +1,4 @@
-"""Generators with one fault each, made from a right one: it reads every row anew in every step, and samples a token of each."""
+"""Generators with one fault each, made from a right one: it reads every row again in every step, and samples a token of each."""
 
 import numpy as np
 import torch
@@ -357,7 +357,7 @@ class NoTopScores(Plain):
 
 
 class TopScoresBehindThePlace(Plain):
-    """Gives at every place of a prompt what may follow its token, and not what may stand in its place."""
+    """Gives at every place of a prompt what may follow its token, and not what may take its place."""
 
     description = evolve(Plain.description, capabilities=Plain.description.capabilities | {"top_prompt_logprobs"})
 

@@ -39,7 +39,7 @@ class Pairs(Plain):
 
 
 class PairsByRole(Plain):
-    """Right: pairs by the roles of their samples, which may stand in any order."""
+    """Right: pairs by the roles of their samples, which may come in any order."""
 
     needs = ("logprobs", "ref_logprobs", "sample:role")
     unit_size = 2

@@ -226,7 +226,7 @@ class SilentWhereOneIsMissing(Plain):
 
 
 class SilentWhereTheLastIsMissing(Plain):
-    """Looks for every planned sample but the last, behind which a loop ended too soon."""
+    """Looks for every planned sample but the last: its loop ended too soon."""
 
     def check(self, whole, expected):
         ids = whole.sample_ids.tolist()

@@ -63,7 +63,7 @@ class DividesPerMicroBatch(Plain):
 
 
 class TakesNeighboursForAGroup(Plain):
-    """Finds groups by where the label changes: sequences of one group must stand together."""
+    """Finds groups by where the label changes: sequences of one group must be neighbours."""
 
     def of(self, structure, weight):
         runs = np.cumsum(np.append(0, np.diff(structure.group_ids) != 0))
@@ -191,7 +191,7 @@ class ByGenre(ByDomain):
 
 
 class ByDifficulty(ByDomain):
-    """Odd and right: reads numbers beside texts."""
+    """Odd and right: reads numbers in addition to texts."""
 
     needs = ("sample:domain", "sample:difficulty")
 

@@ -1,4 +1,4 @@
-"""Preferences beside TRL's own trainers, in `nox -s peers`: the tokens of rows of every shape that TRL reads, and losses of preferences and
+"""Preferences against TRL's own trainers, in `nox -s peers`: the tokens of rows of every shape that TRL reads, and losses of preferences and
 reward models on one model and batch, with the gradient of every parameter.
 
 TRL computes a whole step by itself, from its collator's batch to its loss; ours is given log-probabilities of the same tokens. Either the
@@ -74,7 +74,7 @@ Batch = dict[str, torch.Tensor]
 
 
 class Trainers:
-    """TRL's trainers of one model, which lies in `folder`."""
+    """TRL's trainers of one model, which is in `folder`."""
 
     def __init__(self, folder: str) -> None:
         self.folder, self.path = folder, Path(folder) / "model"
@@ -133,7 +133,7 @@ def ours(loss: Callable[[LossTokens], LossOutput], model: Any, batch: Batch, **c
 def gradient(model: Any, loss: torch.Tensor) -> torch.Tensor:
     model.zero_grad()
     loss.backward()
-    return torch.cat([each.grad.flatten().clone() for each in model.parameters() if each.grad is not None])
+    return torch.cat([parameter.grad.flatten().clone() for parameter in model.parameters() if parameter.grad is not None])
 
 
 def compare(name: str, model: Any, theirs: torch.Tensor, made: torch.Tensor) -> None:
@@ -207,7 +207,7 @@ def odds_ratio(trainers: Trainers) -> None:
     compare("orpo", trainer.model, theirs, made)
 
 
-def judged(trainers: Trainers) -> None:
+def judge_kto(trainers: Trainers) -> None:
     """KTO in one micro-batch, with the baseline of TRL's own mismatched rows; noise on the reference makes it positive."""
     weights = {"desirable_weight": 1.5, "undesirable_weight": 0.75}
     trainer = trainers.make(KTOTrainer, KTOConfig, JUDGED, moved="ref_model", beta=BETA, **weights)
@@ -243,7 +243,7 @@ def rewards(trainers: Trainers) -> None:
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         trainers = Trainers(folder)
-        for comparison in (rows_of_every_shape, direct, contrastive, odds_ratio, judged, rewards):
+        for comparison in (rows_of_every_shape, direct, contrastive, odds_ratio, judge_kto, rewards):
             comparison(trainers)
 
 

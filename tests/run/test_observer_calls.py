@@ -1,4 +1,4 @@
-"""The observer bus: everybody is told, latecomers too, and the one that fails is named."""
+"""The observer bus: every observer is called, latecomers too, and the one that fails is named."""
 
 from pathlib import Path
 
