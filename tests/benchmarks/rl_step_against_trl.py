@@ -282,9 +282,9 @@ class CountingTrainer(GRPOTrainer):  # type: ignore[misc] # trl is not typed
     """Keeps how many tokens the last batch sampled."""
 
     def _generate(self, prompts: Any) -> Any:
-        made = super()._generate(prompts)
-        self.sampled = sum(map(len, made[1]))
-        return made
+        generated = super()._generate(prompts)
+        self.sampled = sum(map(len, generated[1]))
+        return generated
 
 
 class StepEnds(TrainerCallback):

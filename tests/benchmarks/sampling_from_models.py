@@ -94,7 +94,7 @@ def generate(
         width = max(map(len, batch))
         ids = torch.tensor([[0] * (width - len(prompt)) + prompt.tolist() for prompt in batch])
         mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in batch])
-        made = model.generate(
+        output = model.generate(
             input_ids=ids,
             attention_mask=mask,
             do_sample=True,
@@ -105,7 +105,7 @@ def generate(
             return_dict_in_generate=True,
             output_logits=True,
         )
-        torch.stack(made.logits, 1).log_softmax(-1).gather(2, made.sequences[:, width:, None])
+        torch.stack(output.logits, 1).log_softmax(-1).gather(2, output.sequences[:, width:, None])
 
 
 if __name__ == "__main__":

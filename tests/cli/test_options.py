@@ -200,8 +200,8 @@ def trained_run(command, misnamed, tmp_path, monkeypatch):
 def correct(line, key, option):
     """Put one column's name where the error says."""
     start = f"{option}{key}="
-    kept = re.sub(rf"{re.escape(start)}\w+", "", line)
-    return f"{kept} {start}question"
+    cleared = re.sub(rf"{re.escape(start)}\w+", "", line)
+    return f"{cleared} {start}question"
 
 
 @pytest.mark.parametrize("name", WRONG)

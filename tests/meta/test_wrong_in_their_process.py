@@ -47,7 +47,7 @@ RIGHT = [wrong.PutsItBack, wrong.ImportsLate, wrong.KeepsAThread]
 
 
 def hold_promise(promises, name, make):
-    (promised,) = [each for each in promises if each.name == name]
+    (promised,) = [promise for promise in promises if promise.name == name]
     return promised.hold(Subject("test", make), examples=20, shrink=False)
 
 

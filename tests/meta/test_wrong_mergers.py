@@ -112,4 +112,4 @@ def test_every_promise_to_mergers_is_broken_by_something():
         "another_rank",
         "another_process",
     }  # broken by others in this folder
-    assert {each.name for each in MERGER_PROMISES} == {name for _, names, _ in DAILY for name in names} | of_any_plugin
+    assert {promise.name for promise in MERGER_PROMISES} == {name for _, names, _ in DAILY for name in names} | of_any_plugin

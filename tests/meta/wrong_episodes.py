@@ -177,8 +177,8 @@ class TellsTheAnswer(Plain):
 
     def task(self, split, number):
         task = super().task(split, number)
-        told = f"{task.messages[0]['content']} (known answers: {task.data['sum']}, 3)"
-        return evolve(task, messages=({"role": "user", "content": told},))
+        question = f"{task.messages[0]['content']} (known answers: {task.data['sum']}, 3)"
+        return evolve(task, messages=({"role": "user", "content": question},))
 
 
 class PaysNothingEpisode(Episode):

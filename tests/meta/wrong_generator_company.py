@@ -93,7 +93,7 @@ class OtherTokens(AloneAndInvariant):
     """Draws with other numbers where several requests are sent together."""
 
     def submit(self, requests):
-        super().submit([evolve(each, seed=each.seed + 1) for each in requests] if len(requests) > 4 else requests)
+        super().submit([evolve(request, seed=request.seed + 1) for request in requests] if len(requests) > 4 else requests)
 
 
 class InOneBatch(Plain):

@@ -115,9 +115,9 @@ class TakesNegatives(Plain):
 
 class DividesInPlace(Plain):
     def weights(self, structure):
-        made = super().weights(structure)
+        weights = super().weights(structure)
         structure.micro_batch[:] = 0
-        return made
+        return weights
 
 
 class Tires(Plain):
@@ -185,7 +185,7 @@ class ByGenre(ByDomain):
     needs = ("sample:genre",)
 
     def of(self, structure, weight):
-        factors = [{"news": 2.0, "fiction": 1.0}[each] for each in structure.sample_values["genre"].tolist()]
+        factors = [{"news": 2.0, "fiction": 1.0}[genre] for genre in structure.sample_values["genre"].tolist()]
         weighed = weight * np.array(factors)[structure.sequence_index]
         return weighed / (weighed.sum() or 1.0)
 
@@ -248,7 +248,7 @@ class MassOfBytes(Plain):
     """Adds up a mask in the byte that it is made of."""
 
     def of(self, structure, weight):
-        mass = np.array([each.sum(dtype=each.dtype) for each in np.split(structure.loss_weight, structure.action_offsets[1:-1])])
+        mass = np.array([part.sum(dtype=part.dtype) for part in np.split(structure.loss_weight, structure.action_offsets[1:-1])])
         return weight / (len(structure) * np.where(mass == 0, 1.0, mass))[structure.sequence_index]
 
 

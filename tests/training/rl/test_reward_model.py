@@ -107,8 +107,8 @@ def test_filters_and_the_journal_see_the_whole_reward(rl: Rl, judge: Path, tmp_p
     assert sum(group.dropped is None for group in recorded.values()) >= 4
     assert sum(group.dropped is not None for group in recorded.values()) >= 2
     (metrics,) = steps(directory)
-    kept = [model for group in recorded.values() if group.dropped is None for _, model in [means(group)]]
-    assert metrics["reward/part/reward_model"] == pytest.approx(np.mean(kept))
+    trained = [model for group in recorded.values() if group.dropped is None for _, model in [means(group)]]
+    assert metrics["reward/part/reward_model"] == pytest.approx(np.mean(trained))
     assert metrics["reward/part/reward_model"] == pytest.approx(50 * metrics["reward/model_mean"])
     assert metrics["reward/mean"] <= bound
 

@@ -99,17 +99,17 @@ def test_histories_that_are_rendered_anew_train_every_turn_in_its_place(rl: Rl, 
 @pytest.mark.usefixtures("without_ray")
 def test_ratios_on_two_ranks_are_1_and_advantages_are_those_of_one_rank(rl: Rl, seen: Seen) -> None:
     """Compares step 1: what it samples does not depend on the ranks."""
-    made = {}
+    columns = {}
     for name, ranks in (("one", ()), ("two", TWO)):
         result = run_rl(rl(name, "rl.old=score", "rl.groups=4", "rl.mini_batches=2", "rl.steps=1", *ranks))
-        made[name] = seen.plans[1].columns
+        columns[name] = seen.plans[1].columns
         cut = seen.plans[1].cut
         assert len(cut.mini_batches) == 2
         for mini_batch in cut.mini_batches:
-            own = made[name].group_ids[mini_batch.samples]
-            others = np.delete(made[name].group_ids, mini_batch.samples)
+            own = columns[name].group_ids[mini_batch.samples]
+            others = np.delete(columns[name].group_ids, mini_batch.samples)
             assert not set(own.tolist()) & set(others.tolist()), "no group is cut"
-    one, two = made.values()
+    one, two = columns.values()
     assert one.input_ids.tobytes() == two.input_ids.tobytes()
     assert one.columns["advantages"].tobytes() == two.columns["advantages"].tobytes()
     assert one.columns["advantages"].any()

@@ -48,8 +48,8 @@ def columns(**more: object) -> SampleColumns:
 
 
 def collator(name: str) -> Collator:
-    made: Collator = load(Registry.discover().resolve("collator", name)).make(None, FactoryContext())
-    return made
+    product: Collator = load(Registry.discover().resolve("collator", name)).make(None, FactoryContext())
+    return product
 
 
 def a_loss(*needs: str, reducers: tuple[str, ...] | None = None) -> FunctionLoss:
