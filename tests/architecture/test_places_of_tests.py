@@ -20,7 +20,7 @@ def list_reasons(file: Path, tests: Path, engine: Path) -> Iterator[str]:
         yield f"{file.relative_to(tests)}: skyrl_engine has no {folder.as_posix()}"
         return
     named = file.name.removeprefix("test_")
-    below = [found.parent.relative_to(engine).as_posix() for found in home.rglob(named) if found.parent != home]
+    below = [path.parent.relative_to(engine).as_posix() for path in home.rglob(named) if path.parent != home]
     if below and not (home / named).is_file():
         yield f"{file.relative_to(tests)}: the module of this name lies in {below[0]}"
 

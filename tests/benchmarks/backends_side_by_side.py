@@ -204,13 +204,13 @@ class Subject:
         taken = [peak - level for peak, level in zip(peaks, levels, strict=True) if peak is not None and level is not None]
         return max(taken, default=None)
 
-    def scored(self) -> BatchOutput:
+    def score_batch(self) -> BatchOutput:
         """Outputs of a pass whose gradient is kept."""
         return self.engine.forward_backward(self.engine.plan(self._columns)).result().output
 
     def parity(self, expected: BatchOutput, gradients: Path) -> Parity:
-        """Distance from another subject, which scored `due` and whose gradients are in that file."""
-        output = self.scored()
+        """Distance from another subject, which scored `expected` and whose gradients are in that file."""
+        output = self.score_batch()
         squares = self._world.run(on_rank.gradient_differences, gradients)[0]
         got, wanted = (side.fields["logprobs"].values.astype(np.float64) for side in (output, expected))
         apart = np.abs(got - wanted)
@@ -279,9 +279,9 @@ def measure(setting: Setting, size: Size, backends: Sequence[str], *, one_at_a_t
     with World(1, timeout=PATIENCE_SECONDS, device=setting.device, measured=True) as world:
         alone = evolve(setting, dtype="float32", ranks=1)
         subject = Subject("fsdp", alone, size, world)
-        expected = subject.scored()
+        expected = subject.score_batch()
         world.run(on_rank.keep_gradients, gradients)
-    found: list[Measured] = []
+    measurements: list[Measured] = []
     for together in [[backend] for backend in backends] if one_at_a_time else [list(backends)]:
         with ExitStack() as stack:
             subjects: dict[str, Subject] = {}
@@ -293,7 +293,7 @@ def measure(setting: Setting, size: Size, backends: Sequence[str], *, one_at_a_t
                     subjects[backend] = Subject(backend, setting, size, world)
                 except (UnsupportedError, PluginNotFoundError) as error:
                     refusal = f"{error.cause}. {error.remedy}."
-                    found.append(Measured(backend, refusal))
+                    measurements.append(Measured(backend, refusal))
                 say(f"{backend}: {refusal or f'ready after {time.monotonic() - started:.0f} s'}")
             seconds = dict.fromkeys(subjects, math.inf)
             for number in range(1, setting.rounds + 1):
@@ -302,9 +302,9 @@ def measure(setting: Setting, size: Size, backends: Sequence[str], *, one_at_a_t
                 say(f"round {number} of {setting.rounds}: " + ", ".join(f"{name} {taken:.2f} s" for name, taken in seconds.items()))
             for backend, subject in subjects.items():
                 peak = subject.peak()
-                found.append(Measured(backend, "", seconds[backend], peak, subject.parity(expected, gradients)))
-                say(f"{backend}: {found[-1].parity}")
-    return sorted(found, key=lambda measurement: list(backends).index(measurement.backend))
+                measurements.append(Measured(backend, "", seconds[backend], peak, subject.parity(expected, gradients)))
+                say(f"{backend}: {measurements[-1].parity}")
+    return sorted(measurements, key=lambda measurement: list(backends).index(measurement.backend))
 
 
 def say(line: str) -> None:
@@ -367,9 +367,9 @@ def _version(name: str) -> str:
 def put_into(page: str, device: Device, text: str) -> str:
     """The page with `text` as what was generated for this kind of device. Raises ValueError where it has no place for it."""
     begin, end = f"<!-- generated for {device} -->\n", f"<!-- end of {device} -->\n"
-    head, found, rest = page.partition(begin)
+    head, middle, rest = page.partition(begin)
     _, closed, tail = rest.partition(end)
-    if not (found and closed):
+    if not (middle and closed):
         raise ValueError(f"the page has no lines {begin.strip()} and {end.strip()}")
     return head + begin + "\n" + text.strip() + "\n\n" + end + tail
 
@@ -401,10 +401,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--page", type=Path, help="documentation page whose generated part for the device is rewritten")
     options = parser.parse_args(arguments)
-    found = torch.cuda.device_count()
-    device: Device = options.device if options.device != "auto" else ("cuda" if found else "cpu")
-    if device == "cuda" and found < options.ranks:
-        parser.error(f"{options.ranks} ranks need as many CUDA devices, torch sees {found}: lower --ranks, or say --device cpu")
+    count = torch.cuda.device_count()
+    device: Device = options.device if options.device != "auto" else ("cuda" if count else "cpu")
+    if device == "cuda" and count < options.ranks:
+        parser.error(f"{options.ranks} ranks need as many CUDA devices, torch sees {count}: lower --ranks, or say --device cpu")
     if min(options.ranks, options.rounds, options.steps) < 1:
         parser.error("--ranks, --rounds and --steps are at least 1")
     size = SIZES[options.size or DEFAULT_SIZE[device]]

@@ -138,13 +138,13 @@ def test_mistakes_in_plugin_tables_name_plugin_distribution_and_version(
     with pytest.raises(ConfigError) as caught:
         resolve(load(Path("train.toml"), NEEDED))
     plugin = "loss 'sharp' of acme-parts 2.0.0"
-    found = [str(problem) for problem in caught.value.problems]
-    assert found[0].startswith("train.toml:11: run.ranks: is 2")
-    assert f'train.toml:3: loss.gama: is not a known key ({plugin}). Did you mean "gamma"?' in found
-    assert f"train.toml:4: loss.gamma: must be at least 0, is -1.0 ({plugin}). Choose a larger number" in found
-    assert f"train.toml:6: loss.parts[0].use: must be text, is 3 ({plugin}). Put it in quotes" in found
-    assert any(line.startswith("train.toml:9: reducer.x: reducer 'sum' of skyrl-engine-reducers") for line in found)
-    assert len(found) == 5
+    causes = [str(problem) for problem in caught.value.problems]
+    assert causes[0].startswith("train.toml:11: run.ranks: is 2")
+    assert f'train.toml:3: loss.gama: is not a known key ({plugin}). Did you mean "gamma"?' in causes
+    assert f"train.toml:4: loss.gamma: must be at least 0, is -1.0 ({plugin}). Choose a larger number" in causes
+    assert f"train.toml:6: loss.parts[0].use: must be text, is 3 ({plugin}). Put it in quotes" in causes
+    assert any(line.startswith("train.toml:9: reducer.x: reducer 'sum' of skyrl-engine-reducers") for line in causes)
+    assert len(causes) == 5
 
 
 def test_an_option_of_the_plugin_that_the_command_line_replaces_is_told_as_one(

@@ -145,12 +145,16 @@ def test_weights_in_files_are_sampled_from_beside_those_that_are_trained(
     else:
         engine.add_weights("exported", tmp_path / "export")
     for target, expected in (("base", before), ("exported", after)):
-        found = engine.generate([evolve(each, target=target) for each in requests]).result()
-        assert [each.token_ids.tolist() for each in found] == [each.token_ids.tolist() for each in expected]
+        completions = engine.generate([evolve(completion, target=target) for completion in requests]).result()
+        assert [completion.token_ids.tolist() for completion in completions] == [
+            completion.token_ids.tolist() for completion in expected
+        ]
         # merged in another order of operations
-        assert all(np.allclose(one.logprobs, other.logprobs, rtol=0, atol=1e-5) for one, other in zip(found, expected, strict=True))
+        assert all(
+            np.allclose(one.logprobs, other.logprobs, rtol=0, atol=1e-5) for one, other in zip(completions, expected, strict=True)
+        )
     present = engine.generate(requests).result()
-    assert [each.logprobs.tolist() for each in present] != [each.logprobs.tolist() for each in after]
+    assert [completion.logprobs.tolist() for completion in present] != [completion.logprobs.tolist() for completion in after]
     engine.sampler.release("base")
 
 

@@ -40,7 +40,7 @@ def test_a_backend_is_measured_against_float32(tmp_path: Path) -> None:
     """bfloat16 differs, by no more than the tolerance; a gradient of twice the size, or without one parameter's share, does not pass."""
     world: Any = Here()
     reference = Subject("fsdp", setting(tmp_path, "float32"), TINY, world)
-    expected, file = reference.scored(), tmp_path / "gradients.safetensors"
+    expected, file = reference.score_batch(), tmp_path / "gradients.safetensors"
     world.run(on_rank.keep_gradients, file)
     subject = Subject("fsdp", setting(tmp_path, "bfloat16"), TINY, world)
     weights = subject.engine.weights()

@@ -110,24 +110,24 @@ RIGHT = [
 ]
 
 
-def named(value):
+def name_class(value):
     return getattr(value, "__name__", None)
 
 
-@pytest.mark.parametrize(("fault", "promises", "words"), FAULTS, ids=named)
+@pytest.mark.parametrize(("fault", "promises", "words"), FAULTS, ids=name_class)
 def test_a_wrong_environment_breaks_its_promise(fault, promises, words):
     """These promises and no others; where an environment cannot be played, the others are undecided."""
     breaking.require_broken(breaking.broken_by(QUICK, fault, promises, examples=EXAMPLES), promises, words)
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(("fault", "promises", "words"), BY_NIGHT, ids=named)
+@pytest.mark.parametrize(("fault", "promises", "words"), BY_NIGHT, ids=name_class)
 def test_other_wrong_environments_break_their_promises(fault, promises, words):
     held = [promise for promise in QUICK if promise.name in promises]
     breaking.require_broken(breaking.broken_by(held, fault, promises, examples=4 * EXAMPLES), promises, words)
 
 
-@pytest.mark.parametrize("right", RIGHT, ids=named)
+@pytest.mark.parametrize("right", RIGHT, ids=name_class)
 def test_an_odd_environment_that_is_right_breaks_none(right):
     lines = [
         (promise.name, finding.lines)

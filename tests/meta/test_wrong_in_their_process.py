@@ -51,11 +51,11 @@ def hold_promise(promises, name, make):
     return promised.hold(Subject("test", make), examples=20, shrink=False)
 
 
-def named(value):
+def name_class(value):
     return getattr(value, "__name__", "")
 
 
-@pytest.mark.parametrize(("promises", "fault", "words"), SETTINGS, ids=named)
+@pytest.mark.parametrize(("promises", "fault", "words"), SETTINGS, ids=name_class)
 def test_who_changes_the_process_is_found_and_the_process_is_as_before(promises, fault, words):
     before = {name: value for name, value in settings_of_process().items() if name != "threads"}
     finding = hold_promise(promises, "process_settings", fault)
@@ -64,14 +64,14 @@ def test_who_changes_the_process_is_found_and_the_process_is_as_before(promises,
     assert {name: settings_of_process()[name] for name in before} == before
 
 
-@pytest.mark.parametrize(("promises", "fault"), RANKS, ids=named)
+@pytest.mark.parametrize(("promises", "fault"), RANKS, ids=name_class)
 def test_who_asks_for_the_rank_is_found(promises, fault):
     finding = hold_promise(promises, "another_rank", fault)
     assert finding.status == "broken"
     assert "another rank" in finding.cause
 
 
-@pytest.mark.parametrize("right", RIGHT, ids=named)
+@pytest.mark.parametrize("right", RIGHT, ids=name_class)
 def test_who_leaves_it_as_it_was_is_right(right, tmp_path, monkeypatch):
     (tmp_path / "sets_when_imported.py").write_text("import logging\nlogging.disable(logging.DEBUG)\n")
     monkeypatch.syspath_prepend(tmp_path)

@@ -100,12 +100,12 @@ class Trainers:
             model = AutoModelForSequenceClassification.from_pretrained(self.path, num_labels=1)
         else:
             model = AutoModelForCausalLM.from_pretrained(self.path)
-        made = kind(model, args=arguments, train_dataset=Dataset.from_list(rows), processing_class=self.tokenizer)
+        trainer = kind(model, args=arguments, train_dataset=Dataset.from_list(rows), processing_class=self.tokenizer)
         torch.manual_seed(1)
         with torch.no_grad():
-            for parameter in getattr(made, moved).float().parameters():
+            for parameter in getattr(trainer, moved).float().parameters():
                 parameter.add_(torch.randn_like(parameter), alpha=0.05)
-        return made
+        return trainer
 
 
 def logprobs_of(model: Any, batch: Batch, of: str = "") -> torch.Tensor:
@@ -170,8 +170,8 @@ def direct(trainers: Trainers) -> None:
         model, batch = trainer.model, next(iter(trainer.get_train_dataloader()))
         with torch.no_grad():
             known = logprobs_of(trainer.ref_model.float(), batch)
-        made = ours(lambda tokens, config=config: plugin.dpo(tokens, config), model, batch, ref_logprobs=known)
-        compare(f"dpo {loss_type}", model, trainer.compute_loss(model, dict(batch)), made)
+        losses = ours(lambda tokens, config=config: plugin.dpo(tokens, config), model, batch, ref_logprobs=known)
+        compare(f"dpo {loss_type}", model, trainer.compute_loss(model, dict(batch)), losses)
 
 
 def halves(trainer: Any, batch: Batch) -> Batch:
@@ -203,8 +203,8 @@ def odds_ratio(trainers: Trainers) -> None:
     batch = next(iter(trainer.get_train_dataloader()))
     chosen, rejected = trainer.concatenated_forward(trainer.model, batch)[:2]
     theirs = -chosen.mean() - trainer.odds_ratio_loss(chosen, rejected)[0].mean()
-    made = ours(lambda tokens: plugin.orpo(tokens, OrpoConfig(lam=BETA)), trainer.model, halves(trainer, batch))
-    compare("orpo", trainer.model, theirs, made)
+    losses = ours(lambda tokens: plugin.orpo(tokens, OrpoConfig(lam=BETA)), trainer.model, halves(trainer, batch))
+    compare("orpo", trainer.model, theirs, losses)
 
 
 def judge_kto(trainers: Trainers) -> None:
@@ -219,8 +219,8 @@ def judge_kto(trainers: Trainers) -> None:
     baseline = (gaps.sum() / len(JUDGED)).clamp(min=0.0).expand(len(known))
     assert float(baseline[0]) > 0, "a baseline of 0 would compare nothing"
     config = KtoConfig(beta=BETA, **weights)
-    made = ours(lambda tokens: plugin.kto(tokens, config), model, batch, ref_logprobs=known, kl_baseline=baseline)
-    compare("kto", model, trainer.compute_loss(model, dict(batch)), made)
+    losses = ours(lambda tokens: plugin.kto(tokens, config), model, batch, ref_logprobs=known, kl_baseline=baseline)
+    compare("kto", model, trainer.compute_loss(model, dict(batch)), losses)
 
 
 def rewards(trainers: Trainers) -> None:

@@ -35,9 +35,9 @@ def test_equal_passes_are_not_apart() -> None:
 @pytest.mark.parametrize("name", ["first", "middle", "last"])
 @pytest.mark.parametrize("spoiled", SPOILED, ids=["nan", "inf", "shape"])
 def test_a_gradient_that_cannot_be_compared_is_infinitely_far(name: str, spoiled: np.ndarray) -> None:
-    found = compare(measure(**{name: spoiled}), measure())
-    assert (found.gradient, found.parameter) == (np.inf, name)
-    assert not found.within(1e300)
+    comparison = compare(measure(**{name: spoiled}), measure())
+    assert (comparison.gradient, comparison.parameter) == (np.inf, name)
+    assert not comparison.within(1e300)
 
 
 def test_a_parameter_without_gradient_has_the_gradient_0() -> None:

@@ -36,8 +36,8 @@ def curve(directory: Path) -> list[tuple[int, float, float, float]]:
 
 
 def evaluations(directory: Path) -> list[tuple[int, float]]:
-    found = [record for record in read_metrics(directory / "metrics.jsonl") if record["kind"] == "evaluation"]
-    return [(record["step"], record["metrics"]["loss"]) for record in found]
+    records = [record for record in read_metrics(directory / "metrics.jsonl") if record["kind"] == "evaluation"]
+    return [(record["step"], record["metrics"]["loss"]) for record in records]
 
 
 def weights(directory: Path) -> dict[str, bytes]:

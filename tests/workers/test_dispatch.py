@@ -300,7 +300,7 @@ class _Recorded:
         return lambda: [self.put_shards[message.shard] for message in messages]
 
 
-def _seen():
+def _make_columns_with_images():
     """Two samples with an image each, and one of text."""
     grids = [[[1, 2, 2]], [[1, 2, 4]], None]
     pixels = [np.full((4, 6), 1.0, np.float32), np.full((8, 6), 2.0, np.float32), None]
@@ -310,7 +310,7 @@ def _seen():
 
 @pytest.mark.parametrize("collator", [PaddedCollator(pad_token_id=1), PackedCollator(pad_token_id=1)])
 def test_pixels_are_sent_to_the_first_pipeline_stage_alone(collator):
-    columns, topology, transport = _seen(), Topology(dp=2, tp=2, pp=2), _Recorded()
+    columns, topology, transport = _make_columns_with_images(), Topology(dp=2, tp=2, pp=2), _Recorded()
     (mini_batch,) = collator.plan(columns.lengths, Layout(dp=2, pp=2)).mini_batches
     group = WorkerGroup(transport, topology)
     placed = group.put(cut(columns, mini_batch, np.ones(9), []))
@@ -329,7 +329,7 @@ def test_pixels_are_sent_to_the_first_pipeline_stage_alone(collator):
                 np.testing.assert_array_equal(here.inputs[name], there.inputs[name])
 
 
-@pytest.mark.parametrize(("columns", "pp"), [(_seen(), 1), (SampleColumns.from_lists(input_ids=[[1, 2]]), 2)])
+@pytest.mark.parametrize(("columns", "pp"), [(_make_columns_with_images(), 1), (SampleColumns.from_lists(input_ids=[[1, 2]]), 2)])
 def test_a_shard_without_pixels_to_spare_is_sent_once(columns, pp):
     transport = _Recorded()
     (mini_batch,) = PaddedCollator().plan(columns.lengths, Layout(pp=pp)).mini_batches

@@ -109,16 +109,16 @@ def places(weights: TinyWeights, temperature: float, factor: float, draw: np.ran
         request.prompt_ids.tolist()
         for request in requests_of(promises.REQUESTS[temperature], seed=list(promises.REQUESTS).index(temperature))
     ]
-    found: list[Floats] = []
+    values: list[Floats] = []
     for _ in range(promises.TOKENS):
         logprobs = np.array([scores[-1] for scores in weights.logprobs_of_rows(rows, temperature)])
-        found.append(logprobs)
-        tokens = drawn(at_temperature(logprobs, factor), draw, 1)[0]
+        values.append(logprobs)
+        tokens = draw_tokens(at_temperature(logprobs, factor), draw, 1)[0]
         rows = [[*row, int(token)] for row, token in zip(rows, tokens, strict=True)]
-    return np.concatenate(found)
+    return np.concatenate(values)
 
 
-def drawn(logprobs: Floats, draw: np.random.Generator, times: int) -> npt.NDArray[np.int64]:
+def draw_tokens(logprobs: Floats, draw: np.random.Generator, times: int) -> npt.NDArray[np.int64]:
     """int64[times, n]: tokens at n places."""
     running = np.exp(logprobs).cumsum(-1)
     tokens = [np.searchsorted(sums, draw.random(times) * sums[-1], side="right") for sums in running]
@@ -127,7 +127,7 @@ def drawn(logprobs: Floats, draw: np.random.Generator, times: int) -> npt.NDArra
 
 def gains(logprobs: Floats, factor: float, draw: np.random.Generator, times: int) -> Floats:
     """float64[times, factors]: the gains of samplers at `factor` times the temperature."""
-    tokens = drawn(at_temperature(logprobs, factor), draw, times)
+    tokens = draw_tokens(at_temperature(logprobs, factor), draw, times)
     ratios = np.stack([at_temperature(logprobs, scale) - logprobs for scale in FACTORS], axis=-1)
     return ratios[np.arange(len(logprobs)), tokens].sum(1)
 
@@ -154,7 +154,7 @@ BOUND = np.log(promises.TESTS / FALSE_ALARM)
 def test_the_evidence_is_that_of_the_kit(weights: TinyWeights) -> None:
     draw = np.random.default_rng(3)
     logprobs = places(weights, 1.0, 1.0, draw)[:40]
-    tokens = drawn(logprobs, draw, 1)
+    tokens = draw_tokens(logprobs, draw, 1)
     found = Temperatures.of([logprobs[:10], logprobs[10:]], [tokens[0, :10].astype(np.int32), tokens[0, 10:].astype(np.int32)])
     ratios = np.stack([at_temperature(logprobs, scale) - logprobs for scale in FACTORS], axis=-1)
     np.testing.assert_allclose(found.gains, ratios[np.arange(40), tokens[0]].sum(0))
@@ -171,7 +171,7 @@ def test_temperatures_of_a_right_sampler_seldom_break_the_promise(weights: TinyW
     draw = np.random.default_rng(4)
     logprobs = places(weights, temperature, 1.0, draw)
     sides = [factor_at_the_bound(logprobs, factor) for factor in (min(FACTORS), max(FACTORS))]
-    tokens = np.concatenate([drawn(at_temperature(logprobs, factor), draw, 1000) for factor in sides])
+    tokens = np.concatenate([draw_tokens(at_temperature(logprobs, factor), draw, 1000) for factor in sides])
     at = np.arange(len(logprobs))
     found = evidence(np.stack([(at_temperature(logprobs, scale) - logprobs)[at, tokens].sum(1) for scale in FACTORS], axis=-1))
     log_weights = -np.logaddexp(*((at_temperature(logprobs, factor) - logprobs)[at, tokens].sum(1) for factor in sides)) + np.log(2)
@@ -222,7 +222,7 @@ def test_close_temperatures_seldom_give_equal_tokens(weights: TinyWeights, place
         logprobs = np.array([scores[-1] for scores in weights.logprobs_of_rows(rows, near)])
         variations = np.abs(np.exp(logprobs) - np.exp(at_temperature(logprobs, far / near))).sum(-1) / 2
         same += float(np.log1p(-variations).sum())
-        rows = [[*row, int(token)] for row, token in zip(rows, drawn(logprobs, draw, 1)[0], strict=True)]
+        rows = [[*row, int(token)] for row, token in zip(rows, draw_tokens(logprobs, draw, 1)[0], strict=True)]
     print(f"temperatures {near:g} and {far:g}: all tokens are the same with probability {np.exp(same):.2g} at most")
     assert np.exp(same) <= FALSE_ALARM / len(promises.CLOSE)
 

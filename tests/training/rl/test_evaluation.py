@@ -59,8 +59,8 @@ def test_an_evaluation_changes_no_training(rl: Rl, seen: Seen) -> None:
         rl("looked", "rl.steps=2", "evaluation={every=1, at_start=true, samples=3, tasks=2, temperature=1.0}")
     ).directory
     assert weights_of(plain) == weights_of(looked)
-    found = [record for record in read_metrics(looked / "metrics.jsonl") if record["kind"] == "evaluation"]
-    assert [record["step"] for record in found] == [0, 1, 2]
-    assert {"evaluation/avg@3", "evaluation/pass@1", "evaluation/pass@3"} <= found[0]["metrics"].keys()
-    assert found[0]["metrics"] != found[2]["metrics"], "the weights moved"
+    evaluations = [record for record in read_metrics(looked / "metrics.jsonl") if record["kind"] == "evaluation"]
+    assert [record["step"] for record in evaluations] == [0, 1, 2]
+    assert {"evaluation/avg@3", "evaluation/pass@1", "evaluation/pass@3"} <= evaluations[0]["metrics"].keys()
+    assert evaluations[0]["metrics"] != evaluations[2]["metrics"], "the weights moved"
     assert len(steps_of(looked)) == 2

@@ -171,7 +171,7 @@ def load_double(folder: Path, weights: dict[str, Any] | None = None) -> Any:
 
 
 def attempts_of(groups: Sequence[Group], before: Any, reference: Any) -> list[list[Attempt]]:
-    found = []
+    attempts = []
     for group in groups:
         own = []
         for trajectory in group.finished:
@@ -182,8 +182,8 @@ def attempts_of(groups: Sequence[Group], before: Any, reference: Any) -> list[li
             rewards = trajectory.rewards.astype("float64").tolist()
             assert trajectory.unplaced_reward == 0
             own.append(Attempt(trajectory, places, old.tolist(), rewards, frozen_scores.tolist(), values.tolist()))
-        found.append(own)
-    return found
+        attempts.append(own)
+    return attempts
 
 
 def compute_gradients(recipe: Recipe, groups: list[list[Attempt]], model: Any) -> dict[str, torch.Tensor]:

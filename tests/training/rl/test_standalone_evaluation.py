@@ -17,8 +17,8 @@ EVALUATED = ("evaluation.at_end=true", "evaluation.samples=3", "evaluation.tempe
 
 def evaluate(capsys: pytest.CaptureFixture[str], *arguments: Any) -> dict[str, Any]:
     assert main(["evaluate", *map(str, arguments), "--json"]) == 0, capsys.readouterr().err
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return found
+    report: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return report
 
 
 def last_of(run: Path) -> dict[str, float]:
@@ -30,22 +30,22 @@ def test_a_run_evaluated_anew_has_the_numbers_of_its_own_evaluation(
 ) -> None:
     run = run_rl(rl("run", *EVALUATED)).directory
     file = tmp_path / "attempts.jsonl"
-    found = evaluate(capsys, run, "-k", 3, "--output", file)
-    assert found == {"tasks": 2, "metrics": last_of(run)}
+    report = evaluate(capsys, run, "-k", 3, "--output", file)
+    assert report == {"tasks": 2, "metrics": last_of(run)}
     groups = list(read_rollouts(file))
     assert [len(group.trajectories) for group in groups] == [3, 3]
-    assert found["metrics"]["evaluation/avg@3"] == pytest.approx(
+    assert report["metrics"]["evaluation/avg@3"] == pytest.approx(
         sum(trajectory.reward for group in groups for trajectory in group.trajectories) / 6
     )
     # without its trained model a run has its checkpoint
     (run / "model").rename(run / "aside")
-    assert evaluate(capsys, run, "-k", 3) == found
+    assert evaluate(capsys, run, "-k", 3) == report
     (run / "aside").rename(run / "model")
 
     elsewhere = evaluate(capsys, "--model", run / "model", "--env", _find_world(run), "-k", 3, "--seed", 5, *_lengths())
-    assert elsewhere == found
+    assert elsewhere == report
     other = evaluate(capsys, run, "-k", 3, "--seed", 6)
-    assert other["metrics"] != found["metrics"]
+    assert other["metrics"] != report["metrics"]
     assert evaluate(capsys, run, "--split", "train", "--tasks", 5)["tasks"] == 5
 
 
