@@ -48,15 +48,15 @@ def test_value_and_gradient_are_those_of_whole_softmaxes(kind: Divergence, rule:
     for temperature, own, beside, chunk in product((1.0, 0.7), (1.0, 2.5), (0.0, 1.5), (2, 4 * POSITIONS)):
         divergence = Divergence(kind.kind, kind.beta, own)
         p, q = ((rule_(logits) / temperature) for rule_, logits in ((LogitRule(), known.logits(1.0)), (rule, student(hidden))))
-        due = defined(divergence, q, p)
+        exact = defined(divergence, q, p)
         logprobs = q.log_softmax(-1)[torch.arange(POSITIONS), labels]
-        expected = torch.autograd.grad((upstream * due).sum() + beside * logprobs.sum(), wanted)
+        expected = torch.autograd.grad((upstream * exact).sum() + beside * logprobs.sum(), wanted)
 
         scores = RequestedScores.of((divergence.need, TOP_1_AGREEMENT), labels, {})
         got = scores.name_values(
             ChunkedHead(student, rule, chunk * VOCABULARY)(hidden, scores.tokens, temperature, scores.scores, known)
         )
-        torch.testing.assert_close(got[divergence.need], due, rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(got[divergence.need], exact, rtol=1e-10, atol=1e-12)
         torch.testing.assert_close(got[TOP_1_AGREEMENT], (p.argmax(-1) == q.argmax(-1)).double(), rtol=0, atol=0)
         assert not got[TOP_1_AGREEMENT].requires_grad
         total = (upstream * got[divergence.need]).sum() + (beside * got["logprobs"].sum() if beside else 0.0)

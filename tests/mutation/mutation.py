@@ -204,12 +204,12 @@ def main() -> None:
         f"{killed} of {len(outcomes)} mutants were killed, {100 * killed / len(outcomes):.1f}%; {len(outcomes) - killed} survived"
     )
     unexplained = sorted(mutant for mutant in survivors if explained.reason(mutant) is None)
-    gone = sorted(explained.single.keys() - survivors.keys())
+    absent = sorted(explained.single.keys() - survivors.keys())
     for mutant in unexplained:
         print(f"\nNo test notices this change of {mutant.function} ({survivors[mutant]}):\n{mutant.difference}")
-    for mutant in gone:
+    for mutant in absent:
         print(f"\nsurvivors.toml names a mutant of {mutant.function} that is not there, or is killed now:\n{mutant.difference}")
-    if unexplained or gone or untested or 100 * killed < LEAST_KILLED * len(outcomes):
+    if unexplained or absent or untested or 100 * killed < LEAST_KILLED * len(outcomes):
         sys.exit(1)
 
 

@@ -136,8 +136,8 @@ def test_a_wrong_answer_fails_its_episode_alone(shared_pool, caplog, does, words
 
 
 def test_a_failure_in_the_beginning_is_one_of_the_episode(shared_pool):
-    told, place = open_episode(shared_pool, begin="fail")[1].failure.split(" (")
-    assert told == "environment naughty, task 'one', begin: ValueError: no such word: None"
+    failure, place = open_episode(shared_pool, begin="fail")[1].failure.split(" (")
+    assert failure == "environment naughty, task 'one', begin: ValueError: no such word: None"
     assert place.endswith("naughty_environment.py, line 69, in fail)")
 
 

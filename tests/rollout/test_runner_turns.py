@@ -32,7 +32,7 @@ class Model:
     renderer: ChatRenderer
     texts: Sequence[str]
     requests: list[GenerationRequest] = field(factory=list)
-    given: list[str] = field(factory=list)
+    prompts: list[str] = field(factory=list)
     waiting: list[GenerationRequest] = field(factory=list)
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
@@ -46,7 +46,7 @@ class Model:
             cut = len(ids) > request.sampling.max_tokens
             ids = np.array(ids[: request.sampling.max_tokens], dtype=np.int32)
             self.requests.append(request)
-            self.given.append(self.renderer.tokenizer.decode(request.prompt_ids.tolist()))
+            self.prompts.append(self.renderer.tokenizer.decode(request.prompt_ids.tolist()))
             spans, logprobs = VersionSpans.one(0, len(ids)), np.full(len(ids), -1, dtype=np.float32)
             done.append(
                 Completion(request.request_id, ids, logprobs, spans, "length" if cut else "stop", None if cut else int(ids[-1]))
@@ -124,7 +124,7 @@ def attempt(
 @pytest.mark.parametrize("history", ["append", "template"])
 def test_later_turns_follow_what_was_sampled(history: Any) -> None:
     trajectory, model, _ = attempt(["three<|im_end|>", "two<|im_end|>"], [GO_ON, StepResult(1.0)], history=history)
-    assert model.given[1] == model.given[0] + "three<|im_end|>\n<|im_start|>user\nno.<|im_end|>\n<|im_start|>assistant\n"
+    assert model.prompts[1] == model.prompts[0] + "three<|im_end|>\n<|im_start|>user\nno.<|im_end|>\n<|im_start|>assistant\n"
     assert trajectory.status == "finished"
     assert np.count_nonzero(trajectory.kinds == SEGMENT_PROMPT) == 1
     assert trajectory.reward == 1.0
@@ -223,10 +223,10 @@ def test_seconds_are_those_of_whom_is_waited_for(monkeypatch: pytest.MonkeyPatch
 def test_a_removed_thought_begins_a_new_stretch_where_histories_are_rendered() -> None:
     texts = ["<think>\nhm\n</think>\n\nthree<|im_end|>", "two<|im_end|>"]
     trajectory, model, _ = attempt(texts, [GO_ON, StepResult(1.0)], template="thinking", history="template")
-    assert "hm" not in model.given[1]
+    assert "hm" not in model.prompts[1]
     assert np.count_nonzero(trajectory.kinds == SEGMENT_PROMPT) == 2
     trajectory, model, _ = attempt(texts, [GO_ON, StepResult(1.0)], template="thinking")
-    assert "hm" in model.given[1]
+    assert "hm" in model.prompts[1]
     assert np.count_nonzero(trajectory.kinds == SEGMENT_PROMPT) == 1
 
 
@@ -236,7 +236,7 @@ def test_a_turn_that_the_environment_cuts_short_is_followed_by_another() -> None
     trajectory, model, answers = attempt(["three<|im_end|>", "twofold<|im_end|>", "two<|im_end|>"], [short, GO_ON, StepResult(1.0)])
     assert [action.finish for action in answers.actions] == ["stop", "length", "stop"]
     assert answers.actions[1].text == "two"
-    assert model.given[2].endswith("two<|im_end|>\n<|im_start|>user\nno.<|im_end|>\n<|im_start|>assistant\n")
+    assert model.prompts[2].endswith("two<|im_end|>\n<|im_start|>user\nno.<|im_end|>\n<|im_start|>assistant\n")
     assert trajectory.status == "finished"
     done = evolve(GO_ON, done=True, messages=())
     trajectory, _, _ = attempt(["three<|im_end|>", "twofold<|im_end|>"], [short, done])
@@ -294,9 +294,9 @@ def test_calls_and_answers_of_tools(history: Any) -> None:
         [f"\n{CALL}<|im_end|>", "two<|im_end|>"], [found, StepResult(1.0)], history=history, tools=[LOOKUP]
     )
     assert [call.name for call in answers.actions[0].tool_calls] == ["lookup"]
-    behind = model.given[1].removeprefix(model.given[0])
+    after = model.prompts[1].removeprefix(model.prompts[0])
     assert (
-        behind
+        after
         == f"\n{CALL}<|im_end|>\n<|im_start|>user\n<tool_response>\na plant\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
     )
     assert trajectory.tool_problems == 0
