@@ -53,34 +53,34 @@ def demo(directory: Path) -> Path:
 
 def padded_inline(directory: Path) -> Path:
     """Fsdp on one rank in this process, micro-batches of two padded rows."""
-    return supervised(directory, {"collator": {"use": "padded"}, "training": {"micro_batch_rows": 2}})
+    return fine_tune(directory, {"collator": {"use": "padded"}, "training": {"micro_batch_rows": 2}})
 
 
 def packed_two_ranks(directory: Path) -> Path:
     """Fsdp on two ranks, packed rows."""
-    return supervised(directory, {"collator": {"use": "packed"}, "training": {"micro_batch_tokens": 48}, "run": RAY})
+    return fine_tune(directory, {"collator": {"use": "packed"}, "training": {"micro_batch_tokens": 48}, "run": RAY})
 
 
 def megatron_tensor_parallel(directory: Path) -> Path:
     """Megatron on two tensor-parallel ranks."""
     backend = {"use": "megatron", "tensor_parallel": 2}
-    return supervised(directory, {"backend": backend, "training": {"micro_batch_rows": 4}, "run": RAY})
+    return fine_tune(directory, {"backend": backend, "training": {"micro_batch_rows": 4}, "run": RAY})
 
 
 def grpo(directory: Path) -> Path:
     """GRPO over single turns with clipped ratios: two optimizer steps per batch of rollouts."""
-    return reinforced(directory, {"rl": {"mini_batches": 2, "old": "score"}})
+    return reinforce(directory, {"rl": {"mini_batches": 2, "old": "score"}})
 
 
 def multi_turn_tis(directory: Path) -> Path:
     """GRPO over dialogues of three turns, with truncated importance sampling, which reads the sampler's own log-probabilities."""
-    return reinforced(directory, {"loss": {"use": "ppo", "corrections": [{"use": "tis"}]}, "environment": {"turns": 3}})
+    return reinforce(directory, {"loss": {"use": "ppo", "corrections": [{"use": "tis"}]}, "environment": {"turns": 3}})
 
 
 def ppo(directory: Path) -> Path:
     """PPO with a value head as its critic, over dialogues of two turns, packed."""
     rl = {"preset": "ppo", "group_size": 1, "groups": 8, "micro_batch_tokens": 192}
-    return reinforced(directory, {"rl": rl, "collator": {"use": "packed"}, "environment": {"turns": 2}})
+    return reinforce(directory, {"rl": rl, "collator": {"use": "packed"}, "environment": {"turns": 2}})
 
 
 def dpo(directory: Path) -> Path:
@@ -88,17 +88,17 @@ def dpo(directory: Path) -> Path:
     write_rows(directory / "train.jsonl", 24, ("prompt", "chosen", "rejected"))
     write_rows(directory / "eval.jsonl", 6, ("prompt", "chosen", "rejected"))
     tables: Tables = {"data": {"train": "./train.jsonl", "eval": "./eval.jsonl"}, "training": {"steps": STEPS, "batch_size": 8}}
-    return trained(directory, "preference", tables)
+    return train(directory, "preference", tables)
 
 
-def killed_and_resumed(directory: Path) -> Path:
+def kill_and_resume(directory: Path) -> Path:
     """The run `multi_turn_tis`, killed after its third step and resumed from the checkpoint of its second."""
     killer = directory / "kill.py"
     killer.write_text(KILLER)
     (directory / "kill").touch()
     run = {"observers": ["metrics_jsonl", "./kill.py:kill_after_step"]}
     settings: Tables = {"run": run, "checkpoint": {"every": 2}, "loss": {"use": "ppo", "corrections": [{"use": "tis"}]}}
-    return reinforced(directory, {**settings, "environment": {"turns": 3}}, kills=1)
+    return reinforce(directory, {**settings, "environment": {"turns": 3}}, kills=1)
 
 
 RAY = {"launch": "ray", "ranks": 2}
@@ -113,7 +113,7 @@ RUNS: Mapping[str, Callable[[Path], Path]] = {
         multi_turn_tis,
         ppo,
         dpo,
-        killed_and_resumed,
+        kill_and_resume,
     )
 }
 
@@ -212,15 +212,15 @@ Table = dict[str, Any]
 Tables = dict[str, Table]
 
 
-def supervised(directory: Path, settings: Tables) -> Path:
+def fine_tune(directory: Path, settings: Tables) -> Path:
     """Fine-tune the small model on prompts and completions; returns the run directory."""
     for split, samples in (("train", 24), ("eval", 6)):
         write_rows(directory / f"{split}.jsonl", samples, ("prompt", "completion"))
     data = {"train": "./train.jsonl", "eval": "./eval.jsonl"}
-    return trained(directory, "sft", merge_tables({"data": data, "training": {"steps": STEPS, "batch_size": 8}}, settings))
+    return train(directory, "sft", merge_tables({"data": data, "training": {"steps": STEPS, "batch_size": 8}}, settings))
 
 
-def reinforced(directory: Path, settings: Tables, *, kills: int = 0) -> Path:
+def reinforce(directory: Path, settings: Tables, *, kills: int = 0) -> Path:
     """Train the small model by reinforcement in the environment above, whose options `settings["environment"]` are."""
     (directory / "words.py").write_text(ENVIRONMENT)
     environment = settings.pop("environment", {})
@@ -229,12 +229,12 @@ def reinforced(directory: Path, settings: Tables, *, kills: int = 0) -> Path:
         "evaluation": {"at_end": False},
         "rollouts": {"workers": 2},
     }
-    return trained(
+    return train(
         directory, "rl", merge_tables(tables, settings), environments=[{"use": "./words.py:words", **environment}], kills=kills
     )
 
 
-def trained(directory: Path, trainer: str, settings: Tables, *, environments: Sequence[Table] = (), kills: int = 0) -> Path:
+def train(directory: Path, trainer: str, settings: Tables, *, environments: Sequence[Table] = (), kills: int = 0) -> Path:
     """Train the small model as `settings` say, again after each of `kills` kills; returns the run directory."""
     import tomli_w
 
@@ -297,14 +297,14 @@ def write_model(directory: Path) -> None:
     tokenizer = Tokenizer(models.WordLevel(ids, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.decoder = decoders.Fuse()
-    made = PreTrainedTokenizerFast(
+    fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token="<pad>",
         eos_token="<end>",
         extra_special_tokens=list(SPECIAL[2:]),
         chat_template=CHAT_TEMPLATE,
     )
-    made.save_pretrained(directory)
+    fast.save_pretrained(directory)
 
 
 def write_rows(path: Path, rows: int, columns: Sequence[str]) -> None:
@@ -318,10 +318,12 @@ def write_rows(path: Path, rows: int, columns: Sequence[str]) -> None:
 
     prompt, *answers = columns
 
-    def said(role: str, longest: int) -> list[dict[str, str]]:
+    def make_message(role: str, longest: int) -> list[dict[str, str]]:
         return [{"role": role, "content": letters(longest)}]
 
-    drawn = ({prompt: said("user", 8), **{answer: said("assistant", 12) for answer in answers}} for _ in range(rows))
+    drawn = (
+        {prompt: make_message("user", 8), **{answer: make_message("assistant", 12) for answer in answers}} for _ in range(rows)
+    )
     path.write_text("".join(json.dumps(row) + "\n" for row in drawn))
 
 

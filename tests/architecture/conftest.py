@@ -9,10 +9,10 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-def imported(text: str, *, package: str = "", at_run_time: bool = False) -> set[str]:
+def list_imported(text: str, *, package: str = "", at_run_time: bool = False) -> set[str]:
     """Full names that Python text imports, at the top and inside functions: "a.b.c" for `from a.b import c`.
 
-    `package` resolves relative imports; `at_run_time` leaves out what stands under `if TYPE_CHECKING`.
+    `package` resolves relative imports; `at_run_time` leaves out what is under `if TYPE_CHECKING`.
     """
     names: set[str] = set()
     for node in _nodes(ast.parse(text), at_run_time=at_run_time):
@@ -35,7 +35,7 @@ def _nodes(node: ast.AST, *, at_run_time: bool) -> Iterator[ast.AST]:
 
 @pytest.fixture
 def imports() -> Callable[..., set[str]]:
-    return imported
+    return list_imported
 
 
 @pytest.fixture

@@ -34,19 +34,19 @@ def _longest_known(name: str, known: Mapping[str, object]) -> str | None:
 
 
 def find_circles(graph: Mapping[str, set[str]]) -> list[tuple[str, ...]]:
-    """Return, for each module that lies on a circle, a shortest one from it; each circle once."""
+    """Return, for each module that is on a circle, a shortest one from it; each circle once."""
     circles = {}
     for start in sorted(graph):
         ways = [(start,)]
         seen = {start}
         while ways:
-            way = ways.pop(0)
-            if start in graph[way[-1]]:
-                circles.setdefault(frozenset(way), way)
+            path = ways.pop(0)
+            if start in graph[path[-1]]:
+                circles.setdefault(frozenset(path), path)
                 break
-            for step in sorted(graph[way[-1]] - seen):
+            for step in sorted(graph[path[-1]] - seen):
                 seen.add(step)
-                ways.append((*way, step))
+                ways.append((*path, step))
     return list(circles.values())
 
 

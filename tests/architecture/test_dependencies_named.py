@@ -12,8 +12,8 @@ def names(requirements: list[str]) -> set[str]:
 
 
 def test_every_dependency_has_its_reason():
-    asked = [path for path in ROOT.glob("requirements-*.txt") if path.name != "requirements-lock.txt"]
-    wanted = {name for path in asked for name in names(path.read_text().splitlines())}
+    files = [path for path in ROOT.glob("requirements-*.txt") if path.name != "requirements-lock.txt"]
+    wanted = {name for path in files for name in names(path.read_text().splitlines())}
     for path in [ROOT / "pyproject.toml", *ROOT.glob("*/*/pyproject.toml")]:
         project = tomllib.loads(path.read_text())["project"]
         for requirements in [project["dependencies"], *project.get("optional-dependencies", {}).values()]:

@@ -27,7 +27,7 @@ ORDER = (
 )
 LEVELS = {name: level for level, names in enumerate(ORDER) for name in names}
 FACADE = LEVELS["hooks"]
-"""The package itself offers what lies up to the hooks, so only what lies above them may import from it."""
+"""The package itself offers what is up to the hooks, so only what is above them may import from it."""
 
 BEYOND = {
     "skyrl_engine.engine.engine.Engine",
@@ -72,7 +72,7 @@ def test_no_file_imports_the_wrong_way(engine: Path, imports: Imports) -> None:
             continue
         package = ".".join(file.relative_to(engine.parent).parent.parts)
         found = wrong_ways(package_of(file, engine), imports(file.read_text(), package=package))
-        wrong += [f"{file.relative_to(engine.parent)}: {each}" for each in found]
+        wrong += [f"{file.relative_to(engine.parent)}: {name}" for name in found]
     assert wrong == []
 
 

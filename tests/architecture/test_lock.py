@@ -25,7 +25,7 @@ def lines() -> list[str]:
 
 
 @cache
-def locked() -> dict[str, list[Version]]:
+def read_lock() -> dict[str, list[Version]]:
     """Return the versions of every package; several where they differ by platform or Python."""
     versions = defaultdict(list)
     for line in lines():
@@ -47,7 +47,7 @@ def editable() -> list[tuple[str, str]]:
     return re.findall(r"^-e ([^\[\s]+)(?:\[(.+)\])?$", (ROOT / "requirements-dev.txt").read_text(), re.MULTILINE)
 
 
-def wanted() -> Iterator[tuple[str, str]]:
+def list_wanted() -> Iterator[tuple[str, str]]:
     """Yield (who, requirement) of every requirement on a package of others, build requirements among them."""
     for line in (ROOT / "requirements-dev.txt").read_text().splitlines():
         if line and not line.startswith(("-", "#")):
@@ -57,10 +57,10 @@ def wanted() -> Iterator[tuple[str, str]]:
         project = table["project"]
         unknown = set(filter(None, extras.split(","))) - set(project.get("optional-dependencies", {}))
         assert not unknown, f"{folder} has no extras {unknown}"
-        asked = [*project.get("dependencies", []), *table["build-system"]["requires"]]
+        requirements = [*project.get("dependencies", []), *table["build-system"]["requires"]]
         for extra in filter(None, extras.split(",")):
-            asked += project["optional-dependencies"][extra]
-        for line in asked:
+            requirements += project["optional-dependencies"][extra]
+        for line in requirements:
             yield project["name"], line
 
 
@@ -70,9 +70,9 @@ def problem(who: str, line: str) -> str | None:
     name = canonicalize_name(requirement.name)
     if name == TORCH or name in projects() or (requirement.marker is not None and not requirement.marker.evaluate({"extra": ""})):
         return None
-    if name not in locked():
+    if name not in read_lock():
         return f"{who} wants {line}, which is not locked"
-    wrong = [str(each) for each in locked()[name] if not requirement.specifier.contains(each, prereleases=True)]
+    wrong = [str(version) for version in read_lock()[name] if not requirement.specifier.contains(version, prereleases=True)]
     return f"{who} wants {line}, and {', '.join(wrong)} is locked" if wrong else None
 
 
@@ -80,14 +80,14 @@ REMEDY = "run `nox -s lock`"
 
 
 def test_every_requirement_is_locked():
-    missing = [each for each in (problem(who, line) for who, line in wanted()) if each]
+    missing = [each for each in (problem(who, line) for who, line in list_wanted()) if each]
     assert not missing, (REMEDY, missing)
 
 
 def test_what_locked_packages_require_is_locked():
     """Without this, `--no-deps` would leave one out. Looked at are the packages that are installed here in the locked version."""
     missing, looked = [], 0
-    for name, versions in locked().items():
+    for name, versions in read_lock().items():
         try:
             found = importlib.metadata.distribution(name)
         except importlib.metadata.PackageNotFoundError:
@@ -101,7 +101,7 @@ def test_what_locked_packages_require_is_locked():
 
 def test_builds_without_isolation_find_their_backend():
     """The project's own distributions are built with what the lock installs; hatchling's editable wheels need `editables`."""
-    assert {"hatchling", "editables"} <= locked().keys()
+    assert {"hatchling", "editables"} <= read_lock().keys()
 
 
 def test_every_distribution_of_the_project_is_installed():
@@ -115,6 +115,6 @@ def test_an_entry_is_a_pin_with_hashes_and_nothing_else():
 
 def test_neither_torch_nor_what_its_builds_bring_nor_a_place_is_locked():
     """Torch is chosen by SKYRL_ENGINE_TORCH, and a build for CPUs needs none of CUDA's packages."""
-    assert not [name for name in locked() if name == TORCH or name.startswith(("nvidia-", "cuda-", "triton"))]
-    assert not locked().keys() & {canonicalize_name(name) for name in projects()}
+    assert not [name for name in read_lock() if name == TORCH or name.startswith(("nvidia-", "cuda-", "triton"))]
+    assert not read_lock().keys() & {canonicalize_name(name) for name in projects()}
     assert not re.search(r"://|--index|--extra-index|--find-links|(?<![\w.])/\w", LOCK.read_text())

@@ -91,9 +91,9 @@ def missing_files(page: str) -> list[str]:
 
 def test_files_on_the_architecture_page_exist() -> None:
     page = ARCHITECTURE.read_text()
-    way = page[page.index("## A sample's way") : page.index("## Kinds")]
-    assert [path for path in missing_files(way) if path not in ("checkpoints/", "model/")] == []
-    assert "## A rollout's way" in way
+    section = page[page.index("## A sample's way") : page.index("## Kinds")]
+    assert [path for path in missing_files(section) if path not in ("checkpoints/", "model/")] == []
+    assert "## A rollout's way" in section
 
 
 def test_a_file_that_is_not_there_is_found() -> None:
@@ -102,8 +102,8 @@ def test_a_file_that_is_not_there_is_found() -> None:
 
 def pages() -> list[Path]:
     """Return the pages that describe the project as it is; decisions, and the record of mutation testing, name what was there then."""
-    found = [*ROOT.glob("docs/**/*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("plugins/*/README.md")]
-    return [path for path in found if path.parent.name != "adr" and path.name != "mutation-testing.md"]
+    files = [*ROOT.glob("docs/**/*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("plugins/*/README.md")]
+    return [path for path in files if path.parent.name != "adr" and path.name != "mutation-testing.md"]
 
 
 IN_CODE = ("skyrl_engine.", "contracts.", "interop.", "model_facts.", "modeling.", "testing.")

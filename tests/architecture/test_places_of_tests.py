@@ -1,4 +1,4 @@
-"""Tests lie where the modules lie that they test: a folder under tests/ names a package of the engine, in that direction only."""
+"""Tests are where the modules are that they test: a folder under tests/ names a package of the engine, in that direction only."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,8 +10,8 @@ ACROSS = {"architecture", "benchmarks", "integration", "meta", "migration", "mut
 """Folders of tests that are about no single package."""
 
 
-def misplaced(file: Path, tests: Path, engine: Path) -> Iterator[str]:
-    """Why a test file lies in the wrong folder."""
+def list_reasons(file: Path, tests: Path, engine: Path) -> Iterator[str]:
+    """Say why a test file is in the wrong folder."""
     folder = file.parent.relative_to(tests)
     if folder.parts[:1] and folder.parts[0] in ACROSS:
         return
@@ -20,7 +20,7 @@ def misplaced(file: Path, tests: Path, engine: Path) -> Iterator[str]:
         yield f"{file.relative_to(tests)}: skyrl_engine has no {folder.as_posix()}"
         return
     named = file.name.removeprefix("test_")
-    below = [found.parent.relative_to(engine).as_posix() for found in home.rglob(named) if found.parent != home]
+    below = [path.parent.relative_to(engine).as_posix() for path in home.rglob(named) if path.parent != home]
     if below and not (home / named).is_file():
         yield f"{file.relative_to(tests)}: the module of this name lies in {below[0]}"
 
@@ -28,7 +28,7 @@ def misplaced(file: Path, tests: Path, engine: Path) -> Iterator[str]:
 def test_every_test_lies_where_its_module_lies(engine: Path) -> None:
     files = list(TESTS.rglob("test_*.py"))
     assert len(files) > 100
-    assert [why for file in files for why in misplaced(file, TESTS, engine)] == []
+    assert [why for file in files for why in list_reasons(file, TESTS, engine)] == []
 
 
 def test_the_exceptions_are_there() -> None:
@@ -47,4 +47,4 @@ def test_the_exceptions_are_there() -> None:
     ],
 )
 def test_a_misplaced_test_would_be_seen(engine: Path, place: str, right: bool) -> None:
-    assert (not list(misplaced(TESTS / place, TESTS, engine))) == right
+    assert (not list(list_reasons(TESTS / place, TESTS, engine))) == right

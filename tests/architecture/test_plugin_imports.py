@@ -1,4 +1,4 @@
-"""Plugins stand on the public ground of the engine and on nothing of each other."""
+"""Plugins import public names of the engine alone, and nothing of each other."""
 
 import re
 import tomllib
@@ -10,7 +10,7 @@ import pytest
 Imports = Callable[..., set[str]]
 
 PUBLIC = ("contracts", "environments", "interop", "modeling", "model_facts", "near_words")
-"""Beside the facade. `contracts` means the names it offers, not the files behind it; `modeling` and `model_facts` are for backends and
+"""In addition to the facade. `contracts` means the names it offers, not its files; `modeling` and `model_facts` are for backends and
 generators, `environments` for environments, the names that `training` offers for trainers, `near_words` for messages."""
 ROOT = Path(__file__).parents[2]
 PROJECTS = [path.parent for pattern in ("plugins", "contrib") for path in sorted(ROOT.glob(f"{pattern}/*/pyproject.toml"))]
@@ -71,7 +71,9 @@ def test_a_plugin_states_the_engines_it_is_made_for(project: Path) -> None:
     metadata = tomllib.loads((project / "pyproject.toml").read_text())["project"]
     ranges = [line for line in metadata["dependencies"] if line.startswith("skyrl-engine")]
     assert ranges
-    assert all("<" in each for each in ranges), "without an upper bound, an incompatible engine is found out by a traceback"
+    assert all("<" in requirement for requirement in ranges), (
+        "without an upper bound, an incompatible engine is found out by a traceback"
+    )
 
 
 @pytest.mark.parametrize("project", [path for path in PROJECTS if path.parent.name == "plugins"], ids=lambda project: project.name)
@@ -94,5 +96,5 @@ def test_pages_and_scaffolds_show_what_is_public(imports: Imports, file: Path) -
     statements = re.findall(
         r"^\s*(from skyrl_engine(?:\.[\w.]+)? import (?:\([^)]*\)|[\w, ]+)|import skyrl_engine\.[\w.]+)", text, re.MULTILINE
     )
-    found = {name for each in statements for name in trespasses(imports(each), "", (*PUBLIC, "testing"))}
+    found = {name for statement in statements for name in trespasses(imports(statement), "", (*PUBLIC, "testing"))}
     assert found == set()

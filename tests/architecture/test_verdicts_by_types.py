@@ -21,7 +21,7 @@ def searches_of_messages(text: str) -> Iterator[str]:
             searched = node.comparators
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _SEARCHES:
             searched = [node.func.value, *node.args]
-        if any(_is_message(each) for each in searched):
+        if any(_is_message(part) for part in searched):
             yield ast.unparse(node)
 
 
@@ -29,16 +29,16 @@ def _is_message(node: ast.expr) -> bool:
     if isinstance(node, ast.Attribute):
         return node.attr in _TEXTS
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in {"str", "repr", "describe"}:
-        return any(ast.unparse(each).rpartition(".")[2] in _ERRORS for each in node.args)
+        return any(ast.unparse(argument).rpartition(".")[2] in _ERRORS for argument in node.args)
     return False
 
 
 def test_no_verdict_of_the_kit_goes_by_words(engine: Path) -> None:
     found = {
-        f"{file.relative_to(engine)}: {each}"
+        f"{file.relative_to(engine)}: {line}"
         for file in (engine / "testing").rglob("*.py")
         if file.name != _READS_FORM
-        for each in searches_of_messages(file.read_text())
+        for line in searches_of_messages(file.read_text())
     }
     assert found == set()
 

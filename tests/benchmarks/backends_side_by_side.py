@@ -204,19 +204,19 @@ class Subject:
         taken = [peak - level for peak, level in zip(peaks, levels, strict=True) if peak is not None and level is not None]
         return max(taken, default=None)
 
-    def scored(self) -> BatchOutput:
+    def score_batch(self) -> BatchOutput:
         """Outputs of a pass whose gradient is kept."""
         return self.engine.forward_backward(self.engine.plan(self._columns)).result().output
 
-    def parity(self, due: BatchOutput, gradients: Path) -> Parity:
-        """Distance from another subject, which scored `due` and whose gradients are in that file."""
-        output = self.scored()
+    def parity(self, expected: BatchOutput, gradients: Path) -> Parity:
+        """Distance from another subject, which scored `expected` and whose gradients are in that file."""
+        output = self.score_batch()
         squares = self._world.run(on_rank.gradient_differences, gradients)[0]
-        got, wanted = (each.fields["logprobs"].values.astype(np.float64) for each in (output, due))
+        got, wanted = (side.fields["logprobs"].values.astype(np.float64) for side in (output, expected))
         apart = np.abs(got - wanted)
-        loss = due.metrics["loss"].result
+        loss = expected.metrics["loss"].result
         worst, parameter = max((math.sqrt(off / all_of_it), name) for name, (off, all_of_it) in squares.items())
-        total, whole = (sum(each) for each in zip(*squares.values(), strict=True))
+        total, whole = (sum(side) for side in zip(*squares.values(), strict=True))
         return Parity(
             loss=abs(output.metrics["loss"].result - loss) / abs(loss),
             mean_logprob=float(apart.mean()),
@@ -271,7 +271,7 @@ def model_of(size: Size, directory: Path) -> Path:
     return name
 
 
-def measured(setting: Setting, size: Size, backends: Sequence[str], *, one_at_a_time: bool = False) -> list[Measured]:
+def measure(setting: Setting, size: Size, backends: Sequence[str], *, one_at_a_time: bool = False) -> list[Measured]:
     """Every backend, in the order given."""
     model_of(size, setting.directory)
     say("the reference: fsdp on one rank in float32")
@@ -279,9 +279,9 @@ def measured(setting: Setting, size: Size, backends: Sequence[str], *, one_at_a_
     with World(1, timeout=PATIENCE_SECONDS, device=setting.device, measured=True) as world:
         alone = evolve(setting, dtype="float32", ranks=1)
         subject = Subject("fsdp", alone, size, world)
-        due = subject.scored()
+        expected = subject.score_batch()
         world.run(on_rank.keep_gradients, gradients)
-    found: list[Measured] = []
+    measurements: list[Measured] = []
     for together in [[backend] for backend in backends] if one_at_a_time else [list(backends)]:
         with ExitStack() as stack:
             subjects: dict[str, Subject] = {}
@@ -293,22 +293,22 @@ def measured(setting: Setting, size: Size, backends: Sequence[str], *, one_at_a_
                     subjects[backend] = Subject(backend, setting, size, world)
                 except (UnsupportedError, PluginNotFoundError) as error:
                     refusal = f"{error.cause}. {error.remedy}."
-                    found.append(Measured(backend, refusal))
+                    measurements.append(Measured(backend, refusal))
                 say(f"{backend}: {refusal or f'ready after {time.monotonic() - started:.0f} s'}")
             seconds = dict.fromkeys(subjects, math.inf)
             for number in range(1, setting.rounds + 1):
                 for backend, subject in subjects.items():
                     seconds[backend] = min(seconds[backend], subject.turn())
-                say(f"round {number} of {setting.rounds}: " + ", ".join(f"{name} {each:.2f} s" for name, each in seconds.items()))
+                say(f"round {number} of {setting.rounds}: " + ", ".join(f"{name} {taken:.2f} s" for name, taken in seconds.items()))
             for backend, subject in subjects.items():
                 peak = subject.peak()
-                found.append(Measured(backend, "", seconds[backend], peak, subject.parity(due, gradients)))
-                say(f"{backend}: {found[-1].parity}")
-    return sorted(found, key=lambda each: list(backends).index(each.backend))
+                measurements.append(Measured(backend, "", seconds[backend], peak, subject.parity(expected, gradients)))
+                say(f"{backend}: {measurements[-1].parity}")
+    return sorted(measurements, key=lambda measurement: list(backends).index(measurement.backend))
 
 
 def say(line: str) -> None:
-    """Progress, beside the table and not in it."""
+    """Progress, next to the table and not in it."""
     print(line, file=sys.stderr, flush=True)
 
 
@@ -319,25 +319,29 @@ def table(found: Sequence[Measured], setting: Setting, tokens: int) -> str:
     heads += ["gradient", "worst parameter's", "within"]
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     limit = TOLERANCES[setting.dtype]
-    first = next((each.seconds for each in found if not each.refused), math.nan)
-    for each in found:
-        if each.parity is None:
+    first = next((measurement.seconds for measurement in found if not measurement.refused), math.nan)
+    for measurement in found:
+        if measurement.parity is None:
             continue
-        cells = [each.backend, *([f"{tokens / each.seconds:.0f}"] if cuda else []), f"{first / each.seconds:.2f}"]
-        cells.append("not told here" if each.peak is None else f"{each.peak / 2**20:.0f}")
-        cells += _cells(each.parity)
-        lines.append(f"| {' | '.join([*cells, 'yes' if each.parity.within(limit) else '**no**'])} |")
+        cells = [
+            measurement.backend,
+            *([f"{tokens / measurement.seconds:.0f}"] if cuda else []),
+            f"{first / measurement.seconds:.2f}",
+        ]
+        cells.append("not told here" if measurement.peak is None else f"{measurement.peak / 2**20:.0f}")
+        cells += _cells(measurement.parity)
+        lines.append(f"| {' | '.join([*cells, 'yes' if measurement.parity.within(limit) else '**no**'])} |")
     blank = [""] * (2 + cuda)
     lines.append(f"| {' | '.join(['tolerance', *blank, *_cells(limit), ''])} |")
-    refused = [f"- {each.backend}: {each.refused}" for each in found if each.refused]
+    refused = [f"- {measurement.backend}: {measurement.refused}" for measurement in found if measurement.refused]
     return "\n".join([*lines, *(["", "Refused, in these words:", "", *refused] if refused else [])])
 
 
 def _cells(parity: Parity) -> list[str]:
-    return [f"{each:.1e}" for each in (parity.loss, parity.mean_logprob, parity.largest_logprob, parity.gradient, parity.worst)]
+    return [f"{value:.1e}" for value in (parity.loss, parity.mean_logprob, parity.largest_logprob, parity.gradient, parity.worst)]
 
 
-def described(setting: Setting, size: Size, names: Sequence[str]) -> str:
+def describe(setting: Setting, size: Size, names: Sequence[str]) -> str:
     """Machine, versions, model and batch. `names` are the ranks' CUDA devices, empty ones on CPU."""
     devices = f"{len(names)} x {names[0]} (CUDA {torch.version.cuda}), beside " if setting.device == "cuda" else ""
     versions = ", ".join(f"{name} {_version(name)}" for name in ("torch", "transformers", "deepspeed", "megatron-core"))
@@ -363,9 +367,9 @@ def _version(name: str) -> str:
 def put_into(page: str, device: Device, text: str) -> str:
     """The page with `text` as what was generated for this kind of device. Raises ValueError where it has no place for it."""
     begin, end = f"<!-- generated for {device} -->\n", f"<!-- end of {device} -->\n"
-    head, found, rest = page.partition(begin)
+    head, middle, rest = page.partition(begin)
     _, closed, tail = rest.partition(end)
-    if not (found and closed):
+    if not (middle and closed):
         raise ValueError(f"the page has no lines {begin.strip()} and {end.strip()}")
     return head + begin + "\n" + text.strip() + "\n\n" + end + tail
 
@@ -397,10 +401,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--page", type=Path, help="documentation page whose generated part for the device is rewritten")
     options = parser.parse_args(arguments)
-    found = torch.cuda.device_count()
-    device: Device = options.device if options.device != "auto" else ("cuda" if found else "cpu")
-    if device == "cuda" and found < options.ranks:
-        parser.error(f"{options.ranks} ranks need as many CUDA devices, torch sees {found}: lower --ranks, or say --device cpu")
+    count = torch.cuda.device_count()
+    device: Device = options.device if options.device != "auto" else ("cuda" if count else "cpu")
+    if device == "cuda" and count < options.ranks:
+        parser.error(f"{options.ranks} ranks need as many CUDA devices, torch sees {count}: lower --ranks, or say --device cpu")
     if min(options.ranks, options.rounds, options.steps) < 1:
         parser.error("--ranks, --rounds and --steps are at least 1")
     size = SIZES[options.size or DEFAULT_SIZE[device]]
@@ -410,10 +414,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if device == "cuda":  # asked there, so that no context of this process takes memory of the device
             with World(options.ranks, timeout=PATIENCE_SECONDS, device=device) as world:
                 names = world.run(on_rank.device_name)
-        results = measured(setting, size, options.backends, one_at_a_time=options.one_at_a_time)
-        text = f"{described(setting, size, names)}\n\n{table(results, setting, len(batch(size).input_ids))}"
+        results = measure(setting, size, options.backends, one_at_a_time=options.one_at_a_time)
+        text = f"{describe(setting, size, names)}\n\n{table(results, setting, len(batch(size).input_ids))}"
     print(text)
-    wrong = [each.backend for each in results if each.parity is not None and not each.parity.within(TOLERANCES[setting.dtype])]
+    wrong = [
+        result.backend for result in results if result.parity is not None and not result.parity.within(TOLERANCES[setting.dtype])
+    ]
     if wrong:
         sys.exit(f"outside of the tolerance{', not written' if options.page else ''}: {', '.join(wrong)}")
     if options.page:

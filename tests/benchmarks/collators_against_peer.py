@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from measuring.bars import beside
-from measuring.cpu_time import interleaved, machine
+from measuring.bars import compare_with_bar
+from measuring.cpu_time import interleave, machine
 from measuring.peer import columns_of, peer_module
 
 from skyrl_engine.contracts.kinds.collator import MODEL_INPUTS
@@ -50,17 +50,19 @@ def main() -> None:
     print("CPU time of the peer, and how many times less ours is; plan and gather index included")
     headline = {}
     for case in CASES:
-        times = measured(peer, case, engines)
+        times = measure(peer, case, engines)
         theirs = times.pop("peer")
         ratios = {name: theirs / seconds for name, seconds in times.items()}
         headline[case] = ratios.get("lists in, native", ratios["lists in, numpy"])
         listed = ", ".join(f"{name} {ratio:.1f}x" for name, ratio in ratios.items())
         print(f"{case[0]} {case[1]} {case[2]}: peer {theirs * 1e3:.1f} ms; {listed}")
-    told = ", ".join(f"{case[0]} {headline[case]:.1f}x {beside(headline[case], at_least=BARS[case[0]])}" for case in HEADLINE)
-    print(f"headline, Python lists to dense tensors by the public constructors as they are, {engines[-1]}, 1024 samples: {told}")
+    shown = ", ".join(
+        f"{case[0]} {headline[case]:.1f}x {compare_with_bar(headline[case], at_least=BARS[case[0]])}" for case in HEADLINE
+    )
+    print(f"headline, Python lists to dense tensors by the public constructors as they are, {engines[-1]}, 1024 samples: {shown}")
 
 
-def measured(peer: Any, case: tuple[str, int, str, int], engines: list[str]) -> dict[str, float]:
+def measure(peer: Any, case: tuple[str, int, str, int], engines: list[str]) -> dict[str, float]:
     """Least CPU seconds of every way to make the batch."""
     kind, size, lengths, capacity = case
     batch = peer.make_batch(kind, size, lengths, 0)
@@ -68,15 +70,15 @@ def measured(peer: Any, case: tuple[str, int, str, int], engines: list[str]) -> 
     columns, layout = columns_of(kind, batch), EIGHT_RANKS if kind == "packed" else Layout()
 
     def build(source: Callable[[], SampleColumns], fields: tuple[str, ...] | None = None) -> None:
-        given = source()
-        collator.build(given, collator.plan(given.lengths, layout).joined, fields=fields)
+        source_columns = source()
+        collator.build(source_columns, collator.plan(source_columns.lengths, layout).joined, fields=fields)
 
     works: dict[str, Callable[[], object]] = {"peer": peer.bound_call(peer.Case(*case), batch)}
     for engine in engines:
         works[f"lists in, {engine}"] = partial(on_engine, engine, partial(build, partial(columns_of, kind, batch)))
         works[f"columns in, {engine}"] = partial(on_engine, engine, partial(build, lambda: columns))
         works[f"model inputs, {engine}"] = partial(on_engine, engine, partial(build, lambda: columns, MODEL_INPUTS))
-    return interleaved(works, ROUNDS[size])
+    return interleave(works, ROUNDS[size])
 
 
 def on_engine(engine: str, work: Callable[[], object]) -> None:

@@ -1,6 +1,6 @@
 """CPU time of the controller: two Ray actors get what they build 80 MB of dense rows from, against building those 80 MB and pickling them.
 
-1,024 rollouts with responses of 256 to 2,048 tokens lie on the controller as columns. The engine's way: plan, weigh, cut one shard of columns
+1,024 rollouts with responses of 256 to 2,048 tokens are on the controller as columns. The engine's way: plan, weigh, cut one shard of columns
 per data-parallel rank, put each, and have two actors build every field of their own rows and hold them; counted is what the controller
 spends on it until both have answered, once every page of the object store was in use before: the first use of a page costs up to ten times
 the copying, and a run pays it once; so the store is a small one here. The other way: the dense batch is made on the controller and pickled,
@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from measuring.bars import beside
-from measuring.cpu_time import interleaved, machine
+from measuring.bars import compare_with_bar
+from measuring.cpu_time import interleave, machine
 from measuring.peer import columns_of, peer_module
 
 from skyrl_engine.contracts.kinds.collator import DenseBatch
@@ -66,19 +66,19 @@ def main() -> None:
     try:
         actors = [ray.remote(Builder).options(num_cpus=1).remote() for _ in range(RANKS)]
 
-        def sent() -> list[tuple[int, int]]:
+        def send() -> list[tuple[int, int]]:
             return hand_out(ray, actors, columns)
 
         for _ in range(FIRST_STEPS):
-            held = sent()
+            held = send()
         assert sum(rows for rows, _ in held) >= len(columns), "the actors do not hold every sample"
         works = {
-            "ours": sent,
-            "the peer": partial(pickled, peer.bound_call(peer.Case(*CASE), batch)),
-            "our own collator": partial(pickled, partial(collated, columns)),
+            "ours": send,
+            "the peer": partial(pickle_batch, peer.bound_call(peer.Case(*CASE), batch)),
+            "our own collator": partial(pickle_batch, partial(collate, columns)),
         }
-        dense = len(pickled(works["the peer"].args[0])) / 1e6
-        times = interleaved(works, ROUNDS)
+        dense = len(pickle_batch(works["the peer"].args[0])) / 1e6
+        times = interleave(works, ROUNDS)
     finally:
         ray.shutdown()
     print(
@@ -86,7 +86,7 @@ def main() -> None:
     )
     ours = times.pop("ours")
     for name, seconds in times.items():
-        bar = beside(seconds / ours, at_least=BAR) if name == "the peer" else ""
+        bar = compare_with_bar(seconds / ours, at_least=BAR) if name == "the peer" else ""
         print(
             f"controller CPU {ours * 1e3:.1f} ms against {seconds * 1e3:.1f} ms to build by {name} and pickle: "
             f"{seconds / ours:.1f}x less {bar}"
@@ -103,14 +103,14 @@ def hand_out(ray: Any, actors: list[Any], columns: SampleColumns) -> list[tuple[
     return ray.get([actor.build.remote(reference) for actor, reference in zip(actors, placed, strict=True)])
 
 
-def collated(columns: SampleColumns) -> dict[str, torch.Tensor]:
+def collate(columns: SampleColumns) -> dict[str, torch.Tensor]:
     """All rows at one width, in fresh memory."""
     lengths = columns.lengths
     whole = one_sample_per_row(np.arange(len(columns)), int(lengths.tokens.max()), int(lengths.actions.max()))
     return dict(PaddedCollator().build(columns, whole).fields)
 
 
-def pickled(build: Any) -> bytes:
+def pickle_batch(build: Any) -> bytes:
     return pickle.dumps(build(), protocol=pickle.HIGHEST_PROTOCOL)
 
 

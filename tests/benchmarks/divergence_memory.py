@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from measuring.allocations import highest
-from measuring.bars import beside
+from measuring.bars import compare_with_bar
 
 from skyrl_engine import Engine
 from skyrl_engine.contracts import ModelConfig, SampleColumns
@@ -71,7 +71,9 @@ def main() -> None:
             print(f"vocabulary {vocabulary:,}: fine-tuning {plain / 2**20:.0f} MiB")
             for kind, loss in KINDS.items():
                 taught = beyond_gradients(folder, vocabulary, loss)
-                print(f"  {kind}: {taught / 2**20:.0f} MiB, {taught / plain:.2f} times {beside(taught / plain, at_most=BAR)}")
+                print(
+                    f"  {kind}: {taught / 2**20:.0f} MiB, {taught / plain:.2f} times {compare_with_bar(taught / plain, at_most=BAR)}"
+                )
 
 
 if __name__ == "__main__":

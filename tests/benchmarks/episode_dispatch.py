@@ -1,4 +1,4 @@
-"""Bar B7: the cost of one call of an environment in a process of its own, alone and beside 64 episodes that hang.
+"""Bar B7: the cost of one call of an environment in a process of its own, alone and next to 64 episodes that hang.
 
 Wall time per call, of several rounds the least. The machine should have nothing else to do. Run with `nox -s bench`.
 """
@@ -7,7 +7,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from measuring.bars import beside
+from measuring.bars import compare_with_bar
 from measuring.cpu_time import machine
 
 from skyrl_engine.config import SelectedPlugin
@@ -53,7 +53,7 @@ plugin = Plugin()
 """
 
 
-def answered(pool: EpisodePool, count: int) -> None:
+def await_answers(pool: EpisodePool, count: int) -> None:
     while count:
         count -= len(pool.poll(1.0))
 
@@ -64,17 +64,17 @@ def seconds_per_call(pool: EpisodePool, first: int) -> float:
     best = float("inf")
     for number in range(ROUNDS):
         episodes = range(first + number * EPISODES, first + (number + 1) * EPISODES)
-        for each in episodes:
-            pool.open(each, 0, task, seed=each)
-        answered(pool, EPISODES)
+        for handle in episodes:
+            pool.open(handle, 0, task, seed=handle)
+        await_answers(pool, EPISODES)
         begin = time.perf_counter()
         for turn in range(TURNS):
-            for each in episodes:
-                pool.step(each, Action("some words " * 20, tuple(range(50)), turn, "stop"))
-            answered(pool, EPISODES)
+            for handle in episodes:
+                pool.step(handle, Action("some words " * 20, tuple(range(50)), turn, "stop"))
+            await_answers(pool, EPISODES)
         best = min(best, (time.perf_counter() - begin) / (EPISODES * TURNS))
-        for each in episodes:
-            pool.close(each)
+        for handle in episodes:
+            pool.close(handle)
     return best
 
 
@@ -92,15 +92,15 @@ def main() -> None:
                 pool.open(number, 0, Task("hanging", prompt_ids=(1,), data={"hang": True}), seed=number)
             begin = time.perf_counter()
             pool.open(5000, 0, Task("one", prompt_ids=(1,)), seed=0)
-            answered(pool, 1)
+            await_answers(pool, 1)
             waited = time.perf_counter() - begin
             crowded = seconds_per_call(pool, 20_000)
             alone = min(alone, seconds_per_call(pool, 30_000)) if crowded < alone else alone
         finally:
             pool.shutdown()
-    print(f"B7 dispatch: {1e6 * alone:.0f} us per call {beside(1e6 * alone, at_most=MICROSECONDS_PER_CALL)}")
+    print(f"B7 dispatch: {1e6 * alone:.0f} us per call {compare_with_bar(1e6 * alone, at_most=MICROSECONDS_PER_CALL)}")
     longer = crowded / alone
-    bar = beside(longer, at_most=SLOWER_BESIDE_HANGING)
+    bar = compare_with_bar(longer, at_most=SLOWER_BESIDE_HANGING)
     print(f"B7 beside {HANGING} hanging episodes: {1e6 * crowded:.0f} us, {longer:.3f} times as long {bar}")
     print(f"behind {HANGING} episodes that hang the first answer came after {waited:.1f} s")
 

@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from measuring.bars import beside
+from measuring.bars import compare_with_bar
 from measuring.cpu_time import machine
 
 from skyrl_engine.cli.demo.recipe import Exchange
@@ -76,14 +76,17 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         helped = min(cpu_seconds([program, "rl", "--help"], directory) for _ in range(RUNS))
-        print(f"skyrl-engine rl --help: {helped:.3f} CPU s {beside(helped, at_most=HELP_SECONDS)}")
+        print(f"skyrl-engine rl --help: {helped:.3f} CPU s {compare_with_bar(helped, at_most=HELP_SECONDS)}")
         make_model(
             directory / "model", [Exchange(f"Spell {word} backward", word[::-1]) for word in ("one", "two", "three", "four")]
         )
         (directory / "observer.py").write_text(OBSERVER)
         started = [first_rollouts(program, directory, number) for number in range(RUNS)]
-        print(f"launch to first rollouts: {min(started):.2f} CPU s {beside(min(started), at_most=ROLLOUT_SECONDS)}", end="; ")
-        print(f"runs {', '.join(f'{each:.2f}' for each in started)}")
+        print(
+            f"launch to first rollouts: {min(started):.2f} CPU s {compare_with_bar(min(started), at_most=ROLLOUT_SECONDS)}",
+            end="; ",
+        )
+        print(f"runs {', '.join(f'{seconds:.2f}' for seconds in started)}")
 
 
 def first_rollouts(program: str, directory: Path, number: int) -> float:
@@ -110,13 +113,13 @@ def first_rollouts(program: str, directory: Path, number: int) -> float:
 
 def cpu_seconds(command: Sequence[str], directory: Path) -> float:
     """User and system time of one process; SystemExit, with what it said, where it fails."""
-    with (directory / "said").open("w+b") as said:
-        process = subprocess.Popen(command, stdout=said, stderr=said, env=ENVIRONMENT)
+    with (directory / "said").open("w+b") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=output, env=ENVIRONMENT)
         _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
         if process.returncode:
-            said.seek(0)
-            raise SystemExit(f"{said.read().decode()}\n{' '.join(command)} ended with exit code {process.returncode}")
+            output.seek(0)
+            raise SystemExit(f"{output.read().decode()}\n{' '.join(command)} ended with exit code {process.returncode}")
     return usage.ru_utime + usage.ru_stime
 
 

@@ -7,8 +7,8 @@ in one process; the figure is the ratio of the least CPU times. Run with `nox -s
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
-from measuring.bars import beside
-from measuring.cpu_time import interleaved, machine
+from measuring.bars import compare_with_bar
+from measuring.cpu_time import interleave, machine
 
 from skyrl_engine.contracts.values.outputs import BatchOutput, Metric, RankOutput
 from skyrl_engine.contracts.values.plan import BatchPlan, Layout, MiniBatchPlan, one_sample_per_row
@@ -49,7 +49,7 @@ def outputs_of(tokens: int) -> tuple[list[RankOutput], BatchPlan, BatchOutput]:
     return outputs, plan, BatchOutput(ids, lengths, scored, fields, {"loss": Metric.sum(RANKS)})
 
 
-def concatenated(outputs: Sequence[RankOutput]) -> list[np.ndarray]:
+def concatenate(outputs: Sequence[RankOutput]) -> list[np.ndarray]:
     """The same arrays end to end: ids, lengths, places, and each field's values; offsets as lengths, since joined offsets mean nothing."""
     return [
         np.concatenate([output.sample_ids for output in outputs]),
@@ -69,8 +69,8 @@ def costs(
     enough: Callable[[Mapping[str, float]], bool] = lambda _: False,
 ) -> dict[str, float]:
     """Least CPU seconds of "merging" and "concatenating"."""
-    works = {"merging": lambda: merger.merge(outputs, plan), "concatenating": lambda: concatenated(outputs)}
-    return interleaved(works, rounds, enough=enough)
+    works = {"merging": lambda: merger.merge(outputs, plan), "concatenating": lambda: concatenate(outputs)}
+    return interleave(works, rounds, enough=enough)
 
 
 def main() -> None:
@@ -82,7 +82,7 @@ def main() -> None:
             merging, concatenating = least["merging"], least["concatenating"]
             print(
                 f"{name}, {tokens} tokens: {merging * 1e3:.0f} ms, concatenating {concatenating * 1e3:.0f} ms, "
-                f"{merging / concatenating:.1f} times more {beside(merging / concatenating, at_most=MOST)}"
+                f"{merging / concatenating:.1f} times more {compare_with_bar(merging / concatenating, at_most=MOST)}"
             )
 
 

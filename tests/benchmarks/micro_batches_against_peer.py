@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from measuring.bars import beside
-from measuring.cpu_time import interleaved, machine
+from measuring.bars import compare_with_bar
+from measuring.cpu_time import interleave, machine
 from measuring.peer import columns_of, peer_module
 
 from skyrl_engine.contracts.kinds.collator import MODEL_INPUTS, Collator
@@ -44,11 +44,11 @@ def main() -> None:
     batch = peer.make_batch("padded", SAMPLES, "short", 0)
     columns = columns_of("padded", batch)
     for rows, bar in BARS.items():
-        times = interleaved(works(peer, batch, columns, rows), ROUNDS)
+        times = interleave(works(peer, batch, columns, rows), ROUNDS)
         ratio = times[PEER] / times[OURS]
         print(
             f"{rows} rows per micro-batch: peer {times[PEER] * 1e3:.2f} ms, plan and build {times[OURS] * 1e3:.2f} ms, "
-            f"{ratio:.1f} times less {beside(ratio, at_least=bar)}; "
+            f"{ratio:.1f} times less {compare_with_bar(ratio, at_least=bar)}; "
             f"through the rank's iterator {times[ITERATED] * 1e3:.2f} ms, {times[PEER] / times[ITERATED]:.1f} times less"
         )
 

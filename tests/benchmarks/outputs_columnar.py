@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 from attrs import frozen
-from measuring.bars import beside
-from measuring.cpu_time import interleaved, machine
+from measuring.bars import compare_with_bar
+from measuring.cpu_time import interleave, machine
 
 from skyrl_engine.contracts.values.outputs import BatchOutput, RankOutput
 from skyrl_engine.contracts.values.plan import BatchPlan, Layout, MiniBatchPlan, one_sample_per_row
@@ -57,11 +57,11 @@ class Outputs:
         return OrderedMerger().merge([output], self.plan)
 
 
-def in_order(dicts: Dicts) -> Dicts:
-    return sorted(dicts, key=lambda each: each["sample_id"])
+def sort_by_id(dicts: Dicts) -> Dicts:
+    return sorted(dicts, key=lambda output: output["sample_id"])
 
 
-def sent(value: Any) -> Any:
+def send(value: Any) -> Any:
     """To another process the way Ray sends it: arrays are copied once, into shared memory, and read from there; all else is pickled."""
     arrays: list[pickle.PickleBuffer] = []
     message = pickle.dumps(value, protocol=5, buffer_callback=arrays.append)
@@ -73,20 +73,20 @@ def make_outputs() -> Outputs:
     generator = np.random.default_rng(0)
     ids = np.split(generator.permutation(SAMPLES), SAMPLES // ROWS)
     plan = BatchPlan(
-        (MiniBatchPlan((tuple(one_sample_per_row(each, TOKENS, TOKENS) for each in ids),)),), Layout(), np.arange(SAMPLES)
+        (MiniBatchPlan((tuple(one_sample_per_row(sample, TOKENS, TOKENS) for sample in ids),)),), Layout(), np.arange(SAMPLES)
     )
     places = Ragged(np.tile(np.arange(TOKENS, dtype=np.int32), ROWS), offsets_of([TOKENS] * ROWS))
     samples = [
         ScoredSamples(
-            sample_ids=each,
-            group_ids=each,
-            unit_ids=each,
+            sample_ids=sample,
+            group_ids=sample,
+            unit_ids=sample,
             action_lengths=np.full(ROWS, TOKENS),
             scored=places,
             columns={},
             weights=np.ones(ROWS * TOKENS),
         )
-        for each in ids
+        for sample in ids
     ]
     names = ("logprobs", "token_loss")
     tensors = [{name: torch.from_numpy(generator.random(ROWS * TOKENS, dtype=np.float32)) for name in names} for _ in ids]
@@ -99,16 +99,16 @@ def ratios(outputs: Outputs, *, rounds: int = ROUNDS, enough: float = math.inf) 
         "on the rank": (outputs.as_columns, outputs.as_dicts),
         "to the caller's order, in one process": (
             lambda: outputs.merged(outputs.as_columns()),
-            lambda: in_order(outputs.as_dicts()),
+            lambda: sort_by_id(outputs.as_dicts()),
         ),
         "to the caller's order, between processes": (
-            lambda: outputs.merged(sent(outputs.as_columns())),
-            lambda: in_order(sent(outputs.as_dicts())),
+            lambda: outputs.merged(send(outputs.as_columns())),
+            lambda: sort_by_id(send(outputs.as_dicts())),
         ),
     }
     measured = {}
     for name, (columns, dicts) in ways.items():
-        least = interleaved(
+        least = interleave(
             {"columns": columns, "dicts": dicts}, rounds, enough=lambda least: least["dicts"] >= enough * least["columns"]
         )
         measured[name] = least["columns"], least["dicts"]
@@ -119,7 +119,7 @@ def main() -> None:
     print(f"{machine()}, NumPy {np.__version__}; {ROUNDS} rounds")
     for name, (columns, dicts) in ratios(make_outputs()).items():
         ratio = dicts / columns
-        bar = beside(ratio, at_least=BARS.get(name, ELSEWHERE))
+        bar = compare_with_bar(ratio, at_least=BARS.get(name, ELSEWHERE))
         print(f"{name}: {columns * 1e3:.1f} ms as columns, {dicts * 1e3:.0f} ms as dicts, {ratio:.0f} times less {bar}")
 
 

@@ -8,8 +8,8 @@ import os
 from functools import partial
 
 import numpy as np
-from measuring.bars import beside
-from measuring.cpu_time import interleaved, machine
+from measuring.bars import compare_with_bar
+from measuring.cpu_time import interleave, machine
 from measuring.peer import peer_module
 
 from skyrl_engine_collators import kernels
@@ -34,17 +34,17 @@ def main() -> None:
             continue
         scan = partial(peer.first_fit_decreasing, lengths.tolist(), CAPACITY, 1)
         assert scan() == [members.tolist() for members in map(bins.__getitem__, range(len(bins)))], "other bins"
-        times = interleaved({"peer": scan, **{engine: partial(on_engine, engine, ours) for engine in ("native", "numpy")}}, 5)
-        told = ", ".join(f"{engine} {times['peer'] / times[engine]:.0f}x less" for engine in ("native", "numpy"))
-        bar = beside(times["peer"] / times["native"], at_least=BARS[samples])
-        print(f"  scan {times['peer'] * 1e3:.2f} ms; {told} {bar}")
+        times = interleave({"peer": scan, **{engine: partial(on_engine, engine, ours) for engine in ("native", "numpy")}}, 5)
+        shown = ", ".join(f"{engine} {times['peer'] / times[engine]:.0f}x less" for engine in ("native", "numpy"))
+        bar = compare_with_bar(times["peer"] / times["native"], at_least=BARS[samples])
+        print(f"  scan {times['peer'] * 1e3:.2f} ms; {shown} {bar}")
     different = np.random.default_rng(0).permutation(LARGE) + 1
     for name, lengths, capacity in (
         ("lognormal", lognormal(LARGE), CAPACITY),
         ("all different", different, CAPACITY_OF_DIFFERENT),
     ):
         work = partial(first_fit_decreasing, lengths, capacity)
-        times = interleaved({engine: partial(on_engine, engine, work) for engine in ("native", "numpy")}, 5)
+        times = interleave({engine: partial(on_engine, engine, work) for engine in ("native", "numpy")}, 5)
         print(f"ffd, {LARGE} {name} lengths: native {times['native'] * 1e3:.1f} ms, numpy {times['numpy'] * 1e3:.1f} ms")
 
 

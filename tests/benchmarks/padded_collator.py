@@ -7,7 +7,7 @@ Run with `nox -s bench`.
 from functools import partial
 
 import numpy as np
-from measuring.cpu_time import interleaved, machine
+from measuring.cpu_time import interleave, machine
 
 from skyrl_engine.contracts.kinds.collator import collate
 from skyrl_engine.contracts.values.columns import SampleColumns
@@ -31,7 +31,7 @@ def main() -> None:
             loops.build_fields(columns, whole, 0)
             loops.gather_index(columns, whole)
 
-        times = interleaved({"ours": partial(collate, collator, columns), "loops": run_loops}, ROUNDS)
+        times = interleave({"ours": partial(collate, collator, columns), "loops": run_loops}, ROUNDS)
         ours, theirs = times["ours"], times["loops"]
         tokens = len(columns.input_ids)
         print(f"{name} ({tokens} tokens): {ours * 1e3:.2f} ms against {theirs * 1e3:.0f} ms, {theirs / ours:.0f} times less")

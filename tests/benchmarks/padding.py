@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from attrs import define, field
-from measuring.bars import beside
+from measuring.bars import compare_with_bar
 from measuring.cpu_time import machine
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
@@ -80,7 +80,7 @@ def main() -> None:
     ratio = least[False] / least[True]
     print(
         f"{tokens / least[True]:.0f} real tokens per CPU second with group_by_length, {tokens / least[False]:.0f} without, "
-        f"{ratio:.2f} times as many {beside(ratio, at_least=BAR)}"
+        f"{ratio:.2f} times as many {compare_with_bar(ratio, at_least=BAR)}"
     )
 
 

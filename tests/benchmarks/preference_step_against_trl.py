@@ -29,10 +29,10 @@ import torch
 import transformers
 import trl
 from attrs import define, frozen
-from measuring.bars import beside
+from measuring.bars import compare_with_bar
 from measuring.cpu_time import machine
 from measuring.trainer_options import PLAIN
-from measuring.words import VOCABULARY, loaded, write_words_model
+from measuring.words import VOCABULARY, load_model, write_words_model
 from transformers import PreTrainedTokenizerFast, TrainerCallback
 from transformers.trainer_callback import PrinterCallback
 from trl import DPOConfig, DPOTrainer
@@ -175,7 +175,7 @@ def run_trl(directory: Path, rows: Sequence[dict[str, str]], pairs: int, **setti
             **settings,
         )
         trainer = DPOTrainer(
-            loaded(directory / "model"),
+            load_model(directory / "model"),
             args=arguments,
             train_dataset=datasets.Dataset.from_list(list(rows)),
             processing_class=PreTrainedTokenizerFast.from_pretrained(directory / "model"),
@@ -188,15 +188,15 @@ def run_trl(directory: Path, rows: Sequence[dict[str, str]], pairs: int, **setti
 
 def report(courses: Mapping[str, Sequence[Course]]) -> None:
     """Print every run's figure, how far its steps are from the engine's, and the bar."""
-    seconds = {run: min((each.ends[-1] - each.ends[0]) / (STEPS - 1) for each in rounds) for run, rounds in courses.items()}
-    due = courses["engine, packed"][0]
+    seconds = {run: min((course.ends[-1] - course.ends[0]) / (STEPS - 1) for course in rounds) for run, rounds in courses.items()}
+    expected = courses["engine, packed"][0]
     for run, rounds in courses.items():
         first = rounds[0]
         apart = max(
             float(np.abs(np.array(got) / np.array(right) - 1).max())
-            for got, right in ((first.losses, due.losses), (first.norms, due.norms))
+            for got, right in ((first.losses, expected.losses), (first.norms, expected.norms))
         )
-        agreement = beside(apart, at_most=AGREEMENT)
+        agreement = compare_with_bar(apart, at_most=AGREEMENT)
         print(
             f"{run}: {seconds[run]:.3f} CPU s a step; losses and gradient norms of all steps differ from packed by {apart:.1e} {agreement}"
         )
@@ -206,11 +206,13 @@ def report(courses: Mapping[str, Sequence[Course]]) -> None:
     padded = min((run for run in ours if run != "engine, packed"), key=lambda run: ours[run])
     for run in ("engine, packed", padded):
         print(
-            f"{run}: {ours[run] / peers[fastest]:.3f} of the CPU time of {fastest} {beside(ours[run] / peers[fastest], at_most=BAR)}"
+            f"{run}: {ours[run] / peers[fastest]:.3f} of the CPU time of {fastest} {compare_with_bar(ours[run] / peers[fastest], at_most=BAR)}"
         )
     for pairs in AT_ONCE:
         share = seconds[f"engine, {pairs} pairs at once"] / seconds[f"DPOTrainer, {pairs} pairs at once"]
-        print(f"padded rows, {pairs} pairs at once: {share:.3f} of the CPU time of DPOTrainer {beside(share, at_most=BAR)}")
+        print(
+            f"padded rows, {pairs} pairs at once: {share:.3f} of the CPU time of DPOTrainer {compare_with_bar(share, at_most=BAR)}"
+        )
 
 
 if __name__ == "__main__":

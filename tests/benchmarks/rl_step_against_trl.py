@@ -39,10 +39,10 @@ import transformers
 import trl
 from attrs import Factory, define, frozen
 from datasets import Dataset
-from measuring.bars import beside
+from measuring.bars import compare_with_bar
 from measuring.cpu_time import machine, of_process
 from measuring.trainer_options import PLAIN
-from measuring.words import VOCABULARY, loaded, write_words_model
+from measuring.words import VOCABULARY, load_model, write_words_model
 from transformers import PreTrainedTokenizerFast, TrainerCallback
 from transformers.trainer_callback import PrinterCallback
 from trl import GRPOConfig, GRPOTrainer
@@ -153,7 +153,7 @@ class Paced:
     def started(cls, work: Callable[[Told], None]) -> "Paced":
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
-        process = context.Process(target=paced, args=(work, theirs))
+        process = context.Process(target=pace, args=(work, theirs))
         process.start()
         theirs.close()
         return cls(process, ours)
@@ -172,12 +172,12 @@ class Paced:
         self.process.join()
 
 
-def paced(work: Callable[[Told], None], pipe: Connection) -> None:
+def pace(work: Callable[[Told], None], pipe: Connection) -> None:
     """Do the work of a run, waiting to be asked before every step."""
     quiet()
     began = 0.0
 
-    def told(tokens: int, spans: Mapping[str, float]) -> None:
+    def tell_span(tokens: int, spans: Mapping[str, float]) -> None:
         nonlocal began
         pipe.send(Step(cpu_seconds() - began, tokens, dict(spans)))
         pipe.recv()
@@ -185,7 +185,7 @@ def paced(work: Callable[[Told], None], pipe: Connection) -> None:
 
     pipe.recv()
     try:
-        work(told)
+        work(tell_span)
     except BaseException:
         traceback.print_exc()
         raise
@@ -214,7 +214,7 @@ def check_same_work(directory: Path) -> None:
         due, got = ours.metrics["grad_norm"], theirs.logs["grad_norm"]
         print(
             f"the same rollouts, GRPOTrainer, {rows} rows at once, beside the engine: gradient norms {got:.6f} and {due:.6f}, apart by "
-            f"{abs(got / due - 1):.1e} {beside(abs(got / due - 1), at_most=AGREEMENT)}"
+            f"{abs(got / due - 1):.1e} {compare_with_bar(abs(got / due - 1), at_most=AGREEMENT)}"
         )
 
 
@@ -282,9 +282,9 @@ class CountingTrainer(GRPOTrainer):  # type: ignore[misc] # trl is not typed
     """Keeps how many tokens the last batch sampled."""
 
     def _generate(self, prompts: Any) -> Any:
-        made = super()._generate(prompts)
-        self.sampled = sum(map(len, made[1]))
-        return made
+        generated = super()._generate(prompts)
+        self.sampled = sum(map(len, generated[1]))
+        return generated
 
 
 class StepEnds(TrainerCallback):
@@ -323,10 +323,10 @@ def make_trl(
     tasks = [json.loads(line) for line in (directory / "tasks.jsonl").read_text().splitlines()]
     rows = [{"prompt": [{"role": "user", "content": task["prompt"]}]} for task in tasks]
 
-    def replayed(prompts: Any, trainer: Any) -> dict[str, Any]:
+    def replay_prompts(prompts: Any, trainer: Any) -> dict[str, Any]:
         assert replay is not None
-        asked = tokenizer.apply_chat_template(prompts, add_generation_prompt=True, return_dict=True)["input_ids"]
-        return {"prompt_ids": asked, "completion_ids": [replay[tuple(prompt)].pop() for prompt in asked], "logprobs": None}
+        encoded = tokenizer.apply_chat_template(prompts, add_generation_prompt=True, return_dict=True)["input_ids"]
+        return {"prompt_ids": encoded, "completion_ids": [replay[tuple(prompt)].pop() for prompt in encoded], "logprobs": None}
 
     arguments = GRPOConfig(
         output_dir=str(directory / "trl"),
@@ -343,13 +343,13 @@ def make_trl(
         **settings,
     )
     trainer = CountingTrainer(
-        model=loaded(directory / "model"),
+        model=load_model(directory / "model"),
         reward_funcs=module.share_of_even,
         args=arguments,
         # the same tasks in every step, and no epoch ends between two
         train_dataset=Dataset.from_list(rows * steps),
         processing_class=tokenizer,
-        rollout_func=None if replay is None else replayed,
+        rollout_func=None if replay is None else replay_prompts,
     )
     trainer.remove_callback(PrinterCallback)
     return trainer
@@ -370,11 +370,11 @@ def report(rounds: Sequence[Mapping[str, Step]]) -> None:
     fastest = min(peers, key=lambda run: median(steps[run].seconds for steps in rounds))
     for run, bar in BARS.items():
         ratios = [steps[run].seconds / steps[fastest].seconds for steps in rounds]
-        print(f"B1, {run}: {spread(ratios)} of {fastest} {beside(median(ratios), at_most=bar)}")
+        print(f"B1, {run}: {spread(ratios)} of {fastest} {compare_with_bar(median(ratios), at_most=bar)}")
     for run in BARS:
         shares = [1 - sum(steps[run].spans[span] for span in WORK) / steps[run].seconds for steps in rounds]
-        told = beside(median(shares), at_most=OVERHEAD) if run == CURRENT else ""
-        print(f"B3, {run}: {spread(shares)} of a step is neither {', '.join(WORK[:-1])} nor {WORK[-1]} {told}")
+        verdict = compare_with_bar(median(shares), at_most=OVERHEAD) if run == CURRENT else ""
+        print(f"B3, {run}: {spread(shares)} of a step is neither {', '.join(WORK[:-1])} nor {WORK[-1]} {verdict}")
 
 
 def spread(values: Sequence[float]) -> str:

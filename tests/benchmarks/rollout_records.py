@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import median
 
 import numpy as np
-from measuring.bars import beside
+from measuring.bars import compare_with_bar
 from measuring.cpu_time import machine
 
 from skyrl_engine.contracts.values.ragged import offsets_of
@@ -39,7 +39,7 @@ def group(ticket: int, members: int = 8, prompt: int = 60, tokens: int = 150) ->
         "seconds": {"queue": 0.1, "generate": 1.2, "environment": 0.01},
     }
     return Group(
-        ticket, "spell", f"task-{ticket}", 3, tuple(Trajectory(ticket=ticket, member=each, **one) for each in range(members))
+        ticket, "spell", f"task-{ticket}", 3, tuple(Trajectory(ticket=ticket, member=number, **one) for number in range(members))
     )
 
 
@@ -90,11 +90,11 @@ def ledger_cost(order: str, alive: int = 10_000, steps: int = 12) -> float:
 def main() -> None:
     print(machine())
     write, read = journal_cost()
-    bar = beside(write, at_most=MILLISECONDS_PER_THOUSAND_TOKENS)
+    bar = compare_with_bar(write, at_most=MILLISECONDS_PER_THOUSAND_TOKENS)
     print(f"B5 journal: {write:.3f} ms CPU per 1,000 tokens to write {bar}, {read:.3f} to read")
     costs = {order: median(ledger_cost(order) for _ in range(3)) for order in ("finished", "ticket")}
     for order, cost in costs.items():
-        bar = beside(cost, at_most=MICROSECONDS_PER_EVENT)
+        bar = compare_with_bar(cost, at_most=MICROSECONDS_PER_EVENT)
         print(f"B6 ledger, order {order}: {cost:.1f} us CPU per event with 10,000 tickets alive {bar}")
 
 

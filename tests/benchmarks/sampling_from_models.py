@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import transformers
-from measuring.bars import beside
-from measuring.cpu_time import interleaved, machine
+from measuring.bars import compare_with_bar
+from measuring.cpu_time import interleave, machine
 
 from skyrl_engine.contracts import GenerationRequest, Sampling
 from skyrl_engine_generators.loop import SampledRow, SlotLoop
@@ -37,13 +37,13 @@ def main() -> None:
     model = qwen3()
     prompts = [random.integers(3, 8192, random.integers(12, 25)) for _ in range(REQUESTS)]
     lengths = {"equal": np.full(REQUESTS, 48), "ragged": np.clip(random.geometric(1 / 40, REQUESTS), 4, 128)}
-    for (name, asked), slots in zip(lengths.items(), (64, 16), strict=True):
-        ours, theirs = (partial(work, model, prompts, asked, slots) for work in (sampled, generated))
-        times = interleaved({"hf": ours, "generate": theirs}, ROUNDS)
-        tokens = int(asked.sum())
+    for (name, length), slots in zip(lengths.items(), (64, 16), strict=True):
+        ours, theirs = (partial(work, model, prompts, length, slots) for work in (sample, generate))
+        times = interleave({"hf": ours, "generate": theirs}, ROUNDS)
+        tokens = int(length.sum())
         rates = ", ".join(f"{which} {tokens / seconds:.0f}" for which, seconds in times.items())
         ratio = times["generate"] / times["hf"]
-        print(f"{name} lengths, tokens per CPU second: {rates}; {ratio:.2f}x {beside(ratio, at_least=BARS[name])}")
+        print(f"{name} lengths, tokens per CPU second: {rates}; {ratio:.2f}x {compare_with_bar(ratio, at_least=BARS[name])}")
     logits, uniforms = torch.randn(64, LARGE) * 3, torch.rand(64, dtype=torch.float64)
     settings = RowDistributions.of([Sampling(max_tokens=1)] * 64, logits.device)
     works = {
@@ -51,9 +51,9 @@ def main() -> None:
         "multinomial": lambda: torch.multinomial(logits.log_softmax(-1).exp(), 1),
         "log_softmax alone": lambda: logits.log_softmax(-1),
     }
-    times = interleaved(works, ROUNDS)
-    told = ", ".join(f"{name} {seconds * 1e3:.0f} ms" for name, seconds in times.items())
-    print(f"a token of 64 rows of {LARGE} tokens: {told} {beside(times['hf'] * 1e3, at_most=MILLISECONDS)}")
+    times = interleave(works, ROUNDS)
+    shown = ", ".join(f"{name} {seconds * 1e3:.0f} ms" for name, seconds in times.items())
+    print(f"a token of 64 rows of {LARGE} tokens: {shown} {compare_with_bar(times['hf'] * 1e3, at_most=MILLISECONDS)}")
 
 
 def qwen3() -> transformers.PreTrainedModel:
@@ -73,7 +73,7 @@ def qwen3() -> transformers.PreTrainedModel:
     return transformers.Qwen3ForCausalLM(config).eval()
 
 
-def sampled(
+def sample(
     model: transformers.PreTrainedModel, prompts: list[npt.NDArray[np.int64]], lengths: npt.NDArray[np.int64], slots: int
 ) -> None:
     loop = SlotLoop(CachedDecoder(model, slots), slots)
@@ -85,7 +85,7 @@ def sampled(
 
 
 @torch.no_grad()
-def generated(
+def generate(
     model: transformers.PreTrainedModel, prompts: list[npt.NDArray[np.int64]], lengths: npt.NDArray[np.int64], slots: int
 ) -> None:
     """With the log-probabilities of what was sampled, which `generate` leaves to its caller."""
@@ -94,7 +94,7 @@ def generated(
         width = max(map(len, batch))
         ids = torch.tensor([[0] * (width - len(prompt)) + prompt.tolist() for prompt in batch])
         mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in batch])
-        made = model.generate(
+        output = model.generate(
             input_ids=ids,
             attention_mask=mask,
             do_sample=True,
@@ -105,7 +105,7 @@ def generated(
             return_dict_in_generate=True,
             output_logits=True,
         )
-        torch.stack(made.logits, 1).log_softmax(-1).gather(2, made.sequences[:, width:, None])
+        torch.stack(output.logits, 1).log_softmax(-1).gather(2, output.sequences[:, width:, None])
 
 
 if __name__ == "__main__":

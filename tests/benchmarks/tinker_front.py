@@ -1,4 +1,4 @@
-"""The front of `skyrl-engine serve`: its CPU time per sample, and beside a forward_backward of 100,000 tokens of a tiny model.
+"""The front of `skyrl-engine serve`: its CPU time per sample, and during a forward_backward of 100,000 tokens of a tiny model.
 
 The front is the event loop, the threads that decompress and parse for it, and what the model's lane reads and writes of messages. Requests come
 from another process, over connections that are kept. Run with `nox -s bench`.
@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import uvicorn
-from measuring.bars import beside
+from measuring.bars import compare_with_bar
 from measuring.cpu_time import machine
 
 from skyrl_engine.modeling.tiny import write_model, write_tokenizer
@@ -82,18 +82,18 @@ class Front:
 
     def counted(self, work: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(work)
-        def called(*given: Any, **named: Any) -> Any:
+        def call_counted(*arguments: Any, **named: Any) -> Any:
             begin = time.thread_time()
             try:
-                return work(*given, **named)
+                return work(*arguments, **named)
             finally:
                 self.codecs += time.thread_time() - begin
 
-        return called
+        return call_counted
 
     def seconds(self) -> float:
-        own = [self.loop, *(each for each in threading.enumerate() if each.name.startswith("asyncio_"))]
-        return self.codecs + sum(time.clock_gettime(time.pthread_getcpuclockid(each.ident or 0)) for each in own)
+        own = [self.loop, *(thread for thread in threading.enumerate() if thread.name.startswith("asyncio_"))]
+        return self.codecs + sum(time.clock_gettime(time.pthread_getcpuclockid(thread.ident or 0)) for thread in own)
 
 
 def message() -> bytes:
@@ -129,7 +129,7 @@ def main() -> None:
         assert client.stdout is not None
         front = Front(loop)
 
-        def spent(**what: Any) -> tuple[float, float]:
+        def measure_spent(**what: Any) -> tuple[float, float]:
             """CPU seconds of the front and of the whole process, for one line to the client."""
             before = front.seconds(), time.process_time()
             print(json.dumps(what), file=client.stdin, flush=True)
@@ -137,18 +137,18 @@ def main() -> None:
             assert client.stdout.readline() == "done\n"
             return front.seconds() - before[0], time.process_time() - before[1]
 
-        asked = {"do": "sample", "count": SAMPLES, "prompt": list(range(5, 105)) * (PROMPT // 100), "sampled": SAMPLED}
-        spent(**{**asked, "count": 5})
-        each = min(spent(**asked)[0] for _ in range(ROUNDS)) / SAMPLES
-        passes = [spent(do="forward_backward", file=str(folder / "message")) for _ in range(ROUNDS)]
+        request = {"do": "sample", "count": SAMPLES, "prompt": list(range(5, 105)) * (PROMPT // 100), "sampled": SAMPLED}
+        measure_spent(**{**request, "count": 5})
+        seconds_per_sample = min(measure_spent(**request)[0] for _ in range(ROUNDS)) / SAMPLES
+        passes = [measure_spent(do="forward_backward", file=str(folder / "message")) for _ in range(ROUNDS)]
         client.stdin.close()
         client.wait()
         server.should_exit = True
         loop.join(30)
     own, whole = min(passes)
-    bar = beside(1e3 * each, at_most=MILLISECONDS_PER_SAMPLE)
-    print(f"front, a sample of {SAMPLED} behind {PROMPT} tokens and its retrieval: {1e3 * each:.2f} ms {bar}")
-    share = beside(own / (whole - own), at_most=SHARE_OF_A_PASS)
+    bar = compare_with_bar(1e3 * seconds_per_sample, at_most=MILLISECONDS_PER_SAMPLE)
+    print(f"front, a sample of {SAMPLED} behind {PROMPT} tokens and its retrieval: {1e3 * seconds_per_sample:.2f} ms {bar}")
+    share = compare_with_bar(own / (whole - own), at_most=SHARE_OF_A_PASS)
     print(
         f"front, {DATUMS * ROW:,} tokens: {1e3 * own:.0f} ms beside {whole - own:.1f} s of the pass, {own / (whole - own):.4f} {share}"
     )

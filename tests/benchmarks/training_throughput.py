@@ -2,8 +2,8 @@
 
 The same 10M-parameter Qwen3 learns the same chats in the same order, by
 - the engine: backend `fsdp`, one rank in this process, with the collator `packed` and with `padded`;
-- Trainer with padding: `DataCollatorForSeq2Seq` beside torch's scaled dot-product attention;
-- Trainer with flattening: `DataCollatorWithFlattening` beside the same attention. flash-attention, which that collator is made for, does
+- Trainer with padding: `DataCollatorForSeq2Seq` with torch's scaled dot-product attention;
+- Trainer with flattening: `DataCollatorWithFlattening` with the same attention. flash-attention, which that collator is made for, does
   not run on CPU; transformers finds the documents by their positions and builds a mask of the whole row instead. It keeps the documents
   apart, which is checked first, and costs the square of the row;
 - Trainer with flattening, one chat at a time, accumulating gradients: neither padding nor mask, the fastest Trainer we found on CPU;
@@ -33,10 +33,10 @@ import transformers
 import trl
 from attrs import define, frozen
 from datasets import Dataset
-from measuring.bars import beside
+from measuring.bars import compare_with_bar
 from measuring.cpu_time import machine
 from measuring.trainer_options import PLAIN
-from measuring.words import VOCABULARY, loaded, write_words_model
+from measuring.words import VOCABULARY, load_model, write_words_model
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -168,7 +168,7 @@ def check_flattened_documents(model_directory: Path, samples: Sequence[Sample]) 
     other = {"input_ids": first["input_ids"][::-1], "labels": first["labels"]}
     flatten = DataCollatorWithFlattening()
     behind = slice(len(first["input_ids"]), None)
-    logits = [model(**flatten([each, second]), use_cache=False).logits[0, behind] for each in (first, other)]
+    logits = [model(**flatten([document, second]), use_cache=False).logits[0, behind] for document in (first, other)]
     difference = (logits[0] - logits[1]).abs().max().item()
     print(f"flattened documents beside sdpa: the second changes by {difference:.1e} with the first (0: they are kept apart)")
 
@@ -191,13 +191,13 @@ def check_first_step(directory: Path, samples: Sequence[Sample], peers: Mapping[
     first = samples[:BATCH]
     ours = {collator: first_of_engine(directory, collator, first) for collator in COLLATORS}
     theirs = {name: first_of_peer(peer) for name, peer in peers.items()}
-    (_, due), *others = ({f"engine, {collator}": gradient for collator, gradient in ours.items()} | theirs).items()
+    (_, expected), *others = ({f"engine, {collator}": gradient for collator, gradient in ours.items()} | theirs).items()
     for name, gradient in others:
-        assert gradient.by_name.keys() == due.by_name.keys(), sorted(gradient.by_name.keys() ^ due.by_name.keys())
-        apart = max(relative_difference(gradient.by_name[parameter], right) for parameter, right in due.by_name.items())
+        assert gradient.by_name.keys() == expected.by_name.keys(), sorted(gradient.by_name.keys() ^ expected.by_name.keys())
+        apart = max(relative_difference(gradient.by_name[parameter], right) for parameter, right in expected.by_name.items())
         print(
-            f"first mini-batch, {name} beside engine, packed: losses differ by {abs(gradient.loss / due.loss - 1):.1e}, "
-            f"gradients by {apart:.1e} at the worst parameter {beside(apart, at_most=AGREEMENT)}"
+            f"first mini-batch, {name} beside engine, packed: losses differ by {abs(gradient.loss / expected.loss - 1):.1e}, "
+            f"gradients by {apart:.1e} at the worst parameter {compare_with_bar(apart, at_most=AGREEMENT)}"
         )
 
 
@@ -244,7 +244,7 @@ class Recording:
     shares: list[Tensor]
 
     def training_step(self, *arguments: Any, **options: Any) -> Tensor:
-        loss: Tensor = super().training_step(*arguments, **options)  # type: ignore[misc] # of a Trainer beside it
+        loss: Tensor = super().training_step(*arguments, **options)  # type: ignore[misc] # of a Trainer, the other base
         self.shares.append(loss)
         return loss
 
@@ -292,8 +292,8 @@ def arguments(output: str, micro_batch: int, *, steps: int = STEPS, max_norm: fl
 
 
 def make_trainer(model: Path, samples: Sequence[Sample], collator: Any, options: Mapping[str, Any]) -> Any:
-    trainer = RecordingTrainer(loaded(model), TrainingArguments(**options), data_collator=collator, train_dataset=list(samples))
-    return ready(trainer)
+    trainer = RecordingTrainer(load_model(model), TrainingArguments(**options), data_collator=collator, train_dataset=list(samples))
+    return prepare_trainer(trainer)
 
 
 def make_sft_trainer(
@@ -302,12 +302,12 @@ def make_sft_trainer(
     """Makes an SFTTrainer that cuts no chat."""
     whole = {"max_length": None, "padding_free": padding_free}
     trainer = RecordingSftTrainer(
-        loaded(model), SFTConfig(**options, **whole), train_dataset=Dataset.from_list(list(samples)), processing_class=tokenizer
+        load_model(model), SFTConfig(**options, **whole), train_dataset=Dataset.from_list(list(samples)), processing_class=tokenizer
     )
-    return ready(trainer)
+    return prepare_trainer(trainer)
 
 
-def ready(trainer: Any) -> Any:
+def prepare_trainer(trainer: Any) -> Any:
     trainer.remove_callback(PrinterCallback)
     trainer.shares = []
     return trainer
@@ -325,15 +325,15 @@ def course_of(peer: Peer) -> Course:
 def report(samples: Sequence[Sample], courses: Mapping[str, Sequence[Course]], peers: Mapping[str, Peer]) -> None:
     """Print the rate of every run, the engine's ratio to each of the others, and how far the curves are apart."""
     tokens = sum(len(sample["input_ids"]) for sample in samples[BATCH:])
-    rates = {run: max(tokens / (each.ends[-1] - each.ends[0]) for each in rounds) for run, rounds in courses.items()}
+    rates = {run: max(tokens / (course.ends[-1] - course.ends[0]) for course in rounds) for run, rounds in courses.items()}
     packed, padded = (f"engine, {collator}" for collator in COLLATORS)
     reference = np.array(courses[packed][0].losses)
     for run in (packed, padded):
         print(f"{run}: {rates[run]:.0f} real tokens per CPU second, loss {reference[0]:.4f} to {reference[-1]:.4f}")
     for run, peer in peers.items():
-        apart = np.abs(np.array([each.losses for each in courses[run]]) / reference - 1).max()
+        apart = np.abs(np.array([course.losses for course in courses[run]]) / reference - 1).max()
         ratios = [
-            f"{ours} makes {rates[ours] / rates[run]:.2f} times as many {beside(rates[ours] / rates[run], at_least=BAR)}"
+            f"{ours} makes {rates[ours] / rates[run]:.2f} times as many {compare_with_bar(rates[ours] / rates[run], at_least=BAR)}"
             for ours in ((packed, padded) if peer.pads else (packed,))
         ]
         print(f"{run}: {rates[run]:.0f}; {'; '.join(ratios)}; loss curves differ by at most {apart:.1e}")

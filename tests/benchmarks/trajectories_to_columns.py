@@ -10,8 +10,8 @@ from collections.abc import Callable
 from functools import partial
 
 import numpy as np
-from measuring.bars import beside
-from measuring.cpu_time import interleaved, machine
+from measuring.bars import compare_with_bar
+from measuring.cpu_time import interleave, machine
 
 from skyrl_engine.contracts.values.ragged import offsets_of
 from skyrl_engine.contracts.values.rollout import SEGMENT_OBSERVED, SEGMENT_PROMPT, SEGMENT_SAMPLED, Group, Trajectory, VersionSpans
@@ -53,7 +53,10 @@ def groups_of(turns: int) -> list[Group]:
 
 def main() -> None:
     batches = {f"{turns} turns": groups_of(turns) for turns in (5, 100)}
-    tokens = {name: sum(len(each.token_ids) for group in groups for each in group.trajectories) for name, groups in batches.items()}
+    tokens = {
+        name: sum(len(trajectory.token_ids) for group in groups for trajectory in group.trajectories)
+        for name, groups in batches.items()
+    }
     works: dict[tuple[str, str], Callable[[], object]] = {}
     for name, groups in batches.items():
         works["to columns", name] = partial(to_columns, groups, environments=("words",))
@@ -65,14 +68,14 @@ def main() -> None:
     print(machine())
     for memory in ("new", "kept"):
         if memory == "kept":
-            # glibc alone: what is freed is neither given back nor mapped anew
+            # glibc alone: what is freed is neither given back nor mapped again
             mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
             if mallopt is None or not all(mallopt(name, 2**30) for name in (_MMAP_THRESHOLD, _TRIM_THRESHOLD)):
                 print("kept memory: this C library cannot be asked for it")
                 return
-        for (work, name), seconds in interleaved(works, ROUNDS).items():
+        for (work, name), seconds in interleave(works, ROUNDS).items():
             figure = 1e9 * seconds / tokens[name]
-            bar = beside(figure, at_most=BARS[work]) if memory == "kept" and name == "5 turns" else ""
+            bar = compare_with_bar(figure, at_most=BARS[work]) if memory == "kept" and name == "5 turns" else ""
             print(f"{work}, {name}, {tokens[name]:,} tokens, {memory} memory: {figure:.1f} ns per token {bar}".rstrip())
 
 

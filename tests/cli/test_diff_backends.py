@@ -97,7 +97,7 @@ def test_a_backend_agrees_with_itself_over_another_cut(capsys: pytest.CaptureFix
     report = json.loads(capsys.readouterr().out)
     assert report["agrees"] is True
     assert len(report["parameters"]) == 24
-    assert {each["name"] for each in report["outputs"]} == {"logits", "logprobs", "entropy", "token_loss"}
+    assert {output["name"] for output in report["outputs"]} == {"logits", "logprobs", "entropy", "token_loss"}
     assert report["first_layer"] is None
     assert report["untried"] == {}
 
@@ -108,8 +108,8 @@ def test_two_libraries_agree(capsys: pytest.CaptureFixture[str]) -> None:
     report = json.loads(capsys.readouterr().out)
     assert report["agrees"] is True
     assert len(report["parameters"]) == 24
-    assert max(each["relative"] for each in report["parameters"]) > 0, "other kernels add in another order"
-    assert {each["name"]: each["largest"] < 1e-4 for each in report["outputs"]}["logits"]
+    assert max(row["relative"] for row in report["parameters"]) > 0, "other kernels add in another order"
+    assert {row["name"]: row["largest"] < 1e-4 for row in report["outputs"]}["logits"]
 
 
 def test_a_wrong_backend_is_named_by_its_factor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -166,7 +166,7 @@ def test_a_layer_that_computes_something_else_is_named(
     report = json.loads(out)
     assert report["first_layer"] == layer
     assert report["explanation"] == f"the passes differ in logprobs, logits, token_loss; {words}"
-    assert next(each for each in report["outputs"] if each["name"] == "logits")["largest"] > 1e-3
+    assert next(output for output in report["outputs"] if output["name"] == "logits")["largest"] > 1e-3
     assert "comparing them with the first 3 of 5 layers" in err
 
 
@@ -179,7 +179,7 @@ def test_a_gradient_that_is_not_finite_is_named(tmp_path: Path, wrong: str, caps
     parameter = "model.layers.1.self_attn.k_proj.weight"
     assert report["explanation"] == f"the gradient of {parameter} is not finite on the second"
     assert report["first_layer"] == "model.layers.1"
-    assert [each["name"] for each in report["parameters"] if each["relative"] is None] == [parameter]
+    assert [row["name"] for row in report["parameters"] if row["relative"] is None] == [parameter]
     assert report["gradient_norm"]["b"] is None
 
 

@@ -10,44 +10,44 @@ ON_SAMPLES = ["--teacher", "t", "--prompts", "p.jsonl"]
 ON_ROWS = ["--data", "rows.jsonl"]
 
 
-def made(monkeypatch: pytest.MonkeyPatch, given: list[str]) -> dict[str, Any]:
+def make_tables(monkeypatch: pytest.MonkeyPatch, arguments: list[str]) -> dict[str, Any]:
     """The tables that options make; nothing is resolved and nothing started."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
 
     def keep(raw: Any, *, dry_run: bool) -> int:
-        found.update(raw.table, dry_run=dry_run)
+        values.update(raw.table, dry_run=dry_run)
         return 0
 
     monkeypatch.setattr("skyrl_engine.cli.distill.print_and_run", keep)
-    assert app.main(["distill", "--model", "m", *given]) == 0
-    return found
+    assert app.main(["distill", "--model", "m", *arguments]) == 0
+    return values
 
 
 def test_a_teacher_makes_a_run_on_samples(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = made(monkeypatch, [*ON_SAMPLES, "--groups", "3", "--dry-run", "rl.temperature=0.7"])
-    assert (found["trainer"], found["teacher"], found["dry_run"]) == ("rl", {"path": "t"}, True)
-    assert found["environments"] == [{"use": "prompts", "data": "p.jsonl"}]
-    assert (found["rl"]["preset"], found["rl"]["groups"], found["rl"]["temperature"]) == ("on_policy_distill", 3, 0.7)
-    other = made(monkeypatch, ["--teacher", "t", "--env", "reasoning_gym:spell_backward", "--loss", "teacher_kl"])
+    values = make_tables(monkeypatch, [*ON_SAMPLES, "--groups", "3", "--dry-run", "rl.temperature=0.7"])
+    assert (values["trainer"], values["teacher"], values["dry_run"]) == ("rl", {"path": "t"}, True)
+    assert values["environments"] == [{"use": "prompts", "data": "p.jsonl"}]
+    assert (values["rl"]["preset"], values["rl"]["groups"], values["rl"]["temperature"]) == ("on_policy_distill", 3, 0.7)
+    other = make_tables(monkeypatch, ["--teacher", "t", "--env", "reasoning_gym:spell_backward", "--loss", "teacher_kl"])
     assert other["environments"] == [{"use": "reasoning_gym", "task": "spell_backward"}]
     assert other["loss"] == {"use": "teacher_kl"}
 
 
 def test_rows_make_a_run_of_fine_tuning(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = made(monkeypatch, [*ON_ROWS, "--batch-size", "4", "loss.divergence=reverse"])
-    assert (found["trainer"], found["data"], found["training"]) == ("sft", {"train": "rows.jsonl"}, {"batch_size": 4})
-    assert found["loss"] == {"use": "top_k_divergence", "divergence": "reverse"}
+    values = make_tables(monkeypatch, [*ON_ROWS, "--batch-size", "4", "loss.divergence=reverse"])
+    assert (values["trainer"], values["data"], values["training"]) == ("sft", {"train": "rows.jsonl"}, {"batch_size": 4})
+    assert values["loss"] == {"use": "top_k_divergence", "divergence": "reverse"}
 
 
 def test_a_teacher_beside_rows_is_compared_over_the_whole_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = made(monkeypatch, [*ON_ROWS, "--teacher", "t", "--steps", "3"])
-    assert (found["trainer"], found["teacher"], found["data"]) == ("sft", {"path": "t"}, {"train": "rows.jsonl"})
-    assert found["loss"] == {"use": "divergence"}
-    assert made(monkeypatch, [*ON_ROWS, "--teacher", "t", "--loss", "teacher_kl"])["loss"] == {"use": "teacher_kl"}
+    values = make_tables(monkeypatch, [*ON_ROWS, "--teacher", "t", "--steps", "3"])
+    assert (values["trainer"], values["teacher"], values["data"]) == ("sft", {"path": "t"}, {"train": "rows.jsonl"})
+    assert values["loss"] == {"use": "divergence"}
+    assert make_tables(monkeypatch, [*ON_ROWS, "--teacher", "t", "--loss", "teacher_kl"])["loss"] == {"use": "teacher_kl"}
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("arguments", "words"),
     [
         ([], "there is nothing to learn on"),
         ([*ON_SAMPLES, *ON_ROWS], "instead of --data"),
@@ -59,6 +59,6 @@ def test_a_teacher_beside_rows_is_compared_over_the_whole_vocabulary(monkeypatch
         ([*ON_ROWS, "--prompts", "p.jsonl"], "instead of --data"),
     ],
 )
-def test_options_that_do_not_go_together_are_refused(given: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert app.main(["distill", "--model", "m", *given]) == 2
+def test_options_that_do_not_go_together_are_refused(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert app.main(["distill", "--model", "m", *arguments]) == 2
     assert words in capsys.readouterr().err

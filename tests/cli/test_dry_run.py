@@ -21,58 +21,63 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def unchanged(_model: Path) -> None:
+def keep(_model: Path) -> None:
     """Leave the model as it is."""
 
 
-def changed(model: Path, **values: Any) -> None:
+def change_config(model: Path, **values: Any) -> None:
     path = model / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
-def gemma(model: Path) -> None:
+def replace_by_gemma(model: Path) -> None:
     (model / "model.safetensors").unlink()
     write_model(model, "gemma2", vocab_size=json.loads((model / "config.json").read_text())["vocab_size"])
 
 
 @pytest.mark.parametrize(
-    ("change", "settings", "code", "told"),
+    ("change", "settings", "code", "words"),
     [
-        (unchanged, [], 0, ""),
+        (keep, [], 0, ""),
         (lambda model: (model / "config.json").unlink(), [], 4, "holds no config.json"),
         (lambda model: (model / "config.json").write_text("{\n"), [], 4, "model/config.json is not valid JSON: line 2, column 1"),
-        (lambda model: changed(model, model_type="nosuch"), [], 4, 'the model_type "nosuch", which transformers'),
+        (lambda model: change_config(model, model_type="nosuch"), [], 4, 'the model_type "nosuch", which transformers'),
         (
-            lambda model: changed(model, model_type="own", auto_map={"AutoConfig": "own.A", "AutoModelForCausalLM": "own.B"}),
+            lambda model: change_config(model, model_type="own", auto_map={"AutoConfig": "own.A", "AutoModelForCausalLM": "own.B"}),
             [],
             4,
             "model.trust_remote_code = true",
         ),
         (lambda model: (model / "model.safetensors").unlink(), [], 4, "holds no weights"),
         (lambda model: (model / "model.safetensors").rename(model / "x"), ["--backend", "deepspeed"], 4, "holds no weights"),
-        (lambda model: changed(model, intermediate_size=24), [], 4, "mlp.down_proj.weight has the shape"),
-        (lambda model: changed(model, hidden_act="nosuch"), [], 4, "cannot be built from its config.json: KeyError: 'nosuch'"),
-        (lambda model: [each.unlink() for each in model.glob("tokenizer*")], [], 4, "holds no tokenizer"),
+        (lambda model: change_config(model, intermediate_size=24), [], 4, "mlp.down_proj.weight has the shape"),
+        (
+            lambda model: change_config(model, hidden_act="nosuch"),
+            [],
+            4,
+            "cannot be built from its config.json: KeyError: 'nosuch'",
+        ),
+        (lambda model: [file.unlink() for file in model.glob("tokenizer*")], [], 4, "holds no tokenizer"),
         (lambda model: (model / "tokenizer.json").write_text("{"), [], 4, "model/tokenizer.json is not valid JSON"),
         (lambda model: (model / "chat_template.jinja").unlink(), [], 4, "has no chat template. Set model.chat_template"),
         (lambda model: (model / "chat_template.jinja").write_text("\n{% for"), [], 4, "is no Jinja template: line 2"),
-        (gemma, ["--collator", "packed"], 2, "cannot be trained on packed rows"),
-        (gemma, [], 0, ""),
-        (unchanged, ["model.lora.targets=['no_such']"], 4, "'no_such', which no linear layer"),
-        (unchanged, ["run.device=cuda"], 2, 'run.device = "cuda", and torch finds no CUDA device on this machine'),
-        (unchanged, ["run.device=cuda", "--launch", "ray"], 2, "torch finds no CUDA device on this machine"),
-        (unchanged, ["run.device=cuda", "--launch", "ray", "run.ray_address=10.0.0.1:6379"], 0, ""),
+        (replace_by_gemma, ["--collator", "packed"], 2, "cannot be trained on packed rows"),
+        (replace_by_gemma, [], 0, ""),
+        (keep, ["model.lora.targets=['no_such']"], 4, "'no_such', which no linear layer"),
+        (keep, ["run.device=cuda"], 2, 'run.device = "cuda", and torch finds no CUDA device on this machine'),
+        (keep, ["run.device=cuda", "--launch", "ray"], 2, "torch finds no CUDA device on this machine"),
+        (keep, ["run.device=cuda", "--launch", "ray", "run.ray_address=10.0.0.1:6379"], 0, ""),
     ],
 )
-def test_what_the_run_would_refuse(command, inputs, tmp_path, monkeypatch, change, settings, code, told):
+def test_what_the_run_would_refuse(command, inputs, tmp_path, monkeypatch, change, settings, code, words):
     if "deepspeed" in settings:
         pytest.importorskip("skyrl_engine_deepspeed", reason="NOT PROVED HERE: this needs skyrl-engine-deepspeed")
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     shutil.copytree(inputs / "model", tmp_path / "model")
     change(tmp_path / "model")
-    given = ("--model", tmp_path / "model", "--data", inputs / "data.jsonl", "data.cache=./cache", "--output", "run", *settings)
-    outcome = command("sft", "--quiet", *given, "--dry-run")
+    arguments = ("--model", tmp_path / "model", "--data", inputs / "data.jsonl", "data.cache=./cache", "--output", "run", *settings)
+    outcome = command("sft", "--quiet", *arguments, "--dry-run")
     assert outcome.code == code, outcome.err
-    assert told in outcome.last_line
+    assert words in outcome.last_line
     assert "traceback" not in outcome.err
     assert not (tmp_path / "run").exists()

@@ -97,9 +97,9 @@ def test_list_names_what_is_installed_and_imports_nothing(command):
 
 
 def test_show_tells_claims_sizes_and_the_first_task(command, files):
-    told = json.loads(command("env", "show", *SUMS, "reward=./r.py:score", "--set", "eval_fraction=0.5", "--json").out)
-    assert (told["max_turns"], told["tasks"], told["held_out"], told["solutions"]) == (1, 1, 1, False)
-    assert told["first_task"]["messages"][0]["content"].startswith("What is")
+    facts = json.loads(command("env", "show", *SUMS, "reward=./r.py:score", "--set", "eval_fraction=0.5", "--json").out)
+    assert (facts["max_turns"], facts["tasks"], facts["held_out"], facts["solutions"]) == (1, 1, 1, False)
+    assert facts["first_task"]["messages"][0]["content"].startswith("What is")
     shown = command("env", "show", "./asks.py:asks").out
     for words in ("max turns", "version", "tokens: 1 2", 'data: {"hidden": "ja"}'):
         assert words in shown
@@ -126,8 +126,8 @@ def test_try_reads_an_answer_of_many_lines_from_stdin(command, files, monkeypatc
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO("4\nü\n".encode()), encoding="utf-8"))
     outcome = command("env", "try", "./asks.py:asks", "--answer", "-", "--answer", "sure", "--json")
     assert outcome.code == 0, outcome.err
-    told = json.loads(outcome.out)
-    assert [turn["said"] for turn in told["turns"]] == ["4\nü", "sure"]
+    transcript = json.loads(outcome.out)
+    assert [turn["said"] for turn in transcript["turns"]] == ["4\nü", "sure"]
 
 
 def test_try_reads_stdin_once(command, files):
@@ -137,12 +137,12 @@ def test_try_reads_stdin_once(command, files):
 
 
 def test_try_shows_the_parts_of_a_reward(command, files):
-    told = json.loads(
+    transcript = json.loads(
         command("env", "try", *SUMS, 'reward=["./r.py:score", "./r.py:short"]', "--task", "1", "--answer", "7   ", "--json").out
     )
-    assert told["task"]["messages"][0]["content"] == "What is 3 + 4?"
-    assert told["reward"] == 0.75
-    assert told["turns"][0]["result"]["parts"] == {"score": 1.0, "short": -0.25}
+    assert transcript["task"]["messages"][0]["content"] == "What is 3 + 4?"
+    assert transcript["reward"] == 0.75
+    assert transcript["turns"][0]["result"]["parts"] == {"score": 1.0, "short": -0.25}
 
 
 LIGHT = """
@@ -162,12 +162,12 @@ class Light(gymnasium.Env):
 
 
 def test_show_tells_the_first_observation_too(command, tmp_path):
-    """An environment may begin with a message of its own after the task's: gymnasium does, where a system prompt stands before it."""
+    """An environment may begin with a message of its own after the task's: gymnasium does, where a system prompt comes before it."""
     (tmp_path / "light.py").write_text(LIGHT)
-    for given in (("system_prompt=Play {id}.",), ()):
-        line = ("env", "show", "gymnasium:./light.py:Light", *(part for each in given for part in ("--set", each)))
-        told = json.loads(command(*line, "--json").out)
-        content = [each["content"] for each in (*told["first_task"]["messages"], *told["begin"])]
+    for settings in (("system_prompt=Play {id}.",), ()):
+        line = ("env", "show", "gymnasium:./light.py:Light", *(part for each in settings for part in ("--set", each)))
+        shown = json.loads(command(*line, "--json").out)
+        content = [each["content"] for each in (*shown["first_task"]["messages"], *shown["begin"])]
         assert sum("the light is red" in text for text in content) == 1
         assert command(*line).out.count("the light is red") == 1
 
@@ -178,12 +178,12 @@ def test_show_and_try_name_the_numbers_per_token(command, files):
 
 
 def test_try_takes_turns_and_knows_solutions(command, files):
-    told = json.loads(command("env", "try", "./asks.py:asks", "--json").out)
-    assert [turn["said"] for turn in told["turns"]] == ["yes", "sure"]
-    assert (told["begin"][0]["content"], told["reward"], told["success"]) == ("Ready?", 0.75, True)
-    said = command("env", "try", "./asks.py:asks", "--answer", "no").out
-    assert said.count("assistant: no") == 2
-    assert "length" in said
+    transcript = json.loads(command("env", "try", "./asks.py:asks", "--json").out)
+    assert [turn["said"] for turn in transcript["turns"]] == ["yes", "sure"]
+    assert (transcript["begin"][0]["content"], transcript["reward"], transcript["success"]) == ("Ready?", 0.75, True)
+    answer = command("env", "try", "./asks.py:asks", "--answer", "no").out
+    assert answer.count("assistant: no") == 2
+    assert "length" in answer
 
 
 def test_try_calls_a_tool_in_whichever_way_it_is_written(command, files):
@@ -198,15 +198,15 @@ def test_try_calls_a_tool_in_whichever_way_it_is_written(command, files):
         assert 'calls add: {"a": 2, "b": 2}' in shown
         assert "tool: 4" in shown
         assert shown.rstrip().endswith("yes")
-    told = json.loads(command("env", "try", *table, "--answer", calls[0], "--answer", "<tool_call>{oh", "--json").out)
-    assert told["turns"][0]["tool_calls"] == [{"name": "add", "arguments": {"a": 2, "b": 2}}]
-    assert "is not closed" in told["turns"][1]["tool_problem"]
+    transcript = json.loads(command("env", "try", *table, "--answer", calls[0], "--answer", "<tool_call>{oh", "--json").out)
+    assert transcript["turns"][0]["tool_calls"] == [{"name": "add", "arguments": {"a": 2, "b": 2}}]
+    assert "is not closed" in transcript["turns"][1]["tool_problem"]
 
 
 def test_a_task_of_reasoning_gym_by_its_short_name(command):
-    told = json.loads(command("env", "try", "reasoning_gym:spell_backward", "--json").out)
-    assert told["reward"] == 1.0
-    assert told["task"]["key"] == "spell_backward/train/0"
+    transcript = json.loads(command("env", "try", "reasoning_gym:spell_backward", "--json").out)
+    assert transcript["reward"] == 1.0
+    assert transcript["task"]["key"] == "spell_backward/train/0"
 
 
 @pytest.mark.parametrize(

@@ -87,7 +87,7 @@ def test_a_command_of_the_engine_is_never_replaced(command, offers):
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "words"),
     [
         ({"source": "import nowhere_at_all"}, "nowhere_at_all"),
         ({"requires": "skyrl-engine>=9"}, "is made for skyrl-engine >=9"),
@@ -96,13 +96,13 @@ def test_a_command_of_the_engine_is_never_replaced(command, offers):
     ],
     ids=["import", "engine", "no command", "no attribute"],
 )
-def test_a_broken_one_is_told_when_it_is_called_and_harms_nobody_else(command, offers, options, said):
+def test_a_broken_one_is_told_when_it_is_called_and_harms_nobody_else(command, offers, options, words):
     offers("acme-numbers", **{"show": "show", **options})
     assert command("plugins", "list").code == 0
     assert "show" in command("--help").out
     outcome = command("show")
     assert outcome.code == 3
-    assert said in outcome.err
+    assert words in outcome.err
     assert "acme-numbers 1.0" in outcome.err
 
 

@@ -22,10 +22,10 @@ def test_the_demos_file_for_serve_is_given_back_to_serve(command, tmp_path, line
     (tmp_path / "serve.toml").write_text(_SERVE)
     outcome = command(*line)
     assert (outcome.code, outcome.err.count("\n")) == (2, 1)
-    told = (
+    words = (
         "is a table of the command `skyrl-engine serve` (skyrl-engine-tinker), and no run. Write `skyrl-engine serve serve.toml`."
     )
-    assert told in outcome.last_line
+    assert words in outcome.last_line
 
 
 def test_a_file_with_tables_of_a_run_too_is_read_as_one(command, tmp_path) -> None:

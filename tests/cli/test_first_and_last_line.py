@@ -28,12 +28,12 @@ def inputs(tmp_path_factory):
         "rows": [{"prompt": f"Say {number}", "completion": number} for number in numbers],
         "pairs": [{"prompt": f"Say {number}", "chosen": number, "rejected": number[::-1] + "0"} for number in numbers],
     }
-    found = {"model": str(folder / "model")}
+    values = {"model": str(folder / "model")}
     for name, listed in rows.items():
         path = folder / f"{name}.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in listed))
-        found[name] = str(path)
-    return found
+        values[name] = str(path)
+    return values
 
 
 OWN = """
@@ -87,7 +87,7 @@ LONG = {"rl": ("--dry-run",)}
 """Options that shorten a command that is run as it is printed."""
 
 
-def trained(command, line, mine, tmp_path):
+def train(command, line, mine, tmp_path):
     (tmp_path / "train.toml").write_text(
         f'[model]\npath = "{mine["model"]}"\n[data]\ntrain = "{mine["rows"]}"\n[training]\nsteps = 1\nbatch_size = 4\n'
         '[run]\ndirectory = "./run"\n'
@@ -107,14 +107,16 @@ def next_of(outcome):
 
 def test_every_command_that_trains_is_held():
     """One that can plan is one that trains."""
-    commands = {path[1:]: each for path, each in every_command(app.app, ("skyrl-engine",))}
-    training = {" ".join(path) for path, each in commands.items() if any("--dry-run" in option.opts for option in each.params)}
+    commands = {path[1:]: subcommand for path, subcommand in every_command(app.app, ("skyrl-engine",))}
+    training = {
+        " ".join(path) for path, subcommand in commands.items() if any("--dry-run" in option.opts for option in subcommand.params)
+    }
     assert training - {"dpo"} == {line.split()[0] for line in TRAINED.values()}
 
 
 @pytest.mark.parametrize("name", TRAINED)
 def test_a_command_that_trains_names_the_next_one_which_runs_as_printed(command, mine, tmp_path, name):
-    outcome = trained(command, TRAINED[name], mine, tmp_path)
+    outcome = train(command, TRAINED[name], mine, tmp_path)
     assert outcome.err.count("\nnext") == 1
     words = next_of(outcome)
     if name in ("sft", "preference", "reward-model", "distill on rows", "run"):
@@ -127,15 +129,15 @@ def test_a_command_that_trains_names_the_next_one_which_runs_as_printed(command,
 
 
 def test_recorded_rollouts_name_it_too(command, mine, tmp_path):
-    trained(command, TRAINED["rl"], mine, tmp_path)
+    train(command, TRAINED["rl"], mine, tmp_path)
     short = "rl.max_prompt_tokens=64 --max-tokens 4 --groups 2 --steps 1"
-    outcome = trained(command, f"rl --model {{model}} --rollouts run {short} --output again", mine, tmp_path)
+    outcome = train(command, f"rl --model {{model}} --rollouts run {short} --output again", mine, tmp_path)
     again = command(*next_of(outcome))
     assert again.code == 0, again.err
 
 
 def test_a_run_that_has_done_its_steps_names_it_and_a_quiet_one_does_not(command, mine, tmp_path):
-    trained(command, TRAINED["run"], mine, tmp_path)
+    train(command, TRAINED["run"], mine, tmp_path)
     assert command(*next_of(command("run", "train.toml", "checkpoint.resume=true"))).code == 0
     assert command("run", "train.toml", "checkpoint.resume=true", "--quiet").err == ""
 
@@ -152,18 +154,18 @@ def launches(monkeypatch):
     """A mark on stderr wherever ranks are started."""
     launch = Engine.launch
 
-    def marked(*arguments, **keywords):
+    def mark_launch(*arguments, **keywords):
         sys.stderr.write("\n(ranks start)\n")
         return launch(*arguments, **keywords)
 
-    monkeypatch.setattr(Engine, "launch", marked)
+    monkeypatch.setattr(Engine, "launch", mark_launch)
 
 
 @pytest.mark.parametrize("name", LOADED)
 def test_loading_the_model_is_a_line_before_it_begins(command, mine, tmp_path, launches, name):
     if name == "evaluate a run":
-        trained(command, TRAINED["sft with adapters"], mine, tmp_path)
-    outcome = trained(command, LOADED[name], mine, tmp_path)
+        train(command, TRAINED["sft with adapters"], mine, tmp_path)
+    outcome = train(command, LOADED[name], mine, tmp_path)
     before, mark, after = outcome.err.partition("(ranks start)")
     assert mark
     assert (before.count(LOADING), after.count(LOADING)) == (1, 0)
@@ -173,14 +175,14 @@ def test_loading_the_model_is_a_line_before_it_begins(command, mine, tmp_path, l
 def test_on_a_terminal_it_stands_beside_a_bar_before_it_begins(command, mine, tmp_path, launches, monkeypatch, name):
     """Nothing of it is left to when another thread gets its turn. With --quiet it is not said."""
     monkeypatch.setenv("TTY_COMPATIBLE", "1")
-    before, mark, _ = trained(command, LOADED[name], mine, tmp_path).err.partition("(ranks start)")
+    before, mark, _ = train(command, LOADED[name], mine, tmp_path).err.partition("(ranks start)")
     assert mark
     assert LOADING in before
-    assert LOADING not in trained(command, f"{LOADED[name]} --quiet".replace("--output run", "--output quiet"), mine, tmp_path).err
+    assert LOADING not in train(command, f"{LOADED[name]} --quiet".replace("--output run", "--output quiet"), mine, tmp_path).err
 
 
 def test_an_evaluation_says_what_precedes_the_loading(command, mine, tmp_path, launches):
     """Adapters are merged into a whole model first."""
-    trained(command, TRAINED["sft with adapters"], mine, tmp_path)
-    said = trained(command, LOADED["evaluate a run"], mine, tmp_path).err
-    assert 0 <= said.index("writing the checkpoint as a model ...") < said.index(LOADING)
+    train(command, TRAINED["sft with adapters"], mine, tmp_path)
+    err = train(command, LOADED["evaluate a run"], mine, tmp_path).err
+    assert 0 <= err.index("writing the checkpoint as a model ...") < err.index(LOADING)

@@ -70,23 +70,27 @@ def keys_of(schema: type[Any], path: str) -> Iterator[tuple[str, "attrs.Attribut
 
 def every_key() -> dict[str, "attrs.Attribute[Any]"]:
     """All keys of the engine's tables, and all options of all first-party plugins."""
-    found: dict[str, attrs.Attribute[Any]] = {}
+    attributes: dict[str, attrs.Attribute[Any]] = {}
     for name, section in sections().items():
         if isinstance(section.schema, type) and attrs.has(section.schema):
-            found |= dict(keys_of(section.schema, name))
+            attributes |= dict(keys_of(section.schema, name))
     for record in Registry.discover().records():
         schema = load(record).schema if (record.distribution or "").startswith("skyrl-engine") else None
-        found |= {} if schema is None else dict(keys_of(schema, f"{record.kind}.{record.name}"))
-    return found
+        attributes |= {} if schema is None else dict(keys_of(schema, f"{record.kind}.{record.name}"))
+    return attributes
 
 
 def test_every_text_is_marked_as_code_or_known_to_be_none() -> None:
-    texts = {name for name, each in every_key().items() if not names_code(each) and {str, Path, Any, object} & parts_of(each.type)}
+    texts = {
+        name
+        for name, attribute in every_key().items()
+        if not names_code(attribute) and {str, Path, Any, object} & parts_of(attribute.type)
+    }
     assert texts == {name for line in NO_CODE for name in line.split()}
 
 
 def test_what_is_described_as_code_is_marked() -> None:
-    told = ("file.py:name", "package.module")
+    forms = ("file.py:name", "package.module")
     schemas = [section.schema for section in sections().values() if isinstance(section.schema, type)]
     schemas += [schema for record in Registry.discover().records() if (schema := load(record).schema) is not None]
     from skyrl_engine.config.report import key_meanings
@@ -96,7 +100,7 @@ def test_what_is_described_as_code_is_marked() -> None:
             texts = key_meanings(schema)
             for attribute in attrs.fields(attrs.resolve_types(schema)):
                 nested = any(isinstance(kind, type) and attrs.has(kind) for kind in parts_of(attribute.type))
-                if not nested and any(word in texts.get(attribute.name, "") for word in told):
+                if not nested and any(word in texts.get(attribute.name, "") for word in forms):
                     assert names_code(attribute), (schema, attribute.name)
 
 
@@ -146,7 +150,7 @@ READ_BY_EVALUATE = ("generator.use", "environments.use", *(key for key in PLANTS
 
 
 def test_every_key_that_names_code_has_a_plant() -> None:
-    assert set(PLANTS) == {name for name, each in every_key().items() if names_code(each)}
+    assert set(PLANTS) == {name for name, attribute in every_key().items() if names_code(attribute)}
 
 
 @frozen
@@ -165,7 +169,7 @@ class Planted:
 
 
 @pytest.fixture
-def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Planted:
+def planted_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Planted:
     """A run directory of somebody else, with a manifest of another key."""
     run, trace = tmp_path / "downloads" / "run", tmp_path / "code-has-run"
     for folder in ("checkpoints/step-00000002", "model", "rollouts"):
@@ -214,91 +218,93 @@ def commands_for(key: str, run: Path) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("key", PLANTS)
-def test_no_command_runs_what_a_run_directory_names(key: str, planted: Planted, capsys: pytest.CaptureFixture[str]) -> None:
-    (planted.run.parent / "other").mkdir()
-    named = {"elsewhere": "planted_module:Odd-v0"} if key in ELSEWHERE else places(planted)
-    for way, code in named.items():
-        planted.write(PLANTS[key](code))
-        commands = commands_for(key, planted.run)
+def test_no_command_runs_what_a_run_directory_names(key: str, planted_run: Planted, capsys: pytest.CaptureFixture[str]) -> None:
+    (planted_run.run.parent / "other").mkdir()
+    named = {"elsewhere": "planted_module:Odd-v0"} if key in ELSEWHERE else places(planted_run)
+    for named_by, code in named.items():
+        planted_run.write(PLANTS[key](code))
+        commands = commands_for(key, planted_run.run)
         # every command once, every way with two
-        chosen = commands if way in ("outside, absolute", "elsewhere") else [commands[len(way) % len(commands)], commands[-1]]
+        chosen = (
+            commands if named_by in ("outside, absolute", "elsewhere") else [commands[len(named_by) % len(commands)], commands[-1]]
+        )
         for command in chosen:
-            assert main(command) == 3, (way, command, capsys.readouterr().err)
-            told = capsys.readouterr().err
-            last = told.rstrip().rpartition("\n")[2]
-            assert f"the run directory {planted.run} names code" in last, (way, command, told)
+            assert main(command) == 3, (named_by, command, capsys.readouterr().err)
+            err = capsys.readouterr().err
+            last = err.rstrip().rpartition("\n")[2]
+            assert f"the run directory {planted_run.run} names code" in last, (named_by, command, err)
             remedies = {"inside": "copy it to another place", "a link outside": "copy it to another place"}
-            remedy = next((text for start, text in remedies.items() if way.startswith(start)), "--trust-code")
+            remedy = next((text for start, text in remedies.items() if named_by.startswith(start)), "--trust-code")
             # a link inside is followed by plugins, whose content counts, and not by functions
-            assert remedy in last or way.startswith("a link inside"), (way, command, told)
-            assert not planted.trace.exists(), (way, command)
+            assert remedy in last or named_by.startswith("a link inside"), (named_by, command, err)
+            assert not planted_run.trace.exists(), (named_by, command)
 
 
-def test_a_function_of_a_module_is_code_too(planted: Planted, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_function_of_a_module_is_code_too(planted_run: Planted, capsys: pytest.CaptureFixture[str]) -> None:
     """`os:system` would run what the model says."""
-    planted.write(function(reward="os:system"))
-    assert main(["evaluate", str(planted.run)]) == 3
+    planted_run.write(function(reward="os:system"))
+    assert main(["evaluate", str(planted_run.run)]) == 3
     assert "environments[0].reward = os:system" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("lacking", ["run.json", "config.toml", "everything"])
 def test_a_directory_that_lacks_its_manifest_is_a_run_directory_all_the_same(
-    planted: Planted, lacking: str, capsys: pytest.CaptureFixture[str]
+    planted_run: Planted, lacking: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    named = places(planted)
-    for way in ("inside, absolute", "outside, absolute"):
-        planted.write({**SFT, "loss": {"use": named[way]}})
-        config = planted.run / "config.toml"
+    named = places(planted_run)
+    for layout in ("inside, absolute", "outside, absolute"):
+        planted_run.write({**SFT, "loss": {"use": named[layout]}})
+        config = planted_run.run / "config.toml"
         if lacking != "run.json":
-            config = config.rename(planted.run / "resume.toml")
+            config = config.rename(planted_run.run / "resume.toml")
         if lacking != "config.toml":
-            (planted.run / "run.json").unlink(missing_ok=True)
+            (planted_run.run / "run.json").unlink(missing_ok=True)
         assert main(["run", str(config)]) == 3, capsys.readouterr().err
         assert "run directory" in capsys.readouterr().err
-        assert not planted.trace.exists()
+        assert not planted_run.trace.exists()
 
 
-def test_a_link_to_its_configuration_does_not_make_it_the_callers(planted: Planted, tmp_path: Path) -> None:
-    planted.write({**SFT, "loss": {"use": places(planted)["outside, absolute"]}})
+def test_a_link_to_its_configuration_does_not_make_it_the_callers(planted_run: Planted, tmp_path: Path) -> None:
+    planted_run.write({**SFT, "loss": {"use": places(planted_run)["outside, absolute"]}})
     mine = tmp_path / "mine.toml"
-    mine.symlink_to(planted.run / "config.toml")
+    mine.symlink_to(planted_run.run / "config.toml")
     assert main(["config", "check", str(mine)]) == 3
-    assert not planted.trace.exists()
+    assert not planted_run.trace.exists()
 
 
 def test_modules_inside_are_not_imported_by_code_from_elsewhere(
-    planted: Planted, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    planted_run: Planted, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The caller's own reward imports a name that the run directory offers by PYTHONPATH, or from the current folder."""
-    (planted.run / "helpers_of_rewards.py").write_text(planted.code)
-    own = planted.run.parent / "own.py"
+    (planted_run.run / "helpers_of_rewards.py").write_text(planted_run.code)
+    own = planted_run.run.parent / "own.py"
     own.write_text("import helpers_of_rewards\n\ndef f(text, task):\n    return 1.0\n")
-    planted.write(function(reward=f"{own}:f"))
-    monkeypatch.syspath_prepend(str(planted.run))
-    monkeypatch.chdir(planted.run)
-    arguments = ["--reward", f"{own}:f", "--data", str(planted.run.parent.parent / "tasks.jsonl")]
-    assert main(["evaluate", str(planted.run), *arguments]) != 0
-    told = capsys.readouterr().err
-    assert "nothing there is executed" in told or not planted.trace.exists()
+    planted_run.write(function(reward=f"{own}:f"))
+    monkeypatch.syspath_prepend(str(planted_run.run))
+    monkeypatch.chdir(planted_run.run)
+    arguments = ["--reward", f"{own}:f", "--data", str(planted_run.run.parent.parent / "tasks.jsonl")]
+    assert main(["evaluate", str(planted_run.run), *arguments]) != 0
+    err = capsys.readouterr().err
+    assert "nothing there is executed" in err or not planted_run.trace.exists()
     from skyrl_engine.environments import function_of
     from skyrl_engine.errors import DataError
 
     with pytest.raises(DataError, match="lies in the run directory"):
         function_of(f"{own}:f")
-    assert not planted.trace.exists()
+    assert not planted_run.trace.exists()
 
 
-def test_a_run_directory_does_not_allow_code_of_its_model(planted: Planted, capsys: pytest.CaptureFixture[str]) -> None:
-    planted.write({**function(reward="json:loads"), "model": {"path": "nowhere", "trust_remote_code": True}})
-    for command in (["run", str(planted.run / "config.toml")], ["evaluate", str(planted.run)]):
+def test_a_run_directory_does_not_allow_code_of_its_model(planted_run: Planted, capsys: pytest.CaptureFixture[str]) -> None:
+    planted_run.write({**function(reward="json:loads"), "model": {"path": "nowhere", "trust_remote_code": True}})
+    for command in (["run", str(planted_run.run / "config.toml")], ["evaluate", str(planted_run.run)]):
         assert main(command) == 2
         assert "a run directory does not allow itself to run code" in capsys.readouterr().err
 
 
-def test_files_inside_are_refused_where_a_caller_names_them(planted: Planted, capsys: pytest.CaptureFixture[str]) -> None:
-    file = planted.run / "planted.py"
-    file.write_text(planted.code)
-    planted.write(SFT)
+def test_files_inside_are_refused_where_a_caller_names_them(planted_run: Planted, capsys: pytest.CaptureFixture[str]) -> None:
+    file = planted_run.run / "planted.py"
+    file.write_text(planted_run.code)
+    planted_run.write(SFT)
     for command in (
         ["env", "show", f"{file}:f"],
         ["env", "try", f"{file}:f", "--answer", "2"],
@@ -306,32 +312,36 @@ def test_files_inside_are_refused_where_a_caller_names_them(planted: Planted, ca
         ["plugins", "show", "loss", f"{file}:f"],
         ["rl", "--model", "nowhere", "--reward", f"{file}:f", "--data", "tasks.jsonl", "--dry-run"],
         ["sft", "--model", "nowhere", "--data", "nothing.jsonl", "--loss", f"{file}:f", "--dry-run"],
-        ["export", str(planted.run), "out", "--backend", f"{file}:f"],
+        ["export", str(planted_run.run), "out", "--backend", f"{file}:f"],
     ):
         assert main(command) != 0, command
-        assert not planted.trace.exists(), command
+        assert not planted_run.trace.exists(), command
     assert "Nothing in a run directory is executed" in capsys.readouterr().err
 
 
-def test_commands_that_read_a_run_directory_alone_run_nothing_of_it(planted: Planted, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_that_read_a_run_directory_alone_run_nothing_of_it(
+    planted_run: Planted, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Every command in turn whose first argument is RUN."""
-    planted.write({**function(reward=places(planted)["outside, absolute"]), "loss": {"use": f"{planted.run}/planted.py:f"}})
+    planted_run.write(
+        {**function(reward=places(planted_run)["outside, absolute"]), "loss": {"use": f"{planted_run.run}/planted.py:f"}}
+    )
     tried = []
     for name, command in every_command(app, ("skyrl-engine",)):
-        if any(each.name == "run" and each.param_type_name == "argument" for each in command.params):
+        if any(param.name == "run" and param.param_type_name == "argument" for param in command.params):
             more = {"export": ["out"], "diff": ["--steps", "1", "2"]}.get(name[-1], [])
             more = ["--to", "jsonl", "--out", "out.jsonl"] if name[1:] == ("rollouts", "export") else more
-            assert main([*name[1:], str(planted.run), *more]) != 0, name
+            assert main([*name[1:], str(planted_run.run), *more]) != 0, name
             tried.append(name[1:])
     assert len(tried) >= 8
-    assert not planted.trace.exists()
+    assert not planted_run.trace.exists()
 
 
 def test_every_command_that_reads_a_configuration_takes_the_callers_word() -> None:
     reading = {
-        name[1:]: {each.name for each in command.params}
+        name[1:]: {param.name for param in command.params}
         for name, command in every_command(app, ("skyrl-engine",))
-        if any(each.name == "file" and each.param_type_name == "argument" for each in command.params)
+        if any(param.name == "file" and param.param_type_name == "argument" for param in command.params)
     }
     assert len(reading) >= 6
     assert all("trust_code" in params for params in reading.values())

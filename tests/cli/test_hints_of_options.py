@@ -7,7 +7,7 @@ import re
 
 import attrs
 import pytest
-from command_lines import OF_TRAINERS, WITH_FLAGS, given, tables, values_of_the_schema
+from command_lines import OF_TRAINERS, WITH_FLAGS, add_texts, tables, values_of_the_schema
 
 from skyrl_engine.cli.app import app
 from skyrl_engine.cli.command import EngineCommand, every_command
@@ -37,14 +37,14 @@ def words() -> set[str]:
 
 
 def hints(command: EngineCommand, line: list[str]) -> dict[str, str]:
-    found = {word: command.find_meant_option(f"--{word.replace('_', '-')}", line) for word in words()}
-    return {word: hint for word, hint in found.items() if hint is not None}
+    meant = {word: command.find_meant_option(f"--{word.replace('_', '-')}", line) for word in words()}
+    return {word: hint for word, hint in meant.items() if hint is not None}
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_hint_names_an_option_of_the_command(name) -> None:
-    options = {option for each in COMMANDS[name].params for option in each.opts}
-    takes_keys = any(each.name == "overrides" for each in COMMANDS[name].params)
+    options = {option for param in COMMANDS[name].params for option in param.opts}
+    takes_keys = any(param.name == "overrides" for param in COMMANDS[name].params)
     for word, hint in hints(COMMANDS[name], []).items():
         named = re.findall(r"^Did you mean (--[a-z-]+)", hint)
         assert set(named) <= options, (word, hint)
@@ -55,17 +55,17 @@ def test_a_hint_names_an_option_of_the_command(name) -> None:
 def test_a_hint_names_a_key_that_the_command_takes(command, inputs, line) -> None:
     name = next(name for name in (" ".join(line[:2]), line[0]) if name in COMMANDS)
     values = values_of_the_schema()
-    told = [re.search(r"write ([a-z_.]+)=", hint) for hint in hints(COMMANDS[name], line).values()]
-    keys = sorted({match[1] for match in told if match is not None} & values.keys())
+    keys_of_hints = [re.search(r"write ([a-z_.]+)=", hint) for hint in hints(COMMANDS[name], line).values()]
+    keys = sorted({match[1] for match in keys_of_hints if match is not None} & values.keys())
     # one key that nobody knows: whatever else is right, nothing starts
-    outcome = command(*line, *given(line, [f"{key}={values[key]}" for key in keys] + ["utter_nonsense=1"]))
+    outcome = command(*line, *add_texts(line, [f"{key}={values[key]}" for key in keys] + ["utter_nonsense=1"]))
     assert outcome.code in (2, 3)
     refusals = ("is nothing that", "is a table of", "selects", "is of trainer")
-    assert [row for row in outcome.err.splitlines() if any(each in row for each in refusals) and "nonsense" not in row] == []
+    assert [row for row in outcome.err.splitlines() if any(refusal in row for refusal in refusals) and "nonsense" not in row] == []
 
 
 @pytest.mark.parametrize(
-    ("line", "option", "told"),
+    ("line", "option", "cause"),
     [
         (["evaluate", "trained"], "--limit", None),
         (["evaluate", "trained"], "--batch-size", None),
@@ -78,6 +78,6 @@ def test_a_hint_names_a_key_that_the_command_takes(command, inputs, line) -> Non
         (WITH_FLAGS["rl"][0], "--batch-size", "Did you mean --groups (it counts tasks, those words attempts"),
     ],
 )
-def test_examples(command, inputs, line, option, told) -> None:
+def test_examples(command, inputs, line, option, cause) -> None:
     answer = command(*line, option, "3").last_line
-    assert (told or f"No such option '{option}'") in answer
+    assert (cause or f"No such option '{option}'") in answer

@@ -1,4 +1,4 @@
-"""`sft`, `sft --dry-run` and `data preview` over rows with images, and what the person is told of bad ones."""
+"""`sft`, `sft --dry-run` and `data preview` over rows with images, and what the person reads about bad ones."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ def arguments(seeing):
     return ("--model", seeing / "model", "data.cache=./cache", "run.device=cpu")
 
 
-def asked(*images):
+def make_row(*images):
     """A row of JSON; None is an image part that has no image."""
     parts = [{"type": "image"} if image is None else {"type": "image", "image": str(image)} for image in images]
     question = {"role": "user", "content": [*parts, {"type": "text", "text": "what is it"}]}
@@ -62,22 +62,22 @@ def test_preview_shows_the_tokens_of_each_image(command, seeing, arguments):
 
 
 def missing(folder: Path) -> str:
-    return asked(folder / "none.png")
+    return make_row(folder / "none.png")
 
 
 def corrupt(folder: Path) -> str:
     Image.new("RGB", (16, 16)).save(folder / "cut.png")
     (folder / "cut.png").write_bytes((folder / "cut.png").read_bytes()[:-30])
-    return asked(folder / "cut.png")
+    return make_row(folder / "cut.png")
 
 
 def too_many_parts(folder: Path) -> str:
-    return asked(None)
+    return make_row(None)
 
 
 def too_large(folder: Path) -> str:
     Image.new("RGB", (80, 60)).save(folder / "large.png")
-    return asked(folder / "large.png")
+    return make_row(folder / "large.png")
 
 
 BAD = {
@@ -92,7 +92,7 @@ BAD = {
 def test_bad_images_stop_or_drop(command, seeing, arguments, tmp_path, spoil):
     """Which sample, of which line, and why, in one line; dropped, it is counted, and the others are trained on."""
     data = tmp_path / "rows.jsonl"
-    data.write_text(asked(seeing / "a.png") + spoil(tmp_path) + asked(seeing / "b.png"))
+    data.write_text(make_row(seeing / "a.png") + spoil(tmp_path) + make_row(seeing / "b.png"))
     line = ("--data", data, "data.max_image_pixels=4000")
     sft = ("sft", *arguments, *line, "--steps", "1", "--batch-size", "2")
     for stopped in (

@@ -8,7 +8,7 @@ import tomllib
 
 import attrs
 import pytest
-from command_lines import OF_PLUGINS, OF_TRAINERS, WITH_FLAGS, given, tables, values_of_the_schema
+from command_lines import OF_PLUGINS, OF_TRAINERS, WITH_FLAGS, add_texts, tables, values_of_the_schema
 
 from skyrl_engine.cli import data, diff_backends, evaluate, prove
 from skyrl_engine.cli.app import app
@@ -26,12 +26,12 @@ COMMAND_LINES = [
 
 def takes_keys(command: object) -> bool:
     params = getattr(command, "params", [])
-    return any("=" in (each.metavar or "") for each in params)
+    return any("=" in (param.metavar or "") for param in params)
 
 
 def test_every_command_that_takes_keys_is_tried() -> None:
-    found = {" ".join(path[1:]) for path, command in every_command(app, ("skyrl-engine",)) if takes_keys(command)}
-    assert found == {*OF_TRAINERS, *WITH_FLAGS, *OF_PLUGINS}
+    names = {" ".join(path[1:]) for path, command in every_command(app, ("skyrl-engine",)) if takes_keys(command)}
+    assert names == {*OF_TRAINERS, *WITH_FLAGS, *OF_PLUGINS}
 
 
 def test_the_walk_sees_tables_in_lists_and_in_tables() -> None:
@@ -40,9 +40,9 @@ def test_the_walk_sees_tables_in_lists_and_in_tables() -> None:
     ).keys()
 
 
-def is_named(key: str, told: str) -> bool:
+def is_named(key: str, err: str) -> bool:
     """Say whether a line is about a key, or about a table or a list around it, which is then not read as a whole."""
-    lines, parts = told.splitlines(), key.split(".")
+    lines, parts = err.splitlines(), key.split(".")
     if any(f"[{parts[0]}] is a table of" in line or f"[{parts[0]}] selects" in line for line in lines):
         return True
     around = [parts[:end] for end in range(len(parts), 0, -1)]
@@ -54,11 +54,11 @@ def with_brackets(parts: list[str]) -> str:
     return "".join(f"[{part}]" if part.isdecimal() else f".{part}" for part in parts).removeprefix(".")
 
 
-def vanished(command, line: list[str], keys: dict[str, str]) -> list[str]:
+def find_vanished(command, line: list[str], keys: dict[str, str]) -> list[str]:
     """Return the keys that a command neither reads nor refuses; those that it names are left out the next time, as a person would."""
     left = list(keys)
     while left:
-        outcome = command(*line, *given(line, [f"{key}={keys[key]}" for key in left]))
+        outcome = command(*line, *add_texts(line, [f"{key}={keys[key]}" for key in left]))
         assert outcome.code in (2, 3), (outcome.code, outcome.err)
         unnamed = [key for key in left if not is_named(key, outcome.err)]
         if len(unnamed) == len(left):
@@ -70,13 +70,13 @@ def vanished(command, line: list[str], keys: dict[str, str]) -> list[str]:
 @pytest.mark.parametrize("line", COMMAND_LINES, ids=" ".join)
 def test_a_key_that_no_table_knows_is_refused_by_name(command, inputs, line) -> None:
     unknown = {f"{key}.{NONSENSE}": "1" for key, _ in tables() if "0" not in key.split(".")}
-    assert vanished(command, line, unknown) == []
+    assert find_vanished(command, line, unknown) == []
     top = {NONSENSE: "1", f"{NONSENSE}_too.deep.er": "1", f"observers.{NONSENSE}": "1", f"plugins.pin.{NONSENSE}": "1"}
-    assert vanished(command, line, top) == []
+    assert find_vanished(command, line, top) == []
     lists = {f"{key}.{NONSENSE}": "1" for key, _ in tables() if "0" in key.split(".")}
-    assert vanished(command, line, lists) == []
+    assert find_vanished(command, line, lists) == []
     without_position = {f"{key.removesuffix('.0')}.{NONSENSE}": "1" for key, _ in tables() if key.endswith(".0")}
-    assert vanished(command, line, without_position) == []
+    assert find_vanished(command, line, without_position) == []
 
 
 @pytest.mark.parametrize("line", COMMAND_LINES, ids=" ".join)
@@ -93,14 +93,14 @@ def test_every_key_of_every_table_is_read_or_refused_by_name(command, inputs, li
     plain = {
         key: value for key, value in keys.items() if key not in of_lists and not any(other.startswith(f"{key}.") for other in keys)
     }
-    assert vanished(command, line, plain) == []
-    assert vanished(command, line, of_lists) == []
+    assert find_vanished(command, line, plain) == []
+    assert find_vanished(command, line, of_lists) == []
 
 
 @pytest.mark.parametrize("line", OF_PLUGINS.values(), ids=" ".join)
 @pytest.mark.parametrize("key", [NONSENSE, f"{NONSENSE}.deep.er"])
 def test_an_option_that_a_plugin_does_not_know_is_refused_by_name(command, line, key) -> None:
-    outcome = command(*line, *given(line, [f"{key}=1"]))
+    outcome = command(*line, *add_texts(line, [f"{key}=1"]))
     assert outcome.code == 2
     assert NONSENSE in outcome.err
 
@@ -123,17 +123,17 @@ def test_an_option_of_a_plugin_does_not_replace_what_its_name_says(command) -> N
 )
 def test_an_override_reaches_the_environment_that_an_option_makes(command, inputs, line, key, at) -> None:
     outcome = command(*line, f"{key}=3.5", "--dry-run")
-    made = tomllib.loads(outcome.out)["environments"]
-    assert made[at]["weight"] == 3.5
-    assert [each["use"] for each in made] == [
-        each["use"] for each in tomllib.loads(command(*line, "--dry-run").out)["environments"]
+    environments = tomllib.loads(outcome.out)["environments"]
+    assert environments[at]["weight"] == 3.5
+    assert [environment["use"] for environment in environments] == [
+        environment["use"] for environment in tomllib.loads(command(*line, "--dry-run").out)["environments"]
     ]
 
 
 def test_an_override_reaches_the_environment_of_the_evaluated_run(command, inputs) -> None:
-    told = command("evaluate", "trained", "--set", "environments.0.weight=-1").last_line
-    assert "environments[0].weight" in told
-    assert "-1" in told
+    last = command("evaluate", "trained", "--set", "environments.0.weight=-1").last_line
+    assert "environments[0].weight" in last
+    assert "-1" in last
 
 
 def test_an_override_reaches_an_entry_of_a_file(command, inputs) -> None:
@@ -152,7 +152,7 @@ def test_an_override_wins_over_a_default_of_a_command(command, inputs) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "words"),
     [
         ([*WITH_FLAGS["rl"][3], "environments.0.use=spell"], "--env: environments.0.use: environments.0.use=spell is given too"),
         ([*WITH_FLAGS["rl"][3], "environments.0.id=Taxi-v3"], "--env: environments.0.id: environments.0.id=Taxi-v3 is given too"),
@@ -163,10 +163,10 @@ def test_an_override_wins_over_a_default_of_a_command(command, inputs) -> None:
         ([*WITH_FLAGS["rl"][3], "environments.weight=3"], "'weight' is no position in it. Write environments.0.weight"),
     ],
 )
-def test_a_key_that_says_otherwise_than_an_option_is_refused(command, inputs, line, told) -> None:
+def test_a_key_that_says_otherwise_than_an_option_is_refused(command, inputs, line, words) -> None:
     outcome = command(*line)
     assert (outcome.code, outcome.out) == (2, "")
-    assert told in outcome.err
+    assert words in outcome.err
 
 
 def test_the_family_of_the_small_model_is_refused_beside_a_model(command, inputs) -> None:
@@ -193,7 +193,7 @@ def without_positions(key: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("key", "told"),
+    ("key", "words"),
     [
         ("rl.steps=7", "rl.steps: is nothing that evaluate reads. Remove it: an evaluation trains nothing."),
         ("optimizer.learning_rate=1e-3", "optimizer.learning_rate: is nothing that evaluate reads."),
@@ -205,15 +205,15 @@ def without_positions(key: str) -> str:
         ),
     ],
 )
-def test_an_evaluation_says_why_it_refuses_a_key(command, inputs, key, told) -> None:
+def test_an_evaluation_says_why_it_refuses_a_key(command, inputs, key, words) -> None:
     for line in (["evaluate", "trained"], ["evaluate", "trained", "--set"]):
         outcome = command(*line, key)
         assert outcome.code == 2
-        assert told in outcome.last_line
+        assert words in outcome.last_line
 
 
-def is_called_unread(key: str, told: str) -> bool:
-    return any(f": {spelling}: is nothing that " in told for spelling in (key, with_brackets(key.split("."))))
+def is_called_unread(key: str, err: str) -> bool:
+    return any(f": {spelling}: is nothing that " in err for spelling in (key, with_brackets(key.split("."))))
 
 
 @pytest.mark.parametrize("read", [evaluate.READ, evaluate.OF_REWARD_MODEL, data.READ, prove.READ, diff_backends.READ_WITH_MODEL])
@@ -233,14 +233,14 @@ def test_a_key_that_a_command_does_not_read_is_refused_with_the_reason(command, 
         # naming a model makes the comparison another one, of a run's first batch
         values = {key: value for key, value in values.items() if not key.startswith("model.")}
     read = {key for key in values if reads.has(without_positions(key))}
-    told = command(*line, *given(line, [f"{key}={values[key]}" for key in values if key not in read])).err
+    err = command(*line, *add_texts(line, [f"{key}={values[key]}" for key in values if key not in read])).err
     silent = []
     for key in sorted(values.keys() - read):
-        if not is_called_unread(key, told):
-            alone = command(*line, *given(line, [f"{key}={values[key]}"]))
+        if not is_called_unread(key, err):
+            alone = command(*line, *add_texts(line, [f"{key}={values[key]}"]))
             silent += [] if alone.code == 2 and is_named(key, alone.err) else [(key, alone.err)]
     assert silent == []
-    assert told.count("is nothing that ") > len(values) // 4
+    assert err.count("is nothing that ") > len(values) // 4
     # --a and --b decide that one
     for key in sorted(read - {"backend.use"}):
-        assert not is_called_unread(key, command(*line, *given(line, [f"{key}=[[]]"])).err)
+        assert not is_called_unread(key, command(*line, *add_texts(line, [f"{key}=[[]]"])).err)

@@ -10,7 +10,7 @@ from skyrl_engine.cli.option_help import EXAMPLES, OF_COMMAND
 COMMANDS = {" ".join(path[1:]): command for path, command in every_command(app, (PROGRAM,)) if isinstance(command, EngineCommand)}
 
 
-def valued(command):
+def list_valued(command):
     return [option for option in command.params if isinstance(option, click.Option) and not option.is_flag]
 
 
@@ -18,24 +18,24 @@ def valued(command):
 def test_an_option_says_its_default_and_an_example(name):
     command = COMMANDS[name].explain_options()
     context = click.Context(command, info_name=command.name)
-    for option in valued(command):
-        _, said = option.get_help_record(context)
+    for option in list_valued(command):
+        _, help_text = option.get_help_record(context)
         spelled = max(option.opts, key=len)
-        assert option.required or "[default:" in said or "; default" in said, (name, spelled, said)
-        assert said.count(f"Example: {spelled} ") == 1, (name, spelled, said)
+        assert option.required or "[default:" in help_text or "; default" in help_text, (name, spelled, help_text)
+        assert help_text.count(f"Example: {spelled} ") == 1, (name, spelled, help_text)
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_an_example_is_one_that_the_option_takes(name):
     command = COMMANDS[name]
     context = click.Context(command, info_name=command.name)
-    for option in valued(command):
+    for option in list_valued(command):
         spelled = max(option.opts, key=len)
         option.type.convert(OF_COMMAND.get((command.name, spelled), EXAMPLES.get(spelled)), option, context)
 
 
 def test_no_example_is_left_over():
-    used = {max(option.opts, key=len) for command in COMMANDS.values() for option in valued(command)}
+    used = {max(option.opts, key=len) for command in COMMANDS.values() for option in list_valued(command)}
     assert EXAMPLES.keys() == used
 
 
@@ -51,4 +51,4 @@ def test_no_example_is_left_over():
 )
 def test_defaults_are_those_of_the_configuration(name, option, default):
     command = COMMANDS[name].explain_options()
-    assert next(each for each in command.params if each.name == option).show_default == default
+    assert next(param for param in command.params if param.name == option).show_default == default

@@ -1,4 +1,4 @@
-"""Options that commands share: `--map`, `--lora`, and `--set` beside `key=value`."""
+"""Options that commands share: `--map`, `--lora`, and `--set` next to `key=value`."""
 
 import json
 import re
@@ -50,27 +50,27 @@ def strange(parts, folder):
     ],
 )
 def test_a_missing_file_is_told_under_the_option_that_gave_it(command, line, labels):
-    """Also inside the environment that several options make together; a further mistake has all of them told from the configuration."""
+    """Also inside the environment that several options make together; with a further mistake all are reported by the configuration's keys."""
     further = () if "--seed" in line else ("run.seed=-1",)
     outcome = command(*line.split(), *further)
-    told = outcome.err.splitlines()[:-1]
+    lines = outcome.err.splitlines()[:-1]
     assert outcome.code == 2
-    assert {row.partition(":")[0] for row in told} == labels | ({"command line"} if further else set())
+    assert {row.partition(":")[0] for row in lines} == labels | ({"command line"} if further else set())
 
 
 def test_a_file_that_is_missed_while_planning_is_told_in_the_same_form(command):
     """Without a mistake that stops the reading of the configuration, planning looks for the files."""
-    told = command(*["rl", "--model", "./m", "--reward", "./r.py:f", "--data", "./x", "--eval-data", "./y"]).err.splitlines()
-    assert any(row.startswith("--data: environments[0].data: there is nothing at ") for row in told)
-    assert any(row.startswith("--eval-data: environments[0].eval_data: there is nothing at ") for row in told)
+    lines = command(*["rl", "--model", "./m", "--reward", "./r.py:f", "--data", "./x", "--eval-data", "./y"]).err.splitlines()
+    assert any(row.startswith("--data: environments[0].data: there is nothing at ") for row in lines)
+    assert any(row.startswith("--eval-data: environments[0].eval_data: there is nothing at ") for row in lines)
 
 
 def words(line, parts):
-    return filled(line, parts).split()
+    return fill(line, parts).split()
 
 
-def filled(text, parts):
-    """Put the values of parts where their words stand in a text."""
+def fill(text, parts):
+    """Put the values of parts where their words occur in a text."""
     for word, value in parts.items():
         text = text.replace(word, value)
     return text
@@ -154,14 +154,14 @@ WRONG = {
     "sft": "sft --model {model} --data {rows} --map prompt=questions --map completion=answer --dry-run",
     "rl": f"rl {REWARDED} --map prompt=questions {SHORT} --dry-run",
     "rl, a reward's environment": f"rl --model {{model}} --env {{env}} --data {{rows}} --map prompt=questions {SHORT} --dry-run",
-    "rl, a reward beside an environment": f"rl {REWARDED} --env reasoning_gym:spell_backward --map prompt=questions {SHORT} --dry-run",
-    "rl, an environment beside a reward": f"rl {REWARDED} --env {{env}} environments.0.data={{rows}} --map prompt=question {SHORT} --dry-run",
+    "rl, a reward with an environment": f"rl {REWARDED} --env reasoning_gym:spell_backward --map prompt=questions {SHORT} --dry-run",
+    "rl, an environment with a reward": f"rl {REWARDED} --env {{env}} environments.0.data={{rows}} --map prompt=question {SHORT} --dry-run",
     "rl, two environments": f"rl {TWO_ENVIRONMENTS} {SHORT} --dry-run",
     "distill on samples": f"distill --model {{model}} --teacher {{model}} --prompts {{rows}} --map prompt=questions {SHORT} --dry-run",
     "evaluate": f"evaluate {REWARDED} --map prompt=questions {SHORT} --tasks 2",
     "evaluate an environment": f"evaluate --model {{model}} --env {{env}} --data {{rows}} {SHORT} --tasks 2",
     "evaluate a run": "evaluate {run} --tasks 2 --split train",
-    "evaluate a run anew": "evaluate {run} --reward {reward} --tasks 2 --split train",
+    "evaluate a run again": "evaluate {run} --reward {reward} --tasks 2 --split train",
     "env show": "env show function data={rows} reward={reward} map.prompt=questions",
     "env try": "env try function data={rows} reward={reward} --answer 000",
 }
@@ -181,13 +181,13 @@ def misnamed(parts, folder, tmp_path):
     parts = {**parts, "{prompts}": str(prompts), "{env}": f"{mine}:mine", "{run}": str(tmp_path / "run")}
     for name, text in FILES.items():
         (tmp_path / name).write_text(
-            filled(text, {**parts, "MODEL": parts["{model}"], "REWARD": parts["{reward}"], "ROWS": parts["{rows}"]})
+            fill(text, {**parts, "MODEL": parts["{model}"], "REWARD": parts["{reward}"], "ROWS": parts["{rows}"]})
         )
     return parts
 
 
 @pytest.fixture
-def trained(command, misnamed, tmp_path, monkeypatch):
+def trained_run(command, misnamed, tmp_path, monkeypatch):
     """A run whose rows have since got other columns."""
     rows = tmp_path / "own.jsonl"
     rows.write_text((tmp_path / misnamed["{prompts}"]).read_text())
@@ -197,38 +197,38 @@ def trained(command, misnamed, tmp_path, monkeypatch):
     rows.write_text(rows.read_text().replace('"prompt"', '"question"'))
 
 
-def corrected(line, key, option):
+def correct(line, key, option):
     """Put one column's name where the error says."""
     start = f"{option}{key}="
-    kept = re.sub(rf"{re.escape(start)}\w+", "", line)
-    return f"{kept} {start}question"
+    cleared = re.sub(rf"{re.escape(start)}\w+", "", line)
+    return f"{cleared} {start}question"
 
 
 @pytest.mark.parametrize("name", WRONG)
 def test_an_error_about_a_column_names_what_works_in_that_command(command, misnamed, request, name):
     """The remedy is taken literally: it is added to the command line, with the rows' own name of the column."""
     if "{run}" in WRONG[name]:
-        request.getfixturevalue("trained")
+        request.getfixturevalue("trained_run")
     refused = command(*words(WRONG[name], misnamed))
     assert refused.code == 4, refused.err
-    said = [found for found in NAMED.finditer(refused.last_line) if found["key"].endswith("prompt")]
-    assert said, refused.last_line
-    again = command(*words(corrected(WRONG[name], said[0]["key"], said[0]["option"] or ""), misnamed))
+    matches = [match for match in NAMED.finditer(refused.last_line) if match["key"].endswith("prompt")]
+    assert matches, refused.last_line
+    again = command(*words(correct(WRONG[name], matches[0]["key"], matches[0]["option"] or ""), misnamed))
     assert again.code == 0, again.err
 
 
 def test_of_several_mistakes_each_names_what_works(command, misnamed):
     line = f"rl {REWARDED} --env {{env}} environments.0.data={{rows}} --map prompt=questions {SHORT} --dry-run"
     refused = command(*words(line, misnamed))
-    first, second = (each for each in refused.err.splitlines() if "for instance" in each or "has no column" in each)
+    first, second = (row for row in refused.err.splitlines() if "for instance" in row or "has no column" in row)
     assert (refused.code, "environments.0.map.prompt=question" in first, "--map prompt=question" in second) == (4, True, True)
 
 
-@pytest.mark.parametrize(("given", "told"), [("question", "is not of the form OURS=THEIRS"), ("prompt=", "is not of the form")])
-def test_a_map_that_is_none_is_refused(command, parts, given, told):
-    outcome = command("sft", "--model", parts["{model}"], "--data", parts["{rows}"], "--map", given)
+@pytest.mark.parametrize(("pair", "cause"), [("question", "is not of the form OURS=THEIRS"), ("prompt=", "is not of the form")])
+def test_a_map_that_is_none_is_refused(command, parts, pair, cause):
+    outcome = command("sft", "--model", parts["{model}"], "--data", parts["{rows}"], "--map", pair)
     assert outcome.code == 2
-    assert told in outcome.last_line
+    assert cause in outcome.last_line
 
 
 def test_one_name_for_two_columns_is_refused(command, parts):

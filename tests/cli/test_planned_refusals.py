@@ -40,8 +40,8 @@ def plan(command, model, tmp_path):
     """`plan("rl", "key=value", ...)`: the outcome of a dry run of a trainer."""
     exchanges = [Exchange(f"Say {number:03d}", f"{number:03d}" * (1 + 60 * (number == 7))) for number in range(8)]
     write_exchanges(tmp_path / "rows.jsonl", exchanges)
-    pairs = [{"prompt": each.question, "chosen": each.answer, "rejected": "no"} for each in exchanges]
-    tasks = [{"prompt": each.question, "answer": each.answer} for each in exchanges]
+    pairs = [{"prompt": exchange.question, "chosen": exchange.answer, "rejected": "no"} for exchange in exchanges]
+    tasks = [{"prompt": exchange.question, "answer": exchange.answer} for exchange in exchanges]
     for name, rows in (("pairs", pairs), ("tasks", tasks)):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "reward.py").write_text(REWARD)
@@ -219,7 +219,7 @@ def test_numbers_are_asked_for() -> None:
 
 
 @pytest.mark.parametrize("number", ["nan", "inf", "-inf"])
-@pytest.mark.parametrize(("name", "option"), FLOATS, ids=lambda each: each if isinstance(each, str) else each.opts[0])
+@pytest.mark.parametrize(("name", "option"), FLOATS, ids=lambda value: value if isinstance(value, str) else value.opts[0])
 def test_no_option_takes_what_is_no_number(command, name, option, number) -> None:
     needed = {"rollouts export": ["run", "--to", "jsonl", "--out", "x"], "diff-backends": ["--b", "fsdp"]}.get(
         name, ["--model", "m", *([] if name in ("evaluate", "rl", "distill") else ["--data", "d"])]
@@ -249,8 +249,8 @@ def test_files_models_and_lengths_are_refused_together(plan, trainer) -> None:
         wrong, expected = [*wrong, "reference.path=./no_reference"], [*expected, "/no_reference"]
     outcome = plan(trainer, *wrong)
     assert outcome.code != 0
-    for told in expected:
-        assert told in outcome.err
+    for words in expected:
+        assert words in outcome.err
     assert "mistakes" in outcome.last_line
     assert len(outcome.err.splitlines()) > len(expected)
 
@@ -259,8 +259,8 @@ def test_files_models_and_lengths_are_refused_together(plan, trainer) -> None:
 def test_a_plugin_that_is_not_there_is_refused_together_with_files(plan, trainer) -> None:
     data = "environments.0.data" if trainer == "rl" else "data.train"
     outcome = plan(trainer, "merger.use=no_merger", "loss.use=no_loss", "model.path=./nowhere", f"{data}=./absent.jsonl")
-    for told in ("no_merger", "no_loss", "/nowhere", "absent.jsonl"):
-        assert told in outcome.err
+    for words in ("no_merger", "no_loss", "/nowhere", "absent.jsonl"):
+        assert words in outcome.err
 
 
 def test_data_of_two_splits_is_refused_together(plan) -> None:
@@ -275,8 +275,8 @@ def test_data_of_two_splits_is_refused_together(plan) -> None:
 def test_two_environments_are_refused_together(plan) -> None:
     tables = "[{use='function', reward='./no.py:x', data='./tasks.jsonl'}, {use='function', reward='./reward.py:right', data='./none.jsonl'}]"
     outcome = plan("rl", f"environments={tables}", "rl.max_tokens=100000", "evaluation.at_start=true")
-    for told in ("no.py", "none.jsonl", "positions"):
-        assert told in outcome.err
+    for words in ("no.py", "none.jsonl", "positions"):
+        assert words in outcome.err
 
 
 # --- data preview ------------------------------------------------------------------------------------------------------------------------

@@ -27,19 +27,19 @@ def inputs(tmp_path_factory):
 
 
 @pytest.fixture
-def given(inputs):
+def arguments(inputs):
     return ("--model", inputs / "model", "--data", inputs / "pairs.jsonl")
 
 
 @pytest.mark.parametrize("name", ["preference", "dpo"])
-def test_the_printed_configuration_trains_on_pairs(command, given, tmp_path, name):
+def test_the_printed_configuration_trains_on_pairs(command, arguments, tmp_path, name):
     options = ("--eval-fraction", "0.2", "--steps", "1", "--batch-size", "4", "--output", "run", "loss.beta=0.2")
     if name == "preference":
-        outcome = command(name, *given, *options, "--dry-run", f"data.cache={tmp_path / 'cache'}")
+        outcome = command(name, *arguments, *options, "--dry-run", f"data.cache={tmp_path / 'cache'}")
         assert outcome.code == 0, outcome.err
         assert "8 pairs of 8 rows, 0 dropped" in " ".join(outcome.err.split())
         return
-    outcome = command(name, *given, *options, f"data.cache={tmp_path / 'cache'}")
+    outcome = command(name, *arguments, *options, f"data.cache={tmp_path / 'cache'}")
     assert outcome.code == 0, outcome.err
     printed = tomllib.loads(outcome.out)
     assert printed["trainer"] == "preference"
@@ -48,22 +48,22 @@ def test_the_printed_configuration_trains_on_pairs(command, given, tmp_path, nam
     assert tomllib.loads((tmp_path / "run" / "config.toml").read_text())["loss"]["use"] == "dpo"
 
 
-def test_preview_shows_which_tokens_of_both_halves_carry_loss(command, given, tmp_path):
+def test_preview_shows_which_tokens_of_both_halves_carry_loss(command, arguments, tmp_path):
     """`trainer=preference` names the trainer; rows with chosen and rejected answers are known without it."""
-    outcome = command("data", "preview", *given, "--samples", "1", "--json", f"data.cache={tmp_path / 'cache'}")
+    outcome = command("data", "preview", *arguments, "--samples", "1", "--json", f"data.cache={tmp_path / 'cache'}")
     assert outcome.code == 0, outcome.err
     samples = json.loads(outcome.out)["samples"]
     assert [(sample["row"], sample["role"]) for sample in samples] == [(0, "chosen"), (0, "rejected")]
     carrying = ["".join(token["text"] for token in sample["tokens"] if token["loss"]) for sample in samples]
     assert carrying[0].startswith("0")
     assert carrying[1].startswith("1")
-    shown = command("data", "preview", *given, "trainer=preference", "--samples", "1", f"data.cache={tmp_path / 'cache'}")
+    shown = command("data", "preview", *arguments, "trainer=preference", "--samples", "1", f"data.cache={tmp_path / 'cache'}")
     assert shown.code == 0, shown.err
     assert "row 0, rejected:" in shown.out
     assert "10 pairs of 10 rows" in shown.out
 
 
-def test_sft_names_the_trainer_of_pairs(command, given, tmp_path):
-    outcome = command("sft", *given, "--dry-run", f"data.cache={tmp_path / 'cache'}")
+def test_sft_names_the_trainer_of_pairs(command, arguments, tmp_path):
+    outcome = command("sft", *arguments, "--dry-run", f"data.cache={tmp_path / 'cache'}")
     assert outcome.code == 4
     assert 'trainer = "preference"' in outcome.last_line

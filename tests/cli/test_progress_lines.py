@@ -1,4 +1,4 @@
-"""Progress as lines: which steps are written, and what stands in a line."""
+"""Progress as lines: which steps are written, and what a line holds."""
 
 from skyrl_engine.cli.progress import HEADER, ProgressLines, duration, progress_row
 from skyrl_engine.cli.render import show_progress

@@ -89,5 +89,5 @@ def test_a_loss_that_fails_is_named(body: str, message: str, tmp_path: Path, cap
         f'from skyrl_engine import loss\n\n\n@loss(needs=("logprobs",))\ndef wrong(tokens, config):\n    return {body}\n'
     )
     assert main(["prove", "--ranks", "1", "--loss", f"{file}:wrong"]) == 3
-    assert f"loss 'wrong' of {file}" in (said := capsys.readouterr().err)
-    assert message in said
+    assert f"loss 'wrong' of {file}" in (err := capsys.readouterr().err)
+    assert message in err

@@ -31,7 +31,7 @@ def sft(command, inputs):
     """Train one step on all 6 samples of `data`, in micro-batches of 2, with further arguments."""
 
     def run(data: str, *arguments: str):
-        given = (
+        line = (
             "--model",
             inputs / "model",
             "--data",
@@ -43,7 +43,7 @@ def sft(command, inputs):
             "--micro-batch-rows",
             "2",
         )
-        return command("sft", "--quiet", *given, "data.cache=./cache", "evaluation.at_end=false", *arguments)
+        return command("sft", "--quiet", *line, "data.cache=./cache", "evaluation.at_end=false", *arguments)
 
     return run
 
@@ -61,8 +61,8 @@ def test_one_step_under_every_reducer_has_the_loss_of_its_weights(sft):
         "sequence_mean_token_sum_norm": ("reducer.max_sequence_length=50", "reducer.empty_sequence=skip"),
     }
     loss = {}
-    for name, given in options.items():
-        outcome = sft("data.jsonl", "--reducer", name, *given, "--output", name)
+    for name, settings in options.items():
+        outcome = sft("data.jsonl", "--reducer", name, *settings, "--output", name)
         assert outcome.code == 0, outcome.err
         loss[name] = first_step(name)["loss"]
     tokens = first_step("sum")["loss_tokens"]

@@ -9,7 +9,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "reference" / "cli.md"
 
 def test_the_page_is_up_to_date():
     assert PAGE.read_text(encoding="utf-8") == command_line_reference(), (
-        "write it anew: python -c 'from skyrl_engine.cli.reference import *; print(command_line_reference(), end=\"\")' > docs/reference/cli.md"
+        "write again: python -c 'from skyrl_engine.cli.reference import *; print(command_line_reference(), end=\"\")' > docs/reference/cli.md"
     )
 
 

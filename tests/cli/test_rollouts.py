@@ -21,7 +21,7 @@ WORDS = ("spell", "cat", "c", "a", "t", "wrong", "again", "dog")
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory):
+def recording(tmp_path_factory):
     """A run of two steps, whose manifest names its tokenizer; returns it and the ids of the words."""
     root = tmp_path_factory.mktemp("rollouts")
     tokenizer = write_tokenizer(root / "model", WORDS)
@@ -75,8 +75,8 @@ def group(ticket, ids, texts, *, rewards, dropped=None, key=None, version=0):
     return Group(ticket, "spelling", f"task-{ticket}" if key is None else key, version, tuple(members), dropped)
 
 
-def test_steps_are_listed(command, told):
-    outcome = command("rollouts", "list", told[0], "--json")
+def test_steps_are_listed(command, recording):
+    outcome = command("rollouts", "list", recording[0], "--json")
     assert outcome.code == 0
     rows = json.loads(outcome.out)
     assert [(row["step"], row["groups"], row["dropped"], row["attempts"], row["failed"], row["truncated"]) for row in rows] == [
@@ -85,12 +85,12 @@ def test_steps_are_listed(command, told):
     ]
     assert (rows[0]["reward"], rows[0]["lowest"], rows[0]["highest"]) == (0.3125, 0.0, 1.0)
     assert rows[1]["reward"] == 0.5
-    table = command("rollouts", "list", told[0])
+    table = command("rollouts", "list", recording[0])
     assert table.out.splitlines()[1].split() == ["1", "1", "1", "4", "0", "0", "0.3125", "0", "1"]
 
 
-def test_the_report_shows_three_attempts_of_three_steps(command, told):
-    outcome = command("rollouts", "report", told[0])
+def test_the_report_shows_three_attempts_of_three_steps(command, recording):
+    outcome = command("rollouts", "report", recording[0])
     assert outcome.code == 0
     head, *lines = outcome.out.splitlines()
     assert head.split() == ["step", "attempt", "reward", "tokens", "of", "which", "sampled"]
@@ -104,8 +104,8 @@ def test_the_report_shows_three_attempts_of_three_steps(command, told):
     ]
 
 
-def test_without_a_choice_the_newest_step_is_shown(command, told):
-    outcome = command("rollouts", "show", told[0])
+def test_without_a_choice_the_newest_step_is_shown(command, recording):
+    outcome = command("rollouts", "show", recording[0])
     assert outcome.code == 0
     assert "step 2, spelling: task task-0, attempt 0 of group 2" in outcome.out
     assert "step 1" not in outcome.out
@@ -131,27 +131,27 @@ def test_without_a_choice_the_newest_step_is_shown(command, told):
         (("--grep", "c a a"), "attempt 1 of group 0", 0),
     ],
 )
-def test_attempts_are_chosen(command, told, options, first, others):
-    outcome = command("rollouts", "show", told[0], *options)
+def test_attempts_are_chosen(command, recording, options, first, others):
+    outcome = command("rollouts", "show", recording[0], *options)
     names = [line for line in outcome.out.splitlines() if line.startswith("step ")]
     assert first in names[0]
     assert len(names) == others + 1
 
 
-def test_what_a_filter_dropped_is_told(command, told):
-    assert "dropped" in command("rollouts", "show", told[0], "--step", "1", "--worst", "--limit", "1").out
-    assert "dropped" not in command("rollouts", "show", told[0], "--best", "--limit", "1").out
+def test_what_a_filter_dropped_is_told(command, recording):
+    assert "dropped" in command("rollouts", "show", recording[0], "--step", "1", "--worst", "--limit", "1").out
+    assert "dropped" not in command("rollouts", "show", recording[0], "--best", "--limit", "1").out
 
 
-def test_more_attempts_than_are_shown_are_counted(command, told):
-    assert command("rollouts", "show", told[0], "--worst", "--limit", "1").out.endswith("5 more; --limit shows them\n")
-    assert "No attempt is of that kind." in command("rollouts", "show", told[0], "--grep", "nothing of it").out
-    late = command("rollouts", "show", told[0], "--step", "99")
+def test_more_attempts_than_are_shown_are_counted(command, recording):
+    assert command("rollouts", "show", recording[0], "--worst", "--limit", "1").out.endswith("5 more; --limit shows them\n")
+    assert "No attempt is of that kind." in command("rollouts", "show", recording[0], "--grep", "nothing of it").out
+    late = command("rollouts", "show", recording[0], "--step", "99")
     assert (late.code, "holds no rollouts of step 99. `skyrl-engine rollouts list` names the steps" in late.last_line) == (4, True)
 
 
-def test_tokens_have_their_log_probabilities_versions_and_rewards(command, told):
-    run, ids = told
+def test_tokens_have_their_log_probabilities_versions_and_rewards(command, recording):
+    run, ids = recording
     outcome = command("rollouts", "show", run, "--tokens", "--limit", "1")
     lines = [line.split() for line in outcome.out.splitlines()]
     assert ["0", "prompt", str(ids["spell"]), "spell"] in lines
@@ -159,8 +159,8 @@ def test_tokens_have_their_log_probabilities_versions_and_rewards(command, told)
     assert ["6", "sampled", str(ids["t"]), "t", "-0.2500", "1", "1"] in lines
 
 
-def test_what_was_learned_from_an_attempt_is_told(command, told):
-    outcome = command("rollouts", "show", told[0], "--step", "1", "--best", "--limit", "2", "--tokens")
+def test_what_was_learned_from_an_attempt_is_told(command, recording):
+    outcome = command("rollouts", "show", recording[0], "--step", "1", "--best", "--limit", "2", "--tokens")
     facts = [line.split(maxsplit=1) for line in outcome.out.splitlines() if line]
     assert [rest for name, *rest in facts if name == "advantage"] == [["0.5"], ["0.5"]]
     assert [rest for name, *rest in facts if name == "gap"] == [["mean 0, largest 0 nats"], ["mean 0.25, largest 0.25 nats"]]
@@ -168,8 +168,8 @@ def test_what_was_learned_from_an_attempt_is_told(command, told):
     assert line[-5:] == ["-0.2500", "0", "0.25", "0.5", "-2.5e-01"]
 
 
-def test_without_a_tokenizer_ids_are_shown(command, told, tmp_path):
-    run, ids = told
+def test_without_a_tokenizer_ids_are_shown(command, recording, tmp_path):
+    run, ids = recording
     moved = tmp_path / "moved"
     moved.mkdir()
     (moved / "rollouts").symlink_to(run / "rollouts")
@@ -179,14 +179,14 @@ def test_without_a_tokenizer_ids_are_shown(command, told, tmp_path):
     assert f"{ids['spell']} {ids['cat']}" in outcome.out
 
 
-def test_two_steps_are_compared_on_their_shared_tasks(command, told):
-    outcome = command("rollouts", "diff", told[0], "--steps", "1", "2")
+def test_two_steps_are_compared_on_their_shared_tasks(command, recording):
+    outcome = command("rollouts", "diff", recording[0], "--steps", "1", "2")
     assert outcome.code == 0
     rows = [line.split() for line in outcome.out.splitlines()]
     assert ["spelling:", "task-0", "0.625", "0.5", "4", "3"] in rows
     assert ["all", "tasks", "0.3125", "0.5", "4", "3"] in rows
     assert outcome.out.index("attempt 0 of group 0") < outcome.out.index("attempt 0 of group 2")
-    missing = command("rollouts", "diff", told[0], "--steps", "1", "9")
+    missing = command("rollouts", "diff", recording[0], "--steps", "1", "9")
     assert (missing.code, "holds no rollouts of step 9. `skyrl-engine rollouts list` names the steps" in missing.last_line) == (
         4,
         True,
@@ -202,22 +202,22 @@ def test_steps_without_a_shared_task_are_told(command, tmp_path):
 
 
 @pytest.mark.parametrize("to", ["jsonl", "parquet"])
-def test_an_export_is_read_back_and_is_data(command, told, tmp_path, to):
+def test_an_export_is_read_back_and_is_data(command, recording, tmp_path, to):
     out = tmp_path / f"rollouts.{to}"
-    outcome = command("rollouts", "export", told[0], "--to", to, "--out", out)
+    outcome = command("rollouts", "export", recording[0], "--to", to, "--out", out)
     assert (outcome.code, outcome.out) == (0, f"rows: 7\nfile: {out}\n")
     groups = list(read_rollouts(out))
-    assert [(each.ticket, each.dropped, len(each.trajectories)) for each in groups] == [
+    assert [(group.ticket, group.dropped, len(group.trajectories)) for group in groups] == [
         (0, None, 2),
         (1, "zero_variance", 2),
         (2, None, 3),
     ]
-    assert command("rollouts", "export", told[0], "--to", to, "--out", out).code == 4
+    assert command("rollouts", "export", recording[0], "--to", to, "--out", out).code == 4
 
 
-def test_good_attempts_alone_are_exported(command, told, tmp_path):
+def test_good_attempts_alone_are_exported(command, recording, tmp_path):
     out = tmp_path / "good.jsonl"
-    command("rollouts", "export", told[0], "--to", "jsonl", "--out", out, "--min-reward", "0.9")
+    command("rollouts", "export", recording[0], "--to", "jsonl", "--out", out, "--min-reward", "0.9")
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert [(row["ticket"], row["member"], row["prompt"], row["response"], row["step"]) for row in rows] == [
         (0, 0, "spell cat", "c a t again t", 1),
@@ -226,8 +226,8 @@ def test_good_attempts_alone_are_exported(command, told, tmp_path):
     assert rows[0]["loss_mask"] == [1, 1, 1, 0, 1]
 
 
-def test_sft_takes_an_export_as_data(command, told, tmp_path):
-    run, _ = told
+def test_sft_takes_an_export_as_data(command, recording, tmp_path):
+    run, _ = recording
     out = tmp_path / "good.jsonl"
     command("rollouts", "export", run, "--to", "jsonl", "--out", out, "--min-reward", "0.9")
     model = json.loads((run / "run.json").read_text())["config"]["model"]["path"]
@@ -236,8 +236,8 @@ def test_sft_takes_an_export_as_data(command, told, tmp_path):
     assert "rollouts" in outcome.out
 
 
-def test_a_whole_journal_is_whole(command, told):
-    outcome = command("rollouts", "check", told[0])
+def test_a_whole_journal_is_whole(command, recording):
+    outcome = command("rollouts", "check", recording[0])
     assert (outcome.code, outcome.out.splitlines()[0]) == (0, "3 groups of 7 attempts, 2 steps trained")
     assert outcome.out.splitlines()[-1].startswith("whole")
 
@@ -306,10 +306,10 @@ def test_a_run_without_rollouts_is_told(command, tmp_path):
         assert (outcome.code, "holds no rollouts" in outcome.last_line) == (4, True)
 
 
-def test_every_command_says_what_is_lost(command, told, tmp_path):
-    """A checkpoint says which segments there were; a damaged record is told, and all others are shown."""
+def test_every_command_says_what_is_lost(command, recording, tmp_path):
+    """A checkpoint says which segments there were; a damaged record is reported, and all others are shown."""
     run = tmp_path / "run"
-    shutil.copytree(told[0], run)
+    shutil.copytree(recording[0], run)
     (segment,) = (run / "rollouts").glob("*.arrow")
     content = bytearray(segment.read_bytes())
     content[read_segment(segment).entries[1].end - 30] ^= 1
@@ -333,9 +333,9 @@ def test_every_command_says_what_is_lost(command, told, tmp_path):
         assert "are lost: all segments are gone (2 by the last checkpoint)" in outcome.last_line
 
 
-def test_a_checkpoint_that_cannot_be_read_keeps_nobody_from_looking(command, told, tmp_path):
+def test_a_checkpoint_that_cannot_be_read_keeps_nobody_from_looking(command, recording, tmp_path):
     run = tmp_path / "run"
-    shutil.copytree(told[0], run)
+    shutil.copytree(recording[0], run)
     for number, text in enumerate(("", "[]", '{"segments": 3}', '{"segments": {"segment-00000001.arrow": "x"}}')):
         checkpoint = run / "checkpoints" / f"step-{number + 1:08d}"
         checkpoint.mkdir(parents=True)

@@ -39,17 +39,17 @@ def material(tmp_path):
 @pytest.mark.usefixtures("material")
 def test_the_commands_of_the_page_run_and_tell_what_it_shows(command):
     """A block of text shows what the last command before it writes: the heads of its tables, and the names of its fields, are compared."""
-    told, compared = "", 0
+    output, compared = "", 0
     for language, text in blocks():
         if language == "sh":
             for line in text.splitlines():
                 outcome = command(*shlex.split(line, comments=True)[1:])
                 assert outcome.code == 0, (line, outcome.err)
-                told = outcome.out
+                output = outcome.out
             continue
         first = text.splitlines()[0].split()
-        # numbers are those of the page's run; what is no number stands there in every run
+        # numbers are those of the page's run; what is no number is the same in every run
         words = [re.escape(word) if not re.search(r"\d", word) else r"\S+" for word in first]
-        assert re.search(rf"^{' +'.join(words)}\s*$", told, re.MULTILINE), (first, told)
+        assert re.search(rf"^{' +'.join(words)}\s*$", output, re.MULTILINE), (first, output)
         compared += 1
     assert compared == 7

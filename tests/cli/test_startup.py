@@ -33,11 +33,11 @@ def test_imports_nothing_heavy_and_no_plugin(arguments):
     assert report["code"] == 0
     loaded = set(report["modules"])
     assert not loaded & set(HEAVY)
-    found = plugin_modules()
-    assert "skyrl_engine_losses" in {module.partition(".")[0] for module in found}, (
+    modules = plugin_modules()
+    assert "skyrl_engine_losses" in {module.partition(".")[0] for module in modules}, (
         "the plugins of this repository are not installed"
     )
-    assert not loaded & found
+    assert not loaded & modules
     assert not {name for name in loaded if name.startswith("skyrl_engine_")}
 
 

@@ -46,18 +46,18 @@ def commands(inputs: Path, model: str = "model") -> dict[str, tuple[object, ...]
 
 def first_prompt(plan: str) -> str:
     """Return the line of a plan that shows the first prompt, without the bars between its tokens."""
-    found = re.search(r"^first prompt[^|\n]*?  +(\S.*)$", plan, re.MULTILINE)
-    assert found, plan
-    assert "|" in found[1], "it shows where tokens end"
-    return found[1].replace("|", "")
+    match = re.search(r"^first prompt[^|\n]*?  +(\S.*)$", plan, re.MULTILINE)
+    assert match, plan
+    assert "|" in match[1], "it shows where tokens end"
+    return match[1].replace("|", "")
 
 
 def test_every_trainer_asks_the_same(command, inputs: Path, tmp_path: Path) -> None:
-    """The same question becomes the same tokens, which every plan shows; a text without a template stands as it is."""
+    """The same question becomes the same tokens, which every plan shows; a text without a template stays as it is."""
     shown = {}
-    for name, given in commands(inputs).items():
+    for name, arguments in commands(inputs).items():
         cache = () if name == "rl" else (f"data.cache={tmp_path / 'cache'}",)
-        outcome = command(name, *given, *cache, "--dry-run")
+        outcome = command(name, *arguments, *cache, "--dry-run")
         assert outcome.code == 0, outcome.err
         shown[name] = first_prompt(outcome.err)
         assert "written by the chat template" in " ".join(outcome.err.split())
@@ -74,19 +74,21 @@ def test_every_trainer_asks_the_same(command, inputs: Path, tmp_path: Path) -> N
     ],
 )
 def test_texts_stand_as_they_are_where_no_template_writes_them(command, inputs: Path, tmp_path: Path, model, settings, why) -> None:
-    for name, given in commands(inputs, model).items():
+    for name, arguments in commands(inputs, model).items():
         own = (
-            [each.replace("data.", "rl.") for each in settings] if name == "rl" else [*settings, f"data.cache={tmp_path / 'cache'}"]
+            [setting.replace("data.", "rl.") for setting in settings]
+            if name == "rl"
+            else [*settings, f"data.cache={tmp_path / 'cache'}"]
         )
-        outcome = command(name, *given, *own, "--dry-run")
+        outcome = command(name, *arguments, *own, "--dry-run")
         assert outcome.code == 0, outcome.err
         assert first_prompt(outcome.err) == FIRST, name
-        said = why.replace("data.", "rl.") if name == "rl" else why
-        assert f"as they stand, without a chat template: {said}" in " ".join(outcome.err.split())
+        cause = why.replace("data.", "rl.") if name == "rl" else why
+        assert f"as they stand, without a chat template: {cause}" in " ".join(outcome.err.split())
 
 
 def test_preview_says_who_writes_the_texts(command, inputs: Path, tmp_path: Path) -> None:
-    given = (
+    arguments = (
         "--model",
         inputs / "model",
         "--data",
@@ -94,26 +96,26 @@ def test_preview_says_who_writes_the_texts(command, inputs: Path, tmp_path: Path
         "trainer=preference",
         f"data.cache={tmp_path / 'cache'}",
     )
-    for settings, said in (((), "by the chat template"), (("data.template=none",), "as they stand, without a chat template")):
-        outcome = command("data", "preview", *given, *settings)
+    for settings, words in (((), "by the chat template"), (("data.template=none",), "as they stand, without a chat template")):
+        outcome = command("data", "preview", *arguments, *settings)
         assert outcome.code == 0, outcome.err
-        assert re.search(rf"^written +{said}", outcome.out, re.MULTILINE)
-        assert said in json.loads(command("data", "preview", *given, *settings, "--json").out)["written"]
+        assert re.search(rf"^written +{words}", outcome.out, re.MULTILINE)
+        assert words in json.loads(command("data", "preview", *arguments, *settings, "--json").out)["written"]
 
 
 def test_preview_and_plan_tell_of_columns_that_are_not_read(command, inputs: Path, tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"prompt": "Say 0", "chosen": "0", "rejected": "1", "margin": 0.5}) + "\n")
-    given = ("--model", inputs / "model", "--data", path, f"data.cache={tmp_path / 'cache'}")
+    arguments = ("--model", inputs / "model", "--data", path, f"data.cache={tmp_path / 'cache'}")
     for outcome in (
-        command("data", "preview", *given, "trainer=preference"),
-        command("reward-model", *given, "--dry-run"),
+        command("data", "preview", *arguments, "trainer=preference"),
+        command("reward-model", *arguments, "--dry-run"),
     ):
         assert outcome.code == 0, outcome.err
         assert "warning:" in outcome.err
         assert "has columns that are not read: 'margin'" in outcome.err
         assert "loss.margins = true" in outcome.err
-    read = command("reward-model", *given, "--dry-run", "loss.margins=true")
+    read = command("reward-model", *arguments, "--dry-run", "loss.margins=true")
     assert "not read" not in read.err
     assert "columns margin" in " ".join(read.err.split())
 
@@ -140,14 +142,14 @@ def test_an_evaluation_asks_by_the_rule_of_the_run_and_is_warned_of_where_it_doe
         assert command("sft", *sft, "--steps", "1", "--output", name, cache, *settings, "--quiet").code == 0
     own = {"ruled": "auto", "raw": "none"}
     for name, rule in own.items():
-        for given in (None, "auto", "none"):
-            settings = () if given is None else ("--set", f"rl.template={given}")
-            outcome = command("evaluate", name, *rest, *settings, "--output", f"{name}-{given}.jsonl")
+        for template in (None, "auto", "none"):
+            settings = () if template is None else ("--set", f"rl.template={template}")
+            outcome = command("evaluate", name, *rest, *settings, "--output", f"{name}-{template}.jsonl")
             assert outcome.code == 0, outcome.err
             warned = "warning: the model is not evaluated on texts like those it was trained on" in outcome.err
-            assert warned == (given not in (None, rule))
-            (first, *_) = map(json.loads, (tmp_path / f"{name}-{given}.jsonl").read_text().splitlines())
-            assert (first["prompt"] == FIRST) == ((given or rule) == "none")
+            assert warned == (template not in (None, rule))
+            (first, *_) = map(json.loads, (tmp_path / f"{name}-{template}.jsonl").read_text().splitlines())
+            assert (first["prompt"] == FIRST) == ((template or rule) == "none")
             if warned and rule == "none":
                 assert "without the chat template, in training" in outcome.err
                 assert 'Evaluate it as it was trained, with --set rl.template="none"' in outcome.err
@@ -229,8 +231,8 @@ def test_what_only_a_template_writes_is_refused_without_one(command, inputs: Pat
     path = tmp_path / "tasks.jsonl"
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
     path.write_text(json.dumps({"prompt": messages}) + "\n")
-    given = dict(zip(("--data", "--reward"), (path, inputs / "reward.py:score"), strict=True))
-    line = [part for option in given.items() for part in option]
+    options = dict(zip(("--data", "--reward"), (path, inputs / "reward.py:score"), strict=True))
+    line = [part for option in options.items() for part in option]
     for model, settings in (("model", ["rl.template=none"]), ("bare", [])):
         outcome = command(
             "rl", "--model", inputs / model, *line, "--max-tokens", "8", "rl.max_prompt_tokens=64", *settings, "--dry-run"

@@ -23,23 +23,27 @@ from skyrl_engine.visible import in_quotes, visible, visible_line
 NASTY = "x\x1b]0;owned\x07\x1b[2J\x9b31m\x7f\u202egnp\u2066\r\b\x00y"
 """Renames the window, clears the screen, colours by an escape and by C1, turns the order of letters, goes back, ends a text."""
 
-CONTROLS = {each for each in NASTY if unicodedata.category(each) in ("Cc", "Cf")}
+CONTROLS = {character for character in NASTY if unicodedata.category(character) in ("Cc", "Cf")}
 WORDS = NASTY.replace("\x00", "")  # what a file's name and an argument can hold
 
 
 def controls_in(text: str) -> set[str]:
-    return {each for each in text if each not in "\n\t" and (unicodedata.category(each) in ("Cc", "Cs") or each in CONTROLS)}
+    return {
+        character
+        for character in text
+        if character not in "\n\t" and (unicodedata.category(character) in ("Cc", "Cs") or character in CONTROLS)
+    }
 
 
 def test_every_control_character_is_written_out_and_nothing_else_is() -> None:
     for number in range(0x110000):
-        each = chr(number)
-        wanted = unicodedata.category(each) in ("Cc", "Cs", "Zl", "Zp") or unicodedata.bidirectional(each) in (
+        character = chr(number)
+        wanted = unicodedata.category(character) in ("Cc", "Cs", "Zl", "Zp") or unicodedata.bidirectional(character) in (
             *("LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI"),
         )
-        wanted = (wanted or number in (0x61C, 0x200E, 0x200F)) and each not in "\n\t"
-        assert (visible(each) != each) == wanted, hex(number)
-        assert visible(each).isascii() or visible(each) == each
+        wanted = (wanted or number in (0x61C, 0x200E, 0x200F)) and character not in "\n\t"
+        assert (visible(character) != character) == wanted, hex(number)
+        assert visible(character).isascii() or visible(character) == character
     assert visible("a\n\tb ü 漢字 👩\u200d🔬") == "a\n\tb ü 漢字 👩\u200d🔬"
     assert visible_line("a\nb\tc") == r"a\nb\tc"
 
@@ -47,9 +51,9 @@ def test_every_control_character_is_written_out_and_nothing_else_is() -> None:
 def test_json_and_toml_read_back_to_the_same(capsys: pytest.CaptureFixture[str]) -> None:
     for ascii_alone in (True, False):
         echo_json({NASTY: [NASTY, "\udc9b"]}, ensure_ascii=ascii_alone)
-        told = capsys.readouterr().out
-        assert controls_in(told) == set()
-        assert json.loads(told) == {NASTY: [NASTY, "\udc9b"]}
+        output = capsys.readouterr().out
+        assert controls_in(output) == set()
+        assert json.loads(output) == {NASTY: [NASTY, "\udc9b"]}
     from skyrl_engine.config.report import to_toml
 
     text = in_quotes(to_toml({"table": {NASTY: NASTY}}))
@@ -68,12 +72,12 @@ def test_whatever_is_shown_is_made_visible(capsys: pytest.CaptureFixture[str], m
         show_lines([NASTY])
         with show_progress(quiet=True) as display:
             display.warning(NASTY)
-        told = capsys.readouterr()
+        output = capsys.readouterr()
         # rich's own colours stay
-        assert controls_in(re.sub(r"\x1b\[[0-9;]*m", "", told.out + told.err)) == set()
-        assert ("\x1b[1m" in told.out) == terminal
-        assert told.out.count("owned") == 7
-        assert told.err.count("owned") == 2
+        assert controls_in(re.sub(r"\x1b\[[0-9;]*m", "", output.out + output.err)) == set()
+        assert ("\x1b[1m" in output.out) == terminal
+        assert output.out.count("owned") == 7
+        assert output.err.count("owned") == 2
 
 
 def test_a_name_on_several_lines_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -99,12 +103,12 @@ def test_commands_write_by_one_function_alone() -> None:
     folder = Path(click.__file__).parent, Path(app.callback.__code__.co_filename).parent  # type: ignore[union-attr]
     writers = {}
     for file in folder[1].rglob("*.py"):
-        found = {
+        calls = {
             node.func.attr if isinstance(node.func, ast.Attribute) else node.func.id
             for node in ast.walk(ast.parse(file.read_text()))
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute | ast.Name)
         }
-        used = {name for name in ("print", "secho", "pprint", "echo_via_pager") if name in found}
+        used = {name for name in ("print", "secho", "pprint", "echo_via_pager") if name in calls}
         text = file.read_text()
         used |= {"click.echo"} if "click.echo(" in text else set()
         used |= {"write"} if "sys.stdout.write" in text or "sys.stderr.write" in text else set()
@@ -149,7 +153,7 @@ ARGUMENTS: dict[str, list[list[str]]] = {
     "export": [["{run}", WORDS], [WORDS, "out"]],
     "serve": [[WORDS], ["{file}"]],
 }
-"""Command lines by command. What stands in braces is a file whose content attacks."""
+"""Command lines by command. What is in braces is a file whose content attacks."""
 
 ENVIRONMENT = f"""
 import skyrl_engine
@@ -244,7 +248,9 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def test_every_command_has_its_attacks() -> None:
-    names = {" ".join(name[1:]) for name, each in every_command(app, ("skyrl-engine",)) if not isinstance(each, click.Group)}
+    names = {
+        " ".join(name[1:]) for name, subcommand in every_command(app, ("skyrl-engine",)) if not isinstance(subcommand, click.Group)
+    }
     assert set(ARGUMENTS) == names
 
 
@@ -269,14 +275,14 @@ def test_no_command_lets_a_control_character_through(
     (tmp_path / WORDS / "file").touch()
     told_anything = False
     for arguments in ARGUMENTS[command]:
-        given = [each.format(**material) if each.startswith("{") else each for each in arguments]
+        line = [argument.format(**material) if argument.startswith("{") else argument for argument in arguments]
         for debug in ([], ["--debug"]) if arguments is ARGUMENTS[command][0] else ([],):
-            main([*command.split(), *given, *debug])
-            told = capsys.readouterr()
-            assert controls_in(told.out + told.err) == set(), (given, told)
-            told_anything |= "owned" in told.out + told.err
-            if "--json" in given and told.out:
-                json.loads(told.out)
+            main([*command.split(), *line, *debug])
+            output = capsys.readouterr()
+            assert controls_in(output.out + output.err) == set(), (line, output)
+            told_anything |= "owned" in output.out + output.err
+            if "--json" in line and output.out:
+                json.loads(output.out)
     assert told_anything or command in (
         "env list",
         "plugins new",
@@ -292,6 +298,6 @@ def test_help_of_other_distributions_is_visible(monkeypatch: pytest.MonkeyPatch,
 
     monkeypatch.setattr(ExtensionCommands, "rows", lambda _: [("acme", NASTY)])
     assert main(["--help"]) == 0
-    told: Any = capsys.readouterr()
-    assert "owned" in told.out
-    assert controls_in(told.out) == set()
+    output: Any = capsys.readouterr()
+    assert "owned" in output.out
+    assert controls_in(output.out) == set()

@@ -72,8 +72,8 @@ def test_dry_run_plans_and_writes_no_run(command, config, inputs, tmp_path):
 def test_the_plan_counts_what_lora_adapts(command, config):
     planned = command("run", config, "--dry-run", "model.lora.targets=['q_proj']")
     assert planned.code == 0, planned.err
-    said = " ".join(planned.out.split())
-    assert re.search(r"adapters q_proj \(\d\); frozen stay mlp.down_proj \(\d\), ", said)
+    words = " ".join(planned.out.split())
+    assert re.search(r"adapters q_proj \(\d\); frozen stay mlp.down_proj \(\d\), ", words)
     refused = command("run", config, "--dry-run", "model.lora.targets=['no_such']")
     assert refused.code != 0
     assert "'no_such', which no linear layer" in refused.last_line
@@ -95,7 +95,7 @@ def test_ranks_that_share_cores_are_planned_with_the_numbers_or_refused(command,
 
 @pytest.mark.parametrize("flags", [["--dry-run"], []])
 def test_a_layout_that_does_not_divide_the_model_is_refused_before_anything_starts(command, config, tmp_path, flags):
-    """Code 2 as for other plans that cannot be. That the data is missing is told too."""
+    """Code 2 as for other plans that cannot be. That the data is missing is reported too."""
     layout = ("run.launch=ray", "run.ranks=3", "backend.tensor_parallel=3")
     outcome = command("run", config, *flags, *layout, "data.train=./none.jsonl")
     assert (outcome.code, outcome.out) == (2, "")
@@ -117,11 +117,11 @@ def test_sft_prints_a_configuration_that_runs_the_same(command, inputs, tmp_path
     )
     assert outcome.code == 0, outcome.err
     text = outcome.out
-    made = tomllib.loads(text)
+    config = tomllib.loads(text)
     assert "last step:" in outcome.err
     assert "run directory: first" in outcome.err
-    assert made["optimizer"] == {"learning_rate": 0.001}
-    assert made["loss"] == {"use": "cross_entropy"}
+    assert config["optimizer"] == {"learning_rate": 0.001}
+    assert config["loss"] == {"use": "cross_entropy"}
     (tmp_path / "made.toml").write_text(text)
     assert command("run", "made.toml", "run.directory=second").code == 0
     first, second = (
@@ -138,8 +138,8 @@ def test_stdout_of_sft_is_a_configuration_and_nothing_else(command, inputs, tmp_
         "from skyrl_engine import loss\nprint('imported')\n"
         "@loss(needs=('logprobs',))\ndef loud(tokens, config):\n    print('called')\n    return -tokens.logprobs\n"
     )
-    given = ("--model", inputs / "model", "--data", inputs / "data.jsonl", "--batch-size", "8", "data.cache=./cache")
-    outcome = command("sft", *given, "--loss", "./loud.py:loud", "--output", "run", *flags)
+    arguments = ("--model", inputs / "model", "--data", inputs / "data.jsonl", "--batch-size", "8", "data.cache=./cache")
+    outcome = command("sft", *arguments, "--loss", "./loud.py:loud", "--output", "run", *flags)
     assert outcome.code == 0, outcome.err
     (tmp_path / "my.toml").write_text(outcome.out)
     assert tomllib.loads(outcome.out)["loss"] == {"use": "./loud.py:loud"}
@@ -179,7 +179,7 @@ def test_preview_marks_what_carries_loss(command, inputs):
     seen = json.loads(command(*arguments, "--samples", "2", "--json").out)
     assert [sample["row"] for sample in seen["samples"]] == [0, 1]
     assert seen["counts"]["loss_tokens"] == 24 * 4
-    assert sum(each["samples"] for each in seen["histogram"]) == 24
+    assert sum(bucket["samples"] for bucket in seen["histogram"]) == 24
 
 
 def test_preview_writes_out_what_would_move_the_cursor(command, inputs, tmp_path):
@@ -216,14 +216,14 @@ def test_a_dry_run_refuses_the_resume_that_the_run_would_refuse(command, config)
     held_out = "data.eval_fraction=0.2"
     assert command("run", config, "--quiet", "training.steps=1", held_out).code == 0
     assert command("run", config, "--dry-run", "checkpoint.resume=true", held_out).code == 0
-    asked = ("checkpoint.resume=true", held_out, "run.seed=9")
-    planned, ran = command("run", config, "--dry-run", *asked), command("run", config, *asked)
+    settings = ("checkpoint.resume=true", held_out, "run.seed=9")
+    planned, ran = command("run", config, "--dry-run", *settings), command("run", config, *settings)
     assert (planned.code, planned.last_line) == (ran.code, ran.last_line)
     assert "the seed chooses which samples are held out" in planned.last_line
 
 
 @pytest.mark.parametrize(
-    ("option", "told"),
+    ("option", "cause"),
     [
         (["--lr", "1e-4"], "There is no option --lr. Did you mean --learning-rate?"),
         (["--output_dir", "x"], "There is no option --output_dir. Did you mean --output?"),
@@ -239,17 +239,17 @@ def test_a_dry_run_refuses_the_resume_that_the_run_would_refuse(command, config)
         (["--save_steps=5"], "There is no option --save_steps. Set checkpoint.every: write checkpoint.every=VALUE."),
     ],
 )
-def test_an_option_of_another_trainer_is_answered_with_ours(command, option, told):
+def test_an_option_of_another_trainer_is_answered_with_ours(command, option, cause):
     outcome = command("sft", "--model", "m", "--data", "d", *option)
     assert outcome.code == 2
-    assert outcome.last_line == f"error: {told} See `skyrl-engine sft --help`."
+    assert outcome.last_line == f"error: {cause} See `skyrl-engine sft --help`."
 
 
 def test_a_configuration_given_to_sft_is_answered_with_run(command, config):
     outcome = command("sft", str(config))
     assert outcome.code == 2
-    said = f"error: {config} is a configuration, and sft makes its own: write `skyrl-engine run {config}`."
-    assert outcome.last_line == f"{said} See `skyrl-engine sft --help`."
+    refusal = f"error: {config} is a configuration, and sft makes its own: write `skyrl-engine run {config}`."
+    assert outcome.last_line == f"{refusal} See `skyrl-engine sft --help`."
 
 
 def test_data_given_twice_is_read_one_after_the_other(command, tmp_path, inputs):

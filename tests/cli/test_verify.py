@@ -95,18 +95,18 @@ def test_what_warns_in_every_case_is_shown_once(verify, recwarn):
     outcome = verify("reducer:./mine.py:unguarded")
     assert outcome.code == 3
     assert "Guard divisions by counts that can be 0" in outcome.out
-    assert [str(each.message) for each in recwarn] == ["invalid value encountered in divide"]
+    assert [str(warning.message) for warning in recwarn] == ["invalid value encountered in divide"]
 
 
 def test_what_is_logged_in_every_case_is_shown_once(verify, monkeypatch, tmp_path):
-    told = []
+    messages = []
     handler = logging.Handler()
-    monkeypatch.setattr(handler, "emit", lambda record: told.append(record.getMessage()))
+    monkeypatch.setattr(handler, "emit", lambda record: messages.append(record.getMessage()))
     monkeypatch.setattr(logging, "lastResort", handler)
     monkeypatch.setattr(logging.getLogger("a_reducer"), "propagate", False)  # to pytest's own handlers
     (tmp_path / "loud.py").write_text(LOUD)
     assert verify("reducer:./loud.py:loud").code == 0
-    assert told == ["weighed"]
+    assert messages == ["weighed"]
 
 
 def test_json_holds_every_finding(verify):
@@ -116,8 +116,8 @@ def test_json_holds_every_finding(verify):
     assert list(facts) == ["kind", "name", "reference", "version", "sha256", "options", "kept", "promises"]
     assert (facts["kind"], facts["name"], facts["kept"]) == ("loss", "averaged", False)
     keys = ["promise", "sentence", "status", "cause", "remedy", "factor", "counterexample"]
-    assert all(list(each) == keys for each in facts["promises"])
-    (broken,) = [each for each in facts["promises"] if each["status"] == "broken"]
+    assert all(list(promise) == keys for promise in facts["promises"])
+    (broken,) = [promise for promise in facts["promises"] if promise["status"] == "broken"]
     assert broken["promise"] == "micro_batch_split"
     assert broken["factor"] == pytest.approx(2)
     assert broken["counterexample"]
@@ -165,9 +165,9 @@ def test_what_cannot_be_verified_is_one_line(verify, arguments, code, words):
 def test_a_backend_is_tried_on_the_layouts_that_are_asked_for(verify):
     outcome = verify("backend:fsdp", "--layout", "dp1", "--json")
     assert outcome.code == 0, outcome.out
-    found = {each["promise"]: each["status"] for each in json.loads(outcome.out)["promises"]}
-    assert found["step"] == found["save_and_load"] == "kept"
-    assert found["ranks_add_up"] == "not claimed"
+    statuses = {promise["promise"]: promise["status"] for promise in json.loads(outcome.out)["promises"]}
+    assert statuses["step"] == statuses["save_and_load"] == "kept"
+    assert statuses["ranks_add_up"] == "not claimed"
 
 
 PAGE = Path(__file__).parents[2] / "docs/how-to/verify-a-plugin.md"

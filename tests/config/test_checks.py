@@ -83,8 +83,8 @@ def test_a_refused_table_does_not_hide_what_others_contradict() -> None:
 
 @pytest.mark.parametrize("key", ["revision=main", "weight=2"])
 def test_keys_of_a_reward_model_that_is_not_named_are_refused(key: str) -> None:
-    given = ["trainer=rl", "model.path=m", f"reward_model.{key}"]
-    (problem,) = structure(load(None, given)).problems
+    overrides = ["trainer=rl", "model.path=m", f"reward_model.{key}"]
+    (problem,) = structure(load(None, overrides)).problems
     assert str(problem).startswith(f"command line: reward_model.{key.partition('=')[0]}: is of the model of reward_model.path")
     assert structure(load(None, [*given, "reward_model.path=r"])).problems == ()
 

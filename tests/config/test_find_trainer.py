@@ -77,11 +77,11 @@ def test_it_is_listed_and_not_imported_until_it_is_chosen(offers: Offers) -> Non
 @pytest.mark.parametrize("name", ["deep", "acme-a:deep"])
 def test_its_table_is_structured_and_read_back(offers: Offers, name: str) -> None:
     offers()
-    made = resolve(load(None, [f"trainer={name}", "model.path=m", "deep.depth=3"]))
-    assert made.config.trainer_options.depth == 3
-    assert made.as_dict()["deep"] == {"depth": 3}
-    again = resolve(from_dict(made.as_dict(), "run.json"))
-    assert again.as_dict() == made.as_dict()
+    resolved = resolve(load(None, [f"trainer={name}", "model.path=m", "deep.depth=3"]))
+    assert resolved.config.trainer_options.depth == 3
+    assert resolved.as_dict()["deep"] == {"depth": 3}
+    again = resolve(from_dict(resolved.as_dict(), "run.json"))
+    assert again.as_dict() == resolved.as_dict()
     problems = [str(problem) for problem in structure(load(None, [f"trainer={name}", "model.path=m"])).problems]
     assert ["depth" in problem for problem in problems] == [True]
 
@@ -95,7 +95,7 @@ def test_one_of_two_distributions_is_named_in_full(offers: Offers) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "error", "message"),
+    ("trainers", "error", "message"),
     [
         ({"requires": "skyrl-engine<0.1"}, PluginIncompatibleError, "0.1"),
         ({"target": "missing"}, PluginBrokenError, "failed in its import: AttributeError"),
@@ -107,10 +107,10 @@ def test_one_of_two_distributions_is_named_in_full(offers: Offers) -> None:
         ({"options": "'acme_a.row:number'"}, ContractError, "is no attrs class"),
     ],
 )
-def test_a_wrong_one_is_refused_by_name(offers: Offers, given: dict[str, str], error: type[EngineError], message: str) -> None:
-    offers(**given)
+def test_a_wrong_one_is_refused_by_name(offers: Offers, trainers: dict[str, str], error: type[EngineError], message: str) -> None:
+    offers(**trainers)
     with pytest.raises(error, match=message):
-        structure(load(None, [f"trainer={given.get('trainer', 'deep')}", "model.path=m", "deep.depth=3"]))
+        structure(load(None, [f"trainer={trainers.get('trainer', 'deep')}", "model.path=m", "deep.depth=3"]))
 
 
 def test_a_trainer_of_the_engine_cannot_be_replaced(offers: Offers) -> None:

@@ -1,4 +1,4 @@
-"""Presets are tables that a configuration is laid over: every key wins, every origin is told, another plugin gets no options of theirs."""
+"""Presets are tables that a configuration is laid over: every key wins, every origin is named, another plugin gets no options of theirs."""
 
 from pathlib import Path
 
@@ -26,11 +26,11 @@ CHOSEN = {
 
 @pytest.mark.parametrize("name", preset_names())
 def test_every_preset_resolves_to_its_plugins(name: str) -> None:
-    made = resolve(load(None, [*NEEDED, f"rl.preset={name}"]))
-    filters = [place for place in made.plugins if place.startswith("group_filters[")]
-    chosen = [made.plugins[kind].loaded.record.name for kind in ("loss", "reducer", "advantage")]
-    assert (*chosen, [made.plugins[place].loaded.record.name for place in filters]) == CHOSEN[name]
-    assert resolve(load(made.as_dict())).as_dict() == made.as_dict(), "what a run writes down resolves to the same"
+    resolved = resolve(load(None, [*NEEDED, f"rl.preset={name}"]))
+    filters = [place for place in resolved.plugins if place.startswith("group_filters[")]
+    chosen = [resolved.plugins[kind].loaded.record.name for kind in ("loss", "reducer", "advantage")]
+    assert (*chosen, [resolved.plugins[place].loaded.record.name for place in filters]) == CHOSEN[name]
+    assert resolve(load(resolved.as_dict())).as_dict() == resolved.as_dict(), "what a run writes down resolves to the same"
 
 
 def test_there_is_a_row_above_for_every_preset() -> None:
@@ -53,17 +53,17 @@ def leaves(table: object) -> list[object]:
 
 
 def test_numbers_of_a_preset_and_of_rl_itself() -> None:
-    made = resolve(load(None, [*NEEDED, "rl.preset=dr_grpo", "rl.max_tokens=77"]))
-    assert made.plugins["reducer"].table["max_sequence_length"] == 77
+    resolved = resolve(load(None, [*NEEDED, "rl.preset=dr_grpo", "rl.max_tokens=77"]))
+    assert resolved.plugins["reducer"].table["max_sequence_length"] == 77
     assert resolve(load(None, [*NEEDED, "rl.preset=dr_grpo"])).plugins["reducer"].table["max_sequence_length"] == 512
-    made = resolve(load(None, [*NEEDED, "rl.preset=ppo"]))
-    assert (made.config.rl.group_size, made.config.rl.mini_batches, made.config.model.value_head) == (1, 4, True)
-    assert made.config.rl.steps == 100
+    resolved = resolve(load(None, [*NEEDED, "rl.preset=ppo"]))
+    assert (resolved.config.rl.group_size, resolved.config.rl.mini_batches, resolved.config.model.value_head) == (1, 4, True)
+    assert resolved.config.rl.steps == 100
 
 
 def test_attempts_count_once_where_rewritten_histories_cut_them(capsys: pytest.CaptureFixture[str]) -> None:
-    def reducer(*given: str) -> str:
-        return resolve(load(None, [*NEEDED, *given])).plugins["reducer"].loaded.record.name
+    def reducer(*overrides: str) -> str:
+        return resolve(load(None, [*NEEDED, *overrides])).plugins["reducer"].loaded.record.name
 
     anew = 'rl.history="template"'
     assert reducer(anew) == reducer(anew, "rl.preset=gspo") == "trajectory_mean"
@@ -75,18 +75,20 @@ def test_attempts_count_once_where_rewritten_histories_cut_them(capsys: pytest.C
 
 
 def test_every_key_wins_over_the_preset() -> None:
-    given = ("rl.preset=dapo", "loss.clip_high=0.5", "rl.overlong.penalty=2.0", "group_filters=[]")
-    made = resolve(load(None, [*NEEDED, *given]))
-    assert made.plugins["loss"].table["clip_high"] == 0.5
-    assert str(made.origins["loss.clip_high"]) == "command line"
-    assert (made.config.rl.overlong.start, made.config.rl.overlong.penalty) == (0.8, 2.0)
-    assert not [place for place in made.plugins if place.startswith("group_filters[")]
+    overrides = ("rl.preset=dapo", "loss.clip_high=0.5", "rl.overlong.penalty=2.0", "group_filters=[]")
+    resolved = resolve(load(None, [*NEEDED, *overrides]))
+    assert resolved.plugins["loss"].table["clip_high"] == 0.5
+    assert str(resolved.origins["loss.clip_high"]) == "command line"
+    assert (resolved.config.rl.overlong.start, resolved.config.rl.overlong.penalty) == (0.8, 2.0)
+    assert not [place for place in resolved.plugins if place.startswith("group_filters[")]
 
 
 def test_another_plugin_does_not_get_the_options_of_the_presets() -> None:
-    made = resolve(load(None, [*NEEDED, "rl.preset=dapo", "loss.use=cispo"]))
-    assert made.plugins["loss"].loaded.record.name == "cispo"
-    assert "clip_high" not in {key for key, origin in made.origins.items() if "preset" in str(origin) and key.startswith("loss")}
+    resolved = resolve(load(None, [*NEEDED, "rl.preset=dapo", "loss.use=cispo"]))
+    assert resolved.plugins["loss"].loaded.record.name == "cispo"
+    assert "clip_high" not in {
+        key for key, origin in resolved.origins.items() if "preset" in str(origin) and key.startswith("loss")
+    }
 
 
 def test_a_preset_that_is_not_there_is_refused_with_what_may_have_been_meant() -> None:
@@ -98,13 +100,13 @@ def test_a_preset_that_is_not_there_is_refused_with_what_may_have_been_meant() -
 
 
 def test_without_a_preset_there_are_the_engines_own_defaults() -> None:
-    made = resolve(load(None, [*NEEDED, "rl.preset=none"]))
-    assert not [key for key, origin in made.origins.items() if "preset" in str(origin)]
+    resolved = resolve(load(None, [*NEEDED, "rl.preset=none"]))
+    assert not [key for key, origin in resolved.origins.items() if "preset" in str(origin)]
 
 
 def test_other_trainers_have_no_preset() -> None:
-    made = resolve(load(None, ["model.path=m", "data.train=d"]))
-    assert not [key for key, origin in made.origins.items() if "preset" in str(origin)]
+    resolved = resolve(load(None, ["model.path=m", "data.train=d"]))
+    assert not [key for key, origin in resolved.origins.items() if "preset" in str(origin)]
 
 
 def test_a_preset_in_a_file_is_named_by_its_line(tmp_path: Path) -> None:
@@ -116,11 +118,11 @@ def test_a_preset_in_a_file_is_named_by_its_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", preset_names("preference"))
 def test_every_preset_of_preferences_resolves(name: str) -> None:
     """They are named after their loss; `ipo` is a form of `dpo`."""
-    made = resolve(load(None, ["trainer=preference", "model.path=m", "data.train=d", f"preference.preset={name}"]))
-    assert made.plugins["loss"].loaded.record.name == {"ipo": "dpo"}.get(name, name)
-    assert made.plugins["reducer"].loaded.record.name == "sequence_mean"
-    assert resolve(load(made.as_dict())).as_dict() == made.as_dict(), "what a run writes down resolves to the same"
-    assert str(made.origins["optimizer.learning_rate"]) == f"preset {name}"
+    resolved = resolve(load(None, ["trainer=preference", "model.path=m", "data.train=d", f"preference.preset={name}"]))
+    assert resolved.plugins["loss"].loaded.record.name == {"ipo": "dpo"}.get(name, name)
+    assert resolved.plugins["reducer"].loaded.record.name == "sequence_mean"
+    assert resolve(load(resolved.as_dict())).as_dict() == resolved.as_dict(), "what a run writes down resolves to the same"
+    assert str(resolved.origins["optimizer.learning_rate"]) == f"preset {name}"
 
 
 def test_preferences_have_presets_of_their_own() -> None:

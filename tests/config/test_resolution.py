@@ -89,21 +89,21 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., No
 ACME = "[skyrl_engine.loss]\nsharp = acme_parts:sharp\nbare = acme_parts:bare\n[skyrl_engine.observer]\nwatch = acme_parts:watch\n"
 
 
-def resolved(*overrides: str) -> ResolvedConfig:
+def resolve_overrides(*overrides: str) -> ResolvedConfig:
     return resolve(load(None, [*NEEDED, *overrides]))
 
 
 def test_the_defaults_select_the_first_party_plugins() -> None:
-    made = resolved()
-    assert {kind: selected.loaded.record.reference for kind, selected in made.plugins.items()} == {
+    config = resolve_overrides()
+    assert {kind: selected.loaded.record.reference for kind, selected in config.plugins.items()} == {
         "collator": "skyrl-engine-collators:padded",
         "loss": "skyrl-engine-losses:cross_entropy",
         "reducer": "skyrl-engine-reducers:token_mean",
         "backend": "skyrl-engine-fsdp:fsdp",
         "merger": "skyrl-engine-mergers:ordered",
     }
-    assert [observer.loaded.record.name for observer in made.observers] == ["metrics_jsonl"]
-    assert made.config.training.epochs == 1.0
+    assert [observer.loaded.record.name for observer in config.observers] == ["metrics_jsonl"]
+    assert config.config.training.epochs == 1.0
 
 
 def test_resolving_imports_no_torch() -> None:
@@ -117,13 +117,13 @@ def test_resolving_imports_no_torch() -> None:
 
 def test_options_of_a_plugin_are_structured_by_its_own_schema(install: Callable[..., None]) -> None:
     install("acme-parts", "2.0.0", ACME)
-    made = resolved("loss.use=sharp", "loss.gamma=3", 'loss.parts=[{use = "kl", coef = 1e-3}]')
-    loss = made.plugins["loss"]
+    config = resolve_overrides("loss.use=sharp", "loss.gamma=3", 'loss.parts=[{use = "kl", coef = 1e-3}]')
+    loss = config.plugins["loss"]
     assert (loss.options.gamma, loss.options.parts[0].coef) == (3.0, 1e-3)  # type: ignore[union-attr] # the Options above
-    assert made.as_dict()["loss"] == {"use": "sharp", "gamma": 3.0, "parts": [{"use": "kl", "coef": 1e-3}], "table": None}
-    assert str(made.origins["loss.gamma"]) == "command line"
-    assert str(made.origins["loss.parts[0].coef"]) == "command line"
-    assert str(made.origins["loss.table"]) == "default"
+    assert config.as_dict()["loss"] == {"use": "sharp", "gamma": 3.0, "parts": [{"use": "kl", "coef": 1e-3}], "table": None}
+    assert str(config.origins["loss.gamma"]) == "command line"
+    assert str(config.origins["loss.parts[0].coef"]) == "command line"
+    assert str(config.origins["loss.table"]) == "default"
     assert loss.make(FactoryContext()).needs == ("logprobs",)
 
 
@@ -138,13 +138,13 @@ def test_mistakes_in_plugin_tables_name_plugin_distribution_and_version(
     with pytest.raises(ConfigError) as caught:
         resolve(load(Path("train.toml"), NEEDED))
     plugin = "loss 'sharp' of acme-parts 2.0.0"
-    found = [str(problem) for problem in caught.value.problems]
-    assert found[0].startswith("train.toml:11: run.ranks: is 2")
-    assert f'train.toml:3: loss.gama: is not a known key ({plugin}). Did you mean "gamma"?' in found
-    assert f"train.toml:4: loss.gamma: must be at least 0, is -1.0 ({plugin}). Choose a larger number" in found
-    assert f"train.toml:6: loss.parts[0].use: must be text, is 3 ({plugin}). Put it in quotes" in found
-    assert any(line.startswith("train.toml:9: reducer.x: reducer 'sum' of skyrl-engine-reducers") for line in found)
-    assert len(found) == 5
+    causes = [str(problem) for problem in caught.value.problems]
+    assert causes[0].startswith("train.toml:11: run.ranks: is 2")
+    assert f'train.toml:3: loss.gama: is not a known key ({plugin}). Did you mean "gamma"?' in causes
+    assert f"train.toml:4: loss.gamma: must be at least 0, is -1.0 ({plugin}). Choose a larger number" in causes
+    assert f"train.toml:6: loss.parts[0].use: must be text, is 3 ({plugin}). Put it in quotes" in causes
+    assert any(line.startswith("train.toml:9: reducer.x: reducer 'sum' of skyrl-engine-reducers") for line in causes)
+    assert len(causes) == 5
 
 
 def test_an_option_of_the_plugin_that_the_command_line_replaces_is_told_as_one(
@@ -168,7 +168,7 @@ def test_an_option_of_the_plugin_that_the_command_line_replaces_is_told_as_one(
 def test_a_plugin_without_options_takes_none(install: Callable[..., None]) -> None:
     install("acme-parts", "2.0.0", ACME)
     with pytest.raises(ConfigError) as caught:
-        resolved("loss.use=bare", "loss.gamma=1")
+        resolve_overrides("loss.use=bare", "loss.gamma=1")
     assert str(caught.value) == "command line: loss.gamma: loss 'bare' of acme-parts 2.0.0 takes no options. Remove this key"
 
 
@@ -176,7 +176,7 @@ def test_a_plugin_without_options_takes_none(install: Callable[..., None]) -> No
 def test_a_misspelled_key_of_the_engine_in_a_plugins_table_is_no_option(install: Callable[..., None], loss: str) -> None:
     install("acme-parts", "2.0.0", ACME)
     with pytest.raises(ConfigError) as caught:
-        resolved(f"loss.use={loss}", 'loss.correction=[{use = "tis"}]')
+        resolve_overrides(f"loss.use={loss}", 'loss.correction=[{use = "tis"}]')
     plugin = f"loss '{loss}' of acme-parts 2.0.0"
     assert str(caught.value) == f'command line: loss.correction: is not a known key ({plugin}). Did you mean "corrections"?'
 
@@ -185,26 +185,26 @@ def test_a_misspelled_key_of_the_engine_in_a_plugins_table_is_no_option(install:
 def test_a_parallel_size_that_a_backend_does_not_have_names_the_capability(backend: str, size: str) -> None:
     with pytest.raises(ConfigError) as caught:
         resolve(from_dict({"backend": {"use": backend, size: 2}}, "test"), need=())
-    said = f"test: backend.{size}: backend {backend!r} of skyrl-engine-{backend} 0.3.0 does not declare the capability {size!r}"
-    assert str(caught.value) == f"{said}. Remove this key, or choose another backend"
+    cause = f"test: backend.{size}: backend {backend!r} of skyrl-engine-{backend} 0.3.0 does not declare the capability {size!r}"
+    assert str(caught.value) == f"{cause}. Remove this key, or choose another backend"
 
 
 def test_a_misspelt_plugin_alone_ends_with_the_plugin_exit_code() -> None:
     with pytest.raises(PluginNotFoundError) as caught:
-        resolved("loss.use=cros_entropy")
+        resolve_overrides("loss.use=cros_entropy")
     assert caught.value.exit_code == 3
     assert "cross_entropy" in caught.value.remedy
 
 
 def test_a_misspelt_plugin_among_other_mistakes_is_listed_with_them() -> None:
     with pytest.raises(ConfigError) as caught:
-        resolved("loss.use=cros_entropy", "run.seed=x")
+        resolve_overrides("loss.use=cros_entropy", "run.seed=x")
     assert [problem.where for problem in caught.value.problems] == ["command line: run.seed", "command line: loss.use"]
 
 
 def test_several_plugins_that_cannot_be_used_are_listed_together() -> None:
     with pytest.raises(PluginError) as caught:
-        resolved("loss.use=cros_entropy", "merger.use=orderd", 'run.observers=["metrics_jsnl"]')
+        resolve_overrides("loss.use=cros_entropy", "merger.use=orderd", 'run.observers=["metrics_jsnl"]')
     assert caught.value.exit_code == 3
     assert caught.value.cause == "3 plugins cannot be used"
     assert [line.split(": ")[1] for line in caught.value.details] == ["loss.use", "merger.use", "run.observers"]
@@ -214,32 +214,32 @@ def test_two_claims_on_one_name_need_a_pin(install: Callable[..., None]) -> None
     install("acme-parts", "2.0.0", ACME)
     install("other-parts", "1.0.0", "[skyrl_engine.loss]\nsharp = other_parts:sharp\n")
     with pytest.raises(PluginAmbiguousError):
-        resolved("loss.use=sharp")
-    made = resolved("loss.use=sharp", 'plugins.pin."loss:sharp"=other-parts')
-    assert made.plugins["loss"].loaded.record.distribution == "other-parts"
-    assert str(made.origins['plugins.pin."loss:sharp"']) == "command line"
+        resolve_overrides("loss.use=sharp")
+    config = resolve_overrides("loss.use=sharp", 'plugins.pin."loss:sharp"=other-parts')
+    assert config.plugins["loss"].loaded.record.distribution == "other-parts"
+    assert str(config.origins['plugins.pin."loss:sharp"']) == "command line"
 
 
 def test_a_blocked_plugin_is_refused() -> None:
     with pytest.raises(PluginBlockedError):
-        resolved('plugins.block=["cross_entropy"]')
+        resolve_overrides('plugins.block=["cross_entropy"]')
 
 
 def test_a_broken_plugin_that_nobody_asked_for_harms_nobody(install: Callable[..., None]) -> None:
     install("acme-broken", "1.0.0", "[skyrl_engine.loss]\nbroken = acme_broken:broken\n", "raise RuntimeError('no')\n")
-    assert resolved().plugins["loss"].loaded.record.name == "cross_entropy"
+    assert resolve_overrides().plugins["loss"].loaded.record.name == "cross_entropy"
     with pytest.raises(PluginError, match=r"acme-broken 1\.0\.0"):
-        resolved("loss.use=broken")
+        resolve_overrides("loss.use=broken")
 
 
 def test_observers_and_their_tables(install: Callable[..., None]) -> None:
     install("acme-parts", "2.0.0", ACME)
-    made = resolved('run.observers=["metrics_jsonl", "acme-parts:watch"]', "observers.watch.gamma=5")
-    assert made.observers[1].table == {"gamma": 5.0, "parts": [], "table": None}
-    assert made.as_dict()["observers"] == {"watch": {"gamma": 5.0, "parts": [], "table": None}}
-    assert str(made.origins["observers.watch.gamma"]) == "command line"
+    config = resolve_overrides('run.observers=["metrics_jsonl", "acme-parts:watch"]', "observers.watch.gamma=5")
+    assert config.observers[1].table == {"gamma": 5.0, "parts": [], "table": None}
+    assert config.as_dict()["observers"] == {"watch": {"gamma": 5.0, "parts": [], "table": None}}
+    assert str(config.origins["observers.watch.gamma"]) == "command line"
     with pytest.raises(ConfigError, match=r"observers\.wacth: holds options of an observer that run\.observers does not name"):
-        resolved('run.observers=["watch"]', "observers.wacth.gamma=5")
+        resolve_overrides('run.observers=["watch"]', "observers.wacth.gamma=5")
 
 
 def test_a_local_file_and_the_places_it_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,10 +248,10 @@ def test_a_local_file_and_the_places_it_is_given(tmp_path: Path, monkeypatch: py
     (folder / "mine.py").write_text(PLUGIN)
     (folder / "train.toml").write_text('[loss]\nuse = "./mine.py:sharp"\ntable = "../table.json"\n')
     monkeypatch.chdir(tmp_path)
-    made = resolve(load(Path("configs/train.toml"), NEEDED))
-    loss = made.plugins["loss"]
+    config = resolve(load(Path("configs/train.toml"), NEEDED))
+    loss = config.plugins["loss"]
     assert loss.options.table == folder / "../table.json"  # type: ignore[union-attr] # the Options above
-    assert made.as_dict()["loss"]["use"] == f"{folder}/mine.py:sharp"
+    assert config.as_dict()["loss"]["use"] == f"{folder}/mine.py:sharp"
     with pytest.raises(ConfigError, match=r"gama.*mine\.py"):
         resolve(load(Path("configs/train.toml"), [*NEEDED, "loss.gama=1"]))
 
@@ -278,42 +278,42 @@ def test_a_lock_with_options_the_plugin_refuses() -> None:
 
 def test_what_is_written_out_resolves_to_the_same(install: Callable[..., None], tmp_path: Path) -> None:
     install("acme-parts", "2.0.0", ACME)
-    made = resolved(
+    config = resolve_overrides(
         "loss.use=sharp", "loss.parts=[{use = 'kl'}]", 'run.observers=["watch"]', "observers.watch.gamma=1", "optimizer.max_grad_norm=none",
     )  # fmt: skip
     written = tmp_path / "written.toml"
-    written.write_text(made.to_toml())
+    written.write_text(config.to_toml())
     from_toml = resolve(load(written))
-    saved = json.loads(json.dumps(made.as_dict()))
+    saved = json.loads(json.dumps(config.as_dict()))
     from_json = resolve(from_dict(saved, "run.json"))
     for again in (from_toml, from_json):
-        assert again.as_dict() == made.as_dict()
+        assert again.as_dict() == config.as_dict()
         assert {kind: plugin.options for kind, plugin in again.plugins.items()} == {
-            kind: plugin.options for kind, plugin in made.plugins.items()
+            kind: plugin.options for kind, plugin in config.plugins.items()
         }
     assert str(from_json.origins["loss.gamma"]) == "run.json"
     assert str(from_toml.origins["run.seed"]).startswith(f"{written}:")
 
 
 def test_every_key_has_an_origin() -> None:
-    made = resolved("run.seed=3")
-    assert str(made.origins["run.seed"]) == "command line"
-    assert str(made.origins["model.dtype"]) == "default"
-    assert str(made.origins["backend.use"]) == "default"
+    config = resolve_overrides("run.seed=3")
+    assert str(config.origins["run.seed"]) == "command line"
+    assert str(config.origins["model.dtype"]) == "default"
+    assert str(config.origins["backend.use"]) == "default"
     with pytest.raises(KeyError):
-        made.origins["model.nothing"]
+        config.origins["model.nothing"]
 
 
 def test_a_table_that_is_absent_is_not_shown() -> None:
-    made = resolve(load(None, ["run.seed=3"]), need=())
-    assert not {"model", "data"} & made.as_dict().keys()
+    config = resolve(load(None, ["run.seed=3"]), need=())
+    assert not {"model", "data"} & config.as_dict().keys()
     with pytest.raises(ConfigError, match=r"model\.path"):
         resolve(load(None, []), need=("model",))
 
 
 def test_the_json_schema_knows_the_options_of_installed_plugins(install: Callable[..., None]) -> None:
     install("acme-parts", "2.0.0", ACME)
-    plugins = [resolved(f"loss.use={name}").plugins["loss"].loaded for name in ("sharp", "bare", "cross_entropy")]
+    plugins = [resolve_overrides(f"loss.use={name}").plugins["loss"].loaded for name in ("sharp", "bare", "cross_entropy")]
     schema = config_schema(plugins)
     jsonschema.Draft202012Validator.check_schema(schema)
     validator = jsonschema.Draft202012Validator(schema)
@@ -331,7 +331,7 @@ def test_the_json_schema_knows_the_options_of_installed_plugins(install: Callabl
 
 
 def test_one_wrong_value_does_not_hide_the_absent_files_of_its_table() -> None:
-    """Every mistake is told at once, each missing file with its key, in tables of the engine, of a plugin and of a list."""
+    """Every mistake is reported at once, each missing file with its key, in tables of the engine, of a plugin and of a list."""
     with pytest.raises(ConfigError) as caught:
         resolve(
             load(
@@ -349,12 +349,12 @@ def test_one_wrong_value_does_not_hide_the_absent_files_of_its_table() -> None:
                 ),
             )
         )
-    told = {problem.where.removeprefix("command line: "): problem.cause for problem in caught.value.problems}
-    assert {key: told[key] for key in told if told[key].startswith("there is nothing at")} == {
+    causes = {problem.where.removeprefix("command line: "): problem.cause for problem in caught.value.problems}
+    assert {key: causes[key] for key in causes if causes[key].startswith("there is nothing at")} == {
         "model.path": "there is nothing at /no/model",
         "model.lora.path": "there is nothing at /no/adapters",
         "rl.rollouts": "there is nothing at /no/rollouts",
         "environments[0].reward": "there is nothing at /no/reward.py",
         "environments[0].data": "there is nothing at /no/tasks",
     }
-    assert {"model.dtype", "model.lora.rank", "rl.steps", "environments[0].eval_fraction"} <= told.keys()
+    assert {"model.dtype", "model.lora.rank", "rl.steps", "environments[0].eval_fraction"} <= causes.keys()

@@ -46,9 +46,9 @@ def config(*overrides: str) -> EngineConfig:
 
 
 def test_defaults_are_complete() -> None:
-    made = config()
-    assert made.training == TrainingConfig(epochs=1.0)
-    assert {kind: table.use for kind, table in made.selected.items()} == {
+    defaults = config()
+    assert defaults.training == TrainingConfig(epochs=1.0)
+    assert {kind: table.use for kind, table in defaults.selected.items()} == {
         kind: row.default for kind, row in TABLES.items() if kind in TRAINERS["sft"].kinds
     }
 
@@ -117,9 +117,9 @@ def test_tables_that_are_none(override: str, problem: str) -> None:
 
 
 def test_a_plugin_table_keeps_its_options_and_may_leave_use_out() -> None:
-    made = config("backend.mixed=true", "loss={use = 'focal', gamma = 2, use_kl = {coef = 1}}")
-    assert made.selected["backend"] == PluginTable("fsdp", {"mixed": True})
-    assert made.selected["loss"] == LossTable("focal", {"gamma": 2, "use_kl": {"coef": 1}})
+    parsed = config("backend.mixed=true", "loss={use = 'focal', gamma = 2, use_kl = {coef = 1}}")
+    assert parsed.selected["backend"] == PluginTable("fsdp", {"mixed": True})
+    assert parsed.selected["loss"] == LossTable("focal", {"gamma": 2, "use_kl": {"coef": 1}})
 
 
 def test_options_of_an_observer_are_found_by_its_name_whatever_lies_in_the_folder(
@@ -133,10 +133,10 @@ def test_options_of_an_observer_are_found_by_its_name_whatever_lies_in_the_folde
 
 def test_terms_and_corrections_are_plugin_tables_of_their_own() -> None:
     terms = "terms = [{use = 'kl', coef = 0.001, estimator = 'k3'}, {use = 'entropy', coef = -1}]"
-    made = config(f"loss={{use = 'ppo', clip_low = 0.1, {terms}, corrections = [{{use = 'tis', high = 2.0}}]}}")
-    assert made.selected["loss"].options == {"clip_low": 0.1}
-    assert made.selected["loss"].terms == (TermTable("kl", {"estimator": "k3"}, coef=0.001), TermTable("entropy", coef=-1))
-    assert made.selected["loss"].corrections == (PluginTable("tis", {"high": 2.0}),)
+    parsed = config(f"loss={{use = 'ppo', clip_low = 0.1, {terms}, corrections = [{{use = 'tis', high = 2.0}}]}}")
+    assert parsed.selected["loss"].options == {"clip_low": 0.1}
+    assert parsed.selected["loss"].terms == (TermTable("kl", {"estimator": "k3"}, coef=0.001), TermTable("entropy", coef=-1))
+    assert parsed.selected["loss"].corrections == (PluginTable("tis", {"high": 2.0}),)
 
 
 @pytest.mark.parametrize(
@@ -155,26 +155,26 @@ def test_terms_and_corrections_that_are_none(value: str, problem: str) -> None:
 
 
 def test_tables_a_command_does_not_need_may_be_absent() -> None:
-    made = structure(load(None, ["run.seed=3"]), need=()).config()
-    assert made.run.seed == 3
-    assert made.model == MissingTable("model")
-    assert made.data == MissingTable("data")
-    assert not made.has("data")
-    assert made.has("training")
+    parsed = structure(load(None, ["run.seed=3"]), need=()).config()
+    assert parsed.run.seed == 3
+    assert parsed.model == MissingTable("model")
+    assert parsed.data == MissingTable("data")
+    assert not parsed.has("data")
+    assert parsed.has("training")
     assert structure(load(None, ["model.path=m"]), need=("model",)).config().model.path == "m"
-    given = structure(load(None, ["data.train=3"]), need=())
-    assert [problem.where for problem in given.problems] == ["command line: data.train"]
+    structured = structure(load(None, ["data.train=3"]), need=())
+    assert [problem.where for problem in structured.problems] == ["command line: data.train"]
 
 
 def test_reading_an_absent_table_is_a_mistake_that_names_it() -> None:
-    made = copy.deepcopy(structure(load(None, []), need=()).config())
+    parsed = copy.deepcopy(structure(load(None, []), need=()).config())
     with pytest.raises(AssertionError, match=r"data\.max_length is read, and this run has no table \[data\]"):
-        _ = made.data.max_length
+        _ = parsed.data.max_length
 
 
 def test_none_means_no_value() -> None:
-    made = config("optimizer.max_grad_norm=none", "checkpoint.keep=none", "data.eval=none")
-    assert (made.optimizer.max_grad_norm, made.checkpoint.keep, made.data.eval) == (None, None, None)
+    parsed = config("optimizer.max_grad_norm=none", "checkpoint.keep=none", "data.eval=none")
+    assert (parsed.optimizer.max_grad_norm, parsed.checkpoint.keep, parsed.data.eval) == (None, None, None)
 
 
 def test_places_in_a_file_are_relative_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,16 +196,16 @@ use = "./my_loss.py:focal"
 every = 3
 """
     )
-    made = structure(load(Path("configs/train.toml"), ["data.eval=./eval.jsonl", "data.cache=cache"])).config()
-    assert made.model.path == f"{tmp_path}/configs/model"
-    assert made.model.tokenizer == "model"
-    assert made.model.revision == "./not-a-place"
-    assert made.data.train == f"{tmp_path}/configs/../data/train.jsonl"
-    assert made.data.eval == f"{tmp_path}/eval.jsonl"
-    assert made.data.cache == "cache"
-    assert made.selected["loss"].use == f"{tmp_path}/configs/my_loss.py:focal"
-    assert made.run.observers == ("metrics_jsonl", f"{tmp_path}/configs/watch.py:watch")
-    assert list(made.observers) == [f"{tmp_path}/configs/watch.py:watch"]
+    parsed = structure(load(Path("configs/train.toml"), ["data.eval=./eval.jsonl", "data.cache=cache"])).config()
+    assert parsed.model.path == f"{tmp_path}/configs/model"
+    assert parsed.model.tokenizer == "model"
+    assert parsed.model.revision == "./not-a-place"
+    assert parsed.data.train == f"{tmp_path}/configs/../data/train.jsonl"
+    assert parsed.data.eval == f"{tmp_path}/eval.jsonl"
+    assert parsed.data.cache == "cache"
+    assert parsed.selected["loss"].use == f"{tmp_path}/configs/my_loss.py:focal"
+    assert parsed.run.observers == ("metrics_jsonl", f"{tmp_path}/configs/watch.py:watch")
+    assert list(parsed.observers) == [f"{tmp_path}/configs/watch.py:watch"]
 
 
 def test_what_lies_in_the_current_folder_becomes_absolute_and_plugins_do_not(
@@ -215,10 +215,10 @@ def test_what_lies_in_the_current_folder_becomes_absolute_and_plugins_do_not(
     monkeypatch.chdir(tmp_path)
     for name in ("models/small", "fsdp", "cross_entropy"):
         Path(name).mkdir(parents=True)
-    made = structure(load(None, ["model.path=models/small", "data.train=owner/name", "loss.use=cross_entropy"])).config()
-    assert made.model.path == f"{tmp_path}/models/small"
-    assert made.data.train == "owner/name"
-    assert made.selected["loss"].use == "cross_entropy"
+    parsed = structure(load(None, ["model.path=models/small", "data.train=owner/name", "loss.use=cross_entropy"])).config()
+    assert parsed.model.path == f"{tmp_path}/models/small"
+    assert parsed.data.train == "owner/name"
+    assert parsed.selected["loss"].use == "cross_entropy"
 
 
 def test_origins_are_completed_with_defaults() -> None:
@@ -261,13 +261,15 @@ def _configurations(trainer: Trainer) -> st.SearchStrategy[EngineConfig]:
     known = sections()
     tables = {name: _values(import_object(row.table or "")) for name, row in TABLES.items() if known[name].belongs_to(trainer)}
     fields = [
-        each
-        for each in attrs.fields(attrs.resolve_types(EngineConfig))
-        if each.name not in ("trainer", "selected", "trainer_options")
+        attribute
+        for attribute in attrs.fields(attrs.resolve_types(EngineConfig))
+        if attribute.name not in ("trainer", "selected", "trainer_options")
     ]
     values = {
-        each.name: _values(each.type) if known[each.name].belongs_to(trainer) else st.just(MissingTable(each.name))
-        for each in fields
+        attribute.name: _values(attribute.type)
+        if known[attribute.name].belongs_to(trainer)
+        else st.just(MissingTable(attribute.name))
+        for attribute in fields
     }
     return st.builds(EngineConfig, trainer=st.just(trainer.name), selected=st.fixed_dictionaries(tables), **values)
 
@@ -313,9 +315,9 @@ def test_data_may_be_a_list(tmp_path: Path) -> None:
 
 @settings(max_examples=50, deadline=None)
 @given(_values(EngineConfig))
-def test_any_configuration_written_as_toml_reads_back_equal(made: EngineConfig) -> None:
+def test_any_configuration_written_as_toml_reads_back_equal(configuration: EngineConfig) -> None:
     """Tables one by one: combinations that the cross-checks refuse are not what is tested."""
-    table, _ = read_toml(to_toml(plain(made)), "x.toml")
+    table, _ = read_toml(to_toml(plain(configuration)), "x.toml")
     structured = structure(RawConfig(table, {}))
     read = attrs.evolve(structured, problems=()).config()
     if made.has("training") and made.training.steps is None and made.training.epochs is None:

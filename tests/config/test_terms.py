@@ -65,44 +65,46 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def resolved(folder: Path, tables: str = TABLES) -> ResolvedConfig:
+def resolve_tables(folder: Path, tables: str = TABLES) -> ResolvedConfig:
     (folder / "train.toml").write_text(textwrap.dedent(tables))
     return resolve(load(folder / "train.toml"))
 
 
-def selections(made: ResolvedConfig) -> dict[str, object]:
-    return {place: (selected.options, selected.coefficient) for place, selected in made.plugins.items() if place.startswith("loss")}
+def selections(config: ResolvedConfig) -> dict[str, object]:
+    return {
+        place: (selected.options, selected.coefficient) for place, selected in config.plugins.items() if place.startswith("loss")
+    }
 
 
 def test_each_is_selected_with_its_own_options(folder: Path) -> None:
-    made = resolved(folder, TABLES.replace('use = "./parts.py:clash"', 'use = "./parts.py:scaled"'))
-    assert [*made.plugins] == [
+    config = resolve_tables(folder, TABLES.replace('use = "./parts.py:clash"', 'use = "./parts.py:scaled"'))
+    assert [*config.plugins] == [
         "collator", "loss", "loss.terms[0]", "loss.terms[1]", "loss.corrections[0]", "reducer", "backend", "merger",
     ]  # fmt: skip
-    assert [made.plugins[f"loss{place}"].options.scale for place in ("", ".terms[0]", ".terms[1]", ".corrections[0]")] == [  # type: ignore[union-attr] # Scale
+    assert [config.plugins[f"loss{place}"].options.scale for place in ("", ".terms[0]", ".terms[1]", ".corrections[0]")] == [  # type: ignore[union-attr] # Scale
         2.0, 3.0, 1.0, 1.0,
     ]  # fmt: skip
-    assert [made.plugins[f"loss.terms[{index}]"].coefficient for index in (0, 1)] == [0.25, -1]
-    assert made.plugins["loss"].coefficient is None
-    assert made.plugins["loss.corrections[0]"].make(FactoryContext()).needs == ("rollout_logprobs",)
+    assert [config.plugins[f"loss.terms[{index}]"].coefficient for index in (0, 1)] == [0.25, -1]
+    assert config.plugins["loss"].coefficient is None
+    assert config.plugins["loss.corrections[0]"].make(FactoryContext()).needs == ("rollout_logprobs",)
 
 
 def test_what_is_written_out_resolves_to_the_same(folder: Path) -> None:
-    made = resolved(folder, TABLES.replace('use = "./parts.py:clash"', 'use = "./parts.py:scaled"'))
+    config = resolve_tables(folder, TABLES.replace('use = "./parts.py:clash"', 'use = "./parts.py:scaled"'))
     written = folder / "elsewhere" / "written.toml"
     written.parent.mkdir()
-    written.write_text(made.to_toml())
-    for again in (resolve(load(written)), resolve(from_dict(json.loads(json.dumps(made.as_dict())), "run.json"))):
-        assert again.as_dict() == made.as_dict()
+    written.write_text(config.to_toml())
+    for again in (resolve(load(written)), resolve(from_dict(json.loads(json.dumps(config.as_dict())), "run.json"))):
+        assert again.as_dict() == config.as_dict()
         assert {place: (str(options), coef) for place, (options, coef) in selections(again).items()} == {
-            place: (str(options), coef) for place, (options, coef) in selections(made).items()
+            place: (str(options), coef) for place, (options, coef) in selections(config).items()
         }
-    assert str(made.origins["loss.terms[0].coef"]).endswith("train.toml:11")
-    assert str(made.origins["loss.terms[1].scale"]) == "default"
+    assert str(config.origins["loss.terms[0].coef"]).endswith("train.toml:11")
+    assert str(config.origins["loss.terms[1].scale"]) == "default"
 
 
 def test_the_lock_of_a_term_carries_its_coefficient(folder: Path) -> None:
-    made = resolved(folder, TABLES.replace('use = "./parts.py:clash"', 'use = "./parts.py:scaled"'))
+    config = resolve_tables(folder, TABLES.replace('use = "./parts.py:clash"', 'use = "./parts.py:scaled"'))
     (folder / "parts.py").unlink()
     for place, coefficient in (("loss.terms[0]", 0.25), ("loss.corrections[0]", None), ("loss", None)):
         lock = json.loads(json.dumps(made.plugins[place].to_lock_entry()))
@@ -113,7 +115,7 @@ def test_the_lock_of_a_term_carries_its_coefficient(folder: Path) -> None:
 
 def test_mistakes_name_the_entry(folder: Path) -> None:
     with pytest.raises(ConfigError) as caught:
-        resolved(
+        resolve_tables(
             folder, TABLES.replace("scale = 3.0", "scale = -3.0").replace("coef = -1", 'coef = "x"').replace("halved", "halfed")
         )
     text = str(caught.value)
@@ -124,20 +126,22 @@ def test_mistakes_name_the_entry(folder: Path) -> None:
 
 def test_an_option_cannot_share_the_name_of_the_engines_key(folder: Path) -> None:
     """`coef` is an option of clash as the main loss, and the engine's own key in a term."""
-    made = resolved(folder, TABLES.replace("scaled", "clash").replace("scale = 2.0", "coef = 2.0").partition("[[loss.terms]]")[0])
-    assert made.plugins["loss"].table == {"coef": 2.0}
+    config = resolve_tables(
+        folder, TABLES.replace("scaled", "clash").replace("scale = 2.0", "coef = 2.0").partition("[[loss.terms]]")[0]
+    )
+    assert config.plugins["loss"].table == {"coef": 2.0}
     with pytest.raises(ContractError, match=r"option named `coef`, and loss\.terms\[1\]\.coef is the engine's own key"):
-        resolved(folder)
+        resolve_tables(folder)
 
 
 def test_a_term_that_is_not_there(folder: Path) -> None:
     with pytest.raises(PluginNotFoundError, match="there is no loss 'klx'"):
-        resolved(folder, TABLES.partition("[[loss.terms]]")[0] + '\n    [[loss.terms]]\n    use = "klx"\n    coef = 1\n')
+        resolve_tables(folder, TABLES.partition("[[loss.terms]]")[0] + '\n    [[loss.terms]]\n    use = "klx"\n    coef = 1\n')
 
 
 def test_the_json_schema_checks_terms_too(folder: Path) -> None:
-    made = resolved(folder, TABLES.partition("[[loss.terms]]")[0])
-    validator = jsonschema.Draft202012Validator(config_schema([made.plugins["loss"].loaded]))
+    config = resolve_tables(folder, TABLES.partition("[[loss.terms]]")[0])
+    validator = jsonschema.Draft202012Validator(config_schema([config.plugins["loss"].loaded]))
 
     def valid(term: dict[str, object]) -> bool:
         return validator.is_valid({"model": {"path": "m"}, "data": {"train": "d"}, "loss": {"terms": [term]}})

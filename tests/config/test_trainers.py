@@ -29,11 +29,11 @@ def problems(*overrides: str) -> list[str]:
 
 
 def test_sft_trains_unless_something_else_is_said() -> None:
-    made = resolve(load(None, NEEDED))
-    assert made.config.trainer == "sft"
-    assert next(iter(made.as_dict().items())) == ("trainer", "sft")
-    assert str(made.origins["trainer"]) == "default"
-    assert made.to_toml().startswith('trainer = "sft"\n')
+    resolved = resolve(load(None, NEEDED))
+    assert resolved.config.trainer == "sft"
+    assert next(iter(resolved.as_dict().items())) == ("trainer", "sft")
+    assert str(resolved.origins["trainer"]) == "default"
+    assert resolved.to_toml().startswith('trainer = "sft"\n')
     assert str(resolve(load(None, ["trainer=sft", *NEEDED])).origins["trainer"]) == "command line"
 
 
@@ -79,11 +79,11 @@ def test_a_table_of_several_other_trainers_names_them_all(monkeypatch: pytest.Mo
 
 @pytest.mark.usefixtures("scoring")
 def test_kinds_that_a_trainer_does_not_use_are_neither_loaded_nor_accepted() -> None:
-    made = resolve(load(None, ["trainer=scoring", "model.path=m"]))
-    assert set(made.plugins) == set(SCORING)
-    assert made.config.data == MissingTable("data")
-    assert not {"data", "training", "evaluation", "reducer"} & made.as_dict().keys()
-    assert resolve(from_dict(made.as_dict(), "run.json")).as_dict() == made.as_dict()
+    resolved = resolve(load(None, ["trainer=scoring", "model.path=m"]))
+    assert set(resolved.plugins) == set(SCORING)
+    assert resolved.config.data == MissingTable("data")
+    assert not {"data", "training", "evaluation", "reducer"} & resolved.as_dict().keys()
+    assert resolve(from_dict(resolved.as_dict(), "run.json")).as_dict() == resolved.as_dict()
     assert problems("trainer=scoring", "model.path=m", "reducer.use=sum", "loss.corrections=[{use = 'tis'}]") == [
         "command line: loss.corrections: selects a correction, and trainer scoring uses none. Remove it",
         (
@@ -95,12 +95,12 @@ def test_kinds_that_a_trainer_does_not_use_are_neither_loaded_nor_accepted() -> 
 
 def test_a_caller_may_use_kinds_beside_the_trainers_where_the_configuration_names_them() -> None:
     """As `Engine.open` does, which samples whatever the trainer; the trainer itself still refuses the table."""
-    given = load(None, ["model.path=m", "data.train=d", "generator.slots=3"])
-    made = resolve(given, also=("generator",))
-    assert made.plugins["generator"].table["slots"] == 3
+    raw = load(None, ["model.path=m", "data.train=d", "generator.slots=3"])
+    resolved = resolve(raw, also=("generator",))
+    assert resolved.plugins["generator"].table["slots"] == 3
     assert "generator" not in resolve(load(None, ["model.path=m", "data.train=d"]), also=("generator",)).plugins
     with pytest.raises(ConfigError, match=r"\[generator\] selects a generator, and this run's trainer sft uses none"):
-        resolve(given)
+        resolve(raw)
 
 
 @pytest.mark.usefixtures("scoring")

@@ -112,8 +112,8 @@ def _answer_episode(method: str) -> Callable[[object], None]:
     def judge(returned: object) -> None:
         methods = {"begin": (), "step": StepResult(1.0), "close": None}
         opened = returned if method == "open" else _product(**{**methods, method: returned})
-        made = SimpleNamespace(open=lambda *_: opened, claims=episodes.EnvironmentClaims())
-        server = EpisodeServer([made])  # type: ignore[list-item]
+        environment = SimpleNamespace(open=lambda *_: opened, claims=episodes.EnvironmentClaims())
+        server = EpisodeServer([environment])  # type: ignore[list-item]
         task = {"key": "k", "messages": [], "prompt_ids": [1], "data": {}, "tools": [], "images": []}
         answers = [server.handle({"do": "open", "episode": 0, "environment": 0, "task": task, "seed": 0})]
         action = {"text": "", "token_ids": [1, 2], "turn": 0, "finish": "stop", "tool_calls": [], "tool_problem": None}
@@ -138,7 +138,7 @@ class Method:
     words: str
 
 
-def _replaced(value: Any, **changes: tuple[object, ...]) -> tuple[object, ...]:
+def _list_replacements(value: Any, **changes: tuple[object, ...]) -> tuple[object, ...]:
     return tuple(evolve(value, **{name: change}) for name, several in changes.items() for change in several)
 
 
@@ -151,11 +151,11 @@ METHODS: Mapping[tuple[str, str], Method] = {
         (PLAN,),
         (
             *ANYTHING,
-            *_replaced(PLAN, mini_batches=(None, 3, (None,)), layout=(None,), sample_ids=(None, [0, 1])),
+            *_list_replacements(PLAN, mini_batches=(None, 3, (None,)), layout=(None,), sample_ids=(None, [0, 1])),
             *(evolve(PLAN, mini_batches=(evolve(_MINI, ranks=ranks),)) for ranks in (None, (None,), ((None,),))),
             *(
                 evolve(PLAN, mini_batches=(evolve(_MINI, ranks=((rows,),)),))
-                for rows in _replaced(
+                for rows in _list_replacements(
                     MICRO_BATCH, samples=_INTS, row_offsets=(*_INTS, np.array([0, 5])), width=(None, 2.5, -1, True)
                 )
             ),
@@ -167,7 +167,9 @@ METHODS: Mapping[tuple[str, str], Method] = {
         (DENSE,),
         (
             *ANYTHING,
-            *_replaced(DENSE, fields=(None, [], {}, {"input_ids": None}, {"input_ids": np.zeros((2, 4))}), gather=(None, {})),
+            *_list_replacements(
+                DENSE, fields=(None, [], {}, {"input_ids": None}, {"input_ids": np.zeros((2, 4))}), gather=(None, {})
+            ),
             *(
                 evolve(DENSE, fields={**DENSE.fields, "input_ids": ids})
                 for ids in (
@@ -178,7 +180,7 @@ METHODS: Mapping[tuple[str, str], Method] = {
             ),
             *(
                 evolve(DENSE, gather=gather)
-                for gather in _replaced(DENSE.gather, rows=(*_INTS, DENSE.gather.rows + 9), columns=_INTS, actions=_INTS)
+                for gather in _list_replacements(DENSE.gather, rows=(*_INTS, DENSE.gather.rows + 9), columns=_INTS, actions=_INTS)
             ),
         ),
         "build",
@@ -233,7 +235,7 @@ METHODS: Mapping[tuple[str, str], Method] = {
         (
             *ANYTHING,
             RANK_OUTPUT,
-            *_replaced(
+            *_list_replacements(
                 BATCH_OUTPUT,
                 sample_ids=_INTS,
                 action_lengths=_INTS,
@@ -272,7 +274,9 @@ METHODS: Mapping[tuple[str, str], Method] = {
             [{}],
             *(
                 [task]
-                for task in _replaced(Task("k"), key=(None, 3), messages=(None, "text", ("text",)), prompt_ids=(3,), data=(None,))
+                for task in _list_replacements(
+                    Task("k"), key=(None, 3), messages=(None, "text", ("text",)), prompt_ids=(3,), data=(None,)
+                )
             ),
         ),
         "task",
@@ -286,7 +290,7 @@ METHODS: Mapping[tuple[str, str], Method] = {
         (StepResult(1.0), StepResult(np.float64(0.5))),  # type: ignore[arg-type]
         (
             *ANYTHING,
-            *_replaced(
+            *_list_replacements(
                 StepResult(1.0),
                 reward=(None, "1", np.ones(2), 1 + 2j, np.nan, True),
                 done=(None, 1, False),
@@ -323,7 +327,7 @@ METHODS: Mapping[tuple[str, str], Method] = {
             [{"request_id": 0}],
             *(
                 [completion]
-                for completion in _replaced(
+                for completion in _list_replacements(
                     COMPLETION,
                     request_id=(None, "0", 0.5),
                     token_ids=(None, [3, 4], np.zeros(2, np.int64), np.zeros((1, 2), np.int32)),
@@ -340,13 +344,13 @@ METHODS: Mapping[tuple[str, str], Method] = {
     ("backend", "forward"): Method(
         lambda returned: as_rank_output(MINE, "forward", returned),
         (RANK_OUTPUT, RankOutput.empty()),
-        (*ANYTHING, BATCH_OUTPUT, *_replaced(RANK_OUTPUT, metrics=(None, {"loss": 1.0}), coords=(None, 0))),
+        (*ANYTHING, BATCH_OUTPUT, *_list_replacements(RANK_OUTPUT, metrics=(None, {"loss": 1.0}), coords=(None, 0))),
         "forward",
     ),
     ("backend", "optim_step"): Method(
         lambda returned: as_optim_step(MINE, returned),
         (OptimStep(1.0, 0.1), OptimStep(np.float32(1.0), 1)),  # type: ignore[arg-type]
-        (*ANYTHING, *_replaced(OptimStep(1.0, 0.1), grad_norm=(None, "1", torch.ones(1)), learning_rate=(None,))),
+        (*ANYTHING, *_list_replacements(OptimStep(1.0, 0.1), grad_norm=(None, "1", torch.ones(1)), learning_rate=(None,))),
         "optim_step",
     ),
     ("backend", "weights"): Method(
@@ -361,7 +365,10 @@ METHODS: Mapping[tuple[str, str], Method] = {
     ("hook", "skyrl_engine_describe_backend"): Method(
         _describe(of_backend_description),
         (BACKEND,),
-        (*ANYTHING, *_replaced(BACKEND, topology=(None, 1), capabilities=(None, "padded", {"other"}), refuse_model=(None,))),
+        (
+            *ANYTHING,
+            *_list_replacements(BACKEND, topology=(None, 1), capabilities=(None, "padded", {"other"}), refuse_model=(None,)),
+        ),
         "",
     ),
     ("hook", "skyrl_engine_describe_generator"): Method(
@@ -369,7 +376,9 @@ METHODS: Mapping[tuple[str, str], Method] = {
         (GENERATOR,),
         (
             *ANYTHING,
-            *_replaced(GENERATOR, capabilities=(None, {"other"}, "logprobs"), accepts=(None, 3, ("other",)), concurrency=(0, "1")),
+            *_list_replacements(
+                GENERATOR, capabilities=(None, {"other"}, "logprobs"), accepts=(None, 3, ("other",)), concurrency=(0, "1")
+            ),
         ),
         "",
     ),

@@ -150,7 +150,7 @@ def _make_tokenizer(template: str | None = "chatml", *, adds_bos: bool = False, 
     return tokenizer
 
 
-def _marked(dataset: TokenizedDataset, tokenizer: Any, position: int = 0) -> str:
+def _mark(dataset: TokenizedDataset, tokenizer: Any, position: int = 0) -> str:
     """The sample as text, with what carries loss in double brackets."""
     columns = dataset.columns
     ids = columns.input_ids[columns.token_offsets[position] : columns.token_offsets[position + 1]]
@@ -195,7 +195,7 @@ def make_tokenizer_fixture() -> Callable[..., PreTrainedTokenizerFast]:
 
 @pytest.fixture(name="marked")
 def marked_fixture() -> Callable[..., str]:
-    return _marked
+    return _mark
 
 
 @pytest.fixture(name="chat")

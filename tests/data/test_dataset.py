@@ -129,18 +129,22 @@ def test_texts_without_an_end_are_counted_and_told_once(load, make_tokenizer, ch
     rows, chats = [{"prompt": "q ", "completion": "ab"}, {"prompt": "q ", "completion": "ab<|eot|>"}], [chat("q", "a")]
     ready = [{"input_ids": [50, 51], "labels": [-100, 51]}]
 
-    def unended(rows, template):
+    def count_unended(rows, template):
         tokenizer = make_tokenizer(template)
         tokenizer.eos_token = None
         return load(rows, tokenizer).counts.unended
 
     with caplog.at_level(logging.WARNING, "skyrl_engine"):
-        assert [load(rows, make_tokenizer()).counts.unended, unended(chats, "headers"), unended(ready, None)] == [0, 0, 0]
+        assert [load(rows, make_tokenizer()).counts.unended, count_unended(chats, "headers"), count_unended(ready, None)] == [
+            0,
+            0,
+            0,
+        ]
         assert caplog.records == []
-        assert unended(rows, None) == 1
-    (told,) = [record.getMessage() for record in caplog.records]
-    assert told.startswith("the tokenizer has no end-of-text token (eos_token), and 1 of 2 samples of ")
-    assert unended(chats, "unmarked") == 1
+        assert count_unended(rows, None) == 1
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert message.startswith("the tokenizer has no end-of-text token (eos_token), and 1 of 2 samples of ")
+    assert count_unended(chats, "unmarked") == 1
 
 
 def test_answers_without_a_token_before_them_are_counted_and_told_once(load, make_tokenizer, marked, caplog):
@@ -149,13 +153,13 @@ def test_answers_without_a_token_before_them_are_counted_and_told_once(load, mak
     tokenizer = make_tokenizer()
     with caplog.at_level(logging.WARNING, "skyrl_engine"):
         bare = load(rows, tokenizer, template="none")
-        told = [record.getMessage() for record in caplog.records]
+        messages = [record.getMessage() for record in caplog.records]
         counted = [load(rows, make_tokenizer(None, adds_bos=True)).counts, load([{"text": "ab"}], tokenizer).counts]
     assert bare.counts.unprompted == 2
     assert marked(bare, tokenizer) == "a[[b<|end|>]]"
-    (told_once,) = told
+    (told_once,) = messages
     assert told_once.startswith(
         f"2 of 3 samples of {bare.name} have an empty prompt, and the tokenizer puts no token before a text"
     )
-    assert [each.unprompted for each in counted] == [0, 0]
+    assert [counts.unprompted for counts in counted] == [0, 0]
     assert len(caplog.records) == 1

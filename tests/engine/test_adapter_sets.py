@@ -43,13 +43,13 @@ def step(engine: Engine) -> tuple[float, float]:
     return learned.metrics["loss"].result, engine.optim_step().result().grad_norm
 
 
-def sampled(engine: Engine) -> list[float]:
+def sample(engine: Engine) -> list[float]:
     request = GenerationRequest(0, np.array([5, 6], np.int32), Sampling(max_tokens=6, ignore_eos=True), seed=1)
     (completion,) = engine.generate([request]).result()
     return [*completion.token_ids.tolist(), *completion.logprobs.tolist()]
 
 
-def same(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> bool:
+def is_same(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> bool:
     return one.keys() == other.keys() and all(np.array_equal(one[name], other[name]) for name in one)
 
 
@@ -61,7 +61,7 @@ def test_two_sets_in_turns_equal_an_engine_of_each(base: Engine, model: Path, tm
     together["wide"].append(step(wide))
     wide.save(tmp_path / "wide")
     together["narrow"].append(step(narrow))
-    found = {"wide": (wide.weights(), sampled(wide)), "narrow": (narrow.weights(), sampled(narrow))}
+    found = {"wide": (wide.weights(), sample(wide)), "narrow": (narrow.weights(), sample(narrow))}
     assert (wide.step, narrow.step, base.step) == (2, 2, 0)
     kinds = {"wide": ({"rank": 4, "dropout": 0.3}, 1), "narrow": ({"rank": 2, "alpha": 5, "targets": ["q_proj"]}, 2)}
     for name, (lora, seed) in kinds.items():
@@ -69,8 +69,8 @@ def test_two_sets_in_turns_equal_an_engine_of_each(base: Engine, model: Path, tm
             if name == "wide":
                 alone.use_loss({"use": "ppo"})
             assert [step(alone), step(alone)] == together[name]
-            assert same(alone.weights(), found[name][0])
-            assert sampled(alone) == found[name][1]
+            assert is_same(alone.weights(), found[name][0])
+            assert sample(alone) == found[name][1]
             if name == "wide":
                 # a checkpoint of a set is one of an engine, moments and random states included
                 step(alone)
@@ -92,7 +92,7 @@ def test_a_gradient_stays_where_it_was_accumulated(base: Engine) -> None:
     step(base)
     other.discard()
     other.close()
-    assert same(one.gradients(), before)
+    assert is_same(one.gradients(), before)
     assert one.optim_step().result().grad_norm > 0
 
 
@@ -101,7 +101,9 @@ def test_a_set_is_exported_as_adapters_and_goes_on_from_them(base: Engine, tmp_p
     step(narrow)
     narrow.export(tmp_path / "narrow")
     again = base.add_adapters(LoraConfig(path=str(tmp_path / "narrow")))
-    one, other = (each.score(each.plan(COLUMNS)).result().on_actions("logprobs").values for each in (again, narrow))
+    one, other = (
+        adapter_set.score(adapter_set.plan(COLUMNS)).result().on_actions("logprobs").values for adapter_set in (again, narrow)
+    )
     assert np.array_equal(one, other)
     with pytest.raises(ModelError, match="which no linear layer"):
         base.add_adapters(LoraConfig(targets=("no_proj",)))

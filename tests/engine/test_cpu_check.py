@@ -19,7 +19,7 @@ def _two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("run", "said"),
+    ("run", "message"),
     [
         ({"launch": "inline"}, None),
         ({"launch": "ray", "ranks": 2}, None),
@@ -29,8 +29,8 @@ def _two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"launch": "ray", "ranks": 64, "ray_address": "auto"}, None),
     ],
 )
-def test_what_is_said(run: dict[str, Any], said: str | None) -> None:
-    assert sharing(RunConfig(**run)) == said
+def test_what_is_said(run: dict[str, Any], message: str | None) -> None:
+    assert sharing(RunConfig(**run)) == message
 
 
 def test_more_than_four_ranks_per_core_are_refused_with_the_numbers() -> None:

@@ -43,15 +43,15 @@ def require_equal(found: list[tuple[float, dict[str, Any]]], due: list[tuple[flo
 def test_steps_after_a_dropped_gradient(model: Path, backend: str, options: dict[str, Any]) -> None:
     tables = {"model": {"path": str(model)}, "optimizer": {"learning_rate": 1e-2}, "backend": {"use": backend, **options}}
     with Engine.open(tables) as engine:
-        due = [step(engine), step(engine)]
+        expected = [step(engine), step(engine)]
     with Engine.open(tables) as engine:
         found = []
-        for _ in due:
+        for _ in expected:
             drop(engine)
             assert not any(gradient.any() for gradient in engine.gradients().values())
             found.append(step(engine))
         assert engine.step == 2
-    require_equal(found, due)
+    require_equal(found, expected)
 
 
 def test_a_set_of_adapters_drops_its_own_gradient(model: Path) -> None:
@@ -59,16 +59,18 @@ def test_a_set_of_adapters_drops_its_own_gradient(model: Path) -> None:
     tables = {"model": {"path": str(model), "lora": {"rank": 2}}, "optimizer": {"learning_rate": 1e-2}}
     kinds = [LoraConfig(rank=2), LoraConfig(rank=4)]
     with Engine.open(tables) as base:
-        due = [[step(each), step(each)] for each in (base, *(base.add_adapters(lora, seed=3) for lora in kinds))]
+        expected = [
+            [step(adapter_set), step(adapter_set)] for adapter_set in (base, *(base.add_adapters(lora, seed=3) for lora in kinds))
+        ]
     with Engine.open(tables) as base:
         one, other = (base.add_adapters(lora, seed=3) for lora in kinds)
-        found: dict[Engine, list[Any]] = {each: [] for each in (base, one, other)}
+        found: dict[Engine, list[Any]] = {adapter_set: [] for adapter_set in (base, one, other)}
         for _ in range(2):
-            for each in (base, one):
-                each.forward_backward(each.plan(GOOD)).result()
+            for adapter_set in (base, one):
+                adapter_set.forward_backward(adapter_set.plan(GOOD)).result()
             drop(other)
-            for each in (base, one):
-                found[each].append((each.optim_step().result().grad_norm, each.weights()))
+            for adapter_set in (base, one):
+                found[adapter_set].append((adapter_set.optim_step().result().grad_norm, adapter_set.weights()))
             found[other].append(step(other))
-    for got, wanted in zip(found.values(), due, strict=True):
+    for got, wanted in zip(found.values(), expected, strict=True):
         require_equal(got, wanted)

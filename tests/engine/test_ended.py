@@ -1,4 +1,4 @@
-"""An engine whose ranks ended, by `close` or by a failure, refuses every verb in one way; and the failure itself is told soon."""
+"""An engine whose ranks ended, by `close` or by a failure, refuses every verb in one way; and the failure itself is reported soon."""
 
 import inspect
 from collections.abc import Callable
@@ -58,7 +58,7 @@ def failing(model: Path, tmp_path: Path) -> dict[str, Any]:
 def verbs(engine: Engine, folder: Path) -> dict[str, Callable[[], Any]]:
     """Every public name of an engine that asks something of the ranks, or of their state, as a call that would be right."""
     plan = engine.plan(COLUMNS)
-    given: dict[str, tuple[Any, ...]] = {
+    arguments: dict[str, tuple[Any, ...]] = {
         **dict.fromkeys(("score", "evaluate", "forward_backward", "train"), (plan,)),
         **dict.fromkeys(("save", "load", "export", "keep_model_files"), (folder,)),
         "plan": (COLUMNS,),
@@ -75,7 +75,7 @@ def verbs(engine: Engine, folder: Path) -> dict[str, Callable[[], Any]]:
         if isinstance(inspect.getattr_static(Engine, name), property):
             calls[name] = partial(getattr, engine, name)
         else:
-            calls[name] = partial(getattr(engine, name), *given.get(name, ()))
+            calls[name] = partial(getattr(engine, name), *arguments.get(name, ()))
     return calls
 
 

@@ -31,8 +31,8 @@ def columns() -> SampleColumns:
 
 
 @pytest.fixture
-def opened(model: Path) -> Iterator[Any]:
-    """`opened(**tables)`: an engine on one rank with micro-batches of two rows, closed with the test."""
+def open_engine(model: Path) -> Iterator[Any]:
+    """`open_engine(**tables)`: an engine on one rank with micro-batches of two rows, closed with the test."""
     engines = []
 
     def make(**tables: Any) -> Engine:
@@ -46,7 +46,7 @@ def opened(model: Path) -> Iterator[Any]:
         engine.close()
 
 
-def same(one: Weights, other: Weights) -> bool:
+def is_same(one: Weights, other: Weights) -> bool:
     return one.keys() == other.keys() and all(np.array_equal(one[name], other[name]) for name in one)
 
 
@@ -61,9 +61,9 @@ def test_a_file_and_overrides_open_it_too(model: Path, tmp_path: Path) -> None:
         Engine.open({"model": {"pat": str(model)}})
 
 
-def test_a_loop_by_hand_is_train(opened: Any, columns: SampleColumns) -> None:
+def test_a_loop_by_hand_is_train(open_engine: Any, columns: SampleColumns) -> None:
     """Weights after two mini-batches, to the last bit; parts of a mini-batch add up to it in the same order."""
-    ready, by_hand, by_parts = opened(), opened(), opened()
+    ready, by_hand, by_parts = open_engine(), open_engine(), open_engine()
     ready.train(ready.plan(columns, mini_batch_size=6))
     for engine, cut in ((by_hand, False), (by_parts, True)):
         plan = engine.plan(columns, mini_batch_size=6)
@@ -74,13 +74,13 @@ def test_a_loop_by_hand_is_train(opened: Any, columns: SampleColumns) -> None:
             engine.forward_backward(plan, mini_batch)
             engine.optim_step()
     assert ready.step == by_hand.step == by_parts.step == 2
-    assert same(ready.weights(), by_hand.weights())
-    assert same(ready.weights(), by_parts.weights())
+    assert is_same(ready.weights(), by_hand.weights())
+    assert is_same(ready.weights(), by_parts.weights())
 
 
-def test_every_pass_over_a_plan_sees_the_same_bits(opened: Any, columns: SampleColumns) -> None:
+def test_every_pass_over_a_plan_sees_the_same_bits(open_engine: Any, columns: SampleColumns) -> None:
     """A score pass and training before its step give equal scores: the first importance ratio is exactly 1."""
-    engine = opened(loss={"use": "ppo"})
+    engine = open_engine(loss={"use": "ppo"})
     for temperature in (1.0, 0.5):
         plan = engine.plan(columns, mini_batch_size=6)
         scored = engine.score(plan, temperature=temperature).result()
@@ -94,12 +94,12 @@ def test_every_pass_over_a_plan_sees_the_same_bits(opened: Any, columns: SampleC
                 here = trained.scored[row]
                 np.testing.assert_array_equal(trained.fields["logprobs"][row], whole[row][here])
             engine.discard()
-    at_one, at_half = (engine.score(plan, temperature=each).result().fields["logprobs"].values for each in (1.0, 0.5))
+    at_one, at_half = (engine.score(plan, temperature=degree).result().fields["logprobs"].values for degree in (1.0, 0.5))
     assert np.abs(at_one - at_half).max() > 0.1
 
 
-def test_a_score_pass_needs_no_loss_column_and_scores_what_it_is_asked(opened: Any, columns: SampleColumns) -> None:
-    engine = opened(loss={"use": "ppo"})
+def test_a_score_pass_needs_no_loss_column_and_scores_what_it_is_asked(open_engine: Any, columns: SampleColumns) -> None:
+    engine = open_engine(loss={"use": "ppo"})
     bare = SampleColumns.create(
         input_ids=columns.input_ids,
         token_offsets=columns.token_offsets,
@@ -113,8 +113,8 @@ def test_a_score_pass_needs_no_loss_column_and_scores_what_it_is_asked(opened: A
     assert len(carrying.fields["logprobs"].values) == np.count_nonzero(bare.loss_weight) < len(everything.fields["logprobs"].values)
 
 
-def test_gradients_of_two_mini_batches_are_not_mixed(opened: Any, columns: SampleColumns) -> None:
-    engine = opened()
+def test_gradients_of_two_mini_batches_are_not_mixed(open_engine: Any, columns: SampleColumns) -> None:
+    engine = open_engine()
     plan = engine.plan(columns, mini_batch_size=6)
     engine.forward_backward(plan, 0)
     with pytest.raises(UnsupportedError, match="weighs tokens within their mini-batch") as caught:
@@ -127,8 +127,8 @@ def test_gradients_of_two_mini_batches_are_not_mixed(opened: Any, columns: Sampl
     engine.forward_backward(plan, 1).result()
 
 
-def test_gradients_add_up_under_a_reducer_that_knows_no_batch(opened: Any, columns: SampleColumns) -> None:
-    one, two = opened(reducer={"use": "sum"}), opened(reducer={"use": "sum"})
+def test_gradients_add_up_under_a_reducer_that_knows_no_batch(open_engine: Any, columns: SampleColumns) -> None:
+    one, two = open_engine(reducer={"use": "sum"}), open_engine(reducer={"use": "sum"})
     plan = one.plan(columns, mini_batch_size=6)
     for mini_batch in range(len(plan)):
         one.forward_backward(plan, mini_batch)
@@ -138,8 +138,8 @@ def test_gradients_add_up_under_a_reducer_that_knows_no_batch(opened: Any, colum
         np.testing.assert_allclose(apart[name], whole[name], rtol=1e-4, atol=1e-5 * float(np.abs(whole[name]).max()))
 
 
-def test_a_step_on_nothing_or_on_a_part_is_refused(opened: Any, columns: SampleColumns) -> None:
-    engine = opened()
+def test_a_step_on_nothing_or_on_a_part_is_refused(open_engine: Any, columns: SampleColumns) -> None:
+    engine = open_engine()
     before = engine.weights()
     with pytest.raises(UnsupportedError, match="no gradient was accumulated since the last step"):
         engine.optim_step()
@@ -162,17 +162,17 @@ def test_a_step_on_nothing_or_on_a_part_is_refused(opened: Any, columns: SampleC
     with pytest.raises(UnsupportedError, match="the plan has 1 mini-batches, and number 1 was asked for"):
         engine.forward_backward(plan, 1)
     engine.discard()
-    assert same(engine.weights(), before)
+    assert is_same(engine.weights(), before)
     assert engine.step == 0
 
 
-def test_the_numbers_of_a_step_are_those_of_the_call(opened: Any, columns: SampleColumns) -> None:
-    engine = opened(optimizer={"learning_rate": 1e-2, "warmup_steps": 2, "max_grad_norm": 1e-3})
+def test_the_numbers_of_a_step_are_those_of_the_call(open_engine: Any, columns: SampleColumns) -> None:
+    engine = open_engine(optimizer={"learning_rate": 1e-2, "warmup_steps": 2, "max_grad_norm": 1e-3})
     plan = engine.plan(columns)
     before = engine.weights()
     engine.forward_backward(plan)
     assert engine.optim_step(learning_rate=0.0).result().learning_rate == 0.0
-    assert same(engine.weights(), before), "a rate of 0 moves nothing"
+    assert is_same(engine.weights(), before), "a rate of 0 moves nothing"
     engine.forward_backward(plan)
     assert engine.optim_step().result().learning_rate == 1e-2, "the second of two steps of warm-up"
     endless, no_number = float("inf"), float("nan")
@@ -189,7 +189,7 @@ def test_the_numbers_of_a_step_are_those_of_the_call(opened: Any, columns: Sampl
         with pytest.raises(ConfigError, match=f"optim_step: '{next(iter(refused))}' must be"):
             engine.optim_step(**refused)
         engine.discard()
-    decayed, plain = opened(), opened()
+    decayed, plain = open_engine(), open_engine()
     for other, decay in ((decayed, 0.5), (plain, 0.0)):
         other.forward_backward(plan)
         other.optim_step(learning_rate=1e-2, weight_decay=decay, betas=(0.0, 0.0), max_grad_norm=None).result()
@@ -236,22 +236,22 @@ def test_a_failure_that_nobody_waited_for_is_raised_by_the_step(opened: Any, col
     with pytest.raises(ModelError, match="the loss of optimizer step 1 is not finite"):
         engine.optim_step()
     assert engine.step == 0
-    assert same(engine.weights(), before)
+    assert is_same(engine.weights(), before)
 
 
-def test_a_step_that_the_ranks_refuse_does_not_count(opened: Any, columns: SampleColumns, tmp_path: Path) -> None:
+def test_a_step_that_the_ranks_refuse_does_not_count(open_engine: Any, columns: SampleColumns, tmp_path: Path) -> None:
     """The loss is 0 and finite, its gradient is that of a root at 0."""
     (tmp_path / "mine.py").write_text(
         "from skyrl_engine import loss\n@loss(needs=('logprobs',))\ndef steep(tokens, config):\n    return (tokens.logprobs * 0).abs().sqrt()\n"
     )
-    engine = opened(loss={"use": f"{tmp_path / 'mine.py'}:steep"})
+    engine = open_engine(loss={"use": f"{tmp_path / 'mine.py'}:steep"})
     before = engine.weights()
     plan = engine.plan(columns)
     engine.forward_backward(plan).result()
     with pytest.raises(ModelError, match="gradient"):
         engine.optim_step().result()
     assert engine.step == 0
-    assert same(engine.weights(), before)
+    assert is_same(engine.weights(), before)
     engine.forward_backward(plan)
     engine.optim_step()
     with pytest.raises(ModelError, match="gradient"):
@@ -259,9 +259,9 @@ def test_a_step_that_the_ranks_refuse_does_not_count(opened: Any, columns: Sampl
     assert engine.step == 0
 
 
-def test_a_failure_of_an_earlier_call_is_raised_by_a_later_answer(opened: Any, columns: SampleColumns) -> None:
-    engine = opened(loss={"use": "ppo"})
-    bare, whole = (engine.plan(each) for each in (evolve(columns, columns={}), columns))
+def test_a_failure_of_an_earlier_call_is_raised_by_a_later_answer(open_engine: Any, columns: SampleColumns) -> None:
+    engine = open_engine(loss={"use": "ppo"})
+    bare, whole = (engine.plan(batch) for batch in (evolve(columns, columns={}), columns))
     engine.evaluate(bare)
     later = engine.score(whole)
     with pytest.raises(DataError, match="needs the column"):
@@ -269,8 +269,8 @@ def test_a_failure_of_an_earlier_call_is_raised_by_a_later_answer(opened: Any, c
     assert len(engine.score(whole).result()) == len(columns)
 
 
-def test_saved_and_loaded_it_goes_on_to_the_same_bits(opened: Any, columns: SampleColumns, tmp_path: Path) -> None:
-    engine, resumed = opened(), opened()
+def test_saved_and_loaded_it_goes_on_to_the_same_bits(open_engine: Any, columns: SampleColumns, tmp_path: Path) -> None:
+    engine, resumed = open_engine(), open_engine()
     plan = engine.plan(columns)
     engine.train(plan)
     engine.save(tmp_path)
@@ -278,14 +278,14 @@ def test_saved_and_loaded_it_goes_on_to_the_same_bits(opened: Any, columns: Samp
     resumed.load(tmp_path)
     assert resumed.step == 1
     resumed.train(plan)
-    assert same(engine.weights(), resumed.weights())
+    assert is_same(engine.weights(), resumed.weights())
     (tmp_path / "engine.json").unlink()
     with pytest.raises(CheckpointError, match=r"engine\.json cannot be read"):
         resumed.load(tmp_path)
 
 
-def test_scores_and_temperatures_that_cannot_be_are_refused_at_once(opened: Any, columns: SampleColumns) -> None:
-    engine = opened()
+def test_scores_and_temperatures_that_cannot_be_are_refused_at_once(open_engine: Any, columns: SampleColumns) -> None:
+    engine = open_engine()
     plan = engine.plan(columns)
     for scores in (("values",), ("reward", "logprobs"), ()):
         with pytest.raises(UnsupportedError, match="the model does not give the scores"):
@@ -299,16 +299,16 @@ def test_scores_and_temperatures_that_cannot_be_are_refused_at_once(opened: Any,
         engine.train(plan)
 
 
-def test_an_export_is_whole(opened: Any, tmp_path: Path) -> None:
-    engine = opened()
+def test_an_export_is_whole(open_engine: Any, tmp_path: Path) -> None:
+    engine = open_engine()
     engine.export(tmp_path / "out")
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= {file.name for file in (tmp_path / "out").iterdir()}
     with pytest.raises(ModelError, match="is not an empty directory"):
         engine.export(tmp_path / "out")
 
 
-def test_columns_that_do_not_fit_the_plan_are_refused(opened: Any, columns: SampleColumns) -> None:
-    plan = opened().plan(columns)
+def test_columns_that_do_not_fit_the_plan_are_refused(open_engine: Any, columns: SampleColumns) -> None:
+    plan = open_engine().plan(columns)
     with pytest.raises(DataError, match="'old_logprobs' has shape"):
         plan.with_columns({"old_logprobs": np.zeros(3, dtype=np.float32)})
     with pytest.raises(DataError, match="other numbers of response tokens than the samples"):
@@ -317,10 +317,10 @@ def test_columns_that_do_not_fit_the_plan_are_refused(opened: Any, columns: Samp
         plan.with_columns({"old_logprobs": np.zeros(len(columns.loss_weight))})
 
 
-def test_a_reducer_that_makes_no_weights_is_named(opened: Any, columns: SampleColumns, tmp_path: Path) -> None:
+def test_a_reducer_that_makes_no_weights_is_named(open_engine: Any, columns: SampleColumns, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "from skyrl_engine import reducer\n@reducer()\ndef broken(structure, config):\n    return structure.loss_weight * float('nan')\n"
     )
-    engine = opened(reducer={"use": f"{tmp_path / 'mine.py'}:broken"})
+    engine = open_engine(reducer={"use": f"{tmp_path / 'mine.py'}:broken"})
     with pytest.raises(ContractError, match="reducer 'broken'"):
         engine.forward_backward(engine.plan(columns))

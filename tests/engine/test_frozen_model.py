@@ -16,13 +16,13 @@ FRESH = ModelConfig("m", lora=LoraConfig(rank=2))
 CONTINUED = ModelConfig("m", lora=LoraConfig(rank=2, path="adapters"))
 
 
-def planned(trained: ModelConfig, *capabilities: Any, **settings: Any) -> FrozenModel:
+def plan_frozen(trained: ModelConfig, *capabilities: Any, **settings: Any) -> FrozenModel:
     description = BackendDescription(Topology(), frozenset(capabilities))
     return FrozenModel.choose("reference", trained, description, table="reference", **settings)
 
 
 def test_all_weights_need_a_second_model_as_it_was() -> None:
-    model = planned(WHOLE, *BOTH).model
+    model = plan_frozen(WHOLE, *BOTH).model
     assert model is not None
     assert (model.path, model.revision, model.lora, model.value_head, model.activation_checkpointing) == (
         "m",
@@ -34,22 +34,22 @@ def test_all_weights_need_a_second_model_as_it_was() -> None:
 
 
 def test_fresh_adapters_are_switched_off_where_the_backend_can() -> None:
-    assert planned(FRESH, *BOTH).model is None
-    second = planned(FRESH, "second_model").model
+    assert plan_frozen(FRESH, *BOTH).model is None
+    second = plan_frozen(FRESH, "second_model").model
     assert second is not None
     assert second.lora is None
-    assert planned(FRESH, *BOTH, adapters_off=False).model == second
+    assert plan_frozen(FRESH, *BOTH, adapters_off=False).model == second
 
 
 def test_adapters_that_were_trained_before_are_part_of_the_model_as_it_was() -> None:
-    model = planned(CONTINUED, *BOTH).model
+    model = plan_frozen(CONTINUED, *BOTH).model
     assert model is not None
     assert model.lora == CONTINUED.lora
-    assert planned(CONTINUED, *BOTH, adapters_off=True).model is None
+    assert plan_frozen(CONTINUED, *BOTH, adapters_off=True).model is None
 
 
 def test_another_model_is_taken_by_its_path_and_revision() -> None:
-    model = planned(FRESH, *BOTH, path="other", revision="s").model
+    model = plan_frozen(FRESH, *BOTH, path="other", revision="s").model
     assert model is not None
     assert (model.path, model.revision, model.lora) == ("other", "s", None)
 
@@ -66,5 +66,5 @@ def test_another_model_is_taken_by_its_path_and_revision() -> None:
 )
 def test_contradictions_are_refused(trained: ModelConfig, capabilities: tuple[str, ...], settings: Any, words: str) -> None:
     with pytest.raises(UnsupportedError, match=words) as caught:
-        planned(trained, *capabilities, **settings)
+        plan_frozen(trained, *capabilities, **settings)
     assert caught.value.remedy

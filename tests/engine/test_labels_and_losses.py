@@ -60,7 +60,7 @@ def engine(directory: Path) -> Iterator[Engine]:
         yield engine
 
 
-def expected(directory: Path) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+def compute_expected(directory: Path) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """Log-probabilities of the labels, and the gradient of their weighted sum, by transformers' own model."""
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64)
     found = []
@@ -69,12 +69,12 @@ def expected(directory: Path) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         found.append(table[1:-1].gather(1, torch.from_numpy(labels)[:, None])[:, 0])
     logprobs = torch.cat(found)
     (-(torch.from_numpy(WEIGHTS).double() * logprobs).sum()).backward()
-    return logprobs.detach().numpy(), {name: each.grad.numpy() for name, each in model.named_parameters()}
+    return logprobs.detach().numpy(), {name: parameter.grad.numpy() for name, parameter in model.named_parameters()}
 
 
 def test_labels_stand_for_the_tokens_that_follow(engine: Engine, columns: SampleColumns, directory: Path) -> None:
     """The rows stay the samples' own: only what is scored at them changes, in every pass."""
-    logprobs, gradient = expected(directory)
+    logprobs, gradient = compute_expected(directory)
     plan = engine.plan(columns)
     scored = engine.score(plan, labels="labels").result()
     np.testing.assert_allclose(scored.fields["logprobs"].values, logprobs, rtol=1e-6)
@@ -82,8 +82,8 @@ def test_labels_stand_for_the_tokens_that_follow(engine: Engine, columns: Sample
     np.testing.assert_array_equal(evaluated.output.fields["logprobs"].values, scored.fields["logprobs"].values)
     learned = engine.forward_backward(plan, labels="labels").result()
     assert abs(learned.metrics["loss"].result + float(WEIGHTS @ logprobs)) < 1e-10
-    for name, each in engine.gradients().items():
-        assert np.abs(each - gradient[name]).max() <= 1e-10 * np.abs(gradient[name]).max(), name
+    for name, array in engine.gradients().items():
+        assert np.abs(array - gradient[name]).max() <= 1e-10 * np.abs(gradient[name]).max(), name
     assert np.abs(scored.fields["logprobs"].values - engine.score(plan).result().fields["logprobs"].values).max() > 0.1
 
 
@@ -96,10 +96,12 @@ def test_tokens_without_loss_are_scored_and_learned_from_by_nobody(engine: Engin
         result = engine.forward_backward(plan, tokens=tokens).result()
         found[tokens] = result, engine.gradients()
         engine.discard()
-    (usual, due), (wide, gradients) = found["loss"], found["actions"]
-    assert {name: each.result for name, each in usual.metrics.items()} == {name: each.result for name, each in wide.metrics.items()}
-    for name, each in due.items():
-        assert np.abs(gradients[name] - each).max() <= 1e-12 * np.abs(each).max(), name
+    (usual, expected), (wide, gradients) = found["loss"], found["actions"]
+    assert {name: value.result for name, value in usual.metrics.items()} == {
+        name: value.result for name, value in wide.metrics.items()
+    }
+    for name, value in expected.items():
+        assert np.abs(gradients[name] - value).max() <= 1e-12 * np.abs(value).max(), name
     scored = engine.score(plan).result().on_actions("logprobs")
     np.testing.assert_array_equal(wide.output.on_actions("logprobs").values, scored.values)
     for name in ("logprobs", "token_loss"):
@@ -114,8 +116,8 @@ def test_a_score_of_several_numbers_is_as_many_outputs(engine: Engine, columns: 
     output = engine.forward_backward(plan, tokens="actions").result().output
     for place in range(2):
         single = plan.with_columns({"one": columns.columns["ids"][:, [place]]})
-        due = engine.score(single, labels="one").result().fields["logprobs"].values
-        np.testing.assert_allclose(output.fields[f"logprobs_at:teacher_ids[{place}]"].values, due, rtol=1e-6)
+        expected = engine.score(single, labels="one").result().fields["logprobs"].values
+        np.testing.assert_allclose(output.fields[f"logprobs_at:teacher_ids[{place}]"].values, expected, rtol=1e-6)
 
 
 def test_gradients_of_several_losses_add_up(engine: Engine, columns: SampleColumns) -> None:
@@ -130,14 +132,14 @@ def test_gradients_of_several_losses_add_up(engine: Engine, columns: SampleColum
     for table in tables:
         engine.use_loss(table)
         engine.forward_backward(engine.plan(columns)).result()
-    for name, each in engine.gradients().items():
-        due = sum(part[name] for part in parts)
-        assert np.abs(each - due).max() <= 1e-12 * np.abs(due).max(), name
+    for name, gradient in engine.gradients().items():
+        expected = sum(part[name] for part in parts)
+        assert np.abs(gradient - expected).max() <= 1e-12 * np.abs(expected).max(), name
     assert not np.allclose(parts[0]["model.norm.weight"], parts[1]["model.norm.weight"])
 
 
 @pytest.mark.parametrize(
-    ("table", "kind", "told"),
+    ("table", "kind", "message"),
     [
         ({"use": "nothing"}, PluginNotFoundError, "there is no loss 'nothing'"),
         ({"use": "ppo", "clip": 1.0}, ConfigError, "use_loss: loss.clip: is not a known key"),
@@ -146,10 +148,10 @@ def test_gradients_of_several_losses_add_up(engine: Engine, columns: SampleColum
     ],
 )
 def test_a_loss_that_cannot_be_used_leaves_the_one_in_force(
-    engine: Engine, columns: SampleColumns, table: dict[str, object], kind: type[Exception], told: str
+    engine: Engine, columns: SampleColumns, table: dict[str, object], kind: type[Exception], message: str
 ) -> None:
     before = engine.evaluate(engine.plan(columns)).result().metrics["loss"].value
-    with pytest.raises(kind, match=told):
+    with pytest.raises(kind, match=message):
         engine.use_loss(table)
     assert engine.evaluate(engine.plan(columns)).result().metrics["loss"].value == before
 

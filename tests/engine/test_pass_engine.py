@@ -22,9 +22,9 @@ from skyrl_engine.workers.launch import launch_workers
 
 def test_an_engine_is_made_whole() -> None:
     """Nothing may be left out, and no verb asserts that something was given."""
-    for made in (Engine, PassEngine):
-        parameters = [each for name, each in inspect.signature(made).parameters.items() if name != "self"]
-        assert [each.name for each in parameters if each.default is not inspect.Parameter.empty] == []
+    for engine_class in (Engine, PassEngine):
+        parameters = [parameter for name, parameter in inspect.signature(engine_class).parameters.items() if name != "self"]
+        assert [parameter.name for parameter in parameters if parameter.default is not inspect.Parameter.empty] == []
     for module in (engine, pass_engine, sampling):
         asserts = [node for node in ast.walk(ast.parse(inspect.getsource(module))) if isinstance(node, ast.Assert)]
         assert asserts == [], module.__name__
@@ -40,7 +40,7 @@ def test_passes_need_no_files_of_a_model(tmp_path: Path) -> None:
         learned = passes.forward_backward(plan).result()
         gradients = passes.gradients()
         assert gradients.keys() == passes.weights().keys()
-        assert any(each.any() for each in gradients.values())
+        assert any(gradient.any() for gradient in gradients.values())
         passes.discard()
         evaluated = passes.evaluate(plan).result()
         assert evaluated.output.sample_ids.tolist() == learned.output.sample_ids.tolist() == columns.sample_ids.tolist()

@@ -29,7 +29,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def opened(model: Path) -> Iterator[Any]:
+def open_engine(model: Path) -> Iterator[Any]:
     engines: list[Engine] = []
 
     def make(**options: Any) -> Engine:
@@ -46,55 +46,55 @@ def columns() -> SampleColumns:
     return make_rollouts(())
 
 
-def test_loss_and_gradient_do_not_depend_on_micro_batches(opened: Any, columns: SampleColumns) -> None:
+def test_loss_and_gradient_do_not_depend_on_micro_batches(open_engine: Any, columns: SampleColumns) -> None:
     """float32 sums in another order leave 1e-5; frequencies of each micro-batch's longest row were off by a third."""
-    engine = opened(rotary_length=LONGEST)
+    engine = open_engine(rotary_length=LONGEST)
     found = []
     for rows in (1, 4, 16):
         loss = engine.forward_backward(engine.plan(columns, micro_batch_rows=rows)).result().metrics["loss"].result
         found.append((loss, engine.gradients()))
         engine.optim_step(learning_rate=0.0).result()
-    due, gradients = found[0]
+    expected, gradients = found[0]
     for loss, others in found[1:]:
-        assert loss == pytest.approx(due, rel=1e-5)
+        assert loss == pytest.approx(expected, rel=1e-5)
         for name, gradient in gradients.items():
             assert np.linalg.norm(others[name] - gradient) <= 1e-5 * np.linalg.norm(gradient), name
 
 
-def test_a_batch_beyond_the_length_is_refused_before_a_rank_meets_it(opened: Any, columns: SampleColumns) -> None:
-    engine = opened()
+def test_a_batch_beyond_the_length_is_refused_before_a_rank_meets_it(open_engine: Any, columns: SampleColumns) -> None:
+    engine = open_engine()
     with pytest.raises(UnsupportedError, match=r"a row has 40 tokens.*fixed them for rows of at most 16") as caught:
         engine.plan(columns)
     assert "model.rotary_length = 40" in caught.value.remedy
     engine.plan(columns.take(np.flatnonzero(np.diff(columns.token_offsets) <= THRESHOLD)))
 
 
-def test_a_state_goes_on_with_the_same_frequencies_only(opened: Any, tmp_path: Path) -> None:
-    opened(rotary_length=30).save(tmp_path)
+def test_a_state_goes_on_with_the_same_frequencies_only(open_engine: Any, tmp_path: Path) -> None:
+    open_engine(rotary_length=30).save(tmp_path)
     assert json.loads((tmp_path / "engine.json").read_text())["rotary_length"] == 30
-    opened(rotary_length=30).load(tmp_path)
+    open_engine(rotary_length=30).load(tmp_path)
     with pytest.raises(CheckpointError, match=r"rows of 30 tokens, and this run would go on with those for 16 tokens") as caught:
-        opened().load(tmp_path)
+        open_engine().load(tmp_path)
     assert "model.rotary_length = 30" in caught.value.remedy
 
 
-@pytest.mark.parametrize(("words", "due"), [(2, THRESHOLD), (30, None)])
-def test_a_plan_fixes_them_for_the_longest_sample(model: Path, tmp_path: Path, words: int, due: int | None) -> None:
+@pytest.mark.parametrize(("words", "expected"), [(2, THRESHOLD), (30, None)])
+def test_a_plan_fixes_them_for_the_longest_sample(model: Path, tmp_path: Path, words: int, expected: int | None) -> None:
     text = "some words to learn from " * words
     (tmp_path / "data.jsonl").write_text(json.dumps({"text": text}) + "\n" + json.dumps({"text": "some"}) + "\n")
     data = {"train": str(tmp_path / "data.jsonl"), "format": "text", "max_length": 400}
     tables: dict[str, Any] = {"model": {"path": str(model)}, "data": data, "training": {"steps": 1, "batch_size": 2}}
     plan = plan_sft(resolve(from_dict(tables, "test")))
     longest = max(shape.width for shape in plan.micro_batches)
-    assert plan.rotary_length == (due or longest)
-    if due is None:
+    assert plan.rotary_length == (expected or longest)
+    if expected is None:
         tables["model"]["rotary_length"] = THRESHOLD + 1
         with pytest.raises(UnsupportedError, match=f"a row has {longest} tokens"):
             plan_sft(resolve(from_dict(tables, "test")))
 
 
 def test_a_run_trains_and_goes_on_with_the_frequencies_of_its_plan(model: Path, tmp_path: Path) -> None:
-    """Evaluation and training hold rows beyond the threshold, which ranks that were not told of them would refuse."""
+    """Evaluation and training hold rows beyond the threshold, which ranks that did not know of them would refuse."""
     rows = [{"text": "some words to learn from " * count} for count in (1, 9, 2, 3)]
     for split in ("train", "eval"):
         (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -21,10 +21,10 @@ TEMPERATURES = (0.5, 1.0, 2.0)
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Embedding and head are tied."""
-    return written(tmp_path_factory.mktemp("model"))
+    return write_words_of_family(tmp_path_factory.mktemp("model"))
 
 
-def written(directory: Path, family: str = "qwen3", **settings: Any) -> Path:
+def write_words_of_family(directory: Path, family: str = "qwen3", **settings: Any) -> Path:
     write_model(directory, family, **settings)
     make_parts_differ(directory)
     write_tokenizer(directory, ["some words to learn from"])
@@ -32,8 +32,8 @@ def written(directory: Path, family: str = "qwen3", **settings: Any) -> Path:
 
 
 @pytest.fixture
-def opened(model: Path) -> Iterator[Any]:
-    """`opened(**tables)`: an engine with the generator hf, closed with the test; `model` keys beside the tiny model's path."""
+def open_engine(model: Path) -> Iterator[Any]:
+    """`open_engine(**tables)`: an engine with the generator hf, closed with the test; `model` keys in addition to the tiny model's path."""
     engines = []
 
     def make(path: Path = model, **tables: Any) -> Engine:
@@ -48,7 +48,7 @@ def opened(model: Path) -> Iterator[Any]:
         engine.close()
 
 
-def asked(count: int = 12, *, first: int = 0, **settings: Any) -> list[GenerationRequest]:
+def make_requests(count: int = 12, *, first: int = 0, **settings: Any) -> list[GenerationRequest]:
     draw = np.random.default_rng(first)
     return [
         GenerationRequest(
@@ -65,17 +65,17 @@ def asked(count: int = 12, *, first: int = 0, **settings: Any) -> list[Generatio
 def as_columns(requests: Sequence[GenerationRequest], done: Sequence[Completion]) -> SampleColumns:
     return SampleColumns.from_rollouts(
         prompts=[request.prompt_ids.tolist() for request in requests],
-        responses=[each.token_ids.tolist() for each in done],
-        logprobs=[each.logprobs.tolist() for each in done],
-        columns={"advantages": [[1.0 - (place % 2) * 2.0] * len(each.token_ids) for place, each in enumerate(done)]},
+        responses=[completion.token_ids.tolist() for completion in done],
+        logprobs=[completion.logprobs.tolist() for completion in done],
+        columns={"advantages": [[1.0 - (place % 2) * 2.0] * len(completion.token_ids) for place, completion in enumerate(done)]},
     )
 
 
 def gap(engine: Engine, requests: Sequence[GenerationRequest], done: Sequence[Completion], temperature: float = 1.0) -> float:
     """The largest distance in nats between the sampler's log-probabilities and those of a score pass."""
-    assert [each.request_id for each in done] == [request.request_id for request in requests]
+    assert [completion.request_id for completion in done] == [request.request_id for request in requests]
     scored = engine.score(engine.plan(as_columns(requests, done)), temperature=temperature).result().fields["logprobs"].values
-    return float(np.abs(scored - np.concatenate([each.logprobs for each in done])).max())
+    return float(np.abs(scored - np.concatenate([completion.logprobs for completion in done])).max())
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -93,45 +93,47 @@ QUICK = {"tied", "lora"}
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.nightly) for name in VARIANTS])
-def test_what_is_sampled_has_the_log_probabilities_of_a_score_pass(name: str, opened: Any, tmp_path: Path) -> None:
+def test_what_is_sampled_has_the_log_probabilities_of_a_score_pass(name: str, open_engine: Any, tmp_path: Path) -> None:
     """Before any step and after each of two; in float32 within 1e-4 nats: sums over other shapes are rounded in another order."""
     variant = dict(VARIANTS[name])
-    path = written(
+    path = write_words_of_family(
         tmp_path, variant.pop("family", "qwen3"), **variant.pop("settings", {}), value_head=variant.get("value_head", False)
     )
-    engine = opened(path, **{"loss": {"use": "reinforce"}, **variant.pop("tables", {})}, model=variant)
+    engine = open_engine(path, **{"loss": {"use": "reinforce"}, **variant.pop("tables", {})}, model=variant)
     bound = 0.5 if name == "bfloat16" else 1e-4
     for step in range(3):
         for place, temperature in enumerate(TEMPERATURES):
-            requests = asked(first=100 * step + 20 * place, temperature=temperature)
+            requests = make_requests(first=100 * step + 20 * place, temperature=temperature)
             done = engine.generate(requests).result()
             assert gap(engine, requests, done, temperature) < bound
-            assert all(each.versions.versions.tolist() == [step] for each in done)
-            assert all(len(each.token_ids) == request.sampling.max_tokens for each, request in zip(done, requests, strict=True))
+            assert all(completion.versions.versions.tolist() == [step] for completion in done)
+            assert all(
+                len(completion.token_ids) == request.sampling.max_tokens for completion, request in zip(done, requests, strict=True)
+            )
         engine.train(engine.plan(as_columns(requests, done)))
 
 
-def test_a_step_changes_what_is_sampled_and_loading_takes_it_back(opened: Any, tmp_path: Path) -> None:
-    engine = opened(loss={"use": "reinforce"})
-    requests = asked()
+def test_a_step_changes_what_is_sampled_and_loading_takes_it_back(open_engine: Any, tmp_path: Path) -> None:
+    engine = open_engine(loss={"use": "reinforce"})
+    requests = make_requests()
     before = engine.generate(requests).result()
     engine.save(tmp_path)
     engine.train(engine.plan(as_columns(requests, before)))
     after = engine.generate(requests).result()
-    assert [each.logprobs.tolist() for each in after] != [each.logprobs.tolist() for each in before]
+    assert [completion.logprobs.tolist() for completion in after] != [completion.logprobs.tolist() for completion in before]
     engine.load(tmp_path)
     again = engine.generate(requests).result()
-    assert [each.token_ids.tolist() for each in again] == [each.token_ids.tolist() for each in before]
-    assert [each.logprobs.tolist() for each in again] == [each.logprobs.tolist() for each in before]
+    assert [completion.token_ids.tolist() for completion in again] == [completion.token_ids.tolist() for completion in before]
+    assert [completion.logprobs.tolist() for completion in again] == [completion.logprobs.tolist() for completion in before]
 
 
 @pytest.mark.parametrize("adapters", [False, True], ids=["full weights", "adapters"])
 def test_weights_in_files_are_sampled_from_beside_those_that_are_trained(
-    opened: Any, model: Path, tmp_path: Path, adapters: bool
+    open_engine: Any, model: Path, tmp_path: Path, adapters: bool
 ) -> None:
-    """The model's own files give what it sampled before a step, an export what it sampled behind it, whatever was trained since."""
-    engine = opened(loss={"use": "reinforce"}, model={"lora": {"rank": 2}} if adapters else {})
-    requests = asked(6)
+    """The model's own files give what it sampled before a step, an export what it sampled after it, whatever was trained since."""
+    engine = open_engine(loss={"use": "reinforce"}, model={"lora": {"rank": 2}} if adapters else {})
+    requests = make_requests(6)
     before = engine.generate(requests).result()
     engine.train(engine.plan(as_columns(requests, before)))
     engine.export(tmp_path / "export")
@@ -143,79 +145,83 @@ def test_weights_in_files_are_sampled_from_beside_those_that_are_trained(
     else:
         engine.add_weights("exported", tmp_path / "export")
     for target, expected in (("base", before), ("exported", after)):
-        found = engine.generate([evolve(each, target=target) for each in requests]).result()
-        assert [each.token_ids.tolist() for each in found] == [each.token_ids.tolist() for each in expected]
+        completions = engine.generate([evolve(completion, target=target) for completion in requests]).result()
+        assert [completion.token_ids.tolist() for completion in completions] == [
+            completion.token_ids.tolist() for completion in expected
+        ]
         # merged in another order of operations
-        assert all(np.allclose(one.logprobs, other.logprobs, rtol=0, atol=1e-5) for one, other in zip(found, expected, strict=True))
+        assert all(
+            np.allclose(one.logprobs, other.logprobs, rtol=0, atol=1e-5) for one, other in zip(completions, expected, strict=True)
+        )
     present = engine.generate(requests).result()
-    assert [each.logprobs.tolist() for each in present] != [each.logprobs.tolist() for each in after]
+    assert [completion.logprobs.tolist() for completion in present] != [completion.logprobs.tolist() for completion in after]
     engine.sampler.release("base")
 
 
-def test_weights_of_another_model_are_refused(opened: Any, tmp_path: Path) -> None:
-    engine = opened()
-    engine.generate(asked(1)).result()
+def test_weights_of_another_model_are_refused(open_engine: Any, tmp_path: Path) -> None:
+    engine = open_engine()
+    engine.generate(make_requests(1)).result()
     with pytest.raises(ModelError, match="no place, or one of another shape"):
-        engine.add_weights("other", written(tmp_path, hidden_size=16))
+        engine.add_weights("other", write_words_of_family(tmp_path, hidden_size=16))
 
 
-def test_completions_stream_and_lists_are_waited_for(opened: Any) -> None:
+def test_completions_stream_and_lists_are_waited_for(open_engine: Any) -> None:
     """Two users of one sampler: each gets its own requests."""
-    engine = opened()
-    listed = engine.generate(asked(6))
+    engine = open_engine()
+    listed = engine.generate(make_requests(6))
     sampler = engine.sampler
-    sampler.submit(asked(6, first=50))
-    assert [each.request_id for each in listed.result()] == list(range(6))
+    sampler.submit(make_requests(6, first=50))
+    assert [completion.request_id for completion in listed.result()] == list(range(6))
     streamed: list[int] = []
     while len(streamed) < 6:
         came = sampler.poll(5.0)
         assert came
-        streamed += [each.request_id for each in came]
+        streamed += [completion.request_id for completion in came]
     assert sorted(streamed) == list(range(50, 56))
     assert sampler.poll(5.0) == []
-    sampler.submit(asked(3, first=70, max_tokens=100))
+    sampler.submit(make_requests(3, first=70, max_tokens=100))
     sampler.poll(0.0)
     sampler.abort([70, 72])
-    rest = {each.request_id: each for _ in range(3) for each in sampler.poll(5.0)}
-    assert {number: each.finish for number, each in rest.items()} == {70: "abort", 71: "length", 72: "abort"}
+    rest = {completion.request_id: completion for _ in range(3) for completion in sampler.poll(5.0)}
+    assert {number: completion.finish for number, completion in rest.items()} == {70: "abort", 71: "length", 72: "abort"}
 
 
-def test_a_generator_by_hand_and_its_versions(opened: Any) -> None:
-    engine = opened(generator={"use": "hf", "slots": 2})
+def test_a_generator_by_hand_and_its_versions(open_engine: Any) -> None:
+    engine = open_engine(generator={"use": "hf", "slots": 2})
     assert not engine.has_sampler
     sampler = engine.start_sampler(engine.assembly.plugins["generator"])
     assert engine.has_sampler
     assert sampler is engine.sampler
     assert sampler.description.concurrency == 2
     sampler.update(5)
-    sampler.submit(asked(1))
+    sampler.submit(make_requests(1))
     (done,) = sampler.poll(5.0)
     assert done.versions.versions.tolist() == [5]
     sampler.update(9, "frozen")
     assert sampler.version == 5
-    (request,) = asked(1, first=1)
+    (request,) = make_requests(1, first=1)
     sampler.submit([GenerationRequest(1, request.prompt_ids, request.sampling, 0, target="frozen")])
     assert sampler.poll(5.0)[0].versions.versions.tolist() == [9]
     sampler.release("frozen")
     sampler.close()
 
 
-def test_an_engine_without_a_generator_says_so(opened: Any, model: Path) -> None:
+def test_an_engine_without_a_generator_says_so(open_engine: Any, model: Path) -> None:
     with Engine.open({"model": {"path": str(model)}}) as engine:
         assert "generator" not in engine.assembly.plugins
         with pytest.raises(UnsupportedError, match="was opened without a generator"):
-            engine.generate(asked(1))
+            engine.generate(make_requests(1))
     with pytest.raises(ConfigError, match="slotz"):
-        opened(generator={"use": "hf", "slotz": 2})
+        open_engine(generator={"use": "hf", "slotz": 2})
 
 
-def test_requests_of_one_id_are_refused(opened: Any) -> None:
-    engine = opened()
-    engine.generate(asked(2))
+def test_requests_of_one_id_are_refused(open_engine: Any) -> None:
+    engine = open_engine()
+    engine.generate(make_requests(2))
     with pytest.raises(ContractError, match="the request_id 1 is given twice"):
-        engine.generate(asked(1, first=1))
+        engine.generate(make_requests(1, first=1))
     with pytest.raises(ContractError, match="the request_id 7 is given twice"):
-        engine.generate([*asked(1, first=7), *asked(1, first=7)])
+        engine.generate([*make_requests(1, first=7), *make_requests(1, first=7)])
 
 
 OTHER = """
@@ -313,26 +319,26 @@ def other(tmp_path: Path) -> Path:
         ("far", "runs as placement 'remote'"),
     ],
 )
-def test_generators_that_cannot_sample_here_are_refused(opened: Any, other: Path, name: str, words: str) -> None:
+def test_generators_that_cannot_sample_here_are_refused(open_engine: Any, other: Path, name: str, words: str) -> None:
     with pytest.raises(UnsupportedError, match=words):
-        opened(generator={"use": f"{other}:{name}"}).generate(asked(1))
+        open_engine(generator={"use": f"{other}:{name}"}).generate(make_requests(1))
 
 
-def test_an_answer_that_nobody_waits_for_names_the_generator(opened: Any, other: Path) -> None:
-    engine = opened(generator={"use": f"{other}:twice"})
+def test_an_answer_that_nobody_waits_for_names_the_generator(open_engine: Any, other: Path) -> None:
+    engine = open_engine(generator={"use": f"{other}:twice"})
     with pytest.raises(ContractError, match=r"generator 'twice' of .* answered request 0, which is not under way"):
-        engine.generate(asked(1)).result()
+        engine.generate(make_requests(1)).result()
 
 
-def test_a_token_that_the_model_does_not_have_names_the_generator(opened: Any, other: Path) -> None:
+def test_a_token_that_the_model_does_not_have_names_the_generator(open_engine: Any, other: Path) -> None:
     with pytest.raises(ContractError, match=r"generator 'larger' of .* sampled the token 128 for request 0, .* vocabulary has 128"):
-        opened(generator={"use": f"{other}:larger"}).generate(asked(1)).result()
+        open_engine(generator={"use": f"{other}:larger"}).generate(make_requests(1)).result()
 
 
-def test_a_lost_request_is_not_waited_for(opened: Any, other: Path) -> None:
-    engine = opened(generator={"use": f"{other}:never"})
+def test_a_lost_request_is_not_waited_for(open_engine: Any, other: Path) -> None:
+    engine = open_engine(generator={"use": f"{other}:never"})
     with pytest.raises(ContractError, match=r"generator 'never' of .* answers nothing, .* while 2 requests are under way"):
-        engine.generate(asked(2)).result()
+        engine.generate(make_requests(2)).result()
 
 
 @pytest.mark.parametrize(
@@ -340,34 +346,34 @@ def test_a_lost_request_is_not_waited_for(opened: Any, other: Path) -> None:
     [({"top_p": 0.5}, "'filters'"), ({"stop_strings": ("a",)}, "'stop_strings'")],
 )
 def test_what_a_generator_does_not_claim_is_refused_before_it_is_sent(
-    opened: Any, other: Path, settings: dict[str, Any], words: str
+    open_engine: Any, other: Path, settings: dict[str, Any], words: str
 ) -> None:
-    engine = opened(generator={"use": f"{other}:twice"})
+    engine = open_engine(generator={"use": f"{other}:twice"})
     with pytest.raises(UnsupportedError, match=f"does not declare the capability {words}"):
-        engine.generate(asked(1, **settings))
+        engine.generate(make_requests(1, **settings))
 
 
-def test_two_ranks_sample_their_sessions(opened: Any, model: Path, without_ray: None) -> None:
+def test_two_ranks_sample_their_sessions(open_engine: Any, model: Path, without_ray: None) -> None:
     """Every rank fills a copy with the gathered weights and samples its sessions; tokens are those of one rank."""
     ranks = {"run": {"launch": "ray", "ranks": 2}}
-    alone, together = opened(loss={"use": "reinforce"}), opened(loss={"use": "reinforce"}, **ranks)
-    requests = asked(9)
+    alone, together = open_engine(loss={"use": "reinforce"}), open_engine(loss={"use": "reinforce"}, **ranks)
+    requests = make_requests(9)
     for step in range(2):
         here, there = (engine.generate(requests).result() for engine in (alone, together))
         assert gap(together, requests, there) < 1e-4
         if step == 0:
-            assert [each.token_ids.tolist() for each in here] == [each.token_ids.tolist() for each in there]
-        assert all(each.versions.versions.tolist() == [step] for each in there)
+            assert [completion.token_ids.tolist() for completion in here] == [completion.token_ids.tolist() for completion in there]
+        assert all(completion.versions.versions.tolist() == [step] for completion in there)
         for engine, done in ((alone, here), (together, there)):
             engine.train(engine.plan(as_columns(requests, done)))
     wrong = GenerationRequest(100, np.array([500], dtype=np.int32), Sampling(max_tokens=2), seed=0, session=1)
     with pytest.raises(ContractError, match="outside of the vocabulary"):
-        together.sampler.submit([*asked(1, first=200), wrong])
-    assert [each.request_id for each in together.generate(asked(3, first=200)).result()] == [200, 201, 202]
-    together.sampler.submit(asked(4, first=300, max_tokens=120))
+        together.sampler.submit([*make_requests(1, first=200), wrong])
+    assert [completion.request_id for completion in together.generate(make_requests(3, first=200)).result()] == [200, 201, 202]
+    together.sampler.submit(make_requests(4, first=300, max_tokens=120))
     together.sampler.abort()
-    done = [each for _ in range(4) for each in together.sampler.poll(1.0)]
-    assert {each.request_id: each.finish for each in done} == dict.fromkeys(range(300, 304), "abort")
+    done = [completion for _ in range(4) for completion in together.sampler.poll(1.0)]
+    assert {completion.request_id: completion.finish for completion in done} == dict.fromkeys(range(300, 304), "abort")
 
 
 @pytest.mark.parametrize(
@@ -378,22 +384,24 @@ def test_two_ranks_sample_their_sessions(opened: Any, model: Path, without_ray: 
     ],
 )
 def test_cleaning_up_after_a_failed_submit_does_not_hide_the_failure(
-    opened: Any, other: Path, without_ray: None, caplog: Any, name: str, kind: type[EngineError], words: str, ended: str | None
+    open_engine: Any, other: Path, without_ray: None, caplog: Any, name: str, kind: type[EngineError], words: str, ended: str | None
 ) -> None:
     """Requests that other ranks took are aborted, which fails here, and is not even tried where the ranks ended."""
-    engine = opened(generator={"use": f"{other}:{name}"}, run={"launch": "ray", "ranks": 2})
+    engine = open_engine(generator={"use": f"{other}:{name}"}, run={"launch": "ray", "ranks": 2})
     with pytest.raises(kind) as caught:
-        engine.generate(asked(4))
+        engine.generate(make_requests(4))
     assert re.search(words, caught.value.cause)
     assert (engine.ended is None) if ended is None else re.search(ended, engine.ended)
     assert ("nothing was ever aborted here" in caplog.text) == (ended is None)
 
 
 @pytest.mark.nightly
-def test_ranks_that_share_samples_gather_weights_for_one_generator(opened: Any, without_ray: None) -> None:
-    engine = opened(run={"launch": "ray", "ranks": 2}, backend={"use": "fsdp", "tensor_parallel": 2}, loss={"use": "reinforce"})
+def test_ranks_that_share_samples_gather_weights_for_one_generator(open_engine: Any, without_ray: None) -> None:
+    engine = open_engine(
+        run={"launch": "ray", "ranks": 2}, backend={"use": "fsdp", "tensor_parallel": 2}, loss={"use": "reinforce"}
+    )
     for first in (0, 20):
-        requests = asked(6, first=first)
+        requests = make_requests(6, first=first)
         done = engine.generate(requests).result()
         assert gap(engine, requests, done) < 1e-4
         engine.train(engine.plan(as_columns(requests, done)))

@@ -19,10 +19,10 @@ from skyrl_engine.modeling.tiny import write_model, write_tokenizer
 
 COLUMNS = SampleColumns.from_lists(input_ids=[[5, 6, 7, 8], [5, 9, 10]], num_actions=[2, 2])
 MTP = {"mtp.fc.weight": (4, 4), "model.layers.2.embed_tokens.weight": (3, 5), "model.layers.2.shared_head.norm.weight": (5,)}
-"""Layers that predict several tokens, as checkpoints of several families have them, behind a model of two layers."""
+"""Layers that predict several tokens, as checkpoints of several families have them, after a model of two layers."""
 
 
-def stored(folder: Path) -> dict[str, Tensor]:
+def load_stored(folder: Path) -> dict[str, Tensor]:
     return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
@@ -74,18 +74,18 @@ def sees(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def trained(tables: dict[str, Any], *outputs: Path, before_export: Callable[[], object] = lambda: None) -> None:
+def train(tables: dict[str, Any], *outputs: Path, before_export: Callable[[], object] = lambda: None) -> None:
     with Engine.open({"optimizer": {"learning_rate": 1e-2}, **tables}) as engine:
         engine.forward_backward(engine.plan(COLUMNS)).result()
         engine.optim_step().result()
         before_export()
-        for each in outputs:
-            engine.export(each)
+        for output in outputs:
+            engine.export(output)
 
 
 def require_whole(source: Path, exported: Path, unused: set[str]) -> None:
     """The same names; what training does not use is the same bytes, and something else was learned."""
-    before, after = stored(source), stored(exported)
+    before, after = load_stored(source), load_stored(exported)
     assert after.keys() == before.keys()
     for name in unused:
         assert after[name].dtype == before[name].dtype
@@ -96,24 +96,24 @@ def require_whole(source: Path, exported: Path, unused: set[str]) -> None:
 @pytest.mark.parametrize("backend", ["fsdp", "deepspeed", "megatron"])
 def test_layers_that_the_class_leaves_out(with_mtp: Path, tmp_path: Path, backend: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
-        trained({"model": {"path": str(with_mtp)}, "backend": {"use": backend}}, tmp_path / "one", tmp_path / "again")
-    for each in ("one", "again"):
-        require_whole(with_mtp, tmp_path / each, set(MTP))
-        _, report = AutoModelForCausalLM.from_pretrained(tmp_path / each, output_loading_info=True)
+        train({"model": {"path": str(with_mtp)}, "backend": {"use": backend}}, tmp_path / "one", tmp_path / "again")
+    for name in ("one", "again"):
+        require_whole(with_mtp, tmp_path / name, set(MTP))
+        _, report = AutoModelForCausalLM.from_pretrained(tmp_path / name, output_loading_info=True)
         assert not report["missing_keys"]
         assert set(report["unexpected_keys"]) == set(MTP)
     assert "copied 3 tensors that training does not use" in caplog.text
     assert "model.layers (2), mtp.fc (1)" in caplog.text
     # an export is a source like any other
-    trained({"model": {"path": str(tmp_path / "one")}}, tmp_path / "further")
+    train({"model": {"path": str(tmp_path / "one")}}, tmp_path / "further")
     require_whole(tmp_path / "one", tmp_path / "further", set(MTP))
 
 
 @pytest.mark.parametrize("backend", ["fsdp", "deepspeed"])
 def test_a_model_that_sees_and_is_trained_on_text(sees: Path, tmp_path: Path, backend: str) -> None:
     """The export is the published class again, with the vision tower that it had, and goes on training as text."""
-    trained({"model": {"path": str(sees), "dtype": "bfloat16"}, "backend": {"use": backend}}, tmp_path / "out")
-    unused = {name for name in stored(sees) if "visual" in name or name.startswith("mtp")}
+    train({"model": {"path": str(sees), "dtype": "bfloat16"}, "backend": {"use": backend}}, tmp_path / "out")
+    unused = {name for name in load_stored(sees) if "visual" in name or name.startswith("mtp")}
     assert len(unused) > 20
     require_whole(sees, tmp_path / "out", unused)
     config = AutoConfig.from_pretrained(tmp_path / "out")
@@ -125,7 +125,7 @@ def test_a_model_that_sees_and_is_trained_on_text(sees: Path, tmp_path: Path, ba
         assert not report["missing_keys"], whole
         assert torch.equal(
             model.get_input_embeddings().weight.float(),
-            stored(tmp_path / "out")["model.language_model.embed_tokens.weight"].float(),
+            load_stored(tmp_path / "out")["model.language_model.embed_tokens.weight"].float(),
         )
 
 
@@ -138,7 +138,7 @@ def test_a_source_that_is_gone_is_named(with_mtp: Path, tmp_path: Path) -> None:
     with pytest.raises(
         ModelError, match=r"held 3 tensors that training does not use.*model\.layers\.2.* is not there any more"
     ) as caught:
-        trained({"model": {"path": str(with_mtp)}}, tmp_path / "out", before_export=move)
+        train({"model": {"path": str(with_mtp)}}, tmp_path / "out", before_export=move)
     assert "--model PATH" in caught.value.remedy
     assert not (tmp_path / "out").exists()
     assert not list(tmp_path.glob(".*partial"))
@@ -149,14 +149,14 @@ def test_a_model_that_uses_all_it_holds_needs_no_source(tmp_path: Path) -> None:
     source = tmp_path / "source"
     write_model(source, "llama")
     write_tokenizer(source, ["a b c"], size=64)
-    trained({"model": {"path": str(source)}}, tmp_path / "out", before_export=lambda: shutil.rmtree(source))
-    assert [each.name for each in (tmp_path / "out").glob("*.safetensors*")] == ["model.safetensors"]
+    train({"model": {"path": str(source)}}, tmp_path / "out", before_export=lambda: shutil.rmtree(source))
+    assert [file.name for file in (tmp_path / "out").glob("*.safetensors*")] == ["model.safetensors"]
 
 
 def test_adapters_are_exported_alone(with_mtp: Path, tmp_path: Path) -> None:
-    trained({"model": {"path": str(with_mtp), "lora": {"rank": 2}}}, tmp_path / "out")
+    train({"model": {"path": str(with_mtp), "lora": {"rank": 2}}}, tmp_path / "out")
     assert not (tmp_path / "out" / "config.json").exists()
-    assert all(".lora_" in name for name in stored(tmp_path / "out"))
+    assert all(".lora_" in name for name in load_stored(tmp_path / "out"))
 
 
 def test_names_without_the_prefix_and_pickled_files(tmp_path: Path) -> None:
@@ -168,8 +168,8 @@ def test_names_without_the_prefix_and_pickled_files(tmp_path: Path) -> None:
     (source / "model.safetensors").unlink()
     torch.save(weights, source / "pytorch_model.bin")
     write_tokenizer(source, ["a b c"], size=64)
-    trained({"model": {"path": str(source)}}, tmp_path / "out")
-    exported = stored(tmp_path / "out")
+    train({"model": {"path": str(source)}}, tmp_path / "out")
+    exported = load_stored(tmp_path / "out")
     assert exported.keys() == weights.keys()
     assert torch.equal(exported["h.0.attn.bias"], weights["h.0.attn.bias"])
     _, report = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)

@@ -27,7 +27,7 @@ class ByHand:
         return FunctionCorrection("by_hand", lambda tokens, _: tokens, config, ())
 
 
-def made(plugin: object, config: object) -> FunctionCorrection:
+def make_product(plugin: object, config: object) -> FunctionCorrection:
     manager = pluggy.PluginManager(PROJECT)
     manager.add_hookspecs(spec)
     manager.register(plugin)
@@ -37,14 +37,14 @@ def made(plugin: object, config: object) -> FunctionCorrection:
 
 
 def test_the_engine_makes_it_through_the_hooks() -> None:
-    product = made(capped, Options(high=3.0))
+    product = make_product(capped, Options(high=3.0))
     assert (product.name, product.needs) == ("capped", ("old_logprobs", "rollout_logprobs"))
     assert product(5.0) == 3.0  # type: ignore[arg-type] # what the function does with its tokens is its own business
     assert capped.skyrl_engine_config_schema() is Options
 
 
 def test_a_plugin_may_be_written_without_the_decorator() -> None:
-    assert made(ByHand(), None)(7) == 7  # type: ignore[arg-type]
+    assert make_product(ByHand(), None)(7) == 7  # type: ignore[arg-type]
 
 
 def test_what_a_correction_needs_may_depend_on_its_config() -> None:

@@ -11,5 +11,5 @@ def test_a_decorator_without_parentheses_says_how_it_is_written(decorator):
     with pytest.raises(TypeError, match=rf"^@{name} takes options alone: write it with parentheses, @{name}\(...\)"):
 
         @decorator
-        def of_a_stranger(*given):
-            return given
+        def of_a_stranger(*arguments):
+            return arguments

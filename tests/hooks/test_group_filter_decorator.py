@@ -18,7 +18,7 @@ def view(*rewards):
     return GroupView("spell", np.array(rewards, dtype=np.float64), flags, np.ones(size, dtype=np.int64), flags)
 
 
-def made(plugin, config, context):
+def make_product(plugin, config, context):
     """Ask the plugin for its product, as the engine does."""
     manager = pluggy.PluginManager(PROJECT)
     manager.add_hookspecs(spec)
@@ -47,13 +47,13 @@ class ByHand:
 
 
 def test_a_function_becomes_a_plugin():
-    product = made(above, Bound(0.25), FactoryContext())
+    product = make_product(above, Bound(0.25), FactoryContext())
     assert (product.name, product(view(0.0, 0.0)), product(view(1.0, 0.0))) == ("above", "low", None)
     assert above(view(0.5, 0.5), Bound()) is None
 
 
 def test_a_plugin_by_hand():
-    assert made(ByHand(), None, FactoryContext(seed=3))(view(1.0)) == "seed_3"
+    assert make_product(ByHand(), None, FactoryContext(seed=3))(view(1.0)) == "seed_3"
 
 
 def test_a_function_of_other_arguments_is_refused():

@@ -1,4 +1,4 @@
-"""Every hook is used by a test and stands in docs/reference/hooks.md with its exact signature and text."""
+"""Every hook is used by a test and written in docs/reference/hooks.md with its exact signature and text."""
 
 import ast
 import inspect

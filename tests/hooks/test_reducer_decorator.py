@@ -40,9 +40,9 @@ def test_the_engine_makes_it_through_the_hooks() -> None:
     manager.register(scaled)
     manager.check_pending()
     assert manager.hook.skyrl_engine_config_schema() is Scale
-    made = manager.hook.skyrl_engine_make_reducer(config=Scale(3.0), context=FactoryContext())
-    assert made.weights(structure_of([1, 2])).tolist() == [3, 6]
-    assert (made.name, made.empty_sequence, made.batch_local) == ("scaled", "skip", False)
+    reducer = manager.hook.skyrl_engine_make_reducer(config=Scale(3.0), context=FactoryContext())
+    assert reducer.weights(structure_of([1, 2])).tolist() == [3, 6]
+    assert (reducer.name, reducer.empty_sequence, reducer.batch_local) == ("scaled", "skip", False)
 
 
 def test_it_declares_that_it_depends_on_the_cut() -> None:

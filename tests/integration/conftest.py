@@ -1,4 +1,4 @@
-"""Two tiny models of different families, random columns, and what a group of workers needs to be told."""
+"""Two tiny models of different families, random columns, and what a group of workers needs to know."""
 
 from collections.abc import Callable
 from pathlib import Path

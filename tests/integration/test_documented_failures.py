@@ -1,7 +1,7 @@
 """Failures that other engines have documented, each held here by the real thing: columns, plan, ranks, objective, merger.
 
 Others have a place of their own: terms and means that count per micro-batch, lost and averaged ranks (tests/proof/test_plants.py, and the
-matrix beside it), empty sequences in denominators (plugins/reducers/tests/test_four_sequences.py), padding rows, token-budget order, ranks
+matrix next to it), empty sequences in denominators (plugins/reducers/tests/test_four_sequences.py), padding rows, token-budget order, ranks
 and replicas in the merger (plugins/mergers/tests).
 """
 

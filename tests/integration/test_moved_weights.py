@@ -28,7 +28,7 @@ ROUNDING = 1e-5
 """In nats: what other kernels make of the same weights. A step of AdamW here moves log-probabilities by more than a hundred times that."""
 
 
-def started(name: str, directory: Path) -> Backend:
+def start(name: str, directory: Path) -> Backend:
     try:
         chosen = resolve(from_dict({"backend": {"use": name}}, "test"), need=()).plugins["backend"]
     except PluginNotFoundError as error:
@@ -44,7 +44,7 @@ def scores(backend: Backend) -> Scores:
     return dict(zip(output.sample_ids.tolist(), output.fields["logprobs"], strict=True))
 
 
-def apart(one: Scores, other: Scores) -> float:
+def measure_distance(one: Scores, other: Scores) -> float:
     """Documents without a scored token owe nothing."""
     assert {number for number, values in one.items() if len(values)} == {number for number, values in other.items() if len(values)}
     return max(float(np.abs(values - other[number]).max()) for number, values in one.items() if len(values))
@@ -57,14 +57,14 @@ def test_each_backend_goes_on_from_what_another_exported(tmp_path: Path, family:
     handed_over = definition(str(directory), documents(VOCABULARY)).logprobs
     with alone():
         for number, name in enumerate(JOURNEY):
-            with closing(started(name, directory)) as backend:
-                assert apart(scores(backend), handed_over) <= ROUNDING, f"{name} loads other weights"
+            with closing(start(name, directory)) as backend:
+                assert measure_distance(scores(backend), handed_over) <= ROUNDING, f"{name} loads other weights"
                 backend.forward_backward(build_padded(documents(VOCABULARY), 4), WeightedObjective())
                 backend.optim_step()
                 reached = scores(backend)
-                assert apart(reached, handed_over) > 100 * ROUNDING
+                assert measure_distance(reached, handed_over) > 100 * ROUNDING
                 directory = tmp_path / f"{number}-{name}"
                 directory.mkdir()
                 backend.export(directory)
             handed_over = definition(str(directory), documents(VOCABULARY)).logprobs
-            assert apart(reached, handed_over) <= ROUNDING, f"{name} exports other weights"
+            assert measure_distance(reached, handed_over) <= ROUNDING, f"{name} exports other weights"

@@ -40,7 +40,7 @@ def test_a_backend_is_measured_against_float32(tmp_path: Path) -> None:
     """bfloat16 differs, by no more than the tolerance; a gradient of twice the size, or without one parameter's share, does not pass."""
     world: Any = Here()
     reference = Subject("fsdp", setting(tmp_path, "float32"), TINY, world)
-    due, file = reference.scored(), tmp_path / "gradients.safetensors"
+    expected, file = reference.score_batch(), tmp_path / "gradients.safetensors"
     world.run(on_rank.keep_gradients, file)
     subject = Subject("fsdp", setting(tmp_path, "bfloat16"), TINY, world)
     weights = subject.engine.weights()
@@ -50,7 +50,7 @@ def test_a_backend_is_measured_against_float32(tmp_path: Path) -> None:
     after = subject.engine.weights()
     assert all((weights[name] == weight).all() for name, weight in after.items()), "every step starts from the same weights"
 
-    parity = subject.parity(due, file)
+    parity = subject.parity(expected, file)
     limit = TOLERANCES["bfloat16"]
     assert 0 < parity.mean_logprob < parity.largest_logprob
     assert 0 < parity.gradient < parity.worst
@@ -63,11 +63,11 @@ def test_a_backend_is_measured_against_float32(tmp_path: Path) -> None:
         {**gradients, norm: gradients[norm] / 1.3},
     ):
         save_file(wrong, file)
-        assert not subject.parity(due, file).within(limit)
+        assert not subject.parity(expected, file).within(limit)
         subject.engine.discard()
     save_file({name: gradient for name, gradient in gradients.items() if name != norm}, file)
     with pytest.raises(AssertionError, match=norm):
-        subject.parity(due, file)
+        subject.parity(expected, file)
     subject.engine.group.close()
 
 
@@ -91,8 +91,8 @@ def test_the_table_and_its_place_in_the_page(tmp_path: Path) -> None:
     on_cuda = program.table(found, evolve(setting(tmp_path, "bfloat16"), device="cuda"), tokens=100)
     assert "| fsdp | 50 | 1.00 | 3 | 1.0e-04 |" in on_cuda
     assert "| megatron | 25 | 0.50 | not told here |" in on_cuda
-    for each in (table, on_cuda):
-        assert len({line.count("|") for line in each.splitlines() if line.startswith("|")}) == 1
+    for rows in (table, on_cuda):
+        assert len({line.count("|") for line in rows.splitlines() if line.startswith("|")}) == 1
 
     page = Path("docs/reference/backends-side-by-side.md").read_text()
     written = program.put_into(program.put_into(page, "cpu", "ON-CPU"), "cuda", "ON-CUDA")
@@ -109,7 +109,9 @@ NO_CUDA = "NOT PROVED HERE: bfloat16 parity of fsdp, deepspeed and megatron need
 def on_cuda(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[ComputeDtype, dict[str, Measured]]:
     """Every backend measured on one device, in processes of their own."""
     chosen = Setting("cuda", request.param, 1, 1, 1, 2**22, tmp_path_factory.mktemp("cuda"))
-    return request.param, {each.backend: each for each in program.measured(chosen, SIZES["10m"], list(BACKENDS))}
+    return request.param, {
+        measurement.backend: measurement for measurement in program.measure(chosen, SIZES["10m"], list(BACKENDS))
+    }
 
 
 @pytest.mark.gpu

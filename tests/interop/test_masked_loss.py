@@ -81,7 +81,7 @@ FORMS = {
 }
 
 
-def made(plugin, **options):
+def make_loss(plugin, **options):
     """The loss as the engine makes it."""
     schema = plugin.skyrl_engine_config_schema()
     return plugin.skyrl_engine_make_loss(config=None if schema is None else schema(**options))
@@ -103,17 +103,17 @@ def test_losses_and_gradients_are_those_of_the_native_loss(make_tokens, form):
     tokens = of_one_advantage_per_sequence(make_tokens())
     schema = ppo.skyrl_engine_config_schema()
     native = losses_of(ppo.skyrl_engine_make_loss(config=schema(clip_low=0.2, clip_high=0.28)), tokens)
-    adapted = losses_of(made(FORMS[form]), tokens)
+    adapted = losses_of(make_loss(FORMS[form]), tokens)
     torch.testing.assert_close(adapted, native, rtol=1e-12, atol=1e-12)
     weights = torch.linspace(-1, 2, len(native), dtype=native.dtype)
-    gradients = [torch.autograd.grad((weights * each).sum(), tokens.logprobs)[0] for each in (adapted, native)]
+    gradients = [torch.autograd.grad((weights * losses).sum(), tokens.logprobs)[0] for losses in (adapted, native)]
     assert gradients[1].abs().max() > 0.1
     torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-12, atol=1e-12)
 
 
 def test_options_reach_the_function(make_tokens):
     tokens = make_tokens()
-    wide, narrow = (made(FORMS["skyrl"], eps_clip_high=high) for high in (9.0, 0.0))
+    wide, narrow = (make_loss(FORMS["skyrl"], eps_clip_high=high) for high in (9.0, 0.0))
     assert not torch.equal(losses_of(wide, tokens), losses_of(narrow, tokens))
 
 
@@ -124,7 +124,7 @@ def test_optional_columns_are_passed_when_they_are_needed(make_tokens):
 
     needs = ("logprobs", "old_logprobs", "advantages", "rollout_logprobs")
     tokens = make_tokens()
-    loss = made(masked_loss(corrected, needs=needs))
+    loss = make_loss(masked_loss(corrected, needs=needs))
     assert loss.needs == needs
     torch.testing.assert_close(losses_of(loss, tokens), -(tokens.logprobs - tokens.rollout_logprobs).exp() * tokens.advantages)
 
@@ -135,14 +135,14 @@ def test_columns_of_ones_own_by_name(make_tokens):
 
     tokens = make_tokens()
     plugin = masked_loss(weighted, arguments={"bonus": "entropy"}, config={"scale": 2.0})
-    torch.testing.assert_close(losses_of(made(plugin, scale=3.0), tokens), -3 * tokens.entropy * tokens.logprobs)
+    torch.testing.assert_close(losses_of(make_loss(plugin, scale=3.0), tokens), -3 * tokens.entropy * tokens.logprobs)
 
 
 def test_metrics_are_weighted_by_tokens_unless_declared(make_tokens):
     def reporting(log_probs, loss_mask):
         return (-log_probs * loss_mask).sum(), {"share": 0.5, "largest": log_probs.max().detach(), "loss": 3.0, "nothing": None}
 
-    output = made(masked_loss(reporting, metrics={"largest": "max"}))(make_tokens())
+    output = make_loss(masked_loss(reporting, metrics={"largest": "max"}))(make_tokens())
     assert output.metrics["share"] == Metric.mean(4.5, 9)
     assert output.metrics["largest"].reduction == "max"
     assert output.metrics["reporting_loss"].result == 3.0, "under the engine's own name it would be refused"
@@ -151,7 +151,7 @@ def test_metrics_are_weighted_by_tokens_unless_declared(make_tokens):
 
 def test_further_values_want_names(make_tokens):
     with pytest.raises(ContractError, match="further values, of which not all have names"):
-        made(masked_loss(OpenRLHFForm(0.2, 0.2).forward, reduction="token_mean", metrics=("clip_ratio",)))(make_tokens())
+        make_loss(masked_loss(OpenRLHFForm(0.2, 0.2).forward, reduction="token_mean", metrics=("clip_ratio",)))(make_tokens())
 
 
 def test_random_numbers_are_seeded_and_the_global_state_stays(make_tokens):
@@ -160,7 +160,7 @@ def test_random_numbers_are_seeded_and_the_global_state_stays(make_tokens):
 
     torch.manual_seed(3)
     before = torch.get_rng_state()
-    loss = made(masked_loss(thinned, batch_local=True))
+    loss = make_loss(masked_loss(thinned, batch_local=True))
     first, second = (losses_of(loss, make_tokens()) for _ in range(2))
     assert torch.equal(first, second)
     assert 0 < (first == 0).sum() < len(first)
@@ -169,7 +169,7 @@ def test_random_numbers_are_seeded_and_the_global_state_stays(make_tokens):
 
 def test_in_evaluation_nothing_is_left_to_differentiate(make_tokens):
     with torch.no_grad():
-        losses = losses_of(made(FORMS["openrlhf"]), make_tokens())
+        losses = losses_of(make_loss(FORMS["openrlhf"]), make_tokens())
     assert not losses.requires_grad
     assert len(losses) == 9
 
@@ -179,32 +179,32 @@ def test_without_tokens_there_is_nothing_to_call(make_tokens, counts):
     def never(log_probs, loss_mask):
         raise AssertionError("called without a token")
 
-    assert losses_of(made(masked_loss(never)), make_tokens(counts)).shape == (0,)
+    assert losses_of(make_loss(masked_loss(never)), make_tokens(counts)).shape == (0,)
 
 
 @pytest.mark.parametrize("counts", [(1,), (2,), (1, 1), (0, 1, 0), (40, 1)])
 def test_batches_of_any_shape(make_tokens, counts):
     tokens = make_tokens(counts, torch.float32)
     expected = clipped(tokens.logprobs, tokens.old_logprobs, tokens.advantages, 0.2, 0.28)
-    torch.testing.assert_close(losses_of(made(FORMS["skyrl"]), tokens), expected)
+    torch.testing.assert_close(losses_of(make_loss(FORMS["skyrl"]), tokens), expected)
 
 
 def test_values_that_differ_within_a_sequence_are_no_value_of_the_sequence(make_tokens):
     with pytest.raises(DataError, match="takes advantages as one value per sequence"):
-        made(FORMS["trl"])(make_tokens())
+        make_loss(FORMS["trl"])(make_tokens())
 
 
 def test_a_value_that_is_not_finite_is_left_to_the_engine_to_name(make_tokens):
     tokens = make_tokens()
     broken = tokens.advantages.clone()
     broken[2] = torch.nan
-    losses = losses_of(made(FORMS["skyrl"]), attrs.evolve(tokens, needs={**tokens.needs, "advantages": broken}))
+    losses = losses_of(make_loss(FORMS["skyrl"]), attrs.evolve(tokens, needs={**tokens.needs, "advantages": broken}))
     assert losses.isnan().nonzero().tolist() == [[2]]
 
 
 def test_an_option_that_the_function_wants_and_nobody_named(make_tokens):
     with pytest.raises(AttributeError, match=r"reads config\.eps_clip_high, which is no option; .* \(named: eps_clip_low\)"):
-        made(masked_loss(skyrl_form, config={"eps_clip_low": 0.2}))(make_tokens())
+        make_loss(masked_loss(skyrl_form, config={"eps_clip_low": 0.2}))(make_tokens())
 
 
 def test_options_pickle_and_are_equal():
@@ -230,8 +230,8 @@ def test_options_pickle_and_are_equal():
     ],
 )
 def test_what_cannot_be_matched_is_refused_where_it_is_written(takes, keywords, message):
-    def function(**given):
-        return given
+    def function(**options):
+        return options
 
     function.__signature__ = Signature([Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in takes.split(", ")])
     with pytest.raises(TypeError, match=message):
@@ -280,7 +280,7 @@ def test_the_defaults_of_skyrls_configuration_are_taken_as_they_are(make_tokens)
     tokens = make_tokens()
     structured = strict_converter().structure
     off = losses_of(plugin.skyrl_engine_make_loss(config=structured({}, schema)), tokens)
-    plain = losses_of(made(FORMS["skyrl"], eps_clip_high=0.2), tokens)
+    plain = losses_of(make_loss(FORMS["skyrl"], eps_clip_high=0.2), tokens)
     torch.testing.assert_close(off, plain, rtol=0, atol=0)
 
     table = {"off_policy_correction": {"tis_ratio_type": "token", "outlier_token_is_threshold_low": 0.5}, "max_seq_len": 8}
@@ -299,7 +299,7 @@ def test_declarations_reach_the_product():
     plugin = masked_loss(
         skyrl_form, config={"eps_clip_low": 0.2, "eps_clip_high": 0.2}, advised_reducers=("sum",), homogeneous=True
     )
-    product = made(plugin)
+    product = make_loss(plugin)
     assert (product.name, product.needs) == ("skyrl_form", ("logprobs", "old_logprobs", "advantages"))
     assert (product.advised_reducers, product.homogeneous, product.batch_local) == (("sum",), True, False)
 

@@ -46,7 +46,7 @@ def as_fsdp_describes(config: Any, world_size: int) -> BackendDescription:
     return fsdp.skyrl_engine_describe_backend(**{name: offered[name] for name in taken})
 
 
-def scaled(factor: Callable[[Any, Any], float]) -> Make:
+def scale(factor: Callable[[Any, Any], float]) -> Make:
     """The differentiated sum times `factor(backend, batch)`; what is reported stays."""
 
     def change(fsdp_backend: type[Any]) -> type[Any]:

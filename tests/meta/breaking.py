@@ -15,12 +15,14 @@ def broken_by(
 ) -> Mapping[str, Finding]:
     """Findings by promise; those that are suspected are tried on so many examples. `more` as for `Subject`."""
     subject = Subject("test", make, **more)
-    findings = drop_repeated_causes([each.hold(subject, examples=examples if each.name in suspected else FEW) for each in promises])
+    findings = drop_repeated_causes(
+        [promise.hold(subject, examples=examples if promise.name in suspected else FEW) for promise in promises]
+    )
     return {finding.promise: finding for finding in findings if finding.status == "broken"}
 
 
 def require_broken(broken: Mapping[str, Finding], promises: Collection[str], words: str) -> None:
     """These and no others, and one of them for the reason that the words tell."""
-    told = [line for finding in broken.values() for line in finding.lines]
-    assert set(broken) == set(promises), (sorted(broken), told)
-    assert any(words in line for line in told), told
+    lines = [line for finding in broken.values() for line in finding.lines]
+    assert set(broken) == set(promises), (sorted(broken), lines)
+    assert any(words in line for line in lines), lines

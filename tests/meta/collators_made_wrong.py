@@ -24,7 +24,7 @@ class Delegating:
         return self.inner.build(columns, micro_batch, fields=fields)
 
 
-def changed(plan, change):
+def change_ranks(plan, change):
     """The plan with `change` applied to the ranks of every mini-batch."""
     return BatchPlan(tuple(MiniBatchPlan(change(mini.ranks)) for mini in plan.mini_batches), plan.layout, plan.sample_ids)
 

@@ -1,4 +1,4 @@
-"""Wrong plugins stand in modules of their own, beside the tests, so that pickle finds their classes by name."""
+"""Wrong plugins are in modules of their own, next to the tests, so that pickle finds their classes by name."""
 
 import sys
 from pathlib import Path

@@ -53,9 +53,9 @@ class ProcessRewardsEpisode(Episode):
     """Pays by the token, in the parts as well."""
 
     def step(self, action):
-        each = self.worth(action.text) / len(action.token_ids)
-        given = tuple(each for _ in action.token_ids)
-        return StepResult(0.0, token_rewards=given, parts={"steps": sum(given)})
+        reward_of_token = self.worth(action.text) / len(action.token_ids)
+        rewards = tuple(reward_of_token for _ in action.token_ids)
+        return StepResult(0.0, token_rewards=rewards, parts={"steps": sum(rewards)})
 
 
 class SetsTheNextTurnEpisode(Episode):
@@ -88,10 +88,10 @@ class RemembersTasks(Plain):
     """Makes every task once, and keeps it: what it keeps is a function of the number."""
 
     def tasks(self, split):
-        kept = self.__dict__.setdefault("kept", {})
-        if split not in kept:
-            kept[split] = super().tasks(split)
-        return kept[split]
+        tasks_by_split = self.__dict__.setdefault("kept", {})
+        if split not in tasks_by_split:
+            tasks_by_split[split] = super().tasks(split)
+        return tasks_by_split[split]
 
 
 class TokensAsPrompt(Plain):

@@ -28,7 +28,7 @@ class MakesItsPlaces(wrong_losses.Plain):
 
 
 class HoldsANumber(wrong_losses.Plain):
-    """A single number of the CPU, which may stand beside tensors of any device."""
+    """A single number of the CPU, which may occur with tensors of any device."""
 
     def __init__(self):
         self.scale = torch.tensor(2.0, dtype=torch.float64)

@@ -9,19 +9,19 @@ from skyrl_engine.testing import promises_of
 from skyrl_engine.testing.plugin_promises import PLUGIN_PROMISES
 
 PAGE = Path(__file__).parents[2] / "docs/how-to/verify-a-plugin.md"
-OF_ALL = {each.name for each in PLUGIN_PROMISES}
+OF_ALL = {promise.name for promise in PLUGIN_PROMISES}
 
 
-def listed(heading):
+def list_lines(heading):
     section = PAGE.read_text().partition(f"\n### {heading}\n")[2].partition("\n### ")[0]
     return [line for line in section.splitlines() if line.startswith("| `")]
 
 
 @pytest.mark.parametrize("kind", [kind.name for kind in KINDS.values() if kind.suite])
 def test_promises_of_a_kind(kind):
-    due = [f"| `{each.name}` | {each.sentence} |" for each in promises_of(kind) if each.name not in OF_ALL]
-    assert listed(kind.capitalize().replace("_", " ")) == due
+    rows = [f"| `{promise.name}` | {promise.sentence} |" for promise in promises_of(kind) if promise.name not in OF_ALL]
+    assert list_lines(kind.capitalize().replace("_", " ")) == rows
 
 
 def test_promises_of_every_kind():
-    assert listed("Every kind") == [f"| `{each.name}` | {each.sentence} |" for each in PLUGIN_PROMISES]
+    assert list_lines("Every kind") == [f"| `{promise.name}` | {promise.sentence} |" for promise in PLUGIN_PROMISES]

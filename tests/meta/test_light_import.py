@@ -21,8 +21,8 @@ def plain(tokens, config):
 """
 
 
-def installed(folder, name, head):
-    """A distribution as pip leaves it behind, with one loss."""
+def install(folder, name, head):
+    """A distribution as pip leaves it, with one loss."""
     information = folder / f"{name}-1.0.0.dist-info"
     information.mkdir(parents=True)
     (information / "METADATA").write_text(
@@ -34,7 +34,7 @@ def installed(folder, name, head):
 
 def test_a_file_of_the_current_folder_does_not_stand_in_for_the_package(tmp_path, monkeypatch):
     """Who tried a loss from ./my_losses.py has that file still when the package my_losses is installed."""
-    installed(tmp_path / "site", "my_losses", "")
+    install(tmp_path / "site", "my_losses", "")
     (tmp_path / "work").mkdir()
     (tmp_path / "work/my_losses.py").write_text("raise SystemExit('the wrong file')")
     monkeypatch.syspath_prepend(tmp_path / "site")
@@ -49,7 +49,7 @@ def test_a_file_of_the_current_folder_does_not_stand_in_for_the_package(tmp_path
 
 @pytest.mark.parametrize(("name", "head", "status"), [("heavy_losses", "import torch", "broken"), ("light_losses", "", "kept")])
 def test_what_an_entry_point_imports(tmp_path, monkeypatch, name, head, status):
-    installed(tmp_path, name, head)
+    install(tmp_path, name, head)
     monkeypatch.syspath_prepend(tmp_path)
     record = Registry.discover().resolve("loss", f"{name}:plain")
     try:

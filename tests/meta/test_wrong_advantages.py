@@ -77,7 +77,7 @@ BY_NIGHT = [
     ("fault", "promises", "words"), [*FAULTS, *IN_EXPLICIT_CASES, *BY_NIGHT], ids=lambda value: getattr(value, "__name__", None)
 )
 def test_a_wrong_estimator_breaks_its_promise(fault, promises, words):
-    held = [each for each in ADVANTAGE_PROMISES if each.name in promises]
+    held = [promise for promise in ADVANTAGE_PROMISES if promise.name in promises]
     breaking.require_broken(breaking.broken_by(held, fault, promises, examples=40), promises, words)
 
 
@@ -89,13 +89,13 @@ def test_what_is_right_breaks_nothing(right):
 def test_an_oracle_holds_an_estimator_to_its_formula():
     """A standard deviation with G instead of G - 1, say: every other promise is kept."""
 
-    def halved(batch):
+    def halve(batch):
         return wrong.Plain()(batch) * np.sqrt(0.5)
 
-    assert set(broken_by(wrong.Plain, {"oracle"}, hooks={"oracle": halved})) == {"oracle"}
+    assert set(broken_by(wrong.Plain, {"oracle"}, hooks={"oracle": halve})) == {"oracle"}
 
 
 def test_every_promise_to_estimators_is_broken_by_something():
     # above, and broken by others in this folder
     elsewhere = {"oracle", "config_round_trip", "light_import", "process_settings", "another_rank", "another_process"}
-    assert {each.name for each in ADVANTAGE_PROMISES} == {name for _, names, _ in FAULTS for name in names} | elsewhere
+    assert {promise.name for promise in ADVANTAGE_PROMISES} == {name for _, names, _ in FAULTS for name in names} | elsewhere

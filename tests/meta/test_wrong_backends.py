@@ -20,13 +20,13 @@ FILES = {
 
 @pytest.fixture(scope="module")
 def bench():
-    with Bench() as made:
-        yield made
+    with Bench() as opened:
+        yield opened
 
 
 def broken_by(bench, name, layout, promises=None):
     subject = BackendSubject(select_plugin("backend", f"{FILES[name]}:{name}", {}), bench, (layout,))
-    findings = [each.hold(subject) for each in BACKEND_PROMISES if promises is None or each.name in promises]
+    findings = [promise.hold(subject) for promise in BACKEND_PROMISES if promises is None or promise.name in promises]
     return {finding.promise: finding for finding in findings if finding.status == "broken"}
 
 
@@ -142,7 +142,7 @@ BY_NIGHT = [
     ("reads_the_largest_score", {"host_waits"}, "in every micro-batch of forward over", "dp1"),
     ("copies_a_gradient_each_time", {"host_waits"}, ".cpu()", "dp1"),
 ]
-FAULTS = [*((*each, "dp1") for each in ON_ONE_RANK), *((*each, "dp2") for each in ON_TWO_RANKS), *BY_DAY]
+FAULTS = [*((*fault, "dp1") for fault in ON_ONE_RANK), *((*fault, "dp2") for fault in ON_TWO_RANKS), *BY_DAY]
 ODD = [("one_micro_batch_at_a_time", "dp1"), ("one_micro_batch_at_a_time", "dp2"), ("builds_all_at_first", "dp2")]
 
 
@@ -179,9 +179,9 @@ ALSO = {
     "mask_on_the_cpu": {"logprobs_at"},
     "model_of_the_class": {"adapter_sets", "divergence"},
 }
-"""Promises that a fault breaks beside those by which it is known: theirs are sums of more, or start from what is wrong."""
+"""Promises that a fault breaks in addition to those by which it is known: theirs are sums of more, or start from what is wrong."""
 
-of_every_fault = pytest.mark.parametrize(("name", "promises", "words", "layout"), FAULTS, ids=[each[0] for each in FAULTS])
+of_every_fault = pytest.mark.parametrize(("name", "promises", "words", "layout"), FAULTS, ids=[fault[0] for fault in FAULTS])
 
 
 @pytest.mark.proof
@@ -205,7 +205,7 @@ def test_a_wrong_backend_breaks_its_promises(bench, name, promises, words, layou
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(("name", "promises", "words", "layout"), BY_NIGHT, ids=[f"{each[0]}-{each[3]}" for each in BY_NIGHT])
+@pytest.mark.parametrize(("name", "promises", "words", "layout"), BY_NIGHT, ids=[f"{fault[0]}-{fault[3]}" for fault in BY_NIGHT])
 def test_other_wrong_backends_break_their_promises(bench, name, promises, words, layout):
     require_broken(broken_by(bench, name, layout, promises), promises, words)
 
@@ -230,4 +230,4 @@ def test_what_the_faults_are_made_of_is_right(bench):
 
 def test_every_promise_to_backends_is_broken_by_something():
     of_any_plugin = {"config_round_trip", "light_import"}  # broken by losses, in this folder
-    assert {each.name for each in BACKEND_PROMISES} == {name for _, names, _, _ in FAULTS for name in names} | of_any_plugin
+    assert {promise.name for promise in BACKEND_PROMISES} == {name for _, names, _, _ in FAULTS for name in names} | of_any_plugin

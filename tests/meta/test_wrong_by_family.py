@@ -136,9 +136,9 @@ FAMILIES = {
 def by_family(families):
     """One parameter per plugin, of which the first of its family is tried by day."""
     return [
-        pytest.param(*each, id=f"{family}-{each[1].__name__}", marks=[pytest.mark.nightly] if place else [])
+        pytest.param(*member, id=f"{family}-{member[1].__name__}", marks=[pytest.mark.nightly] if place else [])
         for family, members in families.items()
-        for place, each in enumerate(members)
+        for place, member in enumerate(members)
     ]
 
 
@@ -167,12 +167,12 @@ SETTINGS = {
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
-        pytest.param(*each, id=each[0].__name__, marks=[pytest.mark.nightly] if place else [])
-        for place, each in enumerate(SETTINGS["settings of the process"])
+        pytest.param(*setting, id=setting[0].__name__, marks=[pytest.mark.nightly] if place else [])
+        for place, setting in enumerate(SETTINGS["settings of the process"])
     ],
 )
 def test_settings_of_the_process_are_put_back(fault, words):
-    (promised,) = [each for each in LOSS_PROMISES if each.name == "process_settings"]
+    (promised,) = [promise for promise in LOSS_PROMISES if promise.name == "process_settings"]
     before = settings_of_process()
     finding = promised.hold(Subject("test", fault), examples=5)
     assert finding.status == "broken"
@@ -213,7 +213,7 @@ def test_a_counterexample_of_a_reducer_holds_no_sequence_that_does_not_matter():
         def of(self, structure, weight):
             return super().of(structure, weight) * np.where(weight == np.float32(1 / 3), 0, 1)
 
-    (promised,) = [each for each in REDUCER_PROMISES if each.name == "loss_weights_decide"]
+    (promised,) = [promise for promise in REDUCER_PROMISES if promise.name == "loss_weights_decide"]
     finding = promised.hold(Subject("test", Halved), examples=100)
     assert finding.counterexample == ("sequence 0 has the loss weights 0.333333",)
 
@@ -227,6 +227,6 @@ def test_an_oracle_without_a_gradient_is_compared_by_its_values():
 
 
 def test_no_process_group_is_left_behind():
-    (promised,) = [each for each in LOSS_PROMISES if each.name == "devices"]
+    (promised,) = [promise for promise in LOSS_PROMISES if promise.name == "devices"]
     assert promised.hold(Subject("test", partial(wrong_losses.Plain))).status == "kept"
     assert not torch.distributed.is_initialized()

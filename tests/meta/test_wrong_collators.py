@@ -143,11 +143,11 @@ def test_a_wrong_collator_breaks_the_promise_about_its_fault(collator_class, pro
     assert finding.counterexample, "the case is told"
 
 
-@pytest.mark.parametrize("right", ODD, ids=lambda each: each.__name__)
+@pytest.mark.parametrize("right", ODD, ids=lambda collator: collator.__name__)
 def test_an_odd_collator_that_is_right_breaks_none(right):
-    for each in PROMISES.values():
-        if each.name not in ("config_round_trip", "light_import"):
-            assert each.hold(Subject("odd", right), examples=20).status in ("kept", "not claimed"), each.name
+    for promise in PROMISES.values():
+        if promise.name not in ("config_round_trip", "light_import"):
+            assert promise.hold(Subject("odd", right), examples=20).status in ("kept", "not claimed"), promise.name
 
 
 def test_every_promise_about_plans_and_builds_is_broken_by_someone():

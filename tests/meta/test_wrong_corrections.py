@@ -56,6 +56,6 @@ def test_what_is_right_breaks_nothing(right):
 def test_every_promise_to_corrections_is_broken_by_something():
     of_any_plugin = {"config_round_trip", "light_import"}  # broken by losses, in this folder
     by_families = {"devices", "oracle", "another_process"}  # in test_wrong_by_family.py, and in tests/testing
-    assert {each.name for each in CORRECTION_PROMISES} == {
+    assert {promise.name for promise in CORRECTION_PROMISES} == {
         name for _, names, _ in FAULTS for name in names
     } | of_any_plugin | by_families

@@ -26,7 +26,7 @@ EXAMPLES = 40
 SLOW = "same_in_another_process"
 """It starts a process, so it is checked where that is the point."""
 
-QUICK = [each for each in ENVIRONMENT_PROMISES if each.name != SLOW]
+QUICK = [promise for promise in ENVIRONMENT_PROMISES if promise.name != SLOW]
 
 FAULTS = [
     (episodes.SharedTurns, {"episodes_apart"}, "another episode, open at the same time, is felt"),
@@ -110,35 +110,35 @@ RIGHT = [
 ]
 
 
-def named(value):
+def name_class(value):
     return getattr(value, "__name__", None)
 
 
-@pytest.mark.parametrize(("fault", "promises", "words"), FAULTS, ids=named)
+@pytest.mark.parametrize(("fault", "promises", "words"), FAULTS, ids=name_class)
 def test_a_wrong_environment_breaks_its_promise(fault, promises, words):
     """These promises and no others; where an environment cannot be played, the others are undecided."""
     breaking.require_broken(breaking.broken_by(QUICK, fault, promises, examples=EXAMPLES), promises, words)
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(("fault", "promises", "words"), BY_NIGHT, ids=named)
+@pytest.mark.parametrize(("fault", "promises", "words"), BY_NIGHT, ids=name_class)
 def test_other_wrong_environments_break_their_promises(fault, promises, words):
-    held = [each for each in QUICK if each.name in promises]
+    held = [promise for promise in QUICK if promise.name in promises]
     breaking.require_broken(breaking.broken_by(held, fault, promises, examples=4 * EXAMPLES), promises, words)
 
 
-@pytest.mark.parametrize("right", RIGHT, ids=named)
+@pytest.mark.parametrize("right", RIGHT, ids=name_class)
 def test_an_odd_environment_that_is_right_breaks_none(right):
-    told = [
-        (each.name, finding.lines)
-        for each in QUICK
-        if (finding := each.hold(breaking.Subject("odd", right), examples=20)).status not in ("kept", "not claimed")
+    lines = [
+        (promise.name, finding.lines)
+        for promise in QUICK
+        if (finding := promise.hold(breaking.Subject("odd", right), examples=20)).status not in ("kept", "not claimed")
     ]
-    assert told == []
+    assert lines == []
 
 
 def test_tasks_that_another_process_has_otherwise():
-    held = [each for each in ENVIRONMENT_PROMISES if each.name == SLOW]
+    held = [promise for promise in ENVIRONMENT_PROMISES if promise.name == SLOW]
     broken = breaking.broken_by(held, tasks.HashedTasks, examples=1)
     breaking.require_broken(broken, {SLOW}, "in another process")
     assert breaking.broken_by(held, Plain, examples=1) == {}
@@ -146,7 +146,7 @@ def test_tasks_that_another_process_has_otherwise():
 
 @pytest.mark.nightly
 def test_tasks_that_another_rank_has_otherwise():
-    held = [each for each in ENVIRONMENT_PROMISES if each.name == SLOW]
+    held = [promise for promise in ENVIRONMENT_PROMISES if promise.name == SLOW]
     broken = breaking.broken_by(held, tasks.TasksOfARank, examples=1)
     breaking.require_broken(broken, {SLOW}, "in another process")
 
@@ -163,7 +163,7 @@ def test_prompts_that_are_longer_than_most_models_are_given_are_told_with_their_
 
 
 def well_formed():
-    return next(each for each in ENVIRONMENT_PROMISES if each.name == "well_formed")
+    return next(promise for promise in ENVIRONMENT_PROMISES if promise.name == "well_formed")
 
 
 def test_a_suite_may_know_solutions_that_the_environment_does_not():
@@ -173,4 +173,4 @@ def test_a_suite_may_know_solutions_that_the_environment_does_not():
 
 def test_every_promise_to_environments_is_broken_by_something():
     elsewhere = {SLOW, "config_round_trip", "light_import"}  # above, and broken by others in this folder
-    assert {each.name for each in ENVIRONMENT_PROMISES} == {name for _, names, _ in FAULTS for name in names} | elsewhere
+    assert {promise.name for promise in ENVIRONMENT_PROMISES} == {name for _, names, _ in FAULTS for name in names} | elsewhere

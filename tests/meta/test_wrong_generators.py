@@ -132,7 +132,7 @@ ODD = [
 
 
 def broken_by(make, promises):
-    held = [each for each in GENERATOR_PROMISES if each.name in promises]
+    held = [promise for promise in GENERATOR_PROMISES if promise.name in promises]
     return breaking.broken_by(held, make, promises, examples=1, hooks={"description": lambda: make.description})
 
 
@@ -190,10 +190,10 @@ def test_a_generator_that_does_not_end_is_seen(monkeypatch):
 
 def test_what_needs_weights_is_not_claimed_by_an_endpoint():
     subject = Subject("test", wrong.Plain, hooks={"description": lambda: GeneratorDescription(frozenset(), (), "remote", 4)})
-    reasons = [each.exempt(subject) for each in GENERATOR_PROMISES if each not in PLUGIN_PROMISES]
+    reasons = [promise.exempt(subject) for promise in GENERATOR_PROMISES if promise not in PLUGIN_PROMISES]
     assert set(reasons) == {"the generator takes no weights that the kit could give it: neither a module nor tensors"}
 
 
 def test_every_promise_to_generators_is_broken_by_something():
     elsewhere = {"closes", "config_round_trip", "light_import", "pickling"}  # above, and broken by others in this folder
-    assert {each.name for each in GENERATOR_PROMISES} == {name for _, names, _ in FAULTS for name in names} | elsewhere
+    assert {promise.name for promise in GENERATOR_PROMISES} == {name for _, names, _ in FAULTS for name in names} | elsewhere

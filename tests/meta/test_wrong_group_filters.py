@@ -54,14 +54,14 @@ ODD = [wrong.ByQuantiles, wrong.GivesEightReasons, pytest.param(wrong.ByEnvironm
 
 @pytest.mark.parametrize(("fault", "promises", "words"), FAULTS, ids=lambda value: getattr(value, "__name__", None))
 def test_a_wrong_filter_breaks_its_promise(fault, promises, words):
-    held = [each for each in GROUP_FILTER_PROMISES if each.name in promises]
+    held = [promise for promise in GROUP_FILTER_PROMISES if promise.name in promises]
     breaking.require_broken(breaking.broken_by(held, fault, promises, examples=60), promises, words)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(("fault", "promises", "words"), BY_NIGHT, ids=lambda value: getattr(value, "__name__", None))
 def test_other_wrong_filters_break_their_promises(fault, promises, words):
-    held = [each for each in GROUP_FILTER_PROMISES if each.name in promises]
+    held = [promise for promise in GROUP_FILTER_PROMISES if promise.name in promises]
     breaking.require_broken(breaking.broken_by(held, fault, promises, examples=200), promises, words)
 
 
@@ -72,8 +72,8 @@ def test_an_odd_filter_that_is_right_breaks_none(right):
 
 @pytest.mark.parametrize("fault", [wrong.LooksAtTheFirst, wrong.NumberInTheReason, wrong.SortsInPlace, wrong.DrawsFromNumpy])
 def test_and_no_other(fault):
-    due = next(promises for each, promises, _ in FAULTS if each is fault)
-    assert set(broken_by(fault, due)) == due
+    expected = next(promises for candidate, promises, _ in FAULTS if candidate is fault)
+    assert set(broken_by(fault, expected)) == expected
 
 
 def test_what_the_faults_are_made_of_is_right():
@@ -87,4 +87,4 @@ def test_an_oracle_holds_a_filter_to_its_definition():
 def test_every_promise_to_filters_is_broken_by_something():
     # above, and broken by others in this folder
     elsewhere = {"oracle", "config_round_trip", "light_import", "process_settings", "another_rank", "another_process"}
-    assert {each.name for each in GROUP_FILTER_PROMISES} == {name for _, names, _ in FAULTS for name in names} | elsewhere
+    assert {promise.name for promise in GROUP_FILTER_PROMISES} == {name for _, names, _ in FAULTS for name in names} | elsewhere

@@ -46,37 +46,37 @@ RANKS = [
 RIGHT = [wrong.PutsItBack, wrong.ImportsLate, wrong.KeepsAThread]
 
 
-def held(promises, name, make):
-    (promised,) = [each for each in promises if each.name == name]
+def hold_promise(promises, name, make):
+    (promised,) = [promise for promise in promises if promise.name == name]
     return promised.hold(Subject("test", make), examples=20, shrink=False)
 
 
-def named(value):
+def name_class(value):
     return getattr(value, "__name__", "")
 
 
-@pytest.mark.parametrize(("promises", "fault", "words"), SETTINGS, ids=named)
+@pytest.mark.parametrize(("promises", "fault", "words"), SETTINGS, ids=name_class)
 def test_who_changes_the_process_is_found_and_the_process_is_as_before(promises, fault, words):
     before = {name: value for name, value in settings_of_process().items() if name != "threads"}
-    finding = held(promises, "process_settings", fault)
+    finding = hold_promise(promises, "process_settings", fault)
     assert finding.status == "broken"
     assert words in finding.cause
     assert {name: settings_of_process()[name] for name in before} == before
 
 
-@pytest.mark.parametrize(("promises", "fault"), RANKS, ids=named)
+@pytest.mark.parametrize(("promises", "fault"), RANKS, ids=name_class)
 def test_who_asks_for_the_rank_is_found(promises, fault):
-    finding = held(promises, "another_rank", fault)
+    finding = hold_promise(promises, "another_rank", fault)
     assert finding.status == "broken"
     assert "another rank" in finding.cause
 
 
-@pytest.mark.parametrize("right", RIGHT, ids=named)
+@pytest.mark.parametrize("right", RIGHT, ids=name_class)
 def test_who_leaves_it_as_it_was_is_right(right, tmp_path, monkeypatch):
     (tmp_path / "sets_when_imported.py").write_text("import logging\nlogging.disable(logging.DEBUG)\n")
     monkeypatch.syspath_prepend(tmp_path)
     try:
-        assert held(REDUCER_PROMISES, "process_settings", right).status == "kept"
+        assert hold_promise(REDUCER_PROMISES, "process_settings", right).status == "kept"
     finally:
         sys.modules.pop("sets_when_imported", None)
         for event in wrong.KeepsAThread.started:

@@ -96,12 +96,12 @@ def test_what_is_right_breaks_nothing(right):
 def test_every_promise_to_losses_is_broken_by_something():
     rest = {"oracle", "config_round_trip", "light_import", "process_settings", "another_process"}  # below, and in this folder
     rest |= {"devices", "empty_metrics", "evaluation"}  # by families, in test_wrong_by_family.py
-    assert {each.name for each in LOSS_PROMISES} == {name for _, names, _ in FAULTS for name in names} | rest
+    assert {promise.name for promise in LOSS_PROMISES} == {name for _, names, _ in FAULTS for name in names} | rest
 
 
 def test_settings_of_the_process_are_put_back_where_a_loss_changes_them():
     before = torch.get_default_dtype()
-    (promised,) = [each for each in LOSS_PROMISES if each.name == "process_settings"]
+    (promised,) = [promise for promise in LOSS_PROMISES if promise.name == "process_settings"]
     finding = promised.hold(Subject("test", wrong.SetsTheDefaultDtype), examples=5)
     assert finding.cause == "leaves the default dtype at torch.float64, where it was torch.float32"
     assert torch.get_default_dtype() == before
@@ -127,7 +127,7 @@ def test_options_that_change_when_they_are_written_down():
     record = PluginRecord.of_file("loss", Path(wrong.__file__), "percent", text.encode())
     subject = Subject.of_plugin(SelectedPlugin.of(record, {"strength": 40.0}, "test"))
     verdict = Verdict.of(LOSS_PROMISES, subject, examples=10)
-    broken = {each.promise: each for each in verdict.of_status("broken")}
+    broken = {finding.promise: finding for finding in verdict.of_status("broken")}
     assert set(broken) == {"config_round_trip", "another_process"}, "options reach another process through a lock"
     assert "its option strength is 0.4 before and 0.004 after it went through TOML" in broken["config_round_trip"].cause
 

@@ -85,11 +85,11 @@ ODD = [
 ]
 
 
-def named(value):
+def name_class(value):
     return getattr(value, "__name__", None)
 
 
-@pytest.mark.parametrize(("fault", "promises", "words"), FAULTS, ids=named)
+@pytest.mark.parametrize(("fault", "promises", "words"), FAULTS, ids=name_class)
 def test_a_wrong_merger_breaks_its_promise(fault, promises, words):
     broken = broken_by(fault, promises)
     breaking.require_broken(broken, promises, words)
@@ -99,7 +99,7 @@ def test_what_the_faults_are_made_of_is_right():
     assert broken_by(wrong.Plain) == {}
 
 
-@pytest.mark.parametrize("right", ODD, ids=named)
+@pytest.mark.parametrize("right", ODD, ids=name_class)
 def test_an_odd_merger_that_is_right_breaks_none(right):
     assert broken_by(right, VALID) == {}
 
@@ -112,4 +112,4 @@ def test_every_promise_to_mergers_is_broken_by_something():
         "another_rank",
         "another_process",
     }  # broken by others in this folder
-    assert {each.name for each in MERGER_PROMISES} == {name for _, names, _ in DAILY for name in names} | of_any_plugin
+    assert {promise.name for promise in MERGER_PROMISES} == {name for _, names, _ in DAILY for name in names} | of_any_plugin

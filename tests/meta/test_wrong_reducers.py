@@ -74,4 +74,4 @@ def test_an_oracle_holds_a_reducer_to_its_formula():
 def test_every_promise_to_reducers_is_broken_by_something():
     # above, and broken by others in this folder
     elsewhere = {"oracle", "config_round_trip", "light_import", "process_settings", "another_rank", "another_process"}
-    assert {each.name for each in REDUCER_PROMISES} == {name for _, names, _ in FAULTS for name in names} | elsewhere
+    assert {promise.name for promise in REDUCER_PROMISES} == {name for _, names, _ in FAULTS for name in names} | elsewhere

@@ -214,9 +214,9 @@ class WeighsTheMean(Plain):
 
 class SubtractsInPlace(Plain):
     def __call__(self, batch):
-        made = super().__call__(batch)
+        output = super().__call__(batch)
         batch.rewards[:] -= 1
-        return made
+        return output
 
 
 class Draws(Plain):
@@ -299,7 +299,9 @@ class TablesOfEight(Plain):
     """Right as long as no group has more than eight members, of which the others are left out of the mean."""
 
     def means(self, rewards, groups, finished):
-        place = np.array([np.count_nonzero(finished[:each] & (groups[:each] == groups[each])) for each in range(len(groups))])
+        place = np.array(
+            [np.count_nonzero(finished[:number] & (groups[:number] == groups[number])) for number in range(len(groups))]
+        )
         return super().means(rewards, groups, finished & (place < 8))
 
 
@@ -309,8 +311,8 @@ class LastFourTurns(Plain):
     def __call__(self, batch):
         latest = np.zeros(int(batch.trajectory_index.max(initial=-1)) + 1, dtype=np.int64)
         np.maximum.at(latest, batch.trajectory_index, batch.turn)
-        kept = (batch.turn > latest[batch.trajectory_index] - 4)[batch.sample_index]
-        return super().__call__(evolve(batch, rewards=np.where(kept, batch.rewards, np.float32(0))))
+        recent = (batch.turn > latest[batch.trajectory_index] - 4)[batch.sample_index]
+        return super().__call__(evolve(batch, rewards=np.where(recent, batch.rewards, np.float32(0))))
 
 
 class FirstIsTheBaseline(Plain):

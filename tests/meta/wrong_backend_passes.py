@@ -131,10 +131,10 @@ needs_a_token = Wrong(overriding(forward_backward=_skips_unscored))
 
 def _one_document_a_row(self: Any, original: Any, batch: Any, objective: Any) -> Any:
     """Packed rows as if each were one document: neighbours see each other."""
-    return original([attrs.evolve(each, sequence_lengths=_joined(each)) for each in batch], objective)
+    return original([attrs.evolve(micro_batch, sequence_lengths=_join_lengths(micro_batch)) for micro_batch in batch], objective)
 
 
-def _joined(micro_batch: Any) -> Any:
+def _join_lengths(micro_batch: Any) -> Any:
     import numpy as np
 
     from skyrl_engine.contracts import Ragged
@@ -176,11 +176,11 @@ logits_are_logprobs = _misgiving(lambda scores: {"logits": scores["logprobs"]} i
 def _labels_of_inputs(_self: Any, original: Any, batch: Any, objective: Any) -> Any:
     """A pass that reads labels out of the rows, where the tokens that follow are."""
 
-    def relabelled(micro_batch: Any) -> Any:
+    def relabel(micro_batch: Any) -> Any:
         ids = micro_batch.inputs["input_ids"].flatten()
         return attrs.evolve(micro_batch, labels=ids[(micro_batch.positions + 1).clamp(max=len(ids) - 1)])
 
-    return original([relabelled(each) for each in batch], objective)
+    return original([relabel(each) for each in batch], objective)
 
 
 labels_of_inputs = Wrong(overriding(forward=_labels_of_inputs, forward_backward=_labels_of_inputs))
@@ -210,7 +210,9 @@ values_undeclared = Wrong(overriding(), fewer=frozenset({"value_head"}))
 
 
 def _next_position(self: Any, original: Any, batch: Any, objective: Any) -> Any:
-    return original([attrs.evolve(each, positions=(each.positions - 1).clamp(min=0)) for each in batch], objective)
+    return original(
+        [attrs.evolve(micro_batch, positions=(micro_batch.positions - 1).clamp(min=0)) for micro_batch in batch], objective
+    )
 
 
 scores_one_token_early = Wrong(overriding(forward=_next_position, forward_backward=_next_position))
@@ -220,7 +222,9 @@ def _on_inputs(change: Callable[[Any], Any]) -> Callable[..., Any]:
     """Every micro-batch with images as `change` makes it."""
 
     def method(self: Any, original: Any, batch: Any, objective: Any) -> Any:
-        return original([change(each) if "pixel_values" in each.inputs else each for each in batch], objective)
+        return original(
+            [change(micro_batch) if "pixel_values" in micro_batch.inputs else micro_batch for micro_batch in batch], objective
+        )
 
     return method
 
@@ -246,7 +250,7 @@ def _without_the_missing(self: Any, original: Any, batch: Any, objective: Any) -
     try:
         return original(batch, objective)
     except DataError:
-        return original([_text_in_the_place_of_images(each) for each in batch], objective)
+        return original([_text_in_the_place_of_images(micro_batch) for micro_batch in batch], objective)
 
 
 def _naming_samples_in_words(self: Any, original: Any, batch: Any, objective: Any) -> Any:
@@ -286,7 +290,7 @@ def _documents_only(self: Any, original: Any, batch: Any, objective: Any) -> Any
     """A batch ends with the first micro-batch that has nothing in it."""
     from itertools import takewhile
 
-    return original(list(takewhile(lambda each: each.inputs["attention_mask"].any(), batch)), objective)
+    return original(list(takewhile(lambda micro_batch: micro_batch.inputs["attention_mask"].any(), batch)), objective)
 
 
 def _short_rows(self: Any, original: Any, batch: Any, objective: Any) -> Any:
@@ -298,7 +302,7 @@ def _short_rows(self: Any, original: Any, batch: Any, objective: Any) -> Any:
         def __call__(self, scores: Any, micro_batch: Any) -> Any:
             width = micro_batch.inputs["input_ids"].shape[1]
             inside = micro_batch.positions % width < 64
-            return objective({name: each.where(inside, each.detach()) for name, each in scores.items()}, micro_batch)
+            return objective({name: values.where(inside, values.detach()) for name, values in scores.items()}, micro_batch)
 
     return original(batch, Windowed())
 
@@ -353,7 +357,7 @@ def _largest(scores: Any, _micro_batch: Any) -> Any:
 
 
 def _step_on_the_cpu(self: Any, original: Any, settings: Any = None) -> Any:
-    """A norm that is kept on the CPU, beside gradients that are not."""
+    """A norm that is kept on the CPU, next to gradients that are not."""
     import torch
 
     total = torch.zeros(1)
@@ -364,13 +368,13 @@ def _step_on_the_cpu(self: Any, original: Any, settings: Any = None) -> Any:
 
 
 def _moves_each_gradient(self: Any, original: Any, batch: Any, objective: Any) -> Any:
-    """Gradients are copied to the CPU behind every micro-batch."""
+    """Gradients are copied to the CPU after every micro-batch."""
     from skyrl_engine.contracts import RankOutput
 
     parts = []
     for micro_batch in batch:
         parts.append(original([micro_batch], objective))
-        self.copies = [each.grad.cpu() for each in self._parameters().values() if each.grad is not None][:1]
+        self.copies = [parameter.grad.cpu() for parameter in self._parameters().values() if parameter.grad is not None][:1]
     return RankOutput.concat(parts, self.coords)
 
 
@@ -396,7 +400,7 @@ def _one_at_a_time(self: Any, original: Any, batch: Any, objective: Any) -> Any:
     """Odd and right: a pass of its own for every micro-batch."""
     from skyrl_engine.contracts import RankOutput
 
-    return RankOutput.concat([original([each], objective) for each in batch], self.coords)
+    return RankOutput.concat([original([micro_batch], objective) for micro_batch in batch], self.coords)
 
 
 def _all_at_first(self: Any, original: Any, batch: Any, objective: Any) -> Any:

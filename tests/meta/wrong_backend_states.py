@@ -189,9 +189,9 @@ adapters_undeclared = Wrong(overriding(), fewer=frozenset({"lora"}))
 
 
 def _shares_its_count(self: Any, original: Any, *arguments: Any) -> Any:
-    made = original(*arguments)
-    made.count = self.count = getattr(self, "count", [0])
-    return made
+    adapter_set = original(*arguments)
+    adapter_set.count = self.count = getattr(self, "count", [0])
+    return adapter_set
 
 
 def _steps_of_all_sets(self: Any, original: Any, settings: AdamWSettings | None = None) -> OptimStep:
@@ -204,9 +204,9 @@ def _steps_of_all_sets(self: Any, original: Any, settings: AdamWSettings | None 
 
 
 def _draws_of_the_process(self: Any, original: Any, *arguments: Any) -> Any:
-    made = original(*arguments)
-    made._draws = nullcontext
-    return made
+    adapter_set = original(*arguments)
+    adapter_set._draws = nullcontext
+    return adapter_set
 
 
 one_step_count_for_all_sets = Wrong(overriding(adapter_set=_shares_its_count, optim_step=_steps_of_all_sets))
@@ -226,7 +226,7 @@ def _remembered(self: Any, original: Any, *arguments: Any) -> None:
 
 def _forgotten(self: Any, original: Any) -> None:
     original()
-    _SET_UP[:] = [each for each in _SET_UP if each is not self]
+    _SET_UP[:] = [backend for backend in _SET_UP if backend is not self]
 
 
 def _on_the_latest(self: Any, _original: Any, *arguments: Any) -> Any:

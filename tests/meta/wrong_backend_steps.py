@@ -3,7 +3,7 @@
 from typing import Any
 
 import attrs
-from backends_made_wrong import Wrong, overriding, scaled, world_size
+from backends_made_wrong import Wrong, overriding, scale, world_size
 
 from skyrl_engine import EngineError
 from skyrl_engine.contracts import AdamWSettings, OptimizerSettings, OptimStep
@@ -11,16 +11,16 @@ from skyrl_engine.contracts import AdamWSettings, OptimizerSettings, OptimStep
 right = Wrong(overriding())
 
 
-mean_over_ranks = Wrong(scaled(lambda _backend, _batch: 1 / world_size()))
+mean_over_ranks = Wrong(scale(lambda _backend, _batch: 1 / world_size()))
 
 
-mean_over_micro_batches = Wrong(scaled(lambda _backend, batch: 1 / len(batch)))
+mean_over_micro_batches = Wrong(scale(lambda _backend, batch: 1 / len(batch)))
 
 
-dropped_rank = Wrong(scaled(lambda backend, _batch: float(backend.coords.rank == 0)))
+dropped_rank = Wrong(scale(lambda backend, _batch: float(backend.coords.rank == 0)))
 
 
-twice = Wrong(scaled(lambda _backend, _batch: 2.0))
+twice = Wrong(scale(lambda _backend, _batch: 2.0))
 
 
 def _last_call_only(self: Any, original: Any, batch: Any, objective: Any) -> Any:
@@ -33,10 +33,10 @@ last_call_only = Wrong(overriding(forward_backward=_last_call_only))
 
 
 def _keeps_gradient(self: Any, original: Any, *settings: Any) -> OptimStep:
-    kept = {name: parameter.grad for name, parameter in self._parameters().items()}
+    gradients = {name: parameter.grad for name, parameter in self._parameters().items()}
     applied = original(*settings)
     for name, parameter in self._parameters().items():
-        parameter.grad = kept[name]
+        parameter.grad = gradients[name]
     return applied
 
 
@@ -66,7 +66,7 @@ def _told(self: Any, settings: OptimizerSettings | None, **changes: Any) -> Opti
 
 def _clips(self: Any, original: Any, settings: OptimizerSettings | None = None) -> OptimStep:
     limit = (settings or self._settings).max_grad_norm
-    return original(_told(self, settings, max_grad_norm=1.0 if limit is None else min(1.0, limit)))
+    return original(_change_numbers(self, settings, max_grad_norm=1.0 if limit is None else min(1.0, limit)))
 
 
 def _never_clips(self: Any, original: Any, settings: OptimizerSettings | None = None) -> OptimStep:
@@ -91,7 +91,7 @@ def _remembers_the_limit(self: Any, original: Any, settings: OptimizerSettings |
     if settings is not None and settings.max_grad_norm is not None:
         self.limit = settings.max_grad_norm
     limit = getattr(self, "limit", (settings or self._settings).max_grad_norm)
-    return original(_told(self, settings, max_grad_norm=limit))
+    return original(_change_numbers(self, settings, max_grad_norm=limit))
 
 
 remembers_the_limit = Wrong(overriding(optim_step=_remembers_the_limit))
@@ -142,7 +142,7 @@ def _steps_anyway(self: Any, original: Any, *settings: Any) -> OptimStep:
 steps_anyway = Wrong(overriding(optim_step=_steps_anyway))
 
 
-def _limited(self: Any) -> None:
+def _limit(self: Any) -> None:
     """Clip what has been accumulated so far to the limit of setup."""
     import torch
 
@@ -153,7 +153,7 @@ def _limited(self: Any) -> None:
 
 def _clips_calls(self: Any, original: Any, batch: Any, objective: Any) -> Any:
     output = original(batch, objective)
-    _limited(self)
+    _limit(self)
     return output
 
 
@@ -163,7 +163,7 @@ def _clips_micro_batches(self: Any, original: Any, batch: Any, objective: Any) -
     parts = []
     for micro_batch in batch:
         parts.append(original([micro_batch], objective))
-        _limited(self)
+        _limit(self)
     return RankOutput.concat(parts, self.coords)
 
 

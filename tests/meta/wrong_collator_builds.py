@@ -91,7 +91,7 @@ class CountsItsBuilds(Delegating):
 
 
 class PadsWithTheNumberOfRows(Delegating):
-    """Padding, which nobody looks at, differs with the rows beside it."""
+    """Padding, which nobody looks at, differs with the rows next to it."""
 
     def build(self, columns, micro_batch, *, fields=None):
         batch = super().build(columns, micro_batch, fields=fields)
@@ -101,7 +101,7 @@ class PadsWithTheNumberOfRows(Delegating):
 
 
 class TurnsRowsWithTheBatch(Delegating):
-    """Weights of a micro-batch of one row lie elsewhere than those of several."""
+    """Weights of a micro-batch of one row are elsewhere than those of several."""
 
     def build(self, columns, micro_batch, *, fields=None):
         batch = super().build(columns, micro_batch, fields=fields)
@@ -250,7 +250,7 @@ class NeedsASample(Delegating):
 
 
 class TurnsWideColumns(Delegating):
-    """The k numbers of every token from behind, where a column has several."""
+    """The k numbers of every token in reverse, where a column has several."""
 
     def build(self, columns, micro_batch, *, fields=None):
         batch = super().build(columns, micro_batch, fields=fields)
@@ -336,14 +336,14 @@ class AtTheTokens(Delegating):
         import torch
 
         batch = super().build(columns, micro_batch, fields=fields)
-        mask, made = batch.fields.get("response_mask"), {}
+        mask, masked = batch.fields.get("response_mask"), {}
         for name, field in batch.fields.items():
             if name != "loss_weight" and name not in columns.columns:
                 continue
             wide = torch.zeros(micro_batch.rows, micro_batch.width, *field.shape[2:], dtype=field.dtype)
             wide[:, micro_batch.width - field.shape[1] :] = field
-            made[name] = wide
-        return evolve(batch, fields={**batch.fields, **made}) if mask is not None or made else batch
+            masked[name] = wide
+        return evolve(batch, fields={**batch.fields, **masked}) if mask is not None or masked else batch
 
 
 class RemembersSampleIds(Delegating):
@@ -354,8 +354,8 @@ class RemembersSampleIds(Delegating):
         self.known = {}
 
     def build(self, columns, micro_batch, *, fields=None):
-        told = (columns.sample_ids, np.diff(columns.token_offsets), np.diff(columns.action_offsets))
-        key = (*(each[micro_batch.samples].tobytes() for each in told), micro_batch.rows, micro_batch.width, str(fields))
+        arrays = (columns.sample_ids, np.diff(columns.token_offsets), np.diff(columns.action_offsets))
+        key = (*(array[micro_batch.samples].tobytes() for array in arrays), micro_batch.rows, micro_batch.width, str(fields))
         batch = self.known.setdefault(key, super().build(columns, micro_batch, fields=fields))
         return evolve(batch, fields={name: field.clone() for name, field in batch.fields.items()})
 
@@ -370,7 +370,7 @@ class PreparesByTurn(Delegating):
     def build(self, columns, micro_batch, *, fields=None):
         if self.ready and self.columns is columns and micro_batch.place:
             return self.ready.pop(0)
-        self.ready = [super(PreparesByTurn, self).build(columns, each, fields=fields) for each in micro_batch.following[:2]]
+        self.ready = [super(PreparesByTurn, self).build(columns, later, fields=fields) for later in micro_batch.following[:2]]
         self.columns = columns
         return super().build(columns, micro_batch, fields=fields)
 
@@ -386,7 +386,7 @@ class PreparesByPlace(Delegating):
         if self.columns is columns and micro_batch.place in self.ready:
             return self.ready.pop(micro_batch.place)
         following = micro_batch.following[:2]
-        self.ready = {each.place: super(PreparesByPlace, self).build(columns, each, fields=fields) for each in following}
+        self.ready = {later.place: super(PreparesByPlace, self).build(columns, later, fields=fields) for later in following}
         self.columns = columns
         return super().build(columns, micro_batch, fields=fields)
 

@@ -110,7 +110,7 @@ class CapturesThroughTheGaps(DelegatingPacked):
 
 
 class RunsRoutesTogether(DelegatingPacked):
-    """All routes of a row one after the other from its first column: wrong behind a sample whose routes are a prefix."""
+    """All routes of a row one after the other from its first column: wrong after a sample whose routes are a prefix."""
 
     def build(self, columns, micro_batch, *, fields=None):
         batch = super().build(columns, micro_batch, fields=fields)

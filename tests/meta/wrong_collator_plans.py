@@ -2,7 +2,7 @@
 
 import numpy as np
 from attrs import evolve
-from collators_made_wrong import Delegating, changed
+from collators_made_wrong import Delegating, change_ranks
 
 from skyrl_engine import DataError
 from skyrl_engine.contracts import MicroBatchPlan
@@ -17,12 +17,12 @@ class DropsASample(Delegating):
             offsets = np.minimum(first.row_offsets, len(first.samples) - 1)
             return ((MicroBatchPlan(first.samples[:-1], offsets, first.width, first.action_width), *ranks[0][1:]), *ranks[1:])
 
-        return changed(super().plan(lengths, layout), drop)
+        return change_ranks(super().plan(lengths, layout), drop)
 
 
 class LeavesRanksUneven(Delegating):
     def plan(self, lengths, layout):
-        return changed(
+        return change_ranks(
             super().plan(lengths, layout), lambda ranks: tuple(tuple(mb for mb in rank if len(mb.samples)) for rank in ranks)
         )
 
@@ -59,7 +59,7 @@ class PlansWhatFitsNowhere(Delegating):
 
 
 class PlansGroupsOfAnySize(Delegating):
-    """Ends a mini-batch behind each group that is larger."""
+    """Ends a mini-batch after each group that is larger."""
 
     def plan(self, lengths, layout):
         largest = np.unique(lengths.group_ids, return_counts=True)[1].max(initial=0)
@@ -79,7 +79,7 @@ class PlansDifferentlyEachTime(Delegating):
 
     def plan(self, lengths, layout):
         type(self).calls += 1
-        return changed(super().plan(lengths, layout), lambda ranks: ranks[:: -1 if self.calls % 2 else 1])
+        return change_ranks(super().plan(lengths, layout), lambda ranks: ranks[:: -1 if self.calls % 2 else 1])
 
 
 class CarriesSomethingUnheardOf(Delegating):
@@ -91,7 +91,12 @@ class KnowsSixteenSamples(Delegating):
 
     def plan(self, lengths, layout):
         plan = super().plan(lengths, layout)
-        return changed(plan, lambda ranks: tuple(tuple(evolve(each, samples=each.samples % 16) for each in rank) for rank in ranks))
+        return change_ranks(
+            plan,
+            lambda ranks: tuple(
+                tuple(evolve(micro_batch, samples=micro_batch.samples % 16) for micro_batch in rank) for rank in ranks
+            ),
+        )
 
 
 class CutsGroupsOfMany(Delegating):
@@ -156,7 +161,9 @@ class RoundsWidths(Delegating):
         plan = super().plan(lengths, layout)
         if layout.micro_batch_tokens is not None:
             return plan
-        return changed(
+        return change_ranks(
             plan,
-            lambda ranks: tuple(tuple(evolve(each, width=-(-each.width // 8) * 8) for each in rank) for rank in ranks),
+            lambda ranks: tuple(
+                tuple(evolve(micro_batch, width=-(-micro_batch.width // 8) * 8) for micro_batch in rank) for rank in ranks
+            ),
         )

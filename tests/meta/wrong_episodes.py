@@ -164,7 +164,7 @@ class MutatesTaskEpisode(Episode):
 
 
 class PaysAnywhereEpisode(Episode):
-    """Pays for the solution wherever it stands; see TellsTheAnswer."""
+    """Pays for the solution wherever it occurs; see TellsTheAnswer."""
 
     def worth(self, text):
         return float(str(self.task.data["sum"]) in re.findall(r"\d+", text))
@@ -177,8 +177,8 @@ class TellsTheAnswer(Plain):
 
     def task(self, split, number):
         task = super().task(split, number)
-        told = f"{task.messages[0]['content']} (known answers: {task.data['sum']}, 3)"
-        return evolve(task, messages=({"role": "user", "content": told},))
+        question = f"{task.messages[0]['content']} (known answers: {task.data['sum']}, 3)"
+        return evolve(task, messages=({"role": "user", "content": question},))
 
 
 class PaysNothingEpisode(Episode):

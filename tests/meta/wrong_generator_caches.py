@@ -50,12 +50,14 @@ class KeepsOneStale(Plain):
 
     def update(self, weights, version, target="policy"):
         model = self.models.get(target)
-        kept = (
-            {name: each.detach().clone() for name, each in model.named_parameters() if name.endswith(self.stale)} if model else {}
+        copies = (
+            {name: parameter.detach().clone() for name, parameter in model.named_parameters() if name.endswith(self.stale)}
+            if model
+            else {}
         )
         super().update(weights, version, target)
         with torch.no_grad():
-            for name, weight in kept.items():
+            for name, weight in copies.items():
                 self.models[target].get_parameter(name).copy_(weight)
 
 

@@ -1,4 +1,4 @@
-"""Generators that claim batch invariance, with log-probabilities that tell what was sampled before or beside a request."""
+"""Generators that claim batch invariance, with log-probabilities that tell what was sampled before or with a request."""
 
 import numpy as np
 from attrs import evolve
@@ -46,7 +46,7 @@ class TellsTheLongest(RoundsOtherwise):
 
 
 class TellsTheFirstTurn(RoundsOtherwise):
-    """A session that it knows goes on from what it computed then, one that it does not know is read anew."""
+    """A session that it knows goes on from what it computed then, one that it does not know is read again."""
 
     def __init__(self):
         super().__init__()
@@ -93,7 +93,7 @@ class OtherTokens(AloneAndInvariant):
     """Draws with other numbers where several requests are sent together."""
 
     def submit(self, requests):
-        super().submit([evolve(each, seed=each.seed + 1) for each in requests] if len(requests) > 4 else requests)
+        super().submit([evolve(request, seed=request.seed + 1) for request in requests] if len(requests) > 4 else requests)
 
 
 class InOneBatch(Plain):

@@ -17,8 +17,8 @@ class ClampsTemperature(Plain):
         return min(max(temperature, self.least), self.most)
 
     def draw(self, state, scaled):
-        asked = state.request.sampling.temperature
-        return super().draw(state, scaled * asked / self.at(asked))
+        temperature = state.request.sampling.temperature
+        return super().draw(state, scaled * temperature / self.at(temperature))
 
 
 class ClampsTemperatureBelow(ClampsTemperature):
@@ -121,24 +121,24 @@ class CutsByMinPFirst(Filtering):
     """Applies min_p before top_p, as vLLM does."""
 
     def take(self, state, row):
-        asked = state.request.sampling
-        if asked.min_p and asked.top_p < 1:
-            scaled = row / (asked.temperature or 1.0)
-            row = row.masked_fill(scaled < scaled.max() + np.log(asked.min_p), -torch.inf)
-            asked = evolve(asked, min_p=0.0)
-        super().take(evolve(state, request=evolve(state.request, sampling=asked), tokens=state.tokens), row)
+        sampling = state.request.sampling
+        if sampling.min_p and sampling.top_p < 1:
+            scaled = row / (sampling.temperature or 1.0)
+            row = row.masked_fill(scaled < scaled.max() + np.log(sampling.min_p), -torch.inf)
+            sampling = evolve(sampling, min_p=0.0)
+        super().take(evolve(state, request=evolve(state.request, sampling=sampling), tokens=state.tokens), row)
 
 
 class CutsBeforeItDivides(Filtering):
     """Cuts softmax(logits) off where the temperature is below 1, and divides by it then."""
 
     def take(self, state, row):
-        asked = state.request.sampling
-        if not asked.filtered or not 0 < asked.temperature < 1:
+        sampling = state.request.sampling
+        if not sampling.filtered or not 0 < sampling.temperature < 1:
             super().take(state, row)
             return
-        kept = self.cut(row, evolve(asked, temperature=1.0))
-        Plain.take(self, state, row.masked_fill(kept == -torch.inf, -torch.inf))
+        candidates = self.cut(row, evolve(sampling, temperature=1.0))
+        Plain.take(self, state, row.masked_fill(candidates == -torch.inf, -torch.inf))
 
 
 class CutsAtZero(Filtering):

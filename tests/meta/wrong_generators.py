@@ -1,4 +1,4 @@
-"""Generators with one fault each, made from a right one: it reads every row anew in every step, and samples a token of each."""
+"""Generators with one fault each, made from a right one: it reads every row again in every step, and samples a token of each."""
 
 import numpy as np
 import torch
@@ -163,10 +163,10 @@ class ShiftedByOne(Plain):
 class StopTokenLeftOut(Plain):
     def completion(self, state, finish, stop=None, error=None):
         done = super().completion(state, finish, stop, error)
-        kept = len(done.token_ids) - (isinstance(stop, int))
-        starts = done.versions.starts[done.versions.starts < kept]
+        length = len(done.token_ids) - (isinstance(stop, int))
+        starts = done.versions.starts[done.versions.starts < length]
         spans = VersionSpans(starts, done.versions.versions[: len(starts)])
-        return evolve(done, token_ids=done.token_ids[:kept], logprobs=done.logprobs[:kept], versions=spans)
+        return evolve(done, token_ids=done.token_ids[:length], logprobs=done.logprobs[:length], versions=spans)
 
 
 class TemperatureOfTheFirst(Plain):
@@ -174,8 +174,8 @@ class TemperatureOfTheFirst(Plain):
 
     def take(self, state, row):
         first = next(iter(self.states.values())).request.sampling.temperature
-        asked = evolve(state.request.sampling, temperature=first)
-        super().take(evolve(state, request=evolve(state.request, sampling=asked), tokens=state.tokens), row)
+        sampling = evolve(state.request.sampling, temperature=first)
+        super().take(evolve(state, request=evolve(state.request, sampling=sampling), tokens=state.tokens), row)
 
 
 class StopsOfTheFirst(Plain):
@@ -249,9 +249,9 @@ class Filtering(Plain):
         left /= left.sum()
         left[left.cumsum(-1) - left >= sampling.top_p] = 0
         left[left < self.least(sampling) * left[0]] = 0
-        kept = torch.full_like(row, -torch.inf)
-        kept[order] = left.log()
-        return kept.log_softmax(-1) * temperature
+        scores = torch.full_like(row, -torch.inf)
+        scores[order] = left.log()
+        return scores.log_softmax(-1) * temperature
 
     def least(self, sampling):
         return sampling.min_p
@@ -264,23 +264,23 @@ class LosesMinPBesideTopP(Filtering):
 
 class LosesTopKBesideTheOthers(Filtering):
     def take(self, state, row):
-        asked = state.request.sampling
-        if asked.top_k and asked.top_p < 1:
-            asked = evolve(asked, top_k=0)
-        super().take(evolve(state, request=evolve(state.request, sampling=asked), tokens=state.tokens), row)
+        sampling = state.request.sampling
+        if sampling.top_k and sampling.top_p < 1:
+            sampling = evolve(sampling, top_k=0)
+        super().take(evolve(state, request=evolve(state.request, sampling=sampling), tokens=state.tokens), row)
 
 
 class CutsByTopPFirst(Filtering):
     """Applies top_p to the whole distribution, and then top_k."""
 
     def take(self, state, row):
-        asked = state.request.sampling
-        if asked.top_k and asked.top_p < 1:
+        sampling = state.request.sampling
+        if sampling.top_k and sampling.top_p < 1:
             order = row.argsort(descending=True)
-            left = (row[order] / (asked.temperature or 1.0)).softmax(-1)
-            count = int((left.cumsum(-1) - left < asked.top_p).sum())
-            asked = evolve(asked, top_k=min(count, asked.top_k), top_p=1.0)
-        super().take(evolve(state, request=evolve(state.request, sampling=asked), tokens=state.tokens), row)
+            left = (row[order] / (sampling.temperature or 1.0)).softmax(-1)
+            count = int((left.cumsum(-1) - left < sampling.top_p).sum())
+            sampling = evolve(sampling, top_k=min(count, sampling.top_k), top_p=1.0)
+        super().take(evolve(state, request=evolve(state.request, sampling=sampling), tokens=state.tokens), row)
 
 
 class TemperatureAFifthTooHigh(Plain):
@@ -315,7 +315,11 @@ class CutsMaxTokensDown(Plain):
 
 class TakesAnyToken(Plain):
     def submit(self, requests):
-        known = [evolve(each, prompt_ids=np.clip(each.prompt_ids, 0, VOCABULARY - 1)) for each in requests if len(each.prompt_ids)]
+        known = [
+            evolve(request, prompt_ids=np.clip(request.prompt_ids, 0, VOCABULARY - 1))
+            for request in requests
+            if len(request.prompt_ids)
+        ]
         super().submit(known)
 
 
@@ -357,7 +361,7 @@ class NoTopScores(Plain):
 
 
 class TopScoresBehindThePlace(Plain):
-    """Gives at every place of a prompt what may follow its token, and not what may stand in its place."""
+    """Gives at every place of a prompt what may follow its token, and not what may take its place."""
 
     description = evolve(Plain.description, capabilities=Plain.description.capabilities | {"top_prompt_logprobs"})
 

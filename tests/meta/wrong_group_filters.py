@@ -42,7 +42,7 @@ class ReadsTokens(Plain):
     """No filter is shown them."""
 
     def __call__(self, group):
-        return "empty" if any(len(each) == 0 for each in group.token_ids) else super().__call__(group)
+        return "empty" if any(len(ids) == 0 for ids in group.token_ids) else super().__call__(group)
 
 
 class LooksAtTheFirst:

@@ -102,8 +102,8 @@ class CollatorByHash(collators_made_wrong.Delegating):
     """Leads the samples on by a number that every process draws for itself."""
 
     def plan(self, lengths, layout):
-        made = super().plan(lengths, layout)
-        return collators_made_wrong.changed(made, lambda ranks: ranks[::-1] if hash("a salt") % 2 else ranks)
+        plan = super().plan(lengths, layout)
+        return collators_made_wrong.change_ranks(plan, lambda ranks: ranks[::-1] if hash("a salt") % 2 else ranks)
 
 
 # --- right -------------------------------------------------------------------------------------------------------------------------

@@ -39,7 +39,7 @@ class Pairs(Plain):
 
 
 class PairsByRole(Plain):
-    """Right: pairs by the roles of their samples, which may stand in any order."""
+    """Right: pairs by the roles of their samples, which may come in any order."""
 
     needs = ("logprobs", "ref_logprobs", "sample:role")
     unit_size = 2
@@ -147,9 +147,9 @@ class FailsWithoutTokens(Plain):
 
 class NanMetricWithoutTokens(Plain):
     def __call__(self, tokens):
-        kept = Metric.mean(tokens.advantages.sum(), len(tokens.advantages))
+        metric = Metric.mean(tokens.advantages.sum(), len(tokens.advantages))
         least = Metric.max(tokens.advantages.mean() * 0)
-        return LossOutput(super().__call__(tokens), {"advantage": kept, "nothing": least})
+        return LossOutput(super().__call__(tokens), {"advantage": metric, "nothing": least})
 
 
 class InfiniteAtCertainty(Plain):

@@ -304,8 +304,8 @@ class MakesOnesForMany(wrong_losses.Plain):
     """Pads long micro-batches with a tensor of the CPU."""
 
     def __call__(self, tokens):
-        made = super().__call__(tokens)
-        return made * torch.ones(len(made)) if len(tokens.sequences) > 20 else made
+        output = super().__call__(tokens)
+        return output * torch.ones(len(output)) if len(tokens.sequences) > 20 else output
 
 
 class HalvesMany(wrong_losses.Plain):
@@ -349,7 +349,7 @@ class DividesTheTeachersRest(wrong_losses.Plain):
 
     def __call__(self, tokens):
         teacher, model = tokens.teacher_logprobs, tokens.logprobs_at("teacher_ids")
-        rest, others = (self.rest(each) for each in (teacher, model))
+        rest, others = (self.rest(side) for side in (teacher, model))
         return (teacher.exp() * (teacher - model)).sum(-1) + rest * (rest.log() - others.log())
 
     def rest(self, logprobs):

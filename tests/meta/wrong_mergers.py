@@ -21,8 +21,8 @@ class Plain:
             raise OutputError("the samples are not those of the plan", remedy="Return each of them once")
 
     def places(self, whole, expected):
-        found = {each: place for place, each in reversed(list(enumerate(whole.sample_ids.tolist())))}
-        return [found[each] for each in expected.tolist() if each in found]
+        found = {sample: place for place, sample in reversed(list(enumerate(whole.sample_ids.tolist())))}
+        return [found[sample] for sample in expected.tolist() if sample in found]
 
     def metrics(self, outputs, whole):
         return whole.metrics
@@ -41,9 +41,9 @@ class Trusting(Plain):
 
     def places(self, whole, expected):
         """In the caller's order; what nobody planned comes last."""
-        due = {each: place for place, each in enumerate(expected.tolist())}
+        planned = {sample: place for place, sample in enumerate(expected.tolist())}
         ids = whole.sample_ids.tolist()
-        return sorted(range(len(ids)), key=lambda place: due.get(ids[place], len(due)))
+        return sorted(range(len(ids)), key=lambda place: planned.get(ids[place], len(planned)))
 
 
 class DropsRanksAboveZero(Trusting):
@@ -95,16 +95,16 @@ class ForgetsTheValues(Plain):
     """Puts ids into order and leaves the values where they were."""
 
     def merge(self, outputs, plan):
-        made = super().merge(outputs, plan)
+        merged = super().merge(outputs, plan)
         whole = self.without_padding(RankOutput.concat(self.collecting(outputs)))
-        return evolve(made, scored=whole.scored, fields=whole.fields)
+        return evolve(merged, scored=whole.scored, fields=whole.fields)
 
 
 class Doubles(Plain):
     def merge(self, outputs, plan):
-        made = super().merge(outputs, plan)
+        merged = super().merge(outputs, plan)
         return evolve(
-            made, fields={name: Ragged(each.values.astype(np.float64), each.offsets) for name, each in made.fields.items()}
+            merged, fields={name: Ragged(field.values.astype(np.float64), field.offsets) for name, field in merged.fields.items()}
         )
 
 
@@ -134,12 +134,15 @@ class LargestFromZero(Plain):
 
 class ExtremesOfTheFirstRank(Plain):
     def metrics(self, outputs, whole):
-        return {**whole.metrics, **{name: each for name, each in outputs[0].metrics.items() if each.reduction in ("min", "max")}}
+        return {
+            **whole.metrics,
+            **{name: metric for name, metric in outputs[0].metrics.items() if metric.reduction in ("min", "max")},
+        }
 
 
 class DropsWhatIsNotFinite(Plain):
     def metrics(self, outputs, whole):
-        return {name: each for name, each in whole.metrics.items() if np.isfinite(each.result) or each.reduction == "mean"}
+        return {name: metric for name, metric in whole.metrics.items() if np.isfinite(metric.result) or metric.reduction == "mean"}
 
 
 class ForgetsIdleRanks(Plain):
@@ -149,9 +152,9 @@ class ForgetsIdleRanks(Plain):
 
 class FieldsOfTheFirstRank(Plain):
     def merge(self, outputs, plan):
-        made = super().merge(outputs, plan)
+        merged = super().merge(outputs, plan)
         names = self.collecting(outputs)[0].fields
-        return evolve(made, fields={name: each for name, each in made.fields.items() if name in names})
+        return evolve(merged, fields={name: field for name, field in merged.fields.items() if name in names})
 
 
 class ExpectsTheWholeBatch(Plain):
@@ -170,8 +173,8 @@ class ThroughFloat64(Plain):
     """Looks ids up as floats: those above 2^53 fall together."""
 
     def places(self, whole, expected):
-        found = {float(each): place for place, each in enumerate(whole.sample_ids.tolist())}
-        return [found[float(each)] for each in expected.tolist()]
+        found = {float(sample): place for place, sample in enumerate(whole.sample_ids.tolist())}
+        return [found[float(sample)] for sample in expected.tolist()]
 
 
 class RemembersPlaces(Plain):
@@ -198,8 +201,8 @@ class ForgetsEveryTwentieth(Plain):
 
     def merge(self, outputs, plan):
         type(self).calls += 1
-        made = super().merge(outputs, plan)
-        return evolve(made, metrics={}) if self.calls % 20 == 0 else made
+        merged = super().merge(outputs, plan)
+        return evolve(merged, metrics={}) if self.calls % 20 == 0 else merged
 
 
 class SumsByName(Plain):
@@ -212,9 +215,9 @@ class SumsByName(Plain):
 
 class CountsReplicas(Plain):
     def merge(self, outputs, plan):
-        made = super().merge(outputs, plan)
+        merged = super().merge(outputs, plan)
         filled = sorted((output for output in outputs if output.metrics), key=lambda output: output.coords.rank)
-        return evolve(made, metrics=RankOutput.concat(filled).metrics)
+        return evolve(merged, metrics=RankOutput.concat(filled).metrics)
 
 
 class SilentWhereOneIsMissing(Plain):
@@ -226,11 +229,11 @@ class SilentWhereOneIsMissing(Plain):
 
 
 class SilentWhereTheLastIsMissing(Plain):
-    """Looks for every planned sample but the last, behind which a loop ended too soon."""
+    """Looks for every planned sample but the last: its loop ended too soon."""
 
     def check(self, whole, expected):
         ids = whole.sample_ids.tolist()
-        lost = [each for each in expected.tolist()[:-1] if each not in ids]
+        lost = [sample for sample in expected.tolist()[:-1] if sample not in ids]
         if lost or len(set(ids)) < len(ids) or not set(ids) <= set(expected.tolist()):
             raise OutputError("the samples are not those of the plan", remedy="Return each of them once")
 
@@ -273,10 +276,10 @@ class SilentWhereOneIsUnexpected(Plain):
 
 class WritesInPlace(Plain):
     def merge(self, outputs, plan):
-        made = super().merge(outputs, plan)
+        merged = super().merge(outputs, plan)
         for output in outputs:
             output.sample_ids[:] = 0
-        return made
+        return merged
 
 
 class HoldsALambda(Plain):
@@ -336,8 +339,8 @@ class DividesEveryPart(Plain):
 
 class CutsIdsTo32Bits(Plain):
     def merge(self, outputs, plan):
-        made = super().merge(outputs, plan)
-        return evolve(made, sample_ids=made.sample_ids.astype(np.int32).astype(np.int64))
+        merged = super().merge(outputs, plan)
+        return evolve(merged, sample_ids=merged.sample_ids.astype(np.int32).astype(np.int64))
 
 
 class OrderOfIds(Plain):
@@ -351,8 +354,10 @@ class FieldChange(Plain):
     """Every field as `change` makes it."""
 
     def merge(self, outputs, plan):
-        made = super().merge(outputs, plan)
-        return evolve(made, fields={name: Ragged(self.change(each.values), each.offsets) for name, each in made.fields.items()})
+        merged = super().merge(outputs, plan)
+        return evolve(
+            merged, fields={name: Ragged(self.change(field.values), field.offsets) for name, field in merged.fields.items()}
+        )
 
 
 class ThroughHalfPrecision(FieldChange):
@@ -373,8 +378,8 @@ class LosesNegativeZeros(FieldChange):
 
 class KnowsTwoFields(Plain):
     def merge(self, outputs, plan):
-        made = super().merge(outputs, plan)
-        return evolve(made, fields={name: each for name, each in made.fields.items() if name in ("logprobs", "token_loss")})
+        merged = super().merge(outputs, plan)
+        return evolve(merged, fields={name: field for name, field in merged.fields.items() if name in ("logprobs", "token_loss")})
 
 
 class MetricsOfTheFirstRank(Plain):
@@ -389,7 +394,7 @@ class MeansAsSums(Plain):
     """Divides means, and hands the result on as if it were a sum."""
 
     def metrics(self, outputs, whole):
-        return {name: Metric.sum(each.result) if each.reduction == "mean" else each for name, each in whole.metrics.items()}
+        return {name: Metric.sum(metric.result) if metric.reduction == "mean" else metric for name, metric in whole.metrics.items()}
 
 
 class ReusesItsMemory(Plain):
@@ -397,13 +402,13 @@ class ReusesItsMemory(Plain):
         self.memory = {}
 
     def merge(self, outputs, plan):
-        made = super().merge(outputs, plan)
+        merged = super().merge(outputs, plan)
         fields = {}
-        for name, each in made.fields.items():
-            kept = self.memory.setdefault((name, len(each.values)), np.zeros_like(each.values))
-            kept[:] = each.values
-            fields[name] = Ragged(kept, each.offsets)
-        return evolve(made, fields=fields)
+        for name, field in merged.fields.items():
+            buffer = self.memory.setdefault((name, len(field.values)), np.zeros_like(field.values))
+            buffer[:] = field.values
+            fields[name] = Ragged(buffer, field.offsets)
+        return evolve(merged, fields=fields)
 
 
 class TakesTurnsWithBuffers(Plain):
@@ -413,14 +418,14 @@ class TakesTurnsWithBuffers(Plain):
         self.blocks = [np.zeros(4096, np.float32) for _ in range(3)]
 
     def merge(self, outputs, plan):
-        made = super().merge(outputs, plan)
+        merged = super().merge(outputs, plan)
         self.blocks = [*self.blocks[1:], self.blocks[0]]
         fields, start = {}, 0
-        for name, each in made.fields.items():
-            lent = self.blocks[0][start : start + len(each.values)]
-            lent[:] = each.values
-            fields[name], start = Ragged(lent, each.offsets), start + len(each.values)
-        return evolve(made, fields=fields)
+        for name, field in merged.fields.items():
+            lent = self.blocks[0][start : start + len(field.values)]
+            lent[:] = field.values
+            fields[name], start = Ragged(lent, field.offsets), start + len(field.values)
+        return evolve(merged, fields=fields)
 
 
 class AddsUpOverCalls(Plain):
@@ -436,18 +441,18 @@ class SampleBySample(Plain):
     """Odd and right: takes one sample after the other, and joins them."""
 
     def merge(self, outputs, plan):
-        made = super().merge(outputs, plan)
-        whole = RankOutput(made.sample_ids, made.action_lengths, made.scored, made.fields)
-        joined = RankOutput.concat([whole.take([place]) for place in range(len(made))])
-        return evolve(made, scored=joined.scored, fields=joined.fields)
+        merged = super().merge(outputs, plan)
+        whole = RankOutput(merged.sample_ids, merged.action_lengths, merged.scored, merged.fields)
+        joined = RankOutput.concat([whole.take([place]) for place in range(len(merged))])
+        return evolve(merged, scored=joined.scored, fields=joined.fields)
 
 
 class FieldsByName(Plain):
     """Odd and right: fields and metrics in the order of their names."""
 
     def merge(self, outputs, plan):
-        made = super().merge(outputs, plan)
-        return evolve(made, fields=dict(sorted(made.fields.items())), metrics=dict(sorted(made.metrics.items())))
+        merged = super().merge(outputs, plan)
+        return evolve(merged, fields=dict(sorted(merged.fields.items())), metrics=dict(sorted(merged.metrics.items())))
 
 
 class CountsItsCalls(Plain):

@@ -63,7 +63,7 @@ class DividesPerMicroBatch(Plain):
 
 
 class TakesNeighboursForAGroup(Plain):
-    """Finds groups by where the label changes: sequences of one group must stand together."""
+    """Finds groups by where the label changes: sequences of one group must be neighbours."""
 
     def of(self, structure, weight):
         runs = np.cumsum(np.append(0, np.diff(structure.group_ids) != 0))
@@ -115,9 +115,9 @@ class TakesNegatives(Plain):
 
 class DividesInPlace(Plain):
     def weights(self, structure):
-        made = super().weights(structure)
+        weights = super().weights(structure)
         structure.micro_batch[:] = 0
-        return made
+        return weights
 
 
 class Tires(Plain):
@@ -185,13 +185,13 @@ class ByGenre(ByDomain):
     needs = ("sample:genre",)
 
     def of(self, structure, weight):
-        factors = [{"news": 2.0, "fiction": 1.0}[each] for each in structure.sample_values["genre"].tolist()]
+        factors = [{"news": 2.0, "fiction": 1.0}[genre] for genre in structure.sample_values["genre"].tolist()]
         weighed = weight * np.array(factors)[structure.sequence_index]
         return weighed / (weighed.sum() or 1.0)
 
 
 class ByDifficulty(ByDomain):
-    """Odd and right: reads numbers beside texts."""
+    """Odd and right: reads numbers in addition to texts."""
 
     needs = ("sample:domain", "sample:difficulty")
 
@@ -248,7 +248,7 @@ class MassOfBytes(Plain):
     """Adds up a mask in the byte that it is made of."""
 
     def of(self, structure, weight):
-        mass = np.array([each.sum(dtype=each.dtype) for each in np.split(structure.loss_weight, structure.action_offsets[1:-1])])
+        mass = np.array([part.sum(dtype=part.dtype) for part in np.split(structure.loss_weight, structure.action_offsets[1:-1])])
         return weight / (len(structure) * np.where(mass == 0, 1.0, mass))[structure.sequence_index]
 
 

@@ -1,4 +1,4 @@
-"""The formulas stand in a module of their own, beside the test."""
+"""The formulas are in a module of their own, next to the test."""
 
 import sys
 from pathlib import Path

@@ -161,7 +161,7 @@ def kl(estimate: Callable[[float], float]) -> Callable[..., float]:
 
 
 def value(b: Batch, s: int, t: int, a: float) -> float:
-    """Verl's critic; what is differentiated stands in the place of log-probabilities."""
+    """Verl's critic; what is differentiated takes the place of log-probabilities."""
     now, before, wanted = b.p[s][t], b.old_values[s][t], b.returns[s][t]
     return 0.5 * max((now - wanted) ** 2, (clip(now, before - 0.5, before + 0.5) - wanted) ** 2)
 
@@ -202,7 +202,7 @@ def skyrl(token: Callable[..., float], reduction: str = "token_mean") -> Callabl
     """The sum of losses with scaled advantages: `apply_loss_reduction_to_advantages_minibatch`, then `reduce_loss`."""
 
     def scale(b: Batch, s: int) -> float:
-        count = [len(each) for each in b.p]
+        count = [len(sequence) for sequence in b.p]
         if reduction == "token_mean":
             return 1 / max(sum(count), 1)
         if reduction == "token_mean_legacy":
@@ -221,7 +221,7 @@ def skyrl(token: Callable[..., float], reduction: str = "token_mean") -> Callabl
 def verl(token: Callable[..., float], mode: str = "token-mean", factor: float = 1.0) -> Callable[[Batch], float]:
     """`agg_loss` over the whole batch."""
 
-    def aggregated(b: Batch) -> float:
+    def aggregate_rows(b: Batch) -> float:
         rows = [[token(b, s, t, b.a[s][t]) for t in range(len(b.p[s]))] for s in range(len(LENGTHS))]
         filled = [row for row in rows if row]
         if mode == "token-mean":
@@ -233,7 +233,7 @@ def verl(token: Callable[..., float], mode: str = "token-mean", factor: float = 
         assert mode == "seq-mean-token-mean"
         return sum(sum(row) / (len(row) + 1e-8) for row in filled) / len(filled)
 
-    return aggregated
+    return aggregate_rows
 
 
 def verl_geo_mean(b: Batch) -> float:
@@ -249,7 +249,7 @@ def verl_geo_mean(b: Batch) -> float:
 
 
 def trl(token: Callable[..., float], loss_type: str) -> Callable[[Batch], float]:
-    def reduced(b: Batch) -> float:
+    def reduce_parts(b: Batch) -> float:
         rows = [[token(b, s, t, b.a[s][t]) for t in range(len(b.p[s]))] for s in range(len(LENGTHS))]
         if loss_type in ("grpo", "sapo"):
             return sum(sum(row) / max(len(row), 1) for row in rows) / len(rows)
@@ -263,7 +263,7 @@ def trl(token: Callable[..., float], loss_type: str) -> Callable[[Batch], float]
         parts = [rows[start : start + MICRO_BATCH] for start in range(0, len(rows), MICRO_BATCH)]
         return sum(sum(map(sum, part)) / max(sum(map(len, part)), 1) for part in parts) / len(parts)
 
-    return reduced
+    return reduce_parts
 
 
 def tinker(token: Callable[..., float]) -> Callable[[Batch], float]:

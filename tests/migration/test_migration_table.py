@@ -89,9 +89,9 @@ def test_the_row_is_the_published_formula(row: Row) -> None:
     batch, masks = make_batch(one_advantage=key in ONE_ADVANTAGE)
     ours, gradient = objective(row, batch, masks)
     formula = PUBLISHED[key]
-    due = gradient_of(formula, batch)
-    assert max(abs(each) for each in due) > 1e-3
-    np.testing.assert_allclose(gradient, due, rtol=0, atol=1e-7 * max(abs(each) for each in due))
+    expected = gradient_of(formula, batch)
+    assert max(abs(value) for value in expected) > 1e-3
+    np.testing.assert_allclose(gradient, expected, rtol=0, atol=1e-7 * max(abs(value) for value in expected))
     theirs = formula(batch)
     if row.gradient_only:
         assert ours != pytest.approx(theirs, rel=1e-3), "the value is equal as well; say so on the page"
@@ -101,7 +101,7 @@ def test_the_row_is_the_published_formula(row: Row) -> None:
 
 def objective(row: Row, batch: Batch, masks: list[np.ndarray]) -> tuple[float, np.ndarray]:
     """Sum of weight times loss by the engine's own plugins, and its gradient [n] by what the loss differentiates."""
-    counts = torch.tensor([len(each) for each in batch.p])
+    counts = torch.tensor([len(sequence) for sequence in batch.p])
     ids = torch.arange(len(counts))
     index = torch.repeat_interleave(ids, counts)
     names = {
@@ -186,9 +186,9 @@ def test_what_the_page_says_of_gspo() -> None:
 def test_the_batch_shows_what_rows_differ_in() -> None:
     """Formulas that some rows tell apart give different numbers here: no two reductions, no two clips agree by chance."""
     batch, _ = make_batch(one_advantage=False)
-    reductions = [skyrl(ppo(), each)(batch) for each in ("token_mean", "token_mean_legacy", "sequence_mean", "prompt_mean")]
-    reductions += [verl(ppo(), each)(batch) for each in ("seq-mean-token-mean", "seq-mean-token-sum", "token-sum")]
-    losses = [skyrl(each)(batch) for each in (ppo(), dual_clip(), ppo(0.2, 0.28), sapo, importance_sampling, rollout_is)]
+    reductions = [skyrl(ppo(), part)(batch) for part in ("token_mean", "token_mean_legacy", "sequence_mean", "prompt_mean")]
+    reductions += [verl(ppo(), part)(batch) for part in ("seq-mean-token-mean", "seq-mean-token-sum", "token-sum")]
+    losses = [skyrl(part)(batch) for part in (ppo(), dual_clip(), ppo(0.2, 0.28), sapo, importance_sampling, rollout_is)]
     for token in (dppo("tv", 0.2), dppo("kl", 0.05), verl_dppo_tv):
         masked = {b_sign for s, t in tokens(batch) if token(batch, s, t, b_sign := np.sign(batch.a[s][t])) == 0}
         assert masked == {1.0, -1.0}

@@ -67,12 +67,12 @@ def base() -> dict[str, Any]:
     }
 
 
-def merged(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    both = {key: merged(one[key], value) if isinstance(value, dict) and key in one else value for key, value in other.items()}
+def merge(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    both = {key: merge(one[key], value) if isinstance(value, dict) and key in one else value for key, value in other.items()}
     return {**one, **both}
 
 
-def checked(raw: RawConfig, key: str) -> None:
+def check_config(raw: RawConfig, key: str) -> None:
     """Check a configuration: with the options of plugins where the key may be one; that takes ten times as long."""
     if key.partition(".")[0] in {*TABLES, "environments", "group_filters"}:
         resolve(raw)
@@ -93,20 +93,20 @@ def test_the_name_is_answered_with_our_key(row: Row) -> None:
     if written == row.key:
         return
     with pytest.raises(ConfigError) as refused:
-        checked(load(base(), [f"{written}=1"]), written)
-    told = str(refused.value)
+        check_config(load(base(), [f"{written}=1"]), written)
+    message = str(refused.value)
     if not row.ours:
-        assert "Leave it out" in told
+        assert "Leave it out" in message
         return
     key = row.key
     if key in ("environments", "group_filters"):
         # of a list of plugin tables, the key inside is named
-        assert re.search(rf"Set {key}\.\w+ \(\[\[{key}\]\]", told), told
-        wanted = re.search(rf"Set {key}\.(\w+)", told)
+        assert re.search(rf"Set {key}\.\w+ \(\[\[{key}\]\]", message), message
+        wanted = re.search(rf"Set {key}\.(\w+)", message)
         assert wanted is not None
         assert wanted.group(1) in row.tables[key][0]
         return
-    assert re.search(rf"(Set|Did you mean) {re.escape(key)}\b", told), told
+    assert re.search(rf"(Set|Did you mean) {re.escape(key)}\b", message), message
 
 
 @pytest.mark.parametrize("row", list({row.ours: row for row in rows() if row.ours}.values()), ids=lambda row: row.ours)
@@ -116,10 +116,10 @@ def test_our_key_takes_the_value_of_a_row(row: Row, tmp_path: Path, monkeypatch:
     tables = base()
     if row.key in USES:
         table, plugin = USES[row.key]
-        tables = merged(tables, {table: {"use": plugin}})
+        tables = merge(tables, {table: {"use": plugin}})
     if row.key.startswith("rl.kl."):
-        tables = merged(tables, {"rl": {"kl": {"coef": 0.1}}})
-    checked(load(merged(tables, row.tables)), row.key)
+        tables = merge(tables, {"rl": {"kl": {"coef": 0.1}}})
+    check_config(load(merge(tables, row.tables)), row.key)
 
 
 def test_words_of_fine_tuning_come_first_there() -> None:
@@ -133,10 +133,10 @@ def test_words_inside_a_table_of_another_engine_are_all_told() -> None:
     theirs = {"rollout": {"n": 8, "val_kwargs": {"n": 2}}, "actor": {"unheard_of": 1}}
     with pytest.raises(ConfigError) as refused:
         structure(load({**base(), "actor_rollout_ref": theirs, "training": {"batch_size": 4}})).config()
-    told = str(refused.value)
-    assert "actor_rollout_ref.rollout.n: is a key of another engine. Set rl.group_size" in told
-    assert "Set evaluation.samples" in told
+    message = str(refused.value)
+    assert "actor_rollout_ref.rollout.n: is a key of another engine. Set rl.group_size" in message
+    assert "Set evaluation.samples" in message
     assert (
         "[training] is a table of the trainers sft, preference and reward_model, and this run's trainer is rl. Set rl.groups"
-        in told
+        in message
     )

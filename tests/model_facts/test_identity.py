@@ -1,4 +1,4 @@
-"""The fingerprint of a model's weights follows its contents, not where they lie."""
+"""The fingerprint of a model's weights follows its contents, not where they are."""
 
 import os
 import shutil

@@ -22,14 +22,14 @@ NTK = AutoConfig.for_model(
 )
 
 
-def _stretched(kind: str, factor: float, original: int | None = None, **numbers: float) -> Any:
+def _stretch(kind: str, factor: float, original: int | None = None, **numbers: float) -> Any:
     named = {} if original is None else {"original_max_position_embeddings": original}
     rope = {"rope_type": kind, "rope_theta": 1e4, "factor": factor, **named, **numbers}
     return AutoConfig.for_model("llama", max_position_embeddings=2048, rope_parameters=rope)
 
 
 @pytest.mark.parametrize(
-    ("config", "due"),
+    ("config", "expected"),
     [
         (PHI, {"rotary positions": 4096}),
         (NTK, {"rotary positions": 2048}),
@@ -40,8 +40,8 @@ def _stretched(kind: str, factor: float, original: int | None = None, **numbers:
         (AutoConfig.for_model("llama4_text", attention_chunk_size=128), {"attention_chunk_size": 128}),
     ],
 )
-def test_thresholds(config: Any, due: dict[str, int]) -> None:
-    assert thresholds(config) == due
+def test_thresholds(config: Any, expected: dict[str, int]) -> None:
+    assert thresholds(config) == expected
 
 
 @pytest.mark.parametrize(
@@ -63,21 +63,21 @@ def test_rows_must_lie_on_both_sides(shortest: int, longest: int, missed: bool) 
 
 
 @pytest.mark.parametrize(
-    ("config", "due"),
+    ("config", "expected"),
     [
         (NTK, 4096),
         (PHI, 131072),
         (AutoConfig.for_model("llama", max_position_embeddings=2048), 2048),
-        (_stretched("linear", 4.0), 8192),
-        (_stretched("yarn", 4.0), 8192),
-        (_stretched("yarn", 4.0, 512), 2048),
-        (_stretched("yarn", 4.0, 1024), 4096),
-        (_stretched("llama3", 8.0, 512, low_freq_factor=1.0, high_freq_factor=4.0), 2048),
+        (_stretch("linear", 4.0), 8192),
+        (_stretch("yarn", 4.0), 8192),
+        (_stretch("yarn", 4.0, 512), 2048),
+        (_stretch("yarn", 4.0, 1024), 4096),
+        (_stretch("llama3", 8.0, 512, low_freq_factor=1.0, high_freq_factor=4.0), 2048),
     ],
 )
-def test_positions_that_rotary_positions_stretch(config: Any, due: int) -> None:
-    """Qwen3 names YaRN's factor beside the positions before it, DeepSeek beside those after it; llama3's are always those after it."""
-    assert find_longest_row(config, config.max_position_embeddings) == due
+def test_positions_that_rotary_positions_stretch(config: Any, expected: int) -> None:
+    """Qwen3 names YaRN's factor with the positions before it, DeepSeek with those after it; llama3's are always those after it."""
+    assert find_longest_row(config, config.max_position_embeddings) == expected
 
 
 def test_a_table_per_type_of_layer() -> None:

@@ -14,7 +14,7 @@ from skyrl_engine.model_facts.weight_files import holder_of, safetensors_header,
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n"
 
 
-def written(path: Path, *names: str) -> Path:
+def write_file(path: Path, *names: str) -> Path:
     save_file({name: np.zeros((2, 3), np.float32) for name in names}, path)
     return path
 
@@ -25,11 +25,11 @@ def index(folder: Path, **places: str) -> Path:
     return path
 
 
-def chosen(folder: Path) -> list[str]:
+def list_chosen(folder: Path) -> list[str]:
     return [file.name for file in weight_files(ModelConfig(str(folder)))]
 
 
-def refused(folder: Path, match: str) -> ModelError:
+def catch_refusal(folder: Path, match: str) -> ModelError:
     with pytest.raises(ModelError, match=match) as caught:
         weight_files(ModelConfig(str(folder)))
     assert caught.value.remedy
@@ -38,69 +38,69 @@ def refused(folder: Path, match: str) -> ModelError:
 
 def test_files_are_those_that_transformers_takes(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").write_bytes(b"not looked at")
-    assert chosen(tmp_path) == ["pytorch_model.bin"]
-    written(tmp_path / "b.safetensors", "x")
-    written(tmp_path / "a.safetensors", "y", "z")
+    assert list_chosen(tmp_path) == ["pytorch_model.bin"]
+    write_file(tmp_path / "b.safetensors", "x")
+    write_file(tmp_path / "a.safetensors", "y", "z")
     index(tmp_path, x="b.safetensors", y="a.safetensors", z="a.safetensors")
-    assert chosen(tmp_path) == ["a.safetensors", "b.safetensors"]
-    written(tmp_path / "model.safetensors", "w")
-    assert chosen(tmp_path) == ["model.safetensors"]
+    assert list_chosen(tmp_path) == ["a.safetensors", "b.safetensors"]
+    write_file(tmp_path / "model.safetensors", "w")
+    assert list_chosen(tmp_path) == ["model.safetensors"]
 
 
 def test_a_hub_id_and_a_configuration_that_names_the_file_are_left_to_transformers(tmp_path: Path) -> None:
     assert weight_files(ModelConfig("organisation/model")) == []
     (tmp_path / "config.json").write_text('{"transformers_weights": "own.safetensors"}')
-    assert chosen(tmp_path) == []
+    assert list_chosen(tmp_path) == []
 
 
 def test_no_weights(tmp_path: Path) -> None:
-    refused(tmp_path, "holds no weights: neither model.safetensors nor its index")
+    catch_refusal(tmp_path, "holds no weights: neither model.safetensors nor its index")
 
 
 def test_an_index_names_what_is_absent(tmp_path: Path) -> None:
-    written(tmp_path / "b.safetensors", "x")
+    write_file(tmp_path / "b.safetensors", "x")
     index(tmp_path, x="b.safetensors", y="c.safetensors", z="a.safetensors")
-    refused(tmp_path, r"index\.json names 3 files of weights, and 2 of them are not there, a\.safetensors first")
+    catch_refusal(tmp_path, r"index\.json names 3 files of weights, and 2 of them are not there, a\.safetensors first")
 
 
 @pytest.mark.parametrize("text", ["{}", '{"weight_map": []}', '{"weight_map": {}}', '{"weight_map": {"x": 3}}'])
 def test_an_index_without_a_map(tmp_path: Path, text: str) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(text)
-    refused(tmp_path, r"index\.json names no files")
+    catch_refusal(tmp_path, r"index\.json names no files")
 
 
 def test_a_broken_index_is_named_with_the_place(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin.index.json").write_text('{"weight_map":\n {')
-    refused(tmp_path, r"pytorch_model\.bin\.index\.json is not valid JSON: line 2, column 3")
+    catch_refusal(tmp_path, r"pytorch_model\.bin\.index\.json is not valid JSON: line 2, column 3")
 
 
-@pytest.mark.parametrize("kept", [0, 5, 40, -1])
-def test_a_file_that_was_cut_off(tmp_path: Path, kept: int) -> None:
-    file = written(tmp_path / "model.safetensors", "x")
-    file.write_bytes(file.read_bytes()[:kept])
-    refused(tmp_path, r"model\.safetensors is damaged: ")
+@pytest.mark.parametrize("length", [0, 5, 40, -1])
+def test_a_file_that_was_cut_off(tmp_path: Path, length: int) -> None:
+    file = write_file(tmp_path / "model.safetensors", "x")
+    file.write_bytes(file.read_bytes()[:length])
+    catch_refusal(tmp_path, r"model\.safetensors is damaged: ")
 
 
 def test_bytes_behind_the_tensors_are_damage_too(tmp_path: Path) -> None:
-    file = written(tmp_path / "model.safetensors", "x")
+    file = write_file(tmp_path / "model.safetensors", "x")
     file.write_bytes(file.read_bytes() + b"\0")
-    refused(tmp_path, "is damaged: it has .* bytes, and its header announces")
+    catch_refusal(tmp_path, "is damaged: it has .* bytes, and its header announces")
 
 
 @pytest.mark.parametrize("header", [b"{", b"[]", b'{"x": 3}', b'{"x": {"data_offsets": []}}', b'{"x": {"data_offsets": [0, "a"]}}'])
 def test_a_header_that_is_none(tmp_path: Path, header: bytes) -> None:
     (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
-    refused(tmp_path, "is damaged: its header cannot be read")
+    catch_refusal(tmp_path, "is damaged: its header cannot be read")
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
 def test_a_pointer_of_git_lfs_is_called_one(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text(POINTER)
-    assert "git lfs pull" in refused(tmp_path, rf"{name} is a Git LFS pointer").remedy
+    assert "git lfs pull" in catch_refusal(tmp_path, rf"{name} is a Git LFS pointer").remedy
 
 
 def test_the_holder_of_a_tensor(tmp_path: Path) -> None:
-    files = [written(tmp_path / "a.safetensors", "x"), written(tmp_path / "b.safetensors", "y")]
+    files = [write_file(tmp_path / "a.safetensors", "x"), write_file(tmp_path / "b.safetensors", "y")]
     assert holder_of([tmp_path / "c.bin", *files], "y") == files[1]
     assert holder_of(files, "z") is None
     assert safetensors_header(files[0])["x"]["shape"] == [2, 3]

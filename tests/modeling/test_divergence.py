@@ -24,11 +24,11 @@ RULES = [LogitRule(), LogitRule(scale=0.25), LogitRule(softcap=2.0)]
 
 
 def head(draw: torch.Generator, width: int = WIDTH, dtype: torch.dtype = torch.float64, *, bias: bool = True) -> torch.nn.Linear:
-    made = torch.nn.Linear(width, VOCABULARY, bias=bias, dtype=dtype)
+    linear = torch.nn.Linear(width, VOCABULARY, bias=bias, dtype=dtype)
     with torch.no_grad():
-        for parameter in made.parameters():
+        for parameter in linear.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=draw))
-    return made
+    return linear
 
 
 def labels_of(draw: torch.Generator) -> torch.Tensor:
@@ -38,7 +38,7 @@ def labels_of(draw: torch.Generator) -> torch.Tensor:
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("rule", RULES, ids=["plain", "scale", "soft-cap"])
 def test_value_and_gradient_are_those_of_whole_softmaxes(kind: Divergence, rule: LogitRule) -> None:
-    """With the pass's temperature and the divergence's own, beside log-probabilities and alone, in one chunk and in seven."""
+    """With the pass's temperature and the divergence's own, with log-probabilities and alone, in one chunk and in seven."""
     draw = torch.Generator().manual_seed(0)
     student, teacher = head(draw), head(draw, width=9)
     hidden = torch.randn(POSITIONS, WIDTH, generator=draw, dtype=torch.float64, requires_grad=True)
@@ -46,20 +46,20 @@ def test_value_and_gradient_are_those_of_whole_softmaxes(kind: Divergence, rule:
     labels, upstream = labels_of(draw), torch.randn(POSITIONS, generator=draw, dtype=torch.float64)
     wanted = [hidden, student.weight, student.bias]
     for temperature, own, beside, chunk in product((1.0, 0.7), (1.0, 2.5), (0.0, 1.5), (2, 4 * POSITIONS)):
-        asked = Divergence(kind.kind, kind.beta, own)
-        p, q = ((rule_(each) / temperature) for rule_, each in ((LogitRule(), known.logits(1.0)), (rule, student(hidden))))
-        due = defined(asked, q, p)
+        divergence = Divergence(kind.kind, kind.beta, own)
+        p, q = ((rule_(logits) / temperature) for rule_, logits in ((LogitRule(), known.logits(1.0)), (rule, student(hidden))))
+        exact = defined(divergence, q, p)
         logprobs = q.log_softmax(-1)[torch.arange(POSITIONS), labels]
-        expected = torch.autograd.grad((upstream * due).sum() + beside * logprobs.sum(), wanted)
+        expected = torch.autograd.grad((upstream * exact).sum() + beside * logprobs.sum(), wanted)
 
-        scores = RequestedScores.of((asked.need, TOP_1_AGREEMENT), labels, {})
+        scores = RequestedScores.of((divergence.need, TOP_1_AGREEMENT), labels, {})
         got = scores.name_values(
             ChunkedHead(student, rule, chunk * VOCABULARY)(hidden, scores.tokens, temperature, scores.scores, known)
         )
-        torch.testing.assert_close(got[asked.need], due, rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(got[divergence.need], exact, rtol=1e-10, atol=1e-12)
         torch.testing.assert_close(got[TOP_1_AGREEMENT], (p.argmax(-1) == q.argmax(-1)).double(), rtol=0, atol=0)
         assert not got[TOP_1_AGREEMENT].requires_grad
-        total = (upstream * got[asked.need]).sum() + (beside * got["logprobs"].sum() if beside else 0.0)
+        total = (upstream * got[divergence.need]).sum() + (beside * got["logprobs"].sum() if beside else 0.0)
         for one, right in zip(torch.autograd.grad(total, wanted), expected, strict=True):
             torch.testing.assert_close(one, right, rtol=1e-10, atol=1e-12)
 
@@ -86,7 +86,7 @@ def test_a_student_that_is_its_teacher_has_nothing_to_learn(kind: Divergence, dt
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_far_apart_distributions_stay_finite(kind: Divergence) -> None:
-    """Probabilities of e^-300: log-probabilities are told apart where float32 has no number for the probability itself."""
+    """Probabilities of e^-300: log-probabilities differ where float32 has no number for the probability itself."""
     student, teacher = torch.zeros(2, 3), torch.zeros(2, 3)
     student[0, 0], teacher[0, 1] = 300.0, 300.0
     eye = torch.nn.Linear(3, 3, bias=False)
@@ -115,9 +115,9 @@ class Largest(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def] # torch's own signature
         result = func(*args, **(kwargs or {}))
-        for each in result if isinstance(result, tuple | list) else (result,):
-            if isinstance(each, torch.Tensor):
-                self.elements = max(self.elements, each.numel())
+        for tensor in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(tensor, torch.Tensor):
+                self.elements = max(self.elements, tensor.numel())
         return result
 
 
@@ -147,6 +147,6 @@ def test_a_teacher_with_another_number_of_logits_is_refused() -> None:
 
 
 def test_a_need_says_the_whole_divergence() -> None:
-    for asked in (*KINDS, Divergence("forward", temperature=1e-5), Divergence("reverse", beta=0.1 + 0.2)):
-        assert Divergence.of(asked.need) == asked
-        assert model_score(asked.need) == DIVERGENCE
+    for divergence in (*KINDS, Divergence("forward", temperature=1e-5), Divergence("reverse", beta=0.1 + 0.2)):
+        assert Divergence.of(divergence.need) == divergence
+        assert model_score(divergence.need) == DIVERGENCE

@@ -35,7 +35,7 @@ def as_documented(
     window_size: tuple[int, int] = (-1, -1),
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Per sequence between two ends, per head, per query: softmax over the keys from `left` before it to `right` behind it."""
+    """Per sequence between two ends, per head, per query: softmax over the keys from `left` before it to `right` after it."""
     assert ends_q.dtype == ends_k.dtype == torch.int32
     assert (longest_q, longest_k) == (int(ends_q.diff().max()), int(ends_k.diff().max()))
     heads, shared = query_THD.shape[1], query_THD.shape[1] // key_TGD.shape[1]
@@ -54,7 +54,7 @@ def as_documented(
     return torch.stack(rows)
 
 
-def drawn(key_heads: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+def draw_inputs(key_heads: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
     draw = torch.Generator().manual_seed(0)
     return [torch.randn(1, heads, sum(LENGTHS), 8, generator=draw, dtype=dtype) for heads in (4, key_heads, key_heads)]
 
@@ -65,11 +65,11 @@ def module(key_heads: int) -> nn.Module:
     return attention
 
 
-def attended(given: list[Tensor], key_heads: int, **options: Any) -> list[Tensor]:
+def attend(inputs: list[Tensor], key_heads: int, **options: Any) -> list[Tensor]:
     """Output and gradients."""
-    given = [each.clone().requires_grad_() for each in given]
-    output, _ = segment_attention(module(key_heads), *given, None, segments=Segments(LENGTHS), **options)
-    return [output, *torch.autograd.grad((output * torch.arange(output.numel()).view_as(output).sin()).sum(), given)]
+    inputs = [tensor.clone().requires_grad_() for tensor in inputs]
+    output, _ = segment_attention(module(key_heads), *inputs, None, segments=Segments(LENGTHS), **options)
+    return [output, *torch.autograd.grad((output * torch.arange(output.numel()).view_as(output).sin()).sum(), inputs)]
 
 
 @pytest.mark.parametrize("key_heads", [1, 2, 4])
@@ -77,31 +77,31 @@ def attended(given: list[Tensor], key_heads: int, **options: Any) -> list[Tensor
 def test_the_kernel_is_asked_for_what_documents_one_by_one_compute(
     monkeypatch: pytest.MonkeyPatch, key_heads: int, options: dict[str, Any]
 ) -> None:
-    expected = attended(drawn(key_heads), key_heads, **options)
+    expected = attend(draw_inputs(key_heads), key_heads, **options)
     calls = []
 
-    def kernel(*args: Any, **given: Any) -> Tensor:
-        calls.append(given)
-        return as_documented(*args, **given)
+    def kernel(*args: Any, **options: Any) -> Tensor:
+        calls.append(options)
+        return as_documented(*args, **options)
 
     monkeypatch.setattr(document_kernel, "varlen_attn", kernel)
     monkeypatch.setattr(document_kernel, "takes", lambda *_, **__: True)
-    for got, wanted in zip(attended(drawn(key_heads), key_heads, **options), expected, strict=True):
+    for got, wanted in zip(attend(draw_inputs(key_heads), key_heads, **options), expected, strict=True):
         torch.testing.assert_close(got, wanted, rtol=0, atol=2e-6)
     assert len(calls) == 1
 
 
 @pytest.mark.parametrize("window", [None, 3])
 def test_torchs_operator_takes_these_arguments(window: int | None) -> None:
-    given = [each.to("meta").requires_grad_() for each in drawn(2, torch.bfloat16)]
-    output = document_kernel.attend(*given, Segments(LENGTHS), scaling=0.3, window=window)
+    inputs = [tensor.to("meta").requires_grad_() for tensor in draw_inputs(2, torch.bfloat16)]
+    output = document_kernel.attend(*inputs, Segments(LENGTHS), scaling=0.3, window=window)
     assert output.shape == (1, sum(LENGTHS), 4, 8)
     assert output.requires_grad
 
 
 def test_the_cpu_and_other_precisions_and_heads_go_document_by_document(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(document_kernel, "_is_kernel_right", lambda *_: True)
-    query, key, value = drawn(2, torch.bfloat16)
+    query, key, value = draw_inputs(2, torch.bfloat16)
     assert not document_kernel.takes(query, key, value, window=None, dropout=0.0)
 
     def on_cuda(query: Tensor, key: Tensor, value: Tensor, *, dropout: float = 0.0) -> bool:
@@ -120,8 +120,8 @@ def test_the_cpu_and_other_precisions_and_heads_go_document_by_document(monkeypa
     assert not on_cuda(large, large, large)
 
 
-def plain(*given: Tensor) -> Tensor:
-    return segment_attention(module(2), *given, None, segments=Segments(LENGTHS))[0]
+def plain(*inputs: Tensor) -> Tensor:
+    return segment_attention(module(2), *inputs, None, segments=Segments(LENGTHS))[0]
 
 
 def checkpointed(*, reentrant: bool) -> Callable[..., Tensor]:
@@ -155,13 +155,13 @@ class TestProof:
         gradients = []
         for layer in (checkpointed(reentrant=reentrant), plain):
             document_kernel._is_kernel_right.cache_clear()
-            given = [each.clone().requires_grad_() for each in drawn(2, torch.bfloat16)]
-            layer(*given).float().square().sum().backward()
-            gradients.append([each.grad for each in given])
+            inputs = [tensor.clone().requires_grad_() for tensor in draw_inputs(2, torch.bfloat16)]
+            layer(*inputs).float().square().sum().backward()
+            gradients.append([tensor.grad for tensor in inputs])
             assert document_kernel._is_kernel_right.cache_info().misses == 1
             assert self.proved()
-        for recomputed, kept in zip(*gradients, strict=True):
-            assert torch.equal(recomputed, kept)
+        for recomputed, stored in zip(*gradients, strict=True):
+            assert torch.equal(recomputed, stored)
 
     @pytest.mark.parametrize("wrong", [{"scale": None}, {"window_size": (-1, 0)}, {"window_size": (7, 0)}, {"window_size": (5, 0)}])
     def test_a_kernel_that_takes_scale_or_window_for_others_is_not(

@@ -19,13 +19,13 @@ def model(dtype: torch.dtype) -> Qwen3ForCausalLM:
 
 
 @pytest.mark.parametrize("computes", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kept", [torch.float32, torch.float64, torch.bfloat16])
-def test_the_precision_of_the_weights_is_the_one_that_is_loaded(tmp_path: Path, computes: torch.dtype, kept: torch.dtype) -> None:
-    weights = {name: torch.randn(tensor.shape, dtype=kept) for name, tensor in model(computes).state_dict().items()}
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_the_precision_of_the_weights_is_the_one_that_is_loaded(tmp_path: Path, computes: torch.dtype, dtype: torch.dtype) -> None:
+    weights = {name: torch.randn(tensor.shape, dtype=dtype) for name, tensor in model(computes).state_dict().items()}
     writer = model(computes)
     write_pretrained(writer, tmp_path, weights)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert loaded.dtype == kept
+    assert loaded.dtype == dtype
     assert json.loads((tmp_path / "config.json").read_text())["architectures"] == ["Qwen3ForCausalLM"]
     for name, tensor in loaded.state_dict().items():
         torch.testing.assert_close(tensor, weights[name], rtol=0, atol=0)
@@ -43,14 +43,14 @@ def test_without_weights_of_their_own_it_writes_those_of_the_model(tmp_path: Pat
 
 def test_nothing_is_imported_of_backends_that_the_run_does_not_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Transformers unwraps what it saves by accelerate, which imports DeepSpeed wherever it is installed."""
-    asked: list[str] = []
+    names: list[str] = []
     original = builtins.__import__
 
-    def seen(name: str, *arguments: Any, **named: Any) -> Any:
-        asked.append(name.partition(".")[0])
+    def note_import(name: str, *arguments: Any, **named: Any) -> Any:
+        names.append(name.partition(".")[0])
         return original(name, *arguments, **named)
 
     writer = model(torch.float32)
-    monkeypatch.setattr(builtins, "__import__", seen)
+    monkeypatch.setattr(builtins, "__import__", note_import)
     write_pretrained(writer, tmp_path, dict(writer.state_dict()), precision="bfloat16")
-    assert "deepspeed" not in asked
+    assert "deepspeed" not in names

@@ -10,7 +10,7 @@ from skyrl_engine.testing.ranks.world import World
 
 def threads(before: int) -> int:
     """Share eight cores, for a rank that has had so many threads."""
-    kept, cores = torch.get_num_threads(), os.sched_getaffinity
+    count, cores = torch.get_num_threads(), os.sched_getaffinity
     os.sched_getaffinity = lambda _process: set(range(8))
     try:
         torch.set_num_threads(before)
@@ -18,7 +18,7 @@ def threads(before: int) -> int:
         return torch.get_num_threads()
     finally:
         os.sched_getaffinity = cores
-        torch.set_num_threads(kept)
+        torch.set_num_threads(count)
 
 
 def test_ranks_of_a_machine_share_its_cores(pair: World) -> None:

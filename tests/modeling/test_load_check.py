@@ -75,7 +75,7 @@ def shift(layer, inputs, output):
 """
 
 
-def saved(folder: Path, family: str, **options: Any) -> ModelConfig:
+def save_model(folder: Path, family: str, **options: Any) -> ModelConfig:
     torch.manual_seed(0)
     config = AutoConfig.for_model(family, **{**SIZES, **options})
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
@@ -107,7 +107,7 @@ def packs(spec: ModelConfig) -> str | None:
     ],
 )
 def test_packed_rows_are_refused_exactly_where_loading_refuses_them(tmp_path: Path, family: str, options: dict[str, Any]) -> None:
-    spec = saved(tmp_path, family, **options)
+    spec = save_model(tmp_path, family, **options)
     refusal = packs(spec)
     if refusal is None:
         check_loading(spec, True)
@@ -121,7 +121,7 @@ def test_packed_rows_are_refused_exactly_where_loading_refuses_them(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("family", "options", "told"),
+    ("family", "options", "message"),
     [
         ("falcon_h1", FALCON, "a part of it beside the attention mixes the documents of a packed row"),
         (
@@ -132,18 +132,18 @@ def test_packed_rows_are_refused_exactly_where_loading_refuses_them(tmp_path: Pa
     ],
 )
 def test_families_whose_layers_mix_documents_or_need_a_mask_are_refused_in_words(
-    tmp_path: Path, family: str, options: dict[str, Any], told: str
+    tmp_path: Path, family: str, options: dict[str, Any], message: str
 ) -> None:
-    """State-space models beside the attention of every layer, and an indexer that reads the mask."""
+    """State-space models next to the attention of every layer, and an indexer that reads the mask."""
     with pytest.raises(UnsupportedError) as caught:
-        check_loading(saved(tmp_path, family, **options), True)
-    assert told in caught.value.cause
+        check_loading(save_model(tmp_path, family, **options), True)
+    assert message in caught.value.cause
     assert not caught.value.cause.partition("packed rows: ")[2].startswith(("TypeError", "'NoneType'"))
 
 
 def test_a_layer_of_its_own_that_mixes_tokens_is_refused(tmp_path: Path) -> None:
     """Code that comes with a model: a Llama whose layers add the token before, as some short convolutions do."""
-    spec = saved(tmp_path, "llama")
+    spec = save_model(tmp_path, "llama")
     config = json.loads((tmp_path / "config.json").read_text())
     names = {"AutoConfig": "shifted.ShiftedConfig", "AutoModelForCausalLM": "shifted.ShiftedForCausalLM"}
     (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "shifted", "auto_map": names}))
@@ -157,24 +157,24 @@ def test_a_layer_of_its_own_that_mixes_tokens_is_refused(tmp_path: Path) -> None
 
 def test_gemma_2_is_among_those_that_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="knows no way to compute Gemma2ForCausalLM's attention"):
-        check_loading(saved(tmp_path, "gemma2"), True)
+        check_loading(save_model(tmp_path, "gemma2"), True)
 
 
 def test_torch_prints_nothing_of_what_experts_cannot_compute_without_values(tmp_path: Path) -> None:
     """It prints a traceback by its own logger, although the failure is caught: packed rows of a mixture of experts are trained all the same."""
-    logger, told = logging.getLogger("torch._subclasses.fake_tensor"), logging.handlers.BufferingHandler(100)
-    logger.addHandler(told)
+    logger, records = logging.getLogger("torch._subclasses.fake_tensor"), logging.handlers.BufferingHandler(100)
+    logger.addHandler(records)
     try:
-        check_loading(saved(tmp_path, "mixtral", num_local_experts=2), True)
-        assert told.buffer == []
+        check_loading(save_model(tmp_path, "mixtral", num_local_experts=2), True)
+        assert records.buffer == []
         logger.error("and its words are heard again afterwards")
-        assert len(told.buffer) == 1
+        assert len(records.buffer) == 1
     finally:
-        logger.removeHandler(told)
+        logger.removeHandler(records)
 
 
 def test_random_states_and_weights_are_left_alone(tmp_path: Path) -> None:
-    spec = saved(tmp_path, "llama")
+    spec = save_model(tmp_path, "llama")
     before = torch.get_rng_state()
     check_loading(spec, True)
     assert torch.equal(torch.get_rng_state(), before)
@@ -188,7 +188,7 @@ def test_random_states_and_weights_are_left_alone(tmp_path: Path) -> None:
     ],
 )
 def test_a_configuration_that_no_model_can_be_made_from(tmp_path: Path, change: dict[str, Any], match: str) -> None:
-    spec = saved(tmp_path, "llama")
+    spec = save_model(tmp_path, "llama")
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | change))
     with pytest.raises(ModelError, match=match) as caught:
@@ -200,7 +200,7 @@ def test_a_configuration_that_no_model_can_be_made_from(tmp_path: Path, change: 
 @pytest.mark.parametrize("lora", [None, LoraConfig(rank=2)])
 def test_weights_of_another_shape(tmp_path: Path, family: str, lora: LoraConfig | None) -> None:
     """They are refused as loading does, or left to it where transformers makes one tensor of several; right ones always pass."""
-    spec = ModelConfig(saved(tmp_path, family).path, lora=lora)
+    spec = ModelConfig(save_model(tmp_path, family).path, lora=lora)
     check_loading(spec, False)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": 48}))
@@ -214,13 +214,13 @@ def test_weights_of_another_shape(tmp_path: Path, family: str, lora: LoraConfig 
 
 
 def test_targets_that_do_not_exist(tmp_path: Path) -> None:
-    spec = saved(tmp_path, "llama")
+    spec = save_model(tmp_path, "llama")
     with pytest.raises(ModelError, match="'no_such', which no linear layer"):
         check_loading(ModelConfig(spec.path, lora=LoraConfig(targets=("no_such",))), False)
 
 
 def test_an_adapter_without_whole_weights_or_configuration(tmp_path: Path) -> None:
-    spec = saved(tmp_path / "base", "llama")
+    spec = save_model(tmp_path / "base", "llama")
     write_adapter(spec.path, adapter := tmp_path / "adapter")
     spec = ModelConfig(spec.path, lora=LoraConfig(path=str(adapter)))
     check_loading(spec, False)
@@ -237,7 +237,7 @@ def test_an_adapter_without_whole_weights_or_configuration(tmp_path: Path) -> No
 
 
 def test_layers_that_peft_refuses_are_answered_with_others(tmp_path: Path) -> None:
-    spec = saved(tmp_path, "mamba")
+    spec = save_model(tmp_path, "mamba")
     with pytest.raises(ModelError, match=r"PEFT refuses adapters in .*'out_proj' is incompatible") as caught:
         check_loading(ModelConfig(spec.path, lora=LoraConfig(targets=("out_proj",))), False)
     assert "they are called dt_proj, in_proj, out_proj, x_proj" in caught.value.remedy
@@ -253,7 +253,7 @@ class Code:
 
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 def test_weights_that_are_missing_or_hold_code(tmp_path: Path) -> None:
-    spec = saved(tmp_path, "llama")
+    spec = save_model(tmp_path, "llama")
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(ModelError, match="holds no weights"):
         check_loading(spec, False)

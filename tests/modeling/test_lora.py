@@ -35,14 +35,14 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def written(base: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+def adapter_folder(base: str, tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_adapter(base, tmp_path_factory.mktemp("adapters") / "written")
 
 
 @pytest.fixture
-def adapter(written: str, tmp_path: Path) -> Path:
+def adapter(adapter_folder: str, tmp_path: Path) -> Path:
     """A copy that a test may change."""
-    return Path(shutil.copytree(written, tmp_path / "adapter"))
+    return Path(shutil.copytree(adapter_folder, tmp_path / "adapter"))
 
 
 def layers_of(model: Any) -> set[str]:
@@ -87,8 +87,8 @@ def test_without_peft_the_remedy_installs_it(base: str, monkeypatch: pytest.Monk
 def test_a_skeleton_has_the_same_parameters_and_no_values(base: str) -> None:
     spec = ModelConfig(base, lora=LoraConfig(), dtype="bfloat16", value_head=True)
     (whole, _), (skeleton, _) = load_scorer(spec), load_skeleton(spec)
-    assert {name: (each.shape, each.dtype) for name, each in whole.named_parameters()} == {
-        name: (each.shape, each.dtype) for name, each in skeleton.named_parameters()
+    assert {name: (tensor.shape, tensor.dtype) for name, tensor in whole.named_parameters()} == {
+        name: (tensor.shape, tensor.dtype) for name, tensor in skeleton.named_parameters()
     }
     assert all(parameter.is_meta for parameter in skeleton.parameters())
     assert {parameter.dtype for parameter in list_trained_parameters(whole).values()} == {torch.float32}
@@ -115,8 +115,8 @@ def test_transposed_layers_are_merged_as_peft_merges_them(tmp_path: Path) -> Non
 
 
 def test_an_existing_adapter_brings_its_own_numbers(base: str, adapter: Path, tmp_path: Path) -> None:
-    asked = LoraConfig(path=str(adapter), rank=4, alpha=8, targets=tuple(LINEAR), dropout=0.25)
-    model, _ = load_scorer(ModelConfig(base, lora=asked))
+    config = LoraConfig(path=str(adapter), rank=4, alpha=8, targets=tuple(LINEAR), dropout=0.25)
+    model, _ = load_scorer(ModelConfig(base, lora=config))
     assert model.peft_config["default"].lora_dropout == 0.25
     write_pretrained(model, tmp_path / "again")
     stored, again = (load_file(path / "adapter_model.safetensors") for path in (adapter, tmp_path / "again"))
@@ -167,7 +167,7 @@ def test_tensors_that_are_missing_or_left_over_are_refused(base: str, adapter: P
     shape = list(stored[name].shape)
     spec = ModelConfig(base, lora=LoraConfig(path=str(adapter)))
     for changed, found in (
-        ({each: stored[each] for each in stored if each != name}, "nothing"),
+        ({key: stored[key] for key in stored if key != name}, "nothing"),
         ({**stored, name: stored[name][:, 1:].contiguous()}, f"shape [{shape[0]}, {shape[1] - 1}]"),
     ):
         save_file(changed, path)
@@ -236,8 +236,8 @@ def test_all_linear_layers_of_a_mixture_are_those_that_peft_adapts_and_the_rest_
     [warning] = [each.getMessage() for each in caplog.records if "all-linear" in each.getMessage() and each.levelname == "WARNING"]
     leaves = warning.partition(" leaves frozen ")[2]
     assert "experts.gate_up_proj (" in leaves
-    [told] = [each.getMessage() for each in caplog.records if ": adapted are " in each.getMessage()]
-    adapts, _, frozen_too = told.partition("; frozen stay ")
+    [message] = [each.getMessage() for each in caplog.records if ": adapted are " in each.getMessage()]
+    adapts, _, frozen_too = message.partition("; frozen stay ")
     assert "o_proj (" in adapts
     assert leaves.startswith(f"{frozen_too}: ")
     if family != "qwen3_moe":

@@ -14,7 +14,7 @@ from skyrl_engine.errors import ContractError, UnsupportedError
 from skyrl_engine.modeling.model_inputs import model_inputs
 
 
-def packed(rows: list[list[int]], *, align: int = 1, before: int = 0, after: int = 0, **changed: Any) -> MicroBatch:
+def pack(rows: list[list[int]], *, align: int = 1, before: int = 0, after: int = 0, **changed: Any) -> MicroBatch:
     """Rows of sequences of these lengths, each rounded up to `align`; position i of row r holds token 1000 r + i, gaps hold -1."""
     occupied = [[-(-length // align) * align for length in row] for row in rows]
     width = before + max(sum(row) for row in occupied) + after
@@ -46,7 +46,7 @@ def packed(rows: list[list[int]], *, align: int = 1, before: int = 0, after: int
     after=st.integers(1, 3),
 )
 def test_real_tokens_alone_are_laid_end_to_end(rows: list[list[int]], align: int, before: int, after: int) -> None:
-    batch = packed(rows, align=align, before=before, after=after)
+    batch = pack(rows, align=align, before=before, after=after)
     given_inputs = {name: tensor.clone() for name, tensor in batch.inputs.items()}
     arguments = model_inputs(batch)
     assert arguments.segments is not None
@@ -66,14 +66,14 @@ def test_real_tokens_alone_are_laid_end_to_end(rows: list[list[int]], align: int
 
 
 def test_a_boolean_mask_is_left_alone() -> None:
-    batch = packed([[0, 0]], after=3)
+    batch = pack([[0, 0]], after=3)
     mask = torch.zeros(1, 3, dtype=torch.bool)
     model_inputs(MicroBatch({**batch.inputs, "attention_mask": mask}, batch.positions, batch.labels, batch.sequence_lengths, None))
     assert not mask.any()
 
 
 def test_places_are_counted_when_nobody_gives_them() -> None:
-    batch = packed([[3, 2], [4]], align=4)
+    batch = pack([[3, 2], [4]], align=4)
     inputs = {name: tensor for name, tensor in batch.inputs.items() if name != "position_ids"}
     without = model_inputs(MicroBatch(inputs, batch.positions, batch.labels, batch.sequence_lengths, None))
     assert torch.equal(without.inputs["position_ids"], model_inputs(batch).inputs["position_ids"])
@@ -81,7 +81,7 @@ def test_places_are_counted_when_nobody_gives_them() -> None:
 
 @pytest.mark.parametrize("rows", [[[4], [2], []], [[0]], [[]]])
 def test_rows_of_one_sequence_stay_as_they_are(rows: list[list[int]]) -> None:
-    batch = packed(rows, after=1)
+    batch = pack(rows, after=1)
     arguments = model_inputs(batch)
     assert arguments.segments is None
     assert arguments.inputs is batch.inputs
@@ -90,7 +90,7 @@ def test_rows_of_one_sequence_stay_as_they_are(rows: list[list[int]]) -> None:
 
 @pytest.mark.parametrize("rows", [[[3, 2]], [[5]]])
 def test_inputs_that_the_model_would_ignore_are_refused(rows: list[list[int]]) -> None:
-    batch = packed(rows)
+    batch = pack(rows)
     inputs = {**batch.inputs, "expert_routes": torch.zeros(1, 5, 2, 2)}
     with pytest.raises(UnsupportedError, match="rows carry expert_routes, which the backend does not give to its model"):
         model_inputs(MicroBatch(inputs, batch.positions, batch.labels, batch.sequence_lengths, None))
@@ -111,4 +111,4 @@ def test_inputs_that_the_model_would_ignore_are_refused(rows: list[list[int]]) -
 )
 def test_a_collator_that_contradicts_itself_is_named(changed: dict[str, Any], message: str) -> None:
     with pytest.raises(ContractError, match=message):
-        model_inputs(packed([[3, 2]], align=4, **changed))
+        model_inputs(pack([[3, 2]], align=4, **changed))

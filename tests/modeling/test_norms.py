@@ -21,8 +21,8 @@ def gradient() -> torch.Tensor:
 @pytest.mark.parametrize("parts", [1, 2, 3, 7])
 def test_the_sum_does_not_depend_on_the_division(gradient: torch.Tensor, parts: int) -> None:
     """Against numpy's pairwise sum in float64: both are exact to about 1e-14, where sums in float32 are off by 1e-7 to 1e-4."""
-    due = float(np.square(gradient.numpy().astype(np.float64)).sum())
-    assert float(sum_of_squares(torch.tensor_split(gradient, parts), CPU)) == pytest.approx(due, rel=1e-13)
+    expected = float(np.square(gradient.numpy().astype(np.float64)).sum())
+    assert float(sum_of_squares(torch.tensor_split(gradient, parts), CPU)) == pytest.approx(expected, rel=1e-13)
 
 
 def test_parts_of_any_shape_and_precision() -> None:

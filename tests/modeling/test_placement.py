@@ -70,12 +70,12 @@ SAME_TEXT = PassOrder((((0,),), ((0,),)))
 
 @pytest.fixture(scope="module")
 def bench():
-    with Bench() as made:
-        yield made
+    with Bench() as opened:
+        yield opened
 
 
 @pytest.fixture(scope="module")
-def odd(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def odd_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Llama of its own code, which makes a parameter, buffers and a plain tensor outside of the meta device."""
     folder = tmp_path_factory.mktemp("odd")
     write_model(folder, "llama")
@@ -114,29 +114,29 @@ def require_same_scores(ranks: BackendRanks) -> None:
 @pytest.mark.parametrize("learns", [True, False], ids=["learns", "scores"])
 @pytest.mark.parametrize(("plugin", "options"), SETTINGS)
 def test_own_code_that_makes_tensors_on_the_cpu(
-    bench: Bench, odd: Path, plugin: str, options: dict[str, object], learns: bool
+    bench: Bench, odd_model: Path, plugin: str, options: dict[str, object], learns: bool
 ) -> None:
-    model = ModelConfig(str(odd), trust_remote_code=True)
-    with opened(bench, plugin, options, model, learns=learns) as ranks:
-        require_alike(ranks, odd)
+    model = ModelConfig(str(odd_model), trust_remote_code=True)
+    with open_ranks(bench, plugin, options, model, learns=learns) as ranks:
+        require_alike(ranks, odd_model)
         if learns:
             ranks.forward_backward(SAME_TEXT)
             ranks.optim_step()
             require_same_scores(ranks)
 
 
-def test_another_precision_than_the_code_makes(bench: Bench, odd: Path) -> None:
+def test_another_precision_than_the_code_makes(bench: Bench, odd_model: Path) -> None:
     """The code makes float32 whatever it is asked for."""
-    with opened(bench, *SETTINGS[0], ModelConfig(str(odd), trust_remote_code=True, dtype="float64")) as ranks:
+    with open_ranks(bench, *SETTINGS[0], ModelConfig(str(odd_model), trust_remote_code=True, dtype="float64")) as ranks:
         assert {weight.dtype for rank in ranks.weights() for weight in rank.values()} == {np.dtype(np.float64)}
-        require_alike(ranks, odd)
+        require_alike(ranks, odd_model)
         ranks.forward_backward(SAME_TEXT)
 
 
-def test_a_set_of_adapters_shares_what_own_code_makes_on_the_cpu(bench: Bench, odd: Path) -> None:
+def test_a_set_of_adapters_shares_what_own_code_makes_on_the_cpu(bench: Bench, odd_model: Path) -> None:
     """Its adapters are its own; every other tensor is the base model's, though its code gave it values."""
     with (
-        opened(bench, *SETTINGS[0], ModelConfig(str(odd), trust_remote_code=True, lora=LoraConfig(rank=2))) as ranks,
+        open_ranks(bench, *SETTINGS[0], ModelConfig(str(odd_model), trust_remote_code=True, lora=LoraConfig(rank=2))) as ranks,
         ranks.adapter_set(LoraConfig(rank=1), 7) as further,
     ):
         # fresh adapters change nothing

@@ -22,11 +22,11 @@ def test_a_load_tries_the_model_in_the_runs_precision(tmp_path: Path, family: st
     write_model(tmp_path, family, **FAMILIES[family])
     tried: list[torch.dtype] = []
 
-    def noted(model: Any, scorer: Any, *, name: str) -> None:
+    def note_name(model: Any, scorer: Any, *, name: str) -> None:
         tried.append(model.get_output_embeddings().weight.dtype)
         check_parity(model, scorer, name=name)
 
-    monkeypatch.setattr("skyrl_engine.modeling.loading.check_parity", noted)
+    monkeypatch.setattr("skyrl_engine.modeling.loading.check_parity", note_name)
     model, _ = load_scorer(ModelConfig(str(tmp_path), dtype="bfloat16"))
     assert tried == [torch.float32, torch.bfloat16]
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}, "weights stay as they were read"

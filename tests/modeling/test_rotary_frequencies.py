@@ -34,8 +34,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {family: str(directory / family) for family in FAMILIES}
 
 
-def alone_and_beside(scorer: Any, short: int, long: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probabilities of a row of `short` tokens by itself, and padded beside a row of `long` tokens."""
+def score_alone_and_together(scorer: Any, short: int, long: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities of a row of `short` tokens by itself, and padded next to a row of `long` tokens."""
     ids = torch.randint(1, VOCABULARY, (2, long), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(ids)
     mask[0, short:] = 0
@@ -51,7 +51,7 @@ def alone_and_beside(scorer: Any, short: int, long: int) -> tuple[torch.Tensor, 
 def test_a_row_scores_the_same_beside_a_longer_one(models: dict[str, str], family: str) -> None:
     """A short and a long row, on both sides of the threshold: float32 sums in another order leave 1e-5, other frequencies 1e-3 and more."""
     _, scorer = load_scorer(ModelConfig(models[family], rotary_length=40))
-    alone, beside = alone_and_beside(scorer, 10, 40)
+    alone, beside = score_alone_and_together(scorer, 10, 40)
     torch.testing.assert_close(alone, beside, rtol=0, atol=1e-5)
 
 

@@ -30,7 +30,7 @@ grids = st.tuples(st.just(1), st.sampled_from([2, 4, 6]), st.sampled_from([2, 4,
 samples = st.lists(st.tuples(st.lists(st.tuples(st.integers(1, 4), grids), max_size=3), st.integers(0, 3)), min_size=1, max_size=5)
 
 
-def laid(sample: Sample) -> tuple[list[int], list[int], list[Grid]]:
+def lay_out(sample: Sample) -> tuple[list[int], list[int], list[Grid]]:
     """Token ids, token types and grids."""
     ids, types, images = [START], [0], []
     for part in sample:
@@ -43,9 +43,9 @@ def laid(sample: Sample) -> tuple[list[int], list[int], list[Grid]]:
     return ids, types, images
 
 
-def made(rows: list[list[Sample]], *, before: int = 0, align: int = 1, after: int = 0) -> MicroBatch:
-    """Rows of samples, each rounded up to `align` tokens, behind `before` and before `after` columns of padding."""
-    read = [[laid(sample) for sample in row] for row in rows]
+def make_micro_batch(rows: list[list[Sample]], *, before: int = 0, align: int = 1, after: int = 0) -> MicroBatch:
+    """Rows of samples, each rounded up to `align` tokens, after `before` and before `after` columns of padding."""
+    read = [[lay_out(sample) for sample in row] for row in rows]
     width = before + after + max(sum(-(-len(ids) // align) * align for ids, *_ in row) for row in read)
     fields = {
         name: torch.zeros(len(rows), width, dtype=torch.int64) for name in ("input_ids", "attention_mask", "mm_token_type_ids")
@@ -59,13 +59,13 @@ def made(rows: list[list[Sample]], *, before: int = 0, align: int = 1, after: in
             fields["mm_token_type_ids"][number, here] = torch.tensor(types)
             column += -(-len(ids) // align) * align
     images = [images for row in read for _ids, _types, images in row]
-    flat = np.array([grid for each in images for grid in each], dtype=np.int64).reshape(-1, 3)
-    patches = offsets_of([sum(int(np.prod(grid)) for grid in each) for each in images])
+    flat = np.array([grid for grids_of_sample in images for grid in grids_of_sample], dtype=np.int64).reshape(-1, 3)
+    patches = offsets_of([sum(int(np.prod(grid)) for grid in grids_of_sample) for grids_of_sample in images])
     fields["image_grid_thw"] = torch.from_numpy(flat)
     fields["pixel_values"] = torch.zeros(int(patches[-1]), TOKENS.patch)
     nothing = torch.zeros(0, dtype=torch.int64)
     lengths = Ragged.from_list([[len(ids) for ids, *_ in row] for row in read], np.int64)
-    offsets = {"image_grid_thw": offsets_of([len(each) for each in images]), "pixel_values": patches}
+    offsets = {"image_grid_thw": offsets_of([len(grids_of_sample) for grids_of_sample in images]), "pixel_values": patches}
     return MicroBatch(fields, nothing, nothing, lengths, None, ragged_offsets=offsets)
 
 
@@ -73,7 +73,7 @@ def transformers_positions(sample: Sample) -> torch.Tensor:
     """`get_rope_index` of one sample, int64[3, tokens]; a namespace stands for the model, of which it reads the configuration alone."""
     from transformers import Qwen3VLModel
 
-    ids, types, images = laid(sample)
+    ids, types, images = lay_out(sample)
     owner: Any = SimpleNamespace(config=SimpleNamespace(vision_config=SimpleNamespace(spatial_merge_size=2)))
     owner.get_vision_position_ids = Qwen3VLModel.get_vision_position_ids.__get__(owner)
     grid = torch.tensor(images) if images else None
@@ -91,7 +91,7 @@ def test_they_are_those_of_transformers_for_every_sample_by_itself(
     """Text precedes every image here: transformers cannot tell images apart that follow each other."""
     chosen: list[Sample] = [[part for pair in pairs for part in pair] + [last] for pairs, last in given_samples]
     rows = [chosen[start : start + cut] for start in range(0, len(chosen), cut)]
-    batch = made(rows, before=before, align=align, after=after)
+    batch = make_micro_batch(rows, before=before, align=align, after=after)
     positions = rotary_positions(batch, TOKENS)
     assert positions.dtype == torch.int64
     assert positions.shape == (3, *batch.inputs["input_ids"].shape)
@@ -101,18 +101,18 @@ def test_they_are_those_of_transformers_for_every_sample_by_itself(
 
 
 def test_the_text_goes_on_behind_the_longer_side_of_an_image() -> None:
-    positions = rotary_positions(made([[[1, (1, 2, 6), 1]]]), TOKENS)
+    positions = rotary_positions(make_micro_batch([[[1, (1, 2, 6), 1]]]), TOKENS)
     assert positions[:, 0].tolist() == [[0, 1, 2, 2, 2, 5], [0, 1, 2, 2, 2, 5], [0, 1, 2, 3, 4, 5]]
 
 
 def test_images_may_follow_each_other_and_start_a_row() -> None:
-    batch = made([[[(1, 2, 4), (1, 4, 2), 1], [(1, 2, 2)]]])
+    batch = make_micro_batch([[[(1, 2, 4), (1, 4, 2), 1], [(1, 2, 2)]]])
     expected = [[0, 1, 1, 3, 3, 5, 0, 1], [0, 1, 1, 3, 4, 5, 0, 1], [0, 1, 2, 3, 3, 5, 0, 1]]
     assert rotary_positions(batch, TOKENS)[:, 0].tolist() == expected
 
 
 def test_empty_samples_rows_and_batches_have_no_positions() -> None:
-    batch = made([[[2]], []])
+    batch = make_micro_batch([[[2]], []])
     assert rotary_positions(batch, TOKENS)[:, 1].tolist() == [[0] * 3] * 3
     empty = {name: tensor[:, :0] for name, tensor in batch.inputs.items() if name not in batch.ragged_offsets}
     lengths = Ragged.from_list([[0], []], np.int64)
@@ -120,7 +120,7 @@ def test_empty_samples_rows_and_batches_have_no_positions() -> None:
 
 
 def test_text_alone_needs_nothing_of_images() -> None:
-    batch = made([[[2], [3]]])
+    batch = make_micro_batch([[[2], [3]]])
     plain = {name: batch.inputs[name] for name in ("input_ids", "attention_mask")}
     expected = [[0, 1, 2, 0, 1, 2, 3]]
     for inputs in (plain, batch.inputs):
@@ -133,7 +133,7 @@ def test_what_collators_build_is_understood(name: str) -> None:
     import skyrl_engine_collators.plugin as collators
 
     chosen: list[Sample] = [[1, (1, 2, 4), 2], [3], [2, (1, 2, 2), 1, (1, 4, 2), 1]]
-    read = [laid(sample) for sample in chosen]
+    read = [lay_out(sample) for sample in chosen]
     columns = SampleColumns.from_lists(
         input_ids=[ids for ids, *_ in read],
         extras={
@@ -153,7 +153,7 @@ def test_what_collators_build_is_understood(name: str) -> None:
     assert torch.equal(positions[:, real], expected)
 
 
-def changed(batch: MicroBatch, name: str, place: Any, value: Any) -> MicroBatch:
+def change_input(batch: MicroBatch, name: str, place: Any, value: Any) -> MicroBatch:
     tensor = batch.inputs[name].clone()
     tensor[place] = value
     return evolve(batch, inputs={**batch.inputs, name: tensor})
@@ -166,17 +166,23 @@ IMAGES: list[list[Sample]] = [[[2], [1, (1, 2, 4), 2]]]
 @pytest.mark.parametrize(
     ("batch", "message"),
     [
-        (changed(made(IMAGES), "input_ids", (0, 6), TEXT), "sample 1 of a micro-batch has the token 9 of type 1"),
-        (changed(made(IMAGES), "mm_token_type_ids", (0, 5), 0), "sample 1 of a micro-batch has the token 3 of type 0"),
-        (changed(made(IMAGES), "input_ids", (0, 0), TOKEN), "sample 0 of a micro-batch has the token 3 of type 0"),
-        (changed(made(IMAGES), "image_grid_thw", (0, 2), 2), "sample 1 of a micro-batch has 8 patches where its images count 4"),
+        (change_input(make_micro_batch(IMAGES), "input_ids", (0, 6), TEXT), "sample 1 of a micro-batch has the token 9 of type 1"),
         (
-            changed(made(IMAGES), "image_grid_thw", 0, torch.tensor([1, 1, 8])),
+            change_input(make_micro_batch(IMAGES), "mm_token_type_ids", (0, 5), 0),
+            "sample 1 of a micro-batch has the token 3 of type 0",
+        ),
+        (change_input(make_micro_batch(IMAGES), "input_ids", (0, 0), TOKEN), "sample 0 of a micro-batch has the token 3 of type 0"),
+        (
+            change_input(make_micro_batch(IMAGES), "image_grid_thw", (0, 2), 2),
+            "sample 1 of a micro-batch has 8 patches where its images count 4",
+        ),
+        (
+            change_input(make_micro_batch(IMAGES), "image_grid_thw", 0, torch.tensor([1, 1, 8])),
             r"image of \[1, 1, 8\] patches, and the model merges 2 x 2",
         ),
         (
-            changed(
-                changed(made([[[(1, 2, 4), 1]]]), "mm_token_type_ids", (0, slice(2, 4)), torch.tensor([0, 1])),
+            change_input(
+                change_input(make_micro_batch([[[(1, 2, 4), 1]]]), "mm_token_type_ids", (0, slice(2, 4)), torch.tensor([0, 1])),
                 "input_ids",
                 (0, slice(2, 4)),
                 torch.tensor([TEXT, TOKEN]),
@@ -184,7 +190,7 @@ IMAGES: list[list[Sample]] = [[[2], [1, (1, 2, 4), 2]]]
             "sample 0 of a micro-batch has other tokens among those of an image",
         ),
         (
-            changed(changed(made(IMAGES), "input_ids", (0, 6), TEXT), "mm_token_type_ids", (0, 6), 0),
+            change_input(change_input(make_micro_batch(IMAGES), "input_ids", (0, 6), TEXT), "mm_token_type_ids", (0, 6), 0),
             "sample 1 of a micro-batch has 1 image tokens where its 1 images make 2 features",
         ),
     ],
@@ -196,18 +202,18 @@ def test_what_contradicts_itself_is_an_error_that_names_the_sample(batch: MicroB
 
 def test_patches_of_another_model_are_refused() -> None:
     with pytest.raises(DataError, match="sample 1 of a micro-batch has patches of 6 numbers, and the model takes patches of 12"):
-        place_images(made(IMAGES), ImageTokens(token=TOKEN, merge=2, patch=12))
+        place_images(make_micro_batch(IMAGES), ImageTokens(token=TOKEN, merge=2, patch=12))
 
 
 def test_the_id_of_a_sample_is_said_where_it_is_known() -> None:
-    batch = evolve(changed(made(IMAGES), "input_ids", (0, 6), TEXT), sample_ids=np.array([70, 71]))
+    batch = evolve(change_input(make_micro_batch(IMAGES), "input_ids", (0, 6), TEXT), sample_ids=np.array([70, 71]))
     with pytest.raises(DataError, match="sample 71 has the token 9"):
         place_images(batch, TOKENS)
 
 
 def test_an_image_of_the_neighbour_is_no_image_of_ones_own() -> None:
     """Counts of the whole row agree here: each sample must have its own."""
-    batch = made([[[(1, 2, 4)], [(1, 2, 2)]]])
+    batch = make_micro_batch([[[(1, 2, 4)], [(1, 2, 2)]]])
     swapped = {name: offsets_of(np.diff(offsets)[::-1]) for name, offsets in batch.ragged_offsets.items()}
     swapped["image_grid_thw"] = batch.ragged_offsets["image_grid_thw"]
     grids = batch.inputs["image_grid_thw"].flip(0)
@@ -217,11 +223,11 @@ def test_an_image_of_the_neighbour_is_no_image_of_ones_own() -> None:
 
 def test_videos_are_refused() -> None:
     with pytest.raises(UnsupportedError, match="sample 1 of a micro-batch holds tokens of type 2"):
-        place_images(changed(made(IMAGES), "mm_token_type_ids", (0, 5), 2), TOKENS)
+        place_images(change_input(make_micro_batch(IMAGES), "mm_token_type_ids", (0, 5), 2), TOKENS)
 
 
 def test_pixels_may_be_with_another_rank() -> None:
-    batch = made(IMAGES)
+    batch = make_micro_batch(IMAGES)
     inputs = {name: tensor for name, tensor in batch.inputs.items() if name != "pixel_values"}
     grids = {"image_grid_thw": batch.ragged_offsets["image_grid_thw"]}
     elsewhere = evolve(batch, inputs=inputs, ragged_offsets=grids)
@@ -232,8 +238,8 @@ def test_pixels_may_be_with_another_rank() -> None:
 
 
 def test_a_collator_that_does_not_say_whose_images_there_are_is_found_out() -> None:
-    batch = made(IMAGES)
+    batch = make_micro_batch(IMAGES)
     with pytest.raises(ContractError, match="does not say what of image_grid_thw each of 2 samples owns"):
         place_images(evolve(batch, ragged_offsets={}), TOKENS)
     with pytest.raises(ContractError, match="mask marks 8 tokens, its sequence lengths add up to 9"):
-        place_images(changed(batch, "attention_mask", (0, 0), 0), TOKENS)
+        place_images(change_input(batch, "attention_mask", (0, 0), 0), TOKENS)

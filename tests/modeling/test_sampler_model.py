@@ -44,8 +44,8 @@ def storage(model: Any) -> dict[str, Tensor]:
 def logits(model: Any) -> Tensor:
     """Use the model's own attention: the engine's takes rows by their documents alone."""
     model.set_attn_implementation("sdpa")
-    given: Tensor = model.eval()(input_ids=torch.arange(20)[None], use_cache=False).logits
-    return given
+    output: Tensor = model.eval()(input_ids=torch.arange(20)[None], use_cache=False).logits
+    return output
 
 
 @pytest.mark.parametrize("family", FAMILIES)

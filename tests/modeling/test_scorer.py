@@ -113,12 +113,12 @@ def test_gradients_of_scores_are_autograds_under_every_rule_and_temperature(
     draw = torch.Generator().manual_seed(0)
     raw = (torch.randn(11, VOCABULARY, generator=draw, dtype=torch.float64) * 3).requires_grad_()
     tokens = torch.randint(0, VOCABULARY, (11, 4), generator=draw)
-    tokens[:5, 1], tokens[:3, 2] = tokens[:5, 0], tokens[:3, 3]  # a candidate may be the label, or stand there twice
+    tokens[:5, 1], tokens[:3, 2] = tokens[:5, 0], tokens[:3, 3]  # a candidate may be the label, or occur twice
     score = Score(rule, temperature, EVERY_SCORE)
-    upstream = [torch.randn(each.shape, generator=draw, dtype=torch.float64) for each in score(raw, tokens)]
+    upstream = [torch.randn(score_values.shape, generator=draw, dtype=torch.float64) for score_values in score(raw, tokens)]
 
     def gradient(scores: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        of = {name: (each, up) for name, each, up in zip(EVERY_SCORE, scores, upstream, strict=True)}
+        of = {name: (values, up) for name, values, up in zip(EVERY_SCORE, scores, upstream, strict=True)}
         return torch.autograd.grad([of[name][0] for name in weighted], raw, [of[name][1] for name in weighted])[0]
 
     expected = gradient(score(raw, tokens))
@@ -133,8 +133,8 @@ def test_scores_are_those_of_whole_logits() -> None:
     raw = torch.randn(5, VOCABULARY, generator=draw, dtype=torch.float64) * 3
     labels = torch.randint(0, VOCABULARY, (5,), generator=draw)
     candidates = {"one": torch.randint(0, VOCABULARY, (5, 1), generator=draw), "three": torch.randint(0, VOCABULARY, (5, 3))}
-    asked = RequestedScores.of({*VOCABULARY_SCORES, "values", "logprobs_at:three", "logprobs_at:one"}, labels, candidates)
-    got = asked.name_values(Score(LogitRule(), 0.5, asked.scores)(raw, asked.tokens))
+    requested = RequestedScores.of({*VOCABULARY_SCORES, "values", "logprobs_at:three", "logprobs_at:one"}, labels, candidates)
+    got = requested.name_values(Score(LogitRule(), 0.5, requested.scores)(raw, requested.tokens))
     logits = raw / 0.5
     logprobs = logits.log_softmax(-1)
     expected = {
@@ -147,8 +147,8 @@ def test_scores_are_those_of_whole_logits() -> None:
         "logprobs_at:three": logprobs.gather(-1, candidates["three"]),
     }
     assert got.keys() == expected.keys()
-    for name, due in expected.items():
-        torch.testing.assert_close(got[name], due)
+    for name, wanted in expected.items():
+        torch.testing.assert_close(got[name], wanted)
 
 
 def test_the_rules_of_the_families_matter() -> None:
@@ -224,9 +224,9 @@ def test_the_heads_bias_and_a_frozen_weight_get_what_they_should() -> None:
     results = []
     for frozen in (False, True):
         linear.weight.requires_grad_(not frozen)
-        for way in (reference, chunked):
+        for scorer in (reference, chunked):
             hidden.grad = linear.weight.grad = linear.bias.grad = None
-            results.append(way())
+            results.append(scorer())
     for expected, actual in (results[:2], results[2:]):
         for one, other in zip(expected, actual, strict=True):
             assert (one is None) == (other is None)

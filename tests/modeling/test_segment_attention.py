@@ -72,7 +72,7 @@ def tiny(family: str, *, dtype: torch.dtype = torch.float32, **options: Any) -> 
     return AutoModelForCausalLM.from_config(config, dtype=dtype, **experts).eval()
 
 
-def adopted(model: Any) -> Scorer:
+def adopt(model: Any) -> Scorer:
     """A scorer over `model`, which attends by segments from now on, or says why not."""
     scorer = Scorer(split_causal_lm(model), logits_per_chunk=7 * VOCABULARY)
     scorer.segment_support = adopt_segment_attention(model, scorer.decoder, name="tiny")
@@ -121,7 +121,7 @@ def gradients(model: nn.Module, logprobs: list[Tensor]) -> dict[str, Tensor]:
 def test_packed_documents_equal_separate_ones(family: str, checkpointing: bool) -> None:
     model = tiny(family, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0) if family == "gpt2" else tiny(family)
     plain = copy.deepcopy(model)
-    scorer = adopted(model)
+    scorer = adopt(model)
     assert scorer.segment_support == SegmentSupport(LAYERS, "")
     if checkpointing:
         enable_activation_checkpointing(model, family)
@@ -139,13 +139,13 @@ def test_float64_is_exact_to_1e_12() -> None:
     """By GPT-2, whose norms compute in float64."""
     model = tiny("gpt2", dtype=torch.float64)
     plain = copy.deepcopy(model)
-    for ours, theirs in zip(score(adopted(model), documents()), score_separately(plain, documents()), strict=True):
+    for ours, theirs in zip(score(adopt(model), documents()), score_separately(plain, documents()), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("family", DENSE)
 def test_changing_one_document_leaves_the_others_bit_identical(family: str) -> None:
-    scorer = adopted(tiny(family))
+    scorer = adopt(tiny(family))
     with torch.no_grad():
         before = score(scorer, documents())
         for changed in range(len(LENGTHS)):
@@ -160,7 +160,7 @@ def test_changing_one_document_leaves_the_others_bit_identical(family: str) -> N
 
 def test_the_leak_would_be_seen() -> None:
     """The same comparison, over one segment that holds two documents."""
-    scorer = adopted(tiny("llama"))
+    scorer = adopt(tiny("llama"))
     others = documents()
     others[2] = (others[2] + 1) % VOCABULARY
     with torch.no_grad():
@@ -172,18 +172,18 @@ def test_the_leak_would_be_seen() -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_no_gradient_crosses_a_boundary(family: str) -> None:
     model = tiny(family)
-    scorer = adopted(model)
-    kept: list[Tensor] = []
+    scorer = adopt(model)
+    gradients: list[Tensor] = []
 
     def keep(_module: nn.Module, _inputs: object, output: Tensor) -> Tensor:
-        kept.append(output.detach().requires_grad_())
-        return kept[0]
+        gradients.append(output.detach().requires_grad_())
+        return gradients[0]
 
     model.get_input_embeddings().register_forward_hook(keep)
     packed = score(scorer, documents())
     for number, logprobs in enumerate(packed):
         if len(logprobs):
-            (gradient,) = torch.autograd.grad(logprobs.sum(), kept, retain_graph=True)
+            (gradient,) = torch.autograd.grad(logprobs.sum(), gradients, retain_graph=True)
             for other, part in enumerate(gradient[0].split(LENGTHS)):
                 assert part.any() == (other == number), (number, other)
 
@@ -196,7 +196,7 @@ def test_whole_rows_stay_bit_identical(family: str) -> None:
     """
     model = tiny(family)
     plain = copy.deepcopy(model)
-    scorer = adopted(model)
+    scorer = adopt(model)
     ids, mask = torch.zeros(2, 30, dtype=torch.int64), torch.zeros(2, 30, dtype=torch.int64)
     ids[0], mask[0] = documents()[4], 1
     ids[1, 13:], mask[1, 13:] = documents()[2], 1
@@ -222,7 +222,7 @@ def test_whole_rows_stay_bit_identical(family: str) -> None:
 def test_models_whose_attention_cannot_be_replaced_are_refused(family: str, options: dict[str, Any], reason: str) -> None:
     model = tiny(family, **options)
     plain = copy.deepcopy(model)
-    scorer = adopted(model)
+    scorer = adopt(model)
     assert scorer.segment_support.layers == 0
     with pytest.raises(UnsupportedError, match=rf"cannot be trained on packed rows: .*{reason}") as caught:
         score(scorer, documents())
@@ -250,7 +250,7 @@ def count_through(hidden: Tensor) -> Tensor:
 def test_the_proof_at_load_finds_models_that_mix(spoil: Callable[[Tensor], Tensor], reason: str) -> None:
     model = tiny("llama")
     model.model.layers[-1].register_forward_hook(lambda _layer, _arguments, output: spoil(output))
-    assert reason in adopted(model).segment_support.refusal
+    assert reason in adopt(model).segment_support.refusal
     assert model.config._attn_implementation == "sdpa"
 
 
@@ -258,11 +258,11 @@ def test_a_window_that_attention_never_hears_of_is_refused() -> None:
     model = tiny("qwen2")
     for layer in model.model.layers:
         layer.self_attn.sliding_window = None
-    assert "2 of its layers attend in a sliding window, 0 of them" in adopted(model).segment_support.refusal
+    assert "2 of its layers attend in a sliding window, 0 of them" in adopt(model).segment_support.refusal
 
 
 def test_a_pass_that_loses_a_layer_is_an_error() -> None:
-    scorer = adopted(tiny("llama"))
+    scorer = adopt(tiny("llama"))
     scorer.segment_support = SegmentSupport(LAYERS + 1, "")
     with pytest.raises(ModelError, match="4 of 5 layers"):
         score(scorer, documents())

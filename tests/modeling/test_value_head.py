@@ -1,4 +1,4 @@
-"""The value head: beside the language-model head, under the name transformers gives such heads, exact in value and gradient."""
+"""The value head: next to the language-model head, under the name transformers gives such heads, exact in value and gradient."""
 
 import logging
 from pathlib import Path
@@ -35,7 +35,7 @@ POSITIONS, LABELS = torch.tensor([0, 3, 6]), torch.tensor([1, 5, 6])
 
 
 @pytest.fixture
-def saved(tmp_path: Path) -> Path:
+def saved_model(tmp_path: Path) -> Path:
     """A causal language model without a value head."""
     torch.manual_seed(0)
     LlamaForCausalLM(CONFIG).save_pretrained(tmp_path)
@@ -53,28 +53,28 @@ def scores(scorer: Any, *needs: str) -> dict[str, torch.Tensor]:
     return result
 
 
-def test_a_head_that_the_checkpoint_lacks_is_zero_and_said(saved: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_head_that_the_checkpoint_lacks_is_zero_and_said(saved_model: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
-        _, scorer = load_scorer(ModelConfig(str(saved), value_head=True))
+        _, scorer = load_scorer(ModelConfig(str(saved_model), value_head=True))
     assert scores(scorer, "values")["values"].tolist() == [0, 0, 0]
     assert "holds no value head; it starts at zero" in caplog.text
     of_a_head = {*VOCABULARY_SCORES, "logprobs_at", "divergence", "top_1_agreement"}
     assert scorer.computes == {*of_a_head, "values"}
-    assert load_scorer(ModelConfig(str(saved)))[1].computes == of_a_head
+    assert load_scorer(ModelConfig(str(saved_model)))[1].computes == of_a_head
 
 
 @pytest.mark.parametrize("bias", [torch.tensor([0.5]), None], ids=["critic", "reward model"])
 @pytest.mark.parametrize("compute", ["float32", "float64", "bfloat16"])
 def test_a_head_of_the_checkpoint_scores_as_it_says(
-    saved: Path, bias: torch.Tensor | None, compute: ComputeDtype, caplog: pytest.LogCaptureFixture
+    saved_model: Path, bias: torch.Tensor | None, compute: ComputeDtype, caplog: pytest.LogCaptureFixture
 ) -> None:
     """bfloat16 is the backend's to cast to: here the weights are as they are kept."""
     weight = torch.randn(1, HIDDEN, generator=torch.Generator().manual_seed(1))
-    with_head(saved, weight, bias)
+    with_head(saved_model, weight, bias)
     with caplog.at_level(logging.WARNING):
-        model, scorer = load_scorer(ModelConfig(str(saved), value_head=True, dtype=compute))
+        model, scorer = load_scorer(ModelConfig(str(saved_model), value_head=True, dtype=compute))
     assert not [record for record in caplog.records if record.name.startswith("skyrl_engine")], "nothing is left unused"
-    plain = AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float64 if compute == "float64" else torch.float32)
+    plain = AutoModelForCausalLM.from_pretrained(saved_model, dtype=torch.float64 if compute == "float64" else torch.float32)
     hidden = plain.model(IDS)[0].flatten(0, 1)[POSITIONS]
     values = scores(scorer, "values")["values"]
     expected = hidden.double() @ weight[0].double() + (0 if bias is None else 0.5)
@@ -83,27 +83,29 @@ def test_a_head_of_the_checkpoint_scores_as_it_says(
     assert model.get_parameter("score.weight") is scorer.get_parameter("value_head.weight")
 
 
-def test_values_of_a_lower_precision_are_not_rounded_to_it(saved: Path) -> None:
+def test_values_of_a_lower_precision_are_not_rounded_to_it(saved_model: Path) -> None:
     """Hidden states and weights in bfloat16, as a backend gathers them; the product in float32."""
     weight = torch.randn(1, HIDDEN, generator=torch.Generator().manual_seed(1))
-    with_head(saved, weight, torch.tensor([100.0]))
-    _, scorer = load_scorer(ModelConfig(str(saved), value_head=True))
+    with_head(saved_model, weight, torch.tensor([100.0]))
+    _, scorer = load_scorer(ModelConfig(str(saved_model), value_head=True))
     scorer.bfloat16()
     values = scores(scorer, "values")["values"]
     assert values.dtype == torch.float32
     assert not torch.equal(values, values.bfloat16().float())
 
 
-def test_no_score_is_a_view(saved: Path) -> None:
+def test_no_score_is_a_view(saved_model: Path) -> None:
     """FSDP2 warns of a root that returns one: on every rank of every run with a value head."""
-    _, scorer = load_scorer(ModelConfig(str(saved), value_head=True))
+    _, scorer = load_scorer(ModelConfig(str(saved_model), value_head=True))
     for positions in (POSITIONS, POSITIONS[:0]):
         found = scorer({"input_ids": IDS}, positions, LABELS[: len(positions)], needs=("values", "logprobs", "entropy"))
-        assert {name: each._is_view() for name, each in found.items()} == dict.fromkeys(("values", "logprobs", "entropy"), False)
+        assert {name: values._is_view() for name, values in found.items()} == dict.fromkeys(
+            ("values", "logprobs", "entropy"), False
+        )
 
 
-def test_values_alone_compute_nothing_of_the_vocabulary(saved: Path) -> None:
-    _, scorer = load_scorer(ModelConfig(str(saved), value_head=True))
+def test_values_alone_compute_nothing_of_the_vocabulary(saved_model: Path) -> None:
+    _, scorer = load_scorer(ModelConfig(str(saved_model), value_head=True))
     scorer.head.register_forward_pre_hook(lambda *_: pytest.fail("the language-model head ran"))
     alone = scores(scorer, "values")
     assert alone.keys() == {"values"}
@@ -111,8 +113,8 @@ def test_values_alone_compute_nothing_of_the_vocabulary(saved: Path) -> None:
     assert scorer.head.linear.weight.grad is None
 
 
-def test_no_position_gives_a_differentiable_nothing(saved: Path) -> None:
-    _, scorer = load_scorer(ModelConfig(str(saved), value_head=True))
+def test_no_position_gives_a_differentiable_nothing(saved_model: Path) -> None:
+    _, scorer = load_scorer(ModelConfig(str(saved_model), value_head=True))
     nothing = torch.zeros(0, dtype=torch.int64)
     result = scorer({"input_ids": IDS}, nothing, nothing, needs=("logprobs", "values"))
     assert {name: list(values.shape) for name, values in result.items()} == {"logprobs": [0], "values": [0]}
@@ -120,13 +122,13 @@ def test_no_position_gives_a_differentiable_nothing(saved: Path) -> None:
     assert all(parameter.grad is not None and not parameter.grad.any() for parameter in scorer.parameters())
 
 
-def test_gradients_equal_the_plain_way_in_float64(saved: Path) -> None:
+def test_gradients_equal_the_plain_way_in_float64(saved_model: Path) -> None:
     """Against the model's own hidden states and whole logits. The norms inside compute in float32, alike on both sides."""
-    with_head(saved, torch.randn(1, HIDDEN, generator=torch.Generator().manual_seed(1)), torch.tensor([0.5]))
-    model, scorer = load_scorer(ModelConfig(str(saved), value_head=True, dtype="float64"))
+    with_head(saved_model, torch.randn(1, HIDDEN, generator=torch.Generator().manual_seed(1)), torch.tensor([0.5]))
+    model, scorer = load_scorer(ModelConfig(str(saved_model), value_head=True, dtype="float64"))
     result = scores(scorer, "logprobs", "values")
     torch.autograd.backward((result["values"] ** 2 - 0.1 * result["logprobs"]).sum())
-    plain = AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float64)
+    plain = AutoModelForCausalLM.from_pretrained(saved_model, dtype=torch.float64)
     plain.add_module("score", torch.nn.Linear(HIDDEN, 1, dtype=torch.float64))
     plain.score.load_state_dict(model.score.state_dict())
     hidden = plain.model(IDS)[0].flatten(0, 1)[POSITIONS]
@@ -136,9 +138,9 @@ def test_gradients_equal_the_plain_way_in_float64(saved: Path) -> None:
         torch.testing.assert_close(model.get_parameter(name).grad, parameter.grad, rtol=1e-9, atol=1e-12, msg=name)
 
 
-def test_what_is_saved_loads_as_causal_model_critic_and_again(saved: Path, tmp_path: Path) -> None:
+def test_what_is_saved_loads_as_causal_model_critic_and_again(saved_model: Path, tmp_path: Path) -> None:
     """The same directory serves generation, transformers' own token classification, and this engine."""
-    model, scorer = load_scorer(ModelConfig(str(saved), value_head=True))
+    model, scorer = load_scorer(ModelConfig(str(saved_model), value_head=True))
     with torch.no_grad():
         model.score.weight.normal_(generator=torch.Generator().manual_seed(2))
         model.score.bias.fill_(0.25)
@@ -154,7 +156,7 @@ def test_what_is_saved_loads_as_causal_model_critic_and_again(saved: Path, tmp_p
     torch.testing.assert_close(critic(IDS).logits.flatten(0, 1)[POSITIONS, 0], expected["values"])
 
 
-def test_a_critic_that_transformers_saved_is_read(tmp_path: Path, saved: Path) -> None:
+def test_a_critic_that_transformers_saved_is_read(tmp_path: Path, saved_model: Path) -> None:
     """A token classifier and a sequence classifier hold no language-model head of their own; tied embeddings stand in."""
     tied = LlamaConfig(**{**CONFIG.to_dict(), "tie_word_embeddings": True, "num_labels": 1})
     for kind, bias in ((AutoModelForTokenClassification, True), (AutoModelForSequenceClassification, False)):
@@ -166,23 +168,23 @@ def test_a_critic_that_transformers_saved_is_read(tmp_path: Path, saved: Path) -
         assert torch.equal(model.score.bias, critic.score.bias if bias else torch.zeros(1))
 
 
-def test_a_pickled_head_is_read_too(saved: Path) -> None:
+def test_a_pickled_head_is_read_too(saved_model: Path) -> None:
     weight = torch.randn(1, HIDDEN)
-    weights = {**load_file(saved / "model.safetensors"), "score.weight": weight, "score.bias": torch.ones(1)}
-    torch.save(weights, saved / "pytorch_model.bin")
-    (saved / "model.safetensors").unlink()
-    model, _ = load_scorer(ModelConfig(str(saved), value_head=True))
+    weights = {**load_file(saved_model / "model.safetensors"), "score.weight": weight, "score.bias": torch.ones(1)}
+    torch.save(weights, saved_model / "pytorch_model.bin")
+    (saved_model / "model.safetensors").unlink()
+    model, _ = load_scorer(ModelConfig(str(saved_model), value_head=True))
     assert torch.equal(model.score.weight, weight)
     assert model.score.bias.item() == 1
 
 
-def test_a_head_of_several_labels_is_refused(saved: Path) -> None:
-    with_head(saved, torch.zeros(3, HIDDEN), torch.zeros(3))
+def test_a_head_of_several_labels_is_refused(saved_model: Path) -> None:
+    with_head(saved_model, torch.zeros(3, HIDDEN), torch.zeros(3))
     with pytest.raises(ModelError, match=r"score\.(weight|bias) of .* has shape \[3.*, a value head has \[1"):
-        load_scorer(ModelConfig(str(saved), value_head=True))
+        load_scorer(ModelConfig(str(saved_model), value_head=True))
 
 
-def test_a_skeleton_has_the_head_without_values(saved: Path) -> None:
-    model, scorer = load_skeleton(ModelConfig(str(saved), value_head=True))
+def test_a_skeleton_has_the_head_without_values(saved_model: Path) -> None:
+    model, scorer = load_skeleton(ModelConfig(str(saved_model), value_head=True))
     assert model.get_parameter("score.weight").is_meta
     assert scorer.value_head is model.score

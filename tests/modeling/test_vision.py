@@ -25,9 +25,9 @@ from skyrl_engine.testing.backends.batches import build_padded, picture_document
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("vision")
-    write_vision_model(made)
-    return made
+    folder = tmp_path_factory.mktemp("vision")
+    write_vision_model(folder)
+    return folder
 
 
 def load(directory: Path, **options: Any) -> tuple[Any, Scorer]:
@@ -43,7 +43,7 @@ def test_it_is_loaded_with_its_tower(directory: Path) -> None:
     model, scorer = load(directory)
     assert scorer.images is not None
     assert (scorer.images.token, scorer.images.merge, scorer.images.patch) == (IMAGE_TOKEN, 2, 3 * 2 * 4 * 4)
-    assert {id(each) for each in scorer.parameters()} == {id(each) for each in model.parameters()}
+    assert {id(parameter) for parameter in scorer.parameters()} == {id(parameter) for parameter in model.parameters()}
     assert scorer.segment_support.layers == len(transformer_layers(language_part(scorer.decoder))) == 4
     assert len(all_layers(scorer.decoder)) == 4 + 3
     skeleton, empty = load_skeleton(ModelConfig(str(directory)), images=True)
@@ -53,7 +53,7 @@ def test_it_is_loaded_with_its_tower(directory: Path) -> None:
 
 def test_adapters_leave_the_tower_alone(directory: Path) -> None:
     model, _ = load(directory, lora=LoraConfig())
-    trained = [name for name, each in model.named_parameters() if each.requires_grad]
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     assert len(trained) == 2 * 4 * 7
     assert all(".language_model.layers." in name for name in trained)
     with pytest.raises(ModelError, match=r"targets names 'qkv', which no linear layer of .* decoder is called"):
@@ -62,9 +62,9 @@ def test_adapters_leave_the_tower_alone(directory: Path) -> None:
 
 def gradients(model: Any, scorer: Scorer, micro_batch: MicroBatch) -> dict[str, torch.Tensor]:
     model.zero_grad()
-    made = model_inputs(micro_batch, images=scorer.images)
-    scorer(made.inputs, made.positions, micro_batch.labels)["logprobs"].sum().backward()
-    return {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+    inputs = model_inputs(micro_batch, images=scorer.images)
+    scorer(inputs.inputs, inputs.positions, micro_batch.labels)["logprobs"].sum().backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
 def test_without_an_image_the_tower_runs_and_its_gradient_is_exactly_0(directory: Path) -> None:
@@ -75,10 +75,10 @@ def test_without_an_image_the_tower_runs_and_its_gradient_is_exactly_0(directory
     hook = scorer.decoder.visual.register_forward_hook(lambda *_: ran.append(1))
     for _ in range(2):
         found = gradients(model, scorer, batch(2, 7))
-        tower = {name: each for name, each in found.items() if ".visual." in name}
+        tower = {name: gradient for name, gradient in found.items() if ".visual." in name}
         assert tower.keys() == {name for name, _ in model.named_parameters() if ".visual." in name}
-        assert not any(each.any() for each in tower.values())
-        assert all(each.isfinite().all() for each in found.values())
+        assert not any(gradient.any() for gradient in tower.values())
+        assert all(gradient.isfinite().all() for gradient in found.values())
         for layer in [scorer.decoder.visual.merger]:
             layer.linear_fc2.bias.data.fill_(float("inf"))
     hook.remove()
@@ -89,7 +89,7 @@ def test_with_an_image_every_parameter_learns(directory: Path) -> None:
     model, scorer = load(directory)
     found = gradients(model, scorer, batch(0, 2))
     assert found.keys() == dict(model.named_parameters()).keys()
-    assert all(each.any() for each in found.values())
+    assert all(gradient.any() for gradient in found.values())
 
 
 def test_parity_notices_positions_and_images_of_its_own(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,7 +102,7 @@ def test_parity_notices_positions_and_images_of_its_own(directory: Path, monkeyp
         with pytest.raises(ModelError, match="computes logits that differ"):
             check_parity(model, scorer, name="flat positions")
     forward = ImageDecoder.forward
-    monkeypatch.setattr(ImageDecoder, "forward", lambda *arguments, **inputs: forward(*arguments, **darkened(inputs)))
+    monkeypatch.setattr(ImageDecoder, "forward", lambda *arguments, **inputs: forward(*arguments, **darken(inputs)))
     with pytest.raises(ModelError, match="computes logits that differ"):
         check_parity(model, scorer, name="black images")
 
@@ -112,8 +112,8 @@ def flat_positions(micro_batch: MicroBatch, _tokens: Any) -> torch.Tensor:
     return (mask.cumsum(1) - 1).clamp(min=0).expand(3, *mask.shape)
 
 
-def darkened(inputs: dict[str, Any]) -> dict[str, Any]:
-    return {name: 0 * each if name == "pixel_values" else each for name, each in inputs.items()}
+def darken(inputs: dict[str, Any]) -> dict[str, Any]:
+    return {name: 0 * tensor if name == "pixel_values" else tensor for name, tensor in inputs.items()}
 
 
 def test_what_the_model_is_given(directory: Path) -> None:
@@ -137,18 +137,18 @@ def test_images_without_a_model_that_takes_them_are_refused() -> None:
 
 def test_a_padding_token_that_stands_for_images_is_refused(directory: Path) -> None:
     _, scorer = load(directory)
-    given = batch(0, 2)
-    ids = given.inputs["input_ids"].masked_fill(given.inputs["attention_mask"] == 0, IMAGE_TOKEN)
+    columns = batch(0, 2)
+    ids = columns.inputs["input_ids"].masked_fill(columns.inputs["attention_mask"] == 0, IMAGE_TOKEN)
     with pytest.raises(DataError, match=f"rows are padded with {IMAGE_TOKEN}, the model's image token"):
-        model_inputs(evolve(given, inputs={**given.inputs, "input_ids": ids}), images=scorer.images)
+        model_inputs(evolve(columns, inputs={**columns.inputs, "input_ids": ids}), images=scorer.images)
 
 
 def test_pixels_must_not_be_left_out(directory: Path) -> None:
     _, scorer = load(directory)
-    given = batch(0)
-    inputs = {name: each for name, each in given.inputs.items() if name != "pixel_values"}
+    columns = batch(0)
+    inputs = {name: tensor for name, tensor in columns.inputs.items() if name != "pixel_values"}
     with pytest.raises((ContractError, DataError)):
-        model_inputs(evolve(given, inputs=inputs), images=scorer.images)
+        model_inputs(evolve(columns, inputs=inputs), images=scorer.images)
 
 
 def test_a_backend_that_gives_no_images_refuses_the_model(directory: Path) -> None:

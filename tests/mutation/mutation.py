@@ -1,7 +1,7 @@
 """Mutation testing of the vectorized collators with mutmut. Run with `nox -s mutation`.
 
 mutmut changes one operator, literal or argument at a time and runs the tests that reach the changed function; a mutant that no test notices
-has survived. Survivors that are meant to, because nothing but speed or wording differs, stand in survivors.toml with their reason. Any other
+has survived. Survivors that are meant to, because nothing but speed or wording differs, are in survivors.toml with their reason. Any other
 one fails the run, and so does an entry there that matches no survivor, or fewer than LEAST_KILLED percent killed.
 
 The run happens in a folder of its own, which holds copies of the sources and tests (SOURCES, TESTS) in the form that mutmut wants. Results of
@@ -204,12 +204,12 @@ def main() -> None:
         f"{killed} of {len(outcomes)} mutants were killed, {100 * killed / len(outcomes):.1f}%; {len(outcomes) - killed} survived"
     )
     unexplained = sorted(mutant for mutant in survivors if explained.reason(mutant) is None)
-    gone = sorted(explained.single.keys() - survivors.keys())
+    absent = sorted(explained.single.keys() - survivors.keys())
     for mutant in unexplained:
         print(f"\nNo test notices this change of {mutant.function} ({survivors[mutant]}):\n{mutant.difference}")
-    for mutant in gone:
+    for mutant in absent:
         print(f"\nsurvivors.toml names a mutant of {mutant.function} that is not there, or is killed now:\n{mutant.difference}")
-    if unexplained or gone or untested or 100 * killed < LEAST_KILLED * len(outcomes):
+    if unexplained or absent or untested or 100 * killed < LEAST_KILLED * len(outcomes):
         sys.exit(1)
 
 
@@ -230,15 +230,15 @@ def prepare(workspace: Path) -> None:
     for path in [path for part in ("src", "tests") for path in files(workspace / part)]:
         if path.relative_to(workspace) not in wanted:
             path.unlink()
-            for gone in (workspace / "mutants" / path.relative_to(workspace).parent).glob(f"{path.name}*"):
-                gone.unlink()  # the copy that mutmut made, and its results
+            for file in (workspace / "mutants" / path.relative_to(workspace).parent).glob(f"{path.name}*"):
+                file.unlink()  # the copy that mutmut made, and its results
     changed = [target for target, content in wanted.items() if write(workspace / target, content)]
     if changed:  # which test reaches what: of a file that it knows, mutmut would not look for the tests of a new function
         (workspace / "mutants" / "mutmut-stats.json").unlink(missing_ok=True)
 
 
 def plainly_named(test: str) -> str:
-    """With names that pytest makes: it escapes explicit ones anew in each session of a process, mutmut would then not find them by name, and
+    """With names that pytest makes: it escapes explicit ones again in each session of a process, mutmut would then not find them by name, and
     what is not found is taken for a failure.
     """
     return re.sub(r",\s*ids=str(?=\s*,?\s*\))", "", test)
@@ -282,13 +282,13 @@ def write(path: Path, content: bytes) -> bool:
 
 
 def plainly_decorated(source: str) -> str:
-    """`f = decorator(f)` behind each function instead of `@decorator` above it, which means the same: mutmut leaves decorated functions out,
+    """`f = decorator(f)` after each function instead of `@decorator` above it, which means the same: mutmut leaves decorated functions out,
     and properties hold some of what is to be tested. Class methods and static methods, which it does mutate, stay.
     """
     lines = source.splitlines(keepends=True)
     found = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef) and node.decorator_list]
     for node in sorted(found, key=lambda node: -node.lineno):
-        decorators = [ast.unparse(each) for each in node.decorator_list]
+        decorators = [ast.unparse(expression) for expression in node.decorator_list]
         if decorators in (["classmethod"], ["staticmethod"]) or node.end_lineno is None:
             continue
         value = node.name
@@ -319,7 +319,7 @@ def survivors_of(workspace: Path) -> dict[Mutant, str]:
     done = subprocess.run(
         [sys.executable, "-c", SHOW_ALL], cwd=workspace, input="\n".join(names), capture_output=True, text=True, check=True
     )
-    return {described(name, difference): name for name, difference in json.loads(done.stdout).items()}
+    return {describe(name, difference): name for name, difference in json.loads(done.stdout).items()}
 
 
 SHOW_ALL = """
@@ -332,7 +332,7 @@ json.dump({name: get_diff_for_mutant(name, path=find_mutant(name).path) for name
 """Prints `mutmut show` for many mutants in one process."""
 
 
-def described(name: str, difference: str) -> Mutant:
+def describe(name: str, difference: str) -> Mutant:
     lines = difference.splitlines()
     body = lines[next(place for place, line in enumerate(lines) if line.startswith("@@")) :]
     before, after = (" ".join(line[1:].strip() for line in body if line.startswith(sign)) for sign in "-+")

@@ -27,7 +27,7 @@ def first_party(kind: str) -> list[str]:
     return [record.name for record in records if str(record.distribution).startswith("skyrl-engine")]
 
 
-def weighted(batch: TokenBatch, reducer: str) -> TokenBatch:
+def weight_batch(batch: TokenBatch, reducer: str) -> TokenBatch:
     """The batch with this reducer's weights. Sequences are of different lengths, and their tokens of different weight."""
     micro_batch = np.zeros(len(batch), np.int64)
     for number, part in enumerate(PARTS):
@@ -39,14 +39,14 @@ def weighted(batch: TokenBatch, reducer: str) -> TokenBatch:
     return evolve(batch, weights=select_plugin("reducer", reducer, {}).make(CONTEXT).weights(structure))
 
 
-def shortened(batch: TokenBatch) -> TokenBatch:
+def shorten(batch: TokenBatch) -> TokenBatch:
     """Sequences of 4, 3, 2, 1, 4 and 3 tokens."""
     lengths = batch.lengths - np.arange(len(batch)) % 4
-    kept = np.concatenate(
+    places = np.concatenate(
         [np.arange(first, first + length) for first, length in zip(4 * np.arange(len(batch)), lengths, strict=True)]
     )
-    values = {name: each[kept] for name, each in batch.values.items()}
-    return evolve(batch, lengths=lengths, values=values, weights=batch.weights[kept])
+    values = {name: array[places] for name, array in batch.values.items()}
+    return evolve(batch, lengths=lengths, values=values, weights=batch.weights[places])
 
 
 @pytest.mark.parametrize("reducer", first_party("reducer"))
@@ -55,7 +55,7 @@ def test_parts_add_up_to_the_whole(name: str, reducer: str) -> None:
     loss = select_plugin("loss", name, {}).make(CONTEXT)
     if loss.reducers is not None and reducer not in loss.reducers:
         return
-    batch = weighted(shortened(make_varied_batch(loss.needs)), reducer)
+    batch = weight_batch(shorten(make_varied_batch(loss.needs)), reducer)
     whole = evaluate(name, loss, batch)
     assert whole.total == pytest.approx((batch.weights * whole.per_token).sum(), rel=1e-12)
     assert any(gradient.any() for gradient in whole.gradients.values())
@@ -77,7 +77,7 @@ def test_a_mean_of_its_own_would_be_noticed() -> None:
             values = -tokens.logprobs  # type: ignore[attr-defined]
             return values / len(values)
 
-    batch = weighted(shortened(make_varied_batch(("logprobs",))), "sum")
+    batch = weight_batch(shorten(make_varied_batch(("logprobs",))), "sum")
     whole = evaluate("mean", Mean(), batch)
     parts = join_evaluations(CutBatch(batch, PARTS), [evaluate("mean", Mean(), batch.take(part)) for part in PARTS])
     assert parts.total != pytest.approx(whole.total, rel=1e-2)

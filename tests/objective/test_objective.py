@@ -145,7 +145,7 @@ def test_reading_an_undeclared_need_says_what_to_declare():
 
 
 @pytest.mark.parametrize(
-    ("read", "needs", "told"),
+    ("read", "needs", "message"),
     [
         (lambda tokens: tokens.logprob, ("logprobs",), "reads tokens.logprob; did you mean tokens.logprobs?"),
         (lambda tokens: tokens.advantage, ("logprobs", "advantages"), "reads tokens.advantage; did you mean tokens.advantages?"),
@@ -159,12 +159,12 @@ def test_reading_an_undeclared_need_says_what_to_declare():
         (lambda tokens: tokens.logprobs, (), "declares needs = []; add 'logprobs' to its needs"),
     ],
 )
-def test_a_misspelt_need_is_answered_with_the_right_one(read, needs, told):
+def test_a_misspelt_need_is_answered_with_the_right_one(read, needs, message):
     batch = micro_batch([1, 1, 1], advantages=[1, 1, 1])
     with pytest.raises(PluginBrokenError) as caught:
         objective(lambda tokens, _: read(tokens), needs=needs)({"logprobs": torch.zeros(3)}, batch)
-    assert caught.value.cause.endswith(told), "and nothing else is advised"
-    assert f"{told}. ".replace("?. ", "? ") in str(caught.value)
+    assert caught.value.cause.endswith(message), "and nothing else is advised"
+    assert f"{message}. ".replace("?. ", "? ") in str(caught.value)
 
 
 def test_no_scored_token_gives_a_differentiable_zero():
@@ -236,12 +236,12 @@ def test_the_host_waits_for_the_device_for_outputs_alone():
     """One number for the report, and one array per output that was asked for; on a GPU each of them ends what runs ahead."""
     batch = micro_batch([0.5, 0.25, 0.125], advantages=[1.0, 2.0, 3.0])
     loss = objective(lambda tokens, _: -tokens.logprobs * tokens.advantages, ("logprobs", "advantages"))
-    for per_token_outputs, due in ((False, [".item()"]), (True, [".cpu()", ".cpu()", ".item()"])):
+    for per_token_outputs, waits in ((False, [".item()"]), (True, [".cpu()", ".cpu()", ".item()"])):
         logprobs = torch.tensor([-1.0, -2.0, -3.0], requires_grad=True)
         with OtherDevice() as device:
             total, _ = evolve(loss, per_token_outputs=per_token_outputs)({"logprobs": logprobs}, batch)
             assert device.place(total) == "other"
-        assert sorted(read.what for read in device.reads) == due
+        assert sorted(read.what for read in device.reads) == waits
 
 
 def test_the_losses_of_sources_are_read_with_the_loss_in_one_wait():
@@ -252,5 +252,5 @@ def test_the_losses_of_sources_are_read_with_the_loss_in_one_wait():
     with OtherDevice() as device:
         _, output = evolve(loss, per_token_outputs=False)({"logprobs": logprobs}, evolve(batch, samples=samples))
     assert [read.what for read in device.reads] == [".tolist()"]
-    due = 0.5 * 1.0 + 0.25 * 4.0 + 0.125 * 9.0
-    assert output.metrics == {"loss": Metric.sum(due), "loss/3": Metric.mean(due, 0.875)}
+    expected = 0.5 * 1.0 + 0.25 * 4.0 + 0.125 * 9.0
+    assert output.metrics == {"loss": Metric.sum(expected), "loss/3": Metric.mean(expected, 0.875)}

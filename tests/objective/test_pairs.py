@@ -103,9 +103,9 @@ def test_what_is_not_in_pairs_is_refused() -> None:
 
 
 def test_who_does_not_declare_pairs_has_none() -> None:
-    with pytest.raises(EngineError) as told:
+    with pytest.raises(EngineError) as error:
         through(SAMPLES, part(undeclared))
-    assert "does not declare unit_size=2" in str(told.value.__cause__)
+    assert "does not declare unit_size=2" in str(error.value.__cause__)
     with pytest.raises(TypeError, match="unit_size is 3"):
         loss(needs=("logprobs",), unit_size=3)
 
@@ -117,7 +117,7 @@ def test_a_loss_of_pairs_is_no_term_on_one_half() -> None:
 
 def test_sequences_pair_by_themselves() -> None:
     """In a notebook or a test nobody has paired them before."""
-    sequences = Sequences(*(torch.tensor(each) for each in ([0, 0, 1], [2, 1], [4, 4], [0, 1], [1, 0])))
+    sequences = Sequences(*(torch.tensor(numbers) for numbers in ([0, 0, 1], [2, 1], [4, 4], [0, 1], [1, 0])))
     pairs = Pairs.of(sequences)
     assert pairs.chosen.sum(torch.tensor([1.0, 2.0, 4.0])).tolist() == [4.0]
     assert pairs.rejected.mean(torch.tensor([1.0, 2.0, 4.0])).tolist() == [1.5]

@@ -16,21 +16,21 @@ PRESENT, OLD, SAMPLED, ENTROPY = [-1.0, -2.0, -0.5], [-1.5, -2.0, -0.25], [-1.25
 
 
 def tokens(*columns: str, bound: bool = False, places: slice = slice(None)) -> MicroBatchTokens:
-    given = {"old_logprobs": OLD, "rollout_logprobs": SAMPLED}
-    samples: Any = SimpleNamespace(columns={name: np.array(given[name], dtype=np.float32)[places] for name in columns})
+    arrays = {"old_logprobs": OLD, "rollout_logprobs": SAMPLED}
+    samples: Any = SimpleNamespace(columns={name: np.array(arrays[name], dtype=np.float32)[places] for name in columns})
     scores = {"logprobs": torch.tensor(PRESENT)[places], "entropy": torch.tensor(ENTROPY)[places]}
     return MicroBatchTokens(scores, samples, 0, 1, {"old_logprobs": "logprobs"} if bound else {})
 
 
-def found(*columns: str, **given: Any) -> dict[str, float]:
-    return results_of(policy_metrics(tokens(*columns, **given), {"policy", "entropy"}))
+def compute_metrics(*columns: str, **options: Any) -> dict[str, float]:
+    return results_of(policy_metrics(tokens(*columns, **options), {"policy", "entropy"}))
 
 
 def test_ratios_are_to_the_old_policy_and_gaps_from_old_to_the_sampler() -> None:
     ratios = [math.exp(own - old) for own, old in zip(PRESENT, OLD, strict=True)]
     gaps = [old - sampled for old, sampled in zip(OLD, SAMPLED, strict=True)]
     weights = [math.exp(own - sampled) for own, sampled in zip(PRESENT, SAMPLED, strict=True)]
-    metrics = found("old_logprobs", "rollout_logprobs")
+    metrics = compute_metrics("old_logprobs", "rollout_logprobs")
     assert metrics == pytest.approx(
         {
             "policy/entropy": 1.0,
@@ -41,20 +41,20 @@ def test_ratios_are_to_the_old_policy_and_gaps_from_old_to_the_sampler() -> None
             "policy/gap_k3": sum(math.exp(gap) - 1 - gap for gap in gaps) / 3,
             "policy/weight_count": 3,
             "policy/weight_sum": sum(weights),
-            "policy/weight_squares": sum(each**2 for each in weights),
+            "policy/weight_squares": sum(weight**2 for weight in weights),
         },
         rel=1e-6,
     )
 
 
 def test_a_policy_that_is_its_own_old_one_has_ratios_of_exactly_1() -> None:
-    metrics = found("rollout_logprobs", bound=True)
+    metrics = compute_metrics("rollout_logprobs", bound=True)
     assert (metrics["policy/ratio_mean"], metrics["policy/ratio_max"]) == (1.0, 1.0)
     assert metrics["policy/gap_mean"] == pytest.approx((0.25 + 0.5 + 0.25) / 3)
 
 
 def test_without_an_old_policy_the_present_one_is_compared_with_the_sampler() -> None:
-    metrics = found("rollout_logprobs")
+    metrics = compute_metrics("rollout_logprobs")
     assert metrics["policy/gap_max"] == 0.5
     assert not any("ratio" in name for name in metrics)
 
@@ -76,7 +76,7 @@ def test_what_is_not_watched_is_not_there() -> None:
 
 def test_the_effective_share_of_weights() -> None:
     def share(*weights: float) -> float:
-        return effective_share(len(weights), sum(weights), sum(each**2 for each in weights))
+        return effective_share(len(weights), sum(weights), sum(weight**2 for weight in weights))
 
     assert share(2.0, 2.0, 2.0) == 1.0
     assert share(1.0, 0.0, 0.0, 0.0) == 0.25
@@ -87,6 +87,6 @@ def test_the_effective_share_of_weights() -> None:
 
 def test_the_gap_of_the_present_policy_is_measured_on_request() -> None:
     """The old log-probabilities may be the sampler's own: their distance from themselves says nothing."""
-    given = tokens("old_logprobs", "rollout_logprobs")
+    inputs = tokens("old_logprobs", "rollout_logprobs")
     gaps = [abs(own - sampled) for own, sampled in zip(PRESENT, SAMPLED, strict=True)]
-    assert results_of(policy_metrics(given, {"policy", "present_gap"}))["policy/gap_mean"] == pytest.approx(sum(gaps) / 3)
+    assert results_of(policy_metrics(inputs, {"policy", "present_gap"}))["policy/gap_mean"] == pytest.approx(sum(gaps) / 3)

@@ -68,19 +68,19 @@ def scores() -> dict[str, torch.Tensor]:
 
 def test_terms_share_the_weights() -> None:
     """The entropy's gradient is -coefficient * weight: no factor of micro-batches, ranks or counts comes in between."""
-    given = scores()
-    made = objective(term("ce", surprise), term("entropy", lambda tokens, _: -tokens.entropy, ("entropy",), coefficient=0.5))
-    total, output = made(given, micro_batch())
+    inputs = scores()
+    whole = objective(term("ce", surprise), term("entropy", lambda tokens, _: -tokens.entropy, ("entropy",), coefficient=0.5))
+    total, output = whole(inputs, micro_batch())
     total.backward()
-    assert given["logprobs"].grad is not None
-    assert given["entropy"].grad is not None
-    assert given["logprobs"].grad.tolist() == [-weight for weight in WEIGHTS]
-    assert given["entropy"].grad.tolist() == [-0.5 * weight for weight in WEIGHTS]
+    assert inputs["logprobs"].grad is not None
+    assert inputs["entropy"].grad is not None
+    assert inputs["logprobs"].grad.tolist() == [-weight for weight in WEIGHTS]
+    assert inputs["entropy"].grad.tolist() == [-0.5 * weight for weight in WEIGHTS]
     assert output.metrics["objective/ce"].result == 0.5 + 0.5 + 0.375 + 0.25
     assert output.metrics["objective/entropy"].result == -0.5 * (0.25 + 0.0625 + 0.25 + 0.0625)
     assert output.metrics["loss"].result == output.metrics["objective/ce"].result + output.metrics["objective/entropy"].result
     assert output.fields["token_loss"].values.tolist() == [0.75, 1.875, 2.0, 3.5]
-    assert made.needs == {"logprobs", "entropy"}
+    assert whole.needs == {"logprobs", "entropy"}
 
 
 def test_one_loss_alone_reports_no_contributions() -> None:
@@ -97,31 +97,31 @@ def test_metrics_of_a_term_carry_its_name() -> None:
 
 
 def test_a_metric_that_two_parts_report_is_refused() -> None:
-    def named(name: str) -> Function:
+    def name_metric(name: str) -> Function:
         return lambda tokens, _: LossOutput(-tokens.logprobs, {name: Metric.sum(1.0)})
 
     with pytest.raises(ContractError, match="loss 'kl' reports the metric 'kl/x', which another part"):
-        objective(term("ce", named("kl/x")), term("kl", named("x")))(scores(), micro_batch())
+        objective(term("ce", name_metric("kl/x")), term("kl", name_metric("x")))(scores(), micro_batch())
 
 
 @pytest.mark.parametrize("name", ["loss", "objective/ce", "corrections/tis/kept"])
 def test_the_engines_metric_names_are_taken(name: str) -> None:
-    made = objective(term("ce", lambda tokens, _: LossOutput(-tokens.logprobs, {name: Metric.sum(1.0)})))
+    whole = objective(term("ce", lambda tokens, _: LossOutput(-tokens.logprobs, {name: Metric.sum(1.0)})))
     with pytest.raises(ContractError, match="under which the engine reports its own"):
-        made(scores(), micro_batch())
+        whole(scores(), micro_batch())
 
 
 def test_a_correction_multiplies_the_main_loss_and_no_term() -> None:
-    given = scores()
-    made = objective(
+    inputs = scores()
+    whole = objective(
         term("ce", surprise),
         term("again", surprise, coefficient=2.0),
         step("tis", lambda tokens, _: tokens.ratio.clamp(max=2.0)),
     )
-    total, output = made(given, micro_batch(ratio=[4.0, 0.5, 0.0, 1.0]))
+    total, output = whole(inputs, micro_batch(ratio=[4.0, 0.5, 0.0, 1.0]))
     total.backward()
-    assert given["logprobs"].grad is not None
-    assert given["logprobs"].grad.tolist() == [
+    assert inputs["logprobs"].grad is not None
+    assert inputs["logprobs"].grad.tolist() == [
         -weight * (factor + 2.0) for weight, factor in zip(WEIGHTS, [2, 0.5, 0, 1], strict=True)
     ]
     assert output.metrics["corrections/tis/kept"] == Metric.mean(3, 4)
@@ -135,8 +135,8 @@ def test_each_correction_sees_what_the_former_left() -> None:
         seen.append((tokens.ratio.tolist(), tokens.sequences.counts.tolist(), tokens.sequences.index.tolist()))
         return (tokens.ratio != tokens.ratio.max()).float()
 
-    made = objective(term("ce", surprise), *(step(name, dropping) for name in ("a", "b", "c", "d")))
-    _, output = made(scores(), micro_batch(ratio=[4.0, 1.0, 3.0, 2.0]))
+    whole = objective(term("ce", surprise), *(step(name, dropping) for name in ("a", "b", "c", "d")))
+    _, output = whole(scores(), micro_batch(ratio=[4.0, 1.0, 3.0, 2.0]))
     assert seen[0] == ([4.0, 1.0, 3.0, 2.0], [2, 0, 2], [0, 0, 2, 2])
     assert seen[1] == ([1.0, 3.0, 2.0], [1, 0, 2], [0, 2, 2])
     assert seen[2] == ([1.0, 2.0], [1, 0, 1], [0, 2])
@@ -145,28 +145,28 @@ def test_each_correction_sees_what_the_former_left() -> None:
 
 
 def test_a_dropped_token_counts_for_nothing_even_if_its_loss_is_not_finite() -> None:
-    given = scores()
-    made = objective(
+    inputs = scores()
+    whole = objective(
         term("ce", lambda tokens, _: -tokens.logprobs * torch.tensor([1.0, float("inf"), 1.0, 1.0])),
         step("mask", lambda _tokens, _: torch.tensor([1.0, 0.0, 1.0, 1.0])),
     )
-    total, _ = made(given, micro_batch(ratio=[1.0] * 4))
+    total, _ = whole(inputs, micro_batch(ratio=[1.0] * 4))
     assert total.item() == 0.5 + 0.375 + 0.25
 
 
 def test_corrections_are_not_differentiated() -> None:
     """A factor made of the current log-probabilities is a constant in the gradient."""
-    given = scores()
-    made = objective(term("ce", surprise), step("exp", lambda tokens, _: tokens.logprobs.exp(), ("logprobs",)))
-    total, _ = made(given, micro_batch())
+    inputs = scores()
+    whole = objective(term("ce", surprise), step("exp", lambda tokens, _: tokens.logprobs.exp(), ("logprobs",)))
+    total, _ = whole(inputs, micro_batch())
     total.backward()
-    assert given["logprobs"].grad is not None
-    expected = -torch.tensor(WEIGHTS) * given["logprobs"].detach().exp()
-    assert torch.equal(given["logprobs"].grad, expected)
+    assert inputs["logprobs"].grad is not None
+    expected = -torch.tensor(WEIGHTS) * inputs["logprobs"].detach().exp()
+    assert torch.equal(inputs["logprobs"].grad, expected)
 
 
 @pytest.mark.parametrize(
-    ("made", "message"),
+    ("output", "message"),
     [
         (torch.ones(3), r"returned torch.float32 of shape \[3\] for 4 tokens"),
         (torch.ones(4, dtype=torch.bool), "returned torch.bool"),
@@ -175,9 +175,9 @@ def test_corrections_are_not_differentiated() -> None:
         (torch.tensor([1.0, 1.0, float("nan"), 1.0]), "returned the factor nan for token 2 of 4"),
     ],
 )
-def test_what_is_no_factor_is_refused(made: object, message: str) -> None:
+def test_what_is_no_factor_is_refused(output: object, message: str) -> None:
     with pytest.raises(ContractError, match=f"correction 'odd' {message}"):
-        objective(term("ce", surprise), step("odd", lambda _tokens, _: made))(scores(), micro_batch(ratio=[1.0] * 4))
+        objective(term("ce", surprise), step("odd", lambda _tokens, _: output))(scores(), micro_batch(ratio=[1.0] * 4))
 
 
 def test_a_correction_that_fails_is_blamed() -> None:
@@ -205,9 +205,9 @@ def test_parts_that_draw_draw_different_numbers() -> None:
         drawn.append(torch.rand(4, generator=tokens.generator).tolist())
         return -tokens.logprobs
 
-    made = objective(term("ce", drawing), term("kl", drawing))
-    made(scores(), micro_batch())
-    made(scores(), micro_batch())
+    whole = objective(term("ce", drawing), term("kl", drawing))
+    whole(scores(), micro_batch())
+    whole(scores(), micro_batch())
     assert drawn[0] == drawn[2]
     assert drawn[1] == drawn[3]
     assert drawn[0] != drawn[1]

@@ -252,8 +252,8 @@ def version_of(wheel: Path) -> str:
 
 def plain_environment() -> dict[str, str]:
     dropped = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
-    kept = {name: value for name, value in os.environ.items() if name not in dropped}
-    return kept | {"HF_HUB_OFFLINE": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1", "OMP_NUM_THREADS": "1"}
+    variables = {name: value for name, value in os.environ.items() if name not in dropped}
+    return variables | {"HF_HUB_OFFLINE": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1", "OMP_NUM_THREADS": "1"}
 
 
 def run(command: list[str], *, cwd: Path) -> str:

@@ -13,8 +13,8 @@ Configure = Callable[..., dict[str, ResolvedConfig]]
 FAMILIES: tuple[Family, ...] = ("qwen3", "llama")
 
 
-def configured(**tables: dict[str, object]) -> dict[str, ResolvedConfig]:
-    """`configured(loss={"use": "ppo"})`: the configuration with padded and with packed rows."""
+def configure_run(**tables: dict[str, object]) -> dict[str, ResolvedConfig]:
+    """`configure_run(loss={"use": "ppo"})`: the configuration with padded and with packed rows."""
     return {
         collator: resolve(from_dict({**tables, "collator": {"use": collator}}, "test"), need=())
         for collator in ("padded", "packed")
@@ -32,11 +32,11 @@ def pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, RankPo
     for family in FAMILIES:
         write_model(directory / family, family, value_head=True)
         model = ModelConfig(str(directory / family), value_head=True)
-        made[family] = RankPool(model, configured()["padded"].plugins, teacher=teacher)
+        made[family] = RankPool(model, configure_run()["padded"].plugins, teacher=teacher)
     with made["qwen3"], made["llama"]:
         yield made
 
 
 @pytest.fixture(scope="session")
 def configure() -> Configure:
-    return configured
+    return configure_run

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from parity import Matrix, resolved
+from parity import Matrix, resolve_plugins
 
 from skyrl_engine.config.schema import OptimizerConfig
 from skyrl_engine.proof.rollouts import make_rollouts
@@ -41,10 +41,10 @@ shows what a table of two steps cannot: that nothing wears off over many, such a
 """
 
 
-def measured(matrix: Matrix) -> Curves:
+def measure(matrix: Matrix) -> Curves:
     """The loss before every step, float64[steps], by the names of RUNS."""
     curves = {}
-    plugins = resolved("cross_entropy", "packed")
+    plugins = resolve_plugins("cross_entropy", "packed")
     for name, (backend, layout) in RUNS.items():
         with matrix.group(backend, layout, OPTIMIZER) as group:
             engine = matrix.engine(group, plugins, OPTIMIZER, STEPS)
@@ -63,7 +63,7 @@ def differences(curves: Curves) -> Curves:
 
 def disagreements(curves: Curves) -> list[str]:
     """Names of the runs that are further from the first one than the tolerance allows."""
-    return [name for name, each in differences(curves).items() if not each.max() <= TOLERANCE]
+    return [name for name, difference in differences(curves).items() if not difference.max() <= TOLERANCE]
 
 
 WIDTH, HEIGHT, LEFT, TOP, GAP = 720, 200, 60, 30, 50
@@ -74,17 +74,19 @@ COLOURS = ("#1b1b1b", "#d55e00", "#0072b2", "#009e73", "#cc79a7")
 """Told apart by colour-blind readers too (Okabe and Ito 2008), after black."""
 
 
-def drawn(curves: Curves) -> str:
+def draw(curves: Curves) -> str:
     """An SVG of two panels over the steps: losses, and their differences from the first run's on a logarithmic scale."""
-    apart = {name: np.log10(np.maximum(each, 10.0 ** APART[0])) for name, each in differences(curves).items()}
+    apart = {name: np.log10(np.maximum(value, 10.0 ** APART[0])) for name, value in differences(curves).items()}
     losses = np.stack(list(curves.values()))
     span = (math.floor(losses.min()), math.ceil(losses.max()))
     second = TOP + HEIGHT + GAP
     below = second + HEIGHT
     colours = dict(zip(curves, COLOURS, strict=True))
     parts = [
-        _axes(TOP, "loss", {each: str(each) for each in range(span[0], span[1] + 1)}, span),
-        _axes(second, "relative difference from the first", {each: f"1e{each}" for each in range(APART[0], APART[1] + 1)}, APART),
+        _axes(TOP, "loss", {value: str(value) for value in range(span[0], span[1] + 1)}, span),
+        _axes(
+            second, "relative difference from the first", {value: f"1e{value}" for value in range(APART[0], APART[1] + 1)}, APART
+        ),
         *(_line(curve, TOP, span, colours[name], width=7 - 1.4 * number) for number, (name, curve) in enumerate(curves.items())),
         *(_line(curve, second, APART, colours[name], width=2) for name, curve in apart.items()),
         *(_text(LEFT + step * (WIDTH / (STEPS - 1)), below + 18, str(step + 1), "middle") for step in (0, 9, 19, 29)),
@@ -112,7 +114,7 @@ def _axes(top: float, title: str, marks: Mapping[int, str], span: tuple[float, f
 
 
 def _line(values: npt.NDArray[np.float64], top: float, span: tuple[float, float], colour: str, *, width: float) -> str:
-    """Lines that lie on each other stay visible where later ones are thinner."""
+    """Lines on top of each other stay visible where later ones are thinner."""
     step = WIDTH / (STEPS - 1)
     points = " ".join(f"{LEFT + number * step:.1f},{_height(value, top, span):.1f}" for number, value in enumerate(values))
     return f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="{width:.1f}" stroke-linejoin="round"/>'
@@ -139,12 +141,12 @@ def _text(x: float, y: float, words: str, anchor: str, size: int = 13) -> str:
 def main(target: str) -> None:
     """Run everything and draw it. Ends with an error where the runs do not agree."""
     with Matrix() as matrix:
-        curves = measured(matrix)
-    for name, each in differences(curves).items():
-        print(f"{name}: at most {each.max():.1e} from {next(iter(RUNS))}", flush=True)
+        curves = measure(matrix)
+    for name, difference in differences(curves).items():
+        print(f"{name}: at most {difference.max():.1e} from {next(iter(RUNS))}", flush=True)
     if wrong := disagreements(curves):
         sys.exit(f"not drawn: {', '.join(wrong)}")
-    Path(target).write_text(drawn(curves))
+    Path(target).write_text(draw(curves))
 
 
 if __name__ == "__main__":

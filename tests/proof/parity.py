@@ -70,7 +70,7 @@ DIVERGENCES: Mapping[str, Mapping[str, Any]] = {
     }
     for kind in ("forward", "reverse", "jensen_shannon")
 }
-"""Losses that compare the model with a teacher on the ranks, over the whole vocabulary. Their temperature makes gradients large beside the
+"""Losses that compare the model with a teacher on the ranks, over the whole vocabulary. Their temperature makes gradients large against the
 rounding of weights.
 """
 
@@ -87,7 +87,7 @@ CLIPPED: Key = ("cross_entropy", "packed")
 """Key of the clipped step."""
 
 CLIPPED_RATE = 2e7
-"""A hundred times the rate of SGD, so that a clipped step is large beside the rounding of weights."""
+"""A hundred times the rate of SGD, so that a clipped step is large against the rounding of weights."""
 
 MICRO_BATCH_TOKENS = 2 * LONGEST
 
@@ -230,7 +230,7 @@ class Matrix:
         """
         with self.group(backend, layout) as group:
             start = group.ask(GatherWeights())[0]
-            engine = self.engine(group, resolved(*CLIPPED), SGD)
+            engine = self.engine(group, resolve_plugins(*CLIPPED), SGD)
             engine.forward_backward(engine.plan(make_rollouts(engine.assembly.objective.reads))).result()
             own = norm_of(engine.gradients())
             limit = self.clipped_definition()[0] / 7
@@ -244,24 +244,26 @@ class Matrix:
         norm = norm_of(gradients)
         factor = norm / 7 / (norm + 1e-6)
         # AdamW without memory: see SGD
-        return norm, {name: -CLIPPED_RATE * factor * each / (factor * abs(each) + SGD.epsilon) for name, each in gradients.items()}
+        return norm, {
+            name: -CLIPPED_RATE * factor * gradient / (factor * abs(gradient) + SGD.epsilon) for name, gradient in gradients.items()
+        }
 
     def _plan(self, backend: str, layout: str, keys: Collection[Key]) -> None:
         """Check what a run checks while planning."""
         sizes = ParallelSizes.parse(layout)
-        selected = resolved("cross_entropy", "packed", {**BACKENDS[backend], **sizes.options})["backend"]
+        selected = resolve_plugins("cross_entropy", "packed", {**BACKENDS[backend], **sizes.options})["backend"]
         described = selected.loaded.describe_backend(selected.options, sizes.ranks)
         for collator in COLLATORS:
-            made = resolved("cross_entropy", collator)["collator"].make(CONTEXT)
+            made = resolve_plugins("cross_entropy", collator)["collator"].make(CONTEXT)
             check_capabilities(backend, described.capabilities, collect_required_capabilities(described.topology, made, ()))
         for loss, collator in set(keys) & set(TAUGHT):
-            scores = Assembly.of(resolved(loss, collator), CONTEXT, 1).objective.scores
+            scores = Assembly.of(resolve_plugins(loss, collator), CONTEXT, 1).objective.scores
             check_scores("loss divergence", scores, value_head=False, backend=backend, declared=described.capabilities)
         assert described.topology == sizes.topology, f"{backend} lays out {layout} as {described.topology}"
 
     def _spec(self, backend: str, layout: str, optimizer: OptimizerConfig) -> WorkerSpec:
         sizes = ParallelSizes.parse(layout)
-        plugins = resolved("cross_entropy", "packed", {**BACKENDS[backend], **sizes.options})
+        plugins = resolve_plugins("cross_entropy", "packed", {**BACKENDS[backend], **sizes.options})
         return WorkerSpec(_locks(plugins), CONTEXT, self._model(), optimizer.settings(), sizes.topology, "cpu", packed_rows=True)
 
     def _model(self) -> ModelConfig:
@@ -275,21 +277,21 @@ class Matrix:
             group.ask(Save(Path(name)))
             start = group.ask(GatherWeights())[0]
             for key in keys:
-                yield key, _trajectory(self.engine(group, resolved(*key), SGD), group, start)
+                yield key, _trajectory(self.engine(group, resolve_plugins(*key), SGD), group, start)
                 group.ask(Load(Path(name)))
 
 
 def _refusal(error: EngineError) -> str:
-    """Its sentences; of a configuration all mistakes', without where they stand."""
-    told = error.problems if isinstance(error, ConfigError) else [error]
-    return " ".join(dict.fromkeys(f"{each.cause}. {each.remedy}." for each in told))
+    """Its sentences; of a configuration all mistakes', without their places."""
+    problems = error.problems if isinstance(error, ConfigError) else [error]
+    return " ".join(dict.fromkeys(f"{problem.cause}. {problem.remedy}." for problem in problems))
 
 
 def _library(backend: str) -> str:
     return str(BACKENDS[backend]["use"])
 
 
-def resolved(loss: str, collator: str, backend: Mapping[str, Any] | None = None) -> Mapping[str, SelectedPlugin]:
+def resolve_plugins(loss: str, collator: str, backend: Mapping[str, Any] | None = None) -> Mapping[str, SelectedPlugin]:
     tables = {**{**LOSSES, **DIVERGENCES}[loss], "collator": {"use": collator}, "backend": dict(backend or {"use": "fsdp"})}
     return resolve(from_dict(tables, "parity"), need=()).plugins
 
@@ -310,13 +312,14 @@ def _trajectory(engine: Engine, group: WorkerGroup, start: Mapping[str, np.ndarr
     return Trajectory(tuple(passes), {name: after[name] - weight for name, weight in start.items()})
 
 
-def difference(got: Trajectory, due: Trajectory) -> Cell:
+def difference(got: Trajectory, expected: Trajectory) -> Cell:
     """Compare the steps of two."""
-    first, second = (compare(mine, theirs) for mine, theirs in zip(got.passes, due.passes, strict=True))
-    ours, theirs = (each.passes[0].output.fields["logprobs"].values for each in (got, due))
-    assert got.moved.keys() == due.moved.keys(), "other weights"
+    first, second = (compare(mine, theirs) for mine, theirs in zip(got.passes, expected.passes, strict=True))
+    ours, theirs = (trajectory.passes[0].output.fields["logprobs"].values for trajectory in (got, expected))
+    assert got.moved.keys() == expected.moved.keys(), "other weights"
     moved = max(
-        float(np.linalg.norm(got.moved[name] - way)) / max(float(np.linalg.norm(way)), 1e-12) for name, way in due.moved.items()
+        float(np.linalg.norm(got.moved[name] - movement)) / max(float(np.linalg.norm(movement)), 1e-12)
+        for name, movement in expected.moved.items()
     )
     return Cell(
         loss=max(first.loss, second.loss),
@@ -347,12 +350,12 @@ def table(entries: Sequence[Entry], keys: Sequence[Key] = EVERY) -> str:
     for entry in entries:
         if entry.refused:
             refused.setdefault((_library(entry.backend), entry.refused), []).append(str(ParallelSizes.parse(entry.layout)))
-    words = [f"- {library}, {'; '.join(dict.fromkeys(layouts))}: {told}" for (library, told), layouts in refused.items()]
+    words = [f"- {library}, {'; '.join(dict.fromkeys(layouts))}: {reason}" for (library, reason), layouts in refused.items()]
     return "\n".join([*lines, "", "Refused while planning, in these words:", "", *words])
 
 
 def _columns(cells: list[Cell]) -> tuple[list[float], ...]:
-    return [each.loss for each in cells], [each.logprobs for each in cells], [each.weights for each in cells]
+    return [cell.loss for cell in cells], [cell.logprobs for cell in cells], [cell.weights for cell in cells]
 
 
 def page(entries: Sequence[Entry], taught: Sequence[Entry]) -> str:
@@ -396,15 +399,15 @@ Measured with {versions}, on CPU ({platform.machine()}) over gloo.
 def main(target: str) -> None:
     """Measure everything and write the page. Ends with an error where something does not agree."""
     with Matrix() as matrix:
-        entries, taught = ([_told(entry) for entry in matrix.entries(keys)] for keys in (EVERY, TAUGHT))
+        entries, taught = ([_report(entry) for entry in matrix.entries(keys)] for keys in (EVERY, TAUGHT))
     wrong = [each.name for each in (*entries, *taught) if each.failed or not all(cell.agrees for cell in each.cells.values())]
     if wrong:
         sys.exit(f"not written: {', '.join(wrong)}")
     Path(target).write_text(page(entries, taught))
 
 
-def _told(entry: Entry) -> Entry:
-    worst = max((each.gradient for each in entry.cells.values()), default=0.0)
+def _report(entry: Entry) -> Entry:
+    worst = max((cell.gradient for cell in entry.cells.values()), default=0.0)
     print(f"{entry.name}: {entry.refused or entry.failed or f'{worst:.1e}, {entry.seconds:.0f} s'}", flush=True)
     return entry
 

@@ -1,4 +1,4 @@
-"""Preferences beside TRL's own trainers, in `nox -s peers`: the tokens of rows of every shape that TRL reads, and losses of preferences and
+"""Preferences against TRL's own trainers, in `nox -s peers`: the tokens of rows of every shape that TRL reads, and losses of preferences and
 reward models on one model and batch, with the gradient of every parameter.
 
 TRL computes a whole step by itself, from its collator's batch to its loss; ours is given log-probabilities of the same tokens. Either the
@@ -74,7 +74,7 @@ Batch = dict[str, torch.Tensor]
 
 
 class Trainers:
-    """TRL's trainers of one model, which lies in `folder`."""
+    """TRL's trainers of one model, which is in `folder`."""
 
     def __init__(self, folder: str) -> None:
         self.folder, self.path = folder, Path(folder) / "model"
@@ -100,12 +100,12 @@ class Trainers:
             model = AutoModelForSequenceClassification.from_pretrained(self.path, num_labels=1)
         else:
             model = AutoModelForCausalLM.from_pretrained(self.path)
-        made = kind(model, args=arguments, train_dataset=Dataset.from_list(rows), processing_class=self.tokenizer)
+        trainer = kind(model, args=arguments, train_dataset=Dataset.from_list(rows), processing_class=self.tokenizer)
         torch.manual_seed(1)
         with torch.no_grad():
-            for parameter in getattr(made, moved).float().parameters():
+            for parameter in getattr(trainer, moved).float().parameters():
                 parameter.add_(torch.randn_like(parameter), alpha=0.05)
-        return made
+        return trainer
 
 
 def logprobs_of(model: Any, batch: Batch, of: str = "") -> torch.Tensor:
@@ -133,7 +133,7 @@ def ours(loss: Callable[[LossTokens], LossOutput], model: Any, batch: Batch, **c
 def gradient(model: Any, loss: torch.Tensor) -> torch.Tensor:
     model.zero_grad()
     loss.backward()
-    return torch.cat([each.grad.flatten().clone() for each in model.parameters() if each.grad is not None])
+    return torch.cat([parameter.grad.flatten().clone() for parameter in model.parameters() if parameter.grad is not None])
 
 
 def compare(name: str, model: Any, theirs: torch.Tensor, made: torch.Tensor) -> None:
@@ -170,8 +170,8 @@ def direct(trainers: Trainers) -> None:
         model, batch = trainer.model, next(iter(trainer.get_train_dataloader()))
         with torch.no_grad():
             known = logprobs_of(trainer.ref_model.float(), batch)
-        made = ours(lambda tokens, config=config: plugin.dpo(tokens, config), model, batch, ref_logprobs=known)
-        compare(f"dpo {loss_type}", model, trainer.compute_loss(model, dict(batch)), made)
+        losses = ours(lambda tokens, config=config: plugin.dpo(tokens, config), model, batch, ref_logprobs=known)
+        compare(f"dpo {loss_type}", model, trainer.compute_loss(model, dict(batch)), losses)
 
 
 def halves(trainer: Any, batch: Batch) -> Batch:
@@ -203,11 +203,11 @@ def odds_ratio(trainers: Trainers) -> None:
     batch = next(iter(trainer.get_train_dataloader()))
     chosen, rejected = trainer.concatenated_forward(trainer.model, batch)[:2]
     theirs = -chosen.mean() - trainer.odds_ratio_loss(chosen, rejected)[0].mean()
-    made = ours(lambda tokens: plugin.orpo(tokens, OrpoConfig(lam=BETA)), trainer.model, halves(trainer, batch))
-    compare("orpo", trainer.model, theirs, made)
+    losses = ours(lambda tokens: plugin.orpo(tokens, OrpoConfig(lam=BETA)), trainer.model, halves(trainer, batch))
+    compare("orpo", trainer.model, theirs, losses)
 
 
-def judged(trainers: Trainers) -> None:
+def judge_kto(trainers: Trainers) -> None:
     """KTO in one micro-batch, with the baseline of TRL's own mismatched rows; noise on the reference makes it positive."""
     weights = {"desirable_weight": 1.5, "undesirable_weight": 0.75}
     trainer = trainers.make(KTOTrainer, KTOConfig, JUDGED, moved="ref_model", beta=BETA, **weights)
@@ -219,8 +219,8 @@ def judged(trainers: Trainers) -> None:
     baseline = (gaps.sum() / len(JUDGED)).clamp(min=0.0).expand(len(known))
     assert float(baseline[0]) > 0, "a baseline of 0 would compare nothing"
     config = KtoConfig(beta=BETA, **weights)
-    made = ours(lambda tokens: plugin.kto(tokens, config), model, batch, ref_logprobs=known, kl_baseline=baseline)
-    compare("kto", model, trainer.compute_loss(model, dict(batch)), made)
+    losses = ours(lambda tokens: plugin.kto(tokens, config), model, batch, ref_logprobs=known, kl_baseline=baseline)
+    compare("kto", model, trainer.compute_loss(model, dict(batch)), losses)
 
 
 def rewards(trainers: Trainers) -> None:
@@ -243,7 +243,7 @@ def rewards(trainers: Trainers) -> None:
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         trainers = Trainers(folder)
-        for comparison in (rows_of_every_shape, direct, contrastive, odds_ratio, judged, rewards):
+        for comparison in (rows_of_every_shape, direct, contrastive, odds_ratio, judge_kto, rewards):
             comparison(trainers)
 
 

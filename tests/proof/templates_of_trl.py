@@ -29,20 +29,20 @@ MARKS = re.compile(r"<[|｜][^|｜<>{}']+[|｜]>|</?[a-z_]+_of_turn>|<turn\|>|<\
 
 def main(folder: Path) -> int:
     """Return the number of templates that break the promise."""
-    told: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     places = sorted(folder.glob("*.jinja"))
     for place in places:
         for history in ("append", "template"):
-            outcome, reason = tried(place, history)
-            told[f"{history}: {outcome}"] += 1
+            outcome, reason = try_template(place, history)
+            counts[f"{history}: {outcome}"] += 1
             print(f"{place.stem:36} {history:9} {outcome:9} {reason}")
     print(f"{len(places)} templates of {folder}")
-    for name, count in sorted(told.items()):
+    for name, count in sorted(counts.items()):
         print(f"{count:4} {name}")
-    return sum(count for name, count in told.items() if name.endswith("BROKEN"))
+    return sum(count for name, count in counts.items() if name.endswith("BROKEN"))
 
 
-def tried(place: Path, history: Literal["append", "template"]) -> tuple[str, str]:
+def try_template(place: Path, history: Literal["append", "template"]) -> tuple[str, str]:
     """Hold dialogues over a template: what came of it, and why."""
     text = place.read_text(encoding="utf-8")
     tokenizer = TEMPLATES["plain"].tokenizer()
@@ -71,7 +71,7 @@ def tried(place: Path, history: Literal["append", "template"]) -> tuple[str, str
     return "held", f"answers of {' and '.join(roles)}"
 
 
-def installed() -> Path:
+def find_templates() -> Path:
     found = importlib.util.find_spec("trl")
     assert found is not None, "TRL is not installed: run `nox -s peers`"
     assert found.origin is not None, "TRL has no place"
@@ -79,4 +79,4 @@ def installed() -> Path:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]) if len(sys.argv) > 1 else installed()))
+    sys.exit(main(Path(sys.argv[1]) if len(sys.argv) > 1 else find_templates()))

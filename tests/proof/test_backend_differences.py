@@ -38,12 +38,12 @@ def side(change: Callable[[str, np.ndarray], np.ndarray] = lambda _, gradient: g
     return Side("x", Measurement(2.0 + shift, 2.0, gradients, output))
 
 
-def compared(a: Side) -> BackendDifference:
+def compare_with_side(a: Side) -> BackendDifference:
     return difference(a, side(), facts=FACTS)
 
 
 def test_equal_numbers_agree() -> None:
-    found = compared(side())
+    found = compare_with_side(side())
     assert found.agrees
     assert found.explanation == "the backends agree"
     assert found.first_layer is None
@@ -60,14 +60,14 @@ def test_equal_numbers_agree() -> None:
     ],
 )
 def test_a_common_factor_is_named(factor: float, words: str) -> None:
-    found = compared(side(lambda _, gradient: gradient * np.float32(factor)))
+    found = compare_with_side(side(lambda _, gradient: gradient * np.float32(factor)))
     assert not found.agrees
     assert found.explanation == f"gradients of every parameter differ by one factor: {words}"
 
 
 def test_a_factor_on_some_parameters_says_on_how_many() -> None:
     """As where replicated norms see local heads only, and nobody sums over tensor ranks."""
-    found = compared(side(lambda name, gradient: gradient * np.float32(0.25) if "q_proj" in name else gradient))
+    found = compare_with_side(side(lambda name, gradient: gradient * np.float32(0.25) if "q_proj" in name else gradient))
     assert found.explanation == (
         "gradients of 1 of 5 parameters, all in model.layers.1, differ by one factor: x0.25 = 1 / world size of b"
     )
@@ -76,17 +76,17 @@ def test_a_factor_on_some_parameters_says_on_how_many() -> None:
 
 
 def test_the_first_layer_counts_from_the_head() -> None:
-    def broken(name: str, gradient: np.ndarray) -> np.ndarray:
+    def break_gradient(name: str, gradient: np.ndarray) -> np.ndarray:
         return gradient[::-1].copy() if name.startswith(("model.embed", "model.layers.0")) else gradient
 
-    found = compared(side(broken))
+    found = compare_with_side(side(break_gradient))
     assert found.explanation == (
         "outputs agree, gradients of 2 of 5 parameters do not agree; counted from the head, model.layers.0 is the first to diverge"
     )
 
 
 def test_a_difference_of_the_forward_pass_is_told_apart() -> None:
-    found = compared(side(lambda _, gradient: gradient[::-1].copy(), shift=0.5))
+    found = compare_with_side(side(lambda _, gradient: gradient[::-1].copy(), shift=0.5))
     assert found.explanation == "the passes differ in logprobs"
     (worst,) = found.fields
     assert (worst.largest, worst.sample, worst.token) == (0.5, 9, 2)
@@ -96,8 +96,8 @@ def test_a_difference_of_the_forward_pass_is_told_apart() -> None:
 @pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("name", [NAMES[0], NAMES[2], NAMES[-1]])
 def test_a_gradient_that_is_not_finite_is_no_agreement(number: float, name: str) -> None:
-    """Wherever it stands, and on either side: NaN compares with nothing, and infinity less infinity is NaN."""
-    spoiled = side(lambda each, gradient: np.where(np.eye(3, 4), np.float32(number), gradient) if each == name else gradient)
+    """Wherever it is, and on either side: NaN compares with nothing, and infinity less infinity is NaN."""
+    spoiled = side(lambda key, gradient: np.where(np.eye(3, 4), np.float32(number), gradient) if key == name else gradient)
     for found, which in ((difference(spoiled, side(), facts=FACTS), "first"), (difference(side(), spoiled, facts=FACTS), "second")):
         assert not found.agrees
         assert found.explanation == f"the gradient of {name} is not finite on the {which}"
@@ -107,9 +107,9 @@ def test_a_gradient_that_is_not_finite_is_no_agreement(number: float, name: str)
 
 
 def test_gradients_of_other_shapes_are_named() -> None:
-    """A wrong shard, and a matrix that lies across."""
+    """A wrong shard, and a transposed matrix."""
     for change, shape in ((lambda gradient: gradient[:2], "[2, 4]"), (lambda gradient: gradient.T, "[4, 3]")):
-        found = compared(side(lambda name, gradient, change=change: change(gradient) if name == NAMES[1] else gradient))
+        found = compare_with_side(side(lambda name, gradient, change=change: change(gradient) if name == NAMES[1] else gradient))
         assert found.explanation == f"the gradient of {NAMES[1]} is of the shape {shape} on the first and [3, 4] on the second"
         assert not found.agrees
 
@@ -119,7 +119,7 @@ def test_outputs_that_differ_are_no_agreement(shift: float) -> None:
     """Also where losses and gradients do agree."""
     other = side()
     other.measured.output.fields["logprobs"].values[1] += shift
-    found = compared(other)
+    found = compare_with_side(other)
     assert not found.agrees
     assert found.forward_differs
     assert found.explanation == "the passes differ in logprobs"
@@ -129,8 +129,8 @@ def test_outputs_that_differ_are_no_agreement(shift: float) -> None:
 
 def test_an_output_of_the_loss_alone_is_named() -> None:
     sides = [side(), side()]
-    for each, number in zip(sides, (1.0, 1.5), strict=True):
-        output = each.measured.output
+    for side_of_two, number in zip(sides, (1.0, 1.5), strict=True):
+        output = side_of_two.measured.output
         tokens = Ragged(np.full(3, number, np.float32), output.scored.offsets)
         output.fields["token_loss"] = tokens  # type: ignore[index] # a dict in this test
     found = difference(*sides, facts=FACTS)
@@ -141,7 +141,7 @@ def test_an_output_of_the_loss_alone_is_named() -> None:
 def test_outputs_are_not_said_to_agree_where_the_loss_differs() -> None:
     """A loss that is computed wrongly has wrong gradients, too; the model's scores are right."""
     other = side(lambda _, gradient: gradient[::-1].copy())
-    found = compared(Side("x", attrs.evolve(other.measured, loss=3.0)))
+    found = compare_with_side(Side("x", attrs.evolve(other.measured, loss=3.0)))
     assert found.explanation == (
         "the passes differ in the loss, gradients of every parameter do not agree; counted from the head, lm_head is the first to diverge"
     )
@@ -150,14 +150,14 @@ def test_outputs_are_not_said_to_agree_where_the_loss_differs() -> None:
 @pytest.mark.parametrize("number", [np.nan, np.inf])
 def test_a_loss_that_is_not_finite_is_no_agreement(number: float) -> None:
     spoiled = Side("x", attrs.evolve(side().measured, loss=number))
-    assert compared(spoiled).loss == np.inf
-    assert compared(spoiled).explanation == "gradients agree, but the passes differ in the loss"
+    assert compare_with_side(spoiled).loss == np.inf
+    assert compare_with_side(spoiled).explanation == "gradients agree, but the passes differ in the loss"
 
 
 def test_a_missing_parameter_is_no_agreement() -> None:
     short = side()
     short.measured.gradients.pop("lm_head.weight")  # type: ignore[attr-defined] # a dict in this test
-    found = compared(short)
+    found = compare_with_side(short)
     assert not found.agrees
     assert found.only_b == ("lm_head.weight",)
     assert found.explanation == "the first backend has no gradient of lm_head.weight"

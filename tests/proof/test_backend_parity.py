@@ -108,11 +108,11 @@ def test_the_clipped_step_is_the_same_on_all_layouts(matrix: Matrix, backend: st
     except PluginNotFoundError as error:
         pytest.skip(f"{backend} is not installed: {error.cause}")
     assert reported == pytest.approx(own, rel=1e-9)
-    norm, due = matrix.clipped_definition()
+    norm, expected = matrix.clipped_definition()
     assert reported == pytest.approx(norm, rel=GRADIENT)
-    assert moved.keys() == due.keys()
-    for name, way in due.items():
-        assert np.linalg.norm(moved[name] - way) <= WEIGHTS * np.linalg.norm(way), name
+    assert moved.keys() == expected.keys()
+    for name, movement in expected.items():
+        assert np.linalg.norm(moved[name] - movement) <= WEIGHTS * np.linalg.norm(movement), name
 
 
 @pytest.mark.nightly
@@ -158,7 +158,7 @@ def test_turns_reach_every_loss_and_collator() -> None:
 def test_thirty_steps_are_the_same_on_all_backends(matrix: Matrix) -> None:
     for name, (backend, layout) in loss_curves.RUNS.items():
         assert layout in RUNS[backend], name
-    curves = loss_curves.measured(matrix)
+    curves = loss_curves.measure(matrix)
     assert {len(curve) for curve in curves.values()} == {loss_curves.STEPS}
     first = next(iter(curves.values()))
     assert first[-1] < 0.9 * first[0], "nothing was learned"

@@ -18,7 +18,7 @@ def gradients(**changed: Any) -> dict[str, np.ndarray]:
     return {name: numbers.normal(size=(3, 2)).astype(np.float32) for name in ("first", "middle", "last")} | changed
 
 
-def measured(loss: float = 2.0, last_token: float = 1.0, **changed: Any) -> Measurement:
+def measure(loss: float = 2.0, last_token: float = 1.0, **changed: Any) -> Measurement:
     scored = Ragged.from_list([[0, 1], [0]], np.int32)
     fields = {"token_loss": Ragged(np.array([0.5, 0.5, last_token], np.float32), scored.offsets)}
     output = BatchOutput(np.array([4, 9]), np.array([2, 1]), scored, fields, {"loss": Metric.sum(loss)})
@@ -29,27 +29,27 @@ SPOILED = [np.full((3, 2), np.nan, np.float32), np.full((3, 2), np.inf, np.float
 
 
 def test_equal_passes_are_not_apart() -> None:
-    assert compare(measured(), measured()).within(0.0)
+    assert compare(measure(), measure()).within(0.0)
 
 
 @pytest.mark.parametrize("name", ["first", "middle", "last"])
 @pytest.mark.parametrize("spoiled", SPOILED, ids=["nan", "inf", "shape"])
 def test_a_gradient_that_cannot_be_compared_is_infinitely_far(name: str, spoiled: np.ndarray) -> None:
-    found = compare(measured(**{name: spoiled}), measured())
-    assert (found.gradient, found.parameter) == (np.inf, name)
-    assert not found.within(1e300)
+    comparison = compare(measure(**{name: spoiled}), measure())
+    assert (comparison.gradient, comparison.parameter) == (np.inf, name)
+    assert not comparison.within(1e300)
 
 
 def test_a_parameter_without_gradient_has_the_gradient_0() -> None:
-    short = measured()
+    short = measure()
     del short.gradients["middle"]  # type: ignore[attr-defined] # a dict in this test
-    assert compare(short, measured()).gradient == 1.0
-    assert compare(measured(), short).gradient == np.inf
+    assert compare(short, measure()).gradient == 1.0
+    assert compare(measure(), short).gradient == np.inf
 
 
 def test_losses_and_tokens_that_are_no_numbers_are_infinitely_far() -> None:
-    assert compare(measured(loss=np.nan), measured()).loss == np.inf
-    assert compare(measured(last_token=np.nan), measured()).tokens == np.inf
+    assert compare(measure(loss=np.nan), measure()).loss == np.inf
+    assert compare(measure(last_token=np.nan), measure()).tokens == np.inf
 
 
 @pytest.mark.parametrize("number", [np.nan, np.inf])

@@ -14,7 +14,7 @@ def pieces(names: list[str], shares: list[float]) -> Pieces:
     return Pieces(names, [{"a": NUMBERS.normal(size=(3, 4)), "b": NUMBERS.normal(size=5)} for _ in names], np.array(shares))
 
 
-def mixed(of: Pieces, factors: list[float]) -> dict[str, np.ndarray]:
+def mix(of: Pieces, factors: list[float]) -> dict[str, np.ndarray]:
     return {name: sum(factor * piece[name] for factor, piece in zip(factors, of.gradients, strict=True)) for name in ("a", "b")}  # type: ignore[misc] # a sum of arrays
 
 
@@ -47,16 +47,16 @@ SAMPLES = pieces(["0", "1", "2", "3"], [1.0, 1.0, 1.0, 1.0])
 )
 def test_by_sample(factors: list[float], ranks: tuple[int, ...], sentence: str) -> None:
     samples = pieces([str(number) for number in range(len(ranks))], [1.0] * len(ranks))
-    assert explain(mixed(samples, factors), PARTS, samples, cut(*ranks), 1e-6) == sentence
+    assert explain(mix(samples, factors), PARTS, samples, cut(*ranks), 1e-6) == sentence
 
 
 def test_by_part() -> None:
-    wrong = mixed(PARTS, [1.0, 2.0])
+    wrong = mix(PARTS, [1.0, 2.0])
     assert explain(wrong, PARTS, SAMPLES, cut(0, 0, 0, 0), 1e-6) == "term kl counts x2.00 = number of micro-batches"
 
 
 def test_what_no_factor_explains_is_said() -> None:
-    wrong = mixed(SAMPLES, [1.0] * 4)
+    wrong = mix(SAMPLES, [1.0] * 4)
     wrong["b"] = wrong["b"] + 10.0 * NUMBERS.normal(size=5)
     assert explain(wrong, PARTS, SAMPLES, cut(0, 0, 0, 0), 1e-6).endswith("% of it is no multiple of any sample's")
 

@@ -38,12 +38,12 @@ SIZES = [Case("padded", micro_batch_rows=rows, shuffled=rows % 2 == 0) for rows 
 SIZED = ("cross_entropy", "gspo", "clip_cov", "value_clip")
 """A loss of each nature: of tokens, of sequences, of a whole micro-batch, of values."""
 BY_DAY = (*SIZED, "ppo", "dpo", "kto", "divergence")
-"""And of pairs, of judged answers, and of a teacher beside. The objective holds every pair of a loss and a reducer by day, without a model:
+"""And of pairs, of judged answers, and of a teacher. The objective holds every pair of a loss and a reducer by day, without a model:
 test_every_pair.py."""
 TWO_RANKS = [Case("padded", 2, micro_batch_rows=3), Case("packed", 2, micro_batch_tokens=80, shuffled=True)]
 
 
-def allowed(loss: str, reducer: str) -> bool:
+def is_allowed(loss: str, reducer: str) -> bool:
     product = load(Registry.discover().resolve("loss", loss))
     made = product.make(product.schema() if product.schema else None, FactoryContext())
     return made.reducers is None or reducer in made.reducers
@@ -62,7 +62,7 @@ def prove(pools: Any, configure: Configure, family: str, loss: str, reducer: str
 
 def its_reducer(loss: str, turn: int = 0) -> str:
     """Losses and reducers take turns: every pair is held at the objective, and a model sees each of both a few times."""
-    usable = [reducer for reducer in REDUCERS if allowed(loss, reducer)]
+    usable = [reducer for reducer in REDUCERS if is_allowed(loss, reducer)]
     return usable[(LOSSES.index(loss) + turn) % len(usable)]
 
 
@@ -76,14 +76,14 @@ def test_both_precisions(pools: Any, configure: Configure, loss: str) -> None:
 @pytest.mark.parametrize("loss", LOSSES)
 def test_every_reducer_in_both_precisions(pools: Any, configure: Configure, loss: str) -> None:
     for reducer in REDUCERS:
-        if allowed(loss, reducer):
+        if is_allowed(loss, reducer):
             prove(pools, configure, "qwen3", loss, reducer, CUTS, "float32")
             prove(pools, configure, "llama", loss, reducer, CUTS[::3], "float64")
 
 
 @pytest.mark.parametrize("loss", now(LOSSES, *SIZED))
 def test_every_micro_batch_size_in_every_order(pools: Any, configure: Configure, loss: str) -> None:
-    prove(pools, configure, "llama", loss, "token_mean" if allowed(loss, "token_mean") else "sequence_mean", SIZES, "float32")
+    prove(pools, configure, "llama", loss, "token_mean" if is_allowed(loss, "token_mean") else "sequence_mean", SIZES, "float32")
     prove(pools, configure, "qwen3", loss, "sequence_mean", SIZES[::3], "float64")
 
 

@@ -1,4 +1,4 @@
-"""Every mistake that can be planted turns the rows red that it concerns, with the right number beside it; without one, all is green."""
+"""Every mistake that can be planted turns the rows red that it concerns, with the right number next to it; without one, all is green."""
 
 from collections.abc import Callable
 from typing import Any

@@ -38,7 +38,7 @@ def warm_start(folder: Path, seed: int) -> None:
     draw, every = random.Random(seed), words(seed)
     train, held_out = every[:WORDS], every[WORDS:]
     ways = (str, lambda word: "".join(sorted(word)), lambda word: word[::-1])
-    exchanges = [Exchange(question(word), way(word)) for word in train for way in ways]
+    exchanges = [Exchange(question(word), phrase(word)) for word in train for phrase in ways]
     draw.shuffle(exchanges)
     make_model(folder / "model", exchanges)
     write_exchanges(folder / "sft.jsonl", exchanges)
@@ -56,7 +56,7 @@ def warm_start(folder: Path, seed: int) -> None:
     run_sft(resolve(load(tables, [])))
 
 
-def reinforced(folder: Path, seed: int) -> list[dict[str, float]]:
+def reinforce(folder: Path, seed: int) -> list[dict[str, float]]:
     """Pay for the reversed word alone; return greedy answers to held-out words and the mean reward, at the first and the last steps."""
     tables = {
         "trainer": "rl",
@@ -86,7 +86,7 @@ def reinforced(folder: Path, seed: int) -> list[dict[str, float]]:
 def test_held_out_answers_become_twice_as_good(tmp_path: Path, seed: int) -> None:
     """docs/reference/reward-climbs.md shows what was measured."""
     warm_start(tmp_path, seed)
-    before, after = reinforced(tmp_path, seed)
+    before, after = reinforce(tmp_path, seed)
     print(f"seed {seed}: {before} -> {after}")
     assert before["exact"] > 0.02, "the warm start contains the behaviour"
     assert after["exact"] >= 2 * before["exact"]

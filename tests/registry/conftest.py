@@ -1,4 +1,4 @@
-"""Real distributions, made of files: a folder on sys.path with packages and their .dist-info beside them."""
+"""Real distributions, made of files: a folder on sys.path with packages and their .dist-info next to them."""
 
 import functools
 import importlib
@@ -29,7 +29,7 @@ def write_distribution(
     requires: Sequence[str] = ("skyrl-engine>=0.3,<0.4",),
     modules: Mapping[str, str] = {},
 ) -> Path:
-    """Install a distribution into `folder` as pip leaves it behind; returns its .dist-info."""
+    """Install a distribution into `folder` as pip leaves it; returns its .dist-info."""
     information = folder / f"{name.replace('-', '_')}-{version}.dist-info"
     information.mkdir(parents=True)
     extras = ["Provides-Extra: runtime"] if any("extra ==" in line for line in requires) else []

@@ -10,8 +10,8 @@ import pytest
 from skyrl_engine.registry.discovery import discover, normalise
 
 
-def found(distribution: str) -> list[tuple[str, str, str | None]]:
-    return [(each.kind, each.name, each.version) for each in discover().records if each.distribution == distribution]
+def list_records(distribution: str) -> list[tuple[str, str, str | None]]:
+    return [(record.kind, record.name, record.version) for record in discover().records if record.distribution == distribution]
 
 
 def test_every_kind_is_found_with_name_version_target_and_range(install) -> None:
@@ -19,11 +19,13 @@ def test_every_kind_is_found_with_name_version_target_and_range(install) -> None
         kind: {f"my_{kind}": f"acme.plugin:{kind}"} for kind in ("collator", "loss", "reducer", "backend", "merger", "observer")
     }
     install("acme-parts", "2.1.0", entry_points=points, requires=["skyrl-engine[testing]>=0.1,<0.2", "numpy"])
-    records = [each for each in discover().records if each.distribution == "acme-parts"]
-    assert [(each.kind, each.name, each.target) for each in records] == [
+    records = [record for record in discover().records if record.distribution == "acme-parts"]
+    assert [(record.kind, record.name, record.target) for record in records] == [
         (kind, f"my_{kind}", f"acme.plugin:{kind}") for kind in ("collator", "loss", "reducer", "backend", "merger", "observer")
     ]
-    assert {(each.version, each.source, each.engine_requirement) for each in records} == {("2.1.0", "distribution", "<0.2,>=0.1")}
+    assert {(record.version, record.source, record.engine_requirement) for record in records} == {
+        ("2.1.0", "distribution", "<0.2,>=0.1")
+    }
 
 
 @pytest.mark.parametrize(
@@ -45,30 +47,30 @@ def test_every_kind_is_found_with_name_version_target_and_range(install) -> None
 )
 def test_the_range_of_engine_versions_is_read_from_the_requirements(install, requires: list[str], expected: str | None) -> None:
     install("acme-parts", entry_points={"loss": {"x": "acme:x"}}, requires=requires)
-    assert [each.engine_requirement for each in discover().records if each.distribution == "acme-parts"] == [expected]
+    assert [record.engine_requirement for record in discover().records if record.distribution == "acme-parts"] == [expected]
 
 
 @pytest.mark.parametrize("spelling", ["Acme.Losses", "acme_losses", "ACME--losses", "acme-losses"])
 def test_names_of_distributions_are_normalised(install, spelling: str) -> None:
     install(spelling, entry_points={"loss": {"x": "acme:x"}})
-    assert found("acme-losses") == [("loss", "x", "1.0.0")]
+    assert list_records("acme-losses") == [("loss", "x", "1.0.0")]
     assert normalise(spelling) == "acme-losses"
 
 
 def test_unknown_groups_and_other_peoples_groups_are_none_of_ours(install) -> None:
     install("acme-parts", entry_points={"flavour": {"x": "acme:x"}})
-    assert found("acme-parts") == []
+    assert list_records("acme-parts") == []
 
 
 def test_one_object_under_two_names_is_two_plugins(install) -> None:
     install("acme-parts", entry_points={"loss": {"nll": "acme:x", "cross": "acme:x"}})
-    assert found("acme-parts") == [("loss", "cross", "1.0.0"), ("loss", "nll", "1.0.0")]
+    assert list_records("acme-parts") == [("loss", "cross", "1.0.0"), ("loss", "nll", "1.0.0")]
 
 
 def test_a_left_over_in_the_same_folder_is_not_a_second_distribution(install) -> None:
     install("acme-parts", "1.0.0", entry_points={"loss": {"x": "acme:x"}})
     install("acme-parts", "1.1.0", entry_points={"loss": {"x": "acme:x"}})
-    assert found("acme-parts") == [("loss", "x", metadata.version("acme-parts"))]
+    assert list_records("acme-parts") == [("loss", "x", metadata.version("acme-parts"))]
 
 
 @pytest.mark.parametrize("spelling", ["acme-parts", "Acme_Parts"])
@@ -79,7 +81,7 @@ def test_of_two_installations_the_first_on_the_path_counts(
     install_into(tmp_path / "early", spelling, "2.0.0", entry_points={"loss": {"both": "acme:x"}})
     monkeypatch.syspath_prepend(tmp_path / "late")
     monkeypatch.syspath_prepend(tmp_path / "early")
-    assert found("acme-parts") == [("loss", "both", "2.0.0")]
+    assert list_records("acme-parts") == [("loss", "both", "2.0.0")]
 
 
 def test_a_first_installation_without_plugins_hides_a_later_one_with_some(
@@ -89,7 +91,7 @@ def test_a_first_installation_without_plugins_hides_a_later_one_with_some(
     install_into(tmp_path / "early", "acme-parts", "2.0.0", entry_points={})
     monkeypatch.syspath_prepend(tmp_path / "late")
     monkeypatch.syspath_prepend(tmp_path / "early")
-    assert found("acme-parts") == []
+    assert list_records("acme-parts") == []
 
 
 def remove_metadata(information: Path) -> None:
@@ -122,14 +124,14 @@ def break_entry_points(information: Path) -> None:
 def test_damaged_metadata_hides_nobody_else_and_is_reported(install, damage) -> None:
     damage(install("acme-broken", entry_points={"loss": {"x": "acme:x"}}))
     install("acme-parts", entry_points={"loss": {"x": "acme:x"}})
-    assert found("acme-parts") == [("loss", "x", "1.0.0")]
-    assert found("acme-broken") == []
+    assert list_records("acme-parts") == [("loss", "x", "1.0.0")]
+    assert list_records("acme-broken") == []
     (unreadable,) = discover().unreadable
     assert "acme" in str(unreadable) or "site" in str(unreadable)
 
 
 def test_first_party_plugins_are_found_like_anybodys() -> None:
-    names = {each.reference for each in discover().records}
+    names = {record.reference for record in discover().records}
     assert {"skyrl-engine:metrics_jsonl", "skyrl-engine-losses:cross_entropy", "skyrl-engine-fsdp:fsdp"} <= names
 
 

@@ -34,7 +34,7 @@ def test_the_remedy_is_built_from_the_kind(owner: Owner, remedy: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("read", "told"),
+    ("read", "message"),
     [
         (lambda structure: structure.action_offset, "; did you mean 'action_offsets'?"),
         (lambda structure: structure.masses, "; did you mean 'mass'?"),
@@ -42,11 +42,11 @@ def test_the_remedy_is_built_from_the_kind(owner: Owner, remedy: str) -> None:
     ],
 )
 def test_a_misspelt_attribute_of_what_a_plugin_is_given_is_answered_with_the_right_one(
-    read: Callable[[BatchStructure], Any], told: str
+    read: Callable[[BatchStructure], Any], message: str
 ) -> None:
     nothing = np.zeros(0, np.int64)
     structure = BatchStructure(nothing, np.zeros(1, np.int64), nothing, nothing, nothing)
     with pytest.raises(PluginBrokenError) as caught, blame(Owner.of_unrecorded("reducer 'x'", "reducer"), "its call"):
         read(structure)
-    assert caught.value.cause.endswith(told)
-    assert ("did you mean" in caught.value.cause) == bool(told)
+    assert caught.value.cause.endswith(message)
+    assert ("did you mean" in caught.value.cause) == bool(message)

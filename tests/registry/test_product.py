@@ -116,7 +116,7 @@ class MergeIsData:
 
 
 @pytest.mark.parametrize(
-    ("kind", "product", "said"),
+    ("kind", "product", "message"),
     [
         ("loss", NoCall(), "it cannot be called"),
         ("loss", lambda tokens: tokens, "it has no attribute 'needs'"),
@@ -139,10 +139,10 @@ class MergeIsData:
         ("observer", None, "returned None"),
     ],
 )
-def test_products_that_break_the_contract_are_refused(kind: str, product: object, said: str) -> None:
+def test_products_that_break_the_contract_are_refused(kind: str, product: object, message: str) -> None:
     with pytest.raises(ContractError) as caught:
         check(kind, product)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
     assert "loss 'x' of acme 1.0.0" in caught.value.cause
     assert caught.value.exit_code == 3
 

@@ -31,11 +31,11 @@ class Episode:
 
     def step(self, action):
         self.turns += 1
-        made = self.do(f"step {self.turns}", action)
+        result = self.do(f"step {self.turns}", action)
         done = self.turns >= self.data.get("turns", 1)
-        if made is NOTHING:
+        if result is NOTHING:
             return None
-        return made if made is not None else StepResult(float(self.turns), done=done, messages=() if done else GO_ON)
+        return result if result is not None else StepResult(float(self.turns), done=done, messages=() if done else GO_ON)
 
     def do(self, moment, action=None):
         """Do what the task says for this moment; `once` names a file that says that it was done before."""

@@ -1,4 +1,4 @@
-"""Turns as tokens: the suffix behind a sampled turn, for a template of every family, and what the renderer refuses."""
+"""Turns as tokens: the suffix after a sampled turn, for a template of every family, and what the renderer refuses."""
 
 import re
 from collections.abc import Mapping
@@ -54,9 +54,9 @@ def test_appended_turns_read_as_the_template_writes_them(name: str) -> None:
     """A finished turn and its suffix are the template's own rendering of the dialogue, where that keeps earlier turns as they were."""
     renderer = renderer_of(name)
     prompt = renderer.prompt([QUESTION])
-    said = renderer.tokenizer("two", add_special_tokens=False)["input_ids"]
+    sampled = renderer.tokenizer("two", add_special_tokens=False)["input_ids"]
     end = renderer.end_of_turn([ANSWER])
-    turn = said if end is None else [*said, end]
+    turn = sampled if end is None else [*sampled, end]
     appended = text_of(renderer, [*prompt, *turn, *renderer.suffix([ANSWER], turn[-1])])
     whole = text_of(renderer, renderer.prompt([QUESTION, {"role": "assistant", "content": "two"}, ANSWER]))
     # headers of thoughts and channels, and the space before an end, are the model's to write
@@ -82,10 +82,10 @@ def test_the_end_of_a_turn_stands_once(name: str, end: str) -> None:
     own = renderer.end_of_turn([ANSWER])
     expected = TEMPLATES[name].ends
     assert own == (None if expected is None else tokenizer.convert_tokens_to_ids(expected))
-    said = tokenizer("a stop.", add_special_tokens=False)["input_ids"]
+    sampled = tokenizer("a stop.", add_special_tokens=False)["input_ids"]
     others = [token for token in (tokenizer.eos_token_id, tokenizer.bos_token_id) if token != own]
     last = {"exact": own, "other end token": others[0]}.get(end)
-    turn = said if last is None else [*said, last]
+    turn = sampled if last is None else [*sampled, last]
     suffix = renderer.suffix([ANSWER], int(turn[-1]))
     whole = renderer.suffix([ANSWER], None)
     if end == "exact" and own is not None:
@@ -166,17 +166,17 @@ def test_texts_become_parts_where_the_template_takes_nothing_else(name: str) -> 
 
 @pytest.mark.parametrize("name", APPENDING)
 def test_removed_thoughts_are_told(name: str) -> None:
-    warned = [each for each in renderer_of(name).validate_template() if "thought" in each]
+    warned = [warning for warning in renderer_of(name).validate_template() if "thought" in warning]
     assert len(warned) == TEMPLATES[name].forgets
-    assert not [each for each in renderer_of(name, history="template").validate_template() if "thought" in each]
+    assert not [warning for warning in renderer_of(name, history="template").validate_template() if "thought" in warning]
 
 
 def test_a_missing_generation_prompt_is_told() -> None:
     (warning,) = renderer_of("no_generation_prompt").validate_template()
     assert "'<|im_start|>assistant'" in warning
-    assert [name for name in APPENDING if any("generation prompt" in each for each in renderer_of(name).validate_template())] == [
-        "no_generation_prompt"
-    ]
+    assert [
+        name for name in APPENDING if any("generation prompt" in problem for problem in renderer_of(name).validate_template())
+    ] == ["no_generation_prompt"]
 
 
 def test_special_tokens_that_the_tokenizer_breaks_are_refused() -> None:
@@ -230,10 +230,10 @@ def test_messages_that_cannot_be_rendered_name_their_task() -> None:
 
 def test_an_action_is_what_was_sampled() -> None:
     renderer = renderer_of("chatml")
-    said = 'Well.\n<tool_call>\n{"name": "lookup", "arguments": {"word": "tree"}}\n</tool_call><|im_end|>'
-    ids = renderer.tokenizer(said, add_special_tokens=False)["input_ids"]
+    text = 'Well.\n<tool_call>\n{"name": "lookup", "arguments": {"word": "tree"}}\n</tool_call><|im_end|>'
+    ids = renderer.tokenizer(text, add_special_tokens=False)["input_ids"]
     action = renderer.action(completion(ids), 2, [LOOKUP])
-    assert action.text == said.removesuffix("<|im_end|>")
+    assert action.text == text.removesuffix("<|im_end|>")
     assert action.token_ids == tuple(ids)
     assert (action.turn, action.finish, action.tool_problem) == (2, "stop", None)
     assert action.tool_calls == (ToolCall("lookup", {"word": "tree"}),)
@@ -245,15 +245,15 @@ def test_an_action_is_what_was_sampled() -> None:
 
 def test_a_marked_call_is_read_although_its_mark_is_no_text() -> None:
     renderer = renderer_of("headers")
-    said = '<|python_tag|>lookup.call(word="tree")<|eot|>'
-    action = renderer.action(completion(renderer.tokenizer(said, add_special_tokens=False)["input_ids"]), 0, [LOOKUP])
+    text = '<|python_tag|>lookup.call(word="tree")<|eot|>'
+    action = renderer.action(completion(renderer.tokenizer(text, add_special_tokens=False)["input_ids"]), 0, [LOOKUP])
     assert action.text == 'lookup.call(word="tree")'
     assert action.tool_calls == (ToolCall("lookup", {"word": "tree"}),)
 
 
 @pytest.mark.parametrize("name", [name for name, case in TEMPLATES.items() if case.family])
 def test_a_rewritten_history_holds_calls_as_the_template_writes_them(name: str) -> None:
-    """A call as the template writes it is read back as the same call, and stands there once."""
+    """A call as the template writes it is read back as the same call, and occurs there once."""
     renderer = renderer_of(name, history="template")
     assert renderer.family([LOOKUP]) == TEMPLATES[name].family
     turn = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "lookup", "arguments": {"word": "tree"}}}]}
@@ -265,9 +265,9 @@ def test_a_rewritten_history_holds_calls_as_the_template_writes_them(name: str) 
     action = renderer.action(completion(ids), 0, [LOOKUP])
     assert action.tool_calls == (ToolCall("lookup", {"word": "tree"}),)
     if name != "next_role_ends":
-        # there the answer's own role stands in what was cut out
-        said = {"role": "assistant", "content": renderer.reply(action, [LOOKUP])["content"]}
-        assert "lookup" not in said["content"]
+        # there the answer's own role is in what was cut out
+        message = {"role": "assistant", "content": renderer.reply(action, [LOOKUP])["content"]}
+        assert "lookup" not in message["content"]
     again = renderer.prompt([QUESTION, {**renderer.reply(action, [LOOKUP]), "content": ""}, answer], [LOOKUP])
     assert again.tolist() == history.tolist()
 

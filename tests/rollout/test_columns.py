@@ -40,7 +40,7 @@ def trajectory(
 def by_loops(groups: list[Group], version: int, truncated: Truncated, overlong: Overlong | None) -> list[dict[str, Any]]:
     """The samples one token at a time: the definition."""
     samples: list[dict[str, Any]] = []
-    attempts = [(group, each) for group in groups for each in group.trajectories if each.status != "failed"]
+    attempts = [(group, trajectory) for group in groups for trajectory in group.trajectories if trajectory.status != "failed"]
     for number, (group, attempt) in enumerate(attempts):
         cut_off = attempt.status == "truncated"
         rewards = [0.0 if cut_off and truncated == "zero_reward" else reward for reward in attempt.rewards]
@@ -74,8 +74,8 @@ def by_loops(groups: list[Group], version: int, truncated: Truncated, overlong: 
                     stretch["rewards"].append(0.0)
                     stretch["logprobs"].append(0.0)
             stretch["sampled"] = stretch.get("sampled", 0) + (len(tokens) if kind == SEGMENT_SAMPLED else 0)
-        kept = [stretch for stretch in stretches if stretch.get("sampled")]
-        for turn, stretch in enumerate(kept):
+        sampled_stretches = [stretch for stretch in stretches if stretch.get("sampled")]
+        for turn, stretch in enumerate(sampled_stretches):
             stretch |= {
                 "truncated": cut_off,
                 "staleness": version - group.start_version,
@@ -88,7 +88,7 @@ def by_loops(groups: list[Group], version: int, truncated: Truncated, overlong: 
     return samples
 
 
-def listed(columns: SampleColumns) -> list[dict[str, Any]]:
+def list_samples(columns: SampleColumns) -> list[dict[str, Any]]:
     samples = []
     for i in range(len(columns)):
         actions = slice(columns.action_offsets[i], columns.action_offsets[i + 1])
@@ -146,9 +146,9 @@ def group_lists(draw: st.DrawFn) -> list[Group]:
 def test_columns_are_the_trajectories_token_by_token(groups: list[Group], truncated: Truncated, overlong: Overlong | None) -> None:
     columns = to_columns(groups, environments=ENVIRONMENTS, version=3, truncated=truncated, overlong=overlong)
     wanted = by_loops(groups, 3, truncated, overlong)
-    for each in wanted:
-        del each["sampled"]
-    assert listed(columns) == wanted
+    for sample in wanted:
+        del sample["sampled"]
+    assert list_samples(columns) == wanted
     assert columns.grouped
     assert columns.input_ids.dtype == np.int32
     assert columns.loss_weight.dtype == np.uint8
@@ -163,27 +163,27 @@ def test_columns_are_the_trajectories_token_by_token(groups: list[Group], trunca
 def test_every_sampled_token_is_scored_once(groups: list[Group]) -> None:
     """P8: each sampled token of an attempt that did not fail carries loss in one sample, observed ones in none, and no reward is lost."""
     columns = to_columns(groups, environments=ENVIRONMENTS)
-    attempts = [each for group in groups for each in group.finished]
+    attempts = [attempt for group in groups for attempt in group.finished]
     scored = columns.loss_weight == 1
-    assert columns.columns["rollout_logprobs"][scored].tolist() == [value for each in attempts for value in each.logprobs]
+    assert columns.columns["rollout_logprobs"][scored].tolist() == [value for attempt in attempts for value in attempt.logprobs]
     assert not columns.columns["rollout_logprobs"][~scored].any()
     assert not columns.columns["rewards"][~scored].any()
     is_action = np.ones(len(columns.input_ids), dtype=bool)
     for start, length in zip(columns.token_offsets, np.diff(columns.token_offsets) - np.diff(columns.action_offsets), strict=False):
         is_action[start : start + length] = False
-    sampled = [token for each in attempts for token in each.token_ids[each.sampled].tolist()]
+    sampled = [token for attempt in attempts for token in attempt.token_ids[attempt.sampled].tolist()]
     assert columns.input_ids[is_action][scored].tolist() == sampled
     learned = collect_learned(groups, columns, -columns.columns["rollout_logprobs"], columns.columns["rollout_logprobs"])
     owners = [group.ticket for group in groups for _ in group.finished]
-    due = [(ticket, each) for ticket, each in zip(owners, attempts, strict=True) if len(each.logprobs)]
-    assert [(each.ticket, each.member) for each in learned] == [(ticket, each.member) for ticket, each in due]
-    for got, (_, each) in zip(learned, due, strict=True):
-        assert (got.trained_logprobs.tolist(), got.advantages.tolist()) == (each.logprobs.tolist(), (-each.logprobs).tolist())
+    expected = [(ticket, attempt) for ticket, attempt in zip(owners, attempts, strict=True) if len(attempt.logprobs)]
+    assert [(attempt.ticket, attempt.member) for attempt in learned] == [(ticket, attempt.member) for ticket, attempt in expected]
+    for got, (_, attempt) in zip(learned, expected, strict=True):
+        assert (got.trained_logprobs.tolist(), got.advantages.tolist()) == (attempt.logprobs.tolist(), (-attempt.logprobs).tolist())
     samples = np.repeat(np.arange(len(columns)), np.diff(columns.action_offsets))
-    for number, each in enumerate(attempts):
+    for number, attempt in enumerate(attempts):
         own = columns.columns["rewards"][columns.trajectory_ids[samples] == number]
-        if each.sampled.any():
-            assert float(own.sum()) == pytest.approx(each.reward, rel=1e-15, abs=1e-9)
+        if attempt.sampled.any():
+            assert float(own.sum()) == pytest.approx(attempt.reward, rel=1e-15, abs=1e-9)
         else:
             assert not (columns.trajectory_ids == number).any()
 

@@ -27,13 +27,13 @@ SECOND = "segment-00000002.arrow"
 THIRD = "segment-00000003.arrow"
 
 
-def opened(folder, **settings_):
+def open_here(folder, **settings_):
     return open_journal(folder, **{"run": RUN, **settings_})
 
 
 def write_session(folder, tickets=(0, 1, 2, 3), *, resumed=0, trained=1):
     """A session: a mark, half of the groups, a step, the others."""
-    with opened(folder, resumed=resumed) as journal:
+    with open_here(folder, resumed=resumed) as journal:
         half = len(tickets) // 2
         for ticket in tickets[:half]:
             journal.append(GROUPS[ticket])
@@ -59,8 +59,8 @@ def folder(tmp_path_factory):
 
 
 def read(folder, content, listed=None):
-    for each in folder.iterdir():
-        shutil.rmtree(each) if each.is_dir() else each.unlink()
+    for path in folder.iterdir():
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
     (folder / FIRST).write_bytes(content)
     return read_index(folder, listed)
 
@@ -73,7 +73,7 @@ def require_right(index):
 
 def places(entries, content):
     """Bytes of every class, of the head and of each record: marker, length, metadata, the end of the body, and those in between."""
-    begins = [(0, entries[0].offset), *((each.offset, each.end) for each in entries)]
+    begins = [(0, entries[0].offset), *((entry.offset, entry.end) for entry in entries)]
     chosen = []
     for begin, end in begins:
         behind = begin + 8 + int.from_bytes(content[begin + 4 : begin + 8], "little")
@@ -90,9 +90,9 @@ def test_a_flipped_byte_costs_its_record_at_most(whole, folder, mask):
         damaged[place] ^= mask
         index = read(folder, damaged)
         require_right(index)
-        spoilt = next((number for number, each in enumerate(entries) if each.offset <= place < each.end), None)
-        kept = {each.header["record"] for each in index.segments[0].entries}
-        missing = {*range(len(entries))} - kept
+        spoilt = next((number for number, entry in enumerate(entries) if entry.offset <= place < entry.end), None)
+        records = {entry.header["record"] for entry in index.segments[0].entries}
+        missing = {*range(len(entries))} - records
         assert missing <= {spoilt}, (place, spoilt, missing)
         assert index.losses or index.torn is not None or not missing
         if missing and spoilt != len(entries) - 1:
@@ -106,18 +106,18 @@ def test_any_bytes_in_any_place_give_nothing_that_was_not_written(whole, folder,
     for _ in range(data.draw(st.integers(1, 3))):
         place, count = data.draw(st.integers(0, len(content) - 1)), data.draw(st.integers(0, 40))
         kind = data.draw(st.sampled_from(("overwritten", "removed", "inserted", "zeroed", "ones")))
-        made = {"zeroed": bytes(count), "ones": b"\xff" * count, "removed": b""}.get(kind)
-        made = data.draw(st.binary(min_size=count, max_size=count)) if made is None else made
-        damaged[place : place + (0 if kind == "inserted" else count)] = made
+        replacement = {"zeroed": bytes(count), "ones": b"\xff" * count, "removed": b""}.get(kind)
+        replacement = data.draw(st.binary(min_size=count, max_size=count)) if replacement is None else replacement
+        damaged[place : place + (0 if kind == "inserted" else count)] = replacement
     index = read(folder, bytes(damaged))
     require_right(index)
     if len(index.segments[0].entries) < len(entries):
         assert index.losses or index.torn is not None
-    kept = sorted(index.groups)
-    with opened(folder, resumed=0) as journal:
-        assert sorted(journal.index.groups) == kept
+    tickets = sorted(index.groups)
+    with open_here(folder, resumed=0) as journal:
+        assert sorted(journal.index.groups) == tickets
     again = read_index(folder)
-    assert sorted(again.groups) == kept
+    assert sorted(again.groups) == tickets
     assert again.damages == []
 
 
@@ -126,15 +126,15 @@ def test_cut_off_anywhere_all_before_it_is_read(whole, folder, data):
     """As by a kill, at the end; a checkpoint that counts on more says what is lost."""
     content, entries = whole
     length = data.draw(
-        st.integers(0, len(content)) | st.sampled_from([bound for each in entries for bound in (each.offset, each.end)])
+        st.integers(0, len(content)) | st.sampled_from([bound for entry in entries for bound in (entry.offset, entry.end)])
     )
     index = read(folder, content[:length])
     require_right(index)
-    assert [each.header["record"] for each in index.segments[0].entries] == [
-        number for number, each in enumerate(entries) if each.end <= length
+    assert [entry.header["record"] for entry in index.segments[0].entries] == [
+        number for number, entry in enumerate(entries) if entry.end <= length
     ]
     assert index.losses == []
-    assert (index.torn is None) == (length in {entries[0].offset, *(each.end for each in entries)})
+    assert (index.torn is None) == (length in {entries[0].offset, *(entry.end for entry in entries)})
     listed = read_index(folder, {FIRST: len(content)})
     assert bool(listed.losses) == (length < len(content))
     assert listed.torn is None
@@ -148,7 +148,7 @@ def test_several_damaged_places_leave_what_lies_between_them(whole, folder):
     index = read(folder, damaged)
     assert sorted(index.groups) == [1, 3]
     assert index.trained == {1: (0,)}
-    assert [each.lost for each in index.damages] == [1, 1]
+    assert [damage.lost for damage in index.damages] == [1, 1]
     require_right(index)
 
 
@@ -176,7 +176,7 @@ def test_a_damaged_file_is_kept_aside_and_its_whole_records_take_its_place(tmp_p
     spoilt = read_segment(tmp_path / FIRST).entries[2]
     content[spoilt.end - 20] ^= 1
     (tmp_path / FIRST).write_bytes(content)
-    with caplog.at_level(logging.WARNING), opened(tmp_path, resumed=0, listed=listed) as journal:
+    with caplog.at_level(logging.WARNING), open_here(tmp_path, resumed=0, listed=listed) as journal:
         assert sorted(journal.index.groups) == [0, 2, 3]
     assert (tmp_path / "damaged" / FIRST).read_bytes() == content
     assert re.search(
@@ -189,7 +189,7 @@ def test_a_damaged_file_is_kept_aside_and_its_whole_records_take_its_place(tmp_p
     require_right(index)
     # a second session finds it as the first one left it
     caplog.clear()
-    with opened(tmp_path, resumed=0, listed=listed):
+    with open_here(tmp_path, resumed=0, listed=listed):
         pass
     assert len(list((tmp_path / "damaged").iterdir())) == 1
 
@@ -201,8 +201,8 @@ def test_a_file_that_is_damaged_again_is_kept_beside_the_first(tmp_path):
         entry = read_segment(tmp_path / FIRST).entries[place]
         content[entry.end - 20] ^= 1
         (tmp_path / FIRST).write_bytes(content)
-        opened(tmp_path, resumed=0).close()
-    assert sorted(each.name for each in (tmp_path / "damaged").iterdir()) == ["segment-00000001-2.arrow", FIRST]
+        open_here(tmp_path, resumed=0).close()
+    assert sorted(file.name for file in (tmp_path / "damaged").iterdir()) == ["segment-00000001-2.arrow", FIRST]
     (lack,) = read_index(tmp_path).losses
     assert lack.count("1 record lost") == 2
 
@@ -210,7 +210,7 @@ def test_a_file_that_is_damaged_again_is_kept_beside_the_first(tmp_path):
 def test_a_torn_end_is_cut_without_a_copy(tmp_path):
     write_session(tmp_path)
     os.truncate(tmp_path / FIRST, (tmp_path / FIRST).stat().st_size - 5)
-    with opened(tmp_path, resumed=0) as journal:
+    with open_here(tmp_path, resumed=0) as journal:
         assert sorted(journal.index.groups) == [0, 1, 2]
         assert journal.index.losses == []
     assert not (tmp_path / "damaged").exists()
@@ -220,20 +220,20 @@ def test_a_torn_end_that_a_checkpoint_counts_on_is_a_loss(tmp_path):
     """Its bytes were on the disk when the checkpoint was written: no crash tears them."""
     listed = write_session(tmp_path)
     os.truncate(tmp_path / FIRST, (tmp_path / FIRST).stat().st_size - 5)
-    with opened(tmp_path, resumed=0, listed=listed) as journal:
-        assert any("bytes that the last checkpoint counts on" in each for each in read_index(tmp_path, listed).losses) is False
+    with open_here(tmp_path, resumed=0, listed=listed) as journal:
+        assert any("bytes that the last checkpoint counts on" in loss for loss in read_index(tmp_path, listed).losses) is False
         assert "stands in the place of a damaged file" in journal.index.losses[0]
     assert (tmp_path / "damaged" / FIRST).exists()
 
 
 def sessions(folder):
     """Three segments; the second says that a session went on from version 1. Group 1 is of version 2, and counts no more from there on."""
-    with opened(folder) as journal:
+    with open_here(folder) as journal:
         journal.append(GROUPS[0])
         journal.append(plain_group(1, start_version=2))
-    with opened(folder, resumed=1) as journal:
+    with open_here(folder, resumed=1) as journal:
         journal.append(GROUPS[2])
-    with opened(folder, resumed=1) as journal:
+    with open_here(folder, resumed=1) as journal:
         journal.append(GROUPS[3])
         return journal.listing()
 
@@ -251,7 +251,7 @@ def test_a_segment_that_is_lost_is_told_and_earlier_groups_do_not_count(tmp_path
         (tmp_path / name).write_bytes(
             {"emptied": b"", "cut": (tmp_path / name).read_bytes()[:40], "overwritten": b"\xff" * size}[how]
         )
-    with opened(tmp_path, resumed=1, listed=listed) as journal:
+    with open_here(tmp_path, resumed=1, listed=listed) as journal:
         assert sorted(journal.index.groups) == left
         journal.append(GROUPS[1])
     assert str(int(name[8:16])) in caplog.text
@@ -278,7 +278,7 @@ def test_without_a_mark_that_may_be_lost_earlier_groups_do_not_count_in_the_last
 def test_the_whole_folder_gone_is_told(tmp_path, caplog):
     listed = sessions(tmp_path / "rollouts")
     shutil.rmtree(tmp_path / "rollouts")
-    with opened(tmp_path / "rollouts", resumed=1, listed=listed) as journal:
+    with open_here(tmp_path / "rollouts", resumed=1, listed=listed) as journal:
         assert journal.index.groups == {}
         journal.append(GROUPS[0])
     assert "all segments are gone (3 by the last checkpoint)" in caplog.text
@@ -287,13 +287,13 @@ def test_the_whole_folder_gone_is_told(tmp_path, caplog):
 
 def test_segments_that_changed_their_names_are_read_in_their_order(tmp_path):
     listed = sessions(tmp_path)
-    due = sorted(read_index(tmp_path, listed).groups)
+    tickets = sorted(read_index(tmp_path, listed).groups)
     (tmp_path / FIRST).rename(tmp_path / "aside")
     (tmp_path / SECOND).rename(tmp_path / FIRST)
     (tmp_path / "aside").rename(tmp_path / SECOND)
     index = read_index(tmp_path, listed)
-    assert sorted(index.groups) == due
-    assert [each for each in index.losses if "it was renamed" in each] == [
+    assert sorted(index.groups) == tickets
+    assert [loss for loss in index.losses if "it was renamed" in loss] == [
         f"{SECOND} is segment 1 by what it says: it was renamed",
         f"{FIRST} is segment 2 by what it says: it was renamed",
     ]
@@ -302,26 +302,26 @@ def test_segments_that_changed_their_names_are_read_in_their_order(tmp_path):
 def test_a_copy_in_the_place_of_a_segment_is_kept_aside(tmp_path, caplog):
     listed = sessions(tmp_path)
     shutil.copy(tmp_path / FIRST, tmp_path / SECOND)
-    with opened(tmp_path, resumed=1, listed=listed) as journal:
+    with open_here(tmp_path, resumed=1, listed=listed) as journal:
         assert sorted(journal.index.groups) == [3]
     assert f"{SECOND} is a copy of another segment" in caplog.text or f"{SECOND} is kept as" in caplog.text
     assert (tmp_path / "damaged" / SECOND).exists()
 
 
 def test_what_has_expired_is_not_lost(tmp_path, caplog):
-    with opened(tmp_path, keep=2) as journal:
+    with open_here(tmp_path, keep=2) as journal:
         for step in range(1, 4):
             journal.record_step(step, [step])
         listed = journal.listing()
         for step in range(4, 9):
             journal.record_step(step, [step])
     assert not (tmp_path / min(listed)).exists()
-    with opened(tmp_path, keep=2, resumed=3, listed=listed) as journal:
+    with open_here(tmp_path, keep=2, resumed=3, listed=listed) as journal:
         assert journal.index.losses == []
     assert "lacks" not in caplog.text
-    kept = sorted(tmp_path.glob("*.arrow"))
-    kept[0].unlink()
-    assert read_index(tmp_path, listed).losses == [f"segment {int(kept[0].stem[8:])} is gone"]
+    segments = sorted(tmp_path.glob("*.arrow"))
+    segments[0].unlink()
+    assert read_index(tmp_path, listed).losses == [f"segment {int(segments[0].stem[8:])} is gone"]
 
 
 def test_a_file_that_cannot_be_opened_is_refused_and_not_taken_for_damaged(tmp_path):
@@ -329,7 +329,7 @@ def test_a_file_that_cannot_be_opened_is_refused_and_not_taken_for_damaged(tmp_p
     (tmp_path / SECOND).unlink()
     (tmp_path / SECOND).mkdir()
     with pytest.raises(RolloutError, match=rf"{SECOND} of the journal of rollouts cannot be read") as caught:
-        opened(tmp_path, resumed=1)
+        open_here(tmp_path, resumed=1)
     assert "is then sampled again" in caught.value.remedy
 
 
@@ -346,15 +346,15 @@ def test_a_recording_that_is_not_all_there_is_told(tmp_path, caplog):
 def test_a_journal_of_format_2_is_read_around_its_damage_too(folder):
     content = (Path(__file__).parent / "material" / "format-2.arrow").read_bytes()
     index = read(folder, content)
-    due = {ticket: entry.group() for ticket, entry in index.groups.items()}
-    bounds = [(each.offset, each.end) for each in index.segments[0].entries]
+    groups = {ticket: entry.group() for ticket, entry in index.groups.items()}
+    bounds = [(entry_of_segment.offset, entry_of_segment.end) for entry_of_segment in index.segments[0].entries]
     assert len(bounds) == 4
     for place in range(0, len(content), 61):
         damaged = bytearray(content)
         damaged[place] ^= 0xFF
         index = read(folder, damaged)
         for ticket, entry in index.groups.items():
-            require_same(entry.group(), due[ticket])
+            require_same(entry.group(), groups[ticket])
         hit = any(begin <= place < end for begin, end in bounds)
         assert len(index.segments[0].entries) >= len(bounds) - hit, place
         assert index.losses or index.torn is not None or len(index.segments[0].entries) == len(bounds)
@@ -368,7 +368,7 @@ def test_a_damaged_segment_of_format_2_is_written_in_the_present_format(tmp_path
     (tmp_path / FIRST).write_bytes(content)
     before = {ticket: entry.group() for ticket, entry in read_index(tmp_path).groups.items()}
     assert sorted(before) == [0, 2]
-    with opened(tmp_path, resumed=1) as journal:
+    with open_here(tmp_path, resumed=1) as journal:
         assert sorted(journal.index.groups) == [0, 2]
     for ticket, entry in read_index(tmp_path).groups.items():
         require_same(entry.group(), before[ticket])
@@ -380,7 +380,7 @@ def test_an_empty_segment_of_format_2_lost_nothing(tmp_path):
     """There a segment had no byte before its first record."""
     shutil.copy(Path(__file__).parent / "material" / "format-2.arrow", tmp_path / FIRST)
     (tmp_path / SECOND).write_bytes(b"")
-    opened(tmp_path, resumed=1).close()
+    open_here(tmp_path, resumed=1).close()
     index = read_index(tmp_path)
     assert (sorted(index.groups), index.losses) == ([0, 1, 2], [])
 
@@ -395,4 +395,4 @@ def test_another_format_is_refused_though_its_records_could_be_read(tmp_path):
     begin = schema(tuple(metadata.items())).serialize().to_pybytes()
     (tmp_path / FIRST).write_bytes(begin + content[read_segment(tmp_path / FIRST).entries[0].offset :])
     with pytest.raises(RolloutError, match=r"no journal of rollouts of format 2 to 4 \(5\)"):
-        opened(tmp_path, resumed=0)
+        open_here(tmp_path, resumed=0)

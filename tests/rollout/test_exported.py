@@ -25,8 +25,8 @@ def test_groups_come_back_as_they_were(tmp_path_factory, to, data):
     out = tmp_path_factory.mktemp("export") / f"rollouts.{to}"
     written = write_rows((row for group in data for row in rows_of(group, decode=str)), out, to)
     assert written >= len(data)
-    for got, due in zip(read_rollouts(out), data, strict=True):
-        require_same(got, due)
+    for got, expected in zip(read_rollouts(out), data, strict=True):
+        require_same(got, expected)
 
 
 def test_a_run_and_its_folder_are_read_alike(tmp_path):
@@ -144,7 +144,7 @@ def test_a_group_that_goes_on_behind_another_is_told(tmp_path):
     ],
 )
 def test_columns_of_an_export_that_contradict_each_other_are_told(tmp_path, changed, words):
-    """Lists of another length moved the numbers of all attempts behind them."""
+    """Lists of another length moved the numbers of all attempts after them."""
     first, second = rows_of(plain_group(0))
     assert len(first["response_ids"]) == len(first["rewards"]) == 3
     with pytest.raises(DataError, match=words):
@@ -154,7 +154,7 @@ def test_columns_of_an_export_that_contradict_each_other_are_told(tmp_path, chan
 @pytest.mark.parametrize("info", [{"a": 1}, "no JSON", None])
 def test_columns_of_another_program_may_have_names_of_ours(tmp_path, info):
     (group,) = read(tmp_path, {**PLAIN, "info": info, "metrics": 1.0}, PLAIN, name="x.parquet")
-    assert [each.reward for each in group.trajectories] == [1.0, 1.0]
+    assert [trajectory.reward for trajectory in group.trajectories] == [1.0, 1.0]
 
 
 def test_blank_lines_and_a_byte_order_mark_are_no_rows_and_other_bytes_are_told(tmp_path):
@@ -171,9 +171,11 @@ def test_blank_lines_and_a_byte_order_mark_are_no_rows_and_other_bytes_are_told(
 def test_half_a_character_is_written_and_read(tmp_path, to):
     """JSON can spell one, so that data and what environments report may hold it; UTF-8 cannot."""
     group = plain_group(0, rewards=(1.0,))
-    told = evolve(group, trajectories=tuple(evolve(each, info={"answer": "cut \ud83d"}) for each in group.trajectories))
-    write_rows(rows_of(told, decode=str), tmp_path / f"x.{to}", to)
-    require_same(next(read_rollouts(tmp_path / f"x.{to}")), told)
+    changed = evolve(
+        group, trajectories=tuple(evolve(trajectory, info={"answer": "cut \ud83d"}) for trajectory in group.trajectories)
+    )
+    write_rows(rows_of(changed, decode=str), tmp_path / f"x.{to}", to)
+    require_same(next(read_rollouts(tmp_path / f"x.{to}")), changed)
 
 
 def test_a_file_that_is_there_is_not_written_over(tmp_path):

@@ -49,26 +49,26 @@ def source(tmp_path: Path) -> Iterator[Source]:
     """`source(make, *filters, **rules)`: a source of steps of three groups, whose journal is closed with the test."""
     with open_journal(tmp_path, run="a") as journal:
 
-        def made(make: Callable[[int], Group] = plain_group, *filters: Any, **rules: Any) -> RolloutSource:
+        def make_source(make: Callable[[int], Group] = plain_group, *filters: Any, **rules: Any) -> RolloutSource:
             runner: Any = Runner(make)
             ledger = RolloutLedger(3, order="ticket", **rules)
             return RolloutSource(ledger, runner, journal, lambda ticket: (0, Task(f"task-{ticket}", prompt_ids=(1,))), filters)
 
-        yield made
+        yield make_source
 
 
 def test_a_step_gets_its_groups_by_ticket_whatever_ends_first(source: Source, tmp_path: Path) -> None:
-    told: list[tuple[int, int]] = []
-    made = source()
-    made.progress = lambda ready, wanted: told.append((ready, wanted))
-    taken = made.take(1)
+    progress: list[tuple[int, int]] = []
+    groups = source()
+    groups.progress = lambda ready, wanted: progress.append((ready, wanted))
+    taken = groups.take(1)
     assert [group.ticket for group in taken.groups] == [0, 1, 2]
     assert [group.ticket for group in taken.ended] == [0, 1, 2]
-    assert told == [(1, 3), (2, 3), (3, 3)]
-    made.journal.commit()
+    assert progress == [(1, 3), (2, 3), (3, 3)]
+    groups.journal.commit()
     assert sorted(read_index(tmp_path).groups) == [0, 1, 2], "recorded before they are trained on"
-    made.finish_step(1, taken.groups, [])
-    made.publish(1)
+    groups.finish_step(1, taken.groups, [])
+    groups.publish(1)
     assert read_index(tmp_path).steps() == {0: 1, 1: 1, 2: 1}
 
 
@@ -77,11 +77,11 @@ def test_dropped_and_failed_groups_are_replaced_and_reported(source: Source, tmp
         group = plain_group(ticket, rewards=(1.0, 1.0) if ticket == 1 else (1.0, 0.0))
         return evolve(group, dropped="failed") if ticket == 2 else group
 
-    made = source(make, part(lambda view: "equal" if len(set(view.rewards)) == 1 else None))
-    taken = made.take(1)
+    groups = source(make, part(lambda view: "equal" if len(set(view.rewards)) == 1 else None))
+    taken = groups.take(1)
     assert [group.ticket for group in taken.groups] == [0, 3, 4]
     assert {group.ticket: group.dropped for group in taken.ended} == {0: None, 1: "equal", 2: "failed", 3: None, 4: None}
-    made.journal.commit()
+    groups.journal.commit()
     records = read_index(tmp_path).list_journaled_groups()
     assert (records[1].dropped, records[2].failed, records[0].dropped) == ("equal", True, None)
 
@@ -91,12 +91,12 @@ def test_a_resumed_step_reports_what_it_reported(source: Source, tmp_path: Path)
         group = plain_group(ticket, rewards=(1.0, 1.0) if ticket == 1 else (1.0, 0.0))
         return evolve(group, dropped="failed") if ticket == 2 else group
 
-    made = source(make, part(lambda view: "equal" if len(set(view.rewards)) == 1 else None))
-    state = made.state()
-    taken = made.take(1)
-    made.journal.commit()
+    groups = source(make, part(lambda view: "equal" if len(set(view.rewards)) == 1 else None))
+    state = groups.state()
+    taken = groups.take(1)
+    groups.journal.commit()
     index = read_index(tmp_path)
-    made.journal.index.groups.update(index.groups)
+    groups.journal.index.groups.update(index.groups)
     again = source(make)
     again.ledger = RolloutLedger.from_state(state, again.ledger, index.list_journaled_groups())
     resumed = again.take(1)
@@ -105,17 +105,17 @@ def test_a_resumed_step_reports_what_it_reported(source: Source, tmp_path: Path)
 
 
 def test_filters_are_suspended_where_they_would_drop_everything(source: Source) -> None:
-    made = source(plain_group, part(lambda _view: "never"), max_drop_share=0.5)
-    taken = made.take(1)
+    groups = source(plain_group, part(lambda _view: "never"), max_drop_share=0.5)
+    taken = groups.take(1)
     assert len(taken.groups) == 3
     assert all(group.dropped is None for group in taken.groups)
-    assert made.ledger.kept >= 3
+    assert groups.ledger.kept >= 3
 
 
 def test_a_filter_that_fails_is_named(source: Source) -> None:
-    made = source(plain_group, part(lambda view: view.nothing))
+    groups = source(plain_group, part(lambda view: view.nothing))
     with pytest.raises(PluginBrokenError, match="mine"):
-        made.take(1)
+        groups.take(1)
 
 
 def test_no_filter_changes_what_the_next_one_sees() -> None:

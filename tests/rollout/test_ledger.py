@@ -1,6 +1,6 @@
 """Proof P11: whatever happens in whichever order, the ledger trains every group once, in time, and loses nothing that a crash leaves behind.
 
-A machine of Hypothesis plays generator, filter, trainer and crash. It holds what the ledger is not told: which weights sampled every token,
+A machine of Hypothesis plays generator, filter, trainer and crash. It holds what the ledger does not know: which weights sampled every token,
 by a name of their own, so that a record of weights that were left behind is seen for what it is. I1 to I9 are the invariants that the
 specification of the ledger counts.
 """
@@ -18,7 +18,7 @@ from skyrl_engine.rollout.ledger import JournaledGroup, RolloutLedger
 
 @define
 class Sampling:
-    """A group in the making: version and name of the weights behind every piece of it."""
+    """A group in the making: version and name of the weights that sampled every piece of it."""
 
     start: int
     pieces: list[tuple[int, str]]
@@ -36,7 +36,7 @@ class Written:
 
 @define
 class Saved:
-    """A checkpoint: the ledger's state, the names of the weights behind it, what was trained, and how long the journal was, on the disk."""
+    """A checkpoint: the ledger's state, the names of its weights, what was trained, and how long the journal was, on the disk."""
 
     state: dict
     weights: dict[int, str]

@@ -136,7 +136,7 @@ def test_records_of_larger_batches_are_taken_up_as_far_as_they_can_be_trained_in
 # --- filters that drop too much -------------------------------------------------------------------------------------------------------
 
 
-def all_dropped(ledger, finish_order):
+def drop_all(ledger, finish_order):
     """Let a filter want to drop everything, until a step could be trained; returns the tickets of the step."""
     for _ in range(1000):
         started = list(ledger.start_tickets())
@@ -149,25 +149,25 @@ def all_dropped(ledger, finish_order):
 
 def test_filters_that_drop_everything_do_not_stop_training():
     ledger = RolloutLedger(groups=2, max_drop_share=0.9)
-    taken = all_dropped(ledger, list)
+    taken = drop_all(ledger, list)
     assert taken == (2 * WINDOW_STEPS - 1, 2 * WINDOW_STEPS), "the first two of which more than 36 of 40 would be dropped"
     assert ledger.kept == 2
     ledger.finish_step(1, taken)
     ledger.publish(1)
-    assert [all_dropped(ledger, list)[-1] - taken[-1], ledger.kept] == [2, 4]
+    assert [drop_all(ledger, list)[-1] - taken[-1], ledger.kept] == [2, 4]
 
 
 def test_what_is_kept_does_not_depend_on_which_group_finishes_first():
     shuffle = random.Random(1)
 
-    def in_any_order(tickets):
+    def shuffle_tickets(tickets):
         return shuffle.sample(tickets, len(tickets))
 
     runs = []
-    for order in (list, reversed, in_any_order, in_any_order):
+    for order in (list, reversed, shuffle_tickets, shuffle_tickets):
         ledger, taken = RolloutLedger(groups=3, max_drop_share=0.5), []
         for _ in range(6):
-            tickets = all_dropped(ledger, order)
+            tickets = drop_all(ledger, order)
             taken.append(tickets)
             ledger.finish_step(ledger.step + 1, tickets)
             ledger.publish(ledger.step)
@@ -178,7 +178,7 @@ def test_what_is_kept_does_not_depend_on_which_group_finishes_first():
 def test_a_run_can_be_told_to_stop_where_filters_drop_too_much():
     ledger = RolloutLedger(groups=1, max_drop_share=0.9, on_starved="stop")
     with pytest.raises(RolloutError, match="dropped more than 90% of the last 20 groups") as caught:
-        all_dropped(ledger, list)
+        drop_all(ledger, list)
     assert "rollouts.on_starved" in caught.value.remedy
 
 

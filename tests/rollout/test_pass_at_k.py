@@ -35,7 +35,7 @@ def test_what_cannot_be_is_refused(attempts, right, k):
 
 
 @pytest.mark.parametrize(
-    ("votes", "due"),
+    ("votes", "expected"),
     [
         ([("4", True), ("4", True), ("5", False)], 1.0),
         ([("4", True), ("5", False), ("5 ", False)], 0.0),
@@ -47,9 +47,9 @@ def test_what_cannot_be_is_refused(attempts, right, k):
         ([("4", True), ("4", False), ("5", True)], 0.5),
     ],
 )
-def test_the_most_common_answer_is_voted_for(votes, due):
-    assert majority(votes) == pytest.approx(due)
-    assert majority(votes[::-1]) == pytest.approx(due), "whichever came first"
+def test_the_most_common_answer_is_voted_for(votes, expected):
+    assert majority(votes) == pytest.approx(expected)
+    assert majority(votes[::-1]) == pytest.approx(expected), "whichever came first"
 
 
 def test_many_attempts_do_not_overflow():

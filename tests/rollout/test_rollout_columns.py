@@ -116,7 +116,7 @@ def test_a_new_column_travels_from_the_environment_to_what_losses_read_and_back_
 )
 @pytest.mark.usefixtures("two_more")
 def test_an_answer_with_other_columns_than_claimed_fails_by_name(answers, claimed, words) -> None:
-    failures = [each.get("failure", "") for each in answers_of(Doubtful(*answers, ANSWERS[-1], claimed=claimed))]
+    failures = [answer.get("failure", "") for answer in answers_of(Doubtful(*answers, ANSWERS[-1], claimed=claimed))]
     assert any(re.search(words, failure) for failure in failures), failures
 
 
@@ -145,13 +145,14 @@ def test_a_journal_of_fewer_rows_is_read_and_one_of_more_is_refused(tmp_path: Pa
         journal.append(plain_group(0))
     monkeypatch.setattr(rollout_columns, "ROLLOUT_COLUMNS", table)
     taught = [
-        evolve(each, ticket=1, columns={"teacher_logprobs": np.float32([-1, -2, -3])}) for each in plain_group(1).trajectories
+        evolve(trajectory, ticket=1, columns={"teacher_logprobs": np.float32([-1, -2, -3])})
+        for trajectory in plain_group(1).trajectories
     ]
     with open_journal(tmp_path, run="a", resumed=0) as journal:
         journal.append(evolve(plain_group(1), trajectories=tuple(taught)))
     first, second = read_groups(tmp_path)
     require_same(first, plain_group(0))
-    assert [each.columns["teacher_logprobs"].tolist() for each in second.trajectories] == [[-1, -2, -3]] * 2
+    assert [trajectory.columns["teacher_logprobs"].tolist() for trajectory in second.trajectories] == [[-1, -2, -3]] * 2
     monkeypatch.setattr(rollout_columns, "ROLLOUT_COLUMNS", tuple(row for row in table if row.in_every_attempt))
     with pytest.raises(RolloutError, match=r"no journal of rollouts of format 2 to 3 \(4\)"):
         list(read_groups(tmp_path))
@@ -176,11 +177,11 @@ def test_a_damaged_segment_of_fewer_rows_is_written_with_all_of_them(tmp_path: P
 def test_a_journal_that_was_written_before_the_table_is_read_and_goes_on(tmp_path: Path) -> None:
     """The file is one of format 3, whose records have no column that environments give."""
     shutil.copy(Path(__file__).parent / "material" / "format-3.arrow", tmp_path / "segment-00000001.arrow")
-    due = [plain_group(ticket, rewards=(0.1 * ticket, 0.7), parts={"right": 0.1}) for ticket in range(3)]
+    groups = [plain_group(ticket, rewards=(0.1 * ticket, 0.7), parts={"right": 0.1}) for ticket in range(3)]
     with open_journal(tmp_path, run="run-a", resumed=1) as journal:
         (learned,) = journal.index.learned[1].read_learned()
         assert learned.advantages.tolist() == [0.5, 1.0, 2.0]
         journal.append(plain_group(3, start_version=1))
-    for got, group in zip(read_groups(tmp_path), [*due, plain_group(3, start_version=1)], strict=True):
+    for got, group in zip(read_groups(tmp_path), [*groups, plain_group(3, start_version=1)], strict=True):
         require_same(got, group)
     assert check_journal(tmp_path).wrong == ()

@@ -32,7 +32,7 @@ class Model:
     renderer: ChatRenderer
     texts: Sequence[str]
     requests: list[GenerationRequest] = field(factory=list)
-    given: list[str] = field(factory=list)
+    prompts: list[str] = field(factory=list)
     waiting: list[GenerationRequest] = field(factory=list)
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
@@ -46,7 +46,7 @@ class Model:
             cut = len(ids) > request.sampling.max_tokens
             ids = np.array(ids[: request.sampling.max_tokens], dtype=np.int32)
             self.requests.append(request)
-            self.given.append(self.renderer.tokenizer.decode(request.prompt_ids.tolist()))
+            self.prompts.append(self.renderer.tokenizer.decode(request.prompt_ids.tolist()))
             spans, logprobs = VersionSpans.one(0, len(ids)), np.full(len(ids), -1, dtype=np.float32)
             done.append(
                 Completion(request.request_id, ids, logprobs, spans, "length" if cut else "stop", None if cut else int(ids[-1]))
@@ -123,11 +123,11 @@ def attempt(
 
 @pytest.mark.parametrize("history", ["append", "template"])
 def test_later_turns_follow_what_was_sampled(history: Any) -> None:
-    made, model, _ = attempt(["three<|im_end|>", "two<|im_end|>"], [GO_ON, StepResult(1.0)], history=history)
-    assert model.given[1] == model.given[0] + "three<|im_end|>\n<|im_start|>user\nno.<|im_end|>\n<|im_start|>assistant\n"
-    assert made.status == "finished"
-    assert np.count_nonzero(made.kinds == SEGMENT_PROMPT) == 1
-    assert made.reward == 1.0
+    trajectory, model, _ = attempt(["three<|im_end|>", "two<|im_end|>"], [GO_ON, StepResult(1.0)], history=history)
+    assert model.prompts[1] == model.prompts[0] + "three<|im_end|>\n<|im_start|>user\nno.<|im_end|>\n<|im_start|>assistant\n"
+    assert trajectory.status == "finished"
+    assert np.count_nonzero(trajectory.kinds == SEGMENT_PROMPT) == 1
+    assert trajectory.reward == 1.0
 
 
 @pytest.mark.parametrize(
@@ -137,13 +137,13 @@ def test_later_turns_follow_what_was_sampled(history: Any) -> None:
 def test_an_attempt_that_earned_enough_succeeded(rewards: Sequence[float], success: bool) -> None:
     """The exact sum of the rewards decides; as float32, the second reward is 1."""
     results = [*(evolve(GO_ON, reward=reward) for reward in rewards[:-1]), StepResult(rewards[-1])]
-    made, _, _ = attempt(["one<|im_end|>"] * len(rewards), results)
-    assert made.success is success
+    trajectory, _, _ = attempt(["one<|im_end|>"] * len(rewards), results)
+    assert trajectory.success is success
 
 
 def test_where_nobody_judges_an_attempt_is_neither_success_nor_failure() -> None:
-    made = attempt(["two"], [StepResult(5.0)], threshold=None)[0]
-    assert (made.status, made.success) == ("finished", None)
+    trajectory = attempt(["two"], [StepResult(5.0)], threshold=None)[0]
+    assert (trajectory.status, trajectory.success) == ("finished", None)
 
 
 def test_one_mistake_at_many_tasks_is_one_cause(caplog: pytest.LogCaptureFixture) -> None:
@@ -151,8 +151,8 @@ def test_one_mistake_at_many_tasks_is_one_cause(caplog: pytest.LogCaptureFixture
 
     class Failing(Answers):
         def open(self, episode: int, environment: int, task: Task, seed: int) -> None:
-            said = "the reward score returned None" if task.key != "3" else "timed out after 1 s"
-            self.ready.append(EpisodeReply(episode, failure=f"environment sums, task {task.key!r}, step 1: {said}"))
+            failure = "the reward score returned None" if task.key != "3" else "timed out after 1 s"
+            self.ready.append(EpisodeReply(episode, failure=f"environment sums, task {task.key!r}, step 1: {failure}"))
 
     runner = RolloutRunner(
         sampler=Model(renderer, []),
@@ -173,7 +173,7 @@ def test_one_mistake_at_many_tasks_is_one_cause(caplog: pytest.LogCaptureFixture
         "6 x environment sums, task '0' and others, step 1: the reward score returned None",
         "2 x environment sums, task '3', step 1: timed out after 1 s",
     )
-    assert [each.levelname for each in caplog.records] == ["WARNING", *["INFO"] * 5, "WARNING", "INFO"], (
+    assert [record.levelname for record in caplog.records] == ["WARNING", *["INFO"] * 5, "WARNING", "INFO"], (
         "the first of a kind is a warning"
     )
 
@@ -215,38 +215,38 @@ def test_seconds_are_those_of_whom_is_waited_for(monkeypatch: pytest.MonkeyPatch
             return found
 
         monkeypatch.setattr(kind, "poll", slow)
-    made, _, _ = attempt(["1", "2"], [GO_ON, StepResult(1.0)], phases=spent)
-    assert made.turns == 2
+    trajectory, _, _ = attempt(["1", "2"], [GO_ON, StepResult(1.0)], phases=spent)
+    assert trajectory.turns == 2
     assert spent.wall.drain() == {"generate": 10.0, "environment": 9.0}, "two turns, and a beginning and two answers"
 
 
 def test_a_removed_thought_begins_a_new_stretch_where_histories_are_rendered() -> None:
     texts = ["<think>\nhm\n</think>\n\nthree<|im_end|>", "two<|im_end|>"]
-    made, model, _ = attempt(texts, [GO_ON, StepResult(1.0)], template="thinking", history="template")
-    assert "hm" not in model.given[1]
-    assert np.count_nonzero(made.kinds == SEGMENT_PROMPT) == 2
-    made, model, _ = attempt(texts, [GO_ON, StepResult(1.0)], template="thinking")
-    assert "hm" in model.given[1]
-    assert np.count_nonzero(made.kinds == SEGMENT_PROMPT) == 1
+    trajectory, model, _ = attempt(texts, [GO_ON, StepResult(1.0)], template="thinking", history="template")
+    assert "hm" not in model.prompts[1]
+    assert np.count_nonzero(trajectory.kinds == SEGMENT_PROMPT) == 2
+    trajectory, model, _ = attempt(texts, [GO_ON, StepResult(1.0)], template="thinking")
+    assert "hm" in model.prompts[1]
+    assert np.count_nonzero(trajectory.kinds == SEGMENT_PROMPT) == 1
 
 
 def test_a_turn_that_the_environment_cuts_short_is_followed_by_another() -> None:
     """Its end was not sampled, so the template's own token follows; only `max_tokens` truncates an attempt."""
     short = evolve(GO_ON, sampling={"max_tokens": 3})
-    made, model, answers = attempt(["three<|im_end|>", "twofold<|im_end|>", "two<|im_end|>"], [short, GO_ON, StepResult(1.0)])
+    trajectory, model, answers = attempt(["three<|im_end|>", "twofold<|im_end|>", "two<|im_end|>"], [short, GO_ON, StepResult(1.0)])
     assert [action.finish for action in answers.actions] == ["stop", "length", "stop"]
     assert answers.actions[1].text == "two"
-    assert model.given[2].endswith("two<|im_end|>\n<|im_start|>user\nno.<|im_end|>\n<|im_start|>assistant\n")
-    assert made.status == "finished"
+    assert model.prompts[2].endswith("two<|im_end|>\n<|im_start|>user\nno.<|im_end|>\n<|im_start|>assistant\n")
+    assert trajectory.status == "finished"
     done = evolve(GO_ON, done=True, messages=())
-    made, _, _ = attempt(["three<|im_end|>", "twofold<|im_end|>"], [short, done])
-    assert made.status == "finished"
-    made, _, _ = attempt(["three<|im_end|>"], [GO_ON], room=3)
-    assert made.status == "truncated"
-    made, _, _ = attempt(["three<|im_end|>"], [done], room=3)
-    assert made.status == "truncated"
-    made, _, _ = attempt(["three<|im_end|>"], [done], room=len("three") + 1)
-    assert made.status == "finished", "it said all that it wanted"
+    trajectory, _, _ = attempt(["three<|im_end|>", "twofold<|im_end|>"], [short, done])
+    assert trajectory.status == "finished"
+    trajectory, _, _ = attempt(["three<|im_end|>"], [GO_ON], room=3)
+    assert trajectory.status == "truncated"
+    trajectory, _, _ = attempt(["three<|im_end|>"], [done], room=3)
+    assert trajectory.status == "truncated"
+    trajectory, _, _ = attempt(["three<|im_end|>"], [done], room=len("three") + 1)
+    assert trajectory.status == "finished", "it said all that it wanted"
 
 
 @pytest.mark.parametrize("history", ["append", "template"])
@@ -254,49 +254,49 @@ def test_an_answer_that_leaves_no_room_ends_the_attempt_without_it(history: Any)
     """No row is longer than what planning allowed for, whatever an environment says."""
     turn, (user,) = "three<|im_end|>", GO_ON.messages
     answer = evolve(GO_ON, messages=({**user, "content": "a" * 400},))
-    made, model, _ = attempt([turn], [answer], history=history)
-    assert made.status == "truncated"
+    trajectory, model, _ = attempt([turn], [answer], history=history)
+    assert trajectory.status == "truncated"
     assert len(model.requests) == 1
-    assert (int(made.kinds[-1]), made.reward) == (SEGMENT_SAMPLED, 0.0)
+    assert (int(trajectory.kinds[-1]), trajectory.reward) == (SEGMENT_SAMPLED, 0.0)
     _, model, _ = attempt([turn, "two<|im_end|>"], [GO_ON, StepResult(1.0)], history=history)
     answered = len(model.requests[1].prompt_ids) - len(model.requests[0].prompt_ids)
     for room, turns in ((answered, 1), (answered + 1, 2)):
-        made, model, _ = attempt([turn, "two<|im_end|>"], [GO_ON, StepResult(1.0)], history=history, room=room)
-        assert (made.status, len(model.requests)) == ("truncated", turns)
-        assert len(made.token_ids) <= len(model.requests[0].prompt_ids) + room
+        trajectory, model, _ = attempt([turn, "two<|im_end|>"], [GO_ON, StepResult(1.0)], history=history, room=room)
+        assert (trajectory.status, len(model.requests)) == ("truncated", turns)
+        assert len(trajectory.token_ids) <= len(model.requests[0].prompt_ids) + room
 
 
 def test_a_rewritten_history_is_no_longer_than_prompt_and_answer_may_be() -> None:
     """Without the thought the second prompt is another one; what it is longer than the first one comes off the room of its turn."""
     texts = ["<think>\nhm\n</think>\n\nthree<|im_end|>", "two<|im_end|>"]
     answers = [evolve(GO_ON, messages=({"role": "user", "content": "no. " * 20},)), StepResult(1.0)]
-    given: dict[str, Any] = {"template": "thinking", "history": "template"}
-    _, model, _ = attempt(texts, answers, **given)
+    settings: dict[str, Any] = {"template": "thinking", "history": "template"}
+    _, model, _ = attempt(texts, answers, **settings)
     first, second = (len(request.prompt_ids) for request in model.requests)
     for left in (0, 1, 2):
-        made, model, _ = attempt(texts, answers, room=second - first + left, prompts=first, **given)
-        assert made.status == ("finished" if left else "truncated")
+        trajectory, model, _ = attempt(texts, answers, room=second - first + left, prompts=first, **settings)
+        assert trajectory.status == ("finished" if left else "truncated")
         assert [request.sampling.max_tokens for request in model.requests[1:]] == ([left] if left else [])
 
 
 def test_answers_that_the_template_refuses_fail_the_attempt_alone() -> None:
     twice = evolve(GO_ON, messages=GO_ON.messages * 2)
-    made, _, _ = attempt(["three<end_of_turn>"], [twice], template="model_role")
-    assert made.status == "failed"
-    assert "refuses the environment's answer" in str(made.cause)
+    trajectory, _, _ = attempt(["three<end_of_turn>"], [twice], template="model_role")
+    assert trajectory.status == "failed"
+    assert "refuses the environment's answer" in str(trajectory.cause)
 
 
 @pytest.mark.parametrize("history", ["append", "template"])
 def test_calls_and_answers_of_tools(history: Any) -> None:
-    """In a history that is rendered anew a call stands once, as the template writes it."""
+    """In a history that is rendered again a call occurs once, as the template writes it."""
     found = StepResult(0.0, done=False, messages=({"role": "tool", "content": "a plant"},))
-    made, model, answers = attempt(
+    trajectory, model, answers = attempt(
         [f"\n{CALL}<|im_end|>", "two<|im_end|>"], [found, StepResult(1.0)], history=history, tools=[LOOKUP]
     )
     assert [call.name for call in answers.actions[0].tool_calls] == ["lookup"]
-    behind = model.given[1].removeprefix(model.given[0])
+    after = model.prompts[1].removeprefix(model.prompts[0])
     assert (
-        behind
+        after
         == f"\n{CALL}<|im_end|>\n<|im_start|>user\n<tool_response>\na plant\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
     )
-    assert made.tool_problems == 0
+    assert trajectory.tool_problems == 0

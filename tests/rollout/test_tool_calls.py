@@ -1,4 +1,4 @@
-"""Calls of tools in what a model wrote, per family; what cannot be read is told, and nothing is raised."""
+"""Calls of tools in what a model wrote, per family; what cannot be read is reported, and nothing is raised."""
 
 import random
 import re
@@ -86,10 +86,10 @@ WRONG = [
 
 @pytest.mark.parametrize(("family", "text", "problem"), WRONG)
 def test_what_cannot_be_read_is_told(family: Family, text: str, problem: str) -> None:
-    _, told = read_tool_calls(text, family)
-    assert told is not None
-    assert re.search(problem, told)
-    assert len(told) < 300
+    _, description = read_tool_calls(text, family)
+    assert description is not None
+    assert re.search(problem, description)
+    assert len(description) < 300
 
 
 def test_calls_beside_a_wrong_one_are_kept() -> None:

@@ -1,4 +1,4 @@
-"""A trajectory while it grows: nothing that stands there ever changes."""
+"""A trajectory while it grows: nothing that it holds ever changes."""
 
 import numpy as np
 import pytest
@@ -27,7 +27,7 @@ def completion(
     return Completion(0, ids(*tokens), logprobs, spans or VersionSpans.one(3, len(tokens)), finish, stop)
 
 
-def made(transcript: Transcript) -> Trajectory:
+def make_trajectory(transcript: Transcript) -> Trajectory:
     return transcript.trajectory(ticket=5, member=2, start_version=3)
 
 
@@ -39,7 +39,7 @@ def test_segments_follow_one_another() -> None:
     assert transcript.prompt_ids.tolist() == [1, 2, 3, 4, 5]
     transcript.add_completion(completion(6, 7, 8, spans=VersionSpans.one(4, 3), finish="length"))
     transcript.add_reward(0.0, [0.25, 0.0, 1.0])
-    trajectory = made(transcript)
+    trajectory = make_trajectory(transcript)
     assert trajectory.token_ids.tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
     assert trajectory.kinds.tolist() == [SEGMENT_PROMPT, SEGMENT_SAMPLED, SEGMENT_OBSERVED, SEGMENT_SAMPLED]
     assert trajectory.segment_offsets.tolist() == [0, 2, 4, 5, 8]
@@ -61,8 +61,8 @@ def test_a_generator_that_reuses_its_memory_changes_nothing() -> None:
     transcript.add_observation(observed)
     for array in (prompt, turn.token_ids, turn.logprobs, observed):
         array[:] = 9
-    assert made(transcript).token_ids.tolist() == [1, 2, 3, 4, 5]
-    assert made(transcript).logprobs.tolist() == pytest.approx([-0.3, -0.4])
+    assert make_trajectory(transcript).token_ids.tolist() == [1, 2, 3, 4, 5]
+    assert make_trajectory(transcript).logprobs.tolist() == pytest.approx([-0.3, -0.4])
 
 
 def test_a_rewritten_history_begins_a_stretch_and_an_extension_does_not() -> None:
@@ -73,7 +73,7 @@ def test_a_rewritten_history_begins_a_stretch_and_an_extension_does_not() -> Non
     transcript.restart(ids(1, 3, 7))
     assert transcript.prompt_ids.tolist() == [1, 3, 7]
     transcript.add_completion(completion(8))
-    trajectory = made(transcript)
+    trajectory = make_trajectory(transcript)
     assert trajectory.kinds.tolist() == [
         SEGMENT_PROMPT,
         SEGMENT_SAMPLED,
@@ -91,7 +91,7 @@ def test_a_shorter_prompt_is_a_rewritten_one() -> None:
     transcript = Transcript(ids(1, 2))
     transcript.add_completion(completion(3))
     transcript.restart(ids(1, 2))
-    assert made(transcript).kinds.tolist() == [SEGMENT_PROMPT, SEGMENT_SAMPLED, SEGMENT_PROMPT]
+    assert make_trajectory(transcript).kinds.tolist() == [SEGMENT_PROMPT, SEGMENT_SAMPLED, SEGMENT_PROMPT]
 
 
 def test_the_reward_of_an_empty_turn_is_kept() -> None:
@@ -100,14 +100,14 @@ def test_the_reward_of_an_empty_turn_is_kept() -> None:
     transcript.add_reward(0.75)
     transcript.add_completion(completion(2))
     transcript.add_reward(0.5)
-    trajectory = made(transcript)
+    trajectory = make_trajectory(transcript)
     assert trajectory.unplaced_reward == 0.75
     assert trajectory.reward == 1.25
     assert trajectory.versions.starts.tolist() == [0]
 
 
 def test_a_trajectory_of_which_nothing_was_sampled_is_whole() -> None:
-    trajectory = made(Transcript(ids()))
+    trajectory = make_trajectory(Transcript(ids()))
     assert trajectory.turns == 0
     assert trajectory.versions.starts.tolist() == []
     assert (trajectory.logprobs.dtype, trajectory.rewards.dtype) == (np.float32, np.float64)

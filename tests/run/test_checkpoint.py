@@ -54,11 +54,11 @@ def test_the_newest_are_kept_and_later_ones_of_an_abandoned_continuation_are_lef
     store = CheckpointStore(tmp_path, keep=2)
     for step in (1, 2, 3, 4):
         save(store, step)
-    assert [each.step for each in store.all()] == [3, 4]
+    assert [checkpoint.step for checkpoint in store.all()] == [3, 4]
     (tmp_path / "latest").write_text("step-00000003\n")  # the user goes back
     assert store.at(None).step == 3
     save(store, 5)
-    assert [each.step for each in store.all()] == [4, 5]
+    assert [checkpoint.step for checkpoint in store.all()] == [4, 5]
     (tmp_path / "latest").write_text("step-00000004\n")
     store.save(5, lambda directory: (directory / "again").touch(), {})
     assert (store.at(5).state / "again").exists()
@@ -69,7 +69,7 @@ def test_keep_none_keeps_all(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=None)
     for step in (1, 2, 3):
         save(store, step)
-    assert [each.step for each in store.all()] == [1, 2, 3]
+    assert [checkpoint.step for checkpoint in store.all()] == [1, 2, 3]
 
 
 def test_a_step_that_is_not_there_is_refused_with_those_that_are(tmp_path: Path) -> None:
@@ -114,11 +114,11 @@ def test_a_version_of_garbage_is_damage(tmp_path: Path, version: str) -> None:
 def test_a_rank_that_died_during_a_save_is_named_with_what_helps(tmp_path: Path) -> None:
     """Free space does not."""
 
-    def died(_: Path) -> None:
+    def die(_: Path) -> None:
         raise WorkerError("rank 1 died during save: killed by SIGKILL", rank=1, remedy="Look at memory, then resume")
 
     with pytest.raises(CheckpointError, match="rank 1 died during save") as caught:
-        CheckpointStore(tmp_path).save(3, died, {})
+        CheckpointStore(tmp_path).save(3, die, {})
     assert caught.value.remedy == "Look at memory, then resume"
 
 
@@ -201,7 +201,7 @@ def test_a_disk_that_fills_at_any_write_leaves_the_previous_checkpoint_whole_and
             assert "resume" in failure.remedy
         save(store, 2)  # space is back
         store.at(None).verify()
-        assert [each.step for each in store.all()] == [2]
+        assert [checkpoint.step for checkpoint in store.all()] == [2]
     assert len(causes) > 12
     assert all("No space left on device" in cause for cause in causes)
     # Only the very last call, which makes the new pointer itself durable, can fail with the new checkpoint in place.
@@ -296,11 +296,11 @@ def test_the_listing_names_every_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("recorded", "series", "asked"),
+    ("recorded", "series", "remedy"),
     [(None, "0.1", ">=0.1,<0.2"), ({"engine": "0.1.7"}, "0.1", ">=0.1,<0.2"), ({"engine": "7.9.0rc1"}, "7.9", ">=7.9,<7.10")],
 )
 def test_a_checkpoint_of_another_engine_is_refused_with_the_one_that_reads_it(
-    tmp_path: Path, recorded: dict[str, str] | None, series: str, asked: str
+    tmp_path: Path, recorded: dict[str, str] | None, series: str, remedy: str
 ) -> None:
     """Versions before 0.2 wrote no version.json."""
     store = CheckpointStore(tmp_path)
@@ -316,7 +316,7 @@ def test_a_checkpoint_of_another_engine_is_refused_with_the_one_that_reads_it(
     assert caught.value.cause == (
         f"the checkpoint {checkpoint.path} was written by skyrl-engine {series}, and this is {__version__}, which does not read it"
     )
-    assert f'pip install "skyrl-engine{asked}"' in caught.value.remedy
+    assert f'pip install "skyrl-engine{remedy}"' in caught.value.remedy
 
 
 def test_a_checkpoint_of_a_patch_release_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

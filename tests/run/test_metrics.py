@@ -76,7 +76,7 @@ def test_a_resume_drops_later_records_and_a_torn_line(tmp_path: Path, tail: byte
     session(tmp_path, 4, 6)
     assert steps(path) == [1, 2, 3, 4, 5, 6]
     assert steps(path, "evaluation") == [0, 1, 2, 3, 4, 5, 6]
-    assert [record["loss"] for record in (each["metrics"] for each in read_metrics(path) if each["kind"] == "step")] == [
+    assert [record["loss"] for record in (entry["metrics"] for entry in read_metrics(path) if entry["kind"] == "step")] == [
         1 / step for step in range(1, 7)
     ]
 

@@ -1,4 +1,4 @@
-"""The observer bus: everybody is told, latecomers too, and the one that fails is named."""
+"""The observer bus: every observer is called, latecomers too, and the one that fails is named."""
 
 from pathlib import Path
 
@@ -18,27 +18,27 @@ STEP = StepFinished(1, 3, {"loss": 1.0}, 0.1)
 class Recorder:
     """Compared by value and not hashable, as attrs makes classes."""
 
-    told: list[object] = field(factory=list)
+    events: list[object] = field(factory=list)
 
     @hookimpl
     def skyrl_engine_session_started(self, event):
-        self.told.append(event)
+        self.events.append(event)
 
     @hookimpl
     def skyrl_engine_step_finished(self, event):
-        self.told.append(event)
+        self.events.append(event)
 
     @hookimpl
     def skyrl_engine_evaluation_finished(self, event):
-        self.told.append(event)
+        self.events.append(event)
 
     @hookimpl
     def skyrl_engine_checkpoint_saved(self, event):
-        self.told.append(event)
+        self.events.append(event)
 
     @hookimpl
     def skyrl_engine_session_finished(self, event):
-        self.told.append(event)
+        self.events.append(event)
 
     @property
     def expensive(self) -> None:
@@ -86,7 +86,7 @@ def test_every_event_reaches_every_observer() -> None:
     bus.evaluation_finished(evaluated)
     bus.checkpoint_saved(saved)
     bus.session_finished(finished)
-    assert one.told == other.told == [STARTED, STEP, evaluated, saved, finished]
+    assert one.events == other.events == [STARTED, STEP, evaluated, saved, finished]
     assert steps.steps == 1
 
 
@@ -103,7 +103,7 @@ def test_a_late_observer_hears_of_the_start_and_of_nothing_else_past() -> None:
     bus.step_finished(STEP)
     late = Recorder()
     bus.register(late)
-    assert late.told == [STARTED]
+    assert late.events == [STARTED]
 
 
 @pytest.mark.parametrize("event", ["session_started", "step_finished"])

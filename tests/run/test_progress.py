@@ -15,7 +15,7 @@ def test_rates_and_time_left_come_from_the_last_steps() -> None:
     assert seen[-1] == Progress(10, 50)
     assert str(seen[-1]) == "step 10/50"
     for step in range(11, 41):
-        seconds = 100.0 if step <= 20 else 2.0  # the first ten lie outside the window
+        seconds = 100.0 if step <= 20 else 2.0  # the first ten are outside the window
         observer.skyrl_engine_step_finished(StepFinished(step, 50, {"loss": 1.5, "tokens": 300.0, "grad_norm": 0.5}, seconds))
     assert seen[-1].tokens_per_second == pytest.approx(150.0)
     assert seen[-1].seconds_left == pytest.approx(20.0)

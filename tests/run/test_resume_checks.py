@@ -17,12 +17,12 @@ BEFORE = {"loss": lock("focal"), "merger": lock("ordered", "1.0")}
 
 
 def test_equal_locks_pass_wherever_they_lie() -> None:
-    after = {kind: {"record": {**each["record"], "path": "/here/loss.py"}, "options": {}} for kind, each in BEFORE.items()}
+    after = {kind: {"record": {**lock["record"], "path": "/here/loss.py"}, "options": {}} for kind, lock in BEFORE.items()}
     assert refuse_changed_plugins(BEFORE, after, allow_changed=()) == []
 
 
 @pytest.mark.parametrize(
-    ("after", "said"),
+    ("after", "message"),
     [
         (lock("focal", "0.2.0"), r"loss: acme:focal \(0\.1\.0\) -> acme:focal \(0\.2\.0\)"),
         (lock("ppo"), r"loss: acme:focal \(0\.1\.0\) -> acme:ppo \(0\.1\.0\)"),
@@ -32,9 +32,9 @@ def test_equal_locks_pass_wherever_they_lie() -> None:
         ),
     ],
 )
-def test_a_changed_plugin_is_refused_and_can_be_allowed_by_name(after: dict[str, Any], said: str) -> None:
+def test_a_changed_plugin_is_refused_and_can_be_allowed_by_name(after: dict[str, Any], message: str) -> None:
     changed = {**BEFORE, "loss": after}
-    with pytest.raises(CheckpointError, match=said) as caught:
+    with pytest.raises(CheckpointError, match=message) as caught:
         refuse_changed_plugins(BEFORE, changed, allow_changed=["merger:ordered"])
     assert f'checkpoint.allow_changed = ["loss:{after["record"]["name"]}"]' in caught.value.remedy
     (sentence,) = refuse_changed_plugins(BEFORE, changed, allow_changed=[f"loss:{after['record']['name']}"])
@@ -99,8 +99,8 @@ def test_another_trainer_cannot_go_on() -> None:
 
 def test_a_plugin_of_which_there_may_be_several_is_allowed_by_its_kind_not_by_its_place() -> None:
     before, after = lock("kl"), lock("kl", "0.2.0")
-    for each in (before, after):
-        each["record"]["kind"] = "loss"
+    for locks in (before, after):
+        locks["record"]["kind"] = "loss"
     with pytest.raises(CheckpointError) as caught:
         refuse_changed_plugins({"loss.terms[0]": before}, {"loss.terms[0]": after}, allow_changed=())
     assert 'checkpoint.allow_changed = ["loss:kl"]' in caught.value.remedy

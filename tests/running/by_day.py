@@ -10,7 +10,7 @@ def now(values: Iterable[Any], *chosen: Any) -> list[Any]:
     """All values as parameters, those that are not `chosen` marked as nightly. A tuple holds a case's several parameters."""
     found = list(values)
     assert set(chosen) <= set(found), f"not among {found}"
-    return [each if each in chosen else rarely(*each) if isinstance(each, tuple) else rarely(each) for each in found]
+    return [case if case in chosen else rarely(*case) if isinstance(case, tuple) else rarely(case) for case in found]
 
 
 def rarely(*values: Any) -> Any:

@@ -94,5 +94,5 @@ def a_value_of(schema: type, name: str, default: object) -> str:
     return '"x"'
 
 
-def given(line: list[str], texts: list[str]) -> list[str]:
+def add_texts(line: list[str], texts: list[str]) -> list[str]:
     return [part for text in texts for part in ("--set", text)] if line[0] in ("evaluate", "env") else texts

@@ -62,10 +62,12 @@ def hold_dialogue(renderer: ChatRenderer, spy: Spy, roles: Sequence[str], seed: 
         else:
             messages += [renderer.reply(renderer.action(reply, turn)), answer[0] if answer[0]["role"] == "user" else ANSWER]
             transcript.restart(renderer.prompt(messages))
-    made = transcript.trajectory(ticket=0, member=0, start_version=0)
-    pieces = [made.token_ids[a:b].tolist() for a, b in zip(made.segment_offsets, made.segment_offsets[1:], strict=False)]
+    trajectory = transcript.trajectory(ticket=0, member=0, start_version=0)
+    pieces = [
+        trajectory.token_ids[a:b].tolist() for a, b in zip(trajectory.segment_offsets, trajectory.segment_offsets[1:], strict=False)
+    ]
     before: list[int] = []
-    for kind, piece in zip(made.kinds.tolist(), pieces, strict=True):
+    for kind, piece in zip(trajectory.kinds.tolist(), pieces, strict=True):
         if kind == SEGMENT_PROMPT:
             before = []
         if kind == SEGMENT_SAMPLED:

@@ -59,7 +59,7 @@ class EndedError(Exception):
 
 
 class Ending:
-    """An observer that ends the run behind its third step."""
+    """An observer that ends the run after its third step."""
 
     @hookimpl
     def skyrl_engine_step_finished(self, event: StepFinished) -> None:

@@ -159,7 +159,7 @@ def numbers_of(directory: Path) -> list[dict[str, float]]:
     ]
 
 
-def killed(tables: dict[str, Any], overrides: Sequence[str], moment: str, count: int) -> None:
+def kill_run(tables: dict[str, Any], overrides: Sequence[str], moment: str, count: int) -> None:
     """Run, or go on with, a run in a process of its own, and SIGKILL that when `moment` comes the `count`-th time."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
@@ -176,31 +176,31 @@ def _run_until(tables: dict[str, Any], overrides: Sequence[str], moment: str, co
     where, name, torn = MOMENTS[moment]
     right, left = getattr(where, name), [count]
 
-    def counted(self: Any, *given: Any, **named: Any) -> Any:
+    def count_calls(self: Any, *arguments: Any, **named: Any) -> Any:
         left[0] -= 1
         if left[0]:
-            return right(self, *given, **named)
+            return right(self, *arguments, **named)
         if torn == "half":
             data = self._buffer.getvalue()
             self._file.write(data[: len(data) // 2])
-        if torn == "behind":
-            right(self, *given, **named)
+        if torn == "after":
+            right(self, *arguments, **named)
         os.kill(os.getpid(), signal.SIGKILL)
         return None
 
-    setattr(where, name, counted)
+    setattr(where, name, count_calls)
     run_rl(resolve(load(tables, list(overrides))), resume=True)
 
 
 MOMENTS: dict[str, tuple[Any, str, str]] = {
     "sampling": (Sampler, "poll", "before"),
     "a record half written": (Journal, "_flush", "half"),
-    "a group recorded": (Journal, "append", "behind"),
+    "a group recorded": (Journal, "append", "after"),
     "learning": (RlTrainer, "_learn", "before"),
-    "learned": (RlTrainer, "_learn", "behind"),
-    "a step noted": (Journal, "record_step", "behind"),
+    "learned": (RlTrainer, "_learn", "after"),
+    "a step noted": (Journal, "record_step", "after"),
     "publishing": (Sampler, "update", "before"),
-    "saving": (Engine, "save", "behind"),
-    "a checkpoint's state": (RlTrainer, "state", "behind"),
+    "saving": (Engine, "save", "after"),
+    "a checkpoint's state": (RlTrainer, "state", "after"),
 }
-"""Moments to kill a run: before a call, behind it, or with half of what it writes on the disk."""
+"""Moments to kill a run: before a call, after it, or with half of what it writes on the disk."""

@@ -32,7 +32,7 @@ def project(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def counted(project: Path, *arguments: str, **environment: str) -> str:
+def count_tests(project: Path, *arguments: str, **environment: str) -> str:
     """The last line of a pytest run there."""
     own = {"PYTHONPATH": str(HERE), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONDONTWRITEBYTECODE": "1", "CHECK_SECONDS": ""}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "unchanged_sources", "-p", "seconds_per_file", *arguments]
@@ -43,51 +43,51 @@ def counted(project: Path, *arguments: str, **environment: str) -> str:
 
 
 def test_a_test_rests_until_its_sources_change_or_it_is_asked_for(project: Path) -> None:
-    assert counted(project).startswith("1 passed")
-    assert counted(project).startswith("1 deselected")
-    assert counted(project, "--every-source").startswith("1 passed")
+    assert count_tests(project).startswith("1 passed")
+    assert count_tests(project).startswith("1 deselected")
+    assert count_tests(project, "--every-source").startswith("1 passed")
     (project / "source.py").write_text("RIGHT = False\n")
-    assert counted(project).startswith("1 failed")
-    assert counted(project).startswith("1 failed"), "what failed does not rest"
+    assert count_tests(project).startswith("1 failed")
+    assert count_tests(project).startswith("1 failed"), "what failed does not rest"
     (project / "source.py").write_text("RIGHT = True\n")
-    assert counted(project).startswith("1 deselected"), "with these sources it has passed"
+    assert count_tests(project).startswith("1 deselected"), "with these sources it has passed"
     (project / "source.py").write_text("RIGHT = 1\n")
-    assert counted(project).startswith("1 passed")
+    assert count_tests(project).startswith("1 passed")
 
 
 def test_a_fresh_clone_rests_where_meta_passed(project: Path) -> None:
     (project / "source.py").write_text("RIGHT = 2\n")
-    assert counted(project).startswith("1 passed")
-    kept = project / ".cache"
-    (record,) = (kept / "unchanged-sources").iterdir()
+    assert count_tests(project).startswith("1 passed")
+    cache = project / ".cache"
+    (record,) = (cache / "unchanged-sources").iterdir()
     listed = project / "tests" / "running" / "passed.txt"
     listed.parent.mkdir(parents=True)
     listed.write_text(f"{'0' * 20}-{'0' * 20}\n{record.name}\n")
-    shutil.rmtree(kept)
-    assert counted(project).startswith("1 deselected")
-    assert counted(project, "--every-source").startswith("1 passed")
-    shutil.rmtree(kept)
+    shutil.rmtree(cache)
+    assert count_tests(project).startswith("1 deselected")
+    assert count_tests(project, "--every-source").startswith("1 passed")
+    shutil.rmtree(cache)
     (project / "source.py").write_text("RIGHT = 3\n")
-    assert counted(project).startswith("1 passed"), "with other sources the list says nothing"
+    assert count_tests(project).startswith("1 passed"), "with other sources the list says nothing"
 
 
 def test_what_fails_with_sources_that_it_has_passed_with_rests_no_longer(project: Path) -> None:
     (project / "test_it.py").write_text(
         "import os, pytest\n@pytest.mark.of_sources('source.py')\ndef test_it():\n    assert 'WRONG' not in os.environ\n"
     )
-    assert counted(project).startswith("1 passed")
-    assert counted(project, "--every-source", WRONG="1").startswith("1 failed")
-    assert counted(project).startswith("1 passed"), "it would have rested on what it did before"
+    assert count_tests(project).startswith("1 passed")
+    assert count_tests(project, "--every-source", WRONG="1").startswith("1 failed")
+    assert count_tests(project).startswith("1 passed"), "it would have rested on what it did before"
 
 
 def test_the_list_holds_what_meta_passed_and_nothing_from_before(project: Path) -> None:
-    assert counted(project).startswith("1 passed")
+    assert count_tests(project).startswith("1 passed")
     unchanged_sources.forget(project)
     assert unchanged_sources.write_passed(project) == 0
-    assert counted(project).startswith("1 passed"), "an empty list lets nothing rest"
+    assert count_tests(project).startswith("1 passed"), "an empty list lets nothing rest"
     assert unchanged_sources.write_passed(project) == 1
     unchanged_sources.forget(project)
-    assert counted(project).startswith("1 deselected")
+    assert count_tests(project).startswith("1 deselected")
 
 
 @pytest.mark.parametrize("path", MARKED, ids=lambda path: path.stem)
@@ -117,7 +117,7 @@ def test_a_marked_test_names_all_that_it_imports_from_here(path: Path) -> None:
 def test_seconds_are_of_a_test_and_what_it_starts(project: Path) -> None:
     work = "import subprocess, sys\nBUSY = 'while __import__(\"time\").process_time() < 0.5: pass'\n"
     (project / "test_busy.py").write_text(f"{work}def test_busy():\n    subprocess.run([sys.executable, '-c', BUSY])\n")
-    counted(project, CHECK_SECONDS=str(project / "seconds"))
+    count_tests(project, CHECK_SECONDS=str(project / "seconds"))
     rows = {row["file"]: row for row in map(json.loads, (project / "seconds").read_text().splitlines())}
     assert rows["test_busy.py"]["cpu"] >= 0.4
     assert rows["test_it.py"]["cpu"] < 0.3

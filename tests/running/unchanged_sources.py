@@ -1,6 +1,6 @@
 """Tests of tests, marked `of_sources("folder", "file", ...)`: run again when one of those has changed since they passed.
 
-What passed with which sources is kept under .cache, and what passed in `nox -s meta` in passed.txt beside this file, for fresh clones and
+What passed with which sources is kept under .cache, and what passed in `nox -s meta` in passed.txt next to this file, for fresh clones and
 other machines. `nox -s meta` runs this file as a program: with `forget` before its tests, so that nothing from earlier runs gets into the
 list, and with `write` after all of them have passed.
 """

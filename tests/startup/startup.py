@@ -24,7 +24,7 @@ def main() -> int:
     ok = True
     for arguments in COMMANDS:
         command = [program, *arguments]
-        modules = imported(command)
+        modules = list_imported(command)
         heavy = sorted(modules & forbidden)
         seconds = min(cpu_seconds(command) for _ in range(REPETITIONS))
         ok = ok and not heavy and seconds <= BUDGET_SECONDS
@@ -42,13 +42,13 @@ def plugin_packages() -> set[str]:
     return {value.partition(":")[0].partition(".")[0] for value in values} - {"skyrl_engine"}
 
 
-def imported(command: list[str]) -> set[str]:
+def list_imported(command: list[str]) -> set[str]:
     """Top-level packages that the command's process imports, as the interpreter itself reports them."""
     ran = subprocess.run(command, env={**ENVIRONMENT, "PYTHONPROFILEIMPORTTIME": "1"}, capture_output=True, text=True, check=False)
     timings = [line for line in ran.stderr.splitlines() if line.startswith("import time:")]
     if ran.returncode:
-        said = "\n".join(line for line in ran.stderr.splitlines() if line not in timings)
-        raise SystemExit(f"{said}\n{' '.join(command)} ended with exit code {ran.returncode}")
+        errors = "\n".join(line for line in ran.stderr.splitlines() if line not in timings)
+        raise SystemExit(f"{errors}\n{' '.join(command)} ended with exit code {ran.returncode}")
     return {line.rpartition("|")[2].strip().partition(".")[0] for line in timings}
 
 

@@ -63,7 +63,7 @@ FIRST = "from string import ascii_letters\n\n\ndef first():\n    return next(ite
 def finding(kind, source, folder):
     (folder / "mine.py").write_text(FIRST + source)
     subject = Subject.of_plugin(select_plugin(kind, "./mine.py:mine", {}, base=folder))
-    (promise,) = (each for each in promises_of(kind) if each.name == "another_process")
+    (promise,) = (candidate for candidate in promises_of(kind) if candidate.name == "another_process")
     return promise.hold(subject)
 
 
@@ -108,12 +108,12 @@ def test_a_failure_there_is_told():
 
 def test_an_answer_that_nobody_waited_for_is_not_taken_for_the_next(monkeypatch):
     real = another_process.Connection.recv_bytes
-    monkeypatch.setattr(another_process.Connection, "recv_bytes", interrupted)
+    monkeypatch.setattr(another_process.Connection, "recv_bytes", interrupt)
     with pytest.raises(KeyboardInterrupt):
         ask(abs, -1)
     monkeypatch.setattr(another_process.Connection, "recv_bytes", real)
     assert ask(abs, -2) == 2
 
 
-def interrupted(*_):
+def interrupt(*_):
     raise KeyboardInterrupt

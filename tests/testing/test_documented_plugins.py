@@ -21,6 +21,6 @@ PLUGINS = [
 @pytest.mark.parametrize(("kind", "page", "name"), PLUGINS)
 def test_it_keeps_every_promise(kind: str, page: str, name: str, tmp_path: Path) -> None:
     blocks = re.findall(r"```python\n(.*?)```", (PAGES / page).read_text(), re.DOTALL)
-    (tmp_path / "mine.py").write_text("\n".join(each for each in blocks if "@loss" in each or "@reducer" in each))
+    (tmp_path / "mine.py").write_text("\n".join(part for part in blocks if "@loss" in part or "@reducer" in part))
     verdict = verify(select_plugin(kind, f"./mine.py:{name}", {}, base=tmp_path), examples=20, given=())
-    assert verdict.kept, [each for each in verdict.findings if each.status in ("broken", "undecided")]
+    assert verdict.kept, [part for part in verdict.findings if part.status in ("broken", "undecided")]

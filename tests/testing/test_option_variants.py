@@ -67,8 +67,11 @@ def test_an_allowed_value_that_breaks_a_promise_is_found_and_named(file: Path) -
     plugin = select_plugin("loss", "./mine.py:mine", {}, base=file)
     assert verify(plugin, examples=8).kept, "the default is right"
     broken = verify(plugin, examples=8, given=()).of_status("broken")
-    assert {each.promise for each in broken} >= {"micro_batch_split"}
-    assert all(each.cause is not None and each.cause.startswith("with form = 'mean', which its options allow: ") for each in broken)
+    assert {finding.promise for finding in broken} >= {"micro_batch_split"}
+    assert all(
+        finding.cause is not None and finding.cause.startswith("with form = 'mean', which its options allow: ")
+        for finding in broken
+    )
 
 
 def test_an_option_that_is_given_keeps_its_value(file: Path) -> None:
@@ -95,7 +98,7 @@ def test_options_that_may_be_none_and_members_of_lists_are_tried(file: Path) -> 
         "literals = ['local']",
         "optional_limit = none",
     ]
-    given = ("optional_text", "optional_literal", "optional_flag", "literals")
-    (first, *_) = verify(plugin, examples=8, given=given).of_status("broken")
+    names = ("optional_text", "optional_literal", "optional_flag", "literals")
+    (first, *_) = verify(plugin, examples=8, given=names).of_status("broken")
     assert first.cause is not None
     assert first.cause.startswith("with members = ['local'], which its options allow: ")

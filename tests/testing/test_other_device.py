@@ -1,4 +1,4 @@
-"""Code that fails or waits on a device other than the CPU is told so on the CPU, and code that does not is left alone."""
+"""Code that fails or waits on a device other than the CPU is refused on the CPU already, and code that does not is left alone."""
 
 import numpy as np
 import pytest
@@ -66,12 +66,12 @@ RIGHT = {
 
 @pytest.mark.parametrize("code", RIGHT.values(), ids=RIGHT)
 def test_code_that_works_everywhere_computes_what_it_did(code):
-    due = code()
+    expected = code()
     with OtherDevice() as device:
         got = code()
-    if not isinstance(due, torch.Tensor) or "Generator" in code.__code__.co_names:
+    if not isinstance(expected, torch.Tensor) or "Generator" in code.__code__.co_names:
         return
-    assert torch.equal(got, due)
+    assert torch.equal(got, expected)
     assert device.reads == []
 
 
@@ -126,12 +126,12 @@ def test_a_model_and_its_optimizer_take_a_step_there():
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         optimizer.step()
 
-    due, optimizer = step()
-    move(due, optimizer, "cpu")
+    expected, optimizer = step()
+    move(expected, optimizer, "cpu")
     got, optimizer = step()
     with OtherDevice() as device:
         move(got, optimizer, next(got.parameters()).device)
-    for one, other in zip(due.parameters(), got.parameters(), strict=True):
+    for one, other in zip(expected.parameters(), got.parameters(), strict=True):
         assert torch.equal(one, other)
     assert device.reads == []
 

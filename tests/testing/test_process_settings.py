@@ -123,5 +123,5 @@ def test_a_verdict_leaves_the_settings_as_they_were(tmp_path):
     (tmp_path / "mine.py").write_text(SETS_ERRORS)
     before = np.geterr()
     verdict = verify(select_plugin("reducer", "./mine.py:sets_errors", {}, base=tmp_path), examples=2)
-    assert "process_settings" in {each.promise for each in verdict.of_status("broken")}
+    assert "process_settings" in {finding.promise for finding in verdict.of_status("broken")}
     assert np.geterr() == before

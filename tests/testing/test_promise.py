@@ -8,7 +8,7 @@ from skyrl_engine.testing.promise import MOST_LINES, Inapplicable, exempt_nobody
 DIGITS = st.integers(0, 9)
 
 
-def promised(check, *, first=(), numbers=DIGITS):
+def make_promise(check, *, first=(), numbers=DIGITS):
     return Promise("numbers", "Every number will do", check, lambda _: numbers, exempt_nobody, first=lambda _: first)
 
 
@@ -22,23 +22,23 @@ def below(bound):
 
 def test_explicit_cases_are_judged_before_any_that_is_drawn():
     seen = []
-    promised(lambda _, number: seen.append(number), first=(70, 80)).hold(None, examples=5)
+    make_promise(lambda _, number: seen.append(number), first=(70, 80)).hold(None, examples=5)
     assert seen[:2] == [70, 80]
     assert len(seen) == 7
 
 
 def test_an_explicit_case_that_no_draw_holds_breaks_the_promise():
-    finding = promised(below(50), first=(3, 70, 80)).hold(None)
+    finding = make_promise(below(50), first=(3, 70, 80)).hold(None)
     assert (finding.status, finding.cause, finding.counterexample) == ("broken", "fails at 70", ("70",))
 
 
 def test_a_smaller_case_that_is_drawn_is_told_instead():
-    finding = promised(below(5), first=(70,)).hold(None)
+    finding = make_promise(below(5), first=(70,)).hold(None)
     assert finding.counterexample == ("5",)
 
 
 def test_an_explicit_case_counts_where_nothing_can_be_drawn():
-    finding = promised(below(50), first=(70,), numbers=st.integers().filter(lambda _: False)).hold(None)
+    finding = make_promise(below(50), first=(70,), numbers=st.integers().filter(lambda _: False)).hold(None)
     assert finding.counterexample == ("70",)
 
 
@@ -49,7 +49,7 @@ def refusing(share, exception=Undecidable):
         if number < share:
             raise exception("it takes no small numbers")
 
-    return promised(check, first=range(10), numbers=st.nothing())
+    return make_promise(check, first=range(10), numbers=st.nothing())
 
 
 def test_refusing_valid_cases_keeps_nothing():
@@ -68,7 +68,10 @@ def test_an_undecided_promise_is_broken_where_no_other_is():
     (finding,) = Verdict.of([refusing(6)], None).findings
     assert finding.status == "broken"
     assert finding.remedy == "Answer every valid input, and refuse only what the contract says may be refused"
-    assert [each.status for each in Verdict.of([refusing(6), promised(below(5))], None).findings] == ["undecided", "broken"]
+    assert [outcome.status for outcome in Verdict.of([refusing(6), make_promise(below(5))], None).findings] == [
+        "undecided",
+        "broken",
+    ]
 
 
 def test_few_cases_that_the_promise_is_not_about_blame_nobody():
@@ -82,9 +85,9 @@ def test_few_cases_that_the_promise_is_not_about_blame_nobody():
 
     for examples in (1, 2, 3):
         seen.clear()
-        assert promised(check, numbers=st.integers(0, 999)).hold(None, examples=examples).status == "kept"
+        assert make_promise(check, numbers=st.integers(0, 999)).hold(None, examples=examples).status == "kept"
         assert len(seen) > examples
-    assert promised(check, numbers=st.integers(0, 999)).hold(None, examples=80).status == "kept"
+    assert make_promise(check, numbers=st.integers(0, 999)).hold(None, examples=80).status == "kept"
 
 
 def test_a_plugin_that_fails_in_every_case_is_not_asked_for_more():
@@ -94,7 +97,7 @@ def test_a_plugin_that_fails_in_every_case_is_not_asked_for_more():
         seen.append(number)
         raise Undecidable("it fails")
 
-    assert promised(check).hold(None, examples=2).status == "undecided"
+    assert make_promise(check).hold(None, examples=2).status == "undecided"
     assert len(seen) == 2
 
 
@@ -102,15 +105,15 @@ def test_what_the_kit_cannot_read_is_told_with_the_place():
     def check(_subject, number):
         return number.dtype
 
-    finding = promised(check).hold(None)
+    finding = make_promise(check).hold(None)
     assert finding.status == "broken"
     assert "cannot be read: AttributeError: 'int' object has no attribute 'dtype', raised at test_promise.py:" in finding.cause
     assert finding.counterexample == ("0",)
 
 
 def test_one_failure_is_told_once():
-    told = Verdict.of([promised(below(5)), promised(below(5)), promised(below(7))], None).findings
-    assert [(each.status, each.cause) for each in told] == [
+    findings = Verdict.of([make_promise(below(5)), make_promise(below(5)), make_promise(below(7))], None).findings
+    assert [(finding.status, finding.cause) for finding in findings] == [
         ("broken", "fails at 5"),
         ("undecided", "fails at 5"),
         ("broken", "fails at 7"),
@@ -121,6 +124,6 @@ def test_a_long_counterexample_is_cut():
     def check(_subject, _case):
         raise Broken("fails", "Do not")
 
-    finding = promised(check, first=("\n".join("x" * 20),), numbers=st.nothing()).hold(None)
+    finding = make_promise(check, first=("\n".join("x" * 20),), numbers=st.nothing()).hold(None)
     assert len(finding.counterexample) == MOST_LINES
     assert finding.counterexample[-1] == f"... and {21 - MOST_LINES} lines more"

@@ -68,7 +68,7 @@ def claimed_by(suite):
 
 
 def test_what_is_not_claimed_is_no_test():
-    every = {each.name for each in LOSS_PROMISES}
+    every = {promise.name for promise in LOSS_PROMISES}
     assert every - claimed_by(TestFocal) == {"homogeneous", "metrics", "empty_metrics"}
     assert every - claimed_by(TestProduct) == {
         "homogeneous",
@@ -89,7 +89,7 @@ def test_flags_take_promises_back():
 
 
 def test_a_broken_promise_fails_with_its_smallest_case():
-    (split,) = [each for each in LOSS_PROMISES if each.name == "micro_batch_split"]
+    (split,) = [promise for promise in LOSS_PROMISES if promise.name == "micro_batch_split"]
     with pytest.raises(pytest.fail.Exception) as caught:
         Wrong().test_promise(split)
     text = str(caught.value)
@@ -127,7 +127,7 @@ def test_constants_are_held_fixed_in_differences():
         def loss(self):
             return FunctionLoss("cispo", detaching, None, ("logprobs",))
 
-    (gradient,) = [each for each in LOSS_PROMISES if each.name == "gradient"]
+    (gradient,) = [promise for promise in LOSS_PROMISES if promise.name == "gradient"]
     Detaching().test_promise(gradient)
 
 

@@ -1,4 +1,4 @@
-"""A product that returns nothing is told what it returned, and from which method; no line of the kit's own code is shown to its author."""
+"""If a product returns nothing, the message says what it returned, and from which method; its author sees no line of the kit's own code."""
 
 from types import SimpleNamespace
 from typing import Any

@@ -89,9 +89,9 @@ def test_a_checkpoint_keeps_what_training_did_not_use_wherever_the_run_lies(
         assert "--model PATH" in caught.value.remedy
         export_checkpoint(run, tmp_path / f"again-{run.name}", choices=evolve(choices, model=str(tmp_path / "elsewhere")))
         found = [tensors(place) for place in (whole, tmp_path / f"again-{run.name}", *([run / "model"] if lora is None else []))]
-        for each in found:
-            assert each.keys() == {*weights, "mtp.fc.weight"}
-            assert all(torch.equal(each[name], found[0][name]) for name in each)
+        for tensors_of_place in found:
+            assert tensors_of_place.keys() == {*weights, "mtp.fc.weight"}
+            assert all(torch.equal(tensors_of_place[name], found[0][name]) for name in tensors_of_place)
         (tmp_path / "elsewhere").rename(source)
 
 

@@ -30,7 +30,7 @@ def base(material: Path, tmp_path: Path) -> Path:
     return tmp_path / "base"
 
 
-def trained(configure: Configure, base: Path, **changes: Any) -> Path:
+def train_and_move(configure: Configure, base: Path, **changes: Any) -> Path:
     """Run in a directory, then move that away and delete the base model."""
     tables = {"training": {"steps": 2}, **changes}
     tables["model"] = {"path": str(base), **changes.get("model", {})}
@@ -56,19 +56,19 @@ def test_a_moved_run_exports_without_its_base(
 ) -> None:
     template = tmp_path / "template.jinja"
     template.write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
-    run = trained(configure, base, backend={"use": backend}, model={"dtype": "bfloat16", "chat_template": str(template)})
+    run = train_and_move(configure, base, backend={"use": backend}, model={"dtype": "bfloat16", "chat_template": str(template)})
     shutil.rmtree(base)
     template.unlink()
     monkeypatch.chdir(run.parent)
     export_checkpoint(run, tmp_path / "exported")
     assert_equal(weights(tmp_path / "exported"), weights(run / "model"))
-    assert {each.dtype for each in weights(run / "model").values()} == {torch.bfloat16}
+    assert {tensor.dtype for tensor in weights(run / "model").values()} == {torch.bfloat16}
     assert json.loads((run / "model" / "config.json").read_text())["dtype"] == "bfloat16"
     assert "message.content" in AutoTokenizer.from_pretrained(tmp_path / "exported").chat_template
     export_checkpoint(run, tmp_path / "precise", choices=ExportChoices(precision="float32"))
     precise = weights(tmp_path / "precise")
-    assert {each.dtype for each in precise.values()} == {torch.float32}
-    assert_equal({name: each.bfloat16() for name, each in precise.items()}, weights(run / "model"))
+    assert {tensor.dtype for tensor in precise.values()} == {torch.float32}
+    assert_equal({name: tensor.bfloat16() for name, tensor in precise.items()}, weights(run / "model"))
 
 
 LORA: dict[str, Any] = {"model": {"lora": {"rank": 2, "alpha": 4}}, "optimizer": {"learning_rate": 1e-1, "warmup_steps": 0}}
@@ -82,7 +82,7 @@ def test_adapters_record_a_base_that_peft_finds(
     from peft import AutoPeftModelForCausalLM
 
     monkeypatch.chdir(base.parent)
-    run = trained(configure, Path(base.name), **LORA)
+    run = train_and_move(configure, Path(base.name), **LORA)
     monkeypatch.chdir("/")
     aside = base.rename(base.with_name("aside"))
     export_checkpoint(run, tmp_path / "exported")
@@ -98,7 +98,7 @@ def test_merged_adapters_are_one_model_with_its_tokenizer(configure: Configure, 
     """The same logits as PEFT's, to float32's rounding, and other ones than the base's."""
     from peft import AutoPeftModelForCausalLM
 
-    run = trained(configure, base, **LORA)
+    run = train_and_move(configure, base, **LORA)
     aside = base.rename(base.with_name("aside"))
     with pytest.raises(ModelError, match=r"base model .*base, .* is not there") as caught:
         export_checkpoint(run, tmp_path / "merged", choices=ExportChoices(merge=True))
@@ -121,11 +121,11 @@ def test_merged_adapters_are_one_model_with_its_tokenizer(configure: Configure, 
 
 
 def test_a_run_from_an_existing_adapter_exports_without_it(configure: Configure, base: Path, tmp_path: Path) -> None:
-    first = trained(configure, base, **LORA)
+    first = train_and_move(configure, base, **LORA)
     adapter = tmp_path / "adapter"
     shutil.copytree(first / "model", adapter)
     shutil.rmtree(first)
-    run = trained(configure, base, model={"lora": {"path": str(adapter)}})
+    run = train_and_move(configure, base, model={"lora": {"path": str(adapter)}})
     shutil.rmtree(adapter)
     shutil.rmtree(base)
     export_checkpoint(run, tmp_path / "exported")

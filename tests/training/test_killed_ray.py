@@ -91,7 +91,7 @@ def cluster() -> Iterator[Cluster]:
     with contextlib.ExitStack() as bound:
         servers = [bound.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(3)]
         ports = [server.getsockname()[1] for server in servers]
-    # Ray's sockets lie in it, and their paths may have 107 bytes
+    # Ray's sockets are in it, and their paths may have 107 bytes
     with tempfile.TemporaryDirectory(prefix="ray-") as folder:
         cluster = Cluster(f"127.0.0.1:{ports[0]}", Path(folder))
         options = dict(zip(("port", "dashboard-agent-listen-port", "metrics-export-port"), ports, strict=True))
@@ -112,14 +112,14 @@ Started = tuple["subprocess.Popen[bytes]", Path, Path]
 
 
 @contextlib.contextmanager
-def started(resolved: ResolvedConfig, **variables: str | None) -> Iterator[Started]:
+def start_run(resolved: ResolvedConfig, **variables: str | None) -> Iterator[Started]:
     """Run the configuration in a process of its own until it has done a few steps; what it prints goes to a file."""
     run = Path(resolved.config.run.directory or "")
     file, err = run.with_suffix(".toml"), run.with_suffix(".err")
     file.write_text(resolved.to_toml())
     command = [sys.executable, "-m", "skyrl_engine", "run", str(file)]
-    with err.open("w") as said:
-        process = subprocess.Popen(command, env=environment(**variables), stdout=said, stderr=said)
+    with err.open("w") as log:
+        process = subprocess.Popen(command, env=environment(**variables), stdout=log, stderr=log)
     try:
         until = time.monotonic() + 120
         while process.poll() is None and time.monotonic() < until and len(steps_of(run)) < 3:
@@ -157,9 +157,11 @@ def check_told(code: int, err: Path, run: Path, named: str) -> str:
 
 def check_gone(processes: Mapping[int, str]) -> None:
     """Hold that none of these processes is left behind; Ray's agents notice the end of their raylet on their own, within a minute."""
-    due = {pid: command for pid, command in processes.items() if not command.endswith("Agent")}
+    processes_of_ray = {pid: command for pid, command in processes.items() if not command.endswith("Agent")}
     until = time.monotonic() + 20
-    while (left := {pid: command for pid, command in due.items() if is_alive(pid, command)}) and time.monotonic() < until:
+    while (
+        left := {pid: command for pid, command in processes_of_ray.items() if is_alive(pid, command)}
+    ) and time.monotonic() < until:
         time.sleep(0.1)
     assert not left
 
@@ -171,7 +173,7 @@ def ranks_of(processes: Mapping[int, str]) -> dict[int, str]:
 @pytest.mark.parametrize(("killed", "named"), [("raylet", RAYLET), ("gcs_server", GCS)])
 def test_a_run_ends_as_after_a_dead_rank(configure: Callable[..., ResolvedConfig], killed: str, named: str) -> None:
     resolved = configure(run={"launch": "ray", "ranks": 2}, **LONG)
-    with started(resolved) as (process, run, err):
+    with start_run(resolved) as (process, run, err):
         under = dict(processes_under(process.pid))
         (victim,) = [pid for pid, command in under.items() if command.endswith(f"/{killed}")]
         code = end_of_run(victim, process, within=SOON)
@@ -189,7 +191,7 @@ def test_so_it_does_where_a_cluster_that_it_joined_ends(
     configure: Callable[..., ResolvedConfig], cluster: Cluster, killed: str, named: str, within: float
 ) -> None:
     resolved = configure(run={"launch": "ray", "ranks": 2, "ray_address": cluster.address}, **LONG)
-    with started(resolved) as (process, run, err):
+    with start_run(resolved) as (process, run, err):
         processes = dict(processes_of_ranks(cluster))
         (victim,) = [pid for pid, command in cluster.processes().items() if command.endswith(f"/{killed}")]
         code = end_of_run(victim, process, within=within)
@@ -213,17 +215,17 @@ def test_a_joined_cluster_goes_on_after_a_run_and_takes_the_next(
     for name in ("first", "second"):
         folder = {"directory": str(cluster.folder / name), "launch": "ray", "ranks": 2, "ray_address": cluster.address}
         resolved = configure(run=folder, training={"steps": 3})
-        with started(resolved) as (process, run, err):
+        with start_run(resolved) as (process, run, err):
             assert process.wait(120) == 0, err.read_text()
         assert steps_of(run) == [1, 2, 3]
-        assert all(is_alive(*each) for each in heads.items())
+        assert all(is_alive(*head) for head in heads.items())
 
 
 def test_a_cluster_that_is_not_there_is_refused_by_its_address(configure: Callable[..., ResolvedConfig], cluster: Cluster) -> None:
     """It is not begun on this machine instead."""
     kill(cluster.processes())
     resolved = configure(run={"launch": "ray", "ranks": 2, "ray_address": cluster.address})
-    with started(resolved) as (process, _, err):
+    with start_run(resolved) as (process, _, err):
         code = process.wait(120)
     assert (code, f"no Ray cluster can be joined at {cluster.address}" in err.read_text()) == (4, True)
 
@@ -231,7 +233,7 @@ def test_a_cluster_that_is_not_there_is_refused_by_its_address(configure: Callab
 def test_a_cluster_that_asks_for_a_token_is_told(configure: Callable[..., ResolvedConfig], cluster: Cluster) -> None:
     """Ray sends none to an address that is named, unless RAY_AUTH_MODE says so."""
     resolved = configure(run={"launch": "ray", "ranks": 2, "ray_address": cluster.address})
-    with started(resolved, RAY_AUTH_MODE=None) as (process, _, err):
+    with start_run(resolved, RAY_AUTH_MODE=None) as (process, _, err):
         code = process.wait(120)
     assert (code, "set RAY_AUTH_MODE=token" in err.read_text()) == (4, True)
 
@@ -271,7 +273,7 @@ def test_so_it_does_where_ray_ends_in_the_middle_of_a_call(configure: Callable[.
     (tmp_path / "killer.py").write_text(IN_A_CALL)
     observers = ["metrics_jsonl", f"{tmp_path / 'killer.py'}:killer"]
     resolved = configure(run={"launch": "ray", "ranks": 2, "observers": observers}, **LONG)
-    with started(resolved) as (process, run, err):
+    with start_run(resolved) as (process, run, err):
         under = dict(processes_under(process.pid))
         code = process.wait(60)
     text = check_told(code, err, run, RAYLET)
@@ -291,7 +293,7 @@ def test_so_it_does_where_ray_ends_in_the_middle_of_a_call(configure: Callable[.
 def test_a_signal_to_the_command_reaches_its_run_once(configure: Callable[..., ResolvedConfig], number: signal.Signals) -> None:
     """A run with Ray is a process under the command's own: the first signal lets it end after its step, and it dies with the command."""
     resolved = configure(run={"launch": "ray", "ranks": 2}, **LONG)
-    with started(resolved) as (process, run, err):
+    with start_run(resolved) as (process, run, err):
         under = dict(processes_under(process.pid))
         (below,) = [pid for pid, command in under.items() if command == sys.executable and parent_of(pid) == process.pid]
         os.kill(process.pid, number)

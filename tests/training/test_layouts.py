@@ -37,7 +37,7 @@ def model(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def trained(configure: Configure, model: Path, name: str, *, resume: bool = False, steps: int = 8, **tables: object) -> Path:
+def train(configure: Configure, model: Path, name: str, *, resume: bool = False, steps: int = 8, **tables: object) -> Path:
     """The directory of a run. AdamW's epsilon is large, so that a gradient near zero moves a weight as little as rounding moves it."""
     optimizer = {"learning_rate": 1e-2, "epsilon": 0.1, "schedule": "constant", "warmup_steps": 0}
     resolved = configure(
@@ -55,8 +55,8 @@ def curve(directory: Path) -> np.ndarray:
 @pytest.mark.nightly
 def test_tensor_parallel_ranks_give_the_curve_of_one(configure: Configure, model: Path, tmp_path: Path) -> None:
     """And their checkpoint becomes the same model on one rank as they wrote at the end."""
-    alone = curve(trained(configure, model, "alone"))
-    run = trained(configure, model, "together", run=TWO, backend=TP)
+    alone = curve(train(configure, model, "alone"))
+    run = train(configure, model, "together", run=TWO, backend=TP)
     assert len(alone) == 8
     assert alone[-1, 0] < alone[0, 0]
     np.testing.assert_allclose(curve(run), alone, rtol=1e-4)
@@ -67,8 +67,8 @@ def test_tensor_parallel_ranks_give_the_curve_of_one(configure: Configure, model
 
 
 def test_a_run_changes_its_layout_and_goes_on(configure: Configure, model: Path) -> None:
-    alone = curve(trained(configure, model, "alone"))
-    trained(configure, model, "moved", steps=3, run=TWO)
-    run = trained(configure, model, "moved", steps=6, run=TWO, backend=TP, resume=True)
-    trained(configure, model, "moved", resume=True)
+    alone = curve(train(configure, model, "alone"))
+    train(configure, model, "moved", steps=3, run=TWO)
+    run = train(configure, model, "moved", steps=6, run=TWO, backend=TP, resume=True)
+    train(configure, model, "moved", resume=True)
     np.testing.assert_allclose(curve(run), alone, rtol=1e-4)

@@ -32,12 +32,12 @@ Configure = Callable[..., ResolvedConfig]
 def curve(directory: Path) -> list[tuple[int, float, float, float]]:
     """Number, loss, gradient norm and learning rate by step."""
     steps = [record for record in read_metrics(directory / "metrics.jsonl") if record["kind"] == "step"]
-    return [(each["step"], *(each["metrics"][name] for name in ("loss", "grad_norm", "learning_rate"))) for each in steps]
+    return [(entry["step"], *(entry["metrics"][name] for name in ("loss", "grad_norm", "learning_rate"))) for entry in steps]
 
 
 def evaluations(directory: Path) -> list[tuple[int, float]]:
-    found = [record for record in read_metrics(directory / "metrics.jsonl") if record["kind"] == "evaluation"]
-    return [(record["step"], record["metrics"]["loss"]) for record in found]
+    records = [record for record in read_metrics(directory / "metrics.jsonl") if record["kind"] == "evaluation"]
+    return [(record["step"], record["metrics"]["loss"]) for record in records]
 
 
 def weights(directory: Path) -> dict[str, bytes]:
@@ -166,7 +166,7 @@ run_sft(resolve(from_dict(json.loads(sys.argv[1]), "test")), resume=True)
 """
 
 
-def killed(resolved: ResolvedConfig, after: int) -> None:
+def kill_at(resolved: ResolvedConfig, after: int) -> None:
     """Run in a process of its own and SIGKILL that as soon as step `after` is recorded, wherever it then is."""
     metrics = Path(resolved.config.run.directory or "") / "metrics.jsonl"
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
@@ -188,8 +188,8 @@ def test_killed_twice_at_any_moment_and_resumed_equals_an_uninterrupted_run(conf
     long = {"training": {"steps": 24}, "checkpoint": {"every": 2}}
     reference = run_sft(configure("reference", **long)).directory
     resolved = configure(**long)
-    killed(resolved, after=5)
-    killed(resolved, after=13)
+    kill_at(resolved, after=5)
+    kill_at(resolved, after=13)
     resumed = run_sft(resolved, resume=True).directory
     assert_same_run(resumed, reference)
     starts = [session["start_step"] for session in sessions(resumed)]
@@ -217,7 +217,7 @@ def test_a_disk_that_fills_during_a_checkpoint_loses_nothing(configure: Configur
 LOSS = "from skyrl_engine import loss\n@loss(needs=('logprobs',))\ndef mine(tokens, config):\n    return -tokens.logprobs{}\n"
 
 
-def interrupted(resolved: ResolvedConfig) -> RunResult:
+def interrupt(resolved: ResolvedConfig) -> RunResult:
     return run_sft(resolved, observers=[Interruption(4, lambda: os.kill(os.getpid(), signal.SIGINT))])
 
 
@@ -226,11 +226,11 @@ def test_another_trainer_is_refused_before_its_plugins_are(
 ) -> None:
     """Its plugins are others too, and allowing them would not help."""
     resolved = configure()
-    run = interrupted(resolved).directory
+    run = interrupt(resolved).directory
     pairs = tmp_path / "pairs.jsonl"
     pairs.write_text('{"prompt": "a", "chosen": " b", "rejected": " c"}\n' * 2)
-    given = ["--model", str(resolved.config.model.path), "--data", str(pairs), "--output", str(run), "checkpoint.resume=true"]
-    assert main(["preference", *given]) == 4
+    arguments = ["--model", str(resolved.config.model.path), "--data", str(pairs), "--output", str(run), "checkpoint.resume=true"]
+    assert main(["preference", *arguments]) == 4
     assert "the checkpoint is one of trainer sft, and this run's trainer is preference" in capsys.readouterr().err
 
 
@@ -238,7 +238,7 @@ def test_another_loss_is_refused_unless_allowed_by_name(configure: Configure, tm
     file = tmp_path / "my_loss.py"
     file.write_text(LOSS.format(""))
     use = {"loss": {"use": f"{file}:mine"}}
-    run = interrupted(configure(**use)).directory
+    run = interrupt(configure(**use)).directory
     file.write_text(LOSS.format(" * 2"))
     with pytest.raises(CheckpointError, match=r"made with other plugins") as caught:
         run_sft(configure(**use), resume=True)
@@ -250,7 +250,7 @@ def test_another_loss_is_refused_unless_allowed_by_name(configure: Configure, tm
 
 
 def test_changed_configuration_is_warned_of_and_recorded(configure: Configure, caplog: pytest.LogCaptureFixture) -> None:
-    run = interrupted(configure()).directory
+    run = interrupt(configure()).directory
     with caplog.at_level(logging.WARNING, "skyrl_engine"):
         run_sft(configure(optimizer={"learning_rate": 2e-2}, checkpoint={"keep": 1}), resume=True)
     assert "optimizer.learning_rate: 0.01 -> 0.02" in caplog.text
@@ -258,14 +258,14 @@ def test_changed_configuration_is_warned_of_and_recorded(configure: Configure, c
 
 
 def test_changed_data_is_refused(configure: Configure, material: Path, tmp_path: Path) -> None:
-    interrupted(configure())
+    interrupt(configure())
     (tmp_path / "train.jsonl").write_text((material / "eval.jsonl").read_text())
     with pytest.raises(CheckpointError, match="the training data has changed"):
         run_sft(configure(data={"train": str(tmp_path / "train.jsonl")}), resume=True)
 
 
 def test_a_damaged_checkpoint_is_refused(configure: Configure) -> None:
-    run = interrupted(configure()).directory
+    run = interrupt(configure()).directory
     largest = max((run / "checkpoints" / "step-00000004").rglob("*"), key=lambda path: path.stat().st_size if path.is_file() else 0)
     content = bytearray(largest.read_bytes())
     content[len(content) // 2] ^= 1

@@ -160,23 +160,25 @@ def test_neither_the_window_nor_the_order_of_a_gather_index_changes_a_byte(monke
     (shard,) = cut(columns, mini_batch, numbers.random(total), ["place", "ids"])
 
     def bytes_of(collator):
-        made = []
-        for each in ShardBatch(shard, part_of(collator, "the collator", "collator"), selection, Spans()):
-            scored = each.samples
-            given = [
-                each.positions,
-                each.labels,
-                each.candidates["ids"],
+        built = []
+        for micro_batch in ShardBatch(shard, part_of(collator, "the collator", "collator"), selection, Spans()):
+            scored = micro_batch.samples
+            micro_batches = [
+                micro_batch.positions,
+                micro_batch.labels,
+                micro_batch.candidates["ids"],
                 scored.weights,
                 scored.columns["place"],
                 scored.scored.values,
             ]
-            made.append([np.asarray(values).tobytes() for values in (*given, scored.scored.offsets, scored.action_lengths)])
-        return made
+            built.append(
+                [np.asarray(values).tobytes() for values in (*micro_batches, scored.scored.offsets, scored.action_lengths)]
+            )
+        return built
 
-    due = bytes_of(PaddedCollator())
+    expected = bytes_of(PaddedCollator())
     monkeypatch.setattr(scored_tokens, "WINDOW", window)
-    assert bytes_of(collator) == due
+    assert bytes_of(collator) == expected
 
 
 def test_a_reducer_sees_which_stretches_are_of_one_attempt():
@@ -199,18 +201,20 @@ def test_a_reducer_sees_the_columns_and_values_that_it_needs():
         sample_values={"domain": np.array(["a", "b", "c"]), "hard": np.array([1, 2, 3])},
     )
     (mini_batch,) = PaddedCollator().plan(columns.lengths, Layout(dp=3)).mini_batches
-    made = FunctionReducer("mine", lambda structure, _: structure.loss_weight / 1.0, None, needs=("x", "ids[k]", "sample:domain"))
-    structure = batch_structure(columns, mini_batch, None, reducer=part_of(made, "mine", "reducer"))
+    reducer = FunctionReducer(
+        "mine", lambda structure, _: structure.loss_weight / 1.0, None, needs=("x", "ids[k]", "sample:domain")
+    )
+    structure = batch_structure(columns, mini_batch, None, reducer=part_of(reducer, "mine", "reducer"))
     order = structure.sample_ids.tolist()
     assert set(structure.columns) == {"x", "ids"}
     rows = [[1, 2], [3, 4, 5], [6, 7]]
     assert structure.columns["x"].tolist() == [number for sample in order for number in rows[sample]]
     assert structure.columns["ids"][:, 0].tolist() == structure.columns["x"].tolist()
     assert structure.sample_values["domain"].tolist() == ["abc"[sample] for sample in order]
-    for shard in cut(columns, mini_batch, compact_weights(part_of(made, "mine", "reducer"), structure), []):
+    for shard in cut(columns, mini_batch, compact_weights(part_of(reducer, "mine", "reducer"), structure), []):
         assert set(shard.columns.sample_values) == {"hard"}
     for need, what in (("z", "column 'z'"), ("sample:z", "value 'z'")):
-        lacking = FunctionReducer("mine", made.function, None, needs=(need,))
+        lacking = FunctionReducer("mine", reducer.function, None, needs=(need,))
         with pytest.raises(DataError, match=f"mine needs the {what} of the samples, the data has"):
             batch_structure(columns, mini_batch, None, reducer=part_of(lacking, "mine", "reducer"))
 
@@ -296,7 +300,7 @@ class _Recorded:
         return lambda: [self.put_shards[message.shard] for message in messages]
 
 
-def _seen():
+def _make_columns_with_images():
     """Two samples with an image each, and one of text."""
     grids = [[[1, 2, 2]], [[1, 2, 4]], None]
     pixels = [np.full((4, 6), 1.0, np.float32), np.full((8, 6), 2.0, np.float32), None]
@@ -306,11 +310,11 @@ def _seen():
 
 @pytest.mark.parametrize("collator", [PaddedCollator(pad_token_id=1), PackedCollator(pad_token_id=1)])
 def test_pixels_are_sent_to_the_first_pipeline_stage_alone(collator):
-    columns, topology, transport = _seen(), Topology(dp=2, tp=2, pp=2), _Recorded()
+    columns, topology, transport = _make_columns_with_images(), Topology(dp=2, tp=2, pp=2), _Recorded()
     (mini_batch,) = collator.plan(columns.lengths, Layout(dp=2, pp=2)).mini_batches
     group = WorkerGroup(transport, topology)
     placed = group.put(cut(columns, mini_batch, np.ones(9), []))
-    assert len(transport.put_shards) == 4, "one for the first stage and one for those behind it, whatever ranks share them"
+    assert len(transport.put_shards) == 4, "one for the first stage and one for those after it, whatever ranks share them"
     for rank, shard in enumerate(group.run(Pass("evaluate"), placed).result()):
         place = topology.coords(rank)
         assert ("pixel_values" in shard.columns.extras) == (place.pp == 0)
@@ -325,7 +329,7 @@ def test_pixels_are_sent_to_the_first_pipeline_stage_alone(collator):
                 np.testing.assert_array_equal(here.inputs[name], there.inputs[name])
 
 
-@pytest.mark.parametrize(("columns", "pp"), [(_seen(), 1), (SampleColumns.from_lists(input_ids=[[1, 2]]), 2)])
+@pytest.mark.parametrize(("columns", "pp"), [(_make_columns_with_images(), 1), (SampleColumns.from_lists(input_ids=[[1, 2]]), 2)])
 def test_a_shard_without_pixels_to_spare_is_sent_once(columns, pp):
     transport = _Recorded()
     (mini_batch,) = PaddedCollator().plan(columns.lengths, Layout(pp=pp)).mini_batches

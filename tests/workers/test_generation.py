@@ -35,7 +35,7 @@ class ShowsNone(Gathers):
         return None
 
 
-def described(accepts: tuple[WeightForm, ...], *capabilities: GeneratorCapability) -> GeneratorDescription:
+def describe(accepts: tuple[WeightForm, ...], *capabilities: GeneratorCapability) -> GeneratorDescription:
     return GeneratorDescription(frozenset(capabilities), accepts, "rank", 1)
 
 
@@ -51,22 +51,22 @@ def described(accepts: tuple[WeightForm, ...], *capabilities: GeneratorCapabilit
     ],
 )
 def test_the_first_form_that_both_have(accepts: tuple[WeightForm, ...], backend: Any, target: str, form: str) -> None:
-    assert form_for(described(accepts), backend, "generator 'x'", target) == form
+    assert form_for(describe(accepts), backend, "generator 'x'", target) == form
 
 
 def test_without_a_common_form() -> None:
     with pytest.raises(UnsupportedError, match="generator 'x' takes weights as module, and the backend gives tensors"):
-        form_for(described(("module",)), Gathers(), "generator 'x'")  # type: ignore[arg-type]
+        form_for(describe(("module",)), Gathers(), "generator 'x'")  # type: ignore[arg-type]
 
 
 def test_what_was_recorded_needs_no_weights() -> None:
     """Nothing is gathered for it, on any rank; without the capability a generator that takes none is refused."""
     backend: Any = Shows()
-    offered = OfferedWeights(form_for(described((), "recorded"), backend, "generator 'x'"), backend)
+    offered = OfferedWeights(form_for(describe((), "recorded"), backend, "generator 'x'"), backend)
     offered.finish()
     assert (offered.forms, backend.gathered) == (frozenset(), 0)
     with pytest.raises(UnsupportedError, match="takes weights as nothing"):
-        form_for(described(()), backend, "generator 'x'")
+        form_for(describe(()), backend, "generator 'x'")
 
 
 @pytest.mark.parametrize("taken", [0, 1, 3])
@@ -106,7 +106,7 @@ class Breaks(Gathers):
 def test_a_collective_that_fails_after_a_generator_does_not_hide_why(caplog: pytest.LogCaptureFixture) -> None:
     backend: Any = Breaks()
     part: Any = SimpleNamespace(product=Refuses(), owner=Owner("generator 'x'", "Mend it"))
-    generator = RankGenerator(backend, described(("tensors",)), "generator 'x'", part)
+    generator = RankGenerator(backend, describe(("tensors",)), "generator 'x'", part)
     with pytest.raises(ModelError, match="these weights are of another model"):
         generator.update(1, "policy")
     assert "a peer is gone" in caplog.text

@@ -27,7 +27,7 @@ def test_a_message_says_what_a_rank_does(message: type[Message]) -> None:
 
 
 def test_neither_the_group_nor_the_worker_spells_a_message() -> None:
-    """An order to ranks stands once, as a message. `run` and `close` are the group's own, over all ranks."""
+    """An order to ranks is written once, as a message. `run` and `close` are the group's own, over all ranks."""
     public = {name for name in vars(Worker) if not name.startswith("_")} & {
         name for name in vars(launch.WorkerGroup) if not name.startswith("_")
     }
@@ -76,6 +76,6 @@ def test_a_wrong_message_is_an_error_of_the_type_checker(tmp_path: Path, line: s
     file = tmp_path / "snippet.py"
     file.write_text(SNIPPET.format(line))
     config = Path(__file__).parents[2] / "pyproject.toml"
-    told, _, status = api.run([str(file), "--config-file", str(config), "--cache-dir", str(tmp_path.parent / "mypy")])
-    assert (status == 0) == (error is None), told
-    assert error is None or error in told
+    output, _, status = api.run([str(file), "--config-file", str(config), "--cache-dir", str(tmp_path.parent / "mypy")])
+    assert (status == 0) == (error is None), output
+    assert error is None or error in output

@@ -12,7 +12,7 @@ from skyrl_engine.workers.parcel import IN_BODY, MOST_PIECES, PIECE_BYTES, Parce
 RAY_STARTS_THREADS_AT = 1 << 20
 
 
-def sent(parcel):
+def send(parcel):
     """As Ray sends it: every buffer out of band, and read-only at the other end."""
     buffers = []
     body = pickle.dumps(parcel, protocol=5, buffer_callback=buffers.append)
@@ -25,19 +25,19 @@ def sent(parcel):
 )
 def test_every_size_arrives_whole_in_pieces_that_start_no_thread(size):
     values = np.arange(size, dtype=np.uint8)
-    arrived, sizes = sent(Parcel.of({"values": values, "number": 3}))
+    arrived, sizes = send(Parcel.of({"values": values, "number": 3}))
     opened = arrived.unpack()
     assert opened["number"] == 3
     np.testing.assert_array_equal(opened["values"], values, strict=True)
     assert sum(sizes) == (size if size > IN_BODY else 0)
-    assert all(each < RAY_STARTS_THREADS_AT for each in sizes)
+    assert all(length < RAY_STARTS_THREADS_AT for length in sizes)
     assert len(sizes) == (-(-size // PIECE_BYTES) if size > IN_BODY else 0)
 
 
 def test_what_takes_long_to_copy_stays_whole_for_threads():
     values = np.zeros(MOST_PIECES * PIECE_BYTES + 1, dtype=np.uint8)
     values[-1] = 7
-    arrived, sizes = sent(Parcel.of(values))
+    arrived, sizes = send(Parcel.of(values))
     assert sizes == [len(values)]
     assert arrived.unpack().tobytes() == values.tobytes()
 
@@ -50,7 +50,7 @@ def test_arrays_of_every_shape_type_and_order():
         np.zeros((0, 4)),
         np.array([np.nan, -0.0]),
     ]
-    arrived, _ = sent(Parcel.of(content))
+    arrived, _ = send(Parcel.of(content))
     for here, there in zip(content, arrived.unpack(), strict=True):
         assert (here.dtype, here.shape) == (there.dtype, there.shape)
         assert here.tobytes() == there.tobytes()
@@ -66,7 +66,7 @@ def test_large_arrays_are_viewed_and_small_ones_cost_no_buffer():
 
 def test_large_arrays_arrive_read_only_whether_they_travelled_in_pieces_or_not():
     for size in (IN_BODY + 1, 3 * PIECE_BYTES):
-        arrived, _ = sent(Parcel.of(np.zeros(size, dtype=np.uint8)))
+        arrived, _ = send(Parcel.of(np.zeros(size, dtype=np.uint8)))
         assert not arrived.unpack().flags.writeable
 
 

@@ -55,11 +55,11 @@ class Ray:
         self.actors: list[Actor] = []
 
     def remote(self, cls: type) -> Any:
-        def made(paths: dict[int, str]) -> Actor:
+        def make_actor(paths: dict[int, str]) -> Actor:
             self.actors.append(Actor(cls(paths)))
             return self.actors[-1]
 
-        return SimpleNamespace(options=lambda **_: SimpleNamespace(remote=made))
+        return SimpleNamespace(options=lambda **_: SimpleNamespace(remote=make_actor))
 
     def wait(self, calls: list[Call], **_: Any) -> tuple[list[Call], list[Call]]:
         return calls[:1], calls[1:]
@@ -85,11 +85,11 @@ def places(tmp_path: Path) -> list[Place]:
 def test_every_rank_is_named_and_a_warning_is_new_once(places: list[Place], caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         RankLog(Ray(), places).close()
-    said = [record for record in caplog.records if record.name == "skyrl_engine.ranks"]
-    assert {record.getMessage() for record in said if record.levelname == "INFO"} == {
+    records = [record for record in caplog.records if record.name == "skyrl_engine.ranks"]
+    assert {record.getMessage() for record in records if record.levelname == "INFO"} == {
         f"rank {rank} ({node}, pid {70 + rank}) output: printed {rank}" for rank, node in enumerate("aab")
     }
-    warned = [record for record in said if record.levelname == "WARNING"]
+    warned = [record for record in records if record.levelname == "WARNING"]
     assert sorted(record.getMessage() for record in warned) == [
         f"rank {rank} ({node}, pid {70 + rank}) warnings: UserWarning: careful" for rank, node in enumerate("aab")
     ]
@@ -131,11 +131,11 @@ def test_the_log_goes_on_without_a_reader_that_ended(
 
 
 def _losing(call: Any, of_ranks: set[int]) -> Any:
-    def changed(actor: Actor, name: str) -> Any:
+    def change_actor(actor: Actor, name: str) -> Any:
         actor.lost = set(actor.reader._files) == of_ranks
         return call(actor, name)
 
-    return changed
+    return change_actor
 
 
 @pytest.mark.parametrize(("ranks", "words"), [([3], "rank 3"), ([0, 1], "ranks 0 and 1"), ([0, 1, 3], "ranks 0, 1 and 3")])

@@ -1,4 +1,4 @@
-"""An actor hands failures back as values, and begins nothing behind one that the controller does not know of."""
+"""An actor hands failures back as values, and begins nothing after one that the controller does not know of."""
 
 import pytest
 
@@ -13,7 +13,7 @@ from skyrl_engine.workers.ray_actor import Failure, RankActor
 
 @frozen
 class Take(Message[int]):
-    """A message to a list that stands where the rank's worker stands, and knows what was begun."""
+    """A message to a list that takes the place of the rank's worker, and knows what was begun."""
 
     number: int
     verb = "take"

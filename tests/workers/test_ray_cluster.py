@@ -1,4 +1,4 @@
-"""Finding room for ranks on a Ray cluster: what each asks for, where it stands, and no silence when there is none."""
+"""Finding room for ranks on a Ray cluster: what each asks for, where it is placed, and no silence when there is none."""
 
 import signal
 import socket
@@ -76,12 +76,12 @@ def test_an_address_where_nothing_answers_is_refused_at_once():
 def test_a_ray_that_does_not_come_up_is_an_error_with_a_remedy(monkeypatch):
     """Ray raises a plain Exception where its own processes are late."""
 
-    def late(**_options):
+    def fail_late(**_options):
         raise Exception("The current node timed out during startup.\nSee the logs.")  # noqa: TRY002 - as Ray does
 
     ray = import_ray()
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
-    monkeypatch.setattr(ray, "init", late)
+    monkeypatch.setattr(ray, "init", fail_late)
     with pytest.raises(EngineError, match="Ray did not start on this machine") as caught:
         connect(ray, None, 2)
     assert caught.value.cause.endswith("(The current node timed out during startup.)")

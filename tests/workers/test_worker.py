@@ -1,4 +1,4 @@
-"""A rank that cannot start leaves nothing behind, and stands where its backend said it would."""
+"""A rank that cannot start leaves nothing behind, and is placed where its backend said it would be."""
 
 import pytest
 import torch.distributed as dist

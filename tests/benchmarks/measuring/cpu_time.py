@@ -14,7 +14,7 @@ from pathlib import Path
 SHORTEST_SECONDS = 0.01
 
 
-def interleaved(
+def interleave(
     works: Mapping[str, Callable[[], object]], rounds: int, *, enough: Callable[[Mapping[str, float]], bool] = lambda _: False
 ) -> dict[str, float]:
     """Least CPU seconds of each work over `rounds`, after one call of each that is not counted; fewer rounds when `enough` says so."""

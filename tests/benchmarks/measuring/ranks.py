@@ -44,13 +44,13 @@ class ClockedTransport(WorldTransport):
         self.wall = self.cpu = 0.0
 
     def send(self, messages: Sequence[Message[Any]]) -> Callable[[], list[Any]]:
-        costs: list[Cost] = self._world.run(_clocked, list(messages))
+        costs: list[Cost] = self._world.run(_clock, list(messages))
         self.wall += max(cost.wall for cost in costs)
         self.cpu += sum(cost.cpu for cost in costs)
         return lambda: [cost.value for cost in costs]
 
 
-def _clocked(messages: Sequence[Message[Any]]) -> Cost:
+def _clock(messages: Sequence[Message[Any]]) -> Cost:
     _finish()
     wall, cpu = time.perf_counter(), time.process_time()
     value = on_worker(messages)
@@ -114,9 +114,9 @@ def gradient_differences(file: Path) -> dict[str, tuple[float, float]]:
     gradients = _gradients()
     if dist.get_rank():
         return {}
-    with safe_open(file, "numpy") as due:
-        assert set(due.keys()) == gradients.keys(), sorted(set(due.keys()) ^ gradients.keys())
-        return {name: _squares(gradient, due.get_tensor(name)) for name, gradient in gradients.items()}
+    with safe_open(file, "numpy") as expected:
+        assert set(expected.keys()) == gradients.keys(), sorted(set(expected.keys()) ^ gradients.keys())
+        return {name: _squares(gradient, expected.get_tensor(name)) for name, gradient in gradients.items()}
 
 
 def _gradients() -> Mapping[str, np.ndarray]:
@@ -124,5 +124,5 @@ def _gradients() -> Mapping[str, np.ndarray]:
     return gradients
 
 
-def _squares(got: np.ndarray, due: np.ndarray) -> tuple[float, float]:
-    return tuple(float(np.square(each, dtype=np.float64).sum()) for each in (got.astype(np.float64) - due, due))  # type: ignore[return-value] # two
+def _squares(got: np.ndarray, expected: np.ndarray) -> tuple[float, float]:
+    return tuple(float(np.square(values, dtype=np.float64).sum()) for values in (got.astype(np.float64) - expected, expected))  # type: ignore[return-value] # two

@@ -1,4 +1,4 @@
-"""Options with which transformers' and TRL's trainers do what the engine does, and nothing beside it."""
+"""Options with which transformers' and TRL's trainers do what the engine does, and nothing else."""
 
 from typing import Any, Final
 

@@ -31,8 +31,8 @@ def write_words_model(directory: Path) -> int:
         "max_position_embeddings": 512,
     }
     write_model(directory, tokenizer=tokenizer, **sizes)
-    return sum(parameter.numel() for parameter in loaded(directory).parameters())
+    return sum(parameter.numel() for parameter in load_model(directory).parameters())
 
 
-def loaded(directory: Path) -> Any:
+def load_model(directory: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="sdpa")

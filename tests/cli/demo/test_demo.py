@@ -20,7 +20,7 @@ def test_a_held_out_question_never_occurs_in_training():
     exchanges = [Exchange(f"q{number % 40}", str(number)) for number in range(100)] + [Exchange("Q7", "other case")]
     training, held_out = split_held_out(exchanges, 10, seed=1)
     assert (len(training), len(held_out)) == (30, 10)
-    assert not {each.question.casefold() for each in training} & {each.question.casefold() for each in held_out}
+    assert not {exchange.question.casefold() for exchange in training} & {exchange.question.casefold() for exchange in held_out}
     assert split_held_out(exchanges, 10, seed=1) == (training, held_out)
     assert split_held_out(exchanges, 10, seed=2) != (training, held_out)
 

@@ -1,4 +1,4 @@
-"""Every command of README runs as it stands, in the order in which it stands there, on what a demo of few steps left."""
+"""Every command of README runs as it is written, in the order of the page, on what a demo of few steps left."""
 
 import os
 import re
@@ -67,8 +67,8 @@ def test_a_command_runs(clone, command):
 def serve(line, clone, environment):
     """Start the server, wait until it listens, and end it as Ctrl-C does."""
     log = clone / "serve.log"
-    with log.open("w") as told:
-        server = subprocess.Popen(["bash", "-ec", line], cwd=clone, env=environment, stdout=told, stderr=subprocess.STDOUT)
+    with log.open("w") as output:
+        server = subprocess.Popen(["bash", "-ec", line], cwd=clone, env=environment, stdout=output, stderr=subprocess.STDOUT)
         try:
             until = time.monotonic() + 120
             while not re.search(r"https?://", log.read_text()) and server.poll() is None and time.monotonic() < until:

@@ -1,4 +1,4 @@
-"""`plugins new`: what it writes is in order as it stands, and what it cannot write it says."""
+"""`plugins new`: what it writes is in order unchanged, and it says what it cannot write."""
 
 import os
 import subprocess
@@ -21,7 +21,7 @@ def run(*arguments: str, folder: Path, env: dict[str, str] | None = None) -> str
 
 
 @pytest.fixture
-def made(command, tmp_path, request):
+def distribution_folder(command, tmp_path, request):
     """The folder of a new distribution of the parametrised kind."""
     outcome = command("plugins", "new", request.param, "my-thing", "--author", 'Jo "J" Doe')
     assert outcome.code == 0, outcome.err
@@ -41,25 +41,25 @@ def test_every_kind_is_written_or_refused_with_a_reason(command):
     assert "A reward is a plugin of the kind environment" in outcome.last_line
 
 
-@pytest.mark.parametrize("made", WRITTEN, indirect=True)
-def test_it_is_a_distribution_in_good_order(made):
-    kind = made.name.removeprefix("my-thing-").replace("-", "_")
-    project = tomllib.loads((made / "pyproject.toml").read_text())["project"]
-    assert project["name"] == made.name
+@pytest.mark.parametrize("distribution_folder", WRITTEN, indirect=True)
+def test_it_is_a_distribution_in_good_order(distribution_folder):
+    kind = distribution_folder.name.removeprefix("my-thing-").replace("-", "_")
+    project = tomllib.loads((distribution_folder / "pyproject.toml").read_text())["project"]
+    assert project["name"] == distribution_folder.name
     assert project["authors"] == [{"name": 'Jo "J" Doe'}]
     assert project["dependencies"] == ["skyrl-engine>=0.3,<0.4"]
     assert project["entry-points"] == {f"skyrl_engine.{kind}": {"my_thing": f"my_thing_{kind}.plugin:my_thing"}}
-    assert (made / "LICENSE").read_text() == (ROOT / "LICENSE").read_text()
-    assert (made / "src" / f"my_thing_{kind}" / "py.typed").exists()
-    texts = [path.read_text() for path in made.rglob("*") if path.is_file()]
-    assert f"Its {kind.replace('_', ' ')} is called `my_thing`." in (made / "README.md").read_text()
+    assert (distribution_folder / "LICENSE").read_text() == (ROOT / "LICENSE").read_text()
+    assert (distribution_folder / "src" / f"my_thing_{kind}" / "py.typed").exists()
+    texts = [path.read_text() for path in distribution_folder.rglob("*") if path.is_file()]
+    assert f"Its {kind.replace('_', ' ')} is called `my_thing`." in (distribution_folder / "README.md").read_text()
     assert not [text for text in texts if "${" in text]
-    run("ruff", "check", ".", folder=made)
-    run("ruff", "format", "--check", ".", folder=made)
+    run("ruff", "check", ".", folder=distribution_folder)
+    run("ruff", "format", "--check", ".", folder=distribution_folder)
     in_repository = (
         "I001,INP001,PLC0415,S101,S311"  # other first parties, no tests/ of ours, imports where needed, no secrets drawn
     )
-    run("ruff", "check", "--config", str(ROOT / "pyproject.toml"), "--ignore", in_repository, ".", folder=made)
+    run("ruff", "check", "--config", str(ROOT / "pyproject.toml"), "--ignore", in_repository, ".", folder=distribution_folder)
 
 
 @pytest.mark.nightly

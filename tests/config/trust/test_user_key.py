@@ -23,13 +23,13 @@ def test_it_is_made_once_and_for_its_owner_alone(place: Path) -> None:
     previous = os.umask(0)
     try:
         with ThreadPoolExecutor(8) as threads:
-            made = set(threads.map(lambda _: make_key(), range(32)))
+            keys = set(threads.map(lambda _: make_key(), range(32)))
     finally:
         os.umask(previous)
-    assert made == {read_key()}
-    assert len(made.pop()) >= 32
+    assert keys == {read_key()}
+    assert len(keys.pop()) >= 32
     assert stat.S_IMODE(place.stat().st_mode) == 0o600
-    assert [each.name for each in place.parent.iterdir()] == ["run-key"], "nothing that was written aside stays"
+    assert [file.name for file in place.parent.iterdir()] == ["run-key"], "nothing that was written aside stays"
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o602, 0o610])

@@ -34,7 +34,7 @@ def nested(name, arrays, list_type) -> pa.Array:
         "image_grid_thw": pa.list_(pa.int64(), 3),
         "mm_token_type_ids": pa.int16(),
     }
-    return pa.array([None if each is None else each.tolist() for each in arrays], type=list_type(inner[name]))
+    return pa.array([None if array is None else array.tolist() for array in arrays], type=list_type(inner[name]))
 
 
 @settings(deadline=None)

@@ -49,11 +49,11 @@ def test_what_is_held_in_any_form_never_changes():
 def test_no_more_memory_is_kept_than_was_asked_for():
     join = ReusableJoin(keep=2)
     held = [join(pieces(bytes([number]) * 64)) for number in range(5)]
-    kept = {address(view) for view in held[-2:]}
+    addresses = {address(view) for view in held[-2:]}
     assert [bytes(view) for view in held] == [bytes([number]) * 64 for number in range(5)]
     del held
     again = [join(pieces(b"z" * 64)) for _ in range(2)]
-    assert {address(view) for view in again} == kept
+    assert {address(view) for view in again} == addresses
     with pytest.raises(ValueError, match="keep"):
         ReusableJoin(keep=0)
 
@@ -74,14 +74,14 @@ def test_samples_taken_into_it_are_the_same_and_stay(length):
 
 def test_every_array_of_long_samples_is_taken_into_it():
     columns = SampleColumns.from_lists(input_ids=[[1] * (LONG + 1)], columns={"rewards": [[2.0] * (LONG + 1)]})
-    made = []
+    buffers = []
 
-    def join(given: list[memoryview]) -> bytearray:
-        made.append(bytearray().join(given))
-        return made[-1]
+    def join(parts: list[memoryview]) -> bytearray:
+        buffers.append(bytearray().join(parts))
+        return buffers[-1]
 
     taken = columns.take([0], join)
-    assert {values.ctypes.data for values in _values(taken)} == {np.frombuffer(each, np.uint8).ctypes.data for each in made}
+    assert {values.ctypes.data for values in _values(taken)} == {np.frombuffer(buffer, np.uint8).ctypes.data for buffer in buffers}
 
 
 def _values(columns: SampleColumns) -> list[np.ndarray]:
@@ -92,9 +92,9 @@ def test_threads_that_share_one_get_their_own_bytes():
     join, wrong = ReusableJoin(), []
 
     def work(byte: int) -> None:
-        given = pieces(bytes([byte]) * 100_000)
+        parts = pieces(bytes([byte]) * 100_000)
         for _ in range(300):
-            view = join(given)
+            view = join(parts)
             if set(view[::9_999].tolist()) != {byte}:
                 wrong.append(byte)
 

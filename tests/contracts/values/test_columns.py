@@ -25,7 +25,7 @@ def test_arrays_that_fit_are_not_copied():
     assert columns.input_ids is FLAT["input_ids"]
     assert columns.loss_weight is weight
     assert columns.columns["rewards"] is rewards
-    assert all(getattr(columns, name) is given for name, given in ids.items())
+    assert all(getattr(columns, name) is array for name, array in ids.items())
 
 
 def test_true_and_false_are_weights_of_one_byte():
@@ -73,17 +73,17 @@ def test_trajectory_ids_go_where_their_samples_go():
 
 
 def test_ids_may_be_lists():
-    given = SampleColumns.create(**FLAT, group_ids=[7, 7], trajectory_ids=(3, 4))
-    assert (given.group_ids.tolist(), given.group_ids.dtype) == ([7, 7], np.int64)
-    assert given.trajectory_ids.tolist() == [3, 4]
+    columns = SampleColumns.create(**FLAT, group_ids=[7, 7], trajectory_ids=(3, 4))
+    assert (columns.group_ids.tolist(), columns.group_ids.dtype) == ([7, 7], np.int64)
+    assert columns.trajectory_ids.tolist() == [3, 4]
 
 
 def test_columns_know_whether_group_ids_were_given():
     """Every sample a group of its own, as the caller says or because nobody said: the two are not the same."""
-    alone, given = SampleColumns.create(**FLAT), SampleColumns.create(**FLAT, group_ids=np.array([0, 1]))
-    assert alone.group_ids.tolist() == given.group_ids.tolist()
-    assert (alone.grouped, given.grouped) == (False, True)
-    assert (alone.take([1]).grouped, given.take([1]).grouped) == (False, True)
+    alone, grouped = SampleColumns.create(**FLAT), SampleColumns.create(**FLAT, group_ids=np.array([0, 1]))
+    assert alone.group_ids.tolist() == grouped.group_ids.tolist()
+    assert (alone.grouped, grouped.grouped) == (False, True)
+    assert (alone.take([1]).grouped, grouped.take([1]).grouped) == (False, True)
 
 
 @pytest.mark.parametrize(

@@ -141,8 +141,8 @@ def test_a_reader_is_asked_for_every_field_that_comes_in_lists():
     reader = Recorder()
     arguments = {"loss_mask": [[1], [0.5]], "columns": {"rewards": [[0.5], [1.5]]}}
     read = SampleColumns.from_lists(input_ids=[[1, 2], [3, 4]], num_actions=[1, 1], reader=reader, **arguments)
-    asked = {(str(rows), name) for rows, name in reader.asked}
-    assert {("[[1, 2], [3, 4]]", "int32"), ("[[1], [0.5]]", "uint8"), ("[[0.5], [1.5]]", "float32")} <= asked
+    requests = {(str(rows), name) for rows, name in reader.asked}
+    assert {("[[1, 2], [3, 4]]", "int32"), ("[[1], [0.5]]", "uint8"), ("[[0.5], [1.5]]", "float32")} <= requests
     plain = SampleColumns.from_lists(input_ids=[[1, 2], [3, 4]], num_actions=[1, 1], **arguments)
     assert read.input_ids.tolist() == plain.input_ids.tolist()
     reader = Recorder()
@@ -155,15 +155,15 @@ def test_a_reader_is_asked_for_every_field_that_comes_in_lists():
         columns={"advantages": [[4.5], [5.5]]},
         reader=reader,
     )
-    asked = {(str(rows), name) for rows, name in reader.asked}
-    assert ("[[1], [3], [2], [4]]", "int32") in asked
-    assert ("[[1], [0.5]]", "uint8") in asked
+    requests = {(str(rows), name) for rows, name in reader.asked}
+    assert ("[[1], [3], [2], [4]]", "int32") in requests
+    assert ("[[1], [0.5]]", "uint8") in requests
     for rows in ([[0.5], [1.5]], [[2.5], [3.5]], [[4.5], [5.5]]):
-        assert (str(rows), "float32") in asked
+        assert (str(rows), "float32") in requests
 
 
 def test_samples_side_by_side_travel_as_one_slice_and_are_not_copied_on_arrival():
-    """Also where a sample without values, which lies elsewhere, comes between them."""
+    """Also where a sample without values, which is elsewhere, comes between them."""
     values = np.arange(12, dtype=np.int32).reshape(6, 2)
     view = RaggedView(values, np.array([1, 0, 3]), np.array([2, 0, 2]))
     buffers = []
@@ -177,7 +177,7 @@ def test_samples_side_by_side_travel_as_one_slice_and_are_not_copied_on_arrival(
 
 @pytest.mark.parametrize(("order", "slices"), [([0, 1, 2, 3], 1), ([0, 2, 1], 3), ([2, 3, 0, 1], 2), ([1, 0], 2), ([1, 1, 2], 2)])
 def test_samples_in_any_order_arrive_in_it(order, slices):
-    """Only what lies side by side in that order is one slice."""
+    """Only neighbours in that order are one slice."""
     values = np.arange(40, dtype=np.int32).reshape(10, 4)
     view = RaggedView.of(Ragged(values, offsets_of([1, 2, 3, 4])))
     buffers = []

@@ -19,7 +19,7 @@ GRID = [[[1, 2, 1]], None, [[1, 1, 1], [1, 1, 2]]]
 PIXELS = [np.ones((2, 4)), None, np.zeros((3, 4))]
 
 
-def made(routes=None, **extras):
+def make_columns(routes=None, **extras):
     return SampleColumns.from_lists(input_ids=TOKENS, routes=routes, extras=extras).extras
 
 
@@ -44,7 +44,7 @@ def test_flat_values_that_fit_are_not_copied(dtype):
     values = np.full((4, 2, 2), {"uint8": 7, "int16": 300, "int32": 40_000}[dtype], dtype=dtype)
     pixels, grid = np.ones((3, 5), dtype=np.float32), np.array([[1, 1, 3]])
     types = np.zeros(6, dtype=np.int32)
-    extras = made(
+    extras = make_columns(
         Ragged(values, offsets_of([2, 1, 1])),
         pixel_values=Ragged(pixels, offsets_of([0, 3, 0])),
         image_grid_thw=Ragged(grid, offsets_of([0, 1, 0])),
@@ -55,12 +55,12 @@ def test_flat_values_that_fit_are_not_copied(dtype):
 
 
 def test_flat_values_that_are_too_wide_are_narrowed():
-    extras = made(Ragged(np.full((3, 1, 2), 9), offsets_of([1, 1, 1])))
+    extras = make_columns(Ragged(np.full((3, 1, 2), 9), offsets_of([1, 1, 1])))
     assert extras["expert_routes"].values.dtype == np.uint8
 
 
 def test_tensors_are_read_on_any_dtype_of_theirs():
-    extras = made(
+    extras = make_columns(
         [torch.full((1, 1, 2), 3, dtype=torch.int16)] * 3,
         pixel_values=[torch.ones(2, 4, dtype=torch.bfloat16, requires_grad=True), None, torch.zeros(3, 4, dtype=torch.float64)],
         image_grid_thw=[torch.tensor([[1, 2, 1]]), None, torch.tensor([[1, 1, 1], [1, 1, 2]])],
@@ -73,7 +73,7 @@ def test_tensors_are_read_on_any_dtype_of_theirs():
 
 def test_what_no_sample_has_is_left_out():
     none = [None] * 3
-    assert made(None, pixel_values=none, image_grid_thw=none, mm_token_type_ids=none) == {}
+    assert make_columns(None, pixel_values=none, image_grid_thw=none, mm_token_type_ids=none) == {}
     assert SampleColumns.from_lists(input_ids=[], routes=[]).extras == {}
 
 
@@ -105,7 +105,7 @@ ONE = np.zeros((1, 2, 2), dtype=np.int64)
 )
 def test_routes_that_are_refused(routes, words):
     with pytest.raises(DataError, match=words):
-        made(routes)
+        make_columns(routes)
 
 
 @pytest.mark.parametrize(
@@ -135,12 +135,12 @@ def test_routes_that_are_refused(routes, words):
 )
 def test_images_that_are_refused(extras, words):
     with pytest.raises(DataError, match=words):
-        made(None, **extras)
+        make_columns(None, **extras)
 
 
 def test_routes_are_given_once():
     with pytest.raises(DataError, match="given twice") as caught:
-        made([ONE] * 3, expert_routes=[ONE] * 3)
+        make_columns([ONE] * 3, expert_routes=[ONE] * 3)
     check_says_what_to_do(caught.value)
 
 
@@ -168,7 +168,7 @@ def test_choosing_samples_copies_no_extra_and_pickling_takes_theirs_alone(lists,
 
 
 def test_a_transport_that_takes_buffers_out_of_band_is_handed_the_values_themselves():
-    """As Ray does with protocol 5: slices of the controller's own memory, one for samples that lie side by side."""
+    """As Ray does with protocol 5: slices of the controller's own memory, one for samples that are neighbours."""
     values = np.arange(24, dtype=np.int32).reshape(6, 2, 2)
     view = RaggedView.of(Ragged(values, offsets_of([1, 2, 0, 2, 1]))).take([1, 2, 3, 0])
     buffers = []

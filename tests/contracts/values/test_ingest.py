@@ -12,7 +12,7 @@ from skyrl_engine.testing.collators.strategies import SampleLists, sample_lists
 from skyrl_engine.testing.error_checks import check_says_what_to_do
 
 
-def same(one: SampleColumns, other: SampleColumns) -> None:
+def require_same(one: SampleColumns, other: SampleColumns) -> None:
     for name in ("input_ids", "token_offsets", "action_offsets", "loss_weight", "sample_ids", "group_ids", "unit_ids"):
         mine, theirs = getattr(one, name), getattr(other, name)
         assert mine.dtype == theirs.dtype, name
@@ -62,7 +62,7 @@ def test_every_container_gives_the_same_columns(lists: SampleLists, container: s
         columns={name: real(rows) for name, rows in lists.columns.items()},
         **lists.ids,
     )
-    same(columns, lists.to_columns())
+    require_same(columns, lists.to_columns())
 
 
 @settings(deadline=None)
@@ -75,7 +75,7 @@ def test_both_entries_give_the_same_columns(lists: SampleLists):
         columns=lists.columns,
         **lists.ids,
     )
-    same(supervised, lists.to_columns())
+    require_same(supervised, lists.to_columns())
 
 
 def test_ids_are_int32_where_they_fit_and_int64_otherwise():

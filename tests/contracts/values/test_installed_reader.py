@@ -17,7 +17,7 @@ def read(rows, dtype):
 
 
 @pytest.fixture
-def offered(tmp_path, monkeypatch):
+def offer_reader(tmp_path, monkeypatch):
     """Lay out a distribution as pip does; path entries of other distributions that offer a reader are left out."""
 
     def lay_out(name, target, source):
@@ -38,8 +38,8 @@ def read_something():
     return SampleColumns.from_lists(input_ids=[[1, 2], [3]])
 
 
-def test_the_one_that_is_offered_is_asked(offered):
-    offered("reading_lists", "reading_lists:read", READER)
+def test_the_one_that_is_offered_is_asked(offer_reader):
+    offer_reader("reading_lists", "reading_lists:read", READER)
     np.testing.assert_array_equal(read_something().input_ids, [1, 2, 3])
     import reading_lists
 
@@ -48,14 +48,14 @@ def test_the_one_that_is_offered_is_asked(offered):
     assert reading_lists.asked == [2, 4]
 
 
-def test_python_reads_without_one(offered, caplog):
+def test_python_reads_without_one(offer_reader, caplog):
     np.testing.assert_array_equal(read_something().input_ids, [1, 2, 3])
     assert not caplog.records
 
 
 @pytest.mark.parametrize("target", ["broken_reader:read", "broken_reader_that_is_missing:read"])
-def test_python_reads_where_it_cannot_be_imported(offered, caplog, target):
-    offered("broken_reader", target, "raise RuntimeError('no such processor')")
+def test_python_reads_where_it_cannot_be_imported(offer_reader, caplog, target):
+    offer_reader("broken_reader", target, "raise RuntimeError('no such processor')")
     np.testing.assert_array_equal(read_something().input_ids, [1, 2, 3])
     (record,) = caplog.records
     assert (
@@ -63,9 +63,9 @@ def test_python_reads_where_it_cannot_be_imported(offered, caplog, target):
     )
 
 
-def test_of_several_none_is_chosen_and_all_are_named(offered, caplog):
-    offered("reader_one", "reader_one:read", READER)
-    offered("reader_two", "reader_two:read", READER)
+def test_of_several_none_is_chosen_and_all_are_named(offer_reader, caplog):
+    offer_reader("reader_one", "reader_one:read", READER)
+    offer_reader("reader_two", "reader_two:read", READER)
     np.testing.assert_array_equal(read_something().input_ids, [1, 2, 3])
     (record,) = caplog.records
     named = "reader_one (reader_one:read) and reader_two (reader_two:read) offer one each; keep one"

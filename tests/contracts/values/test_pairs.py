@@ -1,4 +1,4 @@
-"""Units become pairs by role, wherever their samples stand; what is no pair is refused with its samples."""
+"""Units become pairs by role, wherever their samples are; what is no pair is refused with its samples."""
 
 import numpy as np
 import pytest
@@ -28,14 +28,14 @@ def test_a_unit_without_a_token_is_no_pair() -> None:
 
 
 @pytest.mark.parametrize(
-    ("roles", "said"),
+    ("roles", "message"),
     [
         ((0, 1, 0, 0), r"unit 4 has no rejected sample, only the samples 12 \(chosen\), 13 \(chosen\)"),
         ((0, 1, 1, 1), r"unit 4 has no chosen sample, only the samples 12 \(rejected\), 13 \(rejected\)"),
     ],
 )
-def test_a_missing_role_names_the_samples(roles: tuple[int, ...], said: str) -> None:
-    with pytest.raises(DataError, match=said):
+def test_a_missing_role_names_the_samples(roles: tuple[int, ...], message: str) -> None:
+    with pytest.raises(DataError, match=message):
         pair_places(ints(3, 3, 4, 4), ints(*roles), ints(1, 1, 1, 1), ints(10, 11, 12, 13))
 
 
@@ -44,10 +44,10 @@ def test_a_doubled_role_names_the_samples() -> None:
         pair_places(ints(3, 3, 3), ints(0, 1, 1), ints(1, 1, 1), ints(0, 1, 2))
 
 
-@pytest.mark.parametrize("given", [np.array([0.0, 2.0]), np.array(["chosen", "rejected"], dtype=object)])
-def test_other_roles_are_refused(given: np.ndarray) -> None:
+@pytest.mark.parametrize("roles", [np.array([0.0, 2.0]), np.array(["chosen", "rejected"], dtype=object)])
+def test_other_roles_are_refused(roles: np.ndarray) -> None:
     with pytest.raises(DataError, match="is neither 0"):
-        roles_in({"role": given})
+        roles_in({"role": roles})
 
 
 def test_roles_may_be_floats_and_absent() -> None:

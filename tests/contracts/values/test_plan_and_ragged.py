@@ -36,11 +36,11 @@ def test_renumbering_keeps_the_rows():
 
 
 def test_a_micro_batch_knows_those_that_are_built_after_it_and_a_changed_copy_does_not():
-    given = [rows_of(4, 1), rows_of(5), rows_of()]
-    ordered = BuildOrder.of(given)
-    assert [each.samples.tolist() for each in ordered] == [[4, 1], [5], []]
-    assert [each.following for each in ordered] == [ordered[1:], ordered[2:], ()]
-    assert all(each.following == () for each in given)
+    micro_batches = [rows_of(4, 1), rows_of(5), rows_of()]
+    ordered = BuildOrder.of(micro_batches)
+    assert [micro_batch.samples.tolist() for micro_batch in ordered] == [[4, 1], [5], []]
+    assert [micro_batch.following for micro_batch in ordered] == [ordered[1:], ordered[2:], ()]
+    assert all(micro_batch.following == () for micro_batch in micro_batches)
     assert evolve(ordered[0], width=9).following == ()
     local = ordered[0].renumber(np.array([0, 1]))
     assert local.order is None

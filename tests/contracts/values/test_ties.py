@@ -22,15 +22,15 @@ from skyrl_engine.contracts.values.ties import TIE
     ],
 )
 def test_a_tie_is_a_share_of_the_largest_reward(totals: list[float], tied: bool) -> None:
-    made = equalize_ties(np.array(totals), np.abs(totals))
-    assert bool(made[0] == made[1]) is tied
+    equalized = equalize_ties(np.array(totals), np.abs(totals))
+    assert bool(equalized[0] == equalized[1]) is tied
     assert are_tied(min(totals), max(totals), max(map(abs, totals))) is tied
 
 
 def test_turns_that_cancel_out_are_measured_by_what_was_added_up() -> None:
     """0.1 + 0.2 - 0.3 is 5.6e-17 and not 0: rounding, of rewards of 0.3."""
-    made = equalize_ties(np.array([0.1 + 0.2 - 0.3, 0.0]), np.array([0.3, 0.3]))
-    assert made.tolist() == [0.0, 0.0]
+    equalized = equalize_ties(np.array([0.1 + 0.2 - 0.3, 0.0]), np.array([0.3, 0.3]))
+    assert equalized.tolist() == [0.0, 0.0]
 
 
 @given(
@@ -42,31 +42,31 @@ def test_turns_that_cancel_out_are_measured_by_what_was_added_up() -> None:
 def test_groups_are_apart_and_the_order_changes_nothing(data: list[tuple[int, float]], seed: int) -> None:
     groups = np.array([group for group, _ in data], dtype=np.int64)
     totals = np.array([total for _, total in data])
-    made = equalize_ties(totals, np.abs(totals), groups)
+    equalized = equalize_ties(totals, np.abs(totals), groups)
     order = np.random.default_rng(seed).permutation(len(data))
-    assert equalize_ties(totals[order], np.abs(totals)[order], groups[order]).tolist() == made[order].tolist()
+    assert equalize_ties(totals[order], np.abs(totals)[order], groups[order]).tolist() == equalized[order].tolist()
     for group in range(4):
         own = groups == group
-        assert equalize_ties(totals[own], np.abs(totals[own])).tolist() == made[own].tolist()
+        assert equalize_ties(totals[own], np.abs(totals[own])).tolist() == equalized[own].tolist()
         largest = np.abs(totals[own]).max(initial=0.0)
-        assert (np.abs(made[own] - totals[own]) <= len(data) * TIE * largest).all()
-        for one, at in zip(totals[own], made[own], strict=True):
+        assert (np.abs(equalized[own] - totals[own]) <= len(data) * TIE * largest).all()
+        for one, at in zip(totals[own], equalized[own], strict=True):
             assert all(
-                (there == at) for other, there in zip(totals[own], made[own], strict=True) if abs(one - other) <= TIE * largest
+                (there == at) for other, there in zip(totals[own], equalized[own], strict=True) if abs(one - other) <= TIE * largest
             )
 
 
 def batch(*turns: tuple[float, ...]) -> AdvantageBatch:
     """One group; an attempt per argument, a sample per turn, a token per sample."""
-    rewards = np.array([reward for each in turns for reward in each])
-    numbers = np.repeat(np.arange(len(turns)), [len(each) for each in turns])
+    rewards = np.array([reward for rewards_of_turn in turns for reward in rewards_of_turn])
+    numbers = np.repeat(np.arange(len(turns)), [len(rewards_of_turn) for rewards_of_turn in turns])
     return AdvantageBatch(
         rewards=rewards,
         loss_weight=np.ones(len(rewards), dtype=np.uint8),
         action_offsets=np.arange(len(rewards) + 1),
         group_ids=np.zeros(len(rewards), dtype=np.int64),
         trajectory_ids=numbers,
-        turn=np.concatenate([np.arange(len(each)) for each in turns]),
+        turn=np.concatenate([np.arange(len(rewards_of_turn)) for rewards_of_turn in turns]),
         finished=np.ones(len(rewards), dtype=np.bool_),
     )
 

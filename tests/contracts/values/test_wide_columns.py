@@ -15,7 +15,7 @@ IDS = [[[1, 2], [3, 4]], [], [[5, 6]]]
 NUMBERS = [[[-1.0, -2], [0, -4]], [], [[-5, -6]]]
 
 
-def made(**columns: Any) -> SampleColumns:
+def make_columns(**columns: Any) -> SampleColumns:
     return SampleColumns.from_rollouts(prompts=[[1], [2], [3]], responses=[[4, 5], [], [6]], columns=columns)
 
 
@@ -25,7 +25,7 @@ def made(**columns: Any) -> SampleColumns:
     ids=["lists", "arrays", "tensors"],
 )
 def test_token_ids_stay_integers_and_numbers_become_float32(form: Any) -> None:
-    columns = made(ids=[form(row) for row in IDS], numbers=NUMBERS).columns
+    columns = make_columns(ids=[form(row) for row in IDS], numbers=NUMBERS).columns
     assert columns["ids"].dtype == np.int64
     assert columns["ids"].tolist() == [[1, 2], [3, 4], [5, 6]]
     assert columns["numbers"].dtype == np.float32
@@ -33,11 +33,11 @@ def test_token_ids_stay_integers_and_numbers_become_float32(form: Any) -> None:
 
 
 def test_negative_whole_numbers_are_no_ids() -> None:
-    assert made(x=[[[0, -1], [-2, 0]], [], [[0, 0]]]).columns["x"].dtype == np.float32
+    assert make_columns(x=[[[0, -1], [-2, 0]], [], [[0, 0]]]).columns["x"].dtype == np.float32
 
 
 def test_choosing_samples_chooses_their_entries() -> None:
-    columns = made(ids=IDS, numbers=NUMBERS).take([2, 1, 0])
+    columns = make_columns(ids=IDS, numbers=NUMBERS).take([2, 1, 0])
     assert columns.columns["ids"].tolist() == [[5, 6], [1, 2], [3, 4]]
     assert columns.columns["numbers"].tolist() == [[-5, -6], [-1, -2], [0, -4]]
 
@@ -45,14 +45,14 @@ def test_choosing_samples_chooses_their_entries() -> None:
 def test_arrow_tables_hold_nested_lists() -> None:
     table = pa.table({"input_ids": [[1, 4, 5], [2], [3, 6]], "num_actions": [2, 0, 1], "ids": IDS, "numbers": NUMBERS})
     columns = SampleColumns.from_arrow(table, columns=["ids", "numbers"]).columns
-    for name, values in made(ids=IDS, numbers=NUMBERS).columns.items():
+    for name, values in make_columns(ids=IDS, numbers=NUMBERS).columns.items():
         np.testing.assert_array_equal(columns[name], values)
         assert columns[name].dtype == values.dtype
 
 
 def test_columns_are_put_beside_others() -> None:
     wide = Ragged(np.zeros((3, 4), np.float32), np.array([0, 2, 2, 3]))
-    assert made(ids=IDS).with_columns({"more": wide}).columns["more"].shape == (3, 4)
+    assert make_columns(ids=IDS).with_columns({"more": wide}).columns["more"].shape == (3, 4)
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_columns_are_put_beside_others() -> None:
 )
 def test_mistakes_name_sample_and_column(rows: list[Any], cause: str) -> None:
     with pytest.raises(DataError, match=cause):
-        made(x=rows)
+        make_columns(x=rows)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_mistakes_name_sample_and_column(rows: list[Any], cause: str) -> None:
 )
 def test_flat_arrays_are_checked(values: Any, cause: str) -> None:
     with pytest.raises(DataError, match=cause):
-        made().with_columns({"x": values})
+        make_columns().with_columns({"x": values})
 
 
 def test_the_names_of_needs() -> None:

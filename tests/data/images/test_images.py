@@ -43,7 +43,7 @@ def picture(width, height, *, seed=0, mode="RGB"):
     return Image.fromarray(values.squeeze() if bands == 1 else values, mode)
 
 
-def encoded(image, kind="PNG", **options):
+def encode(image, kind="PNG", **options):
     file = BytesIO()
     image.save(file, kind, **options)
     return file.getvalue()
@@ -76,8 +76,8 @@ def files(tmp_path):
 
 def by_transformers(vision, *paths):
     """`pixel_values` and `image_grid_thw` as transformers makes them of the files."""
-    made = vision.processor(images=[load_image(str(path)) for path in paths], return_tensors="np")
-    return made["pixel_values"], made["image_grid_thw"]
+    features = vision.processor(images=[load_image(str(path)) for path in paths], return_tensors="np")
+    return features["pixel_values"], features["image_grid_thw"]
 
 
 def text_of(dataset, tokenizer, position):
@@ -186,7 +186,7 @@ def test_loss_on_all_turns_with_images_between_them_and_in_a_reply(load, tokeniz
     assert shown.count("[[") == 3
 
 
-DATA_ADDRESS = "data:image/png;base64," + base64.b64encode(encoded(picture(64, 96, seed=1))).decode()
+DATA_ADDRESS = "data:image/png;base64," + base64.b64encode(encode(picture(64, 96, seed=1))).decode()
 FORMS = {
     "path": {**ONE, "path": "a.png"},
     "file address": {**ONE, "url": "file://{folder}/a.png"},
@@ -227,7 +227,7 @@ def test_images_inside_the_rows_are_read_again_when_they_are_wanted(tmp_path, to
     """Bytes in Parquet; PIL images in a saved dataset of Hugging Face, which stores them as bytes with a name that is no path."""
     datasets.disable_progress_bars()
     pictures = [[picture(32 + 16 * i, 64, seed=i), picture(64, 64, seed=10 + i)] for i in range(5)]
-    stored = pictures if write is write_saved else [[{"bytes": encoded(one), "path": "x.png"} for one in own] for own in pictures]
+    stored = pictures if write is write_saved else [[{"bytes": encode(one), "path": "x.png"} for one in own] for own in pictures]
     data = DataConfig(train=str(write(with_column(stored), tmp_path)), cache=str(tmp_path / "cache"))
     dataset = load_columns(data, tokenizer, split="train", vision=vision)
     order = [4, 0, 3, 1, 2]
@@ -261,12 +261,12 @@ def test_so_is_one_beside_an_unpacked_file_in_a_folder(tmp_path, tokenizer, visi
 
 
 def test_an_empty_column_hides_no_other(load, tokenizer, vision, files):
-    asked = [{"role": "user", "content": [ONE, ASK]}, {"role": "assistant", "content": "x"}]
+    prompt = [{"role": "user", "content": [ONE, ASK]}, {"role": "assistant", "content": "x"}]
     for others in ({"images": [], "image": "a.png"}, {"images": ["a.png"], "image": []}, {"images": None, "image": ["a.png"]}):
-        batch = load([{"messages": asked, **others}], tokenizer, vision=vision).batch([0])
+        batch = load([{"messages": prompt, **others}], tokenizer, vision=vision).batch([0])
         assert np.array_equal(batch.extras["pixel_values"][0], by_transformers(vision, files / "a.png")[0])
     with pytest.raises(ImageError, match=r"sample 0 .* has images in the columns 'images', 'image'"):
-        load([{"messages": asked, "images": ["a.png"], "image": "b.png"}], tokenizer, vision=vision)
+        load([{"messages": prompt, "images": ["a.png"], "image": "b.png"}], tokenizer, vision=vision)
 
 
 @pytest.mark.parametrize(
@@ -288,7 +288,7 @@ def test_images_that_a_format_has_no_place_for_are_refused(load, tokenizer, visi
 
 def test_orientation_and_modes_are_those_of_transformers(load, tokenizer, vision, tmp_path):
     exif = Image.Exif()
-    exif[0x0112] = 6  # lies on its side
+    exif[0x0112] = 6  # on its side
     picture(64, 96, seed=5).save(tmp_path / "turned.jpg", exif=exif)
     picture(64, 64, seed=6, mode="RGBA").save(tmp_path / "alpha.png")
     picture(64, 64, seed=7, mode="L").save(tmp_path / "grey.png")

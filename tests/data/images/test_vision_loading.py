@@ -53,30 +53,30 @@ def test_shrinking_images_changes_the_processor(folder):
 
 def test_a_text_model_takes_no_images(tmp_path):
     LlamaConfig().save_pretrained(tmp_path)
-    found = load(tmp_path)
-    assert isinstance(found, NoVision)
-    assert "has no vision_config" in found.refusal("sample 3").cause
+    vision = load(tmp_path)
+    assert isinstance(vision, NoVision)
+    assert "has no vision_config" in vision.refusal("sample 3").cause
 
 
 def test_a_vision_model_without_an_image_processor_trains_on_text_alone(folder):
     (folder / "preprocessor_config.json").unlink()
-    found = load(folder)
-    assert isinstance(found, NoVision)
-    assert "no image processor can be loaded" in found.cause
-    assert "preprocessor_config.json" in found.remedy
+    vision = load(folder)
+    assert isinstance(vision, NoVision)
+    assert "no image processor can be loaded" in vision.cause
+    assert "preprocessor_config.json" in vision.remedy
 
 
 def test_a_processor_without_a_grid_is_named(folder):
     from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
     CLIPImageProcessorPil().save_pretrained(folder)
-    found = load(folder)
-    assert isinstance(found, NoVision)
-    assert "CLIPImageProcessorPil" in found.cause
+    vision = load(folder)
+    assert isinstance(vision, NoVision)
+    assert "CLIPImageProcessorPil" in vision.cause
 
 
 def test_a_missing_pillow_says_what_to_install(folder, monkeypatch):
     monkeypatch.setattr(vision_module, "find_spec", {"PIL": None}.get)
-    found = load(folder)
-    assert isinstance(found, NoVision)
-    assert 'pip install "skyrl-engine[vision]"' in found.remedy
+    vision = load(folder)
+    assert isinstance(vision, NoVision)
+    assert 'pip install "skyrl-engine[vision]"' in vision.remedy

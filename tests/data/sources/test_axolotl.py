@@ -28,7 +28,7 @@ SHAREGPT = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "good"}]
 
 @frozen
 class Type:
-    """A type: one row of it, and what stands before its answer, "good". Without the names that are `given` it is refused; None: in any case."""
+    """A type: one row of it, and what comes before its answer, "good". Without the names that are `given` it is refused; None: in any case."""
 
     name: str
     row: Mapping[str, Any]
@@ -141,21 +141,21 @@ TYPES = (
 )
 
 
-def described(each: Type) -> str:
+def describe(type_: Type) -> str:
     """Return the type's line in the page's table."""
-    columns = ", ".join(f"`{column}`" for column in each.row)
-    how = "refused" if each.given is None else f"`{each.given}`" if each.given else "as it is"
-    return f"| {each.name} | {columns} | {how}{f'; {each.note}' if each.note else ''} |"
+    columns = ", ".join(f"`{column}`" for column in type_.row)
+    how = "refused" if type_.given is None else f"`{type_.given}`" if type_.given else "as it is"
+    return f"| {type_.name} | {columns} | {how}{f'; {type_.note}' if type_.note else ''} |"
 
 
 @pytest.fixture
 def load(make_tokenizer: Callable[..., Any], tmp_path: Path) -> Callable[..., Any]:
-    def loaded(each: Type, names: Mapping[str, str]) -> list[tuple[str, str]]:
+    def load_type(type_: Type, names: Mapping[str, str]) -> list[tuple[str, str]]:
         path = tmp_path / "rows.jsonl"
-        path.write_text(json.dumps(each.row) + "\n")
+        path.write_text(json.dumps(type_.row) + "\n")
         tokenizer = make_tokenizer("chatml")
         data = DataConfig(train=str(path), cache=str(tmp_path / "cache"), map=dict(names))
-        dataset = load_columns(data, tokenizer, split="train", reading=each.reading, needed={})
+        dataset = load_columns(data, tokenizer, split="train", reading=type_.reading, needed={})
         return [
             (
                 "".join(token.text for token in sample.tokens if not token.loss),
@@ -164,29 +164,29 @@ def load(make_tokenizer: Callable[..., Any], tmp_path: Path) -> Callable[..., An
             for sample in preview(dataset, tokenizer, samples=len(dataset)).samples
         ]
 
-    return loaded
+    return load_type
 
 
-@pytest.mark.parametrize("each", TYPES, ids=lambda each: each.name)
-def test_a_type_is_read_or_its_error_names_what_to_give(load: Callable[..., Any], each: Type) -> None:
+@pytest.mark.parametrize("type_", TYPES, ids=lambda type_: type_.name)
+def test_a_type_is_read_or_its_error_names_what_to_give(load: Callable[..., Any], type_: Type) -> None:
     names: dict[str, str] = {}
-    if each.given != "":
+    if type_.given != "":
         with pytest.raises(DataError) as caught:
-            load(each, names)
-        if each.given is None:
+            load(type_, names)
+        if type_.given is None:
             return
-        assert each.given in caught.value.remedy
-        names = dict(re.findall(r"data\.map\.(\w+)=(\w+)", each.given))
-    before, after = load(each, names)[0]
-    if {"input_ids", "text"} & set(each.row):  # all of it carries loss but the first token, which nothing predicts
+        assert type_.given in caught.value.remedy
+        names = dict(re.findall(r"data\.map\.(\w+)=(\w+)", type_.given))
+    before, after = load(type_, names)[0]
+    if {"input_ids", "text"} & set(type_.row):  # all of it carries loss but the first token, which nothing predicts
         assert after
         return
     assert after.removesuffix("<|im_end|>").removesuffix("<|end|>").strip() == "good"
     turns = [text for _, text in re.findall(r"<\|im_start\|>(system|user|assistant)\n(.+?)<\|im_end\|>", before, re.DOTALL)]
-    assert turns == list(each.before) if turns else "".join(each.before).strip() == before.strip()
+    assert turns == list(type_.before) if turns else "".join(type_.before).strip() == before.strip()
 
 
 def test_the_page_lists_every_type_as_it_is_here() -> None:
     text = PAGE.read_text(encoding="utf-8")
     table = text.partition("## Types of axolotl")[2].partition("\n## ")[0]
-    assert [line for line in table.splitlines() if line.startswith("| ")][1:] == [described(each) for each in TYPES]
+    assert [line for line in table.splitlines() if line.startswith("| ")][1:] == [describe(type_) for type_ in TYPES]

@@ -31,7 +31,8 @@ def test_unknown_columns_are_named_with_what_is_needed_and_a_suggestion():
     assert "'mesages', 'id'" in caught.value.cause
     assert caught.value.remedy == "Name its columns: data.map.messages=mesages"
     assert any(
-        each.startswith("format alpaca needs instruction and output, or instruction and response") for each in caught.value.details
+        detail.startswith("format alpaca needs instruction and output, or instruction and response")
+        for detail in caught.value.details
     )
 
 

@@ -24,17 +24,17 @@ Load = Callable[..., tuple[TokenizedDataset, Any]]
 def load(make_tokenizer: Callable[..., Any], tmp_path: Path) -> Load:
     """`load(rows, template=..., **data)`: the dataset of these rows as preferences, and its tokenizer."""
 
-    def loaded(*rows: dict[str, Any], template: str | None = "chatml", **settings: Any) -> tuple[TokenizedDataset, Any]:
+    def load_pairs(*rows: dict[str, Any], template: str | None = "chatml", **settings: Any) -> tuple[TokenizedDataset, Any]:
         path = tmp_path / "pairs.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         tokenizer = make_tokenizer(template)
         data = DataConfig(train=str(path), cache=str(tmp_path / "cache"), **settings)
         return load_columns(data, tokenizer, split="train", reading="preferences"), tokenizer
 
-    return loaded
+    return load_pairs
 
 
-def shown(dataset: TokenizedDataset, tokenizer: Any) -> list[tuple[str | None, str, str]]:
+def show(dataset: TokenizedDataset, tokenizer: Any) -> list[tuple[str | None, str, str]]:
     """Role, text without loss and text with loss of every sample."""
     return [
         (
@@ -80,14 +80,14 @@ def test_a_row_becomes_two_samples_of_one_unit(load: Load, name: str) -> None:
     assert dataset.columns.sample_values["row"].tolist() == [0, 0, 1, 1]
     end = "<|im_end|>" if template else tokenizer.eos_token
     for (role, before, after), wanted, prompt, answer in zip(
-        shown(dataset, tokenizer)[:2], ("chosen", "rejected"), prompts, answers, strict=True
+        show(dataset, tokenizer)[:2], ("chosen", "rejected"), prompts, answers, strict=True
     ):
         assert role == wanted
         assert before.rstrip("\n").endswith(prompt.rstrip("\n"))
         assert after == answer + end
 
 
-def rated(*scores: Any, **others: Any) -> dict[str, Any]:
+def make_rated_row(*scores: Any, **others: Any) -> dict[str, Any]:
     """A raw row of UltraFeedback: `scores` are the answers' overall_score, finer ones the other way round."""
     answers = [
         {
@@ -104,30 +104,30 @@ def rated(*scores: Any, **others: Any) -> dict[str, Any]:
 
 def test_of_rated_answers_the_best_stands_against_the_worst(load: Load) -> None:
     """The first of several best or worst counts; rows without a difference are left out and counted; a row is a unit, named by its number."""
-    rows = [rated(5.0, 8, 2, 8), rated(6, 6, 6, 6), rated(1, 1, 7.5, 3, instruction=None, prompt="hi")]
+    rows = [make_rated_row(5.0, 8, 2, 8), make_rated_row(6, 6, 6, 6), make_rated_row(1, 1, 7.5, 3, instruction=None, prompt="hi")]
     dataset, tokenizer = load(*rows)
     assert dataset.format == "ratings"
-    seen = shown(dataset, tokenizer)
+    seen = show(dataset, tokenizer)
     assert [role for role, *_ in seen] == ["chosen", "rejected"] * 2
     assert all(before.rstrip("\n").endswith(CHAT.rstrip("\n")) for _, before, _ in seen)
     assert [after for *_, after in seen] == [f"answer {place}<|im_end|>" for place in (1, 2, 2, 0)]
     assert dataset.columns.unit_ids.tolist() == [0, 0, 2, 2]
     assert (dataset.counts.rows, dataset.counts.dropped_ties, dataset.counts.dropped) == (3, 1, 1)
     finer, _ = load(*rows, rating="fine-grained_score")
-    assert [after for *_, after in shown(finer, tokenizer)[:2]] == ["answer 0<|im_end|>", "answer 3<|im_end|>"]
+    assert [after for *_, after in show(finer, tokenizer)[:2]] == ["answer 0<|im_end|>", "answer 3<|im_end|>"]
     plain, tokenizer = load(rows[0], template=None)
-    assert all(before.rstrip("\n").endswith("hi") for _, before, _ in shown(plain, tokenizer))
+    assert all(before.rstrip("\n").endswith("hi") for _, before, _ in show(plain, tokenizer))
 
 
 @pytest.mark.parametrize(
     ("row", "cause"),
     [
-        (rated(5), "two rated answers or more are needed"),
-        (rated(5, "N/A"), "answer 1 has no number 'overall_score': 'N/A' stands there"),
-        (rated(5, None), "answer 1 has no number 'overall_score'; it has 'model', 'response'"),
-        (rated(5, 3, instruction=["hi"]), "column 'instruction': a string is needed"),
+        (make_rated_row(5), "two rated answers or more are needed"),
+        (make_rated_row(5, "N/A"), "answer 1 has no number 'overall_score': 'N/A' stands there"),
+        (make_rated_row(5, None), "answer 1 has no number 'overall_score'; it has 'model', 'response'"),
+        (make_rated_row(5, 3, instruction=["hi"]), "column 'instruction': a string is needed"),
         (
-            rated(5, 3) | {"completions": [{"response": " ", "overall_score": 1}, {"response": "b", "overall_score": 2}]},
+            make_rated_row(5, 3) | {"completions": [{"response": " ", "overall_score": 1}, {"response": "b", "overall_score": 2}]},
             "answer 0 has no text",
         ),
     ],
@@ -149,10 +149,10 @@ def test_single_answers_have_a_role_and_no_partner(load: Load) -> None:
 
 
 def test_every_turn_of_an_answer_carries_loss(load: Load) -> None:
-    """Dialogues that part early go on differently: the last answer alone would be judged behind two prompts."""
+    """Dialogues that part early go on differently: the last answer alone would be judged after two prompts."""
     more = {"role": "user", "content": "more"}
     dataset, tokenizer = load({"chosen": [ASK, GOOD, more, GOOD], "rejected": [ASK, BAD, more, GOOD]})
-    assert [after for *_, after in shown(dataset, tokenizer)] == ["good<|im_end|>good<|im_end|>", "bad<|im_end|>good<|im_end|>"]
+    assert [after for *_, after in show(dataset, tokenizer)] == ["good<|im_end|>good<|im_end|>", "bad<|im_end|>good<|im_end|>"]
 
 
 def test_no_pair_is_dropped_by_half(load: Load) -> None:
@@ -199,15 +199,15 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_rows_that_say_nothing_are_refused_by_name(load: Load, name: str) -> None:
-    row, said = WRONG[name]
+    row, words = WRONG[name]
     right = {"prompt": "a", "completion": "b", "label": True} if "label" in row else {"prompt": "a", "chosen": "b", "rejected": "c"}
-    with pytest.raises(DataError) as told:
+    with pytest.raises(DataError) as error:
         load(right, row)
-    assert "sample 1 (" in str(told.value)
-    assert said in str(told.value)
+    assert "sample 1 (" in str(error.value)
+    assert words in str(error.value)
 
 
 def test_other_rows_are_refused_with_what_is_needed(load: Load) -> None:
-    with pytest.raises(DataError, match="no format of preferences has the columns") as told:
+    with pytest.raises(DataError, match="no format of preferences has the columns") as error:
         load({"prompt": "a", "completion": "b"})
-    assert "format preference needs chosen or chosen_response and rejected or rejected_response" in told.value.details
+    assert "format preference needs chosen or chosen_response and rejected or rejected_response" in error.value.details

@@ -1,5 +1,5 @@
 """Every shape of row that users of TRL, axolotl, LLaMA-Factory and OpenRLHF have, and those of datasets that are often trained on, as the
-samples that each becomes under a chat template; and columns that are told of because nobody reads them.
+samples that each becomes under a chat template; and columns that are reported because nobody reads them.
 
 The names of columns are those of the projects' own documentation in summer 2026: TRL's `dataset_formats.md`, axolotl's `dataset-formats` and
 `rlhf.qmd`, LLaMA-Factory's `data/README.md`, and the datasets and command lines of OpenRLHF.
@@ -57,7 +57,7 @@ def pair(project: str, *, before: Sequence[Turn] = ASKED, **row: Any) -> Shape:
     return Shape(project, [row], [("chosen", before, "good"), ("rejected", before, "bad")], "preferences")
 
 
-def judged(project: str, wanted: bool, *, before: Sequence[Turn] = ASKED, **row: Any) -> Shape:
+def make_judged(project: str, wanted: bool, *, before: Sequence[Turn] = ASKED, **row: Any) -> Shape:
     """A row with one answer, "good", that is wanted or is not."""
     return Shape(project, [row], [("chosen" if wanted else "rejected", before, "good")], "preferences")
 
@@ -72,8 +72,8 @@ SHAPES: Mapping[str, Shape] = {
     "preference, explicit, conversational": pair("TRL", prompt=[USER], chosen=[GOOD], rejected=[BAD]),
     "preference, implicit, conversational": pair("TRL", chosen=[USER, GOOD], rejected=[USER, BAD]),
     "preference with a margin": pair("TRL", prompt="hi", chosen="good", rejected="bad", margin=0.5),
-    "unpaired preference": judged("TRL", True, prompt="hi", completion="good", label=True),
-    "unpaired preference, conversational": judged("TRL", False, prompt=[USER], completion=[GOOD], label=False),
+    "unpaired preference": make_judged("TRL", True, prompt="hi", completion="good", label=True),
+    "unpaired preference, conversational": make_judged("TRL", False, prompt=[USER], completion=[GOOD], label=False),
     # axolotl, fine-tuning
     "chat_template": one("axolotl", conversations=[{"from": "human", "value": "hi"}, {"from": "gpt", "value": "good"}]),
     "chat_template, masked turns": one(
@@ -109,10 +109,12 @@ SHAPES: Mapping[str, Shape] = {
     ),
     "chat_template.default": pair("axolotl", before=KIND, messages=[SYSTEM, USER], chosen=GOOD, rejected=BAD),
     "orpo chat_template.argilla": pair("axolotl", before=KIND, system="be kind", chosen=[USER, GOOD], rejected=[USER, BAD]),
-    "kto chatml.argilla": judged("axolotl", True, before=KIND, system="be kind", instruction="hi", completion="good", label=True),
-    "kto chatml.argilla_chat": judged("axolotl", False, completion=[USER, GOOD], label=False),
-    "kto chatml.intel": judged("axolotl", True, before=KIND, system="be kind", question="hi", completion="good", label=1),
-    "kto chatml.prompt_pairs, ultra": judged(
+    "kto chatml.argilla": make_judged(
+        "axolotl", True, before=KIND, system="be kind", instruction="hi", completion="good", label=True
+    ),
+    "kto chatml.argilla_chat": make_judged("axolotl", False, completion=[USER, GOOD], label=False),
+    "kto chatml.intel": make_judged("axolotl", True, before=KIND, system="be kind", question="hi", completion="good", label=1),
+    "kto chatml.prompt_pairs, ultra": make_judged(
         "axolotl", False, before=KIND, system="be kind", prompt="hi", completion="good", label=0
     ),
     # LLaMA-Factory
@@ -128,7 +130,7 @@ SHAPES: Mapping[str, Shape] = {
     "alpaca, preference": pair(
         "LLaMA-Factory", before=[("user", "hi\n\nyou")], instruction="hi", input="you", chosen="good", rejected="bad"
     ),
-    "alpaca, kto": judged("LLaMA-Factory", True, instruction="hi", input="", output="good", kto_tag=True),
+    "alpaca, kto": make_judged("LLaMA-Factory", True, instruction="hi", input="", output="good", kto_tag=True),
     "sharegpt, preference": pair(
         "LLaMA-Factory",
         before=FOLLOWED,
@@ -140,11 +142,11 @@ SHAPES: Mapping[str, Shape] = {
         chosen={"from": "gpt", "value": "good"},
         rejected={"from": "gpt", "value": "bad"},
     ),
-    "sharegpt, kto": judged(
+    "sharegpt, kto": make_judged(
         "LLaMA-Factory", False, conversations=[{"from": "human", "value": "hi"}, {"from": "gpt", "value": "good"}], kto_tag=False
     ),
-    "openai, kto": judged("LLaMA-Factory", True, before=KIND, messages=[SYSTEM, USER, GOOD], kto_tag=True),
-    "openai, with a label": judged(
+    "openai, kto": make_judged("LLaMA-Factory", True, before=KIND, messages=[SYSTEM, USER, GOOD], kto_tag=True),
+    "openai, with a label": make_judged(
         "LLaMA-Factory",
         True,
         before=FOLLOWED,
@@ -206,7 +208,7 @@ Load = Callable[..., tuple[TokenizedDataset, Any]]
 def load(make_tokenizer: Callable[..., Any], tmp_path: Path) -> Load:
     """`load(rows, reading, template=..., **data)`: the dataset of these rows, and its tokenizer."""
 
-    def loaded(
+    def load_shape(
         rows: Sequence[Mapping[str, Any]],
         reading: Any = "samples",
         *,
@@ -216,14 +218,14 @@ def load(make_tokenizer: Callable[..., Any], tmp_path: Path) -> Load:
     ) -> tuple[TokenizedDataset, Any]:
         path = tmp_path / "rows.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        made = make_tokenizer(tokenizer)
+        built = make_tokenizer(tokenizer)
         data = DataConfig(train=str(path), cache=str(tmp_path / "cache"), **settings)
-        return load_columns(data, made, split="train", reading=reading, needed=needed or {}), made
+        return load_columns(data, built, split="train", reading=reading, needed=needed or {}), built
 
-    return loaded
+    return load_shape
 
 
-def seen(dataset: TokenizedDataset, tokenizer: Any) -> list[tuple[str | None, str, str]]:
+def show(dataset: TokenizedDataset, tokenizer: Any) -> list[tuple[str | None, str, str]]:
     """Role, text before the first token with loss, and text with loss, of every sample."""
     return [
         (
@@ -243,8 +245,8 @@ def chat(turns: Sequence[Turn]) -> str:
 def test_a_shape_is_read_as_it_is(load: Load, name: str) -> None:
     shape = SHAPES[name]
     dataset, tokenizer = load(shape.rows, shape.reading, **shape.others)
-    due = [(role, chat(before).removesuffix("\n"), f"{answer}<|im_end|>") for role, before, answer in shape.samples]
-    assert [(role, before.removesuffix("\n"), after) for role, before, after in seen(dataset, tokenizer)] == due
+    expected = [(role, chat(before).removesuffix("\n"), f"{answer}<|im_end|>") for role, before, answer in shape.samples]
+    assert [(role, before.removesuffix("\n"), after) for role, before, after in show(dataset, tokenizer)] == expected
     assert dataset.rendering.kind == "chat"
 
 
@@ -257,13 +259,13 @@ def test_there_are_as_many_shapes_as_are_promised() -> None:
     "name", [name for name, shape in SHAPES.items() if all(isinstance(v, str | bool | int | float) for v in shape.rows[0].values())]
 )
 def test_a_shape_of_texts_is_trained_as_it_stands_without_a_template(load: Load, name: str) -> None:
-    """Whatever stands before an answer, the answer alone carries loss, and the system message and the question stand before it."""
+    """Whatever comes before an answer, the answer alone carries loss; the system message and the question come before it."""
     shape = SHAPES[name]
     for tokenizer, settings in ((None, {}), ("chatml", {"template": "none"})):
-        dataset, made = load(shape.rows, shape.reading, tokenizer=tokenizer, **shape.others, **settings)
+        dataset, built = load(shape.rows, shape.reading, tokenizer=tokenizer, **shape.others, **settings)
         assert dataset.rendering.kind == "raw"
-        for (role, before, after), (due, turns, answer) in zip(seen(dataset, made), shape.samples, strict=True):
-            assert role == due
+        for (role, before, after), (expected, turns, answer) in zip(show(dataset, built), shape.samples, strict=True):
+            assert role == expected
             assert after.strip() == f"{answer}<|end|>"
             assert "<|im_start|>" not in before
             assert all(part in before for _, text in turns for part in text.split("\n\n"))
@@ -272,7 +274,7 @@ def test_a_shape_of_texts_is_trained_as_it_stands_without_a_template(load: Load,
 def test_text_and_ready_tokens(load: Load) -> None:
     """TRL's and LLaMA-Factory's `text`, and the tokens of TRL and axolotl, whose attention mask must not leave any out."""
     dataset, tokenizer = load([{"text": "hello there"}])
-    assert seen(dataset, tokenizer)[0][2].endswith("there<|end|>")
+    assert show(dataset, tokenizer)[0][2].endswith("there<|end|>")
     assert dataset.rendering.kind == "raw"
     row = {"input_ids": [5, 6, 7], "attention_mask": [1, 1, 1], "labels": [-100, 6, 7]}
     dataset, _ = load([row])
@@ -312,7 +314,7 @@ def test_calls_of_tools_of_sharegpt(load: Load) -> None:
         "tools": json.dumps([TOOL]),
     }
     dataset, tokenizer = load([row], tokenizer="thinking")
-    ((_, before, after),) = seen(dataset, tokenizer)
+    ((_, before, after),) = show(dataset, tokenizer)
     assert '[call]look {"at": "it"}[/call]' in before
     assert "[result]seen[/result]" in before
     assert '"looks"' in before
@@ -326,7 +328,7 @@ def test_earlier_answers_of_a_history_train_where_all_turns_do(load: Load) -> No
     """As in LLaMA-Factory, where they always do."""
     row = {"instruction": "hi", "output": "good", "history": [["first", "one"], ["second", "two"]]}
     dataset, tokenizer = load([row], loss_on="all")
-    assert [after for *_, after in seen(dataset, tokenizer)] == ["one<|im_end|>two<|im_end|>good<|im_end|>"]
+    assert [after for *_, after in show(dataset, tokenizer)] == ["one<|im_end|>two<|im_end|>good<|im_end|>"]
 
 
 def test_answers_that_are_rows_are_paired_prompt_by_prompt(load: Load) -> None:
@@ -339,7 +341,7 @@ def test_answers_that_are_rows_are_paired_prompt_by_prompt(load: Load) -> None:
         for number in numbers
     ]
     dataset, tokenizer = load(rows, "preferences")
-    assert [after.removesuffix("<|im_end|>") for *_, after in seen(dataset, tokenizer)] == ["a3", "a0", "d4", "d0", "e1", "e0"]
+    assert [after.removesuffix("<|im_end|>") for *_, after in show(dataset, tokenizer)] == ["a3", "a0", "d4", "d0", "e1", "e0"]
     assert (dataset.counts.rows, dataset.counts.dropped_ties) == (5, 2)
     held, _ = load(rows, "preferences", eval_fraction=0.4)
     assert len(np.unique(held.columns.unit_ids)) * 2 == len(held)
@@ -399,9 +401,9 @@ def test_a_known_column_that_is_not_read_is_told(load: Load, caplog: Any, row: A
         caplog.clear()
         with caplog.at_level(logging.WARNING, "skyrl_engine"):
             load([row], reading)
-        told = [record.getMessage() for record in caplog.records if "not read" in record.getMessage()]
-        assert len(told) == bool(unread)
-        assert not unread or ", ".join(map(repr, unread)) in told[0]
+        messages = [record.getMessage() for record in caplog.records if "not read" in record.getMessage()]
+        assert len(messages) == bool(unread)
+        assert not unread or ", ".join(map(repr, unread)) in messages[0]
 
 
 def test_a_column_of_some_rows_is_told_with_their_number(load: Load, caplog: Any) -> None:

@@ -42,32 +42,32 @@ SPECIAL = ["<s>", "</s>"]
 
 
 def byte_level() -> Tokenizer:
-    made = Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=420, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False)
-    made.train_from_iterator(CORPUS, trainer)
-    return made
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    return tokenizer
 
 
 def unigram() -> Tokenizer:
     """A tokenizer as sentencepiece makes them: spaces are a sign of their own, and the best way to cut a text may change far back."""
-    made = Tokenizer(models.Unigram())
-    made.normalizer = normalizers.Replace(" ", "▁")
+    tokenizer = Tokenizer(models.Unigram())
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
     trainer = trainers.UnigramTrainer(vocab_size=220, special_tokens=[*SPECIAL, "<unk>"], unk_token="<unk>", show_progress=False)
-    made.train_from_iterator(CORPUS, trainer)
-    return made
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    return tokenizer
 
 
 def sentencepiece_bpe() -> Tokenizer:
-    """A tokenizer of Llama 2's kind: merges go across words, and a beginning-of-text token stands before every text."""
-    made = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=False))
-    made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    """A tokenizer of Llama 2's kind: merges go across words, and a beginning-of-text token comes before every text."""
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=False))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     trainer = trainers.BpeTrainer(vocab_size=260, special_tokens=[*SPECIAL, "<unk>"], show_progress=False)
-    made.train_from_iterator(CORPUS, trainer)
-    made.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
-    return made
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    return tokenizer
 
 
 KINDS: dict[str, Callable[[], Tokenizer]] = {"byte-level": byte_level, "unigram": unigram, "sentencepiece": sentencepiece_bpe}
@@ -80,7 +80,7 @@ def tokenizer(request: pytest.FixtureRequest) -> Any:
     )
 
 
-def due(tokenizer: Any, row: dict[str, Any]) -> tuple[list[int], list[int], list[int]]:
+def split_by_trl(tokenizer: Any, row: dict[str, Any]) -> tuple[list[int], list[int], list[int]]:
     """Prompt, chosen and rejected ids of TRL 1.16: `extract_prompt`, then `DPOTrainer._prepare_dataset`."""
     prompt, chosen, rejected = row.get("prompt"), row["chosen"], row["rejected"]
     if prompt is None:
@@ -99,11 +99,11 @@ def due(tokenizer: Any, row: dict[str, Any]) -> tuple[list[int], list[int], list
         alone = tokenizer(rendered, add_special_tokens=False)["input_ids"]
         texts = [tokenizer.apply_chat_template(prompt + answer, tokenize=False) for answer in (chosen, rejected)]
         wholes = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
-    length = min(shared(alone, whole) for whole in wholes)
+    length = min(count_shared(alone, whole) for whole in wholes)
     return alone[:length], wholes[0][length:], wholes[1][length:]
 
 
-def shared(one: list[int], other: list[int]) -> int:
+def count_shared(one: list[int], other: list[int]) -> int:
     """The number of tokens with which both begin."""
     return next((place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
@@ -116,12 +116,12 @@ def load(folder: Path, tokenizer: Any, *rows: dict[str, Any]) -> TokenizedDatase
 
 def halves_of(dataset: TokenizedDataset, pair: int = 0) -> list[tuple[list[int], list[int]]]:
     """The prompt and the answer of both halves, in tokens."""
-    columns, made = dataset.columns, []
+    columns, halves = dataset.columns, []
     for sample in (2 * pair, 2 * pair + 1):
         ids = columns.input_ids[columns.token_offsets[sample] : columns.token_offsets[sample + 1]].tolist()
         answer = int(columns.action_offsets[sample + 1] - columns.action_offsets[sample])
-        made.append((ids[: len(ids) - answer], ids[len(ids) - answer :]))
-    return made
+        halves.append((ids[: len(ids) - answer], ids[len(ids) - answer :]))
+    return halves
 
 
 TEXTS: dict[str, dict[str, Any]] = {
@@ -158,11 +158,11 @@ MESSAGES: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.parametrize("name", TEXTS)
 def test_answers_of_texts_begin_where_trl_lets_them(tokenizer: Any, tmp_path: Path, name: str) -> None:
     """Both halves have one prompt, and every token after it is an answer's."""
-    prompt, *answers = due(tokenizer, TEXTS[name])
-    made = halves_of(load(tmp_path, tokenizer, TEXTS[name]))
-    lost = 1 if not prompt else 0  # nothing stands before the first token: it is not scored
-    assert [given for given, _ in made] == [prompt or answer[:1] for answer in answers]
-    assert [answer for _, answer in made] == [answer[lost:] for answer in answers]
+    prompt, *answers = split_by_trl(tokenizer, TEXTS[name])
+    halves = halves_of(load(tmp_path, tokenizer, TEXTS[name]))
+    lost = 1 if not prompt else 0  # nothing comes before the first token: it is not scored
+    assert [prompt_ids for prompt_ids, _ in halves] == [prompt or answer[:1] for answer in answers]
+    assert [answer for _, answer in halves] == [answer[lost:] for answer in answers]
 
 
 @pytest.mark.parametrize("name", MESSAGES)
@@ -170,7 +170,7 @@ def test_answers_of_messages_begin_where_trl_lets_them(tokenizer: Any, tmp_path:
     template, row = MESSAGES[name]
     tokenizer.chat_template = template
     try:
-        prompt, *answers = due(tokenizer, row)
+        prompt, *answers = split_by_trl(tokenizer, row)
         assert halves_of(load(tmp_path, tokenizer, row)) == [(prompt, answer) for answer in answers]
     finally:
         tokenizer.chat_template = None
@@ -178,11 +178,11 @@ def test_answers_of_messages_begin_where_trl_lets_them(tokenizer: Any, tmp_path:
 
 def test_an_answer_that_merges_takes_the_other_half_with_it(tmp_path: Path) -> None:
     """A token holds the space and `blue`, and none the space and `Zoë`: the space belongs to both answers, not to one of them."""
-    made = PreTrainedTokenizerFast(tokenizer_object=byte_level(), eos_token="</s>", pad_token="</s>")
-    (one, chosen), (other, rejected) = halves_of(load(tmp_path, made, TEXTS["explicit, one answer merges"]))
-    assert one == other == made("Sky is", add_special_tokens=False)["input_ids"]
-    assert made.decode(chosen) == " blue</s>"
-    assert made.decode(rejected) == " Zoë</s>"
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=byte_level(), eos_token="</s>", pad_token="</s>")
+    (one, chosen), (other, rejected) = halves_of(load(tmp_path, tokenizer, TEXTS["explicit, one answer merges"]))
+    assert one == other == tokenizer("Sky is", add_special_tokens=False)["input_ids"]
+    assert tokenizer.decode(chosen) == " blue</s>"
+    assert tokenizer.decode(rejected) == " Zoë</s>"
 
 
 ALPHABET = "Sky is blue 14\n今天天气很好坏วันนี้"
@@ -192,11 +192,11 @@ ALPHABET = "Sky is blue 14\n今天天气很好坏วันนี้"
 @given(prompt=st.text(ALPHABET), answers=st.tuples(*[st.text(ALPHABET, min_size=1)] * 2))
 def test_any_prompt_and_answers_begin_where_trl_lets_them(tokenizer: Any, prompt: str, answers: tuple[str, str]) -> None:
     halves = [(0, half, PlainText(prompt + text, len(prompt))) for half, text in zip(("chosen", "rejected"), answers, strict=True)]
-    made = SampleTokenizer(tokenizer, all_turns=False, preferences=True)(halves)
+    samples = SampleTokenizer(tokenizer, all_turns=False, preferences=True)(halves)
     # unknown characters on both sides of a prompt's end become one unknown token, which TRL takes for the prompt's
-    assume(not any(tokenizer.unk_token_id in sample.input_ids.tolist() for sample in made))
-    expected, *_ = due(tokenizer, {"prompt": prompt, "chosen": answers[0], "rejected": answers[1]})
-    for sample in made:
+    assume(not any(tokenizer.unk_token_id in sample.input_ids.tolist() for sample in samples))
+    expected, *_ = split_by_trl(tokenizer, {"prompt": prompt, "chosen": answers[0], "rejected": answers[1]})
+    for sample in samples:
         start = len(expected)
         assert sample.input_ids[:start].tolist() == expected
         assert not sample.loss[:start].any()
@@ -222,9 +222,9 @@ def test_texts_without_a_prompt_or_an_answer_are_refused(tokenizer: Any, tmp_pat
 def test_answers_that_the_tokenizer_makes_equal_are_refused(tmp_path: Path) -> None:
     backend = byte_level()
     backend.normalizer = normalizers.Lowercase()
-    made = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", pad_token="</s>")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", pad_token="</s>")
     with pytest.raises(DataError, match="its tokens are equal to the chosen answer's"):
-        load(tmp_path, made, {"prompt": "Sky is", "chosen": " Blue", "rejected": " blue"})
+        load(tmp_path, tokenizer, {"prompt": "Sky is", "chosen": " Blue", "rejected": " blue"})
 
 
 def test_dialogues_of_hh_have_one_prompt_whatever_white_space_they_have(tokenizer: Any, tmp_path: Path) -> None:

@@ -13,16 +13,16 @@ from skyrl_engine.data.table import arrow_arrays
 @pytest.mark.parametrize("dtype", [np.uint8, np.int32, np.int64, np.float32, np.float64])
 def test_numbers_are_pyarrows(dtype: type[np.generic]) -> None:
     for values in (np.arange(7).astype(dtype), np.zeros(0, dtype), np.arange(12).astype(dtype)[::3]):
-        made = arrow_arrays.numbers(values)
-        made.validate(full=True)
-        assert made.equals(pa.array(values))
+        array = arrow_arrays.numbers(values)
+        array.validate(full=True)
+        assert array.equals(pa.array(values))
 
 
 def test_texts_are_pyarrows() -> None:
     for values in ([], [""], ["a", "", "späte Übung", "\N{SNOWMAN}"]):
-        made = arrow_arrays.texts(values)
-        made.validate(full=True)
-        assert made.equals(pa.array(values, type=pa.string()))
+        array = arrow_arrays.texts(values)
+        array.validate(full=True)
+        assert array.equals(pa.array(values, type=pa.string()))
 
 
 def test_neither_imports_pandas() -> None:

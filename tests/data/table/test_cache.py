@@ -19,7 +19,7 @@ ROWS = [{"messages": [{"role": "user", "content": f"q{i}"}, {"role": "assistant"
 
 
 @pytest.fixture
-def cached(tmp_path, make_tokenizer):
+def load_cached(tmp_path, make_tokenizer):
     """Load with settings; the file is written once."""
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in ROWS), encoding="utf-8")
@@ -32,8 +32,8 @@ def cached(tmp_path, make_tokenizer):
     return load
 
 
-def test_the_second_load_comes_from_the_cache_and_is_the_same(cached):
-    first, second = cached(), cached()
+def test_the_second_load_comes_from_the_cache_and_is_the_same(load_cached):
+    first, second = load_cached(), load_cached()
     assert (first.counts.from_cache, second.counts.from_cache) == (False, True)
     assert second.counts.loss_tokens == first.counts.loss_tokens
     assert second.format == first.format
@@ -41,28 +41,28 @@ def test_the_second_load_comes_from_the_cache_and_is_the_same(cached):
         np.testing.assert_array_equal(getattr(first.columns, name), getattr(second.columns, name))
 
 
-def test_a_copy_of_the_data_elsewhere_is_the_same_content(cached, tmp_path):
-    cached()
-    (tmp_path / "copy.jsonl").write_bytes(cached.path.read_bytes())
-    assert cached(train=str(tmp_path / "copy.jsonl")).counts.from_cache
+def test_a_copy_of_the_data_elsewhere_is_the_same_content(load_cached, tmp_path):
+    load_cached()
+    (tmp_path / "copy.jsonl").write_bytes(load_cached.path.read_bytes())
+    assert load_cached(train=str(tmp_path / "copy.jsonl")).counts.from_cache
 
 
-def test_a_call_that_padded_or_cut_does_not_change_the_tokenizer_s_identity(cached, make_tokenizer):
+def test_a_call_that_padded_or_cut_does_not_change_the_tokenizer_s_identity(load_cached, make_tokenizer):
     tokenizer = make_tokenizer()
-    cached(tokenizer)
+    load_cached(tokenizer)
     tokenizer(["a", "b c"], padding=True, truncation=True, max_length=3)
-    assert cached(tokenizer).counts.from_cache
+    assert load_cached(tokenizer).counts.from_cache
 
 
 @pytest.mark.parametrize(
     "change",
     ["content", "template", "vocabulary", "eos", "loss_on", "max_length", "overlong", "max_samples"],
 )
-def test_whatever_the_tokens_depend_on_makes_a_new_entry(cached, make_tokenizer, change):
+def test_whatever_the_tokens_depend_on_makes_a_new_entry(load_cached, make_tokenizer, change):
     tokenizer, settings = make_tokenizer(), {"max_length": 200}
-    cached(tokenizer, **settings)
+    load_cached(tokenizer, **settings)
     if change == "content":
-        cached.path.write_text(cached.path.read_text(encoding="utf-8").replace("q0", "r0"), encoding="utf-8")
+        load_cached.path.write_text(load_cached.path.read_text(encoding="utf-8").replace("q0", "r0"), encoding="utf-8")
     elif change == "template":
         tokenizer.chat_template += " "
     elif change == "vocabulary":
@@ -72,12 +72,12 @@ def test_whatever_the_tokens_depend_on_makes_a_new_entry(cached, make_tokenizer,
     else:
         settings |= {"loss_on": {"loss_on": "all"}, "max_length": {"max_length": 201}}.get(change, {})
         settings |= {"overlong": {"overlong": "drop"}, "max_samples": {"max_samples": 19}}.get(change, {})
-    assert not cached(tokenizer, **settings).counts.from_cache
+    assert not load_cached(tokenizer, **settings).counts.from_cache
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "emptied", "other"])
-def test_a_damaged_file_is_made_again(cached, damage):
-    dataset = cached()
+def test_a_damaged_file_is_made_again(load_cached, damage):
+    dataset = load_cached()
     expected, path = dataset.columns.input_ids.copy(), dataset.cache_file
     content = bytearray(path.read_bytes())
     if damage == "flipped":
@@ -88,44 +88,44 @@ def test_a_damaged_file_is_made_again(cached, damage):
     del dataset
     path.unlink()
     path.write_bytes(new)
-    again = cached()
+    again = load_cached()
     assert not again.counts.from_cache
     np.testing.assert_array_equal(again.columns.input_ids, expected)
-    assert cached().counts.from_cache
+    assert load_cached().counts.from_cache
 
 
-def test_a_failing_sample_leaves_nothing_behind(cached, tmp_path):
-    with cached.path.open("a", encoding="utf-8") as file:
+def test_a_failing_sample_leaves_nothing_behind(load_cached, tmp_path):
+    with load_cached.path.open("a", encoding="utf-8") as file:
         file.write("not json\n")
     with pytest.raises(DataError, match="line 21 is not valid JSON"):
-        cached()
+        load_cached()
     assert list((tmp_path / "cache" / "tokens").iterdir()) == []
 
 
-def test_a_full_disk_is_a_clear_error_and_leaves_nothing_behind(cached, tmp_path, monkeypatch):
+def test_a_full_disk_is_a_clear_error_and_leaves_nothing_behind(load_cached, tmp_path, monkeypatch):
     def full(*_arguments):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(DataError, match=r"cannot be written: No space left on device\. Free space there"):
-        cached()
+        load_cached()
     assert list((tmp_path / "cache" / "tokens").iterdir()) == []
 
 
-def test_a_directory_that_cannot_be_made(cached, tmp_path):
+def test_a_directory_that_cannot_be_made(load_cached, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(DataError, match="cannot be written"):
-        cached(cache=str(tmp_path / "file"))
+        load_cached(cache=str(tmp_path / "file"))
 
 
-def test_what_killed_processes_left_behind_is_removed(cached, tmp_path):
+def test_what_killed_processes_left_behind_is_removed(load_cached, tmp_path):
     folder = tmp_path / "cache" / "tokens"
     folder.mkdir(parents=True)
     old, new = folder / "old.partial", folder / "new.partial"
     old.touch()
     new.touch()
     os.utime(old, (time.time() - 2 * 24 * 3600,) * 2)
-    cached()
+    load_cached()
     assert (old.exists(), new.exists()) == (False, True)
 
 

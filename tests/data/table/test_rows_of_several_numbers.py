@@ -29,7 +29,7 @@ def test_lists_per_token_lie_on_the_action_axis(read):
     again = read(rows, *NEEDS)
     assert again.counts.from_cache
     np.testing.assert_array_equal(again.columns.columns["ids"], ids)
-    seen = {each.name: each for each in preview(dataset, None, samples=0).columns}
+    seen = {column.name: column for column in preview(dataset, None, samples=0).columns}
     assert (seen["ids"].low, seen["ids"].high, seen["ids"].per_token) == (1, 9, 2)
 
 

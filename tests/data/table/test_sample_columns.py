@@ -1,4 +1,4 @@
-"""Columns of rows beside their tokens: laid on the action axis, cut with the tokens, and every mistake named with its place."""
+"""Columns of rows in addition to their tokens: laid on the action axis, cut with the tokens, and every mistake named with its place."""
 
 import json
 
@@ -20,7 +20,7 @@ ROLLOUT = {"prompt_ids": [5, 6], "response_ids": [7, 8, 9], "loss_mask": [1, 0, 
 ADVANTAGES = {"advantages": "loss mine needs"}
 
 
-def carried(dataset, name, sample=0):
+def read_carried(dataset, name, sample=0):
     columns = dataset.columns
     return columns.columns[name][columns.action_offsets[sample] : columns.action_offsets[sample + 1]].tolist()
 
@@ -52,10 +52,10 @@ def test_a_list_is_of_the_response_or_of_all_tokens_and_a_number_of_every_respon
     ]
     dataset = needing(load, make_tokenizer(None), rows, "advantages")
     assert dataset.columns.columns["advantages"].dtype == np.float32
-    assert carried(dataset, "advantages", 0) == [0.5, 1.5, -2]
-    np.testing.assert_array_equal(carried(dataset, "advantages", 1), [0.5, np.nan, -2])
-    assert carried(dataset, "advantages", 2) == [-3, -3, -3]
-    assert carried(dataset, "advantages", 3) == [0.5, 1], "cut at the front with the token that is never scored"
+    assert read_carried(dataset, "advantages", 0) == [0.5, 1.5, -2]
+    np.testing.assert_array_equal(read_carried(dataset, "advantages", 1), [0.5, np.nan, -2])
+    assert read_carried(dataset, "advantages", 2) == [-3, -3, -3]
+    assert read_carried(dataset, "advantages", 3) == [0.5, 1], "cut at the front with the token that is never scored"
 
 
 @pytest.mark.parametrize(
@@ -70,29 +70,29 @@ def test_a_list_is_of_the_response_or_of_all_tokens_and_a_number_of_every_respon
 )
 def test_columns_beside_one_list_of_tokens(load, make_tokenizer, row, expected):
     dataset = needing(load, make_tokenizer(None), [row], "advantages")
-    assert carried(dataset, "advantages") == expected
+    assert read_carried(dataset, "advantages") == expected
 
 
 def test_one_reward_stands_at_the_last_token_that_is_kept(load, make_tokenizer):
     rows = [{**ROLLOUT, "rewards": 2.5}, {**ROLLOUT, "rewards": [1, 2, 3]}]
-    assert carried(needing(load, make_tokenizer(None), rows, "rewards"), "rewards", 0) == [0, 0, 2.5]
+    assert read_carried(needing(load, make_tokenizer(None), rows, "rewards"), "rewards", 0) == [0, 0, 2.5]
     cut = needing(load, make_tokenizer(None), rows, "rewards", max_length=4, overlong="truncate")
-    assert carried(cut, "rewards", 0) == [0, 2.5]
-    assert carried(cut, "rewards", 1) == [1, 2]
+    assert read_carried(cut, "rewards", 0) == [0, 2.5]
+    assert read_carried(cut, "rewards", 1) == [1, 2]
     assert cut.counts.truncated == 2
 
 
 def test_samplers_log_probabilities_by_either_name(load, make_tokenizer):
     rows = [{**ROLLOUT, "logprobs": [-1, -2, -3]}, {**ROLLOUT, "rollout_logprobs": [-1, -2, -4], "logprobs": [0, 0, 0]}]
     dataset = needing(load, make_tokenizer(None), rows, "rollout_logprobs")
-    assert carried(dataset, "rollout_logprobs", 0) == [-1, -2, -3]
-    assert carried(dataset, "rollout_logprobs", 1) == [-1, -2, -4]
+    assert read_carried(dataset, "rollout_logprobs", 0) == [-1, -2, -3]
+    assert read_carried(dataset, "rollout_logprobs", 1) == [-1, -2, -4]
 
 
 def test_text_carries_one_number_per_sample(load, make_tokenizer, chat):
     tokenizer = make_tokenizer()
     dataset = needing(load, tokenizer, [{**chat("a", "b"), "advantages": 0.5}], "advantages")
-    assert set(carried(dataset, "advantages")) == {0.5}
+    assert set(read_carried(dataset, "advantages")) == {0.5}
     with pytest.raises(DataError, match=r"sample 0 \(.*line 1\), column 'advantages': 2 numbers cannot be laid on tokens"):
         needing(load, tokenizer, [{**chat("a", "b"), "advantages": [1, 2]}], "advantages")
 
@@ -236,7 +236,7 @@ def test_a_damaged_column_is_read_again(load, make_tokenizer):
     path.write_bytes(content.replace(value, np.float32(7.75).tobytes()))
     again = needing(load, tokenizer, rows, "advantages")
     assert not again.counts.from_cache
-    assert carried(again, "advantages") == [1.25, 2.5, 3.75]
+    assert read_carried(again, "advantages") == [1.25, 2.5, 3.75]
 
 
 @pytest.mark.parametrize("kind", ["parquet", "arrow", "saved"])
@@ -282,8 +282,8 @@ def test_a_number_meets_the_token_it_was_written_for(draw):
     given_values = every if draw.draw(st.booleans()) else every[tokens - response :]
     ids = np.arange(tokens, dtype=np.int32)
     whole = TokenizedSample(0, "s", ids, loss, response=response)
-    kept = TokenizedSample(0, "s", ids[:stop], loss[:stop], response=response)
-    values = ColumnReader(ADVANTAGES)(Row(0, "here", {"advantages": given_values}), whole, kept)["advantages"]
+    cut = TokenizedSample(0, "s", ids[:stop], loss[:stop], response=response)
+    values = ColumnReader(ADVANTAGES)(Row(0, "here", {"advantages": given_values}), whole, cut)["advantages"]
     first = int(np.argmax(loss))
     assert values.shape == (stop - first,)
     carrying = loss[first:stop]

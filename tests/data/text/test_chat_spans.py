@@ -97,8 +97,8 @@ def test_arguments_that_are_no_json_object_are_told_and_written_as_text(load, ma
         dataset = load([{"messages": messages}], tokenizer)
     assert f'[call]add "{arguments}"[/call]' in marked(dataset, tokenizer)
     assert dataset.counts.unread_arguments == 1
-    (told,) = [record.getMessage() for record in caplog.records]
-    assert told.startswith("the arguments of 1 tool calls of ")
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert message.startswith("the arguments of 1 tool calls of ")
 
 
 @pytest.mark.parametrize(
@@ -115,10 +115,10 @@ def test_tool_calls_before_a_later_question(load, make_tokenizer, marked, first)
         {"role": "user", "content": "and?"},
         {"role": "assistant", "content": "no more"},
     ]
-    said = "let me see\n" if first["content"] else ""
+    thought = "let me see\n" if first["content"] else ""
     assert marked(load([{"messages": messages, "tools": [TOOL]}], tokenizer, loss_on="all"), tokenizer) == (
         '<|im_start|>system\n[{"type": "function", "function": {"name": "add"}}]<|im_end|>\n<|im_start|>user\nq<|im_end|>\n'
-        f'<|im_start|>assistant\n[[{said}[call]add {{"a": 1}}[/call]<|im_end|>]]\n<|im_start|>user\n[result]2[/result]<|im_end|>\n'
+        f'<|im_start|>assistant\n[[{thought}[call]add {{"a": 1}}[/call]<|im_end|>]]\n<|im_start|>user\n[result]2[/result]<|im_end|>\n'
         "<|im_start|>assistant\n[[it is 2<|im_end|>]]\n<|im_start|>user\nand?<|im_end|>\n"
         "<|im_start|>assistant\n[[<think>\n\n</think>\n\nno more<|im_end|>]]\n"
     )

@@ -20,10 +20,10 @@ def row(*messages, **more):
 
 
 @pytest.mark.parametrize(
-    ("given", "place"),
+    ("conversation", "place"),
     [
         (row(ASK, CALLS), r"message 1, field 'tool_calls': the chat template leaves out the call of 'add'"),
-        # its name and arguments stand in the question and in the answer of the tool
+        # its name and arguments are in the question and in the answer of the tool
         (
             row({"role": "user", "content": 'call add with {"a": 1, "b": 2}'}, CALLS, RESULT, ANSWER),
             "message 1, field 'tool_calls'",
@@ -37,9 +37,9 @@ def row(*messages, **more):
         (row(ASK, ANSWER, tools=[TOOL]), "column 'tools': the chat template leaves out the declared tool 'add'"),
     ],
 )
-def test_what_the_template_does_not_write_is_refused(load, make_tokenizer, given, place):
+def test_what_the_template_does_not_write_is_refused(load, make_tokenizer, conversation, place):
     with pytest.raises(DataError, match=rf"sample 1 \(.* line 2\), {place}"):
-        load([row(ASK, ANSWER), given], make_tokenizer("chatml"))
+        load([row(ASK, ANSWER), conversation], make_tokenizer("chatml"))
 
 
 DROPS_SYSTEM = """\
@@ -76,13 +76,13 @@ def test_templates_that_trim_escape_or_change_texts_write_them(load, make_tokeni
     tokenizer = make_tokenizer("chatml" if template is TRANSFORMS else template)
     if template is TRANSFORMS:
         tokenizer.chat_template = template
-    given = row({"role": "user", "content": '  "hé"\n '}, {"role": "assistant", "content": " yo\t"})
-    assert len(load([given, given, given], tokenizer)) == 3
+    conversation = row({"role": "user", "content": '  "hé"\n '}, {"role": "assistant", "content": " yo\t"})
+    assert len(load([conversation, conversation, conversation], tokenizer)) == 3
 
 
 def test_a_whole_tool_conversation_passes_where_the_template_writes_it(load, make_tokenizer):
-    given = row(ASK, {**CALLS, "reasoning_content": "hm"}, RESULT, ANSWER, tools=[TOOL])
-    assert load([given], make_tokenizer("thinking")).counts.removed_reasoning == 0
+    conversation = row(ASK, {**CALLS, "reasoning_content": "hm"}, RESULT, ANSWER, tools=[TOOL])
+    assert load([conversation], make_tokenizer("thinking")).counts.removed_reasoning == 0
 
 
 @pytest.mark.parametrize("thought", [{"content": "<think>\nhm\n</think>\n\nyo"}, {"content": "yo", "reasoning_content": "hm"}])
@@ -104,8 +104,8 @@ def test_reasoning_of_the_last_turn_is_refused(load, make_tokenizer):
 
 
 def test_reasoning_under_two_names_is_written_once(load, make_tokenizer):
-    given = row(ASK, {**ANSWER, "reasoning_content": "hm", "reasoning": "hm"})
-    assert load([given], make_tokenizer("thinking")).counts.removed_reasoning == 0
+    conversation = row(ASK, {**ANSWER, "reasoning_content": "hm", "reasoning": "hm"})
+    assert load([conversation], make_tokenizer("thinking")).counts.removed_reasoning == 0
 
 
 def test_plain_chats_cost_no_further_rendering(make_tokenizer, chat, monkeypatch):

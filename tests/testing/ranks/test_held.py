@@ -22,7 +22,7 @@ class Held:
         _closed.append(self.name)
 
 
-def closed() -> list[str]:
+def forget_closed() -> list[str]:
     """Return the names of what was closed on this rank, and forget them."""
     names = _closed.copy()
     _closed.clear()
@@ -32,11 +32,11 @@ def closed() -> list[str]:
 def test_another_of_a_purpose_takes_the_place_of_the_one_before(pair: World) -> None:
     pair.run(hold, "worker", Held, "first")
     pair.run(hold, "worker", Held, "second")
-    assert pair.run(closed) == [["first"]] * 2
+    assert pair.run(forget_closed) == [["first"]] * 2
     assert pair.run(call_held, "worker", "greet", "hello") == ["hello, second"] * 2
     pair.run(let_go, "worker")
     pair.run(let_go, "worker")
-    assert pair.run(closed) == [["second"]] * 2
+    assert pair.run(forget_closed) == [["second"]] * 2
 
 
 def test_a_backend_and_a_worker_are_held_side_by_side(pair: World) -> None:
@@ -45,13 +45,13 @@ def test_a_backend_and_a_worker_are_held_side_by_side(pair: World) -> None:
     pair.run(let_go, "worker")
     assert pair.run(call_held, "backend", "greet", "still") == ["still, of the kit"] * 2
     pair.run(let_go, "backend")
-    assert pair.run(closed) == [["of the engine", "of the kit"]] * 2
+    assert pair.run(forget_closed) == [["of the engine", "of the kit"]] * 2
 
 
 def test_what_cannot_be_made_leaves_nothing_behind(pair: World) -> None:
     pair.run(hold, "worker", Held, "first")
     with pytest.raises(AssertionError, match="ValueError: invalid literal"):
         pair.run(hold, "worker", int, "nonsense")
-    assert pair.run(closed) == [["first"]] * 2
+    assert pair.run(forget_closed) == [["first"]] * 2
     pair.run(let_go, "worker")
-    assert pair.run(closed) == [[]] * 2
+    assert pair.run(forget_closed) == [[]] * 2

@@ -47,7 +47,7 @@ def test_answers_of_pairs_stand_after_the_other_pairs_prompt() -> None:
 
 
 def test_answers_of_interleaved_rows_are_never_matched() -> None:
-    """Rows as they lie in many files: the two answers to a prompt, one after the other. The next row's answer would be the prompt's own."""
+    """Rows as many files hold them: the two answers to a prompt, one after the other. The next row's answer would be the prompt's own."""
     others = mismatch_answers(columns_of(([1], [10]), ([1], [11]), ([2], [20]), ([2], [21]), ([3], [30]), ([3], [31])), None)
     assert others is not None
     assert rows(others) == [[1, 20], [1, 21], [2, 30], [2, 31], [3, 10], [3, 11]]
@@ -101,15 +101,15 @@ INTERLEAVED = [(f"{number} + {number} =", text, good) for number in range(4) for
 
 
 def test_mini_batches_without_another_prompt_are_refused_while_planning(configure: Configure, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"the mini-batch of step 1 holds 2 answers of .* to one prompt") as told:
+    with pytest.raises(DataError, match=r"the mini-batch of step 1 holds 2 answers of .* to one prompt") as error:
         plan_preference(kto(configure, tmp_path, INTERLEAVED, shuffle=False))
-    assert "training.batch_size" in str(told.value)
+    assert "training.batch_size" in str(error.value)
     one = [row for row in INTERLEAVED if row[0] == "2 + 2 ="]
     with pytest.raises(DataError, match=r"all 2 answers of .* are to one prompt"):
         plan_preference(kto(configure, tmp_path, one, batch_size=8))
     plan_preference(kto(configure, tmp_path, INTERLEAVED, batch_size=4, shuffle=False))
     late = [INTERLEAVED[place] for place in (0, 2, 4, 6, 1, 3, 5, 5)]
-    with pytest.raises(DataError, match="the mini-batch of step 4 holds 2 answers") as told:
+    with pytest.raises(DataError, match="the mini-batch of step 4 holds 2 answers") as error:
         plan_preference(kto(configure, tmp_path, [*late, late[0], late[1]], steps=5, shuffle=False))
 
 
@@ -120,14 +120,14 @@ def test_a_last_mini_batch_of_one_prompt_has_no_baseline_and_is_logged(
     with caplog.at_level(logging.WARNING):
         done = run_preference(resolved)
     assert "1 of 2 mini-batches" in caplog.text
-    last = [each["metrics"] for each in read_metrics(done.directory / "metrics.jsonl") if each["kind"] == "step"][-1]
+    last = [record["metrics"] for record in read_metrics(done.directory / "metrics.jsonl") if record["kind"] == "step"][-1]
     assert last["kl_baseline"] == 0.0
 
 
 def test_held_out_answers_are_looked_at_too(configure: Configure, tmp_path: Path) -> None:
     held_out = tmp_path / "held-out.jsonl"
-    made = [{"prompt": "1 + 1 =", "completion": f" {number}", "label": number == 2} for number in range(3)]
-    held_out.write_text("".join(json.dumps(row) + "\n" for row in made))
+    rows = [{"prompt": "1 + 1 =", "completion": f" {number}", "label": number == 2} for number in range(3)]
+    held_out.write_text("".join(json.dumps(row) + "\n" for row in rows))
     mixed = [INTERLEAVED[place] for place in (0, 2, 4, 6)]
     resolved = kto(configure, tmp_path, mixed)
     with pytest.raises(DataError, match=r"all 3 answers of .*held-out\.jsonl are to one prompt"):

@@ -56,8 +56,8 @@ def test_the_first_log_ratios_are_zero_and_held_out_pairs_are_told_apart(configu
 def test_no_cut_changes_the_loss(configure: Configure) -> None:
     curves = [
         [
-            each["loss"]
-            for each in steps(run_preference(configure(f"cut-{rows}", training={"micro_batch_rows": rows, "steps": 3})).directory)
+            step["loss"]
+            for step in steps(run_preference(configure(f"cut-{rows}", training={"micro_batch_rows": rows, "steps": 3})).directory)
         ]
         for rows in (2, 8)
     ]
@@ -80,13 +80,15 @@ def test_a_run_that_was_ended_resumes_to_the_same_bits(configure: Configure, los
         run_preference(configure("cut", **settings), observers=[Ending()])
     cut = run_preference(configure("cut", **settings), resume=True).directory
     names = ("loss", "grad_norm", "rewards/chosen", "implicit_kl")
-    assert [[each[name] for name in names] for each in steps(cut)[-2:]] == [
-        [each[name] for name in names] for each in steps(whole)[-2:]
+    assert [[step[name] for name in names] for step in steps(cut)[-2:]] == [
+        [step[name] for name in names] for step in steps(whole)[-2:]
     ]
     assert weights(cut) == weights(whole)
 
 
-@pytest.mark.parametrize("preset", ["orpo", *(pytest.param(each, marks=pytest.mark.nightly) for each in ("simpo", "cpo", "ipo"))])
+@pytest.mark.parametrize(
+    "preset", ["orpo", *(pytest.param(recipe, marks=pytest.mark.nightly) for recipe in ("simpo", "cpo", "ipo"))]
+)
 def test_every_preset_learns(configure: Configure, preset: str) -> None:
     done = run_preference(configure(preference={"preset": preset}, training={"steps": 3}))
     first, _, last = steps(done.directory)
@@ -113,9 +115,9 @@ def test_a_mini_batch_without_a_gradient_is_logged(configure: Configure, tmp_pat
     own = {"preference": {"preset": "none"}, "loss": {"use": f"{tmp_path / 'flat.py'}:flat"}, "reducer": {"use": "sequence_mean"}}
     with caplog.at_level("WARNING", logger="skyrl_engine"):
         assert run_preference(configure(**own, training={"steps": 2})).step == 2
-    said = [record.getMessage() for record in caplog.records if "exactly 0" in record.getMessage()]
-    assert len(said) == 1
-    assert "the gradient of step 1 is exactly 0: loss 'flat'" in said[0]
+    messages = [record.getMessage() for record in caplog.records if "exactly 0" in record.getMessage()]
+    assert len(messages) == 1
+    assert "the gradient of step 1 is exactly 0: loss 'flat'" in messages[0]
 
 
 def test_a_term_on_the_chosen_half_is_half_of_its_mean(configure: Configure) -> None:
@@ -135,7 +137,7 @@ def test_two_ranks_learn_as_one(configure: Configure) -> None:
     alone = steps(run_preference(configure("alone", training={"steps": 3})).directory)
     both = steps(run_preference(configure("both", training={"steps": 3}, run={"launch": "ray", "ranks": 2})).directory)
     assert both[0]["rewards/margins"] == 0.0
-    np.testing.assert_allclose([each["loss"] for each in both], [each["loss"] for each in alone], rtol=1e-4)
+    np.testing.assert_allclose([step["loss"] for step in both], [step["loss"] for step in alone], rtol=1e-4)
 
 
 RUNNER = """
@@ -235,42 +237,42 @@ def scoring(monkeypatch: pytest.MonkeyPatch) -> Scoring:
 
 
 @pytest.fixture
-def kept(tmp_path: Path) -> dict[str, Any]:
+def cache_tables(tmp_path: Path) -> dict[str, Any]:
     return {"data": {"cache": str(tmp_path / "cache")}, "training": {"steps": 2}, "reference": {"precompute": True}}
 
 
-def test_references_are_computed_once(configure: Configure, kept: dict[str, Any], scoring: Scoring) -> None:
-    """A pass that was ended goes on behind its mark, and a second run loads no reference. Scores of another cut are equal within rounding."""
-    live = steps(run_preference(configure("live", **{**kept, "reference": {}})).directory)
+def test_references_are_computed_once(configure: Configure, cache_tables: dict[str, Any], scoring: Scoring) -> None:
+    """A pass that was ended goes on after its mark, and a second run loads no reference. Scores of another cut are equal within rounding."""
+    live = steps(run_preference(configure("live", **{**cache_tables, "reference": {}})).directory)
     scoring.drain()
     scoring.ends = 3
     with pytest.raises(EndedError):
-        run_preference(configure("ended", **kept))
+        run_preference(configure("ended", **cache_tables))
     assert scoring.drain() == [8, 8, 4]
     scoring.ends = -1
-    first = steps(run_preference(configure("first", **kept)).directory)
+    first = steps(run_preference(configure("first", **cache_tables)).directory)
     assert scoring.drain() == [4, 8, 4], "the rest of the training pairs, and the held-out ones"
-    np.testing.assert_allclose([each["loss"] for each in first], [each["loss"] for each in live], rtol=0, atol=1e-5)
+    np.testing.assert_allclose([step["loss"] for step in first], [step["loss"] for step in live], rtol=0, atol=1e-5)
     assert first[0]["loss"] == pytest.approx(math.log(2), abs=1e-5)
-    again = steps(run_preference(configure("again", **kept)).directory)
+    again = steps(run_preference(configure("again", **cache_tables)).directory)
     assert scoring.drain() == []
-    assert [each["loss"] for each in again] == [each["loss"] for each in first]
+    assert [step["loss"] for step in again] == [step["loss"] for step in first]
 
 
 @pytest.mark.nightly
 def test_kept_references_belong_to_their_model_and_data(
-    configure: Configure, kept: dict[str, Any], scoring: Scoring, tmp_path: Path, pairs: Path
+    configure: Configure, cache_tables: dict[str, Any], scoring: Scoring, tmp_path: Path, pairs: Path
 ) -> None:
-    first = steps(run_preference(configure("first", **kept)).directory)
+    first = steps(run_preference(configure("first", **cache_tables)).directory)
     everything = [8, 8, 4, 8, 4]
     assert scoring.drain() == everything
     other_model = {"precompute": True, "path": str(tmp_path / "first" / "model")}
-    run_preference(configure("model", **{**kept, "reference": other_model}))
+    run_preference(configure("model", **{**cache_tables, "reference": other_model}))
     assert scoring.drain() == everything
-    run_preference(configure("data", **{**kept, "data": {**kept["data"], "max_samples": 8}}))
+    run_preference(configure("data", **{**cache_tables, "data": {**cache_tables["data"], "max_samples": 8}}))
     assert scoring.drain() == [8, 8], "the held-out pairs are the same, and so are their scores"
     for file in (tmp_path / "cache" / "references").glob("*.f32"):
         file.write_bytes(bytes(file.stat().st_size))
-    again = steps(run_preference(configure("damaged", **kept)).directory)
+    again = steps(run_preference(configure("damaged", **cache_tables)).directory)
     assert scoring.drain() == everything
-    assert [each["loss"] for each in again] == [each["loss"] for each in first]
+    assert [step["loss"] for step in again] == [step["loss"] for step in first]

@@ -109,7 +109,9 @@ def test_an_exported_checkpoint_is_the_model_of_the_run(configure: Configure, tm
     export_checkpoint(done.directory, tmp_path / "exported")
     ours = load_file(RunDirectory(done.directory).model / "model.safetensors")
     exported = load_file(tmp_path / "exported" / "model.safetensors")
-    assert {name: each.tobytes() for name, each in exported.items()} == {name: each.tobytes() for name, each in ours.items()}
+    assert {name: tensor.tobytes() for name, tensor in exported.items()} == {
+        name: tensor.tobytes() for name, tensor in ours.items()
+    }
     assert (tmp_path / "exported" / "config.json").read_bytes() == (RunDirectory(done.directory).model / "config.json").read_bytes()
 
 

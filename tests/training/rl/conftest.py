@@ -45,8 +45,8 @@ def tables_of(world: Path, tmp_path: Path) -> Callable[..., dict[str, Any]]:
 def rl(tables_of: Callable[..., dict[str, Any]]) -> Rl:
     """`rl("name", "key=value", ...)`: the resolved configuration of a run in `tmp_path / name`, with some keys changed."""
 
-    def make(name: str = "run", *overrides: str, **given: Any) -> ResolvedConfig:
-        return resolve(load(tables_of(name, **given), overrides))
+    def make(name: str = "run", *overrides: str, **fields: Any) -> ResolvedConfig:
+        return resolve(load(tables_of(name, **fields), overrides))
 
     return make
 
@@ -57,17 +57,17 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
     found = Seen()
     learn, trained = RlTrainer._learn, RolloutSource.take
 
-    def watched(self: RlTrainer, plan: Plan, number: int) -> Any:
+    def watch_learn(self: RlTrainer, plan: Plan, number: int) -> Any:
         found.plans[number] = plan
         if found.also is not None:
             found.also(self, plan, number)
         return learn(self, plan, number)
 
-    def taken(self: RolloutSource, step: int) -> StepBatch:
+    def take_step(self: RolloutSource, step: int) -> StepBatch:
         made = trained(self, step)
         found.groups[step] = made.groups
         return made
 
-    monkeypatch.setattr(RlTrainer, "_learn", watched)
-    monkeypatch.setattr(RolloutSource, "take", taken)
+    monkeypatch.setattr(RlTrainer, "_learn", watch_learn)
+    monkeypatch.setattr(RolloutSource, "take", take_step)
     return found

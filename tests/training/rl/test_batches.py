@@ -53,10 +53,12 @@ def test_mini_batches_hold_whole_groups_on_any_number_of_ranks(sizes: list[int],
     layout = Layout(dp=ranks, micro_batch_rows=2, mini_batch_size=mini_batch_size(sizes, parts))
     plan = PaddedCollator().plan(columns.lengths, layout)
     assert 1 <= len(plan.mini_batches) <= parts
-    found = [columns.group_ids[each.samples].tolist() for each in plan.mini_batches]
+    found = [columns.group_ids[mini_batch.samples].tolist() for mini_batch in plan.mini_batches]
     for place, own in enumerate(found):
         assert not set(own) & {other for rest in found[place + 1 :] for other in rest}
-    assert sorted(sample for each in plan.mini_batches for sample in each.samples) == list(range(sum(sizes))), "none is lost"
+    assert sorted(sample for mini_batch in plan.mini_batches for sample in mini_batch.samples) == list(range(sum(sizes))), (
+        "none is lost"
+    )
 
 
 @given(sizes, st.integers(0, 5))

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rl_runs import Rl, killed, numbers_of, weights_of
+from rl_runs import Rl, kill_run, numbers_of, weights_of
 
 from skyrl_engine.errors import RolloutError
 from skyrl_engine.rollout.checking import check_journal
@@ -20,15 +20,15 @@ STEPS = ("rl.steps=3", "checkpoint.every=1")
 @pytest.fixture
 def cut(rl: Rl, tables_of: Callable[..., dict[str, Any]]) -> Path:
     """A run that was killed in its second step and again in its third, with all groups of that one in its journal's second segment."""
-    killed(tables_of("parts"), STEPS, "learning", 2)
-    killed(tables_of("parts"), STEPS, "learning", 2)
+    kill_run(tables_of("parts"), STEPS, "learning", 2)
+    kill_run(tables_of("parts"), STEPS, "learning", 2)
     return Path(tables_of("parts")["run"]["directory"])
 
 
 def flip_values(journal: Path) -> None:
     """Change a byte of the first group that was recorded after the checkpoint."""
     _, segment = segments_of(journal)
-    entry = [each for each in read_segment(segment).entries if each.event == "group"][-3]
+    entry = [candidate for candidate in read_segment(segment).entries if candidate.event == "group"][-3]
     content = bytearray(segment.read_bytes())
     content[entry.end - 40] ^= 0x20
     segment.write_bytes(content)
@@ -37,7 +37,7 @@ def flip_values(journal: Path) -> None:
 def flip_length(journal: Path) -> None:
     """Change the length of the same record."""
     _, segment = segments_of(journal)
-    entry = [each for each in read_segment(segment).entries if each.event == "group"][-3]
+    entry = [candidate for candidate in read_segment(segment).entries if candidate.event == "group"][-3]
     content = bytearray(segment.read_bytes())
     content[entry.offset + 4] ^= 0x40
     segment.write_bytes(content)
@@ -80,11 +80,11 @@ LOSSES = {
 @pytest.mark.proof
 def test_the_bytes_are_those_of_a_run_that_lost_nothing(rl: Rl, cut: Path, caplog: pytest.LogCaptureFixture) -> None:
     whole = run_rl(rl("whole", *STEPS)).directory
-    kept = cut.with_name("kept")
-    shutil.copytree(cut, kept)
+    copy = cut.with_name("kept")
+    shutil.copytree(cut, copy)
     for damage, words in LOSSES.items():
         shutil.rmtree(cut)
-        shutil.copytree(kept, cut)
+        shutil.copytree(copy, cut)
         damage(cut / "rollouts")
         caplog.clear()
         with caplog.at_level(logging.WARNING):
@@ -95,7 +95,7 @@ def test_the_bytes_are_those_of_a_run_that_lost_nothing(rl: Rl, cut: Path, caplo
         assert words in (cut / "run.log").read_text(), damage
         assert "is sampled again, under the same seeds" in caplog.text
         if damage is not delete_all:
-            assert any(words in each for each in check_journal(cut / "rollouts").wrong), damage
+            assert any(words in problem for problem in check_journal(cut / "rollouts").wrong), damage
 
 
 def test_a_resume_warns_of_what_a_checkpoint_counts_on_and_is_gone(rl: Rl, caplog: pytest.LogCaptureFixture) -> None:

@@ -28,28 +28,28 @@ def part(count: int) -> Any:
 def test_environments_share_what_is_held_out(counts, wanted, taken) -> None:
     found = tasks_of([part(count) for count in counts], wanted)
     assert [[number for number, _ in found].count(place) for place in range(len(counts))] == taken
-    assert [task.key for number, task in found if number == 0] == [str(each) for each in range(taken[0])]
+    assert [task.key for number, task in found if number == 0] == [str(key) for key in range(taken[0])]
 
 
 def test_rewards_and_chances_of_success() -> None:
     groups = [plain_group(0, rewards=(1.0, 0.0, 0.0, 1.0)), plain_group(1, rewards=(0.0, 0.0, 0.0, 1.0), environment="sums")]
-    found = evaluation_metrics(groups, ["spell", "sums"], seed=0)
-    assert found["evaluation/avg@4"] == 0.375
-    assert found["evaluation/avg@4_low"] <= 0.375 <= found["evaluation/avg@4_high"]
-    assert found["evaluation/pass@1"] == 0.375
-    assert found["evaluation/pass@2"] == pytest.approx((5 / 6 + 0.5) / 2)
-    assert found["evaluation/pass@4"] == found["evaluation/pass@4_low"] == found["evaluation/pass@4_high"] == 1.0
-    assert (found["evaluation/pass@1_low"], found["evaluation/pass@1_high"]) == (0.25, 0.5), "tasks are drawn, not attempts"
-    assert (found["evaluation/spell/avg@4"], found["evaluation/sums/avg@4"]) == (0.5, 0.25)
+    metrics = evaluation_metrics(groups, ["spell", "sums"], seed=0)
+    assert metrics["evaluation/avg@4"] == 0.375
+    assert metrics["evaluation/avg@4_low"] <= 0.375 <= metrics["evaluation/avg@4_high"]
+    assert metrics["evaluation/pass@1"] == 0.375
+    assert metrics["evaluation/pass@2"] == pytest.approx((5 / 6 + 0.5) / 2)
+    assert metrics["evaluation/pass@4"] == metrics["evaluation/pass@4_low"] == metrics["evaluation/pass@4_high"] == 1.0
+    assert (metrics["evaluation/pass@1_low"], metrics["evaluation/pass@1_high"]) == (0.25, 0.5), "tasks are drawn, not attempts"
+    assert (metrics["evaluation/spell/avg@4"], metrics["evaluation/sums/avg@4"]) == (0.5, 0.25)
     assert evaluation_metrics([], ["spell"], seed=0) == {}
 
 
 def test_a_failed_attempt_is_a_wrong_one() -> None:
     group = plain_group(0, rewards=(1.0, 1.0))
     broken = evolve(group.trajectories[1], status="failed", cause="hung", success=None)
-    found = evaluation_metrics([evolve(group, trajectories=(group.trajectories[0], broken))], ["spell"], seed=0)
-    assert (found["evaluation/avg@2"], found["evaluation/pass@1"], found["evaluation/pass@2"]) == (0.5, 0.5, 1.0)
-    assert found["evaluation/failed"] == 0.5
+    metrics = evaluation_metrics([evolve(group, trajectories=(group.trajectories[0], broken))], ["spell"], seed=0)
+    assert (metrics["evaluation/avg@2"], metrics["evaluation/pass@1"], metrics["evaluation/pass@2"]) == (0.5, 0.5, 1.0)
+    assert metrics["evaluation/failed"] == 0.5
     assert "evaluation/failed" not in evaluation_metrics([group], ["spell"], seed=0)
 
 
@@ -59,8 +59,8 @@ def test_an_evaluation_changes_no_training(rl: Rl, seen: Seen) -> None:
         rl("looked", "rl.steps=2", "evaluation={every=1, at_start=true, samples=3, tasks=2, temperature=1.0}")
     ).directory
     assert weights_of(plain) == weights_of(looked)
-    found = [record for record in read_metrics(looked / "metrics.jsonl") if record["kind"] == "evaluation"]
-    assert [record["step"] for record in found] == [0, 1, 2]
-    assert {"evaluation/avg@3", "evaluation/pass@1", "evaluation/pass@3"} <= found[0]["metrics"].keys()
-    assert found[0]["metrics"] != found[2]["metrics"], "the weights moved"
+    evaluations = [record for record in read_metrics(looked / "metrics.jsonl") if record["kind"] == "evaluation"]
+    assert [record["step"] for record in evaluations] == [0, 1, 2]
+    assert {"evaluation/avg@3", "evaluation/pass@1", "evaluation/pass@3"} <= evaluations[0]["metrics"].keys()
+    assert evaluations[0]["metrics"] != evaluations[2]["metrics"], "the weights moved"
     assert len(steps_of(looked)) == 2

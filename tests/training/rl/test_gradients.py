@@ -36,7 +36,7 @@ class Attempt:
     values: list[float]
 
 
-def scored(model: Any, attempt: Trajectory, places: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+def score_tokens(model: Any, attempt: Trajectory, places: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probabilities and values of the sampled tokens, from whole logits of one row."""
     ids = torch.from_numpy(attempt.token_ids.astype("int64"))[None]
     output = model.model(input_ids=ids).last_hidden_state[0]
@@ -75,7 +75,7 @@ def rloo(groups: Sequence[Sequence[Attempt]]) -> list[list[float]]:
     return worth
 
 
-def normalized(worth: list[list[float]]) -> list[list[float]]:
+def normalize(worth: list[list[float]]) -> list[list[float]]:
     every = [each for own in worth for each in own]
     mean = sum(every) / len(every)
     deviation = math.sqrt(sum((each - mean) ** 2 for each in every) / len(every))
@@ -90,29 +90,29 @@ def reinforce_pp(groups: Sequence[Sequence[Attempt]]) -> list[list[float]]:
             reward - COEF * (old - reference) for reward, old, reference in zip(each.rewards, each.old, each.reference, strict=True)
         ]
         worth.append([sum(shaped[place:]) for place in range(len(shaped))])
-    return normalized(worth)
+    return normalize(worth)
 
 
-def estimated(each: Attempt) -> list[float]:
+def estimate_advantages(attempt: Attempt) -> list[float]:
     """Generalized advantage estimates by their sum over all later differences, gamma 1."""
-    values = [*each.values, 0.0]
-    deltas = [reward + values[place + 1] - values[place] for place, reward in enumerate(each.rewards)]
+    values = [*attempt.values, 0.0]
+    deltas = [reward + values[place + 1] - values[place] for place, reward in enumerate(attempt.rewards)]
     return [sum(LAM ** (later - place) * deltas[later] for later in range(place, len(deltas))) for place in range(len(deltas))]
 
 
 def gae(groups: Sequence[Sequence[Attempt]]) -> list[list[float]]:
-    return normalized([estimated(attempt) for group in groups for attempt in group])
+    return normalize([estimate_advantages(attempt) for group in groups for attempt in group])
 
 
 def reverse_kl(groups: Sequence[Sequence[Attempt]]) -> list[list[float]]:
-    """The teacher stands in the reference's place."""
+    """The teacher takes the reference's place."""
     return [
         [theirs - own for theirs, own in zip(each.reference, each.old, strict=True)]
         for each in (attempt for group in groups for attempt in group)
     ]
 
 
-def clipped(logprobs: torch.Tensor, old: torch.Tensor, worth: torch.Tensor) -> torch.Tensor:
+def clip(logprobs: torch.Tensor, old: torch.Tensor, worth: torch.Tensor) -> torch.Tensor:
     ratio = (logprobs - old).exp()
     return -torch.minimum(ratio * worth, ratio.clamp(1 - CLIP, 1 + CLIP) * worth)
 
@@ -129,7 +129,7 @@ Mean = Callable[[list[torch.Tensor]], torch.Tensor]
 
 
 def sequence_mean(losses: list[torch.Tensor]) -> torch.Tensor:
-    return torch.stack([each.mean() for each in losses]).mean()
+    return torch.stack([loss.mean() for loss in losses]).mean()
 
 
 def token_mean(losses: list[torch.Tensor]) -> torch.Tensor:
@@ -137,7 +137,7 @@ def token_mean(losses: list[torch.Tensor]) -> torch.Tensor:
 
 
 def sums_over(length: int) -> Mean:
-    return lambda losses: torch.stack([each.sum() / length for each in losses]).mean()
+    return lambda losses: torch.stack([loss.sum() / length for loss in losses]).mean()
 
 
 @frozen
@@ -149,20 +149,20 @@ class Recipe:
 
 
 RECIPES = {
-    "grpo": Recipe(grpo, clipped, sequence_mean),
-    "dr_grpo": Recipe(dr_grpo, clipped, sums_over(44)),
+    "grpo": Recipe(grpo, clip, sequence_mean),
+    "dr_grpo": Recipe(dr_grpo, clip, sums_over(44)),
     "rloo": Recipe(rloo, reinforce, sums_over(1)),
-    "reinforce_pp": Recipe(reinforce_pp, clipped, token_mean),
-    "ppo": Recipe(gae, clipped, token_mean, critic=True),
+    "reinforce_pp": Recipe(reinforce_pp, clip, token_mean),
+    "ppo": Recipe(gae, clip, token_mean, critic=True),
     "on_policy_distill": Recipe(reverse_kl, importance, token_mean),
 }
 
 
-def loaded(folder: Path, weights: dict[str, Any] | None = None) -> Any:
+def load_double(folder: Path, weights: dict[str, Any] | None = None) -> Any:
     """A model of its own in float64, with these weights; `score` is the critic's head, where there is one."""
     model: Any = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float64)
     if weights is not None:
-        values = {name: torch.as_tensor(each) for name, each in weights.items()}
+        values = {name: torch.as_tensor(weight) for name, weight in weights.items()}
         if "score.weight" in values:
             model.score = torch.nn.Linear(values["score.weight"].shape[1], 1, dtype=torch.float64)
         missing, unexpected = model.load_state_dict(values, strict=False)
@@ -171,30 +171,30 @@ def loaded(folder: Path, weights: dict[str, Any] | None = None) -> Any:
 
 
 def attempts_of(groups: Sequence[Group], before: Any, reference: Any) -> list[list[Attempt]]:
-    found = []
+    attempts = []
     for group in groups:
         own = []
-        for each in group.finished:
-            places = [place for place in range(len(each.token_ids)) if each.sampled[place]]
+        for trajectory in group.finished:
+            places = [place for place in range(len(trajectory.token_ids)) if trajectory.sampled[place]]
             with torch.no_grad():
-                old, values = scored(before, each, places)
-                frozen_scores, _ = scored(reference, each, places)
-            rewards = each.rewards.astype("float64").tolist()
-            assert each.unplaced_reward == 0
-            own.append(Attempt(each, places, old.tolist(), rewards, frozen_scores.tolist(), values.tolist()))
-        found.append(own)
-    return found
+                old, values = score_tokens(before, trajectory, places)
+                frozen_scores, _ = score_tokens(reference, trajectory, places)
+            rewards = trajectory.rewards.astype("float64").tolist()
+            assert trajectory.unplaced_reward == 0
+            own.append(Attempt(trajectory, places, old.tolist(), rewards, frozen_scores.tolist(), values.tolist()))
+        attempts.append(own)
+    return attempts
 
 
-def expected(recipe: Recipe, groups: list[list[Attempt]], model: Any) -> dict[str, torch.Tensor]:
+def compute_gradients(recipe: Recipe, groups: list[list[Attempt]], model: Any) -> dict[str, torch.Tensor]:
     worth = recipe.advantage(groups)
     losses = []
     for each, values in zip((attempt for group in groups for attempt in group), worth, strict=True):
-        logprobs, critic = scored(model, each.trajectory, each.places)
+        logprobs, critic = score_tokens(model, each.trajectory, each.places)
         loss = recipe.loss(logprobs, torch.tensor(each.old, dtype=torch.float64), torch.tensor(values, dtype=torch.float64))
         if recipe.critic:
             old = torch.tensor(each.values, dtype=torch.float64)
-            returns = old + torch.tensor(estimated(each), dtype=torch.float64)
+            returns = old + torch.tensor(estimate_advantages(each), dtype=torch.float64)
             near = torch.minimum(torch.maximum(critic, old - 0.2), old + 0.2)
             loss = loss + 0.5 * torch.maximum((critic - returns) ** 2, (near - returns) ** 2) / 2
         losses.append(loss)
@@ -236,7 +236,7 @@ QUICK = {
     ("collator", "name"), [pytest.param(*each, marks=() if each in QUICK else pytest.mark.nightly) for each in BREADTH]
 )
 def test_gradients_are_those_of_the_definitions(rl: Rl, seen: Seen, world: Path, other: Path, collator: str, name: str) -> None:
-    """At the first update, and behind it, where ratios are not 1 and some are clipped."""
+    """At the first update, and after it, where ratios are not 1 and some are clipped."""
     check(rl, seen, world, other, name, PACKED if collator == "packed" else ("rl.micro_batch_rows=4",))
 
 
@@ -294,27 +294,27 @@ def check(
     with pytest.raises(StopHereError):
         run_rl(rl("run", *settings, "optimizer.learning_rate=0.03", preset=name, environment={"failing": True}))
     groups = seen.groups[1]
-    everything = [each for group in groups for each in group.trajectories]
-    assert {each.status for each in everything} == {"finished", "truncated", "failed"}, "every kind of attempt"
-    assert max(each.turns for each in everything) == 2
+    everything = [trajectory for group in groups for trajectory in group.trajectories]
+    assert {trajectory.status for trajectory in everything} == {"finished", "truncated", "failed"}, "every kind of attempt"
+    assert max(trajectory.turns for trajectory in everything) == 2
     start = {key: value.copy() for key, value in gathered[0][0].items()}
-    attempts = attempts_of(groups, loaded(world, start), loaded(other))
+    attempts = attempts_of(groups, load_double(world, start), load_double(other))
     for moment, (weights, gradients) in enumerate(gathered):
-        model = loaded(world, dict(weights))
-        wanted = expected(recipe, attempts, model)
+        model = load_double(world, dict(weights))
+        wanted = compute_gradients(recipe, attempts, model)
         assert gradients.keys() >= {key for key in wanted if key != "lm_head.weight"}
         for key, value in wanted.items():
             got = torch.as_tensor(gradients[key]).double().reshape(value.shape)
             distance = float((got - value).norm() / value.norm())
             assert distance < bound, (moment, key, distance)
-    clipped_away = clip_share(attempts, loaded(world, dict(gathered[1][0])))
-    assert 0 < clipped_away < 1, "some ratios are outside of the range behind the first update"
+    clipped_away = clip_share(attempts, load_double(world, dict(gathered[1][0])))
+    assert 0 < clipped_away < 1, "some ratios are outside of the range after the first update"
 
 
 def clip_share(groups: list[list[Attempt]], model: Any) -> float:
     outside = []
     for each in (attempt for group in groups for attempt in group):
         with torch.no_grad():
-            ratio = (scored(model, each.trajectory, each.places)[0] - torch.tensor(each.old, dtype=torch.float64)).exp()
+            ratio = (score_tokens(model, each.trajectory, each.places)[0] - torch.tensor(each.old, dtype=torch.float64)).exp()
         outside += ((ratio - 1).abs() > CLIP).tolist()
     return sum(outside) / len(outside)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rl_runs import MOMENTS, Rl, killed, numbers_of, weights_of
+from rl_runs import MOMENTS, Rl, kill_run, numbers_of, weights_of
 
 from skyrl_engine.rollout.journal_index import read_index
 from skyrl_engine.training.rl.run import run_rl
@@ -21,18 +21,18 @@ def check(rl: Rl, tables_of: Callable[..., dict[str, Any]]) -> Callable[..., Non
     def make(*kills: tuple[str, int], environment: dict[str, Any]) -> None:
         whole = run_rl(rl("whole", *TABLES, environment=environment)).directory
         for moment, count in kills:
-            killed(tables_of("parts", environment=environment), (*TABLES, "rollouts.workers=2"), moment, count)
+            kill_run(tables_of("parts", environment=environment), (*TABLES, "rollouts.workers=2"), moment, count)
         parts = run_rl(rl("parts", *TABLES, environment=environment), resume=True).directory
         assert weights_of(parts) == weights_of(whole)
         for got, wanted in zip(numbers_of(parts), numbers_of(whole), strict=True):
             assert got == wanted, {name: (got.get(name), wanted.get(name)) for name in wanted if got.get(name) != wanted[name]}
-        assert trained(parts) == trained(whole)
-        assert sorted(trained(parts)) == list(range(len(trained(parts)))), "every ticket once, in one step"
+        assert count_groups(parts) == count_groups(whole)
+        assert sorted(count_groups(parts)) == list(range(len(count_groups(parts)))), "every ticket once, in one step"
 
     return make
 
 
-def trained(directory: Path) -> dict[int, int]:
+def count_groups(directory: Path) -> dict[int, int]:
     return dict(read_index(directory / "rollouts").steps())
 
 

@@ -17,12 +17,12 @@ REWARDS = [[0.0, 1.0, 0.0], [0.25, 2.0]]
 
 def columns(**without: bool) -> SampleColumns:
     """Two attempts; the last token of the first was observed."""
-    given = {"old_logprobs": OLD, "ref_logprobs": REFERENCE, "rollout_logprobs": SAMPLED, "rewards": REWARDS}
+    arrays = {"old_logprobs": OLD, "ref_logprobs": REFERENCE, "rollout_logprobs": SAMPLED, "rewards": REWARDS}
     return SampleColumns.from_rollouts(
         prompts=[[1]] * 2,
         responses=[[2, 3, 4], [5, 6]],
         loss_masks=[[1, 1, 0], [1, 1]],
-        columns={name: values for name, values in given.items() if name not in without},
+        columns={name: values for name, values in arrays.items() if name not in without},
     )
 
 

@@ -26,7 +26,7 @@ OF_LOSSES = set(re.findall(r"`(\w+)`", " ".join(re.findall(r"^- Metrics? (.+)$",
 
 def matches(row: str, name: str) -> bool:
     """A row's `<word>` stands for any name, its `<k>` and `<n>` for a number; what holds of an evaluation holds of one environment's too."""
-    pattern = re.sub(r"<(\w+)>", lambda found: r"\d+" if found.group(1) in "kn" else r"[\w-]+", re.escape(row))
+    pattern = re.sub(r"<(\w+)>", lambda match: r"\d+" if match.group(1) in "kn" else r"[\w-]+", re.escape(row))
     return re.fullmatch(pattern.replace("evaluation/", r"evaluation/(?:\w[\w-]*/)?"), name) is not None
 
 

@@ -66,7 +66,9 @@ def test_what_cannot_work_is_refused(rl: Rl, overrides: list[str], error: Any, w
     with pytest.raises(error, match=words) as caught:
         prepare(rl("run", *overrides))
     found = (
-        "\n".join(each.remedy for each in caught.value.problems) if isinstance(caught.value, ConfigError) else caught.value.remedy
+        "\n".join(problem.remedy for problem in caught.value.problems)
+        if isinstance(caught.value, ConfigError)
+        else caught.value.remedy
     )
     assert remedy in found
 
@@ -95,8 +97,8 @@ def test_a_generator_that_nothing_can_be_trained_with_is_refused(
         "        raise AssertionError('nothing is started')\n"
         "mine = Mine()\n"
     )
-    asked = ("rl.stop_strings=['a']",) if "stop_strings" in words else ()
-    config = rl("run", f"generator.use={tmp_path}/mine.py:mine", *asked)
+    settings = ("rl.stop_strings=['a']",) if "stop_strings" in words else ()
+    config = rl("run", f"generator.use={tmp_path}/mine.py:mine", *settings)
     with pytest.raises(UnsupportedError, match=words) as caught:
         prepare(config)
     assert "such as hf" in caught.value.remedy
@@ -148,26 +150,26 @@ def test_a_table_of_another_trainer_is_refused_by_name(rl: Rl) -> None:
 
 
 def test_every_preset_is_planned_and_nothing_is_written(rl: Rl, tmp_path: Path) -> None:
-    found = {name: plan_rl(rl("run", "rl.groups=4", preset=name)) for name in ("grpo", "gspo", "ppo", "reinforce_pp", "rloo")}
-    assert found["grpo"].passes == ("sample", "train (the policy is its own old one)")
-    assert found["gspo"].passes == ("sample", "score logprobs as old_logprobs", "train")
-    assert found["ppo"].passes[1:] == ("score logprobs as old_logprobs", "score values as old_values", "train")
-    assert "score logprobs of the reference as ref_logprobs" in found["reinforce_pp"].passes
-    assert found["reinforce_pp"].reference is not None
-    assert found["rloo"].passes == ("sample", "train")
+    plans = {name: plan_rl(rl("run", "rl.groups=4", preset=name)) for name in ("grpo", "gspo", "ppo", "reinforce_pp", "rloo")}
+    assert plans["grpo"].passes == ("sample", "train (the policy is its own old one)")
+    assert plans["gspo"].passes == ("sample", "score logprobs as old_logprobs", "train")
+    assert plans["ppo"].passes[1:] == ("score logprobs as old_logprobs", "score values as old_values", "train")
+    assert "score logprobs of the reference as ref_logprobs" in plans["reinforce_pp"].passes
+    assert plans["reinforce_pp"].reference is not None
+    assert plans["rloo"].passes == ("sample", "train")
     assert not list(tmp_path.iterdir())
-    told = facts(found["grpo"])
-    assert told["tasks of world"] == "7 to train on, 2 held out"
-    assert "go" in told["first prompt of world"].replace("|", "")
-    assert "an answer" in told["between turns of world"].replace("|", "")
+    lines = facts(plans["grpo"])
+    assert lines["tasks of world"] == "7 to train on, 2 held out"
+    assert "go" in lines["first prompt of world"].replace("|", "")
+    assert "an answer" in lines["between turns of world"].replace("|", "")
 
 
 def test_several_environments_of_one_plugin_have_numbers(rl: Rl, world: Path) -> None:
     use = f"{world / 'world.py'}:world"
-    made = prepare(rl("run", f"environments=[{{use='{use}'}}, {{use='{use}', weight=3.0}}]"))
-    assert made.names == ("world_1", "world_2")
-    assert isinstance(made.rollouts, LiveRolloutSpec)
-    assert made.rollouts.tasks.weights == [1.0, 3.0]
+    recipe = prepare(rl("run", f"environments=[{{use='{use}'}}, {{use='{use}', weight=3.0}}]"))
+    assert recipe.names == ("world_1", "world_2")
+    assert isinstance(recipe.rollouts, LiveRolloutSpec)
+    assert recipe.rollouts.tasks.weights == [1.0, 3.0]
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from skyrl_engine.training.rl.run import run_rl
 from skyrl_engine.training.rl.tasks import TaskOrder
 
 
-def asked(key: str, words: int = 1) -> Task:
+def make_task(key: str, words: int = 1) -> Task:
     return Task(key, messages=({"role": "user", "content": "go " * words},))
 
 
@@ -32,7 +32,7 @@ def procedure(*tasks: Task) -> Any:
     return BoundPlugin(product, Owner("environment mine", "Correct it"), "environments[0]", "mine")
 
 
-def checked(*tasks: Task, failures: float = 0.1, tokens: int = 40) -> None:
+def check_tasks(*tasks: Task, failures: float = 0.1, tokens: int = 40) -> None:
     renderer = ChatRenderer(TEMPLATES["chatml"].tokenizer())
     check_prompts([procedure(*tasks)], [(0, task) for task in tasks], renderer, PromptLimits(tokens, 1000, failures))
 
@@ -41,8 +41,8 @@ def checked(*tasks: Task, failures: float = 0.1, tokens: int = 40) -> None:
     ("task", "error", "words"),
     [
         (Task("b"), DataError, "task 'b' has neither messages nor prompt_ids"),
-        (Task("b", messages=asked("b").messages, prompt_ids=(1,)), DataError, "task 'b' has both messages and prompt_ids"),
-        (asked("a"), DataError, "task 'a' is there twice"),
+        (Task("b", messages=make_task("b").messages, prompt_ids=(1,)), DataError, "task 'b' has both messages and prompt_ids"),
+        (make_task("a"), DataError, "task 'a' is there twice"),
         (Task("b", prompt_ids=(1, 1000)), DataError, "task 'b' has the token id 1000, and the model's vocabulary has 1,000"),
         (Task("b", prompt_ids=(-1, 5)), DataError, "has the token id -1"),
         (
@@ -55,34 +55,34 @@ def checked(*tasks: Task, failures: float = 0.1, tokens: int = 40) -> None:
     ],
 )
 def test_a_wrong_task_is_named(task: Task, error: type[EngineError], words: str) -> None:
-    checked(asked("a"), Task("ids", prompt_ids=(0, 999)))
+    check_tasks(make_task("a"), Task("ids", prompt_ids=(0, 999)))
     with pytest.raises(error, match=words) as caught:
-        checked(asked("a"), task)
+        check_tasks(make_task("a"), task)
     assert caught.value.remedy
 
 
 def test_prompts_of_a_procedure_may_be_too_long_as_often_as_attempts_may_fail(caplog: pytest.LogCaptureFixture) -> None:
-    tasks = [asked(str(number), 1 + 90 * (number == 3)) for number in range(10)]
+    tasks = [make_task(str(number), 1 + 90 * (number == 3)) for number in range(10)]
     with caplog.at_level(logging.WARNING):
-        checked(*tasks, failures=0.1)
+        check_tasks(*tasks, failures=0.1)
     words = (
         r"environment mine: 1 of 10 tasks have a prompt of more than rl\.max_prompt_tokens = 40 tokens; that of task '3' has \d+"
     )
     assert "attempts at such tasks fail" in caplog.text
     with pytest.raises(DataError, match=words) as caught:
-        checked(*tasks, failures=0.09)
+        check_tasks(*tasks, failures=0.09)
     assert "or leave such tasks out" in caught.value.remedy
 
 
 def test_tasks_are_those_of_the_first_groups_each_once() -> None:
-    parts = [procedure(*(asked(str(number)) for number in range(size))) for size in (5, 40)]
+    parts = [procedure(*(make_task(str(number)) for number in range(size))) for size in (5, 40)]
     order = TaskOrder(parts, [1.0, 3.0], seed=1)
     tickets = [(number, task.key) for number, task in map(order.of, range(30))]
     once = list(dict.fromkeys(tickets))
     assert len(tickets) > len(once), "some tasks are attempted again"
     few = [(number, task.key) for number, task in order.first(30, [3, 100])]
-    left_out = [each for each in once if each[0] == 0][3:]
-    assert few == [each for each in once if each not in left_out]
+    left_out = [group for group in once if group[0] == 0][3:]
+    assert few == [group for group in once if group not in left_out]
     assert left_out
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from real_ranks import Kill, own_ranks, resident
-from rl_runs import Rl, killed, numbers_of, steps_of, weights_of
+from rl_runs import Rl, kill_run, numbers_of, steps_of, weights_of
 
 from skyrl_engine import hookimpl
 from skyrl_engine.cli.demo.recipe import Exchange
@@ -32,7 +32,7 @@ def _cluster() -> Iterator[None]:
     ray.shutdown()
 
 
-def same(got: Path, wanted: Path) -> None:
+def require_same(got: Path, wanted: Path) -> None:
     assert weights_of(got) == weights_of(wanted)
     assert numbers_of(got) == numbers_of(wanted)
 
@@ -45,7 +45,7 @@ def test_a_rank_that_dies_ends_the_run_and_a_resume_repeats_it(rl: Rl, backend: 
     with pytest.raises(WorkerError, match=r"rank [01] died during") as caught:
         run_rl(rl("parts", *tables), observers=[Kill(after=3)])
     assert "resume from the latest checkpoint" in caught.value.remedy
-    same(run_rl(rl("parts", *tables), resume=True).directory, whole)
+    require_same(run_rl(rl("parts", *tables), resume=True).directory, whole)
 
 
 def test_a_controller_that_dies_takes_its_ranks_along_and_a_resume_repeats_it(
@@ -53,8 +53,8 @@ def test_a_controller_that_dies_takes_its_ranks_along_and_a_resume_repeats_it(
 ) -> None:
     tables = (*TWO, "rl.steps=3")
     for moment, count in (("sampling", 2), ("learning", 1), ("publishing", 2)):
-        killed(tables_of("parts"), tables, moment, count)
-    same(run_rl(rl("parts", *tables), resume=True).directory, run_rl(rl("whole", *tables)).directory)
+        kill_run(tables_of("parts"), tables, moment, count)
+    require_same(run_rl(rl("parts", *tables), resume=True).directory, run_rl(rl("whole", *tables)).directory)
 
 
 class Memory:
@@ -86,8 +86,8 @@ def test_400_steps_hold_no_more_memory_than_100(rl: Rl, tmp_path: Path) -> None:
     assert len(memory.held[99]) == 3
     print(
         "MiB after 100, 200, 300 and 400 steps:",
-        [{name: held >> 20 for name, held in each.items()} for each in memory.held[99::100]],
+        [{name: held >> 20 for name, held in sizes.items()} for sizes in memory.held[99::100]],
     )
     for name, before in memory.held[99].items():
         after = memory.held[399][name]
-        assert after < 1.02 * before, (name, before, after, [each[name] >> 10 for each in memory.held[::20]])
+        assert after < 1.02 * before, (name, before, after, [sizes[name] >> 10 for sizes in memory.held[::20]])

@@ -20,8 +20,8 @@ SCORES = {"logprobs", "entropy", "values"}
 Needs = dict[str, tuple[str, ...]]
 
 
-def made(needs: Needs = PPO, *, reads: tuple[str, ...] = (), returns: bool = False, **rl: Any) -> Any:
-    columns = tuple(dict.fromkeys(each for own in needs.values() for each in own if each not in SCORES))
+def make_recipe(needs: Needs = PPO, *, reads: tuple[str, ...] = (), returns: bool = False, **rl: Any) -> Any:
+    columns = tuple(dict.fromkeys(need for own in needs.values() for need in own if need not in SCORES))
     product = SimpleNamespace(needs=reads, claims=SimpleNamespace(returns=returns))
     objective: Any = SimpleNamespace(needs=needs, columns=columns)
     return plan_scoring_passes(RlConfig(**rl), objective, SimpleNamespace(product=product, label="estimator"))
@@ -54,9 +54,9 @@ def made(needs: Needs = PPO, *, reads: tuple[str, ...] = (), returns: bool = Fal
     ],
 )
 def test_passes_follow_from_needs(needs, settings, old, scores, reference) -> None:
-    found = made(needs, **settings)
-    assert (found.old, found.scores, found.reference) == (old, scores, reference)
-    assert found.bound == ({"old_logprobs": "logprobs"} if old == "current" else {})
+    recipe = make_recipe(needs, **settings)
+    assert (recipe.old, recipe.scores, recipe.reference) == (old, scores, reference)
+    assert recipe.bound == ({"old_logprobs": "logprobs"} if old == "current" else {})
 
 
 @pytest.mark.parametrize(
@@ -73,5 +73,5 @@ def test_passes_follow_from_needs(needs, settings, old, scores, reference) -> No
 )
 def test_contradictions_are_refused(needs, settings, words) -> None:
     with pytest.raises(UnsupportedError, match=words) as caught:
-        made(needs, **settings)
+        make_recipe(needs, **settings)
     assert caught.value.remedy

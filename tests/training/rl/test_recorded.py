@@ -20,7 +20,7 @@ Offline = Callable[..., ResolvedConfig]
 
 
 @pytest.fixture(scope="module")
-def sampled(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def sampled_run(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of a run of two steps, some of whose attempts fail."""
     directory = tmp_path_factory.mktemp("sampled") / "run"
     tables: dict[str, Any] = {
@@ -38,19 +38,19 @@ def sampled(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def offline(tables_of: Callable[..., dict[str, Any]], sampled: Path) -> Offline:
-    """`offline("name", "key=value", ...)`: a run over the rollouts of `sampled`, or over `place`."""
+def offline(tables_of: Callable[..., dict[str, Any]], sampled_run: Path) -> Offline:
+    """`offline("name", "key=value", ...)`: a run over the rollouts of `sampled_run`, or over `place`."""
 
     def make(name: str = "offline", *overrides: str, place: Path | None = None) -> ResolvedConfig:
         tables = tables_of(name)
         del tables["environments"]
-        tables["rl"]["rollouts"] = str(place or sampled)
+        tables["rl"]["rollouts"] = str(place or sampled_run)
         return resolve(load(tables, overrides))
 
     return make
 
 
-def exported(sampled: Path, to: Path, changed: Callable[[dict[str, Any]], dict[str, Any] | None] = dict) -> Path:
+def export_rows(sampled: Path, to: Path, changed: Callable[[dict[str, Any]], dict[str, Any] | None] = dict) -> Path:
     """An export of the run, with some rows changed or left out."""
     rows = (changed(row) for group in read_rollouts(sampled) for row in rows_of(group))
     write_rows([row for row in rows if row is not None], to, "parquet" if to.suffix == ".parquet" else "jsonl")
@@ -71,9 +71,11 @@ def test_a_step_on_recorded_rollouts_gives_the_weights_of_the_step_that_sampled_
 
 
 @pytest.mark.parametrize("name", ["rollouts.jsonl", "rollouts.parquet"])
-def test_an_export_gives_the_same_weights_as_the_run_it_is_of(offline: Offline, sampled: Path, tmp_path: Path, name: str) -> None:
+def test_an_export_gives_the_same_weights_as_the_run_it_is_of(
+    offline: Offline, sampled_run: Path, tmp_path: Path, name: str
+) -> None:
     of_run = run_rl(offline("of_run")).directory
-    of_file = run_rl(offline("of_file", place=exported(sampled, tmp_path / name))).directory
+    of_file = run_rl(offline("of_file", place=export_rows(sampled_run, tmp_path / name))).directory
     assert weights_of(of_file) == weights_of(of_run)
 
 
@@ -95,18 +97,18 @@ def test_a_resumed_run_equals_an_uninterrupted_one(offline: Offline) -> None:
     assert numbers_of(parts) == numbers_of(whole)
 
 
-def test_a_run_does_not_go_on_over_other_rollouts(offline: Offline, sampled: Path, tmp_path: Path) -> None:
-    file = exported(sampled, tmp_path / "a.jsonl")
+def test_a_run_does_not_go_on_over_other_rollouts(offline: Offline, sampled_run: Path, tmp_path: Path) -> None:
+    file = export_rows(sampled_run, tmp_path / "a.jsonl")
     run_rl(offline("run", "rl.steps=1", place=file))
     file.unlink()
-    exported(sampled, file, lambda row: {**row, "rewards": [each + 1 for each in row["rewards"]]})
+    export_rows(sampled_run, file, lambda row: {**row, "rewards": [reward + 1 for reward in row["rewards"]]})
     with pytest.raises(CheckpointError, match=r"rl\.rollouts"):
         run_rl(offline("run", "rl.steps=2", place=file), resume=True)
 
 
-def test_rollouts_of_another_program(offline: Offline, sampled: Path, tmp_path: Path) -> None:
+def test_rollouts_of_another_program(offline: Offline, sampled_run: Path, tmp_path: Path) -> None:
     """Single turns, so that a reward at the end is where it was."""
-    rows = [plain(row) for group in read_rollouts(sampled) for row in rows_of(group)]
+    rows = [plain(row) for group in read_rollouts(sampled_run) for row in rows_of(group)]
     file = tmp_path / "plain.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     metrics = steps_of(run_rl(offline("plain", "rl.steps=1", place=file)).directory)[0]["metrics"]
@@ -122,9 +124,9 @@ def test_rollouts_of_another_program(offline: Offline, sampled: Path, tmp_path: 
         plan_rl(offline("old", "rl.old=rollout", place=file))
 
 
-def test_the_plan_says_what_is_read(offline: Offline, sampled: Path) -> None:
+def test_the_plan_says_what_is_read(offline: Offline, sampled_run: Path) -> None:
     plan = plan_rl(offline("plan", "rl.steps=4"))
-    groups = list(read_rollouts(sampled))
+    groups = list(read_rollouts(sampled_run))
     assert plan.rollouts is not None
     assert f"{len(groups)} groups of {sum(len(group.finished) for group in groups)} attempts" in plan.rollouts
     assert "4 steps of 3 groups are 2.0 passes over them" in plan.rollouts
@@ -133,7 +135,7 @@ def test_the_plan_says_what_is_read(offline: Offline, sampled: Path) -> None:
     assert "user" in "".join(plan.prompt["world"])
 
 
-def _longer(row: dict[str, Any]) -> dict[str, Any]:
+def _lengthen(row: dict[str, Any]) -> dict[str, Any]:
     return {
         **row,
         "prompt_ids": row["prompt_ids"] * 20,
@@ -149,7 +151,7 @@ def _longer(row: dict[str, Any]) -> dict[str, Any]:
             DataError,
             r"attempt 0 of group 0 holds token id 1000000",
         ),
-        (_longer, DataError, "tokens, and the model has 128 positions"),
+        (_lengthen, DataError, "tokens, and the model has 128 positions"),
         (lambda row: {**row, "rewards": [float("1e39")] * len(row["rewards"])}, DataError, "a reward that is not finite"),
         (lambda row: row if row["member"] == 0 else None, UnsupportedError, "no task of .* has two"),
         (lambda row: {**row, "status": "failed"}, RolloutError, "no group to train on: 6 failed"),
@@ -167,9 +169,9 @@ def _longer(row: dict[str, Any]) -> dict[str, Any]:
     ],
 )
 def test_what_cannot_be_trained_on_is_refused_before_a_rank_starts(
-    offline: Offline, sampled: Path, tmp_path: Path, changed: Any, error: type[EngineError], words: str
+    offline: Offline, sampled_run: Path, tmp_path: Path, changed: Any, error: type[EngineError], words: str
 ) -> None:
-    rows = [row for group in read_rollouts(sampled) for row in map(changed, rows_of(group)) if row is not None]
+    rows = [row for group in read_rollouts(sampled_run) for row in map(changed, rows_of(group)) if row is not None]
     file = tmp_path / "wrong.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.raises(error, match=words):

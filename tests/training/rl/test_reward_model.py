@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from rl_runs import Rl, Seen, killed, numbers_of, weights_of
+from rl_runs import Rl, Seen, kill_run, numbers_of, weights_of
 from safetensors.numpy import load_file, save_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -50,10 +50,10 @@ def test_the_value_at_the_end_of_an_attempt_is_a_part_of_its_reward(rl: Rl, seen
     (metrics,) = steps(run_rl(resolved).directory)
     classifier = AutoModelForSequenceClassification.from_pretrained(judge).eval()
     closing = ChatRenderer(AutoTokenizer.from_pretrained(judge)).closing()
-    attempts = [each for group in seen.groups[1] for each in group.finished]
+    attempts = [trajectory for group in seen.groups[1] for trajectory in group.finished]
     scores = []
-    for each in attempts:
-        ids = each.token_ids[int(each.segment_offsets[:-1][each.kinds == 0][-1]) :].tolist()
+    for trajectory in attempts:
+        ids = trajectory.token_ids[int(trajectory.segment_offsets[:-1][trajectory.kinds == 0][-1]) :].tolist()
         if closing is not None and ids[-1] == closing[0]:
             ids += closing[1].tolist()
         with torch.no_grad():
@@ -64,11 +64,11 @@ def test_the_value_at_the_end_of_an_attempt_is_a_part_of_its_reward(rl: Rl, seen
     assert metrics["reward/part/reward_model"] == pytest.approx(np.mean(scores) / 2, abs=1e-5)
     columns = seen.plans[1].columns
     trained = np.bincount(columns.trajectory_ids, weights=np.add.reduceat(columns.columns["rewards"], columns.action_offsets[:-1]))
-    earned = [float(each.rewards.sum()) for each in attempts]
+    earned = [float(trajectory.rewards.sum()) for trajectory in attempts]
     assert np.std(earned) > 0
-    due = [reward + score / 2 for reward, score in zip(earned, scores, strict=True)]
-    np.testing.assert_allclose(trained, due, atol=1e-5)
-    assert metrics["reward/mean"] == pytest.approx(np.mean(due), abs=1e-5)
+    expected = [reward + score / 2 for reward, score in zip(earned, scores, strict=True)]
+    np.testing.assert_allclose(trained, expected, atol=1e-5)
+    assert metrics["reward/mean"] == pytest.approx(np.mean(expected), abs=1e-5)
 
 
 def test_a_resumed_run_has_the_same_bits_and_an_evaluation_the_models_part(rl: Rl, judge: Path) -> None:
@@ -91,7 +91,7 @@ def test_a_resumed_run_has_the_same_bits_and_an_evaluation_the_models_part(rl: R
 
 
 def test_filters_and_the_journal_see_the_whole_reward(rl: Rl, judge: Path, tmp_path: Path) -> None:
-    """A run drops the groups whose whole reward lies above the median of another run's, which drops none, and samples others in their place."""
+    """A run drops the groups whose whole reward is above the median of another run's, which drops none, and samples others in their place."""
     keys = ("rl.steps=1", "rl.groups=4", f"reward_model.path={judge}", "reward_model.weight=50.0")
     plain = run_rl(rl("plain", *keys)).directory
     before = {group.ticket: means(group) for group in read_groups(plain / "rollouts")}
@@ -103,20 +103,20 @@ def test_filters_and_the_journal_see_the_whole_reward(rl: Rl, judge: Path, tmp_p
     for ticket, group in recorded.items():
         whole, model = means(group)
         assert group.dropped == ("too_high" if whole > bound else None)
-        assert (whole, model) == before.get(ticket, (whole, model)), "a group's value does not depend on what ended beside it"
+        assert (whole, model) == before.get(ticket, (whole, model)), "a group's value does not depend on what ended with it"
     assert sum(group.dropped is None for group in recorded.values()) >= 4
     assert sum(group.dropped is not None for group in recorded.values()) >= 2
     (metrics,) = steps(directory)
-    kept = [model for group in recorded.values() if group.dropped is None for _, model in [means(group)]]
-    assert metrics["reward/part/reward_model"] == pytest.approx(np.mean(kept))
+    trained = [model for group in recorded.values() if group.dropped is None for _, model in [means(group)]]
+    assert metrics["reward/part/reward_model"] == pytest.approx(np.mean(trained))
     assert metrics["reward/part/reward_model"] == pytest.approx(50 * metrics["reward/model_mean"])
     assert metrics["reward/mean"] <= bound
 
 
 def means(group: Group) -> tuple[float, float]:
     """Mean of a group's rewards, and of the reward model's part in them."""
-    return float(np.mean([each.reward for each in group.finished])), float(
-        np.mean([each.parts[REWARD_MODEL] for each in group.finished])
+    return float(np.mean([trajectory.reward for trajectory in group.finished])), float(
+        np.mean([trajectory.parts[REWARD_MODEL] for trajectory in group.finished])
     )
 
 
@@ -153,11 +153,11 @@ def test_a_killed_run_values_as_one_that_was_not(rl: Rl, judge: Path, tables_of:
     keys = ("rl.steps=3", "checkpoint.every=1", f"reward_model.path={judge}", 'group_filters=[{use="reward_range", high=1.5}]')
     whole = run_rl(rl("whole", *keys)).directory
     for moment, count in (("a group recorded", 2), ("sampling", 9), ("a record half written", 5)):
-        killed(tables_of("parts"), keys, moment, count)
+        kill_run(tables_of("parts"), keys, moment, count)
     parts = run_rl(rl("parts", *keys), resume=True).directory
     assert weights_of(parts) == weights_of(whole)
     assert numbers_of(parts) == numbers_of(whole)
-    assert any(name.startswith("rollout/dropped/too_high") for each in numbers_of(whole) for name in each)
+    assert any(name.startswith("rollout/dropped/too_high") for record in numbers_of(whole) for name in record)
 
 
 def test_a_name_that_an_environment_took_is_refused(judge: Path, rl: Rl) -> None:

@@ -50,7 +50,7 @@ def test_every_ratio_is_exactly_1_before_the_first_update(rl: Rl, seen: Seen, na
         assert record["metrics"]["policy/gap_mean"] < 1e-5
         assert record["metrics"]["grad_norm"] > 0
     assert ("old_logprobs" in seen.plans[1].columns.columns) == (old == "score"), "each way was gone"
-    assert any(SEGMENT_OBSERVED in each.kinds for group in seen.groups[1] for each in group.trajectories), (
+    assert any(SEGMENT_OBSERVED in trajectory.kinds for group in seen.groups[1] for trajectory in group.trajectories), (
         "some attempts have two turns"
     )
 
@@ -83,33 +83,33 @@ def test_sampled_log_probabilities_are_those_of_a_score_pass_over_several_turns(
     result = run_rl(rl("run", *tables, *HEADS[name]))
     assert max(record["metrics"]["policy/gap_max"] for record in steps_of(result.directory)) < 1e-4
     for groups in seen.groups.values():
-        assert max(each.turns for group in groups for each in group.finished) == 2
+        assert max(trajectory.turns for group in groups for trajectory in group.finished) == 2
 
 
 def test_histories_that_are_rendered_anew_train_every_turn_in_its_place(rl: Rl, seen: Seen) -> None:
     """An attempt that is cut into several samples counts once; no sample is longer than planning allowed for."""
     result = run_rl(rl("run", "rl.history=template", "rl.old=score"))
     assert [record["metrics"]["policy/ratio_max"] for record in steps_of(result.directory)] == [1.0, 1.0]
-    columns, attempts = seen.plans[1].columns, [each for group in seen.groups[1] for each in group.finished]
+    columns, attempts = seen.plans[1].columns, [trajectory for group in seen.groups[1] for trajectory in group.finished]
     assert len(columns) > len(attempts) == len(set(columns.trajectory_ids.tolist())), "some are cut"
     assert max(np.diff(columns.token_offsets)) <= 64 + 44
-    assert int(columns.loss_weight.astype(bool).sum()) == sum(len(each.logprobs) for each in attempts)
+    assert int(columns.loss_weight.astype(bool).sum()) == sum(len(trajectory.logprobs) for trajectory in attempts)
 
 
 @pytest.mark.usefixtures("without_ray")
 def test_ratios_on_two_ranks_are_1_and_advantages_are_those_of_one_rank(rl: Rl, seen: Seen) -> None:
     """Compares step 1: what it samples does not depend on the ranks."""
-    made = {}
+    columns = {}
     for name, ranks in (("one", ()), ("two", TWO)):
         result = run_rl(rl(name, "rl.old=score", "rl.groups=4", "rl.mini_batches=2", "rl.steps=1", *ranks))
-        made[name] = seen.plans[1].columns
+        columns[name] = seen.plans[1].columns
         cut = seen.plans[1].cut
         assert len(cut.mini_batches) == 2
         for mini_batch in cut.mini_batches:
-            own = made[name].group_ids[mini_batch.samples]
-            others = np.delete(made[name].group_ids, mini_batch.samples)
+            own = columns[name].group_ids[mini_batch.samples]
+            others = np.delete(columns[name].group_ids, mini_batch.samples)
             assert not set(own.tolist()) & set(others.tolist()), "no group is cut"
-    one, two = made.values()
+    one, two = columns.values()
     assert one.input_ids.tobytes() == two.input_ids.tobytes()
     assert one.columns["advantages"].tobytes() == two.columns["advantages"].tobytes()
     assert one.columns["advantages"].any()
@@ -124,9 +124,13 @@ def test_the_old_policy_of_either_pass_gives_the_same_weights(rl: Rl) -> None:
     learned = [read_index(run / "rollouts").learned[1].read_learned() for run in (current, scored)]
     for one, other in zip(*learned, strict=True):
         assert one.trained_logprobs.tobytes() == other.trained_logprobs.tobytes(), "of the weights before the step"
-    sampled = {(each.ticket, each.member): each.logprobs for group in read_groups(scored / "rollouts") for each in group.finished}
-    for each in learned[0]:
-        np.testing.assert_allclose(each.trained_logprobs, sampled[each.ticket, each.member], rtol=0, atol=1e-5)
+    sampled = {
+        (attempt.ticket, attempt.member): attempt.logprobs
+        for group in read_groups(scored / "rollouts")
+        for attempt in group.finished
+    }
+    for attempt in learned[0]:
+        np.testing.assert_allclose(attempt.trained_logprobs, sampled[attempt.ticket, attempt.member], rtol=0, atol=1e-5)
     other = run_rl(rl("other", "rl.old=current", "rl.steps=1", "optimizer.learning_rate=1e-3")).directory
     assert weights_of(current) != weights_of(other)
 
@@ -149,9 +153,9 @@ def test_the_reference_stays_as_it_was(rl: Rl, seen: Seen, adapters: bool) -> No
 
     def score(trainer: Any, plan: Any, _number: int) -> None:
         first.append(plan)
-        for name, found in scores.items():
+        for name, values in scores.items():
             output = trainer.engine.score(first[0], model=None if name == "policy" else name).result()
-            found.append(output.on_actions("logprobs").values.tobytes())
+            values.append(output.on_actions("logprobs").values.tobytes())
 
     seen.also = score
     run_rl(rl("run", "rl.steps=20", *(LORA if adapters else ()), preset="reinforce_pp"))
@@ -165,9 +169,9 @@ def test_a_refreshed_reference_is_the_policy_of_that_step(rl: Rl, seen: Seen) ->
 
     def score(trainer: Any, plan: Any, _number: int) -> None:
         first.append(plan)
-        for name, found in scores.items():
+        for name, values in scores.items():
             output = trainer.engine.score(first[0], model=None if name == "policy" else name).result()
-            found.append(output.on_actions("logprobs").values.tobytes())
+            values.append(output.on_actions("logprobs").values.tobytes())
 
     seen.also = score
     tables = ("rl.steps=4", "reference.refresh_every=2", "checkpoint.every=1")
@@ -187,7 +191,7 @@ def test_a_penalty_in_the_reward_is_what_somebody_takes_off_by_hand(rl: Rl, seen
     for step in (1, 2, 3):
         columns = seen.plans[step].columns
         kl, taken = 0.0, columns.columns["rewards"].astype(np.float64)
-        attempts = [each for group in seen.groups[step] for each in group.finished]
+        attempts = [trajectory for group in seen.groups[step] for trajectory in group.finished]
         for sample, attempt in enumerate(attempts):
             start, end = columns.action_offsets[sample], columns.action_offsets[sample + 1]
             rewards = iter(attempt.rewards.tolist())
@@ -215,7 +219,7 @@ def test_times_add_up_to_the_step(rl: Rl) -> None:
         metrics = record["metrics"]
         times = {name: value for name, value in metrics.items() if name.startswith("time/")}
         assert sum(times.values()) == pytest.approx(record["seconds"], rel=0.01)
-        assert set(times) == {f"time/{each}" for each in PHASES}
+        assert set(times) == {f"time/{phase}" for phase in PHASES}
         assert times["time/other"] < 0.1 * record["seconds"], "every phase has its name"
         sampled = metrics["rollout/tokens_per_second"] * times["time/generate"]
         assert sampled == pytest.approx(9 * metrics["rollout/tokens_mean"]), "two epochs sample once"
@@ -299,9 +303,9 @@ def test_turns_end_behind_stop_strings(rl: Rl, seen: Seen) -> None:
     letters = tokenizer.convert_tokens_to_ids(list(ascii_lowercase))
     (record,) = steps_of(run_rl(rl("run", "rl.steps=1", f"rl.stop_strings={list(ascii_lowercase)}")).directory)
     assert record["metrics"]["rollout/stopped_by/stop_string"] > 0
-    for each in (attempt for group in seen.groups[1] for attempt in group.trajectories):
-        for kind, start, end in zip(each.kinds, each.segment_offsets, each.segment_offsets[1:], strict=False):
-            assert kind != SEGMENT_SAMPLED or not np.isin(each.token_ids[start : end - 1], letters).any()
+    for trajectory in (attempt for group in seen.groups[1] for attempt in group.trajectories):
+        for kind, start, end in zip(trajectory.kinds, trajectory.segment_offsets, trajectory.segment_offsets[1:], strict=False):
+            assert kind != SEGMENT_SAMPLED or not np.isin(trajectory.token_ids[start : end - 1], letters).any()
 
 
 def test_rollouts_of_another_run_are_refused(rl: Rl, tmp_path: Path) -> None:
@@ -337,10 +341,10 @@ def test_another_reward_function_is_another_version_of_its_environment(
     (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     reward = tmp_path / "reward.py"
     reward.write_text("def score(text, task):\n    return len(text) % 5\n")
-    given = f"environments=[{{use='function', reward='{reward}:score', data='{tmp_path}/tasks.jsonl'}}]"
-    run_rl(rl("run", given, "rl.steps=1", "checkpoint.every=1"))
+    override = f"environments=[{{use='function', reward='{reward}:score', data='{tmp_path}/tasks.jsonl'}}]"
+    run_rl(rl("run", override, "rl.steps=1", "checkpoint.every=1"))
     reward.write_text("def score(text, task):\n    return len(text) % 4\n")
-    changed = (given, "rl.steps=2", "checkpoint.every=1")
+    changed = (override, "rl.steps=2", "checkpoint.every=1")
     with pytest.raises(CheckpointError, match=r"the environment has changed since .*: function \(.* then, .* now\)") as caught:
         run_rl(rl("run", *changed), resume=True)
     assert 'checkpoint.allow_changed = ["environment:function"]' in caught.value.remedy
@@ -350,7 +354,7 @@ def test_another_reward_function_is_another_version_of_its_environment(
 
 
 def test_neither_workers_nor_the_order_of_replies_change_a_run(rl: Rl, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not even where training reads the sampler's log-probabilities: what is sampled beside a token does not change its last bit."""
+    """Not even where training reads the sampler's log-probabilities: what is sampled along with a token does not change its last bit."""
     tables = ("rl.steps=3", "rl.old=rollout", "rl.kl={coef=0.3, target=0.01, estimator='k3'}")
     whole = run_rl(rl("one", *tables, environment={"failing": True})).directory
     delayed = {"failing": True, "delay": True}
@@ -359,12 +363,12 @@ def test_neither_workers_nor_the_order_of_replies_change_a_run(rl: Rl, monkeypat
     assert numbers_of(whole) == numbers_of(several)
     poll, held = Sampler.poll, []
 
-    def reordered(self: Sampler, timeout: float) -> Sequence[Completion]:
+    def reorder(self: Sampler, timeout: float) -> Sequence[Completion]:
         """Give the newest half, and keep the rest for later, unless nothing is coming."""
         held.extend(poll(self, timeout))
         return [held.pop() for _ in range((len(held) + 1) // 2)]
 
-    monkeypatch.setattr(Sampler, "poll", reordered)
+    monkeypatch.setattr(Sampler, "poll", reorder)
     shuffled = run_rl(rl("shuffled", *tables, "rollouts.workers=2", environment=delayed)).directory
     assert not held
     assert weights_of(whole) == weights_of(shuffled)
@@ -382,12 +386,12 @@ def test_checkpoints_are_the_same_however_replies_arrive(rl: Rl, monkeypatch: py
     whole = run_rl(rl("whole", *tables, environment={"failing": True})).directory
     poll, held, draw = Sampler.poll, [], np.random.default_rng([seed, workers])
 
-    def late(self: Sampler, timeout: float) -> Sequence[Completion]:
+    def arrive_late(self: Sampler, timeout: float) -> Sequence[Completion]:
         held.extend(poll(self, timeout))
         draw.shuffle(held)
         return [held.pop() for _ in range(int(draw.integers(min(1, len(held)), len(held) + 1)))]
 
-    monkeypatch.setattr(Sampler, "poll", late)
+    monkeypatch.setattr(Sampler, "poll", arrive_late)
     delayed = {"failing": True, "delay": True}
     other = run_rl(rl("other", *tables, f"rollouts.workers={workers}", environment=delayed)).directory
     assert weights_of(other) == weights_of(whole)
@@ -401,15 +405,15 @@ def test_an_environment_whose_process_dies_changes_nothing(rl: Rl, tmp_path: Pat
     """Its attempts are rebuilt from seeds and turns in another process; without retries they fail, by their cause."""
     deaths = tmp_path / "deaths"
     deaths.write_text("")
-    given: dict[str, Any] = {"dies": str(deaths)}
-    whole = run_rl(rl("whole", environment=given)).directory
+    options: dict[str, Any] = {"dies": str(deaths)}
+    whole = run_rl(rl("whole", environment=options)).directory
     deaths.write_text("xx")
-    parts = run_rl(rl("parts", "rollouts.retries=2", environment=given)).directory
+    parts = run_rl(rl("parts", "rollouts.retries=2", environment=options)).directory
     assert deaths.read_text() == "", "it died twice"
     assert weights_of(parts) == weights_of(whole)
     deaths.write_text("x")
     with caplog.at_level(logging.INFO):
-        failed = run_rl(rl("failed", "rl.steps=1", environment=given)).directory
+        failed = run_rl(rl("failed", "rl.steps=1", environment=options)).directory
     assert "its process was killed by SIGKILL in step 2" in caplog.text
     assert steps_of(failed)[0]["metrics"]["rollout/failed"] > 0
 
@@ -427,7 +431,7 @@ class Interruption:
 
 
 class Watcher:
-    """Keeps what it is told of."""
+    """Keeps the events that it is called with."""
 
     def __init__(self) -> None:
         self.told: list[Any] = []
@@ -452,8 +456,8 @@ def test_observers_see_the_rollouts_of_a_step_before_it_is_trained(rl: Rl) -> No
     for event in watcher.told[::2]:
         assert len(event.groups) == 3
         for group in (*event.groups, *event.dropped):
-            assert [each.token_ids.tolist() for each in group.trajectories] == [
-                each.token_ids.tolist() for each in recorded[group.ticket].trajectories
+            assert [trajectory.token_ids.tolist() for trajectory in group.trajectories] == [
+                trajectory.token_ids.tolist() for trajectory in recorded[group.ticket].trajectories
             ]
     assert any(event.dropped for event in watcher.told[::2])
 
@@ -464,8 +468,8 @@ class Meddler:
     @hookimpl
     def skyrl_engine_rollouts_finished(self, event: RolloutsFinished) -> None:
         for group in event.groups:
-            for each in group.trajectories:
-                each.rewards[:] = 1.0
+            for trajectory in group.trajectories:
+                trajectory.rewards[:] = 1.0
 
 
 def test_observers_cannot_change_what_is_trained_on(rl: Rl) -> None:

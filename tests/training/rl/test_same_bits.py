@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from by_day import now
-from rl_runs import Rl, Seen, killed, numbers_of, weights_of, write_world
+from rl_runs import Rl, Seen, kill_run, numbers_of, weights_of, write_world
 
 from skyrl_engine.training.rl.run import run_rl
 
@@ -54,6 +54,6 @@ def test_kills_inside_generation_change_no_bit(
     keys = (*LONG, READERS["tis"])
     whole = run_rl(rl("whole", *keys, folder=long_world, environment=WAITING)).directory
     for count in map(int, counts.split()):
-        killed(tables_of("parts", folder=long_world, environment=WAITING), (*keys, "rollouts.workers=4"), "sampling", count)
+        kill_run(tables_of("parts", folder=long_world, environment=WAITING), (*keys, "rollouts.workers=4"), "sampling", count)
     parts = run_rl(rl("parts", *keys, "rollouts.workers=3", folder=long_world, environment=WAITING), resume=True).directory
     compare(parts, whole)

@@ -15,10 +15,10 @@ from skyrl_engine.training.rl.run import run_rl
 EVALUATED = ("evaluation.at_end=true", "evaluation.samples=3", "evaluation.temperature=1.0", "rl.steps=1")
 
 
-def evaluated(capsys: pytest.CaptureFixture[str], *arguments: Any) -> dict[str, Any]:
+def evaluate(capsys: pytest.CaptureFixture[str], *arguments: Any) -> dict[str, Any]:
     assert main(["evaluate", *map(str, arguments), "--json"]) == 0, capsys.readouterr().err
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return found
+    report: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return report
 
 
 def last_of(run: Path) -> dict[str, float]:
@@ -30,29 +30,29 @@ def test_a_run_evaluated_anew_has_the_numbers_of_its_own_evaluation(
 ) -> None:
     run = run_rl(rl("run", *EVALUATED)).directory
     file = tmp_path / "attempts.jsonl"
-    found = evaluated(capsys, run, "-k", 3, "--output", file)
-    assert found == {"tasks": 2, "metrics": last_of(run)}
+    report = evaluate(capsys, run, "-k", 3, "--output", file)
+    assert report == {"tasks": 2, "metrics": last_of(run)}
     groups = list(read_rollouts(file))
     assert [len(group.trajectories) for group in groups] == [3, 3]
-    assert found["metrics"]["evaluation/avg@3"] == pytest.approx(
-        sum(each.reward for group in groups for each in group.trajectories) / 6
+    assert report["metrics"]["evaluation/avg@3"] == pytest.approx(
+        sum(trajectory.reward for group in groups for trajectory in group.trajectories) / 6
     )
     # without its trained model a run has its checkpoint
     (run / "model").rename(run / "aside")
-    assert evaluated(capsys, run, "-k", 3) == found
+    assert evaluate(capsys, run, "-k", 3) == report
     (run / "aside").rename(run / "model")
 
-    elsewhere = evaluated(capsys, "--model", run / "model", "--env", _world_of(run), "-k", 3, "--seed", 5, *_lengths())
-    assert elsewhere == found
-    other = evaluated(capsys, run, "-k", 3, "--seed", 6)
-    assert other["metrics"] != found["metrics"]
-    assert evaluated(capsys, run, "--split", "train", "--tasks", 5)["tasks"] == 5
+    elsewhere = evaluate(capsys, "--model", run / "model", "--env", _find_world(run), "-k", 3, "--seed", 5, *_lengths())
+    assert elsewhere == report
+    other = evaluate(capsys, run, "-k", 3, "--seed", 6)
+    assert other["metrics"] != report["metrics"]
+    assert evaluate(capsys, run, "--split", "train", "--tasks", 5)["tasks"] == 5
 
 
 @pytest.mark.nightly
 def test_adapters_are_merged(rl: Rl, capsys: pytest.CaptureFixture[str]) -> None:
     run = run_rl(rl("run", *EVALUATED, "model.lora.rank=2")).directory
-    ours, its = (found["evaluation/avg@3"] for found in (evaluated(capsys, run, "-k", 3)["metrics"], last_of(run)))
+    ours, its = (report["evaluation/avg@3"] for report in (evaluate(capsys, run, "-k", 3)["metrics"], last_of(run)))
     assert ours == pytest.approx(its, rel=0.2)
 
 
@@ -83,7 +83,7 @@ def test_what_is_shown(rl: Rl, capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_refusals(capsys: pytest.CaptureFixture[str], world: Path, arguments: list[str], words: str) -> None:
-    assert main(["evaluate", *(each.format(world=world) for each in arguments)]) != 0
+    assert main(["evaluate", *(argument.format(world=world) for argument in arguments)]) != 0
     assert words in capsys.readouterr().err
 
 
@@ -91,8 +91,8 @@ def test_tasks_of_a_file_are_all_attempted(capsys: pytest.CaptureFixture[str], w
     (tmp_path / "tasks.jsonl").write_text("".join(json.dumps({"prompt": f"go {number}"}) + "\n" for number in range(70)))
     (tmp_path / "r.py").write_text("def score(text, task):\n    return float(len(text) % 2)\n")
     reward = ("--reward", f"{tmp_path / 'r.py'}:score", "--data", tmp_path / "tasks.jsonl")
-    assert evaluated(capsys, "--model", world / "model", *reward, *_lengths())["tasks"] == 70
-    assert evaluated(capsys, "--model", world / "model", *reward, *_lengths(), "--tasks", 3)["tasks"] == 3
+    assert evaluate(capsys, "--model", world / "model", *reward, *_lengths())["tasks"] == 70
+    assert evaluate(capsys, "--model", world / "model", *reward, *_lengths(), "--tasks", 3)["tasks"] == 3
 
 
 def test_a_decorated_reward_takes_the_tasks_of_a_file(capsys: pytest.CaptureFixture[str], world: Path, tmp_path: Path) -> None:
@@ -100,8 +100,8 @@ def test_a_decorated_reward_takes_the_tasks_of_a_file(capsys: pytest.CaptureFixt
     (tmp_path / "tasks.jsonl").write_text("".join(json.dumps({"prompt": f"go {number}"}) + "\n" for number in range(3)))
     (tmp_path / "r.py").write_text("from skyrl_engine import reward\n@reward()\ndef score(text, task):\n    return 0.5\n")
     tasks = ("--data", tmp_path / "tasks.jsonl")
-    told = evaluated(capsys, "--model", world / "model", "--env", f"{tmp_path / 'r.py'}:score", *tasks, *_lengths())
-    assert (told["tasks"], told["metrics"]["evaluation/avg@1"]) == (3, 0.5)
+    report = evaluate(capsys, "--model", world / "model", "--env", f"{tmp_path / 'r.py'}:score", *tasks, *_lengths())
+    assert (report["tasks"], report["metrics"]["evaluation/avg@1"]) == (3, 0.5)
     assert main(["evaluate", "--model", f"{world}/model", "--env", f"{world}/world.py:world", *map(str, tasks)]) == 2
     assert "data" in capsys.readouterr().err
 
@@ -109,7 +109,7 @@ def test_a_decorated_reward_takes_the_tasks_of_a_file(capsys: pytest.CaptureFixt
 def test_attempts_that_fail_are_told_and_measure_nothing_where_all_do(
     capsys: pytest.CaptureFixture[str], world: Path, tmp_path: Path
 ) -> None:
-    """A reward that is broken is no model that is always wrong; where it raises is told in a line, not in a traceback."""
+    """A reward that is broken is no model that is always wrong; a line says where it raises, not in a traceback."""
     (tmp_path / "tasks.jsonl").write_text(
         "".join(json.dumps({"prompt": f"go {number}", "at": number}) + "\n" for number in range(4))
     )
@@ -123,18 +123,18 @@ def test_attempts_that_fail_are_told_and_measure_nothing_where_all_do(
         tasks = ("--reward", f"{tmp_path / 'r.py'}:{name}", "--data", tmp_path / "tasks.jsonl", "--set", "rollouts.retries=0")
         return [*map(str, ("--model", world / "model", *tasks, *_lengths()))]
 
-    found = evaluated(capsys, *arguments("seldom"))["metrics"]
-    assert (found["evaluation/failed"], found["evaluation/avg@1"]) == (0.5, 0.5)
+    metrics = evaluate(capsys, *arguments("seldom"))["metrics"]
+    assert (metrics["evaluation/failed"], metrics["evaluation/avg@1"]) == (0.5, 0.5)
     for name, words in (("never", "the reward never returned nan"), ("raises", f"{tmp_path / 'r.py'}, line 8, in raises")):
         assert main(["evaluate", *arguments(name)]) == 4
-        told = capsys.readouterr()
-        assert "all 4 attempts failed, so nothing was measured" in told.err
-        assert words in told.err
-        assert "Traceback" not in told.err
-        assert "timeout_s" not in told.err
-        last = told.err.splitlines()[-1]
+        output = capsys.readouterr()
+        assert "all 4 attempts failed, so nothing was measured" in output.err
+        assert words in output.err
+        assert "Traceback" not in output.err
+        assert "timeout_s" not in output.err
+        last = output.err.splitlines()[-1]
         assert last.endswith(f"Correct {words}." if name == "raises" else "Correct the environment.")
-        assert told.out == ""
+        assert output.out == ""
 
 
 def test_where_the_first_attempts_all_fail_the_others_are_not_waited_for(
@@ -147,8 +147,8 @@ def test_where_the_first_attempts_all_fail_the_others_are_not_waited_for(
     reward = ("--reward", f"{tmp_path / 'r.py'}:hangs", "--data", f"{tmp_path / 'tasks.jsonl'}")
     bounds = ("--set", "rollouts.retries=0", "--set", "rollouts.timeout_s=0.3", "--set", "rollouts.workers=2")
     assert main(["evaluate", "--model", f"{world}/model", *reward, *bounds, *_lengths()]) == 4
-    told = capsys.readouterr().err
-    assert "all of the first 8 attempts failed. Raise rollouts.timeout_s, or raise rollouts.max_failure_share to 1." in told
+    err = capsys.readouterr().err
+    assert "all of the first 8 attempts failed. Raise rollouts.timeout_s, or raise rollouts.max_failure_share to 1." in err
     assert len((tmp_path / "asked").read_text().splitlines()) < 20
 
 
@@ -156,21 +156,21 @@ def test_where_the_first_attempts_all_fail_the_others_are_not_waited_for(
 def test_an_environment_is_attempted_by_the_split_that_it_has(
     capsys: pytest.CaptureFixture[str], world: Path, tmp_path: Path, split: str
 ) -> None:
-    """Held-out tasks alone can be evaluated; an environment without any is told so, and nobody speaks of training."""
+    """Held-out tasks alone can be evaluated; one without any is refused for that, and no message speaks of training."""
     (tmp_path / "tasks.jsonl").write_text("".join(json.dumps({"prompt": f"go {number}"}) + "\n" for number in range(3)))
     (tmp_path / "r.py").write_text("from skyrl_engine import reward\n@reward()\ndef score(text, task):\n    return 0.5\n")
     (tmp_path / "empty.jsonl").write_text("")
     base = ("evaluate", "--model", world / "model", "--env", f"{tmp_path / 'r.py'}:score", "--data", tmp_path / "empty.jsonl")
     assert main([*map(str, (*base, "--split", split, *_lengths()))]) == 4
-    told = capsys.readouterr().err
-    assert f"there is no {'held-out task' if split == 'eval' else 'task'} to attempt" in told
+    err = capsys.readouterr().err
+    assert f"there is no {'held-out task' if split == 'eval' else 'task'} to attempt" in err
 
 
 def _lengths() -> tuple[str, ...]:
     return ("--max-tokens", "44", "--set", "rl.max_prompt_tokens=64")
 
 
-def _world_of(run: Path) -> str:
+def _find_world(run: Path) -> str:
     import tomllib
 
     return str(tomllib.loads((run / "config.toml").read_text())["environments"][0]["use"])

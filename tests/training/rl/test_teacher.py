@@ -39,7 +39,7 @@ def test_the_teacher_scores_the_students_own_tokens(rl: Rl, seen: Seen, teacher:
     )
     columns = seen.plans[1].columns
     model = AutoModelForCausalLM.from_pretrained(teacher).eval()
-    due = []
+    expected = []
     for start, end, first, last in zip(
         columns.token_offsets[:-1], columns.token_offsets[1:], columns.action_offsets[:-1], columns.action_offsets[1:], strict=True
     ):
@@ -47,12 +47,12 @@ def test_the_teacher_scores_the_students_own_tokens(rl: Rl, seen: Seen, teacher:
         with torch.no_grad():
             logprobs = model(ids[None]).logits[0].log_softmax(-1)
         actions = int(last - first)
-        due += [float(logprobs[place - 1, ids[place]]) for place in range(len(ids) - actions, len(ids))]
-    given = columns.columns
+        expected += [float(logprobs[place - 1, ids[place]]) for place in range(len(ids) - actions, len(ids))]
+    arrays = columns.columns
     scored = columns.loss_weight != 0
-    np.testing.assert_allclose(given["teacher_logprobs"][scored], np.asarray(due)[scored], atol=1e-4)
-    differences = given["teacher_logprobs"][scored].astype(np.float64) - given["old_logprobs"][scored].astype(np.float64)
-    np.testing.assert_allclose(given["advantages"][scored], differences, rtol=1e-6)
+    np.testing.assert_allclose(arrays["teacher_logprobs"][scored], np.asarray(expected)[scored], atol=1e-4)
+    differences = arrays["teacher_logprobs"][scored].astype(np.float64) - arrays["old_logprobs"][scored].astype(np.float64)
+    np.testing.assert_allclose(arrays["advantages"][scored], differences, rtol=1e-6)
     assert metrics["teacher/divergence"] == pytest.approx(-differences.mean(), rel=1e-6)
     assert metrics["policy/ratio_max"] == 1.0
 
@@ -66,7 +66,7 @@ def test_whole_distributions_are_compared_at_the_students_own_tokens(rl: Rl, see
     """The loss `divergence` on sampled rows, at the run's temperature, is KL by definition on transformers' logits; nothing else is read."""
     keys = ("rl.steps=1", f"teacher.path={teacher}", "loss.use=divergence", "loss.divergence=reverse", "rl.temperature=0.8")
     directory = run_rl(rl("run", *keys, preset=PRESET)).directory
-    (metrics,) = (each["metrics"] for each in read_metrics(directory / "metrics.jsonl") if each["kind"] == "step")
+    (metrics,) = (record["metrics"] for record in read_metrics(directory / "metrics.jsonl") if record["kind"] == "step")
     columns = seen.plans[1].columns
     models = [AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).eval() for path in (world / "model", teacher)]
     total, count = 0.0, 0
@@ -94,17 +94,17 @@ def test_a_resumed_run_has_the_same_bits(rl: Rl, teacher: Path) -> None:
 def test_an_environment_may_give_the_teachers_log_probabilities_itself(
     rl: Rl, seen: Seen, tables_of: Callable[..., dict[str, Any]]
 ) -> None:
-    """Then no teacher stands on the ranks. The numbers reach the advantages token by token, and come back from the journal."""
+    """Then the ranks hold no teacher. The numbers reach the advantages token by token, and come back from the journal."""
     directory = run_rl(rl("run", "rl.steps=1", preset=PRESET, environment={"teaches": True})).directory
     live = seen.plans[1].columns
-    given, scored = live.columns, live.loss_weight != 0
+    columns, scored = live.columns, live.loss_weight != 0
     tokens = np.concatenate(
         [live.input_ids[end - actions : end] for end, actions in zip(live.token_offsets[1:], live.lengths.actions, strict=True)]
     )
-    assert given["teacher_logprobs"][scored].tolist() == (-(1 + tokens[scored] % 5) / 4).tolist()
-    assert not given["teacher_logprobs"][~scored].any()
-    differences = given["teacher_logprobs"][scored].astype(np.float64) - given["old_logprobs"][scored].astype(np.float64)
-    np.testing.assert_allclose(given["advantages"][scored], differences, rtol=1e-6)
+    assert columns["teacher_logprobs"][scored].tolist() == (-(1 + tokens[scored] % 5) / 4).tolist()
+    assert not columns["teacher_logprobs"][~scored].any()
+    differences = columns["teacher_logprobs"][scored].astype(np.float64) - columns["old_logprobs"][scored].astype(np.float64)
+    np.testing.assert_allclose(columns["advantages"][scored], differences, rtol=1e-6)
     assert check_journal(directory / "rollouts").wrong == ()
     tables = tables_of("again", preset=PRESET)
     del tables["environments"]
@@ -112,7 +112,7 @@ def test_an_environment_may_give_the_teachers_log_probabilities_itself(
     run_rl(resolve(load(tables, ())))
     again = seen.plans[1].columns
     assert again.input_ids.tolist() == live.input_ids.tolist()
-    assert again.columns["teacher_logprobs"].tolist() == given["teacher_logprobs"].tolist()
+    assert again.columns["teacher_logprobs"].tolist() == columns["teacher_logprobs"].tolist()
 
 
 def test_what_cannot_work_is_refused_while_planning(rl: Rl, teacher: Path, tmp_path: Path) -> None:

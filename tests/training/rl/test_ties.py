@@ -112,15 +112,15 @@ def test_equal_totals_are_a_tie_for_all_who_compare_them(attempts) -> None:
 def test_turns_of_one_worth_normalise_to_nothing() -> None:
     """All returns are 10.3, or the rounding of a sum."""
     group = Group(0, "sums", "k", 0, (evolve(attempt(0, 10.1), unplaced_reward=0.2), attempt(1, 10.3)))
-    made = as_advantage_output("it", reinforce_pp(batch_of(group), TokenOptions(epsilon=0.0)), batch_of(group), returns=True)
-    assert not made.advantages.any()
+    output = as_advantage_output("it", reinforce_pp(batch_of(group), TokenOptions(epsilon=0.0)), batch_of(group), returns=True)
+    assert not output.advantages.any()
 
 
 def test_a_difference_that_is_no_tie_counts() -> None:
     """A difference of 1e-8 is lost in float32, and decides here; the mean of 10 is rounded by up to 2e-15, which is 2e-7 of it."""
     group = Group(0, "sums", "k", 0, (attempt(0, 10.0), attempt(1, 10.0 + 1e-8)))
-    made = grpo(batch_of(group), GroupOptions(normalize="group", epsilon=0.0))
-    np.testing.assert_allclose(made, [-(0.5**0.5)] * 2 + [0.5**0.5] * 2, rtol=1e-6)
+    output = grpo(batch_of(group), GroupOptions(normalize="group", epsilon=0.0))
+    np.testing.assert_allclose(output, [-(0.5**0.5)] * 2 + [0.5**0.5] * 2, rtol=1e-6)
     assert zero_variance(view_of(group), VarianceOptions()) is None
     assert rollout_metrics([group], [group], ["sums"])["rollout/zero_variance"] == 0.0
 
@@ -138,7 +138,7 @@ def test_the_journal_keeps_every_bit(tmp_path) -> None:
     with open_journal(tmp_path, run="run-a") as journal:
         journal.append(group)
     (back,) = read_groups(tmp_path)
-    assert [each.reward for each in back.trajectories] == [0.9, 0.9, 0.3 + 0.6]
+    assert [trajectory.reward for trajectory in back.trajectories] == [0.9, 0.9, 0.3 + 0.6]
     assert back.rewards.tolist() == [0.3 + 0.6] * 3
     assert back.trajectories[0].rewards.tolist() == [0.0, 0.1] * 9
 

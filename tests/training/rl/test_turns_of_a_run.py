@@ -42,7 +42,7 @@ def test_a_template_that_cannot_go_on_is_refused_where_there_are_several_turns()
 
 
 def test_tools_that_the_model_would_not_hear_of_are_refused() -> None:
-    """With one turn too: a task whose tools stand nowhere is another task."""
+    """With one turn too: a task whose tools are written nowhere is another task."""
     prove(evolve(ASKED, tools=(TOOL,)))
     for turns in (1, 3):
         with pytest.raises(

@@ -48,8 +48,8 @@ def columns(**more: object) -> SampleColumns:
 
 
 def collator(name: str) -> Collator:
-    made: Collator = load(Registry.discover().resolve("collator", name)).make(None, FactoryContext())
-    return made
+    product: Collator = load(Registry.discover().resolve("collator", name)).make(None, FactoryContext())
+    return product
 
 
 def a_loss(*needs: str, reducers: tuple[str, ...] | None = None) -> FunctionLoss:
@@ -102,24 +102,24 @@ def test_a_backend_refuses_models_before_a_rank_starts(tmp_path: Path) -> None:
     model = ModelFacts(ModelConfig(path=str(tmp_path), dtype="bfloat16"))
     mine = Owner.of_unrecorded("mine", "backend")
 
-    def described(refuse_model: Callable[[Any, ModelConfig], None]) -> BackendDescription:
+    def describe(refuse_model: Callable[[Any, ModelConfig], None]) -> BackendDescription:
         return BackendDescription(Topology(), frozenset({"padded"}), refuse_model)
 
-    def divided(config: Any, spec: ModelConfig) -> None:
+    def divide(config: Any, spec: ModelConfig) -> None:
         assert spec.dtype == "bfloat16"
         refuse_unequal_parts(config, spec.path, "num_key_value_heads", parts=2, options="backend.tensor_parallel")
         refuse_unequal_parts(config, spec.path, "num_of_nothing", parts=7, options="backend.none")
         refuse_unequal_parts(config, spec.path, "num_hidden_layers", parts=4, options="backend.pipeline_parallel")
 
     check_layout(mine, model, BackendDescription(Topology(), frozenset({"padded"})))
-    check_layout(mine, ModelFacts(ModelConfig(path=str(tmp_path / "nowhere"))), described(divided))  # which the ranks report
+    check_layout(mine, ModelFacts(ModelConfig(path=str(tmp_path / "nowhere"))), describe(divide))  # which the ranks report
     with pytest.raises(
         UnsupportedError, match=r"backend.pipeline_parallel = 4 does not divide num_hidden_layers = 6 of "
     ) as caught:
-        check_layout(mine, model, described(divided))
+        check_layout(mine, model, describe(divide))
     assert caught.value.remedy.startswith("Set backend.pipeline_parallel to a divisor of 6")
     with pytest.raises(PluginBrokenError, match=r"mine failed in refuse_model: AttributeError"):
-        check_layout(mine, model, described(lambda config, _: config.number_of_nothing))
+        check_layout(mine, model, describe(lambda config, _: config.number_of_nothing))
 
 
 @pytest.fixture

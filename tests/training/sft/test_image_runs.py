@@ -55,7 +55,7 @@ class Failure:
 def curve(directory: Path) -> list[Any]:
     """Number, loss and gradient norm of every step."""
     steps = [record for record in read_metrics(directory / "metrics.jsonl") if record["kind"] == "step"]
-    return [(each["step"], each["metrics"]["loss"], each["metrics"]["grad_norm"]) for each in steps]
+    return [(entry["step"], entry["metrics"]["loss"], entry["metrics"]["grad_norm"]) for entry in steps]
 
 
 def weights(directory: Path) -> dict[str, bytes]:
@@ -93,7 +93,7 @@ def test_an_export_holds_the_processors(configure_images: Configure, seeing: Pat
     run = run_sft(configure_images("run", model=model, steps=2, shrink_images_to=8 * 8)).directory
     export_checkpoint(run, tmp_path / "exported")
     for place in (run / "model", tmp_path / "exported"):
-        before, after = (AutoImageProcessor.from_pretrained(each).to_dict() for each in (model, place))
+        before, after = (AutoImageProcessor.from_pretrained(folder).to_dict() for folder in (model, place))
         assert dict(after.pop("size")) == {"shortest_edge": 64, "longest_edge": 64}
         assert dict(before.pop("size")) == images["size"]
         assert before == after
@@ -119,14 +119,14 @@ def test_a_pipeline_whose_first_piece_is_too_short_is_refused_while_planning(con
     """Two of four layers take image features; interleaved, a stage of two layers holds two pieces of one."""
     pytest.importorskip("skyrl_engine_megatron", reason="NOT PROVED HERE: this needs skyrl-engine-megatron")
 
-    def planned(**sizes: int) -> int:
+    def count_planned(**sizes: int) -> int:
         ranks = {"launch": "ray", "ranks": sizes["pipeline_parallel"]}
         return prepare(
             configure_images("run", tables={"run": ranks, "backend": {"use": "megatron", **sizes}})
         ).assembly.description.topology.pp
 
-    assert planned(pipeline_parallel=2) == 2
+    assert count_planned(pipeline_parallel=2) == 2
     for sizes in ({"pipeline_parallel": 4}, {"pipeline_parallel": 2, "virtual_pipeline": 2}):
         with pytest.raises(UnsupportedError, match="to its first 2 layers, and a pipeline of 4 pieces leaves 1 of its 4") as caught:
-            planned(**sizes)
+            count_planned(**sizes)
         assert caught.value.exit_code == 2

@@ -27,7 +27,7 @@ def losses(directory: Path) -> list[float]:
     return [record["metrics"]["loss"] for record in read_metrics(directory / "metrics.jsonl") if record["kind"] == "step"]
 
 
-def stored(directory: Path) -> dict[str, torch.Tensor]:
+def load_adapters(directory: Path) -> dict[str, torch.Tensor]:
     return load_file(directory / "adapter_model.safetensors")
 
 
@@ -41,11 +41,11 @@ def test_a_run_learns_adapters_resumes_exactly_and_leaves_them_for_peft(
     run = run_sft(configure("interrupted", model=model, optimizer=constant), resume=True).directory
     assert losses(run) == losses(whole)
     assert np.mean(losses(whole)[-3:]) < np.mean(losses(whole)[:3])
-    adapters = stored(whole / "model")
+    adapters = load_adapters(whole / "model")
     assert len(adapters) == 2 * 3 * 2
-    assert all(torch.equal(adapters[name], each) for name, each in stored(run / "model").items())
+    assert all(torch.equal(adapters[name], tensor) for name, tensor in load_adapters(run / "model").items())
     export_checkpoint(whole, tmp_path / "exported")
-    assert all(torch.equal(adapters[name], each) for name, each in stored(tmp_path / "exported").items())
+    assert all(torch.equal(adapters[name], tensor) for name, tensor in load_adapters(tmp_path / "exported").items())
 
     ids = AutoTokenizer.from_pretrained(whole / "model")("1 + 2 = 3", return_tensors="pt")["input_ids"]
     base = AutoModelForCausalLM.from_pretrained(material / "model").eval()
@@ -54,7 +54,7 @@ def test_a_run_learns_adapters_resumes_exactly_and_leaves_them_for_peft(
 
     more = run_sft(configure("more", model={**model, "lora": {"path": str(whole / "model")}}, training={"steps": 2})).directory
     assert losses(more)[0] < losses(whole)[0]
-    assert stored(more / "model").keys() == adapters.keys()
+    assert load_adapters(more / "model").keys() == adapters.keys()
 
 
 @pytest.mark.proof
@@ -76,10 +76,10 @@ def test_two_ranks_learn_the_adapters_of_one(configure: Configure, material: Pat
         for name, run in (("alone", {}), ("together", {"launch": "ray", "ranks": 2}))
     )
     assert losses(together) == pytest.approx(losses(alone), rel=1e-5)
-    adapters = stored(alone / "model")
-    assert any(each.abs().max() > 0 for name, each in adapters.items() if ".lora_B." in name)
-    for name, each in stored(together / "model").items():
-        torch.testing.assert_close(each, adapters.pop(name), rtol=1e-4, atol=1e-6)
+    adapters = load_adapters(alone / "model")
+    assert any(tensor.abs().max() > 0 for name, tensor in adapters.items() if ".lora_B." in name)
+    for name, tensor in load_adapters(together / "model").items():
+        torch.testing.assert_close(tensor, adapters.pop(name), rtol=1e-4, atol=1e-6)
     assert not adapters
 
 

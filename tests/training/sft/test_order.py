@@ -83,7 +83,7 @@ def columns(group_ids: list[int], unit_ids: list[int] | None = None) -> SampleCo
 
 
 @st.composite
-def grouped(draw: st.DrawFn) -> tuple[list[int], SampleOrder]:
+def draw_groups(draw: st.DrawFn) -> tuple[list[int], SampleOrder]:
     group_ids = draw(st.lists(st.integers(0, 12), min_size=1, max_size=50))
     largest = max(group_ids.count(group) for group in group_ids)
     size = draw(st.integers(largest, largest + 8))
@@ -93,7 +93,7 @@ def grouped(draw: st.DrawFn) -> tuple[list[int], SampleOrder]:
 
 
 @settings(deadline=None)
-@given(grouped(), st.integers(1, 2))
+@given(draw_groups(), st.integers(1, 2))
 def test_groups_stay_whole_and_steps_stay_as_many(drawn: tuple[list[int], SampleOrder], epochs: int) -> None:
     """For groups of any size, next to each other in the data or not; every mini-batch is within one group of the batch size."""
     group_ids, order = drawn
@@ -110,7 +110,7 @@ def test_groups_stay_whole_and_steps_stay_as_many(drawn: tuple[list[int], Sample
 
 
 @settings(deadline=None)
-@given(grouped(), st.integers(0, 6), st.integers(0, 9))
+@given(draw_groups(), st.integers(0, 6), st.integers(0, 9))
 def test_groups_stay_whole_from_any_position_and_with_another_batch_size(
     drawn: tuple[list[int], SampleOrder], before: int, more: int
 ) -> None:

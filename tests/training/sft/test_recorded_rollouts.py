@@ -90,8 +90,8 @@ def expected_loss(model: Path, rows: list[Mapping[str, Any]]) -> float:
         for place, token in enumerate(response):
             if not row["loss_mask"][place]:
                 continue
-            given = row["advantages"]
-            advantage = given[place] if isinstance(given, list) else given
+            advantages = row["advantages"]
+            advantage = advantages[place] if isinstance(advantages, list) else advantages
             ratio = float(torch.exp(logprobs[len(prompt) + place - 1, token] - row["logprobs"][place]))
             value = -min(ratio * advantage, min(max(ratio, 0.8), 1.2) * advantage)
             groups.setdefault(row["group_ids"], []).append(value)

@@ -21,8 +21,8 @@ DOMAINS = {"code": 2.0, "chat": 0.5}
 
 def blocks(page: str) -> str:
     """Every decorated function of a page, as one module."""
-    found = re.findall(r"```python\n(.*?)```", (PAGES / page).read_text(), re.DOTALL)
-    return "\n".join(each for each in found if "@loss" in each or "@reducer" in each)
+    code = re.findall(r"```python\n(.*?)```", (PAGES / page).read_text(), re.DOTALL)
+    return "\n".join(block for block in code if "@loss" in block or "@reducer" in block)
 
 
 @pytest.fixture
@@ -62,8 +62,8 @@ def expected_loss(rows: list[dict[str, Any]]) -> float:
         with torch.no_grad():
             logprobs = network(torch.tensor([ids])).logits[0].log_softmax(-1)
         for place in range(len(row["response_ids"])):
-            given = row["loss_weight"]
-            weight = (given[place] if isinstance(given, list) else given) * DOMAINS.get(row["domain"], 1.0)
+            weights = row["loss_weight"]
+            weight = (weights[place] if isinstance(weights, list) else weights) * DOMAINS.get(row["domain"], 1.0)
             model = logprobs[len(row["prompt_ids"]) + place - 1].exp()[row["teacher_ids"][place]]
             teacher = torch.tensor(row["teacher_logprobs"][place], dtype=torch.float64).exp()
             everyone = [*zip(teacher.tolist(), model.tolist(), strict=True), (1 - float(teacher.sum()), 1 - float(model.sum()))]
@@ -102,7 +102,7 @@ def test_a_run_refused_for_its_data_leaves_no_directory(capsys: pytest.CaptureFi
     for output in ("run", "deep/er/run", "empty"):
         assert app.main([*arguments("--reducer", "./mine.py:mine"), "--output", output]) == DataError.exit_code
         assert "has no column 'topic', which reducer 'mine'" in capsys.readouterr().err
-    assert not any(Path(each).exists() for each in ("run", "deep"))
+    assert not any(Path(name).exists() for name in ("run", "deep"))
     assert list(Path("empty").iterdir()) == [], "a folder that was there stays"
 
 

@@ -54,14 +54,14 @@ def token_losses(resolved: ResolvedConfig, model: Path) -> list[tuple[int, np.nd
     """The source of every sample, and the losses of its tokens that carry loss, as transformers computes them."""
     columns = prepare(resolved).train.columns
     scorer = AutoModelForCausalLM.from_pretrained(model).eval()
-    found = []
+    losses = []
     for sample in range(len(columns)):
         ids = torch.from_numpy(columns.input_ids[slice(*columns.token_offsets[sample : sample + 2])].astype("int64"))
         carries = columns.loss_weight[slice(*columns.action_offsets[sample : sample + 2])] != 0
         with torch.no_grad():
             logprobs = scorer(ids[None]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
-        found.append((int(columns.sample_values[SOURCE][sample]), -logprobs.numpy()[-len(carries) :][carries]))
-    return found
+        losses.append((int(columns.sample_values[SOURCE][sample]), -logprobs.numpy()[-len(carries) :][carries]))
+    return losses
 
 
 @pytest.mark.usefixtures("without_ray")
@@ -69,23 +69,23 @@ def token_losses(resolved: ResolvedConfig, model: Path) -> list[tuple[int, np.nd
 def test_the_loss_of_a_source_is_the_mean_over_its_own_tokens(configure: Configure, files: Path, split: str) -> None:
     """By the reducer's weights: of all its tokens alike with `token_mean`, of its samples alike with `sequence_mean`."""
     settings = SPLITS[split]
-    given = {
+    keys = {
         **settings,
         "model": {"path": str(files / "model")},
         "data": {"train": [str(files / "chat.jsonl"), str(files / "sums.jsonl")], "eval": None},
         "training": {**settings["training"], "steps": 1, "batch_size": 23},
         "optimizer": {"warmup_steps": 0},
     }
-    resolved = configure(**given)
+    resolved = configure(**keys)
     (step,) = steps_of(run_sft(resolved).directory)
     losses = token_losses(resolved, files / "model")
     for number, name in enumerate(("chat", "sums")):
-        own = [each for source, each in losses if source == number]
-        due = np.mean([each.mean() for each in own]) if split == "sequence_mean" else np.concatenate(own).mean()
-        assert step[f"loss/{name}"] == pytest.approx(due, rel=1e-5)
+        own = [values for source, values in losses if source == number]
+        expected = np.mean([values.mean() for values in own]) if split == "sequence_mean" else np.concatenate(own).mean()
+        assert step[f"loss/{name}"] == pytest.approx(expected, rel=1e-5)
         assert step[f"sample_share/{name}"] == len(own) / 23
     assert step["loss/chat"] != pytest.approx(step["loss/sums"], rel=1e-3), "each has its own"
-    weights = [len(each) for _, each in losses] if split != "sequence_mean" else [1 for _ in losses]
+    weights = [len(values) for _, values in losses] if split != "sequence_mean" else [1 for _ in losses]
     share = sum(weight for weight, (source, _) in zip(weights, losses, strict=True) if source == 0) / sum(weights)
     assert share * step["loss/chat"] + (1 - share) * step["loss/sums"] == pytest.approx(step["loss"], rel=1e-5)
 

@@ -16,19 +16,19 @@ from skyrl_engine.training.sft.state import SftState, fingerprint, position_in
 ORDER = SampleOrder(samples=10, batch_size=4, seed=3)
 
 
-def saved(directory: Path, state: SftState) -> Checkpoint:
+def save(directory: Path, state: SftState) -> Checkpoint:
     return CheckpointStore(directory).save(state.step, lambda _: None, {"trainer.json": state.document()})
 
 
 def test_the_position_comes_back(tmp_path: Path) -> None:
-    checkpoint = saved(tmp_path, SftState.create("sft", 5, Position(1, 8), ORDER, "abc"))
+    checkpoint = save(tmp_path, SftState.create("sft", 5, Position(1, 8), ORDER, "abc"))
     assert position_in(checkpoint, ORDER, "abc") == Position(1, 8)
     # A position counts samples, so that it keeps its meaning when the batch size changes.
     assert position_in(checkpoint, evolve(ORDER, batch_size=2), "abc") == Position(1, 8)
 
 
 def test_other_data_is_refused(tmp_path: Path) -> None:
-    checkpoint = saved(tmp_path, SftState.create("sft", 5, Position(1, 8), ORDER, "abc"))
+    checkpoint = save(tmp_path, SftState.create("sft", 5, Position(1, 8), ORDER, "abc"))
     with pytest.raises(CheckpointError, match="the training data has changed"):
         position_in(checkpoint, ORDER, "abd")
     with pytest.raises(CheckpointError, match="10 samples then, 11 now"):
@@ -37,18 +37,21 @@ def test_other_data_is_refused(tmp_path: Path) -> None:
 
 def test_texts_that_were_trained_as_they_stood_are_refused_with_the_key(tmp_path: Path) -> None:
     """A configuration without `data.template` is of an engine that trained texts raw; one that has the key knows what it does."""
-    for data, said in (({"train": "a.jsonl"}, r'before 0\.3.*Set data\.template = "none"'), ({"template": "auto"}, "has changed")):
+    for data, message in (
+        ({"train": "a.jsonl"}, r'before 0\.3.*Set data\.template = "none"'),
+        ({"template": "auto"}, "has changed"),
+    ):
         state = SftState.create("sft", 5, Position(1, 8), ORDER, "abc")
         documents = {"trainer.json": state.document(), "config.json": {"data": data}}
-        checkpoint = CheckpointStore(tmp_path / said[:3]).save(5, lambda _: None, documents)
-        with pytest.raises(CheckpointError, match=said):
+        checkpoint = CheckpointStore(tmp_path / message[:3]).save(5, lambda _: None, documents)
+        with pytest.raises(CheckpointError, match=message):
             position_in(checkpoint, ORDER, "abd")
         assert position_in(checkpoint, ORDER, "abc") == Position(1, 8)
 
 
 def test_a_changed_seed_is_named_where_it_chooses_the_held_out_samples(tmp_path: Path) -> None:
     """The data itself is as it was; as many samples are left, but others."""
-    checkpoint = saved(tmp_path, SftState.create("sft", 5, Position(1, 8), ORDER, "abc"))
+    checkpoint = save(tmp_path, SftState.create("sft", 5, Position(1, 8), ORDER, "abc"))
     other = evolve(ORDER, seed=4)
     with pytest.raises(
         CheckpointError, match=r"run\.seed is 4, and .* was written with 3: with data\.eval_fraction .* Set run\.seed = 3"
@@ -81,7 +84,7 @@ def test_the_fingerprint_sees_every_part_of_the_samples() -> None:
         columns([1, 2, 3, 4], [2, 2], [1, 1], [1, 0]),
         columns([1, 2, 3, 4], [2, 2], [2, 0], [1, 1]),
     ]
-    assert len({fingerprint(each) for each in variants}) == len(variants)
+    assert len({fingerprint(variant) for variant in variants}) == len(variants)
     assert fingerprint(variants[0]) == fingerprint(variants[0].take([0, 1]))
 
 

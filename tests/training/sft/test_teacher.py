@@ -1,4 +1,4 @@
-"""`[teacher]` beside rows of data: divergences over the whole vocabulary, and a teacher's scores as a column, checked from outside."""
+"""`[teacher]` with rows of data: divergences over the whole vocabulary, and a teacher's scores as a column, checked from outside."""
 
 import json
 from pathlib import Path
@@ -46,14 +46,14 @@ def rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]
     return ROWS
 
 
-def distilled(models: Path, *more: str, teacher: str = "teacher", output: str = "run") -> list[dict[str, float]]:
+def distill(models: Path, *more: str, teacher: str = "teacher", output: str = "run") -> list[dict[str, float]]:
     """The metrics of every step."""
-    given = [
+    arguments = [
         *("distill", "--model", str(models / "student"), "--teacher", str(models / teacher), "--data", "rows.jsonl"),
         *("--batch-size", "12", "--output", output, "--quiet", "run.device=cpu", "data.cache=./cache", *more),
     ]
-    assert app.main(given) == 0
-    return [each["metrics"] for each in read_metrics(Path(output) / "metrics.jsonl") if each["kind"] == "step"]
+    assert app.main(arguments) == 0
+    return [record["metrics"] for record in read_metrics(Path(output) / "metrics.jsonl") if record["kind"] == "step"]
 
 
 def whole_logprobs(path: Path, row: dict[str, Any]) -> torch.Tensor:
@@ -76,7 +76,7 @@ def test_the_loss_is_the_divergence_of_whole_distributions(
     models: Path, rows: list[dict[str, Any]], kind: Any, more: list[str]
 ) -> None:
     """By definition on whole logits, a mean over tokens; float32 sums in another order: 1e-5. Ten steps bring the student nearer."""
-    steps = distilled(models, f"loss.divergence={kind}", "loss.temperature=2.0", "--steps", "10", "--learning-rate", "1e-2", *more)
+    steps = distill(models, f"loss.divergence={kind}", "loss.temperature=2.0", "--steps", "10", "--learning-rate", "1e-2", *more)
     logits = [[whole_logprobs(models / name, row) for row in rows] for name in ("student", "teacher")]
     student, teacher = (torch.cat(each) for each in logits)
     assert steps[0]["loss"] == pytest.approx(
@@ -91,13 +91,13 @@ def test_the_loss_is_the_divergence_of_whole_distributions(
 @pytest.mark.usefixtures("rows")
 @pytest.mark.parametrize("kind", ["forward", "reverse", "jensen_shannon"])
 def test_a_student_that_is_its_teacher_has_divergence_and_gradient_0(models: Path, kind: str) -> None:
-    (step,) = distilled(models, f"loss.divergence={kind}", "--steps", "1", teacher="student")
+    (step,) = distill(models, f"loss.divergence={kind}", "--steps", "1", teacher="student")
     assert (step["loss"], step["grad_norm"], step["top_1_agreement"]) == (0.0, 0.0, 1.0)
 
 
 def test_a_teachers_scores_are_a_column_over_the_steps_own_plan(models: Path, rows: list[dict[str, Any]]) -> None:
     """`teacher_kl` with k1 is the mean of log q - log p; a student that is its teacher has 0 exactly. Held-out rows are scored too."""
-    (step,) = distilled(models, "--loss", "teacher_kl", "loss.estimator=k1", "--steps", "1")
+    (step,) = distill(models, "--loss", "teacher_kl", "loss.estimator=k1", "--steps", "1")
     difference = count = 0.0
     for row in rows:
         student, teacher = (whole_logprobs(models / name, row).log_softmax(-1) for name in ("student", "teacher"))
@@ -106,26 +106,26 @@ def test_a_teachers_scores_are_a_column_over_the_steps_own_plan(models: Path, ro
             count += 1
     assert step["loss"] == pytest.approx(difference / count, rel=1e-5)
     held_out = ["data.eval_fraction=0.25", "evaluation.every=1"]
-    (step,) = distilled(models, "--loss", "teacher_kl", "--steps", "1", *held_out, teacher="student", output="again")
+    (step,) = distill(models, "--loss", "teacher_kl", "--steps", "1", *held_out, teacher="student", output="again")
     assert step["loss"] == 0.0
-    (evaluated,) = [each["metrics"] for each in read_metrics(Path("again/metrics.jsonl")) if each["kind"] == "evaluation"]
+    (evaluated,) = [record["metrics"] for record in read_metrics(Path("again/metrics.jsonl")) if record["kind"] == "evaluation"]
     assert evaluated["loss"] == 0.0, "a gradient of 0 leaves the weights as they were"
 
 
 @pytest.mark.usefixtures("rows")
 def test_a_resumed_run_has_the_same_bits(models: Path) -> None:
     keys = ["--learning-rate", "1e-2", "--batch-size", "4"]
-    distilled(models, "--steps", "4", *keys, output="whole")
-    distilled(models, "--steps", "2", *keys, output="cut")
-    distilled(models, "--steps", "4", *keys, "checkpoint.resume=true", output="cut")
+    distill(models, "--steps", "4", *keys, output="whole")
+    distill(models, "--steps", "2", *keys, output="cut")
+    distill(models, "--steps", "4", *keys, "checkpoint.resume=true", output="cut")
     whole, cut = (load_file(Path(each) / "model/model.safetensors") for each in ("whole", "cut"))
     assert {name: each.tobytes() for name, each in whole.items()} == {name: each.tobytes() for name, each in cut.items()}
 
 
 @pytest.mark.usefixtures("rows")
 def test_what_cannot_work_is_refused_while_planning(models: Path) -> None:
-    def refused(words: str, *, teacher: str | None = "teacher", loss: str = "divergence", **tables: Any) -> None:
-        given = {
+    def require_refusal(words: str, *, teacher: str | None = "teacher", loss: str = "divergence", **tables: Any) -> None:
+        options = {
             "model": {"path": str(models / "student")},
             "data": {"train": "rows.jsonl", "cache": "cache"},
             "training": {"steps": 1, "batch_size": 4},
@@ -134,17 +134,19 @@ def test_what_cannot_work_is_refused_while_planning(models: Path) -> None:
             **tables,
         }
         with pytest.raises(UnsupportedError, match=words):
-            prepare(resolve(from_dict(given, "test")))
+            prepare(resolve(from_dict(options, "test")))
 
-    refused("compares the model with a teacher, and there is no teacher", teacher=None)
-    refused("nothing would be learned from it", loss="cross_entropy")
-    refused("has another tokenizer than the trained model: the token .* is number", teacher="other")
-    refused(
+    require_refusal("compares the model with a teacher, and there is no teacher", teacher=None)
+    require_refusal("nothing would be learned from it", loss="cross_entropy")
+    require_refusal("has another tokenizer than the trained model: the token .* is number", teacher="other")
+    require_refusal(
         r"has logits for 64 tokens, and the trained model for \d+: the first token that only one of them knows is number \d+",
         teacher="wider",
     )
-    refused("compares the model with a teacher over the whole vocabulary, and backend .*megatron", backend={"use": "megatron"})
-    refused(
+    require_refusal(
+        "compares the model with a teacher over the whole vocabulary, and backend .*megatron", backend={"use": "megatron"}
+    )
+    require_refusal(
         "compares the model with a teacher over the whole vocabulary, and backend .*fsdp.*, in this layout",
         backend={"use": "fsdp", "tensor_parallel": 2},
         run={"ranks": 2, "launch": "ray"},
