@@ -86,7 +86,7 @@ def test_keys_of_a_reward_model_that_is_not_named_are_refused(key: str) -> None:
     overrides = ["trainer=rl", "model.path=m", f"reward_model.{key}"]
     (problem,) = structure(load(None, overrides)).problems
     assert str(problem).startswith(f"command line: reward_model.{key.partition('=')[0]}: is of the model of reward_model.path")
-    assert structure(load(None, [*given, "reward_model.path=r"])).problems == ()
+    assert structure(load(None, [*overrides, "reward_model.path=r"])).problems == ()
 
 
 def test_keys_that_another_optimizer_reads_are_in_no_file_of_the_run() -> None:

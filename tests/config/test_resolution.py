@@ -260,17 +260,17 @@ def test_a_lock_rebuilds_the_selection_on_another_process(tmp_path: Path) -> Non
     """Options and the code of a local file travel in the lock, as JSON: the file itself may be gone."""
     mine = tmp_path / "mine.py"
     mine.write_text(PLUGIN)
-    made = resolved(f"loss.use={mine}:sharp", "loss.gamma=3", "loss.parts=[{use = 'kl'}]").plugins["loss"]
-    lock = json.loads(json.dumps(made.to_lock_entry()))
+    first = resolve_overrides(f"loss.use={mine}:sharp", "loss.gamma=3", "loss.parts=[{use = 'kl'}]").plugins["loss"]
+    lock = json.loads(json.dumps(first.to_lock_entry()))
     mine.unlink()
     again = SelectedPlugin.from_lock(lock)
-    assert again.table == made.table
-    assert again.to_lock_entry() == made.to_lock_entry()
+    assert again.table == first.table
+    assert again.to_lock_entry() == first.to_lock_entry()
     assert again.make(FactoryContext()).config.gamma == 3.0
 
 
 def test_a_lock_with_options_the_plugin_refuses() -> None:
-    lock = resolved().plugins["collator"].to_lock_entry()
+    lock = resolve_overrides().plugins["collator"].to_lock_entry()
     lock["options"]["paging"] = 1
     with pytest.raises(ConfigError, match=r"plugin lock: collator\.paging: is not a known key"):
         SelectedPlugin.from_lock(lock)

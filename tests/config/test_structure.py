@@ -320,10 +320,10 @@ def test_any_configuration_written_as_toml_reads_back_equal(configuration: Engin
     table, _ = read_toml(to_toml(plain(configuration)), "x.toml")
     structured = structure(RawConfig(table, {}))
     read = attrs.evolve(structured, problems=()).config()
-    if made.has("training") and made.training.steps is None and made.training.epochs is None:
-        made = attrs.evolve(made, training=attrs.evolve(made.training, epochs=1.0))
-    unread = {name: getattr(OptimizerConfig(), name) for name, _, _ in iterate_unread_fields(made.optimizer)}
-    assert read == attrs.evolve(made, optimizer=attrs.evolve(made.optimizer, **unread))
+    if configuration.has("training") and configuration.training.steps is None and configuration.training.epochs is None:
+        configuration = attrs.evolve(configuration, training=attrs.evolve(configuration.training, epochs=1.0))
+    unread = {name: getattr(OptimizerConfig(), name) for name, _, _ in iterate_unread_fields(configuration.optimizer)}
+    assert read == attrs.evolve(configuration, optimizer=attrs.evolve(configuration.optimizer, **unread))
 
 
 def test_the_schema_needs_neither_torch_nor_cattrs() -> None:

@@ -107,9 +107,9 @@ def test_the_lock_of_a_term_carries_its_coefficient(folder: Path) -> None:
     config = resolve_tables(folder, TABLES.replace('use = "./parts.py:clash"', 'use = "./parts.py:scaled"'))
     (folder / "parts.py").unlink()
     for place, coefficient in (("loss.terms[0]", 0.25), ("loss.corrections[0]", None), ("loss", None)):
-        lock = json.loads(json.dumps(made.plugins[place].to_lock_entry()))
+        lock = json.loads(json.dumps(config.plugins[place].to_lock_entry()))
         again = SelectedPlugin.from_lock(lock)
-        assert (again.coefficient, again.table) == (coefficient, made.plugins[place].table)
+        assert (again.coefficient, again.table) == (coefficient, config.plugins[place].table)
         assert again.to_lock_entry() == lock
 
 

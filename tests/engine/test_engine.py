@@ -208,7 +208,7 @@ def test_a_step_of_sgd_is_rate_times_gradient(opened: Any, columns: SampleColumn
     for name, number in (("betas", (0.9, 0.99)), ("epsilon", 1e-6)):
         with pytest.raises(UnsupportedError, match=f"optim_step is given {name}, which the optimizer sgd does not have"):
             engine.optim_step(**{name: number})
-    assert same(engine.weights(), before)
+    assert is_same(engine.weights(), before)
     for rate, decay, numbers in ((0.5, 0.1, {}), (0.25, 0.2, {"learning_rate": 0.25, "weight_decay": 0.2})):
         assert engine.optim_step(**numbers).result().learning_rate == rate
         after = engine.weights()

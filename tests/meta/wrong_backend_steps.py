@@ -59,7 +59,7 @@ drops_by_a_step = Wrong(overriding(zero_grad=_steps_at_rate_0))
 drops_nothing = Wrong(overriding(zero_grad=lambda _self, _original: None))
 
 
-def _told(self: Any, settings: OptimizerSettings | None, **changes: Any) -> OptimizerSettings:
+def _change_numbers(self: Any, settings: OptimizerSettings | None, **changes: Any) -> OptimizerSettings:
     """The numbers of a call, with some of them changed."""
     return attrs.evolve(settings or self._settings, **changes)
 
@@ -70,7 +70,7 @@ def _clips(self: Any, original: Any, settings: OptimizerSettings | None = None) 
 
 
 def _never_clips(self: Any, original: Any, settings: OptimizerSettings | None = None) -> OptimStep:
-    return original(_told(self, settings, max_grad_norm=None))
+    return original(_change_numbers(self, settings, max_grad_norm=None))
 
 
 def _deaf(self: Any, original: Any, settings: OptimizerSettings | None = None) -> OptimStep:
@@ -78,16 +78,16 @@ def _deaf(self: Any, original: Any, settings: OptimizerSettings | None = None) -
 
 
 def _deaf_to_betas(self: Any, original: Any, settings: OptimizerSettings | None = None) -> OptimStep:
-    due = settings or self._settings
-    return original(_told(self, due, betas=self._settings.betas) if isinstance(due, AdamWSettings) else due)
+    wanted = settings or self._settings
+    return original(_change_numbers(self, wanted, betas=self._settings.betas) if isinstance(wanted, AdamWSettings) else wanted)
 
 
 def _without_decay(self: Any, original: Any, settings: OptimizerSettings | None = None) -> OptimStep:
-    return original(_told(self, settings, weight_decay=0.0))
+    return original(_change_numbers(self, settings, weight_decay=0.0))
 
 
 def _remembers_the_limit(self: Any, original: Any, settings: OptimizerSettings | None = None) -> OptimStep:
-    """Clips by the last limit that any step was told."""
+    """Clips by the last limit that any step was given."""
     if settings is not None and settings.max_grad_norm is not None:
         self.limit = settings.max_grad_norm
     limit = getattr(self, "limit", (settings or self._settings).max_grad_norm)

@@ -90,7 +90,7 @@ def odd_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def opened(bench: Bench, plugin: str, options: dict[str, object], model: ModelConfig, *, learns: bool = True) -> BackendRanks:
+def open_ranks(bench: Bench, plugin: str, options: dict[str, object], model: ModelConfig, *, learns: bool = True) -> BackendRanks:
     lock = select_plugin("backend", plugin, options).to_lock_entry()
     optimizer = AdamWSettings(learning_rate=0.1, max_grad_norm=None) if learns else None
     return bench.ranks(Opening(lock, Topology(dp=2), model, optimizer, "cpu"))

@@ -22,7 +22,7 @@ PATIENCE_S = 60.0
 """A test that waits for so long has failed; machines are busy."""
 
 
-def pool_of(name="naughty", **options):
+def open_pool(name="naughty", **options):
     lock = select_plugin("environment", f"{FILE}:{name}", {}).to_lock_entry()
     return EpisodePool([lock], [name], FactoryContext(), **{"workers": 1, "timeout_s": PATIENCE_S, "retries": 0, **options})
 

@@ -197,7 +197,7 @@ def test_what_runs_is_what_was_looked_at(own: Path, project: Path) -> None:
     context = FactoryContext(0, 0, 64)
     assert selected.make(context)
     lock = json.loads(json.dumps(selected.to_lock_entry()))
-    (made / "code" / "reward.py").write_text(REWARD + "\n")
-    for each in (selected, SelectedPlugin.from_lock(lock)):
+    (project / "code" / "reward.py").write_text(REWARD + "\n")
+    for plugin in (selected, SelectedPlugin.from_lock(lock)):
         with pytest.raises(PluginBlockedError, match="is not the one that this run began with"):
             plugin.make(context)
