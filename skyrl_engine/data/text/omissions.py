@@ -2,7 +2,7 @@
 
 Every text of the conversation gets a mark of its own, and the conversation is rendered once more: a field whose mark is missing was left out,
 unless a rendering with that field alone marked differs from the plain one. Searching for the text itself would not do: the name of a called
-function also stands in the list of tools, its arguments in the question. Plain chats, whose kinds of turns were checked once, are searched
+function is also in the list of tools, its arguments in the question. Plain chats, whose kinds of turns were checked once, are searched
 for their texts in order, which costs no rendering.
 
 Chat templates of reasoning models remove the reasoning of earlier turns by design; that is reported and allowed. Ids of tool calls are the
@@ -56,14 +56,14 @@ class OmissionCheck:
             return False
         held = list(_list_parts(chat))
         lost = self._find_omitted(chat, full, held)
-        kept_reasoning = {each.message for each in held if each.reasoning and each not in lost}
+        kept_reasoning = {part.message for part in held if part.reasoning and part not in lost}
         last_question = max((i for i, message in enumerate(chat.messages) if message["role"] == "user"), default=-1)
         removed = False
-        for each in lost:
-            if each.reasoning and (each.message < last_question or each.message in kept_reasoning):
-                removed |= each.message not in kept_reasoning
+        for part in lost:
+            if part.reasoning and (part.message < last_question or part.message in kept_reasoning):
+                removed |= part.message not in kept_reasoning
                 continue
-            raise _omission_error(each, name)
+            raise _omission_error(part, name)
         if turns is not None:
             self._written.update(turns)
         return removed
@@ -72,14 +72,14 @@ class OmissionCheck:
         marks = _marks(full, len(held))
         marked = chat
         # from the last to the first, so that a place in a text keeps its meaning
-        for each, mark in zip(reversed(held), reversed(marks), strict=True):
-            marked = each.marked(marked, mark)
+        for part, mark in zip(reversed(held), reversed(marks), strict=True):
+            marked = part.marked(marked, mark)
         text = self.attempt(marked)
-        missing = [each for each, mark in zip(held, marks, strict=True) if text is None or mark not in text]
-        return [each for each in missing if not self._depends(chat, full, each, marks[0])]
+        missing = [part for part, mark in zip(held, marks, strict=True) if text is None or mark not in text]
+        return [part for part in missing if not self._depends(chat, full, part, marks[0])]
 
     def _depends(self, chat: Conversation, full: str, held: _ChatPart, mark: str) -> bool:
-        """Say if the rendering depends on the text; where the template refuses the marked text, if the text stands in the rendering."""
+        """Say if the rendering depends on the text; where the template refuses the marked text, if the text is in the rendering."""
         text = self.attempt(held.marked(chat, mark))
         return held.text in full if text is None else text != full
 
@@ -110,10 +110,10 @@ def _stands_in_order(chat: Conversation, full: str) -> bool:
     place = 0
     for message in chat.messages:
         text = message["content"].strip()
-        found = full.find(text, place)
-        if found < 0:
+        start = full.find(text, place)
+        if start < 0:
             return False
-        place = found + len(text)
+        place = start + len(text)
     return True
 
 
@@ -141,8 +141,8 @@ def _list_content_parts(number: int, message: Message) -> Iterator[_ChatPart]:
         return
     thought, closing, answer = content.rpartition(_END_OF_THOUGHT) if message["role"] == "assistant" else ("", "", content)
     if closing and thought.replace("<think>", "").strip():
-        kept = len(thought.rstrip())
-        yield _ChatPart(number, "content", "the reasoning", thought.strip(), _in_content(number, kept), reasoning=True)
+        stop = len(thought.rstrip())
+        yield _ChatPart(number, "content", "the reasoning", thought.strip(), _in_content(number, stop), reasoning=True)
     if answer.strip():
         yield _ChatPart(number, "content", "the text", answer.strip(), _in_content(number, len(content.rstrip())))
 
@@ -173,8 +173,8 @@ def _name_of(tool: Any) -> str:
 def _with(value: Any, mark: str) -> Any:
     """Return the value with the mark in it: at the end of a text, as a key of an object, as an item of a list."""
     if isinstance(value, str):
-        kept = len(value.rstrip())
-        return value[:kept] + mark + value[kept:]
+        stop = len(value.rstrip())
+        return value[:stop] + mark + value[stop:]
     if isinstance(value, Mapping):
         return {**value, mark: mark}
     return [*value, mark] if isinstance(value, list | tuple) else f"{value}{mark}"
