@@ -50,20 +50,20 @@ def _index_words(rows: Sequence[Mapping[str, Any]]) -> dict[str, tuple[str, str]
 
 
 def _group_by_key(rows: Sequence[Mapping[str, Any]]) -> dict[str, tuple[str, ...]]:
-    found: dict[str, tuple[str, ...]] = {}
+    words: dict[str, tuple[str, ...]] = {}
     for row in rows:
-        found[row["key"]] = (*found.get(row["key"], ()), *row["words"])
-    return found
+        words[row["key"]] = (*words.get(row["key"], ()), *row["words"])
+    return words
 
 
 def key_for(word: str, trainer: str | None = None) -> str | None:
     """Return the key that people know by this word from other trainers; None where there is none."""
     known, plain = read_foreign_keys(), _plain(word)
-    found, _ = known.of_any.get(plain, (None, ""))
-    if trainer == RL and found is not None and found.startswith(_OF_SFT):
-        found = None
+    key, _ = known.of_any.get(plain, (None, ""))
+    if trainer == RL and key is not None and key.startswith(_OF_SFT):
+        key = None
     of_rl, _ = known.of_rl.get(plain, (None, ""))
-    return of_rl if of_rl is not None and (found is None or trainer == RL) else found
+    return of_rl if of_rl is not None and (key is None or trainer == RL) else key
 
 
 def is_known(word: str) -> bool:

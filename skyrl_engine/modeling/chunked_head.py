@@ -121,7 +121,7 @@ class Sums:
 class Score:
     """The function from a chunk's raw logits [n, v] and tokens [n, 1 + k] of `RequestedScores` to scores, and its gradient.
 
-    The vocabulary lies on one rank. Let y be the logits that softmax is taken of and p their softmax. The log-probability of a token is
+    The vocabulary is on one rank. Let y be the logits that softmax is taken of and p their softmax. The log-probability of a token is
     y(token) - log Z, and the entropy is log Z - E, where log Z = logsumexp of y and E = the mean of y under p. The mean log-probability is
     M - log Z, where M = the mean of y over the vocabulary. `asked` names the scores, as `RequestedScores` does.
     """
@@ -170,7 +170,7 @@ class Score:
         None stands for a score that nothing was computed from. A rule without a soft cap is a factor.
         """
         factor = 1.0 if self.rule.softcap is not None else self.rule.scale / self.temperature
-        of = {name: each * factor for name, each in zip(self.asked, upstream, strict=True) if each is not None}
+        of = {name: gradient * factor for name, gradient in zip(self.asked, upstream, strict=True) if gradient is not None}
         if self.rule.softcap is not None:
             raw_NV = raw_NV.detach().requires_grad_()
         with torch.set_grad_enabled(self.rule.softcap is not None):
@@ -258,7 +258,7 @@ def compute_chunked_scores(
 class _ChunkedScores(torch.autograd.Function):
     """Sums the weight gradients of all chunks in one buffer of float32 (float64 for a float64 model).
 
-    Autograd's own graph would make a gradient as large as the head for each chunk, beside the sum so far; and for a bfloat16 weight it would
+    Autograd's own graph would make a gradient as large as the head for each chunk, next to the sum so far; and for a bfloat16 weight it would
     round the sum to 8 bits after each of perhaps thousands of chunks.
     """
 
@@ -270,26 +270,26 @@ class _ChunkedScores(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.score, ctx.size = score, size
         keeps = len(tokens_NK) <= score.chunks_kept * size
-        kept, parts = [], []
+        logits, parts = [], []
         for start in range(0, len(tokens_NK), size):
             chosen = slice(start, start + size)
             raw_NV = nn.functional.linear(hidden_NH[chosen], weight_VH, bias_V)
             parts.append(score.at(chosen)(raw_NV, tokens_NK[chosen]))
             if keeps:
-                kept.append(raw_NV)
+                logits.append(raw_NV)
             # the next chunk's logits are made when these are gone
             del raw_NV
-        ctx.save_for_backward(hidden_NH, weight_VH, bias_V, tokens_NK, *kept)
+        ctx.save_for_backward(hidden_NH, weight_VH, bias_V, tokens_NK, *logits)
         scores = tuple(torch.cat(values) for values in zip(*parts, strict=True))
         ctx.mark_non_differentiable(
-            *(each for name, each in zip(score.asked, scores, strict=True) if not score.differentiable(name))
+            *(tensor for name, tensor in zip(score.asked, scores, strict=True) if not score.differentiable(name))
         )
         return scores
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden_NH, weight_VH, bias_V, tokens_NK, *kept = ctx.saved_tensors
+        hidden_NH, weight_VH, bias_V, tokens_NK, *logits = ctx.saved_tensors
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         sums = torch.float64 if weight_VH.dtype == torch.float64 else torch.float32
         hidden_gradient = torch.empty_like(hidden_NH) if wants_hidden else None
@@ -298,9 +298,9 @@ class _ChunkedScores(torch.autograd.Function):
         for number, start in enumerate(range(0, len(tokens_NK), ctx.size)):
             chosen = slice(start, start + ctx.size)
             hidden = hidden_NH[chosen]
-            raw_NV = kept[number] if kept else nn.functional.linear(hidden, weight_VH, bias_V)
+            raw_NV = logits[number] if logits else nn.functional.linear(hidden, weight_VH, bias_V)
             gradient_NV = ctx.score.at(chosen).gradient(
-                raw_NV, tokens_NK[chosen], [None if each is None else each[chosen] for each in upstream]
+                raw_NV, tokens_NK[chosen], [None if gradient is None else gradient[chosen] for gradient in upstream]
             )
             del raw_NV
             if hidden_gradient is not None:

@@ -189,15 +189,17 @@ def load_causal_lm(spec: ModelConfig, *, images: bool = False) -> Any:
     return model
 
 
-def refuse_other_shapes(spec: ModelConfig, files: list[Path], found: Iterable[tuple[str, Iterable[int], Iterable[int]]]) -> None:
+def refuse_other_shapes(
+    spec: ModelConfig, files: list[Path], mismatches: Iterable[tuple[str, Iterable[int], Iterable[int]]]
+) -> None:
     """Raise ModelError for tensors (name, shape in the file, shape by the configuration) that do not fit the configuration."""
-    wrong = sorted((name, list(stored), list(due)) for name, stored, due in found)
+    wrong = sorted((name, list(stored), list(expected)) for name, stored, expected in mismatches)
     if not wrong:
         return
-    name, stored, due = wrong[0]
+    name, stored, expected = wrong[0]
     more = f" ({len(wrong)} tensors of other shapes in all)" if len(wrong) > 1 else ""
     raise ModelError(
-        f"{name} has the shape {stored} in {holder_of(files, name) or spec.path}, and the model's config.json asks for {due}{more}",
+        f"{name} has the shape {stored} in {holder_of(files, name) or spec.path}, and the model's config.json asks for {expected}{more}",
         remedy="Put the config.json and the weights of one and the same model together",
     )
 

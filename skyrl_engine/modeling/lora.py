@@ -71,7 +71,8 @@ def add_adapters(model: Any, decoder: nn.Module, spec: ModelConfig, seed: int) -
                 )
             parameter.requires_grad_()
     counts = [
-        sum(parameter.numel() for parameter in each) for each in (list_trained_parameters(model).values(), model.parameters())
+        sum(parameter.numel() for parameter in parameters)
+        for parameters in (list_trained_parameters(model).values(), model.parameters())
     ]
     logger.info("%s: %d of %d parameters are trained, as adapters of rank %d", spec.path, *counts, config.r)
     logger.info("%s: adapted are %s", spec.path, describe_adapters(decoder))
@@ -124,9 +125,9 @@ def load_adapters(model: nn.Module, spec: ModelConfig) -> None:
         if value is not None and value.shape == parameter.shape:
             parameter.copy_(value)
         elif value is not None or has_adapter_name(name):
-            found = "nothing" if value is None else f"shape {list(value.shape)}"
+            content = "nothing" if value is None else f"shape {list(value.shape)}"
             raise ModelError(
-                f"the adapter {spec.lora.path} holds {found} for {name}, which has shape {list(parameter.shape)}",
+                f"the adapter {spec.lora.path} holds {content} for {name}, which has shape {list(parameter.shape)}",
                 remedy="Use the adapter with the model it was made for",
             )
     if stored:
@@ -295,12 +296,12 @@ def _existing(spec: ModelConfig, lora: LoraConfig, path: str, peft: Any) -> Any:
     targets = config.target_modules if isinstance(config.target_modules, str) else set(config.target_modules)
     wanted = lora.targets if lora.targets == "all-linear" else set(lora.targets)
     usual = LoraConfig()
-    for key, asked, default, has in (
+    for key, chosen, default, has in (
         ("rank", lora.rank, usual.rank, config.r),
         ("alpha", lora.alpha, usual.alpha, config.lora_alpha),
         ("targets", wanted, usual.targets, targets),
     ):
-        if asked not in (default, has):
+        if chosen not in (default, has):
             shown = ", ".join(sorted(has)) if isinstance(has, set) else has
             raise ModelError(
                 f"model.lora.{key} differs from that of the adapter {path}, which is {shown}",

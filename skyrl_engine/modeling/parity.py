@@ -63,8 +63,8 @@ class Probe:
         lengths = Ragged.from_list([[WIDTH]] * ROWS, np.int64)
         nothing = torch.zeros(0, dtype=torch.int64)
         batch = MicroBatch(inputs, nothing, nothing, lengths, None, ragged_offsets=offsets)
-        given = model_inputs(batch, images=tokens).inputs
-        return cls(ids.to(device), _all_but_the_last(device), _move(inputs, device), _move(given, device))
+        decoder_inputs = model_inputs(batch, images=tokens).inputs
+        return cls(ids.to(device), _all_but_the_last(device), _move(inputs, device), _move(decoder_inputs, device))
 
     def logprobs(self, scorer: Scorer) -> Tensor:
         """Return the scorer's log-probabilities of the tokens, [rows * (width - 1)]."""

@@ -36,7 +36,7 @@ def computing_in(scorer: Scorer, dtype: torch.dtype) -> Iterator[None]:
     layers = all_layers(scorer.decoder)
     within = {id(parameter) for layer in layers for parameter in layer.parameters()}
     outside = [parameter for parameter in scorer.parameters() if id(parameter) not in within]
-    kept = {id(parameter): parameter.data for parameter in scorer.parameters()}
+    values = {id(parameter): parameter.data for parameter in scorer.parameters()}
 
     def rounded(parameters: list[nn.Parameter]) -> None:
         for parameter in parameters:
@@ -44,7 +44,7 @@ def computing_in(scorer: Scorer, dtype: torch.dtype) -> Iterator[None]:
 
     def restored(parameters: list[nn.Parameter]) -> None:
         for parameter in parameters:
-            parameter.data = kept[id(parameter)]
+            parameter.data = values[id(parameter)]
 
     def before(layer: nn.Module, *_: object) -> None:
         rounded(list(layer.parameters()))

@@ -76,17 +76,17 @@ def fill(model: Any, weights: Iterable[tuple[str, Tensor]], name: str) -> None:
     Raises ModelError for names and shapes that do not fit, before any weight changes.
     """
     places = dict(model.named_parameters(remove_duplicate=False))
-    given = {key: weight for key, weight in weights if not key.startswith(f"{VALUE_HEAD}.")}
-    unknown = [key for key, weight in given.items() if key not in places or places[key].shape != weight.shape]
-    covered = {id(places[key]) for key in given if key in places}
+    weights_by_name = {key: weight for key, weight in weights if not key.startswith(f"{VALUE_HEAD}.")}
+    unknown = [key for key, weight in weights_by_name.items() if key not in places or places[key].shape != weight.shape]
+    covered = {id(places[key]) for key in weights_by_name if key in places}
     lacking = [key for key, place in places.items() if id(place) not in covered]
     if wrong := unknown or lacking:
-        found = "has no place, or one of another shape," if unknown else "is not among the weights"
+        problem = "has no place, or one of another shape," if unknown else "is not among the weights"
         raise ModelError(
-            f"{wrong[0]} {found} for {name} ({len(wrong)} such tensors)",
+            f"{wrong[0]} {problem} for {name} ({len(wrong)} such tensors)",
             remedy="Sample from the model that is trained, with all its weights",
         )
-    for key, weight in given.items():
+    for key, weight in weights_by_name.items():
         places[key].copy_(weight)
 
 

@@ -18,7 +18,7 @@ from skyrl_engine.modeling.value_head import ValueHead
 from skyrl_engine.modeling.vision import ImageDecoder
 
 NO_CANDIDATES: Mapping[str, Tensor] = MappingProxyType({})
-"""No token ids are asked about beside labels."""
+"""No token ids are asked about other than labels."""
 
 
 class Scorer(nn.Module):

@@ -93,9 +93,9 @@ def _cannot_compute(error: Exception) -> str:
         if isinstance(owner := frame.f_locals.get("self"), nn.Module) and not type(owner).__module__.startswith("torch.")
     ]
     lines = str(error).strip().splitlines()
-    told = f"{type(error).__name__}: {lines[0].rstrip('.') if lines else 'no message'}"
+    summary = f"{type(error).__name__}: {lines[0].rstrip('.') if lines else 'no message'}"
     where = f"the code of {modules[-1]}" if modules else "its code"
-    return f"{where} cannot compute a row of several documents, which comes without an attention mask ({told})"
+    return f"{where} cannot compute a row of several documents, which comes without an attention mask ({summary})"
 
 
 @contextmanager
@@ -145,8 +145,8 @@ def _adopt(model: Any, decoder: nn.Module) -> SegmentSupport:
     difference = ((packed - separate).abs() / (1 + separate.abs())).max().item()
     finite = bool(separate.isfinite().all())
     if not difference <= TOLERANCE:  # also true for NaN
-        told = "a part of it beside the attention mixes the documents of a packed row, or does not follow their positions: its packed documents"
-        return SegmentSupport(refusal=f"{told} differ from separate ones by {difference:.1e}", mixes=finite)
+        text = "a part of it beside the attention mixes the documents of a packed row, or does not follow their positions: its packed documents"
+        return SegmentSupport(refusal=f"{text} differ from separate ones by {difference:.1e}", mixes=finite)
     inside = gradient.reshape(DOCUMENTS, LENGTH, -1)
     if not inside[1].any() or inside[[0, 2]].any():
         return SegmentSupport(refusal="its documents see each other in a packed row", mixes=finite)
@@ -166,11 +166,11 @@ def _refusal_of_layers(model: Any, decoder: nn.Module, segments: Segments) -> st
 
 def _run_packed(model: Any, decoder: nn.Module, ids: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor, Segments]:
     """Return the packed documents' hidden states [tokens, h], the middle one's gradient at the embeddings [tokens, e], and the segments."""
-    kept: list[Tensor] = []
+    embeddings: list[Tensor] = []
 
     def keep(_module: nn.Module, _inputs: object, output: Tensor) -> Tensor:
-        kept.append(output.detach().requires_grad_())
-        return kept[0]
+        embeddings.append(output.detach().requires_grad_())
+        return embeddings[0]
 
     segments = Segments((LENGTH,) * DOCUMENTS)
     positions = torch.arange(LENGTH, device=ids.device).repeat(DOCUMENTS)[None]
@@ -181,7 +181,7 @@ def _run_packed(model: Any, decoder: nn.Module, ids: Tensor, generator: torch.Ge
             middle = hidden[LENGTH : 2 * LENGTH]
             # random, because the gradient of a norm vanishes for equal weights
             upstream = torch.randn(middle.shape, generator=generator).to(middle)
-            (gradient,) = torch.autograd.grad(middle, kept, upstream)
+            (gradient,) = torch.autograd.grad(middle, embeddings, upstream)
     finally:
         hook.remove()
     return hidden.detach(), gradient, segments

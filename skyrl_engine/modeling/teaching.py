@@ -90,15 +90,15 @@ class TaughtScore(Score):
             # argmax before anything is overwritten, of logits that no temperature changes the order of
             named[TOP_1_AGREEMENT] = (logits_NV.argmax(-1) == self.teacher.logits(1.0).argmax(-1)).to(logits_NV.dtype)
         for need in self._divergences():
-            asked = Divergence.of(need)
-            named[need] = divergence(asked, *self._logprobs(logits_NV, asked))
+            requested = Divergence.of(need)
+            named[need] = divergence(requested, *self._logprobs(logits_NV, requested))
         return named
 
     def _gradient(self, logits_NV: Tensor, tokens_NK: Tensor, upstream: Mapping[str, Tensor]) -> Tensor:
-        asked = {need: upstream[need] for need in self._divergences() if need in upstream}
-        others = {name: each for name, each in upstream.items() if name not in asked}
-        total_NV = super()._gradient(logits_NV, tokens_NK, others) if others or not asked else None
-        for need, upstream_N in asked.items():
+        of_divergences = {need: upstream[need] for need in self._divergences() if need in upstream}
+        others = {name: gradient for name, gradient in upstream.items() if name not in of_divergences}
+        total_NV = super()._gradient(logits_NV, tokens_NK, others) if others or not of_divergences else None
+        for need, upstream_N in of_divergences.items():
             wanted = Divergence.of(need)
             part_NV = divergence_gradient(wanted, *self._logprobs(logits_NV, wanted)).mul_(upstream_N[:, None] / wanted.temperature)
             total_NV = part_NV if total_NV is None else total_NV.add_(part_NV)
@@ -112,6 +112,6 @@ class TaughtScore(Score):
         """Return log q and log p, [n, v] each, tensors of their own."""
         teacher_NV = self.teacher.logits(self.temperature)
         return tuple(  # type: ignore[return-value] # two of them
-            torch.log_softmax(each if asked.temperature == 1.0 else each / asked.temperature, -1)
-            for each in (logits_NV, teacher_NV)
+            torch.log_softmax(logits if asked.temperature == 1.0 else logits / asked.temperature, -1)
+            for logits in (logits_NV, teacher_NV)
         )

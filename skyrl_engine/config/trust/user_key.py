@@ -9,15 +9,15 @@ from pathlib import Path
 from skyrl_engine.errors import EngineError
 
 VARIABLE = "SKYRL_ENGINE_KEY_FILE"
-"""The environment variable that says where the key lies, so that nodes and containers share it."""
+"""The environment variable that says where the key is, so that nodes and containers share it."""
 
 _SHORTEST, _LONGEST = 32, 4096
 
 
 def key_file() -> Path:
     """Return the place of the key: what the environment says, else a file in the user's state folder."""
-    if given := os.environ.get(VARIABLE):
-        return Path(given).expanduser()
+    if place := os.environ.get(VARIABLE):
+        return Path(place).expanduser()
     from platformdirs import user_state_path
 
     return user_state_path("skyrl-engine") / "run-key"
@@ -79,9 +79,9 @@ def make_key() -> bytes:
             os.link(aside, place)
     finally:
         aside.unlink()
-    made = read_key()
-    assert made is not None, f"{place} was linked above"
-    return made
+    stored = read_key()
+    assert stored is not None, f"{place} was linked above"
+    return stored
 
 
 def _elsewhere(action: str) -> str:
