@@ -220,11 +220,11 @@ class Engine(SamplingVerbs):
         configured = self._schedule_settings()
         with name_call_in_errors("optim_step"):
             numbers = {"learning_rate": learning_rate, "betas": betas, "epsilon": epsilon, "weight_decay": weight_decay}
-            given: dict[str, Any] = {name: number for name, number in numbers.items() if number is not None}
+            changes: dict[str, Any] = {name: number for name, number in numbers.items() if number is not None}
             if max_grad_norm != CONFIGURED:
-                given["max_grad_norm"] = max_grad_norm
-            refuse_foreign_numbers(configured, given)
-            settings = evolve(configured, **given)
+                changes["max_grad_norm"] = max_grad_norm
+            refuse_foreign_numbers(configured, changes)
+            settings = evolve(configured, **changes)
         self._gradient.refuse_incomplete()
         for part in self._gradient.parts:
             for pass_ in part.passes:

@@ -69,10 +69,10 @@ class ModelFiles:
         """Read the names of the source's tensors while it is there: it may be gone when an export asks."""
         _ = self.source_names
 
-    def recall_source(self, kept: Path) -> None:
+    def recall_source(self, directory: Path) -> None:
         """Take these names from what `keep` wrote into a directory; without them, as before 0.3, the source's files are asked."""
-        if (kept / SOURCE_NAMES).is_file():
-            self.__dict__["source_names"] = tuple(json.loads((kept / SOURCE_NAMES).read_text(encoding="utf-8")))
+        if (directory / SOURCE_NAMES).is_file():
+            self.__dict__["source_names"] = tuple(json.loads((directory / SOURCE_NAMES).read_text(encoding="utf-8")))
         elif not self.source_names:
             logger.warning(
                 "the checkpoint does not say which tensors %s holds, and it is not there: tensors that training does not use, such as those of "

@@ -170,14 +170,14 @@ class Sampler:
     def _refuse(self, request: GenerationRequest) -> None:
         """Refuse what the generator does not claim; it might leave it out without a word."""
         sampling = request.sampling
-        asked: list[tuple[GeneratorCapability, bool]] = [
+        requested: list[tuple[GeneratorCapability, bool]] = [
             ("filters", sampling.filtered),
             ("stop_strings", bool(sampling.stop_strings)),
             ("prompt_logprobs", request.prompt_logprobs),
             ("top_logprobs", request.top_logprobs > 0),
             ("top_prompt_logprobs", request.top_prompt_logprobs > 0),
         ]
-        for capability, wanted in asked:
+        for capability, wanted in requested:
             if wanted and capability not in self.description.capabilities:
                 raise UnsupportedError(
                     f"{self.label} does not declare the capability {capability!r}, which request {request.request_id} asks for",

@@ -25,9 +25,9 @@ def name_call_in_errors(call: str) -> Iterator[None]:
         raise ConfigError([Problem(call, str(error.args[0]), "Give a number within this bound")]) from error
 
 
-def refuse_foreign_numbers(settings: OptimizerSettings, given: Iterable[str]) -> None:
+def refuse_foreign_numbers(settings: OptimizerSettings, numbers: Iterable[str]) -> None:
     """Raise UnsupportedError for a number of a step that the optimizer of `settings` does not have."""
-    for name in given:
+    for name in numbers:
         if not hasattr(settings, name):
             raise UnsupportedError(
                 f"optim_step is given {name}, which the optimizer {settings.use} does not have",

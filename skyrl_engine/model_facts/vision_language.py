@@ -55,8 +55,8 @@ def refuse_vision_language(config: Any, name: str, *, images: bool) -> None:
             remedy="Choose a backend and a layout that train vision-language models, such as megatron, or fsdp without tensor parallelism",
         )
     causal, image_text = (
-        each._model_mapping  # noqa: SLF001 - the only lists of what can be loaded
-        for each in (transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText)
+        auto_class._model_mapping  # noqa: SLF001 - the only lists of what can be loaded
+        for auto_class in (transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText)
     )
     if type(config) in causal or type(config) not in image_text:
         return

@@ -117,10 +117,10 @@ class LossObjective:
 
 def _evaluate_loss(term: BoundPlugin[Loss], tokens: MicroBatchTokens, index: int) -> LossOutput:
     """Values of a part for the tokens: where it is on one role alone, tokens of the other have the value 0."""
-    given = tokens.for_loss(term.label, term.product.needs, index, pairs=compares_pairs(term.product), on=term.on)
-    count = len(given.sequences.index)
+    loss_tokens = tokens.for_loss(term.label, term.product.needs, index, pairs=compares_pairs(term.product), on=term.on)
+    count = len(loss_tokens.sequences.index)
     with blame(term.owner, "its call"):
-        output = as_loss_output(term.label, term.product(given), count)
+        output = as_loss_output(term.label, term.product(loss_tokens), count)
     refuse_other_than_real_numbers(term.label, output.token_loss)
     if count and _learning(tokens.scores) and not output.token_loss.requires_grad:
         raise DetachedLossError(

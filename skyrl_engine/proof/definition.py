@@ -75,7 +75,7 @@ class BatchDefinition:
                 for name, values in columns.columns.items()
                 if values.dtype.kind == "i"
             }
-            said = model.scores(
+            result = model.scores(
                 torch.from_numpy(columns.input_ids[first:last].astype(np.int64)),
                 candidates=candidates,
                 teacher=teacher,
@@ -87,7 +87,7 @@ class BatchDefinition:
                 sequence.append(sample)
                 place.append(action)
                 at.append(start + action)
-                for name, values in said.items():
+                for name, values in result.items():
                     scores.setdefault(name, []).append(values[prompt + action - 1])
         stacked = {name: torch.stack(values) for name, values in scores.items()}
         weights = reducer.weights(_structure(columns, longest))[at]
@@ -136,10 +136,10 @@ class BatchDefinition:
         everything = self.token_loss.sum()
         used = torch.autograd.grad(everything, list(self.parameters.values()), retain_graph=True, allow_unused=True)
         named = {name: tensor for (name, tensor), reached in zip(self.parameters.items(), used, strict=True) if reached is not None}
-        made = torch.autograd.grad(total, list(named.values()), retain_graph=True, allow_unused=True)
+        gradients = torch.autograd.grad(total, list(named.values()), retain_graph=True, allow_unused=True)
         return {
             name: np.zeros(tensor.shape) if gradient is None else gradient.numpy()
-            for (name, tensor), gradient in zip(named.items(), made, strict=True)
+            for (name, tensor), gradient in zip(named.items(), gradients, strict=True)
         }
 
 

@@ -99,15 +99,15 @@ class PlainModel:
         return scores
 
 
-def divergence(asked: Divergence, student: Tensor, teacher: Tensor) -> Tensor:
+def divergence(requested: Divergence, student: Tensor, teacher: Tensor) -> Tensor:
     """The divergence [n] between the distributions of whole logits [n, v], as its definition is written."""
-    p, q = (torch.softmax(each / asked.temperature, -1) for each in (teacher, student))
-    if asked.kind == "forward":
+    p, q = (torch.softmax(logits / requested.temperature, -1) for logits in (teacher, student))
+    if requested.kind == "forward":
         return _kl(p, q)
-    if asked.kind == "reverse":
+    if requested.kind == "reverse":
         return _kl(q, p)
-    mixture = asked.beta * p + (1 - asked.beta) * q
-    return asked.beta * _kl(p, mixture) + (1 - asked.beta) * _kl(q, mixture)
+    mixture = requested.beta * p + (1 - requested.beta) * q
+    return requested.beta * _kl(p, mixture) + (1 - requested.beta) * _kl(q, mixture)
 
 
 def _kl(first: Tensor, second: Tensor) -> Tensor:

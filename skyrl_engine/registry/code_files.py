@@ -90,23 +90,23 @@ def files_behind(path: Path) -> dict[Path, str]:
     Nothing is run: imports are read out of the text, those inside of functions too. Of a package beside it all Python files count.
     Raises OSError for a file that cannot be read.
     """
-    found: dict[Path, str] = {}
-    _collect(path, path.absolute().parent, found)
-    return found
+    digests: dict[Path, str] = {}
+    _collect(path, path.absolute().parent, digests)
+    return digests
 
 
-def _collect(path: Path, folder: Path, found: dict[Path, str]) -> None:
+def _collect(path: Path, folder: Path, digests: dict[Path, str]) -> None:
     real = path.resolve()
-    if real in found:
+    if real in digests:
         return
     content = path.read_bytes()
-    found[real] = hashlib.sha256(content).hexdigest()
+    digests[real] = hashlib.sha256(content).hexdigest()
     for name in sorted(_list_imported_names(content)):
         if (module := folder / f"{name}.py").is_file():
-            _collect(module, folder, found)
+            _collect(module, folder, digests)
         if (package := folder / name).is_dir():
             for file in sorted(package.rglob("*.py")):
-                _collect(file, folder, found)
+                _collect(file, folder, digests)
 
 
 def _list_imported_names(content: bytes) -> set[str]:

@@ -38,9 +38,9 @@ def find_distribution(record: PluginRecord) -> metadata.Distribution:
             f"{record} is asked for, but version {version} is installed here", remedy=f"Install that version: {_exactly(record)}"
         )
     if record.target not in targets:
-        found = f"points at {targets[0]}" if targets else "is not offered"
+        state = f"points at {targets[0]}" if targets else "is not offered"
         raise PluginIncompatibleError(
-            f"{record} is asked for as {record.target}, but {found} in the installation here",
+            f"{record} is asked for as {record.target}, but {state} in the installation here",
             remedy=f"Reinstall it: {_exactly(record)}",
         )
     return distribution

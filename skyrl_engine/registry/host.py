@@ -67,8 +67,8 @@ class PluginHost:
         holders = [holder for _, holder in self._registered]
         for owner, holder in self._registered:
             others = [other for other in holders if other is not holder]
-            for given in self._manager.subset_hook_caller(hook, others)():
-                yield owner, given
+            for result in self._manager.subset_hook_caller(hook, others)():
+                yield owner, result
 
     def _check_names(self, hooks: Iterable[str], owner: Owner) -> None:
         """Refuse unknown hooks with a suggestion; pluggy's check_pending refuses them too, but only after registration."""

@@ -33,8 +33,8 @@ class Registry:
     @classmethod
     def discover(cls, *, block: Sequence[str] = (), pin: Mapping[str, str] = MappingProxyType({})) -> "Registry":
         """Read the metadata of what is installed. Raises ConfigError for a pin that is not "kind:name"."""
-        found = discover()
-        return cls(found.records, found.unreadable, Selection.of(block, pin))
+        discovery = discover()
+        return cls(discovery.records, discovery.unreadable, Selection.of(block, pin))
 
     def records(self, kind: str | None = None) -> tuple[PluginRecord, ...]:
         """Return every plugin that is installed and not blocked, of one kind or of all."""

@@ -35,12 +35,12 @@ def close(folder: Path) -> None:
     guard_imports()
 
 
-def refuse_code_inside(path: Path, told: str = "the code of {path} lies in the run directory {folder}") -> None:
-    """Raise PluginBlockedError for a file in a run directory; `told` is the cause."""
+def refuse_code_inside(path: Path, cause: str = "the code of {path} lies in the run directory {folder}") -> None:
+    """Raise PluginBlockedError for a file in a run directory; `cause` may name `path` and `folder`."""
     folder = run_directory_around(path)
     if folder is not None:
         raise PluginBlockedError(
-            told.format(path=path, folder=folder),
+            cause.format(path=path, folder=folder),
             remedy="Nothing in a run directory is executed; if you trust this file, copy it to another place and name it there",
         )
 

@@ -158,11 +158,11 @@ class ChatRenderer:
         self._require_prompt(())
         self.require_tools(tools)
         warnings = [*self._warn_of_generation_prompt(tools), *self._warn_of_calls(tools)]
-        asked = {*roles, *(("tool",) if tools else ())}
+        roles_needed = {*roles, *(("tool",) if tools else ())}
         if self.history == "template":
-            self._require_rounds(asked, tools)
+            self._require_rounds(roles_needed, tools)
         else:
-            for role in sorted(asked):
+            for role in sorted(roles_needed):
                 self._supported_modes(role, tools)
             warnings += self._warn_of_thoughts(tools)
         return tuple(warnings)
@@ -288,8 +288,8 @@ class ChatRenderer:
     def _with_marks(self, ids: list[int]) -> str:
         """Return a turn's text with special tokens, which may mark calls, but for those at its end."""
         special = set(self.tokenizer.all_special_ids)
-        kept = next((place for place in range(len(ids), 0, -1) if ids[place - 1] not in special), 0)
-        return self._decode(ids[:kept], without_special=False)
+        length = next((place for place in range(len(ids), 0, -1) if ids[place - 1] not in special), 0)
+        return self._decode(ids[:length], without_special=False)
 
     @cached_property
     def _special(self) -> re.Pattern[str]:
@@ -367,8 +367,8 @@ class ChatRenderer:
         """
         key = (role, bool(tools))
         if key not in self._proofs:
-            asked = (True, False) if role == "tool" else (False,)
-            self._proofs[key] = {calling: self._refusal(role, tools, calling=calling) for calling in asked}
+            modes = (True, False) if role == "tool" else (False,)
+            self._proofs[key] = {calling: self._refusal(role, tools, calling=calling) for calling in modes}
         ways = [calling for calling, refused in self._proofs[key].items() if refused is None]
         first = next(iter(self._proofs[key].values()))
         if not ways and first is not None:

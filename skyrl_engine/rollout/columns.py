@@ -71,10 +71,10 @@ def to_columns(
 
     # every attempt begins with a prompt, and every prompt begins a stretch
     stretch = np.cumsum(kinds == SEGMENT_PROMPT) - 1
-    kept = (_sums(stretch, lengths * (kinds == SEGMENT_SAMPLED)) > 0)[stretch]
-    if not kept.all():
-        tokens = tokens[np.repeat(kept, lengths)]
-        kinds, lengths, attempt, stretch = kinds[kept], lengths[kept], attempt[kept], stretch[kept]
+    has_sampled = (_sums(stretch, lengths * (kinds == SEGMENT_SAMPLED)) > 0)[stretch]
+    if not has_sampled.all():
+        tokens = tokens[np.repeat(has_sampled, lengths)]
+        kinds, lengths, attempt, stretch = kinds[has_sampled], lengths[has_sampled], attempt[has_sampled], stretch[has_sampled]
     begins = kinds == SEGMENT_PROMPT
     is_response = ~begins
     attempt_of_sample = attempt[begins]

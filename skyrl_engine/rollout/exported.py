@@ -143,17 +143,17 @@ def _write_parquet(rows: Iterable[Mapping[str, Any]], path: Path) -> int:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    count, kept = 0, []
+    count, batch = 0, []
     schema = _parquet_schema()
     with pq.ParquetWriter(path, schema) as writer:
         for row in rows:
-            kept.append({**row, **{name: json.dumps(row[name], allow_nan=False) for name in _DOCUMENTS}})
+            batch.append({**row, **{name: json.dumps(row[name], allow_nan=False) for name in _DOCUMENTS}})
             count += 1
-            if len(kept) == _ROWS_PER_WRITE:
-                writer.write_table(pa.Table.from_pylist(kept, schema=schema))
-                kept = []
-        if kept:
-            writer.write_table(pa.Table.from_pylist(kept, schema=schema))
+            if len(batch) == _ROWS_PER_WRITE:
+                writer.write_table(pa.Table.from_pylist(batch, schema=schema))
+                batch = []
+        if batch:
+            writer.write_table(pa.Table.from_pylist(batch, schema=schema))
     return count
 
 

@@ -92,7 +92,7 @@ def read_recording(
     Raises RolloutError for a place without rollouts, and where filters drop more than `max_drop_share` and `on_starved` is "stop"; DataError
     for an attempt that cannot be trained on.
     """
-    kept: list[tuple[Callable[[], Group], str | None]] = []
+    groups: list[tuple[Callable[[], Group], str | None]] = []
     names: dict[str, None] = {}
     left_out: Counter[str] = Counter()
     attempts: list[int] = []
@@ -112,21 +112,21 @@ def read_recording(
             continue
         names.setdefault(group.environment)
         reason = drop_reason(group, filters)
-        kept.append((read, reason))
+        groups.append((read, reason))
         attempts.append(len(group.finished))
         tokens.append(sum(len(attempt.logprobs) for attempt in group.finished))
         longest.append(max((_longest_stretch(attempt) for attempt in group.finished), default=0))
         without_logprobs += any(np.isnan(attempt.logprobs).any() for attempt in group.finished)
         columns &= {row.column for row in list_common_columns(group.finished)}
         _update(digest, group)
-    dropped = Counter(reason for _, reason in kept if reason is not None)
-    if kept and dropped.total() / len(kept) > max_drop_share:
-        share = f"group filters drop {dropped.total():,} of the {len(kept):,} groups of {place}"
+    dropped = Counter(reason for _, reason in groups if reason is not None)
+    if groups and dropped.total() / len(groups) > max_drop_share:
+        share = f"group filters drop {dropped.total():,} of the {len(groups):,} groups of {place}"
         if on_starved == "stop":
             raise RolloutError(share, remedy="Remove a filter, or raise rollouts.max_drop_share")
         logger.warning('%s, more than rollouts.max_drop_share: they are trained on, as rollouts.on_starved = "train" says', share)
         dropped.clear()
-    chosen = [place for place, (_, reason) in enumerate(kept) if not dropped or reason is None]
+    chosen = [place for place, (_, reason) in enumerate(groups) if not dropped or reason is None]
     if not chosen:
         raise RolloutError(
             f"{place} holds no group to train on: "
@@ -135,7 +135,7 @@ def read_recording(
         )
     return Recording(
         place,
-        [kept[place][0] for place in chosen],
+        [groups[place][0] for place in chosen],
         tuple(names),
         left_out + dropped,
         sum(attempts[place] for place in chosen),

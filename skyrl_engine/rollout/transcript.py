@@ -114,10 +114,10 @@ class Transcript:
         else:
             self._unplaced += reward
 
-    def add_columns(self, given: Mapping[str, Sequence[float] | float]) -> None:
+    def add_columns(self, numbers: Mapping[str, Sequence[float] | float]) -> None:
         """Add further numbers of the last turn: one per token, or one at its last token, as the table of rollout columns says."""
         rows = {row.name: row for row in list_further_columns()}
-        for name, values in given.items():
+        for name, values in numbers.items():
             self._columns.setdefault(name, []).append(_lay_on_turn(rows[name], values, len(self._rewards[-1])))
 
     def trajectory(self, *, ticket: int, member: int, start_version: int, status: Status = "finished", **facts: Any) -> Trajectory:

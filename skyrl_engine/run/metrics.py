@@ -125,9 +125,9 @@ def keep_up_to(path: Path, step: int) -> None:
     """
     if not path.exists():
         return
-    kept = [record for record in read_metrics(path) if step > 0 and record["step"] <= step]
+    records = [record for record in read_metrics(path) if step > 0 and record["step"] <= step]
     aside = path.with_name(f".{path.name}.partial")
-    aside.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
+    aside.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
     aside.replace(path)
 
 

@@ -98,7 +98,7 @@ class RunSession:
         if self._key is None:
             return None
         selected = [*self._resolved.plugins.values(), *self._resolved.observers]
-        records, codes = [each.loaded.record for each in selected], [each.code for each in selected]
+        records, codes = [plugin.loaded.record for plugin in selected], [plugin.code for plugin in selected]
         return seal_run(tomllib.loads(config), records, codes).sign(self._key)
 
     @property
@@ -120,8 +120,8 @@ class RunSession:
     def step_finished(self, event: StepFinished) -> None:
         """Tell observers; from here on the session stands at this step."""
         self.step = event.step
-        told = [f"{name} {event.metrics[name]:.4g}" for name in _TOLD if name in event.metrics]
-        logger.info("step %d of %d: %s", event.step, event.total_steps, ", ".join([*told, f"{event.seconds:.3g} s"]))
+        parts = [f"{name} {event.metrics[name]:.4g}" for name in _TOLD if name in event.metrics]
+        logger.info("step %d of %d: %s", event.step, event.total_steps, ", ".join([*parts, f"{event.seconds:.3g} s"]))
         self._bus.step_finished(event)
 
     def evaluation_finished(self, event: EvaluationFinished) -> None:

@@ -98,8 +98,8 @@ def export_checkpoint(
     if merges:
         refuse_other_base(attrs.asdict(recorded.model), recorded.base, base_of(_whole(model)))
     backend = _backend(recorded.backend, choices.backend).on_one_rank()
-    kept = evolve(model, path=str(checkpoint.model), tokenizer=None, chat_template=None, revision=None, lora=None)
-    files = ModelFiles(ModelFacts(kept), evolve(model, lora=None))
+    exported = evolve(model, path=str(checkpoint.model), tokenizer=None, chat_template=None, revision=None, lora=None)
+    files = ModelFiles(ModelFacts(exported), evolve(model, lora=None))
     files.recall_source(checkpoint.model)
     if recorded.data is not None:
         files.vision = load_vision(files.facts, recorded.data)

@@ -47,8 +47,8 @@ class Shard:
         extras = self.columns.extras
         if PIXEL_VALUES not in extras:
             return self
-        kept = {name: view for name, view in extras.items() if name != PIXEL_VALUES}
-        return evolve(self, columns=evolve(self.columns, extras=kept))
+        remaining = {name: view for name, view in extras.items() if name != PIXEL_VALUES}
+        return evolve(self, columns=evolve(self.columns, extras=remaining))
 
 
 @frozen(eq=False)

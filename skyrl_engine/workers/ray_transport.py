@@ -185,9 +185,9 @@ class RayTransport:
         if self._log is None or self._log.node_answers(self._places[dead].machine):
             return None
         place = self._places[dead]
-        gone = [rank for rank, rank_place in enumerate(self._places) if rank_place.machine == place.machine]
+        lost = [rank for rank, rank_place in enumerate(self._places) if rank_place.machine == place.machine]
         return WorkerError(
-            f"the node {place.name} ({place.host}) was lost during {verb}, and {ranks_in_words(gone)} with it",
+            f"the node {place.name} ({place.host}) was lost during {verb}, and {ranks_in_words(lost)} with it",
             rank=dead,
             remedy="See whether that machine and its Ray still run, then resume from the latest checkpoint",
         )

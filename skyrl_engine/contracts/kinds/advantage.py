@@ -169,9 +169,9 @@ def as_advantage_output(label: str, result: AdvantageOutput | AnyArray, batch: A
         )
     if returns and output.returns is None:
         raise ResultError(f"{label} claims returns and gave none", remedy="Return AdvantageOutput(advantages, returns)")
-    given = None if output.returns is None else _column(label, "returns", output.returns, batch)
+    returns_column = None if output.returns is None else _column(label, "returns", output.returns, batch)
     refuse_other_metrics(label, output.metrics)
-    return AdvantageOutput(advantages, given, output.metrics)
+    return AdvantageOutput(advantages, returns_column, output.metrics)
 
 
 def _column(label: str, name: str, values: AnyArray, batch: AdvantageBatch) -> npt.NDArray[np.float32]:

@@ -31,12 +31,12 @@ OF_IMAGES = (PIXEL_VALUES, IMAGE_GRID, TOKEN_TYPES)
 ROUTE_DTYPES = (np.dtype(np.uint8), np.dtype(np.int16), np.dtype(np.int32))
 
 
-def check_extras(given: Mapping[str, Any], lengths: IntArray) -> dict[str, RaggedView]:
+def check_extras(extras: Mapping[str, Any], lengths: IntArray) -> dict[str, RaggedView]:
     """Every extra as a view: flat values that fit are not copied, one list, NumPy array or torch tensor per sample becomes flat.
 
     `lengths` int64[N] are the samples' tokens. None, and an extra that no sample has, are left out. Raises DataError naming the sample.
     """
-    views = {name: _READERS.get(name, _as_it_is(name))(value, lengths) for name, value in given.items() if value is not None}
+    views = {name: _READERS.get(name, _as_it_is(name))(value, lengths) for name, value in extras.items() if value is not None}
     present = {name: view for name, view in views.items() if view is not None}
     _check_images(present)
     return present

@@ -77,9 +77,9 @@ class ReferenceScores:
         order = SampleOrder.of(dataset.columns, batch_size=batch_size, shuffle=False)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            begun = self._facts()
+            facts = self._facts()
             whole = self.path.is_file() and self.path.stat().st_size == 4 * self.tokens
-            offset = int(begun["samples"]) if whole and begun.get("batch_size") == batch_size and "samples" in begun else 0
+            offset = int(facts["samples"]) if whole and facts.get("batch_size") == batch_size and "samples" in facts else 0
             if not whole:
                 with self.path.open("wb") as file:
                     file.truncate(4 * self.tokens)

@@ -131,10 +131,12 @@ def _refuse_two_penalties(config: RlConfig, objective: ObjectiveParts) -> None:
         )
 
 
-def _refuse_unknown(asked: Mapping[str, tuple[str, ...]], advantage: BoundPlugin[Advantage], of_rollouts: AbstractSet[str]) -> None:
+def _refuse_unknown(
+    needs_of: Mapping[str, tuple[str, ...]], advantage: BoundPlugin[Advantage], of_rollouts: AbstractSet[str]
+) -> None:
     known = {*_GIVEN, *MODEL_SCORES, *_VALUES_OF_SAMPLES, *of_rollouts}
     may_be_given = {row.column: row.name for row in list_further_columns()}
-    for label, needs in asked.items():
+    for label, needs in needs_of.items():
         for name in needs:
             if name not in known and name in may_be_given:
                 raise UnsupportedError(
