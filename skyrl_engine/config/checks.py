@@ -31,7 +31,7 @@ def cross_checks(sections: Mapping[str, Any], origins: Mapping[str, Origin]) -> 
     evaluation, checkpoint, optimizer = by_type.get(EvaluationConfig), by_type.get(CheckpointConfig), by_type.get(OptimizerConfig)
     problems: list[tuple[str, str, str]] = []
     for name, section in sections.items():
-        problems += _unread(name, section, origins)
+        problems += _find_unread(name, section, origins)
     if run is not None:
         problems += _run(run)
     model = by_type.get(ModelConfig)
@@ -65,7 +65,7 @@ def cross_checks(sections: Mapping[str, Any], origins: Mapping[str, Origin]) -> 
     return [Problem(f"{nearest(origins, tuple(key.split('.')))}: {key}", cause, remedy) for key, cause, remedy in problems]
 
 
-def _unread(name: str, section: Any, origins: Mapping[str, Origin]) -> Iterator[tuple[str, str, str]]:
+def _find_unread(name: str, section: Any, origins: Mapping[str, Origin]) -> Iterator[tuple[str, str, str]]:
     """Yield the keys of a table that are given, and that nothing reads because of the value of another key."""
     if not attrs.has(type(section)):
         return

@@ -63,7 +63,7 @@ def _iterate_required(
 
 
 def _collect_extras(datasets: Sequence[SampleColumns]) -> Iterator[Carried]:
-    """Collect what the data has beside tokens: a collator must lay it over rows, and a model must take it."""
+    """Collect what the data has in addition to tokens: a collator must lay it over rows, and a model must take it."""
     present = {name for columns in datasets for name in columns.extras}
     return (capability for capability, names in CARRIED_EXTRAS.items() if names & present)
 

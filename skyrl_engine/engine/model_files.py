@@ -1,4 +1,4 @@
-"""The files of a model beside its weights, and an export of all of them."""
+"""The files of a model other than its weights, and an export of all of them."""
 
 import json
 import logging
@@ -31,11 +31,11 @@ SOURCE_NAMES: Final = "source_tensors.json"
 
 @define(eq=False, slots=False)
 class ModelFiles:
-    """The files of a model beside its weights: facts of its configuration, its tokenizer, and its image inputs or why it has none."""
+    """The files of a model other than its weights: facts of its configuration, its tokenizer, and its image inputs or why it has none."""
 
     facts: ModelFacts
     source: ModelConfig
-    """The model that training started from, with all its weights: what an export keeps of it lies there."""
+    """The model that training started from, with all its weights: what an export keeps of it is there."""
     vision: Vision = field(factory=lambda: NoVision("the engine was opened without data"))
 
     @classmethod
@@ -81,7 +81,7 @@ class ModelFiles:
             )
 
     def keep(self, directory: Path) -> None:
-        """Write into `directory` what an export needs of the model beside its weights, so that the model need not be there then.
+        """Write into `directory` what an export needs of the model in addition to its weights, so that the model need not be there then.
 
         That is its configuration, its tokenizer with the chat template, its processors, an initial adapter's configuration, the names of all
         tensors in its files, and the code that came with a model whose code is trusted. Weights that training does not use are not kept: an

@@ -113,7 +113,7 @@ class Sampler:
             self.version = version
 
     def load(self, model: ModelConfig, target: str) -> None:
-        """Sample from weights that lie in files under the name `target`, next to the policy's; their tokens carry the version 0.
+        """Sample from weights in files under the name `target`, next to the policy's; their tokens carry the version 0.
 
         Raises UnsupportedError for a generator that takes none, ModelError for weights that do not fit the model.
         """

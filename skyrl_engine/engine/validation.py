@@ -100,7 +100,7 @@ def refuse_no_teacher(assembly: Assembly, frozen: AbstractSet[str]) -> None:
 
 
 def has_adapter_sets(assembly: Assembly, model: ModelConfig) -> bool:
-    """Say whether further sets of adapters can be trained beside those of a model."""
+    """Say whether further sets of adapters can be trained in addition to those of a model."""
     return model.lora is not None and "adapter_sets" in assembly.description.capabilities
 
 

@@ -1,4 +1,4 @@
-"""Reward functions of other engines, and of lists, called as ours: told apart by the names of their parameters."""
+"""Reward functions of other engines, and of lists, called as ours: distinguished by the names of their parameters."""
 
 import inspect
 from collections.abc import Callable, Mapping

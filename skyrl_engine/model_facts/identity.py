@@ -1,4 +1,4 @@
-"""A fingerprint of a model's weights: which base an adapter was trained on, wherever that base lies today."""
+"""A fingerprint of a model's weights: which base an adapter was trained on, wherever that base is today."""
 
 import hashlib
 from pathlib import Path

@@ -26,7 +26,7 @@ def refuse_unequal_parts(config: Any, name: str, attribute: str, *, parts: int, 
 def refuse_short_first_piece(config: Any, name: str, *, pieces: int) -> None:
     """Raise UnsupportedError where the first of the decoder's `pieces`, the one that sees images, has too few layers for their features.
 
-    DeepStack (arXiv 2406.04334) adds features of several of the vision tower's layers behind as many of the decoder's first ones.
+    DeepStack (arXiv 2406.04334) adds features of several of the vision tower's layers after as many of the decoder's first ones.
     """
     if not takes_images(config):
         return

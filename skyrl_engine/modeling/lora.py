@@ -52,14 +52,14 @@ def add_adapters(model: Any, decoder: nn.Module, spec: ModelConfig, seed: int) -
     config = (
         _make_peft_config(spec, spec.lora, model, linear, peft)
         if spec.lora.path is None
-        else _existing(spec, spec.lora, spec.lora.path, peft)
+        else _load_options(spec, spec.lora, spec.lora.path, peft)
     )
     with torch.random.fork_rng(devices=()), next(model.parameters()).device:
         torch.default_generator.manual_seed(seed)
         try:
             peft.inject_adapter_in_model(config, model, ADAPTER)
         except ValueError as error:
-            raise _unfit(spec, spec.lora, linear, error) from error
+            raise _unfit_error(spec, spec.lora, linear, error) from error
     model.requires_grad_(requires_grad=False)
     for name, parameter in model.named_parameters():
         layer = name.partition(".lora_")[0]
@@ -81,7 +81,7 @@ def add_adapters(model: Any, decoder: nn.Module, spec: ModelConfig, seed: int) -
         logger.warning('%s: model.lora.targets = "all-linear" leaves frozen %s: %s', spec.path, _counts(left), why)
 
 
-def _unfit(spec: ModelConfig, lora: LoraConfig, linear: Mapping[str, nn.Module], error: ValueError) -> ModelError:
+def _unfit_error(spec: ModelConfig, lora: LoraConfig, linear: Mapping[str, nn.Module], error: ValueError) -> ModelError:
     """Return the error for adapters that PEFT does not put into the model."""
     if lora.path is not None:
         return ModelError(
@@ -272,7 +272,7 @@ def _keeps(config: Any, target: str, model: nn.Module) -> bool:
     return target in probe.target_modules
 
 
-def _existing(spec: ModelConfig, lora: LoraConfig, path: str, peft: Any) -> Any:
+def _load_options(spec: ModelConfig, lora: LoraConfig, path: str, peft: Any) -> Any:
     """Return PEFT's configuration of the adapter at `path`. Raises ModelError if it is not plain LoRA or differs from the options."""
     stated = Path(path).expanduser() / "adapter_config.json"
     if stated.is_file():

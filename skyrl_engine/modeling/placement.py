@@ -58,13 +58,13 @@ def load_on_ranks(spec: ModelConfig, *, images: bool = False, seed: int = 0) -> 
         model, scorer = load_scorer(spec, images=images, seed=seed)
     elif not reads:
         adopt_like(model, scorer, loaded[0].segment_support)
-    gather_reports(None if reads else _empty(model, loaded[0].tensors, spec.path))
+    gather_reports(None if reads else _empty_tensors(model, loaded[0].tensors, spec.path))
     if not reads:
         replace_loose_tensors(model, loaded[0].loose)
     return Placed(model, scorer, dict(list_named_tensors(model)) if reads else {})
 
 
-def _empty(model: Any, tensors: Tensors, path: str) -> ModelError | None:
+def _empty_tensors(model: Any, tensors: Tensors, path: str) -> ModelError | None:
     """Put meta tensors of rank 0's shapes and dtypes in the place of all parameters and buffers, or return what does not fit.
 
     Code that makes a parameter outside of `torch.device("meta")` gives it values of this rank, and perhaps a dtype of its own.

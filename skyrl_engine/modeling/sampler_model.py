@@ -29,7 +29,7 @@ def model_over(spec: ModelConfig, storage: Mapping[str, Tensor]) -> Any:
 
     Whatever changes that memory changes the model. Raises ModelError for a tensor that is missing there or has another shape.
     """
-    model = _skeleton(_plain(spec))
+    model = _skeleton(_base_spec(spec))
     fix_rotary_frequencies(model, spec.rotary_length)
     missing = [name for name, tensor in _tensors(model) if name not in storage or storage[name].shape != tensor.shape]
     if missing:
@@ -50,7 +50,7 @@ def model_over(spec: ModelConfig, storage: Mapping[str, Tensor]) -> Any:
 
 def load_sampler_model(spec: ModelConfig, device: str) -> Any:
     """Load a model of its own, in the precision that the run computes in; `fill` gives it other weights. Raises ModelError."""
-    model = load_causal_lm(_plain(spec), images=True)
+    model = load_causal_lm(_base_spec(spec), images=True)
     fix_rotary_frequencies(model, spec.rotary_length)
     if spec.dtype == "bfloat16":
         for parameter in model.parameters():
@@ -62,7 +62,7 @@ def load_sampler_model(spec: ModelConfig, device: str) -> Any:
 @torch.no_grad()
 def iterate_stored_weights(spec: ModelConfig) -> Iterator[tuple[str, Tensor]]:
     """Read a model's full weights from its files, on the CPU, with those of an existing adapter merged. Raises ModelError."""
-    model = load_causal_lm(_plain(spec), images=True)
+    model = load_causal_lm(_base_spec(spec), images=True)
     if spec.lora is not None:
         add_adapters(model, language_part(split_causal_lm(model).decoder), spec, seed=0)
         load_adapters(model, spec)
@@ -90,7 +90,7 @@ def fill(model: Any, weights: Iterable[tuple[str, Tensor]], name: str) -> None:
         places[key].copy_(weight)
 
 
-def _plain(spec: ModelConfig) -> ModelConfig:
+def _base_spec(spec: ModelConfig) -> ModelConfig:
     """Return the model without what training adds. `value_head` stays: it says that weights of that name are no mistake."""
     return evolve(spec, lora=None, activation_checkpointing=False)
 

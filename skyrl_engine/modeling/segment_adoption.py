@@ -30,7 +30,7 @@ def adopt_segment_attention(model: Any, decoder: nn.Module, *, name: str) -> Seg
     window exactly where the configuration has one; hidden states must equal those of the documents in rows of their own, within `TOLERANCE`
     of 1 + |h|; and the gradient of the middle document's hidden states must be exactly 0 at the embeddings of the others.
     """
-    attending = _attending(model, decoder)
+    attending = _find_attending(model, decoder)
     before = attending.config._attn_implementation  # noqa: SLF001 - transformers offers no other way to read it
     training = model.training
     model.eval()
@@ -39,7 +39,7 @@ def adopt_segment_attention(model: Any, decoder: nn.Module, *, name: str) -> Seg
     except EngineError as error:
         support = SegmentSupport(refusal=error.cause)
     except Exception as error:  # noqa: BLE001 - model code may fail in any way here, and rows of one sequence can be trained all the same
-        support = SegmentSupport(refusal=_cannot_compute(error))
+        support = SegmentSupport(refusal=_describe_failure(error))
     finally:
         model.train(training)
     if not support.layers:
@@ -72,7 +72,7 @@ def certain_refusal(model: Any, decoder: nn.Module) -> str | None:
                 _pass_without_values(decoder, segments=WHOLE_ROWS, attention_mask=whole)
             except Exception:  # noqa: BLE001, S112 - as above
                 continue
-            return _cannot_compute(error)
+            return _describe_failure(error)
         except Exception:  # noqa: BLE001, S112 - model code may fail in any way without values
             continue
         return _refusal_of_layers(model, decoder, segments)
@@ -85,7 +85,7 @@ def _pass_without_values(decoder: nn.Module, **inputs: Any) -> None:
         decoder(input_ids=ids, position_ids=torch.zeros_like(ids), use_cache=False, **inputs)
 
 
-def _cannot_compute(error: Exception) -> str:
+def _describe_failure(error: Exception) -> str:
     """Return a clause that names the innermost module whose code raised an error over packed rows."""
     modules = [
         type(owner).__name__
@@ -114,7 +114,7 @@ def attend_by_segments(model: Any, decoder: nn.Module) -> None:
     from skyrl_engine.modeling.segment_attention import NAME, register
 
     register()
-    attending = _attending(model, decoder)
+    attending = _find_attending(model, decoder)
     name = type(attending).__name__
     if not attending._can_set_attn_implementation():  # noqa: SLF001 - setting it all the same would only log a warning
         raise UnsupportedError(f"{name} computes its attention in code of its own", remedy=REMEDY)
@@ -126,7 +126,7 @@ def attend_by_segments(model: Any, decoder: nn.Module) -> None:
         ) from error
 
 
-def _attending(model: Any, decoder: nn.Module) -> Any:
+def _find_attending(model: Any, decoder: nn.Module) -> Any:
     """Return the transformers model whose attention is replaced; a vision tower keeps its own, which attends within one image."""
     return decoder.language if isinstance(decoder, ImageDecoder) else model
 

@@ -190,7 +190,7 @@ def facts_of(a: Topology, b: Topology, *, micro_batches: Mapping[str, int], toke
 
 
 def layer_of(parameter: str) -> str:
-    """The layer a parameter belongs to: `model.layers.3` for whatever lies in it, else the module that holds it."""
+    """The layer a parameter belongs to: `model.layers.3` for whatever is in it, else the module that holds it."""
     parts = parameter.split(".")
     numbered = next((place for place, part in enumerate(parts) if part.isdigit()), None)
     return ".".join(parts[: numbered + 1] if numbered is not None else parts[:-1])

@@ -36,7 +36,7 @@ class BatchDefinition:
     """A batch by definition.
 
     `values` are the parts of the objective by name, [n] over the scored tokens, coefficient and factor included; `weights` float64[n];
-    `sequence` and `place` say of each token which sample it is of, and where it stands in its response.
+    `sequence` and `place` say of each token which sample it is of, and where it is in its response.
     """
 
     columns: SampleColumns
@@ -59,7 +59,7 @@ class BatchDefinition:
         step: int,
         teacher: PlainModel | None = None,
     ) -> Self:
-        """`longest` is the maximum length that reducers are told, `seed` and `step` what random losses are told; `teacher` is compared with."""
+        """`longest` is the maximum length that reducers get, `seed` and `step` what random losses get; `teacher` is compared with."""
         sequence: list[int] = []
         place: list[int] = []
         at: list[int] = []

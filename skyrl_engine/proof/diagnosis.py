@@ -44,7 +44,7 @@ def explain(gradients: Gradients, parts: Pieces, samples: Pieces, cut: Cut, tole
         others = {1: "", 2: ", nor is another"}.get(len(wrong), f", nor are {len(wrong) - 1} others")
         return f"the gradient of {wrong[0]} is not finite{others}"
     factors, residue = parts.fit(gradients)
-    if residue <= tolerance and not _alike(factors):
+    if residue <= tolerance and not _are_alike(factors):
         return "; ".join(
             f"{name} counts {in_words(factor, cut.facts)}"
             for name, factor in zip(parts.names, factors, strict=True)
@@ -56,7 +56,7 @@ def explain(gradients: Gradients, parts: Pieces, samples: Pieces, cut: Cut, tole
     if residue > tolerance:
         return f"{text}, and {residue:.0%} of it is no multiple of any sample's"
     carrying = samples.shares > 0
-    if _alike(factors[carrying]):
+    if _are_alike(factors[carrying]):
         return text
     place = {int(sample): position for position, sample in enumerate(cut.structure.sample_ids)}
     rank = np.array([cut.rank[place[int(name)]] for name in samples.names])
@@ -82,7 +82,7 @@ def _differs(factor: float) -> bool:
     return abs(factor - 1) > EXACT
 
 
-def _alike(factors: Factors) -> bool:
+def _are_alike(factors: Factors) -> bool:
     return bool(np.ptp(factors) <= EXACT * max(1.0, float(np.abs(factors).max(initial=0.0))))
 
 

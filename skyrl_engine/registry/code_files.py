@@ -17,7 +17,7 @@ from skyrl_engine.errors import PluginBlockedError
 class NamedCode:
     """The code that a plugin's options name: per reference the SHA-256 of its file, None for one that is no file.
 
-    A `closed` plugin's options are not the caller's, and it may run nothing beside those references.
+    A `closed` plugin's options are not the caller's, and it may run nothing but those references.
     """
 
     sha256: Mapping[str, str | None] = field(factory=dict)
@@ -85,9 +85,9 @@ def file_of_module(name: str) -> Path | None:
 
 
 def files_behind(path: Path) -> dict[Path, str]:
-    """Return the SHA-256 of a file of code and of those beside it that it imports, and so on, by their real paths.
+    """Return the SHA-256 of a file of code and of those next to it that it imports, and so on, by their real paths.
 
-    Nothing is run: imports are read out of the text, those inside of functions too. Of a package beside it all Python files count.
+    Nothing is run: imports are read out of the text, those inside of functions too. Of a package next to it all Python files count.
     Raises OSError for a file that cannot be read.
     """
     digests: dict[Path, str] = {}

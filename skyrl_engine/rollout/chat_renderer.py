@@ -6,8 +6,8 @@ A first prompt is rendered whole. What follows a sampled turn is the *suffix* th
     text:   <|im_start|>user ... <|im_start|>assistant MARK<|im_end|> <|im_start|>user an observation<|im_end|> <|im_start|>assistant
     suffix:                                                ^ from here on, tokenized alone
 
-Where the model sampled exactly the token with which the suffix begins, that token stands there already and is left out. The renderer proves
-for a run's template that the suffix does not depend on what stands before.
+Where the model sampled exactly the token with which the suffix begins, that token is there already and is left out. The renderer proves
+for a run's template that the suffix does not depend on what comes before.
 """
 
 import logging
@@ -54,7 +54,7 @@ class ChatRenderer:
     """Renders and tokenizes with the tokenizer of a run; `name` is that of its chat template, for messages.
 
     `history` says how a later turn's prompt is made: "append" puts the suffix after the existing tokens, "template" renders all messages
-    anew with `prompt`. `options` go to the template. Where no template writes anything (`raw`), a prompt is one text as it stands, with the
+    again with `prompt`. `options` go to the template. Where no template writes anything (`raw`), a prompt is one text as it is, with the
     tokens that the tokenizer puts before a text, and there is one turn. Arrays that it returns are read-only.
     """
 
@@ -94,7 +94,7 @@ class ChatRenderer:
         """int32[n]: the observed tokens between a sampled turn and the next one, with the template's end of that turn and generation prompt.
 
         `messages` are what the environment answered, `last_token` is the turn's last one (None: it has none). Where that is `end_of_turn`, it
-        stands there already and is left out; another end token, a cut at the length limit or a stop string count as not sampled, and the
+        is there already and is left out; another end token, a cut at the length limit or a stop string count as not sampled, and the
         template's own follows. Raises DataError where the template refuses the messages, and UnsupportedError where such ones cannot be
         appended.
         """
@@ -103,7 +103,7 @@ class ChatRenderer:
         ending = self._ending(text)
         if ending is None or last_token != ending:
             return ids
-        # white space may stand before the token; the model ended its turn without it
+        # white space may come before the token; the model ended its turn without it
         return ids[int(np.argmax(ids == ending)) + 1 :]
 
     def end_of_turn(self, messages: Sequence[Message] = (_QUESTION,), tools: Tools = (), *, name: str = "the task") -> int | None:
@@ -447,7 +447,7 @@ class _Messages(Row):
 
 
 def _mark(text: str) -> str:
-    """Return a word that stands nowhere in `text`."""
+    """Return a word that is nowhere in `text`."""
     return next(mark for number in range(1000) if (mark := f"qZturn{number}Zq") not in text)
 
 
@@ -491,7 +491,7 @@ def _calls(observations: Sequence[Message]) -> tuple[Message, list[Message]]:
 
 
 def _histories(observation: Message) -> Iterator[list[Message]]:
-    """Yield what may stand before an assistant's turn: the shortest first, then others that templates may refuse."""
+    """Yield what may come before an assistant's turn: the shortest first, then others that templates may refuse."""
     yield [_QUESTION]
     again: list[Message] = [
         {"role": "assistant", "content": "a reply"},

@@ -110,7 +110,7 @@ class EpisodePool:
     def poll(self, timeout: float) -> list[EpisodeReply]:
         """Return answers that are there, or that come within `timeout` seconds; several calls wait for several answers."""
         until = time.monotonic() + timeout
-        # a process whose answer lies there already is not stuck, however long nobody asked for it
+        # a process whose answer is there already is not stuck, however long nobody asked for it
         self._wait(0.0)
         while True:
             self._dispatch()
@@ -282,7 +282,7 @@ class EpisodePool:
         if "failure" in reply:
             cause = f", {episode.turn}: {reply['failure']}"
             if "traceback" in answer:
-                # where it is raised stands in the cause; the run's log has the whole way there
+                # the cause says where it is raised; the run's log has the whole traceback
                 logger.info("%s%s\n%s", episode.label, cause, answer["traceback"])
             self._on_failure(episode, cause)
             return

@@ -375,7 +375,7 @@ def _group_of(rows: Sequence[tuple[str, Mapping[str, Any]]]) -> Group:
 
 
 def _trajectory(rows: Sequence[Mapping[str, Any]]) -> Trajectory:
-    def joined(column: str, dtype: type[np.generic]) -> Any:
+    def join_column(column: str, dtype: type[np.generic]) -> Any:
         # a number beyond the type becomes infinite, which is refused with the attempt's name
         with np.errstate(over="ignore"):
             return np.concatenate([np.asarray(row[column], dtype=dtype) for row in rows])
@@ -385,7 +385,7 @@ def _trajectory(rows: Sequence[Mapping[str, Any]]) -> Trajectory:
     tokens = [
         np.asarray([operator.index(token_id) for token_id in (*row["prompt_ids"], *row["response_ids"])], np.int32) for row in rows
     ]
-    versions = joined("versions", np.int64)
+    versions = join_column("versions", np.int64)
     further = [column for column in rollout_columns.list_further_columns() if all(row.get(column.name) is not None for row in rows)]
     starts = np.flatnonzero(np.diff(versions, prepend=-1))
     last = rows[-1]
@@ -393,11 +393,11 @@ def _trajectory(rows: Sequence[Mapping[str, Any]]) -> Trajectory:
         ticket=int(last["ticket"]),
         member=int(last["member"]),
         token_ids=np.concatenate(tokens),
-        kinds=joined("segment_kinds", np.uint8),
-        segment_offsets=offsets_of(joined("segment_lengths", np.int64)),
+        kinds=join_column("segment_kinds", np.uint8),
+        segment_offsets=offsets_of(join_column("segment_lengths", np.int64)),
         versions=VersionSpans(starts.astype(np.int32), versions[starts]),
-        **{column.name: joined(column.name, column.dtype) for column in rollout_columns.list_required_columns()},
-        columns={column.name: joined(column.name, column.dtype) for column in further},
+        **{column.name: join_column(column.name, column.dtype) for column in rollout_columns.list_required_columns()},
+        columns={column.name: join_column(column.name, column.dtype) for column in further},
         unplaced_reward=float(last["unplaced_reward"]),
         status=last["status"],
         cause=last["cause"],

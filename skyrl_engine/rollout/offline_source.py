@@ -51,7 +51,7 @@ class RecordingLimits:
 
 @frozen(eq=False)
 class Recording:
-    """The groups of a recording that are trained on, each read anew when its turn comes, and counts of what it holds.
+    """The groups of a recording that are trained on, each read again when its turn comes, and counts of what it holds.
 
     `names` are those of its environments, `left_out` counts groups by the reason for which they are not trained on, `attempts` and `tokens`
     (sampled ones) are of the others, `largest` is the most attempts of a group, `longest` the most tokens of a stretch of one. `has_logprobs`
@@ -87,7 +87,7 @@ def read_recording(
     on_starved: Literal["train", "stop"] = "train",
     on_progress: OnProgress | None = None,
 ) -> Recording:
-    """Read and check all groups once. Filters decide anew; what they decided when the groups were sampled does not count.
+    """Read and check all groups once. Filters decide again; what they decided when the groups were sampled does not count.
 
     Raises RolloutError for a place without rollouts, and where filters drop more than `max_drop_share` and `on_starved` is "stop"; DataError
     for an attempt that cannot be trained on.
@@ -158,7 +158,7 @@ def _longest_stretch(attempt: Trajectory) -> int:
 class OfflineSource:
     """Gives a trainer the groups of a recording: in their order, and in another one, a function of `seed`, in every later pass over them.
 
-    `valued` gives the rewards of a step's groups anew what a model adds to them.
+    `valued` adds a model's part to the rewards of a step's groups again.
 
     Rollouts of another policy have no staleness that could be counted in steps of this run: every group starts at the weights that it trains.
     """
@@ -200,7 +200,7 @@ class OfflineSource:
 
 
 def _readers(place: Path) -> Iterator[Callable[[], Group]]:
-    """Yield a function for every group: those of a journal read it where it lies, those of a file hold it."""
+    """Yield a function for every group: those of a journal read it where it is, those of a file hold it."""
     folder = journal_of(place)
     index = None if folder is None else read_index(folder)
     for loss in () if index is None else index.losses:

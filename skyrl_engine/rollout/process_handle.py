@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 _ASLEEP_S: Final = 0.05
 _STUCK_S: Final = 1.0
 """Seconds after which a process that still works on one call, the former where it sleeps, no longer counts among the workers: another one is
-started beside it."""
+started next to it."""
 
 _LOGGED: Final = 2**16
 """Bytes of a process's output that reach the log."""

@@ -38,7 +38,7 @@ class Transcript:
 
     @property
     def prompt_ids(self) -> Ids:
-        """int32[P]: what stands in front of the model now."""
+        """int32[P]: what is in front of the model now."""
         return np.concatenate([ids for _, ids in self._segments[self._stretch :]])
 
     @property
@@ -56,9 +56,9 @@ class Transcript:
         return len(self._stops)
 
     def restart(self, prompt_ids: Ids) -> None:
-        """Go on from a prompt that was rendered anew.
+        """Go on from a prompt that was rendered again.
 
-        Where it begins with all that stands in front of the model, the rest is observed; otherwise the history was rewritten, and a new stretch
+        Where it begins with all that is in front of the model, the rest is observed; otherwise the history was rewritten, and a new stretch
         begins.
         """
         if self._segments and (added := self.behind(prompt_ids)) is not None:
@@ -121,7 +121,7 @@ class Transcript:
             self._columns.setdefault(name, []).append(_lay_on_turn(rows[name], values, len(self._rewards[-1])))
 
     def trajectory(self, *, ticket: int, member: int, start_version: int, status: Status = "finished", **facts: Any) -> Trajectory:
-        """Return the attempt as it stands; `facts` are fields of `Trajectory` that tokens do not say."""
+        """Return the attempt as it is now; `facts` are fields of `Trajectory` that tokens do not say."""
         kinds = np.array([kind for kind, _ in self._segments], dtype=np.uint8)
         sampled = sum(map(len, self._logprobs))
         columns = {name: np.concatenate(parts) for name, parts in self._columns.items()}

@@ -43,7 +43,7 @@ def has_older_rule(data: Any) -> bool:
 def refuse_changed_plugins(before: Mapping[str, Lock], after: Mapping[str, Lock], *, allow_changed: Sequence[str]) -> list[str]:
     """Compare plugin locks by their place in the configuration. Differences that `allow_changed` ("kind:name") permits come back as sentences.
 
-    Raises CheckpointError listing every other difference. That another backend may be allowed is not told: each has its own files, and one that
+    Raises CheckpointError listing every other difference. That another backend may be allowed is not said: each has its own files, and one that
     reads those of another is for its author to name.
     """
     allowed: list[str] = []

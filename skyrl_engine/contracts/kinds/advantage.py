@@ -129,7 +129,7 @@ class AdvantageClaims:
 
 
 class Advantage(Protocol):
-    """The product of `skyrl_engine_make_advantage`. `needs` names the columns on the action axis that it reads beside rewards."""
+    """The product of `skyrl_engine_make_advantage`. `needs` names the columns on the action axis that it reads in addition to rewards."""
 
     needs: tuple[str, ...]
     claims: AdvantageClaims

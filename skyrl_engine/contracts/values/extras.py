@@ -1,4 +1,4 @@
-"""Extras of samples beside tokens and numbers: routes of a mixture of experts, and images. Ragged per sample, checked once.
+"""Extras of samples, other than tokens and numbers: routes of a mixture of experts, and images. Ragged per sample, checked once.
 
 Kept flat, and seen through views, so that neither choosing samples nor cutting them into shards copies megabytes.
 
@@ -117,7 +117,7 @@ def _routes(value: Any, lengths: IntArray) -> RaggedView | None:
 
 def _narrowest(sample: int, array: AnyArray) -> np.dtype[Any]:
     low, high = (0, 0) if array.dtype == np.uint8 else (int(array.min(initial=0)), int(array.max(initial=0)))
-    high = max(high, array.shape[-1] - 1)  # what stands on padding
+    high = max(high, array.shape[-1] - 1)  # the value on padding
     if low < 0:
         raise DataError(f"sample {sample} has the negative expert {low} in its routes", remedy="Number experts from 0")
     for dtype in ROUTE_DTYPES:

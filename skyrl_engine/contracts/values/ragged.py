@@ -56,7 +56,7 @@ WINDOWS = (64, 16, 4, 1)
 """Values of a window, which is copied in little more time than one value."""
 
 WINDOWED_BLOCK = 4 * BLOCK
-"""Values joined at a time where windows are copied: they need fewer places, so more values stay in the cache beside them."""
+"""Values joined at a time where windows are copied: they need fewer places, so more values fit into the cache with them."""
 
 
 def take_segments(

@@ -55,9 +55,9 @@ class ImageInspection:
         for path in {str(image.path) for image in flat if image.path is not None} - self.seen.keys():
             self.seen[path] = state_of_file(path)
         measured = iter(in_threads(self._measure, flat) if isinstance(self.vision, VisionInputs) else ())
-        return [self._laying(own, measured) for own in images]
+        return [self._make_laying_function(own, measured) for own in images]
 
-    def _laying(self, images: Sequence[StoredImage], measured: Any) -> Callable[[TokenizedSample], TokenizedSample]:
+    def _make_laying_function(self, images: Sequence[StoredImage], measured: Any) -> Callable[[TokenizedSample], TokenizedSample]:
         vision = self.vision
         if isinstance(vision, NoVision):
             return lambda sample: _refuse(sample, vision) if images else sample

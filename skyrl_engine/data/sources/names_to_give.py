@@ -26,7 +26,7 @@ def propose_names(values: Mapping[str, Any], wanted: Collection[str]) -> dict[st
     for columns, names in _KNOWN:
         if all(column in values for column in columns) and all(ours in wanted for ours in names):
             return dict(names)
-    if misspelt := _misspelt(values, wanted):
+    if misspelt := _find_misspelt(values, wanted):
         return misspelt
     chats = [column for column, value in values.items() if _is_chat(value)]
     if len(chats) == 1 and "messages" in wanted:
@@ -42,7 +42,7 @@ def as_keys(names: Mapping[str, str]) -> str:
     return " ".join(f"{KEY}.{ours}={theirs}" for ours, theirs in names.items())
 
 
-def _misspelt(values: Mapping[str, Any], wanted: Collection[str]) -> dict[str, str]:
+def _find_misspelt(values: Mapping[str, Any], wanted: Collection[str]) -> dict[str, str]:
     names: dict[str, str] = {}
     for column in values:
         near = find_near_word(column.lower(), [name for name in wanted if name not in names], cutoff=0.7)

@@ -52,7 +52,7 @@ class OmissionCheck:
         Raises DataError naming the sample, the message and the field.
         """
         turns = _plain_turns(chat)
-        if turns is not None and turns <= self._written and _stands_in_order(chat, full):
+        if turns is not None and turns <= self._written and _is_in_order(chat, full):
             return False
         held = list(_list_parts(chat))
         lost = self._find_omitted(chat, full, held)
@@ -76,9 +76,9 @@ class OmissionCheck:
             marked = part.marked(marked, mark)
         text = self.attempt(marked)
         missing = [part for part, mark in zip(held, marks, strict=True) if text is None or mark not in text]
-        return [part for part in missing if not self._depends(chat, full, part, marks[0])]
+        return [part for part in missing if not self._has_effect(chat, full, part, marks[0])]
 
-    def _depends(self, chat: Conversation, full: str, held: _ChatPart, mark: str) -> bool:
+    def _has_effect(self, chat: Conversation, full: str, held: _ChatPart, mark: str) -> bool:
         """Say if the rendering depends on the text; where the template refuses the marked text, if the text is in the rendering."""
         text = self.attempt(held.marked(chat, mark))
         return held.text in full if text is None else text != full
@@ -106,7 +106,7 @@ def _plain_turns(chat: Conversation) -> set[tuple[bool, str, str, bool]] | None:
     return turns
 
 
-def _stands_in_order(chat: Conversation, full: str) -> bool:
+def _is_in_order(chat: Conversation, full: str) -> bool:
     place = 0
     for message in chat.messages:
         text = message["content"].strip()
@@ -170,7 +170,7 @@ def _name_of(tool: Any) -> str:
     return str(tool if inner is None else inner.get("name"))
 
 
-def _with(value: Any, mark: str) -> Any:
+def _insert_mark(value: Any, mark: str) -> Any:
     """Return the value with the mark in it: at the end of a text, as a key of an object, as an item of a list."""
     if isinstance(value, str):
         stop = len(value.rstrip())
@@ -180,11 +180,11 @@ def _with(value: Any, mark: str) -> Any:
     return [*value, mark] if isinstance(value, list | tuple) else f"{value}{mark}"
 
 
-def _with_function(call: Any, key: str, mark: str) -> Any:
+def _insert_mark_in_function(call: Any, key: str, mark: str) -> Any:
     inner = _function(call)
     if inner is None:
-        return _with(call, mark)
-    marked = {**inner, key: _with(inner.get(key), mark)}
+        return _insert_mark(call, mark)
+    marked = {**inner, key: _insert_mark(inner.get(key), mark)}
     return {**call, "function": marked} if "function" in call else marked
 
 
@@ -200,7 +200,7 @@ def _in_message(number: int, change: Callable[[Message, str], Message]) -> Marki
 
 
 def _in_field(number: int, key: str) -> Marking:
-    return _in_message(number, lambda message, mark: {**message, key: _with(message[key], mark)})
+    return _in_message(number, lambda message, mark: {**message, key: _insert_mark(message[key], mark)})
 
 
 def _in_content(number: int, place: int) -> Marking:
@@ -213,7 +213,7 @@ def _in_content(number: int, place: int) -> Marking:
 def _in_part(number: int, place: int) -> Marking:
     def change(message: Message, mark: str) -> Message:
         parts = list(message["content"])
-        parts[place] = {**parts[place], "text": _with(parts[place]["text"], mark)}
+        parts[place] = {**parts[place], "text": _insert_mark(parts[place]["text"], mark)}
         return {**message, "content": parts}
 
     return _in_message(number, change)
@@ -222,7 +222,7 @@ def _in_part(number: int, place: int) -> Marking:
 def _in_list(number: int, key: str, place: int) -> Marking:
     def change(message: Message, mark: str) -> Message:
         items = list(message[key])
-        items[place] = _with(items[place], mark)
+        items[place] = _insert_mark(items[place], mark)
         return {**message, key: items}
 
     return _in_message(number, change)
@@ -231,7 +231,7 @@ def _in_list(number: int, key: str, place: int) -> Marking:
 def _in_call(number: int, place: int, key: str) -> Marking:
     def change(message: Message, mark: str) -> Message:
         calls = list(message["tool_calls"])
-        calls[place] = _with_function(calls[place], key, mark)
+        calls[place] = _insert_mark_in_function(calls[place], key, mark)
         return {**message, "tool_calls": calls}
 
     return _in_message(number, change)
@@ -240,7 +240,7 @@ def _in_call(number: int, place: int, key: str) -> Marking:
 def _in_tool(number: int) -> Marking:
     def marked(chat: Conversation, mark: str) -> Conversation:
         tools = list(chat.tools or ())
-        tools[number] = _with_function(tools[number], "name", mark)
+        tools[number] = _insert_mark_in_function(tools[number], "name", mark)
         return chat.with_tools(tools)
 
     return marked

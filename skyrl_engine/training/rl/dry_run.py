@@ -22,7 +22,7 @@ class RlPlan:
 
     `rollouts` describes a recording that is trained on, None where attempts are sampled. `passes` names the passes over a batch in their order.
     `written` says who writes prompts, empty for a recording. `prompt` is the first prompt of every environment as pieces of text, a token
-    each; `suffix` is what stands between a turn and the next one, where there are several turns.
+    each; `suffix` is what comes between a turn and the next one, where there are several turns.
     """
 
     plugins: Mapping[str, str]

@@ -99,7 +99,7 @@ def _old(
         # another policy sampled, which the model is at a distance from already
         return "rollout"
     if config.old == "auto":
-        # the sampler's own log-probabilities would do for a penalty, but their last bits depend on what was sampled beside them
+        # the sampler's own log-probabilities would do for a penalty, but their last bits depend on what was sampled at the same time
         return "current" if one_step and not early and config.kl is None else "score"
     if config.old == "current" and (early or not one_step):
         why = "the advantage reads them before that pass" if early else "later optimizer steps of the batch need those of its first"

@@ -35,7 +35,7 @@ def tasks_in(part: BoundPlugin[Environment], split: Split) -> Tasks:
 
 @contextmanager
 def _columns_named_at(place: str) -> Iterator[None]:
-    """Name columns in errors by their whole key: of an environment at `environments[0]`, `environments.0.map`; at no place, as it stands."""
+    """Name columns in errors by their whole key: of an environment at `environments[0]`, `environments.0.map`; at no place, by its own name."""
     try:
         yield
     except ColumnError as error:
