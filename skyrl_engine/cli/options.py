@@ -249,7 +249,7 @@ def load_config(
     from skyrl_engine.config import load
     from skyrl_engine.config.trust.consent import Consent
 
-    consent = Consent(given=trust_code, ask=_ask if sys.stdin.isatty() and sys.stderr.isatty() else None)
+    consent = Consent(is_given=trust_code, ask=_ask if sys.stdin.isatty() and sys.stderr.isatty() else None)
     if file is not None and "=" in str(file) and not file.exists():
         return load(None, (str(file), *overrides), flags or {}, consent=consent)
     return load(file, overrides, flags or {}, consent=consent, part=part)

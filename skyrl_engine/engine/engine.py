@@ -20,7 +20,7 @@ from skyrl_engine.contracts.values.outputs import BatchOutput, Metric, RankOutpu
 from skyrl_engine.contracts.values.plan import Layout
 from skyrl_engine.engine.accumulation import MiniBatchGradient
 from skyrl_engine.engine.assembly import Assembly, assemble
-from skyrl_engine.engine.cpu_check import sharing
+from skyrl_engine.engine.cpu_check import describe_sharing
 from skyrl_engine.engine.frozen_model import FrozenModel
 from skyrl_engine.engine.model_files import ModelFiles
 from skyrl_engine.engine.pass_engine import NOTHING_BOUND
@@ -144,7 +144,7 @@ class Engine(SamplingVerbs):
         if layout is None:
             training = config.training
             layout = assembly.layout(micro_batch_rows=training.micro_batch_rows, micro_batch_tokens=training.micro_batch_tokens)
-        if shared := sharing(config.run):
+        if shared := describe_sharing(config.run):
             logger.warning("%s", shared)
         group = launch_workers(spec, launch=config.run.launch, ray_address=config.run.ray_address)
         try:
@@ -396,12 +396,12 @@ class Engine(SamplingVerbs):
         self._gradient.parts.clear()
         self.step += 1
 
-        def reported(replies: list[StepReply]) -> OptimStep:
+        def take_step(replies: list[StepReply]) -> OptimStep:
             for reply in replies:
                 self._passes.spans.add(reply.cpu_seconds)
             return replies[0].step
 
-        return self.group.send(StepOptimizer(settings)).on_failure(self._take_back).then(reported)
+        return self.group.send(StepOptimizer(settings)).on_failure(self._take_back).then(take_step)
 
     def _take_back(self) -> None:
         """Count a step that the ranks refused no longer."""

@@ -95,12 +95,12 @@ class Sampler:
         ids = [request.request_id for request in requests]
         self._awaited |= set(ids)
 
-        def gathered() -> list[Completion]:
+        def gather_completions() -> list[Completion]:
             while any(name not in self._kept for name in ids):
                 self._gather(PATIENCE_SECONDS)
             return [self._kept.pop(name) for name in ids]
 
-        return Future(gathered)
+        return Future(gather_completions)
 
     def abort(self, request_ids: Sequence[int] | None = None) -> None:
         """End requests (None: all). Each still comes back once, with what was sampled of it."""

@@ -93,10 +93,10 @@ def only_of(function: Callable[..., Any], result: Any) -> Any:
     if not inspect.isawaitable(result):
         return _only(function, result)
 
-    async def waited() -> Any:
+    async def wait_for_result() -> Any:
         return _only(function, await result)
 
-    return waited()
+    return wait_for_result()
 
 
 def _only(function: Callable[..., Any], rewards: Any) -> Any:
@@ -127,7 +127,7 @@ def _score_of(result: Any) -> Any:
     if not inspect.isawaitable(result):
         return result["score"] if isinstance(result, Mapping) and "score" in result else result
 
-    async def waited() -> Any:
+    async def wait_for_result() -> Any:
         return _score_of(await result)
 
-    return waited()
+    return wait_for_result()

@@ -35,7 +35,7 @@ class Difference:
     parameter: str
     tokens: float
 
-    def within(self, tolerance: float) -> bool:
+    def is_within(self, tolerance: float) -> bool:
         return max(self.loss, self.gradient) <= tolerance
 
 

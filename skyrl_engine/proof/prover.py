@@ -89,9 +89,9 @@ class Prover:
         difference = compare(measured, reference)
         tolerance = TOLERANCE[self.dtype]
         ordered = difference.tokens <= 100 * tolerance * max(1.0, _largest(reference))
-        if difference.within(tolerance) and ordered:
+        if difference.is_within(tolerance) and ordered:
             return CaseResult(case, difference, holds=True)
-        if difference.within(tolerance):
+        if difference.is_within(tolerance):
             explanation = "token losses came back under other samples"
         else:
             explanation = explain(measured.gradients, definition.by_part, definition.by_sample, cut, 100 * tolerance)

@@ -45,7 +45,7 @@ class HostedEpisode:
     process: "EpisodeProcess | None" = None
     rebuilt: int = 0
     """Answers that its process has given; fewer than `answers` while it is being rebuilt."""
-    asked: float = 0.0
+    asked_at: float = 0.0
 
     @property
     def turn(self) -> str:
@@ -277,10 +277,10 @@ def refuse_unsendable(task: Task, name: str) -> None:
     try:
         json_line(attrs.asdict(task))
     except (TypeError, ValueError) as error:
-        raise unsendable(name, error) from error
+        raise unsendable_error(name, error) from error
 
 
-def unsendable(name: str, error: Exception) -> RolloutError:
+def unsendable_error(name: str, error: Exception) -> RolloutError:
     """Return the error for a task that is no JSON."""
     return RolloutError(
         f"{name}: what it holds cannot be sent to the environment's process: {error}",

@@ -61,13 +61,13 @@ class Transcript:
         Where it begins with all that is in front of the model, the rest is observed; otherwise the history was rewritten, and a new stretch
         begins.
         """
-        if self._segments and (added := self.behind(prompt_ids)) is not None:
+        if self._segments and (added := self.find_added_ids(prompt_ids)) is not None:
             self.add_observation(added)
             return
         self._stretch = len(self._segments)
         self._segments.append((SEGMENT_PROMPT, _ids(prompt_ids)))
 
-    def behind(self, prompt_ids: Ids) -> Ids | None:
+    def find_added_ids(self, prompt_ids: Ids) -> Ids | None:
         """Return the tokens that a newly rendered prompt adds to the history, None where it is another history."""
         standing = self.prompt_ids
         return prompt_ids[len(standing) :] if np.array_equal(standing, prompt_ids[: len(standing)]) else None

@@ -119,7 +119,7 @@ class OutputReader:
         """End the waiting of `read`."""
         self._stopping.set()
 
-    def here(self) -> bool:
+    def is_here(self) -> bool:
         """Answer, which the reader of a lost node does not."""
         return True
 

@@ -137,7 +137,7 @@ class RayTransport:
                 else:
                     if isinstance(result, Failure):
                         failures[rank] = result
-                        if result.met:
+                        if result.was_begun:
                             self._known_failures[rank] += 1
                             logger.error("rank %d failed in %s\n%s", rank, verb, result.trace)
                     else:

@@ -119,7 +119,7 @@ class Gate:
 
     def _is_closed(self, path: KeyPath) -> bool:
         """Return True where a run directory gives options of this plugin, and nobody said that its code may run."""
-        if self.run is None or self.raw.consent.given:
+        if self.run is None or self.raw.consent.is_given:
             return False
         table = format_key(path)
         return any(
@@ -144,7 +144,7 @@ class Gate:
             for file in [*([] if reference.main is None else [reference.main]), *reference.files]:
                 refuse_code_inside(file, cause)
         reasons = [(reference, reason) for reference in foreign if (reason := self._distrust(reference)) is not None]
-        if not reasons or self.raw.consent.given:
+        if not reasons or self.raw.consent.is_given:
             return
         lines = [f"{reference.key} = {reference.text} ({reason})" for reference, reason in reasons]
         question = f"The configuration of the run directory {self.run} names code outside of it:"

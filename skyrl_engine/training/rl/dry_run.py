@@ -9,7 +9,7 @@ from skyrl_engine.config.schema import RlConfig
 from skyrl_engine.contracts.values.topology import Topology
 from skyrl_engine.data.preview import show_boundaries, token_texts
 from skyrl_engine.data.text.template_rule import Rendering
-from skyrl_engine.engine.cpu_check import sharing
+from skyrl_engine.engine.cpu_check import describe_sharing
 from skyrl_engine.rollout.offline_source import Recording
 from skyrl_engine.training.rl.prepare import Progress, prepare
 from skyrl_engine.training.rl.prepared import LiveRolloutSpec, PreparedRl
@@ -56,7 +56,7 @@ def plan_rl(resolved: ResolvedConfig, *, progress: Progress | None = None) -> Rl
         observers=tuple(_describe(selected) for selected in resolved.observers),
         model=config.model.path,
         launch=config.run.launch,
-        sharing=sharing(config.run),
+        sharing=describe_sharing(config.run),
         topology=prepared.assembly.description.topology,
         capabilities=tuple(sorted(prepared.assembly.description.capabilities)),
         tasks=_tasks(prepared),
