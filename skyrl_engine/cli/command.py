@@ -107,7 +107,7 @@ class EngineCommand(click.Command):
         """Parse as click does; an option that is none is answered with the option or the key of that meaning, a file with its command."""
         texts = tuple(args)
         try:
-            left = super().parse_args(ctx, args)
+            remaining = super().parse_args(ctx, args)
         except click.NoSuchOption as error:
             if (hint := self.find_meant_option(error.option_name, texts)) is not None:
                 raise click.UsageError(f"There is no option {error.option_name}. {hint}", ctx) from error
@@ -118,7 +118,7 @@ class EngineCommand(click.Command):
                 raise click.UsageError(hint, ctx) from error
             raise
         _refuse_no_number(ctx)
-        return left
+        return remaining
 
     def find_meant_option(self, option: str, words: Sequence[str] = ()) -> str | None:
         """Say which option of the command, or which key=value that it takes, has the meaning of a word that is no option; None without one.

@@ -122,10 +122,10 @@ def preview(
             reading=readings.get(config.trainer, "samples"),
         )
     rows = config.training.micro_batch_rows or config.training.batch_size
-    seen = look_at(loaded, tokenizer, samples=samples, batch_size=rows)
+    previewed = look_at(loaded, tokenizer, samples=samples, batch_size=rows)
     if as_json:
         import attrs
 
-        echo_json(attrs.asdict(seen), ensure_ascii=False)
+        echo_json(attrs.asdict(previewed), ensure_ascii=False)
     else:
-        render.show_preview(seen)
+        render.show_preview(previewed)

@@ -309,13 +309,13 @@ def _with_backend(raw: "RawConfig", side: str, backend: str, layout: "ParallelSi
     options = {key: value for key, value in own.items() if key != "use"} if own.get("use", "fsdp") == backend else {}
     decided_by_layout = PARALLEL_SIZES if layout.ranks == 1 else tuple(OPTIONS.values())
     own_options = {key: value for key, value in options.items() if key not in decided_by_layout}
-    here = {key: value for key, value in run.items() if key != "ray_address"}
+    run_options = {key: value for key, value in run.items() if key != "ray_address"}
     ranks = {"ranks": layout.ranks, "launch": "inline" if layout.ranks == 1 else "ray"}
     sizes = Origin("option", "--layout-a" if side == "a" else "--layout")
     decided = ("run.ranks", "run.launch", *(f"backend.{name}" for name in layout.options))
     return attrs.evolve(
         raw,
-        table={**raw.table, "backend": {"use": backend, **own_options, **layout.options}, "run": {**here, **ranks}},
+        table={**raw.table, "backend": {"use": backend, **own_options, **layout.options}, "run": {**run_options, **ranks}},
         origins={**raw.origins, "backend.use": Origin("option", f"--{side}"), **dict.fromkeys(decided, sizes)},
     )
 

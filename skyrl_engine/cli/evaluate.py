@@ -194,8 +194,8 @@ def evaluate(
         raw = load_config(file, overrides, flags, trust_code=trust_code, part=part)
         raw = with_defaults(raw, {"evaluation.samples": 1, **({"evaluation.tasks": sys.maxsize} if data else {})}, _COMMAND)
         table = raw.table["evaluation"]
-        one = isinstance(table, dict) and table["samples"] == 1
-        raw = with_defaults(raw, {"evaluation.temperature": 0.0 if one else 1.0}, _COMMAND)
+        is_single = isinstance(table, dict) and table["samples"] == 1
+        raw = with_defaults(raw, {"evaluation.temperature": 0.0 if is_single else 1.0}, _COMMAND)
         # before anything of the run is loaded: it says whose code may run
         resolved = resolve_read(raw, _remedy_for(raw))
         chosen = resolved.config.run

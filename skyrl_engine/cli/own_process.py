@@ -96,10 +96,10 @@ def run_under_watch(settings: CommandSettings, *, ranks: int, joined: bool) -> N
 @contextmanager
 def _block_signals() -> Iterator[None]:
     """Hold signals back: what comes before the run's process is there is passed on to it."""
-    held = {signal.SIGINT, signal.SIGTERM, signal.SIGTSTP, signal.SIGCHLD}
+    signals = {signal.SIGINT, signal.SIGTERM, signal.SIGTSTP, signal.SIGCHLD}
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
-        held.add(signal.SIGHUP)
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, held)
+        signals.add(signal.SIGHUP)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:
         yield
     finally:

@@ -142,8 +142,8 @@ def show_verdict(label: str, options: Mapping[str, Any], verdict: "Verdict") -> 
                 show_lines([f"  So for {_format_promise_count(others)}."])
     if waiting:  # a broken promise is why others are undecided
         reasons = {_reason(finding) for finding in waiting}
-        seen = [finding for finding in broken if _reason(finding) in reasons] or broken
-        summary = f"{_format_promise_count(waiting)}; see {', '.join(finding.promise for finding in seen)}"
+        findings = [finding for finding in broken if _reason(finding) in reasons] or broken
+        summary = f"{_format_promise_count(waiting)}; see {', '.join(finding.promise for finding in findings)}"
         console.print(Text.assemble((f"{'undecided':<13}", styles["undecided"]), (summary, "dim")))
     counts = Counter(finding.status for finding in verdict.findings)
     console.print()

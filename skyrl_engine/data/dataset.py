@@ -109,9 +109,9 @@ class TokenizedDataset:
 
     def name_of(self, sample: int) -> str:
         """Name a sample (position) for an error, with the file and line that it is from. Reads the source up to that row."""
-        wanted = np.zeros(len(self.source), dtype=np.bool_)
-        wanted[int(self.columns.sample_values["row"][sample])] = True
-        return next(self.source.rows(wanted)).name
+        chosen_rows = np.zeros(len(self.source), dtype=np.bool_)
+        chosen_rows[int(self.columns.sample_values["row"][sample])] = True
+        return next(self.source.rows(chosen_rows)).name
 
     def batch(self, samples: npt.ArrayLike) -> SampleColumns:
         """Return the chosen samples (positions) in the chosen order, with their images read: all that a step needs. Raises ImageError."""

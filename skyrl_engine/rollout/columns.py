@@ -91,8 +91,8 @@ def to_columns(
         else:
             # few tokens hold a number of their turn: only those are looked up
             of_turns = earned if row.name == "rewards" else _join_column(attempts, row)
-            held = np.flatnonzero(of_turns != 0)
-            columns[row.column][_places(held, answers, answer_lengths)] = of_turns[held]
+            places = np.flatnonzero(of_turns != 0)
+            columns[row.column][_places(places, answers, answer_lengths)] = of_turns[places]
 
     cut_off = _cut_off(attempts)
     action_offsets = offsets_of(actions)

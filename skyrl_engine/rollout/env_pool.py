@@ -337,9 +337,9 @@ class EpisodePool:
         Where it was still closing an episode before that, that one is to blame, and the one that waited after it is rebuilt like the others.
         """
         culprit, process.episode = process.episode, None
-        held = [episode for episode in process.held.values() if episode is not culprit]
+        episodes = [episode for episode in process.held.values() if episode is not culprit]
         self._end(process)
-        for episode in held:
+        for episode in episodes:
             episode.process, episode.rebuilt = None, 0
         self._waiting.extend(process.waiting)
         process.waiting.clear()

@@ -83,8 +83,8 @@ class EpisodeServer:
 
     def _close(self, number: int) -> None:
         self._claimed.pop(number, None)
-        if (held := self._episodes.pop(number, None)) is not None:
-            self._await_value(held.close())
+        if (episode := self._episodes.pop(number, None)) is not None:
+            self._await_value(episode.close())
 
     def close_all(self) -> None:
         """Close the episodes that are still open, and take no more; what one of them raises keeps no other from it."""

@@ -206,14 +206,14 @@ def read_rollouts(place: Path) -> Iterator[Group]:
     rows = _parquet_rows(place) if place.suffix == ".parquet" else _jsonl_rows(place)
     seen: set[str | int] = set()
     for number, (key, of_group) in enumerate(groupby(rows, key=lambda named: _group_key(*named))):
-        taken = list(of_group)
+        rows_of_group = list(of_group)
         if key in seen:
             raise DataError(
-                f"{taken[0][0]} is of the group {key!r}, which ended before: its attempts would be compared without those",
+                f"{rows_of_group[0][0]} is of the group {key!r}, which ended before: its attempts would be compared without those",
                 remedy="Let the rows of a group stand together, and give later attempts at a task another group_id",
             )
         seen.add(key)
-        yield _group_of(taken) if "segment_kinds" in taken[0][1] else _plain_group(taken, number)
+        yield _group_of(rows_of_group) if "segment_kinds" in rows_of_group[0][1] else _plain_group(rows_of_group, number)
 
 
 def journal_of(place: Path) -> Path | None:

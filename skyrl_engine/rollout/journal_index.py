@@ -137,9 +137,12 @@ def _accept_unwritten(segments: list[Segment]) -> Iterator[Segment]:
 
 def _missing(index: JournalIndex, sizes: Mapping[int, int]) -> Iterator[str]:
     """Yield what segments are not there, of those that were not too old to keep."""
-    there = {segment.number for segment in index.segments}
-    numbers = {*range(index.oldest, max(there, default=0)), *(number for number in sizes if number >= index.oldest)} - there
-    if numbers and not there:
+    numbers_present = {segment.number for segment in index.segments}
+    numbers = {
+        *range(index.oldest, max(numbers_present, default=0)),
+        *(number for number in sizes if number >= index.oldest),
+    } - numbers_present
+    if numbers and not numbers_present:
         yield f"all segments are gone ({len(numbers)} by the last checkpoint)"
         return
     for first, last in _ranges_of(sorted(numbers)):

@@ -104,11 +104,11 @@ class RolloutLedger:
         if self.in_order:
             return self._select_lowest()
         chosen = self._select_oldest()
-        left = dict(self._of_version)
+        remaining = dict(self._of_version)
         for ticket in chosen:
-            left[self._started[ticket]] -= 1
+            remaining[self._started[ticket]] -= 1
         fits = all(
-            sum(count for version, count in left.items() if version <= step - 1 - self.staleness + j) <= j * self.groups
+            sum(count for version, count in remaining.items() if version <= step - 1 - self.staleness + j) <= j * self.groups
             for j in range(self.staleness + 1)
         )
         return tuple(sorted(chosen)) if fits else None

@@ -72,9 +72,9 @@ class Recording:
     digest: str
 
     def __str__(self) -> str:
-        left = ", ".join(f"{count:,} {reason}" for reason, count in self.left_out.items())
+        reasons = ", ".join(f"{count:,} {reason}" for reason, count in self.left_out.items())
         return f"{self.place}: {len(self.groups):,} groups of {self.attempts:,} attempts, {self.tokens:,} sampled tokens" + (
-            f"; left out: {left}" if left else ""
+            f"; left out: {reasons}" if reasons else ""
         )
 
 

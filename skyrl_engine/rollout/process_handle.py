@@ -142,8 +142,8 @@ class EpisodeProcess:
 
     def is_stuck(self, now: float) -> bool:
         """Return True where the process is taken up by a call, so that another one may compute."""
-        taken = now - self.since
-        return self.ready and (taken >= _STUCK_S or (taken >= _ASLEEP_S and _sleeps(self.child.pid)))
+        seconds = now - self.since
+        return self.ready and (seconds >= _STUCK_S or (seconds >= _ASLEEP_S and _sleeps(self.child.pid)))
 
     def receive_lines(self) -> tuple[list[bytes], bool]:
         """Return whole lines that are there, and whether the process has closed its side."""
@@ -239,11 +239,11 @@ class Drain:
                 os.close(key.fd)
 
     def _log(self, descriptor: int, pid: int, data: bytes) -> None:
-        left = self._left[descriptor]
-        if left <= 0:
+        remainder = self._left[descriptor]
+        if remainder <= 0:
             return
-        self._left[descriptor] = left - len(data)
-        for line in data[:left].decode("utf-8", "replace").splitlines():
+        self._left[descriptor] = remainder - len(data)
+        for line in data[:remainder].decode("utf-8", "replace").splitlines():
             logger.info("environment process %d: %s", pid, line)
         if self._left[descriptor] <= 0:
             logger.info("environment process %d prints more than %d bytes; the rest is left out", pid, _LOGGED)

@@ -54,9 +54,9 @@ class OmissionCheck:
         turns = _plain_turns(chat)
         if turns is not None and turns <= self._written and _is_in_order(chat, full):
             return False
-        held = list(_list_parts(chat))
-        lost = self._find_omitted(chat, full, held)
-        kept_reasoning = {part.message for part in held if part.reasoning and part not in lost}
+        parts = list(_list_parts(chat))
+        lost = self._find_omitted(chat, full, parts)
+        kept_reasoning = {part.message for part in parts if part.reasoning and part not in lost}
         last_question = max((i for i, message in enumerate(chat.messages) if message["role"] == "user"), default=-1)
         removed = False
         for part in lost:
@@ -68,20 +68,20 @@ class OmissionCheck:
             self._written.update(turns)
         return removed
 
-    def _find_omitted(self, chat: Conversation, full: str, held: Sequence[_ChatPart]) -> list[_ChatPart]:
-        marks = _marks(full, len(held))
+    def _find_omitted(self, chat: Conversation, full: str, parts: Sequence[_ChatPart]) -> list[_ChatPart]:
+        marks = _marks(full, len(parts))
         marked = chat
         # from the last to the first, so that a place in a text keeps its meaning
-        for part, mark in zip(reversed(held), reversed(marks), strict=True):
+        for part, mark in zip(reversed(parts), reversed(marks), strict=True):
             marked = part.marked(marked, mark)
         text = self.attempt(marked)
-        missing = [part for part, mark in zip(held, marks, strict=True) if text is None or mark not in text]
+        missing = [part for part, mark in zip(parts, marks, strict=True) if text is None or mark not in text]
         return [part for part in missing if not self._has_effect(chat, full, part, marks[0])]
 
-    def _has_effect(self, chat: Conversation, full: str, held: _ChatPart, mark: str) -> bool:
+    def _has_effect(self, chat: Conversation, full: str, part: _ChatPart, mark: str) -> bool:
         """Say if the rendering depends on the text; where the template refuses the marked text, if the text is in the rendering."""
-        text = self.attempt(held.marked(chat, mark))
-        return held.text in full if text is None else text != full
+        text = self.attempt(part.marked(chat, mark))
+        return part.text in full if text is None else text != full
 
 
 def _marks(full: str, count: int) -> list[str]:
@@ -246,9 +246,9 @@ def _in_tool(number: int) -> Marking:
     return marked
 
 
-def _omission_error(held: _ChatPart, name: str) -> DataError:
-    place = "column 'tools'" if held.message == _TOOLS else f"message {held.message}, field {held.field!r}"
+def _omission_error(part: _ChatPart, name: str) -> DataError:
+    place = "column 'tools'" if part.message == _TOOLS else f"message {part.message}, field {part.field!r}"
     return DataError(
-        f"{name}, {place}: the chat template leaves out {held.what}",
+        f"{name}, {place}: the chat template leaves out {part.what}",
         remedy="Set model.chat_template to a template that writes it, or remove it from the sample",
     )
