@@ -105,20 +105,20 @@ class EngineCommand(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse as click does; an option that is none is answered with the option or the key of that meaning, a file with its command."""
-        given = tuple(args)
+        texts = tuple(args)
         try:
-            left = super().parse_args(ctx, args)
+            remaining = super().parse_args(ctx, args)
         except click.NoSuchOption as error:
-            if (told := self.find_meant_option(error.option_name, given)) is not None:
-                raise click.UsageError(f"There is no option {error.option_name}. {told}", ctx) from error
+            if (hint := self.find_meant_option(error.option_name, texts)) is not None:
+                raise click.UsageError(f"There is no option {error.option_name}. {hint}", ctx) from error
             raise
         except click.MissingParameter as error:
-            if (file := next(filter(_is_configuration, given), None)) is not None:
-                told = f"{file} is a configuration, and {ctx.info_name} makes its own: write `skyrl-engine run {file}`."
-                raise click.UsageError(told, ctx) from error
+            if (file := next(filter(_is_configuration, texts), None)) is not None:
+                hint = f"{file} is a configuration, and {ctx.info_name} makes its own: write `skyrl-engine run {file}`."
+                raise click.UsageError(hint, ctx) from error
             raise
         _refuse_no_number(ctx)
-        return left
+        return remaining
 
     def find_meant_option(self, option: str, words: Sequence[str] = ()) -> str | None:
         """Say which option of the command, or which key=value that it takes, has the meaning of a word that is no option; None without one.

@@ -73,7 +73,7 @@ def preview(
     as_json: bool,
 ) -> None:
     """Tokenize the data of CONFIG, or of --model and --data, and show tokens, which of them carry loss, lengths, padding, and
-    the columns that the loss reads beside the tokens.
+    the columns that the loss reads in addition to the tokens.
     """
     from skyrl_engine.cli import render
     from skyrl_engine.cli.training import warnings_to
@@ -108,8 +108,8 @@ def preview(
     part: Split = "eval" if split == "eval" else "train"
     with render.show_progress(quiet=current_settings().quiet) as display, warnings_to(display.warning):
         readings: dict[str, Reading] = {"preference": "preferences", "reward_model": "rewards"}
-        given = list_teacher_columns(config) | (GIVEN if config.trainer == "preference" else frozenset())
-        needed = {need: asker for need, asker in columns_to_read(resolved, tokenizer).items() if need not in given}
+        supplied = list_teacher_columns(config) | (GIVEN if config.trainer == "preference" else frozenset())
+        needed = {need: asker for need, asker in columns_to_read(resolved, tokenizer).items() if need not in supplied}
         vision = vision_of(files.facts, load_vision(files.facts, limited))
         loaded = load_columns(
             limited,
@@ -122,10 +122,10 @@ def preview(
             reading=readings.get(config.trainer, "samples"),
         )
     rows = config.training.micro_batch_rows or config.training.batch_size
-    seen = look_at(loaded, tokenizer, samples=samples, batch_size=rows)
+    previewed = look_at(loaded, tokenizer, samples=samples, batch_size=rows)
     if as_json:
         import attrs
 
-        echo_json(attrs.asdict(seen), ensure_ascii=False)
+        echo_json(attrs.asdict(previewed), ensure_ascii=False)
     else:
-        render.show_preview(seen)
+        render.show_preview(previewed)

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 _SIZES = frozenset({"training.micro_batch_rows", "training.micro_batch_tokens"})
 
 READ_OF_TABLES = ReadKeys(frozenset({"plugins", *TABLES, *_SIZES}))
-"""Keys of a configuration that a comparison reads, beside those that `--a`, `--b` and the layouts decide."""
+"""Keys of a configuration that a comparison reads, in addition to those that `--a`, `--b` and the layouts decide."""
 
 READ_WITH_MODEL = ReadKeys(
     READ_OF_TABLES.names
@@ -104,7 +104,7 @@ def diff_backends(
     tolerance: float,
     trust_code: bool,
     as_json: bool,
-    **given: Any,
+    **options: Any,
 ) -> int:
     """Run one mini-batch through two backends and show logits, log-probabilities, loss, gradient norm and gradients side by side.
 
@@ -117,7 +117,7 @@ def diff_backends(
     """
     from skyrl_engine.cli import render
 
-    flags = flags_of(given)
+    flags = flags_of(options)
     if micro_batch_tokens is not None:
         flags["training.micro_batch_tokens"] = micro_batch_tokens
     raw = load_config(file, overrides, flags, trust_code=trust_code)
@@ -125,12 +125,12 @@ def diff_backends(
     if "model" in raw.table and click.get_current_context().get_parameter_source("family") is not ParameterSource.DEFAULT:
         raise click.UsageError("--family is the architecture of the small model, and a model is named. Leave it out.")
     layouts = {"a": _sizes(layout_a, "--layout-a"), "b": _sizes(layout, "--layout")}
-    found = _compare(raw, {"a": first, "b": second}, layouts, family, tolerance)
+    difference = _compare(raw, {"a": first, "b": second}, layouts, family, tolerance)
     if as_json:
-        echo(to_finite_json(_facts(found)))
+        echo(to_finite_json(_facts(difference)))
     else:
-        render.show_backend_difference(found)
-    return 0 if found.agrees else BROKEN
+        render.show_backend_difference(difference)
+    return 0 if difference.agrees else BROKEN
 
 
 def _refuse_unread(raw: "RawConfig", backends: Sequence[str]) -> None:
@@ -175,9 +175,9 @@ def _compare(
     from skyrl_engine.proof.depth import depth_of_agreement
 
     compare = _Comparison(raw, names, layouts, family, tolerance)
-    found = compare.whole()
-    if not found.forward_differs:
-        return found
+    difference = compare.whole()
+    if not difference.forward_differs:
+        return difference
     try:
         layers, cuts = compare.layers()
 
@@ -185,10 +185,10 @@ def _compare(
             echo(f"Forward passes differ: comparing them with the first {count} of {len(layers)} layers.", err=True)
             return compare.cut(count).forward_differs
 
-        return attrs.evolve(found, depth=depth_of_agreement(differs, layers, cuts))
+        return attrs.evolve(difference, depth=depth_of_agreement(differs, layers, cuts))
     except EngineError as error:
         echo(f"The layer is not named, the model cannot be cut short here: {error.cause}", err=True)
-        return found
+        return difference
 
 
 @attrs.define
@@ -230,8 +230,8 @@ class _Comparison:
             config = load_config(model, images=True)
             shorten(config, count)
             try:
-                for each in self.described.values():
-                    each.refuse_model(config, model)
+                for description in self.described.values():
+                    description.refuse_model(config, model)
             except UnsupportedError:
                 return False
             return True
@@ -308,14 +308,14 @@ def _with_backend(raw: "RawConfig", side: str, backend: str, layout: "ParallelSi
         return raw  # resolving it says what is wrong
     options = {key: value for key, value in own.items() if key != "use"} if own.get("use", "fsdp") == backend else {}
     decided_by_layout = PARALLEL_SIZES if layout.ranks == 1 else tuple(OPTIONS.values())
-    kept = {key: value for key, value in options.items() if key not in decided_by_layout}
-    here = {key: value for key, value in run.items() if key != "ray_address"}
+    own_options = {key: value for key, value in options.items() if key not in decided_by_layout}
+    run_options = {key: value for key, value in run.items() if key != "ray_address"}
     ranks = {"ranks": layout.ranks, "launch": "inline" if layout.ranks == 1 else "ray"}
     sizes = Origin("option", "--layout-a" if side == "a" else "--layout")
     decided = ("run.ranks", "run.launch", *(f"backend.{name}" for name in layout.options))
     return attrs.evolve(
         raw,
-        table={**raw.table, "backend": {"use": backend, **kept, **layout.options}, "run": {**here, **ranks}},
+        table={**raw.table, "backend": {"use": backend, **own_options, **layout.options}, "run": {**run_options, **ranks}},
         origins={**raw.origins, "backend.use": Origin("option", f"--{side}"), **dict.fromkeys(decided, sizes)},
     )
 
@@ -352,16 +352,16 @@ def _material(raw: "RawConfig", family: str) -> "Iterator[tuple[ResolvedConfig, 
         yield resolved, ModelConfig(directory, value_head=value_head), columns, CONTEXT
 
 
-def _facts(found: "BackendDifference") -> dict[str, Any]:
+def _facts(difference: "BackendDifference") -> dict[str, Any]:
     return {
-        "agrees": found.agrees,
-        "explanation": found.explanation,
-        "first_layer": found.first_layer,
-        "loss": {"a": found.a.measured.loss, "b": found.b.measured.loss, "relative": found.loss},
-        "gradient_norm": {"a": found.a.gradient_norm, "b": found.b.gradient_norm},
-        "outputs": [attrs.asdict(field) for field in found.fields],
-        "parameters": [attrs.asdict(parameter) for parameter in found.parameters],
-        "only_a": list(found.only_a),
-        "only_b": list(found.only_b),
-        "untried": dict(found.untried),
+        "agrees": difference.agrees,
+        "explanation": difference.explanation,
+        "first_layer": difference.first_layer,
+        "loss": {"a": difference.a.measured.loss, "b": difference.b.measured.loss, "relative": difference.loss},
+        "gradient_norm": {"a": difference.a.gradient_norm, "b": difference.b.gradient_norm},
+        "outputs": [attrs.asdict(field) for field in difference.fields],
+        "parameters": [attrs.asdict(parameter) for parameter in difference.parameters],
+        "only_a": list(difference.only_a),
+        "only_b": list(difference.only_b),
+        "untried": dict(difference.untried),
     }

@@ -78,7 +78,7 @@ def distill(
     env: str | None,
     columns: dict[str, str] | None,
     dry_run: bool,
-    **given: Any,
+    **options: Any,
 ) -> int:
     """Teach MODEL what a teacher knows: on MODEL's own samples, which the teacher scores, or on rows of data.
 
@@ -89,21 +89,21 @@ def distill(
     from skyrl_engine.config import Option, with_defaults
 
     sampled = prompts is not None or env is not None
-    if given["data"] is None and not sampled:
+    if options["data"] is None and not sampled:
         raise click.UsageError(
             "there is nothing to learn on. Give --data, rows of prompts and answers, or --teacher with one of --prompts and --env."
         )
-    if given["data"] is not None and sampled:
+    if options["data"] is not None and sampled:
         raise click.UsageError("--prompts and --env are for the student to sample at, instead of --data. Leave them out.")
-    if sampled and given["teacher"] is None:
+    if sampled and options["teacher"] is None:
         raise click.UsageError("samples are scored by a teacher. Give --teacher.")
     keys, others = (_ON_SAMPLES, _ON_ROWS) if sampled else (_ON_ROWS, _ON_SAMPLES)
-    alien = next((name for name in others if name not in keys and given[name] is not None), None)
+    alien = next((name for name in others if name not in keys and options[name] is not None), None)
     if alien is not None:
         raise click.UsageError(
             f"--{alien.replace('_', '-')} goes with {'--prompts or --env' if keys is _ON_ROWS else '--data'}. Leave it out."
         )
-    flags: dict[str, Any] = {**values_by_key(keys, given), **flags_of(given)}
+    flags: dict[str, Any] = {**values_by_key(keys, options), **flags_of(options)}
     if keys is _ON_ROWS:
         flags = {"trainer": "sft", **flags, **columns_by_key(columns)}
     else:

@@ -80,11 +80,11 @@ def show_environment(name: str, overrides: tuple[str, ...], *, as_json: bool) ->
     if not any(sizes.values()):
         raise DataError(f"{part.label} has no task", remedy="Check the environment's options")
     first = task_at(part, tasks, 0) if sizes["train"] else None
-    begun: tuple[Any, ...] = ()
+    first_turn: tuple[Any, ...] = ()
     if first is not None:
         refuse_unsendable(first, f"{part.label}: task {first.key!r}")
         with _blame_episode(name, first):
-            begun, _, _ = asyncio.run(_play(environment, name, first, 0, ()))
+            first_turn, _, _ = asyncio.run(_play(environment, name, first, 0, ()))
     facts = {
         "environment": part.label,
         **attrs.asdict(environment.claims),
@@ -94,9 +94,9 @@ def show_environment(name: str, overrides: tuple[str, ...], *, as_json: bool) ->
     }
     if as_json:
         task = None if first is None else attrs.asdict(first)
-        first_messages = [dict(message) for message in begun]
-        told = {**facts, "options": dict(plugin.table), "takes": options, "first_task": task, "begin": first_messages}
-        echo_json(told, ensure_ascii=False)
+        first_messages = [dict(message) for message in first_turn]
+        report = {**facts, "options": dict(plugin.table), "takes": options, "first_task": task, "begin": first_messages}
+        echo_json(report, ensure_ascii=False)
         return
     from skyrl_engine.cli.render import show_facts, show_heading
 
@@ -105,7 +105,7 @@ def show_environment(name: str, overrides: tuple[str, ...], *, as_json: bool) ->
     if first is not None:
         show_heading("First task")
         _show_task(first)
-        _show_messages(begun)
+        _show_messages(first_turn)
 
 
 @env.command("try", reads=NO_KEYS)
@@ -140,29 +140,29 @@ def try_environment(
     if number >= len(tasks):
         raise click.UsageError(f"There is no task {number:,}: {split} has {len(tasks):,}.")
     task = task_at(part, tasks, number)
-    said = _with_stdin(answers) or _solution(environment, task)
+    texts = _with_stdin(answers) or _solution(environment, task)
     with _blame_episode(name, task):
-        begun, turns, success = asyncio.run(_play(environment, name, task, seed, said))
+        first_turn, turns, success = asyncio.run(_play(environment, name, task, seed, texts))
     reward = math.fsum(
-        each for _, result in turns for each in ((result.reward,) if result.token_rewards is None else result.token_rewards)
+        amount for _, result in turns for amount in ((result.reward,) if result.token_rewards is None else result.token_rewards)
     )
     if success is None:
         success = environment.claims.succeeds(reward)
     if as_json:
-        told = {
+        report = {
             "task": attrs.asdict(task),
-            "begin": [dict(message) for message in begun],
+            "begin": [dict(message) for message in first_turn],
             "turns": [{"said": action.text, **_calls(action), "result": attrs.asdict(result)} for action, result in turns],
             "reward": reward,
             "success": success,
         }
-        echo_json(told, ensure_ascii=False, default=float)
+        echo_json(report, ensure_ascii=False, default=float)
         return
     from skyrl_engine.cli.render import show_facts, show_heading
 
     show_heading(f"Task {task.key}")
     _show_task(task)
-    _show_messages(begun)
+    _show_messages(first_turn)
     for turn, (action, result) in enumerate(turns):
         show_heading(f"Turn {turn}")
         echo(f"assistant: {action.text}")
@@ -224,7 +224,7 @@ def _show_options_alone(
 
     show_facts({"environment": str(record)})
     _show_options(options)
-    echo(f"\nFor its tasks, give what it needs: skyrl-engine env show {name} {' '.join(f'{each}=VALUE' for each in needed)}")
+    echo(f"\nFor its tasks, give what it needs: skyrl-engine env show {name} {' '.join(f'{option}=VALUE' for option in needed)}")
 
 
 def _yes_or_no(value: Any) -> Any:
@@ -272,16 +272,16 @@ def _solution(environment: "Environment", task: "Task") -> tuple[str, ...]:
 def _calls(action: "Action") -> dict[str, Any]:
     """Return the tools that a turn calls, where it calls any, and what cannot be read of that."""
     calls = [{"name": call.name, "arguments": dict(call.arguments)} for call in action.tool_calls]
-    told = {"tool_calls": calls, "tool_problem": action.tool_problem}
-    return {name: value for name, value in told.items() if value}
+    facts = {"tool_calls": calls, "tool_problem": action.tool_problem}
+    return {name: value for name, value in facts.items() if value}
 
 
 async def _play(
-    environment: "Environment", name: str, task: "Task", seed: int, said: tuple[str, ...]
+    environment: "Environment", name: str, task: "Task", seed: int, texts: tuple[str, ...]
 ) -> "tuple[tuple[Any, ...], list[tuple[Action, StepResult]], bool | None]":
     """Play an attempt; return its first messages, the turns with their answers, and whether it says of itself to be a success.
 
-    Where nothing is `said`, it ends at its start.
+    Without `texts`, it ends at its start.
     """
     from skyrl_engine.contracts import Action
     from skyrl_engine.errors import ContractError
@@ -296,12 +296,12 @@ async def _play(
 
     episode = environment.open(task, seed)
     try:
-        begun: Any = await _await_value(episode.begin())
-        refuse(wrong_messages(begun, "begin"))
+        first_turn: Any = await _await_value(episode.begin())
+        refuse(wrong_messages(first_turn, "begin"))
         turns: list[tuple[Action, StepResult]] = []
         success = None
-        while said and len(turns) < environment.claims.max_turns and (not turns or not turns[-1][1].done):
-            text = said[min(len(turns), len(said) - 1)]
+        while texts and len(turns) < environment.claims.max_turns and (not turns or not turns[-1][1].done):
+            text = texts[min(len(turns), len(texts) - 1)]
             tokens = tuple(text.encode()) or (0,)
             # there is no chat template: the call itself says in which way it is written
             calls, problem = read_tool_calls(text, template_family(text), task.tools) if task.tools else ((), None)
@@ -310,7 +310,7 @@ async def _play(
             refuse(wrong_with(result, tokens=len(tokens), claimed=environment.claims.columns))
             turns.append((action, result))
             success = success if result.success is None else result.success
-        return tuple(begun), turns, success
+        return tuple(first_turn), turns, success
     finally:
         await _await_value(episode.close())
 

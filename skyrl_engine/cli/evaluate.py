@@ -151,7 +151,7 @@ def evaluate(
     trust_code: bool,
     as_json: bool,
     overrides: tuple[str, ...],
-    **given: Any,
+    **options: Any,
 ) -> int:
     """Attempt tasks with the model of the run directory RUN, or with MODEL, and print average reward and pass@k.
 
@@ -178,14 +178,14 @@ def evaluate(
     tasks = _one(data)
     of_run = _tasks_of(run, tool) if run is not None and reward and tasks is None else {}
     named = {} if columns is None else {"map": {**of_run.get("map", {}), **columns}}
-    asked = {} if tasks is None else dict.fromkeys(("data", "eval_data"), Option("--data", tasks))
-    environments = environment_tables(env, reward, tool, {**asked, **of_run, **named})
+    of_tasks = {} if tasks is None else dict.fromkeys(("data", "eval_data"), Option("--data", tasks))
+    environments = environment_tables(env, reward, tool, {**of_tasks, **of_run, **named})
     settings = current_settings()
     settings.mapped = mapped_by_option(env, reward)
     with tempfile.TemporaryDirectory(prefix="skyrl-engine-evaluate-") as scratch:
         folder = None if run is None else _model_of(run, step, Path(scratch))
         flags: dict[str, Any] = {"trainer": "rl", "model.path": model if folder is None else str(folder)}
-        flags |= values_by_key(_KEYS, select_given_options(given))
+        flags |= values_by_key(_KEYS, select_given_options(options))
         if trust_remote_code:
             flags["model.trust_remote_code"] = Option("--trust-remote-code", value=True)
         if environments:
@@ -194,8 +194,8 @@ def evaluate(
         raw = load_config(file, overrides, flags, trust_code=trust_code, part=part)
         raw = with_defaults(raw, {"evaluation.samples": 1, **({"evaluation.tasks": sys.maxsize} if data else {})}, _COMMAND)
         table = raw.table["evaluation"]
-        one = isinstance(table, dict) and table["samples"] == 1
-        raw = with_defaults(raw, {"evaluation.temperature": 0.0 if one else 1.0}, _COMMAND)
+        is_single = isinstance(table, dict) and table["samples"] == 1
+        raw = with_defaults(raw, {"evaluation.temperature": 0.0 if is_single else 1.0}, _COMMAND)
         # before anything of the run is loaded: it says whose code may run
         resolved = resolve_read(raw, _remedy_for(raw))
         chosen = resolved.config.run
@@ -206,15 +206,15 @@ def evaluate(
                 allowed = resolved.config.model.trust_remote_code
                 display.data("writing the checkpoint as a model", 0, 0)
                 export_checkpoint(run, folder, step, ExportChoices(model=model, merge=True, trust_remote_code=allowed))
-            found = evaluate_model(
+            report = evaluate_model(
                 resolved, split="train" if split == "train" else "eval", progress=display.data, trained_on=_read_training_data(run)
             )
     if output is not None:
-        _write(found, output)
+        _write(report, output)
     if as_json:
-        echo_json({"tasks": len(found.groups), "metrics": dict(found.metrics)})
+        echo_json({"tasks": len(report.groups), "metrics": dict(report.metrics)})
         return 0
-    _show(found)
+    _show(report)
     if output is not None:
         echo(f"attempts: {output}")
     return 0
@@ -262,12 +262,12 @@ def _keep_run_tables(table: Mapping[str, Any]) -> dict[str, Any]:
 
     Prompts are written as the run's were: where it went through a dataset, `data.template` says so.
     """
-    kept = {name: {key: table[name][key] for key in keys if key in table.get(name, {})} for name, keys in _OF_RUN.items()}
+    tables = {name: {key: table[name][key] for key in keys if key in table.get(name, {})} for name, keys in _OF_RUN.items()}
     if table.get("trainer") == "rl":
-        kept |= {name: table[name] for name in ("generator", "rollouts", "environments") if table.get(name)}
+        tables |= {name: table[name] for name in ("generator", "rollouts", "environments") if table.get(name)}
     elif "template" in table.get("data", {}):
-        kept["rl"] = {**kept["rl"], "template": table["data"]["template"]}
-    return kept
+        tables["rl"] = {**tables["rl"], "template": table["data"]["template"]}
+    return tables
 
 
 def _read_training_data(run: Path | None) -> dict[str, Any] | None:
@@ -282,7 +282,7 @@ def _read_training_data(run: Path | None) -> dict[str, Any] | None:
 
 
 def _tasks_of(run: Path, tools: tuple[str, ...]) -> dict[str, Any]:
-    """Return where the tasks of a run lie, as options of an environment, for a reward that is given anew.
+    """Return where the tasks of a run are, as options of an environment, for a reward that is given again.
 
     Nothing where the run has no such tasks, or of several environments. Refuses to leave its tools out in silence.
     """
@@ -293,12 +293,16 @@ def _tasks_of(run: Path, tools: tuple[str, ...]) -> dict[str, Any]:
 
     table, _ = read_file(_config_of(run))
     listed = table.get("environments")
-    found = [each for each in listed if isinstance(each, dict) and "data" in each] if isinstance(listed, list) else []
-    if len(found) != 1 or len(found) < len(listed or ()):
+    with_data = (
+        [environment for environment in listed if isinstance(environment, dict) and "data" in environment]
+        if isinstance(listed, list)
+        else []
+    )
+    if len(with_data) != 1 or len(with_data) < len(listed or ()):
         return {}
-    if found[0].get("tools") and not tools:
+    if with_data[0].get("tools") and not tools:
         raise click.UsageError(f"The tasks of {run} have tools. Give --tool FUNCTION too, or tasks of your own with --data.")
-    return {field.name: found[0][field.name] for field in attrs.fields(TableOptions) if field.name in found[0]}
+    return {field.name: with_data[0][field.name] for field in attrs.fields(TableOptions) if field.name in with_data[0]}
 
 
 def _model_of(run: Path, step: int | None, scratch: Path) -> Path:
@@ -311,26 +315,26 @@ def _model_of(run: Path, step: int | None, scratch: Path) -> Path:
     return scratch / "model"
 
 
-def _write(found: "EvaluationReport", output: Path) -> None:
+def _write(report: "EvaluationReport", output: Path) -> None:
     from skyrl_engine.rollout.exported import rows_of, write_rows
 
     def decode(ids: Any) -> str:
-        return str(found.tokenizer.decode(list(ids)))
+        return str(report.tokenizer.decode(list(ids)))
 
-    rows = (row for group in found.groups for row in rows_of(group, decode=decode))
+    rows = (row for group in report.groups for row in rows_of(group, decode=decode))
     write_rows(rows, output, "parquet" if output.suffix == ".parquet" else "jsonl")
 
 
-def _show(found: "EvaluationReport") -> None:
+def _show(report: "EvaluationReport") -> None:
     from skyrl_engine.cli.render import show_table
 
     prefix = "evaluation/"
     rows = []
-    for name, value in found.metrics.items():
-        low, high = found.metrics.get(f"{name}_low"), found.metrics.get(f"{name}_high")
+    for name, value in report.metrics.items():
+        low, high = report.metrics.get(f"{name}_low"), report.metrics.get(f"{name}_high")
         if name.endswith(("_low", "_high")):
             continue
         between = "" if low is None or high is None else f"{low:.4f} to {high:.4f}"
         rows.append((name.removeprefix(prefix), f"{value:.4f}", between))
-    echo(f"{len(found.groups):,} tasks of {', '.join(found.names)}")
+    echo(f"{len(report.groups):,} tasks of {', '.join(report.names)}")
     show_table(("", "mean", "95 % of resampled tasks"), rows)

@@ -33,8 +33,8 @@ def exit_code_of(error: BaseException, settings: CommandSettings) -> int:
             return _leave_pipe()
         case click.UsageError():
             message = _sentence(error.format_message())
-            asked = error.ctx.command_path if error.ctx else "skyrl-engine"
-            _finish(error, settings, f"error: {message} See `{asked} --help`.")
+            command = error.ctx.command_path if error.ctx else "skyrl-engine"
+            _finish(error, settings, f"error: {message} See `{command} --help`.")
             return USAGE
         case click.ClickException():
             _finish(error, settings, f"error: {_sentence(error.format_message())}")
@@ -45,10 +45,10 @@ def exit_code_of(error: BaseException, settings: CommandSettings) -> int:
             return error.exit_code
         case _:
             log = settings.log or _write_crash_log(error)
-            told = f"{type(error).__name__}: {_one_line(str(error)) or 'no message'}"
+            summary = f"{type(error).__name__}: {_one_line(str(error)) or 'no message'}"
             place = f"The traceback is in {log}" if log else "No log could be written"
             again = "" if settings.debug else "; run again with --debug to see it here"
-            _finish(error, settings, f"error: unexpected {_sentence(told)} {place}{again}.")
+            _finish(error, settings, f"error: unexpected {_sentence(summary)} {place}{again}.")
             return RUNTIME
 
 

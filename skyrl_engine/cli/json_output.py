@@ -10,12 +10,12 @@ from skyrl_engine.visible import in_quotes
 
 def to_finite_json(value: Any) -> str:
     """Return `value` as indented JSON; a number that is not finite becomes null."""
-    return in_quotes(json.dumps(_finite(value), indent=2, allow_nan=False))
+    return in_quotes(json.dumps(_replace_infinite(value), indent=2, allow_nan=False))
 
 
-def _finite(value: Any) -> Any:
+def _replace_infinite(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {key: _finite(each) for key, each in value.items()}
-    return [_finite(each) for each in value] if isinstance(value, list | tuple) else value
+        return {key: _replace_infinite(member) for key, member in value.items()}
+    return [_replace_infinite(member) for member in value] if isinstance(value, list | tuple) else value

@@ -14,11 +14,11 @@ def key_values(metavar: str, meaning: str) -> Callable[[Function], Function]:
 
     def decorate(function: Function) -> Function:
         @functools.wraps(function)
-        def called(*arguments: Any, overrides: tuple[str, ...], settings: tuple[str, ...], **others: Any) -> Any:
+        def call_with_settings(*arguments: Any, overrides: tuple[str, ...], settings: tuple[str, ...], **others: Any) -> Any:
             return function(*arguments, overrides=(*overrides, *settings), **others)
 
         option = click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help=meaning)
-        decorated = click.argument("overrides", nargs=-1, metavar=metavar)(option(called))
+        decorated = click.argument("overrides", nargs=-1, metavar=metavar)(option(call_with_settings))
         return cast("Function", decorated)
 
     return decorate

@@ -98,10 +98,10 @@ run_options = in_order(
 )
 
 
-def _columns(_context: click.Context, _option: click.Parameter, given: tuple[str, ...]) -> dict[str, str] | None:
+def _columns(_context: click.Context, _option: click.Parameter, texts: tuple[str, ...]) -> dict[str, str] | None:
     """Return the data's own names by ours, None where the option is not given."""
-    pairs = [text.partition("=") for text in given]
-    for text, (ours, equals, theirs) in zip(given, pairs, strict=True):
+    pairs = [text.partition("=") for text in texts]
+    for text, (ours, equals, theirs) in zip(texts, pairs, strict=True):
         if not (ours.strip() and equals and theirs.strip()):
             raise click.BadParameter(f"{text!r} is not of the form OURS=THEIRS, such as prompt=question.")
         if sum(other[0].strip() == ours.strip() for other in pairs) > 1:
@@ -147,11 +147,11 @@ def dataset_options(data: str, batch_size: str, *more: Callable[[Any], Any]) -> 
     )
 
 
-def values_by_key(keys: Mapping[str, str], given: Mapping[str, Any]) -> "dict[str, Option]":
+def values_by_key(keys: Mapping[str, str], options: Mapping[str, Any]) -> "dict[str, Option]":
     """Return the options that were given, by the keys that `keys` says they set."""
     from skyrl_engine.config import Option
 
-    return {key: Option(f"--{name.replace('_', '-')}", given[name]) for name, key in keys.items() if given[name] is not None}
+    return {key: Option(f"--{name.replace('_', '-')}", options[name]) for name, key in keys.items() if options[name] is not None}
 
 
 def select_given_options(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -184,7 +184,7 @@ def resolve_read(raw: "RawConfig", remedy: Callable[[str], str | None]) -> "Reso
         resolved = resolve(raw)
     except ConfigError as error:
         known = {problem.where for problem in error.problems}
-        raise ConfigError([*error.problems, *(each for each in unread if each.where not in known)]) from error
+        raise ConfigError([*error.problems, *(mistake for mistake in unread if mistake.where not in known)]) from error
     except EngineError as error:
         if unread:
             raise ConfigError(unread) from error
@@ -199,9 +199,9 @@ def _find_unread(raw: "RawConfig", remedy: Callable[[str], str | None]) -> "list
 
     name = click.get_current_context().info_name
     return [
-        Problem(f"{origin}: {key}", f"is nothing that {name} reads", told)
+        Problem(f"{origin}: {key}", f"is nothing that {name} reads", advice)
         for key, origin in raw.origins.items()
-        if origin.kind == "command line" and (told := remedy(key)) is not None
+        if origin.kind == "command line" and (advice := remedy(key)) is not None
     ]
 
 
@@ -217,9 +217,9 @@ def file_argument(*, required: bool) -> Callable[[Function], Function]:
     return click.argument("file", type=click.Path(path_type=Path), required=required, metavar="CONFIG" if required else "[CONFIG]")
 
 
-def one_or_several(_context: click.Context, _option: click.Parameter, given: tuple[str, ...]) -> str | list[str] | None:
+def one_or_several(_context: click.Context, _option: click.Parameter, values: tuple[str, ...]) -> str | list[str] | None:
     """Return the value of an option that may be repeated as a key takes it: one text, a list of them, or None where it is not given."""
-    return None if not given else given[0] if len(given) == 1 else list(given)
+    return None if not values else values[0] if len(values) == 1 else list(values)
 
 
 def flags_of(choices: Mapping[str, Any]) -> dict[str, Any]:
@@ -249,7 +249,7 @@ def load_config(
     from skyrl_engine.config import load
     from skyrl_engine.config.trust.consent import Consent
 
-    consent = Consent(given=trust_code, ask=_ask if sys.stdin.isatty() and sys.stderr.isatty() else None)
+    consent = Consent(is_given=trust_code, ask=_ask if sys.stdin.isatty() and sys.stderr.isatty() else None)
     if file is not None and "=" in str(file) and not file.exists():
         return load(None, (str(file), *overrides), flags or {}, consent=consent)
     return load(file, overrides, flags or {}, consent=consent, part=part)

@@ -32,7 +32,7 @@ class _Above:
     """The process above the run: it waits, passes on what it is sent, and ends as the run does."""
 
     run: int
-    told: int
+    log_pipe: int
 
     def wait(self) -> int:
         """Return the status of the run's process, as os.waitpid gives it."""
@@ -54,10 +54,10 @@ class _Above:
             os.kill(self.run, signal.SIGCONT)
 
     def log(self) -> Path | None:
-        """Return the log that the run has told of; None where it has not come so far."""
-        os.set_blocking(self.told, False)
+        """Return the log that the run has named; None where it has not come so far."""
+        os.set_blocking(self.log_pipe, False)
         try:
-            text = os.read(self.told, 1 << 16)
+            text = os.read(self.log_pipe, 1 << 16)
         except BlockingIOError:
             return None
         return Path(os.fsdecode(text)) if text else None
@@ -72,16 +72,16 @@ def run_under_watch(settings: CommandSettings, *, ranks: int, joined: bool) -> N
         return
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    told, tells = os.pipe()
-    with _blocked():
+    reading_end, writing_end = os.pipe()
+    with _block_signals():
         above = os.getpid()
         process = os.fork()
         if process == 0:
-            os.close(told)
-            _become_the_run(settings, tells, above)
+            os.close(reading_end)
+            _become_the_run(settings, writing_end, above)
         else:
-            os.close(tells)
-            watcher = _Above(process, told)
+            os.close(writing_end)
+            watcher = _Above(process, reading_end)
             code = os.waitstatus_to_exitcode(watcher.wait())
     if process == 0:
         return
@@ -89,27 +89,27 @@ def run_under_watch(settings: CommandSettings, *, ranks: int, joined: bool) -> N
     if code < 0:
         _die_by(-code)
     if code == ENDED_BY_RAY:
-        raise _ended_by_ray(settings.log, ranks, joined=joined)
+        raise _describe_end_by_ray(settings.log, ranks, joined=joined)
     raise click.exceptions.Exit(code)
 
 
 @contextmanager
-def _blocked() -> Iterator[None]:
+def _block_signals() -> Iterator[None]:
     """Hold signals back: what comes before the run's process is there is passed on to it."""
-    held = {signal.SIGINT, signal.SIGTERM, signal.SIGTSTP, signal.SIGCHLD}
+    signals = {signal.SIGINT, signal.SIGTERM, signal.SIGTSTP, signal.SIGCHLD}
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
-        held.add(signal.SIGHUP)
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, held)
+        signals.add(signal.SIGHUP)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _become_the_run(settings: CommandSettings, tells: int, above: int) -> None:
+def _become_the_run(settings: CommandSettings, writing_end: int, above: int) -> None:
     """Make the new process the run's: it dies with the one above, and no signal that is passed on reaches it twice."""
     settings.owns_process = False
-    settings.tell_log = lambda path: os.write(tells, os.fsencode(path.absolute()))
+    settings.tell_log = lambda path: os.write(writing_end, os.fsencode(path.absolute()))
     # a terminal sends its signals to a whole group
     os.setpgid(0, 0)
     ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGKILL)
@@ -124,7 +124,7 @@ def _die_by(number: int) -> None:
     os.kill(os.getpid(), number)
 
 
-def _ended_by_ray(log: Path | None, ranks: int, *, joined: bool) -> WorkerError:
+def _describe_end_by_ray(log: Path | None, ranks: int, *, joined: bool) -> WorkerError:
     """Return the failure of a run whose process Ray ended, after it is recorded."""
     from skyrl_engine.run.session import record_failure
     from skyrl_engine.workers.rank_log import ranks_in_words

@@ -25,9 +25,9 @@ def parse_options(texts: tuple[str, ...], named: Mapping[str, Any] = MappingProx
 
     raw = load(None, texts, {key: Option(f"the name, its {key}", value) for key, value in named.items()})
     if raw.problems:
-        # an option of a plugin stands in no section
+        # an option of a plugin is in no section
         raise ConfigError(
-            [attrs.evolve(each, remedy=each.remedy.replace("section.key=value", "key=value")) for each in raw.problems]
+            [attrs.evolve(problem, remedy=problem.remedy.replace("section.key=value", "key=value")) for problem in raw.problems]
         )
     return dict(raw.table)
 

@@ -30,13 +30,13 @@ _KEYS = {**DATASET_KEYS, "preset": "preference.preset", "reference": "reference.
 )
 @plugin_options("preference")
 @click.option("--dry-run", is_flag=True, help="Plan the run, refuse what cannot work, train nothing.")
-def preference(overrides: tuple[str, ...], dry_run: bool, columns: dict[str, str] | None, **given: Any) -> int:
+def preference(overrides: tuple[str, ...], dry_run: bool, columns: dict[str, str] | None, **options: Any) -> int:
     """Train MODEL on the preferences in DATA: pairs of a chosen and a rejected answer, or single answers with a label.
 
     The configuration that the options make is printed, as TOML: `skyrl-engine preference ... > my.toml` keeps it for
     `skyrl-engine run my.toml`. All else goes to stderr.
     """
     raw = load_config(
-        None, overrides, {"trainer": "preference", **values_by_key(_KEYS, given), **columns_by_key(columns), **flags_of(given)}
+        None, overrides, {"trainer": "preference", **values_by_key(_KEYS, options), **columns_by_key(columns), **flags_of(options)}
     )
     return print_and_run(raw, dry_run=dry_run)

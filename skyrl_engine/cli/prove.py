@@ -61,7 +61,7 @@ def prove(
     family: str,
     trust_code: bool,
     as_json: bool,
-    **given: Any,
+    **options: Any,
 ) -> int:
     """Prove that the gradient does not depend on how a batch is cut.
 
@@ -76,7 +76,7 @@ def prove(
         _list_plants()
         return 0
     chosen = None if plant is None else _plant(plant)
-    raw = load_config(file, overrides, flags_of(given), trust_code=trust_code)
+    raw = load_config(file, overrides, flags_of(options), trust_code=trust_code)
     unread = "Remove it: of a configuration, plugins and their options are read"
     refuse_unread(raw, lambda key: None if READ.has(key) else unread)
     resolved = dict(_by_collator(raw))

@@ -142,9 +142,9 @@ def show_verdict(label: str, options: Mapping[str, Any], verdict: "Verdict") -> 
                 show_lines([f"  So for {_format_promise_count(others)}."])
     if waiting:  # a broken promise is why others are undecided
         reasons = {_reason(finding) for finding in waiting}
-        seen = [finding for finding in broken if _reason(finding) in reasons] or broken
-        told = f"{_format_promise_count(waiting)}; see {', '.join(finding.promise for finding in seen)}"
-        console.print(Text.assemble((f"{'undecided':<13}", styles["undecided"]), (told, "dim")))
+        findings = [finding for finding in broken if _reason(finding) in reasons] or broken
+        summary = f"{_format_promise_count(waiting)}; see {', '.join(finding.promise for finding in findings)}"
+        console.print(Text.assemble((f"{'undecided':<13}", styles["undecided"]), (summary, "dim")))
     counts = Counter(finding.status for finding in verdict.findings)
     console.print()
     console.print(Text(", ".join(f"{count} {status}" for status, count in counts.most_common()), style="bold"))
@@ -202,9 +202,9 @@ def show_progress(*, quiet: bool) -> Iterator[ProgressDisplay]:
                 bar.update(task, total=progress.total_steps or None, completed=progress.step, description=str(progress))
 
             def data(label: str, done: int, total: int) -> None:
-                told = f"{label}: {done:,} of {total:,}" if total else f"{label} ..."
+                description = f"{label}: {done:,} of {total:,}" if total else f"{label} ..."
                 # what cannot be counted may keep this process so busy that the bar's own thread gets no turn
-                bar.update(task, total=total or None, completed=done, description=told, refresh=not total)
+                bar.update(task, total=total or None, completed=done, description=description, refresh=not total)
 
             yield ProgressDisplay(training, data, warning)
 
@@ -278,10 +278,10 @@ def _format_kept_rows(kind: "KnownFormat", samples: int, rows: int) -> str:
     return f"{samples // 2:,} pairs of {rows:,} rows" if FORMATS[kind].gives == "pair" else f"{samples:,} of {rows:,} rows"
 
 
-def show_preview(seen: "Preview") -> None:
+def show_preview(preview: "Preview") -> None:
     """Print samples with their loss-carrying tokens marked, counts, and lengths as a histogram, on stdout."""
     console = _console()
-    for sample in seen.samples:
+    for sample in preview.samples:
         carrying = sum(token.loss for token in sample.tokens)
         console.print(
             Text(
@@ -291,17 +291,17 @@ def show_preview(seen: "Preview") -> None:
         )
         console.print(_mark_loss_tokens(sample, coloured=console.color_system is not None))
         console.print()
-    if seen.samples:
+    if preview.samples:
         console.print(
             "tokens that carry loss are green" if console.color_system else f"{_OPEN}...{_CLOSE} carries loss", style="dim"
         )
         console.print()
-    counts = seen.counts
+    counts = preview.counts
     show_facts(
         {
-            "dataset": f"{seen.name} ({seen.format})",
-            "written": seen.written,
-            "samples": _format_kept_rows(seen.format, counts.samples, counts.rows),
+            "dataset": f"{preview.name} ({preview.format})",
+            "written": preview.written,
+            "samples": _format_kept_rows(preview.format, counts.samples, counts.rows),
             "dropped": f"{counts.dropped_overlong:,} over-long, {counts.dropped_without_loss:,} without a token that carries loss"
             + (f", {counts.dropped_bad_images:,} with bad images" if counts.dropped_bad_images else "")
             + (f", {counts.dropped_with_unit:,} with another of their unit" if counts.dropped_with_unit else "")
@@ -309,24 +309,25 @@ def show_preview(seen: "Preview") -> None:
             "truncated": f"{counts.truncated:,}",
             **({"left out": f"{counts.excluded_turns:,} assistant turns, by their own weight"} if counts.excluded_turns else {}),
             "tokens": f"{counts.tokens:,}, of which {counts.loss_tokens:,} carry loss ({counts.loss_tokens / max(counts.tokens, 1):.1%})",
-            "length": f"{seen.shortest} to {seen.longest} tokens, median {seen.median:g}",
-            "padding": f"{seen.padding_share:.1%} in batches of {seen.batch_size}, {seen.padding_share_sorted:.1%} if sorted by length",
+            "length": f"{preview.shortest} to {preview.longest} tokens, median {preview.median:g}",
+            "padding": f"{preview.padding_share:.1%} in batches of {preview.batch_size}, "
+            f"{preview.padding_share_sorted:.1%} if sorted by length",
             **({"images": f"{counts.images:,}, of {counts.image_tokens:,} tokens"} if counts.images else {}),
-            **({} if seen.groups is None else {"groups": f"{seen.groups:,}"}),
+            **({} if preview.groups is None else {"groups": f"{preview.groups:,}"}),
             **{
                 f"column {column.name}": f"{column.low:g} to {column.high:g}, mean {column.mean:g}"
                 + (f" ({column.per_token} per token)" if column.per_token > 1 else "")
-                for column in seen.columns
+                for column in preview.columns
             },
         }
     )
     console.print()
-    most = max((each.samples for each in seen.histogram), default=0)
+    most = max((span.samples for span in preview.histogram), default=0)
     show_table(
         ("tokens", "samples", ""),
         [
-            (_range(each.low, each.high), f"{each.samples:,}", "█" * -(-_HISTOGRAM_WIDTH * each.samples // max(most, 1)))
-            for each in seen.histogram
+            (_range(span.low, span.high), f"{span.samples:,}", "█" * -(-_HISTOGRAM_WIDTH * span.samples // max(most, 1)))
+            for span in preview.histogram
         ],
     )
 
@@ -365,12 +366,12 @@ def show_proof_row(row: "CaseResult") -> None:
 _PARAMETERS_SHOWN = 8
 
 
-def show_backend_difference(found: "BackendDifference") -> None:
+def show_backend_difference(difference: "BackendDifference") -> None:
     """Print two backends side by side, the parameters that differ most, and the conclusion."""
-    a, b = found.a, found.b
+    a, b = difference.a, difference.b
     factor = a.gradient_norm / b.gradient_norm if b.gradient_norm else float("nan")
     rows = [
-        ("loss", f"{a.measured.loss:.8g}", f"{b.measured.loss:.8g}", f"{found.loss:.1e} relative"),
+        ("loss", f"{a.measured.loss:.8g}", f"{b.measured.loss:.8g}", f"{difference.loss:.1e} relative"),
         ("gradient norm", f"{a.gradient_norm:.8g}", f"{b.gradient_norm:.8g}", f"x{factor:.6f}"),
     ]
     rows += [
@@ -380,30 +381,30 @@ def show_backend_difference(found: "BackendDifference") -> None:
             "",
             f"{field.largest:.1e} at most, at sample {field.sample}, token {field.token}" if field.largest else "none",
         )
-        for field in found.fields
+        for field in difference.fields
     ]
     show_table(("", a.name, b.name, "difference"), rows)
-    show_heading(f"gradients of {len(found.parameters)} parameters, the most different first")
+    show_heading(f"gradients of {len(difference.parameters)} parameters, the most different first")
     show_table(
         ("parameter", "relative", "norm of the first", "norm of the second", "factor", "cosine"),
         [
             (
-                each.name,
-                f"{each.relative:.1e}",
-                f"{each.norm_a:.4g}",
-                f"{each.norm_b:.4g}",
-                f"{each.factor:.6f}",
-                f"{each.direction:.6f}",
+                gradient.name,
+                f"{gradient.relative:.1e}",
+                f"{gradient.norm_a:.4g}",
+                f"{gradient.norm_b:.4g}",
+                f"{gradient.factor:.6f}",
+                f"{gradient.direction:.6f}",
             )
-            for each in found.worst[:_PARAMETERS_SHOWN]
+            for gradient in difference.worst[:_PARAMETERS_SHOWN]
         ],
     )
-    for name, length in found.untried.items():
+    for name, length in difference.untried.items():
         _console().print(
             f"not compared: the model changes at {length:,} tokens ({escape(name)}), and the rows are not on both sides of it",
             style="yellow",
         )
-    for name, missing in (("first", found.only_b), ("second", found.only_a)):
+    for name, missing in (("first", difference.only_b), ("second", difference.only_a)):
         for parameter in missing:
             _console().print(f"the {name} backend has no gradient of {escape(parameter)}", style="red")
-    _console().print(f"\n{escape(found.explanation)}", style="green" if found.agrees else "bold red")
+    _console().print(f"\n{escape(difference.explanation)}", style="green" if difference.agrees else "bold red")

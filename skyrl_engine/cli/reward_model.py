@@ -23,7 +23,7 @@ from skyrl_engine.cli.run import print_and_run
 @dataset_options("Preferences", "Samples of one optimizer step, over all ranks; a pair is two.")
 @plugin_options("reward_model")
 @click.option("--dry-run", is_flag=True, help="Plan the run, refuse what cannot work, train nothing.")
-def reward_model(overrides: tuple[str, ...], dry_run: bool, columns: dict[str, str] | None, **given: Any) -> int:
+def reward_model(overrides: tuple[str, ...], dry_run: bool, columns: dict[str, str] | None, **options: Any) -> int:
     """Train MODEL to value answers, on pairs of a chosen and a rejected answer in DATA. It is exported as a sequence classifier.
 
     The configuration that the options make is printed, as TOML: `skyrl-engine reward-model ... > my.toml` keeps it for
@@ -32,6 +32,6 @@ def reward_model(overrides: tuple[str, ...], dry_run: bool, columns: dict[str, s
     raw = load_config(
         None,
         overrides,
-        {"trainer": "reward_model", **values_by_key(DATASET_KEYS, given), **columns_by_key(columns), **flags_of(given)},
+        {"trainer": "reward_model", **values_by_key(DATASET_KEYS, options), **columns_by_key(columns), **flags_of(options)},
     )
     return print_and_run(raw, dry_run=dry_run)

@@ -89,7 +89,7 @@ def rl(
     eval_fraction: float | None,
     tool: tuple[str, ...],
     dry_run: bool,
-    **given: Any,
+    **options: Any,
 ) -> int:
     """Train MODEL by reinforcement, on the tasks of ENVIRONMENT, of DATA with a reward FUNCTION, or on recorded rollouts.
 
@@ -101,10 +101,10 @@ def rl(
     tasks = {"data": _one_or_list(data), "map": columns, "eval_data": eval_data, "eval_fraction": eval_fraction}
     environments = environment_tables(env, reward, tool, by_option(tasks))
     current_settings().mapped = mapped_by_option(env, reward)
-    flags = values_by_key(_KEYS, given)
+    flags = values_by_key(_KEYS, options)
     if environments:
         flags["environments"] = Option("--env" if env else "--reward", environments)
-    raw = load_config(None, overrides, {"trainer": "rl", **flags, **flags_of(given)})
+    raw = load_config(None, overrides, {"trainer": "rl", **flags, **flags_of(options)})
     return print_and_run(raw, dry_run=dry_run)
 
 
@@ -116,7 +116,7 @@ def by_option(tasks: Mapping[str, Any]) -> "dict[str, Option]":
 
 
 def environment_table(reference: str) -> dict[str, Any]:
-    """Return the table of an environment: after the last colon of a plugin's name stands its task, unless that is a distribution's plugin."""
+    """Return the table of an environment: the text after the last colon of a name is its task, unless it is a distribution's plugin."""
     from skyrl_engine.registry.known import list_first_party
 
     name, colon, task = reference.partition(":")
@@ -136,21 +136,21 @@ def environment_tables(
     from skyrl_engine.config import Option
 
     tables = [
-        {key: Option("--env", value) for key, value in environment_table(each).items()} if reward else environment_table(each)
-        for each in env
+        {key: Option("--env", value) for key, value in environment_table(plugin).items()} if reward else environment_table(plugin)
+        for plugin in env
     ]
-    given = {name: value for name, value in tasks.items() if value is not None}
+    task_options = {name: value for name, value in tasks.items() if value is not None}
     if reward:
-        if "data" not in given:
+        if "data" not in task_options:
             raise click.UsageError("--reward needs tasks. Give --data FILE, whose rows have a prompt.")
-        table: dict[str, Any] = {"use": "function", "reward": Option("--reward", _one_or_list(reward)), **given}
+        table: dict[str, Any] = {"use": "function", "reward": Option("--reward", _one_or_list(reward)), **task_options}
         return [*tables, {**table, "tools": Option("--tool", list(tools))} if tools else table]
     if tools:
         raise click.UsageError("--tool is for tasks with a reward function. Give --reward ./file.py:name too.")
-    if given and len(tables) != 1:
-        option = f"--{next(iter(given)).replace('_', '-')}"
+    if task_options and len(tables) != 1:
+        option = f"--{next(iter(task_options)).replace('_', '-')}"
         raise click.UsageError(f"{option} is for tasks with a reward function. Give --reward ./file.py:name too, or one --env.")
-    return [{**table, **given} for table in tables]
+    return [{**table, **task_options} for table in tables]
 
 
 def mapped_by_option(env: Collection[str], reward: Collection[str]) -> str | None:

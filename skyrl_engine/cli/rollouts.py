@@ -306,8 +306,8 @@ def show_report(run: Path) -> None:
         parts = {"best": attempts[0], "median": attempts[len(attempts) // 2], "worst": attempts[-1]}
         rows += [(str(step), name, *_summary(trajectory, decode)) for name, trajectory in parts.items()]
     columns = ("step", "attempt", "reward", "tokens", "of which", "sampled")
-    kept = [place for place, name in enumerate(columns) if name != "of which" or any(row[place] for row in rows)]
-    show_table([columns[place] for place in kept], [[row[place] for place in kept] for row in rows])
+    places = [place for place, name in enumerate(columns) if name != "of which" or any(row[place] for row in rows)]
+    show_table([columns[place] for place in places], [[row[place] for place in places] for row in rows])
 
 
 def _summary(trajectory: "Trajectory", decode: Callable[[Any], str]) -> tuple[str, str, str, str]:

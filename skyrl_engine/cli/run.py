@@ -126,7 +126,7 @@ def next_command(resolved: "ResolvedConfig", directory: Path) -> str:
 
 
 def _find_tasks(config: "EngineConfig") -> str | None:
-    """Return the options that take the data of a run as tasks, held-out data first; None where rows have no prompt or lie elsewhere."""
+    """Return the options that take the data of a run as tasks, held-out data first; None where rows have no prompt or are elsewhere."""
     from skyrl_engine.data.sources.locate import open_source
     from skyrl_engine.errors import EngineError
 

@@ -64,7 +64,7 @@ class _ToPerson(logging.Handler):
 
 @contextmanager
 def warnings_to(show: Callable[[str], None]) -> Iterator[None]:
-    """Show the engine's warnings, which otherwise stand only in the log, while a run goes on."""
+    """Show the engine's warnings, which otherwise are in the log alone, while a run goes on."""
     logger, handler = logging.getLogger("skyrl_engine"), _ToPerson(show)
     logger.addHandler(handler)
     try:

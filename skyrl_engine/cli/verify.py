@@ -52,9 +52,9 @@ def verify(
     record = find_record(Registry.discover(), plugin)
     promises_of(record.kind)
     _check_layouts(record.kind, layouts)
-    given = parse_options(overrides)
-    selected = select_plugin(record, given)
-    verdict = held(selected, examples=examples, layouts=layouts, given=given)
+    options = parse_options(overrides)
+    selected = select_plugin(record, options)
+    verdict = held(selected, examples=examples, layouts=layouts, given=options)
     if as_json:
         echo_json(_facts(record, selected.table, verdict))
     else:
@@ -116,12 +116,12 @@ def _kind_in_file(registry: "Registry", text: str) -> str:
         record = registry.resolve("loss", text, base=Path.cwd())  # of any kind: the file says which
     except PluginNotFoundError as error:
         raise PluginNotFoundError(error.cause.replace("the local loss", "the local plugin"), remedy=error.remedy) from error
-    made = list_implemented_kinds(record)
-    if len(made) == 1:
-        return made[0]
-    if made:
+    kinds = list_implemented_kinds(record)
+    if len(kinds) == 1:
+        return kinds[0]
+    if kinds:
         raise PluginAmbiguousError(
-            f"{text} makes {' and '.join(made)}", remedy=f"Write {made[0]}:{text}, or another of these kinds"
+            f"{text} makes {' and '.join(kinds)}", remedy=f"Write {kinds[0]}:{text}, or another of these kinds"
         )
     raise PluginBrokenError(
         f"{text} implements no factory of a plugin",

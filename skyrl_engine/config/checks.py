@@ -26,47 +26,47 @@ from skyrl_engine.registry.kinds import KINDS
 
 def cross_checks(sections: Mapping[str, Any], origins: Mapping[str, Origin]) -> list[Problem]:
     """Return the problems between structured tables; a table that was refused takes part in no check."""
-    given = {type(section): section for section in sections.values()}
-    run, data, training = given.get(RunConfig), given.get(DataConfig), given.get(TrainingConfig)
-    evaluation, checkpoint, optimizer = given.get(EvaluationConfig), given.get(CheckpointConfig), given.get(OptimizerConfig)
-    found: list[tuple[str, str, str]] = []
+    by_type = {type(section): section for section in sections.values()}
+    run, data, training = by_type.get(RunConfig), by_type.get(DataConfig), by_type.get(TrainingConfig)
+    evaluation, checkpoint, optimizer = by_type.get(EvaluationConfig), by_type.get(CheckpointConfig), by_type.get(OptimizerConfig)
+    problems: list[tuple[str, str, str]] = []
     for name, section in sections.items():
-        found += _unread(name, section, origins)
+        problems += _find_unread(name, section, origins)
     if run is not None:
-        found += _run(run)
-    model = given.get(ModelConfig)
+        problems += _run(run)
+    model = by_type.get(ModelConfig)
     if model is not None and model.classifier and not model.value_head:
-        found.append(("model.classifier", "needs model.value_head = true", "Set it, or remove model.classifier"))
+        problems.append(("model.classifier", "needs model.value_head = true", "Set it, or remove model.classifier"))
     if data is not None and data.eval is not None and data.eval_fraction > 0:
-        found.append(("data.eval_fraction", "data.eval is set too", "Give one of data.eval and data.eval_fraction"))
+        problems.append(("data.eval_fraction", "data.eval is set too", "Give one of data.eval and data.eval_fraction"))
     if training is not None:
-        found += _training(training)
+        problems += _training(training)
     if evaluation is not None and data is not None:
-        found += _evaluation(evaluation, data)
+        problems += _evaluation(evaluation, data)
     if evaluation is not None and sections.get("trainer") not in (None, RL):
-        found += _of_rl(evaluation)
+        problems += _of_rl(evaluation)
     for name in ("reference", "teacher", *(("reward_model",) if sections.get("trainer") == RL else ())):
-        found += _without_path(name, sections.get(name))
+        problems += _without_path(name, sections.get(name))
     if checkpoint is not None:
-        found += _checkpoint(checkpoint, run, training)
+        problems += _checkpoint(checkpoint, run, training)
     if optimizer is not None and training is not None and training.steps is not None and optimizer.warmup_steps > training.steps:
-        found.append(
+        problems.append(
             (
                 "optimizer.warmup_steps",
                 f"warm-up takes {optimizer.warmup_steps} steps of a training of {training.steps}",
                 "Lower optimizer.warmup_steps or raise training.steps",
             )
         )
-    plugins = given.get(PluginsConfig)
+    plugins = by_type.get(PluginsConfig)
     if plugins is not None:
-        found += _kind_names("plugins.pin", plugins.pin, KINDS)
+        problems += _kind_names("plugins.pin", plugins.pin, KINDS)
     if checkpoint is not None:
-        found += _kind_names("checkpoint.allow_changed", checkpoint.allow_changed, [*KINDS, "trainer"])
-    return [Problem(f"{nearest(origins, tuple(key.split('.')))}: {key}", cause, remedy) for key, cause, remedy in found]
+        problems += _kind_names("checkpoint.allow_changed", checkpoint.allow_changed, [*KINDS, "trainer"])
+    return [Problem(f"{nearest(origins, tuple(key.split('.')))}: {key}", cause, remedy) for key, cause, remedy in problems]
 
 
-def _unread(name: str, section: Any, origins: Mapping[str, Origin]) -> Iterator[tuple[str, str, str]]:
-    """Yield the keys of a table that are given, and that nothing reads beside the value of another key."""
+def _find_unread(name: str, section: Any, origins: Mapping[str, Origin]) -> Iterator[tuple[str, str, str]]:
+    """Yield the keys of a table that are given, and that nothing reads because of the value of another key."""
     if not attrs.has(type(section)):
         return
     for key, other, readers in iterate_unread_fields(section):
@@ -102,8 +102,8 @@ def _training(training: TrainingConfig) -> Iterator[tuple[str, str, str]]:
 
 def _evaluation(evaluation: EvaluationConfig, data: DataConfig) -> Iterator[tuple[str, str, str]]:
     if data.eval is None and data.eval_fraction == 0:
-        for key, asked in (("every", evaluation.every is not None), ("at_start", evaluation.at_start)):
-            if asked:
+        for key, is_set in (("every", evaluation.every is not None), ("at_start", evaluation.at_start)):
+            if is_set:
                 yield (
                     f"evaluation.{key}",
                     "asks for evaluation, but there is no held-out data",

@@ -60,10 +60,10 @@ def strict_converter() -> Converter:
 def refusals(error: Exception, path: KeyPath = ()) -> list[tuple[KeyPath, RefusedError]]:
     """Every mistake inside what structuring raised, with the key it belongs to."""
     if isinstance(error, BaseValidationError):
-        found = []
+        refused = []
         for inner in error.exceptions:
-            found += refusals(inner, (*path, *_path_of_notes(inner)))
-        return found
+            refused += refusals(inner, (*path, *_path_of_notes(inner)))
+        return refused
     if isinstance(error, StructureHandlerNotFoundError):
         return [(path, RefusedError("has a type that no configuration can hold", "Report it to the author of this table's schema"))]
     return [(path, plain_refusal(error))]

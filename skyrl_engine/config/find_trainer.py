@@ -81,10 +81,10 @@ def _load(record: PluginRecord) -> Trainer:
     if row.name != record.name or row.name in known:
         taken = f"called {row.name!r} in its row" if row.name != record.name else "called like a table of the configuration"
         raise ContractError(f"{record} is {taken}", remedy=remedy)
-    for given, allowed, what in (
+    for names, allowed, what in (
         (row.tables, [name for name, section in known.items() if owners_of(name) and section.kind is None], "tables"),
         (row.kinds, list(KINDS), "kinds"),
     ):
-        if unknown := [name for name in given if name not in allowed]:
+        if unknown := [name for name in names if name not in allowed]:
             raise ContractError(f"{record} names the {what} {', '.join(unknown)}; there are {', '.join(allowed)}", remedy=remedy)
     return row

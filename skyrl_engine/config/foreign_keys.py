@@ -46,34 +46,34 @@ def read_foreign_keys() -> ForeignKeys:
 
 
 def _index_words(rows: Sequence[Mapping[str, Any]]) -> dict[str, tuple[str, str]]:
-    return {_plain(word): (row["key"], row.get("remark", "")) for row in rows for word in row["words"]}
+    return {_simplify(word): (row["key"], row.get("remark", "")) for row in rows for word in row["words"]}
 
 
 def _group_by_key(rows: Sequence[Mapping[str, Any]]) -> dict[str, tuple[str, ...]]:
-    found: dict[str, tuple[str, ...]] = {}
+    words: dict[str, tuple[str, ...]] = {}
     for row in rows:
-        found[row["key"]] = (*found.get(row["key"], ()), *row["words"])
-    return found
+        words[row["key"]] = (*words.get(row["key"], ()), *row["words"])
+    return words
 
 
 def key_for(word: str, trainer: str | None = None) -> str | None:
     """Return the key that people know by this word from other trainers; None where there is none."""
-    known, plain = read_foreign_keys(), _plain(word)
-    found, _ = known.of_any.get(plain, (None, ""))
-    if trainer == RL and found is not None and found.startswith(_OF_SFT):
-        found = None
+    known, plain = read_foreign_keys(), _simplify(word)
+    key, _ = known.of_any.get(plain, (None, ""))
+    if trainer == RL and key is not None and key.startswith(_OF_SFT):
+        key = None
     of_rl, _ = known.of_rl.get(plain, (None, ""))
-    return of_rl if of_rl is not None and (found is None or trainer == RL) else found
+    return of_rl if of_rl is not None and (key is None or trainer == RL) else key
 
 
 def is_known(word: str) -> bool:
     """Say whether the word is one of other trainers, also where nothing here corresponds to it."""
-    return key_for(word) is not None or _plain(word) in read_foreign_keys().not_here
+    return key_for(word) is not None or _simplify(word) in read_foreign_keys().not_here
 
 
 def explain_word(word: str, trainer: str | None = None) -> str | None:
     """Return a sentence that names the key; None for a word that no other trainer is known to use."""
-    known, plain = read_foreign_keys(), _plain(word)
+    known, plain = read_foreign_keys(), _simplify(word)
     key = key_for(plain, trainer)
     if key is None:
         return known.not_here.get(plain)
@@ -83,7 +83,7 @@ def explain_word(word: str, trainer: str | None = None) -> str | None:
 
 def remark_of(word: str, trainer: str | None = None) -> str:
     """Return in what the key differs from what the word means elsewhere; empty where it does not, or nobody knows the word."""
-    known, plain = read_foreign_keys(), _plain(word)
+    known, plain = read_foreign_keys(), _simplify(word)
     key = key_for(word, trainer)
     of_rl, remark = known.of_rl.get(plain, (None, ""))
     return remark if of_rl == key else known.of_any.get(plain, (None, ""))[1]
@@ -108,5 +108,5 @@ def words_of_rl() -> Mapping[str, tuple[str, ...]]:
     return read_foreign_keys().words_of_rl
 
 
-def _plain(word: str) -> str:
+def _simplify(word: str) -> str:
     return re.sub(r"[^a-z0-9]+", "_", word.lower()).strip("_")

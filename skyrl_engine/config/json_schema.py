@@ -90,7 +90,7 @@ def table_schema(schema: type[Any]) -> dict[str, Any]:
         _add_bounds(entry, attribute.validator)
         named = list_allowed_values(attribute.validator)
         if named and "type" in entry:
-            entry["enum"] = [plain(each) for each in named]
+            entry["enum"] = [plain(value) for value in named]
         if attribute.name in meanings:
             entry["description"] = meanings[attribute.name]
         if attribute.default is attrs.NOTHING:
@@ -183,5 +183,5 @@ def _shortest(validator: Any) -> int | None:
     own: int | None = getattr(validator, "min_length", None)
     if own is not None:
         return own
-    inner = (*getattr(validator, "_validators", ()), *([each] if (each := getattr(validator, "validator", None)) else []))
-    return next((found for each in inner if (found := _shortest(each)) is not None), None)
+    inner = (*getattr(validator, "_validators", ()), *([nested] if (nested := getattr(validator, "validator", None)) else []))
+    return next((bound for nested in inner if (bound := _shortest(nested)) is not None), None)

@@ -98,10 +98,10 @@ class SelectedPlugin:
     def of_loaded(cls, loaded: "LoadedPlugin", options: Mapping[str, Any], origin: str) -> "SelectedPlugin":
         """A plugin that is loaded already, with options that `origin` gave. Raises ConfigError."""
         kind = loaded.record.kind
-        made, problems = _options(loaded, options, (kind,), from_dict({kind: options}, origin))
+        structured, problems = _options(loaded, options, (kind,), from_dict({kind: options}, origin))
         if problems:
             raise ConfigError(problems)
-        return cls(loaded, made, _plain_options(made))
+        return cls(loaded, structured, _plain_options(structured))
 
 
 @frozen
@@ -150,26 +150,26 @@ def resolve(raw: RawConfig, *, need: Collection[str] | None = None, also: Collec
     # before anything is imported
     gate.refuse_permission()
     gate.admit_tables(sections)
-    gate.admit_plugins((each.table.key, each.record) for each in chosen)
+    gate.admit_plugins((selection.table.key, selection.record) for selection in chosen)
     plugins: dict[str, SelectedPlugin] = {}
     observers: list[SelectedPlugin] = []
     options: list[tuple[KeyPath, type[Any], Mapping[str, Any]]] = []
-    for each in chosen:
+    for selection in chosen:
         try:
-            loaded = load(each.record)
-            selected, found = _select(each.table, loaded, raw, gate)
+            loaded = load(selection.record)
+            selected, mistakes = _select(selection.table, loaded, raw, gate)
         except UntrustedCodeError:
             raise
         except PluginError as error:
-            plugin_errors.append((each.table.key, error))
+            plugin_errors.append((selection.table.key, error))
             continue
-        problems += found
+        problems += mistakes
         if loaded.schema is not None:
-            options.append((each.table.path, loaded.schema, each.table.options))
-        if selected is not None and each.table.kind == "observer":
+            options.append((selection.table.path, loaded.schema, selection.table.options))
+        if selected is not None and selection.table.kind == "observer":
             observers.append(selected)
         elif selected is not None:
-            plugins[format_key(each.table.path)] = selected
+            plugins[format_key(selection.table.path)] = selected
     problems += _tables_of_no_observer(sections, raw)
     if problems or plugin_errors:
         problems += _find_absent(options, raw)
@@ -356,8 +356,8 @@ def _options(
 def _find_other_choice(raw: RawConfig, path: KeyPath, key: str) -> Origin | None:
     """Return the origin of the choice of a plugin, where the command line makes it and a file gives the option `key`."""
     chosen = raw.origins.get(format_key((*path, "use")))
-    given = nearest(raw.origins, (*path, key))
-    return chosen if chosen is not None and chosen.kind in ("option", "command line") and given.kind == "file" else None
+    origin = nearest(raw.origins, (*path, key))
+    return chosen if chosen is not None and chosen.kind in ("option", "command line") and origin.kind == "file" else None
 
 
 def _table_name(reference: str, tables: Mapping[str, Any]) -> str:
@@ -385,13 +385,13 @@ def _as_problems(errors: Sequence[tuple[KeyPath, PluginError]], raw: RawConfig) 
 def _as_dict(config: EngineConfig, plugins: Mapping[str, SelectedPlugin], observers: Sequence[SelectedPlugin]) -> dict[str, Any]:
     table: dict[str, Any] = plain(config)
     lists = {key: getattr(config, key) for key in plugin_lists(EngineConfig) if config.has(key)}
-    for each in _plugin_tables({**config.selected, **lists}):
+    for plugin in _plugin_tables({**config.selected, **lists}):
         place: Any = table
-        *parents, last = each.path
+        *parents, last = plugin.path
         for part in parents:
             place = place[part]
-        own = {key: value for key, value in place[last].items() if key in each.reserved}
-        place[last] = {**own, **plugins[format_key(each.path)].table}
+        own = {key: value for key, value in place[last].items() if key in plugin.reserved}
+        place[last] = {**own, **plugins[format_key(plugin.path)].table}
     table["observers"] = {
         _table_name(reference, config.observers): dict(observer.table)
         for reference, observer in zip(config.run.observers, observers, strict=True)

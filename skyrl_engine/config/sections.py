@@ -38,22 +38,22 @@ class Section:
 
 def sections(trainer: Trainer | None = None) -> Mapping[str, Section]:
     """Return every top-level key of a configuration, by name; that of the own table of `trainer` too, where it has one."""
-    found: dict[str, Section] = {}
+    by_name: dict[str, Section] = {}
     for attribute in attrs.fields(attrs.resolve_types(EngineConfig)):
         if attribute.name == "trainer_options":
             continue
         if attribute.name == "selected":
             for name, kind in TABLES.items():
                 schema = import_object(kind.table or "")
-                found[name] = Section(name, schema, schema(kind.default), kind)
+                by_name[name] = Section(name, schema, schema(kind.default), kind)
         elif KIND in attribute.metadata:
             schema, kind = get_args(attribute.type)[0], KINDS[attribute.metadata[KIND]]
-            found[attribute.name] = Section(attribute.name, schema, attribute.default, kind, listed=True)
+            by_name[attribute.name] = Section(attribute.name, schema, attribute.default, kind, listed=True)
         else:
-            found[attribute.name] = Section(attribute.name, attribute.type, attribute.default)
+            by_name[attribute.name] = Section(attribute.name, attribute.type, attribute.default)
     if trainer is not None and trainer.options is not None:
-        found[trainer.name] = _own_section(trainer)
-    return found
+        by_name[trainer.name] = _own_section(trainer)
+    return by_name
 
 
 def _own_section(trainer: Trainer) -> Section:

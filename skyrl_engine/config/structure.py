@@ -47,7 +47,7 @@ def structure(raw: RawConfig, need: Collection[str] | None = None, also: Collect
     """Check every table on its own, then tables against each other.
 
     `need` names those required tables that must be given; None: all that the engine and the chosen trainer require. `also` names kinds of
-    plugin that the caller uses beside the trainer's, where the configuration has their tables.
+    plugin that the caller uses in addition to the trainer's, where the configuration has their tables.
     """
     if (problem := _of_other_command(raw, sections())) is not None:
         return Structured({}, (problem, *raw.problems))
@@ -57,7 +57,7 @@ def structure(raw: RawConfig, need: Collection[str] | None = None, also: Collect
     names = [name for name, section in known.items() if trainer is None or section.belongs_to(trainer)]
     for key in raw.table:
         problems += _unknown(raw, key, names, trainer) if key not in known else []
-    made: dict[str, Any] = {} if trainer is None else {"trainer": raw.table.get("trainer", DEFAULT_TRAINER)}
+    tables: dict[str, Any] = {} if trainer is None else {"trainer": raw.table.get("trainer", DEFAULT_TRAINER)}
     for name, section in known.items():
         if name == "trainer":
             continue
@@ -70,22 +70,22 @@ def structure(raw: RawConfig, need: Collection[str] | None = None, also: Collect
         table = raw.table.get(name, {})
         structured: Any
         if section.listed:
-            structured, found = _plugin_tables(raw, section.schema, raw.table.get(name, []), (name,))
+            structured, mistakes = _plugin_tables(raw, section.schema, raw.table.get(name, []), (name,))
         elif section.kind is not None:
-            structured, found = _plugin_table(raw, section.schema, table, (name,), section.kind.default)
-            found += [] if trainer is None else _foreign_lists(raw, section, table, trainer)
+            structured, mistakes = _plugin_table(raw, section.schema, table, (name,), section.kind.default)
+            mistakes += [] if trainer is None else _foreign_lists(raw, section, table, trainer)
         elif name == "observers":
-            structured, found = _observers(raw, table)
+            structured, mistakes = _observers(raw, table)
         else:
-            structured, found = structure_table(section.schema, table, (name,), raw)
-        problems += found
+            structured, mistakes = structure_table(section.schema, table, (name,), raw)
+        problems += mistakes
         if structured is not None:
-            made[name] = structured
-    training = made.get("training")
+            tables[name] = structured
+    training = tables.get("training")
     if isinstance(training, TrainingConfig) and training.steps is None and training.epochs is None:
-        made["training"] = attrs.evolve(training, epochs=1.0)
-    problems += cross_checks(made, raw.origins)
-    return Structured(made, tuple(problems))
+        tables["training"] = attrs.evolve(training, epochs=1.0)
+    problems += cross_checks(tables, raw.origins)
+    return Structured(tables, tuple(problems))
 
 
 def _of_other_command(raw: RawConfig, known: Collection[str]) -> Problem | None:
@@ -266,14 +266,14 @@ def _plugin_table(
     lists: dict[str, tuple[PluginTable | None, ...]] = {}
     problems: list[Problem] = []
     for key, listed in plugin_lists(schema).items():
-        lists[key], found = _plugin_tables(raw, listed.schema, table.get(key, []), (*path, key))
-        problems += found
-    given = {key: table[key] for key in own_keys(schema) if key in table and key not in lists}
+        lists[key], mistakes = _plugin_tables(raw, listed.schema, table.get(key, []), (*path, key))
+        problems += mistakes
+    own = {key: table[key] for key in own_keys(schema) if key in table and key not in lists}
     options = {key: value for key, value in table.items() if key not in own_keys(schema)}
-    section, found = structure_table(
-        schema, {**({} if default is None else {"use": default}), **given, "options": options}, path, raw
+    section, mistakes = structure_table(
+        schema, {**({} if default is None else {"use": default}), **own, "options": options}, path, raw
     )
-    return (None if section is None else attrs.evolve(section, **lists)), problems + found
+    return (None if section is None else attrs.evolve(section, **lists)), problems + mistakes
 
 
 def _plugin_tables(
@@ -283,8 +283,8 @@ def _plugin_tables(
     if not isinstance(tables, list):
         remedy = f'Write [[{format_key(path)}]] and use = "..." under it, once for each'
         return (), [_problem(raw, path, RefusedError(wrong_kind(tables, list).cause, remedy))]
-    made = [_plugin_table(raw, schema, table, (*path, index)) for index, table in enumerate(tables)]
-    return tuple(section for section, _ in made), [problem for _, found in made for problem in found]
+    results = [_plugin_table(raw, schema, table, (*path, index)) for index, table in enumerate(tables)]
+    return tuple(section for section, _ in results), [problem for _, mistakes in results for problem in mistakes]
 
 
 def _observers(raw: RawConfig, table: Any) -> tuple[Mapping[str, Mapping[str, Any]] | None, list[Problem]]:
@@ -314,8 +314,8 @@ def plain(value: Any) -> Any:
         return _plain_config(value)
     if attrs.has(type(value)):
         unread = {name for name, _, _ in iterate_unread_fields(value)}
-        kept = [a for a in attrs.fields(type(value)) if a.init and a.name not in unread]
-        return {(a.alias or a.name): plain(getattr(value, a.name)) for a in kept}
+        fields = [a for a in attrs.fields(type(value)) if a.init and a.name not in unread]
+        return {(a.alias or a.name): plain(getattr(value, a.name)) for a in fields}
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -341,10 +341,10 @@ def _plain_config(config: EngineConfig) -> dict[str, Any]:
     return table
 
 
-def complete_origins(table: Mapping[str, Any], given: Mapping[str, Origin], default: Origin) -> dict[str, Origin]:
+def complete_origins(table: Mapping[str, Any], known: Mapping[str, Origin], default: Origin) -> dict[str, Origin]:
     """Return the origin of every key that holds a value in a resolved table: as given, else `default`."""
     origins = {}
     for path, _ in leaves(table):
-        found = [given[format_key(path[:end])] for end in range(len(path), 0, -1) if format_key(path[:end]) in given]
-        origins[format_key(path)] = found[0] if found else default
+        origins_above = [known[format_key(path[:end])] for end in range(len(path), 0, -1) if format_key(path[:end]) in known]
+        origins[format_key(path)] = origins_above[0] if origins_above else default
     return origins

@@ -18,7 +18,7 @@ DEFAULT_TRAINER = "sft"
 class Trainer:
     """One trainer, by the name that `trainer = "..."` chooses. `tables` are keys of EngineConfig; several trainers may share one.
 
-    `kinds` are the kinds of plugin it uses; observers are every run's and stand in no row. `run` and `plan` are its functions, as text
+    `kinds` are the kinds of plugin it uses; observers are every run's and are in no row. `run` and `plan` are its functions, as text
     "module:name": of a resolved configuration, to train and to say what would be done.
     """
 

@@ -135,7 +135,7 @@ def list_allowed_values(validator: Any) -> tuple[Any, ...]:
     if isinstance(own, Collection) and not isinstance(own, str):
         return tuple(own)
     inner = (*getattr(validator, "_validators", ()), getattr(validator, "validator", None))
-    return next((found for each in inner if each is not None and (found := list_allowed_values(each))), ())
+    return next((values for nested in inner if nested is not None and (values := list_allowed_values(nested))), ())
 
 
 def list_allowed_members(validator: Any) -> tuple[Any, ...]:
@@ -144,7 +144,7 @@ def list_allowed_members(validator: Any) -> tuple[Any, ...]:
     if member is not None:
         return list_allowed_values(member)
     inner = (*getattr(validator, "_validators", ()), getattr(validator, "validator", None))
-    return next((found for each in inner if each is not None and (found := list_allowed_members(each))), ())
+    return next((values for nested in inner if nested is not None and (values := list_allowed_members(nested))), ())
 
 
 def bounds_in_words(validator: Any) -> str:

@@ -49,7 +49,7 @@ class DataCounts:
     kept samples, as are `boundary_tokens` (tokens across the start of a response), `images`, and `image_tokens`, which `tokens` counts too.
     `unprompted` are kept samples whose answer begins with the very first token, which cannot be predicted, so that it carries no loss.
     `unended` are kept texts and conversations whose last token with loss ends nothing, of a tokenizer without an end-of-text token.
-    `unread_arguments` are tool calls whose arguments are a text that is no JSON object, which the template is given as it stands.
+    `unread_arguments` are tool calls whose arguments are a text that is no JSON object, which the template is given unchanged.
     `excluded_turns` are assistant turns of all rows whose own `weight` or `train` says that they carry no loss. `removed_reasoning` are rows
     whose chat template left out the reasoning of earlier turns. `from_cache` says that nothing had to be tokenized.
     """
@@ -109,9 +109,9 @@ class TokenizedDataset:
 
     def name_of(self, sample: int) -> str:
         """Name a sample (position) for an error, with the file and line that it is from. Reads the source up to that row."""
-        wanted = np.zeros(len(self.source), dtype=np.bool_)
-        wanted[int(self.columns.sample_values["row"][sample])] = True
-        return next(self.source.rows(wanted)).name
+        chosen_rows = np.zeros(len(self.source), dtype=np.bool_)
+        chosen_rows[int(self.columns.sample_values["row"][sample])] = True
+        return next(self.source.rows(chosen_rows)).name
 
     def batch(self, samples: npt.ArrayLike) -> SampleColumns:
         """Return the chosen samples (positions) in the chosen order, with their images read: all that a step needs. Raises ImageError."""
@@ -238,7 +238,7 @@ def _warn_of_unread(unread: Mapping[str, int], rows: int, name: str) -> None:
 def open_source_of(data: DataConfig, split: Split) -> Source:
     """Open the source that a split of the configuration is taken from. Raises DataError."""
     if split == "eval" and data.eval is not None:
-        own_file = isinstance(data.eval, str) and Path(data.eval).expanduser().is_file()  # beside training data with subsets
+        own_file = isinstance(data.eval, str) and Path(data.eval).expanduser().is_file()  # while the training data has subsets
         return open_source(data.eval, split=data.eval_split, subset=None if own_file else data.subset, names=data.map)
     if split == "eval" and not data.eval_fraction:
         raise DataError(
@@ -316,7 +316,7 @@ def _are_images_unchanged(table: TokenTable, source: Source) -> bool:
 
 
 def _image_settings(vision: Vision, source: Source) -> list[str]:
-    """Return everything besides the rows that decides the tokens of images, for the cache key."""
+    """Return everything, other than the rows, that decides the tokens of images, for the cache key."""
     if isinstance(vision, NoVision):
         return []
     return [vision.identity(), *(str(part.folder.absolute()) for part in source.parts if part.folder is not None)]

@@ -181,7 +181,7 @@ def token_texts(tokenizer: Any, ids: Sequence[int], images: Sequence[str | None]
     """
     images = [None] * len(ids) if images is None else images
 
-    def decoded(start: int, stop: int) -> str:
+    def decode_range(start: int, stop: int) -> str:
         return str(tokenizer.decode(list(ids[start:stop]), clean_up_tokenization_spaces=False))
 
     texts: list[str] = []
@@ -192,7 +192,7 @@ def token_texts(tokenizer: Any, ids: Sequence[int], images: Sequence[str | None]
             continue
         limit = next((stop for stop in range(start, len(ids)) if images[stop] is not None), len(ids))
         ends = range(start + 1, min(start + _TOKENS_OF_A_CHARACTER, limit) + 1)
-        whole = next(((stop, text) for stop in ends if _NO_CHARACTER not in (text := decoded(start, stop))), None)
+        whole = next(((stop, text) for stop in ends if _NO_CHARACTER not in (text := decode_range(start, stop))), None)
         if whole is None:
             texts.append(f"<token {ids[start]}>")
         else:

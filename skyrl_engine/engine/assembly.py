@@ -27,7 +27,7 @@ from skyrl_engine.engine.capability import (
     needs_of_reducer,
     require_carried,
 )
-from skyrl_engine.engine.cpu_check import sharing
+from skyrl_engine.engine.cpu_check import describe_sharing
 from skyrl_engine.engine.devices import refuse_absent_devices
 from skyrl_engine.engine.model_files import ModelFiles
 from skyrl_engine.errors import Refusals
@@ -167,7 +167,7 @@ def assemble(resolved: ResolvedConfig, files: ModelFiles, *, max_sequence_length
     config = resolved.config
     refusals = Refusals()
     with refusals.collect():
-        sharing(config.run)
+        describe_sharing(config.run)
     with refusals.collect():
         refuse_absent_devices(config.run)
     backend = resolved.plugins["backend"]

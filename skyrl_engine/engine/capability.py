@@ -63,7 +63,7 @@ def _iterate_required(
 
 
 def _collect_extras(datasets: Sequence[SampleColumns]) -> Iterator[Carried]:
-    """Collect what the data has beside tokens: a collator must lay it over rows, and a model must take it."""
+    """Collect what the data has in addition to tokens: a collator must lay it over rows, and a model must take it."""
     present = {name for columns in datasets for name in columns.extras}
     return (capability for capability, names in CARRIED_EXTRAS.items() if names & present)
 
@@ -203,9 +203,9 @@ def collect_needed_columns(needs: Mapping[str, Iterable[str]]) -> dict[str, str]
     """The columns and values of samples among needs by label, as they are asked for (`ids[k]`, `sample:domain`), each with who asks first:
     what `load_columns` takes.
     """
-    asked: dict[str, str] = {}
+    columns: dict[str, str] = {}
     for label, names in needs.items():
         for name in names:
             if model_score(name) is None or column_forms((name,)):
-                asked.setdefault(name, f"{label} needs")
-    return asked
+                columns.setdefault(name, f"{label} needs")
+    return columns

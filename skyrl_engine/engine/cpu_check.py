@@ -10,7 +10,7 @@ MOST_RANKS_PER_CORE = 4
 """Ranks that one core may carry: enough to try a layout on a laptop. Beyond, ranks start so slowly that they give each other up."""
 
 
-def sharing(run: RunConfig) -> str | None:
+def describe_sharing(run: RunConfig) -> str | None:
     """Return `4 ranks share 2 cores` where that is so, and None where each rank has its own core or ranks are on a cluster.
 
     Raises UnsupportedError for more than MOST_RANKS_PER_CORE, unless the run says that this is meant. On a cluster that runs already, its own

@@ -20,7 +20,7 @@ from skyrl_engine.contracts.values.outputs import BatchOutput, Metric, RankOutpu
 from skyrl_engine.contracts.values.plan import Layout
 from skyrl_engine.engine.accumulation import MiniBatchGradient
 from skyrl_engine.engine.assembly import Assembly, assemble
-from skyrl_engine.engine.cpu_check import sharing
+from skyrl_engine.engine.cpu_check import describe_sharing
 from skyrl_engine.engine.frozen_model import FrozenModel
 from skyrl_engine.engine.model_files import ModelFiles
 from skyrl_engine.engine.pass_engine import NOTHING_BOUND
@@ -64,7 +64,7 @@ CONFIGURED: Final = "configured"
 class Engine(SamplingVerbs):
     """A model on its ranks, and the verbs: `plan`, `score`, `forward_backward`, `optim_step`, `generate`, `save`, `load`, `export`.
 
-    Opened from a configuration, which says everything that a training run would be told but the data:
+    Opened from a configuration, which says everything that a training run needs but the data:
 
         with Engine.open("train.toml") as engine:
             plan = engine.plan(columns)
@@ -94,7 +94,7 @@ class Engine(SamplingVerbs):
         """Work on ranks that were started already; `Engine.open` starts them.
 
         `layout` is the default cut of `plan`, `optimizer` with `total_steps` the numbers of steps (None: the schedule never ends), `files` what
-        an export holds beside weights, `registry` the plugins that `use_loss` finds. Raises UnsupportedError for a schedule that ends, without
+        an export holds with weights, `registry` the plugins that `use_loss` finds. Raises UnsupportedError for a schedule that ends, without
         `total_steps`.
         """
         super().__init__(assembly, group, layout)
@@ -144,7 +144,7 @@ class Engine(SamplingVerbs):
         if layout is None:
             training = config.training
             layout = assembly.layout(micro_batch_rows=training.micro_batch_rows, micro_batch_tokens=training.micro_batch_tokens)
-        if shared := sharing(config.run):
+        if shared := describe_sharing(config.run):
             logger.warning("%s", shared)
         group = launch_workers(spec, launch=config.run.launch, ray_address=config.run.ray_address)
         try:
@@ -220,11 +220,11 @@ class Engine(SamplingVerbs):
         configured = self._schedule_settings()
         with name_call_in_errors("optim_step"):
             numbers = {"learning_rate": learning_rate, "betas": betas, "epsilon": epsilon, "weight_decay": weight_decay}
-            given: dict[str, Any] = {name: number for name, number in numbers.items() if number is not None}
+            changes: dict[str, Any] = {name: number for name, number in numbers.items() if number is not None}
             if max_grad_norm != CONFIGURED:
-                given["max_grad_norm"] = max_grad_norm
-            refuse_foreign_numbers(configured, given)
-            settings = evolve(configured, **given)
+                changes["max_grad_norm"] = max_grad_norm
+            refuse_foreign_numbers(configured, changes)
+            settings = evolve(configured, **changes)
         self._gradient.refuse_incomplete()
         for part in self._gradient.parts:
             for pass_ in part.passes:
@@ -291,7 +291,7 @@ class Engine(SamplingVerbs):
         self._passes.assembly = assembly
 
     def add_frozen(self, frozen: FrozenModel) -> None:
-        """Load a model onto every rank that scores beside the trained one and that no step changes, in the place of one of its name.
+        """Load a model onto every rank that scores next to the trained one and that no step changes, in the place of one of its name.
 
         Raises ModelError.
         """
@@ -305,7 +305,7 @@ class Engine(SamplingVerbs):
         return has_adapter_sets(self.assembly, self._files.facts.model)
 
     def add_adapters(self, lora: LoraConfig, *, seed: int | None = None) -> "Engine":
-        """Train a further set of adapters on this engine's model, beside its own: an engine of its own, on the same ranks.
+        """Train a further set of adapters on this engine's model, in addition to its own: an engine of its own, on the same ranks.
 
         The two share the frozen weights and the ranks, and nothing else: adapters, gradients, optimizer, steps, loss in force, random states,
         generator and checkpoints are the set's, with the configuration of this engine and `seed` (None: its own seed) in the place of
@@ -364,7 +364,7 @@ class Engine(SamplingVerbs):
         self._files.write(lambda folder: self.group.ask(Export(folder)), Path(directory))
 
     def keep_model_files(self, directory: Path) -> None:
-        """Write into an existing directory what an export of a checkpoint needs of the model beside its weights."""
+        """Write into an existing directory what an export of a checkpoint needs of the model in addition to its weights."""
         self.group.refuse_ended()
         self._files.keep(directory)
 
@@ -396,12 +396,12 @@ class Engine(SamplingVerbs):
         self._gradient.parts.clear()
         self.step += 1
 
-        def reported(replies: list[StepReply]) -> OptimStep:
+        def take_step(replies: list[StepReply]) -> OptimStep:
             for reply in replies:
                 self._passes.spans.add(reply.cpu_seconds)
             return replies[0].step
 
-        return self.group.send(StepOptimizer(settings)).on_failure(self._take_back).then(reported)
+        return self.group.send(StepOptimizer(settings)).on_failure(self._take_back).then(take_step)
 
     def _take_back(self) -> None:
         """Count a step that the ranks refused no longer."""

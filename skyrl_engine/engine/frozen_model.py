@@ -71,7 +71,7 @@ class FrozenModel:
         )
 
     def from_export(self, directory: Path) -> "FrozenModel":
-        """Return the frozen model of this name that lies in `directory`, an export of the trained one, all of whose weights are trained."""
+        """Return the frozen model of this name in `directory`, an export of the trained one, all of whose weights are trained."""
         assert self.model is not None, "a model without its adapters is never refreshed"
         assert self.model.lora is None, "planning refuses to refresh where adapters are trained"
         return evolve(self, model=evolve(self.model, path=str(directory), revision=None, lora=None))

@@ -1,4 +1,4 @@
-"""The files of a model beside its weights, and an export of all of them."""
+"""The files of a model other than its weights, and an export of all of them."""
 
 import json
 import logging
@@ -31,11 +31,11 @@ SOURCE_NAMES: Final = "source_tensors.json"
 
 @define(eq=False, slots=False)
 class ModelFiles:
-    """The files of a model beside its weights: facts of its configuration, its tokenizer, and its image inputs or why it has none."""
+    """The files of a model other than its weights: facts of its configuration, its tokenizer, and its image inputs or why it has none."""
 
     facts: ModelFacts
     source: ModelConfig
-    """The model that training started from, with all its weights: what an export keeps of it lies there."""
+    """The model that training started from, with all its weights: what an export keeps of it is there."""
     vision: Vision = field(factory=lambda: NoVision("the engine was opened without data"))
 
     @classmethod
@@ -69,10 +69,10 @@ class ModelFiles:
         """Read the names of the source's tensors while it is there: it may be gone when an export asks."""
         _ = self.source_names
 
-    def recall_source(self, kept: Path) -> None:
+    def recall_source(self, directory: Path) -> None:
         """Take these names from what `keep` wrote into a directory; without them, as before 0.3, the source's files are asked."""
-        if (kept / SOURCE_NAMES).is_file():
-            self.__dict__["source_names"] = tuple(json.loads((kept / SOURCE_NAMES).read_text(encoding="utf-8")))
+        if (directory / SOURCE_NAMES).is_file():
+            self.__dict__["source_names"] = tuple(json.loads((directory / SOURCE_NAMES).read_text(encoding="utf-8")))
         elif not self.source_names:
             logger.warning(
                 "the checkpoint does not say which tensors %s holds, and it is not there: tensors that training does not use, such as those of "
@@ -81,7 +81,7 @@ class ModelFiles:
             )
 
     def keep(self, directory: Path) -> None:
-        """Write into `directory` what an export needs of the model beside its weights, so that the model need not be there then.
+        """Write into `directory` what an export needs of the model in addition to its weights, so that the model need not be there then.
 
         That is its configuration, its tokenizer with the chat template, its processors, an initial adapter's configuration, the names of all
         tensors in its files, and the code that came with a model whose code is trusted. Weights that training does not use are not kept: an

@@ -64,12 +64,12 @@ class Passes:
     def run(self, work: Pass, placed: Sequence[PlacedShard]) -> Future[list[RankOutput]]:
         """Run a pass over shards that were placed; one output per rank."""
 
-        def received(replies: list[RankReply]) -> list[RankOutput]:
+        def collect_outputs(replies: list[RankReply]) -> list[RankOutput]:
             for reply in replies:
                 self.spans.add(reply.cpu_seconds)
             return [reply.output for reply in replies]
 
-        return self.group.run(work, placed).then(received)
+        return self.group.run(work, placed).then(collect_outputs)
 
     def merge(self, outputs: Sequence[RankOutput], plan: BatchPlan) -> BatchOutput:
         """Join what the ranks gave, in the order of the columns."""

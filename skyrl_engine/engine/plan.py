@@ -27,7 +27,7 @@ class Plan:
         return len(self.cut.mini_batches[mini_batch].ranks[0])
 
     def with_columns(self, columns: Mapping[str, AnyArray | Ragged]) -> "Plan":
-        """The same rows with these data columns beside, or in the place of, those there are.
+        """The same rows with these data columns in addition to, or in the place of, those there are.
 
         A column is float32[A] on the action axis, flat in the order of the samples, or a `Ragged` with one row per sample in that order.
         Raises DataError for another number of values.

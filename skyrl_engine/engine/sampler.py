@@ -95,12 +95,12 @@ class Sampler:
         ids = [request.request_id for request in requests]
         self._awaited |= set(ids)
 
-        def gathered() -> list[Completion]:
+        def gather_completions() -> list[Completion]:
             while any(name not in self._kept for name in ids):
                 self._gather(PATIENCE_SECONDS)
             return [self._kept.pop(name) for name in ids]
 
-        return Future(gathered)
+        return Future(gather_completions)
 
     def abort(self, request_ids: Sequence[int] | None = None) -> None:
         """End requests (None: all). Each still comes back once, with what was sampled of it."""
@@ -113,7 +113,7 @@ class Sampler:
             self.version = version
 
     def load(self, model: ModelConfig, target: str) -> None:
-        """Sample from weights that lie in files under the name `target`, next to the policy's; their tokens carry the version 0.
+        """Sample from weights in files under the name `target`, next to the policy's; their tokens carry the version 0.
 
         Raises UnsupportedError for a generator that takes none, ModelError for weights that do not fit the model.
         """
@@ -170,14 +170,14 @@ class Sampler:
     def _refuse(self, request: GenerationRequest) -> None:
         """Refuse what the generator does not claim; it might leave it out without a word."""
         sampling = request.sampling
-        asked: list[tuple[GeneratorCapability, bool]] = [
+        requested: list[tuple[GeneratorCapability, bool]] = [
             ("filters", sampling.filtered),
             ("stop_strings", bool(sampling.stop_strings)),
             ("prompt_logprobs", request.prompt_logprobs),
             ("top_logprobs", request.top_logprobs > 0),
             ("top_prompt_logprobs", request.top_prompt_logprobs > 0),
         ]
-        for capability, wanted in asked:
+        for capability, wanted in requested:
             if wanted and capability not in self.description.capabilities:
                 raise UnsupportedError(
                     f"{self.label} does not declare the capability {capability!r}, which request {request.request_id} asks for",

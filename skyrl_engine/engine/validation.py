@@ -25,9 +25,9 @@ def name_call_in_errors(call: str) -> Iterator[None]:
         raise ConfigError([Problem(call, str(error.args[0]), "Give a number within this bound")]) from error
 
 
-def refuse_foreign_numbers(settings: OptimizerSettings, given: Iterable[str]) -> None:
+def refuse_foreign_numbers(settings: OptimizerSettings, numbers: Iterable[str]) -> None:
     """Raise UnsupportedError for a number of a step that the optimizer of `settings` does not have."""
-    for name in given:
+    for name in numbers:
         if not hasattr(settings, name):
             raise UnsupportedError(
                 f"optim_step is given {name}, which the optimizer {settings.use} does not have",
@@ -100,7 +100,7 @@ def refuse_no_teacher(assembly: Assembly, frozen: AbstractSet[str]) -> None:
 
 
 def has_adapter_sets(assembly: Assembly, model: ModelConfig) -> bool:
-    """Say whether further sets of adapters can be trained beside those of a model."""
+    """Say whether further sets of adapters can be trained in addition to those of a model."""
     return model.lora is not None and "adapter_sets" in assembly.description.capabilities
 
 

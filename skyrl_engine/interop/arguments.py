@@ -72,7 +72,7 @@ def match_arguments(
     }
     for unknown in meanings.keys() - parameters.keys():
         raise TypeError(f"{name} takes no argument {unknown!r}; it takes {', '.join(parameters)}")
-    found: dict[str, list[str]] = {}
+    by_meaning: dict[str, list[str]] = {}
     columns: dict[str, str] = {}
     filled: list[str] = []
     for argument, parameter in parameters.items():
@@ -81,7 +81,7 @@ def match_arguments(
         if argument in options and argument not in meanings:
             filled.append(argument)
         elif meaning in _OF_THE_CALL:
-            found.setdefault(meaning, []).append(argument)
+            by_meaning.setdefault(meaning, []).append(argument)
         elif meaning is None and argument in (needs or ()):
             columns[argument] = argument
         elif meaning is None and not optional:
@@ -92,7 +92,7 @@ def match_arguments(
         elif meaning is not None and (not optional or argument in meanings or meaning in (needs or ())):
             columns[argument] = meaning
     _refuse_needs(name, needs, columns)
-    return Arguments(columns, _mask(name, found.get(MASK, [])), next(iter(found.get(CONFIG, [])), None), tuple(filled))
+    return Arguments(columns, _mask(name, by_meaning.get(MASK, [])), next(iter(by_meaning.get(CONFIG, [])), None), tuple(filled))
 
 
 def _refuse_needs(name: str, needs: tuple[str, ...] | None, columns: Mapping[str, str]) -> None:

@@ -80,8 +80,8 @@ def examine(call: MaskedFunction, *, batch_local: bool) -> Objection | None:
     Real values may hide a fault: with a ratio of 1 at the first step, a mean over the sequence looks like a constant.
     """
     small = generic(call)
-    _, _, found = token_losses(small, batch_local=batch_local)
-    return found or (diagnose(small) if _has_curvature(small) else None)
+    _, _, objection = token_losses(small, batch_local=batch_local)
+    return objection or (diagnose(small) if _has_curvature(small) else None)
 
 
 def generic(call: MaskedFunction) -> MaskedFunction:
@@ -221,9 +221,9 @@ def _check_unmasked_tokens(call: MaskedFunction) -> Iterator[Objection]:
         whole, rest = _gradient(call(ones)[0], ones), _gradient(call(some)[0], some)
     if whole is None or rest is None:
         return
-    kept = some.detach() > 0
-    rest, whole = rest.detach()[kept], whole.detach()[kept]
-    if _same(rest, whole * len(kept) / len(rest)):
+    carrying = some.detach() > 0
+    rest, whole = rest.detach()[carrying], whole.detach()[carrying]
+    if _same(rest, whole * len(carrying) / len(rest)):
         yield Objection(
             "divides by the number of its mask's entries that are not 0",
             "Set the function's own reduction to a sum, and choose the reducer token_mean",

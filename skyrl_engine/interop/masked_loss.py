@@ -106,14 +106,14 @@ class MaskedLoss:
             self.normalised,
             tokens.generator.initial_seed(),
         )
-        found = None
+        objection = None
         if self._checked_with is not config:
-            found = examine(call, batch_local=self.batch_local)
-        if found is None:
+            objection = examine(call, batch_local=self.batch_local)
+        if objection is None:
             self._checked_with = config
-            losses, others, found = token_losses(call, batch_local=self.batch_local)
-        if found is not None:
-            raise ContractError(f"{self.__name__} cannot be used as it is: it {found.cause}", remedy=found.remedy)
+            losses, others, objection = token_losses(call, batch_local=self.batch_local)
+        if objection is not None:
+            raise ContractError(f"{self.__name__} cannot be used as it is: it {objection.cause}", remedy=objection.remedy)
         return LossOutput(losses if torch.is_grad_enabled() else losses.detach(), self._metrics(others, count))
 
     def _metrics(self, others: tuple[Any, ...], count: int) -> dict[str, Metric]:

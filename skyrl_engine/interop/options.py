@@ -67,7 +67,7 @@ def _field(name: str, default: Any) -> Any:
         table = options_class(name, default)
         return attrs.field(factory=table, type=table)
     if isinstance(default, Sequence) and not isinstance(default, str):
-        kinds = {_scalar(name, each) for each in default}
+        kinds = {_scalar(name, item) for item in default}
         if len(kinds) != 1:
             raise TypeError(
                 f"the option {name!r} defaults to {default!r}, from which no one type can be told; give an attrs class as config"

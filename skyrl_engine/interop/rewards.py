@@ -1,4 +1,4 @@
-"""Reward functions of other engines, and of lists, called as ours: told apart by the names of their parameters."""
+"""Reward functions of other engines, and of lists, called as ours: distinguished by the names of their parameters."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -23,14 +23,14 @@ def as_reward(function: Callable[..., Any], form: Form = "auto") -> Callable[[Ac
     parameters are none of these.
     """
     signature = inspect.signature(function)
-    found = _form(signature.parameters) if form == "auto" else form
-    if found is None or (found in ("skyrl_engine", "batch") and not _takes_two(signature)):
+    chosen_form = _form(signature.parameters) if form == "auto" else form
+    if chosen_form is None or (chosen_form in ("skyrl_engine", "batch") and not _takes_two(signature)):
         raise ContractError(
             f"the reward {getattr(function, '__name__', function)!r} takes ({', '.join(signature.parameters)})",
             remedy="Let it take (text, task), or lists (texts, tasks), or TRL's (completions, **columns), or verl's (data_source, "
             "solution_str, ground_truth)",
         )
-    return _Called(function, found)
+    return _Called(function, chosen_form)
 
 
 @frozen(eq=False)
@@ -88,15 +88,15 @@ def _select_accepted_arguments(function: Callable[..., Any], arguments: dict[str
     return {name: value for name, value in arguments.items() if name in parameters}
 
 
-def only_of(function: Callable[..., Any], made: Any) -> Any:
+def only_of(function: Callable[..., Any], result: Any) -> Any:
     """Return the one reward of a list of one, which may be awaitable. Raises ContractError for another list, and for what is none."""
-    if not inspect.isawaitable(made):
-        return _only(function, made)
+    if not inspect.isawaitable(result):
+        return _only(function, result)
 
-    async def waited() -> Any:
-        return _only(function, await made)
+    async def wait_for_result() -> Any:
+        return _only(function, await result)
 
-    return waited()
+    return wait_for_result()
 
 
 def _only(function: Callable[..., Any], rewards: Any) -> Any:
@@ -122,12 +122,12 @@ def _of_verl(action: Action, task: Task) -> dict[str, Any]:
     }
 
 
-def _score_of(made: Any) -> Any:
+def _score_of(result: Any) -> Any:
     """Return the score of what a function of verl returned, which may be awaitable: a number, or a mapping that holds it."""
-    if not inspect.isawaitable(made):
-        return made["score"] if isinstance(made, Mapping) and "score" in made else made
+    if not inspect.isawaitable(result):
+        return result["score"] if isinstance(result, Mapping) and "score" in result else result
 
-    async def waited() -> Any:
-        return _score_of(await made)
+    async def wait_for_result() -> Any:
+        return _score_of(await result)
 
-    return waited()
+    return wait_for_result()

@@ -18,8 +18,8 @@ def end_tokens(model: ModelConfig, tokenizer: "PreTrainedTokenizerBase | None" =
     A chat model names several: that of a turn and that of a text. Taking one of them alone lets it talk past its end. Raises ModelError for
     a generation configuration that cannot be read.
     """
-    found = find_file(model, "generation_config.json")
-    stated = [] if found is None else [*_numbers(read_object(Path(found)).get("eos_token_id"))]
+    file = find_file(model, "generation_config.json")
+    stated = [] if file is None else [*_numbers(read_object(Path(file)).get("eos_token_id"))]
     config = ModelFacts(model).config
     if config is not None:
         stated += _numbers(getattr(config.get_text_config(decoder=True), "eos_token_id", None))
@@ -29,6 +29,6 @@ def end_tokens(model: ModelConfig, tokenizer: "PreTrainedTokenizerBase | None" =
 
 
 def _numbers(value: Any) -> Iterator[int]:
-    for each in value if isinstance(value, list | tuple) else [value]:
-        if isinstance(each, int) and not isinstance(each, bool):
-            yield each
+    for number in value if isinstance(value, list | tuple) else [value]:
+        if isinstance(number, int) and not isinstance(number, bool):
+            yield number

@@ -1,4 +1,4 @@
-"""A fingerprint of a model's weights: which base an adapter was trained on, wherever that base lies today."""
+"""A fingerprint of a model's weights: which base an adapter was trained on, wherever that base is today."""
 
 import hashlib
 from pathlib import Path
@@ -17,10 +17,10 @@ def weights_fingerprint(model: ModelConfig) -> str | None:
 
     Names do not count, so a model that was moved or downloaded again is the same. One that was cut into other files is another.
     """
-    found = find_file(model, "config.json")
-    if found is None:
+    file = find_file(model, "config.json")
+    if file is None:
         return None
-    folder = Path(found).parent
+    folder = Path(file).parent
     files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
     if not files:
         return None

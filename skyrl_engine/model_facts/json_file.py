@@ -16,7 +16,7 @@ def read_object(path: Path) -> dict[str, Any]:
     refuse_pointer(path)
     try:
         text = path.read_text(encoding="utf-8")
-        found = json.loads(text)
+        content = json.loads(text)
     except UnicodeDecodeError as error:
         raise ModelError(f"{path} is no text file: byte {error.start} is not UTF-8", remedy=_AGAIN) from error
     except json.JSONDecodeError as error:
@@ -26,9 +26,9 @@ def read_object(path: Path) -> dict[str, Any]:
         raise ModelError(f"{path} cannot be read: {error.strerror}", remedy="Make it readable") from error
     except RecursionError as error:
         raise ModelError(f"{path} is nested too deeply to be read", remedy=_AGAIN) from error
-    if not isinstance(found, dict):
-        raise ModelError(f"{path} holds {_NAMES[type(found)]}, where a JSON object ({{...}}) is due", remedy=_AGAIN)
-    return found
+    if not isinstance(content, dict):
+        raise ModelError(f"{path} holds {_NAMES[type(content)]}, where a JSON object ({{...}}) is due", remedy=_AGAIN)
+    return content
 
 
 def refuse_pointer(path: Path) -> None:

@@ -18,9 +18,9 @@ def thresholds(config: Any) -> dict[str, int]:
     A comparison of two computations says nothing about a model beyond a threshold that none of its rows is longer than.
     """
     text = config.get_text_config(decoder=True)
-    found = {name: getattr(text, name, None) for name in ("sliding_window", "attention_chunk_size") if _slides(text, name)}
-    found["rotary positions"] = rotary_threshold(config)
-    return {name: value for name, value in found.items() if isinstance(value, int) and value > 0}
+    lengths = {name: getattr(text, name, None) for name in ("sliding_window", "attention_chunk_size") if _slides(text, name)}
+    lengths["rotary positions"] = rotary_threshold(config)
+    return {name: value for name, value in lengths.items() if isinstance(value, int) and value > 0}
 
 
 def find_untested_thresholds(config: Any, shortest: int, longest: int) -> dict[str, int]:
@@ -48,7 +48,7 @@ def find_longest_row(config: Any, positions: int) -> int:
     reach = positions
     for kind, table in _rotary_tables(config.get_text_config(decoder=True)):
         factor, original = table.get("factor"), table.get("original_max_position_embeddings") or positions
-        if any(each in kind for each in _EXTENDING) and isinstance(factor, int | float) and isinstance(original, int):
+        if any(name in kind for name in _EXTENDING) and isinstance(factor, int | float) and isinstance(original, int):
             reach = max(reach, int(factor * original))
     return reach
 
@@ -96,7 +96,7 @@ def _rotary_thresholds(text: Any) -> Iterator[int]:
 
 def _rotary_tables_by_length(text: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield type and numbers of the rotary positions that depend on lengths."""
-    return ((kind, table) for kind, table in _rotary_tables(text) if any(each in kind for each in _BY_LENGTH))
+    return ((kind, table) for kind, table in _rotary_tables(text) if any(name in kind for name in _BY_LENGTH))
 
 
 def _rotary_tables(text: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:

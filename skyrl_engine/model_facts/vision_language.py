@@ -26,7 +26,7 @@ def refuse_unequal_parts(config: Any, name: str, attribute: str, *, parts: int, 
 def refuse_short_first_piece(config: Any, name: str, *, pieces: int) -> None:
     """Raise UnsupportedError where the first of the decoder's `pieces`, the one that sees images, has too few layers for their features.
 
-    DeepStack (arXiv 2406.04334) adds features of several of the vision tower's layers behind as many of the decoder's first ones.
+    DeepStack (arXiv 2406.04334) adds features of several of the vision tower's layers after as many of the decoder's first ones.
     """
     if not takes_images(config):
         return
@@ -55,8 +55,8 @@ def refuse_vision_language(config: Any, name: str, *, images: bool) -> None:
             remedy="Choose a backend and a layout that train vision-language models, such as megatron, or fsdp without tensor parallelism",
         )
     causal, image_text = (
-        each._model_mapping  # noqa: SLF001 - the only lists of what can be loaded
-        for each in (transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText)
+        auto_class._model_mapping  # noqa: SLF001 - the only lists of what can be loaded
+        for auto_class in (transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText)
     )
     if type(config) in causal or type(config) not in image_text:
         return

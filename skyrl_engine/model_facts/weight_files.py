@@ -66,11 +66,11 @@ def safetensors_header(file: Path) -> dict[str, Any]:
         try:
             header = json.loads(stream.read(length))
             ends = (entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__")
-            due = 8 + length + max(ends, default=0)
+            expected = 8 + length + max(ends, default=0)
         except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
             raise _damage_error(file, "its header cannot be read") from error
-    if size != due:
-        raise _damage_error(file, f"it has {size:,} bytes, and its header announces {due:,}")
+    if size != expected:
+        raise _damage_error(file, f"it has {size:,} bytes, and its header announces {expected:,}")
     return dict(header)
 
 

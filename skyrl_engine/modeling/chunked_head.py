@@ -85,7 +85,7 @@ class ChunkedHead(nn.Module):
         hidden_NH: Tensor,
         tokens_NK: Tensor,
         temperature: float,
-        asked: tuple[str, ...],
+        names: tuple[str, ...],
         teacher: "ScoringTeacher | None" = None,
     ) -> tuple[Tensor, ...]:
         """Return the scores of `RequestedScores`, each [n] (`logprobs_at`: [n, k]), in nats; float32, or float64 for a float64 model.
@@ -94,9 +94,9 @@ class ChunkedHead(nn.Module):
         ZeRO-3 follows tensors through tuples only.
         """
         score = (
-            Score(self.rule, temperature, asked)
+            Score(self.rule, temperature, names)
             if teacher is None
-            else teacher.score(self.rule, temperature, asked, self.linear.out_features)
+            else teacher.score(self.rule, temperature, names, self.linear.out_features)
         )
         # some models keep a residual in float32 whatever precision computes (Mamba), and cast it to the head's own, as here
         hidden_NH = hidden_NH.to(self.linear.weight.dtype)
@@ -121,18 +121,18 @@ class Sums:
 class Score:
     """The function from a chunk's raw logits [n, v] and tokens [n, 1 + k] of `RequestedScores` to scores, and its gradient.
 
-    The vocabulary lies on one rank. Let y be the logits that softmax is taken of and p their softmax. The log-probability of a token is
+    The vocabulary is on one rank. Let y be the logits that softmax is taken of and p their softmax. The log-probability of a token is
     y(token) - log Z, and the entropy is log Z - E, where log Z = logsumexp of y and E = the mean of y under p. The mean log-probability is
-    M - log Z, where M = the mean of y over the vocabulary. `asked` names the scores, as `RequestedScores` does.
+    M - log Z, where M = the mean of y over the vocabulary. `names` are those of the scores, as `RequestedScores` does.
     """
 
     rule: LogitRule
     temperature: float
-    asked: tuple[str, ...]
+    names: tuple[str, ...]
 
     def __call__(self, raw_NV: Tensor, tokens_NK: Tensor) -> tuple[Tensor, ...]:
         named = self._name_scores(self._logits(raw_NV), tokens_NK)
-        return tuple(named[name] for name in self.asked)
+        return tuple(named[name] for name in self.names)
 
     def positions_per_chunk(self, limit: int, count: int) -> int:  # noqa: ARG002 - others divide few positions too
         """Return how many of `count` positions are scored at a time, where the logits of `limit` positions may be held."""
@@ -153,7 +153,7 @@ class Score:
 
     def _name_scores(self, logits_NV: Tensor, tokens_NK: Tensor) -> dict[str, Tensor]:
         """Return scores by name, those that are asked for and perhaps others."""
-        sums = self._sums(logits_NV, tokens_NK, expected="entropy" in self.asked, mean="mean_logprob" in self.asked)
+        sums = self._sums(logits_NV, tokens_NK, expected="entropy" in self.names, mean="mean_logprob" in self.names)
         label_N, others_NK = sums.picked[:, 0], sums.picked[:, 1:]
         return {
             "logprobs": label_N - sums.total,
@@ -170,7 +170,7 @@ class Score:
         None stands for a score that nothing was computed from. A rule without a soft cap is a factor.
         """
         factor = 1.0 if self.rule.softcap is not None else self.rule.scale / self.temperature
-        of = {name: each * factor for name, each in zip(self.asked, upstream, strict=True) if each is not None}
+        of = {name: gradient * factor for name, gradient in zip(self.names, upstream, strict=True) if gradient is not None}
         if self.rule.softcap is not None:
             raw_NV = raw_NV.detach().requires_grad_()
         with torch.set_grad_enabled(self.rule.softcap is not None):
@@ -238,7 +238,7 @@ class Score:
 class ScoringTeacher(Protocol):
     """A teacher at the positions of a micro-batch (`modeling.teaching.TeacherStates`)."""
 
-    def score(self, rule: LogitRule, temperature: float, asked: tuple[str, ...], vocabulary: int) -> Score:
+    def score(self, rule: LogitRule, temperature: float, names: tuple[str, ...], vocabulary: int) -> Score:
         """Return the score of a student's head with this `rule` over so many tokens, which compares it with the teacher."""
         ...
 
@@ -258,7 +258,7 @@ def compute_chunked_scores(
 class _ChunkedScores(torch.autograd.Function):
     """Sums the weight gradients of all chunks in one buffer of float32 (float64 for a float64 model).
 
-    Autograd's own graph would make a gradient as large as the head for each chunk, beside the sum so far; and for a bfloat16 weight it would
+    Autograd's own graph would make a gradient as large as the head for each chunk, next to the sum so far; and for a bfloat16 weight it would
     round the sum to 8 bits after each of perhaps thousands of chunks.
     """
 
@@ -270,26 +270,26 @@ class _ChunkedScores(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.score, ctx.size = score, size
         keeps = len(tokens_NK) <= score.chunks_kept * size
-        kept, parts = [], []
+        logits, parts = [], []
         for start in range(0, len(tokens_NK), size):
             chosen = slice(start, start + size)
             raw_NV = nn.functional.linear(hidden_NH[chosen], weight_VH, bias_V)
             parts.append(score.at(chosen)(raw_NV, tokens_NK[chosen]))
             if keeps:
-                kept.append(raw_NV)
+                logits.append(raw_NV)
             # the next chunk's logits are made when these are gone
             del raw_NV
-        ctx.save_for_backward(hidden_NH, weight_VH, bias_V, tokens_NK, *kept)
+        ctx.save_for_backward(hidden_NH, weight_VH, bias_V, tokens_NK, *logits)
         scores = tuple(torch.cat(values) for values in zip(*parts, strict=True))
         ctx.mark_non_differentiable(
-            *(each for name, each in zip(score.asked, scores, strict=True) if not score.differentiable(name))
+            *(tensor for name, tensor in zip(score.names, scores, strict=True) if not score.differentiable(name))
         )
         return scores
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden_NH, weight_VH, bias_V, tokens_NK, *kept = ctx.saved_tensors
+        hidden_NH, weight_VH, bias_V, tokens_NK, *logits = ctx.saved_tensors
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         sums = torch.float64 if weight_VH.dtype == torch.float64 else torch.float32
         hidden_gradient = torch.empty_like(hidden_NH) if wants_hidden else None
@@ -298,9 +298,9 @@ class _ChunkedScores(torch.autograd.Function):
         for number, start in enumerate(range(0, len(tokens_NK), ctx.size)):
             chosen = slice(start, start + ctx.size)
             hidden = hidden_NH[chosen]
-            raw_NV = kept[number] if kept else nn.functional.linear(hidden, weight_VH, bias_V)
+            raw_NV = logits[number] if logits else nn.functional.linear(hidden, weight_VH, bias_V)
             gradient_NV = ctx.score.at(chosen).gradient(
-                raw_NV, tokens_NK[chosen], [None if each is None else each[chosen] for each in upstream]
+                raw_NV, tokens_NK[chosen], [None if gradient is None else gradient[chosen] for gradient in upstream]
             )
             del raw_NV
             if hidden_gradient is not None:

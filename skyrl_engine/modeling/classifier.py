@@ -41,11 +41,11 @@ def classifier_class(spec: ModelConfig) -> str:
         classifier: Any = transformers.AutoModelForSequenceClassification.from_config(
             config, trust_remote_code=spec.trust_remote_code
         )
-    due = {name: tuple(tensor.shape) for name, tensor in language.state_dict().items() if name not in output_names(language)}
-    due[f"{HEAD}.weight"] = (1, language.get_output_embeddings().in_features)
-    found = {name: tuple(tensor.shape) for name, tensor in classifier.state_dict().items()}
-    if found != due:
-        other = min({name for name, _ in due.items() ^ found.items()})
+    expected = {name: tuple(tensor.shape) for name, tensor in language.state_dict().items() if name not in output_names(language)}
+    expected[f"{HEAD}.weight"] = (1, language.get_output_embeddings().in_features)
+    actual = {name: tuple(tensor.shape) for name, tensor in classifier.state_dict().items()}
+    if actual != expected:
+        other = min({name for name, _ in expected.items() ^ actual.items()})
         raise UnsupportedError(
             f"{type(classifier).__name__} of transformers {transformers.__version__} has other parts than {spec.path} with a head {HEAD!r} "
             f"({other} first), so it could not load the reward model",
@@ -80,8 +80,8 @@ def _drop(directory: Path, spec: ModelConfig, names: set[str]) -> None:
 
     files = weight_files(spec)
     for path in {holder for name in names if (holder := holder_of(files, name)) is not None}:
-        kept = {name: tensor for name, tensor in load_file(path).items() if name not in names}
-        save_file(kept, path, metadata={"format": "pt"})
+        remaining = {name: tensor for name, tensor in load_file(path).items() if name not in names}
+        save_file(remaining, path, metadata={"format": "pt"})
     index = directory / "model.safetensors.index.json"
     if index.is_file():
         listed = json.loads(index.read_text(encoding="utf-8"))

@@ -10,9 +10,9 @@ from torch import Tensor
 from skyrl_engine.contracts.kinds.needs import Divergence
 
 
-def divergence(asked: Divergence, student_NV: Tensor, teacher_NV: Tensor) -> Tensor:
+def divergence(requested: Divergence, student_NV: Tensor, teacher_NV: Tensor) -> Tensor:
     """Return the divergence [n] in nats, of log-probabilities log q and log p [n, v], both of which it overwrites."""
-    match asked.kind:
+    match requested.kind:
         case "forward":
             difference_NV = torch.sub(teacher_NV, student_NV, out=student_NV)
             return teacher_NV.exp_().mul_(difference_NV).sum(-1)
@@ -20,7 +20,7 @@ def divergence(asked: Divergence, student_NV: Tensor, teacher_NV: Tensor) -> Ten
             difference_NV = torch.sub(student_NV, teacher_NV, out=teacher_NV)
             return student_NV.exp_().mul_(difference_NV).sum(-1)
         case "jensen_shannon":
-            share = asked.beta
+            share = requested.beta
             mixture_NV = _log_mixture(share, teacher_NV - student_NV)
             # log(q / m) = -r, log(p / m) = log p - (log q + r)
             from_teacher_NV = (teacher_NV - student_NV).sub_(mixture_NV).mul_(teacher_NV.exp_())
@@ -28,19 +28,19 @@ def divergence(asked: Divergence, student_NV: Tensor, teacher_NV: Tensor) -> Ten
             return share * from_teacher_NV.sum(-1) - (1 - share) * from_student_NV.sum(-1)
 
 
-def divergence_gradient(asked: Divergence, student_NV: Tensor, teacher_NV: Tensor) -> Tensor:
+def divergence_gradient(requested: Divergence, student_NV: Tensor, teacher_NV: Tensor) -> Tensor:
     """Return the gradient [n, v] of the divergence with respect to the logits that q is the softmax of; overwrites log q and log p.
 
     It is q - p of `forward`, and with E_q the mean under q: q (-d - E_q[-d]) of `reverse`, (1 - beta) q (-r - E_q[-r]) of `jensen_shannon`.
     """
-    match asked.kind:
+    match requested.kind:
         case "forward":
             return student_NV.exp_().sub_(teacher_NV.exp_())
         case "reverse":
             values_NV, factor = torch.sub(student_NV, teacher_NV, out=teacher_NV), 1.0
         case "jensen_shannon":
             difference_NV = torch.sub(teacher_NV, student_NV, out=teacher_NV)
-            values_NV, factor = _log_mixture(asked.beta, difference_NV).neg_(), 1 - asked.beta
+            values_NV, factor = _log_mixture(requested.beta, difference_NV).neg_(), 1 - requested.beta
     probabilities_NV = student_NV.exp_()
     mean_N = torch.linalg.vecdot(probabilities_NV, values_NV)
     return values_NV.sub_(mean_N[:, None]).mul_(probabilities_NV).mul_(factor)

@@ -48,7 +48,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, segments: Segments, *, sca
 
     A token attends to itself and to the `window` - 1 tokens before it (None: all tokens before it) of its own document.
     """
-    query_THD, key_TGD, value_TGD = (each[0].transpose(0, 1) for each in (query, key, value))
+    query_THD, key_TGD, value_TGD = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     ends, longest = segments.ends(query.device), max(segments.lengths)
     output_THD: Tensor = varlen_attn(
         query_THD,
@@ -90,7 +90,7 @@ def _is_kernel_right(device: torch.device, dtype: torch.dtype, heads: int, key_h
 def _compare(device: torch.device, dtype: torch.dtype, heads: int, key_heads: int, head: int, window: int | None) -> None:
     """Raises if the kernel's output or gradients differ from the float32 definition by more than `TOLERANCE`.
 
-    Queries, keys and values lie in memory as in models: transposed, and as slices of a wider projection.
+    Queries, keys and values are laid out in memory as in models: transposed, and as slices of a wider projection.
     """
     if varlen_attn is None or "enable_gqa" not in inspect.signature(varlen_attn).parameters:
         raise NotImplementedError(f"torch {torch.__version__} has no varlen_attn with grouped heads")
@@ -100,10 +100,10 @@ def _compare(device: torch.device, dtype: torch.dtype, heads: int, key_heads: in
     with _apart(device):
         query, both, upstream = (torch.randn(shape, generator=draw).to(device, dtype) for shape in shapes)
         for compute in (_by_mask, attend):
-            given = query.clone().requires_grad_(), both.clone().requires_grad_()
-            key, value = torch.split(given[1].transpose(1, 2), head, -1)
-            output = compute(given[0].transpose(1, 2), key, value, PROBE, scaling=PROBE_SCALE * head**-0.5, window=window)
-            results.append([output.detach(), *torch.autograd.grad(output, given, upstream)])
+            inputs = query.clone().requires_grad_(), both.clone().requires_grad_()
+            key, value = torch.split(inputs[1].transpose(1, 2), head, -1)
+            output = compute(inputs[0].transpose(1, 2), key, value, PROBE, scaling=PROBE_SCALE * head**-0.5, window=window)
+            results.append([output.detach(), *torch.autograd.grad(output, inputs, upstream)])
     for what, wanted, got in zip(("output", "query's gradient", "keys' and values' gradient"), *results, strict=True):
         difference = float((got.float() - wanted.float()).abs().max() / wanted.float().abs().max())
         if not difference <= TOLERANCE:

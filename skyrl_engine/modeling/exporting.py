@@ -54,9 +54,9 @@ def write_merged(spec: ModelConfig, directory: Path, precision: ComputeDtype) ->
     plain, _ = load_skeleton(evolve(spec, activation_checkpointing=False, lora=None), images=True)
     plain.generation_config = adapted.generation_config
     buffers = dict(adapted.named_buffers())
-    kept = {name: buffers[name] for name in plain.state_dict() if name in buffers}
+    own_buffers = {name: buffers[name] for name in plain.state_dict() if name in buffers}
     with torch.no_grad():
-        weights = {**dict(iterate_merged_weights(adapted, lambda parameter: parameter.detach())), **kept}
+        weights = {**dict(iterate_merged_weights(adapted, lambda parameter: parameter.detach())), **own_buffers}
     write_pretrained(plain, directory, weights, precision=precision)
 
 

@@ -14,7 +14,7 @@ from skyrl_engine.modeling.vision import language_part
 
 def layer_names(spec: ModelConfig) -> list[str]:
     """Return the names of the decoder's layers in the model, such as `model.layers.0`, in order. Raises ModelError."""
-    model, _ = load_skeleton(_plain(spec), images=True)
+    model, _ = load_skeleton(_base_spec(spec), images=True)
     name, layers = _find_layer_list(model)
     return [f"{name}.{number}" for number in range(len(layers))]
 
@@ -34,14 +34,14 @@ def write_first_layers(spec: ModelConfig, layers: int, directory: Path) -> None:
 
     Raises what loading and writing a model raise.
     """
-    model, _ = load_scorer(_plain(spec), images=True)
+    model, _ = load_scorer(_base_spec(spec), images=True)
     _, listed = _find_layer_list(model)
     del listed[layers:]
     shorten(model.config, layers)
     write_pretrained(model, directory)
 
 
-def _plain(spec: ModelConfig) -> ModelConfig:
+def _base_spec(spec: ModelConfig) -> ModelConfig:
     return attrs.evolve(spec, lora=None, dtype="float32")
 
 

@@ -120,11 +120,11 @@ def _check_types(micro_batch: MicroBatch, ids: IntArray, types: IntArray, sample
 
 def _check_patches(micro_batch: MicroBatch, grids: IntArray, owners: IntArray, tokens: ImageTokens) -> None:
     """Check that every sample has as many patches as its grids count, of the model's size."""
-    given = _count_owned(micro_batch, PIXEL_VALUES, len(micro_batch.sequence_lengths.values))
+    patches = _count_owned(micro_batch, PIXEL_VALUES, len(micro_batch.sequence_lengths.values))
     pixels = micro_batch.inputs.get(PIXEL_VALUES)
-    counted = _sum_by_owner(owners, grids.prod(axis=1), len(given))
-    if (sample := _first(counted != given)) is not None:
-        _refuse(micro_batch, sample, f"has {given[sample]} patches where its images count {counted[sample]}")
+    counted = _sum_by_owner(owners, grids.prod(axis=1), len(patches))
+    if (sample := _first(counted != patches)) is not None:
+        _refuse(micro_batch, sample, f"has {patches[sample]} patches where its images count {counted[sample]}")
     if pixels is not None and len(pixels) and pixels.shape[1] != tokens.patch:
         _refuse(
             micro_batch, int(owners[0]), f"has patches of {pixels.shape[1]} numbers, and the model takes patches of {tokens.patch}"

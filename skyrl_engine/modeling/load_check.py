@@ -69,7 +69,7 @@ def _tell_unused(spec: ModelConfig, model: Any) -> None:
 def _refusal_of_first_layer(spec: ModelConfig) -> str | None:
     """Return why the model's first layer mixes the documents of a packed row, as a clause; None where it does not, or cannot be tried.
 
-    A layer may mix tokens by more than its attention, such as a state-space model beside it, which no pass without values shows. So the layer
+    A layer may mix tokens by more than its attention, such as a state-space model next to it, which no pass without values shows. So the layer
     is made with random values, of a model of that one layer and few tokens. Whatever cannot be made so is left to loading.
     """
     try:
@@ -101,10 +101,10 @@ def _other_shapes(model: Any, files: list[Path]) -> Iterator[tuple[str, list[int
 
     if not all(isinstance(rule, WeightRenaming) for rule in get_model_conversion_mapping(model)):
         return
-    due = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
+    shapes = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
     for file in files:
         if file.suffix == ".safetensors":
             for name, entry in safetensors_header(file).items():
                 # a value head says in words of its own what it must be
-                if name in due and name.rpartition(".")[0] != VALUE_HEAD and entry["shape"] != due[name]:
-                    yield name, entry["shape"], due[name]
+                if name in shapes and name.rpartition(".")[0] != VALUE_HEAD and entry["shape"] != shapes[name]:
+                    yield name, entry["shape"], shapes[name]

@@ -58,7 +58,7 @@ def load_scorer(spec: ModelConfig, *, images: bool = False, seed: int = 0) -> tu
     if spec.dtype == "bfloat16":
         _check_bfloat16(model, scorer, spec.path)
     scorer.segment_support = adopt_segment_attention(model, scorer.decoder, name=spec.path)
-    return _ready(spec, model, scorer)
+    return _make_ready(spec, model, scorer)
 
 
 def load_skeleton(spec: ModelConfig, *, images: bool = False, seed: int = 0) -> tuple[Any, Scorer]:
@@ -69,7 +69,7 @@ def load_skeleton(spec: ModelConfig, *, images: bool = False, seed: int = 0) -> 
     config = load_config(spec, images=images)
     with torch.device("meta"):
         model = build_causal_lm(spec, config)
-    return _ready(spec, model, _scorer(spec, model, seed))
+    return _make_ready(spec, model, _scorer(spec, model, seed))
 
 
 def load_beside(spec: ModelConfig, support: SegmentSupport, *, images: bool = False, seed: int = 0) -> tuple[Any, Scorer]:
@@ -85,7 +85,7 @@ def load_beside(spec: ModelConfig, support: SegmentSupport, *, images: bool = Fa
         scorer = _scorer(spec, model, seed)
         _fill_trained(spec, model, scorer)
     adopt_like(model, scorer, support)
-    return _ready(spec, model, scorer)
+    return _make_ready(spec, model, scorer)
 
 
 def adopt_like(model: Any, scorer: Scorer, support: SegmentSupport) -> None:
@@ -130,7 +130,7 @@ def _check_bfloat16(model: Any, scorer: Scorer, name: str) -> None:
             ) from error
 
 
-def _ready(spec: ModelConfig, model: Any, scorer: Scorer) -> tuple[Any, Scorer]:
+def _make_ready(spec: ModelConfig, model: Any, scorer: Scorer) -> tuple[Any, Scorer]:
     if spec.lora is not None and spec.dtype == "bfloat16":
         freeze_in(model, torch.bfloat16)
     if spec.activation_checkpointing:
@@ -189,15 +189,17 @@ def load_causal_lm(spec: ModelConfig, *, images: bool = False) -> Any:
     return model
 
 
-def refuse_other_shapes(spec: ModelConfig, files: list[Path], found: Iterable[tuple[str, Iterable[int], Iterable[int]]]) -> None:
+def refuse_other_shapes(
+    spec: ModelConfig, files: list[Path], mismatches: Iterable[tuple[str, Iterable[int], Iterable[int]]]
+) -> None:
     """Raise ModelError for tensors (name, shape in the file, shape by the configuration) that do not fit the configuration."""
-    wrong = sorted((name, list(stored), list(due)) for name, stored, due in found)
+    wrong = sorted((name, list(stored), list(expected)) for name, stored, expected in mismatches)
     if not wrong:
         return
-    name, stored, due = wrong[0]
+    name, stored, expected = wrong[0]
     more = f" ({len(wrong)} tensors of other shapes in all)" if len(wrong) > 1 else ""
     raise ModelError(
-        f"{name} has the shape {stored} in {holder_of(files, name) or spec.path}, and the model's config.json asks for {due}{more}",
+        f"{name} has the shape {stored} in {holder_of(files, name) or spec.path}, and the model's config.json asks for {expected}{more}",
         remedy="Put the config.json and the weights of one and the same model together",
     )
 

@@ -52,14 +52,14 @@ def add_adapters(model: Any, decoder: nn.Module, spec: ModelConfig, seed: int) -
     config = (
         _make_peft_config(spec, spec.lora, model, linear, peft)
         if spec.lora.path is None
-        else _existing(spec, spec.lora, spec.lora.path, peft)
+        else _load_options(spec, spec.lora, spec.lora.path, peft)
     )
     with torch.random.fork_rng(devices=()), next(model.parameters()).device:
         torch.default_generator.manual_seed(seed)
         try:
             peft.inject_adapter_in_model(config, model, ADAPTER)
         except ValueError as error:
-            raise _unfit(spec, spec.lora, linear, error) from error
+            raise _unfit_error(spec, spec.lora, linear, error) from error
     model.requires_grad_(requires_grad=False)
     for name, parameter in model.named_parameters():
         layer = name.partition(".lora_")[0]
@@ -71,7 +71,8 @@ def add_adapters(model: Any, decoder: nn.Module, spec: ModelConfig, seed: int) -
                 )
             parameter.requires_grad_()
     counts = [
-        sum(parameter.numel() for parameter in each) for each in (list_trained_parameters(model).values(), model.parameters())
+        sum(parameter.numel() for parameter in parameters)
+        for parameters in (list_trained_parameters(model).values(), model.parameters())
     ]
     logger.info("%s: %d of %d parameters are trained, as adapters of rank %d", spec.path, *counts, config.r)
     logger.info("%s: adapted are %s", spec.path, describe_adapters(decoder))
@@ -80,7 +81,7 @@ def add_adapters(model: Any, decoder: nn.Module, spec: ModelConfig, seed: int) -
         logger.warning('%s: model.lora.targets = "all-linear" leaves frozen %s: %s', spec.path, _counts(left), why)
 
 
-def _unfit(spec: ModelConfig, lora: LoraConfig, linear: Mapping[str, nn.Module], error: ValueError) -> ModelError:
+def _unfit_error(spec: ModelConfig, lora: LoraConfig, linear: Mapping[str, nn.Module], error: ValueError) -> ModelError:
     """Return the error for adapters that PEFT does not put into the model."""
     if lora.path is not None:
         return ModelError(
@@ -124,9 +125,9 @@ def load_adapters(model: nn.Module, spec: ModelConfig) -> None:
         if value is not None and value.shape == parameter.shape:
             parameter.copy_(value)
         elif value is not None or has_adapter_name(name):
-            found = "nothing" if value is None else f"shape {list(value.shape)}"
+            content = "nothing" if value is None else f"shape {list(value.shape)}"
             raise ModelError(
-                f"the adapter {spec.lora.path} holds {found} for {name}, which has shape {list(parameter.shape)}",
+                f"the adapter {spec.lora.path} holds {content} for {name}, which has shape {list(parameter.shape)}",
                 remedy="Use the adapter with the model it was made for",
             )
     if stored:
@@ -271,7 +272,7 @@ def _keeps(config: Any, target: str, model: nn.Module) -> bool:
     return target in probe.target_modules
 
 
-def _existing(spec: ModelConfig, lora: LoraConfig, path: str, peft: Any) -> Any:
+def _load_options(spec: ModelConfig, lora: LoraConfig, path: str, peft: Any) -> Any:
     """Return PEFT's configuration of the adapter at `path`. Raises ModelError if it is not plain LoRA or differs from the options."""
     stated = Path(path).expanduser() / "adapter_config.json"
     if stated.is_file():
@@ -295,12 +296,12 @@ def _existing(spec: ModelConfig, lora: LoraConfig, path: str, peft: Any) -> Any:
     targets = config.target_modules if isinstance(config.target_modules, str) else set(config.target_modules)
     wanted = lora.targets if lora.targets == "all-linear" else set(lora.targets)
     usual = LoraConfig()
-    for key, asked, default, has in (
+    for key, chosen, default, has in (
         ("rank", lora.rank, usual.rank, config.r),
         ("alpha", lora.alpha, usual.alpha, config.lora_alpha),
         ("targets", wanted, usual.targets, targets),
     ):
-        if asked not in (default, has):
+        if chosen not in (default, has):
             shown = ", ".join(sorted(has)) if isinstance(has, set) else has
             raise ModelError(
                 f"model.lora.{key} differs from that of the adapter {path}, which is {shown}",

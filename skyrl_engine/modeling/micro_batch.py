@@ -78,18 +78,18 @@ def _call_scorer(
     arguments = model_inputs(micro_batch, images=images)
     mask = arguments.inputs.get("attention_mask")
 
-    def moved(tensor: Tensor) -> Tensor:
+    def move(tensor: Tensor) -> Tensor:
         return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
     return call(
-        {name: moved(tensor) for name, tensor in arguments.inputs.items()},
-        moved(arguments.positions),
-        moved(micro_batch.labels),
+        {name: move(tensor) for name, tensor in arguments.inputs.items()},
+        move(arguments.positions),
+        move(micro_batch.labels),
         temperature=temperature,
         needs=needs,
         segments=arguments.segments,
         padded=None if mask is None else not mask.all(),  # read here, on the CPU, and not on the device
-        candidates={column: moved(ids) for column, ids in micro_batch.candidates.items()},
+        candidates={column: move(ids) for column, ids in micro_batch.candidates.items()},
         **({} if micro_batch.teacher is None else {"teacher": micro_batch.teacher}),
     )
 

@@ -40,9 +40,9 @@ def model_inputs(micro_batch: MicroBatch, *, one_row: bool = False, images: Imag
     Raises ContractError if mask and lengths contradict each other, what `rotary_positions` raises for images, and UnsupportedError for further
     model inputs, because models accept and ignore unknown keywords.
     """
-    given = _pass_rows_through(micro_batch, images)
+    tensors = _pass_rows_through(micro_batch, images)
     if not one_row and not (micro_batch.sequence_lengths.lengths > 1).any():
-        return ModelInputs(given, micro_batch.positions, None)
+        return ModelInputs(tensors, micro_batch.positions, None)
     mask_F = micro_batch.inputs["attention_mask"].flatten().bool()
     lengths = micro_batch.sequence_lengths.values
     lengths = lengths[lengths > 0]
@@ -50,11 +50,11 @@ def model_inputs(micro_batch: MicroBatch, *, one_row: bool = False, images: Imag
     # a micro-batch without documents must still pass through the model, because other ranks wait in its collectives
     if not len(lengths):
         mask_F, lengths = torch.arange(len(mask_F)) == 0, np.ones(1, dtype=np.int64)
-    kept = mask_F.nonzero()[:, 0]
-    inputs = {name: tensor for name, tensor in given.items() if name in OF_IMAGES}
+    real = mask_F.nonzero()[:, 0]
+    inputs = {name: tensor for name, tensor in tensors.items() if name in OF_IMAGES}
     for name in ("input_ids", "position_ids"):
-        if name in given:
-            inputs[name] = given[name].flatten(-2)[..., kept].unsqueeze(-2)
+        if name in tensors:
+            inputs[name] = tensors[name].flatten(-2)[..., real].unsqueeze(-2)
     if "position_ids" not in inputs:
         inputs["position_ids"] = torch.cat([torch.arange(int(length)) for length in lengths])[None]
     places = mask_F.cumsum(0) - 1
@@ -103,8 +103,8 @@ def _check_layout(micro_batch: MicroBatch, mask_F: Tensor, lengths: np.ndarray) 
     """Check that each row's mask fits its sequences' lengths, that no sequence has a gap, and that only real tokens are scored."""
     rows = micro_batch.inputs["attention_mask"].shape[0]
     counted = mask_F.reshape(rows, -1).sum(1).numpy()
-    told = micro_batch.sequence_lengths
-    stated = np.diff(offsets_of(told.values)[told.offsets])
+    sequence_lengths = micro_batch.sequence_lengths
+    stated = np.diff(offsets_of(sequence_lengths.values)[sequence_lengths.offsets])
     if len(stated) != rows or (counted != stated).any():
         raise ContractError(
             f"the collator's attention mask marks {counted.tolist()} tokens per row, its sequence lengths add up to {stated.tolist()}",

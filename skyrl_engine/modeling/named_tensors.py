@@ -44,8 +44,8 @@ def keep_ties(model: nn.Module) -> Iterator[None]:
     for key, shared in names.items():
         if len(shared) > 1:
             held = [entry(model, name) for name in shared]
-            now = next((each for each in held if each is not before[key]), before[key])
-            replace_entries(model, {id(each): now for each in held})
+            now = next((tensor for tensor in held if tensor is not before[key]), before[key])
+            replace_entries(model, {id(tensor): now for tensor in held})
 
 
 def loose_tensors(model: nn.Module) -> dict[tuple[str, str], Tensor]:

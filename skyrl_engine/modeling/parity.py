@@ -34,13 +34,13 @@ def random_tokens(model: Any, decoder: nn.Module, shape: tuple[int, int], genera
 class Probe:
     """A few tokens to test a model with: ids int64[rows, width], and the scored flat positions, all but the last of each row.
 
-    `own` are the arguments of the model itself, `given` those of its decoder, with position ids if there are images.
+    `own_inputs` are the arguments of the model itself, `decoder_inputs` those of its decoder, with position ids if there are images.
     """
 
     ids: Tensor
     positions: Tensor
-    own: Mapping[str, Tensor]
-    given: Mapping[str, Tensor]
+    own_inputs: Mapping[str, Tensor]
+    decoder_inputs: Mapping[str, Tensor]
 
     @classmethod
     def of(cls, model: Any, decoder: nn.Module, device: torch.device) -> "Probe":
@@ -63,17 +63,17 @@ class Probe:
         lengths = Ragged.from_list([[WIDTH]] * ROWS, np.int64)
         nothing = torch.zeros(0, dtype=torch.int64)
         batch = MicroBatch(inputs, nothing, nothing, lengths, None, ragged_offsets=offsets)
-        given = model_inputs(batch, images=tokens).inputs
-        return cls(ids.to(device), _all_but_the_last(device), _move(inputs, device), _move(given, device))
+        decoder_inputs = model_inputs(batch, images=tokens).inputs
+        return cls(ids.to(device), _all_but_the_last(device), _move(inputs, device), _move(decoder_inputs, device))
 
     def logprobs(self, scorer: Scorer) -> Tensor:
         """Return the scorer's log-probabilities of the tokens, [rows * (width - 1)]."""
-        scores: dict[str, Tensor] = scorer(self.given, self.positions, self.ids[:, 1:].flatten())
+        scores: dict[str, Tensor] = scorer(self.decoder_inputs, self.positions, self.ids[:, 1:].flatten())
         return scores["logprobs"]
 
     def own_logprobs(self, model: Any) -> Tensor:
         """Return the log-probabilities of the tokens by the model's own forward."""
-        logits = model(**self.own, use_cache=False).logits
+        logits = model(**self.own_inputs, use_cache=False).logits
         logits = logits if logits.dtype == torch.float64 else logits.float()
         return logits[:, :-1].log_softmax(-1).gather(-1, self.ids[:, 1:, None]).flatten()  # type: ignore[no-any-return] # transformers leaves it untyped
 

@@ -58,13 +58,13 @@ def load_on_ranks(spec: ModelConfig, *, images: bool = False, seed: int = 0) -> 
         model, scorer = load_scorer(spec, images=images, seed=seed)
     elif not reads:
         adopt_like(model, scorer, loaded[0].segment_support)
-    gather_reports(None if reads else _empty(model, loaded[0].tensors, spec.path))
+    gather_reports(None if reads else _empty_tensors(model, loaded[0].tensors, spec.path))
     if not reads:
         replace_loose_tensors(model, loaded[0].loose)
     return Placed(model, scorer, dict(list_named_tensors(model)) if reads else {})
 
 
-def _empty(model: Any, tensors: Tensors, path: str) -> ModelError | None:
+def _empty_tensors(model: Any, tensors: Tensors, path: str) -> ModelError | None:
     """Put meta tensors of rank 0's shapes and dtypes in the place of all parameters and buffers, or return what does not fit.
 
     Code that makes a parameter outside of `torch.device("meta")` gives it values of this rank, and perhaps a dtype of its own.
@@ -79,8 +79,10 @@ def _empty(model: Any, tensors: Tensors, path: str) -> ModelError | None:
     replacements: dict[int, Tensor] = {}
     for name, shape, dtype in tensors:
         place = entry(model, name)
-        made = torch.empty(shape, dtype=dtype, device="meta")
-        replacements[id(place)] = nn.Parameter(made, requires_grad=place.requires_grad) if isinstance(place, nn.Parameter) else made
+        tensor = torch.empty(shape, dtype=dtype, device="meta")
+        replacements[id(place)] = (
+            nn.Parameter(tensor, requires_grad=place.requires_grad) if isinstance(place, nn.Parameter) else tensor
+        )
     replace_entries(model, replacements)
     return None
 
@@ -89,12 +91,12 @@ def gather_reports(report: EngineError | Report) -> list[Report]:
     """Return every rank's report. An error on one rank is raised on all of them."""
     reports: list[EngineError | Report] = [report] * dist.get_world_size()
     dist.all_gather_object(reports, report)
-    found: list[Report] = []
-    for one in reports:
-        if isinstance(one, EngineError):
-            raise one
-        found.append(one)
-    return found
+    gathered: list[Report] = []
+    for rank_report in reports:
+        if isinstance(rank_report, EngineError):
+            raise rank_report
+        gathered.append(rank_report)
+    return gathered
 
 
 @frozen

@@ -36,29 +36,29 @@ def computing_in(scorer: Scorer, dtype: torch.dtype) -> Iterator[None]:
     layers = all_layers(scorer.decoder)
     within = {id(parameter) for layer in layers for parameter in layer.parameters()}
     outside = [parameter for parameter in scorer.parameters() if id(parameter) not in within]
-    kept = {id(parameter): parameter.data for parameter in scorer.parameters()}
+    values = {id(parameter): parameter.data for parameter in scorer.parameters()}
 
-    def rounded(parameters: list[nn.Parameter]) -> None:
+    def round_weights(parameters: list[nn.Parameter]) -> None:
         for parameter in parameters:
             parameter.data = parameter.data.to(dtype)
 
-    def restored(parameters: list[nn.Parameter]) -> None:
+    def restore_weights(parameters: list[nn.Parameter]) -> None:
         for parameter in parameters:
-            parameter.data = kept[id(parameter)]
+            parameter.data = values[id(parameter)]
 
-    def before(layer: nn.Module, *_: object) -> None:
-        rounded(list(layer.parameters()))
+    def round_before(layer: nn.Module, *_: object) -> None:
+        round_weights(list(layer.parameters()))
 
-    def after(layer: nn.Module, _inputs: object, output: Tensor) -> Tensor:
-        restored(list(layer.parameters()))
+    def restore_after(layer: nn.Module, _inputs: object, output: Tensor) -> Tensor:
+        restore_weights(list(layer.parameters()))
         return output
 
-    handles = [layer.register_forward_pre_hook(before) for layer in layers]
-    handles += [layer.register_forward_hook(after) for layer in layers]
-    rounded(outside)
+    handles = [layer.register_forward_pre_hook(round_before) for layer in layers]
+    handles += [layer.register_forward_hook(restore_after) for layer in layers]
+    round_weights(outside)
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
-        restored(list(scorer.parameters()))
+        restore_weights(list(scorer.parameters()))

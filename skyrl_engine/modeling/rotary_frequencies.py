@@ -17,7 +17,7 @@ _FIXED = "fixed"
 def fix_rotary_frequencies(model: Any, wanted: int | None) -> int | None:
     """Fix the frequencies of `model` for rows of at most the returned length in tokens; None: they do not depend on lengths.
 
-    transformers chooses them by the longest position of a forward pass, so that a sample's loss and gradient depend on the samples beside it
+    transformers chooses them by the longest position of a forward pass, so that a sample's loss and gradient depend on the samples next to it
     in its micro-batch. Here they are those for a row of `choose_rotary_length(config, wanted)` tokens, in every pass. Works on a skeleton too,
     whose buffers get their values from another rank. Raises ModelError if the model chooses in code of its own.
     """
@@ -40,18 +40,18 @@ def fix_rotary_frequencies(model: Any, wanted: int | None) -> int | None:
 
 @torch.no_grad()
 def check_fixed(model: Any, length: int) -> None:
-    """Try a model with values: the angles of the first positions must be the same, bit for bit, beside a short row and beside the longest.
+    """Try a model with values: the angles of the first positions must be the same, bit for bit, next to a short row and next to the longest.
 
     Raises ModelError otherwise.
     """
     device = next(model.parameters()).device
     hidden = torch.zeros(1, 1, 1, device=device)
     short = torch.arange(2, device=device)[None]
-    beside = torch.cat([short, short.new_tensor([[length - 1]])], dim=1)
+    with_longest = torch.cat([short, short.new_tensor([[length - 1]])], dim=1)
     for embedding in _embeddings(model):
         layers = [{"layer_type": layer} for layer in embedding.rope_type] if isinstance(embedding.rope_type, dict) else [{}]
         for layer in layers:
-            alone, among = (embedding(hidden, positions, **layer) for positions in (short, beside))
+            alone, among = (embedding(hidden, positions, **layer) for positions in (short, with_longest))
             if any(not torch.equal(a, b[:, :2]) for a, b in zip(alone, among, strict=True)):
                 raise _by_own_code(model)
 

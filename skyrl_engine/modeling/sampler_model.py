@@ -29,7 +29,7 @@ def model_over(spec: ModelConfig, storage: Mapping[str, Tensor]) -> Any:
 
     Whatever changes that memory changes the model. Raises ModelError for a tensor that is missing there or has another shape.
     """
-    model = _skeleton(_plain(spec))
+    model = _skeleton(_base_spec(spec))
     fix_rotary_frequencies(model, spec.rotary_length)
     missing = [name for name, tensor in _tensors(model) if name not in storage or storage[name].shape != tensor.shape]
     if missing:
@@ -50,7 +50,7 @@ def model_over(spec: ModelConfig, storage: Mapping[str, Tensor]) -> Any:
 
 def load_sampler_model(spec: ModelConfig, device: str) -> Any:
     """Load a model of its own, in the precision that the run computes in; `fill` gives it other weights. Raises ModelError."""
-    model = load_causal_lm(_plain(spec), images=True)
+    model = load_causal_lm(_base_spec(spec), images=True)
     fix_rotary_frequencies(model, spec.rotary_length)
     if spec.dtype == "bfloat16":
         for parameter in model.parameters():
@@ -62,7 +62,7 @@ def load_sampler_model(spec: ModelConfig, device: str) -> Any:
 @torch.no_grad()
 def iterate_stored_weights(spec: ModelConfig) -> Iterator[tuple[str, Tensor]]:
     """Read a model's full weights from its files, on the CPU, with those of an existing adapter merged. Raises ModelError."""
-    model = load_causal_lm(_plain(spec), images=True)
+    model = load_causal_lm(_base_spec(spec), images=True)
     if spec.lora is not None:
         add_adapters(model, language_part(split_causal_lm(model).decoder), spec, seed=0)
         load_adapters(model, spec)
@@ -76,21 +76,21 @@ def fill(model: Any, weights: Iterable[tuple[str, Tensor]], name: str) -> None:
     Raises ModelError for names and shapes that do not fit, before any weight changes.
     """
     places = dict(model.named_parameters(remove_duplicate=False))
-    given = {key: weight for key, weight in weights if not key.startswith(f"{VALUE_HEAD}.")}
-    unknown = [key for key, weight in given.items() if key not in places or places[key].shape != weight.shape]
-    covered = {id(places[key]) for key in given if key in places}
+    weights_by_name = {key: weight for key, weight in weights if not key.startswith(f"{VALUE_HEAD}.")}
+    unknown = [key for key, weight in weights_by_name.items() if key not in places or places[key].shape != weight.shape]
+    covered = {id(places[key]) for key in weights_by_name if key in places}
     lacking = [key for key, place in places.items() if id(place) not in covered]
     if wrong := unknown or lacking:
-        found = "has no place, or one of another shape," if unknown else "is not among the weights"
+        problem = "has no place, or one of another shape," if unknown else "is not among the weights"
         raise ModelError(
-            f"{wrong[0]} {found} for {name} ({len(wrong)} such tensors)",
+            f"{wrong[0]} {problem} for {name} ({len(wrong)} such tensors)",
             remedy="Sample from the model that is trained, with all its weights",
         )
-    for key, weight in given.items():
+    for key, weight in weights_by_name.items():
         places[key].copy_(weight)
 
 
-def _plain(spec: ModelConfig) -> ModelConfig:
+def _base_spec(spec: ModelConfig) -> ModelConfig:
     """Return the model without what training adds. `value_head` stays: it says that weights of that name are no mistake."""
     return evolve(spec, lora=None, activation_checkpointing=False)
 

@@ -18,7 +18,7 @@ from skyrl_engine.modeling.value_head import ValueHead
 from skyrl_engine.modeling.vision import ImageDecoder
 
 NO_CANDIDATES: Mapping[str, Tensor] = MappingProxyType({})
-"""No token ids are asked about beside labels."""
+"""No token ids are asked about other than labels."""
 
 
 class Scorer(nn.Module):
@@ -89,12 +89,12 @@ class Scorer(nn.Module):
         if HIDDEN_STATES in needs:
             scores[HIDDEN_STATES] = chosen_NH
         if asks_a_head(needs):
-            asked = RequestedScores.of(needs, labels, candidates)
+            requested = RequestedScores.of(needs, labels, candidates)
             compared = {}
             if asks_a_teacher(needs):
                 assert teacher is not None, "a comparison is asked of a model that nobody teaches"
                 compared = {"teacher": teacher.with_one_position()}
-            scores.update(asked.name_values(self.head(chosen_NH, asked.tokens, temperature, asked.scores, **compared)))
+            scores.update(requested.name_values(self.head(chosen_NH, requested.tokens, temperature, requested.scores, **compared)))
         if "values" in needs:
             assert self.value_head is not None, "values are asked of a model without a value head"
             # cloned, here and below, because FSDP2 warns if the root returns a view

@@ -30,7 +30,7 @@ def adopt_segment_attention(model: Any, decoder: nn.Module, *, name: str) -> Seg
     window exactly where the configuration has one; hidden states must equal those of the documents in rows of their own, within `TOLERANCE`
     of 1 + |h|; and the gradient of the middle document's hidden states must be exactly 0 at the embeddings of the others.
     """
-    attending = _attending(model, decoder)
+    attending = _find_attending(model, decoder)
     before = attending.config._attn_implementation  # noqa: SLF001 - transformers offers no other way to read it
     training = model.training
     model.eval()
@@ -39,7 +39,7 @@ def adopt_segment_attention(model: Any, decoder: nn.Module, *, name: str) -> Seg
     except EngineError as error:
         support = SegmentSupport(refusal=error.cause)
     except Exception as error:  # noqa: BLE001 - model code may fail in any way here, and rows of one sequence can be trained all the same
-        support = SegmentSupport(refusal=_cannot_compute(error))
+        support = SegmentSupport(refusal=_describe_failure(error))
     finally:
         model.train(training)
     if not support.layers:
@@ -72,7 +72,7 @@ def certain_refusal(model: Any, decoder: nn.Module) -> str | None:
                 _pass_without_values(decoder, segments=WHOLE_ROWS, attention_mask=whole)
             except Exception:  # noqa: BLE001, S112 - as above
                 continue
-            return _cannot_compute(error)
+            return _describe_failure(error)
         except Exception:  # noqa: BLE001, S112 - model code may fail in any way without values
             continue
         return _refusal_of_layers(model, decoder, segments)
@@ -85,7 +85,7 @@ def _pass_without_values(decoder: nn.Module, **inputs: Any) -> None:
         decoder(input_ids=ids, position_ids=torch.zeros_like(ids), use_cache=False, **inputs)
 
 
-def _cannot_compute(error: Exception) -> str:
+def _describe_failure(error: Exception) -> str:
     """Return a clause that names the innermost module whose code raised an error over packed rows."""
     modules = [
         type(owner).__name__
@@ -93,9 +93,9 @@ def _cannot_compute(error: Exception) -> str:
         if isinstance(owner := frame.f_locals.get("self"), nn.Module) and not type(owner).__module__.startswith("torch.")
     ]
     lines = str(error).strip().splitlines()
-    told = f"{type(error).__name__}: {lines[0].rstrip('.') if lines else 'no message'}"
+    summary = f"{type(error).__name__}: {lines[0].rstrip('.') if lines else 'no message'}"
     where = f"the code of {modules[-1]}" if modules else "its code"
-    return f"{where} cannot compute a row of several documents, which comes without an attention mask ({told})"
+    return f"{where} cannot compute a row of several documents, which comes without an attention mask ({summary})"
 
 
 @contextmanager
@@ -114,7 +114,7 @@ def attend_by_segments(model: Any, decoder: nn.Module) -> None:
     from skyrl_engine.modeling.segment_attention import NAME, register
 
     register()
-    attending = _attending(model, decoder)
+    attending = _find_attending(model, decoder)
     name = type(attending).__name__
     if not attending._can_set_attn_implementation():  # noqa: SLF001 - setting it all the same would only log a warning
         raise UnsupportedError(f"{name} computes its attention in code of its own", remedy=REMEDY)
@@ -126,7 +126,7 @@ def attend_by_segments(model: Any, decoder: nn.Module) -> None:
         ) from error
 
 
-def _attending(model: Any, decoder: nn.Module) -> Any:
+def _find_attending(model: Any, decoder: nn.Module) -> Any:
     """Return the transformers model whose attention is replaced; a vision tower keeps its own, which attends within one image."""
     return decoder.language if isinstance(decoder, ImageDecoder) else model
 
@@ -145,8 +145,8 @@ def _adopt(model: Any, decoder: nn.Module) -> SegmentSupport:
     difference = ((packed - separate).abs() / (1 + separate.abs())).max().item()
     finite = bool(separate.isfinite().all())
     if not difference <= TOLERANCE:  # also true for NaN
-        told = "a part of it beside the attention mixes the documents of a packed row, or does not follow their positions: its packed documents"
-        return SegmentSupport(refusal=f"{told} differ from separate ones by {difference:.1e}", mixes=finite)
+        text = "a part of it beside the attention mixes the documents of a packed row, or does not follow their positions: its packed documents"
+        return SegmentSupport(refusal=f"{text} differ from separate ones by {difference:.1e}", mixes=finite)
     inside = gradient.reshape(DOCUMENTS, LENGTH, -1)
     if not inside[1].any() or inside[[0, 2]].any():
         return SegmentSupport(refusal="its documents see each other in a packed row", mixes=finite)
@@ -166,11 +166,11 @@ def _refusal_of_layers(model: Any, decoder: nn.Module, segments: Segments) -> st
 
 def _run_packed(model: Any, decoder: nn.Module, ids: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor, Segments]:
     """Return the packed documents' hidden states [tokens, h], the middle one's gradient at the embeddings [tokens, e], and the segments."""
-    kept: list[Tensor] = []
+    embeddings: list[Tensor] = []
 
     def keep(_module: nn.Module, _inputs: object, output: Tensor) -> Tensor:
-        kept.append(output.detach().requires_grad_())
-        return kept[0]
+        embeddings.append(output.detach().requires_grad_())
+        return embeddings[0]
 
     segments = Segments((LENGTH,) * DOCUMENTS)
     positions = torch.arange(LENGTH, device=ids.device).repeat(DOCUMENTS)[None]
@@ -181,7 +181,7 @@ def _run_packed(model: Any, decoder: nn.Module, ids: Tensor, generator: torch.Ge
             middle = hidden[LENGTH : 2 * LENGTH]
             # random, because the gradient of a norm vanishes for equal weights
             upstream = torch.randn(middle.shape, generator=generator).to(middle)
-            (gradient,) = torch.autograd.grad(middle, kept, upstream)
+            (gradient,) = torch.autograd.grad(middle, embeddings, upstream)
     finally:
         hook.remove()
     return hidden.detach(), gradient, segments

@@ -53,7 +53,7 @@ def segment_attention(
         return sdpa_attention_forward(  # type: ignore[no-any-return] # transformers leaves it untyped
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **others
         )
-    unknown = sorted(name for name, given in others.items() if given is not None and name not in _MEANINGLESS_HERE)
+    unknown = sorted(name for name, argument in others.items() if argument is not None and name not in _MEANINGLESS_HERE)
     if unknown:
         raise UnsupportedError(f"{type(module).__name__} attends with {unknown[0]}, which packing would drop", remedy=REMEDY)
     if isinstance(attention_mask, FakeTensor):
@@ -61,13 +61,13 @@ def segment_attention(
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if not causal or attention_mask is not None or query.shape[2] != key.shape[2]:
         raise UnsupportedError(f"{type(module).__name__} does not attend causally from tokens to themselves", remedy=REMEDY)
-    assert len(query) == 1, "documents lie end to end in one row"
+    assert len(query) == 1, "documents are end to end in one row"
     segments.windows.append(sliding_window)
     if document_kernel.takes(query, key, value, window=sliding_window, dropout=dropout):
         return document_kernel.attend(query, key, value, segments, scaling=scaling, window=sliding_window), None
     masks: dict[int, Tensor] = {}
     outputs = []
-    documents = zip(*(torch.split(each, list(segments.lengths), 2) for each in (query, key, value)), strict=True)
+    documents = zip(*(torch.split(tensor, list(segments.lengths), 2) for tensor in (query, key, value)), strict=True)
     for query_D, key_D, value_D in documents:
         length, mask = query_D.shape[2], None
         if sliding_window is not None and length > sliding_window:
@@ -94,7 +94,7 @@ def declare_padding(*, padded: bool | None) -> Iterator[None]:
 
 @contextmanager
 def skip_document_search() -> Iterator[None]:
-    """Keep transformers from looking for documents in position_ids on the device: `segment_attention` is told where they are."""
+    """Keep transformers from looking for documents in position_ids on the device: `segment_attention` gets their places."""
     before = masking_utils.find_packed_sequence_indices
     masking_utils.find_packed_sequence_indices = lambda _position_ids: None
     try:
@@ -113,7 +113,7 @@ def segment_mask(
 ) -> Tensor | None:
     """Return transformers' own mask for whole rows, and None for packed rows, which come without an `attention_mask`.
 
-    Raises UnsupportedError for patterns other than causal and sliding windows, which `segment_attention` would not be told of.
+    Raises UnsupportedError for patterns other than causal and sliding windows, of which `segment_attention` would not know.
     """
     if attention_mask is not None:
         padded = _padded.get()

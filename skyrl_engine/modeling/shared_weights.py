@@ -21,7 +21,7 @@ from skyrl_engine.modeling.value_head import NAME as VALUE_HEAD
 
 @contextmanager
 def on_the_cpu_without_memory(model: nn.Module) -> Iterator[None]:
-    """Let parameters on the meta device look as if they lay on the CPU, so that modules which are added beside them get values there."""
+    """Let parameters on the meta device look as if they were on the CPU, so that modules which are added to theirs get values there."""
     stand_ins: dict[int, nn.Parameter] = {}
     places: dict[int, nn.Parameter] = {}
     for place in model.parameters():
@@ -42,20 +42,20 @@ def share_weights(model: nn.Module, base: nn.Module, name: str) -> None:
 
     Tied tensors stay tied. What a model trains is known by its name (`is_own`): modelling code may give the rest values of its own, on any
     device. The two are one model with different adapters, whole or sharded alike. Raises UnsupportedError for a model that keeps tensors
-    beside parameters and buffers.
+    in addition to parameters and buffers.
     """
     if keeps_loose_tensors(model):
         raise UnsupportedError(
             f"{name} ({type(model).__name__}) keeps tensors that are neither parameters nor buffers, and they cannot be shared",
             remedy="Train one set of adapters at a time",
         )
-    theirs = {_base_name(each): each for each, _ in list_named_tensors(base)}
+    base_names = {_base_name(tensor_name): tensor_name for tensor_name, _ in list_named_tensors(base)}
     shared: dict[int, Tensor] = {}
-    for each, _ in list_named_tensors(model):
-        if is_own(each):
+    for tensor_name, _ in list_named_tensors(model):
+        if is_own(tensor_name):
             continue
-        place = entry(model, each)
-        there = entry(base, theirs[_base_name(each)])
+        place = entry(model, tensor_name)
+        there = entry(base, base_names[_base_name(tensor_name)])
         if isinstance(place, nn.Parameter):
             shared[id(place)] = nn.Parameter(there.detach(), requires_grad=False)
         else:

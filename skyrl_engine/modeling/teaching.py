@@ -47,14 +47,14 @@ class TeacherStates:
         """Return it with one position where it has none, as a scorer scores one then."""
         return self if len(self.hidden) else evolve(self, hidden=self.hidden.new_zeros(1, self.hidden.shape[1]))
 
-    def score(self, rule: LogitRule, temperature: float, asked: tuple[str, ...], vocabulary: int) -> "TaughtScore":
+    def score(self, rule: LogitRule, temperature: float, names: tuple[str, ...], vocabulary: int) -> "TaughtScore":
         """Return the score of a student's head with this `rule` over so many tokens. Raises ModelError for another vocabulary."""
         if vocabulary != len(self.weight):
             raise ModelError(
                 f"the teacher has {len(self.weight):,} logits at a position, and the trained model {vocabulary:,}",
                 remedy="Choose a teacher with the trained model's vocabulary",
             )
-        return TaughtScore(rule, temperature, asked, self)
+        return TaughtScore(rule, temperature, names, self)
 
     def logits(self, temperature: float) -> Tensor:
         """Return the teacher's logits [n, v] that softmax is taken of, in float32 or float64."""
@@ -86,19 +86,19 @@ class TaughtScore(Score):
 
     def _name_scores(self, logits_NV: Tensor, tokens_NK: Tensor) -> dict[str, Tensor]:
         named = super()._name_scores(logits_NV, tokens_NK)
-        if TOP_1_AGREEMENT in self.asked:
+        if TOP_1_AGREEMENT in self.names:
             # argmax before anything is overwritten, of logits that no temperature changes the order of
             named[TOP_1_AGREEMENT] = (logits_NV.argmax(-1) == self.teacher.logits(1.0).argmax(-1)).to(logits_NV.dtype)
         for need in self._divergences():
-            asked = Divergence.of(need)
-            named[need] = divergence(asked, *self._logprobs(logits_NV, asked))
+            requested = Divergence.of(need)
+            named[need] = divergence(requested, *self._logprobs(logits_NV, requested))
         return named
 
     def _gradient(self, logits_NV: Tensor, tokens_NK: Tensor, upstream: Mapping[str, Tensor]) -> Tensor:
-        asked = {need: upstream[need] for need in self._divergences() if need in upstream}
-        others = {name: each for name, each in upstream.items() if name not in asked}
-        total_NV = super()._gradient(logits_NV, tokens_NK, others) if others or not asked else None
-        for need, upstream_N in asked.items():
+        of_divergences = {need: upstream[need] for need in self._divergences() if need in upstream}
+        others = {name: gradient for name, gradient in upstream.items() if name not in of_divergences}
+        total_NV = super()._gradient(logits_NV, tokens_NK, others) if others or not of_divergences else None
+        for need, upstream_N in of_divergences.items():
             wanted = Divergence.of(need)
             part_NV = divergence_gradient(wanted, *self._logprobs(logits_NV, wanted)).mul_(upstream_N[:, None] / wanted.temperature)
             total_NV = part_NV if total_NV is None else total_NV.add_(part_NV)
@@ -106,12 +106,12 @@ class TaughtScore(Score):
         return total_NV
 
     def _divergences(self) -> list[str]:
-        return [name for name in self.asked if model_score(name) == DIVERGENCE]
+        return [name for name in self.names if model_score(name) == DIVERGENCE]
 
-    def _logprobs(self, logits_NV: Tensor, asked: Divergence) -> tuple[Tensor, Tensor]:
+    def _logprobs(self, logits_NV: Tensor, requested: Divergence) -> tuple[Tensor, Tensor]:
         """Return log q and log p, [n, v] each, tensors of their own."""
         teacher_NV = self.teacher.logits(self.temperature)
         return tuple(  # type: ignore[return-value] # two of them
-            torch.log_softmax(each if asked.temperature == 1.0 else each / asked.temperature, -1)
-            for each in (logits_NV, teacher_NV)
+            torch.log_softmax(logits if requested.temperature == 1.0 else logits / requested.temperature, -1)
+            for logits in (logits_NV, teacher_NV)
         )

@@ -126,7 +126,7 @@ def write_tokenizer(
     trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = trainers.BpeTrainer(vocab_size=size, special_tokens=[UNKNOWN, PADDING, END], show_progress=False)
     trained.train_from_iterator(texts, trainer)
-    made = PreTrainedTokenizerFast(tokenizer_object=trained, unk_token=UNKNOWN, pad_token=padding, eos_token=END)
-    made.chat_template = template
-    made.save_pretrained(directory)
-    return made
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=trained, unk_token=UNKNOWN, pad_token=padding, eos_token=END)
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(directory)
+    return tokenizer

@@ -70,12 +70,12 @@ def failure(error: BaseException) -> str:
 
 
 def is_refused(error: BaseException) -> bool:
-    """Return True if this error, or one behind it, is the refusal to unpickle a file's content."""
+    """Return True if this error, or one that caused it, is the refusal to unpickle a file's content."""
     seen: set[int] = set()
-    behind: BaseException | None = error
-    while behind is not None and id(behind) not in seen:
-        if isinstance(behind, pickle.UnpicklingError):
+    cause: BaseException | None = error
+    while cause is not None and id(cause) not in seen:
+        if isinstance(cause, pickle.UnpicklingError):
             return True
-        seen.add(id(behind))
-        behind = behind.__cause__ or behind.__context__
+        seen.add(id(cause))
+        cause = cause.__cause__ or cause.__context__
     return False

@@ -108,10 +108,10 @@ def _names(file: Path) -> list[str]:
 
 def _read_pickled_names(file: Path) -> Mapping[str, Any]:
     try:
-        found: Mapping[str, Any] = load_pickled(file)
+        state: Mapping[str, Any] = load_pickled(file)
     except UNREADABLE as error:
         raise ModelError(f"{file} cannot be read: {failure(error)}", remedy="Use the model's safetensors files") from error
-    return found
+    return state
 
 
 @frozen(eq=False)
@@ -151,8 +151,8 @@ def _names_of_source(places: _Places, names: Iterable[str], held: Iterable[str])
     """Return the source's name for every trained tensor that is written under another one: a prefix that a composite model has."""
     written: dict[str | None, list[str]] = {}
     stored: dict[str | None, list[str]] = {}
-    for groups, found in ((written, held), (stored, names)):
-        for name in found:
+    for groups, listed_names in ((written, held), (stored, names)):
+        for name in listed_names:
             groups.setdefault(places.of_name(name), []).append(name)
     written.pop(None, None)
     renamed: dict[str, str] = {}
@@ -216,9 +216,11 @@ def _index(directory: Path, files: list[Path]) -> None:
     for number, file in enumerate(aside, start=1):
         name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
         header = safetensors_header(file)
-        placed |= dict.fromkeys((each for each in header if each != "__metadata__"), name)
+        placed |= dict.fromkeys((tensor_name for tensor_name in header if tensor_name != "__metadata__"), name)
         total += sum(
-            entry["data_offsets"][1] - entry["data_offsets"][0] for each, entry in header.items() if each != "__metadata__"
+            entry["data_offsets"][1] - entry["data_offsets"][0]
+            for tensor_name, entry in header.items()
+            if tensor_name != "__metadata__"
         )
         file.rename(directory / name)
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(placed.items()))}
@@ -240,5 +242,5 @@ def _restore_configuration(directory: Path, spec: ModelConfig) -> None:
     stated["dtype"] = precision
     (directory / "config.json").write_text(json.dumps(stated, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     for name in _PROCESSORS:
-        if (found := find_file(spec, name)) is not None:
-            (directory / name).write_bytes(Path(found).read_bytes())
+        if (file := find_file(spec, name)) is not None:
+            (directory / name).write_bytes(Path(file).read_bytes())

@@ -1,4 +1,4 @@
-"""A critic's head: one value per token, beside the language-model head."""
+"""A critic's head: one value per token, in addition to the language-model head."""
 
 from pathlib import Path
 from typing import Any
@@ -61,24 +61,24 @@ def load_value_head(head: ValueHead, spec: ModelConfig, source: str) -> bool:
 
     Raises ModelError for a head that does not give one value per token, and for a critic's bias where the model is a classifier.
     """
-    found = _read_head(spec, source)
-    weight = found.get("weight")
+    tensors = _read_head(spec, source)
+    weight = tensors.get("weight")
     if weight is None:
         return False
-    if spec.classifier and found.get("bias", weight.new_zeros(1)).any():
+    if spec.classifier and tensors.get("bias", weight.new_zeros(1)).any():
         raise ModelError(
             f"the head {NAME} of {spec.path} has a bias, and a reward model's has none",
             remedy="Use a model without a critic's head; the reward model's then starts at zero",
         )
     for kind, own in head.named_parameters():
-        if kind not in found:
+        if kind not in tensors:
             continue
-        if found[kind].shape != own.shape:
+        if tensors[kind].shape != own.shape:
             raise ModelError(
-                f"the head {NAME}.{kind} of {spec.path} has shape {list(found[kind].shape)}, a value head has {list(own.shape)}",
+                f"the head {NAME}.{kind} of {spec.path} has shape {list(tensors[kind].shape)}, a value head has {list(own.shape)}",
                 remedy="Use a model that scores every token with one value, or one without such a head",
             )
-        own.copy_(found[kind])
+        own.copy_(tensors[kind])
     return True
 
 
@@ -93,11 +93,11 @@ def _read_head(spec: ModelConfig, source: str) -> dict[str, Tensor]:
         assert config is not None, f"{source} was loaded and has no config.json"
         local = Path(config).parent
     kinds = {f"{NAME}.{kind}": kind for kind in ("weight", "bias")}
-    found = {}
+    tensors = {}
     for path in sorted(local.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
-            found.update({kinds[key]: file.get_tensor(key) for key in kinds.keys() & set(file.keys())})
-    if not found:
+            tensors.update({kinds[key]: file.get_tensor(key) for key in kinds.keys() & set(file.keys())})
+    if not tensors:
         for path in sorted(local.glob("pytorch_model*.bin")):
             try:
                 pickled = load_pickled(path)
@@ -106,5 +106,5 @@ def _read_head(spec: ModelConfig, source: str) -> dict[str, Tensor]:
                     f"{path}, where a value head of {spec.path} may be, cannot be read: {failure(error)}",
                     remedy="Use the model's safetensors files, from a source that you trust",
                 ) from error
-            found.update({kinds[key]: pickled[key] for key in kinds.keys() & pickled.keys()})
-    return found
+            tensors.update({kinds[key]: pickled[key] for key in kinds.keys() & pickled.keys()})
+    return tensors

@@ -34,14 +34,14 @@ class ImageDecoder(nn.Module):
         self, input_ids: Tensor, pixel_values: Tensor | None = None, image_grid_thw: Tensor | None = None, **others: Any
     ) -> Any:
         """Run `Qwen3VLModel.forward`; images go in order to the image tokens, whose number `images.placed_images` has checked."""
-        given = pixel_values is not None
+        has_images = pixel_values is not None
         if pixel_values is None:
             merge = self.tokens.merge
             pixel_values = torch.zeros(merge**2, self.tokens.patch, device=input_ids.device)
             image_grid_thw = torch.tensor([[1, merge, merge]], device=input_ids.device)
         seen = self.model.get_image_features(pixel_values, image_grid_thw, return_dict=True)
         # cut off instead of multiplied by 0, which would keep infinities and NaN
-        if not given:
+        if not has_images:
             seen.pooler_output = [feature[:0] for feature in seen.pooler_output]
             seen.deepstack_features = [[feature[:0] for feature in level] for level in seen.deepstack_features]
         return self.model(input_ids=input_ids, mm_encoder_outputs={"image": seen}, **others)

@@ -24,24 +24,24 @@ def correct(
     metrics: dict[str, Metric] = {}
     for index, step in enumerate(steps, start=first_index):
         keep = factors != 0
-        given = tokens.for_correction(step.label, step.product.needs, index, keep)
+        batch = tokens.for_correction(step.label, step.product.needs, index, keep)
         with blame(step.owner, "its call"):
-            made = step.product(given)
-        before = len(given.sequences.index)
-        refuse_other_than_factors(step.label, made, before)
-        made = made.to(factors)
-        factors[keep] *= made
-        kept, total = torch.stack([torch.count_nonzero(made).to(made), made.sum()]).tolist()
-        metrics[f"corrections/{step.name}/kept"] = Metric.mean(kept, before)
-        metrics[f"corrections/{step.name}/factor"] = Metric.mean(total, kept)
+            returned = step.product(batch)
+        before = len(batch.sequences.index)
+        refuse_other_than_factors(step.label, returned, before)
+        returned = returned.to(factors)
+        factors[keep] *= returned
+        nonzero, total = torch.stack([torch.count_nonzero(returned).to(returned), returned.sum()]).tolist()
+        metrics[f"corrections/{step.name}/kept"] = Metric.mean(nonzero, before)
+        metrics[f"corrections/{step.name}/factor"] = Metric.mean(total, nonzero)
     return factors, metrics
 
 
-def refuse_other_than_factors(label: str, made: object, count: int) -> None:
+def refuse_other_than_factors(label: str, value: object, count: int) -> None:
     remedy = "Return one finite factor of 0 or more per token: 0 drops it, 1 leaves it as it is"
-    if not isinstance(made, torch.Tensor) or made.dtype == torch.bool or made.is_complex() or tuple(made.shape) != (count,):
-        got = f"{made.dtype} of shape {list(made.shape)}" if isinstance(made, torch.Tensor) else f"a {type(made).__qualname__}"
+    if not isinstance(value, torch.Tensor) or value.dtype == torch.bool or value.is_complex() or tuple(value.shape) != (count,):
+        got = f"{value.dtype} of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__qualname__}"
         raise ResultError(f"{label} returned {got} for {count} tokens", remedy=remedy)
-    if not bool(((made >= 0) & made.isfinite()).all()):
-        place = int(torch.argmin(((made >= 0) & made.isfinite()).int()))
-        raise ResultError(f"{label} returned the factor {made[place].item()} for token {place} of {count}", remedy=remedy)
+    if not bool(((value >= 0) & value.isfinite()).all()):
+        place = int(torch.argmin(((value >= 0) & value.isfinite()).int()))
+        raise ResultError(f"{label} returned the factor {value[place].item()} for token {place} of {count}", remedy=remedy)

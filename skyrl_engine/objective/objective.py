@@ -29,7 +29,7 @@ class LossObjective:
 
     Stateless between calls. `seed` and `step` seed the generators of losses together with the micro-batch's sample ids. Of a pass that scores
     tokens without loss too, the parts are given those with loss alone, and outputs hold the scores of all. `shown` are model scores that
-    per-token outputs hold beside those that the parts read. `bound` are columns that this pass's own scores stand for, detached:
+    per-token outputs hold in addition to those that the parts read. `bound` are columns that this pass's own scores stand for, detached:
     `{"old_logprobs": "logprobs"}` makes the policy its own old one. `watch` adds metrics of the policy (`objective/policy_metrics.py`).
     """
 
@@ -117,12 +117,12 @@ class LossObjective:
 
 def _evaluate_loss(term: BoundPlugin[Loss], tokens: MicroBatchTokens, index: int) -> LossOutput:
     """Values of a part for the tokens: where it is on one role alone, tokens of the other have the value 0."""
-    given = tokens.for_loss(term.label, term.product.needs, index, pairs=compares_pairs(term.product), on=term.on)
-    count = len(given.sequences.index)
+    loss_tokens = tokens.for_loss(term.label, term.product.needs, index, pairs=compares_pairs(term.product), on=term.on)
+    count = len(loss_tokens.sequences.index)
     with blame(term.owner, "its call"):
-        output = as_loss_output(term.label, term.product(given), count)
+        output = as_loss_output(term.label, term.product(loss_tokens), count)
     refuse_other_than_real_numbers(term.label, output.token_loss)
-    if count and _learning(tokens.scores) and not output.token_loss.requires_grad:
+    if count and _is_learning(tokens.scores) and not output.token_loss.requires_grad:
         raise DetachedLossError(
             f"{term.label} returned values that do not depend on the model, so nothing would be learned",
             remedy="Compute them from tokens.logprobs, tokens.entropy or tokens.values, without detach() or no_grad()",
@@ -149,7 +149,7 @@ def _scatter_to_scored(values: torch.Tensor, scored: ScoredSamples) -> torch.Ten
     return values.new_zeros(len(carrying)).masked_scatter(carrying, values.detach())
 
 
-def _learning(scores: Mapping[str, torch.Tensor]) -> bool:
+def _is_learning(scores: Mapping[str, torch.Tensor]) -> bool:
     return any(score.requires_grad for score in scores.values())
 
 

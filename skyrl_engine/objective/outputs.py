@@ -15,10 +15,12 @@ if TYPE_CHECKING:
 
 def numbers_per_token(scores: "Mapping[str, torch.Tensor]") -> "dict[str, torch.Tensor]":
     """Return the scores as outputs are, one number per token: one of k numbers, [n, k], is the k outputs NAME[0] to NAME[k - 1]."""
-    found: dict[str, torch.Tensor] = {}
+    outputs: dict[str, torch.Tensor] = {}
     for name, score in scores.items():
-        found |= {name: score} if score.ndim == 1 else {f"{name}[{place}]": each for place, each in enumerate(score.unbind(1))}
-    return found
+        outputs |= (
+            {name: score} if score.ndim == 1 else {f"{name}[{place}]": column for place, column in enumerate(score.unbind(1))}
+        )
+    return outputs
 
 
 def collect(

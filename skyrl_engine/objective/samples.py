@@ -1,4 +1,4 @@
-"""The scored tokens of a micro-batch: what the objective needs besides the model's scores. NumPy, made on the rank from its shard."""
+"""The scored tokens of a micro-batch: what the objective needs in addition to the model's scores. NumPy, made on the rank from its shard."""
 
 from collections.abc import Mapping
 

@@ -33,7 +33,7 @@ class MicroBatchTokens:
 
     @property
     def like(self) -> torch.Tensor:
-        """Some score [n]: of the number, type and device of everything that stands beside it."""
+        """Some score [n]: of the number, type and device of everything next to it."""
         some = next(iter(self.scores.values()))
         return some if some.ndim == 1 else some[:, 0]
 

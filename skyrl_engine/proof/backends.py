@@ -97,7 +97,7 @@ class BackendDifference:
     @property
     def worst(self) -> Sequence[ParameterDifference]:
         """Parameters by their difference, largest first."""
-        return sorted(self.parameters, key=lambda each: -each.relative)
+        return sorted(self.parameters, key=lambda parameter: -parameter.relative)
 
     @property
     def forward_differs(self) -> bool:
@@ -132,21 +132,26 @@ class BackendDifference:
         for names, which in ((self.only_b, "first"), (self.only_a, "second")):
             if names:
                 return f"the {which} backend has no gradient of {names[0]}{_and_more(names)}"
-        if problems := [each for each in wrong if each.problem]:
+        if problems := [gradient for gradient in wrong if gradient.problem]:
             return f"the gradient of {problems[0].name} is {problems[0].problem}{_and_more(problems)}"
         if not wrong:
             return f"gradients agree, but {outputs}"
-        factors = np.array([each.factor for each in wrong])
+        factors = np.array([gradient.factor for gradient in wrong])
         which = "every parameter" if len(wrong) == len(self.parameters) else f"{len(wrong)} of {len(self.parameters)} parameters"
-        layers = list(dict.fromkeys(layer_of(each.name) for each in wrong))
+        layers = list(dict.fromkeys(layer_of(gradient.name) for gradient in wrong))
         where = f", all in {layers[0]}," if len(layers) == 1 and len(wrong) < len(self.parameters) else ""
-        aligned = all(abs(each.direction - 1) < 1e-4 for each in wrong) and np.ptp(factors) <= _EQUAL_FACTORS * abs(factors.mean())
+        aligned = all(abs(gradient.direction - 1) < 1e-4 for gradient in wrong) and np.ptp(factors) <= _EQUAL_FACTORS * abs(
+            factors.mean()
+        )
         if aligned and abs(factors.mean() - 1) > _EQUAL_FACTORS:
             return f"gradients of {which}{where} differ by one factor: {in_words(float(factors.mean()), self.facts)}"
         return f"{outputs}, gradients of {which}{where} do not agree; counted from the head, {self.first_layer} is the first to diverge"
 
     def _layers(self) -> list[tuple[str, list[ParameterDifference]]]:
-        return [(name, list(parameters)) for name, parameters in groupby(self.parameters, key=lambda each: layer_of(each.name))]
+        return [
+            (name, list(parameters))
+            for name, parameters in groupby(self.parameters, key=lambda parameter: layer_of(parameter.name))
+        ]
 
 
 def difference(
@@ -185,7 +190,7 @@ def facts_of(a: Topology, b: Topology, *, micro_batches: Mapping[str, int], toke
 
 
 def layer_of(parameter: str) -> str:
-    """The layer a parameter belongs to: `model.layers.3` for whatever lies in it, else the module that holds it."""
+    """The layer a parameter belongs to: `model.layers.3` for whatever is in it, else the module that holds it."""
     parts = parameter.split(".")
     numbered = next((place for place, part in enumerate(parts) if part.isdigit()), None)
     return ".".join(parts[: numbered + 1] if numbered is not None else parts[:-1])

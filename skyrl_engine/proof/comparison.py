@@ -35,15 +35,18 @@ class Difference:
     parameter: str
     tokens: float
 
-    def within(self, tolerance: float) -> bool:
+    def is_within(self, tolerance: float) -> bool:
         return max(self.loss, self.gradient) <= tolerance
 
 
 def compare(got: Measurement, expected: Measurement) -> Difference:
     """`expected` is the reference. A parameter without gradient has the gradient 0."""
     ours, theirs = got.gradients, expected.gradients
-    due = {**{name: np.zeros_like(ours[name]) for name in ours if name not in theirs}, **theirs}
-    worst, parameter = max((relative_difference(ours.get(name, np.zeros_like(due[name])), due[name]), name) for name in due)
+    expected_gradients = {**{name: np.zeros_like(ours[name]) for name in ours if name not in theirs}, **theirs}
+    worst, parameter = max(
+        (relative_difference(ours.get(name, np.zeros_like(expected_gradients[name])), expected_gradients[name]), name)
+        for name in expected_gradients
+    )
     return Difference(
         loss=finite_or_infinite(abs(got.loss - expected.loss) / max(abs(expected.loss), expected.magnitude, 1e-300)),
         gradient=worst,
@@ -52,12 +55,12 @@ def compare(got: Measurement, expected: Measurement) -> Difference:
     )
 
 
-def relative_difference(got: npt.NDArray[np.floating], wanted: npt.NDArray[np.floating]) -> float:
-    """||got - wanted|| / ||wanted||. Infinite where shapes differ, a number is not finite, or `wanted` alone is 0."""
-    if got.shape != wanted.shape or not (np.isfinite(got).all() and np.isfinite(wanted).all()):
+def relative_difference(actual: npt.NDArray[np.floating], expected: npt.NDArray[np.floating]) -> float:
+    """||actual - expected|| / ||expected||. Infinite where shapes differ, a number is not finite, or `expected` alone is 0."""
+    if actual.shape != expected.shape or not (np.isfinite(actual).all() and np.isfinite(expected).all()):
         return math.inf
-    difference = float(np.linalg.norm(got.astype(np.float64) - wanted))
-    norm = float(np.linalg.norm(wanted.astype(np.float64)))
+    difference = float(np.linalg.norm(actual.astype(np.float64) - expected))
+    norm = float(np.linalg.norm(expected.astype(np.float64)))
     return difference / norm if norm else (0.0 if difference == 0.0 else math.inf)
 
 

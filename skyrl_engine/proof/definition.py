@@ -36,7 +36,7 @@ class BatchDefinition:
     """A batch by definition.
 
     `values` are the parts of the objective by name, [n] over the scored tokens, coefficient and factor included; `weights` float64[n];
-    `sequence` and `place` say of each token which sample it is of, and where it stands in its response.
+    `sequence` and `place` say of each token which sample it is of, and where it is in its response.
     """
 
     columns: SampleColumns
@@ -59,7 +59,7 @@ class BatchDefinition:
         step: int,
         teacher: PlainModel | None = None,
     ) -> Self:
-        """`longest` is the maximum length that reducers are told, `seed` and `step` what random losses are told; `teacher` is compared with."""
+        """`longest` is the maximum length that reducers get, `seed` and `step` what random losses get; `teacher` is compared with."""
         sequence: list[int] = []
         place: list[int] = []
         at: list[int] = []
@@ -75,7 +75,7 @@ class BatchDefinition:
                 for name, values in columns.columns.items()
                 if values.dtype.kind == "i"
             }
-            said = model.scores(
+            result = model.scores(
                 torch.from_numpy(columns.input_ids[first:last].astype(np.int64)),
                 candidates=candidates,
                 teacher=teacher,
@@ -87,7 +87,7 @@ class BatchDefinition:
                 sequence.append(sample)
                 place.append(action)
                 at.append(start + action)
-                for name, values in said.items():
+                for name, values in result.items():
                     scores.setdefault(name, []).append(values[prompt + action - 1])
         stacked = {name: torch.stack(values) for name, values in scores.items()}
         weights = reducer.weights(_structure(columns, longest))[at]
@@ -136,10 +136,10 @@ class BatchDefinition:
         everything = self.token_loss.sum()
         used = torch.autograd.grad(everything, list(self.parameters.values()), retain_graph=True, allow_unused=True)
         named = {name: tensor for (name, tensor), reached in zip(self.parameters.items(), used, strict=True) if reached is not None}
-        made = torch.autograd.grad(total, list(named.values()), retain_graph=True, allow_unused=True)
+        gradients = torch.autograd.grad(total, list(named.values()), retain_graph=True, allow_unused=True)
         return {
             name: np.zeros(tensor.shape) if gradient is None else gradient.numpy()
-            for (name, tensor), gradient in zip(named.items(), made, strict=True)
+            for (name, tensor), gradient in zip(named.items(), gradients, strict=True)
         }
 
 

@@ -35,7 +35,7 @@ class Depth:
 
 
 def depth_of_agreement(differs: Callable[[int], bool], layers: Sequence[str], cuts: Sequence[int]) -> Depth:
-    """Find the layer where passes part that differ over all `layers`; `differs` says whether those of the model cut behind so many layers do.
+    """Find the layer where passes part that differ over all `layers`; `differs` says whether those of the model cut after so many layers do.
 
     `cuts` are the numbers of layers, fewer than all and ascending, that can be tried. Of a model whose passes differ with some layers and agree
     with more, one change is found.

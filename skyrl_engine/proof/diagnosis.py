@@ -44,7 +44,7 @@ def explain(gradients: Gradients, parts: Pieces, samples: Pieces, cut: Cut, tole
         others = {1: "", 2: ", nor is another"}.get(len(wrong), f", nor are {len(wrong) - 1} others")
         return f"the gradient of {wrong[0]} is not finite{others}"
     factors, residue = parts.fit(gradients)
-    if residue <= tolerance and not _alike(factors):
+    if residue <= tolerance and not _are_alike(factors):
         return "; ".join(
             f"{name} counts {in_words(factor, cut.facts)}"
             for name, factor in zip(parts.names, factors, strict=True)
@@ -52,19 +52,19 @@ def explain(gradients: Gradients, parts: Pieces, samples: Pieces, cut: Cut, tole
         )
     factors, residue = samples.fit(gradients)
     mean = float(np.average(factors, weights=samples.shares))
-    said = f"gradient {in_words(mean, cut.facts)}"  # the mean over what samples weigh: exactly the number of means that were summed
+    text = f"gradient {in_words(mean, cut.facts)}"  # the mean over what samples weigh: exactly the number of means that were summed
     if residue > tolerance:
-        return f"{said}, and {residue:.0%} of it is no multiple of any sample's"
+        return f"{text}, and {residue:.0%} of it is no multiple of any sample's"
     carrying = samples.shares > 0
-    if _alike(factors[carrying]):
-        return said
+    if _are_alike(factors[carrying]):
+        return text
     place = {int(sample): position for position, sample in enumerate(cut.structure.sample_ids)}
     rank = np.array([cut.rank[place[int(name)]] for name in samples.names])
     lost = [number for number in range(cut.ranks) if np.abs(factors[(rank == number) & carrying]).max(initial=0.0) < EXACT]
     if lost:
-        said = f"gradient {in_words(mean, {name: value for name, value in cut.facts.items() if 'share' in name})}"
-        return f"{said}: samples of rank {', '.join(map(str, lost))} count for nothing"
-    return f"{said}: samples count from x{factors[carrying].min():.2f} to x{factors[carrying].max():.2f}"
+        text = f"gradient {in_words(mean, {name: value for name, value in cut.facts.items() if 'share' in name})}"
+        return f"{text}: samples of rank {', '.join(map(str, lost))} count for nothing"
+    return f"{text}: samples count from x{factors[carrying].min():.2f} to x{factors[carrying].max():.2f}"
 
 
 def in_words(factor: float, known: Mapping[str, float]) -> str:
@@ -82,7 +82,7 @@ def _differs(factor: float) -> bool:
     return abs(factor - 1) > EXACT
 
 
-def _alike(factors: Factors) -> bool:
+def _are_alike(factors: Factors) -> bool:
     return bool(np.ptp(factors) <= EXACT * max(1.0, float(np.abs(factors).max(initial=0.0))))
 
 

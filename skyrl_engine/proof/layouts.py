@@ -27,14 +27,14 @@ class ParallelSizes:
         """Raises ValueError, saying which form is wanted, or that one machine is not meant to hold so many ranks."""
         sizes: dict[str, int] = {}
         for part in text.split("x"):
-            found = re.fullmatch(r"(dp|tp|pp|cp)([1-9]\d*)", part)
-            if found is None or found[1] in sizes:
+            match = re.fullmatch(r"(dp|tp|pp|cp)([1-9]\d*)", part)
+            if match is None or match[1] in sizes:
                 raise ValueError(f"{text!r} is not of the form tp2xpp2xdp1, with each of dp, tp, pp and cp at most once")
-            sizes[found[1]] = int(found[2])
-        made = cls(sizes)
-        if made.ranks > MOST_RANKS:
-            raise ValueError(f"{text!r} takes {made.ranks} processes on this machine, where {MOST_RANKS} are the most")
-        return made
+            sizes[match[1]] = int(match[2])
+        layout = cls(sizes)
+        if layout.ranks > MOST_RANKS:
+            raise ValueError(f"{text!r} takes {layout.ranks} processes on this machine, where {MOST_RANKS} are the most")
+        return layout
 
     @property
     def ranks(self) -> int:

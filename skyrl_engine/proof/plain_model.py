@@ -15,7 +15,7 @@ from skyrl_engine.contracts.kinds.needs import DIVERGENCE, LOGPROBS_AT, TOP_1_AG
 from skyrl_engine.modeling.loading import quiet_progress
 
 HEAD = ("score.weight", "score.bias")
-"""The value head's parameters, as they are stored beside the model's own."""
+"""The value head's parameters, as they are stored with the model's own."""
 
 
 @frozen(eq=False)
@@ -73,7 +73,7 @@ class PlainModel:
         """The scores of one sequence int64[T], [T - 1] each: about every token after the first, which the model gives at the token before.
 
         `candidates` int64[T - 1, k] by column are token ids for `logprobs_at:COLUMN`. A `teacher` gives the divergences that `needs` name, and
-        where both find the same token the likeliest. `images` are what the model takes of pictures beside token ids.
+        where both find the same token the likeliest. `images` are what the model takes of pictures in addition to token ids.
         """
         output = self.model(input_ids=input_ids[None], output_hidden_states=True, use_cache=False, **images)
         logits = output.logits[0, :-1] / temperature
@@ -99,15 +99,15 @@ class PlainModel:
         return scores
 
 
-def divergence(asked: Divergence, student: Tensor, teacher: Tensor) -> Tensor:
+def divergence(requested: Divergence, student: Tensor, teacher: Tensor) -> Tensor:
     """The divergence [n] between the distributions of whole logits [n, v], as its definition is written."""
-    p, q = (torch.softmax(each / asked.temperature, -1) for each in (teacher, student))
-    if asked.kind == "forward":
+    p, q = (torch.softmax(logits / requested.temperature, -1) for logits in (teacher, student))
+    if requested.kind == "forward":
         return _kl(p, q)
-    if asked.kind == "reverse":
+    if requested.kind == "reverse":
         return _kl(q, p)
-    mixture = asked.beta * p + (1 - asked.beta) * q
-    return asked.beta * _kl(p, mixture) + (1 - asked.beta) * _kl(q, mixture)
+    mixture = requested.beta * p + (1 - requested.beta) * q
+    return requested.beta * _kl(p, mixture) + (1 - requested.beta) * _kl(q, mixture)
 
 
 def _kl(first: Tensor, second: Tensor) -> Tensor:

@@ -95,7 +95,7 @@ class Cut:
         return per_sequence[self.structure.sequence_index]
 
 
-def _honest(reducer: Reducer, cut: Cut) -> Weights:
+def _unplanted_weights(reducer: Reducer, cut: Cut) -> Weights:
     return reducer.weights(cut.structure)
 
 
@@ -114,7 +114,7 @@ class Plant:
     """
 
     meaning: str
-    weights: Callable[[Reducer, Cut], Weights] = _honest
+    weights: Callable[[Reducer, Cut], Weights] = _unplanted_weights
     coefficient: Callable[[Cut, str], float] = _keep_scale
     outputs: Callable[[Sequence[RankOutput]], Sequence[RankOutput]] = _as_they_came
     needs_terms: bool = False
@@ -128,19 +128,19 @@ def _per_micro_batch(reducer: Reducer, cut: Cut) -> Weights:
 
 
 def _over_padding(reducer: Reducer, cut: Cut) -> Weights:
-    return _honest(reducer, cut) * float(cut.structure.mass.sum() / cut.padded_actions.sum())
+    return _unplanted_weights(reducer, cut) * float(cut.structure.mass.sum() / cut.padded_actions.sum())
 
 
 def _over_ranks(reducer: Reducer, cut: Cut) -> Weights:
-    return _honest(reducer, cut) / cut.ranks
+    return _unplanted_weights(reducer, cut) / cut.ranks
 
 
 def _without_other_ranks(reducer: Reducer, cut: Cut) -> Weights:
-    return _honest(reducer, cut) * cut.spread((cut.rank == 0).astype(np.float64))
+    return _unplanted_weights(reducer, cut) * cut.spread((cut.rank == 0).astype(np.float64))
 
 
 def _truncate_weights(reducer: Reducer, cut: Cut) -> Weights:
-    return np.where(cut.structure.loss_weight == np.trunc(cut.structure.loss_weight), _honest(reducer, cut), 0.0)
+    return np.where(cut.structure.loss_weight == np.trunc(cut.structure.loss_weight), _unplanted_weights(reducer, cut), 0.0)
 
 
 def _per_rank_share(cut: Cut, _place: str) -> float:
@@ -150,7 +150,7 @@ def _per_rank_share(cut: Cut, _place: str) -> float:
 def _shift_samples(outputs: Sequence[RankOutput]) -> Sequence[RankOutput]:
     """Every rank's samples one place on, as if they came back in another order than they were sent."""
 
-    def shifted(output: RankOutput) -> RankOutput:
+    def shift(output: RankOutput) -> RankOutput:
         order = np.arange(len(output.sample_ids))
         # samples without a scored token have nothing that could come back elsewhere
         scored = np.flatnonzero(np.diff(output.scored.offsets))
@@ -158,7 +158,7 @@ def _shift_samples(outputs: Sequence[RankOutput]) -> Sequence[RankOutput]:
         fields = {name: _as_lengths(ragged.take(order), output.scored) for name, ragged in output.fields.items()}
         return evolve(output, fields=fields)
 
-    return [shifted(output) for output in outputs]
+    return [shift(output) for output in outputs]
 
 
 def _as_lengths(moved: Ragged, own: Ragged) -> Ragged:
@@ -184,7 +184,7 @@ PLANTS: Mapping[str, Plant] = {
 
 @frozen(eq=False)
 class PlannedCollator:
-    """A collator that remembers its last plan, for the reducer planted beside it."""
+    """A collator that remembers its last plan, for the reducer planted with it."""
 
     collator: Collator
     plans: list[BatchPlan] = field(factory=list)

@@ -83,18 +83,18 @@ class Prover:
         cut = self._cut(case, columns, self.dtype)
         excuse = _excuse(self.resolved[case.collator], parts)
         try:
-            got = self._measure(case, columns, self.dtype, self.plant)
+            measured = self._measure(case, columns, self.dtype, self.plant)
         except EngineError as error:
             return CaseResult(case, None, holds=False, explanation=str(error), excuse=excuse)
-        difference = compare(got, reference)
+        difference = compare(measured, reference)
         tolerance = TOLERANCE[self.dtype]
         ordered = difference.tokens <= 100 * tolerance * max(1.0, _largest(reference))
-        if difference.within(tolerance) and ordered:
+        if difference.is_within(tolerance) and ordered:
             return CaseResult(case, difference, holds=True)
-        if difference.within(tolerance):
+        if difference.is_within(tolerance):
             explanation = "token losses came back under other samples"
         else:
-            explanation = explain(got.gradients, definition.by_part, definition.by_sample, cut, 100 * tolerance)
+            explanation = explain(measured.gradients, definition.by_part, definition.by_sample, cut, 100 * tolerance)
         return CaseResult(case, difference, holds=False, explanation=explanation, excuse=excuse)
 
     def _cut(self, case: Case, columns: SampleColumns, dtype: ComputeDtype) -> Cut:
@@ -122,7 +122,7 @@ class Prover:
         """The case's cut, in which samples of preferences count in pairs: no cut parts a pair."""
         assembly = self._assembly(case, dtype)
         size = 2 if ROLE_NEED in assembly.objective.reads else 1
-        rows, tokens = (None if each is None else size * each for each in (case.micro_batch_rows, case.micro_batch_tokens))
+        rows, tokens = (None if limit is None else size * limit for limit in (case.micro_batch_rows, case.micro_batch_tokens))
         return assembly.layout(micro_batch_rows=rows, micro_batch_tokens=tokens)
 
     def _locks(self, case: Case, columns: SampleColumns, plant: Plant | None, dtype: ComputeDtype) -> dict[str, dict[str, object]]:

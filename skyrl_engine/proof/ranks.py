@@ -29,7 +29,7 @@ class RankPool:
 
     `alone` is the backend for a single rank where the one in `plugins` divides the world, `reference` the one of float64 passes; None: the
     backend in `plugins`. `teacher` is the frozen model that losses compare with, None where none does. `packed_rows` as in `RankEnvironment`;
-    `shown` are model scores that outputs hold beside those that the losses read.
+    `shown` are model scores that outputs hold in addition to those that the losses read.
     """
 
     model: ModelConfig

@@ -30,7 +30,7 @@ def make_rollouts(needed: Iterable[str], seed: int = 0) -> SampleColumns:
     count half. Log-probabilities lie around those of an untrained model, so that ratios fall on both sides of any clipping bound. Where roles
     are asked for, samples 2 i and 2 i + 1 are a pair.
     """
-    asked = tuple(needed)
+    needs = tuple(needed)
     numbers = np.random.default_rng(seed)
     prompts = np.repeat(numbers.integers(3, 9, GROUPS), GROUP_SIZE)
     responses = numbers.integers(3, LONGEST - prompts.max() + 1, len(prompts))
@@ -49,13 +49,13 @@ def make_rollouts(needed: Iterable[str], seed: int = 0) -> SampleColumns:
         token_offsets=offsets_of(lengths),
         action_offsets=action_offsets,
         loss_weight=weight,
-        columns={name: _draw_column(name, form, numbers, actions) for name, form in sorted(column_forms(asked).items())},
+        columns={name: _draw_column(name, form, numbers, actions) for name, form in sorted(column_forms(needs).items())},
         sample_values={
             name: samples % 2 if name == ROLE else numbers.integers(0, 3, len(prompts))
-            for name in sorted(filter(None, map(sample_value, asked)))
+            for name in sorted(filter(None, map(sample_value, needs)))
         },
         group_ids=group_ids,
-        unit_ids=samples // 2 if ROLE_NEED in asked else None,
+        unit_ids=samples // 2 if ROLE_NEED in needs else None,
     )
 
 

@@ -17,7 +17,7 @@ from skyrl_engine.errors import PluginBlockedError
 class NamedCode:
     """The code that a plugin's options name: per reference the SHA-256 of its file, None for one that is no file.
 
-    A `closed` plugin's options are not the caller's, and it may run nothing beside those references.
+    A `closed` plugin's options are not the caller's, and it may run nothing but those references.
     """
 
     sha256: Mapping[str, str | None] = field(factory=dict)
@@ -85,28 +85,28 @@ def file_of_module(name: str) -> Path | None:
 
 
 def files_behind(path: Path) -> dict[Path, str]:
-    """Return the SHA-256 of a file of code and of those beside it that it imports, and so on, by their real paths.
+    """Return the SHA-256 of a file of code and of those next to it that it imports, and so on, by their real paths.
 
-    Nothing is run: imports are read out of the text, those inside of functions too. Of a package beside it all Python files count.
+    Nothing is run: imports are read out of the text, those inside of functions too. Of a package next to it all Python files count.
     Raises OSError for a file that cannot be read.
     """
-    found: dict[Path, str] = {}
-    _collect(path, path.absolute().parent, found)
-    return found
+    digests: dict[Path, str] = {}
+    _collect(path, path.absolute().parent, digests)
+    return digests
 
 
-def _collect(path: Path, folder: Path, found: dict[Path, str]) -> None:
+def _collect(path: Path, folder: Path, digests: dict[Path, str]) -> None:
     real = path.resolve()
-    if real in found:
+    if real in digests:
         return
     content = path.read_bytes()
-    found[real] = hashlib.sha256(content).hexdigest()
+    digests[real] = hashlib.sha256(content).hexdigest()
     for name in sorted(_list_imported_names(content)):
         if (module := folder / f"{name}.py").is_file():
-            _collect(module, folder, found)
+            _collect(module, folder, digests)
         if (package := folder / name).is_dir():
             for file in sorted(package.rglob("*.py")):
-                _collect(file, folder, found)
+                _collect(file, folder, digests)
 
 
 def _list_imported_names(content: bytes) -> set[str]:

@@ -28,20 +28,22 @@ def find_distribution(record: PluginRecord) -> metadata.Distribution:
         version = distribution.version
         targets = [point.value for point in distribution.entry_points.select(group=KINDS[record.kind].group, name=record.name)]
     except metadata.PackageNotFoundError:
-        raise PluginNotFoundError(f"{record} is not installed here", remedy=f"Install it: {_exactly(record)}") from None
+        raise PluginNotFoundError(f"{record} is not installed here", remedy=f"Install it: {_exact_command(record)}") from None
     except Exception as error:
         raise PluginBrokenError(
-            f"the metadata of {record} cannot be read: {type(error).__name__}: {error}", remedy=f"Reinstall it: {_exactly(record)}"
+            f"the metadata of {record} cannot be read: {type(error).__name__}: {error}",
+            remedy=f"Reinstall it: {_exact_command(record)}",
         ) from error
     if version != record.version:
         raise PluginIncompatibleError(
-            f"{record} is asked for, but version {version} is installed here", remedy=f"Install that version: {_exactly(record)}"
+            f"{record} is asked for, but version {version} is installed here",
+            remedy=f"Install that version: {_exact_command(record)}",
         )
     if record.target not in targets:
-        found = f"points at {targets[0]}" if targets else "is not offered"
+        state = f"points at {targets[0]}" if targets else "is not offered"
         raise PluginIncompatibleError(
-            f"{record} is asked for as {record.target}, but {found} in the installation here",
-            remedy=f"Reinstall it: {_exactly(record)}",
+            f"{record} is asked for as {record.target}, but {state} in the installation here",
+            remedy=f"Reinstall it: {_exact_command(record)}",
         )
     return distribution
 
@@ -57,7 +59,7 @@ def check_requirements(record: PluginRecord, distribution: metadata.Distribution
         if normalise(requirement.name) == ENGINE and _applies(requirement):
             _check_engine(record, requirement)
     runtime = [requirement for requirement in requirements if not _applies(requirement) and _applies(requirement, RUNTIME_EXTRA)]
-    unmet = [problem for requirement in runtime if (problem := _unmet(requirement)) is not None]
+    unmet = [problem for requirement in runtime if (problem := _find_unmet(requirement)) is not None]
     if unmet:
         raise PluginIncompatibleError(
             f"{record} needs {' and '.join(unmet)}",
@@ -74,7 +76,7 @@ def _check_engine(record: PluginRecord, requirement: "Requirement") -> None:
         )
 
 
-def _unmet(requirement: "Requirement") -> str | None:
+def _find_unmet(requirement: "Requirement") -> str | None:
     try:
         version = metadata.version(requirement.name)
     except metadata.PackageNotFoundError:
@@ -101,5 +103,5 @@ def _requirement(record: PluginRecord, line: str) -> "Requirement":
         ) from error
 
 
-def _exactly(record: PluginRecord) -> str:
+def _exact_command(record: PluginRecord) -> str:
     return install_command(f"{record.distribution}=={record.version}")

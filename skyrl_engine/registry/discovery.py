@@ -52,12 +52,12 @@ def normalise(distribution: str) -> str:
 def discover() -> Discovery:
     """Read the metadata of every distribution on sys.path.
 
-    Where several installations of one distribution lie on sys.path (an editable one over a left-over wheel), the first is what Python
+    Where several installations of one distribution are on sys.path (an editable one over a left-over wheel), the first is what Python
     imports and what counts; the others do not exist.
     """
     records: list[PluginRecord] = []
     unreadable: list[UnreadableDistribution] = []
-    for name, distribution in _offering("skyrl_engine.", unreadable):
+    for name, distribution in _iterate_offering("skyrl_engine.", unreadable):
         try:
             records += _records(name, distribution)
         except Exception as error:  # noqa: BLE001 - one damaged installation, of whatever sort, must not hide all others
@@ -83,7 +83,7 @@ def discover_trainers() -> tuple[PluginRecord, ...]:
 def _discover_group(group: str, kind: str) -> tuple[PluginRecord, ...]:
     records: list[PluginRecord] = []
     unreadable: list[UnreadableDistribution] = []
-    for name, distribution in _offering(group, unreadable):
+    for name, distribution in _iterate_offering(group, unreadable):
         try:
             records += _records_of_group(name, distribution, group, kind)
         except Exception as error:  # noqa: BLE001 - as above
@@ -91,7 +91,7 @@ def _discover_group(group: str, kind: str) -> tuple[PluginRecord, ...]:
     return tuple(sorted(records, key=lambda record: (record.name, record.reference)))
 
 
-def _offering(text: str, unreadable: list[UnreadableDistribution]) -> Iterator[tuple[str, metadata.Distribution]]:
+def _iterate_offering(text: str, unreadable: list[UnreadableDistribution]) -> Iterator[tuple[str, metadata.Distribution]]:
     """Yield name and metadata of every distribution whose entry points mention `text`; what cannot be read is added to `unreadable`."""
     seen: set[str] = set()
     for candidate in metadata.distributions():

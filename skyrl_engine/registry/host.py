@@ -42,7 +42,7 @@ class PluginHost:
                 remedy="Point at an instance of it",
             )
         implementations = dict(_implementations(self._manager, plugin, owner))
-        # pluggy keeps plugins in sets and compares them by value, which attrs classes do not stand; a holder is only itself.
+        # pluggy keeps plugins in sets and compares them by value, which does not work for attrs classes; a holder is only itself.
         holder = _Holder({name: function for name, (_, function) in implementations.items()})
         hooks = frozenset(hook for hook, _ in implementations.values())
         self._check_names(hooks, owner)
@@ -56,7 +56,7 @@ class PluginHost:
                 f"{owner.label} has a hook that does not fit: {_reason(error)}",
                 remedy=f"Take only arguments that the hook offers; {PAGE} lists them",
             ) from error
-        except Exception:  # whatever it is, nothing half registered stays behind
+        except Exception:  # whatever it is, nothing stays half registered
             self._manager.unregister(name=name)
             raise
         self._registered.append((owner, holder))
@@ -67,8 +67,8 @@ class PluginHost:
         holders = [holder for _, holder in self._registered]
         for owner, holder in self._registered:
             others = [other for other in holders if other is not holder]
-            for given in self._manager.subset_hook_caller(hook, others)():
-                yield owner, given
+            for result in self._manager.subset_hook_caller(hook, others)():
+                yield owner, result
 
     def _check_names(self, hooks: Iterable[str], owner: Owner) -> None:
         """Refuse unknown hooks with a suggestion; pluggy's check_pending refuses them too, but only after registration."""
@@ -99,10 +99,10 @@ def _implementations(
         if options is not None:
             hook = options["specname"] or name
             if not (options["optionalhook"] and not hasattr(manager.hook, hook)):
-                yield name, (hook, _reporting(getattr(plugin, name), hook, owner))
+                yield name, (hook, _wrap_with_blame(getattr(plugin, name), hook, owner))
 
 
-def _reporting(function: Callable[..., Any], hook: str, owner: Owner) -> Callable[..., Any]:
+def _wrap_with_blame(function: Callable[..., Any], hook: str, owner: Owner) -> Callable[..., Any]:
     """Wrap the function, keeping its options and signature: any error but the engine's own then names plugin, hook and place."""
     if inspect.isgeneratorfunction(function):
 

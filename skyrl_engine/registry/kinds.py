@@ -75,7 +75,7 @@ class Kind:
 
     @property
     def alternative(self) -> str:
-        """Return the remedy for a plugin that fails, beside correcting it: "choose another loss"."""
+        """Return the remedy for a plugin that fails, other than correcting it: "choose another loss"."""
         return self.instead or f"choose another {self.name}"
 
     @property

@@ -37,7 +37,7 @@ def load_object(record: PluginRecord, plugin: object) -> LoadedPlugin:
     hooks = host.register(plugin, Owner.of(record))
     for hook in KINDS[record.kind].hooks:
         if hook not in hooks:
-            raise _lacking(record, hooks, hook)
+            raise _missing_hook_error(record, hooks, hook)
     return LoadedPlugin(record, _schema(record, host), plugin, host)
 
 
@@ -92,11 +92,11 @@ def _from_file(record: PluginRecord, owner: Owner) -> Any:
         ) from None
 
 
-def _lacking(record: PluginRecord, hooks: frozenset[str], hook: str) -> PluginBrokenError:
-    made = [name.removeprefix("skyrl_engine_make_") for name in sorted(hooks) if name.startswith("skyrl_engine_make_")]
-    if made and record.kind not in made:
-        remedy = f"Set it as {made[0]}"
-    elif not made and hasattr(decorators, record.kind):
+def _missing_hook_error(record: PluginRecord, hooks: frozenset[str], hook: str) -> PluginBrokenError:
+    kinds = [name.removeprefix("skyrl_engine_make_") for name in sorted(hooks) if name.startswith("skyrl_engine_make_")]
+    if kinds and record.kind not in kinds:
+        remedy = f"Set it as {kinds[0]}"
+    elif not kinds and hasattr(decorators, record.kind):
         remedy = f"Mark a method of that name with skyrl_engine.hookimpl, or a function with skyrl_engine.{record.kind}"
     else:
         remedy = "Mark a method of that name with skyrl_engine.hookimpl"

@@ -12,8 +12,8 @@ from skyrl_engine.registry.run_directories import guard_imports, refuse_code_ins
 def local_module(path: Path, content: bytes, *, siblings: bool = False) -> ModuleType:
     """Return the module of a local file; every name of one file with one content shares the same module.
 
-    It stands in sys.modules, under a name made of path and content, because attrs and pickle look classes up there. With `siblings` it may
-    import the files beside it. Raises PluginBlockedError for a file in a run directory, and whatever the file raises.
+    It is in sys.modules, under a name made of path and content, because attrs and pickle look classes up there. With `siblings` it may
+    import the files next to it. Raises PluginBlockedError for a file in a run directory, and whatever the file raises.
     """
     refuse_code_inside(path)
     guard_imports()

@@ -17,7 +17,7 @@ from skyrl_engine.registry.record import PluginRecord
 
 _ENGINE = Path(__file__).parents[1]
 _ON_THE_WAY = (*(f"{folder}{os.sep}" for folder in (_ENGINE, Path(importlib.__file__).parent, Path(asyncio.__file__).parent)), "<")
-"""Beginnings of file names, and of generated code, that stand between the engine's call and the plugin's own code in a traceback."""
+"""Beginnings of file names, and of generated code, that come between the engine's call and the plugin's own code in a traceback."""
 
 
 @frozen

@@ -33,8 +33,8 @@ class Registry:
     @classmethod
     def discover(cls, *, block: Sequence[str] = (), pin: Mapping[str, str] = MappingProxyType({})) -> "Registry":
         """Read the metadata of what is installed. Raises ConfigError for a pin that is not "kind:name"."""
-        found = discover()
-        return cls(found.records, found.unreadable, Selection.of(block, pin))
+        discovery = discover()
+        return cls(discovery.records, discovery.unreadable, Selection.of(block, pin))
 
     def records(self, kind: str | None = None) -> tuple[PluginRecord, ...]:
         """Return every plugin that is installed and not blocked, of one kind or of all."""
@@ -59,7 +59,7 @@ class Registry:
         if len(usable) == 1:
             return usable[0]
         if usable:
-            raise _several(usable)
+            raise _ambiguity_error(usable)
         if matches:
             return self._refuse_blocked(matches[0])
         raise missing_plugin(kind, wanted, self.records(), self.unreadable, pinned=pinned)
@@ -73,7 +73,7 @@ class Registry:
         return record
 
 
-def _several(claims: Sequence[PluginRecord]) -> PluginAmbiguousError | PluginBrokenError:
+def _ambiguity_error(claims: Sequence[PluginRecord]) -> PluginAmbiguousError | PluginBrokenError:
     first = claims[0]
     distributions = list(dict.fromkeys(record.distribution for record in claims))
     if len(distributions) < len(claims):

@@ -23,7 +23,7 @@ _closed: set[Path] = set()
 
 
 def run_directory_around(path: Path) -> Path | None:
-    """Return the run directory that a file lies in, as it is written or where its links lead; None where it lies in none."""
+    """Return the run directory that a file is in, as it is written or where its links lead; None where it is in none."""
     places = dict.fromkeys((Path(os.path.normpath(path.absolute())).parent, path.resolve().parent))
     return next((folder for place in places for folder in (place, *place.parents) if _is_run_directory(folder)), None)
 
@@ -35,12 +35,12 @@ def close(folder: Path) -> None:
     guard_imports()
 
 
-def refuse_code_inside(path: Path, told: str = "the code of {path} lies in the run directory {folder}") -> None:
-    """Raise PluginBlockedError for a file in a run directory; `told` is the cause."""
+def refuse_code_inside(path: Path, cause: str = "the code of {path} lies in the run directory {folder}") -> None:
+    """Raise PluginBlockedError for a file in a run directory; `cause` may name `path` and `folder`."""
     folder = run_directory_around(path)
     if folder is not None:
         raise PluginBlockedError(
-            told.format(path=path, folder=folder),
+            cause.format(path=path, folder=folder),
             remedy="Nothing in a run directory is executed; if you trust this file, copy it to another place and name it there",
         )
 
@@ -52,7 +52,7 @@ def guard_imports() -> None:
 
 
 class _Guard:
-    """Finds modules as PathFinder does, in front of which it stands, and refuses those whose file lies in a run directory."""
+    """Finds modules as PathFinder does, before which it is asked, and refuses those whose file is in a run directory."""
 
     def find_spec(self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
         spec = PathFinder.find_spec(fullname, path, target)

@@ -1,4 +1,4 @@
-"""Check the values that products declare beside their methods: one function per kind, which returns sentences about mistakes."""
+"""Check the values that products declare in addition to their methods: one function per kind, which returns sentences about mistakes."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, get_args

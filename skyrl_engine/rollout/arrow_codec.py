@@ -202,7 +202,7 @@ def _refuse_unfit(group: Group, trajectory: Trajectory) -> None:
 def _document(group: Group, trajectory: Trajectory) -> str:
     values = {name: getattr(trajectory, name) for name in _DOCUMENT}
     try:
-        return json.dumps(values, allow_nan=False, default=_plain)
+        return json.dumps(values, allow_nan=False, default=_to_json)
     except (TypeError, ValueError) as error:
         raise ContractError(
             f"attempt {trajectory.member} at task {group.task_key!r} of {group.environment} (group {group.ticket}) reports a value that is not "
@@ -211,7 +211,7 @@ def _document(group: Group, trajectory: Trajectory) -> str:
         ) from error
 
 
-def _plain(value: object) -> object:
+def _to_json(value: object) -> object:
     """Return a NumPy number, or a mapping of another class, as what JSON knows."""
     if isinstance(value, np.generic):
         return value.item()

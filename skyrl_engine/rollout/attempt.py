@@ -13,7 +13,7 @@ from skyrl_engine.rollout.transcript import Transcript
 
 @frozen
 class RolloutLimits:
-    """The limits of every attempt. `keeps_history` appends to what stands there; otherwise later prompts are rendered anew.
+    """The limits of every attempt. `keeps_history` appends to what is there; otherwise later prompts are rendered again.
 
     `all_may_fail` goes on where all of the first attempts failed.
     """
@@ -28,7 +28,7 @@ class RolloutLimits:
 
     @property
     def longest(self) -> int:
-        """Count the tokens that may stand in front of the model, the sampled ones among them."""
+        """Count the tokens that may be in front of the model, the sampled ones among them."""
         return self.max_prompt_tokens + self.max_tokens
 
 

@@ -6,8 +6,8 @@ A first prompt is rendered whole. What follows a sampled turn is the *suffix* th
     text:   <|im_start|>user ... <|im_start|>assistant MARK<|im_end|> <|im_start|>user an observation<|im_end|> <|im_start|>assistant
     suffix:                                                ^ from here on, tokenized alone
 
-Where the model sampled exactly the token with which the suffix begins, that token stands there already and is left out. The renderer proves
-for a run's template that the suffix does not depend on what stands before.
+Where the model sampled exactly the token with which the suffix begins, that token is there already and is left out. The renderer proves
+for a run's template that the suffix does not depend on what comes before.
 """
 
 import logging
@@ -54,7 +54,7 @@ class ChatRenderer:
     """Renders and tokenizes with the tokenizer of a run; `name` is that of its chat template, for messages.
 
     `history` says how a later turn's prompt is made: "append" puts the suffix after the existing tokens, "template" renders all messages
-    anew with `prompt`. `options` go to the template. Where no template writes anything (`raw`), a prompt is one text as it stands, with the
+    again with `prompt`. `options` go to the template. Where no template writes anything (`raw`), a prompt is one text as it is, with the
     tokens that the tokenizer puts before a text, and there is one turn. Arrays that it returns are read-only.
     """
 
@@ -94,7 +94,7 @@ class ChatRenderer:
         """int32[n]: the observed tokens between a sampled turn and the next one, with the template's end of that turn and generation prompt.
 
         `messages` are what the environment answered, `last_token` is the turn's last one (None: it has none). Where that is `end_of_turn`, it
-        stands there already and is left out; another end token, a cut at the length limit or a stop string count as not sampled, and the
+        is there already and is left out; another end token, a cut at the length limit or a stop string count as not sampled, and the
         template's own follows. Raises DataError where the template refuses the messages, and UnsupportedError where such ones cannot be
         appended.
         """
@@ -103,7 +103,7 @@ class ChatRenderer:
         ending = self._ending(text)
         if ending is None or last_token != ending:
             return ids
-        # white space may stand before the token; the model ended its turn without it
+        # white space may come before the token; the model ended its turn without it
         return ids[int(np.argmax(ids == ending)) + 1 :]
 
     def end_of_turn(self, messages: Sequence[Message] = (_QUESTION,), tools: Tools = (), *, name: str = "the task") -> int | None:
@@ -158,11 +158,11 @@ class ChatRenderer:
         self._require_prompt(())
         self.require_tools(tools)
         warnings = [*self._warn_of_generation_prompt(tools), *self._warn_of_calls(tools)]
-        asked = {*roles, *(("tool",) if tools else ())}
+        roles_needed = {*roles, *(("tool",) if tools else ())}
         if self.history == "template":
-            self._require_rounds(asked, tools)
+            self._require_rounds(roles_needed, tools)
         else:
-            for role in sorted(asked):
+            for role in sorted(roles_needed):
                 self._supported_modes(role, tools)
             warnings += self._warn_of_thoughts(tools)
         return tuple(warnings)
@@ -288,8 +288,8 @@ class ChatRenderer:
     def _with_marks(self, ids: list[int]) -> str:
         """Return a turn's text with special tokens, which may mark calls, but for those at its end."""
         special = set(self.tokenizer.all_special_ids)
-        kept = next((place for place in range(len(ids), 0, -1) if ids[place - 1] not in special), 0)
-        return self._decode(ids[:kept], without_special=False)
+        length = next((place for place in range(len(ids), 0, -1) if ids[place - 1] not in special), 0)
+        return self._decode(ids[:length], without_special=False)
 
     @cached_property
     def _special(self) -> re.Pattern[str]:
@@ -367,8 +367,8 @@ class ChatRenderer:
         """
         key = (role, bool(tools))
         if key not in self._proofs:
-            asked = (True, False) if role == "tool" else (False,)
-            self._proofs[key] = {calling: self._refusal(role, tools, calling=calling) for calling in asked}
+            modes = (True, False) if role == "tool" else (False,)
+            self._proofs[key] = {calling: self._refusal(role, tools, calling=calling) for calling in modes}
         ways = [calling for calling, refused in self._proofs[key].items() if refused is None]
         first = next(iter(self._proofs[key].values()))
         if not ways and first is not None:
@@ -447,7 +447,7 @@ class _Messages(Row):
 
 
 def _mark(text: str) -> str:
-    """Return a word that stands nowhere in `text`."""
+    """Return a word that is nowhere in `text`."""
     return next(mark for number in range(1000) if (mark := f"qZturn{number}Zq") not in text)
 
 
@@ -491,7 +491,7 @@ def _calls(observations: Sequence[Message]) -> tuple[Message, list[Message]]:
 
 
 def _histories(observation: Message) -> Iterator[list[Message]]:
-    """Yield what may stand before an assistant's turn: the shortest first, then others that templates may refuse."""
+    """Yield what may come before an assistant's turn: the shortest first, then others that templates may refuse."""
     yield [_QUESTION]
     again: list[Message] = [
         {"role": "assistant", "content": "a reply"},

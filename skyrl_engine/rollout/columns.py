@@ -71,10 +71,10 @@ def to_columns(
 
     # every attempt begins with a prompt, and every prompt begins a stretch
     stretch = np.cumsum(kinds == SEGMENT_PROMPT) - 1
-    kept = (_sums(stretch, lengths * (kinds == SEGMENT_SAMPLED)) > 0)[stretch]
-    if not kept.all():
-        tokens = tokens[np.repeat(kept, lengths)]
-        kinds, lengths, attempt, stretch = kinds[kept], lengths[kept], attempt[kept], stretch[kept]
+    has_sampled = (_sums(stretch, lengths * (kinds == SEGMENT_SAMPLED)) > 0)[stretch]
+    if not has_sampled.all():
+        tokens = tokens[np.repeat(has_sampled, lengths)]
+        kinds, lengths, attempt, stretch = kinds[has_sampled], lengths[has_sampled], attempt[has_sampled], stretch[has_sampled]
     begins = kinds == SEGMENT_PROMPT
     is_response = ~begins
     attempt_of_sample = attempt[begins]
@@ -91,8 +91,8 @@ def to_columns(
         else:
             # few tokens hold a number of their turn: only those are looked up
             of_turns = earned if row.name == "rewards" else _join_column(attempts, row)
-            held = np.flatnonzero(of_turns != 0)
-            columns[row.column][_places(held, answers, answer_lengths)] = of_turns[held]
+            places = np.flatnonzero(of_turns != 0)
+            columns[row.column][_places(places, answers, answer_lengths)] = of_turns[places]
 
     cut_off = _cut_off(attempts)
     action_offsets = offsets_of(actions)

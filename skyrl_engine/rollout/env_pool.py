@@ -20,7 +20,7 @@ from skyrl_engine.contracts.kinds.context import FactoryContext
 from skyrl_engine.contracts.kinds.environment import Action, Message, StepResult, Task
 from skyrl_engine.errors import RolloutError
 from skyrl_engine.rollout.failure_monitor import TIMED_OUT
-from skyrl_engine.rollout.process_handle import Drain, EpisodeProcess, HostedEpisode, answer_of, json_line, unsendable
+from skyrl_engine.rollout.process_handle import Drain, EpisodeProcess, HostedEpisode, answer_of, json_line, unsendable_error
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +110,7 @@ class EpisodePool:
     def poll(self, timeout: float) -> list[EpisodeReply]:
         """Return answers that are there, or that come within `timeout` seconds; several calls wait for several answers."""
         until = time.monotonic() + timeout
-        # a process whose answer lies there already is not stuck, however long nobody asked for it
+        # a process whose answer is there already is not stuck, however long nobody asked for it
         self._wait(0.0)
         while True:
             self._dispatch()
@@ -139,7 +139,7 @@ class EpisodePool:
         self._drain.close()
 
     def _ask(self, episode: HostedEpisode) -> None:
-        episode.asked = time.monotonic()
+        episode.asked_at = time.monotonic()
         (self._waiting if episode.process is None else episode.process.waiting).append(episode)
 
     def _next_event(self) -> float:
@@ -227,7 +227,7 @@ class EpisodePool:
         try:
             process.send(episode, call)
         except (TypeError, ValueError) as error:
-            raise unsendable(episode.label, error) from error
+            raise unsendable_error(episode.label, error) from error
         self._alarm = min(self._alarm, process.since + self._time_limit(process))
         self._write(process)
 
@@ -282,7 +282,7 @@ class EpisodePool:
         if "failure" in reply:
             cause = f", {episode.turn}: {reply['failure']}"
             if "traceback" in answer:
-                # where it is raised stands in the cause; the run's log has the whole way there
+                # the cause says where it is raised; the run's log has the whole traceback
                 logger.info("%s%s\n%s", episode.label, cause, answer["traceback"])
             self._on_failure(episode, cause)
             return
@@ -303,7 +303,7 @@ class EpisodePool:
         return self._episodes.get(episode.number) is episode
 
     def _on_reply(self, episode: HostedEpisode, reply: Mapping[str, Any]) -> None:
-        seconds = time.monotonic() - episode.asked
+        seconds = time.monotonic() - episode.asked_at
         if "messages" in reply:
             self._replies.append(EpisodeReply(episode.number, messages=tuple(reply["messages"]), seconds=seconds))
         else:
@@ -321,7 +321,7 @@ class EpisodePool:
     def _over(self, episode: HostedEpisode, cause: str) -> None:
         self._leave(episode)
         self._episodes.pop(episode.number, None)
-        seconds = time.monotonic() - episode.asked
+        seconds = time.monotonic() - episode.asked_at
         self._replies.append(EpisodeReply(episode.number, failure=f"{episode.label}{cause}", seconds=seconds))
 
     def _leave(self, episode: HostedEpisode) -> None:
@@ -337,9 +337,9 @@ class EpisodePool:
         Where it was still closing an episode before that, that one is to blame, and the one that waited after it is rebuilt like the others.
         """
         culprit, process.episode = process.episode, None
-        held = [episode for episode in process.held.values() if episode is not culprit]
+        episodes = [episode for episode in process.held.values() if episode is not culprit]
         self._end(process)
-        for episode in held:
+        for episode in episodes:
             episode.process, episode.rebuilt = None, 0
         self._waiting.extend(process.waiting)
         process.waiting.clear()

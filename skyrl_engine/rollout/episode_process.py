@@ -79,12 +79,12 @@ class EpisodeServer:
         wrong = wrong_with(result, tokens=len(action.token_ids), claimed=self._claimed[number])
         if wrong is not None:
             raise AnswerError(wrong)
-        return _plain(result)
+        return _to_table(result)
 
     def _close(self, number: int) -> None:
         self._claimed.pop(number, None)
-        if (held := self._episodes.pop(number, None)) is not None:
-            self._await_value(held.close())
+        if (episode := self._episodes.pop(number, None)) is not None:
+            self._await_value(episode.close())
 
     def close_all(self) -> None:
         """Close the episodes that are still open, and take no more; what one of them raises keeps no other from it."""
@@ -225,7 +225,7 @@ def _messages(messages: Any, method: str) -> list[Any]:
     return [dict(message) for message in messages]
 
 
-def _plain(result: StepResult) -> dict[str, Any]:
+def _to_table(result: StepResult) -> dict[str, Any]:
     table = {name: getattr(result, name) for name in attrs.fields_dict(StepResult)}
     numbers = ("parts", "metrics")
     rewards = result.token_rewards

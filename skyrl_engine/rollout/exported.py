@@ -143,17 +143,17 @@ def _write_parquet(rows: Iterable[Mapping[str, Any]], path: Path) -> int:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    count, kept = 0, []
+    count, batch = 0, []
     schema = _parquet_schema()
     with pq.ParquetWriter(path, schema) as writer:
         for row in rows:
-            kept.append({**row, **{name: json.dumps(row[name], allow_nan=False) for name in _DOCUMENTS}})
+            batch.append({**row, **{name: json.dumps(row[name], allow_nan=False) for name in _DOCUMENTS}})
             count += 1
-            if len(kept) == _ROWS_PER_WRITE:
-                writer.write_table(pa.Table.from_pylist(kept, schema=schema))
-                kept = []
-        if kept:
-            writer.write_table(pa.Table.from_pylist(kept, schema=schema))
+            if len(batch) == _ROWS_PER_WRITE:
+                writer.write_table(pa.Table.from_pylist(batch, schema=schema))
+                batch = []
+        if batch:
+            writer.write_table(pa.Table.from_pylist(batch, schema=schema))
     return count
 
 
@@ -206,14 +206,14 @@ def read_rollouts(place: Path) -> Iterator[Group]:
     rows = _parquet_rows(place) if place.suffix == ".parquet" else _jsonl_rows(place)
     seen: set[str | int] = set()
     for number, (key, of_group) in enumerate(groupby(rows, key=lambda named: _group_key(*named))):
-        taken = list(of_group)
+        rows_of_group = list(of_group)
         if key in seen:
             raise DataError(
-                f"{taken[0][0]} is of the group {key!r}, which ended before: its attempts would be compared without those",
+                f"{rows_of_group[0][0]} is of the group {key!r}, which ended before: its attempts would be compared without those",
                 remedy="Let the rows of a group stand together, and give later attempts at a task another group_id",
             )
         seen.add(key)
-        yield _group_of(taken) if "segment_kinds" in taken[0][1] else _plain_group(taken, number)
+        yield _group_of(rows_of_group) if "segment_kinds" in rows_of_group[0][1] else _plain_group(rows_of_group, number)
 
 
 def journal_of(place: Path) -> Path | None:
@@ -375,7 +375,7 @@ def _group_of(rows: Sequence[tuple[str, Mapping[str, Any]]]) -> Group:
 
 
 def _trajectory(rows: Sequence[Mapping[str, Any]]) -> Trajectory:
-    def joined(column: str, dtype: type[np.generic]) -> Any:
+    def join_column(column: str, dtype: type[np.generic]) -> Any:
         # a number beyond the type becomes infinite, which is refused with the attempt's name
         with np.errstate(over="ignore"):
             return np.concatenate([np.asarray(row[column], dtype=dtype) for row in rows])
@@ -385,7 +385,7 @@ def _trajectory(rows: Sequence[Mapping[str, Any]]) -> Trajectory:
     tokens = [
         np.asarray([operator.index(token_id) for token_id in (*row["prompt_ids"], *row["response_ids"])], np.int32) for row in rows
     ]
-    versions = joined("versions", np.int64)
+    versions = join_column("versions", np.int64)
     further = [column for column in rollout_columns.list_further_columns() if all(row.get(column.name) is not None for row in rows)]
     starts = np.flatnonzero(np.diff(versions, prepend=-1))
     last = rows[-1]
@@ -393,11 +393,11 @@ def _trajectory(rows: Sequence[Mapping[str, Any]]) -> Trajectory:
         ticket=int(last["ticket"]),
         member=int(last["member"]),
         token_ids=np.concatenate(tokens),
-        kinds=joined("segment_kinds", np.uint8),
-        segment_offsets=offsets_of(joined("segment_lengths", np.int64)),
+        kinds=join_column("segment_kinds", np.uint8),
+        segment_offsets=offsets_of(join_column("segment_lengths", np.int64)),
         versions=VersionSpans(starts.astype(np.int32), versions[starts]),
-        **{column.name: joined(column.name, column.dtype) for column in rollout_columns.list_required_columns()},
-        columns={column.name: joined(column.name, column.dtype) for column in further},
+        **{column.name: join_column(column.name, column.dtype) for column in rollout_columns.list_required_columns()},
+        columns={column.name: join_column(column.name, column.dtype) for column in further},
         unplaced_reward=float(last["unplaced_reward"]),
         status=last["status"],
         cause=last["cause"],

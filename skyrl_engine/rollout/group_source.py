@@ -56,7 +56,7 @@ class RolloutSource:
     """Gives a trainer its groups, step by step; the trainer reports when it has trained on them.
 
     `task_of(ticket)` gives the number of a ticket's environment, and its task. `valued` adds to the rewards of every group that ended, and sees
-    one at a time, so that what it adds depends on nothing that ended beside it. `filters` then drop groups, where the ledger lets them.
+    one at a time, so that what it adds depends on nothing that ended at the same time. `filters` then drop groups, where the ledger lets them.
     `progress(ready, wanted)` is called while a step waits. Time that goes by in `valued` counts as `score` among `phases`, time in the journal
     as `journal`.
     """
@@ -111,7 +111,7 @@ class RolloutSource:
         return self.ledger.step
 
     def state(self) -> Mapping[str, Any]:
-        """Return what a checkpoint keeps; what it says of groups lies on the disk by then."""
+        """Return what a checkpoint keeps; what it says of groups is on the disk by then."""
         self.journal.commit()
         return self.ledger.state()
 

@@ -2,7 +2,7 @@
 
 rollouts/
 - segment-00000001.arrow, ...: Arrow IPC streams, which any Arrow reader opens. A group is one record batch, a row per attempt, and what
-  belongs to all of it stands in the batch's metadata, with a CRC over both. So is a step that was trained, with what it learned from each
+  belongs to all of it is in the batch's metadata, with a CRC over both. So is a step that was trained, with what it learned from each
   attempt. Sessions that went on from a checkpoint are batches without rows.
 - damaged/: files of which a part could not be read, as they were; what could be read is in new ones in their places
 - .lock: held by the process that writes
@@ -220,7 +220,7 @@ class Journal:
         self._size = self._records = 0
         self._buffer = io.BytesIO()
         self._writer = pa.ipc.new_stream(self._buffer, schema(head.metadata()))
-        # Arrow writes the schema with the first batch; the head stands there before
+        # Arrow writes the schema with the first batch; the head comes before
         self._writer.write_batch(no_rows())
         self._buffer.truncate(8 + int.from_bytes(self._buffer.getvalue()[4:8], "little"))
         self._flush()

@@ -82,31 +82,31 @@ def read_index(folder: Path, listed: Listing | None = None) -> JournalIndex:
     they are shorter by. A segment that is lost, or lost its beginning, may have said that a session went on from a checkpoint: groups before
     it do not count, since later weights than the checkpoint's may have sampled them. Raises RolloutError for a file that cannot be read.
     """
-    due = {number_of(Path(name)): size for name, size in (listed or {}).items()}
+    sizes = {number_of(Path(name)): size for name, size in (listed or {}).items()}
     index = JournalIndex()
     index.segments, index.copies = _in_order(folder)
     index.losses += [f"{copy.name} is a copy of another segment, in the place of its own" for copy in index.copies]
     index.newest = max([0, *(segment.number for segment in index.segments), *map(number_of, segments_of(folder))])
     known = [segment.head.oldest for segment in index.segments if segment.head is not None]
-    index.oldest = max(known) if known else min([*(segment.number for segment in index.segments), *due], default=1)
-    index.losses += _missing(index, due)
+    index.oldest = max(known) if known else min([*(segment.number for segment in index.segments), *sizes], default=1)
+    index.losses += _missing(index, sizes)
     before: int | None = None
     for segment in index.segments:
         is_last = segment is index.segments[-1]
-        torn = is_last and segment.is_torn and segment.whole_bytes >= due.get(segment.number, 0)
+        torn = is_last and segment.is_torn and segment.whole_bytes >= sizes.get(segment.number, 0)
         index.torn = segment.damages[0] if torn else None
         gap = before is not None and segment.number != before + 1
         if gap or (segment.unsure and not torn):
             index.groups = {}
         if not torn:
-            index.losses += _losses_of(segment, due.get(segment.number, 0))
+            index.losses += _losses_of(segment, sizes.get(segment.number, 0))
         if segment.head is not None and segment.head.resumed is not None:
             index.add(Entry("resumed", {"version": segment.head.resumed}, segment.path))
         for entry in segment.entries:
             index.add(entry)
         index.ends[segment.path] = max([0, *index.trained, *(entry.header.get("newest_version", 0) for entry in segment.entries)])
         before = segment.number
-    if any(number > (before or 0) for number in due):
+    if any(number > (before or 0) for number in sizes):
         index.groups = {}
     return index
 
@@ -135,11 +135,14 @@ def _accept_unwritten(segments: list[Segment]) -> Iterator[Segment]:
         yield evolve(segment, damages=(), unsure=False) if of_format_2 and not segment.size else segment
 
 
-def _missing(index: JournalIndex, due: Mapping[int, int]) -> Iterator[str]:
+def _missing(index: JournalIndex, sizes: Mapping[int, int]) -> Iterator[str]:
     """Yield what segments are not there, of those that were not too old to keep."""
-    there = {segment.number for segment in index.segments}
-    numbers = {*range(index.oldest, max(there, default=0)), *(number for number in due if number >= index.oldest)} - there
-    if numbers and not there:
+    numbers_present = {segment.number for segment in index.segments}
+    numbers = {
+        *range(index.oldest, max(numbers_present, default=0)),
+        *(number for number in sizes if number >= index.oldest),
+    } - numbers_present
+    if numbers and not numbers_present:
         yield f"all segments are gone ({len(numbers)} by the last checkpoint)"
         return
     for first, last in _ranges_of(sorted(numbers)):
@@ -155,13 +158,13 @@ def _ranges_of(numbers: list[int]) -> Iterator[tuple[int, int]]:
         yield numbers[begin], numbers[end - 1]
 
 
-def _losses_of(segment: Segment, due: int) -> Iterator[str]:
+def _losses_of(segment: Segment, expected_size: int) -> Iterator[str]:
     """Yield what a segment has lost of what was in it, or of the bytes that a checkpoint counts on."""
     name = segment.path.name
     if segment.head is not None and segment.head.was_damaged is not None:
         yield f"{name} stands in the place of a damaged file: {segment.head.was_damaged}"
-    elif segment.size < due:
-        yield f"{name} has {segment.size:,} of the {due:,} bytes that the last checkpoint counts on"
+    elif segment.size < expected_size:
+        yield f"{name} has {segment.size:,} of the {expected_size:,} bytes that the last checkpoint counts on"
     yield from (str(damage) for damage in segment.damages)
     if segment.number != number_of(segment.path):
         yield f"{name} is segment {segment.number} by what it says: it was renamed"

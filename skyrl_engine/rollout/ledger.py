@@ -102,13 +102,13 @@ class RolloutLedger:
         if self._ready_count < self.groups:
             return None
         if self.in_order:
-            return self._lowest()
-        chosen = self._oldest()
-        left = dict(self._of_version)
+            return self._select_lowest()
+        chosen = self._select_oldest()
+        remaining = dict(self._of_version)
         for ticket in chosen:
-            left[self._started[ticket]] -= 1
+            remaining[self._started[ticket]] -= 1
         fits = all(
-            sum(count for version, count in left.items() if version <= step - 1 - self.staleness + j) <= j * self.groups
+            sum(count for version, count in remaining.items() if version <= step - 1 - self.staleness + j) <= j * self.groups
             for j in range(self.staleness + 1)
         )
         return tuple(sorted(chosen)) if fits else None
@@ -223,7 +223,7 @@ class RolloutLedger:
         """Return a ledger that goes on from the `state` of a checkpoint, under the rules of another ledger.
 
         Tickets that were alive start again. `recorded` says what the journal holds: a record is used where all of its tokens are of weights
-        that the checkpoint has behind it, and it is not too old for the step in which its turn comes; else the ticket is sampled again. The
+        that came before the checkpoint, and it is not too old for the step in which its turn comes; else the ticket is sampled again. The
         sampler is taken to hold the weights of the checkpoint.
         """
         ledger = evolve(rules)
@@ -313,12 +313,12 @@ class RolloutLedger:
         self._ready_count += 1
         self._close(ticket)
 
-    def _lowest(self) -> tuple[int, ...] | None:
+    def _select_lowest(self) -> tuple[int, ...] | None:
         lowest = self._alive[: self.groups]
         ready = all(ticket in self._started and ticket not in self._running and ticket not in self._undecided for ticket in lowest)
         return tuple(lowest) if ready and len(lowest) == self.groups else None
 
-    def _oldest(self) -> list[int]:
+    def _select_oldest(self) -> list[int]:
         chosen: list[int] = []
         for version in sorted(self._ready):
             chosen += self._ready[version][: self.groups - len(chosen)]

@@ -119,7 +119,7 @@ def _extent(content: bytes, at: int) -> tuple[int, int]:
 
 
 def is_cut_short(content: bytes, at: int) -> bool:
-    """Say if what stands from a byte on is the beginning of a message whose rest is not there."""
+    """Say if the bytes from this one on are the beginning of a message whose rest is missing."""
     rest = content[at : at + 8]
     if len(rest) < 8:
         return b"\xff\xff\xff\xff".startswith(rest[:4])

@@ -51,7 +51,7 @@ class RecordingLimits:
 
 @frozen(eq=False)
 class Recording:
-    """The groups of a recording that are trained on, each read anew when its turn comes, and counts of what it holds.
+    """The groups of a recording that are trained on, each read again when its turn comes, and counts of what it holds.
 
     `names` are those of its environments, `left_out` counts groups by the reason for which they are not trained on, `attempts` and `tokens`
     (sampled ones) are of the others, `largest` is the most attempts of a group, `longest` the most tokens of a stretch of one. `has_logprobs`
@@ -72,9 +72,9 @@ class Recording:
     digest: str
 
     def __str__(self) -> str:
-        left = ", ".join(f"{count:,} {reason}" for reason, count in self.left_out.items())
+        reasons = ", ".join(f"{count:,} {reason}" for reason, count in self.left_out.items())
         return f"{self.place}: {len(self.groups):,} groups of {self.attempts:,} attempts, {self.tokens:,} sampled tokens" + (
-            f"; left out: {left}" if left else ""
+            f"; left out: {reasons}" if reasons else ""
         )
 
 
@@ -87,12 +87,12 @@ def read_recording(
     on_starved: Literal["train", "stop"] = "train",
     on_progress: OnProgress | None = None,
 ) -> Recording:
-    """Read and check all groups once. Filters decide anew; what they decided when the groups were sampled does not count.
+    """Read and check all groups once. Filters decide again; what they decided when the groups were sampled does not count.
 
     Raises RolloutError for a place without rollouts, and where filters drop more than `max_drop_share` and `on_starved` is "stop"; DataError
     for an attempt that cannot be trained on.
     """
-    kept: list[tuple[Callable[[], Group], str | None]] = []
+    groups: list[tuple[Callable[[], Group], str | None]] = []
     names: dict[str, None] = {}
     left_out: Counter[str] = Counter()
     attempts: list[int] = []
@@ -112,21 +112,21 @@ def read_recording(
             continue
         names.setdefault(group.environment)
         reason = drop_reason(group, filters)
-        kept.append((read, reason))
+        groups.append((read, reason))
         attempts.append(len(group.finished))
         tokens.append(sum(len(attempt.logprobs) for attempt in group.finished))
         longest.append(max((_longest_stretch(attempt) for attempt in group.finished), default=0))
         without_logprobs += any(np.isnan(attempt.logprobs).any() for attempt in group.finished)
         columns &= {row.column for row in list_common_columns(group.finished)}
         _update(digest, group)
-    dropped = Counter(reason for _, reason in kept if reason is not None)
-    if kept and dropped.total() / len(kept) > max_drop_share:
-        share = f"group filters drop {dropped.total():,} of the {len(kept):,} groups of {place}"
+    dropped = Counter(reason for _, reason in groups if reason is not None)
+    if groups and dropped.total() / len(groups) > max_drop_share:
+        share = f"group filters drop {dropped.total():,} of the {len(groups):,} groups of {place}"
         if on_starved == "stop":
             raise RolloutError(share, remedy="Remove a filter, or raise rollouts.max_drop_share")
         logger.warning('%s, more than rollouts.max_drop_share: they are trained on, as rollouts.on_starved = "train" says', share)
         dropped.clear()
-    chosen = [place for place, (_, reason) in enumerate(kept) if not dropped or reason is None]
+    chosen = [place for place, (_, reason) in enumerate(groups) if not dropped or reason is None]
     if not chosen:
         raise RolloutError(
             f"{place} holds no group to train on: "
@@ -135,7 +135,7 @@ def read_recording(
         )
     return Recording(
         place,
-        [kept[place][0] for place in chosen],
+        [groups[place][0] for place in chosen],
         tuple(names),
         left_out + dropped,
         sum(attempts[place] for place in chosen),
@@ -158,7 +158,7 @@ def _longest_stretch(attempt: Trajectory) -> int:
 class OfflineSource:
     """Gives a trainer the groups of a recording: in their order, and in another one, a function of `seed`, in every later pass over them.
 
-    `valued` gives the rewards of a step's groups anew what a model adds to them.
+    `valued` adds a model's part to the rewards of a step's groups again.
 
     Rollouts of another policy have no staleness that could be counted in steps of this run: every group starts at the weights that it trains.
     """
@@ -200,7 +200,7 @@ class OfflineSource:
 
 
 def _readers(place: Path) -> Iterator[Callable[[], Group]]:
-    """Yield a function for every group: those of a journal read it where it lies, those of a file hold it."""
+    """Yield a function for every group: those of a journal read it where it is, those of a file hold it."""
     folder = journal_of(place)
     index = None if folder is None else read_index(folder)
     for loss in () if index is None else index.losses:

@@ -52,7 +52,7 @@ class Estimate:
 
 
 def estimate(per_task: Sequence[float], *, seed: int = 0, resamples: int = RESAMPLES) -> Estimate:
-    """Return the mean over tasks, with the percentile bootstrap interval: tasks are drawn anew, attempts of a task stay together."""
+    """Return the mean over tasks, with the percentile bootstrap interval: tasks are drawn again, attempts of a task stay together."""
     values = np.asarray(per_task, dtype=np.float64)
     if not len(values):
         raise ValueError("no task")

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 _ASLEEP_S: Final = 0.05
 _STUCK_S: Final = 1.0
 """Seconds after which a process that still works on one call, the former where it sleeps, no longer counts among the workers: another one is
-started beside it."""
+started next to it."""
 
 _LOGGED: Final = 2**16
 """Bytes of a process's output that reach the log."""
@@ -45,7 +45,7 @@ class HostedEpisode:
     process: "EpisodeProcess | None" = None
     rebuilt: int = 0
     """Answers that its process has given; fewer than `answers` while it is being rebuilt."""
-    asked: float = 0.0
+    asked_at: float = 0.0
 
     @property
     def turn(self) -> str:
@@ -142,8 +142,8 @@ class EpisodeProcess:
 
     def is_stuck(self, now: float) -> bool:
         """Return True where the process is taken up by a call, so that another one may compute."""
-        taken = now - self.since
-        return self.ready and (taken >= _STUCK_S or (taken >= _ASLEEP_S and _sleeps(self.child.pid)))
+        seconds = now - self.since
+        return self.ready and (seconds >= _STUCK_S or (seconds >= _ASLEEP_S and _sleeps(self.child.pid)))
 
     def receive_lines(self) -> tuple[list[bytes], bool]:
         """Return whole lines that are there, and whether the process has closed its side."""
@@ -239,11 +239,11 @@ class Drain:
                 os.close(key.fd)
 
     def _log(self, descriptor: int, pid: int, data: bytes) -> None:
-        left = self._left[descriptor]
-        if left <= 0:
+        remainder = self._left[descriptor]
+        if remainder <= 0:
             return
-        self._left[descriptor] = left - len(data)
-        for line in data[:left].decode("utf-8", "replace").splitlines():
+        self._left[descriptor] = remainder - len(data)
+        for line in data[:remainder].decode("utf-8", "replace").splitlines():
             logger.info("environment process %d: %s", pid, line)
         if self._left[descriptor] <= 0:
             logger.info("environment process %d prints more than %d bytes; the rest is left out", pid, _LOGGED)
@@ -277,10 +277,10 @@ def refuse_unsendable(task: Task, name: str) -> None:
     try:
         json_line(attrs.asdict(task))
     except (TypeError, ValueError) as error:
-        raise unsendable(name, error) from error
+        raise unsendable_error(name, error) from error
 
 
-def unsendable(name: str, error: Exception) -> RolloutError:
+def unsendable_error(name: str, error: Exception) -> RolloutError:
     """Return the error for a task that is no JSON."""
     return RolloutError(
         f"{name}: what it holds cannot be sent to the environment's process: {error}",

@@ -61,7 +61,7 @@ def _replace_damaged(segment: Segment, oldest: int, run: str) -> None:
     """Keep a damaged segment aside, and write what could be read of it in its place."""
     import pyarrow as pa
 
-    kept = _keep_aside(segment.path)
+    copy = _keep_aside(segment.path)
     damages = "; ".join(damage.description for damage in segment.damages)
     before = "" if segment.head is None or segment.head.was_damaged is None else f"{segment.head.was_damaged}; then "
     head = Head(
@@ -69,7 +69,7 @@ def _replace_damaged(segment: Segment, oldest: int, run: str) -> None:
         segment.number,
         oldest if segment.head is None else segment.head.oldest,
         None if segment.head is None else segment.head.resumed,
-        f"{before}{damages} (kept as {kept.relative_to(segment.path.parent)})",
+        f"{before}{damages} (kept as {copy.relative_to(segment.path.parent)})",
         segment.unsure,
     )
     buffer = io.BytesIO()
@@ -85,14 +85,14 @@ def _keep_aside(path: Path) -> Path:
     """Return the place of a further name of a file, in the folder of damaged ones."""
     folder = path.parent / DAMAGED
     folder.mkdir(exist_ok=True)
-    kept, count = folder / path.name, 1
-    while kept.exists():
+    copy, count = folder / path.name, 1
+    while copy.exists():
         count += 1
-        kept = folder / f"{path.stem}-{count}{path.suffix}"
+        copy = folder / f"{path.stem}-{count}{path.suffix}"
     try:
-        os.link(path, kept)
+        os.link(path, copy)
     except OSError:  # not every file system has two names for a file
-        shutil.copyfile(path, kept)
-        sync(kept)
+        shutil.copyfile(path, copy)
+        sync(copy)
     sync(folder)
-    return kept
+    return copy

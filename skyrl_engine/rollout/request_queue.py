@@ -67,8 +67,8 @@ class RequestQueue:
         """Return the completions that arrive within `timeout` seconds, each with its attempt."""
         with self.phases("generate"):
             completions = self.sampler.poll(timeout)
-        known = [completion for completion in completions if completion.request_id in self._attempts]
-        return [(self._attempts.pop(completion.request_id), completion) for completion in known]
+        own = [completion for completion in completions if completion.request_id in self._attempts]
+        return [(self._attempts.pop(completion.request_id), completion) for completion in own]
 
     def abort(self) -> None:
         """Drop queued requests, end those that were sent, and wait for their completions, which are forgotten."""

@@ -270,7 +270,7 @@ class RolloutRunner:
                 transcript.add_observation(added)
             return len(added) < room
         prompt_ids = self.turns.prompt(attempt.messages, attempt.task.tools)
-        more = transcript.behind(prompt_ids)
+        more = transcript.find_added_ids(prompt_ids)
         fits = len(prompt_ids) < self.limits.longest if more is None else len(more) < room
         if fits:
             transcript.restart(prompt_ids)

@@ -63,7 +63,7 @@ class Head:
 class Entry:
     """One record of a journal, at the bytes from `offset` to `end` of its segment.
 
-    A group is read by `group`, where it lies; `header` says its ticket, environment, task key, start version, newest version and why it was
+    A group is read by `group`, where it is; `header` says its ticket, environment, task key, start version, newest version and why it was
     dropped. A step that was trained has `step` and `tickets`, and what it learned is read by `learned`. A session that went on has the
     `version` of its checkpoint.
     """
@@ -259,13 +259,13 @@ def _head_checksum(text: bytes, format_: bytes) -> str:
 
 
 def _read_in_parts(path: Path, content: bytes) -> Segment:
-    """Read what is whole of a segment, wherever it lies. Raises RolloutError for one of another format."""
+    """Read what is whole of a segment, wherever it is. Raises RolloutError for one of another format."""
     head, run, begin = _head_at(content)
     entries: list[Entry] = []
     damages: list[Damage] = []
     # from the head's own bytes on: its length may be what is damaged
     place, covered, last = 8, begin, -1
-    # a format without numbers: what lies inside of a record that was read is no record
+    # a format without numbers: what is inside of a record that was read is no record
     while (marker := MARKER.search(content, place)) is not None:
         at = marker.start()
         try:

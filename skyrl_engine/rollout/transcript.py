@@ -38,7 +38,7 @@ class Transcript:
 
     @property
     def prompt_ids(self) -> Ids:
-        """int32[P]: what stands in front of the model now."""
+        """int32[P]: what is in front of the model now."""
         return np.concatenate([ids for _, ids in self._segments[self._stretch :]])
 
     @property
@@ -56,18 +56,18 @@ class Transcript:
         return len(self._stops)
 
     def restart(self, prompt_ids: Ids) -> None:
-        """Go on from a prompt that was rendered anew.
+        """Go on from a prompt that was rendered again.
 
-        Where it begins with all that stands in front of the model, the rest is observed; otherwise the history was rewritten, and a new stretch
+        Where it begins with all that is in front of the model, the rest is observed; otherwise the history was rewritten, and a new stretch
         begins.
         """
-        if self._segments and (added := self.behind(prompt_ids)) is not None:
+        if self._segments and (added := self.find_added_ids(prompt_ids)) is not None:
             self.add_observation(added)
             return
         self._stretch = len(self._segments)
         self._segments.append((SEGMENT_PROMPT, _ids(prompt_ids)))
 
-    def behind(self, prompt_ids: Ids) -> Ids | None:
+    def find_added_ids(self, prompt_ids: Ids) -> Ids | None:
         """Return the tokens that a newly rendered prompt adds to the history, None where it is another history."""
         standing = self.prompt_ids
         return prompt_ids[len(standing) :] if np.array_equal(standing, prompt_ids[: len(standing)]) else None
@@ -114,14 +114,14 @@ class Transcript:
         else:
             self._unplaced += reward
 
-    def add_columns(self, given: Mapping[str, Sequence[float] | float]) -> None:
+    def add_columns(self, numbers: Mapping[str, Sequence[float] | float]) -> None:
         """Add further numbers of the last turn: one per token, or one at its last token, as the table of rollout columns says."""
         rows = {row.name: row for row in list_further_columns()}
-        for name, values in given.items():
+        for name, values in numbers.items():
             self._columns.setdefault(name, []).append(_lay_on_turn(rows[name], values, len(self._rewards[-1])))
 
     def trajectory(self, *, ticket: int, member: int, start_version: int, status: Status = "finished", **facts: Any) -> Trajectory:
-        """Return the attempt as it stands; `facts` are fields of `Trajectory` that tokens do not say."""
+        """Return the attempt as it is now; `facts` are fields of `Trajectory` that tokens do not say."""
         kinds = np.array([kind for kind, _ in self._segments], dtype=np.uint8)
         sampled = sum(map(len, self._logprobs))
         columns = {name: np.concatenate(parts) for name, parts in self._columns.items()}

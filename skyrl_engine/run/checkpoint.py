@@ -111,8 +111,8 @@ class CheckpointStore:
         if not self.directory.is_dir():
             return []
         matches = [(_STEP_NAME.fullmatch(entry.name), entry) for entry in self.directory.iterdir() if entry.is_dir()]
-        found = [Checkpoint(entry, int(match[1])) for match, entry in matches if match]
-        return sorted(found, key=lambda checkpoint: checkpoint.step)
+        checkpoints = [Checkpoint(entry, int(match[1])) for match, entry in matches if match]
+        return sorted(checkpoints, key=lambda checkpoint: checkpoint.step)
 
     def latest(self) -> Checkpoint | None:
         """The one to resume from: what `latest` names, or the newest where that name leads nowhere; None before the first."""
@@ -128,9 +128,9 @@ class CheckpointStore:
 
     def at(self, step: int | None) -> Checkpoint:
         """The checkpoint of optimizer step `step` (None: the latest). Raises CheckpointError when there is none."""
-        checkpoint = self.latest() if step is None else next((each for each in self.all() if each.step == step), None)
+        checkpoint = self.latest() if step is None else next((saved for saved in self.all() if saved.step == step), None)
         if checkpoint is None:
-            steps = ", ".join(str(each.step) for each in self.all())
+            steps = ", ".join(str(saved.step) for saved in self.all())
             wanted = "no checkpoint" if step is None else f"no checkpoint of step {step}"
             raise CheckpointError(
                 f"{self.directory} holds {wanted}",
@@ -201,15 +201,15 @@ class CheckpointStore:
         """Delete all but the `keep` newest up to `newest`. Later ones belong to an abandoned continuation and are left alone."""
         if self.keep is None:
             return
-        for old in [each for each in self.all() if each.step <= newest.step][: -self.keep]:
+        for old in [saved for saved in self.all() if saved.step <= newest.step][: -self.keep]:
             _remove(old.path)
 
     def _write_error(self, step: int, error: Exception) -> CheckpointError:
         cause = error.cause if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
         previous = self.latest()
-        kept = f"{previous.path.name} is whole" if previous else "no earlier one exists"
+        state = f"{previous.path.name} is whole" if previous else "no earlier one exists"
         return CheckpointError(
-            f"the checkpoint of step {step} could not be written to {self.directory} ({cause}); {kept}",
+            f"the checkpoint of step {step} could not be written to {self.directory} ({cause}); {state}",
             remedy=error.remedy
             if isinstance(error, EngineError)
             else "Free space there or make it writable, then resume the run with checkpoint.resume = true",

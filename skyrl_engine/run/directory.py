@@ -126,7 +126,7 @@ def open_run_directory(configured: str | None, *, name: str, resume: bool) -> Ru
         with _usable(RUNS):
             return _create_new(RUNS, f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{short_name(name)}")
     path = Path(configured).expanduser()
-    missing = _missing(path)
+    missing = _list_missing(path)
     if path.exists() and not path.is_dir():
         raise _problem(f"{path} is a file", "Name a new directory")
     with _usable(path):
@@ -140,7 +140,7 @@ def open_run_directory(configured: str | None, *, name: str, resume: bool) -> Ru
     return RunDirectory(path, missing, empty=not present)
 
 
-def _missing(path: Path) -> tuple[Path, ...]:
+def _list_missing(path: Path) -> tuple[Path, ...]:
     """Return the folders that must be made for `path`, itself included, the innermost first."""
     return tuple(folder for folder in (path, *path.parents) if not folder.exists())
 
@@ -166,7 +166,7 @@ def _create_new(parent: Path, name: str) -> RunDirectory:
     attempt = 1
     while True:
         path = parent / (name if attempt == 1 else f"{name}-{attempt}")
-        missing = _missing(path)
+        missing = _list_missing(path)
         try:
             path.mkdir(parents=True)
         except FileExistsError:

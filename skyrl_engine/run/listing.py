@@ -1,4 +1,4 @@
-"""Sizes and SHA-256 sums of a directory's files: how a damaged checkpoint is told from a whole one."""
+"""Sizes and SHA-256 sums of a directory's files: how a damaged checkpoint is distinguished from a whole one."""
 
 import hashlib
 from pathlib import Path

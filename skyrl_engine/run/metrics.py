@@ -41,7 +41,7 @@ class MetricsJsonl:
             keep_up_to(self._path, event.start_step)
             self._file = self._path.open("ab", buffering=0)
         except OSError as error:
-            raise _unwritable(self._path, error) from error
+            raise _write_error(self._path, error) from error
         self._record_published(event)
         self._write("session_started", step=event.start_step, total_steps=event.total_steps)
 
@@ -87,7 +87,7 @@ class MetricsJsonl:
             while line:  # an unbuffered write may take only a part, as it does before a disk is full
                 line = line[self._file.write(line) :]
         except OSError as error:
-            raise _unwritable(self._path, error) from error
+            raise _write_error(self._path, error) from error
 
 
 class MetricsJsonlPlugin:
@@ -125,9 +125,9 @@ def keep_up_to(path: Path, step: int) -> None:
     """
     if not path.exists():
         return
-    kept = [record for record in read_metrics(path) if step > 0 and record["step"] <= step]
+    records = [record for record in read_metrics(path) if step > 0 and record["step"] <= step]
     aside = path.with_name(f".{path.name}.partial")
-    aside.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
+    aside.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
     aside.replace(path)
 
 
@@ -146,5 +146,5 @@ def _numbers(values: Mapping[str, float]) -> dict[str, float | None]:
     return {name: _number(value) for name, value in values.items()}
 
 
-def _unwritable(path: Path, error: OSError) -> EngineError:
+def _write_error(path: Path, error: OSError) -> EngineError:
     return EngineError(f"{path} cannot be written ({error})", remedy="Free space there or make it writable, then resume the run")

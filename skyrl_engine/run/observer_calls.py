@@ -32,7 +32,7 @@ class ObserverBus:
             self.register(observer)
 
     def register(self, observer: object, name: str | None = None) -> None:
-        """Add an observer, known in errors by `name` (None: its class's). One that comes late is told that the session started.
+        """Add an observer, known in errors by `name` (None: its class's). One that comes late gets the event that the session started.
 
         Raises ContractError when it implements no observer hook, PluginBrokenError when one does not fit.
         """

@@ -43,7 +43,7 @@ def has_older_rule(data: Any) -> bool:
 def refuse_changed_plugins(before: Mapping[str, Lock], after: Mapping[str, Lock], *, allow_changed: Sequence[str]) -> list[str]:
     """Compare plugin locks by their place in the configuration. Differences that `allow_changed` ("kind:name") permits come back as sentences.
 
-    Raises CheckpointError listing every other difference. That another backend may be allowed is not told: each has its own files, and one that
+    Raises CheckpointError listing every other difference. That another backend may be allowed is not said: each has its own files, and one that
     reads those of another is for its author to name.
     """
     allowed: list[str] = []
@@ -92,8 +92,8 @@ def base_of(model: ModelConfig) -> dict[str, Any]:
 
 def refuse_other_base(model: Mapping[str, Any], before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
     """Compare what `base_of` gave. Raises CheckpointError: adapters mean nothing on another base than theirs. `model` is the checkpoint's."""
-    kept, present = before.get("weights_sha256"), after.get("weights_sha256")
-    if kept is not None and present is not None and kept != present:
+    recorded, present = before.get("weights_sha256"), after.get("weights_sha256")
+    if recorded is not None and present is not None and recorded != present:
         revision = f" and model.revision = {model['revision']!r}" if model.get("revision") else ""
         raise CheckpointError(
             "the checkpoint holds adapters of another base model: the weights of model.path are not those it was trained on",
@@ -115,9 +115,9 @@ def _leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
     for key, value in table.items():
         if isinstance(value, Mapping):
             yield from _leaves(value, f"{prefix}{key}.")
-        elif _is_list(value) and value and all(isinstance(each, Mapping) for each in value):
-            for number, each in enumerate(value):
-                yield from _leaves(each, f"{prefix}{key}[{number}].")
+        elif _is_list(value) and value and all(isinstance(item, Mapping) for item in value):
+            for number, item in enumerate(value):
+                yield from _leaves(item, f"{prefix}{key}[{number}].")
         else:
             yield f"{prefix}{key}", list(value) if _is_list(value) else value
 

@@ -101,7 +101,7 @@ class RunSession:
         if self._key is None:
             return None
         selected = [*self._resolved.plugins.values(), *self._resolved.observers]
-        records, codes = [each.loaded.record for each in selected], [each.code for each in selected]
+        records, codes = [plugin.loaded.record for plugin in selected], [plugin.code for plugin in selected]
         return seal_run(tomllib.loads(config), records, codes).sign(self._key)
 
     @property
@@ -121,10 +121,10 @@ class RunSession:
         self._bus.rollouts_finished(event)
 
     def step_finished(self, event: StepFinished) -> None:
-        """Tell observers; from here on the session stands at this step."""
+        """Tell observers; from here on the session is at this step."""
         self.step = event.step
-        told = [f"{name} {event.metrics[name]:.4g}" for name in _TOLD if name in event.metrics]
-        logger.info("step %d of %d: %s", event.step, event.total_steps, ", ".join([*told, f"{event.seconds:.3g} s"]))
+        parts = [f"{name} {event.metrics[name]:.4g}" for name in _TOLD if name in event.metrics]
+        logger.info("step %d of %d: %s", event.step, event.total_steps, ", ".join([*parts, f"{event.seconds:.3g} s"]))
         self._bus.step_finished(event)
 
     def evaluation_finished(self, event: EvaluationFinished) -> None:
@@ -176,9 +176,9 @@ def open_session(
 ) -> Iterator[RunSession]:
     """Open the run directory and everything in it; close it well or, with the failure recorded everywhere, not well.
 
-    The trainer and the model name a run directory that the configuration does not name. `observers` are registered beside those of the
+    The trainer and the model name a run directory that the configuration does not name. `observers` are registered in addition to those of the
     configuration; `resume` overrides `checkpoint.resume`. Raises ConfigError for a directory that must not be used, CheckpointError for a
-    checkpoint that cannot be resumed from. What the body raises is logged with its traceback, told to observers as one line, and raised again;
+    checkpoint that cannot be resumed from. What the body raises is logged with its traceback, sent to observers as one line, and raised again;
     a run that is refused (EngineError) before its start was recorded leaves no directory behind.
     """
     config = resolved.config

@@ -34,9 +34,9 @@ from skyrl_engine.workers.spec import WorkerSpec
 
 @frozen
 class ExportChoices:
-    """The caller of an export decides these beside its places.
+    """The caller of an export decides these in addition to its places.
 
-    `model` is where the base model lies, in place of what the run names; `merge` writes adapters merged into it. `precision` is that of the
+    `model` is where the base model is, in place of what the run names; `merge` writes adapters merged into it. `precision` is that of the
     written weights (None: the run's). `backend` is a reference to the backend plugin, which one from a local file needs.
     """
 
@@ -93,13 +93,13 @@ def export_checkpoint(
         raise checkpoint.damage_error("model/config.json is missing")
     recorded = _Recorded.of(checkpoint)
     model = _base(recorded, choices)
-    # a classifier has no place for adapters beside it
+    # a classifier has no place for adapters next to it
     merges = (choices.merge or model.classifier) and model.lora is not None
     if merges:
-        refuse_other_base(attrs.asdict(recorded.model), recorded.base, base_of(_whole(model)))
+        refuse_other_base(attrs.asdict(recorded.model), recorded.base, base_of(_require_weights(model)))
     backend = _backend(recorded.backend, choices.backend).on_one_rank()
-    kept = evolve(model, path=str(checkpoint.model), tokenizer=None, chat_template=None, revision=None, lora=None)
-    files = ModelFiles(ModelFacts(kept), evolve(model, lora=None))
+    exported = evolve(model, path=str(checkpoint.model), tokenizer=None, chat_template=None, revision=None, lora=None)
+    files = ModelFiles(ModelFacts(exported), evolve(model, lora=None))
     files.recall_source(checkpoint.model)
     if recorded.data is not None:
         files.vision = load_vision(files.facts, recorded.data)
@@ -137,7 +137,7 @@ def _base(recorded: _Recorded, choices: ExportChoices) -> ModelConfig:
     return evolve(model, path=str(place.absolute()) if place.exists() else choices.model, revision=None)
 
 
-def _whole(model: ModelConfig) -> ModelConfig:
+def _require_weights(model: ModelConfig) -> ModelConfig:
     """Return the model, whose weights must be there. Raises ModelError."""
     if model.path.startswith((".", "/", "~")) and not Path(model.path).expanduser().is_dir():
         raise ModelError(

@@ -1,4 +1,4 @@
-"""A frozen model of its own beside the trained one, such as a teacher or a reference: both must mean the same tokens by the same numbers."""
+"""A frozen model of its own next to the trained one, such as a teacher or a reference: both must mean the same tokens by the same numbers."""
 
 from typing import Final
 

@@ -90,9 +90,9 @@ def explain_idle_rollouts(
             zeroed = (
                 f", where {int(cut.sum())} cut attempts got none (rl.truncated)" if truncated == "zero_reward" and cut.any() else ""
             )
-            kept = "; group filters kept them, as more than rollouts.max_drop_share were dropped" if filtered else ""
+            filter_note = "; group filters kept them, as more than rollouts.max_drop_share were dropped" if filtered else ""
             return Reason(
-                f"the attempts of each of its {groups} groups{alone} have the same reward{common_reward}{zeroed}{kept}",
+                f"the attempts of each of its {groups} groups{alone} have the same reward{common_reward}{zeroed}{filter_note}",
                 "look at the attempts (`skyrl-engine rollouts show`), choose tasks that the model solves now and then, or raise rl.group_size "
                 "or rl.temperature",
             )

@@ -50,7 +50,7 @@ class StepSource(Protocol):
         """Metrics of held-out data, with `loss` where that is what is measured; None where there is none."""
 
     def state(self) -> Mapping[str, Any]:
-        """JSON values that say where the trainer stands."""
+        """JSON values that say how far the trainer is."""
 
 
 @define(eq=False)

@@ -77,13 +77,13 @@ class ShardBatch:
     def _positions(self, dense: DenseBatch, tokens: ScoredTokens) -> IntArray:
         """Return int64[n], the flat places of the tokens to score. Raises ContractError for a gather index that has other tokens."""
         actions, rows, columns = dense.gather.actions, dense.gather.rows, dense.gather.columns
-        due = tokens.entries
-        if len(actions) != len(due) or not (actions == due).all():  # in another order, or others
+        expected = tokens.entries
+        if len(actions) != len(expected) or not (actions == expected).all():  # in another order, or others
             order = np.argsort(actions, kind="stable")
-            if not np.array_equal(actions[order], due):
+            if not np.array_equal(actions[order], expected):
                 raise ContractError(
-                    f"{self.collator.label} says where to score {len(actions)} response tokens of a micro-batch; they are not the {len(due)} "
-                    "that have a predecessor",
+                    f"{self.collator.label} says where to score {len(actions)} response tokens of a micro-batch; "
+                    f"they are not the {len(expected)} that have a predecessor",
                     remedy="Give the gather index one entry for every action token that has a predecessor",
                 )
             rows, columns = rows[order], columns[order]

@@ -27,7 +27,7 @@ from skyrl_engine.registry.owner import blame
 class Shard:
     """All that one data-parallel rank needs for one mini-batch; its tensor, pipeline and context ranks share it.
 
-    `micro_batches` number samples within `columns`, where they lie one after the other in the order of the micro-batches; `weights` lie on the
+    `micro_batches` number samples within `columns`, where they follow each other in the order of the micro-batches; `weights` are on the
     columns' action axis, or are in short per sample. `step` counts the mini-batch on all ranks.
     """
 
@@ -47,8 +47,8 @@ class Shard:
         extras = self.columns.extras
         if PIXEL_VALUES not in extras:
             return self
-        kept = {name: view for name, view in extras.items() if name != PIXEL_VALUES}
-        return evolve(self, columns=evolve(self.columns, extras=kept))
+        remaining = {name: view for name, view in extras.items() if name != PIXEL_VALUES}
+        return evolve(self, columns=evolve(self.columns, extras=remaining))
 
 
 @frozen(eq=False)
@@ -240,7 +240,7 @@ def cut(
 
 
 def _renumber(micro_batches: Sequence[MicroBatchPlan]) -> tuple[MicroBatchPlan, ...]:
-    """The same micro-batches over a rank's own samples, which lie one after the other."""
+    """The same micro-batches over a rank's own samples, which follow each other."""
     numbers = offsets_of([len(micro_batch.samples) for micro_batch in micro_batches])
     return BuildOrder.of(
         micro_batch.renumber(np.arange(first, last, dtype=np.int64))

@@ -67,7 +67,7 @@ class OfferedWeights:
 
 @frozen
 class StoredWeights:
-    """The `WeightSource` of weights that lie in files; every rank that samples reads them by itself."""
+    """The `WeightSource` of weights in files; every rank that samples reads them by itself."""
 
     model: ModelConfig
 
@@ -192,7 +192,7 @@ class RankGenerator:
                     self._part.product.update(weights, version, target)
 
     def load(self, model: ModelConfig, version: int, target: str) -> None:
-        """Give weights that lie in files to `target`. Raises UnsupportedError for a generator that takes none, ModelError for the files."""
+        """Give weights in files to `target`. Raises UnsupportedError for a generator that takes none, ModelError for the files."""
         form_for(self._description, self._backend, self._label, target)
         if self._part is not None:
             with blame(self._part.owner, "update"):

@@ -240,7 +240,7 @@ class PublishWeights(Message[None]):
 
 @frozen
 class LoadTarget(Message[None]):
-    """Give the generators weights that lie in files, as those of `target`."""
+    """Give the generators weights in files, as those of `target`."""
 
     model: ModelConfig
     version: int

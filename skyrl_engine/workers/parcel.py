@@ -41,8 +41,8 @@ class Parcel:
 
     def unpack(self) -> Any:
         """The object; its large arrays are read-only, and those of one piece are not copied."""
-        return pickle.loads(self.body, buffers=[_whole(pieces) for pieces in self.buffers])  # noqa: S301 - its own controller sent it
+        return pickle.loads(self.body, buffers=[_join_pieces(pieces) for pieces in self.buffers])  # noqa: S301 - its own controller sent it
 
 
-def _whole(pieces: list[pickle.PickleBuffer]) -> pickle.PickleBuffer | bytes:
+def _join_pieces(pieces: list[pickle.PickleBuffer]) -> pickle.PickleBuffer | bytes:
     return pieces[0] if len(pieces) == 1 else b"".join(pieces)

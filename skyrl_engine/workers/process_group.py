@@ -1,4 +1,4 @@
-"""torch.distributed for one rank: gloo on CPU, NCCL (with gloo beside it for CPU tensors) on CUDA."""
+"""torch.distributed for one rank: gloo on CPU, NCCL (with gloo for CPU tensors) on CUDA."""
 
 import sys
 from datetime import timedelta

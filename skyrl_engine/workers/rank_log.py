@@ -44,7 +44,7 @@ class RankLog:
     def node_answers(self, machine: str) -> bool:
         """Return whether the reader on a node still answers; a rank can die alone, its node takes the reader along."""
         try:
-            return bool(self._ray.get(self._readers[machine].here.remote(), timeout=ANSWER_SECONDS))
+            return bool(self._ray.get(self._readers[machine].is_here.remote(), timeout=ANSWER_SECONDS))
         except self._ray.exceptions.RayError:
             return False
 

@@ -1,4 +1,4 @@
-"""Everything that a rank prints, logs or warns: caught in the rank's process, and read by an actor beside it on the same node.
+"""Everything that a rank prints, logs or warns: caught in the rank's process, and read by an actor next to it on the same node.
 
 The rank's standard output and error become one file, at the level of descriptors, so that libraries in C are caught too. Reading is left to
 another process, because the last lines of a rank that dies matter most, and they are in the file whatever ended the rank. The reader removes
@@ -119,7 +119,7 @@ class OutputReader:
         """End the waiting of `read`."""
         self._stopping.set()
 
-    def here(self) -> bool:
+    def is_here(self) -> bool:
         """Answer, which the reader of a lost node does not."""
         return True
 

@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 @frozen
 class Failure:
-    """A failure of a rank: typed errors as they are, others as text. `met` is False of a call that was not begun."""
+    """A failure of a rank: typed errors as they are, others as text. `was_begun` is False of a call after one that failed."""
 
     error: EngineError | None
     cause: str
     trace: str
-    met: bool = True
+    was_begun: bool = True
 
 
 @frozen
@@ -94,7 +94,7 @@ class RankActor:
         other ranks may be in a collective of the failed call, and would take this one's for it.
         """
         if self._failures > known:
-            return Failure(None, "it was not begun, because a call before it failed", "", met=False)
+            return Failure(None, "it was not begun, because a call before it failed", "", was_begun=False)
 
         def answer() -> Any:
             return (message if shard is None else message.with_shard(shard.unpack())).answer(self._worker)

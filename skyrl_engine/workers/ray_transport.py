@@ -137,7 +137,7 @@ class RayTransport:
                 else:
                     if isinstance(result, Failure):
                         failures[rank] = result
-                        if result.met:
+                        if result.was_begun:
                             self._known_failures[rank] += 1
                             logger.error("rank %d failed in %s\n%s", rank, verb, result.trace)
                     else:
@@ -185,9 +185,9 @@ class RayTransport:
         if self._log is None or self._log.node_answers(self._places[dead].machine):
             return None
         place = self._places[dead]
-        gone = [rank for rank, rank_place in enumerate(self._places) if rank_place.machine == place.machine]
+        lost = [rank for rank, rank_place in enumerate(self._places) if rank_place.machine == place.machine]
         return WorkerError(
-            f"the node {place.name} ({place.host}) was lost during {verb}, and {ranks_in_words(gone)} with it",
+            f"the node {place.name} ({place.host}) was lost during {verb}, and {ranks_in_words(lost)} with it",
             rank=dead,
             remedy="See whether that machine and its Ray still run, then resume from the latest checkpoint",
         )

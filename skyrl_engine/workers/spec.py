@@ -19,7 +19,7 @@ class WorkerSpec:
     """`plugins` are locks of the selected plugins by their place in the configuration; a rank loads the same plugins, or refuses. A
     rank with the backend alone loads and exports, and runs no pass.
 
-    `environment` as in `BackendDescription`. `shown` are model scores that per-token outputs hold beside those that the losses read.
+    `environment` as in `BackendDescription`. `shown` are model scores that per-token outputs hold in addition to those that the losses read.
     `packed_rows` as in `RankEnvironment`.
     """
 

@@ -8,7 +8,7 @@ import pytest
 
 from skyrl_engine.config.schema import RunConfig
 from skyrl_engine.engine import cpu_check
-from skyrl_engine.engine.cpu_check import sharing
+from skyrl_engine.engine.cpu_check import describe_sharing
 from skyrl_engine.errors import UnsupportedError
 
 
@@ -30,22 +30,22 @@ def _two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_what_is_said(run: dict[str, Any], message: str | None) -> None:
-    assert sharing(RunConfig(**run)) == message
+    assert describe_sharing(RunConfig(**run)) == message
 
 
 def test_more_than_four_ranks_per_core_are_refused_with_the_numbers() -> None:
     with pytest.raises(
         UnsupportedError, match=r"run.ranks = 9, and 9 ranks share 2 cores: at most 4 ranks per core, here 8, start"
     ) as caught:
-        sharing(RunConfig(launch="ray", ranks=9))
+        describe_sharing(RunConfig(launch="ray", ranks=9))
     assert "run.oversubscribe = true" in caught.value.remedy
 
 
 def test_a_cluster_that_the_program_has_joined_decides_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda: True))
-    assert sharing(RunConfig(launch="ray", ranks=64)) is None
+    assert describe_sharing(RunConfig(launch="ray", ranks=64)) is None
 
 
 def test_one_core(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_check, "usable_cores", lambda: 1)
-    assert sharing(RunConfig(launch="ray", ranks=3)) == "3 ranks share 1 core"
+    assert describe_sharing(RunConfig(launch="ray", ranks=3)) == "3 ranks share 1 core"

@@ -34,10 +34,10 @@ def test_calls_behind_a_failure_wait_until_the_controller_knows_of_it():
     failed = actor.call(Take(-1), None, 0)
     assert isinstance(failed, Failure)
     assert isinstance(failed.error, DataError)
-    assert failed.met
+    assert failed.was_begun
     left_out = actor.call(Take(2), None, 0)
     assert isinstance(left_out, Failure)
-    assert not left_out.met
+    assert not left_out.was_begun
     assert "was not begun" in left_out.cause
     assert actor.call(Take(3), None, 1) == 3
     assert begun == [1, -1, 3]

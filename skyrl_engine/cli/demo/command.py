@@ -100,7 +100,7 @@ def demo(model: str, only: str | None, output: Path | None, steps: int | None) -
     tasks = chosen.tasks() if only is None else None
     directory = _new_directory(output, model)
     for trainer in ("sft", "rl") if tasks else ("sft",):
-        # a missing plugin shall be told before anything takes time
+        # a missing plugin is reported before anything takes time
         resolve(load(None, (), {"trainer": Option("demo", trainer)}), need=())
     if not settings.quiet:
         render.show_heading("Getting ready")
@@ -177,7 +177,7 @@ def _reward(directory: Path, chosen: "DemoRecipe", settings: CommandSettings) ->
         return result
     after = chosen.examine(rl.model)
     render.show_heading("What the reward changed")
-    rows = [("held-out reward", *(f"{sum(each.rewards) / len(each.rewards):.3f}" for each in (before, after)))]
+    rows = [("held-out reward", *(f"{sum(examination.rewards) / len(examination.rewards):.3f}" for examination in (before, after)))]
     render.show_table(("", "before", "after"), [*rows, *_comparison(chosen, before, after, [])])
     echo()
     render.show_table(

@@ -48,12 +48,14 @@ def prepare(directory: Path, training: Sequence[Exchange], held_out: Sequence[Ex
 
     data = directory / "data"
     choice = random.Random(_SEED)  # noqa: S311 - a reproducible draw, no secret
-    write_exchanges(data / f"habits-{TRAIN_FILE}", [Exchange(each.question, choice.choice(habits(each))) for each in training])
+    write_exchanges(
+        data / f"habits-{TRAIN_FILE}", [Exchange(sample.question, choice.choice(habits(sample))) for sample in training]
+    )
     for name, exchanges in ((TRAIN_FILE, training), (HELD_OUT_FILE, held_out)):
         rows = ({"key": habits(exchange)[1], "prompt": exchange.question, "answer": exchange.answer} for exchange in exchanges)
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         (data / f"tasks-{name}").write_text(text, encoding="utf-8")
-    pairs = ({"prompt": each.question, "chosen": each.answer, "rejected": habits(each)[1]} for each in training)
+    pairs = ({"prompt": sample.question, "chosen": sample.answer, "rejected": habits(sample)[1]} for sample in training)
     different = (pair for pair in pairs if pair["chosen"] != pair["rejected"])
     (data / PAIRS_FILE).write_text("".join(json.dumps(pair, ensure_ascii=False) + "\n" for pair in different), encoding="utf-8")
     (directory / SERVE_FILE).write_text(_SERVE, encoding="utf-8")
@@ -73,7 +75,10 @@ def compare_answers(before: "Examination", after: "Examination") -> list[tuple[s
     """Return rows (question, before, reward, after, reward) of the first questions that were answered wrongly before, then of others."""
     wrong_first = sorted(range(len(before.questions)), key=lambda index: before.rewards[index] == 1.0)
     return [
-        (before.questions[index], *(each[index] for made in (before, after) for each in (made.answers, _texts(made.rewards))))
+        (
+            before.questions[index],
+            *(texts[index] for examination in (before, after) for texts in (examination.answers, _texts(examination.rewards))),
+        )
         for index in wrong_first[:SHOWN]
     ]
 

@@ -55,10 +55,10 @@ class SmolLM2Recipe:
 
     def examine(self, model: Path) -> Examination:
         _, held_out = self._split
-        shown = held_out[:_SHOWN]
-        questions = [exchange.question for exchange in shown]
+        examples = held_out[:_SHOWN]
+        questions = [exchange.question for exchange in examples]
         answers = answer_greedily(model, questions, max_new_tokens=24, batch_size=_SHOWN)
-        return Examination(questions, answers, [exchange.answer for exchange in shown])
+        return Examination(questions, answers, [exchange.answer for exchange in examples])
 
     @cached_property
     def _split(self) -> tuple[list[Exchange], list[Exchange]]:

@@ -134,10 +134,10 @@ def make_tokenizer(exchanges: Sequence[Exchange]) -> Any:
     from transformers import PreTrainedTokenizerFast
 
     splitter = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    seen: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for exchange in exchanges:
-        seen.update({piece for piece, _ in splitter.pre_tokenize_str(exchange.question)})
-    common = sorted(piece for piece, count in seen.items() if 2 * count >= len(exchanges))
+        counts.update({piece for piece, _ in splitter.pre_tokenize_str(exchange.question)})
+    common = sorted(piece for piece, count in counts.items() if 2 * count >= len(exchanges))
     pieces = dict.fromkeys([*sorted(pre_tokenizers.ByteLevel.alphabet()), "user", "assistant", "system", *common])
     vocabulary = {piece: index for index, piece in enumerate([PAD, END, START, *pieces])}
     # ignore_merges takes a whole word that is in the vocabulary; without merges, any other word falls into its bytes

@@ -50,8 +50,8 @@ def new_plugin(
     names = names_for(kind, name, distribution)
     refuse_taken(names)
     target = directory if directory is not None else Path(names.distribution)
-    written = write_distribution(names, Details(author or f"The {names.distribution} developers", license_name), target)
-    for file in written:
+    files = write_distribution(names, Details(author or f"The {names.distribution} developers", license_name), target)
+    for file in files:
         echo(target / file)
     echo(
         f'\nNext: python -m pip install --editable "{target}[test]" && python -m pytest {target}\n'

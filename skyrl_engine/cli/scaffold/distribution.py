@@ -101,11 +101,11 @@ def _values(names: Names, details: Details, scaffold: Scaffold) -> dict[str, str
 
 
 def _walk(folder: Traversable, place: str = "") -> list[tuple[str, Traversable]]:
-    found = []
+    entries = []
     for entry in sorted(folder.iterdir(), key=lambda entry: entry.name):
         inside = f"{place}{entry.name}"
-        found += _walk(entry, f"{inside}/") if entry.is_dir() else [(inside.removesuffix(_ENDING), entry)]
-    return found
+        entries += _walk(entry, f"{inside}/") if entry.is_dir() else [(inside.removesuffix(_ENDING), entry)]
+    return entries
 
 
 def _fill_template(template: Traversable, values: Mapping[str, str]) -> str:

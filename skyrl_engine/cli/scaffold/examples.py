@@ -1,4 +1,4 @@
-"""The example that `plugins new` writes for each kind that has one, beside its texts in templates/."""
+"""The example that `plugins new` writes for each kind that has one, in addition to its texts in templates/."""
 
 from typing import cast
 

@@ -1,4 +1,4 @@
-"""Published recipes as data: a TOML file each, over which every key of a configuration wins. Those of reinforcement learning lie here, those of
+"""Published recipes as data: a TOML file each, over which every key of a configuration wins. Those of reinforcement learning are here, those of
 other trainers in folders of their names.
 
 A value "@rl.key" is that key of the configuration.
@@ -31,7 +31,7 @@ _KEY = "@rl."
 
 
 _FOLDERS: Mapping[str, str] = {"rl": "", "preference": "preference", "reward_model": "reward_model"}
-"""Trainers with presets, and where these lie."""
+"""Trainers with presets, and where these are."""
 
 _TABLES: Mapping[str, Any] = {"rl": RlConfig, "preference": PreferenceConfig, "reward_model": RewardModelConfig}
 """Their tables, whose key `preset` chooses one."""
@@ -60,14 +60,14 @@ def preset_of(trainer: str, chosen: str | None) -> dict[str, Any]:
 def with_preset(raw: RawConfig) -> RawConfig:
     """Lay a configuration over the preset of its trainer, such as `rl.preset` or `preference.preset`; those of others are returned as they are.
 
-    A plugin table that names another plugin than the preset's does not get the preset's options for it. Where histories are rendered anew, a
+    A plugin table that names another plugin than the preset's does not get the preset's options for it. Where histories are rendered again, a
     preset's mean over sequences becomes the one over attempts.
     """
     trainer = raw.table.get("trainer", DEFAULT_TRAINER)
     if trainer not in _FOLDERS:
         return raw
-    given = raw.table.get(trainer, {})
-    own: Mapping[str, Any] = given if isinstance(given, Mapping) else {}
+    table_of_trainer = raw.table.get(trainer, {})
+    own: Mapping[str, Any] = table_of_trainer if isinstance(table_of_trainer, Mapping) else {}
     name = own.get("preset", _TABLES[trainer]().preset)
     if name == NO_PRESET:
         return raw
@@ -77,19 +77,19 @@ def with_preset(raw: RawConfig) -> RawConfig:
         problem = Problem(where, f"there is no preset {format_value(name)}", remedy)
         return evolve(raw, problems=(*raw.problems, problem))
     table, origins = deepcopy(dict(raw.table)), dict(raw.origins)
-    ours, said = preset(name, trainer), {}
+    ours, reasons = preset(name, trainer), {}
     if own.get("history") == "template" and ours["reducer"]["use"] == SEQUENCES:
-        ours["reducer"]["use"], said["reducer"] = ATTEMPTS, ', rl.history = "template"'
+        ours["reducer"]["use"], reasons["reducer"] = ATTEMPTS, ', rl.history = "template"'
     for key, value in ours.items():
-        origin = Origin("default", f"preset {name}{said.get(key, '')}")
+        origin = Origin("default", f"preset {name}{reasons.get(key, '')}")
         if key in TABLES and _chooses_another(table.get(key), value):
             continue
         _lay_under(table, (key,), value, origins, origin, own)
     return evolve(raw, table=table, origins=origins)
 
 
-def _chooses_another(given: Any, ours: Mapping[str, Any]) -> bool:
-    return isinstance(given, Mapping) and given.get("use", ours["use"]) != ours["use"]
+def _chooses_another(table: Any, ours: Mapping[str, Any]) -> bool:
+    return isinstance(table, Mapping) and table.get("use", ours["use"]) != ours["use"]
 
 
 def _lay_under(

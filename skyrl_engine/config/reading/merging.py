@@ -92,16 +92,16 @@ class MergedTable:
 
     def _find_replaced(self, merged: Sequence[_Assignment]) -> Iterator[Problem]:
         """Yield a problem for every assignment that another one has replaced, in part or as a whole."""
-        for number, each in enumerate(merged):
-            if all(_is_kept(value, _value_at(self.table, path)) for path, value in leaves(each.value, each.path)):
+        for number, assignment in enumerate(merged):
+            if all(_is_kept(value, _value_at(self.table, path)) for path, value in leaves(assignment.value, assignment.path)):
                 continue
             related = [
                 other
                 for other in merged[number + 1 :]
-                if other.path[: len(each.path)] == each.path or each.path[: len(other.path)] == other.path
+                if other.path[: len(assignment.path)] == assignment.path or assignment.path[: len(other.path)] == other.path
             ]
             by = related[-1]
-            option, key = (each, by) if each.origin.kind == "option" else (by, each)
+            option, key = (assignment, by) if assignment.origin.kind == "option" else (by, assignment)
             where = format_key(max(option.path, key.path, key=len))
             yield Problem(f"{option.origin}: {where}", f"{key.text} is given too", "Give one of the two")
 
@@ -170,9 +170,9 @@ def _is_inside(path: KeyPath, around: KeyPath) -> bool:
     return len(path) > len(around) and path[: len(around)] == around
 
 
-def _is_kept(given: Any, there: Any) -> bool:
+def _is_kept(value: Any, there: Any) -> bool:
     """Say whether a value that was given is there; of an empty table, that a table is."""
-    return there is given or there == given or (given == {} and isinstance(there, dict))
+    return there is value or there == value or (value == {} and isinstance(there, dict))
 
 
 _NOTHING = object()

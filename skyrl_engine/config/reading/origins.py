@@ -59,8 +59,8 @@ def leaves(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
 def nearest(origins: Mapping[str, Origin], path: KeyPath) -> Origin:
     """The origin of a key, else of the closest table around it whose origin is known, else of the first key inside it."""
     for end in range(len(path), 0, -1):
-        found = origins.get(format_key(path[:end]))
-        if found is not None:
-            return found
+        known = origins.get(format_key(path[:end]))
+        if known is not None:
+            return known
     inside = format_key(path)
     return next((origin for key, origin in origins.items() if key.startswith((f"{inside}.", f"{inside}["))), DEFAULT)

@@ -24,8 +24,8 @@ def parse_override(text: str) -> tuple[KeyPath, Any] | Problem:
             "has no value",
             f"Write {key.strip()}=none for no value, or {key.strip()}='\"\"' for empty text",
         )
-    found, parsed = _toml_value(value)
-    if found:
+    is_toml, parsed = _toml_value(value)
+    if is_toml:
         return path, parsed
     if value[0] in "[{\"'":
         return Problem(

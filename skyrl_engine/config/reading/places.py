@@ -1,7 +1,7 @@
 """`./` and `../` in a configuration are relative to where they were written: the file's folder, or the current one on a command line.
 
 The schema says which texts name places: fields of type `Path`, and fields marked with `PLACE`. They become absolute, so that a
-configuration that is written out and read elsewhere still means the same files. So does the name of something that lies in the current
+configuration that is written out and read elsewhere still means the same files. So does the name of something that is in the current
 folder, such as `models/small`, where a place is expected. Everything else keeps its text.
 """
 
@@ -18,7 +18,7 @@ from skyrl_engine.config.schema import PLACE
 
 
 def absolute_place(text: Any, folder: Path | None, *, reference: bool = False) -> Any:
-    """Return a text that starts with `./` or `../`, or names what lies in the current folder or at home, as an absolute path.
+    """Return a text that starts with `./` or `../`, or names what is in the current folder or at home, as an absolute path.
 
     A plugin's `reference` keeps its `:name`, and is a path only where it starts so. Any other text stays as it is.
     """
@@ -62,16 +62,16 @@ def absent_places(schema: type[Any], value: Any, path: KeyPath) -> Iterator[tupl
         return
     for attribute in attrs.fields(attrs.resolve_types(schema)):
         name, kind = attribute.alias or attribute.name, attribute.metadata.get(PLACE)
-        given: Any = value.get(name) if isinstance(value, Mapping) else getattr(value, attribute.name)
+        entry: Any = value.get(name) if isinstance(value, Mapping) else getattr(value, attribute.name)
         key = (*path, name)
-        listed = isinstance(given, (list, tuple))
+        listed = isinstance(entry, (list, tuple))
         if kind in ("path", "reference"):
-            for text in given if listed else (given,):
+            for text in entry if listed else (entry,):
                 place = "" if not isinstance(text, str) else text.rpartition(":")[0] if kind == "reference" else text
                 if place.startswith(("/", "./", "../", "~")) and not _exists(place):
                     yield key, place
         elif nested := next(filter(attrs.has, _kinds_inside(attribute.type)), None):
-            for place_of_item, item in enumerate(given) if listed else (("", given),):
+            for place_of_item, item in enumerate(entry) if listed else (("", entry),):
                 yield from absent_places(nested, item, (*key, place_of_item) if listed else key)
 
 

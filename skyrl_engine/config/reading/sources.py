@@ -58,8 +58,8 @@ def load(
     try:
         raw = _read(source, part)
     except ConfigError as error:
-        told = override(RawConfig({}, {}), overrides, flags).problems
-        raise ConfigError([*error.problems, *told]) from error
+        further = override(RawConfig({}, {}), overrides, flags).problems
+        raise ConfigError([*error.problems, *further]) from error
     raw = evolve(raw, consent=Consent() if consent is None else consent)
     return override(raw, overrides, flags)
 
@@ -70,8 +70,8 @@ def override(raw: RawConfig, overrides: Sequence[str] = (), flags: Mapping[str, 
         key: flag if isinstance(flag, Option) else Option(option_name(key), flag) for key, flag in flags.items() if flag is not None
     }
     merging = MergedTable(copy.deepcopy(dict(raw.table)), dict(raw.origins))
-    given = {key: option for key, option in options.items() if option.value is not None}
-    problems = merging.merge(overrides, given, Path.cwd())
+    options_set = {key: option for key, option in options.items() if option.value is not None}
+    problems = merging.merge(overrides, options_set, Path.cwd())
     return evolve(raw, table=merging.table, origins=merging.origins, problems=(*raw.problems, *problems))
 
 

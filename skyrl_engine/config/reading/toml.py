@@ -46,7 +46,7 @@ def _syntax_problem(message: str, label: str) -> Problem:
 
 
 def key_lines(text: str) -> dict[KeyPath, int]:
-    """The line (from 1) on which each table header and each key outside braces stands, in well-formed TOML."""
+    """The line (from 1) on which each table header and each key outside braces is, in well-formed TOML."""
     lines: dict[KeyPath, int] = {}
     counts: dict[KeyPath, int] = {}
     table: KeyPath = ()

@@ -13,7 +13,7 @@ READ_BY = "skyrl_engine.read_by"
 
 
 def iterate_unread_fields(table: Any) -> Iterator[tuple[str, str, tuple[str, ...]]]:
-    """Yield the fields that nothing reads as the table stands: the name, the name of the field that decides, and the values that read it."""
+    """Yield the fields that nothing reads in such a table: the name, the name of the field that decides, and the values that read it."""
     for attribute in attrs.fields(type(table)):
         other, readers = attribute.metadata.get(READ_BY, (None, ()))
         if other is not None and getattr(table, other) not in readers:

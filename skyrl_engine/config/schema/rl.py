@@ -75,10 +75,10 @@ class RlConfig:
 
     template: Literal["auto", "none"] = field(default="auto", validator=in_(("auto", "none")))
     """Writing of prompts that are texts, by the rule of `data.template`: `auto` has the model's chat template write them where its tokenizer
-    has one; `none` samples behind the texts as they stand. Messages, several turns and tools need the chat template."""
+    has one; `none` samples after the texts as they are. Messages, several turns and tools need the chat template."""
 
     stop_strings: tuple[str, ...] = field(default=(), validator=deep_iterable(min_len(1)))
-    """Texts that end a turn, beside the model's end tokens; they stay in it. Environments may set others for later turns."""
+    """Texts that end a turn, in addition to the model's end tokens; they stay in it. Environments may set others for later turns."""
 
     old: Old = field(default="auto", validator=in_(("auto", "current", "score", "rollout")))
     """The old policy's log-probabilities: `current` are those of the training pass itself, `score` those of a pass before the first update,
@@ -86,7 +86,7 @@ class RlConfig:
     only; `auto` takes `current` where a batch is one optimizer step and `[rl.kl]` is not set, else `score`."""
 
     history: Literal["append", "template"] = field(default="append", validator=in_(("append", "template")))
-    """Tokens in front of a later turn: `append` all tokens as they were, `template` the messages rendered anew; a preset's mean over sequences
+    """Tokens in front of a later turn: `append` all tokens as they were, `template` the messages rendered again; a preset's mean over sequences
     is then `trajectory_mean`, which counts an attempt once."""
 
     truncated: Truncated = field(default="keep", validator=in_(("keep", "mask", "zero_reward")))

@@ -12,14 +12,14 @@ Ask = Callable[[Sequence[str]], bool]
 class Consent:
     """The word of a caller on code that the configuration of a run directory names: it may run, or not.
 
-    `given` is a word in advance, such as `--trust-code`, or the answer to a question; `ask` is None where nobody can answer.
+    `is_given` is a word in advance, such as `--trust-code`, or the answer to a question; `ask` is None where nobody can answer.
     """
 
-    given: bool = False
+    is_given: bool = False
     ask: Ask | None = None
 
     def obtain(self, lines: Sequence[str]) -> bool:
         """Return the caller's word; who was not asked yet is asked, once."""
-        if not self.given and self.ask is not None:
-            self.given = self.ask(lines)
-        return self.given
+        if not self.is_given and self.ask is not None:
+            self.is_given = self.ask(lines)
+        return self.is_given

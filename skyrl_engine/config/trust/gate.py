@@ -103,8 +103,10 @@ class Gate:
         own_sections = {
             name: table for name, table in sections.items() if attrs.has(type(table)) and not isinstance(table, PluginTable)
         }
-        found = [each for name, table in own_sections.items() for each in code_in(table, (name,)) if each[0] != _OBSERVERS]
-        self._admit([NamedInFile.of_reference(path, text) for path, text in found])
+        references = [
+            reference for name, table in own_sections.items() for reference in code_in(table, (name,)) if reference[0] != _OBSERVERS
+        ]
+        self._admit([NamedInFile.of_reference(path, text) for path, text in references])
 
     def admit_options(self, path: KeyPath, options: object) -> NamedCode:
         """Refuse what the options of the plugin at `path` name and may not run; return what they name. Raises PluginBlockedError."""
@@ -117,7 +119,7 @@ class Gate:
 
     def _is_closed(self, path: KeyPath) -> bool:
         """Return True where a run directory gives options of this plugin, and nobody said that its code may run."""
-        if self.run is None or self.raw.consent.given:
+        if self.run is None or self.raw.consent.is_given:
             return False
         table = format_key(path)
         return any(
@@ -142,11 +144,11 @@ class Gate:
             for file in [*([] if reference.main is None else [reference.main]), *reference.files]:
                 refuse_code_inside(file, cause)
         reasons = [(reference, reason) for reference in foreign if (reason := self._distrust(reference)) is not None]
-        if not reasons or self.raw.consent.given:
+        if not reasons or self.raw.consent.is_given:
             return
         lines = [f"{reference.key} = {reference.text} ({reason})" for reference, reason in reasons]
-        asked = f"The configuration of the run directory {self.run} names code outside of it:"
-        if self.raw.consent.obtain([asked, *(f"  {line}" for line in lines)]):
+        question = f"The configuration of the run directory {self.run} names code outside of it:"
+        if self.raw.consent.obtain([question, *(f"  {line}" for line in lines)]):
             return
         raise UntrustedCodeError(
             f"the configuration of the run directory {self.run} names code, and {'this' if len(lines) == 1 else 'some of this'} "
@@ -181,7 +183,7 @@ def seal_run(written: Mapping[str, Any], records: Iterable[PluginRecord], codes:
             named = NamedInFile.of_reference((), text)
             files |= named.files
             if named.main is not None and sha256 is not None:
-                # what ran, and not what lies there by now
+                # what ran, and not what is there by now
                 files[named.main.resolve()] = sha256
     return Seal(digests_of(written), {str(file): sha256 for file, sha256 in files.items()})
 

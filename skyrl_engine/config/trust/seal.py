@@ -1,6 +1,6 @@
 """The seal of a run: what its configuration says about code, and the hashes of that code, signed with the user's key.
 
-It stands in run.json. Who changes the configuration's tables that name code, a file of that code, or the seal itself has no seal any more.
+It is kept in run.json. Who changes the configuration's tables that name code, a file of that code, or the seal itself has no seal any more.
 """
 
 import hashlib

@@ -9,15 +9,15 @@ from pathlib import Path
 from skyrl_engine.errors import EngineError
 
 VARIABLE = "SKYRL_ENGINE_KEY_FILE"
-"""The environment variable that says where the key lies, so that nodes and containers share it."""
+"""The environment variable that says where the key is, so that nodes and containers share it."""
 
 _SHORTEST, _LONGEST = 32, 4096
 
 
 def key_file() -> Path:
     """Return the place of the key: what the environment says, else a file in the user's state folder."""
-    if given := os.environ.get(VARIABLE):
-        return Path(given).expanduser()
+    if place := os.environ.get(VARIABLE):
+        return Path(place).expanduser()
     from platformdirs import user_state_path
 
     return user_state_path("skyrl-engine") / "run-key"
@@ -35,27 +35,27 @@ def read_key() -> bytes | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise EngineError(f"the key {place} cannot be read ({error.strerror})", remedy=_elsewhere("Make it readable")) from error
+        raise EngineError(f"the key {place} cannot be read ({error.strerror})", remedy=_remedy("Make it readable")) from error
     try:
         _refuse_shared(place, os.fstat(descriptor))
         key = os.read(descriptor, _LONGEST).strip()
     finally:
         os.close(descriptor)
     if len(key) < _SHORTEST:
-        raise EngineError(f"the key {place} holds fewer than {_SHORTEST} bytes", remedy=_elsewhere("Remove it"))
+        raise EngineError(f"the key {place} holds fewer than {_SHORTEST} bytes", remedy=_remedy("Remove it"))
     return key
 
 
 def _refuse_shared(place: Path, status: os.stat_result) -> None:
     """Refuse what is no file, another user's, or open to others."""
     if not stat.S_ISREG(status.st_mode):
-        raise EngineError(f"the key {place} is no file", remedy=_elsewhere("Remove it"))
+        raise EngineError(f"the key {place} is no file", remedy=_remedy("Remove it"))
     if status.st_uid != os.geteuid():
-        raise EngineError(f"the key {place} is another user's", remedy=_elsewhere("Remove it, or give it to yourself"))
+        raise EngineError(f"the key {place} is another user's", remedy=_remedy("Remove it, or give it to yourself"))
     if status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
         raise EngineError(
             f"the key {place} may be read or written by others (mode {stat.S_IMODE(status.st_mode):04o})",
-            remedy=_elsewhere(f"Remove it, or, where nobody has read it, chmod 600 {place}"),
+            remedy=_remedy(f"Remove it, or, where nobody has read it, chmod 600 {place}"),
         )
 
 
@@ -79,10 +79,10 @@ def make_key() -> bytes:
             os.link(aside, place)
     finally:
         aside.unlink()
-    made = read_key()
-    assert made is not None, f"{place} was linked above"
-    return made
+    stored = read_key()
+    assert stored is not None, f"{place} was linked above"
+    return stored
 
 
-def _elsewhere(action: str) -> str:
+def _remedy(action: str) -> str:
     return f"{action}; or set {VARIABLE} to another file"

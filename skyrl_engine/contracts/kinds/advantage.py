@@ -129,7 +129,7 @@ class AdvantageClaims:
 
 
 class Advantage(Protocol):
-    """The product of `skyrl_engine_make_advantage`. `needs` names the columns on the action axis that it reads beside rewards."""
+    """The product of `skyrl_engine_make_advantage`. `needs` names the columns on the action axis that it reads in addition to rewards."""
 
     needs: tuple[str, ...]
     claims: AdvantageClaims
@@ -169,9 +169,9 @@ def as_advantage_output(label: str, result: AdvantageOutput | AnyArray, batch: A
         )
     if returns and output.returns is None:
         raise ResultError(f"{label} claims returns and gave none", remedy="Return AdvantageOutput(advantages, returns)")
-    given = None if output.returns is None else _column(label, "returns", output.returns, batch)
+    returns_column = None if output.returns is None else _column(label, "returns", output.returns, batch)
     refuse_other_metrics(label, output.metrics)
-    return AdvantageOutput(advantages, given, output.metrics)
+    return AdvantageOutput(advantages, returns_column, output.metrics)
 
 
 def _column(label: str, name: str, values: AnyArray, batch: AdvantageBatch) -> npt.NDArray[np.float32]:

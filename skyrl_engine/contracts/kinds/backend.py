@@ -132,7 +132,7 @@ class SgdSettings:
 
 OptimizerSettings = AdamWSettings | SgdSettings
 """The numbers of a step, of the optimizer that `use` names. A run steps with one optimizer from its start to its end."""
-OPTIMIZERS: Mapping[str, type[AdamWSettings] | type[SgdSettings]] = {each.use: each for each in (AdamWSettings, SgdSettings)}
+OPTIMIZERS: Mapping[str, type[AdamWSettings] | type[SgdSettings]] = {kind.use: kind for kind in (AdamWSettings, SgdSettings)}
 """Optimizers by name. Every backend has AdamW; each other one is a capability of that name."""
 
 

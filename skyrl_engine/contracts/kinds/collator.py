@@ -42,7 +42,7 @@ class GatherIndex:
 
     Entry k says: action token `actions[k]` (its place on the flat action axis of the micro-batch's samples, in the plan's order) is
     predicted at row `rows[k]`, column `columns[k]`, one before the token itself. It never points at padding or before column 0; the
-    first token of a sample has no entry. Entries stand in the order of their tokens: `actions` rise.
+    first token of a sample has no entry. Entries are in the order of their tokens: `actions` rise.
     """
 
     actions: IntArray
@@ -107,7 +107,7 @@ def collate(collator: Collator, columns: SampleColumns, layout: Layout = ONE_RAN
 
 
 def declared_extras(collator: Collator) -> frozenset[Carried]:
-    """Return what the collator declares to lay over its rows beside tokens; nothing where it does not say."""
+    """Return what the collator declares to lay over its rows in addition to tokens; nothing where it does not say."""
     return frozenset(getattr(collator, "carries", ()))
 
 

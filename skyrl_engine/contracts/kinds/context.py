@@ -1,4 +1,4 @@
-"""Facts of the run that a factory is told beside its own config."""
+"""Facts of the run that a factory gets in addition to its own config."""
 
 from attrs import frozen
 

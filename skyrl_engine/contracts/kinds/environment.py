@@ -10,7 +10,7 @@ from skyrl_engine.contracts.values.rollout_columns import find_unknown_column
 from skyrl_engine.errors import ContractError
 
 Message = Mapping[str, Any]
-"""A chat message of plain JSON values: `role`, `content`, and what chat templates read beside them."""
+"""A chat message of plain JSON values: `role`, `content`, and what else chat templates read."""
 
 Split = Literal["train", "eval"]
 

@@ -45,7 +45,7 @@ class Sampling:
     `max_tokens` counts the token that stops; logits are divided by `temperature`, and 0 takes the most likely token. `top_k` (0: all), `top_p`
     and `min_p` cut the distribution off after that, in this order, for evaluation alone: the `top_k` most likely tokens; of those the fewest
     that hold `top_p` of what is left; of those the ones at least `min_p` times as likely as the most likely one. This is the order of
-    transformers; vLLM applies `min_p` first, which leaves fewer tokens beside `top_p`. At temperature 0 they change nothing.
+    transformers; vLLM applies `min_p` first, which leaves fewer tokens where `top_p` is set too. At temperature 0 they change nothing.
 
     Sampling stops after a token of `stop_token_ids` or of the model's own end tokens (not with `ignore_eos`), and after the token that
     completes one of `stop_strings`, in both cases not before `min_tokens`.
@@ -73,7 +73,7 @@ class GenerationRequest:
 
     `request_id` is unique among the requests of a generator. Turns of one trajectory share a `session`, and attempts at one task share a
     `prefix_group` (None: nobody does), for caches. A run by reinforcement counts sessions through: attempt m of the group of ticket t is
-    `t * rl.group_size + m`. `seed` (uint64) alone decides what is drawn, whatever else is sampled beside it. `target`
+    `t * rl.group_size + m`. `seed` (uint64) alone decides what is drawn, whatever else is sampled at the same time. `target`
     names the weight set. `prompt_logprobs`, `top_logprobs` (how many tokens per sampled place) and `top_prompt_logprobs` (how many per place
     of the prompt) ask for what the capabilities of these names give.
     """

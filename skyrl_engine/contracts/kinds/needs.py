@@ -106,9 +106,9 @@ def column_of(need: str) -> str:
 
 def column_forms(needs: Iterable[str]) -> dict[str, ColumnForm]:
     """Return what each column that the needs name holds, in the order of needs; one that scores are asked at holds token ids."""
-    asked = tuple(needs)
+    names = tuple(needs)
     forms: dict[str, ColumnForm] = {}
-    for need in asked:
+    for need in names:
         if model_score(need) is None and sample_value(need) is None:
             forms[column_of(need)] = "numbers" if need.endswith(_WIDE) else forms.get(need, "number")
-    return forms | dict.fromkeys(candidate_columns(asked).values(), "token ids")
+    return forms | dict.fromkeys(candidate_columns(names).values(), "token ids")

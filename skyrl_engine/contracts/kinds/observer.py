@@ -1,4 +1,4 @@
-"""The events that observers are told of."""
+"""The events that observers get."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -57,7 +57,7 @@ class EvaluationFinished:
 
 @frozen
 class CheckpointSaved:
-    """A whole checkpoint lies at `path`."""
+    """A whole checkpoint is at `path`."""
 
     step: int
     path: Path

@@ -57,7 +57,7 @@ class BatchStructure:
         return np.equal(carrying, 0)
 
     def _per_sequence(self, values: AnyArray) -> npt.NDArray[np.float64]:
-        if values.dtype == np.float32:  # one after the other: rounding must not depend on where in the batch a sequence lies
+        if values.dtype == np.float32:  # one after the other: rounding must not depend on where in the batch a sequence is
             return np.bincount(self.sequence_index, weights=values, minlength=len(self)).astype(np.float64)
         sums = np.zeros(len(self), dtype=np.float64)
         filled = np.flatnonzero(np.diff(self.action_offsets))

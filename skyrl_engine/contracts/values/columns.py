@@ -207,7 +207,7 @@ class SampleColumns:
         )
 
     def with_columns(self, columns: Mapping[str, AnyArray | Ragged]) -> "SampleColumns":
-        """The same samples with these columns beside, or in the place of, those there are.
+        """The same samples with these columns in addition to, or in the place of, those there are.
 
         A column is float32[A] (`rewards` also float64) or [A, k] on the action axis, or a `Ragged` of such values with one row of a
         sample's response tokens per sample, in order.

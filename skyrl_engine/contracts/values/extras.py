@@ -1,4 +1,4 @@
-"""Extras of samples beside tokens and numbers: routes of a mixture of experts, and images. Ragged per sample, checked once.
+"""Extras of samples, other than tokens and numbers: routes of a mixture of experts, and images. Ragged per sample, checked once.
 
 Kept flat, and seen through views, so that neither choosing samples nor cutting them into shards copies megabytes.
 
@@ -31,12 +31,12 @@ OF_IMAGES = (PIXEL_VALUES, IMAGE_GRID, TOKEN_TYPES)
 ROUTE_DTYPES = (np.dtype(np.uint8), np.dtype(np.int16), np.dtype(np.int32))
 
 
-def check_extras(given: Mapping[str, Any], lengths: IntArray) -> dict[str, RaggedView]:
+def check_extras(extras: Mapping[str, Any], lengths: IntArray) -> dict[str, RaggedView]:
     """Every extra as a view: flat values that fit are not copied, one list, NumPy array or torch tensor per sample becomes flat.
 
     `lengths` int64[N] are the samples' tokens. None, and an extra that no sample has, are left out. Raises DataError naming the sample.
     """
-    views = {name: _READERS.get(name, _as_it_is(name))(value, lengths) for name, value in given.items() if value is not None}
+    views = {name: _READERS.get(name, _as_it_is(name))(value, lengths) for name, value in extras.items() if value is not None}
     present = {name: view for name, view in views.items() if view is not None}
     _check_images(present)
     return present
@@ -117,7 +117,7 @@ def _routes(value: Any, lengths: IntArray) -> RaggedView | None:
 
 def _narrowest(sample: int, array: AnyArray) -> np.dtype[Any]:
     low, high = (0, 0) if array.dtype == np.uint8 else (int(array.min(initial=0)), int(array.max(initial=0)))
-    high = max(high, array.shape[-1] - 1)  # what stands on padding
+    high = max(high, array.shape[-1] - 1)  # the value on padding
     if low < 0:
         raise DataError(f"sample {sample} has the negative expert {low} in its routes", remedy="Number experts from 0")
     for dtype in ROUTE_DTYPES:

@@ -75,7 +75,7 @@ class ModelConfig:
     none: the longest sample of the data, or where no data is known the length that the model was first trained for."""
 
     value_head: bool = False
-    """Add a value head beside the language-model head: it gives every token a value, which losses of critics read."""
+    """Add a value head to the model, next to the language-model head: it gives every token a value, which losses of critics read."""
 
     classifier: bool = False
     """Take the model for a reward model: its value head is alone and without bias, and files are those of a sequence classifier with one label,

@@ -56,7 +56,7 @@ WINDOWS = (64, 16, 4, 1)
 """Values of a window, which is copied in little more time than one value."""
 
 WINDOWED_BLOCK = 4 * BLOCK
-"""Values joined at a time where windows are copied: they need fewer places, so more values stay in the cache beside them."""
+"""Values joined at a time where windows are copied: they need fewer places, so more values fit into the cache with them."""
 
 
 def take_segments(
@@ -148,10 +148,10 @@ def _join_values(parts: Parts, offsets: Sequence[IntArray], targets: IntArray, l
     joined = [np.empty(total, values.dtype) for values in parts[0]]
     for first, last, pieces in _pieces(parts, lengths, offsets, BLOCK):
         piece_lengths = lengths[first:last]
-        kept = targets[first:last] >= 0
+        has_target = targets[first:last] >= 0
         places = np.repeat(targets[first:last] - offsets_of(piece_lengths)[:-1], piece_lengths)
         places += _numbers(len(places))
-        chosen: AnyArray | slice = slice(None) if kept.all() else np.repeat(kept, piece_lengths)
+        chosen: AnyArray | slice = slice(None) if has_target.all() else np.repeat(has_target, piece_lengths)
         places = places[chosen]
         for values, piece in zip(joined, pieces, strict=True):
             values[places] = piece[chosen]

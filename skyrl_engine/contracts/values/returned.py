@@ -33,9 +33,9 @@ def require_vector(label: str, method: str, name: str, value: object, dtype: npt
     """Raise ResultError where `name` of what a method returned is no NumPy vector of this dtype and, unless None, this length."""
     fits = isinstance(value, np.ndarray) and value.dtype == dtype and value.ndim == 1 and length in (None, len(value))
     if not fits:
-        due = f"{np.dtype(dtype)}[{'n' if length is None else length}]"
+        form = f"{np.dtype(dtype)}[{'n' if length is None else length}]"
         raise ResultError(
-            f"{label} returned {describe_returned(value)} as {name} from {method}", remedy=f"Return a NumPy array {due} as {name}"
+            f"{label} returned {describe_returned(value)} as {name} from {method}", remedy=f"Return a NumPy array {form} as {name}"
         )
 
 

@@ -60,8 +60,8 @@ class Trajectory:
     """One attempt at one task: T tokens in K segments, S of them sampled, over `turns` turns of the model. Its arrays are read-only.
 
     `token_ids` int32[T]; segment k is `token_ids[segment_offsets[k]:segment_offsets[k + 1]]` and of `kinds[k]` (uint8[K]: PROMPT, SAMPLED,
-    OBSERVED). The first segment is a prompt. A further prompt starts a new *stretch*: the history was rewritten, and what stands before it was
-    not in front of the model any more. Without one, every turn's prompt is all that stands before it.
+    OBSERVED). The first segment is a prompt. A further prompt starts a new *stretch*: the history was rewritten, and what comes before it was
+    not in front of the model any more. Without one, every turn's prompt is all that comes before it.
 
     On the sampled tokens, in their order: `logprobs` float32[S] in nats under the distribution that was sampled from, `versions`, and
     `rewards` float64[S], a turn's reward at its last token. An empty turn has no place for its reward: `unplaced_reward` sums those up.

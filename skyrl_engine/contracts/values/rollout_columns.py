@@ -23,7 +23,7 @@ class RolloutColumn:
 
     `name` is its name in the journal, in exports and in `StepResult.columns`; `column` its name in `SampleColumns`, where tokens that were not
     sampled hold 0. `dtype` is float32, or float64 for `rewards` alone. `source` says who gives it. `per` "token" is one number for each token
-    of a turn; "turn" is one number for the turn, which stands at its last token. `largest` is the largest magnitude; all are finite.
+    of a turn; "turn" is one number for the turn, put at its last token. `largest` is the largest magnitude; all are finite.
 
     `in_every_attempt` marks the numbers without which there is no attempt: fields of `Trajectory` by `name`. The others are in
     `Trajectory.columns`, where an environment gives them.
@@ -43,7 +43,7 @@ ROLLOUT_COLUMNS: tuple[RolloutColumn, ...] = (
     RolloutColumn("rewards", "rewards", np.float64, per="turn", in_every_attempt=True),
     RolloutColumn("teacher_logprobs", "teacher_logprobs"),
 )
-"""The table. Rows that not every attempt has stand at the end, in the order in which they were added: journals are read by it."""
+"""The table. Rows that not every attempt has are at the end, in the order in which they were added: journals are read by it."""
 
 
 def list_required_columns() -> tuple[RolloutColumn, ...]:

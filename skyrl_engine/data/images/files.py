@@ -54,39 +54,39 @@ class StoredImage:
             ) from error
 
 
-def parse_image(given: object, name: str, folder: Path | None) -> StoredImage:
+def parse_image(image: object, name: str, folder: Path | None) -> StoredImage:
     """Return the image that a row gives as a path (relative to `folder`), a file: or data: address, bytes, or an object with one of them.
 
     An object's bytes come before its path, which in saved datasets is only a name. Raises ImageError for anything else.
     """
-    if isinstance(given, Mapping):
-        given = next((given[key] for key in ("bytes", "path", "url") if given.get(key) is not None), given)
-    if isinstance(given, bytes):
-        return StoredImage(name, content=given)
-    if not isinstance(given, str) or not given:
+    if isinstance(image, Mapping):
+        image = next((image[key] for key in ("bytes", "path", "url") if image.get(key) is not None), image)
+    if isinstance(image, bytes):
+        return StoredImage(name, content=image)
+    if not isinstance(image, str) or not image:
         raise ImageError(
-            f"{name} is {_describe(given)}", remedy=f"Give a path, an image file's bytes or a data: address, {_OR_DROP}"
+            f"{name} is {_describe(image)}", remedy=f"Give a path, an image file's bytes or a data: address, {_OR_DROP}"
         )
-    scheme = given[:8].partition(":")[0].lower()
+    scheme = image[:8].partition(":")[0].lower()
     if scheme == "data":
-        return StoredImage(name, content=_of_data_address(given, name))
+        return StoredImage(name, content=_of_data_address(image, name))
     if scheme in ("http", "https"):
         raise ImageError(
-            f"{name} is the address {given[:80]}, and nothing is fetched over the network",
+            f"{name} is the address {image[:80]}, and nothing is fetched over the network",
             remedy=f"Download the images and give their paths, {_OR_DROP}",
         )
     try:
-        place = url2pathname(urlsplit(given).path) if scheme == "file" else given
+        place = url2pathname(urlsplit(image).path) if scheme == "file" else image
         path = Path(folder or "", Path(place).expanduser())
     except (ValueError, RuntimeError) as error:  # an address that cannot be taken apart, a user who is not there
-        raise ImageError(f"{name} is {given[:80]!r}, which is no path: {error}", remedy=f"Correct the path, {_OR_DROP}") from error
-    return StoredImage(name, written=given, path=path)
+        raise ImageError(f"{name} is {image[:80]!r}, which is no path: {error}", remedy=f"Correct the path, {_OR_DROP}") from error
+    return StoredImage(name, written=image, path=path)
 
 
-def _describe(given: object) -> str:
-    if isinstance(given, Mapping):
-        return f"an object with {', '.join(map(repr, given)) or 'nothing'}, without bytes or a path"
-    return "empty" if given is None or given == "" else f"a {type(given).__name__}"
+def _describe(image: object) -> str:
+    if isinstance(image, Mapping):
+        return f"an object with {', '.join(map(repr, image)) or 'nothing'}, without bytes or a path"
+    return "empty" if image is None or image == "" else f"a {type(image).__name__}"
 
 
 def _of_data_address(address: str, name: str) -> bytes:

@@ -99,14 +99,14 @@ class VisionInputs:
 
     def _process(self, image: StoredImage, picture: Any) -> tuple[npt.NDArray[np.float32], Grid]:
         try:
-            made = self.processor(images=[picture], return_tensors="np")
+            tensors = self.processor(images=[picture], return_tensors="np")
         except ValueError as error:  # a strip so narrow that no grid fits it
             raise ImageError(
                 f"{image.name}, {picture.width} x {picture.height} pixels: the image processor refuses it: {first_line(error)}",
                 remedy='Replace the image, or set data.bad_images = "drop"',
             ) from error
-        grid: IntArray = made["image_grid_thw"]
-        return made["pixel_values"], (int(grid[0, 0]), int(grid[0, 1]), int(grid[0, 2]))
+        grid: IntArray = tensors["image_grid_thw"]
+        return tensors["pixel_values"], (int(grid[0, 0]), int(grid[0, 1]), int(grid[0, 2]))
 
 
 Vision = VisionInputs | NoVision

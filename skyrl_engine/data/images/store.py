@@ -54,13 +54,13 @@ class ImageStore:
         in_threads(read, range(len(images)))
         owned = offsets_of(counts)
         types = (columns.input_ids == self.vision.image_token).astype(np.int32) * np.int32(_IMAGE_TYPE)
-        made = {
+        extras = {
             PIXEL_VALUES: Ragged(pixels, patches[owned]),
             IMAGE_GRID: Ragged(np.ascontiguousarray(grids), owned),
             TOKEN_TYPES: Ragged(types, columns.token_offsets),
         }
         others = {name: view for name, view in columns.extras.items() if name != IMAGES}
-        return evolve(columns, extras={**others, **{name: RaggedView.of(ragged) for name, ragged in made.items()}})
+        return evolve(columns, extras={**others, **{name: RaggedView.of(ragged) for name, ragged in extras.items()}})
 
     def spans(self, columns: SampleColumns, sample: int) -> list[tuple[int, int, int]]:
         """Return for each image of a sample its number of tokens, and the width and height in pixels that the model sees."""

@@ -55,14 +55,14 @@ class ImageInspection:
         for path in {str(image.path) for image in flat if image.path is not None} - self.seen.keys():
             self.seen[path] = state_of_file(path)
         measured = iter(in_threads(self._measure, flat) if isinstance(self.vision, VisionInputs) else ())
-        return [self._laying(own, measured) for own in images]
+        return [self._make_laying_function(own, measured) for own in images]
 
-    def _laying(self, images: Sequence[StoredImage], measured: Any) -> Callable[[TokenizedSample], TokenizedSample]:
+    def _make_laying_function(self, images: Sequence[StoredImage], measured: Any) -> Callable[[TokenizedSample], TokenizedSample]:
         vision = self.vision
         if isinstance(vision, NoVision):
             return lambda sample: _refuse(sample, vision) if images else sample
-        found = [next(measured) for _ in images]
-        return lambda sample: with_images(sample, found, vision)
+        of_sample = [next(measured) for _ in images]
+        return lambda sample: with_images(sample, of_sample, vision)
 
     def _measure(self, image: StoredImage) -> MeasuredImage | ImageError:
         assert isinstance(self.vision, VisionInputs), "images are looked at for a model"
@@ -77,25 +77,25 @@ def with_images(sample: TokenizedSample, images: Sequence[MeasuredImage | ImageE
 
     Raises the first image's ImageError, or one for a text that has not exactly one such token per image.
     """
-    kept = []
+    measured = []
     for image in images:
         if isinstance(image, ImageError):
             raise image
-        kept.append(image)
+        measured.append(image)
     places = np.flatnonzero(sample.input_ids == vision.image_token)
-    if len(places) != len(kept):
+    if len(places) != len(measured):
         raise ImageError(
-            f"{sample.name} has {len(places)} places for images in its text, and {len(kept)} images",
+            f"{sample.name} has {len(places)} places for images in its text, and {len(measured)} images",
             remedy='Let the messages have one part of type image for every image and no image tokens as text, or set data.bad_images = "drop"',
         )
-    if not kept:
+    if not measured:
         return sample
     repeats = np.ones(len(sample.input_ids), dtype=np.int64)
-    repeats[places] = tokens = [vision.tokens(image.grid) for image in kept]
+    repeats[places] = tokens = [vision.tokens(image.grid) for image in measured]
     ids = np.repeat(sample.input_ids, repeats)
     loss = np.repeat(sample.loss, repeats) & (ids != vision.image_token)
     weights = None if sample.weights is None else np.where(loss, np.repeat(sample.weights, repeats), np.float32(0))
-    return evolve(sample, input_ids=ids, loss=loss, weights=weights, images=tuple(kept), image_tokens=sum(tokens))
+    return evolve(sample, input_ids=ids, loss=loss, weights=weights, images=tuple(measured), image_tokens=sum(tokens))
 
 
 def _refuse(sample: TokenizedSample, vision: NoVision) -> TokenizedSample:
@@ -103,7 +103,7 @@ def _refuse(sample: TokenizedSample, vision: NoVision) -> TokenizedSample:
 
 
 def in_threads(work: Callable[[Item], Made], items: Sequence[Item]) -> list[Made]:
-    """Return `work` of every item, in order, done in threads: Pillow and NumPy work beside other threads."""
+    """Return `work` of every item, in order, done in threads: Pillow and NumPy let other threads work."""
     if len(items) < 2:
         return [work(item) for item in items]
     with ThreadPoolExecutor(min(len(items), os.cpu_count() or 1)) as pool:

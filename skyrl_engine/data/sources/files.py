@@ -106,8 +106,8 @@ class JsonLines(FilePart):
         for line in self._lines():
             filled.append(bool(line.strip()))
             lengths.append(len(line))
-        kept = np.flatnonzero(filled)
-        return kept + 1, offsets_of(lengths)[:-1][kept]
+        numbers = np.flatnonzero(filled)
+        return numbers + 1, offsets_of(lengths)[:-1][numbers]
 
     @property
     def _packed(self) -> bool:
@@ -192,7 +192,7 @@ class CsvFile(FilePart):
     def _rows(self, file: TextIO) -> Iterator[tuple[str, Mapping[str, Any]]]:
         first = file.readline()
         file.seek(0)
-        delimiter = next((each for each in (",", "\t", ";") if each in first), ",")
+        delimiter = next((mark for mark in (",", "\t", ";") if mark in first), ",")
         lines = csv.reader(file, delimiter=delimiter, strict=True)
         start = 1
         try:
@@ -334,10 +334,10 @@ class _RepeatedKeyError(ValueError):
 
 
 def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) != len(pairs):
+    table = dict(pairs)
+    if len(table) != len(pairs):
         raise _RepeatedKeyError(next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1))
-    return made
+    return table
 
 
 _JSON = json.JSONDecoder(object_pairs_hook=_object_of)

@@ -171,7 +171,7 @@ def _of_segments(row: Row) -> Example:
 
 
 _BESIDE_PROMPTS: Final = (*SYSTEM, HISTORY, "input", "tools", "chat_template_kwargs", "images", "image", "videos", "audios")
-"""Columns that rows with a prompt may have beside it."""
+"""Columns that rows with a prompt may have in addition to it."""
 
 FORMATS: Final[dict[KnownFormat, Format]] = {
     row.name: row
@@ -254,16 +254,16 @@ FORMATS: Final[dict[KnownFormat, Format]] = {
 def list_known_columns(kind: KnownFormat) -> frozenset[str]:
     """Return the columns that mean something in one of the formats: none of them is passed over without a word.
 
-    Beside ready tokens stand the texts that they were made of, so that there only the columns of ready tokens count.
+    Rows of ready tokens also have the texts that they were made of, so that there only the columns of ready tokens count.
     """
     only_tokens = FORMATS[kind].of_tokens
     return frozenset().union(*(row.columns for row in FORMATS.values() if row.of_tokens or not only_tokens))
 
 
-def gather_rows(asked: DataFormat, source: Source, rating: str | None) -> Source:
+def gather_rows(wanted: DataFormat, source: Source, rating: str | None) -> Source:
     """Return the source of preferences with rows of one answer each gathered to rows of a format, where it may be of one that does so."""
     for row in FORMATS.values():
-        if row.gather is not None and asked in ("auto", row.name):
+        if row.gather is not None and wanted in ("auto", row.name):
             source = row.gather(source, rating)
     return source
 
@@ -272,7 +272,7 @@ _STEPS: Final = ("completions", "labels")
 """Columns of stepwise supervision (process reward models), as TRL and axolotl have it."""
 
 
-def detect(asked: DataFormat, first: Row, *, preferences: bool = False) -> KnownFormat:
+def detect(wanted: DataFormat, first: Row, *, preferences: bool = False) -> KnownFormat:
     """Return the format of a dataset whose first row is `first`; where `preferences` are wanted, one of theirs, or ready tokens with roles.
 
     Raises DataError naming the columns it has and those that are needed.
@@ -283,7 +283,7 @@ def detect(asked: DataFormat, first: Row, *, preferences: bool = False) -> Known
             f"{first.name} is of stepwise supervision: it has a label for each of its {_STEPS[0]}, and no trainer learns from single steps",
             remedy="Judge whole answers: store prompt, completion and one label a row",
         )
-    if preferences and asked == "auto":
+    if preferences and wanted == "auto":
         with_roles = [row for row in FORMATS.values() if row.has_roles]
         for row in (*with_roles, *(row for row in FORMATS.values() if row.of_tokens and ROLE in have)):
             if _holds(row.needs, have):
@@ -295,14 +295,14 @@ def detect(asked: DataFormat, first: Row, *, preferences: bool = False) -> Known
             key=KEY,
             details=[f"format {row.name} needs {row.described}" for row in with_roles],
         )
-    if asked != "auto":
-        if not FORMATS[asked].fits(have):
-            raise _missing(asked, first)
-        return asked
-    found = next((row.name for row in FORMATS.values() if _holds(row.needs, have)), None)
-    found = found or next((row.name for row in FORMATS.values() if any(_holds(groups, have) for groups in row.also)), None)
-    if found is not None:
-        return found
+    if wanted != "auto":
+        if not FORMATS[wanted].fits(have):
+            raise _missing(wanted, first)
+        return wanted
+    fitting = next((row.name for row in FORMATS.values() if _holds(row.needs, have)), None)
+    fitting = fitting or next((row.name for row in FORMATS.values() if any(_holds(groups, have) for groups in row.also)), None)
+    if fitting is not None:
+        return fitting
     known = [column for row in FORMATS.values() for group in row.needs for column in group]
     raise ColumnError(
         f"no known format has the columns of the dataset: {join_names(have)}",

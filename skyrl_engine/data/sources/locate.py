@@ -53,9 +53,9 @@ def open_source(
     """
     if isinstance(location, str):
         return evolve(_open_one(location, split=split, subset=subset), names=names, names_key=names_key)
-    sources = [_open_one(each, split=split, subset=subset) for each in location]
+    sources = [_open_one(place, split=split, subset=subset) for place in location]
     parts = [part for source in sources for part in source.parts]
-    titles = make_distinct([_title_of(each) for each in location])
+    titles = make_distinct([_title_of(place) for place in location])
     datasets = [(title, len(source.parts)) for title, source in zip(titles, sources, strict=True)]
     return Source(", ".join(location), parts, names, names_key, datasets if len(datasets) > 1 else ())
 
@@ -123,7 +123,7 @@ def _open_folder(path: Path, location: str, *, split: str, subset: str | None) -
         raise DataError(
             f"the folder {location} holds no data file", remedy=f"Put files into it that end in one of {', '.join(_PARTS)}"
         )
-    # a table beside other data is often about it
+    # a table next to other data is often about it
     files = [file for file in files if _PARTS[_kind(file) or ""] is not CsvFile] or files
     splits = {file: _split_of(file.relative_to(path)) for file in files}
     if any(splits.values()):

@@ -26,7 +26,7 @@ def propose_names(values: Mapping[str, Any], wanted: Collection[str]) -> dict[st
     for columns, names in _KNOWN:
         if all(column in values for column in columns) and all(ours in wanted for ours in names):
             return dict(names)
-    if misspelt := _misspelt(values, wanted):
+    if misspelt := _find_misspelt(values, wanted):
         return misspelt
     chats = [column for column, value in values.items() if _is_chat(value)]
     if len(chats) == 1 and "messages" in wanted:
@@ -42,13 +42,13 @@ def as_keys(names: Mapping[str, str]) -> str:
     return " ".join(f"{KEY}.{ours}={theirs}" for ours, theirs in names.items())
 
 
-def _misspelt(values: Mapping[str, Any], wanted: Collection[str]) -> dict[str, str]:
-    found: dict[str, str] = {}
+def _find_misspelt(values: Mapping[str, Any], wanted: Collection[str]) -> dict[str, str]:
+    names: dict[str, str] = {}
     for column in values:
-        near = find_near_word(column.lower(), [name for name in wanted if name not in found], cutoff=0.7)
+        near = find_near_word(column.lower(), [name for name in wanted if name not in names], cutoff=0.7)
         if near is not None and column not in wanted:
-            found[near] = column
-    return found
+            names[near] = column
+    return names
 
 
 def _is_chat(value: Any) -> bool:
@@ -56,5 +56,5 @@ def _is_chat(value: Any) -> bool:
     return (
         isinstance(value, list | tuple)
         and bool(value)
-        and all(isinstance(each, Mapping) and any(name in each for name in ("role", "from")) for each in value)
+        and all(isinstance(message, Mapping) and any(name in message for name in ("role", "from")) for message in value)
     )

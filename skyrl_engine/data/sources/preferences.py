@@ -1,6 +1,6 @@
 """Rows that hold preferences: a chosen and a rejected answer to one prompt, or one answer and a judgement of it.
 
-The prompt stands in a column of its own or is what both halves begin with, as text, as messages, or in the dialogues of Anthropic's HH data.
+The prompt has a column of its own or is what both halves begin with, as text, as messages, or in the dialogues of Anthropic's HH data.
 What comes after it is the answer, and all of its assistant turns carry loss. Tokenization then lets both answers begin at the same token.
 """
 
@@ -40,15 +40,15 @@ def pair_of(row: Row, *, has_template: bool) -> tuple[Half, Half]:
 
     Raises DataError naming the row for a half that is missing, empty, or equal to the other, and for halves with different prompts.
     """
-    given = [_require_answer(row, columns) for columns in COLUMNS]
-    texts = [isinstance(value, str) for value in given]
+    answers = [_require_answer(row, columns) for columns in COLUMNS]
+    texts = [isinstance(value, str) for value in answers]
     if texts[0] != texts[1]:
         raise row.wrong(
             "rejected",
-            f"it is {kind_of(given[1])} while the chosen answer is {kind_of(given[0])}",
+            f"it is {kind_of(answers[1])} while the chosen answer is {kind_of(answers[0])}",
             "Store both as text, or both as lists of messages",
         )
-    if given[0] == given[1]:
+    if answers[0] == answers[1]:
         raise row.wrong("rejected", "it is equal to the chosen answer", "Leave the row out: it prefers nothing")
     if not texts[0]:
         halves = [messages_of(row, find_named_column(row, columns), single=True) for columns in COLUMNS]
@@ -58,21 +58,21 @@ def pair_of(row: Row, *, has_template: bool) -> tuple[Half, Half]:
     prompt = find_prompt(row)
     if prompt is not None and prompt.is_text and not has_template:
         before = prompt.text()
-        return _texts(row, [before + text for text in given], [len(before)] * 2)
+        return _texts(row, [before + text for text in answers], [len(before)] * 2)
     if prompt is not None:
-        return _conversations(row, [answer_messages(text) for text in given], prompt)
-    if all(text.startswith("\n\nHuman:") and "\n\nAssistant:" in text for text in given):
-        return _hh(row, given, has_template=has_template)
-    start = _count_shared_characters(*given)
+        return _conversations(row, [answer_messages(text) for text in answers], prompt)
+    if all(text.startswith("\n\nHuman:") and "\n\nAssistant:" in text for text in answers):
+        return _hh(row, answers, has_template=has_template)
+    start = _count_shared_characters(*answers)
     if has_template:
-        start = _word_end(given, start)
+        start = _word_end(answers, start)
     if start == 0:
         raise row.wrong("rejected", "it has no beginning in common with the chosen text, which would be the prompt", _SAME)
     if has_template:
-        # the white space between prompt and answer is part of neither: the template stands there
-        common = Prompt("prompt", given[0][:start].rstrip(), system=system_of(row))
-        return _conversations(row, [answer_messages(text[start:].lstrip()) for text in given], common)
-    return _texts(row, given, [start] * 2)
+        # the white space between prompt and answer is part of neither: the template comes there
+        common = Prompt("prompt", answers[0][:start].rstrip(), system=system_of(row))
+        return _conversations(row, [answer_messages(text[start:].lstrip()) for text in answers], common)
+    return _texts(row, answers, [start] * 2)
 
 
 def read_labelled_answer(row: Row, *, has_template: bool) -> tuple[Half, bool]:
@@ -175,24 +175,24 @@ def _is_of_word(character: str) -> bool:
 def _hh(row: Row, texts: Sequence[str], *, has_template: bool) -> tuple[Half, Half]:
     turns = [list(_HH_TURN.finditer(text)) for text in texts]
     dialogues = []
-    for text, found in zip(texts, turns, strict=True):
-        ends = [turn.start() for turn in found[1:]] + [len(text)]
+    for text, turns_of_text in zip(texts, turns, strict=True):
+        ends = [turn.start() for turn in turns_of_text[1:]] + [len(text)]
         dialogues.append(
             [
                 {"role": _HH_ROLES[turn.group(1)], "content": text[turn.end() : end].strip()}
-                for turn, end in zip(found, ends, strict=True)
+                for turn, end in zip(turns_of_text, ends, strict=True)
             ]
         )
     if has_template:
         return _conversations(row, dialogues, None)
     first = _first_difference(row, dialogues)
-    ends = [found[first].end() for found in turns]
+    ends = [turns_of_text[first].end() for turns_of_text in turns]
     prompt = texts[0][: ends[0]]  # white space around messages may differ, and means nothing
     return _texts(row, [prompt + text[end:] for text, end in zip(texts, ends, strict=True)], [len(prompt)] * 2)
 
 
 def _conversations(row: Row, halves: Sequence[list[Message]], prompt: Prompt | None) -> tuple[Conversation, Conversation]:
-    """Return both halves with their prompt. A prompt as text beside halves that have it, as in UltraFeedback, is not put before them again."""
+    """Return both halves with their prompt. A prompt as text, where the halves have it, as in UltraFeedback, is not put before them again."""
     before: list[Message] = []
     if prompt is None or (prompt.is_text and not all(half[0]["role"] == "assistant" for half in halves)):
         system = system_of(row) if prompt is None else prompt.system
@@ -203,12 +203,12 @@ def _conversations(row: Row, halves: Sequence[list[Message]], prompt: Prompt | N
             raise row.wrong(
                 prompt.column, "its last message is an answer, and the chosen and the rejected one come after it", _SAME
             )
-        repeated = next((known for known in (before, prompt.said) if all(_begins(half, known) for half in halves)), ())
+        repeated = next((known for known in (before, prompt.content) if all(_begins(half, known) for half in halves)), ())
         halves = [half[len(repeated) :] for half in halves]
     whole = [[dict(message) for message in [*before, *half]] for half in halves]
     first = len(before) or _first_difference(row, whole)
-    made = [conversation_of(row, messages, first) for messages in whole]
-    chosen, rejected = (_answering(row, column, half) for column, half in zip(HALVES, made, strict=True))
+    conversations = [conversation_of(row, messages, first) for messages in whole]
+    chosen, rejected = (_answering(row, column, half) for column, half in zip(HALVES, conversations, strict=True))
     if chosen.messages == rejected.messages:
         raise row.wrong("rejected", "it is equal to the chosen answer", "Leave the row out: it prefers nothing")
     return chosen, rejected

@@ -1,4 +1,4 @@
-"""The prompt of a row: a text or messages, with the system message and the earlier rounds that stand in columns of their own."""
+"""The prompt of a row: a text or messages, with the system message and the earlier rounds, which have columns of their own."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
@@ -23,13 +23,13 @@ PASSAGES: Final = ("context", "article")
 
 @frozen
 class Prompt:
-    """A prompt: `said` is its last part, a text or messages; before it stand earlier `rounds` of questions and answers.
+    """A prompt: `content` is its last part, a text or messages; before it come earlier `rounds` of questions and answers.
 
-    `column` is where `said` stands. `context` continues an instruction, a question is about the text of `passage`.
+    `column` is the column of `content`. `context` continues an instruction, a question is about the text of `passage`.
     """
 
     column: str
-    said: str | Sequence[Message]
+    content: str | Sequence[Message]
     context: str = ""
     passage: str = ""
     system: str | None = None
@@ -37,31 +37,33 @@ class Prompt:
 
     @property
     def is_text(self) -> bool:
-        return isinstance(self.said, str)
+        return isinstance(self.content, str)
 
     def messages(self, row: Row) -> list[Message]:
         """Return the prompt as messages, a text as what the user says. Raises DataError for two system messages that differ."""
-        if isinstance(self.said, str):
-            said = prompt_messages("\n\n".join(part for part in (self.passage, self.said, self.context) if part))
+        if isinstance(self.content, str):
+            last = prompt_messages("\n\n".join(part for part in (self.passage, self.content, self.context) if part))
         else:
-            said = list(self.said)
-        rounds = [message for asked, answered in self.rounds for message in (*prompt_messages(asked), *answer_messages(answered))]
-        return with_system(row, self.system, [*rounds, *said])
+            last = list(self.content)
+        rounds = [
+            message for question, answered in self.rounds for message in (*prompt_messages(question), *answer_messages(answered))
+        ]
+        return with_system(row, self.system, [*rounds, *last])
 
     def text(self) -> str:
         """Return a prompt of texts as it stands before an answer where there is no chat template.
 
-        A column `prompt` is taken to the letter; instructions stand under headings, as in Alpaca, and other questions before an empty line.
+        A column `prompt` is taken to the letter; instructions get headings, as in Alpaca, and other questions are followed by an empty line.
         """
-        assert isinstance(self.said, str), "messages need a chat template"
+        assert isinstance(self.content, str), "messages need a chat template"
         system = f"{self.system}\n\n" if self.system else ""
         if self.column in INSTRUCTIONS:
-            earlier = "".join(f"{_instruction(asked)}{answered}\n\n" for asked, answered in self.rounds)
-            return f"{system}{earlier}{_instruction(self.said, self.context)}"
+            earlier = "".join(f"{_instruction(question)}{answered}\n\n" for question, answered in self.rounds)
+            return f"{system}{earlier}{_instruction(self.content, self.context)}"
         ending = "" if self.column == "prompt" else "\n\n"
-        earlier = "".join(f"{asked}{ending}{answered}\n\n" for asked, answered in self.rounds)
+        earlier = "".join(f"{question}{ending}{answered}\n\n" for question, answered in self.rounds)
         passage = f"{self.passage}\n\n" if self.passage else ""
-        return f"{system}{earlier}{passage}{self.said}{ending}"
+        return f"{system}{earlier}{passage}{self.content}{ending}"
 
 
 def find_prompt(row: Row, columns: Sequence[str] = PROMPTS) -> Prompt | None:
@@ -72,17 +74,17 @@ def find_prompt(row: Row, columns: Sequence[str] = PROMPTS) -> Prompt | None:
     if column is None:
         return None
     value = row.values[column]
-    said: str | list[Message]
+    content: str | list[Message]
     if isinstance(value, str) and column not in MESSAGES:
-        said = value
+        content = value
     elif column in (*INSTRUCTIONS, "question", "article", "message_1"):
         raise row.wrong(column, f"a string is needed, not {kind_of(value)}", "Store text in this column")
     else:
-        said = messages_of(row, column)
+        content = messages_of(row, column)
     context = optional_text(row, "input") if column in INSTRUCTIONS else ""
     passages = (optional_text(row, name) for name in PASSAGES if column == "question")
     passage = next((text for text in passages if text), "")
-    return Prompt(column, said, context, passage, system_of(row), rounds_of(row))
+    return Prompt(column, content, context, passage, system_of(row), rounds_of(row))
 
 
 def answer(row: Row, prompt: Prompt, column: str, *, has_template: bool, rounds_count: bool = False) -> Conversation | PlainText:
@@ -104,7 +106,7 @@ def answer(row: Row, prompt: Prompt, column: str, *, has_template: bool, rounds_
 
 
 def system_of(row: Row) -> str | None:
-    """Return the system message that stands in a column of its own, None where there is none. Raises DataError for what is no text."""
+    """Return the system message in a column of its own, None where there is none. Raises DataError for what is no text."""
     return next((text for text in (optional_text(row, name) for name in SYSTEM) if text), None)
 
 
@@ -126,13 +128,13 @@ def rounds_of(row: Row) -> tuple[tuple[str, str], ...]:
     rounds = row.values.get(HISTORY)
     if rounds is None or (isinstance(rounds, list | tuple) and not rounds):
         return ()
-    if not isinstance(rounds, list | tuple) or not all(_is_round(each) for each in rounds):
+    if not isinstance(rounds, list | tuple) or not all(_is_round(value) for value in rounds):
         raise row.wrong(
             HISTORY,
             "a list of pairs of texts is needed, each a question and its answer",
             "Store [[question, answer], ...], or remove the column",
         )
-    return tuple((asked, answered) for asked, answered in rounds)
+    return tuple((question, answered) for question, answered in rounds)
 
 
 def optional_text(row: Row, column: str) -> str:

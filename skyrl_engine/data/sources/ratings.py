@@ -38,8 +38,8 @@ def pair_by_rating(row: Row, rating: str | None, *, has_template: bool) -> tuple
     than two answers, for an answer or a rating that is missing or of another kind, and for what `pair_of` refuses.
     """
     column = find_named_column(row, COMPLETIONS)
-    given = row.values.get(column)
-    answers = list(given) if isinstance(given, list | tuple) else []
+    completions = row.values.get(column)
+    answers = list(completions) if isinstance(completions, list | tuple) else []
     if len(answers) == 1 and row.values.get(_GATHERED):
         return None
     if len(answers) < 2:
@@ -78,7 +78,7 @@ def _pair(row: Row, answers: Sequence[str], *, has_template: bool) -> tuple[Half
     prompt = _question(row)
     values: dict[str, Any] = dict(zip(("chosen", "rejected"), answers, strict=True))
     if prompt.is_text and not has_template:
-        values["prompt"] = "".join(f"{part}\n\n" for part in (prompt.system, prompt.said, prompt.context) if part)
+        values["prompt"] = "".join(f"{part}\n\n" for part in (prompt.system, prompt.content, prompt.context) if part)
     else:
         values["prompt"] = prompt.messages(row)
     return pair_of(evolve(row, values=values), has_template=has_template)
@@ -89,10 +89,10 @@ def _question(row: Row) -> Prompt:
         return Prompt("context", messages_of(row, "context"))
     if row.values.get("human_ref_A") is not None and isinstance(post := row.values.get("history"), str):
         return Prompt("history", post)
-    found = find_prompt(row, PROMPTS)
-    if found is None:
+    prompt = find_prompt(row, PROMPTS)
+    if prompt is None:
         raise row.wrong("prompt", f"a string is needed, not {kind_of(None)}", "Store the question as text")
-    return found
+    return prompt
 
 
 def _usual_rating(answers: Sequence[Any]) -> str:
@@ -127,7 +127,7 @@ def gather_answers(source: Source, rating: str | None) -> Source:
     """Return the source with rows of one rated answer each made rows of all answers to a prompt, where its rows are such; else the source
     itself.
 
-    `rating` is the number that rates answers; without it, `helpfulness`. Answers to one prompt stand in rows that follow each other.
+    `rating` is the number that rates answers; without it, `helpfulness`. Answers to one prompt are in rows that follow each other.
     """
     number = rating or OF_A_ROW
     prompt, response = (source.names.get(name, name) for name in ("prompt", "response"))
@@ -171,10 +171,10 @@ class GatheredAnswers(DatasetPart):
         rows: list[tuple[str, dict[str, Any]]] = []
         for where, content in self.part.read():
             values = dict(parse_row(content, where))
-            asked, text = values.pop(self.prompt, None), values.pop(self.response, None)
+            prompt, text = values.pop(self.prompt, None), values.pop(self.response, None)
             answer = {**values, "response": text}
-            if rows and rows[-1][1][self.prompt] == asked:
+            if rows and rows[-1][1][self.prompt] == prompt:
                 rows[-1][1]["completions"].append(answer)
             else:
-                rows.append((where, {self.prompt: asked, "completions": [answer], _GATHERED: True}))
+                rows.append((where, {self.prompt: prompt, "completions": [answer], _GATHERED: True}))
         return list(rows)

@@ -156,5 +156,5 @@ class Source:
                     remedy=f"Write {key}={near}" if near else f"Name one of its columns: {key}=NAME",
                     key=self.names_key,
                 )
-        kept = {column: value for column, value in row.values.items() if column not in self.names.values()}
-        return evolve(row, values={**kept, **{ours: row.values[theirs] for ours, theirs in self.names.items()}})
+        unnamed = {column: value for column, value in row.values.items() if column not in self.names.values()}
+        return evolve(row, values={**unnamed, **{ours: row.values[theirs] for ours, theirs in self.names.items()}})

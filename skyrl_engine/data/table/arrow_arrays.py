@@ -25,6 +25,6 @@ def texts(values: Sequence[str]) -> "pa.StringArray":
     import pyarrow as pa
 
     encoded = [value.encode() for value in values]
-    offsets = offsets_of([len(each) for each in encoded])
+    offsets = offsets_of([len(text) for text in encoded])
     assert offsets[-1] < 2**31, "texts of 2 GiB in one array"
     return pa.StringArray.from_buffers(len(values), pa.py_buffer(offsets.astype(np.int32)), pa.py_buffer(b"".join(encoded)))

@@ -34,7 +34,7 @@ def cache_key(
     reading: Reading = "samples",
 ) -> str:
     """Return sha256 over everything that the file depends on: content, chosen rows, tokenizer, chat template, settings, the names of
-    the columns that are read beside the tokens, what decides the tokens of `images`, how rows are read, and the code itself.
+    the columns that are read in addition to the tokens, what decides the tokens of `images`, how rows are read, and the code itself.
     """
     digest = hashlib.sha256()
     read = [
@@ -57,7 +57,7 @@ def cache_key(
 def _tokenizer_identity(tokenizer: Any) -> str:
     if tokenizer.is_fast:
         serialised = tokenizer.backend_tokenizer.to_str()
-        # before the added tokens stand padding and truncation, state of the last call; parsing a large vocabulary would take seconds
+        # padding and truncation, written before the added tokens, are state of the last call; parsing a large vocabulary would take seconds
         backend = serialised.partition('"added_tokens"')[2] or serialised
     else:
         backend = {"vocabulary": tokenizer.get_vocab(), "settings": tokenizer.init_kwargs}

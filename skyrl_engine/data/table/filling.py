@@ -173,13 +173,13 @@ class TableFilling:
     def _examples(self, row: Row, kind: KnownFormat) -> list[tuple[Example, int | None]]:
         """Return the examples of a row with their roles. Raises DataError for messages where no chat template is to write anything."""
         has_template = uses_template(self.tokenizer, self.data.template)
-        made = to_examples(row, kind, has_template=has_template, rating=self.data.rating)
-        if self.data.template == "none" and any(isinstance(example, Conversation) for example, _ in made):
+        examples = to_examples(row, kind, has_template=has_template, rating=self.data.rating)
+        if self.data.template == "none" and any(isinstance(example, Conversation) for example, _ in examples):
             raise DataError(
                 f'{row.name} holds messages, which a chat template writes, and data.template is "none"',
                 remedy="Remove data.template, or store prompt and answer as texts",
             )
-        return made
+        return examples
 
 
 def _watch_rows(rows: Iterator[Row]) -> Iterator[Row]:

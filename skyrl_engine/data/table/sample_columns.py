@@ -1,4 +1,4 @@
-"""Read the columns of a row beside its tokens: numbers and token ids per response token (advantages, log-probabilities, ...), and ids."""
+"""Read the columns of a row other than its tokens: numbers and token ids per response token (advantages, log-probabilities, ...), and ids."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -30,7 +30,7 @@ _KNOWN_NAMES = frozenset(
 _NO_ID = -1
 """Stands for no token id."""
 _OUTCOMES = frozenset({"rewards"})
-"""Columns whose sum over a response counts: one number for the whole response stands at its last token."""
+"""Columns whose sum over a response counts: one number for the whole response is put at its last token."""
 
 
 @frozen(eq=False)
@@ -68,7 +68,7 @@ class ColumnReader:
 
     def values(self, row: Row) -> dict[str, str | float]:
         """Return the values of the sample that are needed, by name. Raises DataError naming row and column for what is no text or number."""
-        found: dict[str, str | float] = {}
+        values: dict[str, str | float] = {}
         for name in filter(None, map(sample_value, self.needed)):
             column, value = self._value(row, name)
             number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -78,24 +78,24 @@ class ColumnReader:
                 raise row.wrong(
                     column, f"{kind_of(value)} stands here{others}", "Give every sample a text, or every sample a number"
                 )
-            found[name] = value
-        return found
+            values[name] = value
+        return values
 
-    def __call__(self, row: Row, whole: TokenizedSample, kept: TokenizedSample) -> dict[str, AnyArray]:
-        """Return float32[A] by name: A counts from the first loss-carrying token of `kept`, which is `whole` cut to the allowed length.
+    def __call__(self, row: Row, whole: TokenizedSample, cut: TokenizedSample) -> dict[str, AnyArray]:
+        """Return float32[A] by name: A counts from the first loss-carrying token of `cut`, which is `whole` cut to the allowed length.
 
         A number stands for every token of the response, a number of `rewards` for its last token. A list has one number per response token
         or per token. Columns of several numbers per token are [A, k] of float32, or int64 where they are token ids. Raises DataError naming
         row and column for one that is missing or does not fit, or is not finite where there is loss.
         """
-        stop = len(kept.loss)
-        start = int(np.argmax(kept.loss))
+        stop = len(cut.loss)
+        start = int(np.argmax(cut.loss))
         columns: dict[str, AnyArray] = {}
         for name, form in column_forms(self.needed).items():
             column, value = self._value(row, name)
             if form != "number":
                 columns[name] = self._wide(row, column, value, whole, ids=form == "token ids")[start:stop]
-                self._refuse_gaps(row, column, columns[name], kept.loss[start:], start)
+                self._refuse_gaps(row, column, columns[name], cut.loss[start:], start)
                 if form == "token ids":
                     np.maximum(columns[name], 0, out=columns[name])
                 continue
@@ -105,7 +105,7 @@ class ColumnReader:
                     values[slice(-1, None) if name in _OUTCOMES else slice(None)] = np.float32(value)
             else:
                 values = _on_all_tokens(row, column, value, whole)[start:stop]
-            finite = np.isfinite(values) | ~kept.loss[start:]
+            finite = np.isfinite(values) | ~cut.loss[start:]
             if not finite.all():
                 place = int(np.argmin(finite))
                 raise row.wrong(
@@ -115,7 +115,7 @@ class ColumnReader:
                 )
             columns[name] = values
         if columns.keys() >= {TEACHER_IDS, TEACHER_LOGPROBS} and columns[TEACHER_LOGPROBS].ndim == columns[TEACHER_IDS].ndim == 2:
-            check_teacher(row, columns[TEACHER_IDS], columns[TEACHER_LOGPROBS], kept.loss[start:], start)
+            check_teacher(row, columns[TEACHER_IDS], columns[TEACHER_LOGPROBS], cut.loss[start:], start)
         return columns
 
     def _wide(self, row: Row, column: str, value: Any, whole: TokenizedSample, *, ids: bool) -> AnyArray:

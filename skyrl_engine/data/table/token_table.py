@@ -55,7 +55,7 @@ class TokenTable:
 
     @property
     def sample_values(self) -> dict[str, str]:
-        """Return the columns with one value per sample beside ids, by the name of the value."""
+        """Return the columns with one value per sample, other than ids, by the name of the value."""
         names = self.batch.schema.names
         return {name.removeprefix(_VALUE): name for name in names if name.startswith(_VALUE)}
 
@@ -98,7 +98,7 @@ def open_table(path: Path) -> TokenTable | None:
 
 
 class TokenTableWriter:
-    """Collects samples in unnamed files beside the target, then writes them as one record batch: memory stays bounded by the offsets."""
+    """Collects samples in unnamed files in the target's folder, then writes them as one record batch: memory stays bounded by the offsets."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -153,9 +153,9 @@ class TokenTableWriter:
         self._rows.append(sample.number)
         self._images.append(sample.images)
 
-    def keep(self, kept: AnyArray) -> None:
+    def keep(self, mask: AnyArray) -> None:
         """Write only these of the samples, bool[N]."""
-        self._kept = kept
+        self._kept = mask
 
     def finish(self, path: Path, info: dict[str, Any]) -> None:
         """Write the table and `info` (plain values) beside `path`, flush them to the disk, and rename."""

@@ -141,7 +141,7 @@ class ChatTemplate:
         weights = {chat.weight(turn) for turn in wanted}
         replies = (i for i, message in enumerate(chat.messages[first:], start=first) if message["role"] == "assistant")
         if len(weights) > 1 or any(i not in wanted for i in replies):
-            # a turn between or after them carries no loss, or another one: the blocks of each lie where its turn does
+            # a turn between or after them carries no loss, or another one: the blocks of each are where its turn is
             turns = self._turn_spans(chat, full, name, wanted)
             within = [
                 (max(start, a), min(end, b), weight) for a, b, weight in turns for start, end in marks[0] if start < b and end > a
@@ -149,7 +149,7 @@ class ChatTemplate:
             if not within:
                 raise _turn_not_found_error(name, first, "the template's generation tags enclose nothing of it")
             return within
-        # a turn may have several blocks; those of the last turn lie after everything rendered before it
+        # a turn may have several blocks; those of the last turn come after everything rendered before it
         before = self.attempt(chat, chat.messages[:first], generation_prompt=True) if first else ""
         floor = _common_prefix(before, full) if before is not None else 0
         spans = [(start, end, *weights) for start, end in marks[0] if end > max(start, floor)]
@@ -231,10 +231,10 @@ class _Turns:
         if not header:
             whole = self.template.attempt(self.chat, self.chat.messages, generation_prompt=True)
             header = whole[len(self.full) :] if whole is not None and whole.startswith(self.full) else ""
-        found = self.full.rfind(header, after, anchor) if header else -1
-        if found < 0:
+        start = self.full.rfind(header, after, anchor) if header else -1
+        if start < 0:
             raise _turn_not_found_error(self.name, index, "no generation prompt stands before its content")
-        return found + len(header)
+        return start + len(header)
 
 
 def _insert_mark(message: Message, mark: str) -> Iterator[Message]:
@@ -263,8 +263,8 @@ def _insert_mark_in_text(text: str, mark: str) -> Iterator[str]:
     if closing and answer.strip():
         lead = len(answer) - len(answer.lstrip())
         yield head + closing + answer[:lead] + mark + answer[lead:]
-    kept = len(text.rstrip())
-    yield text[:kept] + mark + text[kept:]
+    stop = len(text.rstrip())
+    yield text[:stop] + mark + text[stop:]
 
 
 def _common_prefix(left: str, right: str) -> int:

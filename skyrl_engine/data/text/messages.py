@@ -76,7 +76,7 @@ class Conversation:
 
 
 def messages_of(row: Row, column: str, *, single: bool = False) -> list[Message]:
-    """Return the messages in a column, a list or its JSON text; where `single` is allowed, one message may stand there alone. Raises
+    """Return the messages in a column, a list or its JSON text; where `single` is allowed, it may be one message alone. Raises
     DataError.
     """
     value = row.values.get(column)
@@ -96,10 +96,10 @@ def prompt_messages_of(row: Row, column: str) -> list[Message]:
     return [{key: value for key, value in message.items() if key != _CARRIES} for message in messages_of(row, column)]
 
 
-def _message(row: Row, column: str, number: int, given: object) -> Message:
-    if not isinstance(given, Mapping):
-        raise row.wrong(column, f"message {number} is {kind_of(given)}, not an object", "Store a list of {role, content} objects")
-    message = dict(given)
+def _message(row: Row, column: str, number: int, value: object) -> Message:
+    if not isinstance(value, Mapping):
+        raise row.wrong(column, f"message {number} is {kind_of(value)}, not an object", "Store a list of {role, content} objects")
+    message = dict(value)
     if "role" not in message and "from" in message:
         message["role"] = message.pop("from")
     if "content" not in message and "value" in message:
@@ -107,7 +107,7 @@ def _message(row: Row, column: str, number: int, given: object) -> Message:
     role = message.get("role")
     if not isinstance(role, str):
         raise row.wrong(
-            column, f"message {number} has no role; it has {join_names(list(given))}", "Give every message a role and content"
+            column, f"message {number} has no role; it has {join_names(list(value))}", "Give every message a role and content"
         )
     if role == _CALL:
         message |= _parse_call(row, column, number, message.get("content"))
@@ -121,8 +121,8 @@ def _message(row: Row, column: str, number: int, given: object) -> Message:
 
 def _parse_call(row: Row, column: str, number: int, text: Any) -> Message:
     """Return what a message holds whose text is a call, or a list of calls, in JSON: {name, arguments}."""
-    given = _from_json(row, column, text) if isinstance(text, str) else text
-    calls = given if isinstance(given, list | tuple) else [given]
+    value = _from_json(row, column, text) if isinstance(text, str) else text
+    calls = value if isinstance(value, list | tuple) else [value]
     if not calls or not all(isinstance(call, Mapping) and isinstance(call.get("name"), str) for call in calls):
         raise row.wrong(
             column,
@@ -192,8 +192,8 @@ def conversation_of(row: Row, messages: list[Message], first_reply: int = 0) -> 
             f"{row.name} has no assistant message to learn from, only {roles}",
             remedy="Remove the sample, or name the reply's role assistant",
         )
-    said = [message.pop(_CARRIES, None) for message in messages]
-    carries = {i: value for i, value in enumerate(said) if value is not None}
+    marks = [message.pop(_CARRIES, None) for message in messages]
+    carries = {i: value for i, value in enumerate(marks) if value is not None}
     if wrong := [i for i, value in carries.items() if value and i < first_reply]:
         raise in_prompt(row, wrong[0])
     tools = row.values.get("tools")
@@ -270,10 +270,12 @@ def _with_places(messages: list[Message], images: int) -> list[Message]:
 
 
 def image_columns(row: Row) -> dict[str, list[Any]]:
-    """Return the image columns beside the messages, each with the images of this row; a column without any is left out."""
-    given = {column: row.values.get(column) for column in ("images", "image")}
+    """Return the image columns that belong to the messages, each with the images of this row; a column without any is left out."""
+    columns = {column: row.values.get(column) for column in ("images", "image")}
     several = (list, tuple, np.ndarray)
-    lists = {column: list(value) if isinstance(value, several) else [value] for column, value in given.items() if value is not None}
+    lists = {
+        column: list(value) if isinstance(value, several) else [value] for column, value in columns.items() if value is not None
+    }
     return {column: images for column, images in lists.items() if images}
 
 

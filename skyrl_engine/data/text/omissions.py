@@ -2,7 +2,7 @@
 
 Every text of the conversation gets a mark of its own, and the conversation is rendered once more: a field whose mark is missing was left out,
 unless a rendering with that field alone marked differs from the plain one. Searching for the text itself would not do: the name of a called
-function also stands in the list of tools, its arguments in the question. Plain chats, whose kinds of turns were checked once, are searched
+function is also in the list of tools, its arguments in the question. Plain chats, whose kinds of turns were checked once, are searched
 for their texts in order, which costs no rendering.
 
 Chat templates of reasoning models remove the reasoning of earlier turns by design; that is reported and allowed. Ids of tool calls are the
@@ -52,36 +52,36 @@ class OmissionCheck:
         Raises DataError naming the sample, the message and the field.
         """
         turns = _plain_turns(chat)
-        if turns is not None and turns <= self._written and _stands_in_order(chat, full):
+        if turns is not None and turns <= self._written and _is_in_order(chat, full):
             return False
-        held = list(_list_parts(chat))
-        lost = self._find_omitted(chat, full, held)
-        kept_reasoning = {each.message for each in held if each.reasoning and each not in lost}
+        parts = list(_list_parts(chat))
+        lost = self._find_omitted(chat, full, parts)
+        kept_reasoning = {part.message for part in parts if part.reasoning and part not in lost}
         last_question = max((i for i, message in enumerate(chat.messages) if message["role"] == "user"), default=-1)
         removed = False
-        for each in lost:
-            if each.reasoning and (each.message < last_question or each.message in kept_reasoning):
-                removed |= each.message not in kept_reasoning
+        for part in lost:
+            if part.reasoning and (part.message < last_question or part.message in kept_reasoning):
+                removed |= part.message not in kept_reasoning
                 continue
-            raise _omission_error(each, name)
+            raise _omission_error(part, name)
         if turns is not None:
             self._written.update(turns)
         return removed
 
-    def _find_omitted(self, chat: Conversation, full: str, held: Sequence[_ChatPart]) -> list[_ChatPart]:
-        marks = _marks(full, len(held))
+    def _find_omitted(self, chat: Conversation, full: str, parts: Sequence[_ChatPart]) -> list[_ChatPart]:
+        marks = _marks(full, len(parts))
         marked = chat
         # from the last to the first, so that a place in a text keeps its meaning
-        for each, mark in zip(reversed(held), reversed(marks), strict=True):
-            marked = each.marked(marked, mark)
+        for part, mark in zip(reversed(parts), reversed(marks), strict=True):
+            marked = part.marked(marked, mark)
         text = self.attempt(marked)
-        missing = [each for each, mark in zip(held, marks, strict=True) if text is None or mark not in text]
-        return [each for each in missing if not self._depends(chat, full, each, marks[0])]
+        missing = [part for part, mark in zip(parts, marks, strict=True) if text is None or mark not in text]
+        return [part for part in missing if not self._has_effect(chat, full, part, marks[0])]
 
-    def _depends(self, chat: Conversation, full: str, held: _ChatPart, mark: str) -> bool:
-        """Say if the rendering depends on the text; where the template refuses the marked text, if the text stands in the rendering."""
-        text = self.attempt(held.marked(chat, mark))
-        return held.text in full if text is None else text != full
+    def _has_effect(self, chat: Conversation, full: str, part: _ChatPart, mark: str) -> bool:
+        """Say if the rendering depends on the text; where the template refuses the marked text, if the text is in the rendering."""
+        text = self.attempt(part.marked(chat, mark))
+        return part.text in full if text is None else text != full
 
 
 def _marks(full: str, count: int) -> list[str]:
@@ -106,14 +106,14 @@ def _plain_turns(chat: Conversation) -> set[tuple[bool, str, str, bool]] | None:
     return turns
 
 
-def _stands_in_order(chat: Conversation, full: str) -> bool:
+def _is_in_order(chat: Conversation, full: str) -> bool:
     place = 0
     for message in chat.messages:
         text = message["content"].strip()
-        found = full.find(text, place)
-        if found < 0:
+        start = full.find(text, place)
+        if start < 0:
             return False
-        place = found + len(text)
+        place = start + len(text)
     return True
 
 
@@ -141,8 +141,8 @@ def _list_content_parts(number: int, message: Message) -> Iterator[_ChatPart]:
         return
     thought, closing, answer = content.rpartition(_END_OF_THOUGHT) if message["role"] == "assistant" else ("", "", content)
     if closing and thought.replace("<think>", "").strip():
-        kept = len(thought.rstrip())
-        yield _ChatPart(number, "content", "the reasoning", thought.strip(), _in_content(number, kept), reasoning=True)
+        stop = len(thought.rstrip())
+        yield _ChatPart(number, "content", "the reasoning", thought.strip(), _in_content(number, stop), reasoning=True)
     if answer.strip():
         yield _ChatPart(number, "content", "the text", answer.strip(), _in_content(number, len(content.rstrip())))
 
@@ -170,21 +170,21 @@ def _name_of(tool: Any) -> str:
     return str(tool if inner is None else inner.get("name"))
 
 
-def _with(value: Any, mark: str) -> Any:
+def _insert_mark(value: Any, mark: str) -> Any:
     """Return the value with the mark in it: at the end of a text, as a key of an object, as an item of a list."""
     if isinstance(value, str):
-        kept = len(value.rstrip())
-        return value[:kept] + mark + value[kept:]
+        stop = len(value.rstrip())
+        return value[:stop] + mark + value[stop:]
     if isinstance(value, Mapping):
         return {**value, mark: mark}
     return [*value, mark] if isinstance(value, list | tuple) else f"{value}{mark}"
 
 
-def _with_function(call: Any, key: str, mark: str) -> Any:
+def _insert_mark_in_function(call: Any, key: str, mark: str) -> Any:
     inner = _function(call)
     if inner is None:
-        return _with(call, mark)
-    marked = {**inner, key: _with(inner.get(key), mark)}
+        return _insert_mark(call, mark)
+    marked = {**inner, key: _insert_mark(inner.get(key), mark)}
     return {**call, "function": marked} if "function" in call else marked
 
 
@@ -200,7 +200,7 @@ def _in_message(number: int, change: Callable[[Message, str], Message]) -> Marki
 
 
 def _in_field(number: int, key: str) -> Marking:
-    return _in_message(number, lambda message, mark: {**message, key: _with(message[key], mark)})
+    return _in_message(number, lambda message, mark: {**message, key: _insert_mark(message[key], mark)})
 
 
 def _in_content(number: int, place: int) -> Marking:
@@ -213,7 +213,7 @@ def _in_content(number: int, place: int) -> Marking:
 def _in_part(number: int, place: int) -> Marking:
     def change(message: Message, mark: str) -> Message:
         parts = list(message["content"])
-        parts[place] = {**parts[place], "text": _with(parts[place]["text"], mark)}
+        parts[place] = {**parts[place], "text": _insert_mark(parts[place]["text"], mark)}
         return {**message, "content": parts}
 
     return _in_message(number, change)
@@ -222,7 +222,7 @@ def _in_part(number: int, place: int) -> Marking:
 def _in_list(number: int, key: str, place: int) -> Marking:
     def change(message: Message, mark: str) -> Message:
         items = list(message[key])
-        items[place] = _with(items[place], mark)
+        items[place] = _insert_mark(items[place], mark)
         return {**message, key: items}
 
     return _in_message(number, change)
@@ -231,7 +231,7 @@ def _in_list(number: int, key: str, place: int) -> Marking:
 def _in_call(number: int, place: int, key: str) -> Marking:
     def change(message: Message, mark: str) -> Message:
         calls = list(message["tool_calls"])
-        calls[place] = _with_function(calls[place], key, mark)
+        calls[place] = _insert_mark_in_function(calls[place], key, mark)
         return {**message, "tool_calls": calls}
 
     return _in_message(number, change)
@@ -240,15 +240,15 @@ def _in_call(number: int, place: int, key: str) -> Marking:
 def _in_tool(number: int) -> Marking:
     def marked(chat: Conversation, mark: str) -> Conversation:
         tools = list(chat.tools or ())
-        tools[number] = _with_function(tools[number], "name", mark)
+        tools[number] = _insert_mark_in_function(tools[number], "name", mark)
         return chat.with_tools(tools)
 
     return marked
 
 
-def _omission_error(held: _ChatPart, name: str) -> DataError:
-    place = "column 'tools'" if held.message == _TOOLS else f"message {held.message}, field {held.field!r}"
+def _omission_error(part: _ChatPart, name: str) -> DataError:
+    place = "column 'tools'" if part.message == _TOOLS else f"message {part.message}, field {part.field!r}"
     return DataError(
-        f"{name}, {place}: the chat template leaves out {held.what}",
+        f"{name}, {place}: the chat template leaves out {part.what}",
         remedy="Set model.chat_template to a template that writes it, or remove it from the sample",
     )

@@ -27,9 +27,9 @@ def append_reward_token(sample: TokenizedSample, pad_token_id: int) -> Tokenized
     ids = read_at_end(sample.input_ids, pad_token_id)
     loss = np.zeros(len(ids), dtype=np.bool_)
     loss[-1] = True
-    made = evolve(sample, input_ids=ids, loss=loss, weights=None, response=None if sample.response is None else 1)
+    extended = evolve(sample, input_ids=ids, loss=loss, weights=None, response=None if sample.response is None else 1)
     if sample.weights is None:
-        return made
+        return extended
     weights = np.zeros(len(ids), dtype=np.float32)
     weights[-1] = sample.weights[np.flatnonzero(sample.weights)[-1]]
-    return made.with_weights(weights)
+    return extended.with_weights(weights)

@@ -65,9 +65,9 @@ class _Text:
 class SampleTokenizer:
     """Tokenizes examples with one tokenizer.
 
-    A token carries loss if any of its characters lies in a span. A token across a span's start counts too: it is the only one that can teach
+    A token carries loss if any of its characters is in a span. A token across a span's start counts too: it is the only one that can teach
     its part of the response; such boundary tokens are counted, since at generation time the prompt would have ended inside them.
-    Conversations get no special tokens beside those their template writes, so none is doubled. Plain text gets the tokenizer's own leading
+    Conversations get no special tokens but those of their template, so none is doubled. Plain text gets the tokenizer's own leading
     ones unless it already begins with them, and ends with the end-of-text token.
 
     `preferences` lets answers begin where TRL does: at the first token in which the text differs from its prompt tokenized alone, and in
@@ -98,10 +98,10 @@ class SampleTokenizer:
             ids, weights, boundary = next(encoded)
             if text.plain:
                 ids, weights = self._with_ends(ids, weights)
-            made = TokenizedSample(
+            sample = TokenizedSample(
                 number, name, ids, weights != 0, boundary, removed_reasoning=text.removed_reasoning, prompt=text.prompt
             )
-            samples.append(made.with_weights(weights))
+            samples.append(sample.with_weights(weights))
         return samples
 
     def _text(self, example: Conversation | PlainText, name: str) -> _Text:

@@ -24,24 +24,24 @@ def pop_turn_weight(row: Row, column: str, number: int, message: dict[str, Any])
             raise row.wrong(
                 column, f"{where} has {key!r}, and loss cannot fall on a part of a message", "Split the message, or remove the key"
             )
-    said: dict[str, bool] = {}
+    marks: dict[str, bool] = {}
     weight = _weight(row, column, where, message.pop(WEIGHT, None))
     if weight is not None:
-        said[WEIGHT] = bool(weight)
+        marks[WEIGHT] = bool(weight)
     for key in SWITCHES:
         if (value := message.pop(key, None)) is not None:
             if not isinstance(value, bool):
                 raise row.wrong(column, f"{where} has {key} {value!r}", f"Use true or false for {key!r}")
-            said[key] = value
-    if len(set(said.values())) > 1:
-        raise row.wrong(column, f"{where} contradicts itself: {_format_keys(said, weight)}", "Keep one of these keys")
-    if not said:
+            marks[key] = value
+    if len(set(marks.values())) > 1:
+        raise row.wrong(column, f"{where} contradicts itself: {_format_keys(marks, weight)}", "Keep one of these keys")
+    if not marks:
         return None
-    carries = next(iter(said.values()))
+    carries = next(iter(marks.values()))
     if carries and message["role"] != "assistant":
         raise row.wrong(
             column,
-            f"{where} of role {message['role']!r} asks for loss ({_format_keys(said, weight)}), and loss falls on assistant messages alone",
+            f"{where} of role {message['role']!r} asks for loss ({_format_keys(marks, weight)}), and loss falls on assistant messages alone",
             "Remove the key, or give the message the role assistant",
         )
     return float(carries) if weight is None else weight
@@ -64,5 +64,5 @@ def _weight(row: Row, column: str, where: str, weight: object) -> float | None:
     return float(weight)
 
 
-def _format_keys(said: Mapping[str, bool], weight: float | None) -> str:
-    return ", ".join(f"{key} {weight:g}" if key == WEIGHT else f"{key} {str(value).lower()}" for key, value in said.items())
+def _format_keys(marks: Mapping[str, bool], weight: float | None) -> str:
+    return ", ".join(f"{key} {weight:g}" if key == WEIGHT else f"{key} {str(value).lower()}" for key, value in marks.items())

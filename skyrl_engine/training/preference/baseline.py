@@ -69,7 +69,7 @@ def prompt_labels(columns: SampleColumns) -> IntArray:
 def other_answers(labels: IntArray) -> IntArray | None:
     """int64[N]: for every sample one whose answer is to another prompt; None where all samples have one prompt.
 
-    Every answer is taken once where that is possible: samples are sorted by prompt, and each takes the answer that stands as many places
+    Every answer is taken once where that is possible: samples are sorted by prompt, and each takes the answer that is as many places
     after it as the most frequent prompt has samples. Where more than half of the samples have one prompt, these share the others' answers.
     """
     count = len(labels)

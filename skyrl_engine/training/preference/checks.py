@@ -64,7 +64,7 @@ def refuse_single_pair_baseline(draft: DataDraft) -> None:
 
 
 def refuse_precomputed_baseline(draft: DataDraft) -> None:
-    """Raise UnsupportedError for reference.precompute beside KTO's baseline."""
+    """Raise UnsupportedError for reference.precompute with KTO's baseline."""
     if BASELINE in draft.assembly.objective.columns and draft.resolved.config.reference.precompute:
         raise UnsupportedError(
             "reference.precompute scores the answers of the data, and KTO's baseline is of mismatched ones, others in every step",

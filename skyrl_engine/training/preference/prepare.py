@@ -46,7 +46,7 @@ def prepare(resolved: ResolvedConfig, progress: DataProgress | None = None) -> P
     """Load the preferences, make the controller's plugins, and refuse what cannot work. Starts nothing.
 
     Raises what preparing a run over a dataset raises; DataError where KTO's baseline would find no answer to another prompt;
-    UnsupportedError for a loss without preferences, for dropout beside a reference, and for a reference that the backend does not have.
+    UnsupportedError for a loss without preferences, for dropout with a reference, and for a reference that the backend does not have.
     """
     run = prepare_data(
         resolved, progress, reading="preferences", computed=GIVEN, before_building=BEFORE_BUILDING, after_building=AFTER_BUILDING

@@ -32,12 +32,12 @@ from skyrl_engine.training.sft.state import fingerprint
 
 _SECONDS_BETWEEN_WRITES: Final = 1.0
 _PLACES: Final = ("path", "revision", "tokenizer", "chat_template", "value_head", "activation_checkpointing", "lora")
-"""Keys of a model's table that do not decide the scores of a frozen one beside its weights."""
+"""Keys of a model's table that do not decide the scores of a frozen one, other than its weights."""
 
 
 @frozen
 class ReferenceScores:
-    """The file of one dataset's scores: float32 per response token, 0 where there is no loss. Beside it stands what proves it whole,
+    """The file of one dataset's scores: float32 per response token, 0 where there is no loss. Next to it is what proves it whole,
     or, while it is made, how far it is.
     """
 
@@ -46,7 +46,7 @@ class ReferenceScores:
 
     @classmethod
     def of(cls, folder: str | None, model: ModelConfig, columns: SampleColumns) -> "ReferenceScores":
-        """Name the file for this reference and this data. Raises UnsupportedError for a model that cannot be told from others."""
+        """Name the file for this reference and this data. Raises UnsupportedError for a model that cannot be distinguished from others."""
         weights = weights_fingerprint(model)
         if weights is None or model.lora is not None:
             raise UnsupportedError(
@@ -77,9 +77,9 @@ class ReferenceScores:
         order = SampleOrder.of(dataset.columns, batch_size=batch_size, shuffle=False)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            begun = self._facts()
+            facts = self._facts()
             whole = self.path.is_file() and self.path.stat().st_size == 4 * self.tokens
-            offset = int(begun["samples"]) if whole and begun.get("batch_size") == batch_size and "samples" in begun else 0
+            offset = int(facts["samples"]) if whole and facts.get("batch_size") == batch_size and "samples" in facts else 0
             if not whole:
                 with self.path.open("wb") as file:
                     file.truncate(4 * self.tokens)

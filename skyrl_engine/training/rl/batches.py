@@ -30,7 +30,7 @@ def _parts(group_sizes: Sequence[int], size: int) -> int:
 
 
 def group_sizes(columns: SampleColumns) -> list[int]:
-    """Return the number of samples of every group, in the order of the groups; a group's samples lie together."""
+    """Return the number of samples of every group, in the order of the groups; a group's samples are together."""
     ids = columns.group_ids
     bounds = np.flatnonzero(np.concatenate([[True], ids[1:] != ids[:-1], [True]])) if len(ids) else np.zeros(1, dtype=np.int64)
     return [int(size) for size in np.diff(bounds)]

@@ -81,14 +81,14 @@ def refuse_contradictions(draft: RlDraft) -> None:
 def _refuse_sampling(resolved: ResolvedConfig) -> list[Problem]:
     """Return the problems of keys that ask for what nobody does where rollouts are recorded."""
     config = resolved.config
-    asked = {
+    set_keys = {
         "environments": bool(config.environments),
         "evaluation.every": config.evaluation.every is not None,
         "evaluation.at_start": config.evaluation.at_start,
     }
     return [
         Problem(key, "rl.rollouts is set, so that nothing is sampled and no environment answers", f"Remove {key}, or rl.rollouts")
-        for key, is_set in asked.items()
+        for key, is_set in set_keys.items()
         if is_set
     ]
 
@@ -229,11 +229,11 @@ def check_evaluation(draft: RlDraft) -> None:
 def _check_held_out(
     config: EngineConfig, parts: Sequence[BoundPlugin[Environment]], renderer: ChatRenderer, limits: PromptLimits
 ) -> None:
-    asked = [key for key in ("every", "at_start") if getattr(config.evaluation, key) not in (None, False)]
-    if not asked and not config.evaluation.at_end:
+    set_keys = [key for key in ("every", "at_start") if getattr(config.evaluation, key) not in (None, False)]
+    if not set_keys and not config.evaluation.at_end:
         return
     held_out = tasks_of(parts, config.evaluation.tasks)
-    if asked and not held_out:
+    if set_keys and not held_out:
         raise ConfigError(
             [
                 Problem(
@@ -241,7 +241,7 @@ def _check_held_out(
                     "asks for evaluation, but no environment has a held-out task",
                     f"Remove evaluation.{key}, or hold tasks out: --eval-data, or eval_data or eval_fraction of an environment over a table",
                 )
-                for key in asked
+                for key in set_keys
             ]
         )
     check_prompts(parts, held_out, renderer, limits)

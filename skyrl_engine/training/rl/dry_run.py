@@ -9,7 +9,7 @@ from skyrl_engine.config.schema import RlConfig
 from skyrl_engine.contracts.values.topology import Topology
 from skyrl_engine.data.preview import show_boundaries, token_texts
 from skyrl_engine.data.text.template_rule import Rendering
-from skyrl_engine.engine.cpu_check import sharing
+from skyrl_engine.engine.cpu_check import describe_sharing
 from skyrl_engine.rollout.offline_source import Recording
 from skyrl_engine.training.rl.prepare import Progress, prepare
 from skyrl_engine.training.rl.prepared import LiveRolloutSpec, PreparedRl
@@ -22,7 +22,7 @@ class RlPlan:
 
     `rollouts` describes a recording that is trained on, None where attempts are sampled. `passes` names the passes over a batch in their order.
     `written` says who writes prompts, empty for a recording. `prompt` is the first prompt of every environment as pieces of text, a token
-    each; `suffix` is what stands between a turn and the next one, where there are several turns.
+    each; `suffix` is what comes between a turn and the next one, where there are several turns.
     """
 
     plugins: Mapping[str, str]
@@ -56,7 +56,7 @@ def plan_rl(resolved: ResolvedConfig, *, progress: Progress | None = None) -> Rl
         observers=tuple(_describe(selected) for selected in resolved.observers),
         model=config.model.path,
         launch=config.run.launch,
-        sharing=sharing(config.run),
+        sharing=describe_sharing(config.run),
         topology=prepared.assembly.description.topology,
         capabilities=tuple(sorted(prepared.assembly.description.capabilities)),
         tasks=_tasks(prepared),

@@ -41,7 +41,7 @@ def rollout_metrics(
         metrics["reward/part/overlong"] = -_mean(length_penalties(attempts, overlong))
     for name, values in _parts(attempts).items():
         metrics[f"reward/part/{name}"] = _mean(values)
-    metrics["rollout/zero_variance"] = _mean(float(_equal(group)) for group in finished)
+    metrics["rollout/zero_variance"] = _mean(float(_has_equal_rewards(group)) for group in finished)
     for reason, count in Counter(group.dropped for group in finished if group.dropped is not None).items():
         metrics[f"rollout/dropped/{reason}"] = count / len(finished)
     metrics["rollout/failed"] = _mean(float(attempt.status == "failed") for attempt in everything)
@@ -115,7 +115,7 @@ def _parts(attempts: Iterable[Trajectory]) -> dict[str, list[float]]:
     return parts
 
 
-def _equal(group: Group) -> bool:
+def _has_equal_rewards(group: Group) -> bool:
     return len(set(group.rewards.tolist())) <= 1
 
 

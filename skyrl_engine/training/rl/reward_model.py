@@ -95,7 +95,7 @@ class RewardModel:
             evolve(
                 group,
                 trajectories=tuple(
-                    trajectory if trajectory.status == "failed" else self._with(trajectory, next(values))
+                    trajectory if trajectory.status == "failed" else self._add_value(trajectory, next(values))
                     for trajectory in group.trajectories
                 ),
             )
@@ -104,11 +104,11 @@ class RewardModel:
 
     def replace_rewards(self, engine: Engine, groups: Sequence[Group]) -> tuple[Group, ...]:
         """Return recorded groups with this model's part in the place of the one that a reward model gave when they were recorded."""
-        bare = [evolve(group, trajectories=tuple(map(_without, group.trajectories))) for group in groups]
+        bare = [evolve(group, trajectories=tuple(map(_remove_value, group.trajectories))) for group in groups]
         return self.add_rewards(engine, bare)
 
-    def _with(self, attempt: Trajectory, value: float) -> Trajectory:
-        """Return an attempt with a further part of its reward, which stands at its last token."""
+    def _add_value(self, attempt: Trajectory, value: float) -> Trajectory:
+        """Return an attempt with a further part of its reward, put at its last token."""
         share = self.weight * value
         return evolve(
             attempt,
@@ -164,7 +164,7 @@ def value_metrics(groups: Sequence[Group]) -> dict[str, float]:
     }
 
 
-def _without(attempt: Trajectory) -> Trajectory:
+def _remove_value(attempt: Trajectory) -> Trajectory:
     """Return a recorded attempt without what a reward model gave it."""
     if REWARD_MODEL not in attempt.metrics:
         return attempt

@@ -47,7 +47,7 @@ def run_rl(
 ) -> RunResult:
     """Train to the configured end, or until a signal asks to stop.
 
-    `observers` listen beside those of the configuration; `resume` overrides `checkpoint.resume`; `progress` gets how many groups of a step
+    `observers` listen with those of the configuration; `resume` overrides `checkpoint.resume`; `progress` gets how many groups of a step
     are there. Whatever goes wrong ends the ranks and the environments, is recorded in the run directory, and is raised again.
     """
     with open_session(resolved, observers=observers, resume=resume) as session:

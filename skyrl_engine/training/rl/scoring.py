@@ -99,7 +99,7 @@ def _old(
         # another policy sampled, which the model is at a distance from already
         return "rollout"
     if config.old == "auto":
-        # the sampler's own log-probabilities would do for a penalty, but their last bits depend on what was sampled beside them
+        # the sampler's own log-probabilities would do for a penalty, but their last bits depend on what was sampled at the same time
         return "current" if one_step and not early and config.kl is None else "score"
     if config.old == "current" and (early or not one_step):
         why = "the advantage reads them before that pass" if early else "later optimizer steps of the batch need those of its first"
@@ -131,10 +131,12 @@ def _refuse_two_penalties(config: RlConfig, objective: ObjectiveParts) -> None:
         )
 
 
-def _refuse_unknown(asked: Mapping[str, tuple[str, ...]], advantage: BoundPlugin[Advantage], of_rollouts: AbstractSet[str]) -> None:
+def _refuse_unknown(
+    needs_of: Mapping[str, tuple[str, ...]], advantage: BoundPlugin[Advantage], of_rollouts: AbstractSet[str]
+) -> None:
     known = {*_GIVEN, *MODEL_SCORES, *_VALUES_OF_SAMPLES, *of_rollouts}
     may_be_given = {row.column: row.name for row in list_further_columns()}
-    for label, needs in asked.items():
+    for label, needs in needs_of.items():
         for name in needs:
             if name not in known and name in may_be_given:
                 raise UnsupportedError(

@@ -113,6 +113,6 @@ def _check_some_finished(groups: Sequence[Group]) -> None:
     causes = Counter(attempt.cause for attempt in ended).most_common(_COMMON)
     raise RolloutError(
         f"all {len(ended)} attempts failed, so nothing was measured",
-        remedy=name_remedy([each.cause or "" for each in ended]),
+        remedy=name_remedy([failed.cause or "" for failed in ended]),
         details=[f"{count} x {cause}" for cause, count in causes],
     )

@@ -35,7 +35,7 @@ def tasks_in(part: BoundPlugin[Environment], split: Split) -> Tasks:
 
 @contextmanager
 def _columns_named_at(place: str) -> Iterator[None]:
-    """Name columns in errors by their whole key: of an environment at `environments[0]`, `environments.0.map`; at no place, as it stands."""
+    """Name columns in errors by their whole key: of an environment at `environments[0]`, `environments.0.map`; at no place, by its own name."""
     try:
         yield
     except ColumnError as error:
@@ -64,8 +64,14 @@ def task_at(part: BoundPlugin[Environment], tasks: Tasks, index: int) -> Task:
 
 
 def _require_plain_fields(label: str, index: int, task: Task) -> None:
-    due = {"key": (str,), "messages": (tuple, list), "prompt_ids": (tuple, list), "data": (Mapping,), "tools": (tuple, list)}
-    for name, types in due.items():
+    types_of_field = {
+        "key": (str,),
+        "messages": (tuple, list),
+        "prompt_ids": (tuple, list),
+        "data": (Mapping,),
+        "tools": (tuple, list),
+    }
+    for name, types in types_of_field.items():
         value = getattr(task, name)
         if not isinstance(value, types):
             raise ContractError(
@@ -139,6 +145,8 @@ class TaskOrder:
         key = (environment, epoch)
         if key not in self._orders:
             generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence([self.seed, environment, epoch, 1])))
-            self._orders = {kept: order for kept, order in self._orders.items() if kept[0] != environment or kept[1] == epoch - 1}
+            self._orders = {
+                place: order for place, order in self._orders.items() if place[0] != environment or place[1] == epoch - 1
+            }
             self._orders[key] = generator.permutation(count)
         return int(self._orders[key][offset])

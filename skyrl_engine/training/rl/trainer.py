@@ -190,7 +190,7 @@ class RlTrainer:
         return evaluation_metrics(groups, self.prepared.names, seed=config.run.seed)
 
     def state(self) -> Mapping[str, Any]:
-        """Return where the source of groups stands, and what is steered from step to step."""
+        """Return how far the source of groups is, and what is steered from step to step."""
         return RlState(
             "rl",
             self.source.step,

@@ -124,7 +124,7 @@ def plan_first_batch(
     )
     for dataset in loaded.values():
         columns = dataset.columns
-        # beside others, because there may have to be as many samples as ranks
+        # with others, because there may have to be as many samples as ranks
         some = np.union1d(largest_units(columns), np.arange(min(len(columns), training.batch_size)))
         plan_batch(assembly.collator, columns.take(some), layout)
     return plan

@@ -10,7 +10,7 @@ from skyrl_engine.config import ResolvedConfig, SelectedPlugin
 from skyrl_engine.contracts.values.plan import BatchPlan
 from skyrl_engine.contracts.values.topology import Topology
 from skyrl_engine.data.preview import first_prompt
-from skyrl_engine.engine.cpu_check import sharing
+from skyrl_engine.engine.cpu_check import describe_sharing
 from skyrl_engine.training.sft.checks import limit_to_model
 from skyrl_engine.training.sft.order import SampleOrder
 from skyrl_engine.training.sft.prepare import PreparedRun, describe_data
@@ -69,7 +69,7 @@ def describe_plan(prepared: PreparedRun) -> RunPlan:
         observers=tuple(_describe(selected) for selected in resolved.observers),
         model=resolved.config.model.path,
         launch=resolved.config.run.launch,
-        sharing=sharing(resolved.config.run),
+        sharing=describe_sharing(resolved.config.run),
         topology=prepared.assembly.description.topology,
         adapters=_adapters(resolved),
         capabilities=tuple(sorted(prepared.assembly.description.capabilities)),

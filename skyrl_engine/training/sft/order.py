@@ -22,7 +22,7 @@ from skyrl_engine.errors import DataError
 
 @frozen
 class SampleOrder:
-    """Mini-batches of `batch_size` out of `samples` samples, shuffled anew every epoch unless `shuffle` is false.
+    """Mini-batches of `batch_size` out of `samples` samples, shuffled again every epoch unless `shuffle` is false.
 
     `bundles` (None: every sample on its own) are never cut. Raises DataError for one that is larger than `batch_size`, and for `drop_last`
     where no mini-batch is full.

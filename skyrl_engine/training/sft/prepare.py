@@ -47,7 +47,7 @@ DataProgress = Callable[[str, int, int], None]
 @frozen(eq=False)
 class PreparedRun:
     """A run that is ready to start its ranks. `first_batch` is the plan of the run's first mini-batch, for --dry-run to show; `teacher` the
-    frozen model beside the trained one, None where there is none.
+    frozen model next to the trained one, None where there is none.
     """
 
     resolved: ResolvedConfig

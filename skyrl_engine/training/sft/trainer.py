@@ -52,7 +52,7 @@ def run_sft(
 ) -> RunResult:
     """Train to the configured end, or until a signal asks to stop.
 
-    `observers` listen beside those of the configuration; `resume` overrides `checkpoint.resume`; `progress` is called with how far the data is.
+    `observers` listen with those of the configuration; `resume` overrides `checkpoint.resume`; `progress` is called with how far the data is.
     Whatever goes wrong ends the ranks, is recorded in the run directory, and is raised again.
     """
 

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from attrs import frozen
 from torch import Tensor, nn
 
-from skyrl_engine.contracts import AdamWSettings, OptimizerSettings
+from skyrl_engine.contracts import OptimizerSettings
 from skyrl_engine.modeling.optimizer import build_optimizer, use_settings
 from skyrl_engine_megatron.library import DistributedDataParallel, parallel_state
 from skyrl_engine_megatron.names import EMBEDDING, HEAD, MegatronParameter
@@ -80,7 +80,7 @@ class ShardedState:
         pieces: dict[str, Piece],
         *,
         sharded: bool,
-        optimizer: AdamWSettings | None,
+        optimizer: OptimizerSettings | None,
     ) -> None:
         self.entries = entries
         self.parameters = parameters
