@@ -7,7 +7,7 @@ import torch
 
 from skyrl_engine.errors import EngineError, ResultError
 from skyrl_engine.testing.another_process import another_process
-from skyrl_engine.testing.comparison import same
+from skyrl_engine.testing.comparison import is_same
 from skyrl_engine.testing.corrections.evaluation import evaluate, tokens_for_correction
 from skyrl_engine.testing.plugin_promises import PLUGIN_PROMISES
 from skyrl_engine.testing.promise import Broken, Promise, Undecidable, promise
@@ -82,7 +82,7 @@ def precision(subject: Subject[Any], batch: TokenBatch) -> None:
     if exact.drew or batch.lengths.max(initial=0) >= rollouts.LONG:
         return  # other numbers are drawn in other dtypes, and sums over many tokens may leave float32: nothing to compare
     single, due = CORRECTION.evaluate_or_undecidable(subject, batch, dtype=torch.float32).per_token, exact.per_token
-    if not same(due, single, relative=1e-4, absolute=1e-4):
+    if not is_same(due, single, relative=1e-4, absolute=1e-4):
         worst = int(np.argmax(np.abs(due - single)))
         raise Broken(
             f"loses precision: token {worst} has the factor {single[worst]:.6g} in float32 and {due[worst]:.6g} in float64",

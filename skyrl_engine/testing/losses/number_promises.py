@@ -8,7 +8,7 @@ import torch
 from attrs import frozen
 from hypothesis import strategies as st
 
-from skyrl_engine.testing.comparison import same
+from skyrl_engine.testing.comparison import is_same
 from skyrl_engine.testing.losses.evaluation import columns_of, leaves_of
 from skyrl_engine.testing.losses.finite_differences import RecordingDetached, ReplayingDetached
 from skyrl_engine.testing.losses.kind import LOSS
@@ -158,7 +158,7 @@ def homogeneous(subject: Subject[Any], case: Scaled) -> None:
         LOSS.evaluate_or_undecidable(subject, case.batch),
         LOSS.evaluate_or_undecidable(subject, case.batch.with_values(advantages=advantages)),
     )
-    if not same(case.factor * one.per_token, other.per_token):
+    if not is_same(case.factor * one.per_token, other.per_token):
         place = int(np.argmax(~np.isclose(case.factor * one.per_token, other.per_token)))
         raise Broken(
             f"declares homogeneous, and advantages times {case.factor:g} take the loss of token {place} from {one.per_token[place]:.6g} "

@@ -12,7 +12,7 @@ import torch
 from skyrl_engine.contracts.kinds.loss import as_loss_output
 from skyrl_engine.contracts.values.outputs import Metric, combine_metrics
 from skyrl_engine.errors import DetachedLossError, EngineError, ResultError
-from skyrl_engine.testing.comparison import change, same
+from skyrl_engine.testing.comparison import describe_change, is_same
 from skyrl_engine.testing.losses.kind import LOSS, batch_local
 from skyrl_engine.testing.promise import Broken, Undecidable, any_of, promise
 from skyrl_engine.testing.subject import Subject
@@ -99,7 +99,7 @@ def metrics(subject: Subject[Any], case: CutBatch) -> None:
         raise Broken(f"the metric {name!r} of {here} is missing in {there}", "Report it in every call that has tokens")
     for name, metric in whole.items():
         one, other = metric.result, parts[name].result
-        if not same(np.array([one]), np.array([other])):
+        if not is_same(np.array([one]), np.array([other])):
             raise Broken(
                 f"the metric {name!r} is {one:.6g} over the whole and {other:.6g} over its micro-batches: {_cause_of_metric(metric)}",
                 "Report a mean as its sum and its count (Metric.mean(values.sum(), len(values)))",
@@ -120,7 +120,7 @@ def empty_metrics(subject: Subject[Any], batch: TokenBatch) -> None:
         filled = combine_metrics([alone, LOSS.evaluate_or_undecidable(subject, filler).metrics])
         for name, metric in filled.items():
             before = alone[name].result if name in alone else math.nan
-            if not same(np.array([before]), np.array([metric.result])):
+            if not is_same(np.array([before]), np.array([metric.result])):
                 raise Broken(
                     f"the metric {name!r} is {before:.6g}, and {metric.result:.6g} with a rank that has no tokens: "
                     f"{_cause_of_filler(metric)}",
@@ -148,12 +148,12 @@ def evaluation(subject: Subject[Any], batch: TokenBatch) -> None:
     except EngineError as error:
         raise Broken(f"fails where no gradient is asked for, as in evaluation: {error.cause}", remedy) from error
     one, other = ({name: metric.result for name, metric in each.metrics.items()} for each in (training, scoring))
-    same_metrics = one.keys() == other.keys() and same(np.array([*one.values()]), np.array([other[name] for name in one]))
-    same_values = same(training.per_token, scoring.per_token)
+    same_metrics = one.keys() == other.keys() and is_same(np.array([*one.values()]), np.array([other[name] for name in one]))
+    same_values = is_same(training.per_token, scoring.per_token)
     if same_values and same_metrics:
         return
     LOSS.unless_random(subject, batch)
-    how, factor = change("loss", training.per_token, scoring.per_token)
+    how, factor = describe_change("loss", training.per_token, scoring.per_token)
     if same_values:
         how = f"reports the metrics {other} and not {one}"
     raise Broken(f"{how} where no gradient is asked for, as in evaluation", remedy, factor=factor)

@@ -10,7 +10,7 @@ from attrs import evolve
 from skyrl_engine.contracts.kinds.reducer import BatchStructure
 from skyrl_engine.errors import ConfigError, DataError, EngineError, UnsupportedError
 from skyrl_engine.registry.owner import Owner, blame
-from skyrl_engine.testing.comparison import factor_between, require_same, same, times
+from skyrl_engine.testing.comparison import factor_between, format_factor, is_same, require_same
 from skyrl_engine.testing.plugin_promises import PLUGIN_PROMISES
 from skyrl_engine.testing.process_promises import process_promises
 from skyrl_engine.testing.promise import Broken, Inapplicable, Promise, Undecidable, promise
@@ -206,7 +206,7 @@ def _probe(subject: Subject[Any]) -> BatchStructure:
 def _is_mean(subject: Subject[Any]) -> bool:
     """Return True where halving all loss weights changes nothing in a plain batch, as in a mean; a sum is halved."""
     probe = _probe(subject)
-    return same(
+    return is_same(
         _weights_or_undecidable(subject, probe),
         _weights_or_undecidable(subject, evolve(probe, loss_weight=probe.loss_weight * np.float32(0.5))),
     )
@@ -223,10 +223,10 @@ def scale(subject: Subject[Any], case: Drawn) -> None:
     halved = _weights_or_undecidable(subject, evolve(case.structure, loss_weight=whole * np.float32(0.5)))
     mean = _is_mean(subject)
     due = weights if mean else weights / 2
-    if not same(halved, due, relative=1e-6):
+    if not is_same(halved, due, relative=1e-6):
         factor = factor_between(due, halved)
         raise Broken(
-            f"changes{times(factor)} under uniform weights of .5, where a {'mean' if mean else 'sum'} "
+            f"changes{format_factor(factor)} under uniform weights of .5, where a {'mean' if mean else 'sum'} "
             f"{'does not' if mean else 'is halved'}: a sum of weights is rounded, or kept from falling below 1",
             "Divide by structure.mass in float64, guarded by np.where(mass == 0, 1, mass)",
             factor=factor,
@@ -266,7 +266,7 @@ def empty_sequences(subject: Subject[Any], case: WithEmpty) -> None:
     before = _weights_or_undecidable(subject, case.structure)
     after = _weights_or_undecidable(subject, case.extended)[: len(before)]
     factor = factor_between(before, after)
-    if same(before, after):
+    if is_same(before, after):
         return
     declared = subject.make().empty_sequence
     beside = f"beside {len(case.actions)} sequence{'s' * (len(case.actions) > 1)} without loss"

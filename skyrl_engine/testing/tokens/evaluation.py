@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 from skyrl_engine.contracts.kinds.loss import LossTokens, UndeclaredNeedError
 from skyrl_engine.contracts.values.outputs import Metric, combine_metrics
 from skyrl_engine.errors import EngineError
-from skyrl_engine.testing.comparison import Numbers, change, factor_between, same, times
+from skyrl_engine.testing.comparison import Numbers, describe_change, factor_between, format_factor, is_same
 from skyrl_engine.testing.promise import Broken
 from skyrl_engine.testing.tokens.token_batches import CutBatch
 
@@ -108,20 +108,20 @@ def join_evaluations(cut: CutBatch, evaluations: Sequence[Evaluation]) -> Evalua
 def same_evaluation(one: Evaluation, other: Evaluation, **tolerance: float) -> bool:
     """Return True where per-token numbers, total and gradients are equal."""
     return (
-        same(one.per_token, other.per_token, **tolerance)
-        and same(np.array([one.total]), np.array([other.total]), **tolerance)
-        and all(same(gradient, other.gradients[name], **tolerance) for name, gradient in one.gradients.items())
+        is_same(one.per_token, other.per_token, **tolerance)
+        and is_same(np.array([one.total]), np.array([other.total]), **tolerance)
+        and all(is_same(gradient, other.gradients[name], **tolerance) for name, gradient in one.gradients.items())
     )
 
 
 def change_of(one: Evaluation, other: Evaluation) -> tuple[str, float | None]:
     """Say how `other` differs from `one`, in words that follow "it", and by which factor if it is one."""
-    if not same(one.per_token, other.per_token):
-        return change(one.noun, one.per_token, other.per_token)
-    name = next((name for name, gradient in one.gradients.items() if not same(gradient, other.gradients[name])), None)
+    if not is_same(one.per_token, other.per_token):
+        return describe_change(one.noun, one.per_token, other.per_token)
+    name = next((name for name, gradient in one.gradients.items() if not is_same(gradient, other.gradients[name])), None)
     if name is None:
         return "changes in the last digits", None
-    return f"the gradient by {name} changes{times(factor_between(one.gradients[name], other.gradients[name]))}", None
+    return f"the gradient by {name} changes{format_factor(factor_between(one.gradients[name], other.gradients[name]))}", None
 
 
 def require_same_evaluation(one: Evaluation, other: Evaluation, when: str, cause: str, remedy: str, **tolerance: float) -> None:

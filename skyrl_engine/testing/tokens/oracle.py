@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from skyrl_engine.contracts.values.ragged import AnyArray
-from skyrl_engine.testing.comparison import factor_between, same
+from skyrl_engine.testing.comparison import factor_between, is_same
 from skyrl_engine.testing.promise import Broken
 from skyrl_engine.testing.subject import Subject
 from skyrl_engine.testing.tokens import explicit
@@ -35,7 +35,7 @@ def oracle(kind: TokenKind, subject: Subject[Any], batch: TokenBatch) -> None:
         raise Broken(
             f"the oracle gives shape {list(due.shape)} for {batch.tokens} tokens", f"Let the oracle give one {kind.noun} per token"
         )
-    if not same(made.per_token, due):
+    if not is_same(made.per_token, due):
         factor = factor_between(due, made.per_token)
         raise Broken(
             f"is {'not' if factor is None else f'x{factor:.2f}'} what the oracle gives: {_difference(kind, made.per_token, due, factor)}",
@@ -51,7 +51,7 @@ def _difference(kind: TokenKind, made: AnyArray, due: AnyArray, factor: float | 
         return "the sign is turned around"
     place = int(np.argmax(~np.isclose(made, due)))
     told = f"token {place} has the {kind.noun} {made[place]:.6g}, not {due[place]:.6g}"
-    return f"{told}: the ratio is upside down" if same(made * due, np.ones_like(made)) else told
+    return f"{told}: the ratio is upside down" if is_same(made * due, np.ones_like(made)) else told
 
 
 def _require_gradient(needs: Mapping[str, torch.Tensor], due: torch.Tensor, weights: torch.Tensor, made: Evaluation) -> None:
@@ -61,7 +61,7 @@ def _require_gradient(needs: Mapping[str, torch.Tensor], due: torch.Tensor, weig
     for (name, score), gradient in zip(scores.items(), gradients, strict=True):
         expected = numbers_of(torch.zeros_like(score) if gradient is None else gradient)
         got = made.gradients[name]
-        if same(expected, got):
+        if is_same(expected, got):
             continue
         factor = factor_between(expected, got)
         place = int(np.argmax(~np.isclose(expected, got)))

@@ -18,7 +18,7 @@ from skyrl_engine.contracts.values.ragged import AnyArray
 from skyrl_engine.errors import EngineError, ResultError
 from skyrl_engine.testing.another_rank import another_rank
 from skyrl_engine.testing.collectives import CollectiveCalled, no_collectives
-from skyrl_engine.testing.comparison import ABSOLUTE, cause_of_ratio, constant_within, same
+from skyrl_engine.testing.comparison import ABSOLUTE, cause_of_ratio, is_constant_within, is_same
 from skyrl_engine.testing.other_device import OtherDevice, WrongDevice
 from skyrl_engine.testing.process_promises import SETTINGS_SENTENCE
 from skyrl_engine.testing.process_settings import require_settings_left_alone
@@ -153,7 +153,7 @@ def _cause_of_cut(case: CutBatch, whole: Evaluation, parts: Evaluation) -> str:
     difference = parts.per_token - whole.per_token
     # tokens of one value differ by one number whatever is done to them
     told = all(np.ptp(whole.per_token[part_of == part]) > ABSOLUTE for part in np.unique(part_of[np.abs(difference) > ABSOLUTE]))
-    if cause is None and told and constant_within(difference, part_of.astype(np.int64)):
+    if cause is None and told and is_constant_within(difference, part_of.astype(np.int64)):
         cause = "it subtracts or adds something that it takes over its micro-batch"
     return cause or "it depends on which samples share its micro-batch"
 
@@ -265,7 +265,7 @@ def packing(kind: TokenKind, subject: Subject[Any], case: CutBatch) -> None:
     others = np.setdiff1d(np.arange(case.batch.tokens), mine)
     changed = alone.with_values(**{name: _shift(values, others) for name, values in alone.values.items()})
     before, after = kind.evaluate_or_undecidable(subject, alone), kind.evaluate_or_undecidable(subject, changed)
-    if not same(before.per_token[mine], after.per_token[mine]):
+    if not is_same(before.per_token[mine], after.per_token[mine]):
         kind.unless_random(subject, case.batch)
         place = mine[np.argmax(~np.isclose(before.per_token[mine], after.per_token[mine]))]
         raise Broken(
