@@ -20,14 +20,16 @@ from skyrl_engine.testing.tokens.oracle import oracle
 from skyrl_engine.testing.tokens.token_batches import TokenBatch
 
 
-def _random(subject: Subject[Any]) -> str | None:
+def _exempt_random(subject: Subject[Any]) -> str | None:
     """Return the reason why a subject does not claim promises about cuts, None if it does."""
     try:
-        made = evaluate(subject.label, subject.make(), explicit.in_threes(needs_of(subject)))
+        evaluation = evaluate(subject.label, subject.make(), explicit.in_threes(needs_of(subject)))
     except EngineError:
-        return None  # other promises tell failures
+        return None  # other promises report failures
     return (
-        "the correction draws from tokens.generator: which numbers a token gets depends on the cut by nature" if made.drew else None
+        "the correction draws from tokens.generator: which numbers a token gets depends on the cut by nature"
+        if evaluation.drew
+        else None
     )
 
 
@@ -36,7 +38,7 @@ CORRECTION = TokenKind(
     noun="factor",
     results="factors",
     products="corrections",
-    batch_local=_random,
+    batch_local=_exempt_random,
     remedy="Take means and products within a sequence (tokens.sequences), and no statistics of the batch",
 )
 
@@ -64,10 +66,10 @@ def finite_factors(subject: Subject[Any], batch: TokenBatch) -> None:
 def detached(subject: Subject[Any], batch: TokenBatch) -> None:
     correction = subject.make()
     try:
-        made = correction(tokens_for_correction(subject.label, correction, batch))
+        factors = correction(tokens_for_correction(subject.label, correction, batch))
     except Exception as error:
         raise Undecidable(f"it fails: {error}") from error
-    if isinstance(made, torch.Tensor) and made.requires_grad:
+    if isinstance(factors, torch.Tensor) and factors.requires_grad:
         raise Broken("its factors require a gradient although nothing it was given does", "Return made.detach()")
 
 

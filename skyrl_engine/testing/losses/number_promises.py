@@ -21,14 +21,14 @@ from skyrl_engine.testing.tokens.lossy_casts import LossyCasts
 from skyrl_engine.testing.tokens.token_batches import TokenBatch
 
 
-def _surrogate(subject: Subject[Any]) -> str | None:
+def _exempt_surrogate(subject: Subject[Any]) -> str | None:
     return "the suite declares a surrogate gradient" if "surrogate_gradient" in subject.flags else None
 
 
 @promise(
     "Its gradient is the derivative of its values, with what it detaches held fixed (central and one-sided differences in float64)",
     cases=lambda subject: rollouts.batches(needs_of(subject), max_sequences=2),
-    exempt=_surrogate,
+    exempt=_exempt_surrogate,
     effort=0.5,
 )
 def gradient(subject: Subject[Any], batch: TokenBatch) -> None:
@@ -36,7 +36,7 @@ def gradient(subject: Subject[Any], batch: TokenBatch) -> None:
     base = LOSS.evaluate_or_undecidable(subject, batch, mode=recording)
     if base.dtype != torch.float64:
         raise Undecidable("the loss does not compute in float64")
-    scale = 1.0 + max(float(np.abs(each).max(initial=0)) for each in base.gradients.values())
+    scale = 1.0 + max(float(np.abs(array).max(initial=0)) for array in base.gradients.values())
     for name, gradients in base.gradients.items():
         for place in range(batch.tokens):
             left, right = (_slope(subject, batch, recording, name, place, step, base.total) for step in (-_STEP, _STEP))
@@ -69,8 +69,8 @@ def _slope(
 ) -> float:
     loss = subject.make()
     leaves = leaves_of(batch, loss, torch.float64, gradients=False)
-    moved = {each: column for score, leaf in leaves.items() for each, column in columns_of(score, leaf).items()}
-    moved[name][place] += step
+    columns = {column_name: column for score, leaf in leaves.items() for column_name, column in columns_of(score, leaf).items()}
+    columns[name][place] += step
     return (recorded.total(subject.label, loss, batch, leaves, ReplayingDetached(recorded)) - base) / step
 
 
@@ -127,7 +127,7 @@ _CANCELLING = 100.0
 
 
 @frozen(eq=False)
-class Scaled:
+class ScaledBatch:
     """A batch, and a factor for its advantages."""
 
     batch: TokenBatch
@@ -137,8 +137,8 @@ class Scaled:
         return f"{self.batch}\nadvantages times {self.factor:g}"
 
 
-def _draw_scaled(subject: Subject[Any]) -> st.SearchStrategy[Scaled]:
-    return st.builds(Scaled, ordinary(subject), st.sampled_from((2.0, 0.5, 4.0, 1024.0)))
+def _draw_scaled(subject: Subject[Any]) -> st.SearchStrategy[ScaledBatch]:
+    return st.builds(ScaledBatch, ordinary(subject), st.sampled_from((2.0, 0.5, 4.0, 1024.0)))
 
 
 def _not_homogeneous(subject: Subject[Any]) -> str | None:
@@ -152,7 +152,7 @@ def _not_homogeneous(subject: Subject[Any]) -> str | None:
     exempt=_not_homogeneous,
     cases=_draw_scaled,
 )
-def homogeneous(subject: Subject[Any], case: Scaled) -> None:
+def homogeneous(subject: Subject[Any], case: ScaledBatch) -> None:
     advantages = case.batch.values["advantages"] * np.float32(case.factor)
     one, other = (
         LOSS.evaluate_or_undecidable(subject, case.batch),

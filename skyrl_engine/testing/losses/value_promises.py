@@ -29,16 +29,16 @@ from skyrl_engine.testing.tokens.token_batches import CutBatch, TokenBatch
 )
 def one_finite_value_per_token(subject: Subject[Any], batch: TokenBatch) -> None:
     try:
-        made = LOSS.evaluate_subject(subject, batch, dtype=torch.float32, gradients=False)
+        result = LOSS.evaluate_subject(subject, batch, dtype=torch.float32, gradients=False)
     except ResultError as refused:
         raise Broken(refused.cause, refused.remedy) from refused
     except EngineError as error:
         raise Undecidable(error.cause) from error
-    wrong = ~np.isfinite(made.per_token)
+    wrong = ~np.isfinite(result.per_token)
     if wrong.any():
         place = int(np.argmax(wrong))
         raise Broken(
-            f"the loss of token {place} is {made.per_token[place]}",
+            f"the loss of token {place} is {result.per_token[place]}",
             "Guard divisions and logarithms, and clamp what goes into exp()",
         )
 
@@ -46,14 +46,14 @@ def one_finite_value_per_token(subject: Subject[Any], batch: TokenBatch) -> None
 @promise("Its values depend on the model's scores, with a finite gradient", cases=anything, first=anything_first)
 def differentiable(subject: Subject[Any], batch: TokenBatch) -> None:
     try:
-        made = LOSS.evaluate_subject(subject, batch, dtype=torch.float32)
+        result = LOSS.evaluate_subject(subject, batch, dtype=torch.float32)
     except DetachedLossError as detached:
         raise Broken("nothing would be learned: its values do not depend on the model", detached.remedy) from detached
     except EngineError as error:
         raise Undecidable(error.cause) from error
-    if not np.isfinite(made.per_token).all():
+    if not np.isfinite(result.per_token).all():
         raise Undecidable("the loss is not finite")
-    for name, gradient in made.gradients.items():
+    for name, gradient in result.gradients.items():
         wrong = ~np.isfinite(gradient)
         if wrong.any():
             raise Broken(
@@ -64,8 +64,8 @@ def differentiable(subject: Subject[Any], batch: TokenBatch) -> None:
 
 @promise("It learns: in a batch with a little of everything, not every gradient is 0")
 def learns(subject: Subject[Any], _case: None) -> None:
-    made = LOSS.evaluate_or_undecidable(subject, explicit.make_varied_batch(needs_of(subject)))
-    if not any(gradient.any() for gradient in made.gradients.values()):
+    result = LOSS.evaluate_or_undecidable(subject, explicit.make_varied_batch(needs_of(subject)))
+    if not any(gradient.any() for gradient in result.gradients.values()):
         raise Broken(
             "nothing would be learned: every gradient is 0 although its values seem to depend on the model",
             "Look for detach(), for a factor of 0, and for bounds that leave no token between them",
@@ -147,7 +147,7 @@ def evaluation(subject: Subject[Any], batch: TokenBatch) -> None:
             scoring = LOSS.evaluate_subject(subject, batch, gradients=False)
     except EngineError as error:
         raise Broken(f"fails where no gradient is asked for, as in evaluation: {error.cause}", remedy) from error
-    one, other = ({name: metric.result for name, metric in each.metrics.items()} for each in (training, scoring))
+    one, other = ({name: metric.result for name, metric in result.metrics.items()} for result in (training, scoring))
     same_metrics = one.keys() == other.keys() and is_same(np.array([*one.values()]), np.array([other[name] for name in one]))
     same_values = is_same(training.per_token, scoring.per_token)
     if same_values and same_metrics:
@@ -171,12 +171,12 @@ def memory(subject: Subject[Any], batch: TokenBatch) -> None:
     listening = Listening(loss)
     LOSS.evaluate_or_undecidable(subject, batch, listening)
     output = as_loss_output(subject.label, listening.heard["output"], batch.tokens)
-    kept = {"its values": weakref.ref(output.token_loss)}
-    kept |= {name: weakref.ref(tensor) for name, tensor in listening.heard["tokens"].needs.items()}
+    references = {"its values": weakref.ref(output.token_loss)}
+    references |= {name: weakref.ref(tensor) for name, tensor in listening.heard["tokens"].needs.items()}
     del listening, output
     gc.collect()
     remedy = "Store numbers (tensor.item()), not tensors"
-    for name, reference in kept.items():
+    for name, reference in references.items():
         if reference() is not None:
             raise Broken(f"keeps {name} after the call, and with it all that the model computed for the micro-batch", remedy)
     if (left := _count_kept_tensors(subject, batch, loss)) >= _CALLS:
@@ -194,6 +194,6 @@ def _count_kept_tensors(subject: Subject[Any], batch: TokenBatch, loss: Any) -> 
         for _ in range(_CALLS):
             LOSS.evaluate_or_undecidable(subject, batch, loss)
         gc.collect()
-        return sum(issubclass(type(each), torch.Tensor) for each in gc.get_objects())
+        return sum(issubclass(type(obj), torch.Tensor) for obj in gc.get_objects())
     finally:
         gc.unfreeze()
