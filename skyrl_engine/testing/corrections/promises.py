@@ -14,7 +14,7 @@ from skyrl_engine.testing.promise import Broken, Promise, Undecidable, promise
 from skyrl_engine.testing.subject import Subject
 from skyrl_engine.testing.tokens import explicit, rollouts
 from skyrl_engine.testing.tokens import promises as shared
-from skyrl_engine.testing.tokens.kind import TokenKind, anything, anything_first, needs_of, ordinary, some_long
+from skyrl_engine.testing.tokens.kind import TokenKind, draw_anything, draw_ordinary, draw_some_long, list_anything, needs_of
 from skyrl_engine.testing.tokens.lossy_casts import LossyCasts
 from skyrl_engine.testing.tokens.oracle import oracle
 from skyrl_engine.testing.tokens.token_batches import TokenBatch
@@ -23,7 +23,7 @@ from skyrl_engine.testing.tokens.token_batches import TokenBatch
 def _exempt_random(subject: Subject[Any]) -> str | None:
     """Return the reason why a subject does not claim promises about cuts, None if it does."""
     try:
-        evaluation = evaluate(subject.label, subject.make(), explicit.in_threes(needs_of(subject)))
+        evaluation = evaluate(subject.label, subject.make(), explicit.make_threes(needs_of(subject)))
     except EngineError:
         return None  # other promises report failures
     return (
@@ -49,9 +49,9 @@ def _answer(subject: Subject[Any], batch: TokenBatch) -> object:
 
 @promise(
     "It returns one finite factor of 0 or more per token, also for ratios of e^100",
-    cases=anything,
+    cases=draw_anything,
     effort=4.0,
-    first=anything_first,
+    first=list_anything,
 )
 def finite_factors(subject: Subject[Any], batch: TokenBatch) -> None:
     try:
@@ -62,7 +62,7 @@ def finite_factors(subject: Subject[Any], batch: TokenBatch) -> None:
         raise Undecidable(error.cause) from error
 
 
-@promise("Its factors carry no gradient", cases=ordinary)
+@promise("Its factors carry no gradient", cases=draw_ordinary)
 def detached(subject: Subject[Any], batch: TokenBatch) -> None:
     correction = subject.make()
     try:
@@ -74,7 +74,8 @@ def detached(subject: Subject[Any], batch: TokenBatch) -> None:
 
 
 @promise(
-    "It computes in the precision of its input: float32 is within 1e-4 of float64, and nothing is cast to less", cases=some_long
+    "It computes in the precision of its input: float32 is within 1e-4 of float64, and nothing is cast to less",
+    cases=draw_some_long,
 )
 def precision(subject: Subject[Any], batch: TokenBatch) -> None:
     casts = LossyCasts()
@@ -110,6 +111,6 @@ CORRECTION_PROMISES: tuple[Promise[Any, Any], ...] = (
     shared.devices.of(CORRECTION),
     shared.global_random_numbers.of(CORRECTION),
     shared.inputs_unchanged.of(CORRECTION),
-    another_process(_answer, anything_first),  # late: it takes seconds to start
+    another_process(_answer, list_anything),  # late: it takes seconds to start
     *PLUGIN_PROMISES,
 )

@@ -15,8 +15,8 @@ from skyrl_engine.testing.losses.kind import LOSS
 from skyrl_engine.testing.promise import Broken, Undecidable, promise
 from skyrl_engine.testing.subject import Subject
 from skyrl_engine.testing.tokens import rollouts
-from skyrl_engine.testing.tokens.evaluation import Evaluation, same_evaluation
-from skyrl_engine.testing.tokens.kind import needs_of, ordinary
+from skyrl_engine.testing.tokens.evaluation import Evaluation, is_same_evaluation
+from skyrl_engine.testing.tokens.kind import draw_ordinary, needs_of
 from skyrl_engine.testing.tokens.lossy_casts import LossyCasts
 from skyrl_engine.testing.tokens.token_batches import TokenBatch
 
@@ -27,7 +27,7 @@ def _exempt_surrogate(subject: Subject[Any]) -> str | None:
 
 @promise(
     "Its gradient is the derivative of its values, with what it detaches held fixed (central and one-sided differences in float64)",
-    cases=lambda subject: rollouts.batches(needs_of(subject), max_sequences=2),
+    cases=lambda subject: rollouts.draw_batches(needs_of(subject), max_sequences=2),
     exempt=_exempt_surrogate,
     effort=0.5,
 )
@@ -45,7 +45,7 @@ def gradient(subject: Subject[Any], batch: TokenBatch) -> None:
             low, high = min(left, right) - _SLACK * scale, max(left, right) + _SLACK * scale
             got = float(gradients[place])
             if not low <= got <= high:  # at a kink any slope between the two sides will do
-                LOSS.unless_random(subject, batch)
+                LOSS.require_repeatable(subject, batch)
                 if left == right == 0:
                     raise Broken(
                         f"has the gradient {got:.6g} by {name} at token {place} although its values do not move: something is rounded, or "
@@ -76,7 +76,7 @@ def _slope(
 
 def _of_every_precision(subject: Subject[Any]) -> st.SearchStrategy[TokenBatch]:
     ranges: tuple[rollouts.Range, ...] = ("ordinary", "rounded")
-    return st.sampled_from(ranges).flatmap(lambda range_: rollouts.batches(needs_of(subject), range_=range_, long=True))
+    return st.sampled_from(ranges).flatmap(lambda range_: rollouts.draw_batches(needs_of(subject), range_=range_, long=True))
 
 
 @promise(
@@ -109,8 +109,8 @@ def _require_precision(subject: Subject[Any], batch: TokenBatch, exact: Evaluati
             raise Broken(f"returns {got} for {due} scores", "Leave the dtype as it comes; the engine hands out float32")
     if exact.drew:
         return  # other random numbers are drawn in other dtypes, so values cannot be compared
-    if not same_evaluation(exact, single, relative=1e-4, absolute=1e-4 * max(1.0, exact.largest / _CANCELLING)):
-        LOSS.unless_random(subject, batch)
+    if not is_same_evaluation(exact, single, relative=1e-4, absolute=1e-4 * max(1.0, exact.largest / _CANCELLING)):
+        LOSS.require_repeatable(subject, batch)
         worst = int(np.argmax(np.abs(exact.per_token - single.per_token)))
         raise Broken(
             f"loses precision: token {worst} has {single.per_token[worst]:.6g} in float32 and {exact.per_token[worst]:.6g} in "
@@ -138,7 +138,7 @@ class ScaledBatch:
 
 
 def _draw_scaled(subject: Subject[Any]) -> st.SearchStrategy[ScaledBatch]:
-    return st.builds(ScaledBatch, ordinary(subject), st.sampled_from((2.0, 0.5, 4.0, 1024.0)))
+    return st.builds(ScaledBatch, draw_ordinary(subject), st.sampled_from((2.0, 0.5, 4.0, 1024.0)))
 
 
 def _not_homogeneous(subject: Subject[Any]) -> str | None:

@@ -18,14 +18,14 @@ from skyrl_engine.testing.promise import Broken, Undecidable, any_of, promise
 from skyrl_engine.testing.subject import Subject
 from skyrl_engine.testing.tokens import explicit
 from skyrl_engine.testing.tokens.evaluation import Listening
-from skyrl_engine.testing.tokens.kind import anything, anything_first, cuts, cuts_first, needs_of, ordinary
+from skyrl_engine.testing.tokens.kind import draw_anything, draw_cuts, draw_ordinary, list_anything, list_cuts, needs_of
 from skyrl_engine.testing.tokens.token_batches import CutBatch, TokenBatch
 
 
 @promise(
     "It returns one finite value per token, also where a probability is 1, near 0, or far from the old policy's",
-    cases=anything,
-    first=anything_first,
+    cases=draw_anything,
+    first=list_anything,
 )
 def one_finite_value_per_token(subject: Subject[Any], batch: TokenBatch) -> None:
     try:
@@ -43,7 +43,7 @@ def one_finite_value_per_token(subject: Subject[Any], batch: TokenBatch) -> None
         )
 
 
-@promise("Its values depend on the model's scores, with a finite gradient", cases=anything, first=anything_first)
+@promise("Its values depend on the model's scores, with a finite gradient", cases=draw_anything, first=list_anything)
 def differentiable(subject: Subject[Any], batch: TokenBatch) -> None:
     try:
         result = LOSS.evaluate_subject(subject, batch, dtype=torch.float32)
@@ -79,7 +79,7 @@ def _exempt_without_metrics(subject: Subject[Any]) -> str | None:
 def _metric_names(subject: Subject[Any]) -> set[str]:
     """Return the names of all metrics that it reports for one token or several: some make sense of several alone."""
     names: set[str] = set()
-    for make in (explicit.one_token, explicit.make_varied_batch, explicit.in_threes):
+    for make in (explicit.one_token, explicit.make_varied_batch, explicit.make_threes):
         with suppress(EngineError):
             names |= LOSS.evaluate_subject(subject, make(needs_of(subject))).metrics.keys()
     return names
@@ -87,9 +87,9 @@ def _metric_names(subject: Subject[Any]) -> set[str]:
 
 @promise(
     "Its metrics over micro-batches add up to those of the whole, as their reductions say",
-    cases=cuts,
+    cases=draw_cuts,
     exempt=any_of(batch_local, _exempt_without_metrics),
-    first=cuts_first,
+    first=list_cuts,
 )
 def metrics(subject: Subject[Any], case: CutBatch) -> None:
     whole = LOSS.evaluate_or_undecidable(subject, case.batch).metrics
@@ -109,10 +109,10 @@ def metrics(subject: Subject[Any], case: CutBatch) -> None:
 
 @promise(
     "A micro-batch without tokens, as those that fill up ranks, changes none of its metrics",
-    cases=ordinary,
+    cases=draw_ordinary,
     effort=0.5,
     exempt=_exempt_without_metrics,
-    first=lambda subject: [explicit.in_threes(needs_of(subject))],
+    first=lambda subject: [explicit.make_threes(needs_of(subject))],
 )
 def empty_metrics(subject: Subject[Any], batch: TokenBatch) -> None:
     alone = LOSS.evaluate_or_undecidable(subject, batch).metrics
@@ -136,7 +136,7 @@ def _cause_of_filler(metric: Metric) -> str:
 
 @promise(
     "Evaluation measures what training does: values and metrics are the same where no gradient is asked for",
-    cases=ordinary,
+    cases=draw_ordinary,
     effort=0.5,
 )
 def evaluation(subject: Subject[Any], batch: TokenBatch) -> None:
@@ -152,7 +152,7 @@ def evaluation(subject: Subject[Any], batch: TokenBatch) -> None:
     same_values = is_same(training.per_token, scoring.per_token)
     if same_values and same_metrics:
         return
-    LOSS.unless_random(subject, batch)
+    LOSS.require_repeatable(subject, batch)
     how, factor = describe_change("loss", training.per_token, scoring.per_token)
     if same_values:
         how = f"reports the metrics {other} and not {one}"
@@ -165,7 +165,7 @@ def _cause_of_metric(metric: Metric) -> str:
     return f"parts of it do not combine by {metric.reduction}"
 
 
-@promise("It keeps no tensor of a micro-batch alive, and no more of its own after every call", cases=ordinary, effort=0.1)
+@promise("It keeps no tensor of a micro-batch alive, and no more of its own after every call", cases=draw_ordinary, effort=0.1)
 def memory(subject: Subject[Any], batch: TokenBatch) -> None:
     loss = subject.make()
     listening = Listening(loss)

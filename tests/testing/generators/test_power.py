@@ -20,13 +20,13 @@ from skyrl_engine.testing.generators.power import (
     ChiSquare,
     Repeats,
     Temperatures,
-    at_temperature,
     cells_of,
     distance_from_uniform,
     distance_shown,
     draws_for,
     largest_chi_square,
     largest_step,
+    scale_to_temperature,
     step_shown,
 )
 
@@ -113,7 +113,7 @@ def places(weights: TinyWeights, temperature: float, factor: float, draw: np.ran
     for _ in range(promises.TOKENS):
         due = np.array([scores[-1] for scores in weights.logprobs_of_rows(rows, temperature)])
         found.append(due)
-        tokens = drawn(at_temperature(due, factor), draw, 1)[0]
+        tokens = drawn(scale_to_temperature(due, factor), draw, 1)[0]
         rows = [[*row, int(token)] for row, token in zip(rows, tokens, strict=True)]
     return np.concatenate(found)
 
@@ -127,8 +127,8 @@ def drawn(logprobs: Floats, draw: np.random.Generator, times: int) -> npt.NDArra
 
 def gains(due: Floats, factor: float, draw: np.random.Generator, times: int) -> Floats:
     """float64[times, factors]: the gains of samplers at `factor` times the temperature."""
-    tokens = drawn(at_temperature(due, factor), draw, times)
-    ratios = np.stack([at_temperature(due, each) - due for each in FACTORS], axis=-1)
+    tokens = drawn(scale_to_temperature(due, factor), draw, times)
+    ratios = np.stack([scale_to_temperature(due, each) - due for each in FACTORS], axis=-1)
     return ratios[np.arange(len(due)), tokens].sum(1)
 
 
@@ -137,8 +137,8 @@ def factor_at_the_bound(due: Floats, farthest: float) -> float:
     near, far = 0.0, float(np.log(farthest))
     for _ in range(20):
         middle = (near + far) / 2
-        probabilities = np.exp(at_temperature(due, np.exp(middle)))
-        means = [(probabilities * (at_temperature(due, each) - due)).sum() for each in FACTORS]
+        probabilities = np.exp(scale_to_temperature(due, np.exp(middle)))
+        means = [(probabilities * (scale_to_temperature(due, each) - due)).sum() for each in FACTORS]
         near, far = (middle, far) if max(means) < BOUND + np.log(len(FACTORS)) else (near, middle)
     return float(np.exp(far))
 
@@ -156,11 +156,13 @@ def test_the_evidence_is_that_of_the_kit(weights: TinyWeights) -> None:
     due = places(weights, 1.0, 1.0, draw)[:40]
     tokens = drawn(due, draw, 1)
     found = Temperatures.of([due[:10], due[10:]], [tokens[0, :10].astype(np.int32), tokens[0, 10:].astype(np.int32)])
-    ratios = np.stack([at_temperature(due, each) - due for each in FACTORS], axis=-1)
+    ratios = np.stack([scale_to_temperature(due, each) - due for each in FACTORS], axis=-1)
     np.testing.assert_allclose(found.gains, ratios[np.arange(40), tokens[0]].sum(0))
     assert found.evidence == pytest.approx(evidence(found.gains[None])[0])
     assert found.count == 40
-    np.testing.assert_allclose(at_temperature(due, 2.0), at_temperature(at_temperature(due, 0.5), 4.0), atol=1e-12)
+    np.testing.assert_allclose(
+        scale_to_temperature(due, 2.0), scale_to_temperature(scale_to_temperature(due, 0.5), 4.0), atol=1e-12
+    )
 
 
 @pytest.mark.parametrize("temperature", promises.REQUESTS)
@@ -171,10 +173,10 @@ def test_temperatures_of_a_right_sampler_seldom_break_the_promise(weights: TinyW
     draw = np.random.default_rng(4)
     due = places(weights, temperature, 1.0, draw)
     sides = [factor_at_the_bound(due, factor) for factor in (min(FACTORS), max(FACTORS))]
-    tokens = np.concatenate([drawn(at_temperature(due, factor), draw, 1000) for factor in sides])
+    tokens = np.concatenate([drawn(scale_to_temperature(due, factor), draw, 1000) for factor in sides])
     at = np.arange(len(due))
-    found = evidence(np.stack([(at_temperature(due, each) - due)[at, tokens].sum(1) for each in FACTORS], axis=-1))
-    log_weights = -np.logaddexp(*((at_temperature(due, factor) - due)[at, tokens].sum(1) for factor in sides)) + np.log(2)
+    found = evidence(np.stack([(scale_to_temperature(due, each) - due)[at, tokens].sum(1) for each in FACTORS], axis=-1))
+    log_weights = -np.logaddexp(*((scale_to_temperature(due, factor) - due)[at, tokens].sum(1) for factor in sides)) + np.log(2)
     alarms = float(np.where(found > BOUND, np.exp(log_weights), 0.0).mean())
     print(
         f"temperature {temperature:g}: a false alarm with probability {alarms:.2g} per turn, {FALSE_ALARM / promises.TESTS:.2g} is stated"
@@ -195,7 +197,7 @@ def test_temperatures_show_wrong_ones(weights: TinyWeights, temperature: float, 
     """The probability of a miss, bounded exactly from the model's distributions (Chernoff), and none in 400 samplers."""
     draw = np.random.default_rng(5)
     due = places(weights, temperature, factor, draw)
-    wrong = at_temperature(due, factor)
+    wrong = scale_to_temperature(due, factor)
     # the mean of all ratios is at least a part of that of the right factor
     needed = BOUND + np.log(len(FACTORS))
     bounds = [
@@ -219,7 +221,7 @@ def test_close_temperatures_seldom_give_equal_tokens(weights: TinyWeights, place
     draw, same = np.random.default_rng(6), 0.0
     for _ in range(promises.TOKENS):
         due = np.array([scores[-1] for scores in weights.logprobs_of_rows(rows, near)])
-        variations = np.abs(np.exp(due) - np.exp(at_temperature(due, far / near))).sum(-1) / 2
+        variations = np.abs(np.exp(due) - np.exp(scale_to_temperature(due, far / near))).sum(-1) / 2
         same += float(np.log1p(-variations).sum())
         rows = [[*row, int(token)] for row, token in zip(rows, drawn(due, draw, 1)[0], strict=True)]
     print(f"temperatures {near:g} and {far:g}: all tokens are the same with probability {np.exp(same):.2g} at most")
