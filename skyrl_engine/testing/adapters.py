@@ -18,13 +18,13 @@ def write_adapter(model: str, target: Path, *, value_head: bool = False, layers:
 
     `layers` get adapters, by default all. With `value_head` the directory also holds the model's own value head.
     """
-    made, _ = load_scorer(ModelConfig(model, value_head=value_head, lora=LoraConfig(rank=4, alpha=8)), images=True)
-    write_pretrained(made, target)
+    model_with_adapters, _ = load_scorer(ModelConfig(model, value_head=value_head, lora=LoraConfig(rank=4, alpha=8)), images=True)
+    write_pretrained(model_with_adapters, target)
     path = target / "adapter_model.safetensors"
     draw = torch.Generator().manual_seed(3)
     stored = {}
-    for name, each in sorted(load_file(path).items()):
-        values = 0.1 * torch.randn(each.shape, generator=draw) if ".lora_" in name else each
+    for name, tensor in sorted(load_file(path).items()):
+        values = 0.1 * torch.randn(tensor.shape, generator=draw) if ".lora_" in name else tensor
         if layers is None or ".lora_" not in name or any(f".layers.{layer}." in name for layer in layers):
             stored[name] = values
     save_file(stored, path, metadata={"format": "pt"})

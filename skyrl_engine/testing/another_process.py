@@ -103,13 +103,13 @@ def _another_seed() -> str:
     """Return the first PYTHONHASHSEED under which each set of `TEXTS` has another order than here."""
     mine = [list(set(texts)) for texts in TEXTS]
     for seed in map(str, range(1, 1000)):
-        ran = subprocess.run(  # noqa: S603 -- this interpreter, with a text of our own
+        process = subprocess.run(  # noqa: S603 -- this interpreter, with a text of our own
             [sys.executable, "-S", "-c", f"print([list(set(texts)) for texts in {TEXTS!r}])"],
             env={**os.environ, "PYTHONHASHSEED": seed},
             capture_output=True,
             check=True,
         )
-        if not any(one == other for one, other in zip(mine, literal_eval(ran.stdout.decode()), strict=True)):
+        if not any(one == other for one, other in zip(mine, literal_eval(process.stdout.decode()), strict=True)):
             return seed
     raise AssertionError("no seed changes the order of sets")
 
@@ -129,7 +129,7 @@ def another_process(answer: Answer, cases: Callable[[Subject[Any]], Iterable[Any
         chosen = list(cases(subject))
         here = [_answer(answer, subject, case) for case in deepcopy(chosen)]
         there = ask(_answers, answer, subject.plugin.to_lock_entry(), chosen)
-        if all(each is None for each in here):
+        if all(value is None for value in here):
             raise Undecidable("it answers none of the cases")
         for case, mine, theirs in zip(chosen, here, there, strict=True):
             # one that answers differently every time breaks another promise

@@ -47,13 +47,13 @@ class Conformance:
     @classmethod
     def _suite(cls) -> type["Conformance"]:
         """Return the class of the kit that this class derives from."""
-        return next(each for each in cls.__mro__ if "promises" in vars(each))
+        return next(base for base in cls.__mro__ if "promises" in vars(base))
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """Make one test per claimed promise; a promise that is not claimed makes none, so no test is ever skipped."""
         subject = self.subject()
-        claimed = [each for each in self.promises if each.exempt(subject) is None]
-        metafunc.parametrize("promise", claimed, ids=[each.name for each in claimed])
+        claimed = [promise for promise in self.promises if promise.exempt(subject) is None]
+        metafunc.parametrize("promise", claimed, ids=[promise.name for promise in claimed])
 
     def test_promise(self, promise: Promise[Any, Any]) -> None:
         """Fails with the smallest case that breaks the promise."""

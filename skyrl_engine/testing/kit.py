@@ -19,7 +19,7 @@ def promises_of(kind: str) -> "tuple[Promise[Any, Any], ...]":
     """Return the promises of a kind. Raises UnsupportedError for a kind that has none, and where Hypothesis or torch is missing."""
     row = KINDS[kind]
     if row.suite is None:
-        verifiable = [each.name for each in KINDS.values() if each.suite is not None]
+        verifiable = [entry.name for entry in KINDS.values() if entry.suite is not None]
         raise UnsupportedError(
             f"plugins of the kind {kind!r} cannot be verified: {row.no_suite}",
             remedy=f"Verify a plugin of another kind: {', '.join(verifiable)}",
@@ -74,7 +74,7 @@ def _verdict(
 
     if kind != "generator":  # whose promises ask no other process
         start()
-    with _each_warning_once():
+    with _show_each_warning_once():
         count = EXAMPLES if examples is None else examples
         verdict = Verdict.of(promises, Subject.of_plugin(plugin), examples=count)
         if given is None or kind == "generator":
@@ -85,21 +85,21 @@ def _verdict(
 
 
 @contextmanager
-def _each_warning_once() -> Iterator[None]:
+def _show_each_warning_once() -> Iterator[None]:
     """Show each warning once per place, such as a division by 0 in hundreds of cases; Python would show it in every case.
 
     So it is with what is logged where nobody has set logging up.
     """
-    told: set[tuple[object, ...]] = set()
-    of_nobody = logging.lastResort or logging.NullHandler()
+    shown_places: set[tuple[object, ...]] = set()
+    last_resort = logging.lastResort or logging.NullHandler()
 
-    def told_first(place: tuple[object, ...]) -> bool:
-        known = place in told
-        told.add(place)
+    def is_first(place: tuple[object, ...]) -> bool:
+        known = place in shown_places
+        shown_places.add(place)
         return not known
 
     def log_once(record: logging.LogRecord) -> bool:
-        return told_first((record.pathname, record.lineno))
+        return is_first((record.pathname, record.lineno))
 
     with warnings.catch_warnings():
         show = warnings.showwarning
@@ -112,12 +112,12 @@ def _each_warning_once() -> Iterator[None]:
             file: TextIO | None = None,
             line: str | None = None,
         ) -> None:
-            if told_first((str(message), category, filename, lineno)):
+            if is_first((str(message), category, filename, lineno)):
                 show(message, category, filename, lineno, file, line)
 
         warnings.showwarning = show_once
-        of_nobody.addFilter(log_once)
+        last_resort.addFilter(log_once)
         try:
             yield
         finally:
-            of_nobody.removeFilter(log_once)
+            last_resort.removeFilter(log_once)

@@ -50,13 +50,13 @@ def variants(plugin: SelectedPlugin, given: frozenset[str]) -> Iterator[tuple[st
 
 def _list_allowed_values(attribute: "attrs.Attribute[Any]") -> list[tuple[Any, bool]]:
     kinds = _alternatives(attribute.type)
-    named = list_allowed_values(attribute.validator) or tuple(each for kind in kinds for each in _values_of_type(kind))
-    values: list[tuple[Any, bool]] = [(each, False) for each in named if isinstance(each, str | int | float)]
+    named = list_allowed_values(attribute.validator) or tuple(value for kind in kinds for value in _values_of_type(kind))
+    values: list[tuple[Any, bool]] = [(value, False) for value in named if isinstance(value, str | int | float)]
     # A number that may be none is most often the size of a limit, which at its bound refuses nearly all that is valid.
     if not values and attribute.type in (int, float):
         values = [(attribute.type(bound), True) for sign, bound in bounds(attribute.validator) if sign in (">=", "<=")]
-    members = list_allowed_members(attribute.validator) or tuple(each for kind in kinds for each in _values_of_members(kind))
-    values += [([each], False) for each in members if isinstance(each, str | int | float)]
+    members = list_allowed_members(attribute.validator) or tuple(value for kind in kinds for value in _values_of_members(kind))
+    values += [([value], False) for value in members if isinstance(value, str | int | float)]
     return [*values, *((None, False) for kind in kinds if kind is type(None))]
 
 
@@ -87,10 +87,10 @@ def with_variants(
     for label, other, bound in variants(plugin, given):
         spared = _OF_THE_MODULE | _AT_A_BOUND if bound else _OF_THE_MODULE
         tried = [each for each in promises if findings[each.name].status == "kept" and each.name not in spared]
-        found = Verdict.of(tried, Subject.of_plugin(other), examples=max(1, examples // FEWER))
-        findings |= {each.promise: _under(label, each) for each in found.of_status("broken")}
+        variant_verdict = Verdict.of(tried, Subject.of_plugin(other), examples=max(1, examples // FEWER))
+        findings |= {each.promise: _prefix_cause(label, each) for each in variant_verdict.of_status("broken")}
     return Verdict(tuple(findings.values()))
 
 
-def _under(label: str, finding: Finding) -> Finding:
+def _prefix_cause(label: str, finding: Finding) -> Finding:
     return attrs.evolve(finding, cause=f"with {label}, which its options allow: {finding.cause}")

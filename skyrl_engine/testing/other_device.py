@@ -54,7 +54,7 @@ def _getter(name: str) -> Any:
 
 
 _T = torch.Tensor
-_TOLD: Mapping[Any, Callable[[bool], Any]] = {
+_PLACE_PROPERTIES: Mapping[Any, Callable[[bool], Any]] = {
     _getter("device"): lambda other: OTHER if other else torch.device("cpu"),
     _getter("is_cpu"): lambda other: not other,
     _T.get_device: lambda other: 1 if other else -1,
@@ -99,8 +99,8 @@ class OtherDevice(TorchFunctionMode):
         self._entered += 1
         if self._entered == 1:
             self._replaced = [
-                (torch, {name: _on_host(getattr(torch, name)) for name in _UNSEEN}),
-                (torch.autograd, {_ENGINE: self._watching(getattr(torch.autograd, _ENGINE))}),
+                (torch, {name: _make_on_host(getattr(torch, name)) for name in _UNSEEN}),
+                (torch.autograd, {_ENGINE: self._watch_backward(getattr(torch.autograd, _ENGINE))}),
             ]
             self._exchange()
         super().__enter__()  # type: ignore[no-untyped-call]  # of torch
@@ -118,14 +118,14 @@ class OtherDevice(TorchFunctionMode):
                 functions[name] = getattr(owner, name)
                 setattr(owner, name, function)
 
-    def _watching(self, run_backward: Callable[..., Any]) -> Callable[..., Any]:
+    def _watch_backward(self, run_backward: Callable[..., Any]) -> Callable[..., Any]:
         """Return the backward pass with this mode on, which is off in torch's own functions: gradients written by hand are seen too."""
 
-        def watched(*args: Any, **named: Any) -> Any:
+        def run_watched(*args: Any, **named: Any) -> Any:
             with self:
                 return run_backward(*args, **named)
 
-        return watched
+        return run_watched
 
     def place(self, tensor: torch.Tensor) -> Place:
         """Return where a tensor is taken to be."""
@@ -144,13 +144,13 @@ class OtherDevice(TorchFunctionMode):
         self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         named = dict(kwargs or {})
-        if func in _TOLD and not args[0].is_meta:
-            return _TOLD[func](self.place(args[0]) == "other")
+        if func in _PLACE_PROPERTIES and not args[0].is_meta:
+            return _PLACE_PROPERTIES[func](self.place(args[0]) == "other")
         if func == _DATA_SETTER:  # each look at it makes another object
             setattr(args[0], _HOST, self.place(args[1]) == "host")
             return func(*args, **named)
-        given = list(_tensors((args, named)))
-        others = [each for each in given if self.place(each) == "other"]
+        tensors = list(_tensors((args, named)))
+        others = [tensor for tensor in tensors if self.place(tensor) == "other"]
         if others:
             self._require_readable(func, args)
         target, args, named = self._target(func, args, named)
@@ -158,7 +158,7 @@ class OtherDevice(TorchFunctionMode):
             self._require_one_place(func, args, named, others)
             target = "other" if others else "host"
         result = func(*args, **named)
-        return self._mark(result, target, given)
+        return self._mark(result, target, tensors)
 
     def _require_readable(self, func: Any, args: tuple[Any, ...]) -> None:
         """Count what the host waits for, and refuse what only tensors of the CPU do."""
@@ -206,12 +206,12 @@ class OtherDevice(TorchFunctionMode):
         if isinstance(like, torch.Tensor):
             self._record_move(own, self.place(like), ".to(tensor)")
             return self.place(like), args, named
-        device = named.get("device", next((each for each in args[1:] if _names_a_device(each)), None))
+        device = named.get("device", next((argument for argument in args[1:] if _names_a_device(argument)), None))
         if device is None or (_is_called_by_torch() and _place_of(device) == "host"):
             return own, args, named
         self._record_move(own, _place_of(device), ".to(cpu)")
         cpu = torch.device("cpu")
-        args = tuple(cpu if _names_a_device(each) and _place_of(each) == "other" else each for each in args)
+        args = tuple(cpu if _names_a_device(argument) and _place_of(argument) == "other" else argument for argument in args)
         if "device" in named and _place_of(device) == "other":
             named["device"] = cpu
         return _place_of(device), args, named
@@ -226,38 +226,40 @@ class OtherDevice(TorchFunctionMode):
             return
         if func in _TAKES_HOST_INDICES and isinstance(args[0], torch.Tensor) and self.place(args[0]) == "other":
             return
-        found = [each for each in _tensors((args, named)) if self.place(each) == "host" and (each.dim() > 0 or func in _JOINS)]
-        if not found or any(each.is_meta for each in found):
+        on_host = [
+            tensor for tensor in _tensors((args, named)) if self.place(tensor) == "host" and (tensor.dim() > 0 or func in _JOINS)
+        ]
+        if not on_host or any(tensor.is_meta for tensor in on_host):
             return
         name = getattr(func, "__name__", str(func))
         raise WrongDevice(
-            f"{name} mixes devices: a tensor of shape {list(found[0].shape)} is on the CPU, others are where the model is, at {_line()}"
+            f"{name} mixes devices: a tensor of shape {list(on_host[0].shape)} is on the CPU, others are where the model is, at {_line()}"
         )
 
-    def _mark(self, result: Any, place: Place, given: list[torch.Tensor]) -> Any:
+    def _mark(self, result: Any, place: Place, inputs: list[torch.Tensor]) -> Any:
         """Return the result with its place set. What did not move keeps its object; what moved is a copy, as on a device."""
         if isinstance(result, torch.Tensor):
             if result.is_meta or self.place(result) == place:
-                if place == "other" and not any(result is each for each in given):
+                if place == "other" and not any(result is source for source in inputs):
                     setattr(result, _HOST, False)
                 return result
-            if any(result is each for each in given):
+            if any(result is source for source in inputs):
                 result = result.clone()
             setattr(result, _HOST, place == "host")
         elif isinstance(result, (list, tuple)):
             for tensor in _tensors(result):
-                if not any(tensor is each for each in given):
+                if not any(tensor is source for source in inputs):
                     setattr(tensor, _HOST, place == "host")
         return result
 
 
-def _on_host(maker: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    def made(*args: Any, **named: Any) -> torch.Tensor:
+def _make_on_host(maker: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def make(*args: Any, **named: Any) -> torch.Tensor:
         tensor = maker(*args, **named)
         setattr(tensor, _HOST, True)
         return tensor
 
-    return made
+    return make
 
 
 def _tensors(values: Any) -> Iterator[torch.Tensor]:

@@ -45,22 +45,22 @@ def text_tokens(vocabulary: int, length: int, draw: torch.Generator) -> Tensor:
 def with_pictures(vocabulary: int, variant: Variant, empty: int) -> list[tuple[Tensor, Pictures]]:
     """Return token ids int64[length] of every document, with its pictures between text; document `empty` has neither."""
     draw = torch.Generator().manual_seed(4)
-    made = []
+    documents = []
     for number, grids in enumerate(_GRIDS):
         parts = [text_tokens(vocabulary, 2, draw)]
         for height, width in grids:
             parts += [torch.full((height * width // MERGE**2,), IMAGE_TOKEN), text_tokens(vocabulary, 3, draw)]
         parts.append(text_tokens(vocabulary, 8 - number, draw))
         ids = torch.cat(parts)[: 0 if number == empty else None]
-        grid = torch.tensor([(1, *each) for each in grids], dtype=torch.int64).reshape(-1, 3)
+        grid = torch.tensor([(1, *size) for size in grids], dtype=torch.int64).reshape(-1, 3)
         pixels = torch.randn(int(grid.prod(1).sum()), CHANNELS * FRAMES * PATCH**2, generator=draw)
-        made.append((ids, Pictures(grid, pixels)))
+        documents.append((ids, Pictures(grid, pixels)))
     if variant == "negated":
-        return [(ids, evolve(pictures, pixels=-pictures.pixels)) for ids, pictures in made]
+        return [(ids, evolve(pictures, pixels=-pictures.pixels)) for ids, pictures in documents]
     if variant == "swapped":
-        (first, one), (second, other) = made[0], made[3]
-        made[0], made[3] = (first, other), (second, one)
+        (first, one), (second, other) = documents[0], documents[3]
+        documents[0], documents[3] = (first, other), (second, one)
     if variant == "missing":
-        ids, pictures = made[0]
-        made[0] = ids, Pictures(pictures.grids[:0], pictures.pixels[:0])
-    return made
+        ids, pictures = documents[0]
+        documents[0] = ids, Pictures(pictures.grids[:0], pictures.pixels[:0])
+    return documents

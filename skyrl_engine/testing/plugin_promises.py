@@ -36,19 +36,19 @@ def config_round_trip(subject: Subject[Any], _case: None) -> None:
     plugin = subject.plugin
     assert plugin is not None, "exempt without a plugin"
     remedy = "Hold plain values (numbers, texts, lists of them), and let converters leave alone what they made"
-    ways: dict[str, Callable[[], SelectedPlugin]] = {
+    forms: dict[str, Callable[[], SelectedPlugin]] = {
         "TOML": lambda: SelectedPlugin.of(plugin.loaded.record, tomllib.loads(to_toml(plugin.table)), "TOML"),
         "the lock": lambda: SelectedPlugin.from_lock(json.loads(json.dumps(plugin.to_lock_entry()))),
     }
-    for way, reread in ways.items():
+    for form, read in forms.items():
         try:
-            again = reread()
+            reread = read()
         except (EngineError, TypeError, ValueError) as error:
             cause = error.cause if isinstance(error, EngineError) else str(error)
-            raise Broken(f"its options cannot be read back from {way}: {cause}", remedy) from error
+            raise Broken(f"its options cannot be read back from {form}: {cause}", remedy) from error
         for key, value in plugin.table.items():
-            if again.table[key] != value:
-                raise Broken(f"its option {key} is {value!r} before and {again.table[key]!r} after it went through {way}", remedy)
+            if reread.table[key] != value:
+                raise Broken(f"its option {key} is {value!r} before and {reread.table[key]!r} after it went through {form}", remedy)
 
 
 @promise("Its product and its options can be pickled, and the copy is of the same sort")
@@ -110,7 +110,7 @@ from skyrl_engine.config import SelectedPlugin
 SelectedPlugin.from_lock(json.load(sys.stdin))
 print(*(name for name in {HEAVY!r} if name in sys.modules))
 """
-    ran = subprocess.run(  # noqa: S603 - this interpreter, with a text of our own
+    process = subprocess.run(  # noqa: S603 - this interpreter, with a text of our own
         [sys.executable, "-P", "-c", code],  # -P: no file of the current folder passes for the package
         input=json.dumps(subject.plugin.to_lock_entry()),
         capture_output=True,
@@ -118,10 +118,10 @@ print(*(name for name in {HEAVY!r} if name in sys.modules))
         check=False,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
     )
-    if ran.returncode:
-        last = ran.stderr.strip().splitlines()[-1:] or ["no message"]
+    if process.returncode:
+        last = process.stderr.strip().splitlines()[-1:] or ["no message"]
         raise Broken(f"cannot be loaded in a fresh interpreter: {last[0]}", "Import what it needs in its own module")
-    heavy = ran.stdout.split()
+    heavy = process.stdout.split()
     if heavy:
         target = subject.plugin.loaded.record.target.partition(":")[0]
         raise Broken(

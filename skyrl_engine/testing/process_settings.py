@@ -35,11 +35,11 @@ _Value = Any
 
 @frozen
 class _Setting:
-    """A setting of the process: `read` returns it, comparable, and `write` puts such a value back. `told`: messages show its value."""
+    """A setting of the process: `read` returns it, comparable, and `write` puts such a value back. `shown`: messages show its value."""
 
     read: Callable[[], _Value]
     write: Callable[[_Value], object]
-    told: bool = True
+    shown: bool = True
 
 
 # --- torch -------------------------------------------------------------------------------------------------------------------------
@@ -95,9 +95,9 @@ def _owner(path: str) -> tuple[Any, str]:
 
 def _switches() -> dict[str, object]:
     owners = {path: _owner(path) for path in _SWITCHES}
-    found = {path: getattr(owner, name, None) for path, (owner, name) in owners.items()}
-    found |= {f"{name} attention": getattr(torch.backends.cuda, f"{name}_sdp_enabled")() for name in _ATTENTIONS}
-    return found
+    values = {path: getattr(owner, name, None) for path, (owner, name) in owners.items()}
+    values |= {f"{name} attention": getattr(torch.backends.cuda, f"{name}_sdp_enabled")() for name in _ATTENTIONS}
+    return values
 
 
 def _set_switches(values: Mapping[str, object]) -> None:
@@ -109,7 +109,7 @@ def _set_switches(values: Mapping[str, object]) -> None:
         getattr(torch.backends.cuda, f"enable_{name}_sdp")(values[f"{name} attention"])
 
 
-def _flushes_denormal_numbers() -> bool:
+def _is_flushing_denormal_numbers() -> bool:
     return not (torch.tensor([1e-310], dtype=torch.float64, device="cpu") * 1).any()
 
 
@@ -199,27 +199,27 @@ def _start_method() -> str:
 
 def _threads() -> frozenset[threading.Thread]:
     """Return the threads that were started in Python, without those of others that ran Python code once."""
-    return frozenset(each for each in threading.enumerate() if not isinstance(each, threading._DummyThread))  # noqa: SLF001 - no public name
+    return frozenset(thread for thread in threading.enumerate() if not isinstance(thread, threading._DummyThread))  # noqa: SLF001 - no public name
 
 
 def processes() -> frozenset[int]:
     """Return the processes that this one started and that still run, where the system says so."""
-    found: set[int] = set()
+    pids: set[int] = set()
     for task in Path("/proc/self/task").glob("*/children"):
         with suppress(OSError):
-            found.update(map(int, task.read_text().split()))
-    return frozenset(pid for pid in found if _runs(pid))
+            pids.update(map(int, task.read_text().split()))
+    return frozenset(pid for pid in pids if _is_running(pid))
 
 
-def _runs(pid: int) -> bool:
+def _is_running(pid: int) -> bool:
     try:
-        # behind the name in brackets stands the state, Z for a process that has ended
+        # after the name in brackets comes the state, Z for a process that has ended
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
 
 
-def _nothing(_value: _Value) -> None:
+def _leave_running(_value: _Value) -> None:
     """Leave threads and processes running: nobody can end a thread from outside, and a process may be somebody else's."""
 
 
@@ -232,7 +232,7 @@ _SETTINGS: Mapping[str, _Setting] = {
     "default dtype": _Setting(torch.get_default_dtype, torch.set_default_dtype),
     "number of threads": _Setting(torch.get_num_threads, torch.set_num_threads),
     "deterministic algorithms": _Setting(torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
-    "flushing of denormal numbers": _Setting(_flushes_denormal_numbers, torch.set_flush_denormal),
+    "flushing of denormal numbers": _Setting(_is_flushing_denormal_numbers, torch.set_flush_denormal),
     # before the switches, which it sets too
     "precision of matrix products": _Setting(_matmul_precision, _set_matmul_precision),
     "switches of torch": _Setting(_switches, _set_switches),
@@ -250,7 +250,7 @@ _SETTINGS: Mapping[str, _Setting] = {
     "sharing strategy of tensors": _Setting(torch.multiprocessing.get_sharing_strategy, torch.multiprocessing.set_sharing_strategy),
     "errors of NumPy": _Setting(np.geterr, lambda values: np.seterr(**values)),
     "print options of NumPy": _Setting(np.get_printoptions, lambda values: np.set_printoptions(**values)),
-    "filters of warnings": _Setting(lambda: list(warnings.filters), _set_filters, told=False),
+    "filters of warnings": _Setting(lambda: list(warnings.filters), _set_filters, shown=False),
     "level of all logging": _Setting(lambda: logging.root.manager.disable, logging.disable),
     "levels of loggers": _Setting(_levels, _set_levels),
     "garbage collector": _Setting(gc.isenabled, _set_collector),
@@ -259,18 +259,18 @@ _SETTINGS: Mapping[str, _Setting] = {
     "digits of integers": _Setting(sys.get_int_max_str_digits, sys.set_int_max_str_digits),
     "context of decimals": _Setting(_decimal_context, _set_decimal_context),
     "hooks of exceptions": _Setting(
-        lambda: {f"{owner.__name__}.{name}": getattr(owner, name) for owner, name in _HOOKS}, _set_hooks, told=False
+        lambda: {f"{owner.__name__}.{name}": getattr(owner, name) for owner, name in _HOOKS}, _set_hooks, shown=False
     ),
-    "handlers of signals": _Setting(_handlers, _set_handlers, told=False),
+    "handlers of signals": _Setting(_handlers, _set_handlers, shown=False),
     "default timeout of sockets": _Setting(socket.getdefaulttimeout, socket.setdefaulttimeout),
     "start method of processes": _Setting(_start_method, partial(multiprocessing.set_start_method, force=True)),
     "locale": _Setting(partial(locale.setlocale, locale.LC_ALL), partial(locale.setlocale, locale.LC_ALL)),
     "file mode mask": _Setting(_umask, os.umask),
     "working directory": _Setting(_working_directory, os.chdir),
-    "search path of modules": _Setting(lambda: list(sys.path), lambda paths: sys.path.__setitem__(slice(None), paths), told=False),
-    "environment variables": _Setting(lambda: dict(os.environ), _set_environment, told=False),
-    "threads": _Setting(_threads, _nothing, told=False),
-    "processes": _Setting(processes, _nothing, told=False),
+    "search path of modules": _Setting(lambda: list(sys.path), lambda paths: sys.path.__setitem__(slice(None), paths), shown=False),
+    "environment variables": _Setting(lambda: dict(os.environ), _set_environment, shown=False),
+    "threads": _Setting(_threads, _leave_running, shown=False),
+    "processes": _Setting(processes, _leave_running, shown=False),
 }
 
 _NAMED_BY_PARTS = ("handlers of signals", "hooks of exceptions", "switches of torch")
@@ -305,22 +305,22 @@ def require_settings_unchanged() -> Iterator[None]:
     try:
         yield
         deadline = monotonic() + PATIENCE_S
-        for started in _threads() - before["threads"]:
-            started.join(timeout=max(0.0, deadline - monotonic()))
+        for thread in _threads() - before["threads"]:
+            thread.join(timeout=max(0.0, deadline - monotonic()))
         while processes() - before["processes"] and monotonic() < deadline:
             sleep(0.02)
         after = settings_of_process()
     finally:
         _restore(before)
-    changed = [name for name, value in after.items() if _differs(before[name], value)]
+    changed = [name for name, value in after.items() if _is_changed(before[name], value)]
     if not changed:
         return
     # a switch of torch says more than the legacy setting that it makes unreadable
-    name = min(changed, key=lambda each: after[each] == _MIXED)
+    name = min(changed, key=lambda setting: after[setting] == _MIXED)
     raise Broken(_describe_change(name, before[name], after[name]), REMEDY)
 
 
-def _differs(before: _Value, after: _Value) -> bool:
+def _is_changed(before: _Value, after: _Value) -> bool:
     """Return True for another value; threads and processes of others may end at any time."""
     return bool(after - before) if isinstance(after, frozenset) else before != after
 
@@ -331,7 +331,7 @@ def _describe_change(name: str, before: _Value, after: _Value) -> str:
         return f"leaves {len(left)} threads running, such as {left[0]!r}"
     if name == "processes":
         return f"leaves the process {min(after - before)} running"
-    told = _SETTINGS[name].told
+    is_shown = _SETTINGS[name].shown
     if isinstance(before, dict) and name != "environment variables":
         part = next(each for each in after if after[each] != before.get(each))
         name = part if name in _NAMED_BY_PARTS else f"{name} ({part})"
@@ -339,7 +339,7 @@ def _describe_change(name: str, before: _Value, after: _Value) -> str:
     # Hypothesis has set the recursion limit to a number of its own before
     was = "" if name == "recursion limit" else f", where it was {before}"
     name = name if "." in name else f"the {name}"
-    return f"leaves {name} at {after}{was}" if told else f"changes {name}"
+    return f"leaves {name} at {after}{was}" if is_shown else f"changes {name}"
 
 
 def require_settings_left_alone(call: Callable[[], object]) -> None:

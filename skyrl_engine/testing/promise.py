@@ -33,7 +33,7 @@ UNDECIDED = 0.5
 """The share of a promise's cases that may stay undecided: a plugin that refuses more of what is valid keeps nothing by that."""
 
 
-class Broken(AssertionError):  # noqa: N818 - a finding, told as a failed assertion
+class Broken(AssertionError):  # noqa: N818 - a finding, reported as a failed assertion
     """The promise does not hold. `cause` is a sentence without final stop, `remedy` one action, `factor` that by which numbers change.
 
     `case` is the counterexample where the check draws its own; otherwise it is the case that the check was given.
@@ -77,10 +77,10 @@ class Finding:
     @property
     def lines(self) -> list[str]:
         """Return the finding as lines for people: cause, remedy, and the smallest case."""
-        told = [f"{text}." for text in (self.cause, self.remedy) if text is not None]
+        lines = [f"{text}." for text in (self.cause, self.remedy) if text is not None]
         if self.counterexample:
-            told += ["smallest counterexample:", *(f"  {line}" for line in self.counterexample)]
-        return told
+            lines += ["smallest counterexample:", *(f"  {line}" for line in self.counterexample)]
+        return lines
 
 
 def no_explicit_cases(_subject: object) -> "Iterable[Any]":
@@ -94,7 +94,7 @@ class Promise(Generic[Subject, Case]):
 
     `effort` multiplies the number of cases: below 1 where a case is expensive, above 1 where cases that break the promise are rare.
     `first` returns explicit cases of a subject, which are judged before any that is drawn. Without `shrinks` the first case that breaks the
-    promise is told: where every call breaks it, and takes long, such as for threads that may end.
+    promise is reported: where every call breaks it, and takes long, such as for threads that may end.
     """
 
     name: str
@@ -109,7 +109,7 @@ class Promise(Generic[Subject, Case]):
     def hold(self, subject: Subject, *, examples: int = EXAMPLES, derandomize: bool = True, shrink: bool = True) -> Finding:
         """Check the promise on the subject: with `derandomize` on the same cases every time, with `shrink` down to the smallest case.
 
-        Where an explicit case breaks the promise and a drawn one does too, the drawn one is told, since it is the smallest. A product that
+        Where an explicit case breaks the promise and a drawn one does too, the drawn one is reported, since it is the smallest. A product that
         lacks what its contract names breaks it, too.
         """
         try:
@@ -117,39 +117,39 @@ class Promise(Generic[Subject, Case]):
         except (EngineError, HypothesisException):
             raise
         except Exception as error:  # noqa: BLE001 - whatever the kit stumbles over is a finding about the product
-            return self._report_broken(_unreadable(error, subject), _Seen())
+            return self._report_broken(_report_unreadable(error, subject), _CaseResults())
 
     def _hold(self, subject: Subject, examples: int, *, derandomize: bool, shrink: bool) -> Finding:
         exemption = self.exempt(subject)
         if exemption is not None:
             return self._finding("not claimed", exemption)
-        seen = _Seen()
+        results = _CaseResults()
         for case in self.first(subject):
             with suppress(Broken):
-                seen.judge(self.check, subject, case)
-            if seen.broken is not None:
+                results.judge(self.check, subject, case)
+            if results.broken is not None:
                 break
 
         try:
-            self._draw(subject, seen, examples=examples, derandomize=derandomize, shrink=shrink)
-            if examples < EXAMPLES and not seen.decided and not seen.undecided:
+            self._draw(subject, results, examples=examples, derandomize=derandomize, shrink=shrink)
+            if examples < EXAMPLES and not results.decided and not results.undecided:
                 # few cases, none of which the promise is about, say nothing about the plugin
-                self._draw(subject, seen, examples=EXAMPLES, derandomize=derandomize, shrink=shrink)
+                self._draw(subject, results, examples=EXAMPLES, derandomize=derandomize, shrink=shrink)
         except Broken as broken:
-            return self._report_broken(broken, seen)
+            return self._report_broken(broken, results)
         except Flaky:  # the plugin answers the same case differently; what it answered before is still a counterexample
-            assert seen.broken is not None, "flaky without a failure"
-            return self._report_broken(seen.broken, seen)
-        if seen.broken is not None:
-            return self._report_broken(seen.broken, seen)
-        if not seen.decided:
-            return self._finding("undecided", seen.undecidable or "no case of this promise could be drawn")
-        if seen.undecided > UNDECIDED * (seen.decided + seen.undecided):
-            several = f"{seen.undecided} of {seen.decided + seen.undecided} cases could not be decided"
-            return self._finding("undecided", f"{several}: {seen.undecidable}")
+            assert results.broken is not None, "flaky without a failure"
+            return self._report_broken(results.broken, results)
+        if results.broken is not None:
+            return self._report_broken(results.broken, results)
+        if not results.decided:
+            return self._finding("undecided", results.undecidable or "no case of this promise could be drawn")
+        if results.undecided > UNDECIDED * (results.decided + results.undecided):
+            several = f"{results.undecided} of {results.decided + results.undecided} cases could not be decided"
+            return self._finding("undecided", f"{several}: {results.undecidable}")
         return self._finding("kept")
 
-    def _draw(self, subject: Subject, seen: "_Seen", *, examples: int, derandomize: bool, shrink: bool) -> None:
+    def _draw(self, subject: Subject, results: "_CaseResults", *, examples: int, derandomize: bool, shrink: bool) -> None:
         """Judge so many drawn cases. Raises Broken for the smallest that breaks the promise."""
 
         @settings(
@@ -163,7 +163,7 @@ class Promise(Generic[Subject, Case]):
         )
         @given(self.cases(subject))
         def run(case: Case) -> None:
-            seen.judge(self.check, subject, case)
+            results.judge(self.check, subject, case)
 
         with suppress(Unsatisfiable):  # explicit cases may have decided
             run()
@@ -171,14 +171,14 @@ class Promise(Generic[Subject, Case]):
     def _finding(self, status: Status, cause: str | None = None) -> Finding:
         return Finding(self.name, self.sentence, status, cause)
 
-    def _report_broken(self, broken: Broken, seen: "_Seen") -> Finding:
-        lines = [] if seen.case is None else str(seen.case).splitlines()
+    def _report_broken(self, broken: Broken, results: "_CaseResults") -> Finding:
+        lines = [] if results.case is None else str(results.case).splitlines()
         if len(lines) > MOST_LINES:
             lines = [*lines[: MOST_LINES - 1], f"... and {len(lines) - MOST_LINES + 1} lines more"]
         return Finding(self.name, self.sentence, "broken", broken.cause, broken.remedy, broken.factor, tuple(lines))
 
 
-class _Seen:
+class _CaseResults:
     """The results of a promise's cases. The last broken one is the smallest: Hypothesis runs it once more at the end."""
 
     def __init__(self) -> None:
@@ -202,18 +202,18 @@ class _Seen:
         except (EngineError, HypothesisException):
             raise
         except Exception as error:
-            self.broken, self.case = _unreadable(error, subject), case
+            self.broken, self.case = _report_unreadable(error, subject), case
             raise self.broken from error
         self.decided += 1
 
 
-def _unreadable(error: Exception, subject: Any) -> Broken:
+def _report_unreadable(error: Exception, subject: Any) -> Broken:
     """Return the finding for an error of the kit's own, which stumbles over what the plugin returned: it names the plugin's code."""
-    told = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    message = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
     own = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_OF_THE_KIT)]
     place = f", raised at {Path(own[-1].filename).name}:{own[-1].lineno}" if own else ""
     return Broken(
-        f"what it returned cannot be read: {told}{place or _place_of_product(subject)}",
+        f"what it returned cannot be read: {message}{place or _place_of_product(subject)}",
         "Return what the contract of its kind says; where it does, that is a fault of the kit",
     )
 
@@ -269,12 +269,12 @@ def any_of(*exemptions: Callable[[Any], str | None]) -> Callable[[Any], str | No
 
 
 def drop_repeated_causes(findings: Iterable[Finding]) -> tuple[Finding, ...]:
-    """Return the findings about one plugin, each fault told once.
+    """Return the findings about one plugin, each fault reported once.
 
     Undecided ones are broken where nothing else is: then no other promise says what is wrong. Of broken ones with the same cause, such as one
     failure, the first stays, and the others are undecided.
     """
-    findings = _each_cause_once(findings)
+    findings = _undecide_repeated_causes(findings)
     if any(finding.status == "broken" for finding in findings):
         return findings
     remedy = "Answer every valid input, and refuse only what the contract says may be refused"
@@ -283,17 +283,17 @@ def drop_repeated_causes(findings: Iterable[Finding]) -> tuple[Finding, ...]:
     )
 
 
-def _each_cause_once(findings: Iterable[Finding]) -> tuple[Finding, ...]:
-    told: set[str | None] = set()
-    once = []
+def _undecide_repeated_causes(findings: Iterable[Finding]) -> tuple[Finding, ...]:
+    known_causes: set[str | None] = set()
+    findings_once = []
     for finding in findings:
-        if finding.status == "broken" and finding.cause in told:
-            once.append(Finding(finding.promise, finding.sentence, "undecided", finding.cause))
+        if finding.status == "broken" and finding.cause in known_causes:
+            findings_once.append(Finding(finding.promise, finding.sentence, "undecided", finding.cause))
             continue
         if finding.status == "broken":
-            told.add(finding.cause)
-        once.append(finding)
-    return tuple(once)
+            known_causes.add(finding.cause)
+        findings_once.append(finding)
+    return tuple(findings_once)
 
 
 @frozen
@@ -307,7 +307,9 @@ class Verdict:
         cls, promises: Iterable[Promise[Any, Any]], subject: object, *, examples: int = EXAMPLES, derandomize: bool = True
     ) -> "Verdict":
         """Check every promise on the subject."""
-        return cls(drop_repeated_causes([each.hold(subject, examples=examples, derandomize=derandomize) for each in promises]))
+        return cls(
+            drop_repeated_causes([promise.hold(subject, examples=examples, derandomize=derandomize) for promise in promises])
+        )
 
     def of_status(self, status: Status) -> tuple[Finding, ...]:
         return tuple(finding for finding in self.findings if finding.status == status)

@@ -60,9 +60,9 @@ def select_plugin(kind: str, plugin: object, options: Mapping[str, Any], base: P
     registry = _discover_installed(tuple(sys.path))
     if isinstance(plugin, str):
         return SelectedPlugin.of(registry.resolve(kind, plugin, base=base), dict(options), "options")
-    record = next((each for each in registry.records(kind) if _is_at(each.target, plugin)), None)
+    record = next((candidate for candidate in registry.records(kind) if _is_at(candidate.target, plugin)), None)
     if record is None:
-        module, name = _home_of(plugin)
+        module, name = _find_home(plugin)
         place = Path(str(module.__file__))
         record = PluginRecord.of_file(kind, place, name, place.read_bytes())
     return SelectedPlugin.of_loaded(load_object(record, plugin), dict(options), "options")
@@ -74,10 +74,10 @@ def _is_at(target: str, plugin: object) -> bool:
     return module in sys.modules and getattr(sys.modules[module], name, None) is plugin
 
 
-def _home_of(plugin: object) -> tuple[ModuleType, str]:
+def _find_home(plugin: object) -> tuple[ModuleType, str]:
     """Return the module that holds a plugin, and the name under which it does."""
-    made_in = getattr(getattr(plugin, "function", None), "__module__", None) or type(plugin).__module__
-    for module in filter(None, (sys.modules.get(made_in), *tuple(sys.modules.values()))):
+    module_name = getattr(getattr(plugin, "function", None), "__module__", None) or type(plugin).__module__
+    for module in filter(None, (sys.modules.get(module_name), *tuple(sys.modules.values()))):
         if getattr(module, "__file__", None):
             names = [name for name, value in tuple(vars(module).items()) if value is plugin]
             if names:

@@ -17,7 +17,13 @@ import pytest
 from skyrl_engine.contracts.kinds.backend import AdamWSettings, Backend, RankEnvironment
 from skyrl_engine.contracts.values.model import ModelConfig
 from skyrl_engine.modeling.tiny import VOCABULARY, write_vision_model
-from skyrl_engine.testing.backends.batches import WeightedObjective, build_packed, build_padded, picture_documents, worst
+from skyrl_engine.testing.backends.batches import (
+    WeightedObjective,
+    build_packed,
+    build_padded,
+    find_worst_difference,
+    picture_documents,
+)
 from skyrl_engine.testing.pictures import Variant
 from skyrl_engine.testing.ranks.world import alone
 
@@ -48,5 +54,5 @@ def test_fsdp_and_megatron_agree(tmp_path: Path) -> None:
     for mine, theirs in zip(one, other, strict=True):
         assert {gradient.dtype for gradient in (*mine.values(), *theirs.values())} == {np.dtype(np.float32)}
         assert {"lm_head.weight", "model.visual.patch_embed.proj.weight", "model.visual.pos_embed.weight"} < mine.keys()
-        assert worst(mine, theirs) <= 1e-5
-    assert worst(one[0], other[2]) > 1e-2, "other pictures have other gradients"
+        assert find_worst_difference(mine, theirs) <= 1e-5
+    assert find_worst_difference(one[0], other[2]) > 1e-2, "other pictures have other gradients"

@@ -16,7 +16,7 @@ from deepspeed_tasks import gradients_of, precision, reached_late, scored
 from transformers import AutoModelForCausalLM
 
 from skyrl_engine.modeling.tiny import VOCABULARY, write_model
-from skyrl_engine.testing.backends.batches import DefinedResult, definition, documents, worst
+from skyrl_engine.testing.backends.batches import DefinedResult, definition, documents, find_worst_difference
 from skyrl_engine.testing.ranks.world import World
 
 
@@ -39,7 +39,7 @@ def check(ranks: Any, due: DefinedResult, tolerance: float) -> None:
     """The ranks' parts of the loss add up, every rank has the whole gradient, and the step reports its norm."""
     for (first, gradients, reported), (second, other_gradients, _) in zip(*ranks, strict=True):
         assert first + second == pytest.approx(due.loss, rel=max(1e-5, tolerance / 5))
-        assert worst(gradients, due.gradients) <= tolerance
+        assert find_worst_difference(gradients, due.gradients) <= tolerance
         assert reported == pytest.approx(norm(due.gradients), rel=tolerance)
         for name, gradient in gradients.items():
             np.testing.assert_array_equal(gradient, other_gradients[name])
@@ -73,7 +73,7 @@ def test_bfloat16_stays_within_its_precision(
 ) -> None:
     ranks = pair.run(gradients_of, models[name], stage, sizes=(1, 4), dtype="bfloat16")
     check(ranks, due[name], 5e-2)
-    assert worst(ranks[0][0][1], due[name].gradients) > 1e-4, "bfloat16 was not used"
+    assert find_worst_difference(ranks[0][0][1], due[name].gradients) > 1e-4, "bfloat16 was not used"
     assert {gradient.dtype for gradient in ranks[0][0][1].values()} == {np.dtype(np.float32)}
 
 
@@ -85,7 +85,7 @@ def test_models_that_keep_residuals_or_buffers_in_float32_compute_in_bfloat16(tm
     true = definition(str(tmp_path), documents(VOCABULARY), dtype=torch.float32)
     ((total, gradients, _),) = gradients_of(str(tmp_path), stage, sizes=(2,), dtype="bfloat16")
     assert total == pytest.approx(true.loss, rel=1e-2)
-    assert worst(gradients, true.gradients) <= 5e-2
+    assert find_worst_difference(gradients, true.gradients) <= 5e-2
 
 
 @pytest.mark.usefixtures("alone")
@@ -109,8 +109,8 @@ def test_a_parameter_that_is_reached_late_has_nothing_of_the_step_before(pair: W
     names = both[0].gradients.keys() | both[1].gradients.keys()
     due = {name: sum(result.gradients.get(name, 0.0) for result in both) for name in names}
     for first, again in pair.run(reached_late, models["critic"], stage):
-        assert worst(first, due) <= 1e-5
-        assert worst(again, due) <= 1e-5
+        assert find_worst_difference(first, due) <= 1e-5
+        assert find_worst_difference(again, due) <= 1e-5
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -118,7 +118,7 @@ def test_forgetting_the_mean_over_ranks_would_be_noticed(
     pair: World, models: dict[str, str], due: dict[str, DefinedResult], stage: int
 ) -> None:
     for ranks in pair.run(gradients_of, models["qwen3"], stage, sizes=(4,), forgotten=True):
-        assert worst(ranks[0][1], due["qwen3"].gradients) == pytest.approx(0.5, rel=1e-4)
+        assert find_worst_difference(ranks[0][1], due["qwen3"].gradients) == pytest.approx(0.5, rel=1e-4)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

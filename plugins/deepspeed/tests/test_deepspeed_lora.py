@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from skyrl_engine.contracts import LoraConfig
 from skyrl_engine.modeling.tiny import VOCABULARY
 from skyrl_engine.testing.adapters import with_adapter, write_adapter
-from skyrl_engine.testing.backends.batches import DefinedResult, definition, documents, worst
+from skyrl_engine.testing.backends.batches import DefinedResult, definition, documents, find_worst_difference
 from skyrl_engine.testing.ranks.world import World
 
 STAGES = [*(pytest.param(stage, marks=pytest.mark.proof) for stage in (0, 1, 2)), 3]
@@ -43,7 +43,7 @@ def check(ranks: Any, due: DefinedResult, tolerance: float) -> None:
     for parts in zip(*ranks, strict=True):
         assert sum(loss for loss, _, _ in parts) == pytest.approx(due.loss, rel=max(1e-5, tolerance / 5))
         for _, gradients, reported in parts:
-            assert worst(gradients, due.gradients) <= tolerance
+            assert find_worst_difference(gradients, due.gradients) <= tolerance
             assert reported == pytest.approx(norm, rel=tolerance)
 
 
@@ -82,7 +82,7 @@ def test_a_value_head_learns_beside_the_adapters(pair: World, models: dict[str, 
         exported = ranks[0][1]
         assert not exported.pop("score.weight").any()
         assert not exported.pop("score.bias").any()
-        assert worst(exported, plain) <= 1e-5
+        assert find_worst_difference(exported, plain) <= 1e-5
 
 
 @pytest.mark.parametrize(

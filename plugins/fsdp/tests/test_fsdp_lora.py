@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM
 
 from skyrl_engine.contracts import LoraConfig
 from skyrl_engine.testing.adapters import with_adapter, write_adapter
-from skyrl_engine.testing.backends.batches import DefinedResult, definition, documents, worst
+from skyrl_engine.testing.backends.batches import DefinedResult, definition, documents, find_worst_difference
 from skyrl_engine.testing.ranks.world import World
 from skyrl_engine_fsdp.plugin import FsdpConfig, fsdp
 
@@ -57,7 +57,7 @@ def check(ranks: Any, due: DefinedResult, tolerance: float) -> None:
     for parts in zip(*ranks, strict=True):
         assert sum(loss for loss, _, _ in parts) == pytest.approx(due.loss, rel=max(1e-5, tolerance / 5))
         for _, gradients, reported in parts:
-            assert worst(gradients, due.gradients) <= tolerance
+            assert find_worst_difference(gradients, due.gradients) <= tolerance
             assert reported == pytest.approx(norm(due.gradients), rel=tolerance)
 
 

@@ -32,8 +32,8 @@ from skyrl_engine.testing.backends.batches import (
     WeightedObjective,
     build_padded,
     definition,
+    find_worst_difference,
     picture_documents,
-    worst,
 )
 from skyrl_engine.testing.ranks.world import World
 from skyrl_engine.testing.subject import part_of
@@ -65,7 +65,7 @@ def check(ranks: Any, due: DefinedResult, tolerance: float = 1e-5) -> None:
     for parts in zip(*ranks, strict=True):
         assert sum(loss for loss, _, _ in parts) == pytest.approx(due.loss, rel=max(1e-5, tolerance / 5))
         for _, gradients, _ in parts:
-            assert worst(gradients, due.gradients) <= tolerance
+            assert find_worst_difference(gradients, due.gradients) <= tolerance
 
 
 @pytest.mark.usefixtures("alone")

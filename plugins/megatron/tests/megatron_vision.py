@@ -11,7 +11,7 @@ from megatron_tasks import ROWS, arrays, own, start
 
 from skyrl_engine.contracts import AdamWSettings, MicroBatch, RankOutput
 from skyrl_engine.modeling.tiny import VOCABULARY
-from skyrl_engine.testing.backends.batches import Arrays, Document, WeightedObjective, picture_documents, without_pixels
+from skyrl_engine.testing.backends.batches import Arrays, Document, WeightedObjective, drop_pixels, picture_documents
 from skyrl_engine.testing.pictures import Variant
 from skyrl_engine_megatron.backend import MegatronBackend
 from skyrl_engine_megatron.plugin import MegatronConfig
@@ -45,7 +45,7 @@ class Seen:
 def batch_of(backend: MegatronBackend, chosen: Sequence[Document], rows: str, size: int) -> list[MicroBatch]:
     """This rank's share. Stages after the first get no pixels, as the engine gives them none."""
     documents = ROWS[rows](own(chosen, backend), size)
-    return documents if backend.coords.pp == 0 else [without_pixels(document) for document in documents]
+    return documents if backend.coords.pp == 0 else [drop_pixels(document) for document in documents]
 
 
 def score_pictures(directory: str, options: MegatronConfig, cases: Sequence[Case], **model: Any) -> list[Seen]:

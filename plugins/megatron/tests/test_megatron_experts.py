@@ -15,7 +15,7 @@ from transformers import AutoConfig
 
 from skyrl_engine import UnsupportedError
 from skyrl_engine.contracts import AdamWSettings, ModelConfig
-from skyrl_engine.testing.backends.batches import DefinedResult, definition, documents, worst
+from skyrl_engine.testing.backends.batches import DefinedResult, definition, documents, find_worst_difference
 from skyrl_engine.testing.ranks.world import World
 from skyrl_engine_megatron.limits import refuse_model
 from skyrl_engine_megatron.plugin import MegatronConfig, megatron
@@ -46,7 +46,7 @@ def truth(models: dict[str, str]) -> DefinedResult:
 def test_two_ranks(pair: World, models: dict[str, str], truth: DefinedResult, layout: str) -> None:
     for rank in pair.run(run_passes, models["qwen3-moe"], PAIRS[layout], CUTS):
         for case in rank:
-            assert worst(case.gradients, truth.gradients) <= 1e-5
+            assert find_worst_difference(case.gradients, truth.gradients) <= 1e-5
 
 
 @pytest.mark.proof
@@ -54,13 +54,13 @@ def test_two_ranks(pair: World, models: dict[str, str], truth: DefinedResult, la
 def test_four_ranks(quad: World, models: dict[str, str], truth: DefinedResult, layout: str) -> None:
     for rank in quad.run(run_passes, models["qwen3-moe"], QUADS[layout], CUTS):
         for case in rank:
-            assert worst(case.gradients, truth.gradients) <= 1e-5
+            assert find_worst_difference(case.gradients, truth.gradients) <= 1e-5
 
 
 @pytest.mark.parametrize("layout", now(["ep2", "tp2"], "ep2"))
 def test_recomputed_activations_change_nothing(pair: World, models: dict[str, str], truth: DefinedResult, layout: str) -> None:
     ranks = pair.run(run_passes, models["qwen3-moe"], PAIRS[layout], [Case("packed")], activation_checkpointing=True)
-    assert all(worst(case.gradients, truth.gradients) <= 1e-5 for (case,) in ranks)
+    assert all(find_worst_difference(case.gradients, truth.gradients) <= 1e-5 for (case,) in ranks)
 
 
 @pytest.mark.usefixtures("alone")
@@ -68,7 +68,9 @@ def test_weights_that_do_not_add_up_to_one(tmp_path: Path) -> None:
     sizes = {"num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
     directory = save_tiny(tmp_path, "qwen3_moe", tied=True, norm_topk_prob=False, **sizes)
     (case,) = run_passes(directory, MegatronConfig(), [Case("packed")])
-    assert worst(case.gradients, definition(directory, documents(VOCABULARY), dtype=torch.float32).gradients) <= 1e-5
+    assert (
+        find_worst_difference(case.gradients, definition(directory, documents(VOCABULARY), dtype=torch.float32).gradients) <= 1e-5
+    )
 
 
 @pytest.mark.proof
@@ -77,7 +79,7 @@ def test_checkpoints_move_between_the_ways_to_hold_experts(pair: World, models: 
     smooth = AdamWSettings(learning_rate=1e-2, epsilon=1.0, weight_decay=0.1)
     expected = pair.run(save_checkpoint, models["qwen3-moe"], PAIRS["tp2"], smooth, tmp_path, before=2, after=2)[0][1]
     for _, weights in pair.run(resume_checkpoint, models["qwen3-moe"], PAIRS["ep2"], smooth, tmp_path, after=2):
-        assert worst(weights, expected) <= 1e-5
+        assert find_worst_difference(weights, expected) <= 1e-5
 
 
 def test_expert_parallel_ranks_are_the_tensor_parallel_ones() -> None:

@@ -14,7 +14,14 @@ from by_day import now, rarely
 from megatron_tasks import VOCABULARY, Case, Passed, inspect_between, run_passes, score_rows, start
 
 from skyrl_engine.contracts import ComputeDtype, RankOutput
-from skyrl_engine.testing.backends.batches import DefinedResult, WeightedObjective, build_padded, definition, documents, worst
+from skyrl_engine.testing.backends.batches import (
+    DefinedResult,
+    WeightedObjective,
+    build_padded,
+    definition,
+    documents,
+    find_worst_difference,
+)
 from skyrl_engine.testing.ranks.world import World
 from skyrl_engine_megatron.plugin import MegatronConfig
 
@@ -56,7 +63,7 @@ def agree(ranks: Sequence[Sequence[Passed]], true: DefinedResult, *, tolerance: 
     """Per case: gradients on every rank; the loss, and every document's log-probabilities in order, on ranks that collect."""
     for case in zip(*ranks, strict=True):
         for rank in case:
-            assert worst(rank.gradients, true.gradients) <= tolerance
+            assert find_worst_difference(rank.gradients, true.gradients) <= tolerance
             if not rank.evaluated.coords.last_stage:
                 assert not any(len(output.sample_ids) for output in [*rank.outputs, rank.evaluated])
         kept = [output for rank in case for output in rank.outputs if output.coords.collects]
@@ -144,13 +151,13 @@ def test_other_precisions(
     for (case,) in ranks:
         kept_in = np.float64 if dtype == "float64" else np.float32
         assert {gradient.dtype for gradient in case.gradients.values()} == {np.dtype(kept_in)}
-        assert worst(case.gradients, truth["qwen3-tied"].gradients) <= (1e-5 if dtype == "float64" else 1e-1)
+        assert find_worst_difference(case.gradients, truth["qwen3-tied"].gradients) <= (1e-5 if dtype == "float64" else 1e-1)
 
 
 def test_a_wrong_scale_is_caught(pair: World, models: dict[str, str], truth: dict[str, DefinedResult]) -> None:
     """These tests would see a rank's average that was left in."""
     for (case,) in pair.run(run_passes, models["qwen3-tied"], PAIRS["dp2"], [Case(scale=0.5)]):
-        assert worst(case.gradients, truth["qwen3-tied"].gradients) == pytest.approx(0.5, rel=1e-3)
+        assert find_worst_difference(case.gradients, truth["qwen3-tied"].gradients) == pytest.approx(0.5, rel=1e-3)
 
 
 @pytest.mark.parametrize("layout", now(["tp2", "pp2", "dp2", "dp2-whole-optimizer"], "dp2"))

@@ -25,7 +25,7 @@ from megatron_tasks import VOCABULARY, Case
 
 from skyrl_engine import UnsupportedError
 from skyrl_engine.contracts import ModelConfig
-from skyrl_engine.testing.backends.batches import definition, documents, worst
+from skyrl_engine.testing.backends.batches import definition, documents, find_worst_difference
 from skyrl_engine.testing.ranks.world import World
 from skyrl_engine_megatron import kernels
 from skyrl_engine_megatron.attention import DocumentAttention
@@ -40,7 +40,7 @@ def test_one_rank_has_the_gradient_of_the_definition(models: dict[str, str], nam
     dtype = torch.float32 if name == "qwen3-moe" else torch.float64  # transformers computes experts in nothing finer
     true = definition(models[name], documents(VOCABULARY), dtype=dtype)
     for result in run_passes_with_kernels(models[name], MegatronConfig(), CASES):
-        assert worst(result.gradients, true.gradients) <= 1e-5
+        assert find_worst_difference(result.gradients, true.gradients) <= 1e-5
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_two_ranks_have_it_too(pair: World, models: dict[str, str], options: Meg
     true = definition(models["qwen3-tied"], documents(VOCABULARY))
     for rank in pair.run(run_passes_with_kernels, models["qwen3-tied"], options, CASES):
         for result in rank:
-            assert worst(result.gradients, true.gradients) <= 1e-5
+            assert find_worst_difference(result.gradients, true.gradients) <= 1e-5
 
 
 @pytest.mark.usefixtures("alone")

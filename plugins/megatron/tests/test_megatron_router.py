@@ -16,7 +16,14 @@ from transformers import AutoConfig
 
 from skyrl_engine import ContractError, UnsupportedError
 from skyrl_engine.contracts import ModelConfig
-from skyrl_engine.testing.backends.batches import DefinedResult, WeightedObjective, build_padded, definition, documents, worst
+from skyrl_engine.testing.backends.batches import (
+    DefinedResult,
+    WeightedObjective,
+    build_padded,
+    definition,
+    documents,
+    find_worst_difference,
+)
 from skyrl_engine.testing.ranks.world import World
 from skyrl_engine_megatron.limits import refuse_model
 from skyrl_engine_megatron.plugin import MegatronConfig
@@ -48,7 +55,7 @@ def objective(models: dict[str, str]) -> DefinedResult:
 def agree(ranks: Sequence[Sequence[Routed]], truth: Truth) -> None:
     for cases in zip(*ranks, strict=True):
         for case in cases:
-            assert worst({name: case.gradients[name] for name in truth.gradients}, truth.gradients) <= 1e-5
+            assert find_worst_difference({name: case.gradients[name] for name in truth.gradients}, truth.gradients) <= 1e-5
             assert not any(gradient.any() for name, gradient in case.gradients.items() if name not in truth.gradients)
         for metrics_of_ranks in (
             [case.metrics for case in cases if case.collects],
@@ -71,8 +78,8 @@ def test_two_ranks(pair: World, models: dict[str, str], truth: Truth, layout: st
 def test_they_are_added_to_the_objective(models: dict[str, str], truth: Truth, objective: DefinedResult) -> None:
     (case,) = route_rows(models["qwen3-moe"], MegatronConfig(**COEFFICIENTS), [Case("packed")])
     both = {name: true + truth.gradients.get(name, 0) for name, true in objective.gradients.items()}
-    assert worst(case.gradients, both) <= 1e-5
-    assert worst(case.gradients, objective.gradients) > 0.1
+    assert find_worst_difference(case.gradients, both) <= 1e-5
+    assert find_worst_difference(case.gradients, objective.gradients) > 0.1
     assert case.metrics["loss"].value == pytest.approx(objective.loss, rel=1e-5)
 
 
@@ -88,7 +95,7 @@ def test_one_without_the_other(models: dict[str, str], chosen: str, left: str) -
     true = truth_of(models["qwen3-moe"], documents(VOCABULARY), **coefficients)
     options = {f"router_{name}_coefficient": value for name, value in coefficients.items()}
     (case,) = route_rows(models["qwen3-moe"], MegatronConfig(**options), [ALONE[0]])
-    assert worst({name: case.gradients[name] for name in true.gradients}, true.gradients) <= 1e-5
+    assert find_worst_difference({name: case.gradients[name] for name in true.gradients}, true.gradients) <= 1e-5
     assert f"router_{chosen}" in case.metrics
     assert f"router_{left}" not in case.metrics
 
@@ -96,7 +103,7 @@ def test_one_without_the_other(models: dict[str, str], chosen: str, left: str) -
 @pytest.mark.usefixtures("alone")
 def test_without_coefficients_nothing_is_added_or_reported(models: dict[str, str], objective: DefinedResult) -> None:
     (case,) = route_rows(models["qwen3-moe"], MegatronConfig(), [Case("packed")])
-    assert worst(case.gradients, objective.gradients) <= 1e-5
+    assert find_worst_difference(case.gradients, objective.gradients) <= 1e-5
     assert case.metrics.keys() == {"loss"}
 
 
@@ -108,7 +115,7 @@ def test_means_over_each_call_would_be_caught(models: dict[str, str], truth: Tru
         for part in (everything[:4], everything[4:]):
             model.forward_backward(count_routes(build_padded(part, 4), counts(part)), WeightedObjective(scale=0.0))
         gradients = {name: gradient.numpy() for name, gradient in model.gradients() if name in truth.gradients}
-    assert 0.5 < worst(gradients, truth.gradients) < 2
+    assert 0.5 < find_worst_difference(gradients, truth.gradients) < 2
 
 
 @pytest.mark.usefixtures("alone")

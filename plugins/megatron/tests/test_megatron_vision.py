@@ -34,7 +34,14 @@ from skyrl_engine import ModelError, UnsupportedError
 from skyrl_engine.contracts import AdamWSettings, ModelConfig, RankOutput
 from skyrl_engine.modeling.loading import quiet_progress
 from skyrl_engine.modeling.tiny import write_vision_model
-from skyrl_engine.testing.backends.batches import Arrays, DefinedResult, WeightedObjective, build_packed, definition, worst
+from skyrl_engine.testing.backends.batches import (
+    Arrays,
+    DefinedResult,
+    WeightedObjective,
+    build_packed,
+    definition,
+    find_worst_difference,
+)
 from skyrl_engine.testing.ranks.world import World
 from skyrl_engine_megatron.architecture import architecture_of
 from skyrl_engine_megatron.library import TransformerLayer
@@ -92,7 +99,7 @@ def agree(ranks: Sequence[Sequence[Seen]], cases: Sequence[Case], true: Callable
     for number, (kind, _, _) in enumerate(cases):
         results = [rank[number] for rank in ranks]
         for result in results:
-            assert worst(nonzero(result.gradients), nonzero(true(kind).gradients)) <= 1e-5, kind
+            assert find_worst_difference(nonzero(result.gradients), nonzero(true(kind).gradients)) <= 1e-5, kind
         require_right([result.learned for result in results], true(kind))
         require_right([result.evaluated for result in results], true(kind))
 
@@ -145,7 +152,7 @@ def test_recomputed_activations_change_nothing(
 def test_other_precisions(pair: World, seeing: dict[str, str], truth: Callable[[str, str], DefinedResult], dtype: str) -> None:
     """Transformers rotates the tower's queries and keys in float32 whatever it computes in. bfloat16 keeps 8 bits."""
     for (case,) in pair.run(score_pictures, seeing["untied"], PAIRS["tp2"], [("mixed", "packed", 2)], dtype=dtype):
-        assert worst(case.gradients, truth("untied", "mixed").gradients) <= (1e-5 if dtype == "float64" else 0.2)
+        assert find_worst_difference(case.gradients, truth("untied", "mixed").gradients) <= (1e-5 if dtype == "float64" else 0.2)
 
 
 def without_deep_features(self: DeepStackLayer, *arguments: Any, context: Any = None, context_mask: Any = None, **rest: Any) -> Any:

@@ -23,16 +23,16 @@ def draw_rows(subject: Subject[Any], **options: Any) -> "st.SearchStrategy[Drawn
     return batches.rows(subject.make().needs, **options)
 
 
-def crowd(subject: Subject[Any]) -> list[DrawnRows]:
-    return [batches.crowd(subject.make().needs)]
+def list_crowd(subject: Subject[Any]) -> list[DrawnRows]:
+    return [batches.make_crowd(subject.make().needs)]
 
 
-def explicit(subject: Subject[Any]) -> list[DrawnRows]:
-    return [*crowd(subject), batches.long_and_failed(subject.make().needs)]
+def list_explicit(subject: Subject[Any]) -> list[DrawnRows]:
+    return [*list_crowd(subject), batches.make_long_and_failed(subject.make().needs)]
 
 
-def explicit_and_large(subject: Subject[Any]) -> list[DrawnRows]:
-    return [*explicit(subject), batches.large(subject.make().needs)]
+def list_explicit_and_large(subject: Subject[Any]) -> list[DrawnRows]:
+    return [*list_explicit(subject), batches.make_large(subject.make().needs)]
 
 
 def output_of(subject: Subject[Any], batch: AdvantageBatch) -> AdvantageOutput:
@@ -56,13 +56,13 @@ Scored = dict[tuple[int, int], float]
 
 
 def collect_scored(rows: DrawnRows, output: AdvantageOutput) -> dict[str, Scored]:
-    """Return advantages and, where there are any, returns of scored tokens, by what one of them is called."""
+    """Return advantages and, where there are any, returns of scored tokens, by the noun for one of them."""
     returns = {} if output.returns is None else {"return": rows.collect_scored(output.returns)}
     return {"advantage": rows.collect_scored(output.advantages), **returns}
 
 
 def answers(subject: Subject[Any], rows: DrawnRows) -> dict[str, Scored]:
-    """Return advantages and returns. Raises Undecidable as `decided` does."""
+    """Return advantages and returns. Raises Undecidable where the estimator fails or returns something else."""
     try:
         return collect_scored(rows, output_of(subject, rows.batch()))
     except EngineError as error:
@@ -70,10 +70,10 @@ def answers(subject: Subject[Any], rows: DrawnRows) -> dict[str, Scored]:
 
 
 def undecidable_unless_repeatable(check: Callable[[Subject[Any], Any], None]) -> Callable[[Subject[Any], Any], None]:
-    """Make a difference undecidable where the same batch gives other numbers from call to call, which `repeatable` tells."""
+    """Make a difference undecidable where the same batch gives other numbers from call to call, which `repeatable` reports."""
 
     @wraps(check)
-    def compared(subject: Subject[Any], case: Any) -> None:
+    def compare(subject: Subject[Any], case: Any) -> None:
         try:
             check(subject, case)
         except Broken:
@@ -82,7 +82,7 @@ def undecidable_unless_repeatable(check: Callable[[Subject[Any], Any], None]) ->
                 raise Undecidable("the same batch has other advantages from call to call") from None
             raise
 
-    return compared
+    return compare
 
 
 def require_same_answers(
@@ -90,8 +90,8 @@ def require_same_answers(
 ) -> None:
     """Compare advantages and returns; of these trajectories alone, unless `of` is None."""
     for noun, values in before.items():
-        kept = {token: value for token, value in values.items() if of is None or token[0] in of}
-        require_same(kept, after[noun], when, cause, remedy, noun=noun)
+        compared = {token: value for token, value in values.items() if of is None or token[0] in of}
+        require_same(compared, after[noun], when, cause, remedy, noun=noun)
 
 
 def require_same(before: Scored, after: Scored, when: str, cause: str, remedy: str, *, noun: str = "advantage") -> None:
@@ -104,6 +104,6 @@ def require_same(before: Scored, after: Scored, when: str, cause: str, remedy: s
             )
 
 
-def worth(values: dict[tuple[int, int], float]) -> dict[int, float]:
+def collect_first_values(values: dict[tuple[int, int], float]) -> dict[int, float]:
     """Return the value of each trajectory's first scored token."""
     return {trajectory: value for (trajectory, place), value in values.items() if place == 0}

@@ -27,7 +27,7 @@ class Token:
 
 @frozen
 class DrawnSample:
-    """One sample of a batch. `key` tells the trajectory apart for those who compare; the estimator sees `trajectory`."""
+    """One sample of a batch. `key` names the trajectory in comparisons; the estimator sees `trajectory`."""
 
     key: int
     group: int
@@ -63,26 +63,26 @@ class DrawnRows:
 
     def collect_scored(self, values: AnyArray) -> dict[tuple[int, int], float]:
         """Return the values [A] of scored tokens by trajectory and place among its scored tokens, whatever the order of the samples."""
-        found: dict[tuple[int, int], float] = {}
+        numbers: dict[tuple[int, int], float] = {}
         starts = offsets_of([len(sample.tokens) for sample in self.samples])
-        seen: dict[int, int] = {}
-        for position in sorted(range(len(self.samples)), key=lambda each: self.samples[each].turn):
+        counts: dict[int, int] = {}
+        for position in sorted(range(len(self.samples)), key=lambda index: self.samples[index].turn):
             sample = self.samples[position]
             for place, token in enumerate(sample.tokens):
                 if token.weight and sample.finished:
-                    ordinal = seen.get(sample.key, 0)
-                    found[sample.key, ordinal] = float(values[starts[position] + place])
-                    seen[sample.key] = ordinal + 1
-        return found
+                    ordinal = counts.get(sample.key, 0)
+                    numbers[sample.key, ordinal] = float(values[starts[position] + place])
+                    counts[sample.key] = ordinal + 1
+        return numbers
 
-    def with_rewards(self, changed: Callable[[int], float]) -> "DrawnRows":
-        """Return the batch in which the last token of every trajectory's last sample with tokens has `changed(key)` more reward."""
-        last = {sample.key: i for i, sample in sorted(enumerate(self.samples), key=lambda each: each[1].turn) if sample.tokens}
+    def with_rewards(self, extra_reward: Callable[[int], float]) -> "DrawnRows":
+        """Return the batch in which the last token of every trajectory's last sample with tokens has `extra_reward(key)` more reward."""
+        last = {sample.key: i for i, sample in sorted(enumerate(self.samples), key=lambda pair: pair[1].turn) if sample.tokens}
         samples = list(self.samples)
         for key, place in last.items():
             *others, final = samples[place].tokens
-            more = evolve(final, reward=final.reward + changed(key))
-            samples[place] = evolve(samples[place], tokens=(*others, more))
+            rewarded = evolve(final, reward=final.reward + extra_reward(key))
+            samples[place] = evolve(samples[place], tokens=(*others, rewarded))
         return evolve(self, samples=tuple(samples))
 
     def __str__(self) -> str:
@@ -90,8 +90,8 @@ class DrawnRows:
         for sample in self.samples:
             tokens = " ".join(f"{'.' if not token.weight else f'{token.weight:g}'}:{token.reward:g}" for token in sample.tokens)
             failed = "" if sample.finished else ", failed"
-            told = f"group {sample.group}, trajectory {sample.trajectory}, turn {sample.turn}{failed}"
-            lines.append(f"{told}: weight:reward of its tokens {tokens or 'none'}")
+            label = f"group {sample.group}, trajectory {sample.trajectory}, turn {sample.turn}{failed}"
+            lines.append(f"{label}: weight:reward of its tokens {tokens or 'none'}")
         return "\n".join(lines)
 
 
@@ -138,35 +138,35 @@ def _tokens(draw: st.DrawFn, rewards: Sequence[float], weights: Sequence[float],
     scored = draw(st.lists(st.booleans(), min_size=0 if empty else 1, max_size=4))
     if not empty and not any(scored):
         scored[0] = True
-    tokens = [Token(draw(st.sampled_from(tuple(weights))) if each else 0.0, 0.0, draw(numbers)) for each in scored]
-    last = max((place for place, each in enumerate(scored) if each), default=None)
+    tokens = [Token(draw(st.sampled_from(tuple(weights))) if is_scored else 0.0, 0.0, draw(numbers)) for is_scored in scored]
+    last = max((place for place, is_scored in enumerate(scored) if is_scored), default=None)
     if last is not None:
         tokens[last] = evolve(tokens[last], reward=reward)
     return tuple(tokens)
 
 
 @st.composite
-def equal(draw: st.DrawFn, needs: Sequence[str] = ()) -> DrawnRows:
+def draw_equal(draw: st.DrawFn, needs: Sequence[str] = ()) -> DrawnRows:
     """Draw one group of up to 13 trajectories that all have the same reward, of any size, at once or in two turns of whole tenths."""
     size = draw(st.integers(1, 13))
     if draw(st.booleans()):
-        return _of_turns([(draw(st.sampled_from(AWKWARD) | st.floats(-1e4, 1e4)),)] * size, needs)
+        return _make_group([(draw(st.sampled_from(AWKWARD) | st.floats(-1e4, 1e4)),)] * size, needs)
     tenths = draw(st.integers(-200, 200))
     shares = st.none() | st.integers(-200, 200)
-    return _of_turns([_in_turns(tenths, draw(shares)) for _ in range(size)], needs)
+    return _make_group([_split_into_turns(tenths, draw(shares)) for _ in range(size)], needs)
 
 
-def _in_turns(tenths: int, first: int | None) -> tuple[float, ...]:
+def _split_into_turns(tenths: int, first: int | None) -> tuple[float, ...]:
     return (tenths / 10,) if first is None else (first / 10, (tenths - first) / 10)
 
 
-def tied(needs: Sequence[str] = ()) -> list[DrawnRows]:
+def list_tied(needs: Sequence[str] = ()) -> list[DrawnRows]:
     """Return groups of equal rewards whose sums differ in their last bits, since one earns in two turns what others earn at once."""
     groups = [(10.3,), (10.1, 0.2), (10.3,)], [(-0.3,), (-0.1, -0.2)], [(0.3, -0.3), (0.1, 0.2, -0.3)]
-    return [_of_turns(group, needs) for group in groups]
+    return [_make_group(group, needs) for group in groups]
 
 
-def _of_turns(turns: Sequence[tuple[float, ...]], needs: Sequence[str]) -> DrawnRows:
+def _make_group(turns: Sequence[tuple[float, ...]], needs: Sequence[str]) -> DrawnRows:
     """Return a group of a trajectory per tuple, of the rewards of its turns."""
     samples = [
         DrawnSample(key, 0, key, turn, True, (Token(1.0), Token(1.0, reward)))
@@ -177,13 +177,13 @@ def _of_turns(turns: Sequence[tuple[float, ...]], needs: Sequence[str]) -> Drawn
 
 
 FAR = 1 << 52
-"""Ids above it lie closer than float32 tells apart, and no table has a place for each up to them."""
+"""Ids above it are closer than float32 can tell apart, and no table has a place for each up to them."""
 
 
 CROWD = 64
 
 
-def crowd(needs: Sequence[str] = ()) -> DrawnRows:
+def make_crowd(needs: Sequence[str] = ()) -> DrawnRows:
     """Return four groups of sixteen trajectories of two scored tokens, in mixed order.
 
     Their ids are large, and neighbours of each other or alike in their last 32 bits.
@@ -197,12 +197,12 @@ def crowd(needs: Sequence[str] = ()) -> DrawnRows:
     return DrawnRows(tuple(samples[key * 11 % CROWD] for key in range(CROWD)), tuple(needs))
 
 
-def long_and_failed(needs: Sequence[str] = ()) -> DrawnRows:
+def make_long_and_failed(needs: Sequence[str] = ()) -> DrawnRows:
     """Return a trajectory of eight turns, a turn without a token and observed tokens among them, one of 300 scored tokens and one of none, in
     a group with one that failed; and a group of which all failed.
     """
-    seen, scored = Token(0.0, 0.0, 0.5), Token(1.0, 0.0, -0.5)
-    turns = [() if turn == 3 else (seen, scored, seen, evolve(scored, reward=0.25)) for turn in range(8)]
+    observed, scored = Token(0.0, 0.0, 0.5), Token(1.0, 0.0, -0.5)
+    turns = [() if turn == 3 else (observed, scored, observed, evolve(scored, reward=0.25)) for turn in range(8)]
     samples = [DrawnSample(0, 0, 0, turn, True, tokens) for turn, tokens in enumerate(turns)]
     samples += [
         DrawnSample(1, 0, 1, 0, True, (*[scored] * 299, evolve(scored, reward=1.0))),
@@ -213,7 +213,7 @@ def long_and_failed(needs: Sequence[str] = ()) -> DrawnRows:
     return DrawnRows(tuple(samples[::-1]), tuple(needs))
 
 
-def large(needs: Sequence[str] = ()) -> DrawnRows:
+def make_large(needs: Sequence[str] = ()) -> DrawnRows:
     """Return a group of four trajectories whose rewards are as large as those of a game's score, beyond what float16 and int16 hold."""
     rewards = (1e6, -1e6, 250_000.0, 0.0)
     samples = [DrawnSample(key, 0, key, 0, True, (Token(1.0), Token(1.0, reward))) for key, reward in enumerate(rewards)]
@@ -223,7 +223,7 @@ def large(needs: Sequence[str] = ()) -> DrawnRows:
 def relabel(batch: DrawnRows) -> DrawnRows:
     """Return the batch under other ids of groups and trajectories, which do not rise where those of the batch do.
 
-    Ids less than `_NAMES` apart keep apart, and so do those of `crowd`.
+    Ids less than `_NAMES` apart keep apart, and so do those of `make_crowd`.
     """
     samples = [evolve(sample, group=_rename(sample.group), trajectory=_rename(sample.trajectory)) for sample in batch.samples]
     return evolve(batch, samples=tuple(samples))
@@ -236,7 +236,7 @@ def _rename(number: int) -> int:
     return (90 - 40 * number) % _NAMES
 
 
-def lighter(batch: DrawnRows, key: int, factor: float) -> DrawnRows:
+def scale_weights(batch: DrawnRows, key: int, factor: float) -> DrawnRows:
     """Return the batch in which the loss weights of one trajectory are so many times as large."""
     samples = [
         evolve(sample, tokens=tuple(evolve(token, weight=factor * token.weight) for token in sample.tokens))
@@ -250,7 +250,7 @@ def lighter(batch: DrawnRows, key: int, factor: float) -> DrawnRows:
 def join_turns(batch: DrawnRows) -> DrawnRows:
     """Return the batch in which every trajectory is one sample."""
     first: dict[int, DrawnSample] = {}
-    for sample in sorted(batch.samples, key=lambda each: each.turn):
+    for sample in sorted(batch.samples, key=lambda sample: sample.turn):
         if sample.key in first:
             before = first[sample.key]
             first[sample.key] = evolve(before, tokens=before.tokens + sample.tokens)
@@ -261,6 +261,9 @@ def join_turns(batch: DrawnRows) -> DrawnRows:
 
 def with_observations(batch: DrawnRows, number: float) -> DrawnRows:
     """Return the batch with two tokens of no weight and no reward before every token of every sample."""
-    seen = (Token(0.0, 0.0, number), Token(0.0, 0.0, -number))
-    samples = [evolve(sample, tokens=tuple(each for token in sample.tokens for each in (*seen, token))) for sample in batch.samples]
+    observed = (Token(0.0, 0.0, number), Token(0.0, 0.0, -number))
+    samples = [
+        evolve(sample, tokens=tuple(inserted for token in sample.tokens for inserted in (*observed, token)))
+        for sample in batch.samples
+    ]
     return evolve(batch, samples=tuple(samples))

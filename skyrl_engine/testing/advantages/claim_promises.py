@@ -9,14 +9,14 @@ from skyrl_engine.testing.advantages import batches
 from skyrl_engine.testing.advantages.answers import (
     TOLERANCE,
     answers,
-    crowd,
+    collect_first_values,
     draw_rows,
     estimate_or_undecidable,
-    explicit,
+    list_crowd,
+    list_explicit,
     require_same,
     require_same_answers,
     undecidable_unless_repeatable,
-    worth,
 )
 from skyrl_engine.testing.advantages.batches import DrawnRows
 from skyrl_engine.testing.promise import Broken, promise
@@ -30,18 +30,18 @@ def _whole_batch(subject: Subject[Any]) -> str | None:
     return "the estimator claims whole_batch: groups reach each other by nature" if subject.make().claims.whole_batch else None
 
 
-@promise("The rewards of one group change nothing in another", cases=draw_rows, exempt=_whole_batch, first=explicit)
+@promise("The rewards of one group change nothing in another", cases=draw_rows, exempt=_whole_batch, first=list_explicit)
 @undecidable_unless_repeatable
 def groups_apart(subject: Subject[Any], case: DrawnRows) -> None:
     group_of = {sample.key: sample.group for sample in case.samples}
-    changed = min(group_of.values())
+    changed_group = min(group_of.values())
     require_same_answers(
         answers(subject, case),
-        answers(subject, case.with_rewards(lambda key: 4.0 * (key + 1) if group_of[key] == changed else 0.0)),
+        answers(subject, case.with_rewards(lambda key: 4.0 * (key + 1) if group_of[key] == changed_group else 0.0)),
         "when rewards of another group change",
         "it counts over the batch",
         "Compare within groups, or claim whole_batch",
-        of={key for key, group in group_of.items() if group != changed},
+        of={key for key, group in group_of.items() if group != changed_group},
     )
 
 
@@ -53,12 +53,12 @@ def _exempt_unless_groups_needed(subject: Subject[Any]) -> str | None:
     "Where it claims to ignore groups, the rewards of one trajectory change nothing in another",
     cases=draw_rows,
     exempt=_exempt_unless_groups_needed,
-    first=explicit,
+    first=list_explicit,
 )
 @undecidable_unless_repeatable
 def trajectories_apart(subject: Subject[Any], case: DrawnRows) -> None:
-    changed = case.samples[0].key
-    before, others = answers(subject, case), {sample.key for sample in case.samples} - {changed}
+    changed_key = case.samples[0].key
+    before, others = answers(subject, case), {sample.key for sample in case.samples} - {changed_key}
     for more, cause, remedy in (
         (
             4.0,
@@ -71,7 +71,7 @@ def trajectories_apart(subject: Subject[Any], case: DrawnRows) -> None:
             "Add up each trajectory alone, in float64",
         ),
     ):
-        after = answers(subject, case.with_rewards(lambda key, more=more: more if key == changed else 0.0))  # type: ignore[misc]
+        after = answers(subject, case.with_rewards(lambda key, more=more: more if key == changed_key else 0.0))  # type: ignore[misc]
         require_same_answers(before, after, "when rewards of another trajectory change", cause, remedy, of=others)
 
 
@@ -83,7 +83,7 @@ def _no_outcome(subject: Subject[Any]) -> str | None:
     "The number of samples that a trajectory is cut into changes nothing",
     cases=lambda s: draw_rows(s, turns=3),
     exempt=_no_outcome,
-    first=explicit,
+    first=list_explicit,
 )
 @undecidable_unless_repeatable
 def turns(subject: Subject[Any], case: DrawnRows) -> None:
@@ -103,7 +103,7 @@ def turns(subject: Subject[Any], case: DrawnRows) -> None:
     )
 
 
-def _not_claiming(flag: str) -> Any:
+def _exempt_unless_claiming(flag: str) -> Any:
     def exempt(subject: Subject[Any]) -> str | None:
         return None if getattr(subject.make().claims, flag) else f"the estimator does not claim {flag}"
 
@@ -117,8 +117,8 @@ def _no_groups(subject: Subject[Any]) -> str | None:
 @promise(
     "A constant added to all rewards of the batch changes nothing",
     cases=lambda s: draw_rows(s, empty=False),
-    exempt=_not_claiming("shift"),
-    first=crowd,
+    exempt=_exempt_unless_claiming("shift"),
+    first=list_crowd,
 )
 @undecidable_unless_repeatable
 def shift(subject: Subject[Any], case: DrawnRows) -> None:
@@ -142,8 +142,8 @@ def shift(subject: Subject[Any], case: DrawnRows) -> None:
 @promise(
     "Rewards times 3 give advantages times 3, or the same ones, as it claims",
     cases=draw_rows,
-    exempt=_not_claiming("scale"),
-    first=explicit,
+    exempt=_exempt_unless_claiming("scale"),
+    first=list_explicit,
 )
 @undecidable_unless_repeatable
 def scale(subject: Subject[Any], case: DrawnRows) -> None:
@@ -154,15 +154,15 @@ def scale(subject: Subject[Any], case: DrawnRows) -> None:
         for sample in case.samples
     )
     before, after = estimate_or_undecidable(subject, case), estimate_or_undecidable(subject, evolve(case, samples=larger))
-    due = {place: value * (3 if claimed == "linear" else 1) for place, value in before.items()}
-    require_same(due, after, "where the claim gives the former", f"it claims scale = {claimed!r}", "Correct it, or the claim")
+    expected = {place: value * (3 if claimed == "linear" else 1) for place, value in before.items()}
+    require_same(expected, after, "where the claim gives the former", f"it claims scale = {claimed!r}", "Correct it, or the claim")
 
 
 @promise(
     "Equal rewards give exactly 0, whatever they are and over however many turns they were earned",
-    cases=lambda s: batches.equal(s.make().needs),
+    cases=lambda s: batches.draw_equal(s.make().needs),
     exempt=_no_groups,
-    first=lambda s: batches.tied(s.make().needs),
+    first=lambda s: batches.list_tied(s.make().needs),
 )
 def equal_rewards(subject: Subject[Any], case: DrawnRows) -> None:
     for (trajectory, _), value in estimate_or_undecidable(subject, case).items():
@@ -177,14 +177,14 @@ def equal_rewards(subject: Subject[Any], case: DrawnRows) -> None:
 @promise(
     "The values of a group's trajectories add up to 0",
     cases=lambda s: draw_rows(s, even=True),
-    exempt=_not_claiming("zero_sum"),
-    first=crowd,
+    exempt=_exempt_unless_claiming("zero_sum"),
+    first=list_crowd,
 )
 @undecidable_unless_repeatable
 def zero_sum(subject: Subject[Any], case: DrawnRows) -> None:
     group_of = {sample.key: sample.group for sample in case.samples}
     totals: dict[int, float] = {}
-    for trajectory, value in worth(estimate_or_undecidable(subject, case)).items():
+    for trajectory, value in collect_first_values(estimate_or_undecidable(subject, case)).items():
         totals[group_of[trajectory]] = totals.get(group_of[trajectory], 0.0) + value
     for group, total in totals.items():
         if abs(total) > TOLERANCE:
@@ -198,15 +198,15 @@ def zero_sum(subject: Subject[Any], case: DrawnRows) -> None:
     "Inside a group, a higher reward never has a lower advantage",
     cases=lambda s: draw_rows(s, even=True),
     exempt=_no_groups,
-    first=crowd,
+    first=list_crowd,
 )
 def monotone(subject: Subject[Any], case: DrawnRows) -> None:
-    values = worth(estimate_or_undecidable(subject, case))
+    values = collect_first_values(estimate_or_undecidable(subject, case))
     finished = {sample.key: sample for sample in case.samples if sample.key in values}
     for one in finished.values():
         for other in finished.values():
-            higher = _reward(one) > _reward(other)
-            if one.group == other.group and higher and values[one.key] < values[other.key] - TOLERANCE:
+            is_higher = _reward(one) > _reward(other)
+            if one.group == other.group and is_higher and values[one.key] < values[other.key] - TOLERANCE:
                 raise Broken(
                     f"the reward {_reward(one):g} has the advantage {values[one.key]:.6g}, and the lower reward {_reward(other):g} of the "
                     f"same group {values[other.key]:.6g}",

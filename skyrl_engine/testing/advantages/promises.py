@@ -15,11 +15,11 @@ from skyrl_engine.testing.advantages.answers import (
     TOLERANCE,
     answers,
     collect_scored,
-    crowd,
     draw_rows,
     estimate_or_undecidable,
-    explicit,
-    explicit_and_large,
+    list_crowd,
+    list_explicit,
+    list_explicit_and_large,
     output_of,
     require_same,
     require_same_answers,
@@ -46,7 +46,7 @@ from skyrl_engine.testing.subject import Subject
 @promise(
     "It returns finite numbers [A], 0 where a token is not scored, also for a group of one, an empty response and rewards of a million",
     cases=draw_rows,
-    first=explicit_and_large,
+    first=list_explicit_and_large,
 )
 def finite_values(subject: Subject[Any], case: DrawnRows) -> None:
     try:
@@ -59,11 +59,11 @@ def _has_no_oracle(subject: Subject[Any]) -> str | None:
     return None if "oracle" in subject.hooks else "there is no oracle to compare with"
 
 
-@promise("Its advantages are those of the oracle", cases=draw_rows, exempt=_has_no_oracle, first=explicit)
+@promise("Its advantages are those of the oracle", cases=draw_rows, exempt=_has_no_oracle, first=list_explicit)
 def oracle(subject: Subject[Any], case: DrawnRows) -> None:
-    due = case.collect_scored(np.asarray(subject.hooks["oracle"](case.batch()), dtype=np.float64))
+    expected = case.collect_scored(np.asarray(subject.hooks["oracle"](case.batch()), dtype=np.float64))
     require_same(
-        due, estimate_or_undecidable(subject, case), "from what the oracle gives", "formula and code differ", "Compare the two"
+        expected, estimate_or_undecidable(subject, case), "from what the oracle gives", "formula and code differ", "Compare the two"
     )
 
 
@@ -74,29 +74,29 @@ def needs(subject: Subject[Any], case: DrawnRows) -> None:
     others = {name: np.linspace(-1, 1, len(batch.rewards), dtype=np.float32) for name in _COLUMNS if name not in case.needs}
     before = answers(subject, case)
     try:
-        given = output_of(subject, evolve(batch, columns={**batch.columns, **others}))
+        output = output_of(subject, evolve(batch, columns={**batch.columns, **others}))
     except EngineError as error:
         raise Undecidable(error.cause) from error
     require_same_answers(
-        before, collect_scored(case, given), "with other columns", "it reads what it does not declare", "Name it in needs"
+        before, collect_scored(case, output), "with other columns", "it reads what it does not declare", "Name it in needs"
     )
 
 
 _COLUMNS = ("old_values", "values", "old_logprobs", "rollout_logprobs", "ref_logprobs")
 
 
-def _no_order(subject: Subject[Any]) -> "st.SearchStrategy[tuple[DrawnRows, DrawnRows]]":
-    def moved(rows: DrawnRows) -> "st.SearchStrategy[tuple[DrawnRows, DrawnRows]]":
+def _draw_reordered(subject: Subject[Any]) -> "st.SearchStrategy[tuple[DrawnRows, DrawnRows]]":
+    def reorder(rows: DrawnRows) -> "st.SearchStrategy[tuple[DrawnRows, DrawnRows]]":
         return st.permutations(rows.samples).map(lambda order: (rows, evolve(rows, samples=tuple(order))))
 
-    return draw_rows(subject).flatmap(moved)
+    return draw_rows(subject).flatmap(reorder)
 
 
 def _reverse(subject: Subject[Any]) -> list[tuple[DrawnRows, DrawnRows]]:
-    return [(rows, evolve(rows, samples=rows.samples[::-1])) for rows in explicit(subject)]
+    return [(rows, evolve(rows, samples=rows.samples[::-1])) for rows in list_explicit(subject)]
 
 
-@promise("The order of the samples changes nothing", cases=_no_order, first=_reverse)
+@promise("The order of the samples changes nothing", cases=_draw_reordered, first=_reverse)
 @undecidable_unless_repeatable
 def sample_order(subject: Subject[Any], case: tuple[DrawnRows, DrawnRows]) -> None:
     one, other = case
@@ -109,7 +109,7 @@ def sample_order(subject: Subject[Any], case: tuple[DrawnRows, DrawnRows]) -> No
     )
 
 
-@promise("The ids of groups and trajectories change nothing", cases=draw_rows, first=explicit)
+@promise("The ids of groups and trajectories change nothing", cases=draw_rows, first=list_explicit)
 @undecidable_unless_repeatable
 def labels(subject: Subject[Any], case: DrawnRows) -> None:
     other = batches.relabel(case)
@@ -130,7 +130,7 @@ def labels(subject: Subject[Any], case: DrawnRows) -> None:
 @promise(
     "A loss weight decides whether a token is scored, and is no factor of its advantage",
     cases=lambda s: draw_rows(s, empty=False, failures=False),
-    first=crowd,
+    first=list_crowd,
 )
 @undecidable_unless_repeatable
 def loss_weights(subject: Subject[Any], case: DrawnRows) -> None:
@@ -140,8 +140,8 @@ def loss_weights(subject: Subject[Any], case: DrawnRows) -> None:
     if not before.any():
         raise Inapplicable("the trajectory has no advantage to scale")
     factors = 0.5, 0.25
-    after = [_of_trajectory(key, estimate_or_undecidable(subject, batches.lighter(case, key, factor))) for factor in factors]
-    if all(np.allclose(made, factor * before, rtol=TOLERANCE, atol=0) for factor, made in zip(factors, after, strict=True)):
+    after = [_of_trajectory(key, estimate_or_undecidable(subject, batches.scale_weights(case, key, factor))) for factor in factors]
+    if all(np.allclose(scaled, factor * before, rtol=TOLERANCE, atol=0) for factor, scaled in zip(factors, after, strict=True)):
         raise Broken(
             f"gives trajectory {key} half of its advantages where its loss weights are halved: they count twice, since the objective "
             "multiplies by them too",
@@ -154,7 +154,7 @@ def _of_trajectory(key: int, values: dict[tuple[int, int], float]) -> npt.NDArra
     return np.array([value for (trajectory, _), value in values.items() if trajectory == key])
 
 
-@promise("Observed tokens, wherever they stand, change nothing", cases=draw_rows, first=explicit)
+@promise("Observed tokens, wherever they stand, change nothing", cases=draw_rows, first=list_explicit)
 @undecidable_unless_repeatable
 def observations(subject: Subject[Any], case: DrawnRows) -> None:
     require_same_answers(
@@ -169,16 +169,16 @@ def observations(subject: Subject[Any], case: DrawnRows) -> None:
 @promise(
     "A failed trajectory changes nobody else's advantage",
     cases=lambda s: draw_rows(s, failures=False, least_group=2),
-    first=crowd,
+    first=list_crowd,
 )
 @undecidable_unless_repeatable
 def failures(subject: Subject[Any], case: DrawnRows) -> None:
-    spoilt = case.samples[0].key
-    failed = tuple(evolve(sample, finished=sample.key != spoilt) for sample in case.samples)
+    failed_key = case.samples[0].key
+    failed = tuple(evolve(sample, finished=sample.key != failed_key) for sample in case.samples)
     present = evolve(case, samples=failed)
-    if all(sample.key == spoilt for sample in case.samples):
+    if all(sample.key == failed_key for sample in case.samples):
         raise Inapplicable("there is one trajectory alone")
-    absent = evolve(case, samples=tuple(sample for sample in case.samples if sample.key != spoilt))
+    absent = evolve(case, samples=tuple(sample for sample in case.samples if sample.key != failed_key))
     require_same_answers(
         answers(subject, absent),
         answers(subject, present),
@@ -207,9 +207,11 @@ def _copy(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
     return array.copy()
 
 
-@promise("It gives the same bytes for the same batch, in every call and whatever the random state", cases=draw_rows, first=crowd)
+@promise(
+    "It gives the same bytes for the same batch, in every call and whatever the random state", cases=draw_rows, first=list_crowd
+)
 def repeatable(subject: Subject[Any], case: DrawnRows) -> None:
-    product, made = subject.make(), []
+    product, outputs = subject.make(), []
     with restore_random_state():
         for seed in range(12):
             seed_everything(seed)
@@ -218,12 +220,12 @@ def repeatable(subject: Subject[Any], case: DrawnRows) -> None:
                 with blame(Owner.of_unrecorded(subject.label, "advantage"), "__call__"):
                     result = product(batch)
                 output = as_advantage_output(subject.label, result, batch, returns=product.claims.returns)
-                made.append([each.tobytes() for each in (output.advantages, output.returns) if each is not None])
+                outputs.append([each.tobytes() for each in (output.advantages, output.returns) if each is not None])
             except EngineError as error:
                 raise Undecidable(error.cause) from error
             if global_random_state() != before:
                 raise Broken("draws from the global random state", "Let advantages be a function of the batch alone")
-    if any(each != made[0] for each in made):
+    if any(each != outputs[0] for each in outputs):
         raise Broken(
             "gives other numbers from one call to the next: it keeps something, or draws numbers",
             "Let advantages be a function of the batch alone",
@@ -237,7 +239,7 @@ def _answer(subject: Subject[Any], case: DrawnRows) -> bytes:
         raise Undecidable(error.cause) from error
 
 
-_process_settings, _another_rank, _another_process = process_promises(_answer, draw_rows, crowd)
+_process_settings, _another_rank, _another_process = process_promises(_answer, draw_rows, list_crowd)
 
 
 ADVANTAGE_PROMISES: tuple[Promise[Any, Any], ...] = (

@@ -38,58 +38,58 @@ SECOND = _Lesson(
 
 
 @define
-class _Learned:
+class _LessonResults:
     """The losses and gradient norms of a lesson, in order, and the weights at its end."""
 
     numbers: list[tuple[str, float]] = field(factory=list)
     weights: Arrays = field(factory=dict)
 
 
-def _learning(ranks: BackendRanks, case: BackendCase, lesson: _Lesson, learned: _Learned) -> Iterator[None]:
-    """Take a lesson, and pause behind every call."""
+def _take_lesson(ranks: BackendRanks, case: BackendCase, lesson: _Lesson, results: _LessonResults) -> Iterator[None]:
+    """Take a lesson, and pause after every call."""
     for number, calls in enumerate(lesson.steps, start=1):
         for documents in calls:
             outputs = ranks.forward_backward(PassOrder(case.cut(documents)))
-            learned.numbers.append((f"the objective of a call of step {number}", ranks.loss(outputs)))
+            results.numbers.append((f"the objective of a call of step {number}", ranks.loss(outputs)))
             yield
-        learned.numbers.append((f"the gradient norm of step {number}", ranks.optim_step()[0].grad_norm))
+        results.numbers.append((f"the gradient norm of step {number}", ranks.optim_step()[0].grad_norm))
         yield
-    learned.weights = ranks.weights()[0]
+    results.weights = ranks.weights()[0]
 
 
-def _alone(subject: BackendSubject, case: BackendCase, lesson: _Lesson) -> _Learned:
-    learned = _Learned()
+def _learn_alone(subject: BackendSubject, case: BackendCase, lesson: _Lesson) -> _LessonResults:
+    results = _LessonResults()
     with subject.open_ranks(case, "dropout", optimizer=SPEC, lora=lesson.lora, seed=lesson.seed) as ranks:
-        for _ in _learning(ranks, case, lesson, learned):
+        for _ in _take_lesson(ranks, case, lesson, results):
             pass
-    return learned
+    return results
 
 
-def _together(subject: BackendSubject, case: BackendCase) -> list[_Learned]:
+def _learn_together(subject: BackendSubject, case: BackendCase) -> list[_LessonResults]:
     """Learn BASE, FIRST and SECOND in turns; SECOND is added late, saved and loaded in between, and freed before the others are done."""
-    found = [_Learned() for _ in range(3)]
+    results = [_LessonResults() for _ in range(3)]
     with (
         tempfile.TemporaryDirectory(prefix="skyrl-engine-adapter-sets-") as directory,
         subject.open_ranks(case, "dropout", optimizer=SPEC, lora=BASE.lora, seed=BASE.seed) as base,
         base.adapter_set(FIRST.lora, FIRST.seed) as first,
     ):
-        begun = [_learning(base, case, BASE, found[0]), _learning(first, case, FIRST, found[1])]
+        lessons = [_take_lesson(base, case, BASE, results[0]), _take_lesson(first, case, FIRST, results[1])]
         # a gradient of the first set is accumulated when the second one comes
-        next(begun[1])
+        next(lessons[1])
         with base.adapter_set(SECOND.lora, SECOND.seed) as second:
-            turns = _learning(second, case, SECOND, found[2])
+            turns = _take_lesson(second, case, SECOND, results[2])
             next(turns)
             next(turns)
             second.save(Path(directory))
-            for each in begun:
-                next(each)
+            for lesson in lessons:
+                next(lesson)
             second.load(Path(directory))
             for _ in turns:
-                next(begun[1], None)
-        for each in begun:
-            for _ in each:
+                next(lessons[1], None)
+        for lesson in lessons:
+            for _ in lesson:
                 pass
-    return found
+    return results
 
 
 def _exempt_without_adapter_sets(subject: BackendSubject) -> str | None:
@@ -105,9 +105,9 @@ def _exempt_without_adapter_sets(subject: BackendSubject) -> str | None:
 def adapter_sets(subject: BackendSubject, case: BackendCase) -> None:
     if "adapter_sets" not in subject.describe(case.sizes.options, case.sizes.ranks).capabilities:
         return
-    together = _together(subject, case)
+    together = _learn_together(subject, case)
     for lesson, got in zip((BASE, FIRST, SECOND), together, strict=True):
-        due = _alone(subject, case, lesson)
+        due = _learn_alone(subject, case, lesson)
         for (what, one), (_, other) in zip(got.numbers, due.numbers, strict=True):
             if one != other:
                 raise Broken(

@@ -43,14 +43,14 @@ class Document:
 def documents(vocabulary: int = VOCABULARY, *, count: int = 8, longest: int = 16, unscored: Sequence[int] = ()) -> list[Document]:
     """Return sequences of different lengths; number 5 is empty; those in `unscored` carry no loss."""
     draw = torch.Generator().manual_seed(1)
-    made = []
+    sequences = []
     for number in range(count):
         length = 0 if number == EMPTY else longest - number
         ids = torch.randint(0, vocabulary, (length,), generator=draw)
         weights = (torch.rand(length, generator=draw) < 0.6) * torch.rand(length, generator=draw)
         weights[:1] = 0  # nothing comes before a first token
-        made.append(Document(number, ids, torch.zeros_like(weights) if number in unscored else weights))
-    return made
+        sequences.append(Document(number, ids, torch.zeros_like(weights) if number in unscored else weights))
+    return sequences
 
 
 MANY = 22
@@ -60,25 +60,25 @@ MANY = 22
 def many_documents(vocabulary: int = VOCABULARY) -> list[Document]:
     """Return so many sequences: every fifth of more than 100 tokens, the others short; number 5 is empty."""
     draw = torch.Generator().manual_seed(2)
-    made = []
+    sequences = []
     for number in range(MANY):
         length = 0 if number == EMPTY else 120 - number if number % 5 == 1 else 2 + number % 8
         ids = torch.randint(0, vocabulary, (length,), generator=draw)
         weights = (torch.rand(length, generator=draw) < 0.6) * torch.rand(length, generator=draw)
         weights[:1] = 0
-        made.append(Document(number, ids, weights))
-    return made
+        sequences.append(Document(number, ids, weights))
+    return sequences
 
 
 def picture_documents(vocabulary: int, variant: Variant) -> list[Document]:
     """Return the documents with pictures: 0 and 3 have one, 1 and 6 have two, the others none."""
     draw = torch.Generator().manual_seed(1)
-    made = []
+    sequences = []
     for number, (ids, pictures) in enumerate(with_pictures(vocabulary, variant, EMPTY)):
         weights = (torch.rand(len(ids), generator=draw) < 0.6) * torch.rand(len(ids), generator=draw)
         weights[:1] = 0
-        made.append(Document(number, ids, torch.where(ids == IMAGE_TOKEN, 0, weights), pictures))
-    return made
+        sequences.append(Document(number, ids, torch.where(ids == IMAGE_TOKEN, 0, weights), pictures))
+    return sequences
 
 
 def build_padded(chosen: Sequence[Document], size: int) -> list[MicroBatch]:
@@ -92,7 +92,7 @@ def build_packed(chosen: Sequence[Document], size: int) -> list[MicroBatch]:
     return [pack_documents(rows[start : start + size]) for start in range(0, len(rows), size)]
 
 
-def without_pixels(micro_batch: MicroBatch) -> MicroBatch:
+def drop_pixels(micro_batch: MicroBatch) -> MicroBatch:
     """Return the batch as pipeline stages after the first get it: grids and token types, and no pixels."""
     return evolve(
         micro_batch,
@@ -124,8 +124,8 @@ def pack_documents(rows: Sequence[Sequence[Document]], *, align: int = 4, paddin
     for number, row in enumerate(rows):
         starts = np.cumsum([0, *occupied[number]]).tolist()
         for start, document in zip(starts[:-1], row, strict=True):
-            here = slice(start, start + len(document.ids))
-            ids[number, here], mask[number, here], places[number, here] = document.ids, 1, torch.arange(len(document.ids))
+            span = slice(start, start + len(document.ids))
+            ids[number, span], mask[number, span], places[number, span] = document.ids, 1, torch.arange(len(document.ids))
             positions.append(number * width + start + document.weights.nonzero()[:, 0] - 1)
     inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": places}
     lengths = Ragged.from_list([[len(document.ids) for document in row] for row in rows], np.int64)
@@ -161,8 +161,8 @@ def _micro_batch(
 
 
 def candidates(labels: Tensor) -> dict[str, Tensor]:
-    """Return token ids to score beside labels int64[n], [n, k] by column: the label and another id twice, two ids far from the label, and
-    the one that stands for it in passes with other labels.
+    """Return token ids to score in addition to labels int64[n], [n, k] by column: the label and another id twice, two ids far from the label,
+    and the one that replaces it in passes with other labels.
     """
     other = (labels * 7 + 3) % VOCABULARY
     return {
@@ -204,15 +204,15 @@ class WeightedObjective:
         places = [document.weights.nonzero()[:, 0].numpy() for document in chosen]
         if not self.per_token_outputs:
             places = [place[:0] for place in places]
-        offsets = offsets_of([len(each) for each in places])
+        offsets = offsets_of([len(document_places) for document_places in places])
         scored = Ragged(np.concatenate([np.zeros(0, dtype=np.int32), *places]).astype(np.int32), offsets)
         # outputs are one number per token
-        kept = {name: score for name, score in scores.items() if score.ndim == 1} if self.per_token_outputs else {}
+        per_token = {name: score for name, score in scores.items() if score.ndim == 1} if self.per_token_outputs else {}
         output = RankOutput(
             np.array([document.number for document in chosen], dtype=np.int64),
             np.array([len(document.ids) for document in chosen], dtype=np.int64),
             scored,
-            {name: Ragged(score.detach().float().cpu().numpy(), offsets) for name, score in kept.items()},
+            {name: Ragged(score.detach().float().cpu().numpy(), offsets) for name, score in per_token.items()},
             {"loss": Metric.sum(total.item())},
         )
         return total, output
@@ -232,7 +232,7 @@ TERMS: Mapping[str, Callable[[Tensor], Tensor]] = {
     f"{LOGPROBS_AT}:near": lambda logprobs: -(torch.tensor([0.5, 0.3, 0.2]).to(logprobs) * logprobs).sum(-1),
     f"{LOGPROBS_AT}:other": lambda logprobs: -logprobs[:, 0],
     f"{LOGPROBS_AT}:far": lambda logprobs: 0.1 * logprobs[:, 0] * logprobs[:, 1],
-    **{each.need: lambda divergence: divergence + divergence**2 for each in DIVERGENCES},
+    **{comparison.need: lambda divergence: divergence + divergence**2 for comparison in DIVERGENCES},
     TOP_1_AGREEMENT: lambda agreement: 0.3 * agreement,
 }
 """A score contributes so much per token."""
@@ -276,11 +276,11 @@ def definition(
         images=chosen[0].pictures is not None,
         adapt=None if adapter is None else partial(with_adapter, adapter=adapter),
     )
-    beside = None if teacher is None else PlainModel.load(teacher, dtype=dtype)
-    total, kept = plain_objective(model, chosen, temperature=temperature, needs=needs, teacher=beside)
+    teacher_model = None if teacher is None else PlainModel.load(teacher, dtype=dtype)
+    total, scores = plain_objective(model, chosen, temperature=temperature, needs=needs, teacher=teacher_model)
     torch.autograd.backward(total)
     gradients = {name: parameter.grad.numpy() for name, parameter in model.parameters.items() if parameter.grad is not None}
-    return DefinedResult(total.item(), gradients, kept)
+    return DefinedResult(total.item(), gradients, scores)
 
 
 def plain_objective(
@@ -293,7 +293,7 @@ def plain_objective(
 ) -> tuple[Tensor, dict[str, dict[int, npt.NDArray[Any]]]]:
     """Compute the objective of `WeightedObjective` one document at a time, and the scores of scored tokens by name and document."""
     total = torch.zeros(())
-    kept: dict[str, dict[int, npt.NDArray[Any]]] = {need: {} for need in needs}
+    scores_by_need: dict[str, dict[int, npt.NDArray[Any]]] = {need: {} for need in needs}
     for document in chosen:
         if len(document.ids) < 2:
             continue
@@ -307,8 +307,8 @@ def plain_objective(
         )
         for need in needs:
             total = total + (document.weights[1:].to(scores[need]) * TERMS[need](scores[need])).sum()
-            kept[need][document.number] = scores[need].detach().numpy()[document.weights[1:].numpy() != 0]
-    return total, kept
+            scores_by_need[need][document.number] = scores[need].detach().numpy()[document.weights[1:].numpy() != 0]
+    return total, scores_by_need
 
 
 def _pictures(document: Document) -> dict[str, Tensor]:
@@ -319,7 +319,7 @@ def _pictures(document: Document) -> dict[str, Tensor]:
     return {TOKEN_TYPES: _types(document.ids[None]), PIXEL_VALUES: pictures.pixels, IMAGE_GRID: pictures.grids}
 
 
-def worst(gradients: Mapping[str, npt.NDArray[Any]], reference: Mapping[str, npt.NDArray[Any]]) -> float:
+def find_worst_difference(gradients: Mapping[str, npt.NDArray[Any]], reference: Mapping[str, npt.NDArray[Any]]) -> float:
     """Return the worst parameter's ||g - g'|| / ||g'||, infinite where a number is not finite. Raises AssertionError where names differ."""
     assert gradients.keys() == reference.keys(), sorted(gradients.keys() ^ reference.keys())
     return max(relative_difference(gradients[name], true) for name, true in reference.items())

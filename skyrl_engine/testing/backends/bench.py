@@ -93,8 +93,8 @@ class Bench:
         """
         key = (model, tuple(numbers), temperature, needs, pictures, adapted, many, teacher)
         if key not in self._definitions:
-            known = many_documents() if many else documents() if pictures is None else picture_documents(VOCABULARY, pictures)
-            chosen = [each for each in known if each.number in key[1]]
+            available = many_documents() if many else documents() if pictures is None else picture_documents(VOCABULARY, pictures)
+            chosen = [document for document in available if document.number in key[1]]
             adapter = self.adapter(model) if adapted else None
             self._definitions[key] = definition(
                 self.model(model),

@@ -38,8 +38,8 @@ def working(subject: BackendSubject, case: BackendCase) -> None:
 @backend_promise("Every rank stands where the description lays it out: tp fastest, then cp, dp, pp")
 def coordinates(subject: BackendSubject, case: BackendCase) -> None:
     with subject.open_ranks(case) as ranks:
-        stand = ranks.coords()
-    for rank, got in enumerate(stand):
+        returned = ranks.coords()
+    for rank, got in enumerate(returned):
         due = case.sizes.topology.coords(rank)
         if got != due:
             raise Broken(

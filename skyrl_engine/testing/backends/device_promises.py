@@ -4,7 +4,7 @@ from collections import Counter
 from typing import Literal
 
 from skyrl_engine.testing.backends.ranks import PassOrder, RankMixesDevices
-from skyrl_engine.testing.backends.subject import BackendCase, BackendSubject, backend_promise, works
+from skyrl_engine.testing.backends.subject import BackendCase, BackendSubject, backend_promise, require_working
 from skyrl_engine.testing.promise import Broken, Promise
 
 
@@ -19,7 +19,7 @@ def one_device(subject: BackendSubject, case: BackendCase) -> None:
         with subject.on_another_device(case) as ranks:
             ranks.elsewhere(passes)
     except RankMixesDevices as failed:
-        works(subject, case)
+        require_working(subject, case)
         raise Broken(
             f"a step that is not on the CPU fails: {failed.operation}",
             "Make tensors with device=..., and move inputs with .to(device)",
@@ -30,21 +30,21 @@ def one_device(subject: BackendSubject, case: BackendCase) -> None:
     "The host waits for the device for outputs alone: without a pipeline, no micro-batch costs a wait besides the objective's"
 )
 def host_waits(subject: BackendSubject, case: BackendCase) -> None:
-    """Pipelines are left out: their stages may tell each other the lengths of rows, which is another matter."""
+    """Pipelines are left out: their stages may send each other the lengths of rows, which is another matter."""
     if case.sizes.topology.pp > 1:
         return
     rows: tuple[Literal["padded", "packed"], ...] = ("padded", "packed") if subject.declares("packed") else ("padded",)
     few, many = (
-        [(mode, PassOrder(case.cut(micro_batches=count), rows=each)) for each in rows for mode in ("forward", "forward_backward")]
+        [(mode, PassOrder(case.cut(micro_batches=count), rows=form)) for form in rows for mode in ("forward", "forward_backward")]
         for count in (1, 3)
     )
     try:
         with subject.on_another_device(case) as ranks:
-            found = ranks.elsewhere([*few, *many])
+            waits_by_rank = ranks.elsewhere([*few, *many])
     except RankMixesDevices:  # `one_device` is about it
-        works(subject, case)
+        require_working(subject, case)
         return
-    for rank, waits in enumerate(found):
+    for rank, waits in enumerate(waits_by_rank):
         for (mode, work), one, three in zip(few, waits[: len(few)], waits[len(few) :], strict=True):
             more = Counter(three.of_backend) - Counter(one.of_backend)
             if more:

@@ -19,7 +19,7 @@ def norm_of(gradients: Mapping[str, npt.NDArray[np.floating]]) -> float:
     return float(np.linalg.norm(flat(gradients)))
 
 
-def total(*parts: Arrays) -> Arrays:
+def sum_gradients(*parts: Arrays) -> Arrays:
     """Return the sum of gradients by name; a parameter without a gradient counts as 0."""
     names = dict.fromkeys(name for part in parts for name in part)
     return {name: np.sum([part[name].astype(np.float64) for part in parts if name in part], axis=0) for name in names}
@@ -37,17 +37,17 @@ def require_same_gradients(
         raise Undecidable(
             f"the gradients are not those of the model's parameters: {', '.join(sorted(got.keys() ^ due.keys())[:3])}"
         )
-    relative = {name: relative_difference(got[name], wanted) for name, wanted in due.items()}
+    relative = {name: relative_difference(got[name], expected) for name, expected in due.items()}
     if max(relative.values()) <= TOLERANCE:
         return
-    for name, wanted in due.items():
-        if got[name].shape != wanted.shape:
-            raise Broken(f"the gradient of {name} has the shape {got[name].shape}, the parameter {wanted.shape}", remedy)
+    for name, expected in due.items():
+        if got[name].shape != expected.shape:
+            raise Broken(f"the gradient of {name} has the shape {got[name].shape}, the parameter {expected.shape}", remedy)
         if not np.isfinite(got[name]).all():
             raise Broken(f"the gradient of {name} is not finite", remedy)
-    ours, wanted = flat(got), flat(due)
-    factor = float(ours @ wanted / (wanted @ wanted))
-    if np.linalg.norm(ours - factor * wanted) <= EXACT * np.linalg.norm(ours):
+    flat_gradient, expected = flat(got), flat(due)
+    factor = float(flat_gradient @ expected / (expected @ expected))
+    if np.linalg.norm(flat_gradient - factor * expected) <= EXACT * np.linalg.norm(flat_gradient):
         raise Broken(f"the gradient is {in_words(factor, facts)} {when}", remedy, factor=factor)
     if pieces is not None and (lost := _find_lost_pieces(got, pieces)):
         raise Broken(f"{' and '.join(lost)} {'counts' if len(lost) == 1 else 'count'} for nothing in the gradient {when}", remedy)
@@ -68,5 +68,5 @@ def require_same_weights(got: Arrays, due: Arrays, whose: str, remedy: str) -> N
     """Raise Broken unless weights are, bit for bit, those that were learned alone; `whose` is as in "of the first model"."""
     wrong = [name for name, weight in due.items() if name not in got or not np.array_equal(got[name], weight)]
     if wrong:
-        told = f"{whose}, {wrong[0]} is another one at the end than it is alone ({len(wrong)} such tensors)"
-        raise Broken(told, remedy)
+        message = f"{whose}, {wrong[0]} is another one at the end than it is alone ({len(wrong)} such tensors)"
+        raise Broken(message, remedy)

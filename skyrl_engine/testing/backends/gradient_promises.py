@@ -3,9 +3,9 @@
 from attrs import evolve
 
 from skyrl_engine.testing.backends.batches import MANY
-from skyrl_engine.testing.backends.gradient_comparison import norm_of, require_same_gradients, total
+from skyrl_engine.testing.backends.gradient_comparison import norm_of, require_same_gradients, sum_gradients
 from skyrl_engine.testing.backends.ranks import Arrays, PassOrder
-from skyrl_engine.testing.backends.subject import NUMBERS, BackendCase, BackendSubject, backend_promise, right_loss
+from skyrl_engine.testing.backends.subject import NUMBERS, BackendCase, BackendSubject, backend_promise, is_right_loss
 from skyrl_engine.testing.promise import Broken, Promise, Undecidable
 
 FIRST, SECOND = NUMBERS[::2], NUMBERS[1::2]
@@ -14,15 +14,15 @@ FIRST, SECOND = NUMBERS[::2], NUMBERS[1::2]
 def _gradient(subject: BackendSubject, case: BackendCase, *calls: PassOrder) -> Arrays:
     """Return the gradient after these calls, as rank 0 of a new backend reports it."""
     with subject.open_ranks(case) as ranks:
-        for each in calls:
-            ranks.forward_backward(each)
+        for call in calls:
+            ranks.forward_backward(call)
         return ranks.gradients()[0]
 
 
 def _gradient_of_right_loss(subject: BackendSubject, case: BackendCase) -> Arrays:
     with subject.open_ranks(case) as ranks:
         loss = ranks.loss(ranks.forward_backward(case.whole()))
-        if not right_loss(subject, case, loss):
+        if not is_right_loss(subject, case, loss):
             raise Undecidable("the loss is not the right one already")
         return ranks.gradients()[0]
 
@@ -78,11 +78,11 @@ def micro_batches_add_up(subject: BackendSubject, case: BackendCase) -> None:
         "of the same samples in one micro-batch, where they come in three",
         "Divide by no number of micro-batches, and let no schedule do so",
         facts={"number of micro-batches of a rank": 3.0},
-        pieces={f"micro-batch {each}": _gradient(subject, case, _alone(case, each)) for each in range(3)},
+        pieces={f"micro-batch {index}": _gradient(subject, case, _select_micro_batch(case, index)) for index in range(3)},
     )
 
 
-def _alone(case: BackendCase, chosen: int) -> PassOrder:
+def _select_micro_batch(case: BackendCase, chosen: int) -> PassOrder:
     """Return a pass with only one of the three micro-batches of every rank."""
     return PassOrder(tuple((micro_batches[chosen],) for micro_batches in case.cut(micro_batches=3)))
 
@@ -109,7 +109,7 @@ def calls_add_up(subject: BackendSubject, case: BackendCase) -> None:
     alone = [_gradient(subject, case, call) for call in calls]
     require_same_gradients(
         _gradient(subject, case, *calls),
-        total(*alone),
+        sum_gradients(*alone),
         "of the sum over two calls",
         "Accumulate until optim_step, which clears the gradient",
         facts={"number of calls": 2.0},
@@ -144,7 +144,7 @@ def unscored_micro_batch(subject: BackendSubject, case: BackendCase) -> None:
     places = [numbers for rank in halves.cut for numbers in rank]
     unscored = [evolve(halves, unscored=tuple(n for other in places if other is not place for n in other)) for place in places]
     require_same_gradients(
-        total(*(_gradient(subject, case, each) for each in unscored)),
+        sum_gradients(*(_gradient(subject, case, work) for work in unscored)),
         _gradient(subject, case, halves),
         "of the same samples, where only one micro-batch at a time has scored tokens",
         "Run decoder and head for such a micro-batch as for any other",

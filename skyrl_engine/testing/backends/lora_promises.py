@@ -23,16 +23,16 @@ from skyrl_engine.testing.backends.subject import (
     BackendSubject,
     backend_promise,
     exempt_with,
+    is_right_loss,
     require_words,
-    right_loss,
 )
 from skyrl_engine.testing.promise import Broken, Promise
 
 MERGED = "Yield every weight of the base model once, under its own name, with alpha / rank * B A added to it"
 
 
-def _adapts(subject: BackendSubject, case: BackendCase, *capabilities: Capability) -> bool:
-    """Return True where the backend declares adapters on this layout, and these capabilities beside."""
+def _has_adapters(subject: BackendSubject, case: BackendCase, *capabilities: Capability) -> bool:
+    """Return True where the backend declares adapters on this layout, and these capabilities too."""
     return {"lora", *capabilities} <= subject.describe(case.sizes.options, case.sizes.ranks).capabilities
 
 
@@ -53,7 +53,7 @@ def _no_switch(subject: BackendSubject) -> str | None:
     exempt=_no_lora,
 )
 def adapters(subject: BackendSubject, case: BackendCase) -> None:
-    if not _adapts(subject, case):
+    if not _has_adapters(subject, case):
         return
     bench = subject.bench
     base, adapter = bench.model(case.model), bench.adapter(case.model)
@@ -66,7 +66,7 @@ def adapters(subject: BackendSubject, case: BackendCase) -> None:
             after = ranks.weights()[0]
             ranks.export(Path(name))
         trained = _merge(base, name)
-    if not right_loss(subject, case, loss, adapted=True):
+    if not is_right_loss(subject, case, loss, adapted=True):
         due = bench.definition(case.model, NUMBERS, adapted=True).loss
         raise Broken(f"the objective with adapters is {loss:.6g}, where PEFT's own model gives {due:.6g}", "Add alpha / rank * B A")
     require_same_gradients(
@@ -110,8 +110,8 @@ def _require_merged(got: Arrays, due: Arrays, when: str, remedy: str) -> None:
         raise Broken(f"weights() gives {when} other names: {', '.join(sorted(got.keys() ^ due.keys())[:3])}", remedy)
     for name, weight in due.items():
         if not np.allclose(got[name], weight, rtol=1e-5, atol=1e-6):
-            apart = float(np.abs(got[name] - weight).max())
-            raise Broken(f"weights() gives another {name} {when} than the base with its adapters merged, by {apart:.1e}", remedy)
+            distance = float(np.abs(got[name] - weight).max())
+            raise Broken(f"weights() gives another {name} {when} than the base with its adapters merged, by {distance:.1e}", remedy)
 
 
 @backend_promise(
@@ -119,22 +119,22 @@ def _require_merged(got: Arrays, due: Arrays, when: str, remedy: str) -> None:
     exempt=_no_switch,
 )
 def reference_by_adapters(subject: BackendSubject, case: BackendCase) -> None:
-    if not _adapts(subject, case, "reference_by_adapters"):
+    if not _has_adapters(subject, case, "reference_by_adapters"):
         return
     bench, work = subject.bench, case.whole()
     with subject.open_ranks(case, optimizer=SPEC, lora=LoraConfig(path=bench.adapter(case.model))) as ranks:
         without = {"at the start": ranks.loss(ranks.forward_without_adapters(work))}
         on_again = ranks.loss(ranks.forward(work))
-        if not right_loss(subject, case, on_again, adapted=True):
+        if not is_right_loss(subject, case, on_again, adapted=True):
             raise Broken(
-                f"behind without_adapters the objective is {on_again:.6g}, not that of the model with adapters",
+                f"after without_adapters the objective is {on_again:.6g}, not that of the model with adapters",
                 "Turn adapters on again where the context is left",
             )
         ranks.forward_backward(work)
         ranks.optim_step()
         without["after a step"] = ranks.loss(ranks.forward_without_adapters(work))
     for when, got in without.items():
-        if not right_loss(subject, case, got):
+        if not is_right_loss(subject, case, got):
             due = bench.definition(case.model, NUMBERS).loss
             raise Broken(
                 f"without adapters the objective is {got:.6g} {when}, where the base model gives {due:.6g}",

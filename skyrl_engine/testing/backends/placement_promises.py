@@ -27,8 +27,8 @@ def placed_weights(subject: BackendSubject, case: BackendCase) -> None:
         return
     due = transformers_weights(spec.path)
     with subject.open_ranks(case) as ranks:
-        held, returned = ranks.weights(), ranks.forward(case.whole())
-    for rank, weights in enumerate(held):
+        weights_by_rank, returned = ranks.weights(), ranks.forward(case.whole())
+    for rank, weights in enumerate(weights_by_rank):
         wrong = [name for name, weight in due.items() if name not in weights or not np.array_equal(weights[name], weight)]
         if wrong:
             raise Broken(f"{wrong[0]} of rank {rank} is not what the model's files hold ({len(wrong)} such tensors)", REMEDY)
@@ -37,11 +37,11 @@ def placed_weights(subject: BackendSubject, case: BackendCase) -> None:
         if not ranks.topology.coords(rank).collects:
             continue
         for place, number in enumerate(output.sample_ids.tolist()):
-            got, wanted = output.fields["logprobs"][place], logprobs.get(number, np.zeros(0))
-            if got.shape != wanted.shape or not np.allclose(got, wanted, rtol=0, atol=SCORES):
-                apart = float(np.abs(got - wanted).max(initial=0)) if got.shape == wanted.shape else float("inf")
+            got, expected = output.fields["logprobs"][place], logprobs.get(number, np.zeros(0))
+            if got.shape != expected.shape or not np.allclose(got, expected, rtol=0, atol=SCORES):
+                distance = float(np.abs(got - expected).max(initial=0)) if got.shape == expected.shape else float("inf")
                 raise Broken(
-                    f"rank {rank} scores sample {number} otherwise than transformers' own model, by {apart:.1e} nats", REMEDY
+                    f"rank {rank} scores sample {number} otherwise than transformers' own model, by {distance:.1e} nats", REMEDY
                 )
 
 

@@ -1,6 +1,6 @@
 """A backend on all ranks of a layout, driven through its contract alone: one rank in this process, several on the ranks of a world.
 
-Nothing of the engine stands between: batches and objective are the kit's. The engine's own workers run on the same ranks by
+Nothing of the engine is in between: batches and objective are the kit's. The engine's own workers run on the same ranks by
 `testing.ranks.world_transport`; docs/adr/0019 says why there are both.
 """
 
@@ -101,7 +101,7 @@ class Answer:
     wrong_device: str | None = None
 
 
-class RankFailed(Exception):  # noqa: N818 - a finding about the backend, told by the promise that met it
+class RankFailed(Exception):  # noqa: N818 - a finding about the backend, reported by the promise that met it
     """A rank raised an error other than EngineError, died, or did not answer."""
 
     def __init__(self, cause: str) -> None:
@@ -134,7 +134,7 @@ class HeldBackend:
         self._backend: Backend | None = None
         self._shown: Mapping[str, Any] | None = None
         self._teacher: Any = None
-        self._beside: dict[int, HeldBackend] = {}
+        self._further: dict[int, HeldBackend] = {}
         environment = self.environment = RankEnvironment(rank, size, opening.device, opening.seed, opening.packed_rows)
         try:
             plugin = SelectedPlugin.from_lock(opening.lock)
@@ -156,22 +156,22 @@ class HeldBackend:
     def coords(self) -> RankCoords:
         return self.backend.coords
 
-    def with_one_beside(self, kind: str, number: int, method: str, *arguments: Any) -> Any:
+    def call_further_product(self, kind: str, number: int, method: str, *arguments: Any) -> Any:
         """Do with a further product on this rank what `method` does; `open` sets it up, and `close` frees it."""
         if method == "open":
-            self._beside[number] = {"adapter set": HeldAdapterSet, "second model": HeldSecondModel}[kind](self, *arguments)
+            self._further[number] = {"adapter set": HeldAdapterSet, "second model": HeldSecondModel}[kind](self, *arguments)
             return None
-        held = self._beside.pop(number) if method == "close" else self._beside[number]
+        held = self._further.pop(number) if method == "close" else self._further[number]
         return getattr(held, method)(*arguments)
 
     def elsewhere(self, passes: Sequence[tuple[str, PassOrder]]) -> list[Waits]:
-        """Run passes and a step as if everything that is not made on the CPU lay on another device.
+        """Run passes and a step as if everything that is not made on the CPU were on another device.
 
         Returns by pass what the host waited for. Raises WrongDevice where a tensor of the CPU meets one of the device.
         """
         from skyrl_engine.testing.other_device import OtherDevice
 
-        found = []
+        waits = []
         with OtherDevice() as device:
             for mode, work in passes:
                 device.reads.clear()
@@ -184,16 +184,16 @@ class HeldBackend:
                     own.append(range(before, len(device.reads)))
 
                 self.run(mode, work, in_objective)
-                told = [f"{read.what} at {read.where}" for read in device.reads]
+                reads = [f"{read.what} at {read.where}" for read in device.reads]
                 inside = {place for part in own for place in part}
-                found.append(
+                waits.append(
                     Waits(
-                        tuple(told[place] for place in sorted(inside)),
-                        tuple(each for place, each in enumerate(told) if place not in inside),
+                        tuple(reads[place] for place in sorted(inside)),
+                        tuple(text for place, text in enumerate(reads) if place not in inside),
                     )
                 )
             self.backend.optim_step()
-        return found
+        return waits
 
     def run(
         self, mode: str, work: PassOrder, in_objective: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -206,17 +206,17 @@ class HeldBackend:
             build_packed,
             build_padded,
             documents,
+            drop_pixels,
             many_documents,
             picture_documents,
-            without_pixels,
         )
         from skyrl_engine.workers.teaching import TaughtBatch
 
         variant, unscored = work.pictures, work.unscored
-        made = documents(VOCABULARY, unscored=unscored) if variant is None else picture_documents(VOCABULARY, variant)
+        sequences = documents(VOCABULARY, unscored=unscored) if variant is None else picture_documents(VOCABULARY, variant)
         if work.many:
-            made = many_documents()
-        known = {each.number: each for each in made}
+            sequences = many_documents()
+        known = {each.number: each for each in sequences}
         known[PADDING_SAMPLE] = evolve(known[EMPTY], number=PADDING_SAMPLE)
         rows = build_padded if work.rows == "padded" else build_packed
         groups = [[known[number] for number in numbers or (PADDING_SAMPLE,)] for numbers in work.cut[self._coords.dp]]
@@ -224,7 +224,7 @@ class HeldBackend:
         if work.other_labels:
             batch = [evolve(each, labels=each.candidates["other"][:, 0]) for each in batch]
         if self._coords.pp > 0:
-            batch = [without_pixels(each) for each in batch]
+            batch = [drop_pixels(each) for each in batch]
         if self._teacher is not None:
             batch = TaughtBatch(batch, self._teacher)
         seen: set[str] = set()
@@ -270,7 +270,7 @@ class HeldBackend:
         return self.storage_again()
 
     def storage_again(self) -> Arrays | None:
-        """Copy what stands now in the memory that was shown."""
+        """Copy what is now in the memory that was shown."""
         return None if self._shown is None else {name: tensor.detach().cpu().numpy().copy() for name, tensor in self._shown.items()}
 
     def save(self, directory: Path) -> None:
@@ -285,8 +285,8 @@ class HeldBackend:
     def close(self) -> None:
         from skyrl_engine.workers.process_group import leave
 
-        while self._beside:
-            self._beside.popitem()[1].close()
+        while self._further:
+            self._further.popitem()[1].close()
         if self._teacher is not None:
             self._teacher.close()
             self._teacher = None
@@ -305,7 +305,7 @@ class HeldAdapterSet(HeldBackend):
         assert opening.model.lora is not None, "a set of adapters without adapters"
         assert opening.optimizer is not None, "a set of adapters that does not learn"
         self._owns_group, self._teacher, self._shown = False, None, None
-        self._beside, self._coords = {}, first.coords()
+        self._further, self._coords = {}, first.coords()
         self._backend = cast("HasAdapterSets", first.backend).adapter_set(opening.model.lora, opening.optimizer, opening.seed)
 
 
@@ -314,7 +314,7 @@ class HeldSecondModel(HeldBackend):
 
     def __init__(self, first: HeldBackend, opening: Opening) -> None:
         self._owns_group, self._teacher, self._shown = False, None, None
-        self._beside, self._coords = {}, first.coords()
+        self._further, self._coords = {}, first.coords()
         self._backend = SelectedPlugin.from_lock(opening.lock).make(CONTEXT)
         self._backend.setup(opening.model, None, first.environment)
 
@@ -361,7 +361,7 @@ class BackendRanks:
 
     def __init__(self, call: Callable[..., Sequence[Answer]], opening: Opening) -> None:
         self._call, self._opening = call, opening
-        self._beside = 0
+        self._further = 0
         self.topology = opening.topology
         self._ask("open", opening)
 
@@ -374,9 +374,9 @@ class BackendRanks:
         return self._with("second model", evolve(self._opening, model=ModelConfig(path), optimizer=None))
 
     def _with(self, kind: str, opening: Opening) -> "BackendRanks":
-        number = self._beside
-        self._beside += 1
-        return BackendRanks(lambda *call: self._call("with_one_beside", kind, number, *call), opening)
+        number = self._further
+        self._further += 1
+        return BackendRanks(lambda *call: self._call("call_further_product", kind, number, *call), opening)
 
     def coords(self) -> list[RankCoords]:
         return self._ask("coords")
@@ -425,7 +425,7 @@ class BackendRanks:
     def loss(self, outputs: Sequence[RankOutput]) -> float:
         """Return the objective over all ranks: the sum of the metric "loss" over collected outputs, so that no replica counts twice."""
         coords = (self.topology.coords(rank) for rank in range(self.topology.world_size))
-        collected = (output for output, each in zip(outputs, coords, strict=True) if each.collects)
+        collected = (output for output, rank_coords in zip(outputs, coords, strict=True) if rank_coords.collects)
         return sum(output.metrics["loss"].value for output in collected if "loss" in output.metrics)
 
     def __enter__(self) -> Self:

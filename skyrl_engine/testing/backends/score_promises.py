@@ -18,8 +18,8 @@ from skyrl_engine.testing.backends.subject import (
     backend_promise,
     exempt_with,
     exempt_without,
+    is_right_loss,
     require_words,
-    right_loss,
 )
 from skyrl_engine.testing.promise import Broken, Promise, Undecidable
 
@@ -38,7 +38,7 @@ def scores(subject: BackendSubject, case: BackendCase) -> None:
 
 
 def _require_loss(subject: BackendSubject, case: BackendCase, got: float, when: str, **options: Any) -> None:
-    if right_loss(subject, case, got, **options):
+    if is_right_loss(subject, case, got, **options):
         return
     due = subject.bench.definition(case.model, NUMBERS, **options).loss
     raise Broken(
@@ -55,7 +55,7 @@ def outputs(subject: BackendSubject, case: BackendCase) -> None:
     with subject.open_ranks(case) as ranks:
         for mode in (ranks.forward, ranks.forward_backward):
             returned = mode(PassOrder(cut))
-            if not right_loss(subject, case, ranks.loss(returned)):
+            if not is_right_loss(subject, case, ranks.loss(returned)):
                 raise Undecidable("the loss is not the right one already")
             for output in _collect_outputs(ranks, returned):
                 _require_samples(output, tuple(n for numbers in cut[output.coords.dp] for n in numbers))
@@ -69,14 +69,14 @@ def _collect_outputs(ranks: BackendRanks, returned: Sequence[RankOutput]) -> Ite
         coords = ranks.topology.coords(rank)
         if output.coords != coords:
             raise Broken(
-                f"rank {rank} returns outputs as if it stood at {output.coords}", "Return RankOutput.concat(parts, self.coords)"
+                f"rank {rank} returns outputs as if it were at {output.coords}", "Return RankOutput.concat(parts, self.coords)"
             )
         if coords.collects:
             yield output
 
 
 def _require_samples(output: RankOutput, due: tuple[int, ...]) -> None:
-    got = [each for each in output.sample_ids.tolist() if each != PADDING_SAMPLE]
+    got = [sample for sample in output.sample_ids.tolist() if sample != PADDING_SAMPLE]
     if sorted(got) != sorted(due):
         raise Broken(
             f"rank {output.coords.rank} returns the samples {sorted(got)}, and was given {sorted(due)}",
@@ -89,10 +89,11 @@ def _require_values(output: RankOutput, name: str, due: Any) -> None:
         raise Broken(f"the outputs hold no {name}", "Return what the objective returned, as it is")
     for place, number in enumerate(output.sample_ids.tolist()):
         got = output.fields[name][place]
-        wanted = due.get(number, np.zeros(0))
-        if got.shape != wanted.shape or not np.allclose(got, wanted, rtol=0, atol=SCORES):
+        expected = due.get(number, np.zeros(0))
+        if got.shape != expected.shape or not np.allclose(got, expected, rtol=0, atol=SCORES):
             owner = next(
-                (each for each, values in due.items() if values.shape == got.shape and np.allclose(values, got, atol=SCORES)), None
+                (sample for sample, values in due.items() if values.shape == got.shape and np.allclose(values, got, atol=SCORES)),
+                None,
             )
             whose = "" if owner is None else f", which are those of sample {owner}"
             raise Broken(
@@ -103,20 +104,20 @@ def _require_values(output: RankOutput, name: str, due: Any) -> None:
 
 @backend_promise("Without per-token outputs the loss and the gradient are the same, bit for bit, and no token comes back")
 def gate(subject: BackendSubject, case: BackendCase) -> None:
-    found = {}
+    results = {}
     for per_token_outputs in (True, False):
         with subject.open_ranks(case) as ranks:
             returned = ranks.forward_backward(case.whole(per_token_outputs=per_token_outputs))
-            found[per_token_outputs] = ranks.loss(returned), ranks.gradients()[0]
+            results[per_token_outputs] = ranks.loss(returned), ranks.gradients()[0]
     if any(len(output.scored.values) or output.fields for output in returned):
         raise Broken("returns values per token although none were asked for", "Return what the objective returned, as it is")
-    (loss, gradients), (gated_loss, gated) = found[True], found[False]
-    if loss != gated_loss or (name := _first_different(gradients, gated)) is not None:
+    (loss, gradients), (gated_loss, gated) = results[True], results[False]
+    if loss != gated_loss or (name := _find_first_different(gradients, gated)) is not None:
         what = f"the loss is {gated_loss!r}, not {loss!r}" if loss != gated_loss else f"the gradient of {name} is another"
         raise Broken(f"without per-token outputs {what}", "Leave outputs to the objective; compute the same in both cases")
 
 
-def _first_different(one: Arrays, other: Arrays) -> str | None:
+def _find_first_different(one: Arrays, other: Arrays) -> str | None:
     if one.keys() != other.keys():
         return min(one.keys() ^ other.keys())
     return next((name for name, value in one.items() if not np.array_equal(value, other[name])), None)
@@ -136,7 +137,7 @@ def evaluation(subject: BackendSubject, case: BackendCase) -> None:
                 "Let both passes score in the same way",
             )
         for what, before, after in (("gradient", gradients, ranks.gradients()[0]), ("weights", weights, ranks.weights()[0])):
-            if (name := _first_different(before, after)) is not None:
+            if (name := _find_first_different(before, after)) is not None:
                 raise Broken(f"forward changes the {what} of {name}", "Score under torch.no_grad, and touch nothing else")
     try:
         with subject.open_ranks(case, "dropout") as ranks:
@@ -164,7 +165,7 @@ def dropout(subject: BackendSubject, case: BackendCase) -> None:
     except EngineError as error:  # a backend may refuse what it would not train as written
         require_words(error)
         return
-    one, other = (ranks.loss(each) for each in returned)
+    one, other = (ranks.loss(call_outputs) for call_outputs in returned)
     if one == other or scored in (one, other):
         what = "as forward does" if scored in (one, other) else "twice"
         raise Broken(
@@ -184,11 +185,11 @@ def dropout(subject: BackendSubject, case: BackendCase) -> None:
 
 @backend_promise("The objective is given every score that it needs, and one the model does not compute is refused in words")
 def needs(subject: BackendSubject, case: BackendCase) -> None:
-    for asked in (("logprobs",), ("logprobs", "entropy")):
+    for requested in (("logprobs",), ("logprobs", "entropy")):
         with subject.open_ranks(case) as ranks:
-            given = ranks.collect_requested_scores(case.whole(needs=asked))
-        for rank, names in enumerate(given):
-            if ranks.topology.coords(rank).last_stage and (missing := set(asked) - set(names)):
+            received = ranks.collect_requested_scores(case.whole(needs=requested))
+        for rank, names in enumerate(received):
+            if ranks.topology.coords(rank).last_stage and (missing := set(requested) - set(names)):
                 raise Broken(
                     f"rank {rank} calls the objective without {min(missing)}, which it needs", "Compute what objective.needs names"
                 )
@@ -207,7 +208,7 @@ def needs(subject: BackendSubject, case: BackendCase) -> None:
 @backend_promise("Scores are those at the objective's temperature")
 def temperature(subject: BackendSubject, case: BackendCase) -> None:
     with subject.open_ranks(case) as ranks:
-        if not right_loss(subject, case, ranks.loss(ranks.forward(case.whole()))):
+        if not is_right_loss(subject, case, ranks.loss(ranks.forward(case.whole()))):
             raise Undecidable("the loss is not the right one already")
         for mode in (ranks.forward, ranks.forward_backward):
             got = ranks.loss(mode(case.whole(temperature=0.7)))
@@ -227,13 +228,13 @@ def temperature(subject: BackendSubject, case: BackendCase) -> None:
     "Packed rows give the loss and the gradient of padded ones: no document sees its neighbour", exempt=exempt_without("packed")
 )
 def packed_rows(subject: BackendSubject, case: BackendCase) -> None:
-    found = {}
+    results = {}
     for rows in ("padded", "packed"):
         with subject.open_ranks(case, packed_rows=True) as ranks:
             loss = ranks.loss(ranks.forward_backward(case.whole(rows=rows)))
-            found[rows] = loss, ranks.gradients()[0]
-    (loss, gradients), (got, packed) = found["padded"], found["packed"]
-    remedy = "Keep the documents of a row apart by sequence_lengths, and let position_ids start anew in each"
+            results[rows] = loss, ranks.gradients()[0]
+    (loss, gradients), (got, packed) = results["padded"], results["packed"]
+    remedy = "Keep the documents of a row apart by sequence_lengths, and let position_ids start again in each"
     if abs(got - loss) > 1e-5 * abs(loss):
         raise Broken(f"the objective is {got:.6g} over packed rows, {loss:.6g} over padded ones", remedy, factor=got / loss)
     require_same_gradients(packed, gradients, "of padded rows, over packed ones", remedy, facts={})
@@ -247,7 +248,7 @@ def undeclared_packed_rows(subject: BackendSubject, case: BackendCase) -> None:
     except EngineError as error:
         require_words(error)
         return
-    if not right_loss(subject, case, got):
+    if not is_right_loss(subject, case, got):
         raise Broken(
             "takes packed rows, which it does not declare, and lets documents see each other",
             "Raise UnsupportedError in setup where environment.packed_rows is set",
@@ -256,13 +257,13 @@ def undeclared_packed_rows(subject: BackendSubject, case: BackendCase) -> None:
 
 @backend_promise("Values, and the gradient through them, are those of the model's value head", exempt=exempt_without("value_head"))
 def values(subject: BackendSubject, case: BackendCase) -> None:
-    for asked in (("values",), ("entropy", "logprobs", "values")):
+    for requested in (("values",), ("entropy", "logprobs", "values")):
         with subject.open_ranks(case, "critic", value_head=True) as ranks:
             _require_definition(
                 ranks,
                 case,
-                subject.bench.definition("critic", NUMBERS, needs=asked),
-                asked,
+                subject.bench.definition("critic", NUMBERS, needs=requested),
+                requested,
                 "Apply the head called score to the hidden state at the position before the token, and train it with what is below it",
             )
 
@@ -282,13 +283,13 @@ def labels(subject: BackendSubject, case: BackendCase) -> None:
 
 @backend_promise("Logits, and the gradient through them, are those of the labels", exempt=exempt_without("logits"))
 def logits(subject: BackendSubject, case: BackendCase) -> None:
-    for asked in (("logits", "logprobs"), ("entropy", "logits", "logprobs")):
+    for requested in (("logits", "logprobs"), ("entropy", "logits", "logprobs")):
         with subject.open_ranks(case) as ranks:
             _require_definition(
                 ranks,
                 case,
-                subject.bench.definition(case.model, NUMBERS, needs=asked),
-                asked,
+                subject.bench.definition(case.model, NUMBERS, needs=requested),
+                requested,
                 "Give the number that softmax takes at the label: the head's output, scaled or capped as the model does it",
             )
 
@@ -329,32 +330,32 @@ def divergence(subject: BackendSubject, case: BackendCase) -> None:
     if "divergence" not in subject.describe(case.sizes.options, case.sizes.ranks).capabilities:
         return
     remedy = "Compare with micro_batch.teacher at every position, both heads over the whole vocabulary, and differentiate the student's alone"
-    forward, reverse, jensen_shannon = (each.need for each in DIVERGENCES)
+    forward, reverse, jensen_shannon = (comparison.need for comparison in DIVERGENCES)
     of_rows = ("padded", "packed") if subject.declares("packed") else ("padded",)
-    for rows, asked, temperature, micro_batches in (
+    for rows, requested, temperature, micro_batches in (
         (of_rows[0], ("logprobs", TOP_1_AGREEMENT, forward), 1.0, 1),
         (of_rows[-1], (reverse, jensen_shannon), 0.5, 3),
     ):
-        due = subject.bench.definition(case.model, NUMBERS, needs=asked, temperature=temperature, teacher="llama")
+        due = subject.bench.definition(case.model, NUMBERS, needs=requested, temperature=temperature, teacher="llama")
         with subject.open_ranks(case, teacher="llama", packed_rows=rows == "packed") as ranks:
             cut = case.cut(micro_batches=micro_batches)
-            _require_definition(ranks, case, due, asked, remedy, cut=cut, temperature=temperature, rows=rows)
+            _require_definition(ranks, case, due, requested, remedy, cut=cut, temperature=temperature, rows=rows)
 
 
 def _require_scores(subject: BackendSubject, case: BackendCase, score: str, remedy: str, others: tuple[str, ...] = ()) -> None:
-    """Require the score and its gradient beside log-probabilities, and among all scores of the vocabulary under a temperature."""
-    for asked, temperature in ((("logprobs", score, *others), 1.0), (("entropy", "logprobs", score, *others), 0.5)):
+    """Require the score and its gradient next to log-probabilities, and among all scores of the vocabulary under a temperature."""
+    for requested, temperature in ((("logprobs", score, *others), 1.0), (("entropy", "logprobs", score, *others), 0.5)):
         with subject.open_ranks(case) as ranks:
-            due = subject.bench.definition(case.model, NUMBERS, needs=asked, temperature=temperature)
-            _require_definition(ranks, case, due, asked, remedy, temperature=temperature)
+            due = subject.bench.definition(case.model, NUMBERS, needs=requested, temperature=temperature)
+            _require_definition(ranks, case, due, requested, remedy, temperature=temperature)
 
 
 def _require_definition(
-    ranks: BackendRanks, case: BackendCase, due: DefinedResult, asked: Sequence[str], remedy: str, **options: Any
+    ranks: BackendRanks, case: BackendCase, due: DefinedResult, requested: Sequence[str], remedy: str, **options: Any
 ) -> None:
     """Require the defined objective for these scores, and the defined gradient where a single rank sums it."""
-    got = ranks.loss(ranks.forward_backward(PassOrder(**{"cut": case.cut(), "needs": tuple(asked), **options})))
-    what = " and ".join(asked)
+    got = ranks.loss(ranks.forward_backward(PassOrder(**{"cut": case.cut(), "needs": tuple(requested), **options})))
+    what = " and ".join(requested)
     if abs(got - due.loss) > 1e-5 * abs(due.loss):
         raise Broken(f"an objective of {what} is {got:.6g}, where the model's own weights give {due.loss:.6g}", remedy)
     if case.sizes.topology.dp == 1:

@@ -4,7 +4,7 @@ from skyrl_engine.testing.backends.bench import Model
 from skyrl_engine.testing.backends.gradient_comparison import require_same_weights
 from skyrl_engine.testing.backends.ranks import BackendRanks
 from skyrl_engine.testing.backends.step_promises import SPEC
-from skyrl_engine.testing.backends.subject import NUMBERS, BackendCase, BackendSubject, backend_promise, right_loss
+from skyrl_engine.testing.backends.subject import NUMBERS, BackendCase, BackendSubject, backend_promise, is_right_loss
 from skyrl_engine.testing.promise import Broken, Promise
 
 SECOND: Model = "llama"
@@ -24,7 +24,7 @@ def second_model(subject: BackendSubject, case: BackendCase) -> None:
         return
     with subject.open_ranks(case, optimizer=SPEC) as first:
         alone = [_call(first, case), _step(first), _call(first, case), _step(first)]
-        learned = first.weights()[0]
+        weights_alone = first.weights()[0]
     with subject.open_ranks(case, optimizer=SPEC) as first:
         together = [_call(first, case)]
         with first.second_model(subject.bench.model(SECOND)) as second:
@@ -40,7 +40,7 @@ def second_model(subject: BackendSubject, case: BackendCase) -> None:
             raise Broken(
                 f"of the first model, the {what} of step {1 + number // 2} is {got!r} beside a second, and {due!r} alone", OWN
             )
-    require_same_weights(weights, learned, "of the first model", OWN)
+    require_same_weights(weights, weights_alone, "of the first model", OWN)
 
 
 def _call(first: BackendRanks, case: BackendCase) -> float:
@@ -53,7 +53,7 @@ def _step(first: BackendRanks) -> float:
 
 def _require_its_own(subject: BackendSubject, case: BackendCase, second: BackendRanks, when: str) -> None:
     got = second.loss(second.forward(case.whole()))
-    if not right_loss(subject, BackendCase(case.layout, SECOND), got):
+    if not is_right_loss(subject, BackendCase(case.layout, SECOND), got):
         due = subject.bench.definition(SECOND, NUMBERS).loss
         raise Broken(f"of the second model, the objective is {got:.6g} {when}, where it gives {due:.6g} alone", OWN)
 

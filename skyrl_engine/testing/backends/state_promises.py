@@ -16,7 +16,7 @@ from skyrl_engine.modeling.loading import quiet_progress
 from skyrl_engine.testing.backends.ranks import Arrays, BackendRanks, RankFailed
 from skyrl_engine.testing.backends.score_promises import SCORES
 from skyrl_engine.testing.backends.step_promises import SPEC, require_nothing_left
-from skyrl_engine.testing.backends.subject import NUMBERS, BackendCase, BackendSubject, backend_promise, right_loss
+from skyrl_engine.testing.backends.subject import NUMBERS, BackendCase, BackendSubject, backend_promise, is_right_loss
 from skyrl_engine.testing.promise import Broken, Promise, Undecidable
 
 REMEDY = "Give every tensor in full under the name that transformers' own model has for it, a tied one once"
@@ -31,14 +31,14 @@ def names(subject: BackendSubject, case: BackendCase) -> None:
     with subject.open_ranks(case) as ranks:
         weights = ranks.weights()[0]
         ranks.forward_backward(case.whole())
-        found = {"weights()": weights, "gradients()": ranks.gradients()[0]}
-    for what, got in found.items():
+        tensors_by_method = {"weights()": weights, "gradients()": ranks.gradients()[0]}
+    for what, got in tensors_by_method.items():
         missing, unknown = sorted(due.keys() - got.keys()), sorted(got.keys() - due.keys())
         if missing or unknown:
-            told = [f"does not give {missing[0]}"] * bool(missing) + [f"gives {unknown[0]}, which transformers has not"] * bool(
+            faults = [f"does not give {missing[0]}"] * bool(missing) + [f"gives {unknown[0]}, which transformers has not"] * bool(
                 unknown
             )
-            raise Broken(f"{what} {' and '.join(told)} ({len(missing) + len(unknown)} such names)", REMEDY)
+            raise Broken(f"{what} {' and '.join(faults)} ({len(missing) + len(unknown)} such names)", REMEDY)
         for name, tensor in got.items():
             if tensor.shape != due[name].shape:
                 raise Broken(f"{what} gives {name} as {list(tensor.shape)}, the whole is {list(due[name].shape)}", REMEDY)
@@ -64,8 +64,8 @@ def every_rank(subject: BackendSubject, case: BackendCase) -> None:
         ranks.forward_backward(case.whole())
         gradients, steps, weights = ranks.gradients(), ranks.optim_step(), ranks.weights()
     for rank in range(1, len(steps)):
-        for what, all_of_it in (("gradients()", gradients), ("weights()", weights)):
-            first, own = all_of_it[0], all_of_it[rank]
+        for what, tensors_by_rank in (("gradients()", gradients), ("weights()", weights)):
+            first, own = tensors_by_rank[0], tensors_by_rank[rank]
             if list(own) != list(first):
                 raise Broken(
                     f"rank {rank} yields other names in {what} than rank 0, or in another order",
@@ -82,9 +82,9 @@ def every_rank(subject: BackendSubject, case: BackendCase) -> None:
 def shown_memory(subject: BackendSubject, case: BackendCase) -> None:
     remedy = "Show the tensors that the optimizer changes in place, or None where no such tensor is whole"
     with subject.open_ranks(case, optimizer=SPEC) as ranks:
-        for when, taken in (("at the start", 0), ("after two steps", 2)):
-            _train(ranks, case, taken)
-            for rank, (shown, weights) in enumerate(zip(ranks.storage(again=taken > 0), ranks.weights(), strict=True)):
+        for when, steps in (("at the start", 0), ("after two steps", 2)):
+            _train(ranks, case, steps)
+            for rank, (shown, weights) in enumerate(zip(ranks.storage(again=steps > 0), ranks.weights(), strict=True)):
                 if shown is None:
                     continue
                 for name, weight in weights.items():
@@ -131,18 +131,18 @@ def _takes_dropout(subject: BackendSubject, case: BackendCase) -> bool:
 
 
 def _train(ranks: BackendRanks, case: BackendCase, steps: int) -> list[Any]:
-    taken = []
+    results = []
     for _ in range(steps):
         ranks.forward_backward(case.whole())
-        taken.append((ranks.optim_step()[0], ranks.weights()[0]))
-    return taken
+        results.append((ranks.optim_step()[0], ranks.weights()[0]))
+    return results
 
 
 def _require_equal(got: Arrays, due: Arrays, when: str, remedy: str) -> None:
     for name, weight in due.items():
         if not np.array_equal(got[name], weight):
-            apart = float(np.abs(got[name] - weight).max())
-            raise Broken(f"{name} is another {when} than without a break, by {apart:.1e}", remedy)
+            distance = float(np.abs(got[name] - weight).max())
+            raise Broken(f"{name} is another {when} than without a break, by {distance:.1e}", remedy)
 
 
 @backend_promise("Loading runs no code of a checkpoint: a file that is a pickle of code is refused in words", layouts="one rank")
@@ -196,7 +196,7 @@ def export(subject: BackendSubject, case: BackendCase) -> None:
     with tempfile.TemporaryDirectory(prefix="skyrl-engine-export-") as name:
         directory = Path(name)
         with subject.open_ranks(case, optimizer=SPEC) as ranks:
-            if not right_loss(subject, case, ranks.loss(ranks.forward(case.whole()))):
+            if not is_right_loss(subject, case, ranks.loss(ranks.forward(case.whole()))):
                 raise Undecidable("the loss is not the right one already")
             _train(ranks, case, 2)
             returned = ranks.forward(case.whole())
@@ -207,15 +207,17 @@ def export(subject: BackendSubject, case: BackendCase) -> None:
             continue
         for place, number in enumerate(output.sample_ids.tolist()):
             got = output.fields["logprobs"][place]
-            wanted = due.get(number, np.zeros(0))
-            if got.shape == wanted.shape and np.allclose(got, wanted, rtol=0, atol=SCORES):
+            expected = due.get(number, np.zeros(0))
+            if got.shape == expected.shape and np.allclose(got, expected, rtol=0, atol=SCORES):
                 continue
             before = subject.bench.definition(case.model, NUMBERS).logprobs.get(number, np.zeros(0))
-            stale = wanted.shape == before.shape and np.allclose(wanted, before, rtol=0, atol=SCORES)
+            is_stale = expected.shape == before.shape and np.allclose(expected, before, rtol=0, atol=SCORES)
             raise Broken(
                 f"the exported model scores sample {number} otherwise than the backend: "
                 + (
-                    "it is the model from before training" if stale else f"by {float(np.abs(got - wanted).max(initial=0)):.1e} nats"
+                    "it is the model from before training"
+                    if is_stale
+                    else f"by {float(np.abs(got - expected).max(initial=0)):.1e} nats"
                 ),
                 "Export the weights as they are now, gathered from all ranks",
             )

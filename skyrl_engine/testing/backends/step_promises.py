@@ -67,19 +67,19 @@ def _gradients(ranks: BackendRanks, reference: ReferenceOptimizer) -> Arrays:
     return gradients
 
 
-def _apart(got: Arrays, due: Arrays, before: Arrays) -> tuple[float, str, float]:
+def _compare_updates(got: Arrays, due: Arrays, before: Arrays) -> tuple[float, str, float]:
     """Return the worst parameter's error relative to its due update, its name, and the norm of all updates over that of the due ones."""
     worst, name = max(
         (float(np.linalg.norm(got[name] - due[name])) / max(float(np.linalg.norm(due[name] - before[name])), 1e-12), name)
         for name in due
     )
-    way = {each: due[each] - before[each] for each in due}
-    gone = {each: got[each] - before[each] for each in due}
-    return worst, name, norm_of(gone) / max(norm_of(way), 1e-300)
+    due_update = {key: due[key] - before[key] for key in due}
+    update = {key: got[key] - before[key] for key in due}
+    return worst, name, norm_of(update) / max(norm_of(due_update), 1e-300)
 
 
 def _require_step(got: Arrays, due: Arrays, before: Arrays, what: str, remedy: str) -> None:
-    worst, name, ratio = _apart(got, due, before)
+    worst, name, ratio = _compare_updates(got, due, before)
     if worst > STEP:
         raise Broken(f"weights move x{ratio:.2f} as far as {what}: {name} ends {worst:.1e} of its way off", remedy, factor=ratio)
 
@@ -168,8 +168,8 @@ def gradient_norm(subject: BackendSubject, case: BackendCase) -> None:
     if max(abs(each - due) for each in reported) <= 1e-4 * due:
         return
     worst = max(reported, key=lambda each: abs(each - due))
-    clipped = abs(worst - limit) < 1e-3 * limit
-    why = f": that is max_grad_norm, the norm after clipping to {limit:g}" if clipped else ""
+    is_clipped = abs(worst - limit) < 1e-3 * limit
+    why = f": that is max_grad_norm, the norm after clipping to {limit:g}" if is_clipped else ""
     where = "" if len(set(reported)) == 1 else f" on rank {reported.index(worst)}"
     raise Broken(
         f"reports the gradient norm {worst:.6g}{where}, where gradients have the norm {due:.6g}{why}",
@@ -198,12 +198,12 @@ def clipping(subject: BackendSubject, case: BackendCase) -> None:
             got = ranks.weights()[0]
         if limit is None:
             _require_unclipped_sum(subject, case, gradients, calls, scale)
-        unclipped = "without a limit" if limit is None else f"where max_grad_norm is {limit:g}"
+        condition = "without a limit" if limit is None else f"where max_grad_norm is {limit:g}"
         _require_step(
             got,
             reference.weights(),
             before,
-            f"AdamW moves them {unclipped}, for a gradient of norm {norm:.3g}",
+            f"AdamW moves them {condition}, for a gradient of norm {norm:.3g}",
             "Turn off the library's own clipping, and clip the sum over all ranks by its global norm",
         )
 
@@ -213,14 +213,14 @@ def _require_unclipped_sum(
 ) -> None:
     """Raise Broken where a large gradient is not the sum that it is by definition, and a small one of the same samples is."""
     due = subject.bench.definition(case.model, NUMBERS).gradients
-    if _apart_from(gradients, due, scale) <= TOLERANCE:
+    if _measure_distance(gradients, due, scale) <= TOLERANCE:
         return
     small = _scale(subject, case, SMALL)
     with subject.open_ranks(case, optimizer=SPEC) as ranks:
         for call in calls:
             ranks.forward_backward(evolve(call, scale=small))
-        alike = _apart_from(ranks.gradients()[0], due, small) <= TOLERANCE
-    if not alike:
+        is_right_when_small = _measure_distance(ranks.gradients()[0], due, small) <= TOLERANCE
+    if not is_right_when_small:
         raise Undecidable("the gradient is not the right one whatever its size")
     raise Broken(
         f"a gradient of norm {LARGE:g}, over two calls of two micro-batches, has the norm {norm_of(gradients):.3g} before optim_step, and a "
@@ -229,7 +229,7 @@ def _require_unclipped_sum(
     )
 
 
-def _apart_from(gradients: Arrays, due: Arrays, scale: float) -> float:
+def _measure_distance(gradients: Arrays, due: Arrays, scale: float) -> float:
     if gradients.keys() != due.keys():
         raise Undecidable("the gradients are not those of the model's parameters")
     difference = {name: gradients[name].astype(np.float64) - scale * due[name] for name in due}
@@ -272,24 +272,24 @@ def dropped_gradient(subject: BackendSubject, case: BackendCase) -> None:
         due = [_take_step(ranks, work) for _ in range(3)]
     dropped = ((LARGE,), (LARGE, SMALL), (float("nan"),))
     with subject.open_ranks(case, optimizer=SPEC) as ranks:
-        for number, (norms, (wanted, weights)) in enumerate(zip(dropped, due, strict=True), start=1):
+        for number, (norms, (expected, weights)) in enumerate(zip(dropped, due, strict=True), start=1):
             for norm in norms:
                 ranks.forward_backward(case.whole(scale=_scale(subject, case, norm)))
             ranks.zero_grad()
             if (left := ranks.gradients()[0]) and norm_of(left):
                 raise Broken(f"a gradient of norm {norm_of(left):.3g} is still there after zero_grad", DROP)
             applied, got = _take_step(ranks, work)
-            if applied.grad_norm != wanted.grad_norm:
+            if applied.grad_norm != expected.grad_norm:
                 raise Broken(
-                    f"the gradient of step {number} has the norm {applied.grad_norm!r} after another was dropped, and {wanted.grad_norm!r} "
+                    f"the gradient of step {number} has the norm {applied.grad_norm!r} after another was dropped, and {expected.grad_norm!r} "
                     f"where there was none",
                     DROP,
                 )
             for name, weight in weights.items():
                 if not np.array_equal(got[name], weight):
-                    apart = float(np.abs(got[name] - weight).max())
+                    distance = float(np.abs(got[name] - weight).max())
                     raise Broken(
-                        f"{name} is another after step {number}, by {apart:.1e}, where a gradient was dropped before it", DROP
+                        f"{name} is another after step {number}, by {distance:.1e}, where a gradient was dropped before it", DROP
                     )
 
 

@@ -74,9 +74,9 @@ class BackendSubject:
         """Set the backend up on the ranks of the case, with a `teacher` where there is one; `options` are those of the model."""
         sizes = case.sizes
         spec = ModelConfig(self.bench.model(model or case.model), **options)
-        beside = None if teacher is None else ModelConfig(self.bench.model(teacher))
+        teacher_config = None if teacher is None else ModelConfig(self.bench.model(teacher))
         lock = self.with_options(sizes.options).to_lock_entry()
-        return self.bench.ranks(Opening(lock, sizes.topology, spec, optimizer, self.device, packed_rows, beside, seed))
+        return self.bench.ranks(Opening(lock, sizes.topology, spec, optimizer, self.device, packed_rows, teacher_config, seed))
 
     def on_another_device(self, case: "BackendCase") -> BackendRanks:
         """Set the backend up on ranks whose device is one that is not the CPU, for `BackendRanks.elsewhere`."""
@@ -99,9 +99,9 @@ class BackendCase:
 
     def cut(self, numbers: Iterable[int] = NUMBERS, micro_batches: int = 1) -> Cut:
         """Deal the documents to data-parallel ranks, the same for any number of micro-batches, and on each rank to micro-batches."""
-        ranks, dealt = self.sizes.topology.dp, tuple(numbers)
-        shares = (dealt[rank::ranks] for rank in range(ranks))
-        return tuple(tuple(share[each::micro_batches] for each in range(micro_batches)) for share in shares)
+        ranks, documents = self.sizes.topology.dp, tuple(numbers)
+        shares = (documents[rank::ranks] for rank in range(ranks))
+        return tuple(tuple(share[index::micro_batches] for index in range(micro_batches)) for share in shares)
 
     def whole(self, **options: Any) -> PassOrder:
         """Return a pass over all documents, one micro-batch per rank."""
@@ -113,7 +113,7 @@ class BackendCase:
 
 Kind = Literal["every", "one rank", "one data-parallel rank", "several data-parallel ranks", "several ranks"]
 
-CHOSEN: Mapping[Kind, Callable[[ParallelSizes], bool]] = {
+LAYOUT_FILTERS: Mapping[Kind, Callable[[ParallelSizes], bool]] = {
     "every": lambda _: True,
     "one rank": lambda sizes: sizes.ranks == 1,
     "one data-parallel rank": lambda sizes: sizes.topology.dp == 1,
@@ -124,8 +124,8 @@ CHOSEN: Mapping[Kind, Callable[[ParallelSizes], bool]] = {
 
 def cases(subject: BackendSubject, layouts: Kind = "every", models: tuple[Model, ...] = ("qwen3",)) -> list[BackendCase]:
     """Return the cases with the smallest layout first, so that the smallest one that breaks a promise is reported."""
-    chosen = [each for each in subject.layouts if CHOSEN[layouts](ParallelSizes.parse(each))]
-    chosen.sort(key=lambda each: ParallelSizes.parse(each).ranks)
+    chosen = [name for name in subject.layouts if LAYOUT_FILTERS[layouts](ParallelSizes.parse(name))]
+    chosen.sort(key=lambda name: ParallelSizes.parse(name).ranks)
     return [BackendCase(layout, model) for layout in chosen for model in models]
 
 
@@ -140,11 +140,11 @@ def backend_promise(
 
     def decorate(check: Callable[[Any, Any], None]) -> Promise[Any, Any]:
         @wraps(check)
-        def held(subject: BackendSubject, case: BackendCase) -> None:
+        def check_or_undecidable(subject: BackendSubject, case: BackendCase) -> None:
             try:
                 check(subject, case)
             except (EngineError, RankFailed) as error:
-                works(subject, case)
+                require_working(subject, case)
                 raise Broken(f"fails: {error.cause}", _remedy(error)) from error
 
         def exemption(subject: BackendSubject) -> str | None:
@@ -153,7 +153,9 @@ def backend_promise(
                 reason = f"no claimed layout has {layouts}"
             return reason
 
-        return promise(sentence, cases=lambda subject: st.sampled_from(cases(subject, layouts, models)), exempt=exemption)(held)
+        return promise(sentence, cases=lambda subject: st.sampled_from(cases(subject, layouts, models)), exempt=exemption)(
+            check_or_undecidable
+        )
 
     return decorate
 
@@ -168,7 +170,7 @@ def exempt_with(capability: Capability) -> Callable[[BackendSubject], str | None
     return lambda subject: f"the backend declares {capability!r}" if subject.declares(capability) else None
 
 
-def works(subject: BackendSubject, case: BackendCase) -> None:
+def require_working(subject: BackendSubject, case: BackendCase) -> None:
     """Raise Undecidable where the backend cannot be set up, score, learn and take a step at all."""
     if case.model == "vision":  # whose tokens these documents do not keep to
         case = evolve(case, model="qwen3")
@@ -181,7 +183,7 @@ def works(subject: BackendSubject, case: BackendCase) -> None:
         raise Undecidable(error.cause) from error
 
 
-def right_loss(subject: BackendSubject, case: BackendCase, got: float, numbers: Iterable[int] = NUMBERS, **options: Any) -> bool:
+def is_right_loss(subject: BackendSubject, case: BackendCase, got: float, numbers: Iterable[int] = NUMBERS, **options: Any) -> bool:
     """Return True where a loss equals that of these documents by definition."""
     due = subject.bench.definition(case.model, numbers, **options).loss
     return abs(got - due) <= 1e-5 * abs(due)
@@ -191,9 +193,9 @@ def require_words(error: EngineError) -> None:
     """Raise Broken for a refusal that does not say what to do."""
     try:
         check_says_what_to_do(error)
-    except AssertionError as found:
+    except AssertionError as complaint:
         raise Broken(
-            f"refuses without saying what to do: {found}", "Give the error a cause and one action as its remedy"
+            f"refuses without saying what to do: {complaint}", "Give the error a cause and one action as its remedy"
         ) from error
 
 

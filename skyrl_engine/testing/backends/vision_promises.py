@@ -25,19 +25,19 @@ def _takes_images(subject: BackendSubject, layout: BackendCase) -> bool:
     return "vision" in subject.describe(layout.sizes.options, layout.sizes.ranks).capabilities
 
 
-def _nowhere(subject: BackendSubject) -> str | None:
+def _exempt_without_images(subject: BackendSubject) -> str | None:
     layouts = (BackendCase(layout) for layout in subject.layouts)
     return (
         None
-        if any(_takes_images(subject, each) for each in layouts)
+        if any(_takes_images(subject, case) for case in layouts)
         else "the backend does not declare 'vision' on a claimed layout"
     )
 
 
-def _everywhere(subject: BackendSubject) -> str | None:
+def _exempt_with_images(subject: BackendSubject) -> str | None:
     layouts = (BackendCase(layout) for layout in subject.layouts)
     return (
-        "the backend declares 'vision' on every claimed layout" if all(_takes_images(subject, each) for each in layouts) else None
+        "the backend declares 'vision' on every claimed layout" if all(_takes_images(subject, case) for case in layouts) else None
     )
 
 
@@ -57,21 +57,21 @@ def _rows(subject: BackendSubject) -> Iterator[Any]:
 
 def _logprobs(ranks: BackendRanks, work: PassOrder) -> dict[int, np.ndarray]:
     """Return log-probabilities of scored tokens, by document."""
-    found: dict[int, np.ndarray] = {}
+    logprobs: dict[int, np.ndarray] = {}
     for rank, output in enumerate(ranks.forward(work)):
         if ranks.topology.coords(rank).collects:
-            found |= {number: output.fields["logprobs"][place] for place, number in enumerate(output.sample_ids.tolist())}
-    return found
+            logprobs |= {number: output.fields["logprobs"][place] for place, number in enumerate(output.sample_ids.tolist())}
+    return logprobs
 
 
-def _apart(one: np.ndarray, other: np.ndarray) -> float:
+def _measure_distance(one: np.ndarray, other: np.ndarray) -> float:
     return float(np.abs(one - other).max(initial=0.0)) if one.shape == other.shape else float("inf")
 
 
 @backend_promise(
     "Log-probabilities are transformers' own for one image, several of different sizes, none, and all of them mixed",
     models=("vision",),
-    exempt=_nowhere,
+    exempt=_exempt_without_images,
 )
 def images(subject: BackendSubject, case: BackendCase) -> None:
     if not _takes_images(subject, case):
@@ -84,7 +84,7 @@ def images(subject: BackendSubject, case: BackendCase) -> None:
                 for number, values in due.items():
                     if number not in got:
                         raise Undecidable(f"sample {number} does not come back at all")
-                    if not _apart(got[number], values) <= LOGPROBS:  # also true for NaN
+                    if not _measure_distance(got[number], values) <= LOGPROBS:  # also true for NaN
                         what = {0: "one image", 1: "two images", 3: "one image", 6: "two images"}.get(number, "no image")
                         raise Broken(
                             f"log-probabilities of sample {number}, with {what}, are not those of transformers {when}, in {rows} rows",
@@ -95,7 +95,7 @@ def images(subject: BackendSubject, case: BackendCase) -> None:
 @backend_promise(
     "Other pixels give other log-probabilities, to the samples whose images they are and to no others",
     models=("vision",),
-    exempt=_nowhere,
+    exempt=_exempt_without_images,
 )
 def images_matter(subject: BackendSubject, case: BackendCase) -> None:
     if not _takes_images(subject, case):
@@ -106,13 +106,13 @@ def images_matter(subject: BackendSubject, case: BackendCase) -> None:
         for variant, changed in changes:
             after = _logprobs(ranks, case.whole(pictures=variant))
             for number, values in before.items():
-                moved = _apart(after.get(number, values[:0]), values)
-                if number in changed and not moved > SEEN:
+                distance = _measure_distance(after.get(number, values[:0]), values)
+                if number in changed and not distance > SEEN:
                     raise Broken(
-                        f"nothing of sample {number} changes where its pixels are {variant} (by {moved:.1e})",
+                        f"nothing of sample {number} changes where its pixels are {variant} (by {distance:.1e})",
                         "Give the model pixel_values and image_grid_thw",
                     )
-                if number not in changed and not moved <= LOGPROBS:
+                if number not in changed and not distance <= LOGPROBS:
                     raise Broken(
                         f"sample {number} changes where the pixels of others are {variant}",
                         "Give every sample its own images: ragged_offsets say which they are",
@@ -122,7 +122,7 @@ def images_matter(subject: BackendSubject, case: BackendCase) -> None:
 @backend_promise(
     "The gradient over images is transformers' own, vision tower included, also where a rank or a micro-batch has none",
     models=("vision",),
-    exempt=_nowhere,
+    exempt=_exempt_without_images,
 )
 def image_gradients(subject: BackendSubject, case: BackendCase) -> None:
     if not _takes_images(subject, case):
@@ -142,9 +142,9 @@ def image_gradients(subject: BackendSubject, case: BackendCase) -> None:
                 "Train the vision tower with the rest; run it without an image too, with a part in the gradient that is 0",
                 facts={},
             )
-        except Broken as found:
-            if found.factor is not None:  # the tower's like all else
-                raise Undecidable("the whole gradient is off by a factor already") from found
+        except Broken as broken:
+            if broken.factor is not None:  # the tower's like all else
+                raise Undecidable("the whole gradient is off by a factor already") from broken
             raise
 
 
@@ -152,7 +152,7 @@ def image_gradients(subject: BackendSubject, case: BackendCase) -> None:
     "Image tokens without their image are a SampleError that names the sample",
     layouts="one data-parallel rank",
     models=("vision",),
-    exempt=_nowhere,
+    exempt=_exempt_without_images,
 )
 def miscounted_images(subject: BackendSubject, case: BackendCase) -> None:
     if not _takes_images(subject, case):
@@ -174,7 +174,7 @@ def miscounted_images(subject: BackendSubject, case: BackendCase) -> None:
     )
 
 
-@backend_promise("Images, which it does not declare, are refused in words", models=("vision",), exempt=_everywhere)
+@backend_promise("Images, which it does not declare, are refused in words", models=("vision",), exempt=_exempt_with_images)
 def undeclared_images(subject: BackendSubject, case: BackendCase) -> None:
     if _takes_images(subject, case):
         return

@@ -28,7 +28,7 @@ from skyrl_engine.testing.collators.cases import (
     row_samples,
     token_places,
 )
-from skyrl_engine.testing.collators.explicit import explicit_and_wide, explicit_cuts
+from skyrl_engine.testing.collators.explicit import list_explicit_and_wide, list_explicit_cuts
 from skyrl_engine.testing.collators.strategies import COLUMN_NAMES
 from skyrl_engine.testing.comparison import excerpts
 from skyrl_engine.testing.promise import Broken, Promise, promise
@@ -40,7 +40,7 @@ MODEL_FIELDS = ("input_ids", "attention_mask", "position_ids")
 @promise(
     "Every row holds its samples' tokens in order, positions count from 0 in each, and their true lengths are given",
     cases=cuts(),
-    first=explicit_cuts,
+    first=list_explicit_cuts,
 )
 def tokens(subject: Subject[Any], case: CutCase) -> None:
     for micro_batch, batch in builds(subject, case):
@@ -61,23 +61,23 @@ def _require_tokens(columns: SampleColumns, micro_batch: MicroBatchPlan, batch: 
     require(len(batch.sequence_lengths) == micro_batch.rows, "sequence_lengths have not one entry per row", remedy)
     nothing = np.zeros(0, dtype=np.int64)
     for row, (start, stop) in enumerate(pairwise(micro_batch.row_offsets.tolist())):
-        held = [
+        parts = [
             columns.input_ids[columns.token_offsets[sample] : columns.token_offsets[sample + 1]]
             for sample in micro_batch.samples[start:stop].tolist()
         ]
         real = mask[row] == 1
-        due, found = np.concatenate([nothing, *held]).tolist(), ids[row][real].tolist()
-        if found != due:
-            told, wanted = excerpts(np.asarray(found), np.asarray(due))
-            raise Broken(f"row {row} holds the tokens {told} where its samples have {wanted}", remedy)
-        counted, found = [place for part in held for place in range(len(part))], positions[row][real].tolist()
-        if found != counted:
-            told, wanted = excerpts(np.asarray(found), np.asarray(counted))
-            raise Broken(f"positions of row {row} are {told}, not {wanted}", "Count from 0 in every sample")
+        expected, got = np.concatenate([nothing, *parts]).tolist(), ids[row][real].tolist()
+        if got != expected:
+            excerpt, expected_excerpt = excerpts(np.asarray(got), np.asarray(expected))
+            raise Broken(f"row {row} holds the tokens {excerpt} where its samples have {expected_excerpt}", remedy)
+        counted, got = [place for part in parts for place in range(len(part))], positions[row][real].tolist()
+        if got != counted:
+            excerpt, expected_excerpt = excerpts(np.asarray(got), np.asarray(counted))
+            raise Broken(f"positions of row {row} are {excerpt}, not {expected_excerpt}", "Count from 0 in every sample")
         lengths = batch.sequence_lengths[row]
         require(
-            lengths.dtype == np.int64 and lengths.tolist() == list(map(len, held)),
-            f"sequence_lengths of row {row} are {lengths.dtype} {lengths.tolist()} for samples of {list(map(len, held))} tokens",
+            lengths.dtype == np.int64 and lengths.tolist() == list(map(len, parts)),
+            f"sequence_lengths of row {row} are {lengths.dtype} {lengths.tolist()} for samples of {list(map(len, parts))} tokens",
             "Return Ragged(lengths_of_samples, micro_batch.row_offsets)",
         )
 
@@ -85,7 +85,7 @@ def _require_tokens(columns: SampleColumns, micro_batch: MicroBatchPlan, batch: 
 @promise(
     "The gather index scores every response token from its predecessor, in its sample's row, and no other place",
     cases=cuts(),
-    first=explicit_cuts,
+    first=list_explicit_cuts,
 )
 def predecessors(subject: Subject[Any], case: CutCase) -> None:
     for micro_batch, batch in builds(subject, case):
@@ -95,14 +95,16 @@ def predecessors(subject: Subject[Any], case: CutCase) -> None:
 def _require_predecessors(columns: SampleColumns, micro_batch: MicroBatchPlan, batch: DenseBatch) -> None:
     ids, mask, gather = batch["input_ids"].numpy(), batch["attention_mask"].numpy(), batch.gather
     remedy = "Give each response token with a predecessor one entry: its place on the action axis, its row, and the column before its own"
-    due = _list_scored_tokens(columns, micro_batch)
+    expected = _list_scored_tokens(columns, micro_batch)
     for name in ("actions", "rows", "columns"):
         array = getattr(gather, name)
         require(array.dtype == np.int64, f"gather.{name} is {array.dtype}, not int64", remedy)
-        require(array.shape == (len(due),), f"gather.{name} has shape {array.shape} for {len(due)} tokens to score", remedy)
+        require(
+            array.shape == (len(expected),), f"gather.{name} has shape {array.shape} for {len(expected)} tokens to score", remedy
+        )
     places = list(zip(gather.actions.tolist(), gather.rows.tolist(), gather.columns.tolist(), strict=True))
     require(len({(row, column) for _, row, column in places}) == len(places), "two response tokens are scored at one place", remedy)
-    for (place, row, column), (action, own_row, predecessor, token) in zip(places, due, strict=True):
+    for (place, row, column), (action, own_row, predecessor, token) in zip(places, expected, strict=True):
         entry = f"the entry for action {place} in row {row}, column {column}"
         require((place, row) == (action, own_row), f"{entry} stands where action {action} in row {own_row} is due", remedy)
         require(0 <= column < ids.shape[1] - 1, f"{entry} lies outside what can predict", remedy)
@@ -115,20 +117,22 @@ def _require_predecessors(columns: SampleColumns, micro_batch: MicroBatchPlan, b
 
 
 def _list_scored_tokens(columns: SampleColumns, micro_batch: MicroBatchPlan) -> list[tuple[int, int, int, int]]:
-    """Yield (action, row, predecessor, token) of every response token that has a predecessor."""
-    due, action = [], 0
+    """Return (action, row, predecessor, token) of every response token that has a predecessor."""
+    entries, action = [], 0
     for row, samples in enumerate(row_samples(micro_batch)):
         for sample in samples:
-            held = columns.input_ids[columns.token_offsets[sample] : columns.token_offsets[sample + 1]].tolist()
+            ids = columns.input_ids[columns.token_offsets[sample] : columns.token_offsets[sample + 1]].tolist()
             actions = int(columns.action_offsets[sample + 1] - columns.action_offsets[sample])
-            for position in range(len(held) - actions, len(held)):
+            for position in range(len(ids) - actions, len(ids)):
                 if position > 0:
-                    due.append((action, row, held[position - 1], held[position]))
+                    entries.append((action, row, ids[position - 1], ids[position]))
                 action += 1
-    return due
+    return entries
 
 
-@promise("Rows of several samples have `cu_seqlens`, which bound each sample at its alignment", cases=cuts(), first=explicit_cuts)
+@promise(
+    "Rows of several samples have `cu_seqlens`, which bound each sample at its alignment", cases=cuts(), first=list_explicit_cuts
+)
 def bounds(subject: Subject[Any], case: CutCase) -> None:
     joined = plan_case(subject, case.planning).joined  # its rows have different lengths
     for micro_batch, batch in [*builds(subject, case), (joined, build_rows(subject, case.columns, joined))]:
@@ -143,33 +147,33 @@ def _require_bounds(columns: SampleColumns, micro_batch: MicroBatchPlan, batch: 
     require(len(batch.cu_seqlens) == micro_batch.rows, "cu_seqlens have not one entry per row", remedy)
     lengths, mask = np.diff(columns.token_offsets), batch["attention_mask"].numpy()
     for row, (samples, ends) in enumerate(zip(row_samples(micro_batch), batch.cu_seqlens, strict=True)):
-        told = f"cu_seqlens of row {row} are {ends.dtype} {ends.tolist()}"
-        require(ends.dtype == np.int32 and ends.shape == (len(samples) + 1,), f"{told} for {len(samples)} samples", remedy)
-        require(ends[0] == 0 and ends[-1] <= micro_batch.width, f"{told} in a row of {micro_batch.width} columns", remedy)
+        label = f"cu_seqlens of row {row} are {ends.dtype} {ends.tolist()}"
+        require(ends.dtype == np.int32 and ends.shape == (len(samples) + 1,), f"{label} for {len(samples)} samples", remedy)
+        require(ends[0] == 0 and ends[-1] <= micro_batch.width, f"{label} in a row of {micro_batch.width} columns", remedy)
         real = np.zeros(micro_batch.width, dtype=np.int64)
         for sample, (begin, end) in zip(samples, pairwise(ends.tolist()), strict=True):
-            require(begin + lengths[sample] <= end, f"{told} and cut sample {sample} of {lengths[sample]} tokens", remedy)
-            due = -(-int(lengths[sample]) // micro_batch.alignment) * micro_batch.alignment
+            require(begin + lengths[sample] <= end, f"{label} and cut sample {sample} of {lengths[sample]} tokens", remedy)
+            expected = -(-int(lengths[sample]) // micro_batch.alignment) * micro_batch.alignment
             require(
-                end - begin == due,
-                f"{told} where sample {sample} of {lengths[sample]} tokens takes {due} columns at the alignment {micro_batch.alignment}",
+                end - begin == expected,
+                f"{label} where sample {sample} of {lengths[sample]} tokens takes {expected} columns at the alignment {micro_batch.alignment}",
                 remedy,
             )
             real[begin : begin + lengths[sample]] = 1
-        require(np.array_equal(mask[row], real), f"{told}, but its tokens lie elsewhere", remedy)
+        require(np.array_equal(mask[row], real), f"{label}, but its tokens lie elsewhere", remedy)
 
 
 @promise(
     "Loss weights and columns hold the samples' numbers at their response tokens, bit for bit, and 0 everywhere else",
     cases=cuts(),
-    first=explicit_and_wide,
+    first=list_explicit_and_wide,
 )
 def numbers(subject: Subject[Any], case: CutCase) -> None:
     for micro_batch, batch in builds(subject, case):
         for name, values in {"loss_weight": case.columns.loss_weight, **case.columns.columns}.items():
             if name in batch.fields:
-                given = values if values.ndim > 1 else np.asarray(values, dtype=np.float32)
-                _require_numbers(name, given, case.columns, micro_batch, batch)
+                expected = values if values.ndim > 1 else np.asarray(values, dtype=np.float32)
+                _require_numbers(name, expected, case.columns, micro_batch, batch)
 
 
 def _require_numbers(name: str, values: AnyArray, columns: SampleColumns, micro_batch: MicroBatchPlan, batch: DenseBatch) -> None:
@@ -177,14 +181,14 @@ def _require_numbers(name: str, values: AnyArray, columns: SampleColumns, micro_
         "Give [rows, width] at the tokens, [rows, width - 1] one column before, as the gather index has it, or [rows, action_width] with "
         "each row's numbers at one end or where response_mask is 1; k numbers per token as one more axis"
     )
-    found = batch[name].numpy()
-    require(found.dtype == values.dtype, f"{name} is {found.dtype}, not {values.dtype}", remedy)
-    forms = [form for form in _forms(values, columns, micro_batch, batch) if form.shape == found.shape]
+    array = batch[name].numpy()
+    require(array.dtype == values.dtype, f"{name} is {array.dtype}, not {values.dtype}", remedy)
+    forms = [form for form in _forms(values, columns, micro_batch, batch) if form.shape == array.shape]
     widths = f"width {micro_batch.width} and action width {micro_batch.action_width}"
-    require(forms, f"{name} has shape {found.shape} in {micro_batch.rows} rows of {widths}", remedy)
+    require(forms, f"{name} has shape {array.shape} in {micro_batch.rows} rows of {widths}", remedy)
     require(
-        any(form.tobytes() == np.ascontiguousarray(found).tobytes() for form in forms),
-        f"{name} is\n{found}\nnot\n{forms[0]}",
+        any(form.tobytes() == np.ascontiguousarray(array).tobytes() for form in forms),
+        f"{name} is\n{array}\nnot\n{forms[0]}",
         remedy,
     )
 
@@ -192,8 +196,8 @@ def _require_numbers(name: str, values: AnyArray, columns: SampleColumns, micro_
 def _forms(values: AnyArray, columns: SampleColumns, micro_batch: MicroBatchPlan, batch: DenseBatch) -> Iterator[AnyArray]:
     """Yield the numbers of response tokens as rows may hold them."""
     rows, width, action_width = micro_batch.rows, micro_batch.width, micro_batch.action_width
-    each = values.shape[1:]  # the k of a column of k numbers per token
-    at_tokens, before = (np.zeros((rows, columns_, *each), values.dtype) for columns_ in (width, max(width - 1, 0)))
+    tail = values.shape[1:]  # the k of a column of k numbers per token
+    at_tokens, before = (np.zeros((rows, size, *tail), values.dtype) for size in (width, max(width - 1, 0)))
     of_rows: list[list[AnyArray]] = [[] for _ in range(rows)]
     for sample, row, places in token_places(batch, columns, micro_batch):
         own = values[columns.action_offsets[sample] : columns.action_offsets[sample + 1]]
@@ -205,19 +209,19 @@ def _forms(values: AnyArray, columns: SampleColumns, micro_batch: MicroBatchPlan
         before[row, places[scored:] - 1] = own[scored - first :]
     yield before
     yield at_tokens
-    nothing = np.zeros((0, *each), values.dtype)
-    lines = [np.concatenate([nothing, *held]) for held in of_rows]
+    nothing = np.zeros((0, *tail), values.dtype)
+    lines = [np.concatenate([nothing, *parts]) for parts in of_rows]
     if max(map(len, lines), default=0) > action_width:
         return
     if "response_mask" in batch.fields:
         mask = batch["response_mask"].numpy() == 1
         if mask.sum(1).tolist() == list(map(len, lines)):
-            masked = np.zeros((*mask.shape, *each), values.dtype)
+            masked = np.zeros((*mask.shape, *tail), values.dtype)
             masked[mask] = np.concatenate([nothing, *lines])
             yield masked
         return
     for right in (True, False):
-        aligned = np.zeros((rows, action_width, *each), values.dtype)
+        aligned = np.zeros((rows, action_width, *tail), values.dtype)
         for row, line in enumerate(lines):
             aligned[row, action_width - len(line) if right else 0 :][: len(line)] = line
         yield aligned
@@ -233,7 +237,7 @@ EVERY = ("router_replay", "vision")
 @promise(
     "Every field is the reference's bit for bit: value, dtype, shape and contiguity, with NaN, -0.0, denormals and ids beyond 32 bits",
     cases=cuts(*EVERY),
-    first=explicit_cuts,
+    first=list_explicit_cuts,
     exempt=_no_reference,
 )
 def reference(subject: Subject[Any], case: CutCase) -> None:
@@ -241,14 +245,14 @@ def reference(subject: Subject[Any], case: CutCase) -> None:
         require_same_fields(batch, subject.hooks["reference"](case.columns, micro_batch), "Compare with the reference")
 
 
-@promise("A row is the same, bit for bit, whatever rows are built with it", cases=cuts(*EVERY), first=explicit_cuts)
+@promise("A row is the same, bit for bit, whatever rows are built with it", cases=cuts(*EVERY), first=list_explicit_cuts)
 def rows_alone(subject: Subject[Any], case: CutCase) -> None:
     """A row depends on its own samples alone: micro-batches are pieces of the whole plan's build, and every plan gives equal rows."""
     remedy = "Let a row depend on its samples, the width and the alignment alone"
     plan = plan_case(subject, case.planning)
     one_rank = plan_case(subject, Planning(case.columns.lengths, Layout())).joined
     joined = plan.joined
-    width = {name: max(getattr(each, name) for each in (joined, one_rank)) for name in ("width", "action_width")}
+    width = {name: max(getattr(whole_plan, name) for whole_plan in (joined, one_rank)) for name in ("width", "action_width")}
     whole = build_rows(subject, case.columns, evolve(joined, **width))
     parts = [build_rows(subject, case.columns, evolve(micro_batch, **width)) for micro_batch in plan.micro_batches]
     require_same_fields(whole, {name: np.concatenate([part[name].numpy() for part in parts]) for name in parts[0].fields}, remedy)
@@ -263,7 +267,7 @@ def rows_alone(subject: Subject[Any], case: CutCase) -> None:
 
 
 @frozen(eq=False)
-class AskedFields:
+class FieldChoice:
     """A cut and a choice of fields: bit i asks for the i-th field by name."""
 
     cut: CutCase
@@ -276,15 +280,15 @@ class AskedFields:
         return [name for place, name in enumerate(sorted(names)) if self.bits >> place & 1]
 
 
-def _draw_asked_fields(subject: Subject[Any]) -> st.SearchStrategy[AskedFields]:
-    return st.builds(AskedFields, cuts(*EVERY)(subject), st.integers(0, 2**20 - 1))
+def _draw_asked_fields(subject: Subject[Any]) -> st.SearchStrategy[FieldChoice]:
+    return st.builds(FieldChoice, cuts(*EVERY)(subject), st.integers(0, 2**20 - 1))
 
 
 @promise(
     "It builds the fields that are asked for, all there are where none is named, and no column that the samples do not have",
     cases=_draw_asked_fields,
 )
-def fields(subject: Subject[Any], case: AskedFields) -> None:
+def fields(subject: Subject[Any], case: FieldChoice) -> None:
     remedy = "Build the fields that are named and there; everything there is where fields is None"
     columns = case.cut.columns
     for micro_batch, everything in builds(subject, case.cut):
@@ -296,38 +300,42 @@ def fields(subject: Subject[Any], case: AskedFields) -> None:
             )
         names = case.of(everything.fields)
         absent = [name for name in COLUMN_NAMES if name not in columns.columns]
-        some = build_rows(subject, columns, micro_batch, fields=[*names, *absent, "a_field_nobody_has"])
-        require_same_fields(some, {name: everything[name].numpy() for name in names}, remedy)
+        subset = build_rows(subject, columns, micro_batch, fields=[*names, *absent, "a_field_nobody_has"])
+        require_same_fields(subset, {name: everything[name].numpy() for name in names}, remedy)
         require(
-            some.ragged_offsets.keys() == everything.ragged_offsets.keys() & {*names}, "ragged_offsets are of other fields", remedy
+            subset.ragged_offsets.keys() == everything.ragged_offsets.keys() & {*names},
+            "ragged_offsets are of other fields",
+            remedy,
         )
         for name in ("actions", "rows", "columns"):
-            require_same_field(f"gather.{name}", getattr(some.gather, name), getattr(everything.gather, name), remedy)
+            require_same_field(f"gather.{name}", getattr(subset.gather, name), getattr(everything.gather, name), remedy)
 
 
 @promise(
     "What it built stays as it is while it builds more, and the same rows give the same bytes again",
     cases=cuts(*EVERY),
-    first=explicit_cuts,
+    first=list_explicit_cuts,
 )
 def own_memory(subject: Subject[Any], case: CutCase) -> None:
     """Every build has memory of its own: pipelines hold several micro-batches at a time, and autograd keeps them until backward."""
     collator = subject.make()
     plan = list(plan_case(subject, case.planning).micro_batches)
-    first, kept = [], []
+    first, first_copies = [], []
     for micro_batch in plan:
         batch = build_with(collator, subject.label, case.columns, micro_batch)
         _require_own(batch, case.columns)
         first.append(batch)
-        kept.append(copy_arrays(batch))
-    again = [copy_arrays(build_with(collator, subject.label, case.columns, micro_batch)) for micro_batch in plan]
-    for batch, copies, anew in zip(first, kept, again, strict=True):
+        first_copies.append(copy_arrays(batch))
+    later_copies = [copy_arrays(build_with(collator, subject.label, case.columns, micro_batch)) for micro_batch in plan]
+    for batch, copies, later in zip(first, first_copies, later_copies, strict=True):
         require(
-            copies.keys() == anew.keys(), "the same rows give other fields when they are built again", "Keep nothing between builds"
+            copies.keys() == later.keys(),
+            "the same rows give other fields when they are built again",
+            "Keep nothing between builds",
         )
         for name, array in copy_arrays(batch).items():
             require_same_field(f"{name}, after later builds,", array, copies[name], "Return memory of its own from every build")
-            require_same_field(f"{name}, built again,", anew[name], copies[name], "Keep nothing between builds")
+            require_same_field(f"{name}, built again,", later[name], copies[name], "Keep nothing between builds")
     one, other = (build_with(collator, subject.label, case.columns, plan[0]) for _ in range(2))
     for name, tensor in one.fields.items():
         require(
@@ -340,7 +348,7 @@ def own_memory(subject: Subject[Any], case: CutCase) -> None:
 @promise(
     "Rows are the same, bit for bit, in whatever order they are built, and after other samples of the same lengths",
     cases=cuts(*EVERY),
-    first=explicit_cuts,
+    first=list_explicit_cuts,
     effort=0.3,
 )
 def build_order(subject: Subject[Any], case: CutCase) -> None:
@@ -349,7 +357,7 @@ def build_order(subject: Subject[Any], case: CutCase) -> None:
     for mini_batch in plan_case(subject, case.planning).mini_batches:
         for rank in mini_batch.ranks:
             ordered = BuildOrder.of(rank)
-            wider = tuple(evolve(each, width=each.width + each.alignment) for each in ordered[1:])
+            wider = tuple(evolve(rows, width=rows.width + rows.alignment) for rows in ordered[1:])
             turns = (
                 (ordered, "in the order of the plan"),
                 (ordered, "after other samples of the same lengths"),
@@ -357,21 +365,21 @@ def build_order(subject: Subject[Any], case: CutCase) -> None:
                 ((*ordered[:1], *wider), "as changed copies of the plan"),
             )
             for number, (turn, when) in enumerate(turns):
-                given = evolve(columns, input_ids=columns.input_ids ^ number)  # the memory of samples before may be taken again
-                made = [build_with(collator, subject.label, given, each, fields=MODEL_INPUTS) for each in turn]
-                for micro_batch, batch in zip(turn, made, strict=True):
+                samples = evolve(columns, input_ids=columns.input_ids ^ number)  # the memory of samples before may be taken again
+                batches = [build_with(collator, subject.label, samples, rows, fields=MODEL_INPUTS) for rows in turn]
+                for micro_batch, batch in zip(turn, batches, strict=True):
                     alone = evolve(micro_batch, order=None)
-                    _require_copies(batch, copy_arrays(build_rows(subject, given, alone, fields=MODEL_INPUTS)), when)
+                    _require_copies(batch, copy_arrays(build_rows(subject, samples, alone, fields=MODEL_INPUTS)), when)
 
 
-def _require_copies(batch: DenseBatch, due: Mapping[str, AnyArray], when: str) -> None:
-    made, remedy = (
+def _require_copies(batch: DenseBatch, expected: Mapping[str, AnyArray], when: str) -> None:
+    arrays, remedy = (
         copy_arrays(batch),
         "Let what is prepared ahead belong to these samples and this very plan (micro_batch.following)",
     )
-    require(made.keys() == due.keys(), f"built {when}, rows have other fields than built alone", remedy)
-    for name, array in due.items():
-        require_same_field(f"{name}, built {when},", made[name], array, remedy)
+    require(arrays.keys() == expected.keys(), f"built {when}, rows have other fields than built alone", remedy)
+    for name, array in expected.items():
+        require_same_field(f"{name}, built {when},", arrays[name], array, remedy)
 
 
 def _require_own(batch: DenseBatch, columns: SampleColumns) -> None:
@@ -386,38 +394,38 @@ def _require_own(batch: DenseBatch, columns: SampleColumns) -> None:
         )
 
 
-@promise("It changes neither the samples nor the plan that it is given", cases=cuts(*EVERY), first=explicit_cuts, effort=0.2)
+@promise("It changes neither the samples nor the plan that it is given", cases=cuts(*EVERY), first=list_explicit_cuts, effort=0.2)
 def inputs_unchanged(subject: Subject[Any], case: CutCase) -> None:
     columns, lengths, collator = case.columns, case.columns.lengths, subject.make()
-    before, told = _bytes_of(columns), _bytes_of(lengths)
+    columns_before, lengths_before = _bytes_of(columns), _bytes_of(lengths)
     plan = list(plan_with(collator, subject.label, Planning(lengths, case.layout)).micro_batches)
     rows = [_bytes_of(micro_batch) for micro_batch in plan]
     for micro_batch in plan:
         build_with(collator, subject.label, columns, micro_batch)
-    compared = [("samples'", before, _bytes_of(columns)), ("lengths'", told, _bytes_of(lengths))]
+    compared = [("samples'", columns_before, _bytes_of(columns)), ("lengths'", lengths_before, _bytes_of(lengths))]
     compared += [("plan's", one, _bytes_of(micro_batch)) for one, micro_batch in zip(rows, plan, strict=True)]
     for whose, one, other in compared:
-        for name, held in one.items():
+        for name, content in one.items():
             require(
-                other[name] == held, f"changes the {whose} {name} in place, which later micro-batches read too", "Work on a copy"
+                other[name] == content, f"changes the {whose} {name} in place, which later micro-batches read too", "Work on a copy"
             )
 
 
-def _bytes_of(given: Any) -> dict[str, bytes]:
+def _bytes_of(value: Any) -> dict[str, bytes]:
     """Return all arrays of samples, lengths or rows as bytes, by name."""
-    held = {field.name: getattr(given, field.name) for field in attrs.fields(type(given))}
-    columns = held.pop("columns", {})
-    return {name: array.tobytes() for name, array in {**held, **columns}.items() if isinstance(array, np.ndarray)}
+    contents = {field.name: getattr(value, field.name) for field in attrs.fields(type(value))}
+    columns = contents.pop("columns", {})
+    return {name: array.tobytes() for name, array in {**contents, **columns}.items() if isinstance(array, np.ndarray)}
 
 
 def copy_arrays(batch: DenseBatch) -> dict[str, AnyArray]:
     """Return copies of all arrays that were built, by name."""
-    told = {f"gather.{name}": getattr(batch.gather, name) for name in ("actions", "rows", "columns")}
-    told |= {f"ragged_offsets of {name}": offsets for name, offsets in batch.ragged_offsets.items()}
+    arrays = {f"gather.{name}": getattr(batch.gather, name) for name in ("actions", "rows", "columns")}
+    arrays |= {f"ragged_offsets of {name}": offsets for name, offsets in batch.ragged_offsets.items()}
     for name, ragged in (("sequence_lengths", batch.sequence_lengths), ("cu_seqlens", batch.cu_seqlens)):
         if ragged is not None:
-            told |= {name: ragged.values, f"{name}.offsets": ragged.offsets}
-    return {name: array.copy() for name, array in ({name: field.numpy() for name, field in batch.fields.items()} | told).items()}
+            arrays |= {name: ragged.values, f"{name}.offsets": ragged.offsets}
+    return {name: array.copy() for name, array in ({name: field.numpy() for name, field in batch.fields.items()} | arrays).items()}
 
 
 BUILD_PROMISES: tuple[Promise[Any, Any], ...] = (

@@ -51,11 +51,11 @@ def plannings(subject: Subject[Any]) -> st.SearchStrategy[Planning]:
     """Draw lengths with layouts, from the subject's own `layouts` where it has them."""
 
     @st.composite
-    def drawn(draw: st.DrawFn) -> Planning:
+    def draw_case(draw: st.DrawFn) -> Planning:
         lengths = draw(strategies.sample_lengths())
         return Planning(lengths, draw(_layouts(subject)(lengths)))
 
-    return drawn()
+    return draw_case()
 
 
 def _layouts(subject: Subject[Any]) -> Callable[[SampleLengths], st.SearchStrategy[Layout]]:
@@ -69,11 +69,11 @@ def cuts(*extras: str) -> Callable[[Subject[Any]], st.SearchStrategy[CutCase]]:
         carries = sorted(declared_extras(subject.make()) & {*extras})
 
         @st.composite
-        def drawn(draw: st.DrawFn) -> CutCase:
+        def draw_case(draw: st.DrawFn) -> CutCase:
             columns = draw(strategies.sample_columns(carries=carries))
             return CutCase(columns, draw(_layouts(subject)(columns.lengths)))
 
-        return drawn()
+        return draw_case()
 
     return cases
 
@@ -95,17 +95,17 @@ def plan_with(collator: Collator, label: str, case: Planning) -> BatchPlan:
         raise Broken(failed.cause, failed.remedy) from failed
 
 
-def build_rows(subject: Subject[Any], columns: SampleColumns, rows: MicroBatchPlan, **asked: Any) -> DenseBatch:
+def build_rows(subject: Subject[Any], columns: SampleColumns, rows: MicroBatchPlan, **options: Any) -> DenseBatch:
     """Return the subject's build of these rows. Raises Broken where it fails."""
-    return build_with(subject.make(), subject.label, columns, rows, **asked)
+    return build_with(subject.make(), subject.label, columns, rows, **options)
 
 
-def build_with(collator: Collator, label: str, columns: SampleColumns, rows: MicroBatchPlan, **asked: Any) -> DenseBatch:
+def build_with(collator: Collator, label: str, columns: SampleColumns, rows: MicroBatchPlan, **options: Any) -> DenseBatch:
     """Do as `build_rows`, with a collator that exists already."""
     try:
         with blame(Owner.of_unrecorded(label, "collator"), "build"):
-            returned = collator.build(columns, rows, **asked)
-        batch = as_dense_batch(label, returned, whole="input_ids" in (asked.get("fields") or ("input_ids",)))
+            returned = collator.build(columns, rows, **options)
+        batch = as_dense_batch(label, returned, whole="input_ids" in (options.get("fields") or ("input_ids",)))
     except EngineError as failed:
         raise Broken(failed.cause, failed.remedy) from failed
     for name, field in batch.fields.items():

@@ -13,12 +13,12 @@ from skyrl_engine.testing.collators.strategies import COLUMN_NAMES, SampleLists
 from skyrl_engine.testing.subject import Subject
 
 
-def explicit_cuts(subject: Subject[Any]) -> Iterable[CutCase]:
+def list_explicit_cuts(subject: Subject[Any]) -> Iterable[CutCase]:
     """Return batches with layouts that cut by rows and by tokens; a collator that refuses one of both decides the other.
 
     Of a subject with layouts of its own, those cases that it plans.
     """
-    return [case for case in _cases() if "layouts" not in subject.hooks or _can_plan(subject, case)]
+    return [case for case in _list_cases() if "layouts" not in subject.hooks or _can_plan(subject, case)]
 
 
 def _can_plan(subject: Subject[Any], case: CutCase) -> bool:
@@ -29,29 +29,29 @@ def _can_plan(subject: Subject[Any], case: CutCase) -> bool:
     return True
 
 
-def _cases() -> Iterator[CutCase]:
+def _list_cases() -> Iterator[CutCase]:
     # groups of six, so that no mini-batch of twenty ends with one by itself
-    many = _samples(40, longest=12, group=6, unit=2)
+    many = _make_samples(40, longest=12, group=6, unit=2)
     cut: dict[str, int]
     for cut in ({"micro_batch_rows": 6}, {"micro_batch_tokens": 6 * 32}):
         yield CutCase(many, Layout(dp=3, mini_batch_size=20, **cut))
         # a budget may count true lengths, which alignment to tensor-parallel ranks exceeds
         yield CutCase(many, Layout(dp=2, tp=1 if "micro_batch_tokens" in cut else 2, **cut))
-    long = _samples(6, longest=300)
+    long = _make_samples(6, longest=300)
     longest = int(long.lengths.tokens.max())
     for cut in ({"micro_batch_rows": 2}, {"micro_batch_tokens": 2 * longest}):
         yield CutCase(long, Layout(dp=2, **cut))
     # five samples that share no row or micro-batch: the second rank fills up with empty micro-batches next to its own
-    few = _samples(5, longest=9, shortest=9)
+    few = _make_samples(5, longest=9, shortest=9)
     for cut in ({"micro_batch_rows": 1}, {"micro_batch_tokens": int(few.lengths.tokens.max())}):
         yield CutCase(few, Layout(dp=2, **cut))
         yield CutCase(few.take([0]), Layout(dp=4, **cut))
 
 
-def explicit_and_wide(subject: Subject[Any]) -> Iterable[CutCase]:
+def list_explicit_and_wide(subject: Subject[Any]) -> Iterable[CutCase]:
     """Return these batches, and one with columns of three numbers per token where the collator lays such columns over rows, as it may."""
-    wide = CutCase(_samples(5, longest=9, wide=True), Layout())
-    return [*explicit_cuts(subject), *([wide] if _can_build(subject, wide) else [])]
+    wide = CutCase(_make_samples(5, longest=9, wide=True), Layout())
+    return [*list_explicit_cuts(subject), *([wide] if _can_build(subject, wide) else [])]
 
 
 def _can_build(subject: Subject[Any], case: CutCase) -> bool:
@@ -64,12 +64,14 @@ def _can_build(subject: Subject[Any], case: CutCase) -> bool:
     return True
 
 
-def explicit_plannings(subject: Subject[Any]) -> Iterable[Planning]:
+def list_explicit_plannings(subject: Subject[Any]) -> Iterable[Planning]:
     """Return the lengths of these batches with their layouts."""
-    return [case.planning for case in explicit_cuts(subject)]
+    return [case.planning for case in list_explicit_cuts(subject)]
 
 
-def _samples(count: int, *, longest: int, shortest: int = 1, group: int = 1, unit: int = 1, wide: bool = False) -> SampleColumns:
+def _make_samples(
+    count: int, *, longest: int, shortest: int = 1, group: int = 1, unit: int = 1, wide: bool = False
+) -> SampleColumns:
     """Make samples whose prompts and responses have up to `longest` tokens each, with fractional weights and every column.
 
     `wide` adds columns of three numbers per token.
@@ -77,7 +79,7 @@ def _samples(count: int, *, longest: int, shortest: int = 1, group: int = 1, uni
     numbers = np.random.default_rng(count)
     # the first sample is as long as any may be
     lengths = [np.array([longest, *numbers.integers(shortest, longest, count - 1, endpoint=True)]) for _ in range(2)]
-    prompts, responses = ([numbers.integers(0, 300, length).tolist() for length in each] for each in lengths)
+    prompts, responses = ([numbers.integers(0, 300, length).tolist() for length in part_lengths] for part_lengths in lengths)
     values = [[numbers.normal(size=len(response)).astype(np.float32).tolist() for response in responses] for _ in range(5)]
     columns: dict[str, Any] = dict(zip(COLUMN_NAMES, values[1:], strict=True))
     if wide:

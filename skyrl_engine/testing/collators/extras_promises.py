@@ -14,10 +14,10 @@ from skyrl_engine.testing.subject import Subject
 
 
 def _require_presence(batch: DenseBatch, columns: SampleColumns, field: str, extra: str) -> None:
-    there = field in batch.fields
+    is_built = field in batch.fields
     require(
-        there == (extra in columns.extras),
-        f"{field} is {'there without' if there else 'left out with'} {extra} in the samples",
+        is_built == (extra in columns.extras),
+        f"{field} is {'there without' if is_built else 'left out with'} {extra} in the samples",
         "Declare in carries what is laid over rows, and make its fields where samples have it",
     )
 
@@ -37,15 +37,17 @@ def expert_routes(subject: Subject[Any], case: CutCase) -> None:
 def _require_routes(columns: SampleColumns, micro_batch: MicroBatchPlan, batch: DenseBatch) -> None:
     captured, routes = columns.extras[EXPERT_ROUTES], batch[EXPERT_ROUTES].numpy()
     shape = (micro_batch.rows, micro_batch.width)
-    form, due = (routes.dtype, routes.shape), (captured.values.dtype, (*shape, *captured.values.shape[1:]))
-    require(form == due, f"expert_routes is {form[0]} {form[1]}, not {due[0]} {due[1]}", "Keep the dtype of the columns")
+    form, expected = (routes.dtype, routes.shape), (captured.values.dtype, (*shape, *captured.values.shape[1:]))
+    require(
+        form == expected, f"expert_routes is {form[0]} {form[1]}, not {expected[0]} {expected[1]}", "Keep the dtype of the columns"
+    )
     padding = np.ones(shape, dtype=np.bool_)
     for sample, row, places in token_places(batch, columns, micro_batch):
-        mine = captured[sample]
-        padding[row, places[: len(mine)]] = False
+        own_routes = captured[sample]
+        padding[row, places[: len(own_routes)]] = False
         require(
-            np.array_equal(routes[row, places[: len(mine)]], mine),
-            f"sample {sample} has lost the routes of its first {len(mine)} tokens",
+            np.array_equal(routes[row, places[: len(own_routes)]], own_routes),
+            f"sample {sample} has lost the routes of its first {len(own_routes)} tokens",
             "Write captured routes from the first token of the sample on",
         )
     remedy = "Make it False at captured routes alone"
@@ -83,15 +85,15 @@ def _require_images(columns: SampleColumns, micro_batch: MicroBatchPlan, batch: 
             remedy,
         )
         for place, sample in enumerate(micro_batch.samples.tolist()):
-            found, due = array[offsets[place] : offsets[place + 1]], np.ascontiguousarray(view[sample])
-            require(found.tobytes() == due.tobytes(), f"{name} of sample {sample} are another's", remedy)
+            got, expected = array[offsets[place] : offsets[place + 1]], np.ascontiguousarray(view[sample])
+            require(got.tobytes() == expected.tobytes(), f"{name} of sample {sample} are another's", remedy)
     if TOKEN_TYPES in columns.extras:
-        due = np.zeros((micro_batch.rows, micro_batch.width), dtype=np.int64)
+        expected = np.zeros((micro_batch.rows, micro_batch.width), dtype=np.int64)
         for sample, row, places in token_places(batch, columns, micro_batch):
-            mine = columns.extras[TOKEN_TYPES][sample]
-            due[row, places[: len(mine)]] = mine
+            own_types = columns.extras[TOKEN_TYPES][sample]
+            expected[row, places[: len(own_types)]] = own_types
         require_same_field(
-            TOKEN_TYPES, batch[TOKEN_TYPES].numpy(), due, "Write token types where the sample's tokens lie, 0 elsewhere"
+            TOKEN_TYPES, batch[TOKEN_TYPES].numpy(), expected, "Write token types where the sample's tokens lie, 0 elsewhere"
         )
 
 

@@ -12,19 +12,21 @@ from skyrl_engine.contracts.values.ragged import IntArray
 from skyrl_engine.errors import DataError, EngineError, UnsupportedError
 from skyrl_engine.registry.owner import Owner, blame
 from skyrl_engine.testing.collators.cases import Planning, plan_case, plan_with, plannings, require, row_samples
-from skyrl_engine.testing.collators.explicit import explicit_plannings
+from skyrl_engine.testing.collators.explicit import list_explicit_plannings
 from skyrl_engine.testing.collators.strategies import largest_bundle
 from skyrl_engine.testing.promise import Broken, Inapplicable, Promise, promise
 from skyrl_engine.testing.subject import CONTEXT, Subject
 
 
 @promise(
-    "Every sample is planned exactly once, and the plan keeps the caller's sample ids", cases=plannings, first=explicit_plannings
+    "Every sample is planned exactly once, and the plan keeps the caller's sample ids",
+    cases=plannings,
+    first=list_explicit_plannings,
 )
 def samples_once(subject: Subject[Any], case: Planning) -> None:
     plan, lengths = plan_case(subject, case), case.lengths
-    found = np.concatenate([np.zeros(0, dtype=np.int64), *(micro_batch.samples for micro_batch in plan.micro_batches)])
-    times = np.bincount(found, minlength=len(lengths))
+    planned = np.concatenate([np.zeros(0, dtype=np.int64), *(micro_batch.samples for micro_batch in plan.micro_batches)])
+    times = np.bincount(planned, minlength=len(lengths))
     wrong = np.flatnonzero(times != 1).tolist()
     require(
         not wrong,
@@ -38,7 +40,7 @@ def samples_once(subject: Subject[Any], case: Planning) -> None:
     )
 
 
-@promise("No mini-batch cuts a group, and no micro-batch cuts a unit", cases=plannings, first=explicit_plannings, effort=3)
+@promise("No mini-batch cuts a group, and no micro-batch cuts a unit", cases=plannings, first=list_explicit_plannings, effort=3)
 def groups_and_units(subject: Subject[Any], case: Planning) -> None:
     plan, lengths = plan_case(subject, case), case.lengths
     mini_batches = [mini_batch.samples for mini_batch in plan.mini_batches]
@@ -60,7 +62,7 @@ def _require_whole(parts: list[IntArray], labels: IntArray, name: str, parts_nam
 @promise(
     "Every mini-batch has a part for each data-parallel rank, and all parts have equally many micro-batches",
     cases=plannings,
-    first=explicit_plannings,
+    first=list_explicit_plannings,
 )
 def ranks_in_step(subject: Subject[Any], case: Planning) -> None:
     remedy = "Fill up with micro-batches of one empty row"
@@ -75,7 +77,9 @@ def ranks_in_step(subject: Subject[Any], case: Planning) -> None:
 
 
 @promise(
-    "Mini-batches and micro-batches stay within the layout's samples, rows and tokens", cases=plannings, first=explicit_plannings
+    "Mini-batches and micro-batches stay within the layout's samples, rows and tokens",
+    cases=plannings,
+    first=list_explicit_plannings,
 )
 def sizes(subject: Subject[Any], case: Planning) -> None:
     plan, layout = plan_case(subject, case), case.layout
@@ -102,7 +106,7 @@ def sizes(subject: Subject[Any], case: Planning) -> None:
 @promise(
     "Rows are well formed: int64 offsets that rise from 0, one row and one column at least, and room for every sample",
     cases=plannings,
-    first=explicit_plannings,
+    first=list_explicit_plannings,
 )
 def rows(subject: Subject[Any], case: Planning) -> None:
     tokens = case.lengths.tokens
@@ -127,7 +131,7 @@ def _exempt_without_limit(subject: Subject[Any]) -> str | None:
 @promise(
     "A sample longer than the run's limit is refused in words, or planned as others are",
     cases=plannings,
-    first=explicit_plannings,
+    first=list_explicit_plannings,
     effort=0.2,
     exempt=_exempt_without_limit,
 )
@@ -157,7 +161,7 @@ def overlong(subject: Subject[Any], case: Planning) -> None:
 @promise(
     "A sample of more tokens than a micro-batch may hold, and a group of more samples than a mini-batch may, are refused in words",
     cases=plannings,
-    first=explicit_plannings,
+    first=list_explicit_plannings,
     effort=0.2,
 )
 def nowhere(subject: Subject[Any], case: Planning) -> None:
@@ -171,10 +175,10 @@ def nowhere(subject: Subject[Any], case: Planning) -> None:
             without, mini_batch_size=largest - 1 or None
         ),
     }
-    asked = {what: layout for what, layout in tight.items() if layout != without}
-    if not asked:
+    layouts = {what: layout for what, layout in tight.items() if layout != without}
+    if not layouts:
         raise Inapplicable("no sample or group is larger than one")
-    for what, layout in asked.items():
+    for what, layout in layouts.items():
         try:
             with blame(Owner.of_unrecorded(subject.label, "collator"), "plan"):
                 subject.make().plan(case.lengths, layout)
@@ -188,7 +192,7 @@ def nowhere(subject: Subject[Any], case: Planning) -> None:
 @promise(
     "It keeps what it declares: `padded` rows hold one sample at most, and `carries` names capabilities",
     cases=plannings,
-    first=explicit_plannings,
+    first=list_explicit_plannings,
 )
 def declarations(subject: Subject[Any], case: Planning) -> None:
     collator = subject.make()
@@ -205,7 +209,7 @@ CALLS = 4
 """So often the same lengths are planned once more: what a collator keeps may grow."""
 
 
-@promise("The same lengths give the same plan, whatever was planned before", cases=plannings, first=explicit_plannings)
+@promise("The same lengths give the same plan, whatever was planned before", cases=plannings, first=list_explicit_plannings)
 def same_plan(subject: Subject[Any], case: Planning) -> None:
     one, other = (_to_lists(plan_case(subject, case)) for _ in range(2))
     remedy = "Let plans be functions of lengths and layout alone"
@@ -215,14 +219,14 @@ def same_plan(subject: Subject[Any], case: Planning) -> None:
     turned = evolve(lengths, tokens=lengths.tokens[::-1].copy(), actions=lengths.actions[::-1].copy())
     plan_with(collator, subject.label, Planning(turned, case.layout))
     for _ in range(CALLS):
-        again = plan_with(collator, subject.label, case)
-        require(_to_lists(again) == one, "after other lengths the same lengths give another plan", remedy)
-    alone = np.arange(len(lengths), dtype=np.int64)
+        repeated = plan_with(collator, subject.label, case)
+        require(_to_lists(repeated) == one, "after other lengths the same lengths give another plan", remedy)
+    own_ids = np.arange(len(lengths), dtype=np.int64)
     # whatever fits in groups and units fits without them
-    loose = Planning(evolve(lengths, group_ids=alone, unit_ids=alone, sample_ids=lengths.sample_ids[::-1] + 1), case.layout)
-    due, made = plan_case(subject, loose), plan_with(collator, subject.label, loose)
+    loose = Planning(evolve(lengths, group_ids=own_ids, unit_ids=own_ids, sample_ids=lengths.sample_ids[::-1] + 1), case.layout)
+    expected, replanned = plan_case(subject, loose), plan_with(collator, subject.label, loose)
     require(
-        _to_lists(made) == _to_lists(due) and np.array_equal(made.sample_ids, due.sample_ids),
+        _to_lists(replanned) == _to_lists(expected) and np.array_equal(replanned.sample_ids, expected.sample_ids),
         "samples of the same lengths under other ids, groups and units get another plan than from a collator that planned nothing before",
         "Keep nothing between plans, or look at all that lengths holds",
     )
@@ -232,7 +236,16 @@ def _to_lists(plan: BatchPlan) -> list[Any]:
     """Return the plan in plain lists."""
     return [
         [
-            [(each.samples.tolist(), each.row_offsets.tolist(), each.width, each.action_width, each.alignment) for each in rank]
+            [
+                (
+                    micro_batch.samples.tolist(),
+                    micro_batch.row_offsets.tolist(),
+                    micro_batch.width,
+                    micro_batch.action_width,
+                    micro_batch.alignment,
+                )
+                for micro_batch in rank
+            ]
             for rank in mini_batch.ranks
         ]
         for mini_batch in plan.mini_batches

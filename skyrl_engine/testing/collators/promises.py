@@ -4,7 +4,7 @@ from typing import Any
 
 from skyrl_engine.testing.collators.build_promises import BUILD_PROMISES, copy_arrays
 from skyrl_engine.testing.collators.cases import CutCase, builds, cuts
-from skyrl_engine.testing.collators.explicit import explicit_cuts
+from skyrl_engine.testing.collators.explicit import list_explicit_cuts
 from skyrl_engine.testing.collators.extras_promises import EXTRAS_PROMISES
 from skyrl_engine.testing.collators.plan_promises import PLAN_PROMISES, same_plan
 from skyrl_engine.testing.plugin_promises import PLUGIN_PROMISES
@@ -16,16 +16,16 @@ from skyrl_engine.testing.subject import Subject
 def _answer(subject: Subject[Any], case: CutCase) -> list[object]:
     """Return the plan's rows and all that is built of them."""
     try:
-        made = list(builds(subject, case))
+        built = list(builds(subject, case))
     except Broken as failed:
         raise Undecidable(failed.cause) from failed
     return [
         (rows.samples.tolist(), rows.row_offsets.tolist(), {name: array.tobytes() for name, array in copy_arrays(batch).items()})
-        for rows, batch in made
+        for rows, batch in built
     ]
 
 
-_process_settings, _another_rank, _another_process = process_promises(_answer, cuts(), explicit_cuts)
+_process_settings, _another_rank, _another_process = process_promises(_answer, cuts(), list_explicit_cuts)
 
 COLLATOR_PROMISES: tuple[Promise[Any, Any], ...] = (
     _process_settings,  # first: once set they are set

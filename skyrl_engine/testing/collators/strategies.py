@@ -36,8 +36,8 @@ class SampleLists:
     @property
     def ids(self) -> dict[str, Any]:
         """Return the keyword arguments that name samples, groups and units."""
-        given = {"sample_ids": self.sample_ids, "group_ids": self.group_ids, "unit_ids": self.unit_ids}
-        return {name: np.asarray(values, dtype=np.int64) for name, values in given.items()}
+        ids = {"sample_ids": self.sample_ids, "group_ids": self.group_ids, "unit_ids": self.unit_ids}
+        return {name: np.asarray(values, dtype=np.int64) for name, values in ids.items()}
 
     def to_columns(self) -> SampleColumns:
         return SampleColumns.from_rollouts(
@@ -81,9 +81,9 @@ def expert_routes(draw: st.DrawFn, lengths: list[int]) -> list[AnyArray | None]:
         captured = draw(st.just(length) | st.integers(1, length))
         largest = draw(edges) if draw(st.booleans()) else 2
         dtype = draw(st.sampled_from([kind for kind in ("uint8", "int16", "int32", "int64") if largest <= np.iinfo(kind).max]))
-        made = numbers.integers(0, largest, (captured, layers, choices), endpoint=True).astype(dtype)
-        made[captured - 1, layers - 1, 0] = largest
-        routes.append(made)
+        sample_routes = numbers.integers(0, largest, (captured, layers, choices), endpoint=True).astype(dtype)
+        sample_routes[captured - 1, layers - 1, 0] = largest
+        routes.append(sample_routes)
     return routes
 
 
@@ -93,14 +93,14 @@ def images(draw: st.DrawFn, lengths: list[int]) -> dict[str, list[AnyArray | Non
     numbers = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     width = draw(st.integers(1, 3))
     counts = draw(st.lists(st.integers(0, 2), min_size=len(lengths), max_size=len(lengths)).filter(any))
-    made: dict[str, list[AnyArray | None]] = {PIXEL_VALUES: [], IMAGE_GRID: [], TOKEN_TYPES: []}
+    extras: dict[str, list[AnyArray | None]] = {PIXEL_VALUES: [], IMAGE_GRID: [], TOKEN_TYPES: []}
     for length, count in zip(lengths, counts, strict=True):
         grid = numbers.integers(1, 3, (count, 3))
         pixels = numbers.integers(0, 2**32, (int(grid.prod(axis=1).sum()), width), dtype=np.uint32).view(np.float32)
-        made[PIXEL_VALUES].append(pixels if count else None)
-        made[IMAGE_GRID].append(grid if count else None)
-        made[TOKEN_TYPES].append(numbers.integers(0, 3, length) if count or draw(st.booleans()) else None)
-    return made
+        extras[PIXEL_VALUES].append(pixels if count else None)
+        extras[IMAGE_GRID].append(grid if count else None)
+        extras[TOKEN_TYPES].append(numbers.integers(0, 3, length) if count or draw(st.booleans()) else None)
+    return extras
 
 
 @st.composite

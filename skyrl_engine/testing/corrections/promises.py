@@ -7,27 +7,29 @@ import torch
 
 from skyrl_engine.errors import EngineError, ResultError
 from skyrl_engine.testing.another_process import another_process
-from skyrl_engine.testing.comparison import same
+from skyrl_engine.testing.comparison import is_same
 from skyrl_engine.testing.corrections.evaluation import evaluate, tokens_for_correction
 from skyrl_engine.testing.plugin_promises import PLUGIN_PROMISES
 from skyrl_engine.testing.promise import Broken, Promise, Undecidable, promise
 from skyrl_engine.testing.subject import Subject
 from skyrl_engine.testing.tokens import explicit, rollouts
 from skyrl_engine.testing.tokens import promises as shared
-from skyrl_engine.testing.tokens.kind import TokenKind, anything, anything_first, needs_of, ordinary, some_long
+from skyrl_engine.testing.tokens.kind import TokenKind, draw_anything, draw_ordinary, draw_some_long, list_anything, needs_of
 from skyrl_engine.testing.tokens.lossy_casts import LossyCasts
 from skyrl_engine.testing.tokens.oracle import oracle
 from skyrl_engine.testing.tokens.token_batches import TokenBatch
 
 
-def _random(subject: Subject[Any]) -> str | None:
+def _exempt_random(subject: Subject[Any]) -> str | None:
     """Return the reason why a subject does not claim promises about cuts, None if it does."""
     try:
-        made = evaluate(subject.label, subject.make(), explicit.in_threes(needs_of(subject)))
+        evaluation = evaluate(subject.label, subject.make(), explicit.make_threes(needs_of(subject)))
     except EngineError:
-        return None  # other promises tell failures
+        return None  # other promises report failures
     return (
-        "the correction draws from tokens.generator: which numbers a token gets depends on the cut by nature" if made.drew else None
+        "the correction draws from tokens.generator: which numbers a token gets depends on the cut by nature"
+        if evaluation.drew
+        else None
     )
 
 
@@ -36,7 +38,7 @@ CORRECTION = TokenKind(
     noun="factor",
     results="factors",
     products="corrections",
-    batch_local=_random,
+    batch_local=_exempt_random,
     remedy="Take means and products within a sequence (tokens.sequences), and no statistics of the batch",
 )
 
@@ -47,9 +49,9 @@ def _answer(subject: Subject[Any], batch: TokenBatch) -> object:
 
 @promise(
     "It returns one finite factor of 0 or more per token, also for ratios of e^100",
-    cases=anything,
+    cases=draw_anything,
     effort=4.0,
-    first=anything_first,
+    first=list_anything,
 )
 def finite_factors(subject: Subject[Any], batch: TokenBatch) -> None:
     try:
@@ -60,19 +62,20 @@ def finite_factors(subject: Subject[Any], batch: TokenBatch) -> None:
         raise Undecidable(error.cause) from error
 
 
-@promise("Its factors carry no gradient", cases=ordinary)
+@promise("Its factors carry no gradient", cases=draw_ordinary)
 def detached(subject: Subject[Any], batch: TokenBatch) -> None:
     correction = subject.make()
     try:
-        made = correction(tokens_for_correction(subject.label, correction, batch))
+        factors = correction(tokens_for_correction(subject.label, correction, batch))
     except Exception as error:
         raise Undecidable(f"it fails: {error}") from error
-    if isinstance(made, torch.Tensor) and made.requires_grad:
+    if isinstance(factors, torch.Tensor) and factors.requires_grad:
         raise Broken("its factors require a gradient although nothing it was given does", "Return made.detach()")
 
 
 @promise(
-    "It computes in the precision of its input: float32 is within 1e-4 of float64, and nothing is cast to less", cases=some_long
+    "It computes in the precision of its input: float32 is within 1e-4 of float64, and nothing is cast to less",
+    cases=draw_some_long,
 )
 def precision(subject: Subject[Any], batch: TokenBatch) -> None:
     casts = LossyCasts()
@@ -82,7 +85,7 @@ def precision(subject: Subject[Any], batch: TokenBatch) -> None:
     if exact.drew or batch.lengths.max(initial=0) >= rollouts.LONG:
         return  # other numbers are drawn in other dtypes, and sums over many tokens may leave float32: nothing to compare
     single, due = CORRECTION.evaluate_or_undecidable(subject, batch, dtype=torch.float32).per_token, exact.per_token
-    if not same(due, single, relative=1e-4, absolute=1e-4):
+    if not is_same(due, single, relative=1e-4, absolute=1e-4):
         worst = int(np.argmax(np.abs(due - single)))
         raise Broken(
             f"loses precision: token {worst} has the factor {single[worst]:.6g} in float32 and {due[worst]:.6g} in float64",
@@ -108,6 +111,6 @@ CORRECTION_PROMISES: tuple[Promise[Any, Any], ...] = (
     shared.devices.of(CORRECTION),
     shared.global_random_numbers.of(CORRECTION),
     shared.inputs_unchanged.of(CORRECTION),
-    another_process(_answer, anything_first),  # late: it takes seconds to start
+    another_process(_answer, list_anything),  # late: it takes seconds to start
     *PLUGIN_PROMISES,
 )

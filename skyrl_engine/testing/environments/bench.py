@@ -110,7 +110,7 @@ def tasks_of(environment: Environment, split: Split) -> Tasks:
     return tasks
 
 
-def some_of(tasks: Tasks, most: int = LOOKED_AT) -> list[tuple[int, Task]]:
+def pick_tasks(tasks: Tasks, most: int = LOOKED_AT) -> list[tuple[int, Task]]:
     """Return tasks with their numbers: all, or so many of them, the first, the last and others spread evenly."""
     count = len(tasks)
     numbers = range(count) if count <= most else sorted({round(place * (count - 1) / (most - 1)) for place in range(most)})
@@ -129,7 +129,7 @@ def task_for(environment: Environment, script: Script) -> Task:
         raise Undecidable(f"a task cannot be made: {format_error(error)}") from error
 
 
-def plain(value: Any) -> Any:
+def to_plain(value: Any) -> Any:
     """Return an attrs object as JSON values, as it travels between processes. Raises Undecidable for other values."""
     try:
         return json.loads(json.dumps(attrs.asdict(value), allow_nan=False, default=_number))
@@ -158,10 +158,10 @@ def solution_of(subject: Subject[Any], environment: Any, task: Task) -> tuple[st
     """Return the turns that solve a task; None where nobody knows them."""
     solve: Callable[[Task], Any] | None = subject.hooks.get("solve") or getattr(environment, "solve", None)
     try:
-        found = None if solve is None else solve(task)
+        solution = None if solve is None else solve(task)
     except Exception as error:
         raise Undecidable(f"solve fails: {format_error(error)}") from error
-    return (found,) if isinstance(found, str) else None if found is None else tuple(found)
+    return (solution,) if isinstance(solution, str) else None if solution is None else tuple(solution)
 
 
 def read_prompt_text(task: Task) -> str:
@@ -234,17 +234,17 @@ def stages_without_restore(subject: Subject[Any], environment: Any) -> Iterator[
     loop, opened = asyncio.new_event_loop(), list[Stage]()
 
     def stage(task: Task, seed: int) -> Stage:
-        made = Stage(subject, environment, task, seed, loop)
-        made.open()
-        opened.append(made)
-        return made
+        new_stage = Stage(subject, environment, task, seed, loop)
+        new_stage.open()
+        opened.append(new_stage)
+        return new_stage
 
     try:
         yield stage
     finally:
-        for each in opened:
+        for opened_stage in opened:
             with suppress(Exception):
-                each.close()
+                opened_stage.close()
         loop.close()
 
 
@@ -254,13 +254,13 @@ def answer(stage: Stage, turn: Turn | None) -> Mapping[str, Any]:
         if turn is None:
             messages = stage.begin()
             wrong = wrong_messages(messages, "begin")
-            given: Any = messages
+            result: Any = messages
         else:
-            given = stage.say(turn)
+            result = stage.say(turn)
             tokens = 0 if stage.last is None else len(stage.last.token_ids)
-            wrong = wrong_with(given, tokens=tokens, claimed=stage.environment.claims.columns)
+            wrong = wrong_with(result, tokens=tokens, claimed=stage.environment.claims.columns)
         if wrong is None:
-            return {"messages": [dict(each) for each in given]} if turn is None else dict(plain(given))
+            return {"messages": [dict(message) for message in result]} if turn is None else dict(to_plain(result))
     except Undecidable:
         raise
     except Exception as error:
@@ -287,18 +287,18 @@ def play(subject: Subject[Any], environment: Any, script: Script, *, turns: int 
 
 def reward_of(result: Mapping[str, Any]) -> float:
     """Return the reward of an answer, which tokens may hold."""
-    given = result["token_rewards"]
-    return float(result["reward"]) if given is None else math.fsum(given)
+    token_rewards = result["token_rewards"]
+    return float(result["reward"]) if token_rewards is None else math.fsum(token_rewards)
 
 
-def worth(subject: Subject[Any], environment: Any, script: Script) -> tuple[float, bool]:
+def play_for_reward(subject: Subject[Any], environment: Any, script: Script) -> tuple[float, bool]:
     """Play a script to its end; return the sum of its rewards, and whether that is a success."""
     results = play(subject, environment, script, turns=MOST_TURNS)[1:]
     reward = math.fsum(map(reward_of, results))
-    said = next((each["success"] for each in reversed(results) if each["success"] is not None), None)
-    return reward, bool(environment.claims.succeeds(reward) if said is None else said)
+    success = next((result["success"] for result in reversed(results) if result["success"] is not None), None)
+    return reward, bool(environment.claims.succeeds(reward) if success is None else success)
 
 
-def cut(value: Any) -> str:
+def shorten(value: Any) -> str:
     text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= 160 else f"{text[:160]}..."

@@ -17,21 +17,21 @@ from skyrl_engine.testing.environments.bench import (
     Script,
     Turn,
     answer,
-    cut,
     format_error,
     has_solver,
     pairs,
-    plain,
     play,
+    play_for_reward,
     read_prompt_text,
     reward_of,
     scripts,
+    shorten,
     solution_of,
     stages,
     stages_without_restore,
     task_for,
     tasks_of,
-    worth,
+    to_plain,
 )
 from skyrl_engine.testing.process_settings import require_settings_left_alone
 from skyrl_engine.testing.promise import Broken, Undecidable, promise
@@ -39,7 +39,7 @@ from skyrl_engine.testing.random_state import global_random_state, restore_rando
 from skyrl_engine.testing.subject import Subject
 
 FEW = 0.3
-"""Effort of promises that play episodes: an environment is made anew in every case."""
+"""Effort of promises that play episodes: every case makes a new environment."""
 
 GARBAGE = (
     Turn("text", ""),
@@ -67,7 +67,7 @@ def _say_no_numbers(_subject: Subject[Any]) -> list[Script]:
     return [Script("train", 0, 0, (Turn("text", text),)) for text in NO_NUMBERS]
 
 
-def _random(subject: Subject[Any]) -> str | None:
+def _exempt_random(subject: Subject[Any]) -> str | None:
     return "the environment claims random: it may answer otherwise" if subject.make().claims.random else None
 
 
@@ -78,20 +78,20 @@ def _no_solver(subject: Subject[Any]) -> str | None:
 # --- episodes ----------------------------------------------------------------------------------------------------------------------
 
 
-def _of_both_splits(subject: Subject[Any]) -> "st.SearchStrategy[Script]":
+def _draw_both_splits(subject: Subject[Any]) -> "st.SearchStrategy[Script]":
     split = st.sampled_from(SPLITS)
     return st.tuples(scripts(subject), split).map(lambda drawn: attrs.evolve(drawn[0], split=drawn[1]))
 
 
-def _holds_nothing_out(environment: Any, case: Script) -> bool:
+def _has_nothing_held_out(environment: Any, case: Script) -> bool:
     """Return True for a script about held-out tasks where there are none."""
     return case.split == "eval" and not len(tasks_of(environment, "eval"))
 
 
-@promise("Every attempt can be played to its end, also at a held-out task: no turn raises", cases=_of_both_splits, effort=FEW)
+@promise("Every attempt can be played to its end, also at a held-out task: no turn raises", cases=_draw_both_splits, effort=FEW)
 def answers(subject: Subject[Any], case: Script) -> None:
     environment = subject.make()
-    if _holds_nothing_out(environment, case):
+    if _has_nothing_held_out(environment, case):
         return
     task = task_for(environment, case)
     with stages(subject, environment) as open_stage:
@@ -113,7 +113,10 @@ def answers(subject: Subject[Any], case: Script) -> None:
 
 
 @promise(
-    "The same task, seed and turns give the same answers, whatever the random state", cases=scripts, exempt=_random, effort=FEW
+    "The same task, seed and turns give the same answers, whatever the random state",
+    cases=scripts,
+    exempt=_exempt_random,
+    effort=FEW,
 )
 def repeatable(subject: Subject[Any], case: Script) -> None:
     answers = []
@@ -132,14 +135,14 @@ def _require_same(one: list[Any], other: list[Any], cause: str) -> None:
         if mine != theirs:
             when = "begin" if turn == 0 else f"turn {turn - 1}"
             raise Broken(
-                f"{when} is answered with {cut(theirs)}, and was with {cut(mine)}: {cause}",
+                f"{when} is answered with {shorten(theirs)}, and was with {shorten(mine)}: {cause}",
                 "Draw from the seed that `open` is given, and keep what an episode needs in the episode",
             )
     if len(one) != len(other):
         raise Broken(f"an episode takes {len(one) - 1} turns, and then {len(other) - 1}: {cause}", "Draw from the seed alone")
 
 
-@promise("Two episodes side by side are answered as each is alone", cases=pairs, exempt=_random, effort=FEW)
+@promise("Two episodes side by side are answered as each is alone", cases=pairs, exempt=_exempt_random, effort=FEW)
 def episodes_apart(subject: Subject[Any], case: Pair) -> None:
     pair = (case.one, case.other)
     alone = [play(subject, subject.make(), script) for script in pair]
@@ -185,7 +188,7 @@ def ends(subject: Subject[Any], case: Script) -> None:
         )
 
 
-def _raw(subject: Subject[Any], case: Script) -> tuple[Any, list[tuple[StepResult, int]]]:
+def _play_raw(subject: Subject[Any], case: Script) -> tuple[Any, list[tuple[StepResult, int]]]:
     """Return what begin gave and the answers to turns as they are, with the number of tokens of each turn."""
     environment = subject.make()
     task = task_for(environment, case)
@@ -212,7 +215,7 @@ def _raw(subject: Subject[Any], case: Script) -> tuple[Any, list[tuple[StepResul
     first=_say_no_numbers,
 )
 def rewards(subject: Subject[Any], case: Script) -> None:
-    for result, tokens in _raw(subject, case)[1]:
+    for result, tokens in _play_raw(subject, case)[1]:
         if not isinstance(result, StepResult):
             raise Broken(f"step returns {describe_returned(result)}", "Return a StepResult")
         reward: Any = result.reward
@@ -228,26 +231,26 @@ def rewards(subject: Subject[Any], case: Script) -> None:
         if (wrong := wrong_rest(result)) is not None:
             raise Broken(wrong, "Give success as true, false or none, and mappings of plain values")
         try:
-            plain(result)
+            to_plain(result)
         except Undecidable as error:
             raise Broken(f"info is {result.info!r:.120}: {error}", "Keep texts, numbers, lists and mappings in info") from error
 
 
 @promise("An answer is done exactly where no message follows", cases=scripts, effort=FEW)
 def done_and_messages(subject: Subject[Any], case: Script) -> None:
-    for result, _ in _raw(subject, case)[1]:
+    for result, _ in _play_raw(subject, case)[1]:
         if isinstance(result, StepResult) and (wrong := wrong_end(result)) is not None:
             raise Broken(wrong, "Say something, or say that it is over; a last word belongs into info")
 
 
 @promise("Messages are texts of the roles user, tool and system, never the assistant's", cases=scripts, effort=FEW)
 def roles(subject: Subject[Any], case: Script) -> None:
-    first, results = _raw(subject, case)
-    for given, method in [
+    first, results = _play_raw(subject, case)
+    for messages, method in [
         (first, "begin"),
         *((result.messages, "step") for result, _ in results if isinstance(result, StepResult)),
     ]:
-        if (wrong := wrong_messages(given, method)) is not None:
+        if (wrong := wrong_messages(messages, method)) is not None:
             raise Broken(wrong, "Only the model speaks as the assistant: what it says is what it is trained on")
 
 
@@ -310,7 +313,7 @@ def garbage(subject: Subject[Any], case: Script) -> None:
 def task_unchanged(subject: Subject[Any], case: Script) -> None:
     environment = subject.make()
     task = task_for(environment, case)
-    before = json.dumps(plain(task))
+    before = json.dumps(to_plain(task))
     with stages(subject, environment) as open_stage:
         try:
             stage = open_stage(task, case.seed)
@@ -321,11 +324,11 @@ def task_unchanged(subject: Subject[Any], case: Script) -> None:
             raise
         except Exception as error:
             raise Undecidable(f"an episode fails: {format_error(error)}") from error
-    if json.dumps(plain(task)) != before:
+    if json.dumps(to_plain(task)) != before:
         raise Broken("changes the task, which other attempts are given as well", "Work on a copy, in the episode")
 
 
-@promise("It leaves the global random states alone", cases=scripts, exempt=_random, effort=FEW)
+@promise("It leaves the global random states alone", cases=scripts, exempt=_exempt_random, effort=FEW)
 def random_state(subject: Subject[Any], case: Script) -> None:
     with restore_random_state():
         seed_everything(3)
@@ -372,20 +375,20 @@ def process_state(subject: Subject[Any], case: Script) -> None:
 # --- what is paid ------------------------------------------------------------------------------------------------------------------
 
 
-def _saying(case: Script, turn: Turn) -> Script:
+def _replace_turns(case: Script, turn: Turn) -> Script:
     return attrs.evolve(case, turns=(turn,))
 
 
-@promise("The solution of a task is a success, held out or not", cases=_of_both_splits, exempt=_no_solver, effort=FEW)
+@promise("The solution of a task is a success, held out or not", cases=_draw_both_splits, exempt=_no_solver, effort=FEW)
 def solution(subject: Subject[Any], case: Script) -> None:
     environment = subject.make()
-    if _holds_nothing_out(environment, case):
+    if _has_nothing_held_out(environment, case):
         return
     task = task_for(environment, case)
     known = solution_of(subject, environment, task)
     if known is None:
         raise Undecidable("the task has no solution")
-    reward, success = worth(subject, environment, _saying(case, Turn("solution")))
+    reward, success = play_for_reward(subject, environment, _replace_turns(case, Turn("solution")))
     if not success:
         raise Broken(
             f"the solution of task {task.key!r:.80}, {' / '.join(known)!r:.120}, has the reward {reward:g}, which is no success "
@@ -396,22 +399,22 @@ def solution(subject: Subject[Any], case: Script) -> None:
 
 @promise(
     "Saying nothing, or what the prompt says, is no success where there is a solution",
-    cases=_of_both_splits,
+    cases=_draw_both_splits,
     exempt=_no_solver,
     effort=FEW,
 )
 def echo(subject: Subject[Any], case: Script) -> None:
     environment = subject.make()
-    if _holds_nothing_out(environment, case):
+    if _has_nothing_held_out(environment, case):
         return
     task = task_for(environment, case)
     known = solution_of(subject, environment, task)
     if known is None:
         raise Undecidable("the task has no solution")
     for what, turn, text in (("nothing", Turn("text", ""), ""), ("what the prompt says", Turn("prompt"), read_prompt_text(task))):
-        if text.strip() in {each.strip() for each in known}:
+        if text.strip() in {solution_turn.strip() for solution_turn in known}:
             continue
-        reward, success = worth(subject, environment, _saying(case, turn))
+        reward, success = play_for_reward(subject, environment, _replace_turns(case, turn))
         if success:
             raise Broken(
                 f"a model that says {what} has the reward {reward:g} for task {task.key!r:.80}, a success without the solution",
@@ -422,9 +425,9 @@ def echo(subject: Subject[Any], case: Script) -> None:
 @promise("The parts of a reward, where there are any, add up to it", cases=scripts, effort=FEW)
 def parts(subject: Subject[Any], case: Script) -> None:
     for result in play(subject, subject.make(), case)[1:]:
-        total, due = sum(result["parts"].values()), reward_of(result)
-        if result["parts"] and abs(total - due) > 1e-6 * max(1.0, abs(due), *map(abs, result["parts"].values())):
+        total, reward = sum(result["parts"].values()), reward_of(result)
+        if result["parts"] and abs(total - reward) > 1e-6 * max(1.0, abs(reward), *map(abs, result["parts"].values())):
             raise Broken(
-                f"the parts {cut(result['parts'])} add up to {total:g}, and the reward is {due:g}",
+                f"the parts {shorten(result['parts'])} add up to {total:g}, and the reward is {reward:g}",
                 "Give summands with their weights; what is no summand belongs into metrics",
             )

@@ -17,13 +17,13 @@ from skyrl_engine.testing.environments.bench import (
     SPLITS,
     Script,
     Turn,
-    cut,
     format_error,
-    plain,
+    pick_tasks,
     play,
     read_prompt_text,
-    some_of,
+    shorten,
     tasks_of,
+    to_plain,
 )
 from skyrl_engine.testing.promise import Broken, promise
 from skyrl_engine.testing.subject import Subject
@@ -39,16 +39,16 @@ def well_formed(subject: Subject[Any], _case: None) -> None:
         try:
             tasks = environment.tasks(split)
             count = len(tasks)
-            looked = some_of(tasks)
+            numbered_tasks = pick_tasks(tasks)
         except Exception as error:
             raise Broken(f"its tasks cannot be read: {format_error(error)}", "Correct it, or its options") from error
         if split == "train" and not count:
             raise Broken("has no task to train on", "Check its options")
-        for number, task in looked:
+        for number, task in numbered_tasks:
             wrong = _wrong_task(task)
             if wrong is not None:
                 raise Broken(f"task {number} of {split} {wrong}", "Give every task a key, and messages or tokens, of JSON values")
-        _warn_of_long_prompts(split, [len(read_prompt_text(task).encode()) for _, task in looked])
+        _warn_of_long_prompts(split, [len(read_prompt_text(task).encode()) for _, task in numbered_tasks])
 
 
 def _wrong_task(task: Any) -> str | None:
@@ -69,7 +69,7 @@ def _wrong_task(task: Any) -> str | None:
         again = task_of(json.loads(json.dumps(attrs.asdict(task), allow_nan=False)))
     except (TypeError, ValueError) as error:
         return f"({task.key}) is not of JSON values: {format_error(error)}"
-    if plain(again) != plain(task):
+    if to_plain(again) != to_plain(task):
         return f"({task.key}) is another one after it went through JSON"
     other = next((key for key in _keys(attrs.asdict(task)) if not isinstance(key, str)), "")
     return None if other == "" else f"({task.key}) has a table with the key {other!r:.80}, of which JSON makes a text"
@@ -97,19 +97,19 @@ def _warn_of_long_prompts(split: str, sizes: list[int]) -> None:
 def same_tasks(subject: Subject[Any], _case: None) -> None:
     one, other = subject.make(), subject.make()
     for split in SPLITS:
-        forth, back = tasks_of(one, split), tasks_of(other, split)
-        if len(forth) != len(back):
+        tasks, other_tasks = tasks_of(one, split), tasks_of(other, split)
+        if len(tasks) != len(other_tasks):
             raise Broken(
-                f"has {len(forth):,} tasks of {split}, and {len(back):,} when it is made again", "Take nothing but options"
+                f"has {len(tasks):,} tasks of {split}, and {len(other_tasks):,} when it is made again", "Take nothing but options"
             )
-        first = {number: plain(task) for number, task in some_of(forth, 40)}
+        first = {number: to_plain(task) for number, task in pick_tasks(tasks, 40)}
         for number in reversed(first):
-            again = {"in another object": back[number], "when it is asked for again": forth[number]}
-            again["after pickling"] = pickle.loads(pickle.dumps(again["in another object"]))  # noqa: S301 -- our own
-            for when, task in again.items():
-                if plain(task) != first[number]:
+            repeats = {"in another object": other_tasks[number], "when it is asked for again": tasks[number]}
+            repeats["after pickling"] = pickle.loads(pickle.dumps(repeats["in another object"]))  # noqa: S301 -- our own
+            for when, task in repeats.items():
+                if to_plain(task) != first[number]:
                     raise Broken(
-                        f"task {number} of {split} is {cut(plain(task))} {when}, and was {cut(first[number])}",
+                        f"task {number} of {split} is {shorten(to_plain(task))} {when}, and was {shorten(first[number])}",
                         "Draw each task from a seed of its own, such as (seed, number), and not from one stream",
                     )
 
@@ -118,7 +118,7 @@ def same_tasks(subject: Subject[Any], _case: None) -> None:
 def same_in_another_process(subject: Subject[Any], _case: None) -> None:
     environment = subject.make()
     script = Script("train", 0, 7, (Turn("text", "4"), Turn("text", "yes"), Turn("prompt")))
-    here = {split: [plain(task) for _, task in some_of(tasks_of(environment, split), 8)] for split in SPLITS}
+    here = {split: [to_plain(task) for _, task in pick_tasks(tasks_of(environment, split), 8)] for split in SPLITS}
     answers = [] if environment.claims.random else play(subject.make(), subject.make(), script)
     there = (
         ask(_collect_answers, None, environment)
@@ -129,12 +129,12 @@ def same_in_another_process(subject: Subject[Any], _case: None) -> None:
         for mine, theirs in zip(here[split], there["tasks"][split], strict=True):
             if mine != theirs:
                 raise Broken(
-                    f"a task of {split} is {cut(theirs)} in another process, and {cut(mine)} here",
+                    f"a task of {split} is {shorten(theirs)} in another process, and {shorten(mine)} here",
                     "Let tasks depend on options alone: not on hash(), the rank, the time, sets, or the order of a folder",
                 )
     if answers and there["answers"] != answers:
         raise Broken(
-            f"an episode answers {cut(there['answers'])} in another process, and {cut(answers)} here",
+            f"an episode answers {shorten(there['answers'])} in another process, and {shorten(answers)} here",
             "Let answers depend on task, seed and turns alone: not on hash(), the rank, the time or sets",
         )
 
@@ -145,7 +145,7 @@ def _collect_answers(lock: dict[str, Any] | None, environment: Any) -> dict[str,
         Subject("elsewhere", lambda: environment) if lock is None else Subject.of_plugin(SelectedPlugin.from_lock(lock))
     )
     environment = subject.make()
-    tasks = {split: [plain(task) for _, task in some_of(tasks_of(environment, split), 8)] for split in SPLITS}
+    tasks = {split: [to_plain(task) for _, task in pick_tasks(tasks_of(environment, split), 8)] for split in SPLITS}
     script = Script("train", 0, 7, (Turn("text", "4"), Turn("text", "yes"), Turn("prompt")))
     return {"tasks": tasks, "answers": [] if environment.claims.random else play(subject, subject.make(), script)}
 
@@ -159,7 +159,7 @@ def keys(subject: Subject[Any], _case: None) -> None:
     seen: dict[str, dict[str, int]] = {}
     for split in SPLITS:
         seen[split] = {}
-        for number, task in some_of(tasks_of(environment, split), 20 * LOOKED_AT):
+        for number, task in pick_tasks(tasks_of(environment, split), 20 * LOOKED_AT):
             if task.key in seen[split]:
                 raise Broken(
                     f"tasks {seen[split][task.key]} and {number} of {split} both have the key {task.key!r:.80}",
@@ -174,7 +174,7 @@ def keys(subject: Subject[Any], _case: None) -> None:
             f"{len(both)} keys are among the tasks to train on and among those held out, such as {both[0]!r:.80}",
             "Hold other tasks out, or claim shared_tasks",
         )
-    prompts = {split: {_prompt(task) for _, task in some_of(tasks_of(environment, split))} for split in SPLITS}
+    prompts = {split: {_prompt(task) for _, task in pick_tasks(tasks_of(environment, split))} for split in SPLITS}
     shared = prompts["train"] & prompts["eval"] if len(prompts["eval"]) > 1 else set()
     # a procedure meets the same question twice now and then; a copy does it all the time
     if 2 * len(shared) > len(prompts["eval"]):
@@ -187,4 +187,4 @@ def keys(subject: Subject[Any], _case: None) -> None:
 def _prompt(task: Task) -> str:
     """Return what makes tasks the same: prompt and data, without numbers that only name the task."""
     data = {name: value for name, value in task.data.items() if name not in ("split", "number", "key", "id")}
-    return json.dumps([plain(task)["messages"], list(task.prompt_ids), data], sort_keys=True, default=str)
+    return json.dumps([to_plain(task)["messages"], list(task.prompt_ids), data], sort_keys=True, default=str)

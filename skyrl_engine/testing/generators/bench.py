@@ -1,4 +1,4 @@
-"""A tiny model to sample from, what is due for it, and a generator set to work on it."""
+"""A tiny model to sample from, what it should sample, and a generator that is at work on it."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -121,16 +121,16 @@ class TinyWeights:
         for place, row in enumerate(rows):
             ids[place, : len(row)] = torch.tensor(list(row))
         # rows are aligned to the left: what is filled up comes after their tokens, which do not see it
-        found = (self.model(input_ids=ids, use_cache=False).logits.double() / temperature).log_softmax(-1).numpy()
-        return [scores[: len(row)] for scores, row in zip(found, rows, strict=True)]
+        padded_scores = (self.model(input_ids=ids, use_cache=False).logits.double() / temperature).log_softmax(-1).numpy()
+        return [scores[: len(row)] for scores, row in zip(padded_scores, rows, strict=True)]
 
 
 def description_of(subject: Subject[Any]) -> GeneratorDescription:
     """Return what the generator declares: its plugin's description, or that which a suite gives."""
     if subject.plugin is not None:
         return subject.plugin.loaded.describe_generator(subject.plugin.options)
-    described: GeneratorDescription = subject.hooks["description"]()
-    return described
+    description: GeneratorDescription = subject.hooks["description"]()
+    return description
 
 
 def form_of(subject: Subject[Any]) -> WeightForm | None:
@@ -144,13 +144,13 @@ def no_weights(subject: Subject[Any]) -> str | None:
 
 
 @define(eq=False)
-class Running:
+class RunningGenerator:
     """A generator at work on the tiny model of `weights`."""
 
     product: Generator
     owner: Owner
     weights: TinyWeights
-    tells_logprobs: bool
+    has_logprobs: bool
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         with blame(self.owner, "submit"):
@@ -177,30 +177,31 @@ class Running:
 
     def collect(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         """Poll until every request is back, and return completions in the order of the requests. Raises Broken for what comes too often."""
-        waited = {request.request_id for request in requests}
-        found: dict[int, Completion] = {}
+        awaited_ids = {request.request_id for request in requests}
+        completions: dict[int, Completion] = {}
         since, idle = monotonic(), 0
-        while len(found) < len(waited):
+        while len(completions) < len(awaited_ids):
             before = monotonic()
-            came = self.poll(1.0)
-            for each in came:
-                if each.request_id not in waited or each.request_id in found:
+            news = self.poll(1.0)
+            for completion in news:
+                if completion.request_id not in awaited_ids or completion.request_id in completions:
                     raise Broken(
-                        f"answers request {each.request_id}, which {'is answered already' if each.request_id in found else 'nobody sent'}",
+                        f"answers request {completion.request_id}, which "
+                        f"{'is answered already' if completion.request_id in completions else 'nobody sent'}",
                         "Return every request once, under its own id",
                     )
-                found[each.request_id] = each
-            if came:
+                completions[completion.request_id] = completion
+            if news:
                 since, idle = monotonic(), 0
                 continue
             # one that answers at once, with nothing, where it may wait a second, has nothing left
             idle += monotonic() - before < AT_ONCE_SECONDS
             if idle > AT_ONCE_TIMES or monotonic() - since > PATIENCE_SECONDS:
-                lost = min(waited - found.keys())
+                lost = min(awaited_ids - completions.keys())
                 raise Broken(
-                    f"never answers request {lost} of {len(waited)}", "Keep every request until its completion was returned"
+                    f"never answers request {lost} of {len(awaited_ids)}", "Keep every request until its completion was returned"
                 )
-        return [found[request.request_id] for request in requests]
+        return [completions[request.request_id] for request in requests]
 
     def sample(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         self.submit(requests)
@@ -208,7 +209,7 @@ class Running:
 
 
 @contextmanager
-def running(subject: Subject[Any], *, ends: tuple[int, ...] = (), version: int = 0) -> Iterator[Running]:
+def run_generator(subject: Subject[Any], *, ends: tuple[int, ...] = (), version: int = 0) -> Iterator[RunningGenerator]:
     """Start the generator on the tiny model, and close it in the end."""
     form = form_of(subject)
     assert form is not None, "exempt without a form"
@@ -216,7 +217,7 @@ def running(subject: Subject[Any], *, ends: tuple[int, ...] = (), version: int =
     with blame(owner, "start"):
         product.start(GeneratorStart(ModelConfig(str(model_folder())), "cpu", ends, weights, version))
     try:
-        yield Running(product, owner, weights, "logprobs" in description_of(subject).capabilities)
+        yield RunningGenerator(product, owner, weights, "logprobs" in description_of(subject).capabilities)
     finally:
         with blame(owner, "close"):
             product.close()
@@ -224,7 +225,7 @@ def running(subject: Subject[Any], *, ends: tuple[int, ...] = (), version: int =
 
 @contextmanager
 def undecidable_on_error() -> Iterator[None]:
-    """Turn an error of the generator, which other promises tell, into Undecidable."""
+    """Turn an error of the generator, which other promises report, into Undecidable."""
     try:
         yield
     except EngineError as error:
@@ -243,12 +244,14 @@ def raise_broken_on_error() -> Iterator[None]:
 def requests_of(count: int, *, first: int = 0, seed: int = 0, longest: int = 14, **sampling: Any) -> list[GenerationRequest]:
     """Draw requests of unequal prompts, lengths and seeds; `sampling` overrides what they ask for."""
     draw = np.random.default_rng(seed)
-    made = []
+    requests = []
     for number in range(count):
         prompt = draw.integers(0, VOCABULARY, draw.integers(1, 17)).astype(np.int32)
-        asked = Sampling(max_tokens=int(draw.integers(1, longest)), ignore_eos=True)
-        made.append(GenerationRequest(first + number, prompt, evolve(asked, **sampling), seed=1000 * seed + number, session=number))
-    return made
+        plain_sampling = Sampling(max_tokens=int(draw.integers(1, longest)), ignore_eos=True)
+        requests.append(
+            GenerationRequest(first + number, prompt, evolve(plain_sampling, **sampling), seed=1000 * seed + number, session=number)
+        )
+    return requests
 
 
 def due_logprobs(weights: TinyWeights, request: GenerationRequest, done: Completion) -> npt.NDArray[np.float64]:
@@ -261,17 +264,19 @@ def due_logprobs_of(
 ) -> list[npt.NDArray[np.float64]]:
     """Return `due_logprobs` of each of several requests of one temperature, computed together."""
     (temperature,) = {request.sampling.temperature or 1.0 for request in requests}
-    rows = [[*request.prompt_ids.tolist(), *each.token_ids.tolist()] for request, each in zip(requests, done, strict=True)]
-    found = weights.logprobs_of_rows(rows, temperature)
+    rows = [
+        [*request.prompt_ids.tolist(), *completion.token_ids.tolist()] for request, completion in zip(requests, done, strict=True)
+    ]
+    row_scores = weights.logprobs_of_rows(rows, temperature)
     firsts = [len(request.prompt_ids) - 1 for request in requests]
-    return [scores[first:-1] for first, scores in zip(firsts, found, strict=True)]
+    return [scores[first:-1] for first, scores in zip(firsts, row_scores, strict=True)]
 
 
 def lacks(*capabilities: GeneratorCapability) -> Callable[[Subject[Any]], str | None]:
     """Exempt generators that lack one of these capabilities."""
 
     def exempt(subject: Subject[Any]) -> str | None:
-        missing = [each for each in capabilities if each not in description_of(subject).capabilities]
+        missing = [capability for capability in capabilities if capability not in description_of(subject).capabilities]
         return f"the generator does not declare the capability {missing[0]!r}" if missing else None
 
     return exempt
@@ -287,17 +292,17 @@ def name_request(request: GenerationRequest) -> str:
     return f"request {request.request_id} ({len(request.prompt_ids)} prompt tokens, {request.sampling})"
 
 
-def require_likeliest(at_work: Running, request: GenerationRequest, done: Completion, remedy: str) -> None:
+def require_likeliest(generator: RunningGenerator, request: GenerationRequest, done: Completion, remedy: str) -> None:
     """Raise Broken unless a greedy request took the most likely token at every place, and, where it tells any, gives its log-probability."""
-    due = due_logprobs(at_work.weights, request, done)
+    due = due_logprobs(generator.weights, request, done)
     if (due.max(-1) - due[np.arange(len(due)), done.token_ids]).max(initial=0) > TOLERANCE:
         raise Broken(f"takes another token than the most likely one for {name_request(request)}", remedy)
-    if at_work.tells_logprobs:
-        require_logprobs(at_work, request, done, remedy)
+    if generator.has_logprobs:
+        require_logprobs(generator, request, done, remedy)
 
 
 def require_logprobs(
-    at_work: Running,
+    generator: RunningGenerator,
     request: GenerationRequest,
     done: Completion,
     remedy: str,
@@ -306,7 +311,7 @@ def require_logprobs(
     due: npt.NDArray[np.float64] | None = None,
 ) -> None:
     """Raise Broken unless the log-probabilities from token `since` on are the model's: `due` float64[n, vocabulary], or computed here."""
-    rows = due_logprobs(at_work.weights, request, done) if due is None else due
+    rows = due_logprobs(generator.weights, request, done) if due is None else due
     own = rows[np.arange(len(done.token_ids)), done.token_ids]
     gap = np.abs(own - done.logprobs)[since:]
     if not gap.size or gap.max() <= TOLERANCE:

@@ -8,7 +8,7 @@ from attrs import evolve
 
 from skyrl_engine.contracts.kinds.generator import Completion, GenerationRequest, Sampling
 from skyrl_engine.modeling.tiny import VOCABULARY
-from skyrl_engine.testing.generators.bench import Running, claims, description_of, running, undecidable_on_error
+from skyrl_engine.testing.generators.bench import RunningGenerator, claims, description_of, run_generator, undecidable_on_error
 from skyrl_engine.testing.promise import Broken, promise
 from skyrl_engine.testing.subject import Subject
 
@@ -25,89 +25,93 @@ LATER = 12
     exempt=claims("batch_invariant", "logprobs"),
 )
 def batch_invariance(subject: Subject[Any], _case: None) -> None:
-    first = _first_turns("seeded" in description_of(subject).capabilities)
+    first = _make_first_turns("seeded" in description_of(subject).capabilities)
     with undecidable_on_error():
-        with running(subject) as at_work:
-            alone = [_one_at_a_time(at_work, first)]
-            later = _later_turns(first, alone[0])
+        with run_generator(subject) as generator:
+            alone = [_sample_one_at_a_time(generator, first)]
+            later = _make_later_turns(first, alone[0])
             # a generator that has not seen the first turns, as after a kill
-        with running(subject) as at_work:
-            alone.append(_one_at_a_time(at_work, later))
-        for way, sample in WAYS.items():
-            with running(subject) as at_work:
+        with run_generator(subject) as generator:
+            alone.append(_sample_one_at_a_time(generator, later))
+        for schedule, sample in SCHEDULES.items():
+            with run_generator(subject) as generator:
                 for turn, (requests, due) in enumerate(zip((first, later), alone, strict=True)):
-                    told = "in a first turn" if turn == 0 else "in a later turn"
-                    _require_same(requests, due, sample(at_work, requests), f"{way}, {told}")
+                    turn_name = "in a first turn" if turn == 0 else "in a later turn"
+                    _require_same(requests, due, sample(generator, requests), f"{schedule}, {turn_name}")
 
 
-def _first_turns(seeded: bool) -> list[GenerationRequest]:
+def _make_first_turns(seeded: bool) -> list[GenerationRequest]:
     """Requests of all lengths, two of each prompt, which share a prefix; greedy ones where seeds decide nothing."""
     draw = np.random.default_rng(11)
-    made: list[GenerationRequest] = []
+    requests: list[GenerationRequest] = []
     for group, length in enumerate(LENGTHS):
         prompt = draw.integers(0, VOCABULARY, length).astype(np.int32)
         for temperature in (1.0, 0.7):
-            asked = Sampling(int(draw.integers(2, 9)), temperature=temperature if seeded else 0.0, ignore_eos=True)
-            made.append(GenerationRequest(len(made), prompt, asked, seed=len(made), session=len(made), prefix_group=group))
-    return made
+            sampling = Sampling(int(draw.integers(2, 9)), temperature=temperature if seeded else 0.0, ignore_eos=True)
+            requests.append(
+                GenerationRequest(len(requests), prompt, sampling, seed=len(requests), session=len(requests), prefix_group=group)
+            )
+    return requests
 
 
-def _later_turns(first: Sequence[GenerationRequest], done: Sequence[Completion]) -> list[GenerationRequest]:
+def _make_later_turns(first: Sequence[GenerationRequest], done: Sequence[Completion]) -> list[GenerationRequest]:
     """The next requests of the same sessions: they go on after what was said and some more."""
     draw = np.random.default_rng(12)
-    made = []
-    for request, each in zip(first, done, strict=True):
+    requests = []
+    for request, completion in zip(first, done, strict=True):
         more = draw.integers(0, VOCABULARY, draw.integers(1, LATER + 1))
-        prompt = np.concatenate([request.prompt_ids, each.token_ids, more]).astype(np.int32)
-        made.append(evolve(request, request_id=request.request_id + 1000, prompt_ids=prompt, prefix_group=None))
-    return made
+        prompt = np.concatenate([request.prompt_ids, completion.token_ids, more]).astype(np.int32)
+        requests.append(evolve(request, request_id=request.request_id + 1000, prompt_ids=prompt, prefix_group=None))
+    return requests
 
 
-def _one_at_a_time(at_work: Running, requests: Sequence[GenerationRequest]) -> list[Completion]:
-    return [at_work.sample([request])[0] for request in requests]
+def _sample_one_at_a_time(generator: RunningGenerator, requests: Sequence[GenerationRequest]) -> list[Completion]:
+    return [generator.sample([request])[0] for request in requests]
 
 
-def _in_the_opposite_order(at_work: Running, requests: Sequence[GenerationRequest]) -> list[Completion]:
-    return at_work.sample(requests[::-1])[::-1]
+def _sample_in_opposite_order(generator: RunningGenerator, requests: Sequence[GenerationRequest]) -> list[Completion]:
+    return generator.sample(requests[::-1])[::-1]
 
 
-def _as_others_come_and_go(at_work: Running, requests: Sequence[GenerationRequest]) -> list[Completion]:
+def _sample_as_others_come_and_go(generator: RunningGenerator, requests: Sequence[GenerationRequest]) -> list[Completion]:
     """Submit a few, sample a step, submit a few more; the longest are among the first and among the last."""
     order = [*requests[1::2], *requests[0::2]]
-    found: dict[int, Completion] = {}
-    for group in _few(order):
-        at_work.submit(group)
-        found |= {each.request_id: each for each in at_work.poll(0.0)}
-    left = [each for each in requests if each.request_id not in found]
-    found |= {each.request_id: each for each in at_work.collect(left)}
-    return [found[each.request_id] for each in requests]
+    completions: dict[int, Completion] = {}
+    for group in _split_into_few(order):
+        generator.submit(group)
+        completions |= {each.request_id: each for each in generator.poll(0.0)}
+    left = [each for each in requests if each.request_id not in completions]
+    completions |= {each.request_id: each for each in generator.collect(left)}
+    return [completions[each.request_id] for each in requests]
 
 
-def _few(order: Sequence[GenerationRequest]) -> Iterator[Sequence[GenerationRequest]]:
-    at, count = 0, 1
-    while at < len(order):
-        yield order[at : at + count]
-        at, count = at + count, count % 3 + 1
+def _split_into_few(order: Sequence[GenerationRequest]) -> Iterator[Sequence[GenerationRequest]]:
+    start, count = 0, 1
+    while start < len(order):
+        yield order[start : start + count]
+        start, count = start + count, count % 3 + 1
 
 
-WAYS: dict[str, Callable[[Running, Sequence[GenerationRequest]], list[Completion]]] = {
-    "all at once": Running.sample,
-    "in the opposite order": _in_the_opposite_order,
-    "as others come and go": _as_others_come_and_go,
+SCHEDULES: dict[str, Callable[[RunningGenerator, Sequence[GenerationRequest]], list[Completion]]] = {
+    "all at once": RunningGenerator.sample,
+    "in the opposite order": _sample_in_opposite_order,
+    "as others come and go": _sample_as_others_come_and_go,
 }
 
 
-def _require_same(requests: Sequence[GenerationRequest], due: Sequence[Completion], got: Sequence[Completion], way: str) -> None:
+def _require_same(
+    requests: Sequence[GenerationRequest], due: Sequence[Completion], got: Sequence[Completion], schedule: str
+) -> None:
     """Raise Broken where a completion differs in a bit from that of the request alone."""
     remedy = "Choose kernels by the row alone, or do not declare batch_invariant"
     for request, one, other in zip(requests, due, got, strict=True):
-        told = f"for {len(request.prompt_ids)} prompt tokens, {way},"
+        where = f"for {len(request.prompt_ids)} prompt tokens, {schedule},"
         if one.token_ids.tolist() != other.token_ids.tolist():
-            raise Broken(f"samples {told} other tokens than alone", remedy)
+            raise Broken(f"samples {where} other tokens than alone", remedy)
         if one.logprobs.tobytes() != other.logprobs.tobytes():
             gap = np.abs(one.logprobs.astype(np.float64) - other.logprobs)
             place = int(np.flatnonzero(gap)[0]) if gap.any() else 0
             raise Broken(
-                f"gives {told} log-probabilities that differ from those of the same request alone: by {gap[place]:.2g} nats at token {place}",
+                f"gives {where} log-probabilities that differ from those of the same request alone: by {gap[place]:.2g} nats at token {place}",
                 remedy,
             )

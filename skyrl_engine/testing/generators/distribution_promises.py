@@ -9,13 +9,13 @@ from attrs import evolve
 from skyrl_engine.contracts.kinds.generator import GenerationRequest, Sampling
 from skyrl_engine.modeling.tiny import VOCABULARY
 from skyrl_engine.testing.generators.bench import (
-    Running,
+    RunningGenerator,
     TinyWeights,
     claims,
     due_logprobs_of,
     no_weights,
     requests_of,
-    running,
+    run_generator,
     undecidable_on_error,
 )
 from skyrl_engine.testing.generators.power import (
@@ -66,18 +66,18 @@ CLOSE_REQUESTS = 60
 @promise("Draws of different seeds follow the model's distribution, and attempts at one task differ", exempt=no_weights)
 def distribution(subject: Subject[Any], _case: None) -> None:
     """Compare counts of the first token, and of pairs of a part of the first tokens and the second token, by chi-square."""
-    with undecidable_on_error(), running(subject) as at_work:
-        asked = Sampling(max_tokens=2, ignore_eos=True, temperature=WARM)
+    with undecidable_on_error(), run_generator(subject) as generator:
+        sampling = Sampling(max_tokens=2, ignore_eos=True, temperature=WARM)
         prompt = np.array(PROMPT, dtype=np.int32)
-        requests = [GenerationRequest(seed, prompt, asked, seed, session=seed, prefix_group=seed // 8) for seed in range(DRAWS)]
-        drawn = [done.token_ids for done in at_work.sample(requests)]
-        if any(len(tokens) != asked.max_tokens for tokens in drawn):
+        requests = [GenerationRequest(seed, prompt, sampling, seed, session=seed, prefix_group=seed // 8) for seed in range(DRAWS)]
+        drawn = [done.token_ids for done in generator.sample(requests)]
+        if any(len(tokens) != sampling.max_tokens for tokens in drawn):
             raise Undecidable("it does not sample as many tokens as it is asked for")
         first, second = np.array(drawn, dtype=np.int64).T
         groups = [len(set(group.tolist())) for group in first.reshape(-1, 8)]
         if max(groups) == 1:
             raise Broken("gives all attempts of a group the same token", "Draw from the request's own seed, not from the group's")
-        of_first, part, of_pairs = due_pairs(at_work.weights)
+        of_first, part, of_pairs = due_pairs(generator.weights)
         _require_all(first, of_first)
         _require_counts(first, of_first, "first tokens")
         _require_counts(
@@ -108,14 +108,14 @@ def due_pairs(weights: TinyWeights) -> tuple[Any, Any, Any]:
 
 def _require_counts(outcomes: Any, probabilities: Any, what: str) -> None:
     """Raise Broken where so many draws follow the probabilities less often than the promise's false alarms allow."""
-    found = ChiSquare.of(outcomes, probabilities)
-    if found.value <= found.largest:
+    chi_square = ChiSquare.of(outcomes, probabilities)
+    if chi_square.value <= chi_square.largest:
         return
-    worst, cells = found.worst, len(found.due)
+    worst, cells = chi_square.worst, len(chi_square.due)
     raise Broken(
-        f"draws {what} {found.counts[worst]:.0f} times in {len(outcomes)} that are due {found.due[worst]:.0f} times; chi-square "
-        f"{found.value:.0f} of {cells} cells, where a right one's is above {found.largest:.0f} once in {2 / FALSE_ALARM:,.0f} at most (so many "
-        f"draws show a total variation of {distance_shown(len(outcomes), cells):.2f})",
+        f"draws {what} {chi_square.counts[worst]:.0f} times in {len(outcomes)} that are due {chi_square.due[worst]:.0f} times; chi-square "
+        f"{chi_square.value:.0f} of {cells} cells, where a right one's is above {chi_square.largest:.0f} once in {2 / FALSE_ALARM:,.0f} at "
+        f"most (so many draws show a total variation of {distance_shown(len(outcomes), cells):.2f})",
         "Sample from softmax(logits / temperature) of the whole vocabulary, with numbers of its own for every token",
     )
 
@@ -127,20 +127,20 @@ def _require_counts(outcomes: Any, probabilities: Any, what: str) -> None:
 )
 def temperatures(subject: Subject[Any], _case: None) -> None:
     """Compare how likely draws are at the right temperature, at `FACTORS` times it, and where repeats have `ODDS` times their odds."""
-    with undecidable_on_error(), running(subject) as at_work:
+    with undecidable_on_error(), run_generator(subject) as generator:
         for turn, several in enumerate((REQUESTS, LATER)):
             for place, temperature in enumerate(several):
                 first = 10_000 * (1 + place + len(REQUESTS) * turn)
                 drawn = requests_of(REQUESTS[temperature], first=first, seed=place, max_tokens=TOKENS, temperature=temperature)
                 requests = [evolve(request, session=request.request_id) for request in drawn]
                 if turn:
-                    requests = _next_turn(at_work, requests)
-                _require_temperature(at_work, requests, f"{'a later' if turn else 'the first'} turn")
+                    requests = _make_next_turn(generator, requests)
+                _require_temperature(generator, requests, f"{'a later' if turn else 'the first'} turn")
 
 
-def _next_turn(at_work: Running, requests: list[GenerationRequest]) -> list[GenerationRequest]:
+def _make_next_turn(generator: RunningGenerator, requests: list[GenerationRequest]) -> list[GenerationRequest]:
     """Sample two tokens of each request, and return requests that go on after them in the same sessions."""
-    said = at_work.sample([evolve(request, sampling=evolve(request.sampling, max_tokens=2)) for request in requests])
+    completions = generator.sample([evolve(request, sampling=evolve(request.sampling, max_tokens=2)) for request in requests])
     return [
         evolve(
             request,
@@ -148,31 +148,31 @@ def _next_turn(at_work: Running, requests: list[GenerationRequest]) -> list[Gene
             prompt_ids=np.concatenate([request.prompt_ids, done.token_ids, request.prompt_ids[:3]]).astype(np.int32),
             seed=request.seed + 777_777,
         )
-        for request, done in zip(requests, said, strict=True)
+        for request, done in zip(requests, completions, strict=True)
     ]
 
 
-def _require_temperature(at_work: Running, requests: list[GenerationRequest], turn: str) -> None:
+def _require_temperature(generator: RunningGenerator, requests: list[GenerationRequest], turn: str) -> None:
     """Raise Broken where draws are likelier at another temperature than chance explains."""
-    done = at_work.sample(requests)
-    if any(not len(each.token_ids) for each in done):
+    done = generator.sample(requests)
+    if any(not len(completion.token_ids) for completion in done):
         raise Undecidable("it does not sample as many tokens as it is asked for")
-    due, drawn = due_logprobs_of(at_work.weights, requests, done), [each.token_ids for each in done]
+    due, drawn = due_logprobs_of(generator.weights, requests, done), [completion.token_ids for completion in done]
     repeats = Repeats.of(due, drawn, [request.prompt_ids for request in requests])
-    found = Temperatures.of(due, drawn)
-    if repeats.evidence > max(found.evidence, np.log(TESTS / FALSE_ALARM)):
+    comparison = Temperatures.of(due, drawn)
+    if repeats.evidence > max(comparison.evidence, np.log(TESTS / FALSE_ALARM)):
         raise Broken(
             f"draws tokens that the row holds already {repeats.count} times in {repeats.draws}, where {repeats.due:.0f} are due, which is "
             f"e^{repeats.gains.max():.0f} times likelier with {ODDS[int(np.argmax(repeats.gains))]:.2g} times their odds ({turn})",
             "Apply no penalty for repeating or for what a prompt holds, nor another setting of the model's generation configuration",
         )
-    if found.evidence <= np.log(TESTS / FALSE_ALARM):
+    if comparison.evidence <= np.log(TESTS / FALSE_ALARM):
         return
-    asked, best = requests[0].sampling.temperature, found.likeliest
+    temperature, best = requests[0].sampling.temperature, comparison.likeliest
     raise Broken(
-        f"draws tokens that are e^{found.gains[best]:.0f} times likelier at temperature {asked * FACTORS[best]:.2g} than at {asked:g}, which "
-        f"was asked for ({turn}; {found.count} draws; the two are {found.distances[best]:.2f} apart in total variation; a right sampler's "
-        f"seem so once in {TESTS / FALSE_ALARM:,.0f} at most)",
+        f"draws tokens that are e^{comparison.gains[best]:.0f} times likelier at temperature {temperature * FACTORS[best]:.2g} than "
+        f"at {temperature:g}, which was asked for ({turn}; {comparison.count} draws; the two are {comparison.distances[best]:.2f} apart in "
+        f"total variation; a right sampler's seem so once in {TESTS / FALSE_ALARM:,.0f} at most)",
         "Divide the logits of every token by the request's temperature, once, before drawing",
     )
 
@@ -183,13 +183,13 @@ def _require_temperature(at_work: Running, requests: list[GenerationRequest], tu
 )
 def close_temperatures(subject: Subject[Any], _case: None) -> None:
     """Draw with equal seeds at two temperatures. However numbers become tokens, each differs with the total variation at least."""
-    with undecidable_on_error(), running(subject) as at_work:
+    with undecidable_on_error(), run_generator(subject) as generator:
         for place, pair in enumerate(CLOSE):
             drawn = []
             for side, temperature in enumerate(pair):
                 first = 10_000 * (1 + 2 * place + side)
                 requests = requests_of(CLOSE_REQUESTS, first=first, seed=place, max_tokens=TOKENS, temperature=temperature)
-                drawn.append([done.token_ids.tolist() for done in at_work.sample(requests)])
+                drawn.append([done.token_ids.tolist() for done in generator.sample(requests)])
             if drawn[0] == drawn[1]:
                 raise Broken(
                     f"draws the same {sum(map(len, drawn[0]))} tokens at the temperatures {pair[0]:g} and {pair[1]:g} from equal seeds",

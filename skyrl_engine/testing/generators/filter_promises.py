@@ -8,12 +8,12 @@ import numpy.typing as npt
 from skyrl_engine.contracts.kinds.generator import Completion, GenerationRequest, Sampling
 from skyrl_engine.testing.generators.bench import (
     TOLERANCE,
-    Running,
+    RunningGenerator,
     claims,
     due_logprobs_of,
     requests_of,
     require_likeliest,
-    running,
+    run_generator,
     undecidable_on_error,
 )
 from skyrl_engine.testing.generators.power import FALSE_ALARM, distance_from_uniform, largest_step, step_shown
@@ -52,26 +52,31 @@ EDGE = 1e-5
 )
 def filters(subject: Subject[Any], _case: None) -> None:
     """Look for what was cut off, and compare the places of the tokens in the distribution that is left with uniform ones."""
-    with undecidable_on_error(), running(subject) as at_work:
+    with undecidable_on_error(), run_generator(subject) as generator:
         several = [requests_of(REQUESTS, first=100 * place, seed=place, max_tokens=TOKENS, **cut) for place, cut in enumerate(CUTS)]
         # side by side, so that nobody may take the settings of one request for those of all
-        done = iter(at_work.sample([request for alike in zip(*several, strict=True) for request in alike]))
+        done = iter(generator.sample([request for alike in zip(*several, strict=True) for request in alike]))
         by_cut = zip(*([next(done) for _ in CUTS] for _ in range(REQUESTS)), strict=True)
         for requests, completions, cut in zip(several, by_cut, CUTS, strict=True):
-            _require_left(at_work, requests, completions, cut)
+            _require_left(generator, requests, completions, cut)
         greedy = requests_of(4, first=5000, temperature=0.0, top_k=20, top_p=0.4, min_p=0.3)
-        for request, each in zip(greedy, at_work.sample(greedy), strict=True):
+        for request, completion in zip(greedy, generator.sample(greedy), strict=True):
             require_likeliest(
-                at_work, request, each, "Take the argmax at temperature 0, and report log_softmax(logits) of the whole vocabulary"
+                generator,
+                request,
+                completion,
+                "Take the argmax at temperature 0, and report log_softmax(logits) of the whole vocabulary",
             )
 
 
-def _require_left(at_work: Running, requests: list[GenerationRequest], done: tuple[Completion, ...], cut: dict[str, Any]) -> None:
+def _require_left(
+    generator: RunningGenerator, requests: list[GenerationRequest], done: tuple[Completion, ...], cut: dict[str, Any]
+) -> None:
     """Raise Broken where a token was cut off, its log-probability is not of what is left, or tokens come too often or too seldom."""
     places: list[float] = []
     spread = np.random.default_rng(7)
-    for request, each, due in zip(requests, done, due_logprobs_of(at_work.weights, requests, done), strict=True):
-        for token, logprob, scores in zip(each.token_ids.tolist(), each.logprobs.tolist(), due, strict=True):
+    for request, completion, due in zip(requests, done, due_logprobs_of(generator.weights, requests, done), strict=True):
+        for token, logprob, scores in zip(completion.token_ids.tolist(), completion.logprobs.tolist(), due, strict=True):
             right = [left_of(np.exp(scores), request.sampling, edge) for edge in (0.0, -EDGE, EDGE)]
             possible = [left for left in right if token in left]
             if not possible:
@@ -114,8 +119,8 @@ def place_of(token: int, left: dict[int, float], spread: float) -> float:
 def left_of(probabilities: Any, sampling: Sampling, edge: float = 0.0) -> dict[int, float]:
     """Return what is left of a distribution, by token, the likeliest first; `edge` moves the edges of `top_p` and `min_p` outwards."""
     order = np.argsort(-probabilities, kind="stable")[: sampling.top_k or None]
-    kept = probabilities[order] / probabilities[order].sum()
-    before = np.cumsum(kept) - kept
-    stays = (before < sampling.top_p + edge) & (kept >= (sampling.min_p - edge) * kept[0])
-    order, kept = order[stays], kept[stays]
-    return dict(zip(order.tolist(), (kept / kept.sum()).tolist(), strict=True))
+    mass = probabilities[order] / probabilities[order].sum()
+    before = np.cumsum(mass) - mass
+    stays = (before < sampling.top_p + edge) & (mass >= (sampling.min_p - edge) * mass[0])
+    order, mass = order[stays], mass[stays]
+    return dict(zip(order.tolist(), (mass / mass.sum()).tolist(), strict=True))

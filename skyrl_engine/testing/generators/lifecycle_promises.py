@@ -15,7 +15,7 @@ from skyrl_engine.registry.owner import blame
 from skyrl_engine.testing.generators.bench import (
     POSITIONS,
     TOLERANCE,
-    Running,
+    RunningGenerator,
     TinyWeights,
     claims,
     description_of,
@@ -25,7 +25,7 @@ from skyrl_engine.testing.generators.bench import (
     requests_of,
     require_likeliest,
     require_logprobs,
-    running,
+    run_generator,
     undecidable_on_error,
 )
 from skyrl_engine.testing.process_settings import processes, require_settings_left_alone, restore_settings
@@ -38,36 +38,39 @@ from skyrl_engine.testing.subject import Subject
 
 @promise("An aborted request returns what was sampled of it, a beginning of what would have come", exempt=claims("abort"))
 def aborts(subject: Subject[Any], _case: None) -> None:
-    with undecidable_on_error(), running(subject) as at_work:
+    with undecidable_on_error(), run_generator(subject) as generator:
         requests = requests_of(6, max_tokens=60)
-        whole = at_work.sample(requests)
-        at_work.submit(requests)
-        early = [each for _ in range(5) for each in at_work.poll(0.0)]
-        at_work.abort([requests[0].request_id, requests[1].request_id])
-        at_work.abort()
-        done = {each.request_id: each for each in early}
+        whole = generator.sample(requests)
+        generator.submit(requests)
+        early = [completion for _ in range(5) for completion in generator.poll(0.0)]
+        generator.abort([requests[0].request_id, requests[1].request_id])
+        generator.abort()
+        done = {completion.request_id: completion for completion in early}
         left = [request for request in requests if request.request_id not in done]
-        done |= {each.request_id: each for each in at_work.collect(left)}
-        if at_work.tells_logprobs:
+        done |= {completion.request_id: completion for completion in generator.collect(left)}
+        if generator.has_logprobs:
             for request in requests:
-                require_logprobs(at_work, request, done[request.request_id], "Keep the log-probabilities of what was sampled, too")
-    seeded_too = "seeded" in description_of(subject).capabilities
-    some = 0
+                require_logprobs(
+                    generator, request, done[request.request_id], "Keep the log-probabilities of what was sampled, too"
+                )
+    is_seeded = "seeded" in description_of(subject).capabilities
+    total = 0
     for request, full in zip(requests, whole, strict=True):
-        each = done[request.request_id]
-        count = len(each.token_ids)
-        some += count
-        if each.finish == "abort" and count >= request.sampling.max_tokens:
+        completion = done[request.request_id]
+        count = len(completion.token_ids)
+        total += count
+        if completion.finish == "abort" and count >= request.sampling.max_tokens:
             raise Broken(f"ends a request that had its {count} tokens as aborted", "Return what has finished as it finished")
-        if len(each.logprobs) != count or (each.finish != "abort" and count < len(full.token_ids)):
+        if len(completion.logprobs) != count or (completion.finish != "abort" and count < len(full.token_ids)):
             raise Broken(
-                f"ends an aborted request as {each.finish!r} with {count} tokens", 'Return what was sampled, with finish "abort"'
+                f"ends an aborted request as {completion.finish!r} with {count} tokens",
+                'Return what was sampled, with finish "abort"',
             )
-        if seeded_too and each.token_ids.tolist() != full.token_ids[:count].tolist():
+        if is_seeded and completion.token_ids.tolist() != full.token_ids[:count].tolist():
             raise Broken(
                 "returns other tokens for an aborted request than it would have sampled", "Return the tokens as they were sampled"
             )
-    if not some:
+    if not total:
         raise Broken(
             "returns no token of six requests that were sampled for five polls", "Keep what was sampled when a request is aborted"
         )
@@ -78,24 +81,24 @@ def aborts(subject: Subject[Any], _case: None) -> None:
     exempt=claims("abort"),
 )
 def aborts_apart(subject: Subject[Any], _case: None) -> None:
-    with raise_broken_on_error(), running(subject) as at_work:
+    with raise_broken_on_error(), run_generator(subject) as generator:
         requests = requests_of(6, max_tokens=30)
-        at_work.submit(requests)
-        done = {each.request_id: each for each in at_work.poll(0.0)}
-        at_work.abort([requests[4].request_id, 12_345])
+        generator.submit(requests)
+        done = {completion.request_id: completion for completion in generator.poll(0.0)}
+        generator.abort([requests[4].request_id, 12_345])
         left = [request for request in requests if request.request_id not in done]
-        done |= {each.request_id: each for each in at_work.collect(left)}
+        done |= {completion.request_id: completion for completion in generator.collect(left)}
         long = requests_of(6, first=20, max_tokens=60)
-        at_work.submit(long)
-        at_work.abort()
-        ended = at_work.collect(long)
+        generator.submit(long)
+        generator.abort()
+        ended = generator.collect(long)
     for request in requests:
         if request is not requests[4] and done[request.request_id].finish == "abort":
             raise Broken(
                 f"ends request {request.request_id} where request {requests[4].request_id} was aborted",
                 "End the named requests alone",
             )
-    if all(each.finish != "abort" for each in ended):
+    if all(completion.finish != "abort" for completion in ended):
         raise Broken(
             "samples requests to their end that were aborted as soon as they were sent", "End requests when they are aborted"
         )
@@ -103,14 +106,14 @@ def aborts_apart(subject: Subject[Any], _case: None) -> None:
 
 @promise("After an update, new tokens have the log-probabilities of the new weights and their version", exempt=claims("logprobs"))
 def updates(subject: Subject[Any], _case: None) -> None:
-    with undecidable_on_error(), running(subject) as at_work:
+    with undecidable_on_error(), run_generator(subject) as generator:
         requests = requests_of(8)
-        at_work.sample(requests)
+        generator.sample(requests)
         # versions are the caller's: a run that goes on does not begin at 1, and some steps hand nothing over
         for version in (1, 5):
-            at_work.update(version)
-            for request, done in zip(requests, at_work.sample(requests), strict=True):
-                require_logprobs(at_work, request, done, "Take every parameter of the last update, and sample from those weights")
+            generator.update(version)
+            for request, done in zip(requests, generator.sample(requests), strict=True):
+                require_logprobs(generator, request, done, "Take every parameter of the last update, and sample from those weights")
                 if done.versions.versions.tolist() != [version]:
                     raise Broken(
                         f"says that tokens sampled after the update to version {version} are of version {done.versions.versions.tolist()}",
@@ -123,23 +126,23 @@ def updates(subject: Subject[Any], _case: None) -> None:
     exempt=claims("logprobs", "update_while_generating"),
 )
 def updates_on_the_way(subject: Subject[Any], _case: None) -> None:
-    with undecidable_on_error(), running(subject) as at_work:
+    with undecidable_on_error(), run_generator(subject) as generator:
         requests = requests_of(3, max_tokens=40)
-        at_work.submit(requests)
-        early = [each for _ in range(8) for each in at_work.poll(0.0)]
-        at_work.update(1)
-        left = [request for request in requests if all(each.request_id != request.request_id for each in early)]
-        for request, done in zip(left, at_work.collect(left), strict=True):
+        generator.submit(requests)
+        early = [completion for _ in range(8) for completion in generator.poll(0.0)]
+        generator.update(1)
+        left = [request for request in requests if all(completion.request_id != request.request_id for completion in early)]
+        for request, done in zip(left, generator.collect(left), strict=True):
             versions = done.versions.per_token(len(done.token_ids))
             since = int(np.searchsorted(versions, 1))
-            due = due_logprobs(at_work.weights, request, done)[np.arange(len(versions)), done.token_ids]
+            due = due_logprobs(generator.weights, request, done)[np.arange(len(versions)), done.token_ids]
             older = np.abs(due - done.logprobs) > TOLERANCE
             remedy = "Write down the version of every token when it is sampled"
             if since == len(versions):
                 raise Broken(f"says that all {since} tokens of a request are older than the update after which it went on", remedy)
             if since == 0 and older[0]:
                 raise Broken("says that tokens of the old weights are of the new version", remedy)
-            require_logprobs(at_work, request, done, "Compute keys and values again after an update", since)
+            require_logprobs(generator, request, done, "Compute keys and values again after an update", since)
             if since and not older[:since].any():
                 raise Broken("says that tokens of the new weights are of the old version", remedy)
 
@@ -147,13 +150,13 @@ def updates_on_the_way(subject: Subject[Any], _case: None) -> None:
 @promise("What was computed of a prompt does not outlive an update", exempt=claims("logprobs"))
 def no_stale_prefix(subject: Subject[Any], _case: None) -> None:
     prompt = np.arange(20, 40, dtype=np.int32)
-    with undecidable_on_error(), running(subject) as at_work:
+    with undecidable_on_error(), run_generator(subject) as generator:
         for version in (0, 1):
-            asked = Sampling(max_tokens=6, ignore_eos=True)
-            requests = [GenerationRequest(10 * version + n, prompt, asked, n, session=1, prefix_group=0) for n in range(6)]
-            for request, done in zip(requests, at_work.sample(requests), strict=True):
-                require_logprobs(at_work, request, done, "Empty prefix caches when weights change")
-            at_work.update(version + 1)
+            sampling = Sampling(max_tokens=6, ignore_eos=True)
+            requests = [GenerationRequest(10 * version + n, prompt, sampling, n, session=1, prefix_group=0) for n in range(6)]
+            for request, done in zip(requests, generator.sample(requests), strict=True):
+                require_logprobs(generator, request, done, "Empty prefix caches when weights change")
+            generator.update(version + 1)
 
 
 @promise(
@@ -163,28 +166,30 @@ def no_stale_prefix(subject: Subject[Any], _case: None) -> None:
 def no_foreign_prefix(subject: Subject[Any], _case: None) -> None:
     """Sample turns of sessions, and then turns of the same ids and lengths that differ from them in one early token."""
     draw = np.random.default_rng(13)
-    asked = Sampling(max_tokens=4, temperature=0.0, ignore_eos=True)
+    sampling = Sampling(max_tokens=4, temperature=0.0, ignore_eos=True)
     prompts = [draw.integers(0, VOCABULARY, 24).astype(np.int32) for _ in range(4)]
     remedy = "Compare the tokens of a prompt with those that a cache holds, one by one; neither ids nor lengths tell"
-    with undecidable_on_error(), running(subject) as at_work:
+    with undecidable_on_error(), run_generator(subject) as generator:
         # two groups, of unlike prompts
-        turns = [GenerationRequest(n, prompt, asked, n, session=n, prefix_group=n // 2) for n, prompt in enumerate(prompts)]
-        said = []
+        turns = [GenerationRequest(n, prompt, sampling, n, session=n, prefix_group=n // 2) for n, prompt in enumerate(prompts)]
+        next_prompts = []
         for request in turns:
-            (done,) = at_work.sample([request])
-            require_likeliest(at_work, request, done, remedy)
-            said.append(np.concatenate([request.prompt_ids, done.token_ids, request.prompt_ids[:3]]).astype(np.int32))
+            (done,) = generator.sample([request])
+            require_likeliest(generator, request, done, remedy)
+            next_prompts.append(np.concatenate([request.prompt_ids, done.token_ids, request.prompt_ids[:3]]).astype(np.int32))
         # an environment changed what stood before: the first token, one in the middle, what was sampled, and the end is left out
         for place, changed in enumerate((0, 12, 25, 2)):
-            said[place][changed] = (said[place][changed] + 1) % VOCABULARY
-        said[3] = said[3][:20]
-        later = [evolve(each, request_id=10 + n, prompt_ids=said[n]) for n, each in enumerate(turns)]
+            next_prompts[place][changed] = (next_prompts[place][changed] + 1) % VOCABULARY
+        next_prompts[3] = next_prompts[3][:20]
+        later = [evolve(turn, request_id=10 + n, prompt_ids=next_prompts[n]) for n, turn in enumerate(turns)]
         # sessions that nobody knows, as long as those before them
         new = draw.integers(0, VOCABULARY, (4, 24)).astype(np.int32)
-        others = [GenerationRequest(20 + n, prompt, asked, n, session=20 + n, prefix_group=n // 2) for n, prompt in enumerate(new)]
+        others = [
+            GenerationRequest(20 + n, prompt, sampling, n, session=20 + n, prefix_group=n // 2) for n, prompt in enumerate(new)
+        ]
         for requests in (later, others):
-            for request, done in zip(requests, at_work.sample(requests), strict=True):
-                require_likeliest(at_work, request, done, remedy)
+            for request, done in zip(requests, generator.sample(requests), strict=True):
+                require_likeliest(generator, request, done, remedy)
 
 
 OTHER = "reference"
@@ -196,36 +201,39 @@ OTHER = "reference"
     exempt=claims("logprobs"),
 )
 def targets(subject: Subject[Any], _case: None) -> None:
-    with undecidable_on_error(), running(subject) as at_work:
-        other = evolve(at_work, weights=TinyWeights(at_work.weights.form, 1))
-        if not _hand_over(at_work, other.weights, 1, OTHER):
+    with undecidable_on_error(), run_generator(subject) as generator:
+        other = evolve(generator, weights=TinyWeights(generator.weights.form, 1))
+        if not _hand_over(generator, other.weights, 1, OTHER):
             return
-        asked = {POLICY: requests_of(4), OTHER: [evolve(each, target=OTHER) for each in requests_of(4, first=10)]}
-        done = iter(at_work.sample([request for requests in asked.values() for request in requests]))
-        for target, requests in asked.items():
+        requests_by_target = {
+            POLICY: requests_of(4),
+            OTHER: [evolve(plain_request, target=OTHER) for plain_request in requests_of(4, first=10)],
+        }
+        done = iter(generator.sample([request for requests in requests_by_target.values() for request in requests]))
+        for target, requests in requests_by_target.items():
             for request in requests:
-                _require_of(at_work if target == POLICY else other, request, next(done), int(target == OTHER))
-        at_work.update(2)
-        for target, requests in asked.items():
-            for request, again in zip(requests, at_work.sample(requests), strict=True):
-                _require_of(at_work if target == POLICY else other, request, again, 1 if target == OTHER else 2)
-        at_work.product.release(OTHER)
-        for request, again in zip(asked[POLICY], at_work.sample(asked[POLICY]), strict=True):
-            _require_of(at_work, request, again, 2)
+                _require_target(generator if target == POLICY else other, request, next(done), int(target == OTHER))
+        generator.update(2)
+        for target, requests in requests_by_target.items():
+            for request, again in zip(requests, generator.sample(requests), strict=True):
+                _require_target(generator if target == POLICY else other, request, again, 1 if target == OTHER else 2)
+        generator.product.release(OTHER)
+        for request, again in zip(requests_by_target[POLICY], generator.sample(requests_by_target[POLICY]), strict=True):
+            _require_target(generator, request, again, 2)
 
 
-def _hand_over(at_work: Running, weights: TinyWeights, version: int, target: str) -> bool:
+def _hand_over(generator: RunningGenerator, weights: TinyWeights, version: int, target: str) -> bool:
     """Hand weights over to a target; return False for a generator that refuses other weights than the policy's as unsupported."""
     try:
-        with blame(at_work.owner, "update"):
-            at_work.product.update(weights, version, target)
+        with blame(generator.owner, "update"):
+            generator.product.update(weights, version, target)
     except UnsupportedError:
         return False
     return True
 
 
-def _require_of(at_work: Running, request: GenerationRequest, done: Completion, version: int) -> None:
-    require_logprobs(at_work, request, done, "Keep one set of weights per target, and sample each request from its own")
+def _require_target(generator: RunningGenerator, request: GenerationRequest, done: Completion, version: int) -> None:
+    require_logprobs(generator, request, done, "Keep one set of weights per target, and sample each request from its own")
     if done.versions.versions.tolist() != [version]:
         raise Broken(
             f"says that tokens of the target {request.target!r} are of version {done.versions.versions.tolist()}, where its weights are of "
@@ -235,7 +243,7 @@ def _require_of(at_work: Running, request: GenerationRequest, done: Completion, 
 
 
 @define(eq=False)
-class _Renamed(TinyWeights):
+class _RenamedWeights(TinyWeights):
     """Weights of which the last has a name that no model knows."""
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -245,14 +253,14 @@ class _Renamed(TinyWeights):
 
 @promise("Weights whose names do not fit are refused before any weight changes", exempt=claims("logprobs"))
 def unknown_weights(subject: Subject[Any], _case: None) -> None:
-    with undecidable_on_error(), running(subject) as at_work:
+    with undecidable_on_error(), run_generator(subject) as generator:
         # a module is shared: no names are read of the policy's weights then
-        target = POLICY if at_work.weights.form == "tensors" else OTHER
-        if target == OTHER and not _hand_over(at_work, at_work.weights, 0, OTHER):
+        target = POLICY if generator.weights.form == "tensors" else OTHER
+        if target == OTHER and not _hand_over(generator, generator.weights, 0, OTHER):
             return
         try:
-            with blame(at_work.owner, "update"):
-                at_work.product.update(_Renamed(at_work.weights.form, 1), 1, target)
+            with blame(generator.owner, "update"):
+                generator.product.update(_RenamedWeights(generator.weights.form, 1), 1, target)
         except ModelError:
             pass
         except EngineError as error:
@@ -263,9 +271,9 @@ def unknown_weights(subject: Subject[Any], _case: None) -> None:
             raise Broken(
                 "takes weights of which one has a name that its model does not know", "Raise ModelError that names the weight"
             )
-        requests = [evolve(each, target=target) for each in requests_of(4)]
-        for request, done in zip(requests, at_work.sample(requests), strict=True):
-            require_logprobs(at_work, request, done, "Look at all names and shapes before any weight changes")
+        requests = [evolve(plain_request, target=target) for plain_request in requests_of(4)]
+        for request, done in zip(requests, generator.sample(requests), strict=True):
+            require_logprobs(generator, request, done, "Look at all names and shapes before any weight changes")
 
 
 # --- what is refused, and what is left alone ---------------------------------------------------------------------------------------
@@ -274,11 +282,11 @@ def unknown_weights(subject: Subject[Any], _case: None) -> None:
 @promise("A prompt that leaves no room for max_tokens fails alone, naming its length and the limit", exempt=no_weights)
 def no_room(subject: Subject[Any], _case: None) -> None:
     limit = POSITIONS
-    with undecidable_on_error(), running(subject) as at_work:
+    with undecidable_on_error(), run_generator(subject) as generator:
         fits = requests_of(2, first=1)
         long = GenerationRequest(0, np.zeros(limit - 2, dtype=np.int32), Sampling(max_tokens=3, ignore_eos=True), 0)
-        just = GenerationRequest(9, np.zeros(limit - 3, dtype=np.int32), Sampling(max_tokens=3, ignore_eos=True), 0)
-        failed, *others = at_work.sample([long, *fits, just])
+        largest = GenerationRequest(9, np.zeros(limit - 3, dtype=np.int32), Sampling(max_tokens=3, ignore_eos=True), 0)
+        failed, *others = generator.sample([long, *fits, largest])
     if any(done.finish == "error" for done in others):
         raise Broken(
             "fails requests that fit, one of them just so, next to one whose prompt is too long", "Fail that request alone"
@@ -294,10 +302,10 @@ def no_room(subject: Subject[Any], _case: None) -> None:
 @promise("Prompts that are empty or hold ids outside of the vocabulary are refused, before any request is taken", exempt=no_weights)
 def vocabulary(subject: Subject[Any], _case: None) -> None:
     for prompt in ([VOCABULARY], [3, -1], []):
-        with running(subject) as at_work:
+        with run_generator(subject) as generator:
             wrong = GenerationRequest(0, np.array(prompt, dtype=np.int32), Sampling(max_tokens=2), 0)
             try:
-                at_work.submit([*requests_of(1, first=1), wrong])
+                generator.submit([*requests_of(1, first=1), wrong])
             except ContractError:
                 pass
             except EngineError as error:
@@ -306,7 +314,7 @@ def vocabulary(subject: Subject[Any], _case: None) -> None:
                 raise Broken(
                     f"takes the prompt {prompt} of a vocabulary of {VOCABULARY}", "Raise ContractError that names the token"
                 )
-            if at_work.poll(0.5):
+            if generator.poll(0.5):
                 raise Broken("takes the requests before the one that it refuses", "Look at all of them before taking one")
 
 
@@ -314,16 +322,16 @@ def vocabulary(subject: Subject[Any], _case: None) -> None:
 def process_state(subject: Subject[Any], _case: None) -> None:
     def work() -> None:
         before = global_random_state()
-        with undecidable_on_error(), running(subject) as at_work:
+        with undecidable_on_error(), run_generator(subject) as generator:
             after_start = global_random_state()
-            at_work.sample(requests_of(4))
-            at_work.update(1)
-            at_work.sample(requests_of(2))
+            generator.sample(requests_of(4))
+            generator.update(1)
+            generator.sample(requests_of(2))
         if before != after_start or global_random_state() != before:
             raise Broken("draws from a global random state", "Draw from generators of the requests' seeds")
 
     # once before, for what it imports the first time
-    with restore_random_state(), restore_settings(), undecidable_on_error(), running(subject) as warm:
+    with restore_random_state(), restore_settings(), undecidable_on_error(), run_generator(subject) as warm:
         warm.sample(requests_of(2))
     with restore_random_state():
         require_settings_left_alone(work)
@@ -333,9 +341,9 @@ def process_state(subject: Subject[Any], _case: None) -> None:
 def closes(subject: Subject[Any], _case: None) -> None:
     before = processes()
     with undecidable_on_error():
-        with running(subject) as at_work:
-            at_work.submit(requests_of(20, max_tokens=100))
-            at_work.poll(0.0)
+        with run_generator(subject) as generator:
+            generator.submit(requests_of(20, max_tokens=100))
+            generator.poll(0.0)
             since = monotonic()
         taken = monotonic() - since
     if taken > 10:

@@ -61,11 +61,11 @@ def distance_shown(draws: int, cells: int) -> float:
 
 def cells_of(due: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
     """Return the cell of each outcome, int64[n], of which `due` float64[n] draws are due: neighbours share one until `LEAST_DUE` are."""
-    cells, last, held = np.zeros(len(due), dtype=np.int64), 0, 0.0
-    for outcome, each in enumerate(due):
-        cells[outcome], held = last, held + each
-        if held >= LEAST_DUE:
-            last, held = last + 1, 0.0
+    cells, last, cell_due = np.zeros(len(due), dtype=np.int64), 0, 0.0
+    for outcome, outcome_due in enumerate(due):
+        cells[outcome], cell_due = last, cell_due + outcome_due
+        if cell_due >= LEAST_DUE:
+            last, cell_due = last + 1, 0.0
     return np.minimum(cells, max(last - 1, 0))
 
 
@@ -81,10 +81,10 @@ class ChiSquare:
     @classmethod
     def of(cls, outcomes: npt.NDArray[np.int64], probabilities: npt.NDArray[np.float64]) -> "ChiSquare":
         """Compare outcomes int64[draws] with the probabilities float64[n] of outcomes 0 to n - 1."""
-        each = probabilities * len(outcomes)
-        cells = cells_of(each)
-        counts = np.bincount(cells, weights=np.bincount(outcomes, minlength=len(each))).astype(np.float64)
-        due = np.bincount(cells, weights=each).astype(np.float64)
+        outcome_due = probabilities * len(outcomes)
+        cells = cells_of(outcome_due)
+        counts = np.bincount(cells, weights=np.bincount(outcomes, minlength=len(outcome_due))).astype(np.float64)
+        due = np.bincount(cells, weights=outcome_due).astype(np.float64)
         value = float(((counts - due) ** 2 / due).sum())
         return cls(value, largest_chi_square(len(due) - 1) if len(due) > 1 else math.inf, counts, due)
 
@@ -115,7 +115,7 @@ class Temperatures:
         places = np.arange(len(drawn))
         gains, distances = [], []
         for factor in FACTORS:
-            other = at_temperature(rows, factor)
+            other = scale_to_temperature(rows, factor)
             gains.append((other - rows)[places, drawn].sum())
             distances.append(np.abs(np.exp(other) - np.exp(rows)).sum(-1).mean() / 2)
         return cls(len(drawn), np.array(gains), np.array(distances))
@@ -131,7 +131,7 @@ class Temperatures:
         return int(np.argmax(self.gains))
 
 
-def at_temperature(logprobs: npt.NDArray[np.float64], factor: float) -> npt.NDArray[np.float64]:
+def scale_to_temperature(logprobs: npt.NDArray[np.float64], factor: float) -> npt.NDArray[np.float64]:
     """Return log-probabilities [n, vocabulary] at `factor` times their temperature."""
     scaled = logprobs / factor
     scaled -= scaled.max(-1, keepdims=True)

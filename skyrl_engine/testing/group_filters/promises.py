@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from skyrl_engine.contracts.kinds.group_filter import GroupView, as_drop_reason
 from skyrl_engine.errors import EngineError
 from skyrl_engine.registry.owner import Owner, blame
-from skyrl_engine.testing.group_filters.views import Shown, draw_group, extreme_groups, large_groups, various_groups
+from skyrl_engine.testing.group_filters.views import ShownGroup, draw_group, extreme_groups, large_groups, various_groups
 from skyrl_engine.testing.plugin_promises import PLUGIN_PROMISES
 from skyrl_engine.testing.process_promises import process_promises
 from skyrl_engine.testing.promise import Broken, Promise, Undecidable, promise
@@ -20,23 +20,23 @@ MOST_REASONS = 4
 _PURE = "Let the answer be a function of the group alone"
 
 
-def _one(_subject: Subject[Any]) -> "st.SearchStrategy[Shown]":
+def _draw_one(_subject: Subject[Any]) -> "st.SearchStrategy[ShownGroup]":
     return draw_group()
 
 
-def _explicit(_subject: Subject[Any]) -> list[Shown]:
+def _list_explicit(_subject: Subject[Any]) -> list[ShownGroup]:
     return [*large_groups(), *extreme_groups()]
 
 
-def _many(_subject: Subject[Any]) -> "st.SearchStrategy[Groups]":
+def _draw_many(_subject: Subject[Any]) -> "st.SearchStrategy[Groups]":
     return st.lists(draw_group(most=2, plain=True), min_size=2, max_size=8).map(Groups)
 
 
-class Groups(list[Shown]):
+class Groups(list[ShownGroup]):
     """Groups in the order in which they end, which describe themselves in words."""
 
     def __str__(self) -> str:
-        return "\nthen ".join(str(each) for each in self)
+        return "\nthen ".join(str(group) for group in self)
 
 
 def _ask(subject: Subject[Any], product: Any, view: GroupView) -> str | None:
@@ -46,21 +46,21 @@ def _ask(subject: Subject[Any], product: Any, view: GroupView) -> str | None:
     return as_drop_reason(subject.label, answer)
 
 
-def _answers(subject: Subject[Any], groups: Sequence[Shown], product: Any = None) -> list[str | None]:
+def _answers(subject: Subject[Any], groups: Sequence[ShownGroup], product: Any = None) -> list[str | None]:
     """Return answers of one filter (a new one, or `product`). Raises Undecidable where it fails or returns something else."""
-    made = subject.make() if product is None else product
+    group_filter = subject.make() if product is None else product
     try:
-        return [_ask(subject, made, each.view()) for each in groups]
+        return [_ask(subject, group_filter, group.view()) for group in groups]
     except EngineError as error:
         raise Undecidable(error.cause) from error
 
 
-def _words(answer: str | None) -> str:
+def _describe_answer(answer: str | None) -> str:
     return "keeps the group" if answer is None else f"drops it as {answer!r}"
 
 
-@promise("It returns None or a short text, also for a group of one", cases=_one, first=_explicit)
-def answer(subject: Subject[Any], case: Shown) -> None:
+@promise("It returns None or a short text, also for a group of one", cases=_draw_one, first=_list_explicit)
+def answer(subject: Subject[Any], case: ShownGroup) -> None:
     try:
         _ask(subject, subject.make(), case.view())
     except EngineError as error:
@@ -71,47 +71,50 @@ def _has_no_oracle(subject: Subject[Any]) -> str | None:
     return None if "oracle" in subject.hooks else "there is no oracle to compare with"
 
 
-@promise("Its answers are those of the oracle", cases=_one, exempt=_has_no_oracle, first=_explicit)
-def oracle(subject: Subject[Any], case: Shown) -> None:
-    (given,) = _answers(subject, [case])
-    due = subject.hooks["oracle"](case.view())
-    if given != due:
-        raise Broken(f"{_words(given)}, where the oracle {_words(due)}", "Compare the two")
+@promise("Its answers are those of the oracle", cases=_draw_one, exempt=_has_no_oracle, first=_list_explicit)
+def oracle(subject: Subject[Any], case: ShownGroup) -> None:
+    (returned,) = _answers(subject, [case])
+    expected = subject.hooks["oracle"](case.view())
+    if returned != expected:
+        raise Broken(f"{_describe_answer(returned)}, where the oracle {_describe_answer(expected)}", "Compare the two")
 
 
 def _draw_reordered(_subject: Subject[Any]) -> "st.SearchStrategy[Groups]":
-    def moved(group: Shown) -> "st.SearchStrategy[Groups]":
+    def reorder(group: ShownGroup) -> "st.SearchStrategy[Groups]":
         return st.permutations(group.attempts).map(lambda order: Groups([group, evolve(group, attempts=tuple(order))]))
 
-    return draw_group().flatmap(moved)
+    return draw_group().flatmap(reorder)
 
 
 def _reverse_explicit(subject: Subject[Any]) -> list[Groups]:
-    return [Groups([group, evolve(group, attempts=group.attempts[::-1])]) for group in _explicit(subject)]
+    return [Groups([group, evolve(group, attempts=group.attempts[::-1])]) for group in _list_explicit(subject)]
 
 
 @promise("The order of the attempts changes nothing", cases=_draw_reordered, first=_reverse_explicit, effort=3)
 def member_order(subject: Subject[Any], case: Groups) -> None:
-    one, other = (_answers(subject, [each])[0] for each in case)
+    one, other = (_answers(subject, [group])[0] for group in case)
     if one != other:
         raise Broken(
-            f"{_words(one)}, and in another order of attempts {_words(other)}",
+            f"{_describe_answer(one)}, and in another order of attempts {_describe_answer(other)}",
             "Compare no attempt with its neighbour; add up with math.fsum where a bound decides",
         )
 
 
-@promise("What it saw before changes nothing", cases=_many)
+@promise("What it saw before changes nothing", cases=_draw_many)
 def no_memory(subject: Subject[Any], case: Groups) -> None:
     together = _answers(subject, case)
     for group, after in zip(case, together, strict=True):
         (alone,) = _answers(subject, [group])
         if alone != after:
-            raise Broken(f"{_words(alone)} that it sees first, and after others {_words(after)}: it keeps something", _PURE)
+            raise Broken(
+                f"{_describe_answer(alone)} that it sees first, and after others {_describe_answer(after)}: it keeps something",
+                _PURE,
+            )
 
 
-@promise("It gives few reasons, which are names of metrics", cases=_many, first=lambda _subject: [Groups(various_groups())])
+@promise("It gives few reasons, which are names of metrics", cases=_draw_many, first=lambda _subject: [Groups(various_groups())])
 def few_reasons(subject: Subject[Any], case: Groups) -> None:
-    reasons = sorted({each for each in _answers(subject, case) if each is not None})
+    reasons = sorted({reason for reason in _answers(subject, case) if reason is not None})
     if len(reasons) > max(MOST_REASONS, len(case) // 6):
         raise Broken(
             f"gives {len(reasons)} reasons for {len(case)} groups: {', '.join(map(repr, reasons[:3]))}, ...",
@@ -119,8 +122,8 @@ def few_reasons(subject: Subject[Any], case: Groups) -> None:
         )
 
 
-@promise("It does not change the group", cases=_one, first=_explicit)
-def inputs_unchanged(subject: Subject[Any], case: Shown) -> None:
+@promise("It does not change the group", cases=_draw_one, first=_list_explicit)
+def inputs_unchanged(subject: Subject[Any], case: ShownGroup) -> None:
     view, before = case.view(), case.view()
     try:
         _ask(subject, subject.make(), view)
@@ -131,8 +134,8 @@ def inputs_unchanged(subject: Subject[Any], case: Shown) -> None:
             raise Broken(f"changes group.{name} in place, which the next filter reads", "Work on a copy: np.sort(x), not x.sort()")
 
 
-@promise("It answers the same in every call and whatever the random state, which it leaves alone", cases=_one)
-def repeatable(subject: Subject[Any], case: Shown) -> None:
+@promise("It answers the same in every call and whatever the random state, which it leaves alone", cases=_draw_one)
+def repeatable(subject: Subject[Any], case: ShownGroup) -> None:
     product, answers = subject.make(), []
     with restore_random_state():
         for seed in range(12):
@@ -142,14 +145,18 @@ def repeatable(subject: Subject[Any], case: Shown) -> None:
             if global_random_state() != before:
                 raise Broken("draws from the global random state", _PURE)
     if len(set(answers)) > 1:
-        raise Broken(f"{_words(answers[0])} and, asked again, another time does not: it keeps something, or draws numbers", _PURE)
+        raise Broken(
+            f"{_describe_answer(answers[0])} and, asked again, another time does not: it keeps something, or draws numbers", _PURE
+        )
 
 
 def _answer(subject: Subject[Any], case: Groups) -> list[str | None]:
     return _answers(subject, case)
 
 
-_process_settings, _another_rank, _another_process = process_promises(_answer, _many, lambda _subject: [Groups(large_groups())])
+_process_settings, _another_rank, _another_process = process_promises(
+    _answer, _draw_many, lambda _subject: [Groups(large_groups())]
+)
 
 GROUP_FILTER_PROMISES: tuple[Promise[Any, Any], ...] = (
     _process_settings,  # first: once set they are set

@@ -20,7 +20,7 @@ class Attempt:
 
 
 @frozen
-class Shown:
+class ShownGroup:
     """A group as rows, which describes itself in words."""
 
     attempts: tuple[Attempt, ...]
@@ -31,19 +31,19 @@ class Shown:
         """Make the arrays that a filter sees, new ones in every call."""
         return GroupView(
             self.environment,
-            np.array([each.reward for each in self.attempts], dtype=np.float64),
-            np.array([each.success for each in self.attempts], dtype=np.bool_),
-            np.array([each.length for each in self.attempts], dtype=np.int64),
-            np.array([each.truncated for each in self.attempts], dtype=np.bool_),
+            np.array([attempt.reward for attempt in self.attempts], dtype=np.float64),
+            np.array([attempt.success for attempt in self.attempts], dtype=np.bool_),
+            np.array([attempt.length for attempt in self.attempts], dtype=np.int64),
+            np.array([attempt.truncated for attempt in self.attempts], dtype=np.bool_),
             self.staleness,
         )
 
     def __str__(self) -> str:
-        told = [
-            f"reward {each.reward:g}, {each.length} tokens{', right' * each.success}{', truncated' * each.truncated}"
-            for each in self.attempts
+        lines = [
+            f"reward {attempt.reward:g}, {attempt.length} tokens{', right' * attempt.success}{', truncated' * attempt.truncated}"
+            for attempt in self.attempts
         ]
-        return "\n".join([f"{self.environment}, staleness {self.staleness}", *told])
+        return "\n".join([f"{self.environment}, staleness {self.staleness}", *lines])
 
 
 def attempts(*, plain: bool = False) -> "st.SearchStrategy[Attempt]":
@@ -56,46 +56,49 @@ def attempts(*, plain: bool = False) -> "st.SearchStrategy[Attempt]":
 
 
 @st.composite
-def draw_group(draw: st.DrawFn, *, most: int = 6, plain: bool = False) -> Shown:
+def draw_group(draw: st.DrawFn, *, most: int = 6, plain: bool = False) -> ShownGroup:
     """Draw groups of one to `most` attempts, every third of equal rewards."""
     members = tuple(draw(st.lists(attempts(plain=plain), min_size=1, max_size=most)))
     if draw(st.sampled_from((True, False, False))):
-        members = tuple(Attempt(members[0].reward, each.success, each.length, each.truncated) for each in members)
-    return Shown(members, draw(st.sampled_from(("first", "second"))), draw(st.integers(0, 3)))
+        members = tuple(Attempt(members[0].reward, member.success, member.length, member.truncated) for member in members)
+    return ShownGroup(members, draw(st.sampled_from(("first", "second"))), draw(st.integers(0, 3)))
 
 
-def various_groups() -> list[Shown]:
+def various_groups() -> list[ShownGroup]:
     """Return 48 groups that differ in all that a reason could name, some of equal rewards."""
-    made = []
+    groups = []
     for number in range(48):
         size = 1 + number % 12
         rewards = [number / 48 + (place / 64 if number % 5 else 0.0) for place in range(size)]
         attempts = tuple(
             Attempt(reward, reward > 0.5, 10 * number + place, number % 4 == 0) for place, reward in enumerate(rewards)
         )
-        made.append(Shown(attempts, f"environment {number % 16}", number % 24))
-    return made
+        groups.append(ShownGroup(attempts, f"environment {number % 16}", number % 24))
+    return groups
 
 
-def extreme_groups() -> list[Shown]:
+def extreme_groups() -> list[ShownGroup]:
     """Return groups whose rewards are as large as a game's score, on both sides of 0, one whose mean depends on the order of a sum, and one
     whose rewards differ in their last bits.
     """
-    of = [(1e9, 1e9, 2e9), (-1e6, -3e6), (-1e6, 1e6, 0.0), (0.7, 0.4, 0.2, 0.7), (10.3, 10.1 + 0.2, 10.3)]
-    return [Shown(tuple(Attempt(reward, reward > 0, 12, False) for reward in rewards)) for rewards in of]
+    reward_lists = [(1e9, 1e9, 2e9), (-1e6, -3e6), (-1e6, 1e6, 0.0), (0.7, 0.4, 0.2, 0.7), (10.3, 10.1 + 0.2, 10.3)]
+    return [ShownGroup(tuple(Attempt(reward, reward > 0, 12, False) for reward in rewards)) for rewards in reward_lists]
 
 
-def large_groups() -> list[Shown]:
+def large_groups() -> list[ShownGroup]:
     """Return groups as large as those of a run: of unequal rewards that come in runs of eight, of rewards that only the last differs in.
 
     Every second size is of an environment that is never drawn, and ten steps old.
     """
-    made = []
+    groups = []
     for number, count in enumerate((16, 32, 64, 100)):
         rewards = [REWARDS[place // 8 % len(REWARDS)] for place in range(count)], [0.5] * (count - 1) + [0.25]
-        shown_as = ("first", 0) if number % 2 else ("a/third one", 10)
-        made += [
-            Shown(tuple(Attempt(reward, reward > 0.25, 3 * place, place % 5 == 0) for place, reward in enumerate(each)), *shown_as)
-            for each in rewards
+        labels = ("first", 0) if number % 2 else ("a/third one", 10)
+        groups += [
+            ShownGroup(
+                tuple(Attempt(reward, reward > 0.25, 3 * place, place % 5 == 0) for place, reward in enumerate(group_rewards)),
+                *labels,
+            )
+            for group_rewards in rewards
         ]
-    return made
+    return groups

@@ -8,27 +8,27 @@ import torch
 from attrs import frozen
 from hypothesis import strategies as st
 
-from skyrl_engine.testing.comparison import same
+from skyrl_engine.testing.comparison import is_same
 from skyrl_engine.testing.losses.evaluation import columns_of, leaves_of
 from skyrl_engine.testing.losses.finite_differences import RecordingDetached, ReplayingDetached
 from skyrl_engine.testing.losses.kind import LOSS
 from skyrl_engine.testing.promise import Broken, Undecidable, promise
 from skyrl_engine.testing.subject import Subject
 from skyrl_engine.testing.tokens import rollouts
-from skyrl_engine.testing.tokens.evaluation import Evaluation, same_evaluation
-from skyrl_engine.testing.tokens.kind import needs_of, ordinary
+from skyrl_engine.testing.tokens.evaluation import Evaluation, is_same_evaluation
+from skyrl_engine.testing.tokens.kind import draw_ordinary, needs_of
 from skyrl_engine.testing.tokens.lossy_casts import LossyCasts
 from skyrl_engine.testing.tokens.token_batches import TokenBatch
 
 
-def _surrogate(subject: Subject[Any]) -> str | None:
+def _exempt_surrogate(subject: Subject[Any]) -> str | None:
     return "the suite declares a surrogate gradient" if "surrogate_gradient" in subject.flags else None
 
 
 @promise(
     "Its gradient is the derivative of its values, with what it detaches held fixed (central and one-sided differences in float64)",
-    cases=lambda subject: rollouts.batches(needs_of(subject), max_sequences=2),
-    exempt=_surrogate,
+    cases=lambda subject: rollouts.draw_batches(needs_of(subject), max_sequences=2),
+    exempt=_exempt_surrogate,
     effort=0.5,
 )
 def gradient(subject: Subject[Any], batch: TokenBatch) -> None:
@@ -36,7 +36,7 @@ def gradient(subject: Subject[Any], batch: TokenBatch) -> None:
     base = LOSS.evaluate_or_undecidable(subject, batch, mode=recording)
     if base.dtype != torch.float64:
         raise Undecidable("the loss does not compute in float64")
-    scale = 1.0 + max(float(np.abs(each).max(initial=0)) for each in base.gradients.values())
+    scale = 1.0 + max(float(np.abs(array).max(initial=0)) for array in base.gradients.values())
     for name, gradients in base.gradients.items():
         for place in range(batch.tokens):
             left, right = (_slope(subject, batch, recording, name, place, step, base.total) for step in (-_STEP, _STEP))
@@ -45,7 +45,7 @@ def gradient(subject: Subject[Any], batch: TokenBatch) -> None:
             low, high = min(left, right) - _SLACK * scale, max(left, right) + _SLACK * scale
             got = float(gradients[place])
             if not low <= got <= high:  # at a kink any slope between the two sides will do
-                LOSS.unless_random(subject, batch)
+                LOSS.require_repeatable(subject, batch)
                 if left == right == 0:
                     raise Broken(
                         f"has the gradient {got:.6g} by {name} at token {place} although its values do not move: something is rounded, or "
@@ -69,14 +69,14 @@ def _slope(
 ) -> float:
     loss = subject.make()
     leaves = leaves_of(batch, loss, torch.float64, gradients=False)
-    moved = {each: column for score, leaf in leaves.items() for each, column in columns_of(score, leaf).items()}
-    moved[name][place] += step
+    columns = {column_name: column for score, leaf in leaves.items() for column_name, column in columns_of(score, leaf).items()}
+    columns[name][place] += step
     return (recorded.total(subject.label, loss, batch, leaves, ReplayingDetached(recorded)) - base) / step
 
 
 def _of_every_precision(subject: Subject[Any]) -> st.SearchStrategy[TokenBatch]:
     ranges: tuple[rollouts.Range, ...] = ("ordinary", "rounded")
-    return st.sampled_from(ranges).flatmap(lambda range_: rollouts.batches(needs_of(subject), range_=range_, long=True))
+    return st.sampled_from(ranges).flatmap(lambda range_: rollouts.draw_batches(needs_of(subject), range_=range_, long=True))
 
 
 @promise(
@@ -109,8 +109,8 @@ def _require_precision(subject: Subject[Any], batch: TokenBatch, exact: Evaluati
             raise Broken(f"returns {got} for {due} scores", "Leave the dtype as it comes; the engine hands out float32")
     if exact.drew:
         return  # other random numbers are drawn in other dtypes, so values cannot be compared
-    if not same_evaluation(exact, single, relative=1e-4, absolute=1e-4 * max(1.0, exact.largest / _CANCELLING)):
-        LOSS.unless_random(subject, batch)
+    if not is_same_evaluation(exact, single, relative=1e-4, absolute=1e-4 * max(1.0, exact.largest / _CANCELLING)):
+        LOSS.require_repeatable(subject, batch)
         worst = int(np.argmax(np.abs(exact.per_token - single.per_token)))
         raise Broken(
             f"loses precision: token {worst} has {single.per_token[worst]:.6g} in float32 and {exact.per_token[worst]:.6g} in "
@@ -127,7 +127,7 @@ _CANCELLING = 100.0
 
 
 @frozen(eq=False)
-class Scaled:
+class ScaledBatch:
     """A batch, and a factor for its advantages."""
 
     batch: TokenBatch
@@ -137,8 +137,8 @@ class Scaled:
         return f"{self.batch}\nadvantages times {self.factor:g}"
 
 
-def _draw_scaled(subject: Subject[Any]) -> st.SearchStrategy[Scaled]:
-    return st.builds(Scaled, ordinary(subject), st.sampled_from((2.0, 0.5, 4.0, 1024.0)))
+def _draw_scaled(subject: Subject[Any]) -> st.SearchStrategy[ScaledBatch]:
+    return st.builds(ScaledBatch, draw_ordinary(subject), st.sampled_from((2.0, 0.5, 4.0, 1024.0)))
 
 
 def _not_homogeneous(subject: Subject[Any]) -> str | None:
@@ -152,13 +152,13 @@ def _not_homogeneous(subject: Subject[Any]) -> str | None:
     exempt=_not_homogeneous,
     cases=_draw_scaled,
 )
-def homogeneous(subject: Subject[Any], case: Scaled) -> None:
+def homogeneous(subject: Subject[Any], case: ScaledBatch) -> None:
     advantages = case.batch.values["advantages"] * np.float32(case.factor)
     one, other = (
         LOSS.evaluate_or_undecidable(subject, case.batch),
         LOSS.evaluate_or_undecidable(subject, case.batch.with_values(advantages=advantages)),
     )
-    if not same(case.factor * one.per_token, other.per_token):
+    if not is_same(case.factor * one.per_token, other.per_token):
         place = int(np.argmax(~np.isclose(case.factor * one.per_token, other.per_token)))
         raise Broken(
             f"declares homogeneous, and advantages times {case.factor:g} take the loss of token {place} from {one.per_token[place]:.6g} "

@@ -18,7 +18,7 @@ from skyrl_engine.testing.plugin_promises import PLUGIN_PROMISES
 from skyrl_engine.testing.promise import Promise
 from skyrl_engine.testing.subject import Subject
 from skyrl_engine.testing.tokens import promises as shared
-from skyrl_engine.testing.tokens.kind import anything_first
+from skyrl_engine.testing.tokens.kind import list_anything
 from skyrl_engine.testing.tokens.oracle import oracle
 from skyrl_engine.testing.tokens.token_batches import TokenBatch
 
@@ -52,6 +52,6 @@ LOSS_PROMISES: tuple[Promise[Any, Any], ...] = (
     shared.global_random_numbers.of(LOSS),
     shared.inputs_unchanged.of(LOSS),
     memory,
-    another_process(_answer, anything_first),  # late: it takes seconds to start
+    another_process(_answer, list_anything),  # late: it takes seconds to start
     *PLUGIN_PROMISES,
 )

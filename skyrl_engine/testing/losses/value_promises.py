@@ -12,48 +12,48 @@ import torch
 from skyrl_engine.contracts.kinds.loss import as_loss_output
 from skyrl_engine.contracts.values.outputs import Metric, combine_metrics
 from skyrl_engine.errors import DetachedLossError, EngineError, ResultError
-from skyrl_engine.testing.comparison import change, same
+from skyrl_engine.testing.comparison import describe_change, is_same
 from skyrl_engine.testing.losses.kind import LOSS, batch_local
 from skyrl_engine.testing.promise import Broken, Undecidable, any_of, promise
 from skyrl_engine.testing.subject import Subject
 from skyrl_engine.testing.tokens import explicit
 from skyrl_engine.testing.tokens.evaluation import Listening
-from skyrl_engine.testing.tokens.kind import anything, anything_first, cuts, cuts_first, needs_of, ordinary
+from skyrl_engine.testing.tokens.kind import draw_anything, draw_cuts, draw_ordinary, list_anything, list_cuts, needs_of
 from skyrl_engine.testing.tokens.token_batches import CutBatch, TokenBatch
 
 
 @promise(
     "It returns one finite value per token, also where a probability is 1, near 0, or far from the old policy's",
-    cases=anything,
-    first=anything_first,
+    cases=draw_anything,
+    first=list_anything,
 )
 def one_finite_value_per_token(subject: Subject[Any], batch: TokenBatch) -> None:
     try:
-        made = LOSS.evaluate_subject(subject, batch, dtype=torch.float32, gradients=False)
+        result = LOSS.evaluate_subject(subject, batch, dtype=torch.float32, gradients=False)
     except ResultError as refused:
         raise Broken(refused.cause, refused.remedy) from refused
     except EngineError as error:
         raise Undecidable(error.cause) from error
-    wrong = ~np.isfinite(made.per_token)
+    wrong = ~np.isfinite(result.per_token)
     if wrong.any():
         place = int(np.argmax(wrong))
         raise Broken(
-            f"the loss of token {place} is {made.per_token[place]}",
+            f"the loss of token {place} is {result.per_token[place]}",
             "Guard divisions and logarithms, and clamp what goes into exp()",
         )
 
 
-@promise("Its values depend on the model's scores, with a finite gradient", cases=anything, first=anything_first)
+@promise("Its values depend on the model's scores, with a finite gradient", cases=draw_anything, first=list_anything)
 def differentiable(subject: Subject[Any], batch: TokenBatch) -> None:
     try:
-        made = LOSS.evaluate_subject(subject, batch, dtype=torch.float32)
+        result = LOSS.evaluate_subject(subject, batch, dtype=torch.float32)
     except DetachedLossError as detached:
         raise Broken("nothing would be learned: its values do not depend on the model", detached.remedy) from detached
     except EngineError as error:
         raise Undecidable(error.cause) from error
-    if not np.isfinite(made.per_token).all():
+    if not np.isfinite(result.per_token).all():
         raise Undecidable("the loss is not finite")
-    for name, gradient in made.gradients.items():
+    for name, gradient in result.gradients.items():
         wrong = ~np.isfinite(gradient)
         if wrong.any():
             raise Broken(
@@ -64,8 +64,8 @@ def differentiable(subject: Subject[Any], batch: TokenBatch) -> None:
 
 @promise("It learns: in a batch with a little of everything, not every gradient is 0")
 def learns(subject: Subject[Any], _case: None) -> None:
-    made = LOSS.evaluate_or_undecidable(subject, explicit.make_varied_batch(needs_of(subject)))
-    if not any(gradient.any() for gradient in made.gradients.values()):
+    result = LOSS.evaluate_or_undecidable(subject, explicit.make_varied_batch(needs_of(subject)))
+    if not any(gradient.any() for gradient in result.gradients.values()):
         raise Broken(
             "nothing would be learned: every gradient is 0 although its values seem to depend on the model",
             "Look for detach(), for a factor of 0, and for bounds that leave no token between them",
@@ -79,7 +79,7 @@ def _exempt_without_metrics(subject: Subject[Any]) -> str | None:
 def _metric_names(subject: Subject[Any]) -> set[str]:
     """Return the names of all metrics that it reports for one token or several: some make sense of several alone."""
     names: set[str] = set()
-    for make in (explicit.one_token, explicit.make_varied_batch, explicit.in_threes):
+    for make in (explicit.one_token, explicit.make_varied_batch, explicit.make_threes):
         with suppress(EngineError):
             names |= LOSS.evaluate_subject(subject, make(needs_of(subject))).metrics.keys()
     return names
@@ -87,9 +87,9 @@ def _metric_names(subject: Subject[Any]) -> set[str]:
 
 @promise(
     "Its metrics over micro-batches add up to those of the whole, as their reductions say",
-    cases=cuts,
+    cases=draw_cuts,
     exempt=any_of(batch_local, _exempt_without_metrics),
-    first=cuts_first,
+    first=list_cuts,
 )
 def metrics(subject: Subject[Any], case: CutBatch) -> None:
     whole = LOSS.evaluate_or_undecidable(subject, case.batch).metrics
@@ -99,7 +99,7 @@ def metrics(subject: Subject[Any], case: CutBatch) -> None:
         raise Broken(f"the metric {name!r} of {here} is missing in {there}", "Report it in every call that has tokens")
     for name, metric in whole.items():
         one, other = metric.result, parts[name].result
-        if not same(np.array([one]), np.array([other])):
+        if not is_same(np.array([one]), np.array([other])):
             raise Broken(
                 f"the metric {name!r} is {one:.6g} over the whole and {other:.6g} over its micro-batches: {_cause_of_metric(metric)}",
                 "Report a mean as its sum and its count (Metric.mean(values.sum(), len(values)))",
@@ -109,10 +109,10 @@ def metrics(subject: Subject[Any], case: CutBatch) -> None:
 
 @promise(
     "A micro-batch without tokens, as those that fill up ranks, changes none of its metrics",
-    cases=ordinary,
+    cases=draw_ordinary,
     effort=0.5,
     exempt=_exempt_without_metrics,
-    first=lambda subject: [explicit.in_threes(needs_of(subject))],
+    first=lambda subject: [explicit.make_threes(needs_of(subject))],
 )
 def empty_metrics(subject: Subject[Any], batch: TokenBatch) -> None:
     alone = LOSS.evaluate_or_undecidable(subject, batch).metrics
@@ -120,7 +120,7 @@ def empty_metrics(subject: Subject[Any], batch: TokenBatch) -> None:
         filled = combine_metrics([alone, LOSS.evaluate_or_undecidable(subject, filler).metrics])
         for name, metric in filled.items():
             before = alone[name].result if name in alone else math.nan
-            if not same(np.array([before]), np.array([metric.result])):
+            if not is_same(np.array([before]), np.array([metric.result])):
                 raise Broken(
                     f"the metric {name!r} is {before:.6g}, and {metric.result:.6g} with a rank that has no tokens: "
                     f"{_cause_of_filler(metric)}",
@@ -136,7 +136,7 @@ def _cause_of_filler(metric: Metric) -> str:
 
 @promise(
     "Evaluation measures what training does: values and metrics are the same where no gradient is asked for",
-    cases=ordinary,
+    cases=draw_ordinary,
     effort=0.5,
 )
 def evaluation(subject: Subject[Any], batch: TokenBatch) -> None:
@@ -147,13 +147,13 @@ def evaluation(subject: Subject[Any], batch: TokenBatch) -> None:
             scoring = LOSS.evaluate_subject(subject, batch, gradients=False)
     except EngineError as error:
         raise Broken(f"fails where no gradient is asked for, as in evaluation: {error.cause}", remedy) from error
-    one, other = ({name: metric.result for name, metric in each.metrics.items()} for each in (training, scoring))
-    same_metrics = one.keys() == other.keys() and same(np.array([*one.values()]), np.array([other[name] for name in one]))
-    same_values = same(training.per_token, scoring.per_token)
+    one, other = ({name: metric.result for name, metric in result.metrics.items()} for result in (training, scoring))
+    same_metrics = one.keys() == other.keys() and is_same(np.array([*one.values()]), np.array([other[name] for name in one]))
+    same_values = is_same(training.per_token, scoring.per_token)
     if same_values and same_metrics:
         return
-    LOSS.unless_random(subject, batch)
-    how, factor = change("loss", training.per_token, scoring.per_token)
+    LOSS.require_repeatable(subject, batch)
+    how, factor = describe_change("loss", training.per_token, scoring.per_token)
     if same_values:
         how = f"reports the metrics {other} and not {one}"
     raise Broken(f"{how} where no gradient is asked for, as in evaluation", remedy, factor=factor)
@@ -165,18 +165,18 @@ def _cause_of_metric(metric: Metric) -> str:
     return f"parts of it do not combine by {metric.reduction}"
 
 
-@promise("It keeps no tensor of a micro-batch alive, and no more of its own after every call", cases=ordinary, effort=0.1)
+@promise("It keeps no tensor of a micro-batch alive, and no more of its own after every call", cases=draw_ordinary, effort=0.1)
 def memory(subject: Subject[Any], batch: TokenBatch) -> None:
     loss = subject.make()
     listening = Listening(loss)
     LOSS.evaluate_or_undecidable(subject, batch, listening)
     output = as_loss_output(subject.label, listening.heard["output"], batch.tokens)
-    kept = {"its values": weakref.ref(output.token_loss)}
-    kept |= {name: weakref.ref(tensor) for name, tensor in listening.heard["tokens"].needs.items()}
+    references = {"its values": weakref.ref(output.token_loss)}
+    references |= {name: weakref.ref(tensor) for name, tensor in listening.heard["tokens"].needs.items()}
     del listening, output
     gc.collect()
     remedy = "Store numbers (tensor.item()), not tensors"
-    for name, reference in kept.items():
+    for name, reference in references.items():
         if reference() is not None:
             raise Broken(f"keeps {name} after the call, and with it all that the model computed for the micro-batch", remedy)
     if (left := _count_kept_tensors(subject, batch, loss)) >= _CALLS:
@@ -194,6 +194,6 @@ def _count_kept_tensors(subject: Subject[Any], batch: TokenBatch, loss: Any) -> 
         for _ in range(_CALLS):
             LOSS.evaluate_or_undecidable(subject, batch, loss)
         gc.collect()
-        return sum(issubclass(type(each), torch.Tensor) for each in gc.get_objects())
+        return sum(issubclass(type(obj), torch.Tensor) for obj in gc.get_objects())
     finally:
         gc.unfreeze()

@@ -40,15 +40,15 @@ class Split:
             f"samples {_ids(self.whole.sample_ids)} in {_format_count(len(self.plan.mini_batches), 'mini-batch')} over {sizes}"
         ]
         lines += [
-            f"rank {each.coords.rank} (dp {each.coords.dp}, tp {each.coords.tp}, cp {each.coords.cp}, pp {each.coords.pp}) returns "
-            f"{_ids(each.sample_ids)}"
-            for each in self.outputs
+            f"rank {output.coords.rank} (dp {output.coords.dp}, tp {output.coords.tp}, cp {output.coords.cp}, pp {output.coords.pp}) returns "
+            f"{_ids(output.sample_ids)}"
+            for output in self.outputs
         ]
         return "\n".join(lines)
 
 
 def _ids(ids: IntArray) -> str:
-    return ", ".join("padding" if each == PADDING_SAMPLE else str(each) for each in ids.tolist()) or "nothing"
+    return ", ".join("padding" if sample_id == PADDING_SAMPLE else str(sample_id) for sample_id in ids.tolist()) or "nothing"
 
 
 def _format_count(count: int, noun: str) -> str:
@@ -69,18 +69,18 @@ def splits(
     topology = Topology(dp=draw(st.integers(1, dp)), **sizes)
     count = draw(st.integers(1, draw(st.sampled_from((6, 6, 6, 20)))))
     numbers = np.arange(count, dtype=np.int64)
-    whole = _whole(draw, numbers)
+    whole = _draw_whole(draw, numbers)
     order = np.asarray(draw(st.permutations(range(count))), dtype=np.int64) if shuffled else numbers
-    minis = np.array_split(order, draw(st.integers(1, min(mini_batches, count))))
-    plan = _plan(minis, topology, draw(st.integers(1, 2)), whole.sample_ids)
-    returned = _Returned(whole, plan, topology, [draw(st.booleans()) for _ in range(count)] if padded else [])
-    outputs = returned.outputs()
+    parts = np.array_split(order, draw(st.integers(1, min(mini_batches, count))))
+    plan = _make_plan(parts, topology, draw(st.integers(1, 2)), whole.sample_ids)
+    results = _RankResults(whole, plan, topology, [draw(st.booleans()) for _ in range(count)] if padded else [])
+    outputs = results.outputs()
     if shuffled:
         outputs = [outputs[place] for place in draw(st.permutations(range(len(outputs))))]
-    return Split(whole, plan, topology, tuple(outputs), padded=any(PADDING_SAMPLE in each.sample_ids for each in outputs))
+    return Split(whole, plan, topology, tuple(outputs), padded=any(PADDING_SAMPLE in output.sample_ids for output in outputs))
 
 
-def _plan(minis: Sequence[IntArray], topology: Topology, cuts: int, sample_ids: IntArray) -> BatchPlan:
+def _make_plan(minis: Sequence[IntArray], topology: Topology, cuts: int, sample_ids: IntArray) -> BatchPlan:
     """Deal each mini-batch's samples to data-parallel ranks, and cut every rank's into so many micro-batches."""
     return BatchPlan(
         tuple(
@@ -100,7 +100,7 @@ def _plan(minis: Sequence[IntArray], topology: Topology, cuts: int, sample_ids: 
 MANY = 64
 
 
-def many() -> Split:
+def make_many() -> Split:
     """Return a split of `MANY` samples of up to 62 scored tokens, 1,984 together, in two mini-batches over four data-parallel ranks."""
     numbers, topology = np.arange(MANY, dtype=np.int64), Topology(dp=4)
     lengths = numbers * 37 % 63
@@ -108,15 +108,15 @@ def many() -> Split:
     scored = Ragged.from_list([np.arange(length) for length in lengths], np.int32)
     values = np.arange(len(scored.values), dtype=np.float32)
     whole = BatchOutput(numbers * 3 + 1, lengths, scored, {"logprobs": Ragged(values, scored.offsets)}, metrics_of(numbers))
-    plan = _plan(np.array_split(numbers[::-1], 2), topology, 2, whole.sample_ids)
-    return Split(whole, plan, topology, tuple(_Returned(whole, plan, topology).outputs()))
+    plan = _make_plan(np.array_split(numbers[::-1], 2), topology, 2, whole.sample_ids)
+    return Split(whole, plan, topology, tuple(_RankResults(whole, plan, topology).outputs()))
 
 
-def alone(whole: BatchOutput) -> Split:
+def make_unsplit(whole: BatchOutput) -> Split:
     """Return the split of a batch that one rank returns whole."""
     numbers, topology = np.arange(len(whole.sample_ids), dtype=np.int64), Topology()
-    plan = _plan([numbers], topology, 1, whole.sample_ids)
-    return Split(whole, plan, topology, tuple(_Returned(whole, plan, topology).outputs()))
+    plan = _make_plan([numbers], topology, 1, whole.sample_ids)
+    return Split(whole, plan, topology, tuple(_RankResults(whole, plan, topology).outputs()))
 
 
 def grid() -> list[Split]:
@@ -125,49 +125,49 @@ def grid() -> list[Split]:
     scored = Ragged.from_list([np.arange(length) for length in numbers % 3], np.int32)
     values = np.arange(len(scored.values), dtype=np.float32)
     whole = BatchOutput(numbers * 3 + 1, numbers % 3, scored, {"logprobs": Ragged(values, scored.offsets)}, metrics_of(numbers))
-    made = []
+    cases = []
     for count, dp, (tp, cp, pp) in product((1, 2, 3), (1, 2, 3), ((1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2))):
         topology = Topology(dp=dp, tp=tp, cp=cp, pp=pp)
-        plan = _plan(np.array_split(numbers, count), topology, 1, whole.sample_ids)
-        made.append(Split(whole, plan, topology, tuple(_Returned(whole, plan, topology).outputs())))
-    return made
+        plan = _make_plan(np.array_split(numbers, count), topology, 1, whole.sample_ids)
+        cases.append(Split(whole, plan, topology, tuple(_RankResults(whole, plan, topology).outputs())))
+    return cases
 
 
-def one_idle() -> list[Split]:
+def list_with_idle_rank() -> list[Split]:
     """Return splits of two samples over three data-parallel ranks, of which each in turn has no sample, returns no field and has a metric."""
     numbers = np.arange(2, dtype=np.int64)
-    whole = evolve(_of_two_tokens(numbers), metrics={**metrics_of(numbers), "of_idle": Metric.max(7)})
-    made = []
+    whole = evolve(_make_two_token_output(numbers), metrics={**metrics_of(numbers), "of_idle": Metric.max(7)})
+    cases = []
     for idle in range(3):
         hands = [one_sample_per_row(numbers[[0]], 8, 8), one_sample_per_row(numbers[[1]], 8, 8)]
         hands.insert(idle, one_sample_per_row(numbers[:0], 1, 0))
         topology = Topology(dp=3)
         plan = BatchPlan((MiniBatchPlan(tuple((hand,) for hand in hands)),), Layout(dp=3), whole.sample_ids)
-        outputs = _Returned(whole, plan, topology).outputs()
+        outputs = _RankResults(whole, plan, topology).outputs()
         outputs[idle] = evolve(RankOutput.empty(outputs[idle].coords), metrics={"of_idle": Metric.max(7)})
-        made.append(Split(whole, plan, topology, tuple(outputs)))
-    return made
+        cases.append(Split(whole, plan, topology, tuple(outputs)))
+    return cases
 
 
-def each_mini_batch() -> list[Split]:
+def list_mini_batches() -> list[Split]:
     """Return the mini-batches of a batch of six samples as splits of their own: their plans know the ids of the others."""
     numbers, topology = np.arange(6, dtype=np.int64), Topology(dp=2)
-    batch = _of_two_tokens(numbers)
-    made = []
-    for plan in _plan(np.array_split(numbers[::-1], 2), topology, 1, batch.sample_ids):
-        own = np.sort(np.concatenate([each.samples for each in plan.micro_batches]))
+    batch = _make_two_token_output(numbers)
+    cases = []
+    for plan in _make_plan(np.array_split(numbers[::-1], 2), topology, 1, batch.sample_ids):
+        own = np.sort(np.concatenate([micro_batch.samples for micro_batch in plan.micro_batches]))
         part = RankOutput(batch.sample_ids, batch.action_lengths, batch.scored, batch.fields).take(own)
         whole = BatchOutput(part.sample_ids, part.action_lengths, part.scored, part.fields, metrics_of(own))
-        made.append(Split(whole, plan, topology, tuple(_Returned(batch, plan, topology).outputs())))
-    return made
+        cases.append(Split(whole, plan, topology, tuple(_RankResults(batch, plan, topology).outputs())))
+    return cases
 
 
-def of_fractions() -> Split:
+def make_with_fractions() -> Split:
     """Return a split over three data-parallel ranks whose metrics add up to other bits in another order."""
     numbers, topology = np.arange(3, dtype=np.int64), Topology(dp=3)
-    whole = _of_two_tokens(numbers)
-    plan = _plan([numbers], topology, 1, whole.sample_ids)
-    outputs = _Returned(whole, plan, topology).outputs()
+    whole = _make_two_token_output(numbers)
+    plan = _make_plan([numbers], topology, 1, whole.sample_ids)
+    outputs = _RankResults(whole, plan, topology).outputs()
     shares = (0.1, 0.2, 0.3)
     return Split(
         whole,
@@ -180,7 +180,7 @@ def of_fractions() -> Split:
     )
 
 
-def _of_two_tokens(numbers: IntArray) -> BatchOutput:
+def _make_two_token_output(numbers: IntArray) -> BatchOutput:
     """Return outputs of two scored tokens per sample."""
     scored = Ragged.from_list([np.arange(2)] * len(numbers), np.int32)
     values = np.arange(len(scored.values), dtype=np.float32)
@@ -189,7 +189,7 @@ def _of_two_tokens(numbers: IntArray) -> BatchOutput:
     )
 
 
-def _whole(draw: st.DrawFn, numbers: IntArray) -> BatchOutput:
+def _draw_whole(draw: st.DrawFn, numbers: IntArray) -> BatchOutput:
     """Draw outputs of so many samples: none per token, or some of `FIELDS` in any order."""
     names = draw(st.permutations(FIELDS))[: draw(st.integers(0, len(FIELDS)))]
     scored_lengths = draw(st.lists(st.integers(0, 3), min_size=len(numbers), max_size=len(numbers)))
@@ -209,7 +209,7 @@ def _whole(draw: st.DrawFn, numbers: IntArray) -> BatchOutput:
 
 
 def _sample_ids(count: int) -> "st.SearchStrategy[IntArray]":
-    """Ids as callers give them: small and rising, falling, closer than float64 tells apart, and any beyond 32 bits."""
+    """Ids as callers give them: small and rising, falling, closer than float64 can tell apart, and any beyond 32 bits."""
     rising = np.arange(count, dtype=np.int64) * 3 + 1
     close = 2**60 + np.arange(count, dtype=np.int64)[::-1]
     any_ids = st.lists(st.integers(2**60, 2**63 - 1), min_size=count, max_size=count, unique=True)
@@ -224,19 +224,19 @@ def metrics_of(numbers: IntArray) -> dict[str, Metric]:
     Nothing gives a mean of nothing and a sum of nothing: what a loss gives for a micro-batch without a token. The largest number is below 0
     and the smallest above, so that neither is 0 where a merger starts from 0.
     """
-    worth = numbers * 3 + 1
-    made = {"a_sum": Metric.sum(int(worth.sum())), "a_mean": Metric.mean(int(worth.sum()), len(worth))}
+    values = numbers * 3 + 1
+    metrics = {"a_sum": Metric.sum(int(values.sum())), "a_mean": Metric.mean(int(values.sum()), len(values))}
     if len(numbers):
-        made |= {"a_min": Metric.min(int(worth.min())), "a_max": Metric.max(int(-worth.min()))}
-    if (odd := worth[numbers % 2 == 1]).size:
-        made["of_some"] = Metric.mean(int(odd.sum()), len(odd))
+        metrics |= {"a_min": Metric.min(int(values.min())), "a_max": Metric.max(int(-values.min()))}
+    if (odd := values[numbers % 2 == 1]).size:
+        metrics["of_some"] = Metric.mean(int(odd.sum()), len(odd))
     if 0 in numbers:
-        made["not_a_number"] = Metric.max(float("nan"))
-    return made
+        metrics["not_a_number"] = Metric.max(float("nan"))
+    return metrics
 
 
 @frozen(eq=False)
-class _Returned:
+class _RankResults:
     """The results of a world's ranks: last pipeline stages return outputs, other stages none, and replicas return the same."""
 
     whole: BatchOutput
@@ -246,15 +246,15 @@ class _Returned:
 
     def outputs(self) -> list[RankOutput]:
         coords = [self.topology.coords(rank) for rank in range(self.topology.world_size)]
-        return [self._of(number, each) for number in range(len(self.plan.mini_batches)) for each in coords]
+        return [self._of(number, rank_coords) for number in range(len(self.plan.mini_batches)) for rank_coords in coords]
 
     def _of(self, number: int, coords: RankCoords) -> RankOutput:
         if not coords.last_stage:
             return RankOutput.empty(coords)
-        all_of_it = RankOutput(self.whole.sample_ids, self.whole.action_lengths, self.whole.scored, self.whole.fields)
+        everything = RankOutput(self.whole.sample_ids, self.whole.action_lengths, self.whole.scored, self.whole.fields)
         parts = []
         for micro_batch in self.plan.mini_batches[number].ranks[coords.dp]:
-            own = all_of_it.take(micro_batch.samples)
+            own = everything.take(micro_batch.samples)
             parts.append(evolve(own, metrics=metrics_of(micro_batch.samples)))
             if any(self.padding[sample] for sample in micro_batch.samples.tolist() if self.padding):
                 parts.append(self._padding())

@@ -36,7 +36,7 @@ _preloaded = [
     "skyrl_engine.workers.worker",
     "skyrl_engine.testing.backends.ranks",
 ]
-_kept: "dict[int, World]" = {}
+_shared_worlds: "dict[int, World]" = {}
 
 
 def preload(*modules: str) -> None:
@@ -46,7 +46,7 @@ def preload(*modules: str) -> None:
 
 def start_shared_world(size: int) -> "World":
     """The ranks that everything in this process shares: suites, backends and tests of several folders, one after another."""
-    return _kept.setdefault(size, World(size))
+    return _shared_worlds.setdefault(size, World(size))
 
 
 class World:
@@ -74,8 +74,8 @@ class World:
             context.set_forkserver_preload(_preloaded)
         for rank in range(self._size):
             here, there = context.Pipe()
-            settled = (rank, self._size, port, self._device, dict(os.environ))
-            process = context.Process(target=_serve, args=(there, *settled), daemon=True)  # type: ignore[attr-defined] # typeshed gives Process to the contexts, not to their base
+            settings = (rank, self._size, port, self._device, dict(os.environ))
+            process = context.Process(target=_serve, args=(there, *settings), daemon=True)  # type: ignore[attr-defined] # typeshed gives Process to the contexts, not to their base
             process.start()
             there.close()
             self._pipes.append(here)

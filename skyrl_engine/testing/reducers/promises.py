@@ -10,19 +10,25 @@ from attrs import evolve
 from skyrl_engine.contracts.kinds.reducer import BatchStructure
 from skyrl_engine.errors import ConfigError, DataError, EngineError, UnsupportedError
 from skyrl_engine.registry.owner import Owner, blame
-from skyrl_engine.testing.comparison import factor_between, require_same, same, times
+from skyrl_engine.testing.comparison import factor_between, format_factor, is_same, require_same
 from skyrl_engine.testing.plugin_promises import PLUGIN_PROMISES
 from skyrl_engine.testing.process_promises import process_promises
 from skyrl_engine.testing.promise import Broken, Inapplicable, Promise, Undecidable, promise
 from skyrl_engine.testing.random_state import global_random_state, restore_random_state, seed_everything
 from skyrl_engine.testing.reducers import structures
 from skyrl_engine.testing.reducers.reading import Reading, reading_of
-from skyrl_engine.testing.reducers.structures import Drawn, Recut, Relabelled, Reordered, WithEmpty
+from skyrl_engine.testing.reducers.structures import (
+    DrawnStructure,
+    ExtendedStructure,
+    RecutStructure,
+    RelabelledStructure,
+    ReorderedStructure,
+)
 from skyrl_engine.testing.subject import Subject, part_of
 from skyrl_engine.workers.dispatch import token_weights
 
 Weights = npt.NDArray[np.float64]
-AnyDrawn = TypeVar("AnyDrawn", bound=Drawn)
+AnyDrawn = TypeVar("AnyDrawn", bound=DrawnStructure)
 
 _PROBE = structures.structure_of([np.ones(length, np.float32) for length in (4, 2, 1)], group_ids=np.zeros(3, np.int64))
 """Three unequal lengths in a group: with two, a median is a mean."""
@@ -33,11 +39,11 @@ def _reading(subject: Subject[Any]) -> Reading:
 
 
 def _draw(subject: Subject[Any], **options: Any) -> Any:
-    return structures.structures(reading=_reading(subject), **options).map(Drawn)
+    return structures.structures(reading=_reading(subject), **options).map(DrawnStructure)
 
 
-def _explicit(subject: Subject[Any]) -> list[Drawn]:
-    return _fill(subject, structures.explicit())
+def _list_explicit(subject: Subject[Any]) -> list[DrawnStructure]:
+    return _fill(subject, structures.list_explicit())
 
 
 def _fill(subject: Subject[Any], cases: Iterable[AnyDrawn]) -> list[AnyDrawn]:
@@ -65,10 +71,15 @@ def _require_same(one: Weights, other: Weights, when: str, cause: str, remedy: s
     "It returns float64[A], contiguous and finite, also where no token carries loss",
     cases=_draw,
     first=lambda subject: _fill(
-        subject, [*structures.explicit(), Drawn(structures.without_groups()), Drawn(structures.without_length())]
+        subject,
+        [
+            *structures.list_explicit(),
+            DrawnStructure(structures.make_without_groups()),
+            DrawnStructure(structures.make_without_length()),
+        ],
     ),
 )
-def finite_weights(subject: Subject[Any], case: Drawn) -> None:
+def finite_weights(subject: Subject[Any], case: DrawnStructure) -> None:
     try:
         weights = token_weights(part_of(subject.make(), subject.label, "reducer"), case.structure)
     except EngineError as error:
@@ -86,9 +97,9 @@ def finite_weights(subject: Subject[Any], case: Drawn) -> None:
 @promise(
     "A token without loss has the weight 0, and one with loss another, unless it declares to be selective",
     cases=_draw,
-    first=_explicit,
+    first=_list_explicit,
 )
-def loss_weights_decide(subject: Subject[Any], case: Drawn) -> None:
+def loss_weights_decide(subject: Subject[Any], case: DrawnStructure) -> None:
     weights = _weights_or_undecidable(subject, case.structure)
     carrying = case.structure.loss_weight != 0
     wrong = (weights != 0) & ~carrying if subject.declares("selective") else (weights != 0) != carrying
@@ -106,13 +117,13 @@ def _has_no_oracle(subject: Subject[Any]) -> str | None:
     return None if "oracle" in subject.hooks else "there is no oracle to compare with"
 
 
-@promise("Its weights are those of the oracle", cases=_draw, exempt=_has_no_oracle, first=_explicit)
-def oracle(subject: Subject[Any], case: Drawn) -> None:
-    weights, due = (
+@promise("Its weights are those of the oracle", cases=_draw, exempt=_has_no_oracle, first=_list_explicit)
+def oracle(subject: Subject[Any], case: DrawnStructure) -> None:
+    weights, expected = (
         _weights_or_undecidable(subject, case.structure),
         np.asarray(subject.hooks["oracle"](case.structure), dtype=np.float64),
     )
-    _require_same(due, weights, "from what the oracle gives", "formula and code differ", "Compare the two")
+    _require_same(expected, weights, "from what the oracle gives", "formula and code differ", "Compare the two")
 
 
 # --- what it may depend on ---------------------------------------------------------------------------------------------------------
@@ -124,11 +135,11 @@ def _batch_local(subject: Subject[Any]) -> str | None:
 
 @promise(
     "How the mini-batch is cut into micro-batches changes nothing",
-    cases=lambda subject: structures.recut(_reading(subject)),
+    cases=lambda subject: structures.draw_recut(_reading(subject)),
     exempt=_batch_local,
-    first=lambda subject: _fill(subject, structures.recut_explicitly()),
+    first=lambda subject: _fill(subject, structures.list_recut()),
 )
-def micro_batch_split(subject: Subject[Any], case: Recut) -> None:
+def micro_batch_split(subject: Subject[Any], case: RecutStructure) -> None:
     _require_same(
         _weights_or_undecidable(subject, case.structure),
         _weights_or_undecidable(subject, case.recut),
@@ -141,9 +152,9 @@ def micro_batch_split(subject: Subject[Any], case: Recut) -> None:
 @promise(
     "The order of the sequences changes nothing",
     cases=lambda subject: structures.draw_reordered(_reading(subject)),
-    first=lambda subject: _fill(subject, structures.reordered_explicitly()),
+    first=lambda subject: _fill(subject, structures.list_reordered()),
 )
-def sample_order(subject: Subject[Any], case: Reordered) -> None:
+def sample_order(subject: Subject[Any], case: ReorderedStructure) -> None:
     _require_same(
         _weights_or_undecidable(subject, case.structure)[case.tokens],
         _weights_or_undecidable(subject, case.moved),
@@ -156,9 +167,9 @@ def sample_order(subject: Subject[Any], case: Reordered) -> None:
 @promise(
     "What groups, units and samples are called changes nothing",
     cases=lambda subject: structures.draw_relabelled(_reading(subject)),
-    first=lambda subject: _fill(subject, structures.relabelled_closely()),
+    first=lambda subject: _fill(subject, structures.list_closely_relabelled()),
 )
-def labels(subject: Subject[Any], case: Relabelled) -> None:
+def labels(subject: Subject[Any], case: RelabelledStructure) -> None:
     original = evolve(
         case.structure,
         group_ids=np.unique(case.structure.group_ids, return_inverse=True)[1],
@@ -182,11 +193,11 @@ def _not_additive(subject: Subject[Any]) -> str | None:
     "In a part of the mini-batch its weights are those in the whole, as it declares additive",
     cases=_draw,
     exempt=_not_additive,
-    first=_explicit,
+    first=_list_explicit,
     effort=0.5,
 )
-def additive(subject: Subject[Any], case: Drawn) -> None:
-    part = Reordered(case.structure, np.arange(0, len(case.structure), 2, dtype=np.int64))
+def additive(subject: Subject[Any], case: DrawnStructure) -> None:
+    part = ReorderedStructure(case.structure, np.arange(0, len(case.structure), 2, dtype=np.int64))
     _require_same(
         _weights_or_undecidable(subject, case.structure)[part.tokens],
         _weights_or_undecidable(subject, part.moved),
@@ -206,7 +217,7 @@ def _probe(subject: Subject[Any]) -> BatchStructure:
 def _is_mean(subject: Subject[Any]) -> bool:
     """Return True where halving all loss weights changes nothing in a plain batch, as in a mean; a sum is halved."""
     probe = _probe(subject)
-    return same(
+    return is_same(
         _weights_or_undecidable(subject, probe),
         _weights_or_undecidable(subject, evolve(probe, loss_weight=probe.loss_weight * np.float32(0.5))),
     )
@@ -215,18 +226,18 @@ def _is_mean(subject: Subject[Any]) -> bool:
 @promise(
     "Halving all loss weights changes nothing (a mean) or halves everything (a sum), the same way in every batch",
     cases=_draw,
-    first=_explicit,
+    first=_list_explicit,
 )
-def scale(subject: Subject[Any], case: Drawn) -> None:
+def scale(subject: Subject[Any], case: DrawnStructure) -> None:
     whole = case.structure.loss_weight.astype(np.float32)
     weights = _weights_or_undecidable(subject, evolve(case.structure, loss_weight=whole))
     halved = _weights_or_undecidable(subject, evolve(case.structure, loss_weight=whole * np.float32(0.5)))
     mean = _is_mean(subject)
-    due = weights if mean else weights / 2
-    if not same(halved, due, relative=1e-6):
-        factor = factor_between(due, halved)
+    expected = weights if mean else weights / 2
+    if not is_same(halved, expected, relative=1e-6):
+        factor = factor_between(expected, halved)
         raise Broken(
-            f"changes{times(factor)} under uniform weights of .5, where a {'mean' if mean else 'sum'} "
+            f"changes{format_factor(factor)} under uniform weights of .5, where a {'mean' if mean else 'sum'} "
             f"{'does not' if mean else 'is halved'}: a sum of weights is rounded, or kept from falling below 1",
             "Divide by structure.mass in float64, guarded by np.where(mass == 0, 1, mass)",
             factor=factor,
@@ -245,9 +256,9 @@ def _no_mean_of_a_constant(subject: Subject[Any]) -> str | None:
     "The weights of a mean sum to 1 where every sequence carries loss",
     cases=lambda subject: _draw(subject, empty=False),
     exempt=_no_mean_of_a_constant,
-    first=lambda subject: _fill(subject, structures.explicit(empty=False)),
+    first=lambda subject: _fill(subject, structures.list_explicit(empty=False)),
 )
-def weights_sum(subject: Subject[Any], case: Drawn) -> None:
+def weights_sum(subject: Subject[Any], case: DrawnStructure) -> None:
     total = float(_weights_or_undecidable(subject, case.structure).sum())
     if not np.isclose(total, 1, rtol=1e-6):
         raise Broken(
@@ -259,35 +270,35 @@ def weights_sum(subject: Subject[Any], case: Drawn) -> None:
 
 @promise(
     "Sequences without loss count as `empty_sequence` declares",
-    cases=lambda subject: structures.with_empty(_reading(subject)),
-    first=lambda subject: _fill(subject, structures.with_empty_explicitly()),
+    cases=lambda subject: structures.draw_with_empty(_reading(subject)),
+    first=lambda subject: _fill(subject, structures.list_with_empty()),
 )
-def empty_sequences(subject: Subject[Any], case: WithEmpty) -> None:
+def empty_sequences(subject: Subject[Any], case: ExtendedStructure) -> None:
     before = _weights_or_undecidable(subject, case.structure)
     after = _weights_or_undecidable(subject, case.extended)[: len(before)]
     factor = factor_between(before, after)
-    if same(before, after):
+    if is_same(before, after):
         return
     declared = subject.make().empty_sequence
-    beside = f"beside {len(case.actions)} sequence{'s' * (len(case.actions) > 1)} without loss"
+    company = f"beside {len(case.actions)} sequence{'s' * (len(case.actions) > 1)} without loss"
     if declared == "skip":
         how = "other weights change" if factor is None else f"changes x{factor:.2f}"
         raise Broken(
-            f"{how} {beside}: it counts them, and declares empty_sequence = 'skip'", "Count ~structure.empty", factor=factor
+            f"{how} {company}: it counts them, and declares empty_sequence = 'skip'", "Count ~structure.empty", factor=factor
         )
     counted = {len(case.structure), *(len(np.unique(ids)) for ids in (case.structure.group_ids, case.structure.trajectory_ids))}
     allowed = sorted({each / (each + len(case.actions)) for each in counted})
     if factor is None or not any(np.isclose(factor, each) for each in allowed):
         how = "other weights change" if factor is None else f"changes x{factor:.2f}"
         raise Broken(
-            f"{how} {beside}: a mean over sequences, groups or trajectories changes x{' or x'.join(f'{each:.2f}' for each in allowed)}",
+            f"{how} {company}: a mean over sequences, groups or trajectories changes x{' or x'.join(f'{each:.2f}' for each in allowed)}",
             "Count each of them once, or none",
             factor=factor,
         )
 
 
-@promise("Negative loss weights are refused, or finite where it declares negative_weights", cases=_draw, first=_explicit)
-def negative_weights(subject: Subject[Any], case: Drawn) -> None:
+@promise("Negative loss weights are refused, or finite where it declares negative_weights", cases=_draw, first=_list_explicit)
+def negative_weights(subject: Subject[Any], case: DrawnStructure) -> None:
     carrying = np.flatnonzero(case.structure.loss_weight)
     if not len(carrying):
         raise Inapplicable("no token carries loss")
@@ -321,12 +332,12 @@ def negative_weights(subject: Subject[Any], case: Drawn) -> None:
 
 
 @promise("It does not change the structure", cases=_draw)
-def inputs_unchanged(subject: Subject[Any], case: Drawn) -> None:
+def inputs_unchanged(subject: Subject[Any], case: DrawnStructure) -> None:
     names = ("loss_weight", "action_offsets", "group_ids", "unit_ids", "micro_batch", "sample_ids", "trajectory_ids")
     before = {name: getattr(case.structure, name).copy() for name in names}
     read = {name: values.copy() for name, values in {**case.structure.columns, **case.structure.sample_values}.items()}
     columns, values = (
-        {name: read[name].copy() for name in given} for given in (case.structure.columns, case.structure.sample_values)
+        {name: read[name].copy() for name in mapping} for mapping in (case.structure.columns, case.structure.sample_values)
     )
     copy = evolve(case.structure, **{name: array.copy() for name, array in before.items()}, columns=columns, sample_values=values)
     _weights_or_undecidable(subject, copy)
@@ -339,30 +350,30 @@ def inputs_unchanged(subject: Subject[Any], case: Drawn) -> None:
 
 
 @promise("It gives the same weights for the same structure, in every call and whatever the random state", cases=_draw)
-def repeatable(subject: Subject[Any], case: Drawn) -> None:
+def repeatable(subject: Subject[Any], case: DrawnStructure) -> None:
     reducer = subject.make()
     with restore_random_state():
-        made = []
+        results = []
         for seed in range(12):
             seed_everything(seed)
             before = global_random_state()
             try:
-                made.append(token_weights(part_of(reducer, subject.label, "reducer"), case.structure))
+                results.append(token_weights(part_of(reducer, subject.label, "reducer"), case.structure))
             except EngineError as error:
                 raise Undecidable(error.cause) from error
             if global_random_state() != before:
                 raise Broken("draws from the global random state", "Let weights be a function of the structure alone")
-    one = made[0]
-    other = next((each for each in made if not np.array_equal(each, one)), one)
+    one = results[0]
+    other = next((weights for weights in results if not np.array_equal(weights, one)), one)
     cause, remedy = "it keeps something, or draws numbers", "Let weights be a function of the structure alone"
     _require_same(one, other, "from one call to the next", cause, remedy)
 
 
-def _answer(subject: Subject[Any], case: Drawn) -> bytes:
+def _answer(subject: Subject[Any], case: DrawnStructure) -> bytes:
     return _weights_or_undecidable(subject, case.structure).tobytes()
 
 
-_process_settings, _another_rank, _another_process = process_promises(_answer, _draw, _explicit)
+_process_settings, _another_rank, _another_process = process_promises(_answer, _draw, _list_explicit)
 
 REDUCER_PROMISES: tuple[Promise[Any, Any], ...] = (
     _process_settings,  # first: once set they are set

@@ -59,11 +59,11 @@ def reading_of(subject: Subject[Any], plain: BatchStructure) -> Reading:
     """
     needs = tuple(getattr(subject.make(), "needs", ()))
     names = _names(needs)
-    said = subject.hooks["sample_values"]() if "sample_values" in subject.hooks else {}
-    offered = [[tuple(said[name])] if name in said else [NUMBERS, TEXTS] for name in names]
-    ways = tuple(dict(zip(names, each, strict=True)) for each in product(*offered))
-    answered = tuple(way for way in ways if _answers(subject, Reading(needs, (way,)).fill(plain))) if len(ways) > 1 else ways
-    return Reading(needs, answered or ways[:1])
+    declared = subject.hooks["sample_values"]() if "sample_values" in subject.hooks else {}
+    choices = [[tuple(declared[name])] if name in declared else [NUMBERS, TEXTS] for name in names]
+    ways = tuple(dict(zip(names, choice, strict=True)) for choice in product(*choices))
+    accepted = tuple(way for way in ways if _answers(subject, Reading(needs, (way,)).fill(plain))) if len(ways) > 1 else ways
+    return Reading(needs, accepted or ways[:1])
 
 
 def _names(needs: Iterable[str]) -> list[str]:

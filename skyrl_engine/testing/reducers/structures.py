@@ -28,7 +28,7 @@ def structure_of(
     numbers = np.arange(len(weights), dtype=np.int64)
     return BatchStructure(
         loss_weight=np.concatenate(weights) if weights else np.zeros(0, np.uint8),
-        action_offsets=offsets_of([len(each) for each in weights]),
+        action_offsets=offsets_of([len(sequence_weights) for sequence_weights in weights]),
         group_ids=numbers if group_ids is None else group_ids,
         unit_ids=numbers if unit_ids is None else unit_ids,
         micro_batch=np.zeros(len(weights), np.int64) if micro_batch is None else micro_batch,
@@ -43,14 +43,16 @@ def sequences_of(structure: BatchStructure) -> list[AnyArray]:
 
 
 @frozen(eq=False)
-class Drawn:
+class DrawnStructure:
     """A structure that describes itself in words."""
 
     structure: BatchStructure
 
     def __str__(self) -> str:
         structure = self.structure
-        lines = [f"sequence {i} has the loss weights {_format_values(each)}" for i, each in enumerate(sequences_of(structure))]
+        lines = [
+            f"sequence {i} has the loss weights {_format_values(weights)}" for i, weights in enumerate(sequences_of(structure))
+        ]
         if len(np.unique(structure.group_ids)) < len(structure):
             lines.append(f"groups {_format_values(structure.group_ids)}")
         if len(np.unique(structure.trajectory_ids)) < len(structure):
@@ -64,7 +66,7 @@ class Drawn:
 
 
 @frozen(eq=False)
-class Reordered(Drawn):
+class ReorderedStructure(DrawnStructure):
     """A structure, and another order of its sequences."""
 
     order: IntArray
@@ -95,7 +97,7 @@ class Reordered(Drawn):
 
 
 @frozen(eq=False)
-class Recut(Drawn):
+class RecutStructure(DrawnStructure):
     """A structure, and other micro-batches."""
 
     micro_batch: IntArray
@@ -109,7 +111,7 @@ class Recut(Drawn):
 
 
 @frozen(eq=False)
-class Relabelled(Drawn):
+class RelabelledStructure(DrawnStructure):
     """A structure, and other names of its groups, units and samples."""
 
     names: IntArray
@@ -130,7 +132,7 @@ class Relabelled(Drawn):
 
 
 @frozen(eq=False)
-class WithEmpty(Drawn):
+class ExtendedStructure(DrawnStructure):
     """A structure in which every sequence carries loss, and a number of sequences without loss to append, each in a group of its own.
 
     `actions` is the number of response tokens of each of them, all of weight 0.
@@ -164,14 +166,14 @@ class WithEmpty(Drawn):
         return f"{super().__str__()}\nand {len(self.actions)} sequence{'s' * (len(self.actions) > 1)} without loss"
 
 
-_TOLD = 24
+_MOST_NUMBERS = 24
 """Numbers that a counterexample spells out."""
 
 
 def _format_values(values: npt.ArrayLike) -> str:
     numbers = [value if isinstance(value, str) else f"{value:g}" for value in np.asarray(values).tolist()]
-    more = [f"... ({len(numbers)} in all)"] if len(numbers) > _TOLD else []
-    return ", ".join(numbers[:_TOLD] + more) or "none"
+    more = [f"... ({len(numbers)} in all)"] if len(numbers) > _MOST_NUMBERS else []
+    return ", ".join(numbers[:_MOST_NUMBERS] + more) or "none"
 
 
 @st.composite
@@ -185,23 +187,23 @@ def structures(
     """
     fractions = draw(st.booleans())
     choices: tuple[float, ...] = _FRACTIONS if fractions else (1.0,)
-    repeated = draw(st.sampled_from((1, 1, 1, LONG)))
+    repeats = draw(st.sampled_from((1, 1, 1, LONG)))
     tokens = st.lists(st.sampled_from((*choices, 0.0)), min_size=0 if empty else 1, max_size=4)
     label = st.integers(0, max_sequences - 1)
     # One draw per sequence, so that Hypothesis drops a sequence that does not matter with all that belongs to it.
     rows = draw(st.lists(st.tuples(tokens, label, label, st.integers(0, 1)), min_size=min_sequences, max_size=max_sequences))
     weights = []
     for row, *_ in rows:
-        kept = row if empty or any(row) else [1.0, *row[1:]]
-        weights.append(np.tile(np.asarray(kept, dtype=np.float32 if fractions else np.uint8), repeated))
+        row_weights = row if empty or any(row) else [1.0, *row[1:]]
+        weights.append(np.tile(np.asarray(row_weights, dtype=np.float32 if fractions else np.uint8), repeats))
     _, groups, trajectories, steps = zip(*rows, strict=True)
-    made = structure_of(
+    structure = structure_of(
         weights,
         group_ids=np.asarray(groups, dtype=np.int64) % len(rows),
         micro_batch=np.cumsum([0, *steps[1:]]).astype(np.int64),
         trajectory_ids=np.asarray(trajectories, dtype=np.int64) % len(rows),
     )
-    return reading.fill(made, draw(st.integers(0, 255))) if reading.needs else made
+    return reading.fill(structure, draw(st.integers(0, 255))) if reading.needs else structure
 
 
 def _micro_batches(draw: st.DrawFn, count: int) -> IntArray:
@@ -211,42 +213,42 @@ def _micro_batches(draw: st.DrawFn, count: int) -> IntArray:
 
 
 @st.composite
-def draw_reordered(draw: st.DrawFn, reading: Reading = COUNTS) -> Reordered:
+def draw_reordered(draw: st.DrawFn, reading: Reading = COUNTS) -> ReorderedStructure:
     structure = draw(structures(reading=reading, min_sequences=2))
     order = draw(st.permutations(range(len(structure))).filter(lambda order: list(order) != sorted(order)))
-    return Reordered(structure, np.asarray(order, dtype=np.int64))
+    return ReorderedStructure(structure, np.asarray(order, dtype=np.int64))
 
 
 @st.composite
-def recut(draw: st.DrawFn, reading: Reading = COUNTS) -> Recut:
+def draw_recut(draw: st.DrawFn, reading: Reading = COUNTS) -> RecutStructure:
     structure = draw(structures(reading=reading, min_sequences=2))
-    return Recut(structure, _micro_batches(draw, len(structure)))
+    return RecutStructure(structure, _micro_batches(draw, len(structure)))
 
 
 @st.composite
-def draw_relabelled(draw: st.DrawFn, reading: Reading = COUNTS) -> Relabelled:
+def draw_relabelled(draw: st.DrawFn, reading: Reading = COUNTS) -> RelabelledStructure:
     structure = draw(structures(reading=reading))
     names = draw(st.lists(st.integers(0, 40), min_size=len(structure), max_size=len(structure), unique=True))
-    return Relabelled(structure, np.asarray(names, dtype=np.int64))
+    return RelabelledStructure(structure, np.asarray(names, dtype=np.int64))
 
 
 @st.composite
-def with_empty(draw: st.DrawFn, reading: Reading = COUNTS) -> WithEmpty:
+def draw_with_empty(draw: st.DrawFn, reading: Reading = COUNTS) -> ExtendedStructure:
     structure = draw(structures(reading=reading, empty=False))
-    return WithEmpty(structure, tuple(draw(st.lists(st.integers(0, 2), min_size=1, max_size=2))))
+    return ExtendedStructure(structure, tuple(draw(st.lists(st.integers(0, 2), min_size=1, max_size=2))))
 
 
 CLOSE_IDS = 2**53
-"""Ids from here on are closer than any float tells apart, and too large to be places in any array."""
+"""Ids from here on are closer than any float can tell apart, and too large to be places in any array."""
 
 
-def in_threes(*, empty: bool = True) -> BatchStructure:
+def make_threes(*, empty: bool = True) -> BatchStructure:
     """Return nine sequences in units of three, groups of six and three, and three micro-batches; `empty`: some have no loss or no token."""
     numbers = np.arange(9, dtype=np.int64)
     rows: list[list[float]] = [[1, 0.5], [1], [0.25, 1, 1], [1, 2], [], [1], [0, 0], [1, 1], [0.75]]
-    kept = [row if empty or any(row) else [1.0] for row in rows]
+    row_weights = [row if empty or any(row) else [1.0] for row in rows]
     return structure_of(
-        [np.asarray(row, dtype=np.float32) for row in kept],
+        [np.asarray(row, dtype=np.float32) for row in row_weights],
         group_ids=numbers // 6,
         unit_ids=numbers // 3,
         micro_batch=numbers // 3,
@@ -254,7 +256,7 @@ def in_threes(*, empty: bool = True) -> BatchStructure:
     )
 
 
-def long_masks() -> BatchStructure:
+def make_long_masks() -> BatchStructure:
     """Return masks of 300 and 3 tokens, more than the byte that a mask is made of counts to."""
     return structure_of([np.ones(300, np.uint8), np.ones(3, np.uint8)], group_ids=np.zeros(2, np.int64))
 
@@ -262,48 +264,52 @@ def long_masks() -> BatchStructure:
 MANY = 64
 
 
-def many() -> BatchStructure:
+def make_many() -> BatchStructure:
     """Return masks of `MANY` sequences of 31 or 32 tokens, in groups of eight and micro-batches of four."""
     numbers = np.arange(MANY, dtype=np.int64)
     masks = [np.ones(31 + number % 2, np.uint8) for number in range(MANY)]
     return structure_of(masks, group_ids=numbers // 8, unit_ids=numbers // 4, micro_batch=numbers // 4, trajectory_ids=numbers // 2)
 
 
-def without_groups() -> BatchStructure:
+def make_without_groups() -> BatchStructure:
     """Return a structure of data that has no group ids."""
-    return evolve(in_threes(empty=False), group_ids=np.arange(9, dtype=np.int64), grouped=False)
+    return evolve(make_threes(empty=False), group_ids=np.arange(9, dtype=np.int64), grouped=False)
 
 
-def without_length() -> BatchStructure:
+def make_without_length() -> BatchStructure:
     """Return a structure of a run that sets no longest sequence."""
-    return evolve(in_threes(empty=False), max_sequence_length=None)
+    return evolve(make_threes(empty=False), max_sequence_length=None)
 
 
-def explicit(*, empty: bool = True) -> list[Drawn]:
+def list_explicit(*, empty: bool = True) -> list[DrawnStructure]:
     """Return structures that no draw holds."""
-    return [Drawn(in_threes(empty=empty)), Drawn(long_masks()), Drawn(many())]
+    return [DrawnStructure(make_threes(empty=empty)), DrawnStructure(make_long_masks()), DrawnStructure(make_many())]
 
 
-def recut_explicitly() -> list[Recut]:
+def list_recut() -> list[RecutStructure]:
     """Return structures in other micro-batches."""
-    fewer = Recut(many(), np.arange(MANY, dtype=np.int64) // 16)
-    return [Recut(in_threes(), np.zeros(9, np.int64)), Recut(long_masks(), np.array([0, 1], np.int64)), fewer]
-
-
-def reordered_explicitly() -> list[Reordered]:
-    """Return structures in another order."""
+    fewer = RecutStructure(make_many(), np.arange(MANY, dtype=np.int64) // 16)
     return [
-        Reordered(in_threes(), np.array([6, 7, 8, 0, 1, 2, 3, 4, 5], np.int64)),
-        Reordered(long_masks(), np.array([1, 0], np.int64)),
+        RecutStructure(make_threes(), np.zeros(9, np.int64)),
+        RecutStructure(make_long_masks(), np.array([0, 1], np.int64)),
+        fewer,
     ]
 
 
-def relabelled_closely() -> list[Relabelled]:
-    """Return a structure with names that no float or no 32 bits tell apart, and that do not rise."""
+def list_reordered() -> list[ReorderedStructure]:
+    """Return structures in another order."""
+    return [
+        ReorderedStructure(make_threes(), np.array([6, 7, 8, 0, 1, 2, 3, 4, 5], np.int64)),
+        ReorderedStructure(make_long_masks(), np.array([1, 0], np.int64)),
+    ]
+
+
+def list_closely_relabelled() -> list[RelabelledStructure]:
+    """Return a structure with names that no float or no 32 bits can tell apart, and that do not rise."""
     order = np.array([1, 0, 2, 5, 4, 3, 8, 7, 6], dtype=np.int64)
-    return [Relabelled(in_threes(), names) for names in (CLOSE_IDS + order, 5 + 2**32 * order)]
+    return [RelabelledStructure(make_threes(), names) for names in (CLOSE_IDS + order, 5 + 2**32 * order)]
 
 
-def with_empty_explicitly() -> list[WithEmpty]:
-    """Return structures of many sequences beside two without loss."""
-    return [WithEmpty(in_threes(empty=False), (0, 2)), WithEmpty(long_masks(), (1,))]
+def list_with_empty() -> list[ExtendedStructure]:
+    """Return structures of many sequences, and sequences without loss next to them."""
+    return [ExtendedStructure(make_threes(empty=False), (0, 2)), ExtendedStructure(make_long_masks(), (1,))]

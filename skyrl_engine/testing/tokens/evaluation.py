@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 from skyrl_engine.contracts.kinds.loss import LossTokens, UndeclaredNeedError
 from skyrl_engine.contracts.values.outputs import Metric, combine_metrics
 from skyrl_engine.errors import EngineError
-from skyrl_engine.testing.comparison import Numbers, change, factor_between, same, times
+from skyrl_engine.testing.comparison import Numbers, describe_change, factor_between, format_factor, is_same
 from skyrl_engine.testing.promise import Broken
 from skyrl_engine.testing.tokens.token_batches import CutBatch
 
@@ -38,7 +38,7 @@ class Evaluation:
     @property
     def largest(self) -> float:
         """Return the largest absolute value among per-token numbers and gradients, 0 without any."""
-        return max(float(np.abs(each).max(initial=0)) for each in (self.per_token, *self.gradients.values()))
+        return max(float(np.abs(numbers).max(initial=0)) for numbers in (self.per_token, *self.gradients.values()))
 
     @property
     def bits(self) -> object:
@@ -49,7 +49,7 @@ class Evaluation:
 
     @property
     def finite(self) -> bool:
-        return bool(np.isfinite(self.per_token).all() and all(np.isfinite(each).all() for each in self.gradients.values()))
+        return bool(np.isfinite(self.per_token).all() and all(np.isfinite(gradient).all() for gradient in self.gradients.values()))
 
 
 @frozen(eq=False)
@@ -91,43 +91,43 @@ def join_evaluations(cut: CutBatch, evaluations: Sequence[Evaluation]) -> Evalua
 
     def put(parts: Sequence[Numbers]) -> Numbers:
         whole = np.zeros(cut.batch.tokens)
-        for at, values in zip(places, parts, strict=True):
-            whole[at] = values
+        for place, values in zip(places, parts, strict=True):
+            whole[place] = values
         return whole
 
     return evolve(
         first,
-        per_token=put([each.per_token for each in evaluations]),
-        total=sum(each.total for each in evaluations),
-        gradients={name: put([each.gradients[name] for each in evaluations]) for name in first.gradients},
-        metrics=combine_metrics([each.metrics for each in evaluations]),
-        drew=any(each.drew for each in evaluations),
+        per_token=put([evaluation.per_token for evaluation in evaluations]),
+        total=sum(evaluation.total for evaluation in evaluations),
+        gradients={name: put([evaluation.gradients[name] for evaluation in evaluations]) for name in first.gradients},
+        metrics=combine_metrics([evaluation.metrics for evaluation in evaluations]),
+        drew=any(evaluation.drew for evaluation in evaluations),
     )
 
 
-def same_evaluation(one: Evaluation, other: Evaluation, **tolerance: float) -> bool:
+def is_same_evaluation(one: Evaluation, other: Evaluation, **tolerance: float) -> bool:
     """Return True where per-token numbers, total and gradients are equal."""
     return (
-        same(one.per_token, other.per_token, **tolerance)
-        and same(np.array([one.total]), np.array([other.total]), **tolerance)
-        and all(same(gradient, other.gradients[name], **tolerance) for name, gradient in one.gradients.items())
+        is_same(one.per_token, other.per_token, **tolerance)
+        and is_same(np.array([one.total]), np.array([other.total]), **tolerance)
+        and all(is_same(gradient, other.gradients[name], **tolerance) for name, gradient in one.gradients.items())
     )
 
 
-def change_of(one: Evaluation, other: Evaluation) -> tuple[str, float | None]:
+def describe_evaluation_change(one: Evaluation, other: Evaluation) -> tuple[str, float | None]:
     """Say how `other` differs from `one`, in words that follow "it", and by which factor if it is one."""
-    if not same(one.per_token, other.per_token):
-        return change(one.noun, one.per_token, other.per_token)
-    name = next((name for name, gradient in one.gradients.items() if not same(gradient, other.gradients[name])), None)
+    if not is_same(one.per_token, other.per_token):
+        return describe_change(one.noun, one.per_token, other.per_token)
+    name = next((name for name, gradient in one.gradients.items() if not is_same(gradient, other.gradients[name])), None)
     if name is None:
         return "changes in the last digits", None
-    return f"the gradient by {name} changes{times(factor_between(one.gradients[name], other.gradients[name]))}", None
+    return f"the gradient by {name} changes{format_factor(factor_between(one.gradients[name], other.gradients[name]))}", None
 
 
 def require_same_evaluation(one: Evaluation, other: Evaluation, when: str, cause: str, remedy: str, **tolerance: float) -> None:
     """Raise Broken unless both are equal; `when` follows "changes ...", as in "under two micro-batches"."""
-    if not same_evaluation(one, other, **tolerance):
-        how, factor = change_of(one, other)
+    if not is_same_evaluation(one, other, **tolerance):
+        how, factor = describe_evaluation_change(one, other)
         raise Broken(f"{how} {when}: {cause}", remedy, factor=factor)
 
 

@@ -7,16 +7,16 @@ from attrs import evolve
 
 from skyrl_engine.contracts.kinds.needs import LOGPROBS_AT, column_forms, model_score
 from skyrl_engine.contracts.values.ragged import AnyArray
-from skyrl_engine.testing.tokens.rollouts import ADVANTAGES, DRIFTS, LOGPROBS, NUMBERS, in_pairs, is_wide
+from skyrl_engine.testing.tokens.rollouts import ADVANTAGES, DRIFTS, LOGPROBS, NUMBERS, has_pairs, is_wide
 from skyrl_engine.testing.tokens.token_batches import CutBatch, FilledBatch, RelabelledBatch, ReorderedBatch, TokenBatch
 
 _FAR_DRIFTS = (100.0, -100.0, 30.0, 0.0, -30.0)
 _FAR_ADVANTAGES = (100.0, -100.0)
 CLOSE_IDS = 2**53
-"""Ids from here on are closer than float64 tells apart, and too large to be places in any array."""
+"""Ids from here on are closer than float64 can tell apart, and too large to be places in any array."""
 
 
-def in_threes(needs: Iterable[str], *, empty: bool = True) -> TokenBatch:
+def make_threes(needs: Iterable[str], *, empty: bool = True) -> TokenBatch:
     """Return nine sequences in units of three and groups of six, as no random batch holds them. `empty`: a unit has an empty member.
 
     Who needs roles gets six sequences in units of two and groups of four.
@@ -25,26 +25,26 @@ def in_threes(needs: Iterable[str], *, empty: bool = True) -> TokenBatch:
     numbers = np.arange(3 * size, dtype=np.int64)
     lengths = np.array([2, 1, 3, 2, 0 if empty else 2, 1, 1, 2, 1], dtype=np.int64)[: len(numbers)]
     batch = make_varied_batch(needs, sequences=1, tokens=int(lengths.sum()))
-    roles = numbers % 2 if in_pairs(needs) else None
+    roles = numbers % 2 if has_pairs(needs) else None
     return evolve(
         batch, lengths=lengths, sample_ids=numbers, group_ids=numbers // (2 * size), unit_ids=numbers // size, roles=roles
     )
 
 
 def _unit_size(needs: Iterable[str]) -> int:
-    return 2 if in_pairs(needs) else 3
+    return 2 if has_pairs(needs) else 3
 
 
-def far(needs: Iterable[str]) -> TokenBatch:
+def make_far(needs: Iterable[str]) -> TokenBatch:
     """Return a batch in which other policies are 100 nats away, either way, and advantages are as large as 100."""
     batch = make_varied_batch(needs, sequences=2, tokens=5)
     logprobs = np.tile(np.array([-120.0, -1.0, -101.0, -0.5, -31.0], np.float32), 2)
     values = dict(batch.values)
     drifts = np.array([*_FAR_DRIFTS, *(-abs(drift) for drift in _FAR_DRIFTS)], np.float32)
-    for name, given in batch.values.items():
+    for name, column in batch.values.items():
         if name == "logprobs":
             values[name] = logprobs
-        elif name.endswith("logprobs") and given.ndim == 1:
+        elif name.endswith("logprobs") and column.ndim == 1:
             values[name] = np.minimum(logprobs + drifts, 0)
             drifts = np.roll(drifts, 1)  # two other policies are far from each other too
         elif name == "advantages":
@@ -52,13 +52,13 @@ def far(needs: Iterable[str]) -> TokenBatch:
     return evolve(batch, values=values)
 
 
-def certain(needs: Iterable[str]) -> list[TokenBatch]:
+def list_certain(needs: Iterable[str]) -> list[TokenBatch]:
     """Return a batch in which the k tokens of the model, of another policy, and of both have all of the probability; none where no need is
     such log-probabilities.
     """
     batch = make_varied_batch(needs, sequences=2, tokens=2)
     values = dict(batch.values)
-    wide = [name for name, given in batch.values.items() if given.ndim == 2 and "logprobs" in name]
+    wide = [name for name, column in batch.values.items() if column.ndim == 2 and "logprobs" in name]
     for place, name in enumerate(wide):
         whole = np.arange(batch.tokens) % (len(wide) + 1) != place
         values[name] = np.where(whole[:, None], np.array([0.0, -30.0], np.float32), batch.values[name]).astype(np.float32)
@@ -68,13 +68,13 @@ def certain(needs: Iterable[str]) -> list[TokenBatch]:
 MANY = 64
 
 
-def many(needs: Iterable[str]) -> TokenBatch:
+def make_many(needs: Iterable[str]) -> TokenBatch:
     """Return `MANY` sequences of 2,000 tokens together, in units of four and groups of eight; in pairs for who needs roles."""
     numbers = np.arange(MANY, dtype=np.int64)
     lengths = 1 + numbers * 37 % 60
     lengths[-1] += 2_000 - lengths.sum()
     batch = make_varied_batch(needs, sequences=1, tokens=2_000)
-    paired = in_pairs(needs)
+    paired = has_pairs(needs)
     units = numbers // (2 if paired else 4)
     roles = numbers % 2 if paired else None
     return evolve(batch, lengths=lengths, sample_ids=numbers, group_ids=numbers // 8, unit_ids=units, roles=roles)
@@ -82,7 +82,7 @@ def many(needs: Iterable[str]) -> TokenBatch:
 
 def cut_many(needs: Iterable[str]) -> CutBatch:
     """Return many sequences, of which those of the first group are a micro-batch of their own."""
-    return CutBatch(many(needs), (tuple(range(8)), tuple(range(8, MANY))))
+    return CutBatch(make_many(needs), (tuple(range(8)), tuple(range(8, MANY))))
 
 
 def cut_apart(needs: Iterable[str]) -> CutBatch:
@@ -92,7 +92,9 @@ def cut_apart(needs: Iterable[str]) -> CutBatch:
     values = dict(batch.values)
     values["logprobs"] = values["logprobs"].copy()
     values["logprobs"][first] -= 10
-    others = [name for name, given in batch.values.items() if name != "logprobs" and name.endswith("logprobs") and given.ndim == 1]
+    others = [
+        name for name, column in batch.values.items() if name != "logprobs" and name.endswith("logprobs") and column.ndim == 1
+    ]
     for place, name in enumerate(others):  # which are far from each other too
         values[name] = batch.values[name].copy()
         values[name][first] = values["logprobs"][first] + np.where((first + place) % 2, np.float32(8), np.float32(-8))
@@ -101,37 +103,37 @@ def cut_apart(needs: Iterable[str]) -> CutBatch:
 
 def cut_in_threes(needs: Iterable[str]) -> list[CutBatch]:
     """Return nine sequences in units of three: cut by units, and a unit with an empty member alone."""
-    batch = in_threes(needs)
+    batch = make_threes(needs)
     one, two, three = _units(needs)
     return [CutBatch(batch, (one, two, three)), CutBatch(batch, (two, (*one, *three)))]
 
 
 def _units(needs: Iterable[str]) -> list[tuple[int, ...]]:
-    """Return the sequences of each unit of `in_threes`."""
+    """Return the sequences of each unit of `make_threes`."""
     size = _unit_size(needs)
     return [tuple(range(first, first + size)) for first in range(0, 3 * size, size)]
 
 
-def reordered_threes(needs: Iterable[str]) -> list[ReorderedBatch]:
+def list_reordered_threes(needs: Iterable[str]) -> list[ReorderedBatch]:
     """Return nine sequences in units of three whose last unit comes first."""
     one, two, three = _units(needs)
-    return [ReorderedBatch(in_threes(needs), (*three, *one, *two))]
+    return [ReorderedBatch(make_threes(needs), (*three, *one, *two))]
 
 
-def filled_threes(needs: Iterable[str]) -> list[FilledBatch]:
+def list_filled_threes(needs: Iterable[str]) -> list[FilledBatch]:
     """Return nine sequences in units of three between two that have no token."""
-    batch = in_threes(needs)
+    batch = make_threes(needs)
     return [FilledBatch(batch, tuple(range(1, len(batch) + 1)), len(batch) + 2)]
 
 
-def relabelled_closely(needs: Iterable[str]) -> list[RelabelledBatch]:
-    """Return batches whose groups and units get names that no float or no 32 bits tell apart, and that do not rise."""
+def list_closely_relabelled(needs: Iterable[str]) -> list[RelabelledBatch]:
+    """Return batches whose groups and units get names that no float or no 32 bits can tell apart, and that do not rise."""
     order = np.array([1, 0, 2, 5, 4, 3, 8, 7, 6], dtype=np.int64)
-    return [RelabelledBatch(in_threes(needs), names) for names in (CLOSE_IDS + order, 5 + 2**32 * order)]
+    return [RelabelledBatch(make_threes(needs), names) for names in (CLOSE_IDS + order, 5 + 2**32 * order)]
 
 
 def fillers(batch: TokenBatch) -> list[TokenBatch]:
-    """Return the micro-batches without a token that fill up ranks beside this batch: without a sequence, and with one that has no token."""
+    """Return the micro-batches without a token that fill up ranks next to this batch: without a sequence, and with one that has no token."""
     nothing = evolve(batch.take(()), lengths=np.zeros(0, np.int64))
     ids = np.full(1, 1_000, np.int64)
     roles = None if batch.roles is None else np.zeros(1, np.int64)
@@ -160,7 +162,7 @@ def make_varied_batch(needs: Iterable[str], *, sequences: int = 6, tokens: int =
         numbers,
         numbers // 2,
         numbers // 2,
-        numbers % 2 if in_pairs(needs) else None,
+        numbers % 2 if has_pairs(needs) else None,
     )
 
 
@@ -175,7 +177,7 @@ def _vary_wide_needs(needs: Iterable[str], count: int, width: int = 2) -> dict[s
 
 def one_token(needs: Iterable[str]) -> TokenBatch:
     """Return one sequence of one token, or a pair of such, which every loss or correction must accept."""
-    count = 2 if in_pairs(needs) else 1
+    count = 2 if has_pairs(needs) else 1
     values: dict[str, AnyArray] = {
         name: np.full(count, -1.0, np.float32) for name in dict.fromkeys(("logprobs", *needs)) if not is_wide(name)
     }

@@ -11,7 +11,7 @@ from skyrl_engine.errors import EngineError
 from skyrl_engine.testing.promise import Promise, Undecidable, any_of, exempt_nobody, no_explicit_cases
 from skyrl_engine.testing.subject import Subject
 from skyrl_engine.testing.tokens import explicit, rollouts
-from skyrl_engine.testing.tokens.evaluation import Evaluation, same_evaluation
+from skyrl_engine.testing.tokens.evaluation import Evaluation, is_same_evaluation
 from skyrl_engine.testing.tokens.token_batches import CutBatch, TokenBatch
 
 
@@ -42,16 +42,16 @@ class TokenKind:
         Raises Undecidable where the product fails or is not finite.
         """
         try:
-            made = self.evaluate(subject.label, subject.make() if product is None else product, batch, **options)
+            evaluation = self.evaluate(subject.label, subject.make() if product is None else product, batch, **options)
         except EngineError as error:
             raise Undecidable(error.cause) from error
-        if not made.finite:
+        if not evaluation.finite:
             raise Undecidable(f"the {self.noun} is not finite")
-        return made
+        return evaluation
 
-    def unless_random(self, subject: Subject[Any], batch: TokenBatch) -> None:
+    def require_repeatable(self, subject: Subject[Any], batch: TokenBatch) -> None:
         """Raise Undecidable where the same batch is answered differently: differing numbers say nothing then; `replicas` is about that."""
-        if not same_evaluation(self.evaluate_or_undecidable(subject, batch), self.evaluate_or_undecidable(subject, batch)):
+        if not is_same_evaluation(self.evaluate_or_undecidable(subject, batch), self.evaluate_or_undecidable(subject, batch)):
             raise Undecidable(f"the {self.noun} of the same batch is another every time")
 
 
@@ -105,42 +105,42 @@ def needs_of(subject: Subject[Any]) -> tuple[str, ...]:
     return tuple(subject.make().needs)
 
 
-def ordinary(subject: Subject[Any]) -> "st.SearchStrategy[TokenBatch]":
+def draw_ordinary(subject: Subject[Any]) -> "st.SearchStrategy[TokenBatch]":
     """Draw batches as training meets them."""
-    return rollouts.batches(needs_of(subject))
+    return rollouts.draw_batches(needs_of(subject))
 
 
-def some_long(subject: Subject[Any]) -> "st.SearchStrategy[TokenBatch]":
+def draw_some_long(subject: Subject[Any]) -> "st.SearchStrategy[TokenBatch]":
     """Draw batches of which some have more tokens than fit a byte."""
-    return rollouts.batches(needs_of(subject), long=True)
+    return rollouts.draw_batches(needs_of(subject), long=True)
 
 
-def anything(subject: Subject[Any]) -> "st.SearchStrategy[TokenBatch]":
+def draw_anything(subject: Subject[Any]) -> "st.SearchStrategy[TokenBatch]":
     """Draw batches that also hold probabilities of 1, near 0, and far from another policy's."""
     ranges: tuple[rollouts.Range, ...] = ("ordinary", "extreme")
-    return st.sampled_from(ranges).flatmap(lambda range_: rollouts.batches(needs_of(subject), range_=range_))
+    return st.sampled_from(ranges).flatmap(lambda range_: rollouts.draw_batches(needs_of(subject), range_=range_))
 
 
-def cuts(subject: Subject[Any]) -> "st.SearchStrategy[CutBatch]":
+def draw_cuts(subject: Subject[Any]) -> "st.SearchStrategy[CutBatch]":
     """Draw batches cut into micro-batches."""
-    return rollouts.cut_batches(needs_of(subject))
+    return rollouts.draw_cut_batches(needs_of(subject))
 
 
-def anything_first(subject: Subject[Any]) -> "list[TokenBatch]":
+def list_anything(subject: Subject[Any]) -> "list[TokenBatch]":
     """Return batches with other policies 100 nats away and advantages of 100, with more sequences and larger units than are drawn, and with
     candidates that have all of the probability.
     """
     needs = needs_of(subject)
     return [
-        explicit.far(needs),
-        *explicit.certain(needs),
-        explicit.in_threes(needs),
-        explicit.in_threes(needs, empty=False),
-        explicit.many(needs),
+        explicit.make_far(needs),
+        *explicit.list_certain(needs),
+        explicit.make_threes(needs),
+        explicit.make_threes(needs, empty=False),
+        explicit.make_many(needs),
     ]
 
 
-def cuts_first(subject: Subject[Any]) -> "list[CutBatch]":
+def list_cuts(subject: Subject[Any]) -> "list[CutBatch]":
     """Return batches of more sequences and larger units than are drawn, and of policies farther away, cut into micro-batches."""
     needs = needs_of(subject)
     return [*explicit.cut_in_threes(needs), explicit.cut_many(needs), explicit.cut_apart(needs)]

@@ -26,12 +26,12 @@ class LossyCasts(TorchFunctionMode):
         return result
 
 
-def _loss_of(result: torch.Tensor, given: object) -> str | None:
+def _loss_of(result: torch.Tensor, source: object) -> str | None:
     if result.dtype in _HALF:
         return f"computes in {result.dtype}, whatever the precision of its input"
-    if result.dtype not in _NARROW or not isinstance(given, torch.Tensor) or given.shape != result.shape:
+    if result.dtype not in _NARROW or not isinstance(source, torch.Tensor) or source.shape != result.shape:
         return None
-    if given.dtype.is_floating_point or given.dtype == torch.bool or not bool((given != result.to(given.dtype)).any()):
+    if source.dtype.is_floating_point or source.dtype == torch.bool or not bool((source != result.to(source.dtype)).any()):
         return None
-    largest = int(given.abs().max())
+    largest = int(source.abs().max())
     return f"casts whole numbers as large as {largest} to {result.dtype}, which holds no more than {torch.iinfo(result.dtype).max}"

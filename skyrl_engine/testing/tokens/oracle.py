@@ -7,12 +7,12 @@ import numpy as np
 import torch
 
 from skyrl_engine.contracts.values.ragged import AnyArray
-from skyrl_engine.testing.comparison import factor_between, same
+from skyrl_engine.testing.comparison import factor_between, is_same
 from skyrl_engine.testing.promise import Broken
 from skyrl_engine.testing.subject import Subject
 from skyrl_engine.testing.tokens import explicit
 from skyrl_engine.testing.tokens.evaluation import Evaluation, Listening, numbers_of
-from skyrl_engine.testing.tokens.kind import TokenKind, needs_of, shared_promise, some_long
+from skyrl_engine.testing.tokens.kind import TokenKind, draw_some_long, needs_of, shared_promise
 from skyrl_engine.testing.tokens.token_batches import TokenBatch
 
 
@@ -22,46 +22,50 @@ def _has_no_oracle(subject: Subject[Any]) -> str | None:
 
 @shared_promise(
     "Its values are those of the oracle, and so is its gradient where the oracle has one",
-    cases=some_long,
+    cases=draw_some_long,
     exempt=_has_no_oracle,
-    first=lambda subject: [explicit.in_threes(needs_of(subject))],
+    first=lambda subject: [explicit.make_threes(needs_of(subject))],
 )
 def oracle(kind: TokenKind, subject: Subject[Any], batch: TokenBatch) -> None:
     product = Listening(subject.make())
-    made = kind.evaluate_or_undecidable(subject, batch, product)
+    evaluation = kind.evaluate_or_undecidable(subject, batch, product)
     values = torch.as_tensor(subject.hooks["oracle"](product.heard["tokens"]))
-    due = np.asarray(values.detach().double())
-    if due.shape != made.per_token.shape:
+    expected = np.asarray(values.detach().double())
+    if expected.shape != evaluation.per_token.shape:
         raise Broken(
-            f"the oracle gives shape {list(due.shape)} for {batch.tokens} tokens", f"Let the oracle give one {kind.noun} per token"
+            f"the oracle gives shape {list(expected.shape)} for {batch.tokens} tokens",
+            f"Let the oracle give one {kind.noun} per token",
         )
-    if not same(made.per_token, due):
-        factor = factor_between(due, made.per_token)
+    if not is_same(evaluation.per_token, expected):
+        factor = factor_between(expected, evaluation.per_token)
         raise Broken(
-            f"is {'not' if factor is None else f'x{factor:.2f}'} what the oracle gives: {_difference(kind, made.per_token, due, factor)}",
+            f"is {'not' if factor is None else f'x{factor:.2f}'} what the oracle gives: "
+            f"{_difference(kind, evaluation.per_token, expected, factor)}",
             "Compare formula and code",
             factor=factor,
         )
     if values.requires_grad and "surrogate_gradient" not in subject.flags:
-        _require_gradient(product.heard["tokens"].needs, values, torch.from_numpy(batch.weights), made)
+        _require_gradient(product.heard["tokens"].needs, values, torch.from_numpy(batch.weights), evaluation)
 
 
-def _difference(kind: TokenKind, made: AnyArray, due: AnyArray, factor: float | None) -> str:
+def _difference(kind: TokenKind, numbers: AnyArray, expected: AnyArray, factor: float | None) -> str:
     if factor is not None and factor < 0:
         return "the sign is turned around"
-    place = int(np.argmax(~np.isclose(made, due)))
-    told = f"token {place} has the {kind.noun} {made[place]:.6g}, not {due[place]:.6g}"
-    return f"{told}: the ratio is upside down" if same(made * due, np.ones_like(made)) else told
+    place = int(np.argmax(~np.isclose(numbers, expected)))
+    difference = f"token {place} has the {kind.noun} {numbers[place]:.6g}, not {expected[place]:.6g}"
+    return f"{difference}: the ratio is upside down" if is_same(numbers * expected, np.ones_like(numbers)) else difference
 
 
-def _require_gradient(needs: Mapping[str, torch.Tensor], due: torch.Tensor, weights: torch.Tensor, made: Evaluation) -> None:
-    """Raise Broken where the gradient by a score of the model is not that of the oracle's values `due` [n]."""
+def _require_gradient(
+    needs: Mapping[str, torch.Tensor], values: torch.Tensor, weights: torch.Tensor, evaluation: Evaluation
+) -> None:
+    """Raise Broken where the gradient by a score of the model is not that of the oracle's `values` [n]."""
     scores = {name: tensor for name, tensor in needs.items() if tensor.requires_grad}
-    gradients = torch.autograd.grad((weights.to(due) * due).sum(), list(scores.values()), allow_unused=True)
+    gradients = torch.autograd.grad((weights.to(values) * values).sum(), list(scores.values()), allow_unused=True)
     for (name, score), gradient in zip(scores.items(), gradients, strict=True):
         expected = numbers_of(torch.zeros_like(score) if gradient is None else gradient)
-        got = made.gradients[name]
-        if same(expected, got):
+        got = evaluation.gradients[name]
+        if is_same(expected, got):
             continue
         factor = factor_between(expected, got)
         place = int(np.argmax(~np.isclose(expected, got)))

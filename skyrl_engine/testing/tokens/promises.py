@@ -18,7 +18,7 @@ from skyrl_engine.contracts.values.ragged import AnyArray
 from skyrl_engine.errors import EngineError, ResultError
 from skyrl_engine.testing.another_rank import another_rank
 from skyrl_engine.testing.collectives import CollectiveCalled, no_collectives
-from skyrl_engine.testing.comparison import ABSOLUTE, cause_of_ratio, constant_within, same
+from skyrl_engine.testing.comparison import ABSOLUTE, cause_of_ratio, is_constant_within, is_same
 from skyrl_engine.testing.other_device import OtherDevice, WrongDevice
 from skyrl_engine.testing.process_promises import SETTINGS_SENTENCE
 from skyrl_engine.testing.process_settings import require_settings_left_alone
@@ -29,19 +29,19 @@ from skyrl_engine.testing.tokens import explicit, rollouts
 from skyrl_engine.testing.tokens.evaluation import (
     Evaluation,
     Listening,
+    is_same_evaluation,
     is_undeclared_need,
     join_evaluations,
     require_same_evaluation,
-    same_evaluation,
 )
 from skyrl_engine.testing.tokens.kind import (
     TokenKind,
-    anything,
-    anything_first,
-    cuts,
-    cuts_first,
+    draw_anything,
+    draw_cuts,
+    draw_ordinary,
+    list_anything,
+    list_cuts,
     needs_of,
-    ordinary,
     shared_promise,
 )
 from skyrl_engine.testing.tokens.token_batches import CutBatch, FilledBatch, RelabelledBatch, ReorderedBatch, TokenBatch, WornBatch
@@ -49,7 +49,7 @@ from skyrl_engine.testing.tokens.token_batches import CutBatch, FilledBatch, Rel
 WITHIN_SEQUENCES = "Take means and differences within a sequence (tokens.sequences)"
 
 
-@shared_promise(SETTINGS_SENTENCE, cases=ordinary, effort=0.1)
+@shared_promise(SETTINGS_SENTENCE, cases=draw_ordinary, effort=0.1)
 def process_settings(kind: TokenKind, subject: Subject[Any], batch: TokenBatch) -> None:
     def call() -> None:
         with suppress(Undecidable):
@@ -58,7 +58,7 @@ def process_settings(kind: TokenKind, subject: Subject[Any], batch: TokenBatch) 
     require_settings_left_alone(call)
 
 
-@shared_promise("Replicas of one micro-batch get the same numbers, random ones included", cases=ordinary)
+@shared_promise("Replicas of one micro-batch get the same numbers, random ones included", cases=draw_ordinary)
 def replicas(kind: TokenKind, subject: Subject[Any], batch: TokenBatch) -> None:
     before = _options(subject)
     with restore_random_state():
@@ -88,7 +88,9 @@ def _options(subject: Subject[Any]) -> object:
     return deepcopy(options)
 
 
-@shared_promise("It answers every batch, of which it reads only what it declares in needs", cases=anything, first=anything_first)
+@shared_promise(
+    "It answers every batch, of which it reads only what it declares in needs", cases=draw_anything, first=list_anything
+)
 def needs(kind: TokenKind, subject: Subject[Any], batch: TokenBatch) -> None:
     try:
         kind.evaluate_subject(subject, batch, dtype=torch.float32)
@@ -102,19 +104,19 @@ def needs(kind: TokenKind, subject: Subject[Any], batch: TokenBatch) -> None:
 
 @shared_promise(
     "A micro-batch without any loss-carrying token adds nothing and breaks nothing",
-    cases=lambda subject: rollouts.masked_batches(needs_of(subject)),
+    cases=lambda subject: rollouts.draw_masked_batches(needs_of(subject)),
 )
 def all_masked(kind: TokenKind, subject: Subject[Any], batch: TokenBatch) -> None:
     try:
-        made = kind.evaluate_subject(subject, batch, dtype=torch.float32)
+        evaluation = kind.evaluate_subject(subject, batch, dtype=torch.float32)
     except EngineError as error:
         kind.evaluate_or_undecidable(
             subject, explicit.one_token(needs_of(subject))
         )  # what fails with a token as well is another promise's
         raise Broken(f"fails without a token: {error.cause}", "Let it return an empty tensor for n = 0") from error
-    if made.total != 0:
-        raise Broken(f"the {kind.noun} of no token is {made.total}", "Return an empty tensor for n = 0")
-    for name, metric in made.metrics.items():
+    if evaluation.total != 0:
+        raise Broken(f"the {kind.noun} of no token is {evaluation.total}", "Return an empty tensor for n = 0")
+    for name, metric in evaluation.metrics.items():
         if math.isnan(metric.value) or math.isnan(metric.count):
             raise Broken(
                 f"the metric {name!r} is NaN without a token, and stays so in the sum over all micro-batches",
@@ -122,13 +124,13 @@ def all_masked(kind: TokenKind, subject: Subject[Any], batch: TokenBatch) -> Non
             )
 
 
-@shared_promise("A batch cut into micro-batches has the {results} of the whole", cases=cuts, about_cuts=True, first=cuts_first)
+@shared_promise("A batch cut into micro-batches has the {results} of the whole", cases=draw_cuts, about_cuts=True, first=list_cuts)
 def micro_batch_split(kind: TokenKind, subject: Subject[Any], case: CutBatch) -> None:
     whole = kind.evaluate_or_undecidable(subject, case.batch)
     parts = join_evaluations(case, [kind.evaluate_or_undecidable(subject, case.batch.take(part)) for part in case.parts])
-    if same_evaluation(whole, parts):
+    if is_same_evaluation(whole, parts):
         return
-    kind.unless_random(subject, case.batch)
+    kind.require_repeatable(subject, case.batch)
     count = {2: "two", 3: "three"}[len(case.parts)]
     require_same_evaluation(
         whole, parts, f"under {count} micro-batches", _cause_of_cut(case, whole, parts), kind.remedy + kind.unless
@@ -141,8 +143,8 @@ def _cause_of_cut(case: CutBatch, whole: Evaluation, parts: Evaluation) -> str:
     batch = case.batch
     own_tokens, own_sequences, part_of = (np.zeros(batch.tokens) for _ in range(3))
     for number, part in enumerate(case.parts):
-        at = batch.places(part)
-        own_tokens[at], own_sequences[at], part_of[at] = len(at), len(part), number
+        places = batch.places(part)
+        own_tokens[places], own_sequences[places], part_of[places] = len(places), len(part), number
     candidates = {
         "it divides by its own mask, the number of tokens in its micro-batch": batch.tokens / own_tokens,
         "it divides by the number of sequences in its micro-batch": len(batch) / own_sequences,
@@ -152,15 +154,17 @@ def _cause_of_cut(case: CutBatch, whole: Evaluation, parts: Evaluation) -> str:
     cause = cause_of_ratio(whole.per_token, parts.per_token, candidates)
     difference = parts.per_token - whole.per_token
     # tokens of one value differ by one number whatever is done to them
-    told = all(np.ptp(whole.per_token[part_of == part]) > ABSOLUTE for part in np.unique(part_of[np.abs(difference) > ABSOLUTE]))
-    if cause is None and told and constant_within(difference, part_of.astype(np.int64)):
+    is_varied = all(
+        np.ptp(whole.per_token[part_of == part]) > ABSOLUTE for part in np.unique(part_of[np.abs(difference) > ABSOLUTE])
+    )
+    if cause is None and is_varied and is_constant_within(difference, part_of.astype(np.int64)):
         cause = "it subtracts or adds something that it takes over its micro-batch"
     return cause or "it depends on which samples share its micro-batch"
 
 
 @shared_promise(
     "It remembers nothing between micro-batches: the ranks that compute them have {products} of their own",
-    cases=lambda subject: rollouts.worn_batches(needs_of(subject)),
+    cases=lambda subject: rollouts.draw_worn_batches(needs_of(subject)),
 )
 def rank_split(kind: TokenKind, subject: Subject[Any], worn: WornBatch) -> None:
     case = worn.cut
@@ -171,8 +175,8 @@ def rank_split(kind: TokenKind, subject: Subject[Any], worn: WornBatch) -> None:
         case, [kind.evaluate_or_undecidable(subject, case.batch.take(part), one_rank) for part in case.parts]
     )
     apart = join_evaluations(case, [kind.evaluate_or_undecidable(subject, case.batch.take(part)) for part in case.parts])
-    if not same_evaluation(together, apart):
-        kind.unless_random(subject, case.batch)
+    if not is_same_evaluation(together, apart):
+        kind.require_repeatable(subject, case.batch)
     require_same_evaluation(
         together,
         apart,
@@ -184,17 +188,17 @@ def rank_split(kind: TokenKind, subject: Subject[Any], worn: WornBatch) -> None:
 
 @shared_promise(
     "The order of the samples changes nothing",
-    cases=lambda subject: rollouts.reordered_batches(needs_of(subject)),
+    cases=lambda subject: rollouts.draw_reordered_batches(needs_of(subject)),
     about_cuts=True,
-    first=lambda subject: explicit.reordered_threes(needs_of(subject)),
+    first=lambda subject: explicit.list_reordered_threes(needs_of(subject)),
 )
 def sample_order(kind: TokenKind, subject: Subject[Any], case: ReorderedBatch) -> None:
     whole = kind.evaluate_or_undecidable(subject, case.batch)
     moved = join_evaluations(
         CutBatch(case.batch, (case.order,)), [kind.evaluate_or_undecidable(subject, case.batch.take(case.order))]
     )
-    if not same_evaluation(whole, moved):
-        kind.unless_random(subject, case.batch)
+    if not is_same_evaluation(whole, moved):
+        kind.require_repeatable(subject, case.batch)
     require_same_evaluation(
         whole,
         moved,
@@ -206,8 +210,8 @@ def sample_order(kind: TokenKind, subject: Subject[Any], case: ReorderedBatch) -
 
 @shared_promise(
     "What groups and units are called changes nothing",
-    cases=lambda subject: rollouts.relabelled_batches(needs_of(subject)),
-    first=lambda subject: explicit.relabelled_closely(needs_of(subject)),
+    cases=lambda subject: rollouts.draw_relabelled_batches(needs_of(subject)),
+    first=lambda subject: explicit.list_closely_relabelled(needs_of(subject)),
 )
 def labels(kind: TokenKind, subject: Subject[Any], case: RelabelledBatch) -> None:
     plain = kind.evaluate_or_undecidable(subject, case.batch)
@@ -216,16 +220,16 @@ def labels(kind: TokenKind, subject: Subject[Any], case: RelabelledBatch) -> Non
         renamed = kind.evaluate_subject(subject, case.relabelled)
     except EngineError as error:
         raise Broken(f"fails where labels are other numbers: {error.cause}", remedy) from error
-    if not same_evaluation(plain, renamed):
-        kind.unless_random(subject, case.batch)
+    if not is_same_evaluation(plain, renamed):
+        kind.require_repeatable(subject, case.batch)
     require_same_evaluation(plain, renamed, "with other labels", "it takes an id for a number", remedy)
 
 
 @shared_promise(
     "Sequences without loss-carrying tokens, and the empty micro-batches that fill up ranks, change nothing",
-    cases=lambda subject: rollouts.filled_batches(needs_of(subject)),
+    cases=lambda subject: rollouts.draw_filled_batches(needs_of(subject)),
     about_cuts=True,
-    first=lambda subject: explicit.filled_threes(needs_of(subject)),
+    first=lambda subject: explicit.list_filled_threes(needs_of(subject)),
 )
 def padding(kind: TokenKind, subject: Subject[Any], case: FilledBatch) -> None:
     whole = kind.evaluate_or_undecidable(subject, case.batch)
@@ -238,8 +242,8 @@ def padding(kind: TokenKind, subject: Subject[Any], case: FilledBatch) -> None:
             "is not finite beside a sequence without tokens: it divides by their number",
             "Use tokens.sequences.mean, or clamp counts to 1",
         )
-    if not same_evaluation(whole, filled):
-        kind.unless_random(subject, case.batch)
+    if not is_same_evaluation(whole, filled):
+        kind.require_repeatable(subject, case.batch)
     count = np.full(case.batch.tokens, len(case.batch) / case.total)
     cause = cause_of_ratio(whole.per_token, filled.per_token, {"it divides by the number of sequences, empty ones included": count})
     require_same_evaluation(
@@ -253,21 +257,21 @@ def padding(kind: TokenKind, subject: Subject[Any], case: FilledBatch) -> None:
 
 @shared_promise(
     "Neighbours in a row do not reach each other: no sequence's {results} depend on another's values",
-    cases=cuts,
+    cases=draw_cuts,
     about_cuts=True,
-    first=cuts_first,
+    first=list_cuts,
 )
 def packing(kind: TokenKind, subject: Subject[Any], case: CutBatch) -> None:
-    mine = case.batch.places(case.parts[0])
+    own_places = case.batch.places(case.parts[0])
     weights = np.zeros_like(case.batch.weights)
-    weights[mine] = case.batch.weights[mine]
+    weights[own_places] = case.batch.weights[own_places]
     alone = evolve(case.batch, weights=weights)
-    others = np.setdiff1d(np.arange(case.batch.tokens), mine)
+    others = np.setdiff1d(np.arange(case.batch.tokens), own_places)
     changed = alone.with_values(**{name: _shift(values, others) for name, values in alone.values.items()})
     before, after = kind.evaluate_or_undecidable(subject, alone), kind.evaluate_or_undecidable(subject, changed)
-    if not same(before.per_token[mine], after.per_token[mine]):
-        kind.unless_random(subject, case.batch)
-        place = mine[np.argmax(~np.isclose(before.per_token[mine], after.per_token[mine]))]
+    if not is_same(before.per_token[own_places], after.per_token[own_places]):
+        kind.require_repeatable(subject, case.batch)
+        place = own_places[np.argmax(~np.isclose(before.per_token[own_places], after.per_token[own_places]))]
         raise Broken(
             f"the {kind.noun} of token {place} changes from {before.per_token[place]:.6g} to {after.per_token[place]:.6g} with the values "
             "of other sequences: it takes something over the whole micro-batch, or reaches over the end of a sequence",
@@ -288,29 +292,29 @@ def _shift(values: AnyArray, places: Any) -> AnyArray:
     return changed
 
 
-@shared_promise("It leaves the global random state alone, and does not depend on it", cases=ordinary)
+@shared_promise("It leaves the global random state alone, and does not depend on it", cases=draw_ordinary)
 def global_random_numbers(kind: TokenKind, subject: Subject[Any], batch: TokenBatch) -> None:
     with restore_random_state():
-        made = []
+        evaluations = []
         for seed in (1, 2, 1):
             seed_everything(seed)
             before = global_random_state()
-            made.append(kind.evaluate_or_undecidable(subject, batch))
+            evaluations.append(kind.evaluate_or_undecidable(subject, batch))
             if global_random_state() != before:
                 raise Broken("draws from the global random state, which differs from rank to rank", "Draw from tokens.generator")
-    one, other, again = made
-    if same_evaluation(one, again) and not same_evaluation(one, other):
+    one, other, again = evaluations
+    if is_same_evaluation(one, again) and not is_same_evaluation(one, other):
         raise Broken("depends on the global random state", "Draw from tokens.generator")
 
 
 @shared_promise(
     "It works on other devices than the CPU: its tensors are made where its tokens are, and it calls no collective",
-    cases=ordinary,
+    cases=draw_ordinary,
     effort=0.05,
     first=lambda subject: [
-        explicit.in_threes(needs_of(subject)),
-        *explicit.fillers(explicit.in_threes(needs_of(subject))),
-        explicit.many(needs_of(subject)),
+        explicit.make_threes(needs_of(subject)),
+        *explicit.fillers(explicit.make_threes(needs_of(subject))),
+        explicit.make_many(needs_of(subject)),
     ],
 )
 def devices(kind: TokenKind, subject: Subject[Any], batch: TokenBatch) -> None:
@@ -318,13 +322,13 @@ def devices(kind: TokenKind, subject: Subject[Any], batch: TokenBatch) -> None:
     with device:
         product = subject.make()
     device.put_on_host(*constants_of(product))
-    watched = Listening(product, device)
+    listening = Listening(product, device)
     where = (
         "Make tensors with device=tokens.logprobs.device, or by x.new_zeros() and torch.ones_like(x); compute with torch, not NumPy"
     )
     try:
         with no_collectives():
-            kind.evaluate(subject.label, watched, batch, backward_mode=device)
+            kind.evaluate(subject.label, listening, batch, backward_mode=device)
     except EngineError as error:
         if isinstance(error.__cause__, WrongDevice):
             raise Broken(f"works on the CPU alone: {error.__cause__}", where) from error
@@ -334,7 +338,7 @@ def devices(kind: TokenKind, subject: Subject[Any], batch: TokenBatch) -> None:
                 "Make it a function of its tokens; the engine sums over ranks",
             ) from error
         raise Undecidable(error.cause) from error
-    output = watched.heard["output"]
+    output = listening.heard["output"]
     result = getattr(output, "token_loss", output)
     if device.place(result) == "host":
         raise Broken("returns a tensor of the CPU, wherever its tokens are", where)
@@ -344,9 +348,9 @@ def constants_of(product: Any) -> list[object]:
     """Return what the product and its function hold: attributes, globals that it names, defaults and closures, and those of functions among
     them.
 
-    Tensors among them were made on the CPU. Caches of functions (`functools.cache`) are emptied: what they held is made anew.
+    Tensors among them were made on the CPU. Caches of functions (`functools.cache`) are emptied: what they held is made again.
     """
-    held: list[object] = [getattr(product, "__dict__", {})]
+    constants: list[object] = [getattr(product, "__dict__", {})]
     waiting: list[object] = [getattr(product, "function", None), vars(type(product)).get("__call__")]
     seen: set[int] = set()
     while waiting:
@@ -357,19 +361,19 @@ def constants_of(product: Any) -> list[object]:
         if not isinstance(function, FunctionType) or id(function) in seen:
             continue
         seen.add(id(function))
-        found = [function.__globals__.get(name) for name in function.__code__.co_names]
-        found += [cell.cell_contents for cell in function.__closure__ or ()]
-        held += [found, list(function.__defaults__ or ())]
+        values = [function.__globals__.get(name) for name in function.__code__.co_names]
+        values += [cell.cell_contents for cell in function.__closure__ or ()]
+        constants += [values, list(function.__defaults__ or ())]
         own_module = function.__module__
-        waiting += [each for each in found if getattr(each, "__module__", None) == own_module]
-    return held
+        waiting += [value for value in values if getattr(value, "__module__", None) == own_module]
+    return constants
 
 
-@shared_promise("It does not change what it is given", cases=ordinary)
+@shared_promise("It does not change what it is given", cases=draw_ordinary)
 def inputs_unchanged(kind: TokenKind, subject: Subject[Any], batch: TokenBatch) -> None:
     copying = _Copying(subject.make())
     kind.evaluate_or_undecidable(subject, batch, copying, dtype=torch.float32)
-    for name, (before, after, written) in copying.given.items():
+    for name, (before, after, written) in copying.inputs.items():
         if written or not torch.equal(before, after):
             raise Broken(
                 f"changes {name} in place, which other parts of the objective read too", "Work on a copy: x * y, not x.mul_(y)"
@@ -381,7 +385,7 @@ class _Copying:
 
     def __init__(self, product: Any) -> None:
         self.product = product
-        self.given: Mapping[str, tuple[torch.Tensor, torch.Tensor, bool]] = {}
+        self.inputs: Mapping[str, tuple[torch.Tensor, torch.Tensor, bool]] = {}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.product, name)
@@ -392,7 +396,7 @@ class _Copying:
         copies = {name: tensor.detach().clone() for name, tensor in tensors.items()}
         versions = {name: tensor._version for name, tensor in tensors.items()}  # noqa: SLF001 - counts writes, which the same values hide
         result = self.product(tokens)
-        self.given = {
+        self.inputs = {
             name: (copies[name], tensor.detach(), tensor._version != versions[name])  # noqa: SLF001 - as above
             for name, tensor in tensors.items()
         }

@@ -18,12 +18,12 @@ from skyrl_engine.testing.tokens.token_batches import CutBatch, FilledBatch, Rel
 FloatArray = npt.NDArray[np.float32]
 Range = Literal["ordinary", "extreme", "rounded"]
 """`extreme` reaches probability 1, probabilities near 0 and ratios of e^30; `rounded` holds what bfloat16 holds."""
-LOGPROBS = tuple(-each / 16 for each in (16, 8, 4, 24, 40, 64, 96))
+LOGPROBS = tuple(-number / 16 for number in (16, 8, 4, 24, 40, 64, 96))
 _EXTREME_LOGPROBS = (-1.0, 0.0, -30.0, -88.0)
-DRIFTS = tuple(each / 16 for each in (0, 1, -1, 2, -2, 4, -4, 8, -8, 16, -16))
+DRIFTS = tuple(number / 16 for number in (0, 1, -1, 2, -2, 4, -4, 8, -8, 16, -16))
 _EXTREME_DRIFTS = (0.0, 0.25, 3.0, -3.0, 12.0, -12.0, 30.0, -30.0)
 ADVANTAGES = (1.0, -1.0, 0.5, -0.5, 0.25, -2.0, 3.0, 0.0)
-NUMBERS = tuple(each / 8 for each in (8, -8, 4, -4, 2, 12, -20, 1, 0))
+NUMBERS = tuple(number / 8 for number in (8, -8, 4, -4, 2, 12, -20, 1, 0))
 _WEIGHTS = (1.0, 0.5, 0.25, 2.0, 0.75)
 _JITTER = 1 / 1024
 _WIDE_SHARE = np.float32(2)
@@ -34,7 +34,7 @@ LONG = 150
 
 
 @st.composite
-def batches(
+def draw_batches(
     draw: st.DrawFn,
     needs: Iterable[str],
     *,
@@ -51,7 +51,7 @@ def batches(
     tokens than fit a byte or another fixed size of a buffer. Who needs roles gets pairs, two of them or more where two sequences or more are
     asked for.
     """
-    paired = in_pairs(needs)
+    paired = has_pairs(needs)
     count = (
         2 * draw(st.integers(min_sequences, max(max_sequences // 2, min_sequences)))
         if paired
@@ -75,7 +75,7 @@ def batches(
     )
 
 
-def in_pairs(needs: Iterable[str]) -> bool:
+def has_pairs(needs: Iterable[str]) -> bool:
     """Return True where the needs ask for roles: then every unit is a chosen and a rejected sequence."""
     return ROLE_NEED in needs
 
@@ -152,9 +152,9 @@ def _wide_values(draw: st.DrawFn, needs: Iterable[str], count: int, range_: Rang
 
 
 @st.composite
-def cut_batches(draw: st.DrawFn, needs: Iterable[str], *, max_parts: int = 3) -> CutBatch:
+def draw_cut_batches(draw: st.DrawFn, needs: Iterable[str], *, max_parts: int = 3) -> CutBatch:
     """Draw batches cut into two micro-batches or more, each with tokens; units stay whole."""
-    batch = draw(batches(needs, min_sequences=2, long=True))
+    batch = draw(draw_batches(needs, min_sequences=2, long=True))
     units = np.unique(batch.unit_ids)
     parts = draw(st.integers(2, min(max_parts, len(units))))
     homes = _pick(draw, len(units), range(parts)).astype(np.int64).tolist()
@@ -165,9 +165,9 @@ def cut_batches(draw: st.DrawFn, needs: Iterable[str], *, max_parts: int = 3) ->
 
 
 @st.composite
-def reordered_batches(draw: st.DrawFn, needs: Iterable[str]) -> ReorderedBatch:
+def draw_reordered_batches(draw: st.DrawFn, needs: Iterable[str]) -> ReorderedBatch:
     """Draw batches with another order of their sequences; those of one unit keep their relative order, unless roles tell them apart."""
-    batch = draw(batches(needs, min_sequences=2, long=True))
+    batch = draw(draw_batches(needs, min_sequences=2, long=True))
     units = np.unique(batch.unit_ids).tolist()
     turns = draw(st.permutations(units).filter(lambda turns: list(turns) != units) if len(units) > 1 else st.just(units))
     step = 1 if batch.roles is None else -1
@@ -175,32 +175,32 @@ def reordered_batches(draw: st.DrawFn, needs: Iterable[str]) -> ReorderedBatch:
 
 
 @st.composite
-def filled_batches(draw: st.DrawFn, needs: Iterable[str]) -> FilledBatch:
+def draw_filled_batches(draw: st.DrawFn, needs: Iterable[str]) -> FilledBatch:
     """Draw batches with positions for sequences without a token that carries loss."""
-    batch = draw(batches(needs, long=True))
+    batch = draw(draw_batches(needs, long=True))
     total = len(batch) + draw(st.integers(1, 2))
     places = draw(st.lists(st.integers(0, total - 1), min_size=len(batch), max_size=len(batch), unique=True))
     return FilledBatch(batch, tuple(sorted(places)), total)
 
 
-def worn_batches(needs: Iterable[str]) -> st.SearchStrategy[WornBatch]:
+def draw_worn_batches(needs: Iterable[str]) -> st.SearchStrategy[WornBatch]:
     """Draw cut batches for products that are new, and for products that were called often."""
-    return st.builds(WornBatch, cut_batches(needs), st.sampled_from((0, 0, 0, 64)))
+    return st.builds(WornBatch, draw_cut_batches(needs), st.sampled_from((0, 0, 0, 64)))
 
 
 @st.composite
-def relabelled_batches(draw: st.DrawFn, needs: Iterable[str]) -> RelabelledBatch:
+def draw_relabelled_batches(draw: st.DrawFn, needs: Iterable[str]) -> RelabelledBatch:
     """Draw batches with other names of their groups and units: any integers, in any order."""
-    batch = draw(batches(needs))
+    batch = draw(draw_batches(needs))
     names = st.sampled_from((40, 7, 1_000_003, 0, 1, -5, 2**40, 2))
     chosen = draw(st.lists(names, min_size=len(batch), max_size=len(batch), unique=True))
     return RelabelledBatch(batch, np.asarray(chosen, dtype=np.int64))
 
 
 @st.composite
-def masked_batches(draw: st.DrawFn, needs: Iterable[str]) -> TokenBatch:
+def draw_masked_batches(draw: st.DrawFn, needs: Iterable[str]) -> TokenBatch:
     """Draw micro-batches without any token that carries loss, and without any sequence."""
-    batch = draw(batches(needs))
+    batch = draw(draw_batches(needs))
     keep = draw(st.integers(0, len(batch)))
     lengths = np.zeros(keep, dtype=np.int64)
     values = {name: values[:0] for name, values in batch.values.items()}

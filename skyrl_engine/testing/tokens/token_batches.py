@@ -1,4 +1,4 @@
-"""Batches of losses and corrections, and what promises do with one: a cut, another order, other names. They tell themselves in words."""
+"""Batches of losses and corrections, and what promises do with one: a cut, another order, other names. They describe themselves in words."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -92,14 +92,14 @@ class TokenBatch:
         return "\n".join([shape, *paired, *(f"{name} {_format_values(values.ravel())}" for name, values in self.values.items())])
 
 
-_TOLD = 24
+_MOST_NUMBERS = 24
 """Numbers that a counterexample spells out."""
 
 
 def _format_values(values: Iterable[float]) -> str:
     numbers = [f"{value:g}" for value in values]
-    more = [f"... ({len(numbers)} in all)"] if len(numbers) > _TOLD else []
-    return ", ".join(numbers[:_TOLD] + more) or "none"
+    more = [f"... ({len(numbers)} in all)"] if len(numbers) > _MOST_NUMBERS else []
+    return ", ".join(numbers[:_MOST_NUMBERS] + more) or "none"
 
 
 @frozen(eq=False)

@@ -20,13 +20,13 @@ from skyrl_engine.testing.generators.power import (
     ChiSquare,
     Repeats,
     Temperatures,
-    at_temperature,
     cells_of,
     distance_from_uniform,
     distance_shown,
     draws_for,
     largest_chi_square,
     largest_step,
+    scale_to_temperature,
     step_shown,
 )
 
@@ -113,7 +113,7 @@ def places(weights: TinyWeights, temperature: float, factor: float, draw: np.ran
     for _ in range(promises.TOKENS):
         logprobs = np.array([scores[-1] for scores in weights.logprobs_of_rows(rows, temperature)])
         values.append(logprobs)
-        tokens = draw_tokens(at_temperature(logprobs, factor), draw, 1)[0]
+        tokens = draw_tokens(scale_to_temperature(logprobs, factor), draw, 1)[0]
         rows = [[*row, int(token)] for row, token in zip(rows, tokens, strict=True)]
     return np.concatenate(values)
 
@@ -127,8 +127,8 @@ def draw_tokens(logprobs: Floats, draw: np.random.Generator, times: int) -> npt.
 
 def gains(logprobs: Floats, factor: float, draw: np.random.Generator, times: int) -> Floats:
     """float64[times, factors]: the gains of samplers at `factor` times the temperature."""
-    tokens = draw_tokens(at_temperature(logprobs, factor), draw, times)
-    ratios = np.stack([at_temperature(logprobs, scale) - logprobs for scale in FACTORS], axis=-1)
+    tokens = draw_tokens(scale_to_temperature(logprobs, factor), draw, times)
+    ratios = np.stack([scale_to_temperature(logprobs, scale) - logprobs for scale in FACTORS], axis=-1)
     return ratios[np.arange(len(logprobs)), tokens].sum(1)
 
 
@@ -137,8 +137,8 @@ def factor_at_the_bound(logprobs: Floats, farthest: float) -> float:
     near, far = 0.0, float(np.log(farthest))
     for _ in range(20):
         middle = (near + far) / 2
-        probabilities = np.exp(at_temperature(logprobs, np.exp(middle)))
-        means = [(probabilities * (at_temperature(logprobs, scale) - logprobs)).sum() for scale in FACTORS]
+        probabilities = np.exp(scale_to_temperature(logprobs, np.exp(middle)))
+        means = [(probabilities * (scale_to_temperature(logprobs, scale) - logprobs)).sum() for scale in FACTORS]
         near, far = (middle, far) if max(means) < BOUND + np.log(len(FACTORS)) else (near, middle)
     return float(np.exp(far))
 
@@ -156,11 +156,13 @@ def test_the_evidence_is_that_of_the_kit(weights: TinyWeights) -> None:
     logprobs = places(weights, 1.0, 1.0, draw)[:40]
     tokens = draw_tokens(logprobs, draw, 1)
     found = Temperatures.of([logprobs[:10], logprobs[10:]], [tokens[0, :10].astype(np.int32), tokens[0, 10:].astype(np.int32)])
-    ratios = np.stack([at_temperature(logprobs, scale) - logprobs for scale in FACTORS], axis=-1)
+    ratios = np.stack([scale_to_temperature(logprobs, scale) - logprobs for scale in FACTORS], axis=-1)
     np.testing.assert_allclose(found.gains, ratios[np.arange(40), tokens[0]].sum(0))
     assert found.evidence == pytest.approx(evidence(found.gains[None])[0])
     assert found.count == 40
-    np.testing.assert_allclose(at_temperature(logprobs, 2.0), at_temperature(at_temperature(logprobs, 0.5), 4.0), atol=1e-12)
+    np.testing.assert_allclose(
+        scale_to_temperature(logprobs, 2.0), scale_to_temperature(scale_to_temperature(logprobs, 0.5), 4.0), atol=1e-12
+    )
 
 
 @pytest.mark.parametrize("temperature", promises.REQUESTS)
@@ -171,10 +173,14 @@ def test_temperatures_of_a_right_sampler_seldom_break_the_promise(weights: TinyW
     draw = np.random.default_rng(4)
     logprobs = places(weights, temperature, 1.0, draw)
     sides = [factor_at_the_bound(logprobs, factor) for factor in (min(FACTORS), max(FACTORS))]
-    tokens = np.concatenate([draw_tokens(at_temperature(logprobs, factor), draw, 1000) for factor in sides])
+    tokens = np.concatenate([draw_tokens(scale_to_temperature(logprobs, factor), draw, 1000) for factor in sides])
     at = np.arange(len(logprobs))
-    found = evidence(np.stack([(at_temperature(logprobs, scale) - logprobs)[at, tokens].sum(1) for scale in FACTORS], axis=-1))
-    log_weights = -np.logaddexp(*((at_temperature(logprobs, factor) - logprobs)[at, tokens].sum(1) for factor in sides)) + np.log(2)
+    found = evidence(
+        np.stack([(scale_to_temperature(logprobs, scale) - logprobs)[at, tokens].sum(1) for scale in FACTORS], axis=-1)
+    )
+    log_weights = -np.logaddexp(
+        *((scale_to_temperature(logprobs, factor) - logprobs)[at, tokens].sum(1) for factor in sides)
+    ) + np.log(2)
     alarms = float(np.where(found > BOUND, np.exp(log_weights), 0.0).mean())
     print(
         f"temperature {temperature:g}: a false alarm with probability {alarms:.2g} per turn, {FALSE_ALARM / promises.TESTS:.2g} is stated"
@@ -195,7 +201,7 @@ def test_temperatures_show_wrong_ones(weights: TinyWeights, temperature: float, 
     """The probability of a miss, bounded exactly from the model's distributions (Chernoff), and none in 400 samplers."""
     draw = np.random.default_rng(5)
     logprobs = places(weights, temperature, factor, draw)
-    wrong = at_temperature(logprobs, factor)
+    wrong = scale_to_temperature(logprobs, factor)
     # the mean of all ratios is at least a part of that of the right factor
     needed = BOUND + np.log(len(FACTORS))
     bounds = [
@@ -220,7 +226,7 @@ def test_close_temperatures_seldom_give_equal_tokens(weights: TinyWeights, place
     draw, same = np.random.default_rng(6), 0.0
     for _ in range(promises.TOKENS):
         logprobs = np.array([scores[-1] for scores in weights.logprobs_of_rows(rows, near)])
-        variations = np.abs(np.exp(logprobs) - np.exp(at_temperature(logprobs, far / near))).sum(-1) / 2
+        variations = np.abs(np.exp(logprobs) - np.exp(scale_to_temperature(logprobs, far / near))).sum(-1) / 2
         same += float(np.log1p(-variations).sum())
         rows = [[*row, int(token)] for row, token in zip(rows, draw_tokens(logprobs, draw, 1)[0], strict=True)]
     print(f"temperatures {near:g} and {far:g}: all tokens are the same with probability {np.exp(same):.2g} at most")
