@@ -198,9 +198,9 @@ def test_the_numbers_of_a_step_are_those_of_the_call(open_engine: Any, columns: 
     np.testing.assert_allclose(difference, 1e-2 * 0.5 * before[name], atol=1e-6)
 
 
-def test_a_step_of_sgd_is_rate_times_gradient(opened: Any, columns: SampleColumns) -> None:
+def test_a_step_of_sgd_is_rate_times_gradient(open_engine: Any, columns: SampleColumns) -> None:
     """Decay counts for matrices alone; numbers of AdamW are refused by name, and change nothing."""
-    engine = opened(optimizer={"use": "sgd", "learning_rate": 0.5, "weight_decay": 0.1, "max_grad_norm": None})
+    engine = open_engine(optimizer={"use": "sgd", "learning_rate": 0.5, "weight_decay": 0.1, "max_grad_norm": None})
     before = engine.weights()
     plan = engine.plan(columns)
     engine.forward_backward(plan)
@@ -221,14 +221,14 @@ def test_a_step_of_sgd_is_rate_times_gradient(opened: Any, columns: SampleColumn
 
 
 @pytest.mark.parametrize("backend", ["deepspeed", "megatron"])
-def test_an_optimizer_that_the_backend_does_not_have_is_refused_before_a_rank_starts(opened: Any, backend: str) -> None:
+def test_an_optimizer_that_the_backend_does_not_have_is_refused_before_a_rank_starts(open_engine: Any, backend: str) -> None:
     with pytest.raises(UnsupportedError, match=f'optimizer.use is "sgd", and backend {backend} does not declare') as caught:
-        opened(backend={"use": backend}, optimizer={"use": "sgd"})
+        open_engine(backend={"use": backend}, optimizer={"use": "sgd"})
     assert 'Set optimizer.use = "adamw", or choose another backend, such as fsdp' in str(caught.value)
 
 
-def test_a_failure_that_nobody_waited_for_is_raised_by_the_step(opened: Any, columns: SampleColumns) -> None:
-    engine = opened(loss={"use": "ppo"})
+def test_a_failure_that_nobody_waited_for_is_raised_by_the_step(open_engine: Any, columns: SampleColumns) -> None:
+    engine = open_engine(loss={"use": "ppo"})
     before = engine.weights()
     endless = np.full(len(columns.loss_weight), np.inf, dtype=np.float32)
     plan = engine.plan(columns.with_columns({"advantages": endless}))

@@ -26,7 +26,7 @@ FAULTS = [
     (wrong.IgnoresTheLastSequence, {"loss_weights_decide", "sample_order", "empty_sequences"}, "it is lost"),
     (wrong.CountsTokensOfNoLoss, {"loss_weights_decide", "scale"}, "it counts although it carries no loss"),
     (wrong.DividesPerMicroBatch, {"micro_batch_split"}, "it divides by counts of a micro-batch"),
-    (wrong.TakesNeighboursForAGroup, {"sample_order"}, "it takes neighbours for members of one group"),
+    (wrong.TakesNeighboursForAGroup, {"sample_order", "empty_sequences"}, "it takes neighbours for members of one group"),
     (wrong.TakesLabelsForPlaces, {"labels", "weights_sum", "empty_sequences"}, "it takes an id for a number"),
     (wrong.SaysItAdds, {"additive"}, "gradients of several are added up"),
     (wrong.TruncatesFractions, {"scale"}, "a sum of weights is rounded"),

@@ -29,7 +29,7 @@ SPOILED = [np.full((3, 2), np.nan, np.float32), np.full((3, 2), np.inf, np.float
 
 
 def test_equal_passes_are_not_apart() -> None:
-    assert compare(measure(), measure()).within(0.0)
+    assert compare(measure(), measure()).is_within(0.0)
 
 
 @pytest.mark.parametrize("name", ["first", "middle", "last"])
@@ -37,7 +37,7 @@ def test_equal_passes_are_not_apart() -> None:
 def test_a_gradient_that_cannot_be_compared_is_infinitely_far(name: str, spoiled: np.ndarray) -> None:
     comparison = compare(measure(**{name: spoiled}), measure())
     assert (comparison.gradient, comparison.parameter) == (np.inf, name)
-    assert not comparison.within(1e300)
+    assert not comparison.is_within(1e300)
 
 
 def test_a_parameter_without_gradient_has_the_gradient_0() -> None:

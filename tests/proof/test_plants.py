@@ -92,7 +92,7 @@ def test_outputs_under_other_samples_are_noticed_although_loss_and_gradient_are_
     for row in prove("outputs_out_of_order", [ONE, PACKED, SHUFFLED]):
         assert not row.holds
         assert row.difference is not None
-        assert row.difference.within(1e-5)
+        assert row.difference.is_within(1e-5)
         assert row.explanation == "token losses came back under other samples"
 
 
