@@ -100,7 +100,7 @@ ON_ONE_RANK = [
 ON_TWO_RANKS = [
     ("mean_over_ranks", {"ranks_add_up"}, "the gradient is x0.50 = 1 / number of data-parallel ranks of the sum over 2"),
     ("dropped_rank", {"ranks_add_up", "image_gradients"}, "what rank 1 computed counts for nothing in the gradient"),
-    ("all_outputs_of_rank_0", {"outputs"}, "rank 1 returns outputs as if it stood at"),
+    ("all_outputs_of_rank_0", {"outputs"}, "rank 1 returns outputs as if it were at"),
     ("other_order_on_other_ranks", {"every_rank"}, "rank 1 yields other names in weights() than rank 0, or in another order"),
 ]
 BY_DAY = [
