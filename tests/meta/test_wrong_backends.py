@@ -131,7 +131,7 @@ BY_NIGHT = [
     ("same_masks_on_all_ranks", {"dropout"}, "ranks 0 and 1 draw the same dropout masks", "dp2"),
     ("same_masks_in_all_passes", {"dropout"}, "gives the objective", "dp1"),
     ("remembers_the_limit", {"step"}, "as far as AdamW moves them in step 6", "dp1"),
-    ("adapters_stay_off", {"reference_by_adapters"}, "behind without_adapters", "dp1"),
+    ("adapters_stay_off", {"reference_by_adapters"}, "after without_adapters", "dp1"),
     ("weights_beside_adapters", {"adapters"}, "gives at the start other names", "dp1"),
     ("weights_of_the_first_merge", {"adapters"}, "after a step", "dp1"),
     ("forgets_the_adapter", {"adapters"}, "where PEFT's own model gives", "dp1"),
