@@ -91,7 +91,7 @@ def dpo(directory: Path) -> Path:
     return train(directory, "preference", tables)
 
 
-def kill_and_resume(directory: Path) -> Path:
+def killed_and_resumed(directory: Path) -> Path:
     """The run `multi_turn_tis`, killed after its third step and resumed from the checkpoint of its second."""
     killer = directory / "kill.py"
     killer.write_text(KILLER)
@@ -113,7 +113,7 @@ RUNS: Mapping[str, Callable[[Path], Path]] = {
         multi_turn_tis,
         ppo,
         dpo,
-        kill_and_resume,
+        killed_and_resumed,
     )
 }
 

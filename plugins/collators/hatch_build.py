@@ -84,10 +84,10 @@ loader.exec_module(module_from_spec(spec_from_loader("_kernels", loader)))
 
 def _run(command: Sequence[str]) -> None:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=TIMEOUT_SECONDS)  # noqa: S603 the compiler
+        process = subprocess.run(command, capture_output=True, text=True, check=False, timeout=TIMEOUT_SECONDS)  # noqa: S603 the compiler
     except (OSError, subprocess.TimeoutExpired) as problem:
         raise CompilerError(str(problem)) from problem
-    if done.returncode:
-        lines = (done.stderr or done.stdout).strip().splitlines()
+    if process.returncode:
+        lines = (process.stderr or process.stdout).strip().splitlines()
         message = next((line for line in lines if "error" in line), lines[-1] if lines else "no message")
-        raise CompilerError(f"{command[0]} ended with {done.returncode}: {message}")
+        raise CompilerError(f"{command[0]} ended with {process.returncode}: {message}")

@@ -396,12 +396,12 @@ class Engine(SamplingVerbs):
         self._gradient.parts.clear()
         self.step += 1
 
-        def take_step(replies: list[StepReply]) -> OptimStep:
+        def read_report(replies: list[StepReply]) -> OptimStep:
             for reply in replies:
                 self._passes.spans.add(reply.cpu_seconds)
             return replies[0].step
 
-        return self.group.send(StepOptimizer(settings)).on_failure(self._take_back).then(take_step)
+        return self.group.send(StepOptimizer(settings)).on_failure(self._take_back).then(read_report)
 
     def _take_back(self) -> None:
         """Count a step that the ranks refused no longer."""

@@ -10,11 +10,11 @@ import tracemalloc
 from importlib.machinery import ExtensionFileLoader
 from importlib.util import module_from_spec, spec_from_loader
 
-from kernel_bins import bins_are_refused, bins_equal_the_scan
-from kernel_lists import lists_equal_python
+from kernel_bins import check_bins_are_refused, check_bins_equal_scan
+from kernel_lists import check_lists_equal_python
 from kernel_memory import Memory
-from kernel_padded import check_padded_equals_loop, check_padded_is_refused, ranks_are_refused, ranks_equal_the_scan
-from kernel_rows import gathers_are_refused, gathers_equal_the_loop, rows_are_refused, rows_equal_the_loop
+from kernel_padded import check_padded_equals_loop, check_padded_is_refused, check_ranks_are_refused, check_ranks_equal_scan
+from kernel_rows import check_gathers_are_refused, check_gathers_equal_loop, check_rows_are_refused, check_rows_equal_loop
 
 
 def main() -> None:
@@ -23,24 +23,24 @@ def main() -> None:
     loader.exec_module(module)
     assert int(sys.argv[2]) == module.INTERFACE, f"interface {module.INTERFACE}"
     for check in (
-        rows_equal_the_loop,
-        rows_are_refused,
-        gathers_equal_the_loop,
-        gathers_are_refused,
-        lists_equal_python,
-        bins_equal_the_scan,
-        bins_are_refused,
+        check_rows_equal_loop,
+        check_rows_are_refused,
+        check_gathers_equal_loop,
+        check_gathers_are_refused,
+        check_lists_equal_python,
+        check_bins_equal_scan,
+        check_bins_are_refused,
         check_padded_equals_loop,
         check_padded_is_refused,
-        ranks_equal_the_scan,
-        ranks_are_refused,
-        nothing_leaks,
+        check_ranks_equal_scan,
+        check_ranks_are_refused,
+        check_nothing_leaks,
     ):
         check(module)
         print(f"{check.__name__}: as it should be", flush=True)
 
 
-def nothing_leaks(module):
+def check_nothing_leaks(module):
     """Calls that succeed and calls that fail at each stage leak no memory."""
     memory = Memory()
     two, short = memory.array("q", [0, 0]), memory.array("q", [0])
@@ -96,7 +96,7 @@ def nothing_leaks(module):
         tracemalloc.stop()
         assert grown < 1500, f"{call[0].__name__} leaves {grown} bytes behind after 200 calls with {call[1:]}"
     del calls, call, two, short, out, small
-    memory.returned("repeated calls")
+    memory.require_returned("repeated calls")
 
 
 def repeat_calls(call, count):

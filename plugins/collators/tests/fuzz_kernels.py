@@ -47,11 +47,11 @@ def array(kind, values):
     return view
 
 
-def blank(kind, count):
+def make_blank(kind, count):
     return array(kind, [0] * count)
 
 
-def bent(generator, values):
+def bend_values(generator, values):
     """The values, or in one of four calls with one of them changed for something extreme."""
     if values and generator.random() < 0.25:
         values[generator.randrange(len(values))] = generator.choice((-1, 0, 1, 5, 30, 2**31, 2**62, 2**63 - 1, -(2**63)))
@@ -71,10 +71,12 @@ def random_rows(module, generator):
         out, sources = generator.choice((("q", "qi1c"), ("q", "qi1c"), ("f", "fB"), ("f", "fB"), ("i", "i")))
         source = generator.choice(sources)
         count = max(0, available + generator.choice((0, 0, 0, 0, 1, -1)))
-        source_name = {"1": "ones", "c": "counted"}.get(source) or blank(source, count)
+        source_name = {"1": "ones", "c": "counted"}.get(source) or make_blank(source, count)
         fill = generator.choice((0, 0, 151_643, -1)) if out == "q" else 0
-        fields.append((blank(out, total + generator.choice((0,) * 30 + (1,))), fill, source_name))
-    module.write_rows(tuple(fields), bent(generator, starts), bent(generator, lengths), bent(generator, places))
+        fields.append((make_blank(out, total + generator.choice((0,) * 30 + (1,))), fill, source_name))
+    module.write_rows(
+        tuple(fields), bend_values(generator, starts), bend_values(generator, lengths), bend_values(generator, places)
+    )
 
 
 def random_gather(module, generator):
@@ -83,8 +85,8 @@ def random_gather(module, generator):
     scored = [generator.randint(max(0, count - 1), count) for count in counts]
     entries = max(0, sum(scored) + generator.choice((0, 0, 0, 1, -1)))
     rows, columns = ([generator.randint(0, 99) for _ in range(samples)] for _ in range(2))
-    inputs = [bent(generator, values) for values in (rows, counts, scored, columns)]
-    module.write_gather(*(blank("q", entries) for _ in range(3)), *inputs)
+    inputs = [bend_values(generator, values) for values in (rows, counts, scored, columns)]
+    module.write_gather(*(make_blank("q", entries) for _ in range(3)), *inputs)
 
 
 def random_lists(module, generator):
@@ -96,16 +98,16 @@ def random_lists(module, generator):
     if rows and generator.random() < 0.2:
         generator.choice(rows).append(generator.choice((None, "1", 10**400, [1])))
     total = max(0, sum(map(len, rows)) + generator.choice((0, 0, 0, 1, -1)))
-    module.measure_lists(rows, blank("q", max(0, len(rows) + generator.choice((0, 0, 0, 0, 1, -1)))))
-    if not module.read_lists(rows, bent(generator, [len(row) for row in rows]), blank(generator.choice("qifB"), total)):
+    module.measure_lists(rows, make_blank("q", max(0, len(rows) + generator.choice((0, 0, 0, 0, 1, -1)))))
+    if not module.read_lists(rows, bend_values(generator, [len(row) for row in rows]), make_blank(generator.choice("qifB"), total)):
         raise ValueError
 
 
 def random_bins(module, generator):
     count, capacity = generator.randint(0, 40), generator.choice((1, 9, 9, 9, 2**40, 2**63 - 1))
-    sizes = bent(generator, [generator.randint(1, capacity) for _ in range(count)])
+    sizes = bend_values(generator, [generator.randint(1, capacity) for _ in range(count)])
     entries = (max(0, count + extra + generator.choice((0,) * 8 + (1, -1))) for extra in (0, 1))
-    module.first_fit(sizes, capacity, *(blank("q", number) for number in entries))
+    module.first_fit(sizes, capacity, *(make_blank("q", number) for number in entries))
 
 
 def random_padded(module, generator):
@@ -124,15 +126,15 @@ def random_padded(module, generator):
     cells = sum(rows * width for rows, width, _ in shapes if width < 99) * len(contents)
     scored = sum(actions[sample] - (actions[sample] == tokens[sample]) for sample in samples)
     out, index, lengths = (
-        blank("q", max(0, count + generator.choice((0,) * 12 + (1, -1)))) for count in (cells, 3 * scored, len(samples))
+        make_blank("q", max(0, count + generator.choice((0,) * 12 + (1, -1)))) for count in (cells, 3 * scored, len(samples))
     )
-    input_ids = blank(generator.choice("qiqiB"), max(0, sum(tokens) + generator.choice((0,) * 12 + (-1,))))
+    input_ids = make_blank(generator.choice("qiqiB"), max(0, sum(tokens) + generator.choice((0,) * 12 + (-1,))))
     offsets = [
-        bent(generator, [0, *accumulate(counts)]) if generator.random() < 0.2 else array("q", [0, *accumulate(counts)])
+        bend_values(generator, [0, *accumulate(counts)]) if generator.random() < 0.2 else array("q", [0, *accumulate(counts)])
         for counts in (tokens, actions)
     ]
-    chosen = bent(generator, samples) if generator.random() < 0.2 else array("q", samples)
-    ends = bent(generator, row_offsets) if generator.random() < 0.2 else array("q", row_offsets)
+    chosen = bend_values(generator, samples) if generator.random() < 0.2 else array("q", samples)
+    ends = bend_values(generator, row_offsets) if generator.random() < 0.2 else array("q", row_offsets)
     module.count_scored(chosen, *offsets)
     module.write_padded(
         out, contents, index, lengths, input_ids, *offsets, chosen, ends, tuple(shapes), generator.choice((0, 151_643, -1))
@@ -142,8 +144,8 @@ def random_padded(module, generator):
 def random_balance(module, generator):
     count, ranks = generator.randint(0, 40), generator.choice((1, 2, 3, 9, 0, 2**62))
     most = generator.choice((count, -(-count // max(ranks, 1)), 1, 0))
-    costs = bent(generator, [generator.randint(0, 99) for _ in range(count)])
-    module.balance(costs, ranks, most, blank("q", max(0, count + generator.choice((0,) * 12 + (1, -1)))))
+    costs = bend_values(generator, [generator.randint(0, 99) for _ in range(count)])
+    module.balance(costs, ranks, most, make_blank("q", max(0, count + generator.choice((0,) * 12 + (1, -1)))))
 
 
 CALLS = (random_rows, random_gather, random_lists, random_bins, random_padded, random_balance)

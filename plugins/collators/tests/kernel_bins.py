@@ -18,7 +18,7 @@ def scan_bins(sizes, capacity):
     return bins
 
 
-def bins_equal_the_scan(module):
+def check_bins_equal_scan(module):
     generator = random.Random(0)
     batches = [
         ([], 1),
@@ -47,10 +47,10 @@ def bins_equal_the_scan(module):
         require_equal(f"items of {sizes} in {capacity}", list(items), [item for members in expected for item in members])
         require_equal(f"offsets of {sizes} in {capacity}", list(offsets), ends + [-7] * (len(sizes) - len(expected)))
         del items, offsets
-        memory.returned(f"bins {number}")
+        memory.require_returned(f"bins {number}")
 
 
-def bins_are_refused(module):
+def check_bins_are_refused(module):
     memory = Memory()
     shared = memory.array("q", [-7] * 7)
     sizes, items, offsets = memory.array("q", [3, 2, 1]), memory.array("q", [-7] * 3), memory.array("q", [-7] * 4)
@@ -72,4 +72,4 @@ def bins_are_refused(module):
         require_refusal(label, kind, words, module.first_fit, *arguments)
         require_equal(f"after {label}", {*items, *offsets, *shared}, {-7})
     del sizes, items, offsets, shared, arguments
-    memory.returned("refused bins")
+    memory.require_returned("refused bins")

@@ -12,7 +12,7 @@ class Whole(int):
     """No int itself."""
 
 
-def lists_equal_python(module):
+def check_lists_equal_python(module):
     """Python's verdict on the numbers decides what must have been read, or that nothing may be."""
     generator = random.Random(2)
     ordinary = [[generator.randrange(2) for _ in range(count)] for count in (0, 63, 0, 1, 64, 65, 130, 0)]
@@ -58,7 +58,7 @@ def lists_equal_python(module):
                 wanted = [ctypes.c_float(value).value for value in flat] if kind == "f" else list(map(int, flat))
                 require_equal(f"numbers of list {number} as {kind}", out.tobytes(), struct.pack(f"{len(flat)}{kind}", *wanted))
             del out, measured
-            memory.returned(f"list {number}")
+            memory.require_returned(f"list {number}")
     memory = Memory()
     out = memory.array("q", [0] * 3)
     for rows in ([[1], (2,), [3]], [[1], [2], None], [{}, [1], [2]]):
@@ -100,4 +100,4 @@ def lists_equal_python(module):
         "float64 memory", TypeError, "out is neither", module.read_lists, [[1]], memory.array("q", [1]), memory.array("d", [0])
     )
     del other, out, place
-    memory.returned("refused lists")
+    memory.require_returned("refused lists")

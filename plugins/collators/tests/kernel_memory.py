@@ -24,7 +24,7 @@ class Memory:
         self.lent.append((block, view))
         return view
 
-    def returned(self, label):
+    def require_returned(self, label):
         """All arrays must have been given back."""
         for block, view in self.lent:
             try:

@@ -68,17 +68,17 @@ def check_padded_equals_loop(module):
         out, index, lengths, counts = pad_by_loop(case, contents, pad)
         memory, shift = Memory(), number % 2
         kind = generator.choice("qi")
-        written = [memory.array("q", [FILL] * len(values)) for values in (out, index, lengths)]
+        outputs = [memory.array("q", [FILL] * len(values)) for values in (out, index, lengths)]
         inputs = [memory.array(kind, ids, shift=shift)]
         inputs += [memory.array("q", values, shift=shift) for values in (offsets(tokens), offsets(actions), samples, row_offsets)]
         scored = module.count_scored(inputs[3], inputs[1], inputs[2])
         require_equal(f"scored tokens of {case}", scored, sum(counts))
-        padded = module.write_padded(written[0], contents, *written[1:], *inputs, shapes, pad)
+        padded = module.write_padded(outputs[0], contents, *outputs[1:], *inputs, shapes, pad)
         require_equal(f"counts of {case}", padded, counts)
-        for name, values, wanted in zip(("cells", "index", "lengths"), written, (out, index, lengths), strict=True):
+        for name, values, wanted in zip(("cells", "index", "lengths"), outputs, (out, index, lengths), strict=True):
             require_equal(f"{name} of {case} with {contents}", list(values), wanted)
-        del written, inputs, values
-        memory.returned(f"padded {number}")
+        del outputs, inputs, values
+        memory.require_returned(f"padded {number}")
 
 
 def check_padded_is_refused(module):
@@ -202,10 +202,10 @@ def check_padded_is_refused(module):
     module.write_padded(*fit.values(), 0)
     require_equal("what fits", list(fit["out"][:6]), [1, 2, 3, 0, 4, 5])
     del fit, shared, cases, changes, changed, arguments, values
-    memory.returned("refused padded rows")
+    memory.require_returned("refused padded rows")
 
 
-def ranks_equal_the_scan(module):
+def check_ranks_equal_scan(module):
     generator = random.Random(0)
     for number in range(200):
         ranks = generator.randint(1, 9)
@@ -222,10 +222,10 @@ def ranks_equal_the_scan(module):
         module.balance(memory.array("q", costs, shift=number % 2), ranks, most, chosen)
         require_equal(f"ranks of {costs} over {ranks} of {most}", list(chosen), wanted)
         del chosen
-        memory.returned(f"ranks {number}")
+        memory.require_returned(f"ranks {number}")
 
 
-def ranks_are_refused(module):
+def check_ranks_are_refused(module):
     memory = Memory()
     costs, chosen = memory.array("q", [3, 2, 1]), memory.array("q", [FILL] * 3)
     for label, kind, words, arguments in (
@@ -243,4 +243,4 @@ def ranks_are_refused(module):
         require_refusal(label, kind, words, module.balance, *arguments)
         require_equal(f"after {label}", set(chosen), {FILL})
     del costs, chosen, arguments
-    memory.returned("refused ranks")
+    memory.require_returned("refused ranks")

@@ -20,7 +20,7 @@ def random_values(generator, kind, count):
     return bytes(generator.randrange(256) for _ in range(count))
 
 
-def rows_equal_the_loop(module):
+def check_rows_equal_loop(module):
     generator = random.Random(0)
     for number in range(120):
         available, starts, lengths, places, end = generator.randint(0, 12), [], [], [], 0
@@ -53,10 +53,10 @@ def rows_equal_the_loop(module):
         for (out, _, _), (content, wanted) in zip(fields, expected, strict=True):
             require_equal(f"rows {number} from {content}", out.tobytes(), wanted)
         del out, source, fields
-        memory.returned(f"rows {number}")
+        memory.require_returned(f"rows {number}")
 
 
-def rows_are_refused(module):
+def check_rows_are_refused(module):
     """One change each to arguments that fit: two pieces of six values in an output of ten."""
     memory = Memory()
     read_only, strided = memoryview(bytes(80)).cast("q"), memory.array("q", range(20))[::2]
@@ -126,10 +126,10 @@ def rows_are_refused(module):
     require_equal("outputs side by side", outputs.tolist(), [3] * 10 + [4] * 10)
     require_equal("no field at all", module.write_rows((), *where), None)
     del cases, strided, shared, numbers, overlapping
-    memory.returned("refused rows")
+    memory.require_returned("refused rows")
 
 
-def gathers_equal_the_loop(module):
+def check_gathers_equal_loop(module):
     generator = random.Random(1)
     for number in range(80):
         samples = generator.randint(0, 5)
@@ -145,10 +145,10 @@ def gathers_equal_the_loop(module):
         module.write_gather(*outputs, *(memory.array("q", values) for values in (rows, counts, scored, columns)))
         require_equal(f"gather {number}", list(zip(*(out.tolist() for out in outputs), strict=True)), expected)
         del outputs
-        memory.returned(f"gather {number}")
+        memory.require_returned(f"gather {number}")
 
 
-def gathers_are_refused(module):
+def check_gathers_are_refused(module):
     memory = Memory()
     read_only = memoryview(bytes(32)).cast("q")
     cases = [
@@ -196,4 +196,4 @@ def gathers_are_refused(module):
     module.write_gather(block[0:4], block[4:8], block[8:12], *arrays)
     require_equal("outputs side by side", block.tolist(), [0, 1, 2, 3, 0, 0, 1, 1, 0, 1, 0, 1])
     del slices, cases
-    memory.returned("refused gathers")
+    memory.require_returned("refused gathers")

@@ -13,7 +13,7 @@ from skyrl_engine_collators.padded.collator import PaddedCollator
 COLLATORS = pytest.mark.parametrize("collator", [PaddedCollator(), PackedCollator()], ids=["padded", "packed"])
 
 
-def samples(**changes):
+def make_samples(**changes):
     """Three samples of 3, 1 and 4 tokens; the first has two images, the last has one."""
     arguments = {
         "prompts": [[1, 2], [3], [4, 5]],
@@ -30,7 +30,7 @@ def samples(**changes):
 
 
 def test_padded_rows_by_hand():
-    batch = collate(PaddedCollator(pad_token_id=9), samples())
+    batch = collate(PaddedCollator(pad_token_id=9), make_samples())
     assert batch["expert_routes"][:, :, 0].tolist() == [
         [[0, 1], [2, 1], [3, 4], [0, 1]],
         [[0, 1], [0, 1], [0, 1], [5, 6]],
@@ -50,7 +50,7 @@ def test_padded_rows_by_hand():
 
 def test_packed_rows_by_hand():
     """Each sample on four columns, since tp is 4, and so of one length, the last first; gaps hold experts 0 and 1."""
-    batch = collate(PackedCollator(pad_token_id=9), samples(), Layout(tp=4))
+    batch = collate(PackedCollator(pad_token_id=9), make_samples(), Layout(tp=4))
     assert batch["input_ids"].tolist() == [[4, 5, 7, 8, 3, 9, 9, 9, 1, 2, 6, 9]]
     routes = [[7, 8], [0, 1], [0, 1], [0, 1], [5, 6], [0, 1], [0, 1], [0, 1], [2, 1], [3, 4], [0, 1], [0, 1]]
     assert batch["expert_routes"][0, :, 0].tolist() == routes
@@ -66,7 +66,7 @@ def test_packed_rows_by_hand():
     ("largest", "dtype"), [(1, "uint8"), (255, "uint8"), (256, "int16"), (32767, "int16"), (32768, "int32"), (2**31 - 1, "int32")]
 )
 def test_routes_are_as_wide_as_the_widest_sample_needs(collator, largest, dtype):
-    columns = samples(routes=[[[[0, 1]]], [[[largest, 0]]], [[[0, 1]]]])
+    columns = make_samples(routes=[[[[0, 1]]], [[[largest, 0]]], [[[0, 1]]]])
     assert str(collate(collator, columns)["expert_routes"].numpy().dtype) == dtype
     part = columns.take([0])
     assert str(collate(collator, part)["expert_routes"].numpy().dtype) == dtype, "all micro-batches of a batch are alike"
@@ -75,7 +75,7 @@ def test_routes_are_as_wide_as_the_widest_sample_needs(collator, largest, dtype)
 @COLLATORS
 def test_padding_that_needs_more_than_the_routes_is_held_too(collator):
     """With 300 choices the padding counts to 299, whatever the captured experts are."""
-    batch = collate(collator, samples(routes=[np.zeros((1, 1, 300), dtype=np.uint8)] * 3))
+    batch = collate(collator, make_samples(routes=[np.zeros((1, 1, 300), dtype=np.uint8)] * 3))
     assert batch["expert_routes"].numpy().dtype == np.int16
     assert int(batch["expert_routes"].max()) == 299
 
@@ -83,7 +83,7 @@ def test_padding_that_needs_more_than_the_routes_is_held_too(collator):
 @COLLATORS
 def test_a_rank_without_samples_has_the_same_fields_as_the_others(collator):
     """The collectives of a mixture of experts run on every rank, also on one whose rows hold nothing."""
-    columns = samples()
+    columns = make_samples()
     plan = collator.plan(columns.lengths, Layout(dp=4))
     empty = next(rank[0] for rank in plan.mini_batches[0].ranks if not len(rank[0].samples))
     batch = collator.build(columns.take([]), empty.renumber(np.zeros(0, dtype=np.int64)), fields=MODEL_INPUTS)
@@ -106,7 +106,7 @@ def test_a_batch_without_images_or_routes_has_no_such_field(collator):
 @pytest.mark.parametrize("name", ["expert_routes", "mm_token_type_ids"])
 def test_an_extra_longer_than_its_sample_is_never_written_into_a_neighbour(collator, name):
     """Only who bypasses `create` can have such columns."""
-    columns = samples()
+    columns = make_samples()
     view = columns.extras[name]
     longer = RaggedView(view.values, np.zeros_like(view.starts), np.array([3, 3, 0], dtype=np.int64))
     with pytest.raises(DataError, match=f"sample 1 has 3 rows of {name} for 1 tokens") as caught:

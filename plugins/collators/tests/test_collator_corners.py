@@ -16,7 +16,7 @@ from skyrl_engine_collators.packed.collator import PackedCollator
 from skyrl_engine_collators.packed.first_fit import first_fit_decreasing, stable_order
 from skyrl_engine_collators.packed.policies import bins_of
 from skyrl_engine_collators.padded.collator import PaddedCollator
-from skyrl_engine_collators.padded.vectorized import _flat
+from skyrl_engine_collators.padded.vectorized import _concatenate_values
 from skyrl_engine_collators.planning.ranks import balance
 
 MANY = 200
@@ -145,10 +145,12 @@ def test_joined_rows_have_one_slot_less_than_columns():
 def test_consecutive_samples_are_read_without_a_copy():
     values, offsets = np.arange(6), np.array([0, 1, 3, 3, 6])
     for samples in ([1, 2, 3], [3], [0, 1]):
-        assert np.shares_memory(_flat(values, offsets, np.array(samples)), values)
+        assert np.shares_memory(_concatenate_values(values, offsets, np.array(samples)), values)
     for samples in ([2, 0], [0, 2], [3, 1], [1, 1], []):
-        taken = _flat(values, offsets, np.array(samples, dtype=np.int64))
-        assert taken.tolist() == [value for sample in samples for value in values[offsets[sample] : offsets[sample + 1]].tolist()]
+        read_values = _concatenate_values(values, offsets, np.array(samples, dtype=np.int64))
+        assert read_values.tolist() == [
+            value for sample in samples for value in values[offsets[sample] : offsets[sample + 1]].tolist()
+        ]
 
 
 def test_donors_of_equal_size_give_from_the_last_bin_on(on_numpy):
@@ -158,7 +160,7 @@ def test_donors_of_equal_size_give_from_the_last_bin_on(on_numpy):
     options = {"policy": "concat", "capacity": 8, "ranks": 50, "may_be_empty": False}
     bins = bins_of(np.array(sizes), **options)
     expected = bins_loops.bins_of(sizes, **options)
-    assert len(bins_loops.consecutive(sizes, 8)) < len(expected)
+    assert len(bins_loops.fill_in_order(sizes, 8)) < len(expected)
     assert [bins[number].tolist() for number in range(len(bins))] == expected
 
 

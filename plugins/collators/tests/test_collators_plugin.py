@@ -36,8 +36,8 @@ def test_importing_the_entry_point_imports_nothing_heavy():
         "import sys, skyrl_engine_collators.plugin\n"
         "print(sorted({name.partition('.')[0] for name in sys.modules} & {'torch', 'numpy', 'pyarrow', 'transformers', 'ray'}))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert process.stdout.strip() == "[]"
 
 
 def test_the_pad_token_is_the_runs_unless_set():

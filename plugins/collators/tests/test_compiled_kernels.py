@@ -365,8 +365,8 @@ def test_random_arguments_under_address_and_undefined_behaviour_sanitizers(build
     build.compile_kernels(module, ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-O1", "-g"])
     options = {"LD_PRELOAD": library.strip(), "ASAN_OPTIONS": "detect_leaks=0", "PYTHONMALLOC": "malloc"}
     script = [sys.executable, str(PROJECT / "tests" / "fuzz_kernels.py"), str(module)]
-    done = subprocess.run([*script, "20000"], env={**os.environ, **options}, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert "refused" in done.stdout
-    broken = subprocess.run([*script, "overrun"], env={**os.environ, **options}, capture_output=True, text=True, check=False)
-    assert "AddressSanitizer" in broken.stderr, "the sanitizer does not see an overrun that is there"
+    process = subprocess.run([*script, "20000"], env={**os.environ, **options}, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr[-4000:]
+    assert "refused" in process.stdout
+    overrun = subprocess.run([*script, "overrun"], env={**os.environ, **options}, capture_output=True, text=True, check=False)
+    assert "AddressSanitizer" in overrun.stderr, "the sanitizer does not see an overrun that is there"

@@ -41,10 +41,10 @@ class Compiler:
         spec.loader.exec_module(self.build)
         self.folder, self.library = folder, library
         self.objects = {
-            path.name: self.compiled(path, folder / f"{path.stem}.o") for path in sorted(self.build.SOURCES.glob("*.c"))
+            path.name: self.compile_source(path, folder / f"{path.stem}.o") for path in sorted(self.build.SOURCES.glob("*.c"))
         }
 
-    def compiled(self, source, target):
+    def compile_source(self, source, target):
         headers = [f"-I{self.build.SOURCES}", *(f"-I{sysconfig.get_path(name)}" for name in ("include", "platinclude"))]
         run(["gcc", *self.build.FLAGS, *SANITIZED, *headers, "-c", str(source), "-o", str(target)])
         return target
@@ -54,7 +54,7 @@ class Compiler:
         objects = dict(self.objects)
         if changed is not None:
             (self.folder / changed).write_text(text)
-            objects[changed] = self.compiled(self.folder / changed, self.folder / "changed.o")
+            objects[changed] = self.compile_source(self.folder / changed, self.folder / "changed.o")
         target = self.folder / self.build.NAME
         run(["gcc", *SANITIZED, "-shared", *map(str, objects.values()), "-o", str(target)])
         return target
@@ -68,9 +68,9 @@ class Compiler:
 
 
 def run(command):
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, f"{command[0]} does not compile this:\n{done.stderr}"
-    return done.stdout.strip()
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, f"{command[0]} does not compile this:\n{process.stderr}"
+    return process.stdout.strip()
 
 
 @pytest.fixture(scope="module")
@@ -82,8 +82,8 @@ def compiler(tmp_path_factory):
 
 
 def test_the_sources_as_they_are_pass(compiler):
-    done = compiler.check(compiler.module())
-    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
+    process = compiler.check(compiler.module())
+    assert process.returncode == 0, process.stdout + process.stderr[-4000:]
 
 
 def test_there_are_at_least_forty_in_every_source_and_no_two_alike(compiler):
@@ -99,5 +99,5 @@ def test_each_fault_is_noticed(compiler, mutant):
         f"native/{mutant['file']} holds the text of this mutant {count} times instead of once; bring kernel_mutants.toml up to date:\n"
         f"{mutant['original']}"
     )
-    done = compiler.check(compiler.module(mutant["file"], source.replace(mutant["original"], mutant["replacement"])))
-    assert done.returncode != 0, f"nothing notices that {mutant['breaks']}"
+    process = compiler.check(compiler.module(mutant["file"], source.replace(mutant["original"], mutant["replacement"])))
+    assert process.returncode != 0, f"nothing notices that {mutant['breaks']}"

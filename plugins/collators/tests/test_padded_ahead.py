@@ -38,13 +38,13 @@ def arrays_of(batch):
 
 
 def assert_same(batch, other_batch):
-    arrays, two = arrays_of(batch), arrays_of(other_batch)
-    assert arrays.keys() == two.keys()
+    arrays, other_arrays = arrays_of(batch), arrays_of(other_batch)
+    assert arrays.keys() == other_arrays.keys()
     for name, values in arrays.items():
-        np.testing.assert_array_equal(values, two[name], err_msg=name, strict=True)
+        np.testing.assert_array_equal(values, other_arrays[name], err_msg=name, strict=True)
 
 
-def alone(columns, micro_batch, fields=MODEL_INPUTS):
+def build_alone(columns, micro_batch, fields=MODEL_INPUTS):
     return PaddedCollator().build(columns, attrs.evolve(micro_batch, order=None), fields=fields)
 
 
@@ -61,13 +61,13 @@ def test_builds_in_any_order_give_the_same_bytes_in_memory_of_their_own(order):
     }[order]
     collator = PaddedCollator()
     batches = [collator.build(columns, micro_batch, fields=MODEL_INPUTS) for micro_batch in chosen]
-    for batch in batches:  # what was handed out belongs to whom it was handed to
+    for batch in batches:  # what was handed out belongs to its caller
         for values in arrays_of(batch).values():
             np.add(values, 1, out=values)
     for batch, micro_batch in zip(batches, chosen, strict=True):
         for values in arrays_of(batch).values():
             np.subtract(values, 1, out=values)
-        assert_same(batch, alone(columns, micro_batch))
+        assert_same(batch, build_alone(columns, micro_batch))
 
 
 def test_other_columns_other_fields_and_changed_plans_are_built_anew():
@@ -76,13 +76,13 @@ def test_other_columns_other_fields_and_changed_plans_are_built_anew():
     wide = [attrs.evolve(micro_batch, width=50, action_width=50) for micro_batch in rank]
     collator = PaddedCollator()
     collator.build(columns, rank[0], fields=MODEL_INPUTS)
-    assert_same(collator.build(columns, rank[1], fields=["input_ids"]), alone(columns, rank[1], ["input_ids"]))
+    assert_same(collator.build(columns, rank[1], fields=["input_ids"]), build_alone(columns, rank[1], ["input_ids"]))
     collator.build(columns, rank[0], fields=MODEL_INPUTS)
-    assert_same(collator.build(columns, wide[1], fields=MODEL_INPUTS), alone(columns, wide[1]))
-    assert_same(collator.build(columns, rank[1], fields=["input_ids"]), alone(columns, rank[1], ["input_ids"]))
+    assert_same(collator.build(columns, wide[1], fields=MODEL_INPUTS), build_alone(columns, wide[1]))
+    assert_same(collator.build(columns, rank[1], fields=["input_ids"]), build_alone(columns, rank[1], ["input_ids"]))
     collator.build(columns, rank[0], fields=MODEL_INPUTS)
-    assert_same(collator.build(other_columns, wide[1], fields=MODEL_INPUTS), alone(other_columns, wide[1]))
-    assert_same(collator.build(columns, rank[2]), alone(columns, rank[2], None))
+    assert_same(collator.build(other_columns, wide[1], fields=MODEL_INPUTS), build_alone(other_columns, wide[1]))
+    assert_same(collator.build(columns, rank[2]), build_alone(columns, rank[2], None))
 
 
 @pytest.fixture
@@ -93,11 +93,11 @@ def calls(monkeypatch, engine):
     calls = []
     build_tokens = native.build_tokens
 
-    def counted(kernels, columns, micro_batches, *arguments):
+    def count_call(kernels, columns, micro_batches, *arguments):
         calls.append(micro_batches)
         return build_tokens(kernels, columns, micro_batches, *arguments)
 
-    monkeypatch.setattr(native, "build_tokens", counted)
+    monkeypatch.setattr(native, "build_tokens", count_call)
     return calls
 
 
@@ -115,7 +115,7 @@ def test_one_call_of_the_kernels_makes_what_fits_and_no_more(monkeypatch, calls)
         collator.build(columns, micro_batch, fields=MODEL_INPUTS)
     assert 1 < len(calls) < len(rank)
     for call in calls.copy():  # which grows by what is built to compare with
-        batches = [alone(columns, micro_batch) for micro_batch in call]
+        batches = [build_alone(columns, micro_batch) for micro_batch in call]
         assert len(call) == 1 or sum(values.nbytes for batch in batches for values in arrays_of(batch).values()) <= limit * 1.1
     calls.clear()
     for micro_batch in rank[:0:-1]:
@@ -136,14 +136,14 @@ def test_a_call_is_as_large_as_the_limit_and_not_a_byte_larger(monkeypatch, call
         input_ids=np.arange(5 * samples), token_offsets=offsets_of([5] * samples), action_offsets=offsets_of([3] * samples)
     )
     rank = rank_of(columns, rows=2, dp=1)
-    every = 2 * (3 * 8 * 5 + 3 * 8 * 3)
-    for limit, most in ((at_once * every, at_once), (at_once * every + every - 1, at_once)):
+    size = 2 * (3 * 8 * 5 + 3 * 8 * 3)
+    for limit, most in ((at_once * size, at_once), (at_once * size + size - 1, at_once)):
         monkeypatch.setattr(ahead, "MOST_BYTES", limit)
         calls.clear()
         collator = PaddedCollator()
         for micro_batch in rank:
-            assert_same(collator.build(columns, micro_batch, fields=MODEL_INPUTS), alone(columns, micro_batch))
-        # `alone` makes one at a time: what is left are the calls of the collator
+            assert_same(collator.build(columns, micro_batch, fields=MODEL_INPUTS), build_alone(columns, micro_batch))
+        # `build_alone` makes one at a time: what is left are the calls of the collator
         lengths = [len(call) for call in calls if call[0].order is not None]
         assert lengths == [most] * (7 // most) + ([7 % most] if 7 % most else [])
 
@@ -161,7 +161,7 @@ def test_the_micro_batch_before_one_that_does_not_fit_is_built(count):
         action_offsets=columns.action_offsets,
     )
     collator = PaddedCollator()
-    assert_same(collator.build(longer, rank[0], fields=MODEL_INPUTS), alone(longer, rank[0]))
+    assert_same(collator.build(longer, rank[0], fields=MODEL_INPUTS), build_alone(longer, rank[0]))
     with pytest.raises(DataError, match="tokens"):
         collator.build(longer, rank[1], fields=MODEL_INPUTS)
 
@@ -170,8 +170,8 @@ def test_a_sample_that_does_not_fit_is_named_when_its_turn_comes():
     columns = columns_of()
     rank = rank_of(columns)
     lengths = np.diff(columns.token_offsets)
-    grown = rank[2].samples[0]
-    lengths[grown] = rank[2].width + 1
+    sample = rank[2].samples[0]
+    lengths[sample] = rank[2].width + 1
     longer = SampleColumns.create(
         input_ids=np.zeros(int(lengths.sum()), dtype=np.int64),
         token_offsets=offsets_of(lengths),
@@ -180,10 +180,10 @@ def test_a_sample_that_does_not_fit_is_named_when_its_turn_comes():
     )
     collator = PaddedCollator()
     for micro_batch in rank[:2]:
-        assert_same(collator.build(longer, micro_batch, fields=MODEL_INPUTS), alone(longer, micro_batch))
-    with pytest.raises(DataError, match=rf"sample {grown} has {lengths[grown]} tokens"):
+        assert_same(collator.build(longer, micro_batch, fields=MODEL_INPUTS), build_alone(longer, micro_batch))
+    with pytest.raises(DataError, match=rf"sample {sample} has {lengths[sample]} tokens"):
         collator.build(longer, rank[2], fields=MODEL_INPUTS)
-    assert_same(collator.build(longer, rank[3], fields=MODEL_INPUTS), alone(longer, rank[3]))
+    assert_same(collator.build(longer, rank[3], fields=MODEL_INPUTS), build_alone(longer, rank[3]))
 
 
 def test_copies_of_a_collator_and_of_a_plan_build_the_same():
@@ -191,12 +191,12 @@ def test_copies_of_a_collator_and_of_a_plan_build_the_same():
     rank = rank_of(columns)
     collator = PaddedCollator()
     collator.build(columns, rank[0], fields=MODEL_INPUTS)
-    for copied in (pickle.loads(pickle.dumps(collator)), copy.deepcopy(collator)):
-        assert copied == collator
+    for clone in (pickle.loads(pickle.dumps(collator)), copy.deepcopy(collator)):
+        assert clone == collator
         sent = pickle.loads(pickle.dumps(rank))
         assert [micro_batch.following for micro_batch in sent] == [sent[place + 1 :] for place in range(len(sent))]
         for micro_batch, original in zip(sent, rank, strict=True):
-            assert_same(copied.build(columns, micro_batch, fields=MODEL_INPUTS), alone(columns, original))
+            assert_same(clone.build(columns, micro_batch, fields=MODEL_INPUTS), build_alone(columns, original))
 
 
 def test_threads_that_share_a_collator_never_share_memory():
@@ -223,4 +223,4 @@ def test_threads_that_share_a_collator_never_share_memory():
     assert len(set(places)) == len(places)
     for batches in batches_of_threads:
         for batch, micro_batch in zip(batches, rank, strict=True):
-            assert_same(batch, alone(columns, micro_batch))
+            assert_same(batch, build_alone(columns, micro_batch))

@@ -52,14 +52,14 @@ def test_the_supervised_entry_equals_its_reference_loop(lists: SampleLists):
 
 @settings(deadline=None)
 @given(sample_lists(carries=["router_replay"], wide=True), st.sampled_from((np.asarray, np.ndarray.tolist, torch.from_numpy)))
-def test_the_reinforcement_learning_entry_equals_its_reference_loop(lists: SampleLists, given_as):
+def test_the_reinforcement_learning_entry_equals_its_reference_loop(lists: SampleLists, convert):
     """Routes may be NumPy arrays, nested lists or tensors."""
     named = dict(lists.columns)
     rewards, logprobs = named.pop("rewards", None), named.pop("rollout_logprobs", None)
     routes = lists.extras.get("expert_routes")
     columns = SampleColumns.from_rollouts(
         reader=read_lists,
-        routes=None if routes is None else [given_as(route) for route in routes],
+        routes=None if routes is None else [convert(route) for route in routes],
         prompts=lists.prompts,
         responses=lists.responses,
         rewards=rewards,

@@ -116,7 +116,7 @@ def install_kernels(base: type, *, is_required: bool) -> Any:
     """In force: `base` is the Transformer Engine that is installed, and this is a device for it."""
 
     def chosen(_options: Any, config: Any, device: torch.device) -> Any:
-        return kernels.choose_kernels(kernels.over(base), config, device, is_required=is_required)
+        return kernels.choose_kernels(kernels.make_document_kernels(base), config, device, is_required=is_required)
 
     return patch.object(kernels, "choose_core_attention", chosen)
 

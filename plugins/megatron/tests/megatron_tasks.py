@@ -175,7 +175,7 @@ class SequenceObjective(WeightedObjective):
 def sequence_loss_passed(directory: str, options: MegatronConfig, *, torn: bool = False) -> Arrays:
     """Gradients of SequenceObjective; `torn`: where every context-parallel rank knows the scores of its own tokens alone."""
     with closing(start(directory, options=options)) as backend:
-        with patch.object(pipeline, "scores_of_all", own_scores_alone) if torn else nullcontext():
+        with patch.object(pipeline, "gather_scores", own_scores_alone) if torn else nullcontext():
             for rows in ROWS.values():
                 backend.forward_backward(rows(own(documents(VOCABULARY), backend), 2), SequenceObjective())
         return arrays(backend.gradients())

@@ -107,7 +107,7 @@ def test_who_attends_where(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UnsupportedError, match=r"and finds rank 0: none\. Install it on every machine"):
         choice("transformer_engine", "cuda")
     monkeypatch.setattr(kernels, "version", lambda: "2.8.0")
-    monkeypatch.setattr(kernels, "over", lambda base: base)
+    monkeypatch.setattr(kernels, "make_document_kernels", lambda base: base)
     assert choice("auto", "cuda") is choice("transformer_engine", "cuda") is believed
 
 

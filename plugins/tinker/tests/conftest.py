@@ -30,7 +30,7 @@ KEY = "tml-test"
 
 @attrs.frozen
 class Client:
-    """Send requests to the server at `address` as they stand, right or wrong."""
+    """Send requests to the server at `address` as they are, right or wrong."""
 
     address: str
 
@@ -40,26 +40,28 @@ class Client:
         request = urllib.request.Request(f"{self.address}/api/v1/{call}", data, {"X-API-Key": key, **headers}, method=method)
         try:
             with urllib.request.urlopen(request, timeout=60) as answer:
-                found = answer.read()
-                return answer.status, found if "protobuf" in answer.headers.get("Content-Type", "") else json.loads(found or b"{}")
+                content = answer.read()
+                return answer.status, content if "protobuf" in answer.headers.get("Content-Type", "") else json.loads(
+                    content or b"{}"
+                )
         except urllib.error.HTTPError as error:
             return error.code, json.loads(error.read())
 
-    def done(self, call: str, body: object) -> Any:
+    def complete(self, call: str, body: object) -> Any:
         """Send a request and wait for what it promises."""
-        return self.answer_to(self.post(call, body)[1])
+        return self.wait_for(self.post(call, body)[1])
 
-    def answer_to(self, asked: object) -> Any:
+    def wait_for(self, promise: object) -> Any:
         """Wait for what was promised."""
-        while isinstance(answer := self.post("retrieve_future", asked)[1], dict) and answer.get("type") == "try_again":
+        while isinstance(answer := self.post("retrieve_future", promise)[1], dict) and answer.get("type") == "try_again":
             pass
         return answer
 
-    def opened(self, rank: int = 0) -> str:
+    def open_model(self, rank: int = 0) -> str:
         """Open the tiny model in a session of its own, and return its id."""
         session = self.post("create_session", {})[1]["session_id"]
-        asked = {"session_id": session, "model_seq_id": 0, "base_model": "tiny", "lora_config": {"rank": rank}}
-        assert "model_id" in self.done("create_model", asked)
+        request = {"session_id": session, "model_seq_id": 0, "base_model": "tiny", "lora_config": {"rank": rank}}
+        assert "model_id" in self.complete("create_model", request)
         return f"{session}:train:0"
 
     def finish(self, session: str) -> None:
@@ -68,7 +70,7 @@ class Client:
 
     def sampler(self, model: str, number: int) -> str:
         """Make a sampler of the model's present weights, by its request `number`."""
-        return self.done("save_weights_for_sampler", {"model_id": model, "seq_id": number})["sampling_session_id"]
+        return self.complete("save_weights_for_sampler", {"model_id": model, "seq_id": number})["sampling_session_id"]
 
 
 def forward_backward(model: str, number: int, **changes: Any) -> bytes:
@@ -85,11 +87,11 @@ def forward_backward(model: str, number: int, **changes: Any) -> bytes:
 
 
 @contextlib.contextmanager
-def serving(settings: Settings, *, key: str | None = KEY, **options: Any) -> Iterator[Client]:
+def run_server(settings: Settings, *, key: str | None = KEY, **options: Any) -> Iterator[Client]:
     """A server of its own in a thread, from its start to its end; `options` are those of `application`."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
     server = uvicorn.Server(uvicorn.Config(application(settings, key, **options), port=port, log_level="warning"))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
@@ -115,8 +117,8 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> Settings:
 
 @pytest.fixture(scope="session")
 def client(settings: Settings) -> Iterator[Client]:
-    with serving(settings) as made:
-        yield made
+    with run_server(settings) as running_client:
+        yield running_client
 
 
 @pytest.fixture(scope="session")
@@ -140,20 +142,20 @@ def other_client(settings: Settings, other_model: Path, request: pytest.FixtureR
         # another model of the same architecture
         changes["models"] = {**settings.serve.models, "other": str(other_model)}
     settings = attrs.evolve(settings, tables={**settings.tables, **changes.pop("tables", {})})
-    with serving(attrs.evolve(settings, serve=attrs.evolve(settings.serve, **changes))) as made:
-        yield made
+    with run_server(attrs.evolve(settings, serve=attrs.evolve(settings.serve, **changes))) as running_client:
+        yield running_client
 
 
 @pytest.fixture(scope="session")
 def serving_of() -> Any:
     """`serving`: a context manager over settings."""
-    return serving
+    return run_server
 
 
 @pytest.fixture
-def started(settings: Settings) -> Any:
+def start_server(settings: Settings) -> Any:
     """`serving` over the usual configuration: a context manager with options of `application`."""
-    return lambda **options: serving(settings, **options)
+    return lambda **options: run_server(settings, **options)
 
 
 @pytest.fixture(scope="module")
@@ -162,9 +164,9 @@ def serve() -> Iterator[Callable[[Path], tuple[str, subprocess.Popen[str]]]]:
 
     What it says of errors is in the folder's `server.log`.
     """
-    made: list[subprocess.Popen[str]] = []
+    processes: list[subprocess.Popen[str]] = []
 
-    def started(folder: Path) -> tuple[str, subprocess.Popen[str]]:
+    def start(folder: Path) -> tuple[str, subprocess.Popen[str]]:
         (folder / "key.txt").write_text(f"{KEY}\n")
         command = [
             str(Path(sys.executable).with_name("skyrl-engine")),
@@ -177,16 +179,16 @@ def serve() -> Iterator[Callable[[Path], tuple[str, subprocess.Popen[str]]]]:
         ]
         with (folder / "server.log").open("a") as log:
             process = subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=log, text=True)
-        made.append(process)
+        processes.append(process)
         assert process.stdout is not None
         line = process.stdout.readline()
         assert re.fullmatch(r"Serving \S+ on http://127\.0\.0\.1:\d+\n", line), line + (folder / "server.log").read_text()
         return line.split()[-1], process
 
-    yield started
-    for process in made:
+    yield start
+    for process in processes:
         process.terminate()
-    for process in made:
+    for process in processes:
         try:
             process.wait(60)
         except subprocess.TimeoutExpired:

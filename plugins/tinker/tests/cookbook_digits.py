@@ -37,8 +37,8 @@ class Digits(RLDataset):
         self.renderer = renderer
 
     def get_batch(self, index: int) -> Sequence[EnvGroupBuilder]:
-        made = partial(DigitEnv, self.renderer, format_coef=0.0)
-        return [ProblemGroupBuilder(env_thunk=made, num_envs=16) for _ in range(4)]
+        make_env = partial(DigitEnv, self.renderer, format_coef=0.0)
+        return [ProblemGroupBuilder(env_thunk=make_env, num_envs=16) for _ in range(4)]
 
     def __len__(self) -> int:
         return STEPS

@@ -6,12 +6,12 @@ from typing import Any
 import numpy as np
 import tinker
 import torch
-from sdk_versions import finish, settled
+from sdk_versions import finish, settle
 from tinker import types
 
 address, rank = sys.argv[1], int(sys.argv[2])
 service = tinker.ServiceClient(base_url=address)
-training = settled(service.create_lora_training_client(base_model="tiny", rank=rank, seed=1))
+training = settle(service.create_lora_training_client(base_model="tiny", rank=rank, seed=1))
 ids = [5, 6, 7, 8, 9, 10, 11]
 target = np.array(ids[1:])
 
@@ -44,37 +44,37 @@ for loss in ("importance_sampling", "ppo", "cispo", "dro"):
 training.optim_step(types.AdamParams(learning_rate=0.0)).result()
 
 
-def refused(asked: Any) -> str:
+def refused(promise: Any) -> str:
     """Wait for what is refused, and return why."""
     try:
-        asked.result()
+        promise.result()
     except tinker.RequestFailedError as error:
         return str(error)
     raise AssertionError("nothing was refused")
 
 
-told = refused(training.forward_backward([datum("cross_entropy")], "stable_reinforce"))
-assert "there is no loss 'stable_reinforce' here" in told, told
-told = refused(training.optim_step(types.AdamParams(learning_rate=1.0)))
-assert "no step was taken" in told, told
-assert "there is no loss 'stable_reinforce' here" in told, told
+message = refused(training.forward_backward([datum("cross_entropy")], "stable_reinforce"))
+assert "there is no loss 'stable_reinforce' here" in message, message
+message = refused(training.optim_step(types.AdamParams(learning_rate=1.0)))
+assert "no step was taken" in message, message
+assert "there is no loss 'stable_reinforce' here" in message, message
 # the SDK cuts this list into two requests, and the first one is right
 wrong = types.Datum(
     model_input=types.ModelInput.from_ints([5, 999]),
     loss_fn_inputs={"target_tokens": types.TensorData.from_numpy(np.array([6, 7]))},
 )
-told = refused(training.forward_backward([datum("cross_entropy")] * 1500 + [wrong], "cross_entropy"))
-assert "token 1 of datum 1500 is 999" in told, told
-told = refused(training.optim_step(types.AdamParams(learning_rate=1.0)))
-assert "no step was taken" in told, told
-assert "datum 1500" in told, told
+message = refused(training.forward_backward([datum("cross_entropy")] * 1500 + [wrong], "cross_entropy"))
+assert "token 1 of datum 1500 is 999" in message, message
+message = refused(training.optim_step(types.AdamParams(learning_rate=1.0)))
+assert "no step was taken" in message, message
+assert "datum 1500" in message, message
 again = np.array(training.forward([datum("cross_entropy")], "cross_entropy").result().loss_fn_outputs[0]["logprobs"].tolist())
 assert (again == logprobs).all(), (again, logprobs)
 
 
-def custom(data: list[types.Datum], found: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
+def custom(data: list[types.Datum], scored: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
     """The formula of importance_sampling, differentiated by the client."""
-    return -(found[0] - torch.tensor(logprobs)).exp().sum(), {}
+    return -(scored[0] - torch.tensor(logprobs)).exp().sum(), {}
 
 
 built_in = training.forward_backward([datum("importance_sampling", logprobs)], "importance_sampling").result().metrics["loss:sum"]
@@ -86,7 +86,7 @@ assert abs(norm / own_norm - 1) < 1e-4, (norm, own_norm)
 if "surrogate_loss:sum" in own_loss.metrics:
     assert abs(own_loss.metrics["loss:sum"] - built_in) < 1e-4, (own_loss.metrics, built_in)
 
-sampler = settled(training.save_weights_and_get_sampling_client())
+sampler = settle(training.save_weights_and_get_sampling_client())
 prompt = types.ModelInput.from_ints([5, 6, 7])
 params = types.SamplingParams(max_tokens=5, seed=7, temperature=1.0)
 first = sampler.sample(prompt, 2, params).result().sequences
@@ -104,7 +104,7 @@ step("cross_entropy", [datum("cross_entropy")])
 after = training.forward([datum("cross_entropy")], "cross_entropy").result().metrics["loss:sum"]
 finish(address, service)
 service = tinker.ServiceClient(base_url=address)
-training = settled(service.create_training_client_from_state_with_optimizer(path))
+training = settle(service.create_training_client_from_state_with_optimizer(path))
 resumed = training.forward([datum("cross_entropy")], "cross_entropy").result().metrics["loss:sum"]
 assert resumed == expected, (resumed, expected)
 step("cross_entropy", [datum("cross_entropy")])
@@ -112,7 +112,7 @@ assert training.forward([datum("cross_entropy")], "cross_entropy").result().metr
 finish(address, service)
 
 service = tinker.ServiceClient(base_url=address)
-training = settled(service.create_training_client_from_state(path))
+training = settle(service.create_training_client_from_state(path))
 only_weights = training.forward([datum("cross_entropy")], "cross_entropy").result().metrics["loss:sum"]
 assert abs(only_weights - expected) < 1e-4, (only_weights, expected)
 # Adam's first step has the size of the learning rate, whatever was trained before: the optimizer is a new one
@@ -127,14 +127,14 @@ image = types.ModelInput(
 inputs = {"target_tokens": types.TensorData.from_numpy(np.array(ids))}
 for refused in (
     lambda: training.forward_backward([types.Datum(model_input=image, loss_fn_inputs=inputs)], "cross_entropy").result(),
-    lambda: settled(training.save_weights_and_get_sampling_client()).sample(image, 1, params).result(),
+    lambda: settle(training.save_weights_and_get_sampling_client()).sample(image, 1, params).result(),
 ):
     try:
-        told = ""
+        message = ""
         refused()
     except tinker.RequestFailedError as error:
-        told = str(error)
-    assert "a chunk that is no text" in told, told
+        message = str(error)
+    assert "a chunk that is no text" in message, message
 
 rest, run = service.create_rest_client(), path.split("/")[2]
 training.save_state("second").result()

@@ -6,7 +6,7 @@ import warnings
 import numpy as np
 import tinker
 import torch
-from sdk_versions import finish, settled
+from sdk_versions import finish, settle
 from tinker import types
 from transformers import AutoModelForCausalLM
 
@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 warnings.filterwarnings("ignore", message="Sparse CSR")
 address, directory = sys.argv[1:]
 service = tinker.ServiceClient(base_url=address)
-training = settled(service.create_lora_training_client(base_model="tiny", rank=0))
+training = settle(service.create_lora_training_client(base_model="tiny", rank=0))
 model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
 draw = torch.Generator().manual_seed(4)
 tokens = [torch.randint(0, 100, (length,), generator=draw) for length in (7, 5)]
@@ -34,8 +34,8 @@ def expected(targets: list[torch.Tensor]) -> list[torch.Tensor]:
 
 def datums(inputs: list[dict]) -> list[types.Datum]:
     return [
-        types.Datum(model_input=types.ModelInput.from_ints(own.tolist()), loss_fn_inputs=given)
-        for own, given in zip(tokens, inputs, strict=True)
+        types.Datum(model_input=types.ModelInput.from_ints(row_tokens.tolist()), loss_fn_inputs=tensors)
+        for row_tokens, tensors in zip(tokens, inputs, strict=True)
     ]
 
 
@@ -43,20 +43,20 @@ def norm() -> float:
     return training.optim_step(types.AdamParams(learning_rate=0.0)).result().metrics["grad_norm"]
 
 
-def agree(output, targets: list[torch.Tensor]) -> None:
-    for found, due in zip(output.loss_fn_outputs, expected(targets), strict=True):
-        got = np.array(found["logprobs"].data).reshape(found["logprobs"].shape)
+def require_agreement(output, targets: list[torch.Tensor]) -> None:
+    for record, due in zip(output.loss_fn_outputs, expected(targets), strict=True):
+        got = np.array(record["logprobs"].data).reshape(record["logprobs"].shape)
         assert got.shape == due.shape, (got.shape, due.shape)
         assert np.abs(got - due.numpy()).max() < 1e-4, (got, due)
 
 
-def as_custom(data: list[types.Datum], formula, loss: float, length: float, name: str) -> None:
+def check_custom_loss(data: list[types.Datum], formula, loss: float, length: float, name: str) -> None:
     """The client differentiates the formula, and the server applies what it sends back."""
     bare = [
         types.Datum(model_input=each.model_input, loss_fn_inputs={"target_tokens": each.loss_fn_inputs["target_tokens"]})
         for each in data
     ]
-    output = training.forward_backward_custom(bare, lambda _, found: (formula(found), {})).result()
+    output = training.forward_backward_custom(bare, lambda _, scored: (formula(scored), {})).result()
     assert abs(norm() / length - 1) < 1e-4, name
     # SDKs before this metric report the surrogate's sum as the loss
     if "surrogate_loss:sum" in output.metrics:
@@ -69,38 +69,38 @@ for targets in (following, others, several):
         if weights is not None:
             given = [{**each, "weights": own} for each, own in zip(given, weights, strict=True)]
         output = training.forward_backward(datums(given), "cross_entropy").result()
-        agree(output, targets)
+        require_agreement(output, targets)
         length, loss = norm(), output.metrics["loss:sum"]
         weighed = weights or [torch.ones(each.shape) for each in targets]
         due = -sum((own * each).sum() for own, each in zip(weighed, expected(targets), strict=True))
         assert abs(loss - due) < 1e-4 * abs(due), (loss, due)
         # SDKs of 0.25 forget the shape of log-probabilities here
         if targets is not several or hasattr(tinker.TrainingClient, "_compute_custom_loss"):
-            as_custom(
+            check_custom_loss(
                 datums(given),
                 lambda found, w=weighed: -sum((own * each).sum() for own, each in zip(w, found, strict=True)),
                 loss,
                 length,
                 "cross",
             )
-    agree(training.forward(datums([{"target_tokens": each} for each in targets]), "cross_entropy").result(), targets)
+    require_agreement(training.forward(datums([{"target_tokens": each} for each in targets]), "cross_entropy").result(), targets)
 
 LOW, HIGH, BETA = 0.8, 1.2, 0.05
 signs = [torch.where(torch.arange(len(each)) % 2 == 0, 1.5, -0.5) for each in tokens]
 masks = [(torch.arange(len(each)) != 1).float() for each in tokens]
 
 
-def ratios(found: list[torch.Tensor], name: str) -> list[torch.Tensor]:
-    drifts = [own - each for own, each in zip(found, sampled, strict=True)]
+def ratios(scored: list[torch.Tensor], name: str) -> list[torch.Tensor]:
+    drifts = [own - each for own, each in zip(scored, sampled, strict=True)]
     if name != "gspo":
         return [each.exp() for each in drifts]
     means = [(each * mask).sum() / mask.sum() for each, mask in zip(drifts, masks, strict=True)]
-    return [mean.detach().exp() * (own - own.detach()).exp() for own, mean in zip(found, means, strict=True)]
+    return [mean.detach().exp() * (own - own.detach()).exp() for own, mean in zip(scored, means, strict=True)]
 
 
-def formula(name: str, found: list[torch.Tensor]) -> torch.Tensor:
+def formula(name: str, scored: list[torch.Tensor]) -> torch.Tensor:
     total = torch.zeros(())
-    for p, q, r, a in zip(found, sampled, ratios(found, name), signs, strict=True):
+    for p, q, r, a in zip(scored, sampled, ratios(scored, name), signs, strict=True):
         match name:
             case "importance_sampling":
                 value = r * a
@@ -128,18 +128,18 @@ for targets in (following, others):
         )
         data, options = datums(given), {"clip_low": 0.2, "clip_high": 0.2} if name == PLUGIN else None
         output = training.forward_backward(data, name, options).result()
-        agree(output, targets)
+        require_agreement(output, targets)
         found[name] = output.metrics["loss:sum"], norm()
         alone = [training.forward_backward([each], name, options) for each in data]
         assert abs(sum(each.result().metrics["loss:sum"] for each in alone) - found[name][0]) < 1e-4, name
         assert abs(norm() / found[name][1] - 1) < 1e-4, name
         if name != PLUGIN:
-            as_custom(data, lambda given, own=name: formula(own, given), *found[name], name)
+            check_custom_loss(data, lambda given, own=name: formula(own, given), *found[name], name)
     # its bounds are distances from 1: the same function
     assert np.allclose(found[PLUGIN], found["ppo"], rtol=1e-5), found
     assert len({round(each[1], 5) for each in found.values()}) == 5, found
 
-for name, options, told in (
+for name, options, words in (
     (
         "stable_reinforce",
         None,
@@ -149,10 +149,10 @@ for name, options, told in (
     (PLUGIN, {"clip_lo": 0.1}, f"options of {PLUGIN}: clip_lo is not a known key"),
 ):
     try:
-        said = ""
+        message = ""
         training.forward_backward(datums([{"target_tokens": each} for each in following]), name, options).result()
     except tinker.RequestFailedError as error:
-        said = str(error)
-    assert told in said, said
+        message = str(error)
+    assert words in message, message
 finish(address, service)
 print("done")

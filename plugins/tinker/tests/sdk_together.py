@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import tinker
 from attrs import define, field
-from sdk_versions import finish, settled
+from sdk_versions import finish, settle
 from tinker import types
 
 KINDS = {"a": (4, 1, 1e-2), "b": (2, 2, 3e-2)}
@@ -25,27 +25,27 @@ class Client:
 
     address: str
     kind: str
-    told: list[Any] = field(factory=list)
+    records: list[Any] = field(factory=list)
 
-    def learning(self, steps: int) -> Iterator[None]:
+    def train(self, steps: int) -> Iterator[None]:
         """Sample, learn and step; pause whenever a request is under way."""
         rank, seed, rate = KINDS[self.kind]
         service = tinker.ServiceClient(base_url=self.address)
-        training = settled(service.create_lora_training_client(base_model="tiny", rank=rank, seed=seed))
+        training = settle(service.create_lora_training_client(base_model="tiny", rank=rank, seed=seed))
         for step in range(steps):
-            sampler = settled(training.save_weights_and_get_sampling_client())
-            asked = sampler.sample(
+            sampler = settle(training.save_weights_and_get_sampling_client())
+            promise = sampler.sample(
                 types.ModelInput.from_ints([5, 6, 7]), 2, types.SamplingParams(max_tokens=5, seed=10 * step + rank, stop=[])
             )
             yield
-            samples = [list(each.tokens) for each in asked.result().sequences]
-            learned = [training.forward_backward([datum(tokens, seed)], "cross_entropy") for tokens in samples]
+            samples = [list(each.tokens) for each in promise.result().sequences]
+            passes = [training.forward_backward([datum(tokens, seed)], "cross_entropy") for tokens in samples]
             yield
-            stepped = training.optim_step(types.AdamParams(learning_rate=rate, grad_clip_norm=1.0))
+            step_promise = training.optim_step(types.AdamParams(learning_rate=rate, grad_clip_norm=1.0))
             yield
-            losses = [each.result().metrics["loss:sum"] for each in learned]
-            self.told.append([samples, losses, stepped.result().metrics["grad_norm"]])
-        self.told.append(training.save_state("end").result().path)
+            losses = [each.result().metrics["loss:sum"] for each in passes]
+            self.records.append([samples, losses, step_promise.result().metrics["grad_norm"]])
+        self.records.append(training.save_state("end").result().path)
         finish(self.address, service)
 
 
@@ -58,15 +58,15 @@ def datum(tokens: list[int], seed: int) -> types.Datum:
 
 def run(address: str, kinds: str) -> None:
     clients = [Client(address, kind) for kind in kinds]
-    turns = [client.learning(4) for client in clients]
+    turns = [client.train(4) for client in clients]
     while turns:
         turns = [turn for turn in turns if next(turn, "done") is None]
     for client in clients:
-        print(json.dumps([client.kind, client.told]), flush=True)
+        print(json.dumps([client.kind, client.records]), flush=True)
 
 
 if sys.argv[2:] == ["vanish"]:
-    for _ in Client(sys.argv[1], "a").learning(10_000):
+    for _ in Client(sys.argv[1], "a").train(10_000):
         print("under way", flush=True)
 for place in range(1, len(sys.argv), 2):
     run(sys.argv[place], sys.argv[place + 1])

@@ -6,9 +6,9 @@ from typing import Any
 KEY = "tml-test"
 
 
-def settled(made: Any) -> Any:
+def settle(client: Any) -> Any:
     """Newer SDKs return a future of a client, older ones the client."""
-    return made.result() if hasattr(made, "result") else made
+    return client.result() if hasattr(client, "result") else client
 
 
 def finish(address: str, client: Any) -> None:

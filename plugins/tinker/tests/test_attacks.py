@@ -26,25 +26,25 @@ def test_every_call_wants_the_key(client, call, key):
 
 @pytest.mark.parametrize("model", ["/etc", "../model", "model", "tiny/../model", "hf-internal/whatever"])
 def test_only_listed_models_are_opened(client, model):
-    made = client.post("create_session", {})[1]["session_id"]
-    asked = client.post("create_model", {"session_id": made, "model_seq_id": 0, "base_model": model})[1]
-    answer = client.post("retrieve_future", asked)[1]
+    session = client.post("create_session", {})[1]["session_id"]
+    promise = client.post("create_model", {"session_id": session, "model_seq_id": 0, "base_model": model})[1]
+    answer = client.post("retrieve_future", promise)[1]
     assert answer["category"] == "user"
     assert "there are tiny" in answer["error"]
-    client.finish(made)
+    client.finish(session)
 
 
 @pytest.mark.parametrize(
-    ("rank", "seed", "told"), [(-3, 1, "rank is -3"), (10**7, 1, "rank is 10000000"), (2, -1, "seed"), (2, 2**70, "seed")]
+    ("rank", "seed", "words"), [(-3, 1, "rank is -3"), (10**7, 1, "rank is 10000000"), (2, -1, "seed"), (2, 2**70, "seed")]
 )
-def test_ranks_and_seeds_have_bounds(client, rank, seed, told):
+def test_ranks_and_seeds_have_bounds(client, rank, seed, words):
     """A rank below zero is no full model, and one beyond all bounds would take the memory of everybody's models."""
-    made = client.post("create_session", {})[1]["session_id"]
-    asked = {"session_id": made, "model_seq_id": 0, "base_model": "tiny", "lora_config": {"rank": rank, "seed": seed}}
-    answer = client.done("create_model", asked)
+    session = client.post("create_session", {})[1]["session_id"]
+    request = {"session_id": session, "model_seq_id": 0, "base_model": "tiny", "lora_config": {"rank": rank, "seed": seed}}
+    answer = client.complete("create_model", request)
     assert answer["category"] == "user"
-    assert told in answer["error"]
-    client.finish(made)
+    assert words in answer["error"]
+    client.finish(session)
 
 
 def test_a_pass_without_memory_costs_its_step_and_no_later_one(settings, message):
@@ -53,10 +53,12 @@ def test_a_pass_without_memory_costs_its_step_and_no_later_one(settings, message
     request = CLASSES["ForwardBackwardRequest"].FromString(message(model.model_id, 1))
     decoder = model.engine.group._transport._worker.backend._model
 
-    def exhausted(*_):
+    def exhaust_memory(*_):
         raise torch.OutOfMemoryError("out of memory")
 
-    hooks = [module.register_forward_hook(exhausted) for name, module in decoder.named_modules() if name.endswith("layers.1.mlp")]
+    hooks = [
+        module.register_forward_hook(exhaust_memory) for name, module in decoder.named_modules() if name.endswith("layers.1.mlp")
+    ]
     with pytest.raises(torch.OutOfMemoryError):
         model.forward_backward(request)
     for hook in hooks:
@@ -91,7 +93,7 @@ def test_paths_of_checkpoints_are_addresses(path):
 
 
 @pytest.mark.parametrize(
-    ("lines", "told"),
+    ("lines", "words"),
     [
         ("", "serve.models names no model"),
         ("[serve]\nlongest = 0\n[serve.models]\na = 'b'", "serve: 'longest' must be >= 1: 0"),
@@ -103,9 +105,9 @@ def test_paths_of_checkpoints_are_addresses(path):
         ("[serve", "cannot be read"),
     ],
 )
-def test_a_configuration_that_cannot_be_served_from_is_refused_with_the_place(tmp_path, lines, told):
+def test_a_configuration_that_cannot_be_served_from_is_refused_with_the_place(tmp_path, lines, words):
     (tmp_path / "serve.toml").write_text(lines)
-    with pytest.raises(UnsupportedError, match=re.escape(told)):
+    with pytest.raises(UnsupportedError, match=re.escape(words)):
         Settings.read(tmp_path / "serve.toml")
 
 
@@ -131,36 +133,36 @@ def test_a_session_that_is_not_there_opens_no_model(client):
 
 def test_a_second_model_is_refused_with_the_reason(client):
     first, second = (client.post("create_session", {})[1]["session_id"] for _ in range(2))
-    asked = {"model_seq_id": 0, "base_model": "tiny", "lora_config": {"rank": 0}}
-    client.post("create_model", {"session_id": first, **asked})
-    refused = client.post("create_model", {"session_id": second, **asked})[1]
-    assert client.post("create_model", {"session_id": second, **asked})[1] == refused
+    request = {"model_seq_id": 0, "base_model": "tiny", "lora_config": {"rank": 0}}
+    client.post("create_model", {"session_id": first, **request})
+    refused = client.post("create_model", {"session_id": second, **request})[1]
+    assert client.post("create_model", {"session_id": second, **request})[1] == refused
     # it waits for a sign of life of the first
     client.post("session_heartbeat", {"session_id": first})
     answer = client.post("retrieve_future", refused)[1]
     assert answer["category"] == "user"
     assert "one model at a time" in answer["error"]
     # the second model of one session is refused at once
-    answer = client.done("create_model", {"session_id": first, **asked, "model_seq_id": 1})
+    answer = client.complete("create_model", {"session_id": first, **request, "model_seq_id": 1})
     assert "one model at a time" in answer["error"]
     client.finish(first)
 
 
 def test_a_model_is_opened_when_the_one_before_ends(client):
     first, second = (client.post("create_session", {})[1]["session_id"] for _ in range(2))
-    asked = {"model_seq_id": 0, "base_model": "tiny", "lora_config": {"rank": 0}}
-    client.done("create_model", {"session_id": first, **asked})
-    waiting = client.post("create_model", {"session_id": second, **asked})[1]
+    request = {"model_seq_id": 0, "base_model": "tiny", "lora_config": {"rank": 0}}
+    client.complete("create_model", {"session_id": first, **request})
+    waiting = client.post("create_model", {"session_id": second, **request})[1]
     client.finish(first)
     assert client.post("retrieve_future", waiting)[1]["model_id"] == f"{second}:train:0"
     client.finish(second)
 
 
 def test_order_duplicates_and_mistakes_of_a_model(client, message):
-    made = client.post("create_session", {})[1]["session_id"]
-    model = f"{made}:train:0"
-    asked = {"session_id": made, "model_seq_id": 0, "base_model": "tiny", "lora_config": {"rank": 0}}
-    assert client.post("create_model", asked)[1] == client.post("create_model", asked)[1]
+    session = client.post("create_session", {})[1]["session_id"]
+    model = f"{session}:train:0"
+    request = {"session_id": session, "model_seq_id": 0, "base_model": "tiny", "lora_config": {"rank": 0}}
+    assert client.post("create_model", request)[1] == client.post("create_model", request)[1]
     step = {"model_id": model, "seq_id": 4, "adam_params": {"learning_rate": 0.0}}
     later = client.post("optim_step", step)[1]
     mistakes = {3: {"targets": [6, 900, 8]}, 2: {"loss": "stable_reinforce"}}
@@ -168,16 +170,16 @@ def test_order_duplicates_and_mistakes_of_a_model(client, message):
     first = client.post("forward_backward", message(model, 1))[1]
     assert client.post("forward_backward", message(model, 1))[1] == first
     assert client.post("optim_step", step)[1] == later
-    done = client.post("retrieve_future", later)[1]
-    assert "no step was taken" in done["error"], "request 4 arrived before request 1, and ran after it"
-    assert "stable_reinforce" in done["error"], "the first of the step's two mistakes"
+    answer = client.post("retrieve_future", later)[1]
+    assert "no step was taken" in answer["error"], "request 4 arrived before request 1, and ran after it"
+    assert "stable_reinforce" in answer["error"], "the first of the step's two mistakes"
     assert "stable_reinforce" in client.post("retrieve_future", answers[2])[1]["error"]
     # sent 3, 2, 1: as the SDK sends the parts of one list, whose third datum this is
     assert "target 1 of datum 2 is 900; the model knows" in client.post("retrieve_future", answers[3])[1]["error"]
     # a number that never comes is waited for, but not for ever
     gap = client.post("optim_step", {**step, "seq_id": 7})[1]
     assert "error" in client.post("retrieve_future", gap)[1]
-    client.finish(made)
+    client.finish(session)
     assert client.post("forward_backward", message(model, 9))[0] == 404
 
 

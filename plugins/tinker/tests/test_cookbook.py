@@ -56,9 +56,9 @@ def served(place: Path, serve: Callable[[Path], tuple[str, subprocess.Popen[str]
 @pytest.fixture
 def start(place, served):
     """Start a recipe as its documentation says, in the working directory; its process, whose output is in a file of its name."""
-    made = []
+    processes = []
 
-    def started(*arguments: str) -> subprocess.Popen:
+    def start_recipe(*arguments: str) -> subprocess.Popen:
         environment = {
             **os.environ,
             "PYTHONPATH": COOKBOOK,
@@ -72,11 +72,11 @@ def start(place, served):
             process = subprocess.Popen(
                 [sys.executable, *arguments], cwd=place, env=environment, stdout=log, stderr=subprocess.STDOUT
             )
-        made.append(process)
+        processes.append(process)
         return process
 
-    yield started
-    for process in made:
+    yield start_recipe
+    for process in processes:
         process.kill()
         process.wait()
 
@@ -85,12 +85,12 @@ def start(place, served):
 def run(place, start):
     """Run a recipe to its end, and return its metrics by step."""
 
-    def ran(log_path: str, *arguments: str) -> dict[int, dict]:
+    def run_recipe(log_path: str, *arguments: str) -> dict[int, dict]:
         process = start(*arguments)
         assert process.wait(500) == 0, (place / "recipe.log").read_text()[-6000:]
         return metrics(place / log_path)
 
-    return ran
+    return run_recipe
 
 
 def metrics(folder: Path) -> dict[int, dict]:
@@ -133,7 +133,7 @@ def test_a_killed_supervised_loop_resumes_to_the_same_numbers(place, run, start)
 
 def test_reinforcement_of_arithmetic_runs_as_it_stands(run):
     options = ("env=arithmetic", "loss_fn=importance_sampling", "group_size=4", "groups_per_batch=4", "max_steps=2", "lora_rank=4")
-    found = run(
+    rows = run(
         "arithmetic",
         "-m",
         "tinker_cookbook.recipes.math_rl.train",
@@ -143,13 +143,13 @@ def test_reinforcement_of_arithmetic_runs_as_it_stands(run):
         "save_every=1",
         "eval_every=0",
     )
-    assert len(found) >= 2
-    assert found[0]["env/all/reward/total"] < 0
+    assert len(rows) >= 2
+    assert rows[0]["env/all/reward/total"] < 0
 
 
 def test_a_game_of_several_turns_runs_as_it_stands(run):
     options = ("group_size=2", "batch_size=2", "max_tokens=8", "max_steps=1", "eval_every=0", "renderer_name=role_colon")
-    found = run(
+    rows = run(
         "guess",
         "-m",
         "tinker_cookbook.recipes.multiplayer_rl.guess_number.train",
@@ -157,13 +157,13 @@ def test_a_game_of_several_turns_runs_as_it_stands(run):
         "log_path=guess",
         *options,
     )
-    assert found[0]["env/all/turns_per_episode"] == 10
+    assert rows[0]["env/all/turns_per_episode"] == 10
 
 
 def test_the_reward_of_an_environment_of_ones_own_climbs(run):
-    found = run("digits", str(Path(__file__).with_name("cookbook_digits.py")), MODEL, "digits", "12")
-    rewards = [found[step]["env/all/reward/total"] for step in range(12)]
+    rows = run("digits", str(Path(__file__).with_name("cookbook_digits.py")), MODEL, "digits", "12")
+    rewards = [rows[step]["env/all/reward/total"] for step in range(12)]
     assert rewards[0] < 0.4, rewards
     assert sum(rewards[-3:]) / 3 > rewards[0] + 0.3, rewards
     # the sampler's log-probabilities are the trainer's
-    assert abs(found[0]["optim/kl_sample_train_v2"]) < 1e-6, found[0]
+    assert abs(rows[0]["optim/kl_sample_train_v2"]) < 1e-6, rows[0]

@@ -38,7 +38,7 @@ print("done")
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
-    """Settings of a server whose model lies in a folder of its own, under a name of the hub."""
+    """Settings of a server whose model is in a folder of its own, under a name of the hub."""
     folder = tmp_path_factory.mktemp("secret-server")
     write_model(folder / "models" / "small")
     write_tokenizer(folder / "models" / "small", [string.printable], size=128)
@@ -55,20 +55,20 @@ def test_the_examples_of_the_page_run_on_another_machine(served, serving_of, tmp
     with serving_of(served) as client:
         environment = {**os.environ, "TINKER_BASE_URL": client.address, "TINKER_API_KEY": "tml-test", "TINKER_TELEMETRY": "0"}
         command = [sys.executable, "-c", ELSEWHERE, str(served.directory.parent)]
-        done = subprocess.run(
+        process = subprocess.run(
             command, input=examples, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False
         )
-    assert done.returncode == 0, done.stderr
-    assert "done" in done.stdout
+    assert process.returncode == 0, process.stderr
+    assert "done" in process.stdout
 
 
 def test_get_info_names_the_hub(served, serving_of):
     with serving_of(served) as client:
         session = client.post("create_session", {})[1]["session_id"]
-        client.done("create_model", {"session_id": session, "model_seq_id": 0, "base_model": NAME, "lora_config": {"rank": 2}})
+        client.complete("create_model", {"session_id": session, "model_seq_id": 0, "base_model": NAME, "lora_config": {"rank": 2}})
         info = client.post("get_info", {"model_id": f"{session}:train:0"})[1]
         assert info["model_data"] == {"model_name": NAME, "tokenizer_id": NAME}
-        saved = client.done("save_weights_external", {"model_id": f"{session}:train:0", "seq_id": 1, "path": "out"})
+        saved = client.complete("save_weights_external", {"model_id": f"{session}:train:0", "seq_id": 1, "path": "out"})
         assert "path" in saved, saved
         client.finish(session)
     (written,) = served.directory.glob("*/external_weights/out/model/adapter_config.json")
@@ -108,7 +108,7 @@ def test_a_model_that_is_described_wrongly_is_refused(tmp_path, value):
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "redacted"),
     [
         ("{model}/config.json is damaged", "{name} is damaged"),
         ("cannot read {model}: no such file", "cannot read {name}: no such file"),
@@ -124,9 +124,9 @@ def test_a_model_that_is_described_wrongly_is_refused(tmp_path, value):
         ("1/2 and/or a /", "1/2 and/or a /"),
     ],
 )
-def test_paths_are_left_out_of_words(served, words, told):
+def test_paths_are_left_out_of_words(served, words, redacted):
     values = {"model": served.serve.models[NAME], "directory": served.directory, "name": NAME, "model_id": "5a" * 16}
-    assert ErrorRedactor(served).redact(words.format(**values)) == told.format(**values).replace("[]", HIDDEN)
+    assert ErrorRedactor(served).redact(words.format(**values)) == redacted.format(**values).replace("[]", HIDDEN)
 
 
 def test_errors_of_a_damaged_server_hold_no_path(served, serving_of, tmp_path):
@@ -140,15 +140,15 @@ def test_errors_of_a_damaged_server_hold_no_path(served, serving_of, tmp_path):
             for file in (folder / "small").iterdir():
                 file.unlink() if what == "nothing" else file.write_text("{")
             session = client.post("create_session", {})[1]["session_id"]
-            asked = {"session_id": session, "model_seq_id": 0, "base_model": NAME, "lora_config": {"rank": 2}}
-            made = client.done("create_model", asked)
-            answers = [made, client.post("get_info", {"model_id": f"{session}:train:0"})]
-            answers.append(client.done("optim_step", {"model_id": f"{session}:train:0", "seq_id": 1, "adam_params": {}}))
+            request = {"session_id": session, "model_seq_id": 0, "base_model": NAME, "lora_config": {"rank": 2}}
+            opening = client.complete("create_model", request)
+            answers = [opening, client.post("get_info", {"model_id": f"{session}:train:0"})]
+            answers.append(client.complete("optim_step", {"model_id": f"{session}:train:0", "seq_id": 1, "adam_params": {}}))
             path = f"tinker://{session}:train:0/weights/x"
             answers.append(client.post("weights_info", {"tinker_path": path}))
             answers.append(client.post("create_sampling_session", {"session_id": session, "model_path": path}))
-            assert "error" in made
-            for told in map(json.dumps, answers):
-                assert secret not in told
-                assert str(tmp_path) not in told
+            assert "error" in opening
+            for text in map(json.dumps, answers):
+                assert secret not in text
+                assert str(tmp_path) not in text
             client.finish(session)

@@ -28,14 +28,14 @@ def numbers():
 
 
 def step(client, model, number):
-    return client.done("optim_step", {"model_id": model, "seq_id": number, **STEP})
+    return client.complete("optim_step", {"model_id": model, "seq_id": number, **STEP})
 
 
-def sent_as_sdk(client, requests):
+def send_as_sdk(client, requests):
     """Post the parts of one list as the SDK does: the first one last. Returns the answers in their order."""
     rest = [client.post("forward_backward", body)[1] for body in requests[1:]]
     first = client.post("forward_backward", requests[0])[1]
-    return [client.answer_to(each) for each in (first, *rest)]
+    return [client.wait_for(promise) for promise in (first, *rest)]
 
 
 @pytest.mark.parametrize("rank", [0, 4], ids=["full weights", "adapters"])
@@ -44,13 +44,13 @@ def test_a_step_with_refused_data_is_refused_and_the_next_one_is_clean(other_cli
     """Bad data first, last and in between; the steps after it are those of a model that never met it."""
     client, good, bad = other_client, [[5, 6, 7]], [[5, WRONG, 7]]
     norms = []
-    for spoilt in ([], [bad], [good, bad], [bad, good]):
-        model, seq = client.opened(rank), numbers()
-        found = []
+    for bad_passes in ([], [bad], [good, bad], [bad, good]):
+        model, seq = client.open_model(rank), numbers()
+        step_norms = []
         for _ in range(2):
-            for each in spoilt:
-                client.done("forward_backward", datums(model, next(seq), each))
-            if spoilt:
+            for tokens in bad_passes:
+                client.complete("forward_backward", datums(model, next(seq), tokens))
+            if bad_passes:
                 refused = step(client, model, next(seq))
                 assert refused["category"] == "user"
                 assert refused["error"].startswith(
@@ -58,45 +58,45 @@ def test_a_step_with_refused_data_is_refused_and_the_next_one_is_clean(other_cli
                 )
                 assert "token 1 of datum 0 is 999" in refused["error"]
                 assert "Send all data of the step again" in refused["error"]
-            assert isinstance(client.done("forward_backward", datums(model, next(seq), good)), bytes)
-            found.append(step(client, model, next(seq))["metrics"]["grad_norm"])
-        norms.append(found)
+            assert isinstance(client.complete("forward_backward", datums(model, next(seq), good)), bytes)
+            step_norms.append(step(client, model, next(seq))["metrics"]["grad_norm"])
+        norms.append(step_norms)
         client.finish(model)
     assert norms == [norms[0]] * 4
 
 
 @pytest.mark.parametrize("other_client", [{}], indirect=True, ids=[""])
 def test_an_unknown_loss_spoils_a_step_and_a_forward_spoils_none(other_client):
-    client, model, seq = other_client, other_client.opened(), numbers()
-    assert isinstance(client.done("forward_backward", datums(model, next(seq), [[5, 6, 7]])), bytes)
-    assert "error" in client.done("forward_backward", datums(model, next(seq), [[5, WRONG]], forward_only=True))
+    client, model, seq = other_client, other_client.open_model(), numbers()
+    assert isinstance(client.complete("forward_backward", datums(model, next(seq), [[5, 6, 7]])), bytes)
+    assert "error" in client.complete("forward_backward", datums(model, next(seq), [[5, WRONG]], forward_only=True))
     assert "metrics" in step(client, model, next(seq))
-    client.done("forward_backward", datums(model, next(seq), [[5, 6, 7]]))
-    assert "error" in client.done("forward_backward", datums(model, next(seq), [[5, 6, 7]], loss="nonsense"))
+    client.complete("forward_backward", datums(model, next(seq), [[5, 6, 7]]))
+    assert "error" in client.complete("forward_backward", datums(model, next(seq), [[5, 6, 7]], loss="nonsense"))
     assert "nonsense" in step(client, model, next(seq))["error"]
 
 
 @pytest.mark.parametrize("other_client", [{}], indirect=True, ids=[""])
 def test_errors_count_datums_in_the_list_of_the_client(other_client):
     """Datum 4 of one list, sent as three requests; then a list of its own, which begins at 0 again."""
-    client, model, seq = other_client, other_client.opened(), numbers()
-    client.done("forward_backward", datums(model, next(seq), [[5, 6]] * 3))
+    client, model, seq = other_client, other_client.open_model(), numbers()
+    client.complete("forward_backward", datums(model, next(seq), [[5, 6]] * 3))
     parts = [[[5, 6]] * 2, [[6, 7]] * 2, [[5, WRONG], [6, 7]]]
-    answers = sent_as_sdk(client, [datums(model, next(seq), each) for each in parts])
+    answers = send_as_sdk(client, [datums(model, next(seq), each) for each in parts])
     assert [isinstance(each, bytes) for each in answers] == [True, True, False]
     assert answers[2]["error"].startswith("token 1 of datum 4 is 999")
     assert "datum 4 is 999" in step(client, model, next(seq))["error"]
-    refused = client.done("forward_backward", datums(model, next(seq), [[5, 6], [5, WRONG]]))
+    refused = client.complete("forward_backward", datums(model, next(seq), [[5, 6], [5, WRONG]]))
     assert refused["error"].startswith("token 1 of datum 1 is 999")
     assert "datum 1 is 999" in step(client, model, next(seq))["error"]
 
 
 @pytest.mark.parametrize("other_client", [{"gap_timeout_s": 0.5}], indirect=True, ids=[""])
 def test_a_request_that_never_comes_spoils_its_step(other_client):
-    client, model = other_client, other_client.opened()
-    client.done("forward_backward", datums(model, 1, [[5, 6, 7]]))
+    client, model = other_client, other_client.open_model()
+    client.complete("forward_backward", datums(model, 1, [[5, 6, 7]]))
     assert "request 2 did not arrive" in step(client, model, 3)["error"]
-    client.done("forward_backward", datums(model, 4, [[5, 6, 7]]))
+    client.complete("forward_backward", datums(model, 4, [[5, 6, 7]]))
     assert "metrics" in step(client, model, 5)
 
 

@@ -19,22 +19,22 @@ PROMPT = {"prompt": {"chunks": [{"tokens": [5, 6, 7]}]}, "sampling_params": {"ma
 @pytest.fixture(scope="module")
 def saved(client, message):
     """Addresses of a state and of a sampler's weights after one step, the model's id, and what a sampler of that step drew."""
-    model = client.opened(rank=4)
+    model = client.open_model(rank=4)
     client.post("forward_backward", message(model, 1))
     client.post("optim_step", {"model_id": model, "seq_id": 2, "adam_params": {"learning_rate": 1e-1}})
-    state = client.done("save_weights", {"model_id": model, "seq_id": 3, "path": "one"})["path"]
-    named = client.done("save_weights_for_sampler", {"model_id": model, "seq_id": 4, "path": "one"})["path"]
+    state = client.complete("save_weights", {"model_id": model, "seq_id": 3, "path": "one"})["path"]
+    named = client.complete("save_weights_for_sampler", {"model_id": model, "seq_id": 4, "path": "one"})["path"]
     sampler = client.sampler(model, 5)
-    drawn = client.done("asample", {"sampling_session_id": sampler, "seq_id": 0, **PROMPT})
+    drawn = client.complete("asample", {"sampling_session_id": sampler, "seq_id": 0, **PROMPT})
     client.finish(model)
     return state, named, model, drawn
 
 
-def sampled(client, **asked) -> bytes | dict:
+def sample(client, **request) -> bytes | dict:
     session = client.post("create_session", {})[1]["session_id"]
-    made = client.post("create_sampling_session", {"session_id": session, "sampling_session_seq_id": 0, **asked})[1]
+    answer = client.post("create_sampling_session", {"session_id": session, "sampling_session_seq_id": 0, **request})[1]
     try:
-        return client.done("asample", {"sampling_session_id": made["sampling_session_id"], "seq_id": 0, **PROMPT})
+        return client.complete("asample", {"sampling_session_id": answer["sampling_session_id"], "seq_id": 0, **PROMPT})
     finally:
         client.finish(session)
 
@@ -47,45 +47,45 @@ def tokens(answer: bytes) -> bytes:
     return CLASSES["SampleResponse"].FromString(answer).sequences[0].tokens
 
 
-def test_another_server_samples_from_what_lies_on_the_disk(client, saved, started):
+def test_another_server_samples_from_what_lies_on_the_disk(client, saved, start_server):
     """By either address, and without a training model; a base model gives something else."""
     state, named, _, drawn = saved
-    with started() as other:
+    with start_server() as other:
         for path in (state, named):
-            assert tokens(found := sampled(other, model_path=path)) == tokens(drawn)
+            assert tokens(answer := sample(other, model_path=path)) == tokens(drawn)
             # adapters are merged in another order of operations
-            assert np.allclose(logprobs(found), logprobs(drawn), rtol=0, atol=1e-5)
-        assert not np.allclose(logprobs(sampled(other, base_model="tiny")), logprobs(drawn), rtol=0, atol=1e-2)
+            assert np.allclose(logprobs(answer), logprobs(drawn), rtol=0, atol=1e-5)
+        assert not np.allclose(logprobs(sample(other, base_model="tiny")), logprobs(drawn), rtol=0, atol=1e-2)
 
 
 def test_two_samplers_of_one_path_number_their_requests_each(client, saved):
     session = client.post("create_session", {})[1]["session_id"]
-    asked = {"session_id": session, "sampling_session_seq_id": 0, "model_path": saved[1]}
-    one, other = (client.post("create_sampling_session", asked)[1]["sampling_session_id"] for _ in range(2))
+    request = {"session_id": session, "sampling_session_seq_id": 0, "model_path": saved[1]}
+    one, other = (client.post("create_sampling_session", request)[1]["sampling_session_id"] for _ in range(2))
     assert one != other
-    first = client.done("asample", {"sampling_session_id": one, "seq_id": 0, **PROMPT})
+    first = client.complete("asample", {"sampling_session_id": one, "seq_id": 0, **PROMPT})
     longer = {**PROMPT, "sampling_params": {"max_tokens": 9, "seed": 4, "stop": []}}
-    second = client.done("asample", {"sampling_session_id": other, "seq_id": 0, **longer})
+    second = client.complete("asample", {"sampling_session_id": other, "seq_id": 0, **longer})
     assert len(tokens(second)) == 36 != len(tokens(first))
     client.finish(session)
 
 
 def test_a_sampler_has_what_lies_under_its_path_when_it_is_made(client, message):
     """Beside the model that writes over it, whose base keeps the weights that were read from there before."""
-    model = client.opened(rank=2)
+    model = client.open_model(rank=2)
     session = client.post("create_session", {})[1]["session_id"]
-    found = []
+    rows = []
     for number in (1, 4):
-        client.done("forward_backward", message(model, number))
-        client.done("optim_step", {"model_id": model, "seq_id": number + 1, "adam_params": {"learning_rate": 1e-1}})
-        asked = {"model_id": model, "seq_id": number + 2, "path": "again", "overwrite": True}
-        path = client.done("save_weights", asked)["path"]
-        named = {"session_id": session, "sampling_session_seq_id": number, "model_path": path}
-        sampler = client.post("create_sampling_session", named)[1]["sampling_session_id"]
-        found.append(logprobs(client.done("asample", {"sampling_session_id": sampler, "seq_id": 0, **PROMPT})))
-    now = client.done("asample", {"sampling_session_id": client.sampler(model, 7), "seq_id": 0, **PROMPT})
-    assert np.allclose(found[1], logprobs(now), rtol=0, atol=1e-5)
-    assert not np.allclose(found[0], found[1], rtol=0, atol=1e-2)
+        client.complete("forward_backward", message(model, number))
+        client.complete("optim_step", {"model_id": model, "seq_id": number + 1, "adam_params": {"learning_rate": 1e-1}})
+        save_request = {"model_id": model, "seq_id": number + 2, "path": "again", "overwrite": True}
+        path = client.complete("save_weights", save_request)["path"]
+        sampler_request = {"session_id": session, "sampling_session_seq_id": number, "model_path": path}
+        sampler = client.post("create_sampling_session", sampler_request)[1]["sampling_session_id"]
+        rows.append(logprobs(client.complete("asample", {"sampling_session_id": sampler, "seq_id": 0, **PROMPT})))
+    now = client.complete("asample", {"sampling_session_id": client.sampler(model, 7), "seq_id": 0, **PROMPT})
+    assert np.allclose(rows[1], logprobs(now), rtol=0, atol=1e-5)
+    assert not np.allclose(rows[0], rows[1], rtol=0, atol=1e-2)
     client.finish(session)
     client.finish(model)
 
@@ -93,39 +93,39 @@ def test_a_sampler_has_what_lies_under_its_path_when_it_is_made(client, message)
 @pytest.mark.parametrize("other_client", [{"models": "two"}], indirect=True, ids=[""])
 def test_samplers_of_another_base_model_wait_for_their_turn_or_are_refused(other_client):
     """Bases are sampled from one after the other; while a model is in training there is one."""
-    answers = [sampled(other_client, base_model=name) for name in ("tiny", "other", "tiny")]
+    answers = [sample(other_client, base_model=name) for name in ("tiny", "other", "tiny")]
     assert answers[0] == answers[2] != answers[1]
-    model = other_client.opened()
-    assert "one base model at a time" in sampled(other_client, base_model="other")["error"]
-    assert isinstance(sampled(other_client, base_model="tiny"), bytes)
+    model = other_client.open_model()
+    assert "one base model at a time" in sample(other_client, base_model="other")["error"]
+    assert isinstance(sample(other_client, base_model="tiny"), bytes)
     other_client.finish(model)
 
 
 def test_samples_of_another_session_outlive_the_model_that_answers_them(client):
     """Full weights answer samplers of their base model; the calls that are there when their session ends are answered first."""
-    model = client.opened()
+    model = client.open_model()
     session = client.post("create_session", {})[1]["session_id"]
-    asked = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "tiny"}
-    sampler = client.post("create_sampling_session", asked)[1]["sampling_session_id"]
+    request = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "tiny"}
+    sampler = client.post("create_sampling_session", request)[1]["sampling_session_id"]
     longer = {**PROMPT, "sampling_params": {"max_tokens": 60, "seed": 4, "stop": []}}
-    sent = [client.post("asample", {"sampling_session_id": sampler, "seq_id": number, **longer})[1] for number in range(20)]
+    promises = [client.post("asample", {"sampling_session_id": sampler, "seq_id": number, **longer})[1] for number in range(20)]
     client.finish(model)
-    answers = [client.answer_to(promised) for promised in sent]
-    assert {len(tokens(each)) for each in answers} == {4 * 60}
-    assert len({tokens(each) for each in answers}) == 1
+    answers = [client.wait_for(promise) for promise in promises]
+    assert {len(tokens(answer)) for answer in answers} == {4 * 60}
+    assert len({tokens(answer) for answer in answers}) == 1
     client.finish(session)
 
 
 @pytest.mark.parametrize("other_client", [{"weight_sets": 0}], indirect=True, ids=[""])
 def test_without_weight_sets_other_weights_are_refused(other_client, saved):
-    assert "needs serve.weight_sets of 1" in sampled(other_client, model_path=saved[1])["error"]
-    assert isinstance(sampled(other_client, base_model="tiny"), bytes)
+    assert "needs serve.weight_sets of 1" in sample(other_client, model_path=saved[1])["error"]
+    assert isinstance(sample(other_client, base_model="tiny"), bytes)
 
 
 def test_a_checkpoint_whose_time_is_over_is_gone_and_then_deleted(client, message, settings):
-    model = client.opened()
-    path = client.done("save_weights", {"model_id": model, "seq_id": 1, "path": "short", "ttl_seconds": 3600})["path"]
-    refused = client.done("save_weights", {"model_id": model, "seq_id": 2, "path": "shorter", "ttl_seconds": 1})
+    model = client.open_model()
+    path = client.complete("save_weights", {"model_id": model, "seq_id": 1, "path": "short", "ttl_seconds": 3600})["path"]
+    refused = client.complete("save_weights", {"model_id": model, "seq_id": 2, "path": "shorter", "ttl_seconds": 1})
     assert "ttl_seconds is 1; it must be 3,600 to" in refused["error"]
     client.finish(model)
     folder = Address.read(path).folder(settings.directory)
@@ -133,7 +133,7 @@ def test_a_checkpoint_whose_time_is_over_is_gone_and_then_deleted(client, messag
     assert 3590 < facts["expires_at"] - facts["time"] < 3610
     (folder / FACTS).write_text(json.dumps({**facts, "expires_at": facts["time"] - 1}))
     listed = client.post("checkpoints?limit=1000", None, method="GET")[1]["checkpoints"]
-    assert path not in [each["tinker_path"] for each in listed]
+    assert path not in [checkpoint["tinker_path"] for checkpoint in listed]
     assert client.post("weights_info", {"tinker_path": path})[0] == 422
     assert client.post(f"training_runs/{model}/checkpoints/weights/short", None, method="DELETE")[0] == 404
     assert folder.exists()
@@ -146,10 +146,10 @@ def test_a_download_is_a_tar_file_of_the_model_and_its_address_a_secret(client, 
     state, _, model, _ = saved
     status, answer = client.post(f"training_runs/{model}/checkpoints/weights/one/archive", None, method="GET")
     assert status == 200
-    with urllib.request.urlopen(answer["url"], timeout=60) as found:
-        downloaded = io.BytesIO(found.read())
+    with urllib.request.urlopen(answer["url"], timeout=60) as response:
+        downloaded = io.BytesIO(response.read())
     folder = Address.read(state).folder(settings.directory) / "model"
-    expected = {each.relative_to(folder).as_posix(): each.read_bytes() for each in folder.rglob("*") if each.is_file()}
+    expected = {file.relative_to(folder).as_posix(): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
     with tarfile.open(fileobj=downloaded) as archive:
         assert {name: archive.extractfile(name).read() for name in archive.getnames()} == expected
     with pytest.raises(urllib.error.HTTPError, match="404"):
@@ -159,17 +159,17 @@ def test_a_download_is_a_tar_file_of_the_model_and_its_address_a_secret(client, 
     assert client.post(f"training_runs/{model}/checkpoints/weights/one/archive", None, method="GET", key="wrong")[0] == 401
 
 
-def test_metrics_and_the_log_count_requests_and_hold_nothing_of_them(started, message):
+def test_metrics_and_the_log_count_requests_and_hold_nothing_of_them(start_server, message):
     log = io.StringIO()
-    with started(request_log=log) as client:
-        model = client.opened()
-        client.done("forward_backward", message(model, 1))
-        client.done("forward_backward", message(model, 2, loss="no-such-loss"))
+    with start_server(request_log=log) as client:
+        model = client.open_model()
+        client.complete("forward_backward", message(model, 1))
+        client.complete("forward_backward", message(model, 2, loss="no-such-loss"))
         client.post("made-up-call", {})
         client.post("create_session", {}, key="tml-wrong")
         request = urllib.request.Request(f"{client.address}/metrics", headers={"Authorization": "Bearer tml-test"})
-        with urllib.request.urlopen(request, timeout=60) as found:
-            text = found.read().decode()
+        with urllib.request.urlopen(request, timeout=60) as response:
+            text = response.read().decode()
         with pytest.raises(urllib.error.HTTPError, match="401"):
             urllib.request.urlopen(f"{client.address}/metrics", timeout=60)
     for line in (

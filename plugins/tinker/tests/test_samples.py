@@ -14,7 +14,7 @@ PROMPT = [5, 6, 7]
 @pytest.fixture(scope="module")
 def model(client):
     """A model that no test trains; its request 1 made the sampler of `sample`."""
-    model = client.opened()
+    model = client.open_model()
     yield model
     client.finish(model)
 
@@ -24,7 +24,7 @@ def sample(client, model):
     """Sample after PROMPT with these parameters and fields."""
     sampler, numbers = client.sampler(model, 1), iter(range(1000))
 
-    def sampled(params=None, **fields):
+    def draw_sample(params=None, **fields):
         body = {
             "sampling_session_id": sampler,
             "seq_id": next(numbers),
@@ -32,10 +32,10 @@ def sample(client, model):
             "sampling_params": {"max_tokens": 12, "seed": 3, "stop": [], **(params or {})},
             **fields,
         }
-        answer = client.done("asample", body)
+        answer = client.complete("asample", body)
         return CLASSES["SampleResponse"].FromString(answer) if isinstance(answer, bytes) else answer["error"]
 
-    return sampled
+    return draw_sample
 
 
 def text(tokens):
@@ -65,10 +65,10 @@ def test_a_stop_string_ends_a_sample_behind_the_token_that_completes_it(sample, 
     free = tokens_of(sample())
     # the text of two neighbours: it ends within the second one
     pairs = (tokenizer.decode(free[place : place + 2], skip_special_tokens=True) for place in range(1, 11))
-    wanted = next(pair for pair in pairs if len(pair) >= 2)
-    expected = next(end for end in range(1, 13) if wanted in tokenizer.decode(free[:end], skip_special_tokens=True))
+    stop = next(pair for pair in pairs if len(pair) >= 2)
+    expected = next(end for end in range(1, 13) if stop in tokenizer.decode(free[:end], skip_special_tokens=True))
     assert 1 < expected < 12
-    stopped = sample({"stop": [wanted] if as_list else wanted})
+    stopped = sample({"stop": [stop] if as_list else stop})
     assert tokens_of(stopped) == free[:expected]
     assert stopped.sequences[0].stop_reason == STOP
 
@@ -81,8 +81,8 @@ def test_top_k_of_samples_holds_the_k_most_likely_tokens(sample, settings):
     assert (top.k, top.length) == (3, 12)
     expected = own_logprobs(settings, [*PROMPT, *tokens])[len(PROMPT) - 1 : -1].topk(3)
     assert np.array_equal(np.frombuffer(top.token_ids, "<i4").reshape(12, 3), expected.indices.numpy())
-    found = torch.from_numpy(np.frombuffer(top.logprobs, "<f4").copy()).view(12, 3)
-    assert torch.allclose(found, expected.values, rtol=0, atol=1e-4)
+    logprobs = torch.from_numpy(np.frombuffer(top.logprobs, "<f4").copy()).view(12, 3)
+    assert torch.allclose(logprobs, expected.values, rtol=0, atol=1e-4)
 
 
 def test_top_k_of_prompts_holds_the_k_most_likely_tokens_of_its_last_places(sample, settings):
@@ -92,7 +92,7 @@ def test_top_k_of_prompts_holds_the_k_most_likely_tokens_of_its_last_places(samp
     own, top = np.frombuffer(response.prompt_logprobs, "<f4"), response.topk_prompt_logprobs
     assert np.isnan(own).tolist() == [True] * 4 + [False] * 2
     assert (top.k, top.length) == (3, 6)
-    ids, values = (np.frombuffer(each, kind).reshape(6, 3) for each, kind in ((top.token_ids, "<i4"), (top.logprobs, "<f4")))
+    ids, values = (np.frombuffer(content, kind).reshape(6, 3) for content, kind in ((top.token_ids, "<i4"), (top.logprobs, "<f4")))
     assert (ids[:4] == 0).all()
     assert (values[:4] == -99999).all()
     assert np.array_equal(ids[4:], expected.indices[3:].numpy())
@@ -105,7 +105,7 @@ def test_logprobs_are_those_of_transformers(client, model, sample, settings, mes
     row = [5, 6, 7, 8, 9, 10, 11, 20, 30, 40]
     expected = own_logprobs(settings, row)[:-1].gather(1, column(row[1:]))[:, 0].numpy()
     body = message(model, 2, tokens=row[:-1], targets=row[1:], forward_only=True)
-    output = CLASSES["ForwardBackwardOutput"].FromString(client.done("forward_backward", body))
+    output = CLASSES["ForwardBackwardOutput"].FromString(client.complete("forward_backward", body))
     trained = np.frombuffer(output.loss_fn_outputs[0].fields["logprobs"].data, "<f4")
     assert np.abs(trained - expected).max() < 1e-4
     response = sample(prompt=text(row), prompt_logprobs=True)
@@ -132,7 +132,7 @@ def column(tokens):
 
 
 @pytest.mark.parametrize(
-    ("fields", "told"),
+    ("fields", "words"),
     [
         ({"num_samples": 0}, "do not fit"),
         ({"num_samples": 10**9}, "do not fit"),
@@ -157,20 +157,20 @@ def column(tokens):
         ({"sampling_params": {"temperature": -1}}, "temperature"),
     ],
 )
-def test_what_cannot_be_sampled_is_refused_in_words(sample, fields, told):
-    assert told in sample(**fields)
+def test_what_cannot_be_sampled_is_refused_in_words(sample, fields, words):
+    assert words in sample(**fields)
 
 
 @pytest.mark.parametrize("other_client", [{"samples": 2}], indirect=True, ids=[""])
 def test_the_limit_counts_samples_under_way_and_nothing_else(other_client, message, monkeypatch):
     go, real = threading.Event(), ServedModel.optim_step
-    monkeypatch.setattr(ServedModel, "optim_step", lambda *given: go.wait(30) and real(*given))
-    model = other_client.opened()
+    monkeypatch.setattr(ServedModel, "optim_step", lambda *arguments: go.wait(30) and real(*arguments))
+    model = other_client.open_model()
     sampler = other_client.sampler(model, 1)
-    asked = [other_client.post("forward_backward", message(model, 2))[1]]
-    asked.append(other_client.post("optim_step", {"model_id": model, "seq_id": 3, "adam_params": {}})[1])
+    promises = [other_client.post("forward_backward", message(model, 2))[1]]
+    promises.append(other_client.post("optim_step", {"model_id": model, "seq_id": 3, "adam_params": {}})[1])
     # five requests of training are under way, and the model is held at its step
-    asked += [other_client.post("forward_backward", message(model, number))[1] for number in (4, 5, 6)]
+    promises += [other_client.post("forward_backward", message(model, number))[1] for number in (4, 5, 6)]
     body = {
         "sampling_session_id": sampler,
         "prompt": text(PROMPT),
@@ -184,4 +184,4 @@ def test_the_limit_counts_samples_under_way_and_nothing_else(other_client, messa
     go.set()
     assert isinstance(other_client.post("retrieve_future", first)[1], bytes)
     assert other_client.post("asample", {**body, "seq_id": 1})[0] == 200
-    assert all("error" not in other_client.post("retrieve_future", each)[1] for each in asked[1:2])
+    assert all("error" not in other_client.post("retrieve_future", promise)[1] for promise in promises[1:2])

@@ -32,6 +32,6 @@ def run(script, *arguments):
     if SDK is not None:
         environment["PYTHONPATH"] = SDK
     command = [sys.executable, str(HERE / script), *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "done" in done.stdout
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert "done" in process.stdout

@@ -28,13 +28,13 @@ def test_heartbeats_are_answered_whatever_else_goes_on(other_client, message, mo
     }[held]
     real = getattr(where, name)
 
-    def late(*given):
+    def wait_for_heartbeat(*arguments):
         begun.set()
         assert beat.wait(20), "no heartbeat was answered meanwhile"
-        return real(*given)
+        return real(*arguments)
 
-    model = other_client.opened()
-    monkeypatch.setattr(where, name, late)
+    model = other_client.open_model()
+    monkeypatch.setattr(where, name, wait_for_heartbeat)
     body = zstandard.ZstdCompressor().compress(message(model, 1, count=50))
     answers = []
     asking = threading.Thread(
@@ -59,12 +59,12 @@ def test_a_session_without_heartbeats_ends_and_frees_its_model(other_client, mes
 
     beating, began = threading.Thread(target=beat), time.monotonic()
     beating.start()
-    asked = {"session_id": session, "model_seq_id": 0, "base_model": "tiny", "lora_config": {"rank": 0}}
-    model = other_client.done("create_model", asked)["model_id"]
+    request = {"session_id": session, "model_seq_id": 0, "base_model": "tiny", "lora_config": {"rank": 0}}
+    model = other_client.complete("create_model", request)["model_id"]
     sampler = other_client.sampler(model, 1)
     while time.monotonic() < began + 2.5:
         time.sleep(0.1)
-    assert isinstance(other_client.done("forward_backward", message(model, 2)), bytes), "heartbeats keep it"
+    assert isinstance(other_client.complete("forward_backward", message(model, 2)), bytes), "heartbeats keep it"
     silent.set()
     beating.join()
     assert set(beats) == {200}
@@ -74,45 +74,45 @@ def test_a_session_without_heartbeats_ends_and_frees_its_model(other_client, mes
     assert other_client.post("forward_backward", message(model, 3))[0] == 404
     assert other_client.post("session_heartbeat", {"session_id": session})[0] == 410
     assert other_client.post("asample", {"sampling_session_id": sampler, "seq_id": 0})[0] == 404
-    other_client.opened()
+    other_client.open_model()
 
 
 @pytest.mark.parametrize("other_client", [{}], indirect=True, ids=[""])
 def test_a_model_that_could_not_be_opened_is_in_nobodys_way(other_client):
     session = other_client.post("create_session", {})[1]["session_id"]
-    asked = {"session_id": session, "model_seq_id": 0, "base_model": "tine", "lora_config": {"rank": 0}}
-    assert "there are tiny" in other_client.done("create_model", asked)["error"]
-    assert "model_id" in other_client.done("create_model", {**asked, "model_seq_id": 1, "base_model": "tiny"})
+    request = {"session_id": session, "model_seq_id": 0, "base_model": "tine", "lora_config": {"rank": 0}}
+    assert "there are tiny" in other_client.complete("create_model", request)["error"]
+    assert "model_id" in other_client.complete("create_model", {**request, "model_seq_id": 1, "base_model": "tiny"})
 
 
 @pytest.mark.parametrize("rank", [0, 4], ids=["full weights", "adapters"])
 @pytest.mark.parametrize("other_client", [{}], indirect=True, ids=[""])
 def test_a_model_goes_back_to_its_checkpoint_in_place(other_client, message, rank):
-    model, numbers = other_client.opened(rank), iter(range(1, 100))
+    model, numbers = other_client.open_model(rank), iter(range(1, 100))
 
     def loss_now() -> float:
-        return loss(other_client.done("forward_backward", message(model, next(numbers), forward_only=True)))
+        return loss(other_client.complete("forward_backward", message(model, next(numbers), forward_only=True)))
 
     def step() -> None:
         other_client.post("forward_backward", message(model, next(numbers)))
-        assert "metrics" in other_client.done("optim_step", {"model_id": model, "seq_id": next(numbers), **STEP})
+        assert "metrics" in other_client.complete("optim_step", {"model_id": model, "seq_id": next(numbers), **STEP})
 
     step()
     sampler, saved = other_client.sampler(model, next(numbers)), loss_now()
-    path = other_client.done("save_weights", {"model_id": model, "seq_id": next(numbers), "path": "one"})["path"]
-    taken = other_client.done("save_weights", {"model_id": model, "seq_id": next(numbers), "path": "one"})
-    assert "there is a checkpoint 'one' already" in taken["error"]
+    path = other_client.complete("save_weights", {"model_id": model, "seq_id": next(numbers), "path": "one"})["path"]
+    second_save = other_client.complete("save_weights", {"model_id": model, "seq_id": next(numbers), "path": "one"})
+    assert "there is a checkpoint 'one' already" in second_save["error"]
     for optimizer in (True, False):
         step()
         assert loss_now() != saved
-        asked = {"model_id": model, "seq_id": next(numbers), "path": path, "optimizer": optimizer}
-        assert other_client.done("load_weights", asked) == {"type": "load_weights", "path": path}
+        request = {"model_id": model, "seq_id": next(numbers), "path": path, "optimizer": optimizer}
+        assert other_client.complete("load_weights", request) == {"type": "load_weights", "path": path}
         assert abs(loss_now() - saved) < (1e-12 if optimizer else 1e-4)
     prompt = {"prompt": {"chunks": [{"tokens": [5]}]}, "sampling_params": {"max_tokens": 2}}
-    refused = other_client.done("asample", {"sampling_session_id": sampler, "seq_id": 0, **prompt})
+    refused = other_client.complete("asample", {"sampling_session_id": sampler, "seq_id": 0, **prompt})
     assert "no longer kept" in refused["error"] or "closed" in refused["error"]
-    again = other_client.sampler(model, next(numbers))
-    assert isinstance(other_client.done("asample", {"sampling_session_id": again, "seq_id": 0, **prompt}), bytes)
+    later_sampler = other_client.sampler(model, next(numbers))
+    assert isinstance(other_client.complete("asample", {"sampling_session_id": later_sampler, "seq_id": 0, **prompt}), bytes)
 
 
 @pytest.fixture
@@ -130,11 +130,11 @@ def process(settings, serve, tmp_path):
 def test_a_process_ends_behind_its_step_and_the_next_one_has_its_checkpoints(client, message, process):
     first, running = process(client)
     assert first.post("get_server_capabilities", {}, key="wrong", method="GET")[0] == 401
-    model = first.opened()
-    assert isinstance(first.done("forward_backward", message(model, 1)), bytes)
-    assert first.done("optim_step", {"model_id": model, "seq_id": 2, **STEP})["metrics"]["grad_norm"] > 0
-    path = first.done("save_weights", {"model_id": model, "seq_id": 3, "path": "one"})["path"]
-    saved = loss(first.done("forward_backward", message(model, 4, forward_only=True)))
+    model = first.open_model()
+    assert isinstance(first.complete("forward_backward", message(model, 1)), bytes)
+    assert first.complete("optim_step", {"model_id": model, "seq_id": 2, **STEP})["metrics"]["grad_norm"] > 0
+    path = first.complete("save_weights", {"model_id": model, "seq_id": 3, "path": "one"})["path"]
+    saved = loss(first.complete("forward_backward", message(model, 4, forward_only=True)))
     # much to do is under way when the end is asked for: the step is finished, and its answer still comes
     asked = first.post("forward_backward", message(model, 5, count=100, tokens=list(range(5, 60)), targets=[*range(6, 60), 8]))[1]
     polling = http.client.HTTPConnection(first.address.removeprefix("http://"), timeout=60)
@@ -147,13 +147,13 @@ def test_a_process_ends_behind_its_step_and_the_next_one_has_its_checkpoints(cli
     assert running.wait(60) == 0
 
     second, running = process(client)
-    (found,) = second.post("checkpoints", None, method="GET")[1]["checkpoints"]
-    assert found["tinker_path"] == path
-    assert found["size_bytes"] > 1000
+    (checkpoint,) = second.post("checkpoints", None, method="GET")[1]["checkpoints"]
+    assert checkpoint["tinker_path"] == path
+    assert checkpoint["size_bytes"] > 1000
     session = second.post("create_session", {})[1]["session_id"]
     asked = {"session_id": session, "model_seq_id": 0, "path": path, "optimizer": True}
-    assert second.done("load_weights", asked) == {"type": "load_weights", "path": path}
-    assert loss(second.done("forward_backward", message(f"{session}:train:0", 1, forward_only=True))) == saved
+    assert second.complete("load_weights", asked) == {"type": "load_weights", "path": path}
+    assert loss(second.complete("forward_backward", message(f"{session}:train:0", 1, forward_only=True))) == saved
     checkpoints = f"training_runs/{model}/checkpoints"
     assert second.post(f"{checkpoints}/weights/one", None, method="DELETE")[0] == 204
     assert second.post(f"{checkpoints}/weights/one", None, method="DELETE")[0] == 404
@@ -179,9 +179,9 @@ def test_a_worker_that_closes_answers_what_waits(end):
     from skyrl_engine_tinker.model_worker import ModelWorker, PendingAnswer
 
     async def run() -> list[dict]:
-        loop, begun, held = asyncio.get_running_loop(), threading.Event(), threading.Event()
+        loop, begun, release = asyncio.get_running_loop(), threading.Event(), threading.Event()
         worker = ModelWorker(loop, gap_timeout_s=1, pump=lambda: False, end=end)
-        worker.submit(1, lambda: begun.set() or (held.wait(20) and {}))
+        worker.submit(1, lambda: begun.set() or (release.wait(20) and {}))
         assert await asyncio.to_thread(begun.wait, 20)
         waiting, late = PendingAnswer(loop), PendingAnswer(loop)
         second = worker.submit(3, dict)
@@ -189,7 +189,7 @@ def test_a_worker_that_closes_answers_what_waits(end):
         closing = asyncio.create_task(asyncio.to_thread(worker.close))
         await asyncio.sleep(0.1)
         # `close` has been called, and waits for the request
-        held.set()
+        release.set()
         await closing
         worker.submit_unordered(lambda: late.set({}), late, "a")
         assert await waiting.wait(20)
@@ -197,4 +197,4 @@ def test_a_worker_that_closes_answers_what_waits(end):
         assert await second.wait(20)
         return [waiting.answer, late.answer, second.answer]
 
-    assert ["closed" in json.dumps(each) for each in asyncio.run(run())] == [True, True, True]
+    assert ["closed" in json.dumps(answer) for answer in asyncio.run(run())] == [True, True, True]

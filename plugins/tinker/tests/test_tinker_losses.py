@@ -12,7 +12,7 @@ LENGTHS = (4, 3)
 
 
 def batch() -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Two sequences of four and three tokens, whose ratios lie below, inside and above the bounds, with advantages of both signs."""
+    """Two sequences of four and three tokens, whose ratios are below, inside and above the bounds, with advantages of both signs."""
     p = torch.tensor([-1.0, -2.0, -0.5, -3.0, -1.5, -0.7, -2.2], dtype=torch.float64, requires_grad=True)
     drift = torch.tensor([0.5, -0.5, 0.1, -0.05, 0.6, -0.4, 0.0], dtype=torch.float64)
     values = {
@@ -32,12 +32,12 @@ def sequences() -> Sequences:
     return Sequences(index, torch.tensor(LENGTHS), torch.arange(2), torch.arange(2))
 
 
-def formula(name: str, p: torch.Tensor, given: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+def formula(name: str, p: torch.Tensor, inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     """Value and dL/dp of the table in the API's documentation, token by token, written without autograd."""
-    q, advantages = given["sampler_logprobs"], given["advantages"]
+    q, advantages = inputs["sampler_logprobs"], inputs["advantages"]
     ratio = (p - q).exp()
     if name == "gspo":
-        mask = given["sequence_ratio_mask"]
+        mask = inputs["sequence_ratio_mask"]
         ratio = torch.cat(
             [((p - q) * mask)[part].sum().div(mask[part].sum()).exp().expand(len(p[part])) for part in (slice(4), slice(4, 7))]
         )
@@ -45,7 +45,7 @@ def formula(name: str, p: torch.Tensor, given: dict[str, torch.Tensor]) -> tuple
     inside = (ratio * advantages <= clipped * advantages).double()
     match name:
         case "cross_entropy":
-            return -given["weights"] * p, -given["weights"]
+            return -inputs["weights"] * p, -inputs["weights"]
         case "importance_sampling":
             return -ratio * advantages, -ratio * advantages
         case "ppo" | "gspo":
@@ -58,17 +58,17 @@ def formula(name: str, p: torch.Tensor, given: dict[str, torch.Tensor]) -> tuple
 
 @pytest.mark.parametrize("name", losses.INPUTS)
 def test_value_and_gradient_are_those_of_the_formula(name):
-    p, given = batch()
-    values = getattr(losses, name)(LossTokens({"logprobs": p, **given}, sequences(), torch.Generator), None)
+    p, inputs = batch()
+    values = getattr(losses, name)(LossTokens({"logprobs": p, **inputs}, sequences(), torch.Generator), None)
     values.sum().backward()
-    value, gradient = formula(name, p.detach(), given)
+    value, gradient = formula(name, p.detach(), inputs)
     assert torch.allclose(values.detach(), value, rtol=0, atol=1e-12)
     assert torch.allclose(p.grad, gradient, rtol=0, atol=1e-12)
 
 
 def test_a_loss_reads_its_inputs_and_nothing_else():
     for name, inputs in losses.INPUTS.items():
-        columns = {losses.COLUMNS.get(each, each) for each in inputs}
+        columns = {losses.COLUMNS.get(input_name, input_name) for input_name in inputs}
         assert set(getattr(losses, name).needs) == {"logprobs", *columns}, name
 
 
@@ -76,8 +76,8 @@ def test_several_targets_are_summed():
     """L = -sum over k of w_k p_k, so dL/dp_k = -w_k: of one target it is cross_entropy."""
     p = torch.tensor([[-1.0, -2.0], [-0.5, -3.0]], dtype=torch.float64, requires_grad=True)
     weights = torch.tensor([[0.25, -1.0], [2.0, 0.0]], dtype=torch.float64)
-    given = {"logprobs_at:target_tokens": p, "weights": weights}
-    values = losses.cross_entropy_of_several(LossTokens(given, sequences(), torch.Generator), None)
+    inputs = {"logprobs_at:target_tokens": p, "weights": weights}
+    values = losses.cross_entropy_of_several(LossTokens(inputs, sequences(), torch.Generator), None)
     values.sum().backward()
     assert values.tolist() == [0.25 - 2.0, 1.0]
     assert torch.equal(p.grad, -weights)

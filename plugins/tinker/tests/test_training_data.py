@@ -44,21 +44,21 @@ def sparse(message, values):
 
 def request(name, inputs, *, tokens=TOKENS, encode=tensor, options=(), **fields):
     """A request with one datum per entry of `inputs`, which are mappings of arrays."""
-    made = CLASSES["ForwardBackwardRequest"](loss_fn=name, **fields)
+    message = CLASSES["ForwardBackwardRequest"](loss_fn=name, **fields)
     for key, value in dict(options).items():
         if isinstance(value, str):
-            made.loss_fn_config_v2[key].text = value
+            message.loss_fn_config_v2[key].text = value
         else:
-            made.loss_fn_config[key] = value
-    for own, given in zip(tokens, inputs, strict=True):
-        datum = made.data.add()
+            message.loss_fn_config[key] = value
+    for own, arrays in zip(tokens, inputs, strict=True):
+        datum = message.data.add()
         datum.model_input.add().encoded_text.tokens = own.astype("<i4").tobytes()
-        for key, values in given.items():
+        for key, values in arrays.items():
             (encode if np.ndim(values) > 1 else tensor)(datum.loss_fn_inputs[key], values)
-    return made
+    return message
 
 
-def answered(answer):
+def read_answer(answer):
     """The summed loss, other metrics, and every datum's log-probabilities in their shape."""
     message, arrays = CLASSES["ForwardBackwardOutput"].FromString(answer), []
     for record in message.loss_fn_outputs:
@@ -77,7 +77,7 @@ def folder(tmp_path_factory):
         settings = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16} if name == "mixture" else {}
         write_model(folder / name, family, **settings)
         write_tokenizer(folder / name, ["a b c"], size=128)
-    listed = ", ".join(f'"{each}"' for each in SERVED)
+    listed = ", ".join(f'"{reference}"' for reference in SERVED)
     (folder / "serve.toml").write_text(
         f'[serve]\nlosses = [{listed}]\nlongest = 16\n[serve.models]\ntiny = "model"\nmixture = "mixture"\n[model]\ndtype = "float64"\n'
     )
@@ -107,30 +107,30 @@ def theirs(folder):
 
 def logprobs_of(theirs, targets):
     """Log-probabilities of every datum at its targets, [N] or [N, K], with their graph."""
-    found = []
-    for tokens, each in zip(TOKENS, targets, strict=True):
+    rows = []
+    for tokens, target_ids in zip(TOKENS, targets, strict=True):
         table = theirs(torch.as_tensor(tokens)[None]).logits[0].log_softmax(-1)
-        ids = torch.as_tensor(each)
-        found.append(table.gather(1, ids if ids.ndim > 1 else ids[:, None]).reshape(ids.shape))
-    return found
+        ids = torch.as_tensor(target_ids)
+        rows.append(table.gather(1, ids if ids.ndim > 1 else ids[:, None]).reshape(ids.shape))
+    return rows
 
 
 def gradients(model):
-    made = model.engine.gradients()
+    gradients_by_name = model.engine.gradients()
     model.engine.discard()
-    return made
+    return gradients_by_name
 
 
 def require_equal(theirs, total, due_logprobs, model, answer):
     """Value and gradient in float64; log-probabilities as the wire's float32 holds them."""
-    value, _, arrays = answered(answer)
+    value, _, arrays = read_answer(answer)
     assert abs(value - total.item()) < 1e-10 * max(1.0, abs(total.item()))
     for got, due in zip(arrays, due_logprobs, strict=True):
         assert got.shape == due.shape
         np.testing.assert_allclose(got, due.detach().numpy(), rtol=1e-6)
     theirs.zero_grad()
     total.backward()
-    due = {name: each.grad.numpy() for name, each in theirs.named_parameters()}
+    due = {name: parameter.grad.numpy() for name, parameter in theirs.named_parameters()}
     for name, gradient in gradients(model).items():
         scale = np.abs(due[name]).max()
         assert np.abs(gradient - due[name]).max() <= 1e-10 * scale, name
@@ -153,27 +153,27 @@ def test_several_targets_per_token(model, theirs, encode, weighted):
 def policy(targets, name="ppo"):
     """Inputs of a loss of samples, with an advantage of 0 at the first token; by column, too."""
     rng = np.random.default_rng(3)
-    made = []
-    for each in targets:
-        q = (-4.8 + rng.normal(size=len(each)) * 0.3).astype(np.float32)
-        advantages = rng.normal(size=len(each)).astype(np.float32)
+    inputs = []
+    for target_ids in targets:
+        q = (-4.8 + rng.normal(size=len(target_ids)) * 0.3).astype(np.float32)
+        advantages = rng.normal(size=len(target_ids)).astype(np.float32)
         advantages[0] = 0
-        made.append({"target_tokens": each, "logprobs": q, "advantages": advantages})
+        inputs.append({"target_tokens": target_ids, "logprobs": q, "advantages": advantages})
         if name == "gspo":
-            made[-1]["sequence_ratio_mask"] = (rng.random(len(each)) < 0.7).astype(np.float32)
-    return made
+            inputs[-1]["sequence_ratio_mask"] = (rng.random(len(target_ids)) < 0.7).astype(np.float32)
+    return inputs
 
 
 LOW, HIGH, BETA = (float(np.float32(each)) for each in (0.8, 1.2, 0.05))
 """Defaults as a column holds them."""
 
 
-def defined(name, p, given, low=LOW, high=HIGH, beta=BETA):
+def compute_defined_loss(name, p, inputs, low=LOW, high=HIGH, beta=BETA):
     """The API's formulas, of one datum."""
-    q, advantages = (torch.as_tensor(given[each]).double() for each in ("logprobs", "advantages"))
+    q, advantages = (torch.as_tensor(inputs[column]).double() for column in ("logprobs", "advantages"))
     ratio = (p - q).exp()
     if name == "gspo":
-        mask = torch.as_tensor(given["sequence_ratio_mask"]).double()
+        mask = torch.as_tensor(inputs["sequence_ratio_mask"]).double()
         ratio = ((((p - q) * mask).sum() / mask.sum()).exp()).detach() * (p - p.detach()).exp()
     match name:
         case "importance_sampling":
@@ -191,14 +191,14 @@ def defined(name, p, given, low=LOW, high=HIGH, beta=BETA):
 def test_a_loss_scores_whatever_targets_it_is_given(model, theirs, name, targets):
     inputs = policy(targets, name)
     due = logprobs_of(theirs, targets)
-    total = sum(defined(name, p, given) for p, given in zip(due, inputs, strict=True))
+    total = sum(compute_defined_loss(name, p, datum) for p, datum in zip(due, inputs, strict=True))
     require_equal(theirs, total, due, model, model.forward_backward(request(name, inputs)))
 
 
 def test_other_targets_leave_the_input_as_it_is(model, theirs):
     """The model is fed the datum's tokens, and not the targets: forward alone says so, at the last position too."""
     inputs = [{"target_tokens": each, "weights": np.zeros(len(each), np.float32)} for each in OTHERS]
-    value, _, arrays = answered(model.forward_backward(request("cross_entropy", inputs, forward_only=True)))
+    value, _, arrays = read_answer(model.forward_backward(request("cross_entropy", inputs, forward_only=True)))
     assert value == 0
     for got, due in zip(arrays, logprobs_of(theirs, OTHERS), strict=True):
         np.testing.assert_allclose(got, due.detach().numpy(), rtol=1e-6)
@@ -210,13 +210,13 @@ def test_one_call_is_one_call_per_datum(any_model, kind):
     name, inputs = {
         "several": ("cross_entropy", [{"target_tokens": each} for each in SEVERAL]),
         "others": ("importance_sampling", policy(OTHERS)),
-        "plugin": ("skyrl-engine-losses:ppo", of_plugin(OTHERS)),
+        "plugin": ("skyrl-engine-losses:ppo", make_plugin_inputs(OTHERS)),
     }[kind]
-    together = answered(any_model.forward_backward(request(name, inputs)))
+    together = read_answer(any_model.forward_backward(request(name, inputs)))
     whole = gradients(any_model)
     alone = [
-        answered(any_model.forward_backward(request(name, [given], tokens=[tokens])))
-        for tokens, given in zip(TOKENS, inputs, strict=True)
+        read_answer(any_model.forward_backward(request(name, [datum], tokens=[tokens])))
+        for tokens, datum in zip(TOKENS, inputs, strict=True)
     ]
     assert abs(together[0] - sum(each[0] for each in alone)) < 1e-10
     for got, (_, _, (due,)) in zip(together[2], alone, strict=True):
@@ -227,24 +227,25 @@ def test_one_call_is_one_call_per_datum(any_model, kind):
         assert np.abs(gradient - added[parameter]).max() <= 1e-10 * max(np.abs(gradient).max(), 1e-3), parameter
 
 
-def of_plugin(targets, *, weighted=True):
+def make_plugin_inputs(targets, *, weighted=True):
     inputs = [{"old_logprobs": each.pop("logprobs"), **each} for each in policy(targets)]
-    for given in inputs if weighted else ():
-        given["weights"] = np.array([0.0] + [0.5] * (len(given["advantages"]) - 1), np.float32)
+    for datum in inputs if weighted else ():
+        datum["weights"] = np.array([0.0] + [0.5] * (len(datum["advantages"]) - 1), np.float32)
     return inputs
 
 
 def test_a_loss_of_a_plugin_is_added_up_with_its_weights(model, theirs):
     """Its bounds are distances from 1, and its options have the plugin's names; a token of weight 0 is scored all the same."""
-    inputs = of_plugin(OTHERS)
+    inputs = make_plugin_inputs(OTHERS)
     options = {"clip_low": 0.25, "clip_high": 0.5}
     due = logprobs_of(theirs, OTHERS)
     total = sum(
-        defined("ppo", p[1:], {"logprobs": each["old_logprobs"][1:], "advantages": each["advantages"][1:]}, 0.75, 1.5) * 0.5
+        compute_defined_loss("ppo", p[1:], {"logprobs": each["old_logprobs"][1:], "advantages": each["advantages"][1:]}, 0.75, 1.5)
+        * 0.5
         for p, each in zip(due, inputs, strict=True)
     )
     answer = model.forward_backward(request("skyrl-engine-losses:ppo", inputs, options=options))
-    assert "clip_fraction:mean" in answered(answer)[1]
+    assert "clip_fraction:mean" in read_answer(answer)[1]
     require_equal(theirs, total, due, model, answer)
 
 
@@ -255,14 +256,14 @@ def test_options_are_read_by_the_plugins_own_schema(model, theirs):
     ids = [rng.integers(0, 128, (len(each), width)) for each in TOKENS]
     teacher = [np.log(rng.dirichlet([1, 1, 1], len(each))[:, :width]).astype(np.float32) for each in TOKENS]
     inputs = [
-        {"target_tokens": own, "teacher_ids": each, "teacher_logprobs": said}
-        for own, each, said in zip(FOLLOWING, ids, teacher, strict=True)
+        {"target_tokens": own, "teacher_ids": each, "teacher_logprobs": teacher_logprobs}
+        for own, each, teacher_logprobs in zip(FOLLOWING, ids, teacher, strict=True)
     ]
     options = {"divergence": "forward", "rest": "none"}
     student = logprobs_of(theirs, ids)
     total = sum(
-        (torch.as_tensor(said).double().exp() * (said - p)).sum()
-        for said, p in zip(map(torch.as_tensor, teacher), student, strict=True)
+        (torch.as_tensor(teacher_logprobs).double().exp() * (teacher_logprobs - p)).sum()
+        for teacher_logprobs, p in zip(map(torch.as_tensor, teacher), student, strict=True)
     )
     answer = model.forward_backward(request(name, inputs, options=options))
     require_equal(theirs, total, logprobs_of(theirs, FOLLOWING), model, answer)
@@ -276,7 +277,7 @@ ONE = {"target_tokens": FOLLOWING[1]}
 
 
 @pytest.mark.parametrize(
-    ("name", "given", "options", "told"),
+    ("name", "given", "options", "words"),
     [
         (
             "stable_reinforce",
@@ -289,19 +290,24 @@ ONE = {"target_tokens": FOLLOWING[1]}
         ("./loss.py:mine", ONE, {}, "there is no loss './loss.py:mine' here"),
         (f"{losses.__file__}:ppo", ONE, {}, "there is no loss"),
         (PLUGIN, ONE, {}, "datum 0 lacks old_logprobs, which skyrl-engine-losses:ppo reads"),
-        (PLUGIN, of_plugin(FOLLOWING)[1], {"clip_lo": 0.1}, "options of skyrl-engine-losses:ppo: clip_lo is not a known key"),
-        (PLUGIN, of_plugin(FOLLOWING)[1], {"clip_low": -1.0}, "clip_low must be at least 0.0, is -1"),
-        (PLUGIN, of_plugin(FOLLOWING)[1], {"clip_low": "low"}, "clip_low must be a number"),
+        (
+            PLUGIN,
+            make_plugin_inputs(FOLLOWING)[1],
+            {"clip_lo": 0.1},
+            "options of skyrl-engine-losses:ppo: clip_lo is not a known key",
+        ),
+        (PLUGIN, make_plugin_inputs(FOLLOWING)[1], {"clip_low": -1.0}, "clip_low must be at least 0.0, is -1"),
+        (PLUGIN, make_plugin_inputs(FOLLOWING)[1], {"clip_low": "low"}, "clip_low must be a number"),
         ("skyrl-engine-losses:dpo", ONE, {}, "makes sense only with the reducers sequence_mean, not with sum; this server adds up"),
         (
             PLUGIN,
-            {**of_plugin(FOLLOWING)[1], "rewards": [1.0] * 4},
+            {**make_plugin_inputs(FOLLOWING)[1], "rewards": [1.0] * 4},
             {},
             "has the input 'rewards', which skyrl-engine-losses:ppo does not",
         ),
         (
             PLUGIN,
-            {**of_plugin(FOLLOWING)[1], "target_tokens": SEVERAL[1]},
+            {**make_plugin_inputs(FOLLOWING)[1], "target_tokens": SEVERAL[1]},
             {},
             "are [4, 1]; skyrl-engine-losses:ppo takes one per token",
         ),
@@ -329,21 +335,21 @@ ONE = {"target_tokens": FOLLOWING[1]}
         ("cross_entropy", {**ONE, "weights": [1.0, np.nan, 0.0, 0.0]}, {}, "weights of datum 0 is not finite at index 1"),
     ],
 )
-def test_a_mistake_is_told_with_its_place_and_trains_nothing(model, name, given, options, told):
-    with pytest.raises(RequestError, match=re.escape(told)):
+def test_a_mistake_is_told_with_its_place_and_trains_nothing(model, name, given, options, words):
+    with pytest.raises(RequestError, match=re.escape(words)):
         model.forward_backward(request(name, [given], tokens=[TOKENS[1]], options=options))
     assert not model.engine._gradient.parts
 
 
 def test_sparse_tensors_that_lie_are_refused(model):
     def wrong(shape=(4, 2), rows=(0, 1, 1, 1, 2), columns=(0, 1), values=(5, 6)):
-        made = request("cross_entropy", [{}], tokens=[TOKENS[1]])
-        message = made.data[0].loss_fn_inputs["target_tokens"]
+        body = request("cross_entropy", [{}], tokens=[TOKENS[1]])
+        message = body.data[0].loss_fn_inputs["target_tokens"]
         message.dtype = INT64
         message.shape.extend(shape)
         csr = message.sparse_csr
-        csr.values, csr.crow_indices, csr.col_indices = (np.array(each, "<i8").tobytes() for each in (values, rows, columns))
-        return made
+        csr.values, csr.crow_indices, csr.col_indices = (np.array(numbers, "<i8").tobytes() for numbers in (values, rows, columns))
+        return body
 
     assert isinstance(model.forward_backward(wrong()), bytes)
     model.engine.discard()
@@ -366,20 +372,20 @@ def test_sparse_tensors_that_lie_are_refused(model):
 
 def test_many_small_sparse_tensors_make_no_large_request(model):
     """Each would fit alone, with five million numbers on a few bytes; sixteen million fit."""
-    made = request("cross_entropy", [{}] * 4, tokens=[np.array([5])] * 4)
-    for datum in made.data:
+    body = request("cross_entropy", [{}] * 4, tokens=[np.array([5])] * 4)
+    for datum in body.data:
         message = datum.loss_fn_inputs["target_tokens"]
         sparse(message, np.zeros((1, 1), np.int64))
         message.shape[:] = [1, 5_000_000]
     with pytest.raises(RequestError, match=r"target_tokens of datum 3 is sparse .* there is room for 1,777,216 numbers"):
-        model.forward_backward(made)
+        model.forward_backward(body)
 
 
 def test_a_small_request_makes_no_large_column(model):
     """A wide datum next to long ones would pad them with zeros."""
     small = ServedModel(attrs.evolve(model.settings, serve=attrs.evolve(model.settings.serve, body_bytes=400)), "small", "tiny", 0)
     small._engine, small._loss = model._engine, model._loss
-    inputs = [{"target_tokens": each} for each in (OTHERS[0], np.ones((4, 20), np.int64), OTHERS[2])]
+    inputs = [{"target_tokens": target_ids} for target_ids in (OTHERS[0], np.ones((4, 20), np.int64), OTHERS[2])]
     with pytest.raises(RequestError, match="19 times 20 numbers; this server takes 100"):
         small.forward_backward(request("cross_entropy", inputs))
 

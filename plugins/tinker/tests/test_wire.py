@@ -21,11 +21,11 @@ for message in file.message_type:
 
 def test_field_numbers_are_those_of_the_sdk():
     environment = os.environ if SDK is None else {**os.environ, "PYTHONPATH": SDK}
-    done = subprocess.run([sys.executable, "-c", PROBE], env=environment, capture_output=True, text=True, timeout=60, check=True)
-    theirs = {tuple(line.split()[:2]): int(line.split()[2]) for line in done.stdout.splitlines()}
-    ours = {(message, field): number for message, fields in MESSAGES.items() for field, (number, _) in fields.items()}
-    assert len(ours) > 25
+    process = subprocess.run([sys.executable, "-c", PROBE], env=environment, capture_output=True, text=True, timeout=60, check=True)
+    sdk_numbers = {tuple(line.split()[:2]): int(line.split()[2]) for line in process.stdout.splitlines()}
+    own_numbers = {(message, field): number for message, fields in MESSAGES.items() for field, (number, _) in fields.items()}
+    assert len(own_numbers) > 25
     # Python names of messages may change between releases; numbers may not
-    known = {place: number for place, number in ours.items() if place in theirs}
-    assert len(known) >= 0.8 * len(ours)
-    assert known == {place: theirs[place] for place in known}
+    known = {place: number for place, number in own_numbers.items() if place in sdk_numbers}
+    assert len(known) >= 0.8 * len(own_numbers)
+    assert known == {place: sdk_numbers[place] for place in known}

@@ -72,7 +72,7 @@ def build_extras(
         fields |= _routes(chosen[EXPERT_ROUTES], placement, wanted)
     for name in (PIXEL_VALUES, IMAGE_GRID):
         if name in chosen:
-            fields[name], offsets[name] = _one_after_the_other(chosen[name])
+            fields[name], offsets[name] = _concatenate(chosen[name])
     if TOKEN_TYPES in chosen:
         _check_lengths(columns, placement, TOKEN_TYPES, chosen[TOKEN_TYPES])
         fields[TOKEN_TYPES] = np.empty(placement.shape, dtype=np.int64)
@@ -98,7 +98,7 @@ def _routes(routes: RaggedView, placement: Placement, wanted: Container[str]) ->
     return fields
 
 
-def _one_after_the_other(view: RaggedView) -> tuple[AnyArray, IntArray]:
+def _concatenate(view: RaggedView) -> tuple[AnyArray, IntArray]:
     offsets = offsets_of(view.lengths)
     array = np.empty((int(offsets[-1]), *view.values.shape[1:]), dtype=view.values.dtype)
     _write(array, 0, view, offsets[:-1])

@@ -26,6 +26,6 @@ def wide_fields(
     return fields
 
 
-def narrow(columns: SampleColumns) -> dict[str, AnyArray]:
+def narrow_columns(columns: SampleColumns) -> dict[str, AnyArray]:
     """Return the loss weights and the columns of one number per response token, by name."""
     return {"loss_weight": columns.loss_weight, **{name: values for name, values in columns.columns.items() if values.ndim == 1}}

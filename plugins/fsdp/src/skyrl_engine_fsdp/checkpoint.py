@@ -121,7 +121,7 @@ class ShardedTrainingState:
         if self.settings is None or any(key.startswith("optimizer.") for key in saved):
             return
         if any(make_zero_state(self.settings, parameter) for parameter in self.parameters.values()):
-            raise _other_optimizer(directory, f"{self.settings.use} keeps moments, and it holds none")
+            raise _other_optimizer_error(directory, f"{self.settings.use} keeps moments, and it holds none")
 
     def _make_zero_moments(self, saved: Collection[str]) -> dict[Tensor, dict[str, Tensor]]:
         """Return zeros in the place of what the optimizer keeps of every parameter that the checkpoint has moments of, for loading to fill."""
@@ -139,7 +139,7 @@ def _refuse_differences(directory: Path, wanted: set[str], saved: set[str], *, m
     compared = saved if moments else {key for key in saved if not key.startswith("optimizer.")}
     different = sorted(wanted ^ compared)
     if different and all(key.startswith("optimizer.") for key in different):
-        raise _other_optimizer(directory, f"{different[0]} is not in both ({len(different)} such entries)")
+        raise _other_optimizer_error(directory, f"{different[0]} is not in both ({len(different)} such entries)")
     if different:
         raise CheckpointError(
             f"the checkpoint in {directory} is of another model: {different[0]} is not in both ({len(different)} such entries)",
@@ -147,7 +147,7 @@ def _refuse_differences(directory: Path, wanted: set[str], saved: set[str], *, m
         )
 
 
-def _other_optimizer(directory: Path, reason: str) -> CheckpointError:
+def _other_optimizer_error(directory: Path, reason: str) -> CheckpointError:
     return CheckpointError(
         f"the checkpoint in {directory} is of another optimizer: {reason}",
         remedy="Set optimizer.use to that of the run that wrote it",

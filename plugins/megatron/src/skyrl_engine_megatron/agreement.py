@@ -69,11 +69,11 @@ def _probe_rows(architecture: Architecture) -> MicroBatch:
     if (vision := architecture.vision) is not None:
         text = torch.tensor([token for token in range(architecture.vocabulary) if token not in vision.other_tokens])
         side, patches = vision.tokens.merge, 6 * vision.tokens.merge**2
-        seen = torch.full((ROWS, 6), vision.tokens.token)
+        image_tokens = torch.full((ROWS, 6), vision.tokens.token)
         types = torch.zeros(ROWS, WIDTH + 6, dtype=torch.int64)
         types[:, 2:8] = IMAGE
         ids = text[ids % len(text)]
-        ids = torch.cat([ids[:, :2], seen, ids[:, 2:]], 1)
+        ids = torch.cat([ids[:, :2], image_tokens, ids[:, 2:]], 1)
         images = {
             PIXEL_VALUES: torch.randn(ROWS * patches, vision.tokens.patch, generator=draw),
             IMAGE_GRID: torch.tensor([[1, 2 * side, 3 * side]] * ROWS),

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from skyrl_engine_megatron.context import whole_row
+from skyrl_engine_megatron.context import gather_row
 from skyrl_engine_megatron.documents import Boundaries
 from skyrl_engine_megatron.library import MegatronModule, TransformerConfig, parallel_state
 
@@ -29,7 +29,7 @@ class DocumentAttention(MegatronModule):  # type: ignore[misc] # megatron-core i
             documents = zip(*(torch.split(tensor, lengths) for tensor in (query_THD, key_TGD, value_TGD)), strict=True)
             return torch.cat([_attend(*document) for document in documents]).flatten(1)
         ranks, rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
-        key_TGD, value_TGD = (whole_row(tensor, packed_seq_params.order) for tensor in (key_TGD, value_TGD))
+        key_TGD, value_TGD = (gather_row(tensor, packed_seq_params.order) for tensor in (key_TGD, value_TGD))
         shares = torch.split(query_THD, [length // ranks for length in lengths])
         whole = (torch.split(tensor, lengths) for tensor in (key_TGD, value_TGD))
         outputs = []

@@ -32,7 +32,7 @@ from skyrl_engine_megatron.agreement import check_agreement
 from skyrl_engine_megatron.attention import DocumentAttention
 from skyrl_engine_megatron.building import build, transformer_config
 from skyrl_engine_megatron.documents import RowShape
-from skyrl_engine_megatron.gradients import clip, non_finite, preserve_gradients, sum_over_ranks
+from skyrl_engine_megatron.gradients import clip, list_non_finite, preserve_gradients, sum_over_ranks
 from skyrl_engine_megatron.groups import groups
 from skyrl_engine_megatron.library import (
     DistributedDataParallel,
@@ -177,7 +177,7 @@ class MegatronBackend:
             norm = clip(self._state, settings.max_grad_norm)
             # also true for NaN; every rank sees the same norm, so all ranks raise
             if not norm < float("inf"):
-                error = gradient_not_finite(self._steps_done + 1, norm, self.coords.rank, non_finite(self._state))
+                error = gradient_not_finite(self._steps_done + 1, norm, self.coords.rank, list_non_finite(self._state))
                 self.zero_grad()
                 raise error
             self._state.step(settings)

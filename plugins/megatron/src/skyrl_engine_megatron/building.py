@@ -68,7 +68,7 @@ def build(architecture: Architecture, config: TransformerConfig, options: Megatr
         )
         decoder.vocabulary = architecture.vocabulary
         if first and architecture.padding is not None:
-            decoder.embedding.register_forward_hook(partial(_without_learning, architecture.padding), with_kwargs=True)
+            decoder.embedding.register_forward_hook(partial(_drop_padding_gradients, architecture.padding), with_kwargs=True)
         frequencies = architecture.inverse_frequencies.to(_device(config)).clone()
         if vision is None:
             # not a registered buffer, so that a lower precision does not round it
@@ -85,7 +85,7 @@ def _tower(vision: Vision, config: TransformerConfig) -> torch.nn.Module:
     return vision.tower(_device(config), config.params_dtype, recompute=recompute, shared=config.sequence_parallel)
 
 
-def _without_learning(
+def _drop_padding_gradients(
     padding: int, _embedding: torch.nn.Module, _args: tuple[()], arguments: Mapping[str, Any], output_T1H: Tensor
 ) -> Tensor:
     """Return the embedding's output without a gradient at padding tokens, as `padding_idx` does in transformers' models.

@@ -82,10 +82,10 @@ def load(state: ShardedState, directory: Path, coords: RankCoords) -> int:
                 )
             state.optimizer.state.clear()
         for part, entries in groupby(state.entries, key=lambda entry: entry.part):
-            held = [entry for entry in entries if state.local_names(entry)]
-            if held:
+            own_entries = [entry for entry in entries if state.local_names(entry)]
+            if own_entries:
                 with safe_open(_file(directory, part), framework="pt") as file:
-                    _restore(state, held, file, steps_done)
+                    _restore(state, own_entries, file, steps_done)
     except (OSError, ValueError, LookupError, TypeError, AttributeError, SafetensorError) as error:
         raise CheckpointError(
             f"rank {coords.rank} cannot read the checkpoint in {directory}: {str(error).rstrip('.')}",
@@ -106,8 +106,8 @@ def _restore(state: ShardedState, entries: Sequence[MegatronParameter], file: An
                 state.fill_moment(entry, moment, read_tensors(moment), steps_done)
 
 
-def _refuse_another_model(directory: Path, saved: Mapping[str, list[int]], wanted: Mapping[str, list[int]]) -> None:
-    different = sorted(name for name in saved.keys() | wanted.keys() if saved.get(name) != wanted.get(name))
+def _refuse_another_model(directory: Path, saved: Mapping[str, list[int]], expected: Mapping[str, list[int]]) -> None:
+    different = sorted(name for name in saved.keys() | expected.keys() if saved.get(name) != expected.get(name))
     if different:
         raise CheckpointError(
             f"the checkpoint in {directory} is of another model: {different[0]} is not the same in both ({len(different)} such weights)",

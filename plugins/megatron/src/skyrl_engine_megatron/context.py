@@ -23,12 +23,12 @@ def tokens_of_rank(lengths: Sequence[int], ranks: int, rank: int) -> Tensor:
     """Return int64[tokens / ranks], the tokens that `rank` holds of a row of documents of these lengths, in its own order."""
     if ranks == 1:
         return torch.arange(sum(lengths))
-    held, start = [], 0
+    own_chunks, start = [], 0
     for length in lengths:
         chunks = torch.arange(start, start + length).chunk(2 * ranks)
-        held += [chunks[rank], chunks[2 * ranks - 1 - rank]]
+        own_chunks += [chunks[rank], chunks[2 * ranks - 1 - rank]]
         start += length
-    return torch.cat(held)
+    return torch.cat(own_chunks)
 
 
 def order_after_gather(lengths: Sequence[int], ranks: int) -> Tensor:
@@ -36,7 +36,7 @@ def order_after_gather(lengths: Sequence[int], ranks: int) -> Tensor:
     return torch.cat([tokens_of_rank(lengths, ranks, rank) for rank in range(ranks)]).argsort()
 
 
-def whole_row(share_TGD: Tensor, order_T: Tensor) -> Tensor:
+def gather_row(share_TGD: Tensor, order_T: Tensor) -> Tensor:
     """Gather keys or values of all ranks in the row's order; the backward pass sums the gradients of all ranks' queries."""
     gathered_TGD: Tensor = gather_from_sequence_parallel_region(
         share_TGD.contiguous(), group=parallel_state.get_context_parallel_group()
@@ -44,7 +44,7 @@ def whole_row(share_TGD: Tensor, order_T: Tensor) -> Tensor:
     return gathered_TGD.index_select(0, order_T)
 
 
-def scores_of_all(own_M: Tensor, places_M: Tensor, count: int) -> Tensor:
+def gather_scores(own_M: Tensor, places_M: Tensor, count: int) -> Tensor:
     """Return [count, ...], the scores [m, ...] of all ranks at their places.
 
     All ranks evaluate the same objective, so the backward pass gives each rank the gradient of its own scores, without a sum.

@@ -23,7 +23,7 @@ class Boundaries(PackedSeqParams):  # type: ignore[misc] # megatron-core is unty
     """The bounds of a row's documents: megatron-core's description of them, and their `lengths` in tokens as plain numbers.
 
     The tensors stay on the CPU, because only rotary positions read them, as numbers, and reading from a GPU would wait for it in every layer.
-    `order` is that of `context.order_of_gathered`, on the device, or None without context parallelism. `router` computes the losses of
+    `order` is that of `context.order_after_gather`, on the device, or None without context parallelism. `router` computes the losses of
     routers; None if they have none. `on_device` repeats the description on the device for kernels that read it there, else None.
     """
 
@@ -119,30 +119,30 @@ class RowShape:
             )
         lengths = tuple(length + -length % self.document for length in real)
         starts = torch.tensor([0, *lengths]).cumsum(0).tolist()
-        kept_T = torch.cat([torch.arange(start, start + length) for start, length in zip(starts, real, strict=False)])
+        real_T = torch.cat([torch.arange(start, start + length) for start, length in zip(starts, real, strict=False)])
         tokens = max(width, starts[-1])
         if lacking := tokens + -tokens % self.row - starts[-1]:
             lengths = (*lengths, lacking)
         ids_1T = arguments.inputs["input_ids"].new_zeros(1, sum(lengths))
-        ids_1T[:, kept_T] = arguments.inputs["input_ids"]
+        ids_1T[:, real_T] = arguments.inputs["input_ids"]
         own_S = context.tokens_of_rank(lengths, self.cp, cp_rank)
-        where_T = torch.full((sum(lengths),), -1).index_copy(0, own_S, torch.arange(len(own_S)))
-        positions_N = where_T[kept_T[arguments.positions]]
+        own_places_T = torch.full((sum(lengths),), -1).index_copy(0, own_S, torch.arange(len(own_S)))
+        positions_N = own_places_T[real_T[arguments.positions]]
         places_M = (positions_N >= 0).nonzero()[:, 0]
         ids_1S, scored_M = ids_1T[:, own_S], positions_N[places_M]
-        held_D = torch.from_numpy(micro_batch.sequence_lengths.values.astype(np.int64))
-        held_D = held_D[held_D > 0]
-        # drops the padding token that stands for a micro-batch without tokens
-        kept_T = kept_T[: int(held_D.sum())]
-        document_of_T = torch.full((sum(lengths),), len(held_D))
-        document_of_T[kept_T] = torch.arange(len(held_D)).repeat_interleave(held_D)
-        owners = tuple(held_D.tolist()), document_of_T[own_S]
+        lengths_D = torch.from_numpy(micro_batch.sequence_lengths.values.astype(np.int64))
+        lengths_D = lengths_D[lengths_D > 0]
+        # drops the padding token that replaces a micro-batch without tokens
+        real_T = real_T[: int(lengths_D.sum())]
+        document_of_T = torch.full((sum(lengths),), len(lengths_D))
+        document_of_T[real_T] = torch.arange(len(lengths_D)).repeat_interleave(lengths_D)
+        owners = tuple(lengths_D.tolist()), document_of_T[own_S]
         if images is None:
             return Documents(ids_1S, _document_positions(lengths)[:, own_S], scored_M, places_M, lengths, *owners)
         axes_31T = torch.zeros(3, 1, sum(lengths), dtype=torch.int64)
-        axes_31T[:, 0, kept_T] = real_positions(images)
+        axes_31T[:, 0, real_T] = real_positions(images)
         feature_of_T = torch.full((sum(lengths),), NOWHERE)
-        feature_of_T[kept_T[torch.from_numpy(images.places)]] = torch.arange(len(images.places))
+        feature_of_T[real_T[torch.from_numpy(images.places)]] = torch.arange(len(images.places))
         return Documents(ids_1S, axes_31T, scored_M, places_M, lengths, *owners, images, feature_of_T[own_S])
 
 

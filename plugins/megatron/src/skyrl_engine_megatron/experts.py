@@ -59,8 +59,8 @@ class MixtureOfExperts(MegatronModule):  # type: ignore[misc] # megatron-core is
     def forward(self, hidden_T1H: Tensor, **_: Any) -> tuple[Tensor, None]:
         """Return [tokens, 1, h] and no bias. Every rank routes all tokens of its group; the outputs of the ranks' experts are summed."""
         shared = self.config.sequence_parallel
-        copied = gather_from_sequence_parallel_region if shared else copy_to_tensor_model_parallel_region
-        tokens_TH = copied(hidden_T1H)[:, 0]
+        gather = gather_from_sequence_parallel_region if shared else copy_to_tensor_model_parallel_region
+        tokens_TH = gather(hidden_T1H)[:, 0]
         weights_TK, experts_TK = self._route(tokens_TH)
         counts = experts_TK.flatten().bincount(minlength=self.mixture.count).tolist()
         chosen_S = torch.cat(torch.split(experts_TK.flatten().argsort(stable=True), counts)[self.own])
@@ -70,8 +70,8 @@ class MixtureOfExperts(MegatronModule):  # type: ignore[misc] # megatron-core is
         outputs = [_expert(*arguments) for arguments in zip(inputs, self.gate_up.unbind(), self.down.unbind(), strict=True)]
         weighted_SH = torch.cat(outputs) * weights_TK.flatten()[chosen_S, None]
         sum_TH = torch.zeros_like(tokens_TH).index_add(0, rows_S, weighted_SH)
-        added = reduce_scatter_to_sequence_parallel_region if shared else reduce_from_tensor_model_parallel_region
-        return added(sum_TH[:, None]), None
+        reduce = reduce_scatter_to_sequence_parallel_region if shared else reduce_from_tensor_model_parallel_region
+        return reduce(sum_TH[:, None]), None
 
     def _route(self, tokens_TH: Tensor) -> tuple[Tensor, Tensor]:
         """Return the weights and numbers of each token's experts, equal on all tensor-parallel ranks.
@@ -89,7 +89,7 @@ class MixtureOfExperts(MegatronModule):  # type: ignore[misc] # megatron-core is
 
 
 class RoutedLayer(TransformerLayer):  # type: ignore[misc] # megatron-core is untyped
-    """A layer that tells its mixture of experts the documents of the tokens.
+    """A layer that gives its mixture of experts the documents of the tokens.
 
     It does so at every call, because any of several micro-batches in the pipeline may be the one whose activations are recomputed.
     """

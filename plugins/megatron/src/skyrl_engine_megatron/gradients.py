@@ -40,7 +40,7 @@ def clip(state: ShardedState, max_norm: float | None) -> float:
     if `max_norm` is None or the norm is not finite.
     """
     device = next(iter(state.parameters.values())).device
-    total = sum_of_squares((piece.gradient for name, piece in state.pieces.items() if _counts(state, name)), device)
+    total = sum_of_squares((piece.gradient for name, piece in state.pieces.items() if _is_counted(state, name)), device)
     dist.all_reduce(total, group=None if state.sharded else parallel_state.get_model_parallel_group())
     norm = float(total.sqrt())
     if (factor := clipping_factor(norm, max_norm)) is not None:
@@ -49,7 +49,7 @@ def clip(state: ShardedState, max_norm: float | None) -> float:
     return norm
 
 
-def _counts(state: ShardedState, name: str) -> bool:
+def _is_counted(state: ShardedState, name: str) -> bool:
     entry = next((entry for entry in state.entries if entry.name == name), None)
     if entry is None:
         assert name == HEAD, f"the parameter {name} has no name in Hugging Face's model"
@@ -57,7 +57,7 @@ def _counts(state: ShardedState, name: str) -> bool:
     return entry.divided or parallel_state.get_tensor_model_parallel_rank() == 0
 
 
-def non_finite(state: ShardedState) -> list[str]:
+def list_non_finite(state: ShardedState) -> list[str]:
     """Return Hugging Face's names of parameters whose gradient is not finite on this rank."""
     sources = {entry.name: entry.sources[0][0] for entry in state.entries}
     return [sources.get(name, name) for name, piece in state.pieces.items() if not torch.isfinite(piece.gradient).all()]

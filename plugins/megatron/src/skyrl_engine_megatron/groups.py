@@ -17,10 +17,10 @@ class ParallelGroups:
 
     def take(self, topology: Topology, virtual_pipeline: int) -> None:
         """Make the groups, or share existing ones. Raises UnsupportedError while a model of another layout uses them."""
-        wanted = (topology, virtual_pipeline)
-        if self.users and self.layout != wanted:
+        requested = (topology, virtual_pipeline)
+        if self.users and self.layout != requested:
             raise UnsupportedError(
-                f"this process holds a megatron model laid out as {self.layout}, another one wants {wanted}",
+                f"this process holds a megatron model laid out as {self.layout}, another one wants {requested}",
                 remedy="Close the first model, or use one layout for all models of a process",
             )
         if not self.users:
@@ -36,7 +36,7 @@ class ParallelGroups:
                 virtual_pipeline_model_parallel_size=virtual_pipeline if virtual_pipeline > 1 else None,
                 create_gloo_process_groups=False,
             )
-            self.layout = wanted
+            self.layout = requested
         self.users += 1
 
     def give_back(self) -> None:

@@ -29,7 +29,7 @@ TOLERANCE = 3e-2
 logger = logging.getLogger(__name__)
 
 
-def over(base: Any) -> Any:
+def make_document_kernels(base: Any) -> Any:
     """Return a subclass of `base`, megatron-core's `TEDotProductAttention`, that takes documents from where `DocumentAttention` does."""
 
     class DocumentKernels(base):  # type: ignore[misc] # megatron-core is untyped
@@ -80,7 +80,7 @@ def choose_core_attention(options: MegatronConfig, config: TransformerConfig, de
         return DocumentAttention
     from megatron.core.extensions.transformer_engine import TEDotProductAttention
 
-    return choose_kernels(over(TEDotProductAttention), config, device, is_required=is_required)
+    return choose_kernels(make_document_kernels(TEDotProductAttention), config, device, is_required=is_required)
 
 
 def version() -> str | None:
@@ -104,9 +104,9 @@ def choose_kernels(kernels: Any, config: TransformerConfig, device: torch.device
     """
     ranks = config.context_parallel_size
     for together in dict.fromkeys((1, ranks)):
-        everywhere: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everywhere, _measure_difference(kernels, config, device, together))
-        for rank, (difference, why) in enumerate(everywhere):
+        differences: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(differences, _measure_difference(kernels, config, device, together))
+        for rank, (difference, why) in enumerate(differences):
             if not difference <= TOLERANCE:
                 message = f"Transformer Engine's attention differs from torch's by {difference:.1e} on rank {rank}{why}"
                 if is_required:
@@ -118,13 +118,13 @@ def choose_kernels(kernels: Any, config: TransformerConfig, device: torch.device
 
 def _measure_difference(kernels: Any, config: TransformerConfig, device: torch.device, ranks: int) -> tuple[float, str]:
     try:
-        return worst_difference(kernels, config, device, ranks), ""
+        return find_worst_difference(kernels, config, device, ranks), ""
     except Exception as error:  # noqa: BLE001 - whatever a kernel raises on a device that it was not built for
         lines = str(error).strip().splitlines()
         return float("inf"), f" ({type(error).__name__}: {lines[0] if lines else 'no message'})"
 
 
-def worst_difference(kernels: Any, config: TransformerConfig, device: torch.device, ranks: int) -> float:
+def find_worst_difference(kernels: Any, config: TransformerConfig, device: torch.device, ranks: int) -> float:
     """Return the largest difference of output and gradients on random documents, relative to the largest entry of each.
 
     `ranks` is 1, or the number of context-parallel ranks, each of which compares its share. Keys and values are slices of one projection, as in
@@ -138,20 +138,20 @@ def worst_difference(kernels: Any, config: TransformerConfig, device: torch.devi
     heads, key_heads = config.num_attention_heads // shares, config.num_query_groups // shares
     tokens, size = sum(lengths) // ranks, config.kv_channels
     shapes = ((tokens, heads, size), (tokens, key_heads, 2 * size), (tokens, heads * size))
-    query, both, upstream = (torch.randn(shape, generator=draw).to(device, config.params_dtype) for shape in shapes)
+    query, keys_and_values, upstream = (torch.randn(shape, generator=draw).to(device, config.params_dtype) for shape in shapes)
     config = copy(config)
     config.context_parallel_size = ranks
     results = []
     with torch.enable_grad():
         for attention in (DocumentAttention, kernels):
             module = attention(config=config, layer_number=1, attn_mask_type=AttnMaskType.causal, attention_type="self")
-            inputs = query.clone().requires_grad_(), both.clone().requires_grad_()
+            inputs = query.clone().requires_grad_(), keys_and_values.clone().requires_grad_()
             key, value = torch.split(inputs[1], size, -1)
             output = module.to(device)(
                 inputs[0], key, value, None, attn_mask_type=AttnMaskType.causal, packed_seq_params=boundaries
             )
             results.append([output.detach(), *torch.autograd.grad(output, inputs, upstream)])
     return max(
-        float((true.float() - wanted.float()).abs().max().nan_to_num(float("inf")) / wanted.float().abs().max())
-        for wanted, true in zip(*results, strict=True)
+        float((got.float() - expected.float()).abs().max().nan_to_num(float("inf")) / expected.float().abs().max())
+        for expected, got in zip(*results, strict=True)
     )

@@ -64,12 +64,14 @@ def _tower(vision: Vision) -> Iterator[MegatronParameter]:
 
 
 def _layer(architecture: Architecture, options: MegatronConfig, layer: int, *, stage: int) -> Iterator[MegatronParameter]:
-    ours, theirs, part = f"decoder.layers.{layer}.", f"{architecture.prefix}layers.{layer}.", f"layer-{layer}"
+    own_prefix, source_prefix, part = f"decoder.layers.{layer}.", f"{architecture.prefix}layers.{layer}.", f"layer-{layer}"
     hidden, size, feed = architecture.hidden, architecture.head_size, architecture.feed_forward
     queries, keys = architecture.heads * size, architecture.key_heads * size
 
     def entry(name: str, division: Division, *sources: tuple[str, tuple[int, ...]]) -> MegatronParameter:
-        return MegatronParameter(ours + name, tuple((theirs + source, shape) for source, shape in sources), division, part, stage)
+        return MegatronParameter(
+            own_prefix + name, tuple((source_prefix + source, shape) for source, shape in sources), division, part, stage
+        )
 
     grouped = Stacked((queries, keys, keys), architecture.key_heads)
     projections = tuple((f"self_attn.{kind}_proj", rows) for kind, rows in (("q", queries), ("k", keys), ("v", keys)))
@@ -95,7 +97,7 @@ def _layer(architecture: Architecture, options: MegatronConfig, layer: int, *, s
 
 
 def own_parameters(pieces: Sequence[Decoder]) -> dict[str, nn.Parameter]:
-    """Return this rank's parameters by the names of `Entry`; a tied head's copy on the last of several stages is named `HEAD`."""
+    """Return this rank's parameters by the names of `MegatronParameter`; a tied head's copy on the last of several stages is named `HEAD`."""
     named = {}
     for piece in pieces:
         numbers = {str(place): layer.layer_number - 1 for place, layer in enumerate(piece.decoder.layers)}

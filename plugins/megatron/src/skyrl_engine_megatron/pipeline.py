@@ -16,7 +16,7 @@ from skyrl_engine.contracts import IMAGE_GRID, PIXEL_VALUES, MicroBatch, Objecti
 from skyrl_engine.modeling.images import ImageTokens, place_images
 from skyrl_engine.modeling.micro_batch import differentiable
 from skyrl_engine.modeling.model_inputs import check_tokens
-from skyrl_engine_megatron.context import order_after_gather, scores_of_all
+from skyrl_engine_megatron.context import gather_scores, order_after_gather
 from skyrl_engine_megatron.decoder import Decoder
 from skyrl_engine_megatron.documents import Boundaries, Documents, RowShape
 from skyrl_engine_megatron.images import Images
@@ -149,7 +149,7 @@ class Pipeline:
         if self.shape.cp == 1:
             return own
         places_M, count = self._move(documents.places), len(micro_batch.labels)
-        return {name: scores_of_all(values_M, places_M, count) for name, values_M in own.items()}
+        return {name: gather_scores(values_M, places_M, count) for name, values_M in own.items()}
 
     def _move(self, tensor: Tensor) -> Tensor:
         if self.device.type == "cuda":

@@ -135,15 +135,17 @@ class RouterLosses:
             z=self.z / (max(1, tokens) * ranks) if self.z else None,
         )
 
-    def metrics(self, passed: Sequence[RoutedTokens], device: torch.device) -> dict[str, Metric]:
+    def metrics(self, forward_passes: Sequence[RoutedTokens], device: torch.device) -> dict[str, Metric]:
         """Return the metrics of all layers' routers, on all ranks that share these tokens.
 
         `router_balance` is a mean over documents and layers, `router_z` one over tokens and layers, and `router_load/LAYER` the mean over
-        documents of the busiest expert's load relative to an even share. Layers lie on all stages and outputs are collected from the last
+        documents of the busiest expert's load relative to an even share. Layers are on all stages and outputs are collected from the last
         one only, so these metrics are summed over ranks.
         """
         context = parallel_state.get_context_parallel_world_size()
-        measurements = [(layer, row, forward_pass) for forward_pass in passed for layer, row in forward_pass.measured.items()]
+        measurements = [
+            (layer, row, forward_pass) for forward_pass in forward_passes for layer, row in forward_pass.measured.items()
+        ]
         rows = torch.stack([row for _, row, _ in measurements]).double()
         counts = torch.tensor([[row.documents / context, row.tokens / context] for _, _, row in measurements], dtype=torch.float64)
         places = torch.tensor([layer for layer, _, _ in measurements], device=device)

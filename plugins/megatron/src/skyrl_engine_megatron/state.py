@@ -29,8 +29,8 @@ class Piece:
     @classmethod
     def of(cls, parameter: nn.Parameter, start: int, stop: int) -> "Piece":
         flat = parameter.detach().view(-1)[start:stop]
-        kept = flat.float() if flat.dtype == torch.bfloat16 else flat
-        return cls(parameter, start, stop, nn.Parameter(kept[None] if parameter.ndim >= 2 else kept))
+        values = flat.float() if flat.dtype == torch.bfloat16 else flat
+        return cls(parameter, start, stop, nn.Parameter(values[None] if parameter.ndim >= 2 else values))
 
     def cut(self, values: Tensor) -> Tensor:
         """Return this piece of a tensor of the parameter's shape, in the shape of `master`."""

@@ -72,8 +72,8 @@ class VisionDecoder(Decoder):
     def _insert_image_features(self, embeddings_T1H: Tensor, images: Images) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the embeddings with image features in their places, and the features that layers add to their outputs there."""
         pixels = images.pixel_values.to(embeddings_T1H.dtype)
-        seen = self.visual(pixels, grid_thw=images.grid)
-        chosen_M1H = seen.pooler_output.index_select(0, images.features)[:, None]
-        levels = [level.index_select(0, images.features) for level in seen.deepstack_features]
+        output = self.visual(pixels, grid_thw=images.grid)
+        chosen_M1H = output.pooler_output.index_select(0, images.features)[:, None]
+        levels = [level.index_select(0, images.features) for level in output.deepstack_features]
         embeddings_T1H = embeddings_T1H.index_copy(0, images.places, chosen_M1H)
         return embeddings_T1H, {"context": torch.stack(levels), "context_mask": images.places} if levels else {}

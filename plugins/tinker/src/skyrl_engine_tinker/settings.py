@@ -135,7 +135,7 @@ class Settings:
             raise UnsupportedError(
                 f"{path}: model.path and model.lora are the client's to choose", remedy="Name models in [serve.models]"
             )
-        if tables.get("optimizer", {}).get("use", "adamw") != "adamw":
+        if isinstance(optimizer := tables.get("optimizer"), dict) and optimizer.get("use", "adamw") != "adamw":
             raise UnsupportedError(
                 f"{path}: optimizer.use is the client's to choose, and all that the protocol has is AdamW", remedy="Remove it"
             )

@@ -11,7 +11,7 @@ def bins_of(sizes: Sequence[int], *, policy: Policy, capacity: int | None, ranks
     """Return the items of each bin, or None if there are too few items to fill a multiple of `ranks` bins that may not be empty."""
     if capacity is None:
         return None if len(sizes) < ranks and not may_be_empty else fill_least_loaded(sizes, ranks)
-    opened = consecutive(sizes, capacity) if policy == "concat" else first_fit_decreasing(sizes, capacity)
+    opened = fill_in_order(sizes, capacity) if policy == "concat" else first_fit_decreasing(sizes, capacity)
     bins = pad_bins_to_multiple(opened, ranks)
     if not may_be_empty and [] in bins:
         return None
@@ -40,7 +40,7 @@ def first_fit_decreasing(sizes: Sequence[int], capacity: int) -> Bins:
     return bins
 
 
-def consecutive(sizes: Sequence[int], capacity: int) -> Bins:
+def fill_in_order(sizes: Sequence[int], capacity: int) -> Bins:
     """Put each item into the last bin, or into a new one if that has no room."""
     bins: Bins = []
     for item in range(len(sizes)):

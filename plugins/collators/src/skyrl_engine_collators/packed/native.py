@@ -7,7 +7,7 @@ import numpy as np
 from skyrl_engine.contracts import AnyArray, GatherIndex, SampleColumns
 from skyrl_engine_collators.kernels import Kernels, Source
 from skyrl_engine_collators.packed.vectorized import PackedRows
-from skyrl_engine_collators.wide import narrow
+from skyrl_engine_collators.wide import narrow_columns
 
 
 def build_fields(
@@ -32,7 +32,7 @@ def build_fields(
         lengths=rows.tokens,
         places=rows.sample_rows * rows.width + rows.columns,
     )
-    present = narrow(columns)
+    present = narrow_columns(columns)
     on_actions = []
     for name, values in present.items():
         on_actions += field(name, rows.width - 1, "float32", values)

@@ -54,17 +54,17 @@ def pad_bins_to_multiple(bins: Ragged, ranks: int, *, may_be_empty: bool) -> Rag
     if not missing:
         return bins
     counts = bins.lengths
-    moved: list[int] = []  # places in bins.values
+    moved_places: list[int] = []  # places in bins.values
     for donor in np.argsort(counts, kind="stable")[::-1].tolist():
-        spare = min(int(counts[donor]) - 1, missing - len(moved))
+        spare = min(int(counts[donor]) - 1, missing - len(moved_places))
         if spare <= 0:
             break
-        moved.extend(range(int(bins.offsets[donor + 1]) - 1, int(bins.offsets[donor + 1]) - 1 - spare, -1))
+        moved_places.extend(range(int(bins.offsets[donor + 1]) - 1, int(bins.offsets[donor + 1]) - 1 - spare, -1))
         counts[donor] -= spare
-    kept = np.delete(bins.values, moved)
+    remaining = np.delete(bins.values, moved_places)
     added = np.zeros(missing, dtype=np.int64)
-    added[: len(moved)] = 1
-    return Ragged(np.concatenate((kept, bins.values[moved])), offsets_of(np.concatenate((counts, added))))
+    added[: len(moved_places)] = 1
+    return Ragged(np.concatenate((remaining, bins.values[moved_places])), offsets_of(np.concatenate((counts, added))))
 
 
 def _check_enough(items: int, bins: int, *, may_be_empty: bool) -> None:

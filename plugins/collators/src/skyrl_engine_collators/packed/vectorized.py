@@ -11,7 +11,7 @@ from skyrl_engine.contracts import AnyArray, GatherIndex, IntArray, MicroBatchPl
 from skyrl_engine_collators.extras import Placement, extra_names
 from skyrl_engine_collators.planning.alignment import round_up
 from skyrl_engine_collators.segments import write_segments
-from skyrl_engine_collators.wide import narrow
+from skyrl_engine_collators.wide import narrow_columns
 
 
 @frozen(eq=False)
@@ -126,7 +126,7 @@ def build_fields(columns: SampleColumns, rows: PackedRows, pad_token_id: int, wa
         flat = make("position_ids", token_shape, "int64")
         write_segments(flat, 0, counted, starts=np.zeros_like(places), lengths=rows.tokens, places=places)
     slots = rows.sample_rows * (rows.width - 1) + rows.first_slot
-    present = narrow(columns)
+    present = narrow_columns(columns)
     for name, values in present.items():
         if name in wanted:
             flat = make(name, slot_shape, "float32")

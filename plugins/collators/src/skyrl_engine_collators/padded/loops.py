@@ -52,9 +52,9 @@ def build_fields(columns: SampleColumns, micro_batch: MicroBatchPlan, pad_token_
     samples: list[Sample | None] = []
     for row in range(micro_batch.rows):
         members = micro_batch.samples[micro_batch.row_offsets[row] : micro_batch.row_offsets[row + 1]]
-        samples.append(_sample(columns, int(members[0])) if len(members) else None)
+        samples.append(_read_sample(columns, int(members[0])) if len(members) else None)
     fields = {"loss_weight": ActionField(), **{name: ActionField.of_column(values) for name, values in columns.columns.items()}}
-    return _dense(samples, fields, forms_of(columns), micro_batch.width, micro_batch.action_width, pad_token_id)
+    return _build_dense(samples, fields, forms_of(columns), micro_batch.width, micro_batch.action_width, pad_token_id)
 
 
 def gather_index(columns: SampleColumns, micro_batch: MicroBatchPlan) -> list[tuple[int, int, int]]:
@@ -84,7 +84,7 @@ def from_lists(
     """Every field of a supervised batch, one row per sample, from the lists of `SampleColumns.from_lists`."""
     samples = []
     for i in range(len(input_ids)):
-        weights = _without_first(loss_mask[i], scores_first_token=num_actions[i] == len(input_ids[i]))
+        weights = _zero_first_weight(loss_mask[i], scores_first_token=num_actions[i] == len(input_ids[i]))
         fields = {"loss_weight": weights, **{name: columns[name][i] for name in columns}}
         samples.append(Sample(input_ids[i], num_actions[i], fields, {} if routes is None else {"expert_routes": routes[i]}))
     return _collate(samples, {"loss_weight": ActionField(), **_fields_of_lists(columns)}, routes, pad_token_id)
@@ -102,7 +102,7 @@ def from_rollouts(
     """Every field of a reinforcement-learning batch, one row per sample, from the lists of `SampleColumns.from_rollouts`."""
     samples = []
     for i in range(len(prompts)):
-        weights = _without_first(loss_masks[i], scores_first_token=len(prompts[i]) == 0)
+        weights = _zero_first_weight(loss_masks[i], scores_first_token=len(prompts[i]) == 0)
         fields = {"loss_weight": weights, **{name: columns[name][i] for name in columns}}
         extras = {} if routes is None else {"expert_routes": routes[i]}
         samples.append(Sample([*prompts[i], *responses[i]], len(responses[i]), fields, extras))
@@ -122,12 +122,12 @@ def _fields_of_lists(columns: Mapping[str, Sequence[Sequence[Any]]]) -> dict[str
     return fields
 
 
-def _without_first(weights: Sequence[Number], *, scores_first_token: bool) -> list[Number]:
+def _zero_first_weight(weights: Sequence[Number], *, scores_first_token: bool) -> list[Number]:
     """The weights, with 0 for a token at position 0 of its sample: nothing predicts it."""
     return [0.0 if scores_first_token and place == 0 else weight for place, weight in enumerate(weights)]
 
 
-def _sample(columns: SampleColumns, sample: int) -> Sample:
+def _read_sample(columns: SampleColumns, sample: int) -> Sample:
     tokens = range(columns.token_offsets[sample], columns.token_offsets[sample + 1])
     actions = range(columns.action_offsets[sample], columns.action_offsets[sample + 1])
     fields = {"loss_weight": columns.loss_weight, **columns.columns}
@@ -146,11 +146,11 @@ def _collate(
     for sample in samples:
         width = max(width, len(sample.input_ids))
         action_width = max(action_width, sample.num_actions)
-    forms = {} if routes is None else {"expert_routes": np.zeros((0, *routes[0].shape[1:]), dtype=_widest(routes))}
-    return _dense(samples, fields, forms, max(width, 1), action_width, pad_token_id)
+    forms = {} if routes is None else {"expert_routes": np.zeros((0, *routes[0].shape[1:]), dtype=_choose_dtype(routes))}
+    return _build_dense(samples, fields, forms, max(width, 1), action_width, pad_token_id)
 
 
-def _widest(routes: Sequence[AnyArray]) -> type[np.generic]:
+def _choose_dtype(routes: Sequence[AnyArray]) -> type[np.generic]:
     """The smallest dtype that holds every expert of every sample, and those on padding."""
     largest = routes[0].shape[-1] - 1
     for sample in routes:
@@ -159,7 +159,7 @@ def _widest(routes: Sequence[AnyArray]) -> type[np.generic]:
     return np.uint8 if largest < 256 else np.int16 if largest < 32768 else np.int32
 
 
-def _dense(
+def _build_dense(
     samples: Sequence[Sample | None],
     fields: Mapping[str, ActionField],
     forms: Mapping[str, AnyArray],

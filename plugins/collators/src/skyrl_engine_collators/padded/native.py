@@ -10,7 +10,7 @@ from skyrl_engine import DataError
 from skyrl_engine.contracts import AnyArray, DenseBatch, GatherIndex, MicroBatchPlan, Ragged, SampleColumns
 from skyrl_engine_collators.kernels import Kernels, Source
 from skyrl_engine_collators.padded.vectorized import PaddedRows
-from skyrl_engine_collators.wide import narrow
+from skyrl_engine_collators.wide import narrow_columns
 
 if TYPE_CHECKING:
     import torch
@@ -79,7 +79,7 @@ def build_actions(kernels: Kernels, columns: SampleColumns, rows: PaddedRows, wa
 
     actions = rows.actions[rows.sample_rows]
     written = field("response_mask", "int64", "ones")
-    present = narrow(columns)
+    present = narrow_columns(columns)
     for name, values in present.items():
         written += field(name, "float32", values)
     kernels.write_rows(

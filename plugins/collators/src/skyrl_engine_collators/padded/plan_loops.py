@@ -16,9 +16,9 @@ def _mini_batches(lengths: SampleLengths, size: int | None) -> list[Samples]:
     """Put sets of samples that stay together into the last mini-batch while it has room, in the order of their first sample."""
     sets: list[Samples] = []
     for sample in range(len(lengths)):
-        mine = [members for members in sets if any(_together(lengths, sample, member) for member in members)]
-        sets = [members for members in sets if members not in mine] + [
-            sorted([sample, *(member for members in mine for member in members)])
+        connected = [members for members in sets if any(_is_inseparable(lengths, sample, member) for member in members)]
+        sets = [members for members in sets if members not in connected] + [
+            sorted([sample, *(member for members in connected for member in members)])
         ]
     micro_batches: list[Samples] = []
     for members in sorted(sets):
@@ -28,7 +28,7 @@ def _mini_batches(lengths: SampleLengths, size: int | None) -> list[Samples]:
     return [sorted(samples) for samples in micro_batches]
 
 
-def _together(lengths: SampleLengths, first: int, second: int) -> bool:
+def _is_inseparable(lengths: SampleLengths, first: int, second: int) -> bool:
     return bool(lengths.group_ids[first] == lengths.group_ids[second] or lengths.unit_ids[first] == lengths.unit_ids[second])
 
 
@@ -36,11 +36,11 @@ def _ranks(samples: Samples, lengths: SampleLengths, layout: Layout, group_by_le
     """Give units to ranks, those of most tokens first, each to the rank with the fewest tokens that has room; then cut each rank's."""
     units: list[Samples] = []
     for sample in samples:
-        mine = next((unit for unit in units if lengths.unit_ids[unit[0]] == lengths.unit_ids[sample]), None)
-        if mine is None:
+        own_unit = next((unit for unit in units if lengths.unit_ids[unit[0]] == lengths.unit_ids[sample]), None)
+        if own_unit is None:
             units.append([sample])
         else:
-            mine.append(sample)
+            own_unit.append(sample)
     tokens = [sum(int(lengths.tokens[sample]) for sample in unit) for unit in units]
     most = len(units)
     if layout.micro_batch_rows is not None:  # no more than fill the micro-batches that a fair share of the units needs
@@ -65,12 +65,12 @@ def _micro_batches(units: list[Samples], lengths: SampleLengths, layout: Layout,
         units = sorted(units, key=lambda unit: -max(int(lengths.tokens[sample]) for sample in unit))
     rows: list[Samples] = []
     for unit in units:
-        joined = (rows[-1] if rows else []) + unit
-        fits = (layout.micro_batch_rows is None or len(joined) <= layout.micro_batch_rows) and (
-            layout.micro_batch_tokens is None or len(joined) * width(joined) <= layout.micro_batch_tokens
+        candidate = (rows[-1] if rows else []) + unit
+        fits = (layout.micro_batch_rows is None or len(candidate) <= layout.micro_batch_rows) and (
+            layout.micro_batch_tokens is None or len(candidate) * width(candidate) <= layout.micro_batch_tokens
         )
         if rows and fits:
-            rows[-1] = joined
+            rows[-1] = candidate
         else:
             rows.append(unit)
     return [sorted(samples) for samples in rows]

@@ -55,7 +55,7 @@ def _plan_ranks(samples: IntArray, lengths: SampleLengths, dp: int, limits: Limi
     bounds = offsets_of(np.bincount(rank_of, minlength=dp)).tolist()
     begins = cuts(sizes, widths, bounds, limits)
     orders = [BuildOrder() for _ in begins]
-    planned = iter(_rows(_in_order(units, order), begins, orders, lengths))
+    planned = iter(_rows(_order_units(units, order), begins, orders, lengths))
     count = max(map(len, begins))
     for build_order, rank in zip(orders, begins, strict=True):
         fillers = (MicroBatchPlan(NO_SAMPLES, EMPTY_ROW, 1, 0, 1, build_order, place) for place in range(len(rank), count))
@@ -72,7 +72,7 @@ def _most_units(units: Bundles, dp: int, limits: Limits) -> int | None:
     return -(-fair_share // per_micro_batch) * per_micro_batch
 
 
-def _in_order(units: Bundles, order: IntArray) -> Bundles:
+def _order_units(units: Bundles, order: IntArray) -> Bundles:
     if units.single:  # the usual case
         return Bundles(Ragged(units.members.values[order], units.members.offsets))
     return units.take(order)

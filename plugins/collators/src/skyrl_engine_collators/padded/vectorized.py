@@ -17,7 +17,7 @@ from skyrl_engine.contracts import (
     segment_indices,
 )
 from skyrl_engine_collators.extras import Placement, extra_names
-from skyrl_engine_collators.wide import narrow
+from skyrl_engine_collators.wide import narrow_columns
 
 BoolMatrix = npt.NDArray[np.bool_]
 
@@ -95,7 +95,7 @@ def build_fields(columns: SampleColumns, rows: PaddedRows, pad_token_id: int, wa
     if "input_ids" in wanted:
         input_ids = make("input_ids", token_shape, "int64")
         input_ids.fill(pad_token_id)
-        input_ids[column >= starts] = _flat(columns.input_ids, columns.token_offsets, rows.samples)
+        input_ids[column >= starts] = _concatenate_values(columns.input_ids, columns.token_offsets, rows.samples)
     if "attention_mask" in wanted:
         np.copyto(make("attention_mask", token_shape, "int64"), column >= starts)
     if "position_ids" in wanted:
@@ -105,16 +105,16 @@ def build_fields(columns: SampleColumns, rows: PaddedRows, pad_token_id: int, wa
     is_action = np.arange(rows.action_width, dtype=np.int64) >= (rows.action_width - rows.actions)[:, None]
     if "response_mask" in wanted:
         np.copyto(make("response_mask", action_shape, "int64"), is_action)
-    present = narrow(columns)
+    present = narrow_columns(columns)
     for name, values in present.items():
         if name in wanted:
             dense = make(name, action_shape, "float32")
             dense.fill(0)
-            dense[is_action] = _flat(values, columns.action_offsets, rows.samples)
+            dense[is_action] = _concatenate_values(values, columns.action_offsets, rows.samples)
     return fields
 
 
-def _flat(values: AnyArray, offsets: IntArray, samples: IntArray) -> AnyArray:
+def _concatenate_values(values: AnyArray, offsets: IntArray, samples: IntArray) -> AnyArray:
     """Return the chosen samples' values one after another; a view if the samples are consecutive."""
     if len(samples) and (np.diff(samples) == 1).all():
         return values[offsets[samples[0]] : offsets[samples[-1] + 1]]
@@ -122,7 +122,7 @@ def _flat(values: AnyArray, offsets: IntArray, samples: IntArray) -> AnyArray:
 
 
 def gather_index(rows: PaddedRows) -> GatherIndex:
-    """Return the position that predicts each action token: token j of A_i lies in column width - A_i + j, and is predicted one before."""
+    """Return the position that predicts each action token: token j of A_i is in column width - A_i + j, and is predicted one before."""
     lengths, actions = rows.tokens[rows.sample_rows], rows.actions[rows.sample_rows]
     offsets = offsets_of(actions)
     places = np.arange(offsets[-1], dtype=np.int64)

@@ -28,13 +28,13 @@ def balance(costs: IntArray, ranks: int, *, most: int | None = None, order: IntA
         order = largest_first(costs)
     limit = len(costs) if most is None else min(most, len(costs))
     compiled = kernels()
-    give = _give if compiled is None else compiled.balance
+    give = _assign_in_order if compiled is None else compiled.balance
     chosen = np.empty(len(costs), dtype=np.int64)
     chosen[order] = give(costs[order], ranks, limit)
     return chosen
 
 
-def _give(costs: IntArray, ranks: int, most: int) -> IntArray:
+def _assign_in_order(costs: IntArray, ranks: int, most: int) -> IntArray:
     """Give items in this order, each to the rank with the least so far."""
     chosen = []
     heap = [(0, rank, 0) for rank in range(ranks)]
