@@ -27,7 +27,7 @@ SAMPLES, TOKENS, ROWS = 1024, 2048, 8
 ROUNDS = 7
 BARS = {"on the rank": 20.0}
 ELSEWHERE = 4.0
-"""Cost of dicts over that of columns: plugins/mergers/README.md, tests/objective/test_outputs_cost.py."""
+"""Cost of dicts over that of columns: plugins/mergers/README.md."""
 Dicts = list[dict[str, Any]]
 
 
