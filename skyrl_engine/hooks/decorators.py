@@ -102,7 +102,7 @@ def loss(
     gives the names;
     `config` is an attrs class of the loss's options; `reducers` restricts which reducers make sense, `advised_reducers` warns of all
     others; `batch_local` declares that the loss depends on how the batch is cut, by nature; `homogeneous` that advantages times c > 0 give
-    every token loss times c. With `unit_size=2` it compares the chosen and the rejected sample of a unit, by name:
+    every token loss, and its gradient, times c. With `unit_size=2` it compares the chosen and the rejected sample of a unit, by name:
 
         @loss(needs=("logprobs", "ref_logprobs"), unit_size=2, reducers=("sequence_mean",))
         def preferred(tokens, config):

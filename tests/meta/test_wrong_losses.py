@@ -54,6 +54,8 @@ FAULTS = [
     (wrong.ShiftsAndBack, {"precision"}, "loses precision"),
     (wrong.WrongDtype, {"precision"}, "returns torch.float32 for torch.float64 scores"),
     (wrong.FalselyHomogeneous, {"homogeneous"}, "declares homogeneous, and advantages times 2"),
+    (wrong.GradientBesideTheAdvantage, {"homogeneous", "zero_advantages"}, "take the gradient by logprobs of token"),
+    (wrong.NearlyHomogeneous, {"zero_advantages"}, "where every advantage of its sequence is 0"),
     (wrong.MeanOfMeans, {"metrics", "empty_metrics"}, "it is a mean of means"),
     (wrong.DrawsGlobally, {"global_random_numbers"}, "draws from the global random state"),
     (wrong.DrawsFromTheMachine, {"replicas"}, "between two replicas: it draws from a source of its own"),

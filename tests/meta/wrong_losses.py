@@ -265,6 +265,24 @@ class FalselyHomogeneous(Plain):
         return -tokens.logprobs * tokens.advantages.clamp(-1, 1)
 
 
+class GradientBesideTheAdvantage(Plain):
+    """Its values are homogeneous: what is added is 0, and has a gradient of 1."""
+
+    homogeneous = True
+
+    def __call__(self, tokens):
+        return super().__call__(tokens) + (tokens.logprobs - tokens.logprobs.detach())
+
+
+class NearlyHomogeneous(Plain):
+    """A small number keeps the advantage from being 0, less than any comparison of sums allows for."""
+
+    homogeneous = True
+
+    def __call__(self, tokens):
+        return -tokens.logprobs * (tokens.advantages + 1e-13)
+
+
 class MeanOfMeans(Plain):
     def __call__(self, tokens):
         mean = tokens.advantages.sum() / max(len(tokens.advantages), 1)

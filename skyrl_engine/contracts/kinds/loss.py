@@ -193,8 +193,9 @@ class Loss(Protocol):
 
     `needs` names model scores and data columns, as `contracts.kinds.needs` says; `reducers` the reducers that make sense for it (None: all),
     `advised_reducers` those its authors meant it for (None: all), others are used with a warning. `batch_local` says that the loss depends
-    on how the batch is cut, by nature; `homogeneous` that advantages times c > 0 give every token loss times c. A loss that compares the two
-    samples of a unit also has `unit_size = 2`, and names `sample:role` among its needs; then `tokens.pairs` are there.
+    on how the batch is cut, by nature; `homogeneous` that advantages times c > 0 give every token loss, and its gradient, times c, so that a
+    sequence of advantages of 0 has no gradient and steps may leave it out. A loss that compares the two samples of a unit also has
+    `unit_size = 2`, and names `sample:role` among its needs; then `tokens.pairs` are there.
     """
 
     needs: tuple[str, ...]

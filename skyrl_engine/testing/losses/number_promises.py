@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 from skyrl_engine.testing.comparison import is_same
 from skyrl_engine.testing.losses.evaluation import columns_of, leaves_of
 from skyrl_engine.testing.losses.finite_differences import RecordingDetached, ReplayingDetached
-from skyrl_engine.testing.losses.kind import LOSS
-from skyrl_engine.testing.promise import Broken, Undecidable, promise
+from skyrl_engine.testing.losses.kind import LOSS, batch_local
+from skyrl_engine.testing.promise import Broken, Undecidable, any_of, promise
 from skyrl_engine.testing.subject import Subject
 from skyrl_engine.testing.tokens import rollouts
 from skyrl_engine.testing.tokens.evaluation import Evaluation, is_same_evaluation
-from skyrl_engine.testing.tokens.kind import draw_ordinary, needs_of
+from skyrl_engine.testing.tokens.kind import draw_cuts, draw_ordinary, list_cuts, needs_of
 from skyrl_engine.testing.tokens.lossy_casts import LossyCasts
-from skyrl_engine.testing.tokens.token_batches import TokenBatch
+from skyrl_engine.testing.tokens.token_batches import CutBatch, TokenBatch
 
 
 def _exempt_surrogate(subject: Subject[Any]) -> str | None:
@@ -148,7 +148,7 @@ def _not_homogeneous(subject: Subject[Any]) -> str | None:
 
 
 @promise(
-    "Advantages times c > 0 give every token loss times c, as it declares",
+    "Advantages times c > 0 give every token loss, and its gradient, times c, as it declares",
     exempt=_not_homogeneous,
     cases=_draw_scaled,
 )
@@ -158,10 +158,39 @@ def homogeneous(subject: Subject[Any], case: ScaledBatch) -> None:
         LOSS.evaluate_or_undecidable(subject, case.batch),
         LOSS.evaluate_or_undecidable(subject, case.batch.with_values(advantages=advantages)),
     )
-    if not is_same(case.factor * one.per_token, other.per_token):
-        place = int(np.argmax(~np.isclose(case.factor * one.per_token, other.per_token)))
-        raise Broken(
-            f"declares homogeneous, and advantages times {case.factor:g} take the loss of token {place} from {one.per_token[place]:.6g} "
-            f"to {other.per_token[place]:.6g}",
-            "Declare homogeneous = False",
-        )
+    numbers = {"loss": (one.per_token, other.per_token)}
+    numbers |= {f"gradient by {name}": (gradient, other.gradients[name]) for name, gradient in one.gradients.items()}
+    for what, (before, after) in numbers.items():
+        if not is_same(case.factor * before, after):
+            place = int(np.argmax(~np.isclose(case.factor * before, after)))
+            raise Broken(
+                f"declares homogeneous, and advantages times {case.factor:g} take the {what} of token {place} from {before[place]:.6g} "
+                f"to {after[place]:.6g}",
+                _DECLARE_OTHERWISE,
+            )
+
+
+_DECLARE_OTHERWISE = "Declare homogeneous = False"
+
+
+@promise(
+    "The tokens of a sequence whose advantages are all 0 have losses, and gradients, of exactly 0, as homogeneous declares",
+    exempt=any_of(_not_homogeneous, batch_local),
+    cases=draw_cuts,
+    first=list_cuts,
+)
+def zero_advantages(subject: Subject[Any], case: CutBatch) -> None:
+    worthless = case.batch.places(case.parts[0])
+    advantages = case.batch.values["advantages"].copy()
+    advantages[worthless] = 0
+    evaluation = LOSS.evaluate_or_undecidable(subject, case.batch.with_values(advantages=advantages))
+    numbers = {"loss": evaluation.per_token}
+    numbers |= {f"gradient by {name}": gradient for name, gradient in evaluation.gradients.items()}
+    for what, values in numbers.items():
+        if values[worthless].any():
+            place = int(worthless[np.flatnonzero(values[worthless])[0]])
+            raise Broken(
+                f"declares homogeneous, and the {what} of token {place} is {values[place]:.6g} where every advantage of its sequence is 0: "
+                "steps leave out the gradient of such sequences",
+                _DECLARE_OTHERWISE,
+            )

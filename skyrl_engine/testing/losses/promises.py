@@ -4,7 +4,7 @@ from typing import Any
 
 from skyrl_engine.testing.another_process import another_process
 from skyrl_engine.testing.losses.kind import LOSS
-from skyrl_engine.testing.losses.number_promises import gradient, homogeneous, precision
+from skyrl_engine.testing.losses.number_promises import gradient, homogeneous, precision, zero_advantages
 from skyrl_engine.testing.losses.value_promises import (
     differentiable,
     empty_metrics,
@@ -48,6 +48,7 @@ LOSS_PROMISES: tuple[Promise[Any, Any], ...] = (
     gradient,
     precision,
     homogeneous,
+    zero_advantages,
     shared.devices.of(LOSS),
     shared.global_random_numbers.of(LOSS),
     shared.inputs_unchanged.of(LOSS),
