@@ -31,6 +31,7 @@ OF_REINFORCEMENT = (
     "sampling_from_models.py",
     "trajectories_to_columns.py",
     "rollout_records.py",
+    "rollout_listing.py",
     "episode_dispatch.py",
     "first_rollout.py",
 )

@@ -1,19 +1,20 @@
 """`skyrl-engine rollouts list|show|diff|export|check`: what the model attempted in a run by reinforcement."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from attrs import evolve, frozen
 
 from skyrl_engine.cli.command import EngineGroup
+from skyrl_engine.cli.shown_attempt import ShownAttempt, show_attempt
 from skyrl_engine.cli.terminal import echo, echo_json
 
 if TYPE_CHECKING:
     from skyrl_engine.contracts.values.rollout import Group, Trajectory
     from skyrl_engine.rollout.arrow_codec import LearnedAttempt
+    from skyrl_engine.rollout.attempts import GroupSteps, Shortlist
     from skyrl_engine.rollout.journal_index import JournalIndex
 
 _RUN = click.argument("run", type=click.Path(path_type=Path), metavar="RUN")
@@ -22,21 +23,6 @@ _RUN = click.argument("run", type=click.Path(path_type=Path), metavar="RUN")
 @click.group(cls=EngineGroup)
 def rollouts() -> None:
     """Look at the attempts of a run by reinforcement, compare steps, export them."""
-
-
-@frozen(eq=False)
-class _ShownAttempt:
-    """An attempt with its group, and the step that trained on it or, where none did, that it was sampled for."""
-
-    step: int
-    group: "Group"
-    trajectory: "Trajectory"
-    learned: "LearnedAttempt | None" = None
-
-    @property
-    def name(self) -> str:
-        attempt = self.trajectory
-        return f"step {self.step}, {self.group.environment}: task {self.group.task_key}, attempt {attempt.member} of group {attempt.ticket}"
 
 
 def _index_of(run: Path) -> "JournalIndex":
@@ -63,12 +49,6 @@ def _index_of(run: Path) -> "JournalIndex":
     return index
 
 
-def _step_of(index: "JournalIndex") -> dict[int, int]:
-    """Return the step of every group: the one that trained on it, or that it was sampled for."""
-    trained = index.steps()
-    return {ticket: trained.get(ticket, int(entry.header["start_version"]) + 1) for ticket, entry in index.groups.items()}
-
-
 def _refuse_absent(run: Path, step: int, steps: AbstractSet[int]) -> None:
     """Refuse a step that is none of the `steps` that the journal holds rollouts of."""
     from skyrl_engine.errors import RolloutError
@@ -78,13 +58,13 @@ def _refuse_absent(run: Path, step: int, steps: AbstractSet[int]) -> None:
 
 
 def _groups(index: "JournalIndex", steps: set[int] | None = None) -> Iterator[tuple[int, "Group"]]:
-    """Yield the step and the group of every record, of some steps alone or of all, in their order."""
+    """Read the step and the group of every record, of some steps alone or of all, in their order."""
+    from skyrl_engine.rollout.attempts import read_steps
     from skyrl_engine.rollout.journal_index import apply_decision
 
-    trained = index.steps()
-    for ticket, step in sorted(_step_of(index).items(), key=lambda item: (item[1], item[0])):
-        if steps is None or step in steps:
-            yield step, apply_decision(index.groups[ticket].group(), trained=ticket in trained)
+    of_groups = read_steps(index)
+    for step, ticket in of_groups.list_groups(steps):
+        yield step, apply_decision(index.groups[ticket].group(), trained=ticket in of_groups.trained)
 
 
 def _decoder(run: Path) -> Callable[[Any], str]:
@@ -107,11 +87,9 @@ def _decoder(run: Path) -> Callable[[Any], str]:
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON list.")
 def list_rollouts(run: Path, as_json: bool) -> None:
     """List the steps of the run directory RUN with their groups, rewards and lost attempts."""
-    index = _index_of(run)
-    trained, steps = index.steps(), _step_of(index)
-    rows = [
-        _facts(index, step, [ticket for ticket in steps if steps[ticket] == step], trained) for step in sorted(set(steps.values()))
-    ]
+    from skyrl_engine.rollout.attempts import summarize_steps
+
+    rows = list(summarize_steps(_index_of(run)))
     if as_json:
         echo_json(rows)
         return
@@ -119,30 +97,6 @@ def list_rollouts(run: Path, as_json: bool) -> None:
 
     shown = [{name: "" if value is None else f"{value:.4g}" for name, value in row.items()} for row in rows]
     show_table(list(rows[0]) if rows else ["step"], [tuple(row.values()) for row in shown])
-
-
-def _facts(index: "JournalIndex", step: int, tickets: list[int], trained: Mapping[int, int]) -> dict[str, Any]:
-    headers = [index.groups[ticket].header for ticket in tickets]
-    statuses = [status for header in headers for status in header["statuses"]]
-    rewards = [
-        reward
-        for header in headers
-        for reward, status in zip(header["rewards"], header["statuses"], strict=True)
-        if status != "failed"
-    ]
-    return {
-        "step": step,
-        "groups": sum(ticket in trained for ticket in tickets),
-        "dropped": sum(
-            ticket not in trained and header["dropped"] is not None for ticket, header in zip(tickets, headers, strict=True)
-        ),
-        "attempts": len(statuses),
-        "failed": statuses.count("failed"),
-        "truncated": statuses.count("truncated"),
-        "reward": sum(rewards) / len(rewards) if rewards else None,
-        "lowest": min(rewards, default=None),
-        "highest": max(rewards, default=None),
-    }
 
 
 # --- show --------------------------------------------------------------------------------------------------------------------------
@@ -159,126 +113,54 @@ def _facts(index: "JournalIndex", step: int, tickets: list[int], trained: Mappin
 @click.option("--limit", type=click.IntRange(min=1), default=3, show_default=True, metavar="N", help="Show so many at most.")
 @click.option("--tokens", is_flag=True, help="One line per token, with log-probabilities, versions, rewards, advantages and gaps.")
 def show(
-    run: Path, step: int | None, choice: str | None, truncated: bool, failed: bool, grep: str | None, limit: int, tokens: bool
+    run: Path, step: int | None, choice: Any, truncated: bool, failed: bool, grep: str | None, limit: int, tokens: bool
 ) -> None:
     """Show attempts of the run directory RUN: prompts, what was sampled, what environments answered, rewards.
 
     Without a choice they are those of the newest step; with one, of all steps.
     """
+    from skyrl_engine.rollout.attempts import Wanted, choose_attempts, read_steps
+
     index = _index_of(run)
+    groups = read_steps(index)
     if step is None and not (choice or truncated or failed or grep):
-        step = max(_step_of(index).values(), default=None)
-    steps = set(_step_of(index).values())
+        step = int(groups.steps.max()) if len(groups.steps) else None
     if step is not None:
-        _refuse_absent(run, step, steps)
+        _refuse_absent(run, step, set(groups.steps.tolist()))
     decode = _decoder(run)
-    attempts = [
-        _ShownAttempt(step_of_group, group, trajectory)
-        for step_of_group, group in _groups(index, None if step is None else {step})
-        for trajectory in group.trajectories
-        if (not truncated or trajectory.status == "truncated")
-        and (not failed or trajectory.status == "failed")
-        and (grep is None or grep.lower() in decode(trajectory.token_ids).lower())
-    ]
-    if choice is not None:
-        attempts = [attempt for attempt in attempts if attempt.trajectory.status != "failed" or failed]
-        attempts.sort(key=lambda attempt: attempt.trajectory.reward, reverse=choice == "best")
-    for attempt in attempts[:limit]:
-        _show_attempt(evolve(attempt, learned=_find_learned(index, attempt)), decode, tokens=tokens)
-    if len(attempts) > limit:
-        echo(f"\n{len(attempts) - limit} more; --limit shows them")
-    if not attempts:
+    fits = None if grep is None else lambda token_ids: grep.lower() in decode(token_ids).lower()
+    chosen = choose_attempts(index, groups, Wanted(choice, truncated, failed, fits), limit, None if step is None else {step})
+    for attempt in _read_attempts(index, groups, chosen):
+        show_attempt(attempt, decode, tokens=tokens)
+    if chosen.count > limit:
+        echo(f"\n{chosen.count - limit} more; --limit shows them")
+    if not chosen.count:
         echo("No attempt is of that kind.")
 
 
-def _find_learned(index: "JournalIndex", attempt: _ShownAttempt) -> "LearnedAttempt | None":
-    """Return what the attempt's step learned from it; None where no step did, or what it learned is not kept."""
-    record = index.learned.get(attempt.step)
-    of = attempt.trajectory
-    return next(
-        (
-            record_of_attempt
-            for record_of_attempt in record.read_learned()
-            if (record_of_attempt.ticket, record_of_attempt.member) == (of.ticket, of.member)
-        )
-        if record is not None
-        else iter(()),
-        None,
-    )
+def _read_attempts(index: "JournalIndex", groups: "GroupSteps", chosen: "Shortlist") -> Iterator[ShownAttempt]:
+    """Read the chosen attempts one by one; a group, and what a step learned, once for all that follow each other."""
+    from skyrl_engine.rollout.journal_index import apply_decision
 
-
-_SHOWN = 60
-"""Characters of an attempt that the report shows."""
-
-_WORDS = ("prompt", "sampled", "observed")
-
-
-def _show_attempt(attempt: _ShownAttempt, decode: Callable[[Any], str], *, tokens: bool) -> None:
-    from skyrl_engine.cli.render import show_facts, show_heading, show_segments, show_table
-    from skyrl_engine.rollout.exported import segments_of
-
-    trajectory, group, learned = attempt.trajectory, attempt.group, attempt.learned
-    show_heading(attempt.name)
-    rewards = [finished.reward for finished in group.finished]
-    facts = {
-        "reward": f"{trajectory.reward:g}" + (f" (mean of the group: {sum(rewards) / len(rewards):.4g})" if rewards else ""),
-        **{f"  {name}": f"{value:g}" for name, value in trajectory.parts.items()},
-        "advantage": None if learned is None else _range(learned.advantages),
-        "gap": None if learned is None else _gaps(trajectory, learned),
-        "status": trajectory.status + (f": {trajectory.cause}" if trajectory.cause else ""),
-        "dropped": group.dropped,
-        "success": None if trajectory.success is None else "yes" if trajectory.success else "no",
-        "turns": f"{trajectory.turns}, ended by {', '.join(trajectory.stops)}" if trajectory.stops else None,
-        "tokens": f"{len(trajectory.logprobs)} sampled of {len(trajectory.token_ids)}, by version {_versions(trajectory)}",
-    }
-    show_facts({name: value for name, value in facts.items() if value is not None})
-    if tokens:
-        columns = ("place", "kind", "id", "text", "logprob", "version", "reward", "advantage", "gap", *trajectory.columns)
-        show_table(columns, list(_token_rows(trajectory, learned, decode)))
-    else:
-        show_segments([(_WORDS[kind], decode(trajectory.token_ids[places])) for kind, places in segments_of(trajectory)])
-
-
-def _versions(trajectory: "Trajectory") -> str:
-    versions = [str(int(version)) for version in trajectory.versions.versions]
-    return " to ".join(dict.fromkeys([versions[0], versions[-1]])) if versions else "none"
-
-
-def _range(values: Any) -> str:
-    lowest, highest = float(values.min()), float(values.max())
-    return f"{lowest:.4g}" if lowest == highest else f"{lowest:.4g} to {highest:.4g}"
-
-
-def _gaps(trajectory: "Trajectory", learned: "LearnedAttempt") -> str:
-    """Say how far the trained model's log-probabilities are from the sampler's."""
-    gaps = abs(learned.trained_logprobs - trajectory.logprobs)
-    return f"mean {float(gaps.mean()):.2g}, largest {float(gaps.max()):.2g} nats"
-
-
-def _token_rows(
-    trajectory: "Trajectory", learned: "LearnedAttempt | None", decode: Callable[[Any], str]
-) -> Iterator[tuple[Any, ...]]:
-    from skyrl_engine.rollout.exported import segments_of
-
-    versions, drawn = trajectory.versions.per_token(len(trajectory.logprobs)), 0
-    for kind, places in segments_of(trajectory):
-        for place in range(places.start, places.stop):
-            token = int(trajectory.token_ids[place])
-            of_sampled: tuple[Any, ...] = ("",) * (5 + len(trajectory.columns))
-            if _WORDS[kind] == "sampled":
-                reward = float(trajectory.rewards[drawn])
-                of_learned = ("", "")
-                if learned is not None:
-                    gap = learned.trained_logprobs[drawn] - trajectory.logprobs[drawn]
-                    of_learned = (f"{learned.advantages[drawn]:.4g}", f"{gap:.1e}")
-                shown = f"{reward:g}" if reward else ""
-                of_sampled = (f"{trajectory.logprobs[drawn]:.4f}", int(versions[drawn]), shown, *of_learned)
-                of_sampled += tuple(f"{values[drawn]:.4g}" for values in trajectory.columns.values())
-                drawn += 1
-            yield (place, _WORDS[kind], token, repr(decode([token]))[1:-1], *of_sampled)
+    step, group = 0, None
+    learned: dict[tuple[int, int], LearnedAttempt] = {}
+    for ticket, place in chosen.list_attempts():
+        entry, trained = index.groups[ticket], ticket in groups.trained
+        if group is None or group.ticket != ticket:
+            group = apply_decision(entry.group(), trained=trained)
+        step_of_group = groups.trained[ticket] if trained else entry.start_version + 1
+        if step_of_group != step:
+            step, learned = step_of_group, {}
+            if step in index.learned:
+                learned = {(attempt.ticket, attempt.member): attempt for attempt in index.learned[step].read_learned()}
+        trajectory = group.trajectories[place]
+        yield ShownAttempt(step, group, trajectory, learned.get((ticket, trajectory.member)))
 
 
 # --- report ------------------------------------------------------------------------------------------------------------------------
+
+_SHOWN = 60
+"""Characters of an attempt that the report shows."""
 
 
 @rollouts.command()
@@ -359,7 +241,7 @@ def diff(run: Path, steps: tuple[int, int], limit: int) -> None:
         for step, group in zip(steps, (before[place], after[place]), strict=True):
             best = max(group.finished, key=lambda trajectory: trajectory.reward, default=None)
             if best is not None:
-                _show_attempt(_ShownAttempt(step, group, best), decode, tokens=False)
+                show_attempt(ShownAttempt(step, group, best), decode, tokens=False)
 
 
 def _means(*sides: "list[Group]") -> list[str]:

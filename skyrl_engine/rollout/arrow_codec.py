@@ -266,6 +266,11 @@ def group_of(batch: "pa.RecordBatch", header: Mapping[str, Any]) -> Group:
     )
 
 
+def tokens_of(batch: "pa.RecordBatch") -> list[npt.NDArray[np.int32]]:
+    """Return the tokens of every attempt of a batch."""
+    return _pieces(batch, "token_ids", np.int32)
+
+
 def decode_learned(batch: "pa.RecordBatch", header: Mapping[str, Any]) -> list[LearnedAttempt]:
     """Return what a step learned; `header` says how many attempts of each ticket there are."""
     tickets = np.repeat(np.array(header["tickets"], dtype=np.int64), header["attempts"]).tolist()

@@ -35,9 +35,9 @@ def check_journal(folder: Path, listed: Listing | None = None) -> CheckReport:
     attempts = 0
     whole = not index.segments or index.segments[0].number == 1
     wrong = [*index.losses, *_of_runs(index), *_of_steps(index, whole=whole)]
-    for ticket, entry in sorted(index.groups.items()):
+    for ticket in sorted(index.groups):
         try:
-            group = entry.group()
+            group = index.groups[ticket].group()
         except RolloutError as error:
             wrong.append(error.cause)
             continue
@@ -65,10 +65,13 @@ def _of_runs(index: JournalIndex) -> Iterator[str]:
 def _of_steps(index: JournalIndex, *, whole: bool) -> Iterator[str]:
     """Compare steps with groups; of the oldest steps records may be gone where the journal is not `whole`."""
     times = Counter(ticket for tickets in index.trained.values() for ticket in tickets)
-    for ticket, count in times.items():
-        if count > 1:
-            steps = [step for step, tickets in index.trained.items() if ticket in tickets]
-            yield f"group {ticket} was trained on {count} times, in the steps {', '.join(map(str, steps))}"
+    repeated: dict[int, dict[int, None]] = {ticket: {} for ticket, count in times.items() if count > 1}
+    for step, tickets in index.trained.items():
+        for ticket in tickets:
+            if ticket in repeated:
+                repeated[ticket].setdefault(step)
+    for ticket, in_steps in repeated.items():
+        yield f"group {ticket} was trained on {times[ticket]} times, in the steps {', '.join(map(str, in_steps))}"
     steps = sorted(index.trained)
     for before, after in pairwise(steps):
         if after != before + 1:
@@ -81,10 +84,10 @@ def _of_steps(index: JournalIndex, *, whole: bool) -> Iterator[str]:
             if entry is None:
                 if whole:
                     yield f"step {step} trained on group {ticket}, of which there is no record"
-            elif entry.header["failed"]:
+            elif entry.failed:
                 yield f"step {step} trained on group {ticket}, of which too many attempts failed"
-            elif entry.header["newest_version"] >= step:
-                yield f"step {step} trained on group {ticket}, which version {entry.header['newest_version']} sampled"
+            elif entry.newest_version >= step:
+                yield f"step {step} trained on group {ticket}, which version {entry.newest_version} sampled"
 
 
 def _of_group(group: Group) -> Iterator[str]:

@@ -36,7 +36,7 @@ from skyrl_engine.rollout.arrow_codec import (
 from skyrl_engine.rollout.journal_index import JournalIndex, Listing, read_index
 from skyrl_engine.rollout.messages import metadata_of
 from skyrl_engine.rollout.repair import repair
-from skyrl_engine.rollout.segments import Entry, Head, number_of, path_of
+from skyrl_engine.rollout.segments import Head, number_of, path_of
 from skyrl_engine.run.durable import sync
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ class Journal:
     def record_resume(self, version: int) -> None:
         """Write that a session goes on from the checkpoint of `version`: what later weights sampled counts no more."""
         self._write(no_rows(), 0, {"event": "resumed", "version": version})
-        self.index.add(Entry("resumed", {"version": version}, self.folder, 0))
+        self.index.go_on_from(version)
         self.commit()
 
     def listing(self) -> dict[str, int]:

@@ -8,14 +8,15 @@ from attrs import define, evolve, field
 
 from skyrl_engine.contracts.values.rollout import Group
 from skyrl_engine.rollout.ledger import JournaledGroup
-from skyrl_engine.rollout.segments import Damage, Entry, Segment, number_of, read_segment, segments_of
+from skyrl_engine.rollout.records import Entry, GroupEntries, Records
+from skyrl_engine.rollout.segments import Damage, Segment, number_of, read_segment, segments_of
 
 
 @define
 class JournalIndex:
     """The records of a journal that count: a session that goes on from a checkpoint leaves behind what later weights sampled or trained."""
 
-    groups: dict[int, Entry] = field(factory=dict)
+    groups: GroupEntries = field(factory=GroupEntries)
     """The last record of every ticket."""
     trained: dict[int, tuple[int, ...]] = field(factory=dict)
     """Tickets by the step that trained on them."""
@@ -36,18 +37,22 @@ class JournalIndex:
     ends: dict[Path, int] = field(factory=dict)
     """The last step that was trained when a segment ended, by segment."""
 
-    def add(self, entry: Entry) -> None:
-        """Take the next record."""
-        if entry.event == "group":
-            self.groups[entry.ticket] = entry
-        elif entry.event == "trained":
-            step = int(entry.header["step"])
-            self.trained[step], self.learned[step] = tuple(entry.header["tickets"]), entry
-        else:
-            version = int(entry.header["version"])
-            self.groups = {ticket: group for ticket, group in self.groups.items() if group.header["newest_version"] <= version}
-            self.trained = {step: tickets for step, tickets in self.trained.items() if step <= version}
-            self.learned = {step: attempts for step, attempts in self.learned.items() if step <= version}
+    def add(self, records: Records) -> None:
+        """Take the records of the next segment."""
+        for row, entry in enumerate(records):
+            event = entry.event
+            if event == "group":
+                self.groups.put(records, row)
+            elif event == "trained":
+                self.trained[entry.step], self.learned[entry.step] = entry.tickets, entry
+            else:
+                self.go_on_from(entry.version)
+
+    def go_on_from(self, version: int) -> None:
+        """Take it that a session goes on from the checkpoint of `version`."""
+        self.groups.drop_later(version)
+        for step in [step for step in self.trained if step > version]:
+            del self.trained[step], self.learned[step]
 
     @property
     def damages(self) -> list[Damage]:
@@ -62,10 +67,10 @@ class JournalIndex:
         """Return what a resumed ledger needs of every ticket's record."""
         return {
             ticket: JournaledGroup(
-                int(entry.header["start_version"]),
-                int(entry.header["newest_version"]),
-                entry.header["dropped"],
-                failed=bool(entry.header.get("failed", False)),
+                entry.start_version,
+                entry.newest_version,
+                entry.dropped,
+                failed=entry.failed,
             )
             for ticket, entry in self.groups.items()
         }
@@ -97,17 +102,16 @@ def read_index(folder: Path, listed: Listing | None = None) -> JournalIndex:
         index.torn = segment.damages[0] if torn else None
         gap = before is not None and segment.number != before + 1
         if gap or (segment.unsure and not torn):
-            index.groups = {}
+            index.groups.clear()
         if not torn:
             index.losses += _losses_of(segment, sizes.get(segment.number, 0))
         if segment.head is not None and segment.head.resumed is not None:
-            index.add(Entry("resumed", {"version": segment.head.resumed}, segment.path))
-        for entry in segment.entries:
-            index.add(entry)
-        index.ends[segment.path] = max([0, *index.trained, *(entry.header.get("newest_version", 0) for entry in segment.entries)])
+            index.go_on_from(segment.head.resumed)
+        index.add(segment.entries)
+        index.ends[segment.path] = max(max(index.trained, default=0), max(segment.entries.newest_versions, default=0))
         before = segment.number
     if any(number > (before or 0) for number in sizes):
-        index.groups = {}
+        index.groups.clear()
     return index
 
 

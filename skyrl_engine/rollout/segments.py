@@ -5,36 +5,27 @@ with the marker FF FF FF FF and the length of its metadata, which say the length
 one is found by its marker, and proven by its checksum and its number.
 """
 
+import io
 import json
+import os
 import re
 import zlib
-from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
+from typing import TYPE_CHECKING, Final
 
 import attrs
 from attrs import frozen
 
-from skyrl_engine.contracts.values.rollout import Group
 from skyrl_engine.errors import RolloutError
-from skyrl_engine.rollout.arrow_codec import (
-    LearnedAttempt,
-    decode_learned,
-    formats,
-    group_of,
-    present_format,
-    schema_of_format,
-    schema_of_format_2,
-)
-from skyrl_engine.rollout.messages import MARKER, failures, header_of, is_cut_short, read_message, reason_at
+from skyrl_engine.rollout.arrow_codec import formats, present_format, schema_of_format, schema_of_format_2
+from skyrl_engine.rollout.messages import MARKER, is_cut_short, next_header, next_message, read_header, reason_at
+from skyrl_engine.rollout.record_bytes import failures
+from skyrl_engine.rollout.records import Records
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
 _NAME: Final = re.compile(r"segment-(\d{8,})\.arrow")
-
-Event = Literal["group", "trained", "resumed"]
-Read = TypeVar("Read")
 
 
 @frozen
@@ -57,59 +48,6 @@ class Head:
         text = json.dumps(attrs.asdict(self))
         number = present_format()
         return ("run", self.run), ("format", number), ("segment", text), ("crc32", _head_checksum(text.encode(), number.encode()))
-
-
-@frozen
-class Entry:
-    """One record of a journal, at the bytes from `offset` to `end` of its segment.
-
-    A group is read by `group`, where it is; `header` says its ticket, environment, task key, start version, newest version and why it was
-    dropped. A step that was trained has `step` and `tickets`, and what it learned is read by `learned`. A session that went on has the
-    `version` of its checkpoint.
-    """
-
-    event: Event
-    header: Mapping[str, Any]
-    segment: Path
-    offset: int = 0
-    end: int = 0
-
-    @property
-    def ticket(self) -> int:
-        return int(self.header["ticket"])
-
-    def group(self) -> Group:
-        """Read the group. Raises RolloutError where it was damaged since."""
-        assert self.event == "group", f"{self.event} is no group"
-        return self._read(group_of)
-
-    def read_learned(self) -> list[LearnedAttempt]:
-        """Read what a step learned, by tickets and members. Raises RolloutError where it was damaged since."""
-        assert self.event == "trained", f"{self.event} is no step"
-        return self._read(decode_learned)
-
-    def rows(self) -> "pa.RecordBatch":
-        """Read the rows of any record, in the form of its format. Raises RolloutError where they were damaged since."""
-        return self._read(lambda batch, _: batch)
-
-    def _batch(self) -> "pa.RecordBatch":
-        with self.segment.open("rb") as file:
-            file.seek(self.offset)
-            batch, header, _ = read_message(file.read(self.end - self.offset), 0)
-        if header != self.header:
-            raise ValueError("another record")
-        return batch
-
-    def _read(self, form: "Callable[[pa.RecordBatch, Mapping[str, Any]], Read]") -> Read:
-        try:
-            return form(self._batch(), self.header)
-        except failures() as error:
-            of_event = {"group": "ticket", "trained": "step", "resumed": "version"}[self.event]
-            subject = f"{'step' if self.event == 'trained' else self.event} {self.header[of_event]}"
-            raise RolloutError(
-                f"{subject} cannot be read from {self.segment} any more ({type(error).__name__})",
-                remedy="Restore the file from a copy, or resume without it: what it held is then sampled again",
-            ) from error
 
 
 @frozen
@@ -151,7 +89,7 @@ class Segment:
     run: str | None
     head: Head | None
     size: int
-    entries: tuple[Entry, ...]
+    entries: Records
     damages: tuple[Damage, ...]
     unsure: bool
 
@@ -184,51 +122,58 @@ def path_of(folder: Path, number: int) -> Path:
 
 
 def read_segment(path: Path) -> Segment:
-    """Read the headers of a segment's records. Raises RolloutError for a file that cannot be opened, and for another format."""
+    """Read the headers of a segment's records, one record after the other.
+
+    Raises RolloutError for a file that cannot be opened, and for another format.
+    """
     try:
-        content = path.read_bytes()
+        with path.open("rb") as file:
+            whole = _read_whole(path, file)
+            if whole is not None:
+                return whole
+            file.seek(0)
+            content = file.read()
     except OSError as error:
         raise RolloutError(
             f"the segment {path} of the journal of rollouts cannot be read ({error.strerror or error})",
             remedy="Make it readable, or move it away: what it held is then sampled again",
         ) from error
-    whole = _read_whole(path, content)
-    return _read_in_parts(path, content) if whole is None else whole
+    return _read_in_parts(path, content)
 
 
 # --- a whole segment ---------------------------------------------------------------------------------------------------------------
 
 
-def _read_whole(path: Path, content: bytes) -> Segment | None:
+def _read_whole(path: Path, file: io.BufferedReader) -> Segment | None:
     """Read a segment message by message; None where something is not as it was written."""
     import pyarrow as pa
 
-    entries: list[Entry] = []
+    entries = Records(path)
+    # what is written meanwhile is for another time
+    size = os.fstat(file.fileno()).st_size
     try:
-        # out of memory: from a file, Arrow allocates what a damaged length says
-        file = pa.BufferReader(content)
-        reader = pa.ipc.open_stream(file)
-        head, run = _head_of(reader.schema)
+        schema = pa.ipc.open_stream(pa.BufferReader(next_message(file, size))).schema
+        head, run = _head_of(schema)
         if run is None:
             return None
+        number = schema.metadata[b"format"].decode()
+        is_numbered = head is not None and head.was_damaged is None
         place = file.tell()
-        while place < len(content):
-            batch, metadata = reader.read_next_batch_with_custom_metadata()
-            header = header_of(batch, metadata)
-            entries.append(Entry(header["event"], header, path, place, file.tell()))
-            place = file.tell()
+        while place < size:
+            header, checksum, length = next_header(file, size - place, number)
+            if is_numbered and header.get("record") != len(entries):
+                return None
+            entries.append(header, checksum, place, place + length)
+            place += length
     except failures():
-        return None
-    numbers = [entry.header.get("record") for entry in entries]
-    if head is not None and head.was_damaged is None and numbers != list(range(len(entries))):
         return None
     return Segment(
         path,
         number_of(path) if head is None else head.number,
         run,
         head,
-        len(content),
-        tuple(entries),
+        size,
+        entries,
         (),
         unsure=head is not None and head.unsure,
     )
@@ -261,40 +206,44 @@ def _head_checksum(text: bytes, format_: bytes) -> str:
 def _read_in_parts(path: Path, content: bytes) -> Segment:
     """Read what is whole of a segment, wherever it is. Raises RolloutError for one of another format."""
     head, run, begin = _head_at(content)
-    entries: list[Entry] = []
+    entries = Records(path)
     damages: list[Damage] = []
+    first: int | None = None
     # from the head's own bytes on: its length may be what is damaged
     place, covered, last = 8, begin, -1
     # a format without numbers: what is inside of a record that was read is no record
     while (marker := MARKER.search(content, place)) is not None:
         at = marker.start()
         try:
-            _, header, (body_at, end) = read_message(content, at)
+            message = read_header(content, at)
+            number = message.header.get("record", last + 1)
+            if number > last:
+                entries.append(message.header, message.checksum, at, message.end)
         except failures():
             place = at + 1
             continue
-        number = header.get("record", last + 1)
         if number <= last:
             place = at + 1
             continue
+        if len(entries) == 1:
+            first = message.header.get("record")
         if at > covered:
-            lost = number - last - 1 if "record" in header else None
+            lost = number - last - 1 if "record" in message.header else None
             damages.append(Damage(path, covered, at, reason_at(content, covered), lost=lost))
         elif number > last + 1 and (head is None or head.was_damaged is None):
             damages.append(Damage(path, at, at, f"{number - last - 1} records before byte {at:,} are lost"))
-        entries.append(Entry(header["event"], header, path, at, end))
-        covered, last = max(covered, end), number
-        place = body_at if "record" in header else end
+        covered, last = max(covered, message.end), number
+        place = message.body_at if "record" in message.header else message.end
     if covered < len(content) or not content:
         torn = not damages and is_cut_short(content, covered)
         cause = "it is empty" if not content else "torn" if torn else reason_at(content, covered)
         damages.append(Damage(path, covered, len(content), cause, torn=torn))
-    if begin == 0 and entries and entries[0].offset > 0 and entries[0].header.get("record") == 0:
+    if begin == 0 and entries and entries[0].offset > 0 and first == 0:
         damages[0] = attrs.evolve(damages[0], lost=None, what="its head is damaged")
     if not damages:
         damages.append(Damage(path, covered, covered, "a length is damaged, and every record is there"))
     _refuse_other_format(path, content, entries)
-    first_lost = not entries or (entries[0].header["record"] != 0 if "record" in entries[0].header else entries[0].offset > begin)
+    first_lost = not entries or (entries[0].offset > begin if first is None else first != 0)
     unsure = first_lost if head is None else head.unsure
     return Segment(
         path,
@@ -302,7 +251,7 @@ def _read_in_parts(path: Path, content: bytes) -> Segment:
         run,
         head,
         len(content),
-        tuple(entries),
+        entries,
         tuple(damages),
         unsure,
     )
@@ -320,7 +269,7 @@ def _head_at(content: bytes) -> tuple[Head | None, str | None, int]:
     return (head, run, end) if run is not None else (None, None, 0)
 
 
-def _refuse_other_format(path: Path, content: bytes, entries: list[Entry]) -> None:
+def _refuse_other_format(path: Path, content: bytes, entries: Records) -> None:
     """Refuse a file that says that it is of a format that is not read, and of which nothing can be read."""
     import pyarrow as pa
 

@@ -14,6 +14,7 @@ from skyrl_engine.modeling.tiny import write_tokenizer
 from skyrl_engine.rollout.arrow_codec import LearnedAttempt
 from skyrl_engine.rollout.exported import read_rollouts
 from skyrl_engine.rollout.journal import open_journal
+from skyrl_engine.rollout.records import Entry
 from skyrl_engine.rollout.segments import read_segment
 from skyrl_engine.testing.rollout_cases import plain_group
 
@@ -136,6 +137,26 @@ def test_attempts_are_chosen(command, recording, options, first, others):
     names = [line for line in outcome.out.splitlines() if line.startswith("step ")]
     assert first in names[0]
     assert len(names) == others + 1
+
+
+@pytest.mark.parametrize(
+    ("options", "groups", "steps"),
+    [
+        (("list",), 0, 0),
+        (("show", "--best", "--limit", "1"), 1, 1),
+        (("show", "--worst", "--limit", "3"), 2, 2),
+        (("show", "--step", "1", "--best", "--limit", "2"), 1, 1),
+        (("show", "--failed"), 1, 1),
+    ],
+)
+def test_rows_are_read_of_what_is_shown_alone(command, recording, monkeypatch, options, groups, steps):
+    """A group, and what a step learned, once for the attempts of it that follow each other."""
+    read = []
+    read_rows = Entry._read_rows
+    monkeypatch.setattr(Entry, "_read_rows", lambda self, *given: (read.append(self.event), read_rows(self, *given))[1])
+    outcome = command("rollouts", options[0], recording[0], *options[1:])
+    assert outcome.code == 0
+    assert (read.count("group"), read.count("trained")) == (groups, steps)
 
 
 def test_what_a_filter_dropped_is_told(command, recording):

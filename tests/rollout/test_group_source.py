@@ -96,7 +96,7 @@ def test_a_resumed_step_reports_what_it_reported(source: Source, tmp_path: Path)
     taken = groups.take(1)
     groups.journal.commit()
     index = read_index(tmp_path)
-    groups.journal.index.groups.update(index.groups)
+    groups.journal.index.groups = index.groups
     again = source(make)
     again.ledger = RolloutLedger.from_state(state, again.ledger, index.list_journaled_groups())
     resumed = again.take(1)
