@@ -245,7 +245,8 @@ class Engine(SamplingVerbs):
 
         `loss` is the objective, the sum of weight times term; over several mini-batches sums become their mean. `staged` places the shards of
         all mini-batches before the first step, for passes that must not wait for the controller; otherwise each mini-batch is cut and placed
-        when its turn comes. `bound` and `watch` as in `forward_backward`. Raises ModelError, before the weights change, where the loss or
+        when its turn comes. Samples that the plan sets apart are computed without gradients, or not at all, with the same outputs and metrics.
+        `bound` and `watch` as in `forward_backward`. Raises ModelError, before the weights change, where the loss or
         the gradient of a mini-batch is not finite.
         """
         self.group.refuse_ended()
@@ -261,7 +262,7 @@ class Engine(SamplingVerbs):
         for mini_batch, placed in enumerate(shards):
             # a failed pass leaves the gradient of a part on the ranks, which is refused until it is dropped
             self._gradient.parts.append(MiniBatchGradient(plan, mini_batch, placed))
-            rank_outputs = self._passes.run(evolve(work, step=self.step + 1), placed).result()
+            rank_outputs = self._passes.learn(evolve(work, step=self.step + 1), plan, mini_batch, placed)
             refuse_not_finite(rank_outputs, self.step + 1)
             outputs += rank_outputs
             applied.append(self._step_optimizer(self._schedule_settings()).result())
@@ -406,6 +407,10 @@ class Engine(SamplingVerbs):
     def _take_back(self) -> None:
         """Count a step that the ranks refused no longer."""
         self.step -= 1
+
+    @property
+    def _draws_masks(self) -> bool:
+        return self._files.facts.draws_masks
 
     def _check_columns(self, columns: SampleColumns) -> None:
         refuse_unknown_tokens(columns, self.vocabulary_size)

@@ -56,11 +56,17 @@ class PassEngine:
         mini_batch_size: int | None = None,
         micro_batch_rows: int | None = None,
         micro_batch_tokens: int | None = None,
+        skip_zero_gradients: bool = False,
     ) -> Plan:
         """Cut a batch into mini-batches, ranks, micro-batches and rows, for all passes over it.
 
         `mini_batch_size` is the number of samples of an optimizer step (None: all of them); groups are never cut. `micro_batch_rows` or
         `micro_batch_tokens` stand for the configured size.
+
+        `skip_zero_gradients` sets samples apart whose gradient is known to be 0, so that `train` computes none of them: those without a token
+        that carries loss, and those of advantages of 0, which the columns hold then, where every loss is `homogeneous` in them. No sample is
+        where leaving it out could change another's gradient: with corrections, losses of pairs, parts that are `batch_local`, terms of the
+        backend that are means over a step, or dropout.
 
         Raises DataError for a sample that fits nowhere or holds a token that the model does not know, and UnsupportedError for one that is
         longer than the length for which rotary frequencies are fixed (`model.rotary_length`).
@@ -70,7 +76,8 @@ class PassEngine:
         layout = evolve(self._layout, mini_batch_size=mini_batch_size)
         if micro_batch_rows is not None or micro_batch_tokens is not None:
             layout = evolve(layout, micro_batch_rows=micro_batch_rows, micro_batch_tokens=micro_batch_tokens)
-        return self._passes.plan(columns, layout)
+        plan = self._passes.plan(columns, layout)
+        return self._passes.set_apart(plan) if skip_zero_gradients and not self._draws_masks else plan
 
     def evaluate(
         self,
@@ -167,6 +174,11 @@ class PassEngine:
         """Gather the weights by Hugging Face parameter name, adapters merged."""
         self.group.refuse_ended()
         return self.group.ask(GatherWeights())[0]
+
+    @property
+    def _draws_masks(self) -> bool:
+        """Say whether training draws random masks, which depend on the rows of a pass; False where the model is not known."""
+        return False
 
     def _check_columns(self, columns: SampleColumns) -> None:
         """Refuse samples that the model does not take, where the model is known."""

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
-from attrs import define, field
+from attrs import define, evolve, field
 
 from skyrl_engine.contracts.kinds.reducer import PerSequence, TokenWeights
 from skyrl_engine.contracts.values.buffers import ReusableJoin
@@ -13,7 +13,9 @@ from skyrl_engine.contracts.values.outputs import BatchOutput, Metric, RankOutpu
 from skyrl_engine.contracts.values.plan import BatchPlan, Layout, MiniBatchPlan
 from skyrl_engine.engine.assembly import Assembly
 from skyrl_engine.engine.plan import Plan
-from skyrl_engine.engine.results import PassResult, counts_of, refuse_not_finite
+from skyrl_engine.engine.results import PassResult, counts_of, outputs_without_tokens, refuse_not_finite
+from skyrl_engine.engine.setting_apart import set_apart
+from skyrl_engine.engine.zero_gradients import find_work
 from skyrl_engine.objective.policy_metrics import OLD_LOGPROBS, ROLLOUT_LOGPROBS
 from skyrl_engine.spans import Spans
 from skyrl_engine.workers.dispatch import PlacedShard, batch_structure, compact_weights, cut, merge_outputs, plan_batch
@@ -35,6 +37,15 @@ class Passes:
         """Cut a batch with the collator."""
         with self.spans("plan"):
             return Plan(columns, plan_batch(self.assembly.collator, columns, layout))
+
+    def set_apart(self, plan: Plan) -> Plan:
+        """Cut a plan again where samples of it are known to have no gradient; the plan itself where none is."""
+        with self.spans("plan"):
+            work = find_work(plan.columns, self.assembly)
+            if not work.any():
+                return plan
+            cut, shares = set_apart(self.assembly.collator, plan.columns.lengths, plan.cut, work)
+            return evolve(plan, cut=cut, shares=shares)
 
     def columns_of(self, work: Pass) -> list[str]:
         """Name the columns that a learning pass reads on the ranks."""
@@ -60,6 +71,23 @@ class Passes:
             weights = PerSequence(np.ones(len(mini_batch.samples)) if divisors is None else divisors[mini_batch.samples])
             passes.append(self.run(work, self._ship(plan.columns, mini_batch, weights, needs)))
         return Future(lambda: [output for pass_ in passes for output in pass_.result()])
+
+    def learn(self, work: Pass, plan: Plan, mini_batch: int, placed: Sequence[PlacedShard]) -> list[RankOutput]:
+        """Run a pass with gradients over a mini-batch of a plan; outputs hold all its samples.
+
+        Those that were set apart are computed without gradients, or not at all, and then have outputs without a token.
+        """
+        if plan.shares is None:
+            return self.run(work, placed).result()
+        learned, scored = plan.shares[mini_batch].learned, plan.shares[mini_batch].scored
+        passes = []
+        if scored:
+            # first, as every backend is used: no pass comes between a gradient and its step
+            passes.append(self.run(evolve(work, mode="evaluate", micro_batches=(learned, learned + scored)), placed))
+        passes.append(self.run(evolve(work, micro_batches=(0, learned)), placed))
+        outputs = [output for pass_ in passes for output in pass_.result()]
+        left_out = plan.without_work(mini_batch)
+        return [*outputs, outputs_without_tokens(plan.columns, left_out, outputs)] if len(left_out) else outputs
 
     def run(self, work: Pass, placed: Sequence[PlacedShard]) -> Future[list[RankOutput]]:
         """Run a pass over shards that were placed; one output per rank."""

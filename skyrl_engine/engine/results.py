@@ -11,6 +11,7 @@ from attrs import frozen
 from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.outputs import BatchOutput, Metric, RankOutput
 from skyrl_engine.contracts.values.plan import BatchPlan
+from skyrl_engine.contracts.values.ragged import IntArray, Ragged
 from skyrl_engine.errors import ModelError
 
 COUNTED: Final = ("samples", "tokens", "loss_tokens")
@@ -64,6 +65,19 @@ def counts_of(columns: SampleColumns, plan: BatchPlan) -> dict[str, Metric]:
         "loss_tokens": Metric.sum(carrying),
         "padding_share": Metric.mean(dense - tokens, dense),
     }
+
+
+def outputs_without_tokens(columns: SampleColumns, samples: IntArray, others: Sequence[RankOutput]) -> RankOutput:
+    """Give the outputs of samples that no rank computed, as ranks give those of samples without a scored token; `others` are the ranks'."""
+    filled = next(output for output in others if len(output.sample_ids) and output.coords.collects)
+    offsets = np.zeros(len(samples) + 1, dtype=np.int64)
+    return RankOutput(
+        columns.sample_ids[samples],
+        np.diff(columns.action_offsets)[samples],
+        Ragged(np.zeros(0, dtype=np.int32), offsets),
+        {name: Ragged(np.zeros(0, dtype=np.float32), offsets) for name in filled.fields},
+        coords=filled.coords,
+    )
 
 
 def weight_per_sample(columns: SampleColumns) -> npt.NDArray[np.float64]:

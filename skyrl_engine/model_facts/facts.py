@@ -71,6 +71,12 @@ class ModelFacts:
         }
 
     @property
+    def draws_masks(self) -> bool:
+        """Return True where training draws random masks: dropout of the decoder, or of adapters."""
+        lora = self.model.lora
+        return bool(self.dropouts) or (lora is not None and lora.dropout > 0)
+
+    @property
     def takes_images(self) -> bool:
         """Return True where the model is loaded with its vision tower."""
         return self.config is not None and takes_images(self.config)

@@ -15,7 +15,15 @@ from skyrl_engine.contracts.kinds.reducer import BatchStructure, PerSequence, Re
 from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.extras import PIXEL_VALUES
 from skyrl_engine.contracts.values.outputs import BatchOutput, RankOutput, as_batch_output
-from skyrl_engine.contracts.values.plan import BatchPlan, BuildOrder, Layout, MicroBatchPlan, MiniBatchPlan, as_batch_plan
+from skyrl_engine.contracts.values.plan import (
+    BatchPlan,
+    BuildOrder,
+    Layout,
+    MicroBatchPlan,
+    MiniBatchPlan,
+    SampleLengths,
+    as_batch_plan,
+)
 from skyrl_engine.contracts.values.ragged import AnyArray, IntArray, Join, join_fresh, offsets_of, take_segments
 from skyrl_engine.contracts.values.returned import describe_returned
 from skyrl_engine.errors import ContractError, DataError
@@ -64,13 +72,18 @@ class PlacedShard:
 
 
 def plan_batch(collator: BoundPlugin[Collator], columns: SampleColumns, layout: Layout) -> BatchPlan:
+    """The collator's plan of a batch, as `plan_lengths` checks it."""
+    return plan_lengths(collator, columns.lengths, layout)
+
+
+def plan_lengths(collator: BoundPlugin[Collator], lengths: SampleLengths, layout: Layout) -> BatchPlan:
     """The collator's plan, checked: nothing a plan forgets can be missed later, since outputs are compared with it.
 
     Raises ContractError, naming the collator.
     """
     label = collator.label
     with blame(collator.owner, "plan"):
-        returned = collator.product.plan(columns.lengths, layout)
+        returned = collator.product.plan(lengths, layout)
     plan = as_batch_plan(label, returned)
     if len(plan.mini_batches) != 1 and layout.mini_batch_size is None:
         raise ContractError(
@@ -84,14 +97,14 @@ def plan_batch(collator: BoundPlugin[Collator], columns: SampleColumns, layout: 
                 f"{label} planned {counts} micro-batches for {layout.dp} ranks",
                 remedy="Give every rank equally many; fill up with micro-batches of one empty row",
             )
-    everything = np.arange(len(columns), dtype=np.int64)
+    everything = np.arange(len(lengths), dtype=np.int64)
     samples = np.concatenate([np.zeros(0, dtype=np.int64), *(mini_batch.samples for mini_batch in plan.mini_batches)])
     if not np.array_equal(np.sort(samples), everything):
         missing = np.setdiff1d(everything, samples)
         raise ContractError(
-            f"{label} planned {len(samples)} samples where there are {len(columns)}, {len(missing)} of them not at all",
+            f"{label} planned {len(samples)} samples where there are {len(lengths)}, {len(missing)} of them not at all",
             remedy="Plan every sample exactly once",
-            details=[f"not planned: sample {int(columns.sample_ids[sample])}" for sample in missing[:5]],
+            details=[f"not planned: sample {int(lengths.sample_ids[sample])}" for sample in missing[:5]],
         )
     return plan
 

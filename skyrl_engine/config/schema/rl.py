@@ -106,6 +106,10 @@ class RlConfig:
     repeat_tasks: bool = True
     """Begin again, in another order, when every task was attempted; otherwise too few tasks are refused."""
 
+    skip_zero_gradients: bool = True
+    """Compute attempts without gradients where theirs is known to be 0: all advantages are 0, the loss and its terms are `homogeneous` in
+    them, and no correction is used. Metrics and outputs stay about all tokens. Attempts without a token that carries loss are not computed."""
+
     entropy_metric: bool = True
     """Report the entropy of the model over sampled tokens."""
 

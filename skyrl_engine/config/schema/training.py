@@ -31,6 +31,10 @@ class TrainingConfig:
     drop_last: bool = False
     """Leave out the samples at the end of an epoch that do not fill a mini-batch; otherwise they train, as a smaller one."""
 
+    skip_zero_gradients: bool = True
+    """Compute samples without gradients whose advantages are all 0, for data with advantages, as `rl.skip_zero_gradients` says. Corrections,
+    losses of pairs and dropout keep the gradient of every sample."""
+
     def layout(self, *, dp: int = 1, tp: int = 1, cp: int = 1, pp: int = 1) -> Layout:
         return Layout(
             dp=dp,

@@ -29,6 +29,17 @@ class SampleLengths:
     def __len__(self) -> int:
         return len(self.tokens)
 
+    def take(self, samples: IntArray) -> "SampleLengths":
+        """The lengths and ids of some samples, int64[n] positions, in this order."""
+        return SampleLengths(
+            self.tokens[samples],
+            self.actions[samples],
+            self.sample_ids[samples],
+            self.group_ids[samples],
+            self.unit_ids[samples],
+            self.trajectory_ids[samples],
+        )
+
 
 @frozen
 class Layout:

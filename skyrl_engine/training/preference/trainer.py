@@ -86,9 +86,9 @@ class PreferenceTrainer(SftTrainer):
 
     preference: PreparedPreference
 
-    def plan(self, columns: SampleColumns) -> Plan:
+    def plan(self, columns: SampleColumns, *, skip_zero_gradients: bool = False) -> Plan:
         """Return the plan of a mini-batch with what the loss reads: `ref_logprobs`, and KTO's baseline."""
-        plan = self.engine.plan(columns)
+        plan = self.engine.plan(columns, skip_zero_gradients=skip_zero_gradients)
         new_columns: dict[str, AnyArray | Ragged] = {}
         if REFERENCE in self.prepared.assembly.objective.columns and REFERENCE not in columns.columns:
             scores = self.engine.score(plan, tokens="loss", model=REFERENCE_MODEL).result()

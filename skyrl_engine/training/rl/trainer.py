@@ -107,19 +107,26 @@ class RlTrainer:
         self.on_rollouts(RolloutsFinished(number, taken.groups, tuple(group for group in taken.ended if group.dropped is not None)))
         with self.phases("prepare"):
             columns = self._columns(taken.groups, number)
-            plan = self.engine.plan(columns, mini_batch_size=mini_batch_size(group_sizes(columns), config.rl.mini_batches))
+        advantages = None
+        if self._needs_no_scores(columns):
+            # before the plan, so that it sets attempts apart that teach nothing, and every pass sees the same rows
+            with self.phases("advantage"):
+                advantages = self._advantages(columns)
+                columns = columns.with_columns(_columns_of(advantages))
+        with self.phases("prepare"):
+            plan = self._plan(columns)
         with self.phases("score"):
             plan = self._score(plan)
         metrics = teacher_metrics(plan.columns)
-        with self.phases("advantage"):
-            if self.penalty is not None:
-                shaped, of_penalty = self.penalty.apply(plan.columns)
-                metrics |= of_penalty
-                plan = attrs.evolve(plan, columns=shaped)
-            advantages = self._advantages(plan.columns)
-            gives = {} if advantages.returns is None else {"returns": advantages.returns}
-            plan = plan.with_columns({"advantages": advantages.advantages, **gives})
-            metrics |= advantages.metrics
+        if advantages is None:
+            with self.phases("advantage"):
+                if self.penalty is not None:
+                    shaped, of_penalty = self.penalty.apply(plan.columns)
+                    metrics |= of_penalty
+                    plan = attrs.evolve(plan, columns=shaped)
+                advantages = self._advantages(plan.columns)
+                plan = plan.with_columns(_columns_of(advantages))
+        metrics |= advantages.metrics
         with self.phases("train"):
             learned, present = self._learn(plan, number)
         with self.phases("publish"):
@@ -222,6 +229,11 @@ class RlTrainer:
             columns = attrs.evolve(columns, sample_values={**values, SOURCE: values["environment"]})
         return columns
 
+    def _plan(self, columns: SampleColumns) -> Plan:
+        settings = self.prepared.resolved.config.rl
+        size = mini_batch_size(group_sizes(columns), settings.mini_batches)
+        return self.engine.plan(columns, mini_batch_size=size, skip_zero_gradients=settings.skip_zero_gradients)
+
     @property
     def _source_names(self) -> Sequence[str]:
         """Return the names of the environments, where there are several."""
@@ -243,6 +255,10 @@ class RlTrainer:
             output = self.engine.score(plan, temperature=temperature, model=TEACHER_MODEL).result()
             scores[TEACHER] = output.on_actions("logprobs")
         return plan.with_columns(scores)
+
+    def _needs_no_scores(self, columns: SampleColumns) -> bool:
+        """Say whether advantages can be estimated before any model scored the batch."""
+        return self.penalty is None and set(self.prepared.advantage.product.needs) <= columns.columns.keys()
 
     def _advantages(self, columns: SampleColumns) -> AdvantageOutput:
         part = self.prepared.advantage
@@ -278,8 +294,7 @@ class RlTrainer:
             epoch_plan = plan
             if epoch:
                 order = shuffle_groups(plan.columns, seed=config.run.seed, step=number, epoch=epoch)
-                columns = plan.columns.take(order)
-                epoch_plan = self.engine.plan(columns, mini_batch_size=mini_batch_size(group_sizes(columns), settings.mini_batches))
+                epoch_plan = self._plan(plan.columns.take(order))
             watch = {*self.prepared.scoring.watch, *(("entropy",) if settings.entropy_metric and epoch == 0 else ())}
             result = self.engine.train(
                 epoch_plan,
@@ -323,6 +338,11 @@ class RlTrainer:
         for phase, seconds in self.phases.cpu.drain().items():
             if phase not in _OF_RANKS:
                 self._cpu[phase] = self._cpu.get(phase, 0.0) + seconds
+
+
+def _columns_of(advantages: AdvantageOutput) -> dict[str, npt.NDArray[np.float32]]:
+    returns = {} if advantages.returns is None else {"returns": advantages.returns}
+    return {"advantages": advantages.advantages, **returns}
 
 
 def advantage_batch(columns: SampleColumns, needs: Sequence[str]) -> AdvantageBatch:

@@ -141,9 +141,9 @@ class SftTrainer:
     _idle: IdleSteps = field(factory=IdleSteps, init=False)
     _spans: Spans = field(factory=Spans, init=False)
 
-    def plan(self, columns: SampleColumns) -> Plan:
+    def plan(self, columns: SampleColumns, *, skip_zero_gradients: bool = False) -> Plan:
         """Return the plan of a mini-batch, with every column that the objective reads: the teacher's, where there is one, over this plan."""
-        plan = self.engine.plan(columns)
+        plan = self.engine.plan(columns, skip_zero_gradients=skip_zero_gradients)
         if self.prepared.teacher is None or TEACHER not in self.prepared.assembly.objective.columns:
             return plan
         scores = self.engine.score(plan, tokens="loss", model=TEACHER_MODEL).result()
@@ -155,7 +155,8 @@ class SftTrainer:
         with self._spans("data"):
             chosen, self.position = self.prepared.order.mini_batch(self.position)
             columns = self.prepared.train.batch(chosen)
-        result = self.engine.train(self.plan(columns), per_token_outputs=False)
+        plan = self.plan(columns, skip_zero_gradients=self.prepared.resolved.config.training.skip_zero_gradients)
+        result = self.engine.train(plan, per_token_outputs=False)
         metrics = {
             **results_of(name_losses_of_sources(result.metrics, self.prepared.train.source_names)),
             **shares_of_sources(columns, self.prepared.train.source_names),
