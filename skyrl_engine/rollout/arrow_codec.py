@@ -228,11 +228,11 @@ def _texts(documents: Sequence[str]) -> tuple[AnyArray, bytes]:
 
 def columns_of(batch: "pa.RecordBatch") -> list[AnyArray | bytes]:
     """Return the values of a batch as they were when it was made; those of format 2 without the lengths of documents."""
-    columns: list[AnyArray | bytes] = [batch.column(name).to_numpy() for name in _NUMBERS]
+    columns: list[AnyArray | bytes] = [arrow_arrays.values_of(batch.column(name)) for name in _NUMBERS]
     further = [row.name for row in list_further_columns() if row.name in batch.schema.names]
     for name in (*_ARRAYS, *_LEARNED, *further):
         column = batch.column(name)
-        columns += [column.values.to_numpy(), column.offsets.to_numpy()]
+        columns += [arrow_arrays.values_of(column.values), arrow_arrays.values_of(column.offsets)]
     lengths, texts = _texts(batch.column("document").to_pylist())
     return [*columns, texts] if batch.schema.equals(schema_of_format_2()) else [*columns, lengths, texts]
 
@@ -280,6 +280,6 @@ def decode_learned(batch: "pa.RecordBatch", header: Mapping[str, Any]) -> list[L
 
 def _pieces(batch: "pa.RecordBatch", name: str, dtype: type[np.generic]) -> list[AnyArray]:
     """Return the list of every row, as `dtype`: an older format may hold narrower numbers."""
-    values, offsets = batch.column(name).values.to_numpy(), batch.column(name).offsets.to_numpy()
-    values = values.astype(dtype, copy=False)
+    column = batch.column(name)
+    values, offsets = arrow_arrays.values_of(column.values).astype(dtype, copy=False), arrow_arrays.values_of(column.offsets)
     return [values[start:end] for start, end in pairwise(offsets)]

@@ -99,8 +99,12 @@ def _read(message: bytes, numbers: Sequence[str], columns: Sequence[str] | None)
             errors.append(error)
         else:
             return *proven, batch
-    # what is wrong in the present format says more
-    raise errors[0]
+    try:
+        # what is wrong in the present format says more
+        raise errors[0]
+    finally:
+        # an error holds this frame, and so the bytes of a segment for as long as the frame holds the error
+        errors.clear()
 
 
 def _batch_of(message: bytes, number: str, columns: Sequence[str] = ()) -> tuple["pa.RecordBatch", "pa.KeyValueMetadata | None"]:

@@ -129,16 +129,13 @@ def read_segment(path: Path) -> Segment:
     try:
         with path.open("rb") as file:
             whole = _read_whole(path, file)
-            if whole is not None:
-                return whole
-            file.seek(0)
-            content = file.read()
+        content = b"" if whole is not None else path.read_bytes()
     except OSError as error:
         raise RolloutError(
             f"the segment {path} of the journal of rollouts cannot be read ({error.strerror or error})",
             remedy="Make it readable, or move it away: what it held is then sampled again",
         ) from error
-    return _read_in_parts(path, content)
+    return _read_in_parts(path, content) if whole is None else whole
 
 
 # --- a whole segment ---------------------------------------------------------------------------------------------------------------

@@ -1,6 +1,8 @@
 """Attempts are summed up and chosen as by reading all of them, in work that grows with their number, and in memory that hardly does."""
 
 import gc
+import subprocess
+import sys
 import tracemalloc
 
 import numpy as np
@@ -254,6 +256,17 @@ def test_only_one_group_is_held_while_tokens_are_searched(tmp_path):
     tracemalloc.stop()
     assert chosen.count > 300
     assert peak < 3.5 * 60_000 * MEMBERS
+
+
+def test_rows_are_read_without_pandas(journal):
+    """It is imported by Arrow's `to_numpy`, where it is installed: a second of CPU time and 50 MB, whatever the journal."""
+    code = (
+        "import sys; from pathlib import Path; from skyrl_engine.rollout.journal_index import read_index\n"
+        "index = read_index(Path(sys.argv[1])); index.groups[0].group(); index.groups[0].read_tokens(); index.learned[1].read_learned()\n"
+        "print('pandas' in sys.modules)"
+    )
+    outcome = subprocess.run([sys.executable, "-c", code, str(journal)], capture_output=True, text=True, check=True)
+    assert outcome.stdout == "False\n"
 
 
 def test_sessions_that_go_on_cost_what_they_take_back(tmp_path, monkeypatch):

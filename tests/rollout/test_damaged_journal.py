@@ -1,9 +1,11 @@
 """A journal of which a part is damaged, cut off or gone gives all that is whole, never anything else, and says what it lacks."""
 
+import gc
 import logging
 import os
 import re
 import shutil
+import sys
 import zlib
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from skyrl_engine.errors import RolloutError
 from skyrl_engine.rollout.arrow_codec import LearnedAttempt, schema
 from skyrl_engine.rollout.journal import open_journal
 from skyrl_engine.rollout.journal_index import read_index
+from skyrl_engine.rollout.messages import reason_at
 from skyrl_engine.rollout.offline_source import RecordingLimits, read_recording
 from skyrl_engine.rollout.segments import read_segment
 from skyrl_engine.testing.rollout_cases import plain_group, require_same
@@ -138,6 +141,22 @@ def test_cut_off_anywhere_all_before_it_is_read(whole, folder, data):
     listed = read_index(folder, {FIRST: len(content)})
     assert bool(listed.losses) == (length < len(content))
     assert listed.torn is None
+
+
+def test_bytes_of_a_damaged_segment_are_let_go_of(whole, folder):
+    """What is wrong with a message holds the frames that found it, and those its bytes: that of all formats is not kept."""
+    content, entries = whole
+    damaged = bytearray(content)
+    damaged[entries[1].end - 30] ^= 1
+    copy = bytes(damaged)
+    gc.collect()
+    gc.disable()
+    try:
+        held = sys.getrefcount(copy)
+        assert reason_at(copy, entries[1].offset) == "a checksum differs"
+        assert sys.getrefcount(copy) == held
+    finally:
+        gc.enable()
 
 
 def test_several_damaged_places_leave_what_lies_between_them(whole, folder):

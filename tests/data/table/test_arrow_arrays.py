@@ -33,3 +33,18 @@ def test_neither_imports_pandas() -> None:
         "assert batch.num_rows == 2 and 'pandas' not in sys.modules",
     )
     subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True)
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int32, np.int64, np.float32, np.float64])
+@pytest.mark.parametrize(("first", "count"), [(0, 5), (2, 3), (5, 0)])
+def test_values_are_those_of_the_array_and_of_its_part(dtype: type[np.generic], first: int, count: int) -> None:
+    values = np.arange(5).astype(dtype)
+    got = arrow_arrays.values_of(arrow_arrays.numbers(values).slice(first, count))
+    assert (got.dtype, got.tolist()) == (dtype, values[first : first + count].tolist())
+    assert not (count and got.flags.writeable)
+
+
+def test_missing_numbers_are_refused() -> None:
+    with pytest.raises(ValueError, match="1 numbers are missing"):
+        arrow_arrays.values_of(pa.array([1, None], pa.int64()))
+    assert arrow_arrays.values_of(pa.array([], pa.float32())).tolist() == []
