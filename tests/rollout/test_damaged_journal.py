@@ -144,7 +144,7 @@ def test_cut_off_anywhere_all_before_it_is_read(whole, folder, data):
 
 
 def test_bytes_of_a_damaged_segment_are_let_go_of(whole, folder):
-    """What is wrong with a message holds the frames that found it, and those its bytes: that of all formats is not kept."""
+    """An error about a message holds the frames that found it, and these its bytes: none keeps the error."""
     content, entries = whole
     damaged = bytearray(content)
     damaged[entries[1].end - 30] ^= 1
