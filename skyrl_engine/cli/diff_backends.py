@@ -284,16 +284,16 @@ def _side(
     from skyrl_engine.proof.backends import Side
     from skyrl_engine.proof.passes import measure
     from skyrl_engine.proof.ranks import RankPool
+    from skyrl_engine.workers.dispatch import plan_batch
 
     plugins, training = resolved.plugins, resolved.config.training
     backend = plugins["backend"]
     assembly = Assembly.of(plugins, context, layout.ranks)
     shown = frozenset({"logits"} & assembly.description.capabilities)
-    packed = assembly.collator.product.rows == "packed"
-    with RankPool(model, plugins, context=context, packed_rows=packed, shown=shown) as pool:
+    with RankPool(model, plugins, context=context, rows=assembly.collator.product.rows, shown=shown) as pool:
         cut = assembly.layout(micro_batch_rows=training.micro_batch_rows, micro_batch_tokens=training.micro_batch_tokens)
         measured = measure(pool.group(layout.ranks, "float32"), assembly, columns, cut)
-        micro_batches = len(assembly.collator.product.plan(columns.lengths, cut).mini_batches[0].ranks[0])
+        micro_batches = len(plan_batch(assembly.collator, columns, cut).mini_batches[0].ranks[0])
     return _Pass(Side(f"{backend.loaded.record.name}, {layout}", measured), micro_batches, assembly.description)
 
 

@@ -33,6 +33,9 @@ BROKEN = 1
 READ = ReadKeys(frozenset(("plugins", *TABLES)))
 """Tables of a configuration that are read."""
 
+_STANDARD = ("padded", "packed", "tree")
+"""Collators that are proved without being asked for, where the backend supports their rows."""
+
 _DEFAULT_LOSS: Mapping[str, Any] = {
     "use": "ppo",
     "terms": [{"use": "kl", "coef": 0.1}, {"use": "entropy", "coef": 0.01}],
@@ -65,8 +68,8 @@ def prove(
 ) -> int:
     """Prove that the gradient does not depend on how a batch is cut.
 
-    16 recorded rollouts go through the chosen loss, reducer and backend in micro-batches of 1, 2 and 8 rows, by token budget, padded and
-    packed, in order and shuffled, on one rank and on several. Every row compares loss, gradient and per-token outputs with their
+    16 recorded rollouts go through the chosen loss, reducer and backend in micro-batches of 1, 2 and 8 rows, by token budget, padded, packed
+    and with shared prefixes, in order and shuffled, on one rank and on several. Every row compares loss, gradient and per-token outputs with their
     definition: one sample after the other through the plain model in float64. Without a loss it takes ppo with a KL and an entropy term. Of
     CONFIG, only plugins and their options are read.
     """
@@ -120,7 +123,7 @@ def _list_plants() -> None:
 
 
 def _by_collator(raw: "RawConfig") -> "Iterator[tuple[str, ResolvedConfig]]":
-    """Return the configuration with `padded`, with `packed`, and with its own collator where that is another one."""
+    """Return the configuration with `padded`, `packed` and `tree`, and with its own collator where that is another one."""
     from skyrl_engine.config import resolve
 
     table = {name: value for name, value in raw.table.items() if name in READ.names - {"collator"}}
@@ -129,7 +132,7 @@ def _by_collator(raw: "RawConfig") -> "Iterator[tuple[str, ResolvedConfig]]":
     if not isinstance(own, Mapping) or not isinstance(own.get("use", ""), str):
         resolve(raw, need=())  # says what is wrong
     own = {"use": "padded", **own}
-    for name, collator in {"padded": {"use": "padded"}, "packed": {"use": "packed"}, own["use"]: own}.items():
+    for name, collator in {**{name: {"use": name} for name in _STANDARD}, own["use"]: own}.items():
         yield name, resolve(attrs.evolve(plain, table={**plain.table, "collator": collator}), need=())
 
 
@@ -156,7 +159,10 @@ def _rows(resolved: "Mapping[str, ResolvedConfig]", plant: "Plant | None", ranks
     scores = ObjectiveParts.make(plugins, CONTEXT).scores
     value_head = "values" in scores
     layouts = {name: config.plugins["collator"].make(CONTEXT).rows for name, config in resolved.items()}
-    padding, packing = ([name for name, rows in layouts.items() if rows == wanted] for wanted in ("padded", "packed"))
+    backend = plugins["backend"]
+    declared = backend.loaded.describe_backend(backend.options, ranks).capabilities
+    padding = [name for name, rows in layouts.items() if rows == "padded"]
+    packing = [name for name, rows in layouts.items() if rows != "padded" and (rows in declared or name not in _STANDARD)]
     with tempfile.TemporaryDirectory(prefix="skyrl-engine-prove-") as directory:
         write_model(Path(directory), "llama" if family == "llama" else "qwen3", value_head=value_head)
         model = ModelConfig(directory, value_head=value_head)

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
         GatherIndex,
         collate,
         declared_extras,
+        measure_lengths,
     )
     from skyrl_engine.contracts.kinds.context import FactoryContext
     from skyrl_engine.contracts.kinds.correction import Correction, FunctionCorrection
@@ -126,9 +127,11 @@ if TYPE_CHECKING:
         Layout,
         MicroBatchPlan,
         MiniBatchPlan,
+        RowKind,
         SampleLengths,
         one_sample_per_row,
     )
+    from skyrl_engine.contracts.values.prefixes import CommonPrefixes, PrefixTree, find_common_prefixes, range_minima
     from skyrl_engine.contracts.values.ragged import AnyArray, IntArray, Ragged, RaggedView, offsets_of, segment_indices
     from skyrl_engine.contracts.values.rollout import (
         SEGMENT_OBSERVED,
@@ -185,6 +188,7 @@ __all__ = [
     "CheckpointSaved",
     "Collator",
     "ColumnForm",
+    "CommonPrefixes",
     "Completion",
     "ComputeDtype",
     "Correction",
@@ -234,6 +238,7 @@ __all__ = [
     "PairHalf",
     "Pairs",
     "PerSequence",
+    "PrefixTree",
     "Ragged",
     "RaggedView",
     "RankBatch",
@@ -243,6 +248,7 @@ __all__ = [
     "Reducer",
     "Reduction",
     "RolloutsFinished",
+    "RowKind",
     "SampleColumns",
     "SampleLengths",
     "Sampling",
@@ -274,10 +280,13 @@ __all__ = [
     "combine_metrics",
     "declared_extras",
     "equalize_ties",
+    "find_common_prefixes",
     "inseparable",
+    "measure_lengths",
     "model_score",
     "offsets_of",
     "one_sample_per_row",
+    "range_minima",
     "results_of",
     "segment_indices",
 ]
@@ -418,6 +427,12 @@ _HOMES = {
     "offsets_of": "values.ragged",
     "one_sample_per_row": "values.plan",
     "results_of": "values.outputs",
+    "CommonPrefixes": "values.prefixes",
+    "PrefixTree": "values.prefixes",
+    "find_common_prefixes": "values.prefixes",
+    "range_minima": "values.prefixes",
+    "RowKind": "values.plan",
+    "measure_lengths": "kinds.collator",
     "segment_indices": "values.ragged",
 }
 

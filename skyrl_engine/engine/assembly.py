@@ -115,7 +115,7 @@ class Assembly:
             topology=self.description.topology,
             device=device,
             shown=shown,
-            packed_rows=self.collator.product.rows == "packed",
+            rows=self.collator.product.rows,
             environment=self.description.environment,
         )
 
@@ -190,8 +190,8 @@ def assemble(resolved: ResolvedConfig, files: ModelFiles, *, max_sequence_length
     if assembly is not None and readable:
         with refusals.collect():
             assembly.check_backend(files.facts)
-            owner, packed = Owner.of(backend.loaded.record), assembly.collator.product.rows == "packed"
-            check_loading(owner, files.facts, assembly.description, packed_rows=packed)
+            owner = Owner.of(backend.loaded.record)
+            check_loading(owner, files.facts, assembly.description, assembly.collator.product.rows)
     refusals.raise_all()
     assert assembly is not None, "what hinders it was raised"
     return assembly

@@ -13,6 +13,7 @@ from skyrl_engine.contracts.kinds.needs import DIVERGENCE, ROLE_NEED, TOP_1_AGRE
 from skyrl_engine.contracts.kinds.reducer import Reducer
 from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.pairs import pair_places, roles_in
+from skyrl_engine.contracts.values.plan import RowKind
 from skyrl_engine.contracts.values.topology import Topology
 from skyrl_engine.data.images.processor import NoVision, Vision
 from skyrl_engine.errors import DataError, UnsupportedError
@@ -26,6 +27,7 @@ logger = logging.getLogger(__name__)
 _ACTION: dict[Capability, str] = {
     "padded": "Choose a collator that packs rows, or another backend",
     "packed": "Choose a collator with one sample per row, such as padded, or a backend that supports packing",
+    "tree": "Choose the collator packed, or a backend that computes shared prefixes once, such as fsdp",
     "tensor_parallel": "Set the backend's tensor-parallel size to 1, or choose another backend",
     "pipeline_parallel": "Set the backend's pipeline-parallel size to 1, or choose another backend",
     "context_parallel": "Set the backend's context-parallel size to 1, or choose another backend",
@@ -112,10 +114,10 @@ def check_layout(owner: Owner, facts: ModelFacts, described: BackendDescription)
             described.refuse_model(facts.config, facts.model)
 
 
-def check_loading(owner: Owner, facts: ModelFacts, described: BackendDescription, *, packed_rows: bool) -> None:
+def check_loading(owner: Owner, facts: ModelFacts, described: BackendDescription, rows: RowKind) -> None:
     """Raises ModelError or UnsupportedError for what the backend of `owner` would refuse when it loads the model, as far as it can tell."""
     with blame(owner, "rehearse"):
-        described.rehearse(facts.model, packed_rows)
+        described.rehearse(facts.model, rows)
 
 
 def vision_of(facts: ModelFacts, vision: Vision) -> Vision:

@@ -97,7 +97,7 @@ def _compare(device: torch.device, dtype: torch.dtype, heads: int, key_heads: in
     draw, tokens = torch.Generator().manual_seed(0), sum(PROBE.lengths)
     shapes = ((1, tokens, heads, head), (1, tokens, key_heads, 2 * head), (1, tokens, heads, head))
     results = []
-    with _apart(device):
+    with isolate(device):
         query, both, upstream = (torch.randn(shape, generator=draw).to(device, dtype) for shape in shapes)
         for compute in (_by_mask, attend):
             inputs = query.clone().requires_grad_(), both.clone().requires_grad_()
@@ -111,7 +111,7 @@ def _compare(device: torch.device, dtype: torch.dtype, heads: int, key_heads: in
 
 
 @contextmanager
-def _apart(device: torch.device) -> Iterator[None]:
+def isolate(device: torch.device) -> Iterator[None]:
     """Isolate a pass from the one around it: from its gradient mode, autocast, and hooks on saved tensors."""
     hooks = torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved)
     with torch.inference_mode(mode=False), torch.enable_grad(), torch.autocast(device.type, enabled=False), hooks:

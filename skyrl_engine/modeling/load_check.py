@@ -9,9 +9,11 @@ import torch
 from attrs import evolve
 
 from skyrl_engine.contracts.values.model import EmptyModelConfig, ModelConfig
+from skyrl_engine.contracts.values.plan import RowKind
 from skyrl_engine.model_facts.configuration import load_config
 from skyrl_engine.model_facts.weight_files import refuse_broken_adapter, safetensors_header, weight_files
 from skyrl_engine.modeling.causal_lm import split_causal_lm
+from skyrl_engine.modeling.dropout import refuse_dropout
 from skyrl_engine.modeling.first_layers import shorten
 from skyrl_engine.modeling.loading import build_causal_lm, load_skeleton, refuse_other_shapes
 from skyrl_engine.modeling.segment_adoption import adopt_segment_attention, certain_refusal
@@ -27,20 +29,22 @@ _MOST_PARAMETERS: Final = 500_000_000
 """Parameters of a layer that is made with values, 2 GB; of larger ones, loading tells."""
 
 
-def check_loading(spec: ModelConfig, packed_rows: bool, *, images: bool = False) -> None:
+def check_loading(spec: ModelConfig, rows: RowKind, *, images: bool = False) -> None:
     """Build the model without values as a rank does, with its adapters and value head, and look at the files of its weights.
 
-    This is `BackendDescription.rehearse` of backends that load by `load_scorer`; `images` as there. With `packed_rows` the model must be able
-    to keep the documents of a row apart, as far as its code shows without values. Random states are left unchanged. Raises ModelError and
-    UnsupportedError.
+    This is `BackendDescription.rehearse` of backends that load by `load_scorer`; `images` as there. Of `rows` that hold several samples the
+    model must be able to keep these apart, as far as its code shows without values; for shared prefixes it may drop nothing at random. Random
+    states are left unchanged. Raises ModelError and UnsupportedError.
     """
     with torch.random.fork_rng(devices=()):
         model, scorer = load_skeleton(spec, images=images)
-        if packed_rows:
+        if rows == "tree":
+            refuse_dropout(model)
+        if rows != "padded":
             refusal = certain_refusal(model, scorer.decoder) or _refusal_of_first_layer(spec)
             if refusal is not None:
                 scorer.segment_support = SegmentSupport(refusal=refusal)
-                scorer.refuse_packed_rows_unless_supported()
+                scorer.refuse_rows_unless_supported(rows)
     if isinstance(spec, EmptyModelConfig):
         return
     if spec.lora is not None and spec.lora.path is not None:

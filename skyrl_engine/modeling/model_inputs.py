@@ -9,7 +9,8 @@ from torch import Tensor
 
 from skyrl_engine.contracts.kinds.backend import MicroBatch
 from skyrl_engine.contracts.values.extras import IMAGE_GRID, OF_IMAGES, PIXEL_VALUES
-from skyrl_engine.contracts.values.ragged import offsets_of
+from skyrl_engine.contracts.values.prefixes import PrefixTree
+from skyrl_engine.contracts.values.ragged import Ragged, offsets_of
 from skyrl_engine.errors import ContractError, DataError, UnsupportedError
 from skyrl_engine.modeling.images import ImageTokens
 from skyrl_engine.modeling.rotary_positions import rotary_positions
@@ -32,21 +33,23 @@ class ModelInputs:
 
 
 def model_inputs(micro_batch: MicroBatch, *, one_row: bool = False, images: ImageTokens | None = None) -> ModelInputs:
-    """Return the scorer's arguments: rows of one sequence each unchanged; packed rows, or with `one_row` all, as one row of real tokens.
+    """Return the scorer's arguments: rows of one sequence each unchanged; other rows, or with `one_row` all, as one row of real tokens.
 
-    The attention mask marks the real tokens, and `sequence_lengths` divides them into documents. Alignment gaps, padding and empty rows are
-    left out, so nothing attends to them and they cost nothing. `images` describes how the model takes images (None: it takes none).
+    The attention mask marks the real tokens, and `sequence_lengths` divides them into documents, or `tree` into segments. Alignment gaps,
+    padding and empty rows are left out, so nothing attends to them and they cost nothing. `images` describes how the model takes images (None:
+    it takes none).
 
     Raises ContractError if mask and lengths contradict each other, what `rotary_positions` raises for images, and UnsupportedError for further
     model inputs, because models accept and ignore unknown keywords.
     """
     tensors = _pass_rows_through(micro_batch, images)
-    if not one_row and not (micro_batch.sequence_lengths.lengths > 1).any():
+    if not one_row and micro_batch.tree is None and not (micro_batch.sequence_lengths.lengths > 1).any():
         return ModelInputs(tensors, micro_batch.positions, None)
     mask_F = micro_batch.inputs["attention_mask"].flatten().bool()
-    lengths = micro_batch.sequence_lengths.values
+    ragged = micro_batch.sequence_lengths if micro_batch.tree is None else micro_batch.tree.lengths
+    lengths = ragged.values
     lengths = lengths[lengths > 0]
-    _check_layout(micro_batch, mask_F, lengths)
+    _check_layout(micro_batch, mask_F, lengths, ragged)
     # a micro-batch without documents must still pass through the model, because other ranks wait in its collectives
     if not len(lengths):
         mask_F, lengths = torch.arange(len(mask_F)) == 0, np.ones(1, dtype=np.int64)
@@ -55,10 +58,24 @@ def model_inputs(micro_batch: MicroBatch, *, one_row: bool = False, images: Imag
     for name in ("input_ids", "position_ids"):
         if name in tensors:
             inputs[name] = tensors[name].flatten(-2)[..., real].unsqueeze(-2)
+    if "position_ids" not in inputs and micro_batch.tree is not None:
+        raise ContractError(
+            "the collator left out position_ids", remedy="Correct the collator: build every field that is asked for"
+        )
     if "position_ids" not in inputs:
         inputs["position_ids"] = torch.cat([torch.arange(int(length)) for length in lengths])[None]
     places = mask_F.cumsum(0) - 1
-    return ModelInputs(inputs, places[micro_batch.positions], Segments(tuple(int(length) for length in lengths)))
+    parents = None if micro_batch.tree is None else _parents_of(micro_batch.tree)
+    return ModelInputs(inputs, places[micro_batch.positions], Segments(tuple(int(length) for length in lengths), parents))
+
+
+def _parents_of(tree: PrefixTree) -> tuple[int, ...] | None:
+    """Return the parents of all rows' segments, numbered over all rows; None where no segment has one: they are documents."""
+    parents = tree.parents
+    if (parents.values < 0).all():
+        return None
+    firsts = np.repeat(parents.offsets[:-1], parents.lengths)
+    return tuple(np.where(parents.values < 0, -1, parents.values + firsts).tolist())
 
 
 def _pass_rows_through(micro_batch: MicroBatch, images: ImageTokens | None) -> Mapping[str, Tensor]:
@@ -99,12 +116,11 @@ def check_tokens(micro_batch: MicroBatch, vocabulary: int) -> None:
             )
 
 
-def _check_layout(micro_batch: MicroBatch, mask_F: Tensor, lengths: np.ndarray) -> None:
-    """Check that each row's mask fits its sequences' lengths, that no sequence has a gap, and that only real tokens are scored."""
+def _check_layout(micro_batch: MicroBatch, mask_F: Tensor, lengths: np.ndarray, of_rows: Ragged) -> None:
+    """Check that each row's mask fits its sequences' lengths `of_rows`, that no sequence has a gap, and that only real tokens are scored."""
     rows = micro_batch.inputs["attention_mask"].shape[0]
     counted = mask_F.reshape(rows, -1).sum(1).numpy()
-    sequence_lengths = micro_batch.sequence_lengths
-    stated = np.diff(offsets_of(sequence_lengths.values)[sequence_lengths.offsets])
+    stated = np.diff(offsets_of(of_rows.values)[of_rows.offsets])
     if len(stated) != rows or (counted != stated).any():
         raise ContractError(
             f"the collator's attention mask marks {counted.tolist()} tokens per row, its sequence lengths add up to {stated.tolist()}",

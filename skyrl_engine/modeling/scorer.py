@@ -6,6 +6,7 @@ from types import MappingProxyType
 from torch import Tensor, nn
 
 from skyrl_engine.contracts.kinds.needs import DIVERGENCE, LOGPROBS_AT, TOP_1_AGREEMENT, asks_a_teacher
+from skyrl_engine.contracts.values.plan import RowKind
 from skyrl_engine.errors import ModelError, UnsupportedError
 from skyrl_engine.model_facts.thresholds import refuse_longer_rows
 from skyrl_engine.modeling.causal_lm import CausalLanguageModelParts
@@ -76,8 +77,8 @@ class Scorer(nn.Module):
 
         `padded` tells whether the attention mask hides a token (None: nobody has looked), so that no mask is read from the device.
 
-        With `segments` the inputs are input_ids and position_ids [1, tokens] of documents end to end; raises UnsupportedError for a model
-        whose documents would attend to each other.
+        With `segments` the inputs are input_ids and position_ids [1, tokens] of segments end to end; raises UnsupportedError for a model
+        whose tokens would see other segments than those.
         """
         hidden_NH = self._compute_hidden_states(inputs, segments, padded).flatten(0, 1)
         count = len(positions)
@@ -111,29 +112,33 @@ class Scorer(nn.Module):
             attention = {"segments": WHOLE_ROWS} if support.layers else {}
             with declare_padding(padded=padded):
                 return self.decoder(**inputs, **attention, use_cache=False)[0]  # type: ignore[no-any-return] # nn.Module.__call__ is untyped
-        self.refuse_packed_rows_unless_supported()
+        rows: RowKind = "packed" if segments.parents is None else "tree"
+        self.refuse_rows_unless_supported(rows)
         with skip_document_search():
             hidden_BTH: Tensor = self.decoder(**inputs, segments=segments, use_cache=False)[0]
         if len(segments.windows) != support.layers:
             raise ModelError(
-                f"{len(segments.windows)} of {support.layers} layers kept the documents of a packed row apart",
+                f"{len(segments.windows)} of {support.layers} layers kept the samples of a {rows} row apart",
                 remedy=REMEDY,
             )
         return hidden_BTH
 
     def _refuse_longer_rows(self, inputs: Mapping[str, Tensor], segments: Segments | None) -> None:
         """Raise UnsupportedError for rows beyond `rotary_length`; the mask, which may be on a device, is read only where padding may do it."""
-        width = inputs["input_ids"].shape[1] if segments is None else max(segments.lengths, default=0)
+        width = inputs["input_ids"].shape[1] if segments is None else segments.longest
         if self.rotary_length is None or width <= self.rotary_length:
             return
         if segments is None and "attention_mask" in inputs:
             width = int(inputs["attention_mask"].sum(1).max())
         refuse_longer_rows(type(self.decoder).__name__, self.rotary_length, width)
 
-    def refuse_packed_rows_unless_supported(self) -> None:
-        """Raises UnsupportedError, with the finding of loading, if the documents of a packed row would attend to each other."""
-        if not self.segment_support.layers:
+    def refuse_rows_unless_supported(self, rows: RowKind) -> None:
+        """Raises UnsupportedError, with the finding of loading, for rows whose samples would see each other."""
+        name, support = type(self.decoder).__name__, self.segment_support
+        if rows != "padded" and not support.layers:
+            raise UnsupportedError(f"{name} cannot be trained on {rows} rows: {support.refusal}", remedy=REMEDY)
+        if rows == "tree" and support.tree_refusal:
             raise UnsupportedError(
-                f"{type(self.decoder).__name__} cannot be trained on packed rows: {self.segment_support.refusal}",
-                remedy=REMEDY,
+                f"{name} cannot be trained on rows of shared prefixes: {support.tree_refusal}",
+                remedy="Use the collator packed, or another model",
             )

@@ -29,6 +29,8 @@ def adopt_segment_attention(model: Any, decoder: nn.Module, *, name: str) -> Seg
     The check is one forward and backward pass over three short documents. Attention must run over the segments once per layer, with a sliding
     window exactly where the configuration has one; hidden states must equal those of the documents in rows of their own, within `TOLERANCE`
     of 1 + |h|; and the gradient of the middle document's hidden states must be exactly 0 at the embeddings of the others.
+
+    A second such check, over a prefix and two continuations of it, tells whether samples can share prefixes (`tree_refusal`).
     """
     attending = _find_attending(model, decoder)
     before = attending.config._attn_implementation  # noqa: SLF001 - transformers offers no other way to read it
@@ -139,7 +141,9 @@ def _adopt(model: Any, decoder: nn.Module) -> SegmentSupport:
         separate = decoder(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)[0].flatten(0, 1)
 
     attend_by_segments(model, decoder)
-    packed, gradient, segments = _run_packed(model, decoder, ids, generator)
+    segments = Segments((LENGTH,) * DOCUMENTS)
+    positions = torch.arange(LENGTH).repeat(DOCUMENTS)
+    packed, gradient = _run_row(model, decoder, ids, positions, segments, generator)
     if (refusal := _refusal_of_layers(model, decoder, segments)) is not None:
         return SegmentSupport(refusal=refusal)
     difference = ((packed - separate).abs() / (1 + separate.abs())).max().item()
@@ -150,7 +154,33 @@ def _adopt(model: Any, decoder: nn.Module) -> SegmentSupport:
     inside = gradient.reshape(DOCUMENTS, LENGTH, -1)
     if not inside[1].any() or inside[[0, 2]].any():
         return SegmentSupport(refusal="its documents see each other in a packed row", mixes=finite)
-    return SegmentSupport(len(segments.windows), refusal="")
+    return SegmentSupport(
+        len(segments.windows), refusal="", tree_refusal=_refusal_of_trees(model, decoder, ids, separate, generator)
+    )
+
+
+def _refusal_of_trees(model: Any, decoder: nn.Module, ids: Tensor, separate: Tensor, generator: torch.Generator) -> str:
+    """Return why samples cannot share the first document as their prefix, as a clause; empty where they can.
+
+    `separate` are the hidden states of the documents in rows of their own. Both continuations must have those of whole rows, and a
+    continuation's gradient must reach the prefix and not its sibling.
+    """
+    prefix, *continuations = ids
+    whole = torch.stack([torch.cat([prefix, continuation]) for continuation in continuations])
+    with torch.no_grad():
+        attention_mask = torch.ones_like(whole)
+        unrolled = decoder(input_ids=whole, attention_mask=attention_mask, segments=WHOLE_ROWS, use_cache=False)[0][:, LENGTH:]
+    expected = torch.cat([separate[:LENGTH], unrolled.flatten(0, 1)])
+    segments = Segments((LENGTH,) * DOCUMENTS, parents=(-1, 0, 0))
+    positions = torch.cat([torch.arange(LENGTH), *(torch.arange(LENGTH, 2 * LENGTH) for _ in continuations)])
+    hidden, gradient = _run_row(model, decoder, ids, positions, segments, generator)
+    difference = ((hidden - expected).abs() / (1 + expected.abs())).max().item()
+    if not difference <= TOLERANCE:  # also true for NaN
+        return f"samples that share a prefix differ from those that do not by {difference:.1e}"
+    inside = gradient.reshape(DOCUMENTS, LENGTH, -1)
+    if not inside[0].any() or not inside[1].any() or inside[2].any():
+        return "samples that share a prefix see each other"
+    return ""
 
 
 def _refusal_of_layers(model: Any, decoder: nn.Module, segments: Segments) -> str | None:
@@ -164,27 +194,28 @@ def _refusal_of_layers(model: Any, decoder: nn.Module, segments: Segments) -> st
     return None
 
 
-def _run_packed(model: Any, decoder: nn.Module, ids: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor, Segments]:
-    """Return the packed documents' hidden states [tokens, h], the middle one's gradient at the embeddings [tokens, e], and the segments."""
+def _run_row(
+    model: Any, decoder: nn.Module, ids: Tensor, positions: Tensor, segments: Segments, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """Return the hidden states [tokens, h] of the segments end to end, and the gradient of the middle one's at the embeddings [tokens, e]."""
     embeddings: list[Tensor] = []
 
     def keep(_module: nn.Module, _inputs: object, output: Tensor) -> Tensor:
         embeddings.append(output.detach().requires_grad_())
         return embeddings[0]
 
-    segments = Segments((LENGTH,) * DOCUMENTS)
-    positions = torch.arange(LENGTH, device=ids.device).repeat(DOCUMENTS)[None]
     hook = model.get_input_embeddings().register_forward_hook(keep)
     try:
         with torch.enable_grad():
-            hidden = decoder(input_ids=ids.reshape(1, -1), position_ids=positions, segments=segments, use_cache=False)[0][0]
+            position_ids = positions.to(ids.device)[None]
+            hidden = decoder(input_ids=ids.reshape(1, -1), position_ids=position_ids, segments=segments, use_cache=False)[0][0]
             middle = hidden[LENGTH : 2 * LENGTH]
             # random, because the gradient of a norm vanishes for equal weights
             upstream = torch.randn(middle.shape, generator=generator).to(middle)
             (gradient,) = torch.autograd.grad(middle, embeddings, upstream)
     finally:
         hook.remove()
-    return hidden.detach(), gradient, segments
+    return hidden.detach(), gradient
 
 
 def _sliding_layers(config: Any, layers: int) -> int:

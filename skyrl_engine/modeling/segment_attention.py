@@ -17,8 +17,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from skyrl_engine.errors import UnsupportedError
-from skyrl_engine.modeling import document_kernel
+from skyrl_engine.modeling import document_kernel, tree_attention
 from skyrl_engine.modeling.segments import REMEDY, Segments, WholeRows
+from skyrl_engine.modeling.tree_attention import mask_of_run
 
 NAME = "skyrl_engine_segment_sdpa"
 _MEANINGLESS_HERE = frozenset({"position_ids", "use_cache", "output_attentions", "output_hidden_states", "output_router_logits"})
@@ -40,7 +41,7 @@ def segment_attention(
 ) -> tuple[Tensor, None]:
     """Attend causally from query [rows, heads, tokens, d] to key and value [rows, key heads, tokens, d]; return [rows, tokens, heads, d].
 
-    With `Segments` there is one row, whose documents do not attend to each other; with `WholeRows` this is transformers' own "sdpa". Raises
+    With `Segments` there is one row, whose tokens see what its segments say; with `WholeRows` this is transformers' own "sdpa". Raises
     UnsupportedError if the model passed neither on, or if a layer asks for what would be dropped (attention sinks, soft caps, biases).
     """
     if segments is None:
@@ -61,8 +62,12 @@ def segment_attention(
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if not causal or attention_mask is not None or query.shape[2] != key.shape[2]:
         raise UnsupportedError(f"{type(module).__name__} does not attend causally from tokens to themselves", remedy=REMEDY)
-    assert len(query) == 1, "documents are end to end in one row"
+    assert len(query) == 1, "segments are end to end in one row"
     segments.windows.append(sliding_window)
+    if segments.parents is not None:
+        return tree_attention.attend(
+            module, query, key, value, segments, scaling=scaling, window=sliding_window, dropout=dropout
+        ), None
     if document_kernel.takes(query, key, value, window=sliding_window, dropout=dropout):
         return document_kernel.attend(query, key, value, segments, scaling=scaling, window=sliding_window), None
     masks: dict[int, Tensor] = {}
@@ -72,7 +77,7 @@ def segment_attention(
         length, mask = query_D.shape[2], None
         if sliding_window is not None and length > sliding_window:
             if length not in masks:
-                masks[length] = _window_mask(length, sliding_window, query.device)
+                masks[length] = mask_of_run(length, 0, sliding_window, query.device)
             mask = masks[length]
         output, _ = sdpa_attention_forward(module, query_D, key_D, value_D, mask, dropout=dropout, scaling=scaling, is_causal=True)
         outputs.append(output)
@@ -127,13 +132,6 @@ def segment_mask(
     if others.get("use_vmap") or local_size not in (None, getattr(config, "sliding_window", None)):
         raise UnsupportedError("its attention mask is neither causal nor a sliding window", remedy=REMEDY)
     return None
-
-
-def _window_mask(length: int, window: int, device: torch.device) -> Tensor:
-    """Return a mask, bool [1, 1, length, length], by which a token attends to itself and the `window` - 1 tokens before it."""
-    place = torch.arange(length, device=device)
-    distance = place[:, None] - place
-    return ((distance >= 0) & (distance < window))[None, None]
 
 
 def register() -> None:

@@ -1,6 +1,8 @@
-"""The documents of a packed row, passed to every attention layer as the keyword argument `segments`."""
+"""The segments of a row, passed to every attention layer as the keyword argument `segments`: documents, or a tree of shared prefixes."""
 
-from typing import TYPE_CHECKING, Final
+from functools import cached_property
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, Final
 
 from attrs import define, field, frozen
 
@@ -11,9 +13,29 @@ REMEDY: Final = "Use a collator with one sample per row, such as padded, or anot
 """The remedy if the documents of a packed row would attend to each other."""
 
 
-@define(eq=False)
+@frozen
+class Run:
+    """Tokens of a row end to end, from `start` up to `stop`, each of which sees those before it in the run and all tokens of `path`.
+
+    `path` are earlier pieces of the row, (start, stop) each, in the order of their positions; none where the run begins a document.
+    """
+
+    start: int
+    stop: int
+    path: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def prefix(self) -> int:
+        """Number of tokens of the path."""
+        return sum(stop - start for start, stop in self.path)
+
+
+@define(eq=False, slots=False)
 class Segments:
-    """One row of documents end to end, of these `lengths` (all positive, in tokens); each document attends to itself alone.
+    """One row of segments end to end, of these `lengths` (all positive, in tokens).
+
+    Without `parents` every segment is a document, which attends to itself alone. `parents` make trees of them: a token sees its own segment
+    up to itself, and all segments above it; -1 is the parent of a segment that begins a document.
 
     It is a plain object and no tensor, so that activation checkpointing and the hooks of sharding frameworks leave it unchanged. Every
     attention call that follows these segments appends its sliding window (None: full attention) to `windows`, so that their number shows
@@ -21,16 +43,64 @@ class Segments:
     """
 
     lengths: tuple[int, ...]
+    parents: tuple[int, ...] | None = None
     windows: list[int | None] = field(factory=list)
     _ends: dict["torch.device", "torch.Tensor"] = field(factory=dict, init=False, repr=False)
+    kept: dict[object, Any] = field(factory=dict, init=False, repr=False)
+    """Masks that layers share, by whatever they depend on."""
 
     def ends(self, device: "torch.device") -> "torch.Tensor":
-        """Return int32[documents + 1] on `device`: 0, and the end of each document. Made once, for all layers."""
+        """Return int32[segments + 1] on `device`: 0, and the end of each segment. Made once, for all layers."""
         if device not in self._ends:
             import torch
 
             self._ends[device] = torch.tensor([0, *self.lengths]).cumsum(0).to(device, torch.int32)
         return self._ends[device]
+
+    @cached_property
+    def bounds(self) -> tuple[tuple[int, int], ...]:
+        """The start and the stop of every segment in the row."""
+        stops = list(accumulate(self.lengths))
+        return tuple(zip([0, *stops[:-1]], stops, strict=True))
+
+    @cached_property
+    def runs(self) -> tuple[Run, ...]:
+        """The row as few runs: a segment that follows its parent without a gap continues the parent's run."""
+        if self.parents is None:
+            return tuple(Run(start, stop) for start, stop in self.bounds)
+        runs: list[Run] = []
+        for segment, (parent, (start, stop)) in enumerate(zip(self.parents, self.bounds, strict=True)):
+            if parent >= 0 and parent == segment - 1:
+                runs[-1] = Run(runs[-1].start, stop, runs[-1].path)
+            else:
+                runs.append(Run(start, stop, self._path(parent)))
+        return tuple(runs)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest document, from its beginning down to the end of a segment."""
+        return max((run.prefix + run.stop - run.start for run in self.runs), default=0)
+
+    @cached_property
+    def seen_until(self) -> tuple[int, ...]:
+        """Per segment the column up to which tokens see it, if they come after it: the end of the last segment below it."""
+        until = [stop for _, stop in self.bounds]
+        for segment in range(len(until) - 1, -1, -1):
+            if self.parents is not None and (parent := self.parents[segment]) >= 0:
+                until[parent] = max(until[parent], until[segment])
+        return tuple(until)
+
+    def _path(self, segment: int) -> tuple[tuple[int, int], ...]:
+        """Return the pieces of the row from the beginning of a document down to the end of a segment; -1 is none."""
+        assert self.parents is not None
+        pieces: list[tuple[int, int]] = []
+        while segment >= 0:
+            start, stop = self.bounds[segment]
+            if pieces and pieces[-1][0] == stop:
+                stop = pieces.pop()[1]
+            pieces.append((start, stop))
+            segment = self.parents[segment]
+        return tuple(reversed(pieces))
 
 
 @frozen(eq=False)
@@ -45,9 +115,11 @@ WHOLE_ROWS: Final = WholeRows()
 class SegmentSupport:
     """A model's support of segments: `layers` attention calls per forward pass follow them; if 0, `refusal` is a clause that says why.
 
-    `mixes` says that its documents were seen to reach each other, in a forward pass of finite numbers.
+    `mixes` says that its documents were seen to reach each other, in a forward pass of finite numbers. `tree_refusal`, where it follows
+    segments, is a clause that says why their prefixes cannot be shared; empty where they can.
     """
 
     layers: int = 0
     refusal: str = "nobody has checked whether its attention can be replaced"
     mixes: bool = False
+    tree_refusal: str = "nobody has checked whether its samples can share prefixes"

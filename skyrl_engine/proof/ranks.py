@@ -14,6 +14,7 @@ from skyrl_engine.contracts.kinds.backend import AdamWSettings
 from skyrl_engine.contracts.kinds.context import FactoryContext
 from skyrl_engine.contracts.kinds.needs import TEACHER_MODEL
 from skyrl_engine.contracts.values.model import ComputeDtype, ModelConfig
+from skyrl_engine.contracts.values.plan import RowKind
 from skyrl_engine.contracts.values.topology import Topology
 from skyrl_engine.modeling.tiny import PAD_TOKEN_ID
 from skyrl_engine.proof.rollouts import LONGEST
@@ -28,7 +29,7 @@ class RankPool:
     """Groups of ranks with one model. `plugins` are those of any run: every pass chooses its own collator and objective.
 
     `alone` is the backend for a single rank where the one in `plugins` divides the world, `reference` the one of float64 passes; None: the
-    backend in `plugins`. `teacher` is the frozen model that losses compare with, None where none does. `packed_rows` as in `RankEnvironment`;
+    backend in `plugins`. `teacher` is the frozen model that losses compare with, None where none does. `rows` as in `RankEnvironment`;
     `shown` are model scores that outputs hold in addition to those that the losses read.
     """
 
@@ -37,7 +38,7 @@ class RankPool:
     alone: SelectedPlugin | None = None
     reference: SelectedPlugin | None = None
     context: FactoryContext = CONTEXT
-    packed_rows: bool = True
+    rows: RowKind = "packed"
     shown: frozenset[str] = frozenset()
     teacher: ModelConfig | None = None
     _stack: ExitStack = attrs.field(factory=ExitStack, init=False)
@@ -67,7 +68,7 @@ class RankPool:
             locks: dict[str, dict[str, Any]] = {place: selected.to_lock_entry() for place, selected in plugins.items()}
             model = attrs.evolve(self.model, dtype=dtype)
             spec = WorkerSpec(
-                locks, self.context, model, AdamWSettings(), self.topology(ranks, dtype), "cpu", self.shown, self.packed_rows
+                locks, self.context, model, AdamWSettings(), self.topology(ranks, dtype), "cpu", self.shown, self.rows
             )
             group = launch_workers(spec, launch="inline" if ranks == 1 else "ray")
             self._groups[ranks, dtype] = self._stack.enter_context(group)

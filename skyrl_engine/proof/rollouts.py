@@ -16,6 +16,9 @@ LONGEST = 40
 
 GROUPS, GROUP_SIZE = 4, 4
 
+PROMPTS = (5, 18, 22, 20)
+"""Tokens of each group's prompt: of one that is too short to be shared, and of three that are shared."""
+
 WIDTH = 3
 """Numbers per token of a column that holds several."""
 
@@ -24,19 +27,21 @@ Draw = Callable[[Numbers, int], npt.NDArray[np.float64]]
 
 
 def make_rollouts(needed: Iterable[str], seed: int = 0) -> SampleColumns:
-    """16 rollouts, four to a prompt, of 4 to 40 tokens, with the columns and values of samples that these needs name.
+    """16 rollouts, four to a prompt, of 5 to 40 tokens, with the columns and values of samples that these needs name.
 
-    Responses differ in length by a factor of ten, one is empty, one carries no loss at all; some tokens in the middle are masked and some
-    count half. Log-probabilities lie around those of an untrained model, so that ratios fall on both sides of any clipping bound. Where roles
-    are asked for, samples 2 i and 2 i + 1 are a pair.
+    A group's rollouts begin with the same prompt, and two of the last group with the same response tokens. Responses differ in length by a factor
+    of ten, one is empty, one carries no loss at all; some tokens in the middle are masked and some count half. Log-probabilities lie around
+    those of an untrained model, so that ratios fall on both sides of any clipping bound. Where roles are asked for, samples 2 i and 2 i + 1 are
+    a pair.
     """
     needs = tuple(needed)
     numbers = np.random.default_rng(seed)
-    prompts = np.repeat(numbers.integers(3, 9, GROUPS), GROUP_SIZE)
+    prompts = np.repeat(PROMPTS, GROUP_SIZE)
     responses = numbers.integers(3, LONGEST - prompts.max() + 1, len(prompts))
     responses[5] = 0
     responses[2] = LONGEST - prompts[2]
     responses[11] = 1
+    responses[13] = 9
     lengths = prompts + responses
     actions = int(responses.sum())
     action_offsets = offsets_of(responses)
@@ -44,9 +49,15 @@ def make_rollouts(needed: Iterable[str], seed: int = 0) -> SampleColumns:
     weight[action_offsets[9] : action_offsets[10]] = 0.0
     samples = np.arange(len(prompts), dtype=np.int64)
     group_ids = np.repeat(np.arange(GROUPS, dtype=np.int64), GROUP_SIZE)
+    token_offsets = offsets_of(lengths)
+    input_ids = numbers.integers(1, VOCABULARY, int(lengths.sum()))
+    for sample, first in enumerate(np.repeat(token_offsets[:-1:GROUP_SIZE], GROUP_SIZE).tolist()):
+        input_ids[token_offsets[sample] :][: prompts[sample]] = input_ids[first : first + prompts[sample]]
+    common = int(prompts[12]) + 5
+    input_ids[token_offsets[13] :][:common] = input_ids[token_offsets[12] :][:common]
     return SampleColumns.create(
-        input_ids=numbers.integers(1, VOCABULARY, int(lengths.sum())),
-        token_offsets=offsets_of(lengths),
+        input_ids=input_ids,
+        token_offsets=token_offsets,
         action_offsets=action_offsets,
         loss_weight=weight,
         columns={name: _draw_column(name, form, numbers, actions) for name, form in sorted(column_forms(needs).items())},

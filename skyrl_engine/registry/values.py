@@ -8,6 +8,7 @@ from skyrl_engine.contracts.kinds.backend import BackendDescription, Capability
 from skyrl_engine.contracts.kinds.environment import EnvironmentClaims
 from skyrl_engine.contracts.kinds.generator import GeneratorCapability, GeneratorDescription, WeightForm
 from skyrl_engine.contracts.kinds.reducer import EmptySequence
+from skyrl_engine.contracts.values.plan import RowKind
 from skyrl_engine.contracts.values.returned import describe_returned
 from skyrl_engine.contracts.values.topology import Topology
 
@@ -19,8 +20,8 @@ def of_advantage(product: Any) -> Iterator[str]:
 
 
 def of_collator(product: Any) -> Iterator[str]:
-    if hasattr(product, "rows") and product.rows not in ("padded", "packed"):
-        yield f"rows must be 'padded' or 'packed', is {product.rows!r}"
+    if hasattr(product, "rows") and product.rows not in get_args(RowKind):
+        yield f"rows must be {', '.join(map(repr, get_args(RowKind)))}, is {product.rows!r}"
     carried = getattr(product, "carries", ())
     if not isinstance(carried, tuple | list | set | frozenset):
         yield f"carries must be a set of names, is {carried!r}"

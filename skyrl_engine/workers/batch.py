@@ -59,6 +59,7 @@ class ShardBatch:
             sequence_lengths=dense.sequence_lengths,
             cu_seqlens=dense.cu_seqlens,
             ragged_offsets=dense.ragged_offsets,
+            tree=dense.tree,
             sample_ids=tokens.samples.sample_ids,
             step=self.shard.step,
             candidates={name: torch.from_numpy(ids) for name, ids in tokens.candidates.items()},

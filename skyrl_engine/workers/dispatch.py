@@ -8,7 +8,7 @@ import numpy.typing as npt
 from attrs import evolve, frozen
 
 from skyrl_engine.contracts.kinds.backend import StepCounts
-from skyrl_engine.contracts.kinds.collator import Collator
+from skyrl_engine.contracts.kinds.collator import Collator, measure_lengths
 from skyrl_engine.contracts.kinds.merger import Merger
 from skyrl_engine.contracts.kinds.needs import column_forms, sample_value
 from skyrl_engine.contracts.kinds.reducer import BatchStructure, PerSequence, Reducer, TokenWeights
@@ -81,7 +81,7 @@ def plan_lengths(collator: BoundPlugin[Collator], lengths: SampleLengths, layout
 
     Raises ContractError, naming the collator.
     """
-    label = collator.label
+    label, lengths = collator.label, measure_lengths(collator.product, columns)
     with blame(collator.owner, "plan"):
         returned = collator.product.plan(lengths, layout)
     plan = as_batch_plan(label, returned)

@@ -9,6 +9,7 @@ from attrs import Factory, frozen
 from skyrl_engine.contracts.kinds.backend import OptimizerSettings
 from skyrl_engine.contracts.kinds.context import FactoryContext
 from skyrl_engine.contracts.values.model import ModelConfig
+from skyrl_engine.contracts.values.plan import RowKind
 from skyrl_engine.contracts.values.topology import Topology
 
 Device = Literal["auto", "cpu", "cuda"]
@@ -20,7 +21,7 @@ class WorkerSpec:
     rank with the backend alone loads and exports, and runs no pass.
 
     `environment` as in `BackendDescription`. `shown` are model scores that per-token outputs hold in addition to those that the losses read.
-    `packed_rows` as in `RankEnvironment`.
+    `rows` as in `RankEnvironment`.
     """
 
     plugins: Mapping[str, Mapping[str, Any]]
@@ -30,7 +31,7 @@ class WorkerSpec:
     topology: Topology
     device: Device = "auto"
     shown: frozenset[str] = frozenset()
-    packed_rows: bool = False
+    rows: RowKind = "padded"
     environment: Mapping[str, str] = Factory(dict)
 
     def variables(self) -> dict[str, str]:

@@ -119,7 +119,7 @@ class Worker:
         if spec.plugins.keys() - {"backend"}:
             self.use_plugins(spec.plugins)
         self._plugin = SelectedPlugin.from_lock(spec.plugins["backend"])
-        self._environment = RankEnvironment(rank, spec.topology.world_size, device, spec.context.seed, spec.packed_rows)
+        self._environment = RankEnvironment(rank, spec.topology.world_size, device, spec.context.seed, spec.rows)
         self.backend = self._set_up_model(spec.model, spec.optimizer)
         self.frozen = FrozenModels(self.backend, lambda model: self._set_up_model(model, None))
         self.adapter_sets: dict[int, Worker] = {}

@@ -32,7 +32,7 @@ SpecFactory = Callable[..., WorkerSpec]
 
 @contextmanager
 def worker_with(spec: WorkerSpec, collator: Collator) -> Iterator[Worker]:
-    worker = Worker(evolve(spec, packed_rows=True), 0)
+    worker = Worker(evolve(spec, rows="packed"), 0)
     worker._collator = part_of(collator, "the collator", "collator")
     try:
         yield worker

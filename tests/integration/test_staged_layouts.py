@@ -102,7 +102,7 @@ def check(
         pytest.skip(f"NOT PROVED HERE: {error.cause}")
     locks = {place: selected.to_lock_entry() for place, selected in plugins.items()}
     spec = WorkerSpec(
-        locks, CONTEXT, ModelConfig(str(model)), AdamWSettings(learning_rate=1e-3), sizes.topology, "cpu", packed_rows=True
+        locks, CONTEXT, ModelConfig(str(model)), AdamWSettings(learning_rate=1e-3), sizes.topology, "cpu", rows="packed"
     )
     results: list[Any] = []
     with start(spec) as group:

@@ -33,7 +33,11 @@ CASES: Sequence[tuple[Variant, Any]] = (("own", build_padded), ("own", build_pac
 
 def gradients(backend: Backend, model: Path, variant: Variant, rows: Any) -> dict[str, npt.NDArray[np.float32]]:
     with closing(backend):
-        backend.setup(ModelConfig(str(model)), AdamWSettings(), RankEnvironment(0, 1, "cpu", 0, packed_rows=rows is build_packed))
+        backend.setup(
+            ModelConfig(str(model)),
+            AdamWSettings(),
+            RankEnvironment(0, 1, "cpu", 0, rows="packed" if rows is build_packed else "padded"),
+        )
         backend.forward_backward(rows(picture_documents(VOCABULARY, variant), 3), WeightedObjective())
         return {name: gradient.numpy().copy() for name, gradient in backend.gradients()}
 

@@ -7,7 +7,7 @@ from typing import Any
 import attrs
 from backends_made_wrong import Wrong, overriding
 
-from skyrl_engine.contracts import AdamWSettings, OptimStep
+from skyrl_engine.contracts import AdamWSettings, OptimStep, RowKind
 
 
 def _forgets_moments(self: Any, original: Any, directory: Any) -> None:
@@ -114,14 +114,14 @@ def _once(self: Any, original: Any, *arguments: Any) -> None:
     original(*arguments)
 
 
-def _rehearses_nothing_packed(_model: Any, packed_rows: bool) -> None:
+def _rehearses_nothing_packed(_model: Any, rows: RowKind) -> None:
     from skyrl_engine import UnsupportedError
 
-    if packed_rows:
+    if rows == "packed":
         raise UnsupportedError("no model is known to keep documents apart", remedy="Use the collator padded")
 
 
-def _draws_in_rehearsal(_model: Any, _packed_rows: bool) -> None:
+def _draws_in_rehearsal(_model: Any, _rows: RowKind) -> None:
     import torch
 
     torch.rand(1)

@@ -272,7 +272,7 @@ def test_an_export_keeps_no_trace(tmp_path: Path) -> None:
     model = tiny("qwen3")
     model.save_pretrained(tmp_path / "before")
     loaded, scorer = load_scorer(ModelConfig(str(tmp_path / "before")))
-    scorer.refuse_packed_rows_unless_supported()
+    scorer.refuse_rows_unless_supported("packed")
     assert scorer.segment_support.layers == LAYERS
     assert loaded.config._attn_implementation == NAME
     loaded.save_pretrained(tmp_path / "after")
@@ -286,7 +286,7 @@ def test_announced_packed_rows_are_refused_at_load(tmp_path: Path) -> None:
     tiny("stablelm").save_pretrained(tmp_path)
     load_scorer(ModelConfig(str(tmp_path)))
     with pytest.raises(UnsupportedError, match="StableLmModel cannot be trained on packed rows"):
-        load_scorer(ModelConfig(str(tmp_path)))[1].refuse_packed_rows_unless_supported()
+        load_scorer(ModelConfig(str(tmp_path)))[1].refuse_rows_unless_supported("packed")
 
 
 def attend(*, tokens: int = 6, mask: Tensor | None = None, **options: Any) -> Tensor:

@@ -264,7 +264,7 @@ class Matrix:
     def _spec(self, backend: str, layout: str, optimizer: OptimizerConfig) -> WorkerSpec:
         sizes = ParallelSizes.parse(layout)
         plugins = resolve_plugins("cross_entropy", "packed", {**BACKENDS[backend], **sizes.options})
-        return WorkerSpec(_locks(plugins), CONTEXT, self._model(), optimizer.settings(), sizes.topology, "cpu", packed_rows=True)
+        return WorkerSpec(_locks(plugins), CONTEXT, self._model(), optimizer.settings(), sizes.topology, "cpu", rows="packed")
 
     def _model(self) -> ModelConfig:
         return ModelConfig(str(self._directory / "model"), rotary_length=self.rotary_length)

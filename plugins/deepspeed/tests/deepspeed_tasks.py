@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from skyrl_engine.contracts import AdamWSettings, MicroBatch, ModelConfig, RankEnvironment
+from skyrl_engine.contracts import AdamWSettings, MicroBatch, ModelConfig, RankEnvironment, RowKind
 from skyrl_engine.modeling.tiny import VOCABULARY, write_model
 from skyrl_engine.testing.backends.batches import Arrays, Document, WeightedObjective, build_packed, build_padded, documents
 from skyrl_engine_deepspeed.backend import DeepSpeedBackend
@@ -43,12 +43,12 @@ def start(
     optimizer: AdamWSettings | None = STILL,
     *,
     threshold: int = 0,
-    packed_rows: bool = False,
+    rows: RowKind = "padded",
     **model: Any,
 ) -> DeepSpeedBackend:
     """A backend over the default process group. Chunks of five positions; unless said otherwise no parameter is kept whole."""
     backend = DeepSpeedBackend(DeepSpeedConfig(zero_stage=stage, persistence_threshold=threshold))  # type: ignore[arg-type] # checked by attrs
-    environment = RankEnvironment(dist.get_rank(), dist.get_world_size(), "cpu", 0, packed_rows)
+    environment = RankEnvironment(dist.get_rank(), dist.get_world_size(), "cpu", 0, rows)
     backend.setup(ModelConfig(directory, **{"logits_per_chunk": 5 * VOCABULARY, **model}), optimizer, environment)
     return backend
 

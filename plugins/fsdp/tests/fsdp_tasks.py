@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from skyrl_engine import EngineError
-from skyrl_engine.contracts import AdamWSettings, MicroBatch, ModelConfig, OptimizerSettings, RankEnvironment
+from skyrl_engine.contracts import AdamWSettings, MicroBatch, ModelConfig, OptimizerSettings, RankEnvironment, RowKind
 from skyrl_engine.modeling.causal_lm import LogitRule
 from skyrl_engine.modeling.chunked_head import Score
 from skyrl_engine.modeling.tiny import VOCABULARY
@@ -36,13 +36,13 @@ def start(
     optimizer: OptimizerSettings | None = None,
     *,
     options: FsdpConfig | None = None,
-    packed_rows: bool = False,
+    rows: RowKind = "padded",
     seed: int = 0,
     **model: Any,
 ) -> FsdpBackend:
     """A backend over the default process group."""
     backend = FsdpBackend(options or FsdpConfig())
-    environment = RankEnvironment(dist.get_rank(), dist.get_world_size(), "cpu", seed, packed_rows)
+    environment = RankEnvironment(dist.get_rank(), dist.get_world_size(), "cpu", seed, rows)
     backend.setup(
         ModelConfig(directory, **{"logits_per_chunk": 5 * VOCABULARY, **model}), optimizer or AdamWSettings(), environment
     )

@@ -57,7 +57,7 @@ def test_packing_is_declared() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_two_ranks_equal_one_plain_process(pair: World, models: dict[str, str], name: str, options: dict[str, Any]) -> None:
     due = definition(models[name], documents())
-    ranks = pair.run(compute_packed_gradients, models[name], sizes=(1, 2), packed_rows=True, **options)
+    ranks = pair.run(compute_packed_gradients, models[name], sizes=(1, 2), rows="packed", **options)
     for (first, gradients), (second, _) in zip(*ranks, strict=True):
         assert first + second == pytest.approx(due.loss, rel=1e-5)
         assert find_worst_difference(gradients, due.gradients) <= 1e-5
@@ -67,7 +67,7 @@ def test_two_ranks_equal_one_plain_process(pair: World, models: dict[str, str], 
 @pytest.mark.parametrize("name", NAMES)
 def test_one_rank_equals_a_plain_process(models: dict[str, str], name: str) -> None:
     due = definition(models[name], documents())
-    for total, gradients in compute_packed_gradients(models[name], sizes=(1, 3), packed_rows=True):
+    for total, gradients in compute_packed_gradients(models[name], sizes=(1, 3), rows="packed"):
         assert total == pytest.approx(due.loss, rel=1e-5)
         assert find_worst_difference(gradients, due.gradients) <= 1e-5
 
@@ -138,7 +138,7 @@ def test_changing_one_document_leaves_the_others_bit_identical(models: dict[str,
 
 def test_a_model_that_mixes_documents_is_refused_when_packing_is_announced(pair: World, models: dict[str, str]) -> None:
     with pytest.raises(UnsupportedError, match="cannot be trained on packed rows: StableLmAttention does not hand on"):
-        pair.run(start, models["stablelm"], packed_rows=True)
+        pair.run(start, models["stablelm"], rows="packed")
 
 
 def refuse_packed_rows(directory: str, make: Callable[..., MicroBatch]) -> str:

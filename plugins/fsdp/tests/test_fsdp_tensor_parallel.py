@@ -66,7 +66,7 @@ def test_gradients_are_the_definitions(layout: tuple[World, FsdpConfig], models:
         models[name],
         build_padded if rows_are == "padded" else build_packed,
         options,
-        packed_rows=rows_are == "packed",
+        rows=rows_are,
     )
     assert sum(loss for loss, _ in ranks) / options.tensor_parallel == pytest.approx(due.loss, rel=1e-5)
     for _, gradients in ranks:

@@ -15,6 +15,8 @@ from attrs.validators import and_, deep_iterable, ge, gt, instance_of, lt, max_l
 
 from skyrl_engine.contracts.values.model import LoraConfig, ModelConfig
 from skyrl_engine.contracts.values.outputs import RankOutput
+from skyrl_engine.contracts.values.plan import RowKind
+from skyrl_engine.contracts.values.prefixes import PrefixTree
 from skyrl_engine.contracts.values.ragged import IntArray, Ragged
 from skyrl_engine.contracts.values.returned import describe_returned, require_returned
 from skyrl_engine.contracts.values.topology import RankCoords, Topology
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 Capability = Literal[
     "padded",
     "packed",
+    "tree",
     "tensor_parallel",
     "pipeline_parallel",
     "context_parallel",
@@ -53,7 +56,7 @@ def refuse_no_model(_config: Any, _model: ModelConfig) -> None:
     """Refuse nothing: the backend takes whatever can be loaded."""
 
 
-def rehearse_nothing(_model: ModelConfig, _packed_rows: bool) -> None:
+def rehearse_nothing(_model: ModelConfig, _rows: RowKind) -> None:
     """Refuse nothing: what the backend cannot load shows when it is loaded."""
 
 
@@ -63,7 +66,7 @@ class BackendDescription:
 
     `refuse_model` gets a model's `transformers` configuration and how it is to be trained, and raises UnsupportedError for what the backend
     does not build or its layout does not divide. Planning calls it before a rank starts, so it needs no torch; backends call it again when
-    they load a model, for callers that did not plan. `rehearse` gets the same model and `RankEnvironment.packed_rows`, and raises the
+    they load a model, for callers that did not plan. `rehearse` gets the same model and `RankEnvironment.rows`, and raises the
     ModelError or UnsupportedError of `setup` as far as that shows without weights and without a rank; it may import torch, on the controller.
     Backends that load by `skyrl_engine.modeling` use `modeling.load_check.check_loading`. `means_over_step` declares terms inside the model
     that are means over an optimizer step, such as losses of routers: gradients of several mini-batches then do not add up to that of one.
@@ -79,7 +82,7 @@ class BackendDescription:
     topology: Topology
     capabilities: frozenset[Capability]
     refuse_model: Callable[[Any, ModelConfig], None] = refuse_no_model
-    rehearse: Callable[[ModelConfig, bool], None] = rehearse_nothing
+    rehearse: Callable[[ModelConfig, RowKind], None] = rehearse_nothing
     means_over_step: bool = False
     environment: Mapping[str, str] = Factory(dict)
 
@@ -88,14 +91,14 @@ class BackendDescription:
 class RankEnvironment:
     """One process of the world, its device ("cpu", "cuda:3") and the run's seed. The process group is already initialised.
 
-    `packed_rows` announces rows of several sequences: a model that would mix them is refused when it is loaded, not at the first such row.
+    `rows` announces the form of rows: a model that would mix the sequences of a row is refused when it is loaded, not at the first such row.
     """
 
     rank: int
     world_size: int
     device: str
     seed: int
-    packed_rows: bool = False
+    rows: RowKind = "padded"
 
 
 @frozen
@@ -158,6 +161,8 @@ class MicroBatch:
     what of `pixel_values` and `image_grid_thw`; `pixel_values` are sent to the first stage of a pipeline alone. `sample_ids` int64[samples]
     are for messages. `step` counts the optimizer step that this is a part of; None where whoever built the micro-batch does not know.
     `candidates` int64[n, k] by column are the token ids that the score `logprobs_at:COLUMN` is asked at; k may be another for each column.
+    `tree`, as in `DenseBatch`, cuts rows of trees into segments: a token sees its own segment up to itself, and the segments above it.
+    `sequence_lengths` are then still those of whole samples, more than the row has tokens.
     `teacher` is what `Teaches.teaching` of another product of the same plugin gave for this micro-batch, where the objective compares with a
     teacher.
     """
@@ -173,6 +178,7 @@ class MicroBatch:
     step: StepCounts | None = None
     candidates: Mapping[str, "torch.Tensor"] = Factory(dict)
     teacher: Any = None
+    tree: PrefixTree | None = None
 
 
 class RankBatch(Protocol):

@@ -4,12 +4,13 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
-from attrs import Factory, field, frozen
+from attrs import Factory, evolve, field, frozen
 from attrs.validators import instance_of, optional
 
 from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.extras import EXPERT_ROUTES, OF_IMAGES
-from skyrl_engine.contracts.values.plan import BatchPlan, Layout, MicroBatchPlan, SampleLengths
+from skyrl_engine.contracts.values.plan import BatchPlan, Layout, MicroBatchPlan, RowKind, SampleLengths
+from skyrl_engine.contracts.values.prefixes import LEAST_SHARED, PrefixTree, find_common_prefixes
 from skyrl_engine.contracts.values.ragged import IntArray, Ragged
 from skyrl_engine.contracts.values.returned import describe_returned, require_returned, require_vector
 from skyrl_engine.errors import ResultError
@@ -41,8 +42,9 @@ class GatherIndex:
     """The places at which the model scores action tokens. All int64[n], one entry per action token that has a predecessor.
 
     Entry k says: action token `actions[k]` (its place on the flat action axis of the micro-batch's samples, in the plan's order) is
-    predicted at row `rows[k]`, column `columns[k]`, one before the token itself. It never points at padding or before column 0; the
-    first token of a sample has no entry. Entries are in the order of their tokens: `actions` rise.
+    predicted at row `rows[k]`, column `columns[k]`, that of the token before it. It never points at padding or before column 0; the
+    first token of a sample has no entry. Entries are in the order of their tokens: `actions` rise. In rows of trees several tokens may be
+    predicted at one place: the first ones behind a shared prefix.
     """
 
     actions: IntArray
@@ -57,6 +59,8 @@ class DenseBatch:
     `cu_seqlens`, where rows hold their samples one after the other from column 0: per row int32[samples + 1], the column each sample begins
     in and the column after the last, alignment included. None for other layouts.
 
+    `tree`, where samples share prefixes: the segments of every row. Its samples then lie in more than one piece, and `cu_seqlens` are None.
+
     `ragged_offsets` int64[n+1], for fields without a row per row (`pixel_values`, `image_grid_thw`), which hold what the n samples have one
     after the other: sample i of the plan's order owns `field[offsets[i] : offsets[i + 1]]`.
     """
@@ -66,6 +70,7 @@ class DenseBatch:
     sequence_lengths: Ragged = field(validator=instance_of(Ragged))
     cu_seqlens: Ragged | None = field(default=None, validator=optional(instance_of(Ragged)))
     ragged_offsets: Mapping[str, IntArray] = Factory(dict)
+    tree: PrefixTree | None = field(default=None, validator=optional(instance_of(PrefixTree)))
 
     def __getitem__(self, name: str) -> "torch.Tensor":
         return self.fields[name]
@@ -74,14 +79,15 @@ class DenseBatch:
 class Collator(Protocol):
     """The product of `skyrl_engine_make_collator`: plans batches, and builds dense tensors of some of their rows.
 
-    `rows` declares what a row may hold, which is also the capability that a backend needs for it: one sample at most ("padded"), or
-    several ("packed").
+    `rows` declares what a row may hold, which is also the capability that a backend needs for it: one sample at most ("padded"),
+    several ("packed"), or several whose common prefixes are there once ("tree"). A collator of trees is given `lengths.prefixes`, says in
+    `MicroBatchPlan.shared` what it shares, and builds a `DenseBatch.tree`.
 
     A collator that lays expert routes or images over its rows says so in one more attribute, `carries`: a set of "router_replay" and
     "vision" (`declared_extras` reads it). Data that has what the collator does not carry is refused while planning.
     """
 
-    rows: Literal["padded", "packed"]
+    rows: RowKind
 
     def plan(self, lengths: SampleLengths, layout: Layout) -> BatchPlan:
         """Decide mini-batches, ranks, micro-batches and rows from lengths alone; no torch. Every sample is planned exactly once.
@@ -103,7 +109,17 @@ def collate(collator: Collator, columns: SampleColumns, layout: Layout = ONE_RAN
 
     Raises what `plan` and `build` raise.
     """
-    return collator.build(columns, collator.plan(columns.lengths, layout).joined)
+    return collator.build(columns, collator.plan(measure_lengths(collator, columns), layout).joined)
+
+
+def measure_lengths(collator: Collator, columns: SampleColumns, *, least: int = LEAST_SHARED) -> SampleLengths:
+    """Return all that `plan` of this collator looks at: lengths and ids, and for rows of trees the common prefixes.
+
+    `least` as in `find_common_prefixes`.
+    """
+    if collator.rows != "tree":
+        return columns.lengths
+    return evolve(columns.lengths, prefixes=find_common_prefixes(columns.input_ids, columns.token_offsets, least=least))
 
 
 def declared_extras(collator: Collator) -> frozenset[Carried]:
@@ -124,6 +140,8 @@ def as_dense_batch(label: str, result: object, *, whole: bool = True) -> DenseBa
     for name, field_ in dense.fields.items():
         _require_tensor(label, name, field_)
     require_returned(label, "gather of build", dense.gather, GatherIndex)
+    if dense.tree is not None:
+        _require_tree(label, dense.tree)
     if not whole:
         return dense
     ids = dense.fields.get("input_ids")
@@ -152,4 +170,15 @@ def _require_tensor(label: str, name: object, value: Any) -> None:
     if value.device.type != "cpu":
         raise ResultError(
             f"{label} returned {name} on {value.device} from build", remedy="Return CPU tensors; the backend moves them"
+        )
+
+
+def _require_tree(label: str, tree: PrefixTree) -> None:
+    lengths, parents = tree.lengths, tree.parents
+    numbers = np.arange(len(parents.values), dtype=np.int64) - np.repeat(parents.offsets[:-1], parents.lengths)
+    alike = np.array_equal(lengths.offsets, parents.offsets) and np.array_equal(lengths.offsets, tree.holders.offsets)
+    if not alike or (lengths.values < 1).any() or (parents.values < -1).any() or (parents.values >= numbers).any():
+        raise ResultError(
+            f"{label} returned a tree with lengths {lengths.values.tolist()!s:.80} and parents {parents.values.tolist()!s:.80} from build",
+            remedy="Give every segment at least one token, and as its parent an earlier segment of its row, or -1",
         )

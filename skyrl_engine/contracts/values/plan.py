@@ -2,21 +2,27 @@
 
 from collections.abc import Iterable, Iterator
 from itertools import chain
+from typing import Literal
 
 import numpy as np
 from attrs import Factory, define, evolve, field, frozen
 from attrs.validators import ge, optional
 
+from skyrl_engine.contracts.values.prefixes import CommonPrefixes
 from skyrl_engine.contracts.values.ragged import IntArray, offsets_of
 from skyrl_engine.contracts.values.returned import describe_returned, require_all, require_returned, require_vector
 from skyrl_engine.errors import ResultError
+
+RowKind = Literal["padded", "packed", "tree"]
+"""The forms of rows: one sample at most, samples one after the other, or samples whose common prefixes are there once."""
 
 
 @frozen(eq=False)
 class SampleLengths:
     """All that planning may look at. Every field is int64[N]; `tokens` counts prompt and response, `actions` the response alone.
 
-    `trajectory_ids` name the attempt that a sample is a stretch of; each is its own where nobody says.
+    `trajectory_ids` name the attempt that a sample is a stretch of; each is its own where nobody says. `prefixes` say which samples begin
+    with the same tokens; they are looked for where the collator plans rows of trees, and None elsewhere.
     """
 
     tokens: IntArray
@@ -25,6 +31,7 @@ class SampleLengths:
     group_ids: IntArray
     unit_ids: IntArray
     trajectory_ids: IntArray = Factory(lambda lengths: np.arange(len(lengths), dtype=np.int64), takes_self=True)
+    prefixes: CommonPrefixes | None = None
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -82,6 +89,9 @@ class MicroBatchPlan:
     `width` and `action_width` are the dense shapes' token and action axes. In rows of several samples, each occupies its tokens rounded up
     to a multiple of `alignment`; it travels with the rows because the rank that builds them has no layout. `order` says what will be built
     after it, where somebody knows: `order.micro_batches[place]` is then this plan itself, and a changed copy (`attrs.evolve`) is not.
+
+    `shared` int64[n], where rows hold trees of common prefixes: the first `shared[k]` tokens of sample k are those of the sample before it in
+    its row, and are computed once; 0 for the first sample of a row. A row then occupies the other tokens, and is rounded up as a whole.
     """
 
     samples: IntArray
@@ -91,6 +101,7 @@ class MicroBatchPlan:
     alignment: int = 1
     order: BuildOrder | None = field(default=None, repr=False)
     place: int = field(default=0, repr=False)
+    shared: IntArray | None = None
 
     @property
     def following(self) -> "tuple[MicroBatchPlan, ...]":
@@ -129,6 +140,12 @@ class MiniBatchPlan:
         return _samples_of(chain.from_iterable(self.ranks))
 
 
+def _join_shared(parts: list[MicroBatchPlan]) -> IntArray | None:
+    if all(part.shared is None for part in parts):
+        return None
+    return np.concatenate([np.zeros_like(part.samples) if part.shared is None else part.shared for part in parts])
+
+
 def _samples_of(micro_batches: Iterable[MicroBatchPlan]) -> IntArray:
     parts = [micro_batch.samples for micro_batch in micro_batches]
     return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
@@ -163,6 +180,7 @@ class BatchPlan:
             width=max((part.width for part in parts), default=1),
             action_width=max((part.action_width for part in parts), default=0),
             alignment=max((part.alignment for part in parts), default=1),
+            shared=_join_shared(parts),
         )
 
     @property
@@ -206,8 +224,20 @@ def _require_rows(label: str, micro_batch: MicroBatchPlan) -> None:
             f"{label} returned row_offsets {offsets.tolist()!s:.80} for {len(micro_batch.samples)} samples from plan",
             remedy="Return offsets that rise from 0 to the number of samples",
         )
+    if micro_batch.shared is not None:
+        _require_shared(label, micro_batch, micro_batch.shared)
     for name in ("width", "action_width", "alignment"):
         size = getattr(micro_batch, name)
         if not isinstance(size, int | np.integer) or isinstance(size, bool) or size < 0:
             got = repr(size) if isinstance(size, int | float) else describe_returned(size)
             raise ResultError(f"{label} returned {got} as {name} from plan", remedy=f"Return a whole number as {name}")
+
+
+def _require_shared(label: str, micro_batch: MicroBatchPlan, shared: IntArray) -> None:
+    require_vector(label, "plan", "shared", shared, np.int64, len(micro_batch.samples))
+    starts, ends = micro_batch.row_offsets[:-1], micro_batch.row_offsets[1:]
+    if (shared < 0).any() or shared[starts[starts < ends]].any():
+        raise ResultError(
+            f"{label} returned shared {shared.tolist()!s:.80} for rows that begin with the samples {starts.tolist()!s:.80} from plan",
+            remedy="Return 0 for the first sample of every row, and a number of tokens for each other",
+        )

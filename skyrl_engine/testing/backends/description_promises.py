@@ -75,7 +75,7 @@ def rehearsal(subject: BackendSubject, case: BackendCase) -> None:
     try:
         described.rehearse(model, packed)
     except EngineError as error:
-        with subject.open_ranks(case, packed_rows=packed) as ranks:
+        with subject.open_ranks(case, rows="packed" if packed else "padded") as ranks:
             ranks.forward_backward(case.whole())
         raise Broken(
             f"refuses while planning a model that it trains: {error.cause}",

@@ -28,6 +28,7 @@ from skyrl_engine.contracts.kinds.backend import (
 )
 from skyrl_engine.contracts.values.model import LoraConfig, ModelConfig
 from skyrl_engine.contracts.values.outputs import PADDING_SAMPLE, RankOutput, as_rank_output
+from skyrl_engine.contracts.values.plan import RowKind
 from skyrl_engine.contracts.values.topology import RankCoords, Topology
 from skyrl_engine.errors import EngineError
 from skyrl_engine.modeling.tiny import VOCABULARY
@@ -52,7 +53,7 @@ class Opening:
     model: ModelConfig
     optimizer: OptimizerSettings | None
     device: str
-    packed_rows: bool = False
+    announced_rows: RowKind = "padded"
     teacher: ModelConfig | None = None
     seed: int = SEED
 
@@ -135,7 +136,7 @@ class HeldBackend:
         self._shown: Mapping[str, Any] | None = None
         self._teacher: Any = None
         self._further: dict[int, HeldBackend] = {}
-        environment = self.environment = RankEnvironment(rank, size, opening.device, opening.seed, opening.packed_rows)
+        environment = self.environment = RankEnvironment(rank, size, opening.device, opening.seed, opening.announced_rows)
         try:
             plugin = SelectedPlugin.from_lock(opening.lock)
             self.label = str(plugin.loaded.record)

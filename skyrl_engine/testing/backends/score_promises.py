@@ -230,7 +230,7 @@ def temperature(subject: BackendSubject, case: BackendCase) -> None:
 def packed_rows(subject: BackendSubject, case: BackendCase) -> None:
     results = {}
     for rows in ("padded", "packed"):
-        with subject.open_ranks(case, packed_rows=True) as ranks:
+        with subject.open_ranks(case, rows="packed") as ranks:
             loss = ranks.loss(ranks.forward_backward(case.whole(rows=rows)))
             results[rows] = loss, ranks.gradients()[0]
     (loss, gradients), (got, packed) = results["padded"], results["packed"]
@@ -243,7 +243,7 @@ def packed_rows(subject: BackendSubject, case: BackendCase) -> None:
 @backend_promise("Packed rows, which it does not declare, are refused in words or right", exempt=exempt_with("packed"))
 def undeclared_packed_rows(subject: BackendSubject, case: BackendCase) -> None:
     try:
-        with subject.open_ranks(case, packed_rows=True) as ranks:
+        with subject.open_ranks(case, rows="packed") as ranks:
             got = ranks.loss(ranks.forward(case.whole(rows="packed")))
     except EngineError as error:
         require_words(error)
@@ -251,7 +251,7 @@ def undeclared_packed_rows(subject: BackendSubject, case: BackendCase) -> None:
     if not is_right_loss(subject, case, got):
         raise Broken(
             "takes packed rows, which it does not declare, and lets documents see each other",
-            "Raise UnsupportedError in setup where environment.packed_rows is set",
+            "Raise UnsupportedError in setup where environment.rows announces them",
         )
 
 
@@ -337,7 +337,7 @@ def divergence(subject: BackendSubject, case: BackendCase) -> None:
         (of_rows[-1], (reverse, jensen_shannon), 0.5, 3),
     ):
         due = subject.bench.definition(case.model, NUMBERS, needs=requested, temperature=temperature, teacher="llama")
-        with subject.open_ranks(case, teacher="llama", packed_rows=rows == "packed") as ranks:
+        with subject.open_ranks(case, teacher="llama", rows=rows) as ranks:
             cut = case.cut(micro_batches=micro_batches)
             _require_definition(ranks, case, due, requested, remedy, cut=cut, temperature=temperature, rows=rows)
 

@@ -11,6 +11,7 @@ from skyrl_engine.config import SelectedPlugin
 from skyrl_engine.contracts.kinds.backend import AdamWSettings, BackendDescription, Capability, OptimizerSettings
 from skyrl_engine.contracts.kinds.context import FactoryContext
 from skyrl_engine.contracts.values.model import ModelConfig
+from skyrl_engine.contracts.values.plan import RowKind
 from skyrl_engine.errors import EngineError
 from skyrl_engine.proof.layouts import ParallelSizes
 from skyrl_engine.testing.backends.bench import Bench, Model
@@ -66,7 +67,7 @@ class BackendSubject:
         model: Model | None = None,
         *,
         optimizer: OptimizerSettings | None = UNTOUCHED,
-        packed_rows: bool = False,
+        rows: RowKind = "padded",
         teacher: Model | None = None,
         seed: int = SEED,
         **options: Any,
@@ -76,14 +77,13 @@ class BackendSubject:
         spec = ModelConfig(self.bench.model(model or case.model), **options)
         teacher_config = None if teacher is None else ModelConfig(self.bench.model(teacher))
         lock = self.with_options(sizes.options).to_lock_entry()
-        return self.bench.ranks(Opening(lock, sizes.topology, spec, optimizer, self.device, packed_rows, teacher_config, seed))
+        return self.bench.ranks(Opening(lock, sizes.topology, spec, optimizer, self.device, rows, teacher_config, seed))
 
     def on_another_device(self, case: "BackendCase") -> BackendRanks:
         """Set the backend up on ranks whose device is one that is not the CPU, for `BackendRanks.elsewhere`."""
         from skyrl_engine.testing.other_device import OTHER
 
-        packed_rows = self.declares("packed")
-        return evolve(self, device=str(OTHER)).open_ranks(case, packed_rows=packed_rows)
+        return evolve(self, device=str(OTHER)).open_ranks(case, rows="packed" if self.declares("packed") else "padded")
 
 
 @frozen

@@ -78,7 +78,7 @@ def images(subject: BackendSubject, case: BackendCase) -> None:
         return
     due = subject.bench.definition(case.model, NUMBERS, pictures="own").logprobs
     for rows in _rows(subject):
-        with subject.open_ranks(case, packed_rows=rows == "packed") as ranks:
+        with subject.open_ranks(case, rows=rows) as ranks:
             for when, cut in _cuts(case):
                 got = _logprobs(ranks, PassOrder(cut, rows=rows, pictures="own"))
                 for number, values in due.items():
@@ -131,7 +131,7 @@ def image_gradients(subject: BackendSubject, case: BackendCase) -> None:
     for rows in _rows(subject):
         together, apart = _cuts(case)
         when, cut = apart if rows == "padded" else together
-        with subject.open_ranks(case, packed_rows=rows == "packed") as ranks:
+        with subject.open_ranks(case, rows=rows) as ranks:
             ranks.forward_backward(PassOrder(cut, rows=rows, pictures="own"))
             gradients = ranks.gradients()[0]
         try:

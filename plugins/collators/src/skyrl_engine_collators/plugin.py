@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from skyrl_engine.contracts import FactoryContext
     from skyrl_engine_collators.packed.collator import PackedCollator
     from skyrl_engine_collators.padded.collator import PaddedCollator
+    from skyrl_engine_collators.tree.collator import TreeCollator
 
 
 @define
@@ -95,5 +96,43 @@ class PackedPlugin:
         )
 
 
+@define
+class TreeConfig:
+    """Options of `tree`."""
+
+    max_tokens_per_microbatch: int | None = field(default=None, validator=optional(ge(1)))
+    """Largest number of tokens that a row computes; a shared prefix counts once. If the run sets `training.micro_batch_tokens` too, the smaller
+    applies; with neither, a rank has one row."""
+    pad_token_id: int | None = field(default=None, validator=optional(ge(0)))
+    """Token that fills the rest of a row; none: the tokenizer's own padding token."""
+    max_sequence_length: int | None = field(default=None, validator=optional(ge(1)))
+    """The longest sample allowed, in tokens; none: the run's `data.max_length`, if it is set. No sample is truncated."""
+    overlong: Literal["error", "warn"] = field(default="error", validator=in_(("error", "warn")))
+    """A sample longer than that: `error` refuses the batch, `warn` collates it and warns once per batch."""
+
+
+class TreePlugin:
+    """Several samples per row, of which common prefixes are computed once: groups of attempts, pairs of answers, system prompts."""
+
+    @hookimpl
+    def skyrl_engine_config_schema(self) -> type[TreeConfig]:
+        return TreeConfig
+
+    @hookimpl
+    def skyrl_engine_make_collator(self, config: TreeConfig | None, context: "FactoryContext") -> "TreeCollator":
+        from skyrl_engine_collators.tree.collator import TreeCollator
+
+        options = TreeConfig() if config is None else config
+        return TreeCollator(
+            pad_token_id=context.pad_token_id if options.pad_token_id is None else options.pad_token_id,
+            max_tokens_per_microbatch=options.max_tokens_per_microbatch,
+            max_sequence_length=(
+                context.max_sequence_length if options.max_sequence_length is None else options.max_sequence_length
+            ),
+            overlong=options.overlong,
+        )
+
+
 padded = PaddedPlugin()
 packed = PackedPlugin()
+tree = TreePlugin()

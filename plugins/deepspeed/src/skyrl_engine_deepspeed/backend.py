@@ -62,8 +62,7 @@ class DeepSpeedBackend:
         self._dtype, self._seed = model.dtype, environment.seed
         self._in_bfloat16: Scorer | None = None
         self._loaded = load(model, optimizer, self._config, self._device, environment.seed)
-        if environment.packed_rows:
-            self._loaded.scorer.refuse_packed_rows_unless_supported()
+        self._loaded.scorer.refuse_rows_unless_supported(environment.rows)
         self._gradients = AccumulatedGradients(self._loaded.engine) if optimizer is not None else None
         self._steps_done = 0
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 from skyrl_engine import hookimpl
-from skyrl_engine.contracts import OPTIONAL_SCORES, Backend, BackendDescription, ModelConfig, Topology
+from skyrl_engine.contracts import OPTIONAL_SCORES, Backend, BackendDescription, ModelConfig, RowKind, Topology
 from skyrl_engine_deepspeed.options import DeepSpeedConfig
 
 
@@ -21,7 +21,17 @@ class DeepSpeedPlugin:
         return BackendDescription(
             Topology(dp=world_size),
             frozenset(
-                {"padded", "packed", "value_head", "lora", *OPTIONAL_SCORES, "divergence", "second_model", "reference_by_adapters"}
+                {
+                    "padded",
+                    "packed",
+                    "tree",
+                    "value_head",
+                    "lora",
+                    *OPTIONAL_SCORES,
+                    "divergence",
+                    "second_model",
+                    "reference_by_adapters",
+                }
             ),
             lambda _, model: options.refuse_precision(model.dtype, learns=True),
             _rehearse,
@@ -34,10 +44,10 @@ class DeepSpeedPlugin:
         return DeepSpeedBackend(config or DeepSpeedConfig())
 
 
-def _rehearse(model: ModelConfig, packed_rows: bool) -> None:
+def _rehearse(model: ModelConfig, rows: RowKind) -> None:
     from skyrl_engine.modeling.load_check import check_loading
 
-    check_loading(model, packed_rows)
+    check_loading(model, rows)
 
 
 deepspeed = DeepSpeedPlugin()

@@ -72,8 +72,7 @@ class FsdpBackend:
             self._config = attrs.evolve(self._config, cpu_offload=False)
         meshes = Meshes.of(topology, replicate=self._config.replicate, device=self._device)
         self.take(load_sharded(model, meshes, self._device, self._config, environment.seed), meshes, model, optimizer, environment)
-        if environment.packed_rows:
-            self._scorer.refuse_packed_rows_unless_supported()
+        self._scorer.refuse_rows_unless_supported(environment.rows)
         # tensor-parallel ranks of one sample must draw equal dropout masks
         if topology.tp > 1:
             random_states.reseed(environment.seed + self.coords.dp)

@@ -4,7 +4,7 @@ from functools import partial
 from typing import Any
 
 from skyrl_engine import hookimpl
-from skyrl_engine.contracts import OPTIONAL_SCORES, Backend, BackendDescription, Capability, ModelConfig
+from skyrl_engine.contracts import OPTIONAL_SCORES, Backend, BackendDescription, Capability, ModelConfig, RowKind
 from skyrl_engine_fsdp.layer_styles import refuse_model
 from skyrl_engine_fsdp.options import FsdpConfig
 
@@ -21,7 +21,7 @@ class FsdpPlugin:
         config = config or FsdpConfig()
         topology = config.topology(world_size)
         capabilities: frozenset[Capability] = frozenset(
-            {"padded", "packed", "value_head", "tensor_parallel", *OPTIONAL_SCORES, "second_model", "sgd"}
+            {"padded", "packed", "tree", "value_head", "tensor_parallel", *OPTIONAL_SCORES, "second_model", "sgd"}
         )
         # transformers' tensor-parallel plans cut the linear layers of a text decoder; they say nothing about adapters and vision towers,
         # and a head that is divided compares with no teacher's
@@ -39,10 +39,10 @@ class FsdpPlugin:
         return FsdpBackend(config or FsdpConfig())
 
 
-def _rehearse(model: ModelConfig, packed_rows: bool, *, images: bool) -> None:
+def _rehearse(model: ModelConfig, rows: RowKind, *, images: bool) -> None:
     from skyrl_engine.modeling.load_check import check_loading
 
-    check_loading(model, packed_rows, images=images)
+    check_loading(model, rows, images=images)
 
 
 fsdp = FsdpPlugin()

@@ -4,7 +4,7 @@ from functools import partial
 from typing import Any
 
 from skyrl_engine import hookimpl
-from skyrl_engine.contracts import OPTIONAL_SCORES, Backend, BackendDescription, ModelConfig
+from skyrl_engine.contracts import OPTIONAL_SCORES, Backend, BackendDescription, ModelConfig, RowKind
 from skyrl_engine.model_facts.weight_files import weight_files
 from skyrl_engine_megatron.limits import refuse_model
 from skyrl_engine_megatron.options import MegatronConfig
@@ -40,7 +40,7 @@ class MegatronPlugin:
         return MegatronBackend(config or MegatronConfig())
 
 
-def _rehearse(model: ModelConfig, _packed_rows: bool) -> None:
+def _rehearse(model: ModelConfig, _rows: RowKind) -> None:
     from skyrl_engine.modeling.unpickling import refuse_code
 
     refuse_code(weight_files(model))

@@ -1,0 +1,144 @@
+"""Attention over a whole row of trees in one CUDA kernel: torch's FlexAttention over a block mask.
+
+NOT PROVEN HERE: tests on a machine without a CUDA device run its mask alone, in FlexAttention's plain form. So the first call with new sizes
+compares the kernel's output and gradients, on that device, with attention over an explicit mask; if they differ, runs are attended one by one,
+as on the CPU.
+"""
+
+import logging
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from skyrl_engine.modeling.document_kernel import DTYPES, LARGEST_HEAD, TOLERANCE, isolate
+from skyrl_engine.modeling.segments import Segments
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+PROBE = Segments((40, 18, 5, 7, 30), parents=(-1, 0, 1, 0, -1))
+PROBE_WINDOW, PROBE_SCALE = 23, 0.7
+"""A window shorter than some documents of the probe, and a scale relative to the kernel's default that differs from it."""
+
+logger = logging.getLogger(__name__)
+
+
+def takes(query: Tensor, key: Tensor, value: Tensor, *, window: int | None) -> bool:
+    """Return True if the kernel correctly attends from `query` [1, heads, tokens, d] to `key` and `value` [1, key heads, tokens, d]."""
+    head = query.shape[3]
+    alike = key.dtype == value.dtype == query.dtype and key.shape[3] == value.shape[3] == head
+    if not query.is_cuda or query.dtype not in DTYPES or not alike or head > LARGEST_HEAD or head & (head - 1):
+        return False
+    return _is_kernel_right(query.device, query.dtype, query.shape[1], key.shape[1], head, window is not None)
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, segments: Segments, *, scaling: float | None, window: int | None) -> Tensor:
+    """Return attention [1, tokens, heads, d]; a token sees what `tree_attention.attend` says."""
+    mask_key = ("block mask", window, query.device)
+    if mask_key not in segments.kept:
+        segments.kept[mask_key] = block_mask(segments, window, query.device)
+    kernel = _kernel(compiled=query.is_cuda)
+    grouped = query.shape[1] != key.shape[1]
+    output: Tensor = kernel(query, key, value, block_mask=segments.kept[mask_key], scale=scaling, enable_gqa=grouped)
+    return output.transpose(1, 2)
+
+
+def block_mask(segments: Segments, window: int | None, device: torch.device) -> "BlockMask":
+    """Return the mask of a row: token q sees column k from k on up to the end of the last segment below k's own.
+
+    `window` counts positions, which are columns but for the pieces between a path and its run.
+    """
+    from torch.nn.attention.flex_attention import create_block_mask  # it takes long to import, and on CUDA alone is it needed
+
+    lengths = torch.tensor(segments.lengths)
+    until_T = torch.tensor(segments.seen_until).repeat_interleave(lengths).to(device)
+    position_T = positions_of(segments).to(device)
+
+    def sees(_batch: Tensor, _head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        seen = (k <= q) & (q < until_T[k])
+        return seen if window is None else seen & (position_T[q] - position_T[k] < window)
+
+    tokens = len(until_T)
+    return create_block_mask(sees, None, None, tokens, tokens, device=device)
+
+
+def positions_of(segments: Segments) -> Tensor:
+    """Return int64[tokens]: the place of every token in its documents, which count from 0."""
+    starts: list[int] = []
+    for parent in segments.parents or (-1,) * len(segments.lengths):
+        starts.append(0 if parent < 0 else starts[parent] + segments.lengths[parent])
+    return torch.cat([torch.arange(start, start + length) for start, length in zip(starts, segments.lengths, strict=True)])
+
+
+@cache
+def _kernel(*, compiled: bool) -> Any:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=True) if compiled else flex_attention
+
+
+@cache
+def _is_kernel_right(device: torch.device, dtype: torch.dtype, heads: int, key_heads: int, head: int, windowed: bool) -> bool:
+    """Compare one forward and backward pass over `PROBE`; return False, with a warning, if the kernel fails or differs."""
+    try:
+        compare(device, dtype, heads, key_heads, head, PROBE_WINDOW if windowed else None)
+    except torch.OutOfMemoryError:
+        # it says nothing about the kernel
+        raise
+    except Exception as error:  # noqa: BLE001 - whatever a kernel raises on a device that it was not built for
+        lines = str(error).strip().splitlines()
+        logger.warning(
+            "rows of trees are attended run by run: FlexAttention does not serve %s heads of %s on %s (%s: %s)",
+            heads,
+            head,
+            device,
+            type(error).__name__,
+            lines[0] if lines else "no message",
+        )
+        return False
+    return True
+
+
+def compare(device: torch.device, dtype: torch.dtype, heads: int, key_heads: int, head: int, window: int | None) -> None:
+    """Raises if output or gradients over `PROBE` differ from the float32 definition by more than `TOLERANCE`."""
+    draw, tokens = torch.Generator().manual_seed(0), sum(PROBE.lengths)
+    shapes = ((1, heads, tokens, head), (1, key_heads, tokens, head), (1, key_heads, tokens, head), (1, tokens, heads, head))
+    segments = Segments(PROBE.lengths, PROBE.parents)
+    results = []
+    with isolate(device):
+        *drawn, upstream = (torch.randn(shape, generator=draw).to(device, dtype) for shape in shapes)
+        for compute in (attend_by_mask, attend):
+            inputs = [tensor.clone().requires_grad_() for tensor in drawn]
+            output = compute(*inputs, segments, scaling=PROBE_SCALE * head**-0.5, window=window)
+            results.append([output.detach(), *torch.autograd.grad(output, inputs, upstream)])
+    for what, wanted, got in zip(("output", "query's gradient", "keys' gradient", "values' gradient"), *results, strict=True):
+        difference = float((got.float() - wanted.float()).abs().max() / wanted.float().abs().max())
+        if not difference <= TOLERANCE:
+            raise ArithmeticError(f"its {what} is off by {difference:.1e}")
+
+
+def attend_by_mask(
+    query: Tensor, key: Tensor, value: Tensor, segments: Segments, *, scaling: float | None, window: int | None
+) -> Tensor:
+    """Compute `attend` by its definition, in float32 with a mask of tokens x tokens."""
+    parents = segments.parents or (-1,) * len(segments.lengths)
+    above: list[set[int]] = []
+    for segment, parent in enumerate(parents):
+        above.append({segment} | (above[parent] if parent >= 0 else set()))
+    owner = torch.arange(len(parents)).repeat_interleave(torch.tensor(segments.lengths))
+    on_path = torch.tensor([[other in seen for other in range(len(parents))] for seen in above])[owner][:, owner]
+    place = torch.arange(len(owner))
+    position = positions_of(segments)
+    distance = position[:, None] - position
+    seen = on_path & (place[:, None] >= place) & (distance < (len(owner) if window is None else window))
+    output = torch.nn.functional.scaled_dot_product_attention(
+        query.float(),
+        key.float(),
+        value.float(),
+        attn_mask=seen.to(query.device),
+        scale=scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return output.transpose(1, 2).to(query.dtype)
