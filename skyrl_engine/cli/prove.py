@@ -69,9 +69,9 @@ def prove(
     """Prove that the gradient does not depend on how a batch is cut.
 
     16 recorded rollouts go through the chosen loss, reducer and backend in micro-batches of 1, 2 and 8 rows, by token budget, padded, packed
-    and with shared prefixes, in order and shuffled, on one rank and on several. Every row compares loss, gradient and per-token outputs with their
-    definition: one sample after the other through the plain model in float64. Without a loss it takes ppo with a KL and an entropy term. Of
-    CONFIG, only plugins and their options are read.
+    and with shared prefixes, in order and shuffled, on one rank and on several. Every row compares loss, gradient and per-token outputs with
+    their definition: one sample after the other through the plain model in float64. Without a loss it takes ppo with a KL and an entropy
+    term. Of CONFIG, only plugins and their options are read.
     """
     from skyrl_engine.cli import render
 

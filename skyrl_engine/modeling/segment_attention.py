@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
@@ -17,9 +16,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from skyrl_engine.errors import UnsupportedError
-from skyrl_engine.modeling import document_kernel, tree_attention
+from skyrl_engine.modeling import document_kernel, tree_kernel
+from skyrl_engine.modeling.run_attention import attend_runs
 from skyrl_engine.modeling.segments import REMEDY, Segments, WholeRows
-from skyrl_engine.modeling.tree_attention import mask_of_run
 
 NAME = "skyrl_engine_segment_sdpa"
 _MEANINGLESS_HERE = frozenset({"position_ids", "use_cache", "output_attentions", "output_hidden_states", "output_router_logits"})
@@ -65,23 +64,23 @@ def segment_attention(
     assert len(query) == 1, "segments are end to end in one row"
     segments.windows.append(sliding_window)
     if segments.parents is not None:
-        return tree_attention.attend(
-            module, query, key, value, segments, scaling=scaling, window=sliding_window, dropout=dropout
-        ), None
-    if document_kernel.takes(query, key, value, window=sliding_window, dropout=dropout):
+        if dropout:
+            raise UnsupportedError(
+                f"{type(module).__name__} drops attention at the rate {dropout}, and samples that share a prefix would drop the same of it",
+                remedy="Set the dropout of the model to 0, or choose the collator packed",
+            )
+        if tree_kernel.takes(query, key, value, window=sliding_window):
+            return tree_kernel.attend(query, key, value, segments, scaling=scaling, window=sliding_window), None
+    elif document_kernel.takes(query, key, value, window=sliding_window, dropout=dropout):
         return document_kernel.attend(query, key, value, segments, scaling=scaling, window=sliding_window), None
-    masks: dict[int, Tensor] = {}
-    outputs = []
-    documents = zip(*(torch.split(tensor, list(segments.lengths), 2) for tensor in (query, key, value)), strict=True)
-    for query_D, key_D, value_D in documents:
-        length, mask = query_D.shape[2], None
-        if sliding_window is not None and length > sliding_window:
-            if length not in masks:
-                masks[length] = mask_of_run(length, 0, sliding_window, query.device)
-            mask = masks[length]
-        output, _ = sdpa_attention_forward(module, query_D, key_D, value_D, mask, dropout=dropout, scaling=scaling, is_causal=True)
-        outputs.append(output)
-    return torch.cat(outputs, 1), None
+
+    def attend_document(query_D: Tensor, key_D: Tensor, value_D: Tensor, mask: Tensor | None) -> Tensor:
+        output: Tensor = sdpa_attention_forward(
+            module, query_D, key_D, value_D, mask, dropout=dropout, scaling=scaling, is_causal=True
+        )[0]
+        return output
+
+    return attend_runs(query, key, value, segments, attend_document, scaling=scaling, window=sliding_window), None
 
 
 _padded: ContextVar[bool | None] = ContextVar("_padded", default=None)

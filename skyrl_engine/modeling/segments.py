@@ -1,5 +1,6 @@
 """The segments of a row, passed to every attention layer as the keyword argument `segments`: documents, or a tree of shared prefixes."""
 
+from collections.abc import Callable, Hashable
 from functools import cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Final
@@ -46,8 +47,7 @@ class Segments:
     parents: tuple[int, ...] | None = None
     windows: list[int | None] = field(factory=list)
     _ends: dict["torch.device", "torch.Tensor"] = field(factory=dict, init=False, repr=False)
-    kept: dict[object, Any] = field(factory=dict, init=False, repr=False)
-    """Masks that layers share, by whatever they depend on."""
+    _kept: dict[object, Any] = field(factory=dict, init=False, repr=False)
 
     def ends(self, device: "torch.device") -> "torch.Tensor":
         """Return int32[segments + 1] on `device`: 0, and the end of each segment. Made once, for all layers."""
@@ -56,6 +56,12 @@ class Segments:
 
             self._ends[device] = torch.tensor([0, *self.lengths]).cumsum(0).to(device, torch.int32)
         return self._ends[device]
+
+    def keep(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """Return what was made for this key before, such as a mask that layers share; made now where nothing was."""
+        if key not in self._kept:
+            self._kept[key] = make()
+        return self._kept[key]
 
     @cached_property
     def bounds(self) -> tuple[tuple[int, int], ...]:
@@ -73,13 +79,21 @@ class Segments:
             if parent >= 0 and parent == segment - 1:
                 runs[-1] = Run(runs[-1].start, stop, runs[-1].path)
             else:
-                runs.append(Run(start, stop, self._path(parent)))
+                runs.append(Run(start, stop, self.path_to(parent)))
         return tuple(runs)
 
     @property
     def longest(self) -> int:
         """Tokens of the longest document, from its beginning down to the end of a segment."""
         return max((run.prefix + run.stop - run.start for run in self.runs), default=0)
+
+    @cached_property
+    def starts(self) -> tuple[int, ...]:
+        """Per segment the position of its first token in its documents, which count from 0."""
+        starts: list[int] = []
+        for parent in self.parents or (-1,) * len(self.lengths):
+            starts.append(0 if parent < 0 else starts[parent] + self.lengths[parent])
+        return tuple(starts)
 
     @cached_property
     def seen_until(self) -> tuple[int, ...]:
@@ -90,16 +104,15 @@ class Segments:
                 until[parent] = max(until[parent], until[segment])
         return tuple(until)
 
-    def _path(self, segment: int) -> tuple[tuple[int, int], ...]:
+    def path_to(self, segment: int) -> tuple[tuple[int, int], ...]:
         """Return the pieces of the row from the beginning of a document down to the end of a segment; -1 is none."""
-        assert self.parents is not None
         pieces: list[tuple[int, int]] = []
         while segment >= 0:
             start, stop = self.bounds[segment]
             if pieces and pieces[-1][0] == stop:
                 stop = pieces.pop()[1]
             pieces.append((start, stop))
-            segment = self.parents[segment]
+            segment = -1 if self.parents is None else self.parents[segment]
         return tuple(reversed(pieces))
 
 

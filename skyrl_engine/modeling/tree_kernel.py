@@ -35,13 +35,11 @@ def takes(query: Tensor, key: Tensor, value: Tensor, *, window: int | None) -> b
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, segments: Segments, *, scaling: float | None, window: int | None) -> Tensor:
-    """Return attention [1, tokens, heads, d]; a token sees what `tree_attention.attend` says."""
-    mask_key = ("block mask", window, query.device)
-    if mask_key not in segments.kept:
-        segments.kept[mask_key] = block_mask(segments, window, query.device)
+    """Return attention [1, tokens, heads, d]; a token sees what `run_attention.attend_runs` says."""
+    mask = segments.keep(("block mask", window, query.device), lambda: block_mask(segments, window, query.device))
     kernel = _kernel(compiled=query.is_cuda)
     grouped = query.shape[1] != key.shape[1]
-    output: Tensor = kernel(query, key, value, block_mask=segments.kept[mask_key], scale=scaling, enable_gqa=grouped)
+    output: Tensor = kernel(query, key, value, block_mask=mask, scale=scaling, enable_gqa=grouped)
     return output.transpose(1, 2)
 
 
@@ -66,10 +64,7 @@ def block_mask(segments: Segments, window: int | None, device: torch.device) -> 
 
 def positions_of(segments: Segments) -> Tensor:
     """Return int64[tokens]: the place of every token in its documents, which count from 0."""
-    starts: list[int] = []
-    for parent in segments.parents or (-1,) * len(segments.lengths):
-        starts.append(0 if parent < 0 else starts[parent] + segments.lengths[parent])
-    return torch.cat([torch.arange(start, start + length) for start, length in zip(starts, segments.lengths, strict=True)])
+    return torch.cat([torch.arange(start, start + length) for start, length in zip(segments.starts, segments.lengths, strict=True)])
 
 
 @cache

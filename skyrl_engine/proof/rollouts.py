@@ -29,10 +29,10 @@ Draw = Callable[[Numbers, int], npt.NDArray[np.float64]]
 def make_rollouts(needed: Iterable[str], seed: int = 0) -> SampleColumns:
     """16 rollouts, four to a prompt, of 5 to 40 tokens, with the columns and values of samples that these needs name.
 
-    A group's rollouts begin with the same prompt, and two of the last group with the same response tokens. Responses differ in length by a factor
-    of ten, one is empty, one carries no loss at all; some tokens in the middle are masked and some count half. Log-probabilities lie around
-    those of an untrained model, so that ratios fall on both sides of any clipping bound. Where roles are asked for, samples 2 i and 2 i + 1 are
-    a pair.
+    A group's rollouts begin with the same prompt, and two of the last group with the same response tokens. Responses differ in length by a
+    factor of ten, one is empty, one carries no loss at all; some tokens in the middle are masked and some count half. Log-probabilities lie
+    around those of an untrained model, so that ratios fall on both sides of any clipping bound. Where roles are asked for, samples 2 i and
+    2 i + 1 are a pair.
     """
     needs = tuple(needed)
     numbers = np.random.default_rng(seed)

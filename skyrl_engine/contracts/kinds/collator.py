@@ -176,9 +176,15 @@ def _require_tensor(label: str, name: object, value: Any) -> None:
 def _require_tree(label: str, tree: PrefixTree) -> None:
     lengths, parents = tree.lengths, tree.parents
     numbers = np.arange(len(parents.values), dtype=np.int64) - np.repeat(parents.offsets[:-1], parents.lengths)
-    alike = np.array_equal(lengths.offsets, parents.offsets) and np.array_equal(lengths.offsets, tree.holders.offsets)
+    alike = np.array_equal(lengths.offsets, parents.offsets) and len(tree.last_segments) == len(lengths)
     if not alike or (lengths.values < 1).any() or (parents.values < -1).any() or (parents.values >= numbers).any():
         raise ResultError(
             f"{label} returned a tree with lengths {lengths.values.tolist()!s:.80} and parents {parents.values.tolist()!s:.80} from build",
             remedy="Give every segment at least one token, and as its parent an earlier segment of its row, or -1",
+        )
+    ends = tree.last_segments
+    if (ends.values < 0).any() or (ends.values >= np.repeat(lengths.lengths, ends.lengths)).any():
+        raise ResultError(
+            f"{label} returned a tree with last_segments {ends.values.tolist()!s:.80} from build",
+            remedy="Give for every sample the segment of its row with which it ends",
         )

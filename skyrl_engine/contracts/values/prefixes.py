@@ -37,13 +37,13 @@ class PrefixTree:
     """The rows of a dense batch as trees: every row is cut into segments, runs of tokens that the same samples hold, end to end from column 0.
 
     Per row int64[segments]: `lengths` in tokens, all positive; `parents`, the segment of the row whose tokens come before, always an earlier
-    one, or -1 where the segment begins its samples; `holders`, the number of samples that hold the segment. A segment comes after its parent,
-    and before whatever comes after the parent's other children: its descendants follow it without a gap.
+    one, or -1 where the segment begins its samples. A segment's descendants follow it without a gap. `last_segments`, per row int64[samples],
+    is the segment with which each sample of the plan ends: its tokens are those of that segment and of all above it.
     """
 
     lengths: Ragged = field(validator=instance_of(Ragged))
     parents: Ragged = field(validator=instance_of(Ragged))
-    holders: Ragged = field(validator=instance_of(Ragged))
+    last_segments: Ragged = field(validator=instance_of(Ragged))
 
 
 def find_common_prefixes(input_ids: AnyArray, token_offsets: IntArray, *, least: int = LEAST_SHARED) -> CommonPrefixes:

@@ -13,7 +13,7 @@ VOCABULARY = 8192
 TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
 
 
-def write_words_model(directory: Path) -> int:
+def write_words_model(directory: Path, *, positions: int = 512) -> int:
     """Write a model proportioned like the published small ones, whose words are w2 to w8191; return the number of its parameters."""
     words = {"<pad>": 0, "<end>": 1} | {f"w{number}": number for number in range(2, VOCABULARY)}
     made = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
@@ -28,7 +28,7 @@ def write_words_model(directory: Path) -> int:
         "num_attention_heads": 8,
         "num_key_value_heads": 4,
         "head_dim": 64,
-        "max_position_embeddings": 512,
+        "max_position_embeddings": positions,
     }
     write_model(directory, tokenizer=tokenizer, **sizes)
     return sum(parameter.numel() for parameter in load_model(directory).parameters())

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from skyrl_engine.modeling.run_attention import attend_runs
 from skyrl_engine_megatron.context import gather_row
 from skyrl_engine_megatron.documents import Boundaries
 from skyrl_engine_megatron.library import MegatronModule, TransformerConfig, parallel_state
@@ -24,6 +25,9 @@ class DocumentAttention(MegatronModule):  # type: ignore[misc] # megatron-core i
         self, query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor, _mask: None = None, *, packed_seq_params: Boundaries, **_: Any
     ) -> Tensor:
         """Return [tokens, heads x d]; `key_TGD` and `value_TGD` have fewer heads if several queries share one."""
+        if packed_seq_params.segments is not None:
+            rows = (tensor.transpose(0, 1)[None] for tensor in (query_THD, key_TGD, value_TGD))
+            return attend_runs(*rows, packed_seq_params.segments, _attend_document, scaling=None, window=None)[0].flatten(1)
         lengths = list(packed_seq_params.lengths)
         if packed_seq_params.order is None:
             documents = zip(*(torch.split(tensor, lengths) for tensor in (query_THD, key_TGD, value_TGD)), strict=True)
@@ -41,6 +45,14 @@ class DocumentAttention(MegatronModule):  # type: ignore[misc] # megatron-core i
         return torch.cat(outputs).flatten(1)
 
 
+def _attend_document(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    """Attend causally within one document: [1, heads, tokens, d] to [1, tokens, heads, d]."""
+    output = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=query.shape[1] != key.shape[1]
+    )
+    return output.transpose(1, 2)
+
+
 def _attend(query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor) -> Tensor:
     """Attend within one document: [tokens, heads, d]. If there are fewer queries than keys, they belong to the last tokens."""
     query, key, value = (tensor.transpose(0, 1)[None] for tensor in (query_THD, key_TGD, value_TGD))
@@ -49,7 +61,4 @@ def _attend(query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor) -> Tensor:
     # is_causal would align fewer queries with the first tokens
     if queries < keys:
         mask = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril(keys - queries)
-    output = torch.nn.functional.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=query.shape[1] != key.shape[1]
-    )
-    return output[0].transpose(0, 1)
+    return _attend_document(query, key, value, mask)[0]

@@ -20,6 +20,7 @@ from skyrl_engine.contracts import (
     RankCoords,
     RankEnvironment,
     RankOutput,
+    RowKind,
     model_score,
 )
 from skyrl_engine.modeling.chunked_head import VOCABULARY_SCORES
@@ -80,12 +81,14 @@ class MegatronBackend:
             parallel_random.model_parallel_cuda_manual_seed(environment.seed)
         try:
             with self._runtime():
-                self._place(model, self._source, optimizer, replicas=topology.dp * topology.cp)
+                self._place(model, self._source, optimizer, environment.rows, replicas=topology.dp * topology.cp)
         except BaseException:
             self.close()
             raise
 
-    def _place(self, model: ModelConfig, source: ReadModel, optimizer: OptimizerSettings | None, *, replicas: int) -> None:
+    def _place(
+        self, model: ModelConfig, source: ReadModel, optimizer: OptimizerSettings | None, rows: RowKind, *, replicas: int
+    ) -> None:
         compute = _COMPUTE[model.dtype]
         config = transformer_config(
             source.architecture,
@@ -94,7 +97,7 @@ class MegatronBackend:
             recompute=model.activation_checkpointing,
             cpu=self._device.type == "cpu",
         )
-        attention = kernels.choose_core_attention(self._config, config, self._device)
+        attention = kernels.choose_core_attention(self._config, config, self._device, rows)
         decoders = build(source.architecture, config, self._config, attention)
         sharded = self._config.distributed_optimizer and replicas > 1 and optimizer is not None
         if optimizer is not None:

@@ -21,6 +21,19 @@ class Decoder(GPTModel):  # type: ignore[misc] # megatron-core is untyped
 
     vocabulary: int
 
+    def _preprocess(
+        self, input_ids: Tensor, position_ids: Tensor, *arguments: Any, packed_seq_params: Any = None, **options: Any
+    ) -> tuple[Any, ...]:
+        """Return what megatron-core prepares for the layers; in rows of trees, rotary angles by `position_ids`, one per token of the row.
+
+        megatron-core takes angles for positions that count from 0 in every document, or, where there are as many as tokens, one for each.
+        """
+        prepared = super()._preprocess(input_ids, position_ids, *arguments, packed_seq_params=packed_seq_params, **options)
+        if packed_seq_params is None or packed_seq_params.segments is None:
+            return tuple(prepared)
+        embeddings, rotary, *others = prepared
+        return embeddings, rotary[position_ids[0]], *others
+
     def _postprocess(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
         """Return hidden states [tokens, 1, h] in place of logits, so that the head does not run over all tokens."""
         return hidden_states

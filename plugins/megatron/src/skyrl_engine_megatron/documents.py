@@ -12,6 +12,7 @@ from skyrl_engine.contracts import OF_IMAGES, MicroBatch
 from skyrl_engine.modeling.images import ImageTokens, PlacedImages, place_images
 from skyrl_engine.modeling.model_inputs import model_inputs
 from skyrl_engine.modeling.rotary_positions import real_positions
+from skyrl_engine.modeling.segments import Segments
 from skyrl_engine_megatron import context
 from skyrl_engine_megatron.images import NOWHERE
 from skyrl_engine_megatron.library import PackedSeqParams
@@ -22,12 +23,15 @@ from skyrl_engine_megatron.router import RoutedTokens
 class Boundaries(PackedSeqParams):  # type: ignore[misc] # megatron-core is untyped
     """The bounds of a row's documents: megatron-core's description of them, and their `lengths` in tokens as plain numbers.
 
+    Where the row holds trees, `segments` are theirs; megatron-core then sees one document of all tokens, since a segment is none.
+
     The tensors stay on the CPU, because only rotary positions read them, as numbers, and reading from a GPU would wait for it in every layer.
     `order` is that of `context.order_after_gather`, on the device, or None without context parallelism. `router` computes the losses of
     routers; None if they have none. `on_device` repeats the description on the device for kernels that read it there, else None.
     """
 
     lengths: tuple[int, ...] = ()
+    segments: Segments | None = None
     order: Tensor | None = None
     router: RoutedTokens | None = None
     on_device: PackedSeqParams | None = None
@@ -39,10 +43,21 @@ class Boundaries(PackedSeqParams):  # type: ignore[misc] # megatron-core is unty
         return replace(self, on_device=PackedSeqParams("thd", ends, ends, ends, ends, longest, longest))
 
     @classmethod
-    def of(cls, lengths: tuple[int, ...], order: Tensor | None, router: RoutedTokens | None = None) -> "Boundaries":
-        ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    def of(cls, documents: "Documents", order: Tensor | None, router: RoutedTokens | None = None) -> "Boundaries":
+        lengths = documents.lengths
+        longest = max(lengths) if documents.segments is None else documents.segments.longest
+        bounds = lengths if documents.segments is None else (sum(lengths),)
+        ends = torch.tensor([0, *bounds], dtype=torch.int32).cumsum(0, dtype=torch.int32)
         return cls(
-            "thd", ends, ends, max_seqlen_q=max(lengths), max_seqlen_kv=max(lengths), lengths=lengths, order=order, router=router
+            "thd",
+            ends,
+            ends,
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+            lengths=lengths,
+            segments=documents.segments,
+            order=order,
+            router=router,
         )
 
 
@@ -55,6 +70,9 @@ class Documents:
 
     `real` are the lengths, without padding, of the documents that have a token; `document_of` int64[tokens] is, for each token of this rank,
     the number of its document among these, or their count for a padding token.
+
+    For rows of trees, `lengths` and `segments` are of segments, `real` are lengths of samples, and `document_of` int64[m] belongs to the tokens
+    `held_tokens` int64[m]: a token that several samples share is there once for each of them.
 
     For a vision-language model, `position_ids` are int64[3, 1, tokens] of whole documents, and `feature_of` int64[tokens] is, for each token
     of this rank, the feature of `images` that takes its place, or `NOWHERE`.
@@ -69,6 +87,8 @@ class Documents:
     document_of: Tensor
     images: PlacedImages | None = None
     feature_of: Tensor | None = None
+    segments: Segments | None = None
+    held_tokens: Tensor | None = None
 
 
 @frozen
@@ -90,7 +110,7 @@ class RowShape:
 
     def tokens_of(self, micro_batch: MicroBatch) -> int:
         """Return the number of tokens in the row that `documents_of` makes, before the row is padded."""
-        lengths = micro_batch.sequence_lengths.values
+        lengths = (micro_batch.sequence_lengths if micro_batch.tree is None else micro_batch.tree.lengths).values
         return max(1, int((lengths + -lengths % self.document).sum()))
 
     def documents_of(
@@ -111,8 +131,8 @@ class RowShape:
             micro_batch = evolve(micro_batch, inputs=text)
         arguments = model_inputs(micro_batch, one_row=True)
         assert arguments.segments is not None
-        real = arguments.segments.lengths
-        if not torch.equal(arguments.inputs["position_ids"], _document_positions(real)):
+        real, starts_of = arguments.segments.lengths, arguments.segments.starts
+        if not torch.equal(arguments.inputs["position_ids"], _positions(starts_of, real)):
             raise UnsupportedError(
                 "rows carry position_ids that do not count from 0 in every sequence, and the megatron backend knows no others",
                 remedy="Use another collator or another backend",
@@ -122,7 +142,7 @@ class RowShape:
         real_T = torch.cat([torch.arange(start, start + length) for start, length in zip(starts, real, strict=False)])
         tokens = max(width, starts[-1])
         if lacking := tokens + -tokens % self.row - starts[-1]:
-            lengths = (*lengths, lacking)
+            lengths, starts_of = (*lengths, lacking), (*starts_of, 0)
         ids_1T = arguments.inputs["input_ids"].new_zeros(1, sum(lengths))
         ids_1T[:, real_T] = arguments.inputs["input_ids"]
         own_S = context.tokens_of_rank(lengths, self.cp, cp_rank)
@@ -130,6 +150,10 @@ class RowShape:
         positions_N = own_places_T[real_T[arguments.positions]]
         places_M = (positions_N >= 0).nonzero()[:, 0]
         ids_1S, scored_M = ids_1T[:, own_S], positions_N[places_M]
+        if arguments.segments.parents is not None:
+            assert self.cp == 1, "collators refuse trees for context-parallel ranks"
+            parents = (*arguments.segments.parents, *[-1] * (len(lengths) - len(real)))
+            return _trees(micro_batch, Segments(lengths, parents), ids_1T, _positions(starts_of, lengths), scored_M, places_M)
         lengths_D = torch.from_numpy(micro_batch.sequence_lengths.values.astype(np.int64))
         lengths_D = lengths_D[lengths_D > 0]
         # drops the padding token that replaces a micro-batch without tokens
@@ -138,7 +162,7 @@ class RowShape:
         document_of_T[real_T] = torch.arange(len(lengths_D)).repeat_interleave(lengths_D)
         owners = tuple(lengths_D.tolist()), document_of_T[own_S]
         if images is None:
-            return Documents(ids_1S, _document_positions(lengths)[:, own_S], scored_M, places_M, lengths, *owners)
+            return Documents(ids_1S, _positions(starts_of, lengths)[:, own_S], scored_M, places_M, lengths, *owners)
         axes_31T = torch.zeros(3, 1, sum(lengths), dtype=torch.int64)
         axes_31T[:, 0, real_T] = real_positions(images)
         feature_of_T = torch.full((sum(lengths),), NOWHERE)
@@ -146,6 +170,32 @@ class RowShape:
         return Documents(ids_1S, axes_31T, scored_M, places_M, lengths, *owners, images, feature_of_T[own_S])
 
 
-def _document_positions(lengths: tuple[int, ...]) -> Tensor:
-    """Return int64[1, tokens], positions that count from 0 in every document."""
-    return torch.cat([torch.arange(length) for length in lengths])[None]
+def _positions(starts: tuple[int, ...], lengths: tuple[int, ...]) -> Tensor:
+    """Return int64[1, tokens], positions that count from the start of every document or segment."""
+    return torch.cat([torch.arange(start, start + length) for start, length in zip(starts, lengths, strict=True)])[None]
+
+
+def _trees(
+    micro_batch: MicroBatch, segments: Segments, ids_1T: Tensor, positions_1T: Tensor, scored_M: Tensor, places_M: Tensor
+) -> Documents:
+    """Return a row of trees, with every sample's tokens for the routers."""
+    tree = micro_batch.tree
+    assert tree is not None
+    firsts = np.repeat(tree.lengths.offsets[:-1], tree.last_segments.lengths)
+    held = [
+        torch.cat([torch.arange(start, stop) for start, stop in segments.path_to(segment)])
+        for segment in (tree.last_segments.values + firsts).tolist()
+    ]
+    lengths = tuple(len(tokens) for tokens in held)
+    document_of = torch.arange(len(held)).repeat_interleave(torch.tensor(lengths))
+    return Documents(
+        ids_1T,
+        positions_1T,
+        scored_M,
+        places_M,
+        segments.lengths,
+        lengths,
+        document_of,
+        segments=segments,
+        held_tokens=torch.cat(held),
+    )

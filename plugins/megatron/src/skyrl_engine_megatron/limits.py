@@ -4,14 +4,12 @@ Imports no torch, because the controller uses it while it plans.
 """
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from skyrl_engine import UnsupportedError
 from skyrl_engine.contracts import ModelConfig
 from skyrl_engine.model_facts.vision_language import refuse_short_first_piece, refuse_unequal_parts
-
-if TYPE_CHECKING:
-    from skyrl_engine_megatron.options import MegatronConfig
+from skyrl_engine_megatron.options import MegatronConfig
 
 MIXTURE_FAMILY: Final = "qwen3_moe"
 """`model_type` of the models with experts in place of feed-forward layers."""
@@ -96,3 +94,12 @@ def _peculiarities(config: Any, family: str) -> Iterator[str]:
     rope = config.rope_parameters["rope_type"]
     if rope not in _ROPE_TYPES:
         yield f"rotary positions of type {rope}"
+
+
+def refuse_kernels_for_trees(options: MegatronConfig) -> None:
+    """Raises UnsupportedError where Transformer Engine is asked for and rows hold trees, whose tokens its kernels cannot keep apart."""
+    if options.attention == "transformer_engine":
+        raise UnsupportedError(
+            'backend.attention = "transformer_engine" attends within documents, and rows of shared prefixes are trees of them',
+            remedy='Set backend.attention = "auto", or choose the collator packed',
+        )

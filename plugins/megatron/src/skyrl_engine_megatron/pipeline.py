@@ -101,8 +101,9 @@ class Pipeline:
         order = self._move(order_after_gather(documents.lengths, self.shape.cp)) if gathers else None
         if self.router is not None:
             step = micro_batch.step if micro_batch is not None else StepCounts(0, 0)
-            routed.append(self.router.tokens(documents.real, self._move(documents.document_of), step, learn=learn))
-        boundaries = Boundaries.of(documents.lengths, order, routed[-1] if routed else None)
+            held = None if documents.held_tokens is None else self._move(documents.held_tokens)
+            routed.append(self.router.tokens(documents.real, self._move(documents.document_of), held, step, learn=learn))
+        boundaries = Boundaries.of(documents, order, routed[-1] if routed else None)
         hidden_T1H: Tensor = model(
             self._move(documents.input_ids),
             self._move(documents.position_ids),

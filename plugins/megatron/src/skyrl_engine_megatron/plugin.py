@@ -6,7 +6,7 @@ from typing import Any
 from skyrl_engine import hookimpl
 from skyrl_engine.contracts import OPTIONAL_SCORES, Backend, BackendDescription, ModelConfig, RowKind
 from skyrl_engine.model_facts.weight_files import weight_files
-from skyrl_engine_megatron.limits import refuse_model
+from skyrl_engine_megatron.limits import refuse_kernels_for_trees, refuse_model
 from skyrl_engine_megatron.options import MegatronConfig
 
 _ONE_QUEUE = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
@@ -26,9 +26,11 @@ class MegatronPlugin:
         options = config or MegatronConfig()
         return BackendDescription(
             options.topology(world_size),
-            frozenset({"padded", "packed", "tensor_parallel", "pipeline_parallel", "context_parallel", "vision", *OPTIONAL_SCORES}),
+            frozenset(
+                {"padded", "packed", "tree", "tensor_parallel", "pipeline_parallel", "context_parallel", "vision", *OPTIONAL_SCORES}
+            ),
             partial(refuse_model, options),
-            _rehearse,
+            partial(_rehearse, options),
             means_over_step=options.router_losses,
             environment=_ONE_QUEUE if options.tensor_parallel > 1 else {},
         )
@@ -40,9 +42,11 @@ class MegatronPlugin:
         return MegatronBackend(config or MegatronConfig())
 
 
-def _rehearse(model: ModelConfig, _rows: RowKind) -> None:
+def _rehearse(options: MegatronConfig, model: ModelConfig, rows: RowKind) -> None:
     from skyrl_engine.modeling.unpickling import refuse_code
 
+    if rows == "tree":
+        refuse_kernels_for_trees(options)
     refuse_code(weight_files(model))
 
 

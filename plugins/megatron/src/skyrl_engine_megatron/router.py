@@ -39,7 +39,8 @@ class RoutedTokens:
 
     `document_of` int64[tokens] is each token's document, or the number of documents for padding; `lengths` float32[documents + 1] are those
     of whole documents, infinite for padding. `balance` and `z` are the weights of a document's balance loss and a token's z-loss, None if
-    there is no such loss. `measured` holds float32[3] by layer: the sums of balance, z and load.
+    there is no such loss. Where documents share tokens, `document_of` int64[m] belongs to the tokens `held` int64[m], each once for every
+    document that holds it; None: to all tokens. `measured` holds float32[3] by layer: the sums of balance, z and load.
     """
 
     document_of: Tensor
@@ -47,6 +48,7 @@ class RoutedTokens:
     tokens: int
     balance: float | None
     z: float | None
+    held: Tensor | None = None
     measured: dict[int, Tensor] = field(factory=dict, init=False)
 
     @property
@@ -60,6 +62,8 @@ class RoutedTokens:
 
         Measurements are kept by layer, so that recomputed activations are not counted twice.
         """
+        if self.held is not None:
+            logits_TE, probabilities_TE, experts_TK = logits_TE[self.held], probabilities_TE[self.held], experts_TK[self.held]
         loss = logits_TE.new_zeros((), dtype=torch.float32)
         measured = [loss, loss, loss]
         if self.balance is not None:
@@ -114,8 +118,10 @@ class RouterLosses:
         """Return the losses that the options ask for, or None if they ask for none."""
         return cls(options.router_balance_coefficient, options.router_z_coefficient, layers) if options.router_losses else None
 
-    def tokens(self, lengths: tuple[int, ...], document_of: Tensor, step: StepCounts | None, *, learn: bool) -> RoutedTokens:
-        """Return a micro-batch's tokens; `document_of` is on the device. Without `learn` the losses are only measured.
+    def tokens(
+        self, lengths: tuple[int, ...], document_of: Tensor, held: Tensor | None, step: StepCounts | None, *, learn: bool
+    ) -> RoutedTokens:
+        """Return a micro-batch's tokens; `document_of` and `held` are on the device. Without `learn` the losses are only measured.
 
         Every tensor-parallel rank routes all tokens of its group, and gradients are summed over these ranks, so each takes an equal part of
         the losses. Raises ContractError if the counts of the step are missing.
@@ -133,6 +139,7 @@ class RouterLosses:
             sum(lengths),
             balance=self.balance / (max(1, sequences) * ranks) if self.balance else None,
             z=self.z / (max(1, tokens) * ranks) if self.z else None,
+            held=held,
         )
 
     def metrics(self, forward_passes: Sequence[RoutedTokens], device: torch.device) -> dict[str, Metric]:

@@ -147,7 +147,7 @@ _NO_ROWS = PrefixTree(*(Ragged.from_list([], np.int64) for _ in range(3)))
 
 
 def _cut_row(rows: TreeRows, samples: range) -> tuple[list[int], list[int], list[int]]:
-    """Return the segments of one row: lengths, parents, holders.
+    """Return the segments of one row: lengths, parents, and the last one of each sample.
 
     A sample's own tokens end a segment where a later sample leaves its path. The path at hand is a stack of the samples whose tokens it is
     made of, each with the depth at which it is left.
@@ -165,7 +165,7 @@ def _cut_row(rows: TreeRows, samples: range) -> tuple[list[int], list[int], list
             path.append(sample)
     lengths: list[int] = []
     parents: list[int] = []
-    holders: list[int] = []
+    last_segments: list[int] = []
     above: list[tuple[int, int]] = [(0, -1)]  # the path at hand: the depth at which each segment ends, and its number
     for sample, depth in enumerate(shared):
         while above[-1][0] > depth:
@@ -174,11 +174,7 @@ def _cut_row(rows: TreeRows, samples: range) -> tuple[list[int], list[int], list
         for end in sorted(ends[sample]):
             lengths.append(end - begin)
             parents.append(above[-1][1])
-            holders.append(0)
             above.append((end, len(lengths) - 1))
             begin = end
-        holders[above[-1][1]] += 1
-    for segment in range(len(parents) - 1, -1, -1):
-        if parents[segment] >= 0:
-            holders[parents[segment]] += holders[segment]
-    return lengths, parents, holders
+        last_segments.append(above[-1][1])
+    return lengths, parents, last_segments

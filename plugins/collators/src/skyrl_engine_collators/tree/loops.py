@@ -55,26 +55,31 @@ def gather_index(columns: SampleColumns, micro_batch: MicroBatchPlan) -> list[tu
     return entries
 
 
-def prefix_tree(columns: SampleColumns, micro_batch: MicroBatchPlan, row: int) -> list[tuple[int, int, int]]:
-    """(length, parent, holders) of every segment of a row: neighbouring columns of one path that the same samples hold."""
+def prefix_tree(columns: SampleColumns, micro_batch: MicroBatchPlan, row: int) -> tuple[list[int], list[int], list[int]]:
+    """Lengths and parents of the segments of a row, and the last segment of each sample.
+
+    A segment are neighbouring columns of one path that the same samples hold.
+    """
     held_by: list[set[int]] = []
     before: list[int] = []  # the column of the token before, -1 where there is none
-    for number, (_, path) in enumerate(_list_paths(columns, micro_batch, row)):
+    paths = [path for _, path in _list_paths(columns, micro_batch, row)]
+    for number, path in enumerate(paths):
         for position, column in enumerate(path):
             if column == len(held_by):
                 held_by.append(set())
                 before.append(path[position - 1] if position else -1)
             held_by[column].add(number)
     segment_of: list[int] = []
-    segments: list[tuple[int, int, int]] = []
+    lengths: list[int] = []
+    parents: list[int] = []
     for column, (holders, predecessor) in enumerate(zip(held_by, before, strict=True)):
         if predecessor >= 0 and predecessor == column - 1 and held_by[predecessor] == holders:
-            length, parent, count = segments[-1]
-            segments[-1] = (length + 1, parent, count)
+            lengths[-1] += 1
         else:
-            segments.append((1, segment_of[predecessor] if predecessor >= 0 else -1, len(holders)))
-        segment_of.append(len(segments) - 1)
-    return segments
+            lengths.append(1)
+            parents.append(segment_of[predecessor] if predecessor >= 0 else -1)
+        segment_of.append(len(lengths) - 1)
+    return lengths, parents, [segment_of[path[-1]] for path in paths]
 
 
 def _list_paths(columns: SampleColumns, micro_batch: MicroBatchPlan, row: int) -> list[tuple[int, Path]]:

@@ -1,50 +1,43 @@
-"""Attention over rows of trees: the runs of a row one by one, or on CUDA all of them in one kernel over a block mask."""
+"""Attention over a row of segments, one run after the other, with torch's scaled dot-product attention."""
+
+from collections.abc import Callable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from skyrl_engine.errors import UnsupportedError
-from skyrl_engine.modeling import tree_kernel
 from skyrl_engine.modeling.segments import Run, Segments
 
+AttendDocument = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
+"""Causal attention within one document: query, key, value [1, heads, tokens, d] and a mask (None: causal alone) to [1, tokens, heads, d]."""
 
-def attend(
-    module: nn.Module,
+
+def attend_runs(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     segments: Segments,
+    attend_document: AttendDocument,
     *,
     scaling: float | None,
     window: int | None,
-    dropout: float = 0.0,
 ) -> Tensor:
     """Return attention [1, tokens, heads, d] for query [1, heads, tokens, d], key and value [1, key heads, tokens, d].
 
-    A token sees itself, what comes before it in its run, and the path of the run; of all these the last `window` (None: all of them).
-    A run without a path is computed as a document of a packed row is, with the same bits. Raises UnsupportedError for dropout, which would
-    drop the same entries in all samples that share a prefix.
+    A token sees itself, what comes before it in its run, and the path of the run; of all these the last `window` (None: all of them). A run
+    without a path is a document, for which `attend_document` is called: the same bits, whatever other runs share.
     """
-    if dropout:
-        raise UnsupportedError(
-            f"{type(module).__name__} drops attention at the rate {dropout}, and samples that share a prefix would drop the same of it",
-            remedy="Set the dropout of the model to 0, or choose the collator packed",
-        )
-    if tree_kernel.takes(query, key, value, window=window):
-        return tree_kernel.attend(query, key, value, segments, scaling=scaling, window=window)
-    outputs = [_attend_run(module, query, key, value, run, segments, scaling, window) for run in segments.runs]
+    outputs = [_attend_run(query, key, value, run, segments, attend_document, scaling, window) for run in segments.runs]
     return torch.cat(outputs, 1)
 
 
 def _attend_run(
-    module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     run: Run,
     segments: Segments,
+    attend_document: AttendDocument,
     scaling: float | None,
     window: int | None,
 ) -> Tensor:
@@ -53,16 +46,13 @@ def _attend_run(
     length, prefix = run.stop - run.start, sum(stop - start for start, stop in pieces)
     own_query = query[:, :, run.start : run.stop]
     seen_key, seen_value = (_take(tensor, (*pieces, (run.start, run.stop))) for tensor in (key, value))
-    if not prefix and (window is None or length <= window):
-        output, _ = sdpa_attention_forward(module, own_query, seen_key, seen_value, None, scaling=scaling, is_causal=True)
-        return output
-    mask_key = (length, prefix, window, query.device)
-    if mask_key not in segments.kept:
-        segments.kept[mask_key] = mask_of_run(length, prefix, window, query.device)
+    mask = None
+    if prefix or (window is not None and length > window):
+        mask = segments.keep((length, prefix, window, query.device), lambda: mask_of_run(length, prefix, window, query.device))
+    if not prefix:
+        return attend_document(own_query, seen_key, seen_value, mask)
     grouped = query.shape[1] != key.shape[1]
-    output = scaled_dot_product_attention(
-        own_query, seen_key, seen_value, attn_mask=segments.kept[mask_key], scale=scaling, enable_gqa=grouped
-    )
+    output = scaled_dot_product_attention(own_query, seen_key, seen_value, attn_mask=mask, scale=scaling, enable_gqa=grouped)
     return output.transpose(1, 2)
 
 
