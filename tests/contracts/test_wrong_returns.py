@@ -76,7 +76,8 @@ ANYTHING = (None, 3, "text", {}, [None], (1, 2), np.zeros((2, 2)), object())
 
 
 def _product(**methods: Any) -> Any:
-    return SimpleNamespace(**{name: lambda *_args, _value=value, **_named: _value for name, value in methods.items()})
+    made = {name: lambda *_args, _value=value, **_named: _value for name, value in methods.items()}
+    return SimpleNamespace(rows="padded", **made)
 
 
 def _part(kind: str, product: Any) -> Any:

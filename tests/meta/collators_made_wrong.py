@@ -6,6 +6,7 @@ from attrs import evolve
 from skyrl_engine.contracts import BatchPlan, MiniBatchPlan
 from skyrl_engine_collators.packed.collator import PackedCollator
 from skyrl_engine_collators.padded.collator import PaddedCollator
+from skyrl_engine_collators.tree.collator import TreeCollator
 
 
 class Delegating:
@@ -36,6 +37,16 @@ class DelegatingPacked(Delegating):
 
     def __init__(self):
         self.inner = PackedCollator(pad_token_id=7)
+
+
+class DelegatingTree(Delegating):
+    """`tree`, to be spoilt in one place."""
+
+    rows = "tree"
+    carries = frozenset()
+
+    def __init__(self):
+        self.inner = TreeCollator(pad_token_id=7)
 
 
 class FieldChange(Delegating):

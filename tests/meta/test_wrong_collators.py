@@ -4,6 +4,7 @@ import pytest
 import wrong_collator_builds as builds
 import wrong_collator_extras as extras
 import wrong_collator_plans as plans
+import wrong_collator_trees as trees
 from attrs import evolve
 from collators_made_wrong import Delegating
 
@@ -22,6 +23,7 @@ pytestmark = pytest.mark.of_sources(
     "tests/meta/wrong_collator_builds.py",
     "tests/meta/wrong_collator_extras.py",
     "tests/meta/wrong_collator_plans.py",
+    "tests/meta/wrong_collator_trees.py",
 )
 
 PROMISES = {each.name: each for each in COLLATOR_PROMISES}
@@ -81,6 +83,16 @@ PACKED_FAULTS = [
     (extras.RunsRoutesTogether, "expert_routes"),
     (builds.WeighsTheTokenItself, "reference"),
 ]
+TREE_FAULTS = [
+    (trees.SeesItsSibling, "tokens"),
+    (trees.StartsPositionsAgain, "tokens"),
+    (trees.ScoresFirstTokensFromTheColumnBefore, "predecessors"),
+    (trees.ScoresSharedTokensOnce, "predecessors"),
+    (trees.SharesWithWhoeverComesBefore, "tokens"),
+    (trees.SaysThatItSharesMore, "trees"),
+    (trees.LeavesOutTheTree, "trees"),
+    (trees.BoundsTrees, "bounds"),
+]
 
 
 NIGHTLY = [
@@ -124,6 +136,8 @@ PACKED_HOOKS = {
     "layouts": lambda lengths: layouts(lengths).map(lambda layout: evolve(layout, micro_batch_rows=None)),
 }
 
+TREE_HOOKS = {"layouts": lambda lengths: layouts(lengths).map(lambda layout: evolve(layout, micro_batch_rows=None, cp=1))}
+
 WITHOUT_ROWS = {"layouts": PACKED_HOOKS["layouts"]}
 
 
@@ -132,6 +146,7 @@ WITHOUT_ROWS = {"layouts": PACKED_HOOKS["layouts"]}
     [
         *((*fault, HOOKS) for fault in FAULTS),
         *((*fault, PACKED_HOOKS) for fault in PACKED_FAULTS),
+        *((*fault, TREE_HOOKS) for fault in TREE_FAULTS),
         *(pytest.param(*fault, {}, marks=pytest.mark.nightly) for fault in NIGHTLY),
         *(pytest.param(*fault, WITHOUT_ROWS, marks=pytest.mark.nightly) for fault in NIGHTLY_PACKED),
     ],
@@ -160,7 +175,7 @@ def test_every_promise_about_plans_and_builds_is_broken_by_someone():
         "another_rank",
         "another_process",
     }
-    assert {promise for _, promise in (*FAULTS, *PACKED_FAULTS)} == PROMISES.keys() - of_the_plugin
+    assert {promise for _, promise in (*FAULTS, *PACKED_FAULTS, *TREE_FAULTS)} == PROMISES.keys() - of_the_plugin
 
 
 LEAVES_OUT = """

@@ -210,7 +210,7 @@ def test_mini_batches_are_cut_as_for_padded_and_packed_each_on_its_own(data):
         plan = PackedCollator(PAD, policy=policy).plan(lengths, layout)
         for mini_batch in plan.mini_batches:
             samples = np.sort(mini_batch.samples)
-            part = SampleLengths(*(array[samples] for array in astuple(lengths, recurse=False)))
+            part = SampleLengths(*(array[samples] for array in astuple(lengths, recurse=False)[:-1]))
             expected = plain_rows(part, layout, policy, layout.micro_batch_tokens, True)
             planned = [[row.samples.tolist() for row in rank] for rank in mini_batch.ranks]
             assert planned == [[samples[row].tolist() for row, _ in rank] for rank in expected]

@@ -14,6 +14,7 @@ from skyrl_engine.contracts.kinds.backend import MicroBatch
 from skyrl_engine.contracts.kinds.needs import LOGPROBS_AT, TOP_1_AGREEMENT, Divergence
 from skyrl_engine.contracts.values.extras import IMAGE_GRID, PIXEL_VALUES, TOKEN_TYPES
 from skyrl_engine.contracts.values.outputs import Metric, RankOutput
+from skyrl_engine.contracts.values.prefixes import PrefixTree
 from skyrl_engine.contracts.values.ragged import Ragged, offsets_of
 from skyrl_engine.modeling.tiny import IMAGE_TOKEN, VOCABULARY
 from skyrl_engine.proof.comparison import relative_difference
@@ -70,6 +71,31 @@ def many_documents(vocabulary: int = VOCABULARY) -> list[Document]:
     return sequences
 
 
+def branching_documents(vocabulary: int = VOCABULARY) -> list[Document]:
+    """Return sequences of which 0 to 4 begin alike: a trunk, branches of branches, one that ends where another goes on, and two that are equal.
+
+    Numbers 6 and 7 share nothing; number 5 is empty.
+    """
+    draw = torch.Generator().manual_seed(3)
+    trunk, branch, *ends = (torch.randint(0, vocabulary, (length,), generator=draw) for length in (7, 4, 5, 3, 6, 9, 2))
+    ids = [
+        torch.cat([trunk, branch, ends[0]]),
+        torch.cat([trunk, branch, ends[1]]),
+        torch.cat([trunk, ends[2]]),
+        torch.cat([trunk, branch]),
+        torch.cat([trunk, branch, ends[1]]),
+        trunk[:0],
+        ends[3],
+        ends[4],
+    ]
+    sequences = []
+    for number, own in enumerate(ids):
+        weights = (torch.rand(len(own), generator=draw) < 0.7) * torch.rand(len(own), generator=draw)
+        weights[:1] = 0
+        sequences.append(Document(number, own, weights))
+    return sequences
+
+
 def picture_documents(vocabulary: int, variant: Variant) -> list[Document]:
     """Return the documents with pictures: 0 and 3 have one, 1 and 6 have two, the others none."""
     draw = torch.Generator().manual_seed(1)
@@ -90,6 +116,12 @@ def build_packed(chosen: Sequence[Document], size: int) -> list[MicroBatch]:
     """Build micro-batches of `size` rows: two documents in the first row, an empty row, then three documents per row."""
     rows = [list(chosen[:2]), [], *(list(chosen[start : start + 3]) for start in range(2, len(chosen), 3))]
     return [pack_documents(rows[start : start + size]) for start in range(0, len(rows), size)]
+
+
+def build_trees(chosen: Sequence[Document], size: int) -> list[MicroBatch]:
+    """Build micro-batches of `size` rows: five documents in the first row, an empty row, then all others."""
+    rows = [list(chosen[:5]), [], list(chosen[5:])]
+    return [grow_trees(rows[start : start + size]) for start in range(0, len(rows), size)]
 
 
 def drop_pixels(micro_batch: MicroBatch) -> MicroBatch:
@@ -130,6 +162,49 @@ def pack_documents(rows: Sequence[Sequence[Document]], *, align: int = 4, paddin
     inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": places}
     lengths = Ragged.from_list([[len(document.ids) for document in row] for row in rows], np.int64)
     return _micro_batch(inputs, positions, lengths, [document for row in rows for document in row])
+
+
+def grow_trees(rows: Sequence[Sequence[Document]], *, padding: int = 3) -> MicroBatch:
+    """Lay every list of documents into a row, the tokens with which several begin once, as the collator of trees does."""
+    ordered = [sorted(row, key=lambda document: document.ids.tolist()) for row in rows]
+    width = padding + max(sum(len(document.ids) for document in row) for row in rows)
+    ids, mask, places = (torch.zeros(len(rows), width, dtype=torch.int64) for _ in range(3))
+    positions: list[Tensor] = []
+    cut: list[tuple[list[int], list[int], list[int]]] = []
+    for number, row in enumerate(ordered):
+        column_of: dict[tuple[int, ...], int] = {}  # by all tokens up to that of the column
+        paths: list[list[int]] = []
+        for document in row:
+            tokens = document.ids.tolist()
+            path = [column_of.setdefault(tuple(tokens[: place + 1]), len(column_of)) for place in range(len(tokens))]
+            span = torch.tensor(path, dtype=torch.int64)
+            ids[number, span], mask[number, span], places[number, span] = document.ids, 1, torch.arange(len(tokens))
+            positions.append(number * width + span[document.weights.nonzero()[:, 0] - 1])
+            paths.append(path)
+        cut.append(_cut_into_segments(paths))
+    inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": places}
+    lengths = Ragged.from_list([[len(document.ids) for document in row] for row in ordered], np.int64)
+    tree = PrefixTree(*(Ragged.from_list(values, np.int64) for values in zip(*cut, strict=True)))
+    return evolve(_micro_batch(inputs, positions, lengths, [document for row in ordered for document in row]), tree=tree)
+
+
+def _cut_into_segments(paths: Sequence[Sequence[int]]) -> tuple[list[int], list[int], list[int]]:
+    """Return lengths and parents of the segments of a row, and the last segment of each path that has a token."""
+    held: dict[int, tuple[int, list[int]]] = {}  # column: the column before, and the paths that have it
+    for number, path in enumerate(paths):
+        for before, column in zip([-1, *path], path, strict=False):
+            held.setdefault(column, (before, []))[1].append(number)
+    segment_of: dict[int, int] = {-1: -1}
+    lengths: list[int] = []
+    parents: list[int] = []
+    for column, (before, holders) in sorted(held.items()):
+        if before >= 0 and before == column - 1 and held[before][1] == holders:
+            lengths[-1] += 1
+        else:
+            lengths.append(1)
+            parents.append(segment_of[before])
+        segment_of[column] = len(lengths) - 1
+    return lengths, parents, [segment_of[path[-1]] for path in paths if path]
 
 
 def _micro_batch(

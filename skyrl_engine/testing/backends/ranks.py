@@ -62,14 +62,14 @@ class Opening:
 class PassOrder:
     """One call of forward or forward_backward. Documents in `unscored` carry no loss; `pictures` are theirs, None for text.
 
-    With `many` the documents are those of `many_documents`. With `other_labels` other ids than the tokens that follow are scored, those of the
-    candidates `other`.
+    With `many` the documents are those of `many_documents`, with `branching` those of `branching_documents`. With `other_labels` other ids than
+    the tokens that follow are scored, those of the candidates `other`.
 
     The other fields are those of WeightedObjective.
     """
 
     cut: Cut
-    rows: Literal["padded", "packed"] = "padded"
+    rows: RowKind = "padded"
     unscored: tuple[int, ...] = ()
     scale: float = 1.0
     temperature: float = 1.0
@@ -77,6 +77,7 @@ class PassOrder:
     per_token_outputs: bool = True
     pictures: Literal["own", "negated", "swapped", "missing"] | None = None
     many: bool = False
+    branching: bool = False
     other_labels: bool = False
 
 
@@ -204,8 +205,10 @@ class HeldBackend:
             EMPTY,
             TERMS,
             WeightedObjective,
+            branching_documents,
             build_packed,
             build_padded,
+            build_trees,
             documents,
             drop_pixels,
             many_documents,
@@ -217,9 +220,11 @@ class HeldBackend:
         sequences = documents(VOCABULARY, unscored=unscored) if variant is None else picture_documents(VOCABULARY, variant)
         if work.many:
             sequences = many_documents()
+        if work.branching:
+            sequences = branching_documents()
         known = {each.number: each for each in sequences}
         known[PADDING_SAMPLE] = evolve(known[EMPTY], number=PADDING_SAMPLE)
-        rows = build_padded if work.rows == "padded" else build_packed
+        rows = {"padded": build_padded, "packed": build_packed, "tree": build_trees}[work.rows]
         groups = [[known[number] for number in numbers or (PADDING_SAMPLE,)] for numbers in work.cut[self._coords.dp]]
         batch: Any = [rows(group, len(known))[0] for group in groups]
         if work.other_labels:

@@ -21,7 +21,7 @@ from skyrl_engine.testing.backends.subject import (
     is_right_loss,
     require_words,
 )
-from skyrl_engine.testing.promise import Broken, Promise, Undecidable
+from skyrl_engine.testing.promise import Broken, Inapplicable, Promise, Undecidable
 
 SCORES = 2e-5
 """Largest difference of a log-probability or entropy, in nats, or of a value: float32 after a few layers."""
@@ -255,6 +255,42 @@ def undeclared_packed_rows(subject: BackendSubject, case: BackendCase) -> None:
         )
 
 
+@backend_promise(
+    "Rows of trees give the loss and the gradient of padded rows: a token sees the prefix that it shares, and no sibling",
+    exempt=exempt_without("tree"),
+)
+def tree_rows(subject: BackendSubject, case: BackendCase) -> None:
+    if case.sizes.topology.cp > 1:
+        raise Inapplicable("context-parallel ranks cannot divide the samples of a tree")
+    results = {}
+    for rows in ("padded", "tree"):
+        with subject.open_ranks(case, rows="tree") as ranks:
+            loss = ranks.loss(ranks.forward_backward(case.whole(rows=rows, branching=True)))
+            results[rows] = loss, ranks.gradients()[0]
+    (loss, gradients), (got, trees) = results["padded"], results["tree"]
+    remedy = "Let a token see its segment up to itself and all segments above it, by micro_batch.tree, and take positions from position_ids"
+    if abs(got - loss) > 1e-5 * abs(loss):
+        raise Broken(f"the objective is {got:.6g} over rows of trees, {loss:.6g} over padded ones", remedy, factor=got / loss)
+    require_same_gradients(trees, gradients, "of padded rows, over rows of trees", remedy, facts={})
+
+
+@backend_promise("Rows of trees, which it does not declare, are refused in words or right", exempt=exempt_with("tree"))
+def undeclared_tree_rows(subject: BackendSubject, case: BackendCase) -> None:
+    losses = []
+    try:
+        for rows in ("padded", "tree"):
+            with subject.open_ranks(case, rows=rows) as ranks:
+                losses.append(ranks.loss(ranks.forward(case.whole(rows=rows, branching=True))))
+    except EngineError as error:
+        require_words(error)
+        return
+    if abs(losses[1] - losses[0]) > 1e-5 * abs(losses[0]):
+        raise Broken(
+            "takes rows of trees, which it does not declare, and lets samples see each other",
+            "Raise UnsupportedError in setup where environment.rows announces them",
+        )
+
+
 @backend_promise("Values, and the gradient through them, are those of the model's value head", exempt=exempt_without("value_head"))
 def values(subject: BackendSubject, case: BackendCase) -> None:
     for requested in (("values",), ("entropy", "logprobs", "values")):
@@ -388,6 +424,8 @@ SCORE_PROMISES: tuple[Promise[BackendSubject, BackendCase], ...] = (
     temperature,
     packed_rows,
     undeclared_packed_rows,
+    tree_rows,
+    undeclared_tree_rows,
     labels,
     values,
     logits,

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from skyrl_engine.contracts.kinds.collator import MODEL_INPUTS, DenseBatch
 from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.plan import BuildOrder, Layout, MicroBatchPlan
+from skyrl_engine.contracts.values.prefixes import PrefixTree
 from skyrl_engine.contracts.values.ragged import AnyArray
 from skyrl_engine.testing.collators.cases import (
     CutCase,
@@ -60,12 +61,18 @@ def _require_tokens(columns: SampleColumns, micro_batch: MicroBatchPlan, batch: 
     require(np.isin(mask, (0, 1)).all(), "attention_mask holds other numbers than 0 and 1", remedy)
     require(len(batch.sequence_lengths) == micro_batch.rows, "sequence_lengths have not one entry per row", remedy)
     nothing = np.zeros(0, dtype=np.int64)
+    places = [nothing] * micro_batch.rows
+    if batch.tree is not None:
+        for _, row, own in token_places(batch, columns, micro_batch):
+            require(own.max() < micro_batch.width, f"segments of row {row} reach beyond its {micro_batch.width} columns", remedy)
+            places[row] = np.concatenate([places[row], own])
     for row, (start, stop) in enumerate(pairwise(micro_batch.row_offsets.tolist())):
         parts = [
             columns.input_ids[columns.token_offsets[sample] : columns.token_offsets[sample + 1]]
             for sample in micro_batch.samples[start:stop].tolist()
         ]
-        real = mask[row] == 1
+        # tokens that several samples share are read once for each of them
+        real = places[row] if batch.tree is not None else np.flatnonzero(mask[row])
         expected, got = np.concatenate([nothing, *parts]).tolist(), ids[row][real].tolist()
         if got != expected:
             excerpt, expected_excerpt = excerpts(np.asarray(got), np.asarray(expected))
@@ -103,6 +110,9 @@ def _require_predecessors(columns: SampleColumns, micro_batch: MicroBatchPlan, b
             array.shape == (len(expected),), f"gather.{name} has shape {array.shape} for {len(expected)} tokens to score", remedy
         )
     places = list(zip(gather.actions.tolist(), gather.rows.tolist(), gather.columns.tolist(), strict=True))
+    if batch.tree is not None:
+        _require_predecessors_in_trees(columns, micro_batch, batch, places, remedy)
+        return
     require(len({(row, column) for _, row, column in places}) == len(places), "two response tokens are scored at one place", remedy)
     for (place, row, column), (action, own_row, predecessor, token) in zip(places, expected, strict=True):
         entry = f"the entry for action {place} in row {row}, column {column}"
@@ -112,6 +122,24 @@ def _require_predecessors(columns: SampleColumns, micro_batch: MicroBatchPlan, b
         require(
             (ids[row, column], ids[row, column + 1]) == (predecessor, token),
             f"{entry} reads {ids[row, column]} before {ids[row, column + 1]}, where {predecessor} stands before {token}",
+            remedy,
+        )
+
+
+def _require_predecessors_in_trees(
+    columns: SampleColumns, micro_batch: MicroBatchPlan, batch: DenseBatch, places: list[tuple[int, int, int]], remedy: str
+) -> None:
+    expected, action = [], 0
+    for sample, row, path in token_places(batch, columns, micro_batch):
+        actions = int(columns.action_offsets[sample + 1] - columns.action_offsets[sample])
+        for position in range(len(path) - actions, len(path)):
+            if position > 0:
+                expected.append((action, row, int(path[position - 1])))
+            action += 1
+    for got, due in zip(places, expected, strict=True):
+        require(
+            got == due,
+            f"the gather index scores (action, row, column) {got} where {due} is due, the place of the token before",
             remedy,
         )
 
@@ -141,6 +169,13 @@ def bounds(subject: Subject[Any], case: CutCase) -> None:
 
 def _require_bounds(columns: SampleColumns, micro_batch: MicroBatchPlan, batch: DenseBatch) -> None:
     remedy = "Give int32 columns in which the samples begin, and the end of the last; each on a multiple of micro_batch.alignment"
+    if batch.tree is not None:
+        require(
+            batch.cu_seqlens is None,
+            "rows of trees have cu_seqlens, and their samples lie in more than one piece",
+            "Leave them out",
+        )
+        return
     if batch.cu_seqlens is None:
         require(max(map(len, row_samples(micro_batch))) <= 1, "a row of several samples has no cu_seqlens", remedy)
         return
@@ -161,6 +196,57 @@ def _require_bounds(columns: SampleColumns, micro_batch: MicroBatchPlan, batch: 
             )
             real[begin : begin + lengths[sample]] = 1
         require(np.array_equal(mask[row], real), f"{label}, but its tokens lie elsewhere", remedy)
+
+
+def _exempt_without_trees(subject: Subject[Any]) -> str | None:
+    return None if subject.make().rows == "tree" else "its rows share no prefixes"
+
+
+@promise(
+    "Rows of trees are their segments from column 0 on, descendants without a gap; samples share the columns that the plan says, no others",
+    cases=cuts(),
+    first=list_explicit_cuts,
+    exempt=_exempt_without_trees,
+)
+def trees(subject: Subject[Any], case: CutCase) -> None:
+    for micro_batch, batch in builds(subject, case):
+        require(batch.tree is not None, "build returned no tree", "Return DenseBatch(tree=PrefixTree(...))")
+        assert batch.tree is not None
+        _require_trees(case.columns, micro_batch, batch, batch.tree)
+
+
+def _require_trees(columns: SampleColumns, micro_batch: MicroBatchPlan, batch: DenseBatch, tree: PrefixTree) -> None:
+    remedy = "Lay every sample's tokens that the one before does not have end to end, and cut them where later samples leave"
+    require(len(tree.lengths) == micro_batch.rows, "the tree has not one entry per row", remedy)
+    mask = batch["attention_mask"].numpy()
+    for row in range(micro_batch.rows):
+        total = int(tree.lengths[row].sum())
+        real = np.arange(micro_batch.width) < total
+        require(
+            np.array_equal(mask[row] == 1, real), f"segments of row {row} have {total} tokens, and the mask marks others", remedy
+        )
+        parents = tree.parents[row].tolist()
+        above: list[int] = []  # the path to the segment before
+        for segment, parent in enumerate(parents):
+            while above and above[-1] != parent:
+                above.pop()
+            require(
+                parent < 0 or above,
+                f"parents of row {row} are {parents}: segment {segment} is no neighbour of its parent's",
+                remedy,
+            )
+            above.append(segment)
+    shared = np.zeros_like(micro_batch.samples) if micro_batch.shared is None else micro_batch.shared
+    before: tuple[int, set[int]] = (-1, set())
+    for place, (sample, row, path) in enumerate(token_places(batch, columns, micro_batch)):
+        own = {*path.tolist()}
+        common = len(own & before[1]) if row == before[0] else 0
+        require(
+            common == shared[place],
+            f"sample {sample} has {common} columns of row {row} in common with the one before, the plan says {int(shared[place])}",
+            remedy,
+        )
+        before = row, own
 
 
 @promise(
@@ -250,7 +336,7 @@ def rows_alone(subject: Subject[Any], case: CutCase) -> None:
     """A row depends on its own samples alone: micro-batches are pieces of the whole plan's build, and every plan gives equal rows."""
     remedy = "Let a row depend on its samples, the width and the alignment alone"
     plan = plan_case(subject, case.planning)
-    one_rank = plan_case(subject, Planning(case.columns.lengths, Layout())).joined
+    one_rank = plan_case(subject, Planning(case.planning.lengths, Layout())).joined
     joined = plan.joined
     width = {name: max(getattr(whole_plan, name) for whole_plan in (joined, one_rank)) for name in ("width", "action_width")}
     whole = build_rows(subject, case.columns, evolve(joined, **width))
@@ -396,7 +482,7 @@ def _require_own(batch: DenseBatch, columns: SampleColumns) -> None:
 
 @promise("It changes neither the samples nor the plan that it is given", cases=cuts(*EVERY), first=list_explicit_cuts, effort=0.2)
 def inputs_unchanged(subject: Subject[Any], case: CutCase) -> None:
-    columns, lengths, collator = case.columns, case.columns.lengths, subject.make()
+    columns, lengths, collator = case.columns, case.planning.lengths, subject.make()
     columns_before, lengths_before = _bytes_of(columns), _bytes_of(lengths)
     plan = list(plan_with(collator, subject.label, Planning(lengths, case.layout)).micro_batches)
     rows = [_bytes_of(micro_batch) for micro_batch in plan]
@@ -422,7 +508,10 @@ def copy_arrays(batch: DenseBatch) -> dict[str, AnyArray]:
     """Return copies of all arrays that were built, by name."""
     arrays = {f"gather.{name}": getattr(batch.gather, name) for name in ("actions", "rows", "columns")}
     arrays |= {f"ragged_offsets of {name}": offsets for name, offsets in batch.ragged_offsets.items()}
-    for name, ragged in (("sequence_lengths", batch.sequence_lengths), ("cu_seqlens", batch.cu_seqlens)):
+    ragged_by_name = {"sequence_lengths": batch.sequence_lengths, "cu_seqlens": batch.cu_seqlens}
+    if batch.tree is not None:
+        ragged_by_name |= {name: getattr(batch.tree, name) for name in ("lengths", "parents", "last_segments")}
+    for name, ragged in ragged_by_name.items():
         if ragged is not None:
             arrays |= {name: ragged.values, f"{name}.offsets": ragged.offsets}
     return {name: array.copy() for name, array in ({name: field.numpy() for name, field in batch.fields.items()} | arrays).items()}
@@ -432,6 +521,7 @@ BUILD_PROMISES: tuple[Promise[Any, Any], ...] = (
     tokens,
     predecessors,
     bounds,
+    trees,
     numbers,
     reference,
     rows_alone,

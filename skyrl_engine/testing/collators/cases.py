@@ -5,13 +5,14 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from attrs import frozen
+from attrs import evolve, frozen
 from hypothesis import strategies as st
 
 from skyrl_engine.contracts.kinds.collator import Collator, DenseBatch, as_dense_batch, declared_extras
 from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.plan import BatchPlan, Layout, MicroBatchPlan, SampleLengths, as_batch_plan
-from skyrl_engine.contracts.values.ragged import AnyArray, IntArray
+from skyrl_engine.contracts.values.prefixes import PrefixTree, find_common_prefixes
+from skyrl_engine.contracts.values.ragged import AnyArray, IntArray, offsets_of
 from skyrl_engine.errors import EngineError, UnsupportedError
 from skyrl_engine.registry.owner import Owner, blame
 from skyrl_engine.testing.collators import strategies
@@ -28,19 +29,25 @@ class Planning:
 
     def __str__(self) -> str:
         tokens, actions = (", ".join(map(str, numbers.tolist())) for numbers in (self.lengths.tokens, self.lengths.actions))
-        return f"samples of {tokens} tokens, of which the last {actions} are actions\n{self.layout}"
+        prefixes = self.lengths.prefixes
+        shared = "" if prefixes is None else f"\nin the order {prefixes.order.tolist()}, sharing {prefixes.shared.tolist()}"
+        return f"samples of {tokens} tokens, of which the last {actions} are actions{shared}\n{self.layout}"
 
 
 @frozen(eq=False)
 class CutCase:
-    """Samples, and a layout that they fit into."""
+    """Samples, and a layout that they fit into. With `trees` the planner is told of every prefix that they share, however short."""
 
     columns: SampleColumns
     layout: Layout
+    trees: bool = False
 
     @property
     def planning(self) -> Planning:
-        return Planning(self.columns.lengths, self.layout)
+        lengths, columns = self.columns.lengths, self.columns
+        if self.trees:
+            lengths = evolve(lengths, prefixes=find_common_prefixes(columns.input_ids, columns.token_offsets, least=1))
+        return Planning(lengths, self.layout)
 
     def __str__(self) -> str:
         carried = f"\nwith {', '.join(sorted(self.columns.extras))}" if self.columns.extras else ""
@@ -53,6 +60,8 @@ def plannings(subject: Subject[Any]) -> st.SearchStrategy[Planning]:
     @st.composite
     def draw_case(draw: st.DrawFn) -> Planning:
         lengths = draw(strategies.sample_lengths())
+        if subject.make().rows == "tree":
+            lengths = evolve(lengths, prefixes=draw(strategies.common_prefixes(lengths)))
         return Planning(lengths, draw(_layouts(subject)(lengths)))
 
     return draw_case()
@@ -66,12 +75,15 @@ def cuts(*extras: str) -> Callable[[Subject[Any]], st.SearchStrategy[CutCase]]:
     """Draw cuts, from the subject's own `layouts` where it has them; samples carry those of the named extras that the collator declares."""
 
     def cases(subject: Subject[Any]) -> st.SearchStrategy[CutCase]:
-        carries = sorted(declared_extras(subject.make()) & {*extras})
+        collator = subject.make()
+        carries, trees = sorted(declared_extras(collator) & {*extras}), collator.rows == "tree"
 
         @st.composite
         def draw_case(draw: st.DrawFn) -> CutCase:
             columns = draw(strategies.sample_columns(carries=carries))
-            return CutCase(columns, draw(_layouts(subject)(columns.lengths)))
+            if trees:
+                columns = draw(strategies.with_prefixes(columns))
+            return CutCase(columns, draw(_layouts(subject)(columns.lengths)), trees)
 
         return draw_case()
 
@@ -133,7 +145,10 @@ def row_samples(micro_batch: MicroBatchPlan) -> list[tuple[int, ...]]:
 
 
 def token_places(batch: DenseBatch, columns: SampleColumns, micro_batch: MicroBatchPlan) -> Iterator[tuple[int, int, IntArray]]:
-    """Yield every sample, its row, and the columns of its tokens, read from the attention mask."""
+    """Yield every sample, its row, and the columns of its tokens, read from the segments of a tree or from the attention mask."""
+    if batch.tree is not None:
+        yield from _places_in_trees(batch.tree, micro_batch)
+        return
     lengths = np.diff(columns.token_offsets)
     mask = batch["attention_mask"].numpy()
     for row, samples in enumerate(row_samples(micro_batch)):
@@ -141,6 +156,21 @@ def token_places(batch: DenseBatch, columns: SampleColumns, micro_batch: MicroBa
         for sample in samples:
             yield sample, row, real[begin : begin + int(lengths[sample])]
             begin += int(lengths[sample])
+
+
+def _places_in_trees(tree: PrefixTree, micro_batch: MicroBatchPlan) -> Iterator[tuple[int, int, IntArray]]:
+    for row, samples in enumerate(row_samples(micro_batch)):
+        bounds = offsets_of(tree.lengths[row])
+        last_segments = tree.last_segments[row].tolist()
+        require(
+            len(last_segments) == len(samples), f"last_segments of row {row} are {last_segments}", "Give one per sample of the row"
+        )
+        for sample, last in zip(samples, last_segments, strict=True):
+            pieces, segment = [], last
+            while segment >= 0:
+                pieces.append(np.arange(bounds[segment], bounds[segment + 1], dtype=np.int64))
+                segment = int(tree.parents[row][segment])
+            yield sample, row, np.concatenate(pieces[::-1])
 
 
 def require(condition: Any, cause: str, remedy: str) -> None:

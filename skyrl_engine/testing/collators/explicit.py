@@ -1,9 +1,11 @@
 """Explicit cases of collators: batches that hardly any draw holds, with more samples, longer ones, and ranks that have nothing to do."""
 
 from collections.abc import Iterable, Iterator
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
+from attrs import evolve
 
 from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.plan import Layout
@@ -18,12 +20,15 @@ def list_explicit_cuts(subject: Subject[Any]) -> Iterable[CutCase]:
 
     Of a subject with layouts of its own, those cases that it plans.
     """
-    return [case for case in _list_cases() if "layouts" not in subject.hooks or _can_plan(subject, case)]
+    cases: Iterable[CutCase] = _list_cases()
+    if subject.make().rows == "tree":
+        cases = [*(evolve(case, trees=True) for case in cases), *_list_trees()]
+    return [case for case in cases if "layouts" not in subject.hooks or _can_plan(subject, case)]
 
 
 def _can_plan(subject: Subject[Any], case: CutCase) -> bool:
     try:
-        subject.make().plan(case.columns.lengths, case.layout)
+        subject.make().plan(case.planning.lengths, case.layout)
     except EngineError:
         return False
     return True
@@ -48,16 +53,31 @@ def _list_cases() -> Iterator[CutCase]:
         yield CutCase(few.take([0]), Layout(dp=4, **cut))
 
 
+def _list_trees() -> Iterator[CutCase]:
+    """Groups of six that share prompts, some of whose answers go on alike, two of them to the end; whole, and cut by tokens and ranks."""
+    columns = _make_samples(40, longest=12, shortest=8, group=6, unit=2)
+    ids, offsets = columns.input_ids.copy(), columns.token_offsets.tolist()
+    for sample, (begin, end) in enumerate(pairwise(offsets)):
+        first = offsets[sample - sample % 6]
+        # the fifth of a group is as long as its first, or a part of it
+        count = min(8 + sample % 3 if sample % 6 < 5 else 40, end - begin, offsets[sample - sample % 6 + 1] - first)
+        ids[begin : begin + count] = ids[first : first + count]
+    shared = evolve(columns, input_ids=ids)
+    for cut in ({}, {"micro_batch_tokens": 150}, {"micro_batch_tokens": 60}):
+        yield CutCase(shared, Layout(**cut), trees=True)
+        yield CutCase(shared, Layout(dp=3, tp=2, mini_batch_size=20, **cut), trees=True)
+
+
 def list_explicit_and_wide(subject: Subject[Any]) -> Iterable[CutCase]:
     """Return these batches, and one with columns of three numbers per token where the collator lays such columns over rows, as it may."""
-    wide = CutCase(_make_samples(5, longest=9, wide=True), Layout())
+    wide = CutCase(_make_samples(5, longest=9, wide=True), Layout(), subject.make().rows == "tree")
     return [*list_explicit_cuts(subject), *([wide] if _can_build(subject, wide) else [])]
 
 
 def _can_build(subject: Subject[Any], case: CutCase) -> bool:
     collator = subject.make()
     try:
-        for micro_batch in collator.plan(case.columns.lengths, case.layout).micro_batches:
+        for micro_batch in collator.plan(case.planning.lengths, case.layout).micro_batches:
             collator.build(case.columns, micro_batch)
     except Exception:  # noqa: BLE001 - in whatever way it says that it does not
         return False

@@ -7,7 +7,7 @@ import numpy as np
 from attrs import evolve
 
 from skyrl_engine.contracts.kinds.collator import Carried, declared_extras
-from skyrl_engine.contracts.values.plan import BatchPlan
+from skyrl_engine.contracts.values.plan import BatchPlan, RowKind
 from skyrl_engine.contracts.values.ragged import IntArray
 from skyrl_engine.errors import DataError, EngineError, UnsupportedError
 from skyrl_engine.registry.owner import Owner, blame
@@ -104,7 +104,7 @@ def sizes(subject: Subject[Any], case: Planning) -> None:
 
 
 @promise(
-    "Rows are well formed: int64 offsets that rise from 0, one row and one column at least, and room for every sample",
+    "Rows are well formed: int64 offsets that rise from 0, one row and one column at least, and room for every token that is not shared",
     cases=plannings,
     first=list_explicit_plannings,
 )
@@ -121,6 +121,8 @@ def rows(subject: Subject[Any], case: Planning) -> None:
         require(micro_batch.width >= 1, "a row has no column", "Give it one")
         for start, stop in pairwise(offsets.tolist()):
             held = int(tokens[micro_batch.samples[start:stop]].sum())
+            if micro_batch.shared is not None:
+                held -= int(micro_batch.shared[start:stop].sum())
             require(held <= micro_batch.width, f"samples of {held} tokens share a row of {micro_batch.width}", remedy)
 
 
@@ -196,13 +198,17 @@ def nowhere(subject: Subject[Any], case: Planning) -> None:
 )
 def declarations(subject: Subject[Any], case: Planning) -> None:
     collator = subject.make()
-    require(collator.rows in ("padded", "packed"), f"rows is {collator.rows!r}", "Declare rows as padded or packed")
+    kinds = get_args(RowKind)
+    require(collator.rows in kinds, f"rows is {collator.rows!r}", f"Declare rows as one of {', '.join(kinds)}")
     unknown = sorted(declared_extras(collator) - {*get_args(Carried)})
     require(not unknown, f"carries names {', '.join(unknown)}", f"Declare in carries some of {', '.join(get_args(Carried))}")
     if collator.rows == "padded":
         for micro_batch in plan_case(subject, case).micro_batches:
             most = max(map(len, row_samples(micro_batch)))
             require(most <= 1, f"a row holds {most} samples where padded rows are declared", 'Declare rows = "packed"')
+    if collator.rows != "tree":
+        for micro_batch in plan_case(subject, case).micro_batches:
+            require(micro_batch.shared is None, "a plan shares prefixes where no trees are declared", 'Declare rows = "tree"')
 
 
 CALLS = 4
@@ -216,7 +222,7 @@ def same_plan(subject: Subject[Any], case: Planning) -> None:
     require(one == other, "planning the same lengths twice gives two plans", remedy)
     collator = subject.make()
     lengths = case.lengths
-    turned = evolve(lengths, tokens=lengths.tokens[::-1].copy(), actions=lengths.actions[::-1].copy())
+    turned = evolve(lengths, tokens=lengths.tokens[::-1].copy(), actions=lengths.actions[::-1].copy(), prefixes=None)
     plan_with(collator, subject.label, Planning(turned, case.layout))
     for _ in range(CALLS):
         repeated = plan_with(collator, subject.label, case)
@@ -243,6 +249,7 @@ def _to_lists(plan: BatchPlan) -> list[Any]:
                     micro_batch.width,
                     micro_batch.action_width,
                     micro_batch.alignment,
+                    None if micro_batch.shared is None else micro_batch.shared.tolist(),
                 )
                 for micro_batch in rank
             ]

@@ -1,16 +1,18 @@
 """Hypothesis strategies for collators: samples with every extreme value, their lengths, and layouts that they fit into."""
 
 from collections.abc import Collection, Mapping
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from attrs import Factory, frozen
+from attrs import Factory, evolve, frozen
 from hypothesis import strategies as st
 
 from skyrl_engine.contracts.kinds.collator import Carried
 from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.extras import EXPERT_ROUTES, IMAGE_GRID, PIXEL_VALUES, TOKEN_TYPES
 from skyrl_engine.contracts.values.plan import Layout, SampleLengths
+from skyrl_engine.contracts.values.prefixes import CommonPrefixes
 from skyrl_engine.contracts.values.ragged import AnyArray
 
 COLUMN_NAMES = ("rewards", "rollout_logprobs", "advantages", "a_column_of_my_own")
@@ -182,6 +184,29 @@ def sample_lengths(draw: st.DrawFn, *, max_samples: int = 7, max_length: int = 6
     tokens = np.add(prompts, actions)
     arrays = (tokens, actions, sample_ids, draw(labels(count)), draw(labels(count)))
     return SampleLengths(*(np.asarray(array, dtype=np.int64) for array in arrays))
+
+
+@st.composite
+def common_prefixes(draw: st.DrawFn, lengths: SampleLengths) -> CommonPrefixes:
+    """Draw an order of samples of these lengths, and what each has in common with the one before: nothing, some tokens, or all."""
+    order = np.asarray(draw(st.permutations(range(len(lengths)))), dtype=np.int64)
+    tokens = lengths.tokens[order].tolist()
+    shared = [0]
+    for before, own in pairwise(tokens):
+        shared.append(draw(st.just(0) | st.integers(0, min(before, own)) | st.just(min(before, own))))
+    return CommonPrefixes(order, np.asarray(shared, dtype=np.int64))
+
+
+@st.composite
+def with_prefixes(draw: st.DrawFn, columns: SampleColumns) -> SampleColumns:
+    """Give some of these samples the first tokens of an earlier one: trees of any depth, some of samples that are equal."""
+    ids, offsets = columns.input_ids.copy(), columns.token_offsets.tolist()
+    for sample in range(1, len(columns)):
+        begin, end = offsets[sample], offsets[sample + 1]
+        source = offsets[draw(st.integers(0, sample - 1))]
+        count = draw(st.just(0) | st.integers(0, end - begin))
+        ids[begin : begin + count] = ids[source : source + count]
+    return evolve(columns, input_ids=ids)
 
 
 def labels(count: int) -> st.SearchStrategy[list[int]]:

@@ -151,7 +151,7 @@ class RowShape:
         places_M = (positions_N >= 0).nonzero()[:, 0]
         ids_1S, scored_M = ids_1T[:, own_S], positions_N[places_M]
         if arguments.segments.parents is not None:
-            assert self.cp == 1, "collators refuse trees for context-parallel ranks"
+            assert self.cp == 1, "setup refuses trees for context-parallel ranks"
             parents = (*arguments.segments.parents, *[-1] * (len(lengths) - len(real)))
             return _trees(micro_batch, Segments(lengths, parents), ids_1T, _positions(starts_of, lengths), scored_M, places_M)
         lengths_D = torch.from_numpy(micro_batch.sequence_lengths.values.astype(np.int64))

@@ -19,7 +19,7 @@ from skyrl_engine_megatron.attention import DocumentAttention
 from skyrl_engine_megatron.context import alignment, order_after_gather
 from skyrl_engine_megatron.documents import Boundaries
 from skyrl_engine_megatron.library import AttnMaskType, TransformerConfig, parallel_state
-from skyrl_engine_megatron.limits import refuse_kernels_for_trees
+from skyrl_engine_megatron.limits import refuse_trees
 from skyrl_engine_megatron.options import MegatronConfig
 
 CHUNKS = (5, 1, 16, 2)
@@ -63,7 +63,7 @@ def choose_core_attention(options: MegatronConfig, config: TransformerConfig, de
     """
     is_required = options.attention == "transformer_engine"
     if rows == "tree":
-        refuse_kernels_for_trees(options)
+        refuse_trees(options)
         return DocumentAttention
     if options.attention == "torch" or (not is_required and (device.type != "cuda" or not config.bf16)):
         return DocumentAttention

@@ -96,8 +96,13 @@ def _peculiarities(config: Any, family: str) -> Iterator[str]:
         yield f"rotary positions of type {rope}"
 
 
-def refuse_kernels_for_trees(options: MegatronConfig) -> None:
-    """Raises UnsupportedError where Transformer Engine is asked for and rows hold trees, whose tokens its kernels cannot keep apart."""
+def refuse_trees(options: MegatronConfig) -> None:
+    """Raises UnsupportedError for options with which rows of trees cannot be computed: context parallelism, Transformer Engine's kernels."""
+    if options.context_parallel > 1:
+        raise UnsupportedError(
+            f"backend.context_parallel = {options.context_parallel} divides every sample, and samples that share prefixes lie in pieces",
+            remedy="Set backend.context_parallel = 1, or choose the collator packed",
+        )
     if options.attention == "transformer_engine":
         raise UnsupportedError(
             'backend.attention = "transformer_engine" attends within documents, and rows of shared prefixes are trees of them',

@@ -4,14 +4,19 @@ from functools import partial
 from typing import Any
 
 from skyrl_engine import hookimpl
-from skyrl_engine.contracts import OPTIONAL_SCORES, Backend, BackendDescription, ModelConfig, RowKind
+from skyrl_engine.contracts import OPTIONAL_SCORES, Backend, BackendDescription, Capability, ModelConfig, RowKind
 from skyrl_engine.model_facts.weight_files import weight_files
-from skyrl_engine_megatron.limits import refuse_kernels_for_trees, refuse_model
+from skyrl_engine_megatron.limits import refuse_model, refuse_trees
 from skyrl_engine_megatron.options import MegatronConfig
 
 _ONE_QUEUE = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 """Work reaches the device in the order in which it is launched: tensor-parallel layers launch a sum over ranks and then the product that is to
 hide it, and with several queues the product may come first and the sum wait for it."""
+
+
+_CAPABILITIES: frozenset[Capability] = frozenset(
+    {"padded", "packed", "tensor_parallel", "pipeline_parallel", "context_parallel", "vision", *OPTIONAL_SCORES}
+)
 
 
 class MegatronPlugin:
@@ -24,11 +29,10 @@ class MegatronPlugin:
     @hookimpl
     def skyrl_engine_describe_backend(self, config: MegatronConfig | None, world_size: int) -> BackendDescription:
         options = config or MegatronConfig()
+        trees: set[Capability] = {"tree"} if options.context_parallel == 1 else set()
         return BackendDescription(
             options.topology(world_size),
-            frozenset(
-                {"padded", "packed", "tree", "tensor_parallel", "pipeline_parallel", "context_parallel", "vision", *OPTIONAL_SCORES}
-            ),
+            _CAPABILITIES | trees,
             partial(refuse_model, options),
             partial(_rehearse, options),
             means_over_step=options.router_losses,
@@ -46,7 +50,7 @@ def _rehearse(options: MegatronConfig, model: ModelConfig, rows: RowKind) -> Non
     from skyrl_engine.modeling.unpickling import refuse_code
 
     if rows == "tree":
-        refuse_kernels_for_trees(options)
+        refuse_trees(options)
     refuse_code(weight_files(model))
 
 
