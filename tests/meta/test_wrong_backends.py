@@ -60,6 +60,8 @@ ON_ONE_RANK = [
     ("needs_a_token", {"unscored_micro_batch"}, "rank 0 fails in forward_backward: ZeroDivisionError: no token"),
     ("packs_without_borders", {"packed_rows", "images", "image_gradients"}, "over packed rows"),
     ("packs_undeclared", {"undeclared_packed_rows"}, "takes packed rows, which it does not declare"),
+    ("shows_siblings", {"tree_rows"}, "over rows of trees"),
+    ("shares_undeclared", {"undeclared_tree_rows"}, "takes rows of trees, which it does not declare"),
     ("labels_of_inputs", {"labels"}, "an objective of logprobs is"),
     ("logits_are_logprobs", {"logits"}, "an objective of logits and logprobs is"),
     ("normalisers_without_a_tenth", {"logsumexp"}, "an objective of logprobs and logsumexp is"),

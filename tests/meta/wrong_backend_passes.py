@@ -151,6 +151,27 @@ packs_without_borders = Wrong(overriding(forward=_one_document_a_row, forward_ba
 packs_undeclared = Wrong(packs_without_borders.change, fewer=frozenset({"packed"}))
 
 
+def _siblings_in_chains(self: Any, original: Any, batch: Any, objective: Any) -> Any:
+    """Trees as if every segment continued the one before it: answers see their siblings."""
+    return original([attrs.evolve(micro_batch, tree=_chain_segments(micro_batch.tree)) for micro_batch in batch], objective)
+
+
+def _chain_segments(tree: Any) -> Any:
+    import numpy as np
+
+    from skyrl_engine.contracts import Ragged
+
+    if tree is None:
+        return None
+    return attrs.evolve(tree, parents=Ragged.from_list([np.arange(-1, len(row) - 1)[: len(row)] for row in tree.parents], np.int64))
+
+
+shows_siblings = Wrong(overriding(forward=_siblings_in_chains, forward_backward=_siblings_in_chains))
+
+
+shares_undeclared = Wrong(shows_siblings.change, fewer=frozenset({"tree"}))
+
+
 def _giving(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Callable[..., Any]:
     """A pass whose objective is given changed scores."""
 
