@@ -105,8 +105,8 @@ def compare(device: torch.device, dtype: torch.dtype, heads: int, key_heads: int
     with isolate(device):
         *drawn, upstream = (torch.randn(shape, generator=draw).to(device, dtype) for shape in shapes)
         for compute in (attend_by_mask, attend):
-            inputs = [tensor.clone().requires_grad_() for tensor in drawn]
-            output = compute(*inputs, segments, scaling=PROBE_SCALE * head**-0.5, window=window)
+            inputs = query, key, value = tuple(tensor.clone().requires_grad_() for tensor in drawn)
+            output = compute(query, key, value, segments, scaling=PROBE_SCALE * head**-0.5, window=window)
             results.append([output.detach(), *torch.autograd.grad(output, inputs, upstream)])
     for what, wanted, got in zip(("output", "query's gradient", "keys' gradient", "values' gradient"), *results, strict=True):
         difference = float((got.float() - wanted.float()).abs().max() / wanted.float().abs().max())

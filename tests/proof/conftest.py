@@ -14,10 +14,10 @@ FAMILIES: tuple[Family, ...] = ("qwen3", "llama")
 
 
 def configure_run(**tables: dict[str, object]) -> dict[str, ResolvedConfig]:
-    """`configure_run(loss={"use": "ppo"})`: the configuration with padded and with packed rows."""
+    """`configure_run(loss={"use": "ppo"})`: the configuration with every form of rows."""
     return {
         collator: resolve(from_dict({**tables, "collator": {"use": collator}}, "test"), need=())
-        for collator in ("padded", "packed")
+        for collator in ("padded", "packed", "tree")
     }
 
 

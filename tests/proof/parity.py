@@ -74,7 +74,7 @@ DIVERGENCES: Mapping[str, Mapping[str, Any]] = {
 rounding of weights.
 """
 
-COLLATORS = ("padded", "packed")
+COLLATORS = ("padded", "packed", "tree")
 
 Key = tuple[str, str]
 """A loss and a collator."""
@@ -82,6 +82,12 @@ Key = tuple[str, str]
 EVERY: Sequence[Key] = [(loss, collator) for loss in LOSSES for collator in COLLATORS]
 
 TAUGHT: Sequence[Key] = [(loss, collator) for loss in DIVERGENCES for collator in COLLATORS]
+
+
+def fitting(layout: str, keys: Sequence[Key]) -> list[Key]:
+    """Leave out rows of trees where context-parallel ranks would share them: they are refused."""
+    return [key for key in keys if key[1] != "tree" or ParallelSizes.parse(layout).topology.cp == 1]
+
 
 CLIPPED: Key = ("cross_entropy", "packed")
 """Key of the clipped step."""
@@ -179,7 +185,7 @@ class Matrix:
         """Every backend on every layout, one after the other."""
         for backend in BACKENDS:
             for layout in LAYOUTS:
-                yield self.entry(backend, layout, keys)
+                yield self.entry(backend, layout, fitting(layout, keys))
 
     def entry(self, backend: str, layout: str, keys: Collection[Key] = EVERY) -> Entry:
         """Cells of these losses and collators. Raises PluginNotFoundError where the backend is not installed."""
@@ -253,7 +259,7 @@ class Matrix:
         sizes = ParallelSizes.parse(layout)
         selected = resolve_plugins("cross_entropy", "packed", {**BACKENDS[backend], **sizes.options})["backend"]
         described = selected.loaded.describe_backend(selected.options, sizes.ranks)
-        for collator in COLLATORS:
+        for collator in {collator for _, collator in keys}:
             made = resolve_plugins("cross_entropy", collator)["collator"].make(CONTEXT)
             check_capabilities(backend, described.capabilities, collect_required_capabilities(described.topology, made, ()))
         for loss, collator in set(keys) & set(TAUGHT):

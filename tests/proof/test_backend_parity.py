@@ -10,7 +10,22 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 import loss_curves
-from parity import BACKENDS, DIVERGENCES, EVERY, GRADIENT, LAYOUTS, LOSSES, TAUGHT, WEIGHTS, Entry, Key, Matrix, table
+from parity import (
+    BACKENDS,
+    COLLATORS,
+    DIVERGENCES,
+    EVERY,
+    GRADIENT,
+    LAYOUTS,
+    LOSSES,
+    TAUGHT,
+    WEIGHTS,
+    Entry,
+    Key,
+    Matrix,
+    fitting,
+    table,
+)
 
 from skyrl_engine.errors import PluginNotFoundError
 
@@ -68,16 +83,16 @@ OF_BACKENDS_BY_DAY = pytest.mark.parametrize(
 
 
 def some(backend: str, layout: str) -> list[Key]:
-    """A loss over padded rows and another one over packed rows; layouts take turns, so that every library has all of them. Where a teacher fits
-    on the ranks, so do divergences.
+    """A loss over each form of rows; layouts take turns, so that every library has all of them. Where a teacher fits on the ranks, so do
+    divergences.
     """
     turn = list(BACKENDS).index(backend) + LAYOUTS.index(layout)
     chosen = [list(LOSSES), *([list(DIVERGENCES)] if layout in TAUGHT_RUNS.get(backend, ()) else [])]
-    return [key for losses in chosen for key in taking_turns(losses, turn)]
+    return fitting(layout, [key for losses in chosen for key in taking_turns(losses, turn)])
 
 
 def taking_turns(losses: Sequence[str], turn: int) -> list[Key]:
-    return [(losses[turn % len(losses)], "padded"), (losses[(turn + 1) % len(losses)], "packed")]
+    return [(losses[(turn + place) % len(losses)], collator) for place, collator in enumerate(COLLATORS)]
 
 
 @pytest.mark.proof
@@ -119,7 +134,8 @@ def test_the_clipped_step_is_the_same_on_all_layouts(matrix: Matrix, backend: st
 @OF_BACKENDS
 def test_every_loss_and_collator_on_a_layout(matrix: Matrix, entries: list[Entry], backend: str, layout: str) -> None:
     if layout in RUNS[backend]:
-        check(matrix, entries, backend, layout, (*EVERY, *(TAUGHT if layout in TAUGHT_RUNS.get(backend, ()) else ())))
+        taught = TAUGHT if layout in TAUGHT_RUNS.get(backend, ()) else ()
+        check(matrix, entries, backend, layout, fitting(layout, (*EVERY, *taught)))
 
 
 @pytest.mark.proof

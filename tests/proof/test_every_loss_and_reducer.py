@@ -32,15 +32,22 @@ CUTS = [
     Case("padded", micro_batch_rows=1),
     Case("padded", micro_batch_tokens=120, shuffled=True),
     Case("packed", micro_batch_tokens=40),
+    Case("tree", micro_batch_tokens=40),
+    Case("tree", micro_batch_tokens=120, shuffled=True),
     Case("packed", micro_batch_tokens=120, shuffled=True),
 ]
+IN_DOUBLE = [CUTS[0], CUTS[4], CUTS[5]]
 SIZES = [Case("padded", micro_batch_rows=rows, shuffled=rows % 2 == 0) for rows in range(1, SAMPLES + 1)]
 SIZED = ("cross_entropy", "gspo", "clip_cov", "value_clip")
 """A loss of each nature: of tokens, of sequences, of a whole micro-batch, of values."""
 BY_DAY = (*SIZED, "ppo", "dpo", "kto", "divergence")
 """And of pairs, of judged answers, and of a teacher. The objective holds every pair of a loss and a reducer by day, without a model:
 test_every_pair.py."""
-TWO_RANKS = [Case("padded", 2, micro_batch_rows=3), Case("packed", 2, micro_batch_tokens=80, shuffled=True)]
+TWO_RANKS = [
+    Case("padded", 2, micro_batch_rows=3),
+    Case("packed", 2, micro_batch_tokens=80, shuffled=True),
+    Case("tree", 2, micro_batch_tokens=80, shuffled=True),
+]
 
 
 def is_allowed(loss: str, reducer: str) -> bool:
@@ -69,7 +76,7 @@ def its_reducer(loss: str, turn: int = 0) -> str:
 @pytest.mark.parametrize("loss", now(LOSSES, *BY_DAY))
 def test_both_precisions(pools: Any, configure: Configure, loss: str) -> None:
     prove(pools, configure, "qwen3", loss, its_reducer(loss), CUTS, "float32")
-    prove(pools, configure, "llama", loss, its_reducer(loss, turn=3), CUTS[::3], "float64")
+    prove(pools, configure, "llama", loss, its_reducer(loss, turn=3), IN_DOUBLE, "float64")
 
 
 @pytest.mark.nightly
@@ -78,7 +85,7 @@ def test_every_reducer_in_both_precisions(pools: Any, configure: Configure, loss
     for reducer in REDUCERS:
         if is_allowed(loss, reducer):
             prove(pools, configure, "qwen3", loss, reducer, CUTS, "float32")
-            prove(pools, configure, "llama", loss, reducer, CUTS[::3], "float64")
+            prove(pools, configure, "llama", loss, reducer, IN_DOUBLE, "float64")
 
 
 @pytest.mark.parametrize("loss", now(LOSSES, *SIZED))

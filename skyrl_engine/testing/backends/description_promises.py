@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 
 from skyrl_engine.contracts.kinds.backend import BackendDescription, Capability
 from skyrl_engine.contracts.values.model import ModelConfig
+from skyrl_engine.contracts.values.plan import RowKind
 from skyrl_engine.errors import EngineError
 from skyrl_engine.proof.layouts import OPTIONS
 from skyrl_engine.testing.backends.ranks import RankFailed
@@ -69,13 +70,13 @@ def description(subject: BackendSubject, _case: None) -> None:
 @backend_promise("Its rehearsal refuses no model that it trains, and changes no global state")
 def rehearsal(subject: BackendSubject, case: BackendCase) -> None:
     described = subject.describe(case.sizes.options, case.sizes.ranks)
-    packed = "packed" in described.capabilities
+    rows: RowKind = "packed" if "packed" in described.capabilities else "padded"
     model = ModelConfig(subject.bench.model(case.model))
     before, gradients = global_random_state(), torch.is_grad_enabled()
     try:
-        described.rehearse(model, packed)
+        described.rehearse(model, rows)
     except EngineError as error:
-        with subject.open_ranks(case, rows="packed" if packed else "padded") as ranks:
+        with subject.open_ranks(case, rows=rows) as ranks:
             ranks.forward_backward(case.whole())
         raise Broken(
             f"refuses while planning a model that it trains: {error.cause}",

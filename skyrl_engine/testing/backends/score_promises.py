@@ -7,6 +7,7 @@ import numpy as np
 
 from skyrl_engine.contracts.kinds.needs import LOGPROBS_AT, TOP_1_AGREEMENT
 from skyrl_engine.contracts.values.outputs import PADDING_SAMPLE, RankOutput
+from skyrl_engine.contracts.values.plan import RowKind
 from skyrl_engine.errors import EngineError
 from skyrl_engine.testing.backends.batches import DIVERGENCES, DefinedResult
 from skyrl_engine.testing.backends.gradient_comparison import require_same_gradients
@@ -367,7 +368,7 @@ def divergence(subject: BackendSubject, case: BackendCase) -> None:
         return
     remedy = "Compare with micro_batch.teacher at every position, both heads over the whole vocabulary, and differentiate the student's alone"
     forward, reverse, jensen_shannon = (comparison.need for comparison in DIVERGENCES)
-    of_rows = ("padded", "packed") if subject.declares("packed") else ("padded",)
+    of_rows: Sequence[RowKind] = ("padded", "packed") if subject.declares("packed") else ("padded",)
     for rows, requested, temperature, micro_batches in (
         (of_rows[0], ("logprobs", TOP_1_AGREEMENT, forward), 1.0, 1),
         (of_rows[-1], (reverse, jensen_shannon), 0.5, 3),

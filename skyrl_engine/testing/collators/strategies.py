@@ -183,7 +183,8 @@ def sample_lengths(draw: st.DrawFn, *, max_samples: int = 7, max_length: int = 6
     sample_ids = draw(st.lists(st.integers(0, 2**40), min_size=count, max_size=count, unique=True))
     tokens = np.add(prompts, actions)
     arrays = (tokens, actions, sample_ids, draw(labels(count)), draw(labels(count)))
-    return SampleLengths(*(np.asarray(array, dtype=np.int64) for array in arrays))
+    names = ("tokens", "actions", "sample_ids", "group_ids", "unit_ids")
+    return SampleLengths(**{name: np.asarray(array, dtype=np.int64) for name, array in zip(names, arrays, strict=True)})
 
 
 @st.composite

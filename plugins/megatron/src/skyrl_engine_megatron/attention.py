@@ -26,8 +26,9 @@ class DocumentAttention(MegatronModule):  # type: ignore[misc] # megatron-core i
     ) -> Tensor:
         """Return [tokens, heads x d]; `key_TGD` and `value_TGD` have fewer heads if several queries share one."""
         if packed_seq_params.segments is not None:
-            rows = (tensor.transpose(0, 1)[None] for tensor in (query_THD, key_TGD, value_TGD))
-            return attend_runs(*rows, packed_seq_params.segments, _attend_document, scaling=None, window=None)[0].flatten(1)
+            query, key, value = (tensor.transpose(0, 1)[None] for tensor in (query_THD, key_TGD, value_TGD))
+            segments = packed_seq_params.segments
+            return attend_runs(query, key, value, segments, _attend_document, scaling=None, window=None)[0].flatten(1)
         lengths = list(packed_seq_params.lengths)
         if packed_seq_params.order is None:
             documents = zip(*(torch.split(tensor, lengths) for tensor in (query_THD, key_TGD, value_TGD)), strict=True)

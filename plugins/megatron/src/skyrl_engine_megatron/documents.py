@@ -43,10 +43,10 @@ class Boundaries(PackedSeqParams):  # type: ignore[misc] # megatron-core is unty
         return replace(self, on_device=PackedSeqParams("thd", ends, ends, ends, ends, longest, longest))
 
     @classmethod
-    def of(cls, documents: "Documents", order: Tensor | None, router: RoutedTokens | None = None) -> "Boundaries":
-        lengths = documents.lengths
-        longest = max(lengths) if documents.segments is None else documents.segments.longest
-        bounds = lengths if documents.segments is None else (sum(lengths),)
+    def of(
+        cls, lengths: tuple[int, ...], order: Tensor | None, router: RoutedTokens | None = None, segments: Segments | None = None
+    ) -> "Boundaries":
+        bounds, longest = ((sum(lengths),), segments.longest) if segments is not None else (lengths, max(lengths))
         ends = torch.tensor([0, *bounds], dtype=torch.int32).cumsum(0, dtype=torch.int32)
         return cls(
             "thd",
@@ -55,7 +55,7 @@ class Boundaries(PackedSeqParams):  # type: ignore[misc] # megatron-core is unty
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
             lengths=lengths,
-            segments=documents.segments,
+            segments=segments,
             order=order,
             router=router,
         )

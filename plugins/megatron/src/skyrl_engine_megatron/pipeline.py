@@ -103,7 +103,7 @@ class Pipeline:
             step = micro_batch.step if micro_batch is not None else StepCounts(0, 0)
             held = None if documents.held_tokens is None else self._move(documents.held_tokens)
             routed.append(self.router.tokens(documents.real, self._move(documents.document_of), held, step, learn=learn))
-        boundaries = Boundaries.of(documents, order, routed[-1] if routed else None)
+        boundaries = Boundaries.of(documents.lengths, order, routed[-1] if routed else None, documents.segments)
         hidden_T1H: Tensor = model(
             self._move(documents.input_ids),
             self._move(documents.position_ids),

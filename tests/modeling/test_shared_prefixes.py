@@ -1,0 +1,239 @@
+"""Rows of trees against rows that share nothing: segments, attention by runs, FlexAttention's mask, and models in exact float64."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from by_day import now
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from skyrl_engine.contracts.kinds.collator import measure_lengths
+from skyrl_engine.contracts.values.columns import SampleColumns
+from skyrl_engine.contracts.values.model import LoraConfig, ModelConfig
+from skyrl_engine.contracts.values.plan import Layout
+from skyrl_engine.errors import UnsupportedError
+from skyrl_engine.modeling import tree_kernel
+from skyrl_engine.modeling.load_check import check_loading
+from skyrl_engine.modeling.loading import load_scorer
+from skyrl_engine.modeling.run_attention import attend_runs
+from skyrl_engine.modeling.scorer import Scorer
+from skyrl_engine.modeling.segments import Run, Segments
+from skyrl_engine.modeling.tiny import VOCABULARY, write_model
+from skyrl_engine_collators.packed.collator import PackedCollator
+from skyrl_engine_collators.tree.collator import TreeCollator
+
+
+def test_runs_follow_first_children_and_paths_are_joined() -> None:
+    #     0 ── 1 ── 2
+    #     │    └─── 3
+    #     └─── 4
+    #     5
+    segments = Segments((4, 3, 2, 5, 6, 1), parents=(-1, 0, 1, 1, 0, -1))
+    assert segments.runs == (Run(0, 9), Run(9, 14, ((0, 7),)), Run(14, 20, ((0, 4),)), Run(20, 21))
+    assert segments.longest == 12
+    assert segments.starts == (0, 4, 7, 7, 4, 0)
+    assert segments.seen_until == (20, 14, 9, 14, 20, 21)
+    deep = Segments((4, 3, 2, 5), parents=(-1, 0, 0, 2))
+    assert deep.runs == (Run(0, 7), Run(7, 14, ((0, 4),)))
+    assert Segments((2, 3), parents=None).runs == (Run(0, 2), Run(2, 5))
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> Segments:
+    count = draw(st.integers(1, 9))
+    lengths = tuple(draw(st.lists(st.integers(1, 5), min_size=count, max_size=count)))
+    parents: list[int] = []
+    path: list[int] = []
+    for segment in range(count):
+        depth = draw(st.integers(0, len(path)))
+        del path[depth:]
+        parents.append(path[-1] if path else -1)
+        path.append(segment)
+    return Segments(lengths, tuple(parents))
+
+
+def attend_document(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    output = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=True, scale=0.5
+    )
+    return output.transpose(1, 2)
+
+
+@given(trees(), st.none() | st.integers(1, 8), st.integers(0, 2**31))
+def test_attention_by_runs_and_by_flex_attention_is_that_of_the_mask(segments: Segments, window: int | None, seed: int) -> None:
+    draw, tokens = torch.Generator().manual_seed(seed), sum(segments.lengths)
+    shapes = ((1, 4, tokens, 8), (1, 2, tokens, 8), (1, 2, tokens, 8))
+    query, key, value = (torch.randn(shape, generator=draw, dtype=torch.float64) for shape in shapes)
+    due = tree_kernel.attend_by_mask(query, key, value, segments, scaling=0.5, window=window)
+    runs = attend_runs(query, key, value, segments, attend_document, scaling=0.5, window=window)
+    torch.testing.assert_close(runs, due, rtol=1e-5, atol=1e-5)
+    mask = tree_kernel.block_mask(segments, window, torch.device("cpu"))
+    place = torch.arange(tokens)
+    seen = mask.mask_mod(torch.tensor(0), torch.tensor(0), place[:, None], place)
+    assert torch.equal(seen, seen_by_definition(segments, window))
+
+
+def seen_by_definition(segments: Segments, window: int | None) -> Tensor:
+    """bool[tokens, tokens], one token at a time: the column is on the token's path, up to itself, and within the window."""
+    assert segments.parents is not None
+    ends = list(accumulate(segments.lengths))
+    paths: list[list[int]] = []
+    for parent, end, length in zip(segments.parents, ends, segments.lengths, strict=True):
+        paths.append([*(paths[parent] if parent >= 0 else []), *range(end - length, end)])
+    seen = torch.zeros(ends[-1], ends[-1], dtype=torch.bool)
+    for path in paths:
+        for position, column in enumerate(path):
+            seen[column, path[max(0, position + 1 - (window or len(path))) : position + 1]] = True
+    return seen
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("window", [None, tree_kernel.PROBE_WINDOW])
+def test_flex_attention_in_its_plain_form_attends_by_the_mask(window: int | None) -> None:
+    """On the CPU it has no backward pass; `tree_kernel.compare` looks at gradients where it runs."""
+    draw, segments = torch.Generator().manual_seed(0), Segments(tree_kernel.PROBE.lengths, tree_kernel.PROBE.parents)
+    query, key, value = (torch.randn(1, heads, sum(segments.lengths), 16, generator=draw) for heads in (4, 2, 2))
+    due = tree_kernel.attend_by_mask(query, key, value, segments, scaling=0.3, window=window)
+    torch.testing.assert_close(tree_kernel.attend(query, key, value, segments, scaling=0.3, window=window), due)
+
+
+class InDouble(TorchFunctionMode):
+    """Leaves float64 as it is where a model's code asks for float32, as norms and softmax do: what remains is arithmetic alone."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        named = dict(kwargs or {})
+        if func is Tensor.float and args[0].dtype == torch.float64:
+            return args[0]
+        if func is Tensor.to and args[0].dtype == torch.float64:
+            args = tuple(torch.float64 if each is torch.float32 else each for each in args)
+            if named.get("dtype") is torch.float32:
+                named["dtype"] = torch.float64
+        if named.get("dtype") is torch.float32 and func is torch.nn.functional.softmax:
+            named["dtype"] = torch.float64
+        return func(*args, **named)
+
+
+def make_columns(seed: int, *, depth: int = 3) -> SampleColumns:
+    """Two trees of so many levels and some samples that stand alone; branches of 1 to 9 tokens behind a trunk of 16."""
+    numbers = np.random.default_rng(seed)
+    rows: list[list[int]] = []
+    for _ in range(2):
+        paths = [numbers.integers(1, VOCABULARY, 16).tolist()]
+        for _ in range(depth):
+            paths = [[*path, *numbers.integers(1, VOCABULARY, numbers.integers(1, 9)).tolist()] for path in paths for _ in range(2)]
+        rows += [*paths, paths[0], paths[-1][:-1]]
+    rows += [numbers.integers(1, VOCABULARY, numbers.integers(2, 30)).tolist() for _ in range(3)]
+    actions = [int(numbers.integers(1, min(len(row), 15))) for row in rows]
+    return SampleColumns.from_lists(input_ids=rows, num_actions=actions, loss_mask=[numbers.random(count) for count in actions])
+
+
+def losses_and_gradients(
+    scorer: Scorer, columns: SampleColumns, collator: Any, layout: Layout
+) -> tuple[dict[int, Any], dict[str, Tensor]]:
+    """Log-probabilities by sample, and the gradient of their sum weighted by the samples' loss weights."""
+    from skyrl_engine.modeling.model_inputs import model_inputs
+    from skyrl_engine.spans import Spans
+    from skyrl_engine.testing.subject import part_of
+    from skyrl_engine.workers.batch import ShardBatch
+    from skyrl_engine.workers.dispatch import cut
+
+    plan = collator.plan(measure_lengths(collator, columns), layout)
+    (mini_batch,) = plan.mini_batches
+    weights = columns.take(mini_batch.samples).loss_weight.astype(np.float64)
+    scores: dict[int, Any] = {}
+    scorer.zero_grad()
+    for shard in cut(columns, mini_batch, weights, ()):
+        for micro_batch in ShardBatch(shard, part_of(collator, "it", "collator"), "actions", Spans()):
+            arguments = model_inputs(micro_batch)
+            logprobs = scorer(
+                arguments.inputs,
+                arguments.positions,
+                micro_batch.labels,
+                segments=arguments.segments,
+                needs=("logprobs", "entropy"),
+            )["logprobs"]
+            samples = micro_batch.samples
+            own = torch.from_numpy(samples.weights).to(logprobs)
+            (own * logprobs).sum().backward()
+            by_sample = torch.split(logprobs.detach(), samples.scored.lengths.tolist())
+            scores |= dict(zip(samples.sample_ids.tolist(), by_sample, strict=True))
+    return scores, {name: parameter.grad.clone() for name, parameter in scorer.named_parameters() if parameter.grad is not None}
+
+
+@contextmanager
+def without_rounding(exact: bool) -> Iterator[None]:
+    if not exact:
+        yield
+        return
+    with InDouble():
+        yield
+
+
+FAMILIES = {
+    "qwen3": {},
+    "llama": {},
+    "gemma3_text": {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"]},
+    "mistral": {"sliding_window": 7},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+}
+
+
+@pytest.mark.parametrize("family", now(list(FAMILIES), "qwen3", "gemma3_text"))
+def test_a_model_in_exact_float64_gives_the_gradient_of_samples_apart(tmp_path: Path, family: str) -> None:
+    """1e-12: nothing but sums in another order is left. Windows are shorter than trunks."""
+    write_model(tmp_path, family, **FAMILIES[family])
+    _, scorer = load_scorer(ModelConfig(str(tmp_path), dtype="float64"))
+    scorer.refuse_rows_unless_supported("tree")
+    scorer.eval()
+    for seed, depth in ((0, 1), (1, 4)):
+        columns = make_columns(seed, depth=depth)
+        with without_rounding(exact=True):
+            due, expected = losses_and_gradients(scorer, columns, PackedCollator(), Layout())
+            for layout in (Layout(), Layout(micro_batch_tokens=70), Layout(dp=2, micro_batch_tokens=120)):
+                got, gradients = losses_and_gradients(scorer, columns, TreeCollator(), layout)
+                assert got.keys() == due.keys()
+                for sample, values in due.items():
+                    torch.testing.assert_close(got[sample], values, rtol=1e-11, atol=1e-11)
+                for name, gradient in expected.items():
+                    worst = (gradients[name] - gradient).abs().max() / gradient.abs().max()
+                    assert worst <= 1e-12, (layout, name, float(worst))
+
+
+def test_samples_that_share_nothing_give_the_bits_of_packed_rows(tmp_path: Path) -> None:
+    write_model(tmp_path, "qwen3")
+    _, scorer = load_scorer(ModelConfig(str(tmp_path)))
+    numbers = np.random.default_rng(0)
+    columns = SampleColumns.from_lists(
+        input_ids=[numbers.integers(1, VOCABULARY, length) for length in (5, 30, 18, 40)], num_actions=[3, 12, 9, 20]
+    )
+    packed, gradients = losses_and_gradients(scorer, columns, PackedCollator(policy="concat"), Layout(micro_batch_tokens=100))
+    tree, others = losses_and_gradients(scorer, columns, TreeCollator(), Layout(micro_batch_tokens=100))
+    for sample, values in packed.items():
+        assert torch.equal(values, tree[sample])
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(others[name], gradient, rtol=1e-5, atol=1e-7)
+
+
+def test_a_model_that_drops_numbers_is_refused_while_planning(tmp_path: Path) -> None:
+    write_model(tmp_path / "dropping", "llama", attention_dropout=0.1)
+    with pytest.raises(UnsupportedError, match=r"layers\.0\.self_attn\.attention_dropout drops at the rate 0\.1"):
+        check_loading(ModelConfig(str(tmp_path / "dropping")), "tree")
+    check_loading(ModelConfig(str(tmp_path / "dropping")), "packed")
+    write_model(tmp_path / "plain", "llama")
+    check_loading(ModelConfig(str(tmp_path / "plain")), "tree")
+    with pytest.raises(UnsupportedError, match="drops at the rate"):
+        check_loading(ModelConfig(str(tmp_path / "plain"), lora=LoraConfig(rank=2, dropout=0.2)), "tree")
+
+
+def test_a_model_whose_layers_keep_a_state_is_refused_while_planning(tmp_path: Path) -> None:
+    write_model(tmp_path, "jamba", mamba_d_state=4)
+    with pytest.raises(UnsupportedError, match="tree rows"):
+        check_loading(ModelConfig(str(tmp_path)), "tree")
