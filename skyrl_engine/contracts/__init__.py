@@ -131,7 +131,7 @@ if TYPE_CHECKING:
         SampleLengths,
         one_sample_per_row,
     )
-    from skyrl_engine.contracts.values.prefixes import CommonPrefixes, PrefixTree, find_common_prefixes, range_minima
+    from skyrl_engine.contracts.values.prefixes import LEAST_SHARED, CommonPrefixes, PrefixTree, find_common_prefixes, range_minima
     from skyrl_engine.contracts.values.ragged import AnyArray, IntArray, Ragged, RaggedView, offsets_of, segment_indices
     from skyrl_engine.contracts.values.rollout import (
         SEGMENT_OBSERVED,
@@ -152,6 +152,7 @@ __all__ = [
     "ENGINE_METRICS",
     "EXPERT_ROUTES",
     "IMAGE_GRID",
+    "LEAST_SHARED",
     "LOGPROBS_AT",
     "MODEL_INPUTS",
     "MODEL_SCORES",
@@ -428,6 +429,7 @@ _HOMES = {
     "one_sample_per_row": "values.plan",
     "results_of": "values.outputs",
     "CommonPrefixes": "values.prefixes",
+    "LEAST_SHARED": "values.prefixes",
     "PrefixTree": "values.prefixes",
     "find_common_prefixes": "values.prefixes",
     "range_minima": "values.prefixes",

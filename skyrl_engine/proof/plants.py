@@ -1,21 +1,26 @@
 """Mistakes to plant, each one that a training engine has shipped: a proof that cannot fail proves nothing.
 
-A plant changes the weights of the reducer, the coefficients of terms or what the merger returns; everything else stays the real thing.
+A plant changes the weights of the reducer, the coefficients of terms, the rows that ranks build or what the merger returns; everything else
+stays the real thing.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 from attrs import evolve, field, frozen
 
-from skyrl_engine.contracts.kinds.collator import Collator
+from skyrl_engine.contracts.kinds.collator import Collator, DenseBatch
 from skyrl_engine.contracts.kinds.merger import Merger
 from skyrl_engine.contracts.kinds.reducer import BatchStructure, Reducer
 from skyrl_engine.contracts.values.outputs import BatchOutput, RankOutput
 from skyrl_engine.contracts.values.plan import BatchPlan
 from skyrl_engine.contracts.values.ragged import Ragged, offsets_of, segment_indices
+from skyrl_engine.workers.messages import Message
+
+if TYPE_CHECKING:
+    from skyrl_engine.workers.worker import Worker
 
 Weights = npt.NDArray[np.float64]
 
@@ -109,14 +114,15 @@ def _as_they_came(outputs: Sequence[RankOutput]) -> Sequence[RankOutput]:
 
 @frozen
 class Plant:
-    """One mistake in words; what it makes of the reducer's weights and of the ranks' outputs, and what it multiplies the coefficient of a
-    term by, given the term's place (`loss.terms[0]`).
+    """One mistake in words; what it makes of the reducer's weights and of the ranks' outputs, what it multiplies the coefficient of a term by,
+    given the term's place (`loss.terms[0]`), and what it makes of the rows that a rank builds (None: nothing).
     """
 
     meaning: str
     weights: Callable[[Reducer, Cut], Weights] = _unplanted_weights
     coefficient: Callable[[Cut, str], float] = _keep_scale
     outputs: Callable[[Sequence[RankOutput]], Sequence[RankOutput]] = _as_they_came
+    rows: Callable[[DenseBatch], DenseBatch] | None = None
     needs_terms: bool = False
 
 
@@ -161,6 +167,14 @@ def _shift_samples(outputs: Sequence[RankOutput]) -> Sequence[RankOutput]:
     return [shift(output) for output in outputs]
 
 
+def _chain_segments(batch: DenseBatch) -> DenseBatch:
+    """Let every segment of a tree continue the one before it."""
+    if batch.tree is None:
+        return batch
+    parents = [np.arange(-1, len(row) - 1)[: len(row)] for row in batch.tree.parents]
+    return evolve(batch, tree=evolve(batch.tree, parents=Ragged.from_list(parents, np.int64)))
+
+
 def _as_lengths(moved: Ragged, own: Ragged) -> Ragged:
     return Ragged(np.resize(moved.values, len(own.values)), own.offsets)
 
@@ -178,6 +192,7 @@ PLANTS: Mapping[str, Plant] = {
         needs_terms=True,
     ),
     "truncated_weights": Plant("fractional loss weights become whole numbers on ranks", weights=_truncate_weights),
+    "visible_siblings": Plant("samples that share a prefix see each other behind it", rows=_chain_segments),
     "outputs_out_of_order": Plant("token losses come back under the next sample's id", outputs=_shift_samples),
 }
 
@@ -195,6 +210,31 @@ class PlannedCollator:
     def plan(self, *arguments: Any) -> BatchPlan:
         self.plans[:] = [self.collator.plan(*arguments)]
         return self.plans[0]
+
+
+@frozen(eq=False)
+class PlantedRows:
+    """A collator whose dense rows are made wrong by a plant."""
+
+    collator: Collator
+    change: Callable[[DenseBatch], DenseBatch]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.collator, name)
+
+    def build(self, *arguments: Any, **options: Any) -> DenseBatch:
+        return self.change(self.collator.build(*arguments, **options))
+
+
+@frozen
+class PlantRows(Message[None]):
+    """Make the rows wrong that a rank builds, until it uses other plugins."""
+
+    change: Callable[[DenseBatch], DenseBatch]
+    verb = "use"
+
+    def answer(self, rank: "Worker") -> None:
+        rank.wrap_collator(lambda collator: PlantedRows(collator, self.change))
 
 
 @frozen(eq=False)

@@ -22,7 +22,7 @@ from skyrl_engine.proof.definition import BatchDefinition
 from skyrl_engine.proof.diagnosis import explain
 from skyrl_engine.proof.passes import STEP, measure
 from skyrl_engine.proof.plain_model import PlainModel
-from skyrl_engine.proof.plants import Cut, PlannedCollator, Plant, PlantedMerger, PlantedReducer
+from skyrl_engine.proof.plants import Cut, PlannedCollator, Plant, PlantedMerger, PlantedReducer, PlantRows
 from skyrl_engine.proof.ranks import CONTEXT, RankPool
 from skyrl_engine.proof.rollouts import LONGEST, make_rollouts
 from skyrl_engine.workers.dispatch import batch_structure, plan_batch
@@ -120,6 +120,8 @@ class Prover:
             )
         group = self.ranks.group(case.ranks, dtype, taught=asks_a_teacher(assembly.objective.scores))
         group.ask(UsePlugins(self._locks(case, columns, plant, dtype)))
+        if plant is not None and plant.rows is not None:
+            group.ask(PlantRows(plant.rows))
         return measure(group, assembly, chosen, self._layout(case, dtype), honest)
 
     def _layout(self, case: Case, dtype: ComputeDtype) -> Layout:

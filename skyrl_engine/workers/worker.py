@@ -2,13 +2,13 @@
 
 import gc
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 import torch
-from attrs import Factory, field, frozen
+from attrs import Factory, evolve, field, frozen
 from attrs.validators import gt, lt
 
 from skyrl_engine.cleanup import close_after, finally_close
@@ -156,6 +156,10 @@ class Worker:
         selected = {place: SelectedPlugin.from_lock(lock) for place, lock in plugins.items() if lock["record"]["kind"] in wanted}
         self._objective_parts = ObjectiveParts.make(selected, self._context)
         self._collator: BoundPlugin[Collator] = selected["collator"].bind("collator", self._context)
+
+    def wrap_collator(self, wrap: Callable[[Collator], Collator]) -> None:
+        """Build rows by what `wrap` makes of the collator, until other plugins are used."""
+        self._collator = evolve(self._collator, product=wrap(self._collator.product))
 
     def run(self, work: Pass, shard: Shard) -> RankReply:
         """One pass over the shard. An EngineError of one of several ranks names the rank."""

@@ -28,6 +28,7 @@ Configure = Callable[..., Any]
 ONE = Case("padded")
 ROWS = [Case("padded", micro_batch_rows=rows) for rows in (2, 8)]
 PACKED = Case("packed", micro_batch_tokens=120)
+TREE = Case("tree", micro_batch_tokens=120)
 SHUFFLED = Case("padded", micro_batch_rows=3, shuffled=True)
 
 OBJECTIVE = {"use": "ppo", "terms": [{"use": "kl", "coef": 0.1}, {"use": "entropy", "coef": 0.01}]}
@@ -46,7 +47,7 @@ def prove(pools: Any, configure: Configure) -> Callable[..., list[CaseResult]]:
 
 
 def test_every_cut_holds_without_a_mistake(prove: Callable[..., list[CaseResult]]) -> None:
-    for row in prove(None, [ONE, *ROWS, PACKED, SHUFFLED]):
+    for row in prove(None, [ONE, *ROWS, PACKED, TREE, SHUFFLED]):
         assert row.holds, row
         assert row.difference is not None
         assert 0.0 < row.difference.gradient < 1e-5, "a difference of nothing at all would mean that nothing was compared"
@@ -56,10 +57,14 @@ def test_every_cut_holds_without_a_mistake(prove: Callable[..., list[CaseResult]
 def test_means_of_micro_batches_count_as_often_as_there_are_micro_batches(
     prove: Callable[..., list[CaseResult]], reducer: str
 ) -> None:
-    rows = prove("per_microbatch_mean", [ONE, *ROWS, PACKED], reducer={"use": reducer}, loss={"use": "cross_entropy"})
-    assert [row.holds for row in rows] == [True, False, False, False], "one micro-batch is the whole batch"
-    for row, count in zip(rows[1:], (8, 2, 4), strict=True):
-        assert row.explanation.startswith(f"gradient x{count}.00 = number of micro-batches")
+    cuts = {ROWS[0]: 8, ROWS[1]: 2, PACKED: 4}
+    if reducer == "sequence_mean":
+        del cuts[PACKED]  # its rows hold different numbers of samples
+    whole, *rows = prove("per_microbatch_mean", [ONE, *cuts], reducer={"use": reducer}, loss={"use": "cross_entropy"})
+    assert whole.holds, "one micro-batch is the whole batch"
+    for row in rows:
+        assert not row.holds
+        assert row.explanation.startswith(f"gradient x{cuts[row.case]}.00 = number of micro-batches")
 
 
 def test_a_sum_has_no_denominator_to_get_wrong(prove: Callable[..., list[CaseResult]]) -> None:
@@ -101,6 +106,10 @@ def test_what_declares_to_depend_on_the_cut_is_excused_and_not_hidden(prove: Cal
     assert whole.holds
     assert not cut.holds
     assert cut.excuse.startswith("reducer 'token_mean_legacy' of skyrl-engine-reducers ")
+
+
+def test_answers_that_see_their_siblings_are_noticed_where_rows_are_trees(prove: Callable[..., list[CaseResult]]) -> None:
+    assert [row.holds for row in prove("visible_siblings", [ONE, PACKED, TREE])] == [True, True, False]
 
 
 @pytest.mark.proof

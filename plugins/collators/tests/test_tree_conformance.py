@@ -29,8 +29,12 @@ class TestTree(CollatorConformance):
         return strategies.layouts(lengths).map(lambda layout: evolve(layout, micro_batch_rows=None, cp=1))
 
 
-def plan_trees(columns, layout, collator=TreeCollator(PAD), least=1):  # noqa: B008 - it is frozen
-    return collator.plan(measure_lengths(collator, columns, least=least), layout)
+EVERY = TreeCollator(PAD, least_shared=1)
+"""Shares prefixes of any length."""
+
+
+def plan_trees(columns, layout):
+    return EVERY.plan(measure_lengths(EVERY, columns), layout)
 
 
 @given(st.data())
@@ -56,7 +60,7 @@ def test_no_row_computes_more_than_the_budget_and_whole_trees_that_fit_are_compu
     budget = largest + data.draw(st.integers(0, 40))
     plan = plan_trees(columns, Layout(micro_batch_tokens=budget))
     assert all(micro_batch.width <= budget for micro_batch in plan.micro_batches)
-    lengths = measure_lengths(TreeCollator(PAD), columns, least=1)
+    lengths = measure_lengths(EVERY, columns)
     everything = int(lengths.tokens.sum() - lengths.prefixes.shared.sum())
     assert plan.dense_tokens >= everything
     if everything <= budget:

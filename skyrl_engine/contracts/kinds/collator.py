@@ -81,7 +81,8 @@ class Collator(Protocol):
 
     `rows` declares what a row may hold, which is also the capability that a backend needs for it: one sample at most ("padded"),
     several ("packed"), or several whose common prefixes are there once ("tree"). A collator of trees is given `lengths.prefixes`, says in
-    `MicroBatchPlan.shared` what it shares, and builds a `DenseBatch.tree`.
+    `MicroBatchPlan.shared` what it shares, and builds a `DenseBatch.tree`; it may
+    say in a further attribute, `least_shared`, how many tokens a prefix must have to be looked for.
 
     A collator that lays expert routes or images over its rows says so in one more attribute, `carries`: a set of "router_replay" and
     "vision" (`declared_extras` reads it). Data that has what the collator does not carry is refused while planning.
@@ -112,13 +113,14 @@ def collate(collator: Collator, columns: SampleColumns, layout: Layout = ONE_RAN
     return collator.build(columns, collator.plan(measure_lengths(collator, columns), layout).joined)
 
 
-def measure_lengths(collator: Collator, columns: SampleColumns, *, least: int = LEAST_SHARED) -> SampleLengths:
+def measure_lengths(collator: Collator, columns: SampleColumns) -> SampleLengths:
     """Return all that `plan` of this collator looks at: lengths and ids, and for rows of trees the common prefixes.
 
-    `least` as in `find_common_prefixes`.
+    Those of fewer than `collator.least_shared` tokens (16, where the collator does not say) are left out.
     """
     if collator.rows != "tree":
         return columns.lengths
+    least = getattr(collator, "least_shared", LEAST_SHARED)
     return evolve(columns.lengths, prefixes=find_common_prefixes(columns.input_ids, columns.token_offsets, least=least))
 
 

@@ -1,6 +1,7 @@
 """Hypothesis strategies for collators: samples with every extreme value, their lengths, and layouts that they fit into."""
 
 from collections.abc import Collection, Mapping
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -182,9 +183,9 @@ def sample_lengths(draw: st.DrawFn, *, max_samples: int = 7, max_length: int = 6
     prompts = [draw(st.integers(int(of_response == 0), max_length)) for of_response in actions]
     sample_ids = draw(st.lists(st.integers(0, 2**40), min_size=count, max_size=count, unique=True))
     tokens = np.add(prompts, actions)
-    arrays = (tokens, actions, sample_ids, draw(labels(count)), draw(labels(count)))
-    names = ("tokens", "actions", "sample_ids", "group_ids", "unit_ids")
-    return SampleLengths(**{name: np.asarray(array, dtype=np.int64) for name, array in zip(names, arrays, strict=True)})
+    group_ids, unit_ids = draw(labels(count)), draw(labels(count))
+    as_array = partial(np.asarray, dtype=np.int64)
+    return SampleLengths(tokens, as_array(actions), as_array(sample_ids), as_array(group_ids), as_array(unit_ids))
 
 
 @st.composite

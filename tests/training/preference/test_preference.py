@@ -32,11 +32,12 @@ def weights(directory: Path) -> dict[str, bytes]:
     return {name: array.tobytes() for name, array in load_file(directory / "model" / "model.safetensors").items()}
 
 
-@pytest.mark.parametrize("collator", ["padded", "packed"])
+@pytest.mark.parametrize("collator", ["padded", "packed", "tree"])
 def test_the_first_log_ratios_are_zero_and_held_out_pairs_are_told_apart(configure: Configure, collator: str) -> None:
     """Reference and policy are scored over one plan: rewards of the first step are exactly 0, its loss log 2."""
     size = {"micro_batch_rows": 4} if collator == "padded" else {"micro_batch_rows": None, "micro_batch_tokens": 96}
-    resolved = configure(collator={"use": collator}, training=size, evaluation={"at_start": True})
+    options = {"least_shared": 2} if collator == "tree" else {}
+    resolved = configure(collator={"use": collator, **options}, training=size, evaluation={"at_start": True})
     done = run_preference(resolved)
     first, *_, last = steps(done.directory)
     for name in ("rewards/chosen", "rewards/rejected", "rewards/margins", "implicit_kl"):

@@ -22,6 +22,8 @@ from skyrl_engine.training.rl.trainer import RlTrainer
 
 TEMPERATURE, COEF, CLIP, EPSILON, LAM = 0.8, 0.3, 0.2, 1e-6, 0.95
 PACKED = ("collator.use=packed", "rl.micro_batch_tokens=128")
+TREE = ("collator.use=tree", "collator.least_shared=2", "rl.micro_batch_tokens=128")
+ROWS = {"padded": ("rl.micro_batch_rows=4",), "packed": PACKED, "tree": TREE}
 
 
 @frozen
@@ -221,6 +223,7 @@ BREADTH = [
     ("padded", "rloo"),
     ("packed", "on_policy_distill"),
     ("padded", "on_policy_distill"),
+    *(("tree", name) for name in ("grpo", "dr_grpo", "rloo", "reinforce_pp", "ppo", "on_policy_distill")),
 ]
 QUICK = {
     ("padded", "grpo"),
@@ -229,6 +232,8 @@ QUICK = {
     ("padded", "rloo"),
     ("packed", "reinforce_pp"),
     ("packed", "on_policy_distill"),
+    ("tree", "ppo"),
+    ("tree", "grpo"),
 }
 
 
@@ -237,7 +242,7 @@ QUICK = {
 )
 def test_gradients_are_those_of_the_definitions(rl: Rl, seen: Seen, world: Path, other: Path, collator: str, name: str) -> None:
     """At the first update, and after it, where ratios are not 1 and some are clipped."""
-    check(rl, seen, world, other, name, PACKED if collator == "packed" else ("rl.micro_batch_rows=4",))
+    check(rl, seen, world, other, name, ROWS[collator])
 
 
 SECOND_MODEL_OR_VALUES = {"reinforce_pp", "ppo", "on_policy_distill"}

@@ -29,19 +29,23 @@ from skyrl_engine.training.rl.run import run_rl
 from skyrl_engine_generators.generator import HfGenerator
 
 PACKED = ("collator.use=packed", "rl.micro_batch_tokens=128")
+TREE = ("collator.use=tree", "collator.least_shared=2", "rl.micro_batch_tokens=128")
 LORA = ("model.lora.rank=2",)
 TWO = ("run.ranks=2", "run.launch=ray")
 VARIANTS: dict[str, tuple[str, ...]] = {
     "padded": (),
     "cut": ("rl.micro_batch_rows=2",),
     "packed": PACKED,
+    "tree": TREE,
+    "tree lora": (*TREE, *LORA),
     "lora": LORA,
     "packed lora": (*PACKED, *LORA),
 }
 
 
 @pytest.mark.parametrize(
-    ("name", "old"), now(product(VARIANTS, ["current", "score"]), ("padded", "current"), ("packed", "score"), ("lora", "score"))
+    ("name", "old"),
+    now(product(VARIANTS, ["current", "score"]), ("padded", "current"), ("packed", "score"), ("lora", "score"), ("tree", "score")),
 )
 def test_every_ratio_is_exactly_1_before_the_first_update(rl: Rl, seen: Seen, name: str, old: str) -> None:
     result = run_rl(rl("run", f"rl.old={old}", "rl.temperature=0.7", *VARIANTS[name]))

@@ -103,6 +103,8 @@ class TreeConfig:
     max_tokens_per_microbatch: int | None = field(default=None, validator=optional(ge(1)))
     """Largest number of tokens that a row computes; a shared prefix counts once. If the run sets `training.micro_batch_tokens` too, the smaller
     applies; with neither, a rank has one row."""
+    least_shared: int = field(default=16, validator=ge(1))
+    """The fewest tokens that a common prefix must have to be computed once."""
     pad_token_id: int | None = field(default=None, validator=optional(ge(0)))
     """Token that fills the rest of a row; none: the tokenizer's own padding token."""
     max_sequence_length: int | None = field(default=None, validator=optional(ge(1)))
@@ -126,6 +128,7 @@ class TreePlugin:
         return TreeCollator(
             pad_token_id=context.pad_token_id if options.pad_token_id is None else options.pad_token_id,
             max_tokens_per_microbatch=options.max_tokens_per_microbatch,
+            least_shared=options.least_shared,
             max_sequence_length=(
                 context.max_sequence_length if options.max_sequence_length is None else options.max_sequence_length
             ),

@@ -42,6 +42,7 @@ from skyrl_engine_megatron.library import (
     ignore_own_deprecations,
     parallel_random,
 )
+from skyrl_engine_megatron.limits import refuse_trees
 from skyrl_engine_megatron.loading import ReadModel, distribute, read
 from skyrl_engine_megatron.names import entries, own_parameters
 from skyrl_engine_megatron.options import MegatronConfig
@@ -97,7 +98,11 @@ class MegatronBackend:
             recompute=model.activation_checkpointing,
             cpu=self._device.type == "cpu",
         )
-        attention = kernels.choose_core_attention(self._config, config, self._device, rows)
+        if rows == "tree":
+            refuse_trees(self._config)
+            attention: Any = DocumentAttention
+        else:
+            attention = kernels.choose_core_attention(self._config, config, self._device)
         decoders = build(source.architecture, config, self._config, attention)
         sharded = self._config.distributed_optimizer and replicas > 1 and optimizer is not None
         if optimizer is not None:

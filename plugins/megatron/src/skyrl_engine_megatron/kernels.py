@@ -14,12 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from skyrl_engine import ModelError, UnsupportedError
-from skyrl_engine.contracts import RowKind
 from skyrl_engine_megatron.attention import DocumentAttention
 from skyrl_engine_megatron.context import alignment, order_after_gather
 from skyrl_engine_megatron.documents import Boundaries
 from skyrl_engine_megatron.library import AttnMaskType, TransformerConfig, parallel_state
-from skyrl_engine_megatron.limits import refuse_trees
 from skyrl_engine_megatron.options import MegatronConfig
 
 CHUNKS = (5, 1, 16, 2)
@@ -56,15 +54,12 @@ def make_document_kernels(base: Any) -> Any:
     return DocumentKernels
 
 
-def choose_core_attention(options: MegatronConfig, config: TransformerConfig, device: torch.device, rows: RowKind) -> Any:
-    """Return the class of `core_attention` that `options.attention` asks for, the same on all ranks; for `rows` of trees, torch's.
+def choose_core_attention(options: MegatronConfig, config: TransformerConfig, device: torch.device) -> Any:
+    """Return the class of `core_attention` that `options.attention` asks for, the same on all ranks.
 
     Raises UnsupportedError if Transformer Engine was asked for and is not available, ModelError if it computes something else.
     """
     is_required = options.attention == "transformer_engine"
-    if rows == "tree":
-        refuse_trees(options)
-        return DocumentAttention
     if options.attention == "torch" or (not is_required and (device.type != "cuda" or not config.bf16)):
         return DocumentAttention
     if is_required and device.type != "cuda":

@@ -5,7 +5,7 @@ from typing import ClassVar, Literal
 
 from attrs import frozen
 
-from skyrl_engine.contracts import BatchPlan, DenseBatch, Layout, MicroBatchPlan, Ragged, SampleColumns, SampleLengths
+from skyrl_engine.contracts import LEAST_SHARED, BatchPlan, DenseBatch, Layout, MicroBatchPlan, Ragged, SampleColumns, SampleLengths
 from skyrl_engine_collators.overlong import check_maximum_length
 from skyrl_engine_collators.tree.layout import TreeRows, build_fields, field_names, gather_index, prefix_tree
 from skyrl_engine_collators.tree.planner import plan_trees
@@ -17,13 +17,15 @@ class TreeCollator:
     """Several samples per row, of which common prefixes are computed once; one row is one micro-batch (fields: the distribution's README).
 
     A row computes at most the smaller of `max_tokens_per_microbatch` and the layout's `micro_batch_tokens`; without either, a rank has one
-    row. `pad_token_id` fills the rest of a row. A sample longer than `max_sequence_length` tokens is an error or a warning, by `overlong`.
+    row. Prefixes of fewer than `least_shared` tokens are not shared. `pad_token_id` fills the rest of a row. A sample longer than
+    `max_sequence_length` tokens is an error or a warning, by `overlong`.
     """
 
     rows: ClassVar[Literal["tree"]] = "tree"
 
     pad_token_id: int = 0
     max_tokens_per_microbatch: int | None = None
+    least_shared: int = LEAST_SHARED
     max_sequence_length: int | None = None
     overlong: Literal["error", "warn"] = "error"
 
