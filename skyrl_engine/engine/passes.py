@@ -6,6 +6,7 @@ import numpy as np
 import numpy.typing as npt
 from attrs import define, evolve, field
 
+from skyrl_engine.contracts.kinds.collator import measure_lengths
 from skyrl_engine.contracts.kinds.reducer import PerSequence, TokenWeights
 from skyrl_engine.contracts.values.buffers import ReusableJoin
 from skyrl_engine.contracts.values.columns import SampleColumns
@@ -44,7 +45,8 @@ class Passes:
             work = find_work(plan.columns, self.assembly)
             if not work.any():
                 return plan
-            cut, shares = set_apart(self.assembly.collator, plan.columns.lengths, plan.cut, work)
+            collator = self.assembly.collator
+            cut, shares = set_apart(collator, measure_lengths(collator.product, plan.columns), plan.cut, work)
             return evolve(plan, cut=cut, shares=shares)
 
     def columns_of(self, work: Pass) -> list[str]:

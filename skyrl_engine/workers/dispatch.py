@@ -73,7 +73,7 @@ class PlacedShard:
 
 def plan_batch(collator: BoundPlugin[Collator], columns: SampleColumns, layout: Layout) -> BatchPlan:
     """The collator's plan of a batch, as `plan_lengths` checks it."""
-    return plan_lengths(collator, columns.lengths, layout)
+    return plan_lengths(collator, measure_lengths(collator.product, columns), layout)
 
 
 def plan_lengths(collator: BoundPlugin[Collator], lengths: SampleLengths, layout: Layout) -> BatchPlan:
@@ -81,7 +81,7 @@ def plan_lengths(collator: BoundPlugin[Collator], lengths: SampleLengths, layout
 
     Raises ContractError, naming the collator.
     """
-    label, lengths = collator.label, measure_lengths(collator.product, columns)
+    label = collator.label
     with blame(collator.owner, "plan"):
         returned = collator.product.plan(lengths, layout)
     plan = as_batch_plan(label, returned)

@@ -45,6 +45,7 @@ class SampleLengths:
             self.group_ids[samples],
             self.unit_ids[samples],
             self.trajectory_ids[samples],
+            None if self.prefixes is None else self.prefixes.take(samples),
         )
 
 

@@ -31,6 +31,14 @@ class CommonPrefixes:
     def __len__(self) -> int:
         return len(self.order)
 
+    def take(self, samples: IntArray) -> "CommonPrefixes":
+        """The common prefixes of some samples, int64[n] positions, which are numbered anew in this order."""
+        place_of = np.empty(len(self.order), dtype=np.int64)
+        place_of[self.order] = np.arange(len(self.order), dtype=np.int64)
+        places = place_of[samples]
+        order = np.argsort(places, kind="stable")
+        return CommonPrefixes(order, range_minima(self.shared, places[order]))
+
 
 @frozen(eq=False)
 class PrefixTree:
