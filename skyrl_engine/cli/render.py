@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from skyrl_engine.proof.prover import CaseResult
     from skyrl_engine.testing.promise import Finding, Verdict
     from skyrl_engine.training.rl.dry_run import RlPlan
-    from skyrl_engine.training.sft.dry_run import RunPlan
+    from skyrl_engine.training.sft.dry_run import MicroBatchShape, RunPlan
 
 _PIPE_WIDTH = 10_000
 _HISTOGRAM_WIDTH = 40
@@ -249,6 +249,7 @@ def show_plan(plan: "RunPlan | RlPlan | Mapping[str, str]") -> None:
             "steps": f"{plan.total_steps:,} of {plan.batch_size} samples ({plan.steps_per_epoch:,} an epoch)"
             + (f"; {plan.samples_per_step}" if plan.samples_per_step else ""),
             "padding": f"{plan.padding_share:.1%} of the first mini-batch",
+            "computed": f"{plan.computed_share:.2f} tokens per token of a sample; at most {_largest(plan.micro_batches)}",
         }
     )
     _console().print()
@@ -256,6 +257,11 @@ def show_plan(plan: "RunPlan | RlPlan | Mapping[str, str]") -> None:
         ("first mini-batch: rank", "rows", "width", "samples"),
         [(shape.rank, shape.rows, shape.width, shape.samples) for shape in plan.micro_batches],
     )
+
+
+def _largest(shapes: "Sequence[MicroBatchShape]") -> str:
+    tokens = max((shape.rows * shape.width for shape in shapes), default=0)
+    return f"{tokens:,} tokens in a micro-batch"
 
 
 def _format_data_counts(data: Mapping[str, Any]) -> str:

@@ -50,7 +50,10 @@ def means_over(metrics: Mapping[str, Metric], mini_batches: int) -> dict[str, Me
 
 
 def counts_of(columns: SampleColumns, plan: BatchPlan) -> dict[str, Metric]:
-    """Count what a pass worked on: samples, real tokens, loss-carrying tokens, and the share of the dense batch that was padding."""
+    """Count what a pass worked on: samples, real tokens, loss-carrying tokens, and the share of the dense batch that was padding.
+
+    In rows of trees also the share of the samples' tokens that were computed with those of another sample.
+    """
     dense = plan.dense_tokens
     samples = np.concatenate([np.zeros(0, dtype=np.int64), *(batch.samples for batch in plan.micro_batches)])
     if len(samples) == len(columns):
@@ -59,11 +62,13 @@ def counts_of(columns: SampleColumns, plan: BatchPlan) -> dict[str, Metric]:
         tokens = int(np.diff(columns.token_offsets)[samples].sum())
         running = np.concatenate([[0], np.cumsum(columns.loss_weight != 0)])
         carrying = int((running[columns.action_offsets[samples + 1]] - running[columns.action_offsets[samples]]).sum())
+    shared = plan.shared_tokens
     return {
         "samples": Metric.sum(len(samples)),
         "tokens": Metric.sum(tokens),
         "loss_tokens": Metric.sum(carrying),
-        "padding_share": Metric.mean(dense - tokens, dense),
+        "padding_share": Metric.mean(dense - (tokens - (shared or 0)), dense),
+        **({} if shared is None else {"shared_share": Metric.mean(shared, tokens)}),
     }
 
 

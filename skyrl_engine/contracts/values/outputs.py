@@ -26,6 +26,7 @@ ENGINE_METRICS = frozenset(
         "tokens",
         "loss_tokens",
         "padding_share",
+        "shared_share",
         "epoch",
         "tokens_per_second",
         "evaluation_loss",

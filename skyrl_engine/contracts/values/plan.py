@@ -190,6 +190,12 @@ class BatchPlan:
         return sum(micro_batch.dense_tokens for micro_batch in self.micro_batches)
 
     @property
+    def shared_tokens(self) -> int | None:
+        """Tokens of samples that are those of another sample in their row, and are not in the dense batches again; None: no row is a tree."""
+        shared = [micro_batch.shared for micro_batch in self.micro_batches if micro_batch.shared is not None]
+        return sum(int(tokens.sum()) for tokens in shared) if shared else None
+
+    @property
     def expected_ids(self) -> IntArray:
         """int64[n]: ids of the planned samples in the caller's order."""
         planned = _samples_of(self.micro_batches)

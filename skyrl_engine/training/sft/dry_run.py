@@ -35,8 +35,9 @@ class RunPlan:
     `longest_allowed` is the longest sample in tokens, by `data.max_length` or else by the model; None where neither says. `rotary_length` is
     the longest row for which rotary frequencies are fixed; None for models that do not choose them by length.
     `samples_per_step` says how many samples a step trains on where that is not `batch_size`; else it is empty.
-    `micro_batches` and `padding_share` (0 to 1) are those of the run's first mini-batch. `prompt` is the first prompt of the training data as
-    pieces of text, a token each.
+    `micro_batches`, `padding_share` (0 to 1) and `computed_share` are those of the run's first mini-batch; the last is the number of tokens
+    that the model computes, padding included, per token of a sample. `prompt` is the first prompt of the training data as pieces of text, a
+    token each.
     """
 
     plugins: Mapping[str, str]
@@ -58,12 +59,16 @@ class RunPlan:
     samples_per_step: str
     micro_batches: tuple[MicroBatchShape, ...]
     padding_share: float
+    computed_share: float
     prompt: tuple[str, ...]
 
 
 def describe_plan(prepared: PreparedRun) -> RunPlan:
     """The plan of a prepared run."""
-    resolved = prepared.resolved
+    resolved, first = prepared.resolved, prepared.first_batch
+    chosen, _ = prepared.order.mini_batch(prepared.order.start())
+    tokens = int(np.diff(prepared.train.columns.token_offsets)[chosen].sum())
+    computed, real = first.dense_tokens, tokens - (first.shared_tokens or 0)
     return RunPlan(
         plugins={kind: _describe(selected) for kind, selected in resolved.plugins.items()},
         observers=tuple(_describe(selected) for selected in resolved.observers),
@@ -83,7 +88,8 @@ def describe_plan(prepared: PreparedRun) -> RunPlan:
         batch_size=prepared.order.batch_size,
         samples_per_step=samples_per_step(prepared.order),
         micro_batches=_shapes(prepared.first_batch),
-        padding_share=_padding_share(prepared),
+        padding_share=0.0 if not computed else 1 - real / computed,
+        computed_share=0.0 if not tokens else computed / tokens,
         prompt=first_prompt(prepared.train, prepared.files.tokenizer),
     )
 
@@ -120,13 +126,6 @@ def _shapes(plan: BatchPlan) -> tuple[MicroBatchShape, ...]:
         for rank, micro_batches in enumerate(mini_batch.ranks)
         for batch in micro_batches
     )
-
-
-def _padding_share(prepared: PreparedRun) -> float:
-    dense = prepared.first_batch.dense_tokens
-    chosen, _ = prepared.order.mini_batch(prepared.order.start())
-    tokens = int(np.diff(prepared.train.columns.token_offsets)[chosen].sum())
-    return 1 - tokens / dense if dense else 0.0
 
 
 def _describe(selected: SelectedPlugin) -> str:
