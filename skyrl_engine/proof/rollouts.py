@@ -16,7 +16,7 @@ LONGEST = 40
 
 GROUPS, GROUP_SIZE = 4, 4
 
-PROMPTS = (5, 18, 22, 20)
+PROMPTS = (5, 16, 17, 16)
 """Tokens of each group's prompt: of one that is too short to be shared, and of three that are shared."""
 
 WIDTH = 3

@@ -7,7 +7,7 @@ A Qwen3 of 10 million random weights in float32 learns, by the engine with backe
 
 Both layouts get the same samples, and micro-batches of at most 4,608 tokens, a packed group. That both do the same work is checked first:
 loss and gradient norm. Then the time of looking for prefixes and of planning, for 8,192 samples in 1,024 groups. Rounds are interleaved in
-one process and the least of each counts. Run with `nox -s bench`; about six minutes.
+one process and the least of each counts. Run with `nox -s bench`; about fifteen minutes.
 """
 
 import logging
@@ -30,7 +30,7 @@ from skyrl_engine import Engine
 from skyrl_engine.contracts import Layout, SampleColumns, find_common_prefixes, measure_lengths
 from skyrl_engine_collators.tree.collator import TreeCollator
 
-ROUNDS = 3
+ROUNDS = 2
 PROMPT, ANSWER = 512, 64
 GROUPS, GROUP_SIZE = 16, 8
 BUDGET = GROUP_SIZE * (PROMPT + ANSWER)

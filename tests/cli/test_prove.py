@@ -21,6 +21,9 @@ def test_all_rows_hold(capsys: pytest.CaptureFixture[str]) -> None:
         "packed, 40 tokens at a time, 1 rank",
         "packed, 120 tokens at a time, 1 rank",
         "packed, 80 tokens at a time, shuffled, 1 rank",
+        "tree, 40 tokens at a time, 1 rank",
+        "tree, 120 tokens at a time, 1 rank",
+        "tree, 80 tokens at a time, shuffled, 1 rank",
     ]
     assert all(0 < row["difference"]["gradient"] < 1e-5 for row in report["rows"])
 
@@ -31,7 +34,7 @@ def test_another_backend_has_rows_of_its_own(capsys: pytest.CaptureFixture[str])
     assert main(["prove", "--ranks", "1", "--loss", "cross_entropy", "--backend", "megatron", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["holds"] is True
-    assert len(report["rows"]) == 8
+    assert len(report["rows"]) == 11
     assert all(0 < row["difference"]["gradient"] < 1e-5 for row in report["rows"])
 
 
@@ -41,7 +44,7 @@ def test_a_planted_mistake_is_noticed_and_explained(capsys: pytest.CaptureFixtur
     out = capsys.readouterr().out
     assert "WRONG   padded, 2 rows at a time, 1 rank " in out
     assert "gradient x8.00 = number of micro-batches" in out
-    assert out.rstrip().endswith("per_microbatch_mean was planted, and 8 of 8 rows noticed.")
+    assert out.rstrip().endswith("per_microbatch_mean was planted, and 11 of 11 rows noticed.")
 
 
 def test_a_mistake_that_nobody_notices_fails(capsys: pytest.CaptureFixture[str]) -> None:
