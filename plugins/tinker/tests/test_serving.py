@@ -198,3 +198,17 @@ def test_a_worker_that_closes_answers_what_waits(end):
         return [waiting.answer, late.answer, second.answer]
 
     assert ["closed" in json.dumps(answer) for answer in asyncio.run(run())] == [True, True, True]
+
+
+@pytest.mark.parametrize("other_client", [{"tables": {"collator": {"use": "tree"}}}], indirect=True, ids=[""])
+def test_data_that_begin_alike_may_share_their_prefixes(other_client, client, message):
+    """A server with rows of trees answers as one with padded rows does, before a step and after it."""
+    answers = []
+    for server in (client, other_client):
+        model = server.open_model()
+        body = {"count": 4, "tokens": list(range(5, 60)), "targets": [*range(6, 60), 8]}
+        before = loss(server.complete("forward_backward", message(model, 1, **body)))
+        assert "metrics" in server.complete("optim_step", {"model_id": model, "seq_id": 2, **STEP})
+        answers.append((before, loss(server.complete("forward_backward", message(model, 3, forward_only=True, **body)))))
+    assert answers[1] == pytest.approx(answers[0], rel=1e-4)
+    assert answers[0][0] != answers[0][1]
