@@ -10,7 +10,15 @@ from skyrl_engine.contracts.values.model import ModelConfig
 from skyrl_engine.errors import ContractError, EngineError, UnsupportedError
 from skyrl_engine.workers.future import Future
 from skyrl_engine.workers.launch import WorkerGroup
-from skyrl_engine.workers.messages import AbortRequests, CloseGenerator, LoadTarget, PublishWeights, ReleaseTarget, StartGenerator
+from skyrl_engine.workers.messages import (
+    AbortRequests,
+    CloseGenerator,
+    EndSessions,
+    LoadTarget,
+    PublishWeights,
+    ReleaseTarget,
+    StartGenerator,
+)
 
 SLICE_SECONDS = 0.25
 """The longest that several ranks sample without a word: a rank that is done earlier waits for the others so long."""
@@ -105,6 +113,10 @@ class Sampler:
     def abort(self, request_ids: Sequence[int] | None = None) -> None:
         """End requests (None: all). Each still comes back once, with what was sampled of it."""
         self._group.ask(AbortRequests(request_ids))
+
+    def end_sessions(self, sessions: Sequence[int]) -> None:
+        """Say that no turn of these sessions follows, so that generators free what they keep of them."""
+        self._group.ask(EndSessions(sessions))
 
     def update(self, version: int, target: str = POLICY) -> None:
         """Sample from the engine's present weights from now on: those of `version`, under the name `target`."""

@@ -22,6 +22,8 @@ class CompletionSource(Protocol):
 
     def abort(self, request_ids: Sequence[int] | None = None) -> None: ...
 
+    def end_sessions(self, sessions: Sequence[int]) -> None: ...
+
 
 @define(eq=False)
 class RequestQueue:
@@ -35,6 +37,9 @@ class RequestQueue:
     _last_id: int
     _queued: list[GenerationRequest] = field(factory=list, init=False)
     _attempts: dict[int, RunningAttempt] = field(factory=dict, init=False)
+    _open_sessions: set[int] = field(factory=set, init=False)
+    """Sessions of which a generator may keep something for a further turn."""
+    _ended: list[int] = field(factory=list, init=False)
 
     @property
     def has_queued(self) -> bool:
@@ -47,16 +52,41 @@ class RequestQueue:
         return bool(self._attempts)
 
     def add(
-        self, attempt: RunningAttempt, prompt_ids: Ids, sampling: Sampling, *, seed: int, session: int, prefix_group: int | None
+        self,
+        attempt: RunningAttempt,
+        prompt_ids: Ids,
+        sampling: Sampling,
+        *,
+        seed: int,
+        session: int,
+        prefix_group: int,
+        last_turn: bool,
     ) -> None:
         """Queue a request for the attempt's next turn."""
         self._last_id += 1
-        request = GenerationRequest(self._last_id, prompt_ids, sampling, seed, session=session, prefix_group=prefix_group)
+        request = GenerationRequest(
+            self._last_id, prompt_ids, sampling, seed, session=session, prefix_group=prefix_group, last_turn=last_turn
+        )
+        if not last_turn:
+            self._open_sessions.add(session)
         self._attempts[request.request_id] = attempt
         self._queued.append(request)
 
+    def end_session(self, session: int) -> None:
+        """Note that an attempt has no further turn; `send` or `send_ends` says so to the sampler."""
+        if session in self._open_sessions:
+            self._open_sessions.discard(session)
+            self._ended.append(session)
+
+    def send_ends(self) -> None:
+        """Let the sampler free what it keeps of attempts that have ended."""
+        if self._ended:
+            ended, self._ended = self._ended, []
+            self.sampler.end_sessions(sorted(ended))
+
     def send(self) -> None:
-        """Send all queued requests at once, in an order that does not depend on when they were queued."""
+        """Send all queued requests at once, in an order that does not depend on when they were queued, and which attempts have ended."""
+        self.send_ends()
         if not self._queued:
             return
         requests, self._queued = sorted(self._queued, key=lambda request: (request.session, request.request_id)), []
@@ -80,3 +110,6 @@ class RequestQueue:
                 for completion in self.sampler.poll(_POLL_S):
                     self._attempts.pop(completion.request_id, None)
         self._queued.clear()
+        for session in sorted(self._open_sessions):
+            self.end_session(session)
+        self.send_ends()

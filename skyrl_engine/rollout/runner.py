@@ -129,6 +129,8 @@ class RolloutRunner:
                     self._on_completion(attempt, completion)
             if time.monotonic() >= until:
                 break
+        # what follows may want the memory
+        self._requests.send_ends()
         groups = list(self._ended)
         self._ended.clear()
         return groups
@@ -155,6 +157,9 @@ class RolloutRunner:
     def _poll_replies(self, timeout: float) -> list[EpisodeReply]:
         with self.phases("environment"):
             return self.episodes.poll(timeout)
+
+    def _session(self, attempt: RunningAttempt) -> int:
+        return self.first_number + attempt.ticket * self.limits.group_size + attempt.member
 
     def _seed(self, *place: int) -> int:
         return int(np.random.SeedSequence([self.seed, *place]).generate_state(1, np.uint64)[0])
@@ -208,8 +213,9 @@ class RolloutRunner:
             prompt_ids,
             sampling,
             seed=self._seed(attempt.ticket, attempt.member, transcript.turns + 1),
-            session=attempt.ticket * self.limits.group_size + attempt.member,
-            prefix_group=attempt.ticket if transcript.turns == 0 else None,
+            session=self._session(attempt),
+            prefix_group=self.first_number + attempt.ticket,
+            last_turn=transcript.turns + 1 >= self.claims[attempt.environment].max_turns,
         )
 
     def _on_completion(self, attempt: RunningAttempt, completion: Completion) -> None:
@@ -279,6 +285,7 @@ class RolloutRunner:
     def _end(self, attempt: RunningAttempt, status: Status, cause: str | None = None) -> None:
         """End an attempt, and its group where it is the last. Raises RolloutError where too many attempts fail."""
         del self._attempts[attempt.number]
+        self._requests.end_session(self._session(attempt))
         self.episodes.close(attempt.number)
         transcript = attempt.transcript or Transcript(np.zeros(0, dtype=np.int32))
         success = attempt.success

@@ -17,6 +17,7 @@ from skyrl_engine.contracts.kinds.generator import (
     Generator,
     GeneratorDescription,
     GeneratorStart,
+    KeepsSessions,
     WeightForm,
     as_completions,
 )
@@ -180,6 +181,12 @@ class RankGenerator:
         if self._part is not None:
             with blame(self._part.owner, "abort"):
                 self._part.product.abort(request_ids)
+
+    def end_sessions(self, sessions: Sequence[int]) -> None:
+        """Let the generator free what it keeps of sessions, if it keeps anything."""
+        if self._part is not None and isinstance(self._part.product, KeepsSessions):
+            with blame(self._part.owner, "end_sessions"):
+                self._part.product.end_sessions(sessions)
 
     def update(self, version: int, target: str) -> None:
         """Give the present weights to `target`. Every rank takes part."""

@@ -215,6 +215,17 @@ class PollCompletions(Message[list[Completion]]):
 
 
 @frozen
+class EndSessions(Message[None]):
+    """Let generators free what they keep of sessions, on whatever rank they are."""
+
+    sessions: Sequence[int]
+    verb = "end_sessions"
+
+    def answer(self, rank: "Worker") -> None:
+        rank.generator.end_sessions(self.sessions)
+
+
+@frozen
 class AbortRequests(Message[None]):
     """End requests (None: all) on whatever rank they are."""
 

@@ -14,8 +14,9 @@ from measuring.bars import compare_with_bar
 from measuring.cpu_time import interleave, machine
 
 from skyrl_engine.contracts import GenerationRequest, Sampling
-from skyrl_engine_generators.loop import SampledRow, SlotLoop
+from skyrl_engine_generators.loop import SlotLoop
 from skyrl_engine_generators.rows import CachedDecoder
+from skyrl_engine_generators.sampled_row import SampledRow
 from skyrl_engine_generators.sampling import RowDistributions, draw
 from skyrl_engine_generators.stops import StopRule
 

@@ -34,6 +34,7 @@ class Model:
     requests: list[GenerationRequest] = field(factory=list)
     prompts: list[str] = field(factory=list)
     waiting: list[GenerationRequest] = field(factory=list)
+    ended: list[int] = field(factory=list)
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         self.waiting += requests
@@ -56,6 +57,9 @@ class Model:
 
     def abort(self, request_ids: Sequence[int] | None = None) -> None:
         assert request_ids is None
+
+    def end_sessions(self, sessions: Sequence[int]) -> None:
+        self.ended += sessions
 
 
 @define(eq=False)
@@ -128,6 +132,66 @@ def test_later_turns_follow_what_was_sampled(history: Any) -> None:
     assert trajectory.status == "finished"
     assert np.count_nonzero(trajectory.kinds == SEGMENT_PROMPT) == 1
     assert trajectory.reward == 1.0
+
+
+def test_a_sampler_learns_that_an_attempt_has_ended() -> None:
+    """Once per attempt of which something may be kept; the last turn that an environment allows says so itself."""
+    _, model, _ = attempt(["three<|im_end|>", "two<|im_end|>"], [GO_ON, StepResult(1.0)])
+    assert model.ended == [0]
+    assert [request.last_turn for request in model.requests] == [False, False]
+    assert {(request.session, request.prefix_group) for request in model.requests} == {(0, 0)}
+    _, model, _ = attempt(["three<|im_end|>"] * 5, [GO_ON] * 5)
+    assert [request.last_turn for request in model.requests] == [False] * 4 + [True]
+    assert model.ended == [0]
+
+
+def test_an_attempt_of_one_turn_leaves_nothing_to_end() -> None:
+    renderer = ChatRenderer(TEMPLATES["chatml"].tokenizer())
+    model = Model(renderer, ["two<|im_end|>"] * 2)
+    runner = RolloutRunner(
+        sampler=model,
+        episodes=Answers([StepResult(1.0)] * 2),
+        turns=renderer,
+        names=["sums"],
+        claims=[EnvironmentClaims()],
+        sampling=Sampling(max_tokens=9),
+        limits=RolloutLimits(group_size=2, max_prompt_tokens=99, max_tokens=9),
+        seed=0,
+        first_number=1000,
+    )
+    runner.start(3, 0, Task("t", messages=(QUESTION,)), 0)
+    runner.advance(5.0)
+    assert [(request.session, request.last_turn) for request in model.requests] == [(1006, True), (1007, True)]
+    assert model.ended == []
+
+
+class Slow(Model):
+    """Answers nothing until it is told to stop."""
+
+    def poll(self, timeout: float) -> list[Completion]:
+        return []
+
+    def abort(self, request_ids: Sequence[int] | None = None) -> None:
+        self.poll = lambda timeout: Model.poll(self, timeout)  # type: ignore[method-assign] # from now on
+
+
+def test_attempts_that_are_given_up_have_ended() -> None:
+    renderer = ChatRenderer(TEMPLATES["chatml"].tokenizer())
+    model = Slow(renderer, ["two<|im_end|>"] * 2)
+    runner = RolloutRunner(
+        sampler=model,
+        episodes=Answers([]),
+        turns=renderer,
+        names=["sums"],
+        claims=[EnvironmentClaims(max_turns=2)],
+        sampling=Sampling(max_tokens=9),
+        limits=RolloutLimits(group_size=2, max_prompt_tokens=99, max_tokens=9),
+        seed=0,
+    )
+    runner.start(0, 0, Task("t", messages=(QUESTION,)), 0)
+    runner.advance(0.0)
+    runner.stop()
+    assert model.ended == [0, 1]
 
 
 @pytest.mark.parametrize(

@@ -10,20 +10,12 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from skyrl_engine.contracts import GenerationRequest, Sampling
-from skyrl_engine_generators.batch_invariance import (
-    BUCKET,
-    EAGER,
-    EXPERTS,
-    PLACES,
-    SDPA,
-    AlignedActivation,
-    BatchInvariance,
-    ask_filled_experts,
-    attend_in_blocks,
-    pad_rows_to_bucket,
-)
-from skyrl_engine_generators.loop import SampledRow, SlotLoop
+from skyrl_engine_generators.attention import attend_in_blocks
+from skyrl_engine_generators.batch_invariance import EAGER, EXPERTS, SDPA, AlignedActivation, BatchInvariance, ask_filled_experts
+from skyrl_engine_generators.buckets import BUCKET, FIXED, PLACES, apply_in_fixed_rows, find_unit, pad_rows
+from skyrl_engine_generators.loop import SlotLoop
 from skyrl_engine_generators.rows import CachedDecoder, UncachedDecoder
+from skyrl_engine_generators.sampled_row import SampledRow
 from skyrl_engine_generators.stops import StopRule
 
 LONGEST = 1024
@@ -232,8 +224,29 @@ def test_models_attend_by_their_own_code(tmp_path):
 
 def test_rows_are_filled_up_with_zeros():
     rows = torch.ones(BUCKET + 1, 3)
-    filled = pad_rows_to_bucket(rows)
+    filled = pad_rows(rows, BUCKET)
     assert filled.shape == (2 * BUCKET, 3)
     assert torch.equal(filled[: len(rows)], rows)
     assert not filled[len(rows) :].any()
-    assert pad_rows_to_bucket(rows[:BUCKET]).shape == (BUCKET, 3)
+    assert pad_rows(rows[:BUCKET], BUCKET).shape == (BUCKET, 3)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_have_rows_of_which_none_depends_on_the_others(threads, dtype):
+    """With several threads, or in another precision, products of 16 rows and of 64 differ in their last bits (896 to 4864)."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        draw = torch.Generator().manual_seed(0)
+        for features in ((896, 4864), (2048, 512)):
+            product = nn.Linear(*features, bias=False, dtype=dtype)
+            unit = find_unit(product.weight)
+            assert unit == (BUCKET if threads == 1 and dtype == torch.float32 else FIXED)
+            rows = torch.randn(4 * FIXED, features[0], generator=draw).to(dtype)
+            whole = apply_in_fixed_rows(product, product.weight, rows)
+            assert whole.shape == (4 * FIXED, features[1])
+            for start, end in ((0, unit), (unit, 3 * unit), (2 * unit, 4 * unit)):
+                assert torch.equal(apply_in_fixed_rows(product, product.weight, rows[start:end].contiguous()), whole[start:end])
+    finally:
+        torch.set_num_threads(before)

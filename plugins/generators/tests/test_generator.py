@@ -330,10 +330,10 @@ def test_a_model_whose_cached_rows_are_wrong_is_sampled_by_reading_rows_anew(fol
     """Were the mask of a step wrong for some architecture, the start would say so; and the samples are right all the same."""
     from skyrl_engine_generators import rows
 
-    def sees_too_much(config, kinds, at, end, dtype):
-        return torch.ones(len(at), 1, 1, end, dtype=torch.bool)
+    def sees_too_much(config, kinds, places, end, dtype):
+        return torch.ones(len(places), 1, places.shape[1], end, dtype=torch.bool)
 
-    monkeypatch.setattr(rows, "step_masks", sees_too_much)
+    monkeypatch.setattr(rows, "make_masks", sees_too_much)
     with caplog.at_level(logging.WARNING):
         generator = start_generator(folder, model)
     assert "Qwen3ForCausalLM) is sampled without a cache" in caplog.text
@@ -354,10 +354,10 @@ def test_memory_of_a_device_is_freed_between_rollouts(folder, model):
     generator = start_generator(folder, model)
     rows = generator._sets[POLICY].rows
     finish_requests(generator, build_requests(3))
-    assert rows._slots.capacity
+    assert rows.room.capacity
     rows._frees = True
     finish_requests(generator, build_requests(3))
-    assert rows._slots.capacity == 0
+    assert rows.room.capacity == 0
     requests = build_requests(6, ignore_eos=True)
     assert measure_gap(model, requests, finish_requests(generator, requests)) < 1e-4
 

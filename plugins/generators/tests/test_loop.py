@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from skyrl_engine.contracts import GenerationRequest, Sampling
-from skyrl_engine_generators.loop import SampledRow, SlotLoop
+from skyrl_engine_generators.loop import SlotLoop
+from skyrl_engine_generators.sampled_row import SampledRow
 from skyrl_engine_generators.stops import StopRule
 
 WORDS = ["<end>", "<turn>", "a", "b", "c", "ab", "bc", "abc", "d", " ", "x\n", "\ny", "\n\n"]
@@ -22,6 +23,7 @@ class Scripted:
 
     device = torch.device("cpu")
     vocabulary = len(WORDS)
+    keeps = keeps_sampled = False
 
     def __init__(self, scripts, slots):
         self._scripts = scripts
@@ -29,13 +31,16 @@ class Scripted:
         self.reads = []
         self.rested = 0
 
-    def read(self, slots, rows):
+    def reserve(self, count, length):
+        pass
+
+    def read(self, slots, rows, starts):
         self.reads.append([len(row) for row in rows])
         hidden = torch.zeros(len(rows), max(map(len, rows)), 1)
         for place, (slot, row) in enumerate(zip(slots, rows, strict=True)):
             self._slots[slot] = list(row)
             hidden[place, len(row) - 1] = self._next(slot)
-        return hidden
+        return [hidden[place, : len(row)] for place, row in enumerate(rows)]
 
     def step(self, tokens, at):
         for slot, (token, place) in enumerate(zip(tokens, at, strict=True)):

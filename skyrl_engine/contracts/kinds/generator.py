@@ -1,7 +1,7 @@
 """Generator: tokens in, sampled tokens and their log-probabilities out. No torch at import."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Literal, Protocol, get_args, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -72,10 +72,10 @@ class GenerationRequest:
     """One stretch of tokens to sample after `prompt_ids` int32[P], P >= 1.
 
     `request_id` is unique among the requests of a generator. Turns of one trajectory share a `session`, and attempts at one task share a
-    `prefix_group` (None: nobody does), for caches. A run by reinforcement counts sessions through: attempt m of the group of ticket t is
-    `t * rl.group_size + m`. `seed` (uint64) alone decides what is drawn, whatever else is sampled at the same time. `target`
-    names the weight set. `prompt_logprobs`, `top_logprobs` (how many tokens per sampled place) and `top_prompt_logprobs` (how many per place
-    of the prompt) ask for what the capabilities of these names give.
+    `prefix_group` (None: nobody does), for caches; `last_turn` says that no turn of the session follows, so that nothing of it need be kept. A
+    run by reinforcement counts sessions through: attempt m of the group of ticket t is `t * rl.group_size + m`. `seed` (uint64) alone decides
+    what is drawn, whatever else is sampled at the same time. `target` names the weight set. `prompt_logprobs`, `top_logprobs` (how many tokens
+    per sampled place) and `top_prompt_logprobs` (how many per place of the prompt) ask for what the capabilities of these names give.
     """
 
     request_id: int
@@ -88,6 +88,7 @@ class GenerationRequest:
     prompt_logprobs: bool = False
     top_logprobs: int = 0
     top_prompt_logprobs: int = 0
+    last_turn: bool = False
 
 
 @frozen(eq=False)
@@ -152,14 +153,16 @@ class GeneratorDescription:
     """A generator as planning knows it, before torch is imported.
 
     `accepts` are the forms of weights that it takes, the preferred first. None is a frozen endpoint, which cannot be trained with, unless the
-    capability "recorded" says that its tokens were sampled before, and so need no weights. `placement`
-    "rank" lives in the process of a rank. `concurrency` counts the requests that it makes use of at once.
+    capability "recorded" says that its tokens were sampled before, and so need no weights. `placement` "rank" lives in the process of a rank.
+    `concurrency` counts the requests that it makes use of at once. `cache_tokens` counts the tokens whose keys and values it holds at most on
+    each rank: "free" where the memory decides that is free as it starts, None where nobody says.
     """
 
     capabilities: frozenset[GeneratorCapability]
     accepts: tuple[WeightForm, ...]
     placement: Literal["rank", "process", "remote"]
     concurrency: int
+    cache_tokens: int | Literal["free"] | None = None
 
 
 class Generator(Protocol):
@@ -190,6 +193,14 @@ class Generator(Protocol):
 
     def close(self) -> None:
         """End, with requests in flight too."""
+
+
+@runtime_checkable
+class KeepsSessions(Protocol):
+    """A generator that keeps something of a session until its next turn, such as keys and values. A generator need not have this member."""
+
+    def end_sessions(self, sessions: Sequence[int]) -> None:
+        """Free what is kept of sessions, of any weight set, that no turn follows in; unknown ones are passed over."""
 
 
 def as_completions(label: str, result: object) -> list[Completion]:

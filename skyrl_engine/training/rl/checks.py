@@ -115,6 +115,12 @@ def refuse_generator(draft: RlDraft) -> None:
             f"rl.stop_strings is set, and {label} does not declare the capability 'stop_strings'",
             remedy="Remove rl.stop_strings, or choose a generator that stops at texts, such as hf",
         )
+    if isinstance(description.cache_tokens, int) and description.cache_tokens < draft.longest:
+        raise UnsupportedError(
+            f"{label} holds keys and values of {description.cache_tokens:,} tokens, and rl.max_prompt_tokens and rl.max_tokens make attempts "
+            f"of up to {draft.longest:,}",
+            remedy="Raise generator.cache_tokens, or lower one of those",
+        )
     if not draft.trains:
         return
     if not description.accepts and "recorded" not in description.capabilities:

@@ -10,6 +10,7 @@ from skyrl_engine.contracts.values.topology import Topology
 from skyrl_engine.data.preview import show_boundaries, token_texts
 from skyrl_engine.data.text.template_rule import Rendering
 from skyrl_engine.engine.cpu_check import describe_sharing
+from skyrl_engine.model_facts.memory import CACHE_SHARE, CacheShape, format_bytes
 from skyrl_engine.rollout.offline_source import Recording
 from skyrl_engine.training.rl.prepare import Progress, prepare
 from skyrl_engine.training.rl.prepared import LiveRolloutSpec, PreparedRl
@@ -21,8 +22,9 @@ class RlPlan:
     """The plan of a run, for `--dry-run`. `plugins` describe each selected plugin by its place in the configuration.
 
     `rollouts` describes a recording that is trained on, None where attempts are sampled. `passes` names the passes over a batch in their order.
-    `written` says who writes prompts, empty for a recording. `prompt` is the first prompt of every environment as pieces of text, a token
-    each; `suffix` is what comes between a turn and the next one, where there are several turns.
+    `caches` says what the generator holds of keys and values on each rank, None where it does not say. `written` says who writes prompts, empty
+    for a recording. `prompt` is the first prompt of every environment as pieces of text, a token each; `suffix` is what comes between a turn
+    and the next one, where there are several turns.
     """
 
     plugins: Mapping[str, str]
@@ -38,6 +40,7 @@ class RlPlan:
     batch: str
     passes: tuple[str, ...]
     reference: str | None
+    caches: str | None
     written: str
     prompt: Mapping[str, tuple[str, ...]]
     suffix: Mapping[str, tuple[str, ...]]
@@ -65,6 +68,7 @@ def plan_rl(resolved: ResolvedConfig, *, progress: Progress | None = None) -> Rl
         batch=_batch(config.rl, recorded=isinstance(prepared.rollouts, Recording)),
         passes=_passes(prepared),
         reference=_reference(prepared),
+        caches=_describe_caches(prepared),
         written=_format_first_prompt(prepared),
         prompt=_prompts(prepared),
         suffix=_suffixes(prepared),
@@ -89,6 +93,24 @@ def _reference(prepared: PreparedRl) -> str | None:
         return None
     model = prepared.reference.model
     return "the trained model without its adapters" if model is None else f"a second model, {model.path}"
+
+
+def _describe_caches(prepared: PreparedRl) -> str | None:
+    """Say how many tokens' keys and values a rank holds, and what they and the longest attempt take."""
+    selected = prepared.resolved.plugins.get("generator")
+    if selected is None or isinstance(prepared.rollouts, Recording):
+        return None
+    tokens = selected.loaded.describe_generator(selected.options).cache_tokens
+    config, rl = prepared.files.facts.config, prepared.resolved.config.rl
+    shape = None if config is None else CacheShape.of(config)
+    if tokens is None or shape is None:
+        return None
+    token_bytes = shape.token_bytes(prepared.resolved.config.model.dtype)
+    longest = rl.max_prompt_tokens + rl.max_tokens
+    held = f"as many as {CACHE_SHARE:.0%} of the memory takes that is free on each rank"
+    if tokens != "free":
+        held = f"{tokens:,} tokens on each rank, {format_bytes(tokens * token_bytes)}"
+    return f"{held}; {format_bytes(token_bytes)} a token, {format_bytes(longest * token_bytes)} an attempt of {longest:,}"
 
 
 def _tasks(prepared: PreparedRl) -> Mapping[str, tuple[int, int]]:
@@ -165,6 +187,7 @@ def facts(plan: RlPlan) -> dict[str, str]:
         "model": plan.model,
         "launch": f"{plan.launch}, world of {plan.topology.world_size} ({sizes}){shared}",
         **({} if plan.reference is None else {"reference": plan.reference}),
+        **({} if plan.caches is None else {"keys and values": plan.caches}),
         **{f"tasks of {name}": f"{train:,} to train on, {held_out:,} held out" for name, (train, held_out) in plan.tasks.items()},
         **({} if plan.rollouts is None else {"rollouts": plan.rollouts}),
         "steps": f"{plan.steps:,} of {plan.batch}",

@@ -12,9 +12,12 @@ from skyrl_engine.contracts import POLICY, Completion, GenerationRequest, Genera
 from skyrl_engine.model_facts.facts import ModelFacts
 from skyrl_engine.model_facts.tokenizer import load_tokenizer
 from skyrl_engine.modeling.sampler_model import fill, load_sampler_model, model_over
-from skyrl_engine_generators.loop import SampledRow, SlotLoop
+from skyrl_engine_generators.free_memory import plan_cache_tokens
+from skyrl_engine_generators.kept import CacheBudget, Room
+from skyrl_engine_generators.loop import SlotLoop
 from skyrl_engine_generators.options import HfOptions
-from skyrl_engine_generators.rows import TokenDecoder, UncachedDecoder
+from skyrl_engine_generators.rows import CachedDecoder, TokenDecoder, UncachedDecoder
+from skyrl_engine_generators.sampled_row import SampledRow
 from skyrl_engine_generators.self_proof import make_proven_rows
 from skyrl_engine_generators.stops import Decode, StopRule
 
@@ -26,6 +29,7 @@ class _WeightSet:
     model: Any
     rows: TokenDecoder
     loop: SlotLoop
+    room: Room
     shared: bool
 
 
@@ -49,9 +53,11 @@ class HfGenerator:
             model = load_sampler_model(start.model, start.device)
             fill(model, start.weights.tensors(), start.model.path)
         self._limit = _longest_row(start)
-        rows = make_proven_rows(model, self._options.slots, name=start.model.path, limit=self._limit)
-        self._cached = not isinstance(rows, UncachedDecoder)
-        self._sets[POLICY] = _WeightSet(model, rows, self._loop(rows, start.version), shared)
+        self._budget = CacheBudget(self._options.cache_tokens or plan_cache_tokens(start.model, model))
+        room = self._budget.open_room()
+        rows = make_proven_rows(model, self._options.slots, name=start.model.path, limit=self._limit, memory=room)
+        self._proven = rows
+        self._sets[POLICY] = self._make_set(POLICY, model, rows, room, start.version, shared=shared)
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         """Take requests. Raises ContractError for ids that are taken, for prompts that are none, and for targets without weights."""
@@ -68,6 +74,12 @@ class HfGenerator:
                 cause = (
                     f"a prompt of {len(request.prompt_ids)} tokens leaves no room for {request.sampling.max_tokens} more: "
                     f"{self._start.model.path} takes {self._limit}"
+                )
+                self._ready.append(row.completion("error", error=cause))
+            elif self._options.cache_tokens is not None and needed > self._options.cache_tokens:
+                cause = (
+                    f"a prompt of {len(request.prompt_ids)} tokens and {request.sampling.max_tokens} more have keys and values of {needed} "
+                    f"tokens, and generator.cache_tokens is {self._options.cache_tokens}"
                 )
                 self._ready.append(row.completion("error", error=cause))
             else:
@@ -120,9 +132,8 @@ class HfGenerator:
         """Take new weights; running rows go on with them, after a new prefill."""
         held = self._sets.get(target)
         if held is None:
-            model = load_sampler_model(self._start.model, self._start.device)
-            rows: TokenDecoder = self._rows_of(model)
-            held = _WeightSet(model, rows, self._loop(rows, version), shared=False)
+            model, room = load_sampler_model(self._start.model, self._start.device), self._budget.open_room()
+            held = self._make_set(target, model, self._rows_of(model, room), room, version, shared=False)
         if not held.shared:
             fill(held.model, weights.tensors(), self._start.model.path)
         self._sets[target] = held
@@ -135,21 +146,43 @@ class HfGenerator:
         held = self._sets.pop(target, None)
         if held is not None:
             self._ready += held.loop.abort(lambda _number: True)
+            self._budget.drop_target(target)
+            held.room.close()
+
+    def end_sessions(self, sessions: Sequence[int]) -> None:
+        """Free what is kept of sessions, for all weight sets."""
+        self._budget.drop((target, session) for target in self._sets for session in sessions)
 
     def close(self) -> None:
         """Free models and caches; requests under way are forgotten."""
+        for target in self._sets:
+            self._budget.drop_target(target)
         self._sets.clear()
         self._ready.clear()
         self._known.clear()
 
-    def _loop(self, rows: TokenDecoder, version: int) -> SlotLoop:
-        return SlotLoop(rows, self._options.slots, version=version, prefill_tokens=self._options.prefill_tokens)
+    def _make_set(self, target: str, model: Any, rows: TokenDecoder, room: Room, version: int, *, shared: bool) -> _WeightSet:
+        options = self._options
+        loop = SlotLoop(
+            rows,
+            options.slots,
+            version=version,
+            prefill_tokens=options.prefill_tokens,
+            target=target,
+            budget=self._budget,
+            room=room,
+        )
+        if isinstance(rows, CachedDecoder):
+            room.rest = rows.room.free
+        return _WeightSet(model, rows, loop, room, shared)
 
-    def _rows_of(self, model: Any) -> TokenDecoder:
+    def _rows_of(self, model: Any, room: Room) -> TokenDecoder:
         """Rows of another copy of the model that was proven at the start."""
-        from skyrl_engine_generators.rows import CachedDecoder
-
-        return CachedDecoder(model, self._options.slots) if self._cached else UncachedDecoder(model, self._options.slots)
+        if isinstance(self._proven, UncachedDecoder):
+            return UncachedDecoder(model, self._options.slots)
+        rows = CachedDecoder(model, self._options.slots, room)
+        rows.keeps, rows.keeps_sampled = self._proven.keeps, self._proven.keeps_sampled
+        return rows
 
     def _decoder(self) -> Decode:
         """Decode as texts of actions are: without special tokens. The tokenizer is read when the first stop string is asked for."""

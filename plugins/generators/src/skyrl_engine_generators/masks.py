@@ -1,4 +1,4 @@
-"""The masks of a step of one token per row, as transformers' layers take them ready-made: every row has its own position."""
+"""Masks as transformers' layers take them ready-made: every row has places of its own."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attenti
 
 
 def kinds_of_attention(config: Any) -> tuple[str, ...]:
-    """Return the kinds that layers of a text model have. Raises UnsupportedError for others than those that `step_masks` makes."""
+    """Return the kinds that layers of a text model have. Raises UnsupportedError for others than those that `make_masks` makes."""
     text = config.get_text_config(decoder=True)
     types = getattr(text, "layer_types", None)
     kinds = tuple(sorted(set(types))) if types else (SLIDING if getattr(text, "sliding_window", None) else FULL,)
@@ -24,15 +24,15 @@ def kinds_of_attention(config: Any) -> tuple[str, ...]:
     return kinds
 
 
-def step_masks(config: Any, kinds: tuple[str, ...], at_N: Tensor, end: int, dtype: torch.dtype) -> Tensor | dict[str, Tensor]:
-    """Let the token at `at_N` int64[n] of each row see those of its row, itself included, that its layer may see, among `end` places.
+def make_masks(config: Any, kinds: tuple[str, ...], places_NQ: Tensor, end: int, dtype: torch.dtype) -> Tensor | dict[str, Tensor]:
+    """Let the tokens at `places_NQ` int64[n, q] see those of their rows, themselves included, that their layer may see, among `end` places.
 
-    [n, 1, 1, end], in boolean, or to be added where attention is not torch's; by kind where layers differ.
+    [n, 1, q, end], in boolean, or to be added where attention is not torch's; by kind where layers differ.
     """
     text = config.get_text_config(decoder=True)
     attention = config._attn_implementation  # noqa: SLF001 - transformers offers no other way to read it
-    places = torch.arange(end, device=at_N.device)
-    at = at_N[:, None]
+    places = torch.arange(end, device=places_NQ.device)
+    at = places_NQ[..., None]
     masks = {}
     for kind in kinds:
         seen = places <= at
@@ -40,7 +40,7 @@ def step_masks(config: Any, kinds: tuple[str, ...], at_N: Tensor, end: int, dtyp
             seen = seen & (places > at - text.sliding_window)
         elif kind == CHUNKED:
             seen = seen & (places >= at // text.attention_chunk_size * text.attention_chunk_size)
-        seen = seen[:, None, None]
+        seen = seen[:, None]
         hidden = {"eager": torch.finfo(dtype).min, EAGER: torch.finfo(dtype).min, SDPA: -torch.inf}.get(attention)
         if hidden is not None:
             # filled in the dtype itself: the least of float64 is no float32

@@ -35,6 +35,7 @@ class HfPlugin:
             accepts=("module", "tensors"),
             placement="rank",
             concurrency=(config or HfOptions()).slots,
+            cache_tokens=(config or HfOptions()).cache_tokens or "free",
         )
 
     @hookimpl

@@ -1,10 +1,11 @@
 """Hidden states of rows that grow by a token a step: from cached keys and values, or by reading every row again.
 
-On a CPU a row comes out the same, to the last bit, whatever other rows there are (see `batch_invariance`).
+On a CPU a row comes out the same, to the last bit, whatever other rows there are, and whether its beginning is read or was kept (see
+`batch_invariance` and `reading`).
 """
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -13,27 +14,47 @@ import torch
 from torch import Tensor
 
 from skyrl_engine.modeling.causal_lm import split_causal_lm
-from skyrl_engine_generators.batch_invariance import PLACES, BatchInvariance, pad_rows_to_bucket, pad_to_bucket
-from skyrl_engine_generators.masks import kinds_of_attention, step_masks
-from skyrl_engine_generators.slots import Slots
+from skyrl_engine_generators.batch_invariance import BatchInvariance
+from skyrl_engine_generators.buckets import BUCKET, FIXED, PLACES, find_unit, pad_rows, pad_to_bucket
+from skyrl_engine_generators.masks import kinds_of_attention, make_masks
+from skyrl_engine_generators.reading import READ_LAYOUT, ReadLayout, count_pieces
+from skyrl_engine_generators.slots import KeptPiece, Memory, Slots
 
 Ids = npt.NDArray[np.int64]
 
+MASK_ELEMENTS = 2**24
+"""Elements of the mask of a pass over prompts, at most: longer ones are read in several passes."""
+
 
 class TokenDecoder(Protocol):
-    """Rows of tokens by slot; live rows are the first ones. `vocabulary` counts the tokens that there are logits for."""
+    """Rows of tokens by slot; live rows are the first ones. `vocabulary` counts the tokens that there are logits for.
+
+    `keeps` says whether a row may go on from what was read of its beginning; where it may not, every `start` is 0. `keeps_sampled` says whether
+    it may go on from sampled tokens too, which stand as if they were read.
+    """
 
     device: torch.device
     vocabulary: int
+    keeps: bool
+    keeps_sampled: bool
 
-    def read(self, slots: Sequence[int], rows: Sequence[Ids]) -> list[Tensor]:
-        """Put whole rows into slots; the hidden states [tokens, width] of each."""
+    def reserve(self, count: int, length: int) -> None:
+        """Make room for so many rows, of so many tokens each."""
+
+    def read(self, slots: Sequence[int], rows: Sequence[Ids], starts: Sequence[int]) -> list[Tensor]:
+        """Put whole rows into slots, which hold them up to `starts` already; the hidden states [tokens, width] of each from there on."""
 
     def step(self, tokens: Sequence[int], at: Sequence[int]) -> Tensor:
         """Append a token to each of the first rows, at its place `at`; hidden states [n, width] there."""
 
     def copy(self, source: int, targets: Sequence[int], length: int) -> None:
         """Copy the first tokens of a row to other slots."""
+
+    def save(self, slot: int, start: int, end: int, /) -> KeptPiece:
+        """Return a copy of what a slot holds of a prompt from `start` to `end`."""
+
+    def restore(self, slot: int, pieces: Sequence[KeptPiece], length: int, /) -> None:
+        """Put the first `length` tokens of consecutive pieces into a slot."""
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[n, vocabulary] of hidden states [n, width]."""
@@ -54,7 +75,7 @@ class _Model:
         self.vocabulary = self._parts.head.out_features
 
     def logits(self, hidden: Tensor) -> Tensor:
-        logits: Tensor = self._parts.rule(self._parts.head(pad_rows_to_bucket(hidden)))
+        logits: Tensor = self._parts.rule(self._parts.head(pad_rows(hidden, find_unit(hidden))))
         return logits[: len(hidden)]
 
     def _hidden(self, **inputs: Any) -> Tensor:
@@ -79,60 +100,125 @@ def name_of_cache(decoder: torch.nn.Module) -> str:
 
 
 class CachedDecoder(_Model):
-    """Rows whose keys and values are kept: a step computes one token per row.
+    """Up to `slots` rows whose keys and values are kept in `memory`: a step computes one token per row.
 
     Raises UnsupportedError for a model that keeps something else.
     """
 
-    def __init__(self, model: Any, slots: int) -> None:
+    def __init__(self, model: Any, slots: int, memory: Memory | None = None) -> None:
         self._kinds = kinds_of_attention(model.config)
         super().__init__(model)
         self._cache = name_of_cache(self._parts.decoder)
-        self._slots = Slots(pad_to_bucket(slots, self.device))
+        self.room = Slots(slots, memory)
+        self._attends = self.invariance.attends
+        # elsewhere nothing is promised to the last bit
+        self.keeps = self._attends or self.device.type != "cpu"
+        # on a CPU it is to be shown first
+        self.keeps_sampled = self.device.type != "cpu"
         # host memory is not worth filling with zeros again at every turn of a dialogue
         self._frees = self.device.type == "cuda"
 
-    def read(self, slots: Sequence[int], rows: Sequence[Ids]) -> list[Tensor]:
-        alike: dict[int, list[int]] = {}
-        longest = max(map(len, rows))
-        for place, row in enumerate(rows):
-            # on a CPU a longer row in the same pass would change the order in which this one is added up
-            alike.setdefault(self._width(len(row) if self.device.type == "cpu" else longest), []).append(place)
-        hidden_by_index: dict[int, Tensor] = {}
-        for places in alike.values():
-            hidden = self._read([slots[place] for place in places], [rows[place] for place in places])
-            hidden_by_index |= {index: states[: len(rows[index])] for index, states in zip(places, hidden, strict=True)}
-        return [hidden_by_index[index] for index in range(len(rows))]
+    def reserve(self, count: int, length: int) -> None:
+        self.room.reserve(count, pad_to_bucket(length, self.device, PLACES))
 
-    def _read(self, slots: Sequence[int], rows: Sequence[Ids]) -> Tensor:
-        """Read rows of one width: [k, width or more, hidden]."""
-        ids = self._pad_rows(rows)
-        self._slots.begin_prompts(slots, [len(row) for row in rows], ids.shape[1], self.device)
+    def read(self, slots: Sequence[int], rows: Sequence[Ids], starts: Sequence[int]) -> list[Tensor]:
+        read = self._read_line if self._attends else self._read_rows
+        if self._attends and len(rows) > 1 and self.invariance.has_experts and find_unit(self._parts.head.weight) == FIXED:
+            # experts have as many tokens as there are in the pass, and their number matters
+            return [self.read([slots[place]], [rows[place]], [starts[place]])[0] for place in range(len(rows))]
+        states: list[list[Tensor]] = [[] for _ in rows]
+        whole = [(place, start, len(row)) for place, (row, start) in enumerate(zip(rows, starts, strict=True))]
+        # rows that all begin here have no mask elsewhere
+        for spans in _split_passes(whole) if self._attends or any(starts) else [whole]:
+            hidden = read(
+                [slots[place] for place, _, _ in spans],
+                [rows[place][:end] for place, _, end in spans],
+                [start for _, start, _ in spans],
+            )
+            for (place, _, _), part in zip(spans, hidden, strict=True):
+                states[place].append(part)
+        return [torch.cat(parts) for parts in states]
+
+    def _read_line(self, slots: Sequence[int], rows: Sequence[Ids], starts: Sequence[int]) -> list[Tensor]:
+        """Read the new tokens of all rows in one line, so that rows of any lengths fill a pass."""
+        new = [len(row) - start for row, start in zip(rows, starts, strict=True)]
+        order = sorted(range(len(rows)), key=lambda place: count_pieces(starts[place], new[place]), reverse=True)
+        reading = ReadLayout.of([starts[place] for place in order], [new[place] for place in order])
+        end = max(piece.end for piece in reading.pieces)
+        self.room.begin_read([slots[place] for place in order], reading.starts, reading.lengths, end, line=True)
+        filling = np.zeros(-sum(new) % find_unit(self._parts.head.weight), dtype=np.int64)
+        ids = torch.from_numpy(np.concatenate([*(rows[place][starts[place] :] for place in order), filling]))[None]
+        places = torch.from_numpy(np.concatenate([*(np.arange(starts[place], len(rows[place])) for place in order), filling]))[None]
+        masks = make_masks(self._config, self._kinds, places, end, self._dtype)
+        began = READ_LAYOUT.set(reading)
+        try:
+            hidden = self._hidden(input_ids=ids, position_ids=places, attention_mask=masks, **self._keeping())[0]
+        finally:
+            READ_LAYOUT.reset(began)
+        by_place = dict(zip(order, reading.rows(), strict=True))
+        return [hidden[by_place[place]] for place in range(len(rows))]
+
+    def _read_rows(self, slots: Sequence[int], rows: Sequence[Ids], starts: Sequence[int]) -> list[Tensor]:
+        """Read the new tokens of rows aligned to the left; rows that all begin here need no mask but the model's own."""
+        ids = self._pad_rows([row[start:] for row, start in zip(rows, starts, strict=True)])
+        lengths = [len(row) for row in rows]
+        new = [length - start for length, start in zip(lengths, starts, strict=True)]
+        end = max(lengths) if any(starts) else ids.shape[1]
+        self.room.begin_read(slots, starts, new, end, line=False)
         # what is filled up has the last token's place: a model may have no later one
-        last = max(map(len, rows)) - 1
-        places = torch.arange(ids.shape[1], device=self.device).clamp(max=last)[None].expand(len(rows), -1)
-        # rows are aligned to the left, so the model's own causal mask keeps their tokens from what is padded after them
-        return self._hidden(input_ids=ids, position_ids=places, **self._keeping())
+        lasts = torch.tensor(lengths, device=self.device)[:, None] - 1
+        places = torch.arange(ids.shape[1], device=self.device) + torch.tensor(starts, device=self.device)[:, None]
+        places = torch.minimum(places, lasts)
+        masks = {"attention_mask": make_masks(self._config, self._kinds, places, end, self._dtype)} if any(starts) else {}
+        hidden = self._hidden(input_ids=ids, position_ids=places, **masks, **self._keeping())
+        return [states[:count] for states, count in zip(hidden, new, strict=True)]
 
     def step(self, tokens: Sequence[int], at: Sequence[int]) -> Tensor:
-        # rows that fill up write to slots that are free
-        free = [0] * (pad_to_bucket(len(tokens), self.device) - len(tokens))
+        # products get rows that fill up; they have keys and values where attention is the model's own
+        filling = [0] * (-len(tokens) % find_unit(self._parts.head.weight))
         end = pad_to_bucket(max(at) + 1, self.device, PLACES)
-        at_N = self._slots.begin_step([*at, *free], end, self.device)
-        masks = step_masks(self._config, self._kinds, at_N, end, self._dtype)
-        ids = torch.tensor([*tokens, *free], device=self.device)[:, None]
-        hidden = self._hidden(input_ids=ids, attention_mask=masks, position_ids=at_N[:, None], **self._keeping())
+        at_N = self.room.begin_step(at if self._attends else [*at, *filling], end, self.device)
+        masks = make_masks(self._config, self._kinds, at_N[:, None], end, self._dtype)
+        ids = torch.tensor([*tokens, *filling], device=self.device)[:, None]
+        places = torch.tensor([*at, *filling], device=self.device)[:, None]
+        hidden = self._hidden(input_ids=ids, attention_mask=masks, position_ids=places, **self._keeping())
         return hidden[: len(tokens), 0]
 
     def _keeping(self) -> dict[str, Any]:
-        return {self._cache: self._slots, "use_cache": True}
+        return {self._cache: self.room, "use_cache": True}
 
     def copy(self, source: int, targets: Sequence[int], length: int) -> None:
-        self._slots.copy(source, targets, length)
+        self.room.copy(source, targets, length)
+
+    def save(self, slot: int, start: int, end: int, /) -> KeptPiece:
+        return self.room.save(slot, start, end)
+
+    def restore(self, slot: int, pieces: Sequence[KeptPiece], length: int, /) -> None:
+        self.room.restore(slot, pieces, length)
 
     def rest(self) -> None:
         if self._frees:
-            self._slots = Slots(self._slots.count)
+            self.room.free()
+
+
+def _split_passes(spans: list[tuple[int, int, int]]) -> Iterator[list[tuple[int, int, int]]]:
+    """Split rows (place, start, end) into passes whose masks are not too large: of each as many tokens as a pass takes, in their order."""
+    longest = max(end for _, _, end in spans)
+    most = max(BUCKET, MASK_ELEMENTS // longest)
+    taken: list[tuple[int, int, int]] = []
+    room = most
+    for place, start, end in spans:
+        at = start
+        while at < end:
+            until = min(end, at + room)
+            taken.append((place, at, until))
+            room -= until - at
+            at = until
+            if not room:
+                yield taken
+                taken, room = [], most
+    if taken:
+        yield taken
 
 
 class UncachedDecoder(_Model):
@@ -141,11 +227,17 @@ class UncachedDecoder(_Model):
     On a CPU one by one: what else models keep, such as the states of scans, is added up in an order that the number of rows changes.
     """
 
+    keeps = keeps_sampled = False
+
     def __init__(self, model: Any, slots: int) -> None:
         super().__init__(model)
         self._rows: list[Ids] = [np.zeros(0, dtype=np.int64)] * slots
 
-    def read(self, slots: Sequence[int], rows: Sequence[Ids]) -> list[Tensor]:
+    def reserve(self, count: int, length: int) -> None:
+        """Do nothing: ids take no memory worth a plan."""
+
+    def read(self, slots: Sequence[int], rows: Sequence[Ids], starts: Sequence[int]) -> list[Tensor]:
+        assert not any(starts), "nothing is kept of rows"
         for slot, row in zip(slots, rows, strict=True):
             self._rows[slot] = np.asarray(row)
         return self._read(rows)
@@ -158,6 +250,12 @@ class UncachedDecoder(_Model):
     def copy(self, source: int, targets: Sequence[int], length: int) -> None:
         for target in targets:
             self._rows[target] = self._rows[source][:length]
+
+    def save(self, _slot: int, _start: int, _end: int, /) -> KeptPiece:
+        raise AssertionError("nothing is kept of rows")
+
+    def restore(self, _slot: int, _pieces: Sequence[KeptPiece], _length: int, /) -> None:
+        raise AssertionError("nothing is kept of rows")
 
     def rest(self) -> None:
         self._rows = [np.zeros(0, dtype=np.int64)] * len(self._rows)

@@ -11,9 +11,12 @@ import torch
 
 from skyrl_engine import UnsupportedError
 from skyrl_engine.contracts import Completion, GenerationRequest, Sampling
-from skyrl_engine_generators.loop import SampledRow, SlotLoop
+from skyrl_engine_generators.keeping_proof import prove_keeping
+from skyrl_engine_generators.loop import SlotLoop
 from skyrl_engine_generators.rows import CachedDecoder, TokenDecoder, UncachedDecoder
+from skyrl_engine_generators.sampled_row import SampledRow
 from skyrl_engine_generators.sampling import logprobs_of
+from skyrl_engine_generators.slots import Memory
 from skyrl_engine_generators.stops import StopRule
 
 logger = logging.getLogger(__name__)
@@ -31,21 +34,30 @@ TOLERANCE_BFLOAT16 = 0.05
 """Mean over tokens, in nats: of rounding to 8 bits in every layer."""
 
 
-def make_proven_rows(model: Any, slots: int, *, name: str, limit: int | None) -> TokenDecoder:
+def make_proven_rows(model: Any, slots: int, *, name: str, limit: int | None, memory: Memory | None = None) -> TokenDecoder:
     """Return rows that give the model's own log-probabilities: cached ones where they agree with the whole model, others with a warning.
+
+    Nothing of a row is kept for the next turn where its beginning read alone is another one, to the last bit on a CPU; the log says so.
 
     Raises UnsupportedError for a model of which no rows give them.
     """
     refusal = _refusal(CachedDecoder, model, limit)
     if refusal is None:
-        return CachedDecoder(model, slots)
+        keeping = prove_keeping(model, limit)
+        rows = CachedDecoder(model, slots, memory)
+        rows.keeps, rows.keeps_sampled = keeping.keeps, keeping.keeps_sampled
+        if keeping.reason is not None:
+            logger.warning(
+                "%s (%s) reads the whole history of a dialogue again at every turn: %s", name, type(model).__name__, keeping.reason
+            )
+        return rows
     if (uncached_refusal := _refusal(UncachedDecoder, model, limit)) is not None:
         raise UnsupportedError(
             f"{name} ({type(model).__name__}) cannot be sampled from: {uncached_refusal}",
             remedy="Use a causal language model of text, or another generator",
         )
     logger.warning(
-        "%s (%s) is sampled without a cache, each token by reading its whole row, which is slow: %s",
+        "%s (%s) is sampled without a cache, each token by reading its whole row, which is slow, and keeps nothing between turns: %s",
         name,
         type(model).__name__,
         refusal,

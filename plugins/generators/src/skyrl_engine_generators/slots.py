@@ -7,8 +7,10 @@ left what is no number.
 """
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
+from attrs import frozen
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
@@ -16,23 +18,72 @@ GROWTH = 64
 """Capacity grows to multiples of so many tokens, and by half at least, so that growing costs little in all."""
 
 
-class Slots(Cache):  # type: ignore[misc] # transformers is not typed
-    """Room for `count` rows of keys and values [count, heads, capacity, width] per layer, made when a layer first writes."""
+@frozen(eq=False)
+class KeptPiece:
+    """Keys and values of consecutive tokens of a row: per layer [heads, tokens, width] each."""
 
-    def __init__(self, count: int) -> None:
+    states: tuple[tuple[Tensor, Tensor], ...]
+    tokens: int
+
+    def cut(self, tokens: int) -> "KeptPiece":
+        """Return the first tokens, in memory of their own."""
+        return KeptPiece(tuple((keys[:, :tokens].clone(), values[:, :tokens].clone()) for keys, values in self.states), tokens)
+
+
+class Memory(Protocol):
+    """The memory that rows may take."""
+
+    def fits(self, tokens: int) -> bool:
+        """Say whether there may be room for so many tokens without anything else giving way."""
+
+    def grow(self, tokens: int) -> None:
+        """Note that there is to be room for so many tokens; others give way."""
+
+
+class Unlimited:
+    """`Memory` that nobody shares."""
+
+    def fits(self, tokens: int) -> bool:  # noqa: ARG002 - any number fits
+        return True
+
+    def grow(self, tokens: int) -> None:
+        """Do nothing."""
+
+
+class Slots(Cache):  # type: ignore[misc] # transformers is not typed
+    """Room for up to `slots` rows of keys and values, [rows, heads, capacity, width] per layer, made in `memory` as they need it."""
+
+    def __init__(self, slots: int, memory: Memory | None = None) -> None:
         super().__init__(layers=[])
-        self.count = count
+        self._slots, self._memory = slots, memory or Unlimited()
+        self.count = 0
         self.capacity = 0
-        self.live = 0
-        # where the present forward pass writes: whole prompts into `rows`, or one token per live row at `at`
-        self.rows: Tensor | None = None
+        # where the present forward pass writes: the new tokens of prompts from `starts` on into `rows`, or one token per live row at `at`
+        self.rows: list[int] | None = None
+        self.starts: list[int] = []
+        self.lengths: list[int] = []
         self.at: Tensor | None = None
         self.end = 0
-        # in a prefill: positions after each row's tokens, [rows, 1, width, 1], and the end of what stood in its slots before
-        self.padding: Tensor | None = None
-        self.stale = 0
+        # the ends of what stood in the slots that a prompt is read into
+        self.stale: list[int] = []
+        # new tokens stand in one line, row after row, and not in rows of their own
+        self.line = False
+        # a prompt attends to what stands in its slot, not to the pass's own keys alone
+        self.stored = False
         # so many places of each slot hold something
-        self._held = [0] * count
+        self._held: list[int] = []
+
+    @property
+    def tokens(self) -> int:
+        """Count the tokens that there is room for."""
+        return self.count * self.capacity
+
+    def free(self) -> None:
+        """Give the memory back, and what rows hold with it."""
+        self.layers.clear()
+        self._held.clear()
+        self.count = self.capacity = 0
+        self._memory.grow(0)
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         while len(self.layers) <= layer_idx:
@@ -40,36 +91,48 @@ class Slots(Cache):  # type: ignore[misc] # transformers is not typed
         layer: SlotLayer = self.layers[layer_idx]
         return layer.update(key_states, value_states)
 
-    def begin_prompts(self, rows: Sequence[int], lengths: Sequence[int], width: int, device: torch.device) -> None:
-        """Let the next forward pass write whole prompts of these lengths, read at `width` places, into these slots."""
-        self.reserve(width)
-        self.rows, self.at, self.end = torch.tensor(rows, device=device), None, width
-        lengths_N = torch.tensor(lengths, device=device)
-        self.padding = (
-            (torch.arange(width, device=device) >= lengths_N[:, None])[:, None, :, None] if min(lengths) < width else None
-        )
-        self.stale = max(self._held[row] for row in rows)
-        for row, length in zip(rows, lengths, strict=True):
-            self._held[row] = length
+    def begin_read(self, rows: Sequence[int], starts: Sequence[int], lengths: Sequence[int], end: int, *, line: bool) -> None:
+        """Let the next forward pass write so many tokens into these slots, from `starts` on, all before `end`.
+
+        Before `starts` the slots hold the rows' tokens. `line` says that the new tokens stand in one line, row after row.
+        """
+        self.reserve(max(rows) + 1, end)
+        self.rows, self.starts, self.lengths, self.at, self.end = list(rows), list(starts), list(lengths), None, end
+        self.line, self.stored = line, line or any(starts)
+        self.stale = [self._held[row] for row in rows]
+        for row, start, length in zip(rows, starts, lengths, strict=True):
+            self._held[row] = start + length
 
     def begin_step(self, at: Sequence[int], end: int, device: torch.device) -> Tensor:
         """Let the next forward pass write one token into each of the first slots, at the places `at`, all before `end`; `at` int64[n]."""
-        self.reserve(end)
+        self.reserve(len(at), end)
         at_N = torch.tensor(at, device=device)
         self.rows, self.at, self.end = None, at_N, end
         for row, place in enumerate(at):
             self._held[row] = max(self._held[row], place + 1)
         return at_N
 
-    def reserve(self, width: int) -> None:
-        if width > self.capacity:
-            wanted = max(width, self.capacity + self.capacity // 2)
-            self.capacity = -(-wanted // GROWTH) * GROWTH
-            for layer in self.layers:
-                layer.grow()
+    def reserve(self, count: int, width: int) -> None:
+        """Make room for so many rows, of so many places each."""
+        if count <= self.count and width <= self.capacity:
+            return
+        count, width = max(count, self.count), max(width, self.capacity)
+        ample = min(self._slots, self.count + self.count // 2) if count > self.count else count
+        wide = self.capacity + self.capacity // 2 if width > self.capacity else width
+        for rows, places in ((max(count, ample), max(width, wide)), (count, width)):
+            capacity = -(-places // GROWTH) * GROWTH
+            if self._memory.fits(rows * capacity):
+                count = rows
+                break
+        self._memory.grow(count * capacity)
+        self._held += [0] * (count - self.count)
+        self.count, self.capacity = count, capacity
+        for layer in self.layers:
+            layer.grow()
 
     def copy(self, source: int, targets: Sequence[int], length: int) -> None:
         """Copy the first `length` tokens of a row to others."""
+        self.reserve(max([source, *targets]) + 1, self.capacity)
         for layer in self.layers:
             for stored in (layer.keys, layer.values):
                 for target in targets:
@@ -77,6 +140,20 @@ class Slots(Cache):  # type: ignore[misc] # transformers is not typed
                     stored[target, :, length : self._held[target]] = 0
         for target in targets:
             self._held[target] = length
+
+    def save(self, row: int, start: int, end: int) -> KeptPiece:
+        """Return a copy of what a row holds from `start` to `end`."""
+        states = [(layer.keys[row, :, start:end].clone(), layer.values[row, :, start:end].clone()) for layer in self.layers]
+        return KeptPiece(tuple(states), end - start)
+
+    def restore(self, row: int, pieces: Sequence[KeptPiece], length: int) -> None:
+        """Put the first `length` tokens of what was saved back into a row, from its first place on."""
+        self.reserve(row + 1, length)
+        for number in range(len(pieces[0].states)):
+            while len(self.layers) <= number:
+                self.layers.append(SlotLayer(self))
+            self.layers[number].restore(row, [piece.states[number] for piece in pieces], length, self._held[row])
+        self._held[row] = length
 
 
 class SlotLayer(CacheLayerMixin):  # type: ignore[misc] # transformers is not typed
@@ -94,7 +171,7 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc] # transformers is not ty
 
     def _room(self, like: Tensor) -> Tensor:
         # zeros: what is masked is multiplied by 0, and memory that was never written may hold NaN
-        return like.new_zeros((self._slots.count, like.shape[1], self._slots.capacity, like.shape[3]))
+        return like.new_zeros((self._slots.count, like.shape[-3], self._slots.capacity, like.shape[-1]))
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
@@ -102,27 +179,56 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc] # transformers is not ty
         slots = self._slots
         if slots.rows is not None:
             for stored, states in ((self.keys, key_states), (self.values, value_states)):
-                stored[slots.rows, :, : slots.end] = states if slots.padding is None else states.masked_fill(slots.padding, 0)
-                stored[slots.rows, :, slots.end : slots.stale] = 0
-            return key_states, value_states
+                self._write_prompts(stored, states, slots.rows)
+            if not slots.stored:
+                return key_states, value_states
+            first, rows = slots.rows[0], slots.rows
+            # rows next to one another are read where they stand
+            chosen = slice(first, first + len(rows)) if rows == list(range(first, first + len(rows))) else rows
+            return self.keys[chosen, :, : slots.end], self.values[chosen, :, : slots.end]
         assert slots.at is not None
-        live = torch.arange(len(slots.at), device=key_states.device)
-        self.keys[live, :, slots.at] = key_states[:, :, 0]
-        self.values[live, :, slots.at] = value_states[:, :, 0]
-        return self.keys[: len(live), :, : slots.end], self.values[: len(live), :, : slots.end]
+        count = len(slots.at)
+        live = torch.arange(count, device=key_states.device)
+        self.keys[live, :, slots.at] = key_states[:count, :, 0]
+        self.values[live, :, slots.at] = value_states[:count, :, 0]
+        return self.keys[:count, :, : slots.end], self.values[:count, :, : slots.end]
+
+    def _write_prompts(self, stored: Tensor, states: Tensor, rows: Sequence[int]) -> None:
+        slots, offset = self._slots, 0
+        for place, (row, start, length, stale) in enumerate(zip(rows, slots.starts, slots.lengths, slots.stale, strict=True)):
+            stored[row, :, start : start + length] = (
+                states[0, :, offset : offset + length] if slots.line else states[place, :, :length]
+            )
+            offset += length
+            if stale > start + length:
+                stored[row, :, start + length : stale] = 0
+
+    def restore(self, row: int, pieces: Sequence[tuple[Tensor, Tensor]], length: int, held: int) -> None:
+        if not self.is_initialized:
+            self.lazy_initialization(*pieces[0])
+        for number, stored in enumerate((self.keys, self.values)):
+            at = 0
+            for piece in pieces:
+                part = piece[number][:, : length - at]
+                stored[row, :, at : at + part.shape[1]] = part
+                at += part.shape[1]
+            if held > length:
+                stored[row, :, length:held] = 0
 
     def grow(self) -> None:
         for name in ("keys", "values"):
             old = getattr(self, name)
             new = self._room(old)
-            new[:, :, : old.shape[2]] = old
+            new[: old.shape[0], :, : old.shape[2]] = old
             setattr(self, name, new)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return (query_length if self._slots.rows is not None else self._slots.end), 0
+        return (query_length if self._slots.rows is not None and not self._slots.stored else self._slots.end), 0
 
     def get_seq_length(self) -> int:
-        return 0 if self._slots.rows is not None else self._slots.end - 1
+        if self._slots.rows is None:
+            return self._slots.end - 1
+        return 0
 
     def get_max_length(self) -> int:
         return -1

@@ -86,6 +86,7 @@ class Samplers:
                     session=number,
                     prefix_group=first,
                     target=target,
+                    last_turn=True,
                     prompt_logprobs=call.prompt_logprobs and number == first,
                     top_logprobs=call.top_logprobs,
                     top_prompt_logprobs=call.top_prompt_logprobs if number == first else 0,
