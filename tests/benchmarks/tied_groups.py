@@ -1,4 +1,4 @@
-"""CPU time of an optimizer step over groups that are tied, with `skip_zero_gradients` and without.
+"""CPU time of an optimizer step over groups that are tied, with `skip_zero_gradients` and without: docs/adr/0044.
 
 Eight groups of four attempts of 96 tokens, of which none, half or all have equal rewards, on a model of 8 layers of width 256 with a
 vocabulary of 8,192, by PPO's loss and AdamW, with the metrics that `skyrl-engine rl` reports (entropy and distances between policies). The time
