@@ -110,14 +110,14 @@ def test_packed_rows_are_refused_exactly_where_loading_refuses_them(tmp_path: Pa
     spec = save_model(tmp_path, family, **options)
     refusal = packs(spec)
     if refusal is None:
-        check_loading(spec, True)
+        check_loading(spec, "packed")
     else:
         with pytest.raises(UnsupportedError, match="cannot be trained on packed rows: ") as caught:
-            check_loading(spec, True)
+            check_loading(spec, "packed")
         # how far documents differ depends on values
         assert refusal.partition(" by ")[0] in caught.value.cause
         assert "padded" in caught.value.remedy
-    check_loading(spec, False)
+    check_loading(spec, "padded")
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_families_whose_layers_mix_documents_or_need_a_mask_are_refused_in_words
 ) -> None:
     """State-space models next to the attention of every layer, and an indexer that reads the mask."""
     with pytest.raises(UnsupportedError) as caught:
-        check_loading(save_model(tmp_path, family, **options), True)
+        check_loading(save_model(tmp_path, family, **options), "packed")
     assert message in caught.value.cause
     assert not caught.value.cause.partition("packed rows: ")[2].startswith(("TypeError", "'NoneType'"))
 
@@ -151,13 +151,13 @@ def test_a_layer_of_its_own_that_mixes_tokens_is_refused(tmp_path: Path) -> None
     trusted = ModelConfig(spec.path, trust_remote_code=True)
     assert packs(trusted) is not None
     with pytest.raises(UnsupportedError, match="mixes the documents of a packed row"):
-        check_loading(trusted, True)
-    check_loading(trusted, False)
+        check_loading(trusted, "packed")
+    check_loading(trusted, "padded")
 
 
 def test_gemma_2_is_among_those_that_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="knows no way to compute Gemma2ForCausalLM's attention"):
-        check_loading(save_model(tmp_path, "gemma2"), True)
+        check_loading(save_model(tmp_path, "gemma2"), "packed")
 
 
 def test_torch_prints_nothing_of_what_experts_cannot_compute_without_values(tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ def test_torch_prints_nothing_of_what_experts_cannot_compute_without_values(tmp_
     logger, records = logging.getLogger("torch._subclasses.fake_tensor"), logging.handlers.BufferingHandler(100)
     logger.addHandler(records)
     try:
-        check_loading(save_model(tmp_path, "mixtral", num_local_experts=2), True)
+        check_loading(save_model(tmp_path, "mixtral", num_local_experts=2), "packed")
         assert records.buffer == []
         logger.error("and its words are heard again afterwards")
         assert len(records.buffer) == 1
@@ -176,7 +176,7 @@ def test_torch_prints_nothing_of_what_experts_cannot_compute_without_values(tmp_
 def test_random_states_and_weights_are_left_alone(tmp_path: Path) -> None:
     spec = save_model(tmp_path, "llama")
     before = torch.get_rng_state()
-    check_loading(spec, True)
+    check_loading(spec, "packed")
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -192,7 +192,7 @@ def test_a_configuration_that_no_model_can_be_made_from(tmp_path: Path, change: 
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | change))
     with pytest.raises(ModelError, match=match) as caught:
-        check_loading(spec, False)
+        check_loading(spec, "padded")
     assert caught.value.remedy
 
 
@@ -201,14 +201,14 @@ def test_a_configuration_that_no_model_can_be_made_from(tmp_path: Path, change: 
 def test_weights_of_another_shape(tmp_path: Path, family: str, lora: LoraConfig | None) -> None:
     """They are refused as loading does, or left to it where transformers makes one tensor of several; right ones always pass."""
     spec = ModelConfig(save_model(tmp_path, family).path, lora=lora)
-    check_loading(spec, False)
+    check_loading(spec, "padded")
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": 48}))
     if family in ("qwen3_moe", "mixtral"):
-        check_loading(spec, False)
+        check_loading(spec, "padded")
     else:
         with pytest.raises(ModelError, match=r"has the shape \[64, \d+\] in .*model\.safetensors, and .* asks for \[48, \d+\]"):
-            check_loading(spec, False)
+            check_loading(spec, "padded")
     with pytest.raises(ModelError, match=r"has the shape \[64, \d+\] in "):
         load_scorer(ModelConfig(spec.path))
 
@@ -216,30 +216,30 @@ def test_weights_of_another_shape(tmp_path: Path, family: str, lora: LoraConfig 
 def test_targets_that_do_not_exist(tmp_path: Path) -> None:
     spec = save_model(tmp_path, "llama")
     with pytest.raises(ModelError, match="'no_such', which no linear layer"):
-        check_loading(ModelConfig(spec.path, lora=LoraConfig(targets=("no_such",))), False)
+        check_loading(ModelConfig(spec.path, lora=LoraConfig(targets=("no_such",))), "padded")
 
 
 def test_an_adapter_without_whole_weights_or_configuration(tmp_path: Path) -> None:
     spec = save_model(tmp_path / "base", "llama")
     write_adapter(spec.path, adapter := tmp_path / "adapter")
     spec = ModelConfig(spec.path, lora=LoraConfig(path=str(adapter)))
-    check_loading(spec, False)
+    check_loading(spec, "padded")
     file = adapter / "adapter_model.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(ModelError, match=r"adapter_model\.safetensors is damaged"):
-        check_loading(spec, False)
+        check_loading(spec, "padded")
     file.unlink()
     with pytest.raises(ModelError, match=r"the adapter .* holds no adapter_model\.safetensors"):
-        check_loading(spec, False)
+        check_loading(spec, "padded")
     (adapter / "adapter_config.json").write_text('{"r":\n')
     with pytest.raises(ModelError, match=r"adapter_config\.json is not valid JSON: line 2, column 1"):
-        check_loading(spec, False)
+        check_loading(spec, "padded")
 
 
 def test_layers_that_peft_refuses_are_answered_with_others(tmp_path: Path) -> None:
     spec = save_model(tmp_path, "mamba")
     with pytest.raises(ModelError, match=r"PEFT refuses adapters in .*'out_proj' is incompatible") as caught:
-        check_loading(ModelConfig(spec.path, lora=LoraConfig(targets=("out_proj",))), False)
+        check_loading(ModelConfig(spec.path, lora=LoraConfig(targets=("out_proj",))), "padded")
     assert "they are called dt_proj, in_proj, out_proj, x_proj" in caught.value.remedy
 
 
@@ -256,10 +256,10 @@ def test_weights_that_are_missing_or_hold_code(tmp_path: Path) -> None:
     spec = save_model(tmp_path, "llama")
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(ModelError, match="holds no weights"):
-        check_loading(spec, False)
+        check_loading(spec, "padded")
     torch.save({"code": Code(tmp_path / "trace")}, tmp_path / "pytorch_model.bin")
     with pytest.raises(ModelError, match=r"pytorch_model\.bin holds more than tensors .*mkdir"):
-        check_loading(spec, False)
+        check_loading(spec, "padded")
     assert not (tmp_path / "trace").exists()
     torch.save({"a": torch.zeros(2)}, tmp_path / "pytorch_model.bin")
-    check_loading(spec, False)
+    check_loading(spec, "padded")

@@ -27,7 +27,7 @@ def test_describing_the_backend_imports_no_torch() -> None:
         "import sys; from skyrl_engine_fsdp.plugin import fsdp; "
         "described = fsdp.skyrl_engine_describe_backend(None, world_size=3); "
         "assert described.topology.dp == 3; "
-        "assert described.capabilities == {'padded', 'packed', 'value_head', 'tensor_parallel', 'lora', 'vision', 'logits', "
+        "assert described.capabilities == {'padded', 'packed', 'tree', 'value_head', 'tensor_parallel', 'lora', 'vision', 'logits', "
         "'logsumexp', 'mean_logprob', 'logprobs_at', 'divergence', "
         "'second_model', 'reference_by_adapters', 'adapter_sets', 'sgd'}; "
         "assert not {'torch', 'transformers'} & set(sys.modules), 'heavy import'"

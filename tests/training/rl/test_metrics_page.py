@@ -47,6 +47,8 @@ def test_the_page_lists_exactly_what_runs_write(tables_of: Callable[..., dict[st
     written |= {f"reward/model_{name}" for name in ("mean", "std", "min", "max")}
     # of runs with [teacher], which test_teacher.py holds
     written.add("teacher/divergence")
+    # of rows of trees, which test_rl_run.py holds
+    written.add("shared_share")
     assert [record["kind"] for record in records].count("evaluation") == 2
     undefined = {name for name in written - OF_LOSSES if not any(matches(row, name) for row in ROWS)}
     assert undefined == set(), "docs/reference/rl-metrics.md lacks these"

@@ -53,6 +53,8 @@ def test_every_ratio_is_exactly_1_before_the_first_update(rl: Rl, seen: Seen, na
         assert (record["metrics"]["policy/ratio_max"], record["metrics"]["policy/ratio_mean"]) == (1.0, 1.0)
         assert record["metrics"]["policy/gap_mean"] < 1e-5
         assert record["metrics"]["grad_norm"] > 0
+        assert ("shared_share" in record["metrics"]) == name.startswith("tree")
+        assert record["metrics"].get("shared_share", 0.5) > 0
     assert ("old_logprobs" in seen.plans[1].columns.columns) == (old == "score"), "each way was gone"
     assert any(SEGMENT_OBSERVED in trajectory.kinds for group in seen.groups[1] for trajectory in group.trajectories), (
         "some attempts have two turns"
