@@ -122,7 +122,7 @@ def test_packed_documents_equal_separate_ones(family: str, checkpointing: bool) 
     model = tiny(family, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0) if family == "gpt2" else tiny(family)
     plain = copy.deepcopy(model)
     scorer = adopt(model)
-    assert scorer.segment_support == SegmentSupport(LAYERS, "")
+    assert scorer.segment_support == SegmentSupport(LAYERS, "", tree_refusal="")
     if checkpointing:
         enable_activation_checkpointing(model, family)
         model.train()
