@@ -19,7 +19,10 @@ _DROPOUT = re.compile(r"^(?!classifier|summary).*(dropout|pdrop|dropout_prob|dro
 
 @define(eq=False, slots=False)
 class ModelFacts:
-    """Facts about the model that `model` names; its configuration is read when the first fact is asked for."""
+    """Facts about the model that `model` names; its configuration is read when the first fact is asked for.
+
+    Facts that every step asks for are kept: transformers copies its configuration to answer.
+    """
 
     model: ModelConfig
 
@@ -42,7 +45,7 @@ class ModelFacts:
         """Return the longest sequence in tokens that rotary positions extend the model to; `context_length` where they extend nothing."""
         return None if self.config is None or self.context_length is None else find_longest_row(self.config, self.context_length)
 
-    @property
+    @cached_property
     def rotary_length(self) -> int | None:
         """Return the longest row in tokens for which rotary frequencies are fixed; None where they do not depend on lengths."""
         return None if self.config is None else choose_rotary_length(self.config, self.model.rotary_length)
@@ -52,13 +55,13 @@ class ModelFacts:
         """Return the model's type as transformers names it, such as "qwen3"; None where its configuration does not say."""
         return None if self.config is None else getattr(self.config, "model_type", None)
 
-    @property
+    @cached_property
     def vocabulary_size(self) -> int | None:
         """Count the tokens that the model has embeddings for; None where its configuration does not say."""
         size = None if self.config is None else getattr(self.config.get_text_config(decoder=True), "vocab_size", None)
         return size if isinstance(size, int) else None
 
-    @property
+    @cached_property
     def dropouts(self) -> Mapping[str, float]:
         """Return the shares, above 0, of what the decoder drops out in training, by the keys of its configuration."""
         if self.config is None:
