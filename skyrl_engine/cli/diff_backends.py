@@ -280,6 +280,7 @@ class _Pass:
 def _side(
     resolved: "ResolvedConfig", model: "ModelConfig", columns: "SampleColumns", context: "FactoryContext", layout: "ParallelSizes"
 ) -> _Pass:
+    from skyrl_engine.config.automatic import budget_of
     from skyrl_engine.engine.assembly import Assembly
     from skyrl_engine.proof.backends import Side
     from skyrl_engine.proof.passes import measure
@@ -291,7 +292,7 @@ def _side(
     assembly = Assembly.of(plugins, context, layout.ranks)
     shown = frozenset({"logits"} & assembly.description.capabilities)
     with RankPool(model, plugins, context=context, rows=assembly.collator.product.rows, shown=shown) as pool:
-        cut = assembly.layout(micro_batch_rows=training.micro_batch_rows, micro_batch_tokens=training.micro_batch_tokens)
+        cut = assembly.layout(micro_batch_rows=training.micro_batch_rows, micro_batch_tokens=budget_of(training))
         measured = measure(pool.group(layout.ranks, "float32"), assembly, columns, cut)
         micro_batches = len(plan_batch(assembly.collator, columns, cut).mini_batches[0].ranks[0])
     return _Pass(Side(f"{backend.loaded.record.name}, {layout}", measured), micro_batches, assembly.description)
@@ -343,13 +344,22 @@ def _material(raw: "RawConfig", family: str) -> "Iterator[tuple[ResolvedConfig, 
 
     with ExitStack() as stack:
         directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="skyrl-engine-diff-"))
-        resolved = resolve(with_default_loss(raw), need=())
+        resolved = resolve(_with_plain_layout(with_default_loss(raw)), need=())
         parts = ObjectiveParts.make(resolved.plugins, CONTEXT)
         value_head = "values" in parts.scores
         reducer = resolved.plugins["reducer"].make(CONTEXT)
         columns = make_rollouts((*parts.reads, *getattr(reducer, "needs", ())))
         write_model(Path(directory), "llama" if family == "llama" else "qwen3", value_head=value_head)
         yield resolved, ModelConfig(directory, value_head=value_head), columns, CONTEXT
+
+
+def _with_plain_layout(raw: "RawConfig") -> "RawConfig":
+    """Return the configuration with one sample per row, in one micro-batch, where it leaves these to the engine."""
+    collator, training = ({**raw.table.get(name, {})} for name in ("collator", "training"))
+    collator.setdefault("use", "padded")
+    if "micro_batch_rows" not in training:
+        training.setdefault("micro_batch_tokens", "none")
+    return attrs.evolve(raw, table={**raw.table, "collator": collator, "training": training})
 
 
 def _facts(difference: "BackendDifference") -> dict[str, Any]:

@@ -20,7 +20,7 @@ from skyrl_engine.cli.options import (
 )
 from skyrl_engine.cli.read_keys import ReadKeys
 from skyrl_engine.cli.terminal import echo
-from skyrl_engine.registry.kinds import TABLES
+from skyrl_engine.registry.kinds import AUTO, TABLES
 
 if TYPE_CHECKING:
     from skyrl_engine.config import RawConfig, ResolvedConfig, SelectedPlugin
@@ -129,10 +129,11 @@ def _by_collator(raw: "RawConfig") -> "Iterator[tuple[str, ResolvedConfig]]":
     table = {name: value for name, value in raw.table.items() if name in READ.names - {"collator"}}
     plain = with_default_loss(attrs.evolve(raw, table=table))
     own = raw.table.get("collator", {})
-    if not isinstance(own, Mapping) or not isinstance(own.get("use", ""), str):
+    chosen: Any = own.get("use", AUTO) if isinstance(own, Mapping) else None
+    if not isinstance(chosen, str) or (chosen == AUTO and set(own) - {"use"}):
         resolve(raw, need=())  # says what is wrong
-    own = {"use": "padded", **own}
-    for name, collator in {**{name: {"use": name} for name in _STANDARD}, own["use"]: own}.items():
+    others: dict[str, Any] = {} if chosen == AUTO else {chosen: own}
+    for name, collator in {**{name: {"use": name} for name in _STANDARD}, **others}.items():
         yield name, resolve(attrs.evolve(plain, table={**plain.table, "collator": collator}), need=())
 
 

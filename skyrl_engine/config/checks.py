@@ -11,7 +11,7 @@ from skyrl_engine.config.schema import (
     CheckpointConfig,
     DataConfig,
     EvaluationConfig,
-    ModelConfig,
+    ModelTable,
     OptimizerConfig,
     PluginsConfig,
     RunConfig,
@@ -34,7 +34,7 @@ def cross_checks(sections: Mapping[str, Any], origins: Mapping[str, Origin]) -> 
         problems += _find_unread(name, section, origins)
     if run is not None:
         problems += _run(run)
-    model = by_type.get(ModelConfig)
+    model = by_type.get(ModelTable)
     if model is not None and model.classifier and not model.value_head:
         problems.append(("model.classifier", "needs model.value_head = true", "Set it, or remove model.classifier"))
     if data is not None and data.eval is not None and data.eval_fraction > 0:
@@ -92,7 +92,7 @@ def _run(run: RunConfig) -> Iterator[tuple[str, str, str]]:
 def _training(training: TrainingConfig) -> Iterator[tuple[str, str, str]]:
     if training.steps is not None and training.epochs is not None:
         yield "training.epochs", "training.steps is set too", "Give one of training.steps and training.epochs"
-    if training.micro_batch_rows is not None and training.micro_batch_tokens is not None:
+    if training.micro_batch_rows is not None and isinstance(training.micro_batch_tokens, int):
         yield (
             "training.micro_batch_tokens",
             "training.micro_batch_rows is set too",

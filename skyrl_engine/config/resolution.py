@@ -24,7 +24,7 @@ from skyrl_engine.contracts.values.roles import Role
 from skyrl_engine.errors import ConfigError, ContractError, PluginError, Problem, UntrustedCodeError
 from skyrl_engine.near_words import did_you_mean, find_near_word
 from skyrl_engine.registry.code_files import NamedCode, limit_code
-from skyrl_engine.registry.kinds import TABLES
+from skyrl_engine.registry.kinds import AUTO, KINDS, TABLES
 
 if TYPE_CHECKING:
     from skyrl_engine.registry.bound_plugin import BoundPlugin
@@ -107,7 +107,7 @@ class SelectedPlugin:
 @frozen
 class ResolvedConfig:
     """A configuration ready to run. `plugins` by their place in the configuration: by kind, and `loss.terms[0]`, `loss.corrections[0]` and on;
-    `origins` has an entry for every key of `as_dict()`.
+    `origins` has an entry for every key of `as_dict()`. A plugin that the engine is to choose is not there yet (`config.automatic`).
     """
 
     config: EngineConfig
@@ -143,6 +143,9 @@ def resolve(raw: RawConfig, *, need: Collection[str] | None = None, also: Collec
     registry = _registry(sections.get("plugins", PluginsConfig()))
     chosen: list[_Chosen] = []
     for table in (*_plugin_tables(sections), *_observer_tables(sections)):
+        if table.is_automatic:
+            problems += _refuse_options_of_none(table, raw)
+            continue
         try:
             chosen.append(_Chosen(table, registry.resolve(table.kind, table.reference)))
         except PluginError as error:
@@ -192,6 +195,11 @@ class _Choice:
     coefficient: float | None = None
     on: Role | None = None
 
+    @property
+    def is_automatic(self) -> bool:
+        """True where the engine chooses the plugin as it plans the run."""
+        return self.reference == AUTO and KINDS[self.kind].automatic
+
     @classmethod
     def of_table(cls, path: KeyPath, kind: str, table: PluginTable) -> "_Choice":
         coefficient, on = getattr(table, "coef", None), getattr(table, "on", None)
@@ -204,6 +212,16 @@ class _Chosen:
 
     table: _Choice
     record: "PluginRecord"
+
+
+def _refuse_options_of_none(table: _Choice, raw: RawConfig) -> Iterator[Problem]:
+    """Yield the problems of options where no plugin is chosen that could have them."""
+    for key in table.options:
+        yield Problem(
+            f"{nearest(raw.origins, (*table.path, key))}: {format_key((*table.path, key))}",
+            f"is an option of a {table.kind}, and the engine chooses it: {format_key(table.key)} = {format_value(AUTO)}",
+            f"Name the {table.kind} that has this option in {format_key(table.key)}, or remove the option",
+        )
 
 
 def _find_absent(options: Sequence[tuple[KeyPath, type[Any], Mapping[str, Any]]], raw: RawConfig) -> list[Problem]:
@@ -391,7 +409,7 @@ def _as_dict(config: EngineConfig, plugins: Mapping[str, SelectedPlugin], observ
         for part in parents:
             place = place[part]
         own = {key: value for key, value in place[last].items() if key in plugin.reserved}
-        place[last] = {**own, **plugins[format_key(plugin.path)].table}
+        place[last] = own if plugin.is_automatic else {**own, **plugins[format_key(plugin.path)].table}
     table["observers"] = {
         _table_name(reference, config.observers): dict(observer.table)
         for reference, observer in zip(config.run.observers, observers, strict=True)

@@ -14,6 +14,7 @@ from skyrl_engine.contracts.kinds.reducer import Reducer
 from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.model import ModelConfig
 from skyrl_engine.contracts.values.plan import Layout
+from skyrl_engine.engine.automatic import Collators
 from skyrl_engine.engine.capability import (
     check_capabilities,
     check_layout,
@@ -49,6 +50,8 @@ class Assembly:
     merger: BoundPlugin[Merger]
     objective: ObjectiveParts
     description: BackendDescription
+    collators: Collators | None = None
+    """Where the engine chooses the collator: what it chooses among. Until the data is known `collator` is the best without it."""
 
     @classmethod
     def of(cls, plugins: Mapping[str, SelectedPlugin], context: FactoryContext, ranks: int) -> "Assembly":
@@ -87,6 +90,11 @@ class Assembly:
             micro_batch_rows=micro_batch_rows,
             micro_batch_tokens=micro_batch_tokens,
         )
+
+    def with_collator(self, collator: SelectedPlugin) -> "Assembly":
+        """The same parts with another collator. Raises what the plugin raises."""
+        plugins = {**self.plugins, "collator": collator}
+        return evolve(self, plugins=plugins, collator=collator.bind("collator", self.context))
 
     def with_loss(self, loss: SelectedPlugin) -> "Assembly":
         """The same parts with another main loss; `check` says whether it goes with them. Raises what the plugin raises."""
@@ -182,7 +190,7 @@ def assemble(resolved: ResolvedConfig, files: ModelFiles, *, max_sequence_length
     assembly = None
     with refusals.collect():
         context = FactoryContext(seed=config.run.seed, pad_token_id=pad_token_id, max_sequence_length=max_sequence_length)
-        assembly = Assembly.of(resolved.plugins, context, config.run.ranks)
+        assembly = _make_parts(resolved, files.facts, context)
         assembly.check(files.facts)
     if assembly is not None:
         with refusals.collect():
@@ -191,7 +199,21 @@ def assemble(resolved: ResolvedConfig, files: ModelFiles, *, max_sequence_length
         with refusals.collect():
             assembly.check_backend(files.facts)
             owner = Owner.of(backend.loaded.record)
-            check_loading(owner, files.facts, assembly.description, assembly.collator.product.rows)
+            rows = assembly.collator.product.rows
+            if assembly.collators is None or not assembly.collators.was_rehearsed(rows):
+                check_loading(owner, files.facts, assembly.description, rows)
     refusals.raise_all()
     assert assembly is not None, "what hinders it was raised"
     return assembly
+
+
+def _make_parts(resolved: ResolvedConfig, facts: ModelFacts, context: FactoryContext) -> Assembly:
+    """Make the parts; where the engine chooses the collator, with the best one that backend and model support."""
+    plugins, ranks = resolved.plugins, resolved.config.run.ranks
+    if "collator" in plugins:
+        return Assembly.of(plugins, context, ranks)
+    backend = plugins["backend"]
+    described = backend.loaded.describe_backend(backend.options, ranks)
+    collators = Collators(resolved, Owner.of(backend.loaded.record), facts, described, context)
+    rows, _ = collators.choose(unpaid=None)
+    return evolve(Assembly.of({**plugins, "collator": collators.select(rows)}, context, ranks), collators=collators)

@@ -12,6 +12,7 @@ from attrs import evolve
 
 from skyrl_engine.cleanup import close_after, finally_close
 from skyrl_engine.config import ResolvedConfig, SelectedPlugin
+from skyrl_engine.config.automatic import budget_of, list_automatic_keys
 from skyrl_engine.config.schema import OptimizerConfig, RunConfig
 from skyrl_engine.contracts.kinds.backend import BackendDescription, OptimizerSettings, OptimStep
 from skyrl_engine.contracts.values.columns import SampleColumns
@@ -20,6 +21,7 @@ from skyrl_engine.contracts.values.outputs import BatchOutput, Metric, RankOutpu
 from skyrl_engine.contracts.values.plan import Layout
 from skyrl_engine.engine.accumulation import MiniBatchGradient
 from skyrl_engine.engine.assembly import Assembly, assemble
+from skyrl_engine.engine.automatic import Choices
 from skyrl_engine.engine.cpu_check import describe_sharing
 from skyrl_engine.engine.frozen_model import FrozenModel
 from skyrl_engine.engine.model_files import ModelFiles
@@ -90,14 +92,16 @@ class Engine(SamplingVerbs):
         total_steps: int | None,
         files: ModelFiles,
         registry: Registry,
+        budget_grows: bool = False,
     ) -> None:
         """Work on ranks that were started already; `Engine.open` starts them.
 
         `layout` is the default cut of `plan`, `optimizer` with `total_steps` the numbers of steps (None: the schedule never ends), `files` what
-        an export holds with weights, `registry` the plugins that `use_loss` finds. Raises UnsupportedError for a schedule that ends, without
+        an export holds with weights, `registry` the plugins that `use_loss` finds. `budget_grows` lets a micro-batch hold the largest sample,
+        or pair, of a batch where that takes more tokens than the layout's budget. Raises UnsupportedError for a schedule that ends, without
         `total_steps`.
         """
-        super().__init__(assembly, group, layout)
+        super().__init__(assembly, group, layout, budget_grows=budget_grows)
         self._optimizer = optimizer
         self._total_steps = total_steps
         self._files = files
@@ -117,12 +121,19 @@ class Engine(SamplingVerbs):
         `section.key=value`, as on the command line. `total_steps` (default: `training.steps`) is where a schedule of learning rates ends.
         Raises ConfigError, PluginError, ModelError, UnsupportedError or WorkerError.
         """
-        resolved = _resolve(config, overrides)
-        files = ModelFiles.of(resolved.config.model)
-        data = resolved.config.data if resolved.config.has("data") else None
-        assembly = assemble(resolved, files, max_sequence_length=None if data is None else data.max_length)
-        training = resolved.config.training
-        return cls.launch(resolved, assembly, files, training.steps if total_steps is None else total_steps)
+        choices = Choices(_resolve(config, overrides))
+        choices.choose_dtype()
+        files = ModelFiles.of(choices.resolved.config.model)
+        data = choices.resolved.config.data if choices.resolved.config.has("data") else None
+        assembly = assemble(choices.resolved, files, max_sequence_length=None if data is None else data.max_length)
+        if assembly.collators is not None:
+            unpaid = "batches are not known yet"
+            assembly = assembly.with_collator(choices.choose_collator(assembly.collators, unpaid=unpaid))
+        grows = any(key.endswith(".micro_batch_tokens") for key in list_automatic_keys(choices.resolved))
+        choices.choose_micro_batch_tokens(files.facts, assembly.description, 1)
+        resolved = choices.resolved
+        steps = resolved.config.training.steps if total_steps is None else total_steps
+        return cls.launch(resolved, assembly, files, steps, budget_grows=grows)
 
     @classmethod
     def describe(cls, config: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> BackendDescription:
@@ -136,14 +147,24 @@ class Engine(SamplingVerbs):
 
     @classmethod
     def launch(
-        cls, resolved: ResolvedConfig, assembly: Assembly, files: ModelFiles, total_steps: int | None, layout: Layout | None = None
+        cls,
+        resolved: ResolvedConfig,
+        assembly: Assembly,
+        files: ModelFiles,
+        total_steps: int | None,
+        layout: Layout | None = None,
+        *,
+        budget_grows: bool = False,
     ) -> Self:
-        """Start the ranks of an assembly; `layout` None is that of `[training]`. Raises WorkerError, or the typed error that a rank met."""
+        """Start the ranks of an assembly; `layout` None is that of `[training]`, `budget_grows` as in the constructor.
+
+        Raises WorkerError, or the typed error that a rank met.
+        """
         config = resolved.config
         spec = assembly.worker_spec(config.model, config.optimizer.settings(), device=config.run.device)
         if layout is None:
             training = config.training
-            layout = assembly.layout(micro_batch_rows=training.micro_batch_rows, micro_batch_tokens=training.micro_batch_tokens)
+            layout = assembly.layout(micro_batch_rows=training.micro_batch_rows, micro_batch_tokens=budget_of(training))
         if shared := describe_sharing(config.run):
             logger.warning("%s", shared)
         group = launch_workers(spec, launch=config.run.launch, ray_address=config.run.ray_address)
@@ -158,6 +179,7 @@ class Engine(SamplingVerbs):
                 total_steps=total_steps,
                 files=files,
                 registry=resolved.registry,
+                budget_grows=budget_grows,
             )
         except BaseException as error:
             close_after(error, group.close)
@@ -334,6 +356,7 @@ class Engine(SamplingVerbs):
             total_steps=self._total_steps,
             files=files,
             registry=self._registry,
+            budget_grows=self._budget_grows,
         )
 
     def save(self, directory: str | Path) -> None:

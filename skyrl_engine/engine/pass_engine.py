@@ -12,6 +12,7 @@ from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.plan import Layout
 from skyrl_engine.engine.accumulation import Accumulation, MiniBatchGradient
 from skyrl_engine.engine.assembly import Assembly
+from skyrl_engine.engine.automatic import find_largest_unit
 from skyrl_engine.engine.passes import Passes
 from skyrl_engine.engine.plan import Plan
 from skyrl_engine.engine.results import PassResult, weight_per_sample
@@ -29,13 +30,15 @@ NOTHING_BOUND: Final[Mapping[str, str]] = MappingProxyType({})
 class PassEngine:
     """The part of `Engine` that plans batches, evaluates and differentiates: all that a proof needs, whose ranks keep their model.
 
-    `layout` is the default cut of `plan`, and `step` counts the optimizer steps that were taken.
+    `layout` is the default cut of `plan`, `budget_grows` lets a micro-batch hold the largest unit of a batch, and `step` counts the optimizer
+    steps that were taken.
     """
 
-    def __init__(self, assembly: Assembly, group: WorkerGroup, layout: Layout) -> None:
+    def __init__(self, assembly: Assembly, group: WorkerGroup, layout: Layout, *, budget_grows: bool = False) -> None:
         self.group = group
         self.step = 0
         self._layout = layout
+        self._budget_grows = budget_grows
         self._passes = Passes(assembly, group)
         self._gradient = Accumulation(assembly)
 
@@ -76,6 +79,9 @@ class PassEngine:
         layout = evolve(self._layout, mini_batch_size=mini_batch_size)
         if micro_batch_rows is not None or micro_batch_tokens is not None:
             layout = evolve(layout, micro_batch_rows=micro_batch_rows, micro_batch_tokens=micro_batch_tokens)
+        elif self._budget_grows and layout.micro_batch_tokens is not None:
+            largest = find_largest_unit(columns, self.assembly.collator.product.rows, self.assembly.description.topology)
+            layout = evolve(layout, micro_batch_tokens=max(layout.micro_batch_tokens, largest))
         plan = self._passes.plan(columns, layout)
         return self._passes.set_apart(plan) if skip_zero_gradients and not self._draws_masks else plan
 

@@ -5,6 +5,8 @@ from typing import Any, Final
 
 from attrs import frozen
 
+from skyrl_engine.contracts.values.model import ModelConfig
+
 ELEMENT_BYTES: Final = {"float64": 8, "float32": 4, "bfloat16": 2}
 """Bytes of a number, by the names of `model.dtype`."""
 
@@ -38,6 +40,49 @@ class CacheShape:
     def token_bytes(self, dtype: str) -> int:
         """Count the bytes of a token's keys and values in a precision of `model.dtype`."""
         return self.layers * self.heads * (self.key_width + self.value_width) * ELEMENT_BYTES[dtype]
+
+
+CPU_MICRO_BATCH_TOKENS: Final = 4096
+"""Tokens of a micro-batch on CPUs, where nobody says how many: more make no core compute faster."""
+
+ACTIVATION_SHARE: Final = 0.5
+"""Share of a device's memory beside a model and its optimizer that activations may take; the rest is for caches, logits and fragments."""
+
+_STATE_BYTES: Final = 16
+"""Bytes of a trained parameter: its weight, its gradient and the two moments of AdamW, in float32."""
+
+
+def count_activation_bytes(config: Any, dtype: str, *, recomputed: bool) -> int | None:
+    """Estimate the bytes that a token's activations take until its backward pass; None where the configuration does not say the shape.
+
+    They are those of decoder layers whose attention keeps no scores: inputs and outputs of norms, projections and the feed-forward network, per
+    Korthikanti et al. 2022 (arXiv 2205.05198, section 4), for gated networks and grouped heads. `recomputed`: each layer keeps its input alone.
+    """
+    text = config.get_text_config(decoder=True)
+    shape, hidden = CacheShape.of(config), getattr(text, "hidden_size", None)
+    inner = getattr(text, "moe_intermediate_size", None) or getattr(text, "intermediate_size", None)
+    if shape is None or not isinstance(hidden, int) or not isinstance(inner, int):
+        return None
+    experts = getattr(text, "num_experts_per_tok", None) or 1
+    queries = 2 * text.num_attention_heads * shape.key_width
+    layer = 6 * hidden + queries + shape.heads * (shape.key_width + shape.value_width) + 3 * inner * experts
+    numbers = shape.layers * hidden + layer if recomputed else shape.layers * layer
+    return int(numbers * ELEMENT_BYTES[dtype])
+
+
+def plan_micro_batch_tokens(config: Any, model: ModelConfig, parameters: int, *, memory: int, state_ranks: int = 1) -> int | None:
+    """Count the tokens of a micro-batch whose activations fit a device of `memory` bytes: a multiple of 1,024, not 0.
+
+    `state_ranks` divide weights, gradients and moments of one model among them. None where the configuration does not say the model's shape.
+    """
+    token_bytes = count_activation_bytes(config, model.dtype, recomputed=model.activation_checkpointing)
+    if token_bytes is None:
+        return None
+    trained = _STATE_BYTES if model.lora is None else ELEMENT_BYTES["float32"]
+    computed = 0 if model.dtype == "float32" else ELEMENT_BYTES[model.dtype]
+    states = parameters * (trained + computed) // state_ranks
+    room = int(max(0, memory - states) * ACTIVATION_SHARE)
+    return max(1, room // token_bytes // 1024) * 1024
 
 
 def count_cache_tokens(free_bytes: int, token_bytes: int, processes: int = 1) -> int:

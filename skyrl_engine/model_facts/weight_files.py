@@ -1,6 +1,7 @@
 """The files of a local model's weights, as transformers chooses them, and faults that show without reading the weights."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any, Final
 
@@ -72,6 +73,13 @@ def safetensors_header(file: Path) -> dict[str, Any]:
     if size != expected:
         raise _damage_error(file, f"it has {size:,} bytes, and its header announces {expected:,}")
     return dict(header)
+
+
+def count_parameters(model: ModelConfig) -> int | None:
+    """Count the numbers in the files of a model's weights; None where no safetensors file of it is in a local directory. Raises ModelError."""
+    files = [file for file in weight_files(model) if file.suffix == ".safetensors"]
+    shapes = [entry["shape"] for file in files for name, entry in safetensors_header(file).items() if name != "__metadata__"]
+    return sum(math.prod(shape) for shape in shapes) or None
 
 
 def holder_of(files: list[Path], tensor: str) -> Path | None:

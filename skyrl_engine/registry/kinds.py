@@ -27,6 +27,9 @@ OBSERVER_HOOKS = (
 
 _PLUGIN_TABLE = "skyrl_engine.config.schema.tables:PluginTable"
 
+AUTO = "auto"
+"""Stands for a value, or a plugin, that the engine chooses while it plans a run."""
+
 
 @frozen
 class Kind:
@@ -53,7 +56,10 @@ class Kind:
     """Class of the configuration table, named after the kind, that selects a plugin; None where something else selects it."""
 
     default: str | None = field(default=None, kw_only=True)
-    """Plugin that is selected where nobody says which; every kind with a table has one."""
+    """Plugin that is selected where nobody says which, or AUTO; every kind with a table has one."""
+
+    automatic: bool = field(default=False, kw_only=True)
+    """AUTO may stand for a plugin of this kind."""
 
     option: bool = field(default=False, kw_only=True)
     """Commands that train have an option, named after the kind, that selects a plugin."""
@@ -111,7 +117,8 @@ _ROWS = (
         "skyrl_engine.contracts:Collator",
         values="skyrl_engine.registry.values:of_collator",
         table=_PLUGIN_TABLE,
-        default="padded",
+        default=AUTO,
+        automatic=True,
         option=True,
         suite="skyrl_engine.testing.collators.promises:COLLATOR_PROMISES",
         scaffold="skyrl_engine.cli.scaffold.examples:COLLATOR",

@@ -12,6 +12,15 @@ _APART = ("transformers", "datasets")
 """Libraries whose loggers may be cut off from the root logger, so that the handler listens to them as well."""
 
 
+TOLD = "told"
+"""Attribute of records that say a person, beside the log, what a run is about to do."""
+
+
+def tell(logger: logging.Logger, sentence: str) -> None:
+    """Log a sentence that the command shows to whoever started it, as its warnings are."""
+    logger.info("%s", sentence, extra={TOLD: True})
+
+
 class VisibleFormatter(logging.Formatter):
     """Formats records, tracebacks included, for people: what they hold of data and of plugins does nothing to a terminal."""
 

@@ -13,6 +13,7 @@ from typing import Any
 from attrs import define, field
 
 from skyrl_engine.config import ResolvedConfig
+from skyrl_engine.config.automatic import list_automatic_keys, with_recorded_choices
 from skyrl_engine.config.find_trainer import find_trainer_record
 from skyrl_engine.config.trust.gate import seal_run
 from skyrl_engine.config.trust.seal import ENTRY
@@ -75,8 +76,21 @@ class RunSession:
     _saved: int | None = field(default=None, init=False)
     _fingerprint: dict[str, Any] | None = field(default=None, init=False)
 
-    def record_start(self, *, seeds: Mapping[str, int], world: Mapping[str, Any], data: Mapping[str, Any]) -> None:
-        """Write run.json: a new manifest, or the resumed run's with one session more."""
+    @property
+    def resolved(self) -> ResolvedConfig:
+        """The configuration of the run, with what it chose itself where it goes on."""
+        return self._resolved
+
+    def record_start(
+        self, resolved: ResolvedConfig, *, seeds: Mapping[str, int], world: Mapping[str, Any], data: Mapping[str, Any]
+    ) -> None:
+        """Write config.toml and run.json: a new manifest, or the resumed run's with one session more.
+
+        `resolved` is the configuration as preparation left it, with everything chosen.
+        """
+        open_keys = list_automatic_keys(resolved)
+        assert not open_keys, f"a prepared run has chosen {open_keys}"
+        self._resolved = resolved
         locks = _lock_plugins(self._resolved)
         if self._manifest is None:
             self._manifest = new_manifest(
@@ -225,13 +239,24 @@ def to_resume_from(resolved: ResolvedConfig) -> Checkpoint | None:
 
     Raises CheckpointError or PluginError for one that cannot be resumed from.
     """
+    return _check_checkpoint(_find_latest(resolved), resolved)[0]
+
+
+def recall_choices(resolved: ResolvedConfig) -> ResolvedConfig:
+    """Return the configuration of a run that goes on, with what was chosen at its start for keys that say "auto"; else as it is.
+
+    Raises CheckpointError for a checkpoint whose configuration cannot be read, and PluginError for a collator that is not there.
+    """
+    checkpoint = _find_latest(resolved)
+    return resolved if checkpoint is None else with_recorded_choices(resolved, checkpoint.document(CONFIG_DOCUMENT))
+
+
+def _find_latest(resolved: ResolvedConfig) -> Checkpoint | None:
     config = resolved.config
     if not config.checkpoint.resume or config.run.directory is None:
         return None
     directory = RunDirectory(Path(config.run.directory).expanduser())
-    if not directory.checkpoints.is_dir():
-        return None
-    return _check_checkpoint(CheckpointStore(directory.checkpoints).latest(), resolved)[0]
+    return CheckpointStore(directory.checkpoints).latest() if directory.checkpoints.is_dir() else None
 
 
 def _check_checkpoint(checkpoint: Checkpoint | None, resolved: ResolvedConfig) -> tuple[Checkpoint | None, list[str]]:
@@ -266,7 +291,10 @@ def _open(
     key = _user_key()
     store = CheckpointStore(directory.checkpoints, config.checkpoint.keep)
     store.remove_left_overs()
-    checkpoint, changed = _check_checkpoint(store.latest(), resolved) if resumes else (None, [])
+    checkpoint = store.latest() if resumes else None
+    if checkpoint is not None:
+        resolved = with_recorded_choices(resolved, checkpoint.document(CONFIG_DOCUMENT))
+    checkpoint, changed = _check_checkpoint(checkpoint, resolved)
     if checkpoint is not None:
         logger.info("resuming from %s", checkpoint.path)
     context = FactoryContext(seed=config.run.seed)

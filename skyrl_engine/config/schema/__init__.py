@@ -10,6 +10,7 @@ from skyrl_engine.config.schema.engine import EngineConfig
 from skyrl_engine.config.schema.evaluation import EvaluationConfig
 from skyrl_engine.config.schema.metadata import KIND
 from skyrl_engine.config.schema.missing_table import MissingTable
+from skyrl_engine.config.schema.model import ModelTable
 from skyrl_engine.config.schema.optimizer import OptimizerConfig
 from skyrl_engine.config.schema.plugins import PluginsConfig
 from skyrl_engine.config.schema.preference import PreferenceConfig
@@ -42,6 +43,7 @@ __all__ = [
     "LossTable",
     "MissingTable",
     "ModelConfig",
+    "ModelTable",
     "OptimizerConfig",
     "OverlongConfig",
     "PluginTable",

@@ -10,6 +10,7 @@ from skyrl_engine.config.schema.data import DataConfig
 from skyrl_engine.config.schema.evaluation import EvaluationConfig
 from skyrl_engine.config.schema.metadata import KIND
 from skyrl_engine.config.schema.missing_table import MissingTable
+from skyrl_engine.config.schema.model import ModelTable
 from skyrl_engine.config.schema.optimizer import OptimizerConfig
 from skyrl_engine.config.schema.plugins import PluginsConfig
 from skyrl_engine.config.schema.preference import PreferenceConfig
@@ -19,7 +20,6 @@ from skyrl_engine.config.schema.run import RunConfig
 from skyrl_engine.config.schema.tables import PluginTable
 from skyrl_engine.config.schema.training import TrainingConfig
 from skyrl_engine.config.trainers import DEFAULT_TRAINER
-from skyrl_engine.contracts.values.model import ModelConfig
 
 
 @frozen(kw_only=True)
@@ -33,7 +33,7 @@ class EngineConfig:
     trainer: str = DEFAULT_TRAINER
     """The trainer of the run; it decides which tables the configuration may have."""
 
-    model: ModelConfig
+    model: ModelTable
     data: DataConfig
     run: RunConfig = RunConfig()
     plugins: PluginsConfig = PluginsConfig()

@@ -5,6 +5,7 @@ from typing import Literal, cast
 from attrs import field, frozen
 from attrs.validators import and_, deep_iterable, ge, gt, in_, le, lt, min_len, optional
 
+from skyrl_engine.config.schema.auto_or import AutoOr
 from skyrl_engine.config.schema.tables import PluginTable
 from skyrl_engine.contracts.values.model import PLACE
 
@@ -114,10 +115,12 @@ class RlConfig:
     """Report the entropy of the model over sampled tokens."""
 
     micro_batch_rows: int | None = field(default=None, validator=optional(ge(1)))
-    """Rows per micro-batch; give this or `micro_batch_tokens`. With neither, each rank computes all its samples in one micro-batch."""
+    """Rows per micro-batch, of one sample each; give this or `micro_batch_tokens`."""
 
-    micro_batch_tokens: int | None = field(default=None, validator=optional(ge(1)))
-    """Most tokens per micro-batch, padding included. Give this or `micro_batch_rows`."""
+    micro_batch_tokens: Literal["auto"] | int | None = field(default="auto", validator=AutoOr(optional(ge(1))))
+    """Most tokens that a micro-batch computes, padding included. `auto`: 4,096 on CPU, planned from the model and the memory of the device
+    elsewhere, and never less than the longest attempt may take. none: each rank computes all its samples in one micro-batch. Give this
+    or `micro_batch_rows`."""
 
     rollouts: str | None = field(default=None, validator=optional(min_len(1)), metadata={PLACE: "path"})
     """Rollouts to train on instead of sampling: a run directory, a file that `rollouts export` wrote, or one in the data format `rollouts` with

@@ -1,9 +1,11 @@
 """`[training]`: the length of training, and the sizes of mini-batches and micro-batches."""
 
+from typing import Literal
+
 from attrs import field, frozen
 from attrs.validators import ge, gt, optional
 
-from skyrl_engine.contracts.values.plan import Layout
+from skyrl_engine.config.schema.auto_or import AutoOr
 
 
 @frozen
@@ -20,10 +22,12 @@ class TrainingConfig:
     """Samples per optimizer step (a mini-batch), over all ranks; an average where groups, which stay whole, do not divide it."""
 
     micro_batch_rows: int | None = field(default=None, validator=optional(ge(1)))
-    """Rows per micro-batch; give this or `micro_batch_tokens`. With neither, each rank computes all its samples in one micro-batch."""
+    """Rows per micro-batch, of one sample each; give this or `micro_batch_tokens`."""
 
-    micro_batch_tokens: int | None = field(default=None, validator=optional(ge(1)))
-    """Most tokens per micro-batch, padding included; it takes as many rows as fit. Give this or `micro_batch_rows`."""
+    micro_batch_tokens: Literal["auto"] | int | None = field(default="auto", validator=AutoOr(optional(ge(1))))
+    """Most tokens that a micro-batch computes, padding included. `auto`: 4,096 on CPU, planned from the model and the memory of the device
+    elsewhere, and never less than the largest sample or pair takes. none: each rank computes all its samples in one micro-batch. Give this
+    or `micro_batch_rows`."""
 
     shuffle: bool = True
     """Read the samples in a new random order in every epoch."""
@@ -34,13 +38,3 @@ class TrainingConfig:
     skip_zero_gradients: bool = True
     """Compute samples without gradients whose advantages are all 0, for data with advantages, as `rl.skip_zero_gradients` says. Corrections,
     losses of pairs and dropout keep the gradient of every sample."""
-
-    def layout(self, *, dp: int = 1, tp: int = 1, cp: int = 1, pp: int = 1) -> Layout:
-        return Layout(
-            dp=dp,
-            tp=tp,
-            cp=cp,
-            pp=pp,
-            micro_batch_rows=self.micro_batch_rows,
-            micro_batch_tokens=self.micro_batch_tokens,
-        )

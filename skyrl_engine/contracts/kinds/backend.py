@@ -70,6 +70,7 @@ class BackendDescription:
     ModelError or UnsupportedError of `setup` as far as that shows without weights and without a rank; it may import torch, on the controller.
     Backends that load by `skyrl_engine.modeling` use `modeling.load_check.check_loading`. `means_over_step` declares terms inside the model
     that are means over an optimizer step, such as losses of routers: gradients of several mini-batches then do not add up to that of one.
+    `state_ranks` counts the ranks that divide weights, gradients and moments of one model among them, as far as is certain.
     `environment` are variables that ranks on CUDA devices have from their start, because CUDA reads them once; those that the controller's own
     environment sets keep its values.
 
@@ -84,6 +85,7 @@ class BackendDescription:
     refuse_model: Callable[[Any, ModelConfig], None] = refuse_no_model
     rehearse: Callable[[ModelConfig, RowKind], None] = rehearse_nothing
     means_over_step: bool = False
+    state_ranks: int = 1
     environment: Mapping[str, str] = Factory(dict)
 
 

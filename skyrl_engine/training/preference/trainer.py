@@ -13,6 +13,7 @@ from skyrl_engine.contracts.values.ragged import AnyArray, Ragged
 from skyrl_engine.data.dataset import TokenizedDataset
 from skyrl_engine.engine.engine import Engine
 from skyrl_engine.engine.plan import Plan
+from skyrl_engine.run.session import recall_choices
 from skyrl_engine.training.loop import RunResult
 from skyrl_engine.training.preference.baseline import baseline_of, mismatch_answers
 from skyrl_engine.training.preference.checks import BASELINE
@@ -27,7 +28,7 @@ from skyrl_engine.training.sft.trainer import SftTrainer, Start, plan_on_data, t
 
 def plan_preference(resolved: ResolvedConfig, *, progress: DataProgress | None = None) -> RunPlan:
     """Do everything up to starting ranks, and say what the run would do. Writes no run directory."""
-    return plan_on_data(resolved, prepare(resolved, progress).run)
+    return plan_on_data(prepare(recall_choices(resolved), progress).run)
 
 
 def run_preference(
@@ -39,7 +40,7 @@ def run_preference(
 ) -> RunResult:
     """Train to the configured end, or until a signal asks to stop; arguments and failures as those of `run_sft`."""
 
-    def start() -> Start:
+    def start(resolved: ResolvedConfig) -> Start:
         prepared = prepare(resolved, progress)
         return Start(prepared.run, partial(_trainer, prepared, progress))
 

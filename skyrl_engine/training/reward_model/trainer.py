@@ -7,6 +7,7 @@ from typing import ClassVar, Literal
 from attrs import define
 
 from skyrl_engine.config import ResolvedConfig
+from skyrl_engine.run.session import recall_choices
 from skyrl_engine.training.loop import RunResult
 from skyrl_engine.training.reward_model.prepare import prepare
 from skyrl_engine.training.sft.dry_run import RunPlan
@@ -16,7 +17,7 @@ from skyrl_engine.training.sft.trainer import SftTrainer, Start, plan_on_data, t
 
 def plan_reward_model(resolved: ResolvedConfig, *, progress: DataProgress | None = None) -> RunPlan:
     """Do everything up to starting ranks, and say what the run would do. Writes no run directory."""
-    return plan_on_data(resolved, prepare(resolved, progress))
+    return plan_on_data(prepare(recall_choices(resolved), progress))
 
 
 def run_reward_model(
@@ -28,7 +29,7 @@ def run_reward_model(
 ) -> RunResult:
     """Train to the configured end, or until a signal asks to stop; arguments and failures as those of `run_sft`."""
 
-    def start() -> Start:
+    def start(resolved: ResolvedConfig) -> Start:
         prepared = prepare(resolved, progress)
         return Start(prepared, partial(RewardModelTrainer, prepared))
 

@@ -10,6 +10,7 @@ import numpy as np
 from attrs import evolve
 
 from skyrl_engine.config import ResolvedConfig
+from skyrl_engine.config.automatic import budget_of
 from skyrl_engine.config.schema import EngineConfig, RlConfig
 from skyrl_engine.contracts.kinds.environment import Environment, Task
 from skyrl_engine.contracts.values.columns import SampleColumns
@@ -66,7 +67,7 @@ def refuse_contradictions(draft: RlDraft) -> None:
                 "Lower rl.mini_batches or raise rl.groups",
             )
         )
-    if settings.micro_batch_rows is not None and settings.micro_batch_tokens is not None:
+    if settings.micro_batch_rows is not None and isinstance(settings.micro_batch_tokens, int):
         problems.append(
             Problem(
                 "rl.micro_batch_tokens",
@@ -323,9 +324,10 @@ def _collect_warnings(settings: RlConfig, assembly: Assembly) -> Iterator[str]:
             "Choose a loss that reads advantages, such as ppo, unless a filter of groups chooses what is learned"
         )
     longest = settings.max_prompt_tokens + settings.max_tokens
-    if settings.micro_batch_tokens is not None and settings.micro_batch_tokens < longest:
+    budget = budget_of(settings)
+    if budget is not None and budget < longest:
         yield (
-            f"rl.micro_batch_tokens = {settings.micro_batch_tokens} holds no attempt of rl.max_prompt_tokens + rl.max_tokens = {longest} "
+            f"rl.micro_batch_tokens = {budget} holds no attempt of rl.max_prompt_tokens + rl.max_tokens = {longest} "
             "tokens: the run stops at the first that does not fit. Raise it, or lower one of these"
         )
 

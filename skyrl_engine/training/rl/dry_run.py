@@ -12,6 +12,7 @@ from skyrl_engine.data.text.template_rule import Rendering
 from skyrl_engine.engine.cpu_check import describe_sharing
 from skyrl_engine.model_facts.memory import CACHE_SHARE, CacheShape, format_bytes
 from skyrl_engine.rollout.offline_source import Recording
+from skyrl_engine.run.session import recall_choices
 from skyrl_engine.training.rl.prepare import Progress, prepare
 from skyrl_engine.training.rl.prepared import LiveRolloutSpec, PreparedRl
 from skyrl_engine.training.rl.tasks import tasks_in
@@ -48,7 +49,8 @@ class RlPlan:
 
 def plan_rl(resolved: ResolvedConfig, *, progress: Progress | None = None) -> RlPlan:
     """Do everything up to starting ranks and environments, and say what the run would do. Writes no run directory."""
-    prepared = prepare(resolved, progress=progress)
+    prepared = prepare(recall_choices(resolved), progress=progress)
+    resolved = prepared.resolved
     config = resolved.config
     return RlPlan(
         plugins={

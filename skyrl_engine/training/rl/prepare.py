@@ -12,6 +12,7 @@ from skyrl_engine.contracts.values.rollout_columns import list_further_columns
 from skyrl_engine.contracts.values.source_names import make_distinct
 from skyrl_engine.data.text.template_rule import uses_template
 from skyrl_engine.engine.assembly import assemble
+from skyrl_engine.engine.automatic import Choices, align_for
 from skyrl_engine.engine.model_files import ModelFiles
 from skyrl_engine.errors import ConfigError, Problem, Refusals
 from skyrl_engine.registry.bound_plugin import BoundPlugin
@@ -39,9 +40,11 @@ def prepare(resolved: ResolvedConfig, *, trains: bool = True, progress: Progress
 
     Raises ConfigError, UnsupportedError, DataError, ModelError, RolloutError, and what plugins raise; several of them as one that names all.
     """
-    draft, refusals = RlDraft(resolved, ModelFiles.of(resolved.config.model), trains), Refusals()
+    choices, refusals = Choices(resolved), Refusals()
+    choices.choose_dtype()
+    draft = RlDraft(choices.resolved, ModelFiles.of(choices.resolved.config.model), trains, choices=choices)
     refusals.collect_all(BEFORE_BUILDING, draft)
-    check_models_beside(resolved, refusals)
+    check_models_beside(draft.resolved, refusals)
     _build(draft, refusals, progress)
     refusals.collect_all(AFTER_BUILDING, draft)
     refusals.raise_all()
@@ -63,6 +66,8 @@ def _build(draft: RlDraft, refusals: Refusals, progress: Progress | None) -> Non
             draft.filters.append(selected.bind(f"group_filters[{number}]", draft.context))
     with refusals.collect():
         draft.rollouts = _build_live(draft) if draft.is_live else _read_recording(draft, progress)
+    with refusals.collect():
+        _choose_layout(draft)
     with refusals.collect():
         _build_scoring(draft)
     for build in (_build_reference, _build_teacher, _build_reward_model):
@@ -92,7 +97,25 @@ def _finish(draft: RlDraft) -> PreparedRl:
         reference=draft.reference,
         teacher=draft.teacher,
         reward_model=draft.reward_model,
+        choices=tuple(draft.choices.made),
     )
+
+
+def _choose_layout(draft: RlDraft) -> None:
+    """Choose collator and token budget, where the configuration leaves them open."""
+    if draft.assembly is None:
+        return
+    choices, settings, assembly = draft.choices, draft.resolved.config.rl, draft.assembly
+    size, longest = settings.group_size, draft.longest
+    if isinstance(draft.rollouts, Recording):
+        size, longest = draft.rollouts.largest, max(longest, draft.rollouts.longest)
+    if assembly.collators is not None:
+        alone = size == 1 and settings.history == "append"
+        unpaid = "rl.group_size = 1, so that no attempts share a prompt" if alone else None
+        draft.assembly = assembly.with_collator(choices.choose_collator(assembly.collators, unpaid=unpaid))
+    alignment = align_for(assembly.description.topology)
+    choices.choose_micro_batch_tokens(draft.files.facts, assembly.description, -(-longest // alignment) * alignment)
+    draft.resolved = choices.resolved
 
 
 def _build_environments(draft: RlDraft, refusals: Refusals) -> None:

@@ -3,6 +3,7 @@
 from attrs import define, field, frozen
 
 from skyrl_engine.config import ResolvedConfig, SelectedPlugin
+from skyrl_engine.config.automatic import budget_of
 from skyrl_engine.contracts.kinds.advantage import Advantage
 from skyrl_engine.contracts.kinds.context import FactoryContext
 from skyrl_engine.contracts.kinds.environment import Environment
@@ -10,6 +11,7 @@ from skyrl_engine.contracts.kinds.generator import Sampling
 from skyrl_engine.contracts.kinds.group_filter import GroupFilter
 from skyrl_engine.contracts.values.plan import Layout
 from skyrl_engine.engine.assembly import Assembly
+from skyrl_engine.engine.automatic import Choice, Choices
 from skyrl_engine.engine.frozen_model import FrozenModel
 from skyrl_engine.engine.model_files import ModelFiles
 from skyrl_engine.registry.bound_plugin import BoundPlugin
@@ -34,7 +36,8 @@ class LiveRolloutSpec:
 class PreparedRl:
     """A run that is ready to start its ranks. `environments` are selected plugins in their order, and `names` what they are called.
 
-    Where `rollouts` is a recording, there are no `environments`, and `names` are those that it was sampled with.
+    Where `rollouts` is a recording, there are no `environments`, and `names` are those that it was sampled with. `choices` are what the engine
+    chose where the configuration says "auto".
     """
 
     resolved: ResolvedConfig
@@ -50,6 +53,7 @@ class PreparedRl:
     reference: FrozenModel | None
     teacher: FrozenModel | None
     reward_model: RewardModel | None
+    choices: tuple[Choice, ...] = ()
 
     @property
     def sampling(self) -> Sampling:
@@ -107,6 +111,7 @@ class RlDraft:
     resolved: ResolvedConfig
     files: ModelFiles
     trains: bool
+    choices: Choices = field(kw_only=True)
     assembly: Assembly | None = None
     advantage: BoundPlugin[Advantage] | None = None
     filters: list[BoundPlugin[GroupFilter]] = field(factory=list)
@@ -136,7 +141,7 @@ class RlDraft:
     def layout_of(self, assembly: Assembly) -> Layout:
         """Return the limits of micro-batches on the ranks of the run."""
         settings = self.resolved.config.rl
-        return assembly.layout(micro_batch_rows=settings.micro_batch_rows, micro_batch_tokens=settings.micro_batch_tokens)
+        return assembly.layout(micro_batch_rows=settings.micro_batch_rows, micro_batch_tokens=budget_of(settings))
 
     def selected(self, key: str) -> tuple[SelectedPlugin, ...]:
         """Return the plugins of a list of the configuration, in its order."""

@@ -7,6 +7,7 @@ import numpy as np
 from attrs import evolve, frozen
 
 from skyrl_engine.config import ResolvedConfig
+from skyrl_engine.config.automatic import budget_of
 from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.ragged import AnyArray, offsets_of
 from skyrl_engine.contracts.values.rollout import SEGMENT_PROMPT, Group, Trajectory
@@ -78,7 +79,7 @@ class RewardModel:
                     f"{positions:,} positions",
                     remedy="Lower rl.max_prompt_tokens or rl.max_tokens",
                 )
-        return cls(frozen, table.path, table.weight, pad, closing, resolved.config.rl.micro_batch_tokens)
+        return cls(frozen, table.path, table.weight, pad, closing, budget_of(resolved.config.rl))
 
     def add_rewards(self, engine: Engine, groups: Sequence[Group]) -> tuple[Group, ...]:
         """Return the groups with the model's part in the rewards of attempts that did not fail; its values are in their metrics.

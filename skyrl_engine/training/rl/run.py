@@ -51,8 +51,8 @@ def run_rl(
     are there. Whatever goes wrong ends the ranks and the environments, is recorded in the run directory, and is raised again.
     """
     with open_session(resolved, observers=observers, resume=resume) as session:
-        prepared = prepare(resolved, progress=progress)
-        config = resolved.config
+        prepared = prepare(session.resolved, progress=progress)
+        config = prepared.resolved.config
         checkpoint = session.resumed_from
         state = None
         if checkpoint is not None:
@@ -63,6 +63,7 @@ def run_rl(
                 allow_changed=config.checkpoint.allow_changed,
             )
         session.record_start(
+            prepared.resolved,
             seeds={"run": config.run.seed},
             world={"launch": config.run.launch, "ranks": config.run.ranks, **attrs.asdict(prepared.assembly.description.topology)},
             data={"environments": prepared.environment_versions, **_recording_facts(prepared)},

@@ -79,7 +79,7 @@ def evaluate_model(
     check_prompts(environments, tasks, prepared.rollouts.renderer, limits_of(config, prepared.files.facts))
     if progress is not None:
         progress(LOADING, 0, 0)
-    with Engine.launch(resolved, prepared.assembly, prepared.files, None, prepared.layout) as engine:
+    with Engine.launch(prepared.resolved, prepared.assembly, prepared.files, None, prepared.layout) as engine:
         sampler = engine.start_sampler(resolved.plugins["generator"])
         sampler.update(0)
         pool = episode_pool(prepared)

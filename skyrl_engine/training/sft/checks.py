@@ -7,6 +7,7 @@ import numpy as np
 from attrs import frozen
 
 from skyrl_engine.config import ResolvedConfig
+from skyrl_engine.config.automatic import budget_of
 from skyrl_engine.config.schema import DataConfig
 from skyrl_engine.contracts.values.bundles import Bundles
 from skyrl_engine.contracts.values.columns import SampleColumns
@@ -114,7 +115,7 @@ def plan_first_batch(
     Raises what the collator and the reducer raise.
     """
     training = resolved.config.training
-    layout = assembly.layout(micro_batch_rows=training.micro_batch_rows, micro_batch_tokens=training.micro_batch_tokens)
+    layout = assembly.layout(micro_batch_rows=training.micro_batch_rows, micro_batch_tokens=budget_of(training))
     chosen, _ = order.mini_batch(order.start())
     first = loaded["train"].columns.take(chosen)
     plan = plan_batch(assembly.collator, first, layout)

@@ -11,6 +11,7 @@ import numpy as np
 from attrs import field, frozen
 
 from skyrl_engine.config import ResolvedConfig
+from skyrl_engine.config.automatic import with_rotary_length
 from skyrl_engine.config.schema import DataConfig, EngineConfig
 from skyrl_engine.contracts.kinds.backend import Capability
 from skyrl_engine.contracts.kinds.context import FactoryContext
@@ -22,6 +23,7 @@ from skyrl_engine.data.images.processor import load_vision
 from skyrl_engine.data.sources.formats import Reading
 from skyrl_engine.data.text.template_rule import find_difference
 from skyrl_engine.engine.assembly import Assembly, assemble
+from skyrl_engine.engine.automatic import Choice, Choices, find_largest_unit, find_longest, find_unpaid
 from skyrl_engine.engine.capability import collect_needed_columns, needs_of_reducer, vision_of
 from skyrl_engine.engine.frozen_model import FrozenModel
 from skyrl_engine.engine.model_files import ModelFiles
@@ -60,6 +62,8 @@ class PreparedRun:
     total_steps: int
     teacher: FrozenModel | None
     first_batch: BatchPlan = field(repr=False)
+    choices: tuple[Choice, ...] = ()
+    """What the engine chose where the configuration says "auto"."""
 
 
 def prepare(
@@ -76,8 +80,10 @@ def prepare(
     `reading` says how rows are read. `computed` are columns that the trainer computes, so that the data need not have them.
     `before_building` and `after_building` are the trainer's own checks, in their order. Whatever is found is raised at once.
     """
+    choices, refusals = Choices(resolved), Refusals()
+    choices.choose_dtype()
+    resolved = choices.resolved
     config = resolved.config
-    refusals = Refusals()
     refusals.collect_all(before_building, resolved)
     files = ModelFiles.of(config.model)
     assembly = None
@@ -125,6 +131,9 @@ def prepare(
     required: frozenset[Capability] = frozenset()
     with refusals.collect():
         order = _order_of(resolved, train, evaluation)
+        choices.resolved = resolved
+        assembly = _choose_layout(choices, assembly, files, datasets, order, pairs=reading != "samples")
+        resolved = choices.resolved
         first_batch = plan_first_batch(resolved, assembly, loaded, order)
     longest = max(int(np.diff(columns.token_offsets).max(initial=1)) for columns in datasets)
     with refusals.collect():
@@ -152,7 +161,26 @@ def prepare(
         teacher=teacher,
         first_batch=first_batch,
         required=required,
+        choices=tuple(choices.made),
     )
+
+
+def _choose_layout(
+    choices: Choices, assembly: Assembly, files: ModelFiles, datasets: Sequence[SampleColumns], order: SampleOrder, *, pairs: bool
+) -> Assembly:
+    """Choose collator and token budget for this data, where the configuration leaves them open."""
+    train = datasets[0]
+    if assembly.collators is not None:
+        first, _ = order.mini_batch(order.start())
+        unpaid = find_unpaid(assembly.collators, train.take(first))
+        assembly = assembly.with_collator(choices.choose_collator(assembly.collators, unpaid=unpaid, datasets=datasets))
+    rows, topology = assembly.collator.product.rows, assembly.description.topology
+    largest = max(find_largest_unit(columns, rows, topology) for columns in datasets)
+    if pairs:
+        # an answer may stand behind the prompt of another pair, as for KTO's baseline
+        largest = max(largest, 2 * max(find_longest(columns, topology) for columns in datasets))
+    choices.choose_micro_batch_tokens(files.facts, assembly.description, largest)
+    return assembly
 
 
 def list_teacher_columns(config: EngineConfig) -> frozenset[str]:
@@ -192,13 +220,13 @@ def _with_rotary_length(resolved: ResolvedConfig, files: ModelFiles, datasets: S
     longest = max(int(np.diff(columns.token_offsets).max(initial=1)) for columns in datasets)
     model = files.facts.model
     if model.rotary_length is None:
-        model = attrs.evolve(model, rotary_length=longest)
-        files.facts = ModelFacts(model)
+        resolved = with_rotary_length(resolved, longest)
+        files.facts = ModelFacts(resolved.config.model)
     fixed = files.facts.rotary_length
     assert fixed is not None, "the same model still chooses by length"
     refuse_longer_rows(model.path, fixed, longest)
     logger.info("%s chooses its rotary frequencies by length: this run fixes those for rows of %d tokens", model.path, fixed)
-    return attrs.evolve(resolved, config=attrs.evolve(resolved.config, model=model))
+    return resolved
 
 
 def columns_to_read(resolved: ResolvedConfig, tokenizer: "PreTrainedTokenizerBase") -> dict[str, str]:

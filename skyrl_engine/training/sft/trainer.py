@@ -14,7 +14,7 @@ from skyrl_engine.contracts.values.outputs import results_of
 from skyrl_engine.engine.engine import Engine
 from skyrl_engine.engine.plan import Plan
 from skyrl_engine.run.progress import LOADING
-from skyrl_engine.run.session import open_session, to_resume_from
+from skyrl_engine.run.session import open_session, recall_choices, to_resume_from
 from skyrl_engine.spans import Spans
 from skyrl_engine.training.idle import IdleSteps, explain_idle_objective
 from skyrl_engine.training.loop import Loop, RunResult, StepDone
@@ -32,11 +32,12 @@ def plan_sft(resolved: ResolvedConfig, *, progress: DataProgress | None = None) 
 
     A run that would be resumed is refused as it would be when it goes on.
     """
-    return plan_on_data(resolved, prepare(resolved, progress))
+    return plan_on_data(prepare(recall_choices(resolved), progress))
 
 
-def plan_on_data(resolved: ResolvedConfig, prepared: PreparedRun) -> RunPlan:
+def plan_on_data(prepared: PreparedRun) -> RunPlan:
     """Say what a prepared run over a dataset would do, as `plan_sft` does."""
+    resolved = prepared.resolved
     if (checkpoint := to_resume_from(resolved)) is not None:
         split_by_seed = resolved.config.data.eval_fraction > 0
         position_in(checkpoint, prepared.order, fingerprint(prepared.train.columns), split_by_seed=split_by_seed)
@@ -56,7 +57,7 @@ def run_sft(
     Whatever goes wrong ends the ranks, is recorded in the run directory, and is raised again.
     """
 
-    def start() -> Start:
+    def start(resolved: ResolvedConfig) -> Start:
         prepared = prepare(resolved, progress)
         return Start(prepared, partial(_trainer, prepared))
 
@@ -79,7 +80,7 @@ class Start:
 
 def train_on_data(
     resolved: ResolvedConfig,
-    start: Callable[[], Start],
+    start: Callable[[ResolvedConfig], Start],
     *,
     observers: Sequence[object],
     resume: bool | None,
@@ -88,7 +89,7 @@ def train_on_data(
     """Train a trainer that goes through a dataset, as `run_sft` says; `start` prepares it inside of the session."""
     config = resolved.config
     with open_session(resolved, observers=observers, resume=resume) as session:
-        started = start()
+        started = start(session.resolved)
         prepared = started.prepared
         checkpoint = session.resumed_from
         data = fingerprint(prepared.train.columns)
@@ -99,6 +100,7 @@ def train_on_data(
             else position_in(checkpoint, prepared.order, data, split_by_seed=split_by_seed)
         )
         session.record_start(
+            prepared.resolved,
             seeds={"run": config.run.seed},
             world={
                 "launch": config.run.launch,

@@ -31,6 +31,7 @@ def run_perplexity(resolved: ResolvedConfig, *, observers: Sequence[object] = ()
     with open_session(resolved, observers=observers, resume=False) as session:
         prepared = prepare(resolved, progress)
         session.record_start(
+            prepared.resolved,
             seeds={"run": config.run.seed},
             world={"launch": config.run.launch, "ranks": config.run.ranks, **attrs.asdict(prepared.assembly.description.topology)},
             data={"train": describe_data(prepared.train), "evaluation": None},

@@ -35,6 +35,7 @@ class DeepSpeedPlugin:
             ),
             lambda _, model: options.refuse_precision(model.dtype, learns=True),
             _rehearse,
+            state_ranks=world_size if options.zero_stage == 3 else 1,
         )
 
     @hookimpl

@@ -20,6 +20,7 @@ class FsdpPlugin:
     def skyrl_engine_describe_backend(self, config: FsdpConfig | None, world_size: int) -> BackendDescription:
         config = config or FsdpConfig()
         topology = config.topology(world_size)
+        sharing = world_size // config.replicate
         capabilities: frozenset[Capability] = frozenset(
             {"padded", "packed", "tree", "value_head", "tensor_parallel", *OPTIONAL_SCORES, "second_model", "sgd"}
         )
@@ -29,8 +30,12 @@ class FsdpPlugin:
             undivided: frozenset[Capability] = frozenset({"lora", "reference_by_adapters", "vision", "divergence"})
             # FSDP2 copies host memory to pin it, so that nobody would share it
             shared: frozenset[Capability] = frozenset() if config.cpu_offload else frozenset({"adapter_sets"})
-            return BackendDescription(topology, capabilities | undivided | shared, rehearse=partial(_rehearse, images=True))
-        return BackendDescription(topology, capabilities, partial(refuse_model, topology.tp), partial(_rehearse, images=False))
+            return BackendDescription(
+                topology, capabilities | undivided | shared, rehearse=partial(_rehearse, images=True), state_ranks=sharing
+            )
+        return BackendDescription(
+            topology, capabilities, partial(refuse_model, topology.tp), partial(_rehearse, images=False), state_ranks=sharing
+        )
 
     @hookimpl
     def skyrl_engine_make_backend(self, config: FsdpConfig | None) -> Backend:

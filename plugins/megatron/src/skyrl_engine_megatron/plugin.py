@@ -36,6 +36,7 @@ class MegatronPlugin:
             partial(refuse_model, options),
             partial(_rehearse, options),
             means_over_step=options.router_losses,
+            state_ranks=options.tensor_parallel * options.pipeline_parallel,
             environment=_ONE_QUEUE if options.tensor_parallel > 1 else {},
         )
 
