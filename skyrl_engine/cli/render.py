@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from skyrl_engine.proof.prover import CaseResult
     from skyrl_engine.testing.promise import Finding, Verdict
     from skyrl_engine.training.rl.dry_run import RlPlan
-    from skyrl_engine.training.sft.dry_run import MicroBatchShape, RunPlan
+    from skyrl_engine.training.sft.dry_run import RunPlan
 
 _PIPE_WIDTH = 10_000
 _HISTOGRAM_WIDTH = 40
@@ -170,12 +170,13 @@ def _format_promise_count(findings: "Sequence[Finding]") -> str:
 @frozen
 class ProgressDisplay:
     """Listeners that show progress: `training` for a ProgressObserver, `data` for a label, rows done and rows in all (0: what cannot be
-    counted), `warning` for a sentence that the user must not miss.
+    counted), `warning` for a sentence that the user must not miss, `told` for one that says what the run is about to do.
     """
 
     training: Callable[[Progress], None]
     data: Callable[[str, int, int], None]
     warning: Callable[[str], None]
+    told: Callable[[str], None]
 
 
 @contextmanager
@@ -186,10 +187,13 @@ def show_progress(*, quiet: bool) -> Iterator[ProgressDisplay]:
     def warning(sentence: str) -> None:
         console.print(Text(f"warning: {visible(sentence)}"), soft_wrap=True)
 
+    def told(sentence: str) -> None:
+        console.print(Text(visible(sentence)), soft_wrap=True)
+
     if quiet:
-        yield ProgressDisplay(_ignore, _ignore, warning)
+        yield ProgressDisplay(_ignore, _ignore, warning, _ignore)
     elif not console.is_terminal:
-        yield ProgressDisplay(ProgressLines(console.print), partial(_say_uncounted, console), warning)
+        yield ProgressDisplay(ProgressLines(console.print), partial(_say_uncounted, console), warning, told)
     else:
         with ProgressBar(
             BarColumn(bar_width=30), TextColumn("{task.description}", markup=False), console=console, transient=True
@@ -206,7 +210,7 @@ def show_progress(*, quiet: bool) -> Iterator[ProgressDisplay]:
                 # what cannot be counted may keep this process so busy that the bar's own thread gets no turn
                 bar.update(task, total=total or None, completed=done, description=description, refresh=not total)
 
-            yield ProgressDisplay(training, data, warning)
+            yield ProgressDisplay(training, data, warning, told)
 
 
 def _say_uncounted(console: Console, label: str, _done: int, total: int) -> None:
@@ -248,8 +252,8 @@ def show_plan(plan: "RunPlan | RlPlan | Mapping[str, str]") -> None:
             **({} if plan.rotary_length is None else {"rotary frequencies": f"fixed for rows of {plan.rotary_length:,} tokens"}),
             "steps": f"{plan.total_steps:,} of {plan.batch_size} samples ({plan.steps_per_epoch:,} an epoch)"
             + (f"; {plan.samples_per_step}" if plan.samples_per_step else ""),
-            "padding": f"{plan.padding_share:.1%} of the first mini-batch",
-            "computed": f"{plan.computed_share:.2f} tokens per token of a sample; at most {_largest(plan.micro_batches)}",
+            "first mini-batch": str(plan.shape),
+            **({"chosen": "\n".join(plan.chosen)} if plan.chosen else {}),
         }
     )
     _console().print()
@@ -257,11 +261,6 @@ def show_plan(plan: "RunPlan | RlPlan | Mapping[str, str]") -> None:
         ("first mini-batch: rank", "rows", "width", "samples"),
         [(shape.rank, shape.rows, shape.width, shape.samples) for shape in plan.micro_batches],
     )
-
-
-def _largest(shapes: "Sequence[MicroBatchShape]") -> str:
-    tokens = max((shape.rows * shape.width for shape in shapes), default=0)
-    return f"{tokens:,} tokens in a micro-batch"
 
 
 def _format_data_counts(data: Mapping[str, Any]) -> str:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from skyrl_engine.cli.command import CommandSettings
 from skyrl_engine.contracts.kinds.observer import SessionStarted
 from skyrl_engine.hooks.markers import hookimpl
+from skyrl_engine.run.log import TOLD
 
 if TYPE_CHECKING:
     from skyrl_engine.config import ResolvedConfig
@@ -50,22 +51,25 @@ class SeldomCollected:
 
 
 class _ToPerson(logging.Handler):
-    """A log handler that passes every warning of the engine on as a sentence."""
+    """A log handler that passes on every warning of the engine, and what it tells, as a sentence."""
 
-    def __init__(self, show: Callable[[str], None]) -> None:
-        super().__init__(logging.WARNING)
-        self._show = show
+    def __init__(self, warn: Callable[[str], None], tell: Callable[[str], None] | None) -> None:
+        super().__init__(logging.INFO)
+        self._warn = warn
+        self._tell = tell
 
     def emit(self, record: logging.LogRecord) -> None:
         # Errors end in a line of their own; what several ranks warn of is shown once.
         if record.levelno == logging.WARNING and record.exc_info is None and not getattr(record, "repeated", False):
-            self._show(record.getMessage())
+            self._warn(record.getMessage())
+        elif self._tell is not None and getattr(record, TOLD, False):
+            self._tell(record.getMessage())
 
 
 @contextmanager
-def warnings_to(show: Callable[[str], None]) -> Iterator[None]:
-    """Show the engine's warnings, which otherwise are in the log alone, while a run goes on."""
-    logger, handler = logging.getLogger("skyrl_engine"), _ToPerson(show)
+def warnings_to(warn: Callable[[str], None], tell: Callable[[str], None] | None = None) -> Iterator[None]:
+    """Show the engine's warnings, and what it tells, which otherwise are in the log alone, while a run goes on."""
+    logger, handler = logging.getLogger("skyrl_engine"), _ToPerson(warn, tell)
     logger.addHandler(handler)
     try:
         yield
@@ -81,7 +85,7 @@ def train(resolved: "ResolvedConfig", settings: CommandSettings, observers: Sequ
     with (
         SeldomCollected() as collector,
         show_progress(quiet=settings.quiet) as display,
-        warnings_to(display.warning),
+        warnings_to(display.warning, display.told),
         calling_trainer(resolved, "run") as run,
     ):
         result: RunResult = run(

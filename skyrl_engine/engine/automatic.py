@@ -32,7 +32,7 @@ from skyrl_engine.contracts.values.topology import Topology
 from skyrl_engine.engine.capability import check_loading
 from skyrl_engine.errors import EngineError
 from skyrl_engine.model_facts.facts import ModelFacts
-from skyrl_engine.model_facts.memory import CPU_MICRO_BATCH_TOKENS, format_bytes, plan_micro_batch_tokens
+from skyrl_engine.model_facts.memory import CPU_GROUP_TOKENS, CPU_MICRO_BATCH_TOKENS, format_bytes, plan_micro_batch_tokens
 from skyrl_engine.model_facts.weight_files import count_parameters
 from skyrl_engine.registry.owner import Owner
 from skyrl_engine.run.log import tell
@@ -92,8 +92,14 @@ class Choices:
         self._add(Choice(COLLATOR, collator.loaded.record.name, reason))
         return collator
 
-    def choose_micro_batch_tokens(self, facts: ModelFacts, description: BackendDescription, largest: int) -> None:
-        """Choose the token budget of micro-batches, where it is open; never less than `largest`, the tokens of what stays together."""
+    def choose_micro_batch_tokens(
+        self, facts: ModelFacts, description: BackendDescription, *, largest: int, shared: int = 0
+    ) -> None:
+        """Choose the token budget of micro-batches, where it is open.
+
+        It is never less than `largest`, the tokens of what stays together, and on CPUs holds `shared`, those of a group that computes its
+        prompt once, unless these are very many.
+        """
         name, sizes = find_sizes(self.resolved)
         key = f"{name}.micro_batch_tokens"
         if not self.is_open(key):
@@ -103,9 +109,12 @@ class Choices:
             return
         device = find_device(self.resolved.config.run)
         planned, reason = plan_budget(facts, description, device)
-        tokens = max(planned, largest)
-        self.resolved = with_micro_batch_tokens(self.resolved, tokens)
-        self._add(Choice(key, f"{tokens:,}", reason if tokens == planned else "as many as the longest sample, or pair, may take"))
+        if device == "cpu" and planned < shared:
+            planned, reason = min(shared, CPU_GROUP_TOKENS), "so that a group computes its prompt once"
+        if planned < largest:
+            planned, reason = largest, "as many as the longest sample, or pair, may take"
+        self.resolved = with_micro_batch_tokens(self.resolved, planned)
+        self._add(Choice(key, f"{planned:,}", reason))
 
     def _add(self, choice: Choice) -> None:
         self.made.append(choice)

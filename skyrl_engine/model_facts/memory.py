@@ -42,8 +42,11 @@ class CacheShape:
         return self.layers * self.heads * (self.key_width + self.value_width) * ELEMENT_BYTES[dtype]
 
 
-CPU_MICRO_BATCH_TOKENS: Final = 4096
-"""Tokens of a micro-batch on CPUs, where nobody says how many: more make no core compute faster."""
+CPU_MICRO_BATCH_TOKENS: Final = 2048
+"""Tokens of a micro-batch on CPUs, where nobody says how many: from about 500 on, more make no core compute faster."""
+
+CPU_GROUP_TOKENS: Final = 8 * CPU_MICRO_BATCH_TOKENS
+"""Tokens up to which a micro-batch on CPUs grows so that a group computes its prompt once."""
 
 ACTIVATION_SHARE: Final = 0.5
 """Share of a device's memory beside a model and its optimizer that activations may take; the rest is for caches, logits and fragments."""

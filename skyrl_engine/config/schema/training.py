@@ -25,7 +25,7 @@ class TrainingConfig:
     """Rows per micro-batch, of one sample each; give this or `micro_batch_tokens`."""
 
     micro_batch_tokens: Literal["auto"] | int | None = field(default="auto", validator=AutoOr(optional(ge(1))))
-    """Most tokens that a micro-batch computes, padding included. `auto`: 4,096 on CPU, planned from the model and the memory of the device
+    """Most tokens that a micro-batch computes, padding included. `auto`: 2,048 on CPU, planned from the model and the memory of the device
     elsewhere, and never less than the largest sample or pair takes. none: each rank computes all its samples in one micro-batch. Give this
     or `micro_batch_rows`."""
 

@@ -25,7 +25,7 @@ class RlPlan:
     `rollouts` describes a recording that is trained on, None where attempts are sampled. `passes` names the passes over a batch in their order.
     `caches` says what the generator holds of keys and values on each rank, None where it does not say. `written` says who writes prompts, empty
     for a recording. `prompt` is the first prompt of every environment as pieces of text, a token each; `suffix` is what comes between a turn
-    and the next one, where there are several turns.
+    and the next one, where there are several turns. `chosen` says what the engine chose where the configuration says "auto", and why.
     """
 
     plugins: Mapping[str, str]
@@ -45,6 +45,7 @@ class RlPlan:
     written: str
     prompt: Mapping[str, tuple[str, ...]]
     suffix: Mapping[str, tuple[str, ...]]
+    chosen: tuple[str, ...]
 
 
 def plan_rl(resolved: ResolvedConfig, *, progress: Progress | None = None) -> RlPlan:
@@ -74,6 +75,7 @@ def plan_rl(resolved: ResolvedConfig, *, progress: Progress | None = None) -> Rl
         written=_format_first_prompt(prepared),
         prompt=_prompts(prepared),
         suffix=_suffixes(prepared),
+        chosen=tuple(str(choice) for choice in prepared.choices),
     )
 
 
@@ -194,6 +196,7 @@ def facts(plan: RlPlan) -> dict[str, str]:
         **({} if plan.rollouts is None else {"rollouts": plan.rollouts}),
         "steps": f"{plan.steps:,} of {plan.batch}",
         "passes": ", ".join(plan.passes),
+        **({"chosen": "\n".join(plan.chosen)} if plan.chosen else {}),
         **({"prompts": f"written {plan.written}"} if plan.written else {}),
         **{f"first prompt of {name}": show_boundaries(pieces) for name, pieces in plan.prompt.items()},
         **{f"between turns of {name}": show_boundaries(pieces) for name, pieces in plan.suffix.items()},

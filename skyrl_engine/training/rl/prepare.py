@@ -114,7 +114,13 @@ def _choose_layout(draft: RlDraft) -> None:
         unpaid = "rl.group_size = 1, so that no attempts share a prompt" if alone else None
         draft.assembly = assembly.with_collator(choices.choose_collator(assembly.collators, unpaid=unpaid))
     alignment = align_for(assembly.description.topology)
-    choices.choose_micro_batch_tokens(draft.files.facts, assembly.description, -(-longest // alignment) * alignment)
+    shares = draft.assembly.collator.product.rows == "tree"
+    choices.choose_micro_batch_tokens(
+        draft.files.facts,
+        assembly.description,
+        largest=-(-longest // alignment) * alignment,
+        shared=settings.max_prompt_tokens + size * settings.max_tokens if shares else 0,
+    )
     draft.resolved = choices.resolved
 
 

@@ -1,5 +1,6 @@
 """The steps of reinforcement learning: groups, what they were worth, passes over them, and the weights that come of it."""
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.outputs import Metric, combine_metrics, results_of
 from skyrl_engine.contracts.values.rollout import Group
 from skyrl_engine.contracts.values.source_names import SOURCE
+from skyrl_engine.engine.batch_shape import BatchShape
 from skyrl_engine.engine.engine import Engine
 from skyrl_engine.engine.plan import Plan
 from skyrl_engine.engine.results import COUNTED, means_over
@@ -29,6 +31,7 @@ from skyrl_engine.rollout.group_source import GroupSource
 from skyrl_engine.rollout.guard import SamplerGuard
 from skyrl_engine.rollout.journal import Journal
 from skyrl_engine.rollout.offline_source import Recording
+from skyrl_engine.run.log import tell
 from skyrl_engine.spans import Phases
 from skyrl_engine.training.idle import IdleSteps, Reason, explain_idle_rollouts, warn_of_cuts
 from skyrl_engine.training.loop import StepDone
@@ -45,6 +48,9 @@ from skyrl_engine.training.teacher import TEACHER, teacher_metrics
 
 _OF_RANKS: Final = frozenset({"generate", "score", "train", "publish"})
 """Phases whose CPU seconds the ranks tell themselves."""
+
+
+logger = logging.getLogger(__name__)
 
 
 @frozen(eq=False)
@@ -80,6 +86,7 @@ class RlTrainer:
     phases: Phases
     _idle: IdleSteps = field(init=False)
     _copied: str | None = field(default=None, init=False)
+    _has_told: bool = field(default=False, init=False)
     _cpu: dict[str, float] = field(factory=dict, init=False)
 
     @_idle.default
@@ -232,7 +239,11 @@ class RlTrainer:
     def _plan(self, columns: SampleColumns) -> Plan:
         settings = self.prepared.resolved.config.rl
         size = mini_batch_size(group_sizes(columns), settings.mini_batches)
-        return self.engine.plan(columns, mini_batch_size=size, skip_zero_gradients=settings.skip_zero_gradients)
+        plan = self.engine.plan(columns, mini_batch_size=size, skip_zero_gradients=settings.skip_zero_gradients)
+        if not self._has_told:
+            self._has_told = True
+            tell(logger, f"first batch: {BatchShape.of(plan.cut, len(columns.input_ids))}")
+        return plan
 
     @property
     def _source_names(self) -> Sequence[str]:

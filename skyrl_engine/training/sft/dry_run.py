@@ -3,13 +3,13 @@
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 from attrs import frozen
 
 from skyrl_engine.config import ResolvedConfig, SelectedPlugin
 from skyrl_engine.contracts.values.plan import BatchPlan
 from skyrl_engine.contracts.values.topology import Topology
 from skyrl_engine.data.preview import first_prompt
+from skyrl_engine.engine.batch_shape import BatchShape
 from skyrl_engine.engine.cpu_check import describe_sharing
 from skyrl_engine.training.sft.checks import limit_to_model
 from skyrl_engine.training.sft.order import SampleOrder
@@ -35,9 +35,8 @@ class RunPlan:
     `longest_allowed` is the longest sample in tokens, by `data.max_length` or else by the model; None where neither says. `rotary_length` is
     the longest row for which rotary frequencies are fixed; None for models that do not choose them by length.
     `samples_per_step` says how many samples a step trains on where that is not `batch_size`; else it is empty.
-    `micro_batches`, `padding_share` (0 to 1) and `computed_share` are those of the run's first mini-batch; the last is the number of tokens
-    that the model computes, padding included, per token of a sample. `prompt` is the first prompt of the training data as pieces of text, a
-    token each.
+    `micro_batches` and `shape` are those of the run's first mini-batch. `chosen` says what the engine chose where the configuration says
+    "auto", and why. `prompt` is the first prompt of the training data as pieces of text, a token each.
     """
 
     plugins: Mapping[str, str]
@@ -58,17 +57,14 @@ class RunPlan:
     batch_size: int
     samples_per_step: str
     micro_batches: tuple[MicroBatchShape, ...]
-    padding_share: float
-    computed_share: float
+    shape: BatchShape
+    chosen: tuple[str, ...]
     prompt: tuple[str, ...]
 
 
 def describe_plan(prepared: PreparedRun) -> RunPlan:
     """The plan of a prepared run."""
-    resolved, first = prepared.resolved, prepared.first_batch
-    chosen, _ = prepared.order.mini_batch(prepared.order.start())
-    tokens = int(np.diff(prepared.train.columns.token_offsets)[chosen].sum())
-    computed, real = first.dense_tokens, tokens - (first.shared_tokens or 0)
+    resolved = prepared.resolved
     return RunPlan(
         plugins={kind: _describe(selected) for kind, selected in resolved.plugins.items()},
         observers=tuple(_describe(selected) for selected in resolved.observers),
@@ -88,8 +84,8 @@ def describe_plan(prepared: PreparedRun) -> RunPlan:
         batch_size=prepared.order.batch_size,
         samples_per_step=samples_per_step(prepared.order),
         micro_batches=_shapes(prepared.first_batch),
-        padding_share=0.0 if not computed else 1 - real / computed,
-        computed_share=0.0 if not tokens else computed / tokens,
+        shape=prepared.first_shape,
+        chosen=tuple(str(choice) for choice in prepared.choices),
         prompt=first_prompt(prepared.train, prepared.files.tokenizer),
     )
 

@@ -24,6 +24,7 @@ from skyrl_engine.data.sources.formats import Reading
 from skyrl_engine.data.text.template_rule import find_difference
 from skyrl_engine.engine.assembly import Assembly, assemble
 from skyrl_engine.engine.automatic import Choice, Choices, find_largest_unit, find_longest, find_unpaid
+from skyrl_engine.engine.batch_shape import BatchShape
 from skyrl_engine.engine.capability import collect_needed_columns, needs_of_reducer, vision_of
 from skyrl_engine.engine.frozen_model import FrozenModel
 from skyrl_engine.engine.model_files import ModelFiles
@@ -64,6 +65,12 @@ class PreparedRun:
     first_batch: BatchPlan = field(repr=False)
     choices: tuple[Choice, ...] = ()
     """What the engine chose where the configuration says "auto"."""
+
+    @property
+    def first_shape(self) -> BatchShape:
+        """The work that the first mini-batch makes."""
+        chosen, _ = self.order.mini_batch(self.order.start())
+        return BatchShape.of(self.first_batch, int(np.diff(self.train.columns.token_offsets)[chosen].sum()))
 
 
 def prepare(
@@ -179,7 +186,7 @@ def _choose_layout(
     if pairs:
         # an answer may stand behind the prompt of another pair, as for KTO's baseline
         largest = max(largest, 2 * max(find_longest(columns, topology) for columns in datasets))
-    choices.choose_micro_batch_tokens(files.facts, assembly.description, largest)
+    choices.choose_micro_batch_tokens(files.facts, assembly.description, largest=largest)
     return assembly
 
 

@@ -1,5 +1,6 @@
 """Supervised fine-tuning: mini-batches of samples in a random order, with an exact resume."""
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, Literal
@@ -13,6 +14,7 @@ from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.outputs import results_of
 from skyrl_engine.engine.engine import Engine
 from skyrl_engine.engine.plan import Plan
+from skyrl_engine.run.log import tell
 from skyrl_engine.run.progress import LOADING
 from skyrl_engine.run.session import open_session, recall_choices, to_resume_from
 from skyrl_engine.spans import Spans
@@ -25,6 +27,8 @@ from skyrl_engine.training.sft.prepare import DataProgress, PreparedRun, describ
 from skyrl_engine.training.sft.state import SftState, fingerprint, position_in
 from skyrl_engine.training.source_metrics import name_losses_of_sources, shares_of_sources
 from skyrl_engine.training.teacher import TEACHER
+
+logger = logging.getLogger(__name__)
 
 
 def plan_sft(resolved: ResolvedConfig, *, progress: DataProgress | None = None) -> RunPlan:
@@ -112,6 +116,7 @@ def train_on_data(
                 "evaluation": describe_data(prepared.evaluation),
             },
         )
+        tell(logger, f"first mini-batch: {prepared.first_shape}")
         if progress is not None:
             progress(LOADING, 0, 0)
         with Engine.launch(prepared.resolved, prepared.assembly, prepared.files, prepared.total_steps) as engine:
