@@ -51,7 +51,7 @@ class Assembly:
     objective: ObjectiveParts
     description: BackendDescription
     collators: Collators | None = None
-    """Where the engine chooses the collator: what it chooses among. Until the data is known `collator` is the best without it."""
+    """Those among which the engine chooses, where it does; until the data is known, `collator` is the best without it."""
 
     @classmethod
     def of(cls, plugins: Mapping[str, SelectedPlugin], context: FactoryContext, ranks: int) -> "Assembly":

@@ -96,7 +96,6 @@ def resolve_overrides(*overrides: str) -> ResolvedConfig:
 def test_the_defaults_select_the_first_party_plugins() -> None:
     config = resolve_overrides()
     assert {kind: selected.loaded.record.reference for kind, selected in config.plugins.items()} == {
-        "collator": "skyrl-engine-collators:padded",
         "loss": "skyrl-engine-losses:cross_entropy",
         "reducer": "skyrl-engine-reducers:token_mean",
         "backend": "skyrl-engine-fsdp:fsdp",
@@ -270,7 +269,7 @@ def test_a_lock_rebuilds_the_selection_on_another_process(tmp_path: Path) -> Non
 
 
 def test_a_lock_with_options_the_plugin_refuses() -> None:
-    lock = resolve_overrides().plugins["collator"].to_lock_entry()
+    lock = resolve_overrides("collator.use=padded").plugins["collator"].to_lock_entry()
     lock["options"]["paging"] = 1
     with pytest.raises(ConfigError, match=r"plugin lock: collator\.paging: is not a known key"):
         SelectedPlugin.from_lock(lock)

@@ -79,7 +79,7 @@ def selections(config: ResolvedConfig) -> dict[str, object]:
 def test_each_is_selected_with_its_own_options(folder: Path) -> None:
     config = resolve_tables(folder, TABLES.replace('use = "./parts.py:clash"', 'use = "./parts.py:scaled"'))
     assert [*config.plugins] == [
-        "collator", "loss", "loss.terms[0]", "loss.terms[1]", "loss.corrections[0]", "reducer", "backend", "merger",
+        "loss", "loss.terms[0]", "loss.terms[1]", "loss.corrections[0]", "reducer", "backend", "merger",
     ]  # fmt: skip
     assert [config.plugins[f"loss{place}"].options.scale for place in ("", ".terms[0]", ".terms[1]", ".corrections[0]")] == [  # type: ignore[union-attr] # Scale
         2.0, 3.0, 1.0, 1.0,

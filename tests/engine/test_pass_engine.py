@@ -32,7 +32,7 @@ def test_an_engine_is_made_whole() -> None:
 
 def test_passes_need_no_files_of_a_model(tmp_path: Path) -> None:
     write_model(tmp_path)
-    assembly = Assembly.of(resolve(from_dict({}, "test"), need=()).plugins, CONTEXT, 1)
+    assembly = Assembly.of(resolve(from_dict({"collator": {"use": "padded"}}, "test"), need=()).plugins, CONTEXT, 1)
     columns = make_rollouts(())
     with launch_workers(assembly.worker_spec(ModelConfig(str(tmp_path)), None, device="cpu"), launch="inline") as group:
         passes = PassEngine(assembly, group, assembly.layout(micro_batch_rows=2))

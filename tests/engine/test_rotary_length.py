@@ -33,7 +33,7 @@ def open_engine(model: Path) -> Iterator[Any]:
     engines: list[Engine] = []
 
     def make(**options: Any) -> Engine:
-        engines.append(Engine.open({"model": {"path": str(model), **options}}))
+        engines.append(Engine.open({"model": {"path": str(model), **options}, "collator": {"use": "padded"}}))
         return engines[-1]
 
     yield make
@@ -83,7 +83,11 @@ def test_a_plan_fixes_them_for_the_longest_sample(model: Path, tmp_path: Path, w
     text = "some words to learn from " * words
     (tmp_path / "data.jsonl").write_text(json.dumps({"text": text}) + "\n" + json.dumps({"text": "some"}) + "\n")
     data = {"train": str(tmp_path / "data.jsonl"), "format": "text", "max_length": 400}
-    tables: dict[str, Any] = {"model": {"path": str(model)}, "data": data, "training": {"steps": 1, "batch_size": 2}}
+    tables: dict[str, Any] = {
+        "model": {"path": str(model)},
+        "data": data,
+        "training": {"steps": 1, "batch_size": 2, "micro_batch_rows": 1},
+    }
     plan = plan_sft(resolve(from_dict(tables, "test")))
     longest = max(shape.width for shape in plan.micro_batches)
     assert plan.rotary_length == (expected or longest)

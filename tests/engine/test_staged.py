@@ -41,7 +41,7 @@ def drive(model: Path) -> Iterator[Any]:
     groups = []
 
     def make(**settings: Any) -> tuple[Engine, list[str]]:
-        plugins = resolve(from_dict({}, "test"), need=()).plugins
+        plugins = resolve(from_dict({"collator": {"use": "padded"}}, "test"), need=()).plugins
         assembly = Assembly.of(plugins, CONTEXT, 1)
         spec = assembly.worker_spec(ModelConfig(str(model)), OPTIMIZER.settings(), device="cpu")
         group = launch_workers(spec, launch="inline")

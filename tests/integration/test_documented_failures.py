@@ -58,7 +58,9 @@ class Ranks:
     def run(
         self, columns: SampleColumns, loss: dict[str, Any], *, reducer: str = "token_mean", **layout: Any
     ) -> tuple[BatchOutput, dict[str, np.ndarray]]:
-        plugins = resolve(from_dict({"loss": loss, "reducer": {"use": reducer}}, "test"), need=()).plugins
+        plugins = resolve(
+            from_dict({"loss": loss, "reducer": {"use": reducer}, "collator": {"use": "padded"}}, "test"), need=()
+        ).plugins
         group = self._pool.group(1, "float32")
         group.ask(UsePlugins({place: selected.to_lock_entry() for place, selected in plugins.items()}))
         engine = PassEngine(Assembly.of(plugins, CONTEXT, 1), group, Layout(**layout))

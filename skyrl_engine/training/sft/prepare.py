@@ -64,7 +64,7 @@ class PreparedRun:
     teacher: FrozenModel | None
     first_batch: BatchPlan = field(repr=False)
     choices: tuple[Choice, ...] = ()
-    """What the engine chose where the configuration says "auto"."""
+    """Values that the engine chose where the configuration says "auto"."""
 
     @property
     def first_shape(self) -> BatchShape:
