@@ -72,6 +72,11 @@ class Assembly:
         """Model scores, columns and values of samples that the objective's parts and the reducer read, by their labels."""
         return {**self.objective.needs, **needs_of_reducer(self.reducer)}
 
+    @property
+    def batch_local(self) -> bool:
+        """True where the reducer or a loss declares that its values depend on the cut into micro-batches."""
+        return self.reducer.product.batch_local or any(part.product.batch_local for part in self.objective.losses)
+
     def layout(
         self,
         *,

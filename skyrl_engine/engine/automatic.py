@@ -20,6 +20,7 @@ from skyrl_engine.config.automatic import (
     with_dtype,
     with_micro_batch_tokens,
 )
+from skyrl_engine.config.converter import NONE_WORD
 from skyrl_engine.config.schema import RunConfig
 from skyrl_engine.contracts.kinds.backend import BackendDescription
 from skyrl_engine.contracts.kinds.collator import CARRIED_EXTRAS, Collator, declared_extras, measure_lengths
@@ -93,12 +94,12 @@ class Choices:
         return collator
 
     def choose_micro_batch_tokens(
-        self, facts: ModelFacts, description: BackendDescription, *, largest: int, shared: int = 0
+        self, facts: ModelFacts, description: BackendDescription, *, largest: int, shared: int = 0, batch_local: bool = False
     ) -> None:
         """Choose the token budget of micro-batches, where it is open.
 
         It is never less than `largest`, the tokens of what stays together, and on CPUs holds `shared`, those of a group that computes its
-        prompt once, unless these are very many.
+        prompt once, unless these are very many. There is none for `batch_local` parts, whose values depend on the cut.
         """
         name, sizes = find_sizes(self.resolved)
         key = f"{name}.micro_batch_tokens"
@@ -106,6 +107,10 @@ class Choices:
             return
         if sizes.micro_batch_rows is not None:
             self.resolved = with_micro_batch_tokens(self.resolved, None)
+            return
+        if batch_local:
+            self.resolved = with_micro_batch_tokens(self.resolved, None)
+            self._add(Choice(key, NONE_WORD, "a part of the loss depends on the cut, so that each rank computes one micro-batch"))
             return
         device = find_device(self.resolved.config.run)
         planned, reason = plan_budget(facts, description, device)
@@ -264,5 +269,5 @@ def find_longest(columns: SampleColumns, topology: Topology) -> int:
 
 
 def align_for(topology: Topology) -> int:
-    """Return a number of tokens that every alignment of samples in a row divides: of tensor-parallel and of context-parallel ranks."""
-    return 2 * topology.tp * topology.cp
+    """Return the number of tokens to a multiple of which a sample is padded, so that ranks that share its row get equal parts."""
+    return topology.tp if topology.cp == 1 else 2 * topology.tp * topology.cp

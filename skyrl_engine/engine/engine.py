@@ -130,7 +130,7 @@ class Engine(SamplingVerbs):
             unpaid = "batches are not known yet"
             assembly = assembly.with_collator(choices.choose_collator(assembly.collators, unpaid=unpaid))
         grows = any(key.endswith(".micro_batch_tokens") for key in list_automatic_keys(choices.resolved))
-        choices.choose_micro_batch_tokens(files.facts, assembly.description, largest=1)
+        choices.choose_micro_batch_tokens(files.facts, assembly.description, largest=1, batch_local=assembly.batch_local)
         resolved = choices.resolved
         steps = resolved.config.training.steps if total_steps is None else total_steps
         return cls.launch(resolved, assembly, files, steps, budget_grows=grows)

@@ -53,8 +53,8 @@ def _stands_alone(assembly: Assembly) -> bool:
     return not (
         objective.corrections
         or assembly.description.means_over_step
-        or assembly.reducer.product.batch_local
-        or any(part.product.batch_local or compares_pairs(part.product) for part in objective.losses)
+        or assembly.batch_local
+        or any(compares_pairs(part.product) for part in objective.losses)
     )
 
 

@@ -119,6 +119,7 @@ def _choose_layout(draft: RlDraft) -> None:
         draft.files.facts,
         assembly.description,
         largest=-(-longest // alignment) * alignment,
+        batch_local=assembly.batch_local,
         shared=settings.max_prompt_tokens + size * settings.max_tokens if shares else 0,
     )
     draft.resolved = choices.resolved

@@ -186,7 +186,7 @@ def _choose_layout(
     if pairs:
         # an answer may stand behind the prompt of another pair, as for KTO's baseline
         largest = max(largest, 2 * max(find_longest(columns, topology) for columns in datasets))
-    choices.choose_micro_batch_tokens(files.facts, assembly.description, largest=largest)
+    choices.choose_micro_batch_tokens(files.facts, assembly.description, largest=largest, batch_local=assembly.batch_local)
     return assembly
 
 
