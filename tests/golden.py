@@ -235,15 +235,22 @@ def reinforce(directory: Path, settings: Tables, *, kills: int = 0) -> Path:
 
 
 def train(directory: Path, trainer: str, settings: Tables, *, environments: Sequence[Table] = (), kills: int = 0) -> Path:
-    """Train the small model as `settings` say, again after each of `kills` kills; returns the run directory."""
+    """Train the small model as `settings` say, again after each of `kills` kills; returns the run directory.
+
+    What the engine would choose is said, so that a change of its choices moves no number here: padded rows in one micro-batch, float32.
+    """
     import tomli_w
 
     write_model(directory / "model")
     tables: Tables = {
-        "model": {"path": "./model"},
+        "model": {"path": "./model", "dtype": "float32"},
+        "collator": {"use": "padded"},
         "run": {"directory": "./run", "seed": 3, "device": "cpu"},
         "optimizer": {"learning_rate": 1e-2, "warmup_steps": 1, "schedule": "linear", "weight_decay": 0.1},
     }
+    name = "rl" if trainer == "rl" else "training"
+    if not settings.get(name, {}).keys() & {"micro_batch_rows", "micro_batch_tokens"}:
+        tables[name] = {"micro_batch_tokens": "none"}
     content = {"trainer": trainer, **merge_tables(tables, settings)}
     if environments:
         content["environments"] = list(environments)
