@@ -1,7 +1,9 @@
 """Real tokens per CPU second of supervised fine-tuning, against Hugging Face Trainer and TRL's SFTTrainer, with one thread.
 
 The same 10M-parameter Qwen3 learns the same chats in the same order, by
-- the engine: backend `fsdp`, one rank in this process, with the collator `packed` and with `padded`;
+- the engine: backend `fsdp`, one rank in this process, as it runs without any option, with the collator `packed`, and with `padded` and a
+  mini-batch in one micro-batch;
+- a bare torch loop: the model, one chat after the other without padding, and torch's AdamW; nothing can compute less;
 - Trainer with padding: `DataCollatorForSeq2Seq` with torch's scaled dot-product attention;
 - Trainer with flattening: `DataCollatorWithFlattening` with the same attention. flash-attention, which that collator is made for, does
   not run on CPU; transformers finds the documents by their positions and builds a mask of the whole row instead. It keeps the documents
@@ -60,12 +62,19 @@ ROUNDS, STEPS, BATCH = 3, 4, 8
 SHORTEST, LONGEST = 36, 503
 BAR = 1.0
 """The engine makes as many tokens as the fastest of them; with `padded`, as the fastest that pads."""
+DEFAULTS_BAR, LOOP_BAR = 1.9, 0.98
+"""The engine without any option makes so many times the tokens of those that pad, which they do without any option, and of the bare loop."""
 AGREEMENT = 1e-5
 """Gradients of the first mini-batch, ||g - g'|| / ||g'|| of the worst parameter: float32 sums in another order stay below."""
 LEARNING_RATE, MAX_NORM = 1e-3, 1.0
 UNLIMITED = 1e9
 IGNORED = -100
-COLLATORS = ("packed", "padded")
+LAYOUTS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
+    "packed": {"collator": {"use": "packed"}},
+    "by default": {},
+    "padded": {"collator": {"use": "padded"}, "training": {"micro_batch_tokens": "none"}},
+}
+LOOP = "bare torch loop"
 
 Sample = dict[str, list[int]]
 
@@ -112,9 +121,8 @@ def main() -> None:
 
         peers = peers_of(directory / "model", tokenizer, samples)
         check_first_step(directory, samples, peers)
-        runs: dict[str, Callable[[], Course]] = {
-            f"engine, {collator}": partial(run_engine, directory, collator) for collator in COLLATORS
-        }
+        runs: dict[str, Callable[[], Course]] = {f"engine, {layout}": partial(run_engine, directory, layout) for layout in LAYOUTS}
+        runs[LOOP] = partial(run_loop, directory / "model", samples)
         runs |= {name: partial(course_of, peer) for name, peer in peers.items()}
         courses: dict[str, list[Course]] = {run: [] for run in runs}
         for _ in range(ROUNDS):
@@ -189,9 +197,9 @@ class Recorder:
 def check_first_step(directory: Path, samples: Sequence[Sample], peers: Mapping[str, Peer]) -> None:
     """Say how far loss and gradient of the first mini-batch are from the engine's, by `packed`."""
     first = samples[:BATCH]
-    ours = {collator: first_of_engine(directory, collator, first) for collator in COLLATORS}
+    ours = {layout: first_of_engine(directory, layout, first) for layout in LAYOUTS}
     theirs = {name: first_of_peer(peer) for name, peer in peers.items()}
-    (_, expected), *others = ({f"engine, {collator}": gradient for collator, gradient in ours.items()} | theirs).items()
+    (_, expected), *others = ({f"engine, {layout}": gradient for layout, gradient in ours.items()} | theirs).items()
     for name, gradient in others:
         assert gradient.by_name.keys() == expected.by_name.keys(), sorted(gradient.by_name.keys() ^ expected.by_name.keys())
         apart = max(relative_difference(gradient.by_name[parameter], right) for parameter, right in expected.by_name.items())
@@ -201,12 +209,12 @@ def check_first_step(directory: Path, samples: Sequence[Sample], peers: Mapping[
         )
 
 
-def first_of_engine(directory: Path, collator: str, first: Sequence[Sample]) -> Gradient:
+def first_of_engine(directory: Path, layout: str, first: Sequence[Sample]) -> Gradient:
     columns = SampleColumns.from_lists(
         input_ids=[sample["input_ids"] for sample in first],
         num_actions=[sum(label != IGNORED for label in sample["labels"]) for sample in first],
     )
-    table = {"model": {"path": str(directory / "model")}, "collator": {"use": collator}, "run": {"device": "cpu"}}
+    table = {"model": {"path": str(directory / "model")}, "run": {"device": "cpu"}, **LAYOUTS[layout]}
     with Engine.open(table) as engine:
         result = engine.forward_backward(engine.plan(columns)).result()
         return Gradient(result.output.metrics["loss"].result, engine.gradients())
@@ -221,18 +229,43 @@ def first_of_peer(peer: Peer) -> Gradient:
         return Gradient(torch.stack(trainer.shares).sum().item(), keeper.kept)
 
 
-def run_engine(directory: Path, collator: str) -> Course:
+def run_loop(model_directory: Path, samples: Sequence[Sample]) -> Course:
+    """Train one chat after the other, without padding, by torch alone."""
+    model = load_model(model_directory).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0, fused=True)
+    ends, losses = [], []
+    for start in range(0, STEPS * BATCH, BATCH):
+        batch = samples[start : start + BATCH]
+        count = sum(label != IGNORED for sample in batch for label in sample["labels"])
+        total = 0.0
+        for sample in batch:
+            ids, labels = (torch.tensor([sample[name]]) for name in ("input_ids", "labels"))
+            first = int((labels[0] != IGNORED).nonzero()[0])
+            logits = model(input_ids=ids, use_cache=False, logits_to_keep=ids.shape[1] - first + 1).logits[0, :-1]
+            loss = torch.nn.functional.cross_entropy(logits.float(), labels[0, first:], reduction="sum") / count
+            loss.backward()
+            total += float(loss)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        ends.append(time.process_time())
+        losses.append(total)
+    return Course(ends, losses)
+
+
+def run_engine(directory: Path, layout: str) -> Course:
     with tempfile.TemporaryDirectory() as run:
-        table = {
+        table: dict[str, Any] = {
             "model": {"path": str(directory / "model")},
             "data": {"train": str(directory / "train.jsonl"), "cache": str(directory / "cache")},
             "run": {"directory": f"{run}/run", "device": "cpu"},
-            "collator": {"use": collator},
             "training": {"steps": STEPS, "batch_size": BATCH, "shuffle": False},
             "optimizer": {"learning_rate": LEARNING_RATE, "max_grad_norm": MAX_NORM},
             "checkpoint": {"at_end": False},
             "evaluation": {"at_end": False},
         }
+        for name, keys in LAYOUTS[layout].items():
+            table[name] = {**table.get(name, {}), **keys}
         recorder = Recorder([], [])
         run_sft(resolve(from_dict(table, "benchmark")), observers=[recorder])
     return Course(recorder.ends, recorder.losses)
@@ -326,15 +359,18 @@ def report(samples: Sequence[Sample], courses: Mapping[str, Sequence[Course]], p
     """Print the rate of every run, the engine's ratio to each of the others, and how far the curves are apart."""
     tokens = sum(len(sample["input_ids"]) for sample in samples[BATCH:])
     rates = {run: max(tokens / (course.ends[-1] - course.ends[0]) for course in rounds) for run, rounds in courses.items()}
-    packed, padded = (f"engine, {collator}" for collator in COLLATORS)
+    packed, default, padded = (f"engine, {layout}" for layout in LAYOUTS)
     reference = np.array(courses[packed][0].losses)
-    for run in (packed, padded):
+    for run in (packed, default, padded):
         print(f"{run}: {rates[run]:.0f} real tokens per CPU second, loss {reference[0]:.4f} to {reference[-1]:.4f}")
+    ratio = rates[default] / rates[LOOP]
+    print(f"{LOOP}: {rates[LOOP]:.0f}; {default} makes {ratio:.2f} times as many {compare_with_bar(ratio, at_least=LOOP_BAR)}")
     for run, peer in peers.items():
         apart = np.abs(np.array([course.losses for course in courses[run]]) / reference - 1).max()
+        bars = {packed: BAR, default: DEFAULTS_BAR if peer.pads else BAR, **({padded: BAR} if peer.pads else {})}
         ratios = [
-            f"{ours} makes {rates[ours] / rates[run]:.2f} times as many {compare_with_bar(rates[ours] / rates[run], at_least=BAR)}"
-            for ours in ((packed, padded) if peer.pads else (packed,))
+            f"{ours} makes {rates[ours] / rates[run]:.2f} times as many {compare_with_bar(rates[ours] / rates[run], at_least=bar)}"
+            for ours, bar in bars.items()
         ]
         print(f"{run}: {rates[run]:.0f}; {'; '.join(ratios)}; loss curves differ by at most {apart:.1e}")
 
