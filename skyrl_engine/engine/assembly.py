@@ -53,6 +53,9 @@ class Assembly:
     collators: Collators | None = None
     """Those among which the engine chooses, where it does; until the data is known, `collator` is the best without it."""
 
+    budget_grows: bool = False
+    """A micro-batch may hold the largest unit of a batch where that takes more tokens than the budget, which was chosen before the batch."""
+
     @classmethod
     def of(cls, plugins: Mapping[str, SelectedPlugin], context: FactoryContext, ranks: int) -> "Assembly":
         """Make the controller's plugins, and describe the backend on so many ranks. Raises what the plugins raise."""

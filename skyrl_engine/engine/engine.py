@@ -92,16 +92,14 @@ class Engine(SamplingVerbs):
         total_steps: int | None,
         files: ModelFiles,
         registry: Registry,
-        budget_grows: bool = False,
     ) -> None:
         """Work on ranks that were started already; `Engine.open` starts them.
 
         `layout` is the default cut of `plan`, `optimizer` with `total_steps` the numbers of steps (None: the schedule never ends), `files` what
-        an export holds with weights, `registry` the plugins that `use_loss` finds. `budget_grows` lets a micro-batch hold the largest sample,
-        or pair, of a batch where that takes more tokens than the layout's budget. Raises UnsupportedError for a schedule that ends, without
+        an export holds with weights, `registry` the plugins that `use_loss` finds. Raises UnsupportedError for a schedule that ends, without
         `total_steps`.
         """
-        super().__init__(assembly, group, layout, budget_grows=budget_grows)
+        super().__init__(assembly, group, layout)
         self._optimizer = optimizer
         self._total_steps = total_steps
         self._files = files
@@ -133,7 +131,7 @@ class Engine(SamplingVerbs):
         choices.choose_micro_batch_tokens(files.facts, assembly.description, largest=1, batch_local=assembly.batch_local)
         resolved = choices.resolved
         steps = resolved.config.training.steps if total_steps is None else total_steps
-        return cls.launch(resolved, assembly, files, steps, budget_grows=grows)
+        return cls.launch(resolved, evolve(assembly, budget_grows=grows), files, steps)
 
     @classmethod
     def describe(cls, config: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> BackendDescription:
@@ -147,19 +145,9 @@ class Engine(SamplingVerbs):
 
     @classmethod
     def launch(
-        cls,
-        resolved: ResolvedConfig,
-        assembly: Assembly,
-        files: ModelFiles,
-        total_steps: int | None,
-        layout: Layout | None = None,
-        *,
-        budget_grows: bool = False,
+        cls, resolved: ResolvedConfig, assembly: Assembly, files: ModelFiles, total_steps: int | None, layout: Layout | None = None
     ) -> Self:
-        """Start the ranks of an assembly; `layout` None is that of `[training]`, `budget_grows` as in the constructor.
-
-        Raises WorkerError, or the typed error that a rank met.
-        """
+        """Start the ranks of an assembly; `layout` None is that of `[training]`. Raises WorkerError, or the typed error that a rank met."""
         config = resolved.config
         spec = assembly.worker_spec(config.model, config.optimizer.settings(), device=config.run.device)
         if layout is None:
@@ -179,7 +167,6 @@ class Engine(SamplingVerbs):
                 total_steps=total_steps,
                 files=files,
                 registry=resolved.registry,
-                budget_grows=budget_grows,
             )
         except BaseException as error:
             close_after(error, group.close)
@@ -346,7 +333,8 @@ class Engine(SamplingVerbs):
             with name_call_in_errors("add_adapters"):
                 # the bounds of run.seed
                 context = evolve(context, seed=RunConfig(seed=index(seed)).seed)
-        assembly = Assembly.of(self.assembly.plugins, context, self.group.topology.world_size)
+        parts = Assembly.of(self.assembly.plugins, context, self.group.topology.world_size)
+        assembly = evolve(parts, budget_grows=self.assembly.budget_grows)
         group = self.group.add_adapter_set(assembly.worker_spec(files.facts.model, self._optimizer.settings()))
         return Engine(
             assembly,
@@ -356,7 +344,6 @@ class Engine(SamplingVerbs):
             total_steps=self._total_steps,
             files=files,
             registry=self._registry,
-            budget_grows=self._budget_grows,
         )
 
     def save(self, directory: str | Path) -> None:

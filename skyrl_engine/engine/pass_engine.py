@@ -30,15 +30,13 @@ NOTHING_BOUND: Final[Mapping[str, str]] = MappingProxyType({})
 class PassEngine:
     """The part of `Engine` that plans batches, evaluates and differentiates: all that a proof needs, whose ranks keep their model.
 
-    `layout` is the default cut of `plan`, `budget_grows` lets a micro-batch hold the largest unit of a batch, and `step` counts the optimizer
-    steps that were taken.
+    `layout` is the default cut of `plan`, and `step` counts the optimizer steps that were taken.
     """
 
-    def __init__(self, assembly: Assembly, group: WorkerGroup, layout: Layout, *, budget_grows: bool = False) -> None:
+    def __init__(self, assembly: Assembly, group: WorkerGroup, layout: Layout) -> None:
         self.group = group
         self.step = 0
         self._layout = layout
-        self._budget_grows = budget_grows
         self._passes = Passes(assembly, group)
         self._gradient = Accumulation(assembly)
 
@@ -79,7 +77,7 @@ class PassEngine:
         layout = evolve(self._layout, mini_batch_size=mini_batch_size)
         if micro_batch_rows is not None or micro_batch_tokens is not None:
             layout = evolve(layout, micro_batch_rows=micro_batch_rows, micro_batch_tokens=micro_batch_tokens)
-        elif self._budget_grows and layout.micro_batch_tokens is not None:
+        elif self.assembly.budget_grows and layout.micro_batch_tokens is not None:
             largest = find_largest_unit(columns, self.assembly.collator.product.rows, self.assembly.description.topology)
             layout = evolve(layout, micro_batch_tokens=max(layout.micro_batch_tokens, largest))
         plan = self._passes.plan(columns, layout)

@@ -33,12 +33,12 @@ TREE = ("collator.use=tree", "collator.least_shared=2", "rl.micro_batch_tokens=1
 LORA = ("model.lora.rank=2",)
 TWO = ("run.ranks=2", "run.launch=ray")
 VARIANTS: dict[str, tuple[str, ...]] = {
-    "padded": (),
+    "padded": ("collator.use=padded",),
     "cut": ("rl.micro_batch_rows=2",),
     "packed": PACKED,
     "tree": TREE,
     "tree lora": (*TREE, *LORA),
-    "lora": LORA,
+    "lora": ("collator.use=padded", *LORA),
     "packed lora": (*PACKED, *LORA),
 }
 

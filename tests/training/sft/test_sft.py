@@ -42,7 +42,8 @@ class Facts:
 
 def test_a_run_learns_and_leaves_a_complete_directory(configure: Configure) -> None:
     facts = Facts()
-    resolved = configure(evaluation={"at_start": True, "every": 4})
+    chosen = {"collator": {"use": "padded"}, "model": {"dtype": "float32"}, "training": {"micro_batch_tokens": "none"}}
+    resolved = configure(evaluation={"at_start": True, "every": 4}, **chosen)
     result = run_sft(resolved, observers=[facts])
     run = result.directory
     assert {entry.name for entry in run.iterdir()} == {
@@ -141,7 +142,7 @@ def test_a_dry_run_plans_and_writes_no_directory(configure: Configure, tmp_path:
     assert plan.topology.world_size == 1
     assert plan.required == ("padded",)
     assert [(shape.rows, shape.samples) for shape in plan.micro_batches] == [(3, 3), (3, 3), (2, 2)]
-    assert 0 <= plan.padding_share < 1
+    assert 0 <= plan.shape.padding_share < 1
     assert plan.plugins["loss"].startswith("skyrl-engine-losses:cross_entropy 0.")
     assert plan.observers[0].startswith("skyrl-engine:metrics_jsonl 0.")
 
