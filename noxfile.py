@@ -29,6 +29,7 @@ AGAINST_PEERS = (
 )
 OF_REINFORCEMENT = (
     "sampling_from_models.py",
+    "dialogue_turns.py",
     "trajectories_to_columns.py",
     "rollout_records.py",
     "rollout_listing.py",

@@ -6,6 +6,7 @@ import wrong_generator_caches as caches
 import wrong_generator_company as company
 import wrong_generator_draws as draws
 import wrong_generator_lives as lives
+import wrong_generator_turns as turns
 import wrong_generators as wrong
 
 from skyrl_engine.contracts import GeneratorDescription
@@ -61,6 +62,9 @@ FAULTS = [
     (lives.AnswersTwice, {"exactly_once"}, "Return every request once"),
     (lives.DropsOneOfTwo, {"exactly_once"}, "never answers request"),
     (lives.StalePrefix, {"no_stale_prefix"}, "Empty prefix caches when weights change"),
+    (turns.OfPreviousWeights, {"no_stale_session"}, "Drop what is kept of all sessions when their weights change"),
+    (turns.OfItsNeighbour, {"later_turns"}, "under its own session"),
+    (turns.OneTokenShort, {"later_turns"}, "not the last sampled one"),
     (lives.IgnoresUpdates, {"updates"}, "sample from those weights"),
     (wrong.StopsInTheMiddle, {"stop_strings"}, "in the text of all sampled tokens"),
     (wrong.FirstEndTokenOnly, {"stop_tokens"}, "Stop after every end token"),
@@ -106,6 +110,10 @@ BY_NIGHT = [
     (draws.SeedWithTheStep, {"seeded"}, "once more"),
     (caches.ReusesByLength, {"no_foreign_prefix"}, "neither ids nor lengths tell"),
     (caches.ReusesByGroup, {"no_foreign_prefix"}, "neither ids nor lengths tell"),
+    (turns.KeepsOneShort, {"later_turns"}, "not the last sampled one"),
+    (turns.GoesOnByLength, {"later_turns"}, "read all that comes after them"),
+    (turns.OfTheWeightsBefore, {"no_stale_session"}, "what rows under way have read too"),
+    (turns.OfAnyTarget, {"no_stale_session"}, "keep it apart by target"),
     (wrong.TemperatureAFifthTooHigh, {"temperatures"}, "than at"),
     (wrong.TemperatureTwice, {"temperatures", "distribution"}, "times likelier at temperature 0.15 than at 0.3"),
     *(
@@ -173,6 +181,11 @@ def test_what_the_faults_are_made_of_is_right():
 @pytest.mark.parametrize("right", ODD, ids=lambda value: value.__name__)
 def test_an_odd_generator_that_is_right_breaks_none(right):
     assert broken_by(right, OF_GENERATORS) == {}
+
+
+def test_a_generator_that_keeps_caches_rightly_breaks_none():
+    """By the promises that see what is kept: others draw thousands of tokens, which it computes one by one."""
+    assert broken_by(turns.KeepsCaches, {"later_turns", "no_stale_session", "no_stale_prefix", "no_foreign_prefix"}) == {}
 
 
 def test_a_generator_that_does_not_end_is_seen(monkeypatch):

@@ -1,5 +1,7 @@
 """Kept keys and values change no bit of a dialogue: with them, without them, after others took their memory, alone and beside others."""
 
+from weakref import ref
+
 import numpy as np
 import pytest
 import torch
@@ -35,29 +37,33 @@ def family_of(tmp_path, family):
 class Dialogues:
     """Dialogues whose observations are drawn from their numbers. `read` counts the prompt tokens that were read."""
 
-    def __init__(self, model, *, keeps, slots=4, tokens=2**20):
+    def __init__(self, model, *, keeps, slots=4, tokens=2**20, budget=None, target=POLICY):
         keeping = prove_keeping(model, None)
-        self.budget = CacheBudget(tokens)
+        self.budget = budget or CacheBudget(tokens)
         room = self.budget.open_room()
         self.rows = CachedDecoder(model, slots, room)
-        room.rest = self.rows.room.free
         self.rows.keeps, self.rows.keeps_sampled = keeping.keeps and keeps, keeping.keeps_sampled
-        self.loop = SlotLoop(self.rows, slots, budget=self.budget, room=room)
+        self.loop = SlotLoop(self.rows, slots, budget=self.budget, room=room, target=target)
         self.read, self._read = 0, self.rows.read
+        self.most_held = 0
         self.rows.read = self._count
 
     def _count(self, slots, rows, starts):
         self.read += sum(len(row) - start for row, start in zip(rows, starts, strict=True))
         return self._read(slots, rows, starts)
 
-    @torch.inference_mode()
-    def sample(self, requests):
+    def add(self, requests):
         for request in requests:
             rule = StopRule(frozenset(), (), 0, request.sampling.max_tokens, None)
             self.loop.add(SampledRow(request, rule, request.prompt_ids.astype(np.int64)))
+
+    @torch.inference_mode()
+    def sample(self, requests):
+        self.add(requests)
         done = {}
         while len(self.loop):
             done |= {completion.request_id: completion for completion in self.loop.step()}
+            self.most_held = max(self.most_held, self.budget.used)
         return [done[request.request_id] for request in requests]
 
 
@@ -105,6 +111,7 @@ def test_what_is_kept_changes_no_bit(family, tmp_path):
     few = Dialogues(model, keeps=True, slots=2, tokens=1200)
     assert converse(few, requests) == due
     assert kept.read < few.read < nothing.read
+    assert few.most_held <= 1200
     last_first = Dialogues(model, keeps=True, slots=3)
     assert converse(last_first, requests[::-1]) == due
 
@@ -187,6 +194,74 @@ def test_an_update_drops_what_was_kept_and_the_last_turn_keeps_nothing(tmp_path)
     assert 0 < dialogues.budget.kept_tokens < 150
 
 
+def test_the_last_turn_frees_what_was_kept_of_those_before(tmp_path):
+    model = family_of(tmp_path, "qwen3")
+    dialogues = Dialogues(model, keeps=True)
+    requests = first_turns()[:2]
+    done = dialogues.sample(requests)
+    later = [next_turn(request, completion) for request, completion in zip(requests, done, strict=True)]
+    dialogues.sample([evolve(later[0], last_turn=True), later[1]])
+    assert [dialogues.budget.find((POLICY, n), None, later[n].prompt_ids)[0] is None for n in (0, 1)] == [True, False]
+    dialogues.add([evolve(later[1], last_turn=True)])
+    dialogues.loop.step()
+    dialogues.loop.abort(lambda _number: True)
+    assert dialogues.budget.kept_tokens == 0
+
+
+def request_of(number, length, new=4):
+    prompt = np.random.default_rng(number).integers(0, 128, length).astype(np.int32)
+    return GenerationRequest(number, prompt, Sampling(max_tokens=new, ignore_eos=True), seed=number, session=number)
+
+
+def test_a_long_row_leaves_no_room_that_short_ones_have_no_use_for(tmp_path):
+    """Memory grows to the longest row and to the most rows, which were never there together."""
+    model = family_of(tmp_path, "qwen3")
+    dialogues = Dialogues(model, keeps=True, slots=8, tokens=1024)
+    plain = Dialogues(model, keeps=False, slots=1)
+    for part in ([request_of(0, 700)], [request_of(n, 20) for n in range(1, 9)], [request_of(9, 800), request_of(10, 30)]):
+        due = [plain.sample([request])[0] for request in part]
+        assert [each.logprobs.tobytes() for each in dialogues.sample(part)] == [each.logprobs.tobytes() for each in due]
+        assert dialogues.budget.used <= 1024
+    assert dialogues.most_held <= 1024
+    assert dialogues.budget.kept_tokens
+
+
+def test_weight_sets_that_take_turns_hold_no_more_than_one_budget(tmp_path):
+    """Each gives back what its rows that are sampled do not need when the other wants it, in the midst of its own."""
+    model, other = family_of(tmp_path, "qwen3"), family_of(tmp_path, "qwen3")
+    one = Dialogues(model, keeps=True, slots=6, tokens=1024)
+    two = Dialogues(other, keeps=True, slots=6, budget=one.budget, target="other")
+    plain = Dialogues(model, keeps=False, slots=1)
+    requests = [request_of(n, 30 + 40 * (n % 5), new=3 + 5 * (n % 4)) for n in range(12)]
+    due = [completion.logprobs.tobytes() for request in requests for completion in plain.sample([request])]
+    one.add(requests[::2])
+    two.add(requests[1::2])
+    got, held = {}, []
+    while len(one.loop) or len(two.loop):
+        for dialogues in (one, two):
+            got |= {completion.request_id: completion.logprobs.tobytes() for completion in dialogues.loop.step()}
+            held.append(one.budget.used)
+    assert [got[n] for n in range(12)] == due
+    assert max(held) <= 1024
+
+
+def test_memory_of_what_is_kept_is_freed_though_a_row_goes_on_from_it(tmp_path):
+    model = family_of(tmp_path, "qwen3")
+    dialogues = Dialogues(model, keeps=True)
+    (done,) = dialogues.sample([first := request_of(1, 60)])
+    states = ref(dialogues.budget.find((POLICY, 1), None, first.prompt_ids)[0].pieces[0])
+    later = next_turn(first, done)
+    dialogues.add([later])
+    dialogues.loop.step()
+    dialogues.budget.drop_target(POLICY)
+    assert states() is None
+    (due,) = Dialogues(model, keeps=False).sample([later])
+    while len(dialogues.loop):
+        ended = dialogues.loop.step()
+    assert ended[0].logprobs.tobytes() == due.logprobs.tobytes()
+    assert dialogues.budget.kept_tokens
+
+
 def row_of(session, tokens, group=None, target=POLICY):
     states = torch.zeros(1, tokens, 1)
     return KeptRow((target, session), group, np.full(tokens, session), (KeptPiece(((states, states),), tokens),))
@@ -211,13 +286,15 @@ def test_rows_that_are_sampled_go_before_kept_ones():
     one, other = budget.open_room(), budget.open_room()
     budget.keep(row_of(0, 40))
     budget.keep(row_of(1, 40, target="other"))
+    one.bound = 50
     one.grow(50)
     assert budget.kept_tokens == 40
     assert budget.takes(50)
     assert not budget.takes(51)
     # what a set holds that samples nothing is freed before anything that is kept
     freed = []
-    one.rest = lambda: (freed.append(one.held), one.grow(0))
+    one.bound, one.shrink = 0, lambda: (freed.append(one.held), one.grow(0))
+    assert budget.takes(100)
     other.grow(60)
     assert (freed, budget.kept_tokens) == ([50], 40)
     other.bound = 60

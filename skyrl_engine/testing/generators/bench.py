@@ -28,7 +28,7 @@ from skyrl_engine.contracts.kinds.generator import (
     as_completions,
 )
 from skyrl_engine.contracts.values.model import ModelConfig
-from skyrl_engine.errors import EngineError
+from skyrl_engine.errors import EngineError, UnsupportedError
 from skyrl_engine.modeling.loading import load_causal_lm
 from skyrl_engine.modeling.tiny import VOCABULARY, make_parts_differ, write_model, write_tokenizer
 from skyrl_engine.registry.owner import Owner, blame
@@ -42,6 +42,9 @@ TOLERANCE = 1e-4
 """Nats, in float32: sums over other shapes are rounded in another order."""
 
 AT_ONCE_SECONDS, AT_ONCE_TIMES = 0.05, 200
+
+OTHER = "reference"
+"""Another weight set than the policy's."""
 
 TEXT = "some words to learn from, and a few more words that may stop what is said"
 
@@ -221,6 +224,16 @@ def run_generator(subject: Subject[Any], *, ends: tuple[int, ...] = (), version:
     finally:
         with blame(owner, "close"):
             product.close()
+
+
+def hand_over_to(generator: RunningGenerator, weights: TinyWeights, version: int, target: str) -> bool:
+    """Hand weights over to a target; return False for a generator that refuses other weights than the policy's as unsupported."""
+    try:
+        with blame(generator.owner, "update"):
+            generator.product.update(weights, version, target)
+    except UnsupportedError:
+        return False
+    return True
 
 
 @contextmanager

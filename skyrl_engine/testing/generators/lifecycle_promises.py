@@ -9,10 +9,11 @@ from attrs import define, evolve
 from torch import Tensor
 
 from skyrl_engine.contracts.kinds.generator import POLICY, Completion, GenerationRequest, Sampling
-from skyrl_engine.errors import ContractError, EngineError, ModelError, UnsupportedError
+from skyrl_engine.errors import ContractError, EngineError, ModelError
 from skyrl_engine.modeling.tiny import VOCABULARY
 from skyrl_engine.registry.owner import blame
 from skyrl_engine.testing.generators.bench import (
+    OTHER,
     POSITIONS,
     TOLERANCE,
     RunningGenerator,
@@ -20,10 +21,10 @@ from skyrl_engine.testing.generators.bench import (
     claims,
     description_of,
     due_logprobs,
+    hand_over_to,
     no_weights,
     raise_broken_on_error,
     requests_of,
-    require_likeliest,
     require_logprobs,
     run_generator,
     undecidable_on_error,
@@ -147,55 +148,6 @@ def updates_on_the_way(subject: Subject[Any], _case: None) -> None:
                 raise Broken("says that tokens of the new weights are of the old version", remedy)
 
 
-@promise("What was computed of a prompt does not outlive an update", exempt=claims("logprobs"))
-def no_stale_prefix(subject: Subject[Any], _case: None) -> None:
-    prompt = np.arange(20, 40, dtype=np.int32)
-    with undecidable_on_error(), run_generator(subject) as generator:
-        for version in (0, 1):
-            sampling = Sampling(max_tokens=6, ignore_eos=True)
-            requests = [GenerationRequest(10 * version + n, prompt, sampling, n, session=1, prefix_group=0) for n in range(6)]
-            for request, done in zip(requests, generator.sample(requests), strict=True):
-                require_logprobs(generator, request, done, "Empty prefix caches when weights change")
-            generator.update(version + 1)
-
-
-@promise(
-    "What was computed of other tokens is not reused: in a session whose earlier tokens changed, in a group of unlike prompts, at one length",
-    exempt=no_weights,
-)
-def no_foreign_prefix(subject: Subject[Any], _case: None) -> None:
-    """Sample turns of sessions, and then turns of the same ids and lengths that differ from them in one early token."""
-    draw = np.random.default_rng(13)
-    sampling = Sampling(max_tokens=4, temperature=0.0, ignore_eos=True)
-    prompts = [draw.integers(0, VOCABULARY, 24).astype(np.int32) for _ in range(4)]
-    remedy = "Compare the tokens of a prompt with those that a cache holds, one by one; neither ids nor lengths tell"
-    with undecidable_on_error(), run_generator(subject) as generator:
-        # two groups, of unlike prompts
-        turns = [GenerationRequest(n, prompt, sampling, n, session=n, prefix_group=n // 2) for n, prompt in enumerate(prompts)]
-        next_prompts = []
-        for request in turns:
-            (done,) = generator.sample([request])
-            require_likeliest(generator, request, done, remedy)
-            next_prompts.append(np.concatenate([request.prompt_ids, done.token_ids, request.prompt_ids[:3]]).astype(np.int32))
-        # an environment changed what stood before: the first token, one in the middle, what was sampled, and the end is left out
-        for place, changed in enumerate((0, 12, 25, 2)):
-            next_prompts[place][changed] = (next_prompts[place][changed] + 1) % VOCABULARY
-        next_prompts[3] = next_prompts[3][:20]
-        later = [evolve(turn, request_id=10 + n, prompt_ids=next_prompts[n]) for n, turn in enumerate(turns)]
-        # sessions that nobody knows, as long as those before them
-        new = draw.integers(0, VOCABULARY, (4, 24)).astype(np.int32)
-        others = [
-            GenerationRequest(20 + n, prompt, sampling, n, session=20 + n, prefix_group=n // 2) for n, prompt in enumerate(new)
-        ]
-        for requests in (later, others):
-            for request, done in zip(requests, generator.sample(requests), strict=True):
-                require_likeliest(generator, request, done, remedy)
-
-
-OTHER = "reference"
-"""Another weight set than the policy's."""
-
-
 @promise(
     "Weights of another target, where it takes them, are a set of their own: the policy keeps its weights and version",
     exempt=claims("logprobs"),
@@ -203,7 +155,7 @@ OTHER = "reference"
 def targets(subject: Subject[Any], _case: None) -> None:
     with undecidable_on_error(), run_generator(subject) as generator:
         other = evolve(generator, weights=TinyWeights(generator.weights.form, 1))
-        if not _hand_over(generator, other.weights, 1, OTHER):
+        if not hand_over_to(generator, other.weights, 1, OTHER):
             return
         requests_by_target = {
             POLICY: requests_of(4),
@@ -220,16 +172,6 @@ def targets(subject: Subject[Any], _case: None) -> None:
         generator.product.release(OTHER)
         for request, again in zip(requests_by_target[POLICY], generator.sample(requests_by_target[POLICY]), strict=True):
             _require_target(generator, request, again, 2)
-
-
-def _hand_over(generator: RunningGenerator, weights: TinyWeights, version: int, target: str) -> bool:
-    """Hand weights over to a target; return False for a generator that refuses other weights than the policy's as unsupported."""
-    try:
-        with blame(generator.owner, "update"):
-            generator.product.update(weights, version, target)
-    except UnsupportedError:
-        return False
-    return True
 
 
 def _require_target(generator: RunningGenerator, request: GenerationRequest, done: Completion, version: int) -> None:
@@ -256,7 +198,7 @@ def unknown_weights(subject: Subject[Any], _case: None) -> None:
     with undecidable_on_error(), run_generator(subject) as generator:
         # a module is shared: no names are read of the policy's weights then
         target = POLICY if generator.weights.form == "tensors" else OTHER
-        if target == OTHER and not _hand_over(generator, generator.weights, 0, OTHER):
+        if target == OTHER and not hand_over_to(generator, generator.weights, 0, OTHER):
             return
         try:
             with blame(generator.owner, "update"):

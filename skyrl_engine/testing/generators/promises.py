@@ -9,9 +9,7 @@ from skyrl_engine.testing.generators.lifecycle_promises import (
     aborts,
     aborts_apart,
     closes,
-    no_foreign_prefix,
     no_room,
-    no_stale_prefix,
     process_state,
     targets,
     unknown_weights,
@@ -19,6 +17,7 @@ from skyrl_engine.testing.generators.lifecycle_promises import (
     updates_on_the_way,
     vocabulary,
 )
+from skyrl_engine.testing.generators.reuse_promises import later_turns, no_foreign_prefix, no_stale_prefix, no_stale_session
 from skyrl_engine.testing.generators.sampling_promises import (
     exactly_once,
     greedy,
@@ -66,6 +65,8 @@ GENERATOR_PROMISES: tuple[Promise[Any, Any], ...] = (
     updates_on_the_way,
     no_stale_prefix,
     no_foreign_prefix,
+    later_turns,
+    no_stale_session,
     targets,
     unknown_weights,
     no_room,

@@ -94,7 +94,8 @@ class Admission:
     def place(self, rows: TokenDecoder, first: int) -> list[Arrival]:
         """Put all rows into the slots from `first` on, and read what is to be read; in the order of their slots."""
         ordered = sorted(self.arrivals, key=lambda arrival: arrival.order)
-        rows.reserve(first + len(ordered), max(len(arrival.ids) for arrival in ordered))
+        longest = max(*(len(arrival.ids) for arrival in ordered), *(row.cached_length for row in self.live), 0)
+        rows.reserve(first + len(ordered), longest)
         for slot, arrival in enumerate(ordered, first):
             arrival.slot = slot
         for wave in (0, 1, 2):

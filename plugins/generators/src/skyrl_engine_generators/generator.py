@@ -56,7 +56,6 @@ class HfGenerator:
         self._budget = CacheBudget(self._options.cache_tokens or plan_cache_tokens(start.model, model))
         room = self._budget.open_room()
         rows = make_proven_rows(model, self._options.slots, name=start.model.path, limit=self._limit, memory=room)
-        self._proven = rows
         self._sets[POLICY] = self._make_set(POLICY, model, rows, room, start.version, shared=shared)
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
@@ -132,11 +131,13 @@ class HfGenerator:
         """Take new weights; running rows go on with them, after a new prefill."""
         held = self._sets.get(target)
         if held is None:
-            model, room = load_sampler_model(self._start.model, self._start.device), self._budget.open_room()
-            held = self._make_set(target, model, self._rows_of(model, room), room, version, shared=False)
+            model = load_sampler_model(self._start.model, self._start.device)
+            fill(model, weights.tensors(), self._start.model.path)
+            room = self._budget.open_room()
+            self._sets[target] = self._make_set(target, model, self._rows_of(model, room), room, version, shared=False)
+            return
         if not held.shared:
             fill(held.model, weights.tensors(), self._start.model.path)
-        self._sets[target] = held
         held.loop.update(version)
 
     def release(self, target: str) -> None:
@@ -172,16 +173,15 @@ class HfGenerator:
             budget=self._budget,
             room=room,
         )
-        if isinstance(rows, CachedDecoder):
-            room.rest = rows.room.free
         return _WeightSet(model, rows, loop, room, shared)
 
     def _rows_of(self, model: Any, room: Room) -> TokenDecoder:
         """Rows of another copy of the model that was proven at the start."""
-        if isinstance(self._proven, UncachedDecoder):
+        proven = self._sets[POLICY].rows
+        if isinstance(proven, UncachedDecoder):
             return UncachedDecoder(model, self._options.slots)
         rows = CachedDecoder(model, self._options.slots, room)
-        rows.keeps, rows.keeps_sampled = self._proven.keeps, self._proven.keeps_sampled
+        rows.keeps, rows.keeps_sampled = proven.keeps, proven.keeps_sampled
         return rows
 
     def _decoder(self) -> Decode:

@@ -47,8 +47,8 @@ class Room:
     _budget: "CacheBudget"
     bound: int = field(default=0, init=False)
     held: int = field(default=0, init=False)
-    rest: Callable[[], None] = field(default=lambda: None, init=False)
-    """Frees what is held."""
+    shrink: Callable[[], None] = field(default=lambda: None, init=False)
+    """Frees what is held beyond what the rows that are sampled need now."""
 
     def fits(self, tokens: int) -> bool:
         return self._budget.used - self.held + tokens <= self._budget.tokens
@@ -83,24 +83,20 @@ class CacheBudget:
     @property
     def used(self) -> int:
         """Count the tokens that there is room for now."""
-        return self.live_tokens + self.kept_tokens
-
-    @property
-    def live_tokens(self) -> int:
-        """Count the tokens that rows which are sampled have room for."""
-        return sum(room.held for room in self.rooms)
+        return sum(room.held for room in self.rooms) + self.kept_tokens
 
     def open_room(self) -> Room:
         """Return the room of one more weight set."""
         self.rooms.append(room := Room(self))
         return room
 
-    def make_room(self, room: Room) -> None:
-        """Free the rooms of other weight sets that sample nothing, and then kept rows, as far as it takes."""
-        for idle in self.rooms:
-            if self.used > self.tokens and idle is not room and idle.held and not idle.bound:
-                idle.rest()
-        self._evict(0)
+    def make_room(self, taker: Room | None, more: int = 0) -> None:
+        """Free what the rows of other rooms do not need, and then kept rows, as far as it takes to hold so many more tokens."""
+        for room in self.rooms:
+            if self.used + more > self.tokens and room is not taker and room.held > room.bound:
+                room.shrink()
+        while self._kept and self.used + more > self.tokens:
+            self.drop([next(iter(self._kept))])
 
     def find(self, key: Key, group: int | None, ids: Ids) -> tuple[KeptRow | None, int]:
         """Return the kept row that has most tokens in common with a new one, of its session or its group, and how many."""
@@ -115,18 +111,14 @@ class CacheBudget:
             self._kept[best.key] = self._kept.pop(best.key)
         return best, most
 
-    def has(self, row: KeptRow) -> bool:
-        """Say whether a row is kept still."""
-        return self._kept.get(row.key) is row
-
     def takes(self, tokens: int) -> bool:
         """Say whether a row of so many tokens may be kept, if others make room."""
-        return self.live_tokens + tokens <= self.tokens
+        return sum(min(room.held, room.bound) for room in self.rooms) + tokens <= self.tokens
 
     def keep(self, row: KeptRow) -> None:
         """Keep a row in the place of what was kept of its session."""
         self.drop([row.key])
-        self._evict(len(row.ids))
+        self.make_room(None, len(row.ids))
         self._kept[row.key] = row
         self.kept_tokens += len(row.ids)
         if row.group is not None:
@@ -148,7 +140,3 @@ class CacheBudget:
     def drop_target(self, target: str) -> None:
         """Forget what was computed with a weight set."""
         self.drop([key for key in self._kept if key[0] == target])
-
-    def _evict(self, more: int) -> None:
-        while self._kept and self.used + more > self.tokens:
-            self.drop([next(iter(self._kept))])

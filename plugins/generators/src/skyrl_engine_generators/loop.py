@@ -8,6 +8,7 @@ live rows wait again, in front, and are read again with the tokens sampled so fa
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
+from weakref import ref
 
 import numpy as np
 import torch
@@ -50,6 +51,7 @@ class SlotLoop:
         self._target = target
         self._budget = budget or CacheBudget(OWN_TOKENS)
         self._room = room or self._budget.open_room()
+        self._room.shrink = self._shrink
         # few free slots are not worth a forward pass of their own
         self._refill = max(1, slots // 16)
         self._waiting: deque[SampledRow] = deque()
@@ -145,7 +147,7 @@ class SlotLoop:
             if row.needs_prompt_logprobs and arrival.hidden is not None:
                 row.prompt_scores = self._of_prompt(row, arrival.hidden)
             if arrival.kept is not None and arrival.kept.key == admission.key_of(row):
-                row.kept, row.kept_tokens = arrival.kept, arrival.start
+                row.kept, row.kept_tokens = ref(arrival.kept), arrival.start
         self._live += [arrival.row for arrival in ordered]
         done = self._sample(self._live[first:], self._rows.logits(stack_ends(ordered)), self._of(self._live[first:]))
         self._leave(done, first)
@@ -163,10 +165,13 @@ class SlotLoop:
         self._compact([*([False] * first), *(completion is not None for completion in ended)])
 
     def _forget(self, row: SampledRow) -> None:
+        """Note that a request of its session is no more; where its turn is the last one, nothing is kept of the session."""
         session = row.request.session
         self._sessions[session] -= 1
         if not self._sessions[session]:
             del self._sessions[session]
+            if row.request.last_turn:
+                self._budget.drop([(self._target, session)])
 
     def _keep(self, row: SampledRow, slot: int) -> None:
         """Keep what was read of a row, unless nobody may ask for it: of several requests that a session has at once, the last one stays."""
@@ -174,7 +179,8 @@ class SlotLoop:
         session = row.request.session
         if not self._rows.keeps or row.request.last_turn or self._sessions[session] or not self._budget.takes(count):
             return
-        begin = row.kept.cut(row.kept_tokens).pieces if row.kept is not None and self._budget.has(row.kept) else ()
+        kept = None if row.kept is None else row.kept()
+        begin = () if kept is None else kept.cut(row.kept_tokens).pieces
         start = row.kept_tokens if begin else 0
         pieces = (*begin, self._rows.save(slot, start, count)) if start < count else begin
         self._budget.keep(KeptRow((self._target, session), row.request.prefix_group, row.ids[:count], pieces))
@@ -213,6 +219,10 @@ class SlotLoop:
             logprobs[places], top.logprobs[places] = scores[:, 0], scores[:, 1:]
             top.token_ids[places] = most.cpu().numpy()
         return PromptScores(logprobs, top if k else None)
+
+    def _shrink(self) -> None:
+        """Free memory that no live row needs."""
+        self._rows.shrink(len(self._live), max((row.cached_length for row in self._live), default=0))
 
     def _compact(self, ended: Iterable[bool]) -> None:
         """Drop rows that ended, and move the last live ones into their slots."""

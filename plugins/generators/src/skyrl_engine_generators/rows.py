@@ -39,7 +39,10 @@ class TokenDecoder(Protocol):
     keeps_sampled: bool
 
     def reserve(self, count: int, length: int) -> None:
-        """Make room for so many rows, of so many tokens each."""
+        """Make room for so many rows, of so many tokens each; those beyond are given up where memory is short."""
+
+    def shrink(self, count: int, length: int) -> None:
+        """Free what so many rows, of so many tokens each, do not need."""
 
     def read(self, slots: Sequence[int], rows: Sequence[Ids], starts: Sequence[int]) -> list[Tensor]:
         """Put whole rows into slots, which hold them up to `starts` already; the hidden states [tokens, width] of each from there on."""
@@ -120,6 +123,9 @@ class CachedDecoder(_Model):
 
     def reserve(self, count: int, length: int) -> None:
         self.room.reserve(count, pad_to_bucket(length, self.device, PLACES))
+
+    def shrink(self, count: int, length: int) -> None:
+        self.room.shrink(count, pad_to_bucket(length, self.device, PLACES))
 
     def read(self, slots: Sequence[int], rows: Sequence[Ids], starts: Sequence[int]) -> list[Tensor]:
         read = self._read_line if self._attends else self._read_rows
@@ -235,6 +241,9 @@ class UncachedDecoder(_Model):
 
     def reserve(self, count: int, length: int) -> None:
         """Do nothing: ids take no memory worth a plan."""
+
+    def shrink(self, count: int, length: int) -> None:
+        """Do nothing, as `reserve` does."""
 
     def read(self, slots: Sequence[int], rows: Sequence[Ids], starts: Sequence[int]) -> list[Tensor]:
         assert not any(starts), "nothing is kept of rows"

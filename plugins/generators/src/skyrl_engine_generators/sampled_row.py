@@ -1,5 +1,7 @@
 """A request on its way: what was sampled of it, by which weights, and what it is known by to others that begin alike."""
 
+from weakref import ref
+
 import numpy as np
 import numpy.typing as npt
 from attrs import Factory, define, field, frozen
@@ -35,8 +37,8 @@ class SampledRow:
     versions: list[int] = Factory(list)
     top: list[tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]] = Factory(list)
     prompt_scores: PromptScores | None = None
-    kept: KeptRow | None = None
-    """The row that was kept of the session's last turn, if this one goes on from its first `kept_tokens`."""
+    kept: ref[KeptRow] | None = None
+    """The row that was kept of the session's last turn, if this one goes on from its first `kept_tokens`; its memory is not held by this."""
     kept_tokens: int = 0
     prompt_hidden: Tensor | None = None
     """The hidden state [width] after the prompt, if other rows share it; computed with the weights that sample the row."""

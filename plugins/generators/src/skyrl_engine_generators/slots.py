@@ -113,22 +113,29 @@ class Slots(Cache):  # type: ignore[misc] # transformers is not typed
         return at_N
 
     def reserve(self, count: int, width: int) -> None:
-        """Make room for so many rows, of so many places each."""
+        """Make room for so many rows, of so many places each: for some more where memory allows it, else for these alone."""
         if count <= self.count and width <= self.capacity:
             return
-        count, width = max(count, self.count), max(width, self.capacity)
-        ample = min(self._slots, self.count + self.count // 2) if count > self.count else count
-        wide = self.capacity + self.capacity // 2 if width > self.capacity else width
-        for rows, places in ((max(count, ample), max(width, wide)), (count, width)):
-            capacity = -(-places // GROWTH) * GROWTH
-            if self._memory.fits(rows * capacity):
-                count = rows
-                break
+        rows, places = max(count, self.count), max(width, self.capacity)
+        ample = min(self._slots, self.count + self.count // 2) if count > self.count else 0
+        wide = self.capacity + self.capacity // 2 if width > self.capacity else 0
+        wishes = (max(rows, ample), max(places, wide)), (rows, places), (count, width)
+        sizes = [(rows, _round_up(places)) for rows, places in wishes]
+        self._resize(*next((size for size in sizes if self._memory.fits(size[0] * size[1])), sizes[-1]))
+
+    def shrink(self, count: int, width: int) -> None:
+        """Free what so many rows, of so many places each, do not need."""
+        if not count:
+            self.free()
+        elif count < self.count or _round_up(width) < self.capacity:
+            self._resize(min(count, self.count), min(_round_up(width), self.capacity))
+
+    def _resize(self, count: int, capacity: int) -> None:
         self._memory.grow(count * capacity)
-        self._held += [0] * (count - self.count)
+        self._held = [min(held, capacity) for held in self._held[:count]] + [0] * (count - self.count)
         self.count, self.capacity = count, capacity
         for layer in self.layers:
-            layer.grow()
+            layer.resize()
 
     def copy(self, source: int, targets: Sequence[int], length: int) -> None:
         """Copy the first `length` tokens of a row to others."""
@@ -154,6 +161,10 @@ class Slots(Cache):  # type: ignore[misc] # transformers is not typed
                 self.layers.append(SlotLayer(self))
             self.layers[number].restore(row, [piece.states[number] for piece in pieces], length, self._held[row])
         self._held[row] = length
+
+
+def _round_up(width: int) -> int:
+    return -(-width // GROWTH) * GROWTH
 
 
 class SlotLayer(CacheLayerMixin):  # type: ignore[misc] # transformers is not typed
@@ -215,11 +226,12 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc] # transformers is not ty
             if held > length:
                 stored[row, :, length:held] = 0
 
-    def grow(self) -> None:
+    def resize(self) -> None:
         for name in ("keys", "values"):
             old = getattr(self, name)
             new = self._room(old)
-            new[: old.shape[0], :, : old.shape[2]] = old
+            count, width = min(len(old), len(new)), min(old.shape[2], new.shape[2])
+            new[:count, :, :width] = old[:count, :, :width]
             setattr(self, name, new)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
