@@ -41,8 +41,10 @@ from skyrl_engine.workers.process_group import pick_device
 
 logger = logging.getLogger(__name__)
 
-PREFERRED: Final[Mapping[RowKind, str]] = {"tree": "tree", "packed": "packed", "padded": "padded"}
-"""The collator of each form of rows that the engine may choose, the best first."""
+PREFERRED: Final[tuple[RowKind, ...]] = ("tree", "packed", "padded")
+"""The forms of rows among which the engine chooses, the best first; the collators of this project are called as they are."""
+
+_DISTRIBUTION: Final = "skyrl-engine-collators"
 
 WORTH_SHARING: Final = 0.05
 """Share of a mini-batch's tokens from which computing common prefixes once is worth looking for them."""
@@ -167,7 +169,7 @@ class Collators:
 
     def select(self, rows: RowKind) -> SelectedPlugin:
         """Return the collator of a form of rows, with its default options. Raises PluginError where it is not installed."""
-        record = self.resolved.registry.resolve("collator", PREFERRED[rows])
+        record = self.resolved.registry.resolve("collator", f"{_DISTRIBUTION}:{rows}")
         return SelectedPlugin.of(record, {}, "auto")
 
     def choose(
@@ -183,7 +185,7 @@ class Collators:
                 reason = self._find_refusal(rows) or self._find_not_carried(rows, datasets)
             if reason is None:
                 return rows, "; ".join([_ADVANTAGES[rows], *without])
-            without.append(f"not {PREFERRED[rows]}, because {reason}")
+            without.append(f"not {rows}, because {reason}")
         raise AssertionError("padded is always possible")
 
     def was_rehearsed(self, rows: RowKind) -> bool:

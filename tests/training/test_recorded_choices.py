@@ -49,7 +49,7 @@ def test_a_resume_takes_what_was_chosen(configure: Any, monkeypatch: pytest.Monk
     assert chosen["collator"]["use"] in ("skyrl-engine-collators:packed", "skyrl-engine-collators:tree")
     # another machine, on which the engine would choose otherwise
     monkeypatch.setattr(automatic, "CPU_MICRO_BATCH_TOKENS", 40)
-    monkeypatch.setattr(automatic, "PREFERRED", {"padded": "padded"})
+    monkeypatch.setattr(automatic, "PREFERRED", ("padded",))
     again = begin(configure, "cut", training={"steps": 4}, checkpoint={"resume": True})
     assert plan_sft(again).chosen == ()
     ended = run_sft(again)

@@ -91,7 +91,7 @@ def _warm(steps: int) -> dict[str, Any]:
     return {
         "model": {"path": "./run/model"},
         "data": {"train": f"./data/habits-{TRAIN_FILE}"},
-        "training": {"steps": steps, "batch_size": 64, "micro_batch_rows": 64},
+        "training": {"steps": steps, "batch_size": 64},
         "optimizer": {"learning_rate": 1e-3, "schedule": "cosine", "warmup_steps": min(10, steps // 10)},
     }
 
@@ -106,7 +106,6 @@ def _rl(steps: int) -> dict[str, Any]:
             "group_size": 8,
             "max_tokens": 16,
             "max_prompt_tokens": 64,
-            "micro_batch_rows": 128,
         },
         "environments": [
             {

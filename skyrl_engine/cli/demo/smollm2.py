@@ -145,7 +145,7 @@ def _config(model: Path, steps: int) -> dict[str, Any]:
     return {
         "model": {"path": str(model)},
         "data": {"train": f"./data/{TRAIN_FILE}", "eval": f"./data/{HELD_OUT_FILE}"},
-        "training": {"steps": steps, "batch_size": 16, "micro_batch_rows": 8},
+        "training": {"steps": steps, "batch_size": 16},
         "optimizer": {"learning_rate": 5e-5, "warmup_steps": min(2, steps // 4)},
         "evaluation": {"at_start": True},
     }

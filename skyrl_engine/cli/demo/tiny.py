@@ -154,7 +154,7 @@ def _config(steps: int) -> dict[str, Any]:
     return {
         "model": {"path": "./model"},
         "data": {"train": f"./data/{TRAIN_FILE}", "eval": f"./data/{HELD_OUT_FILE}"},
-        "training": {"steps": steps, "batch_size": 64, "micro_batch_rows": 64},
+        "training": {"steps": steps, "batch_size": 64},
         "optimizer": {"learning_rate": 3e-3, "schedule": "cosine", "warmup_steps": min(20, steps // 10)},
         "evaluation": {"every": max(1, steps // 3), "at_start": True},
     }
