@@ -35,7 +35,10 @@ def family_of(tmp_path, family):
 
 
 class Dialogues:
-    """Dialogues whose observations are drawn from their numbers. `read` counts the prompt tokens that were read."""
+    """Dialogues whose observations are drawn from their numbers.
+
+    `read` counts the prompt tokens that were read, `reused` those that need not be.
+    """
 
     def __init__(self, model, *, keeps, slots=4, tokens=2**20, budget=None, target=POLICY):
         keeping = prove_keeping(model, None)
@@ -45,11 +48,12 @@ class Dialogues:
         self.rows.keeps, self.rows.keeps_sampled = keeping.keeps and keeps, keeping.keeps_sampled
         self.loop = SlotLoop(self.rows, slots, budget=self.budget, room=room, target=target)
         self.read, self._read = 0, self.rows.read
-        self.most_held = 0
+        self.reused = self.most_held = 0
         self.rows.read = self._count
 
     def _count(self, slots, rows, starts):
         self.read += sum(len(row) - start for row, start in zip(rows, starts, strict=True))
+        self.reused += sum(starts)
         return self._read(slots, rows, starts)
 
     def add(self, requests):
@@ -260,6 +264,51 @@ def test_memory_of_what_is_kept_is_freed_though_a_row_goes_on_from_it(tmp_path):
         ended = dialogues.loop.step()
     assert ended[0].logprobs.tobytes() == due.logprobs.tobytes()
     assert dialogues.budget.kept_tokens
+
+
+@pytest.mark.parametrize("family", now(KEEPING, "qwen3", "gemma2"))
+def test_whatever_happens_on_the_way_changes_no_bit(family, tmp_path):
+    """Two weight sets share little memory; at random turns begin, steps are taken, sessions are ended, evicted, aborted or read again."""
+    model, tokens = family_of(tmp_path, family), 1536
+    plain = Dialogues(model, keeps=False, slots=1)
+    one = Dialogues(model, keeps=True, slots=3, tokens=tokens)
+    sets = (one, Dialogues(model, keeps=True, slots=4, budget=one.budget, target="other"))
+    draw = np.random.default_rng(0)
+    shared = draw.integers(0, 128, 70).astype(np.int32)
+    idle = {n: evolve(request_of(n, 40 + 31 * n, new=2 + 3 * n % 7), prefix_group=n % 2) for n in range(8)}
+    for n in (0, 2, 4, 5):
+        idle[n] = evolve(idle[n], prompt_ids=np.concatenate([shared[: 20 + 10 * n], idle[n].prompt_ids]))
+    under_way, turns = {}, dict.fromkeys(idle, 0)
+    while idle or under_way:
+        chosen = sets[draw.integers(2)]
+        key = chosen.loop._target, int(draw.integers(8))
+        match draw.integers(20):
+            # what a row sampled is read together after an update
+            case 0 if chosen.rows.keeps_sampled or not len(chosen.loop):
+                chosen.loop.update(0)
+            case 1:
+                one.budget.drop([key])
+            case 2 if key[1] in under_way:
+                sets[key[1] % 2].loop.abort(lambda number: number % 100 == key[1])  # noqa: B023 - called at once
+                request = under_way.pop(key[1])
+                idle[key[1]] = evolve(request, request_id=request.request_id + 100)
+            case 3 | 4 | 5 | 6 if key[1] in idle:
+                request = idle.pop(key[1])
+                last = bool(turns[key[1]] == 3 or draw.integers(5) == 0)
+                sets[key[1] % 2].add([evolve(request, last_turn=last)])
+                under_way[key[1]] = request
+            case _:
+                with torch.inference_mode():
+                    done = chosen.loop.step()
+                for completion in done:
+                    n = completion.request_id % 100
+                    request = under_way.pop(n)
+                    assert completion.logprobs.tobytes() == plain.sample([request])[0].logprobs.tobytes(), (n, turns)
+                    turns[n] += 1
+                    if turns[n] < TURNS:
+                        idle[n] = next_turn(request, completion)
+        assert one.budget.used <= tokens
+    assert min(dialogues.reused for dialogues in sets) > 100
 
 
 def row_of(session, tokens, group=None, target=POLICY):
