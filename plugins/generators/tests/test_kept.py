@@ -330,6 +330,27 @@ def test_the_least_recently_used_goes_first():
     assert budget.kept_tokens == 60
 
 
+def test_a_turn_that_reads_again_for_want_of_room_warns_once(caplog):
+    budget = CacheBudget(100)
+    ids = np.zeros(60, dtype=np.int64)
+    for session in range(5):
+        budget.keep(row_of(session, 40))
+    budget.find((POLICY, 7), None, ids)
+    budget.drop([(POLICY, 0)])
+    budget.find((POLICY, 0), None, ids)
+    assert not caplog.messages, "new sessions and ended ones miss nothing"
+    for session in (1, 2):
+        budget.find((POLICY, session), None, ids)
+    (message,) = caplog.messages
+    assert "keys and values of 100 tokens" in message
+    assert "raise generator.cache_tokens" in message
+    short = CacheBudget(100)
+    short.note_short((POLICY, 1))
+    short.drop_target(POLICY)
+    short.find((POLICY, 1), None, ids)
+    assert len(caplog.messages) == 1, "after an update all is read again"
+
+
 def test_rows_that_are_sampled_go_before_kept_ones():
     budget = CacheBudget(100)
     one, other = budget.open_room(), budget.open_room()

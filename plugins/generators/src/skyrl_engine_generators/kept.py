@@ -3,12 +3,15 @@
 Tokens are compared one by one: neither ids nor lengths decide what a row goes on from.
 """
 
+import logging
 from collections.abc import Callable, Iterable
 
 from attrs import define, evolve, field
 
 from skyrl_engine_generators.rows import Ids
 from skyrl_engine_generators.slots import KeptPiece
+
+logger = logging.getLogger(__name__)
 
 Key = tuple[str, int]
 """A weight set and a session."""
@@ -79,6 +82,8 @@ class CacheBudget:
     _kept: dict[Key, KeptRow] = field(factory=dict, init=False)
     """In the order of last use, the most recent last."""
     _groups: dict[tuple[str, int], dict[Key, KeptRow]] = field(factory=dict, init=False)
+    _short: set[Key] | None = field(factory=set, init=False)
+    """Sessions of which something was not kept for want of room; None after the warning."""
 
     @property
     def used(self) -> int:
@@ -96,10 +101,24 @@ class CacheBudget:
             if self.used + more > self.tokens and room is not taker and room.held > room.bound:
                 room.shrink()
         while self._kept and self.used + more > self.tokens:
-            self.drop([next(iter(self._kept))])
+            key = next(iter(self._kept))
+            self.drop([key])
+            self.note_short(key)
+
+    def note_short(self, key: Key) -> None:
+        """Note that there was no room for a session: its next turn, if one comes, warns that it reads again; one of them does."""
+        if self._short is not None:
+            self._short.add(key)
 
     def find(self, key: Key, group: int | None, ids: Ids) -> tuple[KeptRow | None, int]:
         """Return the kept row that has most tokens in common with a new one, of its session or its group, and how many."""
+        if self._short is not None and key in self._short:
+            logger.warning(
+                "keys and values of %d tokens are fewer than the dialogues under way have: turns read the history again that gave way to "
+                "others, which takes time and changes nothing that is sampled; raise generator.cache_tokens",
+                self.tokens,
+            )
+            self._short = None
         candidates = [self._kept[key]] if key in self._kept else []
         if group is not None:
             candidates += self._groups.get((key[0], group), {}).values()
@@ -127,6 +146,8 @@ class CacheBudget:
     def drop(self, keys: Iterable[Key]) -> None:
         """Forget what is kept under these keys; unknown ones are passed over."""
         for key in keys:
+            if self._short is not None:
+                self._short.discard(key)
             row = self._kept.pop(key, None)
             if row is None:
                 continue
@@ -139,4 +160,4 @@ class CacheBudget:
 
     def drop_target(self, target: str) -> None:
         """Forget what was computed with a weight set."""
-        self.drop([key for key in self._kept if key[0] == target])
+        self.drop([key for key in (*self._kept, *(self._short or ())) if key[0] == target])

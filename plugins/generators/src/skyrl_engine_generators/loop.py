@@ -177,7 +177,10 @@ class SlotLoop:
         """Keep what was read of a row, unless nobody may ask for it: of several requests that a session has at once, the last one stays."""
         count = row.cached_length if self._rows.keeps_sampled else len(row.prompt)
         session = row.request.session
-        if not self._rows.keeps or row.request.last_turn or self._sessions[session] or not self._budget.takes(count):
+        if not self._rows.keeps or row.request.last_turn or self._sessions[session]:
+            return
+        if not self._budget.takes(count):
+            self._budget.note_short((self._target, session))
             return
         kept = None if row.kept is None else row.kept()
         begin = () if kept is None else kept.cut(row.kept_tokens).pieces
