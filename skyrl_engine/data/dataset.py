@@ -20,6 +20,7 @@ from skyrl_engine.data.images.tokens import digest_of_states, state_of_file
 from skyrl_engine.data.sources.formats import Reading, gather_rows
 from skyrl_engine.data.sources.locate import open_source
 from skyrl_engine.data.sources.rows import BoolArray, Source
+from skyrl_engine.data.table import arrow_arrays
 from skyrl_engine.data.table.cache import TokenCache, cache_key
 from skyrl_engine.data.table.filling import Progress, TableFilling
 from skyrl_engine.data.table.sample_columns import ColumnReader, IdReader
@@ -311,7 +312,7 @@ def _are_images_unchanged(table: TokenTable, source: Source) -> bool:
     """Return True where the image files, those of dropped samples included, are as they were when the table was made."""
     files = set(table.info["others"])
     if table.images is not None:
-        files |= files_of(table.images, table.batch.column("row").to_numpy(), source)
+        files |= files_of(table.images, arrow_arrays.values_of(table.batch.column("row")), source)
     return digest_of_states({path: state_of_file(path) for path in files}) == str(table.info["files"])
 
 

@@ -1,7 +1,7 @@
 """`Engine`: plan, score, learn, step, save. The one way from a batch to the ranks, under every trainer."""
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import index
 from pathlib import Path
 from types import TracebackType
@@ -249,14 +249,16 @@ class Engine(SamplingVerbs):
         per_token_outputs: bool = True,
         bound: Mapping[str, str] = NOTHING_BOUND,
         watch: Iterable[Watched] = (),
+        meanwhile: Callable[[], None] | None = None,
     ) -> PassResult:
         """Take one optimizer step on every mini-batch of a plan, in order, with the configured numbers.
 
         `loss` is the objective, the sum of weight times term; over several mini-batches sums become their mean. `staged` places the shards of
         all mini-batches before the first step, for passes that must not wait for the controller; otherwise each mini-batch is cut and placed
         when its turn comes. Samples that the plan sets apart are computed without gradients, or not at all, with the same outputs and metrics.
-        `bound` and `watch` as in `forward_backward`. Raises ModelError, before the weights change, where the loss or
-        the gradient of a mini-batch is not finite.
+        `bound` and `watch` as in `forward_backward`. `meanwhile` is called once, while the ranks work on the last mini-batch; not at all where
+        they work in this process, whose time it would take. Raises ModelError, before the weights change, where the loss or the gradient of a
+        mini-batch is not finite.
         """
         self.group.refuse_ended()
         self._gradient.refuse_any()
@@ -271,7 +273,8 @@ class Engine(SamplingVerbs):
         for mini_batch, placed in enumerate(shards):
             # a failed pass leaves the gradient of a part on the ranks, which is refused until it is dropped
             self._gradient.parts.append(MiniBatchGradient(plan, mini_batch, placed))
-            rank_outputs = self._passes.learn(evolve(work, step=self.step + 1), plan, mini_batch, placed)
+            do = meanwhile if meanwhile is not None and mini_batch == len(plan) - 1 and self.group.concurrent else _do_nothing
+            rank_outputs = self._passes.learn(evolve(work, step=self.step + 1), plan, mini_batch, placed, do)
             refuse_not_finite(rank_outputs, self.step + 1)
             outputs += rank_outputs
             applied.append(self._step_optimizer(self._schedule_settings()).result())
@@ -283,6 +286,15 @@ class Engine(SamplingVerbs):
         }
         metrics = {**means_over(output.metrics, count), **reported, **counts_of(plan.columns, plan.cut)}
         return PassResult(metrics, output, self._passes.spans.drain())
+
+    def place(self, plan: Plan) -> None:
+        """Weigh, cut and place the first mini-batch of the plan that `train` is called with next, for a call while the ranks work.
+
+        `train` of another plan, or with other parts or columns in force, drops what was placed; its results are the same either way.
+        """
+        self.group.refuse_ended()
+        work = self._learning_pass(per_token_outputs=False, temperature=1.0, bound=NOTHING_BOUND, watch=())
+        self._passes.place_ahead(plan, self._passes.columns_of(work))
 
     def use_loss(self, table: Mapping[str, Any]) -> None:
         """Put another main loss in force, for the passes from now on. Terms and corrections stay, and so does the accumulated gradient.
@@ -427,6 +439,10 @@ class Engine(SamplingVerbs):
         facts = self._files.facts
         if facts.rotary_length is not None:
             refuse_longer_rows(facts.model.path, facts.rotary_length, int(np.diff(columns.token_offsets).max(initial=0)))
+
+
+def _do_nothing() -> None:
+    """Stand for what a caller does not do."""
 
 
 def _resolve(config: str | Path | Mapping[str, Any], overrides: Sequence[str]) -> ResolvedConfig:

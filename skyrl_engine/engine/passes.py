@@ -1,10 +1,10 @@
 """Passes over the ranks as the controller sees them: shards are cut and placed, the work is run, and outputs are merged."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
-from attrs import define, evolve, field
+from attrs import define, evolve, field, frozen
 
 from skyrl_engine.contracts.kinds.collator import measure_lengths
 from skyrl_engine.contracts.kinds.reducer import PerSequence, TokenWeights
@@ -25,6 +25,20 @@ from skyrl_engine.workers.launch import WorkerGroup
 from skyrl_engine.workers.worker import Pass, RankReply
 
 
+@frozen(eq=False)
+class PlacedAhead:
+    """Shards of a plan's first mini-batch that were placed before their turn, under the parts and with the columns of that time."""
+
+    plan: Plan
+    assembly: Assembly
+    columns: tuple[str, ...]
+    placed: list[PlacedShard]
+
+    def is_of(self, plan: Plan, mini_batch: int, assembly: Assembly, columns: Sequence[str]) -> bool:
+        """Say whether placing this mini-batch now would give the same shards."""
+        return self.plan is plan and mini_batch == 0 and self.assembly is assembly and self.columns == tuple(columns)
+
+
 @define(eq=False)
 class Passes:
     """The controller's side of every pass, with the CPU time that it takes. `assembly` holds the parts in force."""
@@ -33,6 +47,7 @@ class Passes:
     group: WorkerGroup
     spans: Spans = field(factory=Spans, init=False)
     _join: ReusableJoin = field(factory=ReusableJoin, init=False)
+    _ahead: PlacedAhead | None = field(default=None, init=False)
 
     def plan(self, columns: SampleColumns, layout: Layout) -> Plan:
         """Cut a batch with the collator."""
@@ -55,7 +70,10 @@ class Passes:
         return [name for name in (*self.assembly.objective.columns, *watched) if name not in work.bound]
 
     def weigh_and_ship(self, plan: Plan, mini_batch: int, columns: Sequence[str]) -> list[PlacedShard]:
-        """Send shards of a mini-batch with the reducer's weights on their way to the ranks."""
+        """Send shards of a mini-batch with the reducer's weights on their way to the ranks, or give those that were placed ahead."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and ahead.is_of(plan, mini_batch, self.assembly, columns):
+            return ahead.placed
         chosen = plan.cut.mini_batches[mini_batch]
         with self.spans("reduce"):
             structure = batch_structure(
@@ -63,6 +81,10 @@ class Passes:
             )
             weights = compact_weights(self.assembly.reducer, structure)
         return self._ship(plan.columns, chosen, weights, columns)
+
+    def place_ahead(self, plan: Plan, columns: Sequence[str]) -> None:
+        """Place the shards of a plan's first mini-batch now, for the next `weigh_and_ship`, which drops those of another plan."""
+        self._ahead = PlacedAhead(plan, self.assembly, tuple(columns), self.weigh_and_ship(plan, 0, columns))
 
     def forward(
         self, plan: Plan, work: Pass, *, needs: Sequence[str], divisors: npt.NDArray[np.float64] | None = None
@@ -74,19 +96,24 @@ class Passes:
             passes.append(self.run(work, self._ship(plan.columns, mini_batch, weights, needs)))
         return Future(lambda: [output for pass_ in passes for output in pass_.result()])
 
-    def learn(self, work: Pass, plan: Plan, mini_batch: int, placed: Sequence[PlacedShard]) -> list[RankOutput]:
-        """Run a pass with gradients over a mini-batch of a plan; outputs hold all its samples.
+    def learn(
+        self, work: Pass, plan: Plan, mini_batch: int, placed: Sequence[PlacedShard], meanwhile: Callable[[], None]
+    ) -> list[RankOutput]:
+        """Run a pass with gradients over a mini-batch of a plan, and `meanwhile` while the ranks are at it; outputs hold all its samples.
 
         Those that were set apart are computed without gradients, or not at all, and then have outputs without a token.
         """
         if plan.shares is None:
-            return self.run(work, placed).result()
+            outputs_of_all = self.run(work, placed)
+            meanwhile()
+            return outputs_of_all.result()
         learned, scored = plan.shares[mini_batch].learned, plan.shares[mini_batch].scored
         passes = []
         if scored:
             # first, as every backend is used: no pass comes between a gradient and its step
             passes.append(self.run(evolve(work, mode="evaluate", micro_batches=(learned, learned + scored)), placed))
         passes.append(self.run(evolve(work, micro_batches=(0, learned)), placed))
+        meanwhile()
         outputs = [output for pass_ in passes for output in pass_.result()]
         left_out = plan.without_work(mini_batch)
         return [*outputs, outputs_without_tokens(plan.columns, left_out, outputs)] if len(left_out) else outputs

@@ -34,7 +34,10 @@ Reply = TypeVar("Reply")
 
 
 class Transport(Protocol):
-    """A way for messages to reach the ranks."""
+    """A way for messages to reach the ranks. `concurrent` says that ranks compute while the controller goes on after `send`."""
+
+    @property
+    def concurrent(self) -> bool: ...
 
     @property
     def ended(self) -> str | None:
@@ -68,6 +71,11 @@ class WorkerGroup:
     def ended(self) -> str | None:
         """The event that ended the ranks, as a clause; None while they take calls."""
         return self._transport.ended
+
+    @property
+    def concurrent(self) -> bool:
+        """Say whether the ranks compute while the controller goes on: in processes of their own, and not in this one."""
+        return self._transport.concurrent
 
     def refuse_ended(self) -> None:
         """Raise EngineClosedError where the ranks take no calls any more."""
@@ -149,6 +157,8 @@ class WorkerGroup:
 class InlineTransport:
     """One rank in this process: no Ray, no copies, exceptions as they are. A call computes at once."""
 
+    concurrent = False
+
     def __init__(self, spec: WorkerSpec) -> None:
         if spec.device != "cpu":
             os.environ.update(spec.variables())  # before the worker first asks for CUDA
@@ -186,6 +196,10 @@ class AdapterSetTransport:
 
     def put(self, shard: Shard) -> Any:
         return self._ranks.put(shard)
+
+    @property
+    def concurrent(self) -> bool:
+        return self._ranks.concurrent
 
     @property
     def ended(self) -> str | None:

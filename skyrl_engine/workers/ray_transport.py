@@ -48,6 +48,8 @@ Reply = TypeVar("Reply")
 class RayTransport:
     """Starts actors on the cluster at `address`, or on a local one made for the run."""
 
+    concurrent = True
+
     def __init__(self, spec: WorkerSpec, address: str | None) -> None:
         self._ray = import_ray()
         self._actors: list[Any] = []

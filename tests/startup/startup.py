@@ -1,11 +1,13 @@
 """CPU seconds of `skyrl-engine --help` and `plugins list --json`, compiled once, and what they import. Fails above the budget.
 
-Run with `nox -s startup`.
+Also what fine-tuning on one rank imports; `nox -s bench` measures its start. Run with `nox -s startup`.
 """
 
+import json
 import os
 import subprocess
 import sys
+import tempfile
 from importlib.metadata import entry_points
 from pathlib import Path
 
@@ -16,6 +18,9 @@ ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYT
 """As for an installed engine, whose modules were compiled by pip."""
 
 HEAVY = {"torch", "ray", "transformers", "datasets", "pyarrow", "numpy", "cattrs", "rich"}
+
+UNUSED_BY_A_RUN = {"pandas", "ray", "datasets", "peft"}
+"""A run of one rank in this process, over a file and without adapters, has no use for them; each costs tenths of a second."""
 
 
 def main() -> int:
@@ -32,7 +37,21 @@ def main() -> int:
             f"skyrl-engine {' '.join(arguments)}: {seconds:.3f} s CPU (least of {REPETITIONS}, budget {BUDGET_SECONDS} s)", end=", "
         )
         print(f"imports {', '.join(heavy)}" if heavy else "imports no plugin and nothing heavy")
-    return 0 if ok else 1
+    with tempfile.TemporaryDirectory() as folder:
+        unused = sorted(list_imported(write_run(program, Path(folder))) & UNUSED_BY_A_RUN)
+    print(f"skyrl-engine sft imports {', '.join(unused) or 'nothing that it does not use'}")
+    return 0 if ok and not unused else 1
+
+
+def write_run(program: str, folder: Path) -> list[str]:
+    """Write a tiny model and two samples; return the command that trains on them for a step."""
+    from skyrl_engine.modeling.tiny import write_model, write_tokenizer
+
+    rows = [{"prompt": "1 + 1 =", "completion": " 2"}, {"prompt": "1 + 2 =", "completion": " 3"}]
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_model(folder / "model", tokenizer=write_tokenizer(folder / "model", [text for row in rows for text in row.values()]))
+    files = ["--model", str(folder / "model"), "--data", str(folder / "train.jsonl"), "--output", str(folder / "run")]
+    return [program, "sft", *files, "--steps", "1", "--quiet", "run.device=cpu", f"data.cache={folder / 'cache'}"]
 
 
 def plugin_packages() -> set[str]:

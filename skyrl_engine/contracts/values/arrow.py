@@ -49,6 +49,31 @@ def from_arrow(table: Any, *, columns: Sequence[str], sample_values: Sequence[st
     return arguments
 
 
+def values_of(array: Any) -> AnyArray:
+    """Return the numbers of an array [n], of any type but bool, without a copy. Raises ValueError where some are missing.
+
+    `to_numpy` would import pandas where that is installed, which costs a process a second of CPU time and 50 MB.
+    """
+    if array.null_count:
+        raise ValueError(f"{array.null_count} numbers are missing")
+    dtype = np.dtype(array.type.to_pandas_dtype())
+    buffer = array.buffers()[1]
+    if buffer is None or not len(array):
+        return np.zeros(0, dtype=dtype)
+    values = np.frombuffer(buffer, dtype=dtype, count=len(array), offset=array.offset * dtype.itemsize)
+    # Arrow's arrays are nobody's to change
+    values.flags.writeable = False
+    return values
+
+
+def _to_numpy(array: Any) -> AnyArray:
+    """Return the values of an array without missing ones; copies only what is stored as bits."""
+    import pyarrow as pa
+
+    is_number = pa.types.is_integer(array.type) or pa.types.is_floating(array.type)
+    return values_of(array) if is_number else array.to_numpy(zero_copy_only=False)
+
+
 def _by_name(table: Any) -> dict[str, Any]:
     import pyarrow as pa
 
@@ -91,13 +116,13 @@ def _lists(name: str, array: Any) -> tuple[AnyArray, IntArray]:
         if pa.types.is_fixed_size_list(kind):
             flat, sizes = chunk.flatten(), np.full(len(chunk), kind.list_size, dtype=np.int64)
         else:
-            offsets = chunk.offsets.to_numpy().astype(np.int64, copy=False)  # a slice's own; they need not start at 0
+            offsets = values_of(chunk.offsets).astype(np.int64, copy=False)  # a slice's own; they need not start at 0
             flat, sizes = chunk.values.slice(offsets[0], offsets[-1] - offsets[0]), np.diff(offsets)
         if flat.null_count:
             place = int(np.argmax(flat.is_null().to_numpy(zero_copy_only=False)))
             sample = before + int(np.searchsorted(np.cumsum(sizes), place, side="right"))
             raise DataError(f"sample {sample} has an empty value in {name}", remedy=f"Fill or drop the missing values of {name}")
-        values.append(flat.to_numpy(zero_copy_only=False))  # copies only what is stored as bits
+        values.append(_to_numpy(flat))
         lengths.append(sizes)
         before += len(chunk)
     return _concatenate(values), _concatenate(lengths)
@@ -124,7 +149,7 @@ def _read_nested_lists(name: str, array: Any) -> Ragged:
         flat = flat.flatten()
     if flat.null_count:
         _refuse_places(name, flat.is_null().to_numpy(zero_copy_only=False), offsets, width, "an empty value")
-    return Ragged(flat.to_numpy(zero_copy_only=False).reshape(int(offsets[-1]), *width), offsets)
+    return Ragged(_to_numpy(flat).reshape(int(offsets[-1]), *width), offsets)
 
 
 def _refuse_places(name: str, wrong: AnyArray, offsets: IntArray, width: list[int], what: str) -> None:
@@ -144,7 +169,7 @@ def _scalars(name: str, array: Any) -> AnyArray:
     before, values = 0, []
     for chunk in _chunks(array):
         _refuse_null(name, chunk, before)
-        values.append(chunk.to_numpy(zero_copy_only=False))
+        values.append(_to_numpy(chunk))
         before += len(chunk)
     return _concatenate(values)
 

@@ -259,9 +259,9 @@ def _checksum(batch: "pa.RecordBatch") -> int:
             value = zlib.crc32(json.dumps(column.to_pylist()).encode(), value)
         elif pa.types.is_large_list(column.type):
             inner = column.values.flatten() if pa.types.is_fixed_size_list(column.values.type) else column.values
-            value = zlib.crc32(inner.to_numpy(), zlib.crc32(column.offsets.to_numpy(), value))
+            value = zlib.crc32(arrow_arrays.values_of(inner).data, zlib.crc32(arrow_arrays.values_of(column.offsets).data, value))
         else:
-            value = zlib.crc32(column.to_numpy(), value)
+            value = zlib.crc32(arrow_arrays.values_of(column).data, value)
     return value
 
 

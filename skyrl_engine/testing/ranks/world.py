@@ -20,6 +20,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from skyrl_engine.errors import EngineError, WorkerError
+from skyrl_engine.workers.future import Future
 
 if TYPE_CHECKING:
     from skyrl_engine.workers.spec import Device
@@ -63,6 +64,7 @@ class World:
         self._forked = device != "cuda" and not measured and sys.platform == "linux"
         self._pipes: list[Connection] = []
         self._processes: list[BaseProcess] = []
+        self._under_way: Future[list[Any]] | None = None
 
     def _start(self) -> None:
         with socket.socket() as probe:
@@ -86,11 +88,23 @@ class World:
 
         Raises WorkerError where a rank died or did not answer in time.
         """
+        return self.begin(function, *arguments, **keywords)()
+
+    def begin(self, function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Callable[[], list[Any]]:
+        """Let every rank begin a call, once the call before it is answered; returns what waits for the results, as `run` returns them."""
+        if self._under_way is not None:
+            # whoever began it is told when they ask
+            with contextlib.suppress(Exception):
+                self._under_way.result()
         if not self._pipes:
             self._start()
         for pipe in self._pipes:
             with contextlib.suppress(OSError):  # of a rank that died since it last answered: it is heard of below
                 pipe.send((function, arguments, keywords))
+        self._under_way = Future(self._collect)
+        return self._under_way.result
+
+    def _collect(self) -> list[Any]:
         replies: dict[int, tuple[str, Any]] = {}
         deadline = time.monotonic() + self._timeout
         while len(replies) < len(self._pipes):
@@ -128,6 +142,7 @@ class World:
 
     def close(self) -> None:
         """End the ranks, whatever state they are in. A later call starts others."""
+        self._under_way = None
         for pipe in self._pipes:
             with contextlib.suppress(OSError):  # of a rank that died
                 pipe.send(None)

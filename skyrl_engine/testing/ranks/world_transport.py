@@ -18,6 +18,8 @@ Reply = TypeVar("Reply")
 class WorldTransport:
     """A `Transport` over a world that outlives it. Starting one ends the workers of the one before."""
 
+    concurrent = True
+
     def __init__(self, world: World, spec: WorkerSpec) -> None:
         self._world = world
         self.ended: str | None = None
@@ -27,18 +29,17 @@ class WorldTransport:
         return shard
 
     def send(self, messages: Sequence[Message[Reply]]) -> Callable[[], list[Reply]]:
-        try:
-            answers: list[Reply] = self._world.run(on_worker, list(messages))
-        except EngineError as error:
-            if not self._world.running:
-                self.ended = describe_ending(error)
-            failure = error
+        wait = self._world.begin(on_worker, list(messages))
 
-            def failed() -> list[Reply]:
-                raise failure
+        def take_answers() -> list[Reply]:
+            try:
+                return wait()
+            except EngineError as error:
+                if not self._world.running:
+                    self.ended = describe_ending(error)
+                raise
 
-            return failed
-        return lambda: answers
+        return take_answers
 
     def close(self) -> None:
         if self.ended is None:

@@ -87,11 +87,19 @@ class PreferenceTrainer(SftTrainer):
 
     preference: PreparedPreference
 
-    def plan(self, columns: SampleColumns, *, skip_zero_gradients: bool = False) -> Plan:
-        """Return the plan of a mini-batch with what the loss reads: `ref_logprobs`, and KTO's baseline."""
-        plan = self.engine.plan(columns, skip_zero_gradients=skip_zero_gradients)
+    @property
+    def asks_ranks(self) -> bool:
+        """True where the reference scores a step's own plan, and with KTO's baseline, which the present weights decide."""
+        return self._asks_reference(self.prepared.train.columns) or self.preference.baseline
+
+    def _asks_reference(self, columns: SampleColumns) -> bool:
+        return REFERENCE in self.prepared.assembly.objective.columns and REFERENCE not in columns.columns
+
+    def complete(self, plan: Plan) -> Plan:
+        """Add what the loss reads: `ref_logprobs`, and KTO's baseline."""
+        columns = plan.columns
         new_columns: dict[str, AnyArray | Ragged] = {}
-        if REFERENCE in self.prepared.assembly.objective.columns and REFERENCE not in columns.columns:
+        if self._asks_reference(columns):
             scores = self.engine.score(plan, tokens="loss", model=REFERENCE_MODEL).result()
             new_columns[REFERENCE] = scores.on_actions("logprobs")
         if self.preference.baseline:

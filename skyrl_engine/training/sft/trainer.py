@@ -27,6 +27,7 @@ from skyrl_engine.training.sft.prepare import DataProgress, PreparedRun, describ
 from skyrl_engine.training.sft.state import SftState, fingerprint, position_in
 from skyrl_engine.training.source_metrics import name_losses_of_sources, shares_of_sources
 from skyrl_engine.training.teacher import TEACHER
+from skyrl_engine.workers.future import Future
 
 logger = logging.getLogger(__name__)
 
@@ -134,9 +135,21 @@ def train_on_data(
             ).run()
 
 
+@frozen(eq=False)
+class PlannedBatch:
+    """A mini-batch as the engine cut it, before a rank has seen any of it, and the position after it."""
+
+    plan: Plan
+    after: Position
+
+
 @define(eq=False)
 class SftTrainer:
-    """The steps of supervised fine-tuning, from `position` in the sample order on. `data` is the training data's fingerprint."""
+    """The steps of supervised fine-tuning, from `position` in the sample order on. `data` is the training data's fingerprint.
+
+    While ranks work on a step, the mini-batch of the next one is read, cut and placed. `position` stays that of the steps that were begun, and
+    an error in what was read ahead is raised by the step whose mini-batch it is.
+    """
 
     name: ClassVar[str] = "sft"
     mean_over: ClassVar[Literal["tokens", "sequences"]] = "tokens"
@@ -147,11 +160,16 @@ class SftTrainer:
     data: str
     _idle: IdleSteps = field(factory=IdleSteps, init=False)
     _spans: Spans = field(factory=Spans, init=False)
+    _ahead: Future[PlannedBatch] | None = field(default=None, init=False)
 
-    def plan(self, columns: SampleColumns, *, skip_zero_gradients: bool = False) -> Plan:
-        """Return the plan of a mini-batch, with every column that the objective reads: the teacher's, where there is one, over this plan."""
-        plan = self.engine.plan(columns, skip_zero_gradients=skip_zero_gradients)
-        if self.prepared.teacher is None or TEACHER not in self.prepared.assembly.objective.columns:
+    @property
+    def asks_ranks(self) -> bool:
+        """Say whether a plan's columns are scored by the ranks, so that its shards can be placed only in their own step."""
+        return self.prepared.teacher is not None and TEACHER in self.prepared.assembly.objective.columns
+
+    def complete(self, plan: Plan) -> Plan:
+        """Add every column that the objective reads and the data lacks: the teacher's, where there is one, over this plan."""
+        if not self.asks_ranks:
             return plan
         scores = self.engine.score(plan, tokens="loss", model=TEACHER_MODEL).result()
         return plan.with_columns({TEACHER: scores.on_actions("logprobs")})
@@ -159,11 +177,12 @@ class SftTrainer:
     def step(self, number: int) -> StepDone:
         """One optimizer step on the next mini-batch."""
         assert number == self.engine.step + 1, "the loop and the engine count alike"
-        with self._spans("data"):
-            chosen, self.position = self.prepared.order.mini_batch(self.position)
-            columns = self.prepared.train.batch(chosen)
-        plan = self.plan(columns, skip_zero_gradients=self.prepared.resolved.config.training.skip_zero_gradients)
-        result = self.engine.train(plan, per_token_outputs=False)
+        batch = self._plan_next() if self._ahead is None else self._ahead.result()
+        self._ahead, self.position = None, batch.after
+        plan = self.complete(batch.plan)
+        columns = plan.columns
+        following = number < self.prepared.total_steps
+        result = self.engine.train(plan, per_token_outputs=False, meanwhile=self._plan_ahead if following else None)
         metrics = {
             **results_of(name_losses_of_sources(result.metrics, self.prepared.train.source_names)),
             **shares_of_sources(columns, self.prepared.train.source_names),
@@ -172,13 +191,39 @@ class SftTrainer:
         self._idle.look(number, metrics, lambda: explain_idle_objective(columns, self.prepared.assembly.objective))
         return StepDone(metrics, {**result.cpu_seconds, **self._spans.drain()})
 
+    def _plan_next(self) -> PlannedBatch:
+        """Read and cut the mini-batch at `position`. Raises what its data and the collator raise."""
+        with self._spans("data"):
+            chosen, after = self.prepared.order.mini_batch(self.position)
+            columns = self.prepared.train.batch(chosen)
+        skip = self.prepared.resolved.config.training.skip_zero_gradients
+        return PlannedBatch(self.engine.plan(columns, skip_zero_gradients=skip), after)
+
+    def _plan_and_place(self) -> PlannedBatch:
+        batch = self._plan_next()
+        if not self.asks_ranks:
+            self.engine.place(batch.plan)
+        return batch
+
+    def _plan_ahead(self) -> None:
+        """Plan the next mini-batch and keep it, or its error, for its step; the loss of the ranks is raised at once."""
+        self._ahead = Future(self._plan_and_place)
+        try:
+            self._ahead.result()
+        except Exception:
+            if self.engine.ended is not None:
+                raise
+
     def evaluate(self) -> Mapping[str, float] | None:
         """The loss of the held-out data, if there is any."""
         dataset = self.prepared.evaluation
         if dataset is None:
             return None
         size = self.prepared.order.batch_size
-        return evaluate(self.engine, dataset, batch_size=size, planned=self.plan, over=self.mean_over)
+        return evaluate(self.engine, dataset, batch_size=size, planned=self._plan_whole, over=self.mean_over)
+
+    def _plan_whole(self, columns: SampleColumns) -> Plan:
+        return self.complete(self.engine.plan(columns))
 
     def state(self) -> Mapping[str, Any]:
         """The place in the sample order."""

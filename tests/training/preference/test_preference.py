@@ -20,6 +20,7 @@ from skyrl_engine.engine.plan import Plan
 from skyrl_engine.errors import ConfigError, DataError, ModelError, PluginBrokenError, UnsupportedError
 from skyrl_engine.modeling.tiny import write_model, write_tokenizer
 from skyrl_engine.run.metrics import read_metrics
+from skyrl_engine.testing.ranks.world_transport import OwnRanksTransport
 from skyrl_engine.training.preference.trainer import plan_preference, run_preference
 from skyrl_engine.training.sft.trainer import run_sft
 
@@ -277,3 +278,24 @@ def test_kept_references_belong_to_their_model_and_data(
     again = steps(run_preference(configure("damaged", **cache_tables)).directory)
     assert scoring.drain() == everything
     assert [step["loss"] for step in again] == [step["loss"] for step in first]
+
+
+@pytest.mark.usefixtures("without_ray")
+@pytest.mark.parametrize("precompute", [True, False], ids=["placed", "cut"])
+def test_batches_made_ahead_change_no_byte(configure: Configure, monkeypatch: pytest.MonkeyPatch, precompute: bool) -> None:
+    """With scores of the reference in the data, shards are placed ahead; without, only the plan is made, over which the reference scores."""
+    settings = {"run": {"launch": "ray", "ranks": 2}, "reference": {"precompute": precompute}, "training": {"micro_batch_rows": 4}}
+    placed = []
+    place = Engine.place
+    monkeypatch.setattr(Engine, "place", lambda self, plan: (placed.append(self.step), place(self, plan)))
+    ahead = run_preference(configure("ahead", **settings)).directory
+    assert placed == (list(range(5)) if precompute else [])
+    monkeypatch.setattr(OwnRanksTransport, "concurrent", False)
+    in_turn = run_preference(configure("in-turn", **settings)).directory
+    for kind in ("step", "evaluation"):
+        told = [
+            [record.items() - {("tokens_per_second", record.get("tokens_per_second"))} for record in steps(run, kind)]
+            for run in (ahead, in_turn)
+        ]
+        assert told[0] == told[1]
+    assert weights(ahead) == weights(in_turn)
