@@ -59,7 +59,7 @@ def verbs(engine: Engine, folder: Path) -> dict[str, Callable[[], Any]]:
     """Every public name of an engine that asks something of the ranks, or of their state, as a call that would be right."""
     plan = engine.plan(COLUMNS)
     arguments: dict[str, tuple[Any, ...]] = {
-        **dict.fromkeys(("score", "evaluate", "forward_backward", "train"), (plan,)),
+        **dict.fromkeys(("score", "evaluate", "forward_backward", "train", "place"), (plan,)),
         **dict.fromkeys(("save", "load", "export", "keep_model_files"), (folder,)),
         "plan": (COLUMNS,),
         "use_loss": ({"use": "cross_entropy"},),
