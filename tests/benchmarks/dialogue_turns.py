@@ -21,7 +21,7 @@ from measuring.words import VOCABULARY, write_words_model
 from skyrl_engine import Engine
 from skyrl_engine.contracts import GenerationRequest, Sampling
 
-ROUNDS = 3
+ROUNDS = 2
 DIALOGUES, TURNS = 16, 12
 PROMPT, SAMPLED, OBSERVED = 64, 16, 32
 BAR = 0.40

@@ -46,8 +46,8 @@ def model(folder):
     return load_causal_lm(ModelConfig(str(folder))).eval()
 
 
-def start_generator(folder, model, *, form="tensors", slots=4, ends=(), version=0, **settings):
-    generator = HfGenerator(HfOptions(slots=slots))
+def start_generator(folder, model, *, form="tensors", slots=4, ends=(), version=0, cache_tokens=None, **settings):
+    generator = HfGenerator(HfOptions(slots=slots, cache_tokens=cache_tokens))
     generator.start(GeneratorStart(ModelConfig(str(folder), **settings), "cpu", ends, Weights(model, form), version))
     return generator
 
@@ -360,6 +360,39 @@ def test_memory_of_a_device_is_freed_between_rollouts(folder, model):
     assert rows.room.capacity == 0
     requests = build_requests(6, ignore_eos=True)
     assert measure_gap(model, requests, finish_requests(generator, requests)) < 1e-4
+
+
+def test_weight_sets_share_one_budget_and_give_it_back(folder, model):
+    generator = start_generator(folder, model, cache_tokens=2048)
+    budget = generator._budget
+    generator.update(Weights(model), 1, "other")
+    requests = [
+        evolve(request, session=number, target=(POLICY, "other")[number % 2])
+        for number, request in enumerate(build_requests(6, ignore_eos=True))
+    ]
+    finish_requests(generator, requests)
+    assert budget.used <= 2048
+    lengths = [len(request.prompt_ids) + request.sampling.max_tokens - 1 for request in requests]
+    assert budget.kept_tokens == sum(lengths)
+    generator.end_sessions([0, 1, 99])
+    assert budget.kept_tokens == sum(lengths[2:])
+    generator.update(Weights(model), 2)
+    assert budget.kept_tokens == lengths[3] + lengths[5]
+    generator.release("other")
+    assert budget.kept_tokens == 0
+    with pytest.raises(ModelError):
+        generator.update(Weights(torch.nn.Linear(2, 2)), 3, "third")
+    assert len(budget.rooms) == 1, "a set that was never there holds nothing"
+    generator.close()
+
+
+def test_a_request_that_the_budget_cannot_hold_fails_alone(folder, model):
+    generator = start_generator(folder, model, cache_tokens=24)
+    fits = GenerationRequest(0, np.arange(20, dtype=np.int32), Sampling(max_tokens=4, ignore_eos=True), 0)
+    long = evolve(fits, request_id=1, sampling=Sampling(max_tokens=5, ignore_eos=True))
+    done = finish_requests(generator, [fits, long])
+    assert [each.finish for each in done] == ["length", "error"]
+    assert "25 tokens, and generator.cache_tokens is 24" in done[1].error
 
 
 def test_an_abort_returns_a_beginning_of_what_would_have_come(folder, model):

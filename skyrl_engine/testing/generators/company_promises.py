@@ -55,13 +55,14 @@ def _make_first_turns(seeded: bool) -> list[GenerationRequest]:
 
 
 def _make_later_turns(first: Sequence[GenerationRequest], done: Sequence[Completion]) -> list[GenerationRequest]:
-    """The next requests of the same sessions: they go on after what was said and some more."""
+    """The next requests of the same sessions and groups: they go on after what was said and some more; some under new sessions."""
     draw = np.random.default_rng(12)
     requests = []
     for request, completion in zip(first, done, strict=True):
         more = draw.integers(0, VOCABULARY, draw.integers(1, LATER + 1))
         prompt = np.concatenate([request.prompt_ids, completion.token_ids, more]).astype(np.int32)
-        requests.append(evolve(request, request_id=request.request_id + 1000, prompt_ids=prompt, prefix_group=None))
+        session = request.session + 1000 * (request.session % 3 == 0)
+        requests.append(evolve(request, request_id=request.request_id + 1000, prompt_ids=prompt, session=session))
     return requests
 
 
