@@ -164,6 +164,21 @@ def test_every_preset_is_planned_and_nothing_is_written(rl: Rl, tmp_path: Path) 
     assert "an answer" in lines["between turns of world"].replace("|", "")
 
 
+def test_a_plan_says_what_keys_and_values_take(rl: Rl, world: Path) -> None:
+    """Of every layer, so many heads of keys and as many of values, 4 bytes a number."""
+    sizes = json.loads((world / "model" / "config.json").read_text())
+    token_bytes = sizes["num_hidden_layers"] * sizes["num_key_value_heads"] * sizes["head_dim"] * 2 * 4
+    held = facts(plan_rl(rl("run", "generator.cache_tokens=4096", "model.dtype=float32")))["keys and values"]
+    assert held.startswith(f"4,096 tokens on each rank, {4 * token_bytes:.1f} KiB; {token_bytes} B a token")
+    free = facts(plan_rl(rl("run")))["keys and values"]
+    assert free.startswith("as many as 25% of the memory takes that is free on each rank; ")
+    with pytest.raises(
+        UnsupportedError, match=r"holds keys and values of 8 tokens, and rl.max_prompt_tokens and rl.max_tokens"
+    ) as caught:
+        prepare(rl("run", "generator.cache_tokens=8"))
+    assert "Raise generator.cache_tokens" in caught.value.remedy
+
+
 def test_several_environments_of_one_plugin_have_numbers(rl: Rl, world: Path) -> None:
     use = f"{world / 'world.py'}:world"
     recipe = prepare(rl("run", f"environments=[{{use='{use}'}}, {{use='{use}', weight=3.0}}]"))
