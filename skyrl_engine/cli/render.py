@@ -244,6 +244,7 @@ def show_plan(plan: "RunPlan | RlPlan | Mapping[str, str]") -> None:
             "model": plan.model,
             "launch": f"{plan.launch}, world of {topology.world_size} ({sizes}){shared}",
             **({"adapters": plan.adapters} if plan.adapters else {}),
+            **({"compiling": plan.compiles} if plan.compiles else {}),
             "capabilities": f"needs {', '.join(plan.required)}; the backend declares {', '.join(plan.capabilities)}",
             "training data": _format_data_counts(plan.train),
             "held-out data": "none" if plan.evaluation is None else _format_data_counts(plan.evaluation),

@@ -111,7 +111,15 @@ if TYPE_CHECKING:
     from skyrl_engine.contracts.values.columns import SampleColumns
     from skyrl_engine.contracts.values.extras import EXPERT_ROUTES, IMAGE_GRID, OF_IMAGES, PIXEL_VALUES, TOKEN_TYPES
     from skyrl_engine.contracts.values.ingest import ListReader
-    from skyrl_engine.contracts.values.model import CODE, PLACE, ComputeDtype, EmptyModelConfig, LoraConfig, ModelConfig
+    from skyrl_engine.contracts.values.model import (
+        CODE,
+        PLACE,
+        AttentionKernel,
+        ComputeDtype,
+        EmptyModelConfig,
+        LoraConfig,
+        ModelConfig,
+    )
     from skyrl_engine.contracts.values.outputs import (
         ENGINE_METRICS,
         PADDING_SAMPLE,
@@ -178,6 +186,7 @@ __all__ = [
     "AdvantageClaims",
     "AdvantageOutput",
     "AnyArray",
+    "AttentionKernel",
     "Backend",
     "BackendDescription",
     "BatchOutput",
@@ -302,6 +311,7 @@ _HOMES = {
     "AdvantageClaims": "kinds.advantage",
     "AdvantageOutput": "kinds.advantage",
     "AnyArray": "values.ragged",
+    "AttentionKernel": "values.model",
     "Backend": "kinds.backend",
     "BackendDescription": "kinds.backend",
     "BatchOutput": "values.outputs",

@@ -29,6 +29,7 @@ from skyrl_engine.engine.capability import (
     require_carried,
 )
 from skyrl_engine.engine.cpu_check import describe_sharing
+from skyrl_engine.engine.device_check import refuse_absent_kernels
 from skyrl_engine.engine.devices import refuse_absent_devices
 from skyrl_engine.engine.model_files import ModelFiles
 from skyrl_engine.errors import Refusals
@@ -167,8 +168,7 @@ class Assembly:
             self.description.topology,
             self.collator.product,
             datasets,
-            value_head=model.value_head,
-            lora=model.lora is not None,
+            model,
         )
         check_capabilities(self.plugins["backend"].loaded.record.name, self.description.capabilities, required)
         return required
@@ -210,6 +210,8 @@ def assemble(resolved: ResolvedConfig, files: ModelFiles, *, max_sequence_length
             rows = assembly.collator.product.rows
             if assembly.collators is None or not assembly.collators.was_rehearsed(rows):
                 check_loading(owner, files.facts, assembly.description, rows)
+        with refusals.collect():
+            refuse_absent_kernels(config.model, config.run, assembly.collator.product.rows)
     refusals.raise_all()
     assert assembly is not None, "what hinders it was raised"
     return assembly

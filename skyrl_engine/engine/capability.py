@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from skyrl_engine.config.schema import OptimizerConfig
+from skyrl_engine.config.schema import ModelConfig, OptimizerConfig
 from skyrl_engine.contracts.kinds.backend import OPTIONAL_SCORES, AdamWSettings, BackendDescription, Capability
 from skyrl_engine.contracts.kinds.collator import CARRIED_EXTRAS, Carried, Collator, declared_extras
 from skyrl_engine.contracts.kinds.loss import Loss, compares_pairs
@@ -36,25 +36,34 @@ _ACTION: dict[Capability, str] = {
     **dict.fromkeys((*OPTIONAL_SCORES, "divergence"), "Choose another backend"),
     "value_head": "Set model.value_head = false, or choose another backend",
     "lora": "Remove model.lora, or choose a backend and a layout that train adapters, such as fsdp without tensor parallelism",
+    "compile": "Set model.compile = false, or choose a backend and a layout that compile layers, such as fsdp without tensor parallelism",
+    "attention": 'Set model.attention = "auto", or choose a backend and a layout that let it choose, such as fsdp',
     "router_replay": "Leave the expert routes out of the samples, or choose another backend",
 }
 
 
 def collect_required_capabilities(
-    topology: Topology, collator: Collator, datasets: Sequence[SampleColumns], *, value_head: bool = False, lora: bool = False
+    topology: Topology, collator: Collator, datasets: Sequence[SampleColumns], model: ModelConfig | None = None
 ) -> frozenset[Capability]:
-    """Collect the capabilities that this layout, this collator's rows, this data and this model ask of a backend."""
-    return frozenset(_iterate_required(topology, collator, datasets, value_head=value_head, lora=lora))
+    """Collect the capabilities that this layout, this collator's rows, this data and this model ask of a backend; None: any plain model."""
+    return frozenset(
+        (*_iterate_required(topology, collator, datasets), *(() if model is None else _iterate_required_by_model(model)))
+    )
 
 
-def _iterate_required(
-    topology: Topology, collator: Collator, datasets: Sequence[SampleColumns], *, value_head: bool, lora: bool
-) -> Iterator[Capability]:
-    yield collator.rows
-    if value_head:
+def _iterate_required_by_model(model: ModelConfig) -> Iterator[Capability]:
+    if model.value_head:
         yield "value_head"
-    if lora:
+    if model.lora is not None:
         yield "lora"
+    if model.compile:
+        yield "compile"
+    if model.attention != "auto":
+        yield "attention"
+
+
+def _iterate_required(topology: Topology, collator: Collator, datasets: Sequence[SampleColumns]) -> Iterator[Capability]:
+    yield collator.rows
     if topology.tp > 1:
         yield "tensor_parallel"
     if topology.pp > 1:

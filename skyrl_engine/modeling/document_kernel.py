@@ -65,6 +65,13 @@ def attend(query: Tensor, key: Tensor, value: Tensor, segments: Segments, *, sca
     return output_THD[None]
 
 
+def find_missing() -> str | None:
+    """Return why this torch has no kernel for documents, as a clause; None where it has one."""
+    if varlen_attn is None or "enable_gqa" not in inspect.signature(varlen_attn).parameters:
+        return f"torch {torch.__version__} has no varlen_attn with grouped heads"
+    return None
+
+
 @cache
 def _is_kernel_right(device: torch.device, dtype: torch.dtype, heads: int, key_heads: int, head: int, windowed: bool) -> bool:
     """Compare one forward and backward pass over `PROBE`; return False, with a warning, if the kernel fails or differs."""
@@ -92,8 +99,8 @@ def _compare(device: torch.device, dtype: torch.dtype, heads: int, key_heads: in
 
     Queries, keys and values are laid out in memory as in models: transposed, and as slices of a wider projection.
     """
-    if varlen_attn is None or "enable_gqa" not in inspect.signature(varlen_attn).parameters:
-        raise NotImplementedError(f"torch {torch.__version__} has no varlen_attn with grouped heads")
+    if (missing := find_missing()) is not None:
+        raise NotImplementedError(missing)
     draw, tokens = torch.Generator().manual_seed(0), sum(PROBE.lengths)
     shapes = ((1, tokens, heads, head), (1, tokens, key_heads, 2 * head), (1, tokens, heads, head))
     results = []

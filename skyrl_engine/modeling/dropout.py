@@ -19,6 +19,11 @@ def refuse_dropout(model: nn.Module) -> None:
         )
 
 
+def drops_at_random(model: nn.Module) -> bool:
+    """Return True for a model that drops numbers while it trains."""
+    return any(True for _ in _iterate_rates(model))
+
+
 def _iterate_rates(model: nn.Module) -> Iterator[tuple[str, float]]:
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.dropout._DropoutNd) and module.p:  # noqa: SLF001 - the base of all of torch's

@@ -12,10 +12,12 @@ from skyrl_engine.contracts.values.model import EmptyModelConfig, ModelConfig
 from skyrl_engine.contracts.values.plan import RowKind
 from skyrl_engine.model_facts.configuration import load_config
 from skyrl_engine.model_facts.weight_files import refuse_broken_adapter, safetensors_header, weight_files
+from skyrl_engine.modeling.attention_kernel import refuse_rows_of_kernel
 from skyrl_engine.modeling.causal_lm import split_causal_lm
+from skyrl_engine.modeling.compiling import refuse_uncompiled
 from skyrl_engine.modeling.dropout import refuse_dropout
 from skyrl_engine.modeling.first_layers import shorten
-from skyrl_engine.modeling.loading import build_causal_lm, load_skeleton, refuse_other_shapes
+from skyrl_engine.modeling.loading import build_causal_lm, load_skeleton, refuse_other_shapes, refuse_own_attention
 from skyrl_engine.modeling.segment_adoption import adopt_segment_attention, certain_refusal
 from skyrl_engine.modeling.segments import SegmentSupport
 from skyrl_engine.modeling.unpickling import refuse_code
@@ -36,12 +38,17 @@ def check_loading(spec: ModelConfig, rows: RowKind, *, images: bool = False) -> 
     model must be able to keep these apart, as far as its code shows without values; for shared prefixes it may drop nothing at random. Random
     states are left unchanged. Raises ModelError and UnsupportedError.
     """
+    refuse_rows_of_kernel(spec, rows)
     with torch.random.fork_rng(devices=()):
-        model, scorer = load_skeleton(spec, images=images)
+        # programs of a model without values would be thrown away
+        model, scorer = load_skeleton(evolve(spec, compile=False), images=images)
+        if spec.compile:
+            refuse_uncompiled(model, scorer.decoder, spec.path)
         if rows == "tree":
             refuse_dropout(model)
-        if rows != "padded":
+        if rows != "padded" or spec.attention != "auto":
             refusal = certain_refusal(model, scorer.decoder) or _refusal_of_first_layer(spec)
+            refuse_own_attention(spec, refusal)
             if refusal is not None:
                 scorer.segment_support = SegmentSupport(refusal=refusal)
                 scorer.refuse_rows_unless_supported(rows)

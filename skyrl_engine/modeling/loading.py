@@ -9,11 +9,12 @@ from typing import Any
 import torch
 
 from skyrl_engine.contracts.values.model import ComputeDtype, EmptyModelConfig, ModelConfig
-from skyrl_engine.errors import ModelError
+from skyrl_engine.errors import ModelError, UnsupportedError
 from skyrl_engine.model_facts.configuration import load_config, source_of
 from skyrl_engine.model_facts.vision_language import takes_images
 from skyrl_engine.model_facts.weight_files import holder_of, weight_files
 from skyrl_engine.modeling.causal_lm import output_names, split_causal_lm
+from skyrl_engine.modeling.compiling import compile_layers, refuse_uncompiled
 from skyrl_engine.modeling.lora import add_adapters, freeze_in, load_adapters
 from skyrl_engine.modeling.parity import check_parity
 from skyrl_engine.modeling.precision import compute_buffers_in, computing_in
@@ -57,7 +58,8 @@ def load_scorer(spec: ModelConfig, *, images: bool = False, seed: int = 0) -> tu
         ) from error
     if spec.dtype == "bfloat16":
         _check_bfloat16(model, scorer, spec.path)
-    scorer.segment_support = adopt_segment_attention(model, scorer.decoder, name=spec.path)
+    scorer.segment_support = adopt_segment_attention(model, scorer.decoder, name=spec.path, kernel=spec.attention)
+    refuse_own_attention(spec, None if scorer.segment_support.layers else scorer.segment_support.refusal)
     return _make_ready(spec, model, scorer)
 
 
@@ -88,10 +90,19 @@ def load_beside(spec: ModelConfig, support: SegmentSupport, *, images: bool = Fa
     return _make_ready(spec, model, scorer)
 
 
+def refuse_own_attention(spec: ModelConfig, refusal: str | None) -> None:
+    """Raises UnsupportedError for a chosen kernel where the model cannot attend by it, for the reason `refusal` (None: it can)."""
+    if spec.attention != "auto" and refusal is not None:
+        raise UnsupportedError(
+            f'model.attention = "{spec.attention}", and {spec.path} keeps its own attention: {refusal}',
+            remedy='Set model.attention = "auto"',
+        )
+
+
 def adopt_like(model: Any, scorer: Scorer, support: SegmentSupport) -> None:
     """Make a skeleton attend as the model with values does, for which loading found `support`."""
     if support.layers:
-        attend_by_segments(model, scorer.decoder)
+        attend_by_segments(model, scorer.decoder, support.kernel)
     scorer.segment_support = support
 
 
@@ -135,6 +146,9 @@ def _make_ready(spec: ModelConfig, model: Any, scorer: Scorer) -> tuple[Any, Sco
         freeze_in(model, torch.bfloat16)
     if spec.activation_checkpointing:
         enable_activation_checkpointing(model, spec.path)
+    if spec.compile:
+        refuse_uncompiled(model, scorer.decoder, spec.path)
+        compile_layers(model, scorer.decoder, spec.path)
     scorer.train()
     return model, scorer
 

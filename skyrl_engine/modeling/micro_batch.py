@@ -24,10 +24,11 @@ def score(
     device: torch.device,
     backend: str,
     images: ImageTokens | None = None,
+    one_row: bool = False,
 ) -> dict[str, Tensor]:
     """Return the scores that `objective` needs, each [n] on `device`; `call` is the scorer or a wrapper around it.
 
-    `images` describes how the model takes images, as for `model_inputs`. Raises UnsupportedError for scores beyond `computes`, DataError for
+    `images` and `one_row` are those of `model_inputs`. Raises UnsupportedError for scores beyond `computes`, DataError for
     tokens outside of the vocabulary, and what `model_inputs` raises.
     """
     unknown = {need for need in objective.needs if model_score(need) not in computes}
@@ -42,7 +43,9 @@ def score(
             remedy="Add a frozen model of the name teacher, or choose another loss",
         )
     check_tokens(micro_batch, vocabulary)
-    return _call_scorer(call, micro_batch, needs=objective.needs, temperature=objective.temperature, device=device, images=images)
+    return _call_scorer(
+        call, micro_batch, needs=objective.needs, temperature=objective.temperature, device=device, images=images, one_row=one_row
+    )
 
 
 def compute_hidden_states(
@@ -61,7 +64,9 @@ def compute_hidden_states(
     check_tokens(micro_batch, vocabulary)
     scorer.eval()
     with torch.no_grad():
-        scores = _call_scorer(call, micro_batch, needs=(HIDDEN_STATES,), temperature=1.0, device=device, images=images)
+        scores = _call_scorer(
+            call, micro_batch, needs=(HIDDEN_STATES,), temperature=1.0, device=device, images=images, one_row=scorer.one_row
+        )
     return scores[HIDDEN_STATES]
 
 
@@ -73,9 +78,10 @@ def _call_scorer(
     temperature: float,
     device: torch.device,
     images: ImageTokens | None,
+    one_row: bool,
 ) -> dict[str, Tensor]:
     """Call a scorer on a micro-batch's inputs, on `device`."""
-    arguments = model_inputs(micro_batch, images=images)
+    arguments = model_inputs(micro_batch, one_row=one_row, images=images)
     mask = arguments.inputs.get("attention_mask")
 
     def move(tensor: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from skyrl_engine.contracts.kinds.needs import DIVERGENCE, LOGPROBS_AT, TOP_1_AG
 from skyrl_engine.contracts.values.plan import RowKind
 from skyrl_engine.errors import ModelError, UnsupportedError
 from skyrl_engine.model_facts.thresholds import refuse_longer_rows
+from skyrl_engine.modeling.attention_kernel import takes_one_row
 from skyrl_engine.modeling.causal_lm import CausalLanguageModelParts
 from skyrl_engine.modeling.chunked_head import VOCABULARY_SCORES, ChunkedHead, RequestedScores, asks_a_head
 from skyrl_engine.modeling.images import ImageTokens
@@ -48,6 +49,11 @@ class Scorer(nn.Module):
     def images(self) -> ImageTokens | None:
         """The form in which the model takes images, or None if it takes none."""
         return self.decoder.tokens if isinstance(self.decoder, ImageDecoder) else None
+
+    @property
+    def one_row(self) -> bool:
+        """True where the model's kernel attends over a row of segments alone: whole rows must be laid end to end for it."""
+        return bool(self.segment_support.layers) and takes_one_row(self.segment_support.kernel)
 
     @property
     def computes(self) -> frozenset[str]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from skyrl_engine.contracts.values.model import AttentionKernel
 from skyrl_engine.errors import EngineError, UnsupportedError
 from skyrl_engine.modeling.causal_lm import transformer_layers
 from skyrl_engine.modeling.parity import random_tokens
@@ -23,21 +24,23 @@ TOLERANCE = 1e-4
 """Tolerance for float64 too: many models normalise in float32 in every precision, and round differently for tensors of other shapes."""
 
 
-def adopt_segment_attention(model: Any, decoder: nn.Module, *, name: str) -> SegmentSupport:
+def adopt_segment_attention(model: Any, decoder: nn.Module, *, name: str, kernel: AttentionKernel = "auto") -> SegmentSupport:
     """Replace the attention of `model`, which must have values, if that keeps documents apart; otherwise leave the model unchanged.
 
     The check is one forward and backward pass over three short documents. Attention must run over the segments once per layer, with a sliding
     window exactly where the configuration has one; hidden states must equal those of the documents in rows of their own, within `TOLERANCE`
     of 1 + |h|; and the gradient of the middle document's hidden states must be exactly 0 at the embeddings of the others.
 
-    A second such check, over a prefix and two continuations of it, tells whether samples can share prefixes (`tree_refusal`).
+    The check runs on the CPU, where the model's values are: it is about the model and not about the kernel, which is compared with its
+    definition when it first runs on a device. A second such check, over a prefix and two continuations of it, tells whether samples can share
+    prefixes (`tree_refusal`).
     """
     attending = _find_attending(model, decoder)
     before = attending.config._attn_implementation  # noqa: SLF001 - transformers offers no other way to read it
     training = model.training
     model.eval()
     try:
-        support = _adopt(model, decoder)
+        support = _adopt(model, decoder, kernel)
     except EngineError as error:
         support = SegmentSupport(refusal=error.cause)
     except Exception as error:  # noqa: BLE001 - model code may fail in any way here, and rows of one sequence can be trained all the same
@@ -111,17 +114,17 @@ def _untold() -> Iterator[None]:
         fake.disabled = before
 
 
-def attend_by_segments(model: Any, decoder: nn.Module) -> None:
+def attend_by_segments(model: Any, decoder: nn.Module, kernel: AttentionKernel = "auto") -> None:
     """Replace the attention of `model`, without a check. Raises UnsupportedError if transformers reports that the model would ignore it."""
-    from skyrl_engine.modeling.segment_attention import NAME, register
+    from skyrl_engine.modeling.segment_attention import register
 
-    register()
+    registered = register(kernel)
     attending = _find_attending(model, decoder)
     name = type(attending).__name__
     if not attending._can_set_attn_implementation():  # noqa: SLF001 - setting it all the same would only log a warning
         raise UnsupportedError(f"{name} computes its attention in code of its own", remedy=REMEDY)
     try:
-        attending.set_attn_implementation(NAME)
+        attending.set_attn_implementation(registered)
     except ValueError as error:
         raise UnsupportedError(
             f"transformers knows no way to compute {name}'s attention by torch's scaled dot-product attention", remedy=REMEDY
@@ -133,14 +136,14 @@ def _find_attending(model: Any, decoder: nn.Module) -> Any:
     return decoder.language if isinstance(decoder, ImageDecoder) else model
 
 
-def _adopt(model: Any, decoder: nn.Module) -> SegmentSupport:
+def _adopt(model: Any, decoder: nn.Module, kernel: AttentionKernel) -> SegmentSupport:
     parameter = next(model.parameters())
     generator = torch.Generator().manual_seed(0)
     ids = random_tokens(model, decoder, (DOCUMENTS, LENGTH), generator).to(parameter.device)
     with torch.no_grad():
         separate = decoder(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)[0].flatten(0, 1)
 
-    attend_by_segments(model, decoder)
+    attend_by_segments(model, decoder, kernel)
     segments = Segments((LENGTH,) * DOCUMENTS)
     positions = torch.arange(LENGTH).repeat(DOCUMENTS)
     packed, gradient = _run_row(model, decoder, ids, positions, segments, generator)
@@ -155,7 +158,7 @@ def _adopt(model: Any, decoder: nn.Module) -> SegmentSupport:
     if not inside[1].any() or inside[[0, 2]].any():
         return SegmentSupport(refusal="its documents see each other in a packed row", mixes=finite)
     return SegmentSupport(
-        len(segments.windows), refusal="", tree_refusal=_refusal_of_trees(model, decoder, ids, separate, generator)
+        len(segments.windows), refusal="", tree_refusal=_refusal_of_trees(model, decoder, ids, separate, generator), kernel=kernel
     )
 
 

@@ -7,23 +7,26 @@ builds no mask for a packed row, so memory does not grow with the square of the 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from skyrl_engine.contracts.values.model import AttentionKernel
 from skyrl_engine.errors import UnsupportedError
-from skyrl_engine.modeling import document_kernel, tree_kernel
-from skyrl_engine.modeling.run_attention import attend_runs
+from skyrl_engine.modeling.attention_kernel import attend_segments
 from skyrl_engine.modeling.segments import REMEDY, Segments, WholeRows
 
 NAME = "skyrl_engine_segment_sdpa"
 _MEANINGLESS_HERE = frozenset({"position_ids", "use_cache", "output_attentions", "output_hidden_states", "output_router_logits"})
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator] # torch leaves it untyped
 def segment_attention(
     module: nn.Module,
     query: Tensor,
@@ -36,12 +39,14 @@ def segment_attention(
     is_causal: bool | None = None,
     sliding_window: int | None = None,
     segments: Segments | WholeRows | None = None,
+    kernel: AttentionKernel = "auto",
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Attend causally from query [rows, heads, tokens, d] to key and value [rows, key heads, tokens, d]; return [rows, tokens, heads, d].
 
-    With `Segments` there is one row, whose tokens see what its segments say; with `WholeRows` this is transformers' own "sdpa". Raises
-    UnsupportedError if the model passed neither on, or if a layer asks for what would be dropped (attention sinks, soft caps, biases).
+    With `Segments` there is one row, whose tokens see what its segments say, by the `kernel` that `attend_segments` takes; with `WholeRows`
+    this is transformers' own "sdpa". Raises UnsupportedError if the model passed neither on, or if a layer asks for what would be dropped
+    (attention sinks, soft caps, biases).
     """
     if segments is None:
         raise UnsupportedError(f"{type(module).__name__} does not hand on where the documents of a row end", remedy=REMEDY)
@@ -63,16 +68,11 @@ def segment_attention(
         raise UnsupportedError(f"{type(module).__name__} does not attend causally from tokens to themselves", remedy=REMEDY)
     assert len(query) == 1, "segments are end to end in one row"
     segments.windows.append(sliding_window)
-    if segments.parents is not None:
-        if dropout:
-            raise UnsupportedError(
-                f"{type(module).__name__} drops attention at the rate {dropout}, and samples that share a prefix would drop the same of it",
-                remedy="Set the dropout of the model to 0, or choose the collator packed",
-            )
-        if tree_kernel.takes(query, key, value, window=sliding_window):
-            return tree_kernel.attend(query, key, value, segments, scaling=scaling, window=sliding_window), None
-    elif document_kernel.takes(query, key, value, window=sliding_window, dropout=dropout):
-        return document_kernel.attend(query, key, value, segments, scaling=scaling, window=sliding_window), None
+    if segments.parents is not None and dropout:
+        raise UnsupportedError(
+            f"{type(module).__name__} drops attention at the rate {dropout}, and samples that share a prefix would drop the same of it",
+            remedy="Set the dropout of the model to 0, or choose the collator packed",
+        )
 
     def attend_document(query_D: Tensor, key_D: Tensor, value_D: Tensor, mask: Tensor | None) -> Tensor:
         output: Tensor = sdpa_attention_forward(
@@ -80,7 +80,10 @@ def segment_attention(
         )[0]
         return output
 
-    return attend_runs(query, key, value, segments, attend_document, scaling=scaling, window=sliding_window), None
+    output = attend_segments(
+        kernel, query, key, value, segments, attend_document, scaling=scaling, window=sliding_window, dropout=dropout
+    )
+    return output, None
 
 
 _padded: ContextVar[bool | None] = ContextVar("_padded", default=None)
@@ -133,7 +136,9 @@ def segment_mask(
     return None
 
 
-def register() -> None:
-    """Register `NAME` with transformers; repeated calls change nothing."""
-    AttentionInterface.register(NAME, segment_attention)
-    AttentionMaskInterface.register(NAME, segment_mask)
+def register(kernel: AttentionKernel = "auto") -> str:
+    """Register attention by this kernel with transformers, and return its name there; repeated calls change nothing."""
+    name = NAME if kernel == "auto" else f"{NAME}_{kernel}"
+    AttentionInterface.register(name, partial(segment_attention, kernel=kernel))
+    AttentionMaskInterface.register(name, segment_mask)
+    return name

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from attrs import define, field, frozen
 
+from skyrl_engine.contracts.values.model import AttentionKernel
+
 if TYPE_CHECKING:
     import torch
 
@@ -129,10 +131,11 @@ class SegmentSupport:
     """A model's support of segments: `layers` attention calls per forward pass follow them; if 0, `refusal` is a clause that says why.
 
     `mixes` says that its documents were seen to reach each other, in a forward pass of finite numbers. `tree_refusal`, where it follows
-    segments, is a clause that says why their prefixes cannot be shared; empty where they can.
+    segments, is a clause that says why their prefixes cannot be shared; empty where they can. `kernel` is the one that attends to them.
     """
 
     layers: int = 0
     refusal: str = "nobody has checked whether its attention can be replaced"
     mixes: bool = False
     tree_refusal: str = "nobody has checked whether its samples can share prefixes"
+    kernel: AttentionKernel = "auto"

@@ -26,10 +26,11 @@ from skyrl_engine.contracts.kinds.backend import (
 from skyrl_engine.contracts.kinds.collator import Collator
 from skyrl_engine.contracts.kinds.needs import asks_a_teacher
 from skyrl_engine.contracts.values.model import ModelConfig
-from skyrl_engine.contracts.values.outputs import RankOutput, as_rank_output
+from skyrl_engine.contracts.values.outputs import Metric, RankOutput, as_rank_output
 from skyrl_engine.contracts.values.returned import describe_returned, require_returned
 from skyrl_engine.contracts.values.topology import RankCoords
 from skyrl_engine.errors import ContractError, EngineError
+from skyrl_engine.modeling.compiling import CLOCK
 from skyrl_engine.objective.objective import LossObjective
 from skyrl_engine.objective.parts import KINDS_OF_PARTS, ObjectiveParts
 from skyrl_engine.objective.policy_metrics import Watched
@@ -176,12 +177,18 @@ class Worker:
         objective = self._objective(work)
         if asks_a_teacher(objective.needs):
             batch = TaughtBatch(batch, self.frozen.teacher)
+        # those of passes that only score count for the next one that learns, whose metrics are the step's
+        seconds = 0.0
         with self.spans("model"):
             if work.mode == "forward_backward":
                 method, returned = "forward_backward", self.backend.forward_backward(batch, objective)
+                seconds = CLOCK.drain()
             else:
                 method, returned = "forward", self.frozen.scorer(work.model).forward(batch, objective)
-        return RankReply(as_rank_output(self.backend_label, method, returned), self.spans.drain())
+        output = as_rank_output(self.backend_label, method, returned)
+        if seconds:
+            output = evolve(output, metrics={**output.metrics, "compile_seconds": Metric.max(seconds)})
+        return RankReply(output, self.spans.drain())
 
     def _objective(self, work: Pass) -> Objective:
         if work.mode == "score":

@@ -93,6 +93,10 @@ ON_ONE_RANK = [
     ("refuses_what_it_trains", {"rehearsal"}, "refuses while planning a model that it trains: no model is known to keep documents"),
     ("rehearsal_draws", {"rehearsal"}, "draws from a global random state when it rehearses"),
     ("once_a_process", {"working"}, "a second time in the same processes: rank 0 fails in setup"),
+    ("compile_undeclared", {"undeclared_compile"}, "ignores model.compile, which it does not declare"),
+    ("attention_undeclared", {"undeclared_attention"}, "ignores model.attention, which it does not declare"),
+    ("takes_every_kernel", {"attention"}, 'takes model.attention = "flash" on the CPU'),
+    ("rounds_compiled_gradients", {"compiled"}, "compiled, the gradients differ by"),
     (
         "scores_one_token_early",
         {"scores", "packed_rows", "values", "logits", "images", "images_matter", "image_gradients"},
@@ -125,6 +129,7 @@ BY_DAY = [
     ("looks_at_every_score", {"host_waits"}, "waits for the device in every micro-batch of forward_backward", "dp1"),
 ]
 BY_NIGHT = [
+    ("scores_without_programs", {"compiled"}, "compiled, forward gives other logprobs", "dp1"),
     ("clears_gradients_of_all", {"second_model"}, "of the first model, the gradient norm of step 1", "dp2"),
     ("one_random_state_for_all_sets", {"adapter_sets"}, "the objective of a call of step", "dp2"),
     ("clips_every_call", {"clipping"}, "and a small one its own", "dp1"),

@@ -438,3 +438,40 @@ one_micro_batch_at_a_time = Wrong(overriding(forward=_one_at_a_time, forward_bac
 
 
 builds_all_at_first = Wrong(overriding(forward=_all_at_first, forward_backward=_all_at_first, weights=_sorted_weights))
+
+
+def _scores_without_programs(self: Any, original: Any, batch: Any, objective: Any) -> Any:
+    """Score by the layers as they are, and train by their programs."""
+    layers = [module for module in self._scorer.modules() if "forward" in vars(module)]
+    programs = [vars(layer).pop("forward") for layer in layers]
+    try:
+        return original(batch, objective)
+    finally:
+        for layer, program in zip(layers, programs, strict=True):
+            layer.forward = program
+
+
+def _rounds_compiled_gradients(self: Any, original: Any, batch: Any, objective: Any) -> Any:
+    import torch
+
+    output = original(batch, objective)
+    if self._spec.compile:
+        for parameter in self._parameters().values():
+            parameter.grad = parameter.grad.to(torch.bfloat16).to(parameter.dtype)
+    return output
+
+
+def _without(**fields: Any) -> Callable[..., Any]:
+    """Set the model up as if the run had asked for no such thing."""
+
+    def setup(self: Any, original: Any, model: Any, optimizer: Any, environment: Any) -> None:
+        original(attrs.evolve(model, **fields), optimizer, environment)
+
+    return setup
+
+
+scores_without_programs = Wrong(overriding(forward=_scores_without_programs))
+rounds_compiled_gradients = Wrong(overriding(forward_backward=_rounds_compiled_gradients))
+compile_undeclared = Wrong(overriding(setup=_without(compile=False)), fewer=frozenset({"compile"}))
+attention_undeclared = Wrong(overriding(setup=_without(attention="auto")), fewer=frozenset({"attention"}))
+takes_every_kernel = Wrong(overriding(setup=_without(attention="auto")))

@@ -45,6 +45,8 @@ Capability = Literal[
     "reference_by_adapters",
     "adapter_sets",
     "sgd",
+    "compile",
+    "attention",
 ]
 OPTIONAL_SCORES: tuple[Capability, ...] = ("logits", "logsumexp", "mean_logprob", "logprobs_at")
 """Scores of the model that a backend may lack, each a capability of that name."""
@@ -77,7 +79,9 @@ class BackendDescription:
     The capability `second_model` says that a further product of the plugin can be set up on the same ranks, with `optimizer=None`, and that
     neither changes what the other computes; `reference_by_adapters` that products are `SwitchesAdapters`; `adapter_sets` that products of a
     model with adapters are `HasAdapterSets`; `divergence` that products are `Teaches`, and that another one scores `top_1_agreement` and the
-    needs of `contracts.kinds.needs.Divergence` with what they give; `sgd` that products step by `SgdSettings`, as all do by `AdamWSettings`.
+    needs of `contracts.kinds.needs.Divergence` with what they give; `sgd` that products step by `SgdSettings`, as all do by `AdamWSettings`;
+    `compile` that products compile their layers where `ModelConfig.compile` says so, and compute the same up to rounding; `attention` that they
+    attend by the kernel that `ModelConfig.attention` names, or refuse it.
     """
 
     topology: Topology

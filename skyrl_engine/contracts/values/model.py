@@ -17,6 +17,8 @@ CODE = "skyrl_engine.code"
 """Key of a field's metadata: what it holds decides which code is run, as a `reference` of `PLACE` does, though it is no reference."""
 
 ComputeDtype = Literal["float64", "float32", "bfloat16"]
+AttentionKernel = Literal["auto", "sdpa", "flash", "flex"]
+ATTENTION_KERNELS = ("auto", "sdpa", "flash", "flex")
 
 
 @frozen
@@ -63,6 +65,15 @@ class ModelConfig:
 
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
+
+    compile: bool = False
+    """Compile the model's layers with `torch.compile` (needs a C++ compiler on CPUs, Triton on GPUs): the first step takes longer, by the
+    metric `compile_seconds`, and later ones less time. Losses and gradients differ by rounding."""
+
+    attention: AttentionKernel = field(default="auto", validator=in_(ATTENTION_KERNELS))
+    """Attention kernel of training and scoring: "sdpa" (torch's scaled dot-product attention), "flash" (torch's varlen flash attention, in
+    bfloat16 on GPUs), "flex" (FlexAttention, in bfloat16 on GPUs), or "auto": the fastest that is right on the device. Samplers have
+    their own."""
 
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Only for models whose code you have read."""

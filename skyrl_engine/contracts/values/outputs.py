@@ -28,6 +28,7 @@ ENGINE_METRICS = frozenset(
         "padding_share",
         "shared_share",
         "epoch",
+        "compile_seconds",
         "tokens_per_second",
         "evaluation_loss",
     )

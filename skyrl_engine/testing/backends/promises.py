@@ -10,6 +10,7 @@ from skyrl_engine.testing.backends.lora_promises import LORA_PROMISES
 from skyrl_engine.testing.backends.placement_promises import PLACEMENT_PROMISES
 from skyrl_engine.testing.backends.score_promises import SCORE_PROMISES
 from skyrl_engine.testing.backends.second_model_promises import SECOND_MODEL_PROMISES
+from skyrl_engine.testing.backends.speed_promises import SPEED_PROMISES
 from skyrl_engine.testing.backends.state_promises import STATE_PROMISES
 from skyrl_engine.testing.backends.step_promises import STEP_PROMISES
 from skyrl_engine.testing.backends.vision_promises import VISION_PROMISES
@@ -28,6 +29,7 @@ BACKEND_PROMISES: tuple[Promise[Any, Any], ...] = (
     *ADAPTER_SET_PROMISES,
     *SECOND_MODEL_PROMISES,
     *DEVICE_PROMISES,
+    *SPEED_PROMISES,
     config_round_trip,
     light_import,
 )

@@ -10,6 +10,7 @@ from skyrl_engine.contracts.values.topology import Topology
 from skyrl_engine.data.preview import show_boundaries, token_texts
 from skyrl_engine.data.text.template_rule import Rendering
 from skyrl_engine.engine.cpu_check import describe_sharing
+from skyrl_engine.engine.device_check import describe_compiling
 from skyrl_engine.model_facts.memory import CACHE_SHARE, CacheShape, format_bytes
 from skyrl_engine.rollout.offline_source import Recording
 from skyrl_engine.run.session import recall_choices
@@ -23,7 +24,8 @@ class RlPlan:
     """The plan of a run, for `--dry-run`. `plugins` describe each selected plugin by its place in the configuration.
 
     `rollouts` describes a recording that is trained on, None where attempts are sampled. `passes` names the passes over a batch in their order.
-    `caches` says what the generator holds of keys and values on each rank, None where it does not say. `written` says who writes prompts, empty
+    `caches` says what the generator holds of keys and values on each rank, None where it does not say. `compiles` says what
+    the first step does once, where it compiles; else it is empty. `written` says who writes prompts, empty
     for a recording. `prompt` is the first prompt of every environment as pieces of text, a token each; `suffix` is what comes between a turn
     and the next one, where there are several turns. `chosen` says what the engine chose where the configuration says "auto", and why.
     """
@@ -42,6 +44,7 @@ class RlPlan:
     passes: tuple[str, ...]
     reference: str | None
     caches: str | None
+    compiles: str
     written: str
     prompt: Mapping[str, tuple[str, ...]]
     suffix: Mapping[str, tuple[str, ...]]
@@ -72,6 +75,7 @@ def plan_rl(resolved: ResolvedConfig, *, progress: Progress | None = None) -> Rl
         passes=_passes(prepared),
         reference=_reference(prepared),
         caches=_describe_caches(prepared),
+        compiles=describe_compiling(config.model),
         written=_format_first_prompt(prepared),
         prompt=_prompts(prepared),
         suffix=_suffixes(prepared),
@@ -192,6 +196,7 @@ def facts(plan: RlPlan) -> dict[str, str]:
         "launch": f"{plan.launch}, world of {plan.topology.world_size} ({sizes}){shared}",
         **({} if plan.reference is None else {"reference": plan.reference}),
         **({} if plan.caches is None else {"keys and values": plan.caches}),
+        **({"compiling": plan.compiles} if plan.compiles else {}),
         **{f"tasks of {name}": f"{train:,} to train on, {held_out:,} held out" for name, (train, held_out) in plan.tasks.items()},
         **({} if plan.rollouts is None else {"rollouts": plan.rollouts}),
         "steps": f"{plan.steps:,} of {plan.batch}",

@@ -11,6 +11,7 @@ from skyrl_engine.contracts.values.topology import Topology
 from skyrl_engine.data.preview import first_prompt
 from skyrl_engine.engine.batch_shape import BatchShape
 from skyrl_engine.engine.cpu_check import describe_sharing
+from skyrl_engine.engine.device_check import describe_compiling
 from skyrl_engine.training.sft.checks import limit_to_model
 from skyrl_engine.training.sft.order import SampleOrder
 from skyrl_engine.training.sft.prepare import PreparedRun, describe_data
@@ -31,7 +32,8 @@ class RunPlan:
     """`plugins` describe each selected plugin by kind; `train` and `evaluation` are the data's name, format and counts.
 
     `sharing` says how many ranks share how many cores of this machine, if they do.
-    `adapters` counts the matrices that LoRA adapts and those that it leaves frozen.
+    `adapters` counts the matrices that LoRA adapts and those that it leaves frozen. `compiles` says what the first step does once, where it
+    compiles; else it is empty.
     `longest_allowed` is the longest sample in tokens, by `data.max_length` or else by the model; None where neither says. `rotary_length` is
     the longest row for which rotary frequencies are fixed; None for models that do not choose them by length.
     `samples_per_step` says how many samples a step trains on where that is not `batch_size`; else it is empty.
@@ -46,6 +48,7 @@ class RunPlan:
     sharing: str | None
     topology: Topology
     adapters: str | None
+    compiles: str
     capabilities: tuple[str, ...]
     required: tuple[str, ...]
     train: Mapping[str, Any]
@@ -73,6 +76,7 @@ def describe_plan(prepared: PreparedRun) -> RunPlan:
         sharing=describe_sharing(resolved.config.run),
         topology=prepared.assembly.description.topology,
         adapters=_adapters(resolved),
+        compiles=describe_compiling(resolved.config.model),
         capabilities=tuple(sorted(prepared.assembly.description.capabilities)),
         required=tuple(sorted(prepared.required)),
         train=describe_data(prepared.train) or {},

@@ -49,6 +49,8 @@ def test_the_page_lists_exactly_what_runs_write(tables_of: Callable[..., dict[st
     written.add("teacher/divergence")
     # of rows of trees, which test_rl_run.py holds
     written.add("shared_share")
+    # of compiled layers, which test_compiled_run.py holds
+    written.add("compile_seconds")
     assert [record["kind"] for record in records].count("evaluation") == 2
     undefined = {name for name in written - OF_LOSSES if not any(matches(row, name) for row in ROWS)}
     assert undefined == set(), "docs/reference/rl-metrics.md lacks these"

@@ -18,6 +18,7 @@ from skyrl_engine.contracts.kinds.collator import Collator
 from skyrl_engine.contracts.kinds.context import FactoryContext
 from skyrl_engine.contracts.kinds.loss import FunctionLoss
 from skyrl_engine.contracts.values.columns import SampleColumns
+from skyrl_engine.contracts.values.model import LoraConfig
 from skyrl_engine.contracts.values.ragged import Ragged, offsets_of
 from skyrl_engine.contracts.values.topology import Topology
 from skyrl_engine.engine.capability import (
@@ -61,8 +62,14 @@ def test_what_a_run_requires() -> None:
     with_images = columns(extras={"images": images()})
     everything = collect_required_capabilities(Topology(dp=1, tp=2, cp=2, pp=2), collator("packed"), [columns(), with_images])
     assert everything == {"packed", "tensor_parallel", "context_parallel", "pipeline_parallel", "vision"}
-    assert collect_required_capabilities(Topology(), collator("padded"), [columns()], value_head=True) == {"padded", "value_head"}
-    assert collect_required_capabilities(Topology(), collator("padded"), [columns()], lora=True) == {"padded", "lora"}
+    assert collect_required_capabilities(Topology(), collator("padded"), [columns()], ModelConfig("m", value_head=True)) == {
+        "padded",
+        "value_head",
+    }
+    assert collect_required_capabilities(Topology(), collator("padded"), [columns()], ModelConfig("m", lora=LoraConfig())) == {
+        "padded",
+        "lora",
+    }
 
 
 def images() -> Ragged:

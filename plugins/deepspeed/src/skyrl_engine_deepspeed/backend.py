@@ -20,6 +20,7 @@ from skyrl_engine.contracts import (
     RankEnvironment,
     RankOutput,
 )
+from skyrl_engine.modeling.device_check import refuse_on_device
 from skyrl_engine.modeling.exporting import collect_export_tensors, write_pretrained
 from skyrl_engine.modeling.host_threads import share_cores
 from skyrl_engine.modeling.lora import adapters_off, iterate_merged_weights
@@ -53,6 +54,8 @@ class DeepSpeedBackend:
         optimizer = require_adamw(optimizer, "deepspeed")
         self.coords = RankCoords(rank=environment.rank, dp=environment.rank)
         self._device = torch.device(environment.device)
+        self._config.refuse_compile(model)
+        refuse_on_device(model, environment.device, environment.rows)
         refuse_unsupported(self._config, model.dtype, self._device, learns=optimizer is not None)
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
@@ -188,6 +191,7 @@ class DeepSpeedBackend:
             vocabulary=self._loaded.vocabulary,
             device=self._device,
             backend="deepspeed",
+            one_row=self._loaded.scorer.one_row,
         )
 
     def _plain_scorer(self) -> Scorer:

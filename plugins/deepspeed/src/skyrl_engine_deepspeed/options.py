@@ -6,7 +6,7 @@ from attrs import field, frozen
 from attrs.validators import ge, in_
 
 from skyrl_engine import UnsupportedError
-from skyrl_engine.contracts import ComputeDtype
+from skyrl_engine.contracts import ComputeDtype, ModelConfig
 
 
 @frozen
@@ -34,6 +34,19 @@ class DeepSpeedConfig:
                     f"backend.{option} needs ZeRO stage {' or '.join(map(str, stages))}, the run asks for stage {self.zero_stage}",
                     remedy=f"Set backend.zero_stage to {stages[-1]} or backend.{option} to false",
                 )
+
+    @property
+    def compiles(self) -> bool:
+        """True where layers can be compiled: stage 3 gathers and frees the weights of every linear layer from hooks inside them."""
+        return self.zero_stage < 3
+
+    def refuse_compile(self, model: ModelConfig) -> None:
+        """Raises UnsupportedError for layers that are to be compiled at a stage that cannot."""
+        if model.compile and not self.compiles:
+            raise UnsupportedError(
+                "model.compile = true, and ZeRO stage 3 gathers weights from hooks inside the layers, which are not compiled",
+                remedy="Set backend.zero_stage to 2 or lower, or model.compile = false",
+            )
 
     def refuse_precision(self, dtype: ComputeDtype, *, learns: bool) -> None:
         """Raises UnsupportedError if DeepSpeed would round weights or gradients below the precision of `dtype` at this stage."""

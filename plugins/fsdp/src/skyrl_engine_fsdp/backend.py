@@ -23,6 +23,7 @@ from skyrl_engine.contracts import (
     RankOutput,
 )
 from skyrl_engine.modeling import random_states
+from skyrl_engine.modeling.device_check import refuse_on_device
 from skyrl_engine.modeling.exporting import collect_export_tensors, write_pretrained
 from skyrl_engine.modeling.host_threads import share_cores
 from skyrl_engine.modeling.lora import adapters_off, has_adapters, iterate_merged_weights
@@ -60,6 +61,7 @@ class FsdpBackend:
         """
         topology = self._config.topology(environment.world_size)
         self._device = torch.device(environment.device)
+        refuse_on_device(model, environment.device, environment.rows)
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         elif self._config.cpu_offload:
@@ -244,6 +246,7 @@ class FsdpBackend:
             device=self._device,
             backend="fsdp",
             images=self._scorer.images,
+            one_row=self._scorer.one_row,
         )
 
     def _parameters(self) -> dict[str, nn.Parameter]:

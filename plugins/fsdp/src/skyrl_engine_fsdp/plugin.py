@@ -22,12 +22,12 @@ class FsdpPlugin:
         topology = config.topology(world_size)
         sharing = world_size // config.replicate
         capabilities: frozenset[Capability] = frozenset(
-            {"padded", "packed", "tree", "value_head", "tensor_parallel", *OPTIONAL_SCORES, "second_model", "sgd"}
+            {"padded", "packed", "tree", "value_head", "tensor_parallel", *OPTIONAL_SCORES, "second_model", "sgd", "attention"}
         )
         # transformers' tensor-parallel plans cut the linear layers of a text decoder; they say nothing about adapters and vision towers,
-        # and a head that is divided compares with no teacher's
+        # and a head that is divided compares with no teacher's. Programs over divided layers are not tested
         if topology.tp == 1:
-            undivided: frozenset[Capability] = frozenset({"lora", "reference_by_adapters", "vision", "divergence"})
+            undivided: frozenset[Capability] = frozenset({"lora", "reference_by_adapters", "vision", "divergence", "compile"})
             # FSDP2 copies host memory to pin it, so that nobody would share it
             shared: frozenset[Capability] = frozenset() if config.cpu_offload else frozenset({"adapter_sets"})
             return BackendDescription(

@@ -8,14 +8,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from skyrl_engine.modeling.run_attention import attend_runs
+from skyrl_engine.contracts import AttentionKernel
+from skyrl_engine.modeling.attention_kernel import attend_segments, takes_one_row
+from skyrl_engine.modeling.segments import Segments
 from skyrl_engine_megatron.context import gather_row
 from skyrl_engine_megatron.documents import Boundaries
 from skyrl_engine_megatron.library import MegatronModule, TransformerConfig, parallel_state
 
 
 class DocumentAttention(MegatronModule):  # type: ignore[misc] # megatron-core is untyped
-    """A `core_attention` of megatron-core for rows of documents: causal, without dropout, over this rank's heads."""
+    """A `core_attention` of megatron-core for rows of documents: causal, without dropout, over this rank's heads.
+
+    `kernel` is that of subclasses which `attend_by` makes; this class has torch's scaled dot-product attention.
+    """
+
+    kernel: AttentionKernel = "sdpa"
 
     def __init__(self, config: TransformerConfig, *_: Any, **__: Any) -> None:
         """Ignore the further arguments of a `core_attention` (layer, mask type, groups): this class has nothing to choose."""
@@ -25,10 +32,12 @@ class DocumentAttention(MegatronModule):  # type: ignore[misc] # megatron-core i
         self, query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor, _mask: None = None, *, packed_seq_params: Boundaries, **_: Any
     ) -> Tensor:
         """Return [tokens, heads x d]; `key_TGD` and `value_TGD` have fewer heads if several queries share one."""
-        if packed_seq_params.segments is not None:
+        if packed_seq_params.segments is not None or takes_one_row(self.kernel):
             query, key, value = (tensor.transpose(0, 1)[None] for tensor in (query_THD, key_TGD, value_TGD))
-            segments = packed_seq_params.segments
-            return attend_runs(query, key, value, segments, _attend_document, scaling=None, window=None)[0].flatten(1)
+            segments = packed_seq_params.segments or Segments(packed_seq_params.lengths)
+            return attend_segments(self.kernel, query, key, value, segments, _attend_document, scaling=None, window=None)[
+                0
+            ].flatten(1)
         lengths = list(packed_seq_params.lengths)
         if packed_seq_params.order is None:
             documents = zip(*(torch.split(tensor, lengths) for tensor in (query_THD, key_TGD, value_TGD)), strict=True)
@@ -44,6 +53,11 @@ class DocumentAttention(MegatronModule):  # type: ignore[misc] # megatron-core i
                 seen = (number + 1) * len(chunk)
                 outputs.append(_attend(chunk, key[:seen], value[:seen]))
         return torch.cat(outputs).flatten(1)
+
+
+def attend_by(kernel: AttentionKernel) -> type[DocumentAttention]:
+    """Return the class of `core_attention` that attends by the kernel which `model.attention` names."""
+    return type("DocumentAttention", (DocumentAttention,), {"kernel": kernel})
 
 
 def _attend_document(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:

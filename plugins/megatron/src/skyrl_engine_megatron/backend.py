@@ -24,13 +24,14 @@ from skyrl_engine.contracts import (
     model_score,
 )
 from skyrl_engine.modeling.chunked_head import VOCABULARY_SCORES
+from skyrl_engine.modeling.device_check import refuse_on_device
 from skyrl_engine.modeling.exporting import write_pretrained
 from skyrl_engine.modeling.loading import weight_dtype
 from skyrl_engine.modeling.micro_batch import gradient_not_finite
 from skyrl_engine.modeling.optimizer import require_adamw
 from skyrl_engine_megatron import checkpoint, kernels
 from skyrl_engine_megatron.agreement import check_agreement
-from skyrl_engine_megatron.attention import DocumentAttention
+from skyrl_engine_megatron.attention import DocumentAttention, attend_by
 from skyrl_engine_megatron.building import build, transformer_config
 from skyrl_engine_megatron.documents import RowShape
 from skyrl_engine_megatron.gradients import clip, list_non_finite, preserve_gradients, sum_over_ranks
@@ -73,6 +74,7 @@ class MegatronBackend:
         self._device = torch.device(environment.device)
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
+        refuse_on_device(model, environment.device, environment.rows)
         self._settings, self._precision = optimizer, model.dtype
         self._steps_done = 0
         self._source = read(model, self._config)
@@ -100,7 +102,9 @@ class MegatronBackend:
         )
         if rows == "tree":
             refuse_trees(self._config)
-            attention: Any = DocumentAttention
+            attention: Any = attend_by("sdpa" if model.attention == "auto" else model.attention)
+        elif model.attention != "auto":
+            attention = attend_by(model.attention)
         else:
             attention = kernels.choose_core_attention(self._config, config, self._device)
         decoders = build(source.architecture, config, self._config, attention)
@@ -129,7 +133,7 @@ class MegatronBackend:
             vocabulary=source.architecture.vocabulary,
             logits_per_chunk=model.logits_per_chunk,
             device=self._device,
-            kernels=attention is not DocumentAttention,
+            kernels=not issubclass(attention, DocumentAttention),
             router=RouterLosses.of(self._config, source.architecture.layers),
         )
         distribute(source, self._state, self._device, weight_dtype(model.dtype))

@@ -34,6 +34,12 @@ def refuse_model(options: "MegatronConfig", config: Any, model: ModelConfig) -> 
         raise UnsupportedError(
             "the megatron backend trains no adapters", remedy='Remove model.lora, or set backend.use to "fsdp" or "deepspeed"'
         )
+    refuse_unlike_attention(options, model)
+    if model.compile:
+        raise UnsupportedError(
+            "model.compile = true, and the megatron backend runs megatron-core's layers as they are",
+            remedy='Set model.compile = false, or backend.use to "fsdp" or "deepspeed"',
+        )
     if options.attention == "transformer_engine" and model.dtype != "bfloat16":
         raise UnsupportedError(
             f'backend.attention = "transformer_engine" computes in bfloat16, and model.dtype is {model.dtype}',
@@ -43,6 +49,22 @@ def refuse_model(options: "MegatronConfig", config: Any, model: ModelConfig) -> 
     _refuse_experts(options, config, model)
     for peculiarity in _peculiarities(config.get_text_config(decoder=True), config.model_type):
         raise UnsupportedError(f"{model.path} has {peculiarity}, which the megatron backend does not build", remedy=_CHOOSE)
+
+
+def refuse_unlike_attention(options: "MegatronConfig", model: ModelConfig) -> None:
+    """Raises UnsupportedError where both `model.attention` and `backend.attention` choose, and for a kernel that does not divide documents."""
+    if model.attention == "auto":
+        return
+    chosen = f'model.attention = "{model.attention}"'
+    if options.attention != "auto":
+        raise UnsupportedError(
+            f'{chosen} and backend.attention = "{options.attention}" both choose the attention kernel', remedy="Remove one of them"
+        )
+    if options.context_parallel > 1 and model.attention != "sdpa":
+        raise UnsupportedError(
+            f"{chosen}, and backend.context_parallel = {options.context_parallel} divides documents among ranks, which that kernel does not",
+            remedy='Set backend.context_parallel = 1, or model.attention to "auto" or "sdpa"',
+        )
 
 
 def _refuse_layout(options: "MegatronConfig", config: Any, name: str) -> None:

@@ -15,7 +15,7 @@ hide it, and with several queues the product may come first and the sum wait for
 
 
 _CAPABILITIES: frozenset[Capability] = frozenset(
-    {"padded", "packed", "tensor_parallel", "pipeline_parallel", "context_parallel", "vision", *OPTIONAL_SCORES}
+    {"padded", "packed", "tensor_parallel", "pipeline_parallel", "context_parallel", "vision", "attention", *OPTIONAL_SCORES}
 )
 
 
@@ -48,8 +48,10 @@ class MegatronPlugin:
 
 
 def _rehearse(options: MegatronConfig, model: ModelConfig, rows: RowKind) -> None:
+    from skyrl_engine.modeling.attention_kernel import refuse_rows_of_kernel
     from skyrl_engine.modeling.unpickling import refuse_code
 
+    refuse_rows_of_kernel(model, rows)
     if rows == "tree":
         refuse_trees(options)
     refuse_code(weight_files(model))

@@ -1,0 +1,27 @@
+"""Refuse a way of computing that the device of a run's ranks does not have, where all ranks are on this machine."""
+
+from skyrl_engine.config.schema import ModelConfig, RunConfig
+from skyrl_engine.contracts.values.plan import RowKind
+from skyrl_engine.engine.cpu_check import starts_ray_here
+from skyrl_engine.workers.process_group import pick_device
+
+
+def refuse_absent_kernels(model: ModelConfig, run: RunConfig, rows: RowKind) -> None:
+    """Raise UnsupportedError for `model.compile` without a compiler, and for a kernel of `model.attention` that does not run here.
+
+    On a cluster that runs already, ranks refuse it when they load the model: the controller's machine may be another one than theirs.
+    """
+    if (not model.compile and model.attention == "auto") or (run.launch == "ray" and not starts_ray_here(run)):
+        return
+    from skyrl_engine.modeling.device_check import refuse_on_device
+
+    refuse_on_device(model, pick_device(run.device, 0), rows)
+
+
+def describe_compiling(model: ModelConfig) -> str:
+    """Return what `model.compile` costs, as a clause of a plan; empty for a model that is not compiled."""
+    return (
+        "the first step compiles the layers, which takes a minute or so; its metric compile_seconds says how long"
+        if model.compile
+        else ""
+    )
