@@ -1,7 +1,7 @@
 """Wall time for which two ranks wait for the controller between steps, with the next mini-batch made ahead and made in its turn.
 
 A gap lasts from the last rank's answer to an optimizer step until the next pass is sent. Two actors of Ray train a tiny model on mini-batches
-of 512 samples of 40 to 400 tokens, so that reading, cutting, weighing and placing a mini-batch takes the controller a while. The figure is the
+of 128 samples of 40 to 200 tokens, so that reading, cutting, weighing and placing a mini-batch takes the controller a while. The figure is the
 median gap of a run, the least of several runs, of which each kind takes its turn. CPU time would not show it: the work is the same, at another
 time. Run with `nox -s bench`.
 """
@@ -25,8 +25,8 @@ from skyrl_engine.training.sft.trainer import run_sft
 from skyrl_engine.workers.messages import Message, RunPass, StepOptimizer
 from skyrl_engine.workers.ray_transport import RayTransport
 
-ROUNDS, STEPS, BATCH, SAMPLES = 2, 12, 512, 2048
-SHORTEST, LONGEST = 40, 400
+ROUNDS, STEPS, BATCH, SAMPLES = 2, 12, 128, 512
+SHORTEST, LONGEST = 40, 200
 
 
 class Gaps:
