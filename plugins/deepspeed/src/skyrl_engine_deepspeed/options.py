@@ -35,17 +35,12 @@ class DeepSpeedConfig:
                     remedy=f"Set backend.zero_stage to {stages[-1]} or backend.{option} to false",
                 )
 
-    @property
-    def compiles(self) -> bool:
-        """True where layers can be compiled: stage 3 gathers and frees the weights of every linear layer from hooks inside them."""
-        return self.zero_stage < 3
-
     def refuse_compile(self, model: ModelConfig) -> None:
-        """Raises UnsupportedError for layers that are to be compiled at a stage that cannot."""
-        if model.compile and not self.compiles:
+        """Raises UnsupportedError for layers that are to be compiled: DeepSpeed acts inside of layers, and no test shows that they are the same."""
+        if model.compile:
             raise UnsupportedError(
-                "model.compile = true, and ZeRO stage 3 gathers weights from hooks inside the layers, which are not compiled",
-                remedy="Set backend.zero_stage to 2 or lower, or model.compile = false",
+                "model.compile = true, and the deepspeed backend compiles no layers",
+                remedy='Set model.compile = false, or backend.use = "fsdp"',
             )
 
     def refuse_precision(self, dtype: ComputeDtype, *, learns: bool) -> None:

@@ -3,7 +3,7 @@
 from typing import Any
 
 from skyrl_engine import hookimpl
-from skyrl_engine.contracts import OPTIONAL_SCORES, Backend, BackendDescription, Capability, ModelConfig, RowKind, Topology
+from skyrl_engine.contracts import OPTIONAL_SCORES, Backend, BackendDescription, ModelConfig, RowKind, Topology
 from skyrl_engine_deepspeed.options import DeepSpeedConfig
 
 
@@ -18,7 +18,6 @@ class DeepSpeedPlugin:
     def skyrl_engine_describe_backend(self, config: DeepSpeedConfig | None, world_size: int) -> BackendDescription:
         options = config or DeepSpeedConfig()
         options.refuse_contradictions()
-        compiled: frozenset[Capability] = frozenset({"compile"} if options.compiles else ())
         return BackendDescription(
             Topology(dp=world_size),
             frozenset(
@@ -34,8 +33,7 @@ class DeepSpeedPlugin:
                     "reference_by_adapters",
                     "attention",
                 }
-            )
-            | compiled,
+            ),
             lambda _, model: options.refuse_precision(model.dtype, learns=True),
             _rehearse,
             state_ranks=world_size if options.zero_stage == 3 else 1,

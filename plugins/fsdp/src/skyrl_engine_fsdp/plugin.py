@@ -27,11 +27,14 @@ class FsdpPlugin:
         # transformers' tensor-parallel plans cut the linear layers of a text decoder; they say nothing about adapters and vision towers,
         # and a head that is divided compares with no teacher's. Programs over divided layers are not tested
         if topology.tp == 1:
-            undivided: frozenset[Capability] = frozenset({"lora", "reference_by_adapters", "vision", "divergence", "compile"})
+            undivided: frozenset[Capability] = frozenset({"lora", "reference_by_adapters", "vision", "divergence"})
             # FSDP2 copies host memory to pin it, so that nobody would share it
             shared: frozenset[Capability] = frozenset() if config.cpu_offload else frozenset({"adapter_sets"})
             return BackendDescription(
-                topology, capabilities | undivided | shared, rehearse=partial(_rehearse, images=True), state_ranks=sharing
+                topology,
+                capabilities | undivided | shared | (frozenset({"compile"}) if world_size == 1 else frozenset()),
+                rehearse=partial(_rehearse, images=True),
+                state_ranks=sharing,
             )
         return BackendDescription(
             topology, capabilities, partial(refuse_model, topology.tp), partial(_rehearse, images=False), state_ranks=sharing
