@@ -36,7 +36,7 @@ class DeepSpeedConfig:
                 )
 
     def refuse_compile(self, model: ModelConfig) -> None:
-        """Raises UnsupportedError for layers that are to be compiled: DeepSpeed acts inside of layers, and no test shows that they are the same."""
+        """Raises UnsupportedError for layers that are to be compiled: DeepSpeed acts inside them, and no test shows that they are the same."""
         if model.compile:
             raise UnsupportedError(
                 "model.compile = true, and the deepspeed backend compiles no layers",

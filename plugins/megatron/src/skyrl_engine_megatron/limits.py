@@ -38,7 +38,7 @@ def refuse_model(options: "MegatronConfig", config: Any, model: ModelConfig) -> 
     if model.compile:
         raise UnsupportedError(
             "model.compile = true, and the megatron backend runs megatron-core's layers as they are",
-            remedy='Set model.compile = false, or backend.use to "fsdp" or "deepspeed"',
+            remedy='Set model.compile = false, or backend.use to "fsdp"',
         )
     if options.attention == "transformer_engine" and model.dtype != "bfloat16":
         raise UnsupportedError(
