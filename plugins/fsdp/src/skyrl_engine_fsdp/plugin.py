@@ -25,14 +25,15 @@ class FsdpPlugin:
             {"padded", "packed", "tree", "value_head", "tensor_parallel", *OPTIONAL_SCORES, "second_model", "sgd", "attention"}
         )
         # transformers' tensor-parallel plans cut the linear layers of a text decoder; they say nothing about adapters and vision towers,
-        # and a head that is divided compares with no teacher's. Programs over divided layers are not tested
+        # and a head that is divided compares with no teacher's. Programs over layers that ranks share are not tested
         if topology.tp == 1:
             undivided: frozenset[Capability] = frozenset({"lora", "reference_by_adapters", "vision", "divergence"})
             # FSDP2 copies host memory to pin it, so that nobody would share it
             shared: frozenset[Capability] = frozenset() if config.cpu_offload else frozenset({"adapter_sets"})
+            compiled: frozenset[Capability] = frozenset({"compile"} if world_size == 1 else ())
             return BackendDescription(
                 topology,
-                capabilities | undivided | shared | (frozenset({"compile"}) if world_size == 1 else frozenset()),
+                capabilities | undivided | shared | compiled,
                 rehearse=partial(_rehearse, images=True),
                 state_ranks=sharing,
             )
