@@ -62,7 +62,7 @@ class KeepsCaches(Plain):
 
 
 class OneTokenShort(KeepsCaches):
-    """What is kept of a row counts the last sampled token, which no step has read."""
+    """Its kept rows count the last sampled token, which no step has read."""
 
     def completion(self, state, finish, stop=None, error=None):
         kept = self.kept.get(self.key(state.request))
@@ -72,7 +72,7 @@ class OneTokenShort(KeepsCaches):
 
 
 class KeepsOneShort(KeepsCaches):
-    """What is kept of a row lacks the keys and values of its last token: the next turn's are one place too early."""
+    """Its kept rows lack the keys and values of their last token: the next turn's are one place too early."""
 
     def completion(self, state, finish, stop=None, error=None):
         kept = self.kept.get(self.key(state.request))
@@ -133,7 +133,7 @@ class OfTheWeightsBefore(KeepsCaches):
 
 
 class OfAnyTarget(KeepsCaches):
-    """What is kept of a session serves every weight set."""
+    """Its kept sessions serve every weight set."""
 
     def key(self, request):
         return "policy", request.session

@@ -128,7 +128,7 @@ REFUSED: Final = frozenset(
 """Those that planning refuses: they drop numbers at random, keep a state, or attend in code of their own."""
 
 TOLERANCE: Final = 1e-5
-"""Of the largest entry, float32; router losses are not part of it."""
+"""Relative to the largest entry, float32; router losses are not part of it."""
 
 
 def test_of_forty_architectures_and_more_prefixes_are_shared() -> None:

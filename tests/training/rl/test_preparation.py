@@ -165,7 +165,7 @@ def test_every_preset_is_planned_and_nothing_is_written(rl: Rl, tmp_path: Path) 
 
 
 def test_a_plan_says_what_keys_and_values_take(rl: Rl, world: Path) -> None:
-    """Of every layer, so many heads of keys and as many of values, 4 bytes a number."""
+    """Bytes of a token: of every layer, so many heads of keys and as many of values, 4 bytes a number."""
     sizes = json.loads((world / "model" / "config.json").read_text())
     token_bytes = sizes["num_hidden_layers"] * sizes["num_key_value_heads"] * sizes["head_dim"] * 2 * 4
     held = facts(plan_rl(rl("run", "generator.cache_tokens=4096", "model.dtype=float32")))["keys and values"]
