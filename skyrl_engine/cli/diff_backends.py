@@ -357,8 +357,7 @@ def _with_plain_layout(raw: "RawConfig") -> "RawConfig":
     """Return the configuration with one sample per row, in one micro-batch, where it leaves these to the engine."""
     collator, training = ({**raw.table.get(name, {})} for name in ("collator", "training"))
     collator.setdefault("use", "padded")
-    if "micro_batch_rows" not in training:
-        training.setdefault("micro_batch_tokens", "none")
+    training.setdefault("micro_batch_tokens", "none")
     return attrs.evolve(raw, table={**raw.table, "collator": collator, "training": training})
 
 

@@ -51,7 +51,8 @@ def worker_spec() -> Callable[..., WorkerSpec]:
     """`worker_spec(model_directory, ranks)`: the default plugins, AdamW, one data-parallel dimension."""
 
     def make(model: Path, ranks: int, dtype: str = "float32") -> WorkerSpec:
-        resolved = resolve(from_dict({"model": {"path": str(model)}, "data": {"train": "unused.jsonl"}}, "test"))
+        tables = {"model": {"path": str(model)}, "data": {"train": "unused.jsonl"}, "collator": {"use": "padded"}}
+        resolved = resolve(from_dict(tables, "test"))
         return WorkerSpec(
             plugins={kind: resolved.plugins[kind].to_lock_entry() for kind in ("collator", "loss", "backend")},
             context=FactoryContext(seed=1),

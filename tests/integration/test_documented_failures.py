@@ -78,7 +78,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     folder = tmp_path_factory.mktemp("engine")
     (folder / "losses.py").write_text(LOSS_FILE)
     write_model(folder / "model", value_head=True)
-    plugins = resolve(from_dict({}, "test"), need=()).plugins
+    plugins = resolve(from_dict({"collator": {"use": "padded"}}, "test"), need=()).plugins
     with RankPool(ModelConfig(str(folder / "model"), value_head=True), plugins) as pool:
         yield Ranks(pool, folder)
 
