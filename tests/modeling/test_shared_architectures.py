@@ -5,7 +5,7 @@ from typing import Any, Final
 
 import pytest
 import torch
-from test_shared_prefixes import losses_and_gradients, make_columns
+from shared_rows import losses_and_gradients, make_columns
 
 from skyrl_engine.contracts.values.model import ModelConfig
 from skyrl_engine.contracts.values.plan import Layout

@@ -48,7 +48,12 @@ elsewhere = Plugin()
 
 
 def spec_with(backend: str) -> WorkerSpec:
-    table = {"model": {"path": "./missing"}, "data": {"train": "unused.jsonl"}, "backend": {"use": backend}}
+    table = {
+        "model": {"path": "./missing"},
+        "data": {"train": "unused.jsonl"},
+        "backend": {"use": backend},
+        "collator": {"use": "padded"},
+    }
     resolved = resolve(from_dict(table, "test"))
     locks = {kind: resolved.plugins[kind].to_lock_entry() for kind in ("collator", "loss", "backend")}
     return WorkerSpec(locks, FactoryContext(), ModelConfig("./missing"), None, Topology(), "cpu")
