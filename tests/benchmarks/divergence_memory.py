@@ -44,6 +44,7 @@ def beyond_gradients(folder: Path, vocabulary: int, loss: Mapping[str, Any]) -> 
     """Bytes at the highest point of a forward and backward pass, less those of the gradients."""
     tables = {
         "model": {"path": str(folder / "student")},
+        "collator": {"use": "padded"},
         "loss": dict(loss),
         "run": {"device": "cpu"},
         "optimizer": {"schedule": "constant"},
