@@ -122,6 +122,7 @@ REFUSED: Final = frozenset(
         "recurrent_gemma",
         "rwkv",
         "seed_oss",
+        "stablelm",
         "xglm",
     )
 )
