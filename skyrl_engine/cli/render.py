@@ -170,13 +170,13 @@ def _format_promise_count(findings: "Sequence[Finding]") -> str:
 @frozen
 class ProgressDisplay:
     """Listeners that show progress: `training` for a ProgressObserver, `data` for a label, rows done and rows in all (0: what cannot be
-    counted), `warning` for a sentence that the user must not miss, `told` for one that says what the run is about to do.
+    counted), `warning` for a sentence that the user must not miss, `notice` for one that says what the run is about to do.
     """
 
     training: Callable[[Progress], None]
     data: Callable[[str, int, int], None]
     warning: Callable[[str], None]
-    told: Callable[[str], None]
+    notice: Callable[[str], None]
 
 
 @contextmanager
@@ -187,13 +187,13 @@ def show_progress(*, quiet: bool) -> Iterator[ProgressDisplay]:
     def warning(sentence: str) -> None:
         console.print(Text(f"warning: {visible(sentence)}"), soft_wrap=True)
 
-    def told(sentence: str) -> None:
+    def notice(sentence: str) -> None:
         console.print(Text(visible(sentence)), soft_wrap=True)
 
     if quiet:
         yield ProgressDisplay(_ignore, _ignore, warning, _ignore)
     elif not console.is_terminal:
-        yield ProgressDisplay(ProgressLines(console.print), partial(_say_uncounted, console), warning, told)
+        yield ProgressDisplay(ProgressLines(console.print), partial(_say_uncounted, console), warning, notice)
     else:
         with ProgressBar(
             BarColumn(bar_width=30), TextColumn("{task.description}", markup=False), console=console, transient=True
@@ -210,7 +210,7 @@ def show_progress(*, quiet: bool) -> Iterator[ProgressDisplay]:
                 # what cannot be counted may keep this process so busy that the bar's own thread gets no turn
                 bar.update(task, total=total or None, completed=done, description=description, refresh=not total)
 
-            yield ProgressDisplay(training, data, warning, told)
+            yield ProgressDisplay(training, data, warning, notice)
 
 
 def _say_uncounted(console: Console, label: str, _done: int, total: int) -> None:

@@ -85,7 +85,7 @@ def train(resolved: "ResolvedConfig", settings: CommandSettings, observers: Sequ
     with (
         SeldomCollected() as collector,
         show_progress(quiet=settings.quiet) as display,
-        warnings_to(display.warning, display.told),
+        warnings_to(display.warning, display.notice),
         calling_trainer(resolved, "run") as run,
     ):
         result: RunResult = run(

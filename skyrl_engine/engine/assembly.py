@@ -208,7 +208,7 @@ def assemble(resolved: ResolvedConfig, files: ModelFiles, *, max_sequence_length
             assembly.check_backend(files.facts)
             owner = Owner.of(backend.loaded.record)
             rows = assembly.collator.product.rows
-            if assembly.collators is None or not assembly.collators.was_rehearsed(rows):
+            if assembly.collators is None or not assembly.collators.has_rehearsed(rows):
                 check_loading(owner, files.facts, assembly.description, rows)
         with refusals.collect():
             refuse_absent_kernels(config.model, config.run, assembly.collator.product.rows)

@@ -182,13 +182,13 @@ class Collators:
         for rows in PREFERRED:
             reason = unpaid if rows == "tree" else None
             if reason is None and rows != "padded":
-                reason = self._find_refusal(rows) or self._find_not_carried(rows, datasets)
+                reason = self._find_refusal(rows) or self._find_missing_extras(rows, datasets)
             if reason is None:
                 return rows, "; ".join([_ADVANTAGES[rows], *without])
             without.append(f"not {rows}, because {reason}")
         raise AssertionError("padded is always possible")
 
-    def was_rehearsed(self, rows: RowKind) -> bool:
+    def has_rehearsed(self, rows: RowKind) -> bool:
         """Say whether the backend was asked about these rows, and has not refused them."""
         return self._refusals.get(rows, "") is None
 
@@ -209,7 +209,7 @@ class Collators:
                 return error.cause
         return None
 
-    def _find_not_carried(self, rows: RowKind, datasets: Sequence[SampleColumns]) -> str | None:
+    def _find_missing_extras(self, rows: RowKind, datasets: Sequence[SampleColumns]) -> str | None:
         present = {name for columns in datasets for name in columns.extras}
         needed = {capability for capability, names in CARRIED_EXTRAS.items() if names & present}
         if not needed:

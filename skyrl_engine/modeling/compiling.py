@@ -71,7 +71,7 @@ def _find_missing_tool() -> str | None:
     return None
 
 
-def refuse_uncompiled(model: Any, decoder: nn.Module, name: str) -> None:
+def refuse_incompilable(model: Any, decoder: nn.Module, name: str) -> None:
     """Raises UnsupportedError for models that no test shows to be the same compiled: mixtures of experts, models of images, unknown layers."""
     if isinstance(decoder, ImageDecoder):
         raise UnsupportedError(f"{name} takes images, and models that do are not compiled", remedy=_WITHOUT)
@@ -89,7 +89,7 @@ def refuse_uncompiled(model: Any, decoder: nn.Module, name: str) -> None:
 def compile_layers(model: Any, decoder: nn.Module, name: str) -> None:
     """Let every layer of `decoder`, a part of `model`, run as a compiled program from its first pass on, in place.
 
-    Call it before sharding, on a model that `refuse_uncompiled` accepts. From then on this process raises an error where torch would
+    Call it before sharding, on a model that `refuse_incompilable` accepts. From then on this process raises an error where torch would
     go on without a program because it made too many (`PROGRAMS`).
     """
     CLOCK.start()

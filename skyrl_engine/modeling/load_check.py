@@ -14,7 +14,7 @@ from skyrl_engine.model_facts.configuration import load_config
 from skyrl_engine.model_facts.weight_files import refuse_broken_adapter, safetensors_header, weight_files
 from skyrl_engine.modeling.attention_kernel import refuse_rows_of_kernel
 from skyrl_engine.modeling.causal_lm import split_causal_lm
-from skyrl_engine.modeling.compiling import refuse_uncompiled
+from skyrl_engine.modeling.compiling import refuse_incompilable
 from skyrl_engine.modeling.dropout import refuse_dropout
 from skyrl_engine.modeling.first_layers import shorten
 from skyrl_engine.modeling.loading import build_causal_lm, load_skeleton, refuse_other_shapes, refuse_own_attention
@@ -43,7 +43,7 @@ def check_loading(spec: ModelConfig, rows: RowKind, *, images: bool = False) -> 
         # programs of a model without values would be thrown away
         model, scorer = load_skeleton(evolve(spec, compile=False), images=images)
         if spec.compile:
-            refuse_uncompiled(model, scorer.decoder, spec.path)
+            refuse_incompilable(model, scorer.decoder, spec.path)
         if rows == "tree":
             refuse_dropout(model)
         if rows != "padded" or spec.attention != "auto":

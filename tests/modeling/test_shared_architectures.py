@@ -5,6 +5,7 @@ from typing import Any, Final
 
 import pytest
 import torch
+from sampled_models import LATENT, MOE
 from shared_rows import losses_and_gradients, make_columns
 
 from skyrl_engine.contracts.values.model import ModelConfig
@@ -16,22 +17,6 @@ from skyrl_engine.modeling.tiny import make_parts_differ, write_model
 from skyrl_engine_collators.padded.collator import PaddedCollator
 from skyrl_engine_collators.tree.collator import TreeCollator
 
-MOE: Final = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-LATENT: Final = {
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "n_group": 1,
-    "topk_group": 1,
-    "kv_lora_rank": 16,
-    "q_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 8,
-    "first_k_dense_replace": 1,
-    "num_key_value_heads": 4,
-    "head_dim": 8,
-}
 MAMBA: Final = {"mamba_d_state": 4}
 ABSOLUTE: Final = {"n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions": 160}
 ROTATED: Final = {**ABSOLUTE, "rotary_dim": 12}

@@ -210,7 +210,7 @@ class SftTrainer:
         self._ahead = Future(self._plan_and_place)
         try:
             self._ahead.result()
-        except Exception:
+        except Exception:  # the future keeps it, and raises it in the step whose mini-batch it is
             if self.engine.ended is not None:
                 raise
 
