@@ -65,10 +65,9 @@ def with_micro_batch_tokens(resolved: ResolvedConfig, tokens: int | None) -> Res
     return attrs.evolve(resolved, config=attrs.evolve(resolved.config, **changed))
 
 
-def with_collator(resolved: ResolvedConfig, collator: SelectedPlugin) -> ResolvedConfig:
-    """Return the configuration with this collator."""
-    record = collator.loaded.record
-    selected = {**resolved.config.selected, "collator": PluginTable(record.reference, collator.table)}
+def with_collator(resolved: ResolvedConfig, collator: SelectedPlugin, use: str | None = None) -> ResolvedConfig:
+    """Return the configuration with this collator, which it calls `use`; None: by its full name."""
+    selected = {**resolved.config.selected, "collator": PluginTable(use or collator.loaded.record.reference, collator.table)}
     chosen = {**resolved.plugins, "collator": collator}
     of_kinds = {place: chosen.pop(place) for place in KINDS if place in chosen}
     return attrs.evolve(resolved, config=attrs.evolve(resolved.config, selected=selected), plugins={**of_kinds, **chosen})
@@ -91,7 +90,8 @@ def with_recorded_choices(resolved: ResolvedConfig, recorded: Mapping[str, Any])
         elif key == COLLATOR:
             options = {option: value for option, value in table.items() if option != "use"}
             record = resolved.registry.resolve("collator", table["use"])
-            resolved = with_collator(resolved, SelectedPlugin.of(record, options, "the checkpoint's configuration"))
+            collator = SelectedPlugin.of(record, options, "the checkpoint's configuration")
+            resolved = with_collator(resolved, collator, table["use"])
         else:
             resolved = with_micro_batch_tokens(resolved, table[last])
     length = recorded.get("model", {}).get("rotary_length")
