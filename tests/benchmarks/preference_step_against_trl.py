@@ -8,8 +8,10 @@ The same Qwen3 of 10 million random weights in float32 learns the same eight pai
 
 Both take AdamW (fused), clip to the same norm, and report rewards, accuracies and log-probabilities of both halves. That both do the same
 work is checked first: losses and gradient norms of all steps. Rounds are interleaved in one process. A run's figure is its CPU time from
-the end of its first step to the end of its last, the least of all rounds; references are scored before the first step. Run with `nox -s
-peers`; about five minutes.
+the end of its first step to the end of its last, the least of all rounds; references are scored before the first step.
+
+Then the same with prompts of 512 tokens and answers of 64, where the engine also runs by default, which computes the prompt of a pair once.
+Run with `nox -s peers`; about fifteen minutes.
 """
 
 import gc
@@ -44,11 +46,23 @@ from skyrl_engine.training.preference.trainer import run_preference
 
 ROUNDS, STEPS, PAIRS = 3, 3, 8
 BETA, LEARNING_RATE, MAX_NORM = 0.1, 1e-4, 1.0
-SHORTEST, LONGEST = 12, 120
-"""Words of a prompt, and of an answer."""
 
-BAR = 0.85
-"""Share of DPOTrainer's CPU time."""
+
+@frozen
+class Shape:
+    """The fewest and the most words of prompts and of answers, and which share of DPOTrainer's CPU time is the bar of a run."""
+
+    name: str
+    prompt: tuple[int, int]
+    answer: tuple[int, int]
+    bars: Mapping[str, float]
+
+
+PACKED, DEFAULT = "engine, packed", "engine, by default"
+SHAPES = (
+    Shape("ordinary pairs", (12, 120), (12, 120), {PACKED: 0.85}),
+    Shape("prompts of 512 tokens", (512, 512), (64, 64), {DEFAULT: 0.30}),
+)
 
 AGREEMENT = 1e-3
 """Losses and gradient norms of all steps, relative; DPOTrainer's logs round to four digits."""
@@ -75,35 +89,52 @@ def main() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning)
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        parameters = write_words_model(directory / "model")
-        rows = make_pairs(STEPS * PAIRS)
-        (directory / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        parameters = write_words_model(directory / "model", positions=1024)
         print(f"{machine()}, one thread, torch {torch.__version__}, transformers {transformers.__version__}, trl {trl.__version__}")
         print(f"Qwen3 of {parameters / 1e6:.1f}M parameters, float32; {STEPS} steps of {PAIRS} pairs; {ROUNDS} rounds")
-        runs: dict[str, Callable[[], Course]] = {"engine, packed": partial(run_engine, directory, {"use": "packed"})}
-        runs |= {
-            f"engine, {pairs} pairs at once": partial(run_engine, directory, {"use": "padded"}, micro_batch_rows=2 * pairs)
-            for pairs in AT_ONCE
-        }
-        runs |= {f"DPOTrainer, {pairs} pairs at once": partial(run_trl, directory, rows, pairs) for pairs in AT_ONCE}
-        runs["DPOTrainer, padding_free"] = partial(run_trl, directory, rows, PAIRS, padding_free=True)
-        courses: dict[str, list[Course]] = {run: [] for run in runs}
-        for _ in range(ROUNDS):
-            for run, train in runs.items():
-                courses[run].append(train())
-                gc.collect()
-    report(courses)
+        for shape in SHAPES:
+            compare(directory, shape)
 
 
-def make_pairs(count: int) -> list[dict[str, str]]:
+def compare(directory: Path, shape: Shape) -> None:
+    rows = make_pairs(STEPS * PAIRS, shape)
+    (directory / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    runs: dict[str, Callable[[], Course]] = {PACKED: partial(run_engine, directory, {"collator": {"use": "packed"}})}
+    if DEFAULT in shape.bars:
+        runs[DEFAULT] = partial(run_engine, directory, {})
+    runs |= {
+        f"engine, {pairs} pairs at once": partial(
+            run_engine, directory, {"collator": {"use": "padded"}}, micro_batch_rows=2 * pairs
+        )
+        for pairs in AT_ONCE
+    }
+    runs |= {f"DPOTrainer, {pairs} pairs at once": partial(run_trl, directory, rows, pairs) for pairs in AT_ONCE}
+    runs["DPOTrainer, padding_free"] = partial(run_trl, directory, rows, PAIRS, padding_free=True)
+    courses: dict[str, list[Course]] = {run: [] for run in runs}
+    for _ in range(ROUNDS):
+        for run, train in runs.items():
+            courses[run].append(train())
+            gc.collect()
+    print(f"{shape.name}:")
+    report(courses, shape)
+
+
+def make_pairs(count: int, shape: Shape) -> list[dict[str, str]]:
     """Prompts and two answers of random words, lognormal lengths."""
     draw = np.random.default_rng(1)
 
-    def text() -> str:
-        length = int(np.clip(draw.lognormal(np.log(40), 0.6), SHORTEST, LONGEST))
+    def write_text(length_between: tuple[int, int]) -> str:
+        length = int(np.clip(draw.lognormal(np.log(40), 0.6), *length_between))
         return " ".join(f"w{word}" for word in draw.integers(2, VOCABULARY, length))
 
-    return [{"prompt": text(), "chosen": f" {text()}", "rejected": f" {text()}"} for _ in range(count)]
+    return [
+        {
+            "prompt": write_text(shape.prompt),
+            "chosen": f" {write_text(shape.answer)}",
+            "rejected": f" {write_text(shape.answer)}",
+        }
+        for _ in range(count)
+    ]
 
 
 @define(eq=False)
@@ -121,7 +152,7 @@ class Recorder:
         self.ends.append(time.process_time())
 
 
-def run_engine(directory: Path, collator: Mapping[str, Any], **training: Any) -> Course:
+def run_engine(directory: Path, tables: Mapping[str, Any], **training: Any) -> Course:
     with tempfile.TemporaryDirectory() as run:
         table = {
             "trainer": "preference",
@@ -130,11 +161,11 @@ def run_engine(directory: Path, collator: Mapping[str, Any], **training: Any) ->
             "run": {"directory": f"{run}/run", "device": "cpu"},
             "reference": {"precompute": True},
             "loss": {"use": "dpo", "beta": BETA},
-            "collator": dict(collator),
             "training": {"steps": STEPS, "batch_size": 2 * PAIRS, "shuffle": False, **training},
             "optimizer": {"learning_rate": LEARNING_RATE, "max_grad_norm": MAX_NORM},
             "checkpoint": {"at_end": False},
             "evaluation": {"at_end": False},
+            **tables,
         }
         recorder = Recorder([], [], [])
         run_preference(resolve(from_dict(table, "benchmark")), observers=[recorder])
@@ -186,10 +217,10 @@ def run_trl(directory: Path, rows: Sequence[dict[str, str]], pairs: int, **setti
     return Course(clock.ends, [logs["loss"] for logs in clock.logs], [logs["grad_norm"] for logs in clock.logs])
 
 
-def report(courses: Mapping[str, Sequence[Course]]) -> None:
-    """Print every run's figure, how far its steps are from the engine's, and the bar."""
+def report(courses: Mapping[str, Sequence[Course]], shape: Shape) -> None:
+    """Print every run's figure, how far its steps are from the engine's, and the bars."""
     seconds = {run: min((course.ends[-1] - course.ends[0]) / (STEPS - 1) for course in rounds) for run, rounds in courses.items()}
-    expected = courses["engine, packed"][0]
+    expected = courses[PACKED][0]
     for run, rounds in courses.items():
         first = rounds[0]
         apart = max(
@@ -202,17 +233,13 @@ def report(courses: Mapping[str, Sequence[Course]]) -> None:
         )
     peers = {run: figure for run, figure in seconds.items() if run.startswith("DPOTrainer")}
     fastest = min(peers, key=lambda run: peers[run])
-    ours = {run: figure for run, figure in seconds.items() if run.startswith("engine")}
-    padded = min((run for run in ours if run != "engine, packed"), key=lambda run: ours[run])
-    for run in ("engine, packed", padded):
-        print(
-            f"{run}: {ours[run] / peers[fastest]:.3f} of the CPU time of {fastest} {compare_with_bar(ours[run] / peers[fastest], at_most=BAR)}"
-        )
+    for run in (run for run in seconds if run.startswith("engine")):
+        share = seconds[run] / peers[fastest]
+        verdict = compare_with_bar(share, at_most=shape.bars[run]) if run in shape.bars else ""
+        print(f"{run}: {share:.3f} of the CPU time of {fastest} {verdict}")
     for pairs in AT_ONCE:
         share = seconds[f"engine, {pairs} pairs at once"] / seconds[f"DPOTrainer, {pairs} pairs at once"]
-        print(
-            f"padded rows, {pairs} pairs at once: {share:.3f} of the CPU time of DPOTrainer {compare_with_bar(share, at_most=BAR)}"
-        )
+        print(f"padded rows, {pairs} pairs at once: {share:.3f} of the CPU time of DPOTrainer")
 
 
 if __name__ == "__main__":

@@ -14,10 +14,15 @@ both.
 Every run has a process of its own, and only one of them works at a time: a round is one step of each, one after the other, so that a busy
 machine slows all alike. A step's figure is the CPU time of the run's process and of those that it started. A round in which some attempt of
 some run ended early does not count, so that all sample as many tokens. A ratio is of one round; the median of all rounds is held against the
-bar. Run with `nox -s peers`; about four minutes.
+bar.
+
+Then the same with prompts of 512 tokens and eight answers of 64 each to sixteen of them, as the engine runs by default, which computes a
+common prompt once. There GRPOTrainer is given answers that the engine sampled and the engine's span of sampling is taken off, so that the
+figures are of a step without sampling. Run with `nox -s peers`; about fifteen minutes.
 """
 
 import importlib.util
+import itertools
 import json
 import logging
 import multiprocessing
@@ -25,7 +30,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -54,12 +59,31 @@ from skyrl_engine.contracts.kinds.observer import RolloutsFinished
 from skyrl_engine.contracts.values.rollout import Group
 from skyrl_engine.training.rl.run import run_rl
 
-WARM_UP, ROUNDS = 3, 24
-STEPS = WARM_UP + ROUNDS
-GROUPS, GROUP_SIZE, NEW = 4, 4, 48
-ATTEMPTS = GROUPS * GROUP_SIZE
-SHORTEST, LONGEST = 12, 24
-"""Words of a task."""
+
+@frozen
+class Shape:
+    """How much every step does: `groups` prompts of `shortest` to `longest` tokens with `group_size` answers of `new` tokens."""
+
+    groups: int
+    group_size: int
+    shortest: int
+    longest: int
+    new: int
+    warm_up: int
+    rounds: int
+
+    @property
+    def attempts(self) -> int:
+        return self.groups * self.group_size
+
+    @property
+    def steps(self) -> int:
+        return self.warm_up + self.rounds
+
+
+SHORT = Shape(groups=4, group_size=4, shortest=12, longest=24, new=48, warm_up=3, rounds=24)
+LONG = Shape(groups=16, group_size=8, shortest=512, longest=512, new=64, warm_up=1, rounds=3)
+"""Of long prompts, which attempts share."""
 
 LEARNING_RATE, MAX_NORM = 1e-5, 1.0
 EPSILON = 1e-4
@@ -71,6 +95,9 @@ AGREEMENT = 1e-4
 CURRENT, ENTROPY, SCORE = "old = current", "old = current, entropy metric", "old = score"
 BARS = {CURRENT: 0.80, ENTROPY: 0.82, SCORE: 0.92}
 """B1: share of GRPOTrainer's CPU time."""
+
+SHARED_BAR = 0.25
+"""Share of GRPOTrainer's CPU time without sampling, prompts of 512 tokens."""
 
 OVERHEAD = 0.02
 """B3: share of a step that is neither sampling nor forward, backward or optimizer."""
@@ -87,6 +114,9 @@ def share_of_even(prompts, completions, **columns):
     return [sum(word[-1] in "02468" for word in text.split()) / max(1, len(text.split())) for text in texts]
 '''
 
+Answers = dict[tuple[int, ...], list[list[int]]]
+"""Token ids of the answers to a prompt, by the prompt's."""
+
 Told = Callable[[int, Mapping[str, float]], None]
 """Takes the end of every step: how many tokens it sampled, and CPU seconds by span."""
 
@@ -102,24 +132,52 @@ class Step:
 
 def main() -> None:
     quiet()
+    print(f"{machine()}, one thread, torch {torch.__version__}, transformers {transformers.__version__}, trl {trl.__version__}")
     with tempfile.TemporaryDirectory() as name:
-        directory = Path(name)
-        parameters = prepare(directory)
-        print(f"{machine()}, one thread, torch {torch.__version__}, transformers {transformers.__version__}, trl {trl.__version__}")
-        print(f"Qwen3 of {parameters / 1e6:.1f}M parameters, float32; {GROUPS} x {GROUP_SIZE} attempts of {NEW} tokens a step")
-        check_same_work(directory)
-        works: dict[str, Callable[[Told], None]] = {
-            "GRPOTrainer, 16 rows at once": partial(run_trl, directory, ATTEMPTS),
-            CURRENT: partial(run_engine, directory, "current", False),
-            ENTROPY: partial(run_engine, directory, "current", True),
-            "GRPOTrainer, 4 rows at once": partial(run_trl, directory, GROUP_SIZE),
-            SCORE: partial(run_engine, directory, "score", False),
-        }
-        runs = {run: Paced.started(work) for run, work in works.items()}
-        rounds = [{run: paced.step() for run, paced in runs.items()} for _ in range(STEPS)]
-        for paced in runs.values():
-            paced.end()
-    report([steps for steps in rounds[WARM_UP:] if all(step.tokens == ATTEMPTS * NEW for step in steps.values())])
+        compare_short(Path(name))
+    with tempfile.TemporaryDirectory() as name:
+        compare_long(Path(name))
+
+
+def compare_short(directory: Path) -> None:
+    """Bars B1 and B3: a whole step, sampling included."""
+    prepare(directory, SHORT)
+    check_same_work(directory, SHORT, SHORT.attempts, SHORT.group_size)
+    works: dict[str, Callable[[Told], None]] = {
+        "GRPOTrainer, 16 rows at once": partial(run_trl, directory, SHORT, 16, None),
+        CURRENT: partial(run_engine, directory, SHORT, "current", False),
+        ENTROPY: partial(run_engine, directory, SHORT, "current", True),
+        "GRPOTrainer, 4 rows at once": partial(run_trl, directory, SHORT, 4, None),
+        SCORE: partial(run_engine, directory, SHORT, "score", False),
+    }
+    rounds = take_rounds(works, SHORT)
+    report([steps for steps in rounds if all(step.tokens == SHORT.attempts * SHORT.new for step in steps.values())])
+
+
+def compare_long(directory: Path) -> None:
+    """The bar of shared prompts: a step without sampling, by default."""
+    prepare(directory, LONG)
+    answers = check_same_work(directory, LONG, LONG.group_size)
+    works: dict[str, Callable[[Told], None]] = {"engine": partial(run_engine, directory, LONG, "auto", True)}
+    works |= {f"GRPOTrainer, {rows} rows at once": partial(run_trl, directory, LONG, rows, answers) for rows in (4, 8, 32)}
+    rounds = [
+        {run: step.seconds - step.spans.get("generate", 0.0) for run, step in steps.items()} for steps in take_rounds(works, LONG)
+    ]
+    medians = {run: median(seconds[run] for seconds in rounds) for run in works}
+    for run, seconds in medians.items():
+        print(f"prompts of {LONG.longest} tokens, {run}: {seconds:.2f} CPU s a step without sampling")
+    fastest = min((run for run in medians if run != "engine"), key=lambda run: medians[run])
+    ratio = median(seconds["engine"] / seconds[fastest] for seconds in rounds)
+    print(f"prompts of {LONG.longest} tokens: {ratio:.3f} of {fastest} {compare_with_bar(ratio, at_most=SHARED_BAR)}")
+
+
+def take_rounds(works: Mapping[str, Callable[[Told], None]], shape: Shape) -> list[dict[str, Step]]:
+    """One step of each run after the other, as often as the shape says; those of the warm-up are left out."""
+    runs = {run: Paced.started(work) for run, work in works.items()}
+    rounds = [{run: paced.step() for run, paced in runs.items()} for _ in range(shape.steps)]
+    for paced in runs.values():
+        paced.end()
+    return rounds[shape.warm_up :]
 
 
 def quiet() -> None:
@@ -131,15 +189,18 @@ def quiet() -> None:
     warnings.filterwarnings("ignore", message=".*rollout_func", category=UserWarning)
 
 
-def prepare(directory: Path) -> int:
-    """Write model, tasks and reward; the number of parameters."""
-    parameters = write_words_model(directory / "model")
+def prepare(directory: Path, shape: Shape) -> None:
+    """Write model, tasks and reward, and say what they are."""
+    parameters = write_words_model(directory / "model", positions=1024)
+    print(
+        f"Qwen3 of {parameters / 1e6:.1f}M parameters, float32; {shape.groups} x {shape.group_size} attempts of {shape.new} tokens a step, "
+        f"prompts of {shape.shortest} to {shape.longest}"
+    )
     draw = np.random.default_rng(0)
-    lengths = draw.integers(SHORTEST, LONGEST + 1, GROUPS)
+    lengths = draw.integers(shape.shortest, shape.longest + 1, shape.groups)
     tasks = [{"prompt": " ".join(f"w{word}" for word in draw.integers(2, VOCABULARY, length))} for length in lengths]
     (directory / "tasks.jsonl").write_text("".join(json.dumps(task) + "\n" for task in tasks))
     (directory / "reward.py").write_text(REWARD)
-    return parameters
 
 
 @define(eq=False)
@@ -196,26 +257,27 @@ def cpu_seconds() -> float:
     return time.process_time() + sum(of_process(child.pid) for child in psutil.Process().children(recursive=True))
 
 
-def check_same_work(directory: Path) -> None:
-    """Say how far gradient norms of both are apart over the same rollouts, and that the prompts are the same."""
+def check_same_work(directory: Path, shape: Shape, *rows_at_once: int) -> Answers:
+    """Say how far gradient norms of both are apart over the same rollouts, and that the prompts are the same; the answers by prompt."""
     ours = Keeper()
-    run_engine(directory, "current", False, steps=1, observers=[ours])
-    attempts = [attempt for group in ours.groups for attempt in group.finished]
-    for rows in (ATTEMPTS, GROUP_SIZE):
-        left: dict[tuple[int, ...], list[list[int]]] = {}
-        for attempt in attempts:
-            prompt = int(attempt.segment_offsets[1])
-            left.setdefault(tuple(attempt.token_ids[:prompt].tolist()), []).append(attempt.token_ids[prompt:].tolist())
+    run_engine(directory, shape, "current", False, steps=1, observers=[ours])
+    answers: Answers = {}
+    for attempt in (attempt for group in ours.groups for attempt in group.finished):
+        prompt = int(attempt.segment_offsets[1])
+        answers.setdefault(tuple(attempt.token_ids[:prompt].tolist()), []).append(attempt.token_ids[prompt:].tolist())
+    for rows in rows_at_once:
+        left = {prompt: iter(given) for prompt, given in answers.items()}
         theirs = Reports()
-        trainer = make_trl(directory, rows, steps=1, replay=left, logging_steps=1)
+        trainer = make_trl(directory, shape, rows, steps=1, replay=left, logging_steps=1)
         trainer.add_callback(theirs)
         trainer.train()
-        assert not any(left.values()), "GRPOTrainer asked for other prompts"
+        assert all(next(given, None) is None for given in left.values()), "GRPOTrainer asked for other prompts"
         due, got = ours.metrics["grad_norm"], theirs.logs["grad_norm"]
         print(
             f"the same rollouts, GRPOTrainer, {rows} rows at once, beside the engine: gradient norms {got:.6f} and {due:.6f}, apart by "
             f"{abs(got / due - 1):.1e} {compare_with_bar(abs(got / due - 1), at_most=AGREEMENT)}"
         )
+    return answers
 
 
 @define(eq=False)
@@ -251,7 +313,14 @@ class Pacer:
 
 
 def run_engine(
-    directory: Path, old: str, entropy: bool, told: Told | None = None, *, steps: int = STEPS, observers: Sequence[object] = ()
+    directory: Path,
+    shape: Shape,
+    old: str,
+    entropy: bool,
+    told: Told | None = None,
+    *,
+    steps: int | None = None,
+    observers: Sequence[object] = (),
 ) -> None:
     with tempfile.TemporaryDirectory() as run:
         reward, data = f"{directory}/reward.py:share_of_even", str(directory / "tasks.jsonl")
@@ -260,11 +329,11 @@ def run_engine(
             "model": {"path": str(directory / "model")},
             "environments": [{"use": "function", "reward": reward, "data": data}],
             "rl": {
-                "steps": steps,
-                "groups": GROUPS,
-                "group_size": GROUP_SIZE,
-                "max_tokens": NEW,
-                "max_prompt_tokens": LONGEST,
+                "steps": steps or shape.steps,
+                "groups": shape.groups,
+                "group_size": shape.group_size,
+                "max_tokens": shape.new,
+                "max_prompt_tokens": shape.longest,
                 "old": old,
                 "entropy_metric": entropy,
             },
@@ -307,10 +376,11 @@ class Reports(TrainerCallback):
 
 def make_trl(
     directory: Path,
+    shape: Shape,
     micro_batch: int,
     *,
-    steps: int = STEPS,
-    replay: Mapping[tuple[int, ...], list[list[int]]] | None = None,
+    steps: int,
+    replay: Mapping[tuple[int, ...], Iterator[list[int]]] | None = None,
     **settings: Any,
 ) -> Any:
     """A GRPOTrainer over the tasks; with `replay`, answers by the tokens of their prompts, it takes those instead of sampling."""
@@ -326,15 +396,15 @@ def make_trl(
     def replay_prompts(prompts: Any, trainer: Any) -> dict[str, Any]:
         assert replay is not None
         encoded = tokenizer.apply_chat_template(prompts, add_generation_prompt=True, return_dict=True)["input_ids"]
-        return {"prompt_ids": encoded, "completion_ids": [replay[tuple(prompt)].pop() for prompt in encoded], "logprobs": None}
+        return {"prompt_ids": encoded, "completion_ids": [next(replay[tuple(prompt)]) for prompt in encoded], "logprobs": None}
 
     arguments = GRPOConfig(
         output_dir=str(directory / "trl"),
         max_steps=steps,
         per_device_train_batch_size=micro_batch,
-        gradient_accumulation_steps=ATTEMPTS // micro_batch,
-        num_generations=GROUP_SIZE,
-        max_completion_length=NEW,
+        gradient_accumulation_steps=shape.attempts // micro_batch,
+        num_generations=shape.group_size,
+        max_completion_length=shape.new,
         loss_type="grpo",
         shuffle_dataset=False,
         learning_rate=LEARNING_RATE,
@@ -355,15 +425,17 @@ def make_trl(
     return trainer
 
 
-def run_trl(directory: Path, micro_batch: int, told: Told) -> None:
-    trainer = make_trl(directory, micro_batch)
+def run_trl(directory: Path, shape: Shape, micro_batch: int, answers: Answers | None, told: Told) -> None:
+    """Train; where `answers` are given, every step takes them instead of sampling."""
+    replay = None if answers is None else {prompt: itertools.cycle(texts) for prompt, texts in answers.items()}
+    trainer = make_trl(directory, shape, micro_batch, steps=shape.steps, replay=replay)
     trainer.add_callback(StepEnds(told, trainer))
     trainer.train()
 
 
 def report(rounds: Sequence[Mapping[str, Step]]) -> None:
     """Print every run's figure, and the bars."""
-    print(f"{len(rounds)} rounds of {ROUNDS} count: all attempts had their whole length; medians, and quartiles in brackets")
+    print(f"{len(rounds)} rounds of {SHORT.rounds} count: all attempts had their whole length; medians, and quartiles in brackets")
     for run in rounds[0]:
         print(f"{run}: {spread([steps[run].seconds for steps in rounds])} CPU s a step")
     peers = [run for run in rounds[0] if run.startswith("GRPOTrainer")]
