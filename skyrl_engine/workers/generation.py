@@ -1,6 +1,7 @@
 """A rank's generator: made from its lock, given the backend's weights, driven by the controller."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
@@ -59,6 +60,12 @@ class OfferedWeights:
         self._stream = iterate_named_tensors(self._label, "weights", self._backend.weights())
         return self._stream
 
+    def directory(self) -> Path:
+        raise AssertionError("a folder of weights was asked for in a rank")
+
+    def adapter(self) -> Path:
+        raise AssertionError("a folder of adapters was asked for in a rank")
+
     def finish(self) -> None:
         """Gather what nobody took: other ranks wait in the same collectives, whatever happened here."""
         if self.form == "tensors":
@@ -83,6 +90,12 @@ class StoredWeights:
         from skyrl_engine.modeling.sampler_model import iterate_stored_weights
 
         return iterate_stored_weights(self.model)
+
+    def directory(self) -> Path:
+        return Path(self.model.path)
+
+    def adapter(self) -> Path:
+        raise AssertionError("adapters alone were asked for of a whole model")
 
 
 def find_storage(backend: Backend, label: str = "the backend") -> "Mapping[str, torch.Tensor] | None":

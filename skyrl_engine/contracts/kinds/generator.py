@@ -1,6 +1,7 @@
 """Generator: tokens in, sampled tokens and their log-probabilities out. No torch at import."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol, get_args, runtime_checkable
 
 import numpy as np
@@ -136,16 +137,32 @@ class WeightSource(Protocol):
     def tensors(self) -> "Iterator[tuple[str, torch.Tensor]]":
         """Form "tensors": full weights under their Hugging Face names, adapters merged, one at a time, on CPU."""
 
+    def directory(self) -> Path:
+        """Form "directory": a folder with the model's configuration and safetensors files of what `tensors` gives.
+
+        It stays until a later `update` of the same target has returned, so that a server which dies can be given it again.
+        """
+
+    def adapter(self) -> Path:
+        """Form "adapter": a PEFT folder of the adapters that are trained, over the weights of `GeneratorStart.model`; stays as long."""
+
 
 @frozen
 class GeneratorStart:
-    """Facts for a generator that starts: the model, the device of its process, and the end tokens of the model's generation config."""
+    """Facts for a generator that starts: the model, the device of its process, and the end tokens of the model's generation config.
+
+    `weights` are those of `version`. `folder` is a folder of the run that the generator may write logs to; None outside of a run. `vocabulary`
+    counts the tokens that the model knows, and `longest` the tokens of the longest attempt; None where nobody says.
+    """
 
     model: ModelConfig
     device: str
     eos_token_ids: tuple[int, ...]
     weights: WeightSource
     version: int = 0
+    folder: Path | None = None
+    vocabulary: int | None = None
+    longest: int | None = None
 
 
 @frozen

@@ -113,6 +113,15 @@ class TinyWeights:
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         return ((name, parameter.detach().clone()) for name, parameter in self.model.named_parameters())
 
+    def directory(self) -> Path:
+        """Write the weights to a temporary folder that stays until the process ends, as many are asked for in a session of the kit."""
+        folder = Path(mkdtemp(prefix="weights-", dir=model_folder()))
+        self.model.save_pretrained(folder)
+        return folder
+
+    def adapter(self) -> Path:
+        raise AssertionError("the kit's model has no adapters")
+
     def logprobs(self, ids: Sequence[int], temperature: float = 1.0) -> npt.NDArray[np.float64]:
         """float64[T, vocabulary]: log-probabilities after every place of a row, of the whole model without a cache."""
         return self.logprobs_of_rows([ids], temperature)[0]
