@@ -4,6 +4,7 @@ Exit codes: 0 done, 1 a proof failed, 2 the command line or the configuration is
 failed, 130 interrupted.
 """
 
+import gc
 import os
 import sys
 from collections.abc import Sequence
@@ -94,6 +95,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from skyrl_engine.cli.failures import exit_code_of
 
         return exit_code_of(error, settings)
+    finally:
+        if settings.owns_process:
+            # the interpreter, as it ends, looks through all that is collected, several times; the system takes the memory back without that
+            gc.freeze()
 
 
 def _open_missing_streams() -> None:

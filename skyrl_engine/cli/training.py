@@ -39,7 +39,7 @@ class SeldomCollected:
 
     def __enter__(self) -> Self:
         self._usual = gc.get_threshold()
-        gc.set_threshold(100_000, 50, 100)
+        gc.set_threshold(1_000_000, 50, 100)
         return self
 
     def __exit__(self, *raised: object) -> None:

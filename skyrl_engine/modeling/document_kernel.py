@@ -16,12 +16,6 @@ from torch import Tensor
 
 from skyrl_engine.modeling.segments import Segments
 
-varlen_attn: Any
-try:
-    from torch.nn.attention.varlen import varlen_attn
-except ImportError:  # torch before 2.10
-    varlen_attn = None
-
 DTYPES = (torch.bfloat16, torch.float16)
 LARGEST_HEAD, HEAD_MULTIPLE = 256, 8
 PROBE = Segments((5, 1, 40, 18))
@@ -50,7 +44,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, segments: Segments, *, sca
     """
     query_THD, key_TGD, value_TGD = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     ends, longest = segments.ends(query.device), max(segments.lengths)
-    output_THD: Tensor = varlen_attn(
+    output_THD: Tensor = load_kernel()(
         query_THD,
         key_TGD,
         value_TGD,
@@ -65,9 +59,19 @@ def attend(query: Tensor, key: Tensor, value: Tensor, segments: Segments, *, sca
     return output_THD[None]
 
 
+def load_kernel() -> Any:
+    """Import torch's kernel, which runs on the CPU have no use for, and return it; None where this torch has none."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:  # torch before 2.10
+        return None
+    return varlen_attn
+
+
 def find_missing() -> str | None:
     """Return why this torch has no kernel for documents, as a clause; None where it has one."""
-    if varlen_attn is None or "enable_gqa" not in inspect.signature(varlen_attn).parameters:
+    kernel = load_kernel()
+    if kernel is None or "enable_gqa" not in inspect.signature(kernel).parameters:
         return f"torch {torch.__version__} has no varlen_attn with grouped heads"
     return None
 

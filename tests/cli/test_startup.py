@@ -41,6 +41,24 @@ def test_imports_nothing_heavy_and_no_plugin(arguments):
     assert not {name for name in loaded if name.startswith("skyrl_engine_")}
 
 
+_AT_EXIT = """
+import atexit, gc, sys
+from skyrl_engine.cli.app import main
+before = gc.get_freeze_count()
+main(["--version"])
+as_a_library = gc.get_freeze_count() - before
+atexit.register(lambda: print(as_a_library, gc.get_freeze_count() > 1000))
+sys.argv = ["skyrl-engine", "--version"]
+sys.exit(main())
+"""
+
+
+def test_a_command_leaves_its_memory_to_the_system_when_it_ends():
+    """The interpreter would look through all objects again before it ends; a caller's own process keeps its collector as it was."""
+    done = subprocess.run([sys.executable, "-c", _AT_EXIT], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.splitlines()[-1] == "0 True"
+
+
 def test_the_probe_would_see_a_heavy_import():
     _, report = probe("config", "schema")
     assert "numpy" in report["modules"]

@@ -13,8 +13,9 @@ from skyrl_engine.config import from_dict, resolve
 from skyrl_engine.config.automatic import list_automatic_keys
 from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.topology import Topology
-from skyrl_engine.engine import automatic
+from skyrl_engine.engine import assembly, automatic
 from skyrl_engine.engine.automatic import Choices, find_largest_unit
+from skyrl_engine.engine.capability import check_loading
 from skyrl_engine.errors import ConfigError, DataError
 from skyrl_engine.modeling.tiny import write_model, write_tokenizer
 from skyrl_engine.training.preference.prepare import prepare as prepare_preferences
@@ -77,6 +78,21 @@ def test_others_are_packed(tables: Any) -> None:
     assert planned.plugins["collator"].startswith("skyrl-engine-collators:packed")
     assert "not tree, because samples of the first mini-batch share 0.0% of their tokens" in reason(planned, "collator.use")
     assert planned.shape.padding_share < 0.05
+
+
+@pytest.mark.parametrize(("rows", "collator"), [(ALIKE, "tree"), (UNLIKE, "packed")])
+def test_the_model_is_rehearsed_once(tables: Any, monkeypatch: pytest.MonkeyPatch, rows: Any, collator: str) -> None:
+    """A rehearsal builds the model without values and runs its first layer; what takes trees takes documents."""
+    asked: list[str] = []
+
+    def rehearse(*arguments: Any) -> None:
+        asked.append(arguments[-1])
+        check_loading(*arguments)
+
+    monkeypatch.setattr(automatic, "check_loading", rehearse)
+    monkeypatch.setattr(assembly, "check_loading", rehearse)
+    assert plan(tables(rows)).plugins["collator"].startswith(f"skyrl-engine-collators:{collator}")
+    assert asked == ["tree"]
 
 
 def test_a_model_that_mixes_tokens_is_padded_and_the_plan_says_why(tables: Any, tmp_path: Path) -> None:

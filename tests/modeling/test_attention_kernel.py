@@ -86,7 +86,7 @@ def test_what_a_kernel_cannot_do_is_refused_by_name(attention: Any, device: str,
 def test_a_torch_without_the_flash_kernel_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     model = ModelConfig("m", attention="flash", dtype="bfloat16")
     refuse_kernel(model, "cuda:0", "packed")
-    monkeypatch.setattr(document_kernel, "varlen_attn", None)
+    monkeypatch.setattr(document_kernel, "load_kernel", lambda: None)
     with pytest.raises(UnsupportedError, match="has no varlen_attn"):
         refuse_kernel(model, "cuda:0", "packed")
 

@@ -84,7 +84,7 @@ def test_the_kernel_is_asked_for_what_documents_one_by_one_compute(
         calls.append(options)
         return as_documented(*args, **options)
 
-    monkeypatch.setattr(document_kernel, "varlen_attn", kernel)
+    monkeypatch.setattr(document_kernel, "load_kernel", lambda: kernel)
     monkeypatch.setattr(document_kernel, "takes", lambda *_, **__: True)
     for got, wanted in zip(attend(draw_inputs(key_heads), key_heads, **options), expected, strict=True):
         torch.testing.assert_close(got, wanted, rtol=0, atol=2e-6)
@@ -143,14 +143,14 @@ class TestProof:
     def test_a_right_kernel_is_believed(
         self, monkeypatch: pytest.MonkeyPatch, around: Callable[[], AbstractContextManager[Any]], *, windowed: bool
     ) -> None:
-        monkeypatch.setattr(document_kernel, "varlen_attn", as_documented)
+        monkeypatch.setattr(document_kernel, "load_kernel", lambda: as_documented)
         with around():
             assert self.proved(windowed=windowed)
 
     @pytest.mark.parametrize("reentrant", [False, True])
     def test_it_does_not_disturb_the_layer_that_it_is_called_in(self, monkeypatch: pytest.MonkeyPatch, *, reentrant: bool) -> None:
         """A layer whose activations are recomputed saves and unpacks tensors by hooks, which the comparison must not go through."""
-        monkeypatch.setattr(document_kernel, "varlen_attn", as_documented)
+        monkeypatch.setattr(document_kernel, "load_kernel", lambda: as_documented)
         monkeypatch.setattr(document_kernel, "takes", lambda *_, **__: self.proved())
         gradients = []
         for layer in (checkpointed(reentrant=reentrant), plain):
@@ -170,7 +170,7 @@ class TestProof:
         def deaf(*args: Any, scale: Any = None, window_size: Any = None, enable_gqa: bool = False) -> Tensor:
             return as_documented(*args, **{"scale": scale, "window_size": window_size, "enable_gqa": enable_gqa, **wrong})
 
-        monkeypatch.setattr(document_kernel, "varlen_attn", deaf)
+        monkeypatch.setattr(document_kernel, "load_kernel", lambda: deaf)
         assert not self.proved(windowed=True)
 
     def test_a_kernel_that_lets_documents_see_each_other_is_not(
@@ -190,7 +190,7 @@ class TestProof:
             longest = int(ends[-1])
             return as_documented(query, key, value, ends, ends, longest, longest, enable_gqa=enable_gqa, **options)
 
-        monkeypatch.setattr(document_kernel, "varlen_attn", leaking)
+        monkeypatch.setattr(document_kernel, "load_kernel", lambda: leaking)
         with caplog.at_level(logging.WARNING):
             assert not self.proved()
         assert "documents are attended one by one" in caplog.text
@@ -201,7 +201,7 @@ class TestProof:
             output = as_documented(query, key, *args, enable_gqa=enable_gqa, **options)
             return output + 0.5 * (query.sum() - query.sum().detach())
 
-        monkeypatch.setattr(document_kernel, "varlen_attn", detached)
+        monkeypatch.setattr(document_kernel, "load_kernel", lambda: detached)
         with caplog.at_level(logging.WARNING):
             assert not self.proved()
         assert "its query's gradient is off by" in caplog.text
@@ -210,7 +210,7 @@ class TestProof:
     def test_a_torch_without_it_is_said_once(
         self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, missing: Any
     ) -> None:
-        monkeypatch.setattr(document_kernel, "varlen_attn", missing)
+        monkeypatch.setattr(document_kernel, "load_kernel", lambda: missing)
         with caplog.at_level(logging.WARNING):
             assert not self.proved()
             assert not self.proved()

@@ -19,8 +19,8 @@ ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYT
 
 HEAVY = {"torch", "ray", "transformers", "datasets", "pyarrow", "numpy", "cattrs", "rich"}
 
-UNUSED_BY_A_RUN = {"pandas", "ray", "datasets", "peft"}
-"""A run of one rank in this process, over a file and without adapters, has no use for them; each costs tenths of a second."""
+UNUSED_BY_A_RUN = {"pandas", "ray", "datasets", "peft", "torch.nn.attention.varlen"}
+"""A run of one rank in this process, on the CPU, over a file and without adapters, has no use for them; each costs tenths of a second."""
 
 
 def main() -> int:
@@ -62,13 +62,14 @@ def plugin_packages() -> set[str]:
 
 
 def list_imported(command: list[str]) -> set[str]:
-    """Top-level packages that the command's process imports, as the interpreter itself reports them."""
+    """Modules and their top-level packages that the command's process imports, as the interpreter itself reports them."""
     ran = subprocess.run(command, env={**ENVIRONMENT, "PYTHONPROFILEIMPORTTIME": "1"}, capture_output=True, text=True, check=False)
     timings = [line for line in ran.stderr.splitlines() if line.startswith("import time:")]
     if ran.returncode:
         errors = "\n".join(line for line in ran.stderr.splitlines() if line not in timings)
         raise SystemExit(f"{errors}\n{' '.join(command)} ended with exit code {ran.returncode}")
-    return {line.rpartition("|")[2].strip().partition(".")[0] for line in timings}
+    modules = {line.rpartition("|")[2].strip() for line in timings}
+    return modules | {module.partition(".")[0] for module in modules}
 
 
 def cpu_seconds(command: list[str]) -> float:

@@ -59,6 +59,18 @@ def test_a_resume_takes_what_was_chosen(configure: Any, monkeypatch: pytest.Monk
     assert [session["changed"] for session in manifest["sessions"]] == [[], []]
 
 
+def test_a_resume_without_a_key_calls_its_value_as_the_checkpoint_does(configure: Any) -> None:
+    """A run that began with a short name of its collator goes on without the key: the name's meaning is the same, and nothing is warned of."""
+    said = {"training": {"steps": 4, "micro_batch_tokens": "none"}, "collator": {"use": "padded"}}
+    begun = run_sft(begin(configure, "cut", **said), observers=[Stops(2)])
+    assert begun.stopped_by == "SIGTERM"
+    ended = run_sft(begin(configure, "cut", training={"steps": 4}, checkpoint={"resume": True}))
+    assert ended.step == 4
+    assert "differs from the checkpoint" not in (ended.directory / "run.log").read_text()
+    manifest = json.loads((ended.directory / "run.json").read_text())
+    assert [session["changed"] for session in manifest["sessions"]] == [[], []]
+
+
 def test_first_lines_say_what_is_computed(configure: Any) -> None:
     log = (run_sft(begin(configure, "run", training={"steps": 2})).directory / "run.log").read_text()
     told = log[: log.index("training from step 0")]

@@ -69,7 +69,8 @@ class BackendDescription:
     `refuse_model` gets a model's `transformers` configuration and how it is to be trained, and raises UnsupportedError for what the backend
     does not build or its layout does not divide. Planning calls it before a rank starts, so it needs no torch; backends call it again when
     they load a model, for callers that did not plan. `rehearse` gets the same model and `RankEnvironment.rows`, and raises the
-    ModelError or UnsupportedError of `setup` as far as that shows without weights and without a rank; it may import torch, on the controller.
+    ModelError or UnsupportedError of `setup` as far as that shows without weights and without a rank; it may import torch, on the controller,
+    and is not asked about `packed` rows of a model whose `tree` rows it has not refused.
     Backends that load by `skyrl_engine.modeling` use `modeling.load_check.check_loading`. `means_over_step` declares terms inside the model
     that are means over an optimizer step, such as losses of routers: gradients of several mini-batches then do not add up to that of one.
     `state_ranks` counts the ranks that divide weights, gradients and moments of one model among them, as far as is certain.
