@@ -44,6 +44,11 @@ class SeldomCollected:
 
     def __exit__(self, *raised: object) -> None:
         gc.set_threshold(*self._usual)
+        gc.unfreeze()
+
+    def leave_imports_out(self) -> None:
+        """Leave all that exists now, which imports made, out of every collection while the context lasts."""
+        gc.freeze()
 
     @hookimpl
     def skyrl_engine_session_started(self) -> None:
@@ -88,6 +93,7 @@ def train(resolved: "ResolvedConfig", settings: CommandSettings, observers: Sequ
         warnings_to(display.warning, display.notice),
         calling_trainer(resolved, "run") as run,
     ):
+        collector.leave_imports_out()
         result: RunResult = run(
             resolved,
             observers=[LogLocation(settings), ProgressObserver(display.training), collector, *observers],

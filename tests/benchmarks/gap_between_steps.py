@@ -1,9 +1,9 @@
 """Wall time for which two ranks wait for the controller between steps, with the next mini-batch made ahead and made in its turn.
 
 A gap lasts from the last rank's answer to an optimizer step until the next pass is sent. Two actors of Ray train a tiny model on mini-batches
-of 128 samples of 40 to 200 tokens, so that reading, cutting, weighing and placing a mini-batch takes the controller a while. The figure is the
-median gap of a run, the least of several runs, of which each kind takes its turn. CPU time would not show it: the work is the same, at another
-time. Run with `nox -s bench`.
+of 128 samples of 40 to 200 tokens, in the rows that the engine chooses, so that reading, cutting, weighing and placing a mini-batch takes the
+controller a while. The figure is the median gap of a run, the least of several runs, of which each kind takes its turn. CPU time would not show
+it: the work is the same, at another time. Run with `nox -s bench`.
 """
 
 import json
@@ -16,6 +16,7 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
+from measuring.chosen import read_collator
 from measuring.cpu_time import machine
 
 from skyrl_engine.config import from_dict, resolve
@@ -68,6 +69,7 @@ def main() -> None:
                 gap, step = train(folder, f"{kind}-{number}", ahead=kind == "ahead")
                 medians.append(gap)
                 steps[kind].append(step)
+        print(f"{BATCH} samples of {SHORTEST} to {LONGEST} tokens, rows {read_collator(folder / 'ahead-0')}")
     for kind, medians in gaps.items():
         print(
             f"mini-batch made {kind}: ranks wait {min(medians) * 1e3:.1f} ms between steps of {min(steps[kind]) * 1e3:.0f} ms; "
@@ -94,7 +96,7 @@ def train(folder: Path, name: str, *, ahead: bool) -> tuple[float, float]:
         "model": {"path": str(folder / "model")},
         "data": {"train": str(folder / "train.jsonl"), "cache": str(folder / "cache")},
         "run": {"device": "cpu", "launch": "ray", "ranks": 2, "directory": str(folder / name)},
-        "training": {"steps": STEPS, "batch_size": BATCH, "micro_batch_rows": 32},
+        "training": {"steps": STEPS, "batch_size": BATCH},
         "checkpoint": {"every": "none", "at_end": False},
         "evaluation": {"at_end": False},
     }

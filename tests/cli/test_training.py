@@ -14,6 +14,13 @@ def test_garbage_is_collected_as_before_once_the_ranks_are_up():
     assert gc.get_threshold() == usual
 
 
+def test_what_imports_made_is_left_out_while_a_run_lasts():
+    with SeldomCollected() as collector:
+        collector.leave_imports_out()
+        assert gc.get_freeze_count() > 1000
+    assert gc.get_freeze_count() == 0
+
+
 def test_garbage_is_collected_as_before_after_a_start_that_failed():
     usual = gc.get_threshold()
     try:
