@@ -43,6 +43,9 @@ COMMANDS = {"skyrl-engine-tinker": "serve"}
 TRAINERS = {"acme-perplexity": "perplexity"}
 """Distributions that add a trainer and no plugin."""
 
+ELSEWHERE = ("skyrl-engine-vllm-server",)
+"""Distributions that are plugins of another program."""
+
 
 class Environment:
     """A virtual environment of its own, whose commands see neither this repository nor the caller's Python settings."""
@@ -116,7 +119,7 @@ def engine_alone(folder: Path, wheels: Mapping[str, Path]) -> None:
     for name, wheel in wheels.items():
         if name != ENGINE:
             environment.install(str(wheel))
-            added = {} if name in (*COMMANDS, *TRAINERS) else {name: version_of(wheel)}
+            added = {} if name in (*COMMANDS, *TRAINERS, *ELSEWHERE) else {name: version_of(wheel)}
             both = {ENGINE: version_of(wheels[ENGINE]), **added}
             expect(f"plugins with {name} beside the engine", environment.plugins(), wanted=both)
             if command := COMMANDS.get(name):
@@ -135,7 +138,7 @@ def everything(folder: Path, wheels: Mapping[str, Path]) -> None:
     environment.install(*TORCH)
     others = [str(wheel) for name, wheel in wheels.items() if name != ENGINE]
     environment.install(f"{wheels[ENGINE]}[train]", *others)
-    versions = {name: version_of(wheel) for name, wheel in wheels.items() if name not in (*COMMANDS, *TRAINERS)}
+    versions = {name: version_of(wheel) for name, wheel in wheels.items() if name not in (*COMMANDS, *TRAINERS, *ELSEWHERE)}
     expect("plugins, all from wheels", environment.plugins(), wanted=versions)
     run([environment.python, str(Path(__file__).with_name("tiny_model.py")), str(folder)], cwd=folder)
     (folder / "train.toml").write_text(configuration(folder))

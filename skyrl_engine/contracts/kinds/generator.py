@@ -46,7 +46,8 @@ class Sampling:
     `max_tokens` counts the token that stops; logits are divided by `temperature`, and 0 takes the most likely token. `top_k` (0: all), `top_p`
     and `min_p` cut the distribution off after that, in this order, for evaluation alone: the `top_k` most likely tokens; of those the fewest
     that hold `top_p` of what is left; of those the ones at least `min_p` times as likely as the most likely one. This is the order of
-    transformers; vLLM applies `min_p` first, which leaves fewer tokens where `top_p` is set too. At temperature 0 they change nothing.
+    transformers; vLLM applies `min_p` first, which leaves fewer tokens where `top_p` is set too. At temperature 0 they change nothing. A
+    generator may refuse `top_p` beside `min_p`, and temperatures above 2, as unsupported.
 
     Sampling stops after a token of `stop_token_ids` or of the model's own end tokens (not with `ignore_eos`), and after the token that
     completes one of `stop_strings`, in both cases not before `min_tokens`.
@@ -110,7 +111,7 @@ class Completion:
     "error".
 
     `prompt_logprobs` float32[P] are at the same temperature and never cut off, NaN at place 0; `top_prompt_logprobs` have P places, of which
-    the first holds zeros for ids and NaN.
+    the first holds zeros for ids and NaN. A generator may refuse them, as unsupported, at a temperature other than 1.
     """
 
     request_id: int

@@ -43,6 +43,14 @@ TOLERANCE = 1e-4
 
 AT_ONCE_SECONDS, AT_ONCE_TIMES = 0.05, 200
 
+WARMEST = 2.0
+"""A generator may refuse a temperature above this one, as unsupported."""
+
+PROBE = 10**9
+
+MOMENT_SECONDS = 0.03
+"""Time in which a generator with a process of its own samples a token or some of a tiny model."""
+
 OTHER = "reference"
 """Another weight set than the policy's."""
 
@@ -163,6 +171,7 @@ class RunningGenerator:
     owner: Owner
     weights: TinyWeights
     has_logprobs: bool
+    steps_in_poll: bool = True
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         with blame(self.owner, "submit"):
@@ -172,6 +181,21 @@ class RunningGenerator:
         with blame(self.owner, "poll"):
             returned = self.product.poll(timeout)
         return as_completions(self.owner.label, returned)
+
+    def refuses(self, sampling: Sampling) -> bool:
+        """Say whether it refuses, as unsupported, what a generator may refuse: a temperature above `WARMEST`, or `top_p` beside `min_p`."""
+        if sampling.temperature <= WARMEST and not (sampling.top_p < 1.0 and sampling.min_p > 0.0):
+            return False
+        prompt, short = np.ones(1, dtype=np.int32), evolve(sampling, max_tokens=1)
+        try:
+            self.sample([GenerationRequest(PROBE, prompt, short, seed=0, session=PROBE, last_turn=True)])
+        except UnsupportedError:
+            return True
+        return False
+
+    def let_sample(self, polls: int) -> list[Completion]:
+        """Poll so many times without waiting, which is a step each where it computes in `poll`; elsewhere give it a moment each."""
+        return [completion for _ in range(polls) for completion in self.poll(0.0 if self.steps_in_poll else MOMENT_SECONDS)]
 
     def abort(self, request_ids: Sequence[int] | None = None) -> None:
         with blame(self.owner, "abort"):
@@ -229,7 +253,8 @@ def run_generator(subject: Subject[Any], *, ends: tuple[int, ...] = (), version:
     with blame(owner, "start"):
         product.start(GeneratorStart(ModelConfig(str(model_folder())), "cpu", ends, weights, version))
     try:
-        yield RunningGenerator(product, owner, weights, "logprobs" in description_of(subject).capabilities)
+        description = description_of(subject)
+        yield RunningGenerator(product, owner, weights, "logprobs" in description.capabilities, description.placement == "rank")
     finally:
         with blame(owner, "close"):
             product.close()

@@ -130,6 +130,8 @@ def temperatures(subject: Subject[Any], _case: None) -> None:
     with undecidable_on_error(), run_generator(subject) as generator:
         for turn, several in enumerate((REQUESTS, LATER)):
             for place, temperature in enumerate(several):
+                if generator.refuses(Sampling(1, temperature=temperature)):
+                    continue
                 first = 10_000 * (1 + place + len(REQUESTS) * turn)
                 drawn = requests_of(REQUESTS[temperature], first=first, seed=place, max_tokens=TOKENS, temperature=temperature)
                 requests = [evolve(request, session=request.request_id) for request in drawn]
@@ -185,6 +187,8 @@ def close_temperatures(subject: Subject[Any], _case: None) -> None:
     """Draw with equal seeds at two temperatures. However numbers become tokens, each differs with the total variation at least."""
     with undecidable_on_error(), run_generator(subject) as generator:
         for place, pair in enumerate(CLOSE):
+            if any(generator.refuses(Sampling(1, temperature=temperature)) for temperature in pair):
+                continue
             drawn = []
             for side, temperature in enumerate(pair):
                 first = 10_000 * (1 + 2 * place + side)

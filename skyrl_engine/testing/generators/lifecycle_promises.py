@@ -43,7 +43,7 @@ def aborts(subject: Subject[Any], _case: None) -> None:
         requests = requests_of(6, max_tokens=60)
         whole = generator.sample(requests)
         generator.submit(requests)
-        early = [completion for _ in range(5) for completion in generator.poll(0.0)]
+        early = generator.let_sample(5)
         generator.abort([requests[0].request_id, requests[1].request_id])
         generator.abort()
         done = {completion.request_id: completion for completion in early}
@@ -130,7 +130,7 @@ def updates_on_the_way(subject: Subject[Any], _case: None) -> None:
     with undecidable_on_error(), run_generator(subject) as generator:
         requests = requests_of(3, max_tokens=40)
         generator.submit(requests)
-        early = [completion for _ in range(8) for completion in generator.poll(0.0)]
+        early = generator.let_sample(8)
         generator.update(1)
         left = [request for request in requests if all(completion.request_id != request.request_id for completion in early)]
         for request, done in zip(left, generator.collect(left), strict=True):

@@ -174,7 +174,7 @@ def _update_amid_a_turn(generator: RunningGenerator, dialogues: _Dialogues) -> N
     """Let the weights change while a turn of every dialogue is sampled; what is sampled of it is another promise's."""
     dialogues.requests = [evolve(request, sampling=evolve(request.sampling, max_tokens=12)) for request in dialogues.requests]
     generator.submit(dialogues.requests)
-    early = [completion for _ in range(4) for completion in generator.poll(0.0)]
+    early = generator.let_sample(4)
     generator.update(2)
     came = {completion.request_id: completion for completion in early}
     left = [request for request in dialogues.requests if request.request_id not in came]

@@ -8,10 +8,12 @@ from attrs import evolve
 
 from skyrl_engine.contracts.kinds.generator import Completion, GenerationRequest, Sampling, TopLogprobs
 from skyrl_engine.contracts.values.model import ModelConfig
+from skyrl_engine.errors import UnsupportedError
 from skyrl_engine.model_facts.tokenizer import load_tokenizer
 from skyrl_engine.modeling.tiny import VOCABULARY
 from skyrl_engine.testing.generators.bench import (
     TOLERANCE,
+    RunningGenerator,
     claims,
     due_logprobs,
     due_logprobs_of,
@@ -207,7 +209,11 @@ TEMPERATURES = (1.0, 0.5, 2.0, 0.3, 0.37, 0.7, 3.0)
 def log_probabilities(subject: Subject[Any], _case: None) -> None:
     with undecidable_on_error(), run_generator(subject) as generator:
         # side by side and of one prompt, so that nobody may take the settings of one request for those of all
-        several = [requests_of(6, first=20 * place, temperature=temperature) for place, temperature in enumerate(TEMPERATURES)]
+        several = [
+            requests_of(6, first=20 * place, temperature=temperature)
+            for place, temperature in enumerate(TEMPERATURES)
+            if not generator.refuses(Sampling(1, temperature=temperature))
+        ]
         requests = [
             evolve(request, prefix_group=group) for group, alike in enumerate(zip(*several, strict=True)) for request in alike
         ]
@@ -347,31 +353,41 @@ def greedy(subject: Subject[Any], _case: None) -> None:
             require_likeliest(generator, request, done, "Take the argmax at temperature 0, and report log_softmax(logits)")
 
 
-@promise("Log-probabilities of prompts are the model's, and NaN at their first token", exempt=claims("prompt_logprobs"))
+@promise(
+    "Log-probabilities of prompts are the model's, and NaN at their first token; a temperature other than 1 may be refused as unsupported",
+    exempt=claims("prompt_logprobs"),
+)
 def prompt_scores(subject: Subject[Any], _case: None) -> None:
     with undecidable_on_error(), run_generator(subject) as generator:
-        several = [requests_of(6, first=20 * place, temperature=0.5) for place in range(2)]
-        # a prompt that was read before, or is read for several, has scores too
-        alike = [evolve(request, prefix_group=group) for pair in several for group, request in enumerate(pair)]
-        requests = [evolve(request, prompt_logprobs=place % 3 != 0) for place, request in enumerate(alike)]
-        requests += [evolve(request, request_id=request.request_id + 50, prompt_logprobs=True) for request in several[0]]
-        scored = [
-            (request, done) for request, done in zip(requests, generator.sample(requests), strict=True) if request.prompt_logprobs
-        ]
-        for request, done in scored:
-            ids = request.prompt_ids.tolist()
-            due = generator.weights.logprobs(ids, 0.5)[np.arange(len(ids) - 1), ids[1:]]
-            scores = done.prompt_logprobs
-            if (
-                scores is None
-                or len(scores) != len(ids)
-                or not np.isnan(scores[0])
-                or not np.abs(scores[1:] - due).max(initial=0) <= TOLERANCE
-            ):
-                raise Broken(
-                    f"gives a prompt of {len(ids)} tokens the log-probabilities {scores}",
-                    "Give one per token, after all tokens before it, at the request's temperature, and NaN for the first",
-                )
+        try:
+            _require_prompt_scores(generator, 0.5)
+        except UnsupportedError:
+            _require_prompt_scores(generator, 1.0)
+
+
+def _require_prompt_scores(generator: RunningGenerator, temperature: float) -> None:
+    several = [requests_of(6, first=20 * place, temperature=temperature) for place in range(2)]
+    # a prompt that was read before, or is read for several, has scores too
+    alike = [evolve(request, prefix_group=group) for pair in several for group, request in enumerate(pair)]
+    requests = [evolve(request, prompt_logprobs=place % 3 != 0) for place, request in enumerate(alike)]
+    requests += [evolve(request, request_id=request.request_id + 50, prompt_logprobs=True) for request in several[0]]
+    scored = [
+        (request, done) for request, done in zip(requests, generator.sample(requests), strict=True) if request.prompt_logprobs
+    ]
+    for request, done in scored:
+        ids = request.prompt_ids.tolist()
+        due = generator.weights.logprobs(ids, temperature)[np.arange(len(ids) - 1), ids[1:]]
+        scores = done.prompt_logprobs
+        if (
+            scores is None
+            or len(scores) != len(ids)
+            or not np.isnan(scores[0])
+            or not np.abs(scores[1:] - due).max(initial=0) <= TOLERANCE
+        ):
+            raise Broken(
+                f"gives a prompt of {len(ids)} tokens the log-probabilities {scores}",
+                "Give one per token, after all tokens before it, at the request's temperature, and NaN for the first",
+            )
 
 
 @promise("The most likely tokens at every place are the model's, the most likely first", exempt=claims("top_logprobs"))
