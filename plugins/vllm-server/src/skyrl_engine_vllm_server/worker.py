@@ -1,4 +1,4 @@
-"""What a worker of vLLM answers to `/collective_rpc`: `--worker-extension-cls skyrl_engine_vllm_server.worker.WorkerExtension`."""
+"""Methods of a worker of vLLM for `/collective_rpc`: `--worker-extension-cls skyrl_engine_vllm_server.worker.WorkerExtension`."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What a server must be like: its version, its routes, its settings and its model, each mismatch with the flag to set."""
+"""Checks of a server: its version, its routes, its settings and its model, each mismatch with the flag to set."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ EXTENSION = "skyrl_engine_vllm_server.worker.WorkerExtension"
 
 @frozen
 class ServerFacts:
-    """What requests need to know of a server."""
+    """Facts of a server that requests need to know."""
 
     dtype: str
     longest: int

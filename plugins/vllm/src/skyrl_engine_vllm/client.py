@@ -10,8 +10,8 @@ from skyrl_engine_vllm.errors import Refusal, ServerFault
 PROBE_SECONDS = 10.0
 """Seconds in which a healthy server says that it is."""
 
-_IDLE_SECONDS = 1.0
-"""A connection without a call for so long is not used again: servers close theirs after 5 seconds, perhaps while a call is on its way."""
+_CONNECTIONS = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+"""A connection per call: a server closes idle ones, perhaps just while the next call is on its way, which looks as if it had died."""
 
 _SHOWN = 300
 
@@ -23,14 +23,12 @@ class ServerClient:
         self.url = url.rstrip("/")
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         # no proxy of the environment stands between a run and its servers
-        limits = httpx.Limits(keepalive_expiry=_IDLE_SECONDS)
-        self._client = httpx.Client(base_url=self.url, headers=headers, timeout=seconds, limits=limits, trust_env=False)
+        self._client = httpx.Client(base_url=self.url, headers=headers, timeout=seconds, limits=_CONNECTIONS, trust_env=False)
         self._headers = headers
 
     def open_asynchronous(self, seconds: float) -> httpx.AsyncClient:
         """Return a client for the requests of an event loop."""
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=_IDLE_SECONDS)
-        return httpx.AsyncClient(base_url=self.url, headers=self._headers, timeout=seconds, limits=limits, trust_env=False)
+        return httpx.AsyncClient(base_url=self.url, headers=self._headers, timeout=seconds, limits=_CONNECTIONS, trust_env=False)
 
     def get(self, path: str, *, seconds: float | None = None) -> Any:
         """Return the JSON at a path. Raises ServerFault, or Refusal where the server says what is wrong with the call."""

@@ -1,4 +1,4 @@
-"""What goes wrong with a server."""
+"""Failures of a server."""
 
 
 class ServerFault(Exception):  # noqa: N818 no error of the run: another server, or this one started again, serves

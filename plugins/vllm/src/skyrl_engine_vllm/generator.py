@@ -17,7 +17,7 @@ import httpx
 import numpy as np
 from attrs import define, field
 
-from skyrl_engine import ConfigError, ContractError, EngineError, RolloutError, UnsupportedError
+from skyrl_engine import ContractError, EngineError, RolloutError, UnsupportedError
 from skyrl_engine.contracts import (
     POLICY,
     Completion,
@@ -26,14 +26,13 @@ from skyrl_engine.contracts import (
     VersionSpans,
     WeightSource,
 )
-from skyrl_engine.errors import Problem
 from skyrl_engine.model_facts.tokenizer import load_tokenizer
 from skyrl_engine_vllm.client import describe_transport, read
 from skyrl_engine_vllm.errors import Refusal, ServerFault
 from skyrl_engine_vllm.options import FORMS, VllmOptions
-from skyrl_engine_vllm.servers import Server, Servers
+from skyrl_engine_vllm.servers import Servers, VllmServer
 from skyrl_engine_vllm.stops import Decode
-from skyrl_engine_vllm.wire import Answer, answer_of, body_of, is_cut_here
+from skyrl_engine_vllm.wire import GenerateAnswer, answer_of, body_of, is_cut_here
 
 COLDEST, WARMEST = 0.01, 2.0
 """vLLM takes a temperature below the first one for it, and refuses those above the second."""
@@ -50,7 +49,7 @@ class _Job:
 
     request: GenerationRequest
     is_aborted: bool = False
-    server: Server | None = None
+    server: VllmServer | None = None
     name: str = ""
     faults: list[str] = field(factory=list)
     task: "asyncio.Task[None] | None" = None
@@ -64,7 +63,7 @@ class VllmGenerator:
         self._ready: queue.SimpleQueue[Completion | EngineError] = queue.SimpleQueue()
         self._known: set[int] = set()
         self._jobs: dict[int, _Job] = {}
-        self._homes: dict[int, Server] = {}
+        self._homes: dict[int, VllmServer] = {}
         self._beside: set[asyncio.Task[None]] = set()
         self._servers: Servers | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -196,7 +195,7 @@ class VllmGenerator:
         key = os.environ.get(name)
         if not key:
             cause = f"the environment variable {name}, which holds the servers' API key, is not set"
-            raise ConfigError([Problem("generator.api_key_env", cause, f"Export {name}")])
+            raise UnsupportedError(cause, remedy=f"Export {name}, or set generator.api_key_env to another one")
         return key
 
     def _require_started(self) -> Servers:
@@ -319,7 +318,7 @@ class VllmGenerator:
         for session in sessions:
             self._homes.pop(session, None)
 
-    def _drop_posts(self, server: Server) -> None:
+    def _drop_posts(self, server: VllmServer) -> None:
         """End the waiting for a server that is lost."""
         if not server.is_up:
             for post in list(server.posts):
@@ -366,7 +365,7 @@ class VllmGenerator:
                     return _empty(request, "error", f"{len(job.faults)} attempts failed, the last one so: {job.faults[-1]}")
         return _empty(request, "abort")
 
-    async def _choose(self, servers: Servers, request: GenerationRequest) -> Server:
+    async def _choose(self, servers: Servers, request: GenerationRequest) -> VllmServer:
         """Return the server of a session, else the one with the least to do, and wait while none is up. Raises RolloutError."""
         while True:
             home = self._homes.get(request.session)
@@ -378,7 +377,7 @@ class VllmGenerator:
             servers.require_one()
             await asyncio.sleep(10 * _NAP)
 
-    async def _ask(self, job: _Job, server: Server) -> Answer:
+    async def _ask(self, job: _Job, server: VllmServer) -> GenerateAnswer:
         """Send a request, and return the answer once the weights that it is of are proven. Raises ServerFault or Refusal."""
         request = job.request
         job.name = f"{id(self):x}-{request.request_id}-{len(job.faults)}"
@@ -394,7 +393,7 @@ class VllmGenerator:
             server.load -= 1
             server.posts.discard(post)
 
-    async def _read_answer(self, job: _Job, server: Server, post: "asyncio.Future[httpx.Response]") -> Answer:
+    async def _read_answer(self, job: _Job, server: VllmServer, post: "asyncio.Future[httpx.Response]") -> GenerateAnswer:
         request = job.request
         try:
             response = await post
@@ -420,7 +419,7 @@ class VllmGenerator:
         server.faults = 0
         return answer
 
-    def _require_own(self, answer: Answer, server: Server, *, is_aborted: bool) -> None:
+    def _require_own(self, answer: GenerateAnswer, server: VllmServer, *, is_aborted: bool) -> None:
         """Raise where tokens are of weights that this run did not publish, or were ended by somebody else."""
         published = self._require_started().published
         for _, tag in answer.tags:

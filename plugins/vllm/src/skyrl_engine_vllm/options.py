@@ -59,7 +59,7 @@ class VllmOptions:
     first of these that the run offers."""
 
     transfer: Literal["gloo", "nccl"] = field(default="gloo", validator=in_(("gloo", "nccl")))
-    """How tensors travel: "gloo" over TCP, or "nccl" between GPUs, for which this process needs one. "nccl" has not been run by the tests."""
+    """The way of tensors: "gloo" over TCP, or "nccl" between GPUs, for which this process needs one. "nccl" has not been run by the tests."""
 
     transfer_host: str = field(default="127.0.0.1", validator=min_len(1))
     """Address of this machine at which servers meet it for the transfer; on several machines, that of the network between them."""

@@ -20,7 +20,7 @@ from skyrl_engine_vllm.transfer import free_port
 
 HOST = "127.0.0.1"
 ENTRY = ("-m", "vllm.entrypoints.launchers.api_server.entry")
-"""How vLLM 0.32 is started whatever its distribution is called: `vllm serve` looks for one that is called vllm."""
+"""Starts vLLM 0.32 whatever its distribution is called: `vllm serve` looks for one that is called vllm."""
 
 LAST_LINES = 12
 END_SECONDS = 20.0

@@ -40,7 +40,7 @@ SOFT_FAULTS = 2
 log = logging.getLogger("skyrl_engine_vllm")
 
 
-class Server:
+class VllmServer:
     """One server. The event loop and threads share it: numbers and flags are changed under the lock of `Servers`, `load` in the loop alone."""
 
     facts: ServerFacts
@@ -83,11 +83,11 @@ class Servers:
         self.published: dict[str, int] = {}
         self._publish(start.version)
         if options.urls:
-            self.all = [Server(url.rstrip("/"), options, key, None) for url in options.urls]
+            self.all = [VllmServer(url.rstrip("/"), options, key, None) for url in options.urls]
         else:
             processes = [ServerProcess(number, options, start, form, folder, key) for number in range(options.servers)]
-            self.all = [Server(process.url, options, key, process) for process in processes]
-        self.on_lost: Callable[[Server], None] = lambda _server: None
+            self.all = [VllmServer(process.url, options, key, process) for process in processes]
+        self.on_lost: Callable[[VllmServer], None] = lambda _server: None
 
     # --- start and end ---------------------------------------------------------------------------------------------------------------
 
@@ -110,7 +110,7 @@ class Servers:
         self._threads.append(watcher)
         watcher.start()
 
-    def _try_to_open(self, server: Server) -> "ServerFault | EngineError | None":
+    def _try_to_open(self, server: VllmServer) -> "ServerFault | EngineError | None":
         try:
             if server.process is not None:
                 server.process.wait_until_healthy(server.client)
@@ -166,14 +166,14 @@ class Servers:
         self._checksums = {name: checksum_of(tensor) for name, tensor in self.twin.tensors()} if self.twin.form == "tensors" else {}
         self._proof: Proof | None = None
 
-    def _try_to_deliver(self, server: Server) -> ServerFault | None:
+    def _try_to_deliver(self, server: VllmServer) -> ServerFault | None:
         try:
             self._deliver(server)
         except ServerFault as fault:
             return fault
         return None
 
-    def _deliver(self, server: Server) -> None:
+    def _deliver(self, server: VllmServer) -> None:
         """Give a server the present weights, and prove it; `is_unproven` holds back what it samples meanwhile."""
         server.is_unproven = True
         try:
@@ -188,7 +188,7 @@ class Servers:
         finally:
             server.is_unproven = False
 
-    def _admit(self, server: Server) -> None:
+    def _admit(self, server: VllmServer) -> None:
         """Check a server, give it the present weights, and let it serve."""
         server.facts = check_server(server.client, self._options, self._start, self.twin)
         with self._delivering:
@@ -199,7 +199,7 @@ class Servers:
 
     # --- servers that are lost -------------------------------------------------------------------------------------------------------
 
-    def lose(self, server: Server, fault: ServerFault) -> None:
+    def lose(self, server: VllmServer, fault: ServerFault) -> None:
         """Let nothing go to a server any more, and bring it back in a thread. A second call while it is away does nothing."""
         with self._lock:
             if self._closing.is_set() or server.is_returning or server.given_up:
@@ -212,7 +212,7 @@ class Servers:
             thread.start()
         self.on_lost(server)
 
-    def _bring_back(self, server: Server, fault: ServerFault) -> None:
+    def _bring_back(self, server: VllmServer, fault: ServerFault) -> None:
         cause = server.describe(fault)
         is_first = True
         try:
@@ -245,7 +245,7 @@ class Servers:
             server.is_returning = False
             self.on_lost(server)
 
-    def _return_once(self, server: Server, *, as_it_is: bool) -> None:
+    def _return_once(self, server: VllmServer, *, as_it_is: bool) -> None:
         process = server.process
         if process is None:
             if not server.client.is_healthy():
@@ -260,7 +260,7 @@ class Servers:
         self._admit(server)
 
     def _watch(self) -> None:
-        missed: dict[Server, int] = {}
+        missed: dict[VllmServer, int] = {}
         while not self._closing.wait(WATCH_SECONDS):
             for server in self.all:
                 if not server.is_up:
@@ -274,7 +274,7 @@ class Servers:
                     self.lose(server, ServerFault("it does not answer /health"))
 
 
-def in_parallel(work: Callable[[Server], T], servers: Sequence[Server]) -> list[T]:
+def in_parallel(work: Callable[[VllmServer], T], servers: Sequence[VllmServer]) -> list[T]:
     """Do something for each server, all at once, and return the results in their order."""
     if not servers:
         return []

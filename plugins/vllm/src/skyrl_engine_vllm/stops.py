@@ -1,4 +1,4 @@
-"""Where a row ends by the contract, found in tokens that were sampled without a stop."""
+"""The end of a row by the contract, found in tokens that were sampled without a stop."""
 
 from collections.abc import Callable, Collection, Sequence
 

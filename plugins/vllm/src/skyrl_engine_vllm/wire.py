@@ -81,8 +81,8 @@ def body_of(request: GenerationRequest, *, name: str, model: str, eos_token_ids:
 
 
 @frozen(eq=False)
-class Answer:
-    """What a server said of a request: `tags` are the versions that it claims, by the first token of each span."""
+class GenerateAnswer:
+    """An answer of a server to a request: `tags` are the versions that it claims, by the first token of each span."""
 
     completion: Completion
     tags: tuple[tuple[int, str], ...]
@@ -98,7 +98,7 @@ class Answer:
 
 def answer_of(
     request: GenerationRequest, returned: object, *, eos_token_ids: Sequence[int], decode: Decode | None, vocabulary: int
-) -> Answer:
+) -> GenerateAnswer:
     """Read what a server returned. Raises ServerFault for what no vLLM returns."""
     try:
         answer = _read(request, returned, vocabulary)
@@ -107,7 +107,7 @@ def answer_of(
     return _cut(request, answer, eos_token_ids, decode) if is_cut_here(request.sampling) else answer
 
 
-def _read(request: GenerationRequest, returned: Any, vocabulary: int) -> Answer:
+def _read(request: GenerationRequest, returned: Any, vocabulary: int) -> GenerateAnswer:
     (choice,) = returned["choices"]
     tokens = np.array(choice["token_ids"], dtype=np.int32)
     content = choice["logprobs"]["content"] or []
@@ -134,7 +134,9 @@ def _read(request: GenerationRequest, returned: Any, vocabulary: int) -> Answer:
         top_logprobs=_top_logprobs(request, content) if request.top_logprobs else None,
     )
     spans = choice["weight_versions"] or []
-    return Answer(completion, tuple((int(span["start"]), str(span["version"])) for span in spans if span["end"] > span["start"]))
+    return GenerateAnswer(
+        completion, tuple((int(span["start"]), str(span["version"])) for span in spans if span["end"] > span["start"])
+    )
 
 
 def _top_logprobs(request: GenerationRequest, content: Sequence[Any]) -> TopLogprobs:
@@ -157,7 +159,7 @@ def _prompt_logprobs(request: GenerationRequest, returned: Any) -> npt.NDArray[n
     return np.array([np.nan, *scores], dtype=np.float32)
 
 
-def _cut(request: GenerationRequest, answer: Answer, eos_token_ids: Sequence[int], decode: Decode | None) -> Answer:
+def _cut(request: GenerationRequest, answer: GenerateAnswer, eos_token_ids: Sequence[int], decode: Decode | None) -> GenerateAnswer:
     sampling, completion = request.sampling, answer.completion
     strings = [string for string in sampling.stop_strings if string]
     end = find_stop(completion.token_ids.tolist(), ends_of(sampling, eos_token_ids), strings, sampling.min_tokens, decode)
