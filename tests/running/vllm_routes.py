@@ -30,6 +30,7 @@ from skyrl_engine_generators.generator import HfGenerator
 from skyrl_engine_generators.options import HfOptions
 from skyrl_engine_vllm_server.checksums import LoadedTensors
 from skyrl_engine_vllm_server.groups import join_group, receive
+from skyrl_engine_vllm_server.owner import end_with_owner
 
 FOREVER = 3600.0
 
@@ -332,6 +333,7 @@ def main() -> None:
     parser.add_argument("--generation-config", default="auto")
     parser.add_argument("--weight-transfer-config", default='{"backend": "nccl"}')
     flags, _ = parser.parse_known_args()
+    end_with_owner()
     torch.set_num_threads(1)
     handler = type("OneHandler", (Handler,), {"engine": Engine(flags)})
     server = ThreadingHTTPServer((flags.host, flags.port), handler)

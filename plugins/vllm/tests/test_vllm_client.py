@@ -368,6 +368,35 @@ def test_a_server_that_dies_at_start_is_told_with_its_last_lines(opens: Opens) -
         opens(command=COMMAND, environment={"VLLM_ROUTES_DIES": "1"})
 
 
+KILLED = """
+import os, signal, sys
+sys.path.insert(0, sys.argv[1])
+from pathlib import Path
+from skyrl_engine.contracts import GeneratorStart, ModelConfig
+from skyrl_engine.testing.generators.bench import TinyWeights, model_folder
+from skyrl_engine_vllm.generator import VllmGenerator
+from skyrl_engine_vllm.options import VllmOptions
+generator = VllmGenerator(VllmOptions(command=(sys.executable, sys.argv[2])))
+generator.start(GeneratorStart(ModelConfig(str(model_folder())), "cpu", (), TinyWeights("tensors")))
+print(generator._servers.all[0].process._process.pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_servers_end_with_a_run_that_is_killed() -> None:
+    words = [sys.executable, "-c", KILLED, str(ROUTES.parent), str(ROUTES)]
+    pid = int(subprocess.run(words, capture_output=True, text=True, check=False).stdout)
+    until = time.monotonic() + 30
+    while time.monotonic() < until:
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return
+        time.sleep(0.2)
+    os.kill(pid, signal.SIGKILL)
+    pytest.fail("the server outlived the run that started it")
+
+
 def test_a_port_in_use_and_a_command_that_is_not_there_are_named(opens: Opens, url: str) -> None:
     with pytest.raises(ModelError, match="is in use"):
         opens(command=COMMAND, port=int(url.rpartition(":")[2]))

@@ -2,7 +2,7 @@
 
 
 def register() -> None:
-    """Add the weight-transfer backends "gloo" and "torch_nccl" to vLLM's, and mend seeds on CPUs; a second call does nothing."""
+    """Add the weight-transfer backends "gloo" and "torch_nccl" to vLLM's, and mend seeds on CPUs; a second call adds nothing."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     for backend in ("gloo", "torch_nccl"):
@@ -13,6 +13,8 @@ def register() -> None:
         except ValueError as error:
             if "already registered" not in str(error):
                 raise
+    from skyrl_engine_vllm_server.owner import end_with_owner
     from skyrl_engine_vllm_server.seeded_prefills import restore_generators_of_unfinished_prompts
 
     restore_generators_of_unfinished_prompts()
+    end_with_owner()

@@ -22,6 +22,9 @@ HOST = "127.0.0.1"
 ENTRY = ("-m", "vllm.entrypoints.launchers.api_server.entry")
 """Starts vLLM 0.32 whatever its distribution is called: `vllm serve` looks for one that is called vllm."""
 
+OWNER = "SKYRL_ENGINE_OWNER"
+"""Environment variable by which skyrl-engine-vllm-server knows the process that it ends with."""
+
 LAST_LINES = 12
 END_SECONDS = 20.0
 _NAP = 0.25
@@ -122,7 +125,13 @@ class ServerProcess:
         self.log = self._log_folder / (
             f"vllm-{self.number}.log" if self._starts == 1 else f"vllm-{self.number}-start-{self._starts}.log"
         )
-        environment = {**os.environ, "VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", **self._options.environment}
+        environment = {
+            **os.environ,
+            "VLLM_SERVER_DEV_MODE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            OWNER: str(os.getpid()),
+            **self._options.environment,
+        }
         # what this process was started with is for its own ranks
         for name in (
             "RANK",

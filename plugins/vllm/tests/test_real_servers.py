@@ -1,0 +1,165 @@
+"""Servers that the generator starts with real vLLM, weights as adapters, and servers that end or stop amid requests."""
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from attrs import evolve
+
+from skyrl_engine.contracts import Completion, GenerationRequest, GeneratorStart, LoraConfig, WeightForm
+from skyrl_engine.testing.generators.bench import TinyWeights, due_logprobs, requests_of
+from skyrl_engine_vllm.generator import VllmGenerator
+from skyrl_engine_vllm.options import VllmOptions
+
+OF_PEFT = "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900), pytest.mark.filterwarnings(OF_PEFT)]
+
+TOLERANCE = 1e-4
+OwnServers = Callable[..., VllmOptions]
+Starts = Callable[..., GeneratorStart]
+Opens = Callable[..., VllmGenerator]
+
+
+@pytest.fixture
+def opens() -> Iterator[Opens]:
+    """`opens(options, start)`: a started generator, closed in the end."""
+    opened: list[VllmGenerator] = []
+
+    def open_one(options: VllmOptions, start: GeneratorStart) -> VllmGenerator:
+        opened.append(generator := VllmGenerator(options))
+        generator.start(start)
+        return generator
+
+    yield open_one
+    for generator in opened:
+        generator.close()
+
+
+def sample(generator: VllmGenerator, requests: Sequence[GenerationRequest], seconds: float = 400.0) -> list[Completion]:
+    generator.submit(requests)
+    return collect(generator, requests, seconds)
+
+
+def collect(generator: VllmGenerator, requests: Sequence[GenerationRequest], seconds: float = 400.0) -> list[Completion]:
+    done: dict[int, Completion] = {}
+    until = time.monotonic() + seconds
+    while len(done) < len(requests):
+        assert time.monotonic() < until
+        done |= {completion.request_id: completion for completion in generator.poll(1.0)}
+    return [done[request.request_id] for request in requests]
+
+
+def require_right(weights: Any, requests: Sequence[GenerationRequest], done: Sequence[Completion], version: int) -> None:
+    for request, completion in zip(requests, done, strict=True):
+        due = due_logprobs(weights, request, completion)[np.arange(len(completion.token_ids)), completion.token_ids]
+        assert completion.error is None
+        assert np.abs(due - completion.logprobs).max() < TOLERANCE
+        assert completion.versions.versions.tolist() == [version]
+
+
+class Adapters(TinyWeights):
+    """The kit's model with adapters, as a PEFT folder; `model` holds them merged."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__("adapter")
+        self.folder, self.count = folder, 0
+        self.renew()
+
+    @property
+    def forms(self) -> frozenset[WeightForm]:
+        return frozenset({"adapter"})
+
+    def renew(self) -> None:
+        from peft import LoraConfig as PeftConfig
+        from peft import get_peft_model
+
+        self.count += 1
+        base = TinyWeights("tensors").model
+        layers = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+        adapted = get_peft_model(base, PeftConfig(r=4, lora_alpha=8, target_modules=layers))
+        draw = torch.Generator().manual_seed(self.count)
+        with torch.no_grad():
+            for name, parameter in adapted.named_parameters():
+                if "lora_" in name:
+                    parameter.copy_(0.1 * torch.randn(parameter.shape, generator=draw))
+        self.path = self.folder / str(self.count)
+        adapted.save_pretrained(self.path)
+        self.model = adapted.merge_and_unload().eval()
+
+    def adapter(self) -> Path:
+        return self.path
+
+
+def test_adapters_are_loaded_in_the_place_of_the_last_ones(
+    opens: Opens, own_servers: OwnServers, starts: Starts, tmp_path: Path
+) -> None:
+    weights = Adapters(tmp_path)
+    plain = starts("tensors", folder=tmp_path)
+    start = evolve(plain, weights=weights, model=evolve(plain.model, lora=LoraConfig(rank=4, alpha=8)))
+    generator = opens(own_servers(), start)
+    for version in (0, 1, 2):
+        if version:
+            weights.renew()
+            generator.update(weights, version)
+        requests = requests_of(6, first=10 * version)
+        require_right(weights, requests, sample(generator, requests), version)
+    long = requests_of(3, first=100, max_tokens=500)
+    generator.submit(long)
+    time.sleep(0.5)
+    weights.renew()
+    generator.update(weights, 3)
+    for request, done in zip(long, collect(generator, long), strict=True):
+        own = done.versions.per_token(len(done.token_ids)) == 3
+        due = due_logprobs(weights, request, done)[np.arange(len(own)), done.token_ids]
+        assert own.any()
+        assert np.abs(due - done.logprobs)[own].max() < TOLERANCE
+
+
+def children_of(pid: int) -> list[int]:
+    told = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True, check=False).stdout.split()
+    own = [int(each) for each in told]
+    return [*own, *(below for each in own for below in children_of(each))]
+
+
+@pytest.mark.parametrize("which", ["the server", "its engine", "stopped"])
+def test_a_server_that_ends_or_stops_amid_requests_comes_back(
+    opens: Opens, own_servers: OwnServers, starts: Starts, tmp_path: Path, which: str
+) -> None:
+    start = starts("tensors", folder=tmp_path)
+    weights: Any = start.weights
+    generator = opens(own_servers(), start)
+    weights.change(1)
+    generator.update(weights, 1)
+    requests = requests_of(8, max_tokens=60)
+    due = sample(generator, [evolve(request, request_id=100 + request.request_id) for request in requests])
+    (server,) = generator._servers.all  # type: ignore[union-attr]
+    assert server.process is not None
+    assert server.process._process is not None
+    pid = server.process._process.pid
+    generator.submit(requests)
+    time.sleep(0.05)
+    before = children_of(pid)
+    if which == "the server":
+        os.kill(pid, signal.SIGKILL)
+    elif which == "its engine":
+        os.kill(before[0], signal.SIGKILL)
+    else:
+        os.kill(pid, signal.SIGSTOP)
+    done = collect(generator, requests)
+    require_right(weights, requests, done, 1)
+    assert [each.token_ids.tolist() for each in done] == [each.token_ids.tolist() for each in due]
+    assert server.restarts >= 1
+    assert not [
+        each for each in (pid, *before) if Path(f"/proc/{each}").exists() and "vllm" in Path(f"/proc/{each}/cmdline").read_text()
+    ]
+    weights.change(2)
+    generator.update(weights, 2)
+    again = requests_of(4, first=50)
+    require_right(weights, again, sample(generator, again), 2)
