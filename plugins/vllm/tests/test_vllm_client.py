@@ -267,7 +267,7 @@ def test_a_server_of_another_version_or_without_routes_is_refused(url: str) -> N
         ("/version", "html", "no vLLM server"),
         ("/version", "404", "tells no version"),
         ("/is_paused", "404", "VLLM_SERVER_DEV_MODE=1"),
-        ("/inference/v1/generate", "403", "--enable-scale-out"),
+        ("/inference/v1/abort_requests", "403", "--enable-scale-out"),
         ("/collective_rpc", "404", "skyrl-engine-vllm-server"),
     ):
         post(url, "/misbehave", {path: f"once {wrong}"})

@@ -8,7 +8,7 @@ import time
 OWNER = "SKYRL_ENGINE_OWNER"
 """Environment variable with the process id of the run."""
 
-_LOOK_SECONDS = 2.0
+_LOOK_SECONDS, _GRACE_SECONDS = 2.0, 10.0
 
 
 def end_with_owner() -> None:
@@ -22,6 +22,9 @@ def _watch(owner: int) -> None:
     while _lives(owner):
         time.sleep(_LOOK_SECONDS)
     os.kill(os.getpid(), signal.SIGTERM)
+    # a server that is still starting does not hear it
+    time.sleep(_GRACE_SECONDS)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _lives(process: int) -> bool:

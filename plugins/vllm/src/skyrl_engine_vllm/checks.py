@@ -9,7 +9,6 @@ from attrs import frozen
 from skyrl_engine import EngineError, ModelError, UnsupportedError
 from skyrl_engine.contracts import GeneratorStart
 from skyrl_engine_vllm.client import ServerClient
-from skyrl_engine_vllm.delivery import TOLERANCES
 from skyrl_engine_vllm.errors import Refusal, ServerFault
 from skyrl_engine_vllm.options import VllmOptions
 from skyrl_engine_vllm.twin import Twin
@@ -93,8 +92,8 @@ def _check_routes(client: ServerClient, where: str, options: VllmOptions) -> Non
             f"{where} has no routes for new weights", "Start it with the environment variable VLLM_SERVER_DEV_MODE=1"
         ) from refusal
     try:
-        # an empty prompt is refused as such where there is the route
-        client.post("/inference/v1/generate", {"model": options.model, "token_ids": [], "sampling_params": {}})
+        # of the routes that the flag adds, the one that does nothing
+        client.post("/inference/v1/abort_requests", {"request_ids": []})
     except Refusal as refusal:
         if re.search(r"\((403|404|405)\)", refusal.cause):
             raise _unsupported(f"{where} does not take token ids", "Start it with --enable-scale-out") from refusal
@@ -116,7 +115,6 @@ def _check_settings(told: Mapping[str, Any], where: str, options: VllmOptions, s
     wanted_dtype = start.model.dtype
     problems: list[tuple[bool, str, str]] = [
         (told["dtype"] != wanted_dtype, f"computes in {told['dtype']}, and the run in {wanted_dtype}", f"--dtype {wanted_dtype}"),
-        (told["dtype"] not in TOLERANCES, f"computes in {told['dtype']}", "--dtype float32"),
         (
             told["logprobs_mode"] != "processed_logprobs",
             f"tells log-probabilities as {told['logprobs_mode']}, which are not of the distribution that it samples from",

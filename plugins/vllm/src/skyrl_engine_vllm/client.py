@@ -13,6 +13,9 @@ PROBE_SECONDS = 10.0
 _CONNECTIONS = httpx.Limits(max_connections=None, max_keepalive_connections=0)
 """A connection per call: a server closes idle ones, perhaps just while the next call is on its way, which looks as if it had died."""
 
+PLAIN = {"/v1/load_lora_adapter": "Success"}
+"""Routes that answer in words."""
+
 _SHOWN = 300
 
 
@@ -78,7 +81,10 @@ def describe_transport(path: str, error: httpx.HTTPError) -> str:
 
 
 def read(path: str, response: httpx.Response) -> Any:
-    """Return the JSON of a response. Raises Refusal for a status below 500 that is no success, ServerFault for all else."""
+    """Return the JSON of a response, or the words of a route of `PLAIN`.
+
+    Raises Refusal for a status below 500 that is no success, ServerFault for all else.
+    """
     text = response.text
     if response.status_code >= 500:
         raise ServerFault(f"it answered {path} with {response.status_code}: {text:.{_SHOWN}}")
@@ -90,6 +96,8 @@ def read(path: str, response: httpx.Response) -> Any:
         raise ServerFault(f"it answered {path} with {response.status_code}")
     if not text:
         return {}
+    if path in PLAIN and text.startswith(PLAIN[path]):
+        return text
     try:
         return response.json()
     except ValueError as error:

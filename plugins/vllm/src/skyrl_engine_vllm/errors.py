@@ -9,5 +9,9 @@ class ServerFault(Exception):  # noqa: N818 no error of the run: another server,
         super().__init__(cause)
 
 
+class LostMeanwhile(ServerFault):
+    """A server was lost while a request was there, for a reason that need not be this request's."""
+
+
 class Refusal(ServerFault):
     """A server understood a request and refused it: it is no use to send it again."""

@@ -5,6 +5,7 @@ what a server that failed had sampled is dropped, and the request is sent again 
 """
 
 import asyncio
+import itertools
 import os
 import queue
 import tempfile
@@ -28,7 +29,8 @@ from skyrl_engine.contracts import (
 )
 from skyrl_engine.model_facts.tokenizer import load_tokenizer
 from skyrl_engine_vllm.client import describe_transport, read
-from skyrl_engine_vllm.errors import Refusal, ServerFault
+from skyrl_engine_vllm.delivery import TOLERANCES
+from skyrl_engine_vllm.errors import LostMeanwhile, Refusal, ServerFault
 from skyrl_engine_vllm.options import FORMS, VllmOptions
 from skyrl_engine_vllm.servers import Servers, VllmServer
 from skyrl_engine_vllm.stops import Decode
@@ -64,6 +66,7 @@ class VllmGenerator:
         self._known: set[int] = set()
         self._jobs: dict[int, _Job] = {}
         self._homes: dict[int, VllmServer] = {}
+        self._count = itertools.count()
         self._beside: set[asyncio.Task[None]] = set()
         self._servers: Servers | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -87,6 +90,8 @@ class VllmGenerator:
                 f"vllm takes weights as {' or '.join(accepted)}, and {', '.join(sorted(start.weights.forms)) or 'nothing'} is on offer",
                 remedy="Set generator.weights to a form that is on offer, or leave it out",
             )
+        if (dtype := start.model.dtype) not in TOLERANCES:
+            raise UnsupportedError(f"vLLM does not compute in {dtype}", remedy=f"Set model.dtype to {' or '.join(TOLERANCES)}")
         folder = Path(tempfile.mkdtemp(prefix="skyrl-engine-vllm-")) if start.folder is None else start.folder
         folder.mkdir(parents=True, exist_ok=True)
         self._start = start
@@ -240,6 +245,11 @@ class VllmGenerator:
                 f"vLLM tells log-probabilities of prompts at temperature 1 alone, and request {number} samples at {temperature:g}",
                 remedy="Ask for them at temperature 1",
             )
+        if request.prompt_logprobs and self._require_started().twin.form == "adapter":
+            raise UnsupportedError(
+                f"request {number} asks for log-probabilities of its prompt, at which vLLM ends while it serves adapters",
+                remedy='Set generator.weights to "tensors"',
+            )
         if request.top_prompt_logprobs:
             raise UnsupportedError(
                 f"request {number} asks for top_prompt_logprobs, which vllm does not give", remedy="Use the generator hf"
@@ -358,6 +368,9 @@ class VllmGenerator:
                 return answer.with_versions(servers.published)
             except Refusal as refusal:
                 return _empty(request, "error", f"the vLLM server at {server.url}: {refusal.cause}")
+            except LostMeanwhile:
+                # not counted: else one request that a server dies of would use up the attempts of all others
+                continue
             except ServerFault as fault:
                 servers.lose(server, fault)
                 job.faults.append(f"the vLLM server at {server.url}: {fault.cause}")
@@ -380,7 +393,7 @@ class VllmGenerator:
     async def _ask(self, job: _Job, server: VllmServer) -> GenerateAnswer:
         """Send a request, and return the answer once the weights that it is of are proven. Raises ServerFault or Refusal."""
         request = job.request
-        job.name = f"{id(self):x}-{request.request_id}-{len(job.faults)}"
+        job.name = f"{id(self):x}-{request.request_id}-{next(self._count)}"
         body = body_of(request, name=job.name, model=server.delivery.model, eos_token_ids=self._start.eos_token_ids)
         post = asyncio.ensure_future(server.http.post("/inference/v1/generate", json=body))
         server.load += 1
@@ -403,7 +416,7 @@ class VllmGenerator:
             task = asyncio.current_task()
             if task is None or task.cancelling():
                 raise
-            raise ServerFault("it was lost while it sampled") from None
+            raise LostMeanwhile("it was lost while it sampled") from None
         answer = answer_of(
             request,
             read("/inference/v1/generate", response),
@@ -414,7 +427,7 @@ class VllmGenerator:
         while server.is_unproven:  # noqa: ASYNC110 a thread sets it
             await asyncio.sleep(_NAP)
         if not server.is_up:
-            raise ServerFault("its weights were not proven")
+            raise LostMeanwhile("its weights were not proven")
         self._require_own(answer, server, is_aborted=job.is_aborted)
         server.faults = 0
         return answer

@@ -101,7 +101,8 @@ class Servers:
                 if isinstance(error, EngineError):
                     raise error
                 if error is not None:
-                    lines = () if server.process is None else server.process.last_lines()
+                    died = server.process is not None and not server.process.is_running()
+                    lines = server.process.last_lines() if died and server.process is not None else ()
                     raise ModelError(server.describe(error), remedy="See its log, and try its command by hand", details=list(lines))
         except BaseException:
             self.close()
