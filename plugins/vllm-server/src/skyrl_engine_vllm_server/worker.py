@@ -57,6 +57,17 @@ class WorkerExtension:
         worker.reload_weights(weights_path=path)
         return {"packed_heads": pack_heads_again(worker.model_runner.get_model())}
 
+    def skyrl_engine_reload_adapter(self, path: str) -> "dict[str, int]":
+        """Load adapters of a folder in the place of those that are loaded, for running requests too."""
+        from vllm.lora.request import LoRARequest
+
+        worker: Any = self
+        known = sorted(worker.list_loras())
+        if len(known) != 1:
+            raise ValueError(f"there are {len(known)} adapters, where one is to be replaced")
+        worker.add_lora(LoRARequest("skyrl-engine", known[0], path, load_inplace=True))
+        return {"adapter": known[0]}
+
     def _skyrl_engine_transfer(self) -> Any:
         worker: Any = self
         return worker.weight_transfer_engine

@@ -62,8 +62,8 @@ class Delivery:
         client.post("/resume")
 
     def forget_connection(self) -> None:
-        """Forget the connection of a server that is another process now."""
-        self._group = None
+        """Forget the connection of a server that is another process now, and that it knows adapters."""
+        self._group, self._adapters = None, False
 
     def _send_tensors(self, twin: Twin, tag: str, checksums: dict[str, str]) -> None:
         group = self._connect()
@@ -130,7 +130,18 @@ class Delivery:
         self._client.ask_workers("skyrl_engine_reload", path=str(twin.source))
 
     def _load_adapter(self, twin: Twin) -> None:
-        self._client.post("/v1/load_lora_adapter", {"lora_name": ADAPTER, "lora_path": str(twin.source), "load_inplace": True})
+        """Load adapters in the place of the last ones.
+
+        Not by vLLM's own `load_inplace`: each request keeps the path that it came with, and loads that again in every step.
+        """
+        if not self._adapters:
+            try:
+                self._client.post("/v1/load_lora_adapter", {"lora_name": ADAPTER, "lora_path": str(twin.source)})
+            except Refusal as refusal:
+                # by a run before this one
+                if "already" not in refusal.cause:
+                    raise
+        self._client.ask_workers("skyrl_engine_reload_adapter", path=str(twin.source))
         self._adapters = True
 
 
