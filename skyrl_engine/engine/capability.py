@@ -36,7 +36,7 @@ _ACTION: dict[Capability, str] = {
     **dict.fromkeys((*OPTIONAL_SCORES, "divergence"), "Choose another backend"),
     "value_head": "Set model.value_head = false, or choose another backend",
     "lora": "Remove model.lora, or choose a backend and a layout that train adapters, such as fsdp without tensor parallelism",
-    "compile": "Set model.compile = false, or choose a backend and a layout that compile layers, such as fsdp on one rank",
+    "compile": "Set model.compile = false, or choose a backend that compiles layers, such as fsdp",
     "attention": 'Set model.attention = "auto", or choose a backend and a layout that let it choose, such as fsdp',
     "router_replay": "Leave the expert routes out of the samples, or choose another backend",
 }

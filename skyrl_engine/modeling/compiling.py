@@ -9,7 +9,7 @@ import sysconfig
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
@@ -87,18 +87,35 @@ def refuse_incompilable(model: Any, decoder: nn.Module, name: str) -> None:
 
 
 def compile_layers(model: Any, decoder: nn.Module, name: str) -> None:
-    """Let every layer of `decoder`, a part of `model`, run as a compiled program from its first pass on, in place.
+    """Let every layer of `decoder`, a part of a transformers `model`, run as a compiled program. Raises what `refuse_incompilable` raises."""
+    refuse_incompilable(model, decoder, name)
+    compile_forwards(transformer_layers(decoder), name, drops=drops_at_random(model))
 
-    Call it before sharding, on a model that `refuse_incompilable` accepts. From then on this process raises an error where torch would
-    go on without a program because it made too many (`PROGRAMS`).
+
+def compile_forwards(
+    layers: Iterable[nn.Module], name: str, *, drops: bool, forward: "type[CompiledForward] | None" = None
+) -> None:
+    """Let layers run as compiled programs from their first pass on, in place, by a `CompiledForward` each, or a subclass of it.
+
+    `name` is the model's in errors. From now on this process raises an error where torch would go on without a program because it made too
+    many (`PROGRAMS`).
     """
     CLOCK.start()
     torch._dynamo.config.recompile_limit = PROGRAMS  # noqa: SLF001 - torch's own name for it
     torch._dynamo.config.fail_on_recompile_limit_hit = True  # noqa: SLF001 - as above
-    drops = drops_at_random(model)
-    for layer in transformer_layers(decoder):
-        compiled = CompiledForward(layer, _program(_own_forward(layer)), name, drops=drops)
-        layer.forward = compiled
+    for layer in layers:
+        layer.forward = (forward or CompiledForward)(layer, _program(_own_forward(layer)), name, drops=drops)  # type: ignore[assignment]
+
+
+def keep_outside(module: nn.Module) -> None:
+    """Let calls of `module`, hooks included, run between programs, as they are."""
+    module.__class__ = _outside(type(module))
+
+
+@cache
+def _outside(kind: type[nn.Module]) -> type[nn.Module]:
+    # of a class, because a program is made again for every other hook or function that a module holds itself
+    return type(kind.__name__, (kind,), {"__call__": torch.compiler.disable(kind.__call__)})
 
 
 def _own_forward(layer: nn.Module) -> Callable[..., Any]:
@@ -160,7 +177,7 @@ class CompiledForward:
                 remedy=_WITHOUT,
             ) from error
         except torch._dynamo.exc.TorchDynamoException as error:  # noqa: SLF001 - as above
-            lines = [line for line in str(error).splitlines() if line.strip()]
+            lines = [line for line in str(error).splitlines() if line.strip() and not line.endswith("raised:")]
             raise ModelError(
                 f"the layers of {self.name} ({type(self.layer).__name__}) cannot be compiled: {lines[0] if lines else type(error).__name__}",
                 remedy=_WITHOUT,

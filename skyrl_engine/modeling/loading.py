@@ -14,7 +14,7 @@ from skyrl_engine.model_facts.configuration import load_config, source_of
 from skyrl_engine.model_facts.vision_language import takes_images
 from skyrl_engine.model_facts.weight_files import holder_of, weight_files
 from skyrl_engine.modeling.causal_lm import output_names, split_causal_lm
-from skyrl_engine.modeling.compiling import compile_layers, refuse_incompilable
+from skyrl_engine.modeling.compiling import compile_layers
 from skyrl_engine.modeling.lora import add_adapters, freeze_in, load_adapters
 from skyrl_engine.modeling.parity import check_parity
 from skyrl_engine.modeling.precision import compute_buffers_in, computing_in
@@ -147,7 +147,6 @@ def _make_ready(spec: ModelConfig, model: Any, scorer: Scorer) -> tuple[Any, Sco
     if spec.activation_checkpointing:
         enable_activation_checkpointing(model, spec.path)
     if spec.compile:
-        refuse_incompilable(model, scorer.decoder, spec.path)
         compile_layers(model, scorer.decoder, spec.path)
     scorer.train()
     return model, scorer

@@ -12,7 +12,7 @@ from torch import nn
 from skyrl_engine.contracts.values.model import LoraConfig, ModelConfig
 from skyrl_engine.errors import EngineError, ModelError, UnsupportedError
 from skyrl_engine.modeling import compiling
-from skyrl_engine.modeling.compiling import CLOCK, CompiledForward, refuse_without_compiler
+from skyrl_engine.modeling.compiling import CLOCK, CompiledForward, compile_forwards, keep_outside, refuse_without_compiler
 from skyrl_engine.modeling.load_check import check_loading
 from skyrl_engine.modeling.loading import load_scorer
 from skyrl_engine.modeling.lora import adapters_off
@@ -136,6 +136,30 @@ class Deciding(nn.Module):
     width = 0
 
 
+class Reading(nn.Module):
+    """A part of a layer that reads a number of the batch."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden * int(hidden.detach().sum().item())
+
+
+@pytest.mark.usefixtures("eager_programs")
+def test_parts_kept_outside_run_as_they_are_and_layers_share_their_programs() -> None:
+    layers = [nn.Sequential(nn.Linear(3, 3), Reading(), nn.ReLU()) for _ in range(4)]
+    hooked: list[int] = []
+    for layer in layers:
+        # of each layer its own, as parallel styles have them
+        layer[1].register_forward_hook(lambda _module, _inputs, output: hooked.append(len(output)) or output + 1)
+        keep_outside(layer[1])
+    hidden = torch.full((2, 3), 2.0)
+    due = [layer(hidden) for layer in layers]
+    compile_forwards(layers, "tiny", drops=False)
+    with torch._dynamo.config.patch(recompile_limit=1, fail_on_recompile_limit_hit=True):
+        for layer, expected in zip(layers, due, strict=True):
+            torch.testing.assert_close(layer(hidden), expected)
+    assert hooked == [2] * 8
+
+
 @pytest.mark.usefixtures("eager_programs")
 def test_too_many_programs_are_an_error_and_no_slow_run() -> None:
     layer = Deciding()
@@ -155,7 +179,7 @@ def test_too_many_programs_are_an_error_and_no_slow_run() -> None:
 @pytest.mark.usefixtures("eager_programs")
 def test_what_torch_cannot_compile_is_named() -> None:
     def fail(*_: object) -> None:
-        raise torch._dynamo.exc.InternalTorchDynamoError("no such operation\nand a long trace")
+        raise torch._dynamo.exc.InternalTorchDynamoError("backend='inductor' raised:\nno such operation\nand a long trace")
 
     with pytest.raises(ModelError, match=r"the layers of tiny \(Deciding\) cannot be compiled: no such operation"):
         CompiledForward(Deciding(), fail, "tiny", drops=False)(torch.zeros(2, 3))

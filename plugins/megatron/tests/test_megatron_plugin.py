@@ -66,7 +66,7 @@ def test_what_is_left_of_the_world_is_data_parallel() -> None:
     assert described.topology == Topology(dp=2, tp=2, pp=2, cp=2)
     assert described.capabilities == {
         *("padded", "packed", "tensor_parallel", "pipeline_parallel", "context_parallel", "vision"),
-        *("logits", "logsumexp", "mean_logprob", "logprobs_at", "attention"),
+        *("logits", "logsumexp", "mean_logprob", "logprobs_at", "compile", "attention"),
     }
 
 
@@ -106,6 +106,17 @@ def test_adapters_are_refused(models: dict[str, str]) -> None:
     assert "lora" not in megatron.skyrl_engine_describe_backend(None, 1).capabilities
     with pytest.raises(UnsupportedError, match="the megatron backend trains no adapters"):
         read(ModelConfig(models["qwen3-tied"], lora=LoraConfig()), MegatronConfig())
+
+
+@pytest.mark.parametrize(("family", "cause"), [("qwen3_moe", "is a mixture of experts"), ("qwen3_vl", "takes images")])
+def test_experts_and_images_are_not_compiled(family: str, cause: str) -> None:
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model(family)
+    refuse_model(MegatronConfig(), config, ModelConfig("the model"))
+    with pytest.raises(UnsupportedError, match=f"the model {cause}, and no test shows that compiled such models") as caught:
+        refuse_model(MegatronConfig(), config, ModelConfig("the model", compile=True))
+    assert caught.value.remedy == "Set model.compile = false"
 
 
 @pytest.mark.usefixtures("alone")

@@ -1,6 +1,7 @@
 """Promises of a backend about options that change speed alone: compiled layers, and the attention kernel."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -42,12 +43,26 @@ def _not_compiled(subject: BackendSubject) -> str | None:
     exempt=_not_compiled,
 )
 def compiled(subject: BackendSubject, case: BackendCase) -> None:
-    """Micro-batches have other lengths than each other, so one program must serve several."""
-    rows: RowKind = "packed" if subject.declares("packed") else "padded"
-    order = PassOrder(case.cut(micro_batches=2), rows=rows)
+    compare_compiled(subject, case, rows="packed" if subject.declares("packed") else "padded")
+
+
+def compare_compiled(
+    subject: BackendSubject,
+    case: BackendCase,
+    *,
+    rows: RowKind = "packed",
+    needs: tuple[str, ...] = ("logprobs", "entropy"),
+    tolerance: float = TOLERANCE,
+    **options: Any,
+) -> None:
+    """Raise Broken where a model with these options computes something else compiled, beyond `tolerance` relative to the largest entry.
+
+    Micro-batches have other lengths than each other, so one program must serve several.
+    """
+    order = PassOrder(case.cut(micro_batches=2), rows=rows, needs=needs)
     results = []
     for compile_layers in (False, True):
-        with subject.open_ranks(case, rows=rows, compile=compile_layers) as ranks:
+        with subject.open_ranks(case, rows=rows, compile=compile_layers, **options) as ranks:
             scored = ranks.forward(order)
             learned = ranks.forward_backward(order)
             results.append((_scores_of(ranks, learned), ranks.gradients()[0]))
@@ -60,7 +75,7 @@ def compiled(subject: BackendSubject, case: BackendCase) -> None:
                 )
     (scores, gradients), (own_scores, own_gradients) = results
     for what, due, got in (("scores", scores, own_scores), ("gradients", gradients, own_gradients)):
-        _require_equal(what, due, got)
+        _require_equal(what, due, got, tolerance)
 
 
 def _scores_of(ranks: BackendRanks, outputs: Sequence[RankOutput]) -> Arrays:
@@ -72,14 +87,14 @@ def _first_other_bits(scored: Sequence[RankOutput], learned: Sequence[RankOutput
     return next((name for name in other if name not in one or not np.array_equal(one[name].values, other[name].values)), None)
 
 
-def _require_equal(what: str, due: Arrays, got: Arrays) -> None:
-    """Raise Broken for an array that is further from the due one than `TOLERANCE` of the largest entry of all of them."""
+def _require_equal(what: str, due: Arrays, got: Arrays, tolerance: float) -> None:
+    """Raise Broken for an array that is further from the due one than `tolerance` of the largest entry of all of them."""
     if due.keys() != got.keys():
         raise Broken(f"compiled, the {what} have the names {sorted(got)[:3]}, not {sorted(due)[:3]}", "Compile in place")
     largest = max(float(np.abs(values).max(initial=0)) for values in due.values())
     for name, values in due.items():
         difference = float(np.abs(got[name] - values).max(initial=0))
-        if not difference <= TOLERANCE * largest:
+        if not difference <= tolerance * largest:
             raise Broken(
                 f"compiled, the {what} differ by {difference / largest:.1e} of the largest entry, of {name} first",
                 "Compile layers as they are, with the weights that the backend trains",

@@ -47,7 +47,6 @@ def test_the_first_step_says_that_it_compiles_and_how_long_it_took(
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"model": {"compile": True}, "backend": {"use": "megatron"}}, "'compile', which backend megatron does not declare"),
         ({"model": {"attention": "flash"}}, 'model.attention = "flash"'),
         ({"model": {"attention": "flex"}, "collator": {"use": "tree"}}, 'model.attention = "flex"'),
     ],

@@ -54,7 +54,6 @@ class DeepSpeedBackend:
         optimizer = require_adamw(optimizer, "deepspeed")
         self.coords = RankCoords(rank=environment.rank, dp=environment.rank)
         self._device = torch.device(environment.device)
-        self._config.refuse_compile(model)
         refuse_on_device(model, environment.device, environment.rows)
         refuse_unsupported(self._config, model.dtype, self._device, learns=optimizer is not None)
         if self._device.type == "cuda":

@@ -9,6 +9,7 @@ from attrs import frozen
 from torch import Tensor, nn
 
 from skyrl_engine.contracts import AdamWSettings, ComputeDtype, ModelConfig
+from skyrl_engine.modeling.causal_lm import transformer_layers
 from skyrl_engine.modeling.named_tensors import entry, list_named_tensors, replace_entries
 from skyrl_engine.modeling.optimizer import build_optimizer
 from skyrl_engine.modeling.placement import Placed, load_on_ranks
@@ -53,6 +54,10 @@ def load(spec: ModelConfig, optimizer: AdamWSettings | None, config: DeepSpeedCo
     adamw = None if optimizer is None else build_optimizer(parameters.values(), optimizer)
     if config.zero_stage == 3:
         _divide(deepspeed, scorer, stated, spec.dtype)
+        if spec.compile:
+            # a layer's weights are gathered together: by default DeepSpeed acts inside of layers, which makes a program for each of its modules
+            for layer in transformer_layers(scorer.decoder):
+                deepspeed.utils.set_z3_leaf_module(layer, True)
     engine = library.initialize(deepspeed, model=scorer, optimizer=adamw, config=stated)
     if spec.dtype == "bfloat16" and adamw is not None:
         _restore_precision(engine, parameters, placed.whole, device)

@@ -6,7 +6,7 @@ from attrs import field, frozen
 from attrs.validators import ge, in_
 
 from skyrl_engine import UnsupportedError
-from skyrl_engine.contracts import ComputeDtype, ModelConfig
+from skyrl_engine.contracts import ComputeDtype
 
 
 @frozen
@@ -34,14 +34,6 @@ class DeepSpeedConfig:
                     f"backend.{option} needs ZeRO stage {' or '.join(map(str, stages))}, the run asks for stage {self.zero_stage}",
                     remedy=f"Set backend.zero_stage to {stages[-1]} or backend.{option} to false",
                 )
-
-    def refuse_compile(self, model: ModelConfig) -> None:
-        """Raises UnsupportedError for layers that are to be compiled: DeepSpeed acts inside them, and no test shows that they are the same."""
-        if model.compile:
-            raise UnsupportedError(
-                "model.compile = true, and the deepspeed backend compiles no layers",
-                remedy='Set model.compile = false, or backend.use = "fsdp"',
-            )
 
     def refuse_precision(self, dtype: ComputeDtype, *, learns: bool) -> None:
         """Raises UnsupportedError if DeepSpeed would round weights or gradients below the precision of `dtype` at this stage."""

@@ -31,6 +31,7 @@ class DeepSpeedPlugin:
                     "divergence",
                     "second_model",
                     "reference_by_adapters",
+                    "compile",
                     "attention",
                 }
             ),

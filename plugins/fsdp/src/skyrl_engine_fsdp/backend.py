@@ -61,11 +61,6 @@ class FsdpBackend:
         """
         topology = self._config.topology(environment.world_size)
         self._device = torch.device(environment.device)
-        if model.compile and environment.world_size > 1:
-            raise UnsupportedError(
-                "model.compile = true, and the fsdp backend compiles no layers that several ranks share",
-                remedy="Set run.ranks = 1, or model.compile = false",
-            )
         refuse_on_device(model, environment.device, environment.rows)
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)

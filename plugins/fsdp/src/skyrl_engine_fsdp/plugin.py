@@ -22,18 +22,28 @@ class FsdpPlugin:
         topology = config.topology(world_size)
         sharing = world_size // config.replicate
         capabilities: frozenset[Capability] = frozenset(
-            {"padded", "packed", "tree", "value_head", "tensor_parallel", *OPTIONAL_SCORES, "second_model", "sgd", "attention"}
+            {
+                "padded",
+                "packed",
+                "tree",
+                "value_head",
+                "tensor_parallel",
+                *OPTIONAL_SCORES,
+                "second_model",
+                "sgd",
+                "compile",
+                "attention",
+            }
         )
         # transformers' tensor-parallel plans cut the linear layers of a text decoder; they say nothing about adapters and vision towers,
-        # and a head that is divided compares with no teacher's. Programs over layers that ranks share are not tested
+        # and a head that is divided compares with no teacher's
         if topology.tp == 1:
             undivided: frozenset[Capability] = frozenset({"lora", "reference_by_adapters", "vision", "divergence"})
             # FSDP2 copies host memory to pin it, so that nobody would share it
             shared: frozenset[Capability] = frozenset() if config.cpu_offload else frozenset({"adapter_sets"})
-            compiled: frozenset[Capability] = frozenset({"compile"} if world_size == 1 else ())
             return BackendDescription(
                 topology,
-                capabilities | undivided | shared | compiled,
+                capabilities | undivided | shared,
                 rehearse=partial(_rehearse, images=True),
                 state_ranks=sharing,
             )

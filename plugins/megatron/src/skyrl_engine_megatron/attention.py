@@ -28,6 +28,7 @@ class DocumentAttention(MegatronModule):  # type: ignore[misc] # megatron-core i
         """Ignore the further arguments of a `core_attention` (layer, mask type, groups): this class has nothing to choose."""
         super().__init__(config=config)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator] # torch leaves it untyped
     def forward(
         self, query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor, _mask: None = None, *, packed_seq_params: Boundaries, **_: Any
     ) -> Tensor:

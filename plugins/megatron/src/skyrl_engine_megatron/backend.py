@@ -33,6 +33,7 @@ from skyrl_engine_megatron import checkpoint, kernels
 from skyrl_engine_megatron.agreement import check_agreement
 from skyrl_engine_megatron.attention import DocumentAttention, attend_by
 from skyrl_engine_megatron.building import build, transformer_config
+from skyrl_engine_megatron.compiling import compile_decoders
 from skyrl_engine_megatron.documents import RowShape
 from skyrl_engine_megatron.gradients import clip, list_non_finite, preserve_gradients, sum_over_ranks
 from skyrl_engine_megatron.groups import groups
@@ -108,6 +109,8 @@ class MegatronBackend:
         else:
             attention = kernels.choose_core_attention(self._config, config, self._device)
         decoders = build(source.architecture, config, self._config, attention)
+        if model.compile:
+            compile_decoders(decoders, model.path)
         sharded = self._config.distributed_optimizer and replicas > 1 and optimizer is not None
         if optimizer is not None:
             # A micro-batch without an image gives the vision tower no gradient, for which overlapped sums would wait.

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from skyrl_engine_megatron.architecture import Architecture
+from skyrl_engine_megatron.compiling import Columns, Rows
 from skyrl_engine_megatron.decoder import Decoder
 from skyrl_engine_megatron.experts import RoutedLayer, mixture_of
 from skyrl_engine_megatron.library import (
@@ -115,8 +116,9 @@ def _layers(
     else:
         # megatron-core warns without it
         layer.submodules.mlp.params = {**layer.submodules.mlp.params, "ffn_hidden_size": config.ffn_hidden_size}
+        layer.submodules.mlp.submodules.linear_fc1, layer.submodules.mlp.submodules.linear_fc2 = Columns, Rows
     attention = layer.submodules.self_attention.submodules
-    attention.core_attention = core_attention
+    attention.linear_qkv, attention.linear_proj, attention.core_attention = Columns, Rows, core_attention
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = HeadNorm
     count = get_num_layers_to_build(config, vp_stage=piece)

@@ -9,6 +9,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch._dynamo.eval_frame import skip_code
 from torch.overrides import TorchFunctionMode
 
 from skyrl_engine_megatron.library import parallel_random
@@ -35,6 +36,10 @@ class _OnCpu(TorchFunctionMode):
         if kwargs and "device" in kwargs and torch.device(kwargs["device"] or _CPU).type == "cuda":
             kwargs = {**kwargs, "device": self._device}
         return func(*args, **(kwargs or {}))
+
+
+# programs are of layers: without this, torch would also make some of this function, for each form of arguments
+skip_code(_OnCpu.__torch_function__.__code__)
 
 
 class _NoStates:

@@ -35,6 +35,7 @@ def make_document_kernels(base: Any) -> Any:
     class DocumentKernels(base):  # type: ignore[misc] # megatron-core is untyped
         """megatron-core's `core_attention` for rows of documents, computed by Transformer Engine."""
 
+        @torch.compiler.disable  # type: ignore[untyped-decorator] # torch leaves it untyped
         def forward(
             self,
             query_THD: Tensor,

@@ -13,6 +13,7 @@ with warnings.catch_warnings():
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
     from megatron.core.tensor_parallel import random as parallel_random
     from megatron.core.tensor_parallel.mappings import (
         copy_to_tensor_model_parallel_region,
@@ -21,6 +22,7 @@ with warnings.catch_warnings():
         reduce_scatter_to_sequence_parallel_region,
     )
     from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer import attention as attention_layers
     from megatron.core.transformer.enums import AttnMaskType
     from megatron.core.transformer.module import MegatronModule
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
@@ -28,15 +30,18 @@ with warnings.catch_warnings():
 
 __all__ = [
     "AttnMaskType",
+    "ColumnParallelLinear",
     "DistributedDataParallel",
     "DistributedDataParallelConfig",
     "GPTModel",
     "MegatronModule",
     "PackedSeqParams",
     "RotaryEmbedding",
+    "RowParallelLinear",
     "TransformerBlockSubmodules",
     "TransformerConfig",
     "TransformerLayer",
+    "attention_layers",
     "copy_to_tensor_model_parallel_region",
     "finalize_model_grads",
     "gather_from_sequence_parallel_region",

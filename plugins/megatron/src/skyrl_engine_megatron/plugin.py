@@ -15,7 +15,17 @@ hide it, and with several queues the product may come first and the sum wait for
 
 
 _CAPABILITIES: frozenset[Capability] = frozenset(
-    {"padded", "packed", "tensor_parallel", "pipeline_parallel", "context_parallel", "vision", "attention", *OPTIONAL_SCORES}
+    {
+        "padded",
+        "packed",
+        "tensor_parallel",
+        "pipeline_parallel",
+        "context_parallel",
+        "vision",
+        "compile",
+        "attention",
+        *OPTIONAL_SCORES,
+    }
 )
 
 
