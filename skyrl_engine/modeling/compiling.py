@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 import torch._dynamo
@@ -28,6 +28,8 @@ from skyrl_engine.modeling.dropout import drops_at_random
 from skyrl_engine.modeling.vision import ImageDecoder
 
 logger = logging.getLogger(__name__)
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 PROGRAMS: Final = 32
 """Most programs of one piece of code. They differ by the form of rows, dropout, adapters on or off, and the model; never by lengths of rows."""
@@ -104,18 +106,13 @@ def compile_forwards(
     torch._dynamo.config.recompile_limit = PROGRAMS  # noqa: SLF001 - torch's own name for it
     torch._dynamo.config.fail_on_recompile_limit_hit = True  # noqa: SLF001 - as above
     for layer in layers:
-        layer.forward = (forward or CompiledForward)(layer, _program(_own_forward(layer)), name, drops=drops)  # type: ignore[assignment]
+        layer.forward = (forward or CompiledForward)(layer, _program(_own_forward(layer)), name, drops=drops)
 
 
-def keep_outside(module: nn.Module) -> None:
-    """Let calls of `module`, hooks included, run between programs, as they are."""
-    module.__class__ = _outside(type(module))
-
-
-@cache
-def _outside(kind: type[nn.Module]) -> type[nn.Module]:
-    # of a class, because a program is made again for every other hook or function that a module holds itself
-    return type(kind.__name__, (kind,), {"__call__": torch.compiler.disable(kind.__call__)})
+def outside(function: Function) -> Function:
+    """Return a function that does the same, and runs between programs, as it is."""
+    called: Function = torch.compiler.disable(function)  # type: ignore[no-untyped-call] # torch leaves it untyped
+    return called
 
 
 def _own_forward(layer: nn.Module) -> Callable[..., Any]:
@@ -148,8 +145,9 @@ class CompiledForward:
     name: str
     drops: bool
 
-    def __call__(self, hidden: Tensor, *inputs: Any, **options: Any) -> Any:
-        """Return what the layer's own forward returns. Raises ModelError where the program cannot be made."""
+    def __call__(self, *inputs: Any, **options: Any) -> Any:
+        """Return what the layer's own forward returns; its first input are hidden states. Raises ModelError where no program can be made."""
+        hidden, *others = inputs
         learns = torch.is_grad_enabled()
         if not self.drops and not self.layer.training:
             # the layers' code reads it for dropout alone, and a program is of one mode
@@ -162,7 +160,7 @@ class CompiledForward:
             if getattr(self.layer, "gradient_checkpointing", False) and self.layer.training:
                 recompute: Any = self.layer._gradient_checkpointing_func  # noqa: SLF001 - transformers sets it
                 run = partial(recompute, run)
-            output = run(hidden, *inputs)
+            output = run(hidden, *others)
         return output if learns else tree_map_only(Tensor, Tensor.detach, output)
 
     @contextmanager

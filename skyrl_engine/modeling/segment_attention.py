@@ -10,7 +10,6 @@ from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
@@ -20,13 +19,14 @@ from transformers.masking_utils import sdpa_mask
 from skyrl_engine.contracts.values.model import AttentionKernel
 from skyrl_engine.errors import UnsupportedError
 from skyrl_engine.modeling.attention_kernel import attend_segments
+from skyrl_engine.modeling.compiling import outside
 from skyrl_engine.modeling.segments import REMEDY, Segments, WholeRows
 
 NAME = "skyrl_engine_segment_sdpa"
 _MEANINGLESS_HERE = frozenset({"position_ids", "use_cache", "output_attentions", "output_hidden_states", "output_router_logits"})
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator] # torch leaves it untyped
+@outside
 def segment_attention(
     module: nn.Module,
     query: Tensor,

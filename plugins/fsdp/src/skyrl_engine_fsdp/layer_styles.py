@@ -24,11 +24,16 @@ def styles_of(config: Any) -> Mapping[str, str]:
 
 
 def refuse_model(ranks: int, config: Any, model: ModelConfig) -> None:
-    """Raises UnsupportedError for a model that `ranks` (2 or more) cannot share: adapters, unknown styles, unequal parts."""
+    """Raises UnsupportedError for a model that `ranks` (2 or more) cannot share: adapters, compiled layers, unknown styles, unequal parts."""
     if model.lora is not None:
         raise UnsupportedError(
             "the fsdp backend trains no adapters under tensor parallelism",
             remedy="Set backend.tensor_parallel = 1, or remove model.lora",
+        )
+    if model.compile:
+        raise UnsupportedError(
+            "model.compile = true, and torch's compiler cannot follow the DTensors of tensor-parallel layers whose lengths vary",
+            remedy="Set backend.tensor_parallel = 1 or model.compile = false, or use the megatron backend",
         )
     styles, family = styles_of(config), config.get_text_config(decoder=True).model_type
     if not styles:

@@ -5,14 +5,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from attrs import evolve
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from skyrl_engine import EngineError
 from skyrl_engine.contracts import ModelConfig
 from skyrl_engine.model_facts.configuration import load_config
-from skyrl_engine.modeling.compiling import compile_layers, keep_outside
 from skyrl_engine.modeling.loading import load_beside
 from skyrl_engine.modeling.named_tensors import entry, keep_ties, list_named_tensors, replace_entries
 from skyrl_engine.modeling.placement import gather_reports, load_on_ranks
@@ -37,8 +35,7 @@ def load_sharded(spec: ModelConfig, meshes: Meshes, device: torch.device, option
         config = load_config(spec)
         refuse_model(meshes.topology.tp, config, spec)
         plan = LayerPlan.of(config)
-    # divided layers are compiled once their modules are those that compute, and the checks of both have run
-    placed = load_on_ranks(spec if whole else evolve(spec, compile=False), images=whole, seed=seed)
+    placed = load_on_ranks(spec, images=whole, seed=seed)
     expected = None
     if plan is not None and meshes.tensor is not None:
         if dist.get_rank() == 0:
@@ -49,11 +46,6 @@ def load_sharded(spec: ModelConfig, meshes: Meshes, device: torch.device, option
     _fill(placed.model, placed.whole, device, offloaded=options.cpu_offload)
     if meshes.tensor is not None:
         prove(placed.model, placed.scorer, meshes.tensor, device, spec, expected=expected)
-    if plan is not None and spec.compile:
-        # torch's compiler cannot follow DTensors through layers whose lengths it does not know
-        for name in plan.modules(placed.scorer.decoder, meshes.topology.tp):
-            keep_outside(placed.scorer.decoder.get_submodule(name))
-        compile_layers(placed.model, placed.scorer.decoder, spec.path)
     return placed.model, placed.scorer
 
 

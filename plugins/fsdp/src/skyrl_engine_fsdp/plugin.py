@@ -36,7 +36,7 @@ class FsdpPlugin:
             }
         )
         # transformers' tensor-parallel plans cut the linear layers of a text decoder; they say nothing about adapters and vision towers,
-        # and a head that is divided compares with no teacher's
+        # and a head that is divided compares with no teacher's. Compiled layers `refuse_model` refuses there, with the reason
         if topology.tp == 1:
             undivided: frozenset[Capability] = frozenset({"lora", "reference_by_adapters", "vision", "divergence"})
             # FSDP2 copies host memory to pin it, so that nobody would share it

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from skyrl_engine.contracts import AttentionKernel
 from skyrl_engine.modeling.attention_kernel import attend_segments, takes_one_row
+from skyrl_engine.modeling.compiling import outside
 from skyrl_engine.modeling.segments import Segments
 from skyrl_engine_megatron.context import gather_row
 from skyrl_engine_megatron.documents import Boundaries
@@ -28,7 +29,7 @@ class DocumentAttention(MegatronModule):  # type: ignore[misc] # megatron-core i
         """Ignore the further arguments of a `core_attention` (layer, mask type, groups): this class has nothing to choose."""
         super().__init__(config=config)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator] # torch leaves it untyped
+    @outside
     def forward(
         self, query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor, _mask: None = None, *, packed_seq_params: Boundaries, **_: Any
     ) -> Tensor:

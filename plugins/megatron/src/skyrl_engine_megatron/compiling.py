@@ -6,35 +6,35 @@ Those read the lengths of documents as numbers, or speak to other ranks, and tor
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from skyrl_engine.modeling.compiling import CompiledForward, compile_forwards
+from skyrl_engine.modeling.compiling import CompiledForward, compile_forwards, outside
 from skyrl_engine_megatron.library import ColumnParallelLinear, RowParallelLinear, attention_layers
 
 
 class Columns(ColumnParallelLinear):  # type: ignore[misc] # megatron-core is untyped
     """A linear layer divided along its outputs, outside of compiled programs."""
 
-    forward = torch.compiler.disable(ColumnParallelLinear.forward)
+    forward = outside(ColumnParallelLinear.forward)
 
 
 class Rows(RowParallelLinear):  # type: ignore[misc] # as above
     """A linear layer divided along its inputs, outside of compiled programs."""
 
-    forward = torch.compiler.disable(RowParallelLinear.forward)
+    forward = outside(RowParallelLinear.forward)
 
 
 class CompiledLayer(CompiledForward):
     """The `forward` of a layer that is called with names alone, as megatron-core does. `hidden_states` is [tokens, 1, h]."""
 
-    def __call__(self, *, hidden_states: Tensor, **options: Any) -> Any:
+    def __call__(self, *inputs: Any, **options: Any) -> Any:
+        hidden_T1H: Tensor = options.pop("hidden_states")
         # the stride of a dimension of size 1 means nothing, and a program is for one stride: that of a new dimension
-        return super().__call__(hidden_states.squeeze(1).unsqueeze(1), **options)
+        return super().__call__(*inputs, hidden_T1H.squeeze(1).unsqueeze(1), **options)
 
 
 def compile_decoders(decoders: Iterable[Any], name: str) -> None:
     """Let every layer of these pieces of the model run as a compiled program, in place; `name` is the model's in errors."""
     if not hasattr(attention_layers.apply_rotary_pos_emb, "_torchdynamo_disable"):
-        attention_layers.apply_rotary_pos_emb = torch.compiler.disable(attention_layers.apply_rotary_pos_emb)
+        attention_layers.apply_rotary_pos_emb = outside(attention_layers.apply_rotary_pos_emb)
     compile_forwards([layer for decoder in decoders for layer in decoder.decoder.layers], name, drops=False, forward=CompiledLayer)

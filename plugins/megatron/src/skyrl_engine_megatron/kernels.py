@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from skyrl_engine import ModelError, UnsupportedError
+from skyrl_engine.modeling.compiling import outside
 from skyrl_engine_megatron.attention import DocumentAttention
 from skyrl_engine_megatron.context import alignment, order_after_gather
 from skyrl_engine_megatron.documents import Boundaries
@@ -35,7 +36,7 @@ def make_document_kernels(base: Any) -> Any:
     class DocumentKernels(base):  # type: ignore[misc] # megatron-core is untyped
         """megatron-core's `core_attention` for rows of documents, computed by Transformer Engine."""
 
-        @torch.compiler.disable  # type: ignore[untyped-decorator] # torch leaves it untyped
+        @outside
         def forward(
             self,
             query_THD: Tensor,
