@@ -47,6 +47,10 @@ def test_the_first_step_says_that_it_compiles_and_how_long_it_took(
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
+        (
+            {"model": {"compile": True}, "backend": {"use": "fsdp", "tensor_parallel": 2}, "run": {"ranks": 2, "launch": "ray"}},
+            "cannot follow the DTensors of tensor-parallel layers",
+        ),
         ({"model": {"attention": "flash"}}, 'model.attention = "flash"'),
         ({"model": {"attention": "flex"}, "collator": {"use": "tree"}}, 'model.attention = "flex"'),
     ],
