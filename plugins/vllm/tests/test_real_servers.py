@@ -122,6 +122,24 @@ def test_adapters_are_loaded_in_the_place_of_the_last_ones(
         assert np.abs(due - done.logprobs)[own].max() < TOLERANCE
 
 
+def test_a_server_that_computes_in_bfloat16_is_within_its_tolerance(
+    opens: Opens, own_servers: OwnServers, starts: Starts, tmp_path: Path
+) -> None:
+    plain = starts("tensors", folder=tmp_path)
+    weights: Any = plain.weights
+    generator = opens(own_servers(), evolve(plain, model=evolve(plain.model, dtype="bfloat16")))
+    weights.change(1)
+    generator.update(weights, 1)
+    requests = requests_of(12, max_tokens=20)
+    gaps = []
+    for request, done in zip(requests, sample(generator, requests), strict=True):
+        due = due_logprobs(weights, request, done)[np.arange(len(done.token_ids)), done.token_ids]
+        gaps.append(np.abs(due - done.logprobs))
+        assert done.versions.versions.tolist() == [1]
+    # of the weights in float32: rounding of weights and of sums; the proof compares with the same weights in bfloat16
+    assert 1e-4 < np.concatenate(gaps).mean() < 0.3
+
+
 def children_of(pid: int) -> list[int]:
     told = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True, check=False).stdout.split()
     own = [int(each) for each in told]

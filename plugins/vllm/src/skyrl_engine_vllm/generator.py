@@ -18,7 +18,7 @@ import httpx
 import numpy as np
 from attrs import define, field
 
-from skyrl_engine import ContractError, EngineError, RolloutError, UnsupportedError
+from skyrl_engine import ContractError, RolloutError, UnsupportedError
 from skyrl_engine.contracts import (
     POLICY,
     Completion,
@@ -62,7 +62,7 @@ class VllmGenerator:
 
     def __init__(self, options: VllmOptions) -> None:
         self._options = options
-        self._ready: queue.SimpleQueue[Completion | EngineError] = queue.SimpleQueue()
+        self._ready: queue.SimpleQueue[Completion | BaseException] = queue.SimpleQueue()
         self._known: set[int] = set()
         self._jobs: dict[int, _Job] = {}
         self._homes: dict[int, VllmServer] = {}
@@ -130,7 +130,7 @@ class VllmGenerator:
     def poll(self, timeout: float) -> list[Completion]:
         """Return what has come back, after `timeout` seconds at the latest. Raises RolloutError where no server is left."""
         servers = self._require_started()
-        items: list[Completion | EngineError] = []
+        items: list[Completion | BaseException] = []
         try:
             items.append(self._ready.get(timeout=timeout) if timeout > 0 else self._ready.get_nowait())
             while True:
@@ -139,7 +139,7 @@ class VllmGenerator:
             pass
         completions = []
         for item in items:
-            if isinstance(item, EngineError):
+            if isinstance(item, BaseException):
                 raise item
             completions.append(item)
         self._known -= {completion.request_id for completion in completions}
@@ -295,6 +295,7 @@ class VllmGenerator:
         for job in jobs:
             self._jobs[job.request.request_id] = job
             job.task = asyncio.get_running_loop().create_task(self._serve(job))
+            job.task.add_done_callback(self._tell_error)
 
     def _abort(self, chosen: set[int] | None) -> None:
         for number, job in list(self._jobs.items()):
@@ -349,14 +350,16 @@ class VllmGenerator:
         request = job.request
         try:
             async with self._places:
-                completion: Completion | EngineError = await self._complete(job)
-        except EngineError as error:
-            completion = error
+                self._ready.put(await self._complete(job))
         finally:
             self._jobs.pop(request.request_id, None)
             if request.last_turn:
                 self._homes.pop(request.session, None)
-        self._ready.put(completion)
+
+    def _tell_error(self, task: "asyncio.Task[None]") -> None:
+        """Let `poll` raise what ended the task of a request."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._ready.put(error)
 
     async def _complete(self, job: _Job) -> Completion:
         servers = self._require_started()
