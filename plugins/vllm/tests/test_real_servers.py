@@ -155,7 +155,7 @@ def test_a_server_that_ends_or_stops_amid_requests_comes_back(
     generator = opens(own_servers(), start)
     weights.change(1)
     generator.update(weights, 1)
-    requests = requests_of(8, max_tokens=60)
+    requests = requests_of(8, max_tokens=400)
     due = sample(generator, [evolve(request, request_id=100 + request.request_id) for request in requests])
     (server,) = generator._servers.all  # type: ignore[union-attr]
     assert server.process is not None
@@ -167,7 +167,7 @@ def test_a_server_that_ends_or_stops_amid_requests_comes_back(
     if which == "the server":
         os.kill(pid, signal.SIGKILL)
     elif which == "its engine":
-        os.kill(before[0], signal.SIGKILL)
+        os.kill(next(each for each in before if "EngineCore" in Path(f"/proc/{each}/cmdline").read_text()), signal.SIGKILL)
     else:
         os.kill(pid, signal.SIGSTOP)
     done = collect(generator, requests)
