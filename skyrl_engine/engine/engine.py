@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import index
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Literal, Self
+from typing import Any, Final, Literal, Self, cast
 
 import numpy as np
 from attrs import evolve
@@ -13,7 +13,7 @@ from attrs import evolve
 from skyrl_engine.cleanup import close_after, finally_close
 from skyrl_engine.config import ResolvedConfig, SelectedPlugin
 from skyrl_engine.config.automatic import budget_of, list_automatic_keys
-from skyrl_engine.config.schema import OptimizerConfig, RunConfig
+from skyrl_engine.config.schema import GeneratorTable, OptimizerConfig, RunConfig
 from skyrl_engine.contracts.kinds.backend import BackendDescription, OptimizerSettings, OptimStep
 from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.model import LoraConfig
@@ -92,18 +92,20 @@ class Engine(SamplingVerbs):
         total_steps: int | None,
         files: ModelFiles,
         registry: Registry,
+        generator: GeneratorTable | None = None,
     ) -> None:
         """Work on ranks that were started already; `Engine.open` starts them.
 
         `layout` is the default cut of `plan`, `optimizer` with `total_steps` the numbers of steps (None: the schedule never ends), `files` what
-        an export holds with weights, `registry` the plugins that `use_loss` finds. Raises UnsupportedError for a schedule that ends, without
-        `total_steps`.
+        an export holds with weights, `registry` the plugins that `use_loss` finds, `generator` where generators live. Raises
+        UnsupportedError for a schedule that ends, without `total_steps`.
         """
         super().__init__(assembly, group, layout)
         self._optimizer = optimizer
         self._total_steps = total_steps
         self._files = files
         self._registry = registry
+        self._generator_table = generator
         self._frozen: dict[str, FrozenModel] = {}
         if optimizer.schedule != "constant" and total_steps is None:
             raise UnsupportedError(
@@ -167,6 +169,7 @@ class Engine(SamplingVerbs):
                 total_steps=total_steps,
                 files=files,
                 registry=resolved.registry,
+                generator=cast("GeneratorTable | None", config.selected.get("generator")),
             )
         except BaseException as error:
             close_after(error, group.close)
@@ -398,7 +401,8 @@ class Engine(SamplingVerbs):
 
     def close(self) -> None:
         """End the ranks; of a set that `add_adapters` made, free it. A closed engine refuses every verb; it may be closed again."""
-        self.group.close()
+        with finally_close(self.group.close):
+            self._end_sampler()
 
     def __enter__(self) -> Self:
         return self

@@ -12,6 +12,7 @@ from skyrl_engine.contracts.values.buffers import ReusableJoin
 from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.outputs import BatchOutput, Metric, RankOutput
 from skyrl_engine.contracts.values.plan import BatchPlan, Layout, MiniBatchPlan
+from skyrl_engine.contracts.values.rollout_columns import ROLLOUT_STALENESS
 from skyrl_engine.engine.assembly import Assembly
 from skyrl_engine.engine.plan import Plan
 from skyrl_engine.engine.results import PassResult, counts_of, outputs_without_tokens, refuse_not_finite
@@ -66,7 +67,7 @@ class Passes:
 
     def columns_of(self, work: Pass) -> list[str]:
         """Name the columns that a learning pass reads on the ranks."""
-        watched = (OLD_LOGPROBS, ROLLOUT_LOGPROBS) if "policy" in work.watch else ()
+        watched = (OLD_LOGPROBS, ROLLOUT_LOGPROBS, ROLLOUT_STALENESS) if "policy" in work.watch else ()
         return [name for name in (*self.assembly.objective.columns, *watched) if name not in work.bound]
 
     def weigh_and_ship(self, plan: Plan, mini_batch: int, columns: Sequence[str]) -> list[PlacedShard]:

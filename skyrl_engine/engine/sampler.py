@@ -1,71 +1,50 @@
-"""`Sampler`: requests to the generators of the ranks, completions back; every one exactly once."""
+"""`Sampler`: requests to the generators of a run, completions back; every one exactly once."""
 
 from collections.abc import Collection, Sequence
 from functools import partial
 
 from skyrl_engine.cleanup import close_after
-from skyrl_engine.config import SelectedPlugin
 from skyrl_engine.contracts.kinds.generator import POLICY, Completion, GenerationRequest, GeneratorCapability, GeneratorDescription
 from skyrl_engine.contracts.values.model import ModelConfig
 from skyrl_engine.errors import ContractError, EngineError, UnsupportedError
 from skyrl_engine.workers.future import Future
-from skyrl_engine.workers.launch import WorkerGroup
-from skyrl_engine.workers.messages import (
-    AbortRequests,
-    CloseGenerator,
-    EndSessions,
-    LoadTarget,
-    PublishWeights,
-    ReleaseTarget,
-    StartGenerator,
-)
-
-SLICE_SECONDS = 0.25
-"""The longest that several ranks sample without a word: a rank that is done earlier waits for the others so long."""
+from skyrl_engine.workers.generator_hosts import GeneratorHost
 
 PATIENCE_SECONDS = 60.0
 """Seconds that `generate` lets one rank sample without a word."""
 
 
-def refuse_elsewhere(label: str, description: GeneratorDescription) -> None:
-    """Raise UnsupportedError for a generator that does not run on ranks; `label` names it."""
-    if description.placement != "rank":
-        raise UnsupportedError(
-            f"{label} runs as placement {description.placement!r}, and the engine starts generators on its ranks",
-            remedy='Choose a generator of the placement "rank", such as hf',
-        )
-
-
 class Sampler:
-    """Samples from the model of an engine, on its ranks. `submit` and `poll` stream; `generate` waits for a list of requests.
+    """Samples from the model of an engine, wherever its generators live. `submit` and `poll` stream; `generate` waits for a list of requests.
 
     `version` is the number of optimizer steps of the weights that are sampled from; tokens carry it.
     """
 
     def __init__(
         self,
-        group: WorkerGroup,
-        plugin: SelectedPlugin,
-        eos_token_ids: tuple[int, ...],
+        host: GeneratorHost,
+        label: str,
+        description: GeneratorDescription,
         version: int,
         vocabulary: int | None = None,
     ) -> None:
-        """Start the generators; `vocabulary` counts the tokens that the model knows (None: nobody says).
-
-        Raises UnsupportedError for a generator that does not run on ranks, and what its start raises.
+        """Sample with the generators of `host`, which `label` names in errors; `vocabulary` counts the tokens that the model knows (None:
+        nobody says).
         """
-        self.label = str(plugin.loaded.record)
-        self.description: GeneratorDescription = plugin.loaded.describe_generator(plugin.options)
-        refuse_elsewhere(self.label, self.description)
-        self.eos_token_ids = eos_token_ids
+        self.label = label
+        self.description = description
         self.version = version
         self._vocabulary = vocabulary
-        self._group = group
+        self._host = host
         self._under_way: set[int] = set()
         self._awaited: set[int] = set()
         self._kept: dict[int, Completion] = {}
         self._ready: list[Completion] = []
-        group.ask(StartGenerator(plugin.to_lock_entry(), eos_token_ids, version))
+
+    @property
+    def concurrent(self) -> bool:
+        """Say whether the generators sample while the ranks do something else."""
+        return self._host.concurrent
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         """Send requests to the ranks: those of a session always to the same one. Returns at once.
@@ -82,11 +61,10 @@ class Sampler:
             taken.add(request.request_id)
         ids = {request.request_id for request in requests}
         try:
-            self._group.submit(requests)
+            self._host.submit(requests)
         except EngineError as error:
-            if self._group.topology.dp > 1 and self._group.ended is None:
-                # a rank refused its share; the others took theirs
-                close_after(error, partial(self._take_back, ids))
+            # one of several generators refused its share; the others took theirs
+            close_after(error, partial(self._take_back, ids))
             raise
         self._under_way |= ids
 
@@ -112,15 +90,24 @@ class Sampler:
 
     def abort(self, request_ids: Sequence[int] | None = None) -> None:
         """End requests (None: all). Each still comes back once, with what was sampled of it."""
-        self._group.ask(AbortRequests(request_ids))
+        self._host.abort(request_ids)
 
     def end_sessions(self, sessions: Sequence[int]) -> None:
         """Say that no turn of these sessions follows, so that generators free what they keep of them."""
-        self._group.ask(EndSessions(sessions))
+        self._host.end_sessions(sessions)
 
     def update(self, version: int, target: str = POLICY) -> None:
         """Sample from the engine's present weights from now on: those of `version`, under the name `target`."""
-        self._group.ask(PublishWeights(version, target))
+        self.write(version, target)
+        self.take(version, target)
+
+    def write(self, version: int, target: str = POLICY) -> None:
+        """Gather the engine's present weights as those of `version`, which `take` gives to the generators, now or later."""
+        self._host.write(version, target)
+
+    def take(self, version: int, target: str = POLICY) -> None:
+        """Sample from the weights that `write` gathered from now on."""
+        self._host.update(version, target)
         if target == POLICY:
             self.version = version
 
@@ -130,26 +117,25 @@ class Sampler:
         Raises UnsupportedError for a generator that takes none, ModelError for weights that do not fit the model.
         """
         assert target != POLICY, "the policy's weights are those that are trained"
-        self._group.ask(LoadTarget(model, 0, target))
+        self._host.load(model, target)
 
     def release(self, target: str) -> None:
         """Drop a weight set other than the policy's."""
-        self._group.ask(ReleaseTarget(target))
+        self._host.release(target)
 
     def close(self) -> None:
         """End the generators. Requests under way are forgotten."""
-        self._group.ask(CloseGenerator())
+        self._host.close()
         self._under_way.clear()
 
     def _take_back(self, ids: Collection[int]) -> None:
         """End and forget requests that some ranks may have taken."""
-        self._group.ask(AbortRequests(list(ids)))
+        self._host.abort(list(ids))
         self._gather(0.0, forgotten=ids)
 
     def _gather(self, timeout: float, forgotten: Collection[int] = ()) -> None:
-        """Let the ranks sample, and hand completions to the callers that wait for them; completions of `forgotten` requests are dropped."""
-        several = self._group.topology.dp > 1
-        for completion in self._group.poll(min(timeout, SLICE_SECONDS) if several else timeout):
+        """Wait for completions, and hand completions to the callers that wait for them; completions of `forgotten` requests are dropped."""
+        for completion in self._host.poll(timeout):
             number = completion.request_id
             if number in forgotten:
                 continue

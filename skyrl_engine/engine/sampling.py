@@ -6,20 +6,24 @@ from pathlib import Path
 from attrs import evolve
 
 from skyrl_engine.config import SelectedPlugin
+from skyrl_engine.config.schema import GeneratorTable
 from skyrl_engine.contracts.kinds.generator import Completion, GenerationRequest
 from skyrl_engine.contracts.values.model import LoraConfig
+from skyrl_engine.engine.generator_placement import start_host
 from skyrl_engine.engine.model_files import ModelFiles
 from skyrl_engine.engine.pass_engine import PassEngine
 from skyrl_engine.engine.sampler import Sampler
 from skyrl_engine.errors import UnsupportedError
 from skyrl_engine.model_facts.end_tokens import end_tokens
 from skyrl_engine.workers.future import Future
+from skyrl_engine.workers.sampler_facts import SamplerFacts
 
 
 class SamplingVerbs(PassEngine):
     """The part of `Engine` that samples."""
 
     _files: ModelFiles
+    _generator_table: GeneratorTable | None
     _sampler: Sampler | None = None
 
     @property
@@ -40,15 +44,46 @@ class SamplingVerbs(PassEngine):
         """Say whether a generator was started, so that `sampler` can be used."""
         return self._sampler is not None
 
-    def start_sampler(self, generator: SelectedPlugin) -> Sampler:
-        """Start a generator on every data-parallel rank, with the weights as they are; it ends one that was started before.
+    def start_sampler(
+        self,
+        generator: SelectedPlugin,
+        *,
+        version: int | None = None,
+        longest: int | None = None,
+        folder: Path | None = None,
+        beside: bool = False,
+    ) -> Sampler:
+        """Start generators with the weights as they are, where the table `[generator]` says; it ends those that were started before.
 
-        Raises UnsupportedError for a generator or weights that do not go together, and what the generator's start raises.
+        `version` is what tokens of these weights carry (None: the optimizer steps that made them). `longest` counts the tokens of the longest
+        attempt (None: nobody says), `folder` takes what generators write, and `beside` says that they
+        must sample while the ranks train. Raises UnsupportedError for a generator, a place or weights that do not go together, and what the
+        generator's start raises.
         """
         self.group.refuse_ended()
-        ends = end_tokens(self._files.facts.model, self._files.tokenizer)
-        self._sampler = Sampler(self.group, generator, ends, self.step, self.vocabulary_size)
+        self._end_sampler()
+        model = self._files.facts.model
+        facts = SamplerFacts(end_tokens(model, self._files.tokenizer), self.vocabulary_size, longest, folder)
+        host = start_host(
+            self.group,
+            generator,
+            self._generator_table,
+            context=self.assembly.context,
+            model=model,
+            facts=facts,
+            version=self.step if version is None else version,
+            beside=beside,
+        )
+        label = str(generator.loaded.record)
+        description = generator.loaded.describe_generator(generator.options)
+        self._sampler = Sampler(host, label, description, self.step if version is None else version, self.vocabulary_size)
         return self._sampler
+
+    def _end_sampler(self) -> None:
+        """End generators that live in processes of their own or drive servers; those of ranks end with the ranks, or as others start there."""
+        if self._sampler is not None and self._sampler.concurrent:
+            sampler, self._sampler = self._sampler, None
+            sampler.close()
 
     def generate(self, requests: Sequence[GenerationRequest]) -> Future[list[Completion]]:
         """Sample from the model as it is: completions in the order of the requests, whose tokens carry the number of steps of the weights.

@@ -6,6 +6,7 @@ from typing import Final, Literal
 import torch
 
 from skyrl_engine.contracts.values.outputs import Metric
+from skyrl_engine.contracts.values.rollout_columns import ROLLOUT_STALENESS
 from skyrl_engine.objective.tokens import MicroBatchTokens
 
 Watched = Literal["policy", "present_gap", "entropy"]
@@ -30,7 +31,8 @@ def policy_metrics(tokens: MicroBatchTokens, watch: AbstractSet[Watched]) -> dic
 
     `policy/entropy` is the mean entropy in nats. With `old_logprobs` (bound or a column), `policy/ratio_mean` and `ratio_max` are of the ratio
     to the old policy. With the column `rollout_logprobs`, `policy/gap_mean`, `gap_max` and `gap_k3` measure the distance of the old policy,
-    or else the present one (always so with "present_gap"), from the sampler's log-probabilities.
+    or else the present one (always so with "present_gap"), from the sampler's log-probabilities; with the column `rollout_staleness` that of
+    tokens which the trained weights sampled, and `policy/gap_stale_mean` and so on that of others.
     """
     count = len(tokens.like)
     if not count:
@@ -52,13 +54,27 @@ def policy_metrics(tokens: MicroBatchTokens, watch: AbstractSet[Watched]) -> dic
     if ROLLOUT_LOGPROBS in columns:
         sampled = tokens.column(ROLLOUT_LOGPROBS).double()
         gap = (present if old is None or "present_gap" in watch else old) - sampled
-        metrics["policy/gap_mean"] = Metric.mean(float(gap.abs().sum()), count)
-        metrics["policy/gap_max"] = Metric.max(float(gap.abs().max()))
-        metrics["policy/gap_k3"] = Metric.mean(float((gap.exp() - 1 - gap).sum()), count)
+        if ROLLOUT_STALENESS in columns:
+            stale = tokens.column(ROLLOUT_STALENESS) > 0
+            metrics |= {**_measure_gap(gap[~stale], "policy/gap"), **_measure_gap(gap[stale], "policy/gap_stale")}
+        else:
+            metrics |= _measure_gap(gap, "policy/gap")
         weights = (present - sampled).exp()
         sums = (float(count), float(weights.sum()), float(weights.square().sum()))
         metrics |= {name: Metric.sum(value) for name, value in zip(WEIGHTS, sums, strict=True)}
     return metrics
+
+
+def _measure_gap(gap: torch.Tensor, name: str) -> dict[str, Metric]:
+    """Return mean, largest and k3 of distances float64[n] in nats; nothing where there are none."""
+    count = len(gap)
+    if not count:
+        return {}
+    return {
+        f"{name}_mean": Metric.mean(float(gap.abs().sum()), count),
+        f"{name}_max": Metric.max(float(gap.abs().max())),
+        f"{name}_k3": Metric.mean(float((gap.exp() - 1 - gap).sum()), count),
+    }
 
 
 def effective_share(count: float, total: float, squares: float) -> float:

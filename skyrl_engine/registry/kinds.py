@@ -210,7 +210,7 @@ _ROWS = (
         "generator",
         ("skyrl_engine_make_generator", DESCRIBE_GENERATOR_HOOK),
         "skyrl_engine.contracts:Generator",
-        table=_PLUGIN_TABLE,
+        table="skyrl_engine.config.schema.tables:GeneratorTable",
         default="hf",
         option=True,
         suite="skyrl_engine.testing.generators.promises:GENERATOR_PROMISES",

@@ -12,7 +12,7 @@ from skyrl_engine.contracts.values import rollout_columns
 from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.ragged import IntArray, offsets_of
 from skyrl_engine.contracts.values.rollout import SEGMENT_PROMPT, SEGMENT_SAMPLED, Group, Trajectory
-from skyrl_engine.contracts.values.rollout_columns import RolloutColumn
+from skyrl_engine.contracts.values.rollout_columns import ROLLOUT_STALENESS, RolloutColumn
 from skyrl_engine.rollout.arrow_codec import LearnedAttempt
 
 Truncated = Literal["keep", "mask", "zero_reward"]
@@ -49,12 +49,14 @@ def to_columns(
     version: int = 0,
     truncated: Truncated = "keep",
     overlong: Overlong | None = None,
+    versions: bool = False,
 ) -> SampleColumns:
     """Lay out the attempts of groups that did not fail, in the order of groups and members; `version` is that of the weights to be trained.
 
     A stretch becomes a sample; one in which nothing was sampled is left out. The action axis of a sample is everything after its prompt; the
     loss weight is 1 on sampled tokens and 0 on observed ones. Columns are those of the table `rollout_columns.ROLLOUT_COLUMNS` that every
-    attempt has, 0 where nothing was sampled: `rewards` in float64, `rollout_logprobs`, and what environments give.
+    attempt has, 0 where nothing was sampled: `rewards` in float64, `rollout_logprobs`, and what environments give; with `versions` also
+    `rollout_staleness`, the steps between the weights that sampled a token and those that are trained.
 
     Per sample: `truncated`, `staleness` (steps since the weights that started it),
     `environment` (its number in `environments`), and `turn`, which orders the stretches of an attempt. Group ids are tickets. `truncated`
@@ -93,6 +95,11 @@ def to_columns(
             of_turns = earned if row.name == "rewards" else _join_column(attempts, row)
             places = np.flatnonzero(of_turns != 0)
             columns[row.column][_places(places, answers, answer_lengths)] = of_turns[places]
+
+    if versions:
+        columns[ROLLOUT_STALENESS] = np.zeros(len(scored), dtype=np.float32)
+        sampled_by = _concatenate([attempt.versions.per_token(len(attempt.logprobs)) for attempt in attempts], np.int64)
+        columns[ROLLOUT_STALENESS][scored] = version - sampled_by
 
     cut_off = _cut_off(attempts)
     action_offsets = offsets_of(actions)

@@ -1,7 +1,7 @@
 """Batches of groups for the steps of a trainer: started, filtered, recorded, taken in their order."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, TypeVar
 
 import numpy as np
 from attrs import define, evolve, field, frozen
@@ -18,6 +18,8 @@ from skyrl_engine.rollout.runner import RolloutRunner
 from skyrl_engine.spans import Phases
 
 _PATIENCE_S: Final = 1.0
+
+Result = TypeVar("Result")
 
 Valued = Callable[[Sequence[Group]], Sequence[Group]]
 """Returns groups with what a model adds to the rewards of their attempts."""
@@ -47,8 +49,11 @@ class GroupSource(Protocol):
     def publish(self, version: int) -> None:
         """Take it that the trained weights are those of `version`."""
 
+    def at_rest(self, work: "Callable[[], Result]") -> "Result":
+        """Do something while the sampler holds the weights of the last step and no update comes."""
+
     def state(self) -> Mapping[str, Any]:
-        """Return what a checkpoint keeps, as JSON values."""
+        """Return what a checkpoint keeps, as JSON values; called in `at_rest`."""
 
 
 @define(eq=False)
@@ -57,8 +62,8 @@ class RolloutSource:
 
     `task_of(ticket)` gives the number of a ticket's environment, and its task. `valued` adds to the rewards of every group that ended, and sees
     one at a time, so that what it adds depends on nothing that ended at the same time. `filters` then drop groups, where the ledger lets them.
-    `progress(ready, wanted)` is called while a step waits. Time that goes by in `valued` counts as `score` among `phases`, time in the journal
-    as `journal`.
+    `update(version)` gives the sampler the trained weights. `progress(ready, wanted)` is called while a step waits. Time that goes by in
+    `valued` counts as `score` among `phases`, time in the journal as `journal`.
     """
 
     ledger: RolloutLedger
@@ -67,6 +72,7 @@ class RolloutSource:
     task_of: Callable[[int], tuple[int, Task]]
     filters: Sequence[BoundPlugin[GroupFilter]] = ()
     valued: Valued | None = None
+    update: Callable[[int], object] | None = None
     progress: Callable[[int, int], None] | None = None
     phases: Phases = field(factory=Phases)
     _groups: dict[int, Group] = field(factory=dict, init=False)
@@ -74,18 +80,35 @@ class RolloutSource:
 
     def take(self, step: int) -> StepBatch:
         """Wait for the groups of a step, counted from 1. Raises RolloutError where attempts fail, or filters drop too many groups."""
-        while (tickets := self.ledger.next_batch(step)) is None:
-            for ticket in self.ledger.start_tickets():
-                environment, task = self.task_of(ticket)
-                self.runner.start(ticket, environment, task, self.ledger.version)
+        while (batch := self.take_ready(step)) is None:
+            self._start_tickets()
             if self.ledger.next_batch(step) is not None:
                 continue  # out of the journal
-            for group in self.runner.advance(_PATIENCE_S):
-                self._take_in(group)
-            with self.phases("journal"):
-                self.journal.poll()
+            self._run_attempts(_PATIENCE_S)
             if self.progress is not None:
-                self.progress(len(self.ledger.ready()), self.ledger.groups)
+                self.progress(self.ready, self.ledger.groups)
+        return batch
+
+    def advance(self, timeout: float) -> None:
+        """Start what may start, and run attempts for about `timeout` seconds, or until a group has ended. Raises as `take` does."""
+        self._start_tickets()
+        if self.runner.running:
+            self._run_attempts(timeout)
+
+    @property
+    def can_advance(self) -> bool:
+        """True where groups are under way or may start."""
+        return self.runner.running > 0 or self.ledger.may_start() > 0
+
+    @property
+    def ready(self) -> int:
+        """Count the groups that may be trained on."""
+        return len(self.ledger.ready())
+
+    def take_ready(self, step: int) -> StepBatch | None:
+        """Return the groups of a step, counted from 1; None while they are not all there."""
+        if (tickets := self.ledger.next_batch(step)) is None:
+            return None
         for ticket in self.ledger.pop_recalled():
             self._ended[ticket] = self.journal.index.groups[ticket].group()
         groups = tuple(self._group(ticket) for ticket in tickets)
@@ -102,8 +125,14 @@ class RolloutSource:
             self._groups.pop(ticket, None)
 
     def publish(self, version: int) -> None:
-        """Take it that the sampler has the weights of `version`."""
+        """Give the sampler the trained weights, those of `version`: groups that start from now on start with them."""
+        if self.update is not None:
+            self.update(version)
         self.ledger.publish(version)
+
+    def at_rest(self, work: Callable[[], Result]) -> Result:
+        """Do something now: nothing is sampled between two calls."""
+        return work()
 
     @property
     def step(self) -> int:
@@ -114,6 +143,17 @@ class RolloutSource:
         """Return what a checkpoint keeps; what it says of groups is on the disk by then."""
         self.journal.commit()
         return self.ledger.state()
+
+    def _start_tickets(self) -> None:
+        for ticket in self.ledger.start_tickets():
+            environment, task = self.task_of(ticket)
+            self.runner.start(ticket, environment, task, self.ledger.version)
+
+    def _run_attempts(self, timeout: float) -> None:
+        for group in self.runner.advance(timeout):
+            self._take_in(group)
+        with self.phases("journal"):
+            self.journal.poll()
 
     def _group(self, ticket: int) -> Group:
         group = self._groups.get(ticket)

@@ -19,7 +19,7 @@ from skyrl_engine.registry.bound_plugin import BoundPlugin
 from skyrl_engine.rollout.arrow_codec import LearnedAttempt
 from skyrl_engine.rollout.columns import list_common_columns
 from skyrl_engine.rollout.exported import journal_of, read_rollouts
-from skyrl_engine.rollout.group_source import StepBatch, Valued, drop_reason
+from skyrl_engine.rollout.group_source import Result, StepBatch, Valued, drop_reason
 from skyrl_engine.rollout.journal_index import read_index
 
 logger = logging.getLogger(__name__)
@@ -188,6 +188,10 @@ class OfflineSource:
     def state(self) -> Mapping[str, Any]:
         """Return what a checkpoint keeps."""
         return {"step": self.step}
+
+    def at_rest(self, work: Callable[[], Result]) -> Result:
+        """Do something now: nothing is sampled."""
+        return work()
 
     def _group(self, ticket: int, version: int) -> Group:
         turn, place = divmod(ticket, len(self.recording.groups))

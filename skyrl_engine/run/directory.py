@@ -16,7 +16,7 @@ from skyrl_engine.errors import ConfigError, EngineError, Problem
 RUNS = Path("runs")
 _LOCK = ".lock"
 _OWN_NAMES = frozenset(
-    {_LOCK, "run.json", "run.log", "config.toml", "metrics.jsonl", "checkpoints", "model", "rollouts", "reference"}
+    {_LOCK, "run.json", "run.log", "config.toml", "metrics.jsonl", "checkpoints", "model", "rollouts", "reference", "generator"}
 )
 
 logger = logging.getLogger(__name__)
@@ -62,6 +62,11 @@ class RunDirectory:
     def reference(self) -> Path:
         """Copies of the trained model that became its reference, by step."""
         return self.path / "reference"
+
+    @property
+    def generator(self) -> Path:
+        """Logs of generators outside of the ranks, and weights on their way to them."""
+        return self.path / "generator"
 
     @property
     def model(self) -> Path:

@@ -1,6 +1,6 @@
 """A rank's generator: made from its lock, given the backend's weights, driven by the controller."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,7 @@ from skyrl_engine.contracts.kinds.generator import (
     GeneratorStart,
     KeepsSessions,
     WeightForm,
+    WeightSource,
     as_completions,
 )
 from skyrl_engine.contracts.values.model import ModelConfig
@@ -127,15 +128,79 @@ def form_for(described: GeneratorDescription, backend: Backend, generator: str, 
 
 
 @define(eq=False)
+class GeneratorDriver:
+    """A generator at work, wherever it lives: its failures name it, and what it returns is checked."""
+
+    part: BoundPlugin[Generator]
+    _open: int = field(default=0, init=False)
+
+    def start(self, start: GeneratorStart) -> None:
+        """Load the model, with the weights of the start."""
+        with blame(self.part.owner, "start"):
+            self.part.product.start(start)
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        with blame(self.part.owner, "submit"):
+            self.part.product.submit(requests)
+        self._open += len(requests)
+
+    @property
+    def is_sampling(self) -> bool:
+        """True where requests are under way."""
+        return self._open > 0
+
+    def poll(self, timeout: float, *, eager: bool) -> list[Completion]:
+        """Sample for `timeout` seconds or until nothing is left; if `eager`, until something is finished."""
+        until, completions, early = monotonic() + timeout, list[Completion](), 0
+        while self._open:
+            with blame(self.part.owner, "poll"):
+                returned = self.part.product.poll(max(0.0, until - monotonic()))
+            answer = as_completions(self.part.label, returned)
+            self._open -= len(answer)
+            completions += answer
+            if (completions and eager) or monotonic() >= until:
+                break
+            early = 0 if answer else early + 1
+            if early == EARLY_ANSWERS:
+                raise ContractError(
+                    f"{self.part.label} answers nothing, without taking its time, while {self._open} requests are under way",
+                    remedy="Return every request once, and nothing only when the timeout has passed",
+                )
+        return completions
+
+    def abort(self, request_ids: Sequence[int] | None) -> None:
+        with blame(self.part.owner, "abort"):
+            self.part.product.abort(request_ids)
+
+    def end_sessions(self, sessions: Sequence[int]) -> None:
+        """Let the generator free what it keeps of sessions, if it keeps anything."""
+        if isinstance(self.part.product, KeepsSessions):
+            with blame(self.part.owner, "end_sessions"):
+                self.part.product.end_sessions(sessions)
+
+    def update(self, weights: WeightSource, version: int, target: str) -> None:
+        """Give weights to `target`."""
+        with blame(self.part.owner, "update"):
+            self.part.product.update(weights, version, target)
+
+    def release(self, target: str) -> None:
+        with blame(self.part.owner, "release"):
+            self.part.product.release(target)
+
+    def close(self) -> None:
+        with blame(self.part.owner, "close"):
+            self.part.product.close()
+
+
+@define(eq=False)
 class RankGenerator:
     """The generator of a rank, if it has one, and the forms in which weights reach it; without one, weights are gathered for others."""
 
     _backend: Backend
     _description: GeneratorDescription
     _label: str
-    _part: BoundPlugin[Generator] | None
+    _driver: GeneratorDriver | None
     _backend_label: str = field(default="the backend", kw_only=True)
-    _open: int = field(default=0, init=False)
 
     @classmethod
     def start(
@@ -144,62 +209,39 @@ class RankGenerator:
         context: FactoryContext,
         backend: Backend,
         *,
-        model: ModelConfig,
-        device: str,
-        eos_token_ids: tuple[int, ...],
-        version: int,
+        start: Callable[[WeightSource], GeneratorStart],
         samples: bool,
         backend_label: str = "the backend",
     ) -> "RankGenerator":
-        """Make the generator of a lock, and give it the weights as they are. `samples` is False on ranks that share another's samples."""
+        """Make the generator of a lock, and start it with what `start` says of the weights as they are. `samples` is False on ranks that share
+        another's samples.
+        """
         selected = SelectedPlugin.from_lock(lock)
         described = selected.loaded.describe_generator(selected.options)
-        part: BoundPlugin[Generator] | None = selected.bind("generator", context) if samples else None
-        generation = cls(backend, described, str(selected.loaded.record), part, backend_label=backend_label)
+        driver = GeneratorDriver(selected.bind("generator", context)) if samples else None
+        generation = cls(backend, described, str(selected.loaded.record), driver, backend_label=backend_label)
         weights = OfferedWeights(form_for(described, backend, generation._label), backend, backend_label)
         with finally_close(weights.finish):
-            if part is not None:
-                with blame(part.owner, "start"):
-                    part.product.start(GeneratorStart(model, device, eos_token_ids, weights, version))
+            if driver is not None:
+                driver.start(start(weights))
         return generation
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        part = self._sampling
-        with blame(part.owner, "submit"):
-            part.product.submit(requests)
-        self._open += len(requests)
+        assert self._driver is not None, "requests reached a rank that samples nothing"
+        self._driver.submit(requests)
 
     def poll(self, timeout: float, *, eager: bool) -> list[Completion]:
-        """Sample for `timeout` seconds or until nothing is left; if `eager`, until something is finished."""
-        if self._part is None:
-            return []
-        until, completions, early = monotonic() + timeout, list[Completion](), 0
-        while self._open:
-            with blame(self._part.owner, "poll"):
-                returned = self._part.product.poll(max(0.0, until - monotonic()))
-            answer = as_completions(self._part.label, returned)
-            self._open -= len(answer)
-            completions += answer
-            if (completions and eager) or monotonic() >= until:
-                break
-            early = 0 if answer else early + 1
-            if early == EARLY_ANSWERS:
-                raise ContractError(
-                    f"{self._part.label} answers nothing, without taking its time, while {self._open} requests are under way",
-                    remedy="Return every request once, and nothing only when the timeout has passed",
-                )
-        return completions
+        """Sample as `GeneratorDriver.poll` says."""
+        return [] if self._driver is None else self._driver.poll(timeout, eager=eager)
 
     def abort(self, request_ids: Sequence[int] | None) -> None:
-        if self._part is not None:
-            with blame(self._part.owner, "abort"):
-                self._part.product.abort(request_ids)
+        if self._driver is not None:
+            self._driver.abort(request_ids)
 
     def end_sessions(self, sessions: Sequence[int]) -> None:
         """Let the generator free what it keeps of sessions, if it keeps anything."""
-        if self._part is not None and isinstance(self._part.product, KeepsSessions):
-            with blame(self._part.owner, "end_sessions"):
-                self._part.product.end_sessions(sessions)
+        if self._driver is not None:
+            self._driver.end_sessions(sessions)
 
     def update(self, version: int, target: str) -> None:
         """Give the present weights to `target`. Every rank takes part."""
@@ -207,28 +249,19 @@ class RankGenerator:
             form_for(self._description, self._backend, self._label, target), self._backend, self._backend_label
         )
         with finally_close(weights.finish):
-            if self._part is not None:
-                with blame(self._part.owner, "update"):
-                    self._part.product.update(weights, version, target)
+            if self._driver is not None:
+                self._driver.update(weights, version, target)
 
     def load(self, model: ModelConfig, version: int, target: str) -> None:
         """Give weights in files to `target`. Raises UnsupportedError for a generator that takes none, ModelError for the files."""
         form_for(self._description, self._backend, self._label, target)
-        if self._part is not None:
-            with blame(self._part.owner, "update"):
-                self._part.product.update(StoredWeights(model), version, target)
+        if self._driver is not None:
+            self._driver.update(StoredWeights(model), version, target)
 
     def release(self, target: str) -> None:
-        if self._part is not None:
-            with blame(self._part.owner, "release"):
-                self._part.product.release(target)
+        if self._driver is not None:
+            self._driver.release(target)
 
     def close(self) -> None:
-        if self._part is not None:
-            with blame(self._part.owner, "close"):
-                self._part.product.close()
-
-    @property
-    def _sampling(self) -> BoundPlugin[Generator]:
-        assert self._part is not None, "requests reached a rank that samples nothing"
-        return self._part
+        if self._driver is not None:
+            self._driver.close()

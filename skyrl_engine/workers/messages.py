@@ -21,6 +21,7 @@ from skyrl_engine.contracts.values.model import ModelConfig
 
 if TYPE_CHECKING:
     from skyrl_engine.workers.dispatch import Shard
+    from skyrl_engine.workers.sampler_facts import SamplerFacts
     from skyrl_engine.workers.spec import WorkerSpec
     from skyrl_engine.workers.worker import Pass, RankReply, StepReply, Worker
 
@@ -181,12 +182,12 @@ class StartGenerator(Message[None]):
     """Make the generator of a lock with the weights as they are, those of `version`, after closing the one before."""
 
     lock: Mapping[str, Any]
-    eos_token_ids: tuple[int, ...]
+    facts: "SamplerFacts"
     version: int
     verb = "start_generator"
 
     def answer(self, rank: "Worker") -> None:
-        rank.make_generator(self.lock, self.eos_token_ids, self.version)
+        rank.make_generator(self.lock, self.facts, self.version)
 
 
 @frozen
@@ -282,6 +283,21 @@ class CloseGenerator(Message[None]):
 
     def answer(self, rank: "Worker") -> None:
         rank.end_generator()
+
+
+@frozen
+class WriteWeights(Message[None]):
+    """Write full weights, adapters merged, as safetensors files into an existing directory; every rank takes part, rank 0 writes."""
+
+    directory: Path
+    verb = "write_weights"
+
+    def answer(self, rank: "Worker") -> None:
+        from skyrl_engine.workers.weight_files import write_weights
+
+        with rank.spans("publish"):
+            weights = iterate_named_tensors(rank.backend_label, "weights", rank.backend.weights())
+            write_weights(self.directory, weights, writes=rank.number == 0)
 
 
 @frozen

@@ -4,6 +4,7 @@ import gc
 import random
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
@@ -49,6 +50,7 @@ from skyrl_engine.workers.teaching import TaughtBatch
 
 if TYPE_CHECKING:
     from skyrl_engine.workers.generation import RankGenerator
+    from skyrl_engine.workers.sampler_facts import SamplerFacts
 
 Mode = Literal["forward_backward", "evaluate", "score"]
 
@@ -211,7 +213,7 @@ class Worker:
             returned = self.backend.optim_step(settings)
         return StepReply(as_optim_step(self.backend_label, returned), self.spans.drain())
 
-    def make_generator(self, lock: Mapping[str, Any], eos_token_ids: tuple[int, ...], version: int) -> None:
+    def make_generator(self, lock: Mapping[str, Any], facts: "SamplerFacts", version: int) -> None:
         """Make the generator of a lock, after closing the one before; one per data-parallel rank samples, the others gather weights for it."""
         from skyrl_engine.workers.generation import RankGenerator
 
@@ -221,10 +223,7 @@ class Worker:
             lock,
             self._context,
             self.backend,
-            model=self._model,
-            device=self._device,
-            eos_token_ids=eos_token_ids,
-            version=version,
+            start=partial(facts.make_start, self._model, self._device, version=version),
             samples=place.tp == place.cp == place.pp == 0,
             backend_label=self.backend_label,
         )

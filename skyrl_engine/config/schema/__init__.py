@@ -25,7 +25,7 @@ from skyrl_engine.config.schema.rl import (
     TeacherConfig,
 )
 from skyrl_engine.config.schema.run import RunConfig
-from skyrl_engine.config.schema.tables import LossTable, PluginTable, TermTable
+from skyrl_engine.config.schema.tables import GeneratorPlacement, GeneratorTable, LossTable, PluginTable, TermTable
 from skyrl_engine.config.schema.training import TrainingConfig
 from skyrl_engine.contracts.values.model import PLACE, LoraConfig, ModelConfig
 
@@ -38,6 +38,8 @@ __all__ = [
     "EngineConfig",
     "EnvironmentTable",
     "EvaluationConfig",
+    "GeneratorPlacement",
+    "GeneratorTable",
     "KnownFormat",
     "LoraConfig",
     "LossTable",

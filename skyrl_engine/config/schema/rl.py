@@ -81,6 +81,21 @@ class RlConfig:
     stop_strings: tuple[str, ...] = field(default=(), validator=deep_iterable(min_len(1)))
     """Texts that end a turn, in addition to the model's end tokens; they stay in it. Environments may set others for later turns."""
 
+    staleness: int = field(default=0, validator=ge(0))
+    """Most steps (S) between the weights that a group was started with and those that it trains. 0 samples and trains in turns; above it,
+    sampling goes on while the ranks train, and no group is thrown away for its age."""
+
+    order: Literal["auto", "finished", "ticket"] = field(default="auto", validator=in_(("auto", "finished", "ticket")))
+    """Groups that a step takes where `staleness` is above 0: `finished` those that ended first, as far as the bound allows; `ticket` in the
+    order in which they were started. `auto`: `finished` with `in_flight_updates`, else `ticket`."""
+
+    in_flight_updates: bool | None = None
+    """Give new weights to generators while they sample, which go on with them, where `staleness` is above 0. False: an update waits until the
+    groups under way have ended; with the order `ticket` such a run has the same bits every time. None: where the generator can."""
+
+    concurrency: int | None = field(default=None, validator=optional(ge(1)))
+    """Most groups that are sampled at once; none: as many as `staleness` allows."""
+
     old: Old = field(default="auto", validator=in_(("auto", "current", "score", "rollout")))
     """The old policy's log-probabilities: `current` are those of the training pass itself, `score` those of a pass before the first update,
     `rollout` the sampler's own, whose last bits depend on what was sampled at the same time, so that resumed runs equal others within rounding

@@ -1,10 +1,10 @@
 """Tables that select a plugin: `use`, and the plugin's own options."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from attrs import Factory, field, frozen
-from attrs.validators import in_, min_len, optional
+from attrs.validators import deep_iterable, ge, in_, min_len, optional
 
 from skyrl_engine.config.schema.metadata import KIND
 from skyrl_engine.contracts.values.model import PLACE
@@ -41,3 +41,22 @@ class LossTable(PluginTable):
 
     corrections: tuple[PluginTable, ...] = field(default=(), metadata={KIND: "correction"})
     """Corrections that multiply the main loss, in this order: `[[loss.corrections]]` with `use` and the options of that correction."""
+
+
+GeneratorPlacement = Literal["auto", "rank", "process"]
+
+
+@frozen
+class GeneratorTable(PluginTable):
+    """The generator that samples, and the processes that it lives in."""
+
+    placement: GeneratorPlacement = field(default="auto", validator=in_(("auto", "rank", "process")), kw_only=True)
+    """Place of a generator that holds the model itself: `rank` in the processes of the ranks, which sample while nothing is trained; `process`
+    in processes of its own, which sample beside the ranks. `auto`: `process` where `rl.staleness` is above 0, else `rank`. A generator that
+    drives servers, such as vllm, has a place of its own."""
+
+    replicas: int = field(default=1, validator=ge(1), kw_only=True)
+    """Processes of the placement `process`, each with a whole copy of the model; a session stays in one."""
+
+    devices: tuple[str, ...] = field(default=(), validator=deep_iterable(min_len(1)), kw_only=True)
+    """Devices of these processes, one each, such as `["cuda:4", "cuda:5"]`, which the ranks must not use; none: the CPU for all."""

@@ -46,6 +46,10 @@ ROLLOUT_COLUMNS: tuple[RolloutColumn, ...] = (
 """The table. Rows that not every attempt has are at the end, in the order in which they were added: journals are read by it."""
 
 
+ROLLOUT_STALENESS: Final = "rollout_staleness"
+"""Column float32[A] of a run whose groups may be older than the weights they train: the steps between, by token; 0 on what was not sampled."""
+
+
 def list_required_columns() -> tuple[RolloutColumn, ...]:
     """Return the rows that every attempt has."""
     return tuple(row for row in ROLLOUT_COLUMNS if row.in_every_attempt)

@@ -4,21 +4,22 @@
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from typing import Final
+from typing import Final, cast
 
 import numpy as np
 from attrs import evolve
 
 from skyrl_engine.config import ResolvedConfig
 from skyrl_engine.config.automatic import budget_of
-from skyrl_engine.config.schema import EngineConfig, RlConfig
+from skyrl_engine.config.schema import EngineConfig, GeneratorTable, RlConfig
 from skyrl_engine.contracts.kinds.environment import Environment, Task
 from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.ragged import offsets_of
 from skyrl_engine.engine.assembly import Assembly
-from skyrl_engine.engine.sampler import refuse_elsewhere
+from skyrl_engine.engine.generator_placement import choose_placement
 from skyrl_engine.errors import ConfigError, DataError, Problem, UnsupportedError
 from skyrl_engine.model_facts.facts import ModelFacts
+from skyrl_engine.objective.policy_metrics import ROLLOUT_LOGPROBS
 from skyrl_engine.registry.bound_plugin import BoundPlugin
 from skyrl_engine.rollout.chat_renderer import ChatRenderer
 from skyrl_engine.rollout.offline_source import Recording
@@ -75,8 +76,33 @@ def refuse_contradictions(draft: RlDraft) -> None:
                 "Give one of rl.micro_batch_rows and rl.micro_batch_tokens",
             )
         )
+    if trains and settings.rollouts is None:
+        problems += _refuse_beside(resolved)
     if problems:
         raise ConfigError(problems)
+
+
+def _refuse_beside(resolved: ResolvedConfig) -> list[Problem]:
+    """Return the problems of keys about sampling beside training, where the run does not, or cannot with them."""
+    config, settings = resolved.config, resolved.config.rl
+    if not settings.staleness:
+        set_keys = {"rl.order": settings.order != "auto", "rl.in_flight_updates": settings.in_flight_updates is not None}
+        return [
+            Problem(
+                key, "is set, and with rl.staleness = 0 sampling and training take turns", f"Remove {key}, or raise rl.staleness"
+            )
+            for key, is_set in set_keys.items()
+            if is_set
+        ]
+    if config.reward_model.path is not None:
+        return [
+            Problem(
+                "rl.staleness",
+                "is above 0, and a reward model scores groups on the ranks, which are training then",
+                "Set rl.staleness = 0, or take the reward from an environment",
+            )
+        ]
+    return []
 
 
 def _refuse_sampling(resolved: ResolvedConfig) -> list[Problem]:
@@ -86,6 +112,10 @@ def _refuse_sampling(resolved: ResolvedConfig) -> list[Problem]:
         "environments": bool(config.environments),
         "evaluation.every": config.evaluation.every is not None,
         "evaluation.at_start": config.evaluation.at_start,
+        "rl.staleness": config.rl.staleness > 0,
+        "rl.order": config.rl.order != "auto",
+        "rl.in_flight_updates": config.rl.in_flight_updates is not None,
+        "rl.concurrency": config.rl.concurrency is not None,
     }
     return [
         Problem(key, "rl.rollouts is set, so that nothing is sampled and no environment answers", f"Remove {key}, or rl.rollouts")
@@ -104,13 +134,20 @@ def refuse_model_dropout(draft: RlDraft) -> None:
 
 
 def refuse_generator(draft: RlDraft) -> None:
-    """Refuse a generator that does not run on ranks, and one that nothing can be trained with."""
+    """Refuse a generator that cannot live where the run says, and one that nothing can be trained with."""
     if not draft.is_live:
         return
     resolved = draft.resolved
     plugin = resolved.plugins["generator"]
     label, description = str(plugin.loaded.record), plugin.loaded.describe_generator(plugin.options)
-    refuse_elsewhere(label, description)
+    table = cast("GeneratorTable | None", resolved.config.selected.get("generator"))
+    staleness = resolved.config.rl.staleness if draft.trains else 0
+    choose_placement(label, description, table, beside=staleness > 0)
+    if staleness and resolved.config.rl.in_flight_updates and "update_while_generating" not in description.capabilities:
+        raise UnsupportedError(
+            f"rl.in_flight_updates is true, and {label} does not declare the capability 'update_while_generating'",
+            remedy="Set rl.in_flight_updates = false: updates then wait until the groups under way have ended",
+        )
     if resolved.config.rl.stop_strings and "stop_strings" not in description.capabilities:
         raise UnsupportedError(
             f"rl.stop_strings is set, and {label} does not declare the capability 'stop_strings'",
@@ -312,12 +349,19 @@ def refuse_unread_reference_keys(draft: RlDraft) -> None:
 def warn_of_settings(draft: RlDraft) -> None:
     """Log what is allowed and hardly meant."""
     if draft.trains and draft.assembly is not None:
-        for warning in _collect_warnings(draft.resolved.config.rl, draft.assembly):
+        for warning in _collect_warnings(
+            draft.resolved.config.rl, draft.assembly, None if draft.scoring is None else draft.scoring.old
+        ):
             logger.warning("%s", warning)
 
 
-def _collect_warnings(settings: RlConfig, assembly: Assembly) -> Iterator[str]:
+def _collect_warnings(settings: RlConfig, assembly: Assembly, old: str | None) -> Iterator[str]:
     """Tell what is allowed and hardly meant."""
+    if settings.staleness and old != "rollout" and ROLLOUT_LOGPROBS not in assembly.objective.columns:
+        yield (
+            f"rl.staleness = {settings.staleness}, and no part of the loss reads rollout_logprobs: groups of older weights are learned as if "
+            'the present ones had sampled them. Set rl.old = "rollout", or add a correction such as tis'
+        )
     if _REWARDED.isdisjoint(name for needs in assembly.needs.values() for name in needs):
         yield (
             f"no part of the loss reads {', '.join(sorted(_REWARDED))}: all attempts are learned alike, whatever their reward. "

@@ -7,6 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from skyrl_engine.contracts.values.rollout import Group, Trajectory
+from skyrl_engine.rollout.background_source import Waits
 from skyrl_engine.rollout.columns import Overlong, Truncated, length_penalties
 from skyrl_engine.rollout.pass_at_k import majority, pass_at_k
 
@@ -45,6 +46,30 @@ def rollout_metrics(
     for reason, count in Counter(group.dropped for group in finished if group.dropped is not None).items():
         metrics[f"rollout/dropped/{reason}"] = count / len(finished)
     metrics["rollout/failed"] = _mean(float(attempt.status == "failed") for attempt in everything)
+    return metrics
+
+
+def staleness_metrics(trained: Sequence[Group], version: int, waits: Waits) -> dict[str, float]:
+    """Metrics of sampling beside training: the age of what is trained, as `version` counts, and seconds waited since the last step.
+
+    A group's staleness is counted in steps from the weights that it was started with, a token's from those that sampled it. `waits` is
+    set back.
+    """
+    attempts = [attempt for group in trained for attempt in group.finished]
+    ages = np.array([version - group.start_version for group in trained for _ in group.finished], dtype=np.int64)
+    of_tokens = [version - attempt.versions.per_token(len(attempt.logprobs)) for attempt in attempts]
+    tokens = np.concatenate([np.zeros(0, dtype=np.int64), *of_tokens])
+    metrics = {
+        "async/waited_seconds": waits.trainer,
+        "async/sampler_waited_seconds": waits.sampler,
+        "async/drain_seconds": waits.drain,
+        "async/versions_per_attempt": _mean(len(attempt.versions.versions) for attempt in attempts),
+    }
+    waits.trainer = waits.sampler = waits.drain = 0.0
+    if len(ages):
+        metrics |= {"async/staleness_mean": float(ages.mean()), "async/staleness_max": float(ages.max())}
+    for age in range(int(tokens.max(initial=0)) + 1):
+        metrics[f"async/tokens_of_staleness/{age}"] = float((tokens == age).mean()) if len(tokens) else 0.0
     return metrics
 
 

@@ -18,6 +18,7 @@ from skyrl_engine.registry.bound_plugin import BoundPlugin
 from skyrl_engine.rollout.attempt import RolloutLimits
 from skyrl_engine.rollout.chat_renderer import ChatRenderer
 from skyrl_engine.rollout.columns import Overlong
+from skyrl_engine.rollout.ledger import Order
 from skyrl_engine.rollout.offline_source import Recording
 from skyrl_engine.training.rl.reward_model import RewardModel
 from skyrl_engine.training.rl.scoring import ScoringPasses
@@ -67,6 +68,29 @@ class PreparedRl:
         if config.overlong is None:
             return None
         return Overlong(config.overlong.start * config.max_tokens, config.max_tokens, config.overlong.penalty)
+
+    @property
+    def longest(self) -> int:
+        """The largest number of tokens of an attempt, its prompt included."""
+        return self.resolved.config.rl.max_prompt_tokens + self.resolved.config.rl.max_tokens
+
+    @property
+    def in_flight_updates(self) -> bool:
+        """Say whether generators get new weights while groups are under way, where sampling goes on beside training."""
+        chosen = self.resolved.config.rl.in_flight_updates
+        if chosen is None:
+            generator = self.resolved.plugins["generator"]
+            described = generator.loaded.describe_generator(generator.options)
+            return "update_while_generating" in described.capabilities
+        return chosen
+
+    @property
+    def order(self) -> Order:
+        """The order in which groups are trained."""
+        rl = self.resolved.config.rl
+        if rl.order != "auto":
+            return rl.order
+        return "finished" if rl.staleness and self.in_flight_updates else "ticket"
 
     @property
     def optimizer_steps(self) -> int:

@@ -15,12 +15,14 @@ from skyrl_engine.cleanup import finally_close
 from skyrl_engine.config import ResolvedConfig
 from skyrl_engine.engine.engine import Engine
 from skyrl_engine.errors import RolloutError
+from skyrl_engine.rollout.background_source import BackgroundSource
 from skyrl_engine.rollout.env_pool import EpisodePool
 from skyrl_engine.rollout.group_source import GroupSource, RolloutSource
 from skyrl_engine.rollout.guard import SamplerGuard
 from skyrl_engine.rollout.journal import open_journal
 from skyrl_engine.rollout.ledger import RolloutLedger
 from skyrl_engine.rollout.offline_source import OfflineSource, Recording
+from skyrl_engine.rollout.routing import EpisodeRouter, SamplerRouter
 from skyrl_engine.rollout.runner import RolloutRunner
 from skyrl_engine.rollout.segments import read_segment, segments_of
 from skyrl_engine.run.durable import write_durably
@@ -28,6 +30,7 @@ from skyrl_engine.run.progress import LOADING
 from skyrl_engine.run.session import RunSession, open_session
 from skyrl_engine.spans import Phases
 from skyrl_engine.training.loop import Loop, RunResult
+from skyrl_engine.training.rl.handover import WeightHandover, make_canary
 from skyrl_engine.training.rl.kl_penalty import KlPenalty
 from skyrl_engine.training.rl.prepare import Progress, prepare
 from skyrl_engine.training.rl.prepared import LiveRolloutSpec, PreparedRl
@@ -148,16 +151,23 @@ def _sampling(
     state: RlState | None,
     phases: Phases,
     progress: Progress | None,
-) -> "Iterator[tuple[RolloutSource, Live]]":
+) -> "Iterator[tuple[GroupSource, Live]]":
     """Start sampler, environments and journal, and end them."""
     config = prepared.resolved.config
     settings = config.rl
-    sampler = engine.start_sampler(prepared.resolved.plugins["generator"])
-    version = 0 if state is None else state.step
-    sampler.update(version)
+    beside = settings.staleness > 0
+    sampler = engine.start_sampler(
+        prepared.resolved.plugins["generator"],
+        version=0 if state is None else state.step,
+        longest=prepared.longest,
+        folder=session.directory.generator,
+        beside=beside,
+    )
     rules = RolloutLedger(
         settings.groups,
-        order="ticket",
+        settings.staleness,
+        order=prepared.order,
+        concurrency=settings.concurrency,
         max_drop_share=config.rollouts.max_drop_share,
         on_starved=config.rollouts.on_starved,
     )
@@ -175,23 +185,41 @@ def _sampling(
     ):
         saved = rules.state() if state is None else state.ledger
         ledger = RolloutLedger.from_state(saved, rules, journal.index.list_journaled_groups())
+        completions, episodes = SamplerRouter(sampler), EpisodeRouter(pool)
         runner = RolloutRunner(
-            sampler,
-            pool,
+            completions.open_client(),
+            episodes.open_client(),
             rollouts.renderer,
             prepared.names,
             [part.product.claims for part in rollouts.tasks.environments],
             prepared.sampling,
             prepared.limits,
             config.run.seed,
-            phases=phases,
+            # a clock of its own: it runs beside the trainer's
+            phases=Phases() if beside else phases,
         )
         on_progress = None if progress is None else lambda ready, wanted: progress("attempts", ready, wanted)
         guard = SamplerGuard.of(settings.max_gap, config.model.dtype, stops=settings.on_gap == "stop")
         judge = prepared.reward_model
-        valued = None if judge is None else partial(judge.add_rewards, engine)
-        source = RolloutSource(ledger, runner, journal, rollouts.tasks.of, prepared.filters, valued, on_progress, phases)
-        yield source, Live(rollouts, sampler, pool, guard, journal)
+        source = RolloutSource(
+            ledger,
+            runner,
+            journal,
+            rollouts.tasks.of,
+            prepared.filters,
+            None if judge is None else partial(judge.add_rewards, engine),
+            progress=on_progress,
+            phases=runner.phases,
+        )
+        live = Live(rollouts, completions.open_client(), episodes.open_client(), guard, journal)
+        if not beside:
+            source.update = sampler.update
+            yield source, live
+            return
+        canary = make_canary(rollouts, completions.open_client(), sampler.description, guard.limit)
+        handover = WeightHandover(engine, sampler, canary)
+        with BackgroundSource(source, handover, drains=not prepared.in_flight_updates, progress=on_progress) as background:
+            yield background, attrs.evolve(live, waits=background.waits)
 
 
 def episode_pool(prepared: PreparedRl) -> EpisodePool:

@@ -10,7 +10,7 @@ from skyrl_engine.config.schema import RlConfig
 from skyrl_engine.contracts.kinds.advantage import Advantage
 from skyrl_engine.contracts.kinds.needs import DIVERGENCE, MODEL_SCORES, model_score
 from skyrl_engine.contracts.kinds.reducer import Reducer
-from skyrl_engine.contracts.values.rollout_columns import list_further_columns, list_required_columns
+from skyrl_engine.contracts.values.rollout_columns import ROLLOUT_STALENESS, list_further_columns, list_required_columns
 from skyrl_engine.engine.capability import needs_of_reducer
 from skyrl_engine.errors import UnsupportedError
 from skyrl_engine.objective.parts import ObjectiveParts
@@ -76,20 +76,31 @@ def plan_scoring_passes(
     Raises UnsupportedError for what a part needs and no pass gives, and for contradictions.
     """
     weighing = {} if reducer is None else needs_of_reducer(reducer)
-    _refuse_unknown({**objective.needs, advantage.label: advantage.product.needs, **weighing}, advantage, of_rollouts)
+    _refuse_unknown(
+        {**objective.needs, advantage.label: advantage.product.needs, **weighing},
+        advantage,
+        of_rollouts,
+        stale=config.staleness > 0,
+    )
     if recorded == "without_logprobs":
         _refuse_sampler(config, objective, advantage)
     _refuse_two_penalties(config, objective)
     before_learning = (*advantage.product.needs, *(name for needs in weighing.values() for name in needs))
     early = {*before_learning, *(("ref_logprobs",) if config.kl is not None else ())}
     read = {*objective.columns, *early}
-    old = _old(config, read=OLD_LOGPROBS in read or config.kl is not None, early=OLD_LOGPROBS in early, recorded=recorded)
+    old = _old(
+        config,
+        read=OLD_LOGPROBS in read or config.kl is not None,
+        early=OLD_LOGPROBS in early,
+        recorded=recorded,
+        corrects=ROLLOUT_LOGPROBS in objective.columns,
+    )
     scores = {**({OLD_LOGPROBS: "logprobs"} if old == "score" else {}), **({VALUES: "values"} if VALUES in read else {})}
     return ScoringPasses(old, scores, REFERENCE in read, TEACHER in read - of_rollouts)
 
 
 def _old(
-    config: RlConfig, *, read: bool, early: bool, recorded: LogprobsAvailability | None
+    config: RlConfig, *, read: bool, early: bool, recorded: LogprobsAvailability | None, corrects: bool
 ) -> Literal["current", "score", "rollout"] | None:
     one_step = config.mini_batches * config.epochs == 1
     if not read:
@@ -98,6 +109,9 @@ def _old(
     if config.old == "auto" and recorded == "with_logprobs":
         # another policy sampled, which the model is at a distance from already
         return "rollout"
+    if config.old == "auto" and config.staleness:
+        # a correction reads the sampler's own; without one, the ratio to the policy that sampled is the correction
+        return "score" if corrects else "rollout"
     if config.old == "auto":
         # the sampler's own log-probabilities would do for a penalty, but their last bits depend on what was sampled at the same time
         return "current" if one_step and not early and config.kl is None else "score"
@@ -132,9 +146,9 @@ def _refuse_two_penalties(config: RlConfig, objective: ObjectiveParts) -> None:
 
 
 def _refuse_unknown(
-    needs_of: Mapping[str, tuple[str, ...]], advantage: BoundPlugin[Advantage], of_rollouts: AbstractSet[str]
+    needs_of: Mapping[str, tuple[str, ...]], advantage: BoundPlugin[Advantage], of_rollouts: AbstractSet[str], *, stale: bool
 ) -> None:
-    known = {*_GIVEN, *MODEL_SCORES, *_VALUES_OF_SAMPLES, *of_rollouts}
+    known = {*_GIVEN, *MODEL_SCORES, *_VALUES_OF_SAMPLES, *of_rollouts, *((ROLLOUT_STALENESS,) if stale else ())}
     may_be_given = {row.column: row.name for row in list_further_columns()}
     for label, needs in needs_of.items():
         for name in needs:

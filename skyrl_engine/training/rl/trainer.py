@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,15 +23,16 @@ from skyrl_engine.engine.batch_shape import BatchShape
 from skyrl_engine.engine.engine import Engine
 from skyrl_engine.engine.plan import Plan
 from skyrl_engine.engine.results import COUNTED, means_over
-from skyrl_engine.engine.sampler import Sampler
 from skyrl_engine.objective.policy_metrics import ROLLOUT_LOGPROBS, WEIGHTS, effective_share
 from skyrl_engine.registry.owner import blame
+from skyrl_engine.rollout.background_source import Waits
 from skyrl_engine.rollout.columns import collect_learned, to_columns
-from skyrl_engine.rollout.env_pool import EpisodePool
 from skyrl_engine.rollout.group_source import GroupSource
 from skyrl_engine.rollout.guard import SamplerGuard
 from skyrl_engine.rollout.journal import Journal
 from skyrl_engine.rollout.offline_source import Recording
+from skyrl_engine.rollout.request_queue import CompletionSource
+from skyrl_engine.rollout.runner import Episodes
 from skyrl_engine.run.log import tell
 from skyrl_engine.spans import Phases
 from skyrl_engine.training.idle import IdleSteps, Reason, explain_idle_rollouts, warn_of_cuts
@@ -39,7 +41,7 @@ from skyrl_engine.training.reference import REFERENCE, REFERENCE_MODEL
 from skyrl_engine.training.rl.batches import group_sizes, mini_batch_size, shuffle_groups
 from skyrl_engine.training.rl.evaluation import attempts, evaluation_metrics, tasks_of
 from skyrl_engine.training.rl.kl_penalty import KlPenalty
-from skyrl_engine.training.rl.metrics import rollout_metrics
+from skyrl_engine.training.rl.metrics import rollout_metrics, staleness_metrics
 from skyrl_engine.training.rl.prepared import LiveRolloutSpec, PreparedRl
 from skyrl_engine.training.rl.reward_model import value_metrics
 from skyrl_engine.training.rl.state import RlState
@@ -55,16 +57,17 @@ logger = logging.getLogger(__name__)
 
 @frozen(eq=False)
 class Live:
-    """The sampling side of a run: tasks, the sampler, processes of environments, and the guard over the sampler's weights.
+    """The sampling side of a run: tasks, the guard over the sampler's weights, and the journal that groups are written to.
 
-    `journal` is the journal that the groups are written to.
+    `sampler` and `episodes` are for evaluations. `waits` counts what sampling and training wait for, where they go on side by side.
     """
 
     rollouts: LiveRolloutSpec
-    sampler: Sampler
-    pool: EpisodePool
+    sampler: CompletionSource
+    episodes: Episodes
     guard: SamplerGuard
     journal: Journal
+    waits: Waits | None = None
 
 
 @define(eq=False)
@@ -140,8 +143,6 @@ class RlTrainer:
             before = plan.columns.columns["old_logprobs"] if "old_logprobs" in self.prepared.scoring.scores else present
             self.source.finish_step(number, taken.groups, collect_learned(taken.groups, columns, advantages.advantages, before))
             self._refresh(number)
-            if self.live is not None:
-                self.live.sampler.update(number)
             self.source.publish(number)
         reported = {
             **results_of({**name_losses_of_sources(learned, self._source_names), **metrics}),
@@ -155,6 +156,8 @@ class RlTrainer:
             ),
             **value_metrics(taken.groups),
         }
+        if self.live is not None and self.live.waits is not None:
+            reported |= staleness_metrics(taken.groups, number - 1, self.live.waits)
         self._finish(reported, taken.groups, began)
         # with the sampler's own log-probabilities as the old ones, later optimizer steps move away from them
         one_step = config.rl.mini_batches * config.rl.epochs == 1
@@ -187,11 +190,12 @@ class RlTrainer:
         tasks = tasks_of(environments, config.evaluation.tasks)
         if not tasks:
             return None
-        groups = attempts(
+        attempt_tasks = partial(
+            attempts,
             tasks,
             config.evaluation,
             sampler=self.live.sampler,
-            episodes=self.live.pool,
+            episodes=self.live.episodes,
             turns=self.live.rollouts.renderer,
             names=self.prepared.names,
             environments=environments,
@@ -199,12 +203,16 @@ class RlTrainer:
             sampling=self.prepared.sampling,
             seed=config.run.seed,
         )
+        groups = self.source.at_rest(attempt_tasks)
         if self.prepared.reward_model is not None:
             groups = list(self.prepared.reward_model.add_rewards(self.engine, groups))
         return evaluation_metrics(groups, self.prepared.names, seed=config.run.seed)
 
     def state(self) -> Mapping[str, Any]:
         """Return how far the source of groups is, and what is steered from step to step."""
+        return self.source.at_rest(self._read_state)
+
+    def _read_state(self) -> Mapping[str, Any]:
         return RlState(
             "rl",
             self.source.step,
@@ -226,6 +234,7 @@ class RlTrainer:
             version=number - 1,
             truncated=config.truncated,
             overlong=self.prepared.overlong,
+            versions=config.staleness > 0,
         )
         rollouts = self.prepared.rollouts
         if isinstance(rollouts, Recording) and not rollouts.has_logprobs:

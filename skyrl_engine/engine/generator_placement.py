@@ -1,0 +1,90 @@
+"""The place of a run's generators: chosen and refused while planning, and started."""
+
+from typing import Literal
+
+from skyrl_engine.config import SelectedPlugin
+from skyrl_engine.config.schema import GeneratorTable
+from skyrl_engine.contracts.kinds.context import FactoryContext
+from skyrl_engine.contracts.kinds.generator import GeneratorDescription
+from skyrl_engine.contracts.values.model import ModelConfig
+from skyrl_engine.errors import UnsupportedError
+from skyrl_engine.workers.generation import GeneratorDriver
+from skyrl_engine.workers.generator_hosts import GeneratorHost, RankHost, RemoteHost, WeightFolders
+from skyrl_engine.workers.launch import WorkerGroup
+from skyrl_engine.workers.replicas import ReplicaHost
+from skyrl_engine.workers.sampler_facts import SamplerFacts
+
+Placement = Literal["rank", "process", "remote"]
+
+
+def choose_placement(
+    label: str, description: GeneratorDescription, table: GeneratorTable | None = None, *, beside: bool = False
+) -> Placement:
+    """Return the place of a generator, which `label` names. `beside` says that it must sample while the ranks train.
+
+    Raises UnsupportedError for keys of its table that its place does not read, and for a place where it cannot be.
+    """
+    wanted = "auto" if table is None else table.placement
+    if description.placement == "remote":
+        for key, is_set in (("placement", wanted != "auto"), *_list_process_keys(table)):
+            if is_set:
+                raise UnsupportedError(
+                    f"generator.{key} is set, and {label} drives servers of its own",
+                    remedy=f"Remove generator.{key}; see its own options",
+                )
+        return "remote"
+    placement: Placement = description.placement
+    if wanted != "auto":
+        placement = wanted
+    elif beside:
+        placement = "process"
+    if placement == "rank":
+        for key, is_set in _list_process_keys(table):
+            if is_set:
+                raise UnsupportedError(
+                    f"generator.{key} is set, and {label} samples on the ranks",
+                    remedy='Set generator.placement = "process", or remove it',
+                )
+        if description.placement == "process":
+            raise UnsupportedError(f"{label} cannot live on a rank", remedy="Remove generator.placement")
+        if beside:
+            raise UnsupportedError(
+                f'generator.placement = "rank", where {label} samples only while nothing is trained, and rl.staleness is above 0',
+                remedy='Set generator.placement = "process", or rl.staleness = 0',
+            )
+    elif table is not None and table.devices and table.replicas not in (1, len(table.devices)):
+        raise UnsupportedError(
+            f"generator.replicas is {table.replicas}, and generator.devices names {len(table.devices)}",
+            remedy="Remove generator.replicas: there is one on each device",
+        )
+    return placement
+
+
+def _list_process_keys(table: GeneratorTable | None) -> tuple[tuple[str, bool], ...]:
+    """Return the keys that only the placement "process" reads, and whether they are set."""
+    return (("replicas", table is not None and table.replicas > 1), ("devices", table is not None and bool(table.devices)))
+
+
+def start_host(
+    group: WorkerGroup,
+    plugin: SelectedPlugin,
+    table: GeneratorTable | None,
+    *,
+    context: FactoryContext,
+    model: ModelConfig,
+    facts: SamplerFacts,
+    version: int,
+    beside: bool = False,
+) -> GeneratorHost:
+    """Start the generators of a run where `choose_placement` says, with the weights as they are. Raises what their start raises."""
+    label = str(plugin.loaded.record)
+    description: GeneratorDescription = plugin.loaded.describe_generator(plugin.options)
+    placement = choose_placement(label, description, table, beside=beside)
+    lock = plugin.to_lock_entry()
+    if placement == "rank":
+        return RankHost.start(group, lock, facts, version)
+    folders = WeightFolders.open(group, model, description, label, None if facts.folder is None else facts.folder / "weights")
+    if placement == "remote":
+        return RemoteHost.start(GeneratorDriver(plugin.bind("generator", context)), folders, facts, version)
+    devices = ("cpu",) if table is None else table.devices or ("cpu",) * table.replicas
+    return ReplicaHost.start(lock, context, facts, folders, label=label, version=version, devices=devices)

@@ -1,0 +1,215 @@
+"""Sampling beside training: a source of groups at work in a thread of its own, which alone touches ledger, runner, journal and sampler.
+
+The trainer's thread hands it orders: a batch for a step, the end of a step, new weights. Weights are gathered in the trainer's thread, since
+the ranks change theirs next; the sampling thread gives them to the generators when their turn has come:
+
+- in flight, at once, and groups under way go on with them;
+- or drained: when every group that the weights before them may start has ended. Which version starts a ticket then follows from what was
+  dropped before it alone, and so does every bit, where tickets are trained in their order.
+"""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from queue import Empty, SimpleQueue
+from typing import Any, Final, Generic, Protocol, Self, TypeVar
+
+from attrs import define, field
+
+from skyrl_engine.contracts.values.rollout import Group
+from skyrl_engine.errors import RolloutError
+from skyrl_engine.rollout.arrow_codec import LearnedAttempt
+from skyrl_engine.rollout.group_source import RolloutSource, StepBatch
+
+_SLICE_S: Final = 0.05
+"""The longest that the thread samples without looking for an order."""
+
+_IDLE_S: Final = 0.25
+_ENDING_S: Final = 60.0
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+
+class Handover(Protocol):
+    """The two halves of an update: `write` in the trainer's thread, `take` in the sampling one."""
+
+    def write(self, version: int) -> None:
+        """Gather the present weights as those of `version`."""
+
+    def take(self, version: int) -> None:
+        """Give what was gathered to the generators, and check that they hold it."""
+
+
+@define(eq=False)
+class _Order(Generic[Result]):
+    """Work for the sampling thread, once `attempt` returns something; its caller waits for that."""
+
+    attempt: Callable[[], Result | None]
+    done: threading.Event = field(factory=threading.Event)
+    result: Result | None = None
+    failure: BaseException | None = None
+
+
+@define
+class Waits:
+    """Seconds since the last report in which the sampling thread could start nothing: until a step is trained, and until groups end that an
+    update waits for. `trainer` counts those in which the trainer waited for a batch.
+    """
+
+    sampler: float = 0.0
+    drain: float = 0.0
+    trainer: float = 0.0
+
+
+@define(eq=False)
+class BackgroundSource:
+    """A `GroupSource` that samples while the trainer trains. Use it as a context: leaving it ends the thread."""
+
+    source: RolloutSource
+    handover: Handover
+    drains: bool
+    progress: Callable[[int, int], None] | None = None
+    waits: Waits = field(factory=Waits, init=False)
+    _orders: "SimpleQueue[_Order[Any]]" = field(factory=SimpleQueue, init=False)
+    _open: "deque[_Order[Any]]" = field(factory=deque, init=False)
+    """Orders that the thread has taken and not carried out."""
+    _written: "deque[int]" = field(factory=deque, init=False)
+    """Versions that were gathered and that the generators do not have."""
+    _closing: threading.Event = field(factory=threading.Event, init=False)
+    _failure: BaseException | None = field(default=None, init=False)
+    _thread: threading.Thread = field(init=False)
+
+    @_thread.default
+    def _make_thread(self) -> threading.Thread:
+        return threading.Thread(target=self._run, name="sampling", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._closing.set()
+        self._thread.join(_ENDING_S)
+        if self._thread.is_alive():
+            logger.warning("sampling did not end within %g s; what it waits for is ended with it", _ENDING_S)
+
+    # --- the trainer's thread ------------------------------------------------------------------------------------------------------
+
+    @property
+    def step(self) -> int:
+        """Count the steps that were trained."""
+        return self.source.step
+
+    def take(self, step: int) -> StepBatch:
+        """Wait for the groups of a step. Raises what sampling met."""
+        began = time.perf_counter()
+        batch = self._ask(lambda: self.source.take_ready(step))
+        self.waits.trainer += time.perf_counter() - began
+        return batch
+
+    def finish_step(self, step: int, groups: Sequence[Group], learned: Sequence[LearnedAttempt]) -> None:
+        """Take the end of a step; what it learned is on the disk when this returns."""
+
+        def finish() -> bool:
+            self.source.finish_step(step, groups, learned)
+            return True
+
+        self._ask(finish)
+
+    def publish(self, version: int) -> None:
+        """Gather the present weights as those of `version`; the generators get them when their turn has come."""
+        self.handover.write(version)
+        self._orders.put(_Order(lambda: self._note_written(version)))
+
+    def at_rest(self, work: Callable[[], Result]) -> Result:
+        """Do something between two updates, when the generators have the weights of the last step: an evaluation, or a checkpoint."""
+
+        def do() -> tuple[Result] | None:
+            return (work(),) if self.source.ledger.version == self.source.ledger.step else None
+
+        return self._ask(do)[0]
+
+    def state(self) -> Mapping[str, Any]:
+        """Return what a checkpoint keeps; called in `at_rest`."""
+        return self.source.state()
+
+    def _ask(self, attempt: Callable[[], Result | None]) -> Result:
+        order = _Order(attempt)
+        self._orders.put(order)
+        while not order.done.wait(_IDLE_S):
+            if self._failure is not None:
+                raise self._failure
+            if not self._thread.is_alive():
+                raise RolloutError("sampling has ended", remedy="Resume the run with checkpoint.resume = true")
+            if self.progress is not None:
+                self.progress(self.source.ready, self.source.ledger.groups)
+        if order.failure is not None:
+            raise order.failure
+        assert order.result is not None, "an order is done when it has a result"
+        return order.result
+
+    # --- the sampling thread -------------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while not self._closing.is_set():
+                self._publish_due()
+                self._carry_out()
+                began = time.perf_counter()
+                if self.source.can_advance:
+                    self.source.advance(_SLICE_S)
+                    self._receive(0.0)
+                else:
+                    self._receive(_IDLE_S)
+                    self.waits.sampler += time.perf_counter() - began
+                if self._written:
+                    self.waits.drain += time.perf_counter() - began
+        except BaseException as error:  # noqa: BLE001 - it is raised in the trainer's thread
+            self._failure = error
+            for order in self._open:
+                order.failure = error
+                order.done.set()
+
+    def _receive(self, timeout: float) -> None:
+        """Take orders that are there, or the first that comes within `timeout` seconds."""
+        try:
+            self._open.append(self._orders.get(timeout=timeout) if timeout > 0 else self._orders.get_nowait())
+            while True:
+                self._open.append(self._orders.get_nowait())
+        except Empty:
+            return
+
+    def _carry_out(self) -> None:
+        """Carry out orders, in the order in which they came, up to the first whose time has not come."""
+        while self._open:
+            order = self._open[0]
+            try:
+                order.result = order.attempt()
+            except Exception as error:  # noqa: BLE001 - its caller raises it
+                order.failure = error
+            if order.result is None and order.failure is None:
+                return
+            self._open.popleft()
+            order.done.set()
+
+    def _note_written(self, version: int) -> bool:
+        self._written.append(version)
+        self._publish_due()
+        return True
+
+    def _publish_due(self) -> None:
+        """Give gathered weights to the generators: every version in its turn where groups end first, else the newest."""
+        if not self.drains and self._written:
+            version = self._written.pop()
+            self._written.clear()
+            self._give(version)
+        while self._written and not self.source.can_advance:
+            self._give(self._written.popleft())
+
+    def _give(self, version: int) -> None:
+        self.handover.take(version)
+        self.source.publish(version)

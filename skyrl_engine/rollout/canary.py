@@ -1,0 +1,106 @@
+"""A fixed row whose log-probabilities the sampler is asked for after every update: do they come of the weights that it was given?
+
+While groups are older than the weights that are trained, their own log-probabilities cannot tell: the policy has moved since. The row's are
+compared with what the trained model said of it when the weights were gathered, and with what earlier weights said.
+"""
+
+import time
+from collections import deque
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+from attrs import define, field
+
+from skyrl_engine.contracts.kinds.generator import Completion, GenerationRequest, Sampling
+from skyrl_engine.errors import RolloutError
+from skyrl_engine.rollout.request_queue import CompletionSource
+
+FIRST_NUMBER: Final = 2**41
+"""Requests of canaries are numbered from here on."""
+
+LONGEST: Final = 64
+"""Tokens of the row."""
+
+_NEARER: Final = 4.0
+"""An earlier version so many times nearer than the present one is the one that the sampler holds."""
+
+_NOISE: Final = 0.01
+"""The share of the limit below which distances are rounding."""
+
+_EARLIER: Final = 8
+_PATIENCE_S: Final = 120.0
+
+
+@define(eq=False)
+class Canary:
+    """Compares the log-probabilities of `row` int32[n], n >= 2, in nats, with those of the trained model; `limit` is a mean distance."""
+
+    row: npt.NDArray[np.int32]
+    sampler: CompletionSource
+    limit: float
+    _expected: dict[int, npt.NDArray[np.float32]] = field(factory=dict, init=False)
+    """By version that was gathered: float32[n - 1]."""
+    _earlier: "deque[tuple[int, npt.NDArray[np.float32]]]" = field(factory=lambda: deque(maxlen=_EARLIER), init=False)
+    _asked: int = field(default=0, init=False)
+
+    def expect(self, version: int, logprobs: npt.NDArray[np.float32]) -> None:
+        """Take what the model of `version` says of the row's tokens after the first, float32[n - 1]."""
+        self._expected[version] = logprobs
+
+    def look(self, version: int) -> None:
+        """Ask the sampler, which should hold `version`. Raises RolloutError where it holds something else."""
+        found = self._ask(version)
+        expected = self._expected.pop(version)
+        for old in [old for old in self._expected if old < version]:
+            self._earlier.append((old, self._expected.pop(old)))
+        distance = _mean_distance(found, expected)
+        earlier = [(_mean_distance(found, logprobs), old) for old, logprobs in self._earlier]
+        self._earlier.append((version, expected))
+        nearest = min(earlier, default=None)
+        is_other = nearest is not None and nearest[0] * _NEARER < distance and distance > self.limit * _NOISE
+        # not >: a distance that is no number is too large
+        if is_other or not distance <= self.limit:
+            cause = (
+                f"after the update to version {version} the sampler's log-probabilities of a fixed prompt differ from the model's by "
+                f"{distance:.3g} nats per token"
+            )
+            if is_other:
+                assert nearest is not None, "that is what it is nearer to"
+                cause += f", and by {nearest[0]:.3g} from those of version {nearest[1]}: the update has not reached it"
+            else:
+                cause += f", above {self.limit:g}"
+            raise RolloutError(
+                cause, remedy="Check how the generator takes weights; if the distance is its precision, raise rl.max_gap"
+            )
+
+    def _ask(self, version: int) -> npt.NDArray[np.float32]:
+        number = FIRST_NUMBER + self._asked
+        self._asked += 1
+        sampling = Sampling(max_tokens=1)
+        self.sampler.submit(
+            [GenerationRequest(number, self.row, sampling, seed=0, session=number, prompt_logprobs=True, last_turn=True)]
+        )
+        until = time.monotonic() + _PATIENCE_S
+        answers: list[Completion] = []
+        while not answers:
+            if time.monotonic() > until:
+                raise RolloutError(
+                    f"the sampler has not answered a prompt of {len(self.row)} tokens for {_PATIENCE_S:g} s after the update to version "
+                    f"{version}",
+                    remedy="See the logs of the generator",
+                )
+            answers = self.sampler.poll(1.0)
+        (answer,) = answers
+        if answer.prompt_logprobs is None:
+            raise RolloutError(
+                f"the sampler gave no log-probabilities of a prompt: {answer.error or answer.finish}",
+                remedy="See the logs of the generator",
+            )
+        return answer.prompt_logprobs[1:]
+
+
+def _mean_distance(found: npt.NDArray[np.float32], expected: npt.NDArray[np.float32]) -> float:
+    if len(found) != len(expected):
+        return float("inf")
+    return float(np.abs(found.astype(np.float64) - expected).mean())

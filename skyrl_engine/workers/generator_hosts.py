@@ -1,0 +1,237 @@
+"""Places where the generators of a run live: on its ranks, in processes of their own, or behind a client in the controller's process."""
+
+import logging
+import shutil
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+from attrs import define, field
+
+from skyrl_engine.contracts.kinds.generator import (
+    POLICY,
+    Completion,
+    GenerationRequest,
+    GeneratorDescription,
+    WeightForm,
+    WeightSource,
+)
+from skyrl_engine.contracts.values.model import ModelConfig
+from skyrl_engine.errors import UnsupportedError
+from skyrl_engine.model_facts.facts import find_file
+from skyrl_engine.workers.generation import GeneratorDriver, StoredWeights
+from skyrl_engine.workers.launch import WorkerGroup
+from skyrl_engine.workers.messages import (
+    AbortRequests,
+    CloseGenerator,
+    EndSessions,
+    Export,
+    LoadTarget,
+    PublishWeights,
+    ReleaseTarget,
+    StartGenerator,
+    WriteWeights,
+)
+from skyrl_engine.workers.sampler_facts import SamplerFacts
+from skyrl_engine.workers.weight_files import WrittenWeights
+
+SLICE_SECONDS = 0.25
+"""The longest that several ranks sample without a word: a rank that is done earlier waits for the others so long."""
+
+logger = logging.getLogger(__name__)
+
+
+class GeneratorHost(Protocol):
+    """Generators at work, wherever they live. Requests of a session always go to the same one, where its cache is."""
+
+    @property
+    def concurrent(self) -> bool:
+        """Say whether they sample while the ranks do something else."""
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        """Hand over requests; returns at once."""
+
+    def poll(self, timeout: float) -> list[Completion]:
+        """Return completions: at least one, unless `timeout` seconds go by without any."""
+
+    def abort(self, request_ids: Sequence[int] | None) -> None:
+        """End requests (None: all); each still comes back once."""
+
+    def end_sessions(self, sessions: Sequence[int]) -> None:
+        """Free what is kept of these sessions."""
+
+    def write(self, version: int, target: str) -> None:
+        """Gather the present weights as those of `version`, for `update`; the ranks may change theirs after it."""
+
+    def update(self, version: int, target: str) -> None:
+        """Let the generators sample from the weights that were gathered under this version and target from now on."""
+
+    def load(self, model: ModelConfig, target: str) -> None:
+        """Let them sample from weights in files under the name `target`, as version 0."""
+
+    def release(self, target: str) -> None:
+        """Drop a weight set other than the policy's."""
+
+    def close(self) -> None:
+        """End the generators, with requests under way too."""
+
+
+@define(eq=False)
+class RankHost:
+    """A generator on every data-parallel rank; it samples where a call of the controller waits for it, and not while the ranks train."""
+
+    group: WorkerGroup
+
+    concurrent = False
+
+    @classmethod
+    def start(cls, group: WorkerGroup, lock: "dict[str, object]", facts: SamplerFacts, version: int) -> "RankHost":
+        """Start a generator on every rank with the weights as they are. Raises what the start of a generator raises."""
+        group.ask(StartGenerator(lock, facts, version))
+        return cls(group)
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        self.group.submit(requests)
+
+    def poll(self, timeout: float) -> list[Completion]:
+        return self.group.poll(min(timeout, SLICE_SECONDS) if self.group.topology.dp > 1 else timeout)
+
+    def abort(self, request_ids: Sequence[int] | None) -> None:
+        self.group.ask(AbortRequests(request_ids))
+
+    def end_sessions(self, sessions: Sequence[int]) -> None:
+        self.group.ask(EndSessions(sessions))
+
+    def write(self, version: int, target: str) -> None:
+        """Do nothing: the ranks give their present weights in `update`."""
+
+    def update(self, version: int, target: str) -> None:
+        self.group.ask(PublishWeights(version, target))
+
+    def load(self, model: ModelConfig, target: str) -> None:
+        self.group.ask(LoadTarget(model, 0, target))
+
+    def release(self, target: str) -> None:
+        self.group.ask(ReleaseTarget(target))
+
+    def close(self) -> None:
+        self.group.ask(CloseGenerator())
+
+
+@define(eq=False)
+class WeightFolders:
+    """Folders of weights by target and version, which the ranks write and generators elsewhere read.
+
+    A folder stays until a later version of its target was taken by all generators, so that one that dies can be given it again.
+    """
+
+    group: WorkerGroup
+    model: ModelConfig
+    form: WeightForm | None
+    """The form that the generators take; None: they take none."""
+    root: Path
+    _written: dict[tuple[str, int], WrittenWeights] = field(factory=dict, init=False)
+
+    @classmethod
+    def open(
+        cls, group: WorkerGroup, model: ModelConfig, description: GeneratorDescription, label: str, root: Path | None
+    ) -> "WeightFolders":
+        """Begin an empty folder at `root`, or a temporary one. Raises UnsupportedError for a generator that takes no form that files give."""
+        available = {"tensors", "directory"} if model.lora is None else {"tensors", "directory", "adapter"}
+        form = next((form for form in description.accepts if form in available), None)
+        if form is None and "recorded" not in description.capabilities:
+            raise UnsupportedError(
+                f"{label} takes weights as {' or '.join(description.accepts) or 'nothing'}, and outside of the ranks they are given as "
+                f"{' or '.join(sorted(available))}",
+                remedy="Choose another generator, or one that runs on the ranks",
+            )
+        if root is None:
+            root = Path(tempfile.mkdtemp(prefix="skyrl-engine-weights-"))
+        shutil.rmtree(root, ignore_errors=True)  # of a run that was killed
+        root.mkdir(parents=True)
+        return cls(group, model, form, root)
+
+    def write(self, version: int, target: str = POLICY) -> None:
+        """Let the ranks write their present weights. Raises ModelError where there is no room."""
+        if self.form is None:
+            return
+        folder = self.root / f"{target}-{version}"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        if self.form == "adapter":
+            self.group.ask(Export(folder))
+            self._written[target, version] = WrittenWeights(None, folder)
+            return
+        self.group.ask(WriteWeights(folder))
+        if (config := find_file(self.model, "config.json")) is not None:
+            shutil.copyfile(config, folder / "config.json")
+        self._written[target, version] = WrittenWeights(folder, None)
+
+    def get(self, version: int, target: str = POLICY) -> WeightSource:
+        """Return what was written of a version."""
+        return WrittenWeights(None, None) if self.form is None else self._written[target, version]
+
+    def remove_before(self, version: int, target: str) -> None:
+        """Delete the folders of a target's earlier versions."""
+        for key in [key for key in self._written if key[0] == target and key[1] < version]:
+            shutil.rmtree(self._written.pop(key).path, ignore_errors=True)
+
+    def release(self, target: str) -> None:
+        """Delete all folders of a target."""
+        for key in [key for key in self._written if key[0] == target]:
+            shutil.rmtree(self._written.pop(key).path, ignore_errors=True)
+
+    def close(self) -> None:
+        """Delete everything."""
+        self._written.clear()
+        shutil.rmtree(self.root, ignore_errors=True)
+
+
+@define(eq=False)
+class RemoteHost:
+    """A generator in this process that drives servers elsewhere; it works in threads of its own."""
+
+    driver: GeneratorDriver
+    folders: WeightFolders
+
+    concurrent = True
+
+    @classmethod
+    def start(cls, driver: GeneratorDriver, folders: WeightFolders, facts: SamplerFacts, version: int) -> "RemoteHost":
+        """Start the generator with the weights as they are. Raises what its start raises."""
+        folders.write(version)
+        driver.start(facts.make_start(folders.model, "cpu", folders.get(version), version=version))
+        return cls(driver, folders)
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        self.driver.submit(requests)
+
+    def poll(self, timeout: float) -> list[Completion]:
+        return self.driver.poll(timeout, eager=True)
+
+    def abort(self, request_ids: Sequence[int] | None) -> None:
+        self.driver.abort(request_ids)
+
+    def end_sessions(self, sessions: Sequence[int]) -> None:
+        self.driver.end_sessions(sessions)
+
+    def write(self, version: int, target: str) -> None:
+        self.folders.write(version, target)
+
+    def update(self, version: int, target: str) -> None:
+        self.driver.update(self.folders.get(version, target), version, target)
+        self.folders.remove_before(version, target)
+
+    def load(self, model: ModelConfig, target: str) -> None:
+        self.driver.update(StoredWeights(model), 0, target)
+
+    def release(self, target: str) -> None:
+        self.driver.release(target)
+        self.folders.release(target)
+
+    def close(self) -> None:
+        try:
+            self.driver.close()
+        finally:
+            self.folders.close()

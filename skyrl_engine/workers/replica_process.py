@@ -1,0 +1,71 @@
+"""The process of one replica of a generator: `python -m skyrl_engine.workers.replica_process FD`, with a socket to the controller.
+
+It takes calls and answers each of them once, and sends completions as they come. It ends when the controller closes the socket or dies.
+"""
+
+import os
+import signal
+import sys
+from multiprocessing.connection import Connection
+from typing import Any, Final
+
+from skyrl_engine.workers.replica_messages import Answer, Call, ReplicaStart, Sampled
+
+SLICE_SECONDS: Final = 0.05
+"""The longest that a replica samples without looking for a call."""
+
+
+def serve(connection: Connection) -> None:
+    """Make the generator that the first message names, and serve calls until the controller is gone."""
+    start: ReplicaStart = connection.recv()
+    try:
+        driver = _start(start)
+    except Exception as error:  # noqa: BLE001 - every failure must reach the controller with its cause
+        connection.send(Answer.of_failure(error))
+        return
+    connection.send(Answer())
+    while True:
+        if not driver.is_sampling or connection.poll():
+            call: Call = connection.recv()
+            try:
+                getattr(driver, call.method)(*call.arguments)
+            except Exception as error:  # noqa: BLE001 - as above
+                connection.send(Answer.of_failure(error))
+            else:
+                connection.send(Answer())
+            if call.method == "close":
+                return
+            continue
+        try:
+            completions = driver.poll(SLICE_SECONDS, eager=True)
+        except Exception as error:  # noqa: BLE001 - as above
+            connection.send(Answer.of_failure(error))
+            return
+        if completions:
+            connection.send(Sampled(completions))
+
+
+def _start(start: ReplicaStart) -> Any:
+    from skyrl_engine.config import SelectedPlugin
+    from skyrl_engine.workers.generation import GeneratorDriver
+    from skyrl_engine.workers.worker import seed_everything
+
+    seed_everything(start.context.seed)
+    driver = GeneratorDriver(SelectedPlugin.from_lock(start.lock).bind("generator", start.context))
+    driver.start(start.facts.make_start(start.model, start.device, start.weights, version=start.version))
+    return driver
+
+
+def main() -> None:
+    # Ctrl-C reaches the whole terminal; the controller decides what becomes of it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    connection = Connection(int(sys.argv[1]))
+    try:
+        serve(connection)
+    except (EOFError, ConnectionError, BrokenPipeError):
+        # the controller is gone, and whatever threads a generator has must not keep the process
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

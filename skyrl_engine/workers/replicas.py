@@ -1,0 +1,295 @@
+"""Generators in processes of their own, each a replica of the model: the controller's side."""
+
+import logging
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from time import monotonic
+from typing import Any, Final
+
+from attrs import define, field
+
+from skyrl_engine.cleanup import close_after
+from skyrl_engine.contracts.kinds.context import FactoryContext
+from skyrl_engine.contracts.kinds.generator import POLICY, Completion, GenerationRequest, WeightSource
+from skyrl_engine.contracts.values.model import ModelConfig
+from skyrl_engine.errors import RolloutError
+from skyrl_engine.workers.generation import StoredWeights
+from skyrl_engine.workers.generator_hosts import WeightFolders
+from skyrl_engine.workers.replica_messages import Answer, Call, ReplicaStart, Sampled
+from skyrl_engine.workers.sampler_facts import SamplerFacts
+
+RESTARTS: Final = 3
+"""Deaths in a row, without a finished request in between, after which a replica is started again."""
+
+END_SECONDS: Final = 10.0
+WAIT_SECONDS: Final = 1.0
+LAST_LINES: Final = 20
+
+logger = logging.getLogger(__name__)
+
+
+@define(eq=False)
+class Replica:
+    """One process of a generator, its connection, and the requests that it has."""
+
+    number: int
+    child: "subprocess.Popen[bytes]"
+    connection: Connection
+    output: Path
+    owed: int = 1
+    """Answers that it owes: that to its start, and to every call."""
+
+    @classmethod
+    def launch(cls, number: int, start: ReplicaStart, output: Path, inbox: "SimpleQueue[tuple[Replica, Any]]") -> "Replica":
+        """Start the process, and a thread that puts what it sends into `inbox`, and None when it is gone."""
+        ours, theirs = socket.socketpair()
+        with output.open("ab") as log:
+            child = subprocess.Popen(  # noqa: S603 -- our own interpreter and module
+                [sys.executable, "-m", "skyrl_engine.workers.replica_process", str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                pass_fds=(theirs.fileno(),),
+            )
+        theirs.close()
+        replica = cls(number, child, Connection(ours.detach()), output)
+        replica.connection.send(start)
+        threading.Thread(target=replica._receive, args=(inbox,), name=f"generator replica {number}", daemon=True).start()
+        return replica
+
+    def _receive(self, inbox: "SimpleQueue[tuple[Replica, Any]]") -> None:
+        """Read all that the process sends: it must never wait for the controller to read while the controller waits for it."""
+        while True:
+            try:
+                message = self.connection.recv()
+            except (EOFError, OSError):
+                message = None
+            except Exception as error:  # noqa: BLE001 - what cannot be read must not look like silence
+                message = Answer.of_failure(error)
+            inbox.put((self, message))
+            if message is None:
+                return
+
+    def send(self, call: Call) -> None:
+        """Send a call. A process that is gone is told by its reader."""
+        self.owed += 1
+        with suppress(OSError):
+            self.connection.send(call)
+
+    def describe_end(self) -> str:
+        """Say how the process ended."""
+        with suppress(subprocess.TimeoutExpired):
+            self.child.wait(timeout=2.0)
+        code = self.child.returncode
+        if code is None:
+            ending = "closed its connection"
+        elif code < 0:
+            ending = f"was killed by {signal.Signals(-code).name}"
+        else:
+            ending = f"ended with exit code {code}"
+        return f"replica {self.number} (pid {self.child.pid}) {ending}"
+
+    def read_last_lines(self) -> tuple[str, ...]:
+        """Return what the process printed last."""
+        with suppress(OSError):
+            return tuple(self.output.read_text(errors="replace").splitlines()[-LAST_LINES:])
+        return ()
+
+    def end(self, seconds: float = 0.0) -> None:
+        """Wait so long for the process to end by itself, then end it."""
+        try:
+            self.child.wait(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            self.child.kill()
+            self.child.wait()
+        with suppress(OSError):
+            self.connection.close()
+
+
+@define(eq=False)
+class ReplicaHost:
+    """Replicas of a generator in processes on this machine. One that dies is started again with the weights that it had, and given its requests
+    again, under the same seeds.
+    """
+
+    label: str
+    folders: WeightFolders
+    _make_start: Callable[[int, WeightSource, int], ReplicaStart]
+    """Returns the start of a replica by its number, with weights and their version."""
+    _logs: Path
+    _replicas: list[Replica] = field(factory=list, init=False)
+    _requests: list[dict[int, GenerationRequest]] = field(factory=list, init=False)
+    """By replica, the requests that it has not answered."""
+    _deaths: list[int] = field(factory=list, init=False)
+    """By replica, how often it died since it last answered a request."""
+    _weights: dict[str, tuple[WeightSource, int]] = field(factory=dict, init=False)
+    """By target, what the replicas hold."""
+    _inbox: "SimpleQueue[tuple[Replica, Any]]" = field(factory=SimpleQueue, init=False)
+    _ready: list[Completion] = field(factory=list, init=False)
+
+    concurrent = True
+
+    @classmethod
+    def start(
+        cls,
+        lock: Mapping[str, Any],
+        context: FactoryContext,
+        facts: SamplerFacts,
+        folders: WeightFolders,
+        *,
+        label: str,
+        version: int,
+        devices: Sequence[str],
+    ) -> "ReplicaHost":
+        """Start a replica on each of `devices`, with the weights as they are. Raises what the start of a generator raises."""
+
+        def make_start(number: int, weights: WeightSource, version: int) -> ReplicaStart:
+            return ReplicaStart(lock, context, facts, folders.model, devices[number], weights, version)
+
+        logs = facts.folder or Path(tempfile.mkdtemp(prefix="skyrl-engine-generator-"))
+        logs.mkdir(parents=True, exist_ok=True)
+        host = cls(label, folders, make_start, logs)
+        folders.write(version)
+        host._weights[POLICY] = folders.get(version), version
+        try:
+            for number in range(len(devices)):
+                host._requests.append({})
+                host._deaths.append(0)
+                host._replicas.append(host._launch(number))
+            host._await_answers()
+        except BaseException as error:
+            close_after(error, host.close)
+            raise
+        return host
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        """Hand requests over. One that no generator could serve is told by `poll`."""
+        shares: list[list[GenerationRequest]] = [[] for _ in self._replicas]
+        for request in requests:
+            number = request.session % len(self._replicas)
+            shares[number].append(request)
+            self._requests[number][request.request_id] = request
+        for replica, share in zip(list(self._replicas), shares, strict=True):
+            if share:
+                replica.send(Call("submit", (share,)))
+
+    def poll(self, timeout: float) -> list[Completion]:
+        until = monotonic() + timeout
+        self._take(0.0)
+        while not self._ready and (waiting := until - monotonic()) > 0:
+            self._take(waiting)
+        ready, self._ready = self._ready, []
+        return ready
+
+    def abort(self, request_ids: Sequence[int] | None) -> None:
+        self._call("abort", request_ids)
+
+    def end_sessions(self, sessions: Sequence[int]) -> None:
+        self._call("end_sessions", sessions)
+
+    def write(self, version: int, target: str) -> None:
+        self.folders.write(version, target)
+
+    def update(self, version: int, target: str) -> None:
+        self._give(self.folders.get(version, target), version, target)
+        self.folders.remove_before(version, target)
+
+    def load(self, model: ModelConfig, target: str) -> None:
+        self._give(StoredWeights(model), 0, target)
+
+    def release(self, target: str) -> None:
+        self._call("release", target)
+        self._await_answers()
+        self._weights.pop(target, None)
+        self.folders.release(target)
+
+    def close(self) -> None:
+        for replica in self._replicas:
+            replica.send(Call("close"))
+        for replica in self._replicas:
+            replica.end(END_SECONDS)
+        self.folders.close()
+
+    def _give(self, weights: WeightSource, version: int, target: str) -> None:
+        self._weights[target] = weights, version
+        self._call("update", weights, version, target)
+        self._await_answers()
+
+    def _call(self, method: str, *arguments: Any) -> None:
+        for replica in list(self._replicas):
+            replica.send(Call(method, arguments))
+
+    def _await_answers(self) -> None:
+        """Wait until all replicas have answered all calls. Raises what one of them met."""
+        while any(replica.owed for replica in self._replicas):
+            self._take(WAIT_SECONDS)
+
+    def _take(self, timeout: float) -> None:
+        """Take one message, if one comes in time, and all that came with it."""
+        try:
+            self._handle(*(self._inbox.get(timeout=timeout) if timeout > 0 else self._inbox.get_nowait()))
+            while True:
+                self._handle(*self._inbox.get_nowait())
+        except Empty:
+            return
+
+    def _handle(self, replica: Replica, message: Any) -> None:
+        if self._replicas[replica.number : replica.number + 1] != [replica]:
+            return  # a process that was replaced
+        if message is None:
+            self._replace(replica)
+        elif isinstance(message, Sampled):
+            open_requests = self._requests[replica.number]
+            # those that are unknown are the sampler's to refuse
+            for completion in message.completions:
+                open_requests.pop(completion.request_id, None)
+            self._deaths[replica.number] = 0
+            self._ready += message.completions
+        else:
+            replica.owed -= 1
+            self._raise_failure(replica, message)
+
+    def _raise_failure(self, replica: Replica, answer: Answer) -> None:
+        if answer.error is not None:
+            answer.error.details = (*answer.error.details, f"replica {replica.number} of {len(self._requests)} met this")
+            raise answer.error
+        if answer.cause is not None:
+            raise RolloutError(
+                f"{self.label} failed in replica {replica.number}: {answer.cause}",
+                remedy=f"See its trace above, and {replica.output}",
+                details=answer.trace.splitlines(),
+            )
+
+    def _launch(self, number: int) -> Replica:
+        weights, version = self._weights[POLICY]
+        return Replica.launch(number, self._make_start(number, weights, version), self._logs / f"replica-{number}.log", self._inbox)
+
+    def _replace(self, replica: Replica) -> None:
+        """Start a replica again that is gone. Raises RolloutError where it dies again and again."""
+        number, ending = replica.number, replica.describe_end()
+        self._deaths[number] += 1
+        replica.end()
+        lines = replica.read_last_lines()
+        if self._deaths[number] > RESTARTS:
+            raise RolloutError(
+                f"{self.label}: {ending}, {self._deaths[number]} times in a row without finishing a request",
+                remedy=f"See {replica.output}; where the system ends it for its memory, lower generator.replicas or what each holds",
+                details=lines,
+            )
+        logger.warning("%s: %s; it is started again, with its %d requests", self.label, ending, len(self._requests[number]))
+        new = self._launch(number)
+        self._replicas[number] = new
+        for target, (weights, version) in self._weights.items():
+            if target != POLICY:
+                new.send(Call("update", (weights, version, target)))
+        if self._requests[number]:
+            new.send(Call("submit", (list(self._requests[number].values()),)))
