@@ -198,7 +198,6 @@ class BackgroundSource:
 
     def _note_written(self, version: int) -> bool:
         self._written.append(version)
-        self._publish_due()
         return True
 
     def _publish_due(self) -> None:

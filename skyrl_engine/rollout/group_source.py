@@ -27,7 +27,7 @@ Valued = Callable[[Sequence[Group]], Sequence[Group]]
 
 @frozen(eq=False)
 class StepBatch:
-    """The groups of one step: those to train on, by ticket, and all that ended since the step before, dropped ones with their reason."""
+    """The groups of one step, by ticket: those to train on, and `ended`, these with what was left out, dropped groups with their reason."""
 
     groups: tuple[Group, ...]
     ended: tuple[Group, ...]
@@ -112,7 +112,11 @@ class RolloutSource:
         for ticket in self.ledger.pop_recalled():
             self._ended[ticket] = self.journal.index.groups[ticket].group()
         groups = tuple(self._group(ticket) for ticket in tickets)
-        ended = {**{group.ticket: group for group in groups}, **self._pop_decided()}
+        for ticket in tickets:
+            self._ended.pop(ticket, None)
+        # in the order of tickets, what was left out belongs to the step that comes past it, whenever it ended
+        last = max(tickets) if self.ledger.in_order else None
+        ended = {**{group.ticket: group for group in groups}, **self._pop_left_out(last)}
         return StepBatch(groups, tuple(ended[ticket] for ticket in sorted(ended)))
 
     def finish_step(self, step: int, groups: Sequence[Group], learned: Sequence[LearnedAttempt]) -> None:
@@ -179,18 +183,17 @@ class RolloutSource:
         else:
             self.ledger.drop_group(group.ticket, reason)
 
-    def _pop_decided(self) -> dict[int, Group]:
-        """Return the groups that ended and whose fate is known, and forget them."""
-        settled: dict[int, Group] = {}
-        for ticket, group in list(self._ended.items()):
-            state = self.ledger.state_of(ticket)
-            if state == "undecided":
-                continue
+    def _pop_left_out(self, last: int | None) -> dict[int, Group]:
+        """Return the groups up to the ticket `last` that ended and are not trained on, and forget them."""
+        left_out = {
+            ticket: group
+            for ticket, group in self._ended.items()
+            if self.ledger.state_of(ticket) == "done" and (last is None or ticket <= last)
+        }
+        for ticket in left_out:
             del self._ended[ticket]
-            settled[ticket] = evolve(group, dropped=None) if state == "ready" else group
-            if state == "done":
-                self._groups.pop(ticket, None)
-        return settled
+            self._groups.pop(ticket, None)
+        return left_out
 
     def _find_drop_reason(self, group: Group) -> str | None:
         return drop_reason(group, self.filters, staleness=self.ledger.version - group.start_version)

@@ -1,16 +1,18 @@
 """The plan of a run by reinforcement as plain values: the answer to --dry-run."""
 
 from collections.abc import Mapping
+from typing import cast
 
 from attrs import asdict, frozen
 
 from skyrl_engine.config import ResolvedConfig, SelectedPlugin
-from skyrl_engine.config.schema import RlConfig
+from skyrl_engine.config.schema import GeneratorTable, RlConfig
 from skyrl_engine.contracts.values.topology import Topology
 from skyrl_engine.data.preview import show_boundaries, token_texts
 from skyrl_engine.data.text.template_rule import Rendering
 from skyrl_engine.engine.cpu_check import describe_sharing
 from skyrl_engine.engine.device_check import describe_compiling
+from skyrl_engine.engine.generator_placement import choose_placement
 from skyrl_engine.model_facts.memory import CACHE_SHARE, CacheShape, format_bytes
 from skyrl_engine.rollout.offline_source import Recording
 from skyrl_engine.run.session import recall_choices
@@ -24,10 +26,11 @@ class RlPlan:
     """The plan of a run, for `--dry-run`. `plugins` describe each selected plugin by its place in the configuration.
 
     `rollouts` describes a recording that is trained on, None where attempts are sampled. `passes` names the passes over a batch in their order.
-    `caches` says what the generator holds of keys and values on each rank, None where it does not say. `compiles` says what
-    the first step does once, where it compiles; else it is empty. `written` says who writes prompts, empty
-    for a recording. `prompt` is the first prompt of every environment as pieces of text, a token each; `suffix` is what comes between a turn
-    and the next one, where there are several turns. `chosen` says what the engine chose where the configuration says "auto", and why.
+    `sampling` says where attempts are sampled, and what goes on beside it, None where none are. `caches` says what the generator holds of
+    keys and values on each rank, None where it does not say. `compiles` says what the first step does once, where it compiles; else it is
+    empty. `written` says who writes prompts, empty for a recording. `prompt` is the first prompt of every environment as pieces of text, a
+    token each; `suffix` is what comes between a turn and the next one, where there are several turns. `chosen` says what the engine chose
+    where the configuration says "auto", and why.
     """
 
     plugins: Mapping[str, str]
@@ -43,6 +46,7 @@ class RlPlan:
     batch: str
     passes: tuple[str, ...]
     reference: str | None
+    sampling: str | None
     caches: str | None
     compiles: str
     written: str
@@ -74,6 +78,7 @@ def plan_rl(resolved: ResolvedConfig, *, progress: Progress | None = None) -> Rl
         batch=_batch(config.rl, recorded=isinstance(prepared.rollouts, Recording)),
         passes=_passes(prepared),
         reference=_reference(prepared),
+        sampling=_describe_sampling(prepared),
         caches=_describe_caches(prepared),
         compiles=describe_compiling(config.model),
         written=_format_first_prompt(prepared),
@@ -101,6 +106,31 @@ def _reference(prepared: PreparedRl) -> str | None:
         return None
     model = prepared.reference.model
     return "the trained model without its adapters" if model is None else f"a second model, {model.path}"
+
+
+def _describe_sampling(prepared: PreparedRl) -> str | None:
+    """Say where generators live, and whether the ranks train meanwhile."""
+    selected = prepared.resolved.plugins.get("generator")
+    if selected is None or isinstance(prepared.rollouts, Recording):
+        return None
+    table = cast("GeneratorTable", prepared.resolved.config.selected["generator"])
+    staleness = prepared.resolved.config.rl.staleness
+    description = selected.loaded.describe_generator(selected.options)
+    match choose_placement(str(selected.loaded.record), description, table, beside=staleness > 0):
+        case "rank":
+            return "on the ranks, in turns with training"
+        case "process":
+            count = len(table.devices) or table.replicas
+            place = "in a process of its own" if count == 1 else f"in {count} processes of their own"
+        case _:
+            place = "by servers"
+    if not staleness:
+        return f"{place}, in turns with training"
+    updates = (
+        "new weights reach groups under way" if prepared.in_flight_updates else "an update waits until groups under way have ended"
+    )
+    order = "as they finish" if prepared.order == "finished" else "in the order of their start"
+    return f"{place}, beside training, at most {staleness} steps old; {updates}; groups are trained {order}"
 
 
 def _describe_caches(prepared: PreparedRl) -> str | None:
@@ -195,6 +225,7 @@ def facts(plan: RlPlan) -> dict[str, str]:
         "model": plan.model,
         "launch": f"{plan.launch}, world of {plan.topology.world_size} ({sizes}){shared}",
         **({} if plan.reference is None else {"reference": plan.reference}),
+        **({} if plan.sampling is None else {"sampling": plan.sampling}),
         **({} if plan.caches is None else {"keys and values": plan.caches}),
         **({"compiling": plan.compiles} if plan.compiles else {}),
         **{f"tasks of {name}": f"{train:,} to train on, {held_out:,} held out" for name, (train, held_out) in plan.tasks.items()},
