@@ -22,6 +22,7 @@ from skyrl_engine.contracts.values.rollout import Group
 from skyrl_engine.errors import RolloutError
 from skyrl_engine.rollout.arrow_codec import LearnedAttempt
 from skyrl_engine.rollout.group_source import RolloutSource, StepBatch
+from skyrl_engine.spans import Phases
 
 _SLICE_S: Final = 0.05
 """The longest that the thread samples without looking for an order."""
@@ -72,6 +73,8 @@ class BackgroundSource:
     source: RolloutSource
     handover: Handover
     drains: bool
+    phases: Phases
+    """The trainer's, in which a wait for groups counts as `wait`."""
     progress: Callable[[int, int], None] | None = None
     waits: Waits = field(factory=Waits, init=False)
     _orders: "SimpleQueue[_Order[Any]]" = field(factory=SimpleQueue, init=False)
@@ -107,7 +110,8 @@ class BackgroundSource:
     def take(self, step: int) -> StepBatch:
         """Wait for the groups of a step. Raises what sampling met."""
         began = time.perf_counter()
-        batch = self._ask(lambda: self.source.take_ready(step))
+        with self.phases("wait"):
+            batch = self._ask(lambda: self.source.take_ready(step))
         self.waits.trainer += time.perf_counter() - began
         return batch
 

@@ -116,6 +116,16 @@ SIZES: dict[str, Any] = {
 
 Rl = Callable[..., ResolvedConfig]
 
+BESIDE_TRAINING = frozenset(
+    {
+        *("async/staleness_mean", "async/staleness_max", "async/versions_per_attempt"),
+        *("async/waited_seconds", "async/sampler_waited_seconds", "async/drain_seconds", "time/wait"),
+        *("async/tokens_of_staleness/0", "async/tokens_of_staleness/1"),
+        *("policy/gap_stale_mean", "policy/gap_stale_max", "policy/gap_stale_k3"),
+    }
+)
+"""Metrics of a run with `rl.staleness = 1` alone."""
+
 
 def write_world(directory: Path, **settings: Any) -> Path:
     """Write `model/` and `world.py` into a directory. Many tokens end a turn, so that turns end early."""

@@ -218,7 +218,9 @@ def _sampling(
             return
         canary = make_canary(rollouts, completions.open_client(), sampler.description, guard.limit)
         handover = WeightHandover(engine, sampler, canary)
-        with BackgroundSource(source, handover, drains=not prepared.in_flight_updates, progress=on_progress) as background:
+        with BackgroundSource(
+            source, handover, drains=not prepared.in_flight_updates, phases=phases, progress=on_progress
+        ) as background:
             yield background, attrs.evolve(live, waits=background.waits)
 
 

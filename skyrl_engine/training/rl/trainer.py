@@ -350,7 +350,8 @@ class RlTrainer:
         if sums:
             reported["policy/ess"] = effective_share(*sums)
         spent = self.phases.wall.drain()
-        if (seconds := spent.get("generate", 0.0)) > 0:
+        beside = self.live is not None and self.live.waits is not None
+        if (seconds := time.perf_counter() - began if beside else spent.get("generate", 0.0)) > 0:
             sampled = sum(len(attempt.logprobs) for group in groups for attempt in group.finished)
             reported["rollout/tokens_per_second"] = sampled / seconds
         other_seconds = time.perf_counter() - began - sum(spent.values())

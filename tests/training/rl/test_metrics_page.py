@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from rl_runs import BESIDE_TRAINING
 
 from skyrl_engine.config import load, resolve
 from skyrl_engine.contracts import AdvantageOutput, Metric
@@ -49,6 +50,8 @@ def test_the_page_lists_exactly_what_runs_write(tables_of: Callable[..., dict[st
     written.add("teacher/divergence")
     # of rows of trees, which test_rl_run.py holds
     written.add("shared_share")
+    # of runs with rl.staleness, which test_sampling_beside_training.py holds
+    written |= BESIDE_TRAINING
     # of compiled layers, which test_compiled_run.py holds
     written.add("compile_seconds")
     assert [record["kind"] for record in records].count("evaluation") == 2
