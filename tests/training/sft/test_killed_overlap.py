@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
+from by_day import now
 from pair_runs import runs_over, write_pairs
 
 from skyrl_engine.config import ResolvedConfig
@@ -102,9 +103,10 @@ def assert_same_bytes_despite_kills(folder: Path, configure: Configure, moments:
     assert weights == (folder / "whole" / "model" / "model.safetensors").read_bytes()
 
 
-def test_fine_tuning(configure: Configure, tmp_path: Path) -> None:
-    """Kills fall after reading, after cutting, between the shards of the two ranks, and when both are placed."""
-    assert_same_bytes_despite_kills(tmp_path, configure, ("read", "cut", "half placed", "placed"))
+@pytest.mark.parametrize("moments", now(["half placed", "read, cut, placed"], "half placed"))
+def test_fine_tuning(configure: Configure, tmp_path: Path, moments: str) -> None:
+    """Kills fall between the shards of the two ranks; by night after reading, after cutting, and when both shards are placed."""
+    assert_same_bytes_despite_kills(tmp_path, configure, moments.split(", "))
 
 
 @pytest.mark.nightly
