@@ -47,6 +47,8 @@ NO_CODE = {
     "plugins.block plugins.pin checkpoint.allow_changed",
     # a folder to write into
     "run.directory",
+    # a name that servers give their model
+    "generator.vllm.model",
     # options of plugins, which their own schemas mark
     *(f"{name}.options" for name in ("collator", "loss", "loss.terms", "loss.corrections", "reducer", "backend", "merger")),
     *(f"{name}.options" for name in ("advantage", "generator", "environments", "group_filters")),
@@ -119,6 +121,12 @@ def gymnasium(**options: Any) -> dict[str, Any]:
 
 
 PROMPTS = [{"use": "prompts", "data": "tasks.jsonl"}]
+
+
+def vllm(**options: Any) -> dict[str, Any]:
+    return {**RL, "environments": PROMPTS, "generator": {"use": "vllm", **options}}
+
+
 TERM = {"use": "cross_entropy"}
 
 PLANTS: dict[str, Callable[[str], dict[str, Any]]] = {
@@ -140,10 +148,23 @@ PLANTS: dict[str, Callable[[str], dict[str, Any]]] = {
     "environment.function.tools": lambda code: function(reward="json:loads", tools=[code]),
     "environment.gymnasium.id": lambda code: gymnasium(id=code),
     "environment.gymnasium.kwargs": lambda code: gymnasium(id="Text-v0", kwargs={"entry_point": code}),
+    "generator.vllm.command": lambda code: vllm(command=[code]),
+    "generator.vllm.python": lambda code: vllm(python=code),
+    "generator.vllm.venv": lambda code: vllm(venv=code),
+    "generator.vllm.arguments": lambda code: vllm(arguments=["--worker-extension-cls", code]),
+    "generator.vllm.environment": lambda code: vllm(environment={"VLLM_PLUGINS": code}),
+    "generator.vllm.urls": lambda code: vllm(urls=[f"http://127.0.0.1:9/{code}"]),
+    "generator.vllm.api_key_env": lambda code: vllm(api_key_env=code),
+    "generator.vllm.transfer_host": lambda code: vllm(transfer_host=code),
 }
 """Configurations that name code, by the key that does."""
 
-ELSEWHERE = ("run.ray_address", "environment.gymnasium.id", "environment.gymnasium.kwargs")
+ELSEWHERE = (
+    "run.ray_address",
+    "environment.gymnasium.id",
+    "environment.gymnasium.kwargs",
+    *(key for key in PLANTS if key.startswith("generator.vllm.")),
+)
 """Keys that name no file."""
 
 READ_BY_EVALUATE = ("generator.use", "environments.use", *(key for key in PLANTS if key.startswith("environment.")))

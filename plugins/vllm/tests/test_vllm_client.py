@@ -347,7 +347,9 @@ def test_what_names_programs_or_servers_names_code() -> None:
     assert {path[0] for path, _ in code_in(options)} == {"venv", "arguments", "environment"}
     assert {path[0] for path, _ in code_in(VllmOptions(urls=("http://h:1",)))} == {"urls"}
     assert {path[0] for path, _ in code_in(VllmOptions(command=("sh",)))} == {"command"}
-    assert {path[0] for path, _ in code_in(VllmOptions(python="/p"))} == {"python"}
+    assert {path[0] for path, _ in code_in(VllmOptions(python="/p", api_key_env="AWS_KEY", transfer_host="0.0.0.0"))} == {
+        *("python", "api_key_env", "transfer_host")
+    }
 
 
 # --- servers of its own ------------------------------------------------------------------------------------------------------------

@@ -24,6 +24,8 @@ TOLERANCES = {"float32": 1e-3, "bfloat16": 0.1}
 
 On a CPU, float32 differs by 1e-5 at most, bfloat16 by 0.03 on average; weights that are a step older may be nearer, which checksums tell."""
 
+LOOPBACK = "127.0.0.1"
+
 ADAPTER = "skyrl-engine-policy"
 """Name under which servers know the adapters that are trained."""
 
@@ -94,7 +96,7 @@ class Delivery:
             return self._group
         options, client = self._options, self._client
         world = 1 + int(client.get("/get_world_size")["world_size"])
-        host, seconds = options.transfer_host, options.update_seconds
+        host, seconds = options.transfer_host or LOOPBACK, options.update_seconds
         port = free_port(host)
         init = {"master_address": host, "master_port": port, "rank_offset": 1, "world_size": world, "timeout_seconds": seconds}
         with ThreadPoolExecutor(1, thread_name_prefix="vllm-connect") as pool:

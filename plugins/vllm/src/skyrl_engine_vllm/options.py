@@ -48,7 +48,7 @@ class VllmOptions:
     environment: Mapping[str, str] = field(default=Factory(dict), metadata={CODE: True})
     """Further environment variables of the servers that are started."""
 
-    api_key_env: str | None = field(default=None, validator=optional(min_len(1)))
+    api_key_env: str | None = field(default=None, validator=optional(min_len(1)), metadata={CODE: True})
     """Name of the environment variable that holds the servers' API key. The key itself is in no configuration, log or command line."""
 
     model: str = field(default="skyrl-engine", validator=min_len(1))
@@ -61,8 +61,9 @@ class VllmOptions:
     transfer: Literal["gloo", "nccl"] = field(default="gloo", validator=in_(("gloo", "nccl")))
     """The way of tensors: "gloo" over TCP, or "nccl" between GPUs, for which this process needs one. "nccl" has not been run by the tests."""
 
-    transfer_host: str = field(default="127.0.0.1", validator=min_len(1))
-    """Address of this machine at which servers meet it for the transfer; on several machines, that of the network between them."""
+    transfer_host: str | None = field(default=None, validator=optional(min_len(1)), metadata={CODE: True})
+    """Address of this machine at which servers meet it for the transfer, on several machines that of the network between them. None: the loopback
+    address."""
 
     concurrency: int = field(default=256, validator=[instance_of(int), ge(1)])
     """Requests under way at once, over all servers; more wait."""
