@@ -62,8 +62,8 @@ class VllmOptions:
     """The way of tensors: "gloo" over TCP, or "nccl" between GPUs, for which this process needs one. "nccl" has not been run by the tests."""
 
     transfer_host: str | None = field(default=None, validator=optional(min_len(1)), metadata={CODE: True})
-    """Address of this machine at which servers meet it for the transfer, on several machines that of the network between them. None: the loopback
-    address."""
+    """Address of this machine at which servers meet it for the transfer, on several machines that of the network between them. None: the
+    loopback address."""
 
     concurrency: int = field(default=256, validator=[instance_of(int), ge(1)])
     """Requests under way at once, over all servers; more wait."""
