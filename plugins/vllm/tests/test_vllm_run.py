@@ -1,0 +1,40 @@
+"""A run by reinforcement whose generator is `vllm`, over a small server of ours that it starts."""
+
+import json
+import sys
+from pathlib import Path
+
+from skyrl_engine import read_rollouts
+from skyrl_engine.config import load, resolve
+from skyrl_engine.modeling.tiny import write_model
+from skyrl_engine.testing.templates import TEMPLATES
+from skyrl_engine.training.rl.run import run_rl
+
+ROUTES = Path(__file__).parents[3] / "tests" / "running" / "vllm_routes.py"
+REWARD = "def score(text, task):\n    return sum(letter in 'aeiou' for letter in text) / max(1, len(text))\n"
+
+
+def test_each_step_samples_from_the_weights_of_the_step_before(tmp_path: Path) -> None:
+    """The guard of the run compares the server's log-probabilities with the model's after every step, and would end it."""
+    tokenizer = TEMPLATES["chatml"].tokenizer()
+    write_model(tmp_path / "model", tokenizer=tokenizer)
+    tokenizer.save_pretrained(tmp_path / "model")
+    (tmp_path / "vowels.py").write_text(REWARD)
+    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps({"prompt": "go " * count}) + "\n" for count in range(1, 5)))
+    table = {
+        "trainer": "rl",
+        "model": {"path": str(tmp_path / "model")},
+        "rl": {"steps": 3, "groups": 2, "group_size": 3, "max_tokens": 20, "max_prompt_tokens": 64, "max_gap": 1e-3},
+        "environments": [{"use": "function", "reward": f"{tmp_path / 'vowels.py'}:score", "data": str(tmp_path / "tasks.jsonl")}],
+        "rollouts": {"workers": 1},
+        "evaluation": {"at_end": False},
+        "optimizer": {"learning_rate": 1e-2},
+        "generator": {"use": "vllm", "command": [sys.executable, str(ROUTES)]},
+        "run": {"directory": str(tmp_path / "run"), "device": "cpu"},
+    }
+    directory = run_rl(resolve(load(table, ()))).directory
+    groups = list(read_rollouts(directory))
+    versions = [set(attempt.versions.versions.tolist()) for group in groups for attempt in group.trajectories]
+    assert sorted(set().union(*versions)) == [0, 1, 2]
+    assert all(len(each) == 1 for each in versions)
+    assert (directory / "generator" / "vllm-0.log").exists()
