@@ -52,6 +52,11 @@ def choose_placement(
                 f'generator.placement = "rank", where {label} samples only while nothing is trained, and rl.staleness is above 0',
                 remedy='Set generator.placement = "process", or rl.staleness = 0',
             )
+    elif not {"tensors", "directory", "adapter"} & {*description.accepts} and "recorded" not in description.capabilities:
+        raise UnsupportedError(
+            f"{label} takes weights as {' or '.join(description.accepts) or 'nothing'}, which a process of its own cannot be given",
+            remedy="Let it sample on the ranks: remove generator.placement, with rl.staleness = 0",
+        )
     elif table is not None and table.devices and table.replicas not in (1, len(table.devices)):
         raise UnsupportedError(
             f"generator.replicas is {table.replicas}, and generator.devices names {len(table.devices)}",

@@ -56,7 +56,7 @@ class _Order(Generic[Result]):
 
 
 @define
-class Waits:
+class WaitingSeconds:
     """Seconds since the last report in which the sampling thread could start nothing: until a step is trained, and until groups end that an
     update waits for. `trainer` counts those in which the trainer waited for a batch.
     """
@@ -76,7 +76,7 @@ class BackgroundSource:
     phases: Phases
     """The trainer's, in which a wait for groups counts as `wait`."""
     progress: Callable[[int, int], None] | None = None
-    waits: Waits = field(factory=Waits, init=False)
+    waits: WaitingSeconds = field(factory=WaitingSeconds, init=False)
     _orders: "SimpleQueue[_Order[Any]]" = field(factory=SimpleQueue, init=False)
     _open: "deque[_Order[Any]]" = field(factory=deque, init=False)
     """Orders that the thread has taken and not carried out."""

@@ -28,14 +28,14 @@ class ReplicaStart:
 
 @frozen
 class Call:
-    """A call of a method of `GeneratorDriver`, which is answered with an `Answer`."""
+    """A call of a method of `GeneratorDriver`, which is answered with a `CallEnd`."""
 
     method: str
     arguments: tuple[Any, ...] = ()
 
 
 @frozen
-class Answer:
+class CallEnd:
     """The end of a call, or of the start: how it failed, if it did; `trace` is for errors that have no type of ours."""
 
     error: EngineError | None = None
@@ -43,7 +43,7 @@ class Answer:
     trace: str = ""
 
     @classmethod
-    def of_failure(cls, error: Exception) -> "Answer":
+    def of_failure(cls, error: Exception) -> "CallEnd":
         """Describe what a call met."""
         known = error if isinstance(error, EngineError) else None
         return cls(known, f"{type(error).__name__}: {error}".splitlines()[0], traceback.format_exc())

@@ -9,7 +9,7 @@ import sys
 from multiprocessing.connection import Connection
 from typing import Any, Final
 
-from skyrl_engine.workers.replica_messages import Answer, Call, ReplicaStart, Sampled
+from skyrl_engine.workers.replica_messages import Call, CallEnd, ReplicaStart, Sampled
 
 SLICE_SECONDS: Final = 0.05
 """The longest that a replica samples without looking for a call."""
@@ -21,25 +21,25 @@ def serve(connection: Connection) -> None:
     try:
         driver = _start(start)
     except Exception as error:  # noqa: BLE001 - every failure must reach the controller with its cause
-        connection.send(Answer.of_failure(error))
+        connection.send(CallEnd.of_failure(error))
         return
-    connection.send(Answer())
+    connection.send(CallEnd())
     while True:
         if not driver.is_sampling or connection.poll():
             call: Call = connection.recv()
             try:
                 getattr(driver, call.method)(*call.arguments)
             except Exception as error:  # noqa: BLE001 - as above
-                connection.send(Answer.of_failure(error))
+                connection.send(CallEnd.of_failure(error))
             else:
-                connection.send(Answer())
+                connection.send(CallEnd())
             if call.method == "close":
                 return
             continue
         try:
             completions = driver.poll(SLICE_SECONDS, eager=True)
         except Exception as error:  # noqa: BLE001 - as above
-            connection.send(Answer.of_failure(error))
+            connection.send(CallEnd.of_failure(error))
             return
         if completions:
             connection.send(Sampled(completions))

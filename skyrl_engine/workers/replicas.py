@@ -24,7 +24,7 @@ from skyrl_engine.contracts.values.model import ModelConfig
 from skyrl_engine.errors import RolloutError
 from skyrl_engine.workers.generation import StoredWeights
 from skyrl_engine.workers.generator_hosts import WeightFolders
-from skyrl_engine.workers.replica_messages import Answer, Call, ReplicaStart, Sampled
+from skyrl_engine.workers.replica_messages import Call, CallEnd, ReplicaStart, Sampled
 from skyrl_engine.workers.sampler_facts import SamplerFacts
 
 RESTARTS: Final = 3
@@ -74,7 +74,7 @@ class Replica:
             except (EOFError, OSError):
                 message = None
             except Exception as error:  # noqa: BLE001 - what cannot be read must not look like silence
-                message = Answer.of_failure(error)
+                message = CallEnd.of_failure(error)
             inbox.put((self, message))
             if message is None:
                 return
@@ -258,7 +258,7 @@ class ReplicaHost:
             replica.owed -= 1
             self._raise_failure(replica, message)
 
-    def _raise_failure(self, replica: Replica, answer: Answer) -> None:
+    def _raise_failure(self, replica: Replica, answer: CallEnd) -> None:
         if answer.error is not None:
             answer.error.details = (*answer.error.details, f"replica {replica.number} of {len(self._requests)} met this")
             raise answer.error

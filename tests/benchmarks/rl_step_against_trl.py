@@ -62,7 +62,7 @@ from skyrl_engine.training.rl.run import run_rl
 
 @frozen
 class Shape:
-    """How much every step does: `groups` prompts of `shortest` to `longest` tokens with `group_size` answers of `new` tokens."""
+    """The work of a step: `groups` prompts of `shortest` to `longest` tokens with `group_size` answers of `new` tokens."""
 
     groups: int
     group_size: int
@@ -83,7 +83,7 @@ class Shape:
 
 SHORT = Shape(groups=4, group_size=4, shortest=12, longest=24, new=48, warm_up=3, rounds=24)
 LONG = Shape(groups=16, group_size=8, shortest=512, longest=512, new=64, warm_up=1, rounds=3)
-"""Of long prompts, which attempts share."""
+"""Long prompts, which attempts share."""
 
 LEARNING_RATE, MAX_NORM = 1e-5, 1.0
 EPSILON = 1e-4

@@ -42,7 +42,7 @@ from skyrl_engine.testing.subject import part_of
 from skyrl_engine.training.rl.tasks import task_at, tasks_in
 from skyrl_engine.workers.batch import ShardBatch
 from skyrl_engine.workers.dispatch import compact_weights, cut, merge_outputs, plan_batch
-from skyrl_engine.workers.generation import RankGenerator, find_storage
+from skyrl_engine.workers.generation import GeneratorDriver, find_storage
 from skyrl_engine_collators.padded.collator import PaddedCollator
 from skyrl_engine_mergers.ordered import OrderedMerger
 
@@ -85,7 +85,7 @@ def _part(kind: str, product: Any) -> Any:
 
 
 def _poll(returned: object) -> None:
-    generator = RankGenerator(None, GENERATOR, MINE, _part("generator", _product(poll=returned)))  # type: ignore[arg-type]
+    generator = GeneratorDriver(_part("generator", _product(poll=returned)))
     generator._open = 1
     generator.poll(0.0, eager=False)
 

@@ -267,7 +267,7 @@ class Plugin:
 twice = Plugin()
 never = Plugin(times=0)
 nothing = Plugin(accepts=())
-far = Plugin(placement="remote")
+far = Plugin(times=1, placement="remote")
 folders = Plugin(accepts=("directory",))
 larger = Plugin(times=1, token=128)
 
@@ -316,12 +316,20 @@ def other(tmp_path: Path) -> Path:
     [
         ("nothing", "takes weights as nothing, and the backend gives module or tensors"),
         ("folders", "takes weights as directory"),
-        ("far", "runs as placement 'remote'"),
     ],
 )
 def test_generators_that_cannot_sample_here_are_refused(open_engine: Any, other: Path, name: str, words: str) -> None:
     with pytest.raises(UnsupportedError, match=words):
         open_engine(generator={"use": f"{other}:{name}"}).generate(make_requests(1))
+
+
+def test_a_generator_that_drives_servers_lives_in_the_controllers_process(open_engine: Any, other: Path) -> None:
+    engine = open_engine(generator={"use": f"{other}:far"})
+    (completion,) = engine.generate(make_requests(1)).result()
+    assert completion.request_id == 0
+    assert engine.sampler.concurrent
+    with pytest.raises(UnsupportedError, match="generator.replicas is set, and .* drives servers of its own"):
+        open_engine(generator={"use": f"{other}:far", "replicas": 2}).generate(make_requests(1))
 
 
 def test_an_answer_that_nobody_waits_for_names_the_generator(open_engine: Any, other: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 from skyrl_engine.contracts.kinds.generator import GeneratorCapability, GeneratorDescription, WeightForm
 from skyrl_engine.errors import ModelError, UnsupportedError, WorkerError
 from skyrl_engine.registry.host import Owner
-from skyrl_engine.workers.generation import OfferedWeights, RankGenerator, form_for
+from skyrl_engine.workers.generation import GeneratorDriver, OfferedWeights, RankGenerator, form_for
 
 
 class Gathers:
@@ -106,7 +106,7 @@ class Breaks(Gathers):
 def test_a_collective_that_fails_after_a_generator_does_not_hide_why(caplog: pytest.LogCaptureFixture) -> None:
     backend: Any = Breaks()
     part: Any = SimpleNamespace(product=Refuses(), owner=Owner("generator 'x'", "Mend it"))
-    generator = RankGenerator(backend, describe(("tensors",)), "generator 'x'", part)
+    generator = RankGenerator(backend, describe(("tensors",)), "generator 'x'", GeneratorDriver(part))
     with pytest.raises(ModelError, match="these weights are of another model"):
         generator.update(1, "policy")
     assert "a peer is gone" in caplog.text

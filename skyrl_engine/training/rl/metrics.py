@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from skyrl_engine.contracts.values.rollout import Group, Trajectory
-from skyrl_engine.rollout.background_source import Waits
+from skyrl_engine.rollout.background_source import WaitingSeconds
 from skyrl_engine.rollout.columns import Overlong, Truncated, length_penalties
 from skyrl_engine.rollout.pass_at_k import majority, pass_at_k
 
@@ -49,7 +49,7 @@ def rollout_metrics(
     return metrics
 
 
-def staleness_metrics(trained: Sequence[Group], version: int, waits: Waits) -> dict[str, float]:
+def staleness_metrics(trained: Sequence[Group], version: int, waits: WaitingSeconds) -> dict[str, float]:
     """Metrics of sampling beside training: the age of what is trained, as `version` counts, and seconds waited since the last step.
 
     A group's staleness is counted in steps from the weights that it was started with, a token's from those that sampled it. `waits` is

@@ -25,7 +25,7 @@ from skyrl_engine.engine.plan import Plan
 from skyrl_engine.engine.results import COUNTED, means_over
 from skyrl_engine.objective.policy_metrics import ROLLOUT_LOGPROBS, WEIGHTS, effective_share
 from skyrl_engine.registry.owner import blame
-from skyrl_engine.rollout.background_source import Waits
+from skyrl_engine.rollout.background_source import WaitingSeconds
 from skyrl_engine.rollout.columns import collect_learned, to_columns
 from skyrl_engine.rollout.group_source import GroupSource
 from skyrl_engine.rollout.guard import SamplerGuard
@@ -67,7 +67,7 @@ class Live:
     episodes: Episodes
     guard: SamplerGuard
     journal: Journal
-    waits: Waits | None = None
+    waits: WaitingSeconds | None = None
 
 
 @define(eq=False)

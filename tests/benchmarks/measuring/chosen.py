@@ -1,4 +1,4 @@
-"""What the engine chose for a run that leaves it open."""
+"""The collator that the engine chose for a run that leaves it open."""
 
 import tomllib
 from pathlib import Path

@@ -77,7 +77,6 @@ def test_what_cannot_work_is_refused(rl: Rl, overrides: list[str], error: Any, w
     ("capabilities", "accepts", "placement", "words"),
     [
         ("{'logprobs'}", "('tensors',)", "rank", "rl.stop_strings is set, and generator 'mine'"),
-        ("{'logprobs'}", "('tensors',)", "remote", "runs as placement 'remote'"),
         ("{'logprobs'}", "()", "rank", "takes no weights"),
         ("{'seeded'}", "('tensors',)", "rank", "does not declare the capability 'logprobs'"),
     ],

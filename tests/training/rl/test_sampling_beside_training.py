@@ -217,6 +217,20 @@ def test_places_where_a_generator_cannot_be_are_refused(rl: Rl, keys: list[str],
         run_rl(rl("run", *keys))
 
 
+def test_a_generator_over_the_memory_of_a_rank_stays_there(rl: Rl, tmp_path: Path) -> None:
+    (tmp_path / "bound.py").write_text(
+        DEAF.replace("deaf = Plugin()", "").replace(
+            "class Plugin(HfPlugin):",
+            "import attrs\n\nclass Plugin(HfPlugin):\n    @hookimpl\n    def skyrl_engine_describe_generator(self, config):\n"
+            "        described = super().skyrl_engine_describe_generator(config)\n"
+            "        return attrs.evolve(described, accepts=('module',))\n",
+        )
+        + "bound = Plugin()\n"
+    )
+    with pytest.raises(UnsupportedError, match="takes weights as module, which a process of its own cannot be given"):
+        run_rl(rl("run", "rl.staleness=1", f"generator.use={tmp_path / 'bound.py'}:bound"))
+
+
 def test_a_dry_run_says_what_goes_on_beside_what(rl: Rl) -> None:
     said = {
         name: facts(plan_rl(rl(name, *keys)))["sampling"]
