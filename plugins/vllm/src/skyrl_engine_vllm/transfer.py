@@ -15,6 +15,7 @@ dist: Any = torch.distributed
 """Its names that are made in C++ have no types."""
 
 SHORTEST_NAP, LONGEST_NAP = 1e-4, 5e-3
+GRACE_SECONDS = 2.0
 
 
 def free_port(host: str = "127.0.0.1") -> int:
@@ -49,14 +50,15 @@ class TransferGroup:
         """Broadcast a tensor. Raises ServerFault when the other side has ended before it came, or takes it too slowly."""
         options = dist.BroadcastOptions()
         options.rootRank = options.rootTensor = 0
-        until, nap = time.monotonic() + self._seconds, SHORTEST_NAP
+        until, nap, is_last = time.monotonic() + self._seconds, SHORTEST_NAP, False
         try:
             work = self._group.broadcast([tensor.cuda() if self._nccl else tensor], options)
             while not work.is_completed():
-                if has_ended():
-                    raise ServerFault("it stopped taking tensors")
+                if has_ended() and not is_last:
+                    # it may have answered the last tensor before this side sees that it arrived
+                    until, is_last = min(until, time.monotonic() + GRACE_SECONDS), True
                 if time.monotonic() > until:
-                    raise ServerFault("it did not take a tensor in time")
+                    raise ServerFault("it stopped taking tensors" if is_last else "it did not take a tensor in time")
                 time.sleep(nap)
                 nap = min(2 * nap, LONGEST_NAP)
             work.wait()
