@@ -92,7 +92,7 @@ class Engine(SamplingVerbs):
         total_steps: int | None,
         files: ModelFiles,
         registry: Registry,
-        generator: GeneratorTable | None = None,
+        generator: GeneratorTable | None,
     ) -> None:
         """Work on ranks that were started already; `Engine.open` starts them.
 
@@ -359,6 +359,7 @@ class Engine(SamplingVerbs):
             total_steps=self._total_steps,
             files=files,
             registry=self._registry,
+            generator=self._generator_table,
         )
 
     def save(self, directory: str | Path) -> None:

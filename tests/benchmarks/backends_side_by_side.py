@@ -155,6 +155,7 @@ class Setting:
             total_steps=None,
             files=ModelFiles.of(model_spec),
             registry=Registry.discover(),
+            generator=None,
         )
         return engine, transport
 

@@ -55,6 +55,7 @@ def drive(model: Path) -> Iterator[Any]:
             total_steps=None,
             files=ModelFiles.of(ModelConfig(str(model))),
             registry=Registry.discover(),
+            generator=None,
         )
         return engine, order
 

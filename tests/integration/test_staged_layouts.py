@@ -116,6 +116,7 @@ def check(
             total_steps=None,
             files=ModelFiles.of(ModelConfig(str(model))),
             registry=Registry.discover(),
+            generator=None,
         )
         plan = engine.plan(columns, mini_batch_size=5)
         before = engine.evaluate(plan).result().output

@@ -223,6 +223,7 @@ class Matrix:
             total_steps=total_steps,
             files=ModelFiles.of(self._model()),
             registry=Registry.discover(),
+            generator=None,
         )
 
     def reference(self, key: Key) -> "Trajectory":
