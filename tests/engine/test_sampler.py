@@ -328,7 +328,7 @@ def test_a_generator_that_drives_servers_lives_in_the_controllers_process(open_e
     (completion,) = engine.generate(make_requests(1)).result()
     assert completion.request_id == 0
     assert engine.sampler.concurrent
-    with pytest.raises(UnsupportedError, match="generator.replicas is set, and .* drives servers of its own"):
+    with pytest.raises(UnsupportedError, match=r"generator.replicas is set, and .* drives servers of its own"):
         open_engine(generator={"use": f"{other}:far", "replicas": 2}).generate(make_requests(1))
 
 
