@@ -17,7 +17,9 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 if os.environ.get("VLLM_ROUTES_DIES"):
-    sys.exit("ValueError: no kernel image is available")
+    # as vLLM does: the cause in a process of its own, and after many lines that it failed
+    print("(Worker pid=1) ERROR ValueError: no kernel image is available", *["  File x, line 1"] * 30, sep="\n", flush=True)
+    sys.exit("RuntimeError: Engine core initialization failed. See root cause above.")
 
 import numpy as np
 import torch

@@ -3,10 +3,12 @@
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 from skyrl_engine import read_rollouts
 from skyrl_engine.config import load, resolve
 from skyrl_engine.modeling.tiny import write_model
+from skyrl_engine.run.metrics import read_metrics
 from skyrl_engine.testing.templates import TEMPLATES
 from skyrl_engine.training.rl.run import run_rl
 
@@ -14,8 +16,7 @@ ROUTES = Path(__file__).parents[3] / "tests" / "running" / "vllm_routes.py"
 REWARD = "def score(text, task):\n    return sum(letter in 'aeiou' for letter in text) / max(1, len(text))\n"
 
 
-def test_each_step_samples_from_the_weights_of_the_step_before(tmp_path: Path) -> None:
-    """The guard of the run compares the server's log-probabilities with the model's after every step, and would end it."""
+def run_over_vllm(tmp_path: Path, **rl: Any) -> Path:
     tokenizer = TEMPLATES["chatml"].tokenizer()
     write_model(tmp_path / "model", tokenizer=tokenizer)
     tokenizer.save_pretrained(tmp_path / "model")
@@ -24,7 +25,7 @@ def test_each_step_samples_from_the_weights_of_the_step_before(tmp_path: Path) -
     table = {
         "trainer": "rl",
         "model": {"path": str(tmp_path / "model")},
-        "rl": {"steps": 3, "groups": 2, "group_size": 3, "max_tokens": 20, "max_prompt_tokens": 64, "max_gap": 1e-3},
+        "rl": {"steps": 3, "groups": 2, "group_size": 3, "max_tokens": 20, "max_prompt_tokens": 64, "max_gap": 1e-3, **rl},
         "environments": [{"use": "function", "reward": f"{tmp_path / 'vowels.py'}:score", "data": str(tmp_path / "tasks.jsonl")}],
         "rollouts": {"workers": 1},
         "evaluation": {"at_end": False},
@@ -32,9 +33,26 @@ def test_each_step_samples_from_the_weights_of_the_step_before(tmp_path: Path) -
         "generator": {"use": "vllm", "command": [sys.executable, str(ROUTES)]},
         "run": {"directory": str(tmp_path / "run"), "device": "cpu"},
     }
-    directory = run_rl(resolve(load(table, ()))).directory
+    return run_rl(resolve(load(table, ()))).directory
+
+
+def test_each_step_samples_from_the_weights_of_the_step_before(tmp_path: Path) -> None:
+    """The guard of the run compares the server's log-probabilities with the model's after every step, and would end it."""
+    directory = run_over_vllm(tmp_path)
     groups = list(read_rollouts(directory))
     versions = [set(attempt.versions.versions.tolist()) for group in groups for attempt in group.trajectories]
     assert sorted(set().union(*versions)) == [0, 1, 2]
     assert all(len(each) == 1 for each in versions)
     assert (directory / "generator" / "vllm-0.log").exists()
+
+
+def test_servers_sample_beside_training_within_the_bound(tmp_path: Path) -> None:
+    """After every update the run asks for a fixed prompt's log-probabilities, which the ranks scored, and would end it too."""
+    directory = run_over_vllm(tmp_path, staleness=1, steps=4)
+    steps = [record for record in read_metrics(directory / "metrics.jsonl") if record["kind"] == "step"]
+    assert [record["metrics"]["async/staleness_max"] for record in steps] == [0.0, 1.0, 1.0, 1.0]
+    tokens = [
+        record["metrics"]["async/tokens_of_staleness/0"] + record["metrics"].get("async/tokens_of_staleness/1", 0.0)
+        for record in steps
+    ]
+    assert tokens == [1.0] * 4

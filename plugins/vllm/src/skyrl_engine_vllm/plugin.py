@@ -17,11 +17,13 @@ class VllmPlugin:
     @hookimpl
     def skyrl_engine_describe_generator(self, config: VllmOptions | None) -> GeneratorDescription:
         options = config or VllmOptions()
+        # vLLM ends at log-probabilities of prompts while it serves adapters
+        of_prompts = ("prompt_logprobs",) if options.weights != "adapter" else ()
         return GeneratorDescription(
             capabilities=frozenset(
                 {
                     *("logprobs", "seeded", "abort", "stop_strings", "filters"),
-                    *("prompt_logprobs", "top_logprobs", "update_while_generating", "prefix_reuse"),
+                    *(*of_prompts, "top_logprobs", "update_while_generating", "prefix_reuse"),
                 }
             ),
             accepts=FORMS if options.weights is None else (options.weights,),

@@ -189,20 +189,26 @@ class ServerProcess:
 
     def last_words(self) -> str:
         """Return the cause that its log gives, an error's line where there is one, and the log's path."""
-        lines = self.last_lines()
-        errors = [line for line in lines if re.search(r"(Error|Exception)\b.*: |error: ", line)]
-        said = (errors or lines or ["it said nothing"])[-1]
+        lines = self._read_lines()
+        errors = [line for line in lines if re.search(r"(Error|Exception)\b.*: |error: ", line) and "WARNING" not in line]
+        # vLLM raises where a process of its own failed, after it, and says no more than that
+        causes = [line for line in errors if "See root cause above" not in line]
+        said = (causes or errors or lines or ["it said nothing"])[-1]
         return f"{said.strip():.300} (log: {self.log})"
 
     def last_lines(self) -> Sequence[str]:
         """Return the last lines of its log, without the key."""
+        return self._read_lines()[-LAST_LINES:]
+
+    def _read_lines(self) -> list[str]:
+        """Return the lines of the end of its log, without the key and those that are empty."""
         try:
             text = self.log.read_text(encoding="utf-8", errors="replace")[-20_000:]
         except OSError:
             return []
         if self._key:
             text = text.replace(self._key, "[key]")
-        return [line for line in text.splitlines() if line.strip()][-LAST_LINES:]
+        return [line for line in text.splitlines() if line.strip()]
 
     def end(self) -> None:
         """End it and all that it started: kindly, then, after some seconds, by force."""
