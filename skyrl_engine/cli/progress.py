@@ -9,6 +9,9 @@ _SECONDS_BETWEEN_LINES = 30.0
 _LINES_PER_RUN = 20
 HEADER = f"{'step':>12}  {'loss':>8}  {'tokens/s':>9}  {'learning rate':>13}  {'gradient norm':>13}  {'left':>8}"
 
+BESIDE_HEADER = f"  {'staleness':>9}  {'waited':>6}"
+"""Further columns of a run that samples beside training."""
+
 
 class ProgressLines:
     """Writes a table line by line: about twenty steps of a run, at least one every half a minute, and every evaluation."""
@@ -20,9 +23,11 @@ class ProgressLines:
         self._written_at = clock()
         self._header_written = False
         self._of_reward = False
+        self._beside = False
 
     def __call__(self, progress: Progress) -> None:
         self._of_reward = progress.reward is not None or progress.evaluation_reward is not None
+        self._beside = progress.staleness is not None
         if progress.evaluation_loss is not None and progress.evaluation_loss != self._last.evaluation_loss:
             self._line(f"held-out loss {progress.evaluation_loss:.4f} after step {progress.step}")
         elif progress.evaluation_reward is not None and progress.evaluation_reward != self._last.evaluation_reward:
@@ -38,7 +43,8 @@ class ProgressLines:
 
     def _line(self, line: str) -> None:
         if not self._header_written:
-            self._write(HEADER.replace("    loss", "  reward") if self._of_reward else HEADER)
+            header = HEADER.replace("    loss", "  reward") if self._of_reward else HEADER
+            self._write(header + BESIDE_HEADER if self._beside else header)
             self._header_written = True
         self._write(line if line.startswith(" ") else f"{'':>12}  {line}")
         self._written_at = self._clock()
@@ -47,6 +53,7 @@ class ProgressLines:
 def progress_row(progress: Progress) -> str:
     """Return the line of one step under the header, with a dash for an unknown number."""
     position = f"{progress.step}/{progress.total_steps}"
+    beside = () if progress.staleness is None else (_number(progress.staleness, 9, ".2f"), _number(progress.waited, 6, ".0%"))
     return "  ".join(
         (
             f"{position:>12}",
@@ -55,6 +62,7 @@ def progress_row(progress: Progress) -> str:
             _number(progress.learning_rate, 13, ".2e"),
             _number(progress.grad_norm, 13, ".4f"),
             f"{duration(progress.seconds_left):>8}",
+            *beside,
         )
     )
 

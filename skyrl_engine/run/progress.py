@@ -18,7 +18,8 @@ LOADING = "loading the model"
 class Progress:
     """Numbers are those of the last step or evaluation, None while unknown; `tokens_per_second` counts real tokens of all ranks.
 
-    `reward` and `evaluation_reward` are those of RL.
+    `reward` and `evaluation_reward` are those of RL. Of sampling beside training, `staleness` is the mean age of a step's groups in steps, and
+    `waited` the share of the step in which training waited for them.
     """
 
     step: int
@@ -30,6 +31,8 @@ class Progress:
     reward: float | None = None
     evaluation_reward: float | None = None
     tokens_per_second: float | None = None
+    staleness: float | None = None
+    waited: float | None = None
     seconds_left: float | None = None
     finished: bool = False
 
@@ -46,6 +49,8 @@ class Progress:
             parts.append(f"evaluation reward {self.evaluation_reward:.4f}")
         if self.tokens_per_second is not None:
             parts.append(f"{self.tokens_per_second:,.0f} tokens/s")
+        if self.staleness is not None and self.waited is not None:
+            parts.append(f"staleness {self.staleness:.1f}, waited {self.waited:.0%}")
         if self.seconds_left is not None and not self.finished:
             minutes, seconds = divmod(round(self.seconds_left), 60)
             parts.append(f"{minutes}:{seconds:02d} left")
@@ -79,6 +84,8 @@ class ProgressObserver:
                 grad_norm=event.metrics.get("grad_norm"),
                 learning_rate=event.metrics.get("learning_rate"),
                 tokens_per_second=tokens / seconds if seconds > 0 else None,
+                staleness=event.metrics.get("async/staleness_mean"),
+                waited=_share(event.metrics.get("async/waited_seconds"), event.seconds),
                 seconds_left=seconds / len(self._recent) * (event.total_steps - event.step),
             )
         )
@@ -95,3 +102,7 @@ class ProgressObserver:
     def _report(self, progress: Progress) -> None:
         self._progress = progress
         self._listener(progress)
+
+
+def _share(part: float | None, whole: float) -> float | None:
+    return None if part is None or whole <= 0 else min(1.0, part / whole)

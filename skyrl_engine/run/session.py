@@ -55,7 +55,7 @@ BASE_DOCUMENT = "base.json"
 TRAINER = "trainer"
 """Place of a trainer of another distribution among the plugins of run.json and of a checkpoint."""
 TRAINER_DOCUMENT = "trainer.json"
-_TOLD = ("loss", "reward/mean", "grad_norm", "learning_rate", "tokens")
+_TOLD = ("loss", "reward/mean", "grad_norm", "learning_rate", "tokens", "async/staleness_mean", "async/waited_seconds")
 """Metrics of a step's line in run.log; all of them are in metrics.jsonl."""
 
 

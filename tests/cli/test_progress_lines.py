@@ -1,6 +1,6 @@
 """Progress as lines: which steps are written, and what a line holds."""
 
-from skyrl_engine.cli.progress import HEADER, ProgressLines, duration, progress_row
+from skyrl_engine.cli.progress import BESIDE_HEADER, HEADER, ProgressLines, duration, progress_row
 from skyrl_engine.cli.render import show_progress
 from skyrl_engine.run.progress import Progress
 
@@ -54,6 +54,16 @@ def test_a_row_is_as_wide_as_the_header_and_marks_what_is_unknown():
     assert progress_row(full).split() == ["5/60", "12.3456", "12,346", "3.00e-04", "0.5000", "1:05"]
     assert len(progress_row(full)) == len(HEADER)
     assert progress_row(Progress(5, 60)).split() == ["5/60", "-", "-", "-", "-", "-"]
+
+
+def test_a_run_that_samples_beside_training_shows_what_waits():
+    beside = Progress(6, 60, loss=1.0, reward=0.5, staleness=0.875, waited=0.125)
+    assert progress_row(beside).split()[-2:] == ["0.88", "12%"]
+    assert len(progress_row(beside)) == len(HEADER + BESIDE_HEADER)
+    assert "staleness 0.9, waited 12%" in str(beside)
+    lines = []
+    ProgressLines(lines.append)(beside)
+    assert lines[0].split()[-2:] == ["staleness", "waited"]
 
 
 def test_durations():
