@@ -140,9 +140,9 @@ class WeightFolders:
         """Begin an empty folder at `root`, or a temporary one. Raises UnsupportedError for a generator that takes no form that files give."""
         available = {"tensors", "directory"} if model.lora is None else {"tensors", "directory", "adapter"}
         form = next((form for form in description.accepts if form in available), None)
-        if form is None and "recorded" not in description.capabilities:
+        if form is None and description.accepts:
             raise UnsupportedError(
-                f"{label} takes weights as {' or '.join(description.accepts) or 'nothing'}, and outside of the ranks they are given as "
+                f"{label} takes weights as {' or '.join(description.accepts)}, and outside of the ranks they are given as "
                 f"{' or '.join(sorted(available))}",
                 remedy="Choose another generator, or one that runs on the ranks",
             )

@@ -80,8 +80,7 @@ def evaluate_model(
     if progress is not None:
         progress(LOADING, 0, 0)
     with Engine.launch(prepared.resolved, prepared.assembly, prepared.files, None, prepared.layout) as engine:
-        sampler = engine.start_sampler(resolved.plugins["generator"])
-        sampler.update(0)
+        sampler = engine.start_sampler(resolved.plugins["generator"], longest=prepared.longest)
         pool = episode_pool(prepared)
         with finally_close(pool.shutdown):
             groups = attempts(
