@@ -53,16 +53,17 @@ class JournaledGroup:
 class RolloutLedger:
     """The states of all tickets of a run of `groups` groups (B) per step, at most `staleness` (S) versions behind.
 
-    `order` "finished" trains what is ready by (start version, ticket), "ticket" the lowest tickets that are not done, which is how it is with
-    staleness 0. `concurrency` bounds running groups (None: no bound). Filters drop at most `max_drop_share` of the last 20 B tickets: what they
-    would drop beyond is kept, or ends the run, as `on_starved` says. In the order of tickets that is decided in their order too, so that it is
-    the same whatever finishes first.
+    `steps` counts all of the run (None: nobody says): no group starts that none of them can train on. `order` "finished" trains what is ready by
+    (start version, ticket), "ticket" the lowest tickets that are not done, which is how it is with staleness 0. `concurrency` bounds running
+    groups (None: no bound). Filters drop at most `max_drop_share` of the last 20 B tickets: what they would drop beyond is kept, or ends the
+    run, as `on_starved` says. In the order of tickets that is decided in their order too, so that it is the same whatever finishes first.
     """
 
     groups: int = field(validator=ge(1))
     staleness: int = field(default=0, validator=ge(0))
     order: Order = field(default="finished", validator=in_(("finished", "ticket")))
     concurrency: int | None = field(default=None, validator=optional(ge(1)))
+    steps: int | None = field(default=None, validator=optional(ge(1)))
     max_drop_share: float = field(default=1.0, validator=and_(ge(0.0), le(1.0)))
     on_starved: OnStarved = field(default="train", validator=in_(("train", "stop")))
 
@@ -92,6 +93,8 @@ class RolloutLedger:
     def may_start(self) -> int:
         """Count the tickets that may start now."""
         room = (self.version - self.step + self.staleness + 1) * self.groups - len(self._started)
+        if self.steps is not None:
+            room = min(room, (self.steps - self.step) * self.groups - len(self._started))
         if self.concurrency is not None:
             room = min(room, self.concurrency - len(self._running))
         return max(room, 0)

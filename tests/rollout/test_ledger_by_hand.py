@@ -195,3 +195,17 @@ def test_events_that_cannot_be_are_refused():
     ledger.finish_step(1, (0,))
     with pytest.raises(AssertionError, match="version 2 after 0"):
         ledger.publish(2)
+
+
+def test_no_group_starts_that_no_step_trains_on():
+    """Two steps of two groups, three behind: what is dropped is replaced, and nothing more is started."""
+    ledger = RolloutLedger(groups=2, staleness=3, steps=2)
+    assert ledger.start_tickets() == (0, 1, 2, 3)
+    assert ledger.drop_group(0, "too easy")
+    assert ledger.start_tickets() == (4,)
+    for ticket in (1, 2, 3, 4):
+        ledger.finish_group(ticket)
+    for step in (1, 2):
+        ledger.finish_step(step, ledger.next_batch(step))
+        ledger.publish(step)
+        assert ledger.start_tickets() == ()

@@ -168,6 +168,7 @@ def _sampling(
         settings.staleness,
         order=prepared.order,
         concurrency=settings.concurrency,
+        steps=settings.steps,
         max_drop_share=config.rollouts.max_drop_share,
         on_starved=config.rollouts.on_starved,
     )
