@@ -53,10 +53,11 @@ class JournaledGroup:
 class RolloutLedger:
     """The states of all tickets of a run of `groups` groups (B) per step, at most `staleness` (S) versions behind.
 
-    `steps` counts all of the run (None: nobody says): no group starts that none of them can train on. `order` "finished" trains what is ready by
-    (start version, ticket), "ticket" the lowest tickets that are not done, which is how it is with staleness 0. `concurrency` bounds running
-    groups (None: no bound). Filters drop at most `max_drop_share` of the last 20 B tickets: what they would drop beyond is kept, or ends the
-    run, as `on_starved` says. In the order of tickets that is decided in their order too, so that it is the same whatever finishes first.
+    `steps` counts all of the run (None: nobody says): no group starts that none of them can train on. `order` "finished" trains what is ready
+    by (start version, ticket), "ticket" the lowest tickets that are not done, which is how it is with staleness 0. `concurrency` bounds
+    running groups (None: no bound). Filters drop at most `max_drop_share` of the last 20 B tickets: what they would drop beyond is kept, or
+    ends the run, as `on_starved` says. In the order of tickets that is decided in their order too, so that it is the same whatever finishes
+    first.
     """
 
     groups: int = field(validator=ge(1))
