@@ -264,3 +264,16 @@ def test_gradients_of_stale_tokens_are_those_of_the_ratio_to_the_policy_that_sam
     sampled = columns.loss_weight != 0
     assert set(np.unique(columns.columns["rollout_staleness"][sampled])) <= {0.0, 1.0, 2.0}
     assert not columns.columns["rollout_staleness"][~sampled].any()
+
+
+@pytest.mark.nightly
+@pytest.mark.usefixtures("without_ray")
+@pytest.mark.parametrize(
+    "more",
+    [(), ("model.lora={rank=2}", "optimizer.learning_rate=5e-2"), ("model.value_head=true",)],
+    ids=["full", "lora", "value head"],
+)
+def test_two_ranks_train_while_a_process_samples(rl: Rl, more: tuple[str, ...]) -> None:
+    """The canary holds the merged weights that two ranks gather against what they score."""
+    run = run_rl(rl("run", "rl.staleness=1", "rl.steps=3", "run.launch=ray", "run.ranks=2", *more)).directory
+    check_ledger(run, 1)
