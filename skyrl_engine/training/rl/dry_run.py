@@ -130,7 +130,8 @@ def _describe_sampling(prepared: PreparedRl) -> str | None:
         "new weights reach groups under way" if prepared.in_flight_updates else "an update waits until groups under way have ended"
     )
     order = "as they finish" if prepared.order == "finished" else "in the order of their start"
-    return f"{place}, beside training, at most {staleness} steps old; {updates}; groups are trained {order}"
+    age = "1 step" if staleness == 1 else f"{staleness} steps"
+    return f"{place}, beside training, at most {age} old; {updates}; groups are trained {order}"
 
 
 def _describe_caches(prepared: PreparedRl) -> str | None:
