@@ -87,7 +87,7 @@ def _row(
         "segment_kinds": trajectory.kinds[first:end].tolist(),
         "segment_lengths": np.diff(trajectory.segment_offsets[first : end + 1]).tolist(),
         "versions": versions.tolist(),
-        **{name: values[scored].tolist() for name, values in _columns_of(trajectory).items()},
+        **{name: _list_known(values[scored]) for name, values in _columns_of(trajectory).items()},
         "reward": trajectory.reward,
         "unplaced_reward": float(trajectory.unplaced_reward),
         "status": trajectory.status,
@@ -104,6 +104,11 @@ def _columns_of(trajectory: Trajectory) -> dict[str, npt.NDArray[Any]]:
     """Return the numbers per sampled token that an attempt has, by their names in the table of rollout columns."""
     present = {row.name: trajectory.per_token(row) for row in rollout_columns.ROLLOUT_COLUMNS}
     return {name: values for name, values in present.items() if values is not None}
+
+
+def _list_known(values: npt.NDArray[Any]) -> list[Any] | None:
+    """Return numbers as a list; None for log-probabilities that nobody gave, as JSON has no NaN."""
+    return None if len(values) and np.isnan(values).all() else values.tolist()
 
 
 def write_rows(rows: Iterable[Mapping[str, Any]], out: Path, to: To) -> int:
@@ -380,6 +385,7 @@ def _trajectory(rows: Sequence[Mapping[str, Any]]) -> Trajectory:
         with np.errstate(over="ignore"):
             return np.concatenate([np.asarray(row[column], dtype=dtype) for row in rows])
 
+    rows = [{**row, "logprobs": [np.nan] * len(row["versions"])} if row["logprobs"] is None else row for row in rows]
     if (stretches := [row["stretch"] for row in rows]) != list(range(len(rows))):
         raise ValueError(f"the stretches of an attempt are {stretches}")
     tokens = [

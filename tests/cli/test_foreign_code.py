@@ -48,7 +48,7 @@ NO_CODE = {
     # a folder to write into
     "run.directory",
     # a name that servers give their model
-    "generator.vllm.model",
+    "generator.vllm.model generator.openai.model",
     # options of plugins, which their own schemas mark
     *(f"{name}.options" for name in ("collator", "loss", "loss.terms", "loss.corrections", "reducer", "backend", "merger")),
     *(f"{name}.options" for name in ("advantage", "generator", "environments", "group_filters")),
@@ -127,6 +127,10 @@ def vllm(**options: Any) -> dict[str, Any]:
     return {**RL, "environments": PROMPTS, "generator": {"use": "vllm", **options}}
 
 
+def openai(**options: Any) -> dict[str, Any]:
+    return {**RL, "environments": PROMPTS, "generator": {"use": "openai", "url": "http://127.0.0.1:9/v1", "model": "m", **options}}
+
+
 TERM = {"use": "cross_entropy"}
 
 PLANTS: dict[str, Callable[[str], dict[str, Any]]] = {
@@ -148,6 +152,8 @@ PLANTS: dict[str, Callable[[str], dict[str, Any]]] = {
     "environment.function.tools": lambda code: function(reward="json:loads", tools=[code]),
     "environment.gymnasium.id": lambda code: gymnasium(id=code),
     "environment.gymnasium.kwargs": lambda code: gymnasium(id="Text-v0", kwargs={"entry_point": code}),
+    "generator.openai.url": lambda code: openai(url=f"http://127.0.0.1:9/{code}"),
+    "generator.openai.api_key_env": lambda code: openai(api_key_env=code),
     "generator.vllm.command": lambda code: vllm(command=[code]),
     "generator.vllm.python": lambda code: vllm(python=code),
     "generator.vllm.venv": lambda code: vllm(venv=code),
@@ -163,7 +169,7 @@ ELSEWHERE = (
     "run.ray_address",
     "environment.gymnasium.id",
     "environment.gymnasium.kwargs",
-    *(key for key in PLANTS if key.startswith("generator.vllm.")),
+    *(key for key in PLANTS if key.startswith(("generator.vllm.", "generator.openai."))),
 )
 """Keys that name no file."""
 

@@ -29,6 +29,27 @@ def test_groups_come_back_as_they_were(tmp_path_factory, to, data):
         require_same(got, expected)
 
 
+@pytest.mark.parametrize("to", ["jsonl", "parquet"])
+def test_unknown_log_probabilities_are_null_and_come_back_as_nan(tmp_path, to):
+    """As of an endpoint. The attempt has two stretches, a row each."""
+    group = plain_group(0, rewards=(1.0,))
+    (first,) = group.trajectories
+    unknown = evolve(
+        first,
+        token_ids=np.arange(8, dtype=np.int32),
+        kinds=np.array([0, 1, 0, 1], dtype=np.uint8),
+        segment_offsets=np.array([0, 2, 3, 6, 8], dtype=np.int64),
+        logprobs=np.full(3, np.nan, dtype=np.float32),
+    )
+    data = evolve(group, trajectories=(unknown,))
+    rows = list(rows_of(data))
+    assert [row["logprobs"] for row in rows] == [None, None]
+    write_rows(rows, tmp_path / f"rollouts.{to}", to)
+    require_same(next(iter(read_rollouts(tmp_path / f"rollouts.{to}"))), data)
+    values = json.loads(json.dumps(rows[0]))
+    assert to_example(Row(0, "line 1", values), "rollouts", has_template=True).loss.any()
+
+
 def test_a_run_and_its_folder_are_read_alike(tmp_path):
     with open_journal(tmp_path / "rollouts", run="a") as journal:
         journal.append(plain_group(0))
