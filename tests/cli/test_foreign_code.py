@@ -45,8 +45,8 @@ NO_CODE = {
     "rl.preset preference.preset reward_model.preset",
     # which of the installed plugins are left out, preferred or may differ
     "plugins.block plugins.pin checkpoint.allow_changed",
-    # a folder to write into
-    "run.directory",
+    # a folder to write into; devices to compute on
+    "run.directory generator.devices",
     # a name that servers give their model
     "generator.vllm.model generator.openai.model",
     # options of plugins, which their own schemas mark
