@@ -10,6 +10,7 @@ import httpx
 import numpy as np
 import pytest
 from openai_routes import Endpoint
+from tokenizers.processors import TemplateProcessing
 
 from skyrl_engine import EngineError, UnsupportedError
 from skyrl_engine.contracts import Completion, GenerationRequest, GeneratorStart, ModelConfig, Sampling
@@ -20,6 +21,7 @@ from skyrl_engine.workers.weight_files import WrittenWeights
 from skyrl_engine_openai.client import EndpointClient, EndpointError, TransientError, _Patience, read
 from skyrl_engine_openai.generator import OpenaiGenerator
 from skyrl_engine_openai.options import OpenaiOptions
+from skyrl_engine_openai.wire import Wire
 
 PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 Served = tuple[str, Endpoint]
@@ -260,6 +262,23 @@ def test_closing_does_not_wait_for_the_endpoint(opens: Opens, plain: Served) -> 
     time.sleep(0.1)
     generator.close()
     assert not generator._tasks
+
+
+def test_marks_are_neither_sent_twice_nor_read_from_texts(folder: Path) -> None:
+    """The token that a tokenizer puts before every text is left to the endpoint; a text that spells a special token stays a text."""
+    tokenizer = load_tokenizer(ModelConfig(str(folder)))
+    mark = "<|im_start|>"
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{mark} $A", special_tokens=[(mark, tokenizer.convert_tokens_to_ids(mark))]
+    )
+    wire = Wire.open(OpenaiOptions("http://host/v1", "m"), tokenizer, (), 0, None)
+    request = GenerationRequest(0, np.array(tokenizer.encode("ab"), dtype=np.int32), Sampling(max_tokens=30), seed=0)
+    assert len(request.prompt_ids) == 3
+    assert wire.body_of(request)["prompt"] == "ab"
+    done = wire.completion_of(request, {"choices": [{"text": "a<|im_end|>b", "finish_reason": "length"}]})
+    assert tokenizer.decode(done.token_ids.tolist(), skip_special_tokens=True) == "a<|im_end|>b"
+    cut = wire.completion_of(request, {"choices": [{"text": "a" * 40, "finish_reason": "stop"}]})
+    assert (len(cut.token_ids), cut.finish, cut.stop) == (30, "length", None)
 
 
 @pytest.mark.parametrize(
