@@ -82,6 +82,8 @@ class BackgroundSource:
     """Orders that the thread has taken and not carried out."""
     _written: "deque[int]" = field(factory=deque, init=False)
     """Versions that were gathered and that the generators do not have."""
+    _ready: int = field(default=0, init=False)
+    """Groups that may be trained on, as the sampling thread counted last: the ledger itself is that thread's alone."""
     _closing: threading.Event = field(factory=threading.Event, init=False)
     _failure: BaseException | None = field(default=None, init=False)
     _thread: threading.Thread = field(init=False)
@@ -150,7 +152,7 @@ class BackgroundSource:
             if not self._thread.is_alive():
                 raise RolloutError("sampling has ended", remedy="Resume the run with checkpoint.resume = true")
             if self.progress is not None:
-                self.progress(self.source.ready, self.source.ledger.groups)
+                self.progress(self._ready, self.source.ledger.groups)
         if order.failure is not None:
             raise order.failure
         assert order.result is not None, "an order is done when it has a result"
@@ -170,6 +172,7 @@ class BackgroundSource:
                 else:
                     self._receive(_IDLE_S)
                     self.waits.sampler += time.perf_counter() - began
+                self._ready = self.source.ready
                 if self._written:
                     self.waits.drain += time.perf_counter() - began
         except BaseException as error:  # noqa: BLE001 - it is raised in the trainer's thread

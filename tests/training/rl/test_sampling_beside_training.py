@@ -205,6 +205,7 @@ def test_keys_that_nobody_would_read_are_refused(rl: Rl, world: Path, keys: list
     ("keys", "names"),
     [
         (["rl.staleness=1", "generator.placement=rank"], 'generator.placement = "rank"'),
+        (["rl.staleness=1", "run.device=cuda"], "generator.devices names none, and the ranks compute on GPUs"),
         (["generator.replicas=2"], "generator.replicas is set, and .* samples on the ranks"),
         (["generator.devices=['cpu']"], "generator.devices is set"),
         (
