@@ -18,12 +18,3 @@ def refuse_absent_devices(run: RunConfig) -> None:
         import torch
 
         rank_resources(run.device, {"CPU": run.ranks, "GPU": torch.cuda.device_count()}, run.ranks)
-
-
-def has_gpu(run: RunConfig) -> bool:
-    """Say whether ranks compute on GPUs: where the run says so, or leaves it open and torch finds one here."""
-    if run.device != "auto":
-        return run.device == "cuda"
-    import torch
-
-    return torch.cuda.is_available()

@@ -1,6 +1,7 @@
 """Loading the tokenizer that goes with a model."""
 
 import logging
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -16,6 +17,9 @@ _OTHER_VOCABULARIES: Final = ("*.model", "*.tiktoken", "tekken.json", "vocab*")
 """Patterns of files that transformers turns into a tokenizer where the tokenizer's class does not name them."""
 
 _log = logging.getLogger(__name__)
+
+Decode = Callable[[Sequence[int]], str]
+"""Token ids to their text."""
 
 
 def load_tokenizer(model: ModelConfig) -> "PreTrainedTokenizerBase":
@@ -71,6 +75,18 @@ def load_tokenizer(model: ModelConfig) -> "PreTrainedTokenizerBase":
         tokenizer.pad_token = tokenizer.eos_token
         _log.info("The tokenizer %s has no padding token; its end-of-text token %r pads.", location, tokenizer.eos_token)
     return tokenizer
+
+
+def load_decoder(model: ModelConfig) -> Decode:
+    """Load what decodes as the texts of actions are decoded, in which stop strings are looked for: without special tokens. Raises as above."""
+    tokenizer = load_tokenizer(model)
+
+    def decode(ids: Sequence[int]) -> str:
+        text = tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        assert isinstance(text, str)
+        return text
+
+    return decode
 
 
 def _refuse_broken_files(folder: Path) -> None:

@@ -16,7 +16,7 @@ from skyrl_engine.contracts.kinds.environment import Environment, Task
 from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.ragged import offsets_of
 from skyrl_engine.engine.assembly import Assembly
-from skyrl_engine.engine.devices import has_gpu
+from skyrl_engine.engine.automatic import find_device
 from skyrl_engine.engine.generator_placement import choose_placement
 from skyrl_engine.errors import ConfigError, DataError, Problem, UnsupportedError
 from skyrl_engine.model_facts.facts import ModelFacts
@@ -144,7 +144,7 @@ def refuse_generator(draft: RlDraft) -> None:
     table = cast("GeneratorTable | None", resolved.config.selected.get("generator"))
     staleness = resolved.config.rl.staleness if draft.trains else 0
     placement = choose_placement(label, description, table, beside=staleness > 0)
-    if placement == "process" and (table is None or not table.devices) and has_gpu(resolved.config.run):
+    if placement == "process" and (table is None or not table.devices) and find_device(resolved.config.run) == "cuda":
         raise UnsupportedError(
             f"{label} lives in processes of its own, generator.devices names none, and the ranks compute on GPUs: it would sample on the CPU",
             remedy='Set generator.devices to GPUs that the ranks do not use, such as ["cuda:1"], or to ["cpu"] where that is meant',

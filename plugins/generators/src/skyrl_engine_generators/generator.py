@@ -10,7 +10,7 @@ from attrs import define
 from skyrl_engine import ContractError, UnsupportedError
 from skyrl_engine.contracts import POLICY, Completion, GenerationRequest, GeneratorStart, WeightSource
 from skyrl_engine.model_facts.facts import ModelFacts
-from skyrl_engine.model_facts.tokenizer import load_tokenizer
+from skyrl_engine.model_facts.tokenizer import Decode, load_decoder
 from skyrl_engine.modeling.sampler_model import fill, load_sampler_model, model_over
 from skyrl_engine_generators.free_memory import plan_cache_tokens
 from skyrl_engine_generators.kept import CacheBudget, Room
@@ -19,7 +19,7 @@ from skyrl_engine_generators.options import HfOptions
 from skyrl_engine_generators.rows import CachedDecoder, TokenDecoder, UncachedDecoder
 from skyrl_engine_generators.sampled_row import SampledRow
 from skyrl_engine_generators.self_proof import make_proven_rows
-from skyrl_engine_generators.stops import Decode, StopRule
+from skyrl_engine_generators.stops import StopRule
 
 
 @define(eq=False)
@@ -187,14 +187,7 @@ class HfGenerator:
     def _decoder(self) -> Decode:
         """Decode as texts of actions are: without special tokens. The tokenizer is read when the first stop string is asked for."""
         if self._decode is None:
-            tokenizer = load_tokenizer(self._start.model)
-
-            def decode(ids: Sequence[int]) -> str:
-                text = tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
-                assert isinstance(text, str)
-                return text
-
-            self._decode = decode
+            self._decode = load_decoder(self._start.model)
         return self._decode
 
 

@@ -5,8 +5,7 @@ from collections.abc import Callable, Sequence
 from attrs import frozen
 
 from skyrl_engine.contracts import FinishReason, Sampling
-
-Decode = Callable[[Sequence[int]], str]
+from skyrl_engine.model_facts.tokenizer import Decode
 
 BYTES_PER_CHARACTER = 4
 """The longest character in UTF-8: a token of a byte-level vocabulary is a byte at least."""

@@ -27,13 +27,12 @@ from skyrl_engine.contracts import (
     VersionSpans,
     WeightSource,
 )
-from skyrl_engine.model_facts.tokenizer import load_tokenizer
+from skyrl_engine.model_facts.tokenizer import Decode, load_decoder
 from skyrl_engine_vllm.client import describe_transport, read
 from skyrl_engine_vllm.delivery import TOLERANCES
 from skyrl_engine_vllm.errors import LostMeanwhile, Refusal, ServerFault
 from skyrl_engine_vllm.options import FORMS, VllmOptions
 from skyrl_engine_vllm.servers import Servers, VllmServer
-from skyrl_engine_vllm.stops import Decode
 from skyrl_engine_vllm.wire import GenerateAnswer, answer_of, body_of, is_cut_here
 
 COLDEST, WARMEST = 0.01, 2.0
@@ -262,14 +261,7 @@ class VllmGenerator:
 
     def _decoder(self) -> Decode:
         if self._decode is None:
-            tokenizer = load_tokenizer(self._start.model)
-
-            def decode(ids: Sequence[int]) -> str:
-                text = tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
-                assert isinstance(text, str)
-                return text
-
-            self._decode = decode
+            self._decode = load_decoder(self._start.model)
         return self._decode
 
     # --- the event loop ----------------------------------------------------------------------------------------------------------------

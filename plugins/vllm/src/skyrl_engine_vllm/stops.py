@@ -1,10 +1,10 @@
 """The end of a row by the contract, found in tokens that were sampled without a stop."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 
 from attrs import frozen
 
-Decode = Callable[[Sequence[int]], str]
+from skyrl_engine.model_facts.tokenizer import Decode
 
 
 @frozen

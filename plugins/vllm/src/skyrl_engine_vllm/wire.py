@@ -8,8 +8,9 @@ import numpy.typing as npt
 from attrs import evolve, frozen
 
 from skyrl_engine.contracts import Completion, GenerationRequest, Sampling, TopLogprobs, VersionSpans
+from skyrl_engine.model_facts.tokenizer import Decode
 from skyrl_engine_vllm.errors import ServerFault
-from skyrl_engine_vllm.stops import Decode, find_stop
+from skyrl_engine_vllm.stops import find_stop
 
 _WORD = (1 << 64) - 1
 
