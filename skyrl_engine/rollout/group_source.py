@@ -61,7 +61,8 @@ class RolloutSource:
     """Gives a trainer its groups, step by step; the trainer reports when it has trained on them.
 
     `task_of(ticket)` gives the number of a ticket's environment, and its task. `valued` adds to the rewards of every group that ended, and sees
-    one at a time, so that what it adds depends on nothing that ended at the same time. `filters` then drop groups, where the ledger lets them.
+    one at a time, so that what it adds depends on nothing that ended at the same time. `on_ended`, where it is set, gets groups in its place,
+    and each comes back by `take_in`. `filters` then drop groups, where the ledger lets them.
     `update(version)` gives the sampler the trained weights. `progress(ready, wanted)` is called while a step waits. Time that goes by in
     `valued` counts as `score` among `phases`, time in the journal as `journal`.
     """
@@ -72,6 +73,7 @@ class RolloutSource:
     task_of: Callable[[int], tuple[int, Task]]
     filters: Sequence[BoundPlugin[GroupFilter]] = ()
     valued: Valued | None = None
+    on_ended: Callable[[Group], None] | None = None
     update: Callable[[int], object] | None = None
     progress: Callable[[int, int], None] | None = None
     phases: Phases = field(factory=Phases)
@@ -155,7 +157,10 @@ class RolloutSource:
 
     def _run_attempts(self, timeout: float) -> None:
         for group in self.runner.advance(timeout):
-            self._take_in(group)
+            if self.on_ended is None:
+                self.take_in(self._value(group))
+            else:
+                self.on_ended(group)
         with self.phases("journal"):
             self.journal.poll()
 
@@ -163,10 +168,15 @@ class RolloutSource:
         group = self._groups.get(ticket)
         return evolve(self.journal.index.groups[ticket].group(), dropped=None) if group is None else group
 
-    def _take_in(self, group: Group) -> None:
-        if self.valued is not None:
-            with self.phases("score"):
-                (group,) = self.valued([group])
+    def _value(self, group: Group) -> Group:
+        if self.valued is None:
+            return group
+        with self.phases("score"):
+            (valued,) = self.valued([group])
+        return valued
+
+    def take_in(self, group: Group) -> None:
+        """Record a group that ended, with all of its rewards, unless a filter drops it."""
         if group.dropped is not None:
             with self.phases("journal"):
                 self.journal.append(group, failed=True)

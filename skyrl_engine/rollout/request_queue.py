@@ -47,9 +47,9 @@ class RequestQueue:
         return bool(self._queued)
 
     @property
-    def has_pending(self) -> bool:
-        """True where completions are outstanding, those of queued requests among them."""
-        return bool(self._attempts)
+    def pending(self) -> int:
+        """Count outstanding completions, those of queued requests among them."""
+        return len(self._attempts)
 
     def add(
         self,

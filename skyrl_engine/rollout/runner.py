@@ -105,6 +105,16 @@ class RolloutRunner:
         """Number of groups under way."""
         return len(self._running)
 
+    @property
+    def at_generator(self) -> int:
+        """Number of attempts that wait for the sampler."""
+        return self._requests.pending
+
+    @property
+    def at_environment(self) -> int:
+        """Number of attempts that wait for their environment."""
+        return len(self._attempts) - self._requests.pending
+
     def start(self, ticket: int, environment: int, task: Task, version: int) -> None:
         """Begin the attempts at a task, with weights of `version`."""
         self._running[ticket] = _RunningGroup(environment, task, version)
@@ -123,7 +133,7 @@ class RolloutRunner:
             waiting = max(0.0, until - time.monotonic())
             self._take_replies(waiting)
             self._requests.send()
-            if self._requests.has_pending:
+            if self._requests.pending:
                 # replies still pending: poll briefly, or their attempts would be sampled alone after the others
                 for attempt, completion in self._requests.poll(min(waiting, _SOON_S if self.episodes.pending else _IDLE_S)):
                     self._on_completion(attempt, completion)
@@ -147,7 +157,7 @@ class RolloutRunner:
     def _take_replies(self, waiting: float) -> None:
         """Handle the environments' replies. All that come quickly are awaited: sampling many requests costs little more than sampling one."""
         while replies := self._poll_replies(
-            _QUICK_S if self._requests.has_queued else 0.0 if self._requests.has_pending else min(waiting, _IDLE_S)
+            _QUICK_S if self._requests.has_queued else 0.0 if self._requests.pending else min(waiting, _IDLE_S)
         ):
             for reply in replies:
                 self._on_reply(reply)

@@ -120,6 +120,7 @@ BESIDE_TRAINING = frozenset(
     {
         *("async/staleness_mean", "async/staleness_max", "async/versions_per_attempt"),
         *("async/waited_seconds", "async/sampler_waited_seconds", "async/drain_seconds", "time/wait"),
+        *("async/groups_ready", "async/groups_running", "async/attempts_at_generator", "async/attempts_at_environment"),
         *("async/tokens_of_staleness/0", "async/tokens_of_staleness/1"),
         *("policy/gap_stale_mean", "policy/gap_stale_max", "policy/gap_stale_k3"),
     }

@@ -84,26 +84,16 @@ def refuse_contradictions(draft: RlDraft) -> None:
 
 
 def _refuse_beside(resolved: ResolvedConfig) -> list[Problem]:
-    """Return the problems of keys about sampling beside training, where the run does not, or cannot with them."""
-    config, settings = resolved.config, resolved.config.rl
-    if not settings.staleness:
-        set_keys = {"rl.order": settings.order != "auto", "rl.in_flight_updates": settings.in_flight_updates is not None}
-        return [
-            Problem(
-                key, "is set, and with rl.staleness = 0 sampling and training take turns", f"Remove {key}, or raise rl.staleness"
-            )
-            for key, is_set in set_keys.items()
-            if is_set
-        ]
-    if config.reward_model.path is not None:
-        return [
-            Problem(
-                "rl.staleness",
-                "is above 0, and a reward model scores groups on the ranks, which are training then",
-                "Set rl.staleness = 0, or take the reward from an environment",
-            )
-        ]
-    return []
+    """Return the problems of keys that only sampling beside training reads, where the run does not."""
+    settings = resolved.config.rl
+    if settings.staleness:
+        return []
+    set_keys = {"rl.order": settings.order != "auto", "rl.in_flight_updates": settings.in_flight_updates is not None}
+    return [
+        Problem(key, "is set, and with rl.staleness = 0 sampling and training take turns", f"Remove {key}, or raise rl.staleness")
+        for key, is_set in set_keys.items()
+        if is_set
+    ]
 
 
 def _refuse_sampling(resolved: ResolvedConfig) -> list[Problem]:

@@ -15,7 +15,7 @@ from skyrl_engine.rollout.attempt import RolloutLimits
 from skyrl_engine.rollout.pass_at_k import estimate, pass_at_k
 from skyrl_engine.rollout.request_queue import CompletionSource
 from skyrl_engine.rollout.runner import Episodes, RolloutRunner, Turns
-from skyrl_engine.training.rl.metrics import majorities
+from skyrl_engine.training.rl.metrics import majorities, metrics_of_environments
 from skyrl_engine.training.rl.tasks import task_at, tasks_in
 
 FIRST_NUMBER: Final = 2**40
@@ -101,6 +101,7 @@ def _of(groups: Sequence[Group], prefix: str, seed: int) -> dict[str, float]:
         **_with_interval(f"{prefix}avg@{size}", rewards.mean(axis=1).tolist(), seed),
         f"{prefix}tokens_mean": float(np.mean(lengths)),
     }
+    metrics |= metrics_of_environments((attempt for group in groups for attempt in group.trajectories), f"{prefix}environment/")
     if any(failed):
         metrics[f"{prefix}failed"] = float(np.mean(failed))
     k = 1

@@ -7,9 +7,10 @@ import numpy as np
 import numpy.typing as npt
 
 from skyrl_engine.contracts.values.rollout import Group, Trajectory
-from skyrl_engine.rollout.background_source import WaitingSeconds
+from skyrl_engine.rollout.background_source import SamplingStatus
 from skyrl_engine.rollout.columns import Overlong, Truncated, length_penalties
 from skyrl_engine.rollout.pass_at_k import majority, pass_at_k
+from skyrl_engine.training.rl.reward_model import REWARD_MODEL
 
 
 def rollout_metrics(
@@ -46,26 +47,44 @@ def rollout_metrics(
     for reason, count in Counter(group.dropped for group in finished if group.dropped is not None).items():
         metrics[f"rollout/dropped/{reason}"] = count / len(finished)
     metrics["rollout/failed"] = _mean(float(attempt.status == "failed") for attempt in everything)
-    return metrics
+    return metrics | metrics_of_environments(everything)
 
 
-def staleness_metrics(trained: Sequence[Group], version: int, waits: WaitingSeconds) -> dict[str, float]:
-    """Metrics of sampling beside training: the age of what is trained, as `version` counts, and seconds waited since the last step.
+def metrics_of_environments(attempts: Iterable[Trajectory], prefix: str = "environment/") -> dict[str, float]:
+    """Mean over the attempts that have it, and sum, of every metric that an environment gives; failed attempts too, since they cost as much."""
+    found: dict[str, list[float]] = {}
+    for attempt in attempts:
+        for name, value in attempt.metrics.items():
+            if name != REWARD_MODEL:
+                found.setdefault(name, []).append(value)
+    return {
+        f"{prefix}{name}/{kind}": float(value)
+        for name, values in sorted(found.items())
+        for kind, value in (("mean", _mean(values)), ("sum", sum(values)))
+    }
 
-    A group's staleness is counted in steps from the weights that it was started with, a token's from those that sampled it. `waits` is
-    set back.
+
+def staleness_metrics(trained: Sequence[Group], version: int, status: SamplingStatus) -> dict[str, float]:
+    """Metrics of sampling beside training: the age of what is trained, as `version` counts, seconds waited since the last step, and queues.
+
+    A group's staleness is counted in steps from the weights that it was started with, a token's from those that sampled it. The seconds of
+    `status` are set back.
     """
     attempts = [attempt for group in trained for attempt in group.finished]
     ages = np.array([version - group.start_version for group in trained for _ in group.finished], dtype=np.int64)
     of_tokens = [version - attempt.versions.per_token(len(attempt.logprobs)) for attempt in attempts]
     tokens = np.concatenate([np.zeros(0, dtype=np.int64), *of_tokens])
     metrics = {
-        "async/waited_seconds": waits.trainer,
-        "async/sampler_waited_seconds": waits.sampler,
-        "async/drain_seconds": waits.drain,
+        "async/waited_seconds": status.trainer_waited,
+        "async/sampler_waited_seconds": status.sampler_waited,
+        "async/drain_seconds": status.drain,
+        "async/groups_ready": float(status.groups_ready),
+        "async/groups_running": float(status.groups_running),
+        "async/attempts_at_generator": float(status.at_generator),
+        "async/attempts_at_environment": float(status.at_environment),
         "async/versions_per_attempt": _mean(len(attempt.versions.versions) for attempt in attempts),
     }
-    waits.trainer = waits.sampler = waits.drain = 0.0
+    status.trainer_waited = status.sampler_waited = status.drain = 0.0
     if len(ages):
         metrics |= {"async/staleness_mean": float(ages.mean()), "async/staleness_max": float(ages.max())}
     for age in range(int(tokens.max(initial=0)) + 1):

@@ -202,13 +202,14 @@ def _sampling(
         on_progress = None if progress is None else lambda ready, wanted: progress("attempts", ready, wanted)
         guard = SamplerGuard.of(settings.max_gap, config.model.dtype, stops=settings.on_gap == "stop")
         judge = prepared.reward_model
+        valued = None if judge is None else partial(judge.add_rewards, engine)
         source = RolloutSource(
             ledger,
             runner,
             journal,
             rollouts.tasks.of,
             prepared.filters,
-            None if judge is None else partial(judge.add_rewards, engine),
+            None if beside else valued,
             progress=on_progress,
             phases=runner.phases,
         )
@@ -219,10 +220,9 @@ def _sampling(
             return
         canary = make_canary(rollouts, completions.open_client(), sampler.description, guard.limit)
         handover = WeightHandover(engine, sampler, canary)
-        with BackgroundSource(
-            source, handover, drains=not prepared.in_flight_updates, phases=phases, progress=on_progress
-        ) as background:
-            yield background, attrs.evolve(live, waits=background.waits)
+        drains = not prepared.in_flight_updates
+        with BackgroundSource(source, handover, drains, phases, progress=on_progress, valued=valued) as background:
+            yield background, attrs.evolve(live, status=background.status)
 
 
 def episode_pool(prepared: PreparedRl) -> EpisodePool:

@@ -25,7 +25,7 @@ from skyrl_engine.engine.plan import Plan
 from skyrl_engine.engine.results import COUNTED, means_over
 from skyrl_engine.objective.policy_metrics import ROLLOUT_LOGPROBS, WEIGHTS, effective_share
 from skyrl_engine.registry.owner import blame
-from skyrl_engine.rollout.background_source import WaitingSeconds
+from skyrl_engine.rollout.background_source import SamplingStatus
 from skyrl_engine.rollout.columns import collect_learned, to_columns
 from skyrl_engine.rollout.group_source import GroupSource
 from skyrl_engine.rollout.guard import SamplerGuard
@@ -59,7 +59,7 @@ logger = logging.getLogger(__name__)
 class Live:
     """The sampling side of a run: tasks, the guard over the sampler's weights, and the journal that groups are written to.
 
-    `sampler` and `episodes` are for evaluations. `waits` counts what sampling and training wait for, where they go on side by side.
+    `sampler` and `episodes` are for evaluations. `status` counts what sampling and training wait for, where they go on side by side.
     """
 
     rollouts: LiveRolloutSpec
@@ -67,7 +67,7 @@ class Live:
     episodes: Episodes
     guard: SamplerGuard
     journal: Journal
-    waits: WaitingSeconds | None = None
+    status: SamplingStatus | None = None
 
 
 @define(eq=False)
@@ -156,8 +156,8 @@ class RlTrainer:
             ),
             **value_metrics(taken.groups),
         }
-        if self.live is not None and self.live.waits is not None:
-            reported |= staleness_metrics(taken.groups, number - 1, self.live.waits)
+        if self.live is not None and self.live.status is not None:
+            reported |= staleness_metrics(taken.groups, number - 1, self.live.status)
         self._finish(reported, taken.groups, began)
         # with the sampler's own log-probabilities as the old ones, later optimizer steps move away from them
         one_step = config.rl.mini_batches * config.rl.epochs == 1
@@ -350,7 +350,7 @@ class RlTrainer:
         if sums:
             reported["policy/ess"] = effective_share(*sums)
         spent = self.phases.wall.drain()
-        beside = self.live is not None and self.live.waits is not None
+        beside = self.live is not None and self.live.status is not None
         if (seconds := time.perf_counter() - began if beside else spent.get("generate", 0.0)) > 0:
             sampled = sum(len(attempt.logprobs) for group in groups for attempt in group.finished)
             reported["rollout/tokens_per_second"] = sampled / seconds

@@ -16,6 +16,7 @@ from skyrl_engine.errors import ContractError
 from skyrl_engine.run.metrics import read_metrics
 from skyrl_engine.testing.advantages.batches import DrawnRows, DrawnSample, Token
 from skyrl_engine.testing.rollout_cases import plain_group
+from skyrl_engine.training.rl.evaluation import evaluation_metrics
 from skyrl_engine.training.rl.metrics import rollout_metrics
 from skyrl_engine.training.rl.run import run_rl
 
@@ -26,8 +27,11 @@ OF_LOSSES = set(re.findall(r"`(\w+)`", " ".join(re.findall(r"^- Metrics? (.+)$",
 
 
 def matches(row: str, name: str) -> bool:
-    """A row's `<word>` stands for any name, its `<k>` and `<n>` for a number; what holds of an evaluation holds of one environment's too."""
-    pattern = re.sub(r"<(\w+)>", lambda match: r"\d+" if match.group(1) in "kn" else r"[\w-]+", re.escape(row))
+    """A row's `<word>` stands for any name, its `<k>` and `<n>` for a number, its `<metric>` for a name with slashes in it; what holds of an
+    evaluation holds of one environment's too.
+    """
+    words = {"k": r"\d+", "n": r"\d+", "metric": r"[\w/-]+"}
+    pattern = re.sub(r"<(\w+)>", lambda match: words.get(match.group(1), r"[\w-]+"), re.escape(row))
     return re.fullmatch(pattern.replace("evaluation/", r"evaluation/(?:\w[\w-]*/)?"), name) is not None
 
 
@@ -40,8 +44,8 @@ def test_the_page_lists_exactly_what_runs_write(tables_of: Callable[..., dict[st
     run = run_rl(resolve(load(tables, [*lost, *evaluated])))
     records = list(read_metrics(run.directory / "metrics.jsonl"))
     written = {name for record in records if record["kind"] in ("step", "evaluation") for name in record["metrics"]}
-    parts = plain_group(0, rewards=(1.0, 0.0), parts={"form": 0.5})
-    written |= set(rollout_metrics([parts], [parts], ["spell"]))
+    parts = plain_group(0, rewards=(1.0, 0.0), parts={"form": 0.5}, metrics={"judge/requests": 1.0})
+    written |= set(rollout_metrics([parts], [parts], ["spell"])) | set(evaluation_metrics([parts], ["spell"], seed=0))
     # of evaluations with attempts that fail, which test_evaluation.py holds
     written.add("evaluation/failed")
     # of runs with [reward_model], which test_reward_model.py holds

@@ -135,6 +135,25 @@ def test_recorded_rollouts_are_valued_anew(rl: Rl, judge: Path, tables_of: Calla
         prepare(resolve(load(tables, [*keys, 'group_filters=[{use="zero_variance"}]'])))
 
 
+def test_groups_that_end_beside_training_are_valued_between_its_passes(rl: Rl, judge: Path) -> None:
+    """Drained runs have the same bits, whenever the ranks find time to value; the first step is that of sampling in turns."""
+    weighed = (f"reward_model.path={judge}", "reward_model.weight=50.0", 'group_filters=[{use="reward_range", low=0.0}]')
+    keys = (*weighed, "rl.steps=3", "rollouts.max_drop_share=0.9")
+    beside = (*keys, "rl.staleness=1", "rl.in_flight_updates=false")
+    runs = [
+        run_rl(rl(name, *beside, f"rollouts.workers={workers}", environment={"jitter": 0.03})).directory
+        for name, workers in (("one", 1), ("many", 3))
+    ]
+    assert weights_of(runs[0]) == weights_of(runs[1])
+    rewards = [[step["reward/mean"] for step in steps(run)] for run in runs]
+    assert rewards[0] == rewards[1]
+    recorded = {group.ticket: group for group in read_groups(runs[0] / "rollouts")}
+    assert any(group.dropped == "too_low" for group in recorded.values()), "what the ranks say decides"
+    assert all(REWARD_MODEL in attempt.metrics for group in recorded.values() for attempt in group.finished)
+    turns = run_rl(rl("turns", *keys, "rl.steps=1", environment={"jitter": 0.03})).directory
+    assert steps(turns)[0]["reward/model_mean"] == steps(runs[0])[0]["reward/model_mean"]
+
+
 @pytest.mark.proof
 @pytest.mark.usefixtures("without_ray")
 def test_two_ranks_value_a_single_attempt_as_one(rl: Rl, judge: Path) -> None:
