@@ -174,10 +174,11 @@ class Assembly:
         return required
 
 
-def assemble(resolved: ResolvedConfig, files: ModelFiles, *, max_sequence_length: int | None) -> Assembly:
+def assemble(resolved: ResolvedConfig, files: ModelFiles, *, max_sequence_length: int | None, loads: bool = True) -> Assembly:
     """Make the parts of a run and refuse what cannot work together. Starts nothing and reads neither data nor weights.
 
-    `max_sequence_length` in tokens, where one is configured, is for reducers. Everything that speaks against it is raised at once:
+    `max_sequence_length` in tokens, where one is configured, is for reducers. `loads` is false where no rank loads the model: its weights
+    need not be there then. Everything that speaks against it is raised at once:
     UnsupportedError, ModelError for a model or tokenizer that cannot be loaded, and what the plugins raise.
     """
     config = resolved.config
@@ -198,7 +199,7 @@ def assemble(resolved: ResolvedConfig, files: ModelFiles, *, max_sequence_length
     assembly = None
     with refusals.collect():
         context = FactoryContext(seed=config.run.seed, pad_token_id=pad_token_id, max_sequence_length=max_sequence_length)
-        assembly = _make_parts(resolved, files.facts, context)
+        assembly = _make_parts(resolved, files.facts, context, loads)
         assembly.check(files.facts)
     if assembly is not None:
         with refusals.collect():
@@ -208,7 +209,7 @@ def assemble(resolved: ResolvedConfig, files: ModelFiles, *, max_sequence_length
             assembly.check_backend(files.facts)
             owner = Owner.of(backend.loaded.record)
             rows = assembly.collator.product.rows
-            if assembly.collators is None or not assembly.collators.has_rehearsed(rows):
+            if loads and (assembly.collators is None or not assembly.collators.has_rehearsed(rows)):
                 check_loading(owner, files.facts, assembly.description, rows)
         with refusals.collect():
             refuse_absent_kernels(config.model, config.run, assembly.collator.product.rows)
@@ -217,7 +218,7 @@ def assemble(resolved: ResolvedConfig, files: ModelFiles, *, max_sequence_length
     return assembly
 
 
-def _make_parts(resolved: ResolvedConfig, facts: ModelFacts, context: FactoryContext) -> Assembly:
+def _make_parts(resolved: ResolvedConfig, facts: ModelFacts, context: FactoryContext, loads: bool) -> Assembly:
     """Make the parts; where the engine chooses the collator, with the best one that backend and model support."""
     plugins, ranks = resolved.plugins, resolved.config.run.ranks
     if "collator" in plugins:
@@ -225,5 +226,5 @@ def _make_parts(resolved: ResolvedConfig, facts: ModelFacts, context: FactoryCon
     backend = plugins["backend"]
     described = backend.loaded.describe_backend(backend.options, ranks)
     collators = Collators(resolved, Owner.of(backend.loaded.record), facts, described, context)
-    rows, _ = collators.choose(unpaid=None)
+    rows = collators.choose(unpaid=None)[0] if loads else "padded"
     return evolve(Assembly.of({**plugins, "collator": collators.select(rows)}, context, ranks), collators=collators)

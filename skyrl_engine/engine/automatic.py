@@ -123,6 +123,12 @@ class Choices:
         self.resolved = with_micro_batch_tokens(self.resolved, planned)
         self._add(Choice(key, f"{planned:,}", reason))
 
+    def need_no_micro_batches(self) -> None:
+        """Leave a token budget that is open without a value: no rank computes anything."""
+        name, _ = find_sizes(self.resolved)
+        if self.is_open(f"{name}.micro_batch_tokens"):
+            self.resolved = with_micro_batch_tokens(self.resolved, None)
+
     def _add(self, choice: Choice) -> None:
         self.made.append(choice)
         tell(logger, str(choice))

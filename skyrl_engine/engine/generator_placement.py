@@ -65,13 +65,19 @@ def choose_placement(
     return placement
 
 
+def needs_no_ranks(plugin: SelectedPlugin) -> bool:
+    """Say whether a generator drives servers and takes no weights, so that it samples without a model here."""
+    description: GeneratorDescription = plugin.loaded.describe_generator(plugin.options)
+    return description.placement == "remote" and not description.accepts
+
+
 def _list_process_keys(table: GeneratorTable | None) -> tuple[tuple[str, bool], ...]:
     """Return the keys that only the placement "process" reads, and whether they are set."""
     return (("replicas", table is not None and table.replicas > 1), ("devices", table is not None and bool(table.devices)))
 
 
 def start_host(
-    group: WorkerGroup,
+    group: WorkerGroup | None,
     plugin: SelectedPlugin,
     table: GeneratorTable | None,
     *,
@@ -81,12 +87,16 @@ def start_host(
     version: int,
     beside: bool = False,
 ) -> GeneratorHost:
-    """Start the generators of a run where `choose_placement` says, with the weights as they are. Raises what their start raises."""
+    """Start the generators of a run where `choose_placement` says, with the weights as they are. Raises what their start raises.
+
+    `group` are the ranks; None: there are none, for a generator that `needs_no_ranks`.
+    """
     label = str(plugin.loaded.record)
     description: GeneratorDescription = plugin.loaded.describe_generator(plugin.options)
     placement = choose_placement(label, description, table, beside=beside)
     lock = plugin.to_lock_entry()
     if placement == "rank":
+        assert group is not None, "a generator without ranks drives servers"
         return RankHost.start(group, lock, facts, version)
     folders = WeightFolders.open(group, model, description, label, None if facts.folder is None else facts.folder / "weights")
     if placement == "remote":

@@ -7,6 +7,7 @@ from attrs import evolve
 
 from skyrl_engine.config import SelectedPlugin
 from skyrl_engine.config.schema import GeneratorTable
+from skyrl_engine.contracts.kinds.context import FactoryContext
 from skyrl_engine.contracts.kinds.generator import Completion, GenerationRequest
 from skyrl_engine.contracts.values.model import LoraConfig
 from skyrl_engine.engine.generator_placement import start_host
@@ -16,7 +17,31 @@ from skyrl_engine.engine.sampler import Sampler
 from skyrl_engine.errors import UnsupportedError
 from skyrl_engine.model_facts.end_tokens import end_tokens
 from skyrl_engine.workers.future import Future
+from skyrl_engine.workers.launch import WorkerGroup
 from skyrl_engine.workers.sampler_facts import SamplerFacts
+
+
+def make_sampler(
+    group: WorkerGroup | None,
+    generator: SelectedPlugin,
+    table: GeneratorTable | None,
+    files: ModelFiles,
+    context: FactoryContext,
+    *,
+    version: int = 0,
+    longest: int | None = None,
+    folder: Path | None = None,
+    beside: bool = False,
+) -> Sampler:
+    """Start generators where `table` says, beside the ranks of `group`; None: there are none, for a generator that `needs_no_ranks`.
+
+    The other arguments and what is raised are those of `SamplingVerbs.start_sampler`.
+    """
+    model, vocabulary = files.facts.model, files.facts.vocabulary_size
+    facts = SamplerFacts(end_tokens(model, files.tokenizer), vocabulary, longest, folder)
+    host = start_host(group, generator, table, context=context, model=model, facts=facts, version=version, beside=beside)
+    description = generator.loaded.describe_generator(generator.options)
+    return Sampler(host, str(generator.loaded.record), description, version, vocabulary)
 
 
 class SamplingVerbs(PassEngine):
@@ -62,21 +87,17 @@ class SamplingVerbs(PassEngine):
         """
         self.group.refuse_ended()
         self._end_sampler()
-        model = self._files.facts.model
-        facts = SamplerFacts(end_tokens(model, self._files.tokenizer), self.vocabulary_size, longest, folder)
-        host = start_host(
+        self._sampler = make_sampler(
             self.group,
             generator,
             self._generator_table,
-            context=self.assembly.context,
-            model=model,
-            facts=facts,
+            self._files,
+            self.assembly.context,
             version=self.step if version is None else version,
+            longest=longest,
+            folder=folder,
             beside=beside,
         )
-        label = str(generator.loaded.record)
-        description = generator.loaded.describe_generator(generator.options)
-        self._sampler = Sampler(host, label, description, self.step if version is None else version, self.vocabulary_size)
         return self._sampler
 
     def _end_sampler(self) -> None:

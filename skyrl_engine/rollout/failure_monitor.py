@@ -18,6 +18,9 @@ WINDOW: Final = 200
 TIMED_OUT: Final = "timed out after"
 """The words in the cause of a failure for a call that took too long."""
 
+GAVE_UP: Final = "the generator gave up"
+"""The first words in the cause of a failure for a request that the generator did not answer."""
+
 _PLACE: Final = re.compile(r"[^\s(:]+\.py, line \d+, in [\w<>.]+")
 """The place in the code of an environment or a reward that raised, as `registry.owner` writes it."""
 
@@ -31,12 +34,18 @@ _TASK: Final = "\0"
 
 
 def name_remedy(causes: Sequence[str]) -> str:
-    """Return what to correct where attempts failed for these causes: the commonest place where code raised, the time limit where it passed."""
+    """Return what to correct where attempts failed for these causes: the commonest place where code raised, the time limit where it passed,
+    the generator where it gave up.
+    """
     late = [cause for cause in causes if TIMED_OUT in cause]
-    others = [cause for cause in causes if TIMED_OUT not in cause]
+    given_up = [cause for cause in causes if cause.startswith(GAVE_UP)]
+    others = [cause for cause in causes if cause not in (*late, *given_up)]
     places = Counter(match[0] for cause in others if (match := _PLACE.search(cause)) is not None)
-    correct = [f"Correct {places.most_common(1)[0][0]}"] if places else ["Correct the environment"] if others else []
-    return ", or ".join([*correct, *(["raise rollouts.timeout_s" if correct else "Raise rollouts.timeout_s"] if late else [])])
+    steps = [f"correct {places.most_common(1)[0][0]}"] if places else ["correct the environment"] if others else []
+    steps += ["see that the generator's server answers, and [generator]"] if given_up else []
+    steps += ["raise rollouts.timeout_s"] if late else []
+    sentence = ", or ".join(steps)
+    return sentence[:1].upper() + sentence[1:]
 
 
 @define(eq=False)

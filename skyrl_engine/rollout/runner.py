@@ -14,7 +14,7 @@ from skyrl_engine.contracts.values.rollout import Group, Status, Trajectory
 from skyrl_engine.errors import DataError
 from skyrl_engine.rollout.attempt import RolloutLimits, RunningAttempt
 from skyrl_engine.rollout.env_pool import EpisodeReply
-from skyrl_engine.rollout.failure_monitor import FailureMonitor
+from skyrl_engine.rollout.failure_monitor import GAVE_UP, FailureMonitor
 from skyrl_engine.rollout.request_queue import CompletionSource, RequestQueue
 from skyrl_engine.rollout.transcript import Ids, Transcript
 from skyrl_engine.spans import Phases
@@ -235,7 +235,7 @@ class RolloutRunner:
         transcript = attempt.transcript
         assert transcript is not None, "a prompt comes first"
         if completion.finish in ("error", "abort") or not len(completion.token_ids):
-            self._end(attempt, "failed", f"the generator gave up: {completion.error or completion.finish}")
+            self._end(attempt, "failed", f"{GAVE_UP}: {completion.error or completion.finish}")
             return
         transcript.add_completion(completion)
         attempt.last = completion

@@ -126,7 +126,8 @@ class WeightFolders:
     A folder stays until a later version of its target was taken by all generators, so that one that dies can be given it again.
     """
 
-    group: WorkerGroup
+    group: WorkerGroup | None
+    """The ranks; None: there are none, and the generators take no weights."""
     model: ModelConfig
     form: WeightForm | None
     """The form that the generators take; None: they take none."""
@@ -135,7 +136,7 @@ class WeightFolders:
 
     @classmethod
     def open(
-        cls, group: WorkerGroup, model: ModelConfig, description: GeneratorDescription, label: str, root: Path | None
+        cls, group: WorkerGroup | None, model: ModelConfig, description: GeneratorDescription, label: str, root: Path | None
     ) -> "WeightFolders":
         """Begin an empty folder at `root`, or a temporary one. Raises UnsupportedError for a generator that takes no form that files give."""
         available = {"tensors", "directory"} if model.lora is None else {"tensors", "directory", "adapter"}
@@ -156,6 +157,7 @@ class WeightFolders:
         """Let the ranks write their present weights. Raises ModelError where there is no room."""
         if self.form is None:
             return
+        assert self.group is not None, "weights come from ranks"
         folder = self.root / f"{target}-{version}"
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()

@@ -1,6 +1,7 @@
 """`skyrl-engine evaluate` over an endpoint, with a reward that asks a judge; and what is refused."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -46,20 +47,24 @@ def test_an_endpoint_of_the_same_model_has_the_numbers_of_the_model(
     capsys: pytest.CaptureFixture[str],
     dialect: str,
 ) -> None:
-    """Greedy, over texts and over token ids. Attempts without log-probabilities can be written, read and looked at."""
+    """Greedy, over texts and over token ids, and without the model's weights. Attempts without log-probabilities can be written and read."""
     url, _ = request.getfixturevalue("plain" if dialect == "openai" else "like_vllm")
-    command = ["evaluate", "--model", str(folder), *write_tasks(tmp_path, url), "--set", "rollouts.workers=1", "--json"]
+    weightless = tmp_path / "weightless"
+    shutil.copytree(folder, weightless, ignore=shutil.ignore_patterns("*.safetensors"))
+    command = [*write_tasks(tmp_path, url), "--set", "rollouts.workers=1", "--json"]
     if dialect == "vllm":
         (tmp_path / "r.py").write_text("def score(text, task):\n    return len(text) / 10\n")
     reports = []
-    for name, words in (("hf", []), ("endpoint", options(url, dialect=dialect))):
+    for name, model, words in (("hf", folder, []), ("endpoint", weightless, options(url, dialect=dialect))):
         for ending in ("jsonl", "parquet") if name == "endpoint" else ("jsonl",):
             output = tmp_path / f"{name}.{ending}"
-            assert main([*command, *words, "--output", str(output)]) == 0, capsys.readouterr().err
+            assert main(["evaluate", "--model", str(model), *command, *words, "--output", str(output)]) == 0, (
+                capsys.readouterr().err
+            )
             reports.append((json.loads(capsys.readouterr().out), list(read_rollouts(output))))
     (due, due_groups), *others = reports
     for report, groups in others:
-        assert report == due
+        assert without_costs(report) == without_costs(due)
         for group, due_group in zip(groups, due_groups, strict=True):
             for attempt, due_attempt in zip(group.trajectories, due_group.trajectories, strict=True):
                 assert attempt.token_ids.tolist() == due_attempt.token_ids.tolist()
@@ -71,6 +76,15 @@ def test_an_endpoint_of_the_same_model_has_the_numbers_of_the_model(
         assert {cost["judge/requests"] + cost["judge/cache_hits"] for cost in costs} == {1.0}
         assert sum(cost["judge/prompt_tokens"] for cost in costs[:4]) > 0
         assert [cost["judge/cache_hits"] for cost in costs[4:]] == [1.0] * 8
+        assert due["metrics"]["evaluation/environment/judge/prompt_tokens/sum"] == sum(
+            cost["judge/prompt_tokens"] for cost in costs[:4]
+        )
+        assert others[0][0]["metrics"]["evaluation/environment/judge/cache_hits/mean"] == 1.0
+
+
+def without_costs(report: dict[str, Any]) -> dict[str, Any]:
+    metrics = {name: value for name, value in report["metrics"].items() if "/judge/" not in name}
+    return {**report, "metrics": metrics}
 
 
 def test_training_is_refused_with_the_reason(

@@ -55,7 +55,7 @@ def prepare(resolved: ResolvedConfig, *, trains: bool = True, progress: Progress
 def _build(draft: RlDraft, refusals: Refusals, progress: Progress | None) -> None:
     """Build each part of the draft whose own parts are there."""
     with refusals.collect():
-        draft.assembly = assemble(draft.resolved, draft.files, max_sequence_length=draft.longest)
+        draft.assembly = assemble(draft.resolved, draft.files, max_sequence_length=draft.longest, loads=draft.loads)
         draft.assembly.check_data(draft.files.facts, [])
     if draft.is_live:
         _build_environments(draft, refusals)
@@ -97,6 +97,7 @@ def _finish(draft: RlDraft) -> PreparedRl:
         reference=draft.reference,
         teacher=draft.teacher,
         reward_model=draft.reward_model,
+        loads=draft.loads,
         choices=tuple(draft.choices.made),
     )
 
@@ -104,6 +105,10 @@ def _finish(draft: RlDraft) -> PreparedRl:
 def _choose_layout(draft: RlDraft) -> None:
     """Choose collator and token budget, where the configuration leaves them open."""
     if draft.assembly is None:
+        return
+    if not draft.loads:
+        draft.choices.need_no_micro_batches()
+        draft.resolved = draft.choices.resolved
         return
     choices, settings, assembly = draft.choices, draft.resolved.config.rl, draft.assembly
     size, longest = settings.group_size, draft.longest

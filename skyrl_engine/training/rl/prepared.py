@@ -13,6 +13,7 @@ from skyrl_engine.contracts.values.plan import Layout
 from skyrl_engine.engine.assembly import Assembly
 from skyrl_engine.engine.automatic import Choice, Choices
 from skyrl_engine.engine.frozen_model import FrozenModel
+from skyrl_engine.engine.generator_placement import needs_no_ranks
 from skyrl_engine.engine.model_files import ModelFiles
 from skyrl_engine.registry.bound_plugin import BoundPlugin
 from skyrl_engine.rollout.attempt import RolloutLimits
@@ -54,6 +55,8 @@ class PreparedRl:
     reference: FrozenModel | None
     teacher: FrozenModel | None
     reward_model: RewardModel | None
+    loads: bool
+    """True where ranks load a model."""
     choices: tuple[Choice, ...] = ()
 
     @property
@@ -151,6 +154,12 @@ class RlDraft:
     def longest(self) -> int:
         """The largest number of tokens of an attempt, its prompt included."""
         return self.resolved.config.rl.max_prompt_tokens + self.resolved.config.rl.max_tokens
+
+    @property
+    def loads(self) -> bool:
+        """True where ranks load a model: false for an evaluation by a generator that drives servers with weights of their own."""
+        config = self.resolved.config
+        return self.trains or config.reward_model.path is not None or not needs_no_ranks(self.resolved.plugins["generator"])
 
     @property
     def is_live(self) -> bool:

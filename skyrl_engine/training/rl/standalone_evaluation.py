@@ -3,16 +3,19 @@
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from attrs import frozen
 
 from skyrl_engine.cleanup import finally_close
 from skyrl_engine.config import ResolvedConfig
+from skyrl_engine.config.schema import GeneratorTable
 from skyrl_engine.contracts.kinds.environment import Split
 from skyrl_engine.contracts.values.rollout import Group
 from skyrl_engine.data.text.template_rule import Rendering, find_difference
 from skyrl_engine.engine.engine import Engine
+from skyrl_engine.engine.sampling import make_sampler
 from skyrl_engine.errors import ConfigError, DataError, Problem, RolloutError
 from skyrl_engine.rollout.failure_monitor import name_remedy
 from skyrl_engine.run.progress import LOADING
@@ -77,10 +80,19 @@ def evaluate_model(
             remedy="Give the environment held-out tasks (--eval-data, eval_fraction), or choose --split train",
         )
     check_prompts(environments, tasks, prepared.rollouts.renderer, limits_of(config, prepared.files.facts))
-    if progress is not None:
+    if progress is not None and prepared.loads:
         progress(LOADING, 0, 0)
-    with Engine.launch(prepared.resolved, prepared.assembly, prepared.files, None, prepared.layout) as engine:
-        sampler = engine.start_sampler(resolved.plugins["generator"], longest=prepared.longest)
+    with ExitStack() as ends:
+        generator, engine = resolved.plugins["generator"], None
+        if prepared.loads:
+            launched = Engine.launch(prepared.resolved, prepared.assembly, prepared.files, None, prepared.layout)
+            engine = ends.enter_context(launched)
+            sampler = engine.start_sampler(generator, longest=prepared.longest)
+        else:
+            table = cast("GeneratorTable | None", config.selected.get("generator"))
+            context, longest = prepared.assembly.context, prepared.longest
+            sampler = make_sampler(None, generator, table, prepared.files, context, longest=longest)
+            ends.callback(sampler.close)
         pool = episode_pool(prepared)
         with finally_close(pool.shutdown):
             groups = attempts(
@@ -98,6 +110,7 @@ def evaluate_model(
             )
         _check_some_finished(groups)
         if prepared.reward_model is not None:
+            assert engine is not None, "a reward model works on ranks"
             engine.add_frozen(prepared.reward_model.frozen)
             groups = list(prepared.reward_model.add_rewards(engine, groups))
     metrics = evaluation_metrics(groups, prepared.names, seed=config.run.seed)

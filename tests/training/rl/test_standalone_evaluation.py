@@ -1,6 +1,7 @@
 """`skyrl-engine evaluate`: the numbers of an evaluation during the run, of checkpoints and other models too, and refusals in words."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -148,7 +149,11 @@ def test_where_the_first_attempts_all_fail_the_others_are_not_waited_for(
     bounds = ("--set", "rollouts.retries=0", "--set", "rollouts.timeout_s=0.3", "--set", "rollouts.workers=2")
     assert main(["evaluate", "--model", f"{world}/model", *reward, *bounds, *_lengths()]) == 4
     err = capsys.readouterr().err
-    assert "all of the first 8 attempts failed. Raise rollouts.timeout_s, or raise rollouts.max_failure_share to 1." in err
+    told = re.search(
+        r"all of the first (\d+) attempts failed. Raise rollouts.timeout_s, or raise rollouts.max_failure_share to 1.", err
+    )
+    assert told is not None, err
+    assert 8 <= int(told[1]) < 16, "some may fail in one moment, and most are never asked"
     assert len((tmp_path / "asked").read_text().splitlines()) < 20
 
 
