@@ -6,6 +6,7 @@ import shutil
 import sys
 
 import pytest
+from by_day import now
 
 from skyrl_engine.cli import app
 from skyrl_engine.cli.command import every_command
@@ -114,7 +115,7 @@ def test_every_command_that_trains_is_held():
     assert training - {"dpo"} == {line.split()[0] for line in TRAINED.values()}
 
 
-@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.parametrize("name", now(TRAINED, "sft with adapters", "reward-model", "rl", "run"))
 def test_a_command_that_trains_names_the_next_one_which_runs_as_printed(command, mine, tmp_path, name):
     outcome = train(command, TRAINED[name], mine, tmp_path)
     assert outcome.err.count("\nnext") == 1
@@ -161,7 +162,7 @@ def launches(monkeypatch):
     monkeypatch.setattr(Engine, "launch", mark_launch)
 
 
-@pytest.mark.parametrize("name", LOADED)
+@pytest.mark.parametrize("name", now(LOADED, "sft", "rl", "evaluate a run"))
 def test_loading_the_model_is_a_line_before_it_begins(command, mine, tmp_path, launches, name):
     if name == "evaluate a run":
         train(command, TRAINED["sft with adapters"], mine, tmp_path)
@@ -171,7 +172,7 @@ def test_loading_the_model_is_a_line_before_it_begins(command, mine, tmp_path, l
     assert (before.count(LOADING), after.count(LOADING)) == (1, 0)
 
 
-@pytest.mark.parametrize("name", ["sft", "rl", "evaluate"])
+@pytest.mark.parametrize("name", now(["sft", "rl", "evaluate"], "rl"))
 def test_on_a_terminal_it_stands_beside_a_bar_before_it_begins(command, mine, tmp_path, launches, monkeypatch, name):
     """Nothing of it is left to when another thread gets its turn. With --quiet it is not said."""
     monkeypatch.setenv("TTY_COMPATIBLE", "1")

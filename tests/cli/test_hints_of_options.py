@@ -3,6 +3,7 @@
 Every command is asked for every word under which anybody knows a key, and for the name of every key.
 """
 
+import functools
 import re
 
 import attrs
@@ -11,6 +12,7 @@ from command_lines import OF_TRAINERS, WITH_FLAGS, add_texts, tables, values_of_
 
 from skyrl_engine.cli.app import app
 from skyrl_engine.cli.command import EngineCommand, every_command
+from skyrl_engine.config import find_trainer
 from skyrl_engine.config.foreign_keys import read_foreign_keys
 
 COMMANDS = {
@@ -28,6 +30,12 @@ LINES = {
     "distill on samples": WITH_FLAGS["distill"][2],
 }
 """Command lines of every command that takes keys of the configuration."""
+
+
+@pytest.fixture(autouse=True)
+def installed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A command asks once which trainers are installed; a thousand words asked one after the other need not ask again."""
+    monkeypatch.setattr(find_trainer, "list_trainer_names", functools.cache(find_trainer.list_trainer_names))
 
 
 def words() -> set[str]:
