@@ -12,6 +12,7 @@ from skyrl_engine.cli.terminal import echo_json
 from skyrl_engine.errors import PluginAmbiguousError, PluginBrokenError, PluginError, PluginNotFoundError
 
 if TYPE_CHECKING:
+    from skyrl_engine.config.schema import GeneratorPlacement
     from skyrl_engine.registry.record import PluginRecord
     from skyrl_engine.registry.resolve import Registry
     from skyrl_engine.testing.promise import Verdict
@@ -30,12 +31,19 @@ if TYPE_CHECKING:
     metavar="LAYOUT",
     help="Parallel sizes to try a backend on, such as tp2xpp2; several times for several. Without it: one rank, and dp2.",
 )
+@click.option(
+    "--placement",
+    type=click.Choice(["auto", "rank", "process"]),
+    default="auto",
+    help="Place to try a generator in, as generator.placement of a run; auto: where its description says.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")
 def verify(
     plugin: str,
     overrides: tuple[str, ...],
     examples: int | None,
     layouts: tuple[str, ...],
+    placement: "GeneratorPlacement",
     *,
     as_json: bool,
 ) -> int:
@@ -52,9 +60,11 @@ def verify(
     record = find_record(Registry.discover(), plugin)
     promises_of(record.kind)
     _check_layouts(record.kind, layouts)
+    if placement != "auto" and record.kind != "generator":
+        raise click.UsageError(f"--placement is for generators, and this is a {record.kind}.")
     options = parse_options(overrides)
     selected = select_plugin(record, options)
-    verdict = held(selected, examples=examples, layouts=layouts, given=options)
+    verdict = held(selected, examples=examples, layouts=layouts, placement=placement, given=options)
     if as_json:
         echo_json(_facts(record, selected.table, verdict))
     else:

@@ -1,16 +1,18 @@
 """The place of a run's generators: chosen and refused while planning, and started."""
 
+from pathlib import Path
 from typing import Literal
 
 from skyrl_engine.config import SelectedPlugin
 from skyrl_engine.config.schema import GeneratorTable
 from skyrl_engine.contracts.kinds.context import FactoryContext
-from skyrl_engine.contracts.kinds.generator import GeneratorDescription
+from skyrl_engine.contracts.kinds.generator import GeneratorDescription, WeightForm
 from skyrl_engine.contracts.values.model import ModelConfig
 from skyrl_engine.errors import UnsupportedError
 from skyrl_engine.workers.generation import GeneratorDriver
 from skyrl_engine.workers.generator_hosts import GeneratorHost, RankHost, RemoteHost, WeightFolders
 from skyrl_engine.workers.launch import WorkerGroup
+from skyrl_engine.workers.messages import Export, WriteWeights
 from skyrl_engine.workers.replicas import ReplicaHost
 from skyrl_engine.workers.sampler_facts import SamplerFacts
 
@@ -98,7 +100,13 @@ def start_host(
     if placement == "rank":
         assert group is not None, "a generator without ranks drives servers"
         return RankHost.start(group, lock, facts, version)
-    folders = WeightFolders.open(group, model, description, label, None if facts.folder is None else facts.folder / "weights")
+
+    def write_weights_of_ranks(folder: Path, form: WeightForm) -> None:
+        assert group is not None, "weights come from ranks"
+        group.ask(Export(folder) if form == "adapter" else WriteWeights(folder))
+
+    root = None if facts.folder is None else facts.folder / "weights"
+    folders = WeightFolders.open(write_weights_of_ranks, model, description, label, root)
     if placement == "remote":
         return RemoteHost.start(GeneratorDriver(plugin.bind("generator", context)), folders, facts, version)
     devices = ("cpu",) if table is None else table.devices or ("cpu",) * table.replicas

@@ -47,7 +47,7 @@ class Conformance:
     @classmethod
     def _suite(cls) -> type["Conformance"]:
         """Return the class of the kit that this class derives from."""
-        return next(base for base in cls.__mro__ if "promises" in vars(base))
+        return next(base for base in cls.__mro__ if "kind" in vars(base))
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """Make one test per claimed promise; a promise that is not claimed makes none, so no test is ever skipped."""

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, TextIO
 
 from skyrl_engine.config import SelectedPlugin
+from skyrl_engine.config.schema import GeneratorPlacement
 from skyrl_engine.errors import UnsupportedError
 from skyrl_engine.registry.kinds import KINDS, import_object
 
@@ -35,13 +36,20 @@ def promises_of(kind: str) -> "tuple[Promise[Any, Any], ...]":
 
 
 def verify(
-    plugin: SelectedPlugin, *, examples: int | None = None, layouts: Sequence[str] = (), given: Collection[str] | None = None
+    plugin: SelectedPlugin,
+    *,
+    examples: int | None = None,
+    layouts: Sequence[str] = (),
+    placement: GeneratorPlacement = "auto",
+    given: Collection[str] | None = None,
 ) -> "Verdict":
     """Hold an installed plugin, or one of a local file, to every promise of its kind; `examples` cases each (None: the kit's own number).
 
     Of options that are not `given` (None: all are), other values that their validators allow are tried too, on fewer cases; not of backends
     and generators, whose options cost a model each.
-    A backend is checked on `layouts` such as "tp2xpp2" (none: one rank, and two data-parallel ranks) and takes no `examples`.
+    A backend is checked on `layouts` such as "tp2xpp2" (none: one rank, and two data-parallel ranks) and takes no `examples`. A generator is
+    checked in its `placement`, as `generator.placement` of a run names it ("auto": where its description says); UnsupportedError is raised for
+    one where it cannot be.
 
     What the plugin changed of the process's settings is put back in the end.
     """
@@ -50,7 +58,21 @@ def verify(
     from skyrl_engine.testing.process_settings import restore_settings
 
     with restore_settings():
+        if kind == "generator":
+            return _judge_generator(plugin, promises, examples, placement)
         return _verdict(plugin, promises, examples, layouts, given)
+
+
+def _judge_generator(
+    plugin: SelectedPlugin, promises: "tuple[Promise[Any, Any], ...]", examples: int | None, placement: GeneratorPlacement
+) -> "Verdict":
+    from skyrl_engine.testing.generators.places import place_subject, share_starts
+    from skyrl_engine.testing.promise import EXAMPLES, Verdict
+    from skyrl_engine.testing.subject import Subject
+
+    with _show_each_warning_once(), share_starts():
+        subject = place_subject(Subject.of_plugin(plugin), placement)
+        return Verdict.of(promises, subject, examples=EXAMPLES if examples is None else examples)
 
 
 def _verdict(
@@ -72,12 +94,11 @@ def _verdict(
     from skyrl_engine.testing.another_process import start
     from skyrl_engine.testing.subject import Subject
 
-    if kind != "generator":  # whose promises ask no other process
-        start()
+    start()
     with _show_each_warning_once():
         count = EXAMPLES if examples is None else examples
         verdict = Verdict.of(promises, Subject.of_plugin(plugin), examples=count)
-        if given is None or kind == "generator":
+        if given is None:
             return verdict
         from skyrl_engine.testing.option_variants import with_variants
 

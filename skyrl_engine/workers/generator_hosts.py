@@ -3,7 +3,7 @@
 import logging
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -26,12 +26,10 @@ from skyrl_engine.workers.messages import (
     AbortRequests,
     CloseGenerator,
     EndSessions,
-    Export,
     LoadTarget,
     PublishWeights,
     ReleaseTarget,
     StartGenerator,
-    WriteWeights,
 )
 from skyrl_engine.workers.sampler_facts import SamplerFacts
 from skyrl_engine.workers.weight_files import WrittenWeights
@@ -121,13 +119,13 @@ class RankHost:
 
 @define(eq=False)
 class WeightFolders:
-    """Folders of weights by target and version, which the ranks write and generators elsewhere read.
+    """Folders of weights by target and version, which generators outside of the ranks read.
 
     A folder stays until a later version of its target was taken by all generators, so that one that dies can be given it again.
     """
 
-    group: WorkerGroup | None
-    """The ranks; None: there are none, and the generators take no weights."""
+    write_present: Callable[[Path, WeightForm], object]
+    """Writes the present weights into an empty folder, as a PEFT folder for the form "adapter", whole ones for any other."""
     model: ModelConfig
     form: WeightForm | None
     """The form that the generators take; None: they take none."""
@@ -136,7 +134,12 @@ class WeightFolders:
 
     @classmethod
     def open(
-        cls, group: WorkerGroup | None, model: ModelConfig, description: GeneratorDescription, label: str, root: Path | None
+        cls,
+        write_present: Callable[[Path, WeightForm], object],
+        model: ModelConfig,
+        description: GeneratorDescription,
+        label: str,
+        root: Path | None,
     ) -> "WeightFolders":
         """Begin an empty folder at `root`, or a temporary one. Raises UnsupportedError for a generator that takes no form that files give."""
         available = {"tensors", "directory"} if model.lora is None else {"tensors", "directory", "adapter"}
@@ -151,21 +154,19 @@ class WeightFolders:
             root = Path(tempfile.mkdtemp(prefix="skyrl-engine-weights-"))
         shutil.rmtree(root, ignore_errors=True)  # of a run that was killed
         root.mkdir(parents=True)
-        return cls(group, model, form, root)
+        return cls(write_present, model, form, root)
 
     def write(self, version: int, target: str = POLICY) -> None:
-        """Let the ranks write their present weights. Raises ModelError where there is no room."""
+        """Write the present weights. Raises ModelError where there is no room."""
         if self.form is None:
             return
-        assert self.group is not None, "weights come from ranks"
         folder = self.root / f"{target}-{version}"
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
+        self.write_present(folder, self.form)
         if self.form == "adapter":
-            self.group.ask(Export(folder))
             self._written[target, version] = WrittenWeights(None, folder)
             return
-        self.group.ask(WriteWeights(folder))
         if (config := find_file(self.model, "config.json")) is not None:
             shutil.copyfile(config, folder / "config.json")
         self._written[target, version] = WrittenWeights(folder, None)

@@ -19,10 +19,13 @@ SHARD_BYTES: Final = 2**30
 INDEX: Final = "model.safetensors.index.json"
 
 
-def write_weights(directory: Path, weights: "Iterator[tuple[str, torch.Tensor]]", *, writes: bool = True) -> None:
+def write_weights(
+    directory: Path, weights: "Iterator[tuple[str, torch.Tensor]]", *, writes: bool = True, shard_bytes: int = SHARD_BYTES
+) -> None:
     """Write named tensors into safetensors files in an existing directory, and their index, as Hugging Face lays out a sharded model.
 
-    A rank with `writes` False takes part in gathering and writes nothing. Raises ModelError where the files cannot be written.
+    A file is full with `shard_bytes` of tensors. A rank with `writes` False takes part in gathering and writes nothing. Raises ModelError where
+    the files cannot be written.
     """
     places: dict[str, str] = {}
     shard: dict[str, torch.Tensor] = {}
@@ -33,7 +36,7 @@ def write_weights(directory: Path, weights: "Iterator[tuple[str, torch.Tensor]]"
         # a copy: the backend may show its own memory, and tied tensors share theirs, which a file cannot
         shard[name] = tensor.detach().to("cpu", copy=True).contiguous()
         size += shard[name].nbytes
-        if size >= SHARD_BYTES:
+        if size >= shard_bytes:
             total += _write_shard(directory, shard, places)
             shard, size = {}, 0
     if not writes:

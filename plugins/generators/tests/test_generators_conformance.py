@@ -6,9 +6,25 @@ import pytest
 
 from skyrl_engine.testing import GeneratorConformance
 
+ON_THE_WAY = {"exactly_once", "aborts", "updates", "updates_keep_requests", "targets", "missing_weights", "vocabulary"}
+
 
 class TestHf(GeneratorConformance):
     plugin = "hf"
+
+
+class TestHfInAProcess(GeneratorConformance):
+    """By day, the promises that its place may break: requests, weights and refusals on their way."""
+
+    plugin = "hf"
+    placement = "process"
+    promises = tuple(promise for promise in GeneratorConformance.promises if promise.name in ON_THE_WAY)
+
+
+@pytest.mark.nightly
+class TestAllOfHfInAProcess(GeneratorConformance):
+    plugin = "hf"
+    placement = "process"
 
 
 @pytest.mark.nightly

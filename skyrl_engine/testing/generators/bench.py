@@ -19,19 +19,16 @@ from skyrl_engine.contracts.kinds.generator import (
     POLICY,
     Completion,
     GenerationRequest,
-    Generator,
     GeneratorCapability,
-    GeneratorDescription,
     GeneratorStart,
     Sampling,
     WeightForm,
-    as_completions,
 )
 from skyrl_engine.contracts.values.model import ModelConfig
 from skyrl_engine.errors import EngineError, UnsupportedError
 from skyrl_engine.modeling.loading import load_causal_lm
 from skyrl_engine.modeling.tiny import VOCABULARY, make_parts_differ, write_model, write_tokenizer
-from skyrl_engine.registry.owner import Owner, blame
+from skyrl_engine.testing.generators.places import PlacedGenerator, description_of, placement_of, start_placed
 from skyrl_engine.testing.promise import Broken, Undecidable, any_of
 from skyrl_engine.testing.subject import Subject
 
@@ -145,42 +142,46 @@ class TinyWeights:
         return [scores[: len(row)] for scores, row in zip(padded_scores, rows, strict=True)]
 
 
-def description_of(subject: Subject[Any]) -> GeneratorDescription:
-    """Return what the generator declares: its plugin's description, or that which a suite gives."""
-    if subject.plugin is not None:
-        return subject.plugin.loaded.describe_generator(subject.plugin.options)
-    description: GeneratorDescription = subject.hooks["description"]()
-    return description
-
-
 def form_of(subject: Subject[Any]) -> WeightForm | None:
-    """Return the form in which the kit gives weights; None where the generator takes none that the kit has."""
-    return next((form for form in description_of(subject).accepts if form in ("module", "tensors")), None)
+    """Return the form in which the kit gives weights; None where the generator takes none that its place can be given."""
+    forms = ("module", "tensors") if placement_of(subject) == "rank" else ("tensors", "directory")
+    return next((form for form in description_of(subject).accepts if form in forms), None)
 
 
 def no_weights(subject: Subject[Any]) -> str | None:
     """Exempt generators that cannot be given the kit's model."""
-    return None if form_of(subject) else "the generator takes no weights that the kit could give it: neither a module nor tensors"
+    return (
+        None if form_of(subject) else "the generator takes no weights that the kit could give it: no module, tensors or directory"
+    )
 
 
 @define(eq=False)
 class RunningGenerator:
     """A generator at work on the tiny model of `weights`."""
 
-    product: Generator
-    owner: Owner
+    placed: PlacedGenerator
     weights: TinyWeights
     has_logprobs: bool
+    first_version: int
+    """The version of the weights that it began with."""
     steps_in_poll: bool = True
+    _awaited: set[int] = field(factory=set)
+    _answered: set[int] = field(factory=set)
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        with blame(self.owner, "submit"):
-            self.product.submit(requests)
+        self.placed.submit(requests)
+        self._awaited |= {request.request_id for request in requests}
 
     def poll(self, timeout: float) -> list[Completion]:
-        with blame(self.owner, "poll"):
-            returned = self.product.poll(timeout)
-        return as_completions(self.owner.label, returned)
+        """Return completions. Raises Broken for one that nobody awaits."""
+        completions = self.placed.poll(timeout)
+        for completion in completions:
+            if (number := completion.request_id) not in self._awaited:
+                why = "which is answered already" if number in self._answered else "which nobody sent"
+                raise Broken(f"answers request {number}, {why}", "Return every request once, under its own id")
+            self._awaited.discard(number)
+            self._answered.add(number)
+        return completions
 
     def refuses(self, sampling: Sampling) -> bool:
         """Say whether it refuses, as unsupported, what a generator may refuse: a temperature above `WARMEST`, or `top_p` beside `min_p`."""
@@ -198,44 +199,34 @@ class RunningGenerator:
         return [completion for _ in range(polls) for completion in self.poll(0.0 if self.steps_in_poll else MOMENT_SECONDS)]
 
     def abort(self, request_ids: Sequence[int] | None = None) -> None:
-        with blame(self.owner, "abort"):
-            self.product.abort(request_ids)
+        self.placed.abort(request_ids)
 
-    def update(self, version: int) -> None:
-        """Change all weights and hand them over, as after a step."""
-        self.weights.change(version)
-        self.hand_over(version)
+    def update(self, step: int) -> int:
+        """Change all weights and hand them over, as after so many steps. Return their version."""
+        self.weights.change(step)
+        return self.hand_over(step)
 
-    def hand_over(self, version: int) -> None:
-        """Hand the weights over as they are."""
-        with blame(self.owner, "update"):
-            self.product.update(self.weights, version, POLICY)
+    def hand_over(self, step: int) -> int:
+        """Hand the weights over as they are, as after so many steps. Return their version."""
+        self.placed.update(self.weights, self.first_version + step, POLICY)
+        return self.first_version + step
 
     def collect(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
-        """Poll until every request is back, and return completions in the order of the requests. Raises Broken for what comes too often."""
-        awaited_ids = {request.request_id for request in requests}
+        """Poll until every request is back, and return completions in the order of the requests. Raises Broken for one that never is."""
         completions: dict[int, Completion] = {}
         since, idle = monotonic(), 0
-        while len(completions) < len(awaited_ids):
+        while lost := {request.request_id for request in requests} - completions.keys():
             before = monotonic()
             news = self.poll(1.0)
-            for completion in news:
-                if completion.request_id not in awaited_ids or completion.request_id in completions:
-                    raise Broken(
-                        f"answers request {completion.request_id}, which "
-                        f"{'is answered already' if completion.request_id in completions else 'nobody sent'}",
-                        "Return every request once, under its own id",
-                    )
-                completions[completion.request_id] = completion
+            completions |= {completion.request_id: completion for completion in news}
             if news:
                 since, idle = monotonic(), 0
                 continue
             # one that answers at once, with nothing, where it may wait a second, has nothing left
             idle += monotonic() - before < AT_ONCE_SECONDS
             if idle > AT_ONCE_TIMES or monotonic() - since > PATIENCE_SECONDS:
-                lost = min(awaited_ids - completions.keys())
                 raise Broken(
-                    f"never answers request {lost} of {len(awaited_ids)}", "Keep every request until its completion was returned"
+                    f"never answers request {min(lost)} of {len(requests)}", "Keep every request until its completion was returned"
                 )
         return [completions[request.request_id] for request in requests]
 
@@ -245,26 +236,23 @@ class RunningGenerator:
 
 
 @contextmanager
-def run_generator(subject: Subject[Any], *, ends: tuple[int, ...] = (), version: int = 0) -> Iterator[RunningGenerator]:
-    """Start the generator on the tiny model, and close it in the end."""
+def run_generator(
+    subject: Subject[Any], *, ends: tuple[int, ...] = (), version: int = 0, is_alone: bool = False
+) -> Iterator[RunningGenerator]:
+    """Start the generator on the tiny model, in its place, and close it in the end; `is_alone` where promises must not share it."""
     form = form_of(subject)
     assert form is not None, "exempt without a form"
-    weights, owner, product = TinyWeights(form), Owner.of_unrecorded(subject.label, "generator"), subject.make()
-    with blame(owner, "start"):
-        product.start(GeneratorStart(ModelConfig(str(model_folder())), "cpu", ends, weights, version))
-    try:
-        description = description_of(subject)
-        yield RunningGenerator(product, owner, weights, "logprobs" in description.capabilities, description.placement == "rank")
-    finally:
-        with blame(owner, "close"):
-            product.close()
+    weights = TinyWeights(form)
+    start = GeneratorStart(ModelConfig(str(model_folder())), "cpu", ends, weights, version)
+    with start_placed(subject, start, is_alone=is_alone) as (placed, first_version):
+        has_logprobs = "logprobs" in description_of(subject).capabilities
+        yield RunningGenerator(placed, weights, has_logprobs, first_version, placement_of(subject) == "rank")
 
 
 def hand_over_to(generator: RunningGenerator, weights: TinyWeights, version: int, target: str) -> bool:
     """Hand weights over to a target; return False for a generator that refuses other weights than the policy's as unsupported."""
     try:
-        with blame(generator.owner, "update"):
-            generator.product.update(weights, version, target)
+        generator.placed.update(weights, version, target)
     except UnsupportedError:
         return False
     return True

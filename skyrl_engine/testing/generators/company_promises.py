@@ -8,7 +8,8 @@ from attrs import evolve
 
 from skyrl_engine.contracts.kinds.generator import Completion, GenerationRequest, Sampling
 from skyrl_engine.modeling.tiny import VOCABULARY
-from skyrl_engine.testing.generators.bench import RunningGenerator, claims, description_of, run_generator, undecidable_on_error
+from skyrl_engine.testing.generators.bench import RunningGenerator, claims, run_generator, undecidable_on_error
+from skyrl_engine.testing.generators.places import description_of
 from skyrl_engine.testing.promise import Broken, promise
 from skyrl_engine.testing.subject import Subject
 

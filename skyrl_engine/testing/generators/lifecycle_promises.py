@@ -1,6 +1,6 @@
 """Promises about requests and weights that change on the way, refusals and the end, as far as capabilities go."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from time import monotonic
 from typing import Any
 
@@ -8,18 +8,18 @@ import numpy as np
 from attrs import define, evolve
 from torch import Tensor
 
-from skyrl_engine.contracts.kinds.generator import POLICY, Completion, GenerationRequest, Sampling
+from skyrl_engine.contracts.kinds.generator import POLICY, Completion, GenerationRequest, Sampling, WeightForm
 from skyrl_engine.errors import ContractError, EngineError, ModelError
 from skyrl_engine.modeling.tiny import VOCABULARY
-from skyrl_engine.registry.owner import blame
 from skyrl_engine.testing.generators.bench import (
+    ODD_SIZES,
     OTHER,
+    PATIENCE_SECONDS,
     POSITIONS,
     TOLERANCE,
     RunningGenerator,
     TinyWeights,
     claims,
-    description_of,
     due_logprobs,
     hand_over_to,
     no_weights,
@@ -29,8 +29,9 @@ from skyrl_engine.testing.generators.bench import (
     run_generator,
     undecidable_on_error,
 )
+from skyrl_engine.testing.generators.places import description_of, placement_of
 from skyrl_engine.testing.process_settings import processes, require_settings_left_alone, restore_settings
-from skyrl_engine.testing.promise import Broken, promise
+from skyrl_engine.testing.promise import Broken, any_of, promise
 from skyrl_engine.testing.random_state import global_random_state, restore_random_state
 from skyrl_engine.testing.subject import Subject
 
@@ -105,21 +106,41 @@ def aborts_apart(subject: Subject[Any], _case: None) -> None:
         )
 
 
+STEPS = (1, 5)
+"""Versions are the caller's: a run that goes on does not begin at 1, and some steps hand nothing over."""
+
+
 @promise("After an update, new tokens have the log-probabilities of the new weights and their version", exempt=claims("logprobs"))
 def updates(subject: Subject[Any], _case: None) -> None:
     with undecidable_on_error(), run_generator(subject) as generator:
         requests = requests_of(8)
         generator.sample(requests)
-        # versions are the caller's: a run that goes on does not begin at 1, and some steps hand nothing over
-        for version in (1, 5):
-            generator.update(version)
+        versions = [generator.first_version]
+        for step in STEPS:
+            versions.append(version := generator.update(step))
             for request, done in zip(requests, generator.sample(requests), strict=True):
-                require_logprobs(generator, request, done, "Take every parameter of the last update, and sample from those weights")
+                try:
+                    require_logprobs(
+                        generator, request, done, "Take every parameter of the last update, and sample from those weights"
+                    )
+                except Broken as broken:
+                    raise Broken(f"{broken.cause}; {_name_weights(generator, request, done, versions)}", broken.remedy) from broken
                 if done.versions.versions.tolist() != [version]:
                     raise Broken(
                         f"says that tokens sampled after the update to version {version} are of version {done.versions.versions.tolist()}",
                         "Take the update's version",
                     )
+
+
+def _name_weights(generator: RunningGenerator, request: GenerationRequest, done: Completion, versions: list[int]) -> str:
+    """Say whether log-probabilities are those of an earlier one of these `versions`, between which `STEPS` lie."""
+    weights = TinyWeights(generator.weights.form)
+    for version, step in zip(versions, STEPS, strict=False):
+        due = due_logprobs(weights, request, done)[np.arange(len(done.token_ids)), done.token_ids]
+        if np.abs(due - done.logprobs).max() <= TOLERANCE:
+            return f"they are those of version {version}, and the last update is version {versions[-1]}"
+        weights.change(step)
+    return f"they are of no version that it was given: of a part of version {versions[-1]}, or of another model"
 
 
 @promise(
@@ -129,14 +150,14 @@ def updates(subject: Subject[Any], _case: None) -> None:
 def updates_on_the_way(subject: Subject[Any], _case: None) -> None:
     with undecidable_on_error(), run_generator(subject) as generator:
         # so many that a process of its own does not come to their end while it is looked at
-        requests = requests_of(3, max_tokens=40 if generator.steps_in_poll else 500)
+        requests = requests_of(3, max_tokens=40 if generator.steps_in_poll else 250)
         generator.submit(requests)
         early = generator.let_sample(8)
-        generator.update(1)
-        left = [request for request in requests if all(completion.request_id != request.request_id for completion in early)]
+        version = generator.update(1)
+        left = _leave_out(requests, early)
         for request, done in zip(left, generator.collect(left), strict=True):
             versions = done.versions.per_token(len(done.token_ids))
-            since = int(np.searchsorted(versions, 1))
+            since = int(np.searchsorted(versions, version))
             due = due_logprobs(generator.weights, request, done)[np.arange(len(versions)), done.token_ids]
             older = np.abs(due - done.logprobs) > TOLERANCE
             remedy = "Write down the version of every token when it is sampled"
@@ -147,6 +168,40 @@ def updates_on_the_way(subject: Subject[Any], _case: None) -> None:
             require_logprobs(generator, request, done, "Compute keys and values again after an update", since)
             if since and not older[:since].any():
                 raise Broken("says that tokens of the new weights are of the old version", remedy)
+
+
+def _leave_out(requests: Sequence[GenerationRequest], answered: Sequence[Completion]) -> list[GenerationRequest]:
+    """Return the requests that are not answered."""
+    ids = {completion.request_id for completion in answered}
+    return [request for request in requests if request.request_id not in ids]
+
+
+MOST_WAITING = 32
+"""Requests at once beyond which `updates_keep_requests` does not try to let some wait."""
+
+
+@promise(
+    "No request is lost where weights change, nor answered twice: none under way, none that waits, none that ends just then",
+    exempt=claims("update_while_generating"),
+)
+def updates_keep_requests(subject: Subject[Any], _case: None) -> None:
+    with raise_broken_on_error(), run_generator(subject) as generator:
+        count = min(description_of(subject).concurrency, MOST_WAITING) + 8
+        requests = [*requests_of(4, max_tokens=40), *requests_of(count, first=10)]
+        generator.submit(requests)
+        answered = []
+        for step in STEPS:
+            answered += generator.let_sample(2)
+            generator.update(step)
+        left = _leave_out(requests, answered)
+        try:
+            generator.collect(left)
+        except Broken as broken:
+            raise Broken(
+                f"{broken.cause}, of which {len(left)} were under way or waited when weights changed", broken.remedy
+            ) from broken
+        # what it sends again, or has twice, comes while others are sampled
+        generator.sample(requests_of(2, first=2000, max_tokens=50))
 
 
 @promise(
@@ -165,14 +220,15 @@ def targets(subject: Subject[Any], _case: None) -> None:
         done = iter(generator.sample([request for requests in requests_by_target.values() for request in requests]))
         for target, requests in requests_by_target.items():
             for request in requests:
-                _require_target(generator if target == POLICY else other, request, next(done), int(target == OTHER))
-        generator.update(2)
+                version = 1 if target == OTHER else generator.first_version
+                _require_target(generator if target == POLICY else other, request, next(done), version)
+        version = generator.update(2)
         for target, requests in requests_by_target.items():
             for request, again in zip(requests, generator.sample(requests), strict=True):
-                _require_target(generator if target == POLICY else other, request, again, 1 if target == OTHER else 2)
-        generator.product.release(OTHER)
+                _require_target(generator if target == POLICY else other, request, again, 1 if target == OTHER else version)
+        generator.placed.release(OTHER)
         for request, again in zip(requests_by_target[POLICY], generator.sample(requests_by_target[POLICY]), strict=True):
-            _require_target(generator, request, again, 2)
+            _require_target(generator, request, again, version)
 
 
 def _require_target(generator: RunningGenerator, request: GenerationRequest, done: Completion, version: int) -> None:
@@ -185,6 +241,9 @@ def _require_target(generator: RunningGenerator, request: GenerationRequest, don
         )
 
 
+# --- weights that do not fit -------------------------------------------------------------------------------------------------------
+
+
 @define(eq=False)
 class _RenamedWeights(TinyWeights):
     """Weights of which the last has a name that no model knows."""
@@ -194,26 +253,61 @@ class _RenamedWeights(TinyWeights):
         return iter([*named, (f"{last}_of_another_model", weight)])
 
 
+@define(eq=False)
+class _MissingWeights(TinyWeights):
+    """Weights of which the last did not come."""
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        *named, _last = super().tensors()
+        return iter(named)
+
+
+@define(eq=False)
+class _NarrowWeights(TinyWeights):
+    """Weights of another model, with half of the width between the projections of each feed-forward layer."""
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        half = ODD_SIZES["intermediate_size"] // 2
+        for name, weight in super().tensors():
+            if name.endswith(("gate_proj.weight", "up_proj.weight")):
+                yield name, weight[:half]
+            else:
+                yield name, weight[:, :half] if name.endswith("down_proj.weight") else weight
+
+
 @promise("Weights whose names do not fit are refused before any weight changes", exempt=claims("logprobs"))
 def unknown_weights(subject: Subject[Any], _case: None) -> None:
+    _require_refused(subject, _RenamedWeights, "weights of which one has a name that its model does not know")
+
+
+@promise("An update in which a weight is missing is refused before any weight changes", exempt=claims("logprobs"))
+def missing_weights(subject: Subject[Any], _case: None) -> None:
+    _require_refused(subject, _MissingWeights, "a part of an update, in which a weight of its model is missing")
+
+
+@promise(
+    "Weights of another model, whose names fit and whose shapes do not, are refused before any weight changes",
+    exempt=claims("logprobs"),
+)
+def other_shapes(subject: Subject[Any], _case: None) -> None:
+    _require_refused(subject, _NarrowWeights, "weights of another model, whose shapes are not those of its own")
+
+
+def _require_refused(subject: Subject[Any], make: Callable[[WeightForm, int], TinyWeights], what: str) -> None:
+    remedy = "Raise ModelError that names the weight"
     with undecidable_on_error(), run_generator(subject) as generator:
         # a module is shared: no names are read of the policy's weights then
-        target = POLICY if generator.weights.form == "tensors" else OTHER
+        target = OTHER if generator.weights.form == "module" else POLICY
         if target == OTHER and not hand_over_to(generator, generator.weights, 0, OTHER):
             return
         try:
-            with blame(generator.owner, "update"):
-                generator.product.update(_RenamedWeights(generator.weights.form, 1), 1, target)
+            generator.placed.update(make(generator.weights.form, 1), generator.first_version + 1, target)
         except ModelError:
             pass
         except EngineError as error:
-            raise Broken(
-                f"fails for a weight of an unknown name: {error.cause}", "Raise ModelError that names the weight"
-            ) from error
+            raise Broken(f"fails for {what}: {error.cause}", remedy) from error
         else:
-            raise Broken(
-                "takes weights of which one has a name that its model does not know", "Raise ModelError that names the weight"
-            )
+            raise Broken(f"takes {what}", remedy)
         requests = [evolve(plain_request, target=target) for plain_request in requests_of(4)]
         for request, done in zip(requests, generator.sample(requests), strict=True):
             require_logprobs(generator, request, done, "Look at all names and shapes before any weight changes")
@@ -244,11 +338,14 @@ def no_room(subject: Subject[Any], _case: None) -> None:
 
 @promise("Prompts that are empty or hold ids outside of the vocabulary are refused, before any request is taken", exempt=no_weights)
 def vocabulary(subject: Subject[Any], _case: None) -> None:
-    for prompt in ([VOCABULARY], [3, -1], []):
-        with run_generator(subject) as generator:
+    with run_generator(subject) as generator:
+        for prompt in ([VOCABULARY], [3, -1], []):
             wrong = GenerationRequest(0, np.array(prompt, dtype=np.int32), Sampling(max_tokens=2), 0)
             try:
                 generator.submit([*requests_of(1, first=1), wrong])
+                if placement_of(subject) == "process":
+                    # which is asked, and says so later
+                    generator.poll(PATIENCE_SECONDS)
             except ContractError:
                 pass
             except EngineError as error:
@@ -257,11 +354,18 @@ def vocabulary(subject: Subject[Any], _case: None) -> None:
                 raise Broken(
                     f"takes the prompt {prompt} of a vocabulary of {VOCABULARY}", "Raise ContractError that names the token"
                 )
-            if generator.poll(0.5):
+            if generator.placed.poll(0.5):
                 raise Broken("takes the requests before the one that it refuses", "Look at all of them before taking one")
 
 
-@promise("Global random states and the settings of torch, NumPy and the process stay as they are", exempt=no_weights)
+def _lives_elsewhere(subject: Subject[Any]) -> str | None:
+    return "it lives in a process of its own" if placement_of(subject) == "process" else None
+
+
+@promise(
+    "Global random states and the settings of torch, NumPy and the process stay as they are",
+    exempt=any_of(no_weights, _lives_elsewhere),
+)
 def process_state(subject: Subject[Any], _case: None) -> None:
     def work() -> None:
         before = global_random_state()
@@ -284,7 +388,7 @@ def process_state(subject: Subject[Any], _case: None) -> None:
 def closes(subject: Subject[Any], _case: None) -> None:
     before = processes()
     with undecidable_on_error():
-        with run_generator(subject) as generator:
+        with run_generator(subject, is_alone=True) as generator:
             generator.submit(requests_of(20, max_tokens=100))
             generator.poll(0.0)
             since = monotonic()

@@ -6,15 +6,13 @@ from typing import Any
 import numpy as np
 from attrs import define, evolve, field
 
-from skyrl_engine.contracts.kinds.generator import Completion, GenerationRequest, KeepsSessions, Sampling
+from skyrl_engine.contracts.kinds.generator import Completion, GenerationRequest, Sampling
 from skyrl_engine.modeling.tiny import VOCABULARY
-from skyrl_engine.registry.owner import blame
 from skyrl_engine.testing.generators.bench import (
     OTHER,
     RunningGenerator,
     TinyWeights,
     claims,
-    description_of,
     due_logprobs_of,
     hand_over_to,
     no_weights,
@@ -23,6 +21,7 @@ from skyrl_engine.testing.generators.bench import (
     run_generator,
     undecidable_on_error,
 )
+from skyrl_engine.testing.generators.places import description_of
 from skyrl_engine.testing.promise import promise
 from skyrl_engine.testing.subject import Subject
 
@@ -141,10 +140,8 @@ def later_turns(subject: Subject[Any], _case: None) -> None:
             _require_all(generator, requests, done, remedy)
             dialogues.go_on(done)
             if turn == 1:
-                if isinstance(generator.product, KeepsSessions):
-                    with blame(generator.owner, "end_sessions"):
-                        # one of them is known to nobody
-                        generator.product.end_sessions([0, 3, 4, 12_345])
+                # one of them is known to nobody
+                generator.placed.end_sessions([0, 3, 4, 12_345])
                 dialogues.begin_again(3)
 
 
