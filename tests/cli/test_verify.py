@@ -152,6 +152,8 @@ def test_options_are_set_in_both_ways(verify):
         (("./mine.py:both",), 3, "makes loss and reducer"),
         (("focal", "gama=2"), 2, "gamma"),
         (("focal", "gamma"), 2, "is not an override"),
+        (("focal", "--placement", "process"), 2, "--placement is for generators, and this is a loss"),
+        (("openai", "url=http://127.0.0.1:9/v1", "model=m", "--placement", "process"), 2, "drives servers of its own"),
     ],
 )
 def test_what_cannot_be_verified_is_one_line(verify, arguments, code, words):

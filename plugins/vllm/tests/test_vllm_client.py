@@ -10,7 +10,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -18,6 +18,7 @@ from attrs import evolve
 
 from skyrl_engine import ContractError, EngineError, ModelError, RolloutError, UnsupportedError
 from skyrl_engine.contracts import Completion, GenerationRequest, GeneratorStart, ModelConfig, Sampling
+from skyrl_engine.testing import GeneratorConformance
 from skyrl_engine.testing.generators.bench import POSITIONS, TinyWeights, due_logprobs, model_folder, requests_of
 from skyrl_engine_vllm.generator import VllmGenerator
 from skyrl_engine_vllm.options import VllmOptions
@@ -34,9 +35,9 @@ def post(url: str, path: str, body: object) -> None:
     urllib.request.urlopen(urllib.request.Request(f"{url}{path}", data, {"Content-Type": "application/json"}), timeout=10).close()
 
 
-def serve(*flags: str, **environment: str) -> tuple[str, "subprocess.Popen[bytes]"]:
+def serve(*flags: str, port: int | None = None, **environment: str) -> tuple[str, "subprocess.Popen[bytes]"]:
     """Start a server, and return its address when it answers."""
-    url = f"http://127.0.0.1:{(port := free_port())}"
+    url = f"http://127.0.0.1:{(port := port or free_port())}"
     words = [*COMMAND, "--model", str(model_folder()), "--port", str(port), *(flags or FLAGS)]
     process = subprocess.Popen(words, env={**os.environ, **environment})
     while True:
@@ -569,3 +570,25 @@ def test_closing_ends_what_is_under_way(opens: Opens) -> None:
     generator.close()
     assert time.monotonic() - since < 5
     assert not [thread for thread in threading.enumerate() if thread.name == "vllm-requests"]
+
+
+PORT = free_port()
+"""Of the server of `TestVllmOverOurServer`, whose options name it before it is started."""
+
+
+@pytest.fixture(scope="class")
+def server_of_the_kit() -> Iterator[None]:
+    """A server for a suite."""
+    _, process = serve(port=PORT)
+    yield
+    process.kill()
+    process.wait()
+
+
+@pytest.mark.nightly
+@pytest.mark.usefixtures("server_of_the_kit")
+class TestVllmOverOurServer(GeneratorConformance):
+    """All promises that the client claims; `test_real_conformance.py` holds it to them over vLLM."""
+
+    plugin = "vllm"
+    options: ClassVar = {"urls": [f"http://127.0.0.1:{PORT}"]}
