@@ -573,7 +573,7 @@ def test_closing_ends_what_is_under_way(opens: Opens) -> None:
 
 
 PORT = free_port()
-"""Of the server of `TestVllmOverOurServer`, whose options name it before it is started."""
+"""The port of the server of `TestVllmOverOurServer`, whose options name it before it is started."""
 
 
 @pytest.fixture(scope="class")

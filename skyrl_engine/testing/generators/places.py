@@ -70,7 +70,7 @@ class HostedGenerator:
     """A generator behind a host of the engine."""
 
     _weights: WeightSource
-    """Of which the next folder is written."""
+    """The weights that the next folder is written of."""
     version: int
     """The policy's."""
     host: GeneratorHost = field(init=False)
