@@ -11,6 +11,7 @@ from skyrl_engine.config.schema import (
     CheckpointConfig,
     DataConfig,
     EvaluationConfig,
+    GeneratorTable,
     ModelTable,
     OptimizerConfig,
     PluginsConfig,
@@ -34,6 +35,11 @@ def cross_checks(sections: Mapping[str, Any], origins: Mapping[str, Origin]) -> 
         problems += _find_unread(name, section, origins)
     if run is not None:
         problems += _run(run)
+    generator = by_type.get(GeneratorTable)
+    if generator is not None and generator.launch == "ray" and run is not None and run.launch != "ray":
+        problems.append(
+            ("generator.launch", 'is "ray", but run.launch is not', 'Set run.launch = "ray", or remove generator.launch')
+        )
     model = by_type.get(ModelTable)
     if model is not None and model.classifier and not model.value_head:
         problems.append(("model.classifier", "needs model.value_head = true", "Set it, or remove model.classifier"))

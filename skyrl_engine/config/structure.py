@@ -308,7 +308,8 @@ def _observers(raw: RawConfig, table: Any) -> tuple[Mapping[str, Mapping[str, An
 def plain(value: Any) -> Any:
     """Return an attrs instance, or any value of a schema, as plain tables, lists and scalars that JSON and `load` read."""
     if isinstance(value, PluginTable):
-        plain_values = {key: plain(getattr(value, key)) for key in own_keys(type(value))}
+        unread = {name for name, _, _ in iterate_unread_fields(value)}
+        plain_values = {key: plain(getattr(value, key)) for key in own_keys(type(value)) if key not in unread}
         return {**{key: item for key, item in plain_values.items() if item not in ([], None)}, **plain(value.options)}
     if isinstance(value, EngineConfig):
         return _plain_config(value)

@@ -157,7 +157,9 @@ class Engine(SamplingVerbs):
             layout = assembly.layout(micro_batch_rows=training.micro_batch_rows, micro_batch_tokens=budget_of(training))
         if shared := describe_sharing(config.run):
             logger.warning("%s", shared)
-        group = launch_workers(spec, launch=config.run.launch, ray_address=config.run.ray_address)
+        table = cast("GeneratorTable | None", config.selected.get("generator"))
+        spare_cpus = table.replicas * table.cpus if table is not None and table.launch == "ray" else 0.0
+        group = launch_workers(spec, launch=config.run.launch, ray_address=config.run.ray_address, spare_cpus=spare_cpus)
         try:
             # while the model is there: it may be moved before an export asks
             files.remember_source()
@@ -169,7 +171,7 @@ class Engine(SamplingVerbs):
                 total_steps=total_steps,
                 files=files,
                 registry=resolved.registry,
-                generator=cast("GeneratorTable | None", config.selected.get("generator")),
+                generator=table,
             )
         except BaseException as error:
             close_after(error, group.close)

@@ -12,7 +12,12 @@ from skyrl_engine.errors import UnsupportedError
 from skyrl_engine.workers.generation import GeneratorDriver
 from skyrl_engine.workers.generator_hosts import GeneratorHost, RankHost, RemoteHost, WeightFolders
 from skyrl_engine.workers.launch import WorkerGroup
+<<<<<<< HEAD
 from skyrl_engine.workers.messages import Export, WriteWeights
+=======
+from skyrl_engine.workers.ray_cluster import multiply
+from skyrl_engine.workers.replica_launch import LocalLauncher, ReplicaLauncher
+>>>>>>> a445e7a5 (Replicas of a generator may be actors on the nodes of a Ray cluster)
 from skyrl_engine.workers.replicas import ReplicaHost
 from skyrl_engine.workers.sampler_facts import SamplerFacts
 
@@ -75,7 +80,9 @@ def needs_no_ranks(plugin: SelectedPlugin) -> bool:
 
 def _list_process_keys(table: GeneratorTable | None) -> tuple[tuple[str, bool], ...]:
     """Return the keys that only the placement "process" reads, and whether they are set."""
-    return (("replicas", table is not None and table.replicas > 1), ("devices", table is not None and bool(table.devices)))
+    if table is None:
+        return ()
+    return (("replicas", table.replicas > 1), ("devices", bool(table.devices)), ("launch", table.launch != "local"))
 
 
 def start_host(
@@ -109,5 +116,23 @@ def start_host(
     folders = WeightFolders.open(write_weights_of_ranks, model, description, label, root)
     if placement == "remote":
         return RemoteHost.start(GeneratorDriver(plugin.bind("generator", context)), folders, facts, version)
-    devices = ("cpu",) if table is None else table.devices or ("cpu",) * table.replicas
-    return ReplicaHost.start(lock, context, facts, folders, label=label, version=version, devices=devices)
+    replicas = count_replicas(table)
+    launcher = _choose_launcher(group, table, replicas)
+    return ReplicaHost.start(lock, context, facts, folders, label=label, version=version, replicas=replicas, launcher=launcher)
+
+
+def count_replicas(table: GeneratorTable | None) -> int:
+    """Return the number of processes of the placement "process"."""
+    return 1 if table is None else len(table.devices) or table.replicas
+
+
+def _choose_launcher(group: WorkerGroup, table: GeneratorTable | None, replicas: int) -> ReplicaLauncher:
+    if table is None or table.launch == "local":
+        return LocalLauncher((table.devices if table is not None else ()) or ("cpu",) * replicas)
+    from skyrl_engine.workers.ray_replica import RayLauncher
+
+    rank = group.ray_resources
+    assert rank is not None, "the configuration refuses replicas on Ray beside ranks that are not"
+    gpus = rank.get("GPU", 0.0) if table.gpus is None else table.gpus
+    share = {"CPU": table.cpus, **({"GPU": gpus} if gpus else {})}
+    return RayLauncher.open(share, replicas, ranks=multiply(rank, group.topology.world_size))

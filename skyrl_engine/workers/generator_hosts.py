@@ -152,6 +152,7 @@ class WeightFolders:
             )
         if root is None:
             root = Path(tempfile.mkdtemp(prefix="skyrl-engine-weights-"))
+        root = root.absolute()  # processes on other nodes have directories of their own
         shutil.rmtree(root, ignore_errors=True)  # of a run that was killed
         root.mkdir(parents=True)
         return cls(write_present, model, form, root)

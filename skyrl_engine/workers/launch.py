@@ -3,7 +3,7 @@
 import logging
 import os
 import socket
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, Protocol, Self, TypeVar
 
@@ -43,6 +43,10 @@ class Transport(Protocol):
     def ended(self) -> str | None:
         """The event that ended the ranks, as a clause such as "it was closed"; None while they take calls."""
 
+    @property
+    def ray_resources(self) -> Mapping[str, float] | None:
+        """Resources that each rank holds on a Ray cluster; None of ranks elsewhere."""
+
     def put(self, shard: Shard) -> Any:
         """Make a shard available to ranks; the result stands for it in `RunPass.shard`."""
 
@@ -71,6 +75,11 @@ class WorkerGroup:
     def ended(self) -> str | None:
         """The event that ended the ranks, as a clause; None while they take calls."""
         return self._transport.ended
+
+    @property
+    def ray_resources(self) -> Mapping[str, float] | None:
+        """Resources that each rank holds on a Ray cluster; None of ranks elsewhere."""
+        return self._transport.ray_resources
 
     @property
     def concurrent(self) -> bool:
@@ -158,6 +167,7 @@ class InlineTransport:
     """One rank in this process: no Ray, no copies, exceptions as they are. A call computes at once."""
 
     concurrent = False
+    ray_resources: Mapping[str, float] | None = None
 
     def __init__(self, spec: WorkerSpec) -> None:
         if spec.device != "cpu":
@@ -202,6 +212,10 @@ class AdapterSetTransport:
         return self._ranks.concurrent
 
     @property
+    def ray_resources(self) -> Mapping[str, float] | None:
+        return self._ranks.ray_resources
+
+    @property
     def ended(self) -> str | None:
         """The end of this set, or of what it was made from."""
         return CLOSED if self._closed else self._ranks.ended
@@ -220,12 +234,17 @@ class AdapterSetTransport:
             logger.warning("a set of adapters was not freed: %s", error.cause)
 
 
-def launch_workers(spec: WorkerSpec, *, launch: Literal["inline", "ray"], ray_address: str | None = None) -> WorkerGroup:
-    """Start every rank of `spec.topology` and load the model there. Raises WorkerError, or the typed error a rank's start met."""
+def launch_workers(
+    spec: WorkerSpec, *, launch: Literal["inline", "ray"], ray_address: str | None = None, spare_cpus: float = 0.0
+) -> WorkerGroup:
+    """Start every rank of `spec.topology` and load the model there. A Ray that is started for them has `spare_cpus` beside theirs.
+
+    Raises WorkerError, or the typed error a rank's start met.
+    """
     if launch == "ray":
         from skyrl_engine.workers.ray_transport import RayTransport
 
-        return WorkerGroup(RayTransport(spec, ray_address), spec.topology)
+        return WorkerGroup(RayTransport(spec, ray_address, spare_cpus), spec.topology)
     if spec.topology.world_size != 1:
         raise UnsupportedError(
             f'launch = "inline" runs one rank, the run asks for {spec.topology.world_size}', remedy='Set run.launch to "ray"'

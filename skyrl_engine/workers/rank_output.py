@@ -54,20 +54,25 @@ def capture() -> str:
     """
     descriptor, path = tempfile.mkstemp(prefix="skyrl-engine-rank-")
     os.close(descriptor)
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    # Appending, as several descriptors write to it.
-    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    os.close(descriptor)
-    sys.stdout, sys.stderr = _by_line(1), _by_line(2)
-    _c_output_by_line()
+    redirect_output(path)
     root = logging.getLogger()
     root.addHandler(RecordsToOutput())
     root.setLevel(logging.INFO)
     warnings.showwarning = _log_warning
     return path
+
+
+def redirect_output(path: str) -> None:
+    """Write this process's output to the end of a file, which is made if it is not there, as soon as a line ends."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    # Appending, as several descriptors write to it.
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+    sys.stdout, sys.stderr = _by_line(1), _by_line(2)
+    _c_output_by_line()
 
 
 def _by_line(descriptor: int) -> TextIO:

@@ -43,6 +43,11 @@ class Place:
     gpus: tuple[str, ...]
     output: str
 
+    @property
+    def device_index(self) -> int:
+        """Torch's number of the GPU, in the actor's process."""
+        return device_index(self.gpus, os.environ.get("CUDA_VISIBLE_DEVICES"))
+
     def __str__(self) -> str:
         device = f"GPU {', '.join(self.gpus)}" if self.gpus else "CPU"
         return f"{self.name} ({self.host}), pid {self.pid}, {device}"
@@ -57,33 +62,15 @@ class RankActor:
         self._failures = 0
 
     def place(self) -> Place:
-        import ray
-
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            port = probe.getsockname()[1]
-        context = ray.get_runtime_context()
-        return Place(
-            machine=context.get_node_id(),
-            host=ray.util.get_node_ip_address(),
-            port=port,
-            name=socket.gethostname(),
-            pid=os.getpid(),
-            gpus=tuple(context.get_accelerator_ids().get("GPU", [])),
-            output=self._output,
-        )
+        return find_place(self._output)
 
     def start(self, spec: WorkerSpec, rank: int, rendezvous: Rendezvous) -> Any:
         """Make the worker; a Failure when that raises."""
 
         def make() -> None:
-            import ray
-
             from skyrl_engine.workers.worker import Worker
 
-            assigned = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
-            index = device_index(assigned, os.environ.get("CUDA_VISIBLE_DEVICES"))
-            self._worker = Worker(spec, rank, device_index=index, rendezvous=rendezvous)
+            self._worker = Worker(spec, rank, device_index=find_place(self._output).device_index, rendezvous=rendezvous)
 
         return _run_guarded(make)
 
@@ -102,6 +89,25 @@ class RankActor:
         answered = _run_guarded(answer)
         self._failures += isinstance(answered, Failure)
         return answered
+
+
+def find_place(output: str) -> Place:
+    """Return the place of the actor that this process is."""
+    import ray
+
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port = probe.getsockname()[1]
+    context = ray.get_runtime_context()
+    return Place(
+        machine=context.get_node_id(),
+        host=ray.util.get_node_ip_address(),
+        port=port,
+        name=socket.gethostname(),
+        pid=os.getpid(),
+        gpus=tuple(context.get_accelerator_ids().get("GPU", [])),
+        output=output,
+    )
 
 
 def device_index(assigned: Sequence[str], visible: str | None) -> int:

@@ -2,12 +2,13 @@
 
 import contextlib
 import logging
+import math
 import os
 import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -44,8 +45,8 @@ Connection = Literal["started", "joined", "found"]
 """The way of this process to its cluster: it started it, joined it, or found it joined by the embedding program."""
 
 
-def connect(ray: Any, address: str | None, ranks: int) -> Connection:
-    """Join the cluster at `address`, or start one on this machine with a CPU for each rank.
+def connect(ray: Any, address: str | None, cpus: float) -> Connection:
+    """Join the cluster at `address`, or start one on this machine with so many CPUs, or as many as it has.
 
     A cluster that the embedding program has joined is used as it is. Raises EngineError when nothing answers at the address, or
     Ray does not start here.
@@ -54,10 +55,10 @@ def connect(ray: Any, address: str | None, ranks: int) -> Connection:
         return "found"
     if address is None:
         # "local", not None: None would join whatever cluster the environment names
-        cpus = max(ranks, os.cpu_count() or 1)
+        count = max(math.ceil(cpus), os.cpu_count() or 1)
         try:
             with _own_signal_handlers():
-                ray.init(address="local", num_cpus=cpus, include_dashboard=False, logging_level="error", log_to_driver=False)
+                ray.init(address="local", num_cpus=count, include_dashboard=False, logging_level="error", log_to_driver=False)
         except Exception as error:  # Ray raises a plain Exception where its processes are too slow
             raise EngineError(
                 f"Ray did not start on this machine ({_first_line(error)})",
@@ -121,27 +122,44 @@ def rank_resources(device: Device, total: Mapping[str, float], ranks: int) -> di
     short = [name for name, amount in resources.items() if total.get(name, 0) < amount * ranks]
     if short:
         raise UnsupportedError(
-            f"run.ranks = {ranks} needs {_amounts({name: amount * ranks for name, amount in resources.items()})}, "
-            f"the Ray cluster has {_amounts({name: total.get(name, 0) for name in resources})}",
+            f"run.ranks = {ranks} needs {describe_amounts(multiply(resources, ranks))}, "
+            f"the Ray cluster has {describe_amounts({name: total.get(name, 0) for name in resources})}",
             remedy="Lower run.ranks, grow the cluster" + (', or set run.device = "cpu"' if "GPU" in short else ""),
         )
     return resources
 
 
-def wait_for_room(ray: Any, group: Any, resources: Mapping[str, float], ranks: int) -> None:
-    """Wait until the placement group is ready, saying so. Raises EngineError after PATIENCE_SECONDS."""
+def wait_for_room(ray: Any, is_there: Callable[[float], bool], needed: Mapping[str, float], *, who: str, remedy: str) -> None:
+    """Wait until `is_there(seconds)`, which itself waits so long, says that the cluster gave `who` what is `needed`, saying so meanwhile.
+
+    Raises EngineError with the remedy after PATIENCE_SECONDS.
+    """
     started = time.monotonic()
-    needed = _amounts({name: amount * ranks for name, amount in resources.items()})
-    while not group.wait(min(WORD_SECONDS, PATIENCE_SECONDS)):
+    while not is_there(min(WORD_SECONDS, PATIENCE_SECONDS)):
         free = ray.available_resources()
-        have = _amounts({name: free.get(name, 0) for name in resources})
+        have = describe_amounts({name: free.get(name, 0) for name in needed})
         waited = time.monotonic() - started
         if waited >= PATIENCE_SECONDS:
             raise EngineError(
-                f"the Ray cluster made no room for {ranks} ranks in {waited:.0f} s: they need {needed}, free are {have}",
-                remedy="Wait for other work on the cluster to end, or lower run.ranks",
+                f"the Ray cluster made no room for {who} in {waited:.0f} s: needed are {describe_amounts(needed)}, free are {have}",
+                remedy=f"Wait for other work on the cluster to end, or {remedy}",
             )
-        logger.warning("waiting for the Ray cluster to make room for %d ranks: they need %s, free are %s", ranks, needed, have)
+        logger.warning(
+            "waiting for the Ray cluster to make room for %s: needed are %s, free are %s", who, describe_amounts(needed), have
+        )
+
+
+def multiply(resources: Mapping[str, float], count: int) -> dict[str, float]:
+    """Return the resources of several that need the same."""
+    return {name: amount * count for name, amount in resources.items()}
+
+
+def describe_death(error: Exception) -> str:
+    """Return Ray's own account of an actor's end, on one line and without its guesses at what could have happened."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    telling = [line for line in lines if "exit" in line.lower() or "killed" in line.lower() or "memory" in line.lower()]
+    account, _, _ = (telling or lines or [type(error).__name__])[0].partition("Some common causes")
+    return account.strip().rstrip(".")
 
 
 def by_machine(machines: Sequence[str]) -> list[int]:
@@ -150,5 +168,6 @@ def by_machine(machines: Sequence[str]) -> list[int]:
     return sorted(range(len(machines)), key=lambda place: first[machines[place]])
 
 
-def _amounts(resources: Mapping[str, float]) -> str:
+def describe_amounts(resources: Mapping[str, float]) -> str:
+    """Return `2 CPU and 1 GPU`."""
     return " and ".join(f"{amount:g} {name}" for name, amount in resources.items())

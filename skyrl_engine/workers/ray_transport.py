@@ -23,8 +23,10 @@ from skyrl_engine.workers.ray_cluster import (
     Connection,
     by_machine,
     connect,
+    describe_death,
     end_own_processes,
     import_ray,
+    multiply,
     rank_resources,
     wait_for_room,
 )
@@ -46,11 +48,11 @@ Reply = TypeVar("Reply")
 
 
 class RayTransport:
-    """Starts actors on the cluster at `address`, or on a local one made for the run."""
+    """Starts actors on the cluster at `address`, or on a local one made for the run, with `spare_cpus` beside those of the ranks."""
 
     concurrent = True
 
-    def __init__(self, spec: WorkerSpec, address: str | None) -> None:
+    def __init__(self, spec: WorkerSpec, address: str | None, spare_cpus: float = 0.0) -> None:
         self._ray = import_ray()
         self._actors: list[Any] = []
         self._places: list[Place] = []
@@ -59,7 +61,8 @@ class RayTransport:
         self._group: Any = None
         self._watch: RayWatch | None = None
         self.ended: str | None = None
-        self._connection: Connection = connect(self._ray, address, spec.topology.world_size)
+        self.ray_resources: Mapping[str, float] | None = None
+        self._connection: Connection = connect(self._ray, address, spec.topology.world_size + spare_cpus)
         try:
             self._watch = RayWatch(self._ray, gcs_seconds=OWN_GCS_SECONDS if self._connection == "started" else GCS_SECONDS)
             with self._using_ray("start"):
@@ -73,9 +76,9 @@ class RayTransport:
         from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        resources = rank_resources(spec.device, ray.cluster_resources(), world)
+        self.ray_resources = resources = rank_resources(spec.device, ray.cluster_resources(), world)
         self._group = placement_group([resources] * world, strategy="PACK")
-        wait_for_room(ray, self._group, resources, world)
+        wait_for_room(ray, self._group.wait, multiply(resources, world), who=f"{world} ranks", remedy="lower run.ranks")
         actor = ray.remote(RankActor)
         started_with = on_start(spec, resources)
         self._actors = [
@@ -135,7 +138,7 @@ class RayTransport:
                 except self._ray.exceptions.RayTaskError as error:  # outside the worker: what was sent could not be unpacked
                     failures[rank] = Failure(None, f"{type(error.cause).__name__}: {error.cause}".splitlines()[0], str(error))
                 except self._ray.exceptions.RayError as error:
-                    deaths[rank] = _cause_of_death(error)
+                    deaths[rank] = describe_death(error)
                 else:
                     if isinstance(result, Failure):
                         failures[rank] = result
@@ -234,14 +237,6 @@ def on_start(spec: WorkerSpec, resources: Mapping[str, float]) -> dict[str, Any]
     """Return options of Ray that start a rank's process with the variables of its backend; none on the CPU, which starts from Ray's pool."""
     variables = spec.variables() if "GPU" in resources else {}
     return {"runtime_env": {"env_vars": variables}} if variables else {}
-
-
-def _cause_of_death(error: Exception) -> str:
-    """Ray's own account, on one line and without its guesses at what could have happened."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    telling = [line for line in lines if "exit" in line.lower() or "killed" in line.lower() or "memory" in line.lower()]
-    account, _, _ = (telling or lines or [type(error).__name__])[0].partition("Some common causes")
-    return account.strip().rstrip(".")
 
 
 def _role(topology: Topology, rank: int) -> str:

@@ -1,6 +1,7 @@
 """The process of one replica of a generator: `python -m skyrl_engine.workers.replica_process FD`, with a socket to the controller.
 
 It takes calls and answers each of them once, and sends completions as they come. It ends when the controller closes the socket or dies.
+An actor of Ray runs the same loop (`ray_replica.py`).
 """
 
 import os
@@ -56,15 +57,19 @@ def _start(start: ReplicaStart) -> Any:
     return driver
 
 
+def serve_until_gone(connection: Connection) -> None:
+    """Serve, and end this process when the controller is gone."""
+    try:
+        serve(connection)
+    except (EOFError, OSError):
+        # whatever threads a generator has must not keep the process
+        os._exit(0)
+
+
 def main() -> None:
     # Ctrl-C reaches the whole terminal; the controller decides what becomes of it
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    connection = Connection(int(sys.argv[1]))
-    try:
-        serve(connection)
-    except (EOFError, ConnectionError, BrokenPipeError):
-        # the controller is gone, and whatever threads a generator has must not keep the process
-        os._exit(0)
+    serve_until_gone(Connection(int(sys.argv[1])))
 
 
 if __name__ == "__main__":

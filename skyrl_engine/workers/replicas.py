@@ -1,10 +1,6 @@
 """Generators in processes of their own, each a replica of the model: the controller's side."""
 
 import logging
-import signal
-import socket
-import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +20,7 @@ from skyrl_engine.contracts.values.model import ModelConfig
 from skyrl_engine.errors import RolloutError
 from skyrl_engine.workers.generation import StoredWeights
 from skyrl_engine.workers.generator_hosts import WeightFolders
+from skyrl_engine.workers.replica_launch import ReplicaLauncher, ReplicaProcess
 from skyrl_engine.workers.replica_messages import Call, CallEnd, ReplicaStart, Sampled
 from skyrl_engine.workers.sampler_facts import SamplerFacts
 
@@ -39,64 +36,70 @@ logger = logging.getLogger(__name__)
 
 @define(eq=False)
 class Replica:
-    """One process of a generator, its connection, and the requests that it has."""
+    """One process of a generator, and what it owes."""
 
     number: int
-    child: "subprocess.Popen[bytes]"
-    connection: Connection
+    process: ReplicaProcess
     output: Path
-    owed: int = 1
+    _make_start: Callable[[str], ReplicaStart]
+    """Returns the first message by the device of the process."""
+    _inbox: "SimpleQueue[tuple[Replica, Any]]"
+    owed: int = field(default=1, init=False)
     """Answers that it owes: that to its start, and to every call."""
+    _unsent: list[Call] = field(factory=list, init=False)
+    """Calls until it is connected."""
+    _connection: Connection | None = field(default=None, init=False)
+    _sending: threading.Lock = field(factory=threading.Lock, init=False)
+    _thread: threading.Thread = field(init=False)
 
-    @classmethod
-    def launch(cls, number: int, start: ReplicaStart, output: Path, inbox: "SimpleQueue[tuple[Replica, Any]]") -> "Replica":
-        """Start the process, and a thread that puts what it sends into `inbox`, and None when it is gone."""
-        ours, theirs = socket.socketpair()
-        with output.open("ab") as log:
-            child = subprocess.Popen(  # noqa: S603 -- our own interpreter and module
-                [sys.executable, "-m", "skyrl_engine.workers.replica_process", str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                pass_fds=(theirs.fileno(),),
-            )
-        theirs.close()
-        replica = cls(number, child, Connection(ours.detach()), output)
-        replica.connection.send(start)
-        threading.Thread(target=replica._receive, args=(inbox,), name=f"generator replica {number}", daemon=True).start()
-        return replica
+    def __attrs_post_init__(self) -> None:
+        """Start a thread that puts what the process sends into the inbox, and None when it is gone."""
+        self._thread = threading.Thread(target=self._receive, name=f"generator replica {self.number}", daemon=True)
+        self._thread.start()
 
-    def _receive(self, inbox: "SimpleQueue[tuple[Replica, Any]]") -> None:
+    def _receive(self) -> None:
         """Read all that the process sends: it must never wait for the controller to read while the controller waits for it."""
-        while True:
-            try:
-                message = self.connection.recv()
-            except (EOFError, OSError):
-                message = None
-            except Exception as error:  # noqa: BLE001 - what cannot be read must not look like silence
-                message = CallEnd.of_failure(error)
-            inbox.put((self, message))
-            if message is None:
-                return
+        try:
+            connection = self._connect()
+        except (EOFError, OSError):
+            self._inbox.put((self, None))
+            return
+        except Exception as error:  # noqa: BLE001 - a cause must not look like silence
+            self._inbox.put((self, CallEnd.of_failure(error)))
+            return
+        with connection:
+            while True:
+                try:
+                    message = connection.recv()
+                except (EOFError, OSError):
+                    message = None
+                except Exception as error:  # noqa: BLE001 - as above
+                    message = CallEnd.of_failure(error)
+                self._inbox.put((self, message))
+                if message is None:
+                    return
+
+    def _connect(self) -> Connection:
+        connection, device = self.process.connect()
+        with self._sending:
+            for message in (self._make_start(device), *self._unsent):
+                connection.send(message)
+            self._connection = connection
+        return connection
 
     def send(self, call: Call) -> None:
-        """Send a call. A process that is gone is told by its reader."""
+        """Send a call, now or when the process is there. One that is gone is told by its reader."""
         self.owed += 1
-        with suppress(OSError):
-            self.connection.send(call)
+        with self._sending:
+            if self._connection is None:
+                self._unsent.append(call)
+                return
+            with suppress(OSError):
+                self._connection.send(call)
 
     def describe_end(self) -> str:
         """Say how the process ended."""
-        with suppress(subprocess.TimeoutExpired):
-            self.child.wait(timeout=2.0)
-        code = self.child.returncode
-        if code is None:
-            ending = "closed its connection"
-        elif code < 0:
-            ending = f"was killed by {signal.Signals(-code).name}"
-        else:
-            ending = f"ended with exit code {code}"
-        return f"replica {self.number} (pid {self.child.pid}) {ending}"
+        return f"replica {self.number} {self.process.describe_end()}"
 
     def read_last_lines(self) -> tuple[str, ...]:
         """Return what the process printed last."""
@@ -106,25 +109,21 @@ class Replica:
 
     def end(self, seconds: float = 0.0) -> None:
         """Wait so long for the process to end by itself, then end it."""
-        try:
-            self.child.wait(timeout=seconds)
-        except subprocess.TimeoutExpired:
-            self.child.kill()
-            self.child.wait()
-        with suppress(OSError):
-            self.connection.close()
+        self.process.end(seconds)
+        self._thread.join(WAIT_SECONDS)
 
 
 @define(eq=False)
 class ReplicaHost:
-    """Replicas of a generator in processes on this machine. One that dies is started again with the weights that it had, and given its requests
+    """Replicas of a generator in processes of their own. One that dies is started again with the weights that it had, and given its requests
     again, under the same seeds.
     """
 
     label: str
     folders: WeightFolders
-    _make_start: Callable[[int, WeightSource, int], ReplicaStart]
-    """Returns the start of a replica by its number, with weights and their version."""
+    _launcher: ReplicaLauncher
+    _make_start: Callable[[str, WeightSource, int], ReplicaStart]
+    """Returns the start of a replica on a device, with weights and their version."""
     _logs: Path
     _replicas: list[Replica] = field(factory=list, init=False)
     _requests: list[dict[int, GenerationRequest]] = field(factory=list, init=False)
@@ -148,20 +147,21 @@ class ReplicaHost:
         *,
         label: str,
         version: int,
-        devices: Sequence[str],
+        replicas: int,
+        launcher: ReplicaLauncher,
     ) -> "ReplicaHost":
-        """Start a replica on each of `devices`, with the weights as they are. Raises what the start of a generator raises."""
+        """Start replicas, with the weights as they are. Raises what the start of a generator raises."""
 
-        def make_start(number: int, weights: WeightSource, version: int) -> ReplicaStart:
-            return ReplicaStart(lock, context, facts, folders.model, devices[number], weights, version)
+        def make_start(device: str, weights: WeightSource, version: int) -> ReplicaStart:
+            return ReplicaStart(lock, context, facts, folders.model, device, weights, version)
 
-        logs = facts.folder or Path(tempfile.mkdtemp(prefix="skyrl-engine-generator-"))
+        logs = (facts.folder or Path(tempfile.mkdtemp(prefix="skyrl-engine-generator-"))).absolute()
         logs.mkdir(parents=True, exist_ok=True)
-        host = cls(label, folders, make_start, logs)
+        host = cls(label, folders, launcher, make_start, logs)
         folders.write(version)
         host._weights[POLICY] = folders.get(version), version
         try:
-            for number in range(len(devices)):
+            for number in range(replicas):
                 host._requests.append({})
                 host._deaths.append(0)
                 host._replicas.append(host._launch(number))
@@ -217,6 +217,7 @@ class ReplicaHost:
             replica.send(Call("close"))
         for replica in self._replicas:
             replica.end(END_SECONDS)
+        self._launcher.close()
         self.folders.close()
 
     def _give(self, weights: WeightSource, version: int, target: str) -> None:
@@ -271,7 +272,9 @@ class ReplicaHost:
 
     def _launch(self, number: int) -> Replica:
         weights, version = self._weights[POLICY]
-        return Replica.launch(number, self._make_start(number, weights, version), self._logs / f"replica-{number}.log", self._inbox)
+        output = self._logs / f"replica-{number}.log"
+        process = self._launcher.launch(number, output)
+        return Replica(number, process, output, lambda device: self._make_start(device, weights, version), self._inbox)
 
     def _replace(self, replica: Replica) -> None:
         """Start a replica again that is gone. Raises RolloutError where it dies again and again."""

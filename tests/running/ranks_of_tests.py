@@ -35,5 +35,5 @@ def one_rank() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def without_ray() -> Iterator[None]:
     """For tests of what a run computes on several ranks. Ray itself is held by tests/workers and by a killed rank."""
-    with patch("skyrl_engine.workers.ray_transport.RayTransport", lambda spec, _address: OwnRanksTransport(spec)):
+    with patch("skyrl_engine.workers.ray_transport.RayTransport", lambda spec, *_: OwnRanksTransport(spec)):
         yield

@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import os
 import signal
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from skyrl_engine.engine.plan import Plan
 from skyrl_engine.engine.sampler import Sampler
 from skyrl_engine.modeling.tiny import make_parts_differ, write_model
 from skyrl_engine.rollout.journal import Journal
+from skyrl_engine.rollout.journal_index import read_groups, read_index
 from skyrl_engine.run.metrics import read_metrics
 from skyrl_engine.testing.templates import TEMPLATES
 from skyrl_engine.training.rl.run import run_rl
@@ -170,26 +172,48 @@ def numbers_of(directory: Path) -> list[dict[str, float]]:
     ]
 
 
-def kill_run(tables: dict[str, Any], overrides: Sequence[str], moment: str, count: int) -> None:
-    """Run, or go on with, a run in a process of its own, and SIGKILL that when `moment` comes the `count`-th time."""
+def numbers_without_waits(directory: Path) -> list[dict[str, float]]:
+    """The metrics of all steps, but for those of time and of waiting."""
+    return [{name: value for name, value in row.items() if not name.endswith("_seconds")} for row in numbers_of(directory)]
+
+
+def check_ledger(directory: Path, staleness: int) -> None:
+    """Hold a run to the ledger's promises: every group in one step, none older than the bound, by what the journal says of its tokens."""
+    index = read_index(directory / "rollouts")
+    trained = [ticket for tickets in index.trained.values() for ticket in tickets]
+    assert len(trained) == len(set(trained)) > 0
+    groups = {group.ticket: group for group in read_groups(directory / "rollouts")}
+    for step, tickets in index.trained.items():
+        for ticket in tickets:
+            assert step - 1 - staleness <= groups[ticket].start_version <= step - 1
+            for attempt in groups[ticket].finished:
+                assert attempt.versions.versions.min() >= groups[ticket].start_version
+                assert attempt.versions.versions.max() <= step - 1
+    assert max(row["metrics"]["async/staleness_max"] for row in steps_of(directory)) <= staleness
+
+
+def kill_run(tables: dict[str, Any], overrides: Sequence[str], moment: str, count: int, *, later: float = 0.0) -> None:
+    """Run, or go on with, a run in a process of its own, and SIGKILL that when `moment` comes the `count`-th time, or so many seconds later."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
         ["transformers.modeling_utils", "skyrl_engine_fsdp.backend", "skyrl_engine_generators.generator", __name__]
     )
-    process = context.Process(target=_run_until, args=(tables, tuple(overrides), moment, count))
+    process = context.Process(target=_run_until, args=(tables, tuple(overrides), moment, count, later))
     process.start()
     process.join(120)
     assert process.exitcode == -signal.SIGKILL, f"{moment} did not come {count} times: {process.exitcode}"
 
 
-def _run_until(tables: dict[str, Any], overrides: Sequence[str], moment: str, count: int) -> None:
+def _run_until(tables: dict[str, Any], overrides: Sequence[str], moment: str, count: int, later: float) -> None:
     torch.set_num_threads(1)
     where, name, torn = MOMENTS[moment]
     right, left = getattr(where, name), [count]
 
     def count_calls(self: Any, *arguments: Any, **named: Any) -> Any:
         left[0] -= 1
-        if left[0]:
+        if left[0] == 0 and later:
+            threading.Timer(later, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        if left[0] or later:
             return right(self, *arguments, **named)
         if torn == "half":
             data = self._buffer.getvalue()
@@ -211,6 +235,8 @@ MOMENTS: dict[str, tuple[Any, str, str]] = {
     "learned": (RlTrainer, "_learn", "after"),
     "a step noted": (Journal, "record_step", "after"),
     "publishing": (Sampler, "update", "before"),
+    "weights gathered": (Sampler, "write", "after"),
+    "weights given": (Sampler, "take", "after"),
     "saving": (Engine, "save", "after"),
     "a checkpoint's state": (RlTrainer, "state", "after"),
 }

@@ -34,7 +34,9 @@ from skyrl_engine_vllm_server.checksums import LoadedTensors
 from skyrl_engine_vllm_server.groups import join_group, receive
 from skyrl_engine_vllm_server.owner import end_with_owner
 
-FOREVER = 3600.0
+FOREVER, SLOW = 3600.0, 1.0
+CHANGED = ("cut", "twice", "the last one's")
+"""Misbehaviours of a right answer."""
 
 
 class Held:
@@ -73,6 +75,9 @@ class Engine:
         self.done: dict[int, Completion] = {}
         self.count = 0
         self.misbehaviour: dict[str, str] = {}
+        self.last: Any = None
+        # once in all lives of the server: the file of a fault that came is there
+        self.faults = json.loads(os.environ.get("VLLM_ROUTES_FAULTS", "[]"))
         threading.Thread(target=self._step, daemon=True).start()
 
     def _step(self) -> None:
@@ -82,6 +87,17 @@ class Engine:
                     for completion in self.generator.poll(0.0):
                         self.done[completion.request_id] = completion
             time.sleep(0.001)
+
+    def find_fault(self, path: str) -> str | None:
+        """Return the fault whose turn it is: one of `{"path", "count", "what", "file"}`, at the so-manieth call of the path."""
+        with self.lock:
+            for fault in self.faults:
+                if fault["path"] == path and not Path(fault["file"]).exists():
+                    fault["count"] -= 1
+                    if not fault["count"]:
+                        Path(fault["file"]).touch()
+                        return str(fault["what"])
+        return None
 
     def generate(self, body: Mapping[str, Any]) -> dict[str, Any]:
         wanted = body["sampling_params"]
@@ -100,12 +116,12 @@ class Engine:
         top = wanted["logprobs"]
         with self.lock:
             self.count += 1
-            number = self.numbers[f"generate-tokens-{body['request_id']}"] = self.count
+            number = self.numbers[name := f"generate-tokens-{body['request_id']}"] = self.count
             request = GenerationRequest(number, prompt, sampling, wanted["seed"] % (1 << 64), session=number, top_logprobs=top)
             self.generator.submit([evolve(request, prompt_logprobs=wanted["prompt_logprobs"] is not None)])
         while number not in self.done:
             time.sleep(0.001)
-        return self._say(prompt, self.done.pop(number), top)
+        return {"request_id": name, **self._say(prompt, self.done.pop(number), top)}
 
     def _say(self, prompt: Any, done: Completion, top: int) -> dict[str, Any]:
         content = []
@@ -203,20 +219,33 @@ class Handler(BaseHTTPRequestHandler):
         key = os.environ.get("VLLM_API_KEY")
         if key and path.startswith(("/v1", "/inference")) and self.headers.get("Authorization") != f"Bearer {key}":
             return self._send(401, {"error": "Unauthorized"})
-        wrong = engine.misbehaviour.get(path)
+        wrong = engine.misbehaviour.get(path) or engine.find_fault(path)
         if wrong is not None and path != "/misbehave":
             if wrong.startswith("once "):
                 engine.misbehaviour.pop(path)
                 wrong = wrong.removeprefix("once ")
-            return self._misbehave(wrong)
+            if wrong == "slow":
+                time.sleep(SLOW)
+            elif wrong == "killed behind it":
+                threading.Timer(0.02, os._exit, [9]).start()
+            elif wrong not in CHANGED:
+                return self._misbehave(wrong, body)
         try:
             query = {name: values[0] for name, values in parse_qs(urlsplit(self.path).query).items()}
             status, answer = self._route(path, body, query)
         except Exception as error:  # noqa: BLE001 as a server does
             status, answer = 500, {"error": {"message": repr(error)}}
+        if wrong == "the last one's" and engine.last is not None:
+            answer = engine.last
+        if path == "/inference/v1/generate":
+            engine.last = answer
+        if wrong == "cut":
+            return self._send(status, answer, share=0.5)
+        if wrong == "twice":
+            self._send(status, answer)
         return self._send(status, answer)
 
-    def _misbehave(self, wrong: str) -> None:
+    def _misbehave(self, wrong: str, body: Any) -> None:
         if wrong == "500":
             self._send(500, {"error": {"message": "EngineCore encountered an issue"}})
         elif wrong == "404":
@@ -228,11 +257,13 @@ class Handler(BaseHTTPRequestHandler):
         elif wrong == "garbage":
             self._send(200, {"choices": [{"token_ids": "none"}]})
         elif wrong == "foreign":
-            self._send(200, FOREIGN)
+            self._send(200, {"request_id": f"generate-tokens-{body['request_id']}", **FOREIGN})
         elif wrong == "hang":
             time.sleep(FOREVER)
         elif wrong == "exit":
             os._exit(9)
+        else:
+            raise ValueError(wrong)
 
     def _route(self, path: str, body: Any, query: Mapping[str, str]) -> tuple[int, Any]:
         engine = self.engine
@@ -298,13 +329,14 @@ class Handler(BaseHTTPRequestHandler):
                 return {}
         raise NotImplementedError(method)
 
-    def _send(self, status: int, answer: Any, kind: str = "application/json") -> None:
+    def _send(self, status: int, answer: Any, kind: str = "application/json", share: float = 1.0) -> None:
         data = answer.encode() if isinstance(answer, str) else json.dumps(answer).encode()
         self.send_response(status)
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
-        self.wfile.write(data)
+        self.wfile.write(data[: round(share * len(data))])
+        self.close_connection = share < 1.0
 
 
 FOREIGN = {

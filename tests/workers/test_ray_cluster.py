@@ -119,8 +119,8 @@ def test_room_that_others_hold_is_waited_for_with_a_word_and_not_for_ever(monkey
         others = placement_group([{"CPU": 2.0}])
         assert others.wait(30)
         group = placement_group([{"CPU": 1.0}] * 2)
-        with pytest.raises(EngineError, match="made no room for 2 ranks in 1 s: they need 2 CPU, free are 0 CPU"):
-            wait_for_room(ray, group, {"CPU": 1.0}, 2)
+        with pytest.raises(EngineError, match="made no room for 2 ranks in 1 s: needed are 2 CPU, free are 0 CPU"):
+            wait_for_room(ray, group.wait, {"CPU": 2.0}, who="2 ranks", remedy="lower run.ranks")
         assert "waiting for the Ray cluster to make room for 2 ranks" in caplog.text
     finally:
         ray.shutdown()

@@ -438,7 +438,7 @@ def test_a_server_that_dies_is_started_again_with_the_present_weights(opens: Ope
     assert (tmp_path / "vllm-0-start-2.log").exists()
 
 
-@pytest.mark.parametrize("wrong", ["500", "garbage", "html"])
+@pytest.mark.parametrize("wrong", ["500", "garbage", "html", "cut", "twice", "the last one's"])
 def test_a_request_is_sent_again_where_an_answer_is_none(opens: Opens, url: str, wrong: str) -> None:
     generator, weights = opens()
     post(url, "/misbehave", {"/inference/v1/generate": f"once {wrong}"})

@@ -5,6 +5,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from skyrl_engine import read_rollouts
 from skyrl_engine.config import load, resolve
 from skyrl_engine.modeling.tiny import write_model
@@ -16,7 +18,7 @@ ROUTES = Path(__file__).parents[3] / "tests" / "running" / "vllm_routes.py"
 REWARD = "def score(text, task):\n    return sum(letter in 'aeiou' for letter in text) / max(1, len(text))\n"
 
 
-def run_over_vllm(tmp_path: Path, **rl: Any) -> Path:
+def run_over_vllm(tmp_path: Path, name: str = "run", generator: dict[str, Any] | None = None, **rl: Any) -> Path:
     tokenizer = TEMPLATES["chatml"].tokenizer()
     write_model(tmp_path / "model", tokenizer=tokenizer)
     tokenizer.save_pretrained(tmp_path / "model")
@@ -30,8 +32,8 @@ def run_over_vllm(tmp_path: Path, **rl: Any) -> Path:
         "rollouts": {"workers": 1},
         "evaluation": {"at_end": False},
         "optimizer": {"learning_rate": 1e-2},
-        "generator": {"use": "vllm", "command": [sys.executable, str(ROUTES)]},
-        "run": {"directory": str(tmp_path / "run"), "device": "cpu"},
+        "generator": {"use": "vllm", "command": [sys.executable, str(ROUTES)], **(generator or {})},
+        "run": {"directory": str(tmp_path / name), "device": "cpu"},
     }
     return run_rl(resolve(load(table, ()))).directory
 
@@ -56,3 +58,41 @@ def test_servers_sample_beside_training_within_the_bound(tmp_path: Path) -> None
         for record in steps
     ]
     assert tokens == [1.0] * 4
+
+
+GENERATE = "/inference/v1/generate"
+FAULTS = {
+    "killed before an update": ("/pause", 3, "exit"),
+    "killed as an update opens": ("/start_weight_update", 3, "killed behind it"),
+    "killed in an update": ("/update_weights", 3, "exit"),
+    "killed after tensors came": ("/finish_weight_update", 3, "killed behind it"),
+    "killed after an update": ("/resume", 3, "killed behind it"),
+    "killed amid requests": (GENERATE, 20, "killed behind it"),
+    "slow": (GENERATE, 15, "slow"),
+    "hangs": (GENERATE, 15, "hang"),
+    "answers twice": (GENERATE, 15, "twice"),
+    "answers another request": (GENERATE, 15, "the last one's"),
+    "connection cut in the middle": (GENERATE, 15, "cut"),
+    "connection of an update cut": ("/finish_weight_update", 3, "cut"),
+}
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+def test_faults_of_servers_beside_training_change_no_bit(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    """Two servers, of which one meets a fault in the third update, or as it samples beside a step: the run goes on to the same bits."""
+    drained = {"staleness": 2, "steps": 5, "in_flight_updates": False}
+    wanted = run_over_vllm(tmp_path, "whole", {"servers": 2}, **drained)
+    for number, (fault, (path, count, what)) in enumerate(FAULTS.items()):
+        with subtests.test(fault):
+            file = tmp_path / f"fault-{number}"
+            told = json.dumps([{"path": path, "count": count, "what": what, "file": str(file)}])
+            servers = {"servers": 2, "environment": {"VLLM_ROUTES_FAULTS": told}, "request_seconds": 10.0, "update_seconds": 20.0}
+            run = run_over_vllm(tmp_path, f"run-{number}", servers, **drained)
+            assert file.exists(), "the fault came"
+            assert (run / "model" / "model.safetensors").read_bytes() == (wanted / "model" / "model.safetensors").read_bytes()
+            assert [trained_by(group) for group in read_rollouts(run)] == [trained_by(group) for group in read_rollouts(wanted)]
+
+
+def trained_by(group: Any) -> tuple[Any, ...]:
+    return group.ticket, [(attempt.token_ids.tolist(), attempt.versions.versions.tolist()) for attempt in group.trajectories]

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from attrs import Factory, field, frozen
-from attrs.validators import deep_iterable, ge, in_, min_len, optional
+from attrs.validators import deep_iterable, ge, in_, le, min_len, optional
 
-from skyrl_engine.config.schema.metadata import KIND
+from skyrl_engine.config.schema.metadata import KIND, READ_BY
 from skyrl_engine.contracts.values.model import PLACE
 from skyrl_engine.contracts.values.roles import ROLES, Role
 
@@ -58,5 +58,19 @@ class GeneratorTable(PluginTable):
     replicas: int = field(default=1, validator=ge(1), kw_only=True)
     """Processes of the placement `process`, each with a whole copy of the model; a session stays in one."""
 
-    devices: tuple[str, ...] = field(default=(), validator=deep_iterable(min_len(1)), kw_only=True)
+    launch: Literal["local", "ray"] = field(default="local", validator=in_(("local", "ray")), kw_only=True)
+    """Machines of these processes: `local` is the controller's; with `ray` they are actors on the cluster of `run.launch = "ray"`, on any of
+    its nodes, which must see the run's directory at the same path."""
+
+    devices: tuple[str, ...] = field(
+        default=(), validator=deep_iterable(min_len(1)), kw_only=True, metadata={READ_BY: ("launch", ("local",))}
+    )
     """Devices of these processes, one each, such as `["cuda:4", "cuda:5"]`, which the ranks must not use; none: the CPU for all."""
+
+    cpus: float = field(default=1.0, validator=ge(0), kw_only=True, metadata={READ_BY: ("launch", ("ray",))})
+    """CPUs of the Ray cluster that each of these processes takes."""
+
+    gpus: float | None = field(
+        default=None, validator=optional([ge(0), le(1)]), kw_only=True, metadata={READ_BY: ("launch", ("ray",))}
+    )
+    """GPUs that each takes: 1, 0, or the part of one that several share; none: 1 where the ranks compute on GPUs, else 0."""

@@ -1,6 +1,6 @@
 """A transport that runs the engine's workers on the ranks of a `World`: no Ray, and one world for many backends in turn."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 from skyrl_engine.errors import EngineError
@@ -19,6 +19,7 @@ class WorldTransport:
     """A `Transport` over a world that outlives it. Starting one ends the workers of the one before."""
 
     concurrent = True
+    ray_resources: Mapping[str, float] | None = None
 
     def __init__(self, world: World, spec: WorkerSpec) -> None:
         self._world = world

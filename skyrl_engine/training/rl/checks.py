@@ -134,7 +134,8 @@ def refuse_generator(draft: RlDraft) -> None:
     table = cast("GeneratorTable | None", resolved.config.selected.get("generator"))
     staleness = resolved.config.rl.staleness if draft.trains else 0
     placement = choose_placement(label, description, table, beside=staleness > 0)
-    if placement == "process" and (table is None or not table.devices) and find_device(resolved.config.run) == "cuda":
+    is_local = table is None or (table.launch == "local" and not table.devices)
+    if placement == "process" and is_local and find_device(resolved.config.run) == "cuda":
         raise UnsupportedError(
             f"{label} lives in processes of its own, generator.devices names none, and the ranks compute on GPUs: it would sample on the CPU",
             remedy='Set generator.devices to GPUs that the ranks do not use, such as ["cuda:1"], or to ["cpu"] where that is meant',

@@ -12,7 +12,7 @@ from skyrl_engine.data.preview import show_boundaries, token_texts
 from skyrl_engine.data.text.template_rule import Rendering
 from skyrl_engine.engine.cpu_check import describe_sharing
 from skyrl_engine.engine.device_check import describe_compiling
-from skyrl_engine.engine.generator_placement import choose_placement
+from skyrl_engine.engine.generator_placement import choose_placement, count_replicas
 from skyrl_engine.model_facts.memory import CACHE_SHARE, CacheShape, format_bytes
 from skyrl_engine.rollout.offline_source import Recording
 from skyrl_engine.run.session import recall_choices
@@ -120,8 +120,11 @@ def _describe_sampling(prepared: PreparedRl) -> str | None:
         case "rank":
             return "on the ranks, in turns with training"
         case "process":
-            count = len(table.devices) or table.replicas
+            count = count_replicas(table)
             place = "in a process of its own" if count == 1 else f"in {count} processes of their own"
+            if table.launch == "ray":
+                gpus = "a GPU where ranks have one" if table.gpus is None else f"{table.gpus:g} GPU"
+                place += f" on the Ray cluster, {'each ' * (count > 1)}with {table.cpus:g} CPU and {gpus}"
         case _:
             place = "by servers"
     if not staleness:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from by_day import now
-from rl_runs import BESIDE_TRAINING, Rl, kill_run, numbers_of, steps_of, weights_of
+from rl_runs import BESIDE_TRAINING, Rl, check_ledger, kill_run, numbers_of, numbers_without_waits, steps_of, weights_of
 
 from skyrl_engine.errors import ConfigError, RolloutError, UnsupportedError
 from skyrl_engine.rollout.journal_index import read_groups, read_index
@@ -44,25 +44,6 @@ class Plugin(HfPlugin):
 
 deaf = Plugin()
 '''
-
-
-def numbers_without_waits(directory: Path) -> list[dict[str, float]]:
-    return [{name: value for name, value in row.items() if not name.endswith("_seconds")} for row in numbers_of(directory)]
-
-
-def check_ledger(directory: Path, staleness: int) -> None:
-    """Hold a run to the ledger's promises: every group in one step, none older than the bound, by what the journal says of its tokens."""
-    index = read_index(directory / "rollouts")
-    trained = [ticket for tickets in index.trained.values() for ticket in tickets]
-    assert len(trained) == len(set(trained)) > 0
-    groups = {group.ticket: group for group in read_groups(directory / "rollouts")}
-    for step, tickets in index.trained.items():
-        for ticket in tickets:
-            assert step - 1 - staleness <= groups[ticket].start_version <= step - 1
-            for attempt in groups[ticket].finished:
-                assert attempt.versions.versions.min() >= groups[ticket].start_version
-                assert attempt.versions.versions.max() <= step - 1
-    assert max(row["metrics"]["async/staleness_max"] for row in steps_of(directory)) <= staleness
 
 
 def test_replicas_sample_what_the_ranks_sample(rl: Rl) -> None:
@@ -145,7 +126,7 @@ def test_a_replica_that_is_killed_is_started_again_and_changes_no_bit(rl: Rl, mo
 
     def submit_and_kill(self: ReplicaHost, requests: Any) -> None:
         submit(self, requests)
-        pid = self._replicas[0].child.pid
+        pid = self._replicas[0].process.child.pid
         if len(killed) < 2 and pid not in killed:
             killed.append(pid)
             os.kill(pid, signal.SIGKILL)
@@ -194,6 +175,16 @@ def evaluations_of(directory: Path) -> list[Mapping[str, float]]:
     [
         (["rl.order=ticket"], "rl.order: is set, and with rl.staleness = 0"),
         (["rl.in_flight_updates=true"], "rl.in_flight_updates: is set, and with rl.staleness = 0"),
+<<<<<<< HEAD
+=======
+        (["rl.staleness=1", "generator.launch=ray"], 'generator.launch: is "ray", but run.launch is not'),
+        (["rl.staleness=1", "generator.cpus=2"], 'generator.cpus: is not read where generator.launch = "local"'),
+        (
+            ["run.launch=ray", "generator.launch=ray", "generator.devices=['cpu']"],
+            "generator.devices: is not read where generator.launch",
+        ),
+        (["rl.staleness=1", "reward_model.path={model}"], "a reward model scores groups on the ranks"),
+>>>>>>> a445e7a5 (Replicas of a generator may be actors on the nodes of a Ray cluster)
     ],
 )
 def test_keys_that_nobody_would_read_are_refused(rl: Rl, keys: list[str], names: str) -> None:
@@ -208,6 +199,7 @@ def test_keys_that_nobody_would_read_are_refused(rl: Rl, keys: list[str], names:
         (["rl.staleness=1", "run.device=cuda"], "generator.devices names none, and the ranks compute on GPUs"),
         (["generator.replicas=2"], "generator.replicas is set, and .* samples on the ranks"),
         (["generator.devices=['cpu']"], "generator.devices is set"),
+        (["run.launch=ray", "generator.launch=ray"], "generator.launch is set, and .* samples on the ranks"),
         (
             ["generator.placement=process", "generator.replicas=3", "generator.devices=['cpu', 'cpu']"],
             "generator.replicas is 3, and generator.devices names 2",
@@ -240,11 +232,20 @@ def test_a_dry_run_says_what_goes_on_beside_what(rl: Rl) -> None:
             "turns": (),
             "apart": ("generator.placement=process",),
             "beside": ("rl.staleness=3", "generator.replicas=2"),
+            "on ray": (
+                "run.launch=ray",
+                "generator.placement=process",
+                "generator.launch=ray",
+                "generator.replicas=2",
+                "generator.cpus=1.5",
+            ),
             "drained": ("rl.staleness=1", DRAINED),
         }.items()
     }
     assert said["turns"] == "on the ranks, in turns with training"
     assert said["apart"] == "in a process of its own, in turns with training"
+    place = "in 2 processes of their own on the Ray cluster, each with 1.5 CPU and a GPU where ranks have one"
+    assert said["on ray"] == f"{place}, in turns with training"
     assert said["beside"].startswith(
         "in 2 processes of their own, beside training, at most 3 steps old; new weights reach groups under way"
     )

@@ -167,9 +167,10 @@ class Proof:
         plain = GenerationRequest(0, self._prompt, sampling, seed=1, prompt_logprobs=scored)
         warm = GenerationRequest(1, self._prompt, evolve(sampling, temperature=PROOF_TEMPERATURE), seed=2)
         for request in (plain, warm, warm):
-            body = body_of(request, name=f"skyrl-engine-proof-{tag}-{request.request_id}", model=model, eos_token_ids=())
+            name = f"skyrl-engine-proof-{tag}-{request.request_id}"
+            body = body_of(request, name=name, model=model, eos_token_ids=())
             returned: Any = client.post("/inference/v1/generate", body)
-            answer = answer_of(request, returned, eos_token_ids=(), decode=None, vocabulary=self._twin.vocabulary)
+            answer = answer_of(request, returned, name=name, eos_token_ids=(), decode=None, vocabulary=self._twin.vocabulary)
             if [claimed for _, claimed in answer.tags] != [tag]:
                 raise ServerFault(f"it says that its tokens are of the weights {answer.tags!r:.100}, where {tag!r} were published")
             completion, temperature = answer.completion, request.sampling.temperature

@@ -8,6 +8,7 @@ import asyncio
 import itertools
 import os
 import queue
+import secrets
 import tempfile
 import threading
 from collections.abc import Coroutine, Sequence
@@ -33,7 +34,7 @@ from skyrl_engine_vllm.delivery import TOLERANCES
 from skyrl_engine_vllm.errors import LostMeanwhile, Refusal, ServerFault
 from skyrl_engine_vllm.options import FORMS, VllmOptions
 from skyrl_engine_vllm.servers import Servers, VllmServer
-from skyrl_engine_vllm.wire import GenerateAnswer, answer_of, body_of, is_cut_here
+from skyrl_engine_vllm.wire import GenerateAnswer, answer_of, body_of, is_cut_here, name_on_server
 
 COLDEST, WARMEST = 0.01, 2.0
 """vLLM takes a temperature below the first one for it, and refuses those above the second."""
@@ -66,6 +67,8 @@ class VllmGenerator:
         self._jobs: dict[int, _Job] = {}
         self._homes: dict[int, VllmServer] = {}
         self._count = itertools.count()
+        # servers may still work for a run that was killed
+        self._life = secrets.token_hex(4)
         self._beside: set[asyncio.Task[None]] = set()
         self._servers: Servers | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -311,7 +314,7 @@ class VllmGenerator:
         while (server := job.server) is not None and not self._is_closing:
             try:
                 await server.http.post(
-                    "/inference/v1/abort_requests", json={"request_ids": [f"generate-tokens-{job.name}"]}, timeout=10.0
+                    "/inference/v1/abort_requests", json={"request_ids": [name_on_server(job.name)]}, timeout=10.0
                 )
             except httpx.HTTPError:
                 return
@@ -388,7 +391,7 @@ class VllmGenerator:
     async def _ask(self, job: _Job, server: VllmServer) -> GenerateAnswer:
         """Send a request, and return the answer once the weights that it is of are proven. Raises ServerFault or Refusal."""
         request = job.request
-        job.name = f"{id(self):x}-{request.request_id}-{next(self._count)}"
+        job.name = f"{self._life}-{request.request_id}-{next(self._count)}"
         body = body_of(request, name=job.name, model=server.delivery.model, eos_token_ids=self._start.eos_token_ids)
         post = asyncio.ensure_future(server.http.post("/inference/v1/generate", json=body))
         server.load += 1
@@ -415,6 +418,7 @@ class VllmGenerator:
         answer = answer_of(
             request,
             read("/inference/v1/generate", response),
+            name=job.name,
             eos_token_ids=self._start.eos_token_ids,
             decode=self._decode,
             vocabulary=self._vocabulary,

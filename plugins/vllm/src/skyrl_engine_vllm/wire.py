@@ -97,18 +97,25 @@ class GenerateAnswer:
         return evolve(self.completion, versions=VersionSpans(starts, np.array([version for _, version in spans], dtype=np.int64)))
 
 
+def name_on_server(name: str) -> str:
+    """Return what a server calls a request that was sent under a name: in its answer, and where it is aborted."""
+    return f"generate-tokens-{name}"
+
+
 def answer_of(
-    request: GenerationRequest, returned: object, *, eos_token_ids: Sequence[int], decode: Decode | None, vocabulary: int
+    request: GenerationRequest, returned: object, *, name: str, eos_token_ids: Sequence[int], decode: Decode | None, vocabulary: int
 ) -> GenerateAnswer:
-    """Read what a server returned. Raises ServerFault for what no vLLM returns."""
+    """Read what a server returned to the request that it knows as `name`. Raises ServerFault for what no vLLM returns."""
     try:
-        answer = _read(request, returned, vocabulary)
+        answer = _read(request, returned, name, vocabulary)
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
         raise ServerFault(f"its answer is none of a vLLM server: {type(error).__name__}: {error}") from error
     return _cut(request, answer, eos_token_ids, decode) if is_cut_here(request.sampling) else answer
 
 
-def _read(request: GenerationRequest, returned: Any, vocabulary: int) -> GenerateAnswer:
+def _read(request: GenerationRequest, returned: Any, name: str, vocabulary: int) -> GenerateAnswer:
+    if (told := returned["request_id"]) != name_on_server(name):
+        raise ServerFault(f"it answered another request ({told!s:.100}) than {name_on_server(name)}, which was sent")
     (choice,) = returned["choices"]
     tokens = np.array(choice["token_ids"], dtype=np.int32)
     content = choice["logprobs"]["content"] or []
