@@ -12,12 +12,9 @@ from skyrl_engine.errors import UnsupportedError
 from skyrl_engine.workers.generation import GeneratorDriver
 from skyrl_engine.workers.generator_hosts import GeneratorHost, RankHost, RemoteHost, WeightFolders
 from skyrl_engine.workers.launch import WorkerGroup
-<<<<<<< HEAD
 from skyrl_engine.workers.messages import Export, WriteWeights
-=======
 from skyrl_engine.workers.ray_cluster import multiply
 from skyrl_engine.workers.replica_launch import LocalLauncher, ReplicaLauncher
->>>>>>> a445e7a5 (Replicas of a generator may be actors on the nodes of a Ray cluster)
 from skyrl_engine.workers.replicas import ReplicaHost
 from skyrl_engine.workers.sampler_facts import SamplerFacts
 
@@ -112,12 +109,12 @@ def start_host(
         assert group is not None, "weights come from ranks"
         group.ask(Export(folder) if form == "adapter" else WriteWeights(folder))
 
+    replicas = count_replicas(table)
+    launcher = _choose_launcher(group, table, replicas) if placement == "process" else None
     root = None if facts.folder is None else facts.folder / "weights"
     folders = WeightFolders.open(write_weights_of_ranks, model, description, label, root)
-    if placement == "remote":
+    if launcher is None:
         return RemoteHost.start(GeneratorDriver(plugin.bind("generator", context)), folders, facts, version)
-    replicas = count_replicas(table)
-    launcher = _choose_launcher(group, table, replicas)
     return ReplicaHost.start(lock, context, facts, folders, label=label, version=version, replicas=replicas, launcher=launcher)
 
 
@@ -126,13 +123,13 @@ def count_replicas(table: GeneratorTable | None) -> int:
     return 1 if table is None else len(table.devices) or table.replicas
 
 
-def _choose_launcher(group: WorkerGroup, table: GeneratorTable | None, replicas: int) -> ReplicaLauncher:
+def _choose_launcher(group: WorkerGroup | None, table: GeneratorTable | None, replicas: int) -> ReplicaLauncher:
     if table is None or table.launch == "local":
         return LocalLauncher((table.devices if table is not None else ()) or ("cpu",) * replicas)
     from skyrl_engine.workers.ray_replica import RayLauncher
 
-    rank = group.ray_resources
-    assert rank is not None, "the configuration refuses replicas on Ray beside ranks that are not"
+    rank = None if group is None else group.ray_resources
+    assert group is not None and rank is not None, "the configuration refuses replicas on Ray beside ranks that are not"
     gpus = rank.get("GPU", 0.0) if table.gpus is None else table.gpus
     share = {"CPU": table.cpus, **({"GPU": gpus} if gpus else {})}
     return RayLauncher.open(share, replicas, ranks=multiply(rank, group.topology.world_size))

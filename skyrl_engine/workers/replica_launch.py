@@ -23,7 +23,7 @@ class ReplicaProcess(Protocol):
     def connect(self) -> tuple[Connection, str]:
         """Wait for the process; return the connection to it and the device that it computes on.
 
-        Raises EOFError or OSError where it is gone, and EngineError where there is no place for it.
+        Raises EOFError where it is gone, and EngineError where there is no place for it.
         """
 
     def describe_end(self) -> str:

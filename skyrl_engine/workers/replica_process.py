@@ -61,7 +61,7 @@ def serve_until_gone(connection: Connection) -> None:
     """Serve, and end this process when the controller is gone."""
     try:
         serve(connection)
-    except (EOFError, OSError):
+    except (EOFError, ConnectionError, TimeoutError):
         # whatever threads a generator has must not keep the process
         os._exit(0)
 

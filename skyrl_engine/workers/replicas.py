@@ -61,7 +61,7 @@ class Replica:
         """Read all that the process sends: it must never wait for the controller to read while the controller waits for it."""
         try:
             connection = self._connect()
-        except (EOFError, OSError):
+        except (EOFError, ConnectionError):
             self._inbox.put((self, None))
             return
         except Exception as error:  # noqa: BLE001 - a cause must not look like silence
@@ -158,9 +158,9 @@ class ReplicaHost:
         logs = (facts.folder or Path(tempfile.mkdtemp(prefix="skyrl-engine-generator-"))).absolute()
         logs.mkdir(parents=True, exist_ok=True)
         host = cls(label, folders, launcher, make_start, logs)
-        folders.write(version)
-        host._weights[POLICY] = folders.get(version), version
         try:
+            folders.write(version)
+            host._weights[POLICY] = folders.get(version), version
             for number in range(replicas):
                 host._requests.append({})
                 host._deaths.append(0)

@@ -32,6 +32,7 @@ from skyrl_engine.registry.owner import blame
 from skyrl_engine.testing.subject import CONTEXT, Subject, part_of
 from skyrl_engine.workers.generation import GeneratorDriver
 from skyrl_engine.workers.generator_hosts import GeneratorHost, RemoteHost, WeightFolders
+from skyrl_engine.workers.replica_launch import LocalLauncher
 from skyrl_engine.workers.replicas import ReplicaHost
 from skyrl_engine.workers.sampler_facts import SamplerFacts
 from skyrl_engine.workers.weight_files import write_weights
@@ -207,7 +208,8 @@ def _start_hosted(subject: Subject[Any], start: GeneratorStart) -> HostedGenerat
                 folders,
                 label=subject.label,
                 version=start.version,
-                devices=(start.device,),
+                replicas=1,
+                launcher=LocalLauncher((start.device,)),
             )
     except BaseException as error:
         close_after(error, folders.close)

@@ -175,16 +175,12 @@ def evaluations_of(directory: Path) -> list[Mapping[str, float]]:
     [
         (["rl.order=ticket"], "rl.order: is set, and with rl.staleness = 0"),
         (["rl.in_flight_updates=true"], "rl.in_flight_updates: is set, and with rl.staleness = 0"),
-<<<<<<< HEAD
-=======
         (["rl.staleness=1", "generator.launch=ray"], 'generator.launch: is "ray", but run.launch is not'),
         (["rl.staleness=1", "generator.cpus=2"], 'generator.cpus: is not read where generator.launch = "local"'),
         (
             ["run.launch=ray", "generator.launch=ray", "generator.devices=['cpu']"],
             "generator.devices: is not read where generator.launch",
         ),
-        (["rl.staleness=1", "reward_model.path={model}"], "a reward model scores groups on the ranks"),
->>>>>>> a445e7a5 (Replicas of a generator may be actors on the nodes of a Ray cluster)
     ],
 )
 def test_keys_that_nobody_would_read_are_refused(rl: Rl, keys: list[str], names: str) -> None:
