@@ -128,8 +128,9 @@ def _choose_launcher(group: WorkerGroup | None, table: GeneratorTable | None, re
         return LocalLauncher((table.devices if table is not None else ()) or ("cpu",) * replicas)
     from skyrl_engine.workers.ray_replica import RayLauncher
 
-    rank = None if group is None else group.ray_resources
-    assert group is not None and rank is not None, "the configuration refuses replicas on Ray beside ranks that are not"
+    assert group is not None, "replicas take the weights of ranks"
+    rank = group.ray_resources
+    assert rank is not None, "the configuration refuses replicas on Ray beside ranks that are not"
     gpus = rank.get("GPU", 0.0) if table.gpus is None else table.gpus
     share = {"CPU": table.cpus, **({"GPU": gpus} if gpus else {})}
     return RayLauncher.open(share, replicas, ranks=multiply(rank, group.topology.world_size))
