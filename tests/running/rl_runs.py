@@ -1,13 +1,18 @@
 """A tiny model, an environment of two turns, and runs by reinforcement over them: everything real, everything on CPU, in this process."""
 
 import json
+import math
 import multiprocessing
 import os
 import signal
+import socket
+import subprocess
 import threading
+import time
 from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from attrs import define, field
@@ -24,6 +29,8 @@ from skyrl_engine.run.metrics import read_metrics
 from skyrl_engine.testing.templates import TEMPLATES
 from skyrl_engine.training.rl.run import run_rl
 from skyrl_engine.training.rl.trainer import RlTrainer
+from skyrl_engine.workers.replica_launch import LocalLauncher, LocalProcess
+from skyrl_engine.workers.replica_process import serve_until_gone
 
 WORLD = '''
 """Two turns: letters are worth something, and the answers of seed-dependent length make attempts unequal. Some attempts fail."""
@@ -192,20 +199,66 @@ def check_ledger(directory: Path, staleness: int) -> None:
     assert max(row["metrics"]["async/staleness_max"] for row in steps_of(directory)) <= staleness
 
 
-def kill_run(tables: dict[str, Any], overrides: Sequence[str], moment: str, count: int, *, later: float = 0.0) -> None:
-    """Run, or go on with, a run in a process of its own, and SIGKILL that when `moment` comes the `count`-th time, or so many seconds later."""
+def kill_run(
+    tables: dict[str, Any], overrides: Sequence[str], moment: str, count: int, *, later: float = 0.0, forks: bool = False
+) -> None:
+    """Run, or go on with, a run in a process of its own, and SIGKILL that when `moment` comes the `count`-th time, or so many seconds later.
+
+    `forks` starts replicas by forking that process, which has imported what they need.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
         ["transformers.modeling_utils", "skyrl_engine_fsdp.backend", "skyrl_engine_generators.generator", __name__]
     )
-    process = context.Process(target=_run_until, args=(tables, tuple(overrides), moment, count, later))
+    process = context.Process(target=_run_until, args=(tables, tuple(overrides), moment, count, later, forks))
     process.start()
-    process.join(120)
+    process.join(600)
     assert process.exitcode == -signal.SIGKILL, f"{moment} did not come {count} times: {process.exitcode}"
 
 
-def _run_until(tables: dict[str, Any], overrides: Sequence[str], moment: str, count: int, later: float) -> None:
+@define
+class Forked:
+    """A process that was forked, as `subprocess.Popen` shows one."""
+
+    pid: int
+    returncode: int | None = None
+
+    def wait(self, timeout: float = math.inf) -> int:
+        until = time.monotonic() + timeout
+        while self.returncode is None:
+            ended, status = os.waitpid(self.pid, os.WNOHANG)
+            if ended:
+                self.returncode = os.waitstatus_to_exitcode(status)
+            elif time.monotonic() > until:
+                raise subprocess.TimeoutExpired("a replica", timeout)
+            else:
+                time.sleep(0.01)
+        return self.returncode
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+
+
+def fork_replica(self: LocalLauncher, number: int, output: Path) -> LocalProcess:
+    """Start a replica without a Python of its own: it keeps nothing of this process but what was imported."""
+    ours, theirs = socket.socketpair()
+    with output.open("ab") as log, theirs:
+        if pid := os.fork():
+            return LocalProcess(cast("subprocess.Popen[bytes]", Forked(pid)), ours, self.devices[number])
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+        end = os.dup2(theirs.fileno(), 3)
+        os.closerange(4, 4096)
+        try:
+            serve_until_gone(Connection(end))
+        finally:
+            os._exit(1)
+
+
+def _run_until(tables: dict[str, Any], overrides: Sequence[str], moment: str, count: int, later: float, forks: bool) -> None:
     torch.set_num_threads(1)
+    if forks:
+        setattr(LocalLauncher, "launch", fork_replica)  # noqa: B010 - a method is not assigned to
     where, name, torn = MOMENTS[moment]
     right, left = getattr(where, name), [count]
 

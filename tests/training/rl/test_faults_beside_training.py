@@ -52,7 +52,7 @@ def test_a_controller_that_is_killed_at_random_moments(rl: Rl, tables_of: Callab
         count = int(draw.integers(1, MOMENTS[moment] + 1))
         later = 0.0 if moment == "a record half written" else float(draw.choice([0.0, draw.uniform(0.0, 0.3)]))
         print(f"kill {number}: {later:.3f} s after {moment}, {count}")
-        kill_run(tables_of("parts", environment=JITTER), keys, moment, count, later=later)
+        kill_run(tables_of("parts", environment=JITTER), keys, moment, count, later=later, forks=True)
         finished |= dict(read_usable(directory))
     run = run_rl(rl("parts", *keys, environment=JITTER), resume=True).directory
     check_ledger(run, 2)
