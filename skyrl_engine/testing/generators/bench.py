@@ -194,9 +194,22 @@ class RunningGenerator:
             return True
         return False
 
-    def let_sample(self, polls: int) -> list[Completion]:
-        """Poll so many times without waiting, which is a step each where it computes in `poll`; elsewhere give it a moment each."""
-        return [completion for _ in range(polls) for completion in self.poll(0.0 if self.steps_in_poll else MOMENT_SECONDS)]
+    def let_sample(self, tokens: int) -> list[Completion]:
+        """Let it sample about so many tokens of each request under way, and return what was finished by then.
+
+        Where it computes in `poll`, these are so many steps; elsewhere a request of so many tokens is sampled beside them.
+        """
+        if self.steps_in_poll:
+            return [completion for _ in range(tokens) for completion in self.poll(0.0)]
+        sampling = Sampling(max_tokens=tokens, ignore_eos=True)
+        self.submit([GenerationRequest(PROBE, np.ones(1, dtype=np.int32), sampling, seed=0, session=PROBE, last_turn=True)])
+        completions = self._await({PROBE})
+        del completions[PROBE]
+        return list(completions.values())
+
+    def give_moment(self) -> list[Completion]:
+        """Let it sample a step where it computes in `poll`, elsewhere for a moment, and return what was finished by then."""
+        return self.poll(0.0 if self.steps_in_poll else MOMENT_SECONDS)
 
     def abort(self, request_ids: Sequence[int] | None = None) -> None:
         self.placed.abort(request_ids)
@@ -213,9 +226,14 @@ class RunningGenerator:
 
     def collect(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         """Poll until every request is back, and return completions in the order of the requests. Raises Broken for one that never is."""
+        completions = self._await({request.request_id for request in requests})
+        return [completions[request.request_id] for request in requests]
+
+    def _await(self, ids: set[int]) -> dict[int, Completion]:
+        """Poll until all of these are back, and return what came by then."""
         completions: dict[int, Completion] = {}
         since, idle = monotonic(), 0
-        while lost := {request.request_id for request in requests} - completions.keys():
+        while lost := ids - completions.keys():
             before = monotonic()
             news = self.poll(1.0)
             completions |= {completion.request_id: completion for completion in news}
@@ -226,9 +244,9 @@ class RunningGenerator:
             idle += monotonic() - before < AT_ONCE_SECONDS
             if idle > AT_ONCE_TIMES or monotonic() - since > PATIENCE_SECONDS:
                 raise Broken(
-                    f"never answers request {min(lost)} of {len(requests)}", "Keep every request until its completion was returned"
+                    f"never answers request {min(lost)} of {len(ids)}", "Keep every request until its completion was returned"
                 )
-        return [completions[request.request_id] for request in requests]
+        return completions
 
     def sample(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         self.submit(requests)

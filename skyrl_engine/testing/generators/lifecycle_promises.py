@@ -150,10 +150,13 @@ def _name_weights(generator: RunningGenerator, request: GenerationRequest, done:
 def updates_on_the_way(subject: Subject[Any], _case: None) -> None:
     with undecidable_on_error(), run_generator(subject) as generator:
         # so many that a process of its own does not come to their end while it is looked at
-        requests = requests_of(3, max_tokens=40 if generator.steps_in_poll else 250)
+        requests = requests_of(3, max_tokens=40 if generator.steps_in_poll else 120)
         generator.submit(requests)
         early = generator.let_sample(8)
         version = generator.update(1)
+        if not generator.steps_in_poll:
+            # these had their last token before the update came
+            early += generator.poll(0.0)
         left = _leave_out(requests, early)
         for request, done in zip(left, generator.collect(left), strict=True):
             versions = done.versions.per_token(len(done.token_ids))
@@ -191,7 +194,7 @@ def updates_keep_requests(subject: Subject[Any], _case: None) -> None:
         generator.submit(requests)
         answered = []
         for step in STEPS:
-            answered += generator.let_sample(2)
+            answered += generator.give_moment()
             generator.update(step)
         left = _leave_out(requests, answered)
         try:
