@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
@@ -72,7 +73,7 @@ class Engine:
         self.loaded, self.taken = LoadedTensors(), {}
         self.group: Any = None
         self.numbers: dict[str, int] = {}
-        self.done: dict[int, Completion] = {}
+        self.waiting: dict[int, SimpleQueue[Completion]] = {}
         self.count = 0
         self.misbehaviour: dict[str, str] = {}
         self.last: Any = None
@@ -85,7 +86,7 @@ class Engine:
             with self.lock:
                 if not self.is_paused:
                     for completion in self.generator.poll(0.0):
-                        self.done[completion.request_id] = completion
+                        self.waiting.pop(completion.request_id).put(completion)
             time.sleep(0.001)
 
     def find_fault(self, path: str) -> str | None:
@@ -117,11 +118,10 @@ class Engine:
         with self.lock:
             self.count += 1
             number = self.numbers[name := f"generate-tokens-{body['request_id']}"] = self.count
+            answer = self.waiting[number] = SimpleQueue()
             request = GenerationRequest(number, prompt, sampling, wanted["seed"] % (1 << 64), session=number, top_logprobs=top)
             self.generator.submit([evolve(request, prompt_logprobs=wanted["prompt_logprobs"] is not None)])
-        while number not in self.done:
-            time.sleep(0.001)
-        return {"request_id": name, **self._say(prompt, self.done.pop(number), top)}
+        return {"request_id": name, **self._say(prompt, answer.get(), top)}
 
     def _say(self, prompt: Any, done: Completion, top: int) -> dict[str, Any]:
         content = []
@@ -368,6 +368,8 @@ def main() -> None:
     end_with_owner()
     torch.set_num_threads(1)
     handler = type("OneHandler", (Handler,), {"engine": Engine(flags)})
+    # a suite of the kit sends a hundred requests at once
+    ThreadingHTTPServer.request_queue_size = 128
     server = ThreadingHTTPServer((flags.host, flags.port), handler)
     server.daemon_threads = True
     server.serve_forever()
