@@ -51,10 +51,10 @@ def test_a_suite_tells_its_place_to_promises() -> None:
     assert process_state.exempt(Here().subject()) is None
 
 
-def pid_of(generator: RunningGenerator) -> int:
+def process_of(generator: RunningGenerator) -> object:
     assert isinstance(generator.placed, places.HostedGenerator)
     assert isinstance(generator.placed.host, ReplicaHost)
-    return generator.placed.host._replicas[0].child.pid
+    return generator.placed.host._replicas[0].process
 
 
 @pytest.fixture
@@ -67,22 +67,22 @@ def hf() -> Iterator[Subject[object]]:
 def test_promises_share_a_process_until_one_fails_in_it(hf: Subject[object]) -> None:
     """The next one begins with the first weights again, under a later version, and hears nothing of what was under way."""
     with run_generator(hf) as first:
-        process, (request,) = pid_of(first), requests_of(1)
+        process, (request,) = process_of(first), requests_of(1)
         first.update(1)
         with pytest.raises(ContractError):
             first.sample([GenerationRequest(9, np.array([-1], dtype=np.int32), Sampling(max_tokens=2), 0)])
         first.submit(requests_of(3, first=100, max_tokens=200))
     with run_generator(hf) as second:
-        assert pid_of(second) == process
+        assert process_of(second) is process
         assert second.first_version == 2
         (done,) = second.sample([request])
         assert done.versions.versions.tolist() == [2]
         due = due_logprobs(second.weights, request, done)[np.arange(len(done.token_ids)), done.token_ids]
         np.testing.assert_allclose(done.logprobs, due, atol=1e-4)  # float32, summed in another order
     with run_generator(hf, is_alone=True) as alone:
-        assert pid_of(alone) != process
+        assert process_of(alone) is not process
     with pytest.raises(KeyError), run_generator(hf):
         raise KeyError
     with run_generator(hf) as third:
-        assert pid_of(third) != process
+        assert process_of(third) is not process
         assert third.first_version == 0
