@@ -91,8 +91,12 @@ def test_faults_of_servers_beside_training_change_no_bit(tmp_path: Path, subtest
             run = run_over_vllm(tmp_path, f"run-{number}", servers, **drained)
             assert file.exists(), "the fault came"
             assert (run / "model" / "model.safetensors").read_bytes() == (wanted / "model" / "model.safetensors").read_bytes()
-            assert [trained_by(group) for group in read_rollouts(run)] == [trained_by(group) for group in read_rollouts(wanted)]
+            assert attempts_of(run) == attempts_of(wanted)
 
 
-def trained_by(group: Any) -> tuple[Any, ...]:
-    return group.ticket, [(attempt.token_ids.tolist(), attempt.versions.versions.tolist()) for attempt in group.trajectories]
+def attempts_of(run: Path) -> dict[int, list[tuple[list[int], list[int]]]]:
+    """Return tokens and versions of all attempts, by ticket: groups are recorded in the order in which they end."""
+    return {
+        group.ticket: [(attempt.token_ids.tolist(), attempt.versions.versions.tolist()) for attempt in group.trajectories]
+        for group in read_rollouts(run)
+    }
