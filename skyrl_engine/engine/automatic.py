@@ -145,15 +145,19 @@ def find_device(run: RunConfig) -> str:
         return run.device  # the ranks may be where there is one; where they are here, planning refuses it
 
 
+def find_device_bytes() -> int | None:
+    """Return the memory of a GPU of this machine; None where it has none."""
+    import torch
+
+    return int(torch.cuda.get_device_properties(0).total_memory) if torch.cuda.is_available() else None
+
+
 def plan_budget(facts: ModelFacts, description: BackendDescription, device: str) -> tuple[int, str]:
     """Return the tokens of a micro-batch that fit a rank's memory, and the reason, as a clause."""
     if device != "cuda":
         return CPU_MICRO_BATCH_TOKENS, "the size from which CPUs compute no faster"
-    import torch
-
-    if not torch.cuda.is_available():
+    if (memory := find_device_bytes()) is None:
         return CPU_MICRO_BATCH_TOKENS, "the ranks' memory is not known here"
-    memory = int(torch.cuda.get_device_properties(0).total_memory)
     tokens = None
     if (parameters := count_parameters(facts.model)) is not None:
         tokens = plan_micro_batch_tokens(facts.config, facts.model, parameters, memory=memory, state_ranks=description.state_ranks)

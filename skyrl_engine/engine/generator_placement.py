@@ -12,11 +12,12 @@ from skyrl_engine.errors import UnsupportedError
 from skyrl_engine.workers.generation import GeneratorDriver
 from skyrl_engine.workers.generator_hosts import GeneratorHost, RankHost, RemoteHost, WeightFolders
 from skyrl_engine.workers.launch import WorkerGroup
-from skyrl_engine.workers.messages import Export, WriteWeights
+from skyrl_engine.workers.messages import Export, LeaveDevice, WriteWeights
 from skyrl_engine.workers.ray_cluster import multiply
 from skyrl_engine.workers.replica_launch import LocalLauncher, ReplicaLauncher
 from skyrl_engine.workers.replicas import ReplicaHost
 from skyrl_engine.workers.sampler_facts import SamplerFacts
+from skyrl_engine.workers.sharing_host import SharingHost
 
 Placement = Literal["rank", "process", "remote"]
 
@@ -28,6 +29,13 @@ def choose_placement(
 
     Raises UnsupportedError for keys of its table that its place does not read, and for a place where it cannot be.
     """
+    placement = _choose(label, description, table, beside)
+    if table is not None and table.share_devices:
+        _refuse_sharing(label, description, placement, beside)
+    return placement
+
+
+def _choose(label: str, description: GeneratorDescription, table: GeneratorTable | None, beside: bool) -> Placement:
     wanted = "auto" if table is None else table.placement
     if description.placement == "remote":
         for key, is_set in (("placement", wanted != "auto"), *_list_process_keys(table)):
@@ -67,6 +75,26 @@ def choose_placement(
             remedy="Remove generator.replicas: there is one on each device",
         )
     return placement
+
+
+def _refuse_sharing(label: str, description: GeneratorDescription, placement: Placement, beside: bool) -> None:
+    """Refuse a generator that is to work on the devices of the ranks, in turns with them, and cannot."""
+    key = "generator.share_devices is set"
+    if placement == "rank":
+        raise UnsupportedError(
+            f"{key}, and {label} samples on the ranks, with what they hold",
+            remedy='Set generator.placement = "process", or remove it',
+        )
+    if beside:
+        raise UnsupportedError(
+            f"{key}, and with rl.staleness above 0 ranks and generators work at once",
+            remedy="Set rl.staleness = 0, or remove it and give the generators devices of their own",
+        )
+    if "sleep" not in description.capabilities:
+        raise UnsupportedError(
+            f"{key}, and {label} does not declare the capability 'sleep'",
+            remedy="Remove it, and give the generator devices of its own",
+        )
 
 
 def needs_no_ranks(plugin: SelectedPlugin) -> bool:
@@ -112,10 +140,18 @@ def start_host(
     replicas = count_replicas(table)
     launcher = _choose_launcher(group, table, replicas) if placement == "process" else None
     root = None if facts.folder is None else facts.folder / "weights"
+    shares = table is not None and table.share_devices
     folders = WeightFolders.open(write_weights_of_ranks, model, description, label, root)
+    folders.write(version)
+    if shares:
+        assert group is not None, "devices are shared with ranks"
+        group.ask(LeaveDevice())
+    host: GeneratorHost
     if launcher is None:
-        return RemoteHost.start(GeneratorDriver(plugin.bind("generator", context)), folders, facts, version)
-    return ReplicaHost.start(lock, context, facts, folders, label=label, version=version, replicas=replicas, launcher=launcher)
+        host = RemoteHost.start(GeneratorDriver(plugin.bind("generator", context)), folders, facts, version)
+    else:
+        host = ReplicaHost.start(lock, context, facts, folders, label=label, version=version, replicas=replicas, launcher=launcher)
+    return SharingHost.open(host, group) if shares and group is not None else host
 
 
 def count_replicas(table: GeneratorTable | None) -> int:

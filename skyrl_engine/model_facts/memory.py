@@ -88,6 +88,24 @@ def plan_micro_batch_tokens(config: Any, model: ModelConfig, parameters: int, *,
     return max(1, room // token_bytes // 1024) * 1024
 
 
+def refuse_turns(
+    model: ModelConfig, parameters: int, *, host_bytes: int | None, device_bytes: int | None, devices: int
+) -> str | None:
+    """Say, as a clause, why ranks and generators of a model cannot work on the same devices in turns; None where they can, or nobody knows.
+
+    Weights and moments of the model that is trained wait in host memory together, on one machine; a generator has the weights on one device.
+    `device_bytes` is the memory of one of `devices`.
+    """
+    waiting = parameters * (_STATE_BYTES - ELEMENT_BYTES["float32"] if model.lora is None else ELEMENT_BYTES["float32"])
+    if host_bytes is not None and waiting > host_bytes:
+        needed, free = format_bytes(waiting), format_bytes(host_bytes)
+        return f"weights and optimizer take {needed} of host memory while generators work, and {free} are free"
+    sampled = parameters * ELEMENT_BYTES[model.dtype]
+    if device_bytes is not None and sampled > devices * device_bytes:
+        return f"the weights that are sampled from take {format_bytes(sampled)}, and {devices} devices have {format_bytes(device_bytes)} each"
+    return None
+
+
 def count_cache_tokens(free_bytes: int, token_bytes: int, processes: int = 1) -> int:
     """Count the tokens whose keys and values `CACHE_SHARE` of free memory holds that so many processes share; at least 1."""
     return max(1, int(free_bytes * CACHE_SHARE) // (token_bytes * processes))

@@ -70,6 +70,11 @@ class FrozenModels:
         """The frozen model that a student is distilled from."""
         return cast("Teaches", self._models[TEACHER_MODEL])
 
+    @property
+    def loaded(self) -> list[ScoringModel]:
+        """The models that have weights of their own."""
+        return [model for model in self._models.values() if not isinstance(model, WithoutAdapters)]
+
     def close(self) -> None:
         """Free all of them, whichever fails. Raises the first failure."""
         with ExitStack() as ends:

@@ -19,6 +19,7 @@ from skyrl_engine.contracts.kinds.generator import (
     GeneratorDescription,
     GeneratorStart,
     KeepsSessions,
+    Sleeps,
     WeightForm,
     WeightSource,
     as_completions,
@@ -186,6 +187,17 @@ class GeneratorDriver:
     def release(self, target: str) -> None:
         with blame(self.part.owner, "release"):
             self.part.product.release(target)
+
+    def sleep(self) -> None:
+        """Let the generator free its devices."""
+        product = self.part.product
+        if not isinstance(product, Sleeps):
+            raise ContractError(
+                f"{self.part.label} declares the capability 'sleep' and has no method of that name",
+                remedy="Implement contracts.Sleeps, or do not declare it",
+            )
+        with blame(self.part.owner, "sleep"):
+            product.sleep()
 
     def close(self) -> None:
         with blame(self.part.owner, "close"):

@@ -71,6 +71,12 @@ class GeneratorHost(Protocol):
     def release(self, target: str) -> None:
         """Drop a weight set other than the policy's."""
 
+    def sleep(self) -> None:
+        """Let the generators free their devices; no request is under way."""
+
+    def wake(self) -> None:
+        """Give them all weights again that they had."""
+
     def close(self) -> None:
         """End the generators, with requests under way too."""
 
@@ -112,6 +118,11 @@ class RankHost:
 
     def release(self, target: str) -> None:
         self.group.ask(ReleaseTarget(target))
+
+    def sleep(self) -> None:
+        raise AssertionError("planning refuses generators on ranks that are to leave their devices to ranks")
+
+    wake = sleep
 
     def close(self) -> None:
         self.group.ask(CloseGenerator())
@@ -198,15 +209,18 @@ class RemoteHost:
 
     driver: GeneratorDriver
     folders: WeightFolders
+    _weights: dict[str, tuple[WeightSource, int]] = field(factory=dict, init=False)
+    """By target, what the generator was given last."""
 
     concurrent = True
 
     @classmethod
     def start(cls, driver: GeneratorDriver, folders: WeightFolders, facts: SamplerFacts, version: int) -> "RemoteHost":
-        """Start the generator with the weights as they are. Raises what its start raises."""
-        folders.write(version)
+        """Start the generator with the weights that were written under `version`. Raises what its start raises."""
         driver.start(facts.make_start(folders.model, "cpu", folders.get(version), version=version))
-        return cls(driver, folders)
+        host = cls(driver, folders)
+        host._weights[POLICY] = folders.get(version), version
+        return host
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         self.driver.submit(requests)
@@ -224,15 +238,27 @@ class RemoteHost:
         self.folders.write(version, target)
 
     def update(self, version: int, target: str) -> None:
-        self.driver.update(self.folders.get(version, target), version, target)
+        self._give(self.folders.get(version, target), version, target)
         self.folders.remove_before(version, target)
 
     def load(self, model: ModelConfig, target: str) -> None:
-        self.driver.update(StoredWeights(model), 0, target)
+        self._give(StoredWeights(model), 0, target)
 
     def release(self, target: str) -> None:
         self.driver.release(target)
+        self._weights.pop(target, None)
         self.folders.release(target)
+
+    def sleep(self) -> None:
+        self.driver.sleep()
+
+    def wake(self) -> None:
+        for target, (weights, version) in self._weights.items():
+            self.driver.update(weights, version, target)
+
+    def _give(self, weights: WeightSource, version: int, target: str) -> None:
+        self.driver.update(weights, version, target)
+        self._weights[target] = weights, version
 
     def close(self) -> None:
         try:

@@ -70,6 +70,8 @@ class WorkerGroup:
         self._adapter_sets = 0
         self.topology = topology
         self.frozen: set[str] = set()
+        self.before_send: Callable[[Message[Any]], None] | None = None
+        """Called before a message goes to the ranks; None: nobody listens."""
 
     @property
     def ended(self) -> str | None:
@@ -160,6 +162,8 @@ class WorkerGroup:
     def _send_each(self, messages: Sequence[Message[Reply]]) -> Future[list[Reply]]:
         """Send each rank a message of its own."""
         self.refuse_ended()
+        if self.before_send is not None:
+            self.before_send(messages[0])
         return self._calls.make_future(self._transport.send(messages))
 
 

@@ -301,6 +301,26 @@ class WriteWeights(Message[None]):
 
 
 @frozen
+class LeaveDevice(Message[None]):
+    """Move what lies on the device to host memory, until `ReturnToDevice`."""
+
+    verb = "offload"
+
+    def answer(self, rank: "Worker") -> None:
+        rank.leave_device()
+
+
+@frozen
+class ReturnToDevice(Message[None]):
+    """Move it back."""
+
+    verb = "reload"
+
+    def answer(self, rank: "Worker") -> None:
+        rank.return_to_device()
+
+
+@frozen
 class Save(Message[None]):
     """Write the training state of every rank into an existing directory."""
 

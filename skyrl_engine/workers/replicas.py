@@ -132,6 +132,7 @@ class ReplicaHost:
     """By replica, how often it died since it last answered a request."""
     _weights: dict[str, tuple[WeightSource, int]] = field(factory=dict, init=False)
     """By target, what the replicas hold."""
+    _asleep: bool = field(default=False, init=False)
     _inbox: "SimpleQueue[tuple[Replica, Any]]" = field(factory=SimpleQueue, init=False)
     _ready: list[Completion] = field(factory=list, init=False)
 
@@ -150,7 +151,7 @@ class ReplicaHost:
         replicas: int,
         launcher: ReplicaLauncher,
     ) -> "ReplicaHost":
-        """Start replicas, with the weights as they are. Raises what the start of a generator raises."""
+        """Start replicas, with the weights that were written under `version`. Raises what the start of a generator raises."""
 
         def make_start(device: str, weights: WeightSource, version: int) -> ReplicaStart:
             return ReplicaStart(lock, context, facts, folders.model, device, weights, version)
@@ -159,7 +160,6 @@ class ReplicaHost:
         logs.mkdir(parents=True, exist_ok=True)
         host = cls(label, folders, launcher, make_start, logs)
         try:
-            folders.write(version)
             host._weights[POLICY] = folders.get(version), version
             for number in range(replicas):
                 host._requests.append({})
@@ -211,6 +211,17 @@ class ReplicaHost:
         self._await_answers()
         self._weights.pop(target, None)
         self.folders.release(target)
+
+    def sleep(self) -> None:
+        self._asleep = True
+        self._call("sleep")
+        self._await_answers()
+
+    def wake(self) -> None:
+        self._asleep = False
+        for target, (weights, version) in self._weights.items():
+            self._call("update", weights, version, target)
+        self._await_answers()
 
     def close(self) -> None:
         for replica in self._replicas:
@@ -294,5 +305,7 @@ class ReplicaHost:
         for target, (weights, version) in self._weights.items():
             if target != POLICY:
                 new.send(Call("update", (weights, version, target)))
+        if self._asleep:
+            new.send(Call("sleep"))
         if self._requests[number]:
             new.send(Call("submit", (list(self._requests[number].values()),)))

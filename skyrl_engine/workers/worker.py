@@ -18,6 +18,7 @@ from skyrl_engine.contracts.kinds.backend import (
     Backend,
     HasAdapterSets,
     Objective,
+    Offloads,
     OptimizerSettings,
     OptimStep,
     RankBatch,
@@ -233,6 +234,26 @@ class Worker:
         """The generator, once it was made."""
         assert self._generator is not None, "the generator was not started"
         return self._generator
+
+    def leave_device(self) -> None:
+        """Move the trained model and the frozen ones to host memory."""
+        for model in self._offloading():
+            model.offload()
+
+    def return_to_device(self) -> None:
+        """Move them back."""
+        for model in self._offloading():
+            model.reload()
+
+    def _offloading(self) -> list[Offloads]:
+        models = (self.backend, *self.frozen.loaded)
+        for model in models:
+            if not isinstance(model, Offloads):
+                raise ContractError(
+                    f"{self.backend_label} declares the capability 'offload' and has no methods offload and reload",
+                    remedy="Implement contracts.Offloads, or do not declare it",
+                )
+        return [model for model in models if isinstance(model, Offloads)]
 
     def end_generator(self) -> None:
         """Close the generator, if there is one."""

@@ -65,7 +65,8 @@ class GeneratorTable(PluginTable):
     devices: tuple[str, ...] = field(
         default=(), validator=deep_iterable(min_len(1)), kw_only=True, metadata={READ_BY: ("launch", ("local",))}
     )
-    """Devices of these processes, one each, such as `["cuda:4", "cuda:5"]`, which the ranks must not use; none: the CPU for all."""
+    """Devices of these processes, one each, such as `["cuda:4", "cuda:5"]`, which the ranks must not use unless `share_devices` is set; none:
+    the CPU for all."""
 
     cpus: float = field(default=1.0, validator=ge(0), kw_only=True, metadata={READ_BY: ("launch", ("ray",))})
     """CPUs of the Ray cluster that each of these processes takes."""
@@ -74,3 +75,7 @@ class GeneratorTable(PluginTable):
         default=None, validator=optional([ge(0), le(1)]), kw_only=True, metadata={READ_BY: ("launch", ("ray",))}
     )
     """GPUs that each takes: 1, 0, or the part of one that several share; none: 1 where the ranks compute on GPUs, else 0."""
+
+    share_devices: bool = field(default=False, kw_only=True, metadata={READ_BY: ("launch", ("local",))})
+    """Let ranks and generators work on the same devices in turns: each leaves the devices' memory while the other works. The ranks' weights and
+    optimizer wait in host memory, the generators' weights are given to them again. Not with `rl.staleness` above 0."""

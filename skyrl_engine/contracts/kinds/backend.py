@@ -47,6 +47,7 @@ Capability = Literal[
     "sgd",
     "compile",
     "attention",
+    "offload",
 ]
 OPTIONAL_SCORES: tuple[Capability, ...] = ("logits", "logsumexp", "mean_logprob", "logprobs_at")
 """Scores of the model that a backend may lack, each a capability of that name."""
@@ -314,6 +315,17 @@ class SharesStorage(Protocol):
         Without gradients, and to be read alone. None where no such memory is whole and in the precision of the computation: several ranks,
         adapters, weights that are cast or moved before they are used.
         """
+
+
+@runtime_checkable
+class Offloads(Protocol):
+    """A backend that frees its devices for others (capability "offload"). A backend need not have these members."""
+
+    def offload(self) -> None:
+        """Move weights, accumulated gradients and the optimizer's state to host memory, every rank its own. `reload` or `close` follows."""
+
+    def reload(self) -> None:
+        """Move everything back to the device, with the same bits; nothing where nothing was moved."""
 
 
 def as_optim_step(label: str, result: object) -> OptimStep:

@@ -33,6 +33,7 @@ GeneratorCapability = Literal[
     "update_while_generating",
     "prefix_reuse",
     "recorded",
+    "sleep",
 ]
 
 POLICY = "policy"
@@ -219,6 +220,16 @@ class KeepsSessions(Protocol):
 
     def end_sessions(self, sessions: Sequence[int]) -> None:
         """Free what is kept of sessions, of any weight set, that no turn follows in; unknown ones are passed over."""
+
+
+@runtime_checkable
+class Sleeps(Protocol):
+    """A generator that frees its devices for others (capability "sleep"). A generator need not have this member."""
+
+    def sleep(self) -> None:
+        """Free the weights, keys and values of all weight sets on the devices. No request is under way; an `update` of every set comes before
+        the next one.
+        """
 
 
 def as_completions(label: str, result: object) -> list[Completion]:

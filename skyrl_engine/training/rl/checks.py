@@ -16,10 +16,12 @@ from skyrl_engine.contracts.kinds.environment import Environment, Task
 from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.ragged import offsets_of
 from skyrl_engine.engine.assembly import Assembly
-from skyrl_engine.engine.automatic import find_device
+from skyrl_engine.engine.automatic import find_device, find_device_bytes
 from skyrl_engine.engine.generator_placement import choose_placement
 from skyrl_engine.errors import ConfigError, DataError, Problem, UnsupportedError
 from skyrl_engine.model_facts.facts import ModelFacts
+from skyrl_engine.model_facts.memory import find_free_host_bytes, refuse_turns
+from skyrl_engine.model_facts.weight_files import count_parameters
 from skyrl_engine.objective.policy_metrics import ROLLOUT_LOGPROBS
 from skyrl_engine.registry.bound_plugin import BoundPlugin
 from skyrl_engine.rollout.chat_renderer import ChatRenderer
@@ -325,6 +327,40 @@ def plan_any_batch(draft: RlDraft) -> None:
     plan_batch(assembly.collator, columns, evolve(draft.layout_of(assembly), mini_batch_size=together))
 
 
+def refuse_shared_devices(draft: RlDraft) -> None:
+    """Refuse generators and ranks that are to take turns on devices and cannot."""
+    config, assembly = draft.resolved.config, draft.assembly
+    table = cast("GeneratorTable | None", config.selected.get("generator"))
+    if assembly is None or table is None or not table.share_devices or not draft.is_live:
+        return
+    key = "generator.share_devices"
+    if not draft.loads:
+        raise UnsupportedError(f"{key} is set, and no rank has a model", remedy=f"Remove {key}")
+    if "offload" not in assembly.description.capabilities:
+        raise UnsupportedError(
+            f"{key} is set, and the backend {assembly.plugins['backend'].loaded.record.name} does not declare the capability 'offload'",
+            remedy="Choose backend fsdp, without cpu_offload, or remove it",
+        )
+    if config.reward_model.path is not None:
+        raise UnsupportedError(
+            f"{key} is set, and a reward model on the ranks values each group while others are sampled",
+            remedy=f"Remove {key}, or take the reward from an environment",
+        )
+    parameters = count_parameters(draft.files.facts.model)
+    if parameters is None or find_device(config.run) != "cuda":
+        return
+    ranks_here = config.run.launch == "inline" or config.run.ray_address is None
+    reason = refuse_turns(
+        draft.files.facts.model,
+        parameters,
+        host_bytes=find_free_host_bytes() if ranks_here else None,
+        device_bytes=find_device_bytes(),
+        devices=config.run.ranks,
+    )
+    if reason is not None:
+        raise UnsupportedError(f"{key} is set: {reason}", remedy=f"Remove {key}, or take more devices or a smaller model")
+
+
 def refuse_no_values(draft: RlDraft) -> None:
     """Raise UnsupportedError for passes that read values of a model without a value head."""
     scoring, advantage = draft.scoring, draft.advantage
@@ -385,6 +421,7 @@ AFTER_BUILDING: Final[tuple[Check, ...]] = (
     check_first_prompts,
     check_evaluation,
     plan_any_batch,
+    refuse_shared_devices,
     refuse_no_values,
     refuse_unread_reference_keys,
 )

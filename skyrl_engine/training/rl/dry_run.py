@@ -128,7 +128,7 @@ def _describe_sampling(prepared: PreparedRl) -> str | None:
         case _:
             place = "by servers"
     if not staleness:
-        return f"{place}, in turns with training"
+        return f"{place}, in turns with training{', on the same devices' if table.share_devices else ''}"
     updates = (
         "new weights reach groups under way" if prepared.in_flight_updates else "an update waits until groups under way have ended"
     )

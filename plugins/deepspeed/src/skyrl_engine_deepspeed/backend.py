@@ -21,6 +21,7 @@ from skyrl_engine.contracts import (
     RankOutput,
 )
 from skyrl_engine.modeling.device_check import refuse_on_device
+from skyrl_engine.modeling.device_memory import release_cached_memory
 from skyrl_engine.modeling.exporting import collect_export_tensors, write_pretrained
 from skyrl_engine.modeling.host_threads import share_cores
 from skyrl_engine.modeling.lora import adapters_off, iterate_merged_weights
@@ -178,8 +179,7 @@ class DeepSpeedBackend:
         if loaded.engine is not None:
             loaded.engine.destroy()
         del loaded
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
+        release_cached_memory(self._device)
 
     def _scores(self, micro_batch: MicroBatch, objective: Objective) -> dict[str, Tensor]:
         return score(

@@ -24,6 +24,7 @@ from skyrl_engine.contracts import (
 )
 from skyrl_engine.modeling import random_states
 from skyrl_engine.modeling.device_check import refuse_on_device
+from skyrl_engine.modeling.device_memory import Moved, move_back, move_optimizer_state, release_cached_memory
 from skyrl_engine.modeling.exporting import collect_export_tensors, write_pretrained
 from skyrl_engine.modeling.host_threads import share_cores
 from skyrl_engine.modeling.lora import adapters_off, has_adapters, iterate_merged_weights
@@ -102,6 +103,7 @@ class FsdpBackend:
         self._settings = optimizer
         self._optimizer = build_optimizer(self._parameters().values(), optimizer) if optimizer is not None else None
         self._steps_done = 0
+        self._moved: Moved = ()
 
     def adapter_set(self, lora: LoraConfig, optimizer: OptimizerSettings, seed: int) -> "FsdpBackend":
         """Set up a further product over the frozen weights of this one. Raises ModelError, and UnsupportedError for what cannot be shared."""
@@ -229,12 +231,29 @@ class FsdpBackend:
             if parameter.grad is not None:
                 yield name, full(parameter.grad).cpu()
 
+    def offload(self) -> None:
+        """Move weights, gradients and the optimizer's state to host memory."""
+        reshard(self._scorer)
+        self._move("cpu")
+        self._moved = move_optimizer_state(self._optimizer, self._device)
+        release_cached_memory(self._device)
+
+    def reload(self) -> None:
+        """Move them back."""
+        self._move(self._device)
+        move_back(self._optimizer, self._moved, self._device)
+        self._moved = ()
+
+    def _move(self, device: torch.device | str) -> None:
+        # the scorer is the unit that holds embeddings and head; the model may have modules that are not scored with
+        self._scorer.to(device)
+        self._model.to(device)
+
     def close(self) -> None:
         """Free model and optimizer."""
         for name in ("_model", "_scorer", "_optimizer"):
             self.__dict__.pop(name, None)
-        if self.__dict__.get("_device", torch.device("cpu")).type == "cuda":
-            torch.cuda.empty_cache()
+        release_cached_memory(self.__dict__.get("_device", "cpu"))
 
     def _scores(self, micro_batch: MicroBatch, objective: Objective) -> dict[str, Tensor]:
         return score(

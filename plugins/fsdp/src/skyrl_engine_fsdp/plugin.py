@@ -35,6 +35,8 @@ class FsdpPlugin:
                 "attention",
             }
         )
+        if not config.cpu_offload:
+            capabilities |= {"offload"}
         # transformers' tensor-parallel plans cut the linear layers of a text decoder; they say nothing about adapters and vision towers,
         # and a head that is divided compares with no teacher's. Compiled layers `refuse_model` refuses there, with the reason
         if topology.tp == 1:

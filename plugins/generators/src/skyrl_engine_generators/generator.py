@@ -5,12 +5,13 @@ from time import monotonic
 from typing import Any
 
 import numpy as np
-from attrs import define
+from attrs import define, field
 
 from skyrl_engine import ContractError, UnsupportedError
 from skyrl_engine.contracts import POLICY, Completion, GenerationRequest, GeneratorStart, WeightSource
 from skyrl_engine.model_facts.facts import ModelFacts
 from skyrl_engine.model_facts.tokenizer import Decode, load_decoder
+from skyrl_engine.modeling.device_memory import release_cached_memory
 from skyrl_engine.modeling.sampler_model import fill, load_sampler_model, model_over
 from skyrl_engine_generators.free_memory import plan_cache_tokens
 from skyrl_engine_generators.kept import CacheBudget, Room
@@ -31,6 +32,22 @@ class _WeightSet:
     loop: SlotLoop
     room: Room
     shared: bool
+    freed: dict[str, int] = field(factory=dict)
+    """While the generator sleeps, the bytes of every parameter's memory by name."""
+
+    def free(self) -> None:
+        """Free the memory of the weights; their shapes stay."""
+        for name, parameter in self.model.named_parameters():
+            storage = parameter.untyped_storage()
+            if name not in self.freed and storage.nbytes():
+                self.freed[name] = storage.nbytes()
+                storage.resize_(0)
+
+    def make_room(self) -> None:
+        """Take the memory again, for weights that follow."""
+        for name, parameter in self.model.named_parameters():
+            if name in self.freed:
+                parameter.untyped_storage().resize_(self.freed.pop(name))
 
 
 class HfGenerator:
@@ -136,6 +153,7 @@ class HfGenerator:
             room = self._budget.open_room()
             self._sets[target] = self._make_set(target, model, self._rows_of(model, room), room, version, shared=False)
             return
+        held.make_room()
         if not held.shared:
             fill(held.model, weights.tensors(), self._start.model.path)
         held.loop.update(version)
@@ -149,6 +167,20 @@ class HfGenerator:
             self._ready += held.loop.abort(lambda _number: True)
             self._budget.drop_target(target)
             held.room.close()
+
+    def sleep(self) -> None:
+        """Free weights, keys and values, until an `update` gives weights again. Raises ContractError while requests are under way."""
+        if self._known or any(held.shared for held in self._sets.values()):
+            raise ContractError(
+                f"the generator hf cannot sleep with {len(self._known)} requests under way"
+                if self._known
+                else "the generator hf cannot sleep over the backend's own memory",
+                remedy="Take the completions first" if self._known else "Give it a copy of the weights",
+            )
+        for target, held in self._sets.items():
+            self._budget.drop_target(target)
+            held.free()
+        release_cached_memory(self._start.device)
 
     def end_sessions(self, sessions: Sequence[int]) -> None:
         """Free what is kept of sessions, for all weight sets."""

@@ -28,6 +28,7 @@ class HfPlugin:
                         "filters",
                         "update_while_generating",
                         "prefix_reuse",
+                        "sleep",
                     ),
                     *("prompt_logprobs", "top_logprobs", "top_prompt_logprobs"),
                 }

@@ -25,6 +25,7 @@ from skyrl_engine.contracts import (
 )
 from skyrl_engine.modeling.chunked_head import VOCABULARY_SCORES
 from skyrl_engine.modeling.device_check import refuse_on_device
+from skyrl_engine.modeling.device_memory import release_cached_memory
 from skyrl_engine.modeling.exporting import write_pretrained
 from skyrl_engine.modeling.loading import weight_dtype
 from skyrl_engine.modeling.micro_batch import gradient_not_finite
@@ -249,5 +250,4 @@ class MegatronBackend:
             gc.collect()
             groups.give_back()
             self._holds_groups = False
-        if self.__dict__.get("_device", torch.device("cpu")).type == "cuda":
-            torch.cuda.empty_cache()
+        release_cached_memory(self.__dict__.get("_device", "cpu"))

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from attrs import evolve
 
+from skyrl_engine import UnsupportedError
 from skyrl_engine.contracts import GenerationRequest, Sampling
 from skyrl_engine_vllm.client import ServerClient
 from skyrl_engine_vllm.errors import Refusal, ServerFault
@@ -39,6 +40,7 @@ class Delivery:
         self._client, self._options = client, options
         self._group: TransferGroup | None = None
         self._adapters = False
+        self._asleep = False
 
     @property
     def model(self) -> str:
@@ -51,6 +53,8 @@ class Delivery:
         The server is paused when this fails in the midst, so that nobody samples from half of the weights.
         """
         client = self._client
+        if self._asleep:
+            client.post("/wake_up", tags="weights")
         client.post("/pause", mode="keep")
         if twin.form == "tensors":
             self._send_tensors(twin, tag, checksums)
@@ -60,12 +64,26 @@ class Delivery:
             else:
                 self._load_adapter(twin)
             client.post("/update_weight_version", {"new_version": tag})
+        if self._asleep:
+            client.post("/wake_up", tags="kv_cache")
+            self._asleep = False
         client.post("/reset_prefix_cache", reset_running_requests="true")
         client.post("/resume")
 
+    def sleep(self) -> None:
+        """Let the server free its devices, weights included; the next `deliver` wakes it. Raises UnsupportedError where it cannot."""
+        try:
+            self._client.post("/sleep", level="2")
+        except ServerFault as fault:
+            raise UnsupportedError(
+                f"the vLLM server at {self._client.url} does not sleep, as generator.share_devices asks it to: {fault}",
+                remedy="Start it with --enable-sleep-mode (generator.arguments), on GPUs, or remove generator.share_devices",
+            ) from fault
+        self._asleep = True
+
     def forget_connection(self) -> None:
         """Forget the connection of a server that is another process now, and that it knows adapters."""
-        self._group, self._adapters = None, False
+        self._group, self._adapters, self._asleep = None, False, False
 
     def _send_tensors(self, twin: Twin, tag: str, checksums: dict[str, str]) -> None:
         group = self._connect()

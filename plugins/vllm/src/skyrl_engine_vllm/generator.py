@@ -169,6 +169,10 @@ class VllmGenerator:
             )
         servers.update(weights, version)
 
+    def sleep(self) -> None:
+        """Let the servers free their devices, weights, keys and values, until `update`. Raises UnsupportedError for one that cannot."""
+        self._require_started().sleep()
+
     def release(self, target: str) -> None:
         """Refuse for the policy; there are no other weights."""
         if target == POLICY:

@@ -23,7 +23,7 @@ class VllmPlugin:
             capabilities=frozenset(
                 {
                     *("logprobs", "seeded", "abort", "stop_strings", "filters"),
-                    *(*of_prompts, "top_logprobs", "update_while_generating", "prefix_reuse"),
+                    *(*of_prompts, "top_logprobs", "update_while_generating", "prefix_reuse", "sleep"),
                 }
             ),
             accepts=FORMS if options.weights is None else (options.weights,),

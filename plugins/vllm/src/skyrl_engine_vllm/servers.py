@@ -145,6 +145,11 @@ class Servers:
                     self.lose(server, fault)
         self.wait_for_one()
 
+    def sleep(self) -> None:
+        """Let all servers free their devices until the next update. Raises UnsupportedError for one that cannot."""
+        with self._delivering:
+            in_parallel(lambda server: server.delivery.sleep(), [server for server in self.all if server.is_up])
+
     def wait_for_one(self) -> None:
         """Wait until a server is up. Raises RolloutError where all are given up."""
         with self._changed:
