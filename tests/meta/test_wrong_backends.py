@@ -83,6 +83,8 @@ ON_ONE_RANK = [
     ("names_samples_in_words", {"miscounted_images"}, "does not say that it is sample 0 whose image is missing"),
     ("images_undeclared", {"undeclared_images"}, "takes images although it does not declare 'vision'"),
     ("forgets_moments", {"save_and_load"}, "Save the optimizer's moments and step count, and load them"),
+    ("loses_moments_when_offloaded", {"offloads"}, "all values of the optimizer"),
+    ("loses_gradients_when_offloaded", {"offloads"}, "after it was offloaded, and"),
     ("keeps_gradients_when_loading", {"save_and_load"}, "clear the gradient when loading"),
     ("runs_code_of_checkpoints", {"no_code_in_checkpoints"}, "load runs the code that random-0.pt holds"),
     ("shows_a_copy", {"shown_memory"}, "after two steps than weights() gives"),

@@ -65,6 +65,7 @@ FAULTS = [
     (turns.OfPreviousWeights, {"no_stale_session"}, "Drop what is kept of all sessions when their weights change"),
     (turns.OfItsNeighbour, {"later_turns"}, "under its own session"),
     (turns.OneTokenShort, {"later_turns"}, "not the last sampled one"),
+    (turns.WakesWithWhatItHad, {"wakes"}, "fill every weight in the update that follows"),
     (lives.IgnoresUpdates, {"updates"}, "sample from those weights"),
     (wrong.StopsInTheMiddle, {"stop_strings"}, "in the text of all sampled tokens"),
     (wrong.FirstEndTokenOnly, {"stop_tokens"}, "Stop after every end token"),
@@ -185,7 +186,7 @@ def test_an_odd_generator_that_is_right_breaks_none(right):
 
 def test_a_generator_that_keeps_caches_rightly_breaks_none():
     """By the promises that see what is kept: others draw thousands of tokens, which it computes one by one."""
-    assert broken_by(turns.KeepsCaches, {"later_turns", "no_stale_session", "no_stale_prefix", "no_foreign_prefix"}) == {}
+    assert broken_by(turns.Sleeps, {"later_turns", "no_stale_session", "no_stale_prefix", "no_foreign_prefix", "wakes"}) == {}
 
 
 def test_a_generator_that_does_not_end_is_seen(monkeypatch):

@@ -61,6 +61,31 @@ class KeepsCaches(Plain):
         self.kept = {key: kept for key, kept in self.kept.items() if key[1] not in sessions}
 
 
+class Sleeps(KeepsCaches):
+    """Odd and right: it sleeps, and forgets its weights and all that it kept."""
+
+    description = evolve(KeepsCaches.description, capabilities=KeepsCaches.description.capabilities | {"sleep"})
+
+    def sleep(self):
+        self.kept = {}
+        self.models = dict.fromkeys(self.models)
+
+
+class WakesWithWhatItHad(Sleeps):
+    """Its first update after sleep gives it the weights again that it had."""
+
+    slept = None
+
+    def sleep(self):
+        self.slept = dict(self.models)
+        super().sleep()
+
+    def update(self, weights, version, target="policy"):
+        super().update(weights, version, target)
+        if self.slept is not None:
+            self.models, self.slept = self.slept, None
+
+
 class OneTokenShort(KeepsCaches):
     """Its kept rows count the last sampled token, which no step has read."""
 

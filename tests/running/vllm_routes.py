@@ -79,6 +79,7 @@ class Engine:
         self.last: Any = None
         # once in all lives of the server: the file of a fault that came is there
         self.faults = json.loads(os.environ.get("VLLM_ROUTES_FAULTS", "[]"))
+        self.asleep: list[str] = []
         threading.Thread(target=self._step, daemon=True).start()
 
     def _step(self) -> None:
@@ -100,7 +101,21 @@ class Engine:
                         return str(fault["what"])
         return None
 
+    def sleep(self, level: str) -> None:
+        """Free the weights, as level 2 does."""
+        assert self.flags.enable_sleep_mode, "Sleep mode is not enabled"
+        assert level == "2", level
+        with self.lock:
+            self.generator.sleep()
+            self.asleep = ["weights", "kv_cache"]
+
+    def wake(self, tag: str) -> None:
+        """Take memory again, first for weights and then for caches."""
+        assert self.asleep[0] == tag, f"{tag} where {self.asleep} sleep"
+        self.asleep.pop(0)
+
     def generate(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        assert not self.asleep, f"{self.asleep} sleep"
         wanted = body["sampling_params"]
         prompt = np.array(body["token_ids"], dtype=np.int32)
         longest = self.flags.max_model_len
@@ -288,6 +303,10 @@ class Handler(BaseHTTPRequestHandler):
             case "/resume":
                 with engine.lock:
                     engine.is_paused = False
+            case "/sleep":
+                engine.sleep(query["level"])
+            case "/wake_up":
+                engine.wake(query["tags"])
             case "/init_weight_transfer_engine":
                 init = body["init_info"]
                 where = init["master_address"], init["master_port"]
@@ -360,6 +379,7 @@ def main() -> None:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--enable-sleep-mode", action="store_true")
     parser.add_argument("--max-model-len", type=int, default=640)
     parser.add_argument("--logprobs-mode", default="raw_logprobs")
     parser.add_argument("--generation-config", default="auto")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from skyrl_engine import read_rollouts
+from skyrl_engine import UnsupportedError, read_rollouts
 from skyrl_engine.config import load, resolve
 from skyrl_engine.modeling.tiny import write_model
 from skyrl_engine.run.metrics import read_metrics
@@ -46,6 +46,21 @@ def test_each_step_samples_from_the_weights_of_the_step_before(tmp_path: Path) -
     assert sorted(set().union(*versions)) == [0, 1, 2]
     assert all(len(each) == 1 for each in versions)
     assert (directory / "generator" / "vllm-0.log").exists()
+
+
+def test_a_server_sleeps_while_the_ranks_train(tmp_path: Path) -> None:
+    """It refuses to sample, or to take weights, where it was not woken for them; the guard compares log-probabilities as before."""
+    sharing = {"share_devices": True, "arguments": ["--enable-sleep-mode"]}
+    directory = run_over_vllm(tmp_path, generator=sharing, steps=2)
+    versions = {
+        version for group in read_rollouts(directory) for a in group.trajectories for version in a.versions.versions.tolist()
+    }
+    assert versions == {0, 1}
+
+
+def test_servers_without_sleep_mode_do_not_share_devices(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="does not declare the capability 'sleep'"):
+        run_over_vllm(tmp_path, generator={"share_devices": True})
 
 
 def test_servers_sample_beside_training_within_the_bound(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from skyrl_engine.config import SelectedPlugin
 from skyrl_engine.contracts.kinds.backend import (
     Backend,
     HasAdapterSets,
+    Offloads,
     OptimizerSettings,
     OptimStep,
     RankEnvironment,
@@ -30,7 +31,7 @@ from skyrl_engine.contracts.values.model import LoraConfig, ModelConfig
 from skyrl_engine.contracts.values.outputs import PADDING_SAMPLE, RankOutput, as_rank_output
 from skyrl_engine.contracts.values.plan import RowKind
 from skyrl_engine.contracts.values.topology import RankCoords, Topology
-from skyrl_engine.errors import EngineError
+from skyrl_engine.errors import ContractError, EngineError
 from skyrl_engine.modeling.tiny import VOCABULARY
 from skyrl_engine.testing.ranks.held import call_held, hold, let_go
 from skyrl_engine.testing.subject import CONTEXT
@@ -259,6 +260,14 @@ class HeldBackend:
     def zero_grad(self) -> None:
         self.backend.zero_grad()
 
+    def offload(self) -> None:
+        if not isinstance(self.backend, Offloads):
+            raise ContractError(
+                f"{self.label} declares 'offload' and has no methods offload and reload", remedy="Implement contracts.Offloads"
+            )
+        self.backend.offload()
+        self.backend.reload()
+
     def gradients(self) -> Arrays:
         return {
             name: tensor.numpy().copy() for name, tensor in iterate_named_tensors(self.label, "gradients", self.backend.gradients())
@@ -409,6 +418,10 @@ class BackendRanks:
 
     def zero_grad(self) -> None:
         self._ask("zero_grad")
+
+    def offload(self) -> None:
+        """Let every rank leave its device and return."""
+        self._ask("offload")
 
     def gradients(self) -> list[Arrays]:
         return self._ask("gradients")

@@ -138,6 +138,30 @@ def _train(ranks: BackendRanks, case: BackendCase, steps: int) -> list[Any]:
     return results
 
 
+@backend_promise(
+    "Offloaded and reloaded, at rest and in the midst of a gradient, training goes on bit for bit as if nothing had been",
+    exempt=lambda subject: None if subject.declares("offload") else "the backend does not declare 'offload'",
+)
+def offloads(subject: BackendSubject, case: BackendCase) -> None:
+    if "offload" not in subject.describe(case.sizes.options, case.sizes.ranks).capabilities:
+        return
+    remedy = "Move weights, gradients and all values of the optimizer, and keep every tensor that others refer to"
+    courses = []
+    for leaves in (False, True):
+        with subject.open_ranks(case, optimizer=SPEC) as ranks:
+            _train(ranks, case, 1)
+            if leaves:
+                ranks.offload()
+            ranks.forward_backward(case.whole())
+            if leaves:
+                ranks.offload()
+            courses.append([(ranks.optim_step()[0], ranks.weights()[0]), *_train(ranks, case, 1)])
+    for number, ((step, weights), (due_step, due_weights)) in enumerate(zip(courses[1], courses[0], strict=True), 2):
+        if step != due_step:
+            raise Broken(f"reports {step} in step {number} after it was offloaded, and {due_step} without", remedy)
+        _require_equal(weights, due_weights, f"after step {number}, having been offloaded,", remedy)
+
+
 def _require_equal(got: Arrays, due: Arrays, when: str, remedy: str) -> None:
     for name, weight in due.items():
         if not np.array_equal(got[name], weight):
@@ -243,6 +267,7 @@ STATE_PROMISES: tuple[Promise[BackendSubject, BackendCase], ...] = (
     every_rank,
     shown_memory,
     save_and_load,
+    offloads,
     no_code_in_checkpoints,
     export,
 )

@@ -53,6 +53,7 @@ class PlacedGenerator(Protocol):
     def end_sessions(self, sessions: Sequence[int]) -> None: ...
     def update(self, weights: WeightSource, version: int, target: str) -> None: ...
     def release(self, target: str) -> None: ...
+    def sleep(self) -> None: ...
     def close(self) -> None: ...
 
 
@@ -116,6 +117,9 @@ class HostedGenerator:
     def release(self, target: str) -> None:
         self.host.release(target)
         self._others.discard(target)
+
+    def sleep(self) -> None:
+        self.host.sleep()
 
     def close(self) -> None:
         self.host.close()
@@ -195,6 +199,7 @@ def _start_hosted(subject: Subject[Any], start: GeneratorStart) -> HostedGenerat
     folders = WeightFolders.open(hosted.write_present, start.model, description_of(subject), subject.label, None)
     facts = SamplerFacts(start.eos_token_ids)
     try:
+        folders.write(start.version)
         if placement_of(subject) == "remote":
             driver = GeneratorDriver(part_of(subject.make(), subject.label, "generator"))
             hosted.host = RemoteHost.start(driver, folders, facts, start.version)

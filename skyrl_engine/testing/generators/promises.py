@@ -20,7 +20,7 @@ from skyrl_engine.testing.generators.lifecycle_promises import (
     updates_on_the_way,
     vocabulary,
 )
-from skyrl_engine.testing.generators.reuse_promises import later_turns, no_foreign_prefix, no_stale_prefix, no_stale_session
+from skyrl_engine.testing.generators.reuse_promises import later_turns, no_foreign_prefix, no_stale_prefix, no_stale_session, wakes
 from skyrl_engine.testing.generators.sampling_promises import (
     exactly_once,
     greedy,
@@ -71,6 +71,7 @@ GENERATOR_PROMISES: tuple[Promise[Any, Any], ...] = (
     no_foreign_prefix,
     later_turns,
     no_stale_session,
+    wakes,
     targets,
     unknown_weights,
     missing_weights,

@@ -167,6 +167,26 @@ def no_stale_session(subject: Subject[Any], _case: None) -> None:
             _require_all(generator, dialogues.requests, generator.sample(dialogues.requests), remedy)
 
 
+@promise(
+    "After sleep, an update of a weight set brings all of it back, and nothing that was kept before is reused",
+    exempt=claims("logprobs", "sleep"),
+)
+def wakes(subject: Subject[Any], _case: None) -> None:
+    remedy = "Give memory back in sleep, keys and values too, and fill every weight in the update that follows"
+    with undecidable_on_error(), run_generator(subject) as generator:
+        dialogues = _Dialogues()
+        dialogues.go_on(generator.sample(dialogues.requests))
+        for step, changes in ((1, True), (2, False)):
+            generator.placed.sleep()
+            if changes:
+                generator.update(step)
+            else:
+                generator.hand_over(step)
+            done = generator.sample(dialogues.requests)
+            _require_all(generator, dialogues.requests, done, remedy)
+            dialogues.go_on(done)
+
+
 def _update_amid_a_turn(generator: RunningGenerator, dialogues: _Dialogues) -> None:
     """Let the weights change while a turn of every dialogue is sampled; what is sampled of it is another promise's."""
     dialogues.requests = [evolve(request, sampling=evolve(request.sampling, max_tokens=12)) for request in dialogues.requests]

@@ -32,22 +32,20 @@ class _WeightSet:
     loop: SlotLoop
     room: Room
     shared: bool
-    freed: dict[str, int] = field(factory=dict)
-    """While the generator sleeps, the bytes of every parameter's memory by name."""
+    freed: dict[str, Any] = field(factory=dict)
+    """While the generator sleeps, the shape of every parameter by name."""
 
     def free(self) -> None:
-        """Free the memory of the weights; their shapes stay."""
+        """Free the memory of the weights."""
         for name, parameter in self.model.named_parameters():
-            storage = parameter.untyped_storage()
-            if name not in self.freed and storage.nbytes():
-                self.freed[name] = storage.nbytes()
-                storage.resize_(0)
+            self.freed.setdefault(name, parameter.shape)
+            parameter.data = parameter.data.new_empty(0)
 
     def make_room(self) -> None:
         """Take the memory again, for weights that follow."""
         for name, parameter in self.model.named_parameters():
             if name in self.freed:
-                parameter.untyped_storage().resize_(self.freed.pop(name))
+                parameter.data = parameter.data.new_empty(self.freed.pop(name))
 
 
 class HfGenerator:

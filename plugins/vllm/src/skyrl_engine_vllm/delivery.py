@@ -15,7 +15,7 @@ from skyrl_engine import UnsupportedError
 from skyrl_engine.contracts import GenerationRequest, Sampling
 from skyrl_engine_vllm.client import ServerClient
 from skyrl_engine_vllm.errors import Refusal, ServerFault
-from skyrl_engine_vllm.options import VllmOptions
+from skyrl_engine_vllm.options import SLEEP_FLAG, VllmOptions
 from skyrl_engine_vllm.transfer import TransferGroup, free_port
 from skyrl_engine_vllm.twin import Twin
 from skyrl_engine_vllm.wire import answer_of, body_of
@@ -77,7 +77,7 @@ class Delivery:
         except ServerFault as fault:
             raise UnsupportedError(
                 f"the vLLM server at {self._client.url} does not sleep, as generator.share_devices asks it to: {fault}",
-                remedy="Start it with --enable-sleep-mode (generator.arguments), on GPUs, or remove generator.share_devices",
+                remedy=f"Start it with {SLEEP_FLAG}, on GPUs, or remove generator.share_devices",
             ) from fault
         self._asleep = True
 

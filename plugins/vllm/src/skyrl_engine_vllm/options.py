@@ -11,6 +11,9 @@ from skyrl_engine.contracts import CODE, PLACE, WeightForm
 
 FORMS: tuple[WeightForm, ...] = ("tensors", "directory", "adapter")
 
+SLEEP_FLAG = "--enable-sleep-mode"
+"""The flag of a vLLM server that can free its devices."""
+
 
 def _require_urls(_options: object, _attribute: "Attribute[Any]", urls: tuple[str, ...]) -> None:
     for url in urls:
