@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from by_day import rarely
 from rl_runs import Rl, kill_run, numbers_of, weights_of
 
 from skyrl_engine.contracts.kinds.generator import GenerationRequest, Sampling
@@ -38,11 +39,14 @@ def turns(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return verbs
 
 
-def test_a_run_in_turns_has_the_bits_of_one_whose_generator_has_devices_of_its_own(rl: Rl, turns: list[str]) -> None:
-    apart = run_rl(rl("apart", "generator.placement=process", *WITH_ALL)).directory
+@pytest.mark.parametrize("more", [(), rarely(WITH_ALL)], ids=["plain", "with all"])
+def test_a_run_in_turns_has_the_bits_of_one_whose_generator_has_a_place_of_its_own(
+    rl: Rl, turns: list[str], more: tuple[str, ...]
+) -> None:
+    apart = run_rl(rl("apart", *more)).directory
     assert not {LeaveDevice.verb, ReturnToDevice.verb} & {*turns}
     turns.clear()
-    shared = run_rl(rl("shared", *SHARED, *WITH_ALL)).directory
+    shared = run_rl(rl("shared", *SHARED, *more)).directory
     assert weights_of(shared) == weights_of(apart)
     assert numbers_of(shared) == numbers_of(apart)
     moves = [verb for verb in turns if verb in (LeaveDevice.verb, ReturnToDevice.verb)]
