@@ -180,8 +180,12 @@ def numbers_of(directory: Path) -> list[dict[str, float]]:
 
 
 def numbers_without_waits(directory: Path) -> list[dict[str, float]]:
-    """The metrics of all steps, but for those of time and of waiting."""
-    return [{name: value for name, value in row.items() if not name.endswith("_seconds")} for row in numbers_of(directory)]
+    """The metrics of all steps, but for those of time, of waiting and of what was under way at a moment."""
+    of_the_clock = ("async/groups_", "async/attempts_at_")
+    return [
+        {name: value for name, value in row.items() if not name.endswith("_seconds") and not name.startswith(of_the_clock)}
+        for row in numbers_of(directory)
+    ]
 
 
 def check_ledger(directory: Path, staleness: int) -> None:

@@ -171,9 +171,11 @@ class ServerProcess:
         """Wait until it answers. Raises ServerFault, with its last lines, where it ends before or takes longer than `start_seconds`."""
         until = time.monotonic() + self._options.start_seconds
         while True:
-            if not self.is_running():
-                assert self._process is not None
-                raise ServerFault(f"it ended with status {self._process.returncode} while it started: {self.last_words()}")
+            process = self._process
+            if process is None:
+                raise ServerFault("it was ended while it started")
+            if process.poll() is not None:
+                raise ServerFault(f"it ended with status {process.returncode} while it started: {self.last_words()}")
             with contextlib.suppress(ServerFault):
                 client.get("/health", seconds=2.0)
                 return

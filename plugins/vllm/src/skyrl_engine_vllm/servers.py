@@ -261,6 +261,9 @@ class Servers:
             server.restarts += 1
             process.end()
             process.launch()
+            if self._closing.is_set():
+                process.end()
+                raise ServerFault("the run has ended meanwhile")
             server.delivery.forget_connection()
             process.wait_until_healthy(server.client)
         self._admit(server)
