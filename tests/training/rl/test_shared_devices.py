@@ -27,7 +27,7 @@ WITH_ALL = ("rl.kl={coef=0.1}", "evaluation.every=1", "evaluation.tasks=2", "eva
 
 @pytest.fixture
 def turns(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What the ranks were asked for, in its order."""
+    """Verbs of the messages that the ranks got, in their order."""
     verbs: list[str] = []
     send = InlineTransport.send
 
