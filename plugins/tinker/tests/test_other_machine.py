@@ -46,6 +46,7 @@ def served(tmp_path_factory):
     return Settings.read(folder / "serve.toml")
 
 
+@pytest.mark.nightly
 def test_the_examples_of_the_page_run_on_another_machine(served, serving_of, tmp_path):
     write_tokenizer(tmp_path / NAME, [string.printable], size=128)  # in the place of the hub
     blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)

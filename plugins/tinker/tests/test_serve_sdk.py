@@ -15,8 +15,11 @@ HERE = Path(__file__).parent
 
 @pytest.mark.parametrize(
     "script",
-    [("sdk_client.py", "0"), ("sdk_client.py", "4"), ("sdk_samplers.py",)],
-    ids=["full weights", "adapters", "samplers and checkpoints"],
+    [
+        pytest.param(("sdk_client.py", "0"), id="full weights", marks=pytest.mark.nightly),
+        pytest.param(("sdk_client.py", "4"), id="adapters"),
+        pytest.param(("sdk_samplers.py",), id="samplers and checkpoints"),
+    ],
 )
 def test_a_client_gets_what_the_api_promises(address, script):
     run(script[0], address, *script[1:])

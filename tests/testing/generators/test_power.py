@@ -165,6 +165,7 @@ def test_the_evidence_is_that_of_the_kit(weights: TinyWeights) -> None:
     )
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("temperature", promises.REQUESTS)
 def test_temperatures_of_a_right_sampler_seldom_break_the_promise(weights: TinyWeights, temperature: float) -> None:
     """By importance sampling: draws of two samplers, a cooler and a warmer one, that break it half of the time, weighted with how much less
@@ -196,6 +197,7 @@ SHOWN = [
 ]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("temperature", "factor"), SHOWN)
 def test_temperatures_show_wrong_ones(weights: TinyWeights, temperature: float, factor: float) -> None:
     """The probability of a miss, bounded exactly from the model's distributions (Chernoff), and none in 400 samplers."""
