@@ -15,21 +15,21 @@ def _forgets_moments(self: Any, original: Any, directory: Any) -> None:
     self._optimizer.state.clear()
 
 
-def _offloads_without_moments(self: Any, original: Any) -> None:
+def _reloads_without_moments(self: Any, original: Any) -> None:
     original()
     self._optimizer.state.clear()
 
 
-loses_moments_when_offloaded = Wrong(overriding(offload=_offloads_without_moments))
+loses_moments_when_offloaded = Wrong(overriding(reload=_reloads_without_moments))
 
 
-def _offloads_without_gradient(self: Any, original: Any) -> None:
+def _reloads_without_gradients(self: Any, original: Any) -> None:
     original()
     for parameter in self._parameters().values():
         parameter.grad = None
 
 
-loses_gradients_when_offloaded = Wrong(overriding(reload=_offloads_without_gradient))
+loses_gradients_when_offloaded = Wrong(overriding(reload=_reloads_without_gradients))
 
 
 forgets_moments = Wrong(overriding(load=_forgets_moments))

@@ -411,3 +411,10 @@ def test_the_last_turn_is_scored_and_calls_nothing(tmp_path):
     assert not called.exists()
     assert not step(environment, "4", turn=0, calls=[ToolCall("touch", {})]).done
     assert called.exists()
+
+
+@pytest.mark.parametrize("says", [True, False])
+def test_a_reward_that_may_answer_otherwise_is_declared(tmp_path, says):
+    (tmp_path / "r.py").write_text("import random\n\ndef score(text, task):\n    return random.random()\n")
+    options = {"reward": f"{tmp_path / 'r.py'}:score", "data": SUMS, **({"random": True} if says else {})}
+    assert select_plugin("environment", "function", options).make(FactoryContext(1, 0, 64)).claims.random == says

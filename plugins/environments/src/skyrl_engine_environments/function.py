@@ -24,6 +24,7 @@ def make(config: FunctionOptions) -> FunctionEnvironment:
     files = "".join(content_of(reference) for reference in (*(table.use for table in tables), *config.tools))
     claims = EnvironmentClaims(
         max_turns=config.max_turns if tools else 1,
+        random=config.random,
         pass_threshold=config.pass_threshold,
         version=hashlib.sha256(files.encode()).hexdigest()[:12],
     )

@@ -65,6 +65,9 @@ class FunctionOptions(TableOptions):
     pass_threshold: float = field(default=1.0, kw_only=True)
     """Reward from which on an attempt counts as a success."""
 
+    random: bool = field(default=False, kw_only=True)
+    """Say that a reward or a tool may answer the same turn differently, as a judge without a cache does: resumes are not exact then."""
+
 
 @frozen
 class PromptsOptions(TableOptions):
