@@ -21,6 +21,7 @@ EXAMPLES: Mapping[str, str] = {
     "--eval-data": "./held-out.jsonl",
     "--eval-fraction": "0.1",
     "--examples": "100",
+    "--placement": "process",
     "--family": "llama",
     "--generator": "hf",
     "--grep": "Sorry",

@@ -102,7 +102,7 @@ class EndpointHandler(Handler):
             return 200, answer
         return 404, {"detail": "Not Found"}
 
-    def _misbehave(self, wrong: str) -> None:
+    def _misbehave(self, wrong: str, body: Any) -> None:
         kind, _, wait = wrong.partition(" ")
         if kind == "429":
             self.send_response(429)
@@ -122,7 +122,7 @@ class EndpointHandler(Handler):
         elif kind == "othertokenizer":
             self._send(200, {"choices": [{"text": "ab", "finish_reason": "length", "token_ids": [1, 2, 3]}]})
         else:
-            super()._misbehave(wrong)
+            super()._misbehave(wrong, body)
 
 
 @contextmanager

@@ -167,17 +167,17 @@ class HfGenerator:
             held.room.close()
 
     def sleep(self) -> None:
-        """Free weights, keys and values, until an `update` gives weights again. Raises ContractError while requests are under way."""
-        if self._known or any(held.shared for held in self._sets.values()):
+        """Free weights, keys and values, until an `update` gives weights again; memory of the backend's stays. Raises ContractError while
+        requests are under way.
+        """
+        if self._known:
             raise ContractError(
-                f"the generator hf cannot sleep with {len(self._known)} requests under way"
-                if self._known
-                else "the generator hf cannot sleep over the backend's own memory",
-                remedy="Take the completions first" if self._known else "Give it a copy of the weights",
+                f"the generator hf cannot sleep with {len(self._known)} requests under way", remedy="Take the completions first"
             )
         for target, held in self._sets.items():
             self._budget.drop_target(target)
-            held.free()
+            if not held.shared:
+                held.free()
         release_cached_memory(self._start.device)
 
     def end_sessions(self, sessions: Sequence[int]) -> None:
