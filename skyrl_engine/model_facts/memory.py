@@ -88,7 +88,7 @@ def plan_micro_batch_tokens(config: Any, model: ModelConfig, parameters: int, *,
     return max(1, room // token_bytes // 1024) * 1024
 
 
-def refuse_turns(
+def find_reason_against_turns(
     model: ModelConfig, parameters: int, *, host_bytes: int | None, device_bytes: int | None, devices: int
 ) -> str | None:
     """Say, as a clause, why ranks and generators of a model cannot work on the same devices in turns; None where they can, or nobody knows.

@@ -71,7 +71,7 @@ class FrozenModels:
         return cast("Teaches", self._models[TEACHER_MODEL])
 
     @property
-    def loaded(self) -> list[ScoringModel]:
+    def whole_models(self) -> list[ScoringModel]:
         """The models that have weights of their own."""
         return [model for model in self._models.values() if not isinstance(model, WithoutAdapters)]
 

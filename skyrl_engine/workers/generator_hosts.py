@@ -74,8 +74,8 @@ class GeneratorHost(Protocol):
     def sleep(self) -> None:
         """Let the generators free their devices; no request is under way."""
 
-    def wake(self) -> None:
-        """Give them all weights again that they had."""
+    def wake(self, besides: str | None = None) -> None:
+        """Give them all weights again that they had; those of the target `besides` come in an `update` next."""
 
     def close(self) -> None:
         """End the generators, with requests under way too."""
@@ -122,7 +122,8 @@ class RankHost:
     def sleep(self) -> None:
         raise AssertionError("planning refuses generators on ranks that are to leave their devices to ranks")
 
-    wake = sleep
+    def wake(self, besides: str | None = None) -> None:  # noqa: ARG002 - the host's signature
+        raise AssertionError("a generator that never sleeps is not woken")
 
     def close(self) -> None:
         self.group.ask(CloseGenerator())
@@ -252,9 +253,10 @@ class RemoteHost:
     def sleep(self) -> None:
         self.driver.sleep()
 
-    def wake(self) -> None:
+    def wake(self, besides: str | None = None) -> None:
         for target, (weights, version) in self._weights.items():
-            self.driver.update(weights, version, target)
+            if target != besides:
+                self.driver.update(weights, version, target)
 
     def _give(self, weights: WeightSource, version: int, target: str) -> None:
         self.driver.update(weights, version, target)

@@ -217,10 +217,11 @@ class ReplicaHost:
         self._call("sleep")
         self._await_answers()
 
-    def wake(self) -> None:
+    def wake(self, besides: str | None = None) -> None:
         self._asleep = False
         for target, (weights, version) in self._weights.items():
-            self._call("update", weights, version, target)
+            if target != besides:
+                self._call("update", weights, version, target)
         self._await_answers()
 
     def close(self) -> None:

@@ -54,11 +54,11 @@ class SharingHost:
         self.inner.write(version, target)
 
     def update(self, version: int, target: str) -> None:
-        self._give_to_generators()
+        self._give_to_generators(besides=target)
         self.inner.update(version, target)
 
     def load(self, model: ModelConfig, target: str) -> None:
-        self._give_to_generators()
+        self._give_to_generators(besides=target)
         self.inner.load(model, target)
 
     def release(self, target: str) -> None:
@@ -67,8 +67,8 @@ class SharingHost:
     def sleep(self) -> None:
         self.inner.sleep()
 
-    def wake(self) -> None:
-        self.inner.wake()
+    def wake(self, besides: str | None = None) -> None:
+        self.inner.wake(besides)
 
     def close(self) -> None:
         self.group.before_send = None
@@ -76,12 +76,13 @@ class SharingHost:
         if self.turn == "generators" and self.group.ended is None:
             self.group.ask(ReturnToDevice())
 
-    def _give_to_generators(self) -> None:
+    def _give_to_generators(self, besides: str | None = None) -> None:
+        """Let the ranks leave the devices, and wake the generators; the weights of the target `besides` come next."""
         if self.turn == "generators":
             return
         self.turn = "generators"
         self.group.ask(LeaveDevice())
-        self.inner.wake()
+        self.inner.wake(besides)
 
     def _give_to_ranks(self, message: Message[Any]) -> None:
         """Let the generators leave the devices before a message reaches the ranks. Raises UnsupportedError while requests are under way."""

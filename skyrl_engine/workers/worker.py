@@ -246,7 +246,7 @@ class Worker:
             model.reload()
 
     def _offloading(self) -> list[Offloads]:
-        models = (self.backend, *self.frozen.loaded)
+        models = (self.backend, *self.frozen.whole_models)
         for model in models:
             if not isinstance(model, Offloads):
                 raise ContractError(

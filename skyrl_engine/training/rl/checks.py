@@ -20,7 +20,7 @@ from skyrl_engine.engine.automatic import find_device, find_device_bytes
 from skyrl_engine.engine.generator_placement import choose_placement
 from skyrl_engine.errors import ConfigError, DataError, Problem, UnsupportedError
 from skyrl_engine.model_facts.facts import ModelFacts
-from skyrl_engine.model_facts.memory import find_free_host_bytes, refuse_turns
+from skyrl_engine.model_facts.memory import find_free_host_bytes, find_reason_against_turns
 from skyrl_engine.model_facts.weight_files import count_parameters
 from skyrl_engine.objective.policy_metrics import ROLLOUT_LOGPROBS
 from skyrl_engine.registry.bound_plugin import BoundPlugin
@@ -350,7 +350,7 @@ def refuse_shared_devices(draft: RlDraft) -> None:
     if parameters is None or find_device(config.run) != "cuda":
         return
     ranks_here = config.run.launch == "inline" or config.run.ray_address is None
-    reason = refuse_turns(
+    reason = find_reason_against_turns(
         draft.files.facts.model,
         parameters,
         host_bytes=find_free_host_bytes() if ranks_here else None,

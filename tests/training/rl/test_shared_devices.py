@@ -13,12 +13,13 @@ from skyrl_engine.contracts.kinds.generator import GenerationRequest, Sampling
 from skyrl_engine.contracts.values.model import ModelConfig
 from skyrl_engine.engine.engine import Engine
 from skyrl_engine.errors import EngineError, UnsupportedError
-from skyrl_engine.model_facts.memory import refuse_turns
+from skyrl_engine.model_facts.memory import find_reason_against_turns
 from skyrl_engine.training.rl.dry_run import facts, plan_rl
 from skyrl_engine.training.rl.prepare import prepare
 from skyrl_engine.training.rl.run import run_rl
 from skyrl_engine.workers.launch import InlineTransport
 from skyrl_engine.workers.messages import LeaveDevice, ReturnToDevice
+from skyrl_engine.workers.replicas import ReplicaHost
 
 SHARED = ("generator.placement=process", "generator.share_devices=true")
 WITH_ALL = ("rl.kl={coef=0.1}", "evaluation.every=1", "evaluation.tasks=2", "evaluation.samples=1")
@@ -27,7 +28,7 @@ WITH_ALL = ("rl.kl={coef=0.1}", "evaluation.every=1", "evaluation.tasks=2", "eva
 
 @pytest.fixture
 def turns(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Verbs of the messages that the ranks got, in their order."""
+    """Verbs of the messages that the ranks got, and calls of the generators, in their order."""
     verbs: list[str] = []
     send = InlineTransport.send
 
@@ -35,7 +36,14 @@ def turns(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         verbs.append(messages[0].verb)
         return send(self, messages)
 
+    call = ReplicaHost._call
+
+    def note_call(self: ReplicaHost, method: str, *arguments: Any) -> None:
+        verbs.append(f"generators {method}")
+        call(self, method, *arguments)
+
     monkeypatch.setattr(InlineTransport, "send", note)
+    monkeypatch.setattr(ReplicaHost, "_call", note_call)
     return verbs
 
 
@@ -52,8 +60,13 @@ def test_a_run_in_turns_has_the_bits_of_one_whose_generator_has_a_place_of_its_o
     moves = [verb for verb in turns if verb in (LeaveDevice.verb, ReturnToDevice.verb)]
     assert moves == [LeaveDevice.verb, ReturnToDevice.verb] * (len(moves) // 2)
     assert len(moves) >= 4, "every step has a turn of each"
+    if not more:
+        steps = len(numbers_of(shared))
+        assert turns.count("generators update") == steps, "whoever wakes for new weights is not given the old ones before"
     is_away = False
     for verb in turns:
+        if verb.startswith("generators"):
+            continue
         if verb in (LeaveDevice.verb, ReturnToDevice.verb):
             is_away = verb == LeaveDevice.verb
         else:
@@ -118,6 +131,6 @@ def test_a_dry_run_names_the_turns(rl: Rl) -> None:
     ],
 )
 def test_turns_are_refused_by_arithmetic_of_memory(host: int | None, device: int | None, names: str | None) -> None:
-    reason = refuse_turns(ModelConfig("m", dtype="bfloat16"), 1 << 30, host_bytes=host, device_bytes=device, devices=1)
+    reason = find_reason_against_turns(ModelConfig("m", dtype="bfloat16"), 1 << 30, host_bytes=host, device_bytes=device, devices=1)
     assert (reason is None) == (names is None)
     assert names is None or names in str(reason)
