@@ -10,6 +10,7 @@ import shlex
 import tempfile
 import tomllib
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,15 @@ ROOT = Path(__file__).parent
 def pytest_itemcollected(item: pytest.Item) -> None:
     if issubclass(getattr(item, "cls", None) or object, Conformance):
         item.add_marker("conformance")
+    if item.get_closest_marker("gpu") is not None and not _has_device():
+        item.add_marker(pytest.mark.skip(reason="NOT PROVED HERE: this needs a CUDA device, and there is none"))
+
+
+@cache
+def _has_device() -> bool:
+    import torch  # noqa: PLC0415 - for tests of devices alone
+
+    return torch.cuda.is_available()
 
 
 OF_THE_READER = ("./my_", "acme-losses")

@@ -147,6 +147,14 @@ def sidebyside(session: nox.Session) -> None:
 
 
 @nox.session
+def gpu(session: nox.Session) -> None:
+    """What needs a CUDA device, on this machine's: all tests of it, and the speed of training there. Needs a torch that sees the device."""
+    install(session)
+    pytest(session, "-m", "gpu", "-rs", *session.posargs)
+    session.run(PYTHON, "tests/benchmarks/steps_on_cuda.py", env=OFFLINE)
+
+
+@nox.session
 def lint(session: nox.Session) -> None:
     """Style and formatting."""
     install(session)
@@ -191,7 +199,7 @@ def bench(session: nox.Session) -> None:
     """Timings as ratios, each beside the bar that a page or a test names; missing one is no failure. Other projects: `peers`."""
     install(session)
     for script in sorted((ROOT / "tests" / "benchmarks").glob("*.py")):
-        if script.name not in {*AGAINST_PEERS, "backends_side_by_side.py"}:
+        if script.name not in {*AGAINST_PEERS, "backends_side_by_side.py", "steps_on_cuda.py"}:
             python(session, str(script))
 
 

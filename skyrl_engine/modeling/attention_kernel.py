@@ -34,16 +34,15 @@ def attend_segments(
 ) -> Tensor:
     """Return attention [1, tokens, heads, d] for query [1, heads, tokens, d], key and value [1, key heads, tokens, d], as `attend_runs` does.
 
-    "auto" takes the fastest kernel that is right on the device: flash attention for documents and FlexAttention for trees, or else runs one by
-    one, which is "sdpa". Tensors on the CPU are attended by runs under every kernel: they are those of the checks while a model is loaded,
-    since `refuse_kernel` refuses to train there with another one. Raises UnsupportedError for what a chosen kernel does not serve, or
-    computes wrongly.
+    "auto" takes the fastest kernel that is right on the device: flash attention for documents; FlexAttention for trees, and for documents where
+    flash attention does not serve; or else runs one by one, which is "sdpa". Tensors on the CPU are attended by runs under every kernel: they
+    are those of the checks while a model is loaded, since `refuse_kernel` refuses to train there with another one. Raises UnsupportedError for
+    what a chosen kernel does not serve, or computes wrongly.
     """
-    documents = segments.parents is None
-    if kernel == "flash" or (kernel == "auto" and documents):
-        if document_kernel.takes(query, key, value, window=window, dropout=dropout):
-            return document_kernel.attend(query, key, value, segments, scaling=scaling, window=window)
-    elif kernel != "sdpa" and not dropout and tree_kernel.takes(query, key, value, window=window):
+    flash_serves = kernel == "flash" or (kernel == "auto" and segments.parents is None)
+    if flash_serves and document_kernel.takes(query, key, value, window=window, dropout=dropout):
+        return document_kernel.attend(query, key, value, segments, scaling=scaling, window=window)
+    if kernel in ("auto", "flex") and not dropout and tree_kernel.takes(query, key, value, window=window):
         return tree_kernel.attend(query, key, value, segments, scaling=scaling, window=window)
     if kernel in _LIBRARIES and query.is_cuda:
         heads = f"{query.shape[1]} heads of {query.shape[3]} numbers in {str(query.dtype).removeprefix('torch.')}"

@@ -22,6 +22,9 @@ PROBE = Segments((40, 18, 5, 7, 30), parents=(-1, 0, 1, 0, -1))
 PROBE_WINDOW, PROBE_SCALE = 23, 0.7
 """A window shorter than some documents of the probe, and a scale relative to the kernel's default that differs from it."""
 
+BLOCK = 128
+"""Tokens of a block's side, FlexAttention's own."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -46,20 +49,55 @@ def attend(query: Tensor, key: Tensor, value: Tensor, segments: Segments, *, sca
 def block_mask(segments: Segments, window: int | None, device: torch.device) -> "BlockMask":
     """Return the mask of a row: token q sees column k from k on up to the end of the last segment below k's own.
 
-    `window` counts positions, which are columns but for the pieces between a path and its run.
+    `window` counts positions, which are columns but for the pieces between a path and its run. Blocks are found by arithmetic on their bounds,
+    because a mask of tokens x tokens, from which FlexAttention's own `create_block_mask` counts them, takes gigabytes for long rows.
     """
-    from torch.nn.attention.flex_attention import create_block_mask  # it takes long to import, and on CUDA alone is it needed
+    from torch.nn.attention.flex_attention import BlockMask  # it takes long to import, and on CUDA alone is it needed
 
-    lengths = torch.tensor(segments.lengths)
-    until_T = torch.tensor(segments.seen_until).repeat_interleave(lengths).to(device)
-    position_T = positions_of(segments).to(device)
+    until_T = torch.tensor(segments.seen_until).repeat_interleave(torch.tensor(segments.lengths))
+    position_T = positions_of(segments)
+    partial_QK, full_QK = _sort_blocks(until_T, position_T, window)
+    until_T, position_T = until_T.to(device), position_T.to(device)
 
     def sees(_batch: Tensor, _head: Tensor, q: Tensor, k: Tensor) -> Tensor:
         seen = (k <= q) & (q < until_T[k])
         return seen if window is None else seen & (position_T[q] - position_T[k] < window)
 
+    (asked, asked_columns), (whole, whole_columns) = (_list_columns(blocks.to(device)) for blocks in (partial_QK, full_QK))
     tokens = len(until_T)
-    return create_block_mask(sees, None, None, tokens, tokens, device=device)
+    return BlockMask.from_kv_blocks(
+        asked, asked_columns, whole, whole_columns, BLOCK_SIZE=BLOCK, mask_mod=sees, seq_lengths=(tokens, tokens)
+    )
+
+
+def _sort_blocks(until_T: Tensor, position_T: Tensor, window: int | None) -> tuple[Tensor, Tensor]:
+    """Return two bool[blocks, blocks] of queries x columns: blocks whose mask must be asked, and those of which everything is seen.
+
+    Blocks in neither have no pair that sees. A block whose mask must be asked may have none either.
+    """
+    tokens = len(until_T)
+    start = torch.arange(0, tokens, BLOCK)
+    stop = start + BLOCK
+    beyond = -(-tokens // BLOCK) * BLOCK - tokens
+    latest, earliest = (_by_block(until_T, beyond, fill).aminmax(dim=1) for fill in (0, tokens))
+    low, high = (_by_block(position_T, beyond, fill).aminmax(dim=1) for fill in (tokens, -1))
+    partial_QK = (start[None, :] <= start[:, None]) & (latest.max[None, :] > start[:, None])
+    full_QK = (stop[None, :] <= start[:, None]) & (earliest.min[None, :] >= stop[:, None]) & (stop[:, None] <= tokens)
+    if window is not None:
+        full_QK &= high.max[:, None] - low.min[None, :] < window
+        partial_QK &= low.min[:, None] - high.max[None, :] < window
+    return partial_QK & ~full_QK, full_QK
+
+
+def _by_block(value_T: Tensor, beyond: int, fill: int) -> Tensor:
+    """Return [blocks, `BLOCK`] of a value per token, with `fill` for the tokens that the last block is short of."""
+    return torch.nn.functional.pad(value_T, (0, beyond), value=fill).reshape(-1, BLOCK)
+
+
+def _list_columns(blocks_QK: Tensor) -> tuple[Tensor, Tensor]:
+    """Return int32[1, 1, blocks] and int32[1, 1, blocks, blocks]: how many of a row are set, and their columns first."""
+    columns = blocks_QK.int().argsort(dim=1, descending=True, stable=True)
+    return blocks_QK.sum(1, dtype=torch.int32)[None, None], columns.int()[None, None]
 
 
 def positions_of(segments: Segments) -> Tensor:

@@ -6,7 +6,6 @@ from typing import Any
 
 import backends_side_by_side as program
 import pytest
-import torch
 from attrs import evolve
 from backends_side_by_side import BACKENDS, SIZES, TOLERANCES, Measured, Parity, Setting, Subject
 from measuring import ranks as on_rank
@@ -102,9 +101,6 @@ def test_the_table_and_its_place_in_the_page(tmp_path: Path) -> None:
         program.put_into("", "cuda", "two")
 
 
-NO_CUDA = "NOT PROVED HERE: bfloat16 parity of fsdp, deepspeed and megatron needs a CUDA device, and there is none"
-
-
 @pytest.fixture(scope="module", params=["bfloat16", "float32"])
 def on_cuda(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[ComputeDtype, dict[str, Measured]]:
     """Every backend measured on one device, in processes of their own."""
@@ -115,7 +111,6 @@ def on_cuda(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason=NO_CUDA)
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("backend", list(BACKENDS))
 def test_parity_on_cuda(on_cuda: tuple[ComputeDtype, dict[str, Measured]], backend: str) -> None:

@@ -51,6 +51,17 @@ def test_each_kernel_attends_to_the_rows_that_it_serves(
     assert recorded.called == [of_documents, of_trees]
 
 
+def test_documents_go_by_flex_attention_where_flash_attention_does_not_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch before 2.13 has no flash attention over documents with grouped heads."""
+    recorded = Recorded(monkeypatch, right=True)
+    monkeypatch.setattr(document_kernel, "takes", lambda *_, **__: False)
+    attend("auto", DOCUMENTS)
+    attend("auto", DOCUMENTS, dropout=0.1)
+    with pytest.raises(UnsupportedError, match="varlen_attn does not compute"):
+        attend("flash", DOCUMENTS)
+    assert recorded.called == ["flex", "sdpa"]
+
+
 def test_a_chosen_kernel_that_is_not_right_is_an_error_where_auto_takes_another(monkeypatch: pytest.MonkeyPatch) -> None:
     recorded = Recorded(monkeypatch, right=False)
     for segments in (DOCUMENTS, TREE):

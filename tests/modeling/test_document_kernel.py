@@ -218,8 +218,9 @@ class TestProof:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="NOT PROVED HERE: this needs a CUDA device, and there is none")
 @pytest.mark.parametrize("window", [None, 7])
 @pytest.mark.parametrize(("heads", "key_heads", "head"), [(8, 8, 64), (16, 8, 128), (4, 1, 256)])
 def test_the_real_kernel_is_right(window: int | None, heads: int, key_heads: int, head: int) -> None:
+    if (missing := document_kernel.find_missing()) is not None:
+        pytest.skip(f"NOT PROVED HERE: {missing}")
     document_kernel._compare(torch.device("cuda", 0), torch.bfloat16, heads, key_heads, head, window)

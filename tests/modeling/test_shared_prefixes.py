@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -80,6 +81,28 @@ def test_attention_by_runs_and_by_flex_attention_is_that_of_the_mask(segments: S
     assert torch.equal(seen, seen_by_definition(segments, window))
 
 
+@given(trees(), st.none() | st.integers(1, 8), st.sampled_from([1, 2, 4, 7]))
+def test_blocks_that_are_not_asked_are_seen_whole_or_not_at_all(segments: Segments, window: int | None, block: int) -> None:
+    with patch.object(tree_kernel, "BLOCK", block):
+        mask = tree_kernel.block_mask(segments, window, torch.device("cpu"))
+    seen, tokens = seen_by_definition(segments, window), sum(segments.lengths)
+    count = -(-tokens // block)
+    assert mask.full_kv_num_blocks is not None
+    assert mask.full_kv_indices is not None
+    for row in range(count):
+        asked = mask.kv_indices[0, 0, row, : mask.kv_num_blocks[0, 0, row]].tolist()
+        whole = mask.full_kv_indices[0, 0, row, : mask.full_kv_num_blocks[0, 0, row]].tolist()
+        assert not {*asked} & {*whole}
+        assert row in asked, "the diagonal"
+        for column in range(count):
+            part = seen[row * block : (row + 1) * block, column * block : (column + 1) * block]
+            if column in whole:
+                assert part.all()
+                assert part.shape == (block, block), "a block that ends beyond the row is asked"
+            elif column not in asked:
+                assert not part.any()
+
+
 def seen_by_definition(segments: Segments, window: int | None) -> Tensor:
     """bool[tokens, tokens], one token at a time: the column is on the token's path, up to itself, and within the window."""
     assert segments.parents is not None
@@ -92,6 +115,31 @@ def seen_by_definition(segments: Segments, window: int | None) -> Tensor:
         for position, column in enumerate(path):
             seen[column, path[max(0, position + 1 - (window or len(path))) : position + 1]] = True
     return seen
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, tree_kernel.PROBE_WINDOW])
+@pytest.mark.parametrize(("heads", "key_heads", "head"), [(8, 8, 64), (16, 8, 128), (4, 1, 256), (4, 2, 16)])
+def test_flex_attention_is_right_on_a_device(window: int | None, heads: int, key_heads: int, head: int) -> None:
+    tree_kernel.compare(torch.device("cuda", 0), torch.bfloat16, heads, key_heads, head, window)
+
+
+@pytest.mark.gpu
+def test_one_program_serves_rows_of_all_trees() -> None:
+    """Every row has a mask of its own; a program for each would take longer to make than to run."""
+    device, draw = torch.device("cuda", 0), torch.Generator().manual_seed(0)
+    made = []
+    for number in range(12):
+        lengths = tuple(torch.randint(1, 400, (7,), generator=draw).tolist())
+        segments = Segments(lengths, (-1, 0, 1, 1, 0, -1, 5) if number % 2 else None)
+        tensors = [torch.randn(1, heads, sum(lengths), 64, generator=draw).to(device, torch.bfloat16) for heads in (8, 2, 2)]
+        query, key, value = (tensor.requires_grad_() for tensor in tensors)
+        got = tree_kernel.attend(query, key, value, segments, scaling=None, window=None)
+        torch.autograd.grad(got, (query, key, value), torch.ones_like(got))
+        due = tree_kernel.attend_by_mask(query, key, value, segments, scaling=None, window=None)
+        assert (got - due).abs().max() <= tree_kernel.TOLERANCE * due.abs().max()
+        made.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert made[-1] == made[3], made
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")

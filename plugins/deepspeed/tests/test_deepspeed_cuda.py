@@ -14,10 +14,7 @@ from skyrl_engine.testing.backends.batches import WeightedObjective, definition,
 from skyrl_engine_deepspeed.backend import DeepSpeedBackend
 from skyrl_engine_deepspeed.plugin import DeepSpeedConfig
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="NOT PROVED HERE: this needs a CUDA device, and there is none"),
-]
+pytestmark = pytest.mark.gpu
 
 OFFLOADS = [{}, {"offload_optimizer": True}, {"zero_stage": 3, "offload_optimizer": True, "offload_parameters": True}]
 

@@ -15,13 +15,8 @@ from skyrl_engine.testing.backends.batches import Arrays, WeightedObjective, def
 from skyrl_engine_megatron.backend import MegatronBackend
 from skyrl_engine_megatron.plugin import MegatronConfig
 
-needs_device = pytest.mark.skipif(
-    not torch.cuda.is_available(), reason="NOT PROVED HERE: this needs a CUDA device, and there is none"
-)
-
 
 @pytest.mark.gpu
-@needs_device
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), ("bfloat16", 1e-1)])
 @pytest.mark.parametrize("rows", ["padded", "packed"])
 @pytest.mark.parametrize("name", ["qwen3-tied", "llama-untied"])
@@ -34,7 +29,6 @@ def test_one_device_equals_the_definition(
 
 
 @pytest.mark.gpu
-@needs_device
 @pytest.mark.skipif(
     find_spec("transformer_engine") is None, reason="NOT PROVED HERE: this needs Transformer Engine, which is not installed"
 )
