@@ -1,7 +1,7 @@
 """Tokens per second of training on one CUDA device in bfloat16: the engine by default, a bare torch loop, transformers' and TRL's trainers.
 
 A Qwen3 of the published 0.6B's sizes with random weights, float32, computes in bfloat16.
-- Chats: 6 steps of 32 chats of 128 to 2,048 tokens, half of each learned. `Trainer` pads its rows of 8 chats, as it does by default, and so
+- Chats: 4 steps of 32 chats of 128 to 2,048 tokens, half of each learned. `Trainer` pads its rows of 8 chats, as it does by default, and so
   does TRL's `SFTTrainer`; the bare loop computes one chat after the other under autocast. All take AdamW (fused) and clip.
 - Groups: a GRPO step without sampling (scores of the old policy, forward, backward, AdamW) over 8 prompts of 2,048 tokens with 8 answers of
   256 each, by rows that compute each prompt once (`tree`, the default) and by packed rows.
@@ -74,7 +74,7 @@ SIZES = {
             "max_position_embeddings": 4096,
             "initializer_range": 0.02,
         },
-        *(6, 32, 128, 2048, 8),
+        *(4, 32, 128, 2048, 8),
         *(8, 8, 2048, 256),
     ),
     "cpu": Size({"head_dim": 16, "max_position_embeddings": 512}, *(3, 8, 16, 128, 4), *(2, 4, 64, 16)),
@@ -113,6 +113,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--folder", type=Path, help="where the model is kept for the next time; without it nothing is")
     parser.add_argument("--peak", type=float, default=989.0, help="TFLOP/s of the device in bfloat16")
     options = parser.parse_args()
     transformers.utils.logging.set_verbosity_error()
@@ -121,15 +122,16 @@ def main() -> None:
     size = SIZES[options.device]
     name = torch.cuda.get_device_name() if options.device == "cuda" else "the CPU"
     with tempfile.TemporaryDirectory() as folder:
-        directory = Path(folder)
-        write_model(directory / "model", **size.model)
-        write_tokenizer(directory / "model", ["some words"])
+        directory = options.folder or Path(folder)
+        if not (directory / "model" / "tokenizer.json").exists():
+            write_model(directory / "model", **size.model)
+            write_tokenizer(directory / "model", ["some words"])
         parameters = sum(parameter.numel() for parameter in load_model(directory, "cpu").parameters())
         print(
             f"{name}, torch {torch.__version__}, transformers {transformers.__version__}; Qwen3 of {parameters / 1e6:.0f}M parameters"
         )
-        compare_chats(directory, size, options.device, options.rounds, parameters, options.peak)
         compare_groups(directory, size, options.device, options.rounds)
+        compare_chats(directory, size, options.device, options.rounds, parameters, options.peak)
 
 
 def compare_chats(directory: Path, size: Size, device: str, rounds: int, parameters: int, peak: float) -> None:
@@ -141,14 +143,14 @@ def compare_chats(directory: Path, size: Size, device: str, rounds: int, paramet
     print(f"padding makes {padded / lengths.sum():.2f} times as many")
     runs: dict[str, Callable[[], Course]] = {
         "engine, by default": partial(run_engine, directory, size, device),
-        "engine, compiled": partial(run_engine, directory, size, device, compiles=True),
-        "bare torch loop": partial(run_loop, directory, samples, size, device),
         "Trainer, padding": partial(run_trainer, directory, samples, size, device),
     }
     with suppress(ImportError):
         import trl
 
         runs[f"SFTTrainer of TRL {trl.__version__}"] = partial(run_trl, directory, samples, size, device)
+    runs["bare torch loop"] = partial(run_loop, directory, samples, size, device)
+    runs["engine, compiled"] = partial(run_engine, directory, size, device, compiles=True)
     courses: dict[str, list[Course]] = {}
     for _ in range(rounds):
         for run, train in runs.items():
@@ -157,9 +159,12 @@ def compare_chats(directory: Path, size: Size, device: str, rounds: int, paramet
                 torch.cuda.empty_cache()
                 torch.cuda.reset_peak_memory_stats()
             try:
+                started = time.perf_counter()
                 courses.setdefault(run, []).append(train())
+                print(f"{run}: {courses[run][-1].seconds:.2f} s of steps, {time.perf_counter() - started:.0f} s in all", flush=True)
             except (RuntimeError, EngineError, TypeError, ValueError) as error:
                 print(f"{run}: {type(error).__name__}: {str(error).splitlines()[0]}", flush=True)
+    courses = {run: found for run, found in courses.items() if found}
     tokens = int(lengths[size.chats :].sum())
     first = min(course.seconds for course in courses["engine, by default"])
     for run, found in courses.items():

@@ -20,15 +20,15 @@ from skyrl_engine.workers.replicas import ReplicaHost
 pytestmark = pytest.mark.gpu
 
 WIDE: dict[str, Any] = {
-    "hidden_size": 512,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 8,
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 64,
     "max_position_embeddings": 256,
 }
-"""Some 20 million weights, whose heads flash attention and FlexAttention take."""
+"""Heads that flash attention and FlexAttention take."""
 
 Run = Callable[..., Path]
 

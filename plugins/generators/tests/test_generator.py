@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from attrs import evolve
+from hf_requests import Weights, build_requests, finish_requests
 from sampled_models import ARCHITECTURES, QUICK, READ_ANEW, write
 
 from skyrl_engine import ContractError, ModelError, UnsupportedError
@@ -17,21 +18,6 @@ from skyrl_engine_generators import loop
 from skyrl_engine_generators.generator import HfGenerator
 from skyrl_engine_generators.options import HfOptions
 from skyrl_engine_generators.rows import CachedDecoder, UncachedDecoder
-
-
-class Weights:
-    """The weights of a model that is loaded here, as a rank offers them."""
-
-    def __init__(self, model, form="tensors"):
-        self._model = model
-        self.forms = frozenset({form})
-
-    def storage(self):
-        named = [*self._model.named_parameters(remove_duplicate=False), *self._model.named_buffers(remove_duplicate=False)]
-        return {name: tensor.detach() for name, tensor in named}
-
-    def tensors(self):
-        return ((name, tensor.detach()) for name, tensor in self._model.named_parameters())
 
 
 @pytest.fixture(scope="module")
@@ -50,30 +36,6 @@ def start_generator(folder, model, *, form="tensors", slots=4, ends=(), version=
     generator = HfGenerator(HfOptions(slots=slots, cache_tokens=cache_tokens))
     generator.start(GeneratorStart(ModelConfig(str(folder), **settings), "cpu", ends, Weights(model, form), version))
     return generator
-
-
-def build_requests(count, *, first=0, seed=0, **sampling):
-    draw = np.random.default_rng(seed)
-    return [
-        GenerationRequest(
-            first + number,
-            draw.integers(0, 128, draw.integers(1, 20)).astype(np.int32),
-            Sampling(**{"max_tokens": int(draw.integers(1, 12)), **sampling}),
-            seed=number,
-        )
-        for number in range(count)
-    ]
-
-
-def finish_requests(generator, requests):
-    generator.submit(requests)
-    done = {}
-    while len(done) < len(requests):
-        for completion in generator.poll(10.0):
-            assert completion.request_id not in done
-            done[completion.request_id] = completion
-    assert generator.poll(0.0) == []
-    return [done[request.request_id] for request in requests]
 
 
 @torch.no_grad()

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from test_generator import Weights, build_requests, finish_requests
+from hf_requests import Weights, build_requests, finish_requests
 
 from skyrl_engine.contracts import POLICY, GeneratorStart, ModelConfig
 from skyrl_engine.modeling.loading import load_causal_lm
