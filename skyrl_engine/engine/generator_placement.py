@@ -1,7 +1,10 @@
 """The place of a run's generators: chosen and refused while planning, and started."""
 
+import math
 from pathlib import Path
 from typing import Literal
+
+from attrs import fields
 
 from skyrl_engine.config import SelectedPlugin
 from skyrl_engine.config.schema import GeneratorTable
@@ -107,7 +110,12 @@ def _list_process_keys(table: GeneratorTable | None) -> tuple[tuple[str, bool], 
     """Return the keys that only the placement "process" reads, and whether they are set."""
     if table is None:
         return ()
-    return (("replicas", table.replicas > 1), ("devices", bool(table.devices)), ("launch", table.launch != "local"))
+    return (
+        ("replicas", table.replicas > 1),
+        ("devices", bool(table.devices)),
+        ("launch", table.launch != "local"),
+        ("silent_seconds", table.silent_seconds != fields(GeneratorTable).silent_seconds.default),
+    )
 
 
 def start_host(
@@ -150,7 +158,17 @@ def start_host(
     if launcher is None:
         host = RemoteHost.start(GeneratorDriver(plugin.bind("generator", context)), folders, facts, version)
     else:
-        host = ReplicaHost.start(lock, context, facts, folders, label=label, version=version, replicas=replicas, launcher=launcher)
+        host = ReplicaHost.start(
+            lock,
+            context,
+            facts,
+            folders,
+            label=label,
+            version=version,
+            replicas=replicas,
+            launcher=launcher,
+            silent_seconds=math.inf if table is None else table.silent_seconds,
+        )
     return SharingHost.open(host, group) if shares and group is not None else host
 
 

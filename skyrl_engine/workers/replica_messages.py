@@ -51,6 +51,6 @@ class CallEnd:
 
 @frozen(eq=False)
 class Sampled:
-    """Completions."""
+    """Completions; none are a sign of life."""
 
     completions: list[Completion]

@@ -8,12 +8,16 @@ import os
 import signal
 import sys
 from multiprocessing.connection import Connection
+from time import monotonic
 from typing import Any, Final
 
 from skyrl_engine.workers.replica_messages import Call, CallEnd, ReplicaStart, Sampled
 
 SLICE_SECONDS: Final = 0.05
 """The longest that a replica samples without looking for a call."""
+
+SIGN_SECONDS: Final = 1.0
+"""A replica that samples sends something so often, if only that it is there."""
 
 
 def serve(connection: Connection) -> None:
@@ -25,6 +29,7 @@ def serve(connection: Connection) -> None:
         connection.send(CallEnd.of_failure(error))
         return
     connection.send(CallEnd())
+    sent = monotonic()
     while True:
         if not driver.is_sampling or connection.poll():
             call: Call = connection.recv()
@@ -42,8 +47,9 @@ def serve(connection: Connection) -> None:
         except Exception as error:  # noqa: BLE001 - as above
             connection.send(CallEnd.of_failure(error))
             return
-        if completions:
+        if completions or monotonic() - sent > SIGN_SECONDS:
             connection.send(Sampled(completions))
+            sent = monotonic()
 
 
 def _start(start: ReplicaStart) -> Any:

@@ -1,8 +1,10 @@
 """Generators in processes of their own, each a replica of the model: the controller's side."""
 
 import logging
+import math
 import tempfile
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
@@ -31,6 +33,9 @@ END_SECONDS: Final = 10.0
 WAIT_SECONDS: Final = 1.0
 LAST_LINES: Final = 20
 
+LONG_CALLS: Final = frozenset({"start", "update", "load", "release", "sleep"})
+"""Calls that move weights, and may take as long as these need."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -44,8 +49,10 @@ class Replica:
     _make_start: Callable[[str], ReplicaStart]
     """Returns the first message by the device of the process."""
     _inbox: "SimpleQueue[tuple[Replica, Any]]"
-    owed: int = field(default=1, init=False)
-    """Answers that it owes: that to its start, and to every call."""
+    owed: "deque[str]" = field(factory=lambda: deque(["start"]), init=False)
+    """Calls that it has not answered, in the order in which it will: its start, and every call."""
+    heard: float = field(factory=monotonic, init=False)
+    """The moment of its last message, or of the first call that it owes an answer, by `monotonic`."""
     _unsent: list[Call] = field(factory=list, init=False)
     """Calls until it is connected."""
     _connection: Connection | None = field(default=None, init=False)
@@ -75,6 +82,7 @@ class Replica:
                     message = None
                 except Exception as error:  # noqa: BLE001 - as above
                     message = CallEnd.of_failure(error)
+                self.heard = monotonic()
                 self._inbox.put((self, message))
                 if message is None:
                     return
@@ -89,13 +97,17 @@ class Replica:
 
     def send(self, call: Call) -> None:
         """Send a call, now or when the process is there. One that is gone is told by its reader."""
-        self.owed += 1
+        self.owed.append(call.method)
         with self._sending:
             if self._connection is None:
                 self._unsent.append(call)
                 return
             with suppress(OSError):
                 self._connection.send(call)
+
+    def is_silent(self, seconds: float) -> bool:
+        """Say whether it has sent nothing for so long, with no call under way that may take longer."""
+        return monotonic() - self.heard > seconds and not LONG_CALLS & {*self.owed}
 
     def describe_end(self) -> str:
         """Say how the process ended."""
@@ -125,6 +137,8 @@ class ReplicaHost:
     _make_start: Callable[[str, WeightSource, int], ReplicaStart]
     """Returns the start of a replica on a device, with weights and their version."""
     _logs: Path
+    _silent_seconds: float = math.inf
+    """The longest that a replica that samples may send nothing."""
     _replicas: list[Replica] = field(factory=list, init=False)
     _requests: list[dict[int, GenerationRequest]] = field(factory=list, init=False)
     """By replica, the requests that it has not answered."""
@@ -150,15 +164,19 @@ class ReplicaHost:
         version: int,
         replicas: int,
         launcher: ReplicaLauncher,
+        silent_seconds: float = math.inf,
     ) -> "ReplicaHost":
-        """Start replicas, with the weights that were written under `version`. Raises what the start of a generator raises."""
+        """Start replicas, with the weights that were written under `version`. Raises what the start of a generator raises.
+
+        One that samples and sends nothing for `silent_seconds` is ended, and started again like one that died.
+        """
 
         def make_start(device: str, weights: WeightSource, version: int) -> ReplicaStart:
             return ReplicaStart(lock, context, facts, folders.model, device, weights, version)
 
         logs = (facts.folder or Path(tempfile.mkdtemp(prefix="skyrl-engine-generator-"))).absolute()
         logs.mkdir(parents=True, exist_ok=True)
-        host = cls(label, folders, launcher, make_start, logs)
+        host = cls(label, folders, launcher, make_start, logs, silent_seconds)
         try:
             host._weights[POLICY] = folders.get(version), version
             for number in range(replicas):
@@ -176,6 +194,8 @@ class ReplicaHost:
         shares: list[list[GenerationRequest]] = [[] for _ in self._replicas]
         for request in requests:
             number = request.session % len(self._replicas)
+            if not (self._requests[number] or self._replicas[number].owed):
+                self._replicas[number].heard = monotonic()
             shares[number].append(request)
             self._requests[number][request.request_id] = request
         for replica, share in zip(list(self._replicas), shares, strict=True):
@@ -247,28 +267,32 @@ class ReplicaHost:
             self._take(WAIT_SECONDS)
 
     def _take(self, timeout: float) -> None:
-        """Take one message, if one comes in time, and all that came with it."""
+        """Take one message, if one comes in time, and all that came with it; replace replicas that hang."""
         try:
-            self._handle(*(self._inbox.get(timeout=timeout) if timeout > 0 else self._inbox.get_nowait()))
+            self._handle(*(self._inbox.get(timeout=min(timeout, WAIT_SECONDS)) if timeout > 0 else self._inbox.get_nowait()))
             while True:
                 self._handle(*self._inbox.get_nowait())
         except Empty:
-            return
+            pass
+        for replica in list(self._replicas):
+            if self._requests[replica.number] and replica.is_silent(self._silent_seconds):
+                self._replace(replica, f"replica {replica.number} sampled, and sent nothing for {self._silent_seconds:g} s")
 
     def _handle(self, replica: Replica, message: Any) -> None:
         if self._replicas[replica.number : replica.number + 1] != [replica]:
             return  # a process that was replaced
         if message is None:
-            self._replace(replica)
+            self._replace(replica, replica.describe_end())
         elif isinstance(message, Sampled):
             open_requests = self._requests[replica.number]
             # those that are unknown are the sampler's to refuse
             for completion in message.completions:
                 open_requests.pop(completion.request_id, None)
-            self._deaths[replica.number] = 0
+            if message.completions:
+                self._deaths[replica.number] = 0
             self._ready += message.completions
         else:
-            replica.owed -= 1
+            replica.owed.popleft()
             self._raise_failure(replica, message)
 
     def _raise_failure(self, replica: Replica, answer: CallEnd) -> None:
@@ -288,9 +312,9 @@ class ReplicaHost:
         process = self._launcher.launch(number, output)
         return Replica(number, process, output, lambda device: self._make_start(device, weights, version), self._inbox)
 
-    def _replace(self, replica: Replica) -> None:
-        """Start a replica again that is gone. Raises RolloutError where it dies again and again."""
-        number, ending = replica.number, replica.describe_end()
+    def _replace(self, replica: Replica, ending: str) -> None:
+        """Start a replica again that is gone, or hangs. Raises RolloutError where this happens again and again."""
+        number = replica.number
         self._deaths[number] += 1
         replica.end()
         lines = replica.read_last_lines()

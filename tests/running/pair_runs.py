@@ -26,6 +26,7 @@ def write_pairs(directory: Path) -> Path:
         for row in PAIRS[:10]
         for half in ("chosen", "rejected")
     ]
+    directory.mkdir(exist_ok=True)
     for name, rows in (("train", PAIRS[:10]), ("eval", PAIRS[10:]), ("single", single)):
         (directory / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     texts = [row["prompt"] + row[half] for row in PAIRS for half in ("chosen", "rejected")]

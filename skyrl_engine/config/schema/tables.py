@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from attrs import Factory, field, frozen
-from attrs.validators import deep_iterable, ge, in_, le, min_len, optional
+from attrs.validators import deep_iterable, ge, gt, in_, le, min_len, optional
 
 from skyrl_engine.config.schema.metadata import KIND, READ_BY
 from skyrl_engine.contracts.values.model import PLACE
@@ -75,6 +75,10 @@ class GeneratorTable(PluginTable):
         default=None, validator=optional([ge(0), le(1)]), kw_only=True, metadata={READ_BY: ("launch", ("ray",))}
     )
     """GPUs that each takes: 1, 0, or the part of one that several share; none: 1 where the ranks compute on GPUs, else 0."""
+
+    silent_seconds: float = field(default=600.0, validator=gt(0), kw_only=True)
+    """Longest time for which a process that samples may give no sign of life: it counts as hanging then, is ended, and is started again with
+    its requests. Loading and taking weights have no limit."""
 
     share_devices: bool = field(default=False, kw_only=True, metadata={READ_BY: ("launch", ("local",))})
     """Let ranks and generators work on the same devices in turns: each leaves the devices' memory while the other works. The ranks' weights and

@@ -119,7 +119,10 @@ def newest(group: Any) -> int:
 
 
 @pytest.mark.proof
-def test_a_replica_that_is_killed_is_started_again_and_changes_no_bit(rl: Rl, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "hanging"])
+def test_a_replica_that_is_lost_is_started_again_and_changes_no_bit(
+    rl: Rl, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, sent: signal.Signals
+) -> None:
     wanted = run_rl(rl("whole", "rl.staleness=1", DRAINED)).directory
     killed: list[int] = []
     submit = ReplicaHost.submit
@@ -127,13 +130,15 @@ def test_a_replica_that_is_killed_is_started_again_and_changes_no_bit(rl: Rl, mo
     def submit_and_kill(self: ReplicaHost, requests: Any) -> None:
         submit(self, requests)
         pid = self._replicas[0].process.child.pid
-        if len(killed) < 2 and pid not in killed:
+        # one that hangs while it starts has no limit
+        if len(killed) < 2 and pid not in killed and not (sent == signal.SIGSTOP and "start" in self._replicas[0].owed):
             killed.append(pid)
-            os.kill(pid, signal.SIGKILL)
+            os.kill(pid, sent)
 
     monkeypatch.setattr(ReplicaHost, "submit", submit_and_kill)
-    run = run_rl(rl("killed", "rl.staleness=1", DRAINED)).directory
+    run = run_rl(rl("killed", "rl.staleness=1", DRAINED, "generator.silent_seconds=3")).directory
     assert len(killed) == 2
+    assert ("was killed by SIGKILL" if sent == signal.SIGKILL else "sent nothing for 3 s") in caplog.text
     assert weights_of(run) == weights_of(wanted)
     assert numbers_without_waits(run) == numbers_without_waits(wanted)
 
