@@ -3,10 +3,11 @@
 from collections.abc import Sequence
 from typing import Final, Protocol
 
-from attrs import define, field
+from attrs import define, field, frozen
 
 from skyrl_engine.contracts.kinds.generator import Completion, GenerationRequest, Sampling
 from skyrl_engine.rollout.attempt import RunningAttempt
+from skyrl_engine.rollout.seeds import derive_seeds
 from skyrl_engine.rollout.transcript import Ids
 from skyrl_engine.spans import Phases
 
@@ -25,17 +26,42 @@ class CompletionSource(Protocol):
     def end_sessions(self, sessions: Sequence[int]) -> None: ...
 
 
+@frozen(eq=False)
+class _Turn:
+    """A turn that is to be requested. `place` are ticket, attempt and turn, from which its seed is made when it is sent."""
+
+    session: int
+    request_id: int
+    place: tuple[int, int, int]
+    prompt_ids: Ids
+    sampling: Sampling
+    prefix_group: int
+    last_turn: bool
+
+    def request(self, seed: int) -> GenerationRequest:
+        return GenerationRequest(
+            self.request_id,
+            self.prompt_ids,
+            self.sampling,
+            seed,
+            session=self.session,
+            prefix_group=self.prefix_group,
+            last_turn=self.last_turn,
+        )
+
+
 @define(eq=False)
 class RequestQueue:
     """Requests on their way to the sampler. Time spent in the sampler counts as `generate` among `phases`.
 
-    Queues that share a sampler number their requests from different `first_number`s on.
+    Queues that share a sampler number their requests from different `first_number`s on. `seed` is that of the run.
     """
 
     sampler: CompletionSource
     phases: Phases
+    seed: int
     _last_id: int
-    _queued: list[GenerationRequest] = field(factory=list, init=False)
+    _queued: list[_Turn] = field(factory=list, init=False)
     _attempts: dict[int, RunningAttempt] = field(factory=dict, init=False)
     _open_sessions: set[int] = field(factory=set, init=False)
     """Sessions of which a generator may keep something for a further turn."""
@@ -57,20 +83,18 @@ class RequestQueue:
         prompt_ids: Ids,
         sampling: Sampling,
         *,
-        seed: int,
+        turn: int,
         session: int,
         prefix_group: int,
         last_turn: bool,
     ) -> None:
-        """Queue a request for the attempt's next turn."""
+        """Queue a request for the attempt's next turn, counted from 1."""
         self._last_id += 1
-        request = GenerationRequest(
-            self._last_id, prompt_ids, sampling, seed, session=session, prefix_group=prefix_group, last_turn=last_turn
-        )
         if not last_turn:
             self._open_sessions.add(session)
-        self._attempts[request.request_id] = attempt
-        self._queued.append(request)
+        self._attempts[self._last_id] = attempt
+        place = attempt.ticket, attempt.member, turn
+        self._queued.append(_Turn(session, self._last_id, place, prompt_ids, sampling, prefix_group, last_turn))
 
     def end_session(self, session: int) -> None:
         """Note that an attempt has no further turn; `send` or `send_ends` says so to the sampler."""
@@ -89,7 +113,9 @@ class RequestQueue:
         self.send_ends()
         if not self._queued:
             return
-        requests, self._queued = sorted(self._queued, key=lambda request: (request.session, request.request_id)), []
+        queued, self._queued = sorted(self._queued, key=lambda turn: (turn.session, turn.request_id)), []
+        seeds = derive_seeds(self.seed, [turn.place for turn in queued])
+        requests = [turn.request(seed) for turn, seed in zip(queued, seeds, strict=True)]
         with self.phases("generate"):
             self.sampler.submit(requests)
 
@@ -104,8 +130,8 @@ class RequestQueue:
         """Drop queued requests, end those that were sent, and wait for their completions, which are forgotten."""
         if self._attempts:
             self.sampler.abort()
-            for request in self._queued:
-                self._attempts.pop(request.request_id, None)
+            for turn in self._queued:
+                self._attempts.pop(turn.request_id, None)
             while self._attempts:
                 for completion in self.sampler.poll(_POLL_S):
                     self._attempts.pop(completion.request_id, None)

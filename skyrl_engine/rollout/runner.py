@@ -16,6 +16,7 @@ from skyrl_engine.rollout.attempt import RolloutLimits, RunningAttempt
 from skyrl_engine.rollout.env_pool import EpisodeReply
 from skyrl_engine.rollout.failure_monitor import GAVE_UP, FailureMonitor
 from skyrl_engine.rollout.request_queue import CompletionSource, RequestQueue
+from skyrl_engine.rollout.seeds import derive_seeds
 from skyrl_engine.rollout.transcript import Ids, Transcript
 from skyrl_engine.spans import Phases
 
@@ -85,6 +86,8 @@ class RolloutRunner:
     _last_number: int = field(init=False)
     _requests: RequestQueue = field(init=False)
     _failures: FailureMonitor = field(init=False)
+    _samplings: dict[tuple[int, tuple[str, ...]], Sampling] = field(factory=dict, init=False)
+    """By most tokens and stop strings."""
     _ended: deque[Group] = field(factory=deque, init=False)
     """Groups that ended and that `advance` has not returned yet."""
 
@@ -94,7 +97,7 @@ class RolloutRunner:
 
     @_requests.default
     def _open_queue(self) -> RequestQueue:
-        return RequestQueue(self.sampler, self.phases, self.first_number)
+        return RequestQueue(self.sampler, self.phases, self.seed, self.first_number)
 
     @_failures.default
     def _open_monitor(self) -> FailureMonitor:
@@ -118,13 +121,14 @@ class RolloutRunner:
     def start(self, ticket: int, environment: int, task: Task, version: int) -> None:
         """Begin the attempts at a task, with weights of `version`."""
         self._running[ticket] = _RunningGroup(environment, task, version)
-        for member in range(self.limits.group_size):
-            self._last_number += 1
-            attempt = RunningAttempt(ticket, member, self._last_number, environment, task, version, list(task.messages))
-            attempt.since = time.monotonic()
-            self._attempts[attempt.number] = attempt
-            with self.phases("environment"):
-                self.episodes.open(attempt.number, environment, task, self._seed(ticket, member))
+        seeds = derive_seeds(self.seed, [(ticket, member) for member in range(self.limits.group_size)])
+        with self.phases("environment"):
+            for member, seed in enumerate(seeds):
+                self._last_number += 1
+                attempt = RunningAttempt(ticket, member, self._last_number, environment, task, version, list(task.messages))
+                attempt.since = time.monotonic()
+                self._attempts[attempt.number] = attempt
+                self.episodes.open(attempt.number, environment, task, seed)
 
     def advance(self, timeout: float) -> list[Group]:
         """Run for about `timeout` seconds, or until a group has ended. Raises RolloutError where too many attempts fail."""
@@ -135,8 +139,13 @@ class RolloutRunner:
             self._requests.send()
             if self._requests.pending:
                 # replies still pending: poll briefly, or their attempts would be sampled alone after the others
+                actions: dict[int, Action] = {}
                 for attempt, completion in self._requests.poll(min(waiting, _SOON_S if self.episodes.pending else _IDLE_S)):
-                    self._on_completion(attempt, completion)
+                    if (action := self._on_completion(attempt, completion)) is not None:
+                        actions[attempt.number] = action
+                with self.phases("environment"):
+                    for number, action in actions.items():
+                        self.episodes.step(number, action)
             if time.monotonic() >= until:
                 break
         # what follows may want the memory
@@ -170,9 +179,6 @@ class RolloutRunner:
 
     def _session(self, attempt: RunningAttempt) -> int:
         return self.first_number + attempt.ticket * self.limits.group_size + attempt.member
-
-    def _seed(self, *place: int) -> int:
-        return int(np.random.SeedSequence([self.seed, *place]).generate_state(1, np.uint64)[0])
 
     def _on_reply(self, reply: EpisodeReply) -> None:
         attempt = self._attempts.get(reply.episode)
@@ -213,37 +219,41 @@ class RolloutRunner:
         # a history that was rendered again may leave less room than the attempt has tokens
         room = min(transcript.room(self.limits.max_tokens), self.limits.longest - len(prompt_ids))
         chosen = attempt.sampling
-        sampling = evolve(
-            self.sampling,
-            max_tokens=min(room, int(chosen.get("max_tokens", room))),
-            stop_strings=tuple(chosen.get("stop_strings", self.sampling.stop_strings)),
-        )
         self._requests.add(
             attempt,
             prompt_ids,
-            sampling,
-            seed=self._seed(attempt.ticket, attempt.member, transcript.turns + 1),
+            self._sampling(
+                min(room, int(chosen.get("max_tokens", room))), tuple(chosen.get("stop_strings", self.sampling.stop_strings))
+            ),
+            turn=transcript.turns + 1,
             session=self._session(attempt),
             prefix_group=self.first_number + attempt.ticket,
             last_turn=transcript.turns + 1 >= self.claims[attempt.environment].max_turns,
         )
 
-    def _on_completion(self, attempt: RunningAttempt, completion: Completion) -> None:
+    def _sampling(self, max_tokens: int, stop_strings: tuple[str, ...]) -> Sampling:
+        """Return how a turn is sampled; the many turns that are sampled alike share one."""
+        key = max_tokens, stop_strings
+        if key not in self._samplings:
+            self._samplings[key] = evolve(self.sampling, max_tokens=max_tokens, stop_strings=stop_strings)
+        return self._samplings[key]
+
+    def _on_completion(self, attempt: RunningAttempt, completion: Completion) -> Action | None:
+        """Take a turn; return the action that its environment answers, None where there is none."""
         if attempt.number not in self._attempts:
-            return
+            return None
         attempt.spend("generate")
         transcript = attempt.transcript
         assert transcript is not None, "a prompt comes first"
         if completion.finish in ("error", "abort") or not len(completion.token_ids):
             self._end(attempt, "failed", f"{GAVE_UP}: {completion.error or completion.finish}")
-            return
+            return None
         transcript.add_completion(completion)
         attempt.last = completion
         action = self.turns.action(completion, transcript.turns - 1, attempt.task.tools)
         attempt.tool_problems += action.tool_problem is not None
         attempt.messages.append(self.turns.reply(action, attempt.task.tools))
-        with self.phases("environment"):
-            self.episodes.step(attempt.number, action)
+        return action
 
     def _on_step_result(self, attempt: RunningAttempt, result: StepResult) -> None:
         transcript, last = attempt.transcript, attempt.last

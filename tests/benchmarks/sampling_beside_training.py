@@ -12,6 +12,7 @@ takes longer than sampling, so that it is the environments that are waited for, 
 
 import json
 import multiprocessing
+import os
 import tempfile
 import time
 import warnings
@@ -41,6 +42,9 @@ BARS = {"beside training, S = 1": 1.7, "beside training, S = 3": 2.2}
 
 IDLE = 0.15
 """Share of a step of S = 3 in which training waits for groups."""
+
+CONTROLLER = 0.03
+"""Share of a step's CPU time that the threads take which sample beside training: ledger, queues, dispatch, journal and connections."""
 
 SLOW = '''
 """An answer is worth its share of even words, and is judged after a time of its own."""
@@ -95,12 +99,13 @@ RUNS: Mapping[str, tuple[int, str]] = {
 
 @frozen
 class Course:
-    """A run after its warm-up: seconds of a step, CPU seconds of all its processes in it, seconds of training, the share of a step in which
-    training waited, and the steps that groups were old, at most.
+    """A run after its warm-up: seconds of a step, CPU seconds of all its processes in it and of the controller's threads beside training, seconds
+    of training, the share of a step in which training waited, and the steps that groups were old, at most.
     """
 
     seconds: float
     cpu_seconds: float
+    aside_seconds: float
     train_seconds: float
     waited: float
     staleness: float
@@ -112,12 +117,15 @@ class Watch:
 
     ends: list[float] = field(factory=list)
     cpu: list[float] = field(factory=list)
+    aside: list[float] = field(factory=list)
     metrics: list[Mapping[str, float]] = field(factory=list)
 
     @hookimpl
     def skyrl_engine_step_finished(self, event: StepFinished) -> None:
         self.ends.append(time.perf_counter())
         self.cpu.append(time.process_time() + sum(of_process(child.pid) for child in psutil.Process().children(recursive=True)))
+        threads = psutil.Process().threads()
+        self.aside.append(sum(thread.user_time + thread.system_time for thread in threads if thread.id != os.getpid()))
         self.metrics.append(event.metrics)
 
 
@@ -168,6 +176,7 @@ def measure(directory: Path, staleness: int, placement: str) -> Course:
     return Course(
         seconds,
         (watch.cpu[-1] - watch.cpu[WARM_UP - 1]) / STEPS,
+        (watch.aside[-1] - watch.aside[WARM_UP - 1]) / STEPS,
         sum(metrics["time/train"] for metrics in measured) / STEPS,
         sum(metrics.get("time/wait", 0.0) for metrics in measured) / STEPS / seconds,
         max(metrics.get("async/staleness_max", 0.0) for metrics in measured),
@@ -187,6 +196,11 @@ def report(courses: Mapping[str, list[Course]]) -> None:
     for run, bar in BARS.items():
         ratio = seconds[baseline] / seconds[run]
         print(f"{run}: {ratio:.2f} times the steps an hour of {baseline} {compare_with_bar(ratio, at_least=bar)}")
+    for run in BARS:
+        share = median(course.aside_seconds / course.cpu_seconds for course in courses[run])
+        print(
+            f"{run}: the controller's threads take {share:.1%} of a step's CPU time {compare_with_bar(share, at_most=CONTROLLER)}"
+        )
     waited = median(course.waited for course in courses["beside training, S = 3"])
     print(f"beside training, S = 3: training waits {waited:.1%} of a step {compare_with_bar(waited, at_most=IDLE)}")
 

@@ -31,6 +31,8 @@ def bench() -> Iterator[Bench]:
         # every weight is divided, and none but the large ones
         *((layout, {"persistence_threshold": threshold}, {}) for layout in ("dp1", "dp2") for threshold in (0, 3000)),
         ("dp2", {"persistence_threshold": 0}, {"rows": "tree", "activation_checkpointing": True}),
+        # nothing that the first layer gets learns
+        ("dp1", {"persistence_threshold": 0}, {"lora": LoraConfig(rank=4)}),
         ("dp2", {"persistence_threshold": 0}, {"rows": "padded", "lora": LoraConfig(rank=4)}),
         ("dp1", {}, BFLOAT16),
         ("dp2", {"zero_stage": 2}, BFLOAT16),

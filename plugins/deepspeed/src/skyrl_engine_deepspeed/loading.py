@@ -58,10 +58,17 @@ def load(spec: ModelConfig, optimizer: AdamWSettings | None, config: DeepSpeedCo
             # a layer's weights are gathered together: by default DeepSpeed acts inside of layers, which makes a program for each of its modules
             for layer in transformer_layers(scorer.decoder):
                 deepspeed.utils.set_z3_leaf_module(layer, True)
+            # of a layer whose inputs need no gradient, as behind a frozen embedding, DeepSpeed frees the weights before its backward pass
+            model.get_input_embeddings().register_forward_hook(_require_gradient)
     engine = library.initialize(deepspeed, model=scorer, optimizer=adamw, config=stated)
     if spec.dtype == "bfloat16" and adamw is not None:
         _restore_precision(engine, parameters, placed.whole, device)
     return Loaded(model, scorer, parameters, vocabulary, engine)
+
+
+def _require_gradient(_embeddings: nn.Module, _inputs: Any, output: torch.Tensor) -> None:
+    if torch.is_grad_enabled():
+        output.requires_grad_()
 
 
 def list_scored_parameters(model: nn.Module, scorer: Scorer) -> dict[str, nn.Parameter]:
