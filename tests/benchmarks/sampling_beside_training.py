@@ -99,8 +99,8 @@ RUNS: Mapping[str, tuple[int, str]] = {
 
 @frozen
 class Course:
-    """A run after its warm-up: seconds of a step, CPU seconds of all its processes in it and of the controller's threads beside training, seconds
-    of training, the share of a step in which training waited, and the steps that groups were old, at most.
+    """A run after its warm-up: seconds of a step, CPU seconds in it of all its processes and of the controller's threads beside training,
+    seconds of training, the share of a step in which training waited, and the steps that groups were old, at most.
     """
 
     seconds: float
