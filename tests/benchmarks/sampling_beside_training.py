@@ -1,13 +1,14 @@
 """Steps per hour of reinforcement with sampling beside training, against the two in turns. Environments answer after 0 to 2 seconds.
 
 A Qwen3 of 10 million random weights in float32 attempts 4 tasks 4 times each in every step, 48 tokens an attempt; every attempt's environment
-answers after a time of its own (exponential, mean 0.5 s, at most 2 s), which its seed decides. The same run, with the generator `hf`:
+answers after a time of its own (exponential, mean 0.5 s, at most 2 s), which its seed decides, and each has a process. The same run, with the
+generator `hf`:
 - in turns (`rl.staleness = 0`), on the rank, and in a process of its own: the faster of the two is the baseline;
 - beside training, with S = 1 and S = 3, in a process of its own.
 
 Every run has a process of its own, with one thread for the rank and one for the generator. The runs are taken one after the other, there and
 back. A step's figure is wall time, from the end of the one before; the first steps, which wait for the first groups, are left out. Training
-takes longer than sampling, so that it is the environments that are waited for, not the generator. Run with `nox -s bench`; about four minutes.
+takes longer than sampling, so that it is the environments that are waited for, not the generator. Run with `nox -s bench`; about ten minutes.
 """
 
 import json
@@ -158,6 +159,8 @@ def measure(directory: Path, staleness: int, placement: str) -> Course:
             "model": {"path": str(directory / "model")},
             "environments": [{"use": f"{directory}/slow.py:slow"}],
             "generator": {"placement": placement},
+            # an environment that waits holds its process
+            "rollouts": {"workers": GROUPS * GROUP_SIZE},
             "rl": {
                 "steps": WARM_UP + STEPS,
                 "groups": GROUPS,
