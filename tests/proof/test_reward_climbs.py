@@ -2,7 +2,9 @@
 
 import json
 import random
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,6 +21,15 @@ def score(text, task):
 """
 
 WORDS, HELD_OUT, WARM_STEPS, STEPS = 3000, 200, 250, 120
+
+TIS = [{"use": "tis"}]
+RUNS: Mapping[str, Mapping[str, Any]] = {
+    "in turns": {},
+    "beside training, ratio to the policy that sampled": {"rl": {"staleness": 1}},
+    "beside training, corrected": {"rl": {"staleness": 1, "old": "score"}, "loss": {"corrections": TIS}},
+    "beside training, uncorrected": {"rl": {"staleness": 1, "old": "current"}},
+}
+"""Keys of runs that learn the same task from equal numbers of samples."""
 
 
 def words(seed: int) -> list[str]:
@@ -56,9 +67,9 @@ def warm_start(folder: Path, seed: int) -> None:
     run_sft(resolve(load(tables, [])))
 
 
-def reinforce(folder: Path, seed: int) -> list[dict[str, float]]:
+def reinforce(folder: Path, seed: int, run: str) -> list[dict[str, float]]:
     """Pay for the reversed word alone; return greedy answers to held-out words and the mean reward, at the first and the last steps."""
-    tables = {
+    tables: dict[str, Any] = {
         "trainer": "rl",
         "model": {"path": str(folder / "warm" / "model")},
         "rl": {"steps": STEPS, "groups": 16, "group_size": 8, "max_tokens": 12, "max_prompt_tokens": 64},
@@ -72,8 +83,10 @@ def reinforce(folder: Path, seed: int) -> list[dict[str, float]]:
         ],
         "evaluation": {"at_start": True, "at_end": True, "samples": 1, "tasks": HELD_OUT, "temperature": 0.0},
         "optimizer": {"learning_rate": 3e-4, "warmup_steps": 10},
-        "run": {"directory": str(folder / "rl"), "seed": seed, "device": "cpu"},
+        "run": {"directory": str(folder / run.replace(" ", "-")), "seed": seed, "device": "cpu"},
     }
+    for name, keys in RUNS[run].items():
+        tables[name] = {**tables.get(name, {}), **keys}
     directory = run_rl(resolve(load(tables, []))).directory
     records = read_metrics(directory / "metrics.jsonl")
     steps = [record["metrics"]["reward/mean"] for record in records if record["kind"] == "step"]
@@ -81,13 +94,21 @@ def reinforce(folder: Path, seed: int) -> list[dict[str, float]]:
     return [{"exact": exact[0], "reward": sum(steps[:10]) / 10}, {"exact": exact[-1], "reward": sum(steps[-10:]) / 10}]
 
 
+@pytest.fixture(scope="module", params=range(3))
+def warm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
+    """A folder with a model after its warm start, and the seed of it."""
+    folder: Path = tmp_path_factory.mktemp(f"seed-{request.param}")
+    warm_start(folder, request.param)
+    return folder, request.param
+
+
 @pytest.mark.nightly
-@pytest.mark.parametrize("seed", range(3))
-def test_held_out_answers_become_twice_as_good(tmp_path: Path, seed: int) -> None:
+@pytest.mark.parametrize("run", list(RUNS))
+def test_held_out_answers_become_twice_as_good(warm: tuple[Path, int], run: str) -> None:
     """docs/reference/reward-climbs.md shows what was measured."""
-    warm_start(tmp_path, seed)
-    before, after = reinforce(tmp_path, seed)
-    print(f"seed {seed}: {before} -> {after}")
+    folder, seed = warm
+    before, after = reinforce(folder, seed, run)
+    print(f"{run}, seed {seed}: {before} -> {after}")
     assert before["exact"] > 0.02, "the warm start contains the behaviour"
     assert after["exact"] >= 2 * before["exact"]
     assert after["reward"] > 1.5 * before["reward"]
