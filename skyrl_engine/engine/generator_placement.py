@@ -179,7 +179,8 @@ def count_replicas(table: GeneratorTable | None) -> int:
 
 def _choose_launcher(group: WorkerGroup | None, table: GeneratorTable | None, replicas: int) -> ReplicaLauncher:
     if table is None or table.launch == "local":
-        return LocalLauncher((table.devices if table is not None else ()) or ("cpu",) * replicas)
+        devices = (table.devices if table is not None else ()) or ("cpu",) * replicas
+        return LocalLauncher(devices, ranks=0 if group is None else group.topology.world_size)
     from skyrl_engine.workers.ray_replica import RayLauncher
 
     assert group is not None, "replicas take the weights of ranks"

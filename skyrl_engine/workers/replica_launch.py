@@ -45,9 +45,14 @@ class ReplicaLauncher(Protocol):
 
 @define(eq=False)
 class LocalLauncher:
-    """Starts replicas on this machine, each on its device of `devices`."""
+    """Starts replicas on this machine, each on its device of `devices`.
+
+    Each computes with its share of the cores, which are divided among the replicas and the `ranks` that work here beside them: a process takes
+    all of them by default, and threads that wait for a core slow all. OMP_NUM_THREADS, where it is set, holds instead.
+    """
 
     devices: Sequence[str]
+    ranks: int = 0
 
     def launch(self, number: int, output: Path) -> "LocalProcess":
         ours, theirs = socket.socketpair()
@@ -58,8 +63,14 @@ class LocalLauncher:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 pass_fds=(theirs.fileno(),),
+                env={"OMP_NUM_THREADS": str(self.count_threads()), **os.environ},
             )
         return LocalProcess(child, ours, self.devices[number])
+
+    def count_threads(self) -> int:
+        """Count the cores that are a replica's share, at least one."""
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return max(1, cores // (len(self.devices) + self.ranks))
 
     def close(self) -> None:
         """Do nothing: a socket is all that a process took."""
