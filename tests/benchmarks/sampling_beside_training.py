@@ -5,6 +5,7 @@ answers after a time of its own (exponential, mean 0.5 s, at most 2 s), which it
 generator `hf`:
 - in turns (`rl.staleness = 0`), on the rank, and in a process of its own: the faster of the two is the baseline;
 - beside training, with S = 1 and S = 3, in a process of its own.
+All score the old policy before the update and correct by `tis`, as one does where samples are stale.
 
 Every run has a process of its own, with one thread for the rank and one for the generator. The runs are taken one after the other, there and
 back. A step's figure is wall time, from the end of the one before; the first steps, which wait for the first groups, are left out. Training
@@ -168,7 +169,9 @@ def measure(directory: Path, staleness: int, placement: str) -> Course:
                 "max_tokens": NEW,
                 "max_prompt_tokens": 64,
                 "staleness": staleness,
+                "old": "score",
             },
+            "loss": {"corrections": [{"use": "tis"}]},
             "run": {"directory": f"{run}/run", "device": "cpu"},
             "checkpoint": {"at_end": False},
             "evaluation": {"at_end": False},
