@@ -48,6 +48,11 @@ class EpisodeReply:
     seconds: float = 0.0
 
 
+def count_workers(workers: int | None) -> int:
+    """Return the number of processes for environments, as `rollouts.workers` says."""
+    return workers or max(1, (os.cpu_count() or 2) - 1)
+
+
 class EpisodePool:
     """Runs episodes of several environments, given as the locks of their plugins.
 
@@ -67,7 +72,7 @@ class EpisodePool:
     ) -> None:
         self._setup = json_line({"locks": list(locks), "context": attrs.asdict(context)})
         self._names = list(names)
-        self._workers = workers or max(1, (os.cpu_count() or 2) - 1)
+        self._workers = count_workers(workers)
         self._timeout_s, self._retries = timeout_s, retries
         self._episodes: dict[int, HostedEpisode] = {}
         self._waiting: deque[HostedEpisode] = deque()

@@ -27,6 +27,7 @@ from skyrl_engine.objective.policy_metrics import ROLLOUT_LOGPROBS, WEIGHTS, eff
 from skyrl_engine.registry.owner import blame
 from skyrl_engine.rollout.background_source import SamplingStatus
 from skyrl_engine.rollout.columns import collect_learned, to_columns
+from skyrl_engine.rollout.env_pool import count_workers
 from skyrl_engine.rollout.group_source import GroupSource
 from skyrl_engine.rollout.guard import SamplerGuard
 from skyrl_engine.rollout.journal import Journal
@@ -45,6 +46,7 @@ from skyrl_engine.training.rl.metrics import rollout_metrics, staleness_metrics
 from skyrl_engine.training.rl.prepared import LiveRolloutSpec, PreparedRl
 from skyrl_engine.training.rl.reward_model import value_metrics
 from skyrl_engine.training.rl.state import RlState
+from skyrl_engine.training.rl.waiting import EnvironmentWaits
 from skyrl_engine.training.source_metrics import name_losses_of_sources, shares_of_sources
 from skyrl_engine.training.teacher import TEACHER, teacher_metrics
 
@@ -90,7 +92,12 @@ class RlTrainer:
     _idle: IdleSteps = field(init=False)
     _copied: str | None = field(default=None, init=False)
     _has_told: bool = field(default=False, init=False)
+    _waits: EnvironmentWaits = field(init=False)
     _cpu: dict[str, float] = field(factory=dict, init=False)
+
+    @_waits.default
+    def _none_waited_for(self) -> EnvironmentWaits:
+        return EnvironmentWaits(count_workers(self.prepared.resolved.config.rollouts.workers))
 
     @_idle.default
     def _none_yet(self) -> IdleSteps:
@@ -159,6 +166,9 @@ class RlTrainer:
         if self.live is not None and self.live.status is not None:
             reported |= staleness_metrics(taken.groups, number - 1, self.live.status)
         self._finish(reported, taken.groups, began)
+        ended = sum(len(group.trajectories) for group in taken.ended)
+        if self.live is not None and (waits := self._waits.describe(reported, time.perf_counter() - began, ended)) is not None:
+            tell(logger, waits)
         # with the sampler's own log-probabilities as the old ones, later optimizer steps move away from them
         one_step = config.rl.mini_batches * config.rl.epochs == 1
         if self.live is not None and "policy/gap_mean" in reported and (one_step or self.prepared.scoring.old != "rollout"):
