@@ -22,11 +22,14 @@ def test_a_replica_computes_with_its_share_of_the_cores(
         def __init__(self, *_: Any, env: dict[str, str], **__: Any) -> None:
             started.append(env)
 
+        def wait(self, **_: Any) -> int:
+            return 0
+
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)), raising=False)
     monkeypatch.setattr(subprocess, "Popen", Started)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     launcher = LocalLauncher(("cpu",) * replicas, ranks)
-    launcher.launch(0, tmp_path / "log")
+    launcher.launch(0, tmp_path / "log").end(0.0)
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    launcher.launch(0, tmp_path / "log")
+    launcher.launch(0, tmp_path / "log").end(0.0)
     assert [env["OMP_NUM_THREADS"] for env in started] == [str(threads), "3"]

@@ -1,4 +1,4 @@
-"""What a user can do where steps wait for environments."""
+"""The hint for a run whose steps wait for environments."""
 
 from collections.abc import Mapping
 from typing import Final
