@@ -292,7 +292,9 @@ class ReplicaHost:
                 self._deaths[replica.number] = 0
             self._ready += message.completions
         else:
-            replica.owed.popleft()
+            # one that ends for what it met while it sampled, or could not be connected, answers nothing
+            if replica.owed:
+                replica.owed.popleft()
             self._raise_failure(replica, message)
 
     def _raise_failure(self, replica: Replica, answer: CallEnd) -> None:

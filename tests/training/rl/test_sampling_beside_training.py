@@ -11,7 +11,7 @@ import pytest
 from by_day import now
 from rl_runs import BESIDE_TRAINING, Rl, check_ledger, kill_run, numbers_of, numbers_without_waits, steps_of, weights_of
 
-from skyrl_engine.errors import ConfigError, RolloutError, UnsupportedError
+from skyrl_engine.errors import ConfigError, EngineError, RolloutError, UnsupportedError
 from skyrl_engine.rollout.journal_index import read_groups, read_index
 from skyrl_engine.training.rl.dry_run import facts, plan_rl
 from skyrl_engine.training.rl.run import run_rl
@@ -148,6 +148,16 @@ def test_a_generator_that_ignores_updates_is_stopped_at_the_first(rl: Rl, tmp_pa
     keys = ("rl.staleness=1", "rl.steps=4", f"generator.use={tmp_path / 'deaf.py'}:deaf")
     with pytest.raises(RolloutError, match=r"after the update to version 1 .* above 0.001"):
         run_rl(rl("run", *keys))
+
+
+def test_a_generator_that_fails_while_it_samples_ends_the_run_with_its_cause(rl: Rl, tmp_path: Path) -> None:
+    """It is asked nothing at that moment, and so owes no answer."""
+    failing = DEAF.replace(
+        "    def update(", '    def poll(self, timeout):\n        raise ValueError("out of ideas")\n\n    def update('
+    )
+    (tmp_path / "failing.py").write_text(failing)
+    with pytest.raises(EngineError, match="failed in poll: ValueError: out of ideas"):
+        run_rl(rl("run", "generator.placement=process", f"generator.use={tmp_path / 'failing.py'}:deaf"))
 
 
 @pytest.mark.nightly
