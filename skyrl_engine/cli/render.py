@@ -266,7 +266,7 @@ def show_plan(plan: "RunPlan | RlPlan | Mapping[str, str]") -> None:
 
 def _format_data_counts(data: Mapping[str, Any]) -> str:
     bad = data["dropped_bad_images"]
-    dropped = data["dropped_overlong"] + data["dropped_without_loss"] + bad + data["dropped_with_unit"] + data["dropped_ties"]
+    dropped = sum(count for name, count in data.items() if name.startswith("dropped_"))
     return (
         f"{data['name']} ({data['format']}): {_format_kept_rows(data['format'], data['samples'], data['rows'])}, {dropped:,} dropped"
         + (f" ({bad:,} with bad images), " if bad else ", ")
@@ -311,7 +311,8 @@ def show_preview(preview: "Preview") -> None:
             "dropped": f"{counts.dropped_overlong:,} over-long, {counts.dropped_without_loss:,} without a token that carries loss"
             + (f", {counts.dropped_bad_images:,} with bad images" if counts.dropped_bad_images else "")
             + (f", {counts.dropped_with_unit:,} with another of their unit" if counts.dropped_with_unit else "")
-            + (f", {counts.dropped_ties:,} with answers that are all rated alike" if counts.dropped_ties else ""),
+            + (f", {counts.dropped_ties:,} with answers that are all rated alike" if counts.dropped_ties else "")
+            + (f", {counts.dropped_equal:,} of pairs whose answers are equal once cut" if counts.dropped_equal else ""),
             "truncated": f"{counts.truncated:,}",
             **({"left out": f"{counts.excluded_turns:,} assistant turns, by their own weight"} if counts.excluded_turns else {}),
             "tokens": f"{counts.tokens:,}, of which {counts.loss_tokens:,} carry loss ({counts.loss_tokens / max(counts.tokens, 1):.1%})",

@@ -41,12 +41,13 @@ _EVAL_STREAM = 0x6576616C  # keeps this use of the run's seed apart from its oth
 
 @frozen
 class DataCounts:
-    """Counts of rows and samples. `rows` were read; `samples` of them are kept, the others dropped for one of five reasons. A row that holds a
+    """Counts of rows and samples. `rows` were read; `samples` of them are kept, the others dropped for one of six reasons. A row that holds a
     preference pair is two samples.
 
     `dropped_overlong` were longer than max_length, or lost every loss-carrying token when cut; `dropped_without_loss` had none from the start;
     `dropped_bad_images` had an image that cannot be used; `dropped_with_unit` are of a unit of which another sample was dropped;
-    `dropped_ties` are rows whose answers are all rated alike. `truncated` were cut and kept. `tokens` and `loss_tokens` are those of the
+    `dropped_ties` are rows whose answers are all rated alike; `dropped_equal` are of pairs whose answers are equal once cut.
+    `truncated` were cut and kept. `tokens` and `loss_tokens` are those of the
     kept samples, as are `boundary_tokens` (tokens across the start of a response), `images`, and `image_tokens`, which `tokens` counts too.
     `unprompted` are kept samples whose answer begins with the very first token, which cannot be predicted, so that it carries no loss.
     `unended` are kept texts and conversations whose last token with loss ends nothing, of a tokenizer without an end-of-text token.
@@ -62,6 +63,7 @@ class DataCounts:
     dropped_bad_images: int = 0
     dropped_with_unit: int = 0
     dropped_ties: int = 0
+    dropped_equal: int = 0
     truncated: int = 0
     tokens: int = 0
     loss_tokens: int = 0
@@ -78,7 +80,12 @@ class DataCounts:
     @property
     def dropped(self) -> int:
         return (
-            self.dropped_overlong + self.dropped_without_loss + self.dropped_bad_images + self.dropped_with_unit + self.dropped_ties
+            self.dropped_overlong
+            + self.dropped_without_loss
+            + self.dropped_bad_images
+            + self.dropped_with_unit
+            + self.dropped_ties
+            + self.dropped_equal
         )
 
 
@@ -162,7 +169,8 @@ def load_columns(
             f"{counts.dropped_without_loss} had no token that carries loss"
             + (f", {counts.dropped_bad_images} had bad images" if counts.dropped_bad_images else "")
             + (f", {counts.dropped_with_unit} lost another of their unit" if counts.dropped_with_unit else "")
-            + (f", {counts.dropped_ties} have answers that are all rated alike" if counts.dropped_ties else ""),
+            + (f", {counts.dropped_ties} have answers that are all rated alike" if counts.dropped_ties else "")
+            + (f", {counts.dropped_equal} are of pairs whose answers are equal once cut" if counts.dropped_equal else ""),
             remedy="Raise data.max_length, or correct the dataset",
         )
     if counts.removed_reasoning:
@@ -172,6 +180,13 @@ def load_columns(
             counts.removed_reasoning,
             counts.rows,
             source.name,
+        )
+    if counts.dropped_equal:
+        _log.warning(
+            "%s pairs of %s are left out: cut to data.max_length = %s tokens, their two answers are equal; raise it to train on them",
+            counts.dropped_equal // 2,
+            source.name,
+            data.max_length,
         )
     if counts.unprompted:
         _log.warning(

@@ -15,6 +15,7 @@ from skyrl_engine.config.schema import LoraConfig, ModelConfig
 from skyrl_engine.data.images.processor import NoVision, Vision
 from skyrl_engine.engine.processor_files import write_processors
 from skyrl_engine.errors import EngineError, ModelError
+from skyrl_engine.model_facts.dropout import restore_shares
 from skyrl_engine.model_facts.facts import ModelFacts, find_file
 from skyrl_engine.model_facts.tokenizer import load_tokenizer
 from skyrl_engine.run.durable import sync, sync_tree
@@ -66,8 +67,8 @@ class ModelFiles:
         return tuple(sorted(source_tensors(self.source)))
 
     def remember_source(self) -> None:
-        """Read the names of the source's tensors while it is there: it may be gone when an export asks."""
-        _ = self.source_names
+        """Read what an export asks of the source while it is there: the names of its tensors, and its dropout where that is switched off."""
+        _ = self.source_names, self.facts.switched_off
 
     def recall_source(self, directory: Path) -> None:
         """Take these names from what `keep` wrote into a directory; without them, as before 0.3, the source's files are asked."""
@@ -118,6 +119,7 @@ class ModelFiles:
                 shutil.rmtree(aside)
             aside.mkdir(parents=True)
             self._write_weights(write_weights, aside)
+            self._restore_dropout(aside)
             self._write_text_and_images(aside)
             self._complete(aside)
             sync_tree(aside)
@@ -133,6 +135,14 @@ class ModelFiles:
                 else "Free space there or make it writable; a run's checkpoints are whole, so `skyrl-engine export` can write it again",
                 details=error.details if isinstance(error, EngineError) else (),
             ) from error
+
+    def _restore_dropout(self, directory: Path) -> None:
+        """Write the model's own dropout into the configuration of an export whose training switched it off."""
+        path = directory / "config.json"
+        if self.facts.switched_off and path.is_file():
+            stated = json.loads(path.read_text(encoding="utf-8"))
+            restore_shares(stated, self.facts.switched_off)
+            path.write_text(json.dumps(stated, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
     def _complete(self, directory: Path) -> None:
         """Copy into an export the tensors of the source that training does not use."""

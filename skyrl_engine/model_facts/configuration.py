@@ -7,6 +7,7 @@ from typing import Any
 
 from skyrl_engine.contracts.values.model import EmptyModelConfig, ModelConfig
 from skyrl_engine.errors import ModelError
+from skyrl_engine.model_facts.dropout import switch_off_config
 from skyrl_engine.model_facts.json_file import read_object
 from skyrl_engine.model_facts.vision_language import refuse_vision_language, takes_images
 from skyrl_engine.near_words import did_you_mean
@@ -33,7 +34,17 @@ def location_of(model: ModelConfig) -> dict[str, Any]:
 
 
 def read_config(model: ModelConfig) -> Any:
-    """Return the `transformers.PretrainedConfig` of a model of any kind. Raises ModelError that names the file and its fault."""
+    """Return the `transformers.PretrainedConfig` of a model of any kind, without dropout where that is switched off.
+
+    Raises ModelError that names the file and its fault.
+    """
+    config = _read_stated_config(model)
+    if model.dropout == "off":
+        switch_off_config(config)
+    return config
+
+
+def _read_stated_config(model: ModelConfig) -> Any:
     import transformers
 
     folder = Path(source_of(model))

@@ -1,20 +1,17 @@
 """Facts about a model that its transformers configuration states, read once per run."""
 
-import re
 from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
-from attrs import define
+from attrs import define, evolve
 
 from skyrl_engine.config.schema import ModelConfig
 from skyrl_engine.errors import ModelError
 from skyrl_engine.model_facts.configuration import location_of, read_config
+from skyrl_engine.model_facts.dropout import Parts, collect_shares, find_shares
 from skyrl_engine.model_facts.thresholds import choose_rotary_length, find_longest_row
 from skyrl_engine.model_facts.vision_language import takes_images
-
-_DROPOUT = re.compile(r"^(?!classifier|summary).*(dropout|pdrop|dropout_prob|dropout_rate|layerdrop)$")
-"""Keys of dropout, but for those of heads that a language model does not have."""
 
 
 @define(eq=False, slots=False)
@@ -64,14 +61,14 @@ class ModelFacts:
     @cached_property
     def dropouts(self) -> Mapping[str, float]:
         """Return the shares, above 0, of what the decoder drops out in training, by the keys of its configuration."""
-        if self.config is None:
+        return {} if self.config is None else find_shares(self.config.get_text_config(decoder=True).to_dict())
+
+    @cached_property
+    def switched_off(self) -> Mapping[Parts, Mapping[str, float]]:
+        """Return the shares of dropout that the model's configuration states and `model.dropout = "off"` sets to 0; an export keeps them."""
+        if self.model.dropout != "off" or self.config is None:
             return {}
-        values = self.config.get_text_config(decoder=True).to_dict()
-        return {
-            key: float(value)
-            for key, value in values.items()
-            if _DROPOUT.search(key) and isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
-        }
+        return collect_shares(read_config(evolve(self.model, dropout="model")).to_dict())
 
     @property
     def draws_masks(self) -> bool:

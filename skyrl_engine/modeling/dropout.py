@@ -15,8 +15,18 @@ def refuse_dropout(model: nn.Module) -> None:
     for name, rate in _iterate_rates(model):
         raise UnsupportedError(
             f"{name} drops at the rate {rate:g} while the model trains, and samples that share a prefix would drop the same of it",
-            remedy="Set the dropout of the model or of model.lora to 0, or choose the collator packed",
+            remedy='Set model.dropout = "off" and model.lora.dropout = 0, or choose the collator packed',
         )
+
+
+def switch_off_modules(model: nn.Module) -> None:
+    """Set to 0 every share that a module drops: those in its code, which no configuration states, too."""
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):  # noqa: SLF001 - the base of all of torch's
+            module.p = 0.0
+        for attribute in _RATES:
+            if isinstance(getattr(module, attribute, None), float):
+                setattr(module, attribute, 0.0)
 
 
 def drops_at_random(model: nn.Module) -> bool:

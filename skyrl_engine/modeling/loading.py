@@ -15,6 +15,7 @@ from skyrl_engine.model_facts.vision_language import takes_images
 from skyrl_engine.model_facts.weight_files import holder_of, weight_files
 from skyrl_engine.modeling.causal_lm import output_names, split_causal_lm
 from skyrl_engine.modeling.compiling import compile_layers
+from skyrl_engine.modeling.dropout import switch_off_modules
 from skyrl_engine.modeling.lora import add_adapters, freeze_in, load_adapters
 from skyrl_engine.modeling.parity import check_parity
 from skyrl_engine.modeling.precision import compute_buffers_in, computing_in
@@ -142,6 +143,8 @@ def _check_bfloat16(model: Any, scorer: Scorer, name: str) -> None:
 
 
 def _make_ready(spec: ModelConfig, model: Any, scorer: Scorer) -> tuple[Any, Scorer]:
+    if spec.dropout == "off":
+        switch_off_modules(model)
     if spec.lora is not None and spec.dtype == "bfloat16":
         freeze_in(model, torch.bfloat16)
     if spec.activation_checkpointing:

@@ -71,7 +71,7 @@ def segment_attention(
     if segments.parents is not None and dropout:
         raise UnsupportedError(
             f"{type(module).__name__} drops attention at the rate {dropout}, and samples that share a prefix would drop the same of it",
-            remedy="Set the dropout of the model to 0, or choose the collator packed",
+            remedy='Set model.dropout = "off", or choose the collator packed',
         )
 
     def attend_document(query_D: Tensor, key_D: Tensor, value_D: Tensor, mask: Tensor | None) -> Tensor:

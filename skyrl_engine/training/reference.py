@@ -63,16 +63,19 @@ def refuse_unread_reference(resolved: ResolvedConfig) -> None:
 
 
 def refuse_dropout(facts: ModelFacts, otherwise: str) -> None:
-    """Raise UnsupportedError for a model that is trained with dropout; `otherwise` says what else is done with it, and what would follow."""
-    lora = facts.model.lora
+    """Raise UnsupportedError with every share of a model that is trained with dropout.
+
+    `otherwise` says what else is done with the model, and what would follow.
+    """
+    lora, remedies = facts.model.lora, []
+    shares = [f"{name} {share:g}" for name, share in facts.dropouts.items()]
+    if shares:
+        shares[-1] += f" in config.json of {facts.model.path}"
+        remedies.append('model.dropout = "off"')
     if lora is not None and lora.dropout > 0:
-        name, share, remedy = "model.lora.dropout", lora.dropout, "Set model.lora.dropout = 0"
-    elif dropout := next(iter(facts.dropouts.items()), None):
-        (name, share), where = dropout, f"config.json of {facts.model.path}"
-        name, remedy = f"{name} in {where}", f"Set {name} to 0 in {where}"
-    else:
-        return
-    raise UnsupportedError(
-        f"the model is trained with dropout ({name} is {share:g}), and {otherwise}",
-        remedy=remedy,
-    )
+        shares.append(f"model.lora.dropout {lora.dropout:g}")
+        remedies.append("model.lora.dropout = 0")
+    if shares:
+        raise UnsupportedError(
+            f"the model is trained with dropout ({', '.join(shares)}), and {otherwise}", remedy=f"Set {' and '.join(remedies)}"
+        )

@@ -120,6 +120,7 @@ BY_DAY = [
     ),
     ("clips_every_micro_batch", {"clipping"}, "and a small one its own", "dp1"),
     ("trains_without_dropout", {"dropout"}, "seed nothing there", "dp1"),
+    ("drops_where_it_is_off", {"dropout_off"}, "of a model whose dropout is switched off", "dp1"),
     ("stays_in_training", {"evaluation"}, "dropout is on", "dp1"),
     ("reference_with_adapters", {"reference_by_adapters"}, "where the base model gives", "dp1"),
     ("weights_of_the_base", {"adapters"}, "at the start than the base with its adapters merged", "dp1"),

@@ -470,6 +470,7 @@ def _without(**fields: Any) -> Callable[..., Any]:
     return setup
 
 
+drops_where_it_is_off = Wrong(overriding(setup=_without(dropout="model")))
 scores_without_programs = Wrong(overriding(forward=_scores_without_programs))
 rounds_compiled_gradients = Wrong(overriding(forward_backward=_rounds_compiled_gradients))
 compile_undeclared = Wrong(overriding(setup=_without(compile=False)), fewer=frozenset({"compile"}))

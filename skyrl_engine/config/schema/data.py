@@ -27,6 +27,7 @@ KnownFormat = Literal[
 """The names of the formats: each has a row in `data/sources/formats.py`."""
 
 DataFormat = Literal["auto", KnownFormat]
+LossOn = Literal["last", "all", "completion"]
 
 
 def _no_empty_name(_instance: object, attribute: "Attribute[Any]", value: Any) -> None:
@@ -76,8 +77,9 @@ class DataConfig:
     columns: tuple[str, ...] = field(default=(), validator=deep_iterable(min_len(1)))
     """Further columns to read, besides those that the loss, its terms and corrections need: one number per response token or sample."""
 
-    loss_on: Literal["last", "all"] = field(default="last", validator=in_(("last", "all")))
-    """Assistant turns that carry loss: the `last` one or `all`."""
+    loss_on: LossOn = field(default="last", validator=in_(get_args(LossOn)))
+    """Tokens of messages that carry loss: those of the `last` assistant turn, those of `all` assistant turns, or the whole `completion`: every
+    token from the first of all turns to the end, what the template writes between and after turns included."""
 
     max_length: int | None = field(default=None, validator=optional(ge(2)))
     """Longest sample in tokens; none: as long as the model allows."""

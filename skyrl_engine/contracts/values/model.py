@@ -19,6 +19,8 @@ CODE = "skyrl_engine.code"
 ComputeDtype = Literal["float64", "float32", "bfloat16"]
 AttentionKernel = Literal["auto", "sdpa", "flash", "flex"]
 ATTENTION_KERNELS = ("auto", "sdpa", "flash", "flex")
+Dropout = Literal["model", "off"]
+DROPOUTS = ("model", "off")
 
 
 @frozen
@@ -75,6 +77,9 @@ class ModelConfig:
     bfloat16 on GPUs), "flex" (FlexAttention, in bfloat16 on GPUs), or "auto": the fastest that is right on the device. Samplers have
     their own."""
 
+    dropout: Dropout = field(default="model", validator=in_(DROPOUTS))
+    """Dropout in training: "model" (the shares that the model's config.json states) or "off" (none). Exports keep the model's config.json."""
+
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Only for models whose code you have read."""
 
@@ -95,8 +100,13 @@ class ModelConfig:
     chat_template: str | None = field(default=None, validator=optional(min_len(1)), metadata={PLACE: "path"})
     """File with a Jinja chat template; none: the tokenizer's own."""
 
-    lora: LoraConfig | None = None
+    lora: LoraConfig | None = field(default=None)
     """Train low-rank adapters: the table `[model.lora]`. None: all weights."""
+
+    @lora.validator
+    def _refuse_dropout_switched_off(self, _attribute: object, value: LoraConfig | None) -> None:
+        if value is not None and value.dropout and self.dropout == "off":
+            raise ValueError(f'has dropout {value.dropout:g}, and model.dropout is "off": remove one of them')
 
 
 @frozen

@@ -66,7 +66,7 @@ class TableFilling:
         kind: KnownFormat | None = None
         ids: IdReader | None = None
         reader, rewards = self.reader, self.reading == "rewards"
-        encode = SampleTokenizer(self.tokenizer, all_turns=self.data.loss_on == "all", preferences=self.reading != "samples")
+        encode = SampleTokenizer(self.tokenizer, loss_on=self.data.loss_on, preferences=self.reading != "samples")
         ends = _ends(self.tokenizer)
         images = ImageInspection(self.vision, self.data.bad_images)
         units = _Units()
@@ -87,16 +87,22 @@ class TableFilling:
                     named |= {UNIT: row.number} if FORMATS[kind].gives == "pair" else {}
                 if not members:
                     counts["dropped_ties"] += 1
-                for example, role, whole in members:
+                fitted = [
+                    None if whole is None else _fit_to_length(self.data, whole, reserved=int(rewards)) for *_, whole in members
+                ]
+                if FORMATS[kind].gives == "pair" and _are_equal([sample for sample, _ in filter(None, fitted)]):
+                    counts["dropped_equal"] += len(fitted)
+                    continue
+                for (example, role, whole), fit in zip(members, fitted, strict=True):
                     kinds.add(_kind(example))
                     if isinstance(example, Conversation):
                         counts["excluded_turns"] += example.excluded
                         counts["unread_arguments"] += example.unread_arguments
-                    if whole is None:
+                    if whole is None or fit is None:
                         units.lose(named)
                         continue
                     counts["removed_reasoning"] += whole.removed_reasoning
-                    sample, reason = _fit_to_length(self.data, whole, reserved=int(rewards))
+                    sample, reason = fit
                     if sample is None:
                         counts[reason] += 1
                         units.lose(named)
@@ -191,8 +197,17 @@ def _kind(example: Example | None) -> Kind:
     return "raw" if isinstance(example, PlainText) else "chat" if isinstance(example, Conversation) else "tokens"
 
 
+def _are_equal(halves: Sequence[TokenizedSample | None]) -> bool:
+    """Return True for both halves of a pair, in equal tokens."""
+    match halves:
+        case [TokenizedSample(input_ids=chosen), TokenizedSample(input_ids=rejected)]:
+            return np.array_equal(chosen, rejected)
+        case _:
+            return False
+
+
 def _refuse_equal_halves(row: Row, halves: Sequence[TokenizedSample]) -> None:
-    if len(halves) == 2 and np.array_equal(halves[0].input_ids, halves[1].input_ids):
+    if _are_equal(halves):
         raise row.wrong("rejected", "its tokens are equal to the chosen answer's", "Leave the row out: it prefers nothing")
 
 

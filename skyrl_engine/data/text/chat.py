@@ -12,6 +12,7 @@ from typing import Any
 
 from attrs import field, frozen
 
+from skyrl_engine.config.schema.data import LossOn
 from skyrl_engine.data.text.messages import Conversation, Message
 from skyrl_engine.data.text.omissions import OmissionCheck
 from skyrl_engine.errors import DataError, ModelError
@@ -47,20 +48,36 @@ class ChatTemplate:
     def _check_of_this_template(self) -> OmissionCheck:
         return OmissionCheck(lambda chat: self.attempt(chat, chat.messages))
 
-    def render(self, chat: Conversation, *, name: str, all_turns: bool) -> RenderedChat:
-        """Render the conversation with the loss spans of its last assistant turn, or of all from `chat.first_reply` on, except where a
-        message itself says otherwise; `name` is for errors.
+    def render(self, chat: Conversation, *, name: str, loss_on: LossOn) -> RenderedChat:
+        """Render the conversation with the loss spans of its last assistant turn, of all from `chat.first_reply` on, except where a message
+        itself says otherwise, or of the text from the first of all to the end; `name` is for errors.
 
         Raises DataError naming the sample where the template refuses it, where it leaves out what a message holds, or where a turn cannot be
         found in what the template wrote.
         """
         full = self._whole(chat, name)
         removed_reasoning = self._omissions(chat, full, name=name)
-        wanted = chat.turns(all_turns=all_turns)
+        wanted = chat.turns(loss_on)
+        if loss_on == "completion":
+            return RenderedChat(full, *self._find_completion(chat, full, name, wanted), removed_reasoning)
         find = self._find_generation_spans if wanted and self._has_generation_tags(chat) else self._turn_spans
         spans = find(chat, full, name, wanted)
         closed = tuple(self._trim_after_end(full, start, end) for start, end, _ in spans)
         return RenderedChat(full, closed, tuple(weight for *_, weight in spans), removed_reasoning)
+
+    def _find_completion(
+        self, chat: Conversation, full: str, name: str, wanted: Sequence[int]
+    ) -> tuple[tuple[tuple[int, int], ...], tuple[float, ...]]:
+        """Return the span from the first wanted turn to the end of the text, and its weight."""
+        if chat.excluded or len({chat.weight(turn) for turn in wanted}) > 1:
+            raise DataError(
+                f'{name}: a message has a weight of its own, and with data.loss_on = "completion" all tokens carry the same loss',
+                remedy='Set data.loss_on = "all", or remove the weights of messages',
+            )
+        if not wanted:
+            return (), ()
+        start, *_ = self._turn_spans(chat, full, name, wanted[:1])[0]
+        return ((start, len(full)),), (chat.weight(wanted[0]),)
 
     def prompt(self, chat: Conversation, *, name: str) -> str:
         """Render the conversation as a model is given it: the reply comes next. Raises DataError as `render` does."""

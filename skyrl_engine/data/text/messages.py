@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from attrs import Factory, evolve, frozen
 
+from skyrl_engine.config.schema.data import LossOn
 from skyrl_engine.data.images.files import StoredImage, parse_image
 from skyrl_engine.data.sources.rows import Row, join_names, kind_of
 from skyrl_engine.data.text.turn_weights import in_prompt, pop_turn_weight
@@ -47,10 +48,10 @@ class Conversation:
     images: tuple[StoredImage, ...] = ()
     carries: Mapping[int, float] = Factory(dict)
 
-    def turns(self, *, all_turns: bool) -> list[int]:
+    def turns(self, loss_on: LossOn) -> list[int]:
         """Return the positions of the assistant messages that carry loss: the last or all, except where a message says otherwise."""
         replies = [i for i, message in enumerate(self.messages) if message["role"] == "assistant" and i >= self.first_reply]
-        chosen = set(replies if all_turns else replies[-1:])
+        chosen = set(replies[-1:] if loss_on == "last" else replies)
         return [i for i in replies if self.carries.get(i, i in chosen)]
 
     def weight(self, turn: int) -> float:

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 from attrs import evolve, frozen
 
+from skyrl_engine.config.schema.data import LossOn
 from skyrl_engine.contracts.values.ragged import AnyArray
 from skyrl_engine.data.images.processor import MeasuredImage
 from skyrl_engine.data.sources.formats import Example
@@ -75,9 +76,9 @@ class SampleTokenizer:
     have the same prompt where only one answer merges with the prompt's end. Tokenizers without character offsets never merge there.
     """
 
-    def __init__(self, tokenizer: Any, *, all_turns: bool, preferences: bool = False) -> None:
+    def __init__(self, tokenizer: Any, *, loss_on: LossOn, preferences: bool = False) -> None:
         self._tokenizer = tokenizer
-        self._all_turns = all_turns
+        self._loss_on = loss_on
         self._preferences = preferences
         self._template = ChatTemplate(tokenizer)
         self._leading: AnyArray = leading_special_tokens(tokenizer)
@@ -113,7 +114,7 @@ class SampleTokenizer:
                 f"{name} is a conversation, and the tokenizer {self._tokenizer.name_or_path or 'given'} has no chat template",
                 remedy="Set model.chat_template to a Jinja template file, or use an instruction-tuned model's tokenizer",
             )
-        chat = self._template.render(example, name=name, all_turns=self._all_turns)
+        chat = self._template.render(example, name=name, loss_on=self._loss_on)
         return _Text(encodable(chat.text, name), chat.spans, chat.weights, plain=False, removed_reasoning=chat.removed_reasoning)
 
     def _encode(self, texts: Sequence[_Text]) -> list[tuple[AnyArray, AnyArray, int]]:

@@ -184,6 +184,18 @@ def dropout(subject: BackendSubject, case: BackendCase) -> None:
         seen[values] = output
 
 
+@backend_promise('With model.dropout = "off", forward_backward trains without the dropout that the model states')
+def dropout_off(subject: BackendSubject, case: BackendCase) -> None:
+    with subject.open_ranks(case, "dropout", dropout="off") as ranks:
+        scored = ranks.loss(ranks.forward(case.whole()))
+        trained = ranks.loss(ranks.forward_backward(case.whole()))
+    if abs(scored - trained) > 1e-6 * abs(trained):
+        raise Broken(
+            f"forward gives the objective {scored:.7g}, forward_backward {trained:.7g} of a model whose dropout is switched off",
+            "Load the model by skyrl_engine.modeling, or set every share of dropout to 0 where ModelConfig.dropout is off",
+        )
+
+
 @backend_promise("The objective is given every score that it needs, and one the model does not compute is refused in words")
 def needs(subject: BackendSubject, case: BackendCase) -> None:
     for requested in (("logprobs",), ("logprobs", "entropy")):
@@ -421,6 +433,7 @@ SCORE_PROMISES: tuple[Promise[BackendSubject, BackendCase], ...] = (
     gate,
     evaluation,
     dropout,
+    dropout_off,
     needs,
     temperature,
     packed_rows,

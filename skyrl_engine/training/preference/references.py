@@ -31,7 +31,7 @@ from skyrl_engine.training.sft.prepare import DataProgress
 from skyrl_engine.training.sft.state import fingerprint
 
 _SECONDS_BETWEEN_WRITES: Final = 1.0
-_PLACES: Final = ("path", "revision", "tokenizer", "chat_template", "value_head", "activation_checkpointing", "lora")
+_PLACES: Final = ("path", "revision", "tokenizer", "chat_template", "value_head", "activation_checkpointing", "dropout", "lora")
 """Keys of a model's table that do not decide the scores of a frozen one, other than its weights."""
 
 

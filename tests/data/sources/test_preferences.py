@@ -155,6 +155,14 @@ def test_every_turn_of_an_answer_carries_loss(load: Load) -> None:
     assert [after for *_, after in show(dataset, tokenizer)] == ["good<|im_end|>good<|im_end|>", "bad<|im_end|>good<|im_end|>"]
 
 
+def test_all_tokens_after_the_prompt_carry_loss_where_that_is_asked_for(load: Load) -> None:
+    more = {"role": "user", "content": "more"}
+    dataset, tokenizer = load({"chosen": [ASK, GOOD, more, GOOD], "rejected": [ASK, BAD]}, loss_on="completion")
+    good, bad = (after for *_, after in show(dataset, tokenizer))
+    assert good == "good<|im_end|>\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\ngood<|im_end|>\n"
+    assert bad == "bad<|im_end|>\n"
+
+
 def test_no_pair_is_dropped_by_half(load: Load) -> None:
     """`max_samples` counts rows; a half that is too long takes the other with it."""
     long = {"prompt": "2 + 2 =", "chosen": " 4", "rejected": " 5" * 40}
@@ -171,6 +179,25 @@ def test_truncation_leaves_both_halves_the_same_prompt_and_the_same_room(load: L
     assert len(set(np.diff(dataset.columns.action_offsets).tolist())) == 1
     prompt = 30 - int(np.diff(dataset.columns.action_offsets)[0])
     assert dataset.columns.input_ids[:prompt].tolist() == dataset.columns.input_ids[30 : 30 + prompt].tolist()
+
+
+def test_pairs_that_truncation_makes_equal_are_left_out_and_counted(load: Load, caplog: pytest.LogCaptureFixture) -> None:
+    """The pair whose answers part before the cut stays; a pair of which the cut leaves no answer is over-long as before."""
+    part_late = {"prompt": "2 + 2 =", "chosen": " 4" * 40 + " 1", "rejected": " 4" * 40 + " 5"}
+    part_early = {"prompt": "2 + 2 =", "chosen": " 4" * 40, "rejected": " 5" * 40}
+    no_answer = {"prompt": "2" * 40, "chosen": " 4", "rejected": " 5"}
+    for template in (None, "chatml"):
+        caplog.clear()
+        with caplog.at_level("WARNING", logger="skyrl_engine"):
+            dataset, _ = load(part_late, part_early, part_late, no_answer, template=template, max_length=30, overlong="truncate")
+        assert dataset.columns.sample_values["row"].tolist() == [1, 1]
+        counts = dataset.counts
+        assert (counts.rows, counts.samples, counts.dropped_equal, counts.dropped_overlong, counts.truncated) == (4, 2, 4, 2, 2)
+        assert counts.dropped == 6
+        assert "2 pairs of" in caplog.text
+        assert "cut to data.max_length = 30 tokens, their two answers are equal" in caplog.text
+    with pytest.raises(DataError, match="2 are of pairs whose answers are equal once cut"):
+        load(part_late, template=None, max_length=30, overlong="truncate")
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {

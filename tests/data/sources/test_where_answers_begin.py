@@ -192,7 +192,7 @@ ALPHABET = "Sky is blue 14\n今天天气很好坏วันนี้"
 @given(prompt=st.text(ALPHABET), answers=st.tuples(*[st.text(ALPHABET, min_size=1)] * 2))
 def test_any_prompt_and_answers_begin_where_trl_lets_them(tokenizer: Any, prompt: str, answers: tuple[str, str]) -> None:
     halves = [(0, half, PlainText(prompt + text, len(prompt))) for half, text in zip(("chosen", "rejected"), answers, strict=True)]
-    samples = SampleTokenizer(tokenizer, all_turns=False, preferences=True)(halves)
+    samples = SampleTokenizer(tokenizer, loss_on="last", preferences=True)(halves)
     # unknown characters on both sides of a prompt's end become one unknown token, which TRL takes for the prompt's
     assume(not any(tokenizer.unk_token_id in sample.input_ids.tolist() for sample in samples))
     expected, *_ = split_by_trl(tokenizer, {"prompt": prompt, "chosen": answers[0], "rejected": answers[1]})

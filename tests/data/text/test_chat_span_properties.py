@@ -37,9 +37,9 @@ def conversations(draw):
 
 
 @settings(max_examples=150, deadline=None)
-@given(chat=conversations(), all_turns=st.booleans())
-def test_found_spans_equal_tagged_spans(make_tokenizer, chat, all_turns):
-    found = ChatTemplate(make_tokenizer("thinking")).render(chat, name="it", all_turns=all_turns)
-    stated = ChatTemplate(make_tokenizer("thinking_tagged")).render(chat, name="it", all_turns=all_turns)
+@given(chat=conversations(), loss_on=st.sampled_from(("last", "all")))
+def test_found_spans_equal_tagged_spans(make_tokenizer, chat, loss_on):
+    found = ChatTemplate(make_tokenizer("thinking")).render(chat, name="it", loss_on=loss_on)
+    stated = ChatTemplate(make_tokenizer("thinking_tagged")).render(chat, name="it", loss_on=loss_on)
     assert found.text == stated.text
     assert found.spans == stated.spans

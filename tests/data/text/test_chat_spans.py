@@ -56,6 +56,28 @@ def test_the_loss_covers_the_replies_and_their_end_of_turn_token(load, make_toke
     assert marked(dataset, tokenizer) == expected
 
 
+@pytest.mark.parametrize("template", sorted(EXPECTED.keys() - {"opens_thinking"}))
+def test_a_completion_carries_loss_from_its_first_turn_to_the_end(load, make_tokenizer, marked, chat, *, template):
+    """Other turns and the template's words between and after turns too; a prompt of several turns carries none."""
+    tokenizer = make_tokenizer(template)
+    expected = EXPECTED[template].replace("]]", "")
+    first, _, last = expected.split("[[")
+    rows = [chat("hi", "yo", "bye", "ok then")]
+    assert marked(load(rows, tokenizer, loss_on="completion"), tokenizer) == expected.replace("[[" + last, last) + "]]"
+    messages = rows[0]["messages"]
+    parted = load([{"prompt": messages[:3], "completion": messages[3:]}], tokenizer, loss_on="completion")
+    assert marked(parted, tokenizer) == expected.replace(first + "[[", first) + "]]"
+
+
+@pytest.mark.parametrize("said", [{"weight": 0}, {"weight": 0.5}])
+def test_a_completion_whose_messages_have_weights_is_refused(load, make_tokenizer, chat, said):
+    row = chat("hi", "yo", "bye", "ok then")
+    row["messages"][1] |= said
+    with pytest.raises(DataError, match="all tokens carry the same") as caught:
+        load([row], make_tokenizer("chatml"), loss_on="completion")
+    assert 'data.loss_on = "all"' in caught.value.remedy
+
+
 @pytest.mark.parametrize("template", EXPECTED)
 def test_what_carries_loss_is_what_follows_the_generation_prompt(load, make_tokenizer, marked, chat, template):
     """The prompt's tokens are those a sampler would be given, up to a think block that the template opens for sampling alone."""

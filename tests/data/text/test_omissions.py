@@ -119,6 +119,6 @@ def test_plain_chats_cost_no_further_rendering(make_tokenizer, chat, monkeypatch
     counts = []
     for _ in range(3):
         renderings.clear()
-        template.render(Conversation(chat("hi", "yo", "bye", "ok")["messages"]), name="one", all_turns=False)
+        template.render(Conversation(chat("hi", "yo", "bye", "ok")["messages"]), name="one", loss_on="last")
         counts.append(len(renderings))
     assert counts == [3, 2, 2]

@@ -21,6 +21,7 @@ from skyrl_engine.errors import ConfigError, DataError, ModelError, PluginBroken
 from skyrl_engine.modeling.tiny import write_model, write_tokenizer
 from skyrl_engine.run.metrics import read_metrics
 from skyrl_engine.testing.ranks.world_transport import OwnRanksTransport
+from skyrl_engine.training.export import export_checkpoint
 from skyrl_engine.training.preference.trainer import plan_preference, run_preference
 from skyrl_engine.training.sft.trainer import run_sft
 
@@ -53,6 +54,27 @@ def test_the_first_log_ratios_are_zero_and_held_out_pairs_are_told_apart(configu
     assert after["rewards/accuracies"] > 0.5
     state = json.loads((done.directory / "checkpoints" / "step-00000006" / "trainer.json").read_text())
     assert state["trainer"] == "preference"
+
+
+def test_dropout_is_switched_off_and_exported(configure: Configure, pairs: Path, tmp_path: Path) -> None:
+    """All shares are refused at once; off, the run is bit for bit that of the model without them, and its export states them."""
+    model = tmp_path / "dropping"
+    shutil.copytree(pairs / "model", model)
+    stated = json.loads((model / "config.json").read_text())
+    dropping = {"attention_dropout": 0.1, "hidden_dropout": 0.2}
+    (model / "config.json").write_text(json.dumps({**stated, **dropping}))
+    with pytest.raises(UnsupportedError, match=r"\(attention_dropout 0\.1, hidden_dropout 0\.2 in config\.json") as caught:
+        plan_preference(configure(model={"path": str(model)}))
+    assert caught.value.remedy == 'Set model.dropout = "off"'
+    off = run_preference(configure("off", model={"path": str(model), "dropout": "off"}, checkpoint={"every": 3})).directory
+    assert steps(off)[0]["rewards/margins"] == 0.0
+    plain = run_preference(configure("plain")).directory
+    assert weights(off) == weights(plain)
+    shutil.rmtree(model)
+    export_checkpoint(off, tmp_path / "exported", step=3)
+    for directory in (off / "model", tmp_path / "exported"):
+        written = json.loads((directory / "config.json").read_text())
+        assert {key: written[key] for key in dropping} == dropping
 
 
 def test_no_cut_changes_the_loss(configure: Configure) -> None:

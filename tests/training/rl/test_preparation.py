@@ -35,7 +35,7 @@ KL_TERM = "loss.terms=[{use='kl', coef=0.1}]"
         (
             ["model.lora={rank=2, dropout=0.1}"],
             UnsupportedError,
-            "model.lora.dropout is 0.1",
+            "model.lora.dropout 0.1",
             "model.lora.dropout = 0",
         ),
         (["rl.kl.coef=0.1", KL_TERM], UnsupportedError, "off the rewards, and .*kl.* adds it to the loss", "Remove [rl.kl]"),
@@ -113,12 +113,15 @@ def test_a_reference_that_does_not_know_all_tokens_is_refused(rl: Rl, world: Pat
 def test_dropout_of_the_model_is_refused_where_it_trains(rl: Rl, world: Path, tmp_path: Path) -> None:
     shutil.copytree(world / "model", tmp_path / "model")
     file = tmp_path / "model" / "config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "attention_dropout": 0.1}))
-    config = rl("run", f"model.path={tmp_path / 'model'}")
-    with pytest.raises(UnsupportedError, match=r"attention_dropout in config\.json of .* is 0\.1") as caught:
+    file.write_text(json.dumps({**json.loads(file.read_text()), "attention_dropout": 0.1, "embd_pdrop": 0.25}))
+    config = rl("run", f"model.path={tmp_path / 'model'}", "model.lora={rank=2, dropout=0.5}")
+    with pytest.raises(UnsupportedError, match="dropout") as caught:
         prepare(config)
-    assert "Set attention_dropout to 0 in config.json" in caught.value.remedy
+    assert "(attention_dropout 0.1, embd_pdrop 0.25 in config.json of" in str(caught.value)
+    assert "model.lora.dropout 0.5)" in str(caught.value)
+    assert caught.value.remedy == 'Set model.dropout = "off" and model.lora.dropout = 0'
     prepare(config, trains=False)
+    prepare(rl("off", f"model.path={tmp_path / 'model'}", "model.dropout=off"))
 
 
 @pytest.mark.parametrize(

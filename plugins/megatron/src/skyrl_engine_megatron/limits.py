@@ -108,7 +108,7 @@ def _peculiarities(config: Any, family: str) -> Iterator[str]:
     if getattr(config, "mlp_bias", False):
         yield "biases on its feed-forward layers"
     if getattr(config, "attention_dropout", 0.0):
-        yield f"dropout of {config.attention_dropout} on its attention"
+        yield f'dropout of {config.attention_dropout} on its attention (model.dropout = "off" switches it off)'
     if family == MIXTURE_FAMILY and (config.mlp_only_layers or config.decoder_sparse_step != 1):
         yield "layers without experts next to layers that have some"
     if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
