@@ -1,6 +1,5 @@
 """The place of a run's generators: chosen and refused while planning, and started."""
 
-import math
 from pathlib import Path
 from typing import Literal
 
@@ -18,7 +17,7 @@ from skyrl_engine.workers.launch import WorkerGroup
 from skyrl_engine.workers.messages import Export, LeaveDevice, WriteWeights
 from skyrl_engine.workers.ray_cluster import multiply
 from skyrl_engine.workers.replica_launch import LocalLauncher, ReplicaLauncher
-from skyrl_engine.workers.replicas import ReplicaHost
+from skyrl_engine.workers.replicas import ReplicaHost, SilenceLimits
 from skyrl_engine.workers.sampler_facts import SamplerFacts
 from skyrl_engine.workers.sharing_host import SharingHost
 
@@ -115,6 +114,7 @@ def _list_process_keys(table: GeneratorTable | None) -> tuple[tuple[str, bool], 
         ("devices", bool(table.devices)),
         ("launch", table.launch != "local"),
         ("silent_seconds", table.silent_seconds != fields(GeneratorTable).silent_seconds.default),
+        ("weights_seconds", table.weights_seconds != fields(GeneratorTable).weights_seconds.default),
     )
 
 
@@ -167,7 +167,7 @@ def start_host(
             version=version,
             replicas=replicas,
             launcher=launcher,
-            silent_seconds=math.inf if table is None else table.silent_seconds,
+            limits=SilenceLimits() if table is None else SilenceLimits(table.silent_seconds, table.weights_seconds),
         )
     return SharingHost.open(host, group) if shares and group is not None else host
 

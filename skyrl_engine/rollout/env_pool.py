@@ -217,10 +217,10 @@ class EpisodePool:
         return None
 
     def _start(self) -> EpisodeProcess:
+        """Start a process. Its first call is written with what it is made of: where it is gone by then, an episode is there to have failed."""
         process = EpisodeProcess.start(self._setup, self._drain)
         self._processes.append(process)
         self._selector.register(process.answers, selectors.EVENT_READ, process)
-        self._write(process)
         return process
 
     def _send(self, process: EpisodeProcess, episode: HostedEpisode) -> None:

@@ -1,4 +1,5 @@
-"""Another process, as another rank is: it hashes texts in its own way, and so orders sets in another, and has the rank's environment variables.
+"""Another process, as another rank or run is: it hashes texts in its own way, and so orders sets in another, its clocks are ahead, and it has
+the rank's environment variables.
 
 One process lives as long as the kit and imports it once; every question is answered in a fork of it, so that no answer changes the next.
 """
@@ -23,6 +24,7 @@ from attrs import frozen
 
 from skyrl_engine.config import SelectedPlugin
 from skyrl_engine.testing.another_rank import ANOTHER_RANK
+from skyrl_engine.testing.another_time import put_clocks_ahead
 from skyrl_engine.testing.promise import Broken, Promise, Undecidable, promise
 from skyrl_engine.testing.subject import Subject
 
@@ -123,7 +125,10 @@ def another_process(answer: Answer, cases: Callable[[Subject[Any]], Iterable[Any
     `==` compares and that can be pickled. It raises Undecidable where the product fails.
     """
 
-    @promise("Another process, which orders sets of texts otherwise, gives the same answers", exempt=_no_plugin)
+    @promise(
+        "Another process, which orders sets of texts otherwise and has another date, gives the same answers",
+        exempt=_no_plugin,
+    )
     def another_process(subject: Subject[Any], _case: None) -> None:
         assert subject.plugin is not None, "exempt without a plugin"
         chosen = list(cases(subject))
@@ -135,8 +140,10 @@ def another_process(answer: Answer, cases: Callable[[Subject[Any]], Iterable[Any
             # one that answers differently every time breaks another promise
             if mine != theirs and _answer(answer, subject, deepcopy(case)) == mine:
                 raise Broken(
-                    "answers otherwise in another process, where a set of texts has another order, and its module has not been called before",
-                    "Sort what comes out of a set, number texts with np.unique(..., return_inverse=True), and keep nothing in a module",
+                    "answers otherwise in another process, where a set of texts has another order, it is another day, and its module has not "
+                    "been called before",
+                    "Sort what comes out of a set, number texts with np.unique(..., return_inverse=True), ask for no time, and keep nothing in "
+                    "a module",
                     case=case,
                 )
 
@@ -188,6 +195,7 @@ def _answer_to(question: Question) -> bytes:
         os.chdir(question.folder)
         if question.threads is not None:
             sys.modules["torch"].set_num_threads(question.threads)
+        put_clocks_ahead()
         return pickle.dumps((None, pickle.loads(question.call)()))  # noqa: S301 -- of the process that started this one
     except BaseException as error:  # noqa: BLE001 - whatever a plugin raises is an answer
         return pickle.dumps((_format_error(error), None))

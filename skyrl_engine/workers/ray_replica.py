@@ -266,7 +266,7 @@ def refuse_without_room(
     )
     if short or places < replicas:
         kinds = Counter(describe_amounts({name: node.get(name, 0.0) for name in share}) for node in nodes)
-        there = ", ".join(f"{count} node{'s' * (count > 1)} of {amounts}" for amounts, count in kinds.items())
+        there = ", ".join(f"{count} node{'s' * (count > 1)} of {amounts}" for amounts, count in sorted(kinds.items()))
         raise UnsupportedError(
             f"generator.replicas = {replicas} with {describe_amounts(share)} each needs {describe_amounts(needed)} beside the ranks' "
             f"{describe_amounts({name: ranks.get(name, 0.0) for name in share})}, the Ray cluster has {there}",

@@ -13,7 +13,7 @@ from queue import Empty, SimpleQueue
 from time import monotonic
 from typing import Any, Final
 
-from attrs import define, field
+from attrs import define, field, frozen
 
 from skyrl_engine.cleanup import close_after
 from skyrl_engine.contracts.kinds.context import FactoryContext
@@ -33,15 +33,24 @@ END_SECONDS: Final = 10.0
 WAIT_SECONDS: Final = 1.0
 LAST_LINES: Final = 20
 
-LONG_CALLS: Final = frozenset({"start", "update", "load", "release", "sleep"})
+WEIGHT_CALLS: Final = frozenset({"start", "update", "load", "release", "sleep"})
 """Calls that move weights, and may take as long as these need."""
 
 logger = logging.getLogger(__name__)
 
 
+@frozen
+class SilenceLimits:
+    """The longest times, in seconds, for which a replica may send nothing before it counts as hanging."""
+
+    sampling: float = math.inf
+    weights: float = math.inf
+    """While it starts, or a call moves its weights."""
+
+
 @define(eq=False)
 class Replica:
-    """One process of a generator, and what it owes."""
+    """One process of a generator, and what it owes. A thread sends it its calls, so that one that does not read holds up nobody."""
 
     number: int
     process: ReplicaProcess
@@ -52,11 +61,9 @@ class Replica:
     owed: "deque[str]" = field(factory=lambda: deque(["start"]), init=False)
     """Calls that it has not answered, in the order in which it will: its start, and every call."""
     heard: float = field(factory=monotonic, init=False)
-    """The moment of its last message, or of the first call that it owes an answer, by `monotonic`."""
-    _unsent: list[Call] = field(factory=list, init=False)
-    """Calls until it is connected."""
-    _connection: Connection | None = field(default=None, init=False)
-    _sending: threading.Lock = field(factory=threading.Lock, init=False)
+    """The moment of its last message, or of a later one from which its silence counts, by `monotonic`."""
+    _outbox: "SimpleQueue[Call | None]" = field(factory=SimpleQueue, init=False)
+    """Calls that are not sent; None: there will be no more."""
     _thread: threading.Thread = field(init=False)
 
     def __attrs_post_init__(self) -> None:
@@ -74,7 +81,9 @@ class Replica:
         except Exception as error:  # noqa: BLE001 - a cause must not look like silence
             self._inbox.put((self, CallEnd.of_failure(error)))
             return
+        sender = threading.Thread(target=self._send_calls, args=(connection,), name=f"{self._thread.name}, calls", daemon=True)
         with connection:
+            sender.start()
             while True:
                 try:
                     message = connection.recv()
@@ -85,29 +94,37 @@ class Replica:
                 self.heard = monotonic()
                 self._inbox.put((self, message))
                 if message is None:
-                    return
+                    break
+            self._outbox.put(None)
+            sender.join()
 
     def _connect(self) -> Connection:
         connection, device = self.process.connect()
-        with self._sending:
-            for message in (self._make_start(device), *self._unsent):
-                connection.send(message)
-            self._connection = connection
+        connection.send(self._make_start(device))
         return connection
 
-    def send(self, call: Call) -> None:
-        """Send a call, now or when the process is there. One that is gone is told by its reader."""
-        self.owed.append(call.method)
-        with self._sending:
-            if self._connection is None:
-                self._unsent.append(call)
-                return
-            with suppress(OSError):
-                self._connection.send(call)
+    def _send_calls(self, connection: Connection) -> None:
+        """Send calls in turn. A process that is gone is told by its reader."""
+        with suppress(OSError):
+            while (call := self._outbox.get()) is not None:
+                connection.send(call)
 
-    def is_silent(self, seconds: float) -> bool:
-        """Say whether it has sent nothing for so long, with no call under way that may take longer."""
-        return monotonic() - self.heard > seconds and not LONG_CALLS & {*self.owed}
+    def send(self, call: Call) -> None:
+        """Send a call as soon as the process reads it. Returns at once."""
+        self.owed.append(call.method)
+        if call.method in WEIGHT_CALLS:
+            self.heard = monotonic()
+        self._outbox.put(call)
+
+    def describe_hang(self, *, samples: bool, limits: SilenceLimits) -> str | None:
+        """Say how it hangs, as a clause; None: it does not, or owes nothing."""
+        silence = monotonic() - self.heard
+        if moved := [method for method in self.owed if method in WEIGHT_CALLS]:
+            if silence > limits.weights:
+                return f"replica {self.number} hangs in its call '{moved[0]}': it sent nothing for {limits.weights:g} s"
+        elif samples and silence > limits.sampling:
+            return f"replica {self.number} hangs while it samples: it sent nothing for {limits.sampling:g} s"
+        return None
 
     def describe_end(self) -> str:
         """Say how the process ended."""
@@ -137,8 +154,7 @@ class ReplicaHost:
     _make_start: Callable[[str, WeightSource, int], ReplicaStart]
     """Returns the start of a replica on a device, with weights and their version."""
     _logs: Path
-    _silent_seconds: float = math.inf
-    """The longest that a replica that samples may send nothing."""
+    _limits: SilenceLimits = SilenceLimits()
     _replicas: list[Replica] = field(factory=list, init=False)
     _requests: list[dict[int, GenerationRequest]] = field(factory=list, init=False)
     """By replica, the requests that it has not answered."""
@@ -164,11 +180,11 @@ class ReplicaHost:
         version: int,
         replicas: int,
         launcher: ReplicaLauncher,
-        silent_seconds: float = math.inf,
+        limits: SilenceLimits = SilenceLimits(),
     ) -> "ReplicaHost":
         """Start replicas, with the weights that were written under `version`. Raises what the start of a generator raises.
 
-        One that samples and sends nothing for `silent_seconds` is ended, and started again like one that died.
+        One that sends nothing for longer than a limit is ended, and started again like one that died.
         """
 
         def make_start(device: str, weights: WeightSource, version: int) -> ReplicaStart:
@@ -176,7 +192,7 @@ class ReplicaHost:
 
         logs = (facts.folder or Path(tempfile.mkdtemp(prefix="skyrl-engine-generator-"))).absolute()
         logs.mkdir(parents=True, exist_ok=True)
-        host = cls(label, folders, launcher, make_start, logs, silent_seconds)
+        host = cls(label, folders, launcher, make_start, logs, limits)
         try:
             host._weights[POLICY] = folders.get(version), version
             for number in range(replicas):
@@ -275,8 +291,8 @@ class ReplicaHost:
         except Empty:
             pass
         for replica in list(self._replicas):
-            if self._requests[replica.number] and replica.is_silent(self._silent_seconds):
-                self._replace(replica, f"replica {replica.number} sampled, and sent nothing for {self._silent_seconds:g} s")
+            if hang := replica.describe_hang(samples=bool(self._requests[replica.number]), limits=self._limits):
+                self._replace(replica, hang)
 
     def _handle(self, replica: Replica, message: Any) -> None:
         if self._replicas[replica.number : replica.number + 1] != [replica]:

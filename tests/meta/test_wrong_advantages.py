@@ -45,6 +45,8 @@ FAULTS = [
     (wrong.Tires, {"repeatable"}, "it keeps something"),
     (wrong.InHalves, {"scale"}, "it claims scale = 'linear'"),
     (wrong.TiresLate, {"repeatable"}, "it keeps something"),
+    (wrong.CutsAtAQuantile, {"groups_apart", "zero_sum"}, "it counts over the batch"),
+    (wrong.LosesUnscoredRewards, {"rewards_anywhere"}, "rewards of tokens that are not scored are lost"),
     (wrong.NoReturns, {"finite_values"}, "claims returns and gave none"),
     (wrong.OnePerTrajectory, {"finite_values"}, "one value per action token"),
     (wrong.HoldsALambda, {"pickling"}, "cannot be pickled"),

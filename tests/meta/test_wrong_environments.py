@@ -31,6 +31,7 @@ QUICK = [promise for promise in ENVIRONMENT_PROMISES if promise.name != SLOW]
 FAULTS = [
     (episodes.SharedTurns, {"episodes_apart"}, "another episode, open at the same time, is felt"),
     (episodes.Teaches, {"episodes_apart", "repeatable"}, "the environment remembers what it was asked before"),
+    (episodes.RunningMean, {"repeatable", "episodes_apart", "solution"}, "the environment remembers what it was asked before"),
     (episodes.GlobalRandom, {"random_state"}, "draws from the global random state in an episode"),
     (
         episodes.RandomReward,
@@ -55,6 +56,7 @@ FAULTS = [
     (tasks.DuplicateKeys, {"keys"}, "tasks 0 and 1 of train both have the key 'train/0'"),
     (tasks.SharesKeys, {"keys"}, "50 keys are among the tasks to train on and among those held out"),
     (tasks.SharesPrompts, {"keys"}, "50 of 50 held-out prompts are prompts to train on"),
+    (tasks.HoldsOutWhatIsTrainedOn, {"keys"}, "100 of 100 held-out prompts are prompts to train on"),
     (episodes.ClosesOnce, {"closes"}, "cannot be closed before it began a second time: KeyError"),
     (episodes.ClosesWhatBegan, {"closes"}, "cannot be closed before it began: AttributeError"),
     (episodes.DoneWithMessages, {"done_and_messages"}, "done is true, and messages follow"),

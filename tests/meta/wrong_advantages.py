@@ -424,3 +424,22 @@ class SaysOutcome(Plain):
             own = tokens[first:last]
             worth[own] = np.cumsum(batch.rewards[own].astype(np.float64)[::-1])[::-1]
         return worth
+
+
+class CutsAtAQuantile(Plain):
+    """Outliers are cut at a quantile of the batch."""
+
+    def values(self, batch, rewards, groups, finished):
+        values = super().values(batch, rewards, groups, finished)
+        low, high = np.quantile(values, (0.02, 0.98))
+        return np.clip(values, low, high)
+
+
+class LosesUnscoredRewards(Plain):
+    """Adds up the rewards of scored tokens alone."""
+
+    def __call__(self, batch):
+        size = len(batch.finished_trajectories)
+        index = batch.trajectory_index[batch.sample_index[batch.scored]]
+        rewards = np.bincount(index, weights=batch.rewards[batch.scored], minlength=size)
+        return batch.spread(self.values(batch, rewards, batch.group_of_trajectory, batch.finished_trajectories))

@@ -95,6 +95,16 @@ class TeachesEpisode(Episode):
         return ({"role": "user", "content": f"{len(answers)} have tried."},)
 
 
+class RunningMeanEpisode(Episode):
+    """Takes the mean of all rewards that the environment gave from each."""
+
+    def worth(self, text):
+        rewards = self.environment.__dict__.setdefault("rewards", [])
+        reward = super().worth(text)
+        rewards.append(reward)
+        return reward - sum(rewards) / len(rewards)
+
+
 class GlobalRandomEpisode(Episode):
     def step(self, action):
         random.random()
@@ -339,6 +349,7 @@ class FreesAtTheEndEpisode(Episode):
 
 
 HeldOutForNobody = wrong(HeldOutForNobodyEpisode)
+RunningMean = wrong(RunningMeanEpisode)
 ReadsAnyNumber = wrong(ReadsAnyNumberEpisode)
 ReadsFloats = wrong(ReadsFloatsEpisode)
 ReadsJson = wrong(ReadsJsonEpisode)

@@ -238,3 +238,21 @@ class ByEnvironment:
 class NamesTheStaleness:
     def __call__(self, group):
         return f"stale_{group.staleness}" if group.staleness > 1 else None
+
+
+class DeviationOfNothing:
+    """Equal rewards have a deviation of 0, but for rounding."""
+
+    def __call__(self, group):
+        return "zero_variance" if np.sort(group.rewards).std() == 0 else None
+
+
+class VarianceInHalves:
+    def __call__(self, group):
+        with np.errstate(all="ignore"):
+            return "zero_variance" if not np.sort(group.rewards).astype(np.float16).var() > 0 else None
+
+
+class RangeInSingle:
+    def __call__(self, group):
+        return "zero_variance" if np.ptp(group.rewards.astype(np.float32)) == 0 else None

@@ -27,6 +27,14 @@ class SharesPrompts(Plain):
         return evolve(super().task("train", number), key=f"{split}/{number}")
 
 
+class HoldsOutWhatIsTrainedOn(Plain):
+    """Every hundredth of its many tasks to train on is held out, under another key."""
+
+    def tasks(self, split):
+        numbers = range(10_000) if split == "train" else range(3, 10_000, 100)
+        return [evolve(self.task("train", number), key=f"{split}/{number}") for number in numbers]
+
+
 class TellsWhatIsHeldOut(TellsTheAnswer):
     """Its held-out prompts alone hold the solution."""
 

@@ -11,6 +11,7 @@ import pytest
 from skyrl_engine.contracts import Action, FactoryContext, StepResult, Task
 from skyrl_engine.errors import RolloutError
 from skyrl_engine.rollout.env_pool import EpisodePool
+from skyrl_engine.rollout.process_handle import EpisodeProcess
 from skyrl_engine.testing import select_plugin
 
 FILE = Path(__file__).with_name("naughty_environment.py")
@@ -440,6 +441,28 @@ def test_a_process_that_ends_before_it_began_is_told():
     with pool("vanishing") as episodes:
         episodes.open(1, 0, task(), seed=1)
         assert receive_reply(episodes, 1).failure.endswith("its process ended with exit code 3 before its environments were made")
+
+
+@pytest.mark.parametrize("killed", [1, 2], ids=["once", "again"])
+def test_a_process_that_is_gone_before_it_is_told_anything_fails_its_episode(monkeypatch, killed):
+    start, started = EpisodeProcess.start, []
+
+    def start_and_kill(*arguments):
+        process = start(*arguments)
+        started.append(process)
+        if len(started) <= killed:
+            process.child.kill()
+            process.child.wait()
+        return process
+
+    monkeypatch.setattr(EpisodeProcess, "start", start_and_kill)
+    with pool(retries=1) as episodes:
+        reply = open_episode(episodes)[1]
+    assert len(started) == 2
+    if killed == 1:
+        assert reply.messages
+    else:
+        assert reply.failure.endswith("its process was killed by SIGKILL before its environments were made")
 
 
 def test_a_pool_leaves_neither_processes_nor_descriptors():

@@ -74,6 +74,20 @@ def test_the_order_of_a_set_is_seen(kind, tmp_path):
     assert "another order" in str(found.cause), found
 
 
+@pytest.mark.parametrize(
+    "clock", ["time.localtime().tm_mday", "datetime.date.today().day", "int(datetime.now().timestamp()) // 86_400"]
+)
+def test_the_day_is_seen(clock, tmp_path):
+    imports = "import datetime, time\n" if "date.today" in clock else "import time\nfrom datetime import datetime\n"
+    first = f"{imports}\n\ndef first():\n    return chr(40 + {clock} % 31)\n\n"
+    (tmp_path / "mine.py").write_text(first + BY_SETS["advantage"])
+    subject = Subject.of_plugin(select_plugin("advantage", "./mine.py:mine", {}, base=tmp_path))
+    (promise,) = (candidate for candidate in promises_of("advantage") if candidate.name == "another_process")
+    found = promise.hold(subject)
+    assert found.status == "broken", found
+    assert "it is another day" in str(found.cause), found
+
+
 @pytest.mark.parametrize("kind", BY_SETS)
 def test_a_sorted_set_is_right(kind, tmp_path):
     source = BY_SETS[kind].replace("set(domains)", "sorted(set(domains))").replace("first()", "min(ascii_letters)")

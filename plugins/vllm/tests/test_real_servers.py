@@ -4,24 +4,23 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from attrs import evolve
+from vllm_checks import TOLERANCE, Adapters, collect, require_right, sample
 
-from skyrl_engine.contracts import Completion, GenerationRequest, GeneratorStart, LoraConfig, WeightForm
-from skyrl_engine.testing.generators.bench import TinyWeights, due_logprobs, requests_of
+from skyrl_engine.contracts import GeneratorStart, LoraConfig
+from skyrl_engine.testing.generators.bench import due_logprobs, requests_of
 from skyrl_engine_vllm.generator import VllmGenerator
 from skyrl_engine_vllm.options import VllmOptions
 
 OF_PEFT = "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900), pytest.mark.filterwarnings(OF_PEFT)]
 
-TOLERANCE = 1e-4
 OwnServers = Callable[..., VllmOptions]
 Starts = Callable[..., GeneratorStart]
 Opens = Callable[..., VllmGenerator]
@@ -40,61 +39,6 @@ def opens() -> Iterator[Opens]:
     yield open_one
     for generator in opened:
         generator.close()
-
-
-def sample(generator: VllmGenerator, requests: Sequence[GenerationRequest], seconds: float = 400.0) -> list[Completion]:
-    generator.submit(requests)
-    return collect(generator, requests, seconds)
-
-
-def collect(generator: VllmGenerator, requests: Sequence[GenerationRequest], seconds: float = 400.0) -> list[Completion]:
-    done: dict[int, Completion] = {}
-    until = time.monotonic() + seconds
-    while len(done) < len(requests):
-        assert time.monotonic() < until
-        done |= {completion.request_id: completion for completion in generator.poll(1.0)}
-    return [done[request.request_id] for request in requests]
-
-
-def require_right(weights: Any, requests: Sequence[GenerationRequest], done: Sequence[Completion], version: int) -> None:
-    for request, completion in zip(requests, done, strict=True):
-        due = due_logprobs(weights, request, completion)[np.arange(len(completion.token_ids)), completion.token_ids]
-        assert completion.error is None
-        assert np.abs(due - completion.logprobs).max() < TOLERANCE
-        assert completion.versions.versions.tolist() == [version]
-
-
-class Adapters(TinyWeights):
-    """The kit's model with adapters, as a PEFT folder; `model` holds them merged."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__("adapter")
-        self.folder, self.count = folder, 0
-        self.renew()
-
-    @property
-    def forms(self) -> frozenset[WeightForm]:
-        return frozenset({"adapter"})
-
-    def renew(self) -> None:
-        from peft import LoraConfig as PeftConfig
-        from peft import get_peft_model
-
-        self.count += 1
-        base = TinyWeights("tensors").model
-        layers = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-        adapted = get_peft_model(base, PeftConfig(r=4, lora_alpha=8, target_modules=layers))
-        draw = torch.Generator().manual_seed(self.count)
-        with torch.no_grad():
-            for name, parameter in adapted.named_parameters():
-                if "lora_" in name:
-                    parameter.copy_(0.1 * torch.randn(parameter.shape, generator=draw))
-        self.path = self.folder / str(self.count)
-        adapted.save_pretrained(self.path)
-        self.model = adapted.merge_and_unload().eval()
-
-    def adapter(self) -> Path:
-        return self.path
 
 
 def test_adapters_are_loaded_in_the_place_of_the_last_ones(

@@ -6,36 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm_runs import reinforce
 
 from skyrl_engine import UnsupportedError, read_rollouts
-from skyrl_engine.config import load, resolve
-from skyrl_engine.modeling.tiny import write_model
 from skyrl_engine.run.metrics import read_metrics
-from skyrl_engine.testing.templates import TEMPLATES
-from skyrl_engine.training.rl.run import run_rl
 
 ROUTES = Path(__file__).parents[3] / "tests" / "running" / "vllm_routes.py"
-REWARD = "def score(text, task):\n    return sum(letter in 'aeiou' for letter in text) / max(1, len(text))\n"
 
 
 def run_over_vllm(tmp_path: Path, name: str = "run", generator: dict[str, Any] | None = None, **rl: Any) -> Path:
-    tokenizer = TEMPLATES["chatml"].tokenizer()
-    write_model(tmp_path / "model", tokenizer=tokenizer)
-    tokenizer.save_pretrained(tmp_path / "model")
-    (tmp_path / "vowels.py").write_text(REWARD)
-    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps({"prompt": "go " * count}) + "\n" for count in range(1, 5)))
-    table = {
-        "trainer": "rl",
-        "model": {"path": str(tmp_path / "model")},
-        "rl": {"steps": 3, "groups": 2, "group_size": 3, "max_tokens": 20, "max_prompt_tokens": 64, "max_gap": 1e-3, **rl},
-        "environments": [{"use": "function", "reward": f"{tmp_path / 'vowels.py'}:score", "data": str(tmp_path / "tasks.jsonl")}],
-        "rollouts": {"workers": 1},
-        "evaluation": {"at_end": False},
-        "optimizer": {"learning_rate": 1e-2},
-        "generator": {"use": "vllm", "command": [sys.executable, str(ROUTES)], **(generator or {})},
-        "run": {"directory": str(tmp_path / name), "device": "cpu"},
-    }
-    return run_rl(resolve(load(table, ()))).directory
+    return reinforce(tmp_path, {"use": "vllm", "command": [sys.executable, str(ROUTES)], **(generator or {})}, name, **rl)
 
 
 def test_each_step_samples_from_the_weights_of_the_step_before(tmp_path: Path) -> None:

@@ -78,7 +78,10 @@ class GeneratorTable(PluginTable):
 
     silent_seconds: float = field(default=600.0, validator=gt(0), kw_only=True)
     """Longest time for which a process that samples may give no sign of life: it counts as hanging then, is ended, and is started again with
-    its requests. Loading and taking weights have no limit."""
+    its requests."""
+
+    weights_seconds: float = field(default=3600.0, validator=gt(0), kw_only=True)
+    """As `silent_seconds`, for the time in which a process loads the model or takes weights."""
 
     share_devices: bool = field(default=False, kw_only=True, metadata={READ_BY: ("launch", ("local",))})
     """Let ranks and generators work on the same devices in turns: each leaves the devices' memory while the other works. The ranks' weights and

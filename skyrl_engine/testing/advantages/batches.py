@@ -75,6 +75,13 @@ class DrawnRows:
                     counts[sample.key] = ordinal + 1
         return numbers
 
+    def collect_rewards(self) -> dict[int, float]:
+        """Return the sum of each trajectory's rewards by its key."""
+        rewards: dict[int, float] = {}
+        for sample in self.samples:
+            rewards[sample.key] = rewards.get(sample.key, 0.0) + sum(token.reward for token in sample.tokens)
+        return rewards
+
     def with_rewards(self, extra_reward: Callable[[int], float]) -> "DrawnRows":
         """Return the batch in which the last token of every trajectory's last sample with tokens has `extra_reward(key)` more reward."""
         last = {sample.key: i for i, sample in sorted(enumerate(self.samples), key=lambda pair: pair[1].turn) if sample.tokens}
@@ -264,6 +271,21 @@ def with_observations(batch: DrawnRows, number: float) -> DrawnRows:
     observed = (Token(0.0, 0.0, number), Token(0.0, 0.0, -number))
     samples = [
         evolve(sample, tokens=tuple(inserted for token in sample.tokens for inserted in (*observed, token)))
+        for sample in batch.samples
+    ]
+    return evolve(batch, samples=tuple(samples))
+
+
+def move_rewards_behind(batch: DrawnRows) -> DrawnRows:
+    """Return the batch in which each sample's rewards stand at a token of no weight behind its last one."""
+    samples = [
+        evolve(
+            sample,
+            tokens=(
+                *(evolve(token, reward=0.0) for token in sample.tokens),
+                Token(0.0, sum(token.reward for token in sample.tokens), 0.5),
+            ),
+        )
         for sample in batch.samples
     ]
     return evolve(batch, samples=tuple(samples))

@@ -30,19 +30,27 @@ def _whole_batch(subject: Subject[Any]) -> str | None:
     return "the estimator claims whole_batch: groups reach each other by nature" if subject.make().claims.whole_batch else None
 
 
+MOST_GROUPS = 4
+"""Groups of a batch whose rewards are changed, one after the other."""
+
+
 @promise("The rewards of one group change nothing in another", cases=draw_rows, exempt=_whole_batch, first=list_explicit)
 @undecidable_unless_repeatable
 def groups_apart(subject: Subject[Any], case: DrawnRows) -> None:
     group_of = {sample.key: sample.group for sample in case.samples}
-    changed_group = min(group_of.values())
-    require_same_answers(
-        answers(subject, case),
-        answers(subject, case.with_rewards(lambda key: 4.0 * (key + 1) if group_of[key] == changed_group else 0.0)),
-        "when rewards of another group change",
-        "it counts over the batch",
-        "Compare within groups, or claim whole_batch",
-        of={key for key, group in group_of.items() if group != changed_group},
-    )
+    before, earned = answers(subject, case), case.collect_rewards()
+    for changed_group in sorted(set(group_of.values()))[:MOST_GROUPS]:
+        # rewards further apart, and a tie: what is cut at a quantile of the batch is cut at a higher and at a lower one
+        for extra in (lambda key: 4.0 * (key + 1), lambda key: -earned[key]):
+            changed = case.with_rewards(lambda key, extra=extra, group=changed_group: extra(key) if group_of[key] == group else 0.0)  # type: ignore[misc]
+            require_same_answers(
+                before,
+                answers(subject, changed),
+                "when rewards of another group change",
+                "it counts over the batch",
+                "Compare within groups, or claim whole_batch",
+                of={key for key, group in group_of.items() if group != changed_group},
+            )
 
 
 def _exempt_unless_groups_needed(subject: Subject[Any]) -> str | None:
@@ -100,6 +108,23 @@ def turns(subject: Subject[Any], case: DrawnRows) -> None:
         "when a trajectory is one sample instead of several",
         "it counts samples, not trajectories",
         "Take rewards from batch.trajectory_rewards(), one per trajectory",
+    )
+
+
+@promise(
+    "A reward counts the same at a token that is not scored",
+    cases=lambda s: draw_rows(s, empty=False),
+    exempt=_no_outcome,
+    first=list_crowd,
+)
+@undecidable_unless_repeatable
+def rewards_anywhere(subject: Subject[Any], case: DrawnRows) -> None:
+    require_same_answers(
+        answers(subject, case),
+        answers(subject, batches.move_rewards_behind(case)),
+        "when its reward stands at an observed token behind the last one",
+        "rewards of tokens that are not scored are lost",
+        "Take rewards from batch.trajectory_rewards(), which adds up all tokens",
     )
 
 

@@ -9,7 +9,14 @@ from hypothesis import strategies as st
 from skyrl_engine.contracts.kinds.group_filter import GroupView, as_drop_reason
 from skyrl_engine.errors import EngineError
 from skyrl_engine.registry.owner import Owner, blame
-from skyrl_engine.testing.group_filters.views import ShownGroup, draw_group, extreme_groups, large_groups, various_groups
+from skyrl_engine.testing.group_filters.views import (
+    ShownGroup,
+    draw_group,
+    extreme_groups,
+    large_groups,
+    list_rounded,
+    various_groups,
+)
 from skyrl_engine.testing.plugin_promises import PLUGIN_PROMISES
 from skyrl_engine.testing.process_promises import process_promises
 from skyrl_engine.testing.promise import Broken, Promise, Undecidable, promise
@@ -100,6 +107,23 @@ def member_order(subject: Subject[Any], case: Groups) -> None:
         )
 
 
+@promise("What float64 rounds, or float16 and float32 cannot tell apart, decides nothing")
+def rounding(subject: Subject[Any], _case: None) -> None:
+    for one, other in list_rounded():
+        first, second = _answers(subject, [one, other])
+        if (first is None) != (second is None):
+            raise Broken(
+                f"{_describe_answer(first)} of the rewards {_list_rewards(one)}, and of {_list_rewards(other)} it "
+                f"{_describe_answer(second)}: a rounded number decides",
+                "Compare rewards themselves, in float64: group.rewards.max() == group.rewards.min(), not group.rewards.std() == 0",
+            )
+
+
+def _list_rewards(group: ShownGroup) -> str:
+    rewards = [attempt.reward for attempt in group.attempts]
+    return f"{len(rewards)} times {rewards[0]!r}" if len(set(rewards)) == 1 else ", ".join(map(repr, rewards))
+
+
 @promise("What it saw before changes nothing", cases=_draw_many)
 def no_memory(subject: Subject[Any], case: Groups) -> None:
     together = _answers(subject, case)
@@ -165,6 +189,7 @@ GROUP_FILTER_PROMISES: tuple[Promise[Any, Any], ...] = (
     answer,
     oracle,
     member_order,
+    rounding,
     no_memory,
     few_reasons,
     inputs_unchanged,

@@ -1,5 +1,7 @@
 """Groups for filters: of one attempt or several, of equal rewards and others."""
 
+from collections.abc import Sequence
+
 import numpy as np
 from attrs import frozen
 from hypothesis import strategies as st
@@ -82,7 +84,42 @@ def extreme_groups() -> list[ShownGroup]:
     whose rewards differ in their last bits.
     """
     reward_lists = [(1e9, 1e9, 2e9), (-1e6, -3e6), (-1e6, 1e6, 0.0), (0.7, 0.4, 0.2, 0.7), (10.3, 10.1 + 0.2, 10.3)]
-    return [ShownGroup(tuple(Attempt(reward, reward > 0, 12, False) for reward in rewards)) for rewards in reward_lists]
+    return [_make_group(rewards) for rewards in reward_lists]
+
+
+def list_rounded() -> list[tuple[ShownGroup, ShownGroup]]:
+    """Return pairs of groups that differ by no more than a rounding may change, which float64 and a comparison of rewards tell apart.
+
+    Equal rewards whose mean, computed from their sum, is not the reward itself, and the next number whose is; rewards on both sides of the
+    number at which float16 or float32 takes them for equal; and equal rewards on both sides of the largest float16.
+    """
+    pairs = [((near,) * count, (reward,) * count) for count in (3, 6, 11, 100) for near, reward in find_rounded(count)]
+    pairs += [((base, base, base + less), (base, base, base + more)) for base, less, more in ROUNDED_PAIRS]
+    pairs += [((50_000.0,) * 4, (90_000.0,) * 4)]
+    return [(_make_group(one), _make_group(other)) for one, other in pairs]
+
+
+ROUNDED_PAIRS = ((1000.0, 0.24, 0.26), (2.0**20, 0.062, 0.063))
+"""A reward, and what others lie above it: less and more than half of what float16, and float32, tell apart there."""
+
+
+def find_rounded(count: int) -> list[tuple[float, float]]:
+    """Return two neighbours in float64, of which so many of one have a deviation of 0 and of the other, by rounding, one that is not.
+
+    None are returned where NumPy adds up so many numbers without rounding.
+    """
+    reward = 0.7123
+    for _ in range(1000):
+        following = float(np.nextafter(reward, 1.0))
+        deviations = [float(np.full(count, each).std()) for each in (reward, following)]
+        if deviations[0] == 0 < deviations[1]:
+            return [(reward, following)]
+        reward = following
+    return []
+
+
+def _make_group(rewards: Sequence[float]) -> ShownGroup:
+    return ShownGroup(tuple(Attempt(reward, reward > 0, 12, False) for reward in rewards))
 
 
 def large_groups() -> list[ShownGroup]:

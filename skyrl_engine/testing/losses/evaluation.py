@@ -13,7 +13,7 @@ from skyrl_engine.objective.parts import ObjectiveParts
 from skyrl_engine.registry.bound_plugin import BoundPlugin
 from skyrl_engine.registry.owner import blame
 from skyrl_engine.testing.subject import part_of
-from skyrl_engine.testing.tokens.evaluation import SEED, STEP, Evaluation, Listening, numbers_of
+from skyrl_engine.testing.tokens.evaluation import SEED, STEP, Evaluation, Listening, numbers_by_column, numbers_of
 from skyrl_engine.testing.tokens.token_batches import TokenBatch
 
 
@@ -48,9 +48,9 @@ def evaluate(
         numbers_of(returned.token_loss),
         total.item(),
         {
-            name: numbers_of(column)
+            name: numbers
             for score, leaf in leaves.items()
-            for name, column in columns_of(score, torch.zeros_like(leaf) if leaf.grad is None else leaf.grad).items()
+            for name, numbers in numbers_by_column(score, torch.zeros_like(leaf) if leaf.grad is None else leaf.grad).items()
         },
         {name: metric for name, metric in output.metrics.items() if name in returned.metrics},
         returned.token_loss.dtype,
@@ -64,8 +64,3 @@ def leaves_of(batch: TokenBatch, loss: Any, dtype: torch.dtype, *, gradients: bo
     compared = [need for need in loss.needs if model_score(need) == DIVERGENCE]
     names = [*(name for name in MODEL_SCORES if name == "logprobs" or name in loss.needs), *compared, *wide]
     return {name: torch.from_numpy(batch.values[name].copy()).to(dtype).requires_grad_(gradients) for name in names}
-
-
-def columns_of(score: str, values: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return a score's values [n] by its name; of [n, k] each column [n] by name and number. They are views."""
-    return {score: values} if values.ndim == 1 else {f"{score}[{column}]": values[:, column] for column in range(values.shape[1])}

@@ -9,13 +9,13 @@ from attrs import frozen
 from hypothesis import strategies as st
 
 from skyrl_engine.testing.comparison import is_same
-from skyrl_engine.testing.losses.evaluation import columns_of, leaves_of
+from skyrl_engine.testing.losses.evaluation import leaves_of
 from skyrl_engine.testing.losses.finite_differences import RecordingDetached, ReplayingDetached
 from skyrl_engine.testing.losses.kind import LOSS, batch_local
 from skyrl_engine.testing.promise import Broken, Undecidable, any_of, promise
 from skyrl_engine.testing.subject import Subject
 from skyrl_engine.testing.tokens import rollouts
-from skyrl_engine.testing.tokens.evaluation import Evaluation, is_same_evaluation
+from skyrl_engine.testing.tokens.evaluation import Evaluation, columns_of, is_same_evaluation
 from skyrl_engine.testing.tokens.kind import draw_cuts, draw_ordinary, list_cuts, needs_of
 from skyrl_engine.testing.tokens.lossy_casts import LossyCasts
 from skyrl_engine.testing.tokens.token_batches import CutBatch, TokenBatch

@@ -131,6 +131,16 @@ def require_same_evaluation(one: Evaluation, other: Evaluation, when: str, cause
         raise Broken(f"{how} {when}: {cause}", remedy, factor=factor)
 
 
+def columns_of(score: str, values: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return a score's values [n] by its name; of [n, k] each column [n] by name and number. They are views."""
+    return {score: values} if values.ndim == 1 else {f"{score}[{column}]": values[:, column] for column in range(values.shape[1])}
+
+
+def numbers_by_column(score: str, values: torch.Tensor) -> dict[str, Numbers]:
+    """Return `columns_of` as float64 NumPy arrays."""
+    return {name: numbers_of(column) for name, column in columns_of(score, values).items()}
+
+
 def numbers_of(tensor: torch.Tensor) -> Numbers:
     """Return a tensor's numbers as a float64 NumPy array."""
     numbers: Numbers = tensor.detach().double().numpy()

@@ -11,7 +11,7 @@ from skyrl_engine.testing.comparison import factor_between, is_same
 from skyrl_engine.testing.promise import Broken
 from skyrl_engine.testing.subject import Subject
 from skyrl_engine.testing.tokens import explicit
-from skyrl_engine.testing.tokens.evaluation import Evaluation, Listening, numbers_of
+from skyrl_engine.testing.tokens.evaluation import Evaluation, Listening, numbers_by_column
 from skyrl_engine.testing.tokens.kind import TokenKind, draw_some_long, needs_of, shared_promise
 from skyrl_engine.testing.tokens.token_batches import TokenBatch
 
@@ -62,15 +62,15 @@ def _require_gradient(
     """Raise Broken where the gradient by a score of the model is not that of the oracle's `values` [n]."""
     scores = {name: tensor for name, tensor in needs.items() if tensor.requires_grad}
     gradients = torch.autograd.grad((weights.to(values) * values).sum(), list(scores.values()), allow_unused=True)
-    for (name, score), gradient in zip(scores.items(), gradients, strict=True):
-        expected = numbers_of(torch.zeros_like(score) if gradient is None else gradient)
-        got = evaluation.gradients[name]
-        if is_same(expected, got):
-            continue
-        factor = factor_between(expected, got)
-        place = int(np.argmax(~np.isclose(expected, got)))
-        raise Broken(
-            f"has the oracle's values and another gradient: by {name}, token {place} has {got[place]:.6g}, not {expected[place]:.6g}",
-            "Compare what both detach: a ratio or an advantage of which half is detached has the right values and the wrong slope",
-            factor=factor,
-        )
+    for (score, tensor), gradient in zip(scores.items(), gradients, strict=True):
+        for name, expected in numbers_by_column(score, torch.zeros_like(tensor) if gradient is None else gradient).items():
+            got = evaluation.gradients[name]
+            if is_same(expected, got):
+                continue
+            factor = factor_between(expected, got)
+            place = int(np.argmax(~np.isclose(expected, got)))
+            raise Broken(
+                f"has the oracle's values and another gradient: by {name}, token {place} has {got[place]:.6g}, not {expected[place]:.6g}",
+                "Compare what both detach: a ratio or an advantage of which half is detached has the right values and the wrong slope",
+                factor=factor,
+            )

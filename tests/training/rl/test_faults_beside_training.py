@@ -4,7 +4,7 @@ import os
 import random
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from rl_runs import Rl, check_ledger, kill_run, numbers_without_waits, weights_o
 
 from skyrl_engine.rollout.journal_index import read_groups, read_index
 from skyrl_engine.training.rl.run import run_rl
+from skyrl_engine.workers.replicas import ReplicaHost
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(3600)]
 
@@ -82,23 +83,30 @@ def tokens_of(group: Any) -> list[bytes]:
     return [attempt.token_ids.tobytes() for attempt in group.trajectories]
 
 
-def test_replicas_and_environments_that_are_killed_all_the_while_change_no_bit(rl: Rl) -> None:
+def test_replicas_and_environments_that_are_killed_all_the_while_change_no_bit(rl: Rl, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = ("rl.staleness=2", "rl.in_flight_updates=false", "rl.steps=12", "rollouts.workers=3", "generator.replicas=2")
     keys += ("rollouts.retries=1000",)
     environment = {"jitter": 0.2}
     whole = run_rl(rl("whole", *keys, environment=environment)).directory
-    killed = {"episode_process": 0, "replica_process": 0}
+    killed = {"environment": 0, "replica": 0}
     ended = threading.Event()
     draw = random.Random(SEED)
     print(f"SKYRL_ENGINE_KILL_SEED={SEED}")
+    hosts: list[ReplicaHost] = []
+    start = ReplicaHost.start
+
+    def start_and_keep(*arguments: Any, **options: Any) -> ReplicaHost:
+        hosts.append(start(*arguments, **options))
+        return hosts[-1]
+
+    monkeypatch.setattr(ReplicaHost, "start", start_and_keep)
 
     def kill_at_random() -> None:
-        while not ended.wait(draw.uniform(0.3, 1.0)):
-            # four deaths of a replica in a row, without an answer between them, end a run; it takes seconds to start
-            kind = "replica_process" if draw.random() < 0.15 else "episode_process"
-            if pids := list(find_children(kind)):
+        while not ended.wait(draw.uniform(1.0, 4.0)):
+            replica = draw.random() < 0.3
+            if pids := [*(list_sampling(hosts) if replica else find_children("episode_process"))]:
                 os.kill(draw.choice(pids), signal.SIGKILL)
-                killed[kind] += 1
+                killed["replica" if replica else "environment"] += 1
 
     killer = threading.Thread(target=kill_at_random)
     killer.start()
@@ -107,9 +115,18 @@ def test_replicas_and_environments_that_are_killed_all_the_while_change_no_bit(r
     finally:
         ended.set()
         killer.join()
+    print(f"killed: {killed}")
     assert all(killed.values()), killed
     assert weights_of(run) == weights_of(whole)
     assert numbers_without_waits(run) == numbers_without_waits(whole)
+
+
+def list_sampling(hosts: Sequence[ReplicaHost]) -> Iterator[int]:
+    """Yield the ids of replicas that have answered since they last died: four deaths in a row without an answer end a run."""
+    for host in hosts:
+        for replica, deaths in zip(host._replicas, host._deaths, strict=False):
+            if not deaths and "start" not in replica.owed:
+                yield replica.process.child.pid  # type: ignore[attr-defined]
 
 
 def find_children(module: str) -> Iterator[int]:

@@ -15,7 +15,7 @@ from skyrl_engine.errors import ConfigError, EngineError, RolloutError, Unsuppor
 from skyrl_engine.rollout.journal_index import read_groups, read_index
 from skyrl_engine.training.rl.dry_run import facts, plan_rl
 from skyrl_engine.training.rl.run import run_rl
-from skyrl_engine.workers.replicas import ReplicaHost
+from skyrl_engine.workers.replicas import ReplicaHost, SilenceLimits
 
 JITTER = {"jitter": 0.03}
 DRAINED = "rl.in_flight_updates=false"
@@ -130,7 +130,7 @@ def test_a_replica_that_is_lost_is_started_again_and_changes_no_bit(
     def submit_and_kill(self: ReplicaHost, requests: Any) -> None:
         submit(self, requests)
         pid = self._replicas[0].process.child.pid
-        # one that hangs while it starts has no limit
+        # one that hangs while it starts has a limit of its own
         if len(killed) < 2 and pid not in killed and not (sent == signal.SIGSTOP and "start" in self._replicas[0].owed):
             killed.append(pid)
             os.kill(pid, sent)
@@ -141,6 +141,43 @@ def test_a_replica_that_is_lost_is_started_again_and_changes_no_bit(
     assert ("was killed by SIGKILL" if sent == signal.SIGKILL else "sent nothing for 3 s") in caplog.text
     assert weights_of(run) == weights_of(wanted)
     assert numbers_without_waits(run) == numbers_without_waits(wanted)
+
+
+@pytest.mark.proof
+def test_a_replica_that_hangs_while_it_takes_weights_is_started_again_and_changes_no_bit(
+    rl: Rl, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    wanted = run_rl(rl("whole", "rl.staleness=1", DRAINED)).directory
+    stopped: list[int] = []
+    give = ReplicaHost._give
+
+    def stop_and_give(self: ReplicaHost, *arguments: Any) -> None:
+        if not stopped:
+            stopped.append(self._replicas[0].process.child.pid)
+            os.kill(stopped[0], signal.SIGSTOP)
+            self._limits = SilenceLimits(weights=2.0)
+            self._call("abort", (-1,) * 2_000_000)  # more than a socket holds: nobody reads
+            give(self, *arguments)
+            self._limits = SilenceLimits()
+        else:
+            give(self, *arguments)
+
+    monkeypatch.setattr(ReplicaHost, "_give", stop_and_give)
+    monkeypatch.setattr(ReplicaHost, "_launch", prolong_start(ReplicaHost._launch))
+    run = run_rl(rl("hung", "rl.staleness=1", DRAINED)).directory
+    assert "hangs in its call 'update': it sent nothing for 2 s" in caplog.text
+    assert weights_of(run) == weights_of(wanted)
+    assert numbers_without_waits(run) == numbers_without_waits(wanted)
+
+
+def prolong_start(launch: Callable[[ReplicaHost, int], Any]) -> Callable[[ReplicaHost, int], Any]:
+    """Let a new process take its time."""
+
+    def launch_without_limit(self: ReplicaHost, number: int) -> Any:
+        self._limits = SilenceLimits()
+        return launch(self, number)
+
+    return launch_without_limit
 
 
 def test_a_generator_that_ignores_updates_is_stopped_at_the_first(rl: Rl, tmp_path: Path) -> None:
