@@ -190,8 +190,8 @@ class Engine(SamplingVerbs):
         """Score a batch with the model as it is, without a loss and without gradients.
 
         `scores` are names of model scores: "logprobs" and "entropy" (nats), "values" of a model with a value head, and "logits",
-        "logsumexp" and "mean_logprob" where the backend declares them. `tokens` are all response tokens, or those that carry loss, and
-        `labels` names the column of token ids int64[A, 1] that are scored in their place; None: themselves.
+        "logsumexp", "mean_logprob" and "log_sum_squares" where the backend declares them. `tokens` are all response tokens, or those that
+        carry loss, and `labels` names the column of token ids int64[A, 1] that are scored in their place; None: themselves.
         `temperature` divides the logits. `model` names a frozen model that was added. The output has one field per score, float32.
 
         Raises UnsupportedError for a score that the model does not have, and for a model that was not added; DataError for labels that are

@@ -20,6 +20,8 @@ R = TypeVar("R")
 
 Needs = tuple[str, ...] | Callable[[Any], tuple[str, ...]]
 """Names, or what gives them for a config, where an option decides what is read."""
+BatchLocal = bool | Callable[[Any], bool]
+"""Whether a loss depends on how the batch is cut, or what says so for a config."""
 
 
 @define(eq=False)
@@ -48,7 +50,7 @@ class LossPlugin(FunctionPlugin):
     needs: Needs
     reducers: tuple[str, ...] | None
     advised_reducers: tuple[str, ...] | None
-    batch_local: bool
+    batch_local: BatchLocal
     homogeneous: bool
     unit_size: int
 
@@ -61,7 +63,7 @@ class LossPlugin(FunctionPlugin):
             needs=_with_role(_needs_for(config, self.needs), self.unit_size),
             reducers=self.reducers,
             advised_reducers=self.advised_reducers,
-            batch_local=self.batch_local,
+            batch_local=self.batch_local(config) if callable(self.batch_local) else self.batch_local,
             homogeneous=self.homogeneous,
             unit_size=self.unit_size,
         )
@@ -92,7 +94,7 @@ def loss(
     config: type[Any] | None = None,
     reducers: tuple[str, ...] | None = None,
     advised_reducers: tuple[str, ...] | None = None,
-    batch_local: bool = False,
+    batch_local: BatchLocal = False,
     homogeneous: bool = False,
     unit_size: int = 1,
 ) -> Callable[[Callable[..., Any]], LossPlugin]:
@@ -101,7 +103,8 @@ def loss(
     `needs` names model scores (`logprobs`, `entropy`, ...) or data columns (`contracts.kinds.needs`), or is a function of the config that
     gives the names;
     `config` is an attrs class of the loss's options; `reducers` restricts which reducers make sense, `advised_reducers` warns of all
-    others; `batch_local` declares that the loss depends on how the batch is cut, by nature; `homogeneous` that advantages times c > 0 give
+    others; `batch_local` declares that the loss depends on how the batch is cut, by nature, or is a function of the config that says so;
+    `homogeneous` that advantages times c > 0 give
     every token loss, and its gradient, times c. With `unit_size=2` it compares the chosen and the rejected sample of a unit, by name:
 
         @loss(needs=("logprobs", "ref_logprobs"), unit_size=2, reducers=("sequence_mean",))

@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 from skyrl_engine.contracts.kinds.needs import LOGPROBS_AT, asks_a_teacher, candidate_columns
 from skyrl_engine.modeling.causal_lm import LogitRule
 
-VOCABULARY_SCORES = ("logprobs", "entropy", "logits", "logsumexp", "mean_logprob")
+VOCABULARY_SCORES = ("logprobs", "entropy", "logits", "logsumexp", "mean_logprob", "log_sum_squares")
 """The scores [n] that a head computes from a position's logits, in this order; `contracts.MODEL_SCORES` defines them."""
 
 
@@ -108,13 +108,14 @@ class Sums:
     """The numbers from which scores of n positions are made, with y and p as in `Score`.
 
     `total` [n] is log Z, `picked` [n, k] y of the tokens that were asked about; `expected` [n] is the mean of y under p, and `mean` [n] that
-    over the vocabulary, each 0 unless it was asked for.
+    over the vocabulary, `squares` [n] log sum exp(2 y); each 0 unless it was asked for.
     """
 
     total: Tensor
     picked: Tensor
     expected: Tensor
     mean: Tensor
+    squares: Tensor
 
 
 @frozen(eq=False)
@@ -123,7 +124,8 @@ class Score:
 
     The vocabulary is on one rank. Let y be the logits that softmax is taken of and p their softmax. The log-probability of a token is
     y(token) - log Z, and the entropy is log Z - E, where log Z = logsumexp of y and E = the mean of y under p. The mean log-probability is
-    M - log Z, where M = the mean of y over the vocabulary. `names` are those of the scores, as `RequestedScores` does.
+    M - log Z, where M = the mean of y over the vocabulary, and the log of the sum S of squares of p is log sum exp(2 y) -
+    2 log Z. `names` are those of the scores, as `RequestedScores` does.
     """
 
     rule: LogitRule
@@ -153,7 +155,13 @@ class Score:
 
     def _name_scores(self, logits_NV: Tensor, tokens_NK: Tensor) -> dict[str, Tensor]:
         """Return scores by name, those that are asked for and perhaps others."""
-        sums = self._sums(logits_NV, tokens_NK, expected="entropy" in self.names, mean="mean_logprob" in self.names)
+        sums = self._sums(
+            logits_NV,
+            tokens_NK,
+            expected="entropy" in self.names,
+            mean="mean_logprob" in self.names,
+            squares="log_sum_squares" in self.names,
+        )
         label_N, others_NK = sums.picked[:, 0], sums.picked[:, 1:]
         return {
             "logprobs": label_N - sums.total,
@@ -161,6 +169,7 @@ class Score:
             "logits": label_N,
             "logsumexp": sums.total,
             "mean_logprob": sums.mean - sums.total,
+            "log_sum_squares": sums.squares - 2 * sums.total,
             LOGPROBS_AT: others_NK - sums.total[:, None],
         }
 
@@ -184,9 +193,11 @@ class Score:
         """Return the gradient with respect to y = `values_NV`, for the upstream gradients `of` scores by name.
 
         For upstream u, it is u (one_hot(token) - p) of a log-probability, -u p (y - E) of an entropy, u one_hot(label) of the label's logit,
-        u p of log Z, and u (1 / V - p) of the mean log-probability over V tokens.
+        u p of log Z, u (1 / V - p) of the mean log-probability over V tokens, and 2 u (p^2 / S - p) of log S, the log of the sum of squares.
         """
-        probabilities_NV, expected_N = self._softmax(values_NV, expected="entropy" in of)
+        probabilities_NV, expected_N, squares_N = self._softmax(
+            values_NV, expected="entropy" in of, squares="log_sum_squares" in of
+        )
         zeros_N = values_NV.new_zeros(len(tokens_NK))
         at_NK = values_NV.new_zeros(tokens_NK.shape)
         at_NK[:, 0] = of.get("logprobs", zeros_N)
@@ -196,12 +207,19 @@ class Score:
         weight_N = at_NK.sum(1) + of.get("mean_logprob", zeros_N) - of.get("logsumexp", zeros_N)
         if "logits" in of:
             at_NK[:, 0] += of["logits"]
+        if "log_sum_squares" in of:
+            weight_N = weight_N + 2 * of["log_sum_squares"]
+            squared_NV = probabilities_NV.square().mul_((2 * of["log_sum_squares"] / squares_N)[:, None])
+        else:
+            squared_NV = None
         if "entropy" in of:
             gradient_NV = (
                 (values_NV - expected_N[:, None]).mul_(of["entropy"][:, None]).add_(weight_N[:, None]).neg_().mul_(probabilities_NV)
             )
         else:
             gradient_NV = probabilities_NV.mul_(-weight_N[:, None])
+        if squared_NV is not None:
+            gradient_NV += squared_NV
         if "mean_logprob" in of:
             gradient_NV += (of["mean_logprob"] / self._vocabulary(values_NV))[:, None]
         self._add_at_tokens(gradient_NV, tokens_NK, at_NK)
@@ -216,7 +234,7 @@ class Score:
         """Return V, the number of tokens that softmax is taken over."""
         return logits_NV.shape[1]
 
-    def _sums(self, logits_NV: Tensor, tokens_NK: Tensor, *, expected: bool, mean: bool) -> Sums:
+    def _sums(self, logits_NV: Tensor, tokens_NK: Tensor, *, expected: bool, mean: bool, squares: bool) -> Sums:
         total_N = logits_NV.logsumexp(-1)
         zeros_N = torch.zeros_like(total_N)
         return Sums(
@@ -224,12 +242,18 @@ class Score:
             logits_NV.gather(-1, tokens_NK),
             (torch.exp(logits_NV - total_N[:, None]) * logits_NV).sum(-1) if expected else zeros_N,
             logits_NV.mean(-1) if mean else zeros_N,
+            (2 * logits_NV).logsumexp(-1) if squares else zeros_N,
         )
 
-    def _softmax(self, logits_NV: Tensor, *, expected: bool) -> tuple[Tensor, Tensor]:
-        """Return p, a tensor of its own, and E, 0 unless it is wanted."""
+    def _softmax(self, logits_NV: Tensor, *, expected: bool, squares: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """Return p, a tensor of its own, and E and S, each 0 unless it is wanted."""
         probabilities_NV = torch.softmax(logits_NV, -1)
-        return probabilities_NV, (probabilities_NV * logits_NV).sum(-1) if expected else logits_NV.new_zeros(len(logits_NV))
+        zeros_N = logits_NV.new_zeros(len(logits_NV))
+        return (
+            probabilities_NV,
+            (probabilities_NV * logits_NV).sum(-1) if expected else zeros_N,
+            probabilities_NV.square().sum(-1) if squares else zeros_N,
+        )
 
     def _add_at_tokens(self, gradient_NV: Tensor, tokens_NK: Tensor, weight_NK: Tensor) -> None:
         gradient_NV.scatter_add_(-1, tokens_NK, weight_NK)

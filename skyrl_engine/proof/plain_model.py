@@ -85,6 +85,7 @@ class PlainModel:
             "entropy": -(logprobs.exp() * logprobs).sum(-1),
             "logsumexp": logits.logsumexp(-1),
             "mean_logprob": logprobs.mean(-1),
+            "log_sum_squares": (logprobs.exp() ** 2).sum(-1).log(),
             **{f"{LOGPROBS_AT}:{column}": logprobs.gather(-1, ids) for column, ids in (candidates or {}).items()},
         }
         if teacher is not None:

@@ -66,6 +66,7 @@ ON_ONE_RANK = [
     ("logits_are_logprobs", {"logits"}, "an objective of logits and logprobs is"),
     ("normalisers_without_a_tenth", {"logsumexp"}, "an objective of logprobs and logsumexp is"),
     ("means_over_half_the_vocabulary", {"mean_logprob"}, "an objective of logprobs and mean_logprob is"),
+    ("squares_of_half_the_vocabulary", {"log_sum_squares"}, "an objective of logprobs and log_sum_squares is"),
     ("candidates_from_behind", {"logprobs_at"}, "an objective of logprobs and logprobs_at:near is"),
     (
         "divergences_beyond_a_tenth",

@@ -143,6 +143,7 @@ def test_scores_are_those_of_whole_logits() -> None:
         "logits": logits[torch.arange(5), labels],
         "logsumexp": logits.exp().sum(-1).log(),
         "mean_logprob": logprobs.mean(-1),
+        "log_sum_squares": (logprobs.exp() ** 2).sum(-1).log(),
         "logprobs_at:one": logprobs.gather(-1, candidates["one"]),
         "logprobs_at:three": logprobs.gather(-1, candidates["three"]),
     }

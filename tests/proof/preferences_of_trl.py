@@ -36,8 +36,33 @@ FORMS: dict[str, DpoConfig] = {
     "apo_zero": DpoConfig(form="apo_zero", beta=BETA),
     "apo_down": DpoConfig(form="apo_down", beta=BETA),
     "sigmoid_norm": DpoConfig(beta=BETA, length_normalized=True),
+    "exo_pair": DpoConfig(form="exo_pair", beta=BETA, label_smoothing=SMOOTHING),
+    "nca_pair": DpoConfig(form="nca_pair", beta=BETA),
+    "bco_pair": DpoConfig(form="bco_pair", beta=BETA),
+    "sppo_hard": DpoConfig(form="sppo_hard", beta=BETA),
+    "aot": DpoConfig(form="aot", beta=BETA, label_smoothing=SMOOTHING),
+    "aot_unpaired": DpoConfig(form="aot_unpaired", beta=BETA),
+    "discopop": DpoConfig(form="discopop", beta=BETA),
 }
 """TRL's `loss_type`, and what it is called here."""
+
+OPTIONS: list[tuple[str, dict[str, Any], DpoConfig]] = [
+    *((kind, {"f_divergence_type": kind}, DpoConfig(beta=BETA, f_divergence=kind)) for kind in ("forward_kl", "js_divergence")),
+    (
+        "alpha_divergence",
+        {"f_divergence_type": "alpha_divergence", "f_alpha_divergence_coef": 0.25},
+        DpoConfig(beta=BETA, f_divergence="alpha_divergence", f_alpha=0.25),
+    ),
+    (
+        "ipo, js_divergence",
+        {"loss_type": ["ipo"], "f_divergence_type": "js_divergence"},
+        DpoConfig(form="ipo", beta=BETA, f_divergence="js_divergence", length_normalized=True),
+    ),
+    ("ld_alpha", {"ld_alpha": 0.5}, DpoConfig(beta=BETA, ld_alpha=0.5)),
+    ("ld_alpha, nca_pair", {"loss_type": ["nca_pair"], "ld_alpha": 0.0}, DpoConfig(form="nca_pair", beta=BETA, ld_alpha=0.0)),
+    ("use_weighting", {"use_weighting": True}, DpoConfig(beta=BETA, weighted=True)),
+]
+"""Options of TRL next to `loss_type`, and what they are called here."""
 
 ROWS = [{"prompt": f"{a} + {a} =", "chosen": f" {2 * a}", "rejected": f" {2 * a + 1} or so"} for a in range(4)]
 JUDGED = [
@@ -69,6 +94,10 @@ TEMPLATE = """\
 {%- for m in messages -%}{{ m.role + ': ' + m.content }}{% if m.role == 'user' %}{{ '\\n' }}{% else %}{{ eos_token }}{% endif %}{%- endfor -%}
 {%- if add_generation_prompt -%}{{ 'assistant: ' }}{%- endif -%}"""
 """A template whose generation prompt ends in a space, with which answers merge."""
+
+CHATML = """\
+{%- for m in messages -%}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}"""
 
 Batch = dict[str, torch.Tensor]
 
@@ -116,6 +145,12 @@ def logprobs_of(model: Any, batch: Batch, of: str = "") -> torch.Tensor:
     return scores[completion[:, 1:].bool()]
 
 
+def log_sum_squares_of(model: Any, batch: Batch) -> torch.Tensor:
+    """[n]: the logarithm of the sum of squared probabilities, at the completions' tokens, sample after sample."""
+    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, :-1]
+    return logits.float().softmax(-1).square().sum(-1).log()[batch["completion_mask"][:, 1:].bool()]
+
+
 def ours(loss: Callable[[LossTokens], LossOutput], model: Any, batch: Batch, **columns: torch.Tensor) -> torch.Tensor:
     """The objective: every token's value, weighted as `sequence_mean` does. Rows have a `label`, or chosen halves come first."""
     counts = batch["completion_mask"][:, 1:].sum(1)
@@ -145,13 +180,14 @@ def compare(name: str, model: Any, theirs: torch.Tensor, made: torch.Tensor) -> 
 
 
 def rows_of_every_shape(trainers: Trainers) -> None:
-    """Prompt and answers of both halves, in tokens. In TRL every token after the prompt carries loss; here, in messages, the assistant's."""
-    for name, row in SHAPES.items():
-        trainers.tokenizer.chat_template = None if isinstance(row["chosen"], str) else TEMPLATE
+    """Prompt and answers of both halves, in tokens, all of which carry loss after the prompt."""
+    shapes = [(name, row, None if isinstance(row["chosen"], str) else TEMPLATE) for name, row in SHAPES.items()]
+    for name, row, template in [*shapes, ("several turns in ChatML", SHAPES["several turns"], CHATML)]:
+        trainers.tokenizer.chat_template = template
         trained = trainers.make(DPOTrainer, DPOConfig, [row, row]).train_dataset[0]
         path = trainers.path / "shape.jsonl"
         path.write_text(json.dumps(row) + "\n")
-        data = DataConfig(train=str(path), cache=str(trainers.path / "cache"))
+        data = DataConfig(train=str(path), cache=str(trainers.path / "cache"), loss_on="completion")
         columns = load_columns(data, trainers.tokenizer, split="train", reading="preferences").columns
         for sample, half in enumerate(("chosen", "rejected")):
             ids = columns.input_ids[columns.token_offsets[sample] : columns.token_offsets[sample + 1]].tolist()
@@ -159,19 +195,35 @@ def rows_of_every_shape(trainers: Trainers) -> None:
             assert ids == trained["prompt_ids"] + trained[f"{half}_ids"], (name, half)
             # the first token of all is never scored, neither here nor there
             assert len(ids) - answer == max(1, len(trained["prompt_ids"])), (name, half)
+            weights = columns.loss_weight[columns.action_offsets[sample] : columns.action_offsets[sample + 1]]
+            assert (weights == 1).all(), (name, half)
         print(json.dumps({"rows": name, "prompt": len(trained["prompt_ids"])}), flush=True)
     trainers.tokenizer.chat_template = None
 
 
 def direct(trainers: Trainers) -> None:
-    for loss_type, config in FORMS.items():
-        options = {"loss_type": [loss_type], "beta": BETA, "label_smoothing": config.label_smoothing}
-        trainer = trainers.make(DPOTrainer, DPOConfig, **options)
+    """Loss, gradient and rewards of every form, and of every option."""
+    of_forms = [(form, {"loss_type": [form], "label_smoothing": config.label_smoothing}, config) for form, config in FORMS.items()]
+    for name, options, config in of_forms + OPTIONS:
+        trainer = trainers.make(DPOTrainer, DPOConfig, beta=BETA, **options)
         model, batch = trainer.model, next(iter(trainer.get_train_dataloader()))
         with torch.no_grad():
-            known = logprobs_of(trainer.ref_model.float(), batch)
-        losses = ours(lambda tokens, config=config: plugin.dpo(tokens, config), model, batch, ref_logprobs=known)
-        compare(f"dpo {loss_type}", model, trainer.compute_loss(model, dict(batch)), losses)
+            columns = {"ref_logprobs": logprobs_of(trainer.ref_model.float(), batch)}
+            if config.weighted:
+                columns["log_sum_squares"] = log_sum_squares_of(model, batch)
+        outputs: list[LossOutput] = []
+
+        def loss(tokens: LossTokens, config: DpoConfig = config, outputs: list[LossOutput] = outputs) -> LossOutput:
+            outputs.append(plugin.dpo(tokens, config))
+            return outputs[-1]
+
+        losses = ours(loss, model, batch, **columns)
+        compare(f"dpo {name}", model, trainer.compute_loss(model, dict(batch)), losses)
+        for metric, (due,) in (
+            (key, value) for key, value in trainer._metrics["train"].items() if key.split("/")[0] in ("rewards", "logps")
+        ):
+            got = outputs[0].metrics[metric].result
+            assert abs(got - due) <= TOLERANCE * max(1.0, abs(due)), (name, metric, got, due)
 
 
 def halves(trainer: Any, batch: Batch) -> Batch:
@@ -185,16 +237,29 @@ def halves(trainer: Any, batch: Batch) -> Batch:
 
 
 def contrastive(trainers: Trainers) -> None:
-    """CPO without its likelihood, which TRL averages over the tokens of a batch and the paper sums over an answer; and SimPO."""
-    cases: dict[str, Callable[[LossTokens], LossOutput]] = {
-        "sigmoid": lambda tokens: plugin.cpo(tokens, CpoConfig(beta=BETA, alpha=0.0)),
-        "simpo": lambda tokens: plugin.simpo(tokens, SimpoConfig(beta=BETA, gamma=0.5)),
-    }
-    for loss_type, loss in cases.items():
-        trainer = trainers.make(CPOTrainer, CPOConfig, loss_type=loss_type, beta=BETA, cpo_alpha=0.0, simpo_gamma=0.5)
+    """CPO without its likelihood, which TRL averages over the tokens of a batch and the paper sums over an answer; SimPO; AlphaPO of both."""
+    cpo = {"beta": BETA, "alpha": 0.0}
+    smoothed = {"label_smoothing": SMOOTHING}
+    alpha = {"reward_alpha": 0.1}
+    cases: list[tuple[str, dict[str, Any], CpoConfig | SimpoConfig]] = [
+        ("sigmoid", {}, CpoConfig(**cpo)),
+        ("sigmoid", smoothed, CpoConfig(**cpo, **smoothed)),
+        # within the margin, beyond which there is no gradient
+        ("hinge", {}, CpoConfig(form="hinge", beta=0.02, alpha=0.0)),
+        ("ipo", {}, CpoConfig(form="ipo", length_normalized=True, **cpo)),
+        ("sigmoid", {"alpha": 0.1}, CpoConfig(**cpo, **alpha)),
+        ("simpo", {}, SimpoConfig(beta=BETA, gamma=0.5)),
+        ("simpo", {"alpha": 0.1, **smoothed}, SimpoConfig(beta=BETA, gamma=0.5, **alpha, **smoothed)),
+    ]
+    for loss_type, options, config in cases:
+        trainer = trainers.make(
+            CPOTrainer, CPOConfig, loss_type=loss_type, beta=config.beta, cpo_alpha=0.0, simpo_gamma=0.5, **options
+        )
         batch = next(iter(trainer.get_train_dataloader()))
         theirs = trainer.compute_loss(trainer.model, dict(batch))
-        compare(f"cpo {loss_type}", trainer.model, theirs, ours(loss, trainer.model, halves(trainer, batch)))
+        run = plugin.simpo if isinstance(config, SimpoConfig) else plugin.cpo
+        losses = ours(lambda tokens, run=run, config=config: run(tokens, config), trainer.model, halves(trainer, batch))
+        compare(f"cpo {loss_type} {options}", trainer.model, theirs, losses)
 
 
 def odds_ratio(trainers: Trainers) -> None:
@@ -205,6 +270,17 @@ def odds_ratio(trainers: Trainers) -> None:
     theirs = -chosen.mean() - trainer.odds_ratio_loss(chosen, rejected)[0].mean()
     losses = ours(lambda tokens: plugin.orpo(tokens, OrpoConfig(lam=BETA)), trainer.model, halves(trainer, batch))
     compare("orpo", trainer.model, theirs, losses)
+
+
+def judge_without_baseline(trainers: Trainers) -> None:
+    weights = {"desirable_weight": 1.5, "undesirable_weight": 0.75}
+    trainer = trainers.make(KTOTrainer, KTOConfig, JUDGED, loss_type="apo_zero_unpaired", beta=BETA, **weights)
+    model, batch = trainer.model, next(iter(trainer.get_train_dataloader()))
+    with torch.no_grad():
+        known = logprobs_of(trainer.ref_model.float(), batch)
+    config = KtoConfig(form="apo_zero_unpaired", beta=BETA, **weights)
+    losses = ours(lambda tokens: plugin.kto(tokens, config), model, batch, ref_logprobs=known)
+    compare("kto apo_zero_unpaired", model, trainer.compute_loss(model, dict(batch)), losses)
 
 
 def judge_kto(trainers: Trainers) -> None:
@@ -243,7 +319,7 @@ def rewards(trainers: Trainers) -> None:
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         trainers = Trainers(folder)
-        for comparison in (rows_of_every_shape, direct, contrastive, odds_ratio, judge_kto, rewards):
+        for comparison in (rows_of_every_shape, direct, contrastive, odds_ratio, judge_kto, judge_without_baseline, rewards):
             comparison(trainers)
 
 

@@ -28,7 +28,7 @@ def test_describing_the_backend_imports_no_torch() -> None:
         "import sys; from skyrl_engine_deepspeed.plugin import deepspeed; "
         "described = deepspeed.skyrl_engine_describe_backend(None, world_size=3); "
         "assert described.topology.dp == 3 and described.capabilities == {'padded', 'packed', 'tree', 'value_head', 'lora', 'logits', "
-        "'logsumexp', 'mean_logprob', 'logprobs_at', 'divergence', "
+        "'logsumexp', 'mean_logprob', 'log_sum_squares', 'logprobs_at', 'divergence', "
         "'second_model', 'reference_by_adapters', 'compile', 'attention'}; "
         "assert not {'torch', 'transformers', 'deepspeed'} & set(sys.modules), 'heavy import'"
     )

@@ -28,7 +28,7 @@ def test_describing_the_backend_imports_no_torch() -> None:
         "described = fsdp.skyrl_engine_describe_backend(None, world_size=3); "
         "assert described.topology.dp == 3; "
         "assert described.capabilities == {'padded', 'packed', 'tree', 'value_head', 'tensor_parallel', 'lora', 'vision', 'logits', "
-        "'logsumexp', 'mean_logprob', 'logprobs_at', 'divergence', "
+        "'logsumexp', 'mean_logprob', 'log_sum_squares', 'logprobs_at', 'divergence', "
         "'second_model', 'reference_by_adapters', 'adapter_sets', 'sgd', 'compile', 'attention', 'offload'}; "
         "assert not {'torch', 'transformers'} & set(sys.modules), 'heavy import'"
     )

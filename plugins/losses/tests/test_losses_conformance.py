@@ -7,19 +7,30 @@ import pytest
 from skyrl_engine.testing import Conformance, CorrectionConformance, LossConformance
 from skyrl_engine_losses import plugin
 
-BY_NIGHT = {"simpo", "cpo", "orpo", "dppo, other options", "cispo, other options", "gspo, other options", "kl, other options"}
+BY_NIGHT = {"simpo", "cpo", "orpo", "dppo, other options", "cispo, other options", "gspo, other options", "kl, other options"} | {
+    *("dpo, nca_pair", "dpo, bco_pair", "dpo, sppo_hard", "dpo, aot_unpaired", "cpo, hinge"),
+}
 """Losses of pairs, as `dpo` is, and options that take the same way through the code as the default ones."""
 
 KINDS: dict[str, type[Conformance]] = {"loss": LossConformance, "correction": CorrectionConformance}
 
 OTHER_OPTIONS: dict[str, dict[str, Any]] = {
-    "bradley_terry": {"margins": True, "center_coefficient": 0.01},
-    "cispo": {"anchor": "rollout", "clip_low": 0.5},
-    "dppo": {"anchor": "rollout", "kind": "kl", "delta_low": 0.01, "delta_high": 0.02},
-    "gspo": {"clip_low": 3e-4, "clip_high": 4e-4},
-    "kl": {"estimator": "k1"},
-    "sequence_mask": {"mean": "product"},
-    "tis": {"ratio": "sequence"},
+    "bradley_terry, other options": {"margins": True, "center_coefficient": 0.01},
+    "cispo, other options": {"anchor": "rollout", "clip_low": 0.5},
+    "dppo, other options": {"anchor": "rollout", "kind": "kl", "delta_low": 0.01, "delta_high": 0.02},
+    "gspo, other options": {"clip_low": 3e-4, "clip_high": 4e-4},
+    "kl, other options": {"estimator": "k1"},
+    "sequence_mask, other options": {"mean": "product"},
+    "tis, other options": {"ratio": "sequence"},
+    "dpo, exo_pair": {"form": "exo_pair", "label_smoothing": 0.1, "f_divergence": "alpha_divergence", "ld_alpha": 0.5},
+    "dpo, discopop": {"form": "discopop", "f_divergence": "js_divergence", "weighted": True, "length_normalized": True},
+    "dpo, sppo_hard": {"form": "sppo_hard"},
+    "dpo, nca_pair": {"form": "nca_pair"},
+    "dpo, bco_pair": {"form": "bco_pair"},
+    "dpo, aot": {"form": "aot"},
+    "dpo, aot_unpaired": {"form": "aot_unpaired", "label_smoothing": 0.1},
+    "cpo, hinge": {"form": "hinge", "reward_alpha": 0.1, "length_normalized": True},
+    "kto, apo_zero_unpaired": {"form": "apo_zero_unpaired"},
 }
 
 
@@ -30,7 +41,7 @@ def suite(name: str, options: dict[str, Any]) -> type[Conformance]:
 
 
 SUITES = {name: suite(name, {}) for name in plugin.__all__} | {
-    f"{name}, other options": suite(name, options) for name, options in OTHER_OPTIONS.items()
+    label: suite(label.partition(",")[0], options) for label, options in OTHER_OPTIONS.items()
 }
 
 

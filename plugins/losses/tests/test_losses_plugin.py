@@ -97,7 +97,7 @@ def test_only_attrs_and_the_engine_are_imported_at_run_time(file: Path) -> None:
         elif isinstance(node, ast.ImportFrom):
             names.add(node.module)
     heads = {str(name).partition(".")[0] for name in names}
-    assert heads <= {"attrs", "skyrl_engine", "skyrl_engine_losses", "typing", "collections"}
+    assert heads <= {"attrs", "skyrl_engine", "skyrl_engine_losses", "typing", "collections", "math"}
 
 
 @pytest.mark.parametrize("name", NEEDS)

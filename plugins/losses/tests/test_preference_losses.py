@@ -4,8 +4,9 @@ Each oracle writes the formula as the paper does, without the rearrangements tha
 pairs whose samples stand apart, answers of one token and of five, and a filler that belongs to nobody.
 """
 
+import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from skyrl_engine.contracts import LossTokens, Pairs, Sequences, as_loss_output
 from skyrl_engine.errors import DataError
 from skyrl_engine_losses import plugin
-from skyrl_engine_losses.preference import FORMS, CpoConfig, DpoConfig, KtoConfig, OrpoConfig, SimpoConfig
+from skyrl_engine_losses.preference import OF_MARGIN, SORTED, CpoConfig, DpoConfig, Form, KtoConfig, OrpoConfig, SimpoConfig
 from skyrl_engine_losses.reward_model import BradleyTerryConfig
 
 LENGTHS = (2, 5, 0, 1, 3, 4, 1)
@@ -42,6 +43,7 @@ def batch(seed: int, dtype: torch.dtype = torch.float64) -> LossTokens:
         "logprobs": logprobs.to(dtype).requires_grad_(),
         "ref_logprobs": reference.to(dtype),
         "kl_baseline": torch.full((count,), 0.3, dtype=dtype),
+        "log_sum_squares": (torch.rand(count, generator=draw, dtype=torch.float64) * -2).to(dtype).requires_grad_(),
         "values": torch.randn(count, generator=draw, dtype=torch.float64).to(dtype).requires_grad_(),
         "margin": MARGINS.to(dtype)[index],
     }
@@ -71,11 +73,46 @@ def sigmoid(x: Tensor) -> Tensor:
     return 1 / (1 + torch.exp(-x))
 
 
+def cut_total(numbers: list[Tensor], shorter: int, alpha: float | None) -> Tensor:
+    """The sum of an answer's tokens, of which those beyond the first `shorter` ones count `alpha` times."""
+    return total(numbers) if alpha is None else total(numbers[:shorter]) + alpha * total(numbers[shorter:])
+
+
+def f_prime(ratio: Tensor, c: DpoConfig) -> Tensor:
+    """The derivative at u = exp(ratio) of the f of each divergence, up to a constant: table 1 of Wang et al. 2023."""
+    u = torch.exp(ratio)
+    match c.f_divergence:
+        case "reverse_kl":
+            return torch.log(u)
+        case "forward_kl":
+            return -1 / u
+        case "js_divergence":
+            return torch.log(2 * u / (1 + u))
+        case "alpha_divergence":
+            return (u ** (c.f_alpha - 1) - 1) / (c.f_alpha - 1)
+
+
 def dpo(lp: Answers, ref: Answers, w: int, r: int, c: DpoConfig) -> Tensor:
-    over = mean if c.length_normalized else total
-    ratio_w, ratio_l = (over(lp[y]) - over(ref[y]) for y in (w, r))
+    shorter = min(len(lp[w]), len(lp[r]))
+    ratios = [cut_total(lp[y], shorter, c.ld_alpha) - cut_total(ref[y], shorter, c.ld_alpha) for y in (w, r)]
+    ratio_w, ratio_l = (
+        f_prime(ratio, c) / (len(lp[y]) if c.length_normalized else 1) for ratio, y in zip(ratios, (w, r), strict=True)
+    )
     h, e = ratio_w - ratio_l, c.label_smoothing
+    log_s = lambda x: torch.log(sigmoid(c.beta * x))  # noqa: E731
     match c.form:
+        case "exo_pair":
+            p, q = sigmoid(c.beta * h), sigmoid(-c.beta * h)
+            return p * (torch.log(p) - math.log(1 - e)) + q * (torch.log(q) - math.log(e))
+        case "discopop":
+            share = sigmoid(c.beta * h / c.discopop_tau)
+            return (1 - share) * -log_s(h) + share * torch.exp(-c.beta * h)
+        case "nca_pair":
+            return -log_s(ratio_w) - 0.5 * log_s(-ratio_w) - 0.5 * log_s(-ratio_l)
+        case "bco_pair":
+            return -log_s(ratio_w) - log_s(-ratio_l)
+        case "sppo_hard":
+            return (ratio_w - 0.5 / c.beta) ** 2 + (ratio_l + 0.5 / c.beta) ** 2
         case "sigmoid":
             return -(1 - e) * torch.log(sigmoid(c.beta * h)) - e * torch.log(sigmoid(-c.beta * h))
         case "robust":
@@ -88,14 +125,44 @@ def dpo(lp: Answers, ref: Answers, w: int, r: int, c: DpoConfig) -> Tensor:
             return 1 - sigmoid(c.beta * ratio_w) + sigmoid(c.beta * ratio_l)
         case "apo_down":
             return sigmoid(c.beta * ratio_w) + 1 - sigmoid(c.beta * h)
+        case _:
+            raise AssertionError(f"{c.form} compares more than one pair")
+
+
+def transported(lp: Answers, ref: Answers, c: DpoConfig) -> Tensor:
+    """The mean over ranks of -log sigmoid(beta (k-th smallest of one - k-th smallest of the other)), smoothed."""
+    if c.form == "aot":
+        high = [total(lp[w]) - total(lp[r]) for w, r in PAIRS]
+        low = [total(ref[w]) - total(ref[r]) for w, r in PAIRS]
+    else:
+        high = [total(lp[w]) - total(ref[w]) for w, _ in PAIRS]
+        low = [total(lp[r]) - total(ref[r]) for _, r in PAIRS]
+    gaps = [a - b for a, b in zip(sorted(high, key=Tensor.item), sorted(low, key=Tensor.item), strict=True)]
+    e = c.label_smoothing
+    return mean([-(1 - e) * torch.log(sigmoid(c.beta * gap)) - e * torch.log(sigmoid(-c.beta * gap)) for gap in gaps])
+
+
+def alpha_reward(logprob: Tensor, alpha: float) -> Tensor:
+    return (1 - torch.exp(logprob) ** -alpha) / alpha if alpha else logprob
 
 
 def simpo(lp: Answers, _ref: Answers, w: int, r: int, c: SimpoConfig) -> Tensor:
-    return -torch.log(sigmoid(c.beta / len(lp[w]) * total(lp[w]) - c.beta / len(lp[r]) * total(lp[r]) - c.gamma))
+    m = c.beta * alpha_reward(mean(lp[w]), c.reward_alpha) - c.beta * alpha_reward(mean(lp[r]), c.reward_alpha) - c.gamma
+    return -(1 - c.label_smoothing) * torch.log(sigmoid(m)) - c.label_smoothing * torch.log(sigmoid(-m))
 
 
 def cpo(lp: Answers, _ref: Answers, w: int, r: int, c: CpoConfig) -> Tensor:
-    return -torch.log(sigmoid(c.beta * total(lp[w]) - c.beta * total(lp[r]))) - c.alpha * total(lp[w])
+    over = mean if c.length_normalized else total
+    h = alpha_reward(over(lp[w]), c.reward_alpha) - alpha_reward(over(lp[r]), c.reward_alpha)
+    match c.form:
+        case "sigmoid":
+            e = c.label_smoothing
+            preferred = -(1 - e) * torch.log(sigmoid(c.beta * h)) - e * torch.log(sigmoid(-c.beta * h))
+        case "hinge":
+            preferred = torch.relu(1 - c.beta * h)
+        case "ipo":
+            preferred = (h - 1 / (2 * c.beta)) ** 2
+    return preferred - c.alpha * total(lp[w])
 
 
 def orpo(lp: Answers, _ref: Answers, w: int, r: int, c: OrpoConfig) -> Tensor:
@@ -103,8 +170,17 @@ def orpo(lp: Answers, _ref: Answers, w: int, r: int, c: OrpoConfig) -> Tensor:
     return -mean(lp[w]) + c.lam * -torch.log(sigmoid(torch.log(odds_w / odds_l)))
 
 
+PAIRWISE = tuple(form for form in get_args(Form) if form not in SORTED)
+
 CASES: list[tuple[str, Any, Callable[..., Tensor]]] = [
-    *(("dpo", DpoConfig(form=form, beta=0.3), dpo) for form in FORMS),
+    *(("dpo", DpoConfig(form=form, beta=0.3, label_smoothing=1e-3 * (form == "exo_pair")), dpo) for form in PAIRWISE),
+    *(
+        ("dpo", DpoConfig(form=form, f_divergence=divergence, label_smoothing=0.1 * (form in ("robust", "exo_pair"))), dpo)
+        for form, divergence in zip(OF_MARGIN, ("forward_kl", "js_divergence", "alpha_divergence") * 2, strict=True)
+    ),
+    ("dpo", DpoConfig(f_divergence="alpha_divergence", f_alpha=1.5, length_normalized=True), dpo),
+    ("dpo", DpoConfig(form="discopop", discopop_tau=0.5, beta=2.0), dpo),
+    *(("dpo", DpoConfig(form=form, ld_alpha=alpha), dpo) for form, alpha in (("sigmoid", 0.25), ("nca_pair", 0.0), ("ipo", 1.0))),
     ("dpo", DpoConfig(label_smoothing=0.2), dpo),
     ("dpo", DpoConfig(form="robust", label_smoothing=0.2), dpo),
     *(("dpo", DpoConfig(form=form, beta=0.5, length_normalized=True), dpo) for form in ("sigmoid", "ipo")),
@@ -112,6 +188,10 @@ CASES: list[tuple[str, Any, Callable[..., Tensor]]] = [
     ("simpo", SimpoConfig(beta=10.0, gamma=3.0), simpo),
     ("cpo", CpoConfig(), cpo),
     ("cpo", CpoConfig(beta=0.5, alpha=0.0), cpo),
+    ("cpo", CpoConfig(form="hinge", reward_alpha=0.25), cpo),
+    ("cpo", CpoConfig(form="ipo", length_normalized=True, alpha=0.5), cpo),
+    ("cpo", CpoConfig(label_smoothing=0.1, reward_alpha=-0.1, length_normalized=True), cpo),
+    ("simpo", SimpoConfig(reward_alpha=0.25, label_smoothing=0.1), simpo),
     ("orpo", OrpoConfig(), orpo),
     ("orpo", OrpoConfig(lam=1.5), orpo),
 ]
@@ -141,6 +221,54 @@ def test_pairs_have_the_published_value_and_gradient(name: str, config: Any, for
     lp, ref = answers(tokens.logprobs), answers(tokens.ref_logprobs)
     of_pair = {w: formula(lp, ref, w, r, config) for w, r in PAIRS}
     require_same(tokens, run(name, config, tokens).token_loss, of_pair | {r: of_pair[w] for w, r in PAIRS})
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+@pytest.mark.parametrize("form", SORTED)
+def test_sorted_pairs_have_the_published_value_and_gradient(form: Form, smoothing: float) -> None:
+    """A value of a rank is at the pair whose number has that rank, so that the mean over pairs is the mean over ranks."""
+    config, tokens = DpoConfig(form=form, beta=0.7, label_smoothing=smoothing), batch(3)
+    made = run("dpo", config, tokens).token_loss
+    due = transported(answers(tokens.logprobs), answers(tokens.ref_logprobs), config)
+    got = (made / tokens.sequences.counts.double()[tokens.sequences.index]).sum() / (2 * len(PAIRS))
+    assert got.item() == pytest.approx(due.item(), rel=1e-12)
+    (got_gradient,) = torch.autograd.grad(got, tokens.logprobs)
+    (due_gradient,) = torch.autograd.grad(due, tokens.logprobs)
+    torch.testing.assert_close(got_gradient, due_gradient, rtol=1e-10, atol=1e-12)
+    assert plugin.dpo.skyrl_engine_make_loss(config).batch_local
+    assert not plugin.dpo.skyrl_engine_make_loss(DpoConfig()).batch_local
+
+
+def test_pairs_of_equal_log_ratios_learn_alike() -> None:
+    """Equal numbers have no order, so nothing may depend on how pairs are numbered."""
+    tokens = batch(3)
+    with torch.no_grad():
+        tokens.logprobs.copy_(tokens.ref_logprobs)
+        tokens.logprobs[0] += 0.5  # of sample 0, a rejected answer
+    values = run("dpo", DpoConfig(form="aot_unpaired"), tokens).token_loss
+    assert values.tolist() == pytest.approx([values[0].item()] * len(values), rel=1e-12)
+    values.sum().backward()
+    assert tokens.logprobs.grad is not None
+    of_chosen = [
+        tokens.logprobs.grad[token].item() for token, sample in enumerate(tokens.sequences.index.tolist()) if not ROLES[sample]
+    ]
+    assert of_chosen == pytest.approx([of_chosen[0]] * len(of_chosen), rel=1e-12)
+
+
+@pytest.mark.parametrize("form", ["sigmoid", "sppo_hard"])
+def test_weighted_pairs_count_as_often_as_the_model_writes_them(form: Form) -> None:
+    """WPO, equation 2: exp of the mean over tokens of log p - log sum p^2, of both answers, without a gradient."""
+    config, tokens = DpoConfig(form=form, weighted=True), batch(3)
+    lp, ref, squares = (answers(values) for values in (tokens.logprobs, tokens.ref_logprobs, tokens.log_sum_squares))
+    of_pair = {}
+    for pair in PAIRS:
+        weight = torch.exp(sum(mean([p - s for p, s in zip(lp[y], squares[y], strict=True)]) for y in pair)).detach()
+        of_pair[pair[0]] = weight * dpo(lp, ref, *pair, DpoConfig(form=form))
+    output = run("dpo", config, tokens)
+    require_same(tokens, output.token_loss, of_pair | {r: of_pair[w] for w, r in PAIRS})
+    assert torch.autograd.grad(output.token_loss.sum(), tokens.log_sum_squares, allow_unused=True) == (None,)
+    needs = [plugin.dpo.skyrl_engine_make_loss(each).needs for each in (config, DpoConfig())]
+    assert ["log_sum_squares" in need for need in needs] == [True, False]
 
 
 @pytest.mark.parametrize(
@@ -184,20 +312,33 @@ def test_a_shift_of_all_rewards_changes_nothing_but_the_centering() -> None:
     assert (moved - centered).abs().min() > 0.1
 
 
-@pytest.mark.parametrize("config", [KtoConfig(), KtoConfig(beta=0.7, desirable_weight=1.5, undesirable_weight=0.25)], ids=str)
+@pytest.mark.parametrize(
+    "config",
+    [
+        KtoConfig(),
+        KtoConfig(beta=0.7, desirable_weight=1.5, undesirable_weight=0.25),
+        KtoConfig(form="apo_zero_unpaired", beta=0.7, desirable_weight=1.5, undesirable_weight=0.25),
+    ],
+    ids=str,
+)
 def test_kto_has_the_published_value_and_gradient(config: KtoConfig) -> None:
     tokens = batch(4)
     lp, ref = answers(tokens.logprobs), answers(tokens.ref_logprobs)
     of_sample = {}
+    z = 0.3 if config.form == "kto" else 0.0
     for sample in (0, 1, 3, 4, 5, 6):
         reward = total(lp[sample]) - total(ref[sample])
         if ROLES[sample] == 0:
-            of_sample[sample] = config.desirable_weight * (1 - sigmoid(config.beta * (reward - 0.3)))
+            of_sample[sample] = config.desirable_weight * (1 - sigmoid(config.beta * (reward - z)))
         else:
-            of_sample[sample] = config.undesirable_weight * (1 - sigmoid(config.beta * (0.3 - reward)))
+            of_sample[sample] = config.undesirable_weight * (1 - sigmoid(config.beta * (z - reward)))
     output = run("kto", config, tokens)
     require_same(tokens, output.token_loss, of_sample)
-    assert output.metrics["kl_baseline"].result == pytest.approx(0.3)
+    has_baseline = config.form == "kto"
+    assert ("kl_baseline" in plugin.kto.skyrl_engine_make_loss(config).needs) is has_baseline
+    assert ("kl_baseline" in output.metrics) is has_baseline
+    if has_baseline:
+        assert output.metrics["kl_baseline"].result == pytest.approx(0.3)
     assert output.metrics["rewards/chosen"].count == 3
 
 
@@ -216,10 +357,13 @@ def test_at_the_reference_the_loss_is_log_two() -> None:
     assert output.metrics["implicit_kl"].result == 0.0
 
 
-def test_metrics_are_means_over_pairs() -> None:
-    """The filler, a sequence without a token, counts nowhere."""
+@pytest.mark.parametrize(
+    "config", [DpoConfig(beta=0.3), DpoConfig(beta=0.3, length_normalized=True, f_divergence="js_divergence")], ids=str
+)
+def test_metrics_are_means_over_pairs(config: DpoConfig) -> None:
+    """The filler, a sequence without a token, counts nowhere. Rewards are of whole answers, whatever the loss compares, as in TRL."""
     tokens = batch(3)
-    metrics = run("dpo", DpoConfig(beta=0.3), tokens).metrics
+    metrics = run("dpo", config, tokens).metrics
     lp, ref = answers(tokens.logprobs), answers(tokens.ref_logprobs)
     rewards = [[0.3 * (total(lp[y]) - total(ref[y])).item() for y in pair] for pair in PAIRS]
     assert metrics["rewards/chosen"].result == pytest.approx(sum(w for w, _ in rewards) / 3)
@@ -244,9 +388,36 @@ def test_margins_of_a_thousand_nats_stay_finite(name: str, config: Any) -> None:
     assert tokens.logprobs.grad.isfinite().all()
 
 
-def test_smoothing_belongs_to_two_forms() -> None:
-    with pytest.raises(ValueError, match="belongs to the forms"):
-        DpoConfig(form="ipo", label_smoothing=0.1)
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"form": "ipo", "label_smoothing": 0.1}, "belongs to the forms sigmoid, robust"),
+        ({"form": "exo_pair"}, "must be above 0"),
+        ({"form": "aot", "length_normalized": True}, "sorts log-ratios of whole answers"),
+        ({"form": "nca_pair", "f_divergence": "forward_kl"}, "belongs to the forms sigmoid"),
+        ({"f_alpha": 0.25}, 'belongs to f_divergence = "alpha_divergence"'),
+        ({"f_divergence": "alpha_divergence", "f_alpha": 1.0}, "reverse_kl"),
+        ({"discopop_tau": 0.1}, 'belongs to the form "discopop"'),
+        ({"form": "discopop", "discopop_tau": 2.0}, "discopop_tau"),
+        ({"ld_alpha": 1.5}, "ld_alpha"),
+    ],
+)
+def test_options_that_say_nothing_are_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        DpoConfig(**options)
+    with pytest.raises(ValueError, match='belongs to the form "sigmoid"'):
+        CpoConfig(form="hinge", label_smoothing=0.1)
+
+
+def test_ld_metrics_count_the_tail_as_the_loss_does() -> None:
+    tokens = batch(3)
+    metrics = run("dpo", DpoConfig(ld_alpha=0.5), tokens).metrics
+    lp, ref = answers(tokens.logprobs), answers(tokens.ref_logprobs)
+    shorter = {y: min(len(lp[w]), len(lp[r])) for w, r in PAIRS for y in (w, r)}
+    chosen = [cut_total(lp[w], shorter[w], 0.5) for w, _ in PAIRS]
+    gains = [lp_w - cut_total(ref[w], shorter[w], 0.5) for lp_w, (w, _) in zip(chosen, PAIRS, strict=True)]
+    assert metrics["logps/chosen"].result == pytest.approx(mean(chosen).item())
+    assert metrics["rewards/chosen"].result == pytest.approx(0.1 * mean(gains).item())
 
 
 def test_a_unit_without_a_rejected_answer_is_refused() -> None:

@@ -39,6 +39,7 @@ Capability = Literal[
     "logits",
     "logsumexp",
     "mean_logprob",
+    "log_sum_squares",
     "logprobs_at",
     "divergence",
     "second_model",
@@ -49,7 +50,7 @@ Capability = Literal[
     "attention",
     "offload",
 ]
-OPTIONAL_SCORES: tuple[Capability, ...] = ("logits", "logsumexp", "mean_logprob", "logprobs_at")
+OPTIONAL_SCORES: tuple[Capability, ...] = ("logits", "logsumexp", "mean_logprob", "log_sum_squares", "logprobs_at")
 """Scores of the model that a backend may lack, each a capability of that name."""
 PARALLEL_SIZES = ("tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel", "virtual_pipeline", "replicate")
 """Options by which backends divide the world among parallel dimensions, under these names in all of them; one rank alone has none."""
@@ -201,8 +202,8 @@ class Objective(Protocol):
     """Engine code that turns scores into the scalar to differentiate, and collects outputs. `needs` names the model scores it reads.
 
     They are "logprobs" and "entropy", in nats; "values" of a model with a value head; and, of a backend that declares the capability of that
-    name, "logits", "logsumexp", "mean_logprob" and "logprobs_at:COLUMN" (`MODEL_SCORES` defines them); with the capability `divergence`,
-    those that compare with `micro_batch.teacher`.
+    name, "logits", "logsumexp", "mean_logprob", "log_sum_squares" and "logprobs_at:COLUMN" (`MODEL_SCORES` defines them); with the capability
+    `divergence`, those that compare with `micro_batch.teacher`.
     """
 
     @property

@@ -23,11 +23,12 @@ from skyrl_engine.contracts.values.roles import ROLE
 TOP_1_AGREEMENT: Final = "top_1_agreement"
 """1 where the frozen teacher's likeliest token is the model's, else 0: without a gradient."""
 
-MODEL_SCORES = ("logprobs", "entropy", "values", "logits", "logsumexp", "mean_logprob", TOP_1_AGREEMENT)
+MODEL_SCORES = ("logprobs", "entropy", "values", "logits", "logsumexp", "mean_logprob", "log_sum_squares", TOP_1_AGREEMENT)
 """A backend computes these per token, and `logprobs_at:COLUMN` and `divergence:...`; every other need is a column of the data.
 
 With y the logits of a position divided by the temperature: `logits` is y of the label, `logsumexp` that of all y, `logprobs` their difference,
-`mean_logprob` the mean of log softmax(y) over the vocabulary.
+`mean_logprob` the mean of log softmax(y) over the vocabulary, `log_sum_squares` the logarithm of the sum of softmax(y)^2, of the probability
+that two tokens, both drawn from softmax(y), are the same.
 """
 
 DIVERGENCE: Final = "divergence"

@@ -303,6 +303,7 @@ TERMS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "logits": lambda logits: 0.01 * logits**2,
     "logsumexp": lambda logsumexp: 0.02 * logsumexp**2,
     "mean_logprob": lambda mean: -0.2 * mean,
+    "log_sum_squares": lambda squares: 0.3 * squares**2,
     # unlike weights, so that the order of candidates counts
     f"{LOGPROBS_AT}:near": lambda logprobs: -(torch.tensor([0.5, 0.3, 0.2]).to(logprobs) * logprobs).sum(-1),
     f"{LOGPROBS_AT}:other": lambda logprobs: -logprobs[:, 0],

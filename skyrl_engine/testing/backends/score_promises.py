@@ -361,6 +361,16 @@ def mean_logprob(subject: BackendSubject, case: BackendCase) -> None:
 
 
 @backend_promise(
+    "Logarithms of sums of squared probabilities, and the gradient through them, are right",
+    exempt=exempt_without("log_sum_squares"),
+)
+def log_sum_squares(subject: BackendSubject, case: BackendCase) -> None:
+    _require_scores(
+        subject, case, "log_sum_squares", "Square the probabilities of the whole vocabulary, add them up, and take the logarithm"
+    )
+
+
+@backend_promise(
     "Log-probabilities at the token ids of a column, and the gradient through them, are right",
     exempt=exempt_without("logprobs_at"),
 )
@@ -445,6 +455,7 @@ SCORE_PROMISES: tuple[Promise[BackendSubject, BackendCase], ...] = (
     logits,
     logsumexp,
     mean_logprob,
+    log_sum_squares,
     logprobs_at,
     divergence,
     undeclared_value_head,

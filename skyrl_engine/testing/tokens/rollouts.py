@@ -113,7 +113,7 @@ def _values(draw: st.DrawFn, needs: Iterable[str], count: int, range_: Range) ->
             values[name] = column(ADVANTAGES)
         elif name == "values":
             values[name] = column(NUMBERS) + jitter
-        elif name == "mean_logprob":
+        elif name in ("mean_logprob", "log_sum_squares"):
             values[name] = -np.abs(column(NUMBERS)) - jitter - 1
         elif model_score(name) == DIVERGENCE:
             values[name] = np.abs(column(NUMBERS)) + jitter
