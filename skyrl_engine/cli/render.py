@@ -117,37 +117,49 @@ def show_segments(segments: Sequence[tuple[str, str]]) -> None:
         console.print(Text(visible(text), style=_SEGMENTS[name]))
 
 
-def show_verdict(label: str, options: Mapping[str, Any], verdict: "Verdict") -> None:
-    """Print the conformance kit's verdict on a plugin, promise by promise, on stdout."""
+def show_verdict(label: str, options: Mapping[str, Any], verdict: "Verdict", *, every: bool) -> None:
+    """Print the conformance kit's verdict on a plugin on stdout, what is broken first; `every`: also what is kept and what is not claimed."""
     console = _console()
     console.print(Text(visible_line(label), style="bold"))
     if options:
         console.print(Text(f"with {', '.join(f'{name} = {value!r}' for name, value in options.items())}", style="dim"))
     console.print()
     styles = {"kept": "green", "broken": "bold red", "undecided": "yellow", "not claimed": "dim"}
-    broken = verdict.of_status("broken")
+    broken = verdict.broken
     waiting = verdict.of_status("undecided") if broken else ()
     alike = _by_reason(finding for finding in broken if not finding.counterexample)
-    for finding in verdict.findings:
+    for finding in (*broken, *(() if waiting else verdict.of_status("undecided"))):
         first, *others = alike.get(_reason(finding), [finding])
-        if finding in waiting or finding in others:
+        if finding in others:
             continue
         head = (f"{finding.status:<13}", styles[finding.status])
-        if finding.status in ("kept", "not claimed"):
-            console.print(Text.assemble(head, (": ".join(filter(None, (finding.sentence, finding.cause))), "dim")))
-        else:
-            console.print(Text.assemble(head, (f"{finding.sentence} ({finding.promise})", "bold")))
-            show_lines([f"  {line}" for line in finding.lines])
-            if finding is first and others:
-                show_lines([f"  So for {_format_promise_count(others)}."])
+        console.print(Text.assemble(head, (f"{finding.sentence} ({finding.promise})", "bold")))
+        show_lines([f"  {line}" for line in finding.lines])
+        if finding is first and others:
+            show_lines([f"  So for {_format_promise_count(others)}."])
     if waiting:  # a broken promise is why others are undecided
         reasons = {_reason(finding) for finding in waiting}
         findings = [finding for finding in broken if _reason(finding) in reasons] or broken
         summary = f"{_format_promise_count(waiting)}; see {', '.join(finding.promise for finding in findings)}"
         console.print(Text.assemble((f"{'undecided':<13}", styles["undecided"]), (summary, "dim")))
+    for finding in (*verdict.of_status("kept"), *verdict.of_status("not claimed")) if every else ():
+        head = (f"{finding.status:<13}", styles[finding.status])
+        console.print(Text.assemble(head, (": ".join(filter(None, (finding.sentence, finding.cause))), "dim")))
     counts = Counter(finding.status for finding in verdict.findings)
-    console.print()
-    console.print(Text(", ".join(f"{count} {status}" for status, count in counts.most_common()), style="bold"))
+    if every or broken or verdict.of_status("undecided"):
+        console.print()
+    summary = ", ".join(f"{count} {status}" for status, count in counts.most_common())
+    console.print(Text.assemble((summary, "bold"), ("" if every else " (--all lists them)", "dim")))
+    unchecked = ["whether its values are the right ones (no oracle)"] * (
+        "oracle" in map(_promise_of, verdict.of_status("not claimed"))
+    )
+    unchecked += ["larger batches than the kit's"] * ("sample_order" in map(_promise_of, verdict.findings))
+    if unchecked:
+        console.print(Text(f"not checked: {'; '.join(unchecked)}", style="dim"))
+
+
+def _promise_of(finding: "Finding") -> str:
+    return finding.promise
 
 
 def _reason(finding: "Finding") -> str:

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     default="auto",
     help="Place to try a generator in, as generator.placement of a run; auto: where its description says.",
 )
+@click.option("--all", "every", is_flag=True, help="List the promises that are kept, or not claimed, too.")
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")
 def verify(
     plugin: str,
@@ -45,6 +46,7 @@ def verify(
     layouts: tuple[str, ...],
     placement: "GeneratorPlacement",
     *,
+    every: bool,
     as_json: bool,
 ) -> int:
     """Hold a plugin to the contract of its kind, and show the smallest case that breaks a promise.
@@ -70,7 +72,7 @@ def verify(
     else:
         from skyrl_engine.cli.render import show_verdict
 
-        show_verdict(str(record), selected.table, verdict)
+        show_verdict(str(record), selected.table, verdict, every=every)
     return 0 if verdict.kept else PluginError.exit_code
 
 

@@ -64,10 +64,8 @@ class Kind:
     option: bool = field(default=False, kw_only=True)
     """Commands that train have an option, named after the kind, that selects a plugin."""
 
-    suite: str | None = field(default=None, kw_only=True)
-    """Promises that plugins of this kind are held to; without them `no_suite` says why."""
-
-    no_suite: str = field(default="", kw_only=True)
+    suite: str = field(kw_only=True)
+    """Promises that plugins of this kind are held to."""
 
     scaffold: str | None = field(default=None, kw_only=True)
     """Example that `plugins new` writes; without it `no_scaffold` says why, and `start_from` what to begin with."""
@@ -220,7 +218,7 @@ _ROWS = (
         "observer",
         ("skyrl_engine_make_observer",),
         product_hooks=OBSERVER_HOOKS,
-        no_suite="an observer may do whatever it likes with what it is told, so nothing is promised that could be checked",
+        suite="skyrl_engine.testing.observers.promises:OBSERVER_PROMISES",
         scaffold="skyrl_engine.cli.scaffold.examples:OBSERVER",
         instead="take it out of run.observers",
     ),

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from skyrl_engine.testing.kit import promises_of, verify
     from skyrl_engine.testing.losses.suite import LossConformance
     from skyrl_engine.testing.mergers.suite import MergerConformance
+    from skyrl_engine.testing.observers.suite import ObserverConformance
     from skyrl_engine.testing.promise import Broken, Finding, Promise, Undecidable, Verdict
     from skyrl_engine.testing.reducers.suite import ReducerConformance
     from skyrl_engine.testing.subject import Subject, select_plugin
@@ -38,6 +39,7 @@ __all__ = [
     "GroupFilterConformance",
     "LossConformance",
     "MergerConformance",
+    "ObserverConformance",
     "Promise",
     "ReducerConformance",
     "Subject",
@@ -64,6 +66,7 @@ _HOMES = {
     "GroupFilterConformance": "group_filters.suite",
     "LossConformance": "losses.suite",
     "MergerConformance": "mergers.suite",
+    "ObserverConformance": "observers.suite",
     "Promise": "promise",
     "ReducerConformance": "reducers.suite",
     "Subject": "subject",

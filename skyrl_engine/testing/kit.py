@@ -17,21 +17,14 @@ if TYPE_CHECKING:
 
 
 def promises_of(kind: str) -> "tuple[Promise[Any, Any], ...]":
-    """Return the promises of a kind. Raises UnsupportedError for a kind that has none, and where Hypothesis or torch is missing."""
-    row = KINDS[kind]
-    if row.suite is None:
-        verifiable = [entry.name for entry in KINDS.values() if entry.suite is not None]
-        raise UnsupportedError(
-            f"plugins of the kind {kind!r} cannot be verified: {row.no_suite}",
-            remedy=f"Verify a plugin of another kind: {', '.join(verifiable)}",
-        )
+    """Return the promises of a kind. Raises UnsupportedError where Hypothesis or torch is missing."""
     for module, extra in (("hypothesis", "testing"), ("torch", "train")):
         if find_spec(module) is None:
             raise UnsupportedError(
                 f"verifying plugins needs {module}, which is not installed",
                 remedy=f'Install it: python -m pip install "skyrl-engine[{extra}]"',
             )
-    promises: tuple[Promise[Any, Any], ...] = import_object(row.suite)
+    promises: tuple[Promise[Any, Any], ...] = import_object(KINDS[kind].suite)
     return promises
 
 

@@ -29,6 +29,12 @@ EXAMPLES = 40
 """Cases drawn per promise, unless asked otherwise."""
 MOST_LINES = 12
 """Lines of a counterexample: explicit cases, which nothing makes smaller, may have a hundred."""
+NARROW = frozenset({"inputs_unchanged", "events_unchanged", "task_unchanged", "own_memory", "packing"})
+"""Promises that one fault breaks, which may break others too: what is changed in place looks like something kept."""
+BROAD = frozenset(
+    {"repeatable", "no_memory", "rank_split", "another_rank", "another_process", "oracle", "reference", "beside_others"}
+)
+"""Promises that many faults break, so that another broken one says more of the cause."""
 UNDECIDED = 0.5
 """The share of a promise's cases that may stay undecided: a plugin that refuses more of what is valid keeps nothing by that."""
 
@@ -313,6 +319,11 @@ class Verdict:
 
     def of_status(self, status: Status) -> tuple[Finding, ...]:
         return tuple(finding for finding in self.findings if finding.status == status)
+
+    @property
+    def broken(self) -> tuple[Finding, ...]:
+        """Return the broken promises, those first that say most of the cause."""
+        return tuple(sorted(self.of_status("broken"), key=lambda finding: (finding.promise in BROAD) - (finding.promise in NARROW)))
 
     @property
     def kept(self) -> bool:

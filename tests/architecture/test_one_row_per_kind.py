@@ -67,8 +67,7 @@ def test_what_a_row_names_is_there(kind: Kind, engine: Path) -> None:
         assert attrs.has(import_object(kind.table))
         assert isinstance(import_object(kind.table)(kind.default), PluginTable)
     assert kind.option <= (kind.table is not None) == (kind.default is not None)
-    assert (kind.suite is None) == bool(kind.no_suite)
-    assert kind.suite is None or {promise.name for promise in import_object(kind.suite)}
+    assert {promise.name for promise in import_object(kind.suite)}
     assert (kind.scaffold is None) == bool(kind.no_scaffold and kind.start_from)
     assert kind.scaffold is None or isinstance(import_object(kind.scaffold), Scaffold)
     assert (engine / "cli" / "scaffold" / "templates" / kind.name).is_dir() == (kind.scaffold is not None)

@@ -75,7 +75,8 @@ def test_a_right_plugin_is_code_0(verify):
     outcome = verify("./mine.py:right", "gamma=3")
     assert outcome.code == 0, outcome.out
     assert "with gamma = 3.0" in outcome.out
-    assert "kept" in outcome.out.splitlines()[-1]
+    assert outcome.out.splitlines()[-2].endswith("not claimed (--all lists them)")
+    assert "kept  " in verify("./mine.py:right", "gamma=3", "--all").out
     assert "broken" not in outcome.out
 
 
@@ -87,7 +88,8 @@ def test_a_broken_promise_is_code_3_with_counterexample_and_cause(verify):
     assert any(line.startswith("changes x2.00 under two micro-batches: it divides by its own mask") for line in lines)
     assert any("reducer token_mean" in line for line in lines)
     assert "2 sequences of 1, 1 loss-carrying tokens" in lines
-    assert lines[-1].endswith("1 broken")
+    assert lines[-2].endswith("1 broken (--all lists them)")
+    assert lines[-1] == "not checked: whether its values are the right ones (no oracle); larger batches than the kit's"
 
 
 @pytest.mark.filterwarnings("always:invalid value encountered")
@@ -144,7 +146,6 @@ def test_options_are_set_in_both_ways(verify):
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        (("metrics_jsonl",), 2, "plugins of the kind 'observer' cannot be verified"),
         (("focall",), 3, "Did you mean 'focal'?"),
         (("loss:",), 2, "is not of the form KIND:REFERENCE"),
         (("./mine.py:wright",), 3, "Did you mean"),
@@ -210,7 +211,7 @@ def test_promises_that_one_failure_leaves_undecided_take_one_line(verify, tmp_pa
 def test_one_reason_for_several_broken_promises_is_told_once(capsys):
     causes = {"one": "6 of 10 cases could not be decided: it fails for 3", "other": "it fails for 4", "third": "it is late"}
     findings = [Finding(name, f"It is {name}", "broken", cause, "Mend it") for name, cause in causes.items()]
-    show_verdict("loss 'mine'", {}, Verdict(tuple(findings)))
+    show_verdict("loss 'mine'", {}, Verdict(tuple(findings)), every=False)
     out = capsys.readouterr().out
     assert out.count("Mend it") == 2
     assert "So for 1 more promise: other." in out

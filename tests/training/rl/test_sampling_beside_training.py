@@ -187,6 +187,26 @@ def test_a_generator_that_ignores_updates_is_stopped_at_the_first(rl: Rl, tmp_pa
         run_rl(rl("run", *keys))
 
 
+def test_a_generator_that_samples_from_what_it_kept_of_earlier_weights_is_stopped(rl: Rl, tmp_path: Path) -> None:
+    """It scores prompts with the weights that it was given: only what it samples tells."""
+    keeping = DEAF.replace(
+        "    def update(",
+        """    def poll(self, timeout):
+        return [each if each.prompt_logprobs is not None else replace(each) for each in super().poll(timeout)]
+
+    def not_update(""",
+    ).replace(
+        "\n\nclass Plugin",
+        "\n\ndef replace(completion):\n    return evolve(completion, logprobs=completion.logprobs * 1.01)\n\n\nclass Plugin",
+    )
+    (tmp_path / "keeping.py").write_text(
+        keeping.replace("from skyrl_engine import", "from attrs import evolve\nfrom skyrl_engine import", 1)
+    )
+    keys = ("rl.staleness=1", "rl.steps=4", f"generator.use={tmp_path / 'keeping.py'}:deaf")
+    with pytest.raises(RolloutError, match="tokens that it samples differ from those that it tells of the same tokens in a prompt"):
+        run_rl(rl("run", *keys))
+
+
 def test_a_generator_that_fails_while_it_samples_ends_the_run_with_its_cause(rl: Rl, tmp_path: Path) -> None:
     """It is asked nothing at that moment, and so owes no answer."""
     failing = DEAF.replace(

@@ -1,0 +1,1 @@
+"""The promises of observers: sessions, checks and the pytest suite."""
