@@ -14,14 +14,17 @@ from typing import Any
 
 import torch
 from datasets import Dataset
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, RewardConfig, RewardTrainer
 from trl.experimental.cpo import CPOConfig, CPOTrainer
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
+from trl.trainer.callbacks import SyncRefModelCallback
 
 from skyrl_engine.config.schema import DataConfig
 from skyrl_engine.contracts import LossOutput, LossTokens, Pairs, Sequences
 from skyrl_engine.data.dataset import load_columns
+from skyrl_engine.modeling.mixing import mix_weights
 from skyrl_engine.modeling.tiny import write_model, write_tokenizer
 from skyrl_engine_losses import plugin
 from skyrl_engine_losses.preference import CpoConfig, DpoConfig, KtoConfig, OrpoConfig, SimpoConfig
@@ -316,10 +319,39 @@ def rewards(trainers: Trainers) -> None:
         compare(f"bradley_terry {name}", model, trainer.compute_loss(model, dict(batch)), output.token_loss.mean())
 
 
+def mixed_reference(trainers: Trainers) -> None:
+    """TR-DPO: the reference after TRL's callback mixed the policy into it, and after ours did, from files."""
+    options = {"sync_ref_model": True, "ref_model_mixup_alpha": 0.6, "ref_model_sync_steps": 1}
+    trainer = trainers.make(DPOTrainer, DPOConfig, **options)
+    with tempfile.TemporaryDirectory() as folder:
+        before, after = Path(folder) / "before", Path(folder) / "after"
+        trainer.ref_model.float().save_pretrained(before)
+        trainer.model.save_pretrained(after)
+        mix_weights(after, before, share=0.6)
+        got = load_file(after / "model.safetensors")
+    (callback,) = (each for each in trainer.callback_handler.callbacks if isinstance(each, SyncRefModelCallback))
+    trainer.state.global_step = 1
+    callback.on_step_end(trainer.args, trainer.state, trainer.control, model=trainer.model)
+    due = trainer.ref_model.state_dict()
+    distance = max(float((weight - due[name]).abs().max()) for name, weight in got.items())
+    print(json.dumps({"reference": "mixed", "distance": distance}), flush=True)
+    assert 0 < float((trainer.model.state_dict()[next(iter(got))] - got[next(iter(got))]).abs().max())
+    assert distance <= 1e-6
+
+
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         trainers = Trainers(folder)
-        for comparison in (rows_of_every_shape, direct, contrastive, odds_ratio, judge_kto, judge_without_baseline, rewards):
+        for comparison in (
+            rows_of_every_shape,
+            direct,
+            contrastive,
+            odds_ratio,
+            judge_kto,
+            judge_without_baseline,
+            rewards,
+            mixed_reference,
+        ):
             comparison(trainers)
 
 

@@ -199,7 +199,15 @@ class ReferenceConfig:
     run over the same data and reference reads them, and does not load the reference."""
 
     refresh_every: int | None = field(default=None, validator=optional(ge(1)))
-    """Steps after which the reference becomes a copy of the trained model, of trainer rl; none: never."""
+    """Steps after which the trained model is mixed into the reference, of trainers rl and preference; none: never."""
+
+    mixup: float = field(default=1.0, validator=[gt(0.0), le(1.0)])
+    """Share of the trained weights in the reference after `refresh_every` steps, beside the reference's own; 1: it becomes a copy."""
+
+    @mixup.validator
+    def _mixes_at_some_step(self, _attribute: object, value: float) -> None:
+        if value != 1 and self.refresh_every is None:
+            raise ValueError("is set, and reference.refresh_every says at no step to mix")
 
 
 @frozen

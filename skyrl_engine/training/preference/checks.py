@@ -24,15 +24,16 @@ def reads_reference(objective: ObjectiveParts) -> bool:
     return not {REFERENCE, BASELINE}.isdisjoint(objective.columns)
 
 
-def refuse_refreshed_reference(resolved: ResolvedConfig) -> None:
-    """Raise ConfigError for a reference that is to follow training, which is of trainer rl."""
-    if resolved.config.reference.refresh_every is not None:
+def refuse_precomputed_moving_reference(resolved: ResolvedConfig) -> None:
+    """Raise ConfigError for scores of a reference that follows training, computed before it."""
+    table = resolved.config.reference
+    if table.refresh_every is not None and table.precompute:
         raise ConfigError(
             [
                 Problem(
                     "reference.refresh_every",
-                    "is of trainer rl: preferences are compared with the model as it was before training",
-                    "Remove reference.refresh_every",
+                    "changes the reference, and reference.precompute keeps the scores of the first one",
+                    "Remove one of them",
                 )
             ]
         )
@@ -77,7 +78,7 @@ def check_reference(draft: DataDraft) -> None:
     if reads_reference(draft.assembly.objective):
         refuse_dropout(draft.files.facts, "the reference is scored without it: the first log-ratios would not be 0")
         plan_reference(draft.resolved, draft.assembly, draft.files)
-    elif draft.resolved.config.reference.refresh_every is None:
+    else:
         refuse_unread_reference(draft.resolved)
 
 
@@ -92,7 +93,7 @@ def check_baseline(run: PreparedRun) -> None:
         refuse_single_prompts(evaluated.columns, held_out, held_out.steps_per_epoch, name=evaluated.name)
 
 
-BEFORE_BUILDING: Final[tuple[ConfigCheck, ...]] = (refuse_refreshed_reference,)
+BEFORE_BUILDING: Final[tuple[ConfigCheck, ...]] = (refuse_precomputed_moving_reference,)
 
 AFTER_BUILDING: Final[tuple[DraftCheck, ...]] = (
     refuse_no_preference,

@@ -1,8 +1,8 @@
 """Training on preferences: the steps of fine-tuning, with scores of a frozen reference added to every plan."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from attrs import define, evolve
@@ -14,16 +14,17 @@ from skyrl_engine.data.dataset import TokenizedDataset
 from skyrl_engine.engine.engine import Engine
 from skyrl_engine.engine.plan import Plan
 from skyrl_engine.run.session import recall_choices
-from skyrl_engine.training.loop import RunResult
+from skyrl_engine.training.loop import RunResult, StepDone
+from skyrl_engine.training.moving_reference import MovingReference
 from skyrl_engine.training.preference.baseline import baseline_of, mismatch_answers
 from skyrl_engine.training.preference.checks import BASELINE
 from skyrl_engine.training.preference.prepare import PreparedPreference, prepare
 from skyrl_engine.training.preference.references import ReferenceScores, with_references
 from skyrl_engine.training.reference import REFERENCE, REFERENCE_MODEL
 from skyrl_engine.training.sft.dry_run import RunPlan
-from skyrl_engine.training.sft.order import Position
 from skyrl_engine.training.sft.prepare import DataProgress
-from skyrl_engine.training.sft.trainer import SftTrainer, Start, plan_on_data, train_on_data
+from skyrl_engine.training.sft.state import SftState
+from skyrl_engine.training.sft.trainer import Place, SftTrainer, Start, plan_on_data, train_on_data
 
 
 def plan_preference(resolved: ResolvedConfig, *, progress: DataProgress | None = None) -> RunPlan:
@@ -47,17 +48,17 @@ def run_preference(
     return train_on_data(resolved, start, observers=observers, resume=resume, progress=progress)
 
 
-def _trainer(
-    prepared: PreparedPreference, progress: DataProgress | None, engine: Engine, position: Position, data: str
-) -> "PreferenceTrainer":
-    run = prepared.run
+def _trainer(prepared: PreparedPreference, progress: DataProgress | None, place: Place) -> "PreferenceTrainer":
+    run, engine = prepared.run, place.engine
+    reference: MovingReference | None = None
     if prepared.reference is not None and run.resolved.config.reference.precompute:
         train = _score_dataset(prepared, run.train, engine, progress)
         held_out = None if run.evaluation is None else _score_dataset(prepared, run.evaluation, engine, progress)
         run = evolve(run, train=train, evaluation=held_out)
     elif prepared.reference is not None:
-        engine.add_frozen(prepared.reference)
-    return PreferenceTrainer(run, engine, position, data, prepared)
+        table = run.resolved.config.reference
+        reference = MovingReference.load(engine, place.references, table, prepared.reference, place.reference)
+    return PreferenceTrainer(run, engine, place.position, place.data, prepared, reference)
 
 
 def _score_dataset(
@@ -86,6 +87,21 @@ class PreferenceTrainer(SftTrainer):
     mean_over: ClassVar[Literal["tokens", "sequences"]] = "sequences"
 
     preference: PreparedPreference
+    reference: MovingReference | None
+
+    def step(self, number: int) -> StepDone:
+        """One optimizer step on the next mini-batch, and the reference that follows from it."""
+        done = super().step(number)
+        if self.reference is not None:
+            self.reference.refresh(number)
+        return done
+
+    def state(self) -> Mapping[str, Any]:
+        """The place in the sample order, and the copy that is the reference."""
+        copied = None if self.reference is None else self.reference.copied
+        return SftState.create(
+            self.name, self.engine.step, self.position, self.prepared.order, self.data, reference=copied
+        ).document()
 
     @property
     def asks_ranks(self) -> bool:

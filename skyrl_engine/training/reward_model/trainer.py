@@ -1,7 +1,6 @@
 """Training a reward model: the steps of fine-tuning, over pairs whose texts are given one value each."""
 
 from collections.abc import Sequence
-from functools import partial
 from typing import ClassVar, Literal
 
 from attrs import define
@@ -31,7 +30,7 @@ def run_reward_model(
 
     def start(resolved: ResolvedConfig) -> Start:
         prepared = prepare(resolved, progress)
-        return Start(prepared, partial(RewardModelTrainer, prepared))
+        return Start(prepared, lambda place: RewardModelTrainer(prepared, place.engine, place.position, place.data))
 
     return train_on_data(resolved, start, observers=observers, resume=resume, progress=progress)
 

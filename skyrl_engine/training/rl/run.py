@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any, Final
 
 import attrs
@@ -30,6 +29,7 @@ from skyrl_engine.run.progress import LOADING
 from skyrl_engine.run.session import RunSession, open_session
 from skyrl_engine.spans import Phases
 from skyrl_engine.training.loop import Loop, RunResult
+from skyrl_engine.training.moving_reference import MovingReference
 from skyrl_engine.training.rl.handover import WeightHandover, make_canary
 from skyrl_engine.training.rl.kl_penalty import KlPenalty
 from skyrl_engine.training.rl.prepare import Progress, prepare
@@ -107,14 +107,13 @@ def _trainer(
 ) -> "Iterator[RlTrainer]":
     """Start what gives groups, and end it."""
     settings = prepared.resolved.config.rl
-    reference = prepared.reference
+    reference: MovingReference | None = None
     if session.resumed_from is not None:
         engine.load(session.resumed_from.state)
-    if reference is not None:
-        if state is not None and state.reference is not None:
-            # by its name: the run directory may have moved since
-            reference = reference.from_export(session.directory.reference / Path(state.reference).name)
-        engine.add_frozen(reference)
+    if prepared.reference is not None:
+        copied = None if state is None else state.reference
+        table = prepared.resolved.config.reference
+        reference = MovingReference.load(engine, session.directory.reference, table, prepared.reference, copied)
     if prepared.teacher is not None:
         engine.add_frozen(prepared.teacher)
     if prepared.reward_model is not None:
@@ -136,7 +135,7 @@ def _trainer(
         else:
             source, live = ends.enter_context(_sampling(prepared, rollouts, engine, session, state, phases, progress))
         on_rollouts = session.rollouts_finished
-        trainer = RlTrainer(prepared, engine, session.directory.reference, source, live, penalty, reference, on_rollouts, phases)
+        trainer = RlTrainer(prepared, engine, source, live, penalty, reference, on_rollouts, phases)
         if state is not None:
             trainer.restore(state)
         yield trainer

@@ -4,7 +4,6 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, Final
 
 import attrs
@@ -38,6 +37,7 @@ from skyrl_engine.run.log import tell
 from skyrl_engine.spans import Phases
 from skyrl_engine.training.idle import IdleSteps, Reason, explain_idle_rollouts, warn_of_cuts
 from skyrl_engine.training.loop import StepDone
+from skyrl_engine.training.moving_reference import MovingReference
 from skyrl_engine.training.reference import REFERENCE, REFERENCE_MODEL
 from skyrl_engine.training.rl.batches import group_sizes, mini_batch_size, shuffle_groups
 from skyrl_engine.training.rl.evaluation import attempts, evaluation_metrics, tasks_of
@@ -82,15 +82,13 @@ class RlTrainer:
 
     prepared: PreparedRl
     engine: Engine
-    references: Path
     source: GroupSource
     live: Live | None
     penalty: KlPenalty | None
-    reference: Any
+    reference: MovingReference | None
     on_rollouts: Callable[[RolloutsFinished], None]
     phases: Phases
     _idle: IdleSteps = field(init=False)
-    _copied: str | None = field(default=None, init=False)
     _has_told: bool = field(default=False, init=False)
     _waits: EnvironmentWaits = field(init=False)
     _cpu: dict[str, float] = field(factory=dict, init=False)
@@ -108,7 +106,6 @@ class RlTrainer:
         self._idle.count = state.idle
         if self.live is not None:
             self.live.guard.above = state.above
-        self._copied = state.reference
         if self.penalty is not None and state.kl_coef is not None:
             self.penalty.coef = state.kl_coef
 
@@ -149,7 +146,8 @@ class RlTrainer:
         with self.phases("publish"):
             before = plan.columns.columns["old_logprobs"] if "old_logprobs" in self.prepared.scoring.scores else present
             self.source.finish_step(number, taken.groups, collect_learned(taken.groups, columns, advantages.advantages, before))
-            self._refresh(number)
+            if self.reference is not None:
+                self.reference.refresh(number)
             self.source.publish(number)
         reported = {
             **results_of({**name_losses_of_sources(learned, self._source_names), **metrics}),
@@ -229,7 +227,7 @@ class RlTrainer:
             self.source.state(),
             None if self.penalty is None else self.penalty.coef,
             0 if self.live is None else self.live.guard.above,
-            self._copied,
+            None if self.reference is None else self.reference.copied,
             self.prepared.environment_versions,
             None if self.live is None else self.live.journal.run,
             None if self.live is None else self.live.journal.listing(),
@@ -341,18 +339,6 @@ class RlTrainer:
         # what is a sum within a step is a mean over optimizer steps, and so over epochs
         together = combine_metrics(parts)
         return {**means_over(together, settings.epochs), **{name: together[name] for name in COUNTED}}, present
-
-    def _refresh(self, number: int) -> None:
-        """Make the new weights the reference, where its turn has come."""
-        every = self.prepared.resolved.config.reference.refresh_every
-        if self.reference is None or every is None or number % every:
-            return
-        directory = self.references / f"step-{number}"
-        if not directory.exists():
-            self.engine.export(directory)
-        self.reference = self.reference.from_export(directory)
-        self.engine.add_frozen(self.reference)
-        self._copied = directory.name
 
     def _finish(self, reported: dict[str, float], groups: Sequence[Group], began: float) -> None:
         """Turn sums into what is reported, and add the seconds of every phase, which add up to those since `began`."""

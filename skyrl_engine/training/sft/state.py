@@ -21,7 +21,7 @@ from skyrl_engine.training.sft.order import Position, SampleOrder
 class SftState:
     """`step` optimizer steps are done, and `offset` samples of epoch `epoch` out of `samples`, in the order that `seed` gives.
 
-    `data` is the training data's `fingerprint`.
+    `data` is the training data's `fingerprint`, `reference` the name of the copy that is the reference.
     """
 
     trainer: str
@@ -31,17 +31,25 @@ class SftState:
     samples: int
     seed: int
     data: str
+    reference: str | None = None
 
     @classmethod
-    def create(cls, trainer: str, step: int, position: Position, order: SampleOrder, data: str) -> "SftState":
-        return cls(trainer, step, position.epoch, position.offset, order.samples, order.seed, data)
+    def create(
+        cls, trainer: str, step: int, position: Position, order: SampleOrder, data: str, *, reference: str | None = None
+    ) -> "SftState":
+        return cls(trainer, step, position.epoch, position.offset, order.samples, order.seed, data, reference)
+
+    @property
+    def position(self) -> Position:
+        """The place in the sample order to go on from."""
+        return Position(self.epoch, self.offset)
 
     def document(self) -> dict[str, Any]:
         return attrs.asdict(self)
 
 
-def position_in(checkpoint: Checkpoint, order: SampleOrder, data: str, *, split_by_seed: bool = False) -> Position:
-    """Return the position to go on from. `split_by_seed` says that the seed chooses which samples are held out.
+def state_in(checkpoint: Checkpoint, order: SampleOrder, data: str, *, split_by_seed: bool = False) -> SftState:
+    """Return the state to go on from. `split_by_seed` says that the seed chooses which samples are held out.
 
     Raises CheckpointError when the data is not what the checkpoint was made with: the position would mean other samples.
     """
@@ -69,7 +77,7 @@ def position_in(checkpoint: Checkpoint, order: SampleOrder, data: str, *, split_
             f"the training data has changed since {checkpoint.path} was written ({state.samples} samples then, {order.samples} now)",
             remedy="Resume with the data and data settings the run was started with, or start a new run from an exported model",
         )
-    return Position(state.epoch, state.offset)
+    return state
 
 
 def _has_older_rule(checkpoint: Checkpoint) -> bool:

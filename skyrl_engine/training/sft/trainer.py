@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import attrs
@@ -24,7 +25,7 @@ from skyrl_engine.training.sft.dry_run import RunPlan, describe_plan
 from skyrl_engine.training.sft.evaluation import evaluate
 from skyrl_engine.training.sft.order import Position
 from skyrl_engine.training.sft.prepare import DataProgress, PreparedRun, describe_data, prepare
-from skyrl_engine.training.sft.state import SftState, fingerprint, position_in
+from skyrl_engine.training.sft.state import SftState, fingerprint, state_in
 from skyrl_engine.training.source_metrics import name_losses_of_sources, shares_of_sources
 from skyrl_engine.training.teacher import TEACHER
 from skyrl_engine.workers.future import Future
@@ -45,7 +46,7 @@ def plan_on_data(prepared: PreparedRun) -> RunPlan:
     resolved = prepared.resolved
     if (checkpoint := to_resume_from(resolved)) is not None:
         split_by_seed = resolved.config.data.eval_fraction > 0
-        position_in(checkpoint, prepared.order, fingerprint(prepared.train.columns), split_by_seed=split_by_seed)
+        state_in(checkpoint, prepared.order, fingerprint(prepared.train.columns), split_by_seed=split_by_seed)
     return describe_plan(prepared)
 
 
@@ -69,18 +70,31 @@ def run_sft(
     return train_on_data(resolved, start, observers=observers, resume=resume, progress=progress)
 
 
-def _trainer(prepared: PreparedRun, engine: Engine, position: Position, data: str) -> "SftTrainer":
+def _trainer(prepared: PreparedRun, place: "Place") -> "SftTrainer":
     if prepared.teacher is not None:
-        engine.add_frozen(prepared.teacher)
-    return SftTrainer(prepared, engine, position, data)
+        place.engine.add_frozen(prepared.teacher)
+    return SftTrainer(prepared, place.engine, place.position, place.data)
+
+
+@frozen(eq=False)
+class Place:
+    """The engine whose ranks have started, and where a run goes on: the position, the training data's fingerprint, the folder of the models
+    that become the reference, and the name of the one that it is.
+    """
+
+    engine: Engine
+    position: Position
+    data: str
+    references: Path
+    reference: str | None
 
 
 @frozen(eq=False)
 class Start:
-    """A prepared run over a dataset, and what makes its trainer: of the engine, the position to go on from, and the data's fingerprint."""
+    """A prepared run over a dataset, and what makes its trainer."""
 
     prepared: PreparedRun
-    trainer: "Callable[[Engine, Position, str], SftTrainer]"
+    trainer: "Callable[[Place], SftTrainer]"
 
 
 def train_on_data(
@@ -99,11 +113,8 @@ def train_on_data(
         checkpoint = session.resumed_from
         data = fingerprint(prepared.train.columns)
         split_by_seed = config.data.eval_fraction > 0
-        position = (
-            prepared.order.start()
-            if checkpoint is None
-            else position_in(checkpoint, prepared.order, data, split_by_seed=split_by_seed)
-        )
+        state = None if checkpoint is None else state_in(checkpoint, prepared.order, data, split_by_seed=split_by_seed)
+        position = prepared.order.start() if state is None else state.position
         session.record_start(
             prepared.resolved,
             seeds={"run": config.run.seed},
@@ -124,10 +135,11 @@ def train_on_data(
             if checkpoint is not None:
                 engine.load(checkpoint.state)
             session.announce_start(prepared.total_steps)
+            reference = None if state is None else state.reference
             return Loop(
                 session,
                 engine,
-                started.trainer(engine, position, data),
+                started.trainer(Place(engine, position, data, session.directory.reference, reference)),
                 evaluation=config.evaluation,
                 checkpoint=config.checkpoint,
                 total_steps=prepared.total_steps,

@@ -96,6 +96,41 @@ def test_adapters_off_are_the_reference(configure: Configure) -> None:
     assert second["rewards/margins"] != 0.0
 
 
+def test_a_copied_reference_is_the_model_of_that_step(configure: Configure) -> None:
+    """So the rewards of the step after it are exactly 0, in training and in an evaluation."""
+    tables: dict[str, Any] = {"training": {"steps": 4}, "evaluation": {"every": 2}, "reference": {"refresh_every": 2}}
+    run = run_preference(configure("run", **tables)).directory
+    margins = [step["rewards/margins"] for step in steps(run)]
+    assert margins[0] == margins[2] == 0.0
+    assert margins[1] != 0.0
+    assert margins[3] != 0.0
+    assert [evaluation["rewards/margins"] for evaluation in steps(run, "evaluation")] == [0.0, 0.0]
+
+
+def test_a_mixed_reference_is_the_mean_of_the_weights_and_resumes(configure: Configure, pairs: Path) -> None:
+    """0.6 of the trained weights and 0.4 of the reference's before, twice; a run that was ended between the two goes on to the same bits."""
+    tables: dict[str, Any] = {
+        "training": {"steps": 4},
+        "checkpoint": {"every": 1},
+        "reference": {"refresh_every": 2, "mixup": 0.6},
+    }
+    whole = run_preference(configure("whole", **tables)).directory
+    trained = run_preference(configure("two", **{**tables, "training": {"steps": 2}, "reference": {}})).directory
+    start, policy = (load_file(directory / "model.safetensors") for directory in (pairs / "model", trained / "model"))
+    second, fourth = (load_file(whole / "reference" / f"step-{step}" / "model.safetensors") for step in (2, 4))
+    last = load_file(whole / "model" / "model.safetensors")
+    assert second.keys() == start.keys() == policy.keys()
+    for name, weight in second.items():
+        np.testing.assert_allclose(weight, 0.4 * start[name] + 0.6 * policy[name], rtol=0, atol=5e-7)
+        np.testing.assert_allclose(fourth[name], 0.4 * weight + 0.6 * last[name], rtol=0, atol=5e-7)
+        assert not np.array_equal(weight, policy[name])
+    with pytest.raises(PluginBrokenError):
+        run_preference(configure("cut", **tables), observers=[Ending()])
+    cut = run_preference(configure("cut", **tables), resume=True).directory
+    assert [step["loss"] for step in steps(cut)] == [step["loss"] for step in steps(whole)]
+    assert weights(cut) == weights(whole)
+
+
 @pytest.mark.parametrize("loss", ["dpo", pytest.param("kto", marks=pytest.mark.nightly)])
 def test_a_run_that_was_ended_resumes_to_the_same_bits(configure: Configure, loss: str) -> None:
     settings: dict[str, Any] = {"preference": {"preset": loss}, "checkpoint": {"every": 2}, "training": {"steps": 4}}
@@ -207,8 +242,16 @@ def test_what_cannot_work_is_refused_while_planning(configure: Configure, pairs:
         plan_preference(configure(preference={"preset": "none"}))
     with pytest.raises(DataError, match=r"loss .dpo. .* compares the two answers of a pair, and the data has single answers"):
         plan_preference(configure(data={"train": str(pairs / "single.jsonl"), "eval": None}))
-    with pytest.raises(ConfigError, match=r"reference\.refresh_every"):
-        plan_preference(configure(reference={"refresh_every": 2}))
+    with pytest.raises(
+        ConfigError, match=r"reference\.refresh_every: changes the reference, and reference\.precompute keeps the scores"
+    ):
+        plan_preference(configure(reference={"refresh_every": 2, "precompute": True}))
+    with pytest.raises(ConfigError, match="says at no step to mix"):
+        configure(reference={"mixup": 0.5})
+    with pytest.raises(ConfigError, match=r"reference\.refresh_every: is set, and no part of the run reads"):
+        plan_preference(configure(preference={"preset": "orpo"}, reference={"refresh_every": 2}))
+    with pytest.raises(UnsupportedError, match="copies the whole trained model"):
+        plan_preference(configure(model={"lora": {"rank": 2}}, reference={"refresh_every": 2}))
     with pytest.raises(UnsupportedError, match="makes sense only with the reducers sequence_mean"):
         plan_preference(configure(reducer={"use": "token_mean"}))
     with pytest.raises(DataError, match="holds preferences"):

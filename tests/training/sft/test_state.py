@@ -11,7 +11,7 @@ from skyrl_engine.contracts.values.ragged import offsets_of
 from skyrl_engine.errors import CheckpointError
 from skyrl_engine.run.checkpoint import Checkpoint, CheckpointStore
 from skyrl_engine.training.sft.order import Position, SampleOrder
-from skyrl_engine.training.sft.state import SftState, fingerprint, position_in
+from skyrl_engine.training.sft.state import SftState, fingerprint, state_in
 
 ORDER = SampleOrder(samples=10, batch_size=4, seed=3)
 
@@ -22,17 +22,17 @@ def save(directory: Path, state: SftState) -> Checkpoint:
 
 def test_the_position_comes_back(tmp_path: Path) -> None:
     checkpoint = save(tmp_path, SftState.create("sft", 5, Position(1, 8), ORDER, "abc"))
-    assert position_in(checkpoint, ORDER, "abc") == Position(1, 8)
+    assert state_in(checkpoint, ORDER, "abc").position == Position(1, 8)
     # A position counts samples, so that it keeps its meaning when the batch size changes.
-    assert position_in(checkpoint, evolve(ORDER, batch_size=2), "abc") == Position(1, 8)
+    assert state_in(checkpoint, evolve(ORDER, batch_size=2), "abc").position == Position(1, 8)
 
 
 def test_other_data_is_refused(tmp_path: Path) -> None:
     checkpoint = save(tmp_path, SftState.create("sft", 5, Position(1, 8), ORDER, "abc"))
     with pytest.raises(CheckpointError, match="the training data has changed"):
-        position_in(checkpoint, ORDER, "abd")
+        state_in(checkpoint, ORDER, "abd")
     with pytest.raises(CheckpointError, match="10 samples then, 11 now"):
-        position_in(checkpoint, evolve(ORDER, samples=11), "abc")
+        state_in(checkpoint, evolve(ORDER, samples=11), "abc")
 
 
 def test_texts_that_were_trained_as_they_stood_are_refused_with_the_key(tmp_path: Path) -> None:
@@ -45,8 +45,8 @@ def test_texts_that_were_trained_as_they_stood_are_refused_with_the_key(tmp_path
         documents = {"trainer.json": state.document(), "config.json": {"data": data}}
         checkpoint = CheckpointStore(tmp_path / message[:3]).save(5, lambda _: None, documents)
         with pytest.raises(CheckpointError, match=message):
-            position_in(checkpoint, ORDER, "abd")
-        assert position_in(checkpoint, ORDER, "abc") == Position(1, 8)
+            state_in(checkpoint, ORDER, "abd")
+        assert state_in(checkpoint, ORDER, "abc").position == Position(1, 8)
 
 
 def test_a_changed_seed_is_named_where_it_chooses_the_held_out_samples(tmp_path: Path) -> None:
@@ -56,16 +56,16 @@ def test_a_changed_seed_is_named_where_it_chooses_the_held_out_samples(tmp_path:
     with pytest.raises(
         CheckpointError, match=r"run\.seed is 4, and .* was written with 3: with data\.eval_fraction .* Set run\.seed = 3"
     ):
-        position_in(checkpoint, other, "abd", split_by_seed=True)
+        state_in(checkpoint, other, "abd", split_by_seed=True)
     with pytest.raises(CheckpointError, match="the training data has changed"):
-        position_in(checkpoint, other, "abd", split_by_seed=False)
-    assert position_in(checkpoint, other, "abc", split_by_seed=True) == Position(1, 8)
+        state_in(checkpoint, other, "abd", split_by_seed=False)
+    assert state_in(checkpoint, other, "abc", split_by_seed=True).position == Position(1, 8)
 
 
 def test_a_state_of_another_making_is_refused(tmp_path: Path) -> None:
     checkpoint = CheckpointStore(tmp_path).save(5, lambda _: None, {"trainer.json": {"step": 5, "mood": "good"}})
     with pytest.raises(CheckpointError, match=r"trainer\.json is not of this engine's making"):
-        position_in(checkpoint, ORDER, "abc")
+        state_in(checkpoint, ORDER, "abc")
 
 
 def test_the_fingerprint_sees_every_part_of_the_samples() -> None:
