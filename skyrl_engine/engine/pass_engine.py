@@ -92,17 +92,18 @@ class PassEngine:
         over: Literal["tokens", "sequences"] = "tokens",
         tokens: Selection = "loss",
         labels: str | None = None,
+        watch: Iterable[Watched] = (),
     ) -> Future[PassResult]:
         """Compute the objective of a batch without gradients.
 
         `loss`, and each part's contribution to it, is the mean over loss weights, whatever reducer the training uses: the sum of each term
         times its loss weight, over the sum of the loss weights, divided once however many passes are combined. `over` "sequences" takes that
-        mean within each sequence, and then the mean of all sequences that carry loss. `tokens` and `labels` as in `forward_backward`.
+        mean within each sequence, and then the mean of all sequences that carry loss. `tokens`, `labels` and `watch` as in `forward_backward`.
         """
         self.group.refuse_ended()
         refuse_no_teacher(self.assembly, self.group.frozen)
         with name_call_in_errors("evaluate"):
-            work = Pass("evaluate", self.step, per_token_outputs, temperature, tokens=tokens, labels=labels)
+            work = Pass("evaluate", self.step, per_token_outputs, temperature, tokens=tokens, labels=labels, watch=frozenset(watch))
         divisors, total = None, float(plan.columns.loss_weight.sum(dtype=np.float64))
         if over == "sequences":
             sums = weight_per_sample(plan.columns)

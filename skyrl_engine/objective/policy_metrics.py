@@ -1,17 +1,26 @@
 """Metrics of a policy that samples of its own are trained on: its entropy, and its distance from the old and the sampling policy."""
 
+from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from typing import Final, Literal
 
 import torch
 
 from skyrl_engine.contracts.values.outputs import Metric
+from skyrl_engine.contracts.values.roles import ROLES
 from skyrl_engine.contracts.values.rollout_columns import ROLLOUT_STALENESS
 from skyrl_engine.objective.tokens import MicroBatchTokens
 
-Watched = Literal["policy", "present_gap", "entropy"]
-"""Distances between policies; the sampler's from the present policy instead of the old one; the model's entropy, which costs a pass over the
-vocabulary."""
+Watched = Literal["policy", "present_gap", "entropy", "logits"]
+"""Distances between policies; the sampler's from the present policy instead of the old one; the model's entropy, and the mean of its logits at
+chosen and at rejected answers, which cost passes over the vocabulary."""
+
+_READS: Final[Mapping[Watched, tuple[str, ...]]] = {
+    "policy": ("logprobs",),
+    "entropy": ("entropy",),
+    "logits": ("logsumexp", "mean_logprob"),
+}
+"""Scores of the model that metrics read."""
 
 OLD_LOGPROBS: Final = "old_logprobs"
 ROLLOUT_LOGPROBS: Final = "rollout_logprobs"
@@ -22,7 +31,7 @@ WEIGHTS: Final = ("policy/weight_count", "policy/weight_sum", "policy/weight_squ
 
 def scores_for(watch: AbstractSet[Watched]) -> frozenset[str]:
     """Name the model scores that these metrics read."""
-    return frozenset({"logprobs"} if "policy" in watch else ()) | frozenset({"entropy"} if "entropy" in watch else ())
+    return frozenset(score for name in watch for score in _READS.get(name, ()))
 
 
 @torch.no_grad()
@@ -32,7 +41,8 @@ def policy_metrics(tokens: MicroBatchTokens, watch: AbstractSet[Watched]) -> dic
     `policy/entropy` is the mean entropy in nats. With `old_logprobs` (bound or a column), `policy/ratio_mean` and `ratio_max` are of the ratio
     to the old policy. With the column `rollout_logprobs`, `policy/gap_mean`, `gap_max` and `gap_k3` measure the distance of the old policy,
     or else the present one (always so with "present_gap"), from the sampler's log-probabilities; with the column `rollout_staleness` that of
-    tokens which the trained weights sampled, and `policy/gap_stale_mean` and so on that of others.
+    tokens which the trained weights sampled, and `policy/gap_stale_mean` and so on that of others. `logits/chosen` and `logits/rejected` are
+    the means, over the vocabulary and over the tokens of a role, of what softmax is taken of.
     """
     count = len(tokens.like)
     if not count:
@@ -40,6 +50,11 @@ def policy_metrics(tokens: MicroBatchTokens, watch: AbstractSet[Watched]) -> dic
     metrics: dict[str, Metric] = {}
     if "entropy" in watch:
         metrics["policy/entropy"] = Metric.mean(float(tokens.scores["entropy"].double().sum()), count)
+    if "logits" in watch:
+        logits = (tokens.scores["logsumexp"] + tokens.scores["mean_logprob"]).double()
+        for role in ROLES:
+            here = tokens.in_role("logits/*", role)
+            metrics[f"logits/{role}"] = Metric.mean(float(logits[here].sum()), int(here.sum()))
     if "policy" not in watch:
         return metrics
     present = tokens.scores["logprobs"].double()

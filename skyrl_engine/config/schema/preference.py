@@ -9,3 +9,6 @@ class PreferenceConfig:
 
     preset: str = "dpo"
     """A published recipe by name; every key of the configuration wins over it. `none` takes the engine's own defaults."""
+
+    vocabulary_metrics: bool = False
+    """Report `policy/entropy`, `logits/chosen` and `logits/rejected`, in training and evaluations; they cost passes over the vocabulary."""

@@ -6,6 +6,7 @@ from skyrl_engine.config import ResolvedConfig
 from skyrl_engine.contracts.kinds.needs import ROLE_NEED
 from skyrl_engine.errors import ConfigError, Problem, UnsupportedError
 from skyrl_engine.objective.parts import ObjectiveParts
+from skyrl_engine.objective.policy_metrics import scores_for
 from skyrl_engine.training.preference.baseline import refuse_single_prompts
 from skyrl_engine.training.reference import REFERENCE, plan_reference, refuse_dropout, refuse_unread_reference
 from skyrl_engine.training.sft.checks import ConfigCheck, DataDraft, DraftCheck
@@ -73,6 +74,18 @@ def refuse_precomputed_baseline(draft: DataDraft) -> None:
         )
 
 
+def refuse_unknown_logits(draft: DataDraft) -> None:
+    """Raise UnsupportedError for metrics of the vocabulary with a backend that lacks the scores they are made of."""
+    assembly = draft.assembly
+    if not draft.resolved.config.preference.vocabulary_metrics:
+        return
+    if lacking := sorted(scores_for({"entropy", "logits"}) - {"entropy"} - assembly.description.capabilities):
+        raise UnsupportedError(
+            f"preference.vocabulary_metrics is true, and the backend does not declare {' and '.join(map(repr, lacking))}",
+            remedy="Set preference.vocabulary_metrics = false, or choose another backend, such as fsdp",
+        )
+
+
 def check_reference(draft: DataDraft) -> None:
     """Refuse a reference that cannot be, and one that nothing reads. Raises as `plan_reference` and `refuse_unread_reference` do."""
     if reads_reference(draft.assembly.objective):
@@ -99,5 +112,6 @@ AFTER_BUILDING: Final[tuple[DraftCheck, ...]] = (
     refuse_no_preference,
     refuse_single_pair_baseline,
     refuse_precomputed_baseline,
+    refuse_unknown_logits,
     check_reference,
 )

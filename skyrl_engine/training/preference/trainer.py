@@ -13,6 +13,7 @@ from skyrl_engine.contracts.values.ragged import AnyArray, Ragged
 from skyrl_engine.data.dataset import TokenizedDataset
 from skyrl_engine.engine.engine import Engine
 from skyrl_engine.engine.plan import Plan
+from skyrl_engine.objective.policy_metrics import Watched
 from skyrl_engine.run.session import recall_choices
 from skyrl_engine.training.loop import RunResult, StepDone
 from skyrl_engine.training.moving_reference import MovingReference
@@ -88,6 +89,11 @@ class PreferenceTrainer(SftTrainer):
 
     preference: PreparedPreference
     reference: MovingReference | None
+
+    @property
+    def watch(self) -> tuple[Watched, ...]:
+        """Entropy and mean logits, where they are asked for."""
+        return ("entropy", "logits") if self.prepared.resolved.config.preference.vocabulary_metrics else ()
 
     def step(self, number: int) -> StepDone:
         """One optimizer step on the next mini-batch, and the reference that follows from it."""

@@ -15,6 +15,7 @@ from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.outputs import results_of
 from skyrl_engine.engine.engine import Engine
 from skyrl_engine.engine.plan import Plan
+from skyrl_engine.objective.policy_metrics import Watched
 from skyrl_engine.run.log import tell
 from skyrl_engine.run.progress import LOADING
 from skyrl_engine.run.session import open_session, recall_choices, to_resume_from
@@ -175,6 +176,11 @@ class SftTrainer:
     _ahead: Future[PlannedBatch] | None = field(default=None, init=False)
 
     @property
+    def watch(self) -> tuple[Watched, ...]:
+        """Metrics of the model that are not its losses'."""
+        return ()
+
+    @property
     def asks_ranks(self) -> bool:
         """Say whether a plan's columns are scored by the ranks, so that its shards can be placed only in their own step."""
         return self.prepared.teacher is not None and TEACHER in self.prepared.assembly.objective.columns
@@ -194,7 +200,9 @@ class SftTrainer:
         plan = self.complete(batch.plan)
         columns = plan.columns
         following = number < self.prepared.total_steps
-        result = self.engine.train(plan, per_token_outputs=False, meanwhile=self._plan_ahead if following else None)
+        result = self.engine.train(
+            plan, per_token_outputs=False, watch=self.watch, meanwhile=self._plan_ahead if following else None
+        )
         metrics = {
             **results_of(name_losses_of_sources(result.metrics, self.prepared.train.source_names)),
             **shares_of_sources(columns, self.prepared.train.source_names),
@@ -232,7 +240,7 @@ class SftTrainer:
         if dataset is None:
             return None
         size = self.prepared.order.batch_size
-        return evaluate(self.engine, dataset, batch_size=size, planned=self._plan_whole, over=self.mean_over)
+        return evaluate(self.engine, dataset, batch_size=size, planned=self._plan_whole, over=self.mean_over, watch=self.watch)
 
     def _plan_whole(self, columns: SampleColumns) -> Plan:
         return self.complete(self.engine.plan(columns))

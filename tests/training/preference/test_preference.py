@@ -12,8 +12,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from pair_runs import Configure, EndedError, Ending
 from safetensors.numpy import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from skyrl_engine.engine.engine import Engine
 from skyrl_engine.engine.plan import Plan
@@ -94,6 +96,33 @@ def test_adapters_off_are_the_reference(configure: Configure) -> None:
     first, second = steps(run_preference(resolved).directory)
     assert first["rewards/margins"] == first["implicit_kl"] == 0.0
     assert second["rewards/margins"] != 0.0
+
+
+def test_metrics_of_the_vocabulary_are_those_of_the_whole_logits(configure: Configure, pairs: Path) -> None:
+    """Before the first step, in training and evaluation; without them nothing else changes."""
+    tables: dict[str, Any] = {"training": {"steps": 2, "batch_size": 20}, "evaluation": {"at_start": True}}
+    plain = run_preference(configure("plain", **tables)).directory
+    watched = run_preference(configure("watched", **tables, preference={"vocabulary_metrics": True})).directory
+    assert weights(watched) == weights(plain)
+    assert "policy/entropy" not in steps(plain)[0]
+    tokenizer = AutoTokenizer.from_pretrained(pairs / "model")
+    model = AutoModelForCausalLM.from_pretrained(pairs / "model").double()
+    for name, kind in (("train", "step"), ("eval", "evaluation")):
+        rows = [json.loads(line) for line in (pairs / f"{name}.jsonl").read_text().splitlines()]
+        entropies, means = [], {"chosen": [], "rejected": []}
+        for row in rows:
+            prompt = tokenizer(row["prompt"]).input_ids
+            for half in means:
+                ids = tokenizer(row["prompt"] + row[half]).input_ids
+                ids = ids if ids[-1] == tokenizer.eos_token_id else [*ids, tokenizer.eos_token_id]
+                logits = model(torch.tensor([ids])).logits[0, len(prompt) - 1 : -1]
+                logprobs = logits.log_softmax(-1)
+                entropies += (-(logprobs.exp() * logprobs).sum(-1)).tolist()
+                means[half] += logits.mean(-1).tolist()
+        reported = steps(watched, kind)[0]
+        assert reported["policy/entropy"] == pytest.approx(np.mean(entropies), rel=1e-5)
+        for half, of_half in means.items():
+            assert reported[f"logits/{half}"] == pytest.approx(np.mean(of_half), rel=1e-4, abs=1e-6)
 
 
 def test_a_copied_reference_is_the_model_of_that_step(configure: Configure) -> None:
