@@ -24,13 +24,23 @@ def plan_reference(resolved: ResolvedConfig, assembly: Assembly, files: ModelFil
     """Choose the frozen model that `[reference]` asks for.
 
     Raises UnsupportedError for what the backend or the trained model does not allow and for another tokenizer, ModelError for a model that
-    cannot be used.
+    cannot be used, ConfigError for a share of weights that are never mixed.
     """
     table, trained = resolved.config.reference, resolved.config.model
     if table.refresh_every is not None and trained.lora is not None:
         raise UnsupportedError(
             "reference.refresh_every copies the whole trained model, and this run trains adapters",
             remedy="Remove reference.refresh_every, or train all weights",
+        )
+    if table.mixup != 1 and table.refresh_every is None:
+        raise ConfigError(
+            [
+                Problem(
+                    "reference.mixup",
+                    "is set, and reference.refresh_every says at no step to mix",
+                    "Set reference.refresh_every, or remove reference.mixup",
+                )
+            ]
         )
     planned = FrozenModel.choose(
         REFERENCE_MODEL,

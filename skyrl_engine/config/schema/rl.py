@@ -204,11 +204,6 @@ class ReferenceConfig:
     mixup: float = field(default=1.0, validator=[gt(0.0), le(1.0)])
     """Share of the trained weights in the reference after `refresh_every` steps, beside the reference's own; 1: it becomes a copy."""
 
-    @mixup.validator
-    def _mixes_at_some_step(self, _attribute: object, value: float) -> None:
-        if value != 1 and self.refresh_every is None:
-            raise ValueError("is set, and reference.refresh_every says at no step to mix")
-
 
 @frozen
 class TeacherConfig:

@@ -276,7 +276,7 @@ def test_what_cannot_work_is_refused_while_planning(configure: Configure, pairs:
     ):
         plan_preference(configure(reference={"refresh_every": 2, "precompute": True}))
     with pytest.raises(ConfigError, match="says at no step to mix"):
-        configure(reference={"mixup": 0.5})
+        plan_preference(configure(reference={"mixup": 0.5}))
     with pytest.raises(ConfigError, match=r"reference\.refresh_every: is set, and no part of the run reads"):
         plan_preference(configure(preference={"preset": "orpo"}, reference={"refresh_every": 2}))
     with pytest.raises(UnsupportedError, match="copies the whole trained model"):
