@@ -48,6 +48,13 @@ class ModelFacts:
         return None if self.config is None else choose_rotary_length(self.config, self.model.rotary_length)
 
     @property
+    def longest_row(self) -> int | None:
+        """Return the longest row in tokens that the model takes: its extended length, and no more than rotary frequencies are fixed for; None
+        where its configuration does not say.
+        """
+        return min((length for length in (self.extended_length, self.rotary_length) if length is not None), default=None)
+
+    @property
     def family(self) -> str | None:
         """Return the model's type as transformers names it, such as "qwen3"; None where its configuration does not say."""
         return None if self.config is None else getattr(self.config, "model_type", None)

@@ -136,8 +136,9 @@ def other_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def other_client(settings: Settings, other_model: Path, request: pytest.FixtureRequest) -> Iterator[Client]:
-    """A server with the test's parameters in `[serve]` and in `tables` next to it."""
+    """A server with the test's parameters in `[serve]` and in `tables` next to it; models of `sampling_only` are not trained."""
     changes = dict(request.param)
+    settings = attrs.evolve(settings, sampling_only=frozenset(changes.pop("sampling_only", ())))
     if changes.get("models") == "two":
         # another model of the same architecture
         changes["models"] = {**settings.serve.models, "other": str(other_model)}

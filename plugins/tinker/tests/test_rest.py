@@ -161,10 +161,18 @@ def test_a_download_is_a_tar_file_of_the_model_and_its_address_a_secret(client, 
 
 def test_metrics_and_the_log_count_requests_and_hold_nothing_of_them(start_server, message):
     log = io.StringIO()
+    passes = ((1, {}), (2, {"loss": "no-such-loss"}), (4, {"count": 2}), (5, {"forward_only": True}))
     with start_server(request_log=log) as client:
         model = client.open_model()
         client.complete("forward_backward", message(model, 1))
         client.complete("forward_backward", message(model, 2, loss="no-such-loss"))
+        # the refused pass costs the step
+        client.complete("optim_step", {"model_id": model, "seq_id": 3, "adam_params": {}})
+        output = client.complete("forward_backward", message(model, 4, count=2))
+        loss = CLASSES["ForwardBackwardOutput"].FromString(output).metrics["loss:sum"]
+        client.complete("forward_backward", message(model, 5, forward_only=True))
+        assert "metrics" in client.complete("optim_step", {"model_id": model, "seq_id": 6, "adam_params": {}})
+        client.complete("asample", {"sampling_session_id": client.sampler(model, 7), "seq_id": 0, **PROMPT})
         client.post("made-up-call", {})
         client.post("create_session", {}, key="tml-wrong")
         request = urllib.request.Request(f"{client.address}/metrics", headers={"Authorization": "Bearer tml-test"})
@@ -172,8 +180,25 @@ def test_metrics_and_the_log_count_requests_and_hold_nothing_of_them(start_serve
             text = response.read().decode()
         with pytest.raises(urllib.error.HTTPError, match="401"):
             urllib.request.urlopen(f"{client.address}/metrics", timeout=60)
+        client.finish(model)
+        with urllib.request.urlopen(request, timeout=60) as response:
+            after = response.read().decode()
+    numbers = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    name = "skyrl_engine_tinker"
+    assert float(numbers[f'{name}_loss{{slot="0"}}']) == loss
+    step_seconds = float(numbers[f"{name}_step_seconds_sum"])
+    assert step_seconds > 0
+    assert float(numbers[f'{name}_tokens_per_second{{slot="0"}}']) == pytest.approx(6 / step_seconds)
+    assert 'slot="0"' not in after, "a model that is gone has no numbers"
     for line in (
-        'skyrl_engine_tinker_requests_total{call="forward_backward",status="200"} 2.0',
+        'skyrl_engine_tinker_requests_total{call="forward_backward",status="200"} 4.0',
+        'skyrl_engine_tinker_wait_seconds_count{call="forward_backward"} 4.0',
+        'skyrl_engine_tinker_wait_seconds_count{call="asample"} 1.0',
+        'skyrl_engine_tinker_work_seconds_count{call="optim_step"} 2.0',
+        "skyrl_engine_tinker_step_seconds_count 1.0",
+        'skyrl_engine_tinker_tokens_total{work="forward_backward"} 9.0',
+        'skyrl_engine_tinker_tokens_total{work="forward"} 3.0',
+        'skyrl_engine_tinker_tokens_total{work="sample"} 4.0',
         'skyrl_engine_tinker_requests_total{call="unknown",status="404"} 1.0',
         'skyrl_engine_tinker_requests_total{call="create_session",status="401"} 1.0',
         "skyrl_engine_tinker_sessions 1.0",
@@ -185,7 +210,14 @@ def test_metrics_and_the_log_count_requests_and_hold_nothing_of_them(start_serve
     assert all(line.keys() == {"time", "call", "status", "seconds", "received", "sent"} for line in lines)
     assert [line["call"] for line in lines][:2] == ["create_session", "create_model"]
     assert sum(line["received"] for line in lines if line["call"] == "forward_backward") == sum(
-        len(message(model, number, **more)) for number, more in ((1, {}), (2, {"loss": "no-such-loss"}))
+        len(message(model, number, **more)) for number, more in passes
     )
     for secret in (model, "made-up-call", "tml-", "no-such-loss"):
         assert secret not in log.getvalue() + text
+
+
+def test_health_is_told_without_the_key(client):
+    """Under the address that the SDK asks, and under the usual one."""
+    assert client.post("healthz", None, method="GET", key="") == (200, {"status": "ok"})
+    with urllib.request.urlopen(f"{client.address}/healthz", timeout=60) as response:
+        assert json.loads(response.read()) == {"status": "ok"}

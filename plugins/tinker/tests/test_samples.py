@@ -138,6 +138,13 @@ def column(tokens):
         ({"num_samples": 10**9}, "do not fit"),
         ({"prompt": {"chunks": [{"type": "image", "data": "", "format": "png"}]}}, "no text"),
         ({"target_prompt_logprobs": {"data": [1], "dtype": "int64"}}, "has no target_prompt_logprobs"),
+        (
+            {"record_stability_info": True},
+            "loss_fn and leave record_stability_info out. There are cross_entropy, ",
+        ),
+        ({"record_stability_info": True}, "skyrl-engine-losses:ppo"),
+        ({"prompt": {"chunks": [{"tokens": [5, -1]}]}}, "the prompt has the token -1, which no model knows"),
+        ({"prompt": {"chunks": [{"tokens": [2**31]}]}}, "the prompt has the token 2147483648"),
         ({"topk_prompt_logprobs": 101}, "at most the 100 most likely"),
         ({"topk_sample_logprobs": -1}, "at most the 100 most likely"),
         ({"prompt_logprobs": True, "prompt_logprobs_last_n": 10**6}, "is 1 to"),
@@ -159,6 +166,26 @@ def column(tokens):
 )
 def test_what_cannot_be_sampled_is_refused_in_words(sample, fields, words):
     assert words in sample(**fields)
+
+
+@pytest.mark.parametrize("other_client", [{"longest": 32_768}], indirect=True, ids=[""])
+def test_a_model_that_takes_fewer_tokens_than_the_server_bounds_what_is_sampled_and_trained(other_client, message):
+    """The tests' model has 160 positions: capabilities, samples without `max_tokens` and datums go by them."""
+    (capable,) = other_client.post("get_server_capabilities", None, method="GET")[1]["supported_models"]
+    assert capable["max_context_length"] == 160
+    model = other_client.open_model()
+    body = {"sampling_session_id": other_client.sampler(model, 1), "prompt": text(PROMPT), "sampling_params": {"stop": []}}
+    sampled = CLASSES["SampleResponse"].FromString(other_client.complete("asample", {**body, "seq_id": 0}))
+    assert len(tokens_of(sampled)) == 160 - len(PROMPT)
+    refused = other_client.complete("asample", {**body, "seq_id": 1, "sampling_params": {"max_tokens": 158}})["error"]
+    assert "160 tokens with the prompt (serve.longest or the model)" in refused
+    tokens = [5 + place % 90 for place in range(161)]
+    answer = other_client.complete("forward_backward", message(model, 2, tokens=tokens, targets=tokens))
+    assert "datum 0 has 161 tokens; this server takes 160" in answer["error"]
+    assert isinstance(
+        other_client.complete("forward_backward", message(model, 3, tokens=tokens[:160], targets=tokens[:160])), bytes
+    )
+    other_client.finish(model)
 
 
 @pytest.mark.parametrize("other_client", [{"samples": 2}], indirect=True, ids=[""])

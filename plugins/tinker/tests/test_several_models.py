@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from pathlib import Path
 
 import attrs
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load
 
-from skyrl_engine_tinker.checkpoints import Address
+from skyrl_engine_tinker.checkpoints import Address, Facts, delete, write_checkpoint
 from skyrl_engine_tinker.fair_lock import FairLock
 from skyrl_engine_tinker.model import ServedModel
 from skyrl_engine_tinker.slots import ModelSlots
@@ -199,7 +200,6 @@ def test_adapters_sit_where_the_client_wants_them(client, message, settings, lef
     ("lora", "words"),
     [
         ({"rank": 2, "train_attn": False, "train_mlp": False}, "set train_attn or train_mlp"),
-        ({"rank": 2, "train_mlp": "no"}, "train_mlp is 'no'; it must be true or false"),
         ({"rank": 0, "train_attn": False}, "full weights (rank 0) are trained in all layers"),
     ],
 )
@@ -362,3 +362,133 @@ def test_turns_are_given_in_the_order_in_which_they_are_asked_for():
     for thread in waiting:
         thread.join()
     assert order == ["a", "b", "c", "again"]
+
+
+TEACHER = {"models": "two", "sampling_only": ["other"]}
+
+
+def sampler_of(client, base, session=None):
+    """A sampler of a base model, and its session."""
+    session = session or client.post("create_session", {})[1]["session_id"]
+    request = {"session_id": session, "sampling_session_seq_id": 0, "base_model": base}
+    return client.post("create_sampling_session", request)[1]["sampling_session_id"], session
+
+
+def score(client, sampler, number=0):
+    """Log-probabilities of a prompt by a sampler, as compute_logprobs of the SDK asks for them, and tokens that it samples."""
+    request = {
+        "sampling_session_id": sampler,
+        "seq_id": number,
+        "prompt": {"chunks": [{"tokens": [5, 6, 7, 8]}]},
+        "prompt_logprobs": True,
+    }
+    answer = client.complete("asample", {**request, "sampling_params": {"max_tokens": 3, "seed": 1}})
+    assert isinstance(answer, bytes), answer
+    response = CLASSES["SampleResponse"].FromString(answer)
+    return response.prompt_logprobs, response.sequences[0].tokens
+
+
+@pytest.mark.parametrize("rank", [0, 2], ids=["full weights", "adapters"])
+@pytest.mark.parametrize("other_client", [TEACHER], indirect=True, ids=[""])
+def test_a_model_for_sampling_alone_scores_beside_one_that_is_trained(
+    other_client, start_server, serving_of, message, settings, other_model, rank
+):
+    """It has the bits that it has alone, and so has the model that is trained; it comes and goes with those who sample from it."""
+    alone_settings = attrs.evolve(settings, serve=attrs.evolve(settings.serve, models={"other": str(other_model)}))
+    with serving_of(alone_settings) as alone:
+        expected = score(alone, sampler_of(alone, "other")[0])
+    with start_server() as alone:
+        expected_training = train(alone, message, alone.open_model(rank))
+    model = other_client.open_model(rank)
+    teacher, session = sampler_of(other_client, "other")
+    student, _ = sampler_of(other_client, "tiny", model.split(":")[0])
+    numbers = []
+    for step in range(3):
+        assert score(other_client, teacher, step) == expected
+        assert score(other_client, student, step) != expected
+        numbers += train(other_client, message, model, first=1 + 2 * step, steps=1)
+    assert [*expected_training[:2]] == numbers[:2]
+    assert len(numbers) == 6
+    # both at once, whoever comes first
+    promises = [
+        other_client.post(
+            "asample",
+            {
+                "sampling_session_id": teacher,
+                "seq_id": 100 + each,
+                "prompt": {"chunks": [{"tokens": [5]}]},
+                "sampling_params": {"max_tokens": 20},
+            },
+        )[1]
+        for each in range(4)
+    ]
+    numbers += train(other_client, message, model, first=7, steps=1)
+    assert all(isinstance(other_client.wait_for(promise), bytes) for promise in promises)
+    other_client.finish(session)
+    again, session = sampler_of(other_client, "other")
+    assert score(other_client, again) == expected
+    other_client.finish(model)
+    assert score(other_client, again, 1) == expected
+    other_client.finish(session)
+
+
+@pytest.mark.parametrize("other_client", [TEACHER], indirect=True, ids=[""])
+def test_a_model_for_sampling_alone_is_listed_and_refused_for_training_by_name(other_client, settings):
+    capable = other_client.post("get_server_capabilities", None, method="GET")[1]["supported_models"]
+    assert [(each["model_name"], each["trainable"], each["sampleable"]) for each in capable] == [
+        ("tiny", True, True),
+        ("other", False, True),
+    ]
+    session = other_client.post("create_session", {})[1]["session_id"]
+    words = "other is for sampling alone here (trainable = false in serve.models); models that can be trained: tiny"
+    for request in (request_model(other_client, 2, "other"), request_model(other_client, 0, "other")):
+        answer = wait_for_answer(other_client, request[0])
+        assert (answer["error"], answer["category"]) == (words, "user")
+    # a checkpoint of the time when it could be trained
+    address = Address(f"{'c' * 32}:train:0", "weights", "old")
+    with write_checkpoint(settings.directory, address, Facts("other", 2, 1, 1.0), overwrite=True) as folder:
+        (folder / "model").mkdir()
+    answer = other_client.complete(
+        "load_weights", {"session_id": session, "model_seq_id": 0, "path": address.path, "optimizer": False}
+    )
+    assert answer["error"] == words
+    delete(settings.directory, address)
+
+
+@pytest.mark.parametrize("other_client", [TEACHER], indirect=True, ids=[""])
+def test_a_model_for_sampling_alone_takes_no_slot_and_gives_way_to_nobody(other_client):
+    """Models of full weights close what is in their way, and it is not."""
+    teacher, session = sampler_of(other_client, "other")
+    expected = score(other_client, teacher)
+    text = metrics_of(other_client)
+    for number, rank in enumerate((2, 0, 2)):
+        model = other_client.open_model(rank)
+        assert score(other_client, teacher, 1 + number) == expected
+        other_client.finish(model)
+    opened = [line for line in text.splitlines() if line.startswith("skyrl_engine_tinker_models ")]
+    assert opened == ["skyrl_engine_tinker_models 0.0"]
+    other_client.finish(session)
+
+
+def metrics_of(client) -> str:
+    request = urllib.request.Request(f"{client.address}/metrics", headers={"X-API-Key": "tml-test"})
+    with urllib.request.urlopen(request, timeout=60) as response:
+        return response.read().decode()
+
+
+def test_a_lock_that_is_released_meanwhile_is_had_by_whoever_waited():
+    turns, order = FairLock(), []
+
+    def take():
+        with turns:
+            order.append("other")
+
+    waiting = threading.Thread(target=take)
+    with turns:
+        waiting.start()
+        while not turns._waiting:
+            time.sleep(0.001)
+        with turns.released():
+            waiting.join(30)
+        order.append("own")
+    assert order == ["other", "own"]

@@ -67,7 +67,7 @@ class HfGenerator:
         else:
             model = load_sampler_model(start.model, start.device)
             fill(model, start.weights.tensors(), start.model.path)
-        self._limit = _longest_row(start)
+        self._limit = ModelFacts(start.model).longest_row
         self._budget = CacheBudget(self._options.cache_tokens or plan_cache_tokens(start.model, model))
         room = self._budget.open_room()
         rows = make_proven_rows(model, self._options.slots, name=start.model.path, limit=self._limit, memory=room)
@@ -219,10 +219,3 @@ class HfGenerator:
         if self._decode is None:
             self._decode = load_decoder(self._start.model)
         return self._decode
-
-
-def _longest_row(start: GeneratorStart) -> int | None:
-    """Return how many tokens a row may have: those that the model is made for, and that rotary frequencies are fixed for."""
-    facts = ModelFacts(start.model)
-    lengths = [length for length in (facts.extended_length, facts.rotary_length) if length is not None]
-    return min(lengths, default=None)

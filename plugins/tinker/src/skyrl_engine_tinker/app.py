@@ -1,17 +1,16 @@
 """Routes of the API: who may call, how large a body may be, and which call it is. Nothing here blocks, so heartbeats are answered."""
 
-import asyncio
 import contextlib
 import functools
 import hmac
 from collections.abc import AsyncIterator
 from typing import Any, TextIO
 
-import zstandard
 from fastapi import FastAPI, HTTPException, Request, Response
 from fastapi.responses import JSONResponse
 
 from skyrl_engine_tinker.access import LocalCallers
+from skyrl_engine_tinker.bodies import read_body
 from skyrl_engine_tinker.calls import CALLS
 from skyrl_engine_tinker.counted import Counted
 from skyrl_engine_tinker.errors import RequestError
@@ -36,9 +35,8 @@ def application(
 
     @contextlib.asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
-        sweeping = asyncio.create_task(server.sweep())
+        await server.start()
         yield
-        sweeping.cancel()
         await server.shut_down()
 
     app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
@@ -50,15 +48,13 @@ def application(
     @app.post("/api/v1/{call}")
     async def post(call: str, request: Request) -> Response:
         _authorize(request, api_key)
-        if (handler := CALLS.get(call)) is None:
+        if (known_call := CALLS.get(call)) is None:
             raise HTTPException(404, f"this server has no {call}")
-        body = await _read_body(request, settings.serve.body_bytes)
+        body = await read_body(request, settings.serve.body_bytes)
         try:
-            answer = await handler(server, body)
+            answer = await known_call.run(server, body)
         except RequestError as error:
             raise HTTPException(422, str(error)) from error
-        except (KeyError, TypeError, ValueError) as error:
-            raise HTTPException(422, f"{call} was sent with {type(error).__name__}: {error}") from error
         return (
             Response(answer, media_type="application/x-protobuf")
             if isinstance(answer, bytes)
@@ -75,6 +71,12 @@ def application(
         _authorize(request, api_key)
         await server.end(session)
         return Response(status_code=204)
+
+    @app.get("/healthz")
+    @app.get("/api/v1/healthz")
+    async def healthz() -> Any:
+        # without the key: whoever watches the process need not be a client
+        return {"status": "ok"}
 
     @app.get("/metrics")
     async def metrics(request: Request) -> Response:
@@ -93,29 +95,3 @@ def _authorize(request: Request, api_key: str | None) -> None:
     client_key = request.headers.get("x-api-key") or request.headers.get("authorization", "").removeprefix("Bearer ")
     if api_key is not None and not hmac.compare_digest(client_key.encode(), api_key.encode()):
         raise HTTPException(401, "the key in X-API-Key, or after Authorization: Bearer, is not this server's")
-
-
-async def _read_body(request: Request, limit: int) -> bytes:
-    """Read and decompress a body, never more than `limit` bytes of either."""
-    parts, size = [], 0
-    async for part in request.stream():
-        size += len(part)
-        if size > limit:
-            raise HTTPException(413, f"the request is larger than {limit:,} bytes (serve.body_bytes)")
-        parts.append(part)
-    body = b"".join(parts)
-    if request.headers.get("content-encoding") != "zstd":
-        return body
-    try:
-        body = await asyncio.to_thread(decompress, body, limit + 1)
-    except zstandard.ZstdError as error:
-        raise HTTPException(422, f"the body is no zstd: {error}") from error
-    if len(body) > limit:
-        raise HTTPException(413, f"the request is larger than {limit:,} bytes when it is decompressed (serve.body_bytes)")
-    return body
-
-
-def decompress(body: bytes, most: int) -> bytes:
-    """Decompress zstd, `most` bytes at most."""
-    with zstandard.ZstdDecompressor().stream_reader(body) as reader:
-        return bytes(reader.read(most))

@@ -25,7 +25,7 @@ import click
     "--request-log", type=click.File("a", lazy=False), metavar="FILE", help="Write a line of JSON per request; - for the output."
 )
 def serve(config: Path, *, host: str, port: int, api_key_file: Path | None, allow_anyone: bool, request_log: TextIO | None) -> None:
-    """Serve the models of CONFIG to clients of the Tinker API, until interrupted.
+    """Serve the models of CONFIG to clients of the Tinker API, until SIGTERM or an interrupt; it ends within 5 seconds.
 
     CONFIG is a TOML file with the table [serve], and the tables that a run has, without a model, a loss and a reducer. Who can call can train,
     sample and read checkpoints. Without a key, programs of this machine can.
@@ -34,6 +34,7 @@ def serve(config: Path, *, host: str, port: int, api_key_file: Path | None, allo
 
     from skyrl_engine_tinker.access import is_loopback
     from skyrl_engine_tinker.app import application
+    from skyrl_engine_tinker.ending import REQUESTS_SECONDS, EndingServer
     from skyrl_engine_tinker.settings import Settings
 
     if api_key_file is None and not allow_anyone and not is_loopback(host):
@@ -57,7 +58,7 @@ def serve(config: Path, *, host: str, port: int, api_key_file: Path | None, allo
         host=host,
         port=port,
         log_level="warning",
-        timeout_graceful_shutdown=5,
+        timeout_graceful_shutdown=REQUESTS_SECONDS,
     )
     listening = served.bind_socket()
     # calls wait from here on, so the line below is true when it is read
@@ -65,4 +66,4 @@ def serve(config: Path, *, host: str, port: int, api_key_file: Path | None, allo
     # names come from a file, and may hold anything
     names = ", ".join(json.dumps(name)[1:-1] for name in settings.serve.models)
     click.echo(f"Serving {names} on http://{host}:{listening.getsockname()[1]}")
-    uvicorn.Server(served).run(sockets=[listening])
+    EndingServer(served).run(sockets=[listening])

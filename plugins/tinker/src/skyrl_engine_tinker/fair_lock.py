@@ -1,7 +1,9 @@
 """A lock that threads get in the order in which they ask for it: workers of models on the same ranks take turns, and none waits for ever."""
 
+import contextlib
 import threading
 from collections import deque
+from collections.abc import Iterator
 from types import TracebackType
 
 
@@ -28,3 +30,12 @@ class FairLock:
                 self._waiting.popleft().set()
             else:
                 self._taken = False
+
+    @contextlib.contextmanager
+    def released(self) -> Iterator[None]:
+        """Give the lock to others meanwhile, and wait for another turn at the end. Only for the thread that has it."""
+        self.__exit__(None, None, None)
+        try:
+            yield
+        finally:
+            self.__enter__()

@@ -1,5 +1,6 @@
 """The loss that a request asks for: one of the API's, or an installed one of `serve.losses`, by its name; and the loss in force."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -78,6 +79,9 @@ def _read_options(request: Any) -> dict[str, Any]:
     options: dict[str, Any] = dict(request.loss_fn_config)
     for key, value in request.loss_fn_config_v2.items():
         options[key] = value.text if value.HasField("text") else value.number
+    for key, value in options.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise RequestError(f"the option {key!r} is {value}; it must be a finite number")
     return {key: _convert_option(value) for key, value in options.items()}
 
 
@@ -94,6 +98,6 @@ def _get_api_inputs(name: str, options: Mapping[str, Any]) -> losses.Inputs:
     for key, number in options.items():
         if key not in known_options:
             raise RequestError(f"{name} has no option {key!r}; it has {', '.join(known_options) or 'none'}")
-        if isinstance(number, str | bool) or not 0 <= number < float("inf"):
+        if isinstance(number, str | bool) or number < 0:
             raise RequestError(f"the option {key!r} of {name} is {number}; it must be a number of 0 or more")
     return {**inputs, **options}

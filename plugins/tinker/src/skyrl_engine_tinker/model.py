@@ -2,8 +2,11 @@
 
 import json
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from attrs import define
 
 from skyrl_engine import Engine, ModelError
 from skyrl_engine.contracts import LoraConfig
@@ -14,9 +17,26 @@ from skyrl_engine_tinker.codecs import encode_outputs
 from skyrl_engine_tinker.datums import DatumBatch, DatumLimits, wire_metrics
 from skyrl_engine_tinker.errors import RequestError
 from skyrl_engine_tinker.loss_request import LossInForce, LossRequest
+from skyrl_engine_tinker.metrics import Counters
 from skyrl_engine_tinker.model_worker import describe_failure
+from skyrl_engine_tinker.requests import AdamParams
 from skyrl_engine_tinker.samplers import Samplers
 from skyrl_engine_tinker.settings import ALPHA, Settings
+
+
+@define
+class PassSums:
+    """The passes of one optimizer step together: seconds of work, tokens, and loss."""
+
+    seconds: float = 0.0
+    tokens: int = 0
+    loss: float = 0.0
+
+    def add(self, seconds: float, tokens: int, loss: float) -> None:
+        """Add a pass."""
+        self.seconds += seconds
+        self.tokens += tokens
+        self.loss += loss
 
 
 class ServedModel:
@@ -34,19 +54,25 @@ class ServedModel:
         layers: AdaptedLayers = EVERYWHERE,
         *,
         trained: bool = True,
+        counters: Counters | None = None,
     ) -> None:
         self.settings, self.model_id, self.base_model, self.trained = settings, model_id, base_model, trained
+        self.counters = counters or Counters()
+        self.slot = 0
+        """Number of the model among those that are trained, for metrics: it says nothing of the client."""
         self.rank, self.layers = rank, layers
         self.session = model_id.split(":", maxsplit=1)[0]
         self.host: ServedModel | None = None
         """The model on whose engine this one is a set of adapters; None where it has an engine of its own."""
         self.not_opened: str | None = None
         """Why the first request failed, so that there is nothing to close."""
-        self.metadata: dict[str, str] | None = None
+        self.metadata: Mapping[str, str] | None = None
         """The client's own words about the model, from when it was made."""
         self._engine: Engine | None = None
         self._loss: LossInForce | None = None
         self._samplers: Samplers | None = None
+        self._passes = PassSums()
+        """What the passes of the step so far took and gave."""
         self._spoiled: str | None = None
         """Why the gradient is not that of all data of the step, so that no step may be taken on it."""
         self._lists = ClientLists()
@@ -79,7 +105,7 @@ class ServedModel:
             self._refuse_means_over_steps()
             self._loss = LossInForce(self._engine)
             fresh = self.settings.find_weights(self.base_model) if start is None and self.host is None else None
-            self._samplers = Samplers(self._engine, self.settings.serve.weight_sets, fresh)
+            self._samplers = Samplers(self._engine, self.settings.serve.weight_sets, fresh, self.counters)
         return {"type": "create_model", "model_id": self.model_id}
 
     def _open_engine(self, seed: int | None, start: Path | None) -> Engine:
@@ -114,7 +140,7 @@ class ServedModel:
         if (facts.base_model, facts.lora_rank, facts.layers) != (self.base_model, self.rank, self.layers):
             where = f", adapters on {facts.layers}" if facts.lora_rank else ""
             raise RequestError(f"the checkpoint is of {facts.base_model} with rank {facts.lora_rank}{where}")
-        self._spoiled = None
+        self._spoiled, self._passes = None, PassSums()
         if create or not optimizer:
             self.close()
             self.metadata = self.metadata or facts.run_metadata
@@ -158,21 +184,26 @@ class ServedModel:
         self._spoiled = self._spoiled or why
 
     def _run_pass(self, request: Any, before: int) -> bytes:
-        engine, serve = self.engine, self.settings.serve
+        engine, serve, begun = self.engine, self.settings.serve, time.monotonic()
         loss_request = LossRequest.of(request, serve.losses)
         assert self._loss is not None, "an engine has a loss in force"
         reads = self._loss.put(loss_request)
-        limits = DatumLimits(serve.longest, serve.body_bytes // 4, engine.vocabulary_size)
+        limits = DatumLimits(self.settings.longest_of(self.base_model), serve.body_bytes // 4, engine.vocabulary_size)
         batch = DatumBatch.of(request, loss_request, reads, limits, before=before)
         plan = engine.plan(batch.columns)
         if request.forward_only:
             result = engine.evaluate(plan, tokens="actions", labels=batch.labels).result()
         else:
             result = engine.forward_backward(plan, tokens="actions", labels=batch.labels).result()
-        return encode_outputs(batch.logprobs(result.output), wire_metrics(result.output.metrics))
+        metrics, tokens = wire_metrics(result.output.metrics), int(batch.columns.action_offsets[-1])
+        self.counters.count_tokens("forward" if request.forward_only else "forward_backward", tokens)
+        if not request.forward_only:
+            self._passes.add(time.monotonic() - begun, tokens, metrics["loss:sum"])
+        return encode_outputs(batch.logprobs(result.output), metrics)
 
-    def optim_step(self, adam: dict[str, Any]) -> dict[str, Any]:
+    def optim_step(self, adam: AdamParams) -> dict[str, Any]:
         """Take one AdamW step with the request's numbers; samplers of the step before keep its weights."""
+        passes, self._passes, begun = self._passes, PassSums(), time.monotonic()
         if self._spoiled is not None:
             why, self._spoiled = self._spoiled, None
             self.engine.discard()
@@ -180,17 +211,17 @@ class ServedModel:
                 f"no step was taken, and its gradient was dropped: {why.rstrip('.')}. Send all data of the step again"
             )
         self.samplers.before_step()
-        clip = float(adam.get("grad_clip_norm") or 0.0)
         step = self.engine.optim_step(
-            learning_rate=adam.get("learning_rate", 1e-4),
-            betas=(adam.get("beta1", 0.9), adam.get("beta2", 0.95)),
-            epsilon=adam.get("eps", 1e-12),
-            weight_decay=adam.get("weight_decay", 0.0),
-            max_grad_norm=clip if clip > 0 else None,
+            learning_rate=adam.learning_rate,
+            betas=(adam.beta1, adam.beta2),
+            epsilon=adam.eps,
+            weight_decay=adam.weight_decay,
+            max_grad_norm=adam.grad_clip_norm if adam.grad_clip_norm > 0 else None,
         ).result()
+        self.counters.record_step(self.slot, passes.seconds + time.monotonic() - begun, passes.tokens, passes.loss)
         return {"type": "optim_step", "metrics": {"grad_norm": step.grad_norm, "learning_rate": step.learning_rate}}
 
-    def save(self, address: Address, *, overwrite: bool, ttl: float | None, metadata: dict[str, str] | None) -> dict[str, Any]:
+    def save(self, address: Address, *, overwrite: bool, ttl: int | None, metadata: Mapping[str, str] | None) -> dict[str, Any]:
         """Write a checkpoint: `model` as the engine exports it, `state` as it saves it if training may go on from there."""
         facts = Facts(
             self.base_model,

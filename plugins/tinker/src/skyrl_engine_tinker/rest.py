@@ -9,9 +9,11 @@ from fastapi import APIRouter, Depends, HTTPException, Request, Response
 from fastapi.responses import FileResponse, StreamingResponse
 
 from skyrl_engine_tinker import checkpoints
+from skyrl_engine_tinker.bodies import parse_object, read_body
 from skyrl_engine_tinker.checkpoints import Address, Facts
 from skyrl_engine_tinker.downloads import expires, tar
 from skyrl_engine_tinker.errors import RequestError
+from skyrl_engine_tinker.requests import TtlRequest, read_request
 from skyrl_engine_tinker.server import Server
 
 
@@ -38,8 +40,18 @@ def rest(server: Server, authorize: Callable[[Request], None]) -> APIRouter:
 
     @router.get("/get_server_capabilities")
     async def capabilities() -> Any:
-        facts = {"max_context_length": server.settings.serve.longest, "trainable": True, "sampleable": True}
-        return {"supported_models": [{"model_name": name, **facts} for name in server.settings.serve.models]}
+        settings = server.settings
+        return {
+            "supported_models": [
+                {
+                    "model_name": name,
+                    "max_context_length": await asyncio.to_thread(settings.longest_of, name),
+                    "trainable": name not in settings.sampling_only,
+                    "sampleable": True,
+                }
+                for name in settings.serve.models
+            ]
+        }
 
     @router.get("/samplers/{name}")
     async def sampler(name: str) -> Any:
@@ -89,12 +101,16 @@ def rest(server: Server, authorize: Callable[[Request], None]) -> APIRouter:
         return Response(status_code=204)
 
     @router.put("/training_runs/{model_id}/checkpoints/{kind}/{name}/ttl")
-    async def ttl(model_id: str, kind: str, name: str, body: dict[str, Any]) -> Response:
-        seconds, address = body.get("ttl_seconds"), await _run_in_thread(lambda: _require_checkpoint(server, model_id, kind, name))
+    async def ttl(model_id: str, kind: str, name: str, request: Request) -> Response:
+        body, address = (
+            await read_body(request, server.settings.serve.body_bytes),
+            await _run_in_thread(lambda: _require_checkpoint(server, model_id, kind, name)),
+        )
         try:
+            seconds = read_request(TtlRequest, parse_object(body)).ttl_seconds
             await asyncio.to_thread(checkpoints.set_ttl, directory, address, seconds)
-        except (RequestError, TypeError) as error:
-            raise HTTPException(400, str(error)) from error
+        except RequestError as error:
+            raise HTTPException(422, str(error)) from error
         return Response(status_code=204)
 
     @router.get("/training_runs/{model_id}/checkpoints/{kind}/{name}/archive")

@@ -20,6 +20,7 @@ from skyrl_engine.contracts import POLICY, Completion, GenerationRequest
 from skyrl_engine_tinker.checkpoints import SavedWeights
 from skyrl_engine_tinker.codecs import encode_samples
 from skyrl_engine_tinker.errors import RequestError
+from skyrl_engine_tinker.metrics import Counters
 from skyrl_engine_tinker.model_worker import PendingAnswer
 from skyrl_engine_tinker.sampling import SampleCall
 
@@ -44,8 +45,8 @@ class _Waiting:
 class Samplers:
     """Samplers over the generator of one engine. `base` are the weights that a fresh model begins with; None where it was not fresh."""
 
-    def __init__(self, engine: Engine, weight_sets: int, base: SavedWeights | None) -> None:
-        self._engine, self._kept, self._base = engine, weight_sets, base
+    def __init__(self, engine: Engine, weight_sets: int, base: SavedWeights | None, counters: Counters) -> None:
+        self._engine, self._kept, self._base, self._counters = engine, weight_sets, base, counters
         self._waiting: list[_Waiting] = []
         self._number = 0
         self._pinned: dict[str, int] = {}
@@ -112,6 +113,7 @@ class Samplers:
         for waiting in self._waiting:
             waiting.found |= {number: results[number] for number in waiting.numbers if number in results}
             if len(waiting.found) == len(waiting.numbers):
+                self._counters.count_tokens("sample", sum(len(completion.token_ids) for completion in waiting.found.values()))
                 _answer_call(waiting)
         self._waiting = [call for call in self._waiting if call.promise.finished_at is None]
         return bool(self._waiting)

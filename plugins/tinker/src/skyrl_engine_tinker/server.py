@@ -1,6 +1,7 @@
 """The state of the server: sessions, models, samplers, and promises of answers."""
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +10,7 @@ from attrs import define, field, frozen
 from fastapi import HTTPException
 
 from skyrl_engine_tinker import checkpoints
+from skyrl_engine_tinker.adapted import AdaptedLayers
 from skyrl_engine_tinker.checkpoints import Address, SavedWeights
 from skyrl_engine_tinker.downloads import Downloads
 from skyrl_engine_tinker.errors import RequestError
@@ -17,6 +19,8 @@ from skyrl_engine_tinker.model import ServedModel
 from skyrl_engine_tinker.model_worker import ModelWorker, PendingAnswer
 from skyrl_engine_tinker.settings import Settings
 from skyrl_engine_tinker.slots import LoadedModel, ModelSlots, Opener
+
+logger = logging.getLogger(__name__)
 
 KEPT_SECONDS = 600.0
 """Seconds that an answer is kept after it was set."""
@@ -49,8 +53,26 @@ class Server:
     _unloading: set[asyncio.Task[None]] = field(factory=set)
     _sampling: list[tuple[PendingAnswer, int]] = field(factory=list)
 
+    _loop: asyncio.AbstractEventLoop | None = None
+    _sweeping: asyncio.Task[None] | None = None
+
     def __attrs_post_init__(self) -> None:
-        self.slots = ModelSlots(self.settings)
+        self.slots = ModelSlots(self.settings, self.counters)
+
+    async def start(self) -> None:
+        """Bring back what a crash left half done, and begin to sweep."""
+        self._loop = asyncio.get_running_loop()
+        await asyncio.to_thread(checkpoints.restore, self.settings.directory)
+        self._sweeping = asyncio.create_task(self.sweep())
+
+    def make_model(self, model_id: str, base_model: str, rank: int, layers: AdaptedLayers) -> ServedModel:
+        """Make a model for training, which `create_model` opens."""
+        return ServedModel(self.settings, model_id, base_model, rank, layers, counters=self.counters)
+
+    def add_sampler(self, name: str, sampler: SamplingSession) -> None:
+        """Add a sampling session from a worker's thread, before the answer that the worker gives next is sent."""
+        assert self._loop is not None, "models are opened after the start"
+        self._loop.call_soon_threadsafe(self.samplers.__setitem__, name, sampler)
 
     def touch(self, session: Any) -> str:
         """Note a sign of life. Raises 410 for a session that is not, or no longer."""
@@ -162,10 +184,11 @@ class Server:
         return self.register_future(request_id, promise)
 
     async def shut_down(self) -> None:
-        """End all sessions and close all models."""
-        for session in list(self.sessions):
-            await self.end(session)
-        await asyncio.gather(*self._unloading)
+        """End all sessions and close all models, each after the request that it runs."""
+        if self._sweeping is not None:
+            self._sweeping.cancel()
+        # all at once: no model takes another request while one ends
+        await asyncio.gather(*(self.end(session) for session in list(self.sessions)), *self._unloading)
 
     def _drop_samplers(self, ended: Callable[[SamplingSession], bool]) -> None:
         self.samplers = {name: sampler for name, sampler in self.samplers.items() if not ended(sampler)}
@@ -183,16 +206,22 @@ class Server:
         swept = 0.0
         while True:
             await asyncio.sleep(min(5.0, self.settings.serve.session_seconds))
-            now = time.monotonic()
-            if now - swept > EXPIRY_SECONDS:
-                swept = now
-                await asyncio.to_thread(checkpoints.sweep, self.settings.directory)
-            for request_id, promise in list(self.promises.items()):
-                if promise.finished_at is not None and now - promise.finished_at > KEPT_SECONDS:
-                    # the worker keeps the promise, to recognize the request when it is repeated
-                    promise.answer = {"error": "the answer is no longer kept", "category": "server"}
-                    del self.promises[request_id]
-            for session, heard in list(self.sessions.items()):
-                if now - heard > self.settings.serve.session_seconds:
-                    await self.end(session)
-            self.slots.admit()
+            try:
+                if time.monotonic() - swept > EXPIRY_SECONDS:
+                    swept = time.monotonic()
+                    await asyncio.to_thread(checkpoints.sweep, self.settings.directory)
+                await self._sweep_memory(time.monotonic())
+            except Exception:
+                # whatever went wrong with one, the others end in their time
+                logger.exception("a sweep failed; the next one is soon")
+
+    async def _sweep_memory(self, now: float) -> None:
+        for request_id, promise in list(self.promises.items()):
+            if promise.finished_at is not None and now - promise.finished_at > KEPT_SECONDS:
+                # the worker keeps the promise, to recognize the request when it is repeated
+                promise.answer = {"error": "the answer is no longer kept", "category": "server"}
+                del self.promises[request_id]
+        for session, heard in list(self.sessions.items()):
+            if now - heard > self.settings.serve.session_seconds:
+                await self.end(session)
+        self.slots.admit()

@@ -12,6 +12,8 @@ from attrs import field, frozen
 from attrs.validators import and_, deep_iterable, ge, gt, instance_of
 
 from skyrl_engine import UnsupportedError
+from skyrl_engine.contracts import ModelConfig
+from skyrl_engine.model_facts.facts import ModelFacts
 from skyrl_engine_tinker import losses
 from skyrl_engine_tinker.adapted import EVERYWHERE, AdaptedLayers
 from skyrl_engine_tinker.checkpoints import Address, Facts, SavedWeights
@@ -39,15 +41,24 @@ def _require_installed(_table: object, _field: object, reference: str) -> None:
         raise ValueError(f"losses has {reference!r}, and the losses that are installed are {', '.join(sorted(names))}")
 
 
-def _read_models(path: Path, given: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the paths of models and, where the table names them, their tokenizers, by name. Raises UnsupportedError."""
-    paths, tokenizers = {}, {}
+def _read_models(path: Path, given: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, str], frozenset[str]]:
+    """Return the paths of models and, where the table names them, their tokenizers, by name; and the names of those that are not trained.
+
+    Raises UnsupportedError.
+    """
+    paths, tokenizers, frozen_names = {}, {}, set()
     for name, value in given.items():
         table = value if isinstance(value, dict) else {"path": value}
         if not isinstance(table.get("path"), str):
             raise UnsupportedError(f"{path}: serve.models.{name} is no text", remedy="Write a directory or a hub id")
-        if unknown := sorted(table.keys() - {"path", "tokenizer"}):
-            raise UnsupportedError(f"{path}: serve.models.{name} has no key {unknown[0]!r}", remedy="Use path and tokenizer")
+        if unknown := sorted(table.keys() - {"path", "tokenizer", "trainable"}):
+            raise UnsupportedError(
+                f"{path}: serve.models.{name} has no key {unknown[0]!r}", remedy="Use path, tokenizer and trainable"
+            )
+        if not isinstance(trainable := table.get("trainable", True), bool):
+            raise UnsupportedError(f"{path}: serve.models.{name}.trainable is neither true nor false", remedy="Write true or false")
+        if not trainable:
+            frozen_names.add(name)
         paths[name] = table["path"]
         if "tokenizer" in table:
             if not isinstance(table["tokenizer"], str) or not table["tokenizer"]:
@@ -55,7 +66,7 @@ def _read_models(path: Path, given: Mapping[str, Any]) -> tuple[dict[str, str], 
                     f"{path}: serve.models.{name}.tokenizer is no text", remedy="Write a hub id that clients can load"
                 )
             tokenizers[name] = table["tokenizer"]
-    return paths, tokenizers
+    return paths, tokenizers, frozenset(frozen_names)
 
 
 @frozen(kw_only=True)
@@ -69,7 +80,7 @@ class ServeTable:
     """Losses of installed plugins that clients may ask for, as `distribution:name`."""
     directory: str = field(default="served", validator=instance_of(str))
     longest: int = field(default=32_768, validator=[instance_of(int), ge(1)])
-    """The most tokens of a datum, and of a prompt together with its sample."""
+    """The most tokens of a datum, and of a prompt together with its sample, where the model does not take fewer."""
     body_bytes: int = field(default=64 * 2**20, validator=[instance_of(int), ge(1)])
     """Bytes of a request, also when it is decompressed."""
     samples: int = field(default=1_024, validator=[instance_of(int), ge(1)])
@@ -80,8 +91,9 @@ class ServeTable:
     """Models that are trained at once: sets of adapters over one base model. Of full weights there is one alone."""
     max_rank: int = field(default=512, validator=[instance_of(int), ge(1)])
     """Rank of a model's adapters, at most."""
-    weight_sets: int = field(default=2, validator=[instance_of(int), ge(0)])
-    """Copies of weights that samplers of earlier steps, of base models and of checkpoints keep; in-flight samplers have one more."""
+    weight_sets: int = field(default=8, validator=[instance_of(int), ge(0)])
+    """Copies of weights that samplers of earlier steps and of checkpoints keep, at most, for each model; in-flight samplers have one more. A
+    copy is the whole model in the precision of `model.dtype`."""
     gap_timeout_s: float = field(default=60.0, validator=[instance_of((int, float)), ge(0)])
     """Seconds that requests wait for a missing one with a smaller number."""
     session_seconds: float = field(default=120.0, validator=[instance_of((int, float)), gt(0)])
@@ -112,6 +124,10 @@ class Settings:
     directory: Path
     tokenizers: Mapping[str, str] = field(factory=dict)
     """Hub ids from which clients load tokenizers, by the names of models; never a place of this machine."""
+    sampling_only: frozenset[str] = frozenset()
+    """Names of models that are sampled from and score, and are never trained."""
+    _lengths: dict[str, int | None] = field(factory=dict, init=False, eq=False)
+    """Tokens that models take, by name, of those whose configuration was read."""
 
     @classmethod
     def read(cls, path: Path) -> "Settings":
@@ -140,7 +156,7 @@ class Settings:
                 f"{path}: optimizer.use is the client's to choose, and all that the protocol has is AdamW", remedy="Remove it"
             )
         base = path.resolve().parent
-        paths, tokenizers = _read_models(path, serve["models"])
+        paths, tokenizers, sampling_only = _read_models(path, serve["models"])
         resolved_paths = {name: str(base / where) if (base / where).exists() else where for name, where in paths.items()}
         # a client has none of this machine's folders: what lies here goes by its name
         tokenizers = {name: where if where == resolved_paths[name] else name for name, where in paths.items()} | tokenizers
@@ -148,12 +164,38 @@ class Settings:
             table = ServeTable(**{**serve, "models": resolved_paths})
         except (TypeError, ValueError) as error:
             raise UnsupportedError(f"{path}: serve: {error.args[0]}", remedy="Give a value of this type and range") from error
-        return cls(table, tables, base / table.directory, tokenizers)
+        return cls(table, tables, base / table.directory, tokenizers, sampling_only)
 
     def require(self, base_model: str) -> None:
         """Raise RequestError for a model that the table does not name."""
         if base_model not in self.serve.models:
             raise RequestError(f"there is no model {base_model!r} here; there are {', '.join(self.serve.models)}")
+
+    def require_trainable(self, base_model: str) -> None:
+        """Raise RequestError for a model that the table does not name, or for sampling alone."""
+        self.require(base_model)
+        if base_model in self.sampling_only:
+            trained = [name for name in self.serve.models if name not in self.sampling_only]
+            raise RequestError(
+                f"{base_model} is for sampling alone here (trainable = false in serve.models); models that can be trained: "
+                f"{', '.join(trained) or 'none'}"
+            )
+
+    def longest_of(self, base_model: str) -> int:
+        """Return the most tokens of a datum, or of a prompt with its sample: `serve.longest`, or fewer where the model takes fewer.
+
+        Reads the model's configuration the first time.
+        """
+        if base_model not in self._lengths:
+            table = self.tables.get("model", {})
+            keys = ("revision", "trust_remote_code", "rotary_length")
+            facts = ModelFacts(ModelConfig(path=self.serve.models[base_model], **{key: table[key] for key in keys if key in table}))
+            if facts.config is None:
+                # it is not here yet; the next request reads it
+                return self.serve.longest
+            self._lengths[base_model] = facts.longest_row
+        length = self._lengths[base_model]
+        return self.serve.longest if length is None else min(self.serve.longest, length)
 
     def tokenizer_of(self, base_model: str) -> str:
         """Return what a client loads a model's tokenizer from."""

@@ -3,6 +3,9 @@
 create_model -> ask -> is a slot free?
     yes: a worker opens the model in its first turn -> leave -> close -> admit the next that waits
     no:  the model waits; it is refused if models of living sessions leave no slot
+
+Models for sampling alone (`trainable = false`) are beside all that: each has an engine of its own while somebody samples from it, and neither
+gives way to a model nor takes a slot from one.
 """
 
 import asyncio
@@ -14,6 +17,7 @@ from attrs import define, field, frozen
 from skyrl_engine import Engine
 from skyrl_engine_tinker.errors import RequestError
 from skyrl_engine_tinker.fair_lock import FairLock
+from skyrl_engine_tinker.metrics import Counters
 from skyrl_engine_tinker.model import ServedModel
 from skyrl_engine_tinker.model_worker import Answer, ModelWorker, PendingAnswer, describe_failure
 from skyrl_engine_tinker.settings import Settings
@@ -59,19 +63,26 @@ class ModelSlots:
     """All models on the ranks, touched on the event loop alone.
 
     There is one model of full weights, or several sets of adapters over one base model. That base model, the host, is a model that nobody
-    trains; samplers of base models and of checkpoints sample from it.
+    trains; samplers of base models and of checkpoints sample from it. Where the ranks are in this process their engines take turns: they draw
+    from the same random states.
     """
 
     settings: Settings
+    counters: Counters = field(factory=Counters)
+    _one_process: bool = field(init=False)
+    _turns: FairLock = field(factory=FairLock)
     _has_sets: bool = field(init=False)
     _trained: dict[str, LoadedModel] = field(factory=dict)
     _host: LoadedModel | None = None
+    _sampled: dict[str, LoadedModel] = field(factory=dict)
+    """Models for sampling alone, by name."""
     _ending: list[LoadedModel] = field(factory=list)
     _newcomers: list[_Newcomer] = field(factory=list)
 
     def __attrs_post_init__(self) -> None:
         described = Engine.describe(self.settings.engine(next(iter(self.settings.serve.models)), 1, None, None))
         self._has_sets = "adapter_sets" in described.capabilities
+        self._one_process = self.settings.tables.get("run", {}).get("launch", "inline") == "inline"
 
     @property
     def trained(self) -> list[ServedModel]:
@@ -86,7 +97,8 @@ class ModelSlots:
     @property
     def waiting(self) -> int:
         """Count requests that wait for their turn."""
-        return sum(loaded.worker.waiting for loaded in self._trained.values())
+        others = [*self._sampled.values(), *([] if self._host is None else [self._host])]
+        return sum(loaded.worker.waiting for loaded in (*self._trained.values(), *others))
 
     def find(self, model_id: str) -> LoadedModel | None:
         """Return a model that is trained, with its worker."""
@@ -118,8 +130,10 @@ class ModelSlots:
     def sampling(self, base_model: str, session: str) -> LoadedModel:
         """Return the model that samples from a base model and from its checkpoints; open one if there is none.
 
-        Raises RequestError where a model of another base is trained.
+        Raises RequestError where a model of another base is trained, but for models that are for sampling alone.
         """
+        if base_model in self.settings.sampling_only:
+            return self._get_sampled(base_model, session)
         trained = self.trained
         if trained and trained[0].base_model != base_model:
             raise RequestError(
@@ -130,12 +144,15 @@ class ModelSlots:
         return self._get_host(base_model, session)
 
     def leave(self, model_ids: list[str], *, still_sampled: Callable[[str], bool]) -> list[LoadedModel]:
-        """Take models out of their slots, and the host if no set is left on it and nobody samples from its base model; `close` closes them."""
+        """Take models out of their slots, the host if no set is left on it and nobody samples from its base model, and models for sampling
+        alone from which nobody samples; `close` closes them.
+        """
         ending = [self._trained.pop(model_id) for model_id in model_ids if model_id in self._trained]
         host = self._host
         if host is not None and not any(map(self._is_set, self.trained)) and not still_sampled(host.model.base_model):
             ending.append(host)
             self._host = None
+        ending += [self._sampled.pop(name) for name in list(self._sampled) if not still_sampled(name)]
         self._ending += ending
         return ending
 
@@ -150,6 +167,8 @@ class ModelSlots:
         for loaded in ending:
             await asyncio.to_thread(loaded.close)
             self._ending.remove(loaded)
+            if all(model.slot != loaded.model.slot for model in self.all):
+                self.counters.forget_slot(loaded.model.slot)
         self.admit()
 
     def _explain_conflict(self, newcomer: ServedModel, present: list[ServedModel]) -> str | None:
@@ -180,25 +199,42 @@ class ModelSlots:
                 newcomer.promise.fail(RequestError(reason))
 
     def _open(self, newcomer: _Newcomer) -> None:
-        model = newcomer.model
+        model, taken = newcomer.model, {model.slot for model in self.all}
+        model.slot = next(slot for slot in range(len(taken) + 1) if slot not in taken)
         if self._is_set(model):
             host = self._get_host(model.base_model, model.session)
             model.host = host.model
             before, turns = host.before, host.turns
         else:
-            before, turns = self._take_models_in_the_way(), FairLock()
+            before, turns = self._take_models_in_the_way(), self._make_turns()
         self._trained[model.model_id] = self._start_worker(model, newcomer.opening, newcomer.promise, before, turns)
 
     def _get_host(self, base_model: str, session: str) -> LoadedModel:
         """Return the host of a base model. A host of another base model, or one that failed, is closed first."""
         if self._host is not None and self._host.model.base_model == base_model and self._host.model.failure is None:
             return self._host
+        self._host = self._open_base(base_model, session, self._take_models_in_the_way())
+        return self._host
+
+    def _get_sampled(self, base_model: str, session: str) -> LoadedModel:
+        """Return a model for sampling alone; open it if it is not there. One that failed, or is being closed, is closed first."""
+        loaded = self._sampled.get(base_model)
+        if loaded is None or loaded.model.failure is not None:
+            before = [each for each in self._ending if each.model.base_model == base_model]
+            self._sampled[base_model] = self._open_base(base_model, session, before if loaded is None else [*before, loaded])
+        return self._sampled[base_model]
+
+    def _open_base(self, base_model: str, session: str, before: list[LoadedModel]) -> LoadedModel:
+        """Open a base model, which nobody trains, after the models in `before` are closed."""
         name = f"{session}:sample:{secrets.token_hex(4)}"
         # a host of sets has adapters itself, the smallest there are, which nobody trains
-        model = ServedModel(self.settings, name, base_model, 1 if self._has_sets else 0, trained=False)
+        rank = 1 if self._has_sets else 0
+        model = ServedModel(self.settings, name, base_model, rank, trained=False, counters=self.counters)
         promise = PendingAnswer(asyncio.get_running_loop())
-        self._host = self._start_worker(model, lambda model: model.open(), promise, self._take_models_in_the_way(), FairLock())
-        return self._host
+        return self._start_worker(model, lambda model: model.open(), promise, before, self._make_turns())
+
+    def _make_turns(self) -> FairLock:
+        return self._turns if self._one_process else FairLock()
 
     def _take_models_in_the_way(self) -> list[LoadedModel]:
         """Take out and return the models that must be closed before an engine is opened, with the host: two engines may not fit."""
@@ -213,7 +249,9 @@ class ModelSlots:
         """Start the worker of a model; its first request closes the models in `before`, then runs `opening`."""
 
         def open_model() -> Answer:
-            close_all(before)
+            # they may need a turn to end
+            with turns.released():
+                close_all(before)
             try:
                 return opening(model)
             except BaseException as error:
