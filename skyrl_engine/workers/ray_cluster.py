@@ -45,12 +45,42 @@ Connection = Literal["started", "joined", "found"]
 """The way of this process to its cluster: it started it, joined it, or found it joined by the embedding program."""
 
 
+class _ClusterUse:
+    """The engines of this process that use its one cluster, and whether the first of them joined or started it."""
+
+    def __init__(self) -> None:
+        self.guard = threading.Lock()
+        self.engines = 0
+        self.ours = False
+
+
+_use = _ClusterUse()
+
+
 def connect(ray: Any, address: str | None, cpus: float) -> Connection:
     """Join the cluster at `address`, or start one on this machine with so many CPUs, or as many as it has.
 
-    A cluster that the embedding program has joined is used as it is. Raises EngineError when nothing answers at the address, or
-    Ray does not start here.
+    A cluster that the embedding program has joined, or another engine of this process, is used as it is. Raises EngineError when nothing
+    answers at the address, or Ray does not start here.
     """
+    with _use.guard:
+        connection = _join_or_start(ray, address, cpus)
+        if connection != "found":
+            _use.ours, _use.engines = True, 0
+        _use.engines += 1
+        return connection
+
+
+def disconnect(ray: Any, *, lost: bool) -> None:
+    """Leave the cluster after the last engine of this process, and at once where it is `lost`; never one of the embedding program."""
+    with _use.guard:
+        _use.engines -= 1
+        if _use.ours and (lost or _use.engines <= 0) and ray.is_initialized():
+            _use.ours = False
+            ray.shutdown()
+
+
+def _join_or_start(ray: Any, address: str | None, cpus: float) -> Connection:
     if ray.is_initialized():
         return "found"
     if address is None:

@@ -24,6 +24,7 @@ from skyrl_engine.workers.ray_cluster import (
     by_machine,
     connect,
     describe_death,
+    disconnect,
     end_own_processes,
     import_ray,
     multiply,
@@ -63,6 +64,7 @@ class RayTransport:
         self.ended: str | None = None
         self.ray_resources: Mapping[str, float] | None = None
         self._connection: Connection = connect(self._ray, address, spec.topology.world_size + spare_cpus)
+        self._connected = True
         try:
             self._watch = RayWatch(self._ray, gcs_seconds=OWN_GCS_SECONDS if self._connection == "started" else GCS_SECONDS)
             with self._using_ray("start"):
@@ -215,7 +217,7 @@ class RayTransport:
 
     def close(self) -> None:
         lost = self._watch is not None and self._watch.find_lost_process() is not None
-        with finally_close(self._leave_ray):
+        with finally_close(lambda: self._leave_ray(lost=lost)):
             self._end(CLOSED)
             if self._log is not None:
                 self._log.close(answering=not lost)
@@ -226,11 +228,12 @@ class RayTransport:
                 remove_placement_group(self._group)
                 self._group = None
 
-    def _leave_ray(self) -> None:
+    def _leave_ray(self, *, lost: bool) -> None:
         if self._watch is not None:
             self._watch.close()
-        if self._connection != "found" and self._ray.is_initialized():
-            self._ray.shutdown()
+        if self._connected:
+            self._connected = False
+            disconnect(self._ray, lost=lost)
 
 
 def on_start(spec: WorkerSpec, resources: Mapping[str, float]) -> dict[str, Any]:

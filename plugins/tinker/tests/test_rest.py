@@ -6,11 +6,16 @@ import tarfile
 import urllib.error
 import urllib.request
 
+import attrs
 import numpy as np
 import pytest
+import torch
 
+from skyrl_engine import ModelError
 from skyrl_engine_tinker import checkpoints
-from skyrl_engine_tinker.checkpoints import FACTS, Address
+from skyrl_engine_tinker.checkpoints import FACTS, Address, SavedWeights
+from skyrl_engine_tinker.model import ServedModel
+from skyrl_engine_tinker.settings import ServeTable
 from skyrl_engine_tinker.wire import CLASSES
 
 PROMPT = {"prompt": {"chunks": [{"tokens": [5, 6, 7]}]}, "sampling_params": {"max_tokens": 4, "seed": 3}, "num_samples": 1}
@@ -120,6 +125,37 @@ def test_samples_of_another_session_outlive_the_model_that_answers_them(client):
 def test_without_weight_sets_other_weights_are_refused(other_client, saved):
     assert "needs serve.weight_sets of 1" in sample(other_client, model_path=saved[1])["error"]
     assert isinstance(sample(other_client, base_model="tiny"), bytes)
+
+
+def test_where_memory_is_short_fewer_weight_sets_are_kept_and_every_sampler_is_answered(settings, caplog):
+    """A device with room for three copies, though the configuration allows eight; from the first refusal on there are two."""
+    assert attrs.fields(ServeTable).weight_sets.default == 8
+    model = ServedModel(attrs.evolve(settings, serve=attrs.evolve(settings.serve, weight_sets=8)), f"{'0' * 32}:train:0", "tiny", 2)
+    model.open()
+    samplers, stored = model.samplers, [SavedWeights(settings.serve.models["tiny"], None, str(each), 1.0) for each in range(7)]
+    samplers._start_generator()
+    sampler, held = model.engine.sampler, set()
+    real_load, real_release = sampler.load, sampler.release
+
+    def load(spec, target):
+        if target not in held and len(held) == 3:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        held.add(target)
+        real_load(spec, target)
+
+    sampler.load, sampler.release = load, lambda target: held.discard(target) or real_release(target)
+    targets = [samplers._read(each) for each in stored[:3]]
+    assert len({*targets}) == len(held) == 3
+    for each in (stored[0], *stored[3:]):
+        assert samplers._read(each) in held
+    assert len(held) == 2
+    assert [record.getMessage().partition(",")[0] for record in caplog.records] == [
+        "memory has room for 3 copies of the model's weights"
+    ]
+    # another failure is its request's answer, and costs no set
+    with pytest.raises(ModelError):
+        samplers._read(SavedWeights(str(settings.directory / "no-model"), None, "none", 1.0))
+    model.close()
 
 
 def test_a_checkpoint_whose_time_is_over_is_gone_and_then_deleted(client, message, settings):

@@ -5,11 +5,12 @@ import json
 import signal
 import threading
 import time
+import urllib.request
 
 import pytest
 import zstandard
 
-from skyrl_engine_tinker import app, calls
+from skyrl_engine_tinker import bodies, calls
 from skyrl_engine_tinker.model import ServedModel
 from skyrl_engine_tinker.wire import CLASSES
 
@@ -22,7 +23,7 @@ def test_heartbeats_are_answered_whatever_else_goes_on(other_client, message, mo
     """The real work is held until a heartbeat was answered: on the event loop it would hold that for ever."""
     begun, beat = threading.Event(), threading.Event()
     where, name = {
-        "decompression": (app, "decompress"),
+        "decompression": (bodies, "decompress"),
         "parsing": (calls, "parse_message"),
         "step": (ServedModel, "forward_backward"),
     }[held]
@@ -135,8 +136,8 @@ def test_a_process_ends_behind_its_step_and_the_next_one_has_its_checkpoints(cli
     assert first.complete("optim_step", {"model_id": model, "seq_id": 2, **STEP})["metrics"]["grad_norm"] > 0
     path = first.complete("save_weights", {"model_id": model, "seq_id": 3, "path": "one"})["path"]
     saved = loss(first.complete("forward_backward", message(model, 4, forward_only=True)))
-    # much to do is under way when the end is asked for: the step is finished, and its answer still comes
-    asked = first.post("forward_backward", message(model, 5, count=100, tokens=list(range(5, 60)), targets=[*range(6, 60), 8]))[1]
+    # a pass is under way when the end is asked for: it is finished, and its answer still comes
+    asked = first.post("forward_backward", message(model, 5, count=5, tokens=list(range(5, 60)), targets=[*range(6, 60), 8]))[1]
     polling = http.client.HTTPConnection(first.address.removeprefix("http://"), timeout=60)
     polling.request("POST", "/api/v1/retrieve_future", json.dumps(asked), {"X-API-Key": "tml-test"})
     # a call after the poll is answered, so the server has the poll
@@ -160,6 +161,47 @@ def test_a_process_ends_behind_its_step_and_the_next_one_has_its_checkpoints(cli
     assert second.post(f"{checkpoints}/weights/..", None, method="DELETE")[0] == 404
     assert second.post(checkpoints, None, method="GET")[1] == {"checkpoints": []}
     running.send_signal(signal.SIGINT)
+    assert running.wait(60) == 0
+
+
+def test_a_process_ends_within_seconds_whatever_runs(client, message, process, tmp_path):
+    """A pass of minutes is under way, and a poll waits for it; the checkpoint that was answered before is whole, and nothing else is lost."""
+    first, running = process(client)
+    model = first.open_model()
+    first.complete("forward_backward", message(model, 1))
+    first.complete("optim_step", {"model_id": model, "seq_id": 2, **STEP})
+    path = first.complete("save_weights", {"model_id": model, "seq_id": 3, "path": "one"})["path"]
+    saved = loss(first.complete("forward_backward", message(model, 4, forward_only=True)))
+    tokens = [5 + place % 90 for place in range(150)]
+    asked = first.post("forward_backward", message(model, 5, count=20_000, tokens=tokens, targets=tokens))[1]
+    queued = first.post("save_weights", {"model_id": model, "seq_id": 6, "path": "two"})[1]
+    polling = http.client.HTTPConnection(first.address.removeprefix("http://"), timeout=60)
+    polling.request("POST", "/api/v1/retrieve_future", json.dumps(queued), {"X-API-Key": "tml-test"})
+    metrics = urllib.request.Request(f"{first.address}/metrics", headers={"X-API-Key": "tml-test"})
+    deadline = time.monotonic() + 60
+    # it waited for its turn and has it
+    while b'wait_seconds_count{call="forward_backward"} 3.0' not in urllib.request.urlopen(metrics).read():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    begun = time.monotonic()
+    running.send_signal(signal.SIGTERM)
+    assert json.loads(polling.getresponse().read())["type"] == "try_again"
+    polling.close()
+    assert running.wait(30) == 0
+    print(f"ended after {time.monotonic() - begun:.1f} s")
+    log = (tmp_path / "server.log").read_text()
+    assert "a step that ran was abandoned" in log
+    assert "Traceback" not in log
+
+    second, running = process(client)
+    (checkpoint,) = second.post("checkpoints", None, method="GET")[1]["checkpoints"]
+    assert checkpoint["tinker_path"] == path
+    session = second.post("create_session", {})[1]["session_id"]
+    load = {"session_id": session, "model_seq_id": 0, "path": path, "optimizer": True}
+    assert second.complete("load_weights", load) == {"type": "load_weights", "path": path}
+    assert loss(second.complete("forward_backward", message(f"{session}:train:0", 1, forward_only=True))) == saved
+    assert second.post("retrieve_future", asked)[0] == 410
+    running.send_signal(signal.SIGTERM)
     assert running.wait(60) == 0
 
 

@@ -407,8 +407,7 @@ def test_a_model_for_sampling_alone_scores_beside_one_that_is_trained(
         assert score(other_client, teacher, step) == expected
         assert score(other_client, student, step) != expected
         numbers += train(other_client, message, model, first=1 + 2 * step, steps=1)
-    assert [*expected_training[:2]] == numbers[:2]
-    assert len(numbers) == 6
+    assert numbers == expected_training
     # both at once, whoever comes first
     promises = [
         other_client.post(
@@ -467,6 +466,17 @@ def test_a_model_for_sampling_alone_takes_no_slot_and_gives_way_to_nobody(other_
         other_client.finish(model)
     opened = [line for line in text.splitlines() if line.startswith("skyrl_engine_tinker_models ")]
     assert opened == ["skyrl_engine_tinker_models 0.0"]
+    other_client.finish(session)
+
+
+@pytest.mark.parametrize("other_client", [{**TEACHER, "tables": {"run": {"launch": "ray"}}}], indirect=True, ids=[""])
+def test_a_model_for_sampling_alone_stays_on_ray_when_the_one_that_started_it_ends(without_ray, other_client, message):
+    model = other_client.open_model(2)
+    teacher, session = sampler_of(other_client, "other")
+    expected = score(other_client, teacher)
+    train(other_client, message, model, steps=1)
+    other_client.finish(model)
+    assert score(other_client, teacher, 1) == expected
     other_client.finish(session)
 
 

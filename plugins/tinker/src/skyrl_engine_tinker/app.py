@@ -40,6 +40,7 @@ def application(
         await server.shut_down()
 
     app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    app.state.release_polls = server.release_polls
 
     @app.exception_handler(HTTPException)
     async def refuse(_request: Request, error: HTTPException) -> Response:

@@ -46,29 +46,29 @@ Turn = TypeVar("Turn", bound=InTurn)
 
 
 @frozen
-class Call:
+class ServedCall:
     """A call: `run` answers a body. `requests` are the classes that its JSON is read as, none where it is a protobuf message or is not read."""
 
     run: Callable[[Server, bytes], Awaitable[Answer]]
     requests: tuple[type, ...] = ()
 
 
-def _json_call(kind: type[Body], answer: Callable[[Server, Body], Awaitable[Answer]]) -> Call:
+def _json_call(kind: type[Body], answer: Callable[[Server, Body], Awaitable[Answer]]) -> ServedCall:
     """Make a call that is read when it arrives: a body that does not fit its class is refused with the status 422."""
 
     async def run(server: Server, body: bytes) -> Answer:
         return await answer(server, read_request(kind, parse_object(body)))
 
-    return Call(run, (kind,))
+    return ServedCall(run, (kind,))
 
 
-def _call_in_turn(name: str, kind: type[Turn], work: Callable[[Server, ServedModel, Turn], Answer]) -> Call:
+def _call_in_turn(name: str, kind: type[Turn], work: Callable[[Server, ServedModel, Turn], Answer]) -> ServedCall:
     """Make a call that a model does in its turn. `work` runs on the model's thread."""
 
     async def run(server: Server, body: bytes) -> Answer:
         return _submit(server, name, kind, parse_object(body), work)
 
-    return Call(run, (kind,))
+    return ServedCall(run, (kind,))
 
 
 def _submit(
@@ -271,22 +271,22 @@ def _submit_in_turn(
     return server.register_future(f"{head.model_id}:{head.seq_id}", worker.submit(head.seq_id, run))
 
 
-CALLS: Mapping[str, Call] = {
-    "create_session": Call(_create_session),
+CALLS: Mapping[str, ServedCall] = {
+    "create_session": ServedCall(_create_session),
     "session_heartbeat": _json_call(SessionRequest, _heartbeat),
-    "telemetry": Call(_telemetry),
+    "telemetry": ServedCall(_telemetry),
     "create_model": _json_call(CreateModelRequest, _create_model),
     "unload_model": _json_call(ModelRequest, _unload_model),
     "get_info": _json_call(ModelRequest, _get_info),
-    "forward_backward": Call(_forward_backward),
+    "forward_backward": ServedCall(_forward_backward),
     "optim_step": _call_in_turn("optim_step", OptimStepRequest, _optim_step),
     "save_weights": _call_in_turn("save_weights", SaveRequest, _save_weights),
     "save_weights_external": _call_in_turn("save_weights_external", SaveExternalRequest, _save_external),
-    "load_weights": Call(_load_weights, (LoadRequest, CreateByLoadRequest)),
+    "load_weights": ServedCall(_load_weights, (LoadRequest, CreateByLoadRequest)),
     "weights_info": _json_call(WeightsInfoRequest, _weights_info),
     "save_weights_for_sampler": _call_in_turn("save_weights_for_sampler", SaveForSamplerRequest, _save_for_sampler),
     "create_sampling_session": _json_call(SamplingSessionRequest, _create_sampling_session),
-    "asample": Call(_sample, (SampleRequest,)),
+    "asample": ServedCall(_sample, (SampleRequest,)),
     "retrieve_future": _json_call(RetrieveRequest, _retrieve),
 }
 """Calls that are posted to `/api/v1/NAME`."""

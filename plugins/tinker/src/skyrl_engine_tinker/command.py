@@ -53,8 +53,9 @@ def serve(config: Path, *, host: str, port: int, api_key_file: Path | None, allo
     # uvicorn ends in order, then raises the signal that it caught once more: the end that was asked for is no failure
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     signal.signal(signal.SIGINT, lambda *_: sys.exit(0))
+    app = application(settings, key, request_log, anyone=allow_anyone)
     served = uvicorn.Config(
-        application(settings, key, request_log, anyone=allow_anyone),
+        app,
         host=host,
         port=port,
         log_level="warning",
@@ -66,4 +67,4 @@ def serve(config: Path, *, host: str, port: int, api_key_file: Path | None, allo
     # names come from a file, and may hold anything
     names = ", ".join(json.dumps(name)[1:-1] for name in settings.serve.models)
     click.echo(f"Serving {names} on http://{host}:{listening.getsockname()[1]}")
-    EndingServer(served).run(sockets=[listening])
+    EndingServer(served, app.state.release_polls).run(sockets=[listening])

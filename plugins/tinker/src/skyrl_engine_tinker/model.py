@@ -72,7 +72,7 @@ class ServedModel:
         self._loss: LossInForce | None = None
         self._samplers: Samplers | None = None
         self._passes = PassSums()
-        """What the passes of the step so far took and gave."""
+        """Seconds, tokens and loss of the passes of the step so far."""
         self._spoiled: str | None = None
         """Why the gradient is not that of all data of the step, so that no step may be taken on it."""
         self._lists = ClientLists()

@@ -7,6 +7,7 @@ between requests, and while no request waits.
 """
 
 import asyncio
+import contextlib
 import heapq
 import threading
 import time
@@ -41,11 +42,14 @@ class PendingAnswer:
         self.set(describe_failure(error))
 
     async def wait(self, seconds: float) -> bool:
-        try:
+        """Wait for the answer. Returns False after so many seconds without one, and when `release` is called."""
+        with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._ready.wait(), seconds)
-        except TimeoutError:
-            return False
-        return True
+        return self.finished_at is not None
+
+    def release(self) -> None:
+        """Let go of whoever waits, from any thread."""
+        self._loop.call_soon_threadsafe(self._ready.set)
 
 
 def describe_failure(error: BaseException) -> dict[str, Any]:

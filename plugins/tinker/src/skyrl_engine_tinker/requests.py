@@ -194,7 +194,7 @@ class Chunk:
 
 
 @frozen(kw_only=True)
-class Prompt:
+class PromptTable:
     """The field `prompt`."""
 
     chunks: tuple[Chunk, ...]
@@ -224,7 +224,7 @@ class SamplerTurn:
 class SampleRequest(SamplerTurn):
     """The body of `asample`. The last three fields ask for what this server does not have."""
 
-    prompt: Prompt
+    prompt: PromptTable
     sampling_params: SamplingTable
     num_samples: int = 1
     prompt_logprobs: bool | None = None

@@ -6,11 +6,13 @@ A generator reads the memory that is trained, so a sampler has its weights from 
     a set       a copy: of a step that an unnamed sampler is pinned to, or of weights that were read from the disk
     INFLIGHT    the one copy that all in-flight samplers of the model share; publishing writes it over
 
-`serve.weight_sets` copies are kept, in-flight weights aside. The least recently used one is replaced; weights on the disk are read
-again.
+`serve.weight_sets` copies are kept, in-flight weights aside, or as many as memory has room for. The least recently used one is replaced;
+weights on the disk are read again.
 """
 
+import logging
 import secrets
+from collections.abc import Callable
 
 import numpy as np
 from attrs import define
@@ -23,6 +25,8 @@ from skyrl_engine_tinker.errors import RequestError
 from skyrl_engine_tinker.metrics import Counters
 from skyrl_engine_tinker.model_worker import PendingAnswer
 from skyrl_engine_tinker.sampling import SampleCall
+
+logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.02
 """Seconds that the ranks sample before requests are checked again."""
@@ -54,6 +58,7 @@ class Samplers:
         self._saved: dict[str, int] = {}
         # in the order of last use, the most recent last
         self._sets: dict[int | SavedWeights, str] = {}
+        self._unused = [f"set {number}" for number in range(weight_sets)]
 
     def pin(self, sampler: str) -> None:
         """Make a sampler keep the present weights."""
@@ -122,9 +127,8 @@ class Samplers:
         """Finish samples of the present weights, and copy these for their samplers, before a step changes them in place."""
         self._finish(POLICY)
         engine = self._engine
-        if engine.step in self._pinned.values() and (target := self._free_weight_set()) is not None:
-            engine.sampler.update(engine.step, target)
-            self._sets[engine.step] = target
+        if engine.step in self._pinned.values() and self._kept:
+            self._fill_set(engine.step, lambda target: engine.sampler.update(engine.step, target))
 
     def before_load(self) -> None:
         """Finish all samples and forget step numbers: after a load they count from another number."""
@@ -132,6 +136,7 @@ class Samplers:
             self._finish(target)
         self._pinned.clear()
         self._saved.clear()
+        self._unused += self._sets.values()
         self._sets.clear()
         self._base = None
 
@@ -174,26 +179,50 @@ class Samplers:
     def _read(self, stored: SavedWeights) -> str:
         """Return a set with weights from the disk; they are read unless a set holds them already."""
         if stored not in self._sets:
-            if (target := self._free_weight_set()) is None:
+            if not self._kept:
                 raise RequestError(
                     "a sampler of other weights than those that a model trains at this moment needs serve.weight_sets of 1 or more, and this "
                     "server's configuration says 0; sample before the model's next step, or have it raised"
                 )
-            self._engine.add_weights(target, stored.model, stored.adapter)
-            self._sets[stored] = target
+            self._fill_set(stored, lambda target: self._engine.add_weights(target, stored.model, stored.adapter))
         return self._touch(stored)
 
     def _touch(self, key: int | SavedWeights) -> str:
         target = self._sets[key] = self._sets.pop(key)
         return target
 
-    def _free_weight_set(self) -> str | None:
-        """Return a set to overwrite: a free one, or the least recently used, after its samples are finished. None if no set is kept."""
-        if len(self._sets) < self._kept:
-            used_sets = set(self._sets.values())
-            return next(name for name in (f"set {number}" for number in range(self._kept)) if name not in used_sets)
-        if not self._sets:
-            return None
+    def _fill_set(self, key: int | SavedWeights, fill: Callable[[str], None]) -> None:
+        """Give weights to a set. Where memory has no room for another copy, one is dropped, another replaced, and no more are made: training
+        needs the room of one.
+        """
+        target = self._free_weight_set()
+        try:
+            fill(target)
+        except BaseException as error:
+            if not self._sets or not _is_lack_of_memory(error):
+                self._unused.append(target)
+                raise
+            logger.warning(
+                "memory has room for %d copies of the model's weights, and serve.weight_sets is %d: samplers of older steps end earlier",
+                len(self._sets),
+                self._kept,
+            )
+        else:
+            self._sets[key] = target
+            return
+        if len(self._sets) > 1:
+            self._engine.sampler.release(self._take_oldest_set())
+        self._kept, self._unused = len(self._sets), []
+        target = self._take_oldest_set()
+        fill(target)
+        self._sets[key] = target
+
+    def _free_weight_set(self) -> str:
+        """Return a set to overwrite: a free one, or the least recently used."""
+        return self._unused.pop() if self._unused else self._take_oldest_set()
+
+    def _take_oldest_set(self) -> str:
+        """Take out the least recently used set, after its samples are finished."""
         target = self._sets.pop(next(iter(self._sets)))
         self._finish(target)
         return target
@@ -206,6 +235,11 @@ class Samplers:
         """Start the generator if it does not run: only then can a step's weights be copied before the next step changes them."""
         if not self._engine.has_sampler:
             self._engine.start_sampler(self._engine.assembly.plugins["generator"])
+
+
+def _is_lack_of_memory(error: BaseException) -> bool:
+    """Say whether a device had no memory: an error of torch, here or told by a rank elsewhere."""
+    return type(error).__name__ == "OutOfMemoryError" or "out of memory" in str(error).lower()
 
 
 def _answer_call(waiting: _Waiting) -> None:

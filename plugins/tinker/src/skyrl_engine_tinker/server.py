@@ -183,6 +183,11 @@ class Server:
         unloading.add_done_callback(self._unloading.discard)
         return self.register_future(request_id, promise)
 
+    def release_polls(self) -> None:
+        """Answer polls that are held, from any thread: their answers do not come any more."""
+        for promise in list(self.promises.values()):
+            promise.release()
+
     async def shut_down(self) -> None:
         """End all sessions and close all models, each after the request that it runs."""
         if self._sweeping is not None:
