@@ -1,16 +1,21 @@
 """KTO's baseline: how far the model is from the reference on answers to other prompts (Ethayarajh et al. 2024, arXiv:2402.01306, section 4)."""
 
 import logging
+from typing import Final
 
 import numpy as np
+from attrs import evolve
 
 from skyrl_engine.contracts.values.bundles import inseparable
 from skyrl_engine.contracts.values.columns import SampleColumns
-from skyrl_engine.contracts.values.outputs import BatchOutput
-from skyrl_engine.contracts.values.ragged import IntArray, offsets_of
+from skyrl_engine.contracts.values.ragged import AnyArray, IntArray, offsets_of
+from skyrl_engine.data.dataset import TokenizedDataset
 from skyrl_engine.data.table.filling import PROMPT
 from skyrl_engine.errors import DataError
 from skyrl_engine.training.sft.order import SampleOrder
+
+NUMBER: Final = "place_in_dataset"
+"""Name of the value of a sample that is its place."""
 
 _log = logging.getLogger(__name__)
 
@@ -117,13 +122,20 @@ def mismatch_answers(columns: SampleColumns, longest: int | None) -> SampleColum
     )
 
 
+def number_samples(dataset: TokenizedDataset) -> TokenizedDataset:
+    """Return the dataset whose samples know their places in it, as the value `NUMBER`: a mini-batch says by it which samples it holds."""
+    columns = dataset.columns
+    return evolve(
+        dataset, columns=evolve(columns, sample_values={**columns.sample_values, NUMBER: np.arange(len(columns), dtype=np.int64)})
+    )
+
+
 def tokens_before(columns: SampleColumns, sample: int) -> int:
     """Return the place in `input_ids` where the answer of a sample begins."""
     actions: IntArray = columns.action_offsets
     return int(columns.token_offsets[sample + 1] - (actions[sample + 1] - actions[sample]))
 
 
-def baseline_of(policy: BatchOutput, reference: BatchOutput) -> float:
-    """Return max(0, mean over answers of log p(y) - log ref(y)), in nats, of scores of the same mismatched samples."""
-    gaps = policy.fields["logprobs"].values.astype(np.float64) - reference.fields["logprobs"].values.astype(np.float64)
-    return max(0.0, float(gaps.sum()) / len(policy.sample_ids))
+def compute_baseline(policy: AnyArray, reference: AnyArray, answers: int) -> float:
+    """Return max(0, mean over so many answers of log p(y) - log ref(y)), in nats, of float32[A] per response token of mismatched samples."""
+    return max(0.0, float((policy.astype(np.float64) - reference.astype(np.float64)).sum()) / answers)

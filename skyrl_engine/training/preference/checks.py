@@ -53,7 +53,7 @@ def refuse_no_preference(draft: DataDraft) -> None:
 def refuse_single_pair_baseline(draft: DataDraft) -> None:
     """Raise ConfigError for KTO's baseline over mini-batches of one sample."""
     size = draft.resolved.config.training.batch_size
-    if BASELINE in draft.assembly.objective.columns and size < 2:
+    if BASELINE in draft.assembly.objective.columns and size < 2 and not draft.resolved.config.reference.precompute:
         raise ConfigError(
             [
                 Problem(
@@ -62,15 +62,6 @@ def refuse_single_pair_baseline(draft: DataDraft) -> None:
                     "Set training.batch_size to 2 or more",
                 )
             ]
-        )
-
-
-def refuse_precomputed_baseline(draft: DataDraft) -> None:
-    """Raise UnsupportedError for reference.precompute with KTO's baseline."""
-    if BASELINE in draft.assembly.objective.columns and draft.resolved.config.reference.precompute:
-        raise UnsupportedError(
-            "reference.precompute scores the answers of the data, and KTO's baseline is of mismatched ones, others in every step",
-            remedy="Remove reference.precompute, or choose another loss",
         )
 
 
@@ -96,14 +87,16 @@ def check_reference(draft: DataDraft) -> None:
 
 
 def check_baseline(run: PreparedRun) -> None:
-    """Raise DataError where KTO's baseline would find no answer to another prompt in some mini-batch."""
+    """Raise DataError where KTO's baseline would find no answer to another prompt in some mini-batch or, precomputed, in the data."""
     if BASELINE not in run.assembly.objective.columns:
         return
     order, evaluated = run.order, run.evaluation
-    refuse_single_prompts(run.train.columns, order, run.total_steps, name=run.train.name)
+    # precomputed, answers are mismatched over the whole dataset
+    apart = not run.resolved.config.reference.precompute
+    refuse_single_prompts(run.train.columns, order, run.total_steps if apart else 0, name=run.train.name)
     if evaluated is not None:
         held_out = SampleOrder.of(evaluated.columns, batch_size=order.batch_size, shuffle=False)
-        refuse_single_prompts(evaluated.columns, held_out, held_out.steps_per_epoch, name=evaluated.name)
+        refuse_single_prompts(evaluated.columns, held_out, held_out.steps_per_epoch if apart else 0, name=evaluated.name)
 
 
 BEFORE_BUILDING: Final[tuple[ConfigCheck, ...]] = (refuse_precomputed_moving_reference,)
@@ -111,7 +104,6 @@ BEFORE_BUILDING: Final[tuple[ConfigCheck, ...]] = (refuse_precomputed_moving_ref
 AFTER_BUILDING: Final[tuple[DraftCheck, ...]] = (
     refuse_no_preference,
     refuse_single_pair_baseline,
-    refuse_precomputed_baseline,
     refuse_unknown_logits,
     check_reference,
 )

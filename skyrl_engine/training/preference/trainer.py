@@ -17,7 +17,7 @@ from skyrl_engine.objective.policy_metrics import Watched
 from skyrl_engine.run.session import recall_choices
 from skyrl_engine.training.loop import RunResult, StepDone
 from skyrl_engine.training.moving_reference import MovingReference
-from skyrl_engine.training.preference.baseline import baseline_of, mismatch_answers
+from skyrl_engine.training.preference.baseline import NUMBER, compute_baseline, mismatch_answers, number_samples
 from skyrl_engine.training.preference.checks import BASELINE
 from skyrl_engine.training.preference.prepare import PreparedPreference, prepare
 from skyrl_engine.training.preference.references import ReferenceScores, with_references
@@ -52,14 +52,21 @@ def run_preference(
 def _trainer(prepared: PreparedPreference, progress: DataProgress | None, place: Place) -> "PreferenceTrainer":
     run, engine = prepared.run, place.engine
     reference: MovingReference | None = None
+    mismatched: list[SampleColumns | None] = [None, None]
     if prepared.reference is not None and run.resolved.config.reference.precompute:
         train = _score_dataset(prepared, run.train, engine, progress)
         held_out = None if run.evaluation is None else _score_dataset(prepared, run.evaluation, engine, progress)
+        if prepared.baseline:
+            mismatched = [
+                None if dataset is None else _mismatch_answers(prepared, dataset, engine, progress)
+                for dataset in (run.train, run.evaluation)
+            ]
+            train, held_out = number_samples(train), None if held_out is None else number_samples(held_out)
         run = evolve(run, train=train, evaluation=held_out)
     elif prepared.reference is not None:
         table = run.resolved.config.reference
         reference = MovingReference.load(engine, place.references, table, prepared.reference, place.reference)
-    return PreferenceTrainer(run, engine, place.position, place.data, prepared, reference)
+    return PreferenceTrainer(run, engine, place.position, place.data, prepared, reference, *mismatched)
 
 
 def _score_dataset(
@@ -71,17 +78,27 @@ def _score_dataset(
     values = scores.read()
     if values is None:
         assert prepared.reference is not None, "somebody reads its scores"
-        engine.add_frozen(prepared.reference)
+        if REFERENCE_MODEL not in engine.group.frozen:
+            engine.add_frozen(prepared.reference)
         scores.fill(engine, dataset, batch_size=prepared.run.order.batch_size, progress=progress)
         values = scores.read()
         assert values is not None, "what was written is whole"
     return with_references(dataset, values)
 
 
+def _mismatch_answers(
+    prepared: PreparedPreference, dataset: TokenizedDataset, engine: Engine, progress: DataProgress | None
+) -> SampleColumns:
+    """Return every prompt with the answer to another one of the dataset, scored by the reference as the dataset itself is."""
+    columns = mismatch_answers(dataset.columns, prepared.longest)
+    assert columns is not None, "planning refuses data with a single prompt"
+    return _score_dataset(prepared, evolve(dataset, columns=columns, images=None), engine, progress).columns
+
+
 @define(eq=False)
 class PreferenceTrainer(SftTrainer):
     """The steps of a run on preferences. A step's scores are taken over its own plan, so that a model equal to its reference has log-ratios of
-    exactly 0.
+    exactly 0. `mismatched` and `mismatched_held_out` are what KTO's baseline is measured on where references are precomputed.
     """
 
     name: ClassVar[str] = "preference"
@@ -89,6 +106,8 @@ class PreferenceTrainer(SftTrainer):
 
     preference: PreparedPreference
     reference: MovingReference | None
+    mismatched: SampleColumns | None
+    mismatched_held_out: SampleColumns | None
 
     @property
     def watch(self) -> tuple[Watched, ...]:
@@ -119,13 +138,20 @@ class PreferenceTrainer(SftTrainer):
 
     def complete(self, plan: Plan) -> Plan:
         """Add what the loss reads: `ref_logprobs`, and KTO's baseline."""
+        return self._complete(plan, self.mismatched)
+
+    def _plan_whole(self, columns: SampleColumns) -> Plan:
+        return self._complete(self.engine.plan(columns), self.mismatched_held_out)
+
+    def _complete(self, plan: Plan, mismatched: SampleColumns | None) -> Plan:
         columns = plan.columns
         new_columns: dict[str, AnyArray | Ragged] = {}
         if self._asks_reference(columns):
             scores = self.engine.score(plan, tokens="loss", model=REFERENCE_MODEL).result()
             new_columns[REFERENCE] = scores.on_actions("logprobs")
         if self.preference.baseline:
-            new_columns[BASELINE] = np.full(int(columns.action_offsets[-1]), self._baseline(columns), dtype=np.float32)
+            baseline = self._baseline(columns) if mismatched is None else self._precomputed_baseline(columns, mismatched)
+            new_columns[BASELINE] = np.full(int(columns.action_offsets[-1]), baseline, dtype=np.float32)
         return plan.with_columns(new_columns) if new_columns else plan
 
     def _baseline(self, columns: SampleColumns) -> float:
@@ -134,6 +160,13 @@ class PreferenceTrainer(SftTrainer):
         if mismatched is None:
             return 0.0
         plan = self.engine.plan(mismatched)
-        policy = self.engine.score(plan, tokens="loss")
-        reference = self.engine.score(plan, tokens="loss", model=REFERENCE_MODEL)
-        return baseline_of(policy.result(), reference.result())
+        # both are asked before either is waited for
+        asked = [self.engine.score(plan, tokens="loss", model=model) for model in (None, REFERENCE_MODEL)]
+        policy, reference = (scores.result().on_actions("logprobs").values for scores in asked)
+        return compute_baseline(policy, reference, len(mismatched))
+
+    def _precomputed_baseline(self, columns: SampleColumns, mismatched: SampleColumns) -> float:
+        """KTO's baseline of a mini-batch, on the answers that its samples have in `mismatched`."""
+        chosen = mismatched.take(columns.sample_values[NUMBER])
+        policy = self.engine.score(self.engine.plan(chosen), tokens="loss").result().on_actions("logprobs")
+        return compute_baseline(policy.values, chosen.columns[REFERENCE], len(chosen))

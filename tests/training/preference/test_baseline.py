@@ -2,6 +2,7 @@
 
 import json
 import logging
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pair_runs import Configure
+from pair_runs import Configure, Ending
+from safetensors.numpy import load_file, save_file
 
 from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.ragged import offsets_of
-from skyrl_engine.errors import DataError
+from skyrl_engine.engine.engine import Engine
+from skyrl_engine.errors import DataError, PluginBrokenError
 from skyrl_engine.run.metrics import read_metrics
 from skyrl_engine.training.preference.baseline import mismatch_answers, other_answers, prompt_labels
 from skyrl_engine.training.preference.trainer import plan_preference, run_preference
@@ -122,6 +125,76 @@ def test_a_last_mini_batch_of_one_prompt_has_no_baseline_and_is_logged(
     assert "1 of 2 mini-batches" in caplog.text
     last = [record["metrics"] for record in read_metrics(done.directory / "metrics.jsonl") if record["kind"] == "step"][-1]
     assert last["kl_baseline"] == 0.0
+
+
+def baselines(directory: Path) -> list[float]:
+    return [record["metrics"]["kl_baseline"] for record in read_metrics(directory / "metrics.jsonl") if record["kind"] == "step"]
+
+
+def write_reference(pairs: Path, folder: Path) -> Path:
+    """A model that is sure of tokens at random, so that the trained one finds answers likelier and its baseline is above 0."""
+    directory = folder / "other"
+    shutil.copytree(pairs / "model", directory)
+    scaled = {name: weight * 10 for name, weight in load_file(directory / "model.safetensors").items()}
+    save_file(scaled, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+def test_a_precomputed_baseline_is_the_live_one_where_the_mini_batch_is_the_data(
+    configure: Configure, pairs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In smaller mini-batches its mean over an epoch is the same; a second run loads no reference."""
+    other = write_reference(pairs, tmp_path)
+    loaded: list[str] = []
+    add = Engine.add_frozen
+    monkeypatch.setattr(Engine, "add_frozen", lambda engine, frozen: (loaded.append(frozen.name), add(engine, frozen))[1])
+    data = {"train": str(pairs / "single.jsonl"), "eval": None, "cache": str(tmp_path / "cache")}
+    reference = {"path": str(other)}
+
+    def run(name: str, **training: Any) -> Path:
+        options = {"steps": 1, "batch_size": 20, "shuffle": False, **training}
+        precompute = name != "live"
+        return run_preference(
+            configure(
+                name,
+                preference={"preset": "kto"},
+                data=data,
+                reference={**reference, "precompute": precompute},
+                training=options,
+                optimizer={"learning_rate": 1e-9},
+            )
+        ).directory
+
+    (live,) = baselines(run("live"))
+    assert live > 0.1
+    (kept,) = baselines(run("kept"))
+    assert kept == pytest.approx(live, rel=1e-5)
+    assert loaded == ["reference", "reference"]
+    halves = baselines(run("halves", batch_size=10, steps=2, shuffle=True))
+    assert halves[0] != halves[1]
+    assert np.mean(halves) == pytest.approx(live, rel=1e-4)
+    singles = baselines(run("singles", batch_size=1, steps=20))
+    assert np.mean(singles) >= live - 1e-4
+    assert loaded == ["reference", "reference"], "scores are kept"
+
+
+def test_precomputed_references_score_held_out_answers_and_resume(configure: Configure, pairs: Path, tmp_path: Path) -> None:
+    single = str(pairs / "single.jsonl")
+    tables: dict[str, Any] = {
+        "preference": {"preset": "kto"},
+        "data": {"train": single, "eval": single, "cache": str(tmp_path / "cache")},
+        "reference": {"precompute": True, "path": str(write_reference(pairs, tmp_path))},
+        "training": {"steps": 4},
+        "checkpoint": {"every": 2},
+    }
+    whole = run_preference(configure("whole", **tables)).directory
+    with pytest.raises(PluginBrokenError):
+        run_preference(configure("cut", **tables), observers=[Ending()])
+    cut = run_preference(configure("cut", **tables), resume=True).directory
+    assert baselines(cut) == baselines(whole)
+    assert all(baseline > 0 for baseline in baselines(whole))
+    (evaluation,) = [record for record in read_metrics(whole / "metrics.jsonl") if record["kind"] == "evaluation"]
+    assert evaluation["metrics"]["kl_baseline"] > 0
 
 
 def test_held_out_answers_are_looked_at_too(configure: Configure, tmp_path: Path) -> None:
