@@ -21,7 +21,7 @@ R = TypeVar("R")
 Needs = tuple[str, ...] | Callable[[Any], tuple[str, ...]]
 """Names, or what gives them for a config, where an option decides what is read."""
 BatchLocal = bool | Callable[[Any], bool]
-"""Whether a loss depends on how the batch is cut, or what says so for a config."""
+"""True for a loss that depends on how the batch is cut, or what says so for a config."""
 
 
 @define(eq=False)

@@ -25,7 +25,7 @@ from skyrl_engine.training.reference import REFERENCE, REFERENCE_MODEL
 from skyrl_engine.training.sft.dry_run import RunPlan
 from skyrl_engine.training.sft.prepare import DataProgress
 from skyrl_engine.training.sft.state import SftState
-from skyrl_engine.training.sft.trainer import Place, SftTrainer, Start, plan_on_data, train_on_data
+from skyrl_engine.training.sft.trainer import SftTrainer, Start, StartedRun, plan_on_data, train_on_data
 
 
 def plan_preference(resolved: ResolvedConfig, *, progress: DataProgress | None = None) -> RunPlan:
@@ -49,7 +49,7 @@ def run_preference(
     return train_on_data(resolved, start, observers=observers, resume=resume, progress=progress)
 
 
-def _trainer(prepared: PreparedPreference, progress: DataProgress | None, place: Place) -> "PreferenceTrainer":
+def _trainer(prepared: PreparedPreference, progress: DataProgress | None, place: StartedRun) -> "PreferenceTrainer":
     run, engine = prepared.run, place.engine
     reference: MovingReference | None = None
     mismatched: list[SampleColumns | None] = [None, None]

@@ -71,14 +71,14 @@ def run_sft(
     return train_on_data(resolved, start, observers=observers, resume=resume, progress=progress)
 
 
-def _trainer(prepared: PreparedRun, place: "Place") -> "SftTrainer":
+def _trainer(prepared: PreparedRun, place: "StartedRun") -> "SftTrainer":
     if prepared.teacher is not None:
         place.engine.add_frozen(prepared.teacher)
     return SftTrainer(prepared, place.engine, place.position, place.data)
 
 
 @frozen(eq=False)
-class Place:
+class StartedRun:
     """The engine whose ranks have started, and where a run goes on: the position, the training data's fingerprint, the folder of the models
     that become the reference, and the name of the one that it is.
     """
@@ -95,7 +95,7 @@ class Start:
     """A prepared run over a dataset, and what makes its trainer."""
 
     prepared: PreparedRun
-    trainer: "Callable[[Place], SftTrainer]"
+    trainer: "Callable[[StartedRun], SftTrainer]"
 
 
 def train_on_data(
@@ -140,7 +140,7 @@ def train_on_data(
             return Loop(
                 session,
                 engine,
-                started.trainer(Place(engine, position, data, session.directory.reference, reference)),
+                started.trainer(StartedRun(engine, position, data, session.directory.reference, reference)),
                 evaluation=config.evaluation,
                 checkpoint=config.checkpoint,
                 total_steps=prepared.total_steps,
