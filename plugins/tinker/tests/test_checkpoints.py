@@ -106,7 +106,6 @@ def test_a_sweep_that_fails_is_not_the_last_one(other_client, monkeypatch):
     deadline = time.monotonic() + 60
     while not failed and time.monotonic() < deadline:
         time.sleep(0.05)
-    monkeypatch.setattr(checkpoints, "sweep", lambda _directory: None)
     session = other_client.post("create_session", {})[1]["session_id"]
     while other_client.post(f"sessions/{session}", None, method="GET")[0] == 200 and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -193,6 +192,19 @@ def test_a_server_brings_back_what_was_set_aside_when_it_starts(settings, servin
         listed = client.post("checkpoints?limit=1000", None, method="GET")[1]["checkpoints"]
         assert address.path in [each["tinker_path"] for each in listed]
     checkpoints.delete(settings.directory, address)
+
+
+def test_what_was_set_aside_is_there_for_whoever_would_write_its_name(tmp_path):
+    """Also while the server runs: without `overwrite` it is in the way, as it was before another server's crash."""
+    write(tmp_path)
+    folder = ADDRESS.folder(tmp_path)
+    folder.rename(folder.with_name(f"one{checkpoints.REPLACED}"))
+    with (
+        pytest.raises(RequestError, match="there is a checkpoint 'one' already"),
+        write_checkpoint(tmp_path, ADDRESS, Facts("tiny", 2, 2, 2.0), overwrite=False),
+    ):
+        pass
+    assert Facts.of(tmp_path, ADDRESS).step == 1
 
 
 def test_no_client_can_name_what_was_set_aside():

@@ -171,6 +171,7 @@ def write_checkpoint(directory: Path, address: Address, facts: Facts, *, overwri
     One that is written over is set aside before the new one takes its name. A crash in between leaves it there, and `restore` brings it back.
     """
     folder = address.folder(directory)
+    _restore(folder.with_name(f"{folder.name}{REPLACED}"))
     if (folder / FACTS).exists() and not overwrite:
         raise RequestError(f"there is a checkpoint {address.name!r} already; give another name, or overwrite")
     aside = folder.with_name(f"{address.name}{PARTIAL}")

@@ -101,7 +101,7 @@ class Counters:
     def record_step(self, slot: int, seconds: float, tokens: int, loss: float) -> None:
         """Note an optimizer step of the model in a slot: seconds of work, tokens and summed loss of its passes."""
         self._step_seconds.observe(seconds)
-        self._tokens_per_second.labels(str(slot)).set(tokens / seconds)
+        self._tokens_per_second.labels(str(slot)).set(tokens / max(seconds, 1e-9))
         self._loss.labels(str(slot)).set(loss)
 
     def forget_slot(self, slot: int) -> None:

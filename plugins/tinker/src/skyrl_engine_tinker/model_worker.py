@@ -48,8 +48,9 @@ class PendingAnswer:
         return self.finished_at is not None
 
     def release(self) -> None:
-        """Let go of whoever waits, from any thread."""
-        self._loop.call_soon_threadsafe(self._ready.set)
+        """Let go of whoever waits, from any thread; after the loop's end nobody does."""
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._ready.set)
 
 
 def describe_failure(error: BaseException) -> dict[str, Any]:

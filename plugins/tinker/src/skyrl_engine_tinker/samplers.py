@@ -202,20 +202,18 @@ class Samplers:
             if not self._sets or not _is_lack_of_memory(error):
                 self._unused.append(target)
                 raise
-            logger.warning(
-                "memory has room for %d copies of the model's weights, and serve.weight_sets is %d: samplers of older steps end earlier",
-                len(self._sets),
-                self._kept,
-            )
         else:
             self._sets[key] = target
             return
+        logger.warning(
+            "memory has room for %d copies of the model's weights, and serve.weight_sets is %d: samplers of older steps end earlier",
+            len(self._sets),
+            self._kept,
+        )
         if len(self._sets) > 1:
             self._engine.sampler.release(self._take_oldest_set())
         self._kept, self._unused = len(self._sets), []
-        target = self._take_oldest_set()
-        fill(target)
-        self._sets[key] = target
+        self._fill_set(key, fill)
 
     def _free_weight_set(self) -> str:
         """Return a set to overwrite: a free one, or the least recently used."""

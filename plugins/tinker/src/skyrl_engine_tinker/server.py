@@ -212,12 +212,12 @@ class Server:
         while True:
             await asyncio.sleep(min(5.0, self.settings.serve.session_seconds))
             try:
+                await self._sweep_memory(time.monotonic())
                 if time.monotonic() - swept > EXPIRY_SECONDS:
                     swept = time.monotonic()
                     await asyncio.to_thread(checkpoints.sweep, self.settings.directory)
-                await self._sweep_memory(time.monotonic())
             except Exception:
-                # whatever went wrong with one, the others end in their time
+                # whatever went wrong with one session or checkpoint, the others end in their time
                 logger.exception("a sweep failed; the next one is soon")
 
     async def _sweep_memory(self, now: float) -> None:
