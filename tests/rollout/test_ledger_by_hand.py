@@ -209,3 +209,48 @@ def test_no_group_starts_that_no_step_trains_on():
         ledger.finish_step(step, ledger.next_batch(step))
         ledger.publish(step)
         assert ledger.start_tickets() == ()
+
+
+def test_a_batch_is_in_the_order_of_tickets_though_older_weights_come_first():
+    state = {"step": 2, "version": 2, "next": 2, "alive": [0, 1], "drops": []}
+    rules = RolloutLedger(groups=2, staleness=1)
+    ledger = RolloutLedger.from_state(state, rules, {1: JournaledGroup(1, 1)})
+    assert ledger.start_tickets(1) == (0,)
+    ledger.finish_group(0)
+    assert (ledger.start_version(1), ledger.start_version(0)) == (1, 2)
+    assert ledger.next_batch(3) == (0, 1)
+
+
+def test_a_failed_group_decides_on_later_ones_that_wait_for_it():
+    """One drop of twenty is allowed, and whether the last ticket's is a second one depends on those before it."""
+    state = {"step": 19, "version": 19, "next": 19, "alive": [], "drops": []}
+    ledger = RolloutLedger.from_state(state, RolloutLedger(groups=1, staleness=2, order="ticket", max_drop_share=0.05))
+    assert ledger.start_tickets() == (19, 20, 21)
+    assert ledger.drop_group(21, "equal") is None
+    ledger.fail_group(19)
+    assert ledger.state_of(21) == "undecided"
+    ledger.fail_group(20)
+    assert ledger.state_of(21) == "done", "no other can be dropped before it any more"
+
+
+def test_a_checkpoint_keeps_the_drops_of_a_whole_window():
+    """The last window of 20 steps of two groups has one drop at its first ticket; one is allowed, and a resumed run knows of it."""
+    window = 2 * WINDOW_STEPS
+    ledger = RolloutLedger(groups=2, max_drop_share=1 / window)
+    for step in range(1, 32):
+        started = list(ledger.start_tickets())
+        while started:
+            ticket = started.pop(0)
+            if ticket == 21:
+                assert ledger.drop_group(ticket, "equal") is True
+                started += ledger.start_tickets()
+            else:
+                ledger.finish_group(ticket)
+        ledger.finish_step(step, ledger.next_batch(step))
+        ledger.publish(step)
+        state = ledger.state()
+        assert (21 in state["drops"]) == (22 <= state["next"] <= 21 + window)
+        if state["next"] == 21 + window - 2:
+            resumed = RolloutLedger.from_state(state, RolloutLedger(groups=2, max_drop_share=1 / window))
+            assert resumed.start_tickets()[0] == 59
+            assert resumed.drop_group(59, "equal") is False, "the second of a window"

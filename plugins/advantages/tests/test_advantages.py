@@ -106,3 +106,15 @@ def test_failed_members_stay_out_of_the_baseline():
     np.testing.assert_array_equal(vectorized.grpo(DrawnRows(samples).batch(), GroupOptions()), [0.5, -0.5, 0.0])
     alone = tuple(evolve(sample, finished=sample.key == 0) for sample in samples)
     np.testing.assert_array_equal(vectorized.grpo(DrawnRows(alone).batch(), GroupOptions(normalize="group")), [0.0, 0.0, 0.0])
+
+
+def test_without_an_epsilon_a_deviation_divides_as_it_is():
+    """Rewards 1, 0 and 0 have the mean 1/3 and the deviation 1/sqrt(3): the advantages are those of any multiple of them."""
+    tokens = (Token(1.0, 1.0),), (Token(1.0, 0.0),), (Token(1.0, 0.0),)
+    batch = DrawnRows(tuple(DrawnSample(key, 0, key, 0, True, own) for key, own in enumerate(tokens))).batch()
+    due = np.array([2, -1, -1]) / np.sqrt(3)
+    for options in (GroupOptions(normalize="group", epsilon=0.0), GroupOptions(normalize="group", epsilon=0.5)):
+        deviation = 1 / np.sqrt(3)
+        expected = due * deviation / (deviation + options.epsilon)
+        for implementation in (loops, vectorized):
+            np.testing.assert_allclose(implementation.grpo(batch, options), expected, rtol=1e-12)

@@ -67,3 +67,10 @@ def test_bounds_that_cross_are_refused():
         RangeOptions(low=0.9, high=0.1)
     with pytest.raises(ValueError, match="'tolerance' must be >= 0"):
         VarianceOptions(tolerance=-1)
+
+
+def test_a_mean_is_of_the_exact_sum():
+    """In any order: a rounded sum of these rewards is 0."""
+    drop = reward_range.skyrl_engine_make_group_filter(RangeOptions(low=0.2))
+    for rewards in ((1e16, 1.0, -1e16), (1.0, 1e16, -1e16)):
+        assert drop(view(*rewards)) is None

@@ -284,6 +284,36 @@ def test_ranks_with_different_fields_are_refused(merger: Merger) -> None:
 
 
 @mergers
+def test_fields_of_every_rank_are_compared(merger: Merger) -> None:
+    ids = np.arange(3)
+    plan = plan_of(ids, [[[[0]], [[1]], [[2]]]])
+    outputs = []
+    for dp, name in enumerate(("logprobs", "logprobs", "entropy")):
+        scored = Ragged(np.zeros(1, np.int32), offsets_of([1]))
+        fields = {name: Ragged(np.zeros(1, np.float32), scored.offsets)}
+        outputs.append(
+            RankOutput.concat([RankOutput(ids[dp : dp + 1], np.ones(1, np.int64), scored, fields)], Topology(dp=3).coords(dp))
+        )
+    with pytest.raises(OutputError, match=r"rank 2 returned the fields \['entropy'\] and rank 0 \['logprobs'\]"):
+        merger.merge(outputs, plan)
+
+
+@mergers
+def test_metrics_are_added_up_in_the_order_of_ranks(merger: Merger) -> None:
+    """Of which each has a sum that the order of a float64 addition decides."""
+    ids = np.arange(3)
+    plan = plan_of(ids, [[[[0]], [[1]], [[2]]]])
+    outputs = []
+    for dp, value in enumerate((1e16, 1.0, -1e16)):
+        part = RankOutput(ids[dp : dp + 1], np.zeros(1, np.int64), Ragged(np.zeros(0, np.int32), offsets_of([0])), {})
+        part = evolve(part, metrics={"total": Metric.sum(value)})
+        outputs.append(RankOutput.concat([part], Topology(dp=3).coords(dp)))
+    due = merger.merge(outputs, plan).metrics["total"].result
+    for order in ((0, 2, 1), (2, 1, 0), (1, 0, 2)):
+        assert merger.merge([outputs[place] for place in order], plan).metrics["total"].result == due
+
+
+@mergers
 def test_metrics_of_replicas_are_not_counted_twice(merger: Merger) -> None:
     plan = plan_of(np.array([0]), [[[[0]]]])
     (kept, _) = two_ranks([0], [])

@@ -256,3 +256,14 @@ def test_options_are_declared_and_checked() -> None:
         MeanConfig("drop")
     with pytest.raises(ValueError, match="max_sequence_length"):
         TokenSumNormConfig(max_sequence_length=0)
+
+
+def test_masses_far_below_1_divide_too() -> None:
+    """Fractional weights that add up to less than a thousandth: the mean over them is the same mean."""
+    structure = structure_of([[1e-5, 3e-5], [2e-4]])
+    for name, expected in {
+        "token_mean": [1 / 24, 3 / 24, 20 / 24],
+        "sequence_mean": [1 / 8, 3 / 8, 1 / 2],
+        "trajectory_mean": [1 / 8, 3 / 8, 1 / 2],
+    }.items():
+        np.testing.assert_allclose(made(name).weights(structure), expected, rtol=1e-6, err_msg=name)

@@ -99,8 +99,8 @@ def list_rounded() -> list[tuple[ShownGroup, ShownGroup]]:
     return [(_make_group(one), _make_group(other)) for one, other in pairs]
 
 
-ROUNDED_PAIRS = ((1000.0, 0.24, 0.26), (2.0**20, 0.062, 0.063))
-"""A reward, and what others lie above it: less and more than half of what float16, and float32, tell apart there."""
+ROUNDED_PAIRS = ((1000.137, 0.1125, 0.1135), (2.0**20 + 0.03, 0.0324, 0.0326))
+"""A reward, and what others lie above it: just below and above the next number that float16, and float32, round up. No bound lies between."""
 
 
 def find_rounded(count: int) -> list[tuple[float, float]]:
