@@ -118,6 +118,17 @@ def test_settings_of_the_process_are_put_back_where_a_loss_changes_them():
     assert torch.get_default_dtype() == before
 
 
+def test_gradients_of_candidates_are_compared_one_by_one():
+    """Scores of k tokens per place have a gradient each: a right loss keeps the promise, one that leaves out a candidate's breaks it."""
+
+    def due(tokens):
+        return -(tokens.logprobs_at("teacher_ids") * tokens.teacher_logprobs.exp()).sum(-1)
+
+    assert "oracle" not in broken_by(wrong.CrossEntropyOfCandidates, {"oracle"}, hooks={"oracle": due})
+    broken = broken_by(wrong.DetachesACandidate, {"oracle"}, hooks={"oracle": due})
+    assert "by logprobs_at:teacher_ids[0]" in broken["oracle"].cause
+
+
 def test_a_turned_sign_is_seen_by_an_oracle():
     def due(tokens):
         return -tokens.logprobs * tokens.advantages

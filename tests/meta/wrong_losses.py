@@ -425,3 +425,21 @@ def closure_loss(scale):
         return -tokens.logprobs * tokens.advantages * scale
 
     return FunctionLoss("scaled", scaled, None, NEEDS)
+
+
+class CrossEntropyOfCandidates(Plain):
+    """A right one, of the most likely tokens of a teacher."""
+
+    needs = ("logprobs_at:teacher_ids", "teacher_logprobs[k]")
+
+    def __call__(self, tokens):
+        return LossOutput(self.mean(tokens.logprobs_at("teacher_ids"), tokens.teacher_logprobs.exp()))
+
+    def mean(self, scores, weights):
+        return -(scores * weights).sum(-1)
+
+
+class DetachesACandidate(CrossEntropyOfCandidates):
+    def mean(self, scores, weights):
+        first = scores[:, :1].detach()
+        return super().mean(torch.cat([first, scores[:, 1:]], dim=1), weights)

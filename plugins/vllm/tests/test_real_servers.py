@@ -105,15 +105,11 @@ def test_a_server_that_ends_or_stops_amid_requests_comes_back(
     assert server.process is not None
     assert server.process._process is not None
     pid = server.process._process.pid
+    before = children_of(pid)
+    engine = next(each for each in before if "EngineCore" in Path(f"/proc/{each}/cmdline").read_text())
     generator.submit(requests)
     time.sleep(0.05)
-    before = children_of(pid)
-    if which == "the server":
-        os.kill(pid, signal.SIGKILL)
-    elif which == "its engine":
-        os.kill(next(each for each in before if "EngineCore" in Path(f"/proc/{each}/cmdline").read_text()), signal.SIGKILL)
-    else:
-        os.kill(pid, signal.SIGSTOP)
+    os.kill(engine if which == "its engine" else pid, signal.SIGSTOP if which == "stopped" else signal.SIGKILL)
     done = collect(generator, requests)
     require_right(weights, requests, done, 1)
     assert [each.token_ids.tolist() for each in done] == [each.token_ids.tolist() for each in due]
