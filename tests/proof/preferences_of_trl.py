@@ -24,6 +24,8 @@ from trl.trainer.callbacks import SyncRefModelCallback
 from skyrl_engine.config.schema import DataConfig
 from skyrl_engine.contracts import LossOutput, LossTokens, Pairs, Sequences
 from skyrl_engine.data.dataset import load_columns
+from skyrl_engine.modeling.causal_lm import LogitRule
+from skyrl_engine.modeling.chunked_head import RequestedScores, Score
 from skyrl_engine.modeling.mixing import mix_weights
 from skyrl_engine.modeling.tiny import write_model, write_tokenizer
 from skyrl_engine_losses import plugin
@@ -148,10 +150,13 @@ def logprobs_of(model: Any, batch: Batch, of: str = "") -> torch.Tensor:
     return scores[completion[:, 1:].bool()]
 
 
-def log_sum_squares_of(model: Any, batch: Batch) -> torch.Tensor:
-    """[n]: the logarithm of the sum of squared probabilities, at the completions' tokens, sample after sample."""
+@torch.no_grad()
+def scores_of(model: Any, batch: Batch, *names: str) -> dict[str, torch.Tensor]:
+    """[n] each: scores of this engine's head at the completions' tokens, sample after sample, of the model's logits."""
     logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, :-1]
-    return logits.float().softmax(-1).square().sum(-1).log()[batch["completion_mask"][:, 1:].bool()]
+    here = batch["completion_mask"][:, 1:].bool()
+    requested = RequestedScores.of(names, batch["input_ids"][:, 1:][here], {})
+    return requested.name_values(Score(LogitRule(), 1.0, requested.scores)(logits[here], requested.tokens))
 
 
 def ours(loss: Callable[[LossTokens], LossOutput], model: Any, batch: Batch, **columns: torch.Tensor) -> torch.Tensor:
@@ -213,7 +218,7 @@ def direct(trainers: Trainers) -> None:
         with torch.no_grad():
             columns = {"ref_logprobs": logprobs_of(trainer.ref_model.float(), batch)}
             if config.weighted:
-                columns["log_sum_squares"] = log_sum_squares_of(model, batch)
+                columns["log_sum_squares"] = scores_of(model, batch, "log_sum_squares")["log_sum_squares"]
         outputs: list[LossOutput] = []
 
         def loss(tokens: LossTokens, config: DpoConfig = config, outputs: list[LossOutput] = outputs) -> LossOutput:
@@ -222,11 +227,24 @@ def direct(trainers: Trainers) -> None:
 
         losses = ours(loss, model, batch, **columns)
         compare(f"dpo {name}", model, trainer.compute_loss(model, dict(batch)), losses)
-        for metric, (due,) in (
-            (key, value) for key, value in trainer._metrics["train"].items() if key.split("/")[0] in ("rewards", "logps")
+        reported = trainer._metrics["train" if model.training else "eval"]
+        for metric in (
+            "rewards/chosen",
+            "rewards/rejected",
+            "rewards/margins",
+            "rewards/accuracies",
+            "logps/chosen",
+            "logps/rejected",
         ):
-            got = outputs[0].metrics[metric].result
+            got, (due,) = outputs[0].metrics[metric].result, reported[metric]
             assert abs(got - due) <= TOLERANCE * max(1.0, abs(due)), (name, metric, got, due)
+    scores = scores_of(model, batch, "entropy", "logsumexp", "mean_logprob")
+    logits = scores["logsumexp"] + scores["mean_logprob"]
+    chosen = int(batch["completion_mask"][: len(ROWS), 1:].sum())
+    means = {"entropy": scores["entropy"], "logits/chosen": logits[:chosen], "logits/rejected": logits[chosen:]}
+    for metric, values in means.items():
+        assert abs(float(values.mean()) - reported[metric][0]) <= TOLERANCE * max(1.0, abs(reported[metric][0])), metric
+        print(json.dumps({"metric": metric, "trl": reported[metric][0], "ours": float(values.mean())}), flush=True)
 
 
 def halves(trainer: Any, batch: Batch) -> Batch:
