@@ -125,6 +125,22 @@ def test_metrics_of_the_vocabulary_are_those_of_the_whole_logits(configure: Conf
             assert reported[f"logits/{half}"] == pytest.approx(np.mean(of_half), rel=1e-4, abs=1e-6)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"weighted": True, "ld_alpha": 0.5},
+        {"form": "aot"},
+        {"form": "exo_pair", "label_smoothing": 0.01, "f_divergence": "js_divergence"},
+    ],
+    ids=str,
+)
+def test_options_of_dpo_reach_the_ranks_and_learn(configure: Configure, options: dict[str, Any]) -> None:
+    first, *_, last = steps(run_preference(configure(loss={"use": "dpo", **options}, training={"steps": 4})).directory)
+    assert first["rewards/margins"] == 0.0
+    assert last["rewards/margins"] > 0.0
+    assert last["loss"] < first["loss"]
+
+
 def test_a_copied_reference_is_the_model_of_that_step(configure: Configure) -> None:
     """So the rewards of the step after it are exactly 0, in training and in an evaluation."""
     tables: dict[str, Any] = {"training": {"steps": 4}, "evaluation": {"every": 2}, "reference": {"refresh_every": 2}}
