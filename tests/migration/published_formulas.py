@@ -160,6 +160,17 @@ def kl(estimate: Callable[[float], float]) -> Callable[..., float]:
     return token
 
 
+def corrected(divergence: Callable[..., float]) -> Callable[..., float]:
+    return lambda b, s, t, a: math.exp(b.p[s][t] - b.old[s][t]) * divergence(b, s, t, a)
+
+
+def vespo(b: Batch, s: int, t: int, a: float) -> float:
+    total = sum(now - before for now, before in zip(b.frozen[s], b.old[s], strict=True))
+    w = math.exp(clip(total, math.log(1e-8), 20.0))
+    k, rate = (2.0, 3.0) if a >= 0 else (3.0, 2.0)
+    return -(w**k) * math.exp(rate - rate * w) * a * b.p[s][t]
+
+
 def value(b: Batch, s: int, t: int, a: float) -> float:
     """Verl's critic; what is differentiated takes the place of log-probabilities."""
     now, before, wanted = b.p[s][t], b.old_values[s][t], b.returns[s][t]
@@ -315,7 +326,9 @@ PUBLISHED: dict[tuple[str, str], Callable[[Batch], float]] = {
     ("TRL", "loss_type=grpo, importance_sampling_level=sequence"): trl(gspo_sequence(3e-4, 4e-4), "grpo"),
     ("TRL", "loss_type=luspo, importance_sampling_level=sequence"): trl(gspo_sequence(0.2, 0.2), "luspo"),
     ("TRL", "loss_type=grpo, delta=3.0"): trl(two_sided(3.0), "grpo"),
-    ("TRL", "loss_type=dapo, beta=1.0"): trl(kl(lambda d: math.exp(-d) + d - 1), "dapo"),
+    ("TRL", "loss_type=vespo"): trl(vespo, "dapo"),
+    ("TRL", "loss_type=dapo, beta=1.0, use_bias_correction_kl=False"): trl(kl(lambda d: math.exp(-d) + d - 1), "dapo"),
+    ("TRL", "loss_type=dapo, beta=1.0"): trl(corrected(kl(lambda d: math.exp(-d) + d - 1)), "dapo"),
     ("Tinker", "loss_fn=cross_entropy"): tinker(cross_entropy),
     ("Tinker", "loss_fn=importance_sampling"): tinker(importance_sampling),
     ("Tinker", "loss_fn=ppo"): tinker(ppo()),

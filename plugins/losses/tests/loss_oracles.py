@@ -20,7 +20,7 @@ from skyrl_engine_losses.covariance import ClipCovConfig, KlCovConfig
 from skyrl_engine_losses.critic import ValueClipConfig
 from skyrl_engine_losses.cross_entropy import LabelSmoothingConfig
 from skyrl_engine_losses.off_policy import DroConfig
-from skyrl_engine_losses.policy_gradient import CispoConfig
+from skyrl_engine_losses.policy_gradient import CispoConfig, VespoConfig
 from skyrl_engine_losses.regularizers import KlConfig
 from skyrl_engine_losses.sequence_level import LogClipConfig
 from skyrl_engine_losses.trust_region import DppoConfig, SapoConfig
@@ -233,6 +233,19 @@ def kl(b: Batch, t: int, c: KlConfig) -> float:
             return d * d / 2
         case "k3":
             return within(math.exp(within(-d, -20.0, 20.0)) + d - 1, -10.0, 10.0)
+    raise AssertionError(c.estimator)
+
+
+def corrected_kl(b: Batch, t: int, c: KlConfig) -> float:
+    return math.exp(b.logprobs[t] - b.old_logprobs[t]) * kl(b, t, c)
+
+
+def vespo(b: Batch, t: int, c: VespoConfig) -> float:
+    anchor = b.old_logprobs if c.anchor == "old" else b.rollout_logprobs
+    total = sum(within(b.frozen[mate] - anchor[mate], -20.0, 20.0) for mate in b.mates(t))
+    w = math.exp(within(total, math.log(1e-8), 20.0))
+    k, rate = (c.k_pos, c.lambda_pos) if b.advantages[t] >= 0 else (c.k_neg, c.lambda_neg)
+    return -(w**k) * math.exp(rate * (1 - w)) * b.advantages[t] * b.logprobs[t]
 
 
 def label_smoothing(b: Batch, t: int, c: LabelSmoothingConfig) -> float:
@@ -319,6 +332,10 @@ CASES = [
     Case("value_clip", ValueClipConfig(), value_clip),
     Case("value_clip", ValueClipConfig(clip=1.0), value_clip),
     *(Case("kl", KlConfig(estimator), kl) for estimator in ("k1", "abs", "k2", "k3")),
+    Case("kl", KlConfig("k3", corrected=True), corrected_kl),
+    Case("kl", KlConfig("k1", corrected=True), corrected_kl),
+    Case("vespo", VespoConfig(), vespo),
+    Case("vespo", VespoConfig(k_pos=1.0, lambda_pos=0.5, k_neg=0.0, lambda_neg=1.5, anchor="rollout"), vespo),
     Case("entropy", None, entropy),
     Case("label_smoothing", LabelSmoothingConfig(), label_smoothing),
     Case("label_smoothing", LabelSmoothingConfig(smoothing=0.5), label_smoothing),

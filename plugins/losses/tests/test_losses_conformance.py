@@ -20,6 +20,8 @@ OTHER_OPTIONS: dict[str, dict[str, Any]] = {
     "dppo, other options": {"anchor": "rollout", "kind": "kl", "delta_low": 0.01, "delta_high": 0.02},
     "gspo, other options": {"clip_low": 3e-4, "clip_high": 4e-4},
     "kl, other options": {"estimator": "k1"},
+    "kl, corrected": {"corrected": True},
+    "vespo, other options": {"anchor": "rollout", "k_neg": 0.0},
     "sequence_mask, other options": {"mean": "product"},
     "tis, other options": {"ratio": "sequence"},
     "dpo, exo_pair": {"form": "exo_pair", "label_smoothing": 0.1, "f_divergence": "alpha_divergence", "ld_alpha": 0.5},

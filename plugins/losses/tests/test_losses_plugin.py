@@ -28,6 +28,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "gspo": OLD,
     "gmpo": OLD,
     "cispo": OLD,
+    "vespo": OLD,
     "rollout_is": ("logprobs", "rollout_logprobs", "advantages"),
     "dppo": OLD,
     "clip_cov": OLD,

@@ -7,7 +7,7 @@ from skyrl_engine_losses.critic import value_clip
 from skyrl_engine_losses.cross_entropy import cross_entropy, label_smoothing
 from skyrl_engine_losses.distillation import divergence, teacher_kl, top_k_divergence
 from skyrl_engine_losses.off_policy import dro, importance_sampling
-from skyrl_engine_losses.policy_gradient import cispo, reinforce, rollout_is
+from skyrl_engine_losses.policy_gradient import cispo, reinforce, rollout_is, vespo
 from skyrl_engine_losses.preference import cpo, dpo, kto, orpo, simpo
 from skyrl_engine_losses.regularizers import entropy, kl, z_loss
 from skyrl_engine_losses.reward_model import bradley_terry
@@ -46,5 +46,6 @@ __all__ = [
     "token_mask",
     "top_k_divergence",
     "value_clip",
+    "vespo",
     "z_loss",
 ]

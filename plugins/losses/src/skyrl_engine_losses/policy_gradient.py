@@ -1,13 +1,14 @@
 """Policy gradients: -w A log p, where the weight w corrects for the policy that sampled the tokens and carries no gradient."""
 
+import math
 from typing import TYPE_CHECKING
 
 from attrs import field, frozen
-from attrs.validators import ge, in_, le
+from attrs.validators import ge, gt, in_, le
 
-from skyrl_engine import LossOutput, LossTokens, loss
+from skyrl_engine import LossOutput, LossTokens, Metric, loss
 from skyrl_engine_losses.clipping import ClipConfig
-from skyrl_engine_losses.ratio import Anchor, approximate_kl, fraction, probability_ratio
+from skyrl_engine_losses.ratio import LOG_RATIO_LIMIT, Anchor, approximate_kl, fraction, log_ratio, probability_ratio
 
 if TYPE_CHECKING:
     import torch
@@ -49,6 +50,56 @@ def cispo(tokens: LossTokens, config: CispoConfig) -> LossOutput:
     return LossOutput(
         -tokens.advantages * weight * tokens.logprobs,
         {"clip_fraction": fraction(weight != ratio), "approximate_kl": approximate_kl(tokens.logprobs, anchor)},
+    )
+
+
+@frozen
+class VespoConfig:
+    """The weight of a sequence by its ratio w, w^k exp(lambda (1 - w)), for each sign of the advantage."""
+
+    k_pos: float = field(default=2.0, validator=ge(0.0))
+    """Exponent where the advantage is not negative."""
+
+    lambda_pos: float = field(default=3.0, validator=gt(0.0))
+    """Rate of decay there."""
+
+    k_neg: float = field(default=3.0, validator=ge(0.0))
+    """Exponent where the advantage is negative."""
+
+    lambda_neg: float = field(default=2.0, validator=gt(0.0))
+    """Rate of decay there."""
+
+    anchor: Anchor = field(default="old", validator=in_(("old", "rollout")))
+    """The denominator of the ratio: the `old` policy of this step, or the `rollout` policy that sampled the tokens."""
+
+    @property
+    def column(self) -> str:
+        return f"{self.anchor}_logprobs"
+
+
+_LOWEST_RATIO = math.log(1e-8)
+"""The least log-ratio of a sequence, in nats; the largest is LOG_RATIO_LIMIT."""
+
+
+@loss(needs=lambda config: ("logprobs", config.column, "advantages"), config=VespoConfig, homogeneous=True)
+def vespo(tokens: LossTokens, config: VespoConfig) -> LossOutput:
+    """-A sg(w^k exp(lambda (1 - w))) log p, [n], with w the ratio of a sequence's probabilities: VESPO, arXiv:2602.10693.
+
+    The weight is 1 at w = 1 and falls to 0 on both sides. Log-ratios are clamped to +-20 nats per token, and to [log 1e-8, 20] per sequence.
+    """
+    anchor = tokens.needs[config.column]
+    difference = log_ratio(tokens.logprobs.detach(), anchor)
+    log_w = tokens.sequences.broadcast(tokens.sequences.sum(difference).clamp(_LOWEST_RATIO, LOG_RATIO_LIMIT))
+    gains = tokens.advantages >= 0
+    k = difference.new_full(difference.shape, config.k_neg).masked_fill(gains, config.k_pos)
+    rate = difference.new_full(difference.shape, config.lambda_neg).masked_fill(gains, config.lambda_pos)
+    weight = (rate + k * log_w - rate * log_w.exp()).exp()
+    return LossOutput(
+        -tokens.advantages * weight * tokens.logprobs,
+        {
+            "sequence_weight": Metric.mean(weight.sum().item(), len(weight)),
+            "approximate_kl": approximate_kl(tokens.logprobs, anchor),
+        },
     )
 
 

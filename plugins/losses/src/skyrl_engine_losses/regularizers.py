@@ -7,6 +7,7 @@ from attrs.validators import in_
 
 from skyrl_engine import LossOutput, LossTokens, Metric, loss
 from skyrl_engine_losses.estimators import ESTIMATORS, Estimator
+from skyrl_engine_losses.ratio import probability_ratio
 
 
 @frozen
@@ -16,14 +17,25 @@ class KlConfig:
     estimator: Estimator = field(default="k3", validator=in_(get_args(Estimator)))
     """With d = log p - log ref: `k1` is d, `abs` |d|, `k2` d^2 / 2 and `k3` exp(-d) + d - 1, which is never negative."""
 
+    corrected: bool = False
+    """Multiply by the ratio p / old: the estimate is then of the policy that is trained, though the old one sampled, and `k3` has the gradient
+    of the divergence."""
 
-@loss(needs=("logprobs", "ref_logprobs"), config=KlConfig)
+
+def _needs_of_kl(config: KlConfig) -> tuple[str, ...]:
+    return ("logprobs", *(("old_logprobs",) if config.corrected else ()), "ref_logprobs")
+
+
+@loss(needs=_needs_of_kl, config=KlConfig)
 def kl(tokens: LossTokens, config: KlConfig) -> LossOutput:
     """An estimate of KL(policy || reference) at each token, [n] in nats: Schulman 2020, http://joschu.net/blog/kl-approx.html.
 
-    `k3` clamps its exponent to +-20 and its value to +-10; beyond these limits its gradient is 0.
+    `k3` clamps its exponent to +-20 and its value to +-10; beyond these limits its gradient is 0. With `corrected` it is times p / old, both
+    differentiated: DeepSeek-AI 2025, arXiv:2512.02556, section 3.1.
     """
     estimate = ESTIMATORS[config.estimator](tokens.logprobs - tokens.ref_logprobs)
+    if config.corrected:
+        estimate = estimate * probability_ratio(tokens.logprobs, tokens.old_logprobs)
     return LossOutput(estimate, {"reference_kl": Metric.mean(estimate.detach().sum().item(), len(estimate))})
 
 
