@@ -300,7 +300,7 @@ def test_fields_of_every_rank_are_compared(merger: Merger) -> None:
 
 @mergers
 def test_metrics_are_added_up_in_the_order_of_ranks(merger: Merger) -> None:
-    """Of which each has a sum that the order of a float64 addition decides."""
+    """The order in which these are added up decides their sum in float64."""
     ids = np.arange(3)
     plan = plan_of(ids, [[[[0]], [[1]], [[2]]]])
     outputs = []
