@@ -22,7 +22,7 @@ from skyrl_engine.errors import ConfigError, DataError, Problem, UnsupportedErro
 from skyrl_engine.model_facts.facts import ModelFacts
 from skyrl_engine.model_facts.memory import find_free_host_bytes, find_reason_against_turns
 from skyrl_engine.model_facts.weight_files import count_parameters
-from skyrl_engine.objective.policy_metrics import ROLLOUT_LOGPROBS
+from skyrl_engine.objective.policy_metrics import OLD_LOGPROBS, ROLLOUT_LOGPROBS
 from skyrl_engine.registry.bound_plugin import BoundPlugin
 from skyrl_engine.rollout.chat_renderer import ChatRenderer
 from skyrl_engine.rollout.offline_source import Recording
@@ -394,6 +394,13 @@ def _collect_warnings(settings: RlConfig, assembly: Assembly, old: str | None) -
         yield (
             f"rl.staleness = {settings.staleness}, and no part of the loss reads rollout_logprobs: groups of older weights are learned as if "
             'the present ones had sampled them. Set rl.old = "rollout", or add a correction such as tis'
+        )
+    updates = settings.mini_batches * settings.epochs
+    if updates > 1 and {OLD_LOGPROBS, ROLLOUT_LOGPROBS}.isdisjoint(assembly.objective.columns):
+        yield (
+            f"a batch is learned in {updates} optimizer steps (rl.mini_batches x rl.epochs), and no part of the loss reads old_logprobs or "
+            "rollout_logprobs: after the first of them the policy is another one than sampled, and no ratio corrects for it. Choose a loss "
+            "with a ratio, such as ppo, or one step per batch"
         )
     if _REWARDED.isdisjoint(name for needs in assembly.needs.values() for name in needs):
         yield (

@@ -194,6 +194,9 @@ def test_several_environments_of_one_plugin_have_numbers(rl: Rl, world: Path) ->
     [
         (["loss.use=cross_entropy"], "all attempts are learned alike, whatever their reward"),
         (["collator.use=packed", "rl.micro_batch_tokens=100"], "holds no attempt of rl.max_prompt_tokens + rl.max_tokens"),
+        (["loss.use=reinforce", "rl.mini_batches=3"], "no ratio corrects for it"),
+        (["rl.mini_batches=3"], None),
+        (["loss.use=reinforce"], None),
         (["rl.micro_batch_tokens=4096"], None),
     ],
 )
