@@ -110,7 +110,7 @@ class ModelFiles:
         """Export weights, the tokenizer, and the processors of a model that sees, to `output`, which appears only when it is whole.
 
         `write_weights` fills a directory, as the message `Export` does. A reward model becomes a sequence classifier, its adapters merged.
-        Raises ModelError when `output` is not empty or cannot be written.
+        What a server must know that no file says is logged. Raises ModelError when `output` is not empty or cannot be written.
         """
         refuse_occupied(output)
         aside = output.with_name(f".{output.name}.partial")
@@ -135,6 +135,8 @@ class ModelFiles:
                 else "Free space there or make it writable; a run's checkpoints are whole, so `skyrl-engine export` can write it again",
                 details=error.details if isinstance(error, EngineError) else (),
             ) from error
+        if (note := self.facts.serving_note) is not None:
+            logger.warning("%s: %s", output, note)
 
     def _restore_dropout(self, directory: Path) -> None:
         """Write the model's own dropout into the configuration of an export whose training switched it off."""

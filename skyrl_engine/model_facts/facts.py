@@ -10,7 +10,7 @@ from skyrl_engine.config.schema import ModelConfig
 from skyrl_engine.errors import ModelError
 from skyrl_engine.model_facts.configuration import location_of, read_config
 from skyrl_engine.model_facts.dropout import Parts, collect_shares, find_shares
-from skyrl_engine.model_facts.thresholds import choose_rotary_length, find_longest_row
+from skyrl_engine.model_facts.thresholds import choose_rotary_length, explain_serving, find_longest_row
 from skyrl_engine.model_facts.vision_language import takes_images
 
 
@@ -46,6 +46,11 @@ class ModelFacts:
     def rotary_length(self) -> int | None:
         """Return the longest row in tokens for which rotary frequencies are fixed; None where they do not depend on lengths."""
         return None if self.config is None else choose_rotary_length(self.config, self.model.rotary_length)
+
+    @property
+    def serving_note(self) -> str | None:
+        """Say what a server must do to compute with the rotary frequencies that were trained with; None where they do not depend on lengths."""
+        return None if self.config is None else explain_serving(self.config, self.model.rotary_length)
 
     @property
     def longest_row(self) -> int | None:

@@ -68,6 +68,24 @@ def choose_rotary_length(config: Any, wanted: int | None) -> int | None:
     return max(wanted, int(text.max_position_embeddings))
 
 
+def explain_serving(config: Any, wanted: int | None) -> str | None:
+    """Say what a server of a model must do to compute what a run did that fixed rotary frequencies for rows of `wanted` tokens; None: nothing.
+
+    vLLM (0.32) takes LongRoPE's long set where its longest sequence is beyond the threshold, and dynamic NTK's base at that threshold.
+    """
+    fixed, threshold = choose_rotary_length(config, wanted), rotary_threshold(config)
+    if fixed is None or threshold is None:
+        return None
+    begin = f"its rotary frequencies are those of rows of {fixed:,} tokens (model.rotary_length), which config.json does not say: "
+    if any("dynamic" in kind for kind, _ in _rotary_tables_by_length(config.get_text_config(decoder=True))):
+        same = (
+            "as this run" if fixed <= threshold else "which are other ones: train with rows of no more, or serve it by transformers"
+        )
+        return f"{begin}vLLM fixes dynamic NTK at {threshold:,} tokens, {same}"
+    bound = f"of at most {threshold:,} tokens" if fixed <= threshold else f"of more than {threshold:,} tokens"
+    return f"{begin}serve it with a longest sequence {bound} (vLLM: --max-model-len), or it computes with the other set"
+
+
 def refuse_longer_rows(name: str, fixed: int, longest: int) -> None:
     """Raise UnsupportedError if a row is longer than the length for which the rotary frequencies of the model `name` are fixed."""
     if longest > fixed:

@@ -1,5 +1,6 @@
 """The lengths at which a model's function changes, as its configuration names them."""
 
+import re
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ from transformers import AutoConfig
 from skyrl_engine.errors import UnsupportedError
 from skyrl_engine.model_facts.thresholds import (
     choose_rotary_length,
+    explain_serving,
     find_longest_row,
     find_untested_thresholds,
     refuse_longer_rows,
@@ -91,3 +93,22 @@ def test_the_refusal_names_both_lengths() -> None:
     with pytest.raises(UnsupportedError, match="a row has 17 tokens, and phi chooses") as caught:
         refuse_longer_rows("phi", 16, 17)
     assert "model.rotary_length = 17" in caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("config", "wanted", "words"),
+    [
+        (PHI, 100, "of rows of 4,096 tokens .* a longest sequence of at most 4,096 tokens"),
+        (PHI, 5000, "of rows of 131,072 tokens .* a longest sequence of more than 4,096 tokens"),
+        (NTK, None, "vLLM fixes dynamic NTK at 2,048 tokens, as this run"),
+        (NTK, 3000, "of rows of 3,000 tokens .* at 2,048 tokens, which are other ones"),
+    ],
+)
+def test_servers_are_told_what_they_must_set(config: Any, wanted: int | None, words: str) -> None:
+    note = explain_serving(config, wanted)
+    assert note is not None
+    assert re.search(words, note), note
+
+
+def test_servers_of_other_models_are_told_nothing() -> None:
+    assert explain_serving(AutoConfig.for_model("llama"), 9) is None
