@@ -72,6 +72,8 @@ def match_arguments(
     }
     for unknown in meanings.keys() - parameters.keys():
         raise TypeError(f"{name} takes no argument {unknown!r}; it takes {', '.join(parameters)}")
+    # a meaning may be given by any name that is known: "mask" is the mask
+    meanings = {argument: MEANINGS.get(meaning, meaning) for argument, meaning in meanings.items()}
     by_meaning: dict[str, list[str]] = {}
     columns: dict[str, str] = {}
     filled: list[str] = []

@@ -314,3 +314,11 @@ print(*sorted({name.partition('.')[0] for name in sys.modules} & {"torch", "ray"
 """
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stdout.split() == []
+
+
+def test_a_meaning_may_be_given_by_any_known_name() -> None:
+    def theirs(scores, padding_masks):
+        return -(scores * padding_masks).sum()
+
+    plugin = masked_loss(theirs, arguments={"scores": "log_probs", "padding_masks": "mask"})
+    assert plugin.skyrl_engine_make_loss(config=None).needs == ("logprobs",)
