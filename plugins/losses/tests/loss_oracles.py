@@ -245,6 +245,8 @@ def vespo(b: Batch, t: int, c: VespoConfig) -> float:
     total = sum(within(b.frozen[mate] - anchor[mate], -20.0, 20.0) for mate in b.mates(t))
     w = math.exp(within(total, math.log(1e-8), 20.0))
     k, rate = (c.k_pos, c.lambda_pos) if b.advantages[t] >= 0 else (c.k_neg, c.lambda_neg)
+    if k * math.log(w) + rate * (1 - w) < math.log(1e-30):
+        return 0.0
     return -(w**k) * math.exp(rate * (1 - w)) * b.advantages[t] * b.logprobs[t]
 
 

@@ -80,12 +80,16 @@ class VespoConfig:
 _LOWEST_RATIO = math.log(1e-8)
 """The least log-ratio of a sequence, in nats; the largest is LOG_RATIO_LIMIT."""
 
+_LEAST_EXPONENT = math.log(1e-30)
+"""A weight below its exponential is 0: numbers that are smaller lose digits in float32, and mean the same."""
+
 
 @loss(needs=lambda config: ("logprobs", config.column, "advantages"), config=VespoConfig, homogeneous=True)
 def vespo(tokens: LossTokens, config: VespoConfig) -> LossOutput:
     """-A sg(w^k exp(lambda (1 - w))) log p, [n], with w the ratio of a sequence's probabilities: VESPO, arXiv:2602.10693.
 
     The weight is 1 at w = 1 and falls to 0 on both sides. Log-ratios are clamped to +-20 nats per token, and to [log 1e-8, 20] per sequence.
+    Weights below 1e-30 are 0.
     """
     anchor = tokens.needs[config.column]
     difference = log_ratio(tokens.logprobs.detach(), anchor)
@@ -93,7 +97,8 @@ def vespo(tokens: LossTokens, config: VespoConfig) -> LossOutput:
     gains = tokens.advantages >= 0
     k = difference.new_full(difference.shape, config.k_neg).masked_fill(gains, config.k_pos)
     rate = difference.new_full(difference.shape, config.lambda_neg).masked_fill(gains, config.lambda_pos)
-    weight = (rate + k * log_w - rate * log_w.exp()).exp()
+    exponent = rate + k * log_w - rate * log_w.exp()
+    weight = exponent.exp().masked_fill(exponent < _LEAST_EXPONENT, 0.0)
     return LossOutput(
         -tokens.advantages * weight * tokens.logprobs,
         {
