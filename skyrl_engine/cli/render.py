@@ -150,16 +150,13 @@ def show_verdict(label: str, options: Mapping[str, Any], verdict: "Verdict", *, 
         console.print()
     summary = ", ".join(f"{count} {status}" for status, count in counts.most_common())
     console.print(Text.assemble((summary, "bold"), ("" if every else " (--all lists them)", "dim")))
-    unchecked = ["whether its values are the right ones (no oracle)"] * (
-        "oracle" in map(_promise_of, verdict.of_status("not claimed"))
-    )
-    unchecked += ["larger batches than the kit's"] * ("sample_order" in map(_promise_of, verdict.findings))
-    if unchecked:
-        console.print(Text(f"not checked: {'; '.join(unchecked)}", style="dim"))
-
-
-def _promise_of(finding: "Finding") -> str:
-    return finding.promise
+    statuses = {finding.promise: finding.status for finding in verdict.findings}
+    unchecked = {
+        "whether its values are the right ones (no oracle)": statuses.get("oracle") == "not claimed",
+        "larger batches than the kit's": "sample_order" in statuses,
+    }
+    if any(unchecked.values()):
+        console.print(Text(f"not checked: {'; '.join(what for what, holds in unchecked.items() if holds)}", style="dim"))
 
 
 def _reason(finding: "Finding") -> str:

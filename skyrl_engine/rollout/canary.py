@@ -78,9 +78,9 @@ class Canary:
             else:
                 cause += f", above {self.limit:g}"
             raise RolloutError(cause, remedy=_REMEDY)
-        self._look_at_sampled(version)
+        self._compare_sampled(version)
 
-    def _look_at_sampled(self, version: int) -> None:
+    def _compare_sampled(self, version: int) -> None:
         """Raise RolloutError where tokens are sampled from others than the distribution that the sampler tells of a prompt."""
         count = min(_SAMPLED, len(self.row) - 1)
         beginning = self.row[: len(self.row) - count]

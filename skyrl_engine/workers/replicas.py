@@ -104,10 +104,15 @@ class Replica:
         return connection
 
     def _send_calls(self, connection: Connection) -> None:
-        """Send calls in turn. A process that is gone is told by its reader."""
+        """Send calls in turn. A process that is gone is told by its reader, a call that cannot be sent as what the process met."""
         with suppress(OSError):
             while (call := self._outbox.get()) is not None:
-                connection.send(call)
+                try:
+                    connection.send(call)
+                except OSError:
+                    raise
+                except Exception as error:  # noqa: BLE001 - such as a request that cannot be pickled: nobody else would tell
+                    self._inbox.put((self, CallEnd.of_failure(error)))
 
     def send(self, call: Call) -> None:
         """Send a call as soon as the process reads it. Returns at once."""

@@ -498,7 +498,7 @@ def test_a_lock_that_is_released_meanwhile_is_had_by_whoever_waited():
         waiting.start()
         while not turns._waiting:
             time.sleep(0.001)
-        with turns.released():
+        with turns.release_meanwhile():
             waiting.join(30)
         order.append("own")
     assert order == ["other", "own"]

@@ -14,7 +14,7 @@ from skyrl_engine.testing.group_filters.views import (
     draw_group,
     extreme_groups,
     large_groups,
-    list_rounded,
+    list_rounding_pairs,
     various_groups,
 )
 from skyrl_engine.testing.plugin_promises import PLUGIN_PROMISES
@@ -109,7 +109,7 @@ def member_order(subject: Subject[Any], case: Groups) -> None:
 
 @promise("What float64 rounds, or float16 and float32 cannot tell apart, decides nothing")
 def rounding(subject: Subject[Any], _case: None) -> None:
-    for one, other in list_rounded():
+    for one, other in list_rounding_pairs():
         first, second = _answers(subject, [one, other])
         if (first is None) != (second is None):
             raise Broken(

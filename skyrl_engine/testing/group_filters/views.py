@@ -87,13 +87,13 @@ def extreme_groups() -> list[ShownGroup]:
     return [_make_group(rewards) for rewards in reward_lists]
 
 
-def list_rounded() -> list[tuple[ShownGroup, ShownGroup]]:
+def list_rounding_pairs() -> list[tuple[ShownGroup, ShownGroup]]:
     """Return pairs of groups that differ by no more than a rounding may change, which float64 and a comparison of rewards tell apart.
 
     Equal rewards whose mean, computed from their sum, is not the reward itself, and the next number whose is; rewards on both sides of the
     number at which float16 or float32 takes them for equal; and equal rewards on both sides of the largest float16.
     """
-    pairs = [((near,) * count, (reward,) * count) for count in (3, 6, 11, 100) for near, reward in find_rounded(count)]
+    pairs = [((near,) * count, (reward,) * count) for count in (3, 6, 11, 100) for near, reward in find_rounding_neighbours(count)]
     pairs += [((base, base, base + less), (base, base, base + more)) for base, less, more in ROUNDED_PAIRS]
     pairs += [((50_000.0,) * 4, (90_000.0,) * 4)]
     return [(_make_group(one), _make_group(other)) for one, other in pairs]
@@ -103,7 +103,7 @@ ROUNDED_PAIRS = ((1000.137, 0.1125, 0.1135), (2.0**20 + 0.03, 0.0324, 0.0326))
 """A reward, and what others lie above it: just below and above the next number that float16, and float32, round up. No bound lies between."""
 
 
-def find_rounded(count: int) -> list[tuple[float, float]]:
+def find_rounding_neighbours(count: int) -> list[tuple[float, float]]:
     """Return two neighbours in float64, of which so many of one have a deviation of 0 and of the other, by rounding, one that is not.
 
     None are returned where NumPy adds up so many numbers without rounding.

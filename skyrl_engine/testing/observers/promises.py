@@ -81,7 +81,7 @@ def events_unchanged(subject: Subject[Any], case: ToldSession) -> None:
                 method_of(bus, event)(event)
             except EngineError as error:
                 raise Undecidable(error.cause) from error
-            changed = _name_changed(event, untouched)
+            changed = _find_changed_attribute(event, untouched)
             if changed is not None:
                 raise Broken(
                     f"changes event.{changed} of {type(event).__name__}, which the next observer, and the run, read afterwards",
@@ -89,7 +89,7 @@ def events_unchanged(subject: Subject[Any], case: ToldSession) -> None:
                 )
 
 
-def _name_changed(event: Event, untouched: Event) -> str | None:
+def _find_changed_attribute(event: Event, untouched: Event) -> str | None:
     """Return the name of an attribute that is another one than before; None: all are the same."""
     if isinstance(event, RolloutsFinished) and isinstance(untouched, RolloutsFinished):
         for name in ("groups", "dropped"):

@@ -159,8 +159,8 @@ def test_replicas_that_lose_their_process_and_their_node_change_no_bit(
     with caplog.at_level(logging.INFO):
         run = run_rl(rl("lost", *staleness, *keys_on(nodes, "generator.replicas=2"))).directory
     assert lost == ["process", "node"]
-    # Ray may give the replacement to the node that is going down: it dies once more
-    assert caplog.text.count("it is started again, with its") >= 2
+    # Ray may give the replacement to the node that is going down, once: it dies once more
+    assert caplog.text.count("it is started again, with its") in (2, 3)
     assert weights_of(run) == weights_of(wanted)
     assert numbers_without_waits(run) == numbers_without_waits(wanted)
     try_again(lambda: nodes.add_node(**make_node(3)))

@@ -4,18 +4,18 @@ import math
 from typing import TYPE_CHECKING
 
 from attrs import field, frozen
-from attrs.validators import ge, gt, in_, le
+from attrs.validators import ge, gt, le
 
 from skyrl_engine import LossOutput, LossTokens, Metric, loss
 from skyrl_engine_losses.clipping import ClipConfig
-from skyrl_engine_losses.ratio import LOG_RATIO_LIMIT, Anchor, approximate_kl, fraction, log_ratio, probability_ratio
+from skyrl_engine_losses.ratio import LOG_RATIO_LIMIT, AnchoredConfig, approximate_kl, fraction, log_ratio, probability_ratio
 
 if TYPE_CHECKING:
     import torch
 
 
 @frozen
-class CispoConfig:
+class CispoConfig(AnchoredConfig):
     """The clipping range of the weight, and the policy in its denominator."""
 
     clip_low: float = field(default=1.0, validator=[ge(0.0), le(1.0)])
@@ -23,13 +23,6 @@ class CispoConfig:
 
     clip_high: float = field(default=4.0, validator=ge(0.0))
     """The weight is at most 1 + `clip_high`."""
-
-    anchor: Anchor = field(default="old", validator=in_(("old", "rollout")))
-    """The denominator of the ratio: the `old` policy of this step, or the `rollout` policy that sampled the tokens."""
-
-    @property
-    def column(self) -> str:
-        return f"{self.anchor}_logprobs"
 
 
 @loss(needs=("logprobs", "advantages"), homogeneous=True)
@@ -54,7 +47,7 @@ def cispo(tokens: LossTokens, config: CispoConfig) -> LossOutput:
 
 
 @frozen
-class VespoConfig:
+class VespoConfig(AnchoredConfig):
     """The weight of a sequence by its ratio w, w^k exp(lambda (1 - w)), for each sign of the advantage."""
 
     k_pos: float = field(default=2.0, validator=ge(0.0))
@@ -68,13 +61,6 @@ class VespoConfig:
 
     lambda_neg: float = field(default=2.0, validator=gt(0.0))
     """Rate of decay there."""
-
-    anchor: Anchor = field(default="old", validator=in_(("old", "rollout")))
-    """The denominator of the ratio: the `old` policy of this step, or the `rollout` policy that sampled the tokens."""
-
-    @property
-    def column(self) -> str:
-        return f"{self.anchor}_logprobs"
 
 
 _LOWEST_RATIO = math.log(1e-8)

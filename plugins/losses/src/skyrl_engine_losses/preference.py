@@ -90,7 +90,7 @@ class DpoConfig:
             raise ValueError('must be above 0 with the form "exo_pair", which takes its logarithm; its paper has 0.001')
 
     @length_normalized.validator
-    def _not_of_sorted(self, _attribute: object, value: bool) -> None:
+    def _refuse_sorted_forms(self, _attribute: object, value: bool) -> None:
         if value and self.form in SORTED:
             raise ValueError(f'is not of the form "{self.form}", which sorts log-ratios of whole answers')
 
@@ -223,9 +223,9 @@ def dpo(tokens: LossTokens, config: DpoConfig) -> LossOutput:
             pairs.chosen.sum(values * share) - pairs.rejected.sum(values * share)
             for values in (tokens.logprobs, tokens.ref_logprobs)
         )
-        values = _of_sorted(config, *between)
+        values = _compare_in_order(config, *between)
     elif config.form == "aot_unpaired":
-        values = _of_sorted(config, *ratios)
+        values = _compare_in_order(config, *ratios)
     else:
         scores = [config.beta * _f_score(config, ratio) for ratio in ratios]
         if config.length_normalized:
@@ -284,7 +284,7 @@ def _of_margin(config: DpoConfig, chosen: "torch.Tensor", rejected: "torch.Tenso
             passed = margin / config.discopop_tau
             return (-passed).sigmoid() * softplus(-margin) + (-margin - softplus(-passed)).exp()
         case _:
-            return _smoothed(margin, wrong)
+            return _compute_smoothed_loss(margin, wrong)
 
 
 def _of_rewards(config: DpoConfig, chosen: "torch.Tensor", rejected: "torch.Tensor") -> "torch.Tensor":
@@ -302,13 +302,13 @@ def _of_rewards(config: DpoConfig, chosen: "torch.Tensor", rejected: "torch.Tens
             return ((chosen - 0.5) / config.beta).square() + ((rejected + 0.5) / config.beta).square()
 
 
-def _of_sorted(config: DpoConfig, high: "torch.Tensor", low: "torch.Tensor") -> "torch.Tensor":
+def _compare_in_order(config: DpoConfig, high: "torch.Tensor", low: "torch.Tensor") -> "torch.Tensor":
     """[P] of the differences of two sorted [P], each in the place of the pair whose number of `high` it has.
 
     Equal numbers have no order: each of them has the mean of the values, and of the gradients, of all their places.
     """
     (above, ties, counts), (below, *_) = _sort(high), _sort(low)
-    values = _smoothed(config.beta * (above - below), config.label_smoothing)
+    values = _compute_smoothed_loss(config.beta * (above - below), config.label_smoothing)
     return (values.new_zeros(len(counts)).index_add(0, ties.sort()[0], values) / counts)[ties]
 
 
@@ -319,7 +319,7 @@ def _sort(numbers: "torch.Tensor") -> "tuple[torch.Tensor, torch.Tensor, torch.T
     return means[ties.sort()[0]], ties, counts
 
 
-def _smoothed(margin: "torch.Tensor", wrong: float) -> "torch.Tensor":
+def _compute_smoothed_loss(margin: "torch.Tensor", wrong: float) -> "torch.Tensor":
     return (1 - wrong) * softplus(-margin) + wrong * softplus(margin)
 
 
@@ -332,7 +332,7 @@ def simpo(tokens: LossTokens, config: SimpoConfig) -> LossOutput:
     """
     halves = (tokens.pairs.chosen, tokens.pairs.rejected)
     chosen, rejected = (config.beta * _alpha_reward(half.mean(tokens.logprobs), config.reward_alpha) for half in halves)
-    values = _smoothed(chosen - rejected - config.gamma, config.label_smoothing)
+    values = _compute_smoothed_loss(chosen - rejected - config.gamma, config.label_smoothing)
     return LossOutput(tokens.pairs.broadcast(values), _pair_metrics(tokens, chosen, rejected))
 
 
@@ -355,7 +355,7 @@ def cpo(tokens: LossTokens, config: CpoConfig) -> LossOutput:
         case "ipo":
             values = ((margin - 0.5) / config.beta).square()
         case "sigmoid":
-            values = _smoothed(margin, config.label_smoothing)
+            values = _compute_smoothed_loss(margin, config.label_smoothing)
     values = values - config.alpha * pairs.chosen.sum(tokens.logprobs)
     return LossOutput(pairs.broadcast(values), _pair_metrics(tokens, chosen, rejected))
 

@@ -6,6 +6,9 @@ without a gradient, instead of an infinity that would spoil the whole batch.
 
 from typing import TYPE_CHECKING, Literal
 
+from attrs import field, frozen
+from attrs.validators import in_
+
 from skyrl_engine import Metric
 
 if TYPE_CHECKING:
@@ -16,6 +19,19 @@ LOG_RATIO_LIMIT = 20.0
 
 Anchor = Literal["old", "rollout"]
 """The policy a ratio is taken against: `old`, frozen when the step began, or `rollout`, the sampler's own."""
+
+
+@frozen
+class AnchoredConfig:
+    """The policy in the denominator of a ratio."""
+
+    anchor: Anchor = field(default="old", validator=in_(("old", "rollout")), kw_only=True)
+    """The policy that ratios and divergences are taken against: the `old` policy of this step, or the `rollout` policy that sampled the
+    tokens."""
+
+    @property
+    def column(self) -> str:
+        return f"{self.anchor}_logprobs"
 
 
 def log_ratio(logprobs: "torch.Tensor", anchor: "torch.Tensor") -> "torch.Tensor":

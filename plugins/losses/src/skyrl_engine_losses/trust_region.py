@@ -6,14 +6,14 @@ from attrs import field, frozen
 from attrs.validators import ge, gt, in_
 
 from skyrl_engine import LossOutput, LossTokens, loss
-from skyrl_engine_losses.ratio import Anchor, approximate_kl, fraction, probability_ratio
+from skyrl_engine_losses.ratio import AnchoredConfig, approximate_kl, fraction, probability_ratio
 
 if TYPE_CHECKING:
     import torch
 
 
 @frozen
-class DppoConfig:
+class DppoConfig(AnchoredConfig):
     """The distance that a token's probability may move, and the policy that it is measured from."""
 
     kind: Literal["tv", "kl"] = field(default="tv", validator=in_(("tv", "kl")))
@@ -25,14 +25,6 @@ class DppoConfig:
 
     delta_high: float = field(default=0.2, validator=ge(0.0))
     """Divergence beyond which a token of positive advantage that became more probable is masked."""
-
-    anchor: Anchor = field(default="old", validator=in_(("old", "rollout")))
-    """The policy that divergence and ratio are taken against: the `old` policy of this step, or the `rollout` policy that sampled the
-    tokens."""
-
-    @property
-    def column(self) -> str:
-        return f"{self.anchor}_logprobs"
 
 
 @frozen

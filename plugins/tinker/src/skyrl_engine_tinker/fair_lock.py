@@ -32,7 +32,7 @@ class FairLock:
                 self._taken = False
 
     @contextlib.contextmanager
-    def released(self) -> Iterator[None]:
+    def release_meanwhile(self) -> Iterator[None]:
         """Give the lock to others meanwhile, and wait for another turn at the end. Only for the thread that has it."""
         self.__exit__(None, None, None)
         try:

@@ -133,7 +133,7 @@ class ModelSlots:
         Raises RequestError where a model of another base is trained, but for models that are for sampling alone.
         """
         if base_model in self.settings.sampling_only:
-            return self._get_sampled(base_model, session)
+            return self._get_sampled_model(base_model, session)
         trained = self.trained
         if trained and trained[0].base_model != base_model:
             raise RequestError(
@@ -216,7 +216,7 @@ class ModelSlots:
         self._host = self._open_base(base_model, session, self._take_models_in_the_way())
         return self._host
 
-    def _get_sampled(self, base_model: str, session: str) -> LoadedModel:
+    def _get_sampled_model(self, base_model: str, session: str) -> LoadedModel:
         """Return a model for sampling alone; open it if it is not there. One that failed, or is being closed, is closed first."""
         loaded = self._sampled.get(base_model)
         if loaded is None or loaded.model.failure is not None:
@@ -250,7 +250,7 @@ class ModelSlots:
 
         def open_model() -> Answer:
             # they may need a turn to end
-            with turns.released():
+            with turns.release_meanwhile():
                 close_all(before)
             try:
                 return opening(model)
