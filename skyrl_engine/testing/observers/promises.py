@@ -37,6 +37,8 @@ from skyrl_engine.testing.subject import Subject
 FEW = 0.3
 """Effort of promises that tell sessions: every case makes a new observer, which may write files."""
 
+TRAINERS = ("sft", "rl")
+
 SLOW_SECONDS = 1.0
 """A run waits for its observers: an event that one takes so long for costs a step as much."""
 
@@ -206,13 +208,13 @@ def beside_others(subject: Subject[Any], case: ToldSession) -> None:
 
 @promise(
     "Where a run is killed and resumed, its files tell no step twice and leave out none",
-    cases=lambda _subject: st.booleans(),
+    cases=lambda _subject: st.sampled_from(TRAINERS),
     exempt=_differs_each_time,
-    first=lambda _subject: (False, True),
+    first=lambda _subject: TRAINERS,
     effort=0.05,
 )
-def resume(subject: Subject[Any], case: bool) -> None:
-    whole = evolve(list_sessions()[0], rollouts=case)
+def resume(subject: Subject[Any], case: str) -> None:
+    whole = evolve(list_sessions()[0], rollouts=case == "rl")
     killed = evolve(whole, end=2 * EVERY + 1, killed=True)
     resumed = evolve(whole, start=2 * EVERY)
     due = _require_repeatable(subject, [whole])
