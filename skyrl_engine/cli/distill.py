@@ -28,6 +28,8 @@ _ON_ROWS = {
     "batch_size": "training.batch_size",
     "steps": "training.steps",
     "micro_batch_rows": "training.micro_batch_rows",
+    "sample_share": "sampling.share",
+    "max_tokens": "sampling.max_tokens",
 }
 _ON_SAMPLES = {
     **RUN_KEYS,
@@ -59,6 +61,12 @@ _ON_SAMPLES = {
     help="Most tokens of a sample after its prompt, over all turns, observations of the environment included.",
 )
 @click.option(
+    "--sample-share",
+    type=float,
+    metavar="SHARE",
+    help="Share of the steps on --data that train on the student's own answers to its prompts, as GKD's lambda: needs --teacher.",
+)
+@click.option(
     "--data",
     multiple=True,
     callback=one_or_several,
@@ -83,7 +91,8 @@ def distill(
     """Teach MODEL what a teacher knows: on MODEL's own samples, which the teacher scores, or on rows of data.
 
     Samples are trainer rl's, with the preset on_policy_distill. Rows are trainer sft's: with --teacher by the loss divergence, over the whole
-    vocabulary, and without by the loss top_k_divergence, of rows that hold a teacher's likeliest tokens. The configuration that the options
+    vocabulary, and without by the loss top_k_divergence, of rows that hold a teacher's likeliest tokens. With --sample-share
+    some steps train on the student's own answers to the prompts of the rows. The configuration that the options
     make is printed, as TOML: `skyrl-engine distill ... > my.toml` keeps it for `skyrl-engine run my.toml`. All else goes to stderr.
     """
     from skyrl_engine.config import Option, with_defaults

@@ -57,6 +57,7 @@ EXAMPLES: Mapping[str, str] = {
     "--reward": "./my_reward.py:score",
     "--reward-model": "./my-reward-model",
     "--rollouts": "./runs/my-run",
+    "--sample-share": "0.5",
     "--samples": "4",
     "--seed": "1",
     "--set": "run.seed=1",

@@ -262,6 +262,7 @@ def show_plan(plan: "RunPlan | RlPlan | Mapping[str, str]") -> None:
             **({} if plan.rotary_length is None else {"rotary frequencies": f"fixed for rows of {plan.rotary_length:,} tokens"}),
             "steps": f"{plan.total_steps:,} of {plan.batch_size} samples ({plan.steps_per_epoch:,} an epoch)"
             + (f"; {plan.samples_per_step}" if plan.samples_per_step else ""),
+            **({} if plan.sampled is None else {"sampled steps": plan.sampled}),
             "first mini-batch": str(plan.shape),
             **({"chosen": "\n".join(plan.chosen)} if plan.chosen else {}),
         }

@@ -16,6 +16,7 @@ from skyrl_engine.config.schema import (
     OptimizerConfig,
     PluginsConfig,
     RunConfig,
+    SamplingConfig,
     TrainingConfig,
 )
 from skyrl_engine.config.schema.metadata import iterate_unread_fields
@@ -41,6 +42,17 @@ def cross_checks(sections: Mapping[str, Any], origins: Mapping[str, Origin]) -> 
             ("generator.launch", 'is "ray", but run.launch is not', 'Set run.launch = "ray", or remove generator.launch')
         )
     model = by_type.get(ModelTable)
+    sampling = by_type.get(SamplingConfig)
+    if sampling is not None and sampling.share == 0:
+        problems += [
+            (
+                f"sampling.{key.name}",
+                "is set, and sampling.share is 0, so that nothing is sampled",
+                "Set sampling.share, or remove it",
+            )
+            for key in attrs.fields(SamplingConfig)
+            if getattr(sampling, key.name) != key.default
+        ]
     if model is not None and model.classifier and not model.value_head:
         problems.append(("model.classifier", "needs model.value_head = true", "Set it, or remove model.classifier"))
     if data is not None and data.eval is not None and data.eval_fraction > 0:

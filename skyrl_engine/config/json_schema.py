@@ -69,7 +69,8 @@ def _of_trainer(trainer: Trainer, known: Mapping[str, Section]) -> dict[str, Any
         chosen["required"] = ["trainer"]
     tables = {*trainer.tables, trainer.name}
     required = [name for name, section in known.items() if section.required and name in tables]
-    foreign = [name for name, section in known.items() if not section.belongs_to(trainer) or _is_of_another(section, trainer)]
+    widest = attrs.evolve(trainer, kinds=(*trainer.kinds, *trainer.asked_kinds))
+    foreign = [name for name, section in known.items() if not section.belongs_to(widest) or _is_of_another(section, trainer)]
     return {"if": chosen, "then": {"required": required, "properties": dict.fromkeys(foreign, False)}}
 
 

@@ -109,7 +109,7 @@ def _trainer(raw: RawConfig) -> tuple[Trainer | None, list[Problem]]:
     """Return the chosen trainer, or None and the problem with the choice; then tables of every trainer are checked."""
     chosen = raw.table.get("trainer", DEFAULT_TRAINER)
     if isinstance(chosen, str) and (trainer := find_trainer(chosen)) is not None:
-        return trainer, []
+        return trainer.with_asked_kinds(raw.table), []
     if not isinstance(chosen, str):
         return None, _other_words(raw, "trainer") or [_problem(raw, ("trainer",), wrong_kind(chosen, str))]
     names = list_trainer_names()
@@ -169,7 +169,8 @@ def _foreign(raw: RawConfig, name: str, trainer: Trainer, kind: Kind | None, own
     """Return the problem of a table that belongs to another trainer; `owners` are its trainers, by default those of the engine."""
     if kind is not None:
         cause = f"[{name}] selects {kind.with_article}, and this run's trainer {trainer.name} uses none"
-        return _problem(raw, (name,), RefusedError(cause, "Remove it, or choose another trainer"))
+        asked = f", or set {trainer.asked_kinds[kind.name]}" if kind.name in trainer.asked_kinds else ""
+        return _problem(raw, (name,), RefusedError(cause, f"Remove it{asked}, or choose another trainer"))
     owners = owners or owners_of(name)
     whose = f"trainer {owners[0]}" if len(owners) == 1 else f"the trainers {', '.join(owners[:-1])} and {owners[-1]}"
     cause = f"[{name}] is a table of {whose}, and this run's trainer is {trainer.name}"

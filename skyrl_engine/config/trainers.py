@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, cast
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 from skyrl_engine.registry.kinds import import_object
 
@@ -27,8 +27,16 @@ class Trainer:
     kinds: tuple[str, ...]
     run: str
     plan: str
+    asked_kinds: Mapping[str, str] = MappingProxyType({})
+    """Kinds of plugin that it uses where a number of its tables is above 0, by kind the key of that number, "table.key"."""
+
     options: str | None = None
     """The attrs class of a table of the trainer's own, called as the trainer is, as text "module:name"; None: it has none."""
+
+    def with_asked_kinds(self, table: Mapping[str, Any]) -> "Trainer":
+        """Return the row with those of `asked_kinds` among `kinds` that a configuration, as plain tables, asks for."""
+        asked = tuple(kind for kind, key in self.asked_kinds.items() if _is_positive(table, key))
+        return evolve(self, kinds=(*self.kinds, *asked)) if asked else self
 
     def load_run(self) -> Callable[..., Any]:
         """Import the function that trains. It takes a resolved configuration and returns a RunResult."""
@@ -39,11 +47,19 @@ class Trainer:
         return cast("Callable[..., Any]", import_object(self.plan))
 
 
+def _is_positive(table: Mapping[str, Any], key: str) -> bool:
+    name, _, inner = key.partition(".")
+    values = table.get(name)
+    value = values.get(inner) if isinstance(values, Mapping) else None
+    return isinstance(value, int | float) and value > 0
+
+
 _ROWS = (
     Trainer(
         DEFAULT_TRAINER,
-        tables=("data", "training", "teacher", "evaluation", "checkpoint"),
+        tables=("data", "training", "teacher", "sampling", "evaluation", "checkpoint"),
         kinds=("collator", "loss", "correction", "reducer", "backend", "merger"),
+        asked_kinds={"generator": "sampling.share"},
         run="skyrl_engine.training.sft.trainer:run_sft",
         plan="skyrl_engine.training.sft.trainer:plan_sft",
     ),

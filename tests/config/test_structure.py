@@ -19,6 +19,7 @@ from skyrl_engine.config.report import to_toml
 from skyrl_engine.config.schema import (
     EngineConfig,
     EnvironmentTable,
+    GeneratorTable,
     LoraConfig,
     LossTable,
     MissingTable,
@@ -107,7 +108,7 @@ def test_mistakes_in_nested_lists_name_their_line(tmp_path: Path, monkeypatch: p
          "Write the references in run.observers, and options in [observers.NAME]")),
         ("batch_size=3", "command line: batch_size: is not a known key. Did you mean training.batch_size?"),
         ("every=3", ("command line: every: is not a known key. The keys here are trainer, model, data, run, plugins, collator, loss, reducer, "
-         "backend, merger, observers, optimizer, training, teacher, evaluation, checkpoint")),
+         "backend, merger, observers, optimizer, training, teacher, sampling, evaluation, checkpoint")),
         ("plugins.pin.x=3", "command line: plugins.pin.x: must be text, is 3. Put it in quotes"),
     ],
 )  # fmt: skip
@@ -324,7 +325,9 @@ def test_data_may_be_a_list(tmp_path: Path) -> None:
 @settings(max_examples=50, deadline=None)
 @given(_values(EngineConfig))
 def test_any_configuration_written_as_toml_reads_back_equal(configuration: EngineConfig) -> None:
-    """Tables one by one: combinations that the cross-checks refuse are not what is tested."""
+    """Tables one by one: combinations that the cross-checks refuse are not what is tested. A run that samples has a generator."""
+    asked = {"generator": GeneratorTable("hf")} if configuration.has("sampling") and configuration.sampling.share > 0 else {}
+    configuration = attrs.evolve(configuration, selected={**asked, **configuration.selected})
     table, _ = read_toml(to_toml(plain(configuration)), "x.toml")
     structured = structure(RawConfig(table, {}))
     read = attrs.evolve(structured, problems=()).config()

@@ -25,6 +25,7 @@ from skyrl_engine.config.schema.rl import (
     TeacherConfig,
 )
 from skyrl_engine.config.schema.run import RunConfig
+from skyrl_engine.config.schema.sampling import SamplingConfig
 from skyrl_engine.config.schema.tables import GeneratorPlacement, GeneratorTable, LossTable, PluginTable, TermTable
 from skyrl_engine.config.schema.training import TrainingConfig
 from skyrl_engine.contracts.values.model import PLACE, LoraConfig, ModelConfig
@@ -57,6 +58,7 @@ __all__ = [
     "RlConfig",
     "RolloutsConfig",
     "RunConfig",
+    "SamplingConfig",
     "TeacherConfig",
     "TermTable",
     "TrainingConfig",

@@ -17,6 +17,7 @@ from skyrl_engine.config.schema.preference import PreferenceConfig
 from skyrl_engine.config.schema.reward_model import RewardModelConfig
 from skyrl_engine.config.schema.rl import EnvironmentTable, ReferenceConfig, RlConfig, RolloutsConfig, TeacherConfig
 from skyrl_engine.config.schema.run import RunConfig
+from skyrl_engine.config.schema.sampling import SamplingConfig
 from skyrl_engine.config.schema.tables import PluginTable
 from skyrl_engine.config.schema.training import TrainingConfig
 from skyrl_engine.config.trainers import DEFAULT_TRAINER
@@ -49,6 +50,7 @@ class EngineConfig:
     rollouts: RolloutsConfig = RolloutsConfig()
     reference: ReferenceConfig = ReferenceConfig()
     teacher: TeacherConfig = TeacherConfig()
+    sampling: SamplingConfig = SamplingConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     trainer_options: Any = None

@@ -17,7 +17,6 @@ from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.ragged import offsets_of
 from skyrl_engine.engine.assembly import Assembly
 from skyrl_engine.engine.automatic import find_device, find_device_bytes
-from skyrl_engine.engine.generator_placement import choose_placement
 from skyrl_engine.errors import ConfigError, DataError, Problem, UnsupportedError
 from skyrl_engine.model_facts.facts import ModelFacts
 from skyrl_engine.model_facts.memory import find_free_host_bytes, find_reason_against_turns
@@ -26,6 +25,7 @@ from skyrl_engine.objective.policy_metrics import OLD_LOGPROBS, ROLLOUT_LOGPROBS
 from skyrl_engine.registry.bound_plugin import BoundPlugin
 from skyrl_engine.rollout.chat_renderer import ChatRenderer
 from skyrl_engine.rollout.offline_source import Recording
+from skyrl_engine.training.generator_compat import refuse_generator_of_other_weights, refuse_misplaced_generator
 from skyrl_engine.training.reference import refuse_dropout, refuse_unread_reference
 from skyrl_engine.training.rl.batches import mini_batch_size
 from skyrl_engine.training.rl.evaluation import tasks_of
@@ -131,17 +131,13 @@ def refuse_generator(draft: RlDraft) -> None:
     if not draft.is_live:
         return
     resolved = draft.resolved
-    plugin = resolved.plugins["generator"]
-    label, description = str(plugin.loaded.record), plugin.loaded.describe_generator(plugin.options)
-    table = cast("GeneratorTable | None", resolved.config.selected.get("generator"))
     staleness = resolved.config.rl.staleness if draft.trains else 0
-    placement = choose_placement(label, description, table, beside=staleness > 0)
-    is_local = table is None or (table.launch == "local" and not table.devices)
-    if placement == "process" and is_local and find_device(resolved.config.run) == "cuda":
-        raise UnsupportedError(
-            f"{label} lives in processes of its own, generator.devices names none, and the ranks compute on GPUs: it would sample on the CPU",
-            remedy='Set generator.devices to GPUs that the ranks do not use, such as ["cuda:1"], or to ["cpu"] where that is meant',
-        )
+    label, description = refuse_misplaced_generator(
+        resolved,
+        draft.longest,
+        f"rl.max_prompt_tokens and rl.max_tokens make attempts of up to {draft.longest:,}",
+        beside=staleness > 0,
+    )
     if staleness and resolved.config.rl.in_flight_updates and "update_while_generating" not in description.capabilities:
         raise UnsupportedError(
             f"rl.in_flight_updates is true, and {label} does not declare the capability 'update_while_generating'",
@@ -152,24 +148,8 @@ def refuse_generator(draft: RlDraft) -> None:
             f"rl.stop_strings is set, and {label} does not declare the capability 'stop_strings'",
             remedy="Remove rl.stop_strings, or choose a generator that stops at texts, such as hf",
         )
-    if isinstance(description.cache_tokens, int) and description.cache_tokens < draft.longest:
-        raise UnsupportedError(
-            f"{label} holds keys and values of {description.cache_tokens:,} tokens, and rl.max_prompt_tokens and rl.max_tokens make attempts "
-            f"of up to {draft.longest:,}",
-            remedy="Raise generator.cache_tokens, or lower one of those",
-        )
-    if not draft.trains:
-        return
-    if not description.accepts and "recorded" not in description.capabilities:
-        raise UnsupportedError(
-            f"{label} takes no weights: it would go on sampling from a model that is not the trained one",
-            remedy="Choose a generator that takes weights, such as hf",
-        )
-    if "logprobs" not in description.capabilities:
-        raise UnsupportedError(
-            f"{label} does not declare the capability 'logprobs': nobody could tell whether it samples from the trained model",
-            remedy="Choose a generator that gives the log-probabilities of what it samples, such as hf",
-        )
+    if draft.trains:
+        refuse_generator_of_other_weights(label, description)
 
 
 def refuse_beyond_positions(draft: RlDraft) -> None:

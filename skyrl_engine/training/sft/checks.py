@@ -115,10 +115,9 @@ def plan_first_batch(
     Raises what the collator and the reducer raise.
     """
     training = resolved.config.training
-    layout = assembly.layout(micro_batch_rows=training.micro_batch_rows, micro_batch_tokens=budget_of(training))
     chosen, _ = order.mini_batch(order.start())
     first = loaded["train"].columns.take(chosen)
-    plan = plan_batch(assembly.collator, first, layout)
+    plan = plan_whole_batch(resolved, assembly, first)
     token_weights(
         assembly.reducer,
         batch_structure(first, plan.mini_batches[0], assembly.context.max_sequence_length, reducer=assembly.reducer),
@@ -127,8 +126,15 @@ def plan_first_batch(
         columns = dataset.columns
         # with others, because there may have to be as many samples as ranks
         some = np.union1d(largest_units(columns), np.arange(min(len(columns), training.batch_size)))
-        plan_batch(assembly.collator, columns.take(some), layout)
+        plan_whole_batch(resolved, assembly, columns.take(some))
     return plan
+
+
+def plan_whole_batch(resolved: ResolvedConfig, assembly: Assembly, columns: SampleColumns) -> BatchPlan:
+    """Plan a mini-batch by the sizes of the configuration. Raises what the collator raises."""
+    training = resolved.config.training
+    layout = assembly.layout(micro_batch_rows=training.micro_batch_rows, micro_batch_tokens=budget_of(training))
+    return plan_batch(assembly.collator, columns, layout)
 
 
 def largest_units(columns: SampleColumns) -> IntArray:

@@ -15,6 +15,7 @@ from skyrl_engine.engine.device_check import describe_compiling
 from skyrl_engine.training.sft.checks import limit_to_model
 from skyrl_engine.training.sft.order import SampleOrder
 from skyrl_engine.training.sft.prepare import PreparedRun, describe_data
+from skyrl_engine.training.sft.student_samples import is_sampled, samples_answers
 
 
 @frozen
@@ -37,6 +38,7 @@ class RunPlan:
     `longest_allowed` is the longest sample in tokens, by `data.max_length` or else by the model; None where neither says. `rotary_length` is
     the longest row for which rotary frequencies are fixed; None for models that do not choose them by length.
     `samples_per_step` says how many samples a step trains on where that is not `batch_size`; else it is empty.
+    `sampled` says how many steps train on the student's own answers; None where none does.
     `micro_batches` and `shape` are those of the run's first mini-batch. `chosen` says what the engine chose where the configuration says
     "auto", and why. `prompt` is the first prompt of the training data as pieces of text, a token each.
     """
@@ -59,6 +61,7 @@ class RunPlan:
     steps_per_epoch: int
     batch_size: int
     samples_per_step: str
+    sampled: str | None
     micro_batches: tuple[MicroBatchShape, ...]
     shape: BatchShape
     chosen: tuple[str, ...]
@@ -87,6 +90,7 @@ def describe_plan(prepared: PreparedRun) -> RunPlan:
         steps_per_epoch=prepared.order.steps_per_epoch,
         batch_size=prepared.order.batch_size,
         samples_per_step=samples_per_step(prepared.order),
+        sampled=_count_sampled_steps(prepared),
         micro_batches=_shapes(prepared.first_batch),
         shape=prepared.first_shape,
         chosen=tuple(str(choice) for choice in prepared.choices),
@@ -104,6 +108,16 @@ def samples_per_step(order: SampleOrder) -> str:
     if order.drop_last:
         return f"{order.left_out} samples at the end of an epoch are left out"
     return f"about {rest} samples in the last of an epoch" if order.bundles else f"{rest} samples in the last of an epoch"
+
+
+def _count_sampled_steps(prepared: PreparedRun) -> str | None:
+    config = prepared.resolved.config
+    if not samples_answers(prepared.resolved):
+        return None
+    drawn = sum(is_sampled(config.run.seed, step, config.sampling.share) for step in range(1, prepared.total_steps + 1))
+    return (
+        f"{drawn:,} of {prepared.total_steps:,} train on the student's own answers, of up to {config.sampling.max_tokens:,} tokens"
+    )
 
 
 def _adapters(resolved: ResolvedConfig) -> str | None:

@@ -34,8 +34,17 @@ from skyrl_engine.model_facts.thresholds import refuse_longer_rows
 from skyrl_engine.objective.parts import ObjectiveParts
 from skyrl_engine.registry.bound_plugin import BoundPlugin
 from skyrl_engine.training.frozen_model_compat import check_models_beside
-from skyrl_engine.training.sft.checks import ConfigCheck, DataDraft, DraftCheck, check_samples, limit_to_model, plan_first_batch
+from skyrl_engine.training.sft.checks import (
+    ConfigCheck,
+    DataDraft,
+    DraftCheck,
+    check_samples,
+    limit_to_model,
+    plan_first_batch,
+    plan_whole_batch,
+)
 from skyrl_engine.training.sft.order import SampleOrder
+from skyrl_engine.training.sft.student_samples import lengthen_samples, refuse_unteachable_samples, samples_answers
 from skyrl_engine.training.teacher import TEACHER, plan_teacher
 
 if TYPE_CHECKING:
@@ -50,7 +59,7 @@ DataProgress = Callable[[str, int, int], None]
 @frozen(eq=False)
 class PreparedRun:
     """A run that is ready to start its ranks. `first_batch` is the plan of the run's first mini-batch, for --dry-run to show; `teacher` the
-    frozen model next to the trained one, None where there is none.
+    frozen model next to the trained one, None where there is none; `longest` counts the tokens of the longest sample, sampled ones included.
     """
 
     resolved: ResolvedConfig
@@ -63,6 +72,7 @@ class PreparedRun:
     total_steps: int
     teacher: FrozenModel | None
     first_batch: BatchPlan = field(repr=False)
+    longest: int
     choices: tuple[Choice, ...] = ()
     """Values that the engine chose where the configuration says "auto"."""
 
@@ -97,7 +107,7 @@ def prepare(
     with refusals.collect():
         assembly = assemble(resolved, files, max_sequence_length=config.data.max_length)
     if assembly is not None:
-        refusals.collect_all(after_building, DataDraft(resolved, files, assembly))
+        refusals.collect_all((*after_building, refuse_unteachable_samples), DataDraft(resolved, files, assembly))
     check_models_beside(resolved, refusals)
     computed = {*computed, *list_teacher_columns(config)}
     data = config.data
@@ -132,17 +142,24 @@ def prepare(
         with refusals.collect():
             check_samples(dataset, files.facts, assembly, reading)
     datasets = [dataset.columns for dataset in loaded.values()]
+    # the longest samples of the run are among these
+    laid_out = list(datasets)
+    if samples_answers(resolved):
+        with refusals.collect():
+            laid_out.append(lengthen_samples(resolved, train, data.max_length))
     with refusals.collect():
-        resolved = _with_rotary_length(resolved, files, datasets)
+        resolved = _with_rotary_length(resolved, files, laid_out)
     order = first_batch = teacher = None
     required: frozenset[Capability] = frozenset()
     with refusals.collect():
         order = _order_of(resolved, train, evaluation)
         choices.resolved = resolved
-        assembly = _choose_layout(choices, assembly, files, datasets, order, pairs=reading != "samples")
+        assembly = _choose_layout(choices, assembly, files, laid_out, order, pairs=reading != "samples")
         resolved = choices.resolved
         first_batch = plan_first_batch(resolved, assembly, loaded, order)
-    longest = max(int(np.diff(columns.token_offsets).max(initial=1)) for columns in datasets)
+        for columns in laid_out[len(datasets) :]:
+            plan_whole_batch(resolved, assembly, columns)
+    longest = max(int(np.diff(columns.token_offsets).max(initial=1)) for columns in laid_out)
     with refusals.collect():
         teacher = plan_teacher(
             resolved,
@@ -167,6 +184,7 @@ def prepare(
         total_steps=config.training.steps or order.steps_in(config.training.epochs or 1.0),
         teacher=teacher,
         first_batch=first_batch,
+        longest=longest,
         required=required,
         choices=tuple(choices.made),
     )

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import attrs
+import numpy as np
 from attrs import define, field, frozen
 
 from skyrl_engine.config import ResolvedConfig
@@ -16,6 +17,7 @@ from skyrl_engine.contracts.values.outputs import results_of
 from skyrl_engine.engine.engine import Engine
 from skyrl_engine.engine.plan import Plan
 from skyrl_engine.objective.policy_metrics import Watched
+from skyrl_engine.rollout.guard import SamplerGuard
 from skyrl_engine.run.log import tell
 from skyrl_engine.run.progress import LOADING
 from skyrl_engine.run.session import open_session, recall_choices, to_resume_from
@@ -27,6 +29,7 @@ from skyrl_engine.training.sft.evaluation import evaluate
 from skyrl_engine.training.sft.order import Position
 from skyrl_engine.training.sft.prepare import DataProgress, PreparedRun, describe_data, prepare
 from skyrl_engine.training.sft.state import SftState, fingerprint, state_in
+from skyrl_engine.training.sft.student_samples import SampledAnswers, StudentSampler, samples_answers
 from skyrl_engine.training.source_metrics import name_losses_of_sources, shares_of_sources
 from skyrl_engine.training.teacher import TEACHER
 from skyrl_engine.workers.future import Future
@@ -74,13 +77,19 @@ def run_sft(
 def _trainer(prepared: PreparedRun, place: "StartedRun") -> "SftTrainer":
     if prepared.teacher is not None:
         place.engine.add_frozen(prepared.teacher)
-    return SftTrainer(prepared, place.engine, place.position, place.data)
+    trainer = SftTrainer(prepared, place.engine, place.position, place.data)
+    config = prepared.resolved.config
+    if samples_answers(prepared.resolved):
+        place.engine.start_sampler(prepared.resolved.plugins["generator"], longest=prepared.longest, folder=place.generator)
+        guard = SamplerGuard.of(None, config.model.dtype)
+        trainer.student = StudentSampler(config.sampling, config.run.seed, place.engine, guard)
+    return trainer
 
 
 @frozen(eq=False)
 class StartedRun:
     """The engine whose ranks have started, and where a run goes on: the position, the training data's fingerprint, the folder of the models
-    that become the reference, and the name of the one that it is.
+    that become the reference, the name of the one that it is, and the folder of what generators write.
     """
 
     engine: Engine
@@ -88,6 +97,7 @@ class StartedRun:
     data: str
     references: Path
     reference: str | None
+    generator: Path
 
 
 @frozen(eq=False)
@@ -140,7 +150,9 @@ def train_on_data(
             return Loop(
                 session,
                 engine,
-                started.trainer(StartedRun(engine, position, data, session.directory.reference, reference)),
+                started.trainer(
+                    StartedRun(engine, position, data, session.directory.reference, reference, session.directory.generator)
+                ),
                 evaluation=config.evaluation,
                 checkpoint=config.checkpoint,
                 total_steps=prepared.total_steps,
@@ -150,10 +162,13 @@ def train_on_data(
 
 @frozen(eq=False)
 class PlannedBatch:
-    """A mini-batch as the engine cut it, before a rank has seen any of it, and the position after it."""
+    """A mini-batch as the engine cut it, before a rank has seen any of it, and the position after it; with the student's `answers` where these
+    stand in the place of its own.
+    """
 
     plan: Plan
     after: Position
+    answers: SampledAnswers | None = None
 
 
 @define(eq=False)
@@ -171,6 +186,9 @@ class SftTrainer:
     engine: Engine
     position: Position
     data: str
+    student: StudentSampler | None = field(default=None, init=False)
+    """Samples the student's own answers in some of the steps; None: in none."""
+
     _idle: IdleSteps = field(factory=IdleSteps, init=False)
     _spans: Spans = field(factory=Spans, init=False)
     _ahead: Future[PlannedBatch] | None = field(default=None, init=False)
@@ -195,21 +213,53 @@ class SftTrainer:
     def step(self, number: int) -> StepDone:
         """One optimizer step on the next mini-batch."""
         assert number == self.engine.step + 1, "the loop and the engine count alike"
-        batch = self._plan_next() if self._ahead is None else self._ahead.result()
+        sampled = self._is_sampled(number)
+        batch = self._plan_sampled(number) if sampled else self._plan_next() if self._ahead is None else self._ahead.result()
         self._ahead, self.position = None, batch.after
         plan = self.complete(batch.plan)
         columns = plan.columns
-        following = number < self.prepared.total_steps
+        # answers of the next step are sampled with the weights of this one
+        ahead = number < self.prepared.total_steps and not self._is_sampled(number + 1)
         result = self.engine.train(
-            plan, per_token_outputs=False, watch=self.watch, meanwhile=self._plan_ahead if following else None
+            plan,
+            per_token_outputs=False,
+            watch=(*self.watch, *(self.student.watch if self.student is not None and sampled else ())),
+            meanwhile=self._plan_ahead if ahead else None,
         )
         metrics = {
             **results_of(name_losses_of_sources(result.metrics, self.prepared.train.source_names)),
             **shares_of_sources(columns, self.prepared.train.source_names),
+            **self._count_samples(number, batch.answers),
             "epoch": self.position.epoch + self.position.offset / self.prepared.order.samples,
         }
+        if self.student is not None and sampled:
+            self.student.check(number, metrics)
         self._idle.look(number, metrics, lambda: explain_idle_objective(columns, self.prepared.assembly.objective))
         return StepDone(metrics, {**result.cpu_seconds, **self._spans.drain()})
+
+    def _is_sampled(self, number: int) -> bool:
+        return self.student is not None and self.student.is_due(number)
+
+    def _plan_sampled(self, number: int) -> PlannedBatch:
+        """Read the mini-batch at `position`, and cut it with the student's answers in the place of its own."""
+        assert self.student is not None, "somebody samples"
+        with self._spans("data"):
+            chosen, after = self.prepared.order.mini_batch(self.position)
+            rows = self.prepared.train.batch(chosen)
+        with self._spans("generate"):
+            answers = self.student.answer(rows, number)
+        return PlannedBatch(self.engine.plan(answers.columns), after, answers)
+
+    def _count_samples(self, number: int, answers: SampledAnswers | None) -> dict[str, float]:
+        """Count steps and answers that were sampled; nothing where the run samples none."""
+        if self.student is None:
+            return {}
+        counted = {"sampling/step": float(answers is not None), "sampling/steps": float(self.student.count_steps(number))}
+        if answers is None:
+            return counted
+        sampled = int(np.count_nonzero(answers.columns.loss_weight))
+        of_answers = {"mean_tokens": sampled / max(1, answers.count), "truncated": answers.truncated / max(1, answers.count)}
+        return {**counted, **{f"sampling/{name}": value for name, value in of_answers.items()}}
 
     def _plan_next(self) -> PlannedBatch:
         """Read and cut the mini-batch at `position`. Raises what its data and the collator raise."""
