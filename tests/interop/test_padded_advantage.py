@@ -124,5 +124,5 @@ def test_arguments_that_cannot_be_matched_are_named(function, options, words):
 
 def test_a_result_of_another_shape_is_refused():
     plugin = padded_advantage(lambda token_level_rewards, response_mask: token_level_rewards.sum(-1), name="summed")
-    with pytest.raises(ContractError, match=r"summed returns \(64,\), where \(64, 2\), trajectories x tokens, is due"):
+    with pytest.raises(ContractError, match=r"summed returns \(130,\), where \(130, 2\), trajectories x tokens, is due"):
         plugin.skyrl_engine_make_advantage(config=None)(batches.make_crowd().batch())

@@ -57,6 +57,8 @@ IN_EXPLICIT_CASES = [
     (wrong.TableOfIds, {"finite_values"}, "Unable to allocate"),
     (wrong.RefusesManySamples, {"finite_values"}, "too many samples"),
     (wrong.TablesOfEight, {"zero_sum"}, "add up to"),
+    (wrong.MembersInAWord, {"zero_sum"}, "add up to"),
+    (wrong.MembersInHalfAWord, {"zero_sum"}, "add up to"),
     (wrong.SumsInHalves, {"finite_values"}, "inf among its advantages"),
     (wrong.LastFourTurns, {"turns"}, "it counts samples, not trajectories"),
 ]

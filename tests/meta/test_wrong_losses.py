@@ -127,6 +127,7 @@ def test_gradients_of_candidates_are_compared_one_by_one():
     assert "oracle" not in broken_by(wrong.CrossEntropyOfCandidates, {"oracle"}, hooks={"oracle": due})
     broken = broken_by(wrong.DetachesACandidate, {"oracle"}, hooks={"oracle": due})
     assert "by logprobs_at:teacher_ids[0]" in broken["oracle"].cause
+    assert "oracle" in broken_by(wrong.CandidatesInAWord, {"oracle"}, hooks={"oracle": due})
 
 
 def test_a_turned_sign_is_seen_by_an_oracle():

@@ -51,6 +51,7 @@ DAILY = [
 ]
 NIGHTLY = [
     (wrong.RoomForThirty, {"answers"}, "ValueError"),
+    (wrong.RoomForAWord, {"answers"}, "ValueError"),
     (wrong.RefusesEmptyRanks, {"answers"}, "a rank returns no sample"),
     (wrong.NeedsValuesPerToken, {"answers"}, "nothing per token"),
     (wrong.TableOfIds, {"answers"}, "refuses the outputs of"),

@@ -40,6 +40,7 @@ FAULTS = [
     (wrong.TiresLate, {"repeatable"}, "it keeps something"),
     (wrong.CountsInABytesRoom, {"weights_sum"}, "the weights sum to"),
     (wrong.HalvesMany, {"weights_sum"}, "the weights sum to 0.5"),
+    (wrong.HalvesLargeGroups, {"weights_sum"}, "the weights sum to 0.5"),
     (wrong.ByFirstDomain, {"sample_order"}, "in another order of sequences"),
     (wrong.Draws, {"repeatable"}, "draws from the global random state"),
     (wrong.HoldsALambda, {"pickling"}, "cannot be pickled"),

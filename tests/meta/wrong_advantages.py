@@ -298,11 +298,23 @@ class TableOfIds(Plain):
 class TablesOfEight(Plain):
     """Right as long as no group has more than eight members, of which the others are left out of the mean."""
 
+    most = 8
+
     def means(self, rewards, groups, finished):
         place = np.array(
             [np.count_nonzero(finished[:number] & (groups[:number] == groups[number])) for number in range(len(groups))]
         )
-        return super().means(rewards, groups, finished & (place < 8))
+        return super().means(rewards, groups, finished & (place < self.most))
+
+
+class MembersInAWord(TablesOfEight):
+    """Marks members in the bits of a word."""
+
+    most = 64
+
+
+class MembersInHalfAWord(TablesOfEight):
+    most = 32
 
 
 class LastFourTurns(Plain):

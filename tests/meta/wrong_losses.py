@@ -439,6 +439,13 @@ class CrossEntropyOfCandidates(Plain):
         return -(scores * weights).sum(-1)
 
 
+class CandidatesInAWord(CrossEntropyOfCandidates):
+    """Marks candidates in the bits of a word."""
+
+    def mean(self, scores, weights):
+        return super().mean(scores[:, :64], weights[:, :64])
+
+
 class DetachesACandidate(CrossEntropyOfCandidates):
     def mean(self, scores, weights):
         first = scores[:, :1].detach()

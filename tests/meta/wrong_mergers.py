@@ -298,10 +298,18 @@ class RefusesTwoRanks(Plain):
 
 
 class RoomForThirty(Plain):
+    most = 30
+
     def places(self, whole, expected):
-        room = np.zeros(30, dtype=np.int64)
+        room = np.zeros(self.most, dtype=np.int64)
         room[: len(expected)] = super().places(whole, expected)
         return room[: len(expected)]
+
+
+class RoomForAWord(RoomForThirty):
+    """A place for each sample of a mini-batch that 64 bits can mark."""
+
+    most = 64
 
 
 class RefusesEmptyRanks(Plain):

@@ -158,6 +158,15 @@ class HalvesMany(Plain):
         return super().of(structure, weight) * (0.5 if len(structure) > 20 else 1.0)
 
 
+class HalvesLargeGroups(Plain):
+    """Right up to groups of 64."""
+
+    def of(self, structure, weight):
+        return super().of(structure, weight) * (
+            0.5 if np.bincount(np.unique(structure.group_ids, return_inverse=True)[1]).max() > 64 else 1.0
+        )
+
+
 class ByDomain(Plain):
     """Odd and right: reads texts, of which those that begin with "math" count double."""
 

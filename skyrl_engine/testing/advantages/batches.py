@@ -187,15 +187,17 @@ FAR = 1 << 52
 """Ids above it are closer than float32 can tell apart, and no table has a place for each up to them."""
 
 
-CROWD = 64
+CROWD_GROUPS = (65, 33, 16, 16)
+"""Trajectories of each group: more than a word of 64 or 32 bits counts."""
+CROWD = sum(CROWD_GROUPS)
 
 
 def make_crowd(needs: Sequence[str] = ()) -> DrawnRows:
-    """Return four groups of sixteen trajectories of two scored tokens, in mixed order.
+    """Return four groups of up to 65 trajectories of two scored tokens, in mixed order.
 
     Their ids are large, and neighbours of each other or alike in their last 32 bits.
     """
-    groups = [FAR + key % 2 + key // 2 % 2 * 2**32 for key in range(CROWD)]
+    groups = [FAR + group % 2 + group // 2 * 2**32 for group, size in enumerate(CROWD_GROUPS) for _ in range(size)]
     trajectories = [FAR - key % 32 - key // 32 * 2**32 for key in range(CROWD)]
     samples = [
         DrawnSample(key, groups[key], trajectories[key], 0, True, (Token(1.0, 0.0, 0.5), Token(1.0, REWARDS[key * key % 7], -0.25)))
@@ -236,7 +238,7 @@ def relabel(batch: DrawnRows) -> DrawnRows:
     return evolve(batch, samples=tuple(samples))
 
 
-_NAMES = 101
+_NAMES = 199
 
 
 def _rename(number: int) -> int:

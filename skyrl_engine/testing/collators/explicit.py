@@ -14,6 +14,9 @@ from skyrl_engine.testing.collators.cases import CutCase, Planning
 from skyrl_engine.testing.collators.strategies import COLUMN_NAMES, SampleLists
 from skyrl_engine.testing.subject import Subject
 
+WIDE = 65
+"""Numbers per token, more than a word of 64 bits counts."""
+
 
 def list_explicit_cuts(subject: Subject[Any]) -> Iterable[CutCase]:
     """Return batches with layouts that cut by rows and by tokens; a collator that refuses one of both decides the other.
@@ -66,10 +69,11 @@ def _list_trees() -> Iterator[CutCase]:
     for cut in ({}, {"micro_batch_tokens": 150}, {"micro_batch_tokens": 60}):
         yield CutCase(shared, Layout(**cut), trees=True)
         yield CutCase(shared, Layout(dp=3, tp=2, mini_batch_size=20, **cut), trees=True)
+    yield CutCase(_make_samples(68, longest=9, shortest=3, group=68), Layout(dp=2), trees=True)
 
 
 def list_explicit_and_wide(subject: Subject[Any]) -> Iterable[CutCase]:
-    """Return these batches, and one with columns of three numbers per token where the collator lays such columns over rows, as it may."""
+    """Return these batches, and one with columns of `WIDE` numbers per token where the collator lays such columns over rows, as it may."""
     wide = CutCase(_make_samples(5, longest=9, wide=True), Layout(), subject.make().rows == "tree")
     return [*list_explicit_cuts(subject), *([wide] if _can_build(subject, wide) else [])]
 
@@ -94,7 +98,7 @@ def _make_samples(
 ) -> SampleColumns:
     """Make samples whose prompts and responses have up to `longest` tokens each, with fractional weights and every column.
 
-    `wide` adds columns of three numbers per token.
+    `wide` adds columns of `WIDE` numbers per token.
     """
     numbers = np.random.default_rng(count)
     # the first sample is as long as any may be
@@ -103,8 +107,8 @@ def _make_samples(
     values = [[numbers.normal(size=len(response)).astype(np.float32).tolist() for response in responses] for _ in range(5)]
     columns: dict[str, Any] = dict(zip(COLUMN_NAMES, values[1:], strict=True))
     if wide:
-        columns["top_ids"] = [numbers.integers(0, 300, (len(response), 3)).tolist() for response in responses]
-        columns["top_logprobs"] = [(-numbers.random((len(response), 3))).tolist() for response in responses]
+        columns["top_ids"] = [numbers.integers(0, 300, (len(response), WIDE)).tolist() for response in responses]
+        columns["top_logprobs"] = [(-numbers.random((len(response), WIDE))).tolist() for response in responses]
     lists = SampleLists(
         prompts=prompts,
         responses=responses,

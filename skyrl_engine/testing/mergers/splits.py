@@ -97,14 +97,15 @@ def _make_plan(minis: Sequence[IntArray], topology: Topology, cuts: int, sample_
     )
 
 
-MANY = 64
+MANY = 528
+"""More than 64 samples for each of four ranks in each of two mini-batches."""
 
 
 def make_many() -> Split:
-    """Return a split of `MANY` samples of up to 62 scored tokens, 1,984 together, in two mini-batches over four data-parallel ranks."""
+    """Return a split of `MANY` samples of up to 62 scored tokens, 31 in the mean, in two mini-batches over four data-parallel ranks."""
     numbers, topology = np.arange(MANY, dtype=np.int64), Topology(dp=4)
     lengths = numbers * 37 % 63
-    lengths[-1] += 1_984 - lengths.sum()
+    lengths[-1] += 31 * MANY - lengths.sum()
     scored = Ragged.from_list([np.arange(length) for length in lengths], np.int32)
     values = np.arange(len(scored.values), dtype=np.float32)
     whole = BatchOutput(numbers * 3 + 1, lengths, scored, {"logprobs": Ragged(values, scored.offsets)}, metrics_of(numbers))

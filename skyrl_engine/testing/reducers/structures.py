@@ -261,14 +261,14 @@ def make_long_masks() -> BatchStructure:
     return structure_of([np.ones(300, np.uint8), np.ones(3, np.uint8)], group_ids=np.zeros(2, np.int64))
 
 
-MANY = 64
+MANY = 136
 
 
 def make_many() -> BatchStructure:
-    """Return masks of `MANY` sequences of 31 or 32 tokens, in groups of eight and micro-batches of four."""
+    """Return masks of `MANY` sequences of 31 or 32 tokens, in two groups, each larger than 64, and micro-batches of four."""
     numbers = np.arange(MANY, dtype=np.int64)
     masks = [np.ones(31 + number % 2, np.uint8) for number in range(MANY)]
-    return structure_of(masks, group_ids=numbers // 8, unit_ids=numbers // 4, micro_batch=numbers // 4, trajectory_ids=numbers // 2)
+    return structure_of(masks, group_ids=numbers // (MANY // 2), unit_ids=numbers // 4, micro_batch=numbers // 4, trajectory_ids=numbers // 2)
 
 
 def make_without_groups() -> BatchStructure:

@@ -65,24 +65,35 @@ def list_certain(needs: Iterable[str]) -> list[TokenBatch]:
     return [evolve(batch, values=values)] if wide else []
 
 
-MANY = 64
+MANY = 136
+"""Sequences in two groups, each larger than 64."""
 
 
 def make_many(needs: Iterable[str]) -> TokenBatch:
-    """Return `MANY` sequences of 2,000 tokens together, in units of four and groups of eight; in pairs for who needs roles."""
+    """Return `MANY` sequences of 4,000 tokens together, in units of four and two groups; in pairs for who needs roles."""
     numbers = np.arange(MANY, dtype=np.int64)
     lengths = 1 + numbers * 37 % 60
-    lengths[-1] += 2_000 - lengths.sum()
-    batch = make_varied_batch(needs, sequences=1, tokens=2_000)
+    lengths[-1] = max(1, 4_000 - lengths[:-1].sum())
+    batch = make_varied_batch(needs, sequences=1, tokens=int(lengths.sum()))
     paired = has_pairs(needs)
     units = numbers // (2 if paired else 4)
     roles = numbers % 2 if paired else None
-    return evolve(batch, lengths=lengths, sample_ids=numbers, group_ids=numbers // 8, unit_ids=units, roles=roles)
+    return evolve(batch, lengths=lengths, sample_ids=numbers, group_ids=numbers // (MANY // 2), unit_ids=units, roles=roles)
 
 
 def cut_many(needs: Iterable[str]) -> CutBatch:
     """Return many sequences, of which those of the first group are a micro-batch of their own."""
-    return CutBatch(make_many(needs), (tuple(range(8)), tuple(range(8, MANY))))
+    return CutBatch(make_many(needs), (tuple(range(MANY // 2)), tuple(range(MANY // 2, MANY))))
+
+
+WIDE = 65
+
+
+def list_wide(needs: Iterable[str]) -> list[TokenBatch]:
+    """Return a batch of `WIDE` candidates per token, more than a word of 64 bits counts; none where no need is of several."""
+    batch = make_varied_batch(needs, sequences=2, tokens=3)
+    wide = _vary_wide_needs(needs, batch.tokens, WIDE)
+    return [batch.with_values(**wide)] if wide else []
 
 
 def cut_apart(needs: Iterable[str]) -> CutBatch:
@@ -171,7 +182,7 @@ def _vary_wide_needs(needs: Iterable[str], count: int, width: int = 2) -> dict[s
     forms = {name: form for name, form in column_forms(needs).items() if form != "number"}
     names = [*(need for need in needs if model_score(need) == LOGPROBS_AT), *forms]
     picks = np.arange(count * width).reshape(count, width)
-    logprobs = -2 - (picks % 7).astype(np.float32) / 4
+    logprobs = -2 - np.float32(np.log(width / 2)) - (picks % 7).astype(np.float32) / 4
     return {name: picks if forms.get(name) == "token ids" else logprobs - np.float32(place / 8) for place, name in enumerate(names)}
 
 

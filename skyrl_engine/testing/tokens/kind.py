@@ -127,13 +127,14 @@ def draw_cuts(subject: Subject[Any]) -> "st.SearchStrategy[CutBatch]":
 
 
 def list_anything(subject: Subject[Any]) -> "list[TokenBatch]":
-    """Return batches with other policies 100 nats away and advantages of 100, with more sequences and larger units than are drawn, and with
-    candidates that have all of the probability.
+    """Return batches with other policies 100 nats away and advantages of 100, with more sequences, larger units and more candidates than are
+    drawn, and with candidates that have all of the probability.
     """
     needs = needs_of(subject)
     return [
         explicit.make_far(needs),
         *explicit.list_certain(needs),
+        *explicit.list_wide(needs),
         explicit.make_threes(needs),
         explicit.make_threes(needs, empty=False),
         explicit.make_many(needs),

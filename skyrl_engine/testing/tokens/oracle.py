@@ -24,7 +24,7 @@ def _has_no_oracle(subject: Subject[Any]) -> str | None:
     "Its values are those of the oracle, and so is its gradient where the oracle has one",
     cases=draw_some_long,
     exempt=_has_no_oracle,
-    first=lambda subject: [explicit.make_threes(needs_of(subject))],
+    first=lambda subject: [explicit.make_threes(needs_of(subject)), *explicit.list_wide(needs_of(subject))],
 )
 def oracle(kind: TokenKind, subject: Subject[Any], batch: TokenBatch) -> None:
     product = Listening(subject.make())
