@@ -41,6 +41,20 @@ class LooksUpACachedTable(wrong_losses.Plain):
         return super().__call__(tokens) * _table().to(tokens.logprobs.dtype)
 
 
+class ShiftsTheReference(wrong_losses.Plain):
+    """Compares each token with the reference's score of the one before."""
+
+    needs = ("logprobs", "advantages", "ref_logprobs")
+    places = 1
+
+    def __call__(self, tokens):
+        return super().__call__(tokens) + 0.1 * (tokens.logprobs - torch.roll(tokens.ref_logprobs, self.places))
+
+
+class ShiftsTheReferenceBack(ShiftsTheReference):
+    places = -1
+
+
 class SkipsWhereFar(wrong_losses.Plain):
     """Leaves the whole micro-batch out where one token is far from the old policy."""
 

@@ -159,7 +159,18 @@ def _cause_of_cut(case: CutBatch, whole: Evaluation, parts: Evaluation) -> str:
     )
     if cause is None and is_varied and is_constant_within(difference, part_of.astype(np.int64)):
         cause = "it subtracts or adds something that it takes over its micro-batch"
-    return cause or "it depends on which samples share its micro-batch"
+    return cause or _cause_at_borders(batch, np.abs(difference) > ABSOLUTE) or "it depends on which samples share its micro-batch"
+
+
+def _cause_at_borders(batch: TokenBatch, changed: AnyArray) -> str | None:
+    """Return the cause where `changed` bool[n] holds at tokens that begin a sequence, or that end one, and at no other; None elsewhere."""
+    ends = np.cumsum(batch.lengths)[batch.lengths > 0]
+    lengths = batch.lengths[batch.lengths > 0]
+    for places, word, other in ((ends - lengths, "first", "before"), (ends - 1, "last", "behind")):
+        inner = np.setdiff1d(np.arange(batch.tokens), places)
+        if changed.any() and inner.size and not changed[inner].any():
+            return f"only the {word} token of a sequence changes: it reads the token {other} it, which is of another sequence"
+    return None
 
 
 @shared_promise(
