@@ -76,8 +76,8 @@ FAMILIES = {
         (CORRECTION, wrong_corrections.VetoesTheMicroBatch, "micro_batch_split", "under two micro-batches"),
     ],
     "shift over the border of a sequence": [
-        (LOSS, losses.ShiftsTheReference, "micro_batch_split", "only the first token of a sequence changes"),
-        (LOSS, losses.ShiftsTheReferenceBack, "micro_batch_split", "only the last token of a sequence changes"),
+        (LOSS, losses.ShiftsTheReference, "micro_batch_split sample_order packing", "only the first token of a sequence changes"),
+        (LOSS, losses.ShiftsTheReferenceBack, "micro_batch_split sample_order packing", "only the last token of a sequence changes"),
     ],
     "structure of a reducer": [
         (REDUCER, wrong_reducers.CountsByTheHighestNumber, "labels", "it takes an id for a number"),

@@ -268,7 +268,9 @@ def make_many() -> BatchStructure:
     """Return masks of `MANY` sequences of 31 or 32 tokens, in two groups, each larger than 64, and micro-batches of four."""
     numbers = np.arange(MANY, dtype=np.int64)
     masks = [np.ones(31 + number % 2, np.uint8) for number in range(MANY)]
-    return structure_of(masks, group_ids=numbers // (MANY // 2), unit_ids=numbers // 4, micro_batch=numbers // 4, trajectory_ids=numbers // 2)
+    return structure_of(
+        masks, group_ids=numbers // (MANY // 2), unit_ids=numbers // 4, micro_batch=numbers // 4, trajectory_ids=numbers // 2
+    )
 
 
 def make_without_groups() -> BatchStructure:

@@ -133,11 +133,11 @@ def micro_batch_split(kind: TokenKind, subject: Subject[Any], case: CutBatch) ->
     kind.require_repeatable(subject, case.batch)
     count = {2: "two", 3: "three"}[len(case.parts)]
     require_same_evaluation(
-        whole, parts, f"under {count} micro-batches", _cause_of_cut(case, whole, parts), kind.remedy + kind.unless
+        whole, parts, f"under {count} micro-batches", _cause_of_cut(kind, subject, case, whole, parts), kind.remedy + kind.unless
     )
 
 
-def _cause_of_cut(case: CutBatch, whole: Evaluation, parts: Evaluation) -> str:
+def _cause_of_cut(kind: TokenKind, subject: Subject[Any], case: CutBatch, whole: Evaluation, parts: Evaluation) -> str:
     if whole.drew:
         return "it draws random numbers, and which of them a token gets depends on the cut"
     batch = case.batch
@@ -159,16 +159,21 @@ def _cause_of_cut(case: CutBatch, whole: Evaluation, parts: Evaluation) -> str:
     )
     if cause is None and is_varied and is_constant_within(difference, part_of.astype(np.int64)):
         cause = "it subtracts or adds something that it takes over its micro-batch"
-    return cause or _cause_at_borders(batch, np.abs(difference) > ABSOLUTE) or "it depends on which samples share its micro-batch"
+    return cause or _cause_at_borders(kind, subject) or "it depends on which samples share its micro-batch"
 
 
-def _cause_at_borders(batch: TokenBatch, changed: AnyArray) -> str | None:
-    """Return the cause where `changed` bool[n] holds at tokens that begin a sequence, or that end one, and at no other; None elsewhere."""
-    ends = np.cumsum(batch.lengths)[batch.lengths > 0]
-    lengths = batch.lengths[batch.lengths > 0]
-    for places, word, other in ((ends - lengths, "first", "before"), (ends - 1, "last", "behind")):
-        inner = np.setdiff1d(np.arange(batch.tokens), places)
-        if changed.any() and inner.size and not changed[inner].any():
+def _cause_at_borders(kind: TokenKind, subject: Subject[Any]) -> str | None:
+    """Return the cause where, of many sequences cut in two, no other tokens change than those that begin a sequence, or that end one."""
+    case = explicit.cut_many(needs_of(subject))
+    try:
+        whole = kind.evaluate_or_undecidable(subject, case.batch)
+        parts = join_evaluations(case, [kind.evaluate_or_undecidable(subject, case.batch.take(part)) for part in case.parts])
+    except Undecidable:
+        return None
+    changed = np.flatnonzero(np.abs(parts.per_token - whole.per_token) > ABSOLUTE)
+    ends = np.cumsum(case.batch.lengths)
+    for places, word, other in ((ends - case.batch.lengths, "first", "before"), (ends - 1, "last", "behind")):
+        if changed.size and np.isin(changed, places).all():
             return f"only the {word} token of a sequence changes: it reads the token {other} it, which is of another sequence"
     return None
 
