@@ -232,7 +232,8 @@ def kl(b: Batch, t: int, c: KlConfig) -> float:
         case "k2":
             return d * d / 2
         case "k3":
-            return within(math.exp(within(-d, -20.0, 20.0)) + d - 1, -10.0, 10.0)
+            limit = math.inf if c.limit is None else c.limit
+            return within(math.exp(within(-d, -20.0, 20.0)) + d - 1, -limit, limit)
     raise AssertionError(c.estimator)
 
 
@@ -336,6 +337,8 @@ CASES = [
     *(Case("kl", KlConfig(estimator), kl) for estimator in ("k1", "abs", "k2", "k3")),
     Case("kl", KlConfig("k3", corrected=True), corrected_kl),
     Case("kl", KlConfig("k1", corrected=True), corrected_kl),
+    Case("kl", KlConfig("k3", limit=None), kl),
+    Case("kl", KlConfig("k3", limit=0.01), kl),
     Case("vespo", VespoConfig(), vespo),
     Case("vespo", VespoConfig(k_pos=1.0, lambda_pos=0.5, k_neg=0.0, lambda_neg=1.5, anchor="rollout"), vespo),
     Case("entropy", None, entropy),

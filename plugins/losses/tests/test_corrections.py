@@ -17,7 +17,14 @@ from skyrl_engine.objective.samples import ScoredSamples
 from skyrl_engine.objective.tokens import MicroBatchTokens
 from skyrl_engine.testing.subject import part_of
 from skyrl_engine_losses import plugin
-from skyrl_engine_losses.corrections import OutlierSequenceConfig, SequenceMaskConfig, TisConfig, TokenMaskConfig
+from skyrl_engine_losses.corrections import (
+    OffPolicySequenceMaskConfig,
+    OutlierSequenceConfig,
+    SequenceMaskConfig,
+    TisConfig,
+    TokenMaskConfig,
+    TopEntropyConfig,
+)
 
 Sample = Sequence[float]
 """log old - log rollout of each token."""
@@ -185,3 +192,50 @@ def test_all_four_in_the_order_they_are_meant() -> None:
     """The first sequence goes as an outlier, a token of the second by its mask, the third by its product of 2.25; factors multiply."""
     samples = [[5.0, 0.0], [math.log(8.0), math.log(1.5)], [math.log(1.5), math.log(1.5)], [0.0]]
     assert in_order([OUTLIER, MASK, TRUNCATED, GEOMETRIC], *samples) == pytest.approx([0.0, 0.0, 0.0, 1.5, 0.0, 0.0, 1.0], rel=1e-6)
+
+
+def select(name: str, config: Any, lengths: Sequence[int], **needs: Sequence[float]) -> list[float]:
+    correction: FunctionCorrection = getattr(plugin, name).skyrl_engine_make_correction(config)
+    assert set(correction.needs) == set(needs)
+    tensors = {need: torch.tensor(values, dtype=torch.float64) for need, values in needs.items()}
+    factors: list[float] = correction(LossTokens(tensors, sequences_of(lengths), torch.Generator)).tolist()
+    return factors
+
+
+GAPS = st.lists(st.lists(st.tuples(st.floats(-3, 3), st.sampled_from((-1.0, -0.5, 0.0, 2.0))), max_size=4), max_size=4)
+
+
+@given(samples=GAPS, threshold=st.floats(0, 2))
+def test_off_policy_sequences_of_negative_advantage_are_dropped(samples: list[list[tuple[float, float]]], threshold: float) -> None:
+    """Equation 9 of DeepSeek-V3.2, one token after the other."""
+    wanted = []
+    for sample in samples:
+        distance = sum(gap for gap, _ in sample) / max(len(sample), 1)
+        wanted += [0.0 if advantage < 0 and distance > threshold else 1.0 for _, advantage in sample]
+    flat = [token for sample in samples for token in sample]
+    got = select(
+        "off_policy_sequence_mask",
+        OffPolicySequenceMaskConfig(threshold=threshold),
+        [len(sample) for sample in samples],
+        logprobs=[-gap for gap, _ in flat],
+        rollout_logprobs=[0.0] * len(flat),
+        advantages=[advantage for _, advantage in flat],
+    )
+    assert got == wanted
+
+
+def test_a_token_that_became_likelier_is_no_reason_to_drop_a_sequence() -> None:
+    """The mean has a sign: the trained policy finds the second sequence likelier than its sampler did."""
+    far = {"logprobs": [-3.0, -3.0, -1.0, -1.0], "advantages": [-1.0, 1.0, -1.0, -1.0]}
+    config = OffPolicySequenceMaskConfig(threshold=1.5, anchor="old")
+    assert select("off_policy_sequence_mask", config, [2, 2], old_logprobs=[-1.0, -1.0, -3.0, -3.0], **far) == [0.0, 1.0, 1.0, 1.0]
+    at_the_bound = OffPolicySequenceMaskConfig(threshold=2.0, anchor="old")
+    assert select("off_policy_sequence_mask", at_the_bound, [2, 2], old_logprobs=[-1.0, -1.0, -3.0, -3.0], **far) == [1.0] * 4
+
+
+@pytest.mark.parametrize(("share", "kept"), [(0.0, 1), (0.3, 4), (0.7, 8), (0.71, 8), (1.0, 11)])
+def test_the_share_of_largest_entropy_is_kept_with_the_token_on_the_bound(share: float, kept: int) -> None:
+    """Of 11 tokens the quantiles are tenths, rounded to float32: 0.7 is not below 1 - 0.3."""
+    quantiles = [float(np.float32(place / 10)) for place in range(11)]
+    factors = select("top_entropy", TopEntropyConfig(share=share), [11], entropy_quantile=quantiles)
+    assert factors == [0.0] * (11 - kept) + [1.0] * kept

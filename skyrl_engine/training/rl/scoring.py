@@ -17,6 +17,7 @@ from skyrl_engine.objective.parts import ObjectiveParts
 from skyrl_engine.objective.policy_metrics import OLD_LOGPROBS, ROLLOUT_LOGPROBS, Watched
 from skyrl_engine.registry.bound_plugin import BoundPlugin
 from skyrl_engine.training.reference import REFERENCE
+from skyrl_engine.training.rl.entropy_ranks import ENTROPY_QUANTILE
 from skyrl_engine.training.teacher import TEACHER
 
 VALUES: Final = "old_values"
@@ -25,7 +26,7 @@ BOUND: Final[Mapping[str, str]] = {OLD_LOGPROBS: "logprobs"}
 
 _GIVEN: Final = (
     *(row.column for row in reversed(list_required_columns())),
-    *("advantages", "returns", OLD_LOGPROBS, REFERENCE, TEACHER, VALUES),
+    *("advantages", "returns", OLD_LOGPROBS, REFERENCE, TEACHER, VALUES, ENTROPY_QUANTILE),
 )
 """Columns that every run has or that the trainer can provide; `returns` where the advantage gives them."""
 
@@ -95,7 +96,11 @@ def plan_scoring_passes(
         recorded=recorded,
         corrects=ROLLOUT_LOGPROBS in objective.columns,
     )
-    scores = {**({OLD_LOGPROBS: "logprobs"} if old == "score" else {}), **({VALUES: "values"} if VALUES in read else {})}
+    scores = {
+        **({OLD_LOGPROBS: "logprobs"} if old == "score" else {}),
+        **({VALUES: "values"} if VALUES in read else {}),
+        **({ENTROPY_QUANTILE: "entropy"} if ENTROPY_QUANTILE in read else {}),
+    }
     return ScoringPasses(old, scores, REFERENCE in read, TEACHER in read - of_rollouts)
 
 

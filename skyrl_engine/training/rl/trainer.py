@@ -40,6 +40,7 @@ from skyrl_engine.training.loop import StepDone
 from skyrl_engine.training.moving_reference import MovingReference
 from skyrl_engine.training.reference import REFERENCE, REFERENCE_MODEL
 from skyrl_engine.training.rl.batches import group_sizes, mini_batch_size, shuffle_groups
+from skyrl_engine.training.rl.entropy_ranks import ENTROPY_QUANTILE, rank_among_scored
 from skyrl_engine.training.rl.evaluation import attempts, evaluation_metrics, tasks_of
 from skyrl_engine.training.rl.kl_penalty import KlPenalty
 from skyrl_engine.training.rl.metrics import rollout_metrics, staleness_metrics
@@ -274,6 +275,8 @@ class RlTrainer:
         if recipe.scores:
             output = self.engine.score(plan, scores=set(recipe.scores.values()), temperature=temperature).result()
             scores = {column: output.on_actions(score) for column, score in recipe.scores.items()}
+            if ENTROPY_QUANTILE in scores:
+                scores[ENTROPY_QUANTILE] = rank_among_scored(scores[ENTROPY_QUANTILE].values, plan.columns.loss_weight != 0)
         if recipe.old == "rollout":
             scores["old_logprobs"] = plan.columns.columns["rollout_logprobs"]
         if recipe.reference:

@@ -13,6 +13,7 @@ PPO = {"ppo": ("logprobs", "old_logprobs", "advantages")}
 REINFORCE = {"reinforce": ("logprobs", "advantages")}
 TIS = {**PPO, "tis": ("old_logprobs", "rollout_logprobs")}
 CRITIC = {**PPO, "value_clip": ("values", "old_values", "returns")}
+TOP_ENTROPY = {**PPO, "top_entropy": ("entropy_quantile",)}
 KL = {**PPO, "kl": ("logprobs", "ref_logprobs")}
 SCORES = {"logprobs", "entropy", "values"}
 
@@ -43,6 +44,8 @@ def make_recipe(needs: Needs = PPO, *, reads: tuple[str, ...] = (), returns: boo
         (REINFORCE, {"kl": RewardKlConfig(0.1)}, "score", {"old_logprobs": "logprobs"}, True),
         (TIS, {}, "current", {}, False),
         (KL, {}, "current", {}, True),
+        (TOP_ENTROPY, {}, "current", {"entropy_quantile": "entropy"}, False),
+        (TOP_ENTROPY, {"epochs": 2}, "score", {"old_logprobs": "logprobs", "entropy_quantile": "entropy"}, False),
         (CRITIC, {"reads": ("old_values",), "returns": True}, "current", {"old_values": "values"}, False),
         (
             CRITIC,

@@ -1,15 +1,16 @@
-"""Corrections of the gap between the sampler and the old policy, by rho = exp(clamp(log old - log rollout, -20, 20)).
+"""Corrections of the gap between the sampler and the old policy, by rho = exp(clamp(log old - log rollout, -20, 20)), and two selections.
 
-Use them in this order: `outlier_sequence`, `token_mask`, `tis`, `sequence_mask`. A ratio equal to a bound is inside the range.
+Use them in this order: `outlier_sequence`, `token_mask`, `tis`, `sequence_mask`, `off_policy_sequence_mask`, `top_entropy`. A ratio equal to a
+bound is inside the range.
 """
 
 from typing import TYPE_CHECKING, Literal
 
 from attrs import field, frozen
-from attrs.validators import ge, gt, in_, optional
+from attrs.validators import ge, gt, in_, le, lt, optional
 
 from skyrl_engine import LossTokens, correction
-from skyrl_engine_losses.ratio import log_ratio, probability_ratio
+from skyrl_engine_losses.ratio import Anchor, AnchoredConfig, log_ratio, probability_ratio
 
 if TYPE_CHECKING:
     import torch
@@ -90,6 +91,25 @@ class SequenceMaskConfig:
         return low if self.low is None else self.low, high if self.high is None else self.high
 
 
+@frozen
+class OffPolicySequenceMaskConfig(AnchoredConfig):
+    """The distance from the sampler at which sequences of negative advantage are dropped, and the policy that it is measured from."""
+
+    threshold: float = field(default=0.5, validator=[ge(0.0), lt(float("inf"))])
+    """Largest mean over a sequence of log q - log p, in nats per token, with q the anchor."""
+
+    anchor: Anchor = field(default="rollout", validator=in_(("old", "rollout")), kw_only=True)
+    """The policy q: `rollout`, which sampled the tokens, or the `old` policy of this step."""
+
+
+@frozen
+class TopEntropyConfig:
+    """The share of tokens that keep their loss."""
+
+    share: float = field(default=0.2, validator=[ge(0.0), le(1.0)])
+    """Share of the batch's tokens, those of largest entropy; 0 keeps the largest alone, 1 keeps all."""
+
+
 @correction(needs=_NEEDS, config=OutlierSequenceConfig)
 def outlier_sequence(tokens: LossTokens, config: OutlierSequenceConfig) -> "torch.Tensor":
     """0 at every token of a sequence in which any rho lies outside [low, high], else 1; [n]."""
@@ -130,3 +150,27 @@ def sequence_mask(tokens: LossTokens, config: SequenceMaskConfig) -> "torch.Tens
     ratio = (sequences.mean if config.mean == "geometric" else sequences.sum)(difference).exp()
     low, high = config.bounds
     return sequences.broadcast(((ratio >= low) & (ratio <= high)).to(ratio.dtype))
+
+
+@correction(needs=lambda config: ("logprobs", config.column, "advantages"), config=OffPolicySequenceMaskConfig)
+def off_policy_sequence_mask(tokens: LossTokens, config: OffPolicySequenceMaskConfig) -> "torch.Tensor":
+    """0 where A < 0 and the mean over the sequence of log q - log p exceeds `threshold`, with q the anchor, else 1; [n].
+
+    DeepSeek-AI 2025 (DeepSeek-V3.2), arXiv:2512.02556, equation 9: mistakes that the policy would hardly make any more teach it nothing. p is
+    the policy that is trained, so later steps of a batch drop more.
+    """
+    difference = tokens.needs[config.column] - tokens.logprobs
+    far = tokens.sequences.broadcast(tokens.sequences.mean(difference) > config.threshold)
+    return (~(far & (tokens.advantages < 0))).to(difference.dtype)
+
+
+@correction(needs=("entropy_quantile",), config=TopEntropyConfig)
+def top_entropy(tokens: LossTokens, config: TopEntropyConfig) -> "torch.Tensor":
+    """1 at the `share` of the batch's tokens with the largest entropy, else 0; [n]: Wang et al. 2025, arXiv:2506.01939.
+
+    `entropy_quantile` is the quantile of a token's entropy among all tokens that carry loss of the whole batch, before its first optimizer
+    step; so the selection depends on no micro-batch and no rank.
+    """
+    # compared in float32, in which the column was written: rounding may not drop the token on the bound
+    quantile = tokens.entropy_quantile.float()
+    return (quantile >= quantile.new_full((), 1 - config.share)).to(tokens.entropy_quantile.dtype)

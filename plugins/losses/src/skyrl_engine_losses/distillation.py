@@ -7,7 +7,7 @@ from attrs.validators import gt, in_, lt
 
 from skyrl_engine import LossOutput, LossTokens, Metric, loss
 from skyrl_engine.contracts import TOP_1_AGREEMENT, Divergence, DivergenceKind
-from skyrl_engine_losses.estimators import ESTIMATORS, Estimator
+from skyrl_engine_losses.estimators import Estimator, estimate_kl
 
 if TYPE_CHECKING:
     import torch
@@ -141,5 +141,5 @@ def teacher_kl(tokens: LossTokens, config: TeacherKlConfig) -> LossOutput:
     a loss but of KL(q || p) itself.
     """
     difference = tokens.logprobs - tokens.teacher_logprobs
-    values = ESTIMATORS[config.estimator](difference)
+    values = estimate_kl(config.estimator, difference)
     return LossOutput(values, {"divergence": Metric.mean(difference.detach().sum().item(), len(values))})

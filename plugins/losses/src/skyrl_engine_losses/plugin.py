@@ -1,7 +1,14 @@
 """Entry points of this distribution. Formulas use tensor methods alone, so neither this module nor those it imports import torch."""
 
 from skyrl_engine_losses.clipping import ppo, ppo_dual_clip
-from skyrl_engine_losses.corrections import outlier_sequence, sequence_mask, tis, token_mask
+from skyrl_engine_losses.corrections import (
+    off_policy_sequence_mask,
+    outlier_sequence,
+    sequence_mask,
+    tis,
+    token_mask,
+    top_entropy,
+)
 from skyrl_engine_losses.covariance import clip_cov, kl_cov
 from skyrl_engine_losses.critic import value_clip
 from skyrl_engine_losses.cross_entropy import cross_entropy, label_smoothing
@@ -32,6 +39,7 @@ __all__ = [
     "kl_cov",
     "kto",
     "label_smoothing",
+    "off_policy_sequence_mask",
     "orpo",
     "outlier_sequence",
     "ppo",
@@ -44,6 +52,7 @@ __all__ = [
     "teacher_kl",
     "tis",
     "token_mask",
+    "top_entropy",
     "top_k_divergence",
     "value_clip",
     "vespo",

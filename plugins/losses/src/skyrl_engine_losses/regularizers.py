@@ -3,10 +3,10 @@
 from typing import get_args
 
 from attrs import field, frozen
-from attrs.validators import in_
+from attrs.validators import gt, in_, optional
 
 from skyrl_engine import LossOutput, LossTokens, Metric, loss
-from skyrl_engine_losses.estimators import ESTIMATORS, Estimator
+from skyrl_engine_losses.estimators import K3_LIMIT, Estimator, estimate_kl
 from skyrl_engine_losses.ratio import probability_ratio
 
 
@@ -21,6 +21,9 @@ class KlConfig:
     """Multiply by the ratio p / old: the estimate is then of the policy that is trained, though the old one sampled, and `k3` has the gradient
     of the divergence."""
 
+    limit: float | None = field(default=K3_LIMIT, validator=optional(gt(0.0)))
+    """Largest value of `k3` in nats, before `corrected` multiplies it, beyond which it has no gradient, as in verl; none: no limit, as in TRL."""
+
 
 def _needs_of_kl(config: KlConfig) -> tuple[str, ...]:
     return ("logprobs", *(("old_logprobs",) if config.corrected else ()), "ref_logprobs")
@@ -30,10 +33,10 @@ def _needs_of_kl(config: KlConfig) -> tuple[str, ...]:
 def kl(tokens: LossTokens, config: KlConfig) -> LossOutput:
     """An estimate of KL(policy || reference) at each token, [n] in nats: Schulman 2020, http://joschu.net/blog/kl-approx.html.
 
-    `k3` clamps its exponent to +-20 and its value to +-10; beyond these limits its gradient is 0. With `corrected` it is times p / old, both
+    `k3` clamps its exponent to +-20 and its value to +-`limit`; beyond these limits its gradient is 0. With `corrected` it is times p / old, both
     differentiated: DeepSeek-AI 2025, arXiv:2512.02556, section 3.1.
     """
-    estimate = ESTIMATORS[config.estimator](tokens.logprobs - tokens.ref_logprobs)
+    estimate = estimate_kl(config.estimator, tokens.logprobs - tokens.ref_logprobs, limit=config.limit)
     if config.corrected:
         estimate = estimate * probability_ratio(tokens.logprobs, tokens.old_logprobs)
     return LossOutput(estimate, {"reference_kl": Metric.mean(estimate.detach().sum().item(), len(estimate))})
