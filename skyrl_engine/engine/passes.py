@@ -78,7 +78,12 @@ class Passes:
         chosen = plan.cut.mini_batches[mini_batch]
         with self.spans("reduce"):
             structure = batch_structure(
-                plan.columns, chosen, self.assembly.context.max_sequence_length, self._join, self.assembly.reducer
+                plan.columns,
+                chosen,
+                self.assembly.context.max_sequence_length,
+                self._join,
+                self.assembly.reducer,
+                mini_batches=len(plan),
             )
             weights = compact_weights(self.assembly.reducer, structure)
         return self._ship(plan.columns, chosen, weights, columns)

@@ -115,8 +115,11 @@ def batch_structure(
     max_sequence_length: int | None,
     join: Join = join_fresh,
     reducer: BoundPlugin[Reducer] | None = None,
+    mini_batches: int = 1,
 ) -> BatchStructure:
     """Show a reducer its mini-batch: the samples in rank-major, micro-batch order, and what it needs of them. `join` as in `cut`.
+
+    `mini_batches` counts those that the columns are cut into.
 
     Raises DataError, naming the reducer, for a column or a value of samples that it needs and the data lacks.
     """
@@ -142,6 +145,7 @@ def batch_structure(
         trajectory_ids=columns.trajectory_ids[samples],
         columns={name: _round_to_single(values) for name, values in zip(read, taken, strict=True)},
         sample_values=values,
+        mean_mass=float(columns.loss_weight.sum(dtype=np.float64)) / mini_batches if mini_batches > 1 else None,
     )
 
 

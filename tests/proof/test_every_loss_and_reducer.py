@@ -110,5 +110,6 @@ def test_the_lists_are_whole() -> None:
     """A matrix over nothing would hold as well."""
     assert {"cross_entropy", "ppo", "gspo", "clip_cov", "value_clip", "kl", "entropy"} <= set(LOSSES)
     assert set(REDUCERS) == {
-        "sum", "token_mean", "token_mean_legacy", "sequence_mean", "sequence_mean_token_sum_norm", "group_mean", "trajectory_mean",
+        "sum", "token_mean", "batch_token_mean", "token_mean_legacy", "sequence_mean", "sequence_mean_token_sum_norm", "group_mean",
+        "trajectory_mean",
     }  # fmt: skip

@@ -406,3 +406,15 @@ def test_a_reducer_that_fails_is_named_with_its_own_line():
         token_weights(part_of(Broken(), "reducer 'x'", "reducer"), batch_structure(columns, mini_batch, None))
     (place,) = caught.value.details
     assert place.endswith("in weights")
+
+
+def test_a_reducer_is_told_the_mean_mass_of_the_steps_of_a_batch():
+    """Two mini-batches of 6 and 2 tokens with loss: 4 each on average; a batch of one step has no other mass than its own."""
+    columns = SampleColumns.create(
+        input_ids=np.arange(12), token_offsets=offsets_of([4, 4, 2, 2]), action_offsets=offsets_of([3, 3, 1, 1])
+    )
+    plan = PackedCollator(pad_token_id=1).plan(columns.lengths, Layout(dp=1, mini_batch_size=2))
+    structures = [batch_structure(columns, mini_batch, None, mini_batches=len(plan.mini_batches)) for mini_batch in plan.mini_batches]
+    assert [float(structure.mass.sum()) for structure in structures] == [6.0, 2.0]
+    assert [structure.mean_mass for structure in structures] == [4.0, 4.0]
+    assert batch_structure(columns, plan.mini_batches[0], None).mean_mass is None

@@ -13,6 +13,7 @@ from skyrl_engine.contracts import BatchStructure, FunctionReducer, offsets_of
 from skyrl_engine_reducers.plugin import (
     MeanConfig,
     TokenSumNormConfig,
+    batch_token_mean,
     group_mean,
     sequence_mean,
     sequence_mean_token_sum_norm,
@@ -37,6 +38,7 @@ def structure_of(rows: Rows, dtype: type = np.float32, **fields: object) -> Batc
 REDUCERS = {
     "sum": lambda _empty: sum_reducer.skyrl_engine_make_reducer(None),
     "token_mean": lambda empty: token_mean.skyrl_engine_make_reducer(MeanConfig(empty)),
+    "batch_token_mean": lambda empty: batch_token_mean.skyrl_engine_make_reducer(MeanConfig(empty)),
     "token_mean_legacy": lambda empty: token_mean_legacy.skyrl_engine_make_reducer(MeanConfig(empty)),
     "sequence_mean": lambda empty: sequence_mean.skyrl_engine_make_reducer(MeanConfig(empty)),
     "sequence_mean_token_sum_norm": lambda empty: sequence_mean_token_sum_norm.skyrl_engine_make_reducer(TokenSumNormConfig(empty)),
@@ -71,7 +73,7 @@ def by_loops(name: str, empty: str, structure: BatchStructure) -> list[float]:
             match name:
                 case "sum":
                     weights.append(weight)
-                case "token_mean":
+                case "token_mean" | "batch_token_mean":
                     weights.append(weight / (sum(mass) or 1))
                 case "sequence_mean_token_sum_norm":
                     weights.append(weight / ((len(counted) or 1) * MAXIMUM))
@@ -115,6 +117,7 @@ def test_weights_sum_as_documented(empty: str, structure: BatchStructure) -> Non
     expected = {
         "sum": mass,
         "token_mean": float(mass > 0),
+        "batch_token_mean": float(mass > 0),
         "token_mean_legacy": share(structure.micro_batch),
         "sequence_mean": share(np.arange(len(structure))),
         "sequence_mean_token_sum_norm": mass / (counted * MAXIMUM),
@@ -191,10 +194,18 @@ def test_stretches_of_one_attempt_count_once() -> None:
     assert made("sequence_mean").weights(structure).tolist() == [1 / 9] * 3 + [1 / 3] + [1 / 6] * 2
 
 
+def test_tokens_of_all_steps_of_a_batch_count_alike() -> None:
+    """Steps of 6 and of 2 tokens: 4 on average, so that a token of either weighs 1/4, and a batch without loss weighs nothing."""
+    structure = structure_of([[1, 1, 1], [1], [1, 1]], np.uint8, mean_mass=4.0)
+    assert made("batch_token_mean").weights(structure).tolist() == [1 / 4] * 6
+    assert made("token_mean").weights(structure).tolist() == [1 / 6] * 6
+    assert made("batch_token_mean").weights(structure_of([[0, 0]], np.uint8, mean_mass=0.0)).tolist() == [0.0, 0.0]
+
+
 def test_masses_are_summed_in_float64() -> None:
     """2^24 + 1 + 1 is 2^24 in float32, one term after the other; the mass is exact."""
     structure = structure_of([[2.0**24, 1.0, 1.0]])
-    for name in ("token_mean", "token_mean_legacy", "sequence_mean", "group_mean", "trajectory_mean"):
+    for name in ("token_mean", "batch_token_mean", "token_mean_legacy", "sequence_mean", "group_mean", "trajectory_mean"):
         assert made(name).weights(structure).tolist() == [2**24 / (2**24 + 2), *[1 / (2**24 + 2)] * 2], name
 
 

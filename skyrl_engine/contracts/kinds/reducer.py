@@ -22,7 +22,8 @@ class BatchStructure:
     tokens, if set; `sample_ids` int64[n], by which errors name a sequence (0..n-1 where the caller has none). `grouped` says whether the
     data has group ids; without them `group_ids` makes every sequence a group of its own. `trajectory_ids` int64[n] name the attempt that a
     sequence is a stretch of; each is its own where nobody says. `columns` [A] or [A, k] and `sample_values` [n], by name, are those that the
-    reducer needs.
+    reducer needs. `mean_mass` is the sum of the loss weights of the whole batch over the number of its mini-batches, each of which is an
+    optimizer step; None where this mini-batch is the batch.
     """
 
     loss_weight: AnyArray
@@ -36,6 +37,7 @@ class BatchStructure:
     trajectory_ids: IntArray = Factory(lambda structure: np.arange(len(structure), dtype=np.int64), takes_self=True)
     columns: Mapping[str, AnyArray] = Factory(dict)
     sample_values: Mapping[str, AnyArray] = Factory(dict)
+    mean_mass: float | None = None
 
     def __len__(self) -> int:
         return len(self.action_offsets) - 1

@@ -45,6 +45,17 @@ def token_mean(structure: BatchStructure, _config: MeanConfig) -> PerSequence:
     return _constant_divisor(structure, total or 1.0)
 
 
+@reducer(config=MeanConfig)
+def batch_token_mean(structure: BatchStructure, _config: MeanConfig) -> PerSequence:
+    """The weight w / [B / S]: B the sum of w over the whole batch, S the number of its mini-batches, which are optimizer steps.
+
+    Every token of the batch counts alike, also between the steps, of which one with more tokens then goes further. It is `token_mean` where a
+    batch is one step, and TRL's `dapo` of several updates per generation (GRPOTrainer of TRL 1.16, `num_items_in_batch`).
+    """
+    total = structure.mass.sum() if structure.mean_mass is None else structure.mean_mass
+    return _constant_divisor(structure, total or 1.0)
+
+
 @reducer(config=MeanConfig, batch_local=True)
 def token_mean_legacy(structure: BatchStructure, config: MeanConfig) -> PerSequence:
     """The weight w / (K [M_k]): K micro-batches over all ranks, M_k the mass of the token's own. It depends on their cut.
