@@ -31,6 +31,7 @@ from skyrl_engine.engine.results import PassResult, counts_of, means_over, refus
 from skyrl_engine.engine.sampling import SamplingVerbs
 from skyrl_engine.engine.saved_state import EngineState
 from skyrl_engine.engine.schedule import learning_rate as scheduled_rate
+from skyrl_engine.engine.steering import Steering
 from skyrl_engine.engine.validation import (
     has_adapter_sets,
     labels_in,
@@ -255,6 +256,7 @@ class Engine(SamplingVerbs):
         bound: Mapping[str, str] = NOTHING_BOUND,
         watch: Iterable[Watched] = (),
         meanwhile: Callable[[], None] | None = None,
+        steering: Steering | None = None,
     ) -> PassResult:
         """Take one optimizer step on every mini-batch of a plan, in order, with the configured numbers.
 
@@ -262,8 +264,8 @@ class Engine(SamplingVerbs):
         all mini-batches before the first step, for passes that must not wait for the controller; otherwise each mini-batch is cut and placed
         when its turn comes. Samples that the plan sets apart are computed without gradients, or not at all, with the same outputs and metrics.
         `bound` and `watch` as in `forward_backward`. `meanwhile` is called once, while the ranks work on the last mini-batch; not at all where
-        they work in this process, whose time it would take. Raises ModelError, before the weights change, where the loss or the gradient of a
-        mini-batch is not finite.
+        they work in this process, whose time it would take. `steering` gives the coefficients of terms, step by
+        step. Raises ModelError, before the weights change, where the loss or the gradient of a mini-batch is not finite.
         """
         self.group.refuse_ended()
         self._gradient.refuse_any()
@@ -279,8 +281,12 @@ class Engine(SamplingVerbs):
             # a failed pass leaves the gradient of a part on the ranks, which is refused until it is dropped
             self._gradient.parts.append(MiniBatchGradient(plan, mini_batch, placed))
             do = meanwhile if meanwhile is not None and mini_batch == len(plan) - 1 and self.group.concurrent else _do_nothing
-            rank_outputs = self._passes.learn(evolve(work, step=self.step + 1), plan, mini_batch, placed, do)
+            coefficients = {} if steering is None else dict(steering.coefficients)
+            of_step = evolve(work, step=self.step + 1, coefficients=coefficients)
+            rank_outputs = self._passes.learn(of_step, plan, mini_batch, placed, do)
             refuse_not_finite(rank_outputs, self.step + 1)
+            if steering is not None:
+                steering.observe(self._passes.merge(rank_outputs, plan.part(mini_batch)).metrics)
             outputs += rank_outputs
             applied.append(self._step_optimizer(self._schedule_settings()).result())
         output = self._passes.merge(outputs, plan.cut)

@@ -31,6 +31,7 @@ class LossObjective:
     tokens without loss too, the parts are given those with loss alone, and outputs hold the scores of all. `shown` are model scores that
     per-token outputs hold in addition to those that the parts read. `bound` are columns that this pass's own scores stand for, detached:
     `{"old_logprobs": "logprobs"}` makes the policy its own old one. `watch` adds metrics of the policy (`objective/policy_metrics.py`).
+    `coefficients` by the name of a term are in the place of the configured ones.
     """
 
     parts: ObjectiveParts
@@ -42,6 +43,7 @@ class LossObjective:
     shown: frozenset[str] = frozenset()
     bound: Mapping[str, str] = Factory(dict)
     watch: frozenset[Watched] = frozenset()
+    coefficients: Mapping[str, float] = Factory(dict)
 
     @property
     def needs(self) -> frozenset[str]:
@@ -91,7 +93,8 @@ class LossObjective:
                 metrics |= measured
                 # A dropped token counts for nothing even if it is not finite.
                 value = torch.where(factors == 0, 0.0, factors * value)
-            yield value if term.coefficient == 1.0 else term.coefficient * value
+            coefficient = self.coefficients.get(term.name, term.coefficient)
+            yield value if coefficient == 1.0 else coefficient * value
 
     def _sums(
         self,

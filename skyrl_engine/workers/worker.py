@@ -63,8 +63,8 @@ class Pass:
     `forward_backward` differentiates the objective, `evaluate` computes it without gradients, `score` gives the model's `scores` alone, of the
     loss-carrying tokens or of all action tokens. `step` counts optimizer steps and seeds losses that draw random numbers. `micro_batches` are
     the half-open range [start, stop) of those that every rank runs; None: all. `model` names the frozen model that scores; None: the one
-    that is trained. `labels` names a column of token ids that are scored in the place of the samples' own tokens. `bound` and `watch` as in
-    `LossObjective`.
+    that is trained. `labels` names a column of token ids that are scored in the place of the samples' own tokens. `bound`, `watch` and
+    `coefficients` as in `LossObjective`.
     """
 
     mode: Mode
@@ -78,6 +78,7 @@ class Pass:
     labels: str | None = None
     bound: Mapping[str, str] = Factory(dict)
     watch: frozenset[Watched] = frozenset()
+    coefficients: Mapping[str, float] = Factory(dict)
 
 
 @frozen(eq=False)
@@ -206,6 +207,7 @@ class Worker:
             shown=self._shown,
             bound=work.bound,
             watch=work.watch,
+            coefficients=work.coefficients,
         )
 
     def step_optimizer(self, settings: OptimizerSettings | None) -> StepReply:

@@ -414,7 +414,9 @@ def test_a_reducer_is_told_the_mean_mass_of_the_steps_of_a_batch():
         input_ids=np.arange(12), token_offsets=offsets_of([4, 4, 2, 2]), action_offsets=offsets_of([3, 3, 1, 1])
     )
     plan = PackedCollator(pad_token_id=1).plan(columns.lengths, Layout(dp=1, mini_batch_size=2))
-    structures = [batch_structure(columns, mini_batch, None, mini_batches=len(plan.mini_batches)) for mini_batch in plan.mini_batches]
+    structures = [
+        batch_structure(columns, mini_batch, None, mini_batches=len(plan.mini_batches)) for mini_batch in plan.mini_batches
+    ]
     assert [float(structure.mass.sum()) for structure in structures] == [6.0, 2.0]
     assert [structure.mean_mass for structure in structures] == [4.0, 4.0]
     assert batch_structure(columns, plan.mini_batches[0], None).mean_mass is None

@@ -16,6 +16,7 @@ from skyrl_engine.config.schema.plugins import PluginsConfig
 from skyrl_engine.config.schema.preference import PreferenceConfig
 from skyrl_engine.config.schema.reward_model import RewardModelConfig
 from skyrl_engine.config.schema.rl import (
+    EntropyControlConfig,
     EnvironmentTable,
     OverlongConfig,
     ReferenceConfig,
@@ -37,6 +38,7 @@ __all__ = [
     "DataConfig",
     "DataFormat",
     "EngineConfig",
+    "EntropyControlConfig",
     "EnvironmentTable",
     "EvaluationConfig",
     "GeneratorPlacement",

@@ -44,6 +44,28 @@ class RewardKlConfig:
 
 
 @frozen
+class EntropyControlConfig:
+    """Steering of the coefficient of the term `entropy`, once per optimizer step (Skywork-OR1, He et al. 2025, arXiv:2505.22312)."""
+
+    target: float = field(validator=[gt(0.0), _FINITE])
+    """Mean entropy per token, in nats, at or below which the bonus is applied and its coefficient rises; above it falls, unapplied."""
+
+    delta: float = field(default=0.005, validator=[gt(0.0), _FINITE])
+    """Change of the coefficient after each optimizer step."""
+
+    lowest: float = field(default=0.0, validator=[ge(0.0), _FINITE])
+    """Smallest coefficient."""
+
+    highest: float = field(default=1.0, validator=[ge(0.0), _FINITE])
+    """Largest coefficient."""
+
+    @highest.validator
+    def _above_lowest(self, _attribute: object, value: float) -> None:
+        if value < self.lowest:
+            raise ValueError(f"must be at least lowest = {self.lowest}, is {value}")
+
+
+@frozen
 class RlConfig:
     """Training by reinforcement: the length of training, its batches, and what is computed from rollouts."""
 
@@ -146,6 +168,9 @@ class RlConfig:
 
     kl: RewardKlConfig | None = None
     """`[rl.kl]`: a penalty in the reward for leaving the reference model."""
+
+    entropy: EntropyControlConfig | None = None
+    """`[rl.entropy]`: an entropy bonus whose coefficient is steered to a target, of the term `entropy` in `[[loss.terms]]`."""
 
 
 @frozen

@@ -28,6 +28,7 @@ from skyrl_engine.rollout.offline_source import Recording
 from skyrl_engine.training.generator_compat import refuse_generator_of_other_weights, refuse_misplaced_generator
 from skyrl_engine.training.reference import refuse_dropout, refuse_unread_reference
 from skyrl_engine.training.rl.batches import mini_batch_size
+from skyrl_engine.training.rl.entropy_control import EntropyControl
 from skyrl_engine.training.rl.evaluation import tasks_of
 from skyrl_engine.training.rl.prepared import LiveRolloutSpec, RlDraft
 from skyrl_engine.training.rl.prompts import OF_TABLES, PromptLimits, check_prompts, most_of
@@ -353,6 +354,13 @@ def refuse_no_values(draft: RlDraft) -> None:
         )
 
 
+def refuse_unsteered_entropy(draft: RlDraft) -> None:
+    """Raise UnsupportedError for `[rl.entropy]` without the one term that it steers."""
+    control = draft.resolved.config.rl.entropy
+    if draft.trains and control is not None and draft.assembly is not None:
+        EntropyControl.start(control, draft.assembly.objective)
+
+
 def refuse_unread_reference_keys(draft: RlDraft) -> None:
     """Raise ConfigError for keys of `[reference]` where nothing reads a reference."""
     if draft.trains and draft.scoring is not None and not draft.scoring.reference:
@@ -410,5 +418,6 @@ AFTER_BUILDING: Final[tuple[Check, ...]] = (
     plan_any_batch,
     refuse_shared_devices,
     refuse_no_values,
+    refuse_unsteered_entropy,
     refuse_unread_reference_keys,
 )

@@ -30,6 +30,7 @@ from skyrl_engine.run.session import RunSession, open_session
 from skyrl_engine.spans import Phases
 from skyrl_engine.training.loop import Loop, RunResult
 from skyrl_engine.training.moving_reference import MovingReference
+from skyrl_engine.training.rl.entropy_control import EntropyControl
 from skyrl_engine.training.rl.handover import WeightHandover, make_canary
 from skyrl_engine.training.rl.kl_penalty import KlPenalty
 from skyrl_engine.training.rl.prepare import Progress, prepare
@@ -119,6 +120,7 @@ def _trainer(
     if prepared.reward_model is not None:
         engine.add_frozen(prepared.reward_model.frozen)
     penalty = None if settings.kl is None else KlPenalty.start(settings.kl)
+    control = None if settings.entropy is None else EntropyControl.start(settings.entropy, prepared.assembly.objective)
     rollouts, judge = prepared.rollouts, prepared.reward_model
     phases = Phases()
     with ExitStack() as ends:
@@ -135,7 +137,7 @@ def _trainer(
         else:
             source, live = ends.enter_context(_sampling(prepared, rollouts, engine, session, state, phases, progress))
         on_rollouts = session.rollouts_finished
-        trainer = RlTrainer(prepared, engine, source, live, penalty, reference, on_rollouts, phases)
+        trainer = RlTrainer(prepared, engine, source, live, penalty, reference, on_rollouts, phases, control)
         if state is not None:
             trainer.restore(state)
         yield trainer

@@ -20,7 +20,8 @@ class RlState:
 
     `above` counts steps in a row whose gap was too large, `reference` names the copy that is the reference, and `environments` says the version
     of each by name. `journal` is the run that the journal of rollouts names, and `segments` are the bytes of each of its segments by name, on
-    which the checkpoint counts; None where there is none. `idle` counts steps in a row whose gradient was 0.
+    which the checkpoint counts; None where there is none. `idle` counts steps in a row whose gradient was 0. `entropy_coef` and `entropy`
+    are the steered coefficient of the entropy bonus and the entropy that was measured last, None where there are none.
     """
 
     trainer: str
@@ -33,6 +34,8 @@ class RlState:
     journal: str | None = None
     segments: Mapping[str, int] | None = None
     idle: int = 0
+    entropy_coef: float | None = None
+    entropy: float | None = None
 
     def document(self) -> dict[str, Any]:
         return attrs.asdict(self)

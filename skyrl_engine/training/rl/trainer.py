@@ -40,6 +40,7 @@ from skyrl_engine.training.loop import StepDone
 from skyrl_engine.training.moving_reference import MovingReference
 from skyrl_engine.training.reference import REFERENCE, REFERENCE_MODEL
 from skyrl_engine.training.rl.batches import group_sizes, mini_batch_size, shuffle_groups
+from skyrl_engine.training.rl.entropy_control import COEFFICIENT, EntropyControl
 from skyrl_engine.training.rl.entropy_ranks import ENTROPY_QUANTILE, rank_among_scored
 from skyrl_engine.training.rl.evaluation import attempts, evaluation_metrics, tasks_of
 from skyrl_engine.training.rl.kl_penalty import KlPenalty
@@ -89,6 +90,7 @@ class RlTrainer:
     reference: MovingReference | None
     on_rollouts: Callable[[RolloutsFinished], None]
     phases: Phases
+    control: EntropyControl | None = None
     _idle: IdleSteps = field(init=False)
     _has_told: bool = field(default=False, init=False)
     _waits: EnvironmentWaits = field(init=False)
@@ -109,6 +111,8 @@ class RlTrainer:
             self.live.guard.above = state.above
         if self.penalty is not None and state.kl_coef is not None:
             self.penalty.coef = state.kl_coef
+        if self.control is not None and state.entropy_coef is not None:
+            self.control.coef, self.control.entropy = state.entropy_coef, state.entropy
 
     def step(self, number: int) -> StepDone:
         """One batch of rollouts: wait for it, score it, estimate advantages, train on it, and hand the new weights to the sampler."""
@@ -144,6 +148,8 @@ class RlTrainer:
         metrics |= advantages.metrics
         with self.phases("train"):
             learned, present = self._learn(plan, number)
+        if self.control is not None:
+            metrics[COEFFICIENT] = Metric.mean(self.control.coef, 1)
         with self.phases("publish"):
             before = plan.columns.columns["old_logprobs"] if "old_logprobs" in self.prepared.scoring.scores else present
             self.source.finish_step(number, taken.groups, collect_learned(taken.groups, columns, advantages.advantages, before))
@@ -233,6 +239,7 @@ class RlTrainer:
             None if self.live is None else self.live.journal.run,
             None if self.live is None else self.live.journal.listing(),
             self._idle.count,
+            *((None, None) if self.control is None else (self.control.coef, self.control.entropy)),
         ).document()
 
     def _columns(self, groups: Sequence[Group], number: int) -> SampleColumns:
@@ -326,13 +333,15 @@ class RlTrainer:
             if epoch:
                 order = shuffle_groups(plan.columns, seed=config.run.seed, step=number, epoch=epoch)
                 epoch_plan = self._plan(plan.columns.take(order))
-            watch = {*self.prepared.scoring.watch, *(("entropy",) if settings.entropy_metric and epoch == 0 else ())}
+            measured = self.control is not None or (settings.entropy_metric and epoch == 0)
+            watch = {*self.prepared.scoring.watch, *(("entropy",) if measured else ())}
             result = self.engine.train(
                 epoch_plan,
                 temperature=settings.temperature,
                 per_token_outputs=epoch == 0,
                 bound=self.prepared.scoring.bound,
                 watch=watch,
+                steering=self.control,
             )
             parts.append(result.metrics)
             if epoch == 0:

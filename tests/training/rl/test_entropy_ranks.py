@@ -12,7 +12,9 @@ ENTROPIES = st.lists(st.tuples(st.integers(0, 6).map(lambda number: number / 4),
 
 
 @given(tokens=ENTROPIES, share=st.integers(0, 20).map(lambda number: number / 20))
-def test_a_quantile_is_reached_exactly_where_the_entropy_reaches_that_of_all(tokens: list[tuple[float, bool]], share: float) -> None:
+def test_a_quantile_is_reached_exactly_where_the_entropy_reaches_that_of_all(
+    tokens: list[tuple[float, bool]], share: float
+) -> None:
     """The bound is interpolated in float64, as numbers of few binary digits allow exactly but for the share itself: 1e-9 of room."""
     entropies, scored = (np.array(column) for column in zip(*tokens, strict=True))
     quantiles = rank_among_scored(entropies.astype(np.float32), scored)
@@ -25,8 +27,8 @@ def test_a_quantile_is_reached_exactly_where_the_entropy_reaches_that_of_all(tok
 
 
 def test_golden_ranks() -> None:
-    assert rank_among_scored(np.array([3.0, 1.0, 9.0, 2.0, 2.0, 5.0], np.float32), np.array([1, 1, 0, 1, 1, 1], bool)) == pytest.approx(
-        [0.75, 0.0, 0.0, 0.5, 0.5, 1.0]
-    )
+    assert rank_among_scored(
+        np.array([3.0, 1.0, 9.0, 2.0, 2.0, 5.0], np.float32), np.array([1, 1, 0, 1, 1, 1], bool)
+    ) == pytest.approx([0.75, 0.0, 0.0, 0.5, 0.5, 1.0])
     assert rank_among_scored(np.array([0.5, 7.0], np.float32), np.array([True, False])).tolist() == [1.0, 0.0]
     assert rank_among_scored(np.zeros(0, np.float32), np.zeros(0, bool)).tolist() == []
