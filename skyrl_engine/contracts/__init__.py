@@ -10,6 +10,7 @@ from skyrl_engine.lazy import lazily
 
 if TYPE_CHECKING:
     from skyrl_engine.contracts.kinds.advantage import (
+        REWARD_PARTS,
         Advantage,
         AdvantageBatch,
         AdvantageClaims,
@@ -175,6 +176,7 @@ __all__ = [
     "PIXEL_VALUES",
     "PLACE",
     "POLICY",
+    "REWARD_PARTS",
     "ROUTER_PADDING_MASK",
     "SEGMENT_OBSERVED",
     "SEGMENT_PROMPT",
@@ -392,6 +394,7 @@ _HOMES = {
     "PIXEL_VALUES": "values.extras",
     "PLACE": "values.model",
     "POLICY": "kinds.generator",
+    "REWARD_PARTS": "kinds.advantage",
     "SEGMENT_PROMPT": "values.rollout",
     "PairHalf": "kinds.loss",
     "Pairs": "kinds.loss",

@@ -318,12 +318,14 @@ PUBLISHED: dict[tuple[str, str], Callable[[Batch], float]] = {
     ("verl", "kl_loss_type=low_var_kl"): verl(kl(lambda d: clip(math.exp(clip(-d, -20, 20)) + d - 1, -10, 10))),
     ("verl", "cliprange_value=0.5"): verl(value),
     ("TRL", "loss_type=grpo"): trl(ppo(), "grpo"),
-    ("TRL", "loss_type=dapo"): trl(ppo(0.2, 0.28), "dapo"),
+    ("TRL", "loss_type=dapo, epsilon_high=0.28"): trl(ppo(0.2, 0.28), "dapo"),
     ("TRL", "loss_type=bnpo"): trl(ppo(), "bnpo"),
     ("TRL", "loss_type=dr_grpo, max_completion_length=8"): trl(ppo(), "dr_grpo"),
     ("TRL", "loss_type=sapo"): trl(sapo, "sapo"),
     ("TRL", "loss_type=cispo, epsilon_high=5.0"): trl(cispo(-math.inf, 5.0), "cispo"),
-    ("TRL", "loss_type=grpo, importance_sampling_level=sequence"): trl(gspo_sequence(3e-4, 4e-4), "grpo"),
+    ("TRL", "loss_type=grpo, importance_sampling_level=sequence, epsilon=3e-4, epsilon_high=4e-4"): trl(
+        gspo_sequence(3e-4, 4e-4), "grpo"
+    ),
     ("TRL", "loss_type=luspo, importance_sampling_level=sequence"): trl(gspo_sequence(0.2, 0.2), "luspo"),
     ("TRL", "loss_type=grpo, delta=3.0"): trl(two_sided(3.0), "grpo"),
     ("TRL", "loss_type=vespo"): trl(vespo, "dapo"),

@@ -6,13 +6,14 @@ from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
 
+from skyrl_engine import DataError
 from skyrl_engine.contracts import AdvantageOutput
 from skyrl_engine.testing import AdvantageConformance
 from skyrl_engine.testing.advantages.batches import AWKWARD, REWARDS, DrawnRows, DrawnSample, Token, rows
 from skyrl_engine_advantages import loops, vectorized
-from skyrl_engine_advantages.options import GaeOptions, GroupOptions, ReverseKlOptions, TokenOptions
+from skyrl_engine_advantages.options import GaeOptions, GdpoOptions, GroupOptions, ReverseKlOptions, TokenOptions
 
-ESTIMATORS = ("grpo", "dr_grpo", "rloo", "maxrl", "reinforce_pp", "reinforce_pp_baseline", "gae", "reverse_kl")
+ESTIMATORS = ("grpo", "dr_grpo", "rloo", "gdpo", "maxrl", "reinforce_pp", "reinforce_pp_baseline", "gae", "reverse_kl")
 
 
 def _suite(name, options, examples):
@@ -20,7 +21,9 @@ def _suite(name, options, examples):
     return type(f"Test_{name}", (AdvantageConformance,), members)
 
 
-OTHER = {name: {"normalize": "none" if name != "dr_grpo" else "batch", "clip": 1.5} for name in ESTIMATORS}
+OTHER = {name: {"normalize": "none" if name != "dr_grpo" else "batch", "clip": 1.5} for name in ESTIMATORS} | {
+    "gdpo": {"weights": {"reward": 2.0}, "clip": 0.5}
+}
 
 for _name in ESTIMATORS:
     globals()[f"Test_{_name}"] = _suite(_name, {}, 15)
@@ -58,6 +61,33 @@ def test_array_operations_give_the_bytes_of_the_loops(name, options, batch):
 
 def _output(result):
     return result if isinstance(result, AdvantageOutput) else AdvantageOutput(result)
+
+
+PARTS = st.one_of(st.sampled_from((*REWARDS, *AWKWARD)), st.just(float("nan")))
+
+
+@given(batch=rows(turns=3), data=st.data(), weights=st.sampled_from(({}, {"a": 0.25}, {"a": -2.0, "b": 0.5})))
+def test_parts_give_the_bytes_of_the_loops(batch, data, weights):
+    plain = batch.batch()
+    names = sorted({*weights, *data.draw(st.sets(st.sampled_from("abc"), min_size=1))})
+    numbers = np.unique(plain.trajectory_ids, return_inverse=True)[1]
+    count = int(numbers.max(initial=-1)) + 1
+    drawn = {name: np.array(data.draw(st.lists(PARTS, min_size=count, max_size=count))) for name in names}
+    shown = evolve(plain, parts={name: values[numbers] if count else np.zeros(0) for name, values in drawn.items()})
+    options = GdpoOptions(weights=weights)
+    assert vectorized.gdpo(shown, options).tobytes() == loops.gdpo(shown, options).tobytes()
+
+
+def test_every_part_counts_alike_whatever_its_spread():
+    """Parts 0 and 100 and parts 0 and 1 of a group of two, each for another attempt: neither is ahead. Weights come after."""
+    batch = DrawnRows(tuple(DrawnSample(i, 0, i, 0, True, (Token(1.0),)) for i in range(2))).batch()
+    shown = evolve(batch, parts={"large": np.array([100.0, 0.0]), "small": np.array([0.0, 1.0])})
+    assert not vectorized.gdpo(shown, GdpoOptions(epsilon=0.0)).any()
+    for weights, due in (({"small": 0.5}, 1.0), ({"small": 3.0}, -1.0)):
+        got = vectorized.gdpo(shown, GdpoOptions(epsilon=0.0, weights=weights))
+        np.testing.assert_allclose(got, np.array([due, -due]) / np.sqrt(2), rtol=1e-12)
+    with pytest.raises(DataError, match=r"weights names the part 'smal', and the rewards of this batch have large, small"):
+        vectorized.gdpo(shown, GdpoOptions(weights={"smal": 2.0}))
 
 
 @given(reward=st.floats(-1e6, 1e6, width=32), size=st.integers(1, 64), name=st.sampled_from(("grpo", "rloo", "maxrl")))

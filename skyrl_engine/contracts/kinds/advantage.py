@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from functools import cached_property
-from typing import Literal, Protocol
+from typing import Final, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,8 @@ from skyrl_engine.errors import ResultError
 FloatArray = npt.NDArray[np.float64]
 BoolArray = npt.NDArray[np.bool_]
 Groups = Literal["needed", "ignored"]
+REWARD_PARTS: Final = "reward_parts"
+"""The need of an estimator that reads `AdvantageBatch.parts`."""
 
 
 @frozen(eq=False, slots=False)
@@ -27,6 +29,8 @@ class AdvantageBatch:
     `rewards` float64[A] are per token, any penalty already in them; `loss_weight` uint8 or float32 [A] with `action_offsets` int64[N+1];
     `group_ids`, `trajectory_ids` int64[N]; `turn` int64[N] orders the samples of one trajectory; `finished` bool[N] is False for samples of
     trajectories that failed, which are not trained on and count in no baseline; `columns` float32[A] hold the estimator's needs by name.
+    `parts` float64[N] by name are the summands of the reward of a sample's trajectory, such as those of several reward functions; NaN where it
+    has none of that name. They are there for an estimator that needs `REWARD_PARTS`.
 
     A token is scored where its loss weight is not 0. Trajectories are numbered 0..R-1 in the order of their ids, groups likewise.
     """
@@ -39,6 +43,7 @@ class AdvantageBatch:
     turn: IntArray
     finished: BoolArray
     columns: Mapping[str, npt.NDArray[np.float32]] = Factory(dict)
+    parts: Mapping[str, FloatArray] = Factory(dict)
 
     def __len__(self) -> int:
         return len(self.action_offsets) - 1
@@ -85,6 +90,21 @@ class AdvantageBatch:
         finished = self.finished_trajectories
         totals[finished] = equalize_ties(totals[finished], largest[finished], self.group_of_trajectory[finished])
         return totals
+
+    def trajectory_parts(self) -> dict[str, FloatArray]:
+        """float64[R] by name, in its order: the parts of each trajectory's reward; the reward itself, as `reward`, where there are no parts.
+
+        Parts of finished trajectories of a group that are a tie are the same number.
+        """
+        if not self.parts:
+            return {"reward": self.trajectory_rewards()}
+        parts = {}
+        for name in sorted(self.parts):
+            values = self.parts[name][self._first_samples].astype(np.float64)
+            here = self.finished_trajectories & ~np.isnan(values)
+            values[here] = equalize_ties(values[here], np.abs(values[here]), self.group_of_trajectory[here])
+            parts[name] = values
+        return parts
 
     def spread(self, values: FloatArray) -> FloatArray:
         """float64[A]: every scored token gets its trajectory's entry of `values` [R]; all others get 0."""

@@ -21,7 +21,8 @@ class EntropyControl:
 
     After every optimizer step the coefficient rises by `delta` where the step's mean entropy per token was at or below the target, else it
     falls by as much, within [`lowest`, `highest`]. The next step applies it only where that entropy was at or below the target; the first
-    applies none. Implements `Steering`. `term` is the name of the term in metrics, `entropy` the last one measured, in nats, None before the first.
+    applies none. Implements `Steering`. `term` is the name of the term in metrics, `entropy` the last one measured, in nats; None before
+    the first.
     """
 
     config: EntropyControlConfig

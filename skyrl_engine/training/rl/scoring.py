@@ -7,7 +7,7 @@ from typing import Final, Literal
 from attrs import frozen
 
 from skyrl_engine.config.schema import RlConfig
-from skyrl_engine.contracts.kinds.advantage import Advantage
+from skyrl_engine.contracts.kinds.advantage import REWARD_PARTS, Advantage
 from skyrl_engine.contracts.kinds.needs import DIVERGENCE, MODEL_SCORES, model_score
 from skyrl_engine.contracts.kinds.reducer import Reducer
 from skyrl_engine.contracts.values.rollout_columns import ROLLOUT_STALENESS, list_further_columns, list_required_columns
@@ -83,6 +83,7 @@ def plan_scoring_passes(
         of_rollouts,
         stale=config.staleness > 0,
     )
+    _refuse_hidden_parts(config, advantage)
     if recorded == "without_logprobs":
         _refuse_sampler(config, objective, advantage)
     _refuse_two_penalties(config, objective)
@@ -141,6 +142,23 @@ def _refuse_sampler(config: RlConfig, objective: ObjectiveParts, advantage: Boun
         )
 
 
+def _refuse_hidden_parts(config: RlConfig, advantage: BoundPlugin[Advantage]) -> None:
+    """Refuse what changes rewards and shows no part of them, where the advantage reads parts."""
+    if REWARD_PARTS not in advantage.product.needs:
+        return
+    changes = {
+        "[rl.kl]": config.kl is not None,
+        "[rl.overlong]": config.overlong is not None,
+        'rl.truncated = "zero_reward"': config.truncated == "zero_reward",
+    }
+    for key, is_set in changes.items():
+        if is_set:
+            raise UnsupportedError(
+                f"{advantage.label} reads the parts of rewards, which {key} does not change",
+                remedy=f"Remove {key}, or choose an advantage of whole rewards, such as grpo",
+            )
+
+
 def _refuse_two_penalties(config: RlConfig, objective: ObjectiveParts) -> None:
     readers = [label for label, needs in objective.needs.items() if REFERENCE in needs]
     if config.kl is not None and readers:
@@ -157,6 +175,8 @@ def _refuse_unknown(
     may_be_given = {row.column: row.name for row in list_further_columns()}
     for label, needs in needs_of.items():
         for name in needs:
+            if name == REWARD_PARTS and label == advantage.label:
+                continue
             if name not in known and name in may_be_given:
                 raise UnsupportedError(
                     f"{label} needs the column {name!r}, which not all environments or rollouts of this run give",

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from attrs import define, field, frozen
 
-from skyrl_engine.contracts.kinds.advantage import AdvantageBatch, AdvantageOutput, as_advantage_output
+from skyrl_engine.contracts.kinds.advantage import REWARD_PARTS, AdvantageBatch, AdvantageOutput, as_advantage_output
 from skyrl_engine.contracts.kinds.needs import TEACHER_MODEL
 from skyrl_engine.contracts.kinds.observer import RolloutsFinished
 from skyrl_engine.contracts.values.columns import SampleColumns
@@ -47,6 +47,7 @@ from skyrl_engine.training.rl.kl_penalty import KlPenalty
 from skyrl_engine.training.rl.metrics import rollout_metrics, staleness_metrics
 from skyrl_engine.training.rl.prepared import LiveRolloutSpec, PreparedRl
 from skyrl_engine.training.rl.reward_model import value_metrics
+from skyrl_engine.training.rl.reward_parts import parts_by_sample, parts_in
 from skyrl_engine.training.rl.state import RlState
 from skyrl_engine.training.rl.waiting import EnvironmentWaits
 from skyrl_engine.training.source_metrics import name_losses_of_sources, shares_of_sources
@@ -256,6 +257,9 @@ class RlTrainer:
         if isinstance(rollouts, Recording) and not rollouts.has_logprobs:
             known = {name: values for name, values in columns.columns.items() if name != ROLLOUT_LOGPROBS}
             columns = attrs.evolve(columns, columns=known)
+        if REWARD_PARTS in self.prepared.advantage.product.needs:
+            attempts_of_groups = [attempt for group in groups for attempt in group.finished]
+            columns = attrs.evolve(columns, sample_values={**columns.sample_values, **parts_by_sample(columns, attempts_of_groups)})
         if self._source_names:
             values = columns.sample_values
             columns = attrs.evolve(columns, sample_values={**values, SOURCE: values["environment"]})
@@ -296,7 +300,8 @@ class RlTrainer:
 
     def _needs_no_scores(self, columns: SampleColumns) -> bool:
         """Say whether advantages can be estimated before any model scored the batch."""
-        return self.penalty is None and set(self.prepared.advantage.product.needs) <= columns.columns.keys()
+        needs = {*self.prepared.advantage.product.needs} - {REWARD_PARTS}
+        return self.penalty is None and needs <= columns.columns.keys()
 
     def _advantages(self, columns: SampleColumns) -> AdvantageOutput:
         part = self.prepared.advantage
@@ -385,6 +390,7 @@ def advantage_batch(columns: SampleColumns, needs: Sequence[str]) -> AdvantageBa
         turn=_read_only(columns.sample_values["turn"].astype(np.int64)),
         finished=_read_only(np.ones(len(columns), dtype=np.bool_)),
         columns={name: _read_only(columns.columns[name]) for name in needs if name in columns.columns},
+        parts=parts_in(columns) if REWARD_PARTS in needs else {},
     )
 
 

@@ -46,7 +46,9 @@ def test_a_run_applies_what_it_measured(rl: Rl, batch: tuple[str, ...]) -> None:
     assert [record["policy/entropy_coef"] for record in records] == [min(coefs[steps * (step + 1)], 1.0) for step in range(3)]
     if not batch:
         entropies = [record["policy/entropy"] for record in records]
-        assert [record["objective/entropy"] for record in records] == pytest.approx([0.0, -0.75 * entropies[1], -1.0 * entropies[2]], rel=1e-5)
+        assert [record["objective/entropy"] for record in records] == pytest.approx(
+            [0.0, -0.75 * entropies[1], -1.0 * entropies[2]], rel=1e-5
+        )
 
 
 def test_a_resumed_run_steers_on(rl: Rl) -> None:

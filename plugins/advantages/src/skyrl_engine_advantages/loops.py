@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 from skyrl_engine.contracts import AdvantageBatch, AdvantageOutput, FloatArray, are_tied, equalize_ties
-from skyrl_engine_advantages.options import GaeOptions, GroupOptions, ReverseKlOptions, SharedOptions, TokenOptions
+from skyrl_engine_advantages.options import GaeOptions, GdpoOptions, GroupOptions, ReverseKlOptions, SharedOptions, TokenOptions
 
 
 def grpo(batch: AdvantageBatch, options: GroupOptions) -> FloatArray:
@@ -18,6 +18,38 @@ def grpo(batch: AdvantageBatch, options: GroupOptions) -> FloatArray:
 def rloo(batch: AdvantageBatch, options: GroupOptions) -> FloatArray:
     """Compute G / (G - 1) (R - mean)."""
     return _by_group(batch, options, lambda distance, _mean, count: count / (count - 1) * distance if count > 1 else 0.0)
+
+
+def gdpo(batch: AdvantageBatch, options: GdpoOptions) -> FloatArray:
+    """Compute the weighted sum of the parts of the reward, each normalised in its group, over the deviation of these sums."""
+    trajectories = sorted(set(batch.trajectory_ids.tolist()))
+    sample_of = {trajectory: batch.trajectory_ids.tolist().index(trajectory) for trajectory in trajectories}
+    finished = [trajectory for trajectory in trajectories if batch.finished[sample_of[trajectory]]]
+    totals: dict[int, float] = {}
+    for name, values in batch.trajectory_parts().items():
+        of_group: dict[int, dict[int, float]] = defaultdict(dict)
+        for trajectory in finished:
+            value = float(values[trajectories.index(trajectory)])
+            if not math.isnan(value):
+                of_group[int(batch.group_ids[sample_of[trajectory]])][trajectory] = value
+        for members in of_group.values():
+            mean = _in_order(members.values()) / len(members)
+            tied = len(set(members.values())) == 1
+            distances = {trajectory: 0.0 if tied else value - mean for trajectory, value in members.items()}
+            squares = _in_order(distance * distance for distance in distances.values())
+            deviation = math.sqrt(squares / max(len(members) - 1, 1)) + options.epsilon
+            for trajectory, distance in distances.items():
+                normalised = distance / deviation if distance != 0 else 0.0
+                totals[trajectory] = totals.get(trajectory, 0.0) + options.weights.get(name, 1.0) * normalised
+    of_all = [totals[trajectory] for trajectory in trajectories if trajectory in totals]
+    deviation = math.sqrt(_in_order(total * total for total in of_all) / max(len(of_all) - 1, 1)) + options.epsilon
+    advantages = np.zeros(len(batch.rewards))
+    for sample in range(len(batch)):
+        total = totals.get(int(batch.trajectory_ids[sample]), 0.0)
+        for token in range(batch.action_offsets[sample], batch.action_offsets[sample + 1]):
+            if batch.scored[token] and total != 0:
+                advantages[token] = total / deviation
+    return _finish(batch, advantages, options, normalize=False)
 
 
 def maxrl(batch: AdvantageBatch, options: GroupOptions) -> FloatArray:

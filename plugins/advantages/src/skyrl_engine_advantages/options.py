@@ -1,8 +1,9 @@
 """Options of the estimators."""
 
+from collections.abc import Mapping
 from typing import Literal, get_args
 
-from attrs import field, frozen
+from attrs import Factory, field, frozen
 from attrs.validators import and_, ge, gt, in_, le, lt, optional
 
 Normalize = Literal["none", "group", "batch"]
@@ -34,6 +35,14 @@ class GrpoOptions(GroupOptions):
 
     normalize: Normalize = field(default="group", validator=in_(get_args(Normalize)))
     """Division by the standard deviation of the `group`'s rewards, of all scored tokens of the `batch` less their mean, or `none`."""
+
+
+@frozen(kw_only=True)
+class GdpoOptions(SharedOptions):
+    """Options of `gdpo`."""
+
+    weights: Mapping[str, float] = Factory(dict)
+    """Weights of the parts of the reward by name, after each was normalised; 1 for parts that are not named."""
 
 
 @frozen(kw_only=True)

@@ -10,9 +10,17 @@ from typing import Any, Literal
 from attrs import evolve
 
 from skyrl_engine import advantage
-from skyrl_engine.contracts import AdvantageBatch, AdvantageClaims, AdvantageOutput, FloatArray
+from skyrl_engine.contracts import REWARD_PARTS, AdvantageBatch, AdvantageClaims, AdvantageOutput, FloatArray
 from skyrl_engine_advantages import vectorized
-from skyrl_engine_advantages.options import BaselineOptions, GaeOptions, GroupOptions, GrpoOptions, ReverseKlOptions, TokenOptions
+from skyrl_engine_advantages.options import (
+    BaselineOptions,
+    GaeOptions,
+    GdpoOptions,
+    GroupOptions,
+    GrpoOptions,
+    ReverseKlOptions,
+    TokenOptions,
+)
 
 _BASELINE = AdvantageClaims(groups="needed", shift=True, scale="linear", zero_sum=True, outcome=True)
 
@@ -58,6 +66,17 @@ def dr_grpo(batch: AdvantageBatch, options: GroupOptions) -> FloatArray:
 def rloo(batch: AdvantageBatch, options: GroupOptions) -> FloatArray:
     """The advantage G / (G - 1) (R - mean), which is R minus the mean of the others (Ahmadian et al. 2024, arXiv:2402.14740)."""
     return vectorized.rloo(batch, options)
+
+
+@advantage(needs=(REWARD_PARTS,), config=GdpoOptions, claims=AdvantageClaims(groups="needed", whole_batch=True))
+def gdpo(batch: AdvantageBatch, options: GdpoOptions) -> FloatArray:
+    """The sum of weight_k (r_k - mean_k) / (std_k + epsilon) over the parts r_k of R, over its own deviation in the batch, plus epsilon.
+
+    GDPO, Liu et al. 2026, arXiv:2601.05242: a reward of small spread counts as much as another. Mean and deviation of a part are those of the
+    group's attempts that have it. The sums' mean is 0 by construction; their deviation is over attempts, with their number less 1 under the
+    root. TRL's `multi_objective_aggregation="normalize_then_sum"` with `epsilon` 1e-4.
+    """
+    return vectorized.gdpo(batch, options)
 
 
 @advantage(config=GroupOptions, claims=_claims(evolve(_BASELINE, shift=False, scale="invariant")))

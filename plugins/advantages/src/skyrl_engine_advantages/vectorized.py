@@ -3,12 +3,13 @@
 Sums go in the order of tokens and of trajectories, as the loops add: `np.bincount` and `np.add.accumulate` do, `np.sum` does not.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
+from skyrl_engine import DataError
 from skyrl_engine.contracts import AdvantageBatch, AdvantageOutput, FloatArray, IntArray, are_tied
-from skyrl_engine_advantages.options import GaeOptions, GroupOptions, ReverseKlOptions, SharedOptions, TokenOptions
+from skyrl_engine_advantages.options import GaeOptions, GdpoOptions, GroupOptions, ReverseKlOptions, SharedOptions, TokenOptions
 
 
 def grpo(batch: AdvantageBatch, options: GroupOptions) -> FloatArray:
@@ -23,6 +24,43 @@ def rloo(batch: AdvantageBatch, options: GroupOptions) -> FloatArray:
     count = groups.count[groups.of]
     factor = np.where(count > 1, count / np.maximum(count - 1, 1), 0.0)
     return _spread(batch, groups, factor * groups.centred, options)
+
+
+def gdpo(batch: AdvantageBatch, options: GdpoOptions) -> FloatArray:
+    """Compute the weighted sum of the parts of the reward, each normalised in its group, over the deviation of these sums; [A]."""
+    parts = batch.trajectory_parts()
+    refuse_unknown_parts(options.weights, parts)
+    groups, finished = batch.group_of_trajectory, batch.finished_trajectories
+    size = int(groups.max(initial=-1)) + 1
+    totals = np.zeros(len(groups))
+    rated = np.zeros(len(groups), dtype=np.bool_)
+    for name, values in parts.items():
+        here = finished & ~np.isnan(values)
+        own, of = values[here], groups[here]
+        count = np.maximum(np.bincount(of, minlength=size), 1)
+        mean = np.bincount(of, weights=own, minlength=size) / count
+        lowest, highest = np.full(size, np.inf), np.full(size, -np.inf)
+        np.minimum.at(lowest, of, own)
+        np.maximum.at(highest, of, own)
+        distance = np.where((lowest < highest)[of], own - mean[of], 0.0)
+        squares = np.bincount(of, weights=distance * distance, minlength=size)
+        deviation = np.sqrt(squares / np.maximum(count - 1, 1))[of] + options.epsilon
+        normalised = np.where(distance == 0, 0.0, distance / np.where(distance == 0, 1.0, deviation))
+        totals[here] += options.weights.get(name, 1.0) * normalised
+        rated |= here
+    of_all = totals[rated]
+    deviation_of_all = np.sqrt(_total(of_all * of_all) / max(len(of_all) - 1, 1)) + options.epsilon if len(of_all) else 1.0
+    return _clip(batch.spread(np.where(totals == 0, 0.0, totals / deviation_of_all) if totals.any() else totals), options)
+
+
+def refuse_unknown_parts(weights: Mapping[str, float], parts: Mapping[str, FloatArray]) -> None:
+    """Raise DataError for a weight of a part that no attempt of the batch has."""
+    unknown = [name for name in weights if name not in parts]
+    if unknown:
+        raise DataError(
+            f"advantage.weights names the part {unknown[0]!r}, and the rewards of this batch have {', '.join(sorted(parts))}",
+            remedy="Name parts as the environment does: the names of its reward functions",
+        )
 
 
 def maxrl(batch: AdvantageBatch, options: GroupOptions) -> FloatArray:

@@ -22,7 +22,7 @@ class KlConfig:
     of the divergence."""
 
     limit: float | None = field(default=K3_LIMIT, validator=optional(gt(0.0)))
-    """Largest value of `k3` in nats, before `corrected` multiplies it, beyond which it has no gradient, as in verl; none: no limit, as in TRL."""
+    """Largest value of `k3` in nats, before `corrected` multiplies it, beyond which it has no gradient, as in verl; none: no limit, as TRL."""
 
 
 def _needs_of_kl(config: KlConfig) -> tuple[str, ...]:
@@ -33,8 +33,8 @@ def _needs_of_kl(config: KlConfig) -> tuple[str, ...]:
 def kl(tokens: LossTokens, config: KlConfig) -> LossOutput:
     """An estimate of KL(policy || reference) at each token, [n] in nats: Schulman 2020, http://joschu.net/blog/kl-approx.html.
 
-    `k3` clamps its exponent to +-20 and its value to +-`limit`; beyond these limits its gradient is 0. With `corrected` it is times p / old, both
-    differentiated: DeepSeek-AI 2025, arXiv:2512.02556, section 3.1.
+    `k3` clamps its exponent to +-20 and its value to +-`limit`; beyond these limits its gradient is 0. With `corrected` it is times p / old,
+    both differentiated: DeepSeek-AI 2025, arXiv:2512.02556, section 3.1.
     """
     estimate = estimate_kl(config.estimator, tokens.logprobs - tokens.ref_logprobs, limit=config.limit)
     if config.corrected:
