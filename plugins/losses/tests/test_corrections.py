@@ -235,7 +235,7 @@ def test_a_token_that_became_likelier_is_no_reason_to_drop_a_sequence() -> None:
 
 @pytest.mark.parametrize(("share", "kept"), [(0.0, 1), (0.3, 4), (0.7, 8), (0.71, 8), (1.0, 11)])
 def test_the_share_of_largest_entropy_is_kept_with_the_token_on_the_bound(share: float, kept: int) -> None:
-    """Of 11 tokens the quantiles are tenths, rounded to float32: 0.7 is not below 1 - 0.3."""
+    """Quantiles of 11 tokens are tenths, rounded to float32: 0.7 is not below 1 - 0.3."""
     quantiles = [float(np.float32(place / 10)) for place in range(11)]
     factors = select("top_entropy", TopEntropyConfig(share=share), [11], entropy_quantile=quantiles)
     assert factors == [0.0] * (11 - kept) + [1.0] * kept

@@ -73,5 +73,5 @@ def test_a_run_normalises_each_reward_in_its_group(rl: Rl, seen: Seen, tmp_path:
 
 @pytest.mark.parametrize("change", ["rl.kl={coef=0.1}", "rl.overlong={}", 'rl.truncated="zero_reward"'])
 def test_what_no_part_shows_is_refused(rl: Rl, change: str) -> None:
-    with pytest.raises(EngineError, match="reads the parts of rewards, which .* does not change"):
+    with pytest.raises(EngineError, match=r"reads the parts of rewards, which .* does not change"):
         run_rl(rl("run", "advantage.use=gdpo", change))
