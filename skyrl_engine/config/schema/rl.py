@@ -57,12 +57,7 @@ class EntropyControlConfig:
     """Smallest coefficient."""
 
     highest: float = field(default=1.0, validator=[ge(0.0), _FINITE])
-    """Largest coefficient."""
-
-    @highest.validator
-    def _above_lowest(self, _attribute: object, value: float) -> None:
-        if value < self.lowest:
-            raise ValueError(f"must be at least lowest = {self.lowest}, is {value}")
+    """Largest coefficient; not below `lowest`."""
 
 
 @frozen

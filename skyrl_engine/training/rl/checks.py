@@ -64,6 +64,14 @@ def refuse_contradictions(draft: RlDraft) -> None:
                 "Lower rollouts.min_group_size, or raise rl.group_size",
             )
         )
+    if settings.entropy is not None and settings.entropy.highest < settings.entropy.lowest:
+        problems.append(
+            Problem(
+                "rl.entropy.highest",
+                f"is {settings.entropy.highest}, and rl.entropy.lowest is {settings.entropy.lowest}",
+                "Raise rl.entropy.highest, or lower rl.entropy.lowest",
+            )
+        )
     if settings.mini_batches > settings.groups:
         problems.append(
             Problem(

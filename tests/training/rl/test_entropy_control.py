@@ -69,5 +69,5 @@ def test_what_could_not_be_steered_is_refused(rl: Rl, terms: str) -> None:
 
 
 def test_bounds_that_contradict_each_other_are_refused(rl: Rl) -> None:
-    with pytest.raises(ConfigError, match="must be at least lowest"):
-        rl("run", BONUS, "rl.entropy={target=1.0, lowest=0.5, highest=0.1}")
+    with pytest.raises(ConfigError, match=r"rl.entropy.highest: is 0.1, and rl.entropy.lowest is 0.5"):
+        run_rl(rl("run", BONUS, "rl.entropy={target=1.0, lowest=0.5, highest=0.1}"))
