@@ -77,7 +77,12 @@ FAMILIES = {
     ],
     "shift over the border of a sequence": [
         (LOSS, losses.ShiftsTheReference, "micro_batch_split sample_order packing", "only the first token of a sequence changes"),
-        (LOSS, losses.ShiftsTheReferenceBack, "micro_batch_split sample_order packing", "only the last token of a sequence changes"),
+        (
+            LOSS,
+            losses.ShiftsTheReferenceBack,
+            "micro_batch_split sample_order packing",
+            "only the last token of a sequence changes",
+        ),
     ],
     "structure of a reducer": [
         (REDUCER, wrong_reducers.CountsByTheHighestNumber, "labels", "it takes an id for a number"),
