@@ -216,7 +216,7 @@ def load_columns(
     store = None
     if table.images is not None:
         assert isinstance(vision, VisionInputs), "a table of images was made with what makes them"
-        store = ImageStore(source, kind, table.images.written, vision)
+        store = ImageStore(source, kind, table.images.written, vision, data.rating)
     rendering = Rendering(**table.info["rendering"])
     return TokenizedDataset(
         source.name, kind, _number_sources(_columns(table), source), counts, table.path, source, rendering, store

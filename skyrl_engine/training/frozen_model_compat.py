@@ -6,11 +6,13 @@ from attrs import evolve
 
 from skyrl_engine.config import ResolvedConfig
 from skyrl_engine.config.schema import ModelConfig
+from skyrl_engine.contracts.kinds.backend import BackendDescription
 from skyrl_engine.engine.assembly import Assembly
 from skyrl_engine.engine.frozen_model import FrozenModel
 from skyrl_engine.engine.model_files import ModelFiles
 from skyrl_engine.errors import ModelError, Refusals, UnsupportedError
 from skyrl_engine.model_facts.configuration import load_config
+from skyrl_engine.model_facts.facts import ModelFacts
 
 
 def plan_frozen_model(
@@ -38,27 +40,32 @@ def plan_frozen_model(
         adapters_off=False,
         classifier=classifier,
     )
-    return with_own_files(label, table, frozen, trained)
+    return with_own_files(label, table, frozen, trained, assembly.description)
 
 
-def with_own_files(label: str, table: str, frozen: FrozenModel, trained: ModelFiles) -> tuple[FrozenModel, ModelFiles]:
+def with_own_files(
+    label: str, table: str, frozen: FrozenModel, trained: ModelFiles, description: BackendDescription
+) -> tuple[FrozenModel, ModelFiles]:
     """Read the files of a frozen model that has a path of its own; its tokenizer is compared with that of the trained model.
 
-    Raises UnsupportedError for another tokenizer, ModelError for a model that cannot be used.
+    `description` is that of the backend, which may take no images. Raises UnsupportedError for another tokenizer, ModelError for a model that
+    cannot be used.
     """
     assert frozen.model is not None, "a path names a model of its own"
     model = evolve(frozen.model, tokenizer=None, chat_template=None)
-    refuse_unreadable(label, table, model)
+    refuse_unreadable(label, table, model, description)
     model_files = ModelFiles.of(model)
     if (model.path, model.revision) != (trained.facts.model.path, trained.facts.model.revision):
         _refuse_other_tokens(label, table, model_files, trained)
     return evolve(frozen, model=model), model_files
 
 
-def refuse_unreadable(label: str, table: str, model: ModelConfig) -> None:
-    """Raise ModelError for a model, which table `table` names and errors call `label`, whose configuration cannot be used."""
+def refuse_unreadable(label: str, table: str, model: ModelConfig, description: BackendDescription) -> None:
+    """Raise ModelError for a model, which table `table` names and errors call `label`, whose configuration cannot be used, and
+    UnsupportedError for a vision-language model that the backend of `description` does not load.
+    """
     try:
-        load_config(model)
+        load_config(model, images="vision" in description.capabilities)
     except ModelError as error:
         raise ModelError(f"{label} cannot be used: {error.cause}", remedy=f"Correct {table}.path or {table}.revision") from error
 
@@ -67,9 +74,18 @@ _CALLED: Final = {"reference": "the reference", "teacher": "the teacher", "rewar
 """Name of each table's model in errors."""
 
 
+def refuse_blind_model(label: str, table: str, frozen: FrozenModel | None, *, images: bool) -> None:
+    """Raise UnsupportedError for a frozen model of its own that takes no images, where the rows that it scores have some (`images`)."""
+    if images and frozen is not None and frozen.model is not None and not ModelFacts(frozen.model).takes_images:
+        raise UnsupportedError(
+            f"the rows hold images, and {label} {frozen.model.path} takes none: it would read their tokens as words",
+            remedy=f"Set {table}.path to a vision-language model, or train on rows of text",
+        )
+
+
 def check_models_beside(resolved: ResolvedConfig, refusals: Refusals) -> None:
     """Collect what speaks against the frozen models that the configuration names, as far as their own configurations tell."""
-    config = resolved.config
+    config, backend = resolved.config, resolved.plugins["backend"]
     for table, label in _CALLED.items():
         path = getattr(config, table).path if config.has(table) else None
         if path is not None:
@@ -77,7 +93,7 @@ def check_models_beside(resolved: ResolvedConfig, refusals: Refusals) -> None:
                 named = evolve(
                     config.model, path=path, revision=getattr(config, table).revision, lora=None, tokenizer=None, chat_template=None
                 )
-                refuse_unreadable(label, table, named)
+                refuse_unreadable(label, table, named, backend.loaded.describe_backend(backend.options, config.run.ranks))
 
 
 def _refuse_other_tokens(label: str, table: str, model_files: ModelFiles, trained: ModelFiles) -> None:

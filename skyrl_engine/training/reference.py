@@ -52,7 +52,7 @@ def plan_reference(resolved: ResolvedConfig, assembly: Assembly, files: ModelFil
         adapters_off=table.adapters_off,
     )
     if table.path is not None and planned.model is not None:
-        planned, _ = with_own_files("the reference", "reference", planned, files)
+        planned, _ = with_own_files("the reference", "reference", planned, files, assembly.description)
     return planned
 
 

@@ -10,7 +10,7 @@ from skyrl_engine.contracts.values.ragged import AnyArray, IntArray, Ragged, Rag
 from skyrl_engine.data.images.files import StoredImage, parse_image
 from skyrl_engine.data.images.processor import MeasuredImage, VisionInputs
 from skyrl_engine.data.images.tokens import in_threads
-from skyrl_engine.data.sources.formats import to_example
+from skyrl_engine.data.sources.formats import to_examples
 from skyrl_engine.data.sources.rows import Source
 from skyrl_engine.data.table.token_table import TableImages
 from skyrl_engine.data.text.messages import Conversation
@@ -33,6 +33,8 @@ class ImageStore:
     format: KnownFormat
     written: AnyArray
     vision: VisionInputs
+    rating: str | None = None
+    """The number by which rated answers become a pair, `data.rating`."""
 
     def load_images(self, columns: SampleColumns) -> SampleColumns:
         """Return `columns` with `pixel_values`, `image_grid_thw` and `mm_token_type_ids` in place of the names.
@@ -83,7 +85,8 @@ class ImageStore:
         return stored
 
     def _of_row(self, number: int) -> tuple[StoredImage, ...]:
-        example = to_example(self.source.row(number), self.format, has_template=True)
+        # both halves of a preference have the images of their prompt
+        (example, _), *_ = to_examples(self.source.row(number), self.format, has_template=True, rating=self.rating)
         assert isinstance(example, Conversation), "only conversations have images"
         return example.images
 

@@ -330,8 +330,6 @@ def to_examples(row: Row, kind: KnownFormat, *, has_template: bool, rating: str 
     if not row_of_table.fits(row.values):
         raise _missing(kind, row)
     columns = image_columns(row)
-    if columns and row_of_table.has_roles:
-        raise row.wrong(next(iter(columns)), "it holds images, and preferences over images are not trained", "Remove the column")
     examples = list(row_of_table.read(row, ReadingRule(has_template, rating)))
     if columns and not all(isinstance(example, Conversation) for example, _ in examples):
         raise row.wrong(

@@ -243,10 +243,17 @@ def _first_difference(row: Row, halves: Sequence[Sequence[Message]]) -> int:
     return first
 
 
+def _has_image(message: Message) -> bool:
+    content = message["content"]
+    return not isinstance(content, str) and any(part["type"] != "text" for part in content)
+
+
 def _answering(row: Row, column: str, half: Conversation) -> Conversation:
     """Return the half with loss on every assistant turn of its answer, except where a message itself says otherwise."""
-    if half.images:
-        raise row.wrong(column, "it holds images, and preferences over images are not trained", "Leave the row out")
+    if any(_has_image(message) for message in half.messages[half.first_reply :]):
+        raise row.wrong(
+            column, "its answer holds an image, and the images of a preference are those of its prompt", "Leave the row out"
+        )
     turns = [i for i, message in enumerate(half.messages) if message["role"] == "assistant" and i >= half.first_reply]
     for i in turns:
         message = half.messages[i]

@@ -1,6 +1,7 @@
 """KTO's baseline: how far the model is from the reference on answers to other prompts (Ethayarajh et al. 2024, arXiv:2402.01306, section 4)."""
 
 import logging
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
@@ -8,7 +9,8 @@ from attrs import evolve
 
 from skyrl_engine.contracts.values.bundles import inseparable
 from skyrl_engine.contracts.values.columns import SampleColumns
-from skyrl_engine.contracts.values.ragged import AnyArray, IntArray, offsets_of
+from skyrl_engine.contracts.values.extras import TOKEN_TYPES
+from skyrl_engine.contracts.values.ragged import AnyArray, IntArray, Ragged, RaggedView, offsets_of
 from skyrl_engine.data.dataset import TokenizedDataset
 from skyrl_engine.data.table.filling import PROMPT
 from skyrl_engine.errors import DataError
@@ -16,6 +18,9 @@ from skyrl_engine.training.sft.order import SampleOrder
 
 NUMBER: Final = "place_in_dataset"
 """Name of the value of a sample that is its place."""
+
+ROW: Final = "row"
+"""Name of the value of a sample that is the number of its row in the data."""
 
 _log = logging.getLogger(__name__)
 
@@ -114,12 +119,27 @@ def mismatch_answers(columns: SampleColumns, longest: int | None) -> SampleColum
         weights.append(weight[:room])
         lengths.append(len(prompt) + room)
         responses.append(room)
-    return SampleColumns.create(
+    mismatched = SampleColumns.create(
         input_ids=np.concatenate(ids),
         token_offsets=offsets_of(lengths),
         action_offsets=offsets_of(responses),
         loss_weight=np.concatenate(weights),
+        # the row that holds a prompt's images
+        sample_values={name: columns.sample_values[name] for name in (ROW,) if name in columns.sample_values},
     )
+    return evolve(mismatched, extras=_keep_extras_of_prompts(columns, lengths, tokens - actions))
+
+
+def _keep_extras_of_prompts(columns: SampleColumns, lengths: Sequence[int], prompts: IntArray) -> dict[str, RaggedView]:
+    """Return the images of the samples, which all stand in their first `prompts` tokens, int64[N], for rows of other lengths."""
+    extras = dict(columns.extras)
+    if TOKEN_TYPES in extras:
+        offsets = offsets_of(lengths)
+        types = np.zeros(int(offsets[-1]), dtype=extras[TOKEN_TYPES].values.dtype)
+        for sample, prompt in enumerate(prompts.tolist()):
+            types[offsets[sample] : offsets[sample] + prompt] = extras[TOKEN_TYPES][sample][:prompt]
+        extras[TOKEN_TYPES] = RaggedView.of(Ragged(types, offsets))
+    return extras
 
 
 def number_samples(dataset: TokenizedDataset) -> TokenizedDataset:

@@ -5,6 +5,7 @@ from attrs import evolve, frozen
 from skyrl_engine.config import ResolvedConfig
 from skyrl_engine.contracts.values.model import ModelConfig
 from skyrl_engine.engine.frozen_model import FrozenModel
+from skyrl_engine.training.frozen_model_compat import refuse_blind_model
 from skyrl_engine.training.preference.checks import (
     AFTER_BUILDING,
     BASELINE,
@@ -55,4 +56,6 @@ def prepare(resolved: ResolvedConfig, progress: DataProgress | None = None) -> P
     reference = None
     if reads_reference(run.assembly.objective):
         reference = plan_reference(run.resolved, run.assembly, run.files)
+        datasets = (run.train, *(() if run.evaluation is None else (run.evaluation,)))
+        refuse_blind_model("the reference", "reference", reference, images=any(dataset.images is not None for dataset in datasets))
     return PreparedPreference(run, reference, BASELINE in run.assembly.objective.columns)

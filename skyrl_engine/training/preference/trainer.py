@@ -52,7 +52,7 @@ def run_preference(
 def _trainer(prepared: PreparedPreference, progress: DataProgress | None, place: StartedRun) -> "PreferenceTrainer":
     run, engine = prepared.run, place.engine
     reference: MovingReference | None = None
-    mismatched: list[SampleColumns | None] = [None, None]
+    mismatched: list[TokenizedDataset | None] = [None, None]
     if prepared.reference is not None and run.resolved.config.reference.precompute:
         train = _score_dataset(prepared, run.train, engine, progress)
         held_out = None if run.evaluation is None else _score_dataset(prepared, run.evaluation, engine, progress)
@@ -88,11 +88,11 @@ def _score_dataset(
 
 def _mismatch_answers(
     prepared: PreparedPreference, dataset: TokenizedDataset, engine: Engine, progress: DataProgress | None
-) -> SampleColumns:
+) -> TokenizedDataset:
     """Return every prompt with the answer to another one of the dataset, scored by the reference as the dataset itself is."""
     columns = mismatch_answers(dataset.columns, prepared.longest)
     assert columns is not None, "planning refuses data with a single prompt"
-    return _score_dataset(prepared, evolve(dataset, columns=columns, images=None), engine, progress).columns
+    return _score_dataset(prepared, evolve(dataset, columns=columns), engine, progress)
 
 
 @define(eq=False)
@@ -106,8 +106,8 @@ class PreferenceTrainer(SftTrainer):
 
     preference: PreparedPreference
     reference: MovingReference | None
-    mismatched: SampleColumns | None
-    mismatched_held_out: SampleColumns | None
+    mismatched: TokenizedDataset | None
+    mismatched_held_out: TokenizedDataset | None
 
     @property
     def watch(self) -> tuple[Watched, ...]:
@@ -143,7 +143,7 @@ class PreferenceTrainer(SftTrainer):
     def _plan_whole(self, columns: SampleColumns) -> Plan:
         return self._complete(self.engine.plan(columns), self.mismatched_held_out)
 
-    def _complete(self, plan: Plan, mismatched: SampleColumns | None) -> Plan:
+    def _complete(self, plan: Plan, mismatched: TokenizedDataset | None) -> Plan:
         columns = plan.columns
         new_columns: dict[str, AnyArray | Ragged] = {}
         if self._asks_reference(columns):
@@ -165,8 +165,8 @@ class PreferenceTrainer(SftTrainer):
         policy, reference = (scores.result().on_actions("logprobs").values for scores in asked)
         return compute_baseline(policy, reference, len(mismatched))
 
-    def _precomputed_baseline(self, columns: SampleColumns, mismatched: SampleColumns) -> float:
+    def _precomputed_baseline(self, columns: SampleColumns, mismatched: TokenizedDataset) -> float:
         """KTO's baseline of a mini-batch, on the answers that its samples have in `mismatched`."""
-        chosen = mismatched.take(columns.sample_values[NUMBER])
+        chosen = mismatched.batch(columns.sample_values[NUMBER])
         policy = self.engine.score(self.engine.plan(chosen), tokens="loss").result().on_actions("logprobs")
         return compute_baseline(policy.values, chosen.columns[REFERENCE], len(chosen))

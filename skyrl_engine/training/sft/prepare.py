@@ -33,7 +33,7 @@ from skyrl_engine.model_facts.facts import ModelFacts
 from skyrl_engine.model_facts.thresholds import refuse_longer_rows
 from skyrl_engine.objective.parts import ObjectiveParts
 from skyrl_engine.registry.bound_plugin import BoundPlugin
-from skyrl_engine.training.frozen_model_compat import check_models_beside
+from skyrl_engine.training.frozen_model_compat import check_models_beside, refuse_blind_model
 from skyrl_engine.training.sft.checks import (
     ConfigCheck,
     DataDraft,
@@ -169,6 +169,7 @@ def prepare(
             longest=longest,
             shorter="Set data.max_length",
         )
+        refuse_blind_model("the teacher", "teacher", teacher, images=any(dataset.images is not None for dataset in loaded.values()))
     with refusals.collect():
         required = assembly.check_data(files.facts, datasets)
     refusals.raise_all()
