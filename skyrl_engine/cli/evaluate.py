@@ -44,11 +44,10 @@ READ = ReadKeys(
                 for key in ("path", "tokenizer", "revision", "dtype", "trust_remote_code", "rotary_length", "chat_template")
             ),
             "model.lora.path",
-            *(f"rl.{key}" for key in ("max_tokens", "max_prompt_tokens", "stop_strings", "history", "template")),
+            *(f"rl.{key}" for key in ("max_tokens", "max_prompt_tokens", "stop_strings", "history", "template", "reward_models")),
             *(f"run.{key}" for key in ("seed", "launch", "ranks", "oversubscribe", "device", "ray_address")),
             *(f"rollouts.{key}" for key in ("workers", "timeout_s", "retries", "max_failure_share")),
             *(f"evaluation.{key}" for key in ("samples", "tasks", "temperature")),
-            *(f"reward_model.{key}" for key in ("path", "revision", "weight")),
             "plugins",
             "environments",
             "generator",
@@ -222,14 +221,14 @@ def evaluate(
 
 def _remedy_for(raw: "RawConfig") -> Callable[[str], str | None]:
     """Return what answers a key that this evaluation does not read with a remedy, and one that it reads with None."""
-    table = raw.table.get("reward_model")
-    values = isinstance(table, Mapping) and table.get("path") is not None
+    table = raw.table.get("rl")
+    values = isinstance(table, Mapping) and bool(table.get("reward_models"))
 
     def remedy(key: str) -> str | None:
         if READ.has(key) or (values and OF_REWARD_MODEL.has(key)):
             return None
         if OF_REWARD_MODEL.has(key):
-            return "Remove it, or set reward_model.path: it is about how a reward model computes"
+            return "Remove it, or add to rl.reward_models: it is about how a reward model computes"
         plain = re.sub(r"\[\d+\]", "", key)
         names = (plain.rsplit(".", count)[0] for count in range(plain.count(".") + 1))
         return next((_INSTEAD[name] for name in names if name in _INSTEAD), "Remove it: an evaluation trains nothing")

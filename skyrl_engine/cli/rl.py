@@ -25,7 +25,6 @@ from skyrl_engine.cli.run import print_and_run
 _KEYS = {
     **RUN_KEYS,
     "rollouts": "rl.rollouts",
-    "reward_model": "reward_model.path",
     "preset": "rl.preset",
     "steps": "rl.steps",
     "groups": "rl.groups",
@@ -46,7 +45,12 @@ _KEYS = {
     help="Where tasks and rewards come from: an environment plugin, such as reasoning_gym:spell_backward. Give it again for a mixture.",
 )
 @click.option("--reward", multiple=True, metavar="FUNCTION", help="A reward function, ./file.py:name; several are added up.")
-@click.option("--reward-model", metavar="MODEL", help="A sequence classifier whose value of an attempt is added to its reward.")
+@click.option(
+    "--reward-model",
+    multiple=True,
+    metavar="MODEL",
+    help="A sequence classifier whose value of an attempt is added to its reward. Give it again for another.",
+)
 @click.option(
     "--data",
     multiple=True,
@@ -83,6 +87,7 @@ def rl(
     *,
     env: tuple[str, ...],
     reward: tuple[str, ...],
+    reward_model: tuple[str, ...],
     data: tuple[str, ...],
     columns: dict[str, str] | None,
     eval_data: str | None,
@@ -104,6 +109,8 @@ def rl(
     flags = values_by_key(_KEYS, options)
     if environments:
         flags["environments"] = Option("--env" if env else "--reward", environments)
+    if reward_model:
+        flags["rl.reward_models"] = Option("--reward-model", [{"path": path} for path in reward_model])
     raw = load_config(None, overrides, {"trainer": "rl", **flags, **flags_of(options)})
     return print_and_run(raw, dry_run=dry_run)
 

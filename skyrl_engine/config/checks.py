@@ -63,7 +63,7 @@ def cross_checks(sections: Mapping[str, Any], origins: Mapping[str, Origin]) -> 
         problems += _evaluation(evaluation, data)
     if evaluation is not None and sections.get("trainer") not in (None, RL):
         problems += _of_rl(evaluation)
-    for name in ("reference", "teacher", *(("reward_model",) if sections.get("trainer") == RL else ())):
+    for name in ("reference", "teacher"):
         problems += _without_path(name, sections.get(name))
     if checkpoint is not None:
         problems += _checkpoint(checkpoint, run, training)
@@ -139,9 +139,8 @@ def _without_path(name: str, table: Any) -> Iterator[tuple[str, str, str]]:
     """Yield the keys of a table that say something of a model, where it names none."""
     if table is None or table.path is not None:
         return
-    for key, unset in (("revision", None), ("weight", 1.0)):
-        if getattr(table, key, unset) != unset:
-            yield f"{name}.{key}", f"is of the model of {name}.path, which is not set", f"Set {name}.path, or remove {name}.{key}"
+    if table.revision is not None:
+        yield f"{name}.revision", f"is of the model of {name}.path, which is not set", f"Set {name}.path, or remove {name}.revision"
 
 
 def _checkpoint(

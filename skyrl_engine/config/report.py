@@ -139,8 +139,9 @@ def configuration_reference() -> str:
             whose = f" A table of trainer {owners}." if owners else ""
             parts.append(f"{inspect.getdoc(schema)}{whose}\n\n")
             parts.append(_table(_rows(schema)))
-            for key, inner in _tables_inside(schema):
-                parts.append(f"\n### [{name}.{key}]\n\n{inspect.getdoc(inner)}\n\n")
+            for key, inner, is_list in _tables_inside(schema):
+                header = f"[[{name}.{key}]]" if is_list else f"[{name}.{key}]"
+                parts.append(f"\n### {header}\n\n{inspect.getdoc(inner)}\n\n")
                 parts.append(_table(_rows(inner)))
         else:
             parts.append("One table for each observer that `run.observers` names and that takes options: `[observers.NAME]`.\n")
@@ -168,12 +169,12 @@ def _rows_without(schema: type[Any], *keys: str) -> list[tuple[str, str, str, st
     return [row for row in _rows(schema) if row[0] not in keys]
 
 
-def _tables_inside(schema: type[Any]) -> Iterator[tuple[str, type[Any]]]:
-    """Keys that hold a table of keys of their own, or none."""
+def _tables_inside(schema: type[Any]) -> Iterator[tuple[str, type[Any], bool]]:
+    """Yield keys that hold a table of keys of their own, or none, with its class; True says that they hold a list of such tables."""
     for attribute in attrs.fields(attrs.resolve_types(schema)):
         for kind in (attribute.type, *typing.get_args(attribute.type)):
             if attrs.has(kind):
-                yield attribute.name, kind
+                yield attribute.name, kind, typing.get_origin(attribute.type) is tuple
 
 
 def _describe_kind(attribute: "attrs.Attribute[Any]") -> str:

@@ -79,7 +79,7 @@ _ROWS = (
     ),
     Trainer(
         "rl",
-        tables=("rl", "rollouts", "reference", "teacher", "reward_model", "evaluation", "checkpoint"),
+        tables=("rl", "rollouts", "reference", "teacher", "evaluation", "checkpoint"),
         kinds=(
             *("collator", "loss", "correction", "reducer", "backend", "merger"),
             *("generator", "environment", "advantage", "group_filter"),

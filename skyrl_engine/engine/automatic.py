@@ -242,17 +242,11 @@ _ADVANTAGES: Final[Mapping[RowKind, str]] = {
 def list_models_beside(resolved: ResolvedConfig) -> tuple[ModelConfig, ...]:
     """Return the frozen models that score the same rows as the trained one and have a path of their own."""
     config = resolved.config
-    tables = {name: getattr(config, name) for name in ("reference", "teacher", "reward_model") if config.has(name)}
+    tables = [(getattr(config, name), False) for name in ("reference", "teacher") if config.has(name)]
+    tables += [(table, True) for table in config.rl.reward_models] if config.has("rl") else []
     return tuple(
-        evolve(
-            config.model,
-            path=table.path,
-            revision=table.revision,
-            lora=None,
-            value_head=name == "reward_model",
-            classifier=name == "reward_model",
-        )
-        for name, table in tables.items()
+        evolve(config.model, path=table.path, revision=table.revision, lora=None, value_head=classifies, classifier=classifies)
+        for table, classifies in tables
         if table.path is not None
     )
 

@@ -42,6 +42,7 @@ from skyrl_engine.engine.validation import (
     refuse_unknown_tokens,
 )
 from skyrl_engine.errors import UnsupportedError
+from skyrl_engine.model_facts.facts import ModelFacts
 from skyrl_engine.model_facts.thresholds import refuse_longer_rows
 from skyrl_engine.objective.policy_metrics import Watched
 from skyrl_engine.registry.resolve import Registry
@@ -107,7 +108,7 @@ class Engine(SamplingVerbs):
         self._files = files
         self._registry = registry
         self._generator_table = generator
-        self._frozen: dict[str, FrozenModel] = {}
+        self._frozen: dict[str, ModelFacts] = {}
         if optimizer.schedule != "constant" and total_steps is None:
             raise UnsupportedError(
                 f'optimizer.schedule = "{optimizer.schedule}" ends at the last step, and nobody says how many there will be',
@@ -200,17 +201,20 @@ class Engine(SamplingVerbs):
         """
         self.group.refuse_ended()
         wanted = frozenset(scores)
-        if model is not None and model not in self._frozen:
-            raise UnsupportedError(
-                f"there is no frozen model {model!r}", remedy="Add it first: engine.add_frozen(FrozenModel(name, model))"
-            )
-        trained_model = self._files.facts.model
-        # a frozen model of None is the trained one with its adapters off
-        scored = trained_model if model is None else self._frozen[model].model or trained_model
-        refuse_scores(wanted, self.assembly, value_head=scored.value_head)
+        facts = self._facts_of(model)
+        refuse_scores(wanted, self.assembly, value_head=facts.model.value_head)
         with name_call_in_errors("score"):
-            work = Pass("score", self.step, temperature=temperature, scores=wanted, tokens=tokens, model=model, labels=labels)
-        return self._passes.forward(plan, work, needs=labels_in(plan.columns, labels, tokens, self.vocabulary_size)).then(
+            work = Pass(
+                "score",
+                self.step,
+                temperature=temperature,
+                scores=wanted,
+                tokens=tokens,
+                model=model,
+                labels=labels,
+                vocabulary_size=None if model is None else facts.vocabulary_size,
+            )
+        return self._passes.forward(plan, work, needs=labels_in(plan.columns, labels, tokens, facts.vocabulary_size)).then(
             lambda outputs: self._passes.merge(outputs, plan.cut)
         )
 
@@ -330,7 +334,8 @@ class Engine(SamplingVerbs):
         """
         self.group.refuse_ended()
         self.group.add_frozen(frozen.name, frozen.model)
-        self._frozen[frozen.name] = frozen
+        # a frozen model of None is the trained one with its adapters off
+        self._frozen[frozen.name] = self._files.facts if frozen.model is None else ModelFacts(frozen.model)
 
     @property
     def has_adapter_sets(self) -> bool:
@@ -439,6 +444,16 @@ class Engine(SamplingVerbs):
 
         return self.group.send(StepOptimizer(settings)).on_failure(self._take_back).then(read_report)
 
+    def _facts_of(self, model: str | None) -> ModelFacts:
+        """Return the facts of the trained model (None), or of a frozen one. Raises UnsupportedError for one that was not added."""
+        if model is None:
+            return self._files.facts
+        if model not in self._frozen:
+            raise UnsupportedError(
+                f"there is no frozen model {model!r}", remedy="Add it first: engine.add_frozen(FrozenModel(name, model))"
+            )
+        return self._frozen[model]
+
     def _take_back(self) -> None:
         """Count a step that the ranks refused no longer."""
         self.step -= 1
@@ -447,9 +462,9 @@ class Engine(SamplingVerbs):
     def _draws_masks(self) -> bool:
         return self._files.facts.draws_masks
 
-    def _check_columns(self, columns: SampleColumns) -> None:
-        refuse_unknown_tokens(columns, self.vocabulary_size)
-        facts = self._files.facts
+    def _check_columns(self, columns: SampleColumns, model: str | None) -> None:
+        facts = self._facts_of(model)
+        refuse_unknown_tokens(columns, facts.vocabulary_size)
         if facts.rotary_length is not None:
             refuse_longer_rows(facts.model.path, facts.rotary_length, int(np.diff(columns.token_offsets).max(initial=0)))
 

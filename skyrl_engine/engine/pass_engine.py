@@ -58,6 +58,7 @@ class PassEngine:
         micro_batch_rows: int | None = None,
         micro_batch_tokens: int | None = None,
         skip_zero_gradients: bool = False,
+        model: str | None = None,
     ) -> Plan:
         """Cut a batch into mini-batches, ranks, micro-batches and rows, for all passes over it.
 
@@ -69,11 +70,13 @@ class PassEngine:
         where leaving it out could change another's gradient: with corrections, losses of pairs, parts that are `batch_local`, terms of the
         backend that are means over a step, or dropout.
 
+        `model` names the frozen model whose tokens the columns hold; None: those of the trained model.
+
         Raises DataError for a sample that fits nowhere or holds a token that the model does not know, and UnsupportedError for one that is
         longer than the length for which rotary frequencies are fixed (`model.rotary_length`).
         """
         self.group.refuse_ended()
-        self._check_columns(columns)
+        self._check_columns(columns, model)
         layout = evolve(self._layout, mini_batch_size=mini_batch_size)
         if micro_batch_rows is not None or micro_batch_tokens is not None:
             layout = evolve(layout, micro_batch_rows=micro_batch_rows, micro_batch_tokens=micro_batch_tokens)
@@ -185,8 +188,8 @@ class PassEngine:
         """Say whether training draws random masks, which depend on the rows of a pass; False where the model is not known."""
         return False
 
-    def _check_columns(self, columns: SampleColumns) -> None:
-        """Refuse samples that the model does not take, where the model is known."""
+    def _check_columns(self, columns: SampleColumns, model: str | None) -> None:
+        """Refuse samples that the model does not take, where the model is known; `model` names a frozen one."""
 
     def _learning_pass(
         self, per_token_outputs: bool, temperature: float, bound: Mapping[str, str], watch: Iterable[Watched]

@@ -49,6 +49,8 @@ _NUMBERS: Final[Mapping[str, type[np.generic]]] = {
 }
 _DOCUMENT: Final = ("status", "cause", "success", "stops", "parts", "metrics", "info", "seconds")
 """Fields that are kept as one JSON object per attempt, in the column `document`."""
+_DIALOGUE: Final = ("messages", "tools")
+"""Fields that it holds where the attempt has them."""
 
 
 @frozen(eq=False)
@@ -201,6 +203,7 @@ def _refuse_unfit(group: Group, trajectory: Trajectory) -> None:
 
 def _document(group: Group, trajectory: Trajectory) -> str:
     values = {name: getattr(trajectory, name) for name in _DOCUMENT}
+    values |= {name: kept for name in _DIALOGUE if (kept := getattr(trajectory, name))}
     try:
         return json.dumps(values, allow_nan=False, default=_to_json)
     except (TypeError, ValueError) as error:

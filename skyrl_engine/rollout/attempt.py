@@ -15,7 +15,7 @@ from skyrl_engine.rollout.transcript import Transcript
 class RolloutLimits:
     """The limits of every attempt. `keeps_history` appends to what is there; otherwise later prompts are rendered again.
 
-    `all_may_fail` goes on where all of the first attempts failed.
+    `all_may_fail` goes on where all of the first attempts failed. `keeps_messages` keeps every attempt's dialogue with it.
     """
 
     group_size: int
@@ -25,6 +25,7 @@ class RolloutLimits:
     max_failure_share: float = 1.0
     all_may_fail: bool = False
     keeps_history: bool = True
+    keeps_messages: bool = False
 
     @property
     def longest(self) -> int:

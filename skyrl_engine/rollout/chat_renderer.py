@@ -90,6 +90,20 @@ class ChatRenderer:
         chat = self._conversation(self._readable(messages, name), tools)
         return self._ids(self._template.prompt(chat, name=name), name)
 
+    def dialogue(self, messages: Sequence[Message], tools: Tools = (), *, name: str = "the task") -> Ids:
+        """int32[T]: the tokens of a whole dialogue, up to the end of what the template writes after its last message.
+
+        Without a template it is a prompt of one text and its answer, as they stand. Raises DataError as `prompt` does, and UnsupportedError for
+        a dialogue that needs a template where there is none.
+        """
+        if self.raw:
+            *before, last = self._readable(messages, name)
+            if not before or last["role"] != "assistant" or last.get("tool_calls"):
+                raise UnsupportedError(f"{name} does not end with an answer that is a text", remedy=_WITH_TEMPLATE)
+            return self._with_leading_tokens(self._raw_text(before, tools, name) + last["content"], name)
+        self._require_template()
+        return self._ids(self._template.whole(self._conversation(self._readable(messages, name), tools), name=name), name)
+
     def suffix(self, messages: Sequence[Message], last_token: int | None, tools: Tools = (), *, name: str = "the task") -> Ids:
         """int32[n]: the observed tokens between a sampled turn and the next one, with the template's end of that turn and generation prompt.
 
@@ -252,6 +266,9 @@ class ChatRenderer:
 
     def _raw_prompt(self, messages: Sequence[Message], tools: Tools, name: str) -> Ids:
         """int32[P]: the tokens of a prompt that is one text, after a system message if there is one."""
+        return self._with_leading_tokens(self._raw_text(messages, tools, name), name)
+
+    def _raw_text(self, messages: Sequence[Message], tools: Tools, name: str) -> str:
         *before, last = self._readable(messages, name)
         if tools or last["role"] != "user" or [message["role"] for message in before] not in ([], ["system"]):
             refused_part = "tools" if tools else "messages"
@@ -259,8 +276,10 @@ class ChatRenderer:
                 f"{name} has {refused_part}, which a chat template writes, and there is none: prompts stand as they are",
                 remedy=_WITH_TEMPLATE,
             )
-        prompt = Prompt("prompt", last["content"], system=before[0]["content"] if before else None)
-        ids = self._ids(prompt.text(), name)
+        return Prompt("prompt", last["content"], system=before[0]["content"] if before else None).text()
+
+    def _with_leading_tokens(self, text: str, name: str) -> Ids:
+        ids = self._ids(text, name)
         lead = leading_special_tokens(self.tokenizer)
         if len(lead) and not np.array_equal(ids[: len(lead)], lead):
             ids = np.concatenate([lead, ids])

@@ -320,6 +320,7 @@ class RolloutRunner:
             metrics=attempt.metrics,
             info=attempt.info,
             seconds=attempt.seconds,
+            **self._dialogue_of(attempt),
         )
         if success is None and status != "failed":
             success = self.claims[attempt.environment].succeeds(trajectory.reward)
@@ -334,6 +335,12 @@ class RolloutRunner:
         running.ended[attempt.member] = evolve(trajectory, success=success)
         if len(running.ended) == self.limits.group_size:
             self._end_group(attempt.ticket)
+
+    def _dialogue_of(self, attempt: RunningAttempt) -> dict[str, Any]:
+        """Return messages and tools of an attempt, where they are kept and are all that the model was given."""
+        if not self.limits.keeps_messages or attempt.task.prompt_ids:
+            return {}
+        return {"messages": attempt.messages, "tools": attempt.task.tools}
 
     def _end_group(self, ticket: int) -> None:
         ended = self._running.pop(ticket)

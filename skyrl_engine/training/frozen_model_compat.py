@@ -1,6 +1,6 @@
 """A frozen model of its own next to the trained one, such as a teacher or a reference: both must mean the same tokens by the same numbers."""
 
-from typing import Final
+from typing import Any, Final
 
 from attrs import evolve
 
@@ -24,21 +24,13 @@ def plan_frozen_model(
     *,
     path: str,
     revision: str | None,
-    classifier: bool = False,
 ) -> tuple[FrozenModel, ModelFiles]:
     """Choose the frozen model at `path`, which configuration table `table` names, and read its files; `label` names it in errors.
 
     Raises UnsupportedError for what the backend does not declare and for another tokenizer, ModelError for a model that cannot be used.
     """
     frozen = FrozenModel.choose(
-        table,
-        resolved.config.model,
-        assembly.description,
-        table=table,
-        path=path,
-        revision=revision,
-        adapters_off=False,
-        classifier=classifier,
+        table, resolved.config.model, assembly.description, table=table, path=path, revision=revision, adapters_off=False
     )
     return with_own_files(label, table, frozen, trained, assembly.description)
 
@@ -70,7 +62,7 @@ def refuse_unreadable(label: str, table: str, model: ModelConfig, description: B
         raise ModelError(f"{label} cannot be used: {error.cause}", remedy=f"Correct {table}.path or {table}.revision") from error
 
 
-_CALLED: Final = {"reference": "the reference", "teacher": "the teacher", "reward_model": "the reward model"}
+_CALLED: Final = {"reference": "the reference", "teacher": "the teacher"}
 """Name of each table's model in errors."""
 
 
@@ -86,38 +78,49 @@ def refuse_blind_model(label: str, table: str, frozen: FrozenModel | None, *, im
 def check_models_beside(resolved: ResolvedConfig, refusals: Refusals) -> None:
     """Collect what speaks against the frozen models that the configuration names, as far as their own configurations tell."""
     config, backend = resolved.config, resolved.plugins["backend"]
-    for table, label in _CALLED.items():
-        path = getattr(config, table).path if config.has(table) else None
-        if path is not None:
+    named: list[tuple[str, str, Any]] = [
+        (label, table, getattr(config, table)) for table, label in _CALLED.items() if config.has(table)
+    ]
+    if config.has("rl"):
+        named += [("the reward model", f"rl.reward_models[{place}]", table) for place, table in enumerate(config.rl.reward_models)]
+    for label, table, values in named:
+        if values.path is not None:
             with refusals.collect():
-                named = evolve(
-                    config.model, path=path, revision=getattr(config, table).revision, lora=None, tokenizer=None, chat_template=None
+                model = evolve(
+                    config.model, path=values.path, revision=values.revision, lora=None, tokenizer=None, chat_template=None
                 )
-                refuse_unreadable(label, table, named, backend.loaded.describe_backend(backend.options, config.run.ranks))
+                refuse_unreadable(label, table, model, backend.loaded.describe_backend(backend.options, config.run.ranks))
 
 
 def _refuse_other_tokens(label: str, table: str, model_files: ModelFiles, trained: ModelFiles) -> None:
-    """Refuse a tokenizer in which a token of the trained model has another number, or none.
-
-    Rows of an embedding after the tokenizer's last token are padding, and may differ.
-    """
+    """Refuse a tokenizer that means other tokens than the trained model's."""
     path = model_files.facts.model.path
     try:
-        theirs = model_files.tokenizer.get_vocab()
+        difference = find_other_tokens(model_files, trained)
     except ModelError as error:
         raise ModelError(
             f"{label} cannot be compared with the trained model: {error.cause}",
             remedy="Put the files of its tokenizer beside its weights",
         ) from error
-    ours = trained.tokenizer.get_vocab()
-    token = min((token for token, number in ours.items() if theirs.get(token) != number), key=ours.__getitem__, default=None)
-    remedy = f"Set {table}.path to a model with the tokenizer of the trained one"
-    if token is not None:
+    if difference is not None:
         raise UnsupportedError(
-            f"{label} {path} has another tokenizer than the trained model: the token {token!r} is number {ours[token]} of the one and "
-            f"{theirs.get(token, 'none')} of the other",
-            remedy=remedy,
+            f"{label} {path} {difference}", remedy=f"Set {table}.path to a model with the tokenizer of the trained one"
+        )
+
+
+def find_other_tokens(model_files: ModelFiles, trained: ModelFiles) -> str | None:
+    """Say how a model's tokens differ from the trained model's, as the rest of a sentence; None where each of these has its number there.
+
+    Rows of an embedding after the tokenizer's last token are padding, and may differ. Raises ModelError for a tokenizer that cannot be read.
+    """
+    theirs, ours = model_files.tokenizer.get_vocab(), trained.tokenizer.get_vocab()
+    token = min((token for token, number in ours.items() if theirs.get(token) != number), key=ours.__getitem__, default=None)
+    if token is not None:
+        return (
+            f"has another tokenizer than the trained model: the token {token!r} is number {ours[token]} of the one and "
+            f"{theirs.get(token, 'none')} of the other"
         )
     known, needed = model_files.facts.vocabulary_size, trained.facts.vocabulary_size
     if known is not None and needed is not None and known < needed:
-        raise UnsupportedError(f"{label} {path} knows {known:,} tokens, and the trained model {needed:,}", remedy=remedy)
+        return f"knows {known:,} tokens, and the trained model {needed:,}"
+    return None

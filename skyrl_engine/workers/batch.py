@@ -1,6 +1,6 @@
 """A rank's micro-batches, each built when the backend reaches it: dense model inputs, the positions to score, and their labels."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from skyrl_engine.workers.scored_tokens import ScoredTokens, Selection, iterate_
 class ShardBatch:
     """The `RankBatch` of one shard, or of its micro-batches from `first` up to `last` (None: all that follow).
 
-    `selection` scores the loss-carrying tokens, or every action token. `labels` as in `scored_tokens`.
+    `selection` scores the loss-carrying tokens, or every action token. `labels` as in `scored_tokens`. `vocabulary_size` as in `Pass`.
     """
 
     shard: Shard
@@ -32,6 +32,7 @@ class ShardBatch:
     first: int = 0
     last: int | None = None
     labels: str | None = None
+    vocabulary_size: int | None = None
 
     def __len__(self) -> int:
         return len(self._plans)
@@ -53,7 +54,7 @@ class ShardBatch:
         dense = as_dense_batch(self.collator.label, built)
         self._check_extras(dense)
         return MicroBatch(
-            inputs=dense.fields,
+            inputs=self._with_known_padding(dense.fields),
             positions=torch.from_numpy(self._positions(dense, tokens)),
             labels=torch.from_numpy(tokens.labels),
             sequence_lengths=dense.sequence_lengths,
@@ -65,6 +66,14 @@ class ShardBatch:
             candidates={name: torch.from_numpy(ids) for name, ids in tokens.candidates.items()},
             samples=tokens.samples,
         )
+
+    def _with_known_padding(self, fields: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """Return model inputs whose padding, made of the trained model's token, has a row in the embedding of the one that reads it."""
+        ids_BT = fields["input_ids"]
+        # the engine refuses samples with tokens that the model does not know, so that these are padding
+        if self.vocabulary_size is None or int(ids_BT.max()) < self.vocabulary_size:
+            return fields
+        return {**fields, "input_ids": ids_BT.masked_fill(ids_BT >= self.vocabulary_size, 0)}
 
     def _check_extras(self, dense: DenseBatch) -> None:
         """A model without its images or routes would train all the same, on something else."""

@@ -64,7 +64,8 @@ class Pass:
     loss-carrying tokens or of all action tokens. `step` counts optimizer steps and seeds losses that draw random numbers. `micro_batches` are
     the half-open range [start, stop) of those that every rank runs; None: all. `model` names the frozen model that scores; None: the one
     that is trained. `labels` names a column of token ids that are scored in the place of the samples' own tokens. `bound`, `watch` and
-    `coefficients` as in `LossObjective`.
+    `coefficients` as in `LossObjective`. `vocabulary_size` counts the tokens of a frozen model: padding beyond it becomes token 0; None: no
+    padding is.
     """
 
     mode: Mode
@@ -79,6 +80,7 @@ class Pass:
     bound: Mapping[str, str] = Factory(dict)
     watch: frozenset[Watched] = frozenset()
     coefficients: Mapping[str, float] = Factory(dict)
+    vocabulary_size: int | None = None
 
 
 @frozen(eq=False)
@@ -177,7 +179,9 @@ class Worker:
 
     def _run_pass(self, work: Pass, shard: Shard) -> RankReply:
         first, last = work.micro_batches or (0, None)
-        batch: RankBatch = ShardBatch(shard, self._collator, work.tokens, self.spans, first, last, work.labels)
+        batch: RankBatch = ShardBatch(
+            shard, self._collator, work.tokens, self.spans, first, last, work.labels, work.vocabulary_size
+        )
         objective = self._objective(work)
         if asks_a_teacher(objective.needs):
             batch = TaughtBatch(batch, self.frozen.teacher)

@@ -198,7 +198,7 @@ def without_positions(key: str) -> str:
         ("rl.steps=7", "rl.steps: is nothing that evaluate reads. Remove it: an evaluation trains nothing."),
         ("optimizer.learning_rate=1e-3", "optimizer.learning_rate: is nothing that evaluate reads."),
         ("rl.groups=999", "rl.groups: is nothing that evaluate reads. Set evaluation.tasks."),
-        ("rl.micro_batch_rows=2", "Remove it, or set reward_model.path: it is about how a reward model computes."),
+        ("rl.micro_batch_rows=2", "Remove it, or add to rl.reward_models: it is about how a reward model computes."),
         (
             "environments.0.weight=2.0",
             "environments[0].weight: is nothing that evaluate reads. Remove it: environments have equal shares",

@@ -238,7 +238,11 @@ def test_files_models_and_lengths_are_refused_together(plan, trainer) -> None:
     wrong = ["model.path=./nowhere", "run.device=cuda"]
     expected = ["./nowhere".removeprefix("."), "torch finds no CUDA device"]
     if trainer == "rl":
-        wrong += ["environments.0.data=./absent.jsonl", "environments.0.reward=./absent.py:right", "reward_model.path=./no_judge"]
+        wrong += [
+            "environments.0.data=./absent.jsonl",
+            "environments.0.reward=./absent.py:right",
+            'rl.reward_models=[{path="./no_judge"}]',
+        ]
         expected += ["absent.jsonl", "absent.py", "/no_judge"]
     else:
         wrong += ["data.train=./absent.jsonl", "data.eval=./absent_too.jsonl"]

@@ -81,12 +81,16 @@ def test_a_refused_table_does_not_hide_what_others_contradict() -> None:
     assert [line.split(":")[1].strip() for line in found] == ["run.seed", "training.epochs"]
 
 
-@pytest.mark.parametrize("key", ["revision=main", "weight=2"])
-def test_keys_of_a_reward_model_that_is_not_named_are_refused(key: str) -> None:
-    overrides = ["trainer=rl", "model.path=m", f"reward_model.{key}"]
-    (problem,) = structure(load(None, overrides)).problems
-    assert str(problem).startswith(f"command line: reward_model.{key.partition('=')[0]}: is of the model of reward_model.path")
-    assert structure(load(None, [*overrides, "reward_model.path=r"])).problems == ()
+@pytest.mark.parametrize("key", ["path=r", "revision=main", "weight=2"])
+def test_the_former_keys_of_one_reward_model_name_the_present_ones(key: str) -> None:
+    (problem,) = structure(load(None, ["trainer=rl", "model.path=m", f"reward_model.{key}"])).problems
+    assert "[reward_model] is a table of trainer reward_model" in str(problem)
+    assert "Set rl.reward_models (a list: [[rl.reward_models]] with path, weight, name" in str(problem)
+
+
+def test_a_reward_model_without_a_path_is_refused_in_its_place_of_the_list() -> None:
+    (problem,) = structure(load(None, ["trainer=rl", "model.path=m", 'rl.reward_models=[{path="a"}, {weight=2.0}]'])).problems
+    assert "rl.reward_models[1].path: is required" in str(problem)
 
 
 def test_keys_that_another_optimizer_reads_are_in_no_file_of_the_run() -> None:

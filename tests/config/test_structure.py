@@ -24,6 +24,7 @@ from skyrl_engine.config.schema import (
     LossTable,
     MissingTable,
     PluginTable,
+    RewardModelTable,
     TermTable,
     TrainingConfig,
 )
@@ -285,6 +286,16 @@ def _values(kind: Any) -> st.SearchStrategy[Any]:
         return st.builds(LossTable, _texts, _options, _few(terms), _few(_values(PluginTable)))
     if kind is EnvironmentTable:
         return st.builds(EnvironmentTable, _texts, _options, weight=st.floats(0.1, 2.0))
+    if kind is RewardModelTable:
+        return st.builds(
+            RewardModelTable,
+            _texts,
+            st.none() | _texts,
+            st.just("judge"),
+            st.floats(-2.0, 2.0),
+            st.none() | _texts,
+            st.none() | _texts,
+        )
     if kind is EngineConfig:
         return st.one_of(*(_configurations(trainer) for trainer in TRAINERS.values()))
     if attrs.has(kind):

@@ -67,7 +67,7 @@ def _inside(key: str, schema: type) -> Iterator[tuple[str, type]]:
     for name, hint in typing.get_type_hints(schema).items():
         for kind in typing.get_args(hint) or (hint,):
             if attrs.has(kind) and name not in plugin_lists(schema):
-                yield from _inside(f"{key}.{name}", kind)
+                yield from _inside(f"{key}.{name}.0" if typing.get_origin(hint) is tuple else f"{key}.{name}", kind)
 
 
 def values_of_the_schema() -> dict[str, str]:

@@ -1,23 +1,38 @@
-"""`[reward_model]`: training a reward model, or having one reward attempts."""
+"""Tables of reward models: `[reward_model]`, to train one, and `[[rl.reward_models]]`, to have some reward attempts."""
 
 from attrs import field, frozen
-from attrs.validators import lt, min_len, optional
+from attrs.validators import lt, matches_re, min_len, optional
 
 from skyrl_engine.contracts.values.model import PLACE
 
 
 @frozen
 class RewardModelConfig:
-    """The recipe of trainer reward_model, or the reward model of trainer rl, whose value of an attempt is a part of its reward."""
+    """The recipe of a reward model that is trained."""
 
     preset: str = "bradley_terry"
-    """A published recipe by name, of trainer reward_model; every key of the configuration wins over it. `none` takes the engine's defaults."""
+    """A published recipe by name; every key of the configuration wins over it. `none` takes the engine's defaults."""
 
-    path: str | None = field(default=None, validator=optional(min_len(1)), metadata={PLACE: "path"})
-    """A sequence classifier with one label, of trainer rl: a Hugging Face directory or hub id; none: environments alone give rewards."""
+
+@frozen
+class RewardModelTable:
+    """A reward model whose value of an attempt is a part of its reward, of trainer rl; the parts of several are added up."""
+
+    path: str = field(validator=min_len(1), metadata={PLACE: "path"})
+    """A sequence classifier with one label: a Hugging Face directory or hub id."""
 
     revision: str | None = None
-    """Branch, tag or commit of a reward model on the hub, of trainer rl."""
+    """Branch, tag or commit of a model on the hub."""
+
+    name: str = field(default="reward_model", validator=matches_re(r"[A-Za-z0-9_.-]+"))
+    """Name of its part of the reward: letters, digits and `_.-`. Several of one name are numbered."""
 
     weight: float = field(default=1.0, validator=lt(float("inf")))
-    """Factor of the model's value in the reward, of trainer rl."""
+    """Factor of the model's value in the reward."""
+
+    tokenizer: str | None = field(default=None, validator=optional(min_len(1)), metadata={PLACE: "path"})
+    """Directory or hub id of its tokenizer; none: the model's own."""
+
+    chat_template: str | None = field(default=None, validator=optional(min_len(1)), metadata={PLACE: "path"})
+    """A Jinja file that writes its chats; none: the template of its tokenizer. Where neither the tokens nor the template are those of the
+    trained model, attempts are rendered again from their messages."""

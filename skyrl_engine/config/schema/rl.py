@@ -6,6 +6,7 @@ from attrs import field, frozen
 from attrs.validators import and_, deep_iterable, ge, gt, in_, le, lt, min_len, optional
 
 from skyrl_engine.config.schema.auto_or import AutoOr
+from skyrl_engine.config.schema.reward_model import RewardModelTable
 from skyrl_engine.config.schema.tables import PluginTable
 from skyrl_engine.contracts.values.model import PLACE
 
@@ -166,6 +167,9 @@ class RlConfig:
 
     entropy: EntropyControlConfig | None = None
     """`[rl.entropy]`: an entropy bonus whose coefficient is steered to a target, of the term `entropy` in `[[loss.terms]]`."""
+
+    reward_models: tuple[RewardModelTable, ...] = ()
+    """`[[rl.reward_models]]`: frozen models whose values of attempts are parts of their rewards; none: environments alone give rewards."""
 
 
 @frozen

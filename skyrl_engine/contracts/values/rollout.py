@@ -69,6 +69,7 @@ class Trajectory:
 
     `status` is "truncated" where the length limit ended it and "failed" where `cause` says why it cannot be trained on. `parts` are components
     of the reward for people; `stops` says per turn what ended it; `seconds` are wall seconds by phase; `info` is what the environment said.
+    `messages` are the dialogue with its turns of the model, and `tools` those that it may call, where somebody renders it again; else empty.
     """
 
     ticket: int
@@ -91,6 +92,8 @@ class Trajectory:
     info: Mapping[str, Any] = Factory(dict)
     seconds: Mapping[str, float] = Factory(dict)
     columns: Mapping[str, npt.NDArray[np.float32]] = field(factory=dict, converter=_all_read_only)
+    messages: tuple[Mapping[str, Any], ...] = field(default=(), converter=tuple)
+    tools: tuple[Mapping[str, Any], ...] = field(default=(), converter=tuple)
 
     def per_token(self, column: RolloutColumn) -> npt.NDArray[Any] | None:
         """Return the numbers [S] of a row of the table of rollout columns; None where the attempt has none."""

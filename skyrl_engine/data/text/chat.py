@@ -84,6 +84,12 @@ class ChatTemplate:
         self._omissions(chat, self._whole(chat, name), name=name)
         return self._whole(chat, name, generation_prompt=True)
 
+    def whole(self, chat: Conversation, *, name: str) -> str:
+        """Render the conversation to its end. Raises DataError as `render` does."""
+        full = self._whole(chat, name)
+        self._omissions(chat, full, name=name)
+        return full
+
     def write(self, chat: Conversation, messages: Sequence[Message], *, generation_prompt: bool = False) -> str:
         text = self.tokenizer.apply_chat_template(
             list(messages), tools=chat.tools, add_generation_prompt=generation_prompt, tokenize=False, **chat.template_options

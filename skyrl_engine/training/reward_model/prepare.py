@@ -23,19 +23,11 @@ def prepare(resolved: ResolvedConfig, progress: DataProgress | None = None) -> P
         resolved,
         progress,
         reading="rewards",
-        before_building=(_refuse_other_tables, _check_classifier),
+        before_building=(_check_classifier,),
         after_building=(_refuse_no_rewards,),
     )
     _warn_of_padding(run.files)
     return run
-
-
-def _refuse_other_tables(resolved: ResolvedConfig) -> None:
-    table = resolved.config.reward_model
-    if table.path is not None or table.revision is not None or table.weight != 1.0:
-        raise ConfigError(
-            [Problem("reward_model.path", "is of trainer rl, as are revision and weight", "Name the model to train in model.path")]
-        )
 
 
 def _check_classifier(resolved: ResolvedConfig) -> None:

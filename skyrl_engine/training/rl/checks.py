@@ -297,7 +297,7 @@ def plan_any_batch(draft: RlDraft) -> None:
     longer ones may still be sampled. Raises what the collator raises.
     """
     config, settings, assembly, rollouts = draft.resolved.config, draft.resolved.config.rl, draft.assembly, draft.rollouts
-    if assembly is None or not (draft.trains or config.reward_model.path is not None):
+    if assembly is None or not (draft.trains or config.rl.reward_models):
         return
     size, least = settings.group_size, 2
     if isinstance(rollouts, Recording):
@@ -330,7 +330,7 @@ def refuse_shared_devices(draft: RlDraft) -> None:
             f"{key} is set, and the backend {assembly.plugins['backend'].loaded.record.name} does not declare the capability 'offload'",
             remedy="Choose backend fsdp, without cpu_offload, or remove it",
         )
-    if config.reward_model.path is not None:
+    if config.rl.reward_models:
         raise UnsupportedError(
             f"{key} is set, and a reward model on the ranks values each group while others are sampled",
             remedy=f"Remove {key}, or take the reward from an environment",
@@ -348,6 +348,28 @@ def refuse_shared_devices(draft: RlDraft) -> None:
     )
     if reason is not None:
         raise UnsupportedError(f"{key} is set: {reason}", remedy=f"Remove {key}, or take more devices or a smaller model")
+
+
+def refuse_no_messages(draft: RlDraft) -> None:
+    """Raise UnsupportedError for attempts without messages, as far as the first ones show, where a reward model reads them by these."""
+    reader = next((model for model in draft.reward_models if model.renderer is not None), None)
+    rollouts = draft.rollouts
+    if reader is None or rollouts is None:
+        return
+    if isinstance(rollouts, Recording):
+        has_messages = all(attempt.messages for attempt in rollouts.groups[0]().finished)
+        found = f"the rollouts of {rollouts.place} were recorded without messages"
+        remedy = "Name the directory of a run that had this reward model"
+    else:
+        has_messages = not any(tasks and tasks[0].prompt_ids for tasks in rollouts.tasks.tasks)
+        found = "the tasks of an environment are token ids, without messages"
+        remedy = "Choose environments whose tasks are messages"
+    if not has_messages:
+        raise UnsupportedError(
+            f"the reward model {reader.path} has other tokens or another chat template than the trained model and reads attempts by their "
+            f"messages, and {found}",
+            remedy=f"{remedy}, or name a reward model with the tokenizer and the chat template of the trained one",
+        )
 
 
 def refuse_no_values(draft: RlDraft) -> None:
@@ -427,5 +449,6 @@ AFTER_BUILDING: Final[tuple[Check, ...]] = (
     refuse_shared_devices,
     refuse_no_values,
     refuse_unsteered_entropy,
+    refuse_no_messages,
     refuse_unread_reference_keys,
 )

@@ -10,7 +10,7 @@ from skyrl_engine.contracts.values.rollout import Group, Trajectory
 from skyrl_engine.rollout.background_source import SamplingStatus
 from skyrl_engine.rollout.columns import Overlong, Truncated, length_penalties
 from skyrl_engine.rollout.pass_at_k import majority, pass_at_k
-from skyrl_engine.training.rl.reward_model import REWARD_MODEL
+from skyrl_engine.training.rl.reward_model import is_value
 
 
 def rollout_metrics(
@@ -55,7 +55,7 @@ def metrics_of_environments(attempts: Iterable[Trajectory], prefix: str = "envir
     found: dict[str, list[float]] = {}
     for attempt in attempts:
         for name, value in attempt.metrics.items():
-            if name != REWARD_MODEL:
+            if not is_value(name):
                 found.setdefault(name, []).append(value)
     return {
         f"{prefix}{name}/{kind}": float(value)

@@ -22,7 +22,7 @@ from skyrl_engine.training.frozen_model_compat import check_models_beside
 from skyrl_engine.training.reference import plan_reference
 from skyrl_engine.training.rl.checks import AFTER_BUILDING, BEFORE_BUILDING, warn_of_settings
 from skyrl_engine.training.rl.prepared import LiveRolloutSpec, PreparedRl, RlDraft
-from skyrl_engine.training.rl.reward_model import RewardModel
+from skyrl_engine.training.rl.reward_model import plan_reward_models
 from skyrl_engine.training.rl.scoring import LogprobsAvailability, plan_scoring_passes
 from skyrl_engine.training.rl.tasks import TaskOrder, refuse_no_task, tasks_in
 from skyrl_engine.training.teacher import plan_teacher
@@ -70,7 +70,7 @@ def _build(draft: RlDraft, refusals: Refusals, progress: Progress | None) -> Non
         _choose_layout(draft)
     with refusals.collect():
         _build_scoring(draft)
-    for build in (_build_reference, _build_teacher, _build_reward_model):
+    for build in (_build_reference, _build_teacher, _build_reward_models):
         with refusals.collect():
             build(draft)
 
@@ -96,7 +96,7 @@ def _finish(draft: RlDraft) -> PreparedRl:
         scoring=scoring,
         reference=draft.reference,
         teacher=draft.teacher,
-        reward_model=draft.reward_model,
+        reward_models=draft.reward_models,
         loads=draft.loads,
         choices=tuple(draft.choices.made),
     )
@@ -226,9 +226,9 @@ def _build_teacher(draft: RlDraft) -> None:
         )
 
 
-def _build_reward_model(draft: RlDraft) -> None:
+def _build_reward_models(draft: RlDraft) -> None:
     if draft.assembly is not None:
-        draft.reward_model = RewardModel.plan(draft.resolved, draft.assembly, draft.files)
+        draft.reward_models = plan_reward_models(draft.resolved, draft.assembly, draft.files)
 
 
 def _names(environments: Sequence[SelectedPlugin]) -> tuple[str, ...]:

@@ -54,7 +54,7 @@ class PreparedRl:
     scoring: ScoringPasses
     reference: FrozenModel | None
     teacher: FrozenModel | None
-    reward_model: RewardModel | None
+    reward_models: tuple[RewardModel, ...]
     loads: bool
     """True where ranks load a model."""
     choices: tuple[Choice, ...] = ()
@@ -113,6 +113,7 @@ class PreparedRl:
             max_failure_share=config.rollouts.max_failure_share,
             all_may_fail=config.rollouts.max_failure_share == 1,
             keeps_history=config.rl.history == "append",
+            keeps_messages=any(model.renderer is not None for model in self.reward_models),
         )
 
     @property
@@ -147,7 +148,7 @@ class RlDraft:
     scoring: ScoringPasses | None = None
     reference: FrozenModel | None = None
     teacher: FrozenModel | None = None
-    reward_model: RewardModel | None = None
+    reward_models: tuple[RewardModel, ...] = ()
     longest_prompt: int = 0
 
     @property
@@ -159,7 +160,7 @@ class RlDraft:
     def loads(self) -> bool:
         """True where ranks load a model: false for an evaluation by a generator that drives servers with weights of their own."""
         config = self.resolved.config
-        return self.trains or config.reward_model.path is not None or not needs_no_ranks(self.resolved.plugins["generator"])
+        return self.trains or bool(config.rl.reward_models) or not needs_no_ranks(self.resolved.plugins["generator"])
 
     @property
     def is_live(self) -> bool:

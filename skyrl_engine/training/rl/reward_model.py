@@ -1,6 +1,6 @@
-"""The reward model of a run: a frozen classifier on the ranks, whose value at the end of an attempt is a part of its reward."""
+"""The reward models of a run: frozen classifiers on the ranks, whose values at the end of an attempt are parts of its reward."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -8,89 +8,129 @@ from attrs import evolve, frozen
 
 from skyrl_engine.config import ResolvedConfig
 from skyrl_engine.config.automatic import budget_of
+from skyrl_engine.config.schema import RewardModelTable
 from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.ragged import AnyArray, offsets_of
 from skyrl_engine.contracts.values.rollout import SEGMENT_PROMPT, Group, Trajectory
+from skyrl_engine.contracts.values.source_names import make_distinct
 from skyrl_engine.data.text.reward_token import read_at_end
 from skyrl_engine.data.text.template_rule import uses_template
 from skyrl_engine.engine.assembly import Assembly
 from skyrl_engine.engine.engine import Engine
 from skyrl_engine.engine.frozen_model import FrozenModel
 from skyrl_engine.engine.model_files import ModelFiles
-from skyrl_engine.errors import ConfigError, ContractError, ModelError, Problem, UnsupportedError
+from skyrl_engine.errors import ContractError, DataError, ModelError, UnsupportedError
 from skyrl_engine.model_facts.configuration import load_config
 from skyrl_engine.rollout.chat_renderer import ChatRenderer
-from skyrl_engine.training.frozen_model_compat import plan_frozen_model
+from skyrl_engine.training.frozen_model_compat import find_other_tokens, refuse_unreadable
 
 REWARD_MODEL: Final = "reward_model"
-"""The frozen model's name on the ranks, and in attempts that of its part of the reward and of its value among their metrics."""
+"""Name of a reward model that is not given one: its part of the reward, and its value among an attempt's metrics, are called so."""
+
+_VALUES: Final = f"{REWARD_MODEL}/"
+"""Beginning of the names under which values of other reward models are among an attempt's metrics."""
+
+
+def plan_reward_models(resolved: ResolvedConfig, assembly: Assembly, files: ModelFiles) -> "tuple[RewardModel, ...]":
+    """Choose the reward models that `[[rl.reward_models]]` asks for, in that order; none where there are none.
+
+    Raises UnsupportedError for what the backend, the trained model or the run does not allow, ModelError for a model that cannot be used.
+    """
+    tables = resolved.config.rl.reward_models
+    if not tables:
+        return ()
+    if resolved.config.group_filters and resolved.config.rl.rollouts is not None:
+        raise UnsupportedError(
+            "[[group_filters]] choose among recorded rollouts before a model is loaded, and so without the values of [[rl.reward_models]]",
+            remedy="Remove group_filters, or rl.reward_models: rollouts of a run that had reward models hold their values",
+        )
+    if "value_head" not in assembly.description.capabilities:
+        raise UnsupportedError(
+            "a reward model is asked for, and the backend does not declare 'value_head'",
+            remedy="Remove rl.reward_models, or choose a backend that has it, such as fsdp",
+        )
+    names = make_distinct([table.name for table in tables])
+    return tuple(
+        RewardModel.plan(f"rl.reward_models[{place}]", name, table, resolved, assembly, files)
+        for place, (name, table) in enumerate(zip(names, tables, strict=True))
+    )
 
 
 @frozen(eq=False)
 class RewardModel:
-    """The reward model that `[reward_model]` asks for. Its values times `weight` are added to rewards.
+    """A reward model. Its values times `weight` are added to rewards, as the part `name`.
 
     `path` names it in errors. `closing` is the token that ends a turn, and those that the chat template writes after it at the end of a
-    dialogue, which no model samples.
+    dialogue, which no model samples. `renderer` makes its tokens of an attempt's messages; None where the attempt's own tokens are its.
+    `positions` are the most tokens that it reads; None: nobody knows.
     """
 
     frozen: FrozenModel
+    name: str
     path: str
     weight: float
     pad_token_id: int
     closing: tuple[int, AnyArray] | None
+    renderer: ChatRenderer | None
+    positions: int | None
     micro_batch_tokens: int | None
 
     @classmethod
-    def plan(cls, resolved: ResolvedConfig, assembly: Assembly, files: ModelFiles) -> "RewardModel | None":
-        """Choose the reward model; None where no path is given.
+    def plan(
+        cls, key: str, name: str, table: RewardModelTable, resolved: ResolvedConfig, assembly: Assembly, files: ModelFiles
+    ) -> "RewardModel":
+        """Choose the reward model of `table`, which stands at `key` of the configuration; `files` are the trained model's.
 
-        Raises UnsupportedError for what the backend, the trained model or the run does not allow, ModelError for a model that cannot be used.
+        Raises UnsupportedError for what the backend or the trained model does not allow, ModelError for a model that cannot be used.
         """
-        table = resolved.config.reward_model
-        if table.preset != type(table)().preset:
-            raise ConfigError([Problem("reward_model.preset", "is of trainer reward_model", "Remove it")])
-        if table.path is None:
-            return None
-        if resolved.config.group_filters and resolved.config.rl.rollouts is not None:
-            raise UnsupportedError(
-                "[[group_filters]] choose among recorded rollouts before a model is loaded, and so without the values of [reward_model]",
-                remedy="Remove group_filters, or reward_model.path: rollouts of a run that had a reward model hold its values",
-            )
-        if "value_head" not in assembly.description.capabilities:
-            raise UnsupportedError(
-                "a reward model is asked for, and the backend does not declare 'value_head'",
-                remedy="Remove reward_model.path, or choose a backend that has it, such as fsdp",
-            )
-        frozen, model_files = plan_frozen_model(
-            "the reward model", REWARD_MODEL, resolved, assembly, files, path=table.path, revision=table.revision, classifier=True
+        config = resolved.config
+        frozen = FrozenModel.choose(
+            f"{REWARD_MODEL}:{name}",
+            config.model,
+            assembly.description,
+            table=key,
+            path=table.path,
+            revision=table.revision,
+            adapters_off=False,
+            classifier=True,
         )
-        pad = _pad_of_classifier(model_files)
-        raw = not uses_template(files.tokenizer, resolved.config.rl.template)
+        assert frozen.model is not None, "a path names a model of its own"
+        model = evolve(frozen.model, tokenizer=table.tokenizer, chat_template=table.chat_template)
+        refuse_unreadable("the reward model", key, model, assembly.description)
+        model_files = ModelFiles.of(model)
+        pad = _pad_of_classifier(key, model_files)
+        raw = not uses_template(files.tokenizer, config.rl.template)
+        renderer = _plan_renderer(key, model_files, files, resolved, raw=raw)
         closing = ChatRenderer(files.tokenizer, raw=raw).closing()
-        longest = (
-            resolved.config.rl.max_prompt_tokens + resolved.config.rl.max_tokens + 1 + (0 if closing is None else len(closing[1]))
-        )
-        for facts in (model_files.facts, files.facts):
-            positions = facts.extended_length
+        positions = model_files.facts.extended_length
+        if renderer is None:
+            longest = config.rl.max_prompt_tokens + config.rl.max_tokens + 1 + (0 if closing is None else len(closing[1]))
             if positions is not None and longest > positions:
                 raise UnsupportedError(
-                    f"the reward model reads attempts of up to {longest:,} tokens, with the tokens that end a turn, and {facts.model.path} has "
+                    f"the reward model reads attempts of up to {longest:,} tokens, with the tokens that end a turn, and {table.path} has "
                     f"{positions:,} positions",
                     remedy="Lower rl.max_prompt_tokens or rl.max_tokens",
                 )
-        return cls(frozen, table.path, table.weight, pad, closing, budget_of(resolved.config.rl))
+        return cls(
+            evolve(frozen, model=model), name, table.path, table.weight, pad, closing, renderer, positions, budget_of(config.rl)
+        )
+
+    @property
+    def metric(self) -> str:
+        """The name of its value among an attempt's metrics."""
+        return REWARD_MODEL if self.name == REWARD_MODEL else f"{_VALUES}{self.name}"
 
     def add_rewards(self, engine: Engine, groups: Sequence[Group]) -> tuple[Group, ...]:
         """Return the groups with the model's part in the rewards of attempts that did not fail; its values are in their metrics.
 
-        All are scored over one plan. Raises ContractError for an environment that gives a part or a metric of the same name.
+        All are scored over one plan. Raises ContractError for an environment that gives a part or a metric of the same name, DataError for an
+        attempt that the model cannot read, and ModelError for a value that is not finite.
         """
         attempts = [attempt for group in groups for attempt in group.finished]
         if not attempts:
             return tuple(groups)
         for group in groups:
-            _refuse_taken_name(group)
+            self._refuse_taken_name(group)
         values = iter(self._values(engine, attempts).tolist())
         return tuple(
             evolve(
@@ -103,26 +143,18 @@ class RewardModel:
             for group in groups
         )
 
-    def replace_rewards(self, engine: Engine, groups: Sequence[Group]) -> tuple[Group, ...]:
-        """Return recorded groups with this model's part in the place of the one that a reward model gave when they were recorded."""
-        bare = [evolve(group, trajectories=tuple(map(_remove_value, group.trajectories))) for group in groups]
-        return self.add_rewards(engine, bare)
-
     def _add_value(self, attempt: Trajectory, value: float) -> Trajectory:
         """Return an attempt with a further part of its reward, put at its last token."""
         share = self.weight * value
         return evolve(
             attempt,
             unplaced_reward=attempt.unplaced_reward + share,
-            parts={**attempt.parts, REWARD_MODEL: share},
-            metrics={**attempt.metrics, REWARD_MODEL: value},
+            parts={**attempt.parts, self.name: share},
+            metrics={**attempt.metrics, self.metric: value},
         )
 
     def _values(self, engine: Engine, attempts: Sequence[Trajectory]) -> AnyArray:
-        """float64[N]: the value at the end of every attempt, over a plan of its own: its rows have one token more than those trained on.
-
-        Raises ModelError for a value that is not finite.
-        """
+        """float64[N]: the value at the end of every attempt, over a plan of its own: its rows have one token more than those trained on."""
         texts = [read_at_end(self._text(attempt), self.pad_token_id) for attempt in attempts]
         lengths = [len(text) for text in texts]
         columns = SampleColumns.create(
@@ -132,18 +164,22 @@ class RewardModel:
             loss_weight=np.ones(len(texts), dtype=np.uint8),
         )
         bound = self.micro_batch_tokens
-        plan = engine.plan(columns, micro_batch_tokens=None if bound is None else max(bound, *lengths))
-        output = engine.score(plan, scores=("values",), tokens="loss", model=REWARD_MODEL).result()
+        plan = engine.plan(columns, micro_batch_tokens=None if bound is None else max(bound, *lengths), model=self.frozen.name)
+        output = engine.score(plan, scores=("values",), tokens="loss", model=self.frozen.name).result()
         values = output.on_actions("values").values.astype(np.float64)
         if not np.isfinite(values).all():
             first = int(np.argmin(np.isfinite(values)))
             raise ModelError(
-                f"the reward model {self.path} values attempt {attempts[first].member} of group {attempts[first].ticket} at {values[first]}",
-                remedy='Set reward_model.path to a model whose values are finite, or model.dtype = "float32"',
+                f"the reward model {self.path} values {_name_of(attempts[first])} at {values[first]}",
+                remedy='Name one in rl.reward_models whose values are finite, or set model.dtype = "float32"',
             )
         return values
 
     def _text(self, attempt: Trajectory) -> AnyArray:
+        """int32: the tokens of an attempt that the model reads."""
+        return self._own_text(attempt) if self.renderer is None else self._rendered_text(attempt, self.renderer)
+
+    def _own_text(self, attempt: Trajectory) -> AnyArray:
         """int32: what stood before the model at the end of an attempt, and what it sampled last, closed as the chat template closes it."""
         start = int(attempt.segment_offsets[:-1][attempt.kinds == SEGMENT_PROMPT][-1])
         ids = attempt.token_ids[start:]
@@ -151,52 +187,125 @@ class RewardModel:
             return ids
         return np.concatenate([ids, self.closing[1]])
 
+    def _rendered_text(self, attempt: Trajectory, renderer: ChatRenderer) -> AnyArray:
+        """int32: an attempt's messages in the tokens of this model; its template closes attempts that were cut, too."""
+        if not attempt.messages:
+            raise DataError(
+                f"{_name_of(attempt)} holds no messages, and the reward model {self.path}, whose tokens or chat template are others, reads it "
+                "by them",
+                remedy="Choose environments whose tasks are messages, record rollouts with this reward model, or name one in rl.reward_models "
+                "with the tokenizer and the chat template of the trained model",
+            )
+        ids = renderer.dialogue(attempt.messages, attempt.tools, name=_name_of(attempt))
+        if renderer.raw and attempt.stops and attempt.stops[-1] == "eos" and renderer.tokenizer.eos_token_id is not None:
+            ids = np.append(ids, np.int32(renderer.tokenizer.eos_token_id))
+        if self.positions is not None and len(ids) >= self.positions:
+            raise DataError(
+                f"{_name_of(attempt)} has {len(ids):,} tokens of the reward model {self.path}, which has {self.positions:,} positions, one of "
+                "them for its value",
+                remedy="Lower rl.max_prompt_tokens or rl.max_tokens",
+            )
+        return ids
+
+    def _refuse_taken_name(self, group: Group) -> None:
+        for attempt in group.finished:
+            if self.name in attempt.parts or self.metric in attempt.metrics:
+                raise ContractError(
+                    f"environment {group.environment} gives a part {self.name!r} or a metric {self.metric!r} to task {group.task_key!r}, and "
+                    "these are names of what a reward model gives",
+                    remedy="Set rl.reward_models.name to another name",
+                )
+
+
+def add_rewards(models: Sequence[RewardModel], engine: Engine, groups: Sequence[Group]) -> tuple[Group, ...]:
+    """Return the groups with the parts of all reward models in the rewards of their attempts, as `RewardModel.add_rewards`."""
+    for model in models:
+        groups = model.add_rewards(engine, groups)
+    return tuple(groups)
+
+
+def replace_rewards(models: Sequence[RewardModel], engine: Engine, groups: Sequence[Group]) -> tuple[Group, ...]:
+    """Return recorded groups with these models' parts in the place of those that reward models gave when they were recorded."""
+    bare = [evolve(group, trajectories=tuple(map(_remove_values, group.trajectories))) for group in groups]
+    return add_rewards(models, engine, bare)
+
+
+def is_value(metric: str) -> bool:
+    """Say whether a metric of an attempt is the value that a reward model gave it."""
+    return metric == REWARD_MODEL or metric.startswith(_VALUES)
+
 
 def value_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Metrics of a reward model's values of attempts that did not fail; none where there was no such model."""
-    values = [attempt.metrics[REWARD_MODEL] for group in groups for attempt in group.finished if REWARD_MODEL in attempt.metrics]
-    if not values:
-        return {}
-    return {
-        "reward/model_mean": float(np.mean(values)),
-        "reward/model_std": float(np.std(values)),
-        "reward/model_min": min(values),
-        "reward/model_max": max(values),
-    }
+    """Metrics of every reward model's values of attempts that did not fail; none where there was no such model."""
+    values: dict[str, list[float]] = {}
+    for group in groups:
+        for attempt in group.finished:
+            for metric in filter(is_value, attempt.metrics):
+                values.setdefault(metric.removeprefix(_VALUES), []).append(attempt.metrics[metric])
+    return {metric: number for name, found in values.items() for metric, number in _describe_values(name, found)}
 
 
-def _remove_value(attempt: Trajectory) -> Trajectory:
-    """Return a recorded attempt without what a reward model gave it."""
-    if REWARD_MODEL not in attempt.metrics:
-        return attempt
-    parts, metrics = dict(attempt.parts), dict(attempt.metrics)
-    del metrics[REWARD_MODEL]
-    return evolve(attempt, unplaced_reward=attempt.unplaced_reward - parts.pop(REWARD_MODEL), parts=parts, metrics=metrics)
+def _describe_values(name: str, values: Sequence[float]) -> Iterator[tuple[str, float]]:
+    yield f"reward/model/{name}/mean", float(np.mean(values))
+    yield f"reward/model/{name}/std", float(np.std(values))
+    yield f"reward/model/{name}/min", min(values)
+    yield f"reward/model/{name}/max", max(values)
 
 
-def _refuse_taken_name(group: Group) -> None:
-    for attempt in group.finished:
-        if REWARD_MODEL in attempt.parts or REWARD_MODEL in attempt.metrics:
-            raise ContractError(
-                f"environment {group.environment} gives a part or metric {REWARD_MODEL!r} to task {group.task_key!r}, and that is the name of "
-                "what [reward_model] gives",
-                remedy="Give it another name, or remove reward_model.path",
-            )
+def _remove_values(attempt: Trajectory) -> Trajectory:
+    """Return a recorded attempt without what reward models gave it."""
+    metrics, parts = dict(attempt.metrics), dict(attempt.parts)
+    given = [metric for metric in metrics if is_value(metric)]
+    shares = [parts.pop(metric.removeprefix(_VALUES)) for metric in given]
+    for metric in given:
+        del metrics[metric]
+    return evolve(attempt, unplaced_reward=attempt.unplaced_reward - sum(shares), parts=parts, metrics=metrics)
 
 
-def _pad_of_classifier(model_files: ModelFiles) -> int:
+def _name_of(attempt: Trajectory) -> str:
+    return f"attempt {attempt.member} of group {attempt.ticket}"
+
+
+def _plan_renderer(
+    key: str, model_files: ModelFiles, trained: ModelFiles, resolved: ResolvedConfig, *, raw: bool
+) -> ChatRenderer | None:
+    """Return what makes a reward model's tokens of messages; None where the attempts' own tokens and template are the model's too.
+
+    `raw` says that no template writes what the trained model reads. Raises UnsupportedError for one that has no template for chats,
+    ModelError for a tokenizer that cannot be read.
+    """
+    path = model_files.facts.model.path
+    try:
+        difference, tokenizer = find_other_tokens(model_files, trained), model_files.tokenizer
+    except ModelError as error:
+        raise ModelError(
+            f"the tokenizer of the reward model {path} cannot be used: {error.cause}",
+            remedy=f"Put its files beside the weights, or correct {key}.tokenizer and {key}.chat_template",
+        ) from error
+    own = uses_template(tokenizer, resolved.config.rl.template)
+    if difference is None and (not own or (not raw and tokenizer.chat_template == trained.tokenizer.chat_template)):
+        return None
+    if not own and not raw:
+        raise UnsupportedError(
+            f"the reward model {path} {difference}, and its tokenizer has no chat template to write attempts with",
+            remedy=f"Set {key}.chat_template to a Jinja template file",
+        )
+    return ChatRenderer(tokenizer, raw=not own, name=f"the chat template of the reward model {path}")
+
+
+def _pad_of_classifier(key: str, model_files: ModelFiles) -> int:
     """Return the padding token of a classifier. Raises ModelError for what is none."""
     model = model_files.facts.model
     config: Any = load_config(model)
     if not any("ForSequenceClassification" in name for name in config.architectures or ()):
         raise ModelError(
             f"the reward model {model.path} is no sequence classifier, by the architectures in its config.json: it would value all texts alike",
-            remedy="Set reward_model.path to one, such as trainer reward_model writes",
+            remedy=f"Set {key}.path to one, such as trainer reward_model writes",
         )
     if config.num_labels != 1:
         raise ModelError(
             f"the reward model {model.path} is a sequence classifier with {config.num_labels} labels, and a reward is one number",
-            remedy="Set reward_model.path to one with a single label, such as trainer reward_model writes",
+            remedy=f"Set {key}.path to one with a single label, such as trainer reward_model writes",
         )
     pad = config.get_text_config().pad_token_id
     return model_files.pad_token_id if pad is None else int(pad)

@@ -35,6 +35,7 @@ from skyrl_engine.training.rl.handover import WeightHandover, make_canary
 from skyrl_engine.training.rl.kl_penalty import KlPenalty
 from skyrl_engine.training.rl.prepare import Progress, prepare
 from skyrl_engine.training.rl.prepared import LiveRolloutSpec, PreparedRl
+from skyrl_engine.training.rl.reward_model import add_rewards, replace_rewards
 from skyrl_engine.training.rl.state import RlState, state_in
 from skyrl_engine.training.rl.trainer import Live, RlTrainer
 
@@ -117,11 +118,11 @@ def _trainer(
         reference = MovingReference.load(engine, session.directory.reference, table, prepared.reference, copied)
     if prepared.teacher is not None:
         engine.add_frozen(prepared.teacher)
-    if prepared.reward_model is not None:
-        engine.add_frozen(prepared.reward_model.frozen)
+    for model in prepared.reward_models:
+        engine.add_frozen(model.frozen)
     penalty = None if settings.kl is None else KlPenalty.start(settings.kl)
     control = None if settings.entropy is None else EntropyControl.start(settings.entropy, prepared.assembly.objective)
-    rollouts, judge = prepared.rollouts, prepared.reward_model
+    rollouts, models = prepared.rollouts, prepared.reward_models
     phases = Phases()
     with ExitStack() as ends:
         live: Live | None = None
@@ -132,7 +133,7 @@ def _trainer(
                 settings.groups,
                 prepared.resolved.config.run.seed,
                 0 if state is None else state.step,
-                None if judge is None else partial(judge.replace_rewards, engine),
+                partial(replace_rewards, models, engine) if models else None,
             )
         else:
             source, live = ends.enter_context(_sampling(prepared, rollouts, engine, session, state, phases, progress))
@@ -202,8 +203,8 @@ def _sampling(
         )
         on_progress = None if progress is None else lambda ready, wanted: progress("attempts", ready, wanted)
         guard = SamplerGuard.of(settings.max_gap, config.model.dtype, stops=settings.on_gap == "stop")
-        judge = prepared.reward_model
-        valued = None if judge is None else partial(judge.add_rewards, engine)
+        models = prepared.reward_models
+        valued = partial(add_rewards, models, engine) if models else None
         source = RolloutSource(
             ledger,
             runner,

@@ -24,6 +24,7 @@ from skyrl_engine.training.rl.evaluation import attempts, evaluation_metrics, ta
 from skyrl_engine.training.rl.prepare import Progress, prepare
 from skyrl_engine.training.rl.prepared import LiveRolloutSpec
 from skyrl_engine.training.rl.prompts import check_prompts
+from skyrl_engine.training.rl.reward_model import add_rewards
 from skyrl_engine.training.rl.run import episode_pool
 
 if TYPE_CHECKING:
@@ -109,10 +110,11 @@ def evaluate_model(
                 on_progress=None if progress is None else lambda done: progress("tasks", done, len(tasks)),
             )
         _check_some_finished(groups)
-        if prepared.reward_model is not None:
+        if prepared.reward_models:
             assert engine is not None, "a reward model works on ranks"
-            engine.add_frozen(prepared.reward_model.frozen)
-            groups = list(prepared.reward_model.add_rewards(engine, groups))
+            for model in prepared.reward_models:
+                engine.add_frozen(model.frozen)
+            groups = list(add_rewards(prepared.reward_models, engine, groups))
     metrics = evaluation_metrics(groups, prepared.names, seed=config.run.seed)
     return EvaluationReport(metrics, groups, prepared.names, prepared.files.tokenizer)
 

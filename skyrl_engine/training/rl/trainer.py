@@ -46,7 +46,7 @@ from skyrl_engine.training.rl.evaluation import attempts, evaluation_metrics, ta
 from skyrl_engine.training.rl.kl_penalty import KlPenalty
 from skyrl_engine.training.rl.metrics import rollout_metrics, staleness_metrics
 from skyrl_engine.training.rl.prepared import LiveRolloutSpec, PreparedRl
-from skyrl_engine.training.rl.reward_model import value_metrics
+from skyrl_engine.training.rl.reward_model import add_rewards, value_metrics
 from skyrl_engine.training.rl.reward_parts import parts_by_sample, parts_in
 from skyrl_engine.training.rl.state import RlState
 from skyrl_engine.training.rl.waiting import EnvironmentWaits
@@ -220,8 +220,7 @@ class RlTrainer:
             seed=config.run.seed,
         )
         groups = self.source.at_rest(attempt_tasks)
-        if self.prepared.reward_model is not None:
-            groups = list(self.prepared.reward_model.add_rewards(self.engine, groups))
+        groups = list(add_rewards(self.prepared.reward_models, self.engine, groups))
         return evaluation_metrics(groups, self.prepared.names, seed=config.run.seed)
 
     def state(self) -> Mapping[str, Any]:

@@ -48,8 +48,8 @@ def test_the_page_lists_exactly_what_runs_write(tables_of: Callable[..., dict[st
     written |= set(rollout_metrics([parts], [parts], ["spell"])) | set(evaluation_metrics([parts], ["spell"], seed=0))
     # of evaluations with attempts that fail, which test_evaluation.py holds
     written.add("evaluation/failed")
-    # of runs with [reward_model], which test_reward_model.py holds
-    written |= {f"reward/model_{name}" for name in ("mean", "std", "min", "max")}
+    # of runs with [[rl.reward_models]], which test_reward_model.py holds
+    written |= {f"reward/model/judge/{name}" for name in ("mean", "std", "min", "max")}
     # of runs with [teacher], which test_teacher.py holds
     written.add("teacher/divergence")
     # of rows of trees, which test_rl_run.py holds

@@ -108,7 +108,7 @@ def test_a_pass_amid_requests_is_refused(rl: Rl) -> None:
         (["generator.share_devices=true"], "samples on the ranks"),
         ([*SHARED, "rl.staleness=1"], "work at once"),
         ([*SHARED, "backend.use=deepspeed"], "the backend deepspeed does not declare the capability 'offload'"),
-        ([*SHARED, "reward_model.path={model}"], "a reward model on the ranks values each group"),
+        ([*SHARED, 'rl.reward_models=[{{path="{model}"}}]'], "a reward model on the ranks values each group"),
     ],
 )
 def test_those_that_cannot_take_turns_are_refused_by_name(rl: Rl, world: Path, keys: list[str], names: str) -> None:
