@@ -224,7 +224,8 @@ def peers(session: nox.Session) -> None:
     session.run(PEERS.python, "tests/proof/templates_of_trl.py", env=OFFLINE)
     session.run(PEERS.python, "tests/proof/preferences_of_trl.py", env=OFFLINE)
     session.run(PEERS.python, "tests/proof/reinforcement_of_trl.py", env=OFFLINE)
-    session.run(PEERS.python, "tests/proof/losses_of_verl.py", env={**OFFLINE, "PYTHONPATH": beside(session, *VERL)})
+    for script in ("losses_of_verl.py", "migration_rows.py"):
+        session.run(PEERS.python, f"tests/proof/{script}", env={**OFFLINE, "PYTHONPATH": beside(session, *VERL)})
 
 
 @nox.session

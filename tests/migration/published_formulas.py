@@ -198,7 +198,7 @@ def clip_cov(b: Batch, s: int, t: int, a: float) -> float:
 
 def kl_cov(b: Batch, s: int, t: int, a: float) -> float:
     of_all = covariances(b)
-    penalty = abs(b.p[s][t] - b.old[s][t]) if (s, t) == max(of_all, key=of_all.__getitem__) else 0.0
+    penalty = 0.1 * abs(b.p[s][t] - b.old[s][t]) if (s, t) == max(of_all, key=of_all.__getitem__) else 0.0
     return importance_sampling(b, s, t, a) + penalty
 
 
@@ -301,7 +301,7 @@ PUBLISHED: dict[tuple[str, str], Callable[[Batch], float]] = {
     ("verl", "loss_mode=vanilla"): verl(dual_clip()),
     ("verl", "loss_mode=gpg"): verl(reinforce),
     ("verl", "loss_mode=cispo"): verl(cispo(0.8, 1.2)),
-    ("verl", "loss_mode=dppo_tv"): verl(verl_dppo_tv),
+    ("verl", "loss_mode=dppo_tv, clip_ratio_c=20"): verl(verl_dppo_tv),
     ("verl", "loss_mode=clip_cov"): verl(clip_cov),
     ("verl", "loss_mode=kl_cov"): verl(kl_cov),
     ("verl", "loss_mode=gspo"): verl(gspo_token(), "seq-mean-token-mean"),

@@ -10,6 +10,7 @@ import re
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -62,7 +63,7 @@ def rows() -> list[Row]:
         if line.startswith("## "):
             engine = line.removeprefix("## ")
         elif line.startswith("| `"):
-            theirs, loss, reducer, equal = (cell.strip() for cell in line.strip("|").split("|"))
+            theirs, loss, reducer, equal, *_ = (cell.strip() for cell in line.strip("|").split("|"))
             assert equal in ("value, gradient", "only the gradient"), line
             choices = choice(loss, DEFAULT_LOSS), choice(reducer, DEFAULT_REDUCER)
             found.append(Row(engine, theirs.strip("`"), *choices, gradient_only=equal == "only the gradient"))
@@ -74,6 +75,29 @@ def choice(cell: str, default: tuple[str, dict]) -> tuple[str, dict]:
         return default
     name, *options = re.findall(r"`([^`]+)`", cell)
     return name, tomllib.loads(f"options = {{ {', '.join(options)} }}")["options"]
+
+
+def test_every_section_says_what_its_rows_were_read_from() -> None:
+    """An installed engine's version is the one that `nox -s peers` installs and runs; another's is a commit, and rows have file and line."""
+    text = PAGE.read_text(encoding="utf-8")
+    sections = dict(re.findall(r"^## ([^\n]+)\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL))
+    pinned = (PAGE.parents[2] / "requirements-peers.txt").read_text() + (PAGE.parents[2] / "noxfile.py").read_text()
+    for engine in ("TRL", "verl"):
+        (version,) = re.findall(rf"of {engine} (\d+\.\d+\.\d+)", sections[engine].partition("|")[0])
+        assert f"{engine.lower()}=={version}" in pinned
+    assert re.search(r"\w\.py` at commit [0-9a-f]{7}\b", sections["SkyRL"].partition("|")[0])
+    of_skyrl = re.findall(r"^\| `.+$", sections["SkyRL"], re.MULTILINE)
+    assert of_skyrl
+    assert all(re.search(r"\| `\w+\.py:\d+` \|$", row) for row in of_skyrl)
+
+
+def test_losses_of_tinker_are_losses_of_its_sdk() -> None:
+    """The SDK that requirements-dev.txt installs is the published word on `loss_fn`."""
+    from tinker.types import LossFnType
+
+    theirs = {row.theirs.partition(",")[0].removeprefix("loss_fn=") for row in rows() if row.engine == "Tinker"}
+    assert len(theirs) == 5
+    assert theirs <= set(get_args(LossFnType))
 
 
 def test_rows_and_formulas_are_the_same() -> None:

@@ -1,6 +1,7 @@
 """Every row of docs/reference/migration-rl.md: the other engine's name is answered with our key, and our key takes the row's value.
 
-Not covered: that the other engine has an option of that name, which the page cites with file and commit.
+Not covered: that the other engine has an option of that name. Of installed engines `nox -s peers` looks (tests/proof/migration_rows.py); of the
+others the page states commit, file and line.
 """
 
 import re
@@ -35,8 +36,11 @@ USES = {
 
 @frozen
 class Row:
+    """`where` is the default of an installed engine's option, of others file and line."""
+
     engine: str
     theirs: str
+    where: str
     ours: str
 
     @property
@@ -54,8 +58,8 @@ def rows() -> Iterator[Row]:
         if line.startswith("## "):
             engine = line.removeprefix("## ")
         elif line.startswith("| `"):
-            theirs, ours, _ = (cell.strip() for cell in line.strip("|").split("|"))
-            yield Row(engine, theirs.strip("`"), ours.strip("`"))
+            theirs, where, ours, _ = (cell.strip() for cell in line.strip("|").split("|"))
+            yield Row(engine, theirs.strip("`"), where, ours.strip("`"))
 
 
 def base() -> dict[str, Any]:
@@ -84,6 +88,26 @@ def test_there_is_a_row_for_every_engine() -> None:
     found = [(row.engine, row.theirs) for row in rows()]
     assert len(found) == len(set(found))
     assert {engine for engine, _ in found} == {"TRL", "verl", "SkyRL", "prime-rl"}
+
+
+INSTALLED = {"TRL": r"of TRL (\d+\.\d+\.\d+)", "verl": r"of verl (\d+\.\d+\.\d+)"}
+
+
+def test_every_row_says_what_it_was_read_from() -> None:
+    """Rows of engines that `nox -s peers` installs have the default, under the version installed there; others file and line, at a commit."""
+    text = PAGE.read_text(encoding="utf-8")
+    introductions = dict(re.findall(r"^## ([\w-]+)\n\n(.+?)\n\n", text, re.MULTILINE | re.DOTALL))
+    root = PAGE.parents[2]
+    pinned = (root / "requirements-peers.txt").read_text() + (root / "noxfile.py").read_text()
+    for engine, version in INSTALLED.items():
+        (of_page,) = re.findall(version, introductions[engine])
+        assert f"{engine.lower()}=={of_page}" in pinned
+    for row in rows():
+        if row.engine in INSTALLED:
+            assert re.fullmatch(r"`[^`]+`( of `RLOOConfig`)?|an argument of the trainer|computed|required", row.where), row
+        else:
+            assert re.fullmatch(r"`\w+\.py:\d+`", row.where), row
+            assert re.search(r"`[\w/-]+(\.py)?` at commit [0-9a-f]{7}\b", introductions[row.engine]), row.engine
 
 
 @pytest.mark.parametrize("row", list(rows()), ids=lambda row: f"{row.engine}: {row.theirs}")
@@ -119,6 +143,8 @@ def test_our_key_takes_the_value_of_a_row(row: Row, tmp_path: Path, monkeypatch:
         tables = merge(tables, {table: {"use": plugin}})
     if row.key.startswith("rl.kl."):
         tables = merge(tables, {"rl": {"kl": {"coef": 0.1}}})
+    if row.key.startswith("rl.entropy."):
+        tables = merge(tables, {"rl": {"entropy": {"target": 0.1}}})
     check_config(load(merge(tables, row.tables)), row.key)
 
 

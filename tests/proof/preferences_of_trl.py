@@ -118,11 +118,20 @@ class Trainers:
         sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
         write_model(self.path, tokenizer=self.tokenizer, **sizes)
 
-    def make(self, kind: Any, config: Any, rows: list[dict[str, Any]] = ROWS, *, moved: str = "model", **options: Any) -> Any:
-        """TRL's trainer of these rows in one batch, its policy or its reference moved away from the other."""
+    def make(
+        self,
+        kind: Any,
+        config: Any,
+        rows: list[dict[str, Any]] = ROWS,
+        *,
+        moved: str = "model",
+        size: int | None = None,
+        **options: Any,
+    ) -> Any:
+        """TRL's trainer of these rows in one batch (or batches of `size`), its policy or its reference moved away from the other."""
         arguments = config(
             self.folder,
-            per_device_train_batch_size=len(rows),
+            per_device_train_batch_size=size or len(rows),
             use_cpu=True,
             bf16=False,
             report_to=[],
@@ -320,6 +329,16 @@ def judge_kto(trainers: Trainers) -> None:
     compare("kto", model, trainer.compute_loss(model, dict(batch)), losses)
 
 
+def mismatch_in_chunks(trainers: Trainers) -> None:
+    """TRL's mismatched answer of a row is that of the row before it, in chunks of a batch that it cuts the data set into."""
+    rows = trainers.make(KTOTrainer, KTOConfig, JUDGED, size=4).train_dataset
+    answers = [row["completion_ids"] for row in rows]
+    assert len({tuple(answer) for answer in answers}) > 4
+    due = [answers[first + (place - 1) % 4] for first in (0, 4) for place in range(4)]
+    assert [row["KL_completion_ids"] for row in rows] == due
+    print(json.dumps({"kto": "mismatched answers are cycled in chunks of a batch"}), flush=True)
+
+
 def rewards(trainers: Trainers) -> None:
     """Margins and centring, on values that transformers' classifier gives the last tokens; chosen halves come first."""
     rows = [{**row, "margin": 0.25 * place} for place, row in enumerate(ROWS)]
@@ -366,6 +385,7 @@ def main() -> None:
             contrastive,
             odds_ratio,
             judge_kto,
+            mismatch_in_chunks,
             judge_without_baseline,
             rewards,
             mixed_reference,
