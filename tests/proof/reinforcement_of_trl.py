@@ -10,7 +10,7 @@ import json
 import re
 import tempfile
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch
 from attrs import evolve, field, frozen
 from datasets import Dataset
 from transformers import AutoModelForCausalLM
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 from skyrl_engine.config.schema import EntropyControlConfig
 from skyrl_engine.contracts import AdvantageBatch, BatchStructure, offsets_of
@@ -157,8 +157,8 @@ class Rollouts:
         self.drifts = {name: (torch.rand(shape, generator=draw) - 0.5) * nats for name, nats in DRIFTS.items()}
         self.advantages = torch.tensor([1.0, -0.7, -1.5, 0.4, -0.3, 0.0])
 
-    def make_trainer(self, rewards: Sequence[Any] = (), **options: Any) -> Any:
-        arguments = GRPOConfig(
+    def make_trainer(self, rewards: Sequence[Any] = (), config: Any = GRPOConfig, **options: Any) -> Any:
+        arguments = config(
             self.folder,
             use_cpu=True,
             bf16=False,
@@ -174,7 +174,7 @@ class Rollouts:
                 parameter.add_(torch.randn_like(parameter), alpha=0.1)
         rows = Dataset.from_list([{"prompt": "1 + 1 ="}] * 6)
         functions = list(rewards) or [lambda completions, **_: [0.0] * len(completions)]
-        trainer = GRPOTrainer(
+        trainer = (GRPOTrainer if config is GRPOConfig else RLOOTrainer)(
             model=model, reward_funcs=functions, args=arguments, train_dataset=rows, processing_class=self.tokenizer
         )
         trainer.model.float().train()
@@ -316,6 +316,18 @@ def steered_entropy(rollouts: Rollouts) -> None:
     assert len({round(coefficient, 6) for coefficient, _ in coefficients}) > 1
 
 
+def advantages_of_the_page() -> Iterator[tuple[Any, dict[str, Any], Part, bool]]:
+    """The rows of TRL on the page of advantages: a configuration and its arguments, our estimator, and whether the two are equal."""
+    page = (PAGE.parent / "advantages.md").read_text(encoding="utf-8")
+    (section,) = re.findall(r"^### TRL\n(.*?)^### ", page, re.MULTILINE | re.DOTALL)
+    for line in section.splitlines():
+        if line.startswith("| `"):
+            theirs, ours, equal = (cell.strip() for cell in line.strip("|").split("|"))
+            config, *arguments = theirs.strip("`").split(", ")
+            options = {name: _read(value) for name, value in (pair.split("=") for pair in arguments)}
+            yield {"GRPOConfig": GRPOConfig, "RLOOConfig": RLOOConfig}[config], options, _choose(ours), equal == "yes"
+
+
 def advantages(rollouts: Rollouts) -> None:
     """Two groups of three attempts at TRL's own generations: three rewards of different spread, one of which some attempts do not have."""
     tables = {"a": [1.0, 0.0, 0.5, 2.0, 2.0, 2.0], "b": [30.0, -20.0, 5.0, 100.0, 0.0, 7.0], "c": [None, 1.0, 3.0, None, None, 4.0]}
@@ -348,19 +360,19 @@ def advantages(rollouts: Rollouts) -> None:
         finished=np.ones(6, dtype=np.bool_),
         parts=parts,
     )
-    cases: list[tuple[dict[str, Any], Part]] = [
-        ({}, ("grpo", {"epsilon": 1e-4})),
-        ({"scale_rewards": "none"}, ("dr_grpo", {})),
-        ({"multi_objective_aggregation": "normalize_then_sum"}, ("gdpo", {"epsilon": 1e-4, "weights": weights})),
+    cases: list[tuple[Any, dict[str, Any], Part, bool]] = [
+        *advantages_of_the_page(),
+        (GRPOConfig, {"multi_objective_aggregation": "normalize_then_sum"}, ("gdpo", {"epsilon": 1e-4, "weights": weights}), True),
     ]
-    for theirs, part in cases:
-        trainer = rollouts.make_trainer(functions, **shapes, **theirs)
+    for config, theirs, part, equal in cases:
+        trainer = rollouts.make_trainer(functions, config=config, **shapes, **theirs)
         given = trainer._generate_and_score_completions([{"prompt": "1 + 1 ="}] * 6)["advantages"].numpy()
         made = np.asarray(select_plugin("advantage", *part).make(CONTEXT)(batch))
         distance = float(np.abs(made - given).max())
-        print(json.dumps({"advantages": theirs, "trl": given.round(4).tolist(), "distance": distance}), flush=True)
+        named = {"advantages": config.__name__, **theirs}
+        print(json.dumps({**named, "trl": given.round(4).tolist(), "ours": part[0], "distance": distance}), flush=True)
         assert np.abs(given).max() > 0.1
-        assert distance <= TOLERANCE, theirs
+        assert (distance <= TOLERANCE) == equal, named
 
 
 def main() -> None:
