@@ -6,6 +6,9 @@ A first prompt is rendered whole. What follows a sampled turn is the *suffix* th
     text:   <|im_start|>user ... <|im_start|>assistant MARK<|im_end|> <|im_start|>user an observation<|im_end|> <|im_start|>assistant
     suffix:                                                ^ from here on, tokenized alone
 
+A tokenizer that puts a space in front of every text (SentencePiece's, such as Llama 2's) would put one there, where no template writes it. With
+such a one the suffix is tokenized after a character, whose own tokens are then taken off.
+
 Where the model sampled exactly the token with which the suffix begins, that token is there already and is left out. The renderer proves
 for a run's template that the suffix does not depend on what comes before.
 """
@@ -46,6 +49,12 @@ _WITH_TEMPLATE: Final = (
     "model.chat_template"
 )
 
+_BEFORE: Final = ("0", ".", ")", "z")
+"""Ends of turns after which a suffix is tokenized, until its tokens begin where it does."""
+
+_FIRST: Final = ("\n", ":", "x", "<")
+"""Beginnings of texts by which a tokenizer is known that puts a space before them."""
+
 _QUESTION: Final[Message] = {"role": "user", "content": "a question"}
 
 
@@ -65,6 +74,7 @@ class ChatRenderer:
     options: Mapping[str, Any] = Factory(dict)
     _template: ChatTemplate = field(init=False)
     _encoded: Any = field(init=False)
+    _encoded_after_turn: Any = field(init=False)
     _proofs: dict[tuple[str, bool], dict[bool, UnsupportedError | None]] = field(factory=dict, init=False)
 
     @name.default
@@ -78,6 +88,10 @@ class ChatRenderer:
     @_encoded.default
     def _own_cache(self) -> Any:
         return lru_cache(_TEXTS_KEPT)(self._encode)
+
+    @_encoded_after_turn.default
+    def _own_cache_of_suffixes(self) -> Any:
+        return lru_cache(_TEXTS_KEPT)(self._encode_after_turn)
 
     def prompt(self, messages: Sequence[Message], tools: Tools = (), *, name: str = "the task") -> Ids:
         """int32[P]: the tokens of messages, with the template's generation prompt; `name` is the task's, for errors.
@@ -113,7 +127,7 @@ class ChatRenderer:
         appended.
         """
         text = self._suffix(messages, tools, name)
-        ids = self._ids(text, name)
+        ids: Ids = self._encoded_after_turn(encodable(text, name))
         ending = self._ending(text)
         if ending is None or last_token != ending:
             return ids
@@ -135,7 +149,7 @@ class ChatRenderer:
         ending = self._ending(suffix)
         if ending is None:
             return None
-        ids: Ids = self._encoded(suffix)
+        ids: Ids = self._encoded_after_turn(suffix)
         return ending, ids[int(np.argmax(ids == ending)) + 1 :]
 
     def action(self, completion: Completion, turn: int, tools: Tools = ()) -> Action:
@@ -300,6 +314,30 @@ class ChatRenderer:
         ids.setflags(write=False)
         return ids
 
+    def _encode_after_turn(self, text: str) -> Ids:
+        """int32[n]: the tokens of a text that stands after others. Raises UnsupportedError where they cannot be told from those before."""
+        if not self._marks_beginnings:
+            return self._encode(text)
+        ids = next((ids for before in _BEFORE if (ids := self._tokens_after(before, text)) is not None), None)
+        if ids is None:
+            raise self._cannot(
+                f"writes {text[:40]!r} after a turn, and its tokenizer puts a space before texts and joins that with whatever is before it"
+            )
+        ids.setflags(write=False)
+        return ids
+
+    def _tokens_after(self, before: str, text: str) -> Ids | None:
+        """int32[n]: the tokens of `text` after those of `before`; None where a token is of both."""
+        first, whole = self._encode(before), self._encode(before + text)
+        return whole[len(first) :].copy() if np.array_equal(whole[: len(first)], first) else None
+
+    @cached_property
+    def _marks_beginnings(self) -> bool:
+        """Say that the tokenizer writes a text otherwise where it begins than after another one."""
+        pairs = [(self._tokens_after(before, text), self._encode(text)) for before in _BEFORE for text in _FIRST]
+        told = [not np.array_equal(after, alone) for after, alone in pairs if after is not None]
+        return bool(told) and all(told)
+
     def _decode(self, ids: list[int], *, without_special: bool) -> str:
         text: str = self.tokenizer.decode(ids, skip_special_tokens=without_special, clean_up_tokenization_spaces=False)
         return text
@@ -416,7 +454,7 @@ class ChatRenderer:
                 )
         if not accepted:
             return self._cannot("refuses a second round of messages", _ROUNDS)
-        return self._proof_of_tokens(wanted)
+        return self._proof_of_tokens(wanted) or self._proof_of_whole(wanted)
 
     def _proof_of_tokens(self, suffix: str) -> UnsupportedError | None:
         written = self._special_ids(suffix)
@@ -430,6 +468,20 @@ class ChatRenderer:
                     f"{self.tokenizer.convert_ids_to_tokens(ids)} of them"
                 )
         return None
+
+    def _proof_of_whole(self, suffix: str) -> UnsupportedError | None:
+        """Return a refusal unless the suffix has its tokens in a whole dialogue too, after some replies: others join its beginning."""
+        try:
+            ids = self._encode_after_turn(suffix)
+        except UnsupportedError as error:
+            return error
+        replies = ("a reply", "4", ".", "ja", "(b)")
+        found = (self._tokens_after(f"A question: {reply}", suffix) for reply in replies)
+        if any(tokens is not None and np.array_equal(tokens, ids) for tokens in found):
+            return None
+        return self._cannot(
+            f"writes {suffix[:40]!r} after a turn, and its tokenizer makes other tokens of it there than alone, after each of {replies}"
+        )
 
     def _cannot(self, why: str, remedy: str = _REMEDY) -> UnsupportedError:
         return UnsupportedError(f"{self.name} {why}", remedy=remedy)
