@@ -214,7 +214,7 @@ class Padded:
         return torch.zeros_like(self.mask).masked_scatter(self.mask.bool(), values)
 
     def their_loss(self, row: str, composed: DictConfig) -> tuple[torch.Tensor, torch.Tensor]:
-        """What is differentiated, and verl's loss of it."""
+        """Return the leaf that is differentiated, and verl's loss of it."""
         given = dict(pair.split("=") for pair in row.split(", "))
         leaf = self.pad("p").requires_grad_()
         reduction = {"loss_mask": self.mask, "loss_agg_mode": "token-mean"}

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Final
 
 import numpy as np
@@ -14,16 +15,19 @@ from skyrl_engine.errors import DataError
 FloatArray = npt.NDArray[np.float64]
 _PREFIX: Final = "reward_part:"
 _WHOLE: Final = "reward"
-"""Name of the only part of an attempt whose environment shows none."""
+"""Name of the environment's own part where it shows none."""
 _ROUNDING: Final = 1e-6
 
 
-def parts_by_sample(columns: SampleColumns, attempts: Sequence[Trajectory]) -> dict[str, FloatArray]:
+def parts_by_sample(
+    columns: SampleColumns, attempts: Sequence[Trajectory], added: AbstractSet[str] = frozenset()
+) -> dict[str, FloatArray]:
     """Return sample values float64[N], one per part that any of the attempts has; NaN where an attempt has it not.
 
-    `attempts` are numbered by `columns.trajectory_ids`. Raises DataError for an attempt whose parts do not add up to its reward.
+    `attempts` are numbered by `columns.trajectory_ids`; `added` names the parts that reward models gave. Raises DataError for an attempt whose
+    parts do not add up to its reward.
     """
-    parts_of = [_parts_of(attempt) for attempt in attempts]
+    parts_of = [_parts_of(attempt, added) for attempt in attempts]
     names = sorted({name for parts in parts_of for name in parts})
     of_attempts = {name: np.array([parts.get(name, math.nan) for parts in parts_of], dtype=np.float64) for name in names}
     return {f"{_PREFIX}{name}": values[columns.trajectory_ids] for name, values in of_attempts.items()}
@@ -38,9 +42,9 @@ def parts_in(columns: SampleColumns) -> dict[str, FloatArray]:
     }
 
 
-def _parts_of(attempt: Trajectory) -> Mapping[str, float]:
-    if not attempt.parts:
-        return {_WHOLE: attempt.reward}
+def _parts_of(attempt: Trajectory, added: AbstractSet[str]) -> Mapping[str, float]:
+    if attempt.parts.keys() <= added:
+        return {_WHOLE: attempt.reward - math.fsum(attempt.parts.values()), **attempt.parts}
     total = math.fsum(attempt.parts.values())
     if abs(total - attempt.reward) > _ROUNDING * max(1.0, *map(abs, attempt.parts.values())):
         raise DataError(

@@ -258,7 +258,9 @@ class RlTrainer:
             columns = attrs.evolve(columns, columns=known)
         if REWARD_PARTS in self.prepared.advantage.product.needs:
             attempts_of_groups = [attempt for group in groups for attempt in group.finished]
-            columns = attrs.evolve(columns, sample_values={**columns.sample_values, **parts_by_sample(columns, attempts_of_groups)})
+            added = {model.name for model in self.prepared.reward_models}
+            parts = parts_by_sample(columns, attempts_of_groups, added)
+            columns = attrs.evolve(columns, sample_values={**columns.sample_values, **parts})
         if self._source_names:
             values = columns.sample_values
             columns = attrs.evolve(columns, sample_values={**values, SOURCE: values["environment"]})

@@ -32,6 +32,11 @@ def test_every_sample_of_an_attempt_has_its_parts() -> None:
     np.testing.assert_array_equal(found["reward"], [np.nan, np.nan, np.nan, 5.0])
 
 
+def test_an_environment_without_parts_has_one_beside_those_of_reward_models() -> None:
+    found = parts_in(SimpleNamespace(sample_values=parts_by_sample(columns(0), [attempt(3.0, judge=2.0)], {"judge"})))
+    assert {name: values.tolist() for name, values in found.items()} == {"judge": [2.0], "reward": [1.0]}
+
+
 def test_parts_that_are_not_the_reward_are_refused() -> None:
     with pytest.raises(DataError, match=r"attempt 3 of group 7 has the reward 1, and its parts \(a, b\) add up to 3"):
         parts_by_sample(columns(0), [attempt(1.0, a=1.0, b=2.0)])
