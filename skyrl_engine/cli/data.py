@@ -108,6 +108,8 @@ def preview(
     part: Split = "eval" if split == "eval" else "train"
     with render.show_progress(quiet=current_settings().quiet) as display, warnings_to(display.warning):
         readings: dict[str, Reading] = {"preference": "preferences", "reward_model": "rewards"}
+        if config.trainer == "reward_model" and config.reward_model.labels == "steps":
+            readings["reward_model"] = "steps"
         supplied = list_teacher_columns(config) | (GIVEN if config.trainer == "preference" else frozenset())
         needed = {need: asker for need, asker in columns_to_read(resolved, tokenizer).items() if need not in supplied}
         vision = vision_of(files.facts, load_vision(files.facts, limited))
@@ -120,6 +122,7 @@ def preview(
             vision=vision,
             progress=display.data,
             reading=readings.get(config.trainer, "samples"),
+            step_separator=config.reward_model.step_separator if config.has("reward_model") else "\n",
         )
     rows = config.training.micro_batch_rows or config.training.batch_size
     previewed = look_at(loaded, tokenizer, samples=samples, batch_size=rows)

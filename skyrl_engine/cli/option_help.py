@@ -78,6 +78,7 @@ OF_COMMAND: Mapping[tuple[str, str], str] = {
     ("demo", "--model"): "smollm2",
     ("evaluate", "--output"): "./attempts.jsonl",
     ("preference", "--preset"): "simpo",
+    ("reward-model", "--preset"): "steps",
     ("show", "--set"): "size=100",
     ("try", "--set"): "size=100",
     ("verify", "--set"): "gamma=1.5",

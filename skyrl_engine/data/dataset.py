@@ -137,6 +137,7 @@ def load_columns(
     vision: Vision = _NO_VISION,
     progress: Progress | None = None,
     reading: Reading = "samples",
+    step_separator: str = "\n",
 ) -> TokenizedDataset:
     """Load the training or the evaluation samples of a configuration.
 
@@ -144,24 +145,27 @@ def load_columns(
     leaves out; rows that share a group or a unit stay on one side. `data.max_samples` keeps the first rows of a source, before that.
     Of further columns those in `data.columns` are read and those in `needed`, which says of each who asks for it ("loss ppo needs").
     `reading` "preferences" makes of a pair two samples of a unit, every sample with a role; "rewards" also puts a token after each, the
-    only one that carries loss, before which a model has read all of the text.
+    only one that carries loss, before which a model has read all of the text; "steps" puts `step_separator` after each step of an answer, and
+    loss on the token after it, with the column "step_label".
     `vision` looks at images, which are named here and read by `TokenizedDataset.batch`. `progress(label, done, total)` is called with rows.
     Raises DataError, naming the sample and its file and line, ModelError where the tokenizer has no chat template, and UnsupportedError for
     images that `vision` does not take.
     """
     source = open_source_of(data, split)
-    if reading != "samples":
+    if reading in ("preferences", "rewards"):
         source = gather_rows(data.format, source, data.rating)
     reader = ColumnReader({**dict.fromkeys(data.columns, "data.columns names"), **needed})
     wanted = _select_split_rows(data, source, split, seed)
     cache = TokenCache.of(data.cache)
     images = _image_settings(vision, source)
-    key = cache_key(source.digest, np.packbits(wanted).tobytes(), tokenizer, data, reader.needed, images, reading=reading)
+    rows = np.packbits(wanted).tobytes()
+    key = cache_key(source.digest, rows, tokenizer, data, reader.needed, images, reading=reading, step_separator=step_separator)
     label = f"tokenizing {'training' if split == 'train' else 'evaluation'} data"
     table = cache.read(key, lambda table: _are_images_unchanged(table, source))
     cached = table is not None
     if table is None:
-        table = cache.write(key, TableFilling(source, wanted, data, reader, tokenizer, vision, label, progress, reading))
+        filling = TableFilling(source, wanted, data, reader, tokenizer, vision, label, progress, reading, step_separator)
+        table = cache.write(key, filling)
     counts = evolve(DataCounts(**table.info["counts"]), from_cache=cached)
     if not counts.samples:
         raise DataError(

@@ -23,6 +23,7 @@ from skyrl_engine.model_facts.json_file import read_object
 from skyrl_engine.model_facts.weight_files import safetensors_header, weight_files
 from skyrl_engine.modeling.loading import build_causal_lm
 from skyrl_engine.modeling.unpickling import UNREADABLE, failure, load_pickled
+from skyrl_engine.modeling.value_head import NAME as HEAD
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +68,8 @@ def complete_export(directory: Path, spec: ModelConfig, names: Iterable[str]) ->
     here = source_tensors(spec)
     # where the source is gone, what was written tells the class
     places = _Places.of(spec if here else evolve(spec, path=str(directory), revision=None))
-    unused = places.find_unused(names)
+    # a head of values is no part of that class, and it was trained, or a reward model has no bias
+    unused = [name for name in places.find_unused(names) if not (spec.value_head and name.startswith(f"{HEAD}."))]
     if not unused:
         return []
     if absent := [name for name in unused if name not in here]:

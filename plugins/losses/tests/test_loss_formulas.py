@@ -48,7 +48,18 @@ def batches(draw: st.DrawFn) -> Batch:
 
 def test_every_loss_has_an_oracle() -> None:
     """Those of preferences, reward models and distillation have theirs in files of their own."""
-    elsewhere = {"bradley_terry", "cpo", "divergence", "dpo", "kto", "orpo", "simpo", "teacher_kl", "top_k_divergence"}
+    elsewhere = {
+        "bradley_terry",
+        "step_cross_entropy",
+        "cpo",
+        "divergence",
+        "dpo",
+        "kto",
+        "orpo",
+        "simpo",
+        "teacher_kl",
+        "top_k_divergence",
+    }
     assert {case.name for case in CASES} | elsewhere == {
         name for name in plugin.__all__ if hasattr(getattr(plugin, name), "skyrl_engine_make_loss")
     }

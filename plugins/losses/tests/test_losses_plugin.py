@@ -48,6 +48,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "orpo": ("logprobs", "sample:role"),
     "kto": ("logprobs", "ref_logprobs", "kl_baseline", "sample:role"),
     "bradley_terry": ("values", "sample:role"),
+    "step_cross_entropy": ("values", "step_label"),
     "top_k_divergence": ("logprobs_at:teacher_ids", "teacher_logprobs[k]"),
     "teacher_kl": ("logprobs", "teacher_logprobs"),
     "divergence": ("divergence:forward:0.5:1.0", "top_1_agreement"),
@@ -55,7 +56,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
 PREFERENCES = {"dpo", "simpo", "cpo", "orpo", "kto", "bradley_terry"}
 NOT_HOMOGENEOUS = PREFERENCES | {
     *("cross_entropy", "clip_cov", "kl_cov", "dro", "value_clip", "kl", "entropy", "label_smoothing", "z_loss"),
-    *("top_k_divergence", "teacher_kl", "divergence"),
+    *("top_k_divergence", "teacher_kl", "divergence", "step_cross_entropy"),
 }
 
 

@@ -46,6 +46,7 @@ def batch(seed: int, dtype: torch.dtype = torch.float64) -> LossTokens:
         "log_sum_squares": (torch.rand(count, generator=draw, dtype=torch.float64) * -2).to(dtype).requires_grad_(),
         "values": torch.randn(count, generator=draw, dtype=torch.float64).to(dtype).requires_grad_(),
         "margin": MARGINS.to(dtype)[index],
+        "step_label": torch.randint(0, 2, (count,), generator=draw).to(dtype),
     }
     return LossTokens(needs, sequences, torch.Generator, Pairs.of(sequences))
 
@@ -300,6 +301,25 @@ def test_bradley_terry_has_the_published_value_and_gradient(config: BradleyTerry
             "rewards/max": max(map(max, pairs)),
         }
     )
+
+
+def test_step_cross_entropy_is_that_of_a_classifier_with_two_labels() -> None:
+    """Torch's own cross entropy of the logits (0, v), value and gradient; a label is its column's, 1 for a right step."""
+    tokens = batch(11)
+    labels = tokens.step_label.long()
+    output = run("step_cross_entropy", None, tokens)
+    own = tokens.values.detach().clone().requires_grad_()
+    logits = torch.stack([torch.zeros_like(own), own], dim=1)
+    expected = torch.nn.functional.cross_entropy(logits, labels, reduction="none")
+    torch.testing.assert_close(output.token_loss, expected, rtol=1e-12, atol=1e-12)
+    weights = torch.linspace(0.1, 1.7, len(own), dtype=torch.float64)
+    (got,) = torch.autograd.grad((weights * output.token_loss).sum(), tokens.values)
+    (wanted,) = torch.autograd.grad((weights * expected).sum(), own)
+    torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
+    metrics = {name: metric.result for name, metric in output.metrics.items()}
+    assert metrics["steps/accuracy"] == pytest.approx(((own > 0) == (labels > 0)).double().mean().item())
+    assert metrics["steps/right"] == pytest.approx(labels.double().mean().item())
+    assert metrics["steps/probability"] == pytest.approx(own.sigmoid().mean().item())
 
 
 def test_a_shift_of_all_rewards_changes_nothing_but_the_centering() -> None:

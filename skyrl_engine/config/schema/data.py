@@ -23,6 +23,7 @@ KnownFormat = Literal[
     "unpaired_preference",
     "ratings",
     "comparison",
+    "stepwise",
 ]
 """The names of the formats: each has a row in `data/sources/formats.py`."""
 

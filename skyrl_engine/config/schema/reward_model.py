@@ -1,8 +1,11 @@
 """Tables of reward models: `[reward_model]`, to train one, and `[[rl.reward_models]]`, to have some reward attempts."""
 
-from attrs import field, frozen
-from attrs.validators import lt, matches_re, min_len, optional
+from typing import Literal
 
+from attrs import field, frozen
+from attrs.validators import in_, lt, matches_re, min_len, optional
+
+from skyrl_engine.config.schema.metadata import READ_BY
 from skyrl_engine.contracts.values.model import PLACE
 
 
@@ -12,6 +15,13 @@ class RewardModelConfig:
 
     preset: str = "bradley_terry"
     """A published recipe by name; every key of the configuration wins over it. `none` takes the engine's defaults."""
+
+    labels: Literal["answers", "steps"] = field(default="answers", validator=in_(("answers", "steps")))
+    """Content of the data: `answers` are pairs of a chosen and a rejected one; `steps` are those of one answer, each right or wrong, which a
+    process reward model learns."""
+
+    step_separator: str = field(default="\n", validator=min_len(1), metadata={READ_BY: ("labels", ("steps",))})
+    """Text after each step, the last one too. A step's value is read where the model has read the separator."""
 
 
 @frozen

@@ -35,16 +35,18 @@ from skyrl_engine.data.sources.ratings import (
 )
 from skyrl_engine.data.sources.ready_tokens import PROMPT_COLUMNS, RESPONSE_COLUMNS, Tokens, rollout_of, tokens_of
 from skyrl_engine.data.sources.rows import Row, Source, join_names, kind_of
+from skyrl_engine.data.sources.steps import STEPS, Steps, steps_of
 from skyrl_engine.data.text.messages import Conversation, conversation_of, image_columns, messages_of
 from skyrl_engine.data.text.plain import PlainText
 from skyrl_engine.errors import ColumnError, DataError
 
-Example = Conversation | PlainText | Tokens
+Example = Conversation | PlainText | Tokens | Steps
 Gives = Literal["sample", "pair", "judged answer"]
 """Content of a row: one sample, a chosen and a rejected one, or one answer with a label. The samples of the last two have roles."""
 
-Reading = Literal["samples", "preferences", "rewards"]
-"""A way to read rows: as samples, as preferences, or as preferences whose whole texts a reward model gives one number each."""
+Reading = Literal["samples", "preferences", "rewards", "steps"]
+"""A way to read rows: as samples, as preferences, as preferences whose whole texts a reward model gives one number each, or as answers of
+several steps, each of which it gives one."""
 
 Columns = tuple[tuple[str, ...], ...]
 """Groups of columns, of each of which a row has one."""
@@ -246,6 +248,13 @@ FORMATS: Final[dict[KnownFormat, Format]] = {
             needs=(*COMPARED, PREFERRED),
             further=("prompt", "context", HISTORY),
         ),
+        Format(
+            "stepwise",
+            "sample",
+            _read_sample_by_template(steps_of),
+            needs=tuple((name,) for name in STEPS),
+            further=(*PROMPTS, *SYSTEM),
+        ),
     )
 }
 """The formats by name, in the order in which they are tried, so that a row which one of them describes keeps its meaning."""
@@ -268,21 +277,28 @@ def gather_rows(wanted: DataFormat, source: Source, rating: str | None) -> Sourc
     return source
 
 
-_STEPS: Final = ("completions", "labels")
-"""Columns of stepwise supervision (process reward models), as TRL and axolotl have it."""
-
-
-def detect(wanted: DataFormat, first: Row, *, preferences: bool = False) -> KnownFormat:
-    """Return the format of a dataset whose first row is `first`; where `preferences` are wanted, one of theirs, or ready tokens with roles.
+def detect(wanted: DataFormat, first: Row, *, reading: Reading = "samples") -> KnownFormat:
+    """Return the format of a dataset whose first row is `first`; where preferences are read, one of theirs, or ready tokens with roles.
 
     Raises DataError naming the columns it has and those that are needed.
     """
     have = list(first.values)
-    if all(name in have for name in _STEPS) and "human_ref_A" not in have:
-        raise DataError(
-            f"{first.name} is of stepwise supervision: it has a label for each of its {_STEPS[0]}, and no trainer learns from single steps",
-            remedy="Judge whole answers: store prompt, completion and one label a row",
+    if reading == "steps":
+        if wanted in ("auto", "stepwise") and FORMATS["stepwise"].fits(have):
+            return "stepwise"
+        raise ColumnError(
+            f"right and wrong steps are to be learned, and the dataset has the columns {join_names(have)}",
+            remedy="Store prompt, completions and labels: the steps of an answer, and true or false for each",
+            key=KEY,
         )
+    if wanted == "stepwise" or (all(name in have for name in STEPS) and "human_ref_A" not in have):
+        raise DataError(
+            f"{first.name} is of stepwise supervision: it has a label for each of its {STEPS[0]}, and only process reward models learn from "
+            "single steps",
+            remedy='Set trainer = "reward_model" and reward_model.preset = "steps", or judge whole answers: store prompt, completion and one '
+            "label a row",
+        )
+    preferences = reading != "samples"
     if preferences and wanted == "auto":
         with_roles = [row for row in FORMATS.values() if row.has_roles]
         for row in (*with_roles, *(row for row in FORMATS.values() if row.of_tokens and ROLE in have)):

@@ -32,6 +32,7 @@ def cache_key(
     images: Sequence[str] = (),
     *,
     reading: Reading = "samples",
+    step_separator: str = "\n",
 ) -> str:
     """Return sha256 over everything that the file depends on: content, chosen rows, tokenizer, chat template, settings, the names of
     the columns that are read in addition to the tokens, what decides the tokens of `images`, how rows are read, and the code itself.
@@ -48,7 +49,9 @@ def cache_key(
         data.rating,
         data.template,
     ]
-    settings = json.dumps([*read, *images, *([] if reading == "samples" else [reading])])
+    settings = json.dumps(
+        [*read, *images, *([] if reading == "samples" else [reading]), *([step_separator] if reading == "steps" else [])]
+    )
     for piece in (content.encode(), rows, _tokenizer_identity(tokenizer).encode(), settings.encode(), code_identity().encode()):
         digest.update(len(piece).to_bytes(8, "little") + piece)
     return digest.hexdigest()

@@ -26,16 +26,20 @@ from skyrl_engine.data.sources.formats import (
 from skyrl_engine.data.sources.preferences import HALVES
 from skyrl_engine.data.sources.ready_tokens import Tokens
 from skyrl_engine.data.sources.rows import BoolArray, Row, Source, WatchedColumns
+from skyrl_engine.data.sources.steps import Steps
 from skyrl_engine.data.table.sample_columns import GROUP, UNIT, Carried, ColumnReader, IdReader, apply_row_weight
 from skyrl_engine.data.table.token_table import TokenTableWriter
 from skyrl_engine.data.text.messages import Conversation
 from skyrl_engine.data.text.plain import PlainText
-from skyrl_engine.data.text.reward_token import append_reward_token
+from skyrl_engine.data.text.reward_token import append_reward_token, read_after_steps
 from skyrl_engine.data.text.template_rule import Kind, Rendering, uses_template
 from skyrl_engine.data.text.tokenization import SampleTokenizer, TokenizedSample
 from skyrl_engine.errors import DataError
 
 Progress = Callable[[str, int, int], None]
+
+STEP_LABEL = "step_label"
+"""Column of rows of steps: 1 at the token that carries a right step's loss, 0 elsewhere."""
 
 PROMPT = "prompt_number"
 """Name of the sample value that is equal for samples of preferences with one prompt; rows of tokens have none."""
@@ -56,6 +60,7 @@ class TableFilling:
     label: str
     progress: Progress | None
     reading: Reading = "samples"
+    step_separator: str = "\n"
 
     def __call__(self, table: TokenTableWriter) -> dict[str, Any]:
         """Write the kept samples to `table`; return counts, format, rendering, the number of rows with each column that was not read, a
@@ -65,8 +70,13 @@ class TableFilling:
         counts: Counter[str] = Counter()
         kind: KnownFormat | None = None
         ids: IdReader | None = None
-        reader, rewards = self.reader, self.reading == "rewards"
-        encode = SampleTokenizer(self.tokenizer, loss_on=self.data.loss_on, preferences=self.reading != "samples")
+        reader, rewards = self.reader, self.reading in ("rewards", "steps")
+        encode = SampleTokenizer(
+            self.tokenizer,
+            loss_on=self.data.loss_on,
+            preferences=self.reading in ("preferences", "rewards"),
+            step_separator=self.step_separator,
+        )
         ends = _ends(self.tokenizer)
         images = ImageInspection(self.vision, self.data.bad_images)
         units = _Units()
@@ -76,7 +86,7 @@ class TableFilling:
         reachable: set[int] = set()
         for batch in _batches(_watch_rows(self.source.rows(self.wanted))):
             if kind is None:
-                kind = detect(self.data.format, batch[0], preferences=self.reading != "samples")
+                kind = detect(self.data.format, batch[0], reading=self.reading)
                 reader = self._reader(kind)
             ids = ids or IdReader(batch[0])
             for row, members in self._samples(batch, kind, encode, images):
@@ -117,9 +127,13 @@ class TableFilling:
                     # a text that is no answer to anything begins so by its nature
                     unprompted = isinstance(example, PlainText) and FORMATS[kind].is_answer and not rewards and bool(whole.loss[0])
                     unended = ends is not None and not rewards and not isinstance(example, Tokens) and _last(whole) not in ends
-                    if rewards:
+                    if self.reading == "steps":
+                        sample = read_after_steps(sample, self.tokenizer.pad_token_id)
+                    elif rewards:
                         sample = append_reward_token(sample, self.tokenizer.pad_token_id)
                     read = reader(row, sample if rewards else whole, sample)
+                    if sample.step_labels is not None:
+                        read = {**read, STEP_LABEL: sample.step_labels[int(np.argmax(sample.loss)) :]}
                     table.append(sample, Carried(read, named, {**reader.values(row), **own}))
                     units.take(
                         named, _Taken(_count_sample(sample, cut=cut, unprompted=unprompted, unended=unended), _files(example))
@@ -146,10 +160,9 @@ class TableFilling:
         }
 
     def _reader(self, kind: KnownFormat) -> ColumnReader:
-        """Return what reads further columns: rows of preferences say the role of a sample in their own way."""
-        if not FORMATS[kind].has_roles:
-            return self.reader
-        return ColumnReader({need: asker for need, asker in self.reader.needed.items() if need != ROLE_NEED})
+        """Return what reads further columns: rows of preferences say the role of a sample in their own way, and rows of steps their labels."""
+        own = ROLE_NEED if FORMATS[kind].has_roles else STEP_LABEL if kind == "stepwise" else None
+        return ColumnReader({need: asker for need, asker in self.reader.needed.items() if need != own})
 
     def _rendering(self, kinds: AbstractSet[Kind]) -> Rendering:
         """Describe how the rows became tokens; the rows of one dataset become them in one way."""
@@ -180,7 +193,8 @@ class TableFilling:
         """Return the examples of a row with their roles. Raises DataError for messages where no chat template is to write anything."""
         has_template = uses_template(self.tokenizer, self.data.template)
         examples = to_examples(row, kind, has_template=has_template, rating=self.data.rating)
-        if self.data.template == "none" and any(isinstance(example, Conversation) for example, _ in examples):
+        prompts = [example.prompt if isinstance(example, Steps) else example for example, _ in examples]
+        if self.data.template == "none" and any(isinstance(prompt, Conversation) for prompt in prompts):
             raise DataError(
                 f'{row.name} holds messages, which a chat template writes, and data.template is "none"',
                 remedy="Remove data.template, or store prompt and answer as texts",
@@ -194,6 +208,8 @@ def _watch_rows(rows: Iterator[Row]) -> Iterator[Row]:
 
 
 def _kind(example: Example | None) -> Kind:
+    if isinstance(example, Steps):
+        return _kind(example.prompt)
     return "raw" if isinstance(example, PlainText) else "chat" if isinstance(example, Conversation) else "tokens"
 
 

@@ -33,3 +33,12 @@ def append_reward_token(sample: TokenizedSample, pad_token_id: int) -> Tokenized
     weights = np.zeros(len(ids), dtype=np.float32)
     weights[-1] = sample.weights[np.flatnonzero(sample.weights)[-1]]
     return extended.with_weights(weights)
+
+
+def read_after_steps(sample: TokenizedSample, pad_token_id: int) -> TokenizedSample:
+    """Return the sample with one more token, and with its loss and labels at the token after each that had them: where their values are."""
+    assert sample.step_labels is not None, "the sample has steps"
+    loss = np.concatenate([np.zeros(1, dtype=np.bool_), sample.loss])
+    labels = np.concatenate([np.zeros(1, dtype=np.float32), sample.step_labels[: len(sample.loss)]])
+    ids = np.append(sample.input_ids, np.int32(pad_token_id)).astype(np.int32)
+    return evolve(sample, input_ids=ids, loss=loss, weights=None, step_labels=labels)

@@ -11,6 +11,7 @@ from skyrl_engine.contracts.values.ragged import AnyArray
 from skyrl_engine.data.images.processor import MeasuredImage
 from skyrl_engine.data.sources.formats import Example
 from skyrl_engine.data.sources.ready_tokens import Tokens
+from skyrl_engine.data.sources.steps import Steps
 from skyrl_engine.data.text.chat import ChatTemplate
 from skyrl_engine.data.text.messages import Conversation
 from skyrl_engine.data.text.plain import PlainText
@@ -26,7 +27,8 @@ class TokenizedSample:
     `weights` float32[T] are those of the loss, 0 where there is none; None where all are 1.
     `response` is the number of tokens at the end that are the response, where the row holds tokens and says so. `images` have their
     tokens in the text already, `image_tokens` in all. `removed_reasoning` says that the chat template left out reasoning of earlier turns.
-    `prompt` is the text before the first span that carries loss, empty where the row holds tokens.
+    `prompt` is the text before the first span that carries loss, empty where the row holds tokens. `step_labels` float32[T] are 1 at the last
+    token after a right step and 0 elsewhere, where the row holds steps; its loss is at the last token after each step.
     """
 
     number: int
@@ -40,6 +42,7 @@ class TokenizedSample:
     removed_reasoning: bool = False
     weights: AnyArray | None = None
     prompt: str = ""
+    step_labels: AnyArray | None = None
 
     def with_weights(self, weights: AnyArray) -> "TokenizedSample":
         """Return the sample with these weights, float32[T]."""
@@ -76,17 +79,18 @@ class SampleTokenizer:
     have the same prompt where only one answer merges with the prompt's end. Tokenizers without character offsets never merge there.
     """
 
-    def __init__(self, tokenizer: Any, *, loss_on: LossOn, preferences: bool = False) -> None:
+    def __init__(self, tokenizer: Any, *, loss_on: LossOn, preferences: bool = False, step_separator: str = "\n") -> None:
         self._tokenizer = tokenizer
         self._loss_on = loss_on
         self._preferences = preferences
+        self._step_separator = step_separator
         self._template = ChatTemplate(tokenizer)
         self._leading: AnyArray = leading_special_tokens(tokenizer)
 
     def __call__(self, examples: Iterable[tuple[int, str, Example]]) -> list[TokenizedSample]:
         """Return one sample per (number, name, example), in order. Raises DataError naming it, ModelError for a missing chat template."""
         items = list(examples)
-        texts = [None if isinstance(example, Tokens) else self._text(example, name) for _, name, example in items]
+        texts = [None if isinstance(example, Tokens | Steps) else self._text(example, name) for _, name, example in items]
         rendered = [(number, text) for (number, *_), text in zip(items, texts, strict=True) if text is not None]
         tokenized = self._encode([text for _, text in rendered])
         encoded = iter(self._with_shared_prompts(rendered, tokenized) if self._preferences else tokenized)
@@ -94,6 +98,9 @@ class SampleTokenizer:
         for (number, name, example), text in zip(items, texts, strict=True):
             if isinstance(example, Tokens):
                 samples.append(TokenizedSample(number, name, example.input_ids, example.loss, response=example.response))
+                continue
+            if isinstance(example, Steps):
+                samples.append(self._encode_steps(number, name, example))
                 continue
             assert text is not None
             ids, weights, boundary = next(encoded)
@@ -160,6 +167,38 @@ class SampleTokenizer:
                 weights[start:first] = text.weights[0]
             together.append((ids, weights, boundary))
         return together
+
+    def _encode_steps(self, number: int, name: str, example: Steps) -> TokenizedSample:
+        """Tokenize prompt, steps and separators each by itself, as TRL does, so that a separator's tokens are the same after every step."""
+        before = example.prompt
+        if isinstance(before, Conversation):
+            prompt = self._ids_of(self._template.prompt(before, name=name), name)
+        else:
+            prompt = np.concatenate([self._leading, self._ids_of(before.text, name)])
+        texts = [self._ids_of(step, name) for step in example.steps]
+        return self.lay_out_steps(number, name, prompt, texts, example.labels)
+
+    def lay_out_steps(
+        self, number: int, name: str, prompt: AnyArray, steps: Sequence[AnyArray], labels: Sequence[bool]
+    ) -> TokenizedSample:
+        """Return a sample of a prompt's tokens, and those of its steps with a separator after each."""
+        separator = self._ids_of(self._step_separator, name)
+        pieces = [prompt, *(np.concatenate([step, separator]) for step in steps)]
+        lasts = np.cumsum([len(piece) for piece in pieces])[1:] - 1
+        ids = np.concatenate(pieces).astype(np.int32)
+        loss = np.zeros(len(ids), dtype=np.bool_)
+        step_labels = np.zeros(len(ids), dtype=np.float32)
+        loss[lasts] = True
+        step_labels[lasts] = np.asarray(labels, dtype=np.float32)
+        return TokenizedSample(number, name, ids, loss, step_labels=step_labels)
+
+    def _ids_of(self, text: str, name: str) -> AnyArray:
+        ids = (
+            self._tokenizer(encodable(text, name), add_special_tokens=False, truncation=False, verbose=False)["input_ids"]
+            if text
+            else []
+        )
+        return np.asarray(ids, dtype=np.int32)
 
     def _encode_in_pieces(self, text: _Text) -> tuple[AnyArray, AnyArray, int]:
         """Tokenize each stretch inside or outside a span by itself, for tokenizers that report no character offsets."""

@@ -4,6 +4,7 @@ import logging
 
 from skyrl_engine.config import ResolvedConfig
 from skyrl_engine.contracts.kinds.needs import ROLE_NEED, model_score
+from skyrl_engine.data.table.filling import STEP_LABEL
 from skyrl_engine.engine.model_files import ModelFiles
 from skyrl_engine.errors import ConfigError, Problem, UnsupportedError
 from skyrl_engine.training.sft.checks import DataDraft
@@ -19,14 +20,17 @@ def prepare(resolved: ResolvedConfig, progress: DataProgress | None = None) -> P
     Raises what preparing a run over a dataset raises; ConfigError for a model without a reward model's head, and UnsupportedError for a loss of
     something else than rewards, and for a model that transformers has no sequence classifier for.
     """
+    table = resolved.config.reward_model
     run = prepare_data(
         resolved,
         progress,
-        reading="rewards",
+        reading="steps" if table.labels == "steps" else "rewards",
+        step_separator=table.step_separator,
         before_building=(_check_classifier,),
         after_building=(_refuse_no_rewards,),
     )
-    _warn_of_padding(run.files)
+    if table.labels == "answers":
+        _warn_of_padding(run.files)
     return run
 
 
@@ -41,7 +45,7 @@ def _check_classifier(resolved: ResolvedConfig) -> None:
                 Problem(
                     "model.classifier",
                     "is false, and a reward model is a classifier with one label",
-                    'Set model.value_head = true and model.classifier = true, or reward_model.preset = "bradley_terry"',
+                    'Set model.value_head = true and model.classifier = true, or reward_model.preset = "bradley_terry" or "steps"',
                 )
             ]
         )
@@ -58,6 +62,14 @@ def _refuse_no_rewards(draft: DataDraft) -> None:
                 f"{label} reads {unsupported_need!r} of the model, and a reward model has nothing but values",
                 remedy='Set loss.use = "bradley_terry", or train on answers: trainer = "preference"',
             )
+    of_steps = draft.resolved.config.reward_model.labels == "steps"
+    if of_steps and not any(STEP_LABEL in part.product.needs for part in objective.losses):
+        raise UnsupportedError(
+            f"{objective.main.label} does not tell right from wrong steps, so it would value both alike",
+            remedy='Set loss.use = "step_cross_entropy", or reward_model.labels = "answers"',
+        )
+    if of_steps:
+        return
     if not any(ROLE_NEED in part.product.needs or part.on is not None for part in objective.losses):
         raise UnsupportedError(
             f"{objective.main.label} does not tell chosen from rejected answers, so it would value both alike",

@@ -30,7 +30,8 @@ def run_reward_model(
 
     def start(resolved: ResolvedConfig) -> Start:
         prepared = prepare(resolved, progress)
-        return Start(prepared, lambda place: RewardModelTrainer(prepared, place.engine, place.position, place.data))
+        trainer = StepRewardTrainer if resolved.config.reward_model.labels == "steps" else RewardModelTrainer
+        return Start(prepared, lambda place: trainer(prepared, place.engine, place.position, place.data))
 
     return train_on_data(resolved, start, observers=observers, resume=resume, progress=progress)
 
@@ -41,3 +42,10 @@ class RewardModelTrainer(SftTrainer):
 
     name: ClassVar[str] = "reward_model"
     mean_over: ClassVar[Literal["tokens", "sequences"]] = "sequences"
+
+
+@define(eq=False)
+class StepRewardTrainer(RewardModelTrainer):
+    """The steps of a process reward model's run, whose loss is a mean over the steps of answers."""
+
+    mean_over: ClassVar[Literal["tokens", "sequences"]] = "tokens"

@@ -88,14 +88,16 @@ def prepare(
     progress: DataProgress | None = None,
     *,
     reading: Reading = "samples",
+    step_separator: str = "\n",
     computed: AbstractSet[str] = frozenset(),
     before_building: Sequence[ConfigCheck] = (),
     after_building: Sequence[DraftCheck] = (),
 ) -> PreparedRun:
     """Load the data, make the controller's plugins, and refuse what cannot work. Starts nothing and writes nothing but the token cache.
 
-    `reading` says how rows are read. `computed` are columns that the trainer computes, so that the data need not have them.
-    `before_building` and `after_building` are the trainer's own checks, in their order. Whatever is found is raised at once.
+    `reading` says how rows are read, and `step_separator` what stands after each step of an answer. `computed` are columns that the trainer
+    computes, so that the data need not have them. `before_building` and `after_building` are the trainer's own checks, in their order. Whatever
+    is found is raised at once.
     """
     choices, refusals = Choices(resolved), Refusals()
     choices.choose_dtype()
@@ -129,6 +131,7 @@ def prepare(
         needed={need: asker for need, asker in collect_needed_columns(assembly.needs).items() if need not in computed},
         progress=progress,
         reading=reading,
+        step_separator=step_separator,
     )
     loaded: dict[Split, TokenizedDataset] = {}
     for split in splits:
@@ -154,7 +157,7 @@ def prepare(
     with refusals.collect():
         order = _order_of(resolved, train, evaluation)
         choices.resolved = resolved
-        assembly = _choose_layout(choices, assembly, files, laid_out, order, pairs=reading != "samples")
+        assembly = _choose_layout(choices, assembly, files, laid_out, order, pairs=reading in ("preferences", "rewards"))
         resolved = choices.resolved
         first_batch = plan_first_batch(resolved, assembly, loaded, order)
         for columns in laid_out[len(datasets) :]:

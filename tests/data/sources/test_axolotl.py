@@ -100,7 +100,7 @@ TYPES = (
         "stepwise_supervised",
         {"prompt": "hi", "completions": ["a"], "labels": [True]},
         given=None,
-        note="no trainer trains on single steps",
+        note="`reward_model.preset=steps` of trainer `reward_model` trains on single steps",
     ),
     pair("chatml.argilla", "be kind", "hi", system="be kind", instruction="hi", chosen_response="good", rejected_response="bad"),
     pair("chatml.argilla_chat, chat_template.argilla_chat", chosen=[USER, GOOD], rejected=[USER, BAD]),

@@ -368,7 +368,9 @@ def test_steps_that_are_judged_one_by_one_are_refused_by_name(load: Load) -> Non
     """TRL's and axolotl's stepwise supervision."""
     row = {"prompt": "hi", "completions": ["a", "b"], "labels": [True, False]}
     for reading in ("samples", "preferences"):
-        with pytest.raises(DataError, match="stepwise supervision"):
+        with pytest.raises(
+            DataError, match=r"stepwise supervision.* Set trainer = .reward_model. and reward_model\.preset = .steps."
+        ):
             load([row], reading)
 
 

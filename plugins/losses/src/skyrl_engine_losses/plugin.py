@@ -17,7 +17,7 @@ from skyrl_engine_losses.off_policy import dro, importance_sampling
 from skyrl_engine_losses.policy_gradient import cispo, reinforce, rollout_is, vespo
 from skyrl_engine_losses.preference import cpo, dpo, kto, orpo, simpo
 from skyrl_engine_losses.regularizers import entropy, kl, z_loss
-from skyrl_engine_losses.reward_model import bradley_terry
+from skyrl_engine_losses.reward_model import bradley_terry, step_cross_entropy
 from skyrl_engine_losses.sequence_level import gmpo, gspo
 from skyrl_engine_losses.trust_region import dppo, sapo
 
@@ -49,6 +49,7 @@ __all__ = [
     "sapo",
     "sequence_mask",
     "simpo",
+    "step_cross_entropy",
     "teacher_kl",
     "tis",
     "token_mask",

@@ -1,4 +1,4 @@
-"""The loss of reward models, which learn one number for an answer from pairs of a chosen and a rejected one."""
+"""Losses of reward models: one number for an answer, from pairs of a chosen and a rejected one, and one for each step of an answer."""
 
 from attrs import field, frozen
 from attrs.validators import ge
@@ -52,3 +52,24 @@ def bradley_terry(tokens: LossTokens, config: BradleyTerryConfig) -> LossOutput:
             "rewards/max": Metric.max(chosen.maximum(rejected).max().item()),
         }
     return LossOutput(tokens.pairs.broadcast(values), metrics)
+
+
+@loss(needs=("values", "step_label"))
+def step_cross_entropy(tokens: LossTokens, _config: None) -> LossOutput:
+    """-log p(y), [n], of the label y of a step, with p(right) = sigmoid(v) of the value v after it.
+
+    The cross entropy of a token classifier with two labels whose logits differ by v. Uesato et al. 2022, arXiv:2211.14275; Lightman et al.
+    2023, arXiv:2305.20050.
+    """
+    right = tokens.step_label > 0
+    values = tokens.values
+    losses = softplus(values) * (~right) + softplus(-values) * right
+    said = values.detach()
+    count = len(said)
+    hits = ((said > 0) == right).to(said.dtype)
+    metrics = {
+        "steps/accuracy": Metric.mean(hits.sum().item(), count),
+        "steps/right": Metric.mean(right.to(said.dtype).sum().item(), count),
+        "steps/probability": Metric.mean(said.sigmoid().sum().item(), count),
+    }
+    return LossOutput(losses, metrics)
