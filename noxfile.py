@@ -223,6 +223,7 @@ def peers(session: nox.Session) -> None:
         session.run(PEERS.python, f"tests/benchmarks/{script}")
     session.run(PEERS.python, "tests/proof/templates_of_trl.py", env=OFFLINE)
     session.run(PEERS.python, "tests/proof/preferences_of_trl.py", env=OFFLINE)
+    session.run(PEERS.python, "tests/proof/gold_of_trl.py", env=OFFLINE)
     session.run(PEERS.python, "tests/proof/reinforcement_of_trl.py", env=OFFLINE)
     for script in ("losses_of_verl.py", "migration_rows.py"):
         session.run(PEERS.python, f"tests/proof/{script}", env={**OFFLINE, "PYTHONPATH": beside(session, *VERL)})

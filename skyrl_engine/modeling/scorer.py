@@ -9,6 +9,7 @@ from skyrl_engine.contracts.kinds.needs import DIVERGENCE, LOGPROBS_AT, TOP_1_AG
 from skyrl_engine.contracts.values.plan import RowKind
 from skyrl_engine.errors import ModelError, UnsupportedError
 from skyrl_engine.model_facts.thresholds import refuse_longer_rows
+from skyrl_engine.modeling.aligned_divergence import AlignedStates
 from skyrl_engine.modeling.attention_kernel import takes_one_row
 from skyrl_engine.modeling.causal_lm import CausalLanguageModelParts
 from skyrl_engine.modeling.chunked_head import VOCABULARY_SCORES, ChunkedHead, RequestedScores, asks_a_head
@@ -101,7 +102,11 @@ class Scorer(nn.Module):
             if asks_a_teacher(needs):
                 assert teacher is not None, "a comparison is asked of a model that nobody teaches"
                 compared = {"teacher": teacher.with_one_position()}
-            scores.update(requested.name_values(self.head(chosen_NH, requested.tokens, temperature, requested.scores, **compared)))
+            if isinstance(aligned := compared.get("teacher"), AlignedStates):
+                scores.update(aligned.compare(self.head, chosen_NH, requested, temperature))
+            else:
+                values = self.head(chosen_NH, requested.tokens, temperature, requested.scores, **compared)
+                scores.update(requested.name_values(values))
         if "values" in needs:
             assert self.value_head is not None, "values are asked of a model without a value head"
             # cloned, here and below, because FSDP2 warns if the root returns a view

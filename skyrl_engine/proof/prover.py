@@ -7,7 +7,7 @@ import numpy as np
 from attrs import define, frozen
 
 from skyrl_engine.config import ResolvedConfig
-from skyrl_engine.contracts.kinds.needs import ROLE_NEED, asks_a_teacher
+from skyrl_engine.contracts.kinds.needs import ROLE_NEED, asks_a_teacher, is_aligned
 from skyrl_engine.contracts.kinds.reducer import Reducer
 from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.model import ComputeDtype
@@ -63,6 +63,11 @@ class Prover:
             check_reducer(term.label, term.product, first.plugins["reducer"].loaded.record.name)
         reducer: Reducer = first.plugins["reducer"].make(CONTEXT)
         columns = make_rollouts((*parts.reads, *getattr(reducer, "needs", ())))
+        if any(map(is_aligned, parts.scores)):
+            raise UnsupportedError(
+                f"{parts.main.label} aligns the texts of two tokenizers, and the recorded rollouts are tokens without a text",
+                remedy="Prove another loss; tests/training/sft/test_other_tokenizer.py compares this one with its definition",
+            )
         model = PlainModel.load(self.ranks.model.path, value_head=self.ranks.model.value_head)
         teacher = None
         if asks_a_teacher(parts.scores):

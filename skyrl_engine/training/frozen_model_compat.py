@@ -24,19 +24,28 @@ def plan_frozen_model(
     *,
     path: str,
     revision: str | None,
+    own_tokens: bool = False,
 ) -> tuple[FrozenModel, ModelFiles]:
     """Choose the frozen model at `path`, which configuration table `table` names, and read its files; `label` names it in errors.
+
+    `own_tokens` says that it may have a tokenizer of its own.
 
     Raises UnsupportedError for what the backend does not declare and for another tokenizer, ModelError for a model that cannot be used.
     """
     frozen = FrozenModel.choose(
         table, resolved.config.model, assembly.description, table=table, path=path, revision=revision, adapters_off=False
     )
-    return with_own_files(label, table, frozen, trained, assembly.description)
+    return with_own_files(label, table, frozen, trained, assembly.description, own_tokens=own_tokens)
 
 
 def with_own_files(
-    label: str, table: str, frozen: FrozenModel, trained: ModelFiles, description: BackendDescription
+    label: str,
+    table: str,
+    frozen: FrozenModel,
+    trained: ModelFiles,
+    description: BackendDescription,
+    *,
+    own_tokens: bool = False,
 ) -> tuple[FrozenModel, ModelFiles]:
     """Read the files of a frozen model that has a path of its own; its tokenizer is compared with that of the trained model.
 
@@ -47,7 +56,12 @@ def with_own_files(
     model = evolve(frozen.model, tokenizer=None, chat_template=None)
     refuse_unreadable(label, table, model, description)
     model_files = ModelFiles.of(model)
-    if (model.path, model.revision) != (trained.facts.model.path, trained.facts.model.revision):
+    if own_tokens and not model_files.tokenizer.is_fast:
+        raise UnsupportedError(
+            f"the tokenizer of {label} {model.path} does not tell where in a text its tokens stand, by which they are aligned",
+            remedy=f"Set {table}.path to a model with a tokenizer.json",
+        )
+    if not own_tokens and (model.path, model.revision) != (trained.facts.model.path, trained.facts.model.revision):
         _refuse_other_tokens(label, table, model_files, trained)
     return evolve(frozen, model=model), model_files
 

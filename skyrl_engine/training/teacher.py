@@ -5,7 +5,7 @@ from typing import Final
 import numpy as np
 
 from skyrl_engine.config import ResolvedConfig
-from skyrl_engine.contracts.kinds.needs import TEACHER_MODEL, asks_a_teacher
+from skyrl_engine.contracts.kinds.needs import TEACHER_MODEL, asks_a_teacher, is_aligned
 from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.outputs import Metric
 from skyrl_engine.engine.assembly import Assembly
@@ -45,17 +45,43 @@ def plan_teacher(
             remedy='Set loss.use = "divergence", add the loss term teacher_kl, set rl.preset = "on_policy_distill" in trainer rl, or remove '
             "teacher.path",
         )
+    own_tokens = any(map(is_aligned, assembly.objective.scores))
+    if own_tokens:
+        _refuse_mixed_tokens(assembly, files, read=read)
     planned, teacher_files = plan_frozen_model(
-        "the teacher", TEACHER_MODEL, resolved, assembly, files, path=table.path, revision=table.revision
+        "the teacher",
+        TEACHER_MODEL,
+        resolved,
+        assembly,
+        files,
+        path=table.path,
+        revision=table.revision,
+        own_tokens=own_tokens,
     )
     positions = teacher_files.facts.extended_length
     if positions is not None and longest > positions:
         raise UnsupportedError(
             f"rows may have up to {longest:,} tokens, and the teacher {table.path} has {positions:,} positions", remedy=shorter
         )
-    if compared:
+    if compared and not own_tokens:
         _refuse_other_width(teacher_files, files)
     return planned
+
+
+def _refuse_mixed_tokens(assembly: Assembly, files: ModelFiles, *, read: bool) -> None:
+    """Refuse, beside a loss that aligns tokens, parts that compare token by token, and tokenizers that do not say where tokens stand."""
+    others = sorted(score for score in assembly.objective.scores if asks_a_teacher((score,)) and not is_aligned(score))
+    if read or others:
+        raise UnsupportedError(
+            f"a loss aligns the teacher's own tokens with the student's, and another part of the run reads {others[0] if others else TEACHER}, "
+            "of equal tokens",
+            remedy="Use the losses uld and gold alone, or those of equal tokens",
+        )
+    if not files.tokenizer.is_fast:
+        raise UnsupportedError(
+            f"the tokenizer of {files.facts.model.path} does not tell where in a text its tokens stand, by which they are aligned",
+            remedy="Use a model with a tokenizer.json",
+        )
 
 
 def _refuse_other_width(files: ModelFiles, trained: ModelFiles) -> None:

@@ -13,6 +13,9 @@ from skyrl_engine.contracts.kinds.backend import Backend, Objective, RankBatch, 
 from skyrl_engine.contracts.kinds.needs import TEACHER_MODEL
 from skyrl_engine.contracts.values.model import ModelConfig
 from skyrl_engine.contracts.values.outputs import RankOutput
+from skyrl_engine.model_facts.facts import ModelFacts
+from skyrl_engine.model_facts.tokenizer import load_tokenizer
+from skyrl_engine.workers.aligned_teacher import AlignedTeacher
 
 
 class ScoringModel(Protocol):
@@ -44,6 +47,8 @@ class FrozenModels:
     def __init__(self, trained: Backend, load: Callable[[ModelConfig], Backend]) -> None:
         self._trained, self._load = trained, load
         self._models: dict[str, ScoringModel] = {}
+        self._configs: dict[str, ModelConfig] = {}
+        self._aligned: AlignedTeacher | None = None
 
     def add(self, name: str, model: ModelConfig | None) -> None:
         """Load a model, in the place of one of its name; None is the trained model without its adapters.
@@ -52,9 +57,12 @@ class FrozenModels:
         """
         if (before := self._models.pop(name, None)) is not None:
             before.close()
+        if name == TEACHER_MODEL:
+            self._aligned = None
         if model is None:
             self._models[name] = WithoutAdapters(self._trained)
             return
+        self._configs[name] = model
         states = random.getstate(), np.random.get_state(), torch.random.get_rng_state()
         self._models[name] = self._load(model)
         random.setstate(states[0])
@@ -69,6 +77,16 @@ class FrozenModels:
     def teacher(self) -> Teaches:
         """The frozen model that a student is distilled from."""
         return cast("Teaches", self._models[TEACHER_MODEL])
+
+    def aligned_teacher(self, student: ModelConfig) -> AlignedTeacher:
+        """Return the teacher as one that reads the texts of a student with this model's tokenizer. Raises ModelError for tokenizers that
+        cannot be loaded.
+        """
+        if self._aligned is None:
+            model = self._configs[TEACHER_MODEL]
+            positions = ModelFacts(model).extended_length
+            self._aligned = AlignedTeacher.of(self.teacher, load_tokenizer(student), load_tokenizer(model), positions)
+        return self._aligned
 
     @property
     def whole_models(self) -> list[ScoringModel]:

@@ -26,7 +26,7 @@ from skyrl_engine.contracts.kinds.backend import (
     as_optim_step,
 )
 from skyrl_engine.contracts.kinds.collator import Collator
-from skyrl_engine.contracts.kinds.needs import asks_a_teacher
+from skyrl_engine.contracts.kinds.needs import asks_a_teacher, is_aligned
 from skyrl_engine.contracts.values.model import ModelConfig
 from skyrl_engine.contracts.values.outputs import Metric, RankOutput, as_rank_output
 from skyrl_engine.contracts.values.returned import describe_returned, require_returned
@@ -41,6 +41,7 @@ from skyrl_engine.registry.bound_plugin import BoundPlugin
 from skyrl_engine.registry.kinds import KINDS
 from skyrl_engine.registry.product import list_missing_members
 from skyrl_engine.spans import Spans
+from skyrl_engine.workers.aligned_teacher import AlignedTeacher
 from skyrl_engine.workers.batch import ShardBatch
 from skyrl_engine.workers.dispatch import Shard
 from skyrl_engine.workers.frozen_models import FrozenModels
@@ -183,8 +184,11 @@ class Worker:
             shard, self._collator, work.tokens, self.spans, first, last, work.labels, work.vocabulary_size
         )
         objective = self._objective(work)
+        aligned: AlignedTeacher | None = None
+        if any(map(is_aligned, objective.needs)):
+            aligned = self.frozen.aligned_teacher(self._model)
         if asks_a_teacher(objective.needs):
-            batch = TaughtBatch(batch, self.frozen.teacher)
+            batch = TaughtBatch(batch, aligned or self.frozen.teacher)
         # those of passes that only score count for the next one that learns, whose metrics are the step's
         seconds = 0.0
         with self.spans("model"):
@@ -196,6 +200,8 @@ class Worker:
         output = as_rank_output(self.backend_label, method, returned)
         if seconds:
             output = evolve(output, metrics={**output.metrics, "compile_seconds": Metric.max(seconds)})
+        if aligned is not None and (counts := aligned.drain_counts())[1]:
+            output = evolve(output, metrics={**output.metrics, "teacher/aligned_share": Metric.mean(*map(float, counts))})
         return RankReply(output, self.spans.drain())
 
     def _objective(self, work: Pass) -> Objective:

@@ -12,12 +12,12 @@ from loss_oracles import sequences_of
 from test_preference_losses import total
 from torch import Tensor
 
-from skyrl_engine.contracts import TOP_1_AGREEMENT, LossOutput, LossTokens, as_loss_output
+from skyrl_engine.contracts import TOP_1_AGREEMENT, AlignedDivergence, LossOutput, LossTokens, as_loss_output
 from skyrl_engine.modeling.causal_lm import LogitRule
 from skyrl_engine.modeling.chunked_head import ChunkedHead, RequestedScores
 from skyrl_engine.modeling.teaching import TeacherStates
 from skyrl_engine_losses import plugin
-from skyrl_engine_losses.distillation import DivergenceConfig, TeacherKlConfig, TopKDivergenceConfig
+from skyrl_engine_losses.distillation import DivergenceConfig, GoldConfig, TeacherKlConfig, TopKDivergenceConfig, UldConfig
 
 VOCABULARY, TOKENS = 7, 5
 
@@ -234,7 +234,28 @@ def test_the_whole_vocabulary_has_the_published_value_and_gradient(form: Any, te
     assert output.metrics["top_1_agreement"].value == int((p.argmax(-1) == q.argmax(-1)).sum())
 
 
+def aligned(name: str, config: UldConfig | GoldConfig) -> LossOutput:
+    """A loss that aligns tokens, of distances as the model gives them: one per token, 0 where no group ends."""
+    distances = torch.tensor([0.0, 0.4, 0.0, 0.1, 0.3], dtype=torch.float64)
+    loss = getattr(plugin, name).skyrl_engine_make_loss(config)
+    assert loss.needs == (config.score.need,)
+    tokens = LossTokens({"divergence": distances}, sequences_of([2, 0, 3]), torch.Generator)
+    output = as_loss_output(name, loss(tokens), TOKENS)
+    assert torch.equal(output.token_loss, distances)
+    return output
+
+
+@pytest.mark.parametrize(("name", "config"), [("uld", UldConfig()), ("gold", GoldConfig(0.3, 1.0, 0.5)), ("gold", GoldConfig())])
+def test_aligned_distances_are_the_loss_and_their_need_says_all_options(name: str, config: UldConfig | GoldConfig) -> None:
+    assert aligned(name, config).metrics["divergence"].result == pytest.approx(0.8 / TOKENS)
+    assert AlignedDivergence.of(config.score.need) == config.score
+    with pytest.raises(ValueError, match="must be given together"):
+        GoldConfig(matched_weight=1.0)
+
+
 METRICS = {
+    "gold": lambda: aligned("gold", GoldConfig()).metrics,
+    "uld": lambda: aligned("uld", UldConfig()).metrics,
     "divergence": lambda: whole(logits(2), DivergenceConfig()).metrics,
     "top_k_divergence": lambda: divergence(logits(2), 3, TopKDivergenceConfig())[0].metrics,
     "teacher_kl": lambda: estimated("k2", -1.0, -1.5).metrics,

@@ -236,7 +236,8 @@ class TeacherConfig:
     """
 
     path: str | None = field(default=None, validator=optional(min_len(1)), metadata={PLACE: "path"})
-    """A Hugging Face directory or hub id, with the tokenizer of the trained model; none: there is no teacher."""
+    """A Hugging Face directory or hub id; none: there is no teacher. It has the tokenizer of the trained model, except with the losses `uld`
+    and `gold`, which align the tokens of both by their text."""
 
     revision: str | None = None
     """Branch, tag or commit of a model on the hub."""

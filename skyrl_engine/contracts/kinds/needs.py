@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from typing import Final, Literal, Self, cast, get_args
 
 from attrs import field, frozen
-from attrs.validators import gt, in_, lt
+from attrs.validators import ge, gt, in_, le, lt, optional
 
 from skyrl_engine.contracts.values.roles import ROLE
 
@@ -63,6 +63,41 @@ class Divergence:
         """Read a need that `need` made."""
         _, kind, beta, temperature = need.split(":")
         return cls(cast("DivergenceKind", kind), float(beta), float(temperature))
+
+
+AlignedKind = Literal["uld", "gold"]
+
+
+@frozen
+class AlignedDivergence:
+    """A distance [n] from a teacher of another tokenizer, at the last token of each group that stands for the same text in both; 0 elsewhere.
+
+    `uld` compares sorted probabilities, `gold` those of equally written tokens by the divergence of GKD with `beta`, and the others sorted
+    (`modeling/aligned_divergence.py` defines both). `matched_weight` and `unmatched_weight` are the weights of `gold`'s two parts; None: the
+    share of the teacher's vocabulary that is written equally, and the rest.
+    """
+
+    kind: AlignedKind = field(default="uld", validator=in_(get_args(AlignedKind)))
+    beta: float = field(default=0.5, validator=[ge(0.0), le(1.0)])
+    matched_weight: float | None = field(default=None, validator=optional([ge(0.0), lt(float("inf"))]))
+    unmatched_weight: float | None = field(default=None, validator=optional([ge(0.0), lt(float("inf"))]))
+
+    @property
+    def need(self) -> str:
+        """The need that asks for it: `divergence:KIND:BETA:MATCHED:UNMATCHED`."""
+        return f"{DIVERGENCE}:{self.kind}:{self.beta!r}:{self.matched_weight!r}:{self.unmatched_weight!r}"
+
+    @classmethod
+    def of(cls, need: str) -> Self:
+        """Read a need that `need` made."""
+        _, kind, beta, *weights = need.split(":")
+        matched, unmatched = (None if weight == "None" else float(weight) for weight in weights)
+        return cls(cast("AlignedKind", kind), float(beta), matched, unmatched)
+
+
+def is_aligned(need: str) -> bool:
+    """Return True for the need of an `AlignedDivergence`."""
+    return need.startswith(tuple(f"{DIVERGENCE}:{kind}:" for kind in get_args(AlignedKind)))
 
 
 LOGPROBS_AT = "logprobs_at"

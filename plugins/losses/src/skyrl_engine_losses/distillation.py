@@ -3,10 +3,10 @@
 from typing import TYPE_CHECKING, Literal, get_args
 
 from attrs import field, frozen
-from attrs.validators import gt, in_, lt
+from attrs.validators import ge, gt, in_, le, lt, optional
 
 from skyrl_engine import LossOutput, LossTokens, Metric, loss
-from skyrl_engine.contracts import TOP_1_AGREEMENT, Divergence, DivergenceKind
+from skyrl_engine.contracts import TOP_1_AGREEMENT, AlignedDivergence, Divergence, DivergenceKind
 from skyrl_engine_losses.estimators import Estimator, estimate_kl
 
 if TYPE_CHECKING:
@@ -122,6 +122,67 @@ def divergence(tokens: LossTokens, _config: DivergenceConfig) -> LossOutput:
             "top_1_agreement": Metric.mean(tokens.top_1_agreement.sum().item(), len(values)),
         },
     )
+
+
+@frozen
+class UldConfig:
+    """Nothing to set: probabilities are compared by their ranks."""
+
+    @property
+    def score(self) -> AlignedDivergence:
+        """The score of the model that it is."""
+        return AlignedDivergence("uld")
+
+
+@frozen
+class GoldConfig:
+    """The divergence over tokens that both tokenizers write equally, and the weights of these and of the other tokens."""
+
+    beta: float = field(default=0.5, validator=[ge(0.0), le(1.0)])
+    """Share of the teacher in the mixture of GKD's divergence; 0 is `forward`, 1 `reverse`."""
+
+    matched_weight: float | None = field(default=None, validator=optional([ge(0.0), lt(float("inf"))]))
+    """Weight of equally written tokens; none: their share of the teacher's vocabulary. Give it with `unmatched_weight`."""
+
+    unmatched_weight: float | None = field(default=None, validator=optional([ge(0.0), lt(float("inf"))]))
+    """Weight of the other tokens; none: the rest of the share."""
+
+    def __attrs_post_init__(self) -> None:
+        if (self.matched_weight is None) != (self.unmatched_weight is None):
+            raise ValueError("'matched_weight' and 'unmatched_weight' must be given together")
+
+    @property
+    def score(self) -> AlignedDivergence:
+        """The score of the model that it is."""
+        return AlignedDivergence("gold", self.beta, self.matched_weight, self.unmatched_weight)
+
+
+def _aligned_needs(config: UldConfig | GoldConfig) -> tuple[str, ...]:
+    return (config.score.need,)
+
+
+def _measure_aligned(tokens: LossTokens) -> LossOutput:
+    values = tokens.divergence
+    return LossOutput(values, {"divergence": Metric.mean(values.detach().sum().item(), len(values))})
+
+
+@loss(needs=_aligned_needs, config=UldConfig)
+def uld(tokens: LossTokens, _config: UldConfig) -> LossOutput:
+    """The universal logit distance from a teacher of any tokenizer, [n]: the sum over ranks of |q - p|, of sorted probabilities.
+
+    Boizard et al. 2024, arXiv:2402.12030, equation 6. It stands at the last token of each group of tokens that is the same text for both, and
+    is 0 at other tokens.
+    """
+    return _measure_aligned(tokens)
+
+
+@loss(needs=_aligned_needs, config=GoldConfig)
+def gold(tokens: LossTokens, _config: GoldConfig) -> LossOutput:
+    """A divergence from a teacher of any tokenizer over equally written tokens, and the distance of `uld` over the others, [n].
+
+    Patino et al. 2025, "Unlocking On-Policy Distillation for Any Model Family" (GOLD), at the places of `uld`.
+    """
+    return _measure_aligned(tokens)
 
 
 @frozen

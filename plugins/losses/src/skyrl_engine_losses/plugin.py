@@ -12,7 +12,7 @@ from skyrl_engine_losses.corrections import (
 from skyrl_engine_losses.covariance import clip_cov, kl_cov
 from skyrl_engine_losses.critic import value_clip
 from skyrl_engine_losses.cross_entropy import cross_entropy, label_smoothing
-from skyrl_engine_losses.distillation import divergence, teacher_kl, top_k_divergence
+from skyrl_engine_losses.distillation import divergence, gold, teacher_kl, top_k_divergence, uld
 from skyrl_engine_losses.off_policy import dro, importance_sampling
 from skyrl_engine_losses.policy_gradient import cispo, reinforce, rollout_is, vespo
 from skyrl_engine_losses.preference import cpo, dpo, kto, orpo, simpo
@@ -33,6 +33,7 @@ __all__ = [
     "dro",
     "entropy",
     "gmpo",
+    "gold",
     "gspo",
     "importance_sampling",
     "kl",
@@ -55,6 +56,7 @@ __all__ = [
     "token_mask",
     "top_entropy",
     "top_k_divergence",
+    "uld",
     "value_clip",
     "vespo",
     "z_loss",
