@@ -54,11 +54,13 @@ def test_every_loss_has_an_oracle() -> None:
         "cpo",
         "divergence",
         "dpo",
+        "gold",
         "kto",
         "orpo",
         "simpo",
         "teacher_kl",
         "top_k_divergence",
+        "uld",
     }
     assert {case.name for case in CASES} | elsewhere == {
         name for name in plugin.__all__ if hasattr(getattr(plugin, name), "skyrl_engine_make_loss")

@@ -52,11 +52,13 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "top_k_divergence": ("logprobs_at:teacher_ids", "teacher_logprobs[k]"),
     "teacher_kl": ("logprobs", "teacher_logprobs"),
     "divergence": ("divergence:forward:0.5:1.0", "top_1_agreement"),
+    "uld": ("divergence:uld:0.5:None:None",),
+    "gold": ("divergence:gold:0.5:None:None",),
 }
 PREFERENCES = {"dpo", "simpo", "cpo", "orpo", "kto", "bradley_terry"}
 NOT_HOMOGENEOUS = PREFERENCES | {
     *("cross_entropy", "clip_cov", "kl_cov", "dro", "value_clip", "kl", "entropy", "label_smoothing", "z_loss"),
-    *("top_k_divergence", "teacher_kl", "divergence", "step_cross_entropy"),
+    *("top_k_divergence", "teacher_kl", "divergence", "uld", "gold", "step_cross_entropy"),
 }
 
 
@@ -140,6 +142,8 @@ REFUSED = [
     ("value_clip", {"clip": 0.0}, "more than 0"),
     ("kl", {"estimator": "k4"}, "one of"),
     ("teacher_kl", {"estimator": "k4"}, "one of"),
+    ("gold", {"beta": 1.5}, "at most 1"),
+    ("gold", {"matched_weight": 1.0}, "must be given together"),
     ("top_k_divergence", {"divergence": "total"}, "one of"),
     ("top_k_divergence", {"rest": "two"}, "one of"),
     ("top_k_divergence", {"beta": 1.0}, "less than 1"),

@@ -190,9 +190,8 @@ def test_the_groups_of_the_rows_are_of_every_kind(models: Path) -> None:
 def test_a_student_that_is_its_teacher_has_no_distance_and_others_come_nearer(models: Path, kind: str) -> None:
     (same,) = distill(models, kind, "--steps", "1", teacher="student", output="same")
     assert same["teacher/aligned_share"] > 0.95, "all but what the tokenizer cannot write"
-    assert (same["loss"], same["grad_norm"]) == pytest.approx((0.0, 0.0), abs=2e-5), (
-        "rounding: the teacher's rows are laid out anew"
-    )
+    # rounding, since the teacher's rows are laid out anew; the gradient of an absolute difference does not grow small with it
+    assert (same["loss"], 0.0 if kind == "uld" else same["grad_norm"]) == pytest.approx((0.0, 0.0), abs=2e-5)
     steps = distill(models, kind, "--steps", "30", "--learning-rate", "1e-2", output="far")
     assert steps[-1]["loss"] < 0.7 * steps[0]["loss"]
 
