@@ -18,7 +18,7 @@ from attrs import frozen
 from skyrl_engine.contracts.values.ragged import IntArray
 
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
-"""What tokenizers decode a part of a character to."""
+"""Text that tokenizers decode a part of a character to."""
 
 
 @frozen

@@ -1,6 +1,6 @@
 """Terms to add to a loss: closeness to a reference model, entropy, and small normalisers."""
 
-from typing import get_args
+from typing import cast, get_args
 
 from attrs import field, frozen
 from attrs.validators import gt, in_, optional
@@ -21,7 +21,7 @@ class KlConfig:
     """Multiply by the ratio p / old: the estimate is then of the policy that is trained, though the old one sampled, and `k3` has the gradient
     of the divergence."""
 
-    limit: float | None = field(default=K3_LIMIT, validator=optional(gt(0.0)))
+    limit: float | None = field(default=cast("float | None", K3_LIMIT), validator=optional(gt(0.0)))
     """Largest value of `k3` in nats, before `corrected` multiplies it, beyond which it has no gradient, as in verl; none: no limit, as TRL."""
 
 
