@@ -340,7 +340,10 @@ class RolloutRunner:
         """Return messages and tools of an attempt, where they are kept and are all that the model was given."""
         if not self.limits.keeps_messages or attempt.task.prompt_ids:
             return {}
-        return {"messages": attempt.messages, "tools": attempt.task.tools}
+        roles = [message["role"] for message in attempt.messages]
+        # what an environment answered, and there was no room for, was not in front of the model
+        said = len(roles) - roles[::-1].index("assistant") if "assistant" in roles else 0
+        return {"messages": attempt.messages[:said], "tools": attempt.task.tools}
 
     def _end_group(self, ticket: int) -> None:
         ended = self._running.pop(ticket)

@@ -295,6 +295,8 @@ def _values(kind: Any) -> st.SearchStrategy[Any]:
             st.floats(-2.0, 2.0),
             st.none() | _texts,
             st.none() | _texts,
+            st.sampled_from(["each", "min"]),
+            st.none() | _texts,
         )
     if kind is EngineConfig:
         return st.one_of(*(_configurations(trainer) for trainer in TRAINERS.values()))

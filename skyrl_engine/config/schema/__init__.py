@@ -14,7 +14,7 @@ from skyrl_engine.config.schema.model import ModelTable
 from skyrl_engine.config.schema.optimizer import OptimizerConfig
 from skyrl_engine.config.schema.plugins import PluginsConfig
 from skyrl_engine.config.schema.preference import PreferenceConfig
-from skyrl_engine.config.schema.reward_model import RewardModelConfig, RewardModelTable
+from skyrl_engine.config.schema.reward_model import RewardModelConfig, RewardModelTable, StepRule
 from skyrl_engine.config.schema.rl import (
     EntropyControlConfig,
     EnvironmentTable,
@@ -62,6 +62,7 @@ __all__ = [
     "RolloutsConfig",
     "RunConfig",
     "SamplingConfig",
+    "StepRule",
     "TeacherConfig",
     "TermTable",
     "TrainingConfig",

@@ -1,12 +1,15 @@
 """Tables of reward models: `[reward_model]`, to train one, and `[[rl.reward_models]]`, to have some reward attempts."""
 
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from attrs import field, frozen
 from attrs.validators import in_, lt, matches_re, min_len, optional
 
 from skyrl_engine.config.schema.metadata import READ_BY
 from skyrl_engine.contracts.values.model import PLACE
+
+if TYPE_CHECKING:
+    from attrs import Attribute
 
 
 @frozen
@@ -22,6 +25,14 @@ class RewardModelConfig:
 
     step_separator: str = field(default="\n", validator=min_len(1), metadata={READ_BY: ("labels", ("steps",))})
     """Text after each step, the last one too. A step's value is read where the model has read the separator."""
+
+
+def _only_with_steps(instance: "RewardModelTable", _attribute: "Attribute[Any]", value: Any) -> None:
+    if value is not None and instance.steps is None:
+        raise ValueError("'step_separator' is of process rewards, and steps is not set")
+
+
+StepRule = Literal["each", "min", "mean", "last", "product"]
 
 
 @frozen
@@ -46,3 +57,10 @@ class RewardModelTable:
     chat_template: str | None = field(default=None, validator=optional(min_len(1)), metadata={PLACE: "path"})
     """A Jinja file that writes its chats; none: the template of its tokenizer. Where neither the tokens nor the template are those of the
     trained model, attempts are rendered again from their messages."""
+
+    steps: StepRule | None = field(default=None, validator=optional(in_(("each", "min", "mean", "last", "product"))))
+    """Take it for a process reward model, which gives every step of an attempt's last turn the probability that it is right. `each`: each is a
+    reward at its step's last token; else the one number that is made of them is the attempt's value. none: it values the whole attempt."""
+
+    step_separator: str | None = field(default=None, validator=[optional(min_len(1)), _only_with_steps])
+    """Text between steps, as the model was trained with; none: a new line."""

@@ -169,21 +169,22 @@ class SampleTokenizer:
         return together
 
     def _encode_steps(self, number: int, name: str, example: Steps) -> TokenizedSample:
-        """Tokenize prompt, steps and separators each by itself, as TRL does, so that a separator's tokens are the same after every step."""
         before = example.prompt
         if isinstance(before, Conversation):
             prompt = self._ids_of(self._template.prompt(before, name=name), name)
         else:
             prompt = np.concatenate([self._leading, self._ids_of(before.text, name)])
-        texts = [self._ids_of(step, name) for step in example.steps]
-        return self.lay_out_steps(number, name, prompt, texts, example.labels)
+        return self.lay_out_steps(number, name, prompt, example.steps, example.labels)
 
     def lay_out_steps(
-        self, number: int, name: str, prompt: AnyArray, steps: Sequence[AnyArray], labels: Sequence[bool]
+        self, number: int, name: str, prompt: AnyArray, steps: Sequence[str], labels: Sequence[bool]
     ) -> TokenizedSample:
-        """Return a sample of a prompt's tokens, and those of its steps with a separator after each."""
+        """Return a sample of a prompt's tokens and of steps with a separator after each; loss is at the last token of every separator.
+
+        Steps and separators are tokenized each by itself, as in TRL, so that a separator has the same tokens after every step.
+        """
         separator = self._ids_of(self._step_separator, name)
-        pieces = [prompt, *(np.concatenate([step, separator]) for step in steps)]
+        pieces = [prompt, *(np.concatenate([self._ids_of(step, name), separator]) for step in steps)]
         lasts = np.cumsum([len(piece) for piece in pieces])[1:] - 1
         ids = np.concatenate(pieces).astype(np.int32)
         loss = np.zeros(len(ids), dtype=np.bool_)

@@ -366,9 +366,9 @@ def refuse_no_messages(draft: RlDraft) -> None:
         remedy = "Choose environments whose tasks are messages"
     if not has_messages:
         raise UnsupportedError(
-            f"the reward model {reader.path} has other tokens or another chat template than the trained model and reads attempts by their "
-            f"messages, and {found}",
-            remedy=f"{remedy}, or name a reward model with the tokenizer and the chat template of the trained one",
+            f"the reward model {reader.path} reads attempts by their messages, because it values steps or has other tokens or another chat "
+            f"template than the trained model, and {found}",
+            remedy=f"{remedy}, or name one that values whole attempts, with the tokenizer and the chat template of the trained model",
         )
 
 

@@ -1,6 +1,7 @@
 """The reward models of a run: frozen classifiers on the ranks, whose values at the end of an attempt are parts of its reward."""
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -8,13 +9,14 @@ from attrs import evolve, frozen
 
 from skyrl_engine.config import ResolvedConfig
 from skyrl_engine.config.automatic import budget_of
-from skyrl_engine.config.schema import RewardModelTable
+from skyrl_engine.config.schema import RewardModelConfig, RewardModelTable
 from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.ragged import AnyArray, offsets_of
 from skyrl_engine.contracts.values.rollout import SEGMENT_PROMPT, Group, Trajectory
 from skyrl_engine.contracts.values.source_names import make_distinct
 from skyrl_engine.data.text.reward_token import read_at_end
 from skyrl_engine.data.text.template_rule import uses_template
+from skyrl_engine.data.text.tokenization import TokenizedSample
 from skyrl_engine.engine.assembly import Assembly
 from skyrl_engine.engine.engine import Engine
 from skyrl_engine.engine.frozen_model import FrozenModel
@@ -23,9 +25,13 @@ from skyrl_engine.errors import ContractError, DataError, ModelError, Unsupporte
 from skyrl_engine.model_facts.configuration import load_config
 from skyrl_engine.rollout.chat_renderer import ChatRenderer
 from skyrl_engine.training.frozen_model_compat import find_other_tokens, refuse_unreadable
+from skyrl_engine.training.rl.process_reward import FloatArray, ProcessReader, to_probabilities
 
 REWARD_MODEL: Final = "reward_model"
 """Name of a reward model that is not given one: its part of the reward, and its value among an attempt's metrics, are called so."""
+
+_STEPS: Final = "reward_steps/"
+"""Beginning of the names under which an attempt's info holds where a process reward model put its rewards, and these."""
 
 _VALUES: Final = f"{REWARD_MODEL}/"
 """Beginning of the names under which values of other reward models are among an attempt's metrics."""
@@ -62,7 +68,7 @@ class RewardModel:
 
     `path` names it in errors. `closing` is the token that ends a turn, and those that the chat template writes after it at the end of a
     dialogue, which no model samples. `renderer` makes its tokens of an attempt's messages; None where the attempt's own tokens are its.
-    `positions` are the most tokens that it reads; None: nobody knows.
+    `positions` are the most tokens that it reads; None: nobody knows. `steps` reads attempts step by step; None: it values whole attempts.
     """
 
     frozen: FrozenModel
@@ -74,6 +80,7 @@ class RewardModel:
     renderer: ChatRenderer | None
     positions: int | None
     micro_batch_tokens: int | None
+    steps: ProcessReader | None = None
 
     @classmethod
     def plan(
@@ -101,6 +108,11 @@ class RewardModel:
         pad = _pad_of_classifier(key, model_files)
         raw = not uses_template(files.tokenizer, config.rl.template)
         renderer = _plan_renderer(key, model_files, files, resolved, raw=raw)
+        steps = None
+        if table.steps is not None:
+            renderer = renderer or ChatRenderer(files.tokenizer, raw=raw)
+            separator = RewardModelConfig().step_separator if table.step_separator is None else table.step_separator
+            steps = ProcessReader(table.steps, renderer, separator, partial(_decode, files.tokenizer), pad)
         closing = ChatRenderer(files.tokenizer, raw=raw).closing()
         positions = model_files.facts.extended_length
         if renderer is None:
@@ -112,7 +124,16 @@ class RewardModel:
                     remedy="Lower rl.max_prompt_tokens or rl.max_tokens",
                 )
         return cls(
-            evolve(frozen, model=model), name, table.path, table.weight, pad, closing, renderer, positions, budget_of(config.rl)
+            evolve(frozen, model=model),
+            name,
+            table.path,
+            table.weight,
+            pad,
+            closing,
+            renderer,
+            positions,
+            budget_of(config.rl),
+            steps,
         )
 
     @property
@@ -131,16 +152,35 @@ class RewardModel:
             return tuple(groups)
         for group in groups:
             self._refuse_taken_name(group)
-        values = iter(self._values(engine, attempts).tolist())
+        values = iter(self._values(engine, attempts))
         return tuple(
             evolve(
                 group,
                 trajectories=tuple(
-                    trajectory if trajectory.status == "failed" else self._add_value(trajectory, next(values))
+                    trajectory if trajectory.status == "failed" else self._add_values(trajectory, next(values))
                     for trajectory in group.trajectories
                 ),
             )
             for group in groups
+        )
+
+    def _add_values(self, attempt: Trajectory, values: FloatArray) -> Trajectory:
+        """Return an attempt with a further part of its reward: at its last token, or of each step at that step's."""
+        if self.steps is None:
+            return self._add_value(attempt, float(values[0]))
+        probabilities = to_probabilities(values)
+        value = self.steps.join(probabilities)
+        if self.steps.rule != "each":
+            return self._add_value(attempt, value)
+        shares, places = self.weight * probabilities, self.steps.find_last_tokens(attempt)
+        rewards = attempt.rewards.copy()
+        np.add.at(rewards, places, shares)
+        return evolve(
+            attempt,
+            rewards=rewards,
+            parts={**attempt.parts, self.name: float(shares.sum())},
+            metrics={**attempt.metrics, self.metric: value},
+            info={**attempt.info, f"{_STEPS}{self.name}": [places.tolist(), shares.tolist()]},
         )
 
     def _add_value(self, attempt: Trajectory, value: float) -> Trajectory:
@@ -153,27 +193,39 @@ class RewardModel:
             metrics={**attempt.metrics, self.metric: value},
         )
 
-    def _values(self, engine: Engine, attempts: Sequence[Trajectory]) -> AnyArray:
-        """float64[N]: the value at the end of every attempt, over a plan of its own: its rows have one token more than those trained on."""
-        texts = [read_at_end(self._text(attempt), self.pad_token_id) for attempt in attempts]
-        lengths = [len(text) for text in texts]
+    def _values(self, engine: Engine, attempts: Sequence[Trajectory]) -> list[FloatArray]:
+        """Return for each attempt float64[1], the value at its end, or float64[steps], over a plan of their own: rows have one token more."""
+        texts = [self._read(attempt) for attempt in attempts]
+        lengths = [len(text.input_ids) for text in texts]
+        scored = [text.loss[int(np.argmax(text.loss)) :] for text in texts]
         columns = SampleColumns.create(
-            input_ids=np.concatenate(texts),
+            input_ids=np.concatenate([text.input_ids for text in texts]),
             token_offsets=offsets_of(lengths),
-            action_offsets=np.arange(len(texts) + 1, dtype=np.int64),
-            loss_weight=np.ones(len(texts), dtype=np.uint8),
+            action_offsets=offsets_of([len(loss) for loss in scored]),
+            loss_weight=np.concatenate(scored).astype(np.uint8),
         )
         bound = self.micro_batch_tokens
         plan = engine.plan(columns, micro_batch_tokens=None if bound is None else max(bound, *lengths), model=self.frozen.name)
         output = engine.score(plan, scores=("values",), tokens="loss", model=self.frozen.name).result()
-        values = output.on_actions("values").values.astype(np.float64)
-        if not np.isfinite(values).all():
-            first = int(np.argmin(np.isfinite(values)))
-            raise ModelError(
-                f"the reward model {self.path} values {_name_of(attempts[first])} at {values[first]}",
-                remedy='Name one in rl.reward_models whose values are finite, or set model.dtype = "float32"',
-            )
-        return values
+        values = output.on_actions("values").values[columns.loss_weight != 0].astype(np.float64)
+        found = np.split(values, np.cumsum([int(loss.sum()) for loss in scored])[:-1])
+        for attempt, own in zip(attempts, found, strict=True):
+            if not np.isfinite(own).all():
+                raise ModelError(
+                    f"the reward model {self.path} values {_name_of(attempt)} at {own[~np.isfinite(own)][0]}",
+                    remedy='Name one in rl.reward_models whose values are finite, or set model.dtype = "float32"',
+                )
+        return found
+
+    def _read(self, attempt: Trajectory) -> TokenizedSample:
+        """Return the tokens of an attempt that the model reads; loss marks those whose values count."""
+        if self.steps is None:
+            ids = read_at_end(self._text(attempt), self.pad_token_id)
+            return TokenizedSample(0, _name_of(attempt), ids, np.arange(len(ids)) == len(ids) - 1)
+        self._refuse_no_messages(attempt)
+        sample = self.steps.lay_out(attempt, _name_of(attempt))
+        self._refuse_too_long(attempt, len(sample.input_ids))
+        return sample
 
     def _text(self, attempt: Trajectory) -> AnyArray:
         """int32: the tokens of an attempt that the model reads."""
@@ -189,23 +241,28 @@ class RewardModel:
 
     def _rendered_text(self, attempt: Trajectory, renderer: ChatRenderer) -> AnyArray:
         """int32: an attempt's messages in the tokens of this model; its template closes attempts that were cut, too."""
-        if not attempt.messages:
-            raise DataError(
-                f"{_name_of(attempt)} holds no messages, and the reward model {self.path}, whose tokens or chat template are others, reads it "
-                "by them",
-                remedy="Choose environments whose tasks are messages, record rollouts with this reward model, or name one in rl.reward_models "
-                "with the tokenizer and the chat template of the trained model",
-            )
+        self._refuse_no_messages(attempt)
         ids = renderer.dialogue(attempt.messages, attempt.tools, name=_name_of(attempt))
         if renderer.raw and attempt.stops and attempt.stops[-1] == "eos" and renderer.tokenizer.eos_token_id is not None:
             ids = np.append(ids, np.int32(renderer.tokenizer.eos_token_id))
-        if self.positions is not None and len(ids) >= self.positions:
+        self._refuse_too_long(attempt, len(ids) + 1)
+        return ids
+
+    def _refuse_no_messages(self, attempt: Trajectory) -> None:
+        if not attempt.messages:
             raise DataError(
-                f"{_name_of(attempt)} has {len(ids):,} tokens of the reward model {self.path}, which has {self.positions:,} positions, one of "
-                "them for its value",
+                f"{_name_of(attempt)} holds no messages, by which the reward model {self.path} reads it",
+                remedy="Choose environments whose tasks are messages, record rollouts with this reward model, or name one in rl.reward_models "
+                "that values whole attempts, with the tokenizer and the chat template of the trained model",
+            )
+
+    def _refuse_too_long(self, attempt: Trajectory, tokens: int) -> None:
+        if self.positions is not None and tokens > self.positions:
+            raise DataError(
+                f"{_name_of(attempt)} has {tokens:,} tokens of the reward model {self.path}, one of them for its value, and that has "
+                f"{self.positions:,} positions",
                 remedy="Lower rl.max_prompt_tokens or rl.max_tokens",
             )
-        return ids
 
     def _refuse_taken_name(self, group: Group) -> None:
         for attempt in group.finished:
@@ -254,12 +311,24 @@ def _describe_values(name: str, values: Sequence[float]) -> Iterator[tuple[str, 
 
 def _remove_values(attempt: Trajectory) -> Trajectory:
     """Return a recorded attempt without what reward models gave it."""
-    metrics, parts = dict(attempt.metrics), dict(attempt.parts)
-    given = [metric for metric in metrics if is_value(metric)]
-    shares = [parts.pop(metric.removeprefix(_VALUES)) for metric in given]
-    for metric in given:
+    metrics, parts, info = dict(attempt.metrics), dict(attempt.parts), dict(attempt.info)
+    rewards, unplaced = attempt.rewards.copy(), attempt.unplaced_reward
+    for metric in [metric for metric in metrics if is_value(metric)]:
         del metrics[metric]
-    return evolve(attempt, unplaced_reward=attempt.unplaced_reward - sum(shares), parts=parts, metrics=metrics)
+        name = metric.removeprefix(_VALUES)
+        share = parts.pop(name)
+        placed = info.pop(f"{_STEPS}{name}", None)
+        if placed is None:
+            unplaced -= share
+        else:
+            places, shares = placed
+            np.subtract.at(rewards, np.array(places, dtype=np.int64), np.array(shares))
+    return evolve(attempt, rewards=rewards, unplaced_reward=unplaced, parts=parts, metrics=metrics, info=info)
+
+
+def _decode(tokenizer: Any, ids: Sequence[int]) -> str:
+    """Return a text as environments see it: without special tokens."""
+    return str(tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
 def _name_of(attempt: Trajectory) -> str:
