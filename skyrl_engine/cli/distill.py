@@ -104,8 +104,6 @@ def distill(
         )
     if options["data"] is not None and sampled:
         raise click.UsageError("--prompts and --env are for the student to sample at, instead of --data. Leave them out.")
-    if sampled and options["teacher"] is None:
-        raise click.UsageError("samples are scored by a teacher. Give --teacher.")
     keys, others = (_ON_SAMPLES, _ON_ROWS) if sampled else (_ON_ROWS, _ON_SAMPLES)
     alien = next((name for name in others if name not in keys and options[name] is not None), None)
     if alien is not None:
@@ -127,6 +125,8 @@ def distill(
         environments = Option("--prompts" if env is None else "--env", [table])
         flags = {"trainer": "rl", "environments": environments, **flags}
     raw = load_config(None, overrides, flags)
+    if sampled and not {"teacher.path", "teacher.url"} & raw.origins.keys():
+        raise click.UsageError("samples are scored by a teacher. Give --teacher, or teacher.url=... and teacher.model=....")
     if keys is _ON_ROWS:
         taught = "teacher.path" in raw.origins
         defaults = {"loss.use": "divergence" if taught else "top_k_divergence"}

@@ -17,6 +17,7 @@ from skyrl_engine.config.schema import (
     PluginsConfig,
     RunConfig,
     SamplingConfig,
+    TeacherConfig,
     TrainingConfig,
 )
 from skyrl_engine.config.schema.metadata import iterate_unread_fields
@@ -65,6 +66,9 @@ def cross_checks(sections: Mapping[str, Any], origins: Mapping[str, Origin]) -> 
         problems += _of_rl(evaluation)
     for name in ("reference", "teacher"):
         problems += _without_path(name, sections.get(name))
+    teacher = by_type.get(TeacherConfig)
+    if teacher is not None:
+        problems += _teacher(teacher)
     if checkpoint is not None:
         problems += _checkpoint(checkpoint, run, training)
     if optimizer is not None and training is not None and training.steps is not None and optimizer.warmup_steps > training.steps:
@@ -141,6 +145,24 @@ def _without_path(name: str, table: Any) -> Iterator[tuple[str, str, str]]:
         return
     if table.revision is not None:
         yield f"{name}.revision", f"is of the model of {name}.path, which is not set", f"Set {name}.path, or remove {name}.revision"
+
+
+def _teacher(teacher: TeacherConfig) -> Iterator[tuple[str, str, str]]:
+    """Yield the keys that say something of a server, where the teacher is in none, and the other way round."""
+    if teacher.url is None:
+        for key in attrs.fields(TeacherConfig):
+            if key.name not in ("path", "revision") and getattr(teacher, key.name) != key.default:
+                remedy = f"Set teacher.url, or remove teacher.{key.name}"
+                yield f"teacher.{key.name}", "is of a teacher behind teacher.url, which is not set", remedy
+        return
+    if teacher.path is not None:
+        yield "teacher.url", "teacher.path is set too", "Give one of them: a server that holds the teacher, or a model on the ranks"
+    if teacher.model is None:
+        yield (
+            "teacher.model",
+            "is not set, and teacher.url is asked for a model by its name",
+            "Set teacher.model to the teacher's name there",
+        )
 
 
 def _checkpoint(

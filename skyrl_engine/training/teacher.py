@@ -5,6 +5,7 @@ from typing import Final
 import numpy as np
 
 from skyrl_engine.config import ResolvedConfig
+from skyrl_engine.config.schema import TeacherConfig
 from skyrl_engine.contracts.kinds.needs import TEACHER_MODEL, asks_a_teacher, is_aligned
 from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.outputs import Metric
@@ -14,6 +15,7 @@ from skyrl_engine.engine.model_files import ModelFiles
 from skyrl_engine.errors import UnsupportedError
 from skyrl_engine.objective.policy_metrics import OLD_LOGPROBS, ROLLOUT_LOGPROBS
 from skyrl_engine.training.frozen_model_compat import plan_frozen_model
+from skyrl_engine.training.teacher_endpoint import EndpointTeacher, make_decode
 
 TEACHER: Final = "teacher_logprobs"
 """The column of its log-probabilities of the tokens that the student is trained on."""
@@ -30,6 +32,9 @@ def plan_teacher(
     """
     table = resolved.config.teacher if resolved.config.has("teacher") else None
     compared = asks_a_teacher(assembly.objective.scores)
+    if table is not None and table.url is not None:
+        _refuse_unasked_endpoint(table, read=read, compared=compared)
+        return None
     if table is None or table.path is None:
         if read or compared:
             use = "compares the model with a teacher" if compared else f"reads {TEACHER}"
@@ -66,6 +71,29 @@ def plan_teacher(
     if compared and not own_tokens:
         _refuse_other_width(teacher_files, files)
     return planned
+
+
+def plan_endpoint(resolved: ResolvedConfig, files: ModelFiles) -> EndpointTeacher | None:
+    """Choose the server that `[teacher]` names; None where it names none. Raises UnsupportedError where the environment lacks its key."""
+    table = resolved.config.teacher if resolved.config.has("teacher") else None
+    if table is None or table.url is None:
+        return None
+    return EndpointTeacher.of(table, make_decode(files.tokenizer))
+
+
+def _refuse_unasked_endpoint(table: TeacherConfig, *, read: bool, compared: bool) -> None:
+    """Refuse a server that nobody reads, and a part that compares whole distributions, which no server tells."""
+    if compared:
+        raise UnsupportedError(
+            "a part of the run compares the model with a teacher over the whole vocabulary, and a server tells a few tokens",
+            remedy='Set loss.use = "top_k_divergence" with teacher.top_k, or "teacher_kl", or teacher.path instead of teacher.url',
+        )
+    if not read:
+        raise UnsupportedError(
+            f"teacher.url is set, and no part of the run reads {TEACHER}: nothing would be learned from {table.url}",
+            remedy='Set loss.use = "top_k_divergence" with teacher.top_k, add the loss term teacher_kl, set rl.preset = '
+            '"on_policy_distill" in trainer rl, or remove teacher.url',
+        )
 
 
 def _refuse_mixed_tokens(assembly: Assembly, files: ModelFiles, *, read: bool) -> None:

@@ -1,6 +1,7 @@
 """`[rl]`, `[rollouts]`, `[reference]`, `[teacher]` and `[[environments]]`: the tables of training by reinforcement."""
 
-from typing import Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
+from urllib.parse import urlsplit
 
 from attrs import field, frozen
 from attrs.validators import and_, deep_iterable, ge, gt, in_, le, lt, min_len, optional
@@ -8,7 +9,10 @@ from attrs.validators import and_, deep_iterable, ge, gt, in_, le, lt, min_len, 
 from skyrl_engine.config.schema.auto_or import AutoOr
 from skyrl_engine.config.schema.reward_model import RewardModelTable
 from skyrl_engine.config.schema.tables import PluginTable
-from skyrl_engine.contracts.values.model import PLACE
+from skyrl_engine.contracts.values.model import CODE, PLACE
+
+if TYPE_CHECKING:
+    from attrs import Attribute
 
 Old = Literal["auto", "current", "score", "rollout"]
 Truncated = Literal["keep", "mask", "zero_reward"]
@@ -229,6 +233,12 @@ class ReferenceConfig:
     """Share of the trained weights in the reference after `refresh_every` steps, beside the reference's own; 1: it becomes a copy."""
 
 
+def _require_url(_instance: object, attribute: "Attribute[Any]", url: str) -> None:
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.query:
+        raise ValueError(f"'{attribute.name}' must be the base URL of a server, such as http://HOST:8000/v1, without a key")
+
+
 @frozen
 class TeacherConfig:
     """The frozen model that a student is distilled from: it scores the student's rows, which gives the column `teacher_logprobs`, or a loss
@@ -241,6 +251,29 @@ class TeacherConfig:
 
     revision: str | None = None
     """Branch, tag or commit of a model on the hub."""
+
+    url: str | None = field(default=None, validator=optional(_require_url), metadata={CODE: True})
+    """Base URL of a server that holds the teacher, instead of `path`, as far as its routes begin: `http://HOST:8000/v1`. It answers vLLM's
+    `prompt_logprobs`, and has the tokenizer of the trained model."""
+
+    model: str | None = field(default=None, validator=optional(min_len(1)))
+    """The teacher's name at `url`."""
+
+    api_key_env: str | None = field(default=None, validator=optional(min_len(1)), metadata={CODE: True})
+    """Name of the environment variable that holds the key of `url`. The key itself is in no configuration or log. None: no key is sent."""
+
+    top_k: int | None = field(default=None, validator=optional(ge(1)))
+    """Number of the likeliest tokens that `url` is asked for at every token, for the loss `top_k_divergence` in trainer sft; none: it is
+    asked for the samples' own tokens, for `teacher_kl` and `reverse_kl`."""
+
+    concurrency: int = field(default=32, validator=ge(1))
+    """Requests under way to `url` at once."""
+
+    request_seconds: float = field(default=600.0, validator=[gt(0.0), _FINITE])
+    """Seconds in which `url` must have answered a request; also the longest wait that it may ask for."""
+
+    retries: int = field(default=5, validator=ge(0))
+    """Times that a request to `url` is sent again after 429, a status of 500 or more, or a lost connection; then the run ends."""
 
 
 @frozen

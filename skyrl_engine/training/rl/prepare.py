@@ -7,6 +7,7 @@ from typing import Any, Final
 from skyrl_engine.config import ResolvedConfig, SelectedPlugin
 from skyrl_engine.config.reading.origins import format_key, nearest
 from skyrl_engine.config.reading.places import absent_places
+from skyrl_engine.config.schema import EngineConfig
 from skyrl_engine.contracts.kinds.environment import Environment
 from skyrl_engine.contracts.values.rollout_columns import list_further_columns
 from skyrl_engine.contracts.values.source_names import make_distinct
@@ -25,7 +26,7 @@ from skyrl_engine.training.rl.prepared import LiveRolloutSpec, PreparedRl, RlDra
 from skyrl_engine.training.rl.reward_model import plan_reward_models
 from skyrl_engine.training.rl.scoring import LogprobsAvailability, plan_scoring_passes
 from skyrl_engine.training.rl.tasks import TaskOrder, refuse_no_task, tasks_in
-from skyrl_engine.training.teacher import plan_teacher
+from skyrl_engine.training.teacher import plan_endpoint, plan_teacher
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being waited for, how much of it is there, and how much is wanted."""
@@ -96,6 +97,7 @@ def _finish(draft: RlDraft) -> PreparedRl:
         scoring=scoring,
         reference=draft.reference,
         teacher=draft.teacher,
+        endpoint=draft.endpoint,
         reward_models=draft.reward_models,
         loads=draft.loads,
         choices=tuple(draft.choices.made),
@@ -224,6 +226,27 @@ def _build_teacher(draft: RlDraft) -> None:
             longest=draft.longest,
             shorter="Lower rl.max_prompt_tokens or rl.max_tokens",
         )
+        draft.endpoint = plan_endpoint(draft.resolved, draft.files)
+        _refuse_other_numbers(draft.resolved.config)
+
+
+def _refuse_other_numbers(config: EngineConfig) -> None:
+    """Refuse a server that would be asked for other numbers than this trainer reads. Raises ConfigError."""
+    problems = []
+    if config.teacher.url is not None and config.rl.temperature != 1:
+        problems.append(
+            Problem(
+                "rl.temperature",
+                f"is {config.rl.temperature:g}, and a server tells log-probabilities at 1",
+                "Set it to 1, or teacher.path",
+            )
+        )
+    if config.teacher.top_k is not None:
+        problems.append(
+            Problem("teacher.top_k", "is set, and trainer rl reads the log-probability of the sampled token alone", "Remove it")
+        )
+    if problems:
+        raise ConfigError(problems)
 
 
 def _build_reward_models(draft: RlDraft) -> None:

@@ -24,6 +24,7 @@ from skyrl_engine.rollout.offline_source import Recording
 from skyrl_engine.training.rl.reward_model import RewardModel
 from skyrl_engine.training.rl.scoring import ScoringPasses
 from skyrl_engine.training.rl.tasks import TaskOrder
+from skyrl_engine.training.teacher_endpoint import EndpointTeacher
 
 
 @frozen(eq=False)
@@ -54,6 +55,7 @@ class PreparedRl:
     scoring: ScoringPasses
     reference: FrozenModel | None
     teacher: FrozenModel | None
+    endpoint: EndpointTeacher | None
     reward_models: tuple[RewardModel, ...]
     loads: bool
     """True where ranks load a model."""
@@ -148,6 +150,7 @@ class RlDraft:
     scoring: ScoringPasses | None = None
     reference: FrozenModel | None = None
     teacher: FrozenModel | None = None
+    endpoint: EndpointTeacher | None = None
     reward_models: tuple[RewardModel, ...] = ()
     longest_prompt: int = 0
 

@@ -294,7 +294,9 @@ class RlTrainer:
         if recipe.reference:
             output = self.engine.score(plan, temperature=temperature, model=REFERENCE_MODEL).result()
             scores[REFERENCE] = output.on_actions("logprobs")
-        if recipe.teacher:
+        if recipe.teacher and self.prepared.endpoint is not None:
+            scores |= self.prepared.endpoint.score(plan.columns)
+        elif recipe.teacher:
             output = self.engine.score(plan, temperature=temperature, model=TEACHER_MODEL).result()
             scores[TEACHER] = output.on_actions("logprobs")
         return plan.with_columns(scores)

@@ -45,7 +45,8 @@ from skyrl_engine.training.sft.checks import (
 )
 from skyrl_engine.training.sft.order import SampleOrder
 from skyrl_engine.training.sft.student_samples import lengthen_samples, refuse_unteachable_samples, samples_answers
-from skyrl_engine.training.teacher import TEACHER, plan_teacher
+from skyrl_engine.training.teacher import TEACHER, plan_endpoint, plan_teacher
+from skyrl_engine.training.teacher_endpoint import EndpointTeacher
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -59,7 +60,8 @@ DataProgress = Callable[[str, int, int], None]
 @frozen(eq=False)
 class PreparedRun:
     """A run that is ready to start its ranks. `first_batch` is the plan of the run's first mini-batch, for --dry-run to show; `teacher` the
-    frozen model next to the trained one, None where there is none; `longest` counts the tokens of the longest sample, sampled ones included.
+    frozen model next to the trained one, None where there is none, or where a server, `endpoint`, holds it; `longest` counts the tokens of the
+    longest sample, sampled ones included.
     """
 
     resolved: ResolvedConfig
@@ -71,6 +73,7 @@ class PreparedRun:
     order: SampleOrder
     total_steps: int
     teacher: FrozenModel | None
+    endpoint: EndpointTeacher | None
     first_batch: BatchPlan = field(repr=False)
     longest: int
     choices: tuple[Choice, ...] = ()
@@ -152,7 +155,7 @@ def prepare(
             laid_out.append(lengthen_samples(resolved, train, data.max_length))
     with refusals.collect():
         resolved = _with_rotary_length(resolved, files, laid_out)
-    order = first_batch = teacher = None
+    order = first_batch = teacher = endpoint = None
     required: frozenset[Capability] = frozenset()
     with refusals.collect():
         order = _order_of(resolved, train, evaluation)
@@ -168,11 +171,13 @@ def prepare(
             resolved,
             assembly,
             files,
-            read=TEACHER in computed and TEACHER in assembly.objective.columns,
+            read=not computed.isdisjoint(need for needs in assembly.objective.needs.values() for need in needs),
             longest=longest,
             shorter="Set data.max_length",
         )
         refuse_blind_model("the teacher", "teacher", teacher, images=any(dataset.images is not None for dataset in loaded.values()))
+    with refusals.collect():
+        endpoint = plan_endpoint(resolved, files)
     with refusals.collect():
         required = assembly.check_data(files.facts, datasets)
     refusals.raise_all()
@@ -187,6 +192,7 @@ def prepare(
         order=order,
         total_steps=config.training.steps or order.steps_in(config.training.epochs or 1.0),
         teacher=teacher,
+        endpoint=endpoint,
         first_batch=first_batch,
         longest=longest,
         required=required,
@@ -214,7 +220,11 @@ def _choose_layout(
 
 def list_teacher_columns(config: EngineConfig) -> frozenset[str]:
     """Return the columns that a run's teacher gives, so that the data need not have them; none where there is no teacher."""
-    return frozenset({TEACHER} if config.has("teacher") and config.teacher.path is not None else ())
+    if not config.has("teacher") or (config.teacher.path is None and config.teacher.url is None):
+        return frozenset()
+    ids = config.teacher.top_k is not None
+    # as needs name them: the k likeliest tokens of a server, or the samples' own
+    return frozenset({f"{TEACHER}[k]", "logprobs_at:teacher_ids"} if ids else {TEACHER})
 
 
 def _load(data: DataConfig, files: ModelFiles, **reading: Any) -> TokenizedDataset:

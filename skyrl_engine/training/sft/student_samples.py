@@ -22,6 +22,7 @@ from skyrl_engine.contracts.kinds.needs import asks_a_teacher, column_forms
 from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.ragged import AnyArray, IntArray, offsets_of
 from skyrl_engine.data.dataset import TokenizedDataset
+from skyrl_engine.data.table.teacher_rows import TEACHER_IDS
 from skyrl_engine.engine.engine import Engine
 from skyrl_engine.errors import ConfigError, Problem, RolloutError, UnsupportedError
 from skyrl_engine.objective.policy_metrics import ROLLOUT_LOGPROBS, WEIGHTS, Watched
@@ -192,9 +193,11 @@ def refuse_unteachable_samples(draft: DataDraft) -> None:
     """Raise UnsupportedError for parts that would learn the student's own answers as if they were right, or that read what they lack."""
     if not samples_answers(draft.resolved):
         return
+    teacher = draft.resolved.config.teacher
+    given = {TEACHER: "numbers", TEACHER_IDS: "token ids"} if teacher.top_k is not None else {TEACHER: "number"}
     for label, needs in draft.assembly.needs.items():
         for name, form in column_forms(needs).items():
-            if (name, form) != (TEACHER, "number"):
+            if given.get(name) != form:
                 raise UnsupportedError(
                     f"sampling.share is above 0, and {label} reads the column {name!r} of the rows, which the student's own answers lack",
                     remedy="Choose a part that does without, or set sampling.share = 0",

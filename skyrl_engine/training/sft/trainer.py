@@ -200,13 +200,17 @@ class SftTrainer:
 
     @property
     def asks_ranks(self) -> bool:
-        """Say whether a plan's columns are scored by the ranks, so that its shards can be placed only in their own step."""
-        return self.prepared.teacher is not None and TEACHER in self.prepared.assembly.objective.columns
+        """Say whether a plan's columns are scored by the ranks, or by a server, so that its shards can be placed only in their own step."""
+        return self.prepared.endpoint is not None or (
+            self.prepared.teacher is not None and TEACHER in self.prepared.assembly.objective.columns
+        )
 
     def complete(self, plan: Plan) -> Plan:
         """Add every column that the objective reads and the data lacks: the teacher's, where there is one, over this plan."""
         if not self.asks_ranks:
             return plan
+        if self.prepared.endpoint is not None:
+            return plan.with_columns(self.prepared.endpoint.score(plan.columns, self._spans))
         scores = self.engine.score(plan, tokens="loss", model=TEACHER_MODEL).result()
         return plan.with_columns({TEACHER: scores.on_actions("logprobs")})
 
