@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
+from urllib.parse import urlsplit
 
 import attrs
 
@@ -147,6 +148,14 @@ def _without_path(name: str, table: Any) -> Iterator[tuple[str, str, str]]:
         yield f"{name}.revision", f"is of the model of {name}.path, which is not set", f"Set {name}.path, or remove {name}.revision"
 
 
+def _is_url(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+    except ValueError:
+        return False
+    return parts.scheme in ("http", "https") and bool(parts.hostname) and not parts.username and not parts.query
+
+
 def _teacher(teacher: TeacherConfig) -> Iterator[tuple[str, str, str]]:
     """Yield the keys that say something of a server, where the teacher is in none, and the other way round."""
     if teacher.url is None:
@@ -155,6 +164,12 @@ def _teacher(teacher: TeacherConfig) -> Iterator[tuple[str, str, str]]:
                 remedy = f"Set teacher.url, or remove teacher.{key.name}"
                 yield f"teacher.{key.name}", "is of a teacher behind teacher.url, which is not set", remedy
         return
+    if not _is_url(teacher.url):
+        yield (
+            "teacher.url",
+            "is no base URL of a server",
+            "Write it as far as its routes begin, such as http://HOST:8000/v1, without a key",
+        )
     if teacher.path is not None:
         yield "teacher.url", "teacher.path is set too", "Give one of them: a server that holds the teacher, or a model on the ranks"
     if teacher.model is None:

@@ -1,7 +1,6 @@
 """`[rl]`, `[rollouts]`, `[reference]`, `[teacher]` and `[[environments]]`: the tables of training by reinforcement."""
 
-from typing import TYPE_CHECKING, Any, Literal, cast
-from urllib.parse import urlsplit
+from typing import Literal, cast
 
 from attrs import field, frozen
 from attrs.validators import and_, deep_iterable, ge, gt, in_, le, lt, min_len, optional
@@ -10,9 +9,6 @@ from skyrl_engine.config.schema.auto_or import AutoOr
 from skyrl_engine.config.schema.reward_model import RewardModelTable
 from skyrl_engine.config.schema.tables import PluginTable
 from skyrl_engine.contracts.values.model import CODE, PLACE
-
-if TYPE_CHECKING:
-    from attrs import Attribute
 
 Old = Literal["auto", "current", "score", "rollout"]
 Truncated = Literal["keep", "mask", "zero_reward"]
@@ -233,12 +229,6 @@ class ReferenceConfig:
     """Share of the trained weights in the reference after `refresh_every` steps, beside the reference's own; 1: it becomes a copy."""
 
 
-def _require_url(_instance: object, attribute: "Attribute[Any]", url: str) -> None:
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.query:
-        raise ValueError(f"'{attribute.name}' must be the base URL of a server, such as http://HOST:8000/v1, without a key")
-
-
 @frozen
 class TeacherConfig:
     """The frozen model that a student is distilled from: it scores the student's rows, which gives the column `teacher_logprobs`, or a loss
@@ -252,7 +242,7 @@ class TeacherConfig:
     revision: str | None = None
     """Branch, tag or commit of a model on the hub."""
 
-    url: str | None = field(default=None, validator=optional(_require_url), metadata={CODE: True})
+    url: str | None = field(default=None, validator=optional(min_len(1)), metadata={CODE: True})
     """Base URL of a server that holds the teacher, instead of `path`, as far as its routes begin: `http://HOST:8000/v1`. It answers vLLM's
     `prompt_logprobs`, and has the tokenizer of the trained model."""
 
