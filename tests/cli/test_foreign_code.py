@@ -41,9 +41,11 @@ NO_CODE = {
     # models: safetensors and JSON, and templates in a sandbox; a model's own code has a key of its own, model.trust_remote_code
     "model.path model.tokenizer model.revision model.chat_template model.lora.targets model.lora.path",
     "reference.path reference.revision teacher.path teacher.revision",
-    *(f"rl.reward_models.{key}" for key in ("path", "revision", "name", "tokenizer", "chat_template", "steps", "step_separator")),
+    *(f"rl.reward_models.{key}" for key in ("path", "revision", "name", "tokenizer", "chat_template", "step_separator")),
     # names of the engine's own recipes
     "rl.preset preference.preset reward_model.preset",
+    # what stands between the steps of an answer
+    "reward_model.step_separator",
     # which of the installed plugins are left out, preferred or may differ
     "plugins.block plugins.pin checkpoint.allow_changed",
     # a folder to write into; devices to compute on
