@@ -26,7 +26,7 @@ def teacher_at(url: str, **settings: object) -> EndpointTeacher:
 
 
 def test_columns_are_the_models_own_log_probabilities(server_url: str) -> None:
-    """Of the samples' tokens, and the k likeliest in their order; vLLM computes in float32 here: 1e-3."""
+    """Those of the samples' tokens, and of the k likeliest in their order; vLLM computes in float32 here: 1e-3."""
     model = AutoModelForCausalLM.from_pretrained(bench.model_folder()).eval()
     columns = SampleColumns.from_lists(input_ids=TEXTS, num_actions=[len(text) - 1 for text in TEXTS])
     own = teacher_at(server_url).score(columns)["teacher_logprobs"]
