@@ -186,6 +186,15 @@ def test_the_groups_of_the_rows_are_of_every_kind(models: Path) -> None:
     assert sizes == {(1, 1), (1, 2), (2, 1), (2, 2)}
 
 
+@pytest.mark.parametrize("more", [("run.launch=ray", "run.ranks=2"), ("backend.use=deepspeed", "backend.zero_stage=3")])
+def test_other_ranks_and_backends_have_the_same_loss_and_gradient(models: Path, more: tuple[str, ...]) -> None:
+    """Two ranks, each with the texts of its own samples, and a backend that gathers both heads; float32 sums in another order: 1e-5."""
+    keys = ["--steps", "2", "--learning-rate", "1e-3"]
+    steps, others = distill(models, "gold", *keys, output="one"), distill(models, "gold", *keys, *more, output="other")
+    for name in ("loss", "grad_norm", "teacher/aligned_share"):
+        assert [step[name] for step in others] == pytest.approx([step[name] for step in steps], rel=1e-5)
+
+
 @pytest.mark.parametrize("kind", ["uld", "gold"])
 def test_a_student_that_is_its_teacher_has_no_distance_and_others_come_nearer(models: Path, kind: str) -> None:
     (same,) = distill(models, kind, "--steps", "1", teacher="student", output="same")
