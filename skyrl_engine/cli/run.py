@@ -1,5 +1,6 @@
 """`skyrl-engine run`: train as a configuration file says."""
 
+import json
 import shlex
 import sys
 from contextlib import redirect_stdout
@@ -16,7 +17,7 @@ from skyrl_engine.visible import in_quotes
 
 if TYPE_CHECKING:
     from skyrl_engine.config import RawConfig, ResolvedConfig
-    from skyrl_engine.config.schema import EngineConfig
+    from skyrl_engine.config.schema import EngineConfig, RewardModelConfig
     from skyrl_engine.training.loop import RunResult
 
 
@@ -122,7 +123,15 @@ def next_command(resolved: "ResolvedConfig", directory: Path) -> str:
     if not exported:
         return f"skyrl-engine export {run} ./reward-model{flag}"
     models = f"--model {shlex.quote(config.model.path)} --reward-model {shlex.quote(str(place.model))}"
-    return f"skyrl-engine rl {models} --env prompts {tasks}{key}"
+    return f"skyrl-engine rl {models} --env prompts {tasks}{_read_as_trained(config.reward_model)}{key}"
+
+
+def _read_as_trained(table: "RewardModelConfig") -> str:
+    """Return the keys with which rollouts ask a reward model as it was trained."""
+    if table.labels == "answers":
+        return ""
+    separator = f"rl.reward_models.0.step_separator={json.dumps(table.step_separator)}"
+    return f" rl.reward_models.0.steps=min {shlex.quote(separator)}"
 
 
 def _find_tasks(config: "EngineConfig") -> str | None:

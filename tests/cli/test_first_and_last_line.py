@@ -129,6 +129,16 @@ def test_a_command_that_trains_names_the_next_one_which_runs_as_printed(command,
     assert again.code == 0, again.err
 
 
+def test_a_process_reward_model_is_asked_for_steps_as_it_was_trained(command, mine, tmp_path):
+    row = {"prompt": "1+1*5?", "completions": ["1*5=5", "1+5=6"], "labels": [True, False]}
+    (tmp_path / "steps.jsonl").write_text(4 * f"{json.dumps(row)}\n")
+    line = "reward-model --preset steps --model {model} --data ./steps.jsonl --steps 1 --batch-size 4 --output run"
+    words = next_of(train(command, f"{line} 'reward_model.step_separator=\" - \"'", mine, tmp_path))
+    assert words[-2:] == ["rl.reward_models.0.steps=min", 'rl.reward_models.0.step_separator=" - "']
+    again = command(*words, *LONG["rl"])
+    assert again.code == 0, again.err
+
+
 def test_recorded_rollouts_name_it_too(command, mine, tmp_path):
     train(command, TRAINED["rl"], mine, tmp_path)
     short = "rl.max_prompt_tokens=64 --max-tokens 4 --groups 2 --steps 1"
