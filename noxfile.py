@@ -22,6 +22,7 @@ AGAINST_PEERS = (
     "training_throughput.py",
     "rl_step_against_trl.py",
     "preference_step_against_trl.py",
+    "learning_steps_against_trl.py",
     "collators_against_peer.py",
     "micro_batches_against_peer.py",
     "controller_to_actors.py",
