@@ -11,7 +11,7 @@ That both do the same work is checked by the losses of all steps. TRL's KTO take
 over the whole of it, so that its losses may differ in the third digit.
 
 Memory is counted in allocations of a forward and backward pass over the same pairs, less the gradients, so that no machine is smaller; TRL's
-passes are those of its own `compute_loss`. Run with `nox -s peers`; about ten minutes.
+passes are those of its own `compute_loss`. Run with `nox -s peers`; about six minutes.
 """
 
 import gc
@@ -50,7 +50,7 @@ from skyrl_engine.training.preference.trainer import run_preference
 from skyrl_engine.training.reward_model.trainer import run_reward_model
 from skyrl_engine.training.sft.trainer import run_sft
 
-ROUNDS, STEPS, ROWS = 3, 3, 16
+ROUNDS, STEPS, ROWS = 2, 3, 8
 BAR, BAR_OF_MEMORY = 0.8, 0.6
 LEARNING_RATE, MAX_NORM, BETA = 1e-4, 1.0, 0.1
 WIDE, WIDE_PAIRS, WIDE_PROMPT, WIDE_ANSWER = 152_064, 4, 64, 64
