@@ -25,6 +25,9 @@ from skyrl_engine.config import from_dict, resolve
 from skyrl_engine.config.structure import structure
 from skyrl_engine.testing import Conformance
 
+# Reports cost seconds at the end of every run: tests of reports ask for them.
+os.environ.setdefault("SKYRL_ENGINE_REPORT", "0")
+
 # A busy machine is no failure. For `.ci/run` the same examples every time, so that a red run is about the change; elsewhere new ones.
 settings.register_profile("here", deadline=None, max_examples=25)
 # At night twenty times as many.

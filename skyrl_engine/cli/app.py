@@ -48,6 +48,7 @@ COMMANDS = {
     "rollouts": LazyCommand(
         "skyrl_engine.cli.rollouts:rollouts", "Look at the attempts of a run by reinforcement, compare steps, export them."
     ),
+    "report": LazyCommand("skyrl_engine.cli.report:report", "Write a run, or several beside each other, as a page to look at."),
     "evaluate": LazyCommand("skyrl_engine.cli.evaluate:evaluate", "Attempt tasks with a model, and say how often it is right."),
     "export": LazyCommand("skyrl_engine.cli.export:export", "Write a checkpoint as a Hugging Face directory."),
 }

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from skyrl_engine.cli.command import EngineGroup
-from skyrl_engine.cli.shown_attempt import ShownAttempt, show_attempt
+from skyrl_engine.cli.shown_attempt import show_attempt
 from skyrl_engine.cli.terminal import echo, echo_json
 
 if TYPE_CHECKING:
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from skyrl_engine.rollout.arrow_codec import LearnedAttempt
     from skyrl_engine.rollout.attempts import GroupSteps, Shortlist
     from skyrl_engine.rollout.journal_index import JournalIndex
+    from skyrl_engine.rollout.moments import PlacedAttempt
 
 _RUN = click.argument("run", type=click.Path(path_type=Path), metavar="RUN")
 
@@ -138,9 +139,10 @@ def show(
         echo("No attempt is of that kind.")
 
 
-def _read_attempts(index: "JournalIndex", groups: "GroupSteps", chosen: "Shortlist") -> Iterator[ShownAttempt]:
+def _read_attempts(index: "JournalIndex", groups: "GroupSteps", chosen: "Shortlist") -> "Iterator[PlacedAttempt]":
     """Read the chosen attempts one by one; a group, and what a step learned, once for all that follow each other."""
     from skyrl_engine.rollout.journal_index import apply_decision
+    from skyrl_engine.rollout.moments import PlacedAttempt
 
     step, group = 0, None
     learned: dict[tuple[int, int], LearnedAttempt] = {}
@@ -154,7 +156,7 @@ def _read_attempts(index: "JournalIndex", groups: "GroupSteps", chosen: "Shortli
             if step in index.learned:
                 learned = {(attempt.ticket, attempt.member): attempt for attempt in index.learned[step].read_learned()}
         trajectory = group.trajectories[place]
-        yield ShownAttempt(step, group, trajectory, learned.get((ticket, trajectory.member)))
+        yield PlacedAttempt(step, group, trajectory, learned.get((ticket, trajectory.member)))
 
 
 # --- report ------------------------------------------------------------------------------------------------------------------------
@@ -173,20 +175,15 @@ def report(run: Path) -> None:
 def show_report(run: Path) -> None:
     """Print the best, the median and the worst attempt of the first, the middle and the last step that a run recorded and trained."""
     from skyrl_engine.cli.render import show_table
+    from skyrl_engine.rollout.moments import choose_by_rank, list_moments
 
     index = _index_of(run)
-    trained = sorted(step for step, tickets in index.trained.items() if any(ticket in index.groups for ticket in tickets))
-    moments = list(dict.fromkeys(trained[place] for place in (0, (len(trained) - 1) // 2, -1))) if trained else []
-    decode, rows = _decoder(run), []
-    for step in moments:
-        groups = [group for step_of_group, group in _groups(index, {step}) if step_of_group == step and group.dropped is None]
-        attempts = sorted(
-            (trajectory for group in groups for trajectory in group.finished), key=lambda trajectory: -trajectory.reward
-        )
-        if not attempts:
-            continue
-        parts = {"best": attempts[0], "median": attempts[len(attempts) // 2], "worst": attempts[-1]}
-        rows += [(str(step), name, *_summary(trajectory, decode)) for name, trajectory in parts.items()]
+    decode = _decoder(run)
+    rows = [
+        (str(step), name, *_summary(attempt.trajectory, decode))
+        for step in list_moments(index)
+        for name, attempt in choose_by_rank(index, step)
+    ]
     columns = ("step", "attempt", "reward", "tokens", "of which", "sampled")
     places = [place for place, name in enumerate(columns) if name != "of which" or any(row[place] for row in rows)]
     show_table([columns[place] for place in places], [[row[place] for place in places] for row in rows])
@@ -236,12 +233,14 @@ def diff(run: Path, steps: tuple[int, int], limit: int) -> None:
         return
     if limit == 0:
         return
+    from skyrl_engine.rollout.moments import PlacedAttempt
+
     decode = _decoder(run)
     for place in shared[:limit]:
         for step, group in zip(steps, (before[place], after[place]), strict=True):
             best = max(group.finished, key=lambda trajectory: trajectory.reward, default=None)
             if best is not None:
-                show_attempt(ShownAttempt(step, group, best), decode, tokens=False)
+                show_attempt(PlacedAttempt(step, group, best), decode, tokens=False)
 
 
 def _means(*sides: "list[Group]") -> list[str]:

@@ -163,6 +163,8 @@ def conclude(result: "RunResult", *, allowed: bool = False) -> int:
     if result.stopped_by is None and (model := RunDirectory(result.directory).model).is_dir():
         echo(f"trained model: {model}")
     echo(f"run directory: {result.directory}")
+    if result.stopped_by is None and (report := RunDirectory(result.directory).report).is_file():
+        echo(f"report: {report}")
     if result.stopped_by is None:
         return 0
     directory = shlex.quote(str(result.directory))

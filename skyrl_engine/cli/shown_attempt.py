@@ -3,31 +3,15 @@
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from attrs import frozen
-
 if TYPE_CHECKING:
-    from skyrl_engine.contracts.values.rollout import Group, Trajectory
+    from skyrl_engine.contracts.values.rollout import Trajectory
     from skyrl_engine.rollout.arrow_codec import LearnedAttempt
+    from skyrl_engine.rollout.moments import PlacedAttempt
 
 _WORDS = ("prompt", "sampled", "observed")
 
 
-@frozen(eq=False)
-class ShownAttempt:
-    """An attempt with its group, and the step that trained on it or, where none did, that it was sampled for."""
-
-    step: int
-    group: "Group"
-    trajectory: "Trajectory"
-    learned: "LearnedAttempt | None" = None
-
-    @property
-    def name(self) -> str:
-        attempt = self.trajectory
-        return f"step {self.step}, {self.group.environment}: task {self.group.task_key}, attempt {attempt.member} of group {attempt.ticket}"
-
-
-def show_attempt(attempt: ShownAttempt, decode: Callable[[Any], str], *, tokens: bool) -> None:
+def show_attempt(attempt: "PlacedAttempt", decode: Callable[[Any], str], *, tokens: bool) -> None:
     """Print an attempt, with a line per token if `tokens`."""
     from skyrl_engine.cli.render import show_facts, show_heading, show_segments, show_table
     from skyrl_engine.rollout.exported import segments_of

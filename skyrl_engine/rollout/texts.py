@@ -1,5 +1,6 @@
 """Rollouts as texts: the tokenizer that a run leaves behind."""
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,8 @@ def decoder_of(run: RunDirectory) -> tuple[Decode | None, str]:
     """
     why = "the run names no model"
     for model in _places(run):
+        if (quick := _read_quickly(Path(model.path))) is not None:
+            return quick, ""
         try:
             tokenizer = load_tokenizer(model)
         except EngineError as error:
@@ -29,6 +32,19 @@ def decoder_of(run: RunDirectory) -> tuple[Decode | None, str]:
             continue
         return partial(_text, tokenizer), ""
     return None, why
+
+
+def _read_quickly(folder: Path) -> Decode | None:
+    """Return what decodes by a folder's tokenizer.json alone, in a fraction of the time; None where transformers would change its text."""
+    try:
+        stated = json.loads((folder / "tokenizer_config.json").read_text())
+        if stated.get("clean_up_tokenization_spaces") or not (folder / "tokenizer.json").is_file():
+            return None
+        from tokenizers import Tokenizer
+
+        return partial(_text, Tokenizer.from_file(str(folder / "tokenizer.json")))
+    except Exception:  # noqa: BLE001 - `tokenizers` raises plain ones; what is wrong with a tokenizer, transformers says
+        return None
 
 
 def _text(tokenizer: Any, ids: Sequence[int]) -> str:

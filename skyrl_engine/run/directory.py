@@ -16,7 +16,20 @@ from skyrl_engine.errors import ConfigError, EngineError, Problem
 RUNS = Path("runs")
 _LOCK = ".lock"
 _OWN_NAMES = frozenset(
-    {_LOCK, "run.json", "run.log", "config.toml", "metrics.jsonl", "checkpoints", "model", "rollouts", "reference", "generator"}
+    {
+        _LOCK,
+        "run.json",
+        "run.log",
+        "config.toml",
+        "metrics.jsonl",
+        "checkpoints",
+        "model",
+        "rollouts",
+        "reference",
+        "generator",
+        "samples.json",
+        "report.html",
+    }
 )
 
 logger = logging.getLogger(__name__)
@@ -48,6 +61,16 @@ class RunDirectory:
     @property
     def metrics(self) -> Path:
         return self.path / "metrics.jsonl"
+
+    @property
+    def samples(self) -> Path:
+        """A few samples of the first mini-batch."""
+        return self.path / "samples.json"
+
+    @property
+    def report(self) -> Path:
+        """The run for people to look at, in one file."""
+        return self.path / "report.html"
 
     @property
     def checkpoints(self) -> Path:

@@ -3,7 +3,7 @@
 import json
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -103,19 +103,25 @@ metrics_jsonl = MetricsJsonlPlugin()
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """All records of a metrics file, in order. A last line without its end, left by a crash, is no record."""
+    return list(iterate_metrics(path))
+
+
+def iterate_metrics(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the records of a metrics file one by one, as `read_metrics` returns them."""
     if not path.is_file():
-        return []
-    records = []
-    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
-        try:
-            record = json.loads(line)
-        except ValueError:  # a crash of the machine, not only of the process, can leave a line of zero bytes
-            record = None
-        if isinstance(record, dict) and isinstance(record.get("kind"), str) and isinstance(record.get("step"), int):
-            records.append(record)
-        else:
-            logger.warning("%s: line %d is damaged and skipped", path, number)
-    return records
+        return
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.endswith(b"\n"):
+                return
+            try:
+                record = json.loads(line)
+            except ValueError:  # a crash of the machine, not only of the process, can leave a line of zero bytes
+                record = None
+            if isinstance(record, dict) and isinstance(record.get("kind"), str) and isinstance(record.get("step"), int):
+                yield record
+            else:
+                logger.warning("%s: line %d is damaged and skipped", path, number)
 
 
 def keep_up_to(path: Path, step: int) -> None:

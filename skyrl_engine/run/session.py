@@ -27,15 +27,19 @@ from skyrl_engine.contracts.kinds.observer import (
     SessionStarted,
     StepFinished,
 )
+from skyrl_engine.contracts.values.columns import SampleColumns
+from skyrl_engine.contracts.values.ragged import IntArray
 from skyrl_engine.errors import CheckpointError, EngineError
 from skyrl_engine.run.checkpoint import Checkpoint, CheckpointStore
 from skyrl_engine.run.directory import RunDirectory, open_run_directory
 from skyrl_engine.run.durable import write_durably
 from skyrl_engine.run.environment import describe_environment
+from skyrl_engine.run.kept_samples import keep_samples
 from skyrl_engine.run.log import logging_to
 from skyrl_engine.run.manifest import begin_session, end_session, new_manifest, read_manifest, write_manifest
 from skyrl_engine.run.metrics import read_metrics
 from skyrl_engine.run.observer_calls import ObserverBus
+from skyrl_engine.run.report_writer import ReportWriter
 from skyrl_engine.run.resume_checks import (
     OLDER_RULE,
     base_of,
@@ -70,6 +74,7 @@ class RunSession:
     changed: list[str]
     _resolved: ResolvedConfig
     _bus: ObserverBus
+    _report: ReportWriter
     _key: bytes | None = None
     _manifest: dict[str, Any] | None = None
     step: int = 0
@@ -123,6 +128,13 @@ class RunSession:
         """Return True if a start was recorded, of this session or of one before it."""
         return self._manifest is not None
 
+    def keep_samples(self, columns: SampleColumns, mini_batch: IntArray) -> None:
+        """Keep a few samples of a mini-batch for people to look at; a disk that refuses them is warned of, and stops nothing."""
+        try:
+            keep_samples(self.directory.samples, columns, mini_batch)
+        except OSError as error:
+            logger.warning("%s cannot be written (%s): a report will show no samples", self.directory.samples, error)
+
     def announce_start(self, total_steps: int) -> None:
         """Tell observers that training begins."""
         assert self._manifest is not None, "record_start comes first"
@@ -140,6 +152,7 @@ class RunSession:
         parts = [f"{name} {event.metrics[name]:.4g}" for name in _TOLD if name in event.metrics]
         logger.info("step %d of %d: %s", event.step, event.total_steps, ", ".join([*parts, f"{event.seconds:.3g} s"]))
         self._bus.step_finished(event)
+        self._report.write_if_due()
 
     def evaluation_finished(self, event: EvaluationFinished) -> None:
         logger.info("evaluation after step %d: %s", event.step, dict(event.metrics))
@@ -179,6 +192,8 @@ class RunSession:
             end_session(self._manifest, step=self.step, error=error)
             write_manifest(self.directory.manifest, self._manifest)
         self._bus.session_finished(SessionFinished(self.step, error))
+        if self._manifest is not None:
+            self._report.write_last(wait=error is None and not self.stop)
 
 
 @contextmanager
@@ -303,11 +318,12 @@ def _open(
         bus.register(selected.make(context), name=str(selected.loaded.record))
     for observer in observers:
         bus.register(observer)
+    report = ReportWriter.of(directory.path, wanted=config.run.report)
     manifest = read_manifest(directory.manifest) if directory.manifest.exists() else None
     if manifest is None and checkpoint is not None:
         logger.warning("%s is missing or damaged; it is written anew, without the sessions before this one", directory.manifest)
     return RunSession(
-        directory, store, stop, checkpoint, changed, resolved, bus, key, manifest, step=checkpoint.step if checkpoint else 0
+        directory, store, stop, checkpoint, changed, resolved, bus, report, key, manifest, step=checkpoint.step if checkpoint else 0
     )
 
 

@@ -20,6 +20,7 @@ ORDER = (
     ("engine",),
     ("environments",),
     ("rollout",),
+    ("report",),
     ("training",),
     ("proof",),
     ("testing",),

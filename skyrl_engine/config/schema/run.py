@@ -33,6 +33,9 @@ class RunConfig:
     ray_address: str | None = field(default=None, validator=optional(min_len(1)), metadata={CODE: True})
     """Address of a running Ray cluster; none: start one on this machine."""
 
+    report: bool = True
+    """Write `report.html` into the run directory, at the end and, in at most 0.5% of the time, while the run trains."""
+
     observers: tuple[str, ...] = field(
         default=("metrics_jsonl",), validator=deep_iterable(min_len(1)), metadata={PLACE: "reference"}
     )

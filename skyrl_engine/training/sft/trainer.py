@@ -139,6 +139,8 @@ def train_on_data(
                 "evaluation": describe_data(prepared.evaluation),
             },
         )
+        if not session.directory.samples.exists():
+            session.keep_samples(prepared.train.columns, prepared.order.mini_batch(position)[0])
         tell(logger, f"first mini-batch: {prepared.first_shape}")
         if progress is not None:
             progress(LOADING, 0, 0)

@@ -1,0 +1,116 @@
+"""The numbers of `metrics.jsonl` as columns over steps, and curves of a length that a page can hold."""
+
+from array import array
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from attrs import define, field, frozen
+
+from skyrl_engine.run.metrics import iterate_metrics
+
+POINTS = 500
+"""Points of a curve at most; a longer one is drawn as means of equally many steps, with the lowest and the highest of them."""
+
+Floats = npt.NDArray[np.float64]
+Steps = npt.NDArray[np.int64]
+
+
+@frozen(eq=False)
+class Series:
+    """One metric: `steps` int64[n], rising, and `values` float64[n], all finite."""
+
+    steps: Steps
+    values: Floats
+
+
+@frozen(eq=False)
+class Curve:
+    """A series of at most `POINTS` points: `values` are means, `lowest` and `highest` the extremes of the `width` steps of a point."""
+
+    steps: Floats
+    values: Floats
+    lowest: Floats
+    highest: Floats
+    width: int
+
+
+def shorten(series: Series, points: int = POINTS) -> Curve:
+    """Return the series with at most so many points: each the mean of equally many values, at their mean step."""
+    count = len(series.steps)
+    width = max(1, -(-count // points))
+    starts = np.arange(0, count, width)
+    sizes = np.diff([*starts, count])
+    steps, values = np.add.reduceat(series.steps, starts) / sizes, np.add.reduceat(series.values, starts) / sizes
+    return Curve(steps, values, np.minimum.reduceat(series.values, starts), np.maximum.reduceat(series.values, starts), width)
+
+
+@define
+class _Column:
+    steps: "array[int]" = field(factory=lambda: array("q"))
+    values: "array[float]" = field(factory=lambda: array("d"))
+
+
+@frozen(eq=False)
+class MetricsTable:
+    """Numbers of a metrics file. Each series is of the steps that have the number; numbers that were not finite are left out."""
+
+    steps: Mapping[str, Series]
+    """Metrics of steps, and `seconds` of each."""
+    spans: Mapping[str, Series]
+    """CPU seconds of steps by span."""
+    evaluations: Mapping[str, Series]
+    checkpoints: tuple[int, ...]
+    last_step: int
+    total_steps: int | None
+
+
+def read_table(path: Path) -> MetricsTable:
+    """Read a metrics file record by record, so that a long one takes no more memory than its numbers."""
+    steps: dict[str, _Column] = {}
+    spans: dict[str, _Column] = {}
+    evaluations: dict[str, _Column] = {}
+    checkpoints: list[int] = []
+    last, total = 0, None
+    for record in iterate_metrics(path):
+        step = record["step"]
+        if record["kind"] == "step":
+            last, total = step, record.get("total_steps", total)
+            _add(steps, step, {**_table(record, "metrics"), "seconds": record.get("seconds")})
+            _add(spans, step, _table(record, "cpu_seconds"))
+        elif record["kind"] == "evaluation":
+            _add(evaluations, step, _table(record, "metrics"))
+        elif record["kind"] == "checkpoint":
+            checkpoints.append(step)
+        elif record["kind"] == "session_started":
+            total = record.get("total_steps", total)
+    return MetricsTable(_series(steps), _series(spans), _series(evaluations), tuple(checkpoints), last, total)
+
+
+def _table(record: Mapping[str, Any], name: str) -> dict[str, Any]:
+    found = record.get(name)
+    return found if isinstance(found, dict) else {}
+
+
+def _add(columns: dict[str, _Column], step: int, numbers: Mapping[str, Any]) -> None:
+    for name, value in numbers.items():
+        if isinstance(value, int | float):
+            column = columns.get(name)
+            if column is None:
+                column = columns[name] = _Column()
+            column.steps.append(step)
+            column.values.append(value)
+
+
+def _series(columns: Mapping[str, _Column]) -> dict[str, Series]:
+    return {
+        name: Series(np.frombuffer(column.steps, np.int64), np.frombuffer(column.values, np.float64))
+        for name, column in columns.items()
+    }
+
+
+def list_names(tables: Iterable[Mapping[str, Series]]) -> list[str]:
+    """Return the names of several tables, each once, in the order in which they come."""
+    return list(dict.fromkeys(name for table in tables for name in table))

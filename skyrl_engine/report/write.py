@@ -1,0 +1,288 @@
+"""Writing of a report: facts, pictures and passages put into one page that holds all it needs."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from attrs import evolve, frozen
+
+from skyrl_engine import __version__
+from skyrl_engine.errors import ConfigError, EngineError, Problem
+from skyrl_engine.report.charts import OTHERS, Chart, ChartGroup, bounds_of, list_charts
+from skyrl_engine.report.figures import Line, Picture, draw_lines, draw_stack
+from skyrl_engine.report.run_facts import RunFacts
+from skyrl_engine.report.series import Series, list_names
+from skyrl_engine.report.shaded import show_attempts, show_samples
+from skyrl_engine.run.durable import write_durably
+from skyrl_engine.run.manifest import now
+
+GENERATOR = f"skyrl-engine {__version__}"
+_MARK = '<meta name="generator" content="skyrl-engine '
+_PAGE = Path(__file__).parent / "page"
+
+
+@frozen
+class Table:
+    """Rows of cells under a title."""
+
+    title: str
+    rows: tuple[tuple[str, ...], ...]
+    folded: bool = False
+
+
+def write_report(run: RunFacts, path: Path) -> None:
+    """Write what there is to see of one run. Raises ConfigError for a file that is no report, and EngineError for one that cannot be
+    written.
+    """
+    if run.trainer == "rl":
+        content, title = show_attempts(run), "Attempts"
+        tells = (
+            "The best, the median and the worst attempt of a step, by reward. Blue over a straight line: positive advantage; orange over a "
+            "wavy line: negative; the stronger, the larger. A line below: the gap between sampler and trainer, thin from 1e-4 nats, thick from "
+            "1e-2, double from 0.1."
+        )
+    else:
+        content, title = show_samples(run), "Samples"
+        tells = (
+            "The first samples of the first mini-batch. Underlined tokens carry loss, the more the thicker; the others are context."
+        )
+    shown_part = {"id": "shown", "title": title, "tells": tells, "content": content}
+    _write(path, [run], title=run.name, facts=_list_facts(run), differences=(), shown=shown_part)
+
+
+def write_comparison(runs: Sequence[RunFacts], path: Path) -> None:
+    """Write what differs between runs, and their curves over each other. Raises as `write_report`."""
+    title = "Comparison of " + ", ".join(_label_runs(runs))
+    _write(path, runs, title=title, facts=(), differences=_list_differences(runs), shown=None)
+
+
+def _label_runs(runs: Sequence[RunFacts]) -> list[str]:
+    """Return the names of runs, with as many folders above them as it takes to tell them apart."""
+    places = [run.directory.path.resolve() for run in runs]
+    for depth in range(1, max(len(place.parts) for place in places) + 1):
+        labels = ["/".join(place.parts[-depth:]) for place in places]
+        if len(set(labels)) == len(labels):
+            return labels
+    raise ConfigError([Problem(str(runs[0].directory.path), "is named twice", "Name different runs")])
+
+
+def _list_facts(run: RunFacts) -> tuple[Table, ...]:
+    model = run.manifest["config"].get("model", {})
+    world = run.manifest.get("world", {})
+    basics = [
+        ("trainer", run.trainer),
+        ("model", str(model.get("path"))),
+        ("dtype", str(model.get("dtype"))),
+        ("engine", f"{run.manifest['engine']['distribution']} {run.manifest['engine']['version']}"),
+        ("created", str(run.manifest.get("created"))),
+        ("ranks", ", ".join(f"{name} {value}" for name, value in world.items())),
+        ("checkpoints", ", ".join(f"{step:,}" for step in run.metrics.checkpoints[-8:]) or "none"),
+    ]
+    sessions = [
+        (
+            str(each.get("started")),
+            f"from step {each.get('start_step')}",
+            f"to step {each.get('end_step')}",
+            str(each.get("error") or ""),
+        )
+        for each in run.manifest["sessions"]
+    ]
+    return (
+        Table("Run", tuple(basics)),
+        Table("Data", tuple(run.list_data()), folded=len(run.list_data()) > 12),
+        Table("Plugins", tuple(run.list_plugins())),
+        Table("Configuration that differs from the defaults", tuple(run.list_changed())),
+        Table("Sessions", tuple(sessions), folded=len(sessions) < 2),
+        Table("Environment", tuple(run.list_environment()), folded=True),
+    )
+
+
+def _list_differences(runs: Sequence[RunFacts]) -> tuple[Table, ...]:
+    def compare(title: str, facts: Sequence[Mapping[str, str]]) -> Table:
+        keys = dict.fromkeys(key for each in facts for key in each)
+        rows = [(key, *(each.get(key, "") for each in facts)) for key in keys]
+        return Table(title, tuple(row for row in rows if len(set(row[1:])) > 1))
+
+    ignored = {"run.directory"}
+    return (
+        compare(
+            "Configuration", [{key: value for key, value in run.flatten_config().items() if key not in ignored} for run in runs]
+        ),
+        compare("Plugins", [_number(run.list_plugins()) for run in runs]),
+        compare("Data", [dict(run.list_data()) for run in runs]),
+        compare("Environment", [dict(run.list_environment()) for run in runs]),
+        compare(
+            "Course", [{"state": run.state, "seconds of steps": f"{run.seconds:.4g}", "tokens": f"{run.tokens:,}"} for run in runs]
+        ),
+    )
+
+
+def _number(rows: Sequence[tuple[str, str]]) -> dict[str, str]:
+    """Return rows as a table, of which equal keys are numbered."""
+    table: dict[str, str] = {}
+    for key, value in rows:
+        name, count = key, 1
+        while name in table:
+            count += 1
+            name = f"{key} {count}"
+        table[name] = value
+    return table
+
+
+def _draw_sections(runs: Sequence[RunFacts], labels: Sequence[str]) -> list[tuple[ChartGroup, list[Picture]]]:
+    steps, spans, evaluations = (
+        list_names(getattr(run.metrics, source) for run in runs) for source in ("steps", "spans", "evaluations")
+    )
+    drawn = []
+    for section in list_charts(steps, spans, evaluations):
+        pictures = [picture for chart in section.charts for picture in _draw(chart, runs, labels)]
+        drawn.append((section, pictures))
+    return drawn
+
+
+def _draw(chart: Chart, runs: Sequence[RunFacts], labels: Sequence[str]) -> list[Picture]:
+    """Return one picture of a chart for one run; for several, one for each metric, or for each run where it is a stack."""
+    tables = [getattr(run.metrics, chart.source) for run in runs]
+    names = chart.choose(list_names(tables))
+    if chart.kind == "stack":
+        pictures = []
+        for label, table in zip(labels, tables, strict=True):
+            parts = {name.removeprefix("time/"): table[name] for name in names if name in table}
+            if parts:
+                pictures.append(draw_stack(_entitle(chart, label if len(runs) > 1 else None), parts))
+        return pictures
+    if len(runs) == 1:
+        lines = [_make_line(chart, name, name, runs[0]) for name in names]
+        if chart.beside is not None and chart.beside in runs[0].metrics.evaluations:
+            lines.append(Line("on held-out data", runs[0].metrics.evaluations[chart.beside], marks=True))
+        return [draw_lines(chart, lines)]
+    return [
+        draw_lines(
+            _entitle(chart, name if len(names) > 1 else None),
+            [_make_line(chart, name, label, run) for label, run, table in zip(labels, runs, tables, strict=True) if name in table],
+        )
+        for name in names
+    ]
+
+
+def _make_line(chart: Chart, name: str, label: str, run: RunFacts) -> Line:
+    table: Mapping[str, Series] = getattr(run.metrics, chart.source)
+    band = None
+    ends = chart.band if chart.band is not None and name == chart.metrics[0] else bounds_of(name)
+    if all(each in table for each in ends):
+        band = (table[ends[0]], table[ends[1]])
+    return Line(label, table[name], band, marks=chart.source == "evaluations")
+
+
+def _entitle(chart: Chart, label: str | None) -> Chart:
+    return chart if label is None else evolve(chart, title=f"{chart.title}: {label}")
+
+
+def _write(
+    path: Path,
+    runs: Sequence[RunFacts],
+    *,
+    title: str,
+    facts: Sequence[Table],
+    differences: Sequence[Table],
+    shown: dict[str, Any] | None,
+) -> None:
+    from bokeh.document import Document
+    from bokeh.embed import components
+    from markupsafe import Markup
+
+    labels = _label_runs(runs)
+    drawn = _draw_sections(runs, labels)
+    models = [picture.model for _, pictures in drawn for picture in pictures]
+    document = Document()
+    with document.models.freeze():  # else the models of all pictures are collected once more for each of them
+        for model in models:
+            document.add_root(model)
+    script, divs = components(models) if models else ("", ())
+    divided = iter(divs)
+    sections = [
+        {
+            "id": f"section-{number}",
+            "title": section.title,
+            "folded": section.title == OTHERS,
+            "pictures": [
+                {
+                    "title": picture.chart.title,
+                    "unit": picture.chart.unit,
+                    "tells": picture.chart.tells,
+                    "summary": picture.summary,
+                    "columns": picture.columns,
+                    "rows": picture.rows,
+                    "shortened": picture.shortened,
+                    "div": Markup(next(divided)),  # noqa: S704 -- Bokeh's own
+                }
+                for picture in pictures
+            ],
+        }
+        for number, (section, pictures) in enumerate(drawn)
+    ]
+    contents = [("differences", "What differs")] * bool(differences) + [("facts", "What it was")] * bool(facts)
+    contents += [(f"section-{number}", section.title) for number, (section, _) in enumerate(drawn)]
+    contents += [(str(shown["id"]), str(shown["title"]))] if shown else []
+    text = _template()(
+        title=title,
+        generator=GENERATOR,
+        written=now(),
+        runs=[
+            {
+                "label": label,
+                "trainer": run.trainer,
+                "state": run.state,
+                "duration": _format_seconds(run.seconds),
+                "tokens": f"{run.tokens:,}",
+            }
+            for label, run in zip(labels, runs, strict=True)
+        ],
+        contents=contents,
+        facts=facts,
+        differences=differences,
+        sections=sections,
+        shown=shown,
+        css=Markup((_PAGE / "report.css").read_text()),  # noqa: S704 -- our own
+        javascript=Markup((_PAGE / "report.js").read_text()),  # noqa: S704 -- our own
+        script=Markup(script),  # noqa: S704 -- Bokeh's own
+        library=Markup(_library()),  # noqa: S704 -- Bokeh's own
+    )
+    _refuse_foreign(path)
+    try:
+        write_durably(path, text)
+    except OSError as error:
+        raise EngineError(f"{path} cannot be written ({error})", remedy="Free space there, or name another --output") from error
+
+
+def _refuse_foreign(path: Path) -> None:
+    """Raise ConfigError where something else than a report would be overwritten."""
+    if path.is_dir():
+        raise ConfigError([Problem(str(path), "is a folder", "Name a file with --output")])
+    if path.is_file():
+        with path.open("rb") as file:
+            if _MARK.encode() not in file.read(4096):
+                raise ConfigError([Problem(str(path), "is there, and no report of this engine", "Name another file with --output")])
+
+
+def _format_seconds(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{seconds:.3g} s"
+
+
+@cache
+def _template() -> Callable[..., str]:
+    from jinja2 import Environment, StrictUndefined
+
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    return environment.from_string((_PAGE / "report.html.in").read_text()).render
+
+
+@cache
+def _library() -> str:
+    """Return the script of Bokeh as its wheel has it."""
+    import bokeh
+
+    return (Path(bokeh.__file__).parent / "server" / "static" / "js" / "bokeh.min.js").read_text()

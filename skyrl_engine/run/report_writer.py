@@ -1,0 +1,108 @@
+"""Writing of a run's report beside training, by a process of its own, so that neither its time nor a failure of it is the run's."""
+
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import IO
+
+from attrs import define, field
+
+logger = logging.getLogger(__name__)
+
+VARIABLE = "SKYRL_ENGINE_REPORT"
+"""Environment variable; `0` leaves reports out, as suites of tests do."""
+SHARE = 0.005
+"""Largest share of a run's time that reports take while it trains."""
+_FIRST_COST = 4.0
+"""Seconds that the first report is taken to cost, before one was measured."""
+_LONGEST_WAIT = 120.0
+_LEAVE = "import os; os.fork() and os._exit(0); "
+_GIVE_WAY = "import os, runpy; os.nice(10); runpy.run_module('skyrl_engine', run_name='__main__', alter_sys=True)"
+"""Runs the command of its arguments behind everything else that wants to run."""
+
+
+@define(eq=False)
+class ReportWriter:
+    """Starts `skyrl-engine report` for a run directory while the run trains, as often as `SHARE` allows, and once at its end."""
+
+    directory: Path
+    enabled: bool
+    _started: float = field(factory=time.monotonic, init=False)
+    _spent: float = field(default=0.0, init=False)
+    _cost: float = field(default=_FIRST_COST, init=False)
+    _process: "subprocess.Popen[bytes] | None" = field(default=None, init=False)
+    _begun: float = field(default=0.0, init=False)
+    _errors: "IO[bytes] | None" = field(default=None, init=False)
+
+    @classmethod
+    def of(cls, directory: Path, *, wanted: bool) -> "ReportWriter":
+        """Return the writer of a run, which writes nothing where the run or the environment does not want it."""
+        return cls(directory, wanted and os.environ.get(VARIABLE, "1") != "0")
+
+    def write_if_due(self) -> None:
+        """Start a report where none is under way and the time of all, this one among them, stays below `SHARE` of the run's."""
+        if not self.enabled or not self._collect():
+            return
+        if time.monotonic() - self._started >= (self._spent + self._cost) / SHARE:
+            self._start()
+
+    def write_last(self, *, wait: bool) -> None:
+        """Write the report of a session that has ended; without `wait`, it is written after this process has gone on."""
+        if not self.enabled:
+            return
+        if self._process is not None:
+            self._process.kill()  # it would show the run without its end
+            self._process.wait()
+            self._close()
+        self._start(alone=not wait)
+        if self._process is not None:
+            try:
+                self._process.wait(_LONGEST_WAIT)
+            except subprocess.TimeoutExpired:
+                logger.warning("the report is still being written after %.0f s; the run does not wait for it", _LONGEST_WAIT)
+                return
+            self._collect()
+
+    def _start(self, *, alone: bool = False) -> None:
+        """Start the command; `alone`: in a process that outlives this one, whose parent ends at once."""
+        self._begun = time.monotonic()
+        # a report needs no device
+        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 -- closed when the process has ended
+        try:
+            self._process = subprocess.Popen(  # noqa: S603 -- this interpreter and this package
+                [sys.executable, "-c", (_LEAVE if alone else "") + _GIVE_WAY, "report", str(self.directory.resolve())],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=self._errors,
+                env=environment,
+                start_new_session=True,
+            )
+        except OSError as error:
+            self._close()
+            logger.warning("no report is written: %s", error)
+
+    def _collect(self) -> bool:
+        """Return True where no report is under way any more; one that failed is warned of."""
+        if self._process is None:
+            return True
+        if self._process.poll() is None:
+            return False
+        self._cost = time.monotonic() - self._begun
+        self._spent += self._cost
+        if self._process.returncode and self._errors is not None:
+            self._errors.seek(0)
+            said = self._errors.read().decode(errors="replace").strip()
+            logger.warning("the report could not be written: %s", said or f"it ended with status {self._process.returncode}")
+        self._close()
+        return True
+
+    def _close(self) -> None:
+        self._process = None
+        if self._errors is not None:
+            self._errors.close()
+            self._errors = None
