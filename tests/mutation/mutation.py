@@ -140,6 +140,9 @@ class Area:
     tests: tuple[str, ...]
     """Folders of tests, or files of one, in this repository."""
 
+    material: tuple[str, ...]
+    """Folders of files that tests read."""
+
     left_out: tuple[str, ...]
     """Parts of names of tests, or whole modules of them."""
 
@@ -330,6 +333,9 @@ def prepare(area: Area, workspace: Path) -> None:
     wanted = {Path("pyproject.toml"): area.settings().encode(), Path("tests/conftest.py"): CONFTEST.encode()}
     for target, path in area.test_files():
         wanted[target] = plainly_named(path.read_text()).encode()
+    for folder in map(Path, area.material):
+        for path in (ROOT / folder).iterdir():
+            wanted[Path("tests", folder.parent.name, folder.name, path.name)] = path.read_bytes()
     for target, path in area.sources():
         content = path.read_bytes()
         chosen = any(target.match(pattern) for pattern in area.mutated)

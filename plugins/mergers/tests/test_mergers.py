@@ -167,6 +167,8 @@ def test_a_lost_sample_is_named(merger: Merger, case: Case, data: st.DataObject)
     with pytest.raises(OutputError, match=rf"missing: sample {lost}, planned on data-parallel rank \d") as caught:
         merger.merge(outputs, case.plan)
     assert "1 missing, 0 duplicated, 0 unexpected" in caught.value.cause
+    due = "Check that the backend returns each of its rank's samples exactly once, under the id it was given"
+    assert isinstance(merger, ListMerger) or caught.value.remedy == due
 
 
 @mergers
@@ -272,6 +274,9 @@ def test_long_lists_are_cut(merger: Merger) -> None:
         merger.merge(two_ranks(list(range(13)), []), plan)
     assert len(caught.value.details) == 11
     assert caught.value.details[-1] == "missing: and 2 more"
+    with pytest.raises(OutputError) as caught:
+        merger.merge(two_ranks(list(range(13)), list(range(13, 15))), plan)
+    assert [line for line in caught.value.details if "more" in line] == [], "ten are listed whole"
 
 
 @mergers
@@ -294,8 +299,9 @@ def test_fields_of_every_rank_are_compared(merger: Merger) -> None:
         outputs.append(
             RankOutput.concat([RankOutput(ids[dp : dp + 1], np.ones(1, np.int64), scored, fields)], Topology(dp=3).coords(dp))
         )
-    with pytest.raises(OutputError, match=r"rank 2 returned the fields \['entropy'\] and rank 0 \['logprobs'\]"):
+    with pytest.raises(OutputError, match=r"rank 2 returned the fields \['entropy'\] and rank 0 \['logprobs'\]") as caught:
         merger.merge(outputs, plan)
+    assert caught.value.remedy == "Let every rank return the same per-token outputs"
 
 
 @mergers
