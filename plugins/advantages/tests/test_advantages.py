@@ -153,5 +153,5 @@ def test_without_an_epsilon_a_deviation_divides_as_it_is():
 def test_a_distance_of_one_is_divided_like_any_other():
     """Rewards 0, 2, 1 and 1 are 1, 1, 0 and 0 from their mean, and have the deviation sqrt(2/3) of a sample."""
     samples = [DrawnSample(key, 0, key, 0, True, (Token(1.0, reward),)) for key, reward in enumerate((0.0, 2.0, 1.0, 1.0))]
-    output = _output(vectorized.grpo(DrawnRows(tuple(samples)).batch(), GroupOptions(epsilon=0.0)))
+    output = _output(vectorized.grpo(DrawnRows(tuple(samples)).batch(), GroupOptions(epsilon=0.0, normalize="group")))
     assert np.allclose(output.advantages, [-np.sqrt(1.5), np.sqrt(1.5), 0.0, 0.0], rtol=1e-6, atol=0)
