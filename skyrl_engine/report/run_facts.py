@@ -33,7 +33,7 @@ class RunFacts:
         """Say how far the run is, in words: the last session's end, or that none was recorded."""
         sessions = self.manifest["sessions"]
         last = sessions[-1] if sessions else {}
-        step, total = self.metrics.last_step, self.metrics.total_steps
+        step, total = last.get("end_step") or self.metrics.last_step, self.metrics.total_steps
         place = f"step {step:,}" if total is None else f"step {step:,} of {total:,}"
         if last.get("error"):
             return f"failed at {place}: {last['error']}"

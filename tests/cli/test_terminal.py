@@ -151,6 +151,7 @@ ARGUMENTS: dict[str, list[list[str]]] = {
     "rollouts check": [["{run}"], [WORDS]],
     "evaluate": [[WORDS], ["{run}", "--split", "train", "--tasks", "2"], ["{run}", "--set", WORDS]],
     "export": [["{run}", WORDS], [WORDS, "out"]],
+    "report": [["{run}"], [WORDS], ["{run}", "--output", WORDS]],
     "serve": [[WORDS], ["{file}"]],
 }
 """Command lines by command. What is in braces is a file whose content attacks."""
