@@ -281,7 +281,7 @@ def install_vllm(session: nox.Session) -> None:
 
 @nox.session
 def mutation(session: nox.Session) -> None:
-    """Thousands of small changes to collators, ledger, journal and small plugins, and whether a test notices each; an hour and a half on two cores."""
+    """Thousands of small changes to collators, ledger, journal and small plugins, and whether a test notices each; 90 minutes or so."""
     install(session)
     pip(session, "install", "--quiet", MUTMUT)
     python(session, "tests/mutation/mutation.py", *session.posargs)
