@@ -51,7 +51,9 @@ NO_CODE = {
     # a folder to write into; devices to compute on
     "run.directory generator.devices",
     # a name that servers give their model
-    "generator.vllm.model generator.openai.model",
+    "generator.vllm.model generator.openai.model teacher.model",
+    # weights by the names of a reward's parts
+    "advantage.gdpo.weights",
     # options of plugins, which their own schemas mark
     *(f"{name}.options" for name in ("collator", "loss", "loss.terms", "loss.corrections", "reducer", "backend", "merger")),
     *(f"{name}.options" for name in ("advantage", "generator", "environments", "group_filters")),
@@ -134,6 +136,10 @@ def openai(**options: Any) -> dict[str, Any]:
     return {**RL, "environments": PROMPTS, "generator": {"use": "openai", "url": "http://127.0.0.1:9/v1", "model": "m", **options}}
 
 
+def teacher(**options: Any) -> dict[str, Any]:
+    return {**SFT, "teacher": {"url": "http://127.0.0.1:9/v1", "model": "m", **options}}
+
+
 TERM = {"use": "cross_entropy"}
 
 PLANTS: dict[str, Callable[[str], dict[str, Any]]] = {
@@ -157,6 +163,8 @@ PLANTS: dict[str, Callable[[str], dict[str, Any]]] = {
     "environment.gymnasium.kwargs": lambda code: gymnasium(id="Text-v0", kwargs={"entry_point": code}),
     "generator.openai.url": lambda code: openai(url=f"http://127.0.0.1:9/{code}"),
     "generator.openai.api_key_env": lambda code: openai(api_key_env=code),
+    "teacher.url": lambda code: teacher(url=f"http://127.0.0.1:9/{code}"),
+    "teacher.api_key_env": lambda code: teacher(api_key_env=code),
     "generator.vllm.command": lambda code: vllm(command=[code]),
     "generator.vllm.python": lambda code: vllm(python=code),
     "generator.vllm.venv": lambda code: vllm(venv=code),
@@ -172,7 +180,7 @@ ELSEWHERE = (
     "run.ray_address",
     "environment.gymnasium.id",
     "environment.gymnasium.kwargs",
-    *(key for key in PLANTS if key.startswith(("generator.vllm.", "generator.openai."))),
+    *(key for key in PLANTS if key.startswith(("generator.vllm.", "generator.openai.", "teacher."))),
 )
 """Keys that name no file."""
 

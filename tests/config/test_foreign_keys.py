@@ -11,7 +11,7 @@ import pytest
 
 from skyrl_engine.config import foreign_keys, load
 from skyrl_engine.config.foreign_keys import RL, explain_word, key_for, words, words_of_rl
-from skyrl_engine.config.schema import LoraConfig
+from skyrl_engine.config.schema import EntropyControlConfig, LoraConfig
 from skyrl_engine.config.schema.rl import RewardKlConfig
 from skyrl_engine.config.sections import sections
 from skyrl_engine.config.structure import structure
@@ -42,7 +42,7 @@ def test_every_word_of_reinforcement_leads_to_a_key_or_to_an_option_of_a_plugin(
         if attrs.has(section.schema)
         for key in attrs.fields_dict(section.schema)
     }
-    inside = {"rl.kl": RewardKlConfig, "model.lora": LoraConfig}
+    inside = {"rl.kl": RewardKlConfig, "rl.entropy": EntropyControlConfig, "model.lora": LoraConfig}
     keys |= {f"{key}.{name}" for key, schema in inside.items() for name in attrs.fields_dict(schema)}
     options = {key for key in words_of_rl() if key not in keys}
     for key in options:
