@@ -199,18 +199,28 @@ class Mutant:
 
 @frozen
 class Rule:
-    """A kind of change that never matters: what `find` matches, replaced by one of `becomes` (regular expression and its templates)."""
+    """A kind of change that never matters: what `find` matches, replaced by one of `becomes` (regular expression and its templates).
+
+    Of sentences, which have a space, large letters and small ones are the same.
+    """
 
     reason: str
     find: str
     becomes: tuple[str, ...]
 
     def covers(self, mutant: Mutant) -> bool:
+        if _fold_sentences(mutant.before) == _fold_sentences(mutant.after):
+            return True
         return any(
             mutant.after == mutant.before[: found.start()] + found.expand(template) + mutant.before[found.end() :]
             for found in re.finditer(self.find, mutant.before)
             for template in self.becomes
         )
+
+
+def _fold_sentences(code: str) -> str:
+    """Return a line of code with its sentences in small letters."""
+    return re.sub(r"""(["'])[^"']* .*?\1""", lambda found: found[0].lower(), code)
 
 
 @frozen

@@ -251,3 +251,20 @@ def test_the_decision_of_a_ledger_leaves_the_rest_of_a_group():
     group = plain_group(3, start_version=2, dropped="equal")
     assert apply_decision(group, trained=False) is group
     require_same(apply_decision(group, trained=True), evolve(group, dropped=None))
+
+
+def test_what_a_checkpoint_counts_on_is_missed_after_a_repair_too(tmp_path, caplog):
+    """The first of three segments is damaged, and the last is gone."""
+    with open_here(tmp_path, keep=8) as journal:
+        journal.append(plain_group(0))
+        for step in (1, 2):
+            journal.record_step(step, [step])
+        listing = journal.listing()
+    first, _, last = segments(tmp_path)
+    content = bytearray(first.read_bytes())
+    content[len(content) // 2] ^= 255
+    first.write_bytes(content)
+    last.unlink()
+    with open_here(tmp_path, resumed=2, listed=listing) as journal:
+        assert "segment 3 is gone" in journal.index.losses
+    assert f"the journal of rollouts {tmp_path} lacks what was recorded: segment 3 is gone" in messages(caplog)

@@ -86,8 +86,21 @@ def test_every_part_counts_alike_whatever_its_spread():
     for weights, due in (({"small": 0.5}, 1.0), ({"small": 3.0}, -1.0)):
         got = vectorized.gdpo(shown, GdpoOptions(epsilon=0.0, weights=weights))
         np.testing.assert_allclose(got, np.array([due, -due]) / np.sqrt(2), rtol=1e-12)
-    with pytest.raises(DataError, match=r"weights names the part 'smal', and the rewards of this batch have large, small"):
+    with pytest.raises(
+        DataError, match=r"weights names the part 'smal', and the rewards of this batch have large, small"
+    ) as caught:
         vectorized.gdpo(shown, GdpoOptions(weights={"smal": 2.0}))
+    assert caught.value.remedy == "Name parts as the environment does: the names of its reward functions"
+
+
+@pytest.mark.parametrize(
+    ("values", "due"), [((0.0, 1.0, 2.0), (-1.0, 0.0, 1.0)), ((0.0, 2.0, 1.0, 1.0), (-np.sqrt(1.5), np.sqrt(1.5), 0.0, 0.0))]
+)
+def test_parts_at_a_distance_of_one_are_divided_like_others(values, due):
+    count = len(values)
+    batch = DrawnRows(tuple(DrawnSample(i, 0, i, 0, True, (Token(1.0),)) for i in range(count))).batch()
+    got = vectorized.gdpo(evolve(batch, parts={"only": np.array(values)}), GdpoOptions(epsilon=0.0))
+    np.testing.assert_allclose(got, due, rtol=1e-12)
 
 
 @given(reward=st.floats(-1e6, 1e6, width=32), size=st.integers(1, 64), name=st.sampled_from(("grpo", "rloo", "maxrl")))
