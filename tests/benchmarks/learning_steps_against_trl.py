@@ -113,7 +113,7 @@ def make_kinds(directory: Path) -> list[Kind]:
             "reward model",
             pairs,
             run_reward_model,
-            {"trainer": "reward_model", "data": texts},
+            {"trainer": "reward_model", "model": {"path": str(directory / "judge")}, "data": texts},
             RewardTrainer,
             RewardConfig,
             {},
@@ -142,6 +142,17 @@ def write_teacher(directory: Path) -> None:
             parameter.add_(torch.randn_like(parameter), alpha=0.05)
     teacher.save_pretrained(directory / "teacher")
     PreTrainedTokenizerFast.from_pretrained(directory / "model").save_pretrained(directory / "teacher")
+
+
+def write_judge(directory: Path) -> None:
+    """Write the student with a head that values texts differently, and its tokenizer: a head of zeros would give every step the loss log 2."""
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(directory / "model")
+    torch.manual_seed(3)
+    judge = AutoModelForSequenceClassification.from_pretrained(directory / "model", num_labels=1, dtype=torch.float32)
+    judge.config.pad_token_id = tokenizer.pad_token_id
+    torch.nn.init.normal_(judge.score.weight, std=0.2)
+    judge.save_pretrained(directory / "judge")
+    tokenizer.save_pretrained(directory / "judge")
 
 
 @define(eq=False)
@@ -209,9 +220,7 @@ def run_trl(directory: Path, kind: Kind, part: int) -> Course:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(directory / "model")
         model = load_model(directory / "model")
         if kind.trainer is RewardTrainer:
-            model = AutoModelForSequenceClassification.from_pretrained(directory / "model", num_labels=1, dtype=torch.float32)
-            model.config.pad_token_id = tokenizer.pad_token_id
-            torch.nn.init.zeros_(model.score.weight)
+            model = AutoModelForSequenceClassification.from_pretrained(directory / "judge", dtype=torch.float32)
         others = {"teacher_model": load_model(directory / "teacher")} if kind.trainer is GKDTrainer else {}
         data = datasets.Dataset.from_list(kind.rows)
         trainer = kind.trainer(model, args=arguments, train_dataset=data, processing_class=tokenizer, **others)
@@ -332,6 +341,7 @@ def main() -> None:
         directory = Path(name)
         parameters = write_words_model(directory / "model", positions=1024)
         write_teacher(directory)
+        write_judge(directory)
         print(f"{machine()}, one thread, torch {torch.__version__}, transformers {transformers.__version__}, trl {trl.__version__}")
         print(f"Qwen3 of {parameters / 1e6:.1f}M parameters, float32; {STEPS} steps of {ROWS} samples; {ROUNDS} rounds")
         compare_memory(directory)
