@@ -47,7 +47,11 @@ _ON_SAMPLES = {
 )
 @overrides_argument
 @model_option
-@click.option("--teacher", metavar="MODEL", help="The model to learn from, on the same ranks; it has the student's tokenizer.")
+@click.option(
+    "--teacher",
+    metavar="MODEL",
+    help="The model to learn from, on the same ranks; it has the student's tokenizer, or --loss is uld or gold.",
+)
 @click.option(
     "--prompts", multiple=True, callback=one_or_several, metavar="DATA", help="What to sample at: a file, a folder or a hub id."
 )
@@ -64,7 +68,7 @@ _ON_SAMPLES = {
     "--sample-share",
     type=float,
     metavar="SHARE",
-    help="Share of the steps on --data that train on the student's own answers to its prompts, as GKD's lambda: needs --teacher.",
+    help="Share of steps on --data that train on the student's own answers to its prompts, as GKD's lambda: needs --teacher or teacher.url.",
 )
 @click.option(
     "--data",
@@ -129,6 +133,10 @@ def distill(
         raise click.UsageError("samples are scored by a teacher. Give --teacher, or teacher.url=... and teacher.model=....")
     if keys is _ON_ROWS:
         taught = "teacher.path" in raw.origins
+        if "teacher.url" in raw.origins and not {"teacher.top_k", "loss.use"} & raw.origins.keys():
+            raise click.UsageError(
+                "a server is asked for its likeliest tokens by their number. Give teacher.top_k=..., or --loss teacher_kl."
+            )
         defaults = {"loss.use": "divergence" if taught else "top_k_divergence"}
     else:
         defaults = {"rl.preset": "on_policy_distill"}

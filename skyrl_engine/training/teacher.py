@@ -103,7 +103,14 @@ def _refuse_mixed_tokens(assembly: Assembly, files: ModelFiles, *, read: bool) -
         raise UnsupportedError(
             f"a loss aligns the teacher's own tokens with the student's, and another part of the run reads {others[0] if others else TEACHER}, "
             "of equal tokens",
-            remedy="Use the losses uld and gold alone, or those of equal tokens",
+            remedy="Use the losses uld and gold alone, and in trainer rl an advantage that reads no teacher, such as advantage.use = "
+            '"grpo", or losses of equal tokens',
+        )
+    if assembly.collator.product.rows == "tree":
+        raise UnsupportedError(
+            f"a loss aligns the teacher's own tokens with the student's, which needs whole samples, and {assembly.collator.label} shares their "
+            "beginnings",
+            remedy='Set collator.use = "packed" or "padded"',
         )
     if not files.tokenizer.is_fast:
         raise UnsupportedError(

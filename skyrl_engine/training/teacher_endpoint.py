@@ -148,6 +148,13 @@ class EndpointTeacher:
         logprobs = np.zeros(len(ids), dtype=np.float32)
         top_ids, top_logprobs = np.zeros((len(ids), width), dtype=np.int64), np.zeros((len(ids), width), dtype=np.float32)
         for place, (token, entries) in enumerate(zip(ids[1:], told[1:], strict=True), 1):
+            if isinstance(entries, dict) and not all(
+                other.isdecimal() and isinstance(entry, dict) for other, entry in entries.items()
+            ):
+                raise self._refuse(
+                    f"answered at token {place} with what is no log-probability of a token's id",
+                    "Use a server that names tokens by their ids, as vLLM's prompt_logprobs does",
+                )
             own = entries.get(str(token)) if isinstance(entries, dict) else None
             if not isinstance(own, dict):
                 raise self._refuse(

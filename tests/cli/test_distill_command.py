@@ -55,6 +55,7 @@ def test_a_teacher_beside_rows_is_compared_over_the_whole_vocabulary(monkeypatch
         (["--prompts", "p.jsonl"], "Give --teacher"),
         ([*ON_SAMPLES, "--env", "e"], "Give one of --prompts FILE"),
         ([*ON_SAMPLES, "--batch-size", "4"], "--batch-size goes with --data"),
+        ([*ON_ROWS, "teacher.url=http://h/v1", "teacher.model=t"], "Give teacher.top_k=..., or --loss teacher_kl"),
         ([*ON_ROWS, "--group-size", "4"], "--group-size goes with --prompts or --env"),
         ([*ON_ROWS, "--prompts", "p.jsonl"], "instead of --data"),
     ],

@@ -267,6 +267,11 @@ def rename(entries: Answer) -> None:
         (change(lambda entries: entries["5"].update(logprob=0.5)), "answered with 0.5 as a log-probability at token 2"),
         (change(lambda entries: entries["5"].update(logprob=float("nan"))), "answered with nan as a log-probability at token 2"),
         (change(lambda entries: entries["5"].update(logprob=None)), "answered with None as a log-probability"),
+        (
+            change(lambda entries: entries.update(word={"logprob": -1.0})),
+            "at token 2 with what is no log-probability of a token's id",
+        ),
+        (change(lambda entries: entries.update({"6": -1.0})), "at token 2 with what is no log-probability of a token's id"),
         (lambda _answer: {"choices": [{"text": "hello"}]}, "answered without prompt_logprobs"),
         (lambda _answer: [], "answered without prompt_logprobs"),
         (lambda _answer: "<html>", "with what is no JSON"),

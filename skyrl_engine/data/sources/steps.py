@@ -27,8 +27,14 @@ def steps_of(row: Row, has_template: bool) -> Steps:
     """Return the steps of a row; without a prompt they stand alone. Raises DataError naming the row for steps and labels that do not match."""
     steps, labels = (row.values.get(name) for name in STEPS)
     if not isinstance(steps, list | tuple) or not steps or not all(isinstance(step, str) and step for step in steps):
+        found = kind_of(steps)
+        if isinstance(steps, list | tuple):
+            others = [place for place, step in enumerate(steps) if not isinstance(step, str) or not step]
+            found = f"one whose step {others[0]} is {steps[others[0]]!r}" if others else "an empty list"
         raise row.wrong(
-            "completions", f"a list of texts is needed, not {kind_of(steps)}", "Store the steps of an answer as a list of texts"
+            "completions",
+            f"a list of texts is needed, none of them empty, not {found}",
+            "Store the steps of an answer as a list of texts, and leave out empty steps with their labels",
         )
     if not isinstance(labels, list | tuple) or len(labels) != len(steps):
         count = len(labels) if isinstance(labels, list | tuple) else kind_of(labels)

@@ -9,6 +9,7 @@ from skyrl_engine.config.reading.origins import format_key, nearest
 from skyrl_engine.config.reading.places import absent_places
 from skyrl_engine.config.schema import EngineConfig
 from skyrl_engine.contracts.kinds.environment import Environment
+from skyrl_engine.contracts.kinds.needs import is_aligned
 from skyrl_engine.contracts.values.rollout_columns import list_further_columns
 from skyrl_engine.contracts.values.source_names import make_distinct
 from skyrl_engine.data.text.template_rule import uses_template
@@ -119,6 +120,8 @@ def _choose_layout(draft: RlDraft) -> None:
     if assembly.collators is not None:
         alone = size == 1 and settings.history == "append"
         unpaid = "rl.group_size = 1, so that no attempts share a prompt" if alone else None
+        if any(map(is_aligned, assembly.objective.scores)):
+            unpaid = "a teacher with another tokenizer reads the texts of whole samples"
         draft.assembly = assembly.with_collator(choices.choose_collator(assembly.collators, unpaid=unpaid))
     alignment = align_for(assembly.description.topology)
     shares = draft.assembly.collator.product.rows == "tree"

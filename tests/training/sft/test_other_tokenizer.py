@@ -212,6 +212,18 @@ def test_the_student_may_sample_the_answers(models: Path) -> None:
     assert all(step["teacher/aligned_share"] > 0 for step in steps)
 
 
+def test_a_teacher_with_another_tokenizer_judges_rollouts(models: Path) -> None:
+    """The command of the guide, in trainer rl: the collator is chosen among those of whole samples."""
+    Path("prompts.jsonl").write_text(json.dumps({"prompt": "one two"}) + "\n")
+    command = ["distill", "--model", str(models / "student"), "--teacher", str(models / "teacher"), "--prompts", "prompts.jsonl"]
+    command += ["--loss", "gold", "--groups", "1", "--group-size", "2", "--max-tokens", "4", "--steps", "2", "--output", "rollouts"]
+    keys = ["rl.max_prompt_tokens=32", "run.device=cpu"]
+    assert app.main([*command, "--advantage", "grpo", *keys]) == 0
+    steps = [each["metrics"] for each in read_metrics(Path("rollouts/metrics.jsonl")) if each["kind"] == "step"]
+    assert all(step["teacher/aligned_share"] > 0 for step in steps)
+    assert app.main([*command, "--advantage", "grpo", "--collator", "tree", "--dry-run", *keys]) == 2
+
+
 @pytest.fixture(scope="module")
 def tokenizers(models: Path) -> tuple[PreTrainedTokenizerFast, PreTrainedTokenizerFast]:
     student, teacher = (AutoTokenizer.from_pretrained(models / name) for name in ("student", "teacher"))
