@@ -38,6 +38,8 @@ _LONGEST_WAIT: Final = 30.0
 _MARKS: Final = " \N{LATIN CAPITAL LETTER G WITH DOT ABOVE}\N{LOWER ONE EIGHTH BLOCK}"
 """Characters that stand for the space before a word in names of tokens."""
 
+_CERTAIN: Final = 1.001
+"""Largest sum of the probabilities of one place: 1, and what rounding adds."""
 _SHOWN: Final = 300
 """Characters of a server's words in an error."""
 
@@ -177,6 +179,11 @@ class EndpointTeacher:
                 )
             for column, (other, entry) in enumerate(likeliest):
                 top_ids[place, column], top_logprobs[place, column] = other, self._read_number(entry, place)
+            if (total := float(np.exp(top_logprobs[place]).sum())) > _CERTAIN and width:
+                raise self._refuse(
+                    f"answered at token {place} with probabilities that add up to {total:.4g}",
+                    "Check the server: those of one place add up to at most 1",
+                )
         return ScoredText(logprobs, top_ids, top_logprobs)
 
     def _read_number(self, entry: Mapping[str, Any], place: int) -> float:

@@ -91,7 +91,12 @@ def test_the_former_keys_of_one_reward_model_name_the_present_ones(key: str) -> 
 def test_a_separator_of_steps_that_nobody_values_is_refused() -> None:
     models = 'rl.reward_models=[{path="a", step_separator="x"}]'
     (problem,) = structure(load(None, ["trainer=rl", "model.path=m", models])).problems
-    assert "rl.reward_models[0]: 'step_separator' is of process rewards, and steps is not set" in str(problem)
+    assert "step_separator is of process reward models, and `steps` is not set. Set `steps`, or remove step_separator" in str(
+        problem
+    )
+    models = 'rl.reward_models=[{path="a", weight=0}]'
+    (problem,) = structure(load(None, ["trainer=rl", "model.path=m", models])).problems
+    assert "weight is 0, which leaves the reward model out. Remove the reward model, or give it another weight" in str(problem)
 
 
 def test_a_reward_model_without_a_path_is_refused_in_its_place_of_the_list() -> None:

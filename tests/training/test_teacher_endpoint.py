@@ -284,6 +284,16 @@ def test_an_answer_about_something_else_ends_the_run(server: Server, models: Pat
     assert len(server.seen) == 1, "no retry can help"
 
 
+def test_probabilities_beyond_one_are_refused(server: Server, models: Path) -> None:
+    def raise_all(entries: Answer) -> None:
+        for entry in entries.values():
+            entry["logprob"] = -0.1
+
+    server.bend = change(raise_all)
+    with pytest.raises(ModelError, match=r"answered at token 2 with probabilities that add up to 3\.6"):
+        ask(server, models, top_k=4).ask([3, 4, 5])
+
+
 def test_fewer_likeliest_tokens_than_were_asked_for_are_refused(server: Server, models: Path) -> None:
     def keep(entries: Answer, count: int) -> None:
         ranked = sorted(entries, key=lambda number: entries[number]["rank"])

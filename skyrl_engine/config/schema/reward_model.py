@@ -6,6 +6,7 @@ from attrs import field, frozen
 from attrs.validators import in_, lt, matches_re, min_len, optional
 
 from skyrl_engine.config.schema.metadata import READ_BY
+from skyrl_engine.config.wording import RefusedError
 from skyrl_engine.contracts.values.model import PLACE
 
 if TYPE_CHECKING:
@@ -29,7 +30,14 @@ class RewardModelConfig:
 
 def _only_with_steps(instance: "RewardModelTable", _attribute: "Attribute[Any]", value: Any) -> None:
     if value is not None and instance.steps is None:
-        raise ValueError("'step_separator' is of process rewards, and steps is not set")
+        raise RefusedError(
+            "step_separator is of process reward models, and `steps` is not set", "Set `steps`, or remove step_separator"
+        )
+
+
+def _not_zero(_instance: "RewardModelTable", _attribute: "Attribute[Any]", value: float) -> None:
+    if value == 0:
+        raise RefusedError("weight is 0, which leaves the reward model out", "Remove the reward model, or give it another weight")
 
 
 StepRule = Literal["each", "min", "mean", "last", "product"]
@@ -48,7 +56,7 @@ class RewardModelTable:
     name: str = field(default="reward_model", validator=matches_re(r"[A-Za-z0-9_.-]+"))
     """Name of its part of the reward: letters, digits and `_.-`. Several of one name are numbered."""
 
-    weight: float = field(default=1.0, validator=lt(float("inf")))
+    weight: float = field(default=1.0, validator=[lt(float("inf")), _not_zero])
     """Factor of the model's value in the reward."""
 
     tokenizer: str | None = field(default=None, validator=optional(min_len(1)), metadata={PLACE: "path"})

@@ -420,7 +420,8 @@ def _collect_warnings(settings: RlConfig, assembly: Assembly, old: str | None) -
             "rollout_logprobs: after the first of them the policy is another one than sampled, and no ratio corrects for it. Choose a loss "
             "with a ratio, such as ppo, or one step per batch"
         )
-    if _REWARDED.isdisjoint(name for needs in assembly.needs.values() for name in needs):
+    read = {name for needs in assembly.needs.values() for name in needs}
+    if _REWARDED.isdisjoint(read) and not any(name.startswith("teacher") for name in read):
         yield (
             f"no part of the loss reads {', '.join(sorted(_REWARDED))}: all attempts are learned alike, whatever their reward. "
             "Choose a loss that reads advantages, such as ppo, unless a filter of groups chooses what is learned"
