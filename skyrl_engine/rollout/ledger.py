@@ -349,8 +349,8 @@ class RolloutLedger:
         return self._drops_with(ticket) + unknown > self._most and ticket + 1 >= WINDOW_STEPS * self.groups
 
     def _must_starve(self, ticket: int) -> bool:
-        """Say whether one more dropped group, which can be too many, is too many already."""
-        return self._drops_with(ticket) > self._most
+        """Say whether one more dropped group is too many already."""
+        return self._drops_with(ticket) > self._most and ticket + 1 >= WINDOW_STEPS * self.groups
 
     def _drops_with(self, ticket: int) -> int:
         return _count(self._drops, self._window(ticket), ticket) + 1

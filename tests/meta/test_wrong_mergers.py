@@ -47,7 +47,7 @@ DAILY = [
     (wrong.WritesInPlace, {"inputs_unchanged"}, "changes the output of rank 0 in place"),
     (wrong.HoldsALambda, {"pickling"}, "cannot be pickled"),
     (wrong.RefusesTwoRanks, {"answers"}, "refuses the outputs of dp 2"),
-    (wrong.TakesTurnsWithBuffers, {"own_memory"}, "Return memory of its own from every call"),
+    (wrong.TakesTurnsWithBuffers, {"answers", "own_memory"}, "Return memory of its own from every call"),
 ]
 NIGHTLY = [
     (wrong.RoomForThirty, {"answers"}, "ValueError"),

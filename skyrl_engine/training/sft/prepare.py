@@ -114,7 +114,8 @@ def prepare(
     if assembly is not None:
         refusals.collect_all((*after_building, refuse_unteachable_samples), DataDraft(resolved, files, assembly))
     check_models_beside(resolved, refusals)
-    computed = {*computed, *list_teacher_columns(config)}
+    taught = frozenset(list_teacher_columns(config))
+    computed = {*computed, *taught}
     data = config.data
     with refusals.collect():
         data = limit_to_model(config.data, files.facts)
@@ -171,7 +172,7 @@ def prepare(
             resolved,
             assembly,
             files,
-            read=not computed.isdisjoint(need for needs in assembly.objective.needs.values() for need in needs),
+            read=not taught.isdisjoint(need for needs in assembly.objective.needs.values() for need in needs),
             longest=longest,
             shorter="Set data.max_length",
         )

@@ -54,6 +54,7 @@ def test_a_run_learns_and_leaves_a_complete_directory(configure: Configure) -> N
         "model",
         "run.json",
         "run.log",
+        "samples.json",
     }
     assert result.step == 10
     assert result.stopped_by is None
