@@ -123,10 +123,10 @@ def next_command(resolved: "ResolvedConfig", directory: Path) -> str:
     if not exported:
         return f"skyrl-engine export {run} ./reward-model{flag}"
     models = f"--model {shlex.quote(config.model.path)} --reward-model {shlex.quote(str(place.model))}"
-    return f"skyrl-engine rl {models} --env prompts {tasks}{_read_as_trained(config.reward_model)}{key}"
+    return f"skyrl-engine rl {models} --env prompts {tasks}{_list_keys_of_reward_model(config.reward_model)}{key}"
 
 
-def _read_as_trained(table: "RewardModelConfig") -> str:
+def _list_keys_of_reward_model(table: "RewardModelConfig") -> str:
     """Return the keys with which rollouts ask a reward model as it was trained."""
     if table.labels == "answers":
         return ""

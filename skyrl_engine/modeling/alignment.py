@@ -114,7 +114,7 @@ def translate(ids: Sequence[int], student: TextTokenizer, teacher: TextTokenizer
     place = count = 0
     pieces = student.cut(ids)
     for piece in pieces:
-        number = _find_named(piece, by_name, student.end, teacher.end)
+        number = _find_token_by_name(piece, by_name, student.end, teacher.end)
         encoded, ends = ([number], [len(piece.text)]) if number is not None else teacher.encode(piece.text)
         _add(ours, student.find_ends(piece), place, count)
         _add(theirs, ends, place, len(others))
@@ -136,7 +136,7 @@ def _is_whole(group: TokenGroup, others: Sequence[int], unknown: int | None) -> 
     return start < end and first < after and unknown not in others[first:after]
 
 
-def _find_named(piece: TextPiece, by_name: Mapping[str, int], end: int | None, other_end: int | None) -> int | None:
+def _find_token_by_name(piece: TextPiece, by_name: Mapping[str, int], end: int | None, other_end: int | None) -> int | None:
     if not piece.is_named:
         return None
     if piece.ids[0] == end and other_end is not None:

@@ -59,7 +59,7 @@ class RunFacts:
         rows = [(kind, _format_plugin(facts)) for kind, facts in plugins.items()]
         return [*rows, *(("observer", _format_plugin(facts)) for facts in self.manifest["observers"])]
 
-    def list_changed(self) -> list[tuple[str, str, str]]:
+    def list_settings(self) -> list[tuple[str, str, str]]:
         """Return the keys of the configuration that are not at their defaults: key, value, and where it comes from."""
         origins = self.manifest["origins"]
         values = dict(_flatten(self.manifest["config"]))

@@ -92,7 +92,7 @@ def _list_facts(run: RunFacts) -> tuple[Table, ...]:
         Table("Run", tuple(basics)),
         Table("Data", tuple(run.list_data()), folded=len(run.list_data()) > 12),
         Table("Plugins", tuple(run.list_plugins())),
-        Table("Configuration that differs from the defaults", tuple(run.list_changed())),
+        Table("Configuration that differs from the defaults", tuple(run.list_settings())),
         Table("Sessions", tuple(sessions), folded=len(sessions) < 2),
         Table("Environment", tuple(run.list_environment()), folded=True),
     )

@@ -75,7 +75,8 @@ class ReportWriter:
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 -- closed when the process has ended
         try:
             self._process = subprocess.Popen(  # noqa: S603 -- this interpreter and this package
-                [sys.executable, "-c", (_LEAVE if alone else "") + _GIVE_WAY, "report", str(self.directory.resolve())],
+                # -P: no module of the folder that the run was started in takes the place of one of ours
+                [sys.executable, "-P", "-c", (_LEAVE if alone else "") + _GIVE_WAY, "report", str(self.directory.resolve())],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=self._errors,

@@ -50,6 +50,14 @@ def test_a_run_that_wants_none_has_none(pairs, tmp_path, monkeypatch):
     assert not (done.directory / "report.html").exists()
 
 
+def test_modules_of_the_folder_that_a_run_was_started_in_are_none_of_ours(pairs, tmp_path, monkeypatch):
+    done = run_sft(configure(pairs, tmp_path, "run", run={"report": False}))
+    (tmp_path / "click.py").write_text("raise SystemExit('not the one')")
+    monkeypatch.chdir(tmp_path)
+    ReportWriter.of(done.directory, wanted=True).write_last(wait=True)
+    assert (done.directory / "report.html").exists()
+
+
 class Clock:
     """A clock that a test moves, and processes that take as long as it says."""
 

@@ -64,3 +64,17 @@ def configure(tables: Table, tmp_path: Path) -> Configure:
         return resolve(from_dict(merged, "test"))
 
     return make
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`student/` and `teacher/`: tiny models of one vocabulary, the teacher surer of what it says."""
+    folder = tmp_path_factory.mktemp("models")
+    for name, settings in {
+        "student": {"initializer_range": 0.05},
+        "teacher": {"initializer_range": 0.3, "hidden_size": 48},
+    }.items():
+        write_model(
+            folder / name, tokenizer=write_tokenizer(folder / name, ["one two three four five six seven eight"]), **settings
+        )
+    return folder

@@ -21,13 +21,11 @@ from skyrl_engine.config import from_dict, resolve
 from skyrl_engine.config.schema import TeacherConfig
 from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.errors import ConfigError, EngineError, ModelError, UnsupportedError
-from skyrl_engine.modeling.tiny import write_model, write_tokenizer
 from skyrl_engine.run.metrics import read_metrics
 from skyrl_engine.training import teacher_endpoint
 from skyrl_engine.training.sft.prepare import prepare
 from skyrl_engine.training.teacher_endpoint import EndpointTeacher, make_decode
 
-WORDS = ["one two three four five six seven eight"]
 ROWS = [
     {"prompt_ids": [3, 4 + number % 3], "response_ids": [5 + (number + place) % 5 for place in range(2 + number % 4)]}
     for number in range(8)
@@ -96,17 +94,6 @@ class Server:
         self.url = f"http://127.0.0.1:{serving.server_port}/v1"
         threading.Thread(target=serving.serve_forever, daemon=True).start()
         return serving
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models")
-    for name, settings in {
-        "student": {"initializer_range": 0.05},
-        "teacher": {"initializer_range": 0.3, "hidden_size": 48},
-    }.items():
-        write_model(folder / name, tokenizer=write_tokenizer(folder / name, WORDS), **settings)
-    return folder
 
 
 @pytest.fixture(scope="module")

@@ -145,7 +145,7 @@ class StudentSampler:
             for sample, seed in zip(asked, seeds, strict=True)
         ]
         completions = self.engine.generate(requests).result()
-        _refuse_failed(completions)
+        _refuse_failures(completions)
         answers: list[AnyArray] = [np.zeros(0, dtype=np.int32)] * len(columns)
         logprobs: list[AnyArray] = [np.zeros(0, dtype=np.float32)] * len(columns)
         for sample, completion in zip(asked, completions, strict=True):
@@ -174,7 +174,7 @@ def _prompt_of(columns: SampleColumns, sample: int, length: int) -> AnyArray:
     return columns.input_ids[start : start + length].astype(np.int32)
 
 
-def _refuse_failed(completions: list[Completion]) -> None:
+def _refuse_failures(completions: list[Completion]) -> None:
     failed = [completion for completion in completions if completion.finish not in ("stop", "length")]
     if failed:
         raise RolloutError(

@@ -220,7 +220,9 @@ class SftTrainer:
         """One optimizer step on the next mini-batch."""
         assert number == self.engine.step + 1, "the loop and the engine count alike"
         sampled = self._is_sampled(number)
-        batch = self._plan_sampled(number) if sampled else self._plan_next() if self._ahead is None else self._ahead.result()
+        batch = (
+            self._plan_student_answers(number) if sampled else self._plan_next() if self._ahead is None else self._ahead.result()
+        )
         self._ahead, self.position = None, batch.after
         plan = self.complete(batch.plan)
         columns = plan.columns
@@ -246,7 +248,7 @@ class SftTrainer:
     def _is_sampled(self, number: int) -> bool:
         return self.student is not None and self.student.is_due(number)
 
-    def _plan_sampled(self, number: int) -> PlannedBatch:
+    def _plan_student_answers(self, number: int) -> PlannedBatch:
         """Read the mini-batch at `position`, and cut it with the student's answers in the place of its own."""
         assert self.student is not None, "somebody samples"
         with self._spans("data"):

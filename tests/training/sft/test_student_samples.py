@@ -21,7 +21,6 @@ from skyrl_engine.config import from_dict, resolve
 from skyrl_engine.contracts import Divergence
 from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.errors import ConfigError, EngineError, RolloutError, UnsupportedError
-from skyrl_engine.modeling.tiny import write_model, write_tokenizer
 from skyrl_engine.proof.plain_model import divergence
 from skyrl_engine.run.metrics import read_metrics
 from skyrl_engine.training.sft.prepare import prepare
@@ -34,7 +33,6 @@ from skyrl_engine.training.sft.student_samples import (
 )
 from skyrl_engine.training.sft.trainer import plan_sft
 
-WORDS = ["one two three four five six seven eight"]
 ROWS = [
     {
         "prompt_ids": [3, 4 + number % 3, 5][: 2 + number % 2],
@@ -44,17 +42,6 @@ ROWS = [
 ]
 STILL: Final = ("--learning-rate", "1e-30")
 """A learning rate that moves no weight, so that every step begins from the same ones."""
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models")
-    for name, settings in {
-        "student": {"initializer_range": 0.05},
-        "teacher": {"initializer_range": 0.3, "hidden_size": 48},
-    }.items():
-        write_model(folder / name, tokenizer=write_tokenizer(folder / name, WORDS), **settings)
-    return folder
 
 
 @pytest.fixture(autouse=True)

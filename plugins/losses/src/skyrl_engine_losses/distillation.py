@@ -161,7 +161,7 @@ def _aligned_needs(config: UldConfig | GoldConfig) -> tuple[str, ...]:
     return (config.score.need,)
 
 
-def _measure_aligned(tokens: LossTokens) -> LossOutput:
+def _measure_divergence_of_texts(tokens: LossTokens) -> LossOutput:
     values = tokens.divergence
     return LossOutput(values, {"divergence": Metric.mean(values.detach().sum().item(), len(values))})
 
@@ -173,7 +173,7 @@ def uld(tokens: LossTokens, _config: UldConfig) -> LossOutput:
     Boizard et al. 2024, arXiv:2402.12030, equation 6. It stands at the last token of each group of tokens that is the same text for both, and
     is 0 at other tokens.
     """
-    return _measure_aligned(tokens)
+    return _measure_divergence_of_texts(tokens)
 
 
 @loss(needs=_aligned_needs, config=GoldConfig)
@@ -182,7 +182,7 @@ def gold(tokens: LossTokens, _config: GoldConfig) -> LossOutput:
 
     Patino et al. 2025, "Unlocking On-Policy Distillation for Any Model Family" (GOLD), at the places of `uld`.
     """
-    return _measure_aligned(tokens)
+    return _measure_divergence_of_texts(tokens)
 
 
 @frozen
