@@ -1,6 +1,7 @@
 """Tiny byte-level tokenizers, trained in-process, with chat templates of the kinds in use."""
 
 import json
+import string
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -130,13 +131,19 @@ _SPECIAL = ["<|bos|>", "<|end|>", "<|im_start|>", "<|im_end|>", "<|head|>", "<|/
 _VISION = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>"]
 
 
-def _make_tokenizer(template: str | None = "chatml", *, adds_bos: bool = False, pad: bool = True) -> PreTrainedTokenizerFast:
+def _make_tokenizer(
+    template: str | None = "chatml", *, adds_bos: bool = False, pad: bool = True, metaspace: bool = False
+) -> PreTrainedTokenizerFast:
     backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=320, special_tokens=_SPECIAL, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
-    )
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    if metaspace:  # as SentencePiece: a space is put before every text
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+        backend.decoder = decoders.Metaspace(prepend_scheme="always")
+        alphabet = [*string.printable, "\u2581"]
+    else:
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(vocab_size=320, special_tokens=_SPECIAL, initial_alphabet=alphabet, show_progress=False)
     backend.train_from_iterator(_CORPUS, trainer)
     if adds_bos:
         backend.post_processor = processors.TemplateProcessing(single="<|bos|> $A", special_tokens=[("<|bos|>", 0)])

@@ -76,7 +76,7 @@ class SampleTokenizer:
 
     `preferences` lets answers begin where TRL does: at the first token in which the text differs from its prompt tokenized alone, and in
     both halves of a pair, which are consecutive examples with one number and one prompt, at the smaller of the two places. So both halves
-    have the same prompt where only one answer merges with the prompt's end. Tokenizers without character offsets never merge there.
+    have the same prompt where only one answer merges with the prompt's end.
     """
 
     def __init__(self, tokenizer: Any, *, loss_on: LossOn, preferences: bool = False, step_separator: str = "\n") -> None:
@@ -129,7 +129,7 @@ class SampleTokenizer:
         if not texts:
             return []
         if not self._tokenizer.is_fast:
-            return [self._encode_in_pieces(text) for text in texts]
+            return [self._encode_without_offsets(text) for text in texts]
         batch = self._tokenizer(
             [text.text for text in texts],
             add_special_tokens=False,
@@ -151,8 +151,8 @@ class SampleTokenizer:
         self, texts: Sequence[tuple[int, _Text]], encoded: Sequence[tuple[AnyArray, AnyArray, int]]
     ) -> list[tuple[AnyArray, AnyArray, int]]:
         """Return the encoded texts of numbered rows with answers that begin where the prompt's own tokens end in all texts of a row."""
-        if not self._tokenizer.is_fast or not texts:
-            return list(encoded)
+        if not texts:
+            return []
         prompts = [text.prompt for _, text in texts]
         distinct = list(dict.fromkeys(prompts))
         alone = dict(zip(distinct, self._tokenizer(distinct, add_special_tokens=False, verbose=False)["input_ids"], strict=True))
@@ -194,27 +194,35 @@ class SampleTokenizer:
         return TokenizedSample(number, name, ids, loss, step_labels=step_labels)
 
     def _ids_of(self, text: str, name: str) -> AnyArray:
-        ids = (
-            self._tokenizer(encodable(text, name), add_special_tokens=False, truncation=False, verbose=False)["input_ids"]
-            if text
-            else []
-        )
-        return np.asarray(ids, dtype=np.int32)
+        return self._ids_within(encodable(text, name))
 
-    def _encode_in_pieces(self, text: _Text) -> tuple[AnyArray, AnyArray, int]:
-        """Tokenize each stretch inside or outside a span by itself, for tokenizers that report no character offsets."""
-        ids: list[int] = []
-        weights: list[float] = []
-        place = 0
-        for (start, end), weight in zip([*text.spans, (len(text.text), len(text.text))], [*text.weights, 0.0], strict=True):
-            for piece, own in ((text.text[place:start], 0.0), (text.text[start:end], weight)):
-                new = (
-                    self._tokenizer(piece, add_special_tokens=False, truncation=False, verbose=False)["input_ids"] if piece else []
-                )
-                ids += new
-                weights += [own] * len(new)
-            place = end
-        return np.asarray(ids, dtype=np.int32), np.asarray(weights, dtype=np.float32), 0
+    def _encode_without_offsets(self, text: _Text) -> tuple[AnyArray, AnyArray, int]:
+        """Tokenize a text with a tokenizer that reports no character offsets.
+
+        A span's tokens are those behind the ones that the text up to its start shares with the whole, up to those that the text up to
+        its end shares. So the tokens are the whole text's, as a fast tokenizer gives them: tokenized by itself, a piece can get a
+        space in front that the text does not have (SentencePiece), or miss a merge.
+        """
+        ids = self._ids_within(text.text)
+        weights = np.zeros(len(ids), dtype=np.float32)
+        boundary = 0
+        for (start, end), weight in zip(text.spans, text.weights, strict=True):
+            if start == end:
+                continue
+            before, until = self._ids_within(text.text[:start]), self._ids_within(text.text[:end])
+            first, last = _common_prefix(before, ids), _common_prefix(until, ids)
+            across_start, across_end = first < len(before), last < len(until)
+            last = min(last + across_end, len(ids))
+            np.maximum(weights[first:last], np.float32(weight), out=weights[first:last])
+            boundary += int(across_start)
+        return ids, weights, boundary
+
+    def _ids_within(self, text: str) -> AnyArray:
+        """Return int32[T], the text's tokens without the tokenizer's own special ones."""
+        if not text:
+            return np.zeros(0, dtype=np.int32)
+        ids = self._tokenizer(text, add_special_tokens=False, truncation=False, verbose=False)["input_ids"]
+        return np.asarray(ids, dtype=np.int32)
 
     def _with_ends(self, ids: AnyArray, weights: AnyArray) -> tuple[AnyArray, AnyArray]:
         lead = self._leading

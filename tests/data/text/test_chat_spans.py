@@ -214,12 +214,21 @@ def test_template_options_of_a_row_reach_the_template(load, make_tokenizer, mark
     assert marked(dataset, tokenizer).startswith("calm<|im_start|>user")
 
 
-def test_a_tokenizer_without_offsets_gives_the_same_loss(load, make_tokenizer, marked, chat, monkeypatch):
-    tokenizer = make_tokenizer("chatml")
-    rows = [chat("hi", "yo", "bye", "ok then")]
-    expected = marked(load(rows, tokenizer, loss_on="all", max_length=1000), tokenizer)
+@pytest.mark.parametrize("metaspace", [False, True])
+def test_a_tokenizer_without_offsets_gives_the_same_tokens_and_loss(load, make_tokenizer, chat, metaspace, monkeypatch):
+    tokenizer = make_tokenizer("chatml", metaspace=metaspace)
+    rows = [
+        chat("hi", "yo", "bye", "ok then"),
+        chat("  a", " b c ", "d", "e"),
+        {"prompt": "two and", "completion": "two is four"},
+        {"prompt": "a ", "completion": " b"},
+    ]
+    fast = [load([row], tokenizer, loss_on="all", max_length=1000).columns for row in rows]
     monkeypatch.setattr(type(tokenizer), "is_fast", property(lambda _: False))
-    assert marked(load(rows, tokenizer, loss_on="all", max_length=1001), tokenizer) == expected
+    slow = [load([row], tokenizer, loss_on="all", max_length=1001).columns for row in rows]
+    for left, right in zip(fast, slow, strict=True):
+        assert left.input_ids.tolist() == right.input_ids.tolist()
+        assert left.loss_weight.tolist() == right.loss_weight.tolist()
 
 
 @pytest.mark.skipif("SKYRL_ENGINE_QWEN3_TOKENIZER" not in os.environ, reason="set it to a directory with Qwen3's tokenizer")
