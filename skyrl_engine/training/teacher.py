@@ -78,7 +78,7 @@ def plan_endpoint(resolved: ResolvedConfig, files: ModelFiles) -> EndpointTeache
     table = resolved.config.teacher if resolved.config.has("teacher") else None
     if table is None or table.url is None:
         return None
-    return EndpointTeacher.of(table, make_decode(files.tokenizer))
+    return EndpointTeacher.of(table, make_decode(files.tokenizer), files.facts.vocabulary_size)
 
 
 def _refuse_unasked_endpoint(table: TeacherConfig, *, read: bool, compared: bool) -> None:

@@ -68,15 +68,18 @@ class _TransientError(Exception):
 
 @define(eq=False)
 class EndpointTeacher:
-    """A teacher that a server holds. `decode` is the student's tokenizer, with which the server's names of tokens are compared."""
+    """A teacher that a server holds. `decode` is the student's tokenizer, with which the server's names of tokens are compared, and
+    `vocabulary_size` the number of tokens that the student has embeddings for, None where its configuration does not say.
+    """
 
     table: TeacherConfig
     decode: Decode = field(repr=False)
     key: str | None = field(repr=False)
+    vocabulary_size: int | None = None
     _checked: set[int] = field(factory=set, init=False, repr=False)
 
     @classmethod
-    def of(cls, table: TeacherConfig, decode: Decode) -> "EndpointTeacher":
+    def of(cls, table: TeacherConfig, decode: Decode, vocabulary_size: int | None = None) -> "EndpointTeacher":
         """Read the key that the table names. Raises UnsupportedError where the environment lacks it."""
         key = None
         if table.api_key_env is not None:
@@ -86,7 +89,7 @@ class EndpointTeacher:
                     f"the environment variable {table.api_key_env}, which holds the teacher's API key, is not set",
                     remedy=f"Export {table.api_key_env}, or let teacher.api_key_env name another one",
                 )
-        return cls(table, decode, key)
+        return cls(table, decode, key, vocabulary_size)
 
     def score(self, columns: SampleColumns, spans: Spans | None = None) -> dict[str, AnyArray]:
         """Return the columns that the teacher gives, on the action axis: `teacher_logprobs` float32[A] of the samples' own tokens or, with
@@ -176,6 +179,12 @@ class EndpointTeacher:
                 raise self._refuse(
                     f"answered at token {place} with {len(entries) - missing} of the {width} likeliest tokens",
                     "Lower teacher.top_k, or raise the server's limit, such as vLLM's --max-logprobs",
+                )
+            beyond = max((other for other, _ in likeliest), default=0)
+            if self.vocabulary_size is not None and beyond >= self.vocabulary_size:
+                raise self._refuse(
+                    f"answered at token {place} that token {beyond} is likely, and the trained model has {self.vocabulary_size} tokens",
+                    "Set teacher.url to a model with the tokenizer of the trained one",
                 )
             for column, (other, entry) in enumerate(likeliest):
                 top_ids[place, column], top_logprobs[place, column] = other, self._read_number(entry, place)

@@ -21,6 +21,7 @@ from skyrl_engine.config import from_dict, resolve
 from skyrl_engine.config.schema import TeacherConfig
 from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.errors import ConfigError, EngineError, ModelError, UnsupportedError
+from skyrl_engine.modeling.tiny import VOCABULARY
 from skyrl_engine.run.metrics import read_metrics
 from skyrl_engine.training import teacher_endpoint
 from skyrl_engine.training.sft.prepare import prepare
@@ -117,7 +118,7 @@ def server(started: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def ask(server: Server, models: Path, **settings: Any) -> EndpointTeacher:
     table = TeacherConfig(url=server.url, model="t", **settings)
-    return EndpointTeacher.of(table, make_decode(AutoTokenizer.from_pretrained(models / "student")))
+    return EndpointTeacher.of(table, make_decode(AutoTokenizer.from_pretrained(models / "student")), VOCABULARY)
 
 
 def columns() -> SampleColumns:
@@ -278,6 +279,17 @@ def test_probabilities_beyond_one_are_refused(server: Server, models: Path) -> N
 
     server.bend = change(raise_all)
     with pytest.raises(ModelError, match=r"answered at token 2 with probabilities that add up to 3\.6"):
+        ask(server, models, top_k=4).ask([3, 4, 5])
+
+
+def test_a_likely_token_beyond_the_vocabulary_is_refused(server: Server, models: Path) -> None:
+    def rename_likeliest(entries: Answer) -> None:
+        likeliest = next(number for number, entry in entries.items() if entry["rank"] == 1)
+        assert likeliest != "5"
+        entries[str(VOCABULARY)] = entries.pop(likeliest)
+
+    server.bend = change(rename_likeliest)
+    with pytest.raises(ModelError, match=f"at token 2 that token {VOCABULARY} is likely, and the trained model has {VOCABULARY} tokens"):
         ask(server, models, top_k=4).ask([3, 4, 5])
 
 
