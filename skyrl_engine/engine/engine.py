@@ -108,6 +108,7 @@ class Engine(SamplingVerbs):
         self._files = files
         self._registry = registry
         self._generator_table = generator
+        self._peak_bytes: list[int] = []
         self._frozen: dict[str, ModelFacts] = {}
         if optimizer.schedule != "constant" and total_steps is None:
             raise UnsupportedError(
@@ -428,6 +429,15 @@ class Engine(SamplingVerbs):
         with finally_close(self.close):
             self.group.settle()
 
+    def drain_peak_bytes(self) -> tuple[int, ...]:
+        """Return, by rank, the most bytes of memory up to the last optimizer step and since this was asked before.
+
+        They are those of tensors on a CUDA device, or of the rank's process where it computes on CPUs, and 0 where the system does not say.
+        Empty where no step was taken.
+        """
+        drained, self._peak_bytes = tuple(self._peak_bytes), []
+        return drained
+
     def _schedule_settings(self) -> OptimizerSettings:
         """The configured numbers, at the rate of the next step."""
         rate = scheduled_rate(self._optimizer, self.step, self._total_steps or 1)
@@ -440,6 +450,8 @@ class Engine(SamplingVerbs):
         def read_report(replies: list[StepReply]) -> OptimStep:
             for reply in replies:
                 self._passes.spans.add(reply.cpu_seconds)
+            seen = [reply.peak_bytes or 0 for reply in replies]
+            self._peak_bytes = [max(pair) for pair in zip(seen, self._peak_bytes or seen, strict=True)]
             return replies[0].step
 
         return self.group.send(StepOptimizer(settings)).on_failure(self._take_back).then(read_report)

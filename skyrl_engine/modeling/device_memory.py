@@ -1,4 +1,7 @@
-"""Memory of devices that is given back, and an optimizer's state on its way to host memory and back."""
+"""Memory of devices: its highest point, what is given back, and an optimizer's state on its way to host memory and back."""
+
+from contextlib import suppress
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -6,6 +9,28 @@ from torch.optim import Optimizer
 
 Moved = tuple[tuple[Tensor, str], ...]
 """Parameters and names of their optimizer's values that were moved."""
+
+
+PROCESS = Path("/proc/self")
+
+
+def take_peak_bytes(device: torch.device | str) -> int | None:
+    """Return the most bytes that tensors took on a CUDA device since the last call, or that this process took where it computes on CPUs.
+
+    None where the system does not say; where it does not let the highest point be forgotten, the number is that since the process started.
+    """
+    if torch.device(device).type == "cuda":
+        highest = torch.cuda.max_memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        return highest
+    try:
+        lines = (PROCESS / "status").read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        return None
+    kibibytes = next((line.split()[1] for line in lines if line.startswith("VmHWM:")), None)
+    with suppress(OSError):
+        (PROCESS / "clear_refs").write_text("5", encoding="ascii")  # proc_pid_clear_refs(5): forget the highest resident set
+    return None if kibibytes is None else 1024 * int(kibibytes)
 
 
 def release_cached_memory(device: torch.device | str) -> None:

@@ -203,7 +203,12 @@ SECTIONS = (
             Chart(
                 "Waiting", "s", ("async/*waited_seconds", "async/drain_seconds"), "Training for samples, and sampling for weights."
             ),
-            Chart("Memory by rank", "bytes", ("memory/*",), "The largest so far."),
+            Chart(
+                "Memory by rank",
+                "bytes",
+                ("memory/*",),
+                "Peak since the step before: of tensors on a GPU, of the process on CPUs.",
+            ),
             Chart("Compilation", "s", ("compile_seconds",), "Of the slowest rank."),
         ),
     ),

@@ -58,7 +58,7 @@ class MetricsTable:
     """Numbers of a metrics file. Each series is of the steps that have the number; numbers that were not finite are left out."""
 
     steps: Mapping[str, Series]
-    """Metrics of steps, and `seconds` of each."""
+    """Metrics of steps, `seconds` of each, and `memory/rank N`, the bytes that a rank took in it."""
     spans: Mapping[str, Series]
     """CPU seconds of steps by span."""
     evaluations: Mapping[str, Series]
@@ -78,7 +78,7 @@ def read_table(path: Path) -> MetricsTable:
         step = record["step"]
         if record["kind"] == "step":
             last, total = step, record.get("total_steps", total)
-            _add(steps, step, {**_table(record, "metrics"), "seconds": record.get("seconds")})
+            _add(steps, step, {**_table(record, "metrics"), "seconds": record.get("seconds"), **_memory(record)})
             _add(spans, step, _table(record, "cpu_seconds"))
         elif record["kind"] == "evaluation":
             _add(evaluations, step, _table(record, "metrics"))
@@ -92,6 +92,11 @@ def read_table(path: Path) -> MetricsTable:
 def _table(record: Mapping[str, Any], name: str) -> dict[str, Any]:
     found = record.get(name)
     return found if isinstance(found, dict) else {}
+
+
+def _memory(record: Mapping[str, Any]) -> dict[str, Any]:
+    found = record.get("peak_bytes")
+    return {f"memory/rank {rank}": count for rank, count in enumerate(found) if count} if isinstance(found, list) else {}
 
 
 def _add(columns: dict[str, _Column], step: int, numbers: Mapping[str, Any]) -> None:

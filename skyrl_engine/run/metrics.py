@@ -54,6 +54,7 @@ class MetricsJsonl:
             seconds=_number(event.seconds),
             metrics=_numbers(event.metrics),
             cpu_seconds=_numbers(event.cpu_seconds),
+            peak_bytes=list(event.peak_bytes),
         )
 
     @hookimpl

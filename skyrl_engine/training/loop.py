@@ -100,7 +100,8 @@ class Loop:
             cpu_seconds["other"] = max(0.0, controller - sum(done.cpu_seconds.values()))
         self._metrics = {**done.metrics, "tokens_per_second": done.metrics["tokens"] / seconds}
         with self._spans("observe"):
-            self.session.step_finished(StepFinished(step, self.total_steps, self._metrics, seconds, cpu_seconds))
+            event = StepFinished(step, self.total_steps, self._metrics, seconds, cpu_seconds, self.engine.drain_peak_bytes())
+            self.session.step_finished(event)
         return done
 
     def _evaluate(self) -> None:

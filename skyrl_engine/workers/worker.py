@@ -33,6 +33,7 @@ from skyrl_engine.contracts.values.returned import describe_returned, require_re
 from skyrl_engine.contracts.values.topology import RankCoords
 from skyrl_engine.errors import ContractError, EngineError
 from skyrl_engine.modeling.compiling import CLOCK
+from skyrl_engine.modeling.device_memory import take_peak_bytes
 from skyrl_engine.objective.objective import LossObjective
 from skyrl_engine.objective.parts import KINDS_OF_PARTS, ObjectiveParts
 from skyrl_engine.objective.policy_metrics import Watched
@@ -94,10 +95,11 @@ class RankReply:
 
 @frozen
 class StepReply:
-    """The answer to an optimizer step."""
+    """The answer to an optimizer step. `peak_bytes` is the most memory that the rank took since the step before, where it knows."""
 
     step: OptimStep
     cpu_seconds: dict[str, float]
+    peak_bytes: int | None
 
 
 class Worker:
@@ -224,7 +226,7 @@ class Worker:
         """Apply the accumulated gradient."""
         with self.spans("optimizer"):
             returned = self.backend.optim_step(settings)
-        return StepReply(as_optim_step(self.backend_label, returned), self.spans.drain())
+        return StepReply(as_optim_step(self.backend_label, returned), self.spans.drain(), take_peak_bytes(self._device))
 
     def make_generator(self, lock: Mapping[str, Any], facts: "SamplerFacts", version: int) -> None:
         """Make the generator of a lock, after closing the one before; one per data-parallel rank samples, the others gather weights for it."""

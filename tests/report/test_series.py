@@ -35,6 +35,7 @@ def test_numbers_that_some_steps_lack_or_that_are_not_finite_are_left_out(tmp_pa
             "seconds": 0.5,
             "metrics": {"loss": 4.0, "rare": 1},
             "cpu_seconds": {"model": 2},
+            "peak_bytes": [7, 0, 9],
         },
         {"kind": "step", "step": 2, "total_steps": 3, "seconds": None, "metrics": {"loss": None}, "cpu_seconds": {}},
         {"kind": "checkpoint", "step": 2, "path": "step-00000002"},
@@ -43,7 +44,13 @@ def test_numbers_that_some_steps_lack_or_that_are_not_finite_are_left_out(tmp_pa
     path.write_text("".join(json.dumps(record) + "\n" for record in records) + '{"kind": "step", "st')
     table = read_table(path)
     shown = {name: (series.steps.tolist(), series.values.tolist()) for name, series in table.steps.items()}
-    assert shown == {"loss": ([1, 3], [4.0, 3.0]), "rare": ([1], [1.0]), "seconds": ([1, 3], [0.5, 0.25])}
+    assert shown == {
+        "loss": ([1, 3], [4.0, 3.0]),
+        "rare": ([1], [1.0]),
+        "seconds": ([1, 3], [0.5, 0.25]),
+        "memory/rank 0": ([1], [7.0]),
+        "memory/rank 2": ([1], [9.0]),
+    }
     assert table.spans["model"].values.tolist() == [2.0]
     assert table.evaluations["loss"].steps.tolist() == [0]
     assert (table.checkpoints, table.last_step, table.total_steps) == ((2,), 3, 3)

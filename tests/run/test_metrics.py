@@ -20,7 +20,7 @@ def session(directory: Path, first: int, last: int, *, finish: bool = True) -> N
     if first == 1:
         observer.skyrl_engine_evaluation_finished(EvaluationFinished(0, {"loss": 3.0}, 0.1))
     for step in range(first, last + 1):
-        observer.skyrl_engine_step_finished(StepFinished(step, 9, {"loss": 1 / step}, 0.5, {"model": 0.25}))
+        observer.skyrl_engine_step_finished(StepFinished(step, 9, {"loss": 1 / step}, 0.5, {"model": 0.25}, (5,)))
         observer.skyrl_engine_evaluation_finished(EvaluationFinished(step, {"loss": 2 / step}, 0.1))
         observer.skyrl_engine_checkpoint_saved(CheckpointSaved(step, directory / f"step-{step:08d}"))
     if finish:
@@ -51,6 +51,7 @@ def test_records_of_a_session(tmp_path: Path) -> None:
         "seconds": 0.5,
         "metrics": {"loss": 1.0},
         "cpu_seconds": {"model": 0.25},
+        "peak_bytes": [5],
     }
     assert records[4]["path"] == "step-00000001"
     assert records[-1]["error"] is None

@@ -289,7 +289,9 @@ def test_a_likely_token_beyond_the_vocabulary_is_refused(server: Server, models:
         entries[str(VOCABULARY)] = entries.pop(likeliest)
 
     server.bend = change(rename_likeliest)
-    with pytest.raises(ModelError, match=f"at token 2 that token {VOCABULARY} is likely, and the trained model has {VOCABULARY} tokens"):
+    with pytest.raises(
+        ModelError, match=f"at token 2 that token {VOCABULARY} is likely, and the trained model has {VOCABULARY} tokens"
+    ):
         ask(server, models, top_k=4).ask([3, 4, 5])
 
 

@@ -36,7 +36,8 @@ class StepFinished:
     """One optimizer step, numbered from 1.
 
     `metrics` are final numbers (`loss`, `grad_norm`, `learning_rate`, `tokens`, the loss plugin's own); `seconds` is wall time;
-    `cpu_seconds` CPU time by span ("plan", "dispatch", "build", "model", ...), controller and ranks added up.
+    `cpu_seconds` CPU time by span ("plan", "dispatch", "build", "model", ...), controller and ranks added up; `peak_bytes` by rank the most
+    memory since the step before: of tensors on a CUDA device, of the rank's process on CPUs; 0 where the system does not say.
     """
 
     step: int
@@ -44,6 +45,7 @@ class StepFinished:
     metrics: Mapping[str, float]
     seconds: float
     cpu_seconds: Mapping[str, float] = Factory(dict)
+    peak_bytes: tuple[int, ...] = ()
 
 
 @frozen

@@ -46,10 +46,10 @@ def in_turn(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
 
 def metrics(directory: Path) -> list[dict[str, Any]]:
-    """Everything in metrics.jsonl but times."""
+    """Everything in metrics.jsonl but times and memory."""
     records = read_metrics(directory / "metrics.jsonl")
     for record in records:
-        for name in ("seconds", "cpu_seconds", "time", "start_time"):
+        for name in ("seconds", "cpu_seconds", "peak_bytes", "time", "start_time"):
             record.pop(name, None)
         record.get("metrics", {}).pop("tokens_per_second", None)
     return [record for record in records if record["kind"] in ("step", "evaluation")]

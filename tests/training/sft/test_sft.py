@@ -74,6 +74,8 @@ def test_a_run_learns_and_leaves_a_complete_directory(configure: Configure) -> N
             record["cpu_seconds"]
         )
         assert 0 <= engine_share(record["cpu_seconds"]) <= 1
+        assert len(record["peak_bytes"]) == 1
+        assert record["peak_bytes"][0] > 2**26, "torch alone takes more"
     assert "observe" in steps[1]["cpu_seconds"]
     assert steps[0]["metrics"]["learning_rate"] == pytest.approx(0.5e-2)  # warm-up over two steps
 
