@@ -75,6 +75,16 @@ class Live:
     status: SamplingStatus | None = None
 
 
+@frozen(eq=False)
+class ScoredBatch:
+    """The groups of a step as `columns` of samples, and their `plan` with scores, rewards and advantages; `metrics` of these."""
+
+    columns: SampleColumns
+    plan: Plan
+    advantages: AdvantageOutput
+    metrics: Mapping[str, Metric]
+
+
 @define(eq=False)
 class RlTrainer:
     """The steps of reinforcement learning: each trains the weights of version t - 1 into those of version t.
@@ -125,35 +135,15 @@ class RlTrainer:
         with self.phases("prepare"):
             taken = self.source.take(number)
         self.on_rollouts(RolloutsFinished(number, taken.groups, tuple(group for group in taken.ended if group.dropped is not None)))
-        with self.phases("prepare"):
-            columns = self._columns(taken.groups, number)
-        advantages = None
-        if self._needs_no_scores(columns):
-            # before the plan, so that it sets attempts apart that teach nothing, and every pass sees the same rows
-            with self.phases("advantage"):
-                advantages = self._advantages(columns)
-                columns = columns.with_columns(_columns_of(advantages))
-        with self.phases("prepare"):
-            plan = self._plan(columns)
-        with self.phases("score"):
-            plan = self._score(plan)
-        metrics = teacher_metrics(plan.columns)
-        if advantages is None:
-            with self.phases("advantage"):
-                if self.penalty is not None:
-                    shaped, of_penalty = self.penalty.apply(plan.columns)
-                    metrics |= of_penalty
-                    plan = attrs.evolve(plan, columns=shaped)
-                advantages = self._advantages(plan.columns)
-                plan = plan.with_columns(_columns_of(advantages))
-        metrics |= advantages.metrics
+        batch = self.score_batch(taken.groups, number)
+        columns, plan, metrics = batch.columns, batch.plan, dict(batch.metrics)
         with self.phases("train"):
             learned, present = self._learn(plan, number)
         if self.control is not None:
             metrics[COEFFICIENT] = Metric.mean(self.control.coef, 1)
         with self.phases("publish"):
             before = plan.columns.columns["old_logprobs"] if "old_logprobs" in self.prepared.scoring.scores else present
-            self.source.finish_step(number, taken.groups, collect_learned(taken.groups, columns, advantages.advantages, before))
+            self.source.finish_step(number, taken.groups, collect_learned(taken.groups, columns, batch.advantages.advantages, before))
             if self.reference is not None:
                 self.reference.refresh(number)
             self.source.publish(number)
@@ -184,6 +174,35 @@ class RlTrainer:
             warn_of_cuts(sum(attempt.status == "truncated" for attempt in tried), len(tried), config.rl.max_tokens)
         ends = self._idle.look(number, reported, lambda: self._explain_idle(plan.columns))
         return StepDone(reported, self._cpu, ends)
+
+    def score_batch(self, groups: Sequence[Group], number: int, *, whole: bool = False) -> "ScoredBatch":
+        """Lay out the groups of step `number`, and add all that a pass needs to learn from them: scores and advantages.
+
+        `whole` makes one mini-batch of them. Raises what the advantage estimator raises.
+        """
+        with self.phases("prepare"):
+            columns = self._columns(groups, number)
+        advantages: AdvantageOutput | None = None
+        metrics: dict[str, Metric] = {}
+        if self._needs_no_scores(columns):
+            # before the plan, so that it sets attempts apart that teach nothing, and every pass sees the same rows
+            with self.phases("advantage"):
+                advantages = self._advantages(columns)
+                columns = columns.with_columns(_columns_of(advantages))
+        with self.phases("prepare"):
+            plan = self.engine.plan(columns) if whole else self._plan(columns)
+        with self.phases("score"):
+            plan = self._score(plan)
+        metrics |= teacher_metrics(plan.columns)
+        if advantages is None:
+            with self.phases("advantage"):
+                if self.penalty is not None:
+                    shaped, of_penalty = self.penalty.apply(plan.columns)
+                    metrics |= of_penalty
+                    plan = attrs.evolve(plan, columns=shaped)
+                advantages = self._advantages(plan.columns)
+                plan = plan.with_columns(_columns_of(advantages))
+        return ScoredBatch(columns, plan, advantages, {**metrics, **advantages.metrics})
 
     def _explain_idle(self, columns: SampleColumns) -> Reason:
         prepared, settings = self.prepared, self.prepared.resolved.config.rl

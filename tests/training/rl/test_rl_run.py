@@ -41,7 +41,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "tree lora": (*TREE, *LORA),
     "lora": ("collator.use=padded", *LORA),
     "packed lora": (*PACKED, *LORA),
-    "compiled": ("model.compile=true",),
+    "compiled": ("collator.use=padded", "model.compile=true"),
     "packed compiled": (*PACKED, "model.compile=true"),
     "tree lora compiled": (*TREE, *LORA, "model.compile=true"),
     "recomputed compiled": (*PACKED, "model.activation_checkpointing=true", "model.compile=true"),
