@@ -27,6 +27,9 @@ class Trainer:
     kinds: tuple[str, ...]
     run: str
     plan: str
+    replay: str | None = None
+    """Its function that brings a recorded step back, `skyrl_engine.training.replay.step.Replay`, as text "module:name"; None: it has none."""
+
     asked_kinds: Mapping[str, str] = MappingProxyType({})
     """Kinds of plugin that it uses where a number of its tables is above 0, by kind the key of that number, "table.key"."""
 
@@ -46,6 +49,10 @@ class Trainer:
         """Import the function that says what a run would do. It takes a resolved configuration."""
         return cast("Callable[..., Any]", import_object(self.plan))
 
+    def load_replay(self) -> Callable[..., Any] | None:
+        """Import the function that brings a recorded step back; None where the trainer has none."""
+        return None if self.replay is None else cast("Callable[..., Any]", import_object(self.replay))
+
 
 def _is_positive(table: Mapping[str, Any], key: str) -> bool:
     name, _, inner = key.partition(".")
@@ -62,6 +69,7 @@ _ROWS = (
         asked_kinds={"generator": "sampling.share"},
         run="skyrl_engine.training.sft.trainer:run_sft",
         plan="skyrl_engine.training.sft.trainer:plan_sft",
+        replay="skyrl_engine.training.sft.replay:replay_sft",
     ),
     Trainer(
         "preference",
@@ -69,6 +77,7 @@ _ROWS = (
         kinds=("collator", "loss", "correction", "reducer", "backend", "merger"),
         run="skyrl_engine.training.preference.trainer:run_preference",
         plan="skyrl_engine.training.preference.trainer:plan_preference",
+        replay="skyrl_engine.training.preference.replay:replay_preference",
     ),
     Trainer(
         "reward_model",
@@ -76,6 +85,7 @@ _ROWS = (
         kinds=("collator", "loss", "correction", "reducer", "backend", "merger"),
         run="skyrl_engine.training.reward_model.trainer:run_reward_model",
         plan="skyrl_engine.training.reward_model.trainer:plan_reward_model",
+        replay="skyrl_engine.training.reward_model.replay:replay_reward_model",
     ),
     Trainer(
         "rl",
@@ -86,6 +96,7 @@ _ROWS = (
         ),
         run="skyrl_engine.training.rl.run:run_rl",
         plan="skyrl_engine.training.rl.dry_run:plan_rl",
+        replay="skyrl_engine.training.rl.replay:replay_rl",
     ),
 )
 

@@ -110,6 +110,11 @@ class Assembly:
         plugins = {**self.plugins, "loss": loss}
         return evolve(self, plugins=plugins, objective=ObjectiveParts.make(plugins, self.context))
 
+    def with_reducer(self, reducer: SelectedPlugin) -> "Assembly":
+        """The same parts with another reducer; `check` says whether it goes with them. Raises what the plugin raises."""
+        plugins = {**self.plugins, "reducer": reducer}
+        return evolve(self, plugins=plugins, reducer=reducer.bind("reducer", self.context))
+
     @property
     def locks(self) -> dict[str, dict[str, Any]]:
         """All plugins by their place, as another process makes the same of them."""

@@ -319,11 +319,24 @@ class Engine(SamplingVerbs):
         for a loss that is not there, and UnsupportedError for one that the reducer, the model or the backend does not go with, and while a
         mini-batch is accumulated in part.
         """
+        loss = self._select("loss", table, "use_loss")
+        self._use(self.assembly.with_loss(loss))
+
+    def use_reducer(self, table: Mapping[str, Any]) -> None:
+        """Put another reducer in force, for the passes from now on; `table` is what `[reducer]` of a configuration would be.
+
+        Raises as `use_loss` does.
+        """
+        reducer = self._select("reducer", table, "use_reducer")
+        self._use(self.assembly.with_reducer(reducer))
+
+    def _select(self, kind: str, table: Mapping[str, Any], call: str) -> SelectedPlugin:
         self.group.refuse_ended()
         self._gradient.refuse_parts()
         options = {name: value for name, value in table.items() if name != "use"}
-        loss = SelectedPlugin.of(self._registry.resolve("loss", table["use"]), options, "use_loss")
-        assembly = self.assembly.with_loss(loss)
+        return SelectedPlugin.of(self._registry.resolve(kind, table["use"]), options, call)
+
+    def _use(self, assembly: Assembly) -> None:
         assembly.check(self._files.facts)
         self.group.ask(UsePlugins(assembly.locks))
         self._passes.assembly = assembly

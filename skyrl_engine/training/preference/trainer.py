@@ -41,12 +41,14 @@ def run_preference(
     progress: DataProgress | None = None,
 ) -> RunResult:
     """Train to the configured end, or until a signal asks to stop; arguments and failures as those of `run_sft`."""
-
-    def start(resolved: ResolvedConfig) -> Start:
-        prepared = prepare(resolved, progress)
-        return Start(prepared.run, partial(_trainer, prepared, progress))
-
+    start = partial(start_preference, progress=progress)
     return train_on_data(resolved, start, observers=observers, resume=resume, progress=progress)
+
+
+def start_preference(resolved: ResolvedConfig, *, progress: DataProgress | None = None) -> Start:
+    """Prepare a run of this trainer."""
+    prepared = prepare(resolved, progress)
+    return Start(prepared.run, partial(_trainer, prepared, progress))
 
 
 def _trainer(prepared: PreparedPreference, progress: DataProgress | None, place: StartedRun) -> "PreferenceTrainer":

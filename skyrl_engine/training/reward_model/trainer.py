@@ -1,6 +1,7 @@
 """Training a reward model: the steps of fine-tuning, over pairs whose texts are given one value each."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import ClassVar, Literal
 
 from attrs import define
@@ -27,13 +28,15 @@ def run_reward_model(
     progress: DataProgress | None = None,
 ) -> RunResult:
     """Train to the configured end, or until a signal asks to stop; arguments and failures as those of `run_sft`."""
-
-    def start(resolved: ResolvedConfig) -> Start:
-        prepared = prepare(resolved, progress)
-        trainer = StepRewardTrainer if resolved.config.reward_model.labels == "steps" else RewardModelTrainer
-        return Start(prepared, lambda place: trainer(prepared, place.engine, place.position, place.data))
-
+    start = partial(start_reward_model, progress=progress)
     return train_on_data(resolved, start, observers=observers, resume=resume, progress=progress)
+
+
+def start_reward_model(resolved: ResolvedConfig, *, progress: DataProgress | None = None) -> Start:
+    """Prepare a run of this trainer."""
+    prepared = prepare(resolved, progress)
+    trainer = StepRewardTrainer if resolved.config.reward_model.labels == "steps" else RewardModelTrainer
+    return Start(prepared, lambda place: trainer(prepared, place.engine, place.position, place.data))
 
 
 @define(eq=False)

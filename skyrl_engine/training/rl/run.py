@@ -3,15 +3,17 @@
 import hashlib
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any, Final
 
 import attrs
 
 from skyrl_engine.cleanup import finally_close
 from skyrl_engine.config import ResolvedConfig
+from skyrl_engine.contracts.kinds.observer import RolloutsFinished
 from skyrl_engine.engine.engine import Engine
 from skyrl_engine.errors import RolloutError
 from skyrl_engine.rollout.background_source import BackgroundSource
@@ -64,7 +66,7 @@ def run_rl(
             state = state_in(
                 checkpoint,
                 prepared.environment_versions,
-                permissions=_permissions(prepared),
+                permissions=list_permissions(prepared),
                 allow_changed=config.checkpoint.allow_changed,
             )
         session.record_start(
@@ -93,7 +95,7 @@ def run_rl(
             ).run()
 
 
-def _permissions(prepared: PreparedRl) -> dict[str, str]:
+def list_permissions(prepared: PreparedRl) -> dict[str, str]:
     """Return what `checkpoint.allow_changed` calls every environment, by its name."""
     pairs = zip(prepared.names, prepared.environments, strict=False)
     return {name: f"environment:{selected.loaded.record.name}" for name, selected in pairs}
@@ -109,19 +111,9 @@ def _trainer(
 ) -> "Iterator[RlTrainer]":
     """Start what gives groups, and end it."""
     settings = prepared.resolved.config.rl
-    reference: MovingReference | None = None
     if session.resumed_from is not None:
         engine.load(session.resumed_from.state)
-    if prepared.reference is not None:
-        copied = None if state is None else state.reference
-        table = prepared.resolved.config.reference
-        reference = MovingReference.load(engine, session.directory.reference, table, prepared.reference, copied)
-    if prepared.teacher is not None:
-        engine.add_frozen(prepared.teacher)
-    for model in prepared.reward_models:
-        engine.add_frozen(model.frozen)
-    penalty = None if settings.kl is None else KlPenalty.start(settings.kl)
-    control = None if settings.entropy is None else EntropyControl.start(settings.entropy, prepared.assembly.objective)
+    reference = load_frozen_models(prepared, engine, session.directory.reference, state)
     rollouts, models = prepared.rollouts, prepared.reward_models
     phases = Phases()
     with ExitStack() as ends:
@@ -137,11 +129,40 @@ def _trainer(
             )
         else:
             source, live = ends.enter_context(_sampling(prepared, rollouts, engine, session, state, phases, progress))
-        on_rollouts = session.rollouts_finished
-        trainer = RlTrainer(prepared, engine, source, live, penalty, reference, on_rollouts, phases, control)
-        if state is not None:
-            trainer.restore(state)
-        yield trainer
+        yield make_trainer(prepared, engine, source, live, reference, state, session.rollouts_finished, phases)
+
+
+def load_frozen_models(prepared: PreparedRl, engine: Engine, references: Path, state: RlState | None) -> MovingReference | None:
+    """Load the models next to the trained one onto the ranks; return the reference, whose copies are in `references`, where there is one."""
+    reference: MovingReference | None = None
+    if prepared.reference is not None:
+        copied = None if state is None else state.reference
+        reference = MovingReference.load(engine, references, prepared.resolved.config.reference, prepared.reference, copied)
+    if prepared.teacher is not None:
+        engine.add_frozen(prepared.teacher)
+    for model in prepared.reward_models:
+        engine.add_frozen(model.frozen)
+    return reference
+
+
+def make_trainer(
+    prepared: PreparedRl,
+    engine: Engine,
+    source: GroupSource,
+    live: Live | None,
+    reference: MovingReference | None,
+    state: RlState | None,
+    on_rollouts: Callable[[RolloutsFinished], None],
+    phases: Phases,
+) -> RlTrainer:
+    """Make a trainer that goes on from what a checkpoint says; from the start where `state` is None."""
+    settings = prepared.resolved.config.rl
+    penalty = None if settings.kl is None else KlPenalty.start(settings.kl)
+    control = None if settings.entropy is None else EntropyControl.start(settings.entropy, prepared.assembly.objective)
+    trainer = RlTrainer(prepared, engine, source, live, penalty, reference, on_rollouts, phases, control)
+    if state is not None:
+        trainer.restore(state)
+    return trainer
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from attrs import define, field, frozen
 
-from skyrl_engine.contracts.kinds.advantage import REWARD_PARTS, AdvantageBatch, AdvantageOutput, as_advantage_output
+from skyrl_engine.contracts.kinds.advantage import REWARD_PARTS, Advantage, AdvantageBatch, AdvantageOutput, as_advantage_output
 from skyrl_engine.contracts.kinds.needs import TEACHER_MODEL
 from skyrl_engine.contracts.kinds.observer import RolloutsFinished
 from skyrl_engine.contracts.values.columns import SampleColumns
@@ -23,6 +23,7 @@ from skyrl_engine.engine.engine import Engine
 from skyrl_engine.engine.plan import Plan
 from skyrl_engine.engine.results import COUNTED, means_over
 from skyrl_engine.objective.policy_metrics import ROLLOUT_LOGPROBS, WEIGHTS, effective_share
+from skyrl_engine.registry.bound_plugin import BoundPlugin
 from skyrl_engine.registry.owner import blame
 from skyrl_engine.rollout.background_source import SamplingStatus
 from skyrl_engine.rollout.columns import collect_learned, to_columns
@@ -143,7 +144,9 @@ class RlTrainer:
             metrics[COEFFICIENT] = Metric.mean(self.control.coef, 1)
         with self.phases("publish"):
             before = plan.columns.columns["old_logprobs"] if "old_logprobs" in self.prepared.scoring.scores else present
-            self.source.finish_step(number, taken.groups, collect_learned(taken.groups, columns, batch.advantages.advantages, before))
+            self.source.finish_step(
+                number, taken.groups, collect_learned(taken.groups, columns, batch.advantages.advantages, before)
+            )
             if self.reference is not None:
                 self.reference.refresh(number)
             self.source.publish(number)
@@ -188,9 +191,9 @@ class RlTrainer:
             # before the plan, so that it sets attempts apart that teach nothing, and every pass sees the same rows
             with self.phases("advantage"):
                 advantages = self._advantages(columns)
-                columns = columns.with_columns(_columns_of(advantages))
+                columns = columns.with_columns(columns_of(advantages))
         with self.phases("prepare"):
-            plan = self.engine.plan(columns) if whole else self._plan(columns)
+            plan = self._plan(columns, whole=whole)
         with self.phases("score"):
             plan = self._score(plan)
         metrics |= teacher_metrics(plan.columns)
@@ -201,7 +204,7 @@ class RlTrainer:
                     metrics |= of_penalty
                     plan = attrs.evolve(plan, columns=shaped)
                 advantages = self._advantages(plan.columns)
-                plan = plan.with_columns(_columns_of(advantages))
+                plan = plan.with_columns(columns_of(advantages))
         return ScoredBatch(columns, plan, advantages, {**metrics, **advantages.metrics})
 
     def _explain_idle(self, columns: SampleColumns) -> Reason:
@@ -285,9 +288,9 @@ class RlTrainer:
             columns = attrs.evolve(columns, sample_values={**values, SOURCE: values["environment"]})
         return columns
 
-    def _plan(self, columns: SampleColumns) -> Plan:
+    def _plan(self, columns: SampleColumns, *, whole: bool = False) -> Plan:
         settings = self.prepared.resolved.config.rl
-        size = mini_batch_size(group_sizes(columns), settings.mini_batches)
+        size = mini_batch_size(group_sizes(columns), 1 if whole else settings.mini_batches)
         plan = self.engine.plan(columns, mini_batch_size=size, skip_zero_gradients=settings.skip_zero_gradients)
         if not self._has_told:
             self._has_told = True
@@ -326,11 +329,7 @@ class RlTrainer:
         return self.penalty is None and needs <= columns.columns.keys()
 
     def _advantages(self, columns: SampleColumns) -> AdvantageOutput:
-        part = self.prepared.advantage
-        batch = advantage_batch(columns, part.product.needs)
-        with blame(part.owner, "its call"):
-            estimate = part.product(batch)
-        return as_advantage_output(part.label, estimate, batch, returns=part.product.claims.returns)
+        return estimate_advantages(self.prepared.advantage, columns)
 
     def _gap_to_first(self, columns: SampleColumns) -> float | None:
         """Return the distance of the sampler's log-probabilities from the initial weights', in nats per token; None without a reference that
@@ -396,7 +395,15 @@ class RlTrainer:
                 self._cpu[phase] = self._cpu.get(phase, 0.0) + seconds
 
 
-def _columns_of(advantages: AdvantageOutput) -> dict[str, npt.NDArray[np.float32]]:
+def estimate_advantages(part: BoundPlugin[Advantage], columns: SampleColumns) -> AdvantageOutput:
+    """Estimate the advantages of a batch. Raises PluginBrokenError and ResultError, naming the estimator."""
+    batch = advantage_batch(columns, part.product.needs)
+    with blame(part.owner, "its call"):
+        estimate = part.product(batch)
+    return as_advantage_output(part.label, estimate, batch, returns=part.product.claims.returns)
+
+
+def columns_of(advantages: AdvantageOutput) -> dict[str, npt.NDArray[np.float32]]:
     returns = {} if advantages.returns is None else {"returns": advantages.returns}
     return {"advantages": advantages.advantages, **returns}
 

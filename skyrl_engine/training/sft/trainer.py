@@ -66,12 +66,13 @@ def run_sft(
     `observers` listen with those of the configuration; `resume` overrides `checkpoint.resume`; `progress` is called with how far the data is.
     Whatever goes wrong ends the ranks, is recorded in the run directory, and is raised again.
     """
+    return train_on_data(resolved, partial(start_sft, progress=progress), observers=observers, resume=resume, progress=progress)
 
-    def start(resolved: ResolvedConfig) -> Start:
-        prepared = prepare(resolved, progress)
-        return Start(prepared, partial(_trainer, prepared))
 
-    return train_on_data(resolved, start, observers=observers, resume=resume, progress=progress)
+def start_sft(resolved: ResolvedConfig, *, progress: DataProgress | None = None) -> "Start":
+    """Prepare a run of this trainer."""
+    prepared = prepare(resolved, progress)
+    return Start(prepared, partial(_trainer, prepared))
 
 
 def _trainer(prepared: PreparedRun, place: "StartedRun") -> "SftTrainer":
@@ -220,9 +221,7 @@ class SftTrainer:
         """One optimizer step on the next mini-batch."""
         assert number == self.engine.step + 1, "the loop and the engine count alike"
         sampled = self._is_sampled(number)
-        batch = (
-            self._plan_student_answers(number) if sampled else self._plan_next() if self._ahead is None else self._ahead.result()
-        )
+        batch = self._plan_student_answers(number) if sampled else self._take_next()
         self._ahead, self.position = None, batch.after
         plan = self.complete(batch.plan)
         columns = plan.columns
@@ -244,6 +243,13 @@ class SftTrainer:
             self.student.check(number, metrics)
         self._idle.look(number, metrics, lambda: explain_idle_objective(columns, self.prepared.assembly.objective))
         return StepDone(metrics, {**result.cpu_seconds, **self._spans.drain()})
+
+    def plan_step(self) -> Plan:
+        """Return the plan of the next step on rows, with every column that the objective reads, and leave the step to be taken."""
+        return self.complete(self._take_next().plan)
+
+    def _take_next(self) -> PlannedBatch:
+        return self._plan_next() if self._ahead is None else self._ahead.result()
 
     def _is_sampled(self, number: int) -> bool:
         return self.student is not None and self.student.is_due(number)
