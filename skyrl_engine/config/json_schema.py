@@ -12,7 +12,7 @@ import attrs
 from skyrl_engine.config.converter import NONE_WORD
 from skyrl_engine.config.find_trainer import find_trainer, list_trainer_names
 from skyrl_engine.config.report import key_meanings
-from skyrl_engine.config.schema import EngineConfig, PluginTable
+from skyrl_engine.config.schema import EngineConfig, ObserverTable, PluginTable
 from skyrl_engine.config.sections import Section, sections
 from skyrl_engine.config.structure import own_keys, plain, plugin_lists
 from skyrl_engine.config.trainers import DEFAULT_TRAINER, TRAINERS, Trainer, owners_of
@@ -54,7 +54,8 @@ def _section(section: Section, plugins: "Sequence[LoadedPlugin]") -> dict[str, A
     if section.name == "trainer":
         return {"enum": list_trainer_names(), "description": key_meanings(EngineConfig)["trainer"], **_default(section.default)}
     if section.name == "observers":
-        return {"type": "object", "additionalProperties": {"type": "object"}}
+        own = table_schema(ObserverTable)["properties"]
+        return {"type": "object", "additionalProperties": {"type": "object", "properties": own}}
     if section.kind is not None and section.listed:
         return {"type": "array", "items": _plugin_table(section.schema, section.kind.name, plugins)}
     if section.kind is not None:

@@ -14,7 +14,7 @@ import tomli_w
 from skyrl_engine.config.converter import NONE_WORD
 from skyrl_engine.config.foreign_keys import words, words_of_rl
 from skyrl_engine.config.presets import preset_of
-from skyrl_engine.config.schema import PLACE, EngineConfig
+from skyrl_engine.config.schema import PLACE, EngineConfig, ObserverTable
 from skyrl_engine.config.sections import sections
 from skyrl_engine.config.structure import plugin_lists
 from skyrl_engine.config.trainers import TRAINERS, owners_of
@@ -144,7 +144,10 @@ def configuration_reference() -> str:
                 parts.append(f"\n### {header}\n\n{inspect.getdoc(inner)}\n\n")
                 parts.append(_table(_rows(inner)))
         else:
-            parts.append("One table for each observer that `run.observers` names and that takes options: `[observers.NAME]`.\n")
+            parts.append(
+                f"One table for each observer that `run.observers` names: `[observers.NAME]`. {inspect.getdoc(ObserverTable)}\n\n"
+            )
+            parts.append(_table(_rows(ObserverTable)))
     parts.append(_OTHER_WORDS)
     parts += _words(words())
     parts.append(_WORDS_OF_RL)

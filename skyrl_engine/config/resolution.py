@@ -12,14 +12,15 @@ from skyrl_engine.config.presets import with_preset
 from skyrl_engine.config.reading.origins import DEFAULT, KeyPath, Origin, format_key, nearest
 from skyrl_engine.config.reading.places import absent_places, with_absolute_places
 from skyrl_engine.config.reading.sources import RawConfig, from_dict
-from skyrl_engine.config.schema import EngineConfig, PluginsConfig, PluginTable, RunConfig
+from skyrl_engine.config.schema import EngineConfig, ObserverTable, PluginsConfig, PluginTable, RunConfig
 from skyrl_engine.config.sections import sections as list_sections
-from skyrl_engine.config.structure import complete_origins, own_keys, plain, plugin_lists, structure, structure_table
+from skyrl_engine.config.structure import complete_origins, own_keys, plain, plugin_lists, structure, structure_table, take_own
 from skyrl_engine.config.trainers import DEFAULT_TRAINER
 from skyrl_engine.config.trust.gate import Gate
 from skyrl_engine.config.wording import format_value
 from skyrl_engine.contracts.kinds.backend import PARALLEL_SIZES
 from skyrl_engine.contracts.kinds.context import FactoryContext
+from skyrl_engine.contracts.kinds.observer import OnError
 from skyrl_engine.contracts.values.roles import Role
 from skyrl_engine.errors import ConfigError, ContractError, PluginError, Problem, UntrustedCodeError
 from skyrl_engine.near_words import did_you_mean, find_near_word
@@ -38,7 +39,7 @@ class SelectedPlugin:
     """A plugin a run uses: loaded, with its options as its schema's instance (None without schema) and as a plain table, defaults included.
 
     `coefficient` is that of a term of the objective, None for every other plugin; `on` the role of samples that a term is limited to. `code` is
-    what its options name, which is run only as it was when the plugin was selected.
+    what its options name, which is run only as it was when the plugin was selected. `on_error` is what its table says of an observer's failure.
     """
 
     loaded: "LoadedPlugin"
@@ -47,6 +48,7 @@ class SelectedPlugin:
     coefficient: float | None = None
     on: Role | None = None
     code: NamedCode = attrs.Factory(NamedCode)
+    on_error: OnError | None = None
 
     def make(self, context: FactoryContext) -> Any:
         """Build the product; raises PluginBrokenError or ContractError, and PluginBlockedError for code that may not run."""
@@ -75,6 +77,7 @@ class SelectedPlugin:
             "coefficient": self.coefficient,
             "on": self.on,
             "code": None if self.code == NamedCode() else self.code.to_lock_entry(),
+            "on_error": self.on_error,
         }
         return {**lock, **{key: value for key, value in more.items() if value is not None}}
 
@@ -85,7 +88,9 @@ class SelectedPlugin:
 
         plugin = cls.of(PluginRecord.from_lock(dict(lock["record"])), lock["options"], "plugin lock")
         code = NamedCode(**lock.get("code", {}))
-        return attrs.evolve(plugin, coefficient=lock.get("coefficient"), on=lock.get("on"), code=code)
+        return attrs.evolve(
+            plugin, coefficient=lock.get("coefficient"), on=lock.get("on"), code=code, on_error=lock.get("on_error")
+        )
 
     @classmethod
     def of(cls, record: "PluginRecord", options: Mapping[str, Any], origin: str) -> "SelectedPlugin":
@@ -174,6 +179,7 @@ def resolve(raw: RawConfig, *, need: Collection[str] | None = None, also: Collec
         elif selected is not None:
             plugins[format_key(selection.table.path)] = selected
     problems += _tables_of_no_observer(sections, raw)
+    problems += _refuse_equal_names(chosen, raw)
     if problems or plugin_errors:
         problems += _find_absent(options, raw)
     _raise(problems, plugin_errors, raw)
@@ -194,6 +200,7 @@ class _Choice:
     reserved: Sequence[str] = ("use",)
     coefficient: float | None = None
     on: Role | None = None
+    on_error: OnError | None = None
 
     @property
     def is_automatic(self) -> bool:
@@ -267,7 +274,25 @@ def _observer_tables(sections: Mapping[str, Any]) -> Iterator[_Choice]:
     if isinstance(run, RunConfig):
         for reference in run.observers:
             name = _table_name(reference, tables)
-            yield _Choice("observer", reference, ("run", "observers"), ("observers", name), tables.get(name, {}))
+            own, table = take_own(tables.get(name, {})), tables.get(name, {})
+            options = {key: value for key, value in table.items() if key not in own}
+            path, reserved = ("observers", name), ("use", *attrs.fields_dict(ObserverTable))
+            yield _Choice("observer", reference, ("run", "observers"), path, options, reserved, on_error=own.get("on_error"))
+
+
+def _refuse_equal_names(chosen: Sequence["_Chosen"], raw: RawConfig) -> Iterator[Problem]:
+    """Yield the problem of observers with one name, by which their tables and files are known."""
+    observers: dict[str, list[str]] = {}
+    for selection in chosen:
+        if selection.table.kind == "observer":
+            observers.setdefault(selection.record.name, []).append(selection.record.reference)
+    for name, references in observers.items():
+        if len(references) > 1:
+            yield Problem(
+                f"{nearest(raw.origins, ('run', 'observers'))}: run.observers",
+                f"names {len(references)} observers called {name}: {' and '.join(references)}",
+                "Keep one of them: their options and their files are known by this name",
+            )
 
 
 def _tables_of_no_observer(sections: Mapping[str, Any], raw: RawConfig) -> Iterator[Problem]:
@@ -294,7 +319,7 @@ def _select(table: _Choice, loaded: "LoadedPlugin", raw: RawConfig, gate: Gate) 
     if problems:
         return None, problems
     code = gate.admit_options(table.path, options)
-    return SelectedPlugin(loaded, options, _plain_options(options), table.coefficient, table.on, code), []
+    return SelectedPlugin(loaded, options, _plain_options(options), table.coefficient, table.on, code, table.on_error), []
 
 
 def _plain_options(options: object | None) -> dict[str, Any]:
@@ -411,8 +436,8 @@ def _as_dict(config: EngineConfig, plugins: Mapping[str, SelectedPlugin], observ
         own = {key: value for key, value in place[last].items() if key in plugin.reserved}
         place[last] = own if plugin.is_automatic else {**own, **plugins[format_key(plugin.path)].table}
     table["observers"] = {
-        _table_name(reference, config.observers): dict(observer.table)
+        _table_name(reference, config.observers): own | dict(observer.table)
         for reference, observer in zip(config.run.observers, observers, strict=True)
-        if observer.table
+        if (own := {} if observer.on_error is None else {"on_error": observer.on_error}) or observer.table
     }
     return table

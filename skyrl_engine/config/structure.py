@@ -14,7 +14,7 @@ from skyrl_engine.config.foreign_keys import RL, explain_path
 from skyrl_engine.config.reading.origins import KeyPath, Origin, format_key, leaves, nearest
 from skyrl_engine.config.reading.places import absolute_place, with_absolute_places
 from skyrl_engine.config.reading.sources import RawConfig
-from skyrl_engine.config.schema import KIND, EngineConfig, MissingTable, PluginTable, TrainingConfig
+from skyrl_engine.config.schema import KIND, EngineConfig, MissingTable, ObserverTable, PluginTable, TrainingConfig
 from skyrl_engine.config.schema.metadata import iterate_unread_fields
 from skyrl_engine.config.sections import Section, sections
 from skyrl_engine.config.trainers import DEFAULT_TRAINER, TRAINERS, Trainer, owners_of
@@ -288,6 +288,11 @@ def _plugin_tables(
     return tuple(section for section, _ in results), [problem for _, mistakes in results for problem in mistakes]
 
 
+def take_own(table: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those keys of an observer's table that are the engine's; every other key is an option of the observer."""
+    return {name: table[name] for name in attrs.fields_dict(ObserverTable) if name in table}
+
+
 def _observers(raw: RawConfig, table: Any) -> tuple[Mapping[str, Mapping[str, Any]] | None, list[Problem]]:
     if not isinstance(table, Mapping):
         return None, [
@@ -297,6 +302,8 @@ def _observers(raw: RawConfig, table: Any) -> tuple[Mapping[str, Mapping[str, An
     tables: dict[str, Mapping[str, Any]] = {}
     for name, options in table.items():
         if isinstance(options, Mapping):
+            _, mistakes = structure_table(ObserverTable, take_own(options), ("observers", name), raw)
+            problems += mistakes
             tables[absolute_place(name, nearest(raw.origins, ("observers", name)).folder, reference=True)] = options
         else:
             refusal = RefusedError(

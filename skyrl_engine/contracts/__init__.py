@@ -106,6 +106,7 @@ if TYPE_CHECKING:
     from skyrl_engine.contracts.kinds.observer import (
         CheckpointSaved,
         EvaluationFinished,
+        OnError,
         RolloutsFinished,
         SessionFinished,
         SessionStarted,
@@ -254,6 +255,7 @@ __all__ = [
     "ModelConfig",
     "Objective",
     "Offloads",
+    "OnError",
     "OptimStep",
     "OptimizerSettings",
     "PairHalf",
@@ -423,6 +425,7 @@ _HOMES = {
     "SessionStarted": "kinds.observer",
     "SgdSettings": "kinds.backend",
     "Offloads": "kinds.backend",
+    "OnError": "kinds.observer",
     "SharesStorage": "kinds.backend",
     "Sleeps": "kinds.generator",
     "Split": "kinds.environment",

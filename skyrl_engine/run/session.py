@@ -315,7 +315,7 @@ def _open(
     context = FactoryContext(seed=config.run.seed)
     bus = ObserverBus()
     for selected in resolved.observers:
-        bus.register(selected.make(context), name=str(selected.loaded.record))
+        bus.register(selected.make(context), name=str(selected.loaded.record), on_error=selected.on_error)
     for observer in observers:
         bus.register(observer)
     report = ReportWriter.of(directory.path, wanted=config.run.report)

@@ -20,7 +20,7 @@ ORDER = (
     ("engine",),
     ("environments",),
     ("rollout",),
-    ("report",),
+    ("report", "tracking"),
     ("training",),
     ("proof",),
     ("testing",),

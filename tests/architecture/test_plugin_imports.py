@@ -9,9 +9,10 @@ import pytest
 
 Imports = Callable[..., set[str]]
 
-PUBLIC = ("contracts", "environments", "interop", "modeling", "model_facts", "near_words")
+PUBLIC = ("contracts", "environments", "interop", "modeling", "model_facts", "near_words", "tracking")
 """In addition to the facade. `contracts` means the names it offers, not its files; `modeling` and `model_facts` are for backends and
-generators, `environments` for environments, the names that `training` offers for trainers, `near_words` for messages."""
+generators, `environments` for environments, `tracking` for trackers, the names that `training` offers for trainers, `near_words`
+for messages."""
 ROOT = Path(__file__).parents[2]
 PROJECTS = [path.parent for pattern in ("plugins", "contrib") for path in sorted(ROOT.glob(f"{pattern}/*/pyproject.toml"))]
 PACKAGES = {project: next((project / "src").iterdir()).name for project in PROJECTS if (project / "src").exists()}

@@ -49,7 +49,7 @@ NO_CODE = {
     # which of the installed plugins are left out, preferred or may differ
     "plugins.block plugins.pin checkpoint.allow_changed",
     # a folder to write into; devices to compute on
-    "run.directory generator.devices",
+    "run.directory generator.devices observer.tensorboard.directory",
     # a name that servers give their model
     "generator.vllm.model generator.openai.model teacher.model",
     # weights by the names of a reward's parts

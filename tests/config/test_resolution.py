@@ -231,6 +231,22 @@ def test_a_broken_plugin_that_nobody_asked_for_harms_nobody(install: Callable[..
         resolve_overrides("loss.use=broken")
 
 
+def test_an_observer_s_failure_is_configured_in_its_table(install: Callable[..., None]) -> None:
+    install("acme-parts", "2.0.0", ACME)
+    config = resolve_overrides('run.observers=["metrics_jsonl", "watch"]', "observers.watch={gamma=5, on_error='warn'}")
+    assert [observer.on_error for observer in config.observers] == [None, "warn"]
+    assert config.as_dict()["observers"] == {"watch": {"on_error": "warn", "gamma": 5.0, "parts": [], "table": None}}
+    assert SelectedPlugin.from_lock(config.observers[1].to_lock_entry()).on_error == "warn"
+    with pytest.raises(ConfigError, match=r"observers\.metrics_jsonl\.on_error: must be one of"):
+        resolve_overrides("observers.metrics_jsonl.on_error=ignore")
+
+
+def test_two_observers_with_one_name_are_refused(install: Callable[..., None]) -> None:
+    install("acme-parts", "2.0.0", ACME)
+    with pytest.raises(ConfigError, match=r"run\.observers: names 2 observers called watch: acme-parts:watch and acme-parts:watch"):
+        resolve_overrides('run.observers=["watch", "acme-parts:watch"]')
+
+
 def test_observers_and_their_tables(install: Callable[..., None]) -> None:
     install("acme-parts", "2.0.0", ACME)
     config = resolve_overrides('run.observers=["metrics_jsonl", "acme-parts:watch"]', "observers.watch.gamma=5")

@@ -1,6 +1,8 @@
 """The observer bus: every observer is called, latecomers too, and the one that fails is named."""
 
+import time
 from pathlib import Path
+from threading import Event
 
 import pytest
 from attrs import define, field
@@ -8,6 +10,7 @@ from attrs import define, field
 from skyrl_engine import hookimpl
 from skyrl_engine.contracts.kinds.observer import CheckpointSaved, EvaluationFinished, SessionFinished, SessionStarted, StepFinished
 from skyrl_engine.errors import CheckpointError, ContractError, PluginBrokenError
+from skyrl_engine.run import lenient_observers
 from skyrl_engine.run.observer_calls import ObserverBus
 
 STARTED = SessionStarted(Path("run"), {}, 3)
@@ -214,3 +217,109 @@ def test_optional_hooks_of_a_newer_engine_are_ignored() -> None:
     modern = Modern()
     ObserverBus([modern]).step_finished(STEP)
     assert modern.steps == 1
+
+
+class Broken(Recorder):
+    """Warns of its own accord; `failing` are the events that it does not take."""
+
+    on_error = "warn"
+
+    def __init__(self, *failing: object) -> None:
+        super().__init__()
+        self.failing = failing
+
+    @hookimpl
+    def skyrl_engine_step_finished(self, event):
+        if event.step in self.failing:
+            raise OSError("no space left")
+        self.events.append(event)
+
+    @hookimpl
+    def skyrl_engine_session_started(self, event):
+        if event in self.failing:
+            raise OSError("not logged in")
+
+
+def steps(*numbers: int) -> list[StepFinished]:
+    return [StepFinished(number, 9, {}, 0.1) for number in numbers]
+
+
+def tell_steps(bus: ObserverBus, *numbers: int) -> None:
+    bus.session_started(STARTED)
+    for step in steps(*numbers):
+        bus.step_finished(step)
+    bus.session_finished(SessionFinished(numbers[-1]))
+
+
+def test_an_observer_that_warns_fails_in_the_middle_and_the_run_says_what_is_missing(caplog: pytest.LogCaptureFixture) -> None:
+    broken, other = Broken(2, 3, 4, 7), Recorder()
+    bus = ObserverBus([other])
+    bus.register(broken, name="observer tracker of acme 1.0")
+    tell_steps(bus, *range(1, 10))
+    assert [event.step for event in broken.events if isinstance(event, StepFinished)] == [1, 5, 6, 8, 9]
+    assert len(other.events) == 11
+    cause = "observer tracker of acme 1.0 failed in skyrl_engine_step_finished: OSError: no space left"
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{cause}; the run goes on",
+        f"observer tracker of acme 1.0 lacks step_finished of steps 2-4, 7. First cause: {cause}",
+    ]
+
+
+def test_an_observer_that_cannot_start_is_told_nothing_more(caplog: pytest.LogCaptureFixture) -> None:
+    broken = Broken(STARTED)
+    tell_steps(ObserverBus([broken]), 1, 2)
+    assert broken.events == []
+    last = caplog.records[-1].getMessage()
+    assert "lacks session_started of step 0, step_finished of steps 1-2, session_finished of step 2. First cause: " in last
+
+
+def test_the_configuration_overrules_what_the_observer_says() -> None:
+    bus = ObserverBus()
+    bus.register(Broken(1), on_error="stop")
+    with pytest.raises(PluginBrokenError, match="no space left"):
+        tell_steps(bus, 1)
+    odd = StepsOnly()
+    odd.on_error = "ignore"
+    with pytest.raises(ContractError, match="has on_error = 'ignore'"):
+        ObserverBus([odd])
+
+
+class Blocked(Broken):
+    """Waits for a network that does not answer."""
+
+    finish_seconds = 0.2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.answers = Event()
+
+    @hookimpl
+    def skyrl_engine_step_finished(self, event):
+        assert self.answers.wait(20)
+        self.events.append(event)
+
+
+def test_an_observer_that_is_blocked_keeps_nobody_waiting(caplog: pytest.LogCaptureFixture) -> None:
+    blocked = Blocked()
+    started = time.monotonic()
+    tell_steps(ObserverBus([blocked]), 1, 2, 3)
+    assert time.monotonic() - started < 10
+    assert "lacks step_finished of steps 1-3, session_finished of step 3. First cause: " in caplog.records[-1].getMessage()
+    assert "was not done 0.2 s (finish_seconds) after the session's end" in caplog.records[-1].getMessage()
+    blocked.answers.set()
+
+
+def test_events_beyond_a_full_queue_are_missing(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lenient_observers, "LONGEST_QUEUE", 2)
+    blocked = Blocked()
+    blocked.finish_seconds = 20.0
+    bus = ObserverBus([blocked])
+    bus.session_started(STARTED)
+    for step in steps(*range(1, 8)):
+        bus.step_finished(step)
+    blocked.answers.set()
+    bus.session_finished(SessionFinished(7))
+    taken = [event.step for event in blocked.events]
+    assert taken == list(range(1, len(taken) + 1))
+    assert 2 <= len(taken) < 7
+    assert f"lacks step_finished of steps {len(taken) + 1}-7" in caplog.records[-1].getMessage()

@@ -27,7 +27,7 @@ from skyrl_engine.config.schema.rl import (
 )
 from skyrl_engine.config.schema.run import RunConfig
 from skyrl_engine.config.schema.sampling import SamplingConfig
-from skyrl_engine.config.schema.tables import GeneratorPlacement, GeneratorTable, LossTable, PluginTable, TermTable
+from skyrl_engine.config.schema.tables import GeneratorPlacement, GeneratorTable, LossTable, ObserverTable, PluginTable, TermTable
 from skyrl_engine.config.schema.training import TrainingConfig
 from skyrl_engine.contracts.values.model import PLACE, LoraConfig, ModelConfig
 
@@ -49,6 +49,7 @@ __all__ = [
     "MissingTable",
     "ModelConfig",
     "ModelTable",
+    "ObserverTable",
     "OptimizerConfig",
     "OverlongConfig",
     "PluginTable",

@@ -7,6 +7,7 @@ from attrs import Factory, field, frozen
 from attrs.validators import deep_iterable, ge, gt, in_, le, min_len, optional
 
 from skyrl_engine.config.schema.metadata import KIND, READ_BY
+from skyrl_engine.contracts.kinds.observer import OnError
 from skyrl_engine.contracts.values.model import PLACE
 from skyrl_engine.contracts.values.roles import ROLES, Role
 
@@ -19,6 +20,15 @@ class PluginTable:
     """The plugin: `name`, `distribution:name`, or `./file.py:name`."""
 
     options: Mapping[str, Any] = Factory(dict)
+
+
+@frozen
+class ObserverTable:
+    """The engine's own keys of an observer's table `[observers.NAME]`, in which every other key is an option of that observer."""
+
+    on_error: OnError | None = field(default=None, validator=optional(in_(("stop", "warn"))))
+    """A failure of the observer stops the run (`stop`), or is warned of and what is missing there is told at the end (`warn`); none: as the
+    observer says, which is `warn` for trackers and `stop` for all others."""
 
 
 @frozen

@@ -1,12 +1,23 @@
-"""The events that observers get."""
+"""The events that observers get, and the two attributes that one may have.
+
+    class Uploads:
+        on_error = "warn"         # a failure is warned of, and the run goes on; without it, one stops the run
+        finish_seconds = 60.0     # told in a thread of its own; the end of the run waits so long for it
+
+The first is a default: `[observers.NAME] on_error` of the configuration comes before it. An observer whose failures stop the run is told in the
+run's own thread, whatever its `finish_seconds`.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from attrs import Factory, frozen
 
 from skyrl_engine.contracts.values.rollout import Group
+
+OnError: TypeAlias = Literal["stop", "warn"]
+"""The consequence of an observer's failure: the run stops, or a warning says so and the run goes on."""
 
 
 @frozen

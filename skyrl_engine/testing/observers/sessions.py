@@ -110,7 +110,7 @@ def list_sessions() -> list[ToldSession]:
 def tell(observers: Sequence[object], sessions: Sequence[ToldSession], directory: Path) -> None:
     """Tell observers sessions in turn. Raises EngineError as a run does."""
     for session in sessions:
-        bus = ObserverBus(observers)
+        bus = ObserverBus(observers, on_error="stop")
         bus.manifest_extra()
         for event in session.events(directory):
             method_of(bus, event)(event)
