@@ -118,7 +118,7 @@ class Tracker(ABC):
             if step > start_step:
                 return
             if kind == "step":
-                self.__send_step(step, record["metrics"], record["seconds"], record["cpu_seconds"])
+                self.__send_step(step, record["metrics"], record["seconds"], record["cpu_seconds"], record.get("peak_bytes", ()))
             elif kind == "evaluation":
                 self.__send_evaluation(step, record["metrics"], record["seconds"])
             elif kind == "checkpoint":
@@ -141,7 +141,7 @@ class Tracker(ABC):
 
     @hookimpl
     def skyrl_engine_step_finished(self, event: StepFinished) -> None:
-        self.__send_step(event.step, event.metrics, event.seconds, event.cpu_seconds)
+        self.__send_step(event.step, event.metrics, event.seconds, event.cpu_seconds, event.peak_bytes)
 
     @hookimpl
     def skyrl_engine_evaluation_finished(self, event: EvaluationFinished) -> None:
@@ -155,9 +155,12 @@ class Tracker(ABC):
     def skyrl_engine_session_finished(self, event: SessionFinished) -> None:
         self.close(None if event.error is None else hide_secrets(event.error))
 
-    def __send_step(self, step: int, metrics: Mapping[str, Any], seconds: Any, cpu_seconds: Mapping[str, Any]) -> None:
+    def __send_step(
+        self, step: int, metrics: Mapping[str, Any], seconds: Any, cpu_seconds: Mapping[str, Any], peak_bytes: Sequence[int]
+    ) -> None:
         spans = {f"cpu_seconds/{span}": value for span, value in cpu_seconds.items()}
-        self.__send_metrics(SentPosition(step, Part.STEP), {**metrics, "seconds": seconds, **spans})
+        peak = {"peak_bytes": max(peak_bytes)} if peak_bytes else {}
+        self.__send_metrics(SentPosition(step, Part.STEP), {**metrics, "seconds": seconds, **spans, **peak})
 
     def __send_evaluation(self, step: int, metrics: Mapping[str, Any], seconds: Any) -> None:
         named = {name if name.startswith(EVALUATION) else EVALUATION + name: value for name, value in metrics.items()}
