@@ -80,7 +80,7 @@ class Tracker(ABC):
 
     @abstractmethod
     def log_path(self, step: int, name: str, path: Path) -> None:
-        """Send the path of a file or folder of the run, as a reference; what is there stays there."""
+        """Send the path of a file or folder of the run, as a reference; one that is sent again takes the place of the first."""
 
     @abstractmethod
     def close(self, error: str | None) -> None:
@@ -88,10 +88,10 @@ class Tracker(ABC):
 
     @abstractmethod
     def holds(self, step: int, metrics: Mapping[str, float]) -> bool:
-        """Return True if the tracked run has these numbers of the step. Asked once after a kill, of the first that are not known to be sent."""
+        """Return True if the tracked run has these numbers of the step. Asked after a kill, of the first that are not known to be sent."""
 
     def last_step(self) -> int | None:
-        """Return the last step that the opened run holds, for trackers that can lose what `log_metrics` took; None: nothing is lost."""
+        """Return the last step that an opened run holds, -1 for none, where a kill can lose what was taken; None: nothing is lost."""
         return None
 
     @hookimpl
@@ -102,12 +102,12 @@ class Tracker(ABC):
         config = event.manifest.get("config", {})
         name = event.directory.resolve().name
         self.__cursor.run_id = self.open(TrackedRun(event.directory, name, flatten_config(config), run_id, sent.step))
-        held = self.last_step()
+        held = self.last_step() if run_id is not None else None
         if held is not None and held < sent.step:
-            self.__cursor.position = SentPosition(held, Part.CHECKPOINT)
+            self.__cursor.position = SentPosition(held, Part.ROLLOUTS) if held >= 0 else BEFORE_ALL
         self.__cursor.write()
-        self.__in_doubt = run_id is not None
-        if sent == BEFORE_ALL and config.get("run", {}).get("report"):
+        self.__in_doubt, self.__step_in_doubt = run_id is not None, held
+        if self.__cursor.position == BEFORE_ALL and config.get("run", {}).get("report"):
             self.log_path(0, "report", self.__directory.report.resolve())
         self.__send_earlier(event.start_step)
 
@@ -172,7 +172,7 @@ class Tracker(ABC):
     def __send_metrics(self, position: SentPosition, metrics: Mapping[str, Any]) -> None:
         # metrics.jsonl has null for what is not finite
         numbers = {name: math.nan if value is None else float(value) for name, value in metrics.items()}
-        if position > self.__cursor.position and self.__in_doubt:
+        if position > self.__cursor.position and (self.__in_doubt or position.step == self.__step_in_doubt):
             self.__in_doubt = False
             if self.holds(position.step, numbers):
                 self.__cursor.advance(position)

@@ -50,6 +50,8 @@ NO_CODE = {
     "plugins.block plugins.pin checkpoint.allow_changed",
     # a folder to write into; devices to compute on
     "run.directory generator.devices observer.tensorboard.directory",
+    # names of a place at a tracker
+    "observer.wandb.project observer.wandb.entity",
     # a name that servers give their model
     "generator.vllm.model generator.openai.model teacher.model",
     # weights by the names of a reward's parts

@@ -15,6 +15,7 @@ from skyrl_engine.config import SelectedPlugin
 from skyrl_engine.contracts.kinds.context import FactoryContext
 from skyrl_engine.contracts.kinds.observer import SessionStarted
 from skyrl_engine.registry.resolve import Registry
+from skyrl_engine.run.metrics import MetricsJsonl
 from skyrl_engine.run.observer_calls import ObserverBus
 from skyrl_engine.testing.observers.sessions import Event, ToldSession, method_of
 
@@ -44,7 +45,7 @@ def make(name: str, options: Mapping[str, Any]) -> Any:
 
 def tell_session(name: str, options: Mapping[str, Any], directory: Path, start: int, end: int, *, killed: bool = False) -> None:
     """Tell a tracker a session; its failures are raised."""
-    bus = ObserverBus([make(name, options)], on_error="stop")
+    bus = ObserverBus([MetricsJsonl(), make(name, options)], on_error="stop")
     for event in list_events(directory, start, end, killed=killed):
         method_of(bus, event)(event)
 
@@ -55,7 +56,9 @@ def tell_killed_and_resumed(name: str, options: Mapping[str, Any], directory: Pa
     directory.mkdir(exist_ok=True)
     code = f"import tracked_runs; tracked_runs.tell_and_die({name!r}, {json.dumps(options)!r}, {str(directory)!r})"
     search = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-    ended = subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": search}, check=False)
+    # a service of W&B that this process has would be the other's too, and live on
+    environment = {name: value for name, value in os.environ.items() if name != "WANDB_SERVICE"} | {"PYTHONPATH": search}
+    ended = subprocess.run([sys.executable, "-c", code], env=environment, check=False)
     assert ended.returncode == -signal.SIGKILL
     tell_session(name, options, directory, CHECKPOINT, TOTAL)
 
