@@ -49,6 +49,7 @@ COMMANDS = {
         "skyrl_engine.cli.rollouts:rollouts", "Look at the attempts of a run by reinforcement, compare steps, export them."
     ),
     "report": LazyCommand("skyrl_engine.cli.report:report", "Write a run, or several beside each other, as a page to look at."),
+    "chat": LazyCommand("skyrl_engine.cli.chat:chat", "Talk to a model, a run or a checkpoint, or to two of them."),
     "evaluate": LazyCommand("skyrl_engine.cli.evaluate:evaluate", "Attempt tasks with a model, and say how often it is right."),
     "export": LazyCommand("skyrl_engine.cli.export:export", "Write a checkpoint as a Hugging Face directory."),
 }

@@ -20,6 +20,7 @@ from skyrl_engine.cli.options import (
     values_by_key,
 )
 from skyrl_engine.cli.read_keys import ReadKeys
+from skyrl_engine.cli.run_config import find_config, keep_model_tables
 from skyrl_engine.cli.terminal import echo, echo_json
 
 if TYPE_CHECKING:
@@ -27,13 +28,6 @@ if TYPE_CHECKING:
     from skyrl_engine.training.rl.standalone_evaluation import EvaluationReport
 
 _COMMAND = "skyrl-engine evaluate"
-
-_OF_RUN = {
-    "model": ("dtype", "chat_template", "trust_remote_code"),
-    "rl": ("max_tokens", "max_prompt_tokens", "stop_strings", "history", "template"),
-    "run": ("seed", "device"),
-}
-"""Keys that an evaluation takes over from the run whose model it evaluates."""
 
 READ = ReadKeys(
     frozenset(
@@ -189,7 +183,7 @@ def evaluate(
             flags["model.trust_remote_code"] = Option("--trust-remote-code", value=True)
         if environments:
             flags["environments"] = Option("--env" if env else "--reward", environments)
-        file, part = (None, None) if run is None else (_config_of(run), _keep_run_tables)
+        file, part = (None, None) if run is None else (find_config(run), _keep_run_tables)
         raw = load_config(file, overrides, flags, trust_code=trust_code, part=part)
         raw = with_defaults(raw, {"evaluation.samples": 1, **({"evaluation.tasks": sys.maxsize} if data else {})}, _COMMAND)
         table = raw.table["evaluation"]
@@ -243,29 +237,11 @@ def _one(data: tuple[str, ...]) -> str | None:
     return data[0] if data else None
 
 
-def _config_of(run: Path) -> Path:
-    """Return the configuration that a run directory holds. Raises EngineError where there is none."""
-    from skyrl_engine.errors import EngineError
-    from skyrl_engine.run.directory import RunDirectory
-
-    place = RunDirectory(run).config
-    if not place.is_file():
-        raise EngineError(
-            f"there is no run directory {run}", remedy="Name the directory that a run has written, or give --model MODEL"
-        )
-    return place
-
-
 def _keep_run_tables(table: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what an evaluation takes over from a run's configuration. Options and overrides win over it.
-
-    Prompts are written as the run's were: where it went through a dataset, `data.template` says so.
-    """
-    tables = {name: {key: table[name][key] for key in keys if key in table.get(name, {})} for name, keys in _OF_RUN.items()}
+    """Return what an evaluation takes over from a run's configuration. Options and overrides win over it."""
+    tables = keep_model_tables(table)
     if table.get("trainer") == "rl":
         tables |= {name: table[name] for name in ("generator", "rollouts", "environments") if table.get(name)}
-    elif "template" in table.get("data", {}):
-        tables["rl"] = {**tables["rl"], "template": table["data"]["template"]}
     return tables
 
 
@@ -290,7 +266,7 @@ def _tasks_of(run: Path, tools: tuple[str, ...]) -> dict[str, Any]:
     from skyrl_engine.config.reading.sources import read_file
     from skyrl_engine.environments import TableOptions
 
-    table, _ = read_file(_config_of(run))
+    table, _ = read_file(find_config(run))
     listed = table.get("environments")
     with_data = (
         [environment for environment in listed if isinstance(environment, dict) and "data" in environment]

@@ -117,6 +117,23 @@ def show_segments(segments: Sequence[tuple[str, str]]) -> None:
         console.print(Text(visible(text), style=_SEGMENTS[name]))
 
 
+@contextmanager
+def show_columns(names: Sequence[str]) -> Iterator[Callable[[Sequence[str]], None]]:
+    """Show texts that grow beside each other under their names, on a terminal's stdout. Yields what takes all texts so far."""
+    from rich.live import Live
+
+    def draw(texts: Sequence[str]) -> Table:
+        table = Table.grid(expand=True, padding=(0, 2), pad_edge=False)
+        for _ in names:
+            table.add_column(ratio=1, overflow="fold")
+        table.add_row(*(Text(visible_line(name), style="bold") for name in names))
+        table.add_row(*(Text(visible(text)) for text in texts))
+        return table
+
+    with Live(draw([""] * len(names)), console=_console(), refresh_per_second=12) as live:
+        yield lambda texts: live.update(draw(texts))
+
+
 def show_verdict(label: str, options: Mapping[str, Any], verdict: "Verdict", *, every: bool) -> None:
     """Print the conformance kit's verdict on a plugin on stdout, what is broken first; `every`: also what is kept and what is not claimed."""
     console = _console()

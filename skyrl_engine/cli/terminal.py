@@ -12,6 +12,11 @@ def echo(text: object = "", *, err: bool = False) -> None:
     click.echo(visible(str(text)), err=err)
 
 
+def echo_part(text: str) -> None:
+    """Write a part of a line on stdout, at once."""
+    click.echo(visible(text), nl=False)
+
+
 def echo_json(value: Any, **options: Any) -> None:
     """Write a value as indented JSON, whose strings hold no control characters; `options` are those of `json.dumps`."""
     import json

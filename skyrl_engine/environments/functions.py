@@ -9,7 +9,7 @@ from attrs import define, field, frozen
 
 from skyrl_engine.contracts.kinds.environment import Action, EnvironmentClaims, Message, Split, StepResult, Task, Tasks
 from skyrl_engine.environments.table_tasks import TableOptions, TableTasks
-from skyrl_engine.environments.tools import Tool, tool_message
+from skyrl_engine.environments.tools import Tool, answer_calls
 from skyrl_engine.errors import ContractError
 from skyrl_engine.hooks.decorators import FunctionPlugin, with_parentheses
 from skyrl_engine.hooks.markers import hookimpl
@@ -61,24 +61,11 @@ class FunctionEpisode:
     async def step(self, action: Action) -> StepResult:
         """Answer calls of tools, or score the attempt."""
         last = action.turn + 1 >= self.environment.claims.max_turns
-        asked = () if last else await self._tool_messages(action)
+        asked = () if last else await answer_calls(self.environment.tools, action)
         return StepResult(0.0, done=False, messages=asked) if asked else await self._score(action)
 
     def close(self) -> None:
         """Hold nothing."""
-
-    async def _tool_messages(self, action: Action) -> tuple[Message, ...]:
-        tools = {tool.name: tool for tool in self.environment.tools}
-        if not tools:
-            return ()
-        if action.tool_problem is not None:
-            return ({"role": "tool", "name": "error", "content": f"error: {action.tool_problem}"},)
-        answers = []
-        for call in action.tool_calls:
-            tool = tools.get(call.name)
-            unknown = f"error: there is no tool {call.name!r}; there are {', '.join(tools)}"
-            answers.append(tool_message(call, unknown) if tool is None else await tool.answer(call))
-        return tuple(answers)
 
     async def _score(self, action: Action) -> StepResult:
         rewards = self.environment.rewards

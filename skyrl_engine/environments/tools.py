@@ -3,13 +3,13 @@
 import inspect
 import json
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import NoneType, UnionType
 from typing import Any, Literal, Union
 
 from attrs import frozen
 
-from skyrl_engine.contracts.kinds.environment import Message, ToolCall
+from skyrl_engine.contracts.kinds.environment import Action, Message, ToolCall
 from skyrl_engine.errors import DataError
 
 _TYPES: Mapping[Any, str] = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
@@ -61,6 +61,23 @@ class Tool:
         except Exception as error:  # noqa: BLE001 -- the model is told, and may do better
             content = f"error: {type(error).__name__}: {error}"
         return tool_message(call, content)
+
+
+async def answer_calls(tools: Sequence[Tool], action: Action) -> tuple[Message, ...]:
+    """Return the answers to the calls in a turn of the model, in their order; none where it calls nothing. What is wrong with a call, or with
+    how it is written, is the answer to it.
+    """
+    by_name = {tool.name: tool for tool in tools}
+    if not by_name:
+        return ()
+    if action.tool_problem is not None:
+        return ({"role": "tool", "name": "error", "content": f"error: {action.tool_problem}"},)
+    answers = []
+    for call in action.tool_calls:
+        tool = by_name.get(call.name)
+        unknown = f"error: there is no tool {call.name!r}; there are {', '.join(by_name)}"
+        answers.append(tool_message(call, unknown) if tool is None else await tool.answer(call))
+    return tuple(answers)
 
 
 def tool_message(call: ToolCall, content: str) -> Message:

@@ -31,13 +31,13 @@ def model_over(spec: ModelConfig, storage: Mapping[str, Tensor]) -> Any:
     """
     model = _skeleton(_base_spec(spec))
     fix_rotary_frequencies(model, spec.rotary_length)
-    missing = [name for name, tensor in _tensors(model) if name not in storage or storage[name].shape != tensor.shape]
+    missing = [name for name, tensor in list_tensors(model) if name not in storage or storage[name].shape != tensor.shape]
     if missing:
         raise ModelError(
             f"the backend shows no memory of {missing[0]} of {spec.path}, or of another shape ({len(missing)} such tensors)",
             remedy="Let storage() of the backend give every parameter and buffer of the model, or None",
         )
-    for name, _ in _tensors(model):
+    for name, _ in list_tensors(model):
         owner, _, key = name.rpartition(".")
         module = model.get_submodule(owner)
         shown = storage[name].detach()
@@ -95,7 +95,8 @@ def _base_spec(spec: ModelConfig) -> ModelConfig:
     return evolve(spec, lora=None, activation_checkpointing=False)
 
 
-def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+def list_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """List parameters and buffers by name, tied ones under each of their names."""
     return [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from attrs import define, field, frozen
 
 from skyrl_engine.cleanup import finally_close
@@ -20,17 +21,19 @@ from skyrl_engine.contracts.kinds.generator import (
     GeneratorStart,
     KeepsSessions,
     Sleeps,
+    Streams,
     WeightForm,
     WeightSource,
     as_completions,
 )
 from skyrl_engine.contracts.values.model import ModelConfig
-from skyrl_engine.contracts.values.returned import describe_returned
+from skyrl_engine.contracts.values.returned import describe_returned, require_vector
 from skyrl_engine.errors import ContractError, UnsupportedError
 from skyrl_engine.registry.bound_plugin import BoundPlugin
 from skyrl_engine.registry.owner import blame
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
     import torch
 
 EARLY_ANSWERS = 1000
@@ -95,6 +98,39 @@ class StoredWeights:
 
     def directory(self) -> Path:
         return Path(self.model.path)
+
+    def adapter(self) -> Path:
+        raise AssertionError("adapters alone were asked for of a whole model")
+
+
+@define(eq=False)
+class LoadedWeights:
+    """The `WeightSource` of a model in memory, whose parameters and buffers `storage` names: nothing is trained, and nothing is copied."""
+
+    _storage: "Mapping[str, torch.Tensor]"
+
+    @classmethod
+    def read(cls, model: ModelConfig, device: str) -> "LoadedWeights":
+        """Read a model onto a device, with an existing adapter merged. Raises ModelError."""
+        from skyrl_engine.modeling.sampler_model import fill, iterate_stored_weights, list_tensors, load_sampler_model
+
+        loaded = load_sampler_model(model, device)
+        if model.lora is not None:
+            fill(loaded, iterate_stored_weights(model), model.path)
+        return cls(dict(list_tensors(loaded)))
+
+    @property
+    def forms(self) -> frozenset[WeightForm]:
+        return frozenset({"module"})
+
+    def storage(self) -> "Mapping[str, torch.Tensor]":
+        return self._storage
+
+    def tensors(self) -> "Iterator[tuple[str, torch.Tensor]]":
+        raise AssertionError("a stream was asked for of weights that are shown")
+
+    def directory(self) -> Path:
+        raise AssertionError("a folder of weights was asked for that lie in memory")
 
     def adapter(self) -> Path:
         raise AssertionError("adapters alone were asked for of a whole model")
@@ -168,6 +204,19 @@ class GeneratorDriver:
                     remedy="Return every request once, and nothing only when the timeout has passed",
                 )
         return completions
+
+    def sampled(self, request_id: int) -> "npt.NDArray[np.int32]":
+        """int32[n]: the tokens sampled so far of a request under way. Raises ContractError for a generator that shows none."""
+        product = self.part.product
+        if not isinstance(product, Streams):
+            raise ContractError(
+                f"{self.part.label} declares the capability 'streaming' and has no method `sampled`",
+                remedy="Implement contracts.Streams, or do not declare it",
+            )
+        with blame(self.part.owner, "sampled"):
+            tokens = product.sampled(request_id)
+        require_vector(self.part.label, "sampled", "the tokens", tokens, np.int32)
+        return tokens
 
     def abort(self, request_ids: Sequence[int] | None) -> None:
         with blame(self.part.owner, "abort"):

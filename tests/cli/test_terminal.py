@@ -149,6 +149,7 @@ ARGUMENTS: dict[str, list[list[str]]] = {
     "rollouts diff": [["{run}", "--steps", "1", "2"], [WORDS, "--steps", "1", "2"]],
     "rollouts export": [["{run}", "--to", "jsonl", "--out", f"{WORDS}.jsonl"], [WORDS, "--to", "jsonl", "--out", "x"]],
     "rollouts check": [["{run}"], [WORDS]],
+    "chat": [[WORDS], ["{model}", "--prompt", WORDS], ["{model}", "--template", "none", "--prompt", WORDS, "--max-tokens", "8"]],
     "evaluate": [[WORDS], ["{run}", "--split", "train", "--tasks", "2"], ["{run}", "--set", WORDS]],
     "export": [["{run}", WORDS], [WORDS, "out"]],
     "report": [["{run}"], [WORDS], ["{run}", "--output", WORDS]],

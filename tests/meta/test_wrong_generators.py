@@ -59,6 +59,9 @@ FAULTS = [
     (lives.VersionOfSubmission, {"updates_on_the_way"}, "are older than the update"),
     (lives.VersionOfTheEnd, {"updates_on_the_way"}, "tokens of the old weights are of the new version"),
     (lives.AbortLosesPartials, {"aborts"}, "Keep what was sampled when a request is aborted"),
+    (lives.ShowsTheLastAlone, {"streams"}, "Show the tokens as they were sampled"),
+    (lives.ShowsNothing, {"streams"}, "Show every token as soon as it was sampled"),
+    (lives.ShowsTheAnswered, {"streams"}, "for a request that it has answered"),
     (lives.AnswersTwice, {"exactly_once"}, "Return every request once"),
     (lives.DropsOneOfTwo, {"exactly_once"}, "never answers request"),
     (lives.StalePrefix, {"no_stale_prefix"}, "Empty prefix caches when weights change"),
@@ -187,6 +190,10 @@ def test_an_odd_generator_that_is_right_breaks_none(right):
 def test_a_generator_that_keeps_caches_rightly_breaks_none():
     """By the promises that see what is kept: others draw thousands of tokens, which it computes one by one."""
     assert broken_by(turns.Sleeps, {"later_turns", "no_stale_session", "no_stale_prefix", "no_foreign_prefix", "wakes"}) == {}
+
+
+def test_a_generator_that_shows_tokens_rightly_breaks_none():
+    assert broken_by(lives.Streaming, {"streams"}) == {}
 
 
 def test_a_generator_that_does_not_end_is_seen(monkeypatch):

@@ -1,10 +1,11 @@
 """Generators that are wrong about requests and weights that change on the way: updates, targets, aborts and the end."""
 
+import numpy as np
 import torch
 from attrs import evolve
 from wrong_generators import Plain, State
 
-from skyrl_engine import ModelError, UnsupportedError
+from skyrl_engine import ContractError, ModelError, UnsupportedError
 
 
 class VersionOfSubmission(Plain):
@@ -23,6 +24,32 @@ class AbortLosesPartials(Plain):
         for number in list(self.states) if request_ids is None else request_ids:
             if number in self.states:
                 self.ready.append(self.completion(State(self.states.pop(number).request), "abort"))
+
+
+class Streaming(Plain):
+    """Right: it shows the tokens of requests under way."""
+
+    description = evolve(Plain.description, capabilities=Plain.description.capabilities | {"streaming"})
+
+    def sampled(self, request_id):
+        if request_id not in self.states:
+            raise ContractError(f"request {request_id} is not under way", remedy="Ask for another")
+        return np.array(self.states[request_id].tokens, dtype=np.int32)
+
+
+class ShowsTheLastAlone(Streaming):
+    def sampled(self, request_id):
+        return super().sampled(request_id)[-1:]
+
+
+class ShowsNothing(Streaming):
+    def sampled(self, request_id):
+        return super().sampled(request_id)[:0]
+
+
+class ShowsTheAnswered(Streaming):
+    def sampled(self, request_id):
+        return super().sampled(request_id) if request_id in self.states else np.ones(1, dtype=np.int32)
 
 
 class AnswersTwice(Plain):

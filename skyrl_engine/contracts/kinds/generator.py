@@ -34,6 +34,7 @@ GeneratorCapability = Literal[
     "prefix_reuse",
     "recorded",
     "sleep",
+    "streaming",
 ]
 
 POLICY = "policy"
@@ -229,6 +230,17 @@ class Sleeps(Protocol):
     def sleep(self) -> None:
         """Free the weights, keys and values of all weight sets on the devices. No request is under way; an `update` of every set comes before
         the next one.
+        """
+
+
+@runtime_checkable
+class Streams(Protocol):
+    """A generator that shows tokens before their request ends (capability "streaming"). A generator need not have this member."""
+
+    def sampled(self, request_id: int) -> npt.NDArray[np.int32]:
+        """Return int32[n], the tokens that were sampled so far of a request under way: its completion begins with them.
+
+        They do not change by being shown. Raises ContractError for a request that is not under way: polled already, or never sent.
         """
 
 

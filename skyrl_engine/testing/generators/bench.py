@@ -25,7 +25,7 @@ from skyrl_engine.contracts.kinds.generator import (
     WeightForm,
 )
 from skyrl_engine.contracts.values.model import ModelConfig
-from skyrl_engine.errors import EngineError, UnsupportedError
+from skyrl_engine.errors import ContractError, EngineError, UnsupportedError
 from skyrl_engine.modeling.loading import load_causal_lm
 from skyrl_engine.modeling.tiny import VOCABULARY, make_parts_differ, write_model, write_tokenizer
 from skyrl_engine.testing.generators.places import PlacedGenerator, description_of, placement_of, start_placed
@@ -213,6 +213,19 @@ class RunningGenerator:
 
     def abort(self, request_ids: Sequence[int] | None = None) -> None:
         self.placed.abort(request_ids)
+
+    def show(self, request_id: int) -> list[int]:
+        """Return the tokens that a generator in this process shows of a request under way."""
+        driver: Any = self.placed
+        tokens: list[int] = driver.sampled(request_id).tolist()
+        return tokens
+
+    def show_late(self, request_id: int) -> list[int] | None:
+        """Return what it shows of a request that it has answered; None where it refuses, as it must."""
+        try:
+            return self.show(request_id)
+        except ContractError:
+            return None
 
     def update(self, step: int) -> int:
         """Change all weights and hand them over, as after so many steps. Return their version."""

@@ -106,6 +106,40 @@ def aborts_apart(subject: Subject[Any], _case: None) -> None:
         )
 
 
+def _no_streams(subject: Subject[Any]) -> str | None:
+    """Exempt generators that show no tokens before their request ends, and those in places where nobody asks for them."""
+    return claims("streaming")(subject) or (
+        None if placement_of(subject) == "rank" else "only a generator in this process is asked"
+    )
+
+
+@promise(
+    "The tokens that are shown while a request is sampled begin its completion, and nothing is shown after it", exempt=_no_streams
+)
+def streams(subject: Subject[Any], _case: None) -> None:
+    requests = requests_of(3, max_tokens=20)
+    shown: dict[int, list[list[int]]] = {request.request_id: [] for request in requests}
+    with raise_broken_on_error(), run_generator(subject) as generator:
+        generator.submit(requests)
+        done: dict[int, Completion] = {}
+        while len(done) < len(requests):
+            done |= {completion.request_id: completion for completion in generator.poll(0.0)}
+            for number in shown.keys() - done.keys():
+                shown[number].append(generator.show(number))
+        late = generator.show_late(requests[0].request_id)
+    if late is not None:
+        raise Broken(f"shows {late} for a request that it has answered", "Raise ContractError for requests that are not under way")
+    for request in requests:
+        tokens, parts = done[request.request_id].token_ids.tolist(), shown[request.request_id]
+        if wrong := next((part for part in parts if part != tokens[: len(part)]), None):
+            raise Broken(f"shows {wrong} on the way to {tokens}", "Show the tokens as they were sampled")
+        if len(parts) > 1 and not parts[-1]:
+            raise Broken(
+                f"shows nothing in {len(parts)} polls of request {request.request_id}, which ends with {len(tokens)} tokens",
+                "Show every token as soon as it was sampled",
+            )
+
+
 STEPS = (1, 5)
 """Versions are the caller's: a run that goes on does not begin at 1, and some steps hand nothing over."""
 

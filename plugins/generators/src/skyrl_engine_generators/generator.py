@@ -5,6 +5,7 @@ from time import monotonic
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from attrs import define, field
 
 from skyrl_engine import ContractError, UnsupportedError
@@ -135,6 +136,16 @@ class HfGenerator:
         ready, self._ready = self._ready, []
         self._known -= {completion.request_id for completion in ready}
         return ready
+
+    def sampled(self, request_id: int) -> npt.NDArray[np.int32]:
+        """int32[n]: the tokens sampled so far of a request that no poll has returned. Raises ContractError for any other."""
+        for completion in self._ready:
+            if completion.request_id == request_id:
+                return completion.token_ids
+        for weight_set in self._sets.values():
+            if (row := weight_set.loop.find(request_id)) is not None:
+                return np.array(row.tokens, dtype=np.int32)
+        raise ContractError(f"request {request_id} is not under way", remedy="Ask for requests that no poll has returned yet")
 
     def abort(self, request_ids: Sequence[int] | None = None) -> None:
         """End requests; the next poll returns them."""

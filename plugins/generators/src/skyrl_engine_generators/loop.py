@@ -69,6 +69,10 @@ class SlotLoop:
         self._sessions[row.request.session] += 1
         self._waiting.append(row)
 
+    def find(self, request_id: int) -> SampledRow | None:
+        """Return the row of a request that is not finished; None where there is none."""
+        return next((row for row in (*self._live, *self._waiting) if row.request.request_id == request_id), None)
+
     def update(self, version: int) -> None:
         """Go on with other weights: keys and values of the old ones are dropped, and live rows are read again before their next token."""
         self._budget.drop_target(self._target)

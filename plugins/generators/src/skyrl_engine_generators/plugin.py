@@ -29,6 +29,7 @@ class HfPlugin:
                         "update_while_generating",
                         "prefix_reuse",
                         "sleep",
+                        "streaming",
                     ),
                     *("prompt_logprobs", "top_logprobs", "top_prompt_logprobs"),
                 }
