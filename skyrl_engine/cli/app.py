@@ -48,6 +48,9 @@ COMMANDS = {
     "rollouts": LazyCommand(
         "skyrl_engine.cli.rollouts:rollouts", "Look at the attempts of a run by reinforcement, compare steps, export them."
     ),
+    "runs": LazyCommand(
+        "skyrl_engine.cli.runs:runs", "List runs, show one, compare some, watch one, free what they take on the disk."
+    ),
     "report": LazyCommand("skyrl_engine.cli.report:report", "Write a run, or several beside each other, as a page to look at."),
     "chat": LazyCommand("skyrl_engine.cli.chat:chat", "Talk to a model, a run or a checkpoint, or to two of them."),
     "evaluate": LazyCommand("skyrl_engine.cli.evaluate:evaluate", "Attempt tasks with a model, and say how often it is right."),

@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 from attrs import frozen
-from rich.console import Console, ConsoleOptions
+from rich.console import Console, ConsoleOptions, Group
+from rich.live import Live
 from rich.markup import escape
 from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as ProgressBar
+from rich.progress_bar import ProgressBar as Bar
 from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
@@ -442,3 +444,49 @@ def show_backend_difference(difference: "BackendDifference") -> None:
         for parameter in missing:
             _console().print(f"the {name} backend has no gradient of {escape(parameter)}", style="red")
     _console().print(f"\n{escape(difference.explanation)}", style="green" if difference.agrees else "bold red")
+
+
+@frozen
+class Screen:
+    """A run on one screen: `step` of `total` steps, `curves` as name, curve, last value and range, `passages` as heading and texts by kind."""
+
+    title: str
+    step: int
+    total: int
+    facts: Mapping[str, str]
+    curves: Sequence[tuple[str, str, str, str]]
+    passages: Sequence[tuple[str, Sequence[tuple[str, str]]]]
+
+
+def show_screens(screens: Iterable[Screen]) -> None:
+    """Show one screen after the other in their place, on a terminal; the last one stays."""
+    console, shown = _console(), None
+    with Live(console=console, screen=True, auto_refresh=False) as live:
+        for screen in screens:
+            shown = _lay_out(screen)
+            live.update(shown, refresh=True)
+    if shown is not None:
+        console.print(shown)
+
+
+def _lay_out(screen: Screen) -> Group:
+    facts = Table(box=None, pad_edge=False, show_header=False)
+    facts.add_column(style="bold", no_wrap=True)
+    facts.add_column(no_wrap=True, overflow="ellipsis")
+    for name, value in screen.facts.items():
+        facts.add_row(Text(name), Text(visible_line(value)))
+    facts.add_row("", Bar(total=screen.total or 1, completed=screen.step, width=_HISTOGRAM_WIDTH))
+    curves = Table(box=None, pad_edge=False, show_header=False)
+    for style in ("bold", "cyan", "", "dim"):
+        curves.add_column(style=style, no_wrap=True, overflow="ellipsis", justify="right" if not style else "left")
+    for row in screen.curves:
+        curves.add_row(*(Text(visible_line(cell)) for cell in row))
+    attempts = [
+        line
+        for heading, texts in screen.passages
+        for line in (
+            Text(visible_line(heading), style="bold", no_wrap=True, overflow="ellipsis"),
+            *(Text(f"  {visible_line(text)}", style=_SEGMENTS[kind], no_wrap=True, overflow="ellipsis") for kind, text in texts),
+        )
+    ]
+    return Group(Text(visible_line(screen.title), style="bold reverse", no_wrap=True), facts, curves, *attempts)

@@ -8,8 +8,11 @@ from attrs import frozen
 
 from skyrl_engine.errors import ConfigError, EngineError, Problem
 from skyrl_engine.report.series import MetricsTable, read_table
+from skyrl_engine.run.best import Best, find_best
 from skyrl_engine.run.directory import RunDirectory
+from skyrl_engine.run.lock import look_at_lock
 from skyrl_engine.run.manifest import read_manifest
+from skyrl_engine.run.state import RunState, judge_state
 
 CHOSEN = "default"
 """Origin of a key that nobody set."""
@@ -23,23 +26,49 @@ class RunFacts:
     name: str
     manifest: Mapping[str, Any]
     metrics: MetricsTable
+    state: RunState
 
     @property
     def trainer(self) -> str:
         return str(self.manifest["config"].get("trainer", "sft"))
 
     @property
-    def state(self) -> str:
-        """Say how far the run is, in words: the last session's end, or that none was recorded."""
+    def step(self) -> int:
+        """The last step: by the last session's end, or by the metrics of one that has not ended."""
         sessions = self.manifest["sessions"]
-        last = sessions[-1] if sessions else {}
-        step, total = last.get("end_step") or self.metrics.last_step, self.metrics.total_steps
-        place = f"step {step:,}" if total is None else f"step {step:,} of {total:,}"
-        if last.get("error"):
-            return f"failed at {place}: {last['error']}"
-        if last.get("finished"):
-            return f"ended at {place}" if total is not None and step >= total else f"stopped at {place}"
-        return f"{place}; no end is recorded: it runs, or was killed"
+        return int((sessions[-1] if sessions else {}).get("end_step") or self.metrics.last_step)
+
+    def describe_state(self) -> str:
+        """Say how far the run is, in words: the last session's end, or whether a process works on it."""
+        total = self.metrics.total_steps
+        place = f"step {self.step:,}" if total is None else f"step {self.step:,} of {total:,}"
+        if self.state.word in ("ended", "stopped", "failed"):
+            return f"{self.state.word} at {place}{'' if self.state.cause is None else f': {self.state.cause}'}"
+        return f"{place}; {self.state}"
+
+    def list_last_metrics(self) -> dict[str, float]:
+        """Return the metrics of the last step, and of the last evaluation under `held-out/` where a step has one of that name."""
+        steps = {
+            name: float(series.values[-1])
+            for name, series in self.metrics.steps.items()
+            if series.steps[-1] == self.metrics.last_step
+        }
+        last = max((int(series.steps[-1]) for series in self.metrics.evaluations.values()), default=None)
+        held_out = {name: float(series.values[-1]) for name, series in self.metrics.evaluations.items() if series.steps[-1] == last}
+        return {**steps, **{f"held-out/{name}" if name in steps else name: value for name, value in held_out.items()}}
+
+    def list_evaluations(self) -> dict[int, dict[str, float]]:
+        """Return the numbers of every evaluation by step."""
+        evaluations: dict[int, dict[str, float]] = {}
+        for name, series in self.metrics.evaluations.items():
+            for step, value in zip(series.steps.tolist(), series.values.tolist(), strict=True):
+                evaluations.setdefault(step, {})[name] = value
+        return evaluations
+
+    @property
+    def best(self) -> Best | None:
+        """The best evaluation, None without one."""
+        return find_best(self.list_evaluations())
 
     @property
     def seconds(self) -> float:
@@ -98,7 +127,10 @@ def read_run(folder: Path) -> RunFacts:
     ]
     if missing:
         raise EngineError(f"{directory.manifest} lacks {missing[0]!r}", remedy="Put the file back from a copy")
-    return RunFacts(directory, folder.resolve().name, manifest, read_table(directory.metrics))
+    metrics = read_table(directory.metrics)
+    lock = look_at_lock(directory.lock_file)
+    state = judge_state(manifest["sessions"], lock, step=metrics.last_step, total_steps=metrics.total_steps)
+    return RunFacts(directory, folder.resolve().name, manifest, metrics, state)
 
 
 def _format_plugin(facts: Mapping[str, Any]) -> str:

@@ -52,6 +52,10 @@ class _Column:
     steps: "array[int]" = field(factory=lambda: array("q"))
     values: "array[float]" = field(factory=lambda: array("d"))
 
+    def to_series(self) -> Series:
+        """Return a copy of the numbers: an array that shares its memory could not grow."""
+        return Series(np.array(self.steps, np.int64), np.array(self.values, np.float64))
+
 
 @frozen(eq=False)
 class MetricsTable:
@@ -67,26 +71,45 @@ class MetricsTable:
     total_steps: int | None
 
 
-def read_table(path: Path) -> MetricsTable:
-    """Read a metrics file record by record, so that a long one takes no more memory than its numbers."""
-    steps: dict[str, _Column] = {}
-    spans: dict[str, _Column] = {}
-    evaluations: dict[str, _Column] = {}
-    checkpoints: list[int] = []
-    last, total = 0, None
-    for record in iterate_metrics(path):
+@define
+class TableBuilder:
+    """Takes the records of a metrics file one by one, so that a long one takes no more memory than its numbers."""
+
+    steps: dict[str, _Column] = field(factory=dict, init=False)
+    spans: dict[str, _Column] = field(factory=dict, init=False)
+    evaluations: dict[str, _Column] = field(factory=dict, init=False)
+    checkpoints: list[int] = field(factory=list, init=False)
+    last_step: int = field(default=0, init=False)
+    total_steps: int | None = field(default=None, init=False)
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        """Take the next record."""
         step = record["step"]
         if record["kind"] == "step":
-            last, total = step, record.get("total_steps", total)
-            _add(steps, step, {**_table(record, "metrics"), "seconds": record.get("seconds"), **_memory(record)})
-            _add(spans, step, _table(record, "cpu_seconds"))
+            self.last_step, self.total_steps = step, record.get("total_steps", self.total_steps)
+            _add(self.steps, step, {**_table(record, "metrics"), "seconds": record.get("seconds"), **_memory(record)})
+            _add(self.spans, step, _table(record, "cpu_seconds"))
         elif record["kind"] == "evaluation":
-            _add(evaluations, step, _table(record, "metrics"))
+            _add(self.evaluations, step, _table(record, "metrics"))
         elif record["kind"] == "checkpoint":
-            checkpoints.append(step)
+            self.checkpoints.append(step)
         elif record["kind"] == "session_started":
-            total = record.get("total_steps", total)
-    return MetricsTable(_series(steps), _series(spans), _series(evaluations), tuple(checkpoints), last, total)
+            self.total_steps = record.get("total_steps", self.total_steps)
+
+    def build(self) -> MetricsTable:
+        """Return the numbers that were taken so far."""
+        steps, spans, evaluations = (
+            {name: column.to_series() for name, column in columns.items()} for columns in (self.steps, self.spans, self.evaluations)
+        )
+        return MetricsTable(steps, spans, evaluations, tuple(self.checkpoints), self.last_step, self.total_steps)
+
+
+def read_table(path: Path) -> MetricsTable:
+    """Read a metrics file record by record."""
+    builder = TableBuilder()
+    for record in iterate_metrics(path):
+        builder.add(record)
+    return builder.build()
 
 
 def _table(record: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -107,13 +130,6 @@ def _add(columns: dict[str, _Column], step: int, numbers: Mapping[str, Any]) -> 
                 column = columns[name] = _Column()
             column.steps.append(step)
             column.values.append(value)
-
-
-def _series(columns: Mapping[str, _Column]) -> dict[str, Series]:
-    return {
-        name: Series(np.frombuffer(column.steps, np.int64), np.frombuffer(column.values, np.float64))
-        for name, column in columns.items()
-    }
 
 
 def list_names(tables: Iterable[Mapping[str, Series]]) -> list[str]:

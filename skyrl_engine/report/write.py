@@ -5,7 +5,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from attrs import evolve, frozen
+from attrs import evolve
 
 from skyrl_engine import __version__
 from skyrl_engine.errors import ConfigError, EngineError, Problem
@@ -14,21 +14,13 @@ from skyrl_engine.report.figures import Line, Picture, draw_lines, draw_stack
 from skyrl_engine.report.run_facts import RunFacts
 from skyrl_engine.report.series import Series, list_names
 from skyrl_engine.report.shaded import show_attempts, show_samples
+from skyrl_engine.report.tables import Table, label_runs, list_differences, list_facts
 from skyrl_engine.run.durable import write_durably
 from skyrl_engine.run.manifest import now
 
 GENERATOR = f"skyrl-engine {__version__}"
 _MARK = '<meta name="generator" content="skyrl-engine '
 _PAGE = Path(__file__).parent / "page"
-
-
-@frozen
-class Table:
-    """Rows of cells under a title."""
-
-    title: str
-    rows: tuple[tuple[str, ...], ...]
-    folded: bool = False
 
 
 def write_report(run: RunFacts, path: Path) -> None:
@@ -48,86 +40,13 @@ def write_report(run: RunFacts, path: Path) -> None:
             "The first samples of the first mini-batch. Underlined tokens carry loss, the more the thicker; the others are context."
         )
     shown_part = {"id": "shown", "title": title, "tells": tells, "content": content}
-    _write(path, [run], title=run.name, facts=_list_facts(run), differences=(), shown=shown_part)
+    _write(path, [run], title=run.name, facts=list_facts(run), differences=(), shown=shown_part)
 
 
 def write_comparison(runs: Sequence[RunFacts], path: Path) -> None:
     """Write what differs between runs, and their curves over each other. Raises as `write_report`."""
-    title = "Comparison of " + ", ".join(_label_runs(runs))
-    _write(path, runs, title=title, facts=(), differences=_list_differences(runs), shown=None)
-
-
-def _label_runs(runs: Sequence[RunFacts]) -> list[str]:
-    """Return the names of runs, with as many folders above them as it takes to tell them apart."""
-    places = [run.directory.path.resolve() for run in runs]
-    for depth in range(1, max(len(place.parts) for place in places) + 1):
-        labels = ["/".join(place.parts[-depth:]) for place in places]
-        if len(set(labels)) == len(labels):
-            return labels
-    raise ConfigError([Problem(str(runs[0].directory.path), "is named twice", "Name different runs")])
-
-
-def _list_facts(run: RunFacts) -> tuple[Table, ...]:
-    model = run.manifest["config"].get("model", {})
-    world = run.manifest.get("world", {})
-    basics = [
-        ("trainer", run.trainer),
-        ("model", str(model.get("path"))),
-        ("dtype", str(model.get("dtype"))),
-        ("engine", f"{run.manifest['engine']['distribution']} {run.manifest['engine']['version']}"),
-        ("created", str(run.manifest.get("created"))),
-        ("ranks", ", ".join(f"{name} {value}" for name, value in world.items())),
-        ("checkpoints", ", ".join(f"{step:,}" for step in run.metrics.checkpoints[-8:]) or "none"),
-    ]
-    sessions = [
-        (
-            str(each.get("started")),
-            f"from step {each.get('start_step')}",
-            f"to step {each.get('end_step')}",
-            str(each.get("error") or ""),
-        )
-        for each in run.manifest["sessions"]
-    ]
-    return (
-        Table("Run", tuple(basics)),
-        Table("Data", tuple(run.list_data()), folded=len(run.list_data()) > 12),
-        Table("Plugins", tuple(run.list_plugins())),
-        Table("Configuration that differs from the defaults", tuple(run.list_settings())),
-        Table("Sessions", tuple(sessions), folded=len(sessions) < 2),
-        Table("Environment", tuple(run.list_environment()), folded=True),
-    )
-
-
-def _list_differences(runs: Sequence[RunFacts]) -> tuple[Table, ...]:
-    def compare(title: str, facts: Sequence[Mapping[str, str]]) -> Table:
-        keys = dict.fromkeys(key for each in facts for key in each)
-        rows = [(key, *(each.get(key, "") for each in facts)) for key in keys]
-        return Table(title, tuple(row for row in rows if len(set(row[1:])) > 1))
-
-    ignored = {"run.directory"}
-    return (
-        compare(
-            "Configuration", [{key: value for key, value in run.flatten_config().items() if key not in ignored} for run in runs]
-        ),
-        compare("Plugins", [_number(run.list_plugins()) for run in runs]),
-        compare("Data", [dict(run.list_data()) for run in runs]),
-        compare("Environment", [dict(run.list_environment()) for run in runs]),
-        compare(
-            "Course", [{"state": run.state, "seconds of steps": f"{run.seconds:.4g}", "tokens": f"{run.tokens:,}"} for run in runs]
-        ),
-    )
-
-
-def _number(rows: Sequence[tuple[str, str]]) -> dict[str, str]:
-    """Return rows as a table, of which equal keys are numbered."""
-    table: dict[str, str] = {}
-    for key, value in rows:
-        name, count = key, 1
-        while name in table:
-            count += 1
-            name = f"{key} {count}"
-        table[name] = value
-    return table
+    title = "Comparison of " + ", ".join(label_runs(runs))
+    _write(path, runs, title=title, facts=(), differences=list_differences(runs), shown=None)
 
 
 def _draw_sections(runs: Sequence[RunFacts], labels: Sequence[str]) -> list[tuple[ChartGroup, list[Picture]]]:
@@ -192,7 +111,7 @@ def _write(
     from bokeh.embed import components
     from markupsafe import Markup
 
-    labels = _label_runs(runs)
+    labels = label_runs(runs)
     drawn = _draw_sections(runs, labels)
     models = [picture.model for _, pictures in drawn for picture in pictures]
     document = Document()
@@ -233,7 +152,7 @@ def _write(
             {
                 "label": label,
                 "trainer": run.trainer,
-                "state": run.state,
+                "state": run.describe_state(),
                 "duration": _format_seconds(run.seconds),
                 "tokens": f"{run.tokens:,}",
             }

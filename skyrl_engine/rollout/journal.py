@@ -124,7 +124,7 @@ class Journal:
         wide = self.keep is not None and step - self._first_step >= max(1, self.keep // 8)
         if wide or self._size > _SEGMENT_BYTES:
             self._begin_segment()
-            self._expire()
+            self.delete_expired()
 
     def record_resume(self, version: int) -> None:
         """Write that a session goes on from the checkpoint of `version`: what later weights sampled counts no more."""
@@ -242,7 +242,7 @@ class Journal:
             expired.append(path)
         return expired
 
-    def _expire(self) -> None:
+    def delete_expired(self) -> None:
         """Delete segments that have expired, which the newest segment says; one that will not go costs space, never a run."""
         for path in self._list_expired_segments():
             del self._until[path]

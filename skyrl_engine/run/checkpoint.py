@@ -138,14 +138,17 @@ class CheckpointStore:
             )
         return checkpoint
 
+    def list_left_overs(self) -> list[Path]:
+        """Return what a crash left half-written or half-deleted."""
+        if not self.directory.is_dir():
+            return []
+        return [entry for entry in self.directory.iterdir() if _LEFT_OVER.fullmatch(entry.name)]
+
     def remove_left_overs(self) -> None:
         """Delete what a crash left half-written."""
-        if not self.directory.is_dir():
-            return
-        for entry in self.directory.iterdir():
-            if _LEFT_OVER.fullmatch(entry.name):
-                logger.warning("removing %s, left over from an interrupted write", entry)
-                _remove(entry)
+        for entry in self.list_left_overs():
+            logger.warning("removing %s, left over from an interrupted write", entry)
+            _remove(entry)
 
     def save(
         self,
@@ -223,14 +226,20 @@ def _series(version: str, further: int = 0) -> str:
     return f"{major}.{int(minor) + further}"
 
 
+def remove_aside(path: Path) -> None:
+    """Delete a file or folder; a folder out of sight first: a half-deleted one must not look like a whole checkpoint. Raises OSError."""
+    if path.is_dir():
+        hidden = path if path.name.startswith(".") else path.rename(path.with_name(f".{path.name}.replaced"))
+        shutil.rmtree(hidden)
+    else:
+        path.unlink()
+
+
 def _remove(path: Path) -> None:
     """Delete a file or directory; one that will not go costs space, never a run."""
     try:
-        if path.is_dir():
-            # Out of sight before it loses its first file: a half-deleted directory must not look like a whole checkpoint.
-            hidden = path if path.name.startswith(".") else path.rename(path.with_name(f".{path.name}.replaced"))
-            shutil.rmtree(hidden)
-        else:
-            path.unlink(missing_ok=True)
+        remove_aside(path)
+    except FileNotFoundError:
+        return
     except OSError as error:
         logger.warning("cannot delete %s: %s", path, error)

@@ -1,17 +1,16 @@
 """The run directory: everything one run writes, owned by one process at a time."""
 
-import fcntl
-import logging
 import re
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
 from attrs import field, frozen
 
 from skyrl_engine.errors import ConfigError, EngineError, Problem
+from skyrl_engine.run.lock import Work, hold_lock
 
 RUNS = Path("runs")
 _LOCK = ".lock"
@@ -32,8 +31,6 @@ _OWN_NAMES = frozenset(
     }
 )
 
-logger = logging.getLogger(__name__)
-
 
 @frozen
 class RunDirectory:
@@ -45,6 +42,10 @@ class RunDirectory:
     path: Path
     created: tuple[Path, ...] = field(default=(), eq=False)
     empty: bool = field(default=False, eq=False)
+
+    @property
+    def lock_file(self) -> Path:
+        return self.path / _LOCK
 
     @property
     def manifest(self) -> Path:
@@ -123,22 +124,15 @@ class RunDirectory:
                 folder.rmdir()
 
     @contextmanager
-    def lock(self) -> Iterator[None]:
-        """Hold the directory for this process; the kernel lets go when the process ends, however it ends.
+    def lock(self, work: Work = "run") -> Iterator[None]:
+        """Hold the directory for this process; the kernel lets go when the process ends, however it ends. `work` tells others what for.
 
         Raises EngineError when another process holds it, or nothing can be written there.
         """
-        with _usable(self.path):
-            lock = (self.path / _LOCK).open("w")
-        with lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise EngineError(
-                    f"another process is running in {self.path}", remedy="Wait for it to end, or set another run.directory"
-                ) from None
-            except OSError as error:  # some network file systems have no locks; that must not keep a run from starting
-                logger.warning("%s cannot be locked against a second process: %s", self.path, error)
+        with _usable(self.path), ExitStack() as stack:
+            stack.enter_context(hold_lock(self.lock_file, work))
+            held = stack.pop_all()
+        with held:
             yield
 
 

@@ -1,6 +1,7 @@
 """Sizes and SHA-256 sums of a directory's files: how a damaged checkpoint is distinguished from a whole one."""
 
 import hashlib
+import os
 from pathlib import Path
 from typing import TypedDict
 
@@ -34,6 +35,31 @@ def first_damage(root: Path, expected: dict[str, FileFacts], *, but: str) -> str
         if _facts(root / name)["sha256"] != facts["sha256"]:
             return f"the content of {name} differs from what was written"
     return None
+
+
+def count_bytes(root: Path) -> int:
+    """Return the bytes of a file, or of all files under a folder, each once; links are not followed, and what goes meanwhile counts nothing."""
+    total, seen, folders = 0, set[tuple[int, int]](), [root]
+    while folders:
+        folder = folders.pop()
+        try:
+            entries = list(os.scandir(folder)) if folder.is_dir() else []
+            total += 0 if entries or folder.is_dir() else folder.lstat().st_size
+        except OSError:
+            continue
+        for entry in entries:
+            try:
+                if entry.is_dir(follow_symlinks=False):
+                    folders.append(Path(entry.path))
+                    continue
+                facts = entry.stat(follow_symlinks=False)
+            except OSError:
+                continue
+            if facts.st_nlink > 1 and (facts.st_dev, facts.st_ino) in seen:
+                continue
+            seen.add((facts.st_dev, facts.st_ino))
+            total += facts.st_size
+    return total
 
 
 def _facts(path: Path) -> FileFacts:

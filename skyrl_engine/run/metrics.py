@@ -3,21 +3,30 @@
 import json
 import logging
 import math
+import mmap
 from collections.abc import Iterator, Mapping
 from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from attrs import define
+from attrs import define, field
 
 from skyrl_engine import EngineError, hookimpl
 from skyrl_engine.contracts.kinds.observer import CheckpointSaved, EvaluationFinished, SessionFinished, SessionStarted, StepFinished
+from skyrl_engine.run.best import Extremes, update_extremes
 from skyrl_engine.run.checkpoint import CheckpointStore
 from skyrl_engine.run.directory import RunDirectory
 
 FILE_NAME = "metrics.jsonl"
 MODEL_SPANS = frozenset({"model", "optimizer"})
 """Spans of a step's CPU time that are the model's own work; every other span is the engine's."""
+
+_EVALUATION = b'{"kind": "evaluation"'
+"""The beginning of a line that `MetricsJsonl` writes."""
+_NEAR = 1 << 20
+"""Bytes from either end of a file in which an evaluation before the first or after the last step is found."""
+_BLOCK = 1 << 16
+"""Bytes that are read at once where a file is read from its end."""
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +42,7 @@ class MetricsJsonl:
 
     _path: Path = Path(FILE_NAME)
     _file: FileIO | None = None
+    _extremes: Extremes = field(factory=dict)
 
     @hookimpl
     def skyrl_engine_session_started(self, event: SessionStarted) -> None:
@@ -42,6 +52,9 @@ class MetricsJsonl:
             self._file = self._path.open("ab", buffering=0)
         except OSError as error:
             raise _write_error(self._path, error) from error
+        self._extremes = {}
+        for step, metrics in read_evaluations(self._path).items():
+            update_extremes(self._extremes, step, metrics)
         self._record_published(event)
         self._write("session_started", step=event.start_step, total_steps=event.total_steps)
 
@@ -59,7 +72,9 @@ class MetricsJsonl:
 
     @hookimpl
     def skyrl_engine_evaluation_finished(self, event: EvaluationFinished) -> None:
-        self._write("evaluation", step=event.step, seconds=_number(event.seconds), metrics=_numbers(event.metrics))
+        metrics = _numbers(event.metrics)
+        update_extremes(self._extremes, event.step, metrics)
+        self._write("evaluation", step=event.step, seconds=_number(event.seconds), metrics=metrics, extremes=self._extremes)
 
     @hookimpl
     def skyrl_engine_checkpoint_saved(self, event: CheckpointSaved) -> None:
@@ -115,14 +130,99 @@ def iterate_metrics(path: Path) -> Iterator[dict[str, Any]]:
         for number, line in enumerate(lines, start=1):
             if not line.endswith(b"\n"):
                 return
-            try:
-                record = json.loads(line)
-            except ValueError:  # a crash of the machine, not only of the process, can leave a line of zero bytes
-                record = None
-            if isinstance(record, dict) and isinstance(record.get("kind"), str) and isinstance(record.get("step"), int):
-                yield record
-            else:
+            record = parse_line(line)
+            if record is None:
                 logger.warning("%s: line %d is damaged and skipped", path, number)
+            else:
+                yield record
+
+
+def parse_line(line: bytes) -> dict[str, Any] | None:
+    """Return the record of a whole line, None for a damaged one."""
+    try:
+        record = json.loads(line)
+    except ValueError:  # a crash of the machine, not only of the process, can leave a line of zero bytes
+        return None
+    whole = isinstance(record, dict) and isinstance(record.get("kind"), str) and isinstance(record.get("step"), int)
+    return record if whole else None
+
+
+def read_last_step(path: Path) -> tuple[dict[str, Any] | None, int | None]:
+    """Return the last record of a step, None before the first, and the number of steps in all, None where nothing says it.
+
+    It reads the end of the file alone, however long that is. Raises OSError.
+    """
+    total: int | None = None
+    for record in _iterate_backwards(path):
+        if record["kind"] in ("step", "session_started") and total is None:
+            total = record.get("total_steps")
+        if record["kind"] == "step":
+            return record, total
+    return None, total
+
+
+def _iterate_backwards(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the whole records of a metrics file, the last one first."""
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        end, rest = file.seek(0, 2), b""
+        first = True
+        while end > 0:
+            begin = max(0, end - _BLOCK)
+            file.seek(begin)
+            lines = (file.read(end - begin) + rest).split(b"\n")
+            rest, end = lines[0], begin
+            if begin == 0:
+                lines.insert(0, b"")
+            for place in range(len(lines) - 1, 0, -1):
+                # what stands after the last line break is a line that is being written, or that a crash left
+                if not (first and place == len(lines) - 1) and lines[place] and (record := parse_line(lines[place])) is not None:
+                    yield record
+            first = False
+
+
+def read_evaluations(path: Path) -> dict[int, dict[str, float]]:
+    """Return the finite numbers of every evaluation of a metrics file by step. The lines of steps are passed over unread. Raises OSError."""
+    evaluations: dict[int, dict[str, float]] = {}
+    if not path.is_file() or path.stat().st_size == 0:
+        return evaluations
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        at = 0
+        while (at := _find_line(content, at)) >= 0 and (end := content.find(b"\n", at)) >= 0:
+            record = parse_line(content[at:end])
+            if record is not None and isinstance(record.get("metrics"), dict):
+                evaluations[record["step"]] = {
+                    name: value for name, value in record["metrics"].items() if isinstance(value, int | float)
+                }
+            at = end
+    return evaluations
+
+
+def read_last_evaluation(path: Path, *, at_ends: bool) -> dict[str, Any] | None:
+    """Return the last record of an evaluation, None without one. Raises OSError.
+
+    It reads backwards up to that record; `at_ends`: no further than the end and the beginning, for runs that evaluate nowhere else.
+    """
+    if not path.is_file() or path.stat().st_size == 0:
+        return None
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        # what stands after the last line break is a line that is being written, or that a crash left
+        end = content.rfind(b"\n") + 1
+        at = content.rfind(b"\n" + _EVALUATION, max(0, end - _NEAR) if at_ends else 0, end)
+        if at < 0:
+            at = content.rfind(b"\n" + _EVALUATION, 0, min(end, _NEAR))
+        # without any it is the first line or none
+        line = content[at + 1 : content.find(b"\n", at + 1) + 1]
+    return parse_line(line) if line.startswith(_EVALUATION) else None
+
+
+def _find_line(content: mmap.mmap, at: int) -> int:
+    """Return where the first line of an evaluation begins, from the line break or the beginning of the file at `at` on; -1 without one."""
+    if at == 0 and content[: len(_EVALUATION)] == _EVALUATION:
+        return 0
+    found = content.find(b"\n" + _EVALUATION, at)
+    return found if found < 0 else found + 1
 
 
 def keep_up_to(path: Path, step: int) -> None:

@@ -152,6 +152,15 @@ ARGUMENTS: dict[str, list[list[str]]] = {
     "chat": [[WORDS], ["{model}", "--prompt", WORDS], ["{model}", "--template", "none", "--prompt", WORDS, "--max-tokens", "8"]],
     "evaluate": [[WORDS], ["{run}", "--split", "train", "--tasks", "2"], ["{run}", "--set", WORDS]],
     "export": [["{run}", WORDS], [WORDS, "out"]],
+    "runs list": [["{run}"], ["{run}", "--json"], [WORDS]],
+    "runs show": [["{run}"], ["{run}", "--json"], [WORDS]],
+    "runs diff": [["{run}", "{run}"], ["{run}", WORDS, "--json"]],
+    "runs watch": [["{run}"], [WORDS], ["{run}", "--metric", WORDS]],
+    "runs prune": [
+        ["{run}", "--keep-last", "1", "--yes"],
+        ["{run}", "--keep-best", "1", "--metric", WORDS],
+        [WORDS, "--older-than", WORDS],
+    ],
     "report": [["{run}"], [WORDS], ["{run}", "--output", WORDS]],
     "serve": [[WORDS], ["{file}"]],
 }

@@ -11,7 +11,16 @@ from hypothesis import strategies as st
 
 from skyrl_engine.contracts.kinds.observer import CheckpointSaved, EvaluationFinished, SessionFinished, SessionStarted, StepFinished
 from skyrl_engine.errors import EngineError
-from skyrl_engine.run.metrics import MetricsJsonl, keep_up_to, metrics_jsonl, read_metrics
+from skyrl_engine.run.follow import MetricsFollower
+from skyrl_engine.run.metrics import (
+    MetricsJsonl,
+    keep_up_to,
+    metrics_jsonl,
+    read_evaluations,
+    read_last_evaluation,
+    read_last_step,
+    read_metrics,
+)
 
 
 def session(directory: Path, first: int, last: int, *, finish: bool = True) -> None:
@@ -130,3 +139,61 @@ def test_a_full_disk_is_named(tmp_path: Path) -> None:
     with pytest.raises(EngineError, match="No space left on device"):
         observer.skyrl_engine_session_finished(SessionFinished(1))
     assert observer._file is None
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(["step", "evaluation", "checkpoint", "damaged"]), st.integers(0, 400)), max_size=12),
+    st.sampled_from([b"", b'{"kind": "step", "st', b'{"kind": "evaluation", "step": 9']),
+    st.sampled_from([16, 64, 1 << 16]),
+)
+def test_the_ends_of_a_file_tell_what_reading_all_of_it_does(
+    tmp_path_factory: pytest.TempPathFactory, kinds: list[tuple[str, int]], tail: bytes, block: int
+) -> None:
+    path = tmp_path_factory.mktemp("metrics") / "metrics.jsonl"
+    lines = [
+        json.dumps(
+            {"kind": kind, "step": step, "total_steps": 20, "metrics": {"loss": step / 2, "none": None}, "text": "x" * width}
+        )
+        if kind != "damaged"
+        else "\0" * width
+        for step, (kind, width) in enumerate(kinds)
+    ]
+    path.write_bytes("".join(line + "\n" for line in lines).encode() + tail)
+    records = read_metrics(path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("skyrl_engine.run.metrics._BLOCK", block)
+        last, total = read_last_step(path)
+    expected = [record for record in records if record["kind"] == "step"]
+    assert last == (expected[-1] if expected else None)
+    assert total == (20 if expected else None)
+    evaluations = [record for record in records if record["kind"] == "evaluation"]
+    assert read_evaluations(path) == {record["step"]: {"loss": record["metrics"]["loss"]} for record in evaluations}
+    for at_ends in (True, False):
+        assert read_last_evaluation(path, at_ends=at_ends) == (evaluations[-1] if evaluations else None)
+
+
+def test_an_evaluation_says_the_extremes_so_far_also_after_a_resume(tmp_path: Path) -> None:
+    session(tmp_path, 1, 3, finish=False)
+    last = read_last_evaluation(tmp_path / "metrics.jsonl", at_ends=True)
+    assert last is not None
+    assert last["extremes"] == {"loss": {"lowest": [2 / 3, 3], "highest": [3.0, 0]}}
+    session(tmp_path, 2, 2)  # goes on after step 1: what came later counts no more
+    last = read_last_evaluation(tmp_path / "metrics.jsonl", at_ends=False)
+    assert last is not None
+    assert last["extremes"] == {"loss": {"lowest": [1.0, 2], "highest": [3.0, 0]}}
+
+
+def test_a_follower_reads_each_record_once_and_begins_again_where_a_session_wrote_the_file_anew(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    follower = MetricsFollower(path)
+    assert follower.read_new() == (False, [])
+    session(tmp_path, 1, 3, finish=False)
+    assert follower.read_new() == (False, read_metrics(path))
+    with path.open("ab") as file:
+        file.write(b'{"kind": "step", "step": 4')
+        file.flush()
+        assert follower.read_new() == (False, [])
+        file.write(b"}\n")
+    assert follower.read_new() == (False, [{"kind": "step", "step": 4}])
+    session(tmp_path, 2, 2)
+    assert follower.read_new() == (True, read_metrics(path))

@@ -1,0 +1,121 @@
+"""The best evaluation of a run, and the checkpoint that belongs to it."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+
+from attrs import frozen
+
+from skyrl_engine.errors import ConfigError, Problem
+
+_LOWER = ("*loss*", "*perplexity*", "*error*", "*_kl", "*/kl", "kl", "*divergence*")
+_HIGHER = (
+    "*avg@*",
+    "*pass@*",
+    "*maj@*",
+    "*success*",
+    "*accurac*",
+    "*margins*",
+    "*reward*mean",
+    "evaluation/*reward*",
+    "*exact_match*",
+)
+_ENDS = ("*_low", "*_high")
+"""Ends of the interval around another metric."""
+_PREFERRED = ("evaluation/avg@*", "evaluation/reward*", "loss")
+"""Metrics by which a run is judged where nobody says which, the first that it has."""
+
+Evaluations = Mapping[int, Mapping[str, float]]
+"""Finite numbers of every evaluation, by step."""
+
+
+@frozen
+class Best:
+    """The best value of a metric of evaluations, and the step after which it was measured, the first of several."""
+
+    metric: str
+    value: float
+    step: int
+
+
+def is_higher_better(metric: str) -> bool | None:
+    """Say by a metric's name if higher values are better; None where the name does not tell."""
+    if any(fnmatchcase(metric, pattern) for pattern in _LOWER):
+        return False
+    return True if any(fnmatchcase(metric, pattern) for pattern in _HIGHER) else None
+
+
+def choose_metric(names: Iterable[str]) -> str | None:
+    """Return the metric by which a run's evaluations are compared where nobody names one; None where it has none of those."""
+    named = [name for name in names if not any(fnmatchcase(name, pattern) for pattern in _ENDS)]
+    return next((name for pattern in _PREFERRED for name in named if fnmatchcase(name, pattern)), None)
+
+
+def rank_steps(evaluations: Evaluations, metric: str, *, higher: bool | None = None) -> list[int]:
+    """Return the steps whose evaluation has the metric, the best first and the earlier first of equal ones.
+
+    `higher` says if higher values are better; None: as the name says. Raises ConfigError for a metric that no evaluation has, or whose name
+    does not say which values are better.
+    """
+    values = {step: metrics[metric] for step, metrics in evaluations.items() if metric in metrics}
+    if not values:
+        names = _list_names(evaluations)
+        remedy = f"Name one of {', '.join(names)}" if names else "The run has no evaluations; set evaluation.every"
+        raise ConfigError([Problem(f"metric {metric!r}", "is in no evaluation of the run", remedy)])
+    higher = is_higher_better(metric) if higher is None else higher
+    if higher is None:
+        raise ConfigError(
+            [Problem(f"metric {metric!r}", "does not say by its name which values are better", "Say --highest or --lowest")]
+        )
+    return sorted(values, key=lambda step: (-values[step] if higher else values[step], step))
+
+
+def find_best(evaluations: Evaluations, metric: str | None = None, *, higher: bool | None = None) -> Best | None:
+    """Return the best evaluation by a metric (None: `choose_metric`), None for a run without evaluations. Raises as `rank_steps`."""
+    chosen = choose_metric(_list_names(evaluations)) if metric is None else metric
+    if chosen is None:
+        return None
+    step = rank_steps(evaluations, chosen, higher=higher)[0]
+    return Best(chosen, evaluations[step][chosen], step)
+
+
+def rank_checkpoints(
+    saved: Iterable[int], evaluations: Evaluations, metric: str | None = None, *, higher: bool | None = None
+) -> Sequence[int]:
+    """Return the steps of checkpoints whose own weights were evaluated, the best first: `saved` are those that there are.
+
+    `metric` and `higher` as in `find_best`; empty where no checkpoint was evaluated. Raises as `rank_steps`.
+    """
+    present = frozenset(saved)
+    chosen = choose_metric(_list_names(evaluations)) if metric is None else metric
+    if chosen is None:
+        return []
+    return [step for step in rank_steps(evaluations, chosen, higher=higher) if step in present]
+
+
+def _list_names(evaluations: Evaluations) -> list[str]:
+    return list(dict.fromkeys(name for metrics in evaluations.values() for name in metrics))
+
+
+Extremes = dict[str, dict[str, tuple[float, int]]]
+"""The `lowest` and the `highest` value of every metric of evaluations so far, each with the first step after which it was measured."""
+
+
+def update_extremes(extremes: Extremes, step: int, metrics: Mapping[str, float | None]) -> None:
+    """Take the metrics of a further evaluation; None is a number that was not finite."""
+    for name, value in metrics.items():
+        if value is None:
+            continue
+        ends = extremes.setdefault(name, {"lowest": (value, step), "highest": (value, step)})
+        if value < ends["lowest"][0]:
+            ends["lowest"] = value, step
+        if value > ends["highest"][0]:
+            ends["highest"] = value, step
+
+
+def find_best_of_extremes(extremes: Extremes) -> Best | None:
+    """Return what `find_best` finds in the evaluations that were taken."""
+    metric = choose_metric(extremes)
+    if metric is None:
+        return None
+    value, step = extremes[metric]["highest" if is_higher_better(metric) else "lowest"]
+    return Best(metric, value, step)
