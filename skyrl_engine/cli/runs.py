@@ -189,13 +189,19 @@ def _note_move(facts: "RunFacts") -> dict[str, str]:
 
 
 def _list_checkpoints(facts: "RunFacts") -> list[dict[str, Any]]:
-    from skyrl_engine.run.best import rank_checkpoints
+    from skyrl_engine.errors import ConfigError
+    from skyrl_engine.run.best import rank_checkpoints, read_metric
     from skyrl_engine.run.checkpoint import CheckpointStore
     from skyrl_engine.run.listing import count_bytes
 
     store = CheckpointStore(facts.directory.checkpoints)
     saved, latest = store.all(), store.latest()
-    best = next(iter(rank_checkpoints([checkpoint.step for checkpoint in saved], facts.list_evaluations())), None)
+    evaluated = [checkpoint.step for checkpoint in saved]
+    metric, higher = read_metric(facts.manifest["config"])
+    try:
+        best = next(iter(rank_checkpoints(evaluated, facts.list_evaluations(), metric, higher=higher)), None)
+    except ConfigError:  # the metric that the run names is in none of its evaluations yet
+        best = None
     return [
         {
             "step": checkpoint.step,

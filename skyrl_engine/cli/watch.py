@@ -60,6 +60,10 @@ def watch(run: Path, metrics: tuple[str, ...], every: float) -> None:
         watched = watch_run(run, ProgressLines(echo))
         for _ in _follow(watched, every):
             pass
+    if watched.state.word in ("never started", "damaged", "unreadable"):
+        from skyrl_engine.errors import EngineError
+
+        raise EngineError(f"{run} cannot be followed ({watched.state})", remedy="Look into its run.log")
     echo(f"{run}: {watched.state}")
 
 

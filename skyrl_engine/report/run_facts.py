@@ -8,7 +8,7 @@ from attrs import frozen
 
 from skyrl_engine.errors import ConfigError, EngineError, Problem
 from skyrl_engine.report.series import MetricsTable, read_table
-from skyrl_engine.run.best import Best, find_best
+from skyrl_engine.run.best import Best, collect_extremes, find_best, read_metric
 from skyrl_engine.run.directory import RunDirectory
 from skyrl_engine.run.lock import look_at_lock
 from skyrl_engine.run.manifest import read_manifest
@@ -67,8 +67,9 @@ class RunFacts:
 
     @property
     def best(self) -> Best | None:
-        """The best evaluation, None without one."""
-        return find_best(self.list_evaluations())
+        """The best evaluation, None without one, or where nothing says which one that is."""
+        metric, higher = read_metric(self.manifest["config"])
+        return find_best(collect_extremes(self.list_evaluations()), metric, higher=higher)
 
     @property
     def seconds(self) -> float:

@@ -14,12 +14,12 @@ from skyrl_engine.report.series import Series, TableBuilder
 from skyrl_engine.rollout.records import Entry
 from skyrl_engine.rollout.segments import read_segment, segments_of
 from skyrl_engine.rollout.texts import Decode, decoder_of
-from skyrl_engine.run.best import Best, find_best
+from skyrl_engine.run.best import Best, Extremes, find_best, read_metric, update_extremes
 from skyrl_engine.run.directory import RunDirectory
 from skyrl_engine.run.follow import MetricsFollower
 from skyrl_engine.run.progress import Progress, ProgressObserver
 from skyrl_engine.run.state import RunState
-from skyrl_engine.run.summary import read_state
+from skyrl_engine.run.summary import read_config, read_state
 
 _SHARE = 0.05
 """Largest share of the time that reading rollouts takes."""
@@ -33,10 +33,11 @@ class WatchedRun:
     state: RunState
     listener: Callable[[Progress], object] = field(default=lambda _: None)
     table: TableBuilder = field(factory=TableBuilder, init=False)
-    evaluations: dict[int, Mapping[str, float]] = field(factory=dict, init=False)
     progress: Progress = field(factory=lambda: Progress(0, 0), init=False)
     attempts: list[tuple[str, Trajectory]] = field(factory=list, init=False)
     """The last attempts that ended, the newest first, with the names of their tasks."""
+    _extremes: Extremes = field(factory=dict, init=False)
+    _config: object = field(default=None, init=False)
     _follower: MetricsFollower = field(init=False)
     _observer: ProgressObserver = field(init=False)
     _decode: Decode | None = field(default=None, init=False)
@@ -54,14 +55,17 @@ class WatchedRun:
     @property
     def best(self) -> Best | None:
         """The best evaluation, None without one."""
-        return find_best(self.evaluations)
+        metric, higher = read_metric(self._config)
+        return find_best(self._extremes, metric, higher=higher)
 
     def refresh(self, attempts: int = 0) -> None:
         """Take what the run has written since the last call, and its last `attempts`. Raises OSError."""
         self.state = read_state(self.directory)  # before the records: nothing comes after those that are read once it is over
+        if self._config is None:
+            self._config = read_config(self.directory)
         again, records = self._follower.read_new()
         if again:
-            self.table, self.evaluations = TableBuilder(), {}
+            self.table, self._extremes = TableBuilder(), {}
             self._observer = ProgressObserver(self._take_progress)
         for record in records:
             self.table.add(record)
@@ -99,7 +103,7 @@ class WatchedRun:
         elif record["kind"] == "step":
             self._observer.skyrl_engine_step_finished(StepFinished(step, total, metrics, record.get("seconds") or 0.0))
         elif record["kind"] == "evaluation":
-            self.evaluations[step] = metrics
+            update_extremes(self._extremes, step, metrics)
             self._observer.skyrl_engine_evaluation_finished(EvaluationFinished(step, metrics, record.get("seconds") or 0.0))
 
     def _read_attempts(self, count: int) -> list[tuple[str, Trajectory]]:

@@ -50,6 +50,18 @@ def choose_metric(names: Iterable[str]) -> str | None:
     return next((name for pattern in _PREFERRED for name in named if fnmatchcase(name, pattern)), None)
 
 
+def read_metric(config: object) -> tuple[str | None, bool | None]:
+    """Return the metric by which the configuration of a run says which evaluation is the best (`evaluation.best`), and if higher is better.
+
+    Each is None where it does not say it, as is both for a configuration that cannot be read.
+    """
+    evaluation = config.get("evaluation") if isinstance(config, Mapping) else None
+    named = evaluation.get("best") if isinstance(evaluation, Mapping) else None
+    if not isinstance(evaluation, Mapping) or not isinstance(named, str):
+        return None, None
+    return named, {"highest": True, "lowest": False}.get(str(evaluation.get("best_is")))
+
+
 def rank_steps(evaluations: Evaluations, metric: str, *, higher: bool | None = None) -> list[int]:
     """Return the steps whose evaluation has the metric, the best first and the earlier first of equal ones.
 
@@ -69,21 +81,12 @@ def rank_steps(evaluations: Evaluations, metric: str, *, higher: bool | None = N
     return sorted(values, key=lambda step: (-values[step] if higher else values[step], step))
 
 
-def find_best(evaluations: Evaluations, metric: str | None = None, *, higher: bool | None = None) -> Best | None:
-    """Return the best evaluation by a metric (None: `choose_metric`), None for a run without evaluations. Raises as `rank_steps`."""
-    chosen = choose_metric(_list_names(evaluations)) if metric is None else metric
-    if chosen is None:
-        return None
-    step = rank_steps(evaluations, chosen, higher=higher)[0]
-    return Best(chosen, evaluations[step][chosen], step)
-
-
 def rank_checkpoints(
     saved: Iterable[int], evaluations: Evaluations, metric: str | None = None, *, higher: bool | None = None
 ) -> Sequence[int]:
     """Return the steps of checkpoints whose own weights were evaluated, the best first: `saved` are those that there are.
 
-    `metric` and `higher` as in `find_best`; empty where no checkpoint was evaluated. Raises as `rank_steps`.
+    `metric` None: `choose_metric`; empty where no checkpoint was evaluated. Raises as `rank_steps`.
     """
     present = frozenset(saved)
     chosen = choose_metric(_list_names(evaluations)) if metric is None else metric
@@ -112,10 +115,22 @@ def update_extremes(extremes: Extremes, step: int, metrics: Mapping[str, float |
             ends["highest"] = value, step
 
 
-def find_best_of_extremes(extremes: Extremes) -> Best | None:
-    """Return what `find_best` finds in the evaluations that were taken."""
-    metric = choose_metric(extremes)
-    if metric is None:
+def collect_extremes(evaluations: Evaluations) -> Extremes:
+    """Return the extremes of evaluations."""
+    extremes: Extremes = {}
+    for step, metrics in evaluations.items():
+        update_extremes(extremes, step, metrics)
+    return extremes
+
+
+def find_best(extremes: Extremes, metric: str | None = None, *, higher: bool | None = None) -> Best | None:
+    """Return the best evaluation by a metric (None: `choose_metric`); None for one that there is not, or whose name does not tell.
+
+    `higher` says if higher values are better; None: as the name says.
+    """
+    chosen = choose_metric(extremes) if metric is None else metric
+    higher = is_higher_better(chosen or "") if higher is None else higher
+    if chosen not in extremes or higher is None:
         return None
-    value, step = extremes[metric]["highest" if is_higher_better(metric) else "lowest"]
-    return Best(metric, value, step)
+    value, step = extremes[chosen]["highest" if higher else "lowest"]
+    return Best(chosen, value, step)

@@ -13,7 +13,7 @@ from attrs import define, field
 
 from skyrl_engine import EngineError, hookimpl
 from skyrl_engine.contracts.kinds.observer import CheckpointSaved, EvaluationFinished, SessionFinished, SessionStarted, StepFinished
-from skyrl_engine.run.best import Extremes, update_extremes
+from skyrl_engine.run.best import Extremes, collect_extremes, update_extremes
 from skyrl_engine.run.checkpoint import CheckpointStore
 from skyrl_engine.run.directory import RunDirectory
 
@@ -52,9 +52,7 @@ class MetricsJsonl:
             self._file = self._path.open("ab", buffering=0)
         except OSError as error:
             raise _write_error(self._path, error) from error
-        self._extremes = {}
-        for step, metrics in read_evaluations(self._path).items():
-            update_extremes(self._extremes, step, metrics)
+        self._extremes = collect_extremes(read_evaluations(self._path))
         self._record_published(event)
         self._write("session_started", step=event.start_step, total_steps=event.total_steps)
 

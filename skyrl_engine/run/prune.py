@@ -2,22 +2,23 @@
 
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from attrs import field, frozen
 
-from skyrl_engine.errors import CheckpointError, EngineError
-from skyrl_engine.run.best import rank_checkpoints
+from skyrl_engine.errors import CheckpointError, ConfigError, EngineError, Problem
+from skyrl_engine.run.best import rank_checkpoints, read_metric
 from skyrl_engine.run.checkpoint import Checkpoint, CheckpointStore, remove_aside
 from skyrl_engine.run.directory import RunDirectory
 from skyrl_engine.run.listing import count_bytes
 from skyrl_engine.run.lock import look_at_lock
 from skyrl_engine.run.metrics import read_evaluations
-from skyrl_engine.run.summary import read_state
+from skyrl_engine.run.summary import read_config, read_state
 
 _TRAINER_DOCUMENT = "trainer.json"
+_BEST_DOCUMENT = "best.json"
 _REFERENCE = re.compile(r"step-(\d+)")
 """The name of a copy of the trained model that became the reference."""
 
@@ -89,9 +90,8 @@ def plan_prune(directory: RunDirectory, rules: PruneRules) -> PrunePlan:
     saved, latest = store.all(), store.latest()
     if latest is None:
         return PrunePlan(directory)
-    evaluations = read_evaluations(directory.metrics)
     newest = [checkpoint.step for checkpoint in reversed(saved) if checkpoint.step <= latest.step]
-    ranked = rank_checkpoints([checkpoint.step for checkpoint in saved], evaluations, rules.metric, higher=rules.higher)
+    ranked = _rank(directory, [checkpoint.step for checkpoint in saved], rules)
     oldest_time = None if rules.older_than is None else time.time() - rules.older_than
     reasons = {latest.step: "the one to resume from"}
     for step in newest[: rules.keep_last or 0]:
@@ -102,12 +102,39 @@ def plan_prune(directory: RunDirectory, rules: PruneRules) -> PrunePlan:
     for checkpoint in saved:
         if oldest_time is not None and _written(checkpoint) > oldest_time:
             reasons.setdefault(checkpoint.step, "young")
+    for checkpoint in [checkpoint for checkpoint in saved if checkpoint.step in reasons]:
+        best_step = _read_best_step(checkpoint)
+        if best_step is not None and any(other.step == best_step for other in saved):
+            reasons.setdefault(best_step, f"the best for step {checkpoint.step}")
     go = tuple(checkpoint for checkpoint in saved if checkpoint.step not in reasons)
     stay = [checkpoint for checkpoint in saved if checkpoint.step in reasons]
     half_deleted = directory.reference.glob(".step-*.replaced")
     return PrunePlan(
         directory, go, reasons, tuple(_list_unused_references(directory, stay)), (*store.list_left_overs(), *half_deleted)
     )
+
+
+def _rank(directory: RunDirectory, saved: Sequence[int], rules: PruneRules) -> Sequence[int]:
+    """Return the steps of checkpoints that were evaluated, the best first. Raises ConfigError where nothing tells and a rule asks for it."""
+    evaluations = read_evaluations(directory.metrics)
+    metric, higher = read_metric(read_config(directory))
+    is_asked = rules.metric is not None or rules.higher is not None
+    if is_asked:
+        metric, higher = rules.metric or metric, rules.higher
+    # a run may end before the first evaluation with the metric that its configuration names
+    is_there = metric is None or any(metric in metrics for metrics in evaluations.values())
+    ranked = rank_checkpoints(saved, evaluations, metric, higher=higher) if is_asked or is_there else ()
+    if not ranked and rules.keep_best is not None:
+        cause = "no checkpoint of the run was evaluated, so that none is known to be the best"
+        raise ConfigError([Problem("--keep-best", f"{directory.path}: {cause}", "Choose what stays with --keep-last")])
+    return ranked
+
+
+def _read_best_step(checkpoint: Checkpoint) -> int | None:
+    """Return the step of the checkpoint without which a session does not go on from this one, because it looks for a better one."""
+    path = checkpoint.path / _BEST_DOCUMENT
+    step = checkpoint.document(_BEST_DOCUMENT).get("step") if path.exists() else None
+    return step if isinstance(step, int) else None
 
 
 def _written(checkpoint: Checkpoint) -> float:

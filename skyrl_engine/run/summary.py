@@ -9,7 +9,7 @@ from typing import Any
 from attrs import frozen
 
 from skyrl_engine.errors import ConfigError, EngineError, Problem
-from skyrl_engine.run.best import Best, find_best, find_best_of_extremes
+from skyrl_engine.run.best import Best, collect_extremes, find_best, read_metric
 from skyrl_engine.run.directory import RunDirectory
 from skyrl_engine.run.listing import count_bytes
 from skyrl_engine.run.lock import look_at_lock
@@ -90,14 +90,21 @@ def _read_best(path: Path, config: Any) -> Best | None:
         last = read_last_evaluation(path, at_ends=at_ends)
         if last is None:
             return None
-        return find_best_of_extremes(last["extremes"]) if "extremes" in last else find_best(read_evaluations(path))
+        extremes = last.get("extremes") or collect_extremes(read_evaluations(path))
     except OSError:  # its state says so
         return None
+    metric, higher = read_metric(config)
+    return find_best(extremes, metric, higher=higher)
 
 
 def read_state(directory: RunDirectory) -> RunState:
     """Return the state of a run."""
     return _read_ends(directory).state
+
+
+def read_config(directory: RunDirectory) -> Any:
+    """Return the configuration of a run as its manifest has it, None where that cannot be read."""
+    return _read_manifest(directory)[0].get("config")
 
 
 @frozen

@@ -191,7 +191,7 @@ def test_watch_shows_a_run_on_a_terminal_until_it_is_killed(live):
         assert words in text, words
 
 
-def test_watch_writes_lines_into_a_pipe(live, command):
+def test_watch_writes_lines_into_a_pipe(runs, live, command):
     run, process = live
     process.kill()
     process.wait()
@@ -199,6 +199,7 @@ def test_watch_writes_lines_into_a_pipe(live, command):
     assert [line.split()[0] for line in lines[1:5]] == ["1/9", "2/9", "3/9", "4/9"]
     assert lines[-1].endswith("killed: no end is recorded, and no process works on it")
     assert "is no run directory" in command("runs", "watch", run.parent).last_line
+    assert "cannot be followed (never started)" in command("runs", "watch", runs / "copies" / "begun").last_line
 
 
 def test_watch_knows_the_last_attempts_of_a_run_by_reinforcement(runs):

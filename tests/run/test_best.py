@@ -5,15 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skyrl_engine.errors import ConfigError
-from skyrl_engine.run.best import (
-    Best,
-    Extremes,
-    find_best,
-    find_best_of_extremes,
-    is_higher_better,
-    rank_checkpoints,
-    update_extremes,
-)
+from skyrl_engine.run.best import Best, collect_extremes, find_best, is_higher_better, rank_checkpoints, read_metric
 
 
 @pytest.mark.parametrize(
@@ -46,11 +38,9 @@ def test_a_name_says_which_values_are_better(metric, higher):
 )
 def test_extremes_know_the_best_evaluation(evaluations):
     in_order = dict(sorted(evaluations.items()))
-    extremes: Extremes = {}
-    for step, metrics in in_order.items():
-        update_extremes(extremes, step, {**metrics, "infinite": None})
-    best = find_best(in_order)
-    assert find_best_of_extremes(extremes) == best
+    best = find_best(collect_extremes(in_order))
+    names = [name for metrics in in_order.values() for name in metrics]
+    assert (best is None) == (not {"loss", "evaluation/avg@1"} & set(names))
     if best is not None:
         values = [(metrics[best.metric], -step) for step, metrics in in_order.items() if best.metric in metrics]
         chosen = max(values) if best.metric == "evaluation/avg@1" else min((value, -step) for value, step in values)
@@ -68,7 +58,24 @@ def test_checkpoints_are_ranked_by_the_evaluation_of_their_own_weights():
 
 def test_what_cannot_be_ranked_is_refused_by_name():
     with pytest.raises(ConfigError, match=r"metric 'tokens'.*Say --highest or --lowest"):
-        find_best(EVALUATIONS, "tokens")
+        rank_checkpoints([2, 4], EVALUATIONS, "tokens")
     with pytest.raises(ConfigError, match=r"metric 'reward'.*is in no evaluation.*loss, tokens"):
-        find_best(EVALUATIONS, "reward")
-    assert find_best(EVALUATIONS, "tokens", higher=False) == Best("tokens", 8.0, 2)
+        rank_checkpoints([2, 4], EVALUATIONS, "reward")
+    extremes = collect_extremes(EVALUATIONS)
+    assert find_best(extremes, "tokens", higher=False) == Best("tokens", 8.0, 2)
+    assert find_best(extremes, "tokens") is None
+    assert find_best(extremes, "reward") is None
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"evaluation": {"best": "loss", "best_is": "auto"}}, ("loss", None)),
+        ({"evaluation": {"best": "tokens", "best_is": "highest"}}, ("tokens", True)),
+        ({"evaluation": {"best": None}}, (None, None)),
+        ({"evaluation": 3}, (None, None)),
+        (None, (None, None)),
+    ],
+)
+def test_the_configuration_may_name_the_metric(config, expected):
+    assert read_metric(config) == expected

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from skyrl_engine.contracts.kinds.observer import EvaluationFinished, SessionFinished, SessionStarted
-from skyrl_engine.errors import CheckpointError, EngineError
+from skyrl_engine.errors import CheckpointError, ConfigError, EngineError
 from skyrl_engine.run.checkpoint import CheckpointStore
 from skyrl_engine.run.directory import RunDirectory
 from skyrl_engine.run.metrics import MetricsJsonl
@@ -86,6 +86,38 @@ def test_the_checkpoint_that_is_resumed_from_need_not_be_the_newest(run: RunDire
     latest = CheckpointStore(run.checkpoints).latest()
     assert latest is not None
     assert latest.step == 3
+
+
+def test_the_best_checkpoint_is_the_one_that_the_run_looks_for_and_that_its_checkpoints_name(run: RunDirectory) -> None:
+    manifest = json.loads(run.manifest.read_text())
+    run.manifest.write_text(json.dumps({**manifest, "config": {"evaluation": {"best": "loss", "best_is": "highest"}}}))
+    assert sorted(plan_prune(run, PruneRules(keep_last=1)).stay) == [1, 5]
+    assert sorted(plan_prune(run, PruneRules(keep_last=1, metric="loss")).stay) == [2, 5]
+    for step, best in ((5, 3), (4, 1)):
+        (run.checkpoints / f"step-{step:08d}" / "best.json").write_text(json.dumps({"metric": "loss", "step": best}))
+    stay = plan_prune(run, PruneRules(keep_last=1)).stay
+    assert {step: stay[step] for step in sorted(stay)} == {
+        1: "the best",
+        3: "the best for step 5",
+        5: "the one to resume from",
+    }
+    young = plan_prune(run, PruneRules(older_than=3600))
+    assert young.go == ()
+    long_ago = time.time() - 7200
+    for path in (run.checkpoints / "step-00000003", *(run.checkpoints / "step-00000003").iterdir()):
+        os.utime(path, (long_ago, long_ago))
+    assert plan_prune(run, PruneRules(older_than=3600)).stay[3] == "the best for step 5"
+
+
+def test_without_an_evaluation_no_rule_can_ask_for_the_best(run: RunDirectory) -> None:
+    manifest = json.loads(run.manifest.read_text())
+    run.manifest.write_text(json.dumps({**manifest, "config": {"evaluation": {"best": "accuracy", "best_is": "auto"}}}))
+    assert sorted(plan_prune(run, PruneRules(keep_last=1)).stay) == [5]
+    run.metrics.unlink()
+    run.manifest.write_text(json.dumps(manifest))
+    assert sorted(plan_prune(run, PruneRules(keep_last=1)).stay) == [5]
+    with pytest.raises(ConfigError, match="no checkpoint of the run was evaluated"):
+        plan_prune(run, PruneRules(keep_best=1))
 
 
 def test_nothing_goes_where_the_one_to_resume_from_is_damaged(run: RunDirectory) -> None:
