@@ -82,6 +82,15 @@ OF_COOKBOOK = (
     "pylatexenc==2.11",
 )
 """What recipes of the cookbook import beside .venv. Its other requirements do not resolve together, so they are installed without them."""
+TRACKIO = (
+    "trackio==0.43.0",
+    "pillow==12.3.0",
+    "brotli==1.2.1",
+    "gradio-client==2.7.2",
+    "python-multipart==0.0.34",
+    "websockets==17.4",
+)
+"""Trackio, and of its requirements what the lock does not hold; pillow is older there than in the lock."""
 QUICK = "not proof and not example and not nightly"
 PROOFS = "proof and not nightly"
 SLOWEST = ("--durations", "20")
@@ -237,6 +246,13 @@ def tinker(session: nox.Session) -> None:
     oldest, cookbook = (beside(session, *names) for names in ((OLDEST_TINKER,), (*COOKBOOK, *OF_COOKBOOK)))
     pytest(session, "plugins/tinker", *session.posargs, TINKER_SDK=oldest)
     pytest(session, "plugins/tinker/tests/test_cookbook.py", *session.posargs, TINKER_COOKBOOK=cookbook)
+
+
+@nox.session
+def trackio(session: nox.Session) -> None:
+    """The observer `trackio` with the real package, which asks for an older pillow than the lock has."""
+    install(session)
+    pytest(session, "plugins/trackio", *session.posargs, PYTHONPATH=beside(session, *TRACKIO))
 
 
 @nox.session

@@ -1,0 +1,1 @@
+"""Runs of skyrl-engine in Trackio."""
