@@ -23,6 +23,7 @@ COMMANDS = {
     "demo": LazyCommand(
         "skyrl_engine.cli.demo.command:demo", "Fine-tune a small model on this CPU, offline, and see what it learned."
     ),
+    "init": LazyCommand("skyrl_engine.cli.init:init", "Write a first configuration file, by a few questions or options."),
     "run": LazyCommand("skyrl_engine.cli.run:run", "Train as a configuration file says."),
     "sft": LazyCommand("skyrl_engine.cli.sft:sft", "Fine-tune a model on a dataset without a configuration file."),
     "preference": LazyCommand(

@@ -87,6 +87,7 @@ EXAMPLES: Mapping[str, str] = {
     "--tool": "./my_tools.py:search",
     "--top-k": "20",
     "--top-p": "0.9",
+    "--trainer": "rl",
 }
 """A value that every command with the option takes, unless OF_COMMAND has another for it."""
 

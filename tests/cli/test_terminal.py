@@ -120,6 +120,7 @@ def test_commands_write_by_one_function_alone() -> None:
 
 ARGUMENTS: dict[str, list[list[str]]] = {
     "demo": [["--model", WORDS], ["--output", WORDS]],
+    "init": [[f"{WORDS}.toml", "--trainer", "sft", "--model", WORDS, "--data", WORDS], [WORDS], ["a.toml", "--trainer", WORDS]],
     "run": [["{file}"], [f"{WORDS}.toml"], ["{file}", f"{WORDS}.b=1"]],
     "sft": [["--model", WORDS, "--data", WORDS], [f"--{WORDS}"]],
     "preference": [["--model", WORDS, "--data", WORDS], ["--model", WORDS, "--data", "tasks.jsonl", f"data.{WORDS}=1"]],
