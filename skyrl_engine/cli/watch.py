@@ -78,6 +78,7 @@ def _follow(watched: "WatchedRun", every: float, attempts: int = 0) -> Iterator[
 
 
 def _make_screens(watched: "WatchedRun", metrics: tuple[str, ...], every: float) -> Iterator["Screen"]:
+    yield make_screen(watched, metrics)  # reading a long run takes seconds
     for _ in _follow(watched, every, _ATTEMPTS):
         yield make_screen(watched, metrics)
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from typing import TypeGuard
 
 from attrs import frozen
 
@@ -113,6 +114,17 @@ def update_extremes(extremes: Extremes, step: int, metrics: Mapping[str, float |
             ends["lowest"] = value, step
         if value > ends["highest"][0]:
             ends["highest"] = value, step
+
+
+def is_extremes(value: object) -> TypeGuard[Extremes]:
+    """Return True for what a record of an evaluation holds as its extremes, if nobody changed it."""
+    return isinstance(value, dict) and all(
+        isinstance(ends, dict) and all(_is_end(ends.get(name)) for name in ("lowest", "highest")) for ends in value.values()
+    )
+
+
+def _is_end(end: object) -> bool:
+    return isinstance(end, list | tuple) and len(end) == 2 and isinstance(end[0], int | float) and isinstance(end[1], int)
 
 
 def collect_extremes(evaluations: Evaluations) -> Extremes:

@@ -153,7 +153,8 @@ def read_last_step(path: Path) -> tuple[dict[str, Any] | None, int | None]:
     total: int | None = None
     for record in _iterate_backwards(path):
         if record["kind"] in ("step", "session_started") and total is None:
-            total = record.get("total_steps")
+            stated = record.get("total_steps")
+            total = stated if isinstance(stated, int) else None
         if record["kind"] == "step":
             return record, total
     return None, total

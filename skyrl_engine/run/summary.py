@@ -9,7 +9,7 @@ from typing import Any
 from attrs import frozen
 
 from skyrl_engine.errors import ConfigError, EngineError, Problem
-from skyrl_engine.run.best import Best, collect_extremes, find_best, read_metric
+from skyrl_engine.run.best import Best, collect_extremes, find_best, is_extremes, read_metric
 from skyrl_engine.run.directory import RunDirectory
 from skyrl_engine.run.listing import count_bytes
 from skyrl_engine.run.lock import look_at_lock
@@ -43,21 +43,25 @@ def find_runs(folder: Path) -> list[Path]:
     """Return the run directories in a folder and below it; the folder itself if it is one. Raises ConfigError for what is no folder."""
     if not folder.is_dir():
         raise ConfigError([Problem(str(folder), "is no folder", "Name a folder of runs, or a run directory")])
-    return sorted(_walk(folder, _DEPTH))
+    return sorted(_walk(folder, _DEPTH, set()))
 
 
-def _walk(folder: Path, depth: int) -> Iterator[Path]:
+def _walk(folder: Path, depth: int, seen: set[Path]) -> Iterator[Path]:
     try:
-        entries = list(os.scandir(folder))
-    except OSError:
+        entries = sorted(os.scandir(folder), key=lambda entry: entry.is_symlink())  # a run is named by its own place
+        real = folder.resolve()
+    except (OSError, RuntimeError):
         return
+    if real in seen:  # by a link
+        return
+    seen.add(real)
     names = {entry.name for entry in entries}
     if names & {"run.json", "metrics.jsonl"} or names >= {".lock", "run.log"}:
         yield folder
     elif depth:
         for entry in entries:
             if not entry.name.startswith(".") and entry.is_dir():
-                yield from _walk(folder / entry.name, depth - 1)
+                yield from _walk(folder / entry.name, depth - 1, seen)
 
 
 def summarize_run(folder: Path) -> RunSummary:
@@ -90,7 +94,8 @@ def _read_best(path: Path, config: Any) -> Best | None:
         last = read_last_evaluation(path, at_ends=at_ends)
         if last is None:
             return None
-        extremes = last.get("extremes") or collect_extremes(read_evaluations(path))
+        stated = last.get("extremes")
+        extremes = stated if is_extremes(stated) else collect_extremes(read_evaluations(path))
     except OSError:  # its state says so
         return None
     metric, higher = read_metric(config)
