@@ -54,6 +54,9 @@ COMMANDS = {
     ),
     "report": LazyCommand("skyrl_engine.cli.report:report", "Write a run, or several beside each other, as a page to look at."),
     "chat": LazyCommand("skyrl_engine.cli.chat:chat", "Talk to a model, a run or a checkpoint, or to two of them."),
+    "compare-objectives": LazyCommand(
+        "skyrl_engine.cli.compare_objectives:compare_objectives", "Compute a recorded step's batch under several losses."
+    ),
     "evaluate": LazyCommand("skyrl_engine.cli.evaluate:evaluate", "Attempt tasks with a model, and say how often it is right."),
     "export": LazyCommand("skyrl_engine.cli.export:export", "Write a checkpoint as a Hugging Face directory."),
 }

@@ -163,6 +163,7 @@ ARGUMENTS: dict[str, list[list[str]]] = {
         [WORDS, "--older-than", WORDS],
     ],
     "report": [["{run}"], [WORDS], ["{run}", "--output", WORDS]],
+    "compare-objectives": [["{run}", "--step", "1", "--loss", WORDS], [WORDS, "--step", "1", "--loss", "clip"]],
     "serve": [[WORDS], ["{file}"]],
 }
 """Command lines by command. What is in braces is a file whose content attacks."""

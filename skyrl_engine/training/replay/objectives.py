@@ -82,7 +82,7 @@ def compare_objectives(
 ) -> list[Measured]:
     """Compute every objective on the batch of a step, from the step's weights; the first is what the others are compared with.
 
-    The weights are written to `scratch`, and loaded again with the optimizer's state after the optimizer step of each objective. `tokens` counts
+    The weights and the optimizer's state are written to `scratch`, and loaded again after the optimizer step of each objective. `tokens` counts
     the tokens that are named of each. Raises UnsupportedError for an objective that reads what the batch does not have.
     """
     weights = scratch / "weights"
