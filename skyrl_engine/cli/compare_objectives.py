@@ -17,7 +17,7 @@ from skyrl_engine.cli.terminal import echo
 
 if TYPE_CHECKING:
     from skyrl_engine.config import ResolvedConfig, SelectedPlugin
-    from skyrl_engine.training.replay.objectives import Measured, Objective
+    from skyrl_engine.training.replay.objectives import ComparedObjective, Measured
     from skyrl_engine.training.replay.step import RecordedStep
 
 _OF_A_PART = "name, distribution:name or ./file.py:name, with options behind commas: clip,epsilon_high=0.28"
@@ -90,15 +90,15 @@ def compare_objectives(
 
 def list_objectives(
     resolved: "ResolvedConfig", losses: Sequence[str], reducers: Sequence[str], advantages: Sequence[str]
-) -> "list[Objective]":
+) -> "list[ComparedObjective]":
     """Return the run's own objective, and every combination of the parts that are named. Raises PluginError and ConfigError for one that
     cannot be used.
     """
-    from skyrl_engine.training.replay.objectives import Objective
+    from skyrl_engine.training.replay.objectives import ComparedObjective
 
     own = {kind: resolved.as_dict()[kind] for kind in ("loss", "reducer")}
     of_run = resolved.plugins.get("advantage")
-    found = [Objective(f"the run's: {own['loss']['use']}", own["loss"], own["reducer"], of_run)]
+    found = [ComparedObjective(f"the run's: {own['loss']['use']}", own["loss"], own["reducer"], of_run)]
     for loss, reducer, advantage in itertools.product(losses or (None,), reducers or (None,), advantages or (None,)):
         parts = {name: text for name, text in (("loss", loss), ("reducer", reducer), ("advantage", advantage)) if text is not None}
         read = {name: read_part(f"--{name}", text) for name, text in parts.items()}
@@ -106,7 +106,7 @@ def list_objectives(
         selected = {name: _select(resolved, name, table) for name, table in read.items()}
         label = ", ".join(text if name == "loss" or len(parts) == 1 else f"{name} {text}" for name, text in parts.items())
         tables = {**own, **read}
-        found.append(Objective(label, tables["loss"], tables["reducer"], selected.get("advantage", of_run)))
+        found.append(ComparedObjective(label, tables["loss"], tables["reducer"], selected.get("advantage", of_run)))
     return found
 
 

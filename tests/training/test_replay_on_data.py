@@ -10,7 +10,7 @@ from skyrl_engine.config import ResolvedConfig
 from skyrl_engine.config.find_trainer import get_trainer
 from skyrl_engine.errors import UnsupportedError
 from skyrl_engine.run.metrics import read_metrics
-from skyrl_engine.training.replay.objectives import Objective, compare_objectives
+from skyrl_engine.training.replay.objectives import ComparedObjective, compare_objectives
 from skyrl_engine.training.replay.step import Past
 
 
@@ -19,7 +19,7 @@ def recorded_steps(directory: Path) -> dict[int, dict[str, float]]:
 
 
 def hold_against_record(
-    resolved: ResolvedConfig, objectives: list[Objective], scratch: Path, *, step: int, begins: int
+    resolved: ResolvedConfig, objectives: list[ComparedObjective], scratch: Path, *, step: int, begins: int
 ) -> list[Any]:
     """Train, bring a step back, and compare the first objective, the run's own, with the record."""
     trainer = get_trainer(resolved.config.trainer)
@@ -39,12 +39,14 @@ def hold_against_record(
 def test_a_step_of_fine_tuning_with_dropout(configure, tmp_path: Path) -> None:
     """Masks of dropout are drawn again as they were, for every objective."""
     objectives = [
-        Objective("own"),
-        Objective("again", {"use": "cross_entropy"}),
-        Objective("focal", {"use": "focal"}),
-        Objective("sum", {"use": "cross_entropy"}, {"use": "sum"}),
+        ComparedObjective("own"),
+        ComparedObjective("again", {"use": "cross_entropy"}),
+        ComparedObjective("focal", {"use": "focal"}),
+        ComparedObjective("sum", {"use": "cross_entropy"}, {"use": "sum"}),
     ]
-    own, again, focal, summed = hold_against_record(configure(checkpoint={"keep": 9}), objectives, tmp_path / "scratch", step=6, begins=3)
+    own, again, focal, summed = hold_against_record(
+        configure(checkpoint={"keep": 9}), objectives, tmp_path / "scratch", step=6, begins=3
+    )
     assert (own.loss, own.grad_norm, own.kl, own.after) == (again.loss, again.grad_norm, again.kl, again.after)
     assert 0 < focal.cosine < 1 - 1e-6
     assert summed.grad_norm > 2 * own.grad_norm
@@ -54,7 +56,7 @@ def test_a_step_of_fine_tuning_with_dropout(configure, tmp_path: Path) -> None:
 
 def test_a_run_without_checkpoints_begins_at_its_start(configure, tmp_path: Path) -> None:
     resolved = configure("bare", checkpoint={"every": "none", "at_end": False}, training={"steps": 3})
-    hold_against_record(resolved, [Objective("own")], tmp_path / "scratch", step=3, begins=0)
+    hold_against_record(resolved, [ComparedObjective("own")], tmp_path / "scratch", step=3, begins=0)
 
 
 @pytest.mark.nightly
@@ -73,7 +75,7 @@ def test_a_run_without_checkpoints_begins_at_its_start(configure, tmp_path: Path
 def test_a_step_on_pairs(tmp_path: Path, trainer: str, tables: dict[str, Any], other: dict[str, Any]) -> None:
     make = runs_over(write_pairs(tmp_path / "pairs"), trainer, tmp_path)
     _, changed = hold_against_record(
-        make(**tables), [Objective("own"), Objective("other", other)], tmp_path / "s", step=4, begins=2
+        make(**tables), [ComparedObjective("own"), ComparedObjective("other", other)], tmp_path / "s", step=4, begins=2
     )
     assert changed.cosine is not None
     assert changed.cosine < 1

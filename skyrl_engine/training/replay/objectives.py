@@ -30,7 +30,7 @@ Numbers = npt.NDArray[np.float64]
 
 
 @frozen
-class Objective:
+class ComparedObjective:
     """A loss with its options (`use` among them), and where they are others than the run's a reducer and an estimator of advantages."""
 
     label: str
@@ -78,7 +78,12 @@ class Measured:
 
 
 def compare_objectives(
-    step: RecordedStep, objectives: Sequence[Objective], scratch: Path, *, tokens: int = 10, progress: Progress | None = None
+    step: RecordedStep,
+    objectives: Sequence[ComparedObjective],
+    scratch: Path,
+    *,
+    tokens: int = 10,
+    progress: Progress | None = None,
 ) -> list[Measured]:
     """Compute every objective on the batch of a step, from the step's weights; the first is what the others are compared with.
 
@@ -120,7 +125,7 @@ def compare_objectives(
     return measured
 
 
-def _use(step: RecordedStep, objective: Objective) -> Plan:
+def _use(step: RecordedStep, objective: ComparedObjective) -> Plan:
     """Put an objective in force; return the plan with what it reads."""
     if objective.loss is not None:
         step.engine.use_loss(objective.loss)

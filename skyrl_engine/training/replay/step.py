@@ -25,7 +25,7 @@ Progress = Callable[[str, int, int], None]
 
 
 @frozen
-class Difference:
+class ReplayDifference:
     """A metric of a step that the replay does not give the bits of: its largest relative difference, and the step where it first differs."""
 
     metric: str
@@ -51,7 +51,7 @@ class RecordedStep:
     with_advantage: Callable[[SelectedPlugin], Plan] | None
     recorded: Mapping[str, float]
     from_step: int
-    differences: tuple[Difference, ...]
+    differences: tuple[ReplayDifference, ...]
 
 
 class Replay(Protocol):
@@ -107,9 +107,9 @@ class Past:
             (folder / entry.name).symlink_to(entry.absolute(), target_is_directory=entry.is_dir())
         return folder
 
-    def take_steps(self, take: Callable[[int], StepDone], progress: Progress | None) -> tuple[Difference, ...]:
+    def take_steps(self, take: Callable[[int], StepDone], progress: Progress | None) -> tuple[ReplayDifference, ...]:
         """Take the steps up to the wanted one again, and say where they differ from the record."""
-        differences: dict[str, Difference] = {}
+        differences: dict[str, ReplayDifference] = {}
         for number in range(self.start + 1, self.step):
             if progress is not None:
                 progress("steps taken again", number - self.start - 1, self.step - 1 - self.start)
@@ -118,18 +118,18 @@ class Past:
                 known = differences.get(difference.metric)
                 worst = difference.relative if known is None else max(known.relative, difference.relative)
                 first = difference.step if known is None else known.step
-                differences[difference.metric] = Difference(difference.metric, first, worst)
+                differences[difference.metric] = ReplayDifference(difference.metric, first, worst)
         return tuple(differences.values())
 
 
-def compare_metrics(step: int, now: Mapping[str, float], recorded: Mapping[str, Any]) -> Sequence[Difference]:
+def compare_metrics(step: int, now: Mapping[str, float], recorded: Mapping[str, Any]) -> Sequence[ReplayDifference]:
     """Return the metrics of a step that are not those that were recorded, bit for bit."""
     found = []
     for name in COMPARED:
         then = recorded.get(name)
         if isinstance(then, int | float) and name in now and float(then) != now[name]:
             relative = abs(now[name] - then) / max(abs(then), math.ulp(1.0))
-            found.append(Difference(name, step, relative))
+            found.append(ReplayDifference(name, step, relative))
     return found
 
 

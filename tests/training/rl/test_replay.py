@@ -11,7 +11,7 @@ from rl_runs import Rl
 
 from skyrl_engine.cli.app import main
 from skyrl_engine.run.metrics import read_metrics
-from skyrl_engine.training.replay.objectives import Objective, compare_objectives, measure_pushes
+from skyrl_engine.training.replay.objectives import ComparedObjective, compare_objectives, measure_pushes
 from skyrl_engine.training.replay.step import Past
 from skyrl_engine.training.rl.replay import replay_rl
 from skyrl_engine.training.rl.run import run_rl
@@ -85,7 +85,9 @@ def test_a_push_is_the_derivative_with_its_sign_turned(rl: Rl, trained: Path, tm
         folder = tmp_path / "more"
         folder.mkdir()
         first, second = compare_objectives(
-            step, [Objective("a", {"use": "reinforce"}), Objective("b", {"use": "reinforce"}, {"use": "token_mean"})], folder
+            step,
+            [ComparedObjective("a", {"use": "reinforce"}), ComparedObjective("b", {"use": "reinforce"}, {"use": "token_mean"})],
+            folder,
         )
     assert first.cosine == 1
     assert second.cosine == pytest.approx(1)
