@@ -70,7 +70,7 @@ def test_the_first_objective_has_the_bits_that_the_step_recorded(trained: Path, 
 
 
 def test_a_push_is_the_derivative_with_its_sign_turned(rl: Rl, trained: Path, tmp_path: Path) -> None:
-    """Of reinforce it is weight times advantage, in closed form."""
+    """With reinforce it is weight times advantage, in closed form."""
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     with replay_rl(rl("run", *SETTINGS), Past.of(trained, 3), scratch, progress=None) as step:
