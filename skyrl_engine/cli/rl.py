@@ -67,7 +67,7 @@ _KEYS = {
 @click.option(
     "--preset",
     metavar="NAME",
-    help="A published recipe: grpo (the default), dapo, dr_grpo, gspo, cispo, rloo, reinforce_pp, ppo, on_policy_distill.",
+    help="A published recipe: grpo (the default), dapo, dr_grpo, gspo, cispo, rloo, reinforce_pp, ppo, online_dpo, on_policy_distill.",
 )
 @click.option("--steps", type=int, metavar="STEPS", help="Batches of rollouts to train on.")
 @click.option("--groups", type=int, metavar="TASKS", help="Tasks per step.")

@@ -109,7 +109,7 @@ def _trainer(raw: RawConfig) -> tuple[Trainer | None, list[Problem]]:
     """Return the chosen trainer, or None and the problem with the choice; then tables of every trainer are checked."""
     chosen = raw.table.get("trainer", DEFAULT_TRAINER)
     if isinstance(chosen, str) and (trainer := find_trainer(chosen)) is not None:
-        return trainer.with_asked_kinds(raw.table), []
+        return trainer.for_tables(raw.table), []
     if not isinstance(chosen, str):
         return None, _other_words(raw, "trainer") or [_problem(raw, ("trainer",), wrong_kind(chosen, str))]
     names = list_trainer_names()
@@ -168,6 +168,9 @@ def _all_foreign(raw: RawConfig, name: str, trainer: Trainer, kind: Kind | None)
 def _foreign(raw: RawConfig, name: str, trainer: Trainer, kind: Kind | None, owners: Sequence[str] = ()) -> Problem:
     """Return the problem of a table that belongs to another trainer; `owners` are its trainers, by default those of the engine."""
     if kind is not None:
+        if (key := trainer.replaced_kinds.get(kind.name)) is not None:
+            cause = f"[{name}] selects {kind.with_article}, and trainer {trainer.name} uses none where {key} is set"
+            return _problem(raw, (name,), RefusedError(cause, f"Remove it, or {key}"))
         cause = f"[{name}] selects {kind.with_article}, and this run's trainer {trainer.name} uses none"
         asked = f", or set {trainer.asked_kinds[kind.name]}" if kind.name in trainer.asked_kinds else ""
         return _problem(raw, (name,), RefusedError(cause, f"Remove it{asked}, or choose another trainer"))

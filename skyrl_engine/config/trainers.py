@@ -33,13 +33,19 @@ class Trainer:
     asked_kinds: Mapping[str, str] = MappingProxyType({})
     """Kinds of plugin that it uses where a number of its tables is above 0, by kind the key of that number, "table.key"."""
 
+    replaced_kinds: Mapping[str, str] = MappingProxyType({})
+    """Kinds among `kinds` that it does not use where such a number is above 0, by kind the key of that number."""
+
     options: str | None = None
     """The attrs class of a table of the trainer's own, called as the trainer is, as text "module:name"; None: it has none."""
 
-    def with_asked_kinds(self, table: Mapping[str, Any]) -> "Trainer":
-        """Return the row with those of `asked_kinds` among `kinds` that a configuration, as plain tables, asks for."""
-        asked = tuple(kind for kind, key in self.asked_kinds.items() if _is_positive(table, key))
-        return evolve(self, kinds=(*self.kinds, *asked)) if asked else self
+    def for_tables(self, table: Mapping[str, Any]) -> "Trainer":
+        """Return the row whose `kinds` are those of a configuration, as plain tables: with `asked_kinds`, and without `replaced_kinds`."""
+        asked = {kind for kind, key in self.asked_kinds.items() if _is_positive(table, key)}
+        replaced = {kind for kind, key in self.replaced_kinds.items() if _is_positive(table, key)}
+        if not asked and not replaced:
+            return self
+        return evolve(self, kinds=tuple(kind for kind in (*self.kinds, *sorted(asked)) if kind not in replaced))
 
     def load_run(self) -> Callable[..., Any]:
         """Import the function that trains. It takes a resolved configuration and returns a RunResult."""
@@ -94,6 +100,7 @@ _ROWS = (
             *("collator", "loss", "correction", "reducer", "backend", "merger"),
             *("generator", "environment", "advantage", "group_filter"),
         ),
+        replaced_kinds={"advantage": "rl.pairs"},
         run="skyrl_engine.training.rl.run:run_rl",
         plan="skyrl_engine.training.rl.dry_run:plan_rl",
         replay="skyrl_engine.training.rl.replay:replay_rl",

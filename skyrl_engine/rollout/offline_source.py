@@ -54,9 +54,10 @@ class Recording:
     """The groups of a recording that are trained on, each read again when its turn comes, and counts of what it holds.
 
     `names` are those of its environments, `left_out` counts groups by the reason for which they are not trained on, `attempts` and `tokens`
-    (sampled ones) are of the others, `largest` is the most attempts of a group, `longest` the most tokens of a stretch of one. `has_logprobs`
-    is False where the program that wrote the file did not keep the sampler's log-probabilities. `columns` are the further columns that every
-    attempt has, by their names in `SampleColumns`. `digest` is a hash of all that training reads.
+    (sampled ones) are of the others, `largest` is the most attempts of a group, `longest` the most tokens of a stretch of one, and
+    `rewritten` says that some attempt has several stretches. `has_logprobs` is False where the program that wrote the file did not keep the
+    sampler's log-probabilities. `columns` are the further columns that every attempt has, by their names in `SampleColumns`. `digest` is a hash
+    of all that training reads.
     """
 
     place: Path
@@ -67,6 +68,7 @@ class Recording:
     tokens: int
     largest: int
     longest: int
+    rewritten: bool
     has_logprobs: bool
     columns: frozenset[str]
     digest: str
@@ -98,6 +100,7 @@ def read_recording(
     attempts: list[int] = []
     tokens: list[int] = []
     longest: list[int] = []
+    rewritten: list[bool] = []
     without_logprobs = 0
     columns = {row.column for row in rollout_columns.list_further_columns()}
     digest = hashlib.sha256()
@@ -116,6 +119,7 @@ def read_recording(
         attempts.append(len(group.finished))
         tokens.append(sum(len(attempt.logprobs) for attempt in group.finished))
         longest.append(max((_longest_stretch(attempt) for attempt in group.finished), default=0))
+        rewritten.append(any((attempt.kinds == SEGMENT_PROMPT).sum() > 1 for attempt in group.finished))
         without_logprobs += any(np.isnan(attempt.logprobs).any() for attempt in group.finished)
         columns &= {row.column for row in list_common_columns(group.finished)}
         _update(digest, group)
@@ -142,6 +146,7 @@ def read_recording(
         sum(tokens[place] for place in chosen),
         max(attempts[place] for place in chosen),
         max(longest[place] for place in chosen),
+        any(rewritten[place] for place in chosen),
         without_logprobs == 0,
         frozenset(columns),
         digest.hexdigest()[:16],

@@ -58,13 +58,13 @@ def explain_idle_rollouts(
     *,
     truncated: Truncated,
     max_tokens: int,
-    estimator: str,
+    estimator: str | None,
     filtered: bool,
 ) -> Reason:
     """Say why nothing is learned from a step's rollouts.
 
-    `columns` are the step's, `advantages` float32[A]. `estimator` names what estimated these; `filtered` says that group filters
-    are configured, which kept what they would have dropped.
+    `columns` are the step's, `advantages` float32[A]. `estimator` names what estimated these, None where they are 0
+    because there is no pair of attempts; `filtered` says that group filters are configured, which kept what they would have dropped.
     """
     _, first, attempt = np.unique(columns.trajectory_ids, return_index=True, return_inverse=True)
     cut = np.asarray(columns.sample_values["truncated"], dtype=np.bool_)[first]
@@ -95,6 +95,11 @@ def explain_idle_rollouts(
                 f"the attempts of each of its {groups} groups{alone} have the same reward{common_reward}{zeroed}{filter_note}",
                 "look at the attempts (`skyrl-engine rollouts show`), choose tasks that the model solves now and then, or raise rl.group_size "
                 "or rl.temperature",
+            )
+        if estimator is None:
+            return Reason(
+                "no group has two attempts with loss that differ in reward and in tokens",
+                "look at the attempts (`skyrl-engine rollouts show`), see rl.truncated, or raise rl.group_size or rl.temperature",
             )
         return Reason(
             f"{estimator} estimates advantages of 0 from rewards that differ", "choose another estimator (table [advantage])"

@@ -16,7 +16,7 @@ from attrs import evolve
 from skyrl_engine.config.reading.origins import Origin, format_key, leaves, nearest
 from skyrl_engine.config.reading.sources import RawConfig
 from skyrl_engine.config.schema import PreferenceConfig, RewardModelConfig, RlConfig
-from skyrl_engine.config.trainers import DEFAULT_TRAINER
+from skyrl_engine.config.trainers import DEFAULT_TRAINER, TRAINERS
 from skyrl_engine.config.wording import choices, format_value
 from skyrl_engine.errors import Problem
 from skyrl_engine.near_words import did_you_mean
@@ -60,8 +60,8 @@ def preset_of(trainer: str, chosen: str | None) -> dict[str, Any]:
 def with_preset(raw: RawConfig) -> RawConfig:
     """Lay a configuration over the preset of its trainer, such as `rl.preset` or `preference.preset`; those of others are returned as they are.
 
-    A plugin table that names another plugin than the preset's does not get the preset's options for it. Where histories are rendered again, a
-    preset's mean over sequences becomes the one over attempts.
+    A plugin table that names another plugin than the preset's does not get the preset's options for it, and one of a kind that the run does not
+    use is left out. Where histories are rendered again, a preset's mean over sequences becomes the one over attempts.
     """
     trainer = raw.table.get("trainer", DEFAULT_TRAINER)
     if trainer not in _FOLDERS:
@@ -80,9 +80,11 @@ def with_preset(raw: RawConfig) -> RawConfig:
     ours, reasons = preset(name, trainer), {}
     if own.get("history") == "template" and ours["reducer"]["use"] == SEQUENCES:
         ours["reducer"]["use"], reasons["reducer"] = ATTEMPTS, ', rl.history = "template"'
+    row = TRAINERS[trainer]
+    used = row.for_tables({trainer: {**ours.get(trainer, {}), **own}}).kinds
     for key, value in ours.items():
         origin = Origin("default", f"preset {name}{reasons.get(key, '')}")
-        if key in TABLES and _chooses_another(table.get(key), value):
+        if key in TABLES and (_chooses_another(table.get(key), value) or (key in row.kinds and key not in used)):
             continue
         _lay_under(table, (key,), value, origins, origin, own)
     return evolve(raw, table=table, origins=origins)

@@ -77,6 +77,11 @@ class RlConfig:
     group_size: int = field(default=8, validator=ge(1))
     """Attempts per task."""
 
+    pairs: int | None = field(default=None, validator=optional(ge(1)))
+    """Pairs of attempts per task that a loss of preferences, such as `dpo`, is trained on: the attempt of the highest reward against the one of
+    the lowest, the second from above against the second from below, while rewards differ. none: all attempts are trained on, by their
+    advantages."""
+
     mini_batches: int = field(default=1, validator=ge(1))
     """Optimizer steps per pass over a batch; groups stay whole."""
 

@@ -30,6 +30,7 @@ from skyrl_engine.training.reference import refuse_dropout, refuse_unread_refere
 from skyrl_engine.training.rl.batches import mini_batch_size
 from skyrl_engine.training.rl.entropy_control import EntropyControl
 from skyrl_engine.training.rl.evaluation import tasks_of
+from skyrl_engine.training.rl.pair_checks import list_pair_problems, refuse_losses_of_other_samples, refuse_recording_without_pairs
 from skyrl_engine.training.rl.prepared import LiveRolloutSpec, RlDraft
 from skyrl_engine.training.rl.prompts import OF_TABLES, PromptLimits, check_prompts, most_of
 from skyrl_engine.training.rl.tasks import TaskOrder, task_at, tasks_in
@@ -64,6 +65,8 @@ def refuse_contradictions(draft: RlDraft) -> None:
                 "Lower rollouts.min_group_size, or raise rl.group_size",
             )
         )
+    if trains:
+        problems += list_pair_problems(settings)
     if settings.entropy is not None and settings.entropy.highest < settings.entropy.lowest:
         problems.append(
             Problem(
@@ -299,11 +302,14 @@ def plan_any_batch(draft: RlDraft) -> None:
     config, settings, assembly, rollouts = draft.resolved.config, draft.resolved.config.rl, draft.assembly, draft.rollouts
     if assembly is None or not (draft.trains or config.rl.reward_models):
         return
-    size, least = settings.group_size, 2
+    size, least, unit = settings.group_size, 2, 1
     if isinstance(rollouts, Recording):
         size, least = rollouts.largest, max(least, rollouts.longest)
     elif rollouts is not None:
         least = max(least, draft.longest_prompt + 1)
+    if draft.trains and settings.pairs is not None:
+        unit = 2
+        size = unit * max(1, min(settings.pairs, size // unit))
     lengths = np.full(settings.groups * size, 2, dtype=np.int64)
     lengths[0] = least
     columns = SampleColumns.create(
@@ -311,6 +317,7 @@ def plan_any_batch(draft: RlDraft) -> None:
         token_offsets=offsets_of(lengths),
         action_offsets=np.arange(len(lengths) + 1, dtype=np.int64),
         group_ids=np.repeat(np.arange(settings.groups, dtype=np.int64), size),
+        unit_ids=np.arange(len(lengths), dtype=np.int64) // unit,
     )
     together = mini_batch_size([size] * settings.groups, settings.mini_batches)
     plan_batch(assembly.collator, columns, evolve(draft.layout_of(assembly), mini_batch_size=together))
@@ -408,6 +415,20 @@ def warn_of_settings(draft: RlDraft) -> None:
 
 def _collect_warnings(settings: RlConfig, assembly: Assembly, old: str | None) -> Iterator[str]:
     """Tell what is allowed and hardly meant."""
+    if settings.pairs is None:
+        yield from _collect_warnings_of_ratios(settings, assembly, old)
+    longest = settings.max_prompt_tokens + settings.max_tokens
+    together, what = (longest, "attempt") if settings.pairs is None else (2 * longest, "pair of attempts")
+    budget = budget_of(settings)
+    if budget is not None and budget < together:
+        yield (
+            f"rl.micro_batch_tokens = {budget} holds no {what} of rl.max_prompt_tokens + rl.max_tokens = {longest} "
+            "tokens: the run stops at the first that does not fit. Raise it, or lower one of these"
+        )
+
+
+def _collect_warnings_of_ratios(settings: RlConfig, assembly: Assembly, old: str | None) -> Iterator[str]:
+    """Tell what is hardly meant where attempts are trained on by their advantages; pairs need no ratio to the policy that sampled them."""
     if settings.staleness and old != "rollout" and ROLLOUT_LOGPROBS not in assembly.objective.columns:
         yield (
             f"rl.staleness = {settings.staleness}, and no part of the loss reads rollout_logprobs: groups of older weights are learned as if "
@@ -426,13 +447,6 @@ def _collect_warnings(settings: RlConfig, assembly: Assembly, old: str | None) -
             f"no part of the loss reads {', '.join(sorted(_REWARDED))}: all attempts are learned alike, whatever their reward. "
             "Choose a loss that reads advantages, such as ppo, unless a filter of groups chooses what is learned"
         )
-    longest = settings.max_prompt_tokens + settings.max_tokens
-    budget = budget_of(settings)
-    if budget is not None and budget < longest:
-        yield (
-            f"rl.micro_batch_tokens = {budget} holds no attempt of rl.max_prompt_tokens + rl.max_tokens = {longest} "
-            "tokens: the run stops at the first that does not fit. Raise it, or lower one of these"
-        )
 
 
 Check = Callable[[RlDraft], None]
@@ -441,6 +455,8 @@ BEFORE_BUILDING: Final[tuple[Check, ...]] = (refuse_contradictions, refuse_model
 
 AFTER_BUILDING: Final[tuple[Check, ...]] = (
     refuse_single_attempts,
+    refuse_losses_of_other_samples,
+    refuse_recording_without_pairs,
     check_turns,
     refuse_too_few,
     refuse_too_few_groups,

@@ -90,7 +90,11 @@ def plan_rl(resolved: ResolvedConfig, *, progress: Progress | None = None) -> Rl
 
 def _batch(rl: RlConfig, *, recorded: bool) -> str:
     attempts = "as many attempts as were recorded" if recorded else f"{rl.group_size} attempts"
-    return f"{rl.groups} tasks x {attempts}, {rl.mini_batches} optimizer steps x {rl.epochs} epochs"
+    paired = ""
+    if rl.pairs is not None:
+        most = "a pair" if rl.pairs == 1 else f"up to {rl.pairs} pairs"
+        paired = f" ({most} of each task whose rewards differ)"
+    return f"{rl.groups} tasks x {attempts}{paired}, {rl.mini_batches} optimizer steps x {rl.epochs} epochs"
 
 
 def _passes(prepared: PreparedRl) -> tuple[str, ...]:
@@ -98,7 +102,8 @@ def _passes(prepared: PreparedRl) -> tuple[str, ...]:
     scored = [f"score {score} as {column}" for column, score in recipe.scores.items()]
     reference = ["score logprobs of the reference as ref_logprobs"] if recipe.reference else []
     learning = "train" if recipe.old != "current" else "train (the policy is its own old one)"
-    return ("read" if isinstance(prepared.rollouts, Recording) else "sample", *scored, *reference, learning)
+    paired = ["choose pairs"] if prepared.resolved.config.rl.pairs is not None else []
+    return ("read" if isinstance(prepared.rollouts, Recording) else "sample", *paired, *scored, *reference, learning)
 
 
 def _reference(prepared: PreparedRl) -> str | None:

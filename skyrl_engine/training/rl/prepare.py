@@ -62,7 +62,8 @@ def _build(draft: RlDraft, refusals: Refusals, progress: Progress | None) -> Non
     if draft.is_live:
         _build_environments(draft, refusals)
     with refusals.collect():
-        draft.advantage = draft.resolved.plugins["advantage"].bind("advantage", draft.context)
+        if not draft.has_pairs:
+            draft.advantage = draft.resolved.plugins["advantage"].bind("advantage", draft.context)
     for number, selected in enumerate(draft.selected("group_filters")):
         with refusals.collect():
             draft.filters.append(selected.bind(f"group_filters[{number}]", draft.context))
@@ -81,7 +82,7 @@ def _finish(draft: RlDraft) -> PreparedRl:
     """Return the whole of a draft that was not refused."""
     assembly, advantage, rollouts, scoring = draft.assembly, draft.advantage, draft.rollouts, draft.scoring
     assert assembly is not None, "what hinders it was raised"
-    assert advantage is not None, "what hinders it was raised"
+    assert advantage is not None or draft.has_pairs, "what hinders it was raised"
     assert rollouts is not None, "what hinders it was raised"
     assert scoring is not None, "what hinders it was raised"
     environments = draft.selected("environments")
@@ -125,10 +126,14 @@ def _choose_layout(draft: RlDraft) -> None:
         draft.assembly = assembly.with_collator(choices.choose_collator(assembly.collators, unpaid=unpaid))
     alignment = align_for(assembly.description.topology)
     shares = draft.assembly.collator.product.rows == "tree"
+    together = 1
+    if settings.pairs is not None:
+        # the halves of a pair share a micro-batch
+        size, together = min(size, 2 * settings.pairs), 2
     choices.choose_micro_batch_tokens(
         draft.files.facts,
         assembly.description,
-        largest=-(-longest // alignment) * alignment,
+        largest=together * -(-longest // alignment) * alignment,
         batch_local=assembly.batch_local,
         shared=settings.max_prompt_tokens + size * settings.max_tokens if shares else 0,
     )
@@ -192,7 +197,7 @@ def _read_recording(draft: RlDraft, progress: Progress | None) -> Recording:
 
 def _build_scoring(draft: RlDraft) -> None:
     """Choose the passes of every step."""
-    if draft.assembly is None or draft.advantage is None:
+    if draft.assembly is None or (draft.advantage is None and not draft.has_pairs):
         return
     recorded = _LOGPROBS[draft.rollouts.has_logprobs] if isinstance(draft.rollouts, Recording) else None
     draft.scoring = plan_scoring_passes(

@@ -39,15 +39,15 @@ class LiveRolloutSpec:
 class PreparedRl:
     """A run that is ready to start its ranks. `environments` are selected plugins in their order, and `names` what they are called.
 
-    Where `rollouts` is a recording, there are no `environments`, and `names` are those that it was sampled with. `choices` are what the engine
-    chose where the configuration says "auto".
+    `advantage` is None where pairs are trained on. Where `rollouts` is a recording, there are no `environments`, and `names` are those that it
+    was sampled with. `choices` are what the engine chose where the configuration says "auto".
     """
 
     resolved: ResolvedConfig
     files: ModelFiles
     assembly: Assembly
     layout: Layout
-    advantage: BoundPlugin[Advantage]
+    advantage: BoundPlugin[Advantage] | None
     filters: tuple[BoundPlugin[GroupFilter], ...]
     environments: tuple[SelectedPlugin, ...]
     names: tuple[str, ...]
@@ -164,6 +164,11 @@ class RlDraft:
         """True where ranks load a model: false for an evaluation by a generator that drives servers with weights of their own."""
         config = self.resolved.config
         return self.trains or bool(config.rl.reward_models) or not needs_no_ranks(self.resolved.plugins["generator"])
+
+    @property
+    def has_pairs(self) -> bool:
+        """True where pairs of attempts are trained on, and no advantages are estimated."""
+        return self.resolved.config.rl.pairs is not None
 
     @property
     def is_live(self) -> bool:

@@ -8,7 +8,7 @@ from attrs import frozen
 
 from skyrl_engine.config.schema import RlConfig
 from skyrl_engine.contracts.kinds.advantage import REWARD_PARTS, Advantage
-from skyrl_engine.contracts.kinds.needs import DIVERGENCE, MODEL_SCORES, model_score
+from skyrl_engine.contracts.kinds.needs import DIVERGENCE, MODEL_SCORES, ROLE_NEED, model_score
 from skyrl_engine.contracts.kinds.reducer import Reducer
 from skyrl_engine.contracts.values.rollout_columns import ROLLOUT_STALENESS, list_further_columns, list_required_columns
 from skyrl_engine.engine.capability import needs_of_reducer
@@ -30,9 +30,9 @@ _GIVEN: Final = (
 )
 """Columns that every run has or that the trainer can provide; `returns` where the advantage gives them."""
 
-_VALUES_OF_SAMPLES: Final = ("sample:environment", "sample:staleness", "sample:truncated", "sample:turn")
-"""Sample values for reducers: the number of their environment, the age of their policy in steps, whether their attempt was cut off, and
-which of its samples they are."""
+_VALUES_OF_SAMPLES: Final = ("sample:environment", "sample:staleness", "sample:truncated", "sample:turn", ROLE_NEED)
+"""Sample values: the number of their environment, the age of their policy in steps, whether their attempt was cut off, which of its samples
+they are, and where pairs are trained on, which half of one."""
 
 LogprobsAvailability = Literal["with_logprobs", "without_logprobs"]
 """True where rollouts that were recorded before hold the sampler's log-probabilities."""
@@ -65,29 +65,28 @@ class ScoringPasses:
 def plan_scoring_passes(
     config: RlConfig,
     objective: ObjectiveParts,
-    advantage: BoundPlugin[Advantage],
+    advantage: BoundPlugin[Advantage] | None,
     *,
     recorded: LogprobsAvailability | None = None,
     reducer: BoundPlugin[Reducer] | None = None,
     of_rollouts: AbstractSet[str] = frozenset(),
 ) -> ScoringPasses:
-    """Choose the passes of every step; `recorded` says what of the sampler was recorded, where nothing is sampled, and `of_rollouts` are the
-    further columns that all environments, or the recording, give: those of a teacher's need no teacher on the ranks.
+    """Choose the passes of every step.
+
+    `advantage` is None where pairs are trained on. `recorded` says what of the sampler was recorded, where nothing is sampled, and
+    `of_rollouts` are the further columns that all environments, or the recording, give: those of a teacher's need no teacher on the ranks.
 
     Raises UnsupportedError for what a part needs and no pass gives, and for contradictions.
     """
     weighing = {} if reducer is None else needs_of_reducer(reducer)
-    _refuse_unknown(
-        {**objective.needs, advantage.label: advantage.product.needs, **weighing},
-        advantage,
-        of_rollouts,
-        stale=config.staleness > 0,
-    )
-    _refuse_hidden_parts(config, advantage)
+    estimating = {} if advantage is None else {advantage.label: advantage.product.needs}
+    _refuse_unknown({**objective.needs, **estimating, **weighing}, advantage, of_rollouts, stale=config.staleness > 0)
+    if advantage is not None:
+        _refuse_hidden_parts(config, advantage)
     if recorded == "without_logprobs":
-        _refuse_sampler(config, objective, advantage)
+        _refuse_sampler(config, {**objective.needs, **estimating})
     _refuse_two_penalties(config, objective)
-    before_learning = (*advantage.product.needs, *(name for needs in weighing.values() for name in needs))
+    before_learning = tuple(name for needs in (*estimating.values(), *weighing.values()) for name in needs)
     early = {*before_learning, *(("ref_logprobs",) if config.kl is not None else ())}
     read = {*objective.columns, *early}
     old = _old(
@@ -130,9 +129,8 @@ def _old(
     return config.old
 
 
-def _refuse_sampler(config: RlConfig, objective: ObjectiveParts, advantage: BoundPlugin[Advantage]) -> None:
-    """Refuse what reads the sampler's log-probabilities, where they were not recorded."""
-    needs = {**objective.needs, advantage.label: advantage.product.needs}
+def _refuse_sampler(config: RlConfig, needs: Mapping[str, tuple[str, ...]]) -> None:
+    """Refuse what reads the sampler's log-probabilities, where they were not recorded; `needs` are those of every part, by its label."""
     readers = [label for label, names in needs.items() if ROLLOUT_LOGPROBS in names]
     readers += ['rl.old = "rollout"'] if config.old == "rollout" else []
     if readers:
@@ -169,13 +167,13 @@ def _refuse_two_penalties(config: RlConfig, objective: ObjectiveParts) -> None:
 
 
 def _refuse_unknown(
-    needs_of: Mapping[str, tuple[str, ...]], advantage: BoundPlugin[Advantage], of_rollouts: AbstractSet[str], *, stale: bool
+    needs_of: Mapping[str, tuple[str, ...]], advantage: BoundPlugin[Advantage] | None, of_rollouts: AbstractSet[str], *, stale: bool
 ) -> None:
     known = {*_GIVEN, *MODEL_SCORES, *_VALUES_OF_SAMPLES, *of_rollouts, *((ROLLOUT_STALENESS,) if stale else ())}
     may_be_given = {row.column: row.name for row in list_further_columns()}
     for label, needs in needs_of.items():
         for name in needs:
-            if name == REWARD_PARTS and label == advantage.label:
+            if name == REWARD_PARTS and advantage is not None and label == advantage.label:
                 continue
             if name not in known and name in may_be_given:
                 raise UnsupportedError(
@@ -187,7 +185,7 @@ def _refuse_unknown(
                     f"{label} needs the column {name!r}, which no rollout has",
                     remedy=f"Choose a part that reads some of {', '.join(_GIVEN)}",
                 )
-            if name == "returns" and not advantage.product.claims.returns:
+            if name == "returns" and advantage is not None and not advantage.product.claims.returns:
                 raise UnsupportedError(
                     f"{label} needs returns, and {advantage.label} gives none", remedy='Set advantage.use = "gae"'
                 )

@@ -36,7 +36,7 @@ from skyrl_engine.rollout.request_queue import CompletionSource
 from skyrl_engine.rollout.runner import Episodes
 from skyrl_engine.run.log import tell
 from skyrl_engine.spans import Phases
-from skyrl_engine.training.idle import IdleSteps, Reason, explain_idle_rollouts, warn_of_cuts
+from skyrl_engine.training.idle import IdleSteps, Reason, explain_idle_objective, explain_idle_rollouts, warn_of_cuts
 from skyrl_engine.training.loop import StepDone
 from skyrl_engine.training.moving_reference import MovingReference
 from skyrl_engine.training.reference import REFERENCE, REFERENCE_MODEL
@@ -46,6 +46,7 @@ from skyrl_engine.training.rl.entropy_ranks import ENTROPY_QUANTILE, rank_among_
 from skyrl_engine.training.rl.evaluation import attempts, evaluation_metrics, tasks_of
 from skyrl_engine.training.rl.kl_penalty import KlPenalty
 from skyrl_engine.training.rl.metrics import rollout_metrics, staleness_metrics
+from skyrl_engine.training.rl.pairs import PairedAttempts, choose_pairs
 from skyrl_engine.training.rl.prepared import LiveRolloutSpec, PreparedRl
 from skyrl_engine.training.rl.reward_model import add_rewards, value_metrics
 from skyrl_engine.training.rl.reward_parts import parts_by_sample, parts_in
@@ -78,12 +79,17 @@ class Live:
 
 @frozen(eq=False)
 class ScoredBatch:
-    """The groups of a step as `columns` of samples, and their `plan` with scores, rewards and advantages; `metrics` of these."""
+    """The groups of a step as `columns` of samples, and their `plan` with scores, rewards and advantages; `metrics` of these.
+
+    `attempts` are all that the groups have. Where pairs of them are trained on, `columns` are those of `paired`, and `advantages` 1 and -1.
+    """
 
     columns: SampleColumns
     plan: Plan
     advantages: AdvantageOutput
     metrics: Mapping[str, Metric]
+    attempts: SampleColumns
+    paired: PairedAttempts | None
 
 
 @define(eq=False)
@@ -161,6 +167,7 @@ class RlTrainer:
                 overlong=self.prepared.overlong,
             ),
             **value_metrics(taken.groups),
+            **({} if batch.paired is None else batch.paired.metrics),
         }
         if self.live is not None and self.live.status is not None:
             reported |= staleness_metrics(taken.groups, number - 1, self.live.status)
@@ -175,7 +182,7 @@ class RlTrainer:
         if number == 1:
             tried = [attempt for group in taken.ended for attempt in group.finished]
             warn_of_cuts(sum(attempt.status == "truncated" for attempt in tried), len(tried), config.rl.max_tokens)
-        ends = self._idle.look(number, reported, lambda: self._explain_idle(plan.columns))
+        ends = self._idle.look(number, reported, lambda: self._explain_idle(batch))
         return StepDone(reported, self._cpu, ends)
 
     def score_batch(self, groups: Sequence[Group], number: int, *, whole: bool = False) -> "ScoredBatch":
@@ -184,10 +191,15 @@ class RlTrainer:
         `whole` makes one mini-batch of them. Raises what the advantage estimator raises.
         """
         with self.phases("prepare"):
-            columns = self._columns(groups, number)
+            columns = attempts = self._columns(groups, number)
         advantages: AdvantageOutput | None = None
+        paired: PairedAttempts | None = None
         metrics: dict[str, Metric] = {}
-        if self._needs_no_scores(columns):
+        if (pairs := self.prepared.resolved.config.rl.pairs) is not None:
+            with self.phases("advantage"):
+                paired = choose_pairs(attempts, advantage_batch(attempts, ()).trajectory_rewards(), pairs)
+                columns, advantages = paired.columns, AdvantageOutput(paired.signs)
+        elif self._needs_no_scores(columns):
             # before the plan, so that it sets attempts apart that teach nothing, and every pass sees the same rows
             with self.phases("advantage"):
                 advantages = self._advantages(columns)
@@ -205,17 +217,20 @@ class RlTrainer:
                     plan = attrs.evolve(plan, columns=shaped)
                 advantages = self._advantages(plan.columns)
                 plan = plan.with_columns(columns_of(advantages))
-        return ScoredBatch(columns, plan, advantages, {**metrics, **advantages.metrics})
+        return ScoredBatch(columns, plan, advantages, {**metrics, **advantages.metrics}, attempts, paired)
 
-    def _explain_idle(self, columns: SampleColumns) -> Reason:
+    def _explain_idle(self, batch: "ScoredBatch") -> Reason:
+        """Say why nothing is learned from a batch."""
         prepared, settings = self.prepared, self.prepared.resolved.config.rl
+        if batch.paired is not None and len(batch.paired.margins):
+            return explain_idle_objective(batch.columns, prepared.assembly.objective)
         return explain_idle_rollouts(
-            columns,
-            columns.columns["advantages"],
+            batch.attempts,
+            batch.advantages.advantages if batch.paired is None else np.zeros(len(batch.attempts.loss_weight), dtype=np.float32),
             prepared.assembly.objective,
             truncated=settings.truncated,
             max_tokens=settings.max_tokens,
-            estimator=prepared.advantage.label,
+            estimator=None if prepared.advantage is None else prepared.advantage.label,
             filtered=bool(prepared.filters),
         )
 
@@ -278,7 +293,7 @@ class RlTrainer:
         if isinstance(rollouts, Recording) and not rollouts.has_logprobs:
             known = {name: values for name, values in columns.columns.items() if name != ROLLOUT_LOGPROBS}
             columns = attrs.evolve(columns, columns=known)
-        if REWARD_PARTS in self.prepared.advantage.product.needs:
+        if self.prepared.advantage is not None and REWARD_PARTS in self.prepared.advantage.product.needs:
             attempts_of_groups = [attempt for group in groups for attempt in group.finished]
             added = {model.name for model in self.prepared.reward_models}
             parts = parts_by_sample(columns, attempts_of_groups, added)
@@ -325,10 +340,12 @@ class RlTrainer:
 
     def _needs_no_scores(self, columns: SampleColumns) -> bool:
         """Say whether advantages can be estimated before any model scored the batch."""
+        assert self.prepared.advantage is not None, "without pairs there is one"
         needs = {*self.prepared.advantage.product.needs} - {REWARD_PARTS}
         return self.penalty is None and needs <= columns.columns.keys()
 
     def _advantages(self, columns: SampleColumns) -> AdvantageOutput:
+        assert self.prepared.advantage is not None, "without pairs there is one"
         return estimate_advantages(self.prepared.advantage, columns)
 
     def _gap_to_first(self, columns: SampleColumns) -> float | None:
