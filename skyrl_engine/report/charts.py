@@ -73,6 +73,12 @@ SECTIONS = (
         (
             Chart("Margin", "reward", ("rewards/margins",), "By how much the chosen answer is ahead of the rejected one."),
             Chart(
+                "Margin of rewards",
+                "reward",
+                ("reward/pair_margin",),
+                "By how much the chosen attempt's reward is ahead, where attempts make pairs.",
+            ),
+            Chart(
                 "Implicit rewards",
                 "reward",
                 ("rewards/chosen", "rewards/rejected"),

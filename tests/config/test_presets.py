@@ -17,6 +17,7 @@ CHOSEN = {
     "dr_grpo": ("ppo", "sequence_mean_token_sum_norm", "dr_grpo", []),
     "grpo": ("ppo", "sequence_mean", "grpo", []),
     "gspo": ("gspo", "sequence_mean", "grpo", []),
+    "online_dpo": ("dpo", "sequence_mean", None, []),
     "on_policy_distill": ("importance_sampling", "token_mean", "reverse_kl", []),
     "ppo": ("ppo", "token_mean", "gae", []),
     "reinforce_pp": ("ppo", "token_mean", "reinforce_pp", []),
@@ -28,7 +29,9 @@ CHOSEN = {
 def test_every_preset_resolves_to_its_plugins(name: str) -> None:
     resolved = resolve(load(None, [*NEEDED, f"rl.preset={name}"]))
     filters = [place for place in resolved.plugins if place.startswith("group_filters[")]
-    chosen = [resolved.plugins[kind].loaded.record.name for kind in ("loss", "reducer", "advantage")]
+    chosen = [
+        resolved.plugins[kind].loaded.record.name if kind in resolved.plugins else None for kind in ("loss", "reducer", "advantage")
+    ]
     assert (*chosen, [resolved.plugins[place].loaded.record.name for place in filters]) == CHOSEN[name]
     assert resolve(load(resolved.as_dict())).as_dict() == resolved.as_dict(), "what a run writes down resolves to the same"
 

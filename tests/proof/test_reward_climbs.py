@@ -28,6 +28,7 @@ RUNS: Mapping[str, Mapping[str, Any]] = {
     "beside training, ratio to the policy that sampled": {"rl": {"staleness": 1}},
     "beside training, corrected": {"rl": {"staleness": 1, "old": "score"}, "loss": {"corrections": TIS}},
     "beside training, uncorrected": {"rl": {"staleness": 1, "old": "current"}},
+    "on pairs": {"rl": {"preset": "online_dpo"}},
 }
 """Keys of runs that learn the same task from equal numbers of samples."""
 

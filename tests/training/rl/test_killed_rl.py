@@ -1,6 +1,6 @@
 """A run that is killed at any moment and resumed equals one that was not, byte for byte; nothing is trained twice or left out."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,12 @@ TABLES = ("rl.steps=4", "checkpoint.every=1", "rl.kl={coef=0.3, target=0.01}", "
 def check(rl: Rl, tables_of: Callable[..., dict[str, Any]]) -> Callable[..., None]:
     """`check((moment, count), ...)`: kill a run at each of these, resume it, and compare it with one that was never killed."""
 
-    def make(*kills: tuple[str, int], environment: dict[str, Any]) -> None:
-        whole = run_rl(rl("whole", *TABLES, environment=environment)).directory
+    def make(*kills: tuple[str, int], environment: dict[str, Any], keys: Sequence[str] = TABLES, preset: str = "grpo") -> None:
+        whole = run_rl(rl("whole", *keys, preset=preset, environment=environment)).directory
         for moment, count in kills:
-            kill_run(tables_of("parts", environment=environment), (*TABLES, "rollouts.workers=2"), moment, count)
-        parts = run_rl(rl("parts", *TABLES, environment=environment), resume=True).directory
+            tables = tables_of("parts", preset=preset, environment=environment)
+            kill_run(tables, (*keys, "rollouts.workers=2"), moment, count)
+        parts = run_rl(rl("parts", *keys, preset=preset, environment=environment), resume=True).directory
         assert weights_of(parts) == weights_of(whole)
         for got, wanted in zip(numbers_of(parts), numbers_of(whole), strict=True):
             assert got == wanted, {name: (got.get(name), wanted.get(name)) for name in wanted if got.get(name) != wanted[name]}
@@ -39,6 +40,13 @@ def count_groups(directory: Path) -> dict[int, int]:
 @pytest.mark.proof
 def test_a_run_that_is_killed_three_times_equals_one_that_is_not(check: Callable[..., None]) -> None:
     check(("sampling", 9), ("a record half written", 8), ("publishing", 2), environment={})
+
+
+@pytest.mark.proof
+def test_a_run_on_pairs_of_attempts_that_is_killed_equals_one_that_is_not(check: Callable[..., None]) -> None:
+    """Two optimizer steps of a batch, whose reference follows every other batch."""
+    keys = (*TABLES[:2], "rl.mini_batches=2", "reference.refresh_every=2")
+    check(("sampling", 9), ("learned", 2), environment={"failing": True}, keys=keys, preset="online_dpo")
 
 
 @pytest.mark.nightly

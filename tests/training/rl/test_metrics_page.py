@@ -58,6 +58,8 @@ def test_the_page_lists_exactly_what_runs_write(tables_of: Callable[..., dict[st
     written |= BESIDE_TRAINING
     # of runs with [rl.entropy], which test_entropy_control.py holds
     written.add("policy/entropy_coef")
+    # of runs with rl.pairs, which test_pairs.py holds
+    written |= {"rollout/pairs", "rollout/tied", "reward/pair_margin"}
     # of compiled layers, which test_compiled_run.py holds
     written.add("compile_seconds")
     assert [record["kind"] for record in records].count("evaluation") == 2

@@ -169,6 +169,8 @@ def compare_with_preference(
 ) -> None:
     """Hold the gradient of a step on attempts, several turns, cut off and failed ones, to that of trainer preference on rows of them."""
     table = LOSSES[loss]
+    # rows of shared prefixes sum what comes back through a shared token in the float32 of transformers' norms
+    bound = 1e-6 if "collator.use=tree" in keys else 1e-12
     reads_reference = table["use"] in ("dpo", "kto")
     reference = {"path": str(other)} if reads_reference else {}
     own = [f"loss.{key}={json.dumps(value)}" for key, value in table.items()]
@@ -196,8 +198,7 @@ def compare_with_preference(
     assert got.keys() == wanted.keys()
     for name, value in wanted.items():
         assert value.any(), name
-        np.testing.assert_allclose(got[name], value, rtol=0, atol=1e-6 * np.abs(value).max(), err_msg=name)
-        if __import__("os").environ.get("SHOW"): print("REL", keys[0], loss, name, np.abs(got[name]-value).max()/np.abs(value).max())
+        np.testing.assert_allclose(got[name], value, rtol=0, atol=bound * np.abs(value).max(), err_msg=name)
 
 
 @pytest.mark.parametrize(
@@ -207,7 +208,6 @@ def compare_with_preference(
 def test_a_step_is_one_of_trainer_preference_on_the_same_pairs(
     rl: Rl, seen: Seen, gradients: list[dict[str, Any]], other: Path, tmp_path: Path, rows: str, loss: str
 ) -> None:
-    """Rows of shared prefixes are compared to 1e-6, as norms compute in float32."""
     compare_with_preference(rl, seen, gradients, other, tmp_path, loss, ROWS[rows])
 
 
@@ -281,7 +281,7 @@ TERM = "loss.terms=[{use='cross_entropy', on='chosen', coef=0.1}]"
         (PAIRED, ["rl.micro_batch_rows=1"], DataError, "unit", ""),
         ("grpo", ["loss.use=dpo"], UnsupportedError, "dpo.* tells chosen from rejected answers", "Set rl.pairs = 1"),
         ("grpo", [TERM], UnsupportedError, r"loss.terms\[0\].on = \"chosen\" tells chosen", "Set rl.pairs = 1"),
-        (PAIRED, ["loss.use=simpo", "reference.refresh_every=2"], ConfigError, "reference.refresh_every: is set, and no part of the run reads", "Remove"),
+        (PAIRED, ["loss.use=simpo", "reference.refresh_every=2"], ConfigError, "no part of the run reads ref_logprobs", "Remove"),
     ],
 )  # fmt: skip
 def test_what_pairs_contradict_is_refused(rl: Rl, preset: str, overrides: list[str], error: Any, words: str, remedy: str) -> None:
