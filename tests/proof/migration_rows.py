@@ -24,6 +24,8 @@ from omegaconf import DictConfig, OmegaConf
 from trl import DPOConfig, GRPOConfig, GRPOTrainer, KTOConfig, RewardConfig, RLOOConfig
 from trl.experimental.cpo import CPOConfig
 from trl.experimental.gkd import GKDConfig
+from trl.experimental.gold import GOLDConfig
+from trl.experimental.online_dpo import OnlineDPOConfig
 from trl.experimental.orpo import ORPOConfig
 from verl.trainer.ppo import core_algos
 from verl.utils.config import omega_conf_to_dataclass
@@ -42,11 +44,13 @@ CONFIGS: dict[str, tuple[type, ...]] = {
     "ORPO": (ORPOConfig,),
     "reward": (RewardConfig,),
     "GKD": (GKDConfig,),
+    "GOLD": (GOLDConfig,),
+    "OnlineDPO": (OnlineDPOConfig,),
     "all": (DPOConfig, KTOConfig, CPOConfig, ORPOConfig),
 }
 """Configurations of TRL that a row names at its beginning. An argument is in at least one of them."""
 
-NO_ARGUMENTS = {"<\\|im_end\\|>", "AutoModelForSequenceClassification", "margin", "sft", "rpo_alpha"}
+NO_ARGUMENTS = {"<\\|im_end\\|>", "AutoModelForSequenceClassification", "margin", "sft", "rpo_alpha", "judge"}
 """Words of TRL's cells that are no argument: a column, a class, a token, a value, and what TRL had once."""
 
 
@@ -103,8 +107,11 @@ def write(value: Any) -> str:
 def arguments_of_trl() -> None:
     """Words of TRL's cells: an argument of a configuration that the row names, or a metric that its trainer writes."""
     checked = 0
-    for section in ("TRL, preferences", "TRL, reward models", "TRL, distillation"):
+    for section in ("TRL, preferences", "TRL, online preferences", "TRL, reward models", "TRL, distillation"):
         for theirs, ours in rows("migration.md", section):
+            if theirs.startswith("PRM "):
+                # TRL 1.16 has no PRMTrainer any more
+                continue
             around = re.sub(r"`[^`]+`", "", theirs)
             named = ["all"] if theirs.startswith("all ") else [word for word in CONFIGS if re.search(rf"\b{word}\b", around)]
             configs = [config for word in named for config in CONFIGS[word]]
