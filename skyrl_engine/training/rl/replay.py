@@ -12,6 +12,7 @@ from skyrl_engine.config import ResolvedConfig, SelectedPlugin
 from skyrl_engine.contracts.values.rollout import Group
 from skyrl_engine.engine.engine import Engine
 from skyrl_engine.engine.plan import Plan
+from skyrl_engine.errors import UnsupportedError
 from skyrl_engine.rollout.arrow_codec import LearnedAttempt
 from skyrl_engine.rollout.group_source import GroupSource, Result, StepBatch
 from skyrl_engine.rollout.journal_index import JournalIndex, apply_decision, read_index
@@ -84,6 +85,11 @@ def replay_rl(resolved: ResolvedConfig, past: Past, scratch: Path, *, progress: 
             bound["old_logprobs"] = "logprobs"  # before its first update the policy is its own old one
 
         def with_advantage(selected: SelectedPlugin) -> Plan:
+            if batch.paired is not None:
+                raise UnsupportedError(
+                    "the run trains on pairs of attempts (rl.pairs), of which no advantages are estimated",
+                    remedy="Leave --advantage out, or compare objectives in a run without rl.pairs",
+                )
             part = selected.bind("advantage", prepared.assembly.context)
             return batch.plan.with_columns(columns_of(estimate_advantages(part, columns)))
 
