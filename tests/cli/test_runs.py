@@ -210,3 +210,16 @@ def test_watch_knows_the_last_attempts_of_a_run_by_reinforcement(runs):
     for name, attempt in watched.attempts:
         assert name.startswith("world: task ")
         assert watched.decode(attempt.token_ids)
+
+
+@pytest.mark.nightly
+def test_a_pruned_run_goes_on_as_one_that_was_not(runs, command, tmp_path):
+    weights = []
+    for name in ("pruned", "whole"):
+        run = shutil.copytree(runs / "sft", tmp_path / name)
+        if name == "pruned":
+            assert command("runs", "prune", run, "--keep-last", "1", "--yes").code == 0
+        changes = (f"run.directory={run}", "checkpoint.resume=true", "training.steps=8")
+        assert command("run", run / "config.toml", *changes).code == 0
+        weights.append((run / "model" / "model.safetensors").read_bytes())
+    assert weights[0] == weights[1]
