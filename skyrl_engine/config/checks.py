@@ -1,7 +1,8 @@
 """Checks of tables against each other: combinations that each table alone allows and that cannot be meant."""
 
+import re
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any
+from typing import Any, Final
 from urllib.parse import urlsplit
 
 import attrs
@@ -21,11 +22,14 @@ from skyrl_engine.config.schema import (
     TeacherConfig,
     TrainingConfig,
 )
+from skyrl_engine.config.schema.evaluation import list_pass_numbers
 from skyrl_engine.config.schema.metadata import iterate_unread_fields
 from skyrl_engine.config.wording import format_value
 from skyrl_engine.errors import Problem
 from skyrl_engine.near_words import did_you_mean
 from skyrl_engine.registry.kinds import KINDS
+
+_BEST_OF_RL: Final = re.compile(r"evaluation/(.+/)?(?P<share>avg|pass|maj)@(?P<number>\d+)(_low|_high)?")
 
 
 def cross_checks(sections: Mapping[str, Any], origins: Mapping[str, Origin]) -> list[Problem]:
@@ -63,8 +67,12 @@ def cross_checks(sections: Mapping[str, Any], origins: Mapping[str, Origin]) -> 
         problems += _training(training)
     if evaluation is not None and data is not None:
         problems += _evaluation(evaluation, data)
-    if evaluation is not None and sections.get("trainer") not in (None, RL):
-        problems += _of_rl(evaluation)
+    if evaluation is not None:
+        problems += _best(evaluation)
+        if sections.get("trainer") not in (None, RL):
+            problems += _of_rl(evaluation)
+        elif sections.get("trainer") == RL:
+            problems += _best_of_rl(evaluation)
     for name in ("reference", "teacher"):
         problems += _without_path(name, sections.get(name))
     teacher = by_type.get(TeacherConfig)
@@ -125,13 +133,72 @@ def _training(training: TrainingConfig) -> Iterator[tuple[str, str, str]]:
 
 def _evaluation(evaluation: EvaluationConfig, data: DataConfig) -> Iterator[tuple[str, str, str]]:
     if data.eval is None and data.eval_fraction == 0:
-        for key, is_set in (("every", evaluation.every is not None), ("at_start", evaluation.at_start)):
+        set_keys = {
+            "every": evaluation.every is not None,
+            "at_start": evaluation.at_start,
+            "best": evaluation.best is not None,
+        }
+        for key, is_set in set_keys.items():
             if is_set:
                 yield (
                     f"evaluation.{key}",
                     "asks for evaluation, but there is no held-out data",
                     "Set data.eval or data.eval_fraction",
                 )
+
+
+def _best(evaluation: EvaluationConfig) -> Iterator[tuple[str, str, str]]:
+    """Yield what cannot be meant among the keys of the best checkpoint and of the early end."""
+    unset = EvaluationConfig()
+    if evaluation.best is None:
+        for key in ("best_is", "patience"):
+            if getattr(evaluation, key) != getattr(unset, key):
+                yield (
+                    f"evaluation.{key}",
+                    "is of evaluation.best, which is not set",
+                    f"Set evaluation.best, or remove evaluation.{key}",
+                )
+    else:
+        if evaluation.find_extreme() is None:
+            yield (
+                "evaluation.best_is",
+                f"nobody says whether the lowest or the highest {evaluation.best} is best",
+                'Set evaluation.best_is to "lowest" or "highest"',
+            )
+        if evaluation.every is None and not evaluation.at_end:
+            yield "evaluation.best", "is set, and nothing is evaluated after a step", "Set evaluation.every"
+        if evaluation.patience is not None and evaluation.every is None:
+            yield "evaluation.patience", "counts evaluations, and evaluation.every is not set", "Set evaluation.every"
+    if evaluation.min_delta != unset.min_delta and evaluation.patience is None:
+        yield (
+            "evaluation.min_delta",
+            "is of evaluation.patience, which is not set",
+            "Set evaluation.patience, or remove evaluation.min_delta",
+        )
+
+
+def _best_of_rl(evaluation: EvaluationConfig) -> Iterator[tuple[str, str, str]]:
+    """Yield a best metric that evaluations of trainer rl cannot report, whatever the environments are."""
+    if evaluation.best is None:
+        return
+    count = evaluation.samples
+    named = _BEST_OF_RL.fullmatch(evaluation.best)
+    example = f"evaluation/avg@{count}"
+    if not evaluation.best.startswith("evaluation/"):
+        yield (
+            "evaluation.best",
+            "evaluations of trainer rl report names that begin with evaluation/",
+            f"Name one, such as {example}",
+        )
+    elif named is not None:
+        possible = list_pass_numbers(count) if named["share"] == "pass" else [count]
+        if int(named["number"]) not in possible:
+            numbers = ", ".join(map(str, possible))
+            yield (
+                "evaluation.best",
+                f"is of {named['number']} attempts, and with evaluation.samples = {count} {named['share']}@k is reported for k = {numbers}",
+                f"Name one of these, such as {example}, or set evaluation.samples",
+            )
 
 
 def _of_rl(evaluation: EvaluationConfig) -> Iterator[tuple[str, str, str]]:

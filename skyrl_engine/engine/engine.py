@@ -400,8 +400,8 @@ class Engine(SamplingVerbs):
         self.group.ask(Save(directory))
         EngineState(self.step, self._files.facts.rotary_length, self._files.facts.family).write(directory)
 
-    def load(self, directory: str | Path) -> None:
-        """Restore what `save` wrote. Raises CheckpointError."""
+    def load(self, directory: str | Path, *, update_generators: bool = True) -> None:
+        """Restore what `save` wrote, and give the weights to the generators unless `update_generators` is False. Raises CheckpointError."""
         self.group.refuse_ended()
         directory = Path(directory)
         state = EngineState.read(directory)
@@ -409,7 +409,7 @@ class Engine(SamplingVerbs):
         self.group.ask(Load(directory))
         self._gradient.parts.clear()
         self.step = state.step
-        if self._sampler is not None:
+        if self._sampler is not None and update_generators:
             self._sampler.update(state.step)
 
     def export(self, directory: str | Path) -> None:

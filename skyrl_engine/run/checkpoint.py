@@ -6,6 +6,7 @@ checkpoints/
   - state/: the backend's own files
   - model/: configuration, tokenizer and processors of the model, for exports
   - trainer.json, config.json, plugins.lock: documents of the trainer
+  - best.json: of runs that look for the best checkpoint, which one it is
   - version.json: the version of the engine that wrote it
   - files.json: size and SHA-256 of every file above
 - .step-00000020.partial: being written, or left over from a crash (removed at the next start)
@@ -32,6 +33,8 @@ _STEP_NAME = re.compile(r"step-(\d{8,})")
 _LEFT_OVER = re.compile(r"\.step-\d{8,}\.(partial|replaced)|\.latest\.partial")
 _LISTING = "files.json"
 _VERSION = "version.json"
+BEST_DOCUMENT = "best.json"
+"""Document of runs that look for their best checkpoint."""
 _BEFORE_IT_WAS_WRITTEN = "0.1"
 """The version of checkpoints that do not name theirs."""
 
@@ -78,6 +81,18 @@ class Checkpoint:
         if not isinstance(document, dict):
             raise self.damage_error(f"{name} is no table")
         return document
+
+    def read_best(self) -> dict[str, Any] | None:
+        """Return the document of the run's best checkpoint as this one knew it; None where the run looked for none. Raises CheckpointError."""
+        return self.document(BEST_DOCUMENT) if (self.path / BEST_DOCUMENT).exists() else None
+
+    @property
+    def best_step(self) -> int | None:
+        """The step of the run's best checkpoint as this one knew it; None where there was none. Raises CheckpointError."""
+        step = (self.read_best() or {}).get("step")
+        if step is not None and not isinstance(step, int):
+            raise self.damage_error(f"{BEST_DOCUMENT} names no step")
+        return step
 
     def _refuse_other_engine(self) -> None:
         version = self.document(_VERSION).get("engine") if (self.path / _VERSION).exists() else _BEFORE_IT_WAS_WRITTEN
@@ -144,6 +159,16 @@ class CheckpointStore:
             return []
         return [entry for entry in self.directory.iterdir() if _LEFT_OVER.fullmatch(entry.name)]
 
+    def best(self) -> Checkpoint:
+        """Return the best checkpoint, as the latest one knows it. Raises CheckpointError where there is none."""
+        latest = self.at(None)
+        if (step := latest.best_step) is None:
+            raise CheckpointError(
+                f"{latest.path} names no best checkpoint of its run",
+                remedy='Train with evaluation.best, such as "loss", or choose a checkpoint with --step',
+            )
+        return self.at(step)
+
     def remove_left_overs(self) -> None:
         """Delete what a crash left half-written."""
         for entry in self.list_left_overs():
@@ -201,11 +226,17 @@ class CheckpointStore:
             _remove(replaced)
 
     def _retain(self, newest: Checkpoint) -> None:
-        """Delete all but the `keep` newest up to `newest`. Later ones belong to an abandoned continuation and are left alone."""
+        """Delete all up to `newest` but the `keep` newest and the best one of each of these.
+
+        Later ones belong to an abandoned continuation and are left alone.
+        """
         if self.keep is None:
             return
-        for old in [saved for saved in self.all() if saved.step <= newest.step][: -self.keep]:
-            _remove(old.path)
+        present = [saved for saved in self.all() if saved.step <= newest.step]
+        best = {_best_step_despite_damage(saved) for saved in present[-self.keep :]}
+        for old in present[: -self.keep]:
+            if old.step not in best:
+                _remove(old.path)
 
     def _write_error(self, step: int, error: Exception) -> CheckpointError:
         cause = error.cause if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
@@ -218,6 +249,14 @@ class CheckpointStore:
             else "Free space there or make it writable, then resume the run with checkpoint.resume = true",
             details=error.details if isinstance(error, EngineError) else (),
         )
+
+
+def _best_step_despite_damage(checkpoint: Checkpoint) -> int | None:
+    try:
+        return checkpoint.best_step
+    except CheckpointError as error:
+        logger.warning("%s", error.summary)
+        return None
 
 
 def _series(version: str, further: int = 0) -> str:

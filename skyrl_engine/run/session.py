@@ -30,7 +30,7 @@ from skyrl_engine.contracts.kinds.observer import (
 from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.ragged import IntArray
 from skyrl_engine.errors import CheckpointError, EngineError
-from skyrl_engine.run.checkpoint import Checkpoint, CheckpointStore
+from skyrl_engine.run.checkpoint import BEST_DOCUMENT, Checkpoint, CheckpointStore
 from skyrl_engine.run.directory import RunDirectory, open_run_directory
 from skyrl_engine.run.durable import write_durably
 from skyrl_engine.run.environment import describe_environment
@@ -159,9 +159,16 @@ class RunSession:
         self._bus.evaluation_finished(event)
 
     def save_checkpoint(
-        self, write_state: Callable[[Path], None], write_model: Callable[[Path], None], trainer: Mapping[str, Any]
+        self,
+        write_state: Callable[[Path], None],
+        write_model: Callable[[Path], None],
+        trainer: Mapping[str, Any],
+        best: Mapping[str, Any] | None = None,
     ) -> None:
-        """Write a checkpoint of the present step, unless there is one of it already, and tell observers. Raises CheckpointError."""
+        """Write a checkpoint of the present step, unless there is one of it already, and tell observers. Raises CheckpointError.
+
+        `trainer` is the trainer's own document, `best` that of the best checkpoint of runs that look for one.
+        """
         if self.step == self._last_saved_step():
             return
         documents = {
@@ -170,6 +177,8 @@ class RunSession:
             CONFIG_DOCUMENT: self._resolved.as_dict(),
             BASE_DOCUMENT: self._base(),
         }
+        if best is not None:
+            documents[BEST_DOCUMENT] = dict(best)
         self.directory.remove_model()  # of an earlier end of this run; from now on it would be older than the newest checkpoint
         checkpoint = self.checkpoints.save(self.step, write_state, documents, write_model=write_model)
         self._saved = checkpoint.step

@@ -7,7 +7,7 @@ that the caller names, and code that came with a model only where the caller say
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import attrs
 from attrs import evolve, frozen
@@ -75,9 +75,11 @@ class _Recorded:
 
 
 def export_checkpoint(
-    run_directory: Path, output: Path, step: int | None = None, choices: ExportChoices | None = None
+    run_directory: Path, output: Path, step: int | Literal["best"] | None = None, choices: ExportChoices | None = None
 ) -> Checkpoint:
-    """Write the model of a run's checkpoint (None: the latest) to `output`, through the backend plugin that made it, on one rank.
+    """Write the model of a run's checkpoint to `output`, through the backend plugin that made it, on one rank.
+
+    `step` None is the latest checkpoint, "best" the best one by `evaluation.best`.
 
     Raises CheckpointError for a missing or damaged checkpoint, ModelError for an `output` that is not empty or a base model that is needed
     and missing, and PluginError when the backend is not here in the same version.
@@ -87,7 +89,8 @@ def export_checkpoint(
     refuse_occupied(output)
     if not run.path.is_dir():
         raise EngineError(f"there is no run directory {run.path}", remedy="Name the directory a run has written")
-    checkpoint = CheckpointStore(run.checkpoints).at(step)
+    store = CheckpointStore(run.checkpoints)
+    checkpoint = store.best() if step == "best" else store.at(step)
     checkpoint.verify()
     if not (checkpoint.model / "config.json").is_file():
         raise checkpoint.damage_error("model/config.json is missing")

@@ -1,5 +1,6 @@
 """The loop under every trainer: steps, evaluations, checkpoints, the exported model, and an end when somebody asks for one."""
 
+import logging
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,21 +12,27 @@ from skyrl_engine.config.schema import CheckpointConfig, EvaluationConfig
 from skyrl_engine.contracts.kinds.observer import EvaluationFinished, StepFinished
 from skyrl_engine.engine.engine import Engine
 from skyrl_engine.errors import EngineError
+from skyrl_engine.run.log import tell
 from skyrl_engine.run.session import RunSession
 from skyrl_engine.spans import Spans
+from skyrl_engine.training.best import BestCheckpoint
+
+logger = logging.getLogger(__name__)
 
 
 @frozen
 class RunResult:
     """`step` optimizer steps are done, `metrics` are the last step's (and `evaluation_loss`, where there was an evaluation).
 
-    `stopped_by` names the signal that ended the run early; resuming goes on from there.
+    `stopped_by` names the signal that ended the run early; resuming goes on from there. `best_step` is the step of the best checkpoint, None
+    where the run looks for none.
     """
 
     directory: Path
     step: int
     metrics: Mapping[str, float]
     stopped_by: str | None = None
+    best_step: int | None = None
 
 
 @frozen
@@ -55,7 +62,9 @@ class StepSource(Protocol):
 
 @define(eq=False)
 class Loop:
-    """Drives a source from the session's step to `total_steps`. `inline` says that ranks compute in this process."""
+    """Drives a source from the session's step to `total_steps`, or until evaluations get no better. `inline` says that ranks compute in this
+    process.
+    """
 
     session: RunSession
     engine: Engine
@@ -66,28 +75,67 @@ class Loop:
     inline: bool
     _spans: Spans = field(factory=Spans, init=False)
     _metrics: dict[str, float] = field(factory=dict, init=False)
+    _best: BestCheckpoint | None = field(init=False)
+
+    @_best.default
+    def _restore_best(self) -> BestCheckpoint | None:
+        return BestCheckpoint.restore(self.evaluation, self.session.resumed_from, self.session.checkpoints)
 
     def run(self) -> RunResult:
-        """Go to the last step, or to the end of the one during which a signal came. Raises what a step says ends the run."""
+        """Go to the last step, to the end of the one during which a signal came, or until `evaluation.patience` is out.
+
+        Raises what a step says ends the run, and ConfigError for an `evaluation.best` that evaluations do not report.
+        """
         session, total = self.session, self.total_steps
         if self.evaluation.at_start and session.step == 0:
             self._evaluate()
-        while session.step < total and not session.stop:
+        while session.step < total and not session.stop and not self._is_out_of_patience:
             done = self._step(session.step + 1)
             step = session.step
             if done.ends is not None:
                 self._save()
                 raise done.ends
             # Evaluation comes before the checkpoint: what a resume finds done, it need not do again.
+            is_best = False
             if _is_due(step, self.evaluation.every) or (step == total and self.evaluation.at_end):
-                self._evaluate()
-            if _is_due(step, self.checkpoint.every):
+                is_best = self._evaluate()
+            if is_best or _is_due(step, self.checkpoint.every):
                 self._save()
+        ended = session.step >= total or self._is_out_of_patience
+        if self._is_out_of_patience and session.step < total:
+            tell(logger, self._describe_early_end())
         if session.step > 0 and (self.checkpoint.at_end or (session.stop and self.checkpoint.every is not None)):
             self._save()
-        if session.step >= total and self.checkpoint.at_end and not session.directory.model.exists():
-            self.engine.export(session.directory.model)
-        return RunResult(session.directory.path, session.step, self._metrics, session.stop.signal_name)
+        if ended and self.checkpoint.at_end and not session.directory.model.exists():
+            self._export()
+        best_step = None if self._best is None else self._best.step
+        return RunResult(session.directory.path, session.step, self._metrics, session.stop.signal_name, best_step)
+
+    @property
+    def _is_out_of_patience(self) -> bool:
+        patience = self.evaluation.patience
+        return self._best is not None and patience is not None and self._best.stalled >= patience
+
+    def _describe_early_end(self) -> str:
+        best = self._best
+        assert best is not None, "only evaluations of a best metric end a run early"
+        found = "no evaluation was finite" if best.step is None else f"the best was {best.score:.6g} after step {best.step}"
+        return (
+            f"the run ends after step {self.session.step} of {self.total_steps}: {best.stalled} evaluations in a row (evaluation.patience) "
+            f"brought no better {best.metric}; {found}"
+        )
+
+    def _export(self) -> None:
+        """Write the model of the best checkpoint, or of the last step where the run looks for none; the engine's own state is lost then."""
+        session, best = self.session, self._best
+        if best is not None and best.step is None:
+            logger.warning("no evaluation gave a finite %s: the model of the last step is exported", best.metric)
+        elif best is not None and best.step != session.step:
+            checkpoint = session.checkpoints.at(best.step)
+            checkpoint.verify()
+            self.engine.load(checkpoint.state, update_generators=False)
+            tell(logger, f"{session.directory.model} is the best model, of step {best.step} ({best.metric} {best.score:.6g})")
+        self.engine.export(session.directory.model)
 
     def _step(self, step: int) -> StepDone:
         started, controller_started = time.perf_counter(), time.process_time()
@@ -104,16 +152,24 @@ class Loop:
             self.session.step_finished(event)
         return done
 
-    def _evaluate(self) -> None:
+    def _evaluate(self) -> bool:
+        """Evaluate, and return True where the evaluation is the best one so far of those after a step."""
         started = time.perf_counter()
         metrics = self.source.evaluate()
         if metrics is None:
-            return
+            return False
         self._metrics |= {"evaluation_loss": metrics["loss"]} if "loss" in metrics else metrics
         self.session.evaluation_finished(EvaluationFinished(self.session.step, metrics, time.perf_counter() - started))
+        if self._best is None:
+            return False
+        if self.session.step == 0:
+            self._best.require_metric(metrics)
+            return False
+        return self._best.look(self.session.step, metrics, self.evaluation.min_delta)
 
     def _save(self) -> None:
-        self.session.save_checkpoint(self.engine.save, self.engine.keep_model_files, self.source.state())
+        best = None if self._best is None else self._best.document()
+        self.session.save_checkpoint(self.engine.save, self.engine.keep_model_files, self.source.state(), best)
 
 
 def _is_due(step: int, every: int | None) -> bool:

@@ -29,6 +29,18 @@ def problems(overrides: list[str]) -> list[str]:
         (["data.eval_fraction=1"], "command line: data.eval_fraction: must be less than 1.0, is 1.0. Choose a smaller number"),
         (["evaluation.every=3"], ("command line: evaluation.every: asks for evaluation, but there is no held-out data. "
          "Set data.eval or data.eval_fraction")),
+        (["evaluation.best=loss"], ("command line: evaluation.best: asks for evaluation, but there is no held-out data. "
+         "Set data.eval or data.eval_fraction")),
+        *(([f"evaluation.{given}"], (f"command line: evaluation.{given.partition('=')[0]}: is of evaluation.best, which is not set. "
+         f"Set evaluation.best, or remove evaluation.{given.partition('=')[0]}")) for given in ("best_is=lowest", "patience=2")),
+        (["data.eval=e", "evaluation.best=entropy"], ("default: evaluation.best_is: nobody says whether the lowest or the highest "
+         'entropy is best. Set evaluation.best_is to "lowest" or "highest"')),
+        (["data.eval=e", "evaluation.best=loss", "evaluation.at_end=false"], ("command line: evaluation.best: is set, and nothing is "
+         "evaluated after a step. Set evaluation.every")),
+        (["data.eval=e", "evaluation.best=loss", "evaluation.patience=2"], ("command line: evaluation.patience: counts evaluations, and "
+         "evaluation.every is not set. Set evaluation.every")),
+        (["data.eval=e", "evaluation.best=loss", "evaluation.min_delta=0.1"], ("command line: evaluation.min_delta: is of "
+         "evaluation.patience, which is not set. Set evaluation.patience, or remove evaluation.min_delta")),
         (["evaluation.at_start=true"], ("command line: evaluation.at_start: asks for evaluation, but there is no held-out data. "
          "Set data.eval or data.eval_fraction")),
         *(([f"evaluation.{key}=4"], (f"command line: evaluation.{key}: is of trainer rl, which attempts held-out tasks. "
@@ -62,6 +74,8 @@ def test_combinations_that_cannot_be_meant(overrides: list[str], problem: str) -
         ["training.epochs=0.5", "training.micro_batch_tokens=100"],
         ["data.eval=e", "evaluation.every=3", "evaluation.at_start=true"],
         ["data.eval_fraction=0.1", "evaluation.every=3"],
+        ["data.eval=e", "evaluation.best=entropy", "evaluation.best_is=highest"],
+        ["data.eval=e", "evaluation={best='loss', every=2, patience=3, min_delta=0.1, at_end=false}"],
         ["checkpoint.every=9", "training.steps=8"],
         ["checkpoint.every=8", "training.steps=8", "checkpoint.at_end=false"],
         ["checkpoint.resume=true", "run.directory=runs/a"],
@@ -74,6 +88,21 @@ def test_combinations_that_cannot_be_meant(overrides: list[str], problem: str) -
 )
 def test_combinations_that_make_sense(overrides: list[str]) -> None:
     assert problems(overrides) == []
+
+
+@pytest.mark.parametrize(
+    ("best", "problem"),
+    [
+        ("loss", "evaluations of trainer rl report names that begin with evaluation/. Name one, such as evaluation/avg@6"),
+        ("evaluation/avg@4", "is of 4 attempts, and with evaluation.samples = 6 avg@k is reported for k = 6"),
+        ("evaluation/sums/pass@3", "is of 3 attempts, and with evaluation.samples = 6 pass@k is reported for k = 1, 2, 4, 6"),
+        ("evaluation/pass@4_low", None),
+    ],
+)
+def test_a_best_metric_that_no_environment_reports_is_refused(best: str, problem: str | None) -> None:
+    overrides = ["trainer=rl", "model.path=m", "evaluation.samples=6", f"evaluation.best={best}"]
+    found = [str(found) for found in structure(load(None, overrides)).problems]
+    assert [line for line in found if "evaluation.best" in line and problem and problem in line] == (found if problem else [])
 
 
 def test_a_refused_table_does_not_hide_what_others_contradict() -> None:

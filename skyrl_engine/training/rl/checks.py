@@ -117,6 +117,7 @@ def _refuse_sampling(resolved: ResolvedConfig) -> list[Problem]:
         "environments": bool(config.environments),
         "evaluation.every": config.evaluation.every is not None,
         "evaluation.at_start": config.evaluation.at_start,
+        "evaluation.best": config.evaluation.best is not None,
         "rl.staleness": config.rl.staleness > 0,
         "rl.order": config.rl.order != "auto",
         "rl.in_flight_updates": config.rl.in_flight_updates is not None,
@@ -264,7 +265,7 @@ def check_evaluation(draft: RlDraft) -> None:
 def _check_held_out(
     config: EngineConfig, parts: Sequence[BoundPlugin[Environment]], renderer: ChatRenderer, limits: PromptLimits
 ) -> None:
-    set_keys = [key for key in ("every", "at_start") if getattr(config.evaluation, key) not in (None, False)]
+    set_keys = [key for key in ("every", "at_start", "best") if getattr(config.evaluation, key) not in (None, False)]
     if not set_keys and not config.evaluation.at_end:
         return
     held_out = tasks_of(parts, config.evaluation.tasks)

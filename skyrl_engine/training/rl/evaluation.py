@@ -7,6 +7,7 @@ import numpy as np
 from attrs import evolve
 
 from skyrl_engine.config.schema import EvaluationConfig
+from skyrl_engine.config.schema.evaluation import list_pass_numbers
 from skyrl_engine.contracts.kinds.environment import Environment, Split, Task
 from skyrl_engine.contracts.kinds.generator import Sampling
 from skyrl_engine.contracts.values.rollout import Group
@@ -104,10 +105,8 @@ def _of(groups: Sequence[Group], prefix: str, seed: int) -> dict[str, float]:
     metrics |= metrics_of_environments((attempt for group in groups for attempt in group.trajectories), f"{prefix}environment/")
     if any(failed):
         metrics[f"{prefix}failed"] = float(np.mean(failed))
-    k = 1
-    while k <= size:
+    for k in list_pass_numbers(size):
         metrics |= _with_interval(f"{prefix}pass@{k}", [pass_at_k(size, count, k) for count in right], seed)
-        k = k * 2 if k * 2 <= size or k == size else size
     votes = majorities([group.trajectories for group in groups])
     return metrics if votes is None else metrics | _with_interval(f"{prefix}maj@{size}", votes, seed)
 

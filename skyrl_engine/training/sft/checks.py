@@ -1,6 +1,6 @@
 """Checks of a run over a dataset: of its samples against the model, and of its first mini-batch against collator and reducer."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import attrs
 import numpy as np
@@ -8,7 +8,7 @@ from attrs import frozen
 
 from skyrl_engine.config import ResolvedConfig
 from skyrl_engine.config.automatic import budget_of
-from skyrl_engine.config.schema import DataConfig
+from skyrl_engine.config.schema import DataConfig, EvaluationConfig
 from skyrl_engine.contracts.values.bundles import Bundles
 from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.plan import BatchPlan
@@ -18,7 +18,7 @@ from skyrl_engine.data.sources.formats import FORMATS, Reading
 from skyrl_engine.engine.assembly import Assembly
 from skyrl_engine.engine.capability import check_pairs
 from skyrl_engine.engine.model_files import ModelFiles
-from skyrl_engine.errors import ColumnError, DataError
+from skyrl_engine.errors import ColumnError, ConfigError, DataError, Problem
 from skyrl_engine.model_facts.facts import ModelFacts
 from skyrl_engine.training.sft.order import SampleOrder
 from skyrl_engine.workers.dispatch import batch_structure, plan_batch, token_weights
@@ -55,6 +55,19 @@ def limit_to_model(data: DataConfig, facts: ModelFacts) -> DataConfig:
             remedy=f"Set data.max_length to {positions} or less, or train a model that was extended to longer texts",
         )
     return data
+
+
+def refuse_best_of_unknown_source(evaluation: EvaluationConfig, names: Sequence[str]) -> None:
+    """Raise ConfigError for an `evaluation.best` that is the loss of a held-out dataset which is not among `names`."""
+    reported = [f"loss/{name}" for name in names]
+    if evaluation.best is None or not evaluation.best.startswith("loss/") or evaluation.best in reported:
+        return
+    told = (
+        f"evaluations report {', '.join(reported)}" if reported else "losses of sources are reported where data.eval names several"
+    )
+    raise ConfigError(
+        [Problem("evaluation.best", f"no held-out dataset has {evaluation.best!r}: {told}", 'Name one of these, or "loss"')]
+    )
 
 
 def check_samples(dataset: TokenizedDataset, facts: ModelFacts, assembly: Assembly, reading: Reading) -> None:

@@ -42,6 +42,7 @@ from skyrl_engine.training.sft.checks import (
     limit_to_model,
     plan_first_batch,
     plan_whole_batch,
+    refuse_best_of_unknown_source,
 )
 from skyrl_engine.training.sft.order import SampleOrder
 from skyrl_engine.training.sft.student_samples import lengthen_samples, refuse_unteachable_samples, samples_answers
@@ -145,6 +146,9 @@ def prepare(
     train, evaluation = loaded["train"], loaded.get("eval")
     if evaluation is not None and (different := find_difference(train.rendering.record(), evaluation.rendering)):
         logger.warning("the held-out data %s is not like the training data: %s", evaluation.name, different)
+    if evaluation is not None:
+        with refusals.collect():
+            refuse_best_of_unknown_source(config.evaluation, evaluation.source_names)
     for dataset in loaded.values():
         with refusals.collect():
             check_samples(dataset, files.facts, assembly, reading)

@@ -1,5 +1,6 @@
 """Evaluations: which tasks are held out, and what their attempts say."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ from skyrl_engine.registry.bound_plugin import BoundPlugin
 from skyrl_engine.registry.owner import Owner
 from skyrl_engine.run.metrics import read_metrics
 from skyrl_engine.testing.rollout_cases import plain_group
+from skyrl_engine.training.export import export_checkpoint
 from skyrl_engine.training.rl.evaluation import evaluation_metrics, tasks_of
 from skyrl_engine.training.rl.run import run_rl
 
@@ -64,3 +66,19 @@ def test_an_evaluation_changes_no_training(rl: Rl, seen: Seen) -> None:
     assert {"evaluation/avg@3", "evaluation/pass@1", "evaluation/pass@3"} <= evaluations[0]["metrics"].keys()
     assert evaluations[0]["metrics"] != evaluations[2]["metrics"], "the weights moved"
     assert len(steps_of(looked)) == 2
+
+
+@pytest.mark.nightly
+def test_the_best_checkpoint_is_exported_and_the_sampler_keeps_its_weights(rl: Rl, tmp_path: Path) -> None:
+    """With rewards that hardly differ the first evaluation stays the best one, and the run ends out of patience, also beside sampling."""
+    best = "evaluation={every=1, samples=3, tasks=1, best='evaluation/avg@3', patience=1, min_delta=10.0}"
+    result = run_rl(rl("run", "rl.steps=4", "rl.staleness=1", "checkpoint.keep=1", best))
+    scores = {
+        record["step"]: record["metrics"]["evaluation/avg@3"]
+        for record in read_metrics(result.directory / "metrics.jsonl")
+        if record["kind"] == "evaluation"
+    }
+    assert result.step == 2, "the first evaluation is an improvement, the second one is none by 10"
+    assert result.best_step == max(scores, key=scores.__getitem__)
+    export_checkpoint(result.directory, tmp_path / "model", "best")
+    assert weights_of(result.directory) == weights_of(tmp_path)
