@@ -80,14 +80,8 @@ def cross_checks(sections: Mapping[str, Any], origins: Mapping[str, Origin]) -> 
         problems += _teacher(teacher)
     if checkpoint is not None:
         problems += _checkpoint(checkpoint, run, training)
-    if optimizer is not None and training is not None and training.steps is not None and optimizer.warmup_steps > training.steps:
-        problems.append(
-            (
-                "optimizer.warmup_steps",
-                f"warm-up takes {optimizer.warmup_steps} steps of a training of {training.steps}",
-                "Lower optimizer.warmup_steps or raise training.steps",
-            )
-        )
+    if optimizer is not None:
+        problems += _schedule(optimizer, None if training is None else training.steps)
     plugins = by_type.get(PluginsConfig)
     if plugins is not None:
         problems += _kind_names("plugins.pin", plugins.pin, KINDS)
@@ -145,6 +139,36 @@ def _evaluation(evaluation: EvaluationConfig, data: DataConfig) -> Iterator[tupl
                     "asks for evaluation, but there is no held-out data",
                     "Set data.eval or data.eval_fraction",
                 )
+
+
+def _schedule(optimizer: OptimizerConfig, steps: int | None) -> Iterator[tuple[str, str, str]]:
+    """Yield what cannot be meant among the keys of the learning rate's course; `steps` are those of the training, None where unknown."""
+    if steps is not None and optimizer.warmup_steps > steps:
+        yield (
+            "optimizer.warmup_steps",
+            f"warm-up takes {optimizer.warmup_steps} steps of a training of {steps}",
+            "Lower optimizer.warmup_steps or raise training.steps",
+        )
+    if optimizer.warmup != "linear" and optimizer.warmup_steps == 0:
+        yield (
+            "optimizer.warmup",
+            "is the form of a warm-up, and there is none",
+            "Set optimizer.warmup_steps, or remove optimizer.warmup",
+        )
+    if optimizer.schedule != "wsd":
+        return
+    if optimizer.decay_steps is None:
+        yield (
+            "optimizer.decay_steps",
+            'schedule "wsd" decays over its last steps, and nobody says how many',
+            "Set optimizer.decay_steps",
+        )
+    elif steps is not None and optimizer.warmup_steps <= steps < optimizer.warmup_steps + optimizer.decay_steps:
+        yield (
+            "optimizer.decay_steps",
+            f"warm-up and decay take {optimizer.warmup_steps + optimizer.decay_steps} steps of a training of {steps}",
+            "Lower optimizer.decay_steps or optimizer.warmup_steps, or raise training.steps",
+        )
 
 
 def _best(evaluation: EvaluationConfig) -> Iterator[tuple[str, str, str]]:

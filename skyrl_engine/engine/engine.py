@@ -31,6 +31,7 @@ from skyrl_engine.engine.results import PassResult, counts_of, means_over, refus
 from skyrl_engine.engine.sampling import SamplingVerbs
 from skyrl_engine.engine.saved_state import EngineState
 from skyrl_engine.engine.schedule import learning_rate as scheduled_rate
+from skyrl_engine.engine.schedule import refuse_impossible_schedule
 from skyrl_engine.engine.steering import Steering
 from skyrl_engine.engine.validation import (
     has_adapter_sets,
@@ -110,11 +111,7 @@ class Engine(SamplingVerbs):
         self._generator_table = generator
         self._peak_bytes: list[int] = []
         self._frozen: dict[str, ModelFacts] = {}
-        if optimizer.schedule != "constant" and total_steps is None:
-            raise UnsupportedError(
-                f'optimizer.schedule = "{optimizer.schedule}" ends at the last step, and nobody says how many there will be',
-                remedy='Give total_steps, set training.steps, or set optimizer.schedule to "constant"',
-            )
+        refuse_impossible_schedule(optimizer, total_steps)
 
     @classmethod
     def open(cls, config: str | Path | Mapping[str, Any], overrides: Sequence[str] = (), *, total_steps: int | None = None) -> Self:

@@ -1,25 +1,40 @@
 """The optimizers of backends, with weight decay on matrices only."""
 
+import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Mapping
+from typing import Any, Final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from skyrl_engine.contracts.kinds.backend import AdamWSettings, OptimizerSettings
+from skyrl_engine.contracts.kinds.backend import (
+    AdafactorSettings,
+    AdamWSettings,
+    LionSettings,
+    MuonSettings,
+    OptimizerSettings,
+    SgdSettings,
+)
 from skyrl_engine.errors import UnsupportedError
+from skyrl_engine.modeling.whole_steps import WholeSteps
 
 DECAYED = "decayed"
 """Key of a parameter group that is True if weight decay applies to its parameters."""
 
+_OF_A_LAYER: Final = re.compile(r"\.\d+\.")
+"""A numbered part of a parameter's name: only the layers of a model have one."""
+_NUMBERS: Final[Mapping[str, str]] = {"learning_rate": "lr", "betas": "betas", "epsilon": "eps", "momentum": "momentum"}
+"""Numbers of settings by the key that they have in parameter groups of torch; weight decay goes by the group."""
 
-def parameter_groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[dict[str, object]]:
+
+def parameter_groups(parameters: Mapping[str, nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
     """Return the trainable parameters in groups: those of two or more dimensions, which decay, and the rest (norms, biases), which do not.
 
     Both are split by the device mesh of distributed parameters, because a fused step takes parameters of a single mesh.
     """
     members: defaultdict[tuple[bool, object], list[nn.Parameter]] = defaultdict(list)
-    for parameter in parameters:
+    for parameter in parameters.values():
         if parameter.requires_grad:
             members[parameter.ndim >= 2, getattr(parameter, "device_mesh", None)].append(parameter)
     return [
@@ -30,33 +45,119 @@ def parameter_groups(parameters: Iterable[nn.Parameter], weight_decay: float) ->
     ]
 
 
-def build_optimizer(parameters: Iterable[nn.Parameter], settings: OptimizerSettings) -> torch.optim.Optimizer:
-    """Return torch's optimizer that `settings` are of, over `parameters`; it needs no temporaries as large as all weights."""
+def build_optimizer(parameters: Mapping[str, nn.Parameter], settings: OptimizerSettings) -> torch.optim.Optimizer:
+    """Return the optimizer that `settings` are of, over `parameters` by name; it needs no temporaries as large as all weights.
+
+    Raises UnsupportedError for a package that is not installed, and for Muon over a model without a matrix that it steps.
+    """
+    optimizer = _build(parameters, settings)
+    use_settings(optimizer, settings)
+    return optimizer
+
+
+def _build(parameters: Mapping[str, nn.Parameter], settings: OptimizerSettings) -> torch.optim.Optimizer:
+    if isinstance(settings, MuonSettings):
+        return _build_muon(parameters, settings)
     groups = parameter_groups(parameters, settings.weight_decay)
     if isinstance(settings, AdamWSettings):
-        return torch.optim.AdamW(groups, lr=settings.learning_rate, betas=settings.betas, eps=settings.epsilon, fused=True)
-    # one parameter after the other: torch 2.13 has no fused step of SGD for distributed parameters
-    return torch.optim.SGD(groups, lr=settings.learning_rate, foreach=False)
+        return torch.optim.AdamW(groups, fused=True)
+    if isinstance(settings, SgdSettings):
+        # one parameter after the other: torch 2.13 has no fused step of SGD for distributed parameters
+        return torch.optim.SGD(groups, foreach=False)
+    if isinstance(settings, AdafactorSettings):
+        return _build_whole(groups, torch.optim.Adafactor, foreach=False)
+    try:
+        from lion_pytorch import Lion
+    except ImportError as error:
+        raise UnsupportedError(
+            'optimizer.use = "lion" needs the package lion-pytorch',
+            remedy="Install skyrl-engine[lion], or choose another optimizer",
+        ) from error
+    lion: torch.optim.Optimizer = Lion(groups)
+    return lion
+
+
+def _build_muon(parameters: Mapping[str, nn.Parameter], settings: MuonSettings) -> torch.optim.Optimizer:
+    hidden = {name: parameter for name, parameter in parameters.items() if is_stepped_by_muon(name, parameter)}
+    others = {name: parameter for name, parameter in parameters.items() if name not in hidden}
+    groups = parameter_groups(hidden, settings.weight_decay)
+    if not groups:
+        raise UnsupportedError(
+            "muon steps the matrices of a model's layers, and none of them is trained", remedy='Set optimizer.use = "adamw"'
+        )
+    muon = _build_whole(groups, torch.optim.Muon, adjust_lr_fn="match_rms_adamw")
+    other_groups = parameter_groups(others, settings.weight_decay)
+    return MuonAndAdamW(muon, torch.optim.AdamW(other_groups, fused=True)) if other_groups else muon
+
+
+def is_stepped_by_muon(name: str, parameter: Tensor) -> bool:
+    """Return True for a matrix of a numbered layer: neither an embedding nor a head, and no experts that are one tensor of three dimensions."""
+    return parameter.ndim == 2 and _OF_A_LAYER.search(name) is not None
+
+
+def _build_whole(groups: list[dict[str, Any]], kind: type[torch.optim.Optimizer], **numbers: Any) -> torch.optim.Optimizer:
+    is_divided = any(hasattr(parameter, "device_mesh") for group in groups for parameter in group["params"])
+    return WholeSteps(groups, kind, **numbers) if is_divided else kind(groups, **numbers)
+
+
+class MuonAndAdamW(torch.optim.Optimizer):
+    """Muon for the matrices of layers and AdamW for all other parameters, as one optimizer with one state."""
+
+    def __init__(self, muon: torch.optim.Optimizer, adamw: torch.optim.Optimizer) -> None:
+        super().__init__([*muon.param_groups, *adamw.param_groups], {})
+        # the same groups and the same state, whoever changes them
+        muon.state = adamw.state = self.state
+        self._parts = (muon, adamw)
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override] # no caller has a closure
+        """Take one step with the gradients that are there."""
+        for part in self._parts:
+            part.step()
 
 
 def use_settings(optimizer: torch.optim.Optimizer, settings: OptimizerSettings) -> None:
     """Use these settings from the next step on; the backend clips, not the optimizer."""
     for group in optimizer.param_groups:
-        group["lr"] = settings.learning_rate
         group["weight_decay"] = settings.weight_decay if group[DECAYED] else 0.0
-        if isinstance(settings, AdamWSettings):
-            group["betas"] = settings.betas
-            group["eps"] = settings.epsilon
+        for name, key in _NUMBERS.items():
+            # the eps of groups without betas is a constant of Muon's and Adafactor's own
+            if hasattr(settings, name) and key in group and (key != "eps" or "betas" in group):
+                group[key] = getattr(settings, name)
 
 
-def make_zero_state(settings: OptimizerSettings, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+def make_zero_state(settings: OptimizerSettings, name: str, parameter: Tensor) -> dict[str, Tensor]:
     """Return what the optimizer keeps of a parameter that it has stepped, in zeros, for a checkpoint to fill; empty where it keeps nothing."""
-    if not isinstance(settings, AdamWSettings):
+    if isinstance(settings, SgdSettings):
         return {}
+    if isinstance(settings, LionSettings):
+        return {"exp_avg": torch.zeros_like(parameter)}
+    if isinstance(settings, MuonSettings) and is_stepped_by_muon(name, parameter):
+        return {"momentum_buffer": torch.zeros_like(parameter)}
+    if isinstance(settings, AdafactorSettings):
+        return _make_zero_factors(parameter)
     return {
         "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
         "exp_avg": torch.zeros_like(parameter),
         "exp_avg_sq": torch.zeros_like(parameter),
+    }
+
+
+def _make_zero_factors(parameter: Tensor) -> dict[str, Tensor]:
+    """Return Adafactor's state: the second moment of a vector, or its factors, one number per row and per column of a matrix."""
+    step = {"step": torch.zeros((), dtype=torch.float32)}
+    if parameter.ndim < 2:
+        return {**step, "variance": torch.zeros_like(parameter)}
+    shapes = {"row_var": (*parameter.shape[:-1], 1), "col_var": (*parameter.shape[:-2], 1, parameter.shape[-1])}
+    return {
+        **step,
+        **{
+            # as `WholeSteps` divides it
+            name: torch.zeros_like(parameter)
+            if shape == tuple(parameter.shape)
+            else torch.zeros(shape, dtype=parameter.dtype, device=parameter.device)
+            for name, shape in shapes.items()
+        },
     }
 
 

@@ -53,6 +53,15 @@ def problems(overrides: list[str]) -> list[str]:
          "Set run.directory to the run to continue")),
         (["optimizer.warmup_steps=9", "training.steps=8"], ("command line: optimizer.warmup_steps: warm-up takes 9 steps of a training "
          "of 8. Lower optimizer.warmup_steps or raise training.steps")),
+        (["optimizer.warmup=cosine"], ("command line: optimizer.warmup: is the form of a warm-up, and there is none. "
+         "Set optimizer.warmup_steps, or remove optimizer.warmup")),
+        (["optimizer.schedule=wsd"], ('default: optimizer.decay_steps: schedule "wsd" decays over its last steps, and nobody says how '
+         "many. Set optimizer.decay_steps")),
+        (["optimizer={schedule='wsd', decay_steps=6, warmup_steps=3}", "training.steps=8"], ("command line: optimizer.decay_steps: "
+         "warm-up and decay take 9 steps of a training of 8. Lower optimizer.decay_steps or optimizer.warmup_steps, or raise "
+         "training.steps")),
+        (["optimizer.min_ratio=0.1"], ('command line: optimizer.min_ratio: is not read where optimizer.schedule = "constant". Remove it, '
+         'or set optimizer.schedule = "cosine_with_min"')),
         *((["optimizer.use=sgd", given], (f"command line: optimizer.{given.partition('.')[2].partition('=')[0]}: is not read where "
          'optimizer.use = "sgd". Remove it, or set optimizer.use = "adamw"'))
          for given in ("optimizer.betas=[0.9, 0.95]", "optimizer.epsilon=1e-8")),
@@ -81,6 +90,10 @@ def test_combinations_that_cannot_be_meant(overrides: list[str], problem: str) -
         ["checkpoint.resume=true", "run.directory=runs/a"],
         ["optimizer.warmup_steps=8", "training.steps=8"],
         ["optimizer.use=sgd", "optimizer.weight_decay=0.1", "optimizer.max_grad_norm=none", "optimizer.schedule=linear"],
+        [
+            "optimizer={schedule='wsd', decay_steps=6, warmup_steps=2, warmup='1-sqrt', decay='linear', min_ratio=0.1}",
+            "training.steps=8",
+        ],
         ["optimizer.use=adamw", "optimizer.betas=[0.9, 0.95]", "optimizer.epsilon=1e-6"],
         ['plugins.pin."loss:ppo"=acme', 'checkpoint.allow_changed=["backend:fsdp", "trainer:perplexity"]'],
         ["teacher.path=t", "teacher.revision=main", "evaluation.samples=1"],

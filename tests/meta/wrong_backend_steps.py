@@ -120,6 +120,9 @@ def _adds_momentum(self: Any, original: Any, settings: OptimizerSettings | None 
 sgd_with_momentum = Wrong(overriding(optim_step=_adds_momentum))
 
 
+lion_undeclared = Wrong(overriding(), fewer=frozenset({"lion"}))
+
+
 sgd_undeclared = Wrong(overriding(), fewer=frozenset({"sgd"}))
 
 

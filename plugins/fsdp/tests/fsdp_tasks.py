@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import attrs
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from skyrl_engine import EngineError
 from skyrl_engine.contracts import AdamWSettings, MicroBatch, ModelConfig, OptimizerSettings, RankEnvironment, RowKind
 from skyrl_engine.modeling.causal_lm import LogitRule
 from skyrl_engine.modeling.chunked_head import Score
+from skyrl_engine.modeling.optimizer import build_optimizer
 from skyrl_engine.modeling.tiny import VOCABULARY
 from skyrl_engine.modeling.vocabulary_parallel import VocabularyParallelScore
 from skyrl_engine.proof.plain_model import PlainModel
@@ -220,6 +222,28 @@ def continue_training(
     train(second, 1)
     second.load(checkpoint)
     return uninterrupted, (train(second, after), arrays(second.weights()))
+
+
+def step_beside_whole(directory: str, optimizer: OptimizerSettings) -> tuple[Arrays, Arrays, bool]:
+    """Three steps over weights that ranks divide, and of an optimizer over whole ones with the same gradients; whether state is divided."""
+    unlimited = attrs.evolve(optimizer, max_grad_norm=None)
+    backend = start(directory, unlimited)
+    whole = {name: torch.nn.Parameter(weight.clone()) for name, weight in backend.weights()}
+    reference = build_optimizer(whole, unlimited)
+    for _ in range(3):
+        backend.forward_backward(build_padded(own_rows(documents(), backend), 2), WeightedObjective())
+        for name, gradient in backend.gradients():
+            whole[name].grad = gradient.clone()
+        backend.optim_step()
+        reference.step()
+    parameters, state = backend._parameters(), backend._optimizer.state
+    divided = all(
+        isinstance(value, DTensor) and value.placements == parameter.placements
+        for parameter in parameters.values()
+        for value in state.get(parameter, {}).values()
+        if value is not None and value.shape == parameter.shape
+    )
+    return arrays(backend.weights()), {name: weight.detach().numpy() for name, weight in whole.items()}, divided
 
 
 def export_weights(directory: str, target: Path, options: FsdpConfig | None = None) -> tuple[Arrays, list[float]]:

@@ -8,11 +8,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fsdp_tasks import continue_training, export_weights, load_elsewhere, save_only, start, train
+from fsdp_tasks import continue_training, export_weights, load_elsewhere, save_only, start, step_beside_whole, train
 from transformers import AutoModelForCausalLM
 
 from skyrl_engine import CheckpointError, ModelError
-from skyrl_engine.contracts import AdamWSettings, ModelConfig, OptimizerSettings, RankEnvironment, SgdSettings
+from skyrl_engine.contracts import (
+    AdafactorSettings,
+    AdamWSettings,
+    LionSettings,
+    ModelConfig,
+    MuonSettings,
+    OptimizerSettings,
+    RankEnvironment,
+    SgdSettings,
+)
 from skyrl_engine.modeling.tiny import VOCABULARY
 from skyrl_engine.testing.backends.batches import WeightedObjective, build_padded, documents
 from skyrl_engine.testing.ranks.world import World
@@ -21,6 +30,12 @@ from skyrl_engine_fsdp.plugin import FsdpConfig
 
 OPTIMIZER = AdamWSettings(learning_rate=1e-2, weight_decay=0.1)
 SGD = SgdSettings(learning_rate=0.1, weight_decay=0.1)
+OTHERS = (
+    SGD,
+    AdafactorSettings(learning_rate=0.05, weight_decay=0.1),
+    LionSettings(learning_rate=1e-3, weight_decay=0.1),
+    MuonSettings(learning_rate=1e-2, weight_decay=0.1),
+)
 
 
 def same(uninterrupted: tuple[Any, dict[str, np.ndarray]], resumed: tuple[Any, dict[str, np.ndarray]]) -> None:
@@ -39,15 +54,29 @@ def test_two_ranks_continue_bit_for_bit(pair: World, models: dict[str, str], tmp
 
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("before", [0, 2])
-@pytest.mark.parametrize("optimizer", [OPTIMIZER, SGD], ids=["adamw", "sgd"])
+@pytest.mark.parametrize("optimizer", [OPTIMIZER, *OTHERS], ids=lambda settings: settings.use)
 def test_one_rank_continues_bit_for_bit(models: dict[str, str], tmp_path: Path, before: int, optimizer: OptimizerSettings) -> None:
     """Also from a checkpoint made before the first step, when AdamW has no state yet."""
     same(*continue_training(models["dropout"], optimizer, tmp_path, before=before, after=2))
 
 
-def test_two_ranks_step_by_sgd_and_continue_bit_for_bit(pair: World, models: dict[str, str], tmp_path: Path) -> None:
-    for uninterrupted, resumed in pair.run(continue_training, models["dropout"], SGD, tmp_path, before=2, after=2):
+@pytest.mark.parametrize("optimizer", OTHERS, ids=lambda settings: settings.use)
+def test_two_ranks_continue_bit_for_bit_by_other_optimizers(
+    pair: World, models: dict[str, str], tmp_path: Path, optimizer: OptimizerSettings
+) -> None:
+    for uninterrupted, resumed in pair.run(continue_training, models["dropout"], optimizer, tmp_path, before=2, after=2):
         same(uninterrupted, resumed)
+
+
+@pytest.mark.parametrize("optimizer", OTHERS, ids=lambda settings: settings.use)
+def test_steps_over_divided_weights_are_those_of_whole_ones(
+    pair: World, models: dict[str, str], optimizer: OptimizerSettings
+) -> None:
+    """Bit for bit, and what has a weight's shape is divided as the weight is."""
+    for sharded, whole, divided in pair.run(step_beside_whole, models["llama-untied"], optimizer):
+        for name, weight in whole.items():
+            np.testing.assert_array_equal(sharded[name], weight, err_msg=name)
+        assert divided
 
 
 @pytest.mark.usefixtures("alone")

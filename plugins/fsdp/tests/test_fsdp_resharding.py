@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from fsdp_tasks import losses_after, resume_checkpoint, save_checkpoint, save_only
 
-from skyrl_engine.contracts import AdamWSettings
+from skyrl_engine.contracts import AdafactorSettings, AdamWSettings, MuonSettings, OptimizerSettings
 from skyrl_engine.testing.ranks.world import World
 from skyrl_engine_fsdp.plugin import FsdpConfig
 
@@ -61,6 +61,19 @@ def test_another_layout_goes_on(
         assert losses[0] / options.tensor_parallel == pytest.approx(losses[1] / later.tensor_parallel, rel=1e-5)
         assert before[0][0][step][1] == pytest.approx(after[0][0][step][1], rel=1e-4)
         assert before[0][0][step][2] == after[0][0][step][2], "the schedule goes on"
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [AdafactorSettings(learning_rate=0.05), pytest.param(MuonSettings(learning_rate=1e-2), marks=pytest.mark.nightly)],
+    ids=lambda settings: settings.use,
+)
+def test_state_that_is_whole_on_every_rank_goes_on(run, models: dict[str, str], tmp_path: Path, optimizer: OptimizerSettings) -> None:
+    (_, weights, moments), _ = run(2, save_checkpoint, models["llama-untied"], optimizer, tmp_path, DP)
+    ((_, loaded, loaded_moments),) = run(1, resume_checkpoint, models["llama-untied"], optimizer, tmp_path, DP)
+    assert {**weights, **moments}.keys() == {**loaded, **loaded_moments}.keys()
+    for key, value in {**weights, **moments}.items():
+        np.testing.assert_array_equal({**loaded, **loaded_moments}[key], value, err_msg=key)
 
 
 @pytest.mark.usefixtures("alone")

@@ -1,33 +1,48 @@
 """`[optimizer]`: the optimizer and its learning-rate schedule."""
 
-from typing import Literal, cast
+from typing import Final, Literal, cast, get_args
 
 import attrs
 from attrs import field, frozen
-from attrs.validators import and_, deep_iterable, ge, gt, in_, lt, optional
+from attrs.validators import and_, deep_iterable, ge, gt, in_, le, lt, optional
 
 from skyrl_engine.config.schema.metadata import READ_BY
 from skyrl_engine.contracts.kinds.backend import OPTIMIZERS, OptimizerSettings
 
+Schedule = Literal["constant", "linear", "cosine", "cosine_with_min", "polynomial", "inverse_sqrt", "wsd"]
+"""Courses of the learning rate; `engine.schedule` has their formulas."""
+Form = Literal["linear", "cosine", "1-sqrt"]
+"""Forms of a warm-up, and of the decay of `wsd`."""
+
+_WITH_MINIMUM: Final = ("cosine_with_min", "polynomial", "wsd")
 _BELOW_ONE = and_(ge(0.0), lt(1.0))
-_ADAMW = ("use", ("adamw",))
 
 
 @frozen
 class OptimizerConfig:
     """The optimizer and its learning-rate schedule."""
 
-    use: Literal["adamw", "sgd"] = field(default="adamw", validator=in_(tuple(OPTIMIZERS)))
-    """The optimizer: `adamw`, or `sgd` (without momentum; it keeps no state, and takes far larger learning rates), where the backend has it."""
+    use: Literal["adamw", "sgd", "adafactor", "lion", "muon"] = field(default="adamw", validator=in_(tuple(OPTIMIZERS)))
+    """The optimizer: `adamw`, or, where the backend has it, `sgd` (without momentum; it keeps no state, and takes far larger learning rates),
+    `adafactor` (numbers per row and column in the place of moments), `lion` (one moment, of which it takes the sign) or `muon` (for matrices of
+    layers; the rest steps by AdamW)."""
 
     learning_rate: float = field(default=1e-5, validator=gt(0))
     """Learning rate after warm-up."""
 
-    betas: tuple[float, float] = field(default=(0.9, 0.999), validator=deep_iterable(_BELOW_ONE), metadata={READ_BY: _ADAMW})
-    """Decay rates of the first and the second moment of `adamw`."""
+    betas: tuple[float, float] | None = field(
+        default=cast("tuple[float, float] | None", None),
+        validator=optional(deep_iterable(_BELOW_ONE)),
+        metadata={READ_BY: ("use", ("adamw", "lion", "muon"))},
+    )
+    """Decay rates of the moments: the first and the second of `adamw`, which `muon` has for the rest; the update's and the moment's of `lion`.
+    none: (0.9, 0.999), and (0.9, 0.99) of `lion`."""
 
-    epsilon: float = field(default=1e-8, validator=gt(0), metadata={READ_BY: _ADAMW})
+    epsilon: float = field(default=1e-8, validator=gt(0), metadata={READ_BY: ("use", ("adamw", "muon"))})
     """Number added to the denominator of the update of `adamw`, for stability."""
+
+    momentum: float = field(default=0.95, validator=_BELOW_ONE, metadata={READ_BY: ("use", ("muon",))})
+    """Momentum of `muon`."""
 
     weight_decay: float = field(default=0.0, validator=ge(0))
     """Decoupled weight decay, of matrices only."""
@@ -35,13 +50,35 @@ class OptimizerConfig:
     max_grad_norm: float | None = field(default=cast("float | None", 1.0), validator=optional(gt(0)))
     """Largest gradient norm: a larger gradient is scaled down to it; none: no clipping."""
 
-    schedule: Literal["constant", "linear", "cosine"] = field(default="constant", validator=in_(("constant", "linear", "cosine")))
-    """Course of the learning rate after warm-up; `linear` and `cosine` end at 0."""
+    schedule: Schedule = field(default="constant", validator=in_(get_args(Schedule)))
+    """Course of the learning rate after warm-up: `linear` and `cosine` end at 0, `cosine_with_min` and `polynomial` at `min_ratio` of the rate,
+    `wsd` (warm-up, stable, decay) falls to it in the last `decay_steps` steps, and `inverse_sqrt` falls without an end."""
 
     warmup_steps: int = field(default=0, validator=ge(0))
-    """Optimizer steps of linear warm-up before the schedule."""
+    """Optimizer steps of warm-up before the schedule."""
+
+    warmup: Form = field(default="linear", validator=in_(get_args(Form)))
+    """Form of the warm-up from 0 to the rate: a line, half a cosine, or 1 - sqrt(1 - x)."""
+
+    min_ratio: float = field(default=0.0, validator=[ge(0.0), le(1.0)], metadata={READ_BY: ("schedule", _WITH_MINIMUM)})
+    """Part of `learning_rate` at which `cosine_with_min`, `polynomial` and `wsd` end."""
+
+    decay_steps: int | None = field(default=None, validator=optional(ge(1)), metadata={READ_BY: ("schedule", ("wsd",))})
+    """Optimizer steps of the decay at the end of `wsd`."""
+
+    decay: Form = field(default="cosine", validator=in_(get_args(Form)), metadata={READ_BY: ("schedule", ("wsd",))})
+    """Form of the decay of `wsd`: a line, half a cosine, or 1 - sqrt(x)."""
+
+    power: float = field(default=1.0, validator=gt(0.0), metadata={READ_BY: ("schedule", ("polynomial",))})
+    """Power of `polynomial`: 1 is a line."""
+
+    timescale: int | None = field(default=None, validator=optional(ge(1)), metadata={READ_BY: ("schedule", ("inverse_sqrt",))})
+    """Steps t of `inverse_sqrt`, sqrt(t / (t + steps since the warm-up)). none: `warmup_steps`, or 10,000 without a warm-up."""
 
     def settings(self) -> OptimizerSettings:
         """Return the settings of the optimizer, with the learning rate after warm-up."""
         kind = OPTIMIZERS[self.use]
-        return kind(**{number.name: getattr(self, number.name) for number in attrs.fields(kind)})
+        numbers = {number.name: getattr(self, number.name) for number in attrs.fields(kind)}
+        if self.betas is None:
+            numbers.pop("betas", None)
+        return kind(**numbers)

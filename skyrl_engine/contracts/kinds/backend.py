@@ -46,6 +46,9 @@ Capability = Literal[
     "reference_by_adapters",
     "adapter_sets",
     "sgd",
+    "adafactor",
+    "lion",
+    "muon",
     "compile",
     "attention",
     "offload",
@@ -82,9 +85,9 @@ class BackendDescription:
     The capability `second_model` says that a further product of the plugin can be set up on the same ranks, with `optimizer=None`, and that
     neither changes what the other computes; `reference_by_adapters` that products are `SwitchesAdapters`; `adapter_sets` that products of a
     model with adapters are `HasAdapterSets`; `divergence` that products are `Teaches`, and that another one scores `top_1_agreement` and the
-    needs of `contracts.kinds.needs.Divergence` with what they give; `sgd` that products step by `SgdSettings`, as all do by `AdamWSettings`;
-    `compile` that products compile their layers where `ModelConfig.compile` says so, and compute the same up to rounding; `attention` that they
-    attend by the kernel that `ModelConfig.attention` names, or refuse it.
+    needs of `contracts.kinds.needs.Divergence` with what they give; `sgd`, `adafactor`, `lion` and `muon` that products step by the
+    settings of that name, as all do by `AdamWSettings`; `compile` that products compile their layers where `ModelConfig.compile` says so,
+    and compute the same up to rounding; `attention` that they attend by the kernel that `ModelConfig.attention` names, or refuse it.
     """
 
     topology: Topology
@@ -142,9 +145,62 @@ class SgdSettings:
     max_grad_norm: float | None = field(default=cast("float | None", 1.0), validator=optional(gt(0)))
 
 
-OptimizerSettings = AdamWSettings | SgdSettings
+@frozen
+class AdafactorSettings:
+    """The numbers of Adafactor (Shazeer and Stern 2018) in the form of torch.optim.Adafactor, which may be others at every step.
+
+    It keeps one number per row and per column of a matrix in the place of moments. `learning_rate` bounds the relative step: a step moves a
+    parameter by min(learning_rate, 1 / sqrt(step)) times its root mean square, which is at least 0.001. `weight_decay` and `max_grad_norm` as
+    in `AdamWSettings`.
+    """
+
+    use: ClassVar[str] = "adafactor"
+    learning_rate: float = field(default=1e-5, validator=[ge(0), lt(float("inf"))])
+    weight_decay: float = field(default=0.0, validator=[ge(0), lt(float("inf"))])
+    max_grad_norm: float | None = field(default=cast("float | None", 1.0), validator=optional(gt(0)))
+
+
+@frozen
+class LionSettings:
+    """The numbers of Lion (Chen et al. 2023, algorithm 2), which may be others at every step. It keeps one moment.
+
+    A step moves every number by `learning_rate`, up or down. `weight_decay` and `max_grad_norm` as in `AdamWSettings`.
+    """
+
+    use: ClassVar[str] = "lion"
+    learning_rate: float = field(default=1e-5, validator=[ge(0), lt(float("inf"))])
+    betas: tuple[float, float] = field(
+        default=(0.9, 0.99), validator=deep_iterable(and_(ge(0.0), lt(1.0)), and_(min_len(2), max_len(2)))
+    )
+    weight_decay: float = field(default=0.0, validator=[ge(0), lt(float("inf"))])
+    max_grad_norm: float | None = field(default=cast("float | None", 1.0), validator=optional(gt(0)))
+
+
+@frozen
+class MuonSettings:
+    """The numbers of Muon (Jordan et al. 2024) for matrices of layers and of AdamW for all other parameters, which may be others at every step.
+
+    Muon's update is Nesterov's `momentum`, made orthogonal by 5 steps of Newton and Schulz in bfloat16, times 0.2 sqrt(max(rows, columns)), so
+    that its size is that of AdamW's (Liu et al. 2025, eq. 4) and both have one `learning_rate`. `betas` and `epsilon` are AdamW's;
+    `weight_decay` is decoupled in both; it and `max_grad_norm` as in `AdamWSettings`.
+    """
+
+    use: ClassVar[str] = "muon"
+    learning_rate: float = field(default=1e-5, validator=[ge(0), lt(float("inf"))])
+    momentum: float = field(default=0.95, validator=[ge(0), lt(1)])
+    betas: tuple[float, float] = field(
+        default=(0.9, 0.999), validator=deep_iterable(and_(ge(0.0), lt(1.0)), and_(min_len(2), max_len(2)))
+    )
+    epsilon: float = field(default=1e-8, validator=gt(0))
+    weight_decay: float = field(default=0.0, validator=[ge(0), lt(float("inf"))])
+    max_grad_norm: float | None = field(default=cast("float | None", 1.0), validator=optional(gt(0)))
+
+
+OptimizerSettings = AdamWSettings | SgdSettings | AdafactorSettings | LionSettings | MuonSettings
 """The numbers of a step, of the optimizer that `use` names. A run steps with one optimizer from its start to its end."""
-OPTIMIZERS: Mapping[str, type[AdamWSettings] | type[SgdSettings]] = {kind.use: kind for kind in (AdamWSettings, SgdSettings)}
+OPTIMIZERS: Mapping[str, type[OptimizerSettings]] = {
+    kind.use: kind for kind in (AdamWSettings, SgdSettings, AdafactorSettings, LionSettings, MuonSettings)
+}
 """Optimizers by name. Every backend has AdamW; each other one is a capability of that name."""
 
 

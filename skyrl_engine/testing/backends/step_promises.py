@@ -7,9 +7,17 @@ import torch
 from attrs import evolve
 from torch import nn
 
-from skyrl_engine.contracts.kinds.backend import AdamWSettings, OptimizerSettings, OptimStep, SgdSettings
+from skyrl_engine.contracts.kinds.backend import (
+    AdafactorSettings,
+    AdamWSettings,
+    LionSettings,
+    MuonSettings,
+    OptimizerSettings,
+    OptimStep,
+    SgdSettings,
+)
 from skyrl_engine.errors import EngineError
-from skyrl_engine.modeling.optimizer import parameter_groups, use_settings
+from skyrl_engine.modeling.optimizer import build_optimizer, parameter_groups, use_settings
 from skyrl_engine.testing.backends.gradient_comparison import TOLERANCE, norm_of
 from skyrl_engine.testing.backends.ranks import Arrays, BackendRanks, PassOrder
 from skyrl_engine.testing.backends.subject import (
@@ -42,8 +50,12 @@ class ReferenceOptimizer:
 
     def __init__(self, weights: Arrays, settings: OptimizerSettings) -> None:
         self.parameters = {name: nn.Parameter(torch.tensor(weight)) for name, weight in weights.items()}
-        kind = torch.optim.SGD if isinstance(settings, SgdSettings) else torch.optim.AdamW
-        self._optimizer = kind(parameter_groups(self.parameters.values(), 0.0), foreach=False)
+        kind = {AdamWSettings.use: torch.optim.AdamW, SgdSettings.use: torch.optim.SGD}.get(settings.use)
+        self._optimizer = (
+            build_optimizer(self.parameters, settings)
+            if kind is None
+            else kind(parameter_groups(self.parameters, 0.0), foreach=False)
+        )
 
     def step(self, gradients: Mapping[str, object], settings: OptimizerSettings, *, factor: float = 1.0) -> None:
         for name, parameter in self.parameters.items():
@@ -120,13 +132,39 @@ def sgd_step(subject: BackendSubject, case: BackendCase) -> None:
 
 @backend_promise("SGD, which it does not declare, is refused in words", exempt=exempt_with("sgd"))
 def undeclared_sgd(subject: BackendSubject, case: BackendCase) -> None:
+    _require_refused(subject, case, SGD)
+
+
+FURTHER = (
+    AdafactorSettings(learning_rate=0.05, weight_decay=0.1, max_grad_norm=None),
+    LionSettings(learning_rate=1e-2, weight_decay=0.1, max_grad_norm=None),
+    MuonSettings(learning_rate=1e-2, epsilon=1e-2, weight_decay=0.1, max_grad_norm=None),
+)
+
+
+@backend_promise(
+    "Where setup is given the numbers of a further optimizer, optim_step is a step of it, decaying matrices only, or setup refuses in words "
+    "what it does not declare"
+)
+def further_steps(subject: BackendSubject, case: BackendCase) -> None:
+    declared = subject.describe(case.sizes.options, case.sizes.ranks).capabilities
+    for spec in FURTHER:
+        if spec.use in declared:
+            _require_steps(subject, case, spec, (None, evolve(spec, learning_rate=2e-2), evolve(spec, weight_decay=0.5)), spec.use)
+        else:
+            _require_refused(subject, case, spec)
+
+
+def _require_refused(subject: BackendSubject, case: BackendCase, spec: OptimizerSettings) -> None:
     try:
-        with subject.open_ranks(case, optimizer=SGD):
+        with subject.open_ranks(case, optimizer=spec):
             pass
     except EngineError as error:
         require_words(error)
         return
-    raise Broken("takes the numbers of SGD, and does not declare 'sgd'", "Declare it, or raise UnsupportedError in setup")
+    raise Broken(
+        f"takes the numbers of {spec.use}, and does not declare {spec.use!r}", "Declare it, or raise UnsupportedError in setup"
+    )
 
 
 def _require_steps(
@@ -324,6 +362,7 @@ STEP_PROMISES: tuple[Promise[BackendSubject, BackendCase], ...] = (
     step,
     sgd_step,
     undeclared_sgd,
+    further_steps,
     gradient_norm,
     clipping,
     not_finite,

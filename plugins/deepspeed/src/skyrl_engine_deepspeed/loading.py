@@ -51,7 +51,7 @@ def load(spec: ModelConfig, optimizer: AdamWSettings | None, config: DeepSpeedCo
     deepspeed = library.load(device)
     stated = settings(config, spec.dtype, device, learns=optimizer is not None)
     # before parameters are divided: weight decay depends on their shapes
-    adamw = None if optimizer is None else build_optimizer(parameters.values(), optimizer)
+    adamw = None if optimizer is None else build_optimizer(parameters, optimizer)
     if config.zero_stage == 3:
         _divide(deepspeed, scorer, stated, spec.dtype)
         if spec.compile:

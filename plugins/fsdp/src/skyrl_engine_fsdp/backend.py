@@ -101,7 +101,7 @@ class FsdpBackend:
         self.coords = meshes.topology.coords(environment.rank)
         self._vocabulary = self._model.get_input_embeddings().weight.shape[0]
         self._settings = optimizer
-        self._optimizer = build_optimizer(self._parameters().values(), optimizer) if optimizer is not None else None
+        self._optimizer = build_optimizer(self._parameters(), optimizer) if optimizer is not None else None
         self._steps_done = 0
         self._moved: Moved = ()
 

@@ -120,19 +120,19 @@ class ShardedTrainingState:
         """Raise CheckpointError where the optimizer keeps moments, and a checkpoint that was made after a step has none."""
         if self.settings is None or any(key.startswith("optimizer.") for key in saved):
             return
-        if any(make_zero_state(self.settings, parameter) for parameter in self.parameters.values()):
+        if any(make_zero_state(self.settings, name, parameter) for name, parameter in self.parameters.items()):
             raise _other_optimizer_error(directory, f"{self.settings.use} keeps moments, and it holds none")
 
     def _make_zero_moments(self, saved: Collection[str]) -> dict[Tensor, dict[str, Tensor]]:
         """Return zeros in the place of what the optimizer keeps of every parameter that the checkpoint has moments of, for loading to fill."""
         if self.settings is None:
             return {}
-        settings = self.settings
-        return {
-            parameter: make_zero_state(settings, parameter)
-            for name, parameter in self.parameters.items()
-            if f"optimizer.{name}.step" in saved
-        }
+        state: dict[Tensor, dict[str, Tensor]] = {}
+        for name, parameter in self.parameters.items():
+            zeros = make_zero_state(self.settings, name, parameter)
+            if any(f"optimizer.{name}.{key}" in saved for key in zeros):
+                state[parameter] = zeros
+        return state
 
 
 def _refuse_differences(directory: Path, wanted: set[str], saved: set[str], *, moments: bool) -> None:

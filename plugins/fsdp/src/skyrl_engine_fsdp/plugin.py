@@ -31,6 +31,7 @@ class FsdpPlugin:
                 *OPTIONAL_SCORES,
                 "second_model",
                 "sgd",
+                "lion",
                 "compile",
                 "attention",
             }
@@ -41,6 +42,9 @@ class FsdpPlugin:
         # and a head that is divided compares with no teacher's. Compiled layers `refuse_model` refuses there, with the reason
         if topology.tp == 1:
             undivided: frozenset[Capability] = frozenset({"lora", "reference_by_adapters", "vision", "divergence"})
+            # their steps gather whole matrices, which are divided one way alone and on the device that ranks communicate on
+            if not config.cpu_offload:
+                undivided |= {"adafactor", "muon"}
             # FSDP2 copies host memory to pin it, so that nobody would share it
             shared: frozenset[Capability] = frozenset() if config.cpu_offload else frozenset({"adapter_sets"})
             return BackendDescription(

@@ -86,7 +86,9 @@ class ShardedState:
         self.parameters = parameters
         self.pieces = pieces
         self.sharded = sharded
-        self.optimizer = build_optimizer([piece.master for piece in pieces.values()], optimizer) if optimizer is not None else None
+        self.optimizer: torch.optim.Optimizer | None = None
+        if optimizer is not None:
+            self.optimizer = build_optimizer({name: piece.master for name, piece in pieces.items()}, optimizer)
 
     @torch.no_grad()
     def fill(self, entry: MegatronParameter, whole: Sequence[Tensor]) -> None:
