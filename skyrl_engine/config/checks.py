@@ -81,6 +81,7 @@ def cross_checks(sections: Mapping[str, Any], origins: Mapping[str, Origin]) -> 
     if checkpoint is not None:
         problems += _checkpoint(checkpoint, run, training)
     if optimizer is not None:
+        problems += _parameter_groups(optimizer)
         problems += _schedule(optimizer, None if training is None else training.steps)
     plugins = by_type.get(PluginsConfig)
     if plugins is not None:
@@ -139,6 +140,16 @@ def _evaluation(evaluation: EvaluationConfig, data: DataConfig) -> Iterator[tupl
                     "asks for evaluation, but there is no held-out data",
                     "Set data.eval or data.eval_fraction",
                 )
+
+
+def _parameter_groups(optimizer: OptimizerConfig) -> Iterator[tuple[str, str, str]]:
+    """Yield the groups of parameters that say nothing, or what frozen parameters do not have."""
+    for number, group in enumerate(optimizer.groups):
+        key, numbers = f"optimizer.groups[{number}]", (group.learning_rate, group.weight_decay)
+        if group.frozen and numbers != (None, None):
+            yield key, "is frozen, and has a learning rate or a weight decay", "Remove these, or frozen"
+        elif not group.frozen and numbers == (None, None):
+            yield key, "changes nothing", "Set learning_rate, weight_decay or frozen, or remove the group"
 
 
 def _schedule(optimizer: OptimizerConfig, steps: int | None) -> Iterator[tuple[str, str, str]]:

@@ -101,11 +101,16 @@ def check_capabilities(backend: str, declared: frozenset[Capability], required: 
 
 
 def check_optimizer(optimizer: OptimizerConfig, backend: str, declared: frozenset[Capability]) -> None:
-    """Raises UnsupportedError for an optimizer that the backend does not declare; every backend steps by AdamW."""
+    """Raises UnsupportedError for an optimizer or groups of parameters that the backend does not declare; every backend steps by AdamW."""
     if optimizer.use != AdamWSettings.use and optimizer.use not in declared:
         raise UnsupportedError(
             f'optimizer.use is "{optimizer.use}", and backend {backend} does not declare that it steps by it',
             remedy=f'Set optimizer.use = "{AdamWSettings.use}", or choose another backend, such as fsdp',
+        )
+    if optimizer.groups and "parameter_groups" not in declared:
+        raise UnsupportedError(
+            f"optimizer.groups is set, and backend {backend} does not declare that parameters may have numbers of their own",
+            remedy="Remove optimizer.groups, or choose another backend, such as fsdp",
         )
 
 

@@ -2,7 +2,8 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Any, Final
 
 import torch
@@ -14,35 +15,80 @@ from skyrl_engine.contracts.kinds.backend import (
     LionSettings,
     MuonSettings,
     OptimizerSettings,
+    ParameterGroup,
     SgdSettings,
 )
-from skyrl_engine.errors import UnsupportedError
+from skyrl_engine.errors import ConfigError, Problem, UnsupportedError
 from skyrl_engine.modeling.whole_steps import WholeSteps
 
 DECAYED = "decayed"
 """Key of a parameter group that is True if weight decay applies to its parameters."""
 
+RATE_FACTOR: Final = "rate_factor"
+OWN_DECAY: Final = "own_decay"
+"""Keys of a parameter group for the numbers of its `ParameterGroup`: the factor of the learning rate, and a weight decay or None."""
+
 _OF_A_LAYER: Final = re.compile(r"\.\d+\.")
 """A numbered part of a parameter's name: only the layers of a model have one."""
-_NUMBERS: Final[Mapping[str, str]] = {"learning_rate": "lr", "betas": "betas", "epsilon": "eps", "momentum": "momentum"}
-"""Numbers of settings by the key that they have in parameter groups of torch; weight decay goes by the group."""
+_NUMBERS: Final[Mapping[str, str]] = {"betas": "betas", "epsilon": "eps", "momentum": "momentum"}
+"""Numbers of settings by the key that they have in parameter groups of torch; rate and weight decay go by the group."""
 
 
-def parameter_groups(parameters: Mapping[str, nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
+def parameter_groups(
+    parameters: Mapping[str, nn.Parameter], weight_decay: float, groups: Sequence[ParameterGroup] = ()
+) -> list[dict[str, Any]]:
     """Return the trainable parameters in groups: those of two or more dimensions, which decay, and the rest (norms, biases), which do not.
 
-    Both are split by the device mesh of distributed parameters, because a fused step takes parameters of a single mesh.
+    Both are split by the first of `groups` that matches, and by the device mesh of distributed parameters, because a fused step takes
+    parameters of a single mesh.
     """
-    members: defaultdict[tuple[bool, object], list[nn.Parameter]] = defaultdict(list)
-    for parameter in parameters.values():
+    members: defaultdict[tuple[bool, ParameterGroup | None, object], list[nn.Parameter]] = defaultdict(list)
+    for name, parameter in parameters.items():
         if parameter.requires_grad:
-            members[parameter.ndim >= 2, getattr(parameter, "device_mesh", None)].append(parameter)
+            mesh = getattr(parameter, "device_mesh", None)
+            members[parameter.ndim >= 2, find_group(name, groups), mesh].append(parameter)
     return [
-        {"params": chosen, DECAYED: decayed, "weight_decay": weight_decay if decayed else 0.0}
+        {
+            "params": chosen,
+            DECAYED: decayed,
+            RATE_FACTOR: 1.0 if group is None else group.rate_factor,
+            OWN_DECAY: None if group is None else group.weight_decay,
+            "weight_decay": weight_decay if decayed else 0.0,
+        }
         for decayed in (True, False)
-        for (kind, _), chosen in members.items()
+        for (kind, group, _), chosen in members.items()
         if kind is decayed
     ]
+
+
+def find_group(name: str, groups: Sequence[ParameterGroup]) -> ParameterGroup | None:
+    """Return the first group that matches a parameter's name."""
+    return next((group for group in groups if fnmatchcase(name, group.match)), None)
+
+
+def freeze_groups(parameters: Mapping[str, nn.Parameter], groups: Sequence[ParameterGroup]) -> frozenset[str]:
+    """Freeze those trainable parameters whose group says so, and return their names.
+
+    Raises ConfigError for a group that matches none of the parameters, or none that an earlier group leaves, and where all are frozen.
+    """
+    chosen = {name: find_group(name, groups) for name in parameters}
+    problems = []
+    for number, group in enumerate(groups):
+        if all(other is not group for other in chosen.values()):
+            taken = any(fnmatchcase(name, group.match) for name in parameters)
+            cause = "groups before it have all parameters that it matches" if taken else "it matches no parameter that is trained"
+            example = next(iter(parameters), "")
+            problems.append(
+                Problem(f"optimizer.groups[{number}].match", f"{group.match!r}: {cause}", f"Match names such as {example}")
+            )
+    frozen = frozenset(name for name, group in chosen.items() if group is not None and group.frozen)
+    if frozen and len(frozen) == len(parameters):
+        problems.append(Problem("optimizer.groups", "they freeze every parameter", "Leave some to train"))
+    if problems:
+        raise ConfigError(problems)
+    for name in frozen:
+        parameters[name].requires_grad_(False)
+    return frozen
 
 
 def build_optimizer(parameters: Mapping[str, nn.Parameter], settings: OptimizerSettings) -> torch.optim.Optimizer:
@@ -58,7 +104,7 @@ def build_optimizer(parameters: Mapping[str, nn.Parameter], settings: OptimizerS
 def _build(parameters: Mapping[str, nn.Parameter], settings: OptimizerSettings) -> torch.optim.Optimizer:
     if isinstance(settings, MuonSettings):
         return _build_muon(parameters, settings)
-    groups = parameter_groups(parameters, settings.weight_decay)
+    groups = parameter_groups(parameters, settings.weight_decay, settings.groups)
     if isinstance(settings, AdamWSettings):
         return torch.optim.AdamW(groups, fused=True)
     if isinstance(settings, SgdSettings):
@@ -80,13 +126,13 @@ def _build(parameters: Mapping[str, nn.Parameter], settings: OptimizerSettings) 
 def _build_muon(parameters: Mapping[str, nn.Parameter], settings: MuonSettings) -> torch.optim.Optimizer:
     hidden = {name: parameter for name, parameter in parameters.items() if is_stepped_by_muon(name, parameter)}
     others = {name: parameter for name, parameter in parameters.items() if name not in hidden}
-    groups = parameter_groups(hidden, settings.weight_decay)
+    groups = parameter_groups(hidden, settings.weight_decay, settings.groups)
     if not groups:
         raise UnsupportedError(
             "muon steps the matrices of a model's layers, and none of them is trained", remedy='Set optimizer.use = "adamw"'
         )
     muon = _build_whole(groups, torch.optim.Muon, adjust_lr_fn="match_rms_adamw")
-    other_groups = parameter_groups(others, settings.weight_decay)
+    other_groups = parameter_groups(others, settings.weight_decay, settings.groups)
     return MuonAndAdamW(muon, torch.optim.AdamW(other_groups, fused=True)) if other_groups else muon
 
 
@@ -117,13 +163,15 @@ class MuonAndAdamW(torch.optim.Optimizer):
 
 
 def use_settings(optimizer: torch.optim.Optimizer, settings: OptimizerSettings) -> None:
-    """Use these settings from the next step on; the backend clips, not the optimizer."""
+    """Use these settings from the next step on, but for their groups, which are those of the start; the backend clips, not the optimizer."""
     for group in optimizer.param_groups:
-        group["weight_decay"] = settings.weight_decay if group[DECAYED] else 0.0
+        decay = settings.weight_decay if group[OWN_DECAY] is None else group[OWN_DECAY]
+        group["weight_decay"] = decay if group[DECAYED] else 0.0
         for name, key in _NUMBERS.items():
             # the eps of groups without betas is a constant of Muon's and Adafactor's own
             if hasattr(settings, name) and key in group and (key != "eps" or "betas" in group):
                 group[key] = getattr(settings, name)
+        group["lr"] = settings.learning_rate * group[RATE_FACTOR]
 
 
 def make_zero_state(settings: OptimizerSettings, name: str, parameter: Tensor) -> dict[str, Tensor]:
@@ -162,7 +210,15 @@ def _make_zero_factors(parameter: Tensor) -> dict[str, Tensor]:
 
 
 def require_adamw(settings: OptimizerSettings | None, backend: str) -> AdamWSettings | None:
-    """Return settings of AdamW as they are. Raises UnsupportedError, naming the backend, for those of another optimizer."""
+    """Return settings of AdamW as they are.
+
+    Raises UnsupportedError, naming the backend, for those of another optimizer, and for those with groups.
+    """
+    if settings is not None and settings.groups:
+        raise UnsupportedError(
+            f"backend {backend} has one learning rate and one weight decay, and the settings have groups of parameters",
+            remedy="Remove optimizer.groups, or choose another backend, such as fsdp",
+        )
     if settings is None or isinstance(settings, AdamWSettings):
         return settings
     raise UnsupportedError(

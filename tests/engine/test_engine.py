@@ -225,6 +225,8 @@ def test_an_optimizer_that_the_backend_does_not_have_is_refused_before_a_rank_st
     with pytest.raises(UnsupportedError, match=f'optimizer.use is "sgd", and backend {backend} does not declare') as caught:
         open_engine(backend={"use": backend}, optimizer={"use": "sgd"})
     assert 'Set optimizer.use = "adamw", or choose another backend, such as fsdp' in str(caught.value)
+    with pytest.raises(UnsupportedError, match=f"optimizer.groups is set, and backend {backend} does not declare"):
+        open_engine(backend={"use": backend}, optimizer={"groups": [{"match": "*", "learning_rate": 1.0}]})
 
 
 def test_a_failure_that_nobody_waited_for_is_raised_by_the_step(open_engine: Any, columns: SampleColumns) -> None:

@@ -15,10 +15,11 @@ from skyrl_engine.contracts.kinds.backend import (
     LionSettings,
     MuonSettings,
     OptimizerSettings,
+    ParameterGroup,
     SgdSettings,
 )
-from skyrl_engine.errors import UnsupportedError
-from skyrl_engine.modeling.optimizer import build_optimizer, make_zero_state, require_adamw, use_settings
+from skyrl_engine.errors import ConfigError, UnsupportedError
+from skyrl_engine.modeling.optimizer import build_optimizer, freeze_groups, make_zero_state, require_adamw, use_settings
 
 
 def parameters_of(dtype: torch.dtype = torch.float64) -> dict[str, torch.nn.Parameter]:
@@ -156,6 +157,67 @@ def test_zero_state_is_what_a_step_leaves(kind: type[OptimizerSettings]) -> None
         assert facts[0] == facts[1]
 
 
+GROUPS = (
+    ParameterGroup("layers.0.up.*", rate_factor=2.0, weight_decay=0.5),
+    ParameterGroup("layers.*.norm.weight", rate_factor=0.0),
+    ParameterGroup("layers.[0-3].*", weight_decay=0.0),
+)
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_groups_have_rates_and_decays_of_their_own(kind: type[OptimizerSettings]) -> None:
+    """A parameter steps as it does alone, by an optimizer with the numbers of the first group that matches it; matrices alone decay."""
+    settings = kind(learning_rate=0.01, weight_decay=0.1, groups=GROUPS)
+    parameters = parameters_of()
+    together = build_optimizer(parameters, settings)
+    numbers = {
+        "embed.weight": (1.0, 0.1),
+        "layers.0.up.weight": (2.0, 0.5),
+        "layers.0.norm.weight": (0.0, 0.1),
+        "layers.0.down.weight": (1.0, 0.0),
+    }
+    alone = {name: torch.nn.Parameter(parameter.detach().clone()) for name, parameter in parameters.items()}
+    hidden = "layers.0.up.weight"  # without a matrix of a layer there is no Muon; it has no gradient where it is not meant
+    optimizers = {name: build_optimizer({hidden: alone[hidden], name: alone[name]}, kind()) for name in alone}
+    for step in range(3):
+        now = evolve(settings, learning_rate=0.01 * (step + 1))
+        for parameter in parameters.values():
+            parameter.grad = torch.randn(parameter.shape, dtype=torch.float64)
+        for name, optimizer in optimizers.items():
+            for other in alone.values():
+                other.grad = None
+            factor, decay = numbers[name]
+            alone[name].grad = parameters[name].grad.clone()
+            use_settings(optimizer, kind(learning_rate=now.learning_rate * factor, weight_decay=decay))
+            optimizer.step()
+        use_settings(together, now)
+        together.step()
+    for name, parameter in parameters.items():
+        assert torch.equal(parameter, alone[name]), name
+
+
+def test_groups_freeze_and_refuse_what_matches_nothing() -> None:
+    parameters = parameters_of()
+    assert freeze_groups(parameters, (ParameterGroup("*.norm.*", rate_factor=2.0), ParameterGroup("layers.0.*", frozen=True))) == {
+        "layers.0.up.weight",
+        "layers.0.down.weight",
+    }
+    assert [name for name, parameter in parameters.items() if parameter.requires_grad] == ["embed.weight", "layers.0.norm.weight"]
+    wrong = (
+        ParameterGroup("layers.*", rate_factor=2.0),
+        ParameterGroup("*.up.*", frozen=True),
+        ParameterGroup("Embed*", frozen=True),
+    )
+    with pytest.raises(ConfigError) as caught:
+        freeze_groups(parameters_of(), wrong)
+    assert [(problem.where, problem.cause) for problem in caught.value.problems] == [
+        ("optimizer.groups[1].match", "'*.up.*': groups before it have all parameters that it matches"),
+        ("optimizer.groups[2].match", "'Embed*': it matches no parameter that is trained"),
+    ]
+    with pytest.raises(ConfigError, match="they freeze every parameter"):
+        freeze_groups(parameters_of(), (ParameterGroup("*", frozen=True),))
+
+
 def test_frozen_parameters_stay_out() -> None:
     layer = torch.nn.Linear(2, 2)
     layer.weight.requires_grad_(False)
@@ -178,3 +240,5 @@ def test_backends_of_adamw_alone_refuse_others_by_name() -> None:
     for other in (SgdSettings(), AdafactorSettings()):
         with pytest.raises(UnsupportedError, match=f"backend other steps by adamw alone, and the settings are of {other.use}"):
             require_adamw(other, "other")
+    with pytest.raises(UnsupportedError, match="backend other has one learning rate and one weight decay"):
+        require_adamw(AdamWSettings(groups=GROUPS), "other")

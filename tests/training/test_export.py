@@ -95,5 +95,16 @@ def test_a_checkpoint_keeps_what_training_did_not_use_wherever_the_run_lies(
         (tmp_path / "elsewhere").rename(source)
 
 
+def test_layers_that_groups_freeze_stay_as_they_were_and_are_in_every_checkpoint(
+    configure: Configure, material: Path, tmp_path: Path
+) -> None:
+    groups = [{"match": "model.layers.0.*", "frozen": True}, {"match": "lm_head.*", "learning_rate": 1e-3}]
+    run = run_sft(configure(training={"steps": 2}, optimizer={"groups": groups})).directory
+    export_checkpoint(run, tmp_path / "output")
+    before, after, exported = (tensors(place) for place in (material / "model", run / "model", tmp_path / "output"))
+    assert all(torch.equal(after[name], exported[name]) for name in after)
+    assert {name for name in after if torch.equal(before[name], after[name])} == {name for name in after if ".layers.0." in name}
+
+
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from attrs import evolve
 from fsdp_tasks import continue_training, export_weights, load_elsewhere, save_only, start, step_beside_whole, train
 from transformers import AutoModelForCausalLM
 
@@ -19,6 +20,7 @@ from skyrl_engine.contracts import (
     ModelConfig,
     MuonSettings,
     OptimizerSettings,
+    ParameterGroup,
     RankEnvironment,
     SgdSettings,
 )
@@ -35,7 +37,12 @@ OTHERS = (
     AdafactorSettings(learning_rate=0.05, weight_decay=0.1),
     LionSettings(learning_rate=1e-3, weight_decay=0.1),
     MuonSettings(learning_rate=1e-2, weight_decay=0.1),
+    evolve(OPTIMIZER, groups=(ParameterGroup("model.layers.0.*", frozen=True), ParameterGroup("*norm.weight", rate_factor=0.5))),
 )
+
+
+def name_settings(settings: OptimizerSettings) -> str:
+    return "groups" if settings.groups else settings.use
 
 
 def same(uninterrupted: tuple[Any, dict[str, np.ndarray]], resumed: tuple[Any, dict[str, np.ndarray]]) -> None:
@@ -54,13 +61,13 @@ def test_two_ranks_continue_bit_for_bit(pair: World, models: dict[str, str], tmp
 
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("before", [0, 2])
-@pytest.mark.parametrize("optimizer", [OPTIMIZER, *OTHERS], ids=lambda settings: settings.use)
+@pytest.mark.parametrize("optimizer", [OPTIMIZER, *OTHERS], ids=name_settings)
 def test_one_rank_continues_bit_for_bit(models: dict[str, str], tmp_path: Path, before: int, optimizer: OptimizerSettings) -> None:
     """Also from a checkpoint made before the first step, when AdamW has no state yet."""
     same(*continue_training(models["dropout"], optimizer, tmp_path, before=before, after=2))
 
 
-@pytest.mark.parametrize("optimizer", OTHERS, ids=lambda settings: settings.use)
+@pytest.mark.parametrize("optimizer", OTHERS, ids=name_settings)
 def test_two_ranks_continue_bit_for_bit_by_other_optimizers(
     pair: World, models: dict[str, str], tmp_path: Path, optimizer: OptimizerSettings
 ) -> None:
@@ -68,11 +75,11 @@ def test_two_ranks_continue_bit_for_bit_by_other_optimizers(
         same(uninterrupted, resumed)
 
 
-@pytest.mark.parametrize("optimizer", OTHERS, ids=lambda settings: settings.use)
+@pytest.mark.parametrize("optimizer", OTHERS, ids=name_settings)
 def test_steps_over_divided_weights_are_those_of_whole_ones(
     pair: World, models: dict[str, str], optimizer: OptimizerSettings
 ) -> None:
-    """Bit for bit, and what has a weight's shape is divided as the weight is."""
+    """Bit for bit, frozen ones included, and what has a weight's shape is divided as the weight is."""
     for sharded, whole, divided in pair.run(step_beside_whole, models["llama-untied"], optimizer):
         for name, weight in whole.items():
             np.testing.assert_array_equal(sharded[name], weight, err_msg=name)

@@ -68,7 +68,9 @@ def test_another_layout_goes_on(
     [AdafactorSettings(learning_rate=0.05), pytest.param(MuonSettings(learning_rate=1e-2), marks=pytest.mark.nightly)],
     ids=lambda settings: settings.use,
 )
-def test_state_that_is_whole_on_every_rank_goes_on(run, models: dict[str, str], tmp_path: Path, optimizer: OptimizerSettings) -> None:
+def test_state_that_is_whole_on_every_rank_goes_on(
+    run, models: dict[str, str], tmp_path: Path, optimizer: OptimizerSettings
+) -> None:
     (_, weights, moments), _ = run(2, save_checkpoint, models["llama-untied"], optimizer, tmp_path, DP)
     ((_, loaded, loaded_moments),) = run(1, resume_checkpoint, models["llama-untied"], optimizer, tmp_path, DP)
     assert {**weights, **moments}.keys() == {**loaded, **loaded_moments}.keys()

@@ -4,10 +4,10 @@ from typing import Final, Literal, cast, get_args
 
 import attrs
 from attrs import field, frozen
-from attrs.validators import and_, deep_iterable, ge, gt, in_, le, lt, optional
+from attrs.validators import and_, deep_iterable, ge, gt, in_, le, lt, min_len, optional
 
 from skyrl_engine.config.schema.metadata import READ_BY
-from skyrl_engine.contracts.kinds.backend import OPTIMIZERS, OptimizerSettings
+from skyrl_engine.contracts.kinds.backend import OPTIMIZERS, OptimizerSettings, ParameterGroup
 
 Schedule = Literal["constant", "linear", "cosine", "cosine_with_min", "polynomial", "inverse_sqrt", "wsd"]
 """Courses of the learning rate; `engine.schedule` has their formulas."""
@@ -16,6 +16,24 @@ Form = Literal["linear", "cosine", "1-sqrt"]
 
 _WITH_MINIMUM: Final = ("cosine_with_min", "polynomial", "wsd")
 _BELOW_ONE = and_(ge(0.0), lt(1.0))
+
+
+@frozen
+class ParameterGroupTable:
+    """Parameters with numbers of their own."""
+
+    match: str = field(validator=min_len(1))
+    """Pattern of whole parameter names, in which `*` stands for anything, `?` for a character and `[0-3]` for one of several, such as
+    `model.layers.[0-3].*`; a parameter is in the first group that matches it. A pattern that matches no trained parameter is refused."""
+
+    learning_rate: float | None = field(default=None, validator=optional(gt(0)))
+    """Learning rate after warm-up, which takes the course of the schedule; none: that of `optimizer.learning_rate`."""
+
+    weight_decay: float | None = field(default=None, validator=optional(ge(0)))
+    """Decoupled weight decay, of matrices only; none: that of `optimizer.weight_decay`."""
+
+    frozen: bool = False
+    """Leave these parameters as they are."""
 
 
 @frozen
@@ -75,10 +93,22 @@ class OptimizerConfig:
     timescale: int | None = field(default=None, validator=optional(ge(1)), metadata={READ_BY: ("schedule", ("inverse_sqrt",))})
     """Steps t of `inverse_sqrt`, sqrt(t / (t + steps since the warm-up)). none: `warmup_steps`, or 10,000 without a warm-up."""
 
+    groups: tuple[ParameterGroupTable, ...] = ()
+    """`[[optimizer.groups]]`: parameters with numbers of their own, by patterns of their names, where the backend has them."""
+
     def settings(self) -> OptimizerSettings:
         """Return the settings of the optimizer, with the learning rate after warm-up."""
         kind = OPTIMIZERS[self.use]
         numbers = {number.name: getattr(self, number.name) for number in attrs.fields(kind)}
+        numbers["groups"] = tuple(
+            ParameterGroup(
+                match=table.match,
+                rate_factor=1.0 if table.learning_rate is None else table.learning_rate / self.learning_rate,
+                weight_decay=table.weight_decay,
+                frozen=table.frozen,
+            )
+            for table in self.groups
+        )
         if self.betas is None:
             numbers.pop("betas", None)
         return kind(**numbers)

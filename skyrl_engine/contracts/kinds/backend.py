@@ -49,6 +49,7 @@ Capability = Literal[
     "adafactor",
     "lion",
     "muon",
+    "parameter_groups",
     "compile",
     "attention",
     "offload",
@@ -84,10 +85,11 @@ class BackendDescription:
 
     The capability `second_model` says that a further product of the plugin can be set up on the same ranks, with `optimizer=None`, and that
     neither changes what the other computes; `reference_by_adapters` that products are `SwitchesAdapters`; `adapter_sets` that products of a
-    model with adapters are `HasAdapterSets`; `divergence` that products are `Teaches`, and that another one scores `top_1_agreement` and the
-    needs of `contracts.kinds.needs.Divergence` with what they give; `sgd`, `adafactor`, `lion` and `muon` that products step by the
-    settings of that name, as all do by `AdamWSettings`; `compile` that products compile their layers where `ModelConfig.compile` says so,
-    and compute the same up to rounding; `attention` that they attend by the kernel that `ModelConfig.attention` names, or refuse it.
+    model with adapters are `HasAdapterSets`; `divergence` that products are `Teaches`, and that another one scores `top_1_agreement` and
+    the needs of `contracts.kinds.needs.Divergence` with what they give; `sgd`, `adafactor`, `lion` and `muon` that products step by the
+    settings of that name, as all do by `AdamWSettings`; `parameter_groups` that they take settings with groups; `compile` that products
+    compile their layers where `ModelConfig.compile` says so, and compute the same up to rounding; `attention` that they attend by the
+    kernel that `ModelConfig.attention` names, or refuse it.
     """
 
     topology: Topology
@@ -114,11 +116,26 @@ class RankEnvironment:
 
 
 @frozen
+class ParameterGroup:
+    """Parameters whose names match, with numbers of their own; a parameter is in the first group that matches it.
+
+    `match` is a pattern of whole Hugging Face names, as `fnmatch.fnmatchcase` takes it. They learn at `rate_factor` times the learning rate of
+    the step, matrices among them decay by `weight_decay` (None: as all others), and `frozen` ones do not learn at all.
+    """
+
+    match: str
+    rate_factor: float = field(default=1.0, validator=[ge(0), lt(float("inf"))])
+    weight_decay: float | None = field(default=cast("float | None", None), validator=optional(and_(ge(0), lt(float("inf")))))
+    frozen: bool = False
+
+
+@frozen
 class AdamWSettings:
     """The numbers of AdamW (Loshchilov and Hutter 2019), which may be others at every step.
 
     `weight_decay` is decoupled and of matrices alone: parameters of two or more dimensions. Gradients are scaled down to the norm
-    `max_grad_norm` where theirs is larger; None: never, and the norm is still reported.
+    `max_grad_norm` where theirs is larger; None: never, and the norm is still reported. `groups` have numbers of their own, those of `setup` at
+    every step; with the capability `parameter_groups`, as for every optimizer.
     """
 
     use: ClassVar[str] = "adamw"
@@ -129,6 +146,7 @@ class AdamWSettings:
     epsilon: float = field(default=1e-8, validator=gt(0))
     weight_decay: float = field(default=0.0, validator=[ge(0), lt(float("inf"))])
     max_grad_norm: float | None = field(default=cast("float | None", 1.0), validator=optional(gt(0)))
+    groups: tuple[ParameterGroup, ...] = ()
 
 
 @frozen
@@ -143,6 +161,7 @@ class SgdSettings:
     learning_rate: float = field(default=1e-5, validator=[ge(0), lt(float("inf"))])
     weight_decay: float = field(default=0.0, validator=[ge(0), lt(float("inf"))])
     max_grad_norm: float | None = field(default=cast("float | None", 1.0), validator=optional(gt(0)))
+    groups: tuple[ParameterGroup, ...] = ()
 
 
 @frozen
@@ -158,6 +177,7 @@ class AdafactorSettings:
     learning_rate: float = field(default=1e-5, validator=[ge(0), lt(float("inf"))])
     weight_decay: float = field(default=0.0, validator=[ge(0), lt(float("inf"))])
     max_grad_norm: float | None = field(default=cast("float | None", 1.0), validator=optional(gt(0)))
+    groups: tuple[ParameterGroup, ...] = ()
 
 
 @frozen
@@ -174,6 +194,7 @@ class LionSettings:
     )
     weight_decay: float = field(default=0.0, validator=[ge(0), lt(float("inf"))])
     max_grad_norm: float | None = field(default=cast("float | None", 1.0), validator=optional(gt(0)))
+    groups: tuple[ParameterGroup, ...] = ()
 
 
 @frozen
@@ -194,6 +215,7 @@ class MuonSettings:
     epsilon: float = field(default=1e-8, validator=gt(0))
     weight_decay: float = field(default=0.0, validator=[ge(0), lt(float("inf"))])
     max_grad_norm: float | None = field(default=cast("float | None", 1.0), validator=optional(gt(0)))
+    groups: tuple[ParameterGroup, ...] = ()
 
 
 OptimizerSettings = AdamWSettings | SgdSettings | AdafactorSettings | LionSettings | MuonSettings

@@ -29,7 +29,7 @@ from skyrl_engine.modeling.exporting import collect_export_tensors, write_pretra
 from skyrl_engine.modeling.host_threads import share_cores
 from skyrl_engine.modeling.lora import adapters_off, has_adapters, iterate_merged_weights
 from skyrl_engine.modeling.micro_batch import compute_hidden_states, differentiable, gradient_not_finite, score
-from skyrl_engine.modeling.optimizer import build_optimizer, use_settings
+from skyrl_engine.modeling.optimizer import build_optimizer, freeze_groups, use_settings
 from skyrl_engine.modeling.scorer import Scorer
 from skyrl_engine.modeling.teaching import TeacherStates
 from skyrl_engine_fsdp.checkpoint import ShardedTrainingState
@@ -101,6 +101,8 @@ class FsdpBackend:
         self.coords = meshes.topology.coords(environment.rank)
         self._vocabulary = self._model.get_input_embeddings().weight.shape[0]
         self._settings = optimizer
+        # before the optimizer, which takes what learns
+        self._frozen = frozenset() if optimizer is None else freeze_groups(self._parameters(), optimizer.groups)
         self._optimizer = build_optimizer(self._parameters(), optimizer) if optimizer is not None else None
         self._steps_done = 0
         self._moved: Moved = ()
@@ -270,16 +272,17 @@ class FsdpBackend:
 
     def _parameters(self) -> dict[str, nn.Parameter]:
         """Return the trainable parameters of decoder and heads by their Hugging Face names, tied ones once."""
+        return {name: parameter for name, parameter in self._scored_parameters() if parameter.requires_grad}
+
+    def _scored_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         scored = {id(parameter) for parameter in self._scorer.parameters()}
-        return {
-            name: parameter
-            for name, parameter in self._model.named_parameters()
-            if id(parameter) in scored and parameter.requires_grad
-        }
+        return ((name, parameter) for name, parameter in self._model.named_parameters() if id(parameter) in scored)
 
     def _state(self) -> ShardedTrainingState:
         reshard(self._scorer)
         persistent = self._model.state_dict(keep_vars=True)
         buffers = {name: tensor for name, tensor in self._model.named_buffers() if name in persistent}
         topology, seed = self._meshes.topology, self._environment.seed
-        return ShardedTrainingState(self._parameters(), buffers, self._optimizer, self._settings, self._device, topology, seed)
+        # what groups freeze is saved too, so that a checkpoint is a whole model whatever they say
+        saved = {name: tensor for name, tensor in self._scored_parameters() if tensor.requires_grad or name in self._frozen}
+        return ShardedTrainingState(saved, buffers, self._optimizer, self._settings, self._device, topology, seed)

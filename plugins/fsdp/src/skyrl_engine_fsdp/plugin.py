@@ -32,6 +32,7 @@ class FsdpPlugin:
                 "second_model",
                 "sgd",
                 "lion",
+                "parameter_groups",
                 "compile",
                 "attention",
             }
