@@ -29,7 +29,8 @@ def test_describing_the_backend_imports_no_torch() -> None:
         "assert described.topology.dp == 3; "
         "assert described.capabilities == {'padded', 'packed', 'tree', 'value_head', 'tensor_parallel', 'lora', 'vision', 'logits', "
         "'logsumexp', 'mean_logprob', 'log_sum_squares', 'logprobs_at', 'divergence', "
-        "'second_model', 'reference_by_adapters', 'adapter_sets', 'sgd', 'compile', 'attention', 'offload'}; "
+        "'second_model', 'reference_by_adapters', 'adapter_sets', 'sgd', 'adafactor', 'lion', 'muon', "
+        "'parameter_groups', 'compile', 'attention', 'offload'}; "
         "assert not {'torch', 'transformers'} & set(sys.modules), 'heavy import'"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
