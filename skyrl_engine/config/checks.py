@@ -144,12 +144,12 @@ def _evaluation(evaluation: EvaluationConfig, data: DataConfig) -> Iterator[tupl
 
 def _parameter_groups(optimizer: OptimizerConfig) -> Iterator[tuple[str, str, str]]:
     """Yield the groups of parameters that say nothing, or what frozen parameters do not have."""
-    for number, group in enumerate(optimizer.groups):
-        key, numbers = f"optimizer.groups[{number}]", (group.learning_rate, group.weight_decay)
+    for group in optimizer.groups:
+        name, numbers = f"the group {group.match!r}", (group.learning_rate, group.weight_decay)
         if group.frozen and numbers != (None, None):
-            yield key, "is frozen, and has a learning rate or a weight decay", "Remove these, or frozen"
+            yield "optimizer.groups", f"{name} is frozen, and has a learning rate or a weight decay", "Remove these, or frozen"
         elif not group.frozen and numbers == (None, None):
-            yield key, "changes nothing", "Set learning_rate, weight_decay or frozen, or remove the group"
+            yield "optimizer.groups", f"{name} changes nothing", "Set learning_rate, weight_decay or frozen, or remove the group"
 
 
 def _schedule(optimizer: OptimizerConfig, steps: int | None) -> Iterator[tuple[str, str, str]]:
