@@ -83,6 +83,7 @@ EXAMPLES: Mapping[str, str] = {
     "--temperature": "0.7",
     "--template": "./chat.jinja",
     "--to": "parquet",
+    "--tokens": "20",
     "--tolerance": "1e-4",
     "--tool": "./my_tools.py:search",
     "--top-k": "20",

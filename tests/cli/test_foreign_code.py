@@ -53,7 +53,8 @@ NO_CODE = {
     # a folder to write into; devices to compute on
     "run.directory generator.devices observer.tensorboard.directory",
     # names of a place at a tracker
-    "observer.wandb.project observer.wandb.entity observer.mlflow.uri observer.mlflow.experiment observer.trackio.project observer.trackio.space",
+    "observer.wandb.project observer.wandb.entity observer.mlflow.uri observer.mlflow.experiment",
+    "observer.trackio.project observer.trackio.space",
     # a name that servers give their model
     "generator.vllm.model generator.openai.model teacher.model",
     # weights by the names of a reward's parts
