@@ -1,4 +1,4 @@
-"""`skyrl-engine config show|check|schema`."""
+"""`skyrl-engine config show|check|migrate|schema`."""
 
 import json
 from pathlib import Path
@@ -9,6 +9,7 @@ import click
 from skyrl_engine.cli.command import EngineGroup
 from skyrl_engine.cli.options import file_argument, flags_of, load_config, overrides_argument, plugin_options, trust_option
 from skyrl_engine.cli.terminal import echo, echo_json
+from skyrl_engine.visible import visible
 
 
 @click.group(cls=EngineGroup)
@@ -49,6 +50,32 @@ def check_config(file: Path, overrides: tuple[str, ...], *, trust_code: bool, **
 
     resolve(load_config(file, overrides, flags_of(choices), trust_code=trust_code))
     echo(f"{file}: no mistakes. `skyrl-engine run --dry-run` looks at the model and the data too.")
+
+
+@config.command("migrate")
+@click.argument("file", type=click.Path(path_type=Path), metavar="FILE")
+@click.argument("output", type=click.Path(path_type=Path), required=False, metavar="[OUTPUT]")
+@click.option(
+    "--trainer", type=click.Choice(["sft", "preference", "reward_model", "rl"]), help="What FILE trains by, where it does not say."
+)
+def migrate_config(file: Path, output: Path | None, trainer: str | None) -> None:
+    """Write the YAML configuration FILE of TRL, axolotl, LLaMA-Factory or verl as one of this engine.
+
+    Without OUTPUT it is printed. Every key is taken over, with the line that it comes from, or stands in a comment that says why not.
+    """
+    from skyrl_engine.config.migration import migrate
+    from skyrl_engine.config.reading.sources import read_file
+
+    if output is not None and output.exists():
+        raise click.UsageError(f"{output} is there already. Name another file, or remove it.")
+    migration = migrate(*read_file(file), str(file), trainer)
+    text = migration.to_toml(file.name)
+    if output is None:
+        echo(text.rstrip("\n"))
+    else:
+        output.write_text(visible(text), encoding="utf-8")
+        echo(f"{output}: check it with `skyrl-engine config check {output}`.")
+    echo(f"{len(migration.taken)} keys are taken over, {len(migration.said)} are not: comments at the end say why.", err=True)
 
 
 @config.command("schema")

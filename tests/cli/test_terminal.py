@@ -135,6 +135,7 @@ ARGUMENTS: dict[str, list[list[str]]] = {
     "plugins verify": [[WORDS], ["{plugin}"], ["{broken}"]],
     "config check": [["{file}"], [WORDS]],
     "config show": [["{file}"], [f"model.path={WORDS}", "--json"], [f"model.path={WORDS}"]],
+    "config migrate": [[WORDS], ["{yaml}", "--trainer", "sft"], ["{yaml}", WORDS], ["{file}"]],
     "config schema": [[WORDS]],
     "data preview": [
         ["--model", "{model}", "--data", "{rows}"],
@@ -243,6 +244,7 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     (folder / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "rows.jsonl").write_text(json.dumps({"prompt": f"a {NASTY}", "completion": NASTY}) + "\n")
     (folder / "nasty.toml").write_text(f'"{json.dumps(NASTY)[1:-1]}" = 1\n[model]\npath = "{json.dumps(NASTY)[1:-1]}"\n')
+    (folder / "nasty.yaml").write_text(json.dumps({"model_name_or_path": NASTY, NASTY: NASTY, "lora_r": {NASTY: 1}}))
     run = folder / f"run {WORDS}".replace("/", "")
     sizes = ["--steps", "2", "--groups", "3", "--group-size", "2", "--max-tokens", "24", "rl.max_prompt_tokens=64"]
     more = ["run.device=cpu", "rollouts.workers=1", "rollouts.retries=0", "rollouts.max_failure_share=1", "rl.entropy_metric=false"]
@@ -254,6 +256,7 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         "run": str(run),
         "rows": str(folder / "rows.jsonl"),
         "file": str(folder / "nasty.toml"),
+        "yaml": str(folder / "nasty.yaml"),
         "env": f"{folder}/env.py:world",
         "broken": f"{folder}/env.py:broken",
         "plugin": f"loss:{folder}/env.py:likelihood",
