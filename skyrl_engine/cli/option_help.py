@@ -56,6 +56,7 @@ EXAMPLES: Mapping[str, str] = {
     "--only": "sft",
     "--out": "./attempts.jsonl",
     "--output": "./my-run",
+    "--profile": "steps=3",
     "--plant": "per_microbatch_mean",
     "--precision": "bfloat16",
     "--preset": "dapo",

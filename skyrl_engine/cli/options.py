@@ -52,6 +52,7 @@ RUN_KEYS: Mapping[str, str] = {
     "ranks": "run.ranks",
     "seed": "run.seed",
     "lora": "model.lora.rank",
+    "profile": "run.profile_steps",
 }
 """The key that each option of every command that trains sets."""
 
@@ -82,6 +83,15 @@ def in_order(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 model_option = click.option("--model", required=True, metavar="MODEL", help="A Hugging Face directory or hub id.")
 
+
+def _profiled_steps(_context: click.Context, _option: click.Parameter, text: str | None) -> int | None:
+    """Return the number of steps of `steps=3`."""
+    name, _, count = (text or "").partition("=")
+    if text is not None and (name.strip() != "steps" or not count.strip().isdecimal()):
+        raise click.BadParameter(f"{text!r} is not of the form steps=STEPS, such as steps=3.")
+    return None if text is None else int(count)
+
+
 run_options = in_order(
     click.option("--micro-batch-rows", type=int, metavar="ROWS", help="Rows a rank computes at once."),
     click.option("--learning-rate", type=float, metavar="RATE", help="Peak learning rate of AdamW."),
@@ -94,6 +104,12 @@ run_options = in_order(
         type=int,
         metavar="RANK",
         help="Train low-rank adapters of this rank, of all linear layers, instead of all weights; other keys are those of model.lora.",
+    ),
+    click.option(
+        "--profile",
+        metavar="steps=STEPS",
+        callback=_profiled_steps,
+        help="Record so many steps on every rank with torch's profiler, from the second one on, into profile/ of the run directory.",
     ),
 )
 

@@ -110,6 +110,8 @@ def _run(run: RunConfig) -> Iterator[tuple[str, str, str]]:
         )
     if run.launch == "inline" and run.ray_address is not None:
         yield "run.ray_address", 'has no meaning with launch = "inline"', 'Set run.launch = "ray" or remove run.ray_address'
+    if run.profile_memory and run.profile_steps is None:
+        yield "run.profile_memory", "is not read where no steps are profiled", "Set run.profile_steps, or remove run.profile_memory"
     repeated = sorted({name for name in run.observers if run.observers.count(name) > 1})
     if repeated:
         yield "run.observers", f"names {', '.join(repeated)} twice", "Name every observer once"

@@ -1,6 +1,7 @@
 """Passes over batches on ranks that were started already: plan, evaluate, differentiate. `Engine` adds a model's files, steps and samples."""
 
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, Literal
 
@@ -20,7 +21,7 @@ from skyrl_engine.engine.validation import labels_in, name_call_in_errors, refus
 from skyrl_engine.objective.policy_metrics import Watched
 from skyrl_engine.workers.future import Future
 from skyrl_engine.workers.launch import WorkerGroup
-from skyrl_engine.workers.messages import DropGradient, GatherGradients, GatherWeights
+from skyrl_engine.workers.messages import BeginProfile, DropGradient, EndProfile, GatherGradients, GatherWeights
 from skyrl_engine.workers.scored_tokens import Selection
 from skyrl_engine.workers.worker import Pass
 
@@ -44,6 +45,19 @@ class PassEngine:
     def assembly(self) -> Assembly:
         """The parts in force; `Engine.use_loss` puts another there."""
         return self._passes.assembly
+
+    def begin_profile(self, path: str | Path, *, memory: bool = False) -> None:
+        """Record with torch's profiler what every rank does, until `end_profile`, for files whose names begin with `path` and the rank.
+
+        `memory` records every allocation too. Raises UnsupportedError for that where ranks do not compute on CUDA devices.
+        """
+        self.group.refuse_ended()
+        self.group.ask(BeginProfile(Path(path).resolve(), memory))
+
+    def end_profile(self) -> None:
+        """Write `<path>-rank-N.trace.json.gz`, in Chrome's format, and `.memory.pickle` for https://pytorch.org/memory_viz."""
+        self.group.refuse_ended()
+        self.group.ask(EndProfile())
 
     @property
     def vocabulary_size(self) -> int | None:

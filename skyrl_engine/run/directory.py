@@ -28,6 +28,7 @@ _OWN_NAMES = frozenset(
         "generator",
         "samples.json",
         "report.html",
+        "profile",
     }
 )
 
@@ -72,6 +73,11 @@ class RunDirectory:
     def report(self) -> Path:
         """The run for people to look at, in one file."""
         return self.path / "report.html"
+
+    @property
+    def profile(self) -> Path:
+        """Traces of torch's profiler, a file for each rank."""
+        return self.path / "profile"
 
     @property
     def checkpoints(self) -> Path:

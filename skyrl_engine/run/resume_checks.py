@@ -10,7 +10,7 @@ from skyrl_engine.errors import CheckpointError
 from skyrl_engine.model_facts.identity import weights_fingerprint
 
 _IDENTITY = ("distribution", "name", "version", "sha256")
-_OF_THE_MACHINE = ("run.directory", "run.observers", "run.ray_address", "run.oversubscribe")
+_OF_THE_MACHINE = ("run.directory", "run.observers", "run.ray_address", "run.oversubscribe", "run.profile_")
 _WITHOUT_EFFECT = (*_OF_THE_MACHINE, "observers.", "checkpoint.", "evaluation.", "plugins.")
 """Configuration that no step's numbers depend on (which plugins were chosen is compared by itself)."""
 

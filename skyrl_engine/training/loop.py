@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from attrs import define, field, frozen
 
-from skyrl_engine.config.schema import CheckpointConfig, EvaluationConfig
+from skyrl_engine.config.schema import CheckpointConfig, EvaluationConfig, RunConfig
 from skyrl_engine.contracts.kinds.observer import EvaluationFinished, StepFinished
 from skyrl_engine.engine.engine import Engine
 from skyrl_engine.errors import EngineError
@@ -16,6 +16,7 @@ from skyrl_engine.run.log import tell
 from skyrl_engine.run.session import RunSession
 from skyrl_engine.spans import Spans
 from skyrl_engine.training.best import BestCheckpoint
+from skyrl_engine.training.profiled_steps import ProfiledSteps
 
 logger = logging.getLogger(__name__)
 
@@ -62,8 +63,9 @@ class StepSource(Protocol):
 
 @define(eq=False)
 class Loop:
-    """Drives a source from the session's step to `total_steps`, or until evaluations get no better. `inline` says that ranks compute in this
-    process.
+    """Drives a source from the session's step to `total_steps`, or until evaluations get no better.
+
+    `run_config` says where ranks compute, and which steps are profiled.
     """
 
     session: RunSession
@@ -72,7 +74,7 @@ class Loop:
     evaluation: EvaluationConfig
     checkpoint: CheckpointConfig
     total_steps: int
-    inline: bool
+    run_config: RunConfig
     _spans: Spans = field(factory=Spans, init=False)
     _metrics: dict[str, float] = field(factory=dict, init=False)
     _best: BestCheckpoint | None = field(init=False)
@@ -87,11 +89,14 @@ class Loop:
         Raises what a step says ends the run, and ConfigError for an `evaluation.best` that evaluations do not report.
         """
         session, total = self.session, self.total_steps
+        profiled = ProfiledSteps.of(self.run_config, self.engine, session.directory.profile, session.step, total)
         if self.evaluation.at_start and session.step == 0:
             self._evaluate()
         while session.step < total and not session.stop and not self._is_out_of_patience:
+            profiled.before_step(session.step + 1)
             done = self._step(session.step + 1)
             step = session.step
+            profiled.after_step(step, ends=done.ends is not None or bool(session.stop))
             if done.ends is not None:
                 self._save()
                 raise done.ends
@@ -143,7 +148,7 @@ class Loop:
         seconds, controller = time.perf_counter() - started, time.process_time() - controller_started
         # Observers' time after the step before counts as this step's.
         cpu_seconds = {**done.cpu_seconds, **self._spans.drain()}
-        if self.inline:
+        if self.run_config.launch == "inline":
             # One process: the time that no span claims is the engine's as well.
             cpu_seconds["other"] = max(0.0, controller - sum(done.cpu_seconds.values()))
         self._metrics = {**done.metrics, "tokens_per_second": done.metrics["tokens"] / seconds}

@@ -321,6 +321,28 @@ class ReturnToDevice(Message[None]):
 
 
 @frozen
+class BeginProfile(Message[None]):
+    """Record with torch's profiler what every rank does, until `EndProfile`; `path` begins the names of the files, the rank follows."""
+
+    path: Path
+    memory: bool
+    verb = "begin_profile"
+
+    def answer(self, rank: "Worker") -> None:
+        rank.begin_profile(self.path, memory=self.memory)
+
+
+@frozen
+class EndProfile(Message[None]):
+    """Write what was recorded."""
+
+    verb = "end_profile"
+
+    def answer(self, rank: "Worker") -> None:
+        rank.end_profile()
+
+
+@frozen
 class Save(Message[None]):
     """Write the training state of every rank into an existing directory."""
 

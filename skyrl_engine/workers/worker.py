@@ -5,6 +5,7 @@ import random
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
@@ -47,6 +48,7 @@ from skyrl_engine.workers.batch import ShardBatch
 from skyrl_engine.workers.dispatch import Shard
 from skyrl_engine.workers.frozen_models import FrozenModels
 from skyrl_engine.workers.process_group import Rendezvous, join, leave, pick_device
+from skyrl_engine.workers.profile import RankProfile
 from skyrl_engine.workers.scored_tokens import Selection
 from skyrl_engine.workers.spec import WorkerSpec
 from skyrl_engine.workers.teaching import TaughtBatch
@@ -126,6 +128,7 @@ class Worker:
         self._shown = spec.shown
         self._model, self._device = spec.model, device
         self._generator: RankGenerator | None = None
+        self._profile: RankProfile | None = None
         if spec.plugins.keys() - {"backend"}:
             self.use_plugins(spec.plugins)
         self._plugin = SelectedPlugin.from_lock(spec.plugins["backend"])
@@ -248,6 +251,16 @@ class Worker:
         """The generator, once it was made."""
         assert self._generator is not None, "the generator was not started"
         return self._generator
+
+    def begin_profile(self, path: Path, *, memory: bool) -> None:
+        """Record with torch's profiler, for files whose names begin with `path` and this rank."""
+        self._profile = RankProfile.begin(path.with_name(f"{path.name}-rank-{self.number}"), self._device, memory=memory)
+
+    def end_profile(self) -> None:
+        """Write what was recorded."""
+        profile, self._profile = self._profile, None
+        assert profile is not None, "no profile was begun"
+        profile.end()
 
     def leave_device(self) -> None:
         """Move the trained model and the frozen ones to host memory."""

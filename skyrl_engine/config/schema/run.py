@@ -36,6 +36,12 @@ class RunConfig:
     report: bool = True
     """Write `report.html` into the run directory, at the end and, in at most 0.5% of the time, while the run trains."""
 
+    profile_steps: int | None = field(default=None, validator=optional(ge(1)))
+    """Optimizer steps that torch's profiler records on every rank, from the session's second one on, into `profile/` of the run directory."""
+
+    profile_memory: bool = False
+    """With `profile_steps`, write a snapshot of every allocation of these steps too; on CUDA devices only."""
+
     observers: tuple[str, ...] = field(
         default=("metrics_jsonl",), validator=deep_iterable(min_len(1)), metadata={PLACE: "reference"}
     )

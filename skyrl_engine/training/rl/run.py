@@ -91,7 +91,7 @@ def run_rl(
                 evaluation=config.evaluation,
                 checkpoint=config.checkpoint,
                 total_steps=config.rl.steps,
-                inline=config.run.launch == "inline",
+                run_config=config.run,
             ).run()
 
 

@@ -159,7 +159,7 @@ def train_on_data(
                 evaluation=config.evaluation,
                 checkpoint=config.checkpoint,
                 total_steps=prepared.total_steps,
-                inline=config.run.launch == "inline",
+                run_config=config.run,
             ).run()
 
 
