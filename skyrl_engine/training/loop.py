@@ -96,7 +96,7 @@ class Loop:
             profiled.before_step(session.step + 1)
             done = self._step(session.step + 1)
             step = session.step
-            profiled.after_step(step, ends=done.ends is not None or bool(session.stop))
+            profiled.after_step(step, ends=done.ends is not None)
             if done.ends is not None:
                 self._save()
                 raise done.ends
@@ -106,6 +106,7 @@ class Loop:
                 is_best = self._evaluate()
             if is_best or _is_due(step, self.checkpoint.every):
                 self._save()
+        profiled.after_step(session.step, ends=True)
         ended = session.step >= total or self._is_out_of_patience
         if self._is_out_of_patience and session.step < total:
             tell(logger, self._describe_early_end())
