@@ -6,20 +6,9 @@ from typing import TypeGuard
 
 from attrs import frozen
 
+from skyrl_engine.config.schema.evaluation import find_best_end
 from skyrl_engine.errors import ConfigError, Problem
 
-_LOWER = ("*loss*", "*perplexity*", "*error*", "*_kl", "*/kl", "kl", "*divergence*")
-_HIGHER = (
-    "*avg@*",
-    "*pass@*",
-    "*maj@*",
-    "*success*",
-    "*accurac*",
-    "*margins*",
-    "*reward*mean",
-    "evaluation/*reward*",
-    "*exact_match*",
-)
 _ENDS = ("*_low", "*_high")
 """Ends of the interval around another metric."""
 _PREFERRED = ("evaluation/avg@*", "evaluation/reward*", "loss")
@@ -40,9 +29,7 @@ class Best:
 
 def is_higher_better(metric: str) -> bool | None:
     """Say by a metric's name if higher values are better; None where the name does not tell."""
-    if any(fnmatchcase(metric, pattern) for pattern in _LOWER):
-        return False
-    return True if any(fnmatchcase(metric, pattern) for pattern in _HIGHER) else None
+    return {"highest": True, "lowest": False, None: None}[find_best_end(metric)]
 
 
 def choose_metric(names: Iterable[str]) -> str | None:

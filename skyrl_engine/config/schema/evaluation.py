@@ -1,6 +1,6 @@
 """`[evaluation]`: the steps at which to evaluate, the best checkpoint, and an early end."""
 
-import re
+from fnmatch import fnmatchcase
 from typing import Final, Literal
 
 from attrs import field, frozen
@@ -9,10 +9,18 @@ from attrs.validators import ge, in_, lt, min_len, optional
 Extreme = Literal["lowest", "highest"]
 """The end of a metric's scale that is best."""
 
-_LOWEST: Final = re.compile(r"loss(/.+)?")
-_HIGHEST: Final = re.compile(
-    r"rewards/(accuracies|margins)|steps/(accuracy|right)|evaluation/(.+/)?(avg|pass|maj)@\d+(_low|_high)?"
+_LOWEST: Final = ("*loss*", "*perplexity*", "*error*", "*_kl", "*/kl", "kl", "*divergence*")
+_HIGHEST: Final = (
+    *("*avg@*", "*pass@*", "*maj@*", "*success*", "*accurac*", "*margins*", "steps/right", "*exact_match*"),
+    *("*reward*mean", "evaluation/*reward*"),
 )
+
+
+def find_best_end(metric: str) -> Extreme | None:
+    """Return which end of a metric's scale is best, by its name; None where the name does not tell."""
+    if any(fnmatchcase(metric, pattern) for pattern in _LOWEST):
+        return "lowest"
+    return "highest" if any(fnmatchcase(metric, pattern) for pattern in _HIGHEST) else None
 
 
 def list_pass_numbers(samples: int) -> list[int]:
@@ -61,6 +69,4 @@ class EvaluationConfig:
             return None
         if self.best_is != "auto":
             return self.best_is
-        if _LOWEST.fullmatch(self.best):
-            return "lowest"
-        return "highest" if _HIGHEST.fullmatch(self.best) else None
+        return find_best_end(self.best)
