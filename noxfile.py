@@ -199,7 +199,7 @@ def docs(session: nox.Session) -> None:
     generated = ["tests/cli/test_reference.py", "tests/config/test_report.py"]
     pytest(session, "docs", "CONTRIBUTING.md", *readmes, *generated, *session.posargs)
     pytest(session, "tests/cli/demo/test_readme.py", "-m", "example and not nightly")
-    python(session, "-m", "mkdocs", "build", "--strict", "--quiet")
+    session.run(str(OURS.scripts / "zensical"), "build", "--strict")
 
 
 @nox.session
@@ -293,6 +293,13 @@ def install_vllm(session: nox.Session) -> None:
     pip(session, "install", "--quiet", "--no-compile", "hatchling", "editables", "pytest", into=inside)
     pip(session, *add, "--no-build-isolation", "--editable", VLLM_SERVER, into=inside)
     stamp.write_text(state.hexdigest())
+
+
+@nox.session
+def screenshots(session: nox.Session) -> None:
+    """Pictures of reports for the docs, by headless Chromium; says so and takes none where it is not installed."""
+    install(session)
+    python(session, "tests/screenshots/screenshots.py", *session.posargs)
 
 
 @nox.session
