@@ -139,10 +139,10 @@ def parse_line(line: bytes) -> dict[str, Any] | None:
     """Return the record of a whole line, None for a damaged one."""
     try:
         record = json.loads(line)
-    except ValueError:  # a crash of the machine, not only of the process, can leave a line of zero bytes
+    except (ValueError, RecursionError):  # a crash of the machine, not only of the process, can leave a line of zero bytes
         return None
     whole = isinstance(record, dict) and isinstance(record.get("kind"), str) and isinstance(record.get("step"), int)
-    return record if whole else None
+    return record if whole and isinstance(record.get("total_steps"), int | None) else None
 
 
 def read_last_step(path: Path) -> tuple[dict[str, Any] | None, int | None]:

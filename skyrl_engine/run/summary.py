@@ -60,8 +60,9 @@ def _walk(folder: Path, depth: int, seen: set[Path]) -> Iterator[Path]:
         yield folder
     elif depth:
         for entry in entries:
-            if not entry.name.startswith(".") and entry.is_dir():
-                yield from _walk(folder / entry.name, depth - 1, seen)
+            path = folder / entry.name
+            if not entry.name.startswith(".") and path.is_dir():  # `entry.is_dir` raises for a link to itself
+                yield from _walk(path, depth - 1, seen)
 
 
 def summarize_run(folder: Path) -> RunSummary:

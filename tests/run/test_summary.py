@@ -68,6 +68,15 @@ def test_extremes_that_are_none_are_computed_again(tmp_path: Path, extremes: obj
     assert summarize_run(run).best == Best("loss", 1.5, 1)
 
 
+@pytest.mark.parametrize("line", ['{"kind": "step", "step": ' + "[" * 100_000, '{"kind": "step", "step": 3, "total_steps": "x"}'])
+def test_a_damaged_line_is_none(tmp_path: Path, line: str) -> None:
+    """Nesting is deeper than Python reads; a total that is no number would be compared with the step."""
+    run = write_run(tmp_path / "run")
+    (run / "metrics.jsonl").write_text(FILES["metrics.jsonl"] + line + "\n")
+    summary = summarize_run(run)
+    assert (summary.step, summary.total_steps, summary.state.word) == (2, 2, "ended")
+
+
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.sampled_from(sorted(FILES)), st.data())
 def test_no_damage_keeps_a_list_from_being_shown(tmp_path: Path, name: str, data: st.DataObject) -> None:
@@ -97,6 +106,7 @@ def test_runs_are_found_below_a_folder_and_not_in_each_other(tmp_path: Path) -> 
     write_run(tmp_path / "a" / "copy")
     (tmp_path / "other").mkdir()
     (tmp_path / "loop").symlink_to(tmp_path)
+    (tmp_path / "itself").symlink_to("itself")
     (tmp_path / "again").symlink_to(runs[0])
     assert find_runs(tmp_path) == runs
     assert find_runs(runs[0]) == [runs[0]]

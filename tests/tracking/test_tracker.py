@@ -134,6 +134,21 @@ def test_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
         "training.observers": '["a", "b"]',
         "api_key": "(hidden)",
     }
+    keys = ("aws_secret_access_key", "X-Api-Key", "openaiApiKey", "hf_token", "private_key", "auth")
+    nested = {
+        "headers": {"Authorization": "a"},
+        "credentials": {"user": "b", "pin": 12345},
+        "password": 6789,
+        "rows": [[{"token": "c"}]],
+    }
+    hidden = flatten_config({**dict.fromkeys(keys, "d"), **nested})
+    assert len(hidden) == len(keys) + 5
+    assert set(hidden.values()) == {"(hidden)"}
+    monkeypatch.setenv("OTHER_TOKEN", "in-the-environment-and-longer")
+    monkeypatch.setenv("QUOTED_SECRET", 'with "quotes" and ü')
+    assert flatten_config({"texts": ['with "quotes" and ü', 1, None]}) == {"texts": '["(hidden)", 1, null]'}
+    assert hide_secrets("in-the-environment-and-longer") == "(hidden)"
+    assert hide_secrets("https://me:p@ss@host/x?sv=1") == "https://(hidden)@host/x?sv=1"
     assert hide_secrets("GET https://host/v1?x=1&api_key=abc failed") == "GET https://host/v1?x=1&api_key=(hidden) failed"
 
 
