@@ -199,9 +199,9 @@ class SampleTokenizer:
     def _encode_without_offsets(self, text: _Text) -> tuple[AnyArray, AnyArray, int]:
         """Tokenize a text with a tokenizer that reports no character offsets.
 
-        A span's tokens are those behind the ones that the text up to its start shares with the whole, up to those that the text up to
-        its end shares. So the tokens are the whole text's, as a fast tokenizer gives them: tokenized by itself, a piece can get a
-        space in front that the text does not have (SentencePiece), or miss a merge.
+        A span's tokens are those after the ones that the text up to its start shares with the whole, up to those that the text up to its
+        end shares, and at least one. So the tokens are the whole text's, as a fast tokenizer gives them: tokenized by itself, a piece can
+        get a space in front that the text does not have (SentencePiece), or miss a merge.
         """
         ids = self._ids_within(text.text)
         weights = np.zeros(len(ids), dtype=np.float32)
@@ -212,7 +212,7 @@ class SampleTokenizer:
             before, until = self._ids_within(text.text[:start]), self._ids_within(text.text[:end])
             first, last = _common_prefix(before, ids), _common_prefix(until, ids)
             across_start, across_end = first < len(before), last < len(until)
-            last = min(last + across_end, len(ids))
+            last = min(max(last + across_end, first + 1), len(ids))
             np.maximum(weights[first:last], np.float32(weight), out=weights[first:last])
             boundary += int(across_start)
         return ids, weights, boundary
@@ -266,6 +266,8 @@ def _tokens_in(text: _Text, starts: AnyArray, ends: AnyArray) -> tuple[AnyArray,
     weights = np.zeros(len(starts), dtype=np.float32)
     boundary = 0
     for (start, end), weight in zip(text.spans, text.weights, strict=True):
+        if start == end:  # the token around an empty span has no character in it
+            continue
         np.maximum(weights, np.float32(weight), out=weights, where=(starts < end) & (ends > start))
         boundary += int(np.count_nonzero((starts < start) & (ends > start)))
     return weights, boundary

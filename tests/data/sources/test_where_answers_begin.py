@@ -6,6 +6,7 @@ several kinds.
 
 import json
 from collections.abc import Callable
+from itertools import combinations_with_replacement
 from pathlib import Path
 from typing import Any
 
@@ -186,6 +187,23 @@ def test_an_answer_that_merges_takes_the_other_half_with_it(tmp_path: Path) -> N
 
 
 ALPHABET = "Sky is blue 14\n今天天气很好坏วันนี้"
+
+
+@pytest.mark.parametrize("has_offsets", [True, False])
+def test_a_span_has_loss_exactly_if_it_has_characters(tokenizer: Any, monkeypatch: pytest.MonkeyPatch, has_offsets: bool) -> None:
+    """An empty one inside a token trained that token; without offsets, one whose end merged with what follows could train none."""
+    monkeypatch.setattr(type(tokenizer), "is_fast", property(lambda _: has_offsets))
+    texts = [
+        PlainText(text, spans=(span,))
+        for text in ("Sky is", "is is is")
+        for span in combinations_with_replacement(range(len(text) + 1), 2)
+    ]
+    samples = SampleTokenizer(tokenizer, loss_on="last")((0, "row", text) for text in texts)
+    for text, sample in zip(texts, samples, strict=True):
+        assert text.spans is not None
+        ((start, end),) = text.spans
+        assert sample.loss.any() == (start < end)
+        assert sample.boundary_tokens <= (start < end)
 
 
 @settings(deadline=None)
