@@ -185,7 +185,7 @@ def resolve(raw: RawConfig, *, need: Collection[str] | None = None, also: Collec
     _raise(problems, plugin_errors, raw)
     config = structured.config()
     resolved = _as_dict(config, plugins, observers)
-    return ResolvedConfig(config, registry, plugins, tuple(observers), complete_origins(resolved, raw.origins, DEFAULT))
+    return ResolvedConfig(config, registry, plugins, tuple(observers), complete_origins(resolved, raw, DEFAULT))
 
 
 @frozen

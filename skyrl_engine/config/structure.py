@@ -353,8 +353,9 @@ def _plain_config(config: EngineConfig) -> dict[str, Any]:
     return table
 
 
-def complete_origins(table: Mapping[str, Any], known: Mapping[str, Origin], default: Origin) -> dict[str, Origin]:
-    """Return the origin of every key that holds a value in a resolved table: as given, else `default`."""
+def complete_origins(table: Mapping[str, Any], raw: RawConfig, default: Origin) -> dict[str, Origin]:
+    """Return the origin of every key that holds a value in a resolved table: as given, else `default`. An empty `[table]` gives no key."""
+    known = {key: origin for key, origin in raw.origins.items() if raw.table.get(key) != {}}
     origins = {}
     for path, _ in leaves(table):
         origins_above = [known[format_key(path[:end])] for end in range(len(path), 0, -1) if format_key(path[:end]) in known]

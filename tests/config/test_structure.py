@@ -222,10 +222,19 @@ def test_what_lies_in_the_current_folder_becomes_absolute_and_plugins_do_not(
     assert parsed.selected["loss"].use == "cross_entropy"
 
 
+def test_keys_of_an_empty_table_are_defaults(tmp_path: Path) -> None:
+    """`skyrl-engine init` writes tables whose keys are all comments."""
+    path = tmp_path / "run.toml"
+    path.write_text("[model]\npath = 'm'\n[data]\ntrain = 't'\n[optimizer]\n# learning_rate = 1e-05\n[run]\n")
+    raw = load(path)
+    completed = complete_origins(plain(structure(raw).config()), raw, DEFAULT)
+    assert {key for key, origin in completed.items() if origin is not DEFAULT} == {"model.path", "data.train"}
+
+
 def test_origins_are_completed_with_defaults() -> None:
     raw = load(None, ["optimizer.betas=[0.5, 0.6]", "loss.terms=[{use = 'kl', coef = 1}]", *NEEDED])
     table = plain(structure(raw).config())
-    completed = complete_origins(table, raw.origins, DEFAULT)
+    completed = complete_origins(table, raw, DEFAULT)
     assert str(completed["optimizer.betas"]) == "command line"
     assert str(completed["loss.terms[0].use"]) == "command line"
     assert str(completed["run.seed"]) == "default"
