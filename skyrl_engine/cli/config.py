@@ -75,7 +75,11 @@ def migrate_config(file: Path, output: Path | None, trainer: str | None) -> None
     else:
         output.write_text(visible(text), encoding="utf-8")
         echo(f"{output}: check it with `skyrl-engine config check {output}`.")
-    echo(f"{len(migration.taken)} keys are taken over, {len(migration.said)} are not: comments at the end say why.", err=True)
+    needless = sum(each.needless for each in migration.said)
+    counts = (
+        f"{len(migration.taken)} keys are written; {len(migration.said) - needless} are yours to decide, {needless} need nothing"
+    )
+    echo(f"{counts}: comments at the end say why.", err=True)
 
 
 @config.command("schema")

@@ -31,12 +31,13 @@ _MANY: Final = ("data.train", "data.eval")
 
 @frozen
 class Said:
-    """A key of the other configuration that is not taken over, at its line, and why."""
+    """A key of the other configuration that is not taken over, at its line, and why. `needless`: nothing has to be written for it."""
 
     key: str
     value: Any
     line: int | None
     why: str
+    needless: bool = False
 
 
 @define
@@ -67,9 +68,11 @@ class Migration:
             groups.setdefault(table, []).append(f"{last} = {_toml(value)}  # {origin}")
         for table in sorted(groups):
             lines += ["", f"[{table}]", *groups[table]]
-        if self.said:
-            lines += ["", "# Not taken over:"]
-            lines += [f"# {_at(each.line)}{each.key} = {' '.join(_toml(each.value).split())}: {each.why}" for each in self.said]
+        for heading, needless in (("Not taken over, yours to decide", False), ("Nothing has to be written for", True)):
+            said = [each for each in self.said if each.needless == needless]
+            if said:
+                lines += ["", f"# {heading}:"]
+                lines += [f"# {_at(each.line)}{each.key} = {_on_one_line(each.value)}: {each.why}" for each in said]
         return "\n".join(lines) + "\n"
 
 
@@ -103,7 +106,12 @@ def migrate(
             _move(migration, path, value, lines.get(path), adapts=adapts)
     if "training.steps" in migration.taken and "training.epochs" in migration.taken:
         epochs, origin = migration.taken.pop("training.epochs")
-        migration.said.append(Said("training.epochs", epochs, None, f"the number of steps counts ({origin})"))
+        migration.said.append(Said("training.epochs", epochs, None, f"the number of steps counts ({origin})", needless=True))
+    if chosen != "rl" and not {"data.eval", "data.eval_fraction"} & migration.taken.keys():
+        for key in ("evaluation.every", "evaluation.at_start"):
+            if key in migration.taken:
+                value, origin = migration.taken.pop(key)
+                migration.said.append(Said(key, value, None, f"set it with data.eval or data.eval_fraction ({origin})"))
     if adapts and "model.lora.rank" not in migration.taken and _is_valid(chosen, "model.lora.rank", 8) is None:
         migration.taken["model.lora.rank"] = 8, "adapters of the default rank"
     return migration
@@ -158,23 +166,28 @@ def _move(migration: Migration, path: KeyPath, value: Any, line: int | None, *, 
     names = [str(name) for name in path if not isinstance(name, int)]
     written = format_key(path)
 
-    def say(why: str) -> None:
-        migration.said.append(Said(written, value, line, why))
+    def say(why: str, *, needless: bool = False) -> None:
+        migration.said.append(Said(written, value, line, why, needless))
 
     if value is None:
-        say("it is not set")
+        say("it is not set", needless=True)
         return
     row = _find(names, trainer)
-    if row is None or row["kind"] != "take":
-        say(row["reason"] if row is not None else explain_path(path, trainer) or "it has no counterpart here, as far as is known")
+    if row is None:
+        say(explain_path(path, trainer) or "it has no counterpart here, as far as is known")
+        return
+    if row["kind"] != "take":
+        # what is missing here and was off there
+        off = row["kind"] == "none" and value is False
+        say(row["reason"], needless=off or row["kind"] == "needless")
         return
     key = row["key"]
     if key.startswith("model.lora.") and not adapts and key != "model.lora.path":
-        say("no adapters are trained")
+        say("no adapters are trained", needless=True)
         return
     ours = _convert(row, value)
     if ours is None:
-        say(f"this value has no counterpart: see {key}")
+        say(f"this value is not taken over: see {key}")
         return
     if key in migration.taken:
         if key not in _MANY:
@@ -246,6 +259,10 @@ def _at(line: int | None) -> str:
 
 def _after(line: int | None) -> str:
     return "" if line is None else f", line {line}"
+
+
+def _on_one_line(value: Any) -> str:
+    return "null" if value is None else " ".join(_toml(value).split())
 
 
 def _toml(value: Any) -> str:

@@ -58,6 +58,10 @@ learning_rate: 2.0e-5
 lr_scheduler_type: polynomial
 max_length: 1024
 per_device_train_batch_size: 4
+eval_steps: 100
+load_in_8bit: false
+report_to: wandb
+packing: true
 """
 VERL = """
 data: {train_files: tasks.parquet, max_prompt_length: 512, max_response_length: 256, train_batch_size: 64}
@@ -101,7 +105,7 @@ def test_axolotl() -> None:
         "training": {"batch_size": 8, "micro_batch_rows": 2, "epochs": 3},
     }
     assert "max_length = 2048  # sequence_len, line 11" in text
-    assert '# line 15: optimizer = "adamw_bnb_8bit": this value has no counterpart: see optimizer.use' in text
+    assert '# line 15: optimizer = "adamw_bnb_8bit": this value is not taken over: see optimizer.use' in text
     assert "load_in_4bit = true: weights are trained in full precision" in text
     assert "warmup_ratio = 0.1: Set optimizer.warmup_steps (it counts steps, not a share of them)" in text
     assert "some_new_key = 1: it has no counterpart here, as far as is known" in text
@@ -124,7 +128,19 @@ def test_trl_does_not_say_how_it_trains() -> None:
         migrated(TRL)
     ours, text = migrated(TRL, "reward_model")
     assert ours["trainer"] == "reward_model"
-    assert 'lr_scheduler_type = "polynomial": this value has no counterpart: see optimizer.schedule' in text
+    assert 'lr_scheduler_type = "polynomial": this value is not taken over: see optimizer.schedule' in text
+
+
+def test_what_needs_nothing_stands_apart_from_what_is_to_be_decided() -> None:
+    ours, text = migrated(TRL, "sft")
+    written, _, rest = text.partition("# Not taken over, yours to decide:\n")
+    decide, _, nothing = rest.partition("# Nothing has to be written for:\n")
+    assert "evaluation" not in ours
+    assert "evaluation.every = 100: set it with data.eval or data.eval_fraction (eval_steps, line 8)" in decide
+    assert "report_to" in decide
+    assert "packing" in nothing
+    assert "load_in_8bit = false" in nothing
+    assert "max_length = 1024" in written
 
 
 def test_verl_takes_the_actor_and_says_the_critic() -> None:
@@ -152,7 +168,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main(line) == 0
     output = capsys.readouterr()
     assert tomllib.loads(output.out)["training"]["batch_size"] == 4
-    assert "are taken over" in output.err
+    assert "are yours to decide" in output.err
     assert main([*line, str(tmp_path / "ours.toml")]) == 0
     assert (tmp_path / "ours.toml").read_text() == output.out
     assert main([*line, str(tmp_path / "ours.toml")]) == 2
