@@ -12,7 +12,7 @@ from skyrl_engine.cli.options import load_config
 from skyrl_engine.cli.terminal import echo
 
 _TRAINERS = ("sft", "preference", "reward_model", "rl")
-_NEEDED = {"trainer": "--trainer", "model": "--model", "signal": "--reward or --env", "data": "--data"}
+_NEEDED = {"trainer": "--trainer", "model": "--model", "signal": "--reward (or --env)", "data": "--data"}
 
 
 @click.command(cls=EngineCommand)
@@ -80,7 +80,7 @@ def _ask(given: dict[str, Any]) -> dict[str, Any]:
     ask("lora", "Rank of low-rank adapters; 0 trains all weights", type=click.IntRange(min=0), default=0)
     needed = ["trainer", "model", *(["signal"] if answers["trainer"] == "rl" else []), *([] if answers["env"] else ["data"])]
     if lacking := [_NEEDED[name] for name in needed if not answers[name]]:
-        raise click.UsageError(f"Nobody says {', '.join(lacking)}, and there is no terminal to ask at.")
+        raise click.UsageError(f"Give {' and '.join(lacking)}: there is no terminal to ask at.")
     return answers
 
 

@@ -72,8 +72,8 @@ def test_a_terminal_is_asked_five_questions(folder: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--trainer", "sft"], "Nobody says --model, --data, and there is no terminal to ask at"),
-        (["--trainer", "rl", "--model", "model"], "Nobody says --reward or --env, --data"),
+        (["--trainer", "sft"], "Give --model and --data: there is no terminal to ask at"),
+        (["--trainer", "rl", "--model", "model"], "Give --reward (or --env) and --data: there is"),
         (["--trainer", "sft", "--model", "m", "--data", "d", "--reward", "r"], "--reward and --env are for trainer rl"),
         (["--trainer", "rl", "--model", "m", "--env", "e", "--data", "d"], "has tasks of its own"),
         (["a.yaml"], "does not end in .toml"),
