@@ -266,8 +266,11 @@ def _series(version: str, further: int = 0) -> str:
 
 
 def remove_aside(path: Path) -> None:
-    """Delete a file or folder; a folder out of sight first: a half-deleted one must not look like a whole checkpoint. Raises OSError."""
-    if path.is_dir():
+    """Delete a file or folder; a folder out of sight first: a half-deleted one must not look like a whole checkpoint. Raises OSError.
+
+    Of a link the link goes, and what it names stays.
+    """
+    if path.is_dir() and not path.is_symlink():
         hidden = path if path.name.startswith(".") else path.rename(path.with_name(f".{path.name}.replaced"))
         shutil.rmtree(hidden)
     else:

@@ -166,14 +166,14 @@ def prune(plan: PrunePlan) -> int:
     latest.verify()
     freed = 0
     for path in plan.list_paths():
-        size = count_bytes(path)
         try:
+            size = path.lstat().st_size if path.is_symlink() else count_bytes(path)
             remove_aside(path)
         except FileNotFoundError:
             continue
         except OSError as error:
             raise CheckpointError(
-                f"{path} cannot be deleted ({error.strerror})", remedy="Make it writable, and prune again"
+                f"{path} cannot be deleted ({error.strerror or error})", remedy="Make it writable, and prune again"
             ) from error
         freed += size
     return freed

@@ -12,6 +12,7 @@ from skyrl_engine.contracts.kinds.observer import EvaluationFinished, SessionFin
 from skyrl_engine.errors import CheckpointError, ConfigError, EngineError
 from skyrl_engine.run.checkpoint import CheckpointStore
 from skyrl_engine.run.directory import RunDirectory
+from skyrl_engine.run.listing import count_bytes
 from skyrl_engine.run.metrics import MetricsJsonl
 from skyrl_engine.run.prune import PruneRules, hold_to_prune, plan_prune, prune
 
@@ -149,6 +150,17 @@ def test_a_crash_in_the_middle_leaves_whole_checkpoints_and_the_rest_to_the_next
     prune(plan_prune(run, PruneRules(keep_last=1)))
     assert steps(run) == [2, 5]
     assert not list(run.checkpoints.glob(".*"))
+
+
+def test_of_a_checkpoint_that_is_a_link_the_link_goes(run: RunDirectory, tmp_path: Path) -> None:
+    link = next(path for path in sorted(run.checkpoints.iterdir()) if path.name.startswith("step-"))
+    link.rename(tmp_path / "of another disk")
+    link.symlink_to(tmp_path / "of another disk")
+    plan = plan_prune(run, PruneRules(keep_last=1))
+    expected = sum(count_bytes(path) for path in plan.list_paths() if path != link) + link.lstat().st_size
+    assert prune(plan) == expected
+    assert not any(link.name in path.name for path in run.checkpoints.iterdir())
+    assert (tmp_path / "of another disk" / "files.json").exists()
 
 
 def test_a_run_on_which_a_process_works_or_may_work_is_refused(run: RunDirectory) -> None:
