@@ -78,7 +78,13 @@ def compare_objectives(
         tempfile.TemporaryDirectory(prefix="skyrl-engine-compare-") as scratch,
         show_progress(quiet=settings.quiet or as_json) as display,
         warnings_to(display.warning),
-        replay(resolved, past, Path(scratch), progress=display.data) as recorded,
+        replay(
+            resolved,
+            past,
+            Path(scratch),
+            progress=display.data,
+            check=lambda engine: measuring.check_objectives(engine, compared),
+        ) as recorded,
     ):
         measured = measuring.compare_objectives(recorded, compared, Path(scratch), tokens=tokens, progress=display.data)
     if as_json:

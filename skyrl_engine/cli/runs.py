@@ -349,7 +349,7 @@ def _show_plans(plans: "Sequence[tuple[PrunePlan, RolloutPlan | None]]") -> None
             rows.append((str(run), str(path.relative_to(run)), format_bytes(count_bytes(path)), f"keep: {reason}"))
     if rows:
         show_table(("run", "what", "size", ""), rows)
-    echo(f"to delete: {format_bytes(total)}")
+    echo(f"to delete: {format_bytes(total)}" if total else "nothing to delete")
 
 
 def _ask(*, yes: bool) -> None:

@@ -13,6 +13,7 @@ from attrs import frozen
 from skyrl_engine.config import SelectedPlugin
 from skyrl_engine.contracts.kinds.backend import MicroBatch
 from skyrl_engine.contracts.values.outputs import BatchOutput, results_of
+from skyrl_engine.engine.engine import Engine
 from skyrl_engine.engine.plan import Plan
 from skyrl_engine.engine.results import COUNTED
 from skyrl_engine.errors import UnsupportedError
@@ -77,6 +78,12 @@ class Measured:
     pushes: tuple[TokenPush, ...] | None
 
 
+def check_objectives(engine: Engine, objectives: Sequence[ComparedObjective]) -> None:
+    """Put every objective in force once, the first one last. Raises what `Engine.use_loss` does for one that does not go with the run."""
+    for objective in (*objectives[1:], *objectives[:1]):
+        _put_in_force(engine, objective)
+
+
 def compare_objectives(
     step: RecordedStep,
     objectives: Sequence[ComparedObjective],
@@ -127,10 +134,7 @@ def compare_objectives(
 
 def _use(step: RecordedStep, objective: ComparedObjective) -> Plan:
     """Put an objective in force; return the plan with what it reads."""
-    if objective.loss is not None:
-        step.engine.use_loss(objective.loss)
-    if objective.reducer is not None:
-        step.engine.use_reducer(objective.reducer)
+    _put_in_force(step.engine, objective)
     plan = step.plan
     if objective.advantage is not None:
         if step.with_advantage is None:
@@ -147,6 +151,13 @@ def _use(step: RecordedStep, objective: ComparedObjective) -> Plan:
             remedy="Compare losses that read what the run's own loss does, or record a run whose loss reads it too",
         )
     return plan
+
+
+def _put_in_force(engine: Engine, objective: ComparedObjective) -> None:
+    if objective.loss is not None:
+        engine.use_loss(objective.loss)
+    if objective.reducer is not None:
+        engine.use_reducer(objective.reducer)
 
 
 def measure_pushes(step: RecordedStep, plan: Plan, output: BatchOutput) -> Numbers | None:

@@ -58,9 +58,18 @@ class Replay(Protocol):
     """A trainer's way back to one of its steps: `skyrl_engine.config.trainers.Trainer.replay` names one."""
 
     def __call__(
-        self, resolved: ResolvedConfig, past: "Past", scratch: Path, *, progress: Progress | None
+        self,
+        resolved: ResolvedConfig,
+        past: "Past",
+        scratch: Path,
+        *,
+        progress: Progress | None,
+        check: Callable[[Engine], None],
     ) -> AbstractContextManager[RecordedStep]:
-        """Start the ranks and bring `past.step` back; what is written goes to `scratch`, an empty folder, and nothing to the run directory."""
+        """Start the ranks and bring `past.step` back; what is written goes to `scratch`, an empty folder, and nothing to the run directory.
+
+        `check` is called with the engine before any step is taken again, and leaves it as it is.
+        """
 
 
 @frozen(eq=False)
@@ -110,6 +119,9 @@ class Past:
     def take_steps(self, take: Callable[[int], StepDone], progress: Progress | None) -> tuple[ReplayDifference, ...]:
         """Take the steps up to the wanted one again, and say where they differ from the record."""
         differences: dict[str, ReplayDifference] = {}
+        if progress is not None and self.step - self.start > 1:
+            # said also where no counter is shown
+            progress(f"taking {self.step - self.start - 1:,} steps again", 0, 0)
         for number in range(self.start + 1, self.step):
             if progress is not None:
                 progress("steps taken again", number - self.start - 1, self.step - 1 - self.start)
@@ -139,6 +151,10 @@ def refuse_before_start(past: Past, what: str, keys: str) -> None:
         f"{past.directory.path} no longer holds {what}, which step {past.step:,} is brought back with from step {past.start:,}",
         remedy=f"Choose a later step, or keep more in the next run: {keys}",
     )
+
+
+def check_nothing(engine: Engine) -> None:
+    """Accept an engine as it is."""
 
 
 def refuse_trainer(name: str) -> UnsupportedError:

@@ -19,7 +19,7 @@ from skyrl_engine.rollout.journal_index import JournalIndex, apply_decision, rea
 from skyrl_engine.rollout.offline_source import OfflineSource, Recording
 from skyrl_engine.run.progress import LOADING
 from skyrl_engine.spans import Phases
-from skyrl_engine.training.replay.step import Past, Progress, RecordedStep, refuse_before_start
+from skyrl_engine.training.replay.step import Past, Progress, RecordedStep, check_nothing, refuse_before_start
 from skyrl_engine.training.rl.prepare import prepare
 from skyrl_engine.training.rl.prepared import PreparedRl
 from skyrl_engine.training.rl.reward_model import replace_rewards
@@ -57,7 +57,14 @@ class JournalSource:
 
 
 @contextmanager
-def replay_rl(resolved: ResolvedConfig, past: Past, scratch: Path, *, progress: Progress | None = None) -> Iterator[RecordedStep]:
+def replay_rl(
+    resolved: ResolvedConfig,
+    past: Past,
+    scratch: Path,
+    *,
+    progress: Progress | None = None,
+    check: Callable[[Engine], None] = check_nothing,
+) -> Iterator[RecordedStep]:
     """Bring a step back: groups are read again, and the steps since the checkpoint taken again.
 
     Raises CheckpointError where the journal no longer holds the groups of a step, or an environment is another than it was.
@@ -74,6 +81,7 @@ def replay_rl(resolved: ResolvedConfig, past: Past, scratch: Path, *, progress: 
     with Engine.launch(prepared.resolved, prepared.assembly, prepared.files, prepared.optimizer_steps, prepared.layout) as engine:
         if checkpoint is not None:
             engine.load(checkpoint.state)
+        check(engine)
         reference = load_frozen_models(prepared, engine, past.link_references(scratch), state)
         source = _open_source(prepared, engine, past, state)
         trainer = make_trainer(prepared, engine, source, None, reference, state, lambda _: None, Phases())

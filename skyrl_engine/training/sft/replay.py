@@ -9,7 +9,7 @@ from skyrl_engine.config import ResolvedConfig
 from skyrl_engine.engine.engine import Engine
 from skyrl_engine.errors import UnsupportedError
 from skyrl_engine.run.progress import LOADING
-from skyrl_engine.training.replay.step import Past, Progress, RecordedStep
+from skyrl_engine.training.replay.step import Past, Progress, RecordedStep, check_nothing
 from skyrl_engine.training.sft.state import fingerprint, state_in
 from skyrl_engine.training.sft.student_samples import samples_answers
 from skyrl_engine.training.sft.trainer import Start, StartedRun, start_sft
@@ -17,7 +17,13 @@ from skyrl_engine.training.sft.trainer import Start, StartedRun, start_sft
 
 @contextmanager
 def replay_on_data(
-    start: Callable[[ResolvedConfig], Start], resolved: ResolvedConfig, past: Past, scratch: Path, *, progress: Progress | None
+    start: Callable[[ResolvedConfig], Start],
+    resolved: ResolvedConfig,
+    past: Past,
+    scratch: Path,
+    *,
+    progress: Progress | None,
+    check: Callable[[Engine], None],
 ) -> Iterator[RecordedStep]:
     """Bring a step back: rows are read again, and the steps since the checkpoint taken again.
 
@@ -44,13 +50,21 @@ def replay_on_data(
     with Engine.launch(prepared.resolved, prepared.assembly, prepared.files, prepared.total_steps) as engine:
         if checkpoint is not None:
             engine.load(checkpoint.state)
+        check(engine)
         trainer = started.trainer(StartedRun(engine, position, data, references, reference, scratch / "generator"))
         differences = past.take_steps(trainer.step, progress)
         yield RecordedStep(past.step, engine, trainer.plan_step(), {}, 1.0, None, past.metrics[past.step], past.start, differences)
 
 
 @contextmanager
-def replay_sft(resolved: ResolvedConfig, past: Past, scratch: Path, *, progress: Progress | None = None) -> Iterator[RecordedStep]:
+def replay_sft(
+    resolved: ResolvedConfig,
+    past: Past,
+    scratch: Path,
+    *,
+    progress: Progress | None = None,
+    check: Callable[[Engine], None] = check_nothing,
+) -> Iterator[RecordedStep]:
     """Bring a step of trainer sft back, as `replay_on_data` says."""
-    with replay_on_data(partial(start_sft, progress=progress), resolved, past, scratch, progress=progress) as step:
+    with replay_on_data(partial(start_sft, progress=progress), resolved, past, scratch, progress=progress, check=check) as step:
         yield step
