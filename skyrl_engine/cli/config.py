@@ -53,12 +53,12 @@ def check_config(file: Path, overrides: tuple[str, ...], *, trust_code: bool, **
 
 
 @config.command("migrate")
-@click.argument("file", type=click.Path(path_type=Path), metavar="FILE")
+@click.argument("theirs", type=click.Path(path_type=Path), metavar="FILE")
 @click.argument("output", type=click.Path(path_type=Path), required=False, metavar="[OUTPUT]")
 @click.option(
     "--trainer", type=click.Choice(["sft", "preference", "reward_model", "rl"]), help="What FILE trains by, where it does not say."
 )
-def migrate_config(file: Path, output: Path | None, trainer: str | None) -> None:
+def migrate_config(theirs: Path, output: Path | None, trainer: str | None) -> None:
     """Write the YAML configuration FILE of TRL, axolotl, LLaMA-Factory or verl as one of this engine.
 
     Without OUTPUT it is printed. Every key is taken over, with the line that it comes from, or stands in a comment that says why not.
@@ -68,8 +68,8 @@ def migrate_config(file: Path, output: Path | None, trainer: str | None) -> None
 
     if output is not None and output.exists():
         raise click.UsageError(f"{output} is there already. Name another file, or remove it.")
-    migration = migrate(*read_file(file), str(file), trainer)
-    text = migration.to_toml(file.name)
+    migration = migrate(*read_file(theirs), str(theirs), trainer)
+    text = migration.to_toml(theirs.name)
     if output is None:
         echo(text.rstrip("\n"))
     else:

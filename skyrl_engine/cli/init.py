@@ -16,7 +16,7 @@ _NEEDED = {"trainer": "--trainer", "model": "--model", "signal": "--reward (or -
 
 
 @click.command(cls=EngineCommand)
-@click.argument("file", type=click.Path(path_type=Path), default=Path("run.toml"), metavar="[FILE]")
+@click.argument("output", type=click.Path(path_type=Path), default=Path("run.toml"), metavar="[FILE]")
 @click.option("--trainer", type=click.Choice(_TRAINERS), help="What to train by.")
 @click.option("--model", metavar="MODEL", help="A Hugging Face directory or hub id.")
 @click.option("--data", metavar="DATA", help="What to train on: a file, a folder or a hub id.")
@@ -24,7 +24,7 @@ _NEEDED = {"trainer": "--trainer", "model": "--model", "signal": "--reward (or -
 @click.option("--env", metavar="ENVIRONMENT", help="Of trainer rl, instead: an environment with tasks and rewards.")
 @click.option("--eval-fraction", type=click.FloatRange(0, 1, max_open=True), metavar="SHARE", help="Share of the data to hold out.")
 @click.option("--lora", type=click.IntRange(min=0), metavar="RANK", help="Train low-rank adapters of this rank; 0: all weights.")
-def init(file: Path, **given: Any) -> None:
+def init(output: Path, **given: Any) -> None:
     """Write a commented configuration FILE (run.toml) that `skyrl-engine run` trains with.
 
     On a terminal it asks for what no option says. The file is checked before it is written; one that is there is never replaced.
@@ -33,22 +33,22 @@ def init(file: Path, **given: Any) -> None:
     from skyrl_engine.config.report import to_toml
     from skyrl_engine.config.starter import write_starter
 
-    if file.suffix != ".toml":
-        raise click.UsageError(f"{file} does not end in .toml.")
-    if file.exists():
-        raise click.UsageError(f"{file} is there already. Name another file, or remove it.")
-    if not file.absolute().parent.is_dir():
-        raise click.UsageError(f"There is no folder {file.parent}. Make it, or name another file.")
+    if output.suffix != ".toml":
+        raise click.UsageError(f"{output} does not end in .toml.")
+    if output.exists():
+        raise click.UsageError(f"{output} is there already. Name another file, or remove it.")
+    if not output.absolute().parent.is_dir():
+        raise click.UsageError(f"There is no folder {output.parent}. Make it, or name another file.")
     answers = _ask(given)
-    tables = _tables(answers, file.absolute().parent)
+    tables = _tables(answers, output.absolute().parent)
     try:
-        file.write_text(to_toml({"trainer": answers["trainer"], **tables}), encoding="utf-8")
-        resolved = resolve(load_config(file, ()))
-        file.write_text(write_starter(answers["trainer"], tables, resolved.as_dict()), encoding="utf-8")
+        output.write_text(to_toml({"trainer": answers["trainer"], **tables}), encoding="utf-8")
+        resolved = resolve(load_config(output, ()))
+        output.write_text(write_starter(answers["trainer"], tables, resolved.as_dict()), encoding="utf-8")
     except BaseException:
-        file.unlink(missing_ok=True)
+        output.unlink(missing_ok=True)
         raise
-    echo(f"{file}: look at the plan with `skyrl-engine run {file} --dry-run`, train with `skyrl-engine run {file}`.")
+    echo(f"{output}: look at the plan with `skyrl-engine run {output} --dry-run`, train with `skyrl-engine run {output}`.")
 
 
 def _ask(given: dict[str, Any]) -> dict[str, Any]:

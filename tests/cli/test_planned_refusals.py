@@ -221,9 +221,13 @@ def test_numbers_are_asked_for() -> None:
 @pytest.mark.parametrize("number", ["nan", "inf", "-inf"])
 @pytest.mark.parametrize(("name", "option"), FLOATS, ids=lambda value: value if isinstance(value, str) else value.opts[0])
 def test_no_option_takes_what_is_no_number(command, name, option, number) -> None:
-    needed = {"rollouts export": ["run", "--to", "jsonl", "--out", "x"], "diff-backends": ["--b", "fsdp"]}.get(
-        name, ["--model", "m", *([] if name in ("evaluate", "rl", "distill") else ["--data", "d"])]
-    )
+    of_command = {
+        "rollouts export": ["run", "--to", "jsonl", "--out", "x"],
+        "diff-backends": ["--b", "fsdp"],
+        "runs watch": ["run"],
+        "chat": ["m"],
+    }
+    needed = of_command.get(name, ["--model", "m", *([] if name in ("evaluate", "rl", "distill") else ["--data", "d"])])
     outcome = command(*name.split(), *needed, f"{option.opts[0]}={number}")
     assert not math.isfinite(float(number))
     assert outcome.code == 2

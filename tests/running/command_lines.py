@@ -40,6 +40,7 @@ WITH_FLAGS = {
         ["evaluate", "trained"],
         ["evaluate", "trained", "--env", "gymnasium:Acrobot-v1", "-k", "4"],
     ],
+    "chat": [["chat", "m"], ["chat", "trained"]],
     "prove": [["prove"], ["prove", "sft.toml", "--collator", "packed"]],
     "diff-backends": [["diff-backends", "--b", "fsdp"], ["diff-backends", "sft.toml", "--b", "fsdp"]],
 }

@@ -156,7 +156,7 @@ def test_recorded_rollouts_are_valued_anew(rl: Rl, judge: Path, tables_of: Calla
     again = run_rl(resolve(load(tables, keys))).directory
     (wanted,), (got,) = steps(online), steps(again)
     for name in ("reward/mean", "reward/std", "reward/model/reward_model/mean", "reward/part/reward_model"):
-        assert got[name] == pytest.approx(wanted[name], abs=1e-6), name
+        assert got[name] == pytest.approx(wanted[name], rel=1e-6, abs=1e-6), name
     with pytest.raises(UnsupportedError, match=r"\[\[group_filters\]\] choose .* \[\[rl\.reward_models\]\]"):
         prepare(resolve(load(tables, [*keys, 'group_filters=[{use="zero_variance"}]'])))
 
@@ -305,7 +305,7 @@ def test_a_recording_with_messages_is_valued_by_them_and_one_without_is_refused(
     again = run_rl(resolve(load({**tables, "rl": {**tables["rl"], "rollouts": str(online)}}, keys))).directory
     (wanted,), (got,) = steps(online), steps(again)
     for name in ("reward/mean", "reward/model/other/mean", "reward/part/other"):
-        assert got[name] == pytest.approx(wanted[name], abs=1e-6), name
+        assert got[name] == pytest.approx(wanted[name], rel=1e-6, abs=1e-6), name
     without = run_rl(rl("without", "rl.steps=1", rewarded(judge))).directory
     assert not any(attempt.messages for group in read_groups(without / "rollouts") for attempt in group.finished)
     with pytest.raises(
