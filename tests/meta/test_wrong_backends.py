@@ -53,7 +53,7 @@ ON_ONE_RANK = [
     ("without_decay", {"step", "sgd_step", "further_steps"}, "moves them in step 1"),
     ("sgd_with_momentum", {"sgd_step"}, "as far as SGD moves them in step 2"),
     ("lion_undeclared", {"further_steps"}, "takes the numbers of lion, and does not declare 'lion'"),
-    ("sgd_undeclared", {"undeclared_sgd"}, "takes the numbers of SGD, and does not declare 'sgd'"),
+    ("sgd_undeclared", {"undeclared_sgd"}, "takes the numbers of sgd, and does not declare 'sgd'"),
     ("steps_anyway", {"not_finite"}, "takes a step over a gradient that is not a number"),
     ("outputs_in_another_order", {"outputs"}, "which are those of sample"),
     ("loses_a_sample", {"outputs"}, "returns the samples"),
