@@ -156,7 +156,7 @@ def test_recorded_rollouts_are_valued_anew(rl: Rl, judge: Path, tables_of: Calla
     again = run_rl(resolve(load(tables, keys))).directory
     (wanted,), (got,) = steps(online), steps(again)
     for name in ("reward/mean", "reward/std", "reward/model/reward_model/mean", "reward/part/reward_model"):
-        assert got[name] == pytest.approx(wanted[name], rel=1e-6, abs=1e-6), name
+        assert got[name] == pytest.approx(wanted[name], abs=1e-6), name
     with pytest.raises(UnsupportedError, match=r"\[\[group_filters\]\] choose .* \[\[rl\.reward_models\]\]"):
         prepare(resolve(load(tables, [*keys, 'group_filters=[{use="zero_variance"}]'])))
 
@@ -298,14 +298,15 @@ def test_padding_with_a_token_that_the_reward_model_lacks_changes_nothing(rl: Rl
 def test_a_recording_with_messages_is_valued_by_them_and_one_without_is_refused(
     rl: Rl, judge: Path, foreigner: Path, tables_of: Callable[..., dict[str, Any]]
 ) -> None:
-    keys = ("rl.steps=1", "rl.old=current", rewarded(foreigner, name="other"))
+    # in float32 the rows that are valued together decide the last bit
+    keys = ("rl.steps=1", "rl.old=current", "model.dtype=float64", rewarded(foreigner, name="other"))
     online = run_rl(rl("online", *keys)).directory
     tables = tables_of("offline")
     del tables["environments"]
     again = run_rl(resolve(load({**tables, "rl": {**tables["rl"], "rollouts": str(online)}}, keys))).directory
     (wanted,), (got,) = steps(online), steps(again)
     for name in ("reward/mean", "reward/model/other/mean", "reward/part/other"):
-        assert got[name] == pytest.approx(wanted[name], rel=1e-6, abs=1e-6), name
+        assert got[name] == pytest.approx(wanted[name], abs=1e-6), name
     without = run_rl(rl("without", "rl.steps=1", rewarded(judge))).directory
     assert not any(attempt.messages for group in read_groups(without / "rollouts") for attempt in group.finished)
     with pytest.raises(
