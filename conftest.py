@@ -43,9 +43,16 @@ pytest_plugins = ("ranks_of_tests", "ranks_first", "seconds_per_file", "unchange
 ROOT = Path(__file__).parent
 
 
+PROMISES_BY_NIGHT = {"compiled", "adapter_sets", "offloads"}
+"""Promises of backends that cost as much as all others together, whose code has tests of its own that run by day."""
+
+
 def pytest_itemcollected(item: pytest.Item) -> None:
     if issubclass(getattr(item, "cls", None) or object, Conformance):
         item.add_marker("conformance")
+        callspec: Any = getattr(item, "callspec", None)
+        if callspec is not None and callspec.params["promise"].name in PROMISES_BY_NIGHT:
+            item.add_marker("nightly")
     if item.get_closest_marker("gpu") is not None and not _has_device():
         item.add_marker(pytest.mark.skip(reason="NOT PROVED HERE: this needs a CUDA device, and there is none"))
 

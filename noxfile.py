@@ -11,10 +11,12 @@ import re
 import shlex
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 import nox
+from nox.command import CommandFailed
 
 ROOT = Path(__file__).parent
 TORCH = shlex.split(os.environ.get("SKYRL_ENGINE_TORCH", "torch==2.13.0"))
@@ -38,6 +40,11 @@ OF_REINFORCEMENT = (
     "first_rollout.py",
 )
 """Bars of reinforcement beside which no other project stands, in both sessions of timings."""
+
+VERSIONS = ("3.11", "3.12", "3.13", "3.14")
+"""Pythons that the engine is for."""
+OF_EVERY_DISTRIBUTION = (ROOT / "tests" / "running" / "every_distribution.txt").read_text(encoding="utf-8").split()
+"""Tests that run on every Python, and with the oldest and the newest requirements: short, and some of every distribution."""
 
 LOCK = "requirements-lock.txt"
 UV = "uv==0.13.9"
@@ -94,6 +101,8 @@ TRACKIO = (
 QUICK = "not proof and not example and not nightly"
 PROOFS = "proof and not nightly"
 SLOWEST = ("--durations", "20")
+BY_DAY = ("--sampled-sources",)
+"""All tests of tests that are due after a change to the kit would double the run: `meta` has them."""
 IN_PARALLEL = ("--numprocesses", "3", "--dist", "loadfile", "--no-loadscope-reorder", *SLOWEST)
 """Workers take whole files, in the order of tests/running/ranks_first.py; one more than two cores, since tests wait for disks and processes."""
 
@@ -120,14 +129,14 @@ def demo(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """Every test but the slow proofs. Tests that need a GPU run where there is one, elsewhere they are listed."""
     install(session)
-    pytest(session, "-m", QUICK, *(session.posargs or IN_PARALLEL))
+    pytest(session, "-m", QUICK, *(session.posargs or (*BY_DAY, *IN_PARALLEL)))
 
 
 @nox.session
 def proofs(session: nox.Session) -> None:
     """The slow proofs: invariance of gradients, resuming after a kill, memory, costs."""
     install(session)
-    pytest(session, "-m", PROOFS, *(session.posargs or IN_PARALLEL))
+    pytest(session, "-m", PROOFS, *(session.posargs or (*list_marked_files("proof"), *BY_DAY, *IN_PARALLEL)))
 
 
 @nox.session
@@ -139,6 +148,7 @@ def nightly(session: nox.Session) -> None:
     pytest(session, "-m", "example", *session.posargs)
     if not session.posargs:
         meta(session)
+        python(session, "tests/outsider/outsider.py", "--every")
         mutation(session)
 
 
@@ -148,7 +158,8 @@ def meta(session: nox.Session) -> None:
     install(session)
     if not session.posargs:  # a part of them says nothing about the others on the list
         python(session, "tests/running/unchanged_sources.py", "forget")
-    pytest(session, "-m", "of_sources", "--every-source", *IN_PARALLEL, *session.posargs, HYPOTHESIS_PROFILE="ci")
+    files = [] if session.posargs else list_marked_files("of_sources")
+    pytest(session, "-m", "of_sources", "--every-source", *files, *IN_PARALLEL, *session.posargs, HYPOTHESIS_PROFILE="ci")
     if not session.posargs:
         python(session, "tests/running/unchanged_sources.py", "write")
 
@@ -199,7 +210,16 @@ def docs(session: nox.Session) -> None:
     generated = ["tests/cli/test_reference.py", "tests/config/test_report.py"]
     pytest(session, "docs", "CONTRIBUTING.md", *readmes, *generated, *session.posargs)
     pytest(session, "tests/cli/demo/test_readme.py", "-m", "example and not nightly")
+    python(session, "tests/screenshots/gallery.py", "--library")
     session.run(str(OURS.scripts / "zensical"), "build", "--strict")
+
+
+@nox.session
+def gallery(session: nox.Session) -> None:
+    """Run the commands of docs/gallery.md, and write its reports and the pictures of losses; some minutes of CPU."""
+    install(session)
+    python(session, "tests/screenshots/gallery.py", *session.posargs)
+    python(session, "tests/screenshots/loss_pictures.py")
 
 
 @nox.session
@@ -231,10 +251,8 @@ def peers(session: nox.Session) -> None:
     PEERS.install(session)
     for script in (*AGAINST_PEERS, *OF_REINFORCEMENT):
         session.run(PEERS.python, f"tests/benchmarks/{script}")
-    session.run(PEERS.python, "tests/proof/templates_of_trl.py", env=OFFLINE)
-    session.run(PEERS.python, "tests/proof/preferences_of_trl.py", env=OFFLINE)
-    session.run(PEERS.python, "tests/proof/gold_of_trl.py", env=OFFLINE)
-    session.run(PEERS.python, "tests/proof/reinforcement_of_trl.py", env=OFFLINE)
+    for script in sorted((ROOT / "tests" / "proof").glob("*_of_trl.py")):
+        session.run(PEERS.python, str(script.relative_to(ROOT)), env=OFFLINE)
     for script in ("losses_of_verl.py", "migration_rows.py"):
         session.run(PEERS.python, f"tests/proof/{script}", env={**OFFLINE, "PYTHONPATH": beside(session, *VERL)})
 
@@ -332,11 +350,25 @@ def lock(session: nox.Session) -> None:
 
 
 @nox.session
+def pythons(session: nox.Session) -> None:
+    """On every Python that the engine is for and that is on this machine, with the same lock: files of tests that touch every distribution."""
+    for version, interpreter in find_pythons().items():
+        if interpreter is None:
+            session.warn(f"Python {version} is not on this machine: NOT TESTED HERE")
+            continue
+        own = interpreter == sys.executable
+        environment = OURS if own else Environment(ROOT / ".cache" / f"python-{version}", interpreter=interpreter)
+        environment.install(session)
+        session.log(f"Python {ask_version(environment.python)}")
+        pytest(session, "-m", QUICK, *(session.posargs or (*OF_EVERY_DISTRIBUTION, *IN_PARALLEL)), of=environment)
+
+
+@nox.session
 def build(session: nox.Session) -> None:
-    """A wheel of every distribution in dist/."""
+    """A source distribution of every project in dist/, and the wheel that is made from it."""
     install(session)
     for project in PROJECTS:
-        python(session, "-m", "build", "--wheel", "--no-isolation", "--outdir", "dist", project)
+        python(session, "-m", "build", "--no-isolation", "--outdir", "dist", project)
 
 
 def install(session: nox.Session) -> None:
@@ -353,6 +385,7 @@ class Environment:
 
     folder: Path
     more: tuple[str, ...] = ()
+    interpreter: str = sys.executable
 
     @property
     def scripts(self) -> Path:
@@ -371,7 +404,8 @@ class Environment:
         name = self.folder.name
         session.log(f"installing into {name}: torch (some hundred MB) first, then everything else; the first time takes minutes")
         stamp.unlink(missing_ok=True)  # an interrupted installation must not look like a finished one
-        session.run(sys.executable, "-m", "venv", *(["--clear"] if self.of_other_python() else []), str(self.folder))
+        again = ["--clear"] if self.folder.exists() and ask_version(self.python) != ask_version(self.interpreter) else []
+        session.run(self.interpreter, "-m", "venv", *again, str(self.folder), external=True)
         # Python compiles a module when it is first imported; pip would compile thousands that nobody imports.
         add = ("install", "--quiet", "--no-compile")
         pip(session, *add, *TORCH, into=self)
@@ -392,21 +426,30 @@ class Environment:
             *sorted(ROOT.glob("plugins/*/hatch_build.py")),
             *sorted(ROOT.glob("plugins/*/native/*")),
         ]
-        state = hashlib.sha256(repr((sys.version_info[:3], str(ROOT), TORCH)).encode())
+        state = hashlib.sha256(repr((ask_version(self.interpreter), str(ROOT), TORCH)).encode())
         for file in files:
             state.update(file.relative_to(ROOT).as_posix().encode() + b"\0" + file.read_bytes())
         return state.hexdigest()
 
-    def of_other_python(self) -> bool:
-        """True if it is there and is of another Python version, or broken."""
-        if not self.folder.exists():
-            return False
-        show = "import sys; print(*sys.version_info[:2])"
-        try:
-            found = subprocess.run([self.python, "-c", show], capture_output=True, text=True, check=True).stdout.split()
-        except (OSError, subprocess.CalledProcessError):
-            return True
-        return found != [str(number) for number in sys.version_info[:2]]
+
+def ask_version(interpreter: str) -> str | None:
+    """Return the full version of a Python, such as 3.11.7; None where it does not start."""
+    show = "import platform; print(platform.python_version())"
+    try:
+        return subprocess.run([interpreter, "-c", show], capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def find_pythons() -> dict[str, str | None]:
+    """Return an interpreter of every Python that the engine is for, by its version: on the PATH or of pyenv; None where none is here."""
+    of_pyenv = Path(os.environ.get("PYENV_ROOT", "~/.pyenv")).expanduser() / "versions"
+    folders = [*map(Path, os.environ.get("PATH", "").split(os.pathsep)), *sorted(of_pyenv.glob("*/bin"))]
+    found: dict[str, str | None] = {}
+    for version in VERSIONS:
+        candidates = [sys.executable, *(str(folder / f"python{version}") for folder in folders)]
+        found[version] = next((file for file in candidates if (ask_version(file) or "").startswith(f"{version}.")), None)
+    return found
 
 
 OURS = Environment(ROOT / ".venv")
@@ -415,7 +458,19 @@ PYTHON = OURS.python
 
 
 def pip(session: nox.Session, *arguments: str, into: Environment = OURS) -> None:
-    session.run(into.python, "-m", "pip", *arguments, env={"PIP_DISABLE_PIP_VERSION_CHECK": "1"})
+    quietly = {"PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+    try:
+        session.run(into.python, "-m", "pip", *arguments, env=quietly)
+    except CommandFailed:
+        with tempfile.TemporaryDirectory() as folder:
+            ask = (into.python, "-m", "pip", "download", "--quiet", "--no-deps", "--no-cache-dir", "--dest", folder, "packaging")
+            reached = subprocess.run(ask, env={**os.environ, **quietly}, capture_output=True, check=False).returncode == 0
+        if reached:
+            raise
+        session.error(
+            "The package index cannot be reached, so the installation is unfinished. Look at the network, or name an index with "
+            "PIP_INDEX_URL; then run the same command again."
+        )
 
 
 def beside(session: nox.Session, *requirements: str) -> str:
@@ -428,9 +483,15 @@ def beside(session: nox.Session, *requirements: str) -> str:
     return str(folder)
 
 
+def list_marked_files(mark: str) -> list[str]:
+    """Return the test files that use a mark: each worker would import all others to find no test in them."""
+    found = sorted(path for folder in ("tests", "plugins") for path in (ROOT / folder).rglob("test_*.py"))
+    return [path.relative_to(ROOT).as_posix() for path in found if f"pytest.mark.{mark}" in path.read_text(encoding="utf-8")]
+
+
 def python(session: nox.Session, *arguments: str) -> None:
     session.run(PYTHON, *arguments)
 
 
-def pytest(session: nox.Session, *arguments: str, **environment: str) -> None:
-    session.run(PYTHON, "-m", "pytest", *arguments, env={**OFFLINE, **environment})
+def pytest(session: nox.Session, *arguments: str, of: Environment = OURS, **variables: str) -> None:
+    session.run(of.python, "-m", "pytest", *arguments, env={**OFFLINE, **variables})

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from skyrl_engine.contracts.kinds.reducer import BatchStructure
     from skyrl_engine.contracts.values.outputs import BatchOutput, Metric, RankOutput
     from skyrl_engine.engine.engine import Engine
-    from skyrl_engine.environments.functions import reward
+    from skyrl_engine.environments.functions import group_reward, reward
     from skyrl_engine.errors import (
         CheckpointError,
         ColumnError,
@@ -73,6 +73,7 @@ __all__ = [
     "advantage",
     "correction",
     "group_filter",
+    "group_reward",
     "hookimpl",
     "loss",
     "read_rollouts",
@@ -110,6 +111,7 @@ _HOMES = {
     "advantage": "skyrl_engine.hooks.decorators",
     "correction": "skyrl_engine.hooks.decorators",
     "group_filter": "skyrl_engine.hooks.decorators",
+    "group_reward": "skyrl_engine.environments.functions",
     "hookimpl": "skyrl_engine.hooks.markers",
     "loss": "skyrl_engine.hooks.decorators",
     "read_rollouts": "skyrl_engine.rollout.exported",

@@ -107,6 +107,10 @@ class PluginBlockedError(PluginError):
     """The requested plugin is blocked by the configuration."""
 
 
+class PluginDriftError(PluginError):
+    """Plugins, or files of code, are not those that a lock names; `details` are a table of them."""
+
+
 class UntrustedCodeError(PluginBlockedError):
     """The configuration of a run directory names code that nobody vouches for.
 

@@ -25,6 +25,8 @@ COMMANDS = {
     ),
     "init": LazyCommand("skyrl_engine.cli.init:init", "Write a first configuration file, by a few questions or options."),
     "run": LazyCommand("skyrl_engine.cli.run:run", "Train as a configuration file says."),
+    "plan": LazyCommand("skyrl_engine.cli.plan:plan", "Say what a run would do, and what each rank would hold, without a GPU."),
+    "lock": LazyCommand("skyrl_engine.cli.lock:lock", "Write down which plugins a configuration uses, for `run --locked`."),
     "sft": LazyCommand("skyrl_engine.cli.sft:sft", "Fine-tune a model on a dataset without a configuration file."),
     "preference": LazyCommand(
         "skyrl_engine.cli.preference:preference", "Train a model on chosen and rejected answers (also: dpo)."
@@ -42,6 +44,9 @@ COMMANDS = {
     "diff-backends": LazyCommand(
         "skyrl_engine.cli.diff_backends:diff_backends", "Run one batch through two backends and compare them."
     ),
+    "doctor": LazyCommand(
+        "skyrl_engine.cli.doctor:doctor", "Examine this machine and what is installed on it, with a remedy for every finding."
+    ),
     "plugins": LazyCommand("skyrl_engine.cli.plugins:plugins", "List installed plugins, show one, verify one, write a new one."),
     "config": LazyCommand("skyrl_engine.cli.config:config", "Show, check and describe configurations."),
     "data": LazyCommand("skyrl_engine.cli.data:data", "Look at data as the trainer will see it."),
@@ -58,6 +63,7 @@ COMMANDS = {
         "skyrl_engine.cli.compare_objectives:compare_objectives", "Compute a recorded step's batch under several losses."
     ),
     "evaluate": LazyCommand("skyrl_engine.cli.evaluate:evaluate", "Attempt tasks with a model, and say how often it is right."),
+    "push": LazyCommand("skyrl_engine.cli.push:push", "Push a run's model to the Hugging Face hub, with a card."),
     "export": LazyCommand("skyrl_engine.cli.export:export", "Write a checkpoint as a Hugging Face directory."),
 }
 

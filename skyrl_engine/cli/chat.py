@@ -1,6 +1,5 @@
 """`skyrl-engine chat`: talk to a model, a run or a checkpoint."""
 
-import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,6 +12,7 @@ from skyrl_engine.cli.key_values import key_values
 from skyrl_engine.cli.options import load_config, resolve_read, select_given_options, values_by_key
 from skyrl_engine.cli.read_keys import ReadKeys
 from skyrl_engine.cli.run_config import find_config, keep_model_tables
+from skyrl_engine.scratch import scratch_folder
 
 if TYPE_CHECKING:
     from skyrl_engine.config import ResolvedConfig
@@ -150,7 +150,7 @@ def chat(
             display.data(LOADING, 0, 0)
             dialogues = []
             for number, (each, resolved) in enumerate(zip(named, chosen, strict=True)):
-                scratch = Path(ends.enter_context(tempfile.TemporaryDirectory(prefix="skyrl-engine-chat-")))
+                scratch = ends.enter_context(scratch_folder("chat"))
                 speaker = _open_speaker(each, resolved, scratch, base if number == 0 else None, options)
                 ends.callback(speaker.close)
                 dialogues.append(_begin(speaker, tools, resolved.config.run.seed, system))
@@ -189,6 +189,7 @@ def _open_speaker(
 ) -> "Speaker":
     from attrs import evolve
 
+    from skyrl_engine.errors import ModelError
     from skyrl_engine.rollout.speaker import Speaker
     from skyrl_engine.workers.process_group import pick_device
 
@@ -196,14 +197,23 @@ def _open_speaker(
     loaded = named.load(scratch, base=base, trust_remote_code=config.model.trust_remote_code)
     tokenizer, revision = config.model.tokenizer or loaded.tokenizer, config.model.revision or loaded.revision
     model = evolve(config.model, path=loaded.path, tokenizer=tokenizer, revision=revision, lora=loaded.lora)
-    return Speaker.open(
-        model,
-        resolved.plugins["generator"],
-        _sampling(options, config.rl.stop_strings),
-        device=pick_device(config.run.device, 0),
-        raw=config.rl.template == "none",
-        name=named.name,
-    )
+    try:
+        return Speaker.open(
+            model,
+            resolved.plugins["generator"],
+            _sampling(options, config.rl.stop_strings),
+            device=pick_device(config.run.device, 0),
+            raw=config.rl.template == "none",
+            name=named.name,
+        )
+    except ModelError as error:
+        if Path(loaded.path).expanduser().exists():
+            raise
+        raise ModelError(
+            f"{loaded.path} is no directory here, and cannot be loaded from the hub",
+            remedy="Name a directory, a run or a hub id, and check the network (HF_HUB_OFFLINE forbids downloads)",
+            details=(error.cause, *error.details),
+        ) from error
 
 
 def _sampling(options: Mapping[str, Any], stop_strings: Sequence[str]) -> "Sampling":

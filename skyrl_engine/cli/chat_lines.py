@@ -32,7 +32,7 @@ def answer_once(dialogues: Sequence[Dialogue], text: str, *, as_json: bool) -> N
         if not as_json:
             _answer(dialogues, text)
             return
-        answers = [_as_json(dialogue, _last(dialogue.say(text))) for dialogue in dialogues]
+        answers = [_as_json(dialogue, _last(events)) for dialogue, events in _say_to_all(dialogues, text)]
     echo_json(answers[0] if len(answers) == 1 else answers, ensure_ascii=False)
 
 
@@ -54,6 +54,10 @@ def converse(dialogues: Sequence[Dialogue]) -> None:
             if not at_terminal:
                 raise
             echo(f"error: {error.summary}", err=True)
+        except KeyboardInterrupt:
+            if not at_terminal:
+                raise
+            echo("\n(interrupted: the chat is as it was before this line)", err=True)
 
 
 def _read_at_terminal() -> Iterator[str]:
@@ -95,7 +99,9 @@ def _obey(dialogues: Sequence[Dialogue], line: str) -> bool:
     elif command == "/system":
         for dialogue in dialogues:
             dialogue.system = argument or None
-        echo("The system prompt is set." if argument else "There is no system prompt now.", err=True)
+        earlier = any(dialogue.messages for dialogue in dialogues)
+        note = " Answers that were sampled under another one carry no loss in /save." if earlier else ""
+        echo(("The system prompt is set." if argument else "There is no system prompt now.") + note, err=True)
     elif command == "/save" and argument:
         append_rows(Path(argument).expanduser(), [dialogue.row() for dialogue in dialogues])
         echo(f"saved: {argument}", err=True)
@@ -116,10 +122,10 @@ def _answer(dialogues: Sequence[Dialogue], text: str) -> None:
     if len(dialogues) > 1 and sys.stdout.isatty():
         _answer_in_columns(dialogues, text)
         return
-    for dialogue in dialogues:
+    for dialogue, answer in _say_to_all(dialogues, text):
         if len(dialogues) > 1:
             echo(f"--- {dialogue.speaker.name}")
-        with closing(dialogue.say(text)) as events:  # type: ignore[type-var] # a generator
+        with closing(answer) as events:  # type: ignore[type-var] # a generator
             for event in events:
                 if isinstance(event, str):
                     echo_part(event)
@@ -131,6 +137,11 @@ def _answer(dialogues: Sequence[Dialogue], text: str) -> None:
                     _show_end(event, "")
 
 
+def _say_to_all(dialogues: Sequence[Dialogue], text: str) -> list[tuple[Dialogue, Iterator[Any]]]:
+    """Return every dialogue with its answer, none of which is begun yet: Ctrl-C during the first one stops them all."""
+    return [(dialogue, dialogue.say(text)) for dialogue in dialogues]
+
+
 def _answer_in_columns(dialogues: Sequence[Dialogue], text: str) -> None:
     """Sample from all dialogues in turns, a token each."""
     from skyrl_engine.cli.render import show_columns
@@ -139,8 +150,8 @@ def _answer_in_columns(dialogues: Sequence[Dialogue], text: str) -> None:
     notes: list[tuple[Called | Ended, str]] = []
     with ExitStack() as stack:
         events: dict[int, Iterator[Any]] = {
-            place: stack.enter_context(closing(dialogue.say(text)))  # type: ignore[type-var] # a generator
-            for place, dialogue in enumerate(dialogues)
+            place: stack.enter_context(closing(answer))  # type: ignore[type-var] # a generator
+            for place, (_, answer) in enumerate(_say_to_all(dialogues, text))
         }
         names = [dialogue.speaker.name for dialogue in dialogues]
         show = stack.enter_context(show_columns(names))

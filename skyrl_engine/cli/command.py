@@ -109,7 +109,9 @@ class EngineCommand(click.Command):
         try:
             remaining = super().parse_args(ctx, args)
         except click.NoSuchOption as error:
-            if (hint := self.find_meant_option(error.option_name, texts)) is not None:
+            if (
+                hint := self._name_argument(error.option_name, ctx) or self.find_meant_option(error.option_name, texts)
+            ) is not None:
                 raise click.UsageError(f"There is no option {error.option_name}. {hint}", ctx) from error
             raise
         except click.MissingParameter as error:
@@ -119,6 +121,16 @@ class EngineCommand(click.Command):
             raise
         _refuse_no_number(ctx)
         return remaining
+
+    def _name_argument(self, option: str, ctx: click.Context) -> str | None:
+        """Say how an argument of the command is written whose name an option has, or the beginning of it; None where none has."""
+        word = option.lstrip("-").replace("-", "_")
+        arguments = [param for param in self.params if isinstance(param, click.Argument)]
+        meant = next((each for each in arguments if len(word) > 2 and (each.name or "").startswith(word)), None)
+        if meant is None:
+            return None
+        written = " ".join(each.make_metavar(ctx) for each in arguments if each.name != "overrides")
+        return f"{meant.make_metavar(ctx)} is written without one: `{ctx.command_path} {written}`."
 
     def find_meant_option(self, option: str, words: Sequence[str] = ()) -> str | None:
         """Say which option of the command, or which key=value that it takes, has the meaning of a word that is no option; None without one.

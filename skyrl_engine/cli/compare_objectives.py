@@ -1,7 +1,6 @@
 """`skyrl-engine compare-objectives`: a recorded step's batch through several objectives, from the same weights."""
 
 import itertools
-import tempfile
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ from skyrl_engine.cli.command import EngineCommand, current_settings
 from skyrl_engine.cli.json_output import to_finite_json
 from skyrl_engine.cli.options import load_config, trust_option
 from skyrl_engine.cli.terminal import echo
+from skyrl_engine.scratch import scratch_folder
 
 if TYPE_CHECKING:
     from skyrl_engine.config import ResolvedConfig, SelectedPlugin
@@ -75,18 +75,18 @@ def compare_objectives(
     if chosen.launch == "ray":
         run_under_watch(settings, ranks=chosen.ranks, joined=chosen.ray_address is not None)
     with (
-        tempfile.TemporaryDirectory(prefix="skyrl-engine-compare-") as scratch,
+        scratch_folder("compare") as scratch,
         show_progress(quiet=settings.quiet or as_json) as display,
         warnings_to(display.warning),
         replay(
             resolved,
             past,
-            Path(scratch),
+            scratch,
             progress=display.data,
             check=lambda engine: measuring.check_objectives(engine, compared),
         ) as recorded,
     ):
-        measured = measuring.compare_objectives(recorded, compared, Path(scratch), tokens=tokens, progress=display.data)
+        measured = measuring.compare_objectives(recorded, compared, scratch, tokens=tokens, progress=display.data)
     if as_json:
         echo(to_finite_json(_collect(recorded, measured)))
         return 0

@@ -25,7 +25,7 @@ READ = ReadKeys(
             *(f"model.{key}" for key in ("path", "tokenizer", "revision", "trust_remote_code", "rotary_length", "chat_template")),
             "data",
             "run.seed",
-            *(f"training.{key}" for key in ("batch_size", "micro_batch_rows")),
+            *(f"training.{key}" for key in ("batch_size", "micro_batch_rows", "shuffle", "steps")),
             *("plugins", "loss", "reducer"),
             *("teacher.path", "preference.preset", "reward_model.preset"),
         }
@@ -73,7 +73,7 @@ def preview(
     as_json: bool,
 ) -> None:
     """Tokenize the data of CONFIG, or of --model and --data, and show tokens, which of them carry loss, lengths, padding, and
-    the columns that the loss reads in addition to the tokens.
+    the columns that the loss reads in addition to the tokens. Of streamed training data, a first part is read.
     """
     from skyrl_engine.cli import render
     from skyrl_engine.cli.training import warnings_to
@@ -81,6 +81,7 @@ def preview(
     from skyrl_engine.data.images.processor import load_vision
     from skyrl_engine.data.preview import preview as look_at
     from skyrl_engine.data.sources.formats import Reading
+    from skyrl_engine.data.streaming.stream import StreamedData
     from skyrl_engine.engine.capability import vision_of
     from skyrl_engine.engine.model_files import ModelFiles
     from skyrl_engine.errors import ConfigError, Problem
@@ -112,18 +113,32 @@ def preview(
             readings["reward_model"] = "steps"
         supplied = list_teacher_columns(config) | (GIVEN if config.trainer == "preference" else frozenset())
         needed = {need: asker for need, asker in columns_to_read(resolved, tokenizer).items() if need not in supplied}
-        vision = vision_of(files.facts, load_vision(files.facts, limited))
-        loaded = load_columns(
-            limited,
-            tokenizer,
-            split=part,
-            seed=config.run.seed,
-            needed=needed,
-            vision=vision,
-            progress=display.data,
-            reading=readings.get(config.trainer, "samples"),
-            step_separator=config.reward_model.step_separator if config.has("reward_model") else "\n",
-        )
+        reading = readings.get(config.trainer, "samples")
+        separator = config.reward_model.step_separator if config.has("reward_model") else "\n"
+        if limited.streaming and part == "train":
+            stream = StreamedData.of(
+                limited,
+                tokenizer,
+                batch_size=max(config.training.batch_size, 2 * samples),
+                seed=config.run.seed,
+                shuffle=config.training.shuffle,
+                needed=needed,
+                reading=reading,
+                step_separator=separator,
+            )
+            loaded, _ = stream.mini_batch(stream.start())
+        else:
+            loaded = load_columns(
+                limited,
+                tokenizer,
+                split=part,
+                seed=config.run.seed,
+                needed=needed,
+                vision=vision_of(files.facts, load_vision(files.facts, limited)),
+                progress=display.data,
+                reading=reading,
+                step_separator=separator,
+            )
     rows = config.training.micro_batch_rows or config.training.batch_size
     previewed = look_at(loaded, tokenizer, samples=samples, batch_size=rows)
     if as_json:

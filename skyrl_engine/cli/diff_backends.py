@@ -26,6 +26,7 @@ from skyrl_engine.cli.prove import BROKEN, with_default_loss
 from skyrl_engine.cli.read_keys import ReadKeys
 from skyrl_engine.cli.terminal import echo
 from skyrl_engine.registry.kinds import TABLES
+from skyrl_engine.scratch import scratch_folder
 
 if TYPE_CHECKING:
     from skyrl_engine.config import RawConfig, ResolvedConfig
@@ -207,16 +208,14 @@ class _Comparison:
 
     def cut(self, layers: int) -> "BackendDifference":
         """Return the comparison with only the first `layers` layers of the model's decoder."""
-        import tempfile
-
         from skyrl_engine.modeling.first_layers import write_first_layers
 
-        with tempfile.TemporaryDirectory(prefix="skyrl-engine-diff-") as directory:
+        with scratch_folder("diff") as folder:
 
             def cut_short(model: "ModelConfig") -> "ModelConfig":
-                if not any(Path(directory).iterdir()):
-                    write_first_layers(model, layers, Path(directory))
-                return attrs.evolve(model, path=directory, revision=None, lora=None)
+                if not any(folder.iterdir()):
+                    write_first_layers(model, layers, folder)
+                return attrs.evolve(model, path=str(folder), revision=None, lora=None)
 
             return self._difference(cut_short)
 
@@ -334,7 +333,6 @@ def _material(raw: "RawConfig", family: str) -> "Iterator[tuple[ResolvedConfig, 
         chosen, _ = prepared.order.mini_batch(prepared.order.start())
         yield prepared.resolved, config.model, prepared.train.batch(chosen), prepared.assembly.context
         return
-    import tempfile
 
     from skyrl_engine.contracts.values.model import ModelConfig
     from skyrl_engine.modeling.tiny import write_model
@@ -343,7 +341,7 @@ def _material(raw: "RawConfig", family: str) -> "Iterator[tuple[ResolvedConfig, 
     from skyrl_engine.proof.rollouts import make_rollouts
 
     with ExitStack() as stack:
-        directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="skyrl-engine-diff-"))
+        directory = str(stack.enter_context(scratch_folder("diff")))
         resolved = resolve(_with_plain_layout(with_default_loss(raw)), need=())
         parts = ObjectiveParts.make(resolved.plugins, CONTEXT)
         value_head = "values" in parts.scores

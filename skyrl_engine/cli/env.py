@@ -155,6 +155,7 @@ def try_environment(
             "turns": [{"said": action.text, **_calls(action), "result": attrs.asdict(result)} for action, result in turns],
             "reward": reward,
             "success": success,
+            "compares": environment.claims.compares,
         }
         echo_json(report, ensure_ascii=False, default=float)
         return
@@ -182,6 +183,8 @@ def try_environment(
         )
     show_heading("Attempt")
     show_facts({"reward": f"{reward:g}", "success": "nobody judges" if success is None else _yes_or_no(success)})
+    if environment.claims.compares:
+        echo("The environment compares the attempts at a task when all have ended: one alone is compared with nothing.")
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 import re
 import sys
-import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +21,7 @@ from skyrl_engine.cli.options import (
 from skyrl_engine.cli.read_keys import ReadKeys
 from skyrl_engine.cli.run_config import find_config, keep_model_tables
 from skyrl_engine.cli.terminal import echo, echo_json
+from skyrl_engine.scratch import scratch_folder
 
 if TYPE_CHECKING:
     from skyrl_engine.config import RawConfig
@@ -175,8 +175,8 @@ def evaluate(
     environments = environment_tables(env, reward, tool, {**of_tasks, **of_run, **named})
     settings = current_settings()
     settings.mapped = mapped_by_option(env, reward)
-    with tempfile.TemporaryDirectory(prefix="skyrl-engine-evaluate-") as scratch:
-        folder = None if run is None else _model_of(run, step, Path(scratch))
+    with scratch_folder("evaluate") as scratch:
+        folder = None if run is None else _model_of(run, step, scratch)
         flags: dict[str, Any] = {"trainer": "rl", "model.path": model if folder is None else str(folder)}
         flags |= values_by_key(_KEYS, select_given_options(options))
         if trust_remote_code:

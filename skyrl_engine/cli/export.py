@@ -15,6 +15,7 @@ from skyrl_engine.cli.terminal import echo
 @click.option("--step", type=click.IntRange(min=0), metavar="STEP", help="The checkpoint's step; without it, the newest.")
 @click.option("--best", is_flag=True, help="The best checkpoint, of runs with evaluation.best.")
 @click.option("--merge", is_flag=True, help="Write adapters merged into the base model, as one whole model.")
+@click.option("--ema", is_flag=True, help="The average of the weights, of runs with optimizer.ema_decay.")
 @click.option("--model", metavar="MODEL", help="Where the base model is, if not where the run found it: a directory or hub id.")
 @click.option(
     "--precision",

@@ -15,6 +15,7 @@ from skyrl_engine.registry.kinds import KINDS
 
 if TYPE_CHECKING:
     from skyrl_engine.config import Option, RawConfig, ResolvedConfig
+    from skyrl_engine.config.trust.consent import Consent
     from skyrl_engine.errors import Problem
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -263,12 +264,18 @@ def load_config(
     `trust_code` is what `--trust-code` says; `part` is as for `config.load`.
     """
     from skyrl_engine.config import load
-    from skyrl_engine.config.trust.consent import Consent
 
-    consent = Consent(is_given=trust_code, ask=_ask if sys.stdin.isatty() and sys.stderr.isatty() else None)
+    consent = consent_of(trust_code=trust_code)
     if file is not None and "=" in str(file) and not file.exists():
         return load(None, (str(file), *overrides), flags or {}, consent=consent)
     return load(file, overrides, flags or {}, consent=consent, part=part)
+
+
+def consent_of(*, trust_code: bool) -> "Consent":
+    """Return the caller's word on code: what `--trust-code` says, or the answer of who sits at the terminal."""
+    from skyrl_engine.config.trust.consent import Consent
+
+    return Consent(is_given=trust_code, ask=_ask if sys.stdin.isatty() and sys.stderr.isatty() else None)
 
 
 def _ask(lines: Sequence[str]) -> bool:

@@ -23,7 +23,7 @@ from skyrl_engine.cli.terminal import echo
 from skyrl_engine.registry.kinds import AUTO, TABLES
 
 if TYPE_CHECKING:
-    from skyrl_engine.config import RawConfig, ResolvedConfig, SelectedPlugin
+    from skyrl_engine.config import RawConfig, ResolvedConfig
     from skyrl_engine.proof.plants import Plant
     from skyrl_engine.proof.prover import CaseResult
 
@@ -32,9 +32,6 @@ BROKEN = 1
 
 READ = ReadKeys(frozenset(("plugins", *TABLES)))
 """Tables of a configuration that are read."""
-
-_STANDARD = ("padded", "packed", "tree")
-"""Collators that are proved without being asked for, where the backend supports their rows."""
 
 _DEFAULT_LOSS: Mapping[str, Any] = {
     "use": "ppo",
@@ -74,6 +71,7 @@ def prove(
     term. Of CONFIG, only plugins and their options are read.
     """
     from skyrl_engine.cli import render
+    from skyrl_engine.proof.cuts import prove_cuts
 
     if plant == "list":
         _list_plants()
@@ -89,7 +87,7 @@ def prove(
             f"--plant {plant} changes terms, and the objective has none; leave out --loss, or add [[loss.terms]]."
         )
     rows = []
-    for row in _rows(resolved, chosen, ranks, family):
+    for row in prove_cuts(resolved, chosen, ranks, family):
         rows.append(row)
         if not as_json:
             render.show_proof_row(row)
@@ -125,6 +123,7 @@ def _list_plants() -> None:
 def _by_collator(raw: "RawConfig") -> "Iterator[tuple[str, ResolvedConfig]]":
     """Return the configuration with `padded`, `packed` and `tree`, and with its own collator where that is another one."""
     from skyrl_engine.config import resolve
+    from skyrl_engine.proof.cuts import STANDARD
 
     table = {name: value for name, value in raw.table.items() if name in READ.names - {"collator"}}
     plain = with_default_loss(attrs.evolve(raw, table=table))
@@ -133,7 +132,7 @@ def _by_collator(raw: "RawConfig") -> "Iterator[tuple[str, ResolvedConfig]]":
     if not isinstance(chosen, str) or (chosen == AUTO and set(own) - {"use"}):
         resolve(raw, need=())  # says what is wrong
     others: dict[str, Any] = {} if chosen == AUTO else {chosen: own}
-    for name, collator in {**{name: {"use": name} for name in _STANDARD}, **others}.items():
+    for name, collator in {**{name: {"use": name} for name in STANDARD}, **others}.items():
         yield name, resolve(attrs.evolve(plain, table={**plain.table, "collator": collator}), need=())
 
 
@@ -143,45 +142,6 @@ def with_default_loss(raw: "RawConfig") -> "RawConfig":
     if not isinstance(loss, Mapping) or "use" in loss:
         return raw
     return attrs.evolve(raw, table={**raw.table, "loss": {**_DEFAULT_LOSS, **loss}})
-
-
-def _rows(resolved: "Mapping[str, ResolvedConfig]", plant: "Plant | None", ranks: int, family: str) -> "Iterator[CaseResult]":
-    import tempfile
-
-    from skyrl_engine.contracts.kinds.needs import asks_a_teacher
-    from skyrl_engine.contracts.values.model import ModelConfig
-    from skyrl_engine.modeling.tiny import make_parts_differ, write_model
-    from skyrl_engine.objective.parts import ObjectiveParts
-    from skyrl_engine.proof.cases import cases
-    from skyrl_engine.proof.prover import Prover
-    from skyrl_engine.proof.ranks import CONTEXT, RankPool
-
-    plugins = next(iter(resolved.values())).plugins
-    scores = ObjectiveParts.make(plugins, CONTEXT).scores
-    value_head = "values" in scores
-    layouts = {name: config.plugins["collator"].make(CONTEXT).rows for name, config in resolved.items()}
-    backend = plugins["backend"]
-    declared = backend.loaded.describe_backend(backend.options, ranks).capabilities
-    padding = [name for name, rows in layouts.items() if rows == "padded"]
-    packing = [name for name, rows in layouts.items() if rows != "padded" and (rows in declared or name not in _STANDARD)]
-    with tempfile.TemporaryDirectory(prefix="skyrl-engine-prove-") as directory:
-        write_model(Path(directory), "llama" if family == "llama" else "qwen3", value_head=value_head)
-        model = ModelConfig(directory, value_head=value_head)
-        teacher = None
-        if asks_a_teacher(scores):
-            teacher = ModelConfig(f"{directory}/teacher")
-            write_model(Path(teacher.path), "qwen3" if family == "llama" else "llama")
-            make_parts_differ(Path(teacher.path))
-        alone = plugins["backend"].on_one_rank()
-        with RankPool(model, plugins, alone=alone, reference=_backend("fsdp"), teacher=teacher) as pool:
-            yield from Prover(resolved, pool, plant).rows(list(cases(padding, packing, ranks)))
-
-
-def _backend(reference: str, **options: object) -> "SelectedPlugin":
-    from skyrl_engine.config import resolve
-    from skyrl_engine.config.reading.sources import from_dict
-
-    return resolve(from_dict({"backend": {"use": reference, **options}}, "prove"), need=()).plugins["backend"]
 
 
 def _facts(row: "CaseResult") -> dict[str, Any]:

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import attrs
 from attrs import frozen
 from rich.console import Console, ConsoleOptions, Group
 from rich.live import Live
@@ -28,11 +27,10 @@ from skyrl_engine.visible import visible, visible_line
 if TYPE_CHECKING:
     from skyrl_engine.config.schema import KnownFormat
     from skyrl_engine.data.preview import Preview, SamplePreview
+    from skyrl_engine.doctor.finding import DoctorFinding
     from skyrl_engine.proof.backends import BackendDifference
     from skyrl_engine.proof.prover import CaseResult
     from skyrl_engine.testing.promise import Finding, Verdict
-    from skyrl_engine.training.rl.dry_run import RlPlan
-    from skyrl_engine.training.sft.dry_run import RunPlan
 
 _PIPE_WIDTH = 10_000
 _HISTOGRAM_WIDTH = 40
@@ -251,62 +249,7 @@ def _ignore(*_: object) -> None:
     pass
 
 
-def show_plan(plan: "RunPlan | RlPlan | Mapping[str, str]") -> None:
-    """Print the plan of a run, on stdout; that of another distribution's trainer is a mapping of lines by their names."""
-    if isinstance(plan, Mapping):
-        show_facts(plan)
-        return
-    from skyrl_engine.data.preview import show_boundaries
-    from skyrl_engine.training.rl.dry_run import RlPlan, facts
-
-    if isinstance(plan, RlPlan):
-        show_facts(facts(plan))
-        return
-    topology = plan.topology
-    sizes = ", ".join(f"{name} {size}" for name, size in attrs.asdict(topology).items())
-    shared = f"; {plan.sharing}" if plan.sharing else ""
-    show_facts(
-        {
-            **plan.plugins,
-            "observers": ", ".join(plan.observers) or "none",
-            "model": plan.model,
-            "launch": f"{plan.launch}, world of {topology.world_size} ({sizes}){shared}",
-            **({"adapters": plan.adapters} if plan.adapters else {}),
-            **({"compiling": plan.compiles} if plan.compiles else {}),
-            "capabilities": f"needs {', '.join(plan.required)}; the backend declares {', '.join(plan.capabilities)}",
-            "training data": _format_data_counts(plan.train),
-            "held-out data": "none" if plan.evaluation is None else _format_data_counts(plan.evaluation),
-            "first prompt": show_boundaries(plan.prompt) or "none: every token carries loss",
-            "length limit": "none" if plan.longest_allowed is None else f"{plan.longest_allowed:,} tokens",
-            **({} if plan.rotary_length is None else {"rotary frequencies": f"fixed for rows of {plan.rotary_length:,} tokens"}),
-            "steps": f"{plan.total_steps:,} of {plan.batch_size} samples ({plan.steps_per_epoch:,} an epoch)"
-            + (f"; {plan.samples_per_step}" if plan.samples_per_step else ""),
-            **({} if plan.sampled is None else {"sampled steps": plan.sampled}),
-            "first mini-batch": str(plan.shape),
-            **({"chosen": "\n".join(plan.chosen)} if plan.chosen else {}),
-        }
-    )
-    _console().print()
-    show_table(
-        ("first mini-batch: rank", "rows", "width", "samples"),
-        [(shape.rank, shape.rows, shape.width, shape.samples) for shape in plan.micro_batches],
-    )
-
-
-def _format_data_counts(data: Mapping[str, Any]) -> str:
-    bad = data["dropped_bad_images"]
-    dropped = sum(count for name, count in data.items() if name.startswith("dropped_"))
-    return (
-        f"{data['name']} ({data['format']}): {_format_kept_rows(data['format'], data['samples'], data['rows'])}, {dropped:,} dropped"
-        + (f" ({bad:,} with bad images), " if bad else ", ")
-        + f"{data['truncated']:,} truncated; {data['tokens']:,} tokens, {data['loss_tokens']:,} carry loss"
-        + (f"; {data['images']:,} images of {data['image_tokens']:,} tokens" if data["images"] else "")
-        + (f"; columns {', '.join(data['columns'])}" if data["columns"] else "")
-        + f"; written {data['written']}"
-    )
-
-
-def _format_kept_rows(kind: "KnownFormat", samples: int, rows: int) -> str:
+def format_kept_rows(kind: "KnownFormat", samples: int, rows: int) -> str:
     """Count samples and the rows that they were made of; a row of preferences is a pair."""
     from skyrl_engine.data.sources.formats import FORMATS
 
@@ -336,7 +279,7 @@ def show_preview(preview: "Preview") -> None:
         {
             "dataset": f"{preview.name} ({preview.format})",
             "written": preview.written,
-            "samples": _format_kept_rows(preview.format, counts.samples, counts.rows),
+            "samples": format_kept_rows(preview.format, counts.samples, counts.rows),
             "dropped": f"{counts.dropped_overlong:,} over-long, {counts.dropped_without_loss:,} without a token that carries loss"
             + (f", {counts.dropped_bad_images:,} with bad images" if counts.dropped_bad_images else "")
             + (f", {counts.dropped_with_unit:,} with another of their unit" if counts.dropped_with_unit else "")
@@ -397,6 +340,16 @@ def show_proof_row(row: "CaseResult") -> None:
         if reason:
             line.append(f"  {reason}", style=style)
     _console().print(line)
+
+
+def show_doctor_finding(finding: "DoctorFinding") -> None:
+    """Print what was looked at on a line, how it is, and the remedy below it."""
+    mark, style = {"ok": ("ok", "green"), "warning": ("warning", "yellow"), "problem": ("PROBLEM", "bold red")}[finding.state]
+    line = Text(f"{mark:9}", style=style)
+    line.append(f"{visible_line(finding.topic):26}  {visible_line(finding.found)}", style="")
+    _console().print(line)
+    if finding.remedy is not None:
+        _console().print(Text(f"{'':11}{visible_line(finding.remedy)}", style=style))
 
 
 _PARAMETERS_SHOWN = 8

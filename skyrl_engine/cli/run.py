@@ -3,6 +3,7 @@
 import json
 import shlex
 import sys
+from collections.abc import Mapping
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,17 +23,57 @@ if TYPE_CHECKING:
 
 
 @click.command(cls=EngineCommand)
-@file_argument(required=True)
+@file_argument(required=False)
 @overrides_argument
 @plugin_options()
+@click.option("--locked", is_flag=True, help="Refuse plugins other than those of the file that `skyrl-engine lock CONFIG` wrote.")
+@click.option(
+    "--from",
+    "recorded",
+    type=click.Path(path_type=Path),
+    metavar="RUN.JSON",
+    help="Train once more as a run did, in a new run directory, with the same plugins; in the place of CONFIG.",
+)
 @trust_option
 @click.option("--dry-run", is_flag=True, help="Plan the run, refuse what cannot work, train nothing.")
-def run(file: Path, overrides: tuple[str, ...], *, dry_run: bool, trust_code: bool, **choices: Any) -> int:
+def run(
+    file: Path | None,
+    overrides: tuple[str, ...],
+    *,
+    locked: bool,
+    recorded: Path | None,
+    dry_run: bool,
+    trust_code: bool,
+    **choices: Any,
+) -> int:
     """Train with the configuration file CONFIG; section.key=value after CONFIG overrides its keys, and options override both."""
     from skyrl_engine.config import resolve
 
-    resolved = resolve(load_config(file, overrides, flags_of(choices), trust_code=trust_code))
-    return start(resolved, current_settings(), dry_run=dry_run)
+    raw = _load(file, overrides, flags_of(choices), locked=locked, recorded=recorded, trust_code=trust_code)
+    return start(resolve(raw), current_settings(), dry_run=dry_run)
+
+
+def _load(
+    file: Path | None,
+    overrides: tuple[str, ...],
+    flags: Mapping[str, Any],
+    *,
+    locked: bool,
+    recorded: Path | None,
+    trust_code: bool,
+) -> "RawConfig":
+    from skyrl_engine.cli.lock import hold_to_lock, read_recorded_run
+
+    if recorded is None:
+        if file is None:
+            raise click.UsageError("Missing argument 'CONFIG'. Name a configuration file, or a recorded run with --from.")
+        raw = load_config(file, overrides, flags, trust_code=trust_code)
+        return hold_to_lock(raw, file) if locked else raw
+    if locked:
+        raise click.UsageError("--from holds to the plugins of its run.json. Leave out --locked.")
+    if file is not None and "=" not in str(file):
+        raise click.UsageError(f"--from RUN.JSON takes the place of CONFIG. Leave out {file}.")
+    return read_recorded_run(recorded, (*([] if file is None else [str(file)]), *overrides), flags, trust_code=trust_code)
 
 
 def print_and_run(raw: "RawConfig", *, dry_run: bool) -> int:
@@ -52,20 +93,27 @@ def print_and_run(raw: "RawConfig", *, dry_run: bool) -> int:
         return start(resolved, settings, dry_run=dry_run)
 
 
+def make_plan(resolved: "ResolvedConfig", settings: CommandSettings) -> Any:
+    """Return what the run's trainer says that a run would do, with progress and warnings on stderr."""
+    from skyrl_engine.cli.render import show_progress
+    from skyrl_engine.cli.training import calling_trainer, warnings_to
+
+    with (
+        show_progress(quiet=settings.quiet) as display,
+        warnings_to(display.warning),
+        calling_trainer(resolved, "plan") as plan,
+    ):
+        return plan(resolved, progress=display.data)
+
+
 def start(resolved: "ResolvedConfig", settings: CommandSettings, *, dry_run: bool) -> int:
     """Train, or only plan, and print the outcome; returns the exit code."""
     from skyrl_engine.cli import render
 
     if dry_run:
-        from skyrl_engine.cli.training import calling_trainer, warnings_to
+        from skyrl_engine.cli.shown_plan import show_plan
 
-        with (
-            render.show_progress(quiet=settings.quiet) as display,
-            warnings_to(display.warning),
-            calling_trainer(resolved, "plan") as make_plan,
-        ):
-            plan = make_plan(resolved, progress=display.data)
-        render.show_plan(plan)
+        show_plan(make_plan(resolved, settings))
         return 0
     from skyrl_engine.cli.own_process import run_under_watch
     from skyrl_engine.cli.training import train

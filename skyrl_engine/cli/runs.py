@@ -1,7 +1,7 @@
 """`skyrl-engine runs list|show|diff|watch|prune`: the runs of a folder, how far they are, and what they take on the disk."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -152,7 +152,7 @@ def show_run(run: Path, as_json: bool) -> None:
 def _show_run(facts: "RunFacts", checkpoints: list[dict[str, Any]], sizes: dict[str, int]) -> None:
     from skyrl_engine.cli.render import show_facts, show_heading, show_table
     from skyrl_engine.model_facts.memory import format_bytes
-    from skyrl_engine.report.tables import list_facts
+    from skyrl_engine.report.tables import format_metrics, list_facts
 
     best = _format_best(facts.best)
     show_facts(
@@ -171,7 +171,7 @@ def _show_run(facts: "RunFacts", checkpoints: list[dict[str, Any]], sizes: dict[
             show_table([table.title, *[""] * (len(table.rows[0]) - 1)], table.rows)
     if metrics := facts.list_last_metrics():
         show_heading(f"Metrics of step {facts.metrics.last_step:,}")
-        show_facts({name: f"{value:.6g}" for name, value in metrics.items()})
+        show_facts(format_metrics(metrics))
     if checkpoints:
         echo()
         rows = [
@@ -285,10 +285,12 @@ class _Age(click.ParamType[float]):
 @click.option("--keep-rollouts", type=click.IntRange(min=1), metavar="STEPS", help="Delete rollouts older than so many steps.")
 @click.option("--dry-run", is_flag=True, help="Say what would be deleted, and delete nothing.")
 @click.option("--yes", is_flag=True, help="Do not ask.")
-def prune(runs: tuple[Path, ...], *, keep_rollouts: int | None, dry_run: bool, yes: bool, **rules: Any) -> None:
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON object; needs --yes or --dry-run.")
+def prune(runs: tuple[Path, ...], *, keep_rollouts: int | None, dry_run: bool, yes: bool, as_json: bool, **rules: Any) -> None:
     """Delete checkpoints of the run directories RUN that no rule keeps, and old rollouts, after asking.
 
-    The checkpoint to resume from always stays, and so does the one with the best evaluation. A run on which a process works is refused.
+    The checkpoint to resume from always stays, and so does the one with the best evaluation. A run on which a process works is refused. Of a
+    folder of runs, each run below it is pruned, and those that cannot be are left alone.
     """
     from skyrl_engine.run.prune import PruneRules
 
@@ -297,23 +299,55 @@ def prune(runs: tuple[Path, ...], *, keep_rollouts: int | None, dry_run: bool, y
         raise click.UsageError("Say what to keep with --keep-last, --keep-best, --older-than or --keep-rollouts.")
     if chosen.keeps_all and (chosen.metric is not None or chosen.higher is not None):
         raise click.UsageError("A metric says which checkpoints stay; say how many with --keep-best or --keep-last.")
-    plans = [_plan(_require_run(run), chosen, keep_rollouts) for run in runs]
-    _show_plans(plans)
-    if dry_run or not any(checkpoints.list_paths() or rollouts for checkpoints, rollouts in plans):
-        return
-    _ask(yes=yes)
-    _carry_out(plans, chosen)
+    if as_json and not (yes or dry_run):
+        raise click.UsageError("--json asks nothing. Give --yes or --dry-run too.")
+    plans, left_alone = _plan_all(runs, chosen, keep_rollouts)
+    # deleted files have no size
+    table = _describe_plans(plans)
+    if not as_json:
+        _show_plans(table, left_alone)
+    freed = 0
+    if not dry_run and any(row["goes"] for row in table):
+        if not as_json:
+            _ask(yes=yes)
+        freed = _carry_out(plans, chosen)
+        if not as_json:
+            from skyrl_engine.model_facts.memory import format_bytes
+
+            echo(f"freed: {format_bytes(freed)}")
+    if as_json:
+        echo_json({"files": table, "left_alone": left_alone, "freed": freed})
 
 
-def _require_run(run: Path) -> "RunDirectory":
-    from skyrl_engine.errors import ConfigError, Problem
-    from skyrl_engine.run.directory import RunDirectory
-    from skyrl_engine.run.prune import refuse_live
+def _plan_all(
+    runs: Sequence[Path], rules: "PruneRules", keep_rollouts: int | None
+) -> "tuple[list[tuple[PrunePlan, RolloutPlan | None]], dict[str, str]]":
+    """Return the plans of all runs, and why runs of folders are left alone, by path. Raises EngineError for a run that was named itself."""
+    from skyrl_engine.errors import ConfigError, EngineError, Problem
     from skyrl_engine.run.summary import find_runs
 
-    if find_runs(run) != [run]:
-        remedy = f"Name run directories; `skyrl-engine runs list {run}` lists them"
-        raise ConfigError([Problem(str(run), "is no run directory", remedy)])
+    plans, left_alone, seen = [], {}, set()
+    for named in runs:
+        found = find_runs(named)
+        if not found:
+            raise ConfigError([Problem(str(named), "holds no run directory", "Name run directories, or a folder of them")])
+        for run in found:
+            if run.resolve() in seen:
+                continue
+            seen.add(run.resolve())
+            try:
+                plans.append(_plan(_require_idle(run), rules, keep_rollouts))
+            except EngineError as error:
+                if run == named:
+                    raise
+                left_alone[str(run)] = error.summary
+    return plans, left_alone
+
+
+def _require_idle(run: Path) -> "RunDirectory":
+    from skyrl_engine.run.directory import RunDirectory
+    from skyrl_engine.run.prune import refuse_live
+
     directory = RunDirectory(run)
     refuse_live(directory)
     return directory
@@ -332,23 +366,37 @@ def _plan(directory: "RunDirectory", rules: "PruneRules", keep_rollouts: int | N
     return checkpoints, plan_to_prune_rollouts(directory, keep_rollouts)
 
 
-def _show_plans(plans: "Sequence[tuple[PrunePlan, RolloutPlan | None]]") -> None:
-    from skyrl_engine.cli.render import show_table
-    from skyrl_engine.model_facts.memory import format_bytes
+def _describe_plans(plans: "Sequence[tuple[PrunePlan, RolloutPlan | None]]") -> list[dict[str, Any]]:
+    """Return what goes and what stays, in JSON values: a row for each folder or file."""
     from skyrl_engine.run.listing import count_bytes
 
-    rows, total = [], 0
+    rows = []
     for checkpoints, rollouts in plans:
-        run = checkpoints.directory.path
-        for path in [*checkpoints.list_paths(), *(() if rollouts is None else rollouts.segments)]:
-            size = count_bytes(path)
-            total += size
-            rows.append((str(run), str(path.relative_to(run)), format_bytes(size), "delete"))
-        for step, reason in sorted(checkpoints.stay.items()):
-            path = checkpoints.directory.checkpoints / f"step-{step:08d}"
-            rows.append((str(run), str(path.relative_to(run)), format_bytes(count_bytes(path)), f"keep: {reason}"))
-    if rows:
+        directory = checkpoints.directory
+        goes = [*checkpoints.list_paths(), *(() if rollouts is None else rollouts.segments)]
+        stays = {directory.checkpoints / f"step-{step:08d}": reason for step, reason in sorted(checkpoints.stay.items())}
+        for path in (*goes, *stays):
+            reason = stays.get(path)
+            what = str(path.relative_to(directory.path))
+            rows.append(
+                {"run": str(directory.path), "what": what, "bytes": count_bytes(path), "goes": reason is None, "reason": reason}
+            )
+    return rows
+
+
+def _show_plans(table: Sequence[Mapping[str, Any]], left_alone: Mapping[str, str]) -> None:
+    from skyrl_engine.cli.render import show_table
+    from skyrl_engine.model_facts.memory import format_bytes
+
+    if table:
+        rows = [
+            (row["run"], row["what"], format_bytes(row["bytes"]), "delete" if row["goes"] else f"keep: {row['reason']}")
+            for row in table
+        ]
         show_table(("run", "what", "size", ""), rows)
+    for run, reason in left_alone.items():
+        echo(f"left alone: {run} ({reason})", err=True)
+    total = sum(row["bytes"] for row in table if row["goes"])
     echo(f"to delete: {format_bytes(total)}" if total else "nothing to delete")
 
 
@@ -363,10 +411,9 @@ def _ask(*, yes: bool) -> None:
         raise click.Abort
 
 
-def _carry_out(plans: "Sequence[tuple[PrunePlan, RolloutPlan | None]]", rules: "PruneRules") -> None:
-    """Delete what was agreed to, and nothing of a run in which other things would go by now."""
+def _carry_out(plans: "Sequence[tuple[PrunePlan, RolloutPlan | None]]", rules: "PruneRules") -> int:
+    """Delete what was agreed to, and nothing of a run in which other things would go by now. Returns freed bytes."""
     from skyrl_engine.errors import EngineError
-    from skyrl_engine.model_facts.memory import format_bytes
     from skyrl_engine.rollout.prune import prune_rollouts
     from skyrl_engine.run.prune import hold_to_prune, prune
 
@@ -380,4 +427,4 @@ def _carry_out(plans: "Sequence[tuple[PrunePlan, RolloutPlan | None]]", rules: "
             if not set(checkpoints.list_paths()) <= set(now.list_paths()) or (rollouts is not None and rollouts_now != rollouts):
                 raise EngineError(f"{directory.path} has changed since you were asked", remedy="Prune it again")
             freed += prune(checkpoints) + (0 if rollouts is None else prune_rollouts(rollouts))
-    echo(f"freed: {format_bytes(freed)}")
+    return freed

@@ -12,9 +12,10 @@ if TYPE_CHECKING:
     from skyrl_engine.config.reading.merging import Option
     from skyrl_engine.config.reading.origins import Origin
     from skyrl_engine.config.reading.sources import RawConfig, from_dict, load, override, with_defaults
-    from skyrl_engine.config.resolution import ResolvedConfig, SelectedPlugin, resolve
+    from skyrl_engine.config.resolution import Assumptions, ResolvedConfig, SelectedPlugin, resolve
 
 __all__ = [
+    "Assumptions",
     "Option",
     "Origin",
     "RawConfig",
@@ -29,6 +30,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "Assumptions": "resolution",
     "Option": "reading.merging",
     "Origin": "reading.origins",
     "RawConfig": "reading.sources",

@@ -11,7 +11,8 @@ import attrs
 
 from skyrl_engine.config.resolution import ResolvedConfig, SelectedPlugin
 from skyrl_engine.config.schema import PluginTable, RlConfig, TrainingConfig
-from skyrl_engine.contracts.values.model import ComputeDtype
+from skyrl_engine.config.structure import plain
+from skyrl_engine.contracts.values.model import NEW_ADAPTERS, ComputeDtype
 from skyrl_engine.registry.kinds import AUTO, KINDS
 
 DTYPE: Final = "model.dtype"
@@ -76,7 +77,8 @@ def with_collator(resolved: ResolvedConfig, collator: SelectedPlugin, use: str |
 def with_recorded_choices(resolved: ResolvedConfig, recorded: Mapping[str, Any]) -> ResolvedConfig:
     """Return the configuration with what the engine chose before, of which `recorded` is the whole, for every key that leaves it open.
 
-    Those are the keys that say "auto", and `model.rotary_length` where it says "none".
+    Those are the keys that say "auto", and `model.rotary_length` where it says "none". Adapters that training started from go on with their own
+    numbers: runs of engines before 0.3 recorded defaults that nothing had asked for.
 
     Raises PluginError for a recorded collator that is not there, and ConfigError for options that it refuses.
     """
@@ -97,4 +99,14 @@ def with_recorded_choices(resolved: ResolvedConfig, recorded: Mapping[str, Any])
     length = recorded.get("model", {}).get("rotary_length")
     if length is not None and resolved.config.has("model") and resolved.config.model.rotary_length is None:
         resolved = with_rotary_length(resolved, length)
-    return resolved
+    return _without_recorded_adapter_keys(resolved, recorded.get("model", {}).get("lora"))
+
+
+def _without_recorded_adapter_keys(resolved: ResolvedConfig, recorded: Mapping[str, Any] | None) -> ResolvedConfig:
+    """Leave to existing adapters those of their keys that are as recorded, which the run was begun with."""
+    lora = resolved.config.model.lora if resolved.config.has("model") else None
+    if recorded is None or recorded.get("path") is None or lora is None or lora.path is None:
+        return resolved
+    own: dict[str, Any] = {name: None for name in NEW_ADAPTERS if plain(getattr(lora, name)) == recorded.get(name)}
+    model = attrs.evolve(resolved.config.model, lora=attrs.evolve(lora, **own))
+    return attrs.evolve(resolved, config=attrs.evolve(resolved.config, model=model))

@@ -17,6 +17,7 @@ from skyrl_engine.config.schema import (
     ModelTable,
     OptimizerConfig,
     PluginsConfig,
+    RlConfig,
     RunConfig,
     SamplingConfig,
     TeacherConfig,
@@ -61,8 +62,12 @@ def cross_checks(sections: Mapping[str, Any], origins: Mapping[str, Origin]) -> 
         ]
     if model is not None and model.classifier and not model.value_head:
         problems.append(("model.classifier", "needs model.value_head = true", "Set it, or remove model.classifier"))
-    if data is not None and data.eval is not None and data.eval_fraction > 0:
-        problems.append(("data.eval_fraction", "data.eval is set too", "Give one of data.eval and data.eval_fraction"))
+    if model is not None and model.right_label is not None and not model.classifier:
+        problems.append(("model.right_label", "needs model.classifier = true", "Set it, or remove model.right_label"))
+    if data is not None:
+        problems += _data(data)
+        if data.streaming and training is not None:
+            problems += _streamed_training(training)
     if training is not None:
         problems += _training(training)
     if evaluation is not None and data is not None:
@@ -82,7 +87,11 @@ def cross_checks(sections: Mapping[str, Any], origins: Mapping[str, Origin]) -> 
         problems += _checkpoint(checkpoint, run, training)
     if optimizer is not None:
         problems += _parameter_groups(optimizer)
-        problems += _schedule(optimizer, None if training is None else training.steps)
+        rl = by_type.get(RlConfig)
+        if rl is not None:
+            problems += _schedule(optimizer, rl.steps, "rl.steps")
+        else:
+            problems += _schedule(optimizer, None if training is None else training.steps, "training.steps")
     plugins = by_type.get(PluginsConfig)
     if plugins is not None:
         problems += _kind_names("plugins.pin", plugins.pin, KINDS)
@@ -115,6 +124,45 @@ def _run(run: RunConfig) -> Iterator[tuple[str, str, str]]:
     repeated = sorted({name for name in run.observers if run.observers.count(name) > 1})
     if repeated:
         yield "run.observers", f"names {', '.join(repeated)} twice", "Name every observer once"
+
+
+def _data(data: DataConfig) -> Iterator[tuple[str, str, str]]:
+    if data.eval is not None and data.eval_fraction > 0:
+        yield "data.eval_fraction", "data.eval is set too", "Give one of data.eval and data.eval_fraction"
+    datasets = 1 if isinstance(data.train, str) else len(data.train)
+    if data.weights is not None and len(data.weights) != datasets:
+        yield (
+            "data.weights",
+            f"are {len(data.weights)}, and data.train names {datasets} dataset{'s'[: datasets != 1]}",
+            "Give each dataset one weight, in the order of data.train",
+        )
+    if data.weights is None and data.stopping_strategy != "all_exhausted":
+        yield "data.stopping_strategy", "is not read without data.weights", "Set data.weights, or remove it"
+    if not data.streaming:
+        return
+    if data.weights is not None and data.stopping_strategy == "first_exhausted":
+        yield (
+            "data.stopping_strategy",
+            'is "first_exhausted", and nobody knows when a stream is: each dataset begins again when it is used up',
+            'Remove it, or set data.stopping_strategy = "all_exhausted"',
+        )
+    for key, is_set, remedy in (
+        ("eval_fraction", data.eval_fraction > 0, "Name held-out data in data.eval, which is read whole"),
+        ("max_samples", data.max_samples is not None, "Remove it: training.steps says how much is read"),
+    ):
+        if is_set:
+            yield f"data.{key}", "needs to know how many rows there are, and data.streaming is on", remedy
+
+
+def _streamed_training(training: TrainingConfig) -> Iterator[tuple[str, str, str]]:
+    if training.steps is None:
+        yield (
+            "training.steps",
+            "is not set, and how long a pass over a stream is (training.epochs) is not known before its end",
+            "Set training.steps, or data.streaming = false",
+        )
+    if training.drop_last:
+        yield "training.drop_last", "has no meaning with data.streaming, whose mini-batches are all full", "Remove it"
 
 
 def _training(training: TrainingConfig) -> Iterator[tuple[str, str, str]]:
@@ -154,13 +202,13 @@ def _parameter_groups(optimizer: OptimizerConfig) -> Iterator[tuple[str, str, st
             yield "optimizer.groups", f"{name} changes nothing", "Set learning_rate, weight_decay or frozen, or remove the group"
 
 
-def _schedule(optimizer: OptimizerConfig, steps: int | None) -> Iterator[tuple[str, str, str]]:
-    """Yield what cannot be meant among the keys of the learning rate's course; `steps` are those of the training, None where unknown."""
+def _schedule(optimizer: OptimizerConfig, steps: int | None, key: str) -> Iterator[tuple[str, str, str]]:
+    """Yield what cannot be meant among the keys of the learning rate's course; `steps` are those that `key` says, None where unknown."""
     if steps is not None and optimizer.warmup_steps > steps:
         yield (
             "optimizer.warmup_steps",
             f"warm-up takes {optimizer.warmup_steps} steps of a training of {steps}",
-            "Lower optimizer.warmup_steps or raise training.steps",
+            f"Lower optimizer.warmup_steps or raise {key}",
         )
     if optimizer.warmup != "linear" and optimizer.warmup_steps == 0:
         yield (
@@ -180,7 +228,7 @@ def _schedule(optimizer: OptimizerConfig, steps: int | None) -> Iterator[tuple[s
         yield (
             "optimizer.decay_steps",
             f"warm-up and decay take {optimizer.warmup_steps + optimizer.decay_steps} steps of a training of {steps}",
-            "Lower optimizer.decay_steps or optimizer.warmup_steps, or raise training.steps",
+            f"Lower optimizer.decay_steps or optimizer.warmup_steps, or raise {key}",
         )
 
 

@@ -28,6 +28,13 @@ _RL: Final = ("actor_rollout_ref", "num_generations", "max_completion_length")
 _MANY: Final = ("data.train", "data.eval")
 """Keys that take a list of what several keys elsewhere say."""
 
+_ONLY_WITH: Final = {
+    "data.stopping_strategy": "data.weights",
+    "data.buffer_size": "data.streaming",
+    "model.lora.double_quantization": "model.lora.load_in_4bit",
+}
+"""Keys that are not read without another one."""
+
 
 @frozen
 class Said:
@@ -112,6 +119,10 @@ def migrate(
             if key in migration.taken:
                 value, origin = migration.taken.pop(key)
                 migration.said.append(Said(key, value, None, f"set it with data.eval or data.eval_fraction ({origin})"))
+    for key, other in _ONLY_WITH.items():
+        if key in migration.taken and not migration.taken.get(other, (None,))[0]:
+            value, origin = migration.taken.pop(key)
+            migration.said.append(Said(key, value, None, f"it is not read without {other} ({origin})", needless=True))
     if adapts and "model.lora.rank" not in migration.taken and _is_valid(chosen, "model.lora.rank", 8) is None:
         migration.taken["model.lora.rank"] = 8, "adapters of the default rank"
     return migration
@@ -203,6 +214,14 @@ def _move(migration: Migration, path: KeyPath, value: Any, line: int | None, *, 
     migration.taken[key] = ours, f"{written}{_after(line)}{remark}"
 
 
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
 def _convert(row: Mapping[str, Any], value: Any) -> Any:
     """Return our value of another trainer's; None where there is none."""
     if "values" in row:
@@ -211,6 +230,8 @@ def _convert(row: Mapping[str, Any], value: Any) -> Any:
         return row["names"][value]
     if isinstance(value, str) and row.get("split"):
         parts = [part.strip() for part in value.split(",") if part.strip()]
+        if row.get("numbers"):
+            return [float(part) for part in parts] if all(_is_number(part) for part in parts) else None
         return parts[0] if len(parts) == 1 and row["key"] != "model.lora.targets" else parts
     if "above" in row and not (isinstance(value, int | float) and value > row["above"]):
         return None
@@ -219,7 +240,8 @@ def _convert(row: Mapping[str, Any], value: Any) -> Any:
 
 def _is_valid(trainer: str, key: str, value: Any) -> str | None:
     """Say why a key of ours does not take a value, or is none of the trainer's; None where it does."""
-    migration = Migration(trainer, {key: (value, "")})
+    needed = {_ONLY_WITH[key]: (True, "")} if key in _ONLY_WITH else {}
+    migration = Migration(trainer, {**needed, key: (value, "")})
     problems = structure(from_dict(migration.tables(), "migrated"), need=()).problems
     top = key.partition(".")[0]
     about = [problem for problem in problems if problem.where.endswith((f": {key}", f": {top}")) or f": {key}[" in problem.where]

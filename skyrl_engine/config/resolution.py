@@ -2,12 +2,14 @@
 
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import attrs
 from attrs import frozen
 
 from skyrl_engine.config.find_trainer import find_trainer
+from skyrl_engine.config.locking import describe_plugins, locked_place
 from skyrl_engine.config.presets import with_preset
 from skyrl_engine.config.reading.origins import DEFAULT, KeyPath, Origin, format_key, nearest
 from skyrl_engine.config.reading.places import absent_places, with_absolute_places
@@ -16,7 +18,8 @@ from skyrl_engine.config.schema import EngineConfig, ObserverTable, PluginsConfi
 from skyrl_engine.config.sections import sections as list_sections
 from skyrl_engine.config.structure import complete_origins, own_keys, plain, plugin_lists, structure, structure_table, take_own
 from skyrl_engine.config.trainers import DEFAULT_TRAINER
-from skyrl_engine.config.trust.gate import Gate
+from skyrl_engine.config.trust.gate import Gate, hash_code_files
+from skyrl_engine.config.trust.marks import code_in
 from skyrl_engine.config.wording import format_value
 from skyrl_engine.contracts.kinds.backend import PARALLEL_SIZES
 from skyrl_engine.contracts.kinds.context import FactoryContext
@@ -26,6 +29,7 @@ from skyrl_engine.errors import ConfigError, ContractError, PluginError, Problem
 from skyrl_engine.near_words import did_you_mean, find_near_word
 from skyrl_engine.registry.code_files import NamedCode, limit_code
 from skyrl_engine.registry.kinds import AUTO, KINDS, TABLES
+from skyrl_engine.registry.plugin_lock import LockedPlugin, PluginLock
 
 if TYPE_CHECKING:
     from skyrl_engine.registry.bound_plugin import BoundPlugin
@@ -110,9 +114,18 @@ class SelectedPlugin:
 
 
 @frozen
+class Assumptions:
+    """Assumptions of a plan in the place of this machine and of the data: GPUs of `device_bytes` bytes each, rows of `lengths` tokens."""
+
+    device_bytes: int | None = None
+    lengths: tuple[int, ...] | None = None
+
+
+@frozen
 class ResolvedConfig:
     """A configuration ready to run. `plugins` by their place in the configuration: by kind, and `loss.terms[0]`, `loss.corrections[0]` and on;
     `origins` has an entry for every key of `as_dict()`. A plugin that the engine is to choose is not there yet (`config.automatic`).
+    `assumed` is for a plan alone: a run has its own machine and data.
     """
 
     config: EngineConfig
@@ -120,10 +133,27 @@ class ResolvedConfig:
     plugins: Mapping[str, SelectedPlugin]
     observers: tuple[SelectedPlugin, ...]
     origins: Mapping[str, Origin]
+    assumed: Assumptions = Assumptions()
 
     def as_dict(self) -> dict[str, Any]:
         """The whole configuration, defaults and plugin options included, in plain values; `from_dict` reads it back."""
         return _as_dict(self.config, self.plugins, self.observers)
+
+    def lock_plugins(self, *, source: str, remedy: str) -> PluginLock:
+        """Return the lock of the plugins as they are here; `source` and `remedy` as in `PluginLock`."""
+        selected = [*self.plugins.items(), *(("", observer) for observer in self.observers)]
+        records = {locked_place(place, plugin.loaded.record): plugin.loaded.record for place, plugin in selected}
+        tables, kinds = self.config.selected, [kind for kind in KINDS if KINDS[kind].automatic is not None]
+        automatic = [kind for kind in kinds if kind in tables and kind not in self.plugins]
+        plugins = describe_plugins(records, automatic, self.config.trainer, self.registry)
+        return PluginLock(source, remedy, LockedPlugin.of_engine(), plugins, self.hash_code_files())
+
+    def hash_code_files(self) -> dict[Path, str]:
+        """Return the SHA-256 of the local files of code that this configuration uses, by their real paths."""
+        selected = [*self.plugins.values(), *self.observers]
+        own_schedule = NamedCode(dict.fromkeys(text for _, text in code_in(self.config.optimizer)))
+        codes = [*(plugin.code for plugin in selected), own_schedule]
+        return hash_code_files((plugin.loaded.record for plugin in selected), codes)
 
     def to_toml(self) -> str:
         """`as_dict()` as TOML that `load` reads back to the same configuration."""
@@ -147,9 +177,11 @@ def resolve(raw: RawConfig, *, need: Collection[str] | None = None, also: Collec
     sections = structured.sections
     registry = _registry(sections.get("plugins", PluginsConfig()))
     chosen: list[_Chosen] = []
+    automatic: list[str] = []
     for table in (*_plugin_tables(sections), *_observer_tables(sections)):
         if table.is_automatic:
             problems += _refuse_options_of_none(table, raw)
+            automatic.append(table.kind)
             continue
         try:
             chosen.append(_Chosen(table, registry.resolve(table.kind, table.reference)))
@@ -159,6 +191,9 @@ def resolve(raw: RawConfig, *, need: Collection[str] | None = None, also: Collec
     gate.refuse_permission()
     gate.admit_tables(sections)
     gate.admit_plugins((selection.table.key, selection.record) for selection in chosen)
+    if raw.lock is not None and not (problems or plugin_errors):
+        records = {locked_place(format_key(selection.table.path), selection.record): selection.record for selection in chosen}
+        raw.lock.refuse_other_plugins(describe_plugins(records, automatic, str(sections["trainer"]), registry))
     plugins: dict[str, SelectedPlugin] = {}
     observers: list[SelectedPlugin] = []
     options: list[tuple[KeyPath, type[Any], Mapping[str, Any]]] = []
@@ -184,8 +219,11 @@ def resolve(raw: RawConfig, *, need: Collection[str] | None = None, also: Collec
         problems += _find_absent(options, raw)
     _raise(problems, plugin_errors, raw)
     config = structured.config()
-    resolved = _as_dict(config, plugins, observers)
-    return ResolvedConfig(config, registry, plugins, tuple(observers), complete_origins(resolved, raw, DEFAULT))
+    origins = complete_origins(_as_dict(config, plugins, observers), raw, DEFAULT)
+    resolved = ResolvedConfig(config, registry, plugins, tuple(observers), origins)
+    if raw.lock is not None:
+        raw.lock.refuse_other_files(resolved.hash_code_files())
+    return resolved
 
 
 @frozen
@@ -205,7 +243,7 @@ class _Choice:
     @property
     def is_automatic(self) -> bool:
         """True where the engine chooses the plugin as it plans the run."""
-        return self.reference == AUTO and KINDS[self.kind].automatic
+        return self.reference == AUTO and KINDS[self.kind].automatic is not None
 
     @classmethod
     def of_table(cls, path: KeyPath, kind: str, table: PluginTable) -> "_Choice":

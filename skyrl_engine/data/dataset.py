@@ -13,6 +13,7 @@ from attrs import evolve, frozen
 from skyrl_engine.config.schema import DataConfig, KnownFormat
 from skyrl_engine.contracts.values.bundles import Bundles, inseparable
 from skyrl_engine.contracts.values.columns import SampleColumns
+from skyrl_engine.contracts.values.ragged import IntArray
 from skyrl_engine.contracts.values.source_names import SOURCE
 from skyrl_engine.data.images.processor import NoVision, Vision, VisionInputs
 from skyrl_engine.data.images.store import IMAGES, ImageStore, files_of, image_names
@@ -121,10 +122,46 @@ class TokenizedDataset:
         chosen_rows[int(self.columns.sample_values["row"][sample])] = True
         return next(self.source.rows(chosen_rows)).name
 
+    def take(self, samples: npt.ArrayLike) -> SampleColumns:
+        """Return the chosen samples (positions) in the chosen order, images not read; of one that is chosen twice the copies have ids of
+        their own.
+        """
+        return separate_copies(self.columns.take(samples), np.asarray(samples, dtype=np.int64))
+
     def batch(self, samples: npt.ArrayLike) -> SampleColumns:
-        """Return the chosen samples (positions) in the chosen order, with their images read: all that a step needs. Raises ImageError."""
-        columns = self.columns.take(samples)
+        """Return the samples of `take` with their images read: all that a step needs. Raises ImageError."""
+        columns = self.take(samples)
         return columns if self.images is None else self.images.load_images(columns)
+
+
+def separate_copies(columns: SampleColumns, chosen: IntArray) -> SampleColumns:
+    """Return the columns with new ids for the second and further copies of a sample; `chosen` int64[N] says which sample each is.
+
+    A copy of a unit is a unit of its own, and a copy of a group a group.
+    """
+    order = np.argsort(chosen, kind="stable")
+    repeats = np.diff(chosen[order], prepend=chosen[order[:1]] - 1) == 0
+    if not repeats.any():
+        return columns
+    starts = np.flatnonzero(~repeats)
+    copy = np.empty_like(chosen)
+    copy[order] = np.arange(len(chosen)) - np.repeat(starts, np.diff(np.append(starts, len(chosen))))
+
+    def renumber(ids: IntArray) -> IntArray:
+        pairs, inverse = np.unique(np.stack([copy, ids]), axis=1, return_inverse=True)
+        numbers = pairs[1].copy()
+        later = np.flatnonzero(pairs[0] > 0)
+        free = np.setdiff1d(np.arange(len(ids) + len(later), dtype=np.int64), ids)
+        numbers[later] = free[: len(later)]
+        return np.asarray(numbers[inverse.reshape(-1)], dtype=np.int64)
+
+    return evolve(
+        columns,
+        sample_ids=renumber(columns.sample_ids),
+        group_ids=renumber(columns.group_ids),
+        unit_ids=renumber(columns.unit_ids),
+        trajectory_ids=renumber(columns.trajectory_ids),
+    )
 
 
 def load_columns(
@@ -177,19 +214,33 @@ def load_columns(
             + (f", {counts.dropped_equal} are of pairs whose answers are equal once cut" if counts.dropped_equal else ""),
             remedy="Raise data.max_length, or correct the dataset",
         )
+    kind: KnownFormat = table.info["format"]
+    warn_of_rows(data, counts, source.name, table.info["unread"])
+    store = None
+    if table.images is not None:
+        assert isinstance(vision, VisionInputs), "a table of images was made with what makes them"
+        store = ImageStore(source, kind, table.images.written, vision, data.rating)
+    rendering = Rendering(**table.info["rendering"])
+    return TokenizedDataset(
+        source.name, kind, label_samples(table, _number_datasets(table, source)), counts, table.path, source, rendering, store
+    )
+
+
+def warn_of_rows(data: DataConfig, counts: DataCounts, name: str, unread: Mapping[str, int]) -> None:
+    """Warn of what rows may not mean: answers that are cut, begin or end strangely, and columns that are not read, with the rows of each."""
     if counts.removed_reasoning:
         _log.warning(
             "the chat template leaves out the reasoning of earlier turns in %s of %s rows of %s; with data.loss_on = all, these turns "
             "train without it",
             counts.removed_reasoning,
             counts.rows,
-            source.name,
+            name,
         )
     if counts.dropped_equal:
         _log.warning(
             "%s pairs of %s are left out: cut to data.max_length = %s tokens, their two answers are equal; raise it to train on them",
             counts.dropped_equal // 2,
-            source.name,
+            name,
             data.max_length,
         )
     if counts.unprompted:
@@ -198,7 +249,7 @@ def load_columns(
             "of their answers, which is not trained on; give these rows a prompt, or use a tokenizer that begins texts with a token",
             counts.unprompted,
             counts.samples,
-            source.name,
+            name,
         )
     if counts.unended:
         _log.warning(
@@ -206,25 +257,16 @@ def load_columns(
             "the model to stop; set the eos_token of the tokenizer that model.tokenizer names",
             counts.unended,
             counts.samples,
-            source.name,
+            name,
         )
     if counts.unread_arguments:
         _log.warning(
             "the arguments of %s tool calls of %s are texts that are no JSON object: the chat template writes them as it writes a text; "
             "correct them, or store objects",
             counts.unread_arguments,
-            source.name,
+            name,
         )
-    kind: KnownFormat = table.info["format"]
-    _warn_of_unread(table.info["unread"], counts.rows, source.name)
-    store = None
-    if table.images is not None:
-        assert isinstance(vision, VisionInputs), "a table of images was made with what makes them"
-        store = ImageStore(source, kind, table.images.written, vision, data.rating)
-    rendering = Rendering(**table.info["rendering"])
-    return TokenizedDataset(
-        source.name, kind, _number_sources(_columns(table), source), counts, table.path, source, rendering, store
-    )
+    _warn_of_unread(unread, counts.rows, name)
 
 
 _READ_BY: Mapping[str, str] = {
@@ -265,7 +307,7 @@ def open_source_of(data: DataConfig, split: Split) -> Source:
             "there is no evaluation data: neither data.eval nor data.eval_fraction is set",
             remedy="Set one of them, or do not evaluate",
         )
-    return open_source(data.train, split=data.train_split, subset=data.subset, names=data.map)
+    return open_source(data.train, split=data.train_split, subset=data.subset, names=data.map, streaming=data.streaming)
 
 
 def _select_split_rows(data: DataConfig, source: Source, split: Split, seed: int) -> BoolArray:
@@ -309,22 +351,22 @@ def _bundles(source: Source, count: int) -> Bundles:
     )
 
 
-def _columns(table: TokenTable) -> SampleColumns:
+def label_samples(table: TokenTable, datasets: IntArray | None) -> SampleColumns:
+    """Return a table's samples as columns, with the number of each one's dataset, int64[N]; None: all are of one."""
     extras = {} if table.images is None else {IMAGES: image_names(table.images)}
     own = table.sample_values
     columns = SampleColumns.from_arrow(
         table.batch, columns=table.action_columns, sample_values=["row", *own.values()], extras=extras
     )
     values = {"row": columns.sample_values["row"], **{name: columns.sample_values[stored] for name, stored in own.items()}}
+    if datasets is not None:
+        values[SOURCE] = datasets
     return evolve(columns, sample_values=values)
 
 
-def _number_sources(columns: SampleColumns, source: Source) -> SampleColumns:
-    """Return the columns with the number of each sample's dataset, where the source is several."""
-    if not source.datasets:
-        return columns
-    numbers = source.datasets_of(columns.sample_values["row"])
-    return evolve(columns, sample_values={**columns.sample_values, SOURCE: numbers})
+def _number_datasets(table: TokenTable, source: Source) -> IntArray | None:
+    """int64[N]: the number of each sample's dataset, where the source is several."""
+    return source.datasets_of(arrow_arrays.values_of(table.batch.column("row"))) if source.datasets else None
 
 
 def _are_images_unchanged(table: TokenTable, source: Source) -> bool:

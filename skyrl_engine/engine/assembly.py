@@ -29,10 +29,11 @@ from skyrl_engine.engine.capability import (
     require_carried,
 )
 from skyrl_engine.engine.cpu_check import describe_sharing
-from skyrl_engine.engine.device_check import refuse_absent_kernels
+from skyrl_engine.engine.device_check import refuse_absent_kernels, refuse_absent_packages
 from skyrl_engine.engine.devices import refuse_absent_devices
 from skyrl_engine.engine.model_files import ModelFiles
 from skyrl_engine.errors import Refusals
+from skyrl_engine.model_facts.configuration import name_without_weights
 from skyrl_engine.model_facts.facts import ModelFacts
 from skyrl_engine.objective.parts import ObjectiveParts
 from skyrl_engine.registry.bound_plugin import BoundPlugin
@@ -187,15 +188,19 @@ def assemble(resolved: ResolvedConfig, files: ModelFiles, *, max_sequence_length
     UnsupportedError, ModelError for a model or tokenizer that cannot be loaded, and what the plugins raise.
     """
     config = resolved.config
-    refusals = Refusals()
-    with refusals.collect():
-        describe_sharing(config.run)
-    with refusals.collect():
-        refuse_absent_devices(config.run)
+    refusals, here, facts = Refusals(), resolved.assumed.device_bytes is None, files.facts
+    if here:
+        with refusals.collect():
+            describe_sharing(config.run)
+        with refusals.collect():
+            refuse_absent_devices(config.run)
+    else:
+        # files of weights are where the devices are
+        facts = ModelFacts(name_without_weights(config.model))
     backend = resolved.plugins["backend"]
     readable = False
     with refusals.collect():
-        check_model(files.facts, backend.loaded.describe_backend(backend.options, config.run.ranks))
+        check_model(facts, backend.loaded.describe_backend(backend.options, config.run.ranks))
         readable = True
     pad_token_id = 0
     if readable or config.model.tokenizer is not None:
@@ -204,20 +209,23 @@ def assemble(resolved: ResolvedConfig, files: ModelFiles, *, max_sequence_length
     assembly = None
     with refusals.collect():
         context = FactoryContext(seed=config.run.seed, pad_token_id=pad_token_id, max_sequence_length=max_sequence_length)
-        assembly = _make_parts(resolved, files.facts, context, loads)
-        assembly.check(files.facts)
+        assembly = _make_parts(resolved, facts, context, loads)
+        assembly.check(facts)
     if assembly is not None:
         with refusals.collect():
-            check_optimizer(config.optimizer, backend.loaded.record.name, assembly.description.capabilities)
+            check_optimizer(config.optimizer, config.model, backend.loaded.record.name, assembly.description.capabilities)
     if assembly is not None and readable:
         with refusals.collect():
-            assembly.check_backend(files.facts)
+            assembly.check_backend(facts)
             owner = Owner.of(backend.loaded.record)
             rows = assembly.collator.product.rows
             if loads and (assembly.collators is None or not assembly.collators.has_rehearsed(rows)):
-                check_loading(owner, files.facts, assembly.description, rows)
-        with refusals.collect():
-            refuse_absent_kernels(config.model, config.run, assembly.collator.product.rows)
+                check_loading(owner, facts, assembly.description, rows)
+        if here:
+            with refusals.collect():
+                refuse_absent_kernels(config.model, config.run, assembly.collator.product.rows)
+            with refusals.collect():
+                refuse_absent_packages(config.optimizer, config.run)
     refusals.raise_all()
     assert assembly is not None, "what hinders it was raised"
     return assembly

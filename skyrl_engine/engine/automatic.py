@@ -21,7 +21,6 @@ from skyrl_engine.config.automatic import (
     with_micro_batch_tokens,
 )
 from skyrl_engine.config.converter import NONE_WORD
-from skyrl_engine.config.schema import RunConfig
 from skyrl_engine.contracts.kinds.backend import BackendDescription
 from skyrl_engine.contracts.kinds.collator import CARRIED_EXTRAS, Collator, declared_extras, measure_lengths
 from skyrl_engine.contracts.kinds.context import FactoryContext
@@ -31,10 +30,12 @@ from skyrl_engine.contracts.values.model import ModelConfig
 from skyrl_engine.contracts.values.plan import RowKind
 from skyrl_engine.contracts.values.topology import Topology
 from skyrl_engine.engine.capability import check_loading
+from skyrl_engine.engine.model_shape import read_model_shape
 from skyrl_engine.errors import EngineError
 from skyrl_engine.model_facts.facts import ModelFacts
-from skyrl_engine.model_facts.memory import CPU_GROUP_TOKENS, CPU_MICRO_BATCH_TOKENS, format_bytes, plan_micro_batch_tokens
-from skyrl_engine.model_facts.weight_files import count_parameters
+from skyrl_engine.model_facts.memory import CPU_GROUP_TOKENS, CPU_MICRO_BATCH_TOKENS, format_bytes
+from skyrl_engine.model_facts.rank_memory import plan_micro_batch_tokens
+from skyrl_engine.registry.kinds import KINDS
 from skyrl_engine.registry.owner import Owner
 from skyrl_engine.run.log import tell
 from skyrl_engine.workers.process_group import pick_device
@@ -44,7 +45,6 @@ logger = logging.getLogger(__name__)
 PREFERRED: Final[tuple[RowKind, ...]] = ("tree", "packed", "padded")
 """The forms of rows among which the engine chooses, the best first; the collators of this project are called as they are."""
 
-_DISTRIBUTION: Final = "skyrl-engine-collators"
 
 WORTH_SHARING: Final = 0.05
 """Share of a mini-batch's tokens from which computing common prefixes once is worth looking for them."""
@@ -77,7 +77,7 @@ class Choices:
         """Choose the precision by the device of the ranks, where it is open."""
         if not self.is_open(DTYPE):
             return
-        device = find_device(self.resolved.config.run)
+        device = find_device(self.resolved)
         dtype: Any = "bfloat16" if device == "cuda" else "float32"
         self.resolved = with_dtype(self.resolved, dtype)
         self._add(Choice(DTYPE, dtype, f"on {_DEVICES[device]}; the weights that are trained are float32"))
@@ -114,8 +114,8 @@ class Choices:
             self.resolved = with_micro_batch_tokens(self.resolved, None)
             self._add(Choice(key, NONE_WORD, "a part of the loss depends on the cut, so that each rank computes one micro-batch"))
             return
-        device = find_device(self.resolved.config.run)
-        planned, reason = plan_budget(facts, description, device)
+        device = find_device(self.resolved)
+        planned, reason = plan_budget(self.resolved, facts, description, device)
         if device == "cpu" and planned < shared:
             planned, reason = min(shared, CPU_GROUP_TOKENS), "so that a group computes its prompt once"
         if planned < largest:
@@ -137,30 +137,41 @@ class Choices:
 _DEVICES: Final = {"cpu": "the CPU", "cuda": "CUDA devices"}
 
 
-def find_device(run: RunConfig) -> str:
+def find_device(resolved: ResolvedConfig) -> str:
     """Return the kind of device that ranks compute on, "cpu" or "cuda", as far as this machine tells; ranks may be on others."""
+    if resolved.assumed.device_bytes is not None:
+        return "cuda"
+    run = resolved.config.run
     try:
         return pick_device(run.device, 0).partition(":")[0]
     except EngineError:
         return run.device  # the ranks may be where there is one; where they are here, planning refuses it
 
 
-def find_device_bytes() -> int | None:
-    """Return the memory of a GPU of this machine; None where it has none."""
+def find_device_bytes(resolved: ResolvedConfig) -> int | None:
+    """Return the memory of a GPU that the plan is for, or of this machine; None where it has none."""
+    if resolved.assumed.device_bytes is not None:
+        return resolved.assumed.device_bytes
     import torch
 
     return int(torch.cuda.get_device_properties(0).total_memory) if torch.cuda.is_available() else None
 
 
-def plan_budget(facts: ModelFacts, description: BackendDescription, device: str) -> tuple[int, str]:
+def plan_budget(resolved: ResolvedConfig, facts: ModelFacts, description: BackendDescription, device: str) -> tuple[int, str]:
     """Return the tokens of a micro-batch that fit a rank's memory, and the reason, as a clause."""
     if device != "cuda":
         return CPU_MICRO_BATCH_TOKENS, "the size from which CPUs compute no faster"
-    if (memory := find_device_bytes()) is None:
+    if (memory := find_device_bytes(resolved)) is None:
         return CPU_MICRO_BATCH_TOKENS, "the ranks' memory is not known here"
-    tokens = None
-    if (parameters := count_parameters(facts.model)) is not None:
-        tokens = plan_micro_batch_tokens(facts.config, facts.model, parameters, memory=memory, state_ranks=description.state_ranks)
+    shape = read_model_shape(facts.model)
+    layout, optimizer = description.describe_state(facts.model), resolved.config.optimizer
+    tokens = (
+        None
+        if shape is None
+        else plan_micro_batch_tokens(
+            shape, layout, description.topology, memory=memory, optimizer=optimizer.use, ema=optimizer.ema_decay is not None
+        )
+    )
     if tokens is None:
         return CPU_MICRO_BATCH_TOKENS, "the model's files do not say what it takes"
     return tokens, f"their activations fit {format_bytes(memory)} beside the model and its optimizer"
@@ -179,7 +190,7 @@ class Collators:
 
     def select(self, rows: RowKind) -> SelectedPlugin:
         """Return the collator of a form of rows, with its default options. Raises PluginError where it is not installed."""
-        record = self.resolved.registry.resolve("collator", f"{_DISTRIBUTION}:{rows}")
+        record = self.resolved.registry.resolve("collator", f"{KINDS['collator'].automatic}:{rows}")
         return SelectedPlugin.of(record, {}, "auto")
 
     def choose(
@@ -245,7 +256,15 @@ def list_models_beside(resolved: ResolvedConfig) -> tuple[ModelConfig, ...]:
     tables = [(getattr(config, name), False) for name in ("reference", "teacher") if config.has(name)]
     tables += [(table, True) for table in config.rl.reward_models] if config.has("rl") else []
     return tuple(
-        evolve(config.model, path=table.path, revision=table.revision, lora=None, value_head=classifies, classifier=classifies)
+        evolve(
+            config.model,
+            path=table.path,
+            revision=table.revision,
+            lora=None,
+            value_head=classifies,
+            classifier=classifies,
+            right_label=None,
+        )
         for table, classifies in tables
         if table.path is not None
     )

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import numpy as np
 
 from skyrl_engine.config.schema import ModelConfig, OptimizerConfig
-from skyrl_engine.contracts.kinds.backend import OPTIONAL_SCORES, AdamWSettings, BackendDescription, Capability
+from skyrl_engine.contracts.kinds.backend import OPTIONAL_SCORES, AdamW8BitSettings, AdamWSettings, BackendDescription, Capability
 from skyrl_engine.contracts.kinds.collator import CARRIED_EXTRAS, Carried, Collator, declared_extras
 from skyrl_engine.contracts.kinds.loss import Loss, compares_pairs
 from skyrl_engine.contracts.kinds.needs import DIVERGENCE, ROLE_NEED, TOP_1_AGREEMENT, column_forms, model_score
@@ -36,8 +36,11 @@ _ACTION: dict[Capability, str] = {
     **dict.fromkeys((*OPTIONAL_SCORES, "divergence"), "Choose another backend"),
     "value_head": "Set model.value_head = false, or choose another backend",
     "lora": "Remove model.lora, or choose a backend and a layout that train adapters, such as fsdp without tensor parallelism",
+    "load_in_4bit": "Remove model.lora.load_in_4bit, or choose a backend that holds weights in 4 bits, such as fsdp",
     "compile": "Set model.compile = false, or choose a backend that compiles layers, such as fsdp",
     "attention": 'Set model.attention = "auto", or choose a backend and a layout that let it choose, such as fsdp',
+    "embedding_noise": "Remove model.neftune_alpha, or choose a backend and a layout that add noise to embeddings, such as fsdp without tensor "
+    "parallelism",
     "router_replay": "Leave the expert routes out of the samples, or choose another backend",
 }
 
@@ -56,10 +59,14 @@ def _iterate_required_by_model(model: ModelConfig) -> Iterator[Capability]:
         yield "value_head"
     if model.lora is not None:
         yield "lora"
+        if model.lora.load_in_4bit:
+            yield "load_in_4bit"
     if model.compile:
         yield "compile"
     if model.attention != "auto":
         yield "attention"
+    if model.neftune_alpha is not None:
+        yield "embedding_noise"
 
 
 def _iterate_required(topology: Topology, collator: Collator, datasets: Sequence[SampleColumns]) -> Iterator[Capability]:
@@ -100,17 +107,29 @@ def check_capabilities(backend: str, declared: frozenset[Capability], required: 
         )
 
 
-def check_optimizer(optimizer: OptimizerConfig, backend: str, declared: frozenset[Capability]) -> None:
-    """Raises UnsupportedError for an optimizer or groups of parameters that the backend does not declare; every backend steps by AdamW."""
+def check_optimizer(optimizer: OptimizerConfig, model: ModelConfig, backend: str, declared: frozenset[Capability]) -> None:
+    """Raises UnsupportedError for an optimizer, groups of parameters or an average of weights that the backend does not declare, and for
+    moments in 8 bits of a model in float64; every backend steps by AdamW.
+    """
     if optimizer.use != AdamWSettings.use and optimizer.use not in declared:
         raise UnsupportedError(
             f'optimizer.use is "{optimizer.use}", and backend {backend} does not declare that it steps by it',
             remedy=f'Set optimizer.use = "{AdamWSettings.use}", or choose another backend, such as fsdp',
         )
+    if optimizer.use == AdamW8BitSettings.use and model.dtype == "float64":
+        raise UnsupportedError(
+            f'optimizer.use = "{optimizer.use}" steps in float32, and model.dtype is "float64"',
+            remedy=f'Set model.dtype = "float32" or "bfloat16", or optimizer.use = "{AdamWSettings.use}"',
+        )
     if optimizer.groups and "parameter_groups" not in declared:
         raise UnsupportedError(
             f"optimizer.groups is set, and backend {backend} does not declare that parameters may have numbers of their own",
             remedy="Remove optimizer.groups, or choose another backend, such as fsdp",
+        )
+    if optimizer.ema_decay is not None and "ema" not in declared:
+        raise UnsupportedError(
+            f"optimizer.ema_decay is set, and backend {backend} does not declare that it averages weights",
+            remedy="Remove optimizer.ema_decay, or choose another backend, such as fsdp",
         )
 
 

@@ -1,9 +1,32 @@
-"""Refuse a way of computing that the device of a run's ranks does not have, where all ranks are on this machine."""
+"""Refuse a way of computing that the machine of a run's ranks does not have, where all ranks are on this machine."""
 
-from skyrl_engine.config.schema import ModelConfig, RunConfig
+from collections.abc import Mapping
+from importlib.util import find_spec
+from typing import Final
+
+from skyrl_engine.config.schema import ModelConfig, OptimizerConfig, RunConfig
 from skyrl_engine.contracts.values.plan import RowKind
 from skyrl_engine.engine.cpu_check import starts_ray_here
+from skyrl_engine.errors import UnsupportedError
 from skyrl_engine.workers.process_group import pick_device
+
+_OPTIMIZER_PACKAGES: Final[Mapping[str, tuple[str, str, str]]] = {
+    "lion": ("lion_pytorch", "lion-pytorch", "lion"),
+    "adamw_8bit": ("bitsandbytes", "bitsandbytes", "bitsandbytes"),
+}
+"""Module, package and extra of optimizers that torch does not have."""
+
+
+def refuse_absent_packages(optimizer: OptimizerConfig, run: RunConfig) -> None:
+    """Raise UnsupportedError for an optimizer whose package is not installed; on a cluster that runs already, ranks refuse it."""
+    if optimizer.use not in _OPTIMIZER_PACKAGES or (run.launch == "ray" and not starts_ray_here(run)):
+        return
+    module, package, extra = _OPTIMIZER_PACKAGES[optimizer.use]
+    if find_spec(module) is None:
+        raise UnsupportedError(
+            f'optimizer.use = "{optimizer.use}" needs the package {package}, which is not installed',
+            remedy=f'Run pip install "skyrl-engine[{extra}]", or choose another optimizer',
+        )
 
 
 def refuse_absent_kernels(model: ModelConfig, run: RunConfig, rows: RowKind) -> None:

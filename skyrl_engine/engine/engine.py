@@ -31,7 +31,7 @@ from skyrl_engine.engine.results import PassResult, counts_of, means_over, refus
 from skyrl_engine.engine.sampling import SamplingVerbs
 from skyrl_engine.engine.saved_state import EngineState
 from skyrl_engine.engine.schedule import learning_rate as scheduled_rate
-from skyrl_engine.engine.schedule import refuse_impossible_schedule
+from skyrl_engine.engine.schedule import load_own_schedule
 from skyrl_engine.engine.steering import Steering
 from skyrl_engine.engine.validation import (
     has_adapter_sets,
@@ -111,7 +111,7 @@ class Engine(SamplingVerbs):
         self._generator_table = generator
         self._peak_bytes: list[int] = []
         self._frozen: dict[str, ModelFacts] = {}
-        refuse_impossible_schedule(optimizer, total_steps)
+        self._own_schedule = load_own_schedule(optimizer, total_steps)
 
     @classmethod
     def open(cls, config: str | Path | Mapping[str, Any], overrides: Sequence[str] = (), *, total_steps: int | None = None) -> Self:
@@ -350,7 +350,7 @@ class Engine(SamplingVerbs):
 
     @property
     def has_adapter_sets(self) -> bool:
-        """Say whether `add_adapters` can be used: the model has adapters, and the backend declares the capability `adapter_sets`."""
+        """Say whether `add_adapters` can be used: the model has adapters, not over 4 bits, and the backend declares `adapter_sets`."""
         return has_adapter_sets(self.assembly, self._files.facts.model)
 
     def add_adapters(self, lora: LoraConfig, *, seed: int | None = None) -> "Engine":
@@ -450,7 +450,7 @@ class Engine(SamplingVerbs):
 
     def _schedule_settings(self) -> OptimizerSettings:
         """The configured numbers, at the rate of the next step."""
-        rate = scheduled_rate(self._optimizer, self.step, self._total_steps or 1)
+        rate = scheduled_rate(self._optimizer, self.step, self._total_steps or 1, self._own_schedule)
         return evolve(self._optimizer.settings(), learning_rate=rate)
 
     def _step_optimizer(self, settings: OptimizerSettings) -> Future[OptimStep]:

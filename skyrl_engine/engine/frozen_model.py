@@ -56,7 +56,9 @@ class FrozenModel:
             return cls(name, None)
         _require("second_model", description, table)
         is_trained_model = path is None
-        lora = trained.lora if is_trained_model and not fresh else None
+        # new adapters change nothing, but what they lie over may be rounded
+        has_own_base = trained.lora is not None and trained.lora.load_in_4bit
+        lora = trained.lora if is_trained_model and (not fresh or has_own_base) else None
         return cls(
             name,
             evolve(
@@ -66,7 +68,9 @@ class FrozenModel:
                 lora=lora,
                 value_head=classifier,
                 classifier=classifier,
+                right_label=None,
                 activation_checkpointing=False,
+                neftune_alpha=None,
             ),
         )
 

@@ -5,6 +5,7 @@ from typing import Literal
 
 from attrs import fields
 
+from skyrl_engine.cleanup import close_after
 from skyrl_engine.config import SelectedPlugin
 from skyrl_engine.config.schema import GeneratorTable
 from skyrl_engine.contracts.kinds.context import FactoryContext
@@ -150,25 +151,29 @@ def start_host(
     root = None if facts.folder is None else facts.folder / "weights"
     shares = table is not None and table.share_devices
     folders = WeightFolders.open(write_weights_of_ranks, model, description, label, root)
-    folders.write(version)
-    if shares:
-        assert group is not None, "devices are shared with ranks"
-        group.ask(LeaveDevice())
     host: GeneratorHost
-    if launcher is None:
-        host = RemoteHost.start(GeneratorDriver(plugin.bind("generator", context)), folders, facts, version)
-    else:
-        host = ReplicaHost.start(
-            lock,
-            context,
-            facts,
-            folders,
-            label=label,
-            version=version,
-            replicas=replicas,
-            launcher=launcher,
-            limits=SilenceLimits() if table is None else SilenceLimits(table.silent_seconds, table.weights_seconds),
-        )
+    try:
+        folders.write(version)
+        if shares:
+            assert group is not None, "devices are shared with ranks"
+            group.ask(LeaveDevice())
+        if launcher is None:
+            host = RemoteHost.start(GeneratorDriver(plugin.bind("generator", context)), folders, facts, version)
+        else:
+            host = ReplicaHost.start(
+                lock,
+                context,
+                facts,
+                folders,
+                label=label,
+                version=version,
+                replicas=replicas,
+                launcher=launcher,
+                limits=SilenceLimits() if table is None else SilenceLimits(table.silent_seconds, table.weights_seconds),
+            )
+    except BaseException as error:
+        close_after(error, folders.close)
+        raise
     return SharingHost.open(host, group) if shares and group is not None else host
 
 

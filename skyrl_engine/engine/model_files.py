@@ -3,7 +3,6 @@
 import json
 import logging
 import shutil
-import tempfile
 from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
@@ -19,6 +18,7 @@ from skyrl_engine.model_facts.dropout import restore_shares
 from skyrl_engine.model_facts.facts import ModelFacts, find_file
 from skyrl_engine.model_facts.tokenizer import load_tokenizer
 from skyrl_engine.run.durable import sync, sync_tree
+from skyrl_engine.scratch import scratch_folder
 
 logger = logging.getLogger(__name__)
 
@@ -164,9 +164,9 @@ class ModelFiles:
         if model.lora is None:
             write_weights(directory)
         else:
-            with tempfile.TemporaryDirectory(prefix="skyrl-engine-export-") as adapters:
-                write_weights(Path(adapters))
-                write_merged(evolve(model, lora=evolve(model.lora, path=adapters)), directory, model.dtype)
+            with scratch_folder("export") as adapters:
+                write_weights(adapters)
+                write_merged(evolve(model, lora=model.lora.stored_at(str(adapters))), directory, model.dtype)
         become_classifier(directory, model, self.pad_token_id)
 
 

@@ -46,6 +46,11 @@ class Sampler:
         """Say whether the generators sample while the ranks do something else."""
         return self._host.concurrent
 
+    @property
+    def on_ranks(self) -> bool:
+        """Say whether the generators live in the ranks' processes, and end with them."""
+        return self._host.on_ranks
+
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         """Send requests to the ranks: those of a session always to the same one. Returns at once.
 

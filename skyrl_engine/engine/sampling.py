@@ -102,7 +102,7 @@ class SamplingVerbs(PassEngine):
 
     def _end_sampler(self) -> None:
         """End generators that live in processes of their own or drive servers; those of ranks end with the ranks, or as others start there."""
-        if self._sampler is not None and self._sampler.concurrent:
+        if self._sampler is not None and not self._sampler.on_ranks:
             sampler, self._sampler = self._sampler, None
             sampler.close()
 
@@ -132,7 +132,10 @@ class SamplingVerbs(PassEngine):
         The generator must have been started. Raises ModelError for weights that do not fit, UnsupportedError for a generator that takes none.
         """
         self.group.refuse_ended()
-        lora = None if adapter is None else LoraConfig(path=str(adapter))
         trained_model = self._files.facts.model
-        revision = trained_model.revision if str(model) == trained_model.path else None
+        is_own_base = str(model) == trained_model.path
+        lora = None if adapter is None else LoraConfig(path=str(adapter))
+        if lora is not None and trained_model.lora is not None and is_own_base:
+            lora = trained_model.lora.stored_at(str(adapter))
+        revision = trained_model.revision if is_own_base else None
         self.sampler.load(evolve(trained_model, path=str(model), revision=revision, lora=lora), target)

@@ -101,7 +101,9 @@ def refuse_no_teacher(assembly: Assembly, frozen: AbstractSet[str]) -> None:
 
 def has_adapter_sets(assembly: Assembly, model: ModelConfig) -> bool:
     """Say whether further sets of adapters can be trained in addition to those of a model."""
-    return model.lora is not None and "adapter_sets" in assembly.description.capabilities
+    # codes of 4 bits are no parameters, which sets would share
+    shares = model.lora is not None and not model.lora.load_in_4bit
+    return shares and "adapter_sets" in assembly.description.capabilities
 
 
 def refuse_no_adapter_sets(assembly: Assembly, model: ModelConfig) -> None:
@@ -110,7 +112,8 @@ def refuse_no_adapter_sets(assembly: Assembly, model: ModelConfig) -> None:
         backend = assembly.plugins["backend"].loaded.record.name
         raise UnsupportedError(
             f"sets of adapters need a model with adapters and the capability 'adapter_sets', which backend {backend} must declare",
-            remedy="Set model.lora, and choose a backend and a layout that declare it, such as fsdp without tensor parallelism",
+            remedy="Set model.lora, without load_in_4bit, and choose a backend and a layout that declare it, such as fsdp without tensor "
+            "parallelism",
         )
 
 

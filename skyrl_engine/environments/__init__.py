@@ -3,11 +3,11 @@
 Authors import from here; the files that define them may move between minor versions.
 """
 
-from skyrl_engine.environments.functions import FunctionEnvironment, make_weighted_reward, reward
+from skyrl_engine.environments.functions import FunctionEnvironment, group_reward, make_weighted_reward, reward
 from skyrl_engine.environments.prompts import PromptOptions
-from skyrl_engine.environments.references import content_of, function_of
 from skyrl_engine.environments.table_tasks import TableOptions, TableTasks
 from skyrl_engine.environments.tools import Tool, tool_message
+from skyrl_engine.registry.function_references import content_of, function_of
 
 __all__ = [
     "FunctionEnvironment",
@@ -17,6 +17,7 @@ __all__ = [
     "Tool",
     "content_of",
     "function_of",
+    "group_reward",
     "make_weighted_reward",
     "reward",
     "tool_message",

@@ -1,13 +1,23 @@
-"""Tasks out of a table, functions as rewards, functions as tools; and `reward`, which makes an environment of a function."""
+"""Tasks out of a table, functions as rewards, functions as tools; and `reward` and `group_reward`, which make an environment of a function."""
 
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Set as AbstractSet
+from typing import Any, ClassVar
 
 from attrs import define, field, frozen
 
-from skyrl_engine.contracts.kinds.environment import Action, EnvironmentClaims, Message, Split, StepResult, Task, Tasks
+from skyrl_engine.contracts.kinds.environment import (
+    Action,
+    EndedAttempt,
+    EnvironmentClaims,
+    Message,
+    Split,
+    StepResult,
+    Task,
+    Tasks,
+)
 from skyrl_engine.environments.table_tasks import TableOptions, TableTasks
 from skyrl_engine.environments.tools import Tool, answer_calls
 from skyrl_engine.errors import ContractError
@@ -16,6 +26,7 @@ from skyrl_engine.hooks.markers import hookimpl
 from skyrl_engine.interop.rewards import Form, as_reward, only_of
 
 Score = Callable[[Action, Task], Any]
+Comparison = Callable[[list[str], Task], Any]
 
 
 @frozen(eq=False)
@@ -32,13 +43,14 @@ class FunctionEnvironment:
     """Scores an attempt with functions, when the model stops calling tools.
 
     The reward is the sum of `rewards` times their weights, 0 without any; with several, `parts` shows each summand. A reward function returns a
-    number, or, where it is alone, a `StepResult`.
+    number, or, where it is alone, a `StepResult`. `comparison` rewards the texts of a group together when all have ended.
     """
 
     options: TableOptions
     rewards: Sequence[WeightedReward]
     tools: Sequence[Tool] = ()
     claims: EnvironmentClaims = field(factory=EnvironmentClaims)
+    comparison: Comparison | None = None
 
     def tasks(self, split: Split) -> Tasks:
         """Return the rows of a split as tasks; none are held out where no option says so."""
@@ -46,6 +58,22 @@ class FunctionEnvironment:
 
     def open(self, task: Task, seed: int) -> "FunctionEpisode":  # noqa: ARG002 -- functions draw nothing
         return FunctionEpisode(self, task)
+
+    async def compare(self, task: Task, attempts: Sequence[EndedAttempt]) -> list[StepResult]:
+        """Return what `comparison` gives each of the attempts."""
+        assert self.comparison is not None, "its claims say so"
+        values = await _await_value(self.comparison([attempt.text for attempt in attempts], task))
+        # keys of a mapping and members of a set would be taken for rewards
+        if (
+            not hasattr(values, "__len__")
+            or isinstance(values, str | bytes | Mapping | AbstractSet)
+            or len(values) != len(attempts)
+        ):
+            raise ContractError(
+                f"a group reward returned {values!r:.80} for {len(attempts)} attempts",
+                remedy="Return a list with one reward per text",
+            )
+        return [value if isinstance(value, StepResult) else StepResult(number_of("of a group", value)) for value in values]
 
 
 @define(eq=False)
@@ -113,6 +141,34 @@ class RewardPlugin(FunctionPlugin):
         return FunctionEnvironment(config, [WeightedReward(self.name, score)], claims=claims)
 
 
+@define(eq=False)
+class GroupRewardPlugin(FunctionPlugin):
+    """A function that rewards the attempts of a group together, as an environment of one turn; calling it calls the function."""
+
+    usable_alone: ClassVar[bool] = False
+
+    config: type[TableOptions]
+    pass_threshold: float | None
+    order_matters: bool
+
+    @hookimpl
+    def skyrl_engine_make_environment(self, config: TableOptions) -> FunctionEnvironment:
+        more = (config,) if "config" in inspect.signature(self.function).parameters else ()
+        claims = EnvironmentClaims(pass_threshold=self.pass_threshold, compares=True, order_matters=self.order_matters)
+        return FunctionEnvironment(config, (), claims=claims, comparison=_Compared(self.function, more))
+
+
+@frozen(eq=False)
+class _Compared:
+    """A decorated function as one of texts and their task; `more` is the config, where the function takes it."""
+
+    function: Callable[..., Any]
+    more: tuple[TableOptions, ...]
+
+    def __call__(self, texts: list[str], task: Task) -> Any:
+        return self.function(texts, task, *self.more)
+
+
 @frozen(eq=False)
 class _Scored:
     """A decorated function as one of an action; `config` is given where the function takes it."""
@@ -156,6 +212,38 @@ def reward(
     return decorate
 
 
+@with_parentheses
+def group_reward(
+    *, config: type[TableOptions] = TableOptions, pass_threshold: float | None = None, order_matters: bool = False
+) -> Callable[[Callable[..., Any]], GroupRewardPlugin]:
+    """Make an environment plugin of `function(texts, task[, config])`, which sees the attempts of a group together when all have ended.
+
+    `texts` are those of the attempts that did not fail, two or more, in their order; it returns as many numbers, or StepResults, and may be a
+    coroutine. `config` is as for `reward`. `pass_threshold` None says that a reward that compares makes no attempt right or wrong.
+    `order_matters` says that a text may be rewarded otherwise in another place of the list. Raises TypeError for another class, and for a
+    function that takes something else.
+    """
+    if not (isinstance(config, type) and issubclass(config, TableOptions)):
+        raise TypeError(
+            f"config must be a class that extends skyrl_engine.environments.TableOptions, which says where tasks are, not {config!r}"
+        )
+
+    def decorate(function: Callable[..., Any]) -> GroupRewardPlugin:
+        names = tuple(inspect.signature(function).parameters)
+        if names not in (("texts", "task"), ("texts", "task", "config")):
+            raise TypeError(
+                f"{function.__name__} takes ({', '.join(names)}), and a group reward takes (texts, task) or (texts, task, config)"
+            )
+        return GroupRewardPlugin(function, config, pass_threshold, order_matters)
+
+    return decorate
+
+
 def make_weighted_reward(function: Callable[..., Any], name: str, weight: float = 1.0, form: Form = "auto") -> WeightedReward:
-    """Make a reward of a function of ours, of TRL's form or of verl's."""
+    """Make a reward of a function of ours, of TRL's form or of verl's. Raises ContractError for a group reward: it sees no single attempt."""
+    if isinstance(function, GroupRewardPlugin):
+        raise ContractError(
+            f"{name} rewards the attempts of a group together, and is an environment of its own",
+            remedy=f'Set environments.use = "FILE.py:{name}" with data, or give --env FILE.py:{name}',
+        )
     return WeightedReward(name, as_reward(function, form), weight)

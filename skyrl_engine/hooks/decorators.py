@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ClassVar, ParamSpec, TypeVar
 
 from attrs import define
 
@@ -26,7 +26,12 @@ BatchLocal = bool | Callable[[Any], bool]
 
 @define(eq=False)
 class FunctionPlugin:
-    """A function that carries hook implementations; calling it calls the function. `config` is the attrs class of its options."""
+    """A function that carries hook implementations; calling it calls the function. `config` is the attrs class of its options.
+
+    A class that is not `usable_alone` has functions that mean nothing without their plugin.
+    """
+
+    usable_alone: ClassVar[bool] = True
 
     function: Callable[..., Any]
     config: type[Any] | None

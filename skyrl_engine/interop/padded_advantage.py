@@ -58,7 +58,7 @@ def padded_advantage(
             raise TypeError(f"{called} takes no {meaning} ({', '.join(NAMES[meaning])})")
     own = AdvantageClaims() if claims is None else claims
     needs = ("old_values",) if VALUES in matched.values() else ()
-    return advantage(needs=needs, config=schema, claims=own)(PaddedAdvantage(called, function, matched, own.outcome))
+    return advantage(needs=needs, config=schema, claims=own)(PaddedAdvantage(called, function, matched, own.outcome, own.returns))
 
 
 @frozen(eq=False)
@@ -96,6 +96,7 @@ class PaddedAdvantage:
     function: Callable[..., Any]
     arguments: Mapping[str, str]
     outcome: bool
+    returns: bool
 
     def __call__(self, batch: AdvantageBatch, config: Any) -> AdvantageOutput:
         """Return advantages [A], and returns where the function gives them. Raises ContractError for results of another form."""
@@ -104,7 +105,7 @@ class PaddedAdvantage:
         rows = _Rows.of(batch)
         nothing = np.zeros(len(batch.rewards))
         if not len(rows.trajectories):
-            return AdvantageOutput(nothing)
+            return AdvantageOutput(nothing, nothing.copy() if self.returns else None)
         tensors: dict[str, Any] = {
             REWARDS: torch.from_numpy(self._place_rewards(batch, rows)),
             MASK: torch.from_numpy(rows.pad(np.ones(len(rows.tokens)))),

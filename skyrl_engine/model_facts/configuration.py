@@ -5,6 +5,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+import attrs
+
 from skyrl_engine.contracts.values.model import EmptyModelConfig, ModelConfig
 from skyrl_engine.errors import ModelError
 from skyrl_engine.model_facts.dropout import switch_off_config
@@ -31,6 +33,12 @@ def location_of(model: ModelConfig) -> dict[str, Any]:
         "trust_remote_code": model.trust_remote_code,
         "local_files_only": local,
     }
+
+
+def name_without_weights(model: ModelConfig) -> EmptyModelConfig:
+    """Return the same model, known by its configuration alone."""
+    fields = {field.name: getattr(model, field.name) for field in attrs.fields(ModelConfig)}
+    return EmptyModelConfig(**fields, configuration=source_of(model))
 
 
 def read_config(model: ModelConfig) -> Any:

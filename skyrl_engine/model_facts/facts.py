@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from attrs import define, evolve
@@ -10,6 +11,7 @@ from skyrl_engine.config.schema import ModelConfig
 from skyrl_engine.errors import ModelError
 from skyrl_engine.model_facts.configuration import location_of, read_config
 from skyrl_engine.model_facts.dropout import Parts, collect_shares, find_shares
+from skyrl_engine.model_facts.json_file import read_object
 from skyrl_engine.model_facts.thresholds import choose_rotary_length, explain_serving, find_longest_row
 from skyrl_engine.model_facts.vision_language import takes_images
 
@@ -84,9 +86,41 @@ class ModelFacts:
 
     @property
     def draws_masks(self) -> bool:
-        """Return True where training draws random masks: dropout of the decoder, or of adapters."""
+        """Return True where training draws what scoring does not: dropout of the decoder or of adapters, or noise on embeddings."""
         lora = self.model.lora
-        return bool(self.dropouts) or (lora is not None and lora.dropout > 0)
+        return bool(self.dropouts) or (lora is not None and lora.dropout > 0) or self.model.neftune_alpha is not None
+
+    @property
+    def has_magnitudes(self) -> bool:
+        """Return True where adapters are those of DoRA, new ones or those that training starts from."""
+        lora = self.model.lora
+        return lora is not None and bool(self._adapter_options.get("use_dora") if lora.path else lora.dora)
+
+    @property
+    def has_servable_adapters(self) -> bool:
+        """Return True where a server of the base model's files computes as the run does, given the adapters alone.
+
+        No server is known that samples with magnitudes of DoRA, and its base weights are not those that were rounded to 4 bits.
+        """
+        lora = self.model.lora
+        return lora is not None and not lora.load_in_4bit and not self.has_magnitudes
+
+    @property
+    def adapter_rank(self) -> int | None:
+        """Return the rank of adapters, new ones or those that training starts from; None without adapters."""
+        lora = self.model.lora
+        if lora is None or lora.path is None:
+            return None if lora is None else lora.rank
+        rank = self._adapter_options.get("r")
+        return rank if isinstance(rank, int) else None
+
+    @cached_property
+    def _adapter_options(self) -> Mapping[str, Any]:
+        """PEFT's options of the adapters that training starts from; empty where they are not found."""
+        assert self.model.lora is not None
+        assert self.model.lora.path is not None
+        file = find_file(ModelConfig(self.model.lora.path), "adapter_config.json")
+        return {} if file is None else read_object(Path(file))
 
     @property
     def takes_images(self) -> bool:

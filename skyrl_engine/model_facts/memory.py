@@ -10,6 +10,18 @@ from skyrl_engine.contracts.values.model import ModelConfig
 ELEMENT_BYTES: Final = {"float64": 8, "float32": 4, "bfloat16": 2}
 """Bytes of a number, by the names of `model.dtype`."""
 
+EIGHT_BIT_BLOCK: Final = 256
+"""Numbers of a row that share one scale, float32, where the optimizer holds moments in 8 bits: the block of bitsandbytes' kernels."""
+
+FEWEST_IN_EIGHT_BITS: Final = 4096
+"""Numbers of the smallest parameter that has moments in 8 bits, as in bitsandbytes."""
+
+FOUR_BIT_BLOCK: Final = 64
+"""Numbers that share one scale where a frozen layer is held in 4 bits (Dettmers et al. 2023, arXiv 2305.14314, section 3)."""
+
+FOUR_BIT_SCALES: Final = 256
+"""Scales that share one scale of their own where scales are held in 8 bits (there, "double quantization")."""
+
 CACHE_SHARE: Final = 0.25
 """Share of the memory that is free when a generator starts which keys and values may take where nobody says how much."""
 
@@ -48,44 +60,8 @@ CPU_MICRO_BATCH_TOKENS: Final = 2048
 CPU_GROUP_TOKENS: Final = 8 * CPU_MICRO_BATCH_TOKENS
 """Tokens up to which a micro-batch on CPUs grows so that a group computes its prompt once."""
 
-ACTIVATION_SHARE: Final = 0.5
-"""Share of a device's memory beside a model and its optimizer that activations may take; the rest is for caches, logits and fragments."""
-
 _STATE_BYTES: Final = 16
 """Bytes of a trained parameter: its weight, its gradient and the two moments of AdamW, in float32."""
-
-
-def count_activation_bytes(config: Any, dtype: str, *, recomputed: bool) -> int | None:
-    """Estimate the bytes that a token's activations take until its backward pass; None where the configuration does not say the shape.
-
-    They are those of decoder layers whose attention keeps no scores: inputs and outputs of norms, projections and the feed-forward network, per
-    Korthikanti et al. 2022 (arXiv 2205.05198, section 4), for gated networks and grouped heads. `recomputed`: each layer keeps its input alone.
-    """
-    text = config.get_text_config(decoder=True)
-    shape, hidden = CacheShape.of(config), getattr(text, "hidden_size", None)
-    inner = getattr(text, "moe_intermediate_size", None) or getattr(text, "intermediate_size", None)
-    if shape is None or not isinstance(hidden, int) or not isinstance(inner, int):
-        return None
-    experts = getattr(text, "num_experts_per_tok", None) or 1
-    queries = 2 * text.num_attention_heads * shape.key_width
-    layer = 6 * hidden + queries + shape.heads * (shape.key_width + shape.value_width) + 3 * inner * experts
-    numbers = shape.layers * hidden + layer if recomputed else shape.layers * layer
-    return int(numbers * ELEMENT_BYTES[dtype])
-
-
-def plan_micro_batch_tokens(config: Any, model: ModelConfig, parameters: int, *, memory: int, state_ranks: int = 1) -> int | None:
-    """Count the tokens of a micro-batch whose activations fit a device of `memory` bytes: a multiple of 1,024, not 0.
-
-    `state_ranks` divide weights, gradients and moments of one model among them. None where the configuration does not say the model's shape.
-    """
-    token_bytes = count_activation_bytes(config, model.dtype, recomputed=model.activation_checkpointing)
-    if token_bytes is None:
-        return None
-    trained = _STATE_BYTES if model.lora is None else ELEMENT_BYTES["float32"]
-    computed = 0 if model.dtype == "float32" else ELEMENT_BYTES[model.dtype]
-    states = parameters * (trained + computed) // state_ranks
-    room = int(max(0, memory - states) * ACTIVATION_SHARE)
-    return max(1, room // token_bytes // 1024) * 1024
 
 
 def find_reason_against_turns(

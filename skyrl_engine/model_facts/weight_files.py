@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from skyrl_engine.config.schema import ModelConfig
+from skyrl_engine.contracts.values.model import EmptyModelConfig
 from skyrl_engine.errors import ModelError
 from skyrl_engine.model_facts.json_file import read_object, refuse_pointer
 
@@ -17,13 +18,13 @@ _LONGEST_HEADER: Final = 100_000_000
 
 
 def weight_files(model: ModelConfig) -> list[Path]:
-    """Return the files that hold the weights of a model in a local directory; none for models on the hub.
+    """Return the files that hold the weights of a model in a local directory; none for models on the hub and for those without values.
 
     Raises ModelError for a directory without weights, an index that is damaged or names files that are absent, a Git LFS pointer and a
     safetensors file that was cut off.
     """
     folder = Path(model.path).expanduser()
-    if not folder.is_dir() or _has_named_weights(folder):
+    if isinstance(model, EmptyModelConfig) or not folder.is_dir() or _has_named_weights(folder):
         return []
     first = next((name for name in _CHOICES if (folder / name).is_file()), None)
     if first is None:

@@ -16,7 +16,9 @@ from skyrl_engine.modeling.attention_kernel import refuse_rows_of_kernel
 from skyrl_engine.modeling.causal_lm import split_causal_lm
 from skyrl_engine.modeling.compiling import refuse_incompilable
 from skyrl_engine.modeling.dropout import refuse_dropout
+from skyrl_engine.modeling.embedding_noise import refuse_noise
 from skyrl_engine.modeling.first_layers import shorten
+from skyrl_engine.modeling.four_bit import check_four_bit_settings
 from skyrl_engine.modeling.loading import build_causal_lm, load_skeleton, refuse_other_shapes, refuse_own_attention
 from skyrl_engine.modeling.segment_adoption import adopt_segment_attention, certain_refusal
 from skyrl_engine.modeling.segments import SegmentSupport
@@ -39,6 +41,7 @@ def check_loading(spec: ModelConfig, rows: RowKind, *, images: bool = False) -> 
     states are left unchanged. Raises ModelError and UnsupportedError.
     """
     refuse_rows_of_kernel(spec, rows)
+    check_four_bit_settings(spec)
     with torch.random.fork_rng(devices=()):
         # programs of a model without values would be thrown away
         model, scorer = load_skeleton(evolve(spec, compile=False), images=images)
@@ -46,8 +49,9 @@ def check_loading(spec: ModelConfig, rows: RowKind, *, images: bool = False) -> 
             refuse_incompilable(model, scorer.decoder, spec.path)
         if rows == "tree":
             refuse_dropout(model)
+            refuse_noise(spec)
         if rows != "padded" or spec.attention != "auto":
-            refusal = certain_refusal(model, scorer.decoder) or _refusal_of_first_layer(spec)
+            refusal = _find_refusal_of_packed_rows(spec, model, scorer.decoder)
             refuse_own_attention(spec, refusal)
             if refusal is not None:
                 scorer.segment_support = SegmentSupport(refusal=refusal)
@@ -60,6 +64,24 @@ def check_loading(spec: ModelConfig, rows: RowKind, *, images: bool = False) -> 
     refuse_code(files)
     refuse_other_shapes(spec, files, _other_shapes(model, files))
     _tell_unused(spec, model)
+
+
+_REFUSALS: Final[dict[tuple[str, str], str | None]] = {}
+"""Findings of this process about the code of models, by the model's keys and configuration."""
+
+
+def _find_refusal_of_packed_rows(spec: ModelConfig, model: Any, decoder: Any) -> str | None:
+    """Return why the model cannot keep the samples of a row apart, as a clause; None where nothing says so before it is loaded.
+
+    The answer depends on configuration and code alone, and a process that plans several runs, or tries several forms of rows, asks more than
+    once. Code that comes with the model's files may have changed between two calls, so it is asked again.
+    """
+    if spec.trust_remote_code:
+        return certain_refusal(model, decoder) or _refusal_of_first_layer(spec)
+    key = (repr(spec), model.config.to_json_string())
+    if key not in _REFUSALS:
+        _REFUSALS[key] = certain_refusal(model, decoder) or _refusal_of_first_layer(spec)
+    return _REFUSALS[key]
 
 
 def _tell_unused(spec: ModelConfig, model: Any) -> None:

@@ -26,7 +26,7 @@ from skyrl_engine.modeling.segments import SegmentSupport
 from skyrl_engine.modeling.shared_weights import on_the_cpu_without_memory
 from skyrl_engine.modeling.unpickling import TO_SAFETENSORS, UNREADABLE, failure, is_refused, refuse_code
 from skyrl_engine.modeling.value_head import NAME as VALUE_HEAD
-from skyrl_engine.modeling.value_head import ValueHead, add_value_head, load_value_head
+from skyrl_engine.modeling.value_head import ValueHead, add_value_head, has_bias, load_value_head
 from skyrl_engine.modeling.vision import language_part
 
 logger = logging.getLogger(__name__)
@@ -79,8 +79,19 @@ def load_beside(spec: ModelConfig, support: SegmentSupport, *, images: bool = Fa
     """Make model and scorer of which only what is trained has values, on the CPU, those that `load_scorer` gives it; adapters are asked for.
 
     All else is on the meta device, for `shared_weights.share_weights` to fill from a model that is loaded, and was checked then; `support` is
-    what was found about it. Raises ModelError.
+    what was found about it. Raises ModelError, and UnsupportedError for new adapters of DoRA, which start at the
+    norms of weights that are not here.
     """
+    if spec.lora is not None and spec.lora.dora and spec.lora.path is None:
+        raise UnsupportedError(
+            "new adapters of DoRA start at the norms of the base weights, which a further set of adapters only shares",
+            remedy="Start the set from saved adapters (path), or leave dora out",
+        )
+    if spec.lora is not None and spec.lora.load_in_4bit:
+        raise UnsupportedError(
+            "several sets of adapters share one model, and model.lora.load_in_4bit holds it in 4 bits, which is not supported",
+            remedy="Remove model.lora.load_in_4bit, or train one set of adapters",
+        )
     config = load_config(spec, images=images)
     with torch.device("meta"):
         model = build_causal_lm(spec, config)
@@ -114,7 +125,7 @@ def _scorer(spec: ModelConfig, model: Any, seed: int) -> Scorer:
         add_adapters(model, language_part(parts.decoder), spec, seed)
     value_head: ValueHead | None = None
     if spec.value_head:
-        value_head = add_value_head(model, parts.head.in_features, name=spec.path, bias=not spec.classifier)
+        value_head = add_value_head(model, parts.head.in_features, name=spec.path, bias=has_bias(spec))
     scorer = Scorer(parts, logits_per_chunk=spec.logits_per_chunk, value_head=value_head)
     scorer.rotary_length = fix_rotary_frequencies(model, spec.rotary_length)
     if spec.dtype == "bfloat16":

@@ -1,6 +1,8 @@
-"""Low-rank adapters through PEFT: chosen linear layers compute with W + alpha / rank * B A; A and B are trained, all else is frozen.
+"""Low-rank adapters through PEFT: chosen linear layers compute with W + s B A; A and B are trained, all else is frozen.
 
-Hu et al. 2021 (arXiv 2106.09685), section 4.1. A is drawn, B is zero: training starts at the base model.
+The scale s is alpha / rank (Hu et al. 2021, arXiv 2106.09685, section 4.1), or alpha / sqrt(rank) of rsLoRA. A is drawn, B is zero: training
+starts at the base model. With DoRA (Liu et al. 2024, arXiv 2402.09353, eq. 5) a layer computes with m (W + s B A) / |W + s B A|, a norm and a
+trained number m per output; m starts as |W|, and no gradient goes through the norm (section 4.3).
 """
 
 import copy
@@ -17,6 +19,8 @@ from torch import Tensor, nn
 from skyrl_engine.contracts.values.model import LoraConfig, ModelConfig
 from skyrl_engine.errors import ModelError, UnsupportedError
 from skyrl_engine.model_facts.json_file import read_object
+from skyrl_engine.modeling.four_bit import FourBitLinear, list_four_bit_layers, quantize_layers
+from skyrl_engine.modeling.low_bits import hush_advice
 from skyrl_engine.modeling.unpickling import UNREADABLE, failure
 from skyrl_engine.modeling.value_head import NAME as VALUE_HEAD
 
@@ -34,26 +38,34 @@ _WITHOUT_EFFECT: Final = frozenset(
 )
 _PLAIN: Final = _WITHOUT_EFFECT | {
     *("r", "lora_alpha", "lora_dropout", "use_rslora", "rank_pattern", "alpha_pattern", "fan_in_fan_out", "init_lora_weights"),
-    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "modules_to_save"),
+    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "modules_to_save", "use_dora"),
 }
-"""Settings of an existing adapter that may have any value. Any other setting must have PEFT's default, or the adapter is more than B A."""
+"""Settings of an existing adapter that may have any value. Any other setting must have PEFT's default, or the adapter is something else."""
+
+_MAGNITUDE: Final = ".lora_magnitude_vector."
 
 
 def add_adapters(model: Any, decoder: nn.Module, spec: ModelConfig, seed: int) -> None:
-    """Add adapters to linear layers of `decoder`, a part of `model`, in place, and freeze everything else.
+    """Add adapters to linear layers of `decoder`, a part of `model`, in place, and freeze everything else; in 4 bits where `spec.lora` says so.
 
     Their values depend on `seed` alone and leave random states unchanged; on the meta device they have none. Raises ModelError for
-    targets that do not exist and for an existing adapter that cannot be used, UnsupportedError without PEFT.
+    targets that do not exist and for an existing adapter that cannot be used, UnsupportedError without PEFT and as `quantize_layers` does.
     """
     assert spec.lora is not None
     peft = _peft()
+    if spec.lora.load_in_4bit:
+        quantize_layers(model, decoder, spec)
     inside = {id(module) for module in decoder.modules()}
-    linear = {name: module for name, module in model.named_modules() if id(module) in inside and _is_linear(module)}
+    linear: dict[str, Any] = {name: module for name, module in model.named_modules() if id(module) in inside and _is_linear(module)}
     config = (
         _make_peft_config(spec, spec.lora, model, linear, peft)
         if spec.lora.path is None
-        else _load_options(spec, spec.lora, spec.lora.path, peft)
+        else _load_options(spec, spec.lora, spec.lora.path, model, linear, peft)
     )
+    if config.use_dora and spec.dtype == "bfloat16":
+        # magnitudes start as the norms of the weights that are computed with; layers in 4 bits give those
+        for module in (module for module in linear.values() if not isinstance(module, FourBitLinear)):
+            module.weight.data = module.weight.data.to(torch.bfloat16).to(module.weight.dtype)
     with torch.random.fork_rng(devices=()), next(model.parameters()).device:
         torch.default_generator.manual_seed(seed)
         try:
@@ -81,7 +93,7 @@ def add_adapters(model: Any, decoder: nn.Module, spec: ModelConfig, seed: int) -
         logger.warning('%s: model.lora.targets = "all-linear" leaves frozen %s: %s', spec.path, _counts(left), why)
 
 
-def _unfit_error(spec: ModelConfig, lora: LoraConfig, linear: Mapping[str, nn.Module], error: ValueError) -> ModelError:
+def _unfit_error(spec: ModelConfig, lora: LoraConfig, linear: Mapping[str, Any], error: ValueError) -> ModelError:
     """Return the error for adapters that PEFT does not put into the model."""
     if lora.path is not None:
         return ModelError(
@@ -141,7 +153,7 @@ def load_adapters(model: nn.Module, spec: ModelConfig) -> None:
 
 def has_adapter_name(name: str) -> bool:
     """Return True if a parameter of this name belongs to an adapter."""
-    return ".lora_A." in name or ".lora_B." in name
+    return ".lora_A." in name or ".lora_B." in name or _MAGNITUDE in name
 
 
 def list_trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -185,7 +197,7 @@ def write_adapters(model: Any, directory: Path, weights: Mapping[str, Tensor]) -
 
 
 def iterate_merged_weights(model: nn.Module, whole: Callable[[nn.Parameter], Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield every weight by its name in the base model, with its adapter merged: W + alpha / rank * B A. `whole` gathers a parameter.
+    """Yield every weight by its name in the base model, with its adapter merged, as layers compute with it. `whole` gathers a parameter.
 
     Values have the adapters' precision; without adapters they are as `whole` returns them.
     """
@@ -199,10 +211,22 @@ def iterate_merged_weights(model: nn.Module, whole: Callable[[nn.Parameter], Ten
         value = whole(parameter).to(precision)
         owner, base, kind = name.rpartition(".base_layer.")
         if base and kind == "weight":
-            layer: Any = model.get_submodule(owner)
-            change = layer.scaling[ADAPTER] * (whole(layer.lora_B[ADAPTER].weight) @ whole(layer.lora_A[ADAPTER].weight))
-            value = value + (change.T if layer.fan_in_fan_out else change)
+            value = _merge(model.get_submodule(owner), value, whole)
         yield f"{owner}.{kind}" if base else name, value
+    for name, layer in list_four_bit_layers(model):
+        value = layer.dequantize().cpu().to(precision)
+        owner = name.removesuffix(".base_layer")
+        yield f"{owner}.weight", value if owner == name else _merge(model.get_submodule(owner), value, whole)
+
+
+def _merge(layer: Any, weight: Tensor, whole: Callable[[nn.Parameter], Tensor]) -> Tensor:
+    """Return the weight that an adapted layer computes with, in the form of its base weight: [in, out] in transposed layers."""
+    rows: Tensor = weight.T if layer.fan_in_fan_out else weight
+    rows = rows + layer.scaling[ADAPTER] * (whole(layer.lora_B[ADAPTER].weight) @ whole(layer.lora_A[ADAPTER].weight))
+    if ADAPTER in layer.lora_magnitude_vector:
+        magnitude = whole(layer.lora_magnitude_vector[ADAPTER].weight)
+        rows = (magnitude / torch.linalg.norm(rows, dim=1))[:, None] * rows
+    return rows.T if layer.fan_in_fan_out else rows
 
 
 def _count_unadapted(decoder: nn.Module) -> Counter[str]:
@@ -212,6 +236,9 @@ def _count_unadapted(decoder: nn.Module) -> Counter[str]:
     for name, parameter in decoder.named_parameters():
         if parameter.dim() > 1 and id(parameter) not in embeddings and ".lora_" not in name and ".base_layer." not in name:
             left[".".join(name.removesuffix(".weight").split(".")[-2:])] += 1
+    for name, _ in list_four_bit_layers(decoder):
+        if not name.endswith(".base_layer"):
+            left[".".join(name.split(".")[-2:])] += 1
     return left
 
 
@@ -227,6 +254,7 @@ def _make_peft_config(spec: ModelConfig, lora: LoraConfig, model: nn.Module, lin
     names = sorted({name.rpartition(".")[2] for name in linear})
     targets = names
     if lora.targets != "all-linear":
+        assert lora.targets is not None, "new adapters have targets"
         targets = list(lora.targets)
         unknown = [target for target in targets if not any(f".{name}".endswith(f".{target}") for name in linear)]
         if unknown:
@@ -238,6 +266,8 @@ def _make_peft_config(spec: ModelConfig, lora: LoraConfig, model: nn.Module, lin
         r=lora.rank,
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
+        use_rslora=lora.rslora,
+        use_dora=lora.dora,
         target_modules=targets,
         fan_in_fan_out=any(not isinstance(module, nn.Linear) for module in linear.values()),
         task_type="CAUSAL_LM",
@@ -272,8 +302,10 @@ def _keeps(config: Any, target: str, model: nn.Module) -> bool:
     return target in probe.target_modules
 
 
-def _load_options(spec: ModelConfig, lora: LoraConfig, path: str, peft: Any) -> Any:
-    """Return PEFT's configuration of the adapter at `path`. Raises ModelError if it is not plain LoRA or differs from the options."""
+def _load_options(
+    spec: ModelConfig, lora: LoraConfig, path: str, model: nn.Module, linear: Mapping[str, nn.Module], peft: Any
+) -> Any:
+    """Return PEFT's configuration of the adapter at `path`. Raises ModelError if it is another kind or differs from the options."""
     stated = Path(path).expanduser() / "adapter_config.json"
     if stated.is_file():
         read_object(stated)
@@ -290,19 +322,24 @@ def _load_options(spec: ModelConfig, lora: LoraConfig, path: str, peft: Any) -> 
         more.append("modules_to_save")
     if more:
         raise ModelError(
-            f"the adapter {path} sets {', '.join(more)}, which is more than two matrices per linear layer",
-            remedy="Use a plain LoRA adapter",
+            f"the adapter {path} sets {', '.join(more)}, which LoRA, rsLoRA and DoRA of linear layers do not have",
+            remedy="Use an adapter of one of these kinds",
         )
     targets = config.target_modules if isinstance(config.target_modules, str) else set(config.target_modules)
-    wanted = lora.targets if lora.targets == "all-linear" else set(lora.targets)
-    usual = LoraConfig()
-    for key, chosen, default, has in (
-        ("rank", lora.rank, usual.rank, config.r),
-        ("alpha", lora.alpha, usual.alpha, config.lora_alpha),
-        ("targets", wanted, usual.targets, targets),
+    wanted: object = None if lora.targets is None else set(lora.targets)
+    if lora.targets == "all-linear" != targets:
+        wanted = set(_make_peft_config(spec, LoraConfig(), model, linear, peft).target_modules)
+    elif lora.targets == "all-linear":
+        wanted = targets
+    for key, chosen, has in (
+        ("rank", lora.rank, config.r),
+        ("alpha", lora.alpha, config.lora_alpha),
+        ("rslora", lora.rslora, config.use_rslora),
+        ("dora", lora.dora, config.use_dora),
+        ("targets", wanted, targets),
     ):
-        if chosen not in (default, has):
-            shown = ", ".join(sorted(has)) if isinstance(has, set) else has
+        if chosen not in (None, has):
+            shown = ", ".join(sorted(has)) if isinstance(has, set) else str(has).lower()
             raise ModelError(
                 f"model.lora.{key} differs from that of the adapter {path}, which is {shown}",
                 remedy=f"Remove model.lora.{key}: an existing adapter brings its own",
@@ -326,16 +363,36 @@ def _read(path: str, read: Callable[[str], Any]) -> Any:
 
 def _to_peft_name(name: str) -> str:
     """Return a parameter's name in PEFT's files."""
+    if _MAGNITUDE in name:
+        return _PREFIX + name.removesuffix(f".{ADAPTER}.weight")
     return _PREFIX + name.replace(f".{ADAPTER}.", ".")
 
 
 def _is_linear(module: nn.Module) -> bool:
     from transformers.pytorch_utils import Conv1D
 
+    if isinstance(module, FourBitLinear):
+        return True
+    if isinstance(module, nn.Linear) and type(module).forward is not nn.Linear.forward:
+        return _returns_product(module)
     return isinstance(module, nn.Linear | Conv1D)
 
 
+@torch.no_grad()
+def _returns_product(module: nn.Linear) -> bool:
+    """Return whether a layer with a forward pass of its own returns one tensor as a linear layer does; routers of experts return more."""
+    weights = {name: parameter.to("meta") for name, parameter in module.named_parameters()}
+    inputs = torch.empty(2, 3, module.in_features, device="meta")
+    try:
+        output = torch.func.functional_call(module, weights, inputs)
+    except Exception:  # noqa: BLE001 - model code of any kind, which takes something else than a linear layer
+        return False
+    return isinstance(output, Tensor) and output.shape == (2, 3, module.out_features)
+
+
 def _peft() -> Any:
+    # PEFT imports bitsandbytes where it is installed
+    hush_advice()
     try:
         import peft
     except ImportError as error:

@@ -3,9 +3,10 @@
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
+from attrs import evolve
 from torch import Tensor
 
-from skyrl_engine.contracts.kinds.backend import MicroBatch, Objective
+from skyrl_engine.contracts.kinds.backend import EmbeddingNoise, MicroBatch, Objective
 from skyrl_engine.contracts.kinds.needs import asks_a_teacher, model_score
 from skyrl_engine.errors import ModelError, UnsupportedError
 from skyrl_engine.modeling.images import ImageTokens
@@ -62,6 +63,7 @@ def compute_hidden_states(
     Arguments are those of `score`; `scorer` is what `call` is or wraps. Raises DataError for tokens outside of the vocabulary.
     """
     check_tokens(micro_batch, vocabulary)
+    micro_batch = evolve(micro_batch, noise=None)
     scorer.eval()
     with torch.no_grad():
         scores = _call_scorer(
@@ -82,7 +84,7 @@ def _call_scorer(
 ) -> dict[str, Tensor]:
     """Call a scorer on a micro-batch's inputs, on `device`."""
     arguments = model_inputs(micro_batch, one_row=one_row, images=images)
-    mask = arguments.inputs.get("attention_mask")
+    mask, noise = arguments.inputs.get("attention_mask"), arguments.noise
 
     def move(tensor: Tensor) -> Tensor:
         return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
@@ -97,6 +99,7 @@ def _call_scorer(
         padded=None if mask is None else not mask.all(),  # read here, on the CPU, and not on the device
         candidates={column: move(ids) for column, ids in micro_batch.candidates.items()},
         **({} if micro_batch.teacher is None else {"teacher": micro_batch.teacher}),
+        **({} if noise is None else {"noise": EmbeddingNoise(noise.alpha, move(noise.keys), move(noise.lengths))}),
     )
 
 

@@ -7,7 +7,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from skyrl_engine.contracts.kinds.backend import MicroBatch
+from skyrl_engine.contracts.kinds.backend import EmbeddingNoise, MicroBatch
 from skyrl_engine.contracts.values.extras import IMAGE_GRID, OF_IMAGES, PIXEL_VALUES
 from skyrl_engine.contracts.values.prefixes import PrefixTree
 from skyrl_engine.contracts.values.ragged import Ragged, offsets_of
@@ -21,7 +21,7 @@ _TEXT = frozenset({"input_ids", "attention_mask", "position_ids"})
 
 @frozen(eq=False)
 class ModelInputs:
-    """The scorer's arguments on the CPU: model inputs [rows, width], flat positions in them int64[n], and the segments of a packed row.
+    """The scorer's arguments on the CPU: model inputs [rows, width], flat positions in them int64[n], the segments of a packed row, and noise.
 
     For a model that takes images, `position_ids` are [3, rows, width], and `pixel_values` and `image_grid_thw` are present if any sample has
     an image.
@@ -30,6 +30,7 @@ class ModelInputs:
     inputs: Mapping[str, Tensor]
     positions: Tensor
     segments: Segments | None
+    noise: EmbeddingNoise | None = None
 
 
 def model_inputs(micro_batch: MicroBatch, *, one_row: bool = False, images: ImageTokens | None = None) -> ModelInputs:
@@ -44,7 +45,7 @@ def model_inputs(micro_batch: MicroBatch, *, one_row: bool = False, images: Imag
     """
     tensors = _pass_rows_through(micro_batch, images)
     if not one_row and micro_batch.tree is None and not (micro_batch.sequence_lengths.lengths > 1).any():
-        return ModelInputs(tensors, micro_batch.positions, None)
+        return ModelInputs(tensors, micro_batch.positions, None, micro_batch.noise)
     mask_F = micro_batch.inputs["attention_mask"].flatten().bool()
     ragged = micro_batch.sequence_lengths if micro_batch.tree is None else micro_batch.tree.lengths
     lengths = ragged.values
@@ -66,7 +67,10 @@ def model_inputs(micro_batch: MicroBatch, *, one_row: bool = False, images: Imag
         inputs["position_ids"] = torch.cat([torch.arange(int(length)) for length in lengths])[None]
     places = mask_F.cumsum(0) - 1
     parents = None if micro_batch.tree is None else _parents_of(micro_batch.tree)
-    return ModelInputs(inputs, places[micro_batch.positions], Segments(tuple(int(length) for length in lengths), parents))
+    noise = micro_batch.noise
+    if noise is not None:
+        noise = EmbeddingNoise(noise.alpha, noise.keys.flatten()[real], noise.lengths.flatten()[real])
+    return ModelInputs(inputs, places[micro_batch.positions], Segments(tuple(int(length) for length in lengths), parents), noise)
 
 
 def _parents_of(tree: PrefixTree) -> tuple[int, ...] | None:

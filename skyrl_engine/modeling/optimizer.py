@@ -1,8 +1,8 @@
 """The optimizers of backends, with weight decay on matrices only."""
 
-import re
+import logging
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, Final
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from skyrl_engine.contracts.kinds.backend import (
     AdafactorSettings,
+    AdamW8BitSettings,
     AdamWSettings,
     LionSettings,
     MuonSettings,
@@ -19,7 +20,10 @@ from skyrl_engine.contracts.kinds.backend import (
     SgdSettings,
 )
 from skyrl_engine.errors import ConfigError, Problem, UnsupportedError
+from skyrl_engine.modeling.eight_bit_steps import IN_A_LAYER, EightBitAdamW, has_eight_bit_moments, make_zero_moments
 from skyrl_engine.modeling.whole_steps import WholeSteps
+
+logger = logging.getLogger(__name__)
 
 DECAYED = "decayed"
 """Key of a parameter group that is True if weight decay applies to its parameters."""
@@ -28,8 +32,6 @@ RATE_FACTOR: Final = "rate_factor"
 OWN_DECAY: Final = "own_decay"
 """Keys of a parameter group for the numbers of its `ParameterGroup`: the factor of the learning rate, and a weight decay or None."""
 
-_OF_A_LAYER: Final = re.compile(r"\.\d+\.")
-"""A numbered part of a parameter's name: only the layers of a model have one."""
 _NUMBERS: Final[Mapping[str, str]] = {"betas": "betas", "epsilon": "eps", "momentum": "momentum"}
 """Numbers of settings by the key that they have in parameter groups of torch; rate and weight decay go by the group."""
 
@@ -104,6 +106,8 @@ def build_optimizer(parameters: Mapping[str, nn.Parameter], settings: OptimizerS
 def _build(parameters: Mapping[str, nn.Parameter], settings: OptimizerSettings) -> torch.optim.Optimizer:
     if isinstance(settings, MuonSettings):
         return _build_muon(parameters, settings)
+    if isinstance(settings, AdamW8BitSettings):
+        return _build_eight_bit(parameters, settings)
     groups = parameter_groups(parameters, settings.weight_decay, settings.groups)
     if isinstance(settings, AdamWSettings):
         return torch.optim.AdamW(groups, fused=True)
@@ -125,20 +129,42 @@ def _build(parameters: Mapping[str, nn.Parameter], settings: OptimizerSettings) 
 
 def _build_muon(parameters: Mapping[str, nn.Parameter], settings: MuonSettings) -> torch.optim.Optimizer:
     hidden = {name: parameter for name, parameter in parameters.items() if is_stepped_by_muon(name, parameter)}
-    others = {name: parameter for name, parameter in parameters.items() if name not in hidden}
     groups = parameter_groups(hidden, settings.weight_decay, settings.groups)
     if not groups:
         raise UnsupportedError(
             "muon steps the matrices of a model's layers, and none of them is trained", remedy='Set optimizer.use = "adamw"'
         )
     muon = _build_whole(groups, torch.optim.Muon, adjust_lr_fn="match_rms_adamw")
-    other_groups = parameter_groups(others, settings.weight_decay, settings.groups)
-    return MuonAndAdamW(muon, torch.optim.AdamW(other_groups, fused=True)) if other_groups else muon
+    return _step_others_by_adamw(muon, hidden, parameters, settings)
+
+
+def _build_eight_bit(parameters: Mapping[str, nn.Parameter], settings: AdamW8BitSettings) -> torch.optim.Optimizer:
+    chosen = {name: parameter for name, parameter in parameters.items() if has_eight_bit_moments(name, parameter)}
+    groups = parameter_groups(chosen, settings.weight_decay, settings.groups)
+    counts = [sum(parameter.numel() for parameter in some.values() if parameter.requires_grad) for some in (chosen, parameters)]
+    logger.info("adamw_8bit holds the moments of %d of %d numbers in 8 bits, and those of the others in 32", *counts)
+    eight_bit = EightBitAdamW(groups) if groups else None
+    return _step_others_by_adamw(eight_bit, chosen, parameters, settings)
+
+
+def _step_others_by_adamw(
+    optimizer: torch.optim.Optimizer | None,
+    chosen: Collection[str],
+    parameters: Mapping[str, nn.Parameter],
+    settings: OptimizerSettings,
+) -> torch.optim.Optimizer:
+    """Return `optimizer`, which steps the `chosen` parameters (None: there are none), with AdamW for all others."""
+    others = {name: parameter for name, parameter in parameters.items() if name not in chosen}
+    groups = parameter_groups(others, settings.weight_decay, settings.groups)
+    if not groups and optimizer is not None:
+        return optimizer
+    adamw = torch.optim.AdamW(groups, fused=True)
+    return adamw if optimizer is None else WithAdamW(optimizer, adamw)
 
 
 def is_stepped_by_muon(name: str, parameter: Tensor) -> bool:
     """Return True for a matrix of a numbered layer: neither an embedding nor a head, and no experts that are one tensor of three dimensions."""
-    return parameter.ndim == 2 and _OF_A_LAYER.search(name) is not None
+    return parameter.ndim == 2 and IN_A_LAYER.search(name) is not None
 
 
 def _build_whole(groups: list[dict[str, Any]], kind: type[torch.optim.Optimizer], **numbers: Any) -> torch.optim.Optimizer:
@@ -146,14 +172,14 @@ def _build_whole(groups: list[dict[str, Any]], kind: type[torch.optim.Optimizer]
     return WholeSteps(groups, kind, **numbers) if is_divided else kind(groups, **numbers)
 
 
-class MuonAndAdamW(torch.optim.Optimizer):
-    """Muon for the matrices of layers and AdamW for all other parameters, as one optimizer with one state."""
+class WithAdamW(torch.optim.Optimizer):
+    """An optimizer for some parameters and AdamW for all others, as one optimizer with one state."""
 
-    def __init__(self, muon: torch.optim.Optimizer, adamw: torch.optim.Optimizer) -> None:
-        super().__init__([*muon.param_groups, *adamw.param_groups], {})
+    def __init__(self, optimizer: torch.optim.Optimizer, adamw: torch.optim.Optimizer) -> None:
+        super().__init__([*optimizer.param_groups, *adamw.param_groups], {})
         # the same groups and the same state, whoever changes them
-        muon.state = adamw.state = self.state
-        self._parts = (muon, adamw)
+        optimizer.state = adamw.state = self.state
+        self._parts = (optimizer, adamw)
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override] # no caller has a closure
@@ -184,6 +210,8 @@ def make_zero_state(settings: OptimizerSettings, name: str, parameter: Tensor) -
         return {"momentum_buffer": torch.zeros_like(parameter)}
     if isinstance(settings, AdafactorSettings):
         return _make_zero_factors(parameter)
+    if isinstance(settings, AdamW8BitSettings) and has_eight_bit_moments(name, parameter):
+        return make_zero_moments(parameter)
     return {
         "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
         "exp_avg": torch.zeros_like(parameter),

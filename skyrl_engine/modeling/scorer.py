@@ -5,6 +5,7 @@ from types import MappingProxyType
 
 from torch import Tensor, nn
 
+from skyrl_engine.contracts.kinds.backend import EmbeddingNoise
 from skyrl_engine.contracts.kinds.needs import DIVERGENCE, LOGPROBS_AT, TOP_1_AGREEMENT, asks_a_teacher
 from skyrl_engine.contracts.values.plan import RowKind
 from skyrl_engine.errors import ModelError, UnsupportedError
@@ -13,12 +14,13 @@ from skyrl_engine.modeling.aligned_divergence import AlignedStates
 from skyrl_engine.modeling.attention_kernel import takes_one_row
 from skyrl_engine.modeling.causal_lm import CausalLanguageModelParts
 from skyrl_engine.modeling.chunked_head import VOCABULARY_SCORES, ChunkedHead, RequestedScores, asks_a_head
+from skyrl_engine.modeling.embedding_noise import noisy_embeddings
 from skyrl_engine.modeling.images import ImageTokens
 from skyrl_engine.modeling.segment_attention import declare_padding, skip_document_search
 from skyrl_engine.modeling.segments import REMEDY, WHOLE_ROWS, Segments, SegmentSupport
 from skyrl_engine.modeling.teaching import HIDDEN_STATES, TeacherStates
 from skyrl_engine.modeling.value_head import ValueHead
-from skyrl_engine.modeling.vision import ImageDecoder
+from skyrl_engine.modeling.vision import ImageDecoder, language_part
 
 NO_CANDIDATES: Mapping[str, Tensor] = MappingProxyType({})
 """No token ids are asked about other than labels."""
@@ -74,6 +76,7 @@ class Scorer(nn.Module):
         padded: bool | None = None,
         candidates: Mapping[str, Tensor] = NO_CANDIDATES,
         teacher: TeacherStates | None = None,
+        noise: EmbeddingNoise | None = None,
     ) -> dict[str, Tensor]:
         """Score `labels` int64[n] at flat `positions` int64[n] (row * width + column) of `inputs` (input_ids [rows, width], ...).
 
@@ -85,9 +88,10 @@ class Scorer(nn.Module):
         `padded` tells whether the attention mask hides a token (None: nobody has looked), so that no mask is read from the device.
 
         With `segments` the inputs are input_ids and position_ids [1, tokens] of segments end to end; raises UnsupportedError for a model
-        whose tokens would see other segments than those.
+        whose tokens would see other segments than those. `noise`, of the shape of input_ids, is added to the input embeddings.
         """
-        hidden_NH = self._compute_hidden_states(inputs, segments, padded).flatten(0, 1)
+        with noisy_embeddings(language_part(self.decoder), noise):
+            hidden_NH = self._compute_hidden_states(inputs, segments, padded).flatten(0, 1)
         count = len(positions)
         if count == 0:
             positions, labels = positions.new_zeros(1), labels.new_zeros(1)

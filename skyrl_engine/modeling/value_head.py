@@ -42,6 +42,11 @@ class ValueHead(nn.Linear):
         return nn.functional.linear(hidden_NH.to(precision), self.weight.to(precision), bias)[:, 0]
 
 
+def has_bias(spec: ModelConfig) -> bool:
+    """Say whether the head has a bias: a critic's and one of two labels have one, a reward model's of one label has none."""
+    return not spec.classifier or spec.right_label is not None
+
+
 def add_value_head(model: Any, features: int, *, name: str, bias: bool = True) -> ValueHead:
     """Add a head of zeros over `features` hidden numbers to `model`, with the device and dtype of its weights. Raises ModelError."""
     if hasattr(model, NAME):
@@ -59,26 +64,31 @@ def add_value_head(model: Any, features: int, *, name: str, bias: bool = True) -
 def load_value_head(head: ValueHead, spec: ModelConfig, source: str) -> bool:
     """Fill the head from the checkpoint; return False if it holds none. A head without bias, such as a reward model's, gets the bias 0.
 
-    Raises ModelError for a head that does not give one value per token, and for a critic's bias where the model is a classifier.
+    With `right_label` the difference is taken of a head with two labels. Raises ModelError for another head that does not give one
+    value per token, and for a critic's bias where the model is a classifier with one label.
     """
     tensors = _read_head(spec, source)
     weight = tensors.get("weight")
     if weight is None:
         return False
-    if spec.classifier and tensors.get("bias", weight.new_zeros(1)).any():
-        raise ModelError(
-            f"the head {NAME} of {spec.path} has a bias, and a reward model's has none",
-            remedy="Use a model without a critic's head; the reward model's then starts at zero",
-        )
+    if spec.right_label is not None and len(weight) == 2:
+        right = spec.right_label
+        tensors = {kind: (tensor[right] - tensor[1 - right])[None] for kind, tensor in tensors.items()}
     for kind, own in head.named_parameters():
         if kind not in tensors:
             continue
         if tensors[kind].shape != own.shape:
             raise ModelError(
                 f"the head {NAME}.{kind} of {spec.path} has shape {list(tensors[kind].shape)}, a value head has {list(own.shape)}",
-                remedy="Use a model that scores every token with one value, or one without such a head",
+                remedy="Use a model that scores every token with one value, or one without such a head; of a token classifier with two labels "
+                "say by model.right_label which is the right one",
             )
         own.copy_(tensors[kind])
+    if not has_bias(spec) and tensors.get("bias", weight.new_zeros(1)).any():
+        raise ModelError(
+            f"the head {NAME} of {spec.path} has a bias, and a reward model's has none",
+            remedy="Use a model without a critic's head; the reward model's then starts at zero",
+        )
     return True
 
 

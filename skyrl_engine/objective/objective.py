@@ -4,12 +4,14 @@ from collections.abc import Iterator, Mapping
 from functools import reduce
 from operator import add
 
+import numpy as np
 import torch
 from attrs import Factory, field, frozen
 
 from skyrl_engine.contracts.kinds.backend import MicroBatch
 from skyrl_engine.contracts.kinds.loss import Loss, LossOutput, as_loss_output, compares_pairs
 from skyrl_engine.contracts.values.outputs import Metric, RankOutput
+from skyrl_engine.contracts.values.source_names import BY_SOURCE
 from skyrl_engine.errors import ContractError, DetachedLossError, ResultError
 from skyrl_engine.objective.by_source import losses_of_sources, sum_by_source
 from skyrl_engine.objective.corrections import correct
@@ -77,6 +79,7 @@ class LossObjective:
                 # Take part in the backward pass, and in the collectives of its ranks, through all that others take part through.
                 total = sum((tokens.scores[name].sum() for name in sorted(self.parts.scores)), start=total)
             metrics |= self._sums(weights, total, values, token_loss, samples)
+            metrics |= self._metrics_by_source(tokens)
             if self.watch:
                 metrics |= policy_metrics(tokens, self.watch)
             shown = {**numbers_per_token(scores), "token_loss": _scatter_to_scored(token_loss, scored)}
@@ -95,6 +98,20 @@ class LossObjective:
                 value = torch.where(factors == 0, 0.0, factors * value)
             coefficient = self.coefficients.get(term.name, term.coefficient)
             yield value if coefficient == 1.0 else coefficient * value
+
+    def _metrics_by_source(self, tokens: MicroBatchTokens) -> dict[str, Metric]:
+        """Metrics of the main loss over the samples of each source, `by_source/NUMBER/NAME`, of preferences from several: the loss is asked
+        again about the samples of one source at a time. None of other samples, about which `loss/NUMBER` says enough.
+        """
+        samples = tokens.samples
+        if samples.sources is None or samples.roles is None:
+            return {}
+        metrics: dict[str, Metric] = {}
+        for source in np.unique(samples.sources).tolist():
+            with torch.no_grad():
+                output = _evaluate_loss(self.parts.main, tokens.of_samples(np.flatnonzero(samples.sources == source)), 0)
+            metrics |= {f"{BY_SOURCE}{source}/{name}": metric for name, metric in output.metrics.items()}
+        return metrics
 
     def _sums(
         self,

@@ -36,6 +36,24 @@ class ScoredSamples:
         """int64[n]: the sample of every scored token."""
         return np.repeat(np.arange(len(self.sample_ids), dtype=np.int64), self.scored.lengths)
 
+    def take(self, samples: IntArray) -> "ScoredSamples":
+        """The chosen samples (positions, ascending) with their tokens, all of which carry loss."""
+        assert self.carrying is None, "tokens without loss were left out"
+        chosen = np.zeros(len(self.sample_ids), dtype=np.bool_)
+        chosen[samples] = True
+        of_tokens = chosen[self.sequence_index]
+        return ScoredSamples(
+            sample_ids=self.sample_ids[samples],
+            group_ids=self.group_ids[samples],
+            unit_ids=self.unit_ids[samples],
+            action_lengths=self.action_lengths[samples],
+            scored=self.scored.take(samples),
+            columns={name: values[of_tokens] for name, values in self.columns.items()},
+            weights=self.weights[of_tokens],
+            roles=None if self.roles is None else self.roles[samples],
+            sources=None if self.sources is None else self.sources[samples],
+        )
+
     @property
     def of_loss(self) -> "ScoredSamples":
         """The same samples with the tokens that carry loss alone."""

@@ -37,6 +37,12 @@ class MicroBatchTokens:
         some = next(iter(self.scores.values()))
         return some if some.ndim == 1 else some[:, 0]
 
+    def of_samples(self, samples: "IntArray") -> "MicroBatchTokens":
+        """The tokens of the chosen samples (positions, ascending), detached."""
+        index = self._to_device(np.flatnonzero(np.isin(self.samples.sequence_index, samples)))
+        scores = {name: score.detach()[index] for name, score in self.scores.items()}
+        return MicroBatchTokens(scores, self.samples.take(samples), self.seed, self.step, self.bound)
+
     def for_loss(
         self, label: str, needs: tuple[str, ...], index: int, *, pairs: bool = False, on: Role | None = None
     ) -> LossTokens:

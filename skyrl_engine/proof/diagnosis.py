@@ -64,7 +64,7 @@ def explain(gradients: Gradients, parts: Pieces, samples: Pieces, cut: Cut, tole
     if lost:
         text = f"gradient {in_words(mean, {name: value for name, value in cut.facts.items() if 'share' in name})}"
         return f"{text}: samples of rank {', '.join(map(str, lost))} count for nothing"
-    return f"{text}: samples count from x{factors[carrying].min():.2f} to x{factors[carrying].max():.2f}"
+    return f"{text}: samples count from x{factors[carrying].min():z.2f} to x{factors[carrying].max():z.2f}"
 
 
 def in_words(factor: float, known: Mapping[str, float]) -> str:

@@ -68,14 +68,20 @@ class PlainModel:
         candidates: Mapping[str, Tensor] | None = None,
         teacher: "PlainModel | None" = None,
         needs: Iterable[str] = (),
+        noise: Callable[[int], Tensor] | None = None,
         **images: Tensor,
     ) -> Mapping[str, Tensor]:
         """The scores of one sequence int64[T], [T - 1] each: about every token after the first, which the model gives at the token before.
 
         `candidates` int64[T - 1, k] by column are token ids for `logprobs_at:COLUMN`. A `teacher` gives the divergences that `needs` name, and
-        where both find the same token the likeliest. `images` are what the model takes of pictures in addition to token ids.
+        where both find the same token the likeliest. `noise` gives what is added to input embeddings, [T, h], from their width h. `images` are
+        what the model takes of pictures in addition to token ids.
         """
-        output = self.model(input_ids=input_ids[None], output_hidden_states=True, use_cache=False, **images)
+        inputs: dict[str, Tensor] = {"input_ids": input_ids[None], **images}
+        if noise is not None:
+            embedded = self.model.get_input_embeddings()(inputs.pop("input_ids"))
+            inputs["inputs_embeds"] = embedded + noise(embedded.shape[-1])
+        output = self.model(output_hidden_states=True, use_cache=False, **inputs)
         logits = output.logits[0, :-1] / temperature
         logprobs = logits.log_softmax(-1)
         tokens = input_ids[1:, None]

@@ -67,6 +67,14 @@ def check_requirements(record: PluginRecord, distribution: metadata.Distribution
         )
 
 
+def list_unmet(distribution: metadata.Distribution) -> list[str]:
+    """Return, as clauses, what a distribution requires here, extras apart, and is not installed or in another version."""
+    from packaging.requirements import Requirement
+
+    requirements = [Requirement(line) for line in distribution.requires or ()]
+    return [unmet for requirement in requirements if _applies(requirement) and (unmet := _find_unmet(requirement)) is not None]
+
+
 def _check_engine(record: PluginRecord, requirement: "Requirement") -> None:
     if not requirement.specifier.contains(__version__, prereleases=True):
         command = install_command("--upgrade", str(record.distribution), f"{ENGINE}=={__version__}")

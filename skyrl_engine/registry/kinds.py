@@ -58,8 +58,8 @@ class Kind:
     default: str | None = field(default=None, kw_only=True)
     """Plugin that is selected where nobody says which, or AUTO; every kind with a table has one."""
 
-    automatic: bool = field(default=False, kw_only=True)
-    """AUTO may stand for a plugin of this kind."""
+    automatic: str | None = field(default=None, kw_only=True)
+    """Distribution of the plugins that AUTO may stand for; None where it stands for none of this kind."""
 
     option: bool = field(default=False, kw_only=True)
     """Commands that train have an option, named after the kind, that selects a plugin."""
@@ -116,7 +116,7 @@ _ROWS = (
         values="skyrl_engine.registry.values:of_collator",
         table=_PLUGIN_TABLE,
         default=AUTO,
-        automatic=True,
+        automatic="skyrl-engine-collators",
         option=True,
         suite="skyrl_engine.testing.collators.promises:COLLATOR_PROMISES",
         scaffold="skyrl_engine.cli.scaffold.examples:COLLATOR",

@@ -3,6 +3,7 @@
 import hashlib
 import linecache
 import sys
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 
@@ -32,7 +33,7 @@ def local_module(path: Path, content: bytes, *, siblings: bool = False) -> Modul
     if siblings:
         sys.path.insert(0, folder)
     try:
-        exec(compile(content, file, "exec"), vars(module))  # noqa: S102 - the user named this file to be run
+        exec(SourceFileLoader(name, file).source_to_code(content, file), vars(module))  # noqa: S102 - the user named this file to be run
     except BaseException:
         del sys.modules[name]
         raise

@@ -71,12 +71,15 @@ def of_backend_description(described: Any) -> Iterator[str]:
         yield f"capabilities must be a set of names, is {facts.capabilities!r}"
     elif strange := sorted({*map(str, facts.capabilities)} - set(get_args(Capability))):
         yield f"capabilities must be among {', '.join(map(repr, get_args(Capability)))}, and there is {strange[0]!r}"
-    for name in ("refuse_model", "rehearse"):
+    for name in ("refuse_model", "rehearse", "describe_state"):
         if not callable(getattr(facts, name)):
             yield f"{name} must be a function, is {getattr(facts, name)!r}"
     yield from _flags(facts, "means_over_step")
     if not isinstance(facts.environment, Mapping):
         yield f"environment must be a table of texts, is {facts.environment!r}"
+    choices = facts.layout_choices
+    if not (isinstance(choices, Mapping) and all(isinstance(each, tuple | list) and each for each in choices.values())):
+        yield f"layout_choices must be a table of lists of values, is {choices!r}"
 
 
 def of_loss(product: Any) -> Iterator[str]:

@@ -85,6 +85,12 @@ SECTIONS = (
                 "Both falling together is common, and no sign of learning.",
             ),
             Chart("Accuracy", "share", ("rewards/accuracies", "accuracy"), "Share of pairs whose chosen answer is ahead."),
+            Chart(
+                "Accuracy by source",
+                "share",
+                ("rewards/accuracies/*",),
+                "Share of each dataset's pairs whose chosen answer is ahead.",
+            ),
             Chart("Log-probabilities", "nats", ("logps/*",), "Of whole answers, mean over the batch."),
         ),
     ),

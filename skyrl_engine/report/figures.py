@@ -51,16 +51,19 @@ def draw_lines(chart: Chart, lines: Sequence[Line]) -> Picture:
     curves = [shorten(line.series) for line in lines]
     for place, (line, curve) in enumerate(zip(lines, curves, strict=True)):
         color, dash = COLORS[place % len(COLORS)], DASHES[place % len(DASHES)]
-        low, high = _band_of(line, curve)
-        source = ColumnDataSource({"step": curve.steps, "value": curve.values, "low": low, "high": high})
-        if line.band is not None or curve.width > 1:
-            plot.varea("step", "low", "high", source=source, fill_color=color, fill_alpha=0.15)
+        columns = {"step": curve.steps, "value": curve.values}
+        banded = line.band is not None or curve.width > 1
+        if banded:
+            columns["low"], columns["high"] = _band_of(line, curve)
+        source = _pack_columns(columns)
+        if banded:
+            _drop_states(plot.varea("step", "low", "high", source=source, fill_color=color, fill_alpha=0.15))
         legend = {} if len(lines) == 1 else {"legend_label": line.label}
         drawn = plot.line("step", "value", source=source, line_color=color, line_dash=dash, line_width=2, **legend)
+        _drop_states(drawn)
         if line.marks or len(curve.steps) == 1:
-            plot.scatter(
-                "step", "value", source=source, color=color, size=7, marker=("circle", "square", "triangle", "diamond")[place % 4]
-            )
+            marker = ("circle", "square", "triangle", "diamond")[place % 4]
+            _drop_states(plot.scatter("step", "value", source=source, color=color, size=7, marker=marker))
         tips = [("step", "@step{0,0}"), (line.label, "@value{0.[000000]}" if _is_plain(curve) else "@value{0.000e+0}")]
         plot.add_tools(HoverTool(renderers=[drawn], mode="vline", tooltips=tips))
     plot.y_range.default_span = 0.5 * max(float(np.abs(curve.values).max()) for curve in curves) or 1.0  # around a constant
@@ -75,15 +78,16 @@ def draw_stack(chart: Chart, parts: Mapping[str, Series]) -> Picture:
     filled = {name: Series(steps, _fill(series, steps)) for name, series in parts.items()}
     order = sorted(filled, key=lambda name: -float(filled[name].values.sum()))
     curves = [shorten(filled[name]) for name in order]
-    floor = np.zeros(len(curves[0].steps))
-    for place, (name, curve) in enumerate(zip(order, curves, strict=True)):
-        top = floor + curve.values
-        source = ColumnDataSource({"step": curve.steps, "floor": floor, "top": top, "value": curve.values})
+    columns = {"step": curves[0].steps, "top0": np.zeros(len(curves[0].steps))}
+    for place, curve in enumerate(curves):
+        columns |= {f"value{place}": curve.values, f"top{place + 1}": columns[f"top{place}"] + curve.values}
+    source = _pack_columns(columns)
+    for place, name in enumerate(order):
         color = COLORS[place % len(COLORS)]
         drawn = plot.varea(
             "step",
-            "floor",
-            "top",
+            f"top{place}",
+            f"top{place + 1}",
             source=source,
             fill_color=color,
             fill_alpha=0.7,
@@ -92,12 +96,28 @@ def draw_stack(chart: Chart, parts: Mapping[str, Series]) -> Picture:
             hatch_alpha=0.35,
             hatch_scale=10,
         )
-        edge = plot.line("step", "top", source=source, line_color=color, line_width=1)
-        plot.add_tools(HoverTool(renderers=[edge], mode="vline", tooltips=[("step", "@step{0,0}"), (name, "@value{0.[000000]}")]))
+        edge = plot.line("step", f"top{place + 1}", source=source, line_color=color, line_width=1)
+        tips = [("step", "@step{0,0}"), (name, f"@value{place}{{0.[000000]}}")]
+        plot.add_tools(HoverTool(renderers=[edge], mode="vline", tooltips=tips))
         drawn.level = "underlay"
-        floor = top
+        _drop_states(drawn)
+        _drop_states(edge)
     _place_legend(plot, len(order))
     return _describe(chart, plot, order, curves)
+
+
+def _pack_columns(columns: Mapping[str, Any]) -> ColumnDataSource:
+    """Return the columns of a picture as float32, which is finer than a screen, where its range allows that."""
+    packed = {}
+    for name, values in columns.items():
+        fits = float(np.abs(values).max(initial=0.0)) < np.finfo(np.float32).max
+        packed[name] = np.asarray(values, np.float32 if fits else np.float64)
+    return ColumnDataSource(packed)
+
+
+def _drop_states(drawn: Any) -> None:
+    """Leave out how a line looks when it is selected or muted, which no line of ours ever is."""
+    drawn.nonselection_glyph = drawn.muted_glyph = None
 
 
 def _new_figure(chart: Chart) -> Any:

@@ -14,6 +14,9 @@ from skyrl_engine.run.metrics import iterate_metrics
 POINTS = 500
 """Points of a curve at most; a longer one is drawn as means of equally many steps, with the lowest and the highest of them."""
 
+MEMORY = "memory/rank "
+"""Begins the name of a metric in bytes: the most memory that a rank took in a step."""
+
 Floats = npt.NDArray[np.float64]
 Steps = npt.NDArray[np.int64]
 
@@ -119,7 +122,7 @@ def _table(record: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 def _memory(record: Mapping[str, Any]) -> dict[str, Any]:
     found = record.get("peak_bytes")
-    return {f"memory/rank {rank}": count for rank, count in enumerate(found) if count} if isinstance(found, list) else {}
+    return {f"{MEMORY}{rank}": count for rank, count in enumerate(found) if count} if isinstance(found, list) else {}
 
 
 def _add(columns: dict[str, _Column], step: int, numbers: Mapping[str, Any]) -> None:

@@ -1,11 +1,13 @@
 """Facts of a run, and what differs between several, as tables for whoever shows them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from attrs import frozen
 
 from skyrl_engine.errors import ConfigError, Problem
+from skyrl_engine.model_facts.memory import format_bytes
 from skyrl_engine.report.run_facts import RunFacts
+from skyrl_engine.report.series import MEMORY
 
 
 @frozen
@@ -27,8 +29,13 @@ def label_runs(runs: Sequence[RunFacts]) -> list[str]:
     raise ConfigError([Problem(str(runs[0].directory.path), "is named twice", "Name different runs")])
 
 
+_NOTHING = frozenset({"0", "none", "no"})
+"""Facts about data that say nothing where they stand alone, such as how many rows were dropped."""
+
+
 def list_facts(run: RunFacts) -> tuple[Table, ...]:
-    """Return what a run was: model and ranks, data, plugins, settings, sessions, environment."""
+    """Return what a run was: model and ranks, data without counts of zero, plugins, settings, sessions, environment."""
+    data = tuple(row for row in run.list_data() if row[1] not in _NOTHING)
     model = run.manifest["config"].get("model", {})
     world = run.manifest.get("world", {})
     basics = [
@@ -38,7 +45,7 @@ def list_facts(run: RunFacts) -> tuple[Table, ...]:
         ("engine", f"{run.manifest['engine']['distribution']} {run.manifest['engine']['version']}"),
         ("created", str(run.manifest.get("created"))),
         ("ranks", ", ".join(f"{name} {value}" for name, value in world.items())),
-        ("checkpoints", ", ".join(f"{step:,}" for step in run.metrics.checkpoints[-8:]) or "none"),
+        ("saved at steps", ", ".join(f"{step:,}" for step in run.metrics.checkpoints[-8:]) or "none"),
     ]
     sessions = [
         (
@@ -51,7 +58,7 @@ def list_facts(run: RunFacts) -> tuple[Table, ...]:
     ]
     return (
         Table("Run", tuple(basics)),
-        Table("Data", tuple(run.list_data()), folded=len(run.list_data()) > 12),
+        Table("Data", data, folded=len(data) > 12),
         Table("Plugins", tuple(run.list_plugins())),
         Table("Configuration that differs from the defaults", tuple(run.list_settings())),
         Table("Sessions", tuple(sessions), folded=len(sessions) < 2),
@@ -60,20 +67,32 @@ def list_facts(run: RunFacts) -> tuple[Table, ...]:
 
 
 def list_differences(runs: Sequence[RunFacts]) -> tuple[Table, ...]:
-    """Return what differs between runs: a column for each, and rows of what is not the same in all; tables may be empty."""
+    """Return what differs between runs: a column for each, and rows of what is not the same in all; tables may be empty.
 
-    def compare(title: str, facts: Sequence[Mapping[str, str]]) -> Table:
-        keys = dict.fromkeys(key for each in facts for key in each)
-        rows = [(key, *(each.get(key, "") for each in facts)) for key in keys]
+    Runs of different trainers have different keys. What one of them alone has is a row only where it tells something: a key of the
+    configuration that somebody set, a fact about data that is not zero, and no metric.
+    """
+
+    def compare(
+        title: str, facts: Sequence[Mapping[str, str]], tells_alone: Callable[[str, str], bool] = lambda _key, _value: True
+    ) -> Table:
+        rows = []
+        for key in dict.fromkeys(key for each in facts for key in each):
+            values = [each[key] for each in facts if key in each]
+            is_compared = len(values) == len(facts) or len(set(values)) > 1
+            if is_compared or any(tells_alone(key, value) for value in values):
+                rows.append((key, *(each.get(key, "") for each in facts)))
         return Table(title, tuple(row for row in rows if len(set(row[1:])) > 1))
 
-    ignored = {"run.directory"}
+    chosen = {key for run in runs for key, _, _ in run.list_settings()} - {"run.directory"}
     return (
         compare(
-            "Configuration", [{key: value for key, value in run.flatten_config().items() if key not in ignored} for run in runs]
+            "Configuration",
+            [{key: value for key, value in run.flatten_config().items() if key != "run.directory"} for run in runs],
+            lambda key, _: key in chosen,
         ),
         compare("Plugins", [_number(run.list_plugins()) for run in runs]),
-        compare("Data", [dict(run.list_data()) for run in runs]),
+        compare("Data", [dict(run.list_data()) for run in runs], lambda _, value: value not in _NOTHING),
         compare("Environment", [dict(run.list_environment()) for run in runs]),
         compare(
             "Course",
@@ -82,7 +101,7 @@ def list_differences(runs: Sequence[RunFacts]) -> tuple[Table, ...]:
                 for run in runs
             ],
         ),
-        compare("Last metrics", [_format_numbers(run.list_last_metrics()) for run in runs]),
+        compare("Last metrics", [format_metrics(run.list_last_metrics()) for run in runs], lambda _key, _value: False),
         compare(
             "Best metric",
             [{} if run.best is None else {run.best.metric: f"{run.best.value:.6g} after step {run.best.step:,}"} for run in runs],
@@ -90,8 +109,9 @@ def list_differences(runs: Sequence[RunFacts]) -> tuple[Table, ...]:
     )
 
 
-def _format_numbers(numbers: Mapping[str, float]) -> dict[str, str]:
-    return {name: f"{value:.6g}" for name, value in numbers.items()}
+def format_metrics(metrics: Mapping[str, float]) -> dict[str, str]:
+    """Return metrics as text, memory with its unit."""
+    return {name: format_bytes(int(value)) if name.startswith(MEMORY) else f"{value:.6g}" for name, value in metrics.items()}
 
 
 def _number(rows: Sequence[tuple[str, str]]) -> dict[str, str]:

@@ -1,9 +1,11 @@
 """Writing of a report: facts, pictures and passages put into one page that holds all it needs."""
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from attrs import evolve
 
@@ -20,12 +22,14 @@ from skyrl_engine.run.manifest import now
 
 GENERATOR = f"skyrl-engine {__version__}"
 _MARK = '<meta name="generator" content="skyrl-engine '
+_LIBRARY_MARK = "and Bokeh Contributors"
 _PAGE = Path(__file__).parent / "page"
 
 
-def write_report(run: RunFacts, path: Path) -> None:
-    """Write what there is to see of one run. Raises ConfigError for a file that is no report, and EngineError for one that cannot be
-    written.
+def write_report(run: RunFacts, path: Path, *, script: Path | None = None) -> None:
+    """Write what there is to see of one run. With `script`, the library that draws is written into that file, which the page loads and
+    which many pages may share; without it, the page holds the library. Raises ConfigError for a file that is no report, or no library, and
+    EngineError for one that cannot be written.
     """
     if run.trainer == "rl":
         content, title = show_attempts(run), "Attempts"
@@ -40,13 +44,13 @@ def write_report(run: RunFacts, path: Path) -> None:
             "The first samples of the first mini-batch. Underlined tokens carry loss, the more the thicker; the others are context."
         )
     shown_part = {"id": "shown", "title": title, "tells": tells, "content": content}
-    _write(path, [run], title=run.name, facts=list_facts(run), differences=(), shown=shown_part)
+    _write(path, [run], script, title=run.name, facts=list_facts(run), differences=(), shown=shown_part)
 
 
-def write_comparison(runs: Sequence[RunFacts], path: Path) -> None:
+def write_comparison(runs: Sequence[RunFacts], path: Path, *, script: Path | None = None) -> None:
     """Write what differs between runs, and their curves over each other. Raises as `write_report`."""
     title = "Comparison of " + ", ".join(label_runs(runs))
-    _write(path, runs, title=title, facts=(), differences=list_differences(runs), shown=None)
+    _write(path, runs, script, title=title, facts=(), differences=list_differences(runs), shown=None)
 
 
 def _draw_sections(runs: Sequence[RunFacts], labels: Sequence[str]) -> list[tuple[ChartGroup, list[Picture]]]:
@@ -101,6 +105,7 @@ def _entitle(chart: Chart, label: str | None) -> Chart:
 def _write(
     path: Path,
     runs: Sequence[RunFacts],
+    script: Path | None,
     *,
     title: str,
     facts: Sequence[Table],
@@ -118,7 +123,7 @@ def _write(
     with document.models.freeze():  # else the models of all pictures are collected once more for each of them
         for model in models:
             document.add_root(model)
-    script, divs = components(models) if models else ("", ())
+    drawing, divs = components(models) if models else ("", ())
     divided = iter(divs)
     sections = [
         {
@@ -165,24 +170,37 @@ def _write(
         shown=shown,
         css=Markup((_PAGE / "report.css").read_text()),  # noqa: S704 -- our own
         javascript=Markup((_PAGE / "report.js").read_text()),  # noqa: S704 -- our own
-        script=Markup(script),  # noqa: S704 -- Bokeh's own
+        script=Markup(drawing),  # noqa: S704 -- Bokeh's own
         library=Markup(_library()),  # noqa: S704 -- Bokeh's own
+        library_file=None if script is None else _link(script, path),
     )
-    _refuse_foreign(path)
+    _refuse_foreign(path, _MARK, "report of this engine", "--output")
+    if script is not None:
+        _refuse_foreign(script, _LIBRARY_MARK, "script of Bokeh", "--script")
+        _write_file(script, _library(), "--script")
+    _write_file(path, text, "--output")
+
+
+def _link(script: Path, page: Path) -> str:
+    """Return the address of the script as the page asks for it: relative, so that both can be moved together."""
+    return quote(Path(os.path.relpath(script.resolve(), page.resolve().parent)).as_posix())
+
+
+def _write_file(path: Path, text: str, option: str) -> None:
     try:
         write_durably(path, text)
     except OSError as error:
-        raise EngineError(f"{path} cannot be written ({error})", remedy="Free space there, or name another --output") from error
+        raise EngineError(f"{path} cannot be written ({error})", remedy=f"Free space there, or name another {option}") from error
 
 
-def _refuse_foreign(path: Path) -> None:
-    """Raise ConfigError where something else than a report would be overwritten."""
+def _refuse_foreign(path: Path, mark: str, kind: str, option: str) -> None:
+    """Raise ConfigError where something would be overwritten that does not hold the mark of its kind near its beginning."""
     if path.is_dir():
-        raise ConfigError([Problem(str(path), "is a folder", "Name a file with --output")])
+        raise ConfigError([Problem(str(path), "is a folder", f"Name a file with {option}")])
     if path.is_file():
         with path.open("rb") as file:
-            if _MARK.encode() not in file.read(4096):
-                raise ConfigError([Problem(str(path), "is there, and no report of this engine", "Name another file with --output")])
+            if mark.encode() not in file.read(4096):
+                raise ConfigError([Problem(str(path), f"is there, and no {kind}", f"Name another file with {option}")])
 
 
 def _format_seconds(seconds: float) -> str:

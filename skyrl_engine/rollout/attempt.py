@@ -35,7 +35,7 @@ class RolloutLimits:
 
 @define(eq=False)
 class RunningAttempt:
-    """State of an attempt under way. `seconds` are by phase; `success` is None until the environment says."""
+    """State of an attempt under way. `text` is its last turn's, `seconds` are by phase; `success` is None until the environment says."""
 
     ticket: int
     member: int
@@ -47,6 +47,7 @@ class RunningAttempt:
     transcript: Transcript | None = None
     sampling: Mapping[str, Any] = field(factory=dict)
     last: Completion | None = None
+    text: str = ""
     tool_problems: int = 0
     success: bool | None = None
     parts: dict[str, float] = field(factory=dict)

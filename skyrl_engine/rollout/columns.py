@@ -42,6 +42,11 @@ def length_penalties(attempts: Sequence[Trajectory], overlong: Overlong) -> npt.
     return overlong.compute_penalties(lengths)
 
 
+def missing_eos_penalties(attempts: Sequence[Trajectory], penalty: float) -> npt.NDArray[np.float64]:
+    """float64[N]: what attempts lose because the model did not end them itself, each `penalty` or 0."""
+    return penalty * np.array([attempt.misses_end for attempt in attempts], dtype=np.float64)
+
+
 def to_columns(
     groups: Sequence[Group],
     *,
@@ -49,6 +54,7 @@ def to_columns(
     version: int = 0,
     truncated: Truncated = "keep",
     overlong: Overlong | None = None,
+    missing_eos_penalty: float | None = None,
     versions: bool = False,
 ) -> SampleColumns:
     """Lay out the attempts of groups that did not fail, in the order of groups and members; `version` is that of the weights to be trained.
@@ -60,7 +66,8 @@ def to_columns(
 
     Per sample: `truncated`, `staleness` (steps since the weights that started it),
     `environment` (its number in `environments`), and `turn`, which orders the stretches of an attempt. Group ids are tickets. `truncated`
-    "mask" takes the loss of attempts that were cut off, "zero_reward" their rewards.
+    "mask" takes the loss of attempts that were cut off, "zero_reward" their rewards. `overlong` and `missing_eos_penalty`, of attempts that
+    miss their end, are taken off at the last sampled token.
     """
     owners = [group for group in groups for _ in group.finished]
     attempts = [attempt for group in groups for attempt in group.finished]
@@ -69,7 +76,12 @@ def to_columns(
     lengths = _lengths([attempt.segment_offsets for attempt in attempts])
     attempt = np.repeat(np.arange(len(attempts), dtype=np.int64), [len(attempt.kinds) for attempt in attempts])
 
-    earned = _rewards(attempts, _sums(attempt, lengths * (kinds != SEGMENT_PROMPT), len(attempts)), truncated, overlong)
+    penalties = np.zeros(len(attempts))
+    if overlong is not None:
+        penalties += overlong.compute_penalties(_sums(attempt, lengths * (kinds != SEGMENT_PROMPT), len(attempts)))
+    if missing_eos_penalty is not None:
+        penalties += missing_eos_penalties(attempts, missing_eos_penalty)
+    earned = _rewards(attempts, penalties, truncated)
 
     # every attempt begins with a prompt, and every prompt begins a stretch
     stretch = np.cumsum(kinds == SEGMENT_PROMPT) - 1
@@ -157,10 +169,8 @@ def collect_learned(
     return learned
 
 
-def _rewards(
-    attempts: Sequence[Trajectory], lengths: IntArray, truncated: Truncated, overlong: Overlong | None
-) -> npt.NDArray[np.float64]:
-    """float64: the rewards of all sampled tokens, shaped; `lengths` int64[attempts] count sampled and observed tokens."""
+def _rewards(attempts: Sequence[Trajectory], penalties: npt.NDArray[np.float64], truncated: Truncated) -> npt.NDArray[np.float64]:
+    """float64: the rewards of all sampled tokens, shaped; `penalties` float64[attempts] are taken off."""
     rewards = _concatenate([attempt.rewards for attempt in attempts], np.float64)
     sampled = np.array([len(attempt.rewards) for attempt in attempts], dtype=np.int64)
     more = np.array([attempt.unplaced_reward for attempt in attempts], dtype=np.float64)
@@ -168,8 +178,7 @@ def _rewards(
         cut_off = _cut_off(attempts)
         rewards[np.repeat(cut_off, sampled)] = 0
         more[cut_off] = 0
-    if overlong is not None:
-        more -= overlong.compute_penalties(lengths)
+    more -= penalties
     changed = (sampled > 0) & (more != 0)
     last = (offsets_of(sampled)[1:] - 1)[changed]
     rewards[last] = rewards[last] + more[changed]

@@ -55,18 +55,24 @@ class Dialogue:
     """All but the system prompt."""
     _cut: set[int] = field(factory=set, init=False)
     """Places of answers that a limit or the person ended."""
+    _sampled_under: dict[int, str | None] = field(factory=dict, init=False)
+    """The system prompt of every turn of the model, by its place."""
     _drawn: int = field(default=0, init=False)
     _stopped: bool = field(default=False, init=False)
 
     def say(self, text: str) -> Iterator[Event]:
         """Yield the answer to a text as it is sampled: pieces of text, calls of tools, and its end.
 
-        Where it fails or nobody waits for its end, the dialogue is as it was before. Raises as `Speaker.answer` does.
+        Where it fails or nobody waits for its end, the dialogue is as it was before. `stop` counts from this call on, also before the first
+        event is asked for. Raises as `Speaker.answer` does.
         """
+        self._stopped = False
+        return self._say(text)
+
+    def _say(self, text: str) -> Iterator[Event]:
         if self.speaker.renderer.raw:
             self.reset()
-        before, cut, drawn = len(self.messages), set(self._cut), self._drawn
-        self._stopped = False
+        before, cut, drawn, sampled_under = len(self.messages), set(self._cut), self._drawn, dict(self._sampled_under)
         self.messages.append({"role": "user", "content": text})
         complete = False
         try:
@@ -75,7 +81,7 @@ class Dialogue:
         finally:
             if not complete:
                 del self.messages[before:]
-                self._cut, self._drawn = cut, drawn
+                self._cut, self._drawn, self._sampled_under = cut, drawn, sampled_under
 
     def _answer(self) -> Iterator[Event]:
         schemas, tokens = [tool.schema for tool in self.tools], 0
@@ -90,6 +96,7 @@ class Dialogue:
                     yield piece
             assert action is not None, "an answer ends with its action"
             tokens += len(action.token_ids)
+            self._sampled_under[len(self.messages)] = self.system
             answers = asyncio.run(answer_calls(self.tools, action)) if turn < MOST_CALLS and action.finish == "stop" else ()
             if not answers:
                 # a call that nothing answers is a text, in every template
@@ -109,14 +116,20 @@ class Dialogue:
         """Forget all messages; the system prompt stays."""
         self.messages.clear()
         self._cut.clear()
+        self._sampled_under.clear()
         self._drawn = 0
         self.speaker.forget()
 
     def row(self) -> dict[str, Any]:
-        """Return the chat as a row of training data; answers that were cut off carry no loss. Raises DataError for an empty chat."""
+        """Return the chat as a row of training data, with the present system prompt. Raises DataError for an empty chat.
+
+        Answers that were cut off, or that were sampled under another system prompt than the row has, carry no loss.
+        """
         if not self.messages:
             raise DataError("there is nothing to save: nobody has said anything", remedy="Say something first")
-        messages = [{**message, WEIGHT: 0} if place in self._cut else dict(message) for place, message in enumerate(self.messages)]
+        other = {place for place, system in self._sampled_under.items() if system != self.system}
+        unlearned = self._cut | other
+        messages = [{**message, WEIGHT: 0} if place in unlearned else dict(message) for place, message in enumerate(self.messages)]
         tools = {"tools": [dict(tool.schema) for tool in self.tools]} if self.tools else {}
         return {"messages": [*self._system_messages(), *messages], **tools}
 

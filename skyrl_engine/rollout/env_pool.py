@@ -17,7 +17,7 @@ import attrs
 from attrs import frozen
 
 from skyrl_engine.contracts.kinds.context import FactoryContext
-from skyrl_engine.contracts.kinds.environment import Action, Message, StepResult, Task
+from skyrl_engine.contracts.kinds.environment import Action, EndedAttempt, Message, StepResult, Task
 from skyrl_engine.errors import RolloutError
 from skyrl_engine.rollout.failure_monitor import TIMED_OUT
 from skyrl_engine.rollout.process_handle import Drain, EpisodeProcess, HostedEpisode, answer_of, json_line, unsendable_error
@@ -36,7 +36,7 @@ _MORE: Final = 64
 
 @frozen
 class EpisodeReply:
-    """The answer to `open` (`messages`), to `step` (`result`), or the `failure` of an episode, which is over then.
+    """The answer to `open` (`messages`), to `step` (`result`), to `compare` (`results`), or the `failure` of an episode, which is over then.
 
     `seconds` are those from the request to the answer.
     """
@@ -44,6 +44,7 @@ class EpisodeReply:
     episode: int
     messages: tuple[Message, ...] | None = None
     result: StepResult | None = None
+    results: tuple[StepResult, ...] | None = None
     failure: str | None = None
     seconds: float = 0.0
 
@@ -96,6 +97,18 @@ class EpisodePool:
     def open(self, episode: int, environment: int, task: Task, seed: int) -> None:
         """Start an episode; `poll` brings its first messages."""
         opening = {"do": "open", "environment": environment, "task": attrs.asdict(task), "seed": seed}
+        hosted = HostedEpisode(episode, environment, f"environment {self._names[environment]}, task {task.key!r}", opening)
+        self._episodes[episode] = hosted
+        self._ask(hosted)
+
+    def compare(self, episode: int, environment: int, task: Task, attempts: Sequence[EndedAttempt]) -> None:
+        """Let an environment compare the attempts at a task, as an episode of its own; `poll` brings its answers."""
+        opening = {
+            "do": "compare",
+            "environment": environment,
+            "task": attrs.asdict(task),
+            "attempts": [attrs.asdict(attempt) for attempt in attempts],
+        }
         hosted = HostedEpisode(episode, environment, f"environment {self._names[environment]}, task {task.key!r}", opening)
         self._episodes[episode] = hosted
         self._ask(hosted)
@@ -283,7 +296,7 @@ class EpisodePool:
     def _on_answer(self, episode: HostedEpisode, answer: dict[str, Any]) -> None:
         if not self._is_open(episode):
             return
-        reply = {key: value for key, value in answer.items() if key in ("messages", "result", "failure")}
+        reply = {key: value for key, value in answer.items() if key in ("messages", "result", "results", "failure")}
         if "failure" in reply:
             cause = f", {episode.turn}: {reply['failure']}"
             if "traceback" in answer:
@@ -311,6 +324,8 @@ class EpisodePool:
         seconds = time.monotonic() - episode.asked_at
         if "messages" in reply:
             self._replies.append(EpisodeReply(episode.number, messages=tuple(reply["messages"]), seconds=seconds))
+        elif "results" in reply:
+            self._replies.append(EpisodeReply(episode.number, results=tuple(map(_result, reply["results"])), seconds=seconds))
         else:
             self._replies.append(EpisodeReply(episode.number, result=_result(reply["result"]), seconds=seconds))
 

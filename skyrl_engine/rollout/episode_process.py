@@ -17,7 +17,7 @@ import attrs
 import numpy as np
 from attrs import define, field
 
-from skyrl_engine.contracts.kinds.environment import Action, Environment, Episode, StepResult, Task, ToolCall
+from skyrl_engine.contracts.kinds.environment import Action, EndedAttempt, Environment, Episode, StepResult, Task, ToolCall
 from skyrl_engine.contracts.values.returned import describe_returned
 from skyrl_engine.contracts.values.rollout import LARGEST_REWARD
 from skyrl_engine.contracts.values.rollout_columns import find_unknown_column, list_further_columns
@@ -52,6 +52,8 @@ class EpisodeServer:
             match request["do"]:
                 case "open":
                     return {"messages": self._open(request)}
+                case "compare":
+                    return {"results": self._compare(request)}
                 case "step":
                     return {"result": self._step(episode, _action(request["action"]))}
                 case _:
@@ -73,6 +75,14 @@ class EpisodeServer:
         self._episodes[request["episode"]] = opened
         self._claimed[request["episode"]] = environment.claims.columns
         return _messages(self._await_value(opened.begin()), "begin")
+
+    def _compare(self, request: Mapping[str, Any]) -> list[dict[str, Any]]:
+        environment: Any = self.environments[request["environment"]]
+        attempts = [EndedAttempt(attempt["text"], tuple(attempt["messages"])) for attempt in request["attempts"]]
+        results = self._await_value(environment.compare(task_of(request["task"]), attempts))
+        if (wrong := wrong_comparison(results, len(attempts))) is not None:
+            raise AnswerError(wrong)
+        return [_to_table(result) for result in results]
 
     def _step(self, number: int, action: Action) -> dict[str, Any]:
         result = self._await_value(self._episodes[number].step(action))
@@ -132,6 +142,20 @@ def wrong_with(returned: Any, *, tokens: int, claimed: Sequence[str]) -> str | N
         wrong_rest(returned),
     )
     return next((wrong for wrong in checks if wrong is not None), None)
+
+
+def wrong_comparison(returned: Any, attempts: int) -> str | None:
+    """Say what is wrong with the answers of `compare` about so many attempts; None where nothing is."""
+    if isinstance(returned, str) or not isinstance(returned, Sequence) or len(returned) != attempts:
+        return f"compare returned {returned!r:.80} where {attempts} results are due, one per attempt"
+    for result in returned:
+        if not isinstance(result, StepResult):
+            return f"compare returned {describe_returned(result)} where a StepResult is due"
+        if not result.done or result.messages or result.token_rewards is not None or result.columns or result.sampling:
+            return "compare returned a result that goes on or is of tokens, where the attempts have ended"
+        if (wrong := wrong_numbers(result, tokens=0) or wrong_rest(result)) is not None:
+            return wrong
+    return None
 
 
 def wrong_numbers(result: Any, *, tokens: int) -> str | None:

@@ -56,8 +56,8 @@ class Recording:
     `names` are those of its environments, `left_out` counts groups by the reason for which they are not trained on, `attempts` and `tokens`
     (sampled ones) are of the others, `largest` is the most attempts of a group, `longest` the most tokens of a stretch of one, and
     `rewritten` says that some attempt has several stretches. `has_logprobs` is False where the program that wrote the file did not keep the
-    sampler's log-probabilities. `columns` are the further columns that every attempt has, by their names in `SampleColumns`. `digest` is a hash
-    of all that training reads.
+    sampler's log-probabilities, and `has_stops` False where it did not say of every attempt what ended its turns. `columns` are the further
+    columns that every attempt has, by their names in `SampleColumns`. `digest` is a hash of all that training reads.
     """
 
     place: Path
@@ -70,6 +70,7 @@ class Recording:
     longest: int
     rewritten: bool
     has_logprobs: bool
+    has_stops: bool
     columns: frozenset[str]
     digest: str
 
@@ -101,7 +102,7 @@ def read_recording(
     tokens: list[int] = []
     longest: list[int] = []
     rewritten: list[bool] = []
-    without_logprobs = 0
+    without_logprobs = without_stops = 0
     columns = {row.column for row in rollout_columns.list_further_columns()}
     digest = hashlib.sha256()
     for number, read in enumerate(_readers(place)):
@@ -121,6 +122,7 @@ def read_recording(
         longest.append(max((_longest_stretch(attempt) for attempt in group.finished), default=0))
         rewritten.append(any((attempt.kinds == SEGMENT_PROMPT).sum() > 1 for attempt in group.finished))
         without_logprobs += any(np.isnan(attempt.logprobs).any() for attempt in group.finished)
+        without_stops += any(not attempt.stops for attempt in group.finished)
         columns &= {row.column for row in list_common_columns(group.finished)}
         _update(digest, group)
     dropped = Counter(reason for _, reason in groups if reason is not None)
@@ -148,6 +150,7 @@ def read_recording(
         max(longest[place] for place in chosen),
         any(rewritten[place] for place in chosen),
         without_logprobs == 0,
+        without_stops == 0,
         frozenset(columns),
         digest.hexdigest()[:16],
     )
@@ -269,7 +272,7 @@ def _check(attempt: Trajectory, name: str, limits: RecordingLimits) -> None:
 def _update(digest: Any, group: Group) -> None:
     digest.update(f"{group.environment} {group.task_key} {len(group.trajectories)}".encode())
     for trajectory in group.trajectories:
-        digest.update(f"{trajectory.member} {trajectory.status} {trajectory.unplaced_reward!r}".encode())
+        digest.update(f"{trajectory.member} {trajectory.status} {trajectory.stops[-1:]} {trajectory.unplaced_reward!r}".encode())
         of_table = (trajectory.per_token(row) for row in rollout_columns.ROLLOUT_COLUMNS)
         present = (values for values in of_table if values is not None)
         for values in (trajectory.token_ids, trajectory.kinds, np.asarray(trajectory.segment_offsets), *present):

@@ -50,7 +50,7 @@ class HostedEpisode:
     @property
     def turn(self) -> str:
         """Name the call that its process works on, which may be one of before while it is being rebuilt."""
-        return f"step {self.rebuilt}" if self.rebuilt else "begin"
+        return f"step {self.rebuilt}" if self.rebuilt else "compare" if self.opening["do"] == "compare" else "begin"
 
 
 @define(eq=False)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from attrs import define, field
 
-from skyrl_engine.contracts.kinds.environment import Action, Task
+from skyrl_engine.contracts.kinds.environment import Action, EndedAttempt, Task
 from skyrl_engine.contracts.kinds.generator import Completion, GenerationRequest
 from skyrl_engine.rollout.env_pool import EpisodeReply
 from skyrl_engine.rollout.request_queue import CompletionSource
@@ -86,6 +86,11 @@ class EpisodeClient:
         self.router._owners[episode] = self  # noqa: SLF001 - of this file
         self._owed.add(episode)
         self.router.episodes.open(episode, environment, task, seed)
+
+    def compare(self, episode: int, environment: int, task: Task, attempts: Sequence[EndedAttempt]) -> None:
+        self.router._owners[episode] = self  # noqa: SLF001 - of this file
+        self._owed.add(episode)
+        self.router.episodes.compare(episode, environment, task, attempts)
 
     def step(self, episode: int, action: Action) -> None:
         self._owed.add(episode)

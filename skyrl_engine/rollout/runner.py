@@ -8,7 +8,7 @@ from typing import Any, Final, Protocol
 import numpy as np
 from attrs import define, evolve, field
 
-from skyrl_engine.contracts.kinds.environment import Action, EnvironmentClaims, Message, StepResult, Task
+from skyrl_engine.contracts.kinds.environment import Action, EndedAttempt, EnvironmentClaims, Message, StepResult, Task
 from skyrl_engine.contracts.kinds.generator import Completion, Sampling
 from skyrl_engine.contracts.values.rollout import Group, Status, Trajectory
 from skyrl_engine.errors import DataError
@@ -32,6 +32,8 @@ class Episodes(Protocol):
     def pending(self) -> int: ...
 
     def open(self, episode: int, environment: int, task: Task, seed: int) -> None: ...
+
+    def compare(self, episode: int, environment: int, task: Task, attempts: Sequence[EndedAttempt]) -> None: ...
 
     def step(self, episode: int, action: Action) -> None: ...
 
@@ -58,6 +60,8 @@ class _RunningGroup:
     task: Task
     version: int
     ended: dict[int, Trajectory] = field(factory=dict)
+    said: dict[int, EndedAttempt] = field(factory=dict)
+    """By member, what an environment that compares sees."""
 
 
 @define(eq=False)
@@ -83,6 +87,8 @@ class RolloutRunner:
     _running: dict[int, _RunningGroup] = field(factory=dict, init=False)
     _attempts: dict[int, RunningAttempt] = field(factory=dict, init=False)
     """By number, in the order in which they began."""
+    _comparisons: dict[int, int] = field(factory=dict, init=False)
+    """Tickets of the groups that their environment compares now, by the number of the call."""
     _last_number: int = field(init=False)
     _requests: RequestQueue = field(init=False)
     _failures: FailureMonitor = field(init=False)
@@ -157,9 +163,10 @@ class RolloutRunner:
     def stop(self) -> None:
         """Give up all groups under way: their attempts are forgotten."""
         self._requests.abort()
-        for number in self._attempts:
+        for number in (*self._attempts, *self._comparisons):
             self.episodes.close(number)
         self._attempts.clear()
+        self._comparisons.clear()
         self._running.clear()
         self._ended.clear()
 
@@ -181,6 +188,9 @@ class RolloutRunner:
         return self.first_number + attempt.ticket * self.limits.group_size + attempt.member
 
     def _on_reply(self, reply: EpisodeReply) -> None:
+        if reply.episode in self._comparisons:
+            self._on_comparison(reply)
+            return
         attempt = self._attempts.get(reply.episode)
         if attempt is None:
             return
@@ -251,6 +261,7 @@ class RolloutRunner:
         transcript.add_completion(completion)
         attempt.last = completion
         action = self.turns.action(completion, transcript.turns - 1, attempt.task.tools)
+        attempt.text = action.text
         attempt.tool_problems += action.tool_problem is not None
         attempt.messages.append(self.turns.reply(action, attempt.task.tools))
         return action
@@ -322,8 +333,11 @@ class RolloutRunner:
             seconds=attempt.seconds,
             **self._dialogue_of(attempt),
         )
-        if success is None and status != "failed":
-            success = self.claims[attempt.environment].succeeds(trajectory.reward)
+        claims, running = self.claims[attempt.environment], self._running[attempt.ticket]
+        if claims.compares:
+            running.said[attempt.member] = EndedAttempt(attempt.text, tuple(attempt.messages))
+        elif success is None and status != "failed":
+            success = claims.succeeds(trajectory.reward)
         oldest = next(iter(self._attempts), None)
         self._failures.record(
             attempt.task.key,
@@ -331,10 +345,55 @@ class RolloutRunner:
             has_answered=transcript.turns > 0,
             all_first_ended=oldest is None or oldest > self.first_number + self._failures.first,
         )
-        running = self._running[attempt.ticket]
         running.ended[attempt.member] = evolve(trajectory, success=success)
         if len(running.ended) == self.limits.group_size:
-            self._end_group(attempt.ticket)
+            if claims.compares:
+                self._request_comparison(attempt.ticket)
+            else:
+                self._end_group(attempt.ticket)
+
+    def _request_comparison(self, ticket: int) -> None:
+        """Let the environment compare the attempts of a group that did not fail, where there are several."""
+        running = self._running[ticket]
+        members = _list_finished(running)
+        if len(members) < 2:
+            self._add_comparison(ticket, [StepResult(0.0) for _ in members])
+            return
+        self._last_number += 1
+        self._comparisons[self._last_number] = ticket
+        attempts = [running.said[member] for member in members]
+        self.episodes.compare(self._last_number, running.environment, running.task, attempts)
+
+    def _on_comparison(self, reply: EpisodeReply) -> None:
+        """Take what an environment says of the attempts of a group. Without an answer they have failed: nobody knows what they are worth."""
+        ticket = self._comparisons.pop(reply.episode)
+        self.episodes.close(reply.episode)
+        if reply.results is not None:
+            self._add_comparison(ticket, reply.results, reply.seconds)
+            return
+        running = self._running[ticket]
+        for member in _list_finished(running):
+            running.ended[member] = evolve(running.ended[member], status="failed", cause=reply.failure)
+            self._failures.record(running.task.key, reply.failure, has_answered=True, all_first_ended=False)
+        self._end_group(ticket)
+
+    def _add_comparison(self, ticket: int, results: Sequence[StepResult], seconds: float = 0.0) -> None:
+        """Add to the attempts of a group that did not fail what their comparison gave each, and end the group."""
+        running = self._running[ticket]
+        claims = self.claims[running.environment]
+        for member, result in zip(_list_finished(running), results, strict=True):
+            attempt = running.ended[member]
+            attempt = evolve(
+                attempt,
+                unplaced_reward=attempt.unplaced_reward + result.reward,
+                parts=_sum_by_name(attempt.parts, result.parts),
+                metrics=_sum_by_name(attempt.metrics, result.metrics),
+                info={**attempt.info, **result.info},
+                seconds=_sum_by_name(attempt.seconds, {"environment": seconds}),
+            )
+            known = attempt.success if result.success is None else result.success
+            running.ended[member] = evolve(attempt, success=claims.succeeds(attempt.reward) if known is None else known)
+        self._end_group(ticket)
 
     def _dialogue_of(self, attempt: RunningAttempt) -> dict[str, Any]:
         """Return messages and tools of an attempt, where they are kept and are all that the model was given."""
@@ -351,3 +410,14 @@ class RolloutRunner:
         group = Group(ticket, self.names[ended.environment], ended.task.key, ended.version, trajectories)
         has_too_few = len(group.finished) < min(self.limits.min_group_size, self.limits.group_size)
         self._ended.append(evolve(group, dropped="failed") if has_too_few else group)
+
+
+def _list_finished(group: _RunningGroup) -> list[int]:
+    """Return the members of a group whose attempts did not fail, in their order."""
+    return [member for member in sorted(group.ended) if group.ended[member].status != "failed"]
+
+
+def _sum_by_name(first: Mapping[str, float], second: Mapping[str, float]) -> dict[str, float]:
+    return {
+        name: first.get(name, 0.0) + second.get(name, 0.0) for name in (*first, *(name for name in second if name not in first))
+    }

@@ -86,7 +86,7 @@ class Speaker:
             while completion is None:
                 completion = next(iter(self._driver.poll(0.0, eager=True)), None)
                 if completion is None:
-                    yield stream.extend(self._driver.sampled(number).tolist())
+                    yield stream.extend(self._driver.read_sampled(number).tolist())
                     if is_stopped() and not aborted:
                         self._driver.abort([number])
                         aborted = True

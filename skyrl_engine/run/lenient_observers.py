@@ -6,7 +6,9 @@ The queue and the thread are there for an observer with `finish_seconds`, so tha
 """
 
 import logging
+import time
 from collections.abc import Iterable
+from contextlib import suppress
 from itertools import pairwise
 from queue import Empty, Full, Queue
 from threading import Lock, Thread
@@ -52,7 +54,7 @@ class LenientObserver:
         self._owner = owner
         self._hooks = self._host.register(observer, owner)
         self._patience: float | None = getattr(observer, "finish_seconds", None)
-        self._queue: Queue[Event] = Queue(LONGEST_QUEUE)
+        self._queue: Queue[Event | None] = Queue(LONGEST_QUEUE)
         self._thread: Thread | None = None
         self._lock = Lock()
         self._missing: list[Event] = []
@@ -62,17 +64,20 @@ class LenientObserver:
 
     def tell(self, event: Event) -> None:
         """Tell the observer, or its thread, an event. The end of the session waits for the thread, and says what is missing."""
+        is_last = isinstance(event, SessionFinished)
+        deadline = time.monotonic() + (self._patience or 0.0)
         if HOOKS[type(event)] in self._hooks:
             if self._patience is None:
                 self._call(event)
             else:
-                self._enqueue(event)
-        if isinstance(event, SessionFinished):
-            self._end()
+                self._enqueue(event, seconds=self._patience if is_last else 0.0)
+        if is_last:
+            self._end(deadline)
 
-    def _enqueue(self, event: Event) -> None:
+    def _enqueue(self, event: Event, *, seconds: float) -> None:
+        """Put an event into the queue, waiting so long for room."""
         try:
-            self._queue.put_nowait(event)
+            self._queue.put(event, timeout=seconds)
         except Full:
             self._miss([event], f"{self._owner.label} is {LONGEST_QUEUE:,} events behind")
         if self._thread is None:
@@ -80,13 +85,10 @@ class LenientObserver:
             self._thread.start()
 
     def _work(self) -> None:
-        while True:
-            event = self._queue.get()
+        while (event := self._queue.get()) is not None:
             self._taken = (event,)
             self._call(event)
             self._taken = ()
-            if isinstance(event, SessionFinished):
-                return
 
     def _call(self, event: Event) -> None:
         if self._never_started:
@@ -110,9 +112,12 @@ class LenientObserver:
         if first:
             logger.warning("%s; the run goes on", cause)
 
-    def _end(self) -> None:
+    def _end(self, deadline: float) -> None:
         if self._thread is not None:
-            self._thread.join(self._patience)
+            # None ends the thread; one that takes nothing until the deadline is left behind
+            with suppress(Full):
+                self._queue.put(None, timeout=max(0.0, deadline - time.monotonic()))
+            self._thread.join(max(0.0, deadline - time.monotonic()))
             if self._thread.is_alive():
                 cause = f"{self._owner.label} was not done {self._patience:g} s (finish_seconds) after the session's end"
                 self._miss([*self._taken, *self._drain()], cause)
@@ -120,12 +125,14 @@ class LenientObserver:
             logger.warning("%s lacks %s. First cause: %s", self._owner.label, _describe(self._missing), self._cause)
 
     def _drain(self) -> list[Event]:
-        left = []
+        left: list[Event] = []
         while True:
             try:
-                left.append(self._queue.get_nowait())
+                event = self._queue.get_nowait()
             except Empty:
                 return left
+            if event is not None:
+                left.append(event)
 
 
 def _describe(events: Iterable[Event]) -> str:

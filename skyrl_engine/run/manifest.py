@@ -1,15 +1,16 @@
 """run.json: what a run was made of. Written once, then extended by one entry per session; every write replaces the file in one step."""
 
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from attrs import asdict
+
 from skyrl_engine import __version__
 from skyrl_engine.errors import EngineError
+from skyrl_engine.registry.plugin_lock import LockedPlugin, package_sha256
 from skyrl_engine.run.durable import write_durably
 
 FORMAT = 1
@@ -31,7 +32,7 @@ def new_manifest(
     """The manifest of a run that has no session yet. `plugins` (by kind) and `observers` are plugin locks."""
     return {
         "format": FORMAT,
-        "engine": {"distribution": "skyrl-engine", "version": __version__},
+        "engine": asdict(LockedPlugin.of_engine()),
         "created": now(),
         "plugins": {kind: plugin_facts(lock) for kind, lock in plugins.items()},
         "observers": [plugin_facts(lock) for lock in observers],
@@ -53,21 +54,7 @@ def plugin_facts(lock: Mapping[str, Any]) -> dict[str, Any]:
     """
     record = lock["record"]
     facts = {key: record[key] for key in _RECORDED if key in record}
-    return {**facts, "sha256": record.get("sha256") or _package_sha256(record["target"]), "options": lock["options"]}
-
-
-def _package_sha256(target: str) -> str | None:
-    """SHA-256 over names and contents of the `.py` files of the top-level package of an entry point's target; None if it has none."""
-    spec = find_spec(target.partition(":")[0].partition(".")[0])
-    if spec is None or not spec.submodule_search_locations:
-        return None
-    root = Path(next(iter(spec.submodule_search_locations)))
-    digest = hashlib.sha256()
-    for path in sorted(root.rglob("*.py")):
-        content = path.read_bytes()
-        digest.update(f"{path.relative_to(root).as_posix()}:{len(content)};".encode())
-        digest.update(content)
-    return digest.hexdigest()
+    return {**facts, "sha256": record.get("sha256") or package_sha256(record["target"]), "options": lock["options"]}
 
 
 def begin_session(

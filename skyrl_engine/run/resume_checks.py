@@ -6,6 +6,7 @@ from typing import Any
 from attrs import frozen
 
 from skyrl_engine.config.schema import ModelConfig
+from skyrl_engine.contracts.values.model import NEW_ADAPTERS
 from skyrl_engine.errors import CheckpointError
 from skyrl_engine.model_facts.identity import weights_fingerprint
 
@@ -13,6 +14,16 @@ _IDENTITY = ("distribution", "name", "version", "sha256")
 _OF_THE_MACHINE = ("run.directory", "run.observers", "run.ray_address", "run.oversubscribe", "run.profile_")
 _WITHOUT_EFFECT = (*_OF_THE_MACHINE, "observers.", "checkpoint.", "evaluation.", "plugins.")
 """Configuration that no step's numbers depend on (which plugins were chosen is compared by itself)."""
+_OF_ADAPTERS = tuple(f"model.lora.{key}" for key in NEW_ADAPTERS)
+"""Keys that adapters at `model.lora.path` say themselves where the configuration does not."""
+
+_ROUNDING = ("nf4", "nf4_double")
+"""Keys of a checkpoint's base whose weights are held in 4 bits, without and with double quantization; none where they are not."""
+_HOW_TO_ROUND = {
+    None: "Remove model.lora.load_in_4bit",
+    "nf4": "Set model.lora.load_in_4bit = true, without double_quantization",
+    "nf4_double": "Set model.lora.load_in_4bit = true and model.lora.double_quantization = true",
+}
 
 OLDER_RULE = (
     "the run was begun by an engine before 0.3, which trained prompts and answers that are texts as they stood. This engine has the "
@@ -87,11 +98,21 @@ def refuse_other_trainer(before: Mapping[str, Any], after: Mapping[str, Any]) ->
 
 def base_of(model: ModelConfig) -> dict[str, Any]:
     """Identify the weights that a run of adapters leaves as they are, as a document of its checkpoints; empty for a run of all weights."""
-    return {} if model.lora is None else {"weights_sha256": weights_fingerprint(model)}
+    if model.lora is None:
+        return {}
+    rounded = {_ROUNDING[model.lora.double_quantization]: True} if model.lora.load_in_4bit else {}
+    return {"weights_sha256": weights_fingerprint(model), **rounded}
 
 
 def refuse_other_base(model: Mapping[str, Any], before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
     """Compare what `base_of` gave. Raises CheckpointError: adapters mean nothing on another base than theirs. `model` is the checkpoint's."""
+    if before and (wrong := [key for key in _ROUNDING if before.get(key) != after.get(key)]):
+        kept = next((key for key in _ROUNDING if before.get(key)), None)
+        raise CheckpointError(
+            f"the checkpoint holds adapters over base weights in {'their own precision' if kept is None else '4 bits'}, and this run's are "
+            f"held otherwise ({', '.join(wrong)})",
+            remedy=_HOW_TO_ROUND[kept] + ", or start a new run",
+        )
     recorded, present = before.get("weights_sha256"), after.get("weights_sha256")
     if recorded is not None and present is not None and recorded != present:
         revision = f" and model.revision = {model['revision']!r}" if model.get("revision") else ""
@@ -108,6 +129,7 @@ def find_changed_keys(before: Mapping[str, Any], after: Mapping[str, Any]) -> li
         Change(key, old.get(key), new.get(key))
         for key in dict.fromkeys([*new, *old])
         if not key.startswith(_WITHOUT_EFFECT) and old.get(key) != new.get(key)
+        if not (key in _OF_ADAPTERS and new.get(key) is None and "model.lora.path" in new)
     ]
 
 

@@ -15,6 +15,7 @@ from attrs import define, field
 from skyrl_engine.config import ResolvedConfig
 from skyrl_engine.config.automatic import list_automatic_keys, with_recorded_choices
 from skyrl_engine.config.find_trainer import find_trainer_record
+from skyrl_engine.config.locking import TRAINER
 from skyrl_engine.config.trust.gate import seal_run
 from skyrl_engine.config.trust.seal import ENTRY
 from skyrl_engine.config.trust.user_key import VARIABLE, key_file, make_key
@@ -56,8 +57,6 @@ logger = logging.getLogger(__name__)
 PLUGINS_DOCUMENT = "plugins.lock"
 CONFIG_DOCUMENT = "config.json"
 BASE_DOCUMENT = "base.json"
-TRAINER = "trainer"
-"""Place of a trainer of another distribution among the plugins of run.json and of a checkpoint."""
 TRAINER_DOCUMENT = "trainer.json"
 _TOLD = ("loss", "reward/mean", "grad_norm", "learning_rate", "tokens", "async/staleness_mean", "async/waited_seconds")
 """Metrics of a step's line in run.log; all of them are in metrics.jsonl."""
@@ -119,9 +118,7 @@ class RunSession:
         """Return the seal by which this user's commands know the run again; None without a key."""
         if self._key is None:
             return None
-        selected = [*self._resolved.plugins.values(), *self._resolved.observers]
-        records, codes = [plugin.loaded.record for plugin in selected], [plugin.code for plugin in selected]
-        return seal_run(tomllib.loads(config), records, codes).sign(self._key)
+        return seal_run(tomllib.loads(config), self._resolved.hash_code_files()).sign(self._key)
 
     @property
     def began(self) -> bool:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from skyrl_engine.testing.observers.suite import ObserverConformance
     from skyrl_engine.testing.promise import Broken, Finding, Promise, Undecidable, Verdict
     from skyrl_engine.testing.reducers.suite import ReducerConformance
+    from skyrl_engine.testing.schedules import verify_schedule
     from skyrl_engine.testing.subject import Subject, select_plugin
 
 __all__ = [
@@ -51,6 +52,7 @@ __all__ = [
     "sample_lengths",
     "select_plugin",
     "verify",
+    "verify_schedule",
 ]
 
 _HOMES = {
@@ -78,6 +80,7 @@ _HOMES = {
     "sample_lengths": "collators.strategies",
     "select_plugin": "subject",
     "verify": "kit",
+    "verify_schedule": "schedules",
 }
 
 

@@ -100,7 +100,8 @@ class Promise(Generic[Subject, Case]):
 
     `effort` multiplies the number of cases: below 1 where a case is expensive, above 1 where cases that break the promise are rare.
     `first` returns explicit cases of a subject, which are judged before any that is drawn. Without `shrinks` the first case that breaks the
-    promise is reported: where every call breaks it, and takes long, such as for threads that may end.
+    promise is reported: where every call breaks it, and takes long, such as for threads that may end. With `exempt_runs` the exemption runs
+    the product to find its reason: the pytest suite asks for it in the promise's test, not while pytest collects.
     """
 
     name: str
@@ -111,6 +112,7 @@ class Promise(Generic[Subject, Case]):
     effort: float = 1.0
     first: "Callable[[Subject], Iterable[Case]]" = no_explicit_cases
     shrinks: bool = True
+    exempt_runs: bool = False
 
     def hold(self, subject: Subject, *, examples: int = EXAMPLES, derandomize: bool = True, shrink: bool = True) -> Finding:
         """Check the promise on the subject: with `derandomize` on the same cases every time, with `shrink` down to the smallest case.
@@ -256,11 +258,12 @@ def promise(
     effort: float = 1.0,
     first: Callable[[Any], Iterable[Any]] = no_explicit_cases,
     shrinks: bool = True,
+    exempt_runs: bool = False,
 ) -> Callable[[Callable[[Any, Any], None]], Promise[Any, Any]]:
     """Make a promise from its check; it takes the function's name."""
 
     def decorate(check: Callable[[Any, Any], None]) -> Promise[Any, Any]:
-        return Promise(check.__name__, sentence, check, cases, exempt, effort, first, shrinks)
+        return Promise(check.__name__, sentence, check, cases, exempt, effort, first, shrinks, exempt_runs)
 
     return decorate
 

@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 from attrs import frozen
 
 from skyrl_engine import hookimpl
+from skyrl_engine.cleanup import close_after
 from skyrl_engine.contracts.kinds.observer import (
     CheckpointSaved,
     EvaluationFinished,
@@ -65,6 +66,7 @@ class Tracker(ABC):
     def __init__(self, options: TrackerOptions) -> None:
         self.options = options
         self.finish_seconds = options.finish_seconds
+        self.__is_closed = False
 
     @abstractmethod
     def open(self, run: TrackedRun) -> str:
@@ -102,12 +104,22 @@ class Tracker(ABC):
         config = event.manifest.get("config", {})
         name = event.directory.resolve().name
         self.__cursor.run_id = self.open(TrackedRun(event.directory, name, flatten_config(config), run_id, sent.step))
+        try:
+            self.__begin(event, run_id, sent, reports=bool(config.get("run", {}).get("report")))
+        except BaseException as error:
+            # where the run goes on, nobody tells it the session's end
+            self.__is_closed, cause = True, hide_secrets(str(error))
+            close_after(error, lambda: self.close(cause))
+            raise
+
+    def __begin(self, event: SessionStarted, run_id: str | None, sent: SentPosition, *, reports: bool) -> None:
+        """Find out what the opened run holds, and send what it lacks."""
         held = self.last_step() if run_id is not None else None
         if held is not None and held < sent.step:
             self.__cursor.position = SentPosition(held, Part.ROLLOUTS) if held >= 0 else BEFORE_ALL
         self.__cursor.write()
         self.__in_doubt, self.__step_in_doubt = run_id is not None, held
-        if self.__cursor.position == BEFORE_ALL and config.get("run", {}).get("report"):
+        if self.__cursor.position == BEFORE_ALL and reports:
             self.log_path(0, "report", self.__directory.report.resolve())
         self.__send_earlier(event.start_step)
 
@@ -153,7 +165,8 @@ class Tracker(ABC):
 
     @hookimpl
     def skyrl_engine_session_finished(self, event: SessionFinished) -> None:
-        self.close(None if event.error is None else hide_secrets(event.error))
+        if not self.__is_closed:
+            self.close(None if event.error is None else hide_secrets(event.error))
 
     def __send_step(
         self, step: int, metrics: Mapping[str, Any], seconds: Any, cpu_seconds: Mapping[str, Any], peak_bytes: Sequence[int]

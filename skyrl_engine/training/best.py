@@ -88,7 +88,9 @@ class BestCheckpoint:
 
         Raises ConfigError for a metric that no evaluation reported yet.
         """
-        if self.mark is not None and self.metric not in metrics:
+        # an evaluation before this one was finite, or brought no improvement: it had the metric
+        was_reported = self.mark is not None or self.stalled > 0
+        if was_reported and self.metric not in metrics:
             logger.warning(
                 "the evaluation after step %d reports no %s, and counts as one without an improvement", step, self.metric
             )

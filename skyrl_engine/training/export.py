@@ -4,7 +4,6 @@ A checkpoint is data. Nothing that it holds is run: of its plugins the backend a
 that the caller names, and code that came with a model only where the caller says so.
 """
 
-import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
@@ -27,8 +26,9 @@ from skyrl_engine.run.checkpoint import Checkpoint, CheckpointStore
 from skyrl_engine.run.directory import RunDirectory
 from skyrl_engine.run.resume_checks import base_of, refuse_other_base
 from skyrl_engine.run.session import BASE_DOCUMENT, CONFIG_DOCUMENT, PLUGINS_DOCUMENT
+from skyrl_engine.scratch import scratch_folder
 from skyrl_engine.workers.launch import launch_workers
-from skyrl_engine.workers.messages import Export, Load
+from skyrl_engine.workers.messages import Export, Load, LoadAverages
 from skyrl_engine.workers.spec import WorkerSpec
 
 
@@ -37,11 +37,13 @@ class ExportChoices:
     """The caller of an export decides these in addition to its places.
 
     `model` is where the base model is, in place of what the run names; `merge` writes adapters merged into it. `precision` is that of the
-    written weights (None: the run's). `backend` is a reference to the backend plugin, which one from a local file needs.
+    written weights (None: the run's). `ema` writes the average of the weights that `optimizer.ema_decay` keeps. `backend` is a reference to the
+    backend plugin, which one from a local file needs.
     """
 
     model: str | None = None
     merge: bool = False
+    ema: bool = False
     precision: ComputeDtype | None = None
     backend: str | None = None
     trust_remote_code: bool = False
@@ -115,9 +117,9 @@ def export_checkpoint(
         device="cpu",
     )
     with ExitStack() as stack:
-        adapters = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="skyrl-engine-export-"))) / "adapters"
+        adapters = stack.enter_context(scratch_folder("export")) / "adapters"
         with launch_workers(spec, launch="inline") as group:
-            group.ask(Load(checkpoint.state))
+            group.ask(LoadAverages(checkpoint.state) if choices.ema else Load(checkpoint.state))
             if not merges:
                 files.write(lambda folder: group.ask(Export(folder)), output)
                 return checkpoint
@@ -126,7 +128,7 @@ def export_checkpoint(
         from skyrl_engine.modeling.exporting import write_merged
 
         assert model.lora is not None
-        adapted = evolve(model, lora=evolve(model.lora, path=str(adapters)))
+        adapted = evolve(model, lora=model.lora.stored_at(str(adapters)))
         files.write(lambda folder: write_merged(adapted, folder, choices.precision or model.dtype), output)
     return checkpoint
 
@@ -153,7 +155,7 @@ def _fill_model_config(model: ModelConfig, checkpoint: Checkpoint, *, precision:
     """Return the model for the backend: made from the checkpoint's configuration or, where the caller named a model of all weights, read."""
     lora = model.lora
     if lora is not None and lora.path is not None:
-        lora = evolve(lora, path=str(checkpoint.model))
+        lora = lora.stored_at(str(checkpoint.model))
     filled = evolve(model, lora=lora, dtype=precision or model.dtype)
     if reads and lora is None:
         return filled

@@ -23,7 +23,7 @@ def refuse_misplaced_generator(
     table = cast("GeneratorTable | None", resolved.config.selected.get("generator"))
     placement = choose_placement(label, description, table, beside=beside)
     is_local = table is None or (table.launch == "local" and not table.devices)
-    if placement == "process" and is_local and find_device(resolved.config.run) == "cuda":
+    if placement == "process" and is_local and find_device(resolved) == "cuda":
         raise UnsupportedError(
             f"{label} lives in processes of its own, generator.devices names none, and the ranks compute on GPUs: it would sample on the CPU",
             remedy='Set generator.devices to GPUs that the ranks do not use, such as ["cuda:1"], or to ["cpu"] where that is meant',

@@ -11,12 +11,13 @@ from attrs import define, field, frozen
 from skyrl_engine.config.schema import CheckpointConfig, EvaluationConfig, RunConfig
 from skyrl_engine.contracts.kinds.observer import EvaluationFinished, StepFinished
 from skyrl_engine.engine.engine import Engine
-from skyrl_engine.errors import EngineError
+from skyrl_engine.errors import ConfigError, EngineError
 from skyrl_engine.run.log import tell
 from skyrl_engine.run.session import RunSession
 from skyrl_engine.spans import Spans
 from skyrl_engine.training.best import BestCheckpoint
 from skyrl_engine.training.profiled_steps import ProfiledSteps
+from skyrl_engine.training.teacher import warn_of_few_aligned
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +79,7 @@ class Loop:
     _spans: Spans = field(factory=Spans, init=False)
     _metrics: dict[str, float] = field(factory=dict, init=False)
     _best: BestCheckpoint | None = field(init=False)
+    _warned: bool = field(default=False, init=False)
 
     @_best.default
     def _restore_best(self) -> BestCheckpoint | None:
@@ -147,6 +149,7 @@ class Loop:
         started, controller_started = time.perf_counter(), time.process_time()
         done = self.source.step(step)
         seconds, controller = time.perf_counter() - started, time.process_time() - controller_started
+        self._warned = self._warned or warn_of_few_aligned(step, done.metrics)
         # Observers' time after the step before counts as this step's.
         cpu_seconds = {**done.cpu_seconds, **self._spans.drain()}
         if self.run_config.launch == "inline":
@@ -171,7 +174,13 @@ class Loop:
         if self.session.step == 0:
             self._best.require_metric(metrics)
             return False
-        return self._best.look(self.session.step, metrics, self.evaluation.min_delta)
+        try:
+            return self._best.look(self.session.step, metrics, self.evaluation.min_delta)
+        except ConfigError:
+            # a resume with another evaluation.best goes on from here
+            if self.checkpoint.at_end or self.checkpoint.every is not None:
+                self._save()
+            raise
 
     def _save(self) -> None:
         best = None if self._best is None else self._best.document()

@@ -73,7 +73,7 @@ def refuse_unread_reference(resolved: ResolvedConfig) -> None:
 
 
 def refuse_dropout(facts: ModelFacts, otherwise: str) -> None:
-    """Raise UnsupportedError with every share of a model that is trained with dropout.
+    """Raise UnsupportedError with every share of a model that is trained with dropout, or for one that is trained with noise.
 
     `otherwise` says what else is done with the model, and what would follow.
     """
@@ -88,4 +88,8 @@ def refuse_dropout(facts: ModelFacts, otherwise: str) -> None:
     if shares:
         raise UnsupportedError(
             f"the model is trained with dropout ({', '.join(shares)}), and {otherwise}", remedy=f"Set {' and '.join(remedies)}"
+        )
+    if (alpha := facts.model.neftune_alpha) is not None:
+        raise UnsupportedError(
+            f"the model is trained with noise (model.neftune_alpha {alpha:g}), and {otherwise}", remedy="Remove model.neftune_alpha"
         )

@@ -1,5 +1,7 @@
 """The teacher of a run: a frozen model on the ranks that scores the student's rows, or that a loss compares the student with."""
 
+import logging
+from collections.abc import Mapping
 from typing import Final
 
 import numpy as np
@@ -16,6 +18,11 @@ from skyrl_engine.errors import UnsupportedError
 from skyrl_engine.objective.policy_metrics import OLD_LOGPROBS, ROLLOUT_LOGPROBS
 from skyrl_engine.training.frozen_model_compat import plan_frozen_model
 from skyrl_engine.training.teacher_endpoint import EndpointTeacher, make_decode
+
+_FEW_ALIGNED: Final = 0.1
+"""A share of aligned tokens below which a person is told."""
+
+logger = logging.getLogger(__name__)
 
 TEACHER: Final = "teacher_logprobs"
 """The column of its log-probabilities of the tokens that the student is trained on."""
@@ -128,6 +135,20 @@ def _refuse_other_width(files: ModelFiles, trained: ModelFiles) -> None:
             f"only one of them knows is number {min(theirs, ours)}",
             remedy="Set teacher.path to a model with as many, or read one token's log-probability alone, by the loss teacher_kl",
         )
+
+
+def warn_of_few_aligned(step: int, metrics: Mapping[str, float]) -> bool:
+    """Log that the teacher's texts aligned nearly none of a step's tokens, where they did not; returns True if it logged."""
+    share = metrics.get("teacher/aligned_share", 1.0)
+    if share >= _FEW_ALIGNED:
+        return False
+    logger.warning(
+        "the teacher's tokens stand for the same text as %.2g of the tokens with loss of step %s (teacher/aligned_share): nearly nothing is "
+        "learned; the tokenizers write texts in different ways, or the chat template's answers are not the teacher's texts",
+        share,
+        step,
+    )
+    return True
 
 
 def teacher_metrics(columns: SampleColumns) -> dict[str, Metric]:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from attrs import evolve, frozen
 
+from skyrl_engine.config import load
 from skyrl_engine.config.schema import LoraConfig, ModelConfig
 from skyrl_engine.errors import EngineError, ModelError
 from skyrl_engine.model_facts.json_file import read_object
@@ -64,7 +65,8 @@ class NamedModel:
         revision = adapter.get("revision") if base is None else None
         # the tokenizer, with its template, is that which was trained with
         own_tokenizer = place if (Path(place).expanduser() / "tokenizer_config.json").is_file() else None
-        model = ModelConfig(path=stated, tokenizer=own_tokenizer, revision=revision, lora=LoraConfig(path=place))
+        lora = LoraConfig(path=place) if self.run is None else _read_rounding(self.run).stored_at(place)
+        model = ModelConfig(path=stated, tokenizer=own_tokenizer, revision=revision, lora=lora)
         if self.run is not None:
             _refuse_other_base(RunDirectory(self.run), self.step, model)
         return model
@@ -81,6 +83,12 @@ class NamedModel:
             )
         export_checkpoint(run, scratch / "model", self.step, ExportChoices(trust_remote_code=trust_remote_code))
         return scratch / "model"
+
+
+def _read_rounding(run: Path) -> LoraConfig:
+    """Return what a run's configuration says of the weights under its adapters. Raises ConfigError."""
+    lora = load(RunDirectory(run).config).table.get("model", {}).get("lora", {})
+    return LoraConfig(load_in_4bit=lora.get("load_in_4bit") is True, double_quantization=lora.get("double_quantization") is True)
 
 
 def _run_around_checkpoint(path: Path) -> Path | None:

@@ -15,6 +15,7 @@ from skyrl_engine.registry.bound_plugin import BoundPlugin
 from skyrl_engine.registry.owner import blame
 from skyrl_engine.spans import Spans
 from skyrl_engine.workers.dispatch import Shard
+from skyrl_engine.workers.noise_keys import NoiseKeys
 from skyrl_engine.workers.scored_tokens import ScoredTokens, Selection, iterate_scored_tokens
 
 
@@ -33,6 +34,7 @@ class ShardBatch:
     last: int | None = None
     labels: str | None = None
     vocabulary_size: int | None = None
+    noise: NoiseKeys | None = None
 
     def __len__(self) -> int:
         return len(self._plans)
@@ -61,6 +63,7 @@ class ShardBatch:
             cu_seqlens=dense.cu_seqlens,
             ragged_offsets=dense.ragged_offsets,
             tree=dense.tree,
+            noise=None if self.noise is None else self.noise.make(self.shard.columns, plan, dense),
             sample_ids=tokens.samples.sample_ids,
             step=self.shard.step,
             candidates={name: torch.from_numpy(ids) for name, ids in tokens.candidates.items()},

@@ -205,17 +205,17 @@ class GeneratorDriver:
                 )
         return completions
 
-    def sampled(self, request_id: int) -> "npt.NDArray[np.int32]":
+    def read_sampled(self, request_id: int) -> "npt.NDArray[np.int32]":
         """int32[n]: the tokens sampled so far of a request under way. Raises ContractError for a generator that shows none."""
         product = self.part.product
         if not isinstance(product, Streams):
             raise ContractError(
-                f"{self.part.label} declares the capability 'streaming' and has no method `sampled`",
+                f"{self.part.label} declares the capability 'streaming' and has no method `read_sampled`",
                 remedy="Implement contracts.Streams, or do not declare it",
             )
-        with blame(self.part.owner, "sampled"):
-            tokens = product.sampled(request_id)
-        require_vector(self.part.label, "sampled", "the tokens", tokens, np.int32)
+        with blame(self.part.owner, "read_sampled"):
+            tokens = product.read_sampled(request_id)
+        require_vector(self.part.label, "read_sampled", "the tokens", tokens, np.int32)
         return tokens
 
     def abort(self, request_ids: Sequence[int] | None) -> None:

@@ -2,7 +2,6 @@
 
 import logging
 import shutil
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -19,7 +18,8 @@ from skyrl_engine.contracts.kinds.generator import (
 )
 from skyrl_engine.contracts.values.model import ModelConfig
 from skyrl_engine.errors import UnsupportedError
-from skyrl_engine.model_facts.facts import find_file
+from skyrl_engine.model_facts.facts import ModelFacts, find_file
+from skyrl_engine.scratch import ScratchFolder
 from skyrl_engine.workers.generation import GeneratorDriver, StoredWeights
 from skyrl_engine.workers.launch import WorkerGroup
 from skyrl_engine.workers.messages import (
@@ -46,6 +46,10 @@ class GeneratorHost(Protocol):
     @property
     def concurrent(self) -> bool:
         """Say whether they sample while the ranks do something else."""
+
+    @property
+    def on_ranks(self) -> bool:
+        """Say whether they live in the ranks' processes, and end with them."""
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         """Hand over requests; returns at once."""
@@ -87,7 +91,7 @@ class RankHost:
 
     group: WorkerGroup
 
-    concurrent = False
+    concurrent, on_ranks = False, True
 
     @classmethod
     def start(cls, group: WorkerGroup, lock: "dict[str, object]", facts: SamplerFacts, version: int) -> "RankHost":
@@ -142,6 +146,7 @@ class WeightFolders:
     form: WeightForm | None
     """The form that the generators take; None: they take none."""
     root: Path
+    _scratch: ScratchFolder | None = None
     _written: dict[tuple[str, int], WrittenWeights] = field(factory=dict, init=False)
 
     @classmethod
@@ -154,7 +159,9 @@ class WeightFolders:
         root: Path | None,
     ) -> "WeightFolders":
         """Begin an empty folder at `root`, or a temporary one. Raises UnsupportedError for a generator that takes no form that files give."""
-        available = {"tensors", "directory"} if model.lora is None else {"tensors", "directory", "adapter"}
+        available = {"tensors", "directory"}
+        if ModelFacts(model).has_servable_adapters:
+            available.add("adapter")
         form = next((form for form in description.accepts if form in available), None)
         if form is None and description.accepts:
             raise UnsupportedError(
@@ -162,12 +169,14 @@ class WeightFolders:
                 f"{' or '.join(sorted(available))}",
                 remedy="Choose another generator, or one that runs on the ranks",
             )
+        scratch = None
         if root is None:
-            root = Path(tempfile.mkdtemp(prefix="skyrl-engine-weights-"))
+            scratch = ScratchFolder("weights")
+            root = scratch.path / "weights"
         root = root.absolute()  # processes on other nodes have directories of their own
         shutil.rmtree(root, ignore_errors=True)  # of a run that was killed
         root.mkdir(parents=True)
-        return cls(write_present, model, form, root)
+        return cls(write_present, model, form, root, scratch)
 
     def write(self, version: int, target: str = POLICY) -> None:
         """Write the present weights. Raises ModelError where there is no room."""
@@ -202,6 +211,8 @@ class WeightFolders:
         """Delete everything."""
         self._written.clear()
         shutil.rmtree(self.root, ignore_errors=True)
+        if self._scratch is not None:
+            self._scratch.close()
 
 
 @define(eq=False)
@@ -213,7 +224,7 @@ class RemoteHost:
     _weights: dict[str, tuple[WeightSource, int]] = field(factory=dict, init=False)
     """By target, what the generator was given last."""
 
-    concurrent = True
+    concurrent, on_ranks = True, False
 
     @classmethod
     def start(cls, driver: GeneratorDriver, folders: WeightFolders, facts: SamplerFacts, version: int) -> "RemoteHost":

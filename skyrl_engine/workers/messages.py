@@ -365,6 +365,17 @@ class Load(Message[None]):
 
 
 @frozen
+class LoadAverages(Message[None]):
+    """Restore what `Save` wrote, with the averages of weights in the place of these."""
+
+    directory: Path
+    verb = "load_averages"
+
+    def answer(self, rank: "Worker") -> None:
+        rank.load_averages(self.directory)
+
+
+@frozen
 class Export(Message[None]):
     """Write the weights as a Hugging Face directory."""
 

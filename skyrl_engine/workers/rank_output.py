@@ -1,8 +1,8 @@
 """Everything that a rank prints, logs or warns: caught in the rank's process, and read by an actor next to it on the same node.
 
 The rank's standard output and error become one file, at the level of descriptors, so that libraries in C are caught too. Reading is left to
-another process, because the last lines of a rank that dies matter most, and they are in the file whatever ended the rank. The reader removes
-the file's name as soon as it has it open: nothing is left behind, however a run ends.
+another process, because the last lines of a rank that dies matter most, and they are in the file whatever ended the rank. The reader deletes
+the file's folder as soon as it has the file open; one that nobody came to read is deleted after a week (`scratch`).
 """
 
 import ctypes
@@ -10,7 +10,6 @@ import json
 import logging
 import os
 import sys
-import tempfile
 import threading
 import time
 import warnings
@@ -18,6 +17,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
+
+from skyrl_engine.scratch import ScratchFolder, delete_file
 
 RECORD = "\x1e"
 """The character before a record of logging, which is one line of JSON; a line without it was printed."""
@@ -30,6 +31,10 @@ PAUSE_SECONDS = 0.1
 
 CHUNK_BYTES = 1 << 20
 """The most that is read of one rank at a time; a flood waits on the disk."""
+
+
+_kept: list[ScratchFolder] = []
+"""The folders of this process' output, which live as long as it does."""
 
 
 class RecordsToOutput(logging.Handler):
@@ -52,8 +57,11 @@ def capture() -> str:
 
     A line is written as soon as it ends, so that a process that is killed loses none.
     """
-    descriptor, path = tempfile.mkstemp(prefix="skyrl-engine-rank-")
-    os.close(descriptor)
+    folder = ScratchFolder("rank")
+    path = str(folder.path / "output")
+    # the reader may come after this process has ended
+    folder.keep()
+    _kept.append(folder)
     redirect_output(path)
     root = logging.getLogger()
     root.addHandler(RecordsToOutput())
@@ -106,7 +114,7 @@ class OutputReader:
         self._files: dict[int, int] = {}
         for rank, path in paths.items():
             self._files[rank] = os.open(path, os.O_RDONLY)
-            Path(path).unlink()
+            delete_file(Path(path))
 
     def read(self) -> dict[int, bytes]:
         """Wait for output; returns what is new by rank. Nothing, once `stop` was called and all is read."""

@@ -2,7 +2,6 @@
 
 import logging
 import math
-import tempfile
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +19,7 @@ from skyrl_engine.contracts.kinds.context import FactoryContext
 from skyrl_engine.contracts.kinds.generator import POLICY, Completion, GenerationRequest, WeightSource
 from skyrl_engine.contracts.values.model import ModelConfig
 from skyrl_engine.errors import RolloutError
+from skyrl_engine.scratch import ScratchFolder
 from skyrl_engine.workers.generation import StoredWeights
 from skyrl_engine.workers.generator_hosts import WeightFolders
 from skyrl_engine.workers.replica_launch import ReplicaLauncher, ReplicaProcess
@@ -160,6 +160,8 @@ class ReplicaHost:
     """Returns the start of a replica on a device, with weights and their version."""
     _logs: Path
     _limits: SilenceLimits = SilenceLimits()
+    _scratch: ScratchFolder | None = None
+    """The folder of the logs, where the run has none for them. It is kept where an error names one of them."""
     _replicas: list[Replica] = field(factory=list, init=False)
     _requests: list[dict[int, GenerationRequest]] = field(factory=list, init=False)
     """By replica, the requests that it has not answered."""
@@ -171,7 +173,7 @@ class ReplicaHost:
     _inbox: "SimpleQueue[tuple[Replica, Any]]" = field(factory=SimpleQueue, init=False)
     _ready: list[Completion] = field(factory=list, init=False)
 
-    concurrent = True
+    concurrent, on_ranks = True, False
 
     @classmethod
     def start(
@@ -195,9 +197,13 @@ class ReplicaHost:
         def make_start(device: str, weights: WeightSource, version: int) -> ReplicaStart:
             return ReplicaStart(lock, context, facts, folders.model, device, weights, version)
 
-        logs = (facts.folder or Path(tempfile.mkdtemp(prefix="skyrl-engine-generator-"))).absolute()
+        scratch, logs = None, facts.folder
+        if logs is None:
+            scratch = ScratchFolder("generator")
+            logs = scratch.path
+        logs = logs.absolute()
         logs.mkdir(parents=True, exist_ok=True)
-        host = cls(label, folders, launcher, make_start, logs, limits)
+        host = cls(label, folders, launcher, make_start, logs, limits, scratch)
         try:
             host._weights[POLICY] = folders.get(version), version
             for number in range(replicas):
@@ -272,6 +278,14 @@ class ReplicaHost:
             replica.end(END_SECONDS)
         self._launcher.close()
         self.folders.close()
+        if self._scratch is not None:
+            self._scratch.close()
+
+    def _name_log(self, replica: Replica) -> str:
+        """Return the path of a replica's log for a person, for whom it stays."""
+        if self._scratch is not None:
+            self._scratch.keep()
+        return str(replica.output)
 
     def _give(self, weights: WeightSource, version: int, target: str) -> None:
         self._weights[target] = weights, version
@@ -325,7 +339,7 @@ class ReplicaHost:
         if answer.cause is not None:
             raise RolloutError(
                 f"{self.label} failed in replica {replica.number}: {answer.cause}",
-                remedy=f"See its trace above, and {replica.output}",
+                remedy=f"See its trace above, and {self._name_log(replica)}",
                 details=answer.trace.splitlines(),
             )
 
@@ -344,7 +358,7 @@ class ReplicaHost:
         if self._deaths[number] > RESTARTS:
             raise RolloutError(
                 f"{self.label}: {ending}, {self._deaths[number]} times in a row without finishing a request",
-                remedy=f"See {replica.output}; where the system ends it for its memory, lower generator.replicas or what each holds",
+                remedy=f"See {self._name_log(replica)}; where the system ends it for its memory, lower generator.replicas or what each holds",
                 details=lines,
             )
         logger.warning("%s: %s; it is started again, with its %d requests", self.label, ending, len(self._requests[number]))

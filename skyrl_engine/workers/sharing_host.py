@@ -25,7 +25,7 @@ class SharingHost:
     turn: Literal["ranks", "generators"] = "generators"
     _under_way: int = field(default=0, init=False)
 
-    concurrent = False
+    concurrent, on_ranks = False, False
 
     @classmethod
     def open(cls, inner: GeneratorHost, group: WorkerGroup) -> "SharingHost":

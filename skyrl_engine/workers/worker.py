@@ -18,6 +18,7 @@ from skyrl_engine.config import SelectedPlugin
 from skyrl_engine.contracts.kinds.backend import (
     Backend,
     HasAdapterSets,
+    KeepsAverages,
     Objective,
     Offloads,
     OptimizerSettings,
@@ -47,6 +48,7 @@ from skyrl_engine.workers.aligned_teacher import AlignedTeacher
 from skyrl_engine.workers.batch import ShardBatch
 from skyrl_engine.workers.dispatch import Shard
 from skyrl_engine.workers.frozen_models import FrozenModels
+from skyrl_engine.workers.noise_keys import NoiseKeys
 from skyrl_engine.workers.process_group import Rendezvous, join, leave, pick_device
 from skyrl_engine.workers.profile import RankProfile
 from skyrl_engine.workers.scored_tokens import Selection
@@ -186,7 +188,7 @@ class Worker:
     def _run_pass(self, work: Pass, shard: Shard) -> RankReply:
         first, last = work.micro_batches or (0, None)
         batch: RankBatch = ShardBatch(
-            shard, self._collator, work.tokens, self.spans, first, last, work.labels, work.vocabulary_size
+            shard, self._collator, work.tokens, self.spans, first, last, work.labels, work.vocabulary_size, self._noise(work)
         )
         objective = self._objective(work)
         aligned: AlignedTeacher | None = None
@@ -208,6 +210,10 @@ class Worker:
         if aligned is not None and (counts := aligned.drain_counts())[1]:
             output = evolve(output, metrics={**output.metrics, "teacher/aligned_share": Metric.mean(*map(float, counts))})
         return RankReply(output, self.spans.drain())
+
+    def _noise(self, work: Pass) -> NoiseKeys | None:
+        alpha = self._model.neftune_alpha
+        return None if alpha is None or work.mode != "forward_backward" else NoiseKeys(alpha, self._seed, work.step)
 
     def _objective(self, work: Pass) -> Objective:
         if work.mode == "score":
@@ -261,6 +267,15 @@ class Worker:
         profile, self._profile = self._profile, None
         assert profile is not None, "no profile was begun"
         profile.end()
+
+    def load_averages(self, directory: Path) -> None:
+        """Load a checkpoint with the averages of its weights in their place."""
+        if not isinstance(self.backend, KeepsAverages):
+            raise ContractError(
+                f"{self.backend_label} has no method load_averages, by which averages of weights are read",
+                remedy="Implement contracts.KeepsAverages",
+            )
+        self.backend.load_averages(directory)
 
     def leave_device(self) -> None:
         """Move the trained model and the frozen ones to host memory."""

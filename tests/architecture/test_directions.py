@@ -8,22 +8,23 @@ import pytest
 Imports = Callable[..., set[str]]
 
 ORDER = (
-    ("errors", "cleanup", "spans", "lazy", "visible", "near_words"),
+    ("errors", "cleanup", "scratch", "spans", "lazy", "visible", "near_words"),
     ("contracts",),
     ("hooks",),
-    ("registry", "interop"),
+    ("registry",),
     ("config",),
     ("model_facts",),
     ("objective", "data", "modeling"),
     ("workers",),
     ("run",),
     ("engine",),
+    ("interop",),
     ("environments",),
     ("rollout",),
     ("report", "tracking"),
     ("training",),
     ("proof",),
-    ("testing",),
+    ("testing", "doctor"),
     ("cli",),
 )
 LEVELS = {name: level for level, names in enumerate(ORDER) for name in names}
@@ -32,6 +33,7 @@ FACADE = LEVELS["hooks"]
 
 BEYOND = {
     "skyrl_engine.engine.engine.Engine",
+    "skyrl_engine.environments.functions.group_reward",
     "skyrl_engine.environments.functions.reward",
     "skyrl_engine.rollout.exported.read_rollouts",
 }

@@ -28,7 +28,7 @@ ALLOWED = {
     "registry/discovery.py": {"entry_points"},  # reads them
     "registry/compat.py": {"entry_points"},  # reads them
     "registry/loader.py": {"EntryPoint"},  # loads one
-    "environments/references.py": {"import_module"},  # rewards and tools that a user names
+    "registry/function_references.py": {"import_module"},  # rewards, tools and schedules that a user names
     "registry/local_module.py": {"exec"},  # runs a local file, for loader.py and references.py alone
 }
 
@@ -76,4 +76,4 @@ def test_only_plugins_and_functions_that_a_user_names_run_local_files(engine: Pa
         for file in engine.rglob("*.py")
         if any(name.startswith("skyrl_engine.registry.local_module") for name in imports(file.read_text()))
     ]
-    assert sorted(users) == ["environments/references.py", "registry/loader.py"]
+    assert sorted(users) == ["registry/function_references.py", "registry/loader.py"]

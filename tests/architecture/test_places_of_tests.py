@@ -6,7 +6,18 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parents[1]
-ACROSS = {"architecture", "benchmarks", "integration", "meta", "migration", "mutation", "outsider", "running", "startup"}
+ACROSS = {
+    "architecture",
+    "benchmarks",
+    "integration",
+    "meta",
+    "migration",
+    "mutation",
+    "outsider",
+    "running",
+    "screenshots",
+    "startup",
+}
 """Folders of tests that are about no single package."""
 
 

@@ -9,10 +9,10 @@ import pytest
 
 Imports = Callable[..., set[str]]
 
-PUBLIC = ("contracts", "environments", "interop", "modeling", "model_facts", "near_words", "tracking")
+PUBLIC = ("contracts", "environments", "interop", "modeling", "model_facts", "near_words", "scratch", "tracking")
 """In addition to the facade. `contracts` means the names it offers, not its files; `modeling` and `model_facts` are for backends and
 generators, `environments` for environments, `tracking` for trackers, the names that `training` offers for trainers, `near_words`
-for messages."""
+for messages, `scratch` for temporary folders."""
 ROOT = Path(__file__).parents[2]
 PROJECTS = [path.parent for pattern in ("plugins", "contrib") for path in sorted(ROOT.glob(f"{pattern}/*/pyproject.toml"))]
 PACKAGES = {project: next((project / "src").iterdir()).name for project in PROJECTS if (project / "src").exists()}

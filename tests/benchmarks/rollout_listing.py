@@ -29,7 +29,7 @@ COMMANDS = (
 )
 
 
-def write_journal(folder: Path, steps: int) -> None:
+def write_journal(folder: Path, steps: int, *, groups: int = GROUPS, members: int = MEMBERS) -> None:
     """Groups in which some attempts fail or are cut off; a tenth of them is dropped, and every step trains on its others."""
     import numpy as np
 
@@ -64,13 +64,13 @@ def write_journal(folder: Path, steps: int) -> None:
 
     with open_journal(folder, run="benchmark") as journal:
         for step in range(steps):
-            tickets = range(step * GROUPS, (step + 1) * GROUPS)
+            tickets = range(step * groups, (step + 1) * groups)
             for ticket in tickets:
-                members = tuple(attempt(ticket, member, step) for member in range(MEMBERS))
-                dropped = None if ticket % 10 else "zero_variance"
-                journal.append(Group(ticket, "spell", f"task-{ticket % 5000}", step, members, dropped))
-            trained = [ticket for ticket in tickets if ticket % 10]
-            learned = [LearnedAttempt(ticket, member, advantages, logprobs) for ticket in trained for member in range(MEMBERS)]
+                attempts = tuple(attempt(ticket, member, step) for member in range(members))
+                dropped = None if groups == 1 or ticket % 10 else "zero_variance"
+                journal.append(Group(ticket, "spell", f"task-{ticket % 5000}", step, attempts, dropped))
+            trained = [ticket for ticket in tickets if groups == 1 or ticket % 10]
+            learned = [LearnedAttempt(ticket, member, advantages, logprobs) for ticket in trained for member in range(members)]
             journal.record_step(step + 1, trained, learned)
 
 

@@ -47,7 +47,10 @@ def test_version(command):
     [
         (["rum"], "error: There is no command 'rum'. Did you mean 'run'? See `skyrl-engine --help`."),
         (["plugins", "lst"], "error: There is no command 'lst'. Did you mean 'list'? See `skyrl-engine plugins --help`."),
-        (["run"], "error: Missing argument 'CONFIG'. See `skyrl-engine run --help`."),
+        (
+            ["run"],
+            "error: Missing argument 'CONFIG'. Name a configuration file, or a recorded run with --from. See `skyrl-engine run --help`.",
+        ),
         (
             ["plugins", "list", "--kind", "los"],
             "error: There is no kind 'los'. Did you mean 'loss'? See `skyrl-engine plugins list --help`.",

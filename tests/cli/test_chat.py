@@ -221,6 +221,16 @@ def test_a_stopped_answer_stays_and_carries_no_loss(speak: Any) -> None:
     assert list(dialogue.say("hi"))[-1].text == GREETING  # type: ignore[union-attr]
 
 
+def test_an_answer_under_another_system_prompt_carries_no_loss(speak: Any) -> None:
+    dialogue = Dialogue(speak(), system="You add.")
+    list(dialogue.say("hi"))
+    dialogue.system = None
+    list(dialogue.say("bye"))
+    assert [message.get("weight") for message in dialogue.row()["messages"]] == [None, 0, None, None]
+    dialogue.system = "You add."
+    assert [message.get("weight") for message in dialogue.row()["messages"]] == [None, None, None, None, 0]
+
+
 def test_ctrl_c_ends_the_answer_alone(speak: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     shown: list[str] = []
 
@@ -236,6 +246,33 @@ def test_ctrl_c_ends_the_answer_alone(speak: Any, monkeypatch: pytest.MonkeyPatc
     assert GREETING.startswith("".join(shown))
     assert len("".join(shown)) < len(GREETING)
     assert len(dialogue.messages) == 2
+
+
+def test_ctrl_c_stops_the_answers_that_have_not_begun(speak: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_lines, "echo_part", lambda _text: signal.raise_signal(signal.SIGINT) if not second.messages else None)
+    first, second = Dialogue(speak()), Dialogue(speak())
+    chat_lines.answer_once([first, second], "hi", as_json=False)
+    assert [dialogue.row()["messages"][1]["weight"] for dialogue in (first, second)] == [0, 0], "both were cut off"
+
+
+def test_a_second_ctrl_c_ends_a_tool_that_hangs_and_not_the_chat(
+    speak: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def hang(_text: str) -> None:
+        for _ in range(2):
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(chat_lines, "echo_part", hang)
+    for stream in ("stdin", "stdout"):
+        monkeypatch.setattr(f"sys.{stream}.isatty", lambda: True)
+    lines = iter(("hi", "/help"))
+    monkeypatch.setattr("builtins.input", lambda _prompt: next(lines, "/exit"))
+    dialogue = Dialogue(speak())
+    chat_lines.converse([dialogue])
+    told = capsys.readouterr().err
+    assert "(interrupted: the chat is as it was before this line)" in told
+    assert "/save" in told, "the line after it was obeyed"
+    assert dialogue.messages == []
 
 
 def test_a_full_context_is_said_and_the_chat_is_as_it_was(speak: Any) -> None:
@@ -275,6 +312,7 @@ def test_two_answers_stand_in_columns_of_a_terminal(
         (("bert",), "has no causal language model for"),
         (("model", "--base", "run"), "has all weights and needs no base"),
         (("lost",), "the base model ./gone of lost is not there. Say where it is with --base"),
+        (("nowhere",), "nowhere is no directory here, and cannot be loaded from the hub. Name a directory, a run or a hub id"),
         (("model", "--json"), "--json prints one answer"),
         (("model", "optimizer.learning_rate=1"), "is nothing that chat reads"),
         (("model", "rl.max_tokens=1"), "Use --max-tokens"),

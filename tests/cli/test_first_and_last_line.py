@@ -115,7 +115,7 @@ def test_every_command_that_trains_is_held():
     assert training - {"dpo", "runs prune"} == {line.split()[0] for line in TRAINED.values()}
 
 
-@pytest.mark.parametrize("name", now(TRAINED, "sft with adapters", "reward-model", "rl", "run"))
+@pytest.mark.parametrize("name", now(TRAINED, "sft with adapters", "reward-model", "rl"))
 def test_a_command_that_trains_names_the_next_one_which_runs_as_printed(command, mine, tmp_path, name):
     outcome = train(command, TRAINED[name], mine, tmp_path)
     assert outcome.err.count("\nnext") == 1
@@ -147,6 +147,7 @@ def test_recorded_rollouts_name_it_too(command, mine, tmp_path):
     assert again.code == 0, again.err
 
 
+@pytest.mark.nightly
 def test_a_run_that_has_done_its_steps_names_it_and_a_quiet_one_does_not(command, mine, tmp_path):
     train(command, TRAINED["run"], mine, tmp_path)
     assert command(*next_of(command("run", "train.toml", "checkpoint.resume=true"))).code == 0
@@ -172,7 +173,7 @@ def launches(monkeypatch):
     monkeypatch.setattr(Engine, "launch", mark_launch)
 
 
-@pytest.mark.parametrize("name", now(LOADED, "sft", "rl", "evaluate a run"))
+@pytest.mark.parametrize("name", now(LOADED, "sft", "rl"))
 def test_loading_the_model_is_a_line_before_it_begins(command, mine, tmp_path, launches, name):
     if name == "evaluate a run":
         train(command, TRAINED["sft with adapters"], mine, tmp_path)

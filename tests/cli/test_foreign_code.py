@@ -159,6 +159,7 @@ PLANTS: dict[str, Callable[[str], dict[str, Any]]] = {
     "generator.use": lambda code: {**RL, "environments": PROMPTS, "generator": {"use": code}},
     "environments.use": lambda code: {**RL, "environments": [{"use": code}]},
     "group_filters.use": lambda code: {**RL, "environments": PROMPTS, "group_filters": [{"use": code}]},
+    "optimizer.schedule": lambda code: {**SFT, "optimizer": {"schedule": code}},
     "run.observers": lambda code: {**SFT, "run": {"observers": [code]}},
     "run.ray_address": lambda code: {**SFT, "run": {"launch": "ray", "ray_address": code}},
     "environment.function.reward": lambda code: function(reward=code),
@@ -209,6 +210,11 @@ class Planted:
         text = to_toml({**table, "run": run, "checkpoint": {"resume": True}})
         assert tomllib.loads(text)
         (self.run / "config.toml").write_text(text)
+        manifest = self.run / "run.json"
+        if manifest.exists():
+            engine = {"distribution": "skyrl-engine", "version": "0.3.0"}
+            known = {**json.loads(manifest.read_text()), "engine": engine, "plugins": {}, "observers": []}
+            manifest.write_text(json.dumps({**known, "config": {**table, "run": run}}))
 
 
 @pytest.fixture
@@ -250,7 +256,7 @@ def places(planted: Planted) -> dict[str, str]:
 def commands_for(key: str, run: Path) -> list[list[str]]:
     config = str(run / "config.toml")
     commands = [["run", config], ["run", config, "--dry-run"], ["config", "check", config], ["config", "show", config]]
-    commands.append(["data", "preview", config])
+    commands += [["data", "preview", config], ["run", "--from", str(run)]]
     if key in READ_BY_EVALUATE:
         commands.append(["evaluate", str(run)])
     if key.partition(".")[0] in ("loss", "reducer", "backend", "collator", "merger"):
@@ -275,6 +281,10 @@ def test_no_command_runs_what_a_run_directory_names(key: str, planted_run: Plant
             assert main(command) == 3, (named_by, command, capsys.readouterr().err)
             err = capsys.readouterr().err
             last = err.rstrip().rpartition("\n")[2]
+            if "--from" in command and "differ" in last:
+                # its run.json names no plugin, and options are read behind those
+                assert not planted_run.trace.exists(), (named_by, command)
+                continue
             assert f"the run directory {planted_run.run} names code" in last, (named_by, command, err)
             remedies = {"inside": "copy it to another place", "a link outside": "copy it to another place"}
             remedy = next((text for start, text in remedies.items() if named_by.startswith(start)), "--trust-code")
@@ -372,7 +382,7 @@ def test_commands_that_read_a_run_directory_alone_run_nothing_of_it(
     tried = []
     for name, command in every_command(app, ("skyrl-engine",)):
         if any(param.name == "run" and param.param_type_name == "argument" for param in command.params):
-            more = {"export": ["out"], "diff": ["--steps", "1", "2"]}.get(name[-1], [])
+            more = {"export": ["out"], "push": ["ada/planted"], "diff": ["--steps", "1", "2"]}.get(name[-1], [])
             more = ["--to", "jsonl", "--out", "out.jsonl"] if name[1:] == ("rollouts", "export") else more
             assert main([*name[1:], str(planted_run.run), *more]) != 0, name
             tried.append(name[1:])

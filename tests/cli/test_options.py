@@ -5,6 +5,7 @@ import re
 import tomllib
 
 import pytest
+from by_day import now
 
 from skyrl_engine.cli.demo.recipe import Exchange
 from skyrl_engine.cli.demo.tiny import make_model
@@ -204,7 +205,7 @@ def correct(line, key, option):
     return f"{cleared} {start}question"
 
 
-@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize("name", now(WRONG, "evaluate a run", "evaluate", "rl, two environments", "run, the second environment"))
 def test_an_error_about_a_column_names_what_works_in_that_command(command, misnamed, request, name):
     """The remedy is taken literally: it is added to the command line, with the rows' own name of the column."""
     if "{run}" in WRONG[name]:

@@ -133,8 +133,29 @@ def test_pruning_asks_first_and_frees_what_it_says(runs, command, tmp_path):
     assert command("report", run).code == 0
     unknown = command("runs", "prune", runs / "copies" / "elsewhere", "--keep-last", "1", "--yes")
     assert "nobody here can say" in unknown.last_line
-    assert "no run directory" in command("runs", "prune", runs, "--keep-last", "1", "--yes").last_line
+    assert "no run directory" in command("runs", "prune", run / "model", "--keep-last", "1", "--yes").last_line
     assert "no time such as" in command("runs", "prune", run, "--older-than", "soon").last_line
+
+
+def test_of_a_folder_every_run_is_pruned_that_can_be(runs, command, tmp_path):
+    shutil.copytree(runs / "sft", tmp_path / "one")
+    shutil.copytree(runs / "copies" / "elsewhere", tmp_path / "below" / "elsewhere")
+    assert "--dry-run" in command("runs", "prune", tmp_path, "--keep-last", "2", "--json").last_line
+    done = json.loads(command("runs", "prune", tmp_path, tmp_path / "one", "--keep-last", "2", "--json", "--yes").out)
+    assert [checkpoint.step for checkpoint in CheckpointStore(tmp_path / "one" / "checkpoints").all()] == [5, 6]
+    assert done["freed"] == sum(row["bytes"] for row in done["files"] if row["goes"]) > 0
+    assert [path for path, why in done["left_alone"].items() if "nobody here can say" in why] == [
+        str(tmp_path / "below" / "elsewhere")
+    ]
+
+
+def test_what_tells_nothing_is_not_shown(runs, command):
+    shown = command("runs", "show", runs / "sft").out
+    assert "train.dropped_overlong" not in shown
+    assert "train.rows" in shown
+    lines = command("runs", "diff", runs / "sft", runs / "rl").out.splitlines()
+    assert {"data.bad_images", "rl.preset", "reward/mean", "train.dropped_ties"}.isdisjoint(line.split(" ")[0] for line in lines)
+    assert {"data.train", "rl.steps", "train.rows", "loss"} <= {line.split(" ")[0] for line in lines}
 
 
 LIVE = """

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+from by_day import now
 
 from skyrl_engine.cli.demo.recipe import Exchange
 from skyrl_engine.cli.demo.tiny import make_model
@@ -184,7 +185,7 @@ def test_held_out_data_that_is_written_otherwise_is_warned_of(command, inputs: P
     assert "held.jsonl is not like the training data" in outcome.err
 
 
-@pytest.mark.parametrize("name", ["sft", "preference"])
+@pytest.mark.parametrize("name", now(["sft", "preference"], "sft"))
 def test_runs_that_trained_on_raw_texts_are_not_resumed_by_another_rule(command, inputs: Path, tmp_path: Path, name: str) -> None:
     """A run of an engine before 0.3 is refused and the key is named, whichever version its checkpoint names; with the key it goes on where it
     was raw.
@@ -244,6 +245,7 @@ def test_what_only_a_template_writes_is_refused_without_one(command, inputs: Pat
     assert outcome.code == 0, outcome.err
 
 
+@pytest.mark.nightly
 def test_a_run_by_reinforcement_samples_behind_texts_as_they_stand(command, inputs: Path, tmp_path: Path) -> None:
     """Its tokens are those of the tokenizer for the text alone, and its evaluation takes the key over."""
     outcome = command("rl", *commands(inputs)["rl"], "rl.template=none", "--output", "run", "--quiet")

@@ -121,7 +121,9 @@ def test_commands_write_by_one_function_alone() -> None:
 ARGUMENTS: dict[str, list[list[str]]] = {
     "demo": [["--model", WORDS], ["--output", WORDS]],
     "init": [[f"{WORDS}.toml", "--trainer", "sft", "--model", WORDS, "--data", WORDS], [WORDS], ["a.toml", "--trainer", WORDS]],
-    "run": [["{file}"], [f"{WORDS}.toml"], ["{file}", f"{WORDS}.b=1"]],
+    "run": [["{file}"], [f"{WORDS}.toml"], ["{file}", f"{WORDS}.b=1"], ["{file}", "--locked"], ["--from", WORDS]],
+    "lock": [["{file}"], [f"{WORDS}.toml"], ["{file}", f"{WORDS}.b=1"]],
+    "plan": [["{file}"], [f"{WORDS}.toml"], ["{file}", "--json"], ["{file}", "--gpu-memory", WORDS]],
     "sft": [["--model", WORDS, "--data", WORDS], [f"--{WORDS}"]],
     "preference": [["--model", WORDS, "--data", WORDS], ["--model", WORDS, "--data", "tasks.jsonl", f"data.{WORDS}=1"]],
     "reward-model": [["--model", WORDS, "--data", WORDS]],
@@ -154,6 +156,7 @@ ARGUMENTS: dict[str, list[list[str]]] = {
     "chat": [[WORDS], ["{model}", "--prompt", WORDS], ["{model}", "--template", "none", "--prompt", WORDS, "--max-tokens", "8"]],
     "evaluate": [[WORDS], ["{run}", "--split", "train", "--tasks", "2"], ["{run}", "--set", WORDS]],
     "export": [["{run}", WORDS], [WORDS, "out"]],
+    "push": [["{run}", WORDS], [WORDS, "ada/words"], ["{run}", "ada/words", "--model", WORDS]],
     "runs list": [["{run}"], ["{run}", "--json"], [WORDS]],
     "runs show": [["{run}"], ["{run}", "--json"], [WORDS]],
     "runs diff": [["{run}", "{run}"], ["{run}", WORDS, "--json"]],
@@ -163,7 +166,8 @@ ARGUMENTS: dict[str, list[list[str]]] = {
         ["{run}", "--keep-best", "1", "--metric", WORDS],
         [WORDS, "--older-than", WORDS],
     ],
-    "report": [["{run}"], [WORDS], ["{run}", "--output", WORDS]],
+    "doctor": [["--no-self-test", "--report", WORDS, "--run", "{run}"], ["--report", "--run", WORDS]],
+    "report": [["{run}"], [WORDS], ["{run}", "--output", WORDS], ["{run}", "--script", WORDS]],
     "compare-objectives": [["{run}", "--step", "1", "--loss", WORDS], [WORDS, "--step", "1", "--loss", "clip"]],
     "serve": [[WORDS], ["{file}"]],
 }

@@ -27,7 +27,7 @@ sequence_len: 2048
 micro_batch_size: 2
 gradient_accumulation_steps: 4
 num_epochs: 3
-optimizer: adamw_bnb_8bit
+optimizer: paged_adamw_8bit
 lr_scheduler: cosine
 learning_rate: 2e-4
 bf16: auto
@@ -100,15 +100,32 @@ def test_axolotl() -> None:
             "max_length": 2048,
             "map": {"messages": "conversations"},
         },
-        "model": {"path": "org/base", "dtype": "auto", "lora": {"rank": 16, "alpha": 32, "targets": "all-linear"}},
+        "model": {
+            "path": "org/base",
+            "dtype": "auto",
+            "lora": {"rank": 16, "alpha": 32, "targets": "all-linear", "load_in_4bit": True},
+        },
         "optimizer": {"schedule": "cosine", "learning_rate": 2e-4},
         "training": {"batch_size": 8, "micro_batch_rows": 2, "epochs": 3},
     }
     assert "max_length = 2048  # sequence_len, line 11" in text
-    assert '# line 15: optimizer = "adamw_bnb_8bit": this value is not taken over: see optimizer.use' in text
-    assert "load_in_4bit = true: weights are trained in full precision" in text
+    assert '# line 15: optimizer = "paged_adamw_8bit": this value is not taken over: see optimizer.use' in text
+    assert "load_in_4bit = true  # load_in_4bit, line 19" in text
     assert "warmup_ratio = 0.1: Set optimizer.warmup_steps (it counts steps, not a share of them)" in text
     assert "some_new_key = 1: it has no counterpart here, as far as is known" in text
+
+
+def test_weights_in_four_bits() -> None:
+    ours, _ = migrated(
+        FACTORY.replace("finetuning_type: full", "finetuning_type: lora\nquantization_bit: 4\ndouble_quantization: true")
+    )
+    assert ours["model"]["lora"] == {"rank": 8, "load_in_4bit": True, "double_quantization": True}
+    ours, text = migrated(
+        FACTORY.replace("finetuning_type: full", "finetuning_type: lora\nquantization_bit: 8\ndouble_quantization: true")
+    )
+    assert ours["model"]["lora"] == {"rank": 8}
+    assert "quantization_bit = 8: this value is not taken over: see model.lora.load_in_4bit" in text
+    assert "it is not read without model.lora.load_in_4bit (double_quantization" in text
 
 
 def test_llama_factory() -> None:
@@ -129,6 +146,12 @@ def test_trl_does_not_say_how_it_trains() -> None:
     ours, text = migrated(TRL, "reward_model")
     assert ours["trainer"] == "reward_model"
     assert 'lr_scheduler_type = "polynomial": this value is not taken over: see optimizer.schedule' in text
+
+
+def test_online_dpo_of_trl() -> None:
+    ours, text = migrated("missing_eos_penalty: 0.5\nmax_new_tokens: 64\nloss_type: sigmoid\n", "rl")
+    assert ours["rl"] == {"missing_eos_penalty": 0.5, "max_tokens": 64}
+    assert "missing_eos_penalty = 0.5  # missing_eos_penalty, line 1" in text
 
 
 def test_what_needs_nothing_stands_apart_from_what_is_to_be_decided() -> None:

@@ -23,12 +23,14 @@ from skyrl_engine.config.schema import (
     LoraConfig,
     LossTable,
     MissingTable,
+    OptimizerConfig,
     PluginTable,
     RewardModelTable,
     TermTable,
     TrainingConfig,
 )
 from skyrl_engine.config.schema.metadata import iterate_unread_fields
+from skyrl_engine.config.schema.optimizer import SCHEDULES
 from skyrl_engine.config.sections import sections
 from skyrl_engine.config.structure import complete_origins, plain, structure
 from skyrl_engine.config.trainers import TRAINERS, Trainer
@@ -255,6 +257,7 @@ _STRATEGIES: dict[Any, st.SearchStrategy[Any]] = {
     float: st.floats(1e-300, 0.999),
     tuple[str, ...]: st.lists(_texts, max_size=3).map(tuple),
     tuple[float, float]: st.tuples(st.floats(0.0, 0.999), st.floats(0.0, 0.999)),
+    attrs.fields_dict(OptimizerConfig)["schedule"].type: st.sampled_from((*SCHEDULES, "package.module:name")),
     attrs.fields_dict(LoraConfig)["targets"].type: st.just("all-linear") | st.lists(_texts, min_size=1, max_size=3).map(tuple),
 }
 
@@ -312,12 +315,14 @@ def _values(kind: Any) -> st.SearchStrategy[Any]:
     if attrs.has(kind):
         fields = attrs.fields(attrs.resolve_types(kind))
         drawn = st.fixed_dictionaries({attribute.name: _values(attribute.type) for attribute in fields})
-        return drawn.map(lambda values: kind(**_without_dropout_twice(values)))
+        return drawn.map(lambda values: kind(**_without_contradictions(values)))
     arguments = getattr(kind, "__args__", ())
     if getattr(kind, "__origin__", None) is tuple and attrs.has(arguments[0]):
         return _few(_values(arguments[0]))
     if tuple[str, ...] in arguments:
         return _texts | st.lists(_texts, min_size=1, max_size=2).map(tuple)
+    if kind == tuple[float, ...]:
+        return st.lists(st.floats(0.5, 2), min_size=1, max_size=2).map(tuple)
     if type(None) in arguments:
         return st.none() | _values(arguments[0])
     if str(kind).startswith("typing.Literal"):
@@ -327,8 +332,10 @@ def _values(kind: Any) -> st.SearchStrategy[Any]:
     return st.dictionaries(_texts, inner, max_size=2)
 
 
-def _without_dropout_twice(values: dict[str, Any]) -> dict[str, Any]:
-    """A model whose dropout is off has no adapters with one."""
+def _without_contradictions(values: dict[str, Any]) -> dict[str, Any]:
+    """A model whose dropout is off has no adapters with one, and scales of weights in 4 bits are of such weights."""
+    if values.get("double_quantization"):
+        return {**values, "load_in_4bit": True}
     lora = values.get("lora")
     if values.get("dropout") == "off" and lora is not None:
         return {**values, "lora": attrs.evolve(lora, dropout=0.0)}
@@ -361,6 +368,8 @@ def test_any_configuration_written_as_toml_reads_back_equal(configuration: Engin
         configuration = attrs.evolve(configuration, training=attrs.evolve(configuration.training, epochs=1.0))
     if configuration.has("reward_model"):
         configuration = attrs.evolve(configuration, reward_model=without_unread(configuration.reward_model))
+    if configuration.has("data"):
+        configuration = attrs.evolve(configuration, data=without_unread(configuration.data))
     selected = {name: without_unread(table) for name, table in configuration.selected.items()}
     assert read == attrs.evolve(configuration, optimizer=without_unread(configuration.optimizer), selected=selected)
 

@@ -229,6 +229,18 @@ def test_an_optimizer_that_the_backend_does_not_have_is_refused_before_a_rank_st
         open_engine(backend={"use": backend}, optimizer={"groups": [{"match": "*", "learning_rate": 1.0}]})
 
 
+def test_an_optimizer_that_cannot_step_here_is_refused_before_a_rank_starts(
+    open_engine: Any, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(UnsupportedError, match=r'"adamw_8bit" steps in float32, and model\.dtype is "float64"'):
+        open_engine(model={"path": str(model), "dtype": "float64"}, optimizer={"use": "adamw_8bit"})
+    monkeypatch.setattr("skyrl_engine.engine.device_check.find_spec", lambda _: None)
+    for use, package, extra in (("adamw_8bit", "bitsandbytes", "bitsandbytes"), ("lion", "lion-pytorch", "lion")):
+        with pytest.raises(UnsupportedError, match=f'optimizer.use = "{use}" needs the package {package}, which is not') as caught:
+            open_engine(optimizer={"use": use})
+        assert f'Run pip install "skyrl-engine[{extra}]"' in str(caught.value)
+
+
 def test_a_failure_that_nobody_waited_for_is_raised_by_the_step(open_engine: Any, columns: SampleColumns) -> None:
     engine = open_engine(loss={"use": "ppo"})
     before = engine.weights()

@@ -95,6 +95,8 @@ def test_a_schedule_whose_end_nobody_knows_or_that_is_too_short_is_refused() -> 
         refuse_impossible_schedule(wsd, None)
     with pytest.raises(UnsupportedError, match=r"take 5 steps .* and there are 4"):
         refuse_impossible_schedule(wsd, 4)
+    with pytest.raises(UnsupportedError, match=r"warm-up takes 3 steps .* and there are 2"):
+        refuse_impossible_schedule(OptimizerConfig(warmup_steps=3), 2)
 
 
 @pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])

@@ -34,6 +34,7 @@ def test_a_rank_that_raises_is_named_with_its_cause(models, worker_spec):
     assert "rank 0 failed in save: KeyError: 7" in str(caught.value)
 
 
+@pytest.mark.nightly
 def test_a_loss_that_fails_on_one_rank_ends_the_other_which_waits_for_it(tmp_path):
     """The error is the loss's, and calls that were under way after it do not speak of ranks that died."""
     write_model(tmp_path)

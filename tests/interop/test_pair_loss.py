@@ -47,10 +47,12 @@ class TestPerPair(LossConformance):
 
 class TestOfMeans(LossConformance):
     plugin = of_means
+    examples = 4
 
 
 class TestAveraged(LossConformance):
     plugin = averaged
+    examples = 4
 
 
 def make_tokens():

@@ -14,12 +14,13 @@ Make = Callable[[type[Any]], type[Any]]
 
 @attrs.frozen
 class Wrong:
-    """A plugin whose backend is what `change` makes of FSDP's class, with `more` capabilities declared or fewer."""
+    """A plugin whose backend is what `change` makes of FSDP's class, with `more` capabilities declared or fewer, and `offers` as layouts."""
 
     change: Make
     more: frozenset[str] = frozenset()
     fewer: frozenset[str] = frozenset()
     rehearse: Callable[[Any, bool], None] | None = None
+    offers: Any = None
 
     @hookimpl
     def skyrl_engine_config_schema(self) -> type[Any]:
@@ -29,7 +30,9 @@ class Wrong:
     def skyrl_engine_describe_backend(self, config: Any, world_size: int) -> BackendDescription:
         described = as_fsdp_describes(config, world_size)
         rehearse = self.rehearse or described.rehearse
-        return attrs.evolve(described, capabilities=(described.capabilities | self.more) - self.fewer, rehearse=rehearse)
+        offered = self.offers or described.layout_choices
+        capabilities = (described.capabilities | self.more) - self.fewer
+        return attrs.evolve(described, capabilities=capabilities, rehearse=rehearse, layout_choices=offered)
 
     @hookimpl
     def skyrl_engine_make_backend(self, config: Any) -> Any:

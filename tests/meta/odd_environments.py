@@ -8,6 +8,7 @@ from pathlib import Path
 
 from attrs import evolve
 from environment_of_sums import Episode, Plain, wrong
+from wrong_comparisons import Longest
 
 from skyrl_engine.contracts import EnvironmentClaims, StepResult, Task
 
@@ -125,6 +126,24 @@ class NobodyKnows(Plain):
     """Longer texts are better, and there is no right one."""
 
     solve = None
+
+
+class RewardsAgainstTheMean(Longest):
+    """A coroutine; the order of the attempts changes the last bits of the mean."""
+
+    async def compare(self, task, attempts):
+        values = [len(attempt.messages) + 0.1 * len(attempt.text) for attempt in attempts]
+        mean = sum(values) / len(values)
+        return [StepResult(value - mean, metrics={"place": place}) for place, value in enumerate(values)]
+
+
+class MeetsTheNext(Longest):
+    """Each meets the next one only, and it says so."""
+
+    claims = EnvironmentClaims(pass_threshold=None, compares=True, order_matters=True)
+
+    def values(self, lengths):
+        return [float(own > other) for own, other in zip(lengths, lengths[1:] + lengths[:1], strict=True)]
 
 
 Asynchronous = wrong(AsynchronousEpisode)

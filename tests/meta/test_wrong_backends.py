@@ -103,6 +103,12 @@ ON_ONE_RANK = [
     ("once_a_process", {"working"}, "a second time in the same processes: rank 0 fails in setup"),
     ("compile_undeclared", {"undeclared_compile"}, "ignores model.compile, which it does not declare"),
     ("attention_undeclared", {"undeclared_attention"}, "ignores model.attention, which it does not declare"),
+    ("noise_undeclared", {"undeclared_embedding_noise"}, "ignores model.neftune_alpha, which it does not declare"),
+    ("averages_too_slowly", {"weight_averages"}, "after 2 steps is off by"),
+    ("forgets_averages", {"weight_averages"}, "as an average over a resumed run"),
+    ("deaf_to_noise", {"embedding_noise"}, "model with noise on its embeddings, over padded rows"),
+    ("keeps_a_copy", {"declared_state"}, "of weights, gradients and optimizer state"),
+    ("offers_what_it_has_not", {"offered_layouts"}, "offers layouts by the option 'stages', which it does not have"),
     ("takes_every_kernel", {"attention"}, 'takes model.attention = "flash" on the CPU'),
     ("rounds_compiled_gradients", {"compiled"}, "compiled, the gradients differ by"),
     (
@@ -133,6 +139,8 @@ BY_DAY = [
     ("one_step_count_for_all_sets", {"adapter_sets"}, "is another one at the end than it is alone", "dp1"),
     ("model_of_the_class", {"second_model"}, "of the first model, the objective of step 2", "dp1"),
     ("adapters_undeclared", {"undeclared_adapters"}, "trains adapters although it does not declare 'lora'", "dp1"),
+    ("four_bits_forgotten", {"four_bit_layers"}, "of PEFT's own model over weights rounded to 4 bits", "dp1"),
+    ("four_bits_undeclared", {"undeclared_four_bit_layers"}, "although it does not declare 'load_in_4bit'", "dp1"),
     ("eight_micro_batches", {"many_micro_batches"}, "where a rank has 11 micro-batches", "dp1"),
     ("mask_on_the_cpu", {"one_device"}, "mixes devices", "dp1"),
     ("looks_at_every_score", {"host_waits"}, "waits for the device in every micro-batch of forward_backward", "dp1"),
@@ -163,7 +171,16 @@ ODD = [("one_micro_batch_at_a_time", "dp1"), ("one_micro_batch_at_a_time", "dp2"
 
 
 ALSO = {
-    "twice": {"adapters", "divergence", "labels", "logprobs_at", "logsumexp", "many_micro_batches", "mean_logprob"},
+    "twice": {
+        "adapters",
+        "divergence",
+        "four_bit_layers",
+        "labels",
+        "logprobs_at",
+        "logsumexp",
+        "many_micro_batches",
+        "mean_logprob",
+    },
     "mean_over_micro_batches": {"divergence", "many_micro_batches"},
     "never_clips": {"step", "sgd_step"},
     "drops_nothing": {"save_and_load"},
@@ -179,6 +196,7 @@ ALSO = {
         *(
             "adapters",
             "divergence",
+            "four_bit_layers",
             "host_waits",
             "labels",
             "logprobs_at",
@@ -189,8 +207,9 @@ ALSO = {
             "reference_by_adapters",
         ),
     },
-    "mean_over_ranks": {"adapters", "many_micro_batches"},
-    "dropped_rank": {"adapters", "many_micro_batches"},
+    "weights_of_the_base": {"four_bit_layers"},
+    "mean_over_ranks": {"adapters", "four_bit_layers", "many_micro_batches"},
+    "dropped_rank": {"adapters", "four_bit_layers", "many_micro_batches"},
     "all_outputs_of_rank_0": {"dropout"},
     "mask_on_the_cpu": {"logprobs_at"},
     "model_of_the_class": {"adapter_sets", "divergence"},
@@ -200,8 +219,7 @@ ALSO = {
 of_every_fault = pytest.mark.parametrize(("name", "promises", "words", "layout"), FAULTS, ids=[fault[0] for fault in FAULTS])
 
 
-@pytest.mark.proof
-@pytest.mark.of_sources(
+of_its_sources = pytest.mark.of_sources(
     "skyrl_engine/testing",
     "skyrl_engine/contracts",
     "skyrl_engine/modeling",
@@ -215,6 +233,10 @@ of_every_fault = pytest.mark.parametrize(("name", "promises", "words", "layout")
     "tests/meta/wrong_backend_states.py",
     "tests/meta/wrong_backend_steps.py",
 )
+
+
+@pytest.mark.proof
+@of_its_sources
 @of_every_fault
 def test_a_wrong_backend_breaks_its_promises(bench, name, promises, words, layout):
     require_broken(broken_by(bench, name, layout, promises), promises, words)
@@ -240,6 +262,8 @@ def test_a_wrong_backend_breaks_no_other_promise(bench, name, promises, words, l
     require_broken(broken_by(bench, name, layout), promises | ALSO.get(name, set()), words)
 
 
+@pytest.mark.proof
+@of_its_sources
 def test_what_the_faults_are_made_of_is_right(bench):
     assert broken_by(bench, "right", "dp1") == {}
 

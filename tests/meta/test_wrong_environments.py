@@ -5,6 +5,7 @@ import warnings
 import breaking
 import odd_environments as odd
 import pytest
+import wrong_comparisons as comparisons
 import wrong_episodes as episodes
 import wrong_tasks as tasks
 from environment_of_sums import Plain
@@ -18,6 +19,7 @@ pytestmark = pytest.mark.of_sources(
     "tests/meta/breaking.py",
     "tests/meta/environment_of_sums.py",
     "tests/meta/odd_environments.py",
+    "tests/meta/wrong_comparisons.py",
     "tests/meta/wrong_episodes.py",
     "tests/meta/wrong_tasks.py",
 )
@@ -76,6 +78,13 @@ FAULTS = [
     (episodes.ReadsAnyNumber, {"garbage"}, "Exceeds the limit"),
     (episodes.SetInInfo, {"rewards"}, "info is {'said'"),
     (episodes.ChangesFolder, {"process_state"}, "leaves the working directory at"),
+    (comparisons.LeavesOneOut, {"comparisons"}, "results are due, one per attempt"),
+    (comparisons.DividesByTheSpread, {"comparisons"}, "compare raises ZeroDivisionError"),
+    (comparisons.PrefersTheFirst, {"attempt_order"}, "in another order of the attempts"),
+    (comparisons.RemembersTheLongest, {"comparisons_repeat"}, "remembers what it compared before"),
+    (comparisons.OwnNoiseOfComparison, {"comparisons_repeat"}, "draws numbers that nothing decides"),
+    (comparisons.GlobalNoiseOfComparison, {"random_state"}, "draws from the global random state in compare"),
+    (comparisons.ShufflesItsList, {"attempts_unchanged"}, "changes the attempts, or their list, that it is given"),
 ]
 BY_NIGHT = [
     (episodes.ReadsFloats, {"rewards"}, "reward is nan, where a finite number up to 3.4e+38 is due"),
@@ -92,6 +101,12 @@ BY_NIGHT = [
     (episodes.ServesOnAThread, {"process_state"}, "threads running, such as 'server'"),
     (episodes.RaisesTheLimit, {"process_state"}, "leaves the recursion limit at"),
     (episodes.FreesAtTheEnd, {"closes"}, "cannot be closed after its end"),
+    (comparisons.ReturnsNumbers, {"comparisons"}, "compare returned float"),
+    (comparisons.SetInInfoOfComparison, {"comparisons"}, "info is {'texts'"),
+    (comparisons.RanksTies, {"attempt_order"}, "in another order of the attempts"),
+    (comparisons.ElectsOne, {"attempt_order"}, "in another order of the attempts"),
+    (comparisons.AddsToTheTask, {"attempts_unchanged"}, "changes the task that it is given"),
+    (comparisons.ComparesElsewhere, {"process_state"}, "leaves the working directory at"),
 ]
 
 RIGHT = [
@@ -107,6 +122,8 @@ RIGHT = [
     odd.TwoTurnSolutions,
     odd.NobodyKnows,
     odd.WorksElsewhere,
+    odd.RewardsAgainstTheMean,
+    odd.MeetsTheNext,
     pytest.param(odd.EndsItsProcess, marks=pytest.mark.nightly),
     pytest.param(odd.RemembersTasks, marks=pytest.mark.nightly),
 ]
@@ -139,9 +156,10 @@ def test_an_odd_environment_that_is_right_breaks_none(right):
     assert lines == []
 
 
-def test_tasks_that_another_process_has_otherwise():
+@pytest.mark.parametrize("fault", [tasks.HashedTasks, comparisons.ComparesByHash], ids=name_class)
+def test_what_another_process_has_otherwise(fault):
     held = [promise for promise in ENVIRONMENT_PROMISES if promise.name == SLOW]
-    broken = breaking.broken_by(held, tasks.HashedTasks, examples=1)
+    broken = breaking.broken_by(held, fault, examples=1)
     breaking.require_broken(broken, {SLOW}, "in another process")
     assert breaking.broken_by(held, Plain, examples=1) == {}
 

@@ -480,4 +480,12 @@ scores_without_programs = Wrong(overriding(forward=_scores_without_programs))
 rounds_compiled_gradients = Wrong(overriding(forward_backward=_rounds_compiled_gradients))
 compile_undeclared = Wrong(overriding(setup=_without(compile=False)), fewer=frozenset({"compile"}))
 attention_undeclared = Wrong(overriding(setup=_without(attention="auto")), fewer=frozenset({"attention"}))
+noise_undeclared = Wrong(overriding(setup=_without(neftune_alpha=None)), fewer=frozenset({"embedding_noise"}))
 takes_every_kernel = Wrong(overriding(setup=_without(attention="auto")))
+
+
+def _without_noise(self: Any, original: Any, batch: Any, objective: Any) -> Any:
+    return original([attrs.evolve(micro_batch, noise=None) for micro_batch in batch], objective)
+
+
+deaf_to_noise = Wrong(overriding(forward_backward=_without_noise))

@@ -15,6 +15,23 @@ def _forgets_moments(self: Any, original: Any, directory: Any) -> None:
     self._optimizer.state.clear()
 
 
+def _forgets_averages(self: Any, original: Any, directory: Any) -> None:
+    original(directory)
+    self._averages.clear()
+
+
+forgets_averages = Wrong(overriding(load=_forgets_averages))
+
+
+def _averages_too_slowly(self: Any, original: Any, model: Any, optimizer: Any, environment: Any) -> None:
+    original(model, optimizer, environment)
+    if self._averages.decay is not None:
+        self._averages.decay **= 0.5
+
+
+averages_too_slowly = Wrong(overriding(setup=_averages_too_slowly))
+
+
 def _reloads_without_moments(self: Any, original: Any) -> None:
     original()
     self._optimizer.state.clear()
@@ -202,6 +219,17 @@ def _off_for_good(self: Any, original: Any) -> Any:
 
 
 adapters_stay_off = Wrong(overriding(without_adapters=_off_for_good))
+
+
+def _in_full_precision(self: Any, original: Any, model: Any, optimizer: Any, environment: Any) -> None:
+    """Adapters over weights that are not rounded, where 4 bits are asked for."""
+    if model.lora is not None:
+        model = attrs.evolve(model, lora=attrs.evolve(model.lora, load_in_4bit=False))
+    original(model, optimizer, environment)
+
+
+four_bits_forgotten = Wrong(overriding(setup=_in_full_precision))
+four_bits_undeclared = Wrong(overriding(), fewer=frozenset({"load_in_4bit"}))
 adapters_undeclared = Wrong(overriding(), fewer=frozenset({"lora"}))
 
 
@@ -262,3 +290,14 @@ model_of_the_class = Wrong(overriding(setup=_remembered, close=_forgotten, forwa
 
 
 clears_gradients_of_all = Wrong(overriding(setup=_begins_without_gradients, close=_forgotten))
+
+
+def _keeps_a_copy(self: Any, original: Any, model: Any, optimizer: Any, environment: Any) -> None:
+    original(model, optimizer, environment)
+    self._kept = [parameter.detach().clone() for parameter in self._model.parameters()]
+
+
+keeps_a_copy = Wrong(overriding(setup=_keeps_a_copy))
+
+
+offers_what_it_has_not = Wrong(overriding(), offers={"tensor_parallel": (1,), "stages": (1, 2)})

@@ -31,25 +31,25 @@ class Streaming(Plain):
 
     description = evolve(Plain.description, capabilities=Plain.description.capabilities | {"streaming"})
 
-    def sampled(self, request_id):
+    def read_sampled(self, request_id):
         if request_id not in self.states:
             raise ContractError(f"request {request_id} is not under way", remedy="Ask for another")
         return np.array(self.states[request_id].tokens, dtype=np.int32)
 
 
 class ShowsTheLastAlone(Streaming):
-    def sampled(self, request_id):
-        return super().sampled(request_id)[-1:]
+    def read_sampled(self, request_id):
+        return super().read_sampled(request_id)[-1:]
 
 
 class ShowsNothing(Streaming):
-    def sampled(self, request_id):
-        return super().sampled(request_id)[:0]
+    def read_sampled(self, request_id):
+        return super().read_sampled(request_id)[:0]
 
 
 class ShowsTheAnswered(Streaming):
-    def sampled(self, request_id):
-        return super().sampled(request_id) if request_id in self.states else np.ones(1, dtype=np.int32)
+    def read_sampled(self, request_id):
+        return super().read_sampled(request_id) if request_id in self.states else np.ones(1, dtype=np.int32)
 
 
 class AnswersTwice(Plain):

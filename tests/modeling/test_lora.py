@@ -12,6 +12,7 @@ import peft
 import pytest
 import torch
 from peft import IA3Config
+from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
@@ -114,6 +115,42 @@ def test_transposed_layers_are_merged_as_peft_merges_them(tmp_path: Path) -> Non
         torch.testing.assert_close(plain.eval()(ids).logits, by_peft(ids).logits, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("kind", [{"rslora": True}, {"dora": True}, {"dora": True, "rslora": True}], ids=" ".join)
+def test_kinds_of_adapters_compute_learn_and_merge_as_in_peft(base: str, tmp_path: Path, kind: dict[str, bool]) -> None:
+    """Bit for bit in float64: scores, gradients of matrices and magnitudes, and the weights that a merge gives. Both ways through files."""
+    adapter = write_adapter(base, tmp_path / "adapter", **kind)
+    ours, _ = load_scorer(ModelConfig(base, dtype="float64", lora=LoraConfig(path=adapter)))
+    ours.set_attn_implementation("eager")
+    plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float64, attn_implementation="eager")
+    theirs = with_adapter(plain, adapter).double()
+    ids = torch.arange(1, 9)[None]
+    for model in (ours, theirs):
+        model.eval()(input_ids=ids, labels=ids).loss.backward()
+    gradients, due = (
+        {name: value.grad for name, value in each.named_parameters() if value.requires_grad} for each in (ours, theirs)
+    )
+    assert gradients.keys() == due.keys()
+    assert any("magnitude" in name for name in due) == ("dora" in kind)
+    assert all(torch.equal(gradients[name], due[name]) and due[name].abs().max() > 0 for name in due)
+    write_pretrained(ours, tmp_path / "again")
+    stored, again = (load_file(path / "adapter_model.safetensors") for path in (tmp_path / "adapter", tmp_path / "again"))
+    assert {name: value.tolist() for name, value in stored.items()} == {name: value.tolist() for name, value in again.items()}
+    merged = dict(iterate_merged_weights(ours, lambda parameter: parameter.detach()))
+    for module in theirs.modules():
+        if isinstance(module, LoraLayer):
+            module.merge()
+    for name, value in theirs.named_parameters():
+        if ".lora_" not in name:
+            assert torch.equal(merged[name.replace(".base_layer.", ".")], value), name
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_new_adapters_of_dora_start_at_the_norms_of_the_weights_that_are_computed_with(base: str, dtype: Any) -> None:
+    model, _ = load_scorer(ModelConfig(base, dtype=dtype, lora=LoraConfig(dora=True)))
+    layer = model.model.layers[0].mlp.up_proj
+    assert torch.equal(layer.lora_magnitude_vector["default"].weight, torch.linalg.norm(layer.base_layer.weight.float(), dim=1))
+
+
 def test_an_existing_adapter_brings_its_own_numbers(base: str, adapter: Path, tmp_path: Path) -> None:
     config = LoraConfig(path=str(adapter), rank=4, alpha=8, targets=tuple(LINEAR), dropout=0.25)
     model, _ = load_scorer(ModelConfig(base, lora=config))
@@ -122,24 +159,34 @@ def test_an_existing_adapter_brings_its_own_numbers(base: str, adapter: Path, tm
     stored, again = (load_file(path / "adapter_model.safetensors") for path in (adapter, tmp_path / "again"))
     assert stored.keys() == again.keys()
     assert all(torch.equal(stored[name], again[name]) for name in stored)
-    for key, wrong, has in (("rank", 16, "4"), ("alpha", 32, "8"), ("targets", ("q_proj",), ", ".join(LINEAR))):
+    for key, wrong, has in (
+        ("rank", 8, "4"),
+        ("alpha", 16, "8"),
+        ("dora", True, "false"),
+        ("rslora", True, "false"),
+        ("targets", ("q_proj",), ", ".join(LINEAR)),
+    ):
         cause, remedy = refusal(ModelConfig(base, lora=LoraConfig(**{"path": str(adapter), key: wrong})))
         assert cause == f"model.lora.{key} differs from that of the adapter {adapter}, which is {has}"
         assert remedy == f"Remove model.lora.{key}: an existing adapter brings its own"
+    every = ModelConfig(base, lora=LoraConfig(path=str(adapter), targets="all-linear", rslora=False, dora=False))
+    assert load_scorer(every)[0].peft_config["default"].r == 4
+    change(adapter, target_modules=LINEAR[1:])
+    assert refusal(every)[0].startswith(f"model.lora.targets differs from that of the adapter {adapter}, which is {LINEAR[1]}")
 
 
 @pytest.mark.parametrize(
     ("settings", "names"),
     [
-        ({"use_dora": True}, "use_dora"),
+        ({"lora_bias": True}, "lora_bias"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights"),
         ({"modules_to_save": ["lm_head"], "bias": "all"}, "bias, modules_to_save"),
     ],
 )
-def test_what_is_more_than_two_matrices_is_refused(base: str, adapter: Path, settings: dict[str, Any], names: str) -> None:
+def test_other_kinds_of_adapters_are_refused(base: str, adapter: Path, settings: dict[str, Any], names: str) -> None:
     change(adapter, **settings)
     cause, _ = refusal(ModelConfig(base, lora=LoraConfig(path=str(adapter))))
-    assert cause == f"the adapter {adapter} sets {names}, which is more than two matrices per linear layer"
+    assert cause == f"the adapter {adapter} sets {names}, which LoRA, rsLoRA and DoRA of linear layers do not have"
 
 
 def test_adapters_of_another_kind_or_model_are_refused(base: str, adapter: Path, tmp_path: Path) -> None:
@@ -217,7 +264,9 @@ OF_SHARED = {
         "linear_value_head_dim": 8,
     },
     "qwen3_moe": {},
+    "phimoe": {"num_local_experts": 4},
 }
+"""The last two share no experts. The router of "phimoe" is a linear layer that returns three tensors."""
 PROJECTIONS = {"gate_proj", "up_proj", "down_proj"}
 
 
@@ -240,7 +289,7 @@ def test_all_linear_layers_of_a_mixture_are_those_that_peft_adapts_and_the_rest_
     adapts, _, frozen_too = message.partition("; frozen stay ")
     assert "o_proj (" in adapts
     assert leaves.startswith(f"{frozen_too}: ")
-    if family != "qwen3_moe":
+    if family not in ("qwen3_moe", "phimoe"):
         assert re.search(r"shared_experts?\.gate_proj \(\d\)", leaves)
     matrices = {name for name, value in model.get_decoder().named_parameters() if value.dim() > 1 and "embed_tokens" not in name}
     frozen = [name for name in matrices if "base_layer" not in name and ".lora_" not in name]

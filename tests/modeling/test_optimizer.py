@@ -11,6 +11,7 @@ from torch import Tensor
 from skyrl_engine.contracts.kinds.backend import (
     OPTIMIZERS,
     AdafactorSettings,
+    AdamW8BitSettings,
     AdamWSettings,
     LionSettings,
     MuonSettings,
@@ -113,7 +114,7 @@ def muon(name: str, weight: Tensor, numbers: OptimizerSettings) -> Iterator[Tens
         gradient, numbers = yield 0.2 * max(weight.shape) ** 0.5 * (matrix.T if is_high else matrix).double()
 
 
-REFERENCES = {"adamw": adamw, "sgd": sgd, "lion": lion, "adafactor": adafactor, "muon": muon}
+REFERENCES = {"adamw": adamw, "adamw_8bit": adamw, "sgd": sgd, "lion": lion, "adafactor": adafactor, "muon": muon}
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS.values(), ids=OPTIMIZERS)
@@ -218,6 +219,40 @@ def test_groups_freeze_and_refuse_what_matches_nothing() -> None:
         freeze_groups(parameters_of(), (ParameterGroup("*", frozen=True),))
 
 
+def test_moments_in_eight_bits_step_as_the_package_does() -> None:
+    """Bitsandbytes' own optimizer, bit for bit, over matrices of a layer with rows of whole blocks; experts in one tensor are such; torch's
+    AdamW for an embedding, odd rows, small matrices and vectors, which the package's would step in 32 bits with other roundings.
+    """
+    from bitsandbytes.optim import AdamW8bit
+
+    shapes = {"embed.weight": (16, 512), "layers.0.up.weight": (9, 512), "layers.0.experts": (2, 8, 256)}
+    others = {"layers.0.odd.weight": (64, 384), "layers.0.small.weight": (15, 256), "layers.0.norm.weight": (8192,)}
+    torch.manual_seed(0)
+    parameters = {name: torch.nn.Parameter(torch.randn(shape)) for name, shape in {**shapes, **others}.items()}
+    due = {name: torch.nn.Parameter(parameter.detach().clone()) for name, parameter in parameters.items()}
+    settings = AdamW8BitSettings(learning_rate=0.02, betas=(0.8, 0.95), weight_decay=0.1)
+    optimizer = build_optimizer(parameters, settings)
+    held = [name for name in shapes if name != "embed.weight"]
+    package = AdamW8bit([due[name] for name in held], lr=0.02, betas=(0.8, 0.95), weight_decay=0.1)
+    rest = build_optimizer({name: parameter for name, parameter in due.items() if name not in held}, AdamWSettings())
+    use_settings(rest, AdamWSettings(learning_rate=0.02, betas=(0.8, 0.95), weight_decay=0.1))
+    for step in range(20):
+        for name, parameter in parameters.items():
+            parameter.grad = torch.randn_like(parameter) * 10.0**-step
+            due[name].grad = parameter.grad.clone()
+        for each in (optimizer, package, rest):
+            each.step()
+    for name, parameter in parameters.items():
+        assert torch.equal(parameter, due[name]), name
+        eight_bit = optimizer.state[parameter]["exp_avg"].dtype == torch.uint8
+        assert eight_bit == (name in held)
+        zeros = make_zero_state(settings, name, parameter)
+        kept = optimizer.state[parameter]
+        assert {key: (value.shape, value.dtype) for key, value in zeros.items()} == {
+            key: (value.shape, value.dtype) for key, value in kept.items()
+        }
+
+
 def test_frozen_parameters_stay_out() -> None:
     layer = torch.nn.Linear(2, 2)
     layer.weight.requires_grad_(False)
@@ -228,6 +263,12 @@ def test_frozen_parameters_stay_out() -> None:
 def test_what_cannot_be_built_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UnsupportedError, match="muon steps the matrices of a model's layers, and none"):
         build_optimizer({"embed.weight": torch.nn.Parameter(torch.zeros(2, 2))}, MuonSettings())
+    wide = {"layers.0.up.weight": torch.nn.Parameter(torch.zeros(16, 256, dtype=torch.float64))}
+    with pytest.raises(UnsupportedError, match="steps in float32, and the weights are in float64"):
+        build_optimizer(wide, AdamW8BitSettings())
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    with pytest.raises(UnsupportedError, match="needs the package bitsandbytes"):
+        build_optimizer(wide, AdamW8BitSettings())
     monkeypatch.setitem(sys.modules, "lion_pytorch", None)
     with pytest.raises(UnsupportedError, match="needs the package lion-pytorch"):
         build_optimizer(parameters_of(), LionSettings())

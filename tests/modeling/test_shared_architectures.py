@@ -1,11 +1,11 @@
 """Architectures beside rows of shared prefixes: their loss and gradient are those of padded rows, or planning refuses them with a sentence."""
 
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import pytest
 import torch
-from sampled_models import LATENT, MOE
+from architectures import FAMILIES
 from shared_rows import losses_and_gradients, make_columns
 
 from skyrl_engine.contracts.values.model import ModelConfig
@@ -16,76 +16,6 @@ from skyrl_engine.modeling.loading import load_scorer
 from skyrl_engine.modeling.tiny import make_parts_differ, write_model
 from skyrl_engine_collators.padded.collator import PaddedCollator
 from skyrl_engine_collators.tree.collator import TreeCollator
-
-MAMBA: Final = {"mamba_d_state": 4}
-ABSOLUTE: Final = {"n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions": 160}
-ROTATED: Final = {**ABSOLUTE, "rotary_dim": 12}
-FAMILIES: Final[dict[str, dict[str, Any]]] = {
-    "apertus": {},
-    "arcee": {},
-    "biogpt": {},
-    "bitnet": {},
-    "bloom": {"n_head": 4, "n_layer": 2},
-    "codegen": ROTATED,
-    "cohere": {},
-    "cohere2": {"sliding_window": 7},
-    "deepseek_v2": LATENT,
-    "deepseek_v3": LATENT,
-    "diffllama": {},
-    "ernie4_5": {},
-    "ernie4_5_moe": MOE,
-    "exaone4": {"sliding_window": 7},
-    "falcon_mamba": {},
-    "flex_olmo": MOE,
-    "gemma": {},
-    "gemma2": {"sliding_window": 7},
-    "gemma3_text": {"sliding_window": 9},
-    "glm": {},
-    "glm4": {},
-    "glm4_moe": MOE,
-    "gpt2": ABSOLUTE,
-    "gpt_bigcode": ABSOLUTE,
-    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2},
-    "gpt_neox": {},
-    "gptj": ROTATED,
-    "gpt_oss": {**MOE, "sliding_window": 7},
-    "granite": {},
-    "granitemoe": MOE,
-    "helium": {},
-    "hunyuan_v1_dense": {},
-    "hunyuan_v1_moe": MOE,
-    "jamba": MAMBA,
-    "jetmoe": {},
-    "lfm2": {"layer_types": ["conv", "full_attention"]},
-    "llama": {},
-    "mamba": {},
-    "ministral": {"sliding_window": 7},
-    "minimax": MOE,
-    "mistral": {"sliding_window": 7},
-    "mixtral": MOE,
-    "nemotron": {},
-    "olmo": {},
-    "olmo2": {},
-    "olmo3": {"sliding_window": 7},
-    "olmoe": MOE,
-    "opt": {"ffn_dim": 64},
-    "persimmon": {},
-    "phi": {},
-    "phi3": {},
-    "phimoe": MOE,
-    "qwen2": {},
-    "qwen2_moe": {**MOE, "shared_expert_intermediate_size": 32},
-    "qwen3": {},
-    "qwen3_moe": MOE,
-    "recurrent_gemma": {},
-    "rwkv": {},
-    "seed_oss": {},
-    "smollm3": {},
-    "stablelm": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}},
-    "starcoder2": {"sliding_window": 7},
-    "xglm": {},
-}
-"""Model types of transformers and settings that make them small. Windows are shorter than the prefixes that samples share."""
 
 REFUSED: Final = frozenset(
     (
@@ -104,6 +34,7 @@ REFUSED: Final = frozenset(
         "minimax",
         "nemotron",
         "opt",
+        "qwen3_next",
         "recurrent_gemma",
         "rwkv",
         "seed_oss",

@@ -5,7 +5,8 @@
 3. One first-party plugin upgraded alone, then downgraded: `plugins list --json` and `run.json` follow, nothing else moves.
 4. `plugins new` for every kind: what it writes is installed untouched, listed, verified, passes its own tests, and trains.
 
-Everything lives in a temporary folder outside the repository; `--keep` leaves it there.
+Everything lives in a temporary folder outside the repository; `--keep` leaves it there. `--every`, as `nox -s nightly` has it, adds and removes
+each plugin by pip, verifies the new plugin of each kind, and runs the own tests of all new ones with all their cases.
 """
 
 import json
@@ -16,9 +17,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from zipfile import ZipFile
 
 ROOT = Path(__file__).resolve().parents[2]
 TORCH = shlex.split(os.environ.get("SKYRL_ENGINE_TORCH", "torch==2.13.0"))
@@ -27,8 +29,18 @@ STRANGER = "acme-focal-loss"
 STEPS = 4
 UPGRADED = "skyrl-engine-reducers"
 NEW = ("loss", "correction", "reducer", "merger", "collator", "observer", "advantage", "environment", "group_filter", "generator")
-VERIFIED = tuple(kind for kind in NEW if kind != "generator")
+EVERY = "--every" in sys.argv
+VERIFIED = tuple(kind for kind in NEW if kind != "generator") if EVERY else ("loss",)
 """Promises of generators take no examples: their own tests say all that `verify` would."""
+TESTED = NEW if EVERY else ("loss", "observer")
+"""Kinds whose new plugin's own tests run."""
+FEW_CASES = """
+from hypothesis import settings
+
+settings.register_profile("few", max_examples=10, deadline=None)
+settings.load_profile("few")
+"""
+"""By day the new plugins' tests take a fifth of the cases."""
 KIND_OF = {
     "collator": "skyrl-engine-collators",
     "loss": STRANGER,
@@ -67,9 +79,15 @@ class Environment:
         code = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is None)"
         return subprocess.run([self.python, "-c", code], cwd=self.folder, env=plain_environment(), check=False).returncode == 0
 
-    def plugins(self) -> dict[str, str]:
-        """Versions by distribution, as `plugins list --json` shows them."""
-        listed = json.loads(run([self.engine, "plugins", "list", "--json"], cwd=self.folder))
+    def resolve(self, *requirements: str) -> set[str]:
+        """Return the names of the distributions that pip would install."""
+        asked = [self.python, "-m", "pip", "install", "--quiet", "--dry-run", "--ignore-installed", "--report", "-"]
+        report = json.loads(run([*asked, *requirements], cwd=self.folder))
+        return {found["metadata"]["name"].lower() for found in report["install"]}
+
+    def plugins(self, beside: Path | None = None) -> dict[str, str]:
+        """Versions by distribution, as `plugins list --json` shows them; `beside` is a folder of more packages."""
+        listed = json.loads(run([self.engine, "plugins", "list", "--json"], cwd=self.folder, beside=beside))
         return {row["distribution"]: row["version"] for row in listed}
 
 
@@ -93,42 +111,55 @@ def main() -> int:
 
 def build_wheels(target: Path) -> dict[str, Path]:
     """A wheel of every distribution, by distribution name."""
-    wheels = {}
-    for project in [ROOT, *sorted((ROOT / "plugins").iterdir()), *sorted((ROOT / "contrib").iterdir())]:
-        if (project / "pyproject.toml").exists():
-            wheel = build_wheel(project, target)
-            wheels[wheel.name.partition("-")[0].replace("_", "-")] = wheel
+    projects = [ROOT, *sorted((ROOT / "plugins").iterdir()), *sorted((ROOT / "contrib").iterdir())]
+    built = build([project for project in projects if (project / "pyproject.toml").exists()], target)
+    wheels = {wheel.name.partition("-")[0].replace("_", "-"): wheel for wheel in built}
     say(f"built {', '.join(wheels)}")
     return wheels
 
 
-def build_wheel(project: Path, target: Path) -> Path:
-    before = set(target.glob("*.whl"))
-    run([sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(target), str(project)], cwd=ROOT)
-    (wheel,) = set(target.glob("*.whl")) - before
-    return wheel
+def build(projects: Sequence[Path], target: Path) -> list[Path]:
+    """Return the wheels of these projects, which one call of pip builds."""
+    asked = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(target)]
+    run([*asked, *map(str, projects)], cwd=ROOT)
+    wheels = sorted(target.glob("*.whl"))
+    assert len(wheels) == len(projects), f"{len(projects)} projects made {len(wheels)} wheels"
+    return wheels
 
 
 def engine_alone(folder: Path, wheels: Mapping[str, Path]) -> None:
+    """Each plugin is listed beside the engine alone, and none of them wants torch."""
     environment = Environment(folder)
     environment.install(str(wheels[ENGINE]))
     expect("torch in an environment with the engine alone", environment.has("torch"), wanted=False)
     usage = run([environment.engine, "--help"], cwd=folder)
     expect("--help shows the usage", "Usage:" in usage, wanted=True)
-    expect("plugins of the engine alone", environment.plugins(), wanted={ENGINE: version_of(wheels[ENGINE])})
+    only = {ENGINE: version_of(wheels[ENGINE])}
+    expect("plugins of the engine alone", environment.plugins(), wanted=only)
     for name, wheel in wheels.items():
-        if name != ENGINE:
+        if name == ENGINE:
+            continue
+        beside = None
+        if EVERY or name in (UPGRADED, *COMMANDS):
             environment.install(str(wheel))
-            added = {} if name in (*COMMANDS, *TRAINERS, *ELSEWHERE) else {name: version_of(wheel)}
-            both = {ENGINE: version_of(wheels[ENGINE]), **added}
-            expect(f"plugins with {name} beside the engine", environment.plugins(), wanted=both)
-            if command := COMMANDS.get(name):
-                usage = run([environment.engine, command, "--help"], cwd=folder)
-                expect(f"{command} --help shows the usage", "Usage:" in usage, wanted=True)
-            if trainer := TRAINERS.get(name):
-                schema = json.loads(run([environment.engine, "config", "schema"], cwd=folder))
-                expect(f"the trainers that {name} adds", schema["properties"]["trainer"]["enum"][4:], wanted=[trainer])
+        else:
+            # pip takes seconds for each of them; what it does is to unpack a wheel
+            beside = folder / "beside" / name
+            with ZipFile(wheel) as content:
+                content.extractall(beside)
+        added = {} if name in (*COMMANDS, *TRAINERS, *ELSEWHERE) else {name: version_of(wheel)}
+        expect(f"plugins with {name} beside the engine", environment.plugins(beside), wanted=only | added)
+        if command := COMMANDS.get(name):
+            usage = run([environment.engine, command, "--help"], cwd=folder)
+            expect(f"{command} --help shows the usage", "Usage:" in usage, wanted=True)
+        if trainer := TRAINERS.get(name):
+            schema = json.loads(run([environment.engine, "config", "schema"], cwd=folder, beside=beside))
+            expect(f"the trainers that {name} adds", schema["properties"]["trainer"]["enum"][4:], wanted=[trainer])
+        if beside is None:
             environment.remove(name)
+            expect(f"plugins without {name}", environment.plugins(), wanted=only)
+    needed = environment.resolve(*map(str, wheels.values()))
+    expect("torch among what all distributions need", "torch" in needed, wanted=False)
     expect("torch, after every plugin was there once", environment.has("torch"), wanted=False)
 
 
@@ -163,10 +194,13 @@ def new_plugins(environment: Environment, folder: Path, versions: Mapping[str, s
         run([environment.engine, "plugins", "new", kind, "brand-new"], cwd=folder)
     names = [f"brand-new-{kind.replace('_', '-')}" for kind in NEW]
     projects = [folder / name for name in names]
-    environment.install("--no-deps", "--no-index", *(str(build_wheel(project, folder / "new-wheels")) for project in projects))
+    environment.install("--no-deps", "--no-index", *map(str, build(projects, folder / "new-wheels")))
+    if not EVERY:
+        (folder / "conftest.py").write_text(FEW_CASES)
     # One interpreter for all of them; their test files have the same name, which only importlib's way of importing takes.
-    together = [environment.python, "-m", "pytest", "-q", "--import-mode=importlib", *map(str, projects)]
-    say(f"tests of {', '.join(NEW)}: {run(together, cwd=folder).strip().splitlines()[-1]}")
+    tested = [str(folder / f"brand-new-{kind.replace('_', '-')}") for kind in TESTED]
+    together = [environment.python, "-m", "pytest", "-q", "--import-mode=importlib", *tested]
+    say(f"tests of {', '.join(TESTED)}: {run(together, cwd=folder).strip().splitlines()[-1]}")
     expect(
         "plugins, the new ones among them",
         environment.plugins(),
@@ -239,7 +273,8 @@ def build_newer(folder: Path, distribution: str) -> Path:
     changed = project.replace('\nversion = "0.3.0"\n', '\nversion = "0.3.1"\n')
     assert changed != project, f"{source} is not at version 0.3.0 any more"
     (copy / "pyproject.toml").write_text(changed)
-    return build_wheel(copy, folder / "newer-wheels")
+    (wheel,) = build([copy], folder / "newer-wheels")
+    return wheel
 
 
 def losses_of(directory: Path) -> list[float]:
@@ -259,9 +294,10 @@ def plain_environment() -> dict[str, str]:
     return variables | {"HF_HUB_OFFLINE": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1", "OMP_NUM_THREADS": "1"}
 
 
-def run(command: list[str], *, cwd: Path) -> str:
-    """Standard output of a command that must succeed; what it said is shown when it does not."""
-    done = subprocess.run(command, cwd=cwd, env=plain_environment(), capture_output=True, text=True, check=False)
+def run(command: list[str], *, cwd: Path, beside: Path | None = None) -> str:
+    """Standard output of a command that must succeed; what it said is shown when it does not. `beside` is a folder of more packages."""
+    variables = plain_environment() | ({} if beside is None else {"PYTHONPATH": str(beside)})
+    done = subprocess.run(command, cwd=cwd, env=variables, capture_output=True, text=True, check=False)
     if done.returncode:
         say(f"$ {shlex.join(command)}\n{done.stdout}{done.stderr}\nended with exit code {done.returncode}")
         raise SystemExit(1)

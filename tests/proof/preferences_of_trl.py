@@ -1,5 +1,5 @@
-"""Preferences against TRL's own trainers, in `nox -s peers`: the tokens of rows of every shape that TRL reads, and losses of preferences and
-reward models on one model and batch, with the gradient of every parameter.
+"""Preferences against TRL's own trainers, in `nox -s peers`: the tokens of rows of every shape that TRL reads, losses of preferences and reward
+models on one model and batch, with the gradient of every parameter, and the choice of pairs of online DPO.
 
 TRL computes a whole step by itself, from its collator's batch to its loss; ours is given log-probabilities of the same tokens. Either the
 policy or its reference has noise on every weight, so that no ratio is 0. Both compute in float32: 1e-5 of the largest gradient is a few dozen
@@ -9,25 +9,32 @@ roundings.
 import json
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from datasets import Dataset
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, RewardConfig, RewardTrainer
 from trl.experimental.cpo import CPOConfig, CPOTrainer
+from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 from trl.trainer.callbacks import SyncRefModelCallback
 
 from skyrl_engine.config.schema import DataConfig
 from skyrl_engine.contracts import LossOutput, LossTokens, Pairs, Sequences
+from skyrl_engine.contracts.values.rollout import SEGMENT_PROMPT, SEGMENT_SAMPLED, Group, Trajectory, VersionSpans
 from skyrl_engine.data.dataset import load_columns
 from skyrl_engine.modeling.causal_lm import LogitRule
 from skyrl_engine.modeling.chunked_head import RequestedScores, Score
 from skyrl_engine.modeling.mixing import mix_weights
 from skyrl_engine.modeling.tiny import write_model, write_tokenizer
+from skyrl_engine.rollout.columns import to_columns
+from skyrl_engine.training.rl.pairs import PairedAttempts, choose_pairs
+from skyrl_engine.training.rl.trainer import advantage_batch
 from skyrl_engine_losses import plugin
 from skyrl_engine_losses.preference import CpoConfig, DpoConfig, KtoConfig, OrpoConfig, SimpoConfig
 from skyrl_engine_losses.reward_model import BradleyTerryConfig
@@ -376,12 +383,105 @@ def mixed_reference(trainers: Trainers) -> None:
     assert distance <= 1e-6
 
 
+def reward_of(text: str) -> float:
+    return (sum(map(ord, text)) % 7) / 4
+
+
+def reward_completions(prompts: list[str], completions: list[str], **_columns: Any) -> list[float]:
+    assert len(prompts) == len(completions)
+    return list(map(reward_of, completions))
+
+
+def online(trainers: Trainers) -> None:
+    """Online DPO: a step of TRL's trainer on completions of ours, of which some have no end token, which costs more than rewards differ.
+
+    It chooses the same pairs as `choose_pairs` of the attempts, and its gradient is that of `dpo` on them.
+    """
+    penalty, tokenizer = 0.6, trainers.tokenizer
+    prompts = [row["prompt"] for row in ROWS]
+    numbers = np.random.Generator(np.random.PCG64(3))
+    answers = [numbers.integers(10, 200, size=length).tolist() for length in (3, 5, 4, 5, 5, 2, 5, 4)]
+    answers = [ids + [tokenizer.eos_token_id] * (place % 3 != 0) for place, ids in enumerate(answers)]
+    for form in ("sigmoid", "ipo"):
+        options = {"beta": BETA, "missing_eos_penalty": penalty, "loss_type": form, "max_length": 1024}
+        kind = partial(OnlineDPOTrainer, reward_funcs=reward_completions)
+        trainer = trainers.make(kind, OnlineDPOConfig, [{"prompt": prompt} for prompt in prompts], **options)
+        model = trainer.model
+        texts = [tokenizer(prompt, add_special_tokens=False)["input_ids"] for prompt in prompts]
+        trainer._generate = lambda *_given, texts=texts: (*_pad(texts * 2, left=True), *_pad(answers), None)
+        model.zero_grad()
+        theirs = trainer.training_step(model, {"prompt": prompts})
+        due = torch.cat([parameter.grad.flatten().clone() for parameter in model.parameters()])
+        paired = _pair_attempts(texts, answers, penalty, tokenizer)
+        batch = _batch_of(paired)
+        with torch.no_grad():
+            known = logprobs_of(trainer.ref_model.float(), batch)
+        config = DpoConfig(form=form, beta=BETA)
+        made = ours(lambda tokens, config=config: plugin.dpo(tokens, config), model, batch, ref_logprobs=known)
+        got = gradient(model, made)
+        distance = float((got - due).abs().max() / due.abs().max())
+        margin = trainer.stats["objective/scores_margin"][-1]
+        line = {"loss": f"online dpo {form}", "trl": theirs.item(), "ours": made.item(), "gradient": distance, "margin": margin}
+        print(json.dumps(line), flush=True)
+        assert distance <= TOLERANCE
+        assert abs(made.item() - theirs.item()) <= TOLERANCE * max(1.0, abs(theirs.item()))
+        assert abs(margin - paired.margins.mean()) <= 1e-6
+
+
+def _pair_attempts(prompts: list[list[int]], answers: list[list[int]], penalty: float, tokenizer: Any) -> PairedAttempts:
+    """Attempts at every prompt, its answer in each half of `answers`, as a run has them, and their pairs."""
+    groups = []
+    for ticket, prompt in enumerate(prompts):
+        attempts = []
+        for member, ids in enumerate((answers[ticket], answers[ticket + len(prompts)])):
+            earned = np.zeros(len(ids))
+            earned[-1] = reward_of(tokenizer.decode(ids, skip_special_tokens=True))
+            ends = ids[-1] == tokenizer.eos_token_id
+            attempts.append(
+                Trajectory(
+                    ticket=ticket,
+                    member=member,
+                    token_ids=np.array(prompt + ids, dtype=np.int32),
+                    kinds=np.array([SEGMENT_PROMPT, SEGMENT_SAMPLED], dtype=np.uint8),
+                    segment_offsets=np.array([0, len(prompt), len(prompt) + len(ids)]),
+                    logprobs=np.zeros(len(ids), dtype=np.float32),
+                    versions=VersionSpans.one(0, len(ids)),
+                    rewards=earned,
+                    stops=("eos" if ends else "length",),
+                )
+            )
+        groups.append(Group(ticket, "prompts", str(ticket), 0, tuple(attempts)))
+    columns = to_columns(groups, environments=("prompts",), missing_eos_penalty=penalty)
+    return choose_pairs(columns, advantage_batch(columns, ()).trajectory_rewards(), 1)
+
+
+def _batch_of(paired: PairedAttempts) -> Batch:
+    """Pairs as TRL's batches have them: chosen halves first, padded on the right."""
+    columns = paired.columns
+    order = np.lexsort((columns.unit_ids, columns.sample_values["role"]))
+    rows = [columns.input_ids[columns.token_offsets[place] : columns.token_offsets[place + 1]].tolist() for place in order]
+    actions = np.diff(columns.action_offsets)[order]
+    ids, mask = _pad(rows)
+    completion = [[0] * (len(row) - count) + [1] * count for row, count in zip(rows, actions.tolist(), strict=True)]
+    return {"input_ids": ids, "attention_mask": mask, "completion_mask": _pad(completion)[0]}
+
+
+def _pad(rows: list[list[int]], *, left: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """int64[n, longest]: the rows with zeros around them, and where they are."""
+    longest = max(map(len, rows))
+    around = [[0] * (longest - len(row)) for row in rows]
+    ids = [zeros + row if left else row + zeros for row, zeros in zip(rows, around, strict=True)]
+    mask = [zeros + [1] * len(row) if left else [1] * len(row) + zeros for row, zeros in zip(rows, around, strict=True)]
+    return torch.tensor(ids), torch.tensor(mask)
+
+
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         trainers = Trainers(folder)
         for comparison in (
             rows_of_every_shape,
             direct,
+            online,
             contrastive,
             odds_ratio,
             judge_kto,

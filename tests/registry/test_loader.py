@@ -201,6 +201,7 @@ NEEDED = {
     "reasoning_gym": {"task": "spell_backward"},
     "gymnasium": {"id": "Any-v0"},
     "reward_range": {"low": 0.0, "high": 1.0},
+    "mlflow": {"uri": "http://127.0.0.1:1"},
     "openai": {"url": "http://127.0.0.1:1/v1", "model": "m"},
 }
 """Options without a default, of plugins that have such."""

@@ -87,6 +87,22 @@ def test_a_report_holds_all_it_needs(runs, name):
     assert (runs[name] / "report.html").stat().st_size < 5_000_000
 
 
+def test_pages_share_a_library_beside_them(runs, tmp_path):
+    library, page = tmp_path / "shared" / "bokeh.min.js", tmp_path / "pages" / "sft.html"
+    library.parent.mkdir()
+    page.parent.mkdir()
+    write_report(read_run(runs["sft"]), page, script=library)
+    text = page.read_text()
+    assert '<script src="../shared/bokeh.min.js"></script>' in text
+    assert "script-src 'unsafe-inline' 'self';" in text
+    assert len(text) < 300_000 < library.stat().st_size
+    write_report(read_run(runs["preference"]), page, script=library)  # both may be written again
+    library.write_text("mine")
+    with pytest.raises(ConfigError, match="no script of Bokeh"):
+        write_report(read_run(runs["sft"]), page, script=library)
+    assert library.read_text() == "mine"
+
+
 def test_facts_are_those_of_the_manifest(runs):
     page = report_of(runs["preference"])
     manifest = json.loads((runs["preference"] / "run.json").read_text())

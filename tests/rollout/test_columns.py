@@ -37,7 +37,9 @@ def trajectory(
     )
 
 
-def by_loops(groups: list[Group], version: int, truncated: Truncated, overlong: Overlong | None) -> list[dict[str, Any]]:
+def by_loops(
+    groups: list[Group], version: int, truncated: Truncated, overlong: Overlong | None, missing_eos_penalty: float | None = None
+) -> list[dict[str, Any]]:
     """The samples one token at a time: the definition."""
     samples: list[dict[str, Any]] = []
     attempts = [(group, trajectory) for group in groups for trajectory in group.trajectories if trajectory.status != "failed"]
@@ -53,6 +55,8 @@ def by_loops(groups: list[Group], version: int, truncated: Truncated, overlong: 
         if overlong is not None:
             over = (behind - overlong.start) / (overlong.end - overlong.start)
             more -= min(1.0, max(0.0, over)) * overlong.penalty
+        if missing_eos_penalty is not None and (attempt.stops or ("length",))[-1] not in ("eos", "stop_string"):
+            more -= missing_eos_penalty
         if rewards and more != 0:
             rewards[-1] = float(rewards[-1]) + more
         taken, stretches = 0, []
@@ -123,6 +127,7 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
         *segments,
         rewards=rewards,
         status=draw(st.sampled_from(["finished", "truncated", "failed"])),
+        stops=tuple(draw(st.lists(st.sampled_from(["eos", "stop_string", "length"]), max_size=2))),
         unplaced_reward=draw(st.sampled_from([0.0, 0.5])),
     )
 
@@ -142,10 +147,19 @@ def group_lists(draw: st.DrawFn) -> list[Group]:
     ]
 
 
-@given(groups=group_lists(), truncated=st.sampled_from(["keep", "mask", "zero_reward"]), overlong=st.sampled_from([None, SOFT]))
-def test_columns_are_the_trajectories_token_by_token(groups: list[Group], truncated: Truncated, overlong: Overlong | None) -> None:
-    columns = to_columns(groups, environments=ENVIRONMENTS, version=3, truncated=truncated, overlong=overlong)
-    wanted = by_loops(groups, 3, truncated, overlong)
+@given(
+    groups=group_lists(),
+    truncated=st.sampled_from(["keep", "mask", "zero_reward"]),
+    overlong=st.sampled_from([None, SOFT]),
+    penalty=st.sampled_from([None, 0.25]),
+)
+def test_columns_are_the_trajectories_token_by_token(
+    groups: list[Group], truncated: Truncated, overlong: Overlong | None, penalty: float | None
+) -> None:
+    columns = to_columns(
+        groups, environments=ENVIRONMENTS, version=3, truncated=truncated, overlong=overlong, missing_eos_penalty=penalty
+    )
+    wanted = by_loops(groups, 3, truncated, overlong, penalty)
     for sample in wanted:
         del sample["sampled"]
     assert list_samples(columns) == wanted

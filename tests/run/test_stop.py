@@ -1,10 +1,13 @@
 """Signals: a request while a step can be finished, an end at once otherwise."""
 
+import io
+import logging
 import os
 import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -73,3 +76,33 @@ def test_a_sighup_that_is_ignored_stays_ignored() -> None:
         os.kill(os.getpid(), signal.SIGHUP)
         assert not stop
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+
+
+class InterruptedFile(io.FileIO):
+    """A file that a signal meets in the middle of its first write."""
+
+    written = 0
+
+    def write(self, content: object) -> int:
+        self.written += 1
+        if self.written == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return super().write(content)  # type: ignore[arg-type]
+
+
+def test_a_signal_in_the_middle_of_a_line_of_the_log_is_logged_behind_it(tmp_path: Path) -> None:
+    stream = io.TextIOWrapper(io.BufferedWriter(InterruptedFile(str(tmp_path / "run.log"), "w")))
+    handler = logging.StreamHandler(stream)
+    logging.getLogger().addHandler(handler)
+    try:
+        with listen_for_stop() as stop:
+            stop.can_wait = True
+            logging.getLogger().warning("step 4")
+            assert stop
+    finally:
+        logging.getLogger().removeHandler(handler)
+        stream.close()
+    assert (tmp_path / "run.log").read_text().splitlines() == [
+        "step 4",
+        "SIGTERM: the run ends after the current step, a second signal ends it at once",
+    ]

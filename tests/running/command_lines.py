@@ -11,6 +11,8 @@ from skyrl_engine.config.structure import plugin_lists
 
 OF_TRAINERS = {
     "run": ["run", "{trainer}.toml", "--dry-run"],
+    "plan": ["plan", "{trainer}.toml"],
+    "lock": ["lock", "{trainer}.toml"],
     "config show": ["config", "show", "{trainer}.toml"],
     "config check": ["config", "check", "{trainer}.toml"],
     "data preview": ["data", "preview", "{trainer}.toml"],

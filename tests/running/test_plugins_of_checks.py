@@ -90,6 +90,15 @@ def test_the_list_holds_what_meta_passed_and_nothing_from_before(project: Path) 
     assert count_tests(project).startswith("1 deselected")
 
 
+def test_by_day_a_fixed_fifth_of_what_is_due_runs(project: Path) -> None:
+    (project / "test_it.py").write_text(
+        "import pytest\n@pytest.mark.of_sources('source.py')\n@pytest.mark.parametrize('case', range(11))\ndef test_it(case):\n    pass\n"
+    )
+    assert count_tests(project, "--sampled-sources").startswith("3 passed, 8 deselected")
+    assert count_tests(project, "--sampled-sources").startswith("11 deselected"), "it is the same fifth, which rests now"
+    assert count_tests(project).startswith("8 passed, 3 deselected"), "without the option the others are due"
+
+
 @pytest.mark.parametrize("path", MARKED, ids=lambda path: path.stem)
 def test_a_marked_test_names_all_that_it_imports_from_here(path: Path) -> None:
     """Else a change there would leave it at rest."""

@@ -3,15 +3,22 @@
 What passed with which sources is kept under .cache, and what passed in `nox -s meta` in passed.txt next to this file, for fresh clones and
 other machines. `nox -s meta` runs this file as a program: with `forget` before its tests, so that nothing from earlier runs gets into the
 list, and with `write` after all of them have passed.
+
+A change to the kit makes all of them due. So `nox -s tests` and `nox -s proofs` pass `--sampled-sources`, and of what is due they run a fixed
+fifth of each file; `nox -s meta` runs the others.
 """
 
 import hashlib
 import shutil
 import sys
-from collections.abc import Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
+
+SAMPLED = 5
+"""One of so many tests of a file is in the sample."""
 
 RECORD = pytest.StashKey[Path]()
 KEPT = Path(".cache") / "unchanged-sources"
@@ -52,16 +59,17 @@ class UnchangedSources:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        resting = []
-        for item in items:
-            record = self._record(item)
-            if record is not None:
-                item.stash[RECORD] = record
-                if (record.exists() or record.name in self._passed) and not config.getoption("every_source"):
-                    resting.append(item)
+        records = {item: record for item in items if (record := self._record(item)) is not None}
+        resting = set()
+        for item, record in records.items():
+            item.stash[RECORD] = record
+            if (record.exists() or record.name in self._passed) and not config.getoption("every_source"):
+                resting.add(item)
+        if config.getoption("sampled_sources"):
+            resting |= records.keys() - choose_sample(records)
         if resting:
-            config.hook.pytest_deselected(items=resting)
-            items[:] = [item for item in items if item not in set(resting)]
+            config.hook.pytest_deselected(items=[item for item in items if item in resting])
+            items[:] = [item for item in items if item not in resting]
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
@@ -75,6 +83,15 @@ class UnchangedSources:
                 older.unlink()
             record.touch()
         return report
+
+
+def choose_sample(records: Mapping[pytest.Item, Path]) -> set[pytest.Item]:
+    """Return a fifth of each file's tests, rounded up: the same ones whatever is due, since their names' hashes decide."""
+    by_file: dict[Path, list[pytest.Item]] = defaultdict(list)
+    for item in sorted(records, key=lambda item: records[item].name.partition("-")[0]):
+        if item.get_closest_marker("nightly") is None:
+            by_file[item.path].append(item)
+    return {item for own in by_file.values() for item in own[: -(-len(own) // SAMPLED)]}
 
 
 def forget(root: Path) -> None:
@@ -92,6 +109,7 @@ def write_passed(root: Path) -> int:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--every-source", action="store_true", help="run tests marked of_sources whether their sources changed or not")
+    parser.addoption("--sampled-sources", action="store_true", help="of those that are due, run a fixed fifth of each file")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -2,6 +2,8 @@
 
 It takes the flags of a vLLM server, so `command = [python, vllm_routes.py]` of the generator starts it. Tensors come by the same code as beside
 vLLM (`skyrl_engine_vllm_server.groups`, `checksums`). `/misbehave` lets it fail as vLLM 0.32 was seen to fail.
+
+What it imports takes seconds: `forked_servers` makes servers as forks of one process.
 """
 
 import argparse
@@ -17,14 +19,10 @@ from queue import SimpleQueue
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-if os.environ.get("VLLM_ROUTES_DIES"):
-    # as vLLM does: the cause in a process of its own, and after many lines that it failed
-    print("(Worker pid=1) ERROR ValueError: no kernel image is available", *["  File x, line 1"] * 30, sep="\n", flush=True)
-    sys.exit("RuntimeError: Engine core initialization failed. See root cause above.")
-
 import numpy as np
 import torch
 from attrs import evolve
+from forked_servers import FORKS_AT, fork_servers
 from safetensors.torch import load_file
 
 from skyrl_engine.contracts import Completion, GenerationRequest, GeneratorStart, ModelConfig, Sampling
@@ -88,7 +86,7 @@ class Engine:
                 if not self.is_paused:
                     for completion in self.generator.poll(0.0):
                         self.waiting.pop(completion.request_id).put(completion)
-            time.sleep(0.001)
+            time.sleep(0.001 if self.waiting else 0.01)
 
     def find_fault(self, path: str) -> str | None:
         """Return the fault whose turn it is: one of `{"path", "count", "what", "file"}`, at the so-manieth call of the path."""
@@ -372,7 +370,13 @@ FOREIGN = {
 }
 
 
-def main() -> None:
+def main(words: list[str] | None = None) -> None:
+    if os.environ.get("VLLM_ROUTES_DIES"):
+        # as vLLM does: the cause in a process of its own, and after many lines that it failed
+        cause = "(Worker pid=1) ERROR ValueError: no kernel image is available"
+        failure = "RuntimeError: Engine core initialization failed. See root cause above."
+        print(cause, *["  File x, line 1"] * 30, failure, sep="\n", flush=True)
+        sys.exit(1)
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", required=True)
     parser.add_argument("--served-model-name", default="skyrl-engine")
@@ -384,7 +388,7 @@ def main() -> None:
     parser.add_argument("--logprobs-mode", default="raw_logprobs")
     parser.add_argument("--generation-config", default="auto")
     parser.add_argument("--weight-transfer-config", default='{"backend": "nccl"}')
-    flags, _ = parser.parse_known_args()
+    flags, _ = parser.parse_known_args(words)
     end_with_owner()
     torch.set_num_threads(1)
     handler = type("OneHandler", (Handler,), {"engine": Engine(flags)})
@@ -396,4 +400,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1] == FORKS_AT:
+        fork_servers(int(sys.argv[2]), main)
+    else:
+        main()

@@ -2,30 +2,26 @@
 
     python tests/screenshots/screenshots.py [--runs FOLDER]
 
-Trains the demo and a run on preferences in FOLDER, unless they are there, and writes docs/pictures. A line that a page writes to the console
-fails the program; without Chromium it says so and does nothing.
+Makes the gallery's runs in FOLDER, unless they are there, and writes docs/pictures. A line that a page writes to the console fails the program;
+without Chromium it says so and does nothing.
 """
 
 import argparse
-import os
 import shutil
 import subprocess
 import sys
-import sysconfig
 import tempfile
 from pathlib import Path
 
+from gallery import PROGRAM, REPORTED, ROOT, RUNS, make_runs
 from PIL import Image
 
-ROOT = Path(__file__).parents[2]
 PICTURES = ROOT / "docs" / "pictures"
-PROGRAM = Path(sysconfig.get_path("scripts")) / "skyrl-engine"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 PAGES = {
-    "rl": ("rl/report.html", "section-0"),
-    "attempts": ("rl/report.html", "shown"),
-    "sft": ("run/report.html", "section-0"),
-    "preference": ("dpo/report.html", "section-0"),
+    **{name: (f"{run}/report.html", "section-0") for name, run in REPORTED.items()},
+    "distillation": ("first/distilled/report.html", "section-1"),
+    "attempts": ("first/rl/report.html", "shown"),
     "comparison": ("comparison.html", "section-0"),
 }
 """File and place of what is shown, by the name of its pictures: without the paths of whoever takes them."""
@@ -39,20 +35,10 @@ _GREETING = "document idle at"
 _FRAME = '<body style="margin: 0"><iframe src="{source}" style="width: 100vw; height: 100vh; border: 0; display: block"></iframe>'
 
 
-def train(folder: Path) -> None:
-    """Train what is shown, as the README does."""
-
-    def call(*words: str) -> None:
-        subprocess.run([str(PROGRAM), *words], cwd=folder, check=True, env={**os.environ, "HF_HUB_OFFLINE": "1"})
-
-    if not (folder / "rl" / "report.html").exists():
-        call("demo", "--output", str(folder))
-    if not (folder / "dpo").exists():
-        pairs = ("--data", "data/pairs.jsonl", "--eval-fraction", "0.2", "--steps", "60", "--output", "dpo")
-        call("preference", "--model", "warm/model", *pairs, "evaluation.every=10")
-    for run in ("rl", "run", "dpo"):
-        call("report", run)
-    call("report", "run", "warm", "--output", "comparison.html")
+def write_reports(folder: Path) -> None:
+    """Write the pages that are shown, out of the gallery's runs."""
+    for words in [*([run] for run in REPORTED.values()), ["first/run", "first/warm", "--output", "comparison.html"]]:
+        subprocess.run([str(PROGRAM), "report", *words], cwd=folder, check=True)
 
 
 def take(browser: str, page: Path, place: str, size: tuple[int, int], scheme: int, picture: Path) -> list[str]:
@@ -74,14 +60,14 @@ def take(browser: str, page: Path, place: str, size: tuple[int, int], scheme: in
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "screenshots", help="Folder of the runs that are shown.")
+    parser.add_argument("--runs", type=Path, default=RUNS, help="Folder of the runs that are shown.")
     folder = parser.parse_args().runs.absolute()
     browser = next((found for name in BROWSERS if (found := shutil.which(name))), None)
     if browser is None:
         print(f"NO PICTURES WERE TAKEN: none of {', '.join(BROWSERS)} is installed", file=sys.stderr)
         return 0
-    folder.mkdir(parents=True, exist_ok=True)
-    train(folder)
+    make_runs(folder)
+    write_reports(folder)
     PICTURES.mkdir(exist_ok=True)
     wrong: list[str] = []
     for name, (file, place) in PAGES.items():

@@ -98,6 +98,22 @@ def test_whole_where_the_package_lost_what_it_was_given(tmp_path: Path) -> None:
     assert store == EVERY
 
 
+def test_a_tracker_that_fails_right_after_it_was_opened_is_closed(tmp_path: Path) -> None:
+    """A session warns and tells it nothing more: what the tracker's package started would stay, and end as if all were well."""
+    closed: list[str | None] = []
+    flaky = Listed([])
+    flaky.close = closed.append
+
+    def refuse(*_: Any) -> None:
+        raise ConnectionError("the server went away")
+
+    flaky.log_metrics = flaky.log_path = refuse
+    bus = ObserverBus([flaky], on_error="warn")
+    for event in list_events(tmp_path, 0, 1):
+        method_of(bus, event)(event)
+    assert closed == ["the server went away"]
+
+
 def test_a_run_is_opened_again_by_its_id(tmp_path: Path) -> None:
     first, second = Listed([]), Listed([])
     tell([first], list(list_events(tmp_path, 0, CHECKPOINT)))

@@ -56,6 +56,10 @@ def test_the_best_is_any_improvement_and_patience_asks_for_min_delta() -> None:
     with pytest.raises(ConfigError, match=r"report no metric 'los'; they report loss, tokens") as caught:
         BestCheckpoint("los", "lowest").look(1, {"loss": 1.0, "tokens": 2.0}, 0.0)
     assert caught.value.problems[0].remedy == "Did you mean 'loss'?"
+    seldom = BestCheckpoint("loss", "lowest")
+    for metrics in ({"loss": float("nan")}, {"tokens": 2.0}):
+        assert not seldom.look(1, metrics, 0.0), "it was reported once, so that its name is right"
+    assert seldom.stalled == 2
 
 
 @pytest.mark.parametrize(
@@ -114,6 +118,9 @@ def test_a_metric_that_evaluations_do_not_report_is_refused_at_the_first(configu
     evaluation = {"every": 1, "best": "rewards/accuracies"}
     with pytest.raises(ConfigError, match=r"evaluation.best: evaluations report no metric 'rewards/accuracies'; they report loss,"):
         run_sft(configure(evaluation=evaluation))
+    corrected = run_sft(configure(evaluation={"every": 1, "best": "loss"}), resume=True)
+    steps = [record["step"] for record in read_metrics(corrected.directory / "metrics.jsonl") if record["kind"] == "step"]
+    assert steps == list(range(1, corrected.step + 1)), "no step before the mistake showed is lost"
     with pytest.raises(ConfigError, match="no held-out dataset has 'loss/sums'"):
         run_sft(configure("sources", evaluation={"every": 1, "best": "loss/sums"}))
     with pytest.raises(CheckpointError, match="names no best checkpoint"):

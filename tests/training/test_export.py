@@ -68,6 +68,7 @@ def test_a_disk_that_fills_leaves_no_half_model(configure: Configure, tmp_path: 
     assert not list(tmp_path.glob(".*partial"))
 
 
+@pytest.mark.nightly
 def test_a_checkpoint_keeps_what_training_did_not_use_wherever_the_run_lies(
     configure: Configure, material: Path, tmp_path: Path
 ) -> None:

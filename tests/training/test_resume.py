@@ -80,6 +80,7 @@ def fail() -> None:
     raise RuntimeError("pulled the plug")
 
 
+@pytest.mark.nightly
 def test_two_uninterrupted_runs_are_equal(configure: Configure, reference: Path) -> None:
     assert_same_run(run_sft(configure(**SETTINGS)).directory, reference)
 
@@ -117,6 +118,7 @@ def test_a_signal_ends_the_run_after_its_step_and_a_resume_goes_on_from_there(co
     assert_same_run(resumed.directory, reference)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("content", now([b"", b'{"format": 1, "plug', b"\xff\x00"], b'{"format": 1, "plug'))
 def test_a_damaged_manifest_does_not_keep_a_run_from_going_on(
     configure: Configure, reference: Path, caplog: pytest.LogCaptureFixture, content: bytes
@@ -154,6 +156,7 @@ def test_resuming_a_finished_run_changes_nothing(configure: Configure, reference
     assert {path: path.read_bytes() for path in (reference / "checkpoints").rglob("*") if path.is_file()} == before
 
 
+@pytest.mark.nightly
 def test_resume_without_a_run_starts_one(configure: Configure, reference: Path) -> None:
     assert_same_run(run_sft(configure(**SETTINGS), resume=True).directory, reference)
 

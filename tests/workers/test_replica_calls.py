@@ -50,7 +50,7 @@ def test_a_call_that_cannot_be_sent_is_told(process: OtherEnd, tmp_path: Path) -
     replica.send(Call("submit", (lambda: None,)))
     of, answer = inbox.get(timeout=10.0)
     assert of is replica
-    assert "pickle" in answer.cause
+    assert "local object" in answer.cause
     replica.send(Call("abort", (None,)))
     assert process.received.recv() == Call("abort", (None,))
     replica.end()

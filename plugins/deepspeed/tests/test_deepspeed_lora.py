@@ -55,6 +55,14 @@ def test_two_ranks_equal_plain_peft(
     check(pair.run(gradients_of, models[name], stage, rows=rows, lora=LoraConfig(path=adapters[name])), due[name], 1e-5)
 
 
+@pytest.mark.parametrize("stage", STAGES)
+def test_two_ranks_train_magnitudes_as_plain_peft(pair: World, models: dict[str, str], tmp_path: Path, stage: int) -> None:
+    adapter = write_adapter(models["llama"], tmp_path, dora=True)
+    expected = definition(models["llama"], documents(VOCABULARY), adapter=adapter)
+    assert any("magnitude" in name for name in expected.gradients)
+    check(pair.run(gradients_of, models["llama"], stage, rows="packed", lora=LoraConfig(path=adapter)), expected, 1e-5)
+
+
 @pytest.mark.nightly
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.proof), 3])
@@ -89,8 +97,8 @@ def test_a_value_head_learns_beside_the_adapters(pair: World, models: dict[str, 
     ("stage", "later"), [*(pytest.param(*case, marks=pytest.mark.proof) for case in ((0, 0), (2, 1), (1, 3))), (3, 3)]
 )
 def test_resumed_equals_uninterrupted(pair: World, models: dict[str, str], tmp_path: Path, stage: int, later: int) -> None:
-    """With dropout, so that random states count too; in another stage as well, to float32's rounding."""
-    lora = LoraConfig(rank=4, dropout=0.3, targets=("q_proj", "down_proj"))
+    """With dropout, so that random states count too, and magnitudes; in another stage as well, to float32's rounding."""
+    lora = LoraConfig(rank=4, dropout=0.3, targets=("q_proj", "down_proj"), dora=True)
     for uninterrupted, resumed in pair.run(
         continued, models["qwen3"], stage, tmp_path, before=2, after=2, later_stage=later, lora=lora
     ):
@@ -99,7 +107,7 @@ def test_resumed_equals_uninterrupted(pair: World, models: dict[str, str], tmp_p
         for name, values in uninterrupted[1].items():
             np.testing.assert_allclose(resumed[1][name], values, rtol=tolerance, atol=tolerance / 10, err_msg=name)
     names = {name for rank in (0, 1) for name in torch.load(tmp_path / f"rank-{rank}.pt", weights_only=True)["parameters"]}
-    assert len(names) == 2 * 2 * 2
+    assert len(names) == 2 * 2 * 3
     assert all(".lora_" in name for name in names)
 
 

@@ -40,4 +40,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     write_model(root / "critic", "llama", value_head=True)
     write_model(root / "critic-tied", value_head=True)
     write_model(root / "dropout", attention_dropout=0.2)
+    # rows of whole blocks, some of them fewer than make moments of 8 bits, and no number of rows that two ranks halve
+    write_model(root / "wide", hidden_size=256, intermediate_size=27, attention_dropout=0.2)
     return {directory.name: str(directory) for directory in root.iterdir()}

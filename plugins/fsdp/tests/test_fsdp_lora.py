@@ -39,13 +39,24 @@ NAMES = ("qwen3-tied", "llama-untied")
 @pytest.fixture(scope="module")
 def adapters(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     root = tmp_path_factory.mktemp("adapters")
-    return {name: write_adapter(models[name], root / name) for name in NAMES}
+    written = {name: write_adapter(models[name], root / name) for name in NAMES}
+    return {**written, "dora": write_adapter(models["llama-untied"], root / "dora", dora=True)}
 
 
 @pytest.fixture(scope="module")
 def due(models: dict[str, str], adapters: dict[str, str]) -> dict[str, DefinedResult]:
     """The right loss and gradient by model."""
     return {name: definition(models[name], documents(), adapter=adapters[name]) for name in NAMES}
+
+
+def test_two_ranks_train_magnitudes_as_plain_peft(pair: World, models: dict[str, str], adapters: dict[str, str]) -> None:
+    """A layer's norms are of whole weights, which sharding gathers; in bfloat16 of rounded ones."""
+    expected = definition(models["llama-untied"], documents(), adapter=adapters["dora"])
+    assert sum("magnitude" in name for name in expected.gradients) == 2 * 7
+    for dtype, tolerance in (("float32", 1e-5), ("bfloat16", 5e-2)):
+        lora = LoraConfig(path=adapters["dora"])
+        ranks = pair.run(gradients_of, models["llama-untied"], rows="packed", sizes=(1, 3), lora=lora, dtype=dtype)
+        check(ranks, expected, tolerance)
 
 
 def norm(gradients: dict[str, Any]) -> float:
@@ -149,15 +160,15 @@ def test_one_rank_draws_the_same(pair: World, models: dict[str, str]) -> None:
 
 
 def test_resumed_equals_uninterrupted_and_holds_adapters_alone(pair: World, models: dict[str, str], tmp_path: Path) -> None:
-    """With dropout, so that random states count too."""
-    lora = LoraConfig(rank=4, dropout=0.3, targets=("q_proj", "down_proj"))
+    """With dropout, so that random states count too, and magnitudes."""
+    lora = LoraConfig(rank=4, dropout=0.3, targets=("q_proj", "down_proj"), dora=True)
     for uninterrupted, resumed, entries, optimized in pair.run(continue_training, models["qwen3-tied"], tmp_path, lora=lora):
         assert uninterrupted[0] == resumed[0]
         for name, values in uninterrupted[1].items():
             np.testing.assert_array_equal(values, resumed[1][name], err_msg=name)
         weights = [entry.removeprefix("model.") for entry in entries if entry.startswith("model.")]
         assert sorted(weights) == sorted(resumed[1])
-        assert optimized == len(weights) == 2 * 2 * 2
+        assert optimized == len(weights) == 2 * 2 * 3
 
 
 def test_the_export_is_what_peft_loads_and_the_next_run_starts_from(pair: World, models: dict[str, str], tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from fsdp_tasks import losses_after, resume_checkpoint, save_checkpoint, save_only
 
-from skyrl_engine.contracts import AdafactorSettings, AdamWSettings, MuonSettings, OptimizerSettings
+from skyrl_engine.contracts import AdafactorSettings, AdamW8BitSettings, AdamWSettings, MuonSettings, OptimizerSettings
 from skyrl_engine.testing.ranks.world import World
 from skyrl_engine_fsdp.plugin import FsdpConfig
 
@@ -65,14 +65,18 @@ def test_another_layout_goes_on(
 
 @pytest.mark.parametrize(
     "optimizer",
-    [AdafactorSettings(learning_rate=0.05), pytest.param(MuonSettings(learning_rate=1e-2), marks=pytest.mark.nightly)],
+    [
+        AdafactorSettings(learning_rate=0.05),
+        AdamW8BitSettings(learning_rate=1e-2),
+        pytest.param(MuonSettings(learning_rate=1e-2), marks=pytest.mark.nightly),
+    ],
     ids=lambda settings: settings.use,
 )
-def test_state_that_is_whole_on_every_rank_goes_on(
-    run, models: dict[str, str], tmp_path: Path, optimizer: OptimizerSettings
-) -> None:
-    (_, weights, moments), _ = run(2, save_checkpoint, models["llama-untied"], optimizer, tmp_path, DP)
-    ((_, loaded, loaded_moments),) = run(1, resume_checkpoint, models["llama-untied"], optimizer, tmp_path, DP)
+def test_state_of_other_shapes_goes_on(run, models: dict[str, str], tmp_path: Path, optimizer: OptimizerSettings) -> None:
+    """State that is whole on every rank, and scales of blocks of a row, which are divided as the weight is."""
+    model = models["wide" if optimizer.use == "adamw_8bit" else "llama-untied"]
+    (_, weights, moments), _ = run(2, save_checkpoint, model, optimizer, tmp_path, DP)
+    ((_, loaded, loaded_moments),) = run(1, resume_checkpoint, model, optimizer, tmp_path, DP)
     assert {**weights, **moments}.keys() == {**loaded, **loaded_moments}.keys()
     for key, value in {**weights, **moments}.items():
         np.testing.assert_array_equal({**loaded, **loaded_moments}[key], value, err_msg=key)

@@ -12,6 +12,13 @@ BY_NIGHT = {"simpo", "cpo", "orpo", "dppo, other options", "cispo, other options
 }
 """Losses of pairs, as `dpo` is, and options that take the same way through the code as the default ones."""
 
+OF_FAMILIES = {
+    *("cross_entropy", "ppo", "reinforce", "dppo", "gspo", "importance_sampling", "clip_cov", "value_clip", "divergence", "uld"),
+    *("dpo", "kto", "bradley_terry", "entropy", "tis", "off_policy_sequence_mask"),
+}
+"""One loss or correction of each module and of each sort of input. They keep all promises by day; the others these:"""
+OF_ALL = {"gradient", "micro_batch_split", "padding", "evaluation"}
+
 KINDS: dict[str, type[Conformance]] = {"loss": LossConformance, "correction": CorrectionConformance}
 
 OTHER_OPTIONS: dict[str, dict[str, Any]] = {
@@ -50,10 +57,14 @@ SUITES = {name: suite(name, {}) for name in plugin.__all__} | {
 }
 
 
+def is_by_night(name: str, promise: Any) -> bool:
+    return name in BY_NIGHT or not (name in OF_FAMILIES or promise.name in OF_ALL)
+
+
 @pytest.mark.parametrize(
     ("suite", "promise"),
     [
-        pytest.param(suite, promise, id=f"{name}-{promise.name}", marks=pytest.mark.nightly if name in BY_NIGHT else ())
+        pytest.param(suite, promise, id=f"{name}-{promise.name}", marks=pytest.mark.nightly if is_by_night(name, promise) else ())
         for name, suite in SUITES.items()
         for subject in [suite().subject()]
         for promise in suite.promises

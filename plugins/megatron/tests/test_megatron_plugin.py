@@ -66,7 +66,7 @@ def test_what_is_left_of_the_world_is_data_parallel() -> None:
     assert described.topology == Topology(dp=2, tp=2, pp=2, cp=2)
     assert described.capabilities == {
         *("padded", "packed", "tensor_parallel", "pipeline_parallel", "context_parallel", "vision"),
-        *("logits", "logsumexp", "mean_logprob", "log_sum_squares", "logprobs_at", "compile", "attention"),
+        *("logits", "logsumexp", "mean_logprob", "log_sum_squares", "logprobs_at", "compile", "attention", "ema"),
     }
 
 

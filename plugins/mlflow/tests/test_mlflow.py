@@ -3,6 +3,7 @@
 import json
 import math
 import os
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, ClassVar
@@ -12,6 +13,7 @@ from mlflow import MlflowClient
 from mlflow.entities import Run
 from tracked_runs import TOTAL, assert_no_secret, list_events, make, tell_killed_and_resumed
 
+from skyrl_engine.errors import UnsupportedError
 from skyrl_engine.run.observer_calls import ObserverBus
 from skyrl_engine.testing import ObserverConformance
 from skyrl_engine.testing.observers.sessions import method_of
@@ -82,6 +84,19 @@ def test_a_store_that_is_not_there_stops_nothing(tmp_path: Path, caplog: pytest.
         "lacks session_started of step 0, rollouts_finished of steps 1-2, step_finished of steps 1-2"
         in caplog.records[-1].getMessage()
     )
+
+
+@pytest.mark.skipif(find_spec("sqlalchemy") is not None, reason="the whole package of MLflow is installed")
+@pytest.mark.parametrize(
+    ("uri", "words"), [(None, "neither the option uri nor MLFLOW_TRACKING_URI"), ("sqlite:///m.db", "sqlite is a database")]
+)
+def test_a_database_is_refused_while_planning_without_what_it_needs(
+    uri: str | None, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    with pytest.raises(UnsupportedError, match=words):
+        make("mlflow", {} if uri is None else {"uri": uri})
 
 
 class TestMlflow(ObserverConformance):

@@ -4,8 +4,10 @@ import json
 import sqlite3
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from openai_routes import Endpoint
 
 from skyrl_engine import RolloutError, UnsupportedError
 from skyrl_engine_openai import Judge
+from skyrl_engine_openai.judge import _delete_free_slots, _lock
 
 ASK = """
 import json, sys
@@ -103,6 +106,19 @@ def test_no_more_requests_than_the_limit_are_under_way(plain: Served, monkeypatc
     assert most == 2
 
 
+def test_no_file_of_a_slot_stays(plain: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even that of a process which was killed; one that is held stays until it is free."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    judge = judge_over(plain, concurrency=2)
+    judge._slots.mkdir()
+    (judge._slots / "1").touch()
+    judge("first")
+    assert list(tmp_path.iterdir()) == []
+    with judge._take_slot(), judge._take_slot():
+        assert sorted(slot.name for slot in judge._slots.iterdir()) == ["0", "1"]
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("wrong", ["429 0", "500", "cut"])
 def test_a_question_is_asked_again_where_that_may_help(plain: Served, wrong: str) -> None:
     plain[1].misbehaviour[CHAT] = f"once {wrong}"
@@ -135,3 +151,17 @@ def test_settings_that_cannot_be_are_refused() -> None:
         Judge("host:80", "m")
     with pytest.raises(ValueError, match="concurrency"):
         Judge("http://host/v1", "m", concurrency=0)
+
+
+def test_slots_that_others_delete_meanwhile_are_made_again(tmp_path: Path) -> None:
+    place = tmp_path / "slots"
+
+    def take_and_delete() -> None:
+        for _ in range(300):
+            if (held := _lock(place / "0")) is not None:
+                held.close()
+                _delete_free_slots(place)
+
+    with ThreadPoolExecutor(8) as threads:
+        for done in [threads.submit(take_and_delete) for _ in range(8)]:
+            done.result()

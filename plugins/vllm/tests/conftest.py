@@ -8,7 +8,9 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import forked_servers
 import pytest
+from forked_servers import parent_of_servers
 
 from skyrl_engine.contracts import GeneratorStart, ModelConfig
 from skyrl_engine.testing.generators import bench
@@ -36,6 +38,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.path.parent == Path(__file__).parent and item.path.name.startswith("test_real_"):
                 item.add_marker(pytest.mark.skip(reason="needs an environment with vLLM: nox -s vllm"))
+
+
+@pytest.fixture(scope="session")
+def routes_forked() -> Iterator[None]:
+    """Let `forked_servers.py` stand for a server of `vllm_routes.py`."""
+    with parent_of_servers(Path(forked_servers.__file__).with_name("vllm_routes.py")):
+        yield
 
 
 def options_of(**more: object) -> VllmOptions:

@@ -24,7 +24,10 @@ from skyrl_engine_vllm.generator import VllmGenerator
 from skyrl_engine_vllm.options import VllmOptions
 from skyrl_engine_vllm.transfer import free_port
 
-ROUTES = Path(__file__).parents[3] / "tests" / "running" / "vllm_routes.py"
+pytestmark = pytest.mark.usefixtures("routes_forked")
+
+ROUTES = Path(__file__).parents[3] / "tests" / "running" / "forked_servers.py"
+"""It stands for a server of vllm_routes.py."""
 COMMAND = (sys.executable, str(ROUTES))
 FLAGS = ("--logprobs-mode", "processed_logprobs", "--generation-config", "vllm", "--weight-transfer-config", '{"backend": "gloo"}')
 TOLERANCE = 1e-4
@@ -45,13 +48,13 @@ def serve(*flags: str, port: int | None = None, **environment: str) -> tuple[str
             urllib.request.urlopen(f"{url}/health", timeout=5).close()
         except OSError:
             assert process.poll() is None, "it ended"
-            time.sleep(0.1)
+            time.sleep(0.02)
         else:
             return url, process
 
 
 @pytest.fixture(scope="module")
-def url() -> Iterator[str]:
+def url(routes_forked: None) -> Iterator[str]:
     """A server for all tests that leave it well."""
     address, process = serve()
     yield address

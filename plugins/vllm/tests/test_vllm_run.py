@@ -11,7 +11,10 @@ from vllm_runs import reinforce
 from skyrl_engine import UnsupportedError, read_rollouts
 from skyrl_engine.run.metrics import read_metrics
 
-ROUTES = Path(__file__).parents[3] / "tests" / "running" / "vllm_routes.py"
+pytestmark = pytest.mark.usefixtures("routes_forked")
+
+ROUTES = Path(__file__).parents[3] / "tests" / "running" / "forked_servers.py"
+"""It stands for a server of vllm_routes.py."""
 
 
 def run_over_vllm(tmp_path: Path, name: str = "run", generator: dict[str, Any] | None = None, **rl: Any) -> Path:
@@ -36,6 +39,8 @@ def test_a_server_sleeps_while_the_ranks_train(tmp_path: Path) -> None:
         version for group in read_rollouts(directory) for a in group.trajectories for version in a.versions.versions.tolist()
     }
     assert versions == {0, 1}
+    words = [line.read_bytes() for line in Path("/proc").glob("[0-9]*/cmdline") if line.exists()]
+    assert not [line for line in words if str(directory.parent).encode() in line], "the server outlived its run"
 
 
 def test_servers_without_sleep_mode_do_not_share_devices(tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ class HeldOutLoss:
     help="tiny: a small model made here learns a reasoning-gym task, from answers and then from a reward. "
     "smollm2: the pretrained SmolLM2-135M-Instruct learns from a corpus.",
 )
-@click.option("--only", type=click.Choice(["sft"]), help="sft: the first act alone, without the reward.")
+@click.option("--only", type=click.Choice(["sft"]), help="sft: supervised fine-tuning alone, without the reward.")
 @click.option(
     "--output", type=click.Path(path_type=Path), metavar="DIRECTORY", help="A new directory; without it, one under runs/."
 )

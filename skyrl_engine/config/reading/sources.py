@@ -4,7 +4,7 @@ Overrides and options replace what the file says; every value remembers where it
 """
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -15,6 +15,7 @@ from skyrl_engine.config.reading.merging import MergedTable, Option
 from skyrl_engine.config.reading.origins import KeyPath, Origin, format_key, leaves
 from skyrl_engine.config.trust.consent import Consent
 from skyrl_engine.errors import ConfigError, Problem
+from skyrl_engine.registry.plugin_lock import PluginLock
 
 
 @frozen
@@ -34,6 +35,8 @@ class RawConfig:
     """The file is known to be a run directory's own."""
     consent: Consent = Factory(Consent)
     """The caller's word on code that a run directory names."""
+    lock: PluginLock | None = None
+    """The plugins that the caller holds the configuration to."""
 
     @property
     def label(self) -> str:
@@ -62,6 +65,21 @@ def load(
         raise ConfigError([*error.problems, *further]) from error
     raw = evolve(raw, consent=Consent() if consent is None else consent)
     return override(raw, overrides, flags)
+
+
+def read_recorded_config(
+    manifest: Path, written: Mapping[str, Any], *, without: Collection[str] = (), consent: Consent
+) -> RawConfig:
+    """Return the configuration that the run.json `manifest` records, but for the keys `without`: one of a run directory, as its file is.
+
+    `written` is that configuration as the run's file has it.
+    """
+    table = copy.deepcopy(dict(written))
+    for key in without:
+        name, _, last = key.partition(".")
+        table.get(name, {}).pop(last, None)
+    origins = {format_key(key): Origin("file", str(manifest), None, _folder_of(manifest)) for key, _ in leaves(table) if key}
+    return RawConfig(table, origins, manifest, written=written, of_run=True, consent=consent)
 
 
 def override(raw: RawConfig, overrides: Sequence[str] = (), flags: Mapping[str, Any] = MappingProxyType({})) -> RawConfig:

@@ -1,11 +1,14 @@
 """`[data]`: the data to train on and to evaluate on."""
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from attrs import field, frozen
 from attrs.validators import and_, deep_iterable, deep_mapping, ge, in_, lt, min_len, optional
 
+from skyrl_engine.config.schema.metadata import READ_BY
+from skyrl_engine.config.wording import RefusedError
 from skyrl_engine.contracts.values.model import PLACE
 
 if TYPE_CHECKING:
@@ -28,6 +31,7 @@ KnownFormat = Literal[
 """The names of the formats: each has a row in `data/sources/formats.py`."""
 
 DataFormat = Literal["auto", KnownFormat]
+StoppingStrategy = Literal["first_exhausted", "all_exhausted"]
 LossOn = Literal["last", "all", "completion"]
 
 
@@ -36,12 +40,36 @@ def _no_empty_name(_instance: object, attribute: "Attribute[Any]", value: Any) -
         raise ValueError(f"'{attribute.name}' must not hold an empty name")
 
 
+def _no_such_weights(_instance: object, attribute: "Attribute[Any]", value: tuple[float, ...] | None) -> None:
+    if value is None:
+        return
+    if any(not math.isfinite(weight) or weight < 0 for weight in value):
+        raise RefusedError(f"{attribute.name} are {list(value)}, and a weight is a finite number of 0 or more", "Correct them")
+    if math.isinf(sum(value)):
+        raise RefusedError(f"{attribute.name} are {list(value)}, whose sum is no finite number", "Divide them by a common factor")
+    if not sum(value) > 0:
+        raise RefusedError(
+            f"{attribute.name} are {list(value)}, which add up to 0: no dataset is drawn from", "Give a dataset a weight above 0"
+        )
+
+
 @frozen
 class DataConfig:
     """The data to train on and to evaluate on."""
 
     train: str | tuple[str, ...] = field(validator=and_(min_len(1), _no_empty_name), metadata={PLACE: "path"})
     """Training data: a file (JSON, JSONL, CSV, Parquet, Arrow), a folder of such files, or a hub id; or a list of them, one after the other."""
+
+    weights: tuple[float, ...] | None = field(default=None, validator=_no_such_weights)
+    """Weight of each dataset of `train`: the probability that a sample (or group, or pair) is drawn from it, times a common factor. None: every
+    sample once an epoch."""
+
+    stopping_strategy: StoppingStrategy = field(
+        default="all_exhausted",
+        validator=in_(get_args(StoppingStrategy)),
+    )
+    """End of an epoch over datasets with `weights`: `all_exhausted` when each was drawn from as often as it has samples, those with more weight
+    for their size several times; `first_exhausted` when the first one was, of the others a part, of which the next epoch draws the rest."""
 
     eval: str | tuple[str, ...] | None = field(
         default=None, validator=optional(and_(min_len(1), _no_empty_name)), metadata={PLACE: "path"}
@@ -100,6 +128,13 @@ class DataConfig:
 
     max_samples: int | None = field(default=None, validator=optional(ge(1)))
     """Number of rows to read from the start of `train`, and of `eval`; none: all."""
+
+    streaming: bool = False
+    """Read `train` while training, shard by shard, and keep nothing of it: for data that is larger than the memory and the disk of a cache. A
+    shard is a file, or a part of a hub dataset. Needs `training.steps`."""
+
+    buffer_size: int = field(default=10_000, validator=ge(1), metadata={READ_BY: ("streaming", (True,))})
+    """Rows that wait in memory, out of which the next one is drawn at random, where `streaming` is on and `training.shuffle` too."""
 
     cache: str | None = field(default=None, validator=optional(min_len(1)), metadata={PLACE: "output"})
     """Folder of the token cache; none: the user's cache folder."""

@@ -7,15 +7,24 @@ from attrs import field, frozen
 from attrs.validators import and_, deep_iterable, ge, gt, in_, le, lt, min_len, optional
 
 from skyrl_engine.config.schema.metadata import READ_BY
+from skyrl_engine.config.wording import RefusedError, not_a_choice
 from skyrl_engine.contracts.kinds.backend import OPTIMIZERS, OptimizerSettings, ParameterGroup
+from skyrl_engine.contracts.values.model import BUILT_IN, PLACE
 
 Schedule = Literal["constant", "linear", "cosine", "cosine_with_min", "polynomial", "inverse_sqrt", "wsd"]
-"""Courses of the learning rate; `engine.schedule` has their formulas."""
+"""Built-in courses of the learning rate; `engine.schedule` has their formulas."""
+SCHEDULES: Final[tuple[str, ...]] = get_args(Schedule)
 Form = Literal["linear", "cosine", "1-sqrt"]
 """Forms of a warm-up, and of the decay of `wsd`."""
 
 _WITH_MINIMUM: Final = ("cosine_with_min", "polynomial", "wsd")
 _BELOW_ONE = and_(ge(0.0), lt(1.0))
+
+
+def _require_schedule(_instance: object, _attribute: object, value: str) -> None:
+    if value not in SCHEDULES and ":" not in value:
+        refusal = not_a_choice(value, SCHEDULES)
+        raise RefusedError(f"{refusal.cause}, and no function", f"{refusal.remedy}, or write ./file.py:name")
 
 
 @frozen
@@ -40,10 +49,12 @@ class ParameterGroupTable:
 class OptimizerConfig:
     """The optimizer and its learning-rate schedule."""
 
-    use: Literal["adamw", "sgd", "adafactor", "lion", "muon"] = field(default="adamw", validator=in_(tuple(OPTIMIZERS)))
-    """The optimizer: `adamw`, or, where the backend has it, `sgd` (without momentum; it keeps no state, and takes far larger learning rates),
-    `adafactor` (numbers per row and column in the place of moments), `lion` (one moment, of which it takes the sign) or `muon` (for matrices of
-    layers; the rest steps by AdamW)."""
+    use: Literal["adamw", "adamw_8bit", "sgd", "adafactor", "lion", "muon"] = field(
+        default="adamw", validator=in_(tuple(OPTIMIZERS))
+    )
+    """The optimizer: `adamw`, or, where the backend has it, `adamw_8bit` (moments of layers in 8 bits), `sgd` (without
+    momentum; it keeps no state, and takes far larger learning rates), `adafactor` (numbers per row and column in the place of moments), `lion`
+    (one moment, of which it takes the sign) or `muon` (for matrices of layers; the rest steps by AdamW)."""
 
     learning_rate: float = field(default=1e-5, validator=gt(0))
     """Learning rate after warm-up."""
@@ -51,13 +62,13 @@ class OptimizerConfig:
     betas: tuple[float, float] | None = field(
         default=cast("tuple[float, float] | None", None),
         validator=optional(deep_iterable(_BELOW_ONE)),
-        metadata={READ_BY: ("use", ("adamw", "lion", "muon"))},
+        metadata={READ_BY: ("use", ("adamw", "adamw_8bit", "lion", "muon"))},
     )
-    """Decay rates of the moments: the first and the second of `adamw`, which `muon` has for the rest; the update's and the moment's of `lion`.
-    none: (0.9, 0.999), and (0.9, 0.99) of `lion`."""
+    """Decay rates of the moments: the first and the second of `adamw` and `adamw_8bit`, which `muon` has for the rest; the update's and the
+    moment's of `lion`. none: (0.9, 0.999), and (0.9, 0.99) of `lion`."""
 
-    epsilon: float = field(default=1e-8, validator=gt(0), metadata={READ_BY: ("use", ("adamw", "muon"))})
-    """Number added to the denominator of the update of `adamw`, for stability."""
+    epsilon: float = field(default=1e-8, validator=gt(0), metadata={READ_BY: ("use", ("adamw", "adamw_8bit", "muon"))})
+    """Number added to the denominator of the update of `adamw` and `adamw_8bit`, for stability."""
 
     momentum: float = field(default=0.95, validator=_BELOW_ONE, metadata={READ_BY: ("use", ("muon",))})
     """Momentum of `muon`."""
@@ -68,9 +79,16 @@ class OptimizerConfig:
     max_grad_norm: float | None = field(default=cast("float | None", 1.0), validator=optional(gt(0)))
     """Largest gradient norm: a larger gradient is scaled down to it; none: no clipping."""
 
-    schedule: Schedule = field(default="constant", validator=in_(get_args(Schedule)))
+    ema_decay: float | None = field(default=cast("float | None", None), validator=optional(and_(gt(0), lt(1))))
+    """Decay of an exponential moving average of the trained weights, such as 0.999, which checkpoints hold and `export --ema` writes: after
+    every step `ema_decay * average + (1 - ema_decay) * weight`. none: no average."""
+
+    schedule: Schedule | str = field(
+        default="constant", validator=_require_schedule, metadata={PLACE: "reference", BUILT_IN: SCHEDULES}
+    )
     """Course of the learning rate after warm-up: `linear` and `cosine` end at 0, `cosine_with_min` and `polynomial` at `min_ratio` of the rate,
-    `wsd` (warm-up, stable, decay) falls to it in the last `decay_steps` steps, and `inverse_sqrt` falls without an end."""
+    `wsd` (warm-up, stable, decay) falls to it in the last `decay_steps` steps, and `inverse_sqrt` falls without an end. Or a function,
+    `./file.py:name` or `package.module:name`, of the step after the warm-up and the number of steps after it, that returns a factor."""
 
     warmup_steps: int = field(default=0, validator=ge(0))
     """Optimizer steps of warm-up before the schedule."""
@@ -95,6 +113,11 @@ class OptimizerConfig:
 
     groups: tuple[ParameterGroupTable, ...] = ()
     """`[[optimizer.groups]]`: parameters with numbers of their own, by patterns of their names, where the backend has them."""
+
+    @property
+    def names_function(self) -> bool:
+        """Return True where `schedule` names a function."""
+        return self.schedule not in SCHEDULES
 
     def settings(self) -> OptimizerSettings:
         """Return the settings of the optimizer, with the learning rate after warm-up."""

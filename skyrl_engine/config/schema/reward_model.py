@@ -7,7 +7,7 @@ from attrs.validators import in_, lt, matches_re, min_len, optional
 
 from skyrl_engine.config.schema.metadata import READ_BY
 from skyrl_engine.config.wording import RefusedError
-from skyrl_engine.contracts.values.model import PLACE
+from skyrl_engine.contracts.values.model import PLACE, RightLabel
 
 if TYPE_CHECKING:
     from attrs import Attribute
@@ -28,10 +28,10 @@ class RewardModelConfig:
     """Text after each step, the last one too. A step's value is read where the model has read the separator."""
 
 
-def _only_with_steps(instance: "RewardModelTable", _attribute: "Attribute[Any]", value: Any) -> None:
+def _only_with_steps(instance: "RewardModelTable", attribute: "Attribute[Any]", value: Any) -> None:
     if value is not None and instance.steps is None:
         raise RefusedError(
-            "step_separator is of process reward models, and `steps` is not set", "Set `steps`, or remove step_separator"
+            f"{attribute.name} is of process reward models, and `steps` is not set", f"Set `steps`, or remove {attribute.name}"
         )
 
 
@@ -48,7 +48,7 @@ class RewardModelTable:
     """A reward model whose value of an attempt is a part of its reward, of trainer rl; the parts of several are added up."""
 
     path: str = field(validator=min_len(1), metadata={PLACE: "path"})
-    """A sequence classifier with one label: a Hugging Face directory or hub id."""
+    """A sequence classifier with one label, or with `steps` a token classifier with two: a Hugging Face directory or hub id."""
 
     revision: str | None = None
     """Branch, tag or commit of a model on the hub."""
@@ -72,3 +72,7 @@ class RewardModelTable:
 
     step_separator: str | None = field(default=None, validator=[optional(min_len(1)), _only_with_steps])
     """Text between steps, as the model was trained with; none: a new line."""
+
+    right_label: RightLabel | None = field(default=None, validator=[optional(in_((0, 1))), _only_with_steps])
+    """Number of the label that says that a step is right, of a token classifier with two labels; none: the one that the model's `id2label`
+    calls so, and 1 where the labels have no names."""

@@ -131,6 +131,10 @@ class RlConfig:
     truncated: Truncated = field(default="keep", validator=in_(("keep", "mask", "zero_reward")))
     """Attempts that ended at `rl.max_tokens`: `keep` trains on them, `mask` gives them no loss, `zero_reward` no reward."""
 
+    missing_eos_penalty: float | None = field(default=None, validator=optional(and_(gt(0.0), _FINITE)))
+    """Reward that is taken off an attempt whose last turn the model did not end itself, by an end token or a stop string, so that the length
+    cut it. It counts in pairs, advantages and `reward/mean`. none: nothing is taken off."""
+
     max_gap: float | None = field(default=None, validator=optional(gt(0.0)))
     """Mean distance in nats between the sampler's log-probabilities and the model's that is too large; none: 1e-3 in float32 and 0.05 in
     bfloat16."""

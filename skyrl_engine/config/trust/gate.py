@@ -79,7 +79,8 @@ class Gate:
         run = _run_of(raw)
         if run is None:
             return cls(raw, None)
-        close(run)
+        if not _is_lone_manifest(raw):
+            close(run)
         return cls(raw, run, digests_of(raw.written or {}), Seal.read(run / MANIFEST, read_key()))
 
     def refuse_permission(self) -> None:
@@ -172,8 +173,13 @@ class Gate:
         return None
 
 
-def seal_run(written: Mapping[str, Any], records: Iterable[PluginRecord], codes: Iterable[NamedCode]) -> Seal:
-    """Return the seal of a run: of its configuration as its file has it, its plugins, and the code that their options name."""
+def seal_run(written: Mapping[str, Any], files: Mapping[Path, str]) -> Seal:
+    """Return the seal of a run: of its configuration as its file has it, and of its local files of code with their SHA-256."""
+    return Seal(digests_of(written), {str(file): sha256 for file, sha256 in files.items()})
+
+
+def hash_code_files(records: Iterable[PluginRecord], codes: Iterable[NamedCode]) -> dict[Path, str]:
+    """Return the SHA-256 of the local files of plugins, and of the code that keys and options name, by their real paths."""
     files: dict[Path, str] = {}
     for record in records:
         if record.path is not None:
@@ -185,7 +191,12 @@ def seal_run(written: Mapping[str, Any], records: Iterable[PluginRecord], codes:
             if named.main is not None and sha256 is not None:
                 # what ran, and not what is there by now
                 files[named.main.resolve()] = sha256
-    return Seal(digests_of(written), {str(file): sha256 for file, sha256 in files.items()})
+    return files
+
+
+def _is_lone_manifest(raw: RawConfig) -> bool:
+    """Return True for a run.json, whatever its name, outside of a run directory: around it are the caller's own files."""
+    return raw.path is not None and raw.path.suffix == ".json" and run_directory_around(raw.path) is None
 
 
 def _run_of(raw: RawConfig) -> Path | None:

@@ -7,7 +7,7 @@ from typing import Any
 import attrs
 
 from skyrl_engine.config.reading.origins import KeyPath
-from skyrl_engine.contracts.values.model import CODE, PLACE
+from skyrl_engine.contracts.values.model import BUILT_IN, CODE, PLACE
 
 
 def names_code(attribute: "attrs.Attribute[Any]") -> bool:
@@ -16,14 +16,17 @@ def names_code(attribute: "attrs.Attribute[Any]") -> bool:
 
 
 def code_in(table: object, path: KeyPath = ()) -> Iterator[tuple[KeyPath, str]]:
-    """Yield the keys of a structured table that name code, and what they name, each as a text. Keys without a value name nothing."""
+    """Yield the keys of a structured table that name code, and what they name, each as a text. Keys without a value name nothing, nor do
+    names of the engine's own.
+    """
     kind: type[Any] = type(table)
     if not attrs.has(kind):
         return
     for attribute in attrs.fields(kind):
         value, place = getattr(table, attribute.name), (*path, attribute.alias or attribute.name)
         if names_code(attribute):
-            yield from ((place, text) for text in _texts(value))
+            built_in = attribute.metadata.get(BUILT_IN, ())
+            yield from ((place, text) for text in _texts(value) if text not in built_in)
         elif isinstance(value, list | tuple):
             for index, item in enumerate(value):
                 yield from code_in(item, (*place, index))

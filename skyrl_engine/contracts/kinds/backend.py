@@ -4,7 +4,7 @@ After any number of `forward_backward` calls, the gradient seen by `optim_step` 
 The import of this file needs no torch.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from numbers import Real
 from pathlib import Path
@@ -19,6 +19,7 @@ from skyrl_engine.contracts.values.plan import RowKind
 from skyrl_engine.contracts.values.prefixes import PrefixTree
 from skyrl_engine.contracts.values.ragged import IntArray, Ragged
 from skyrl_engine.contracts.values.returned import describe_returned, require_returned
+from skyrl_engine.contracts.values.state_layout import StateLayout
 from skyrl_engine.contracts.values.topology import RankCoords, Topology
 from skyrl_engine.errors import ResultError
 
@@ -36,6 +37,7 @@ Capability = Literal[
     "router_replay",
     "value_head",
     "lora",
+    "load_in_4bit",
     "logits",
     "logsumexp",
     "mean_logprob",
@@ -46,12 +48,15 @@ Capability = Literal[
     "reference_by_adapters",
     "adapter_sets",
     "sgd",
+    "adamw_8bit",
     "adafactor",
     "lion",
     "muon",
     "parameter_groups",
+    "ema",
     "compile",
     "attention",
+    "embedding_noise",
     "offload",
 ]
 OPTIONAL_SCORES: tuple[Capability, ...] = ("logits", "logsumexp", "mean_logprob", "log_sum_squares", "logprobs_at")
@@ -68,6 +73,11 @@ def rehearse_nothing(_model: ModelConfig, _rows: RowKind) -> None:
     """Refuse nothing: what the backend cannot load shows when it is loaded."""
 
 
+def hold_whole_state(_model: ModelConfig) -> StateLayout:
+    """Return the layout of a backend whose ranks divide nothing but what their topology divides."""
+    return StateLayout()
+
+
 @frozen
 class BackendDescription:
     """A backend as the controller knows it before torch is imported: its layout of ranks, and what it declares to support.
@@ -79,17 +89,21 @@ class BackendDescription:
     and is not asked about `packed` rows of a model whose `tree` rows it has not refused.
     Backends that load by `skyrl_engine.modeling` use `modeling.load_check.check_loading`. `means_over_step` declares terms inside the model
     that are means over an optimizer step, such as losses of routers: gradients of several mini-batches then do not add up to that of one.
-    `state_ranks` counts the ranks that divide weights, gradients and moments of one model among them, as far as is certain.
+    `describe_state` gets the model as it is to be trained, and says what each rank holds of its state. `layout_choices` are values of the
+    backend's own options that lay out these ranks in other ways, by the option's name: sizes that divide the model, and parts that move off the
+    device. `plan --fit` tries every combination of them, and leaves out those that the backend refuses.
     `environment` are variables that ranks on CUDA devices have from their start, because CUDA reads them once; those that the controller's own
     environment sets keep its values.
 
     The capability `second_model` says that a further product of the plugin can be set up on the same ranks, with `optimizer=None`, and that
     neither changes what the other computes; `reference_by_adapters` that products are `SwitchesAdapters`; `adapter_sets` that products of a
-    model with adapters are `HasAdapterSets`; `divergence` that products are `Teaches`, and that another one scores `top_1_agreement` and
-    the needs of `contracts.kinds.needs.Divergence` with what they give; `sgd`, `adafactor`, `lion` and `muon` that products step by the
-    settings of that name, as all do by `AdamWSettings`; `parameter_groups` that they take settings with groups; `compile` that products
-    compile their layers where `ModelConfig.compile` says so, and compute the same up to rounding; `attention` that they attend by the
-    kernel that `ModelConfig.attention` names, or refuse it.
+    model with adapters are `HasAdapterSets`; `load_in_4bit` that they hold the linear layers under adapters in 4 bits where
+    `LoraConfig.load_in_4bit` says so; `divergence` that products are `Teaches`, and that another one scores `top_1_agreement` and the needs
+    of `contracts.kinds.needs.Divergence` with what they give; `sgd`, `adamw_8bit`, `adafactor`, `lion` and `muon` that products step by the
+    settings of that name, as all do by `AdamWSettings`; `parameter_groups` that they take settings with groups; `ema` that they take
+    settings with `ema_decay` and are `KeepsAverages`; `compile` that products compile their layers where `ModelConfig.compile` says so, and
+    compute the same up to rounding; `attention` that they attend by the kernel that `ModelConfig.attention` names, or refuse it;
+    `embedding_noise` that they add `MicroBatch.noise`.
     """
 
     topology: Topology
@@ -97,7 +111,8 @@ class BackendDescription:
     refuse_model: Callable[[Any, ModelConfig], None] = refuse_no_model
     rehearse: Callable[[ModelConfig, RowKind], None] = rehearse_nothing
     means_over_step: bool = False
-    state_ranks: int = 1
+    describe_state: Callable[[ModelConfig], StateLayout] = hold_whole_state
+    layout_choices: Mapping[str, Sequence[Any]] = Factory(dict)
     environment: Mapping[str, str] = Factory(dict)
 
 
@@ -129,16 +144,13 @@ class ParameterGroup:
     frozen: bool = False
 
 
+def _ema_decay() -> "float | None":
+    """Return the field `ema_decay` of settings."""
+    return field(default=cast("float | None", None), validator=optional(and_(gt(0), lt(1))))
+
+
 @frozen
-class AdamWSettings:
-    """The numbers of AdamW (Loshchilov and Hutter 2019), which may be others at every step.
-
-    `weight_decay` is decoupled and of matrices alone: parameters of two or more dimensions. Gradients are scaled down to the norm
-    `max_grad_norm` where theirs is larger; None: never, and the norm is still reported. `groups` have numbers of their own, those of `setup` at
-    every step; with the capability `parameter_groups`, as for every optimizer.
-    """
-
-    use: ClassVar[str] = "adamw"
+class _NumbersOfAdamW:
     learning_rate: float = field(default=1e-5, validator=[ge(0), lt(float("inf"))])
     betas: tuple[float, float] = field(
         default=(0.9, 0.999), validator=deep_iterable(and_(ge(0.0), lt(1.0)), and_(min_len(2), max_len(2)))
@@ -147,6 +159,31 @@ class AdamWSettings:
     weight_decay: float = field(default=0.0, validator=[ge(0), lt(float("inf"))])
     max_grad_norm: float | None = field(default=cast("float | None", 1.0), validator=optional(gt(0)))
     groups: tuple[ParameterGroup, ...] = ()
+    ema_decay: float | None = _ema_decay()
+
+
+@frozen
+class AdamWSettings(_NumbersOfAdamW):
+    """The numbers of AdamW (Loshchilov and Hutter 2019), which may be others at every step.
+
+    `weight_decay` is decoupled and of matrices alone: parameters of two or more dimensions. Gradients are scaled down to the norm
+    `max_grad_norm` where theirs is larger; None: never, and the norm is still reported. `groups` have numbers of their own, those of `setup` at
+    every step; with the capability `parameter_groups`, as for every optimizer. `ema_decay`, that of `setup` at every step too and with the
+    capability `ema`, is the decay of the averages that `KeepsAverages` has; None: no averages.
+    """
+
+    use: ClassVar[str] = "adamw"
+
+
+@frozen
+class AdamW8BitSettings(_NumbersOfAdamW):
+    """The numbers of AdamW with moments in 8 bits (Dettmers et al. 2021, arXiv 2110.02861), which may be others at every step.
+
+    Matrices of numbered layers whose rows are multiples of 256 numbers, 4,096 numbers at least, have such moments, with one scale for each 256;
+    embeddings, the head and all others step by AdamW in 32 bits. Numbers as in `AdamWSettings`.
+    """
+
+    use: ClassVar[str] = "adamw_8bit"
 
 
 @frozen
@@ -162,6 +199,7 @@ class SgdSettings:
     weight_decay: float = field(default=0.0, validator=[ge(0), lt(float("inf"))])
     max_grad_norm: float | None = field(default=cast("float | None", 1.0), validator=optional(gt(0)))
     groups: tuple[ParameterGroup, ...] = ()
+    ema_decay: float | None = _ema_decay()
 
 
 @frozen
@@ -178,6 +216,7 @@ class AdafactorSettings:
     weight_decay: float = field(default=0.0, validator=[ge(0), lt(float("inf"))])
     max_grad_norm: float | None = field(default=cast("float | None", 1.0), validator=optional(gt(0)))
     groups: tuple[ParameterGroup, ...] = ()
+    ema_decay: float | None = _ema_decay()
 
 
 @frozen
@@ -195,6 +234,7 @@ class LionSettings:
     weight_decay: float = field(default=0.0, validator=[ge(0), lt(float("inf"))])
     max_grad_norm: float | None = field(default=cast("float | None", 1.0), validator=optional(gt(0)))
     groups: tuple[ParameterGroup, ...] = ()
+    ema_decay: float | None = _ema_decay()
 
 
 @frozen
@@ -216,12 +256,13 @@ class MuonSettings:
     weight_decay: float = field(default=0.0, validator=[ge(0), lt(float("inf"))])
     max_grad_norm: float | None = field(default=cast("float | None", 1.0), validator=optional(gt(0)))
     groups: tuple[ParameterGroup, ...] = ()
+    ema_decay: float | None = _ema_decay()
 
 
-OptimizerSettings = AdamWSettings | SgdSettings | AdafactorSettings | LionSettings | MuonSettings
+OptimizerSettings = AdamWSettings | AdamW8BitSettings | SgdSettings | AdafactorSettings | LionSettings | MuonSettings
 """The numbers of a step, of the optimizer that `use` names. A run steps with one optimizer from its start to its end."""
 OPTIMIZERS: Mapping[str, type[OptimizerSettings]] = {
-    kind.use: kind for kind in (AdamWSettings, SgdSettings, AdafactorSettings, LionSettings, MuonSettings)
+    kind.use: kind for kind in (AdamWSettings, AdamW8BitSettings, SgdSettings, AdafactorSettings, LionSettings, MuonSettings)
 }
 """Optimizers by name. Every backend has AdamW; each other one is a capability of that name."""
 
@@ -238,6 +279,18 @@ class StepCounts:
 
 
 @frozen(eq=False)
+class EmbeddingNoise:
+    """Noise on the input embeddings of a micro-batch (NEFTune): `keys` and `lengths` of samples int64[rows, width], 0 at padding.
+
+    A token's noise is `alpha / sqrt(length * h) * modeling.embedding_noise.draw_noise(key, h)` for embeddings of the width h, and 0 at padding.
+    """
+
+    alpha: float
+    keys: "torch.Tensor"
+    lengths: "torch.Tensor"
+
+
+@frozen(eq=False)
 class MicroBatch:
     """The work of one pass: model inputs, and n positions to score against their labels.
 
@@ -251,7 +304,7 @@ class MicroBatch:
     `tree`, as in `DenseBatch`, cuts rows of trees into segments: a token sees its own segment up to itself, and the segments above it.
     `sequence_lengths` are then still those of whole samples, more than the row has tokens.
     `teacher` is what `Teaches.teaching` of another product of the same plugin gave for this micro-batch, where the objective compares with a
-    teacher.
+    teacher. `noise`, of passes that learn, is for a backend that declares `embedding_noise`.
     """
 
     inputs: Mapping[str, "torch.Tensor"]
@@ -266,6 +319,7 @@ class MicroBatch:
     candidates: Mapping[str, "torch.Tensor"] = Factory(dict)
     teacher: Any = None
     tree: PrefixTree | None = None
+    noise: EmbeddingNoise | None = None
 
 
 class RankBatch(Protocol):
@@ -405,6 +459,23 @@ class Offloads(Protocol):
 
     def reload(self) -> None:
         """Move everything back to the device, with the same bits; nothing where nothing was moved."""
+
+
+@runtime_checkable
+class KeepsAverages(Protocol):
+    """A backend that averages the weights it trains (capability "ema"). A backend need not have this member.
+
+    Where the settings of `setup` have `ema_decay`, each `optim_step` ends with `average = ema_decay * average + (1 - ema_decay) * weight` for
+    every weight that is trained, in the precision of the optimizer's weights; the first one sets the average to the weight. `save` writes
+    averages and `load` restores them, so that training goes on bit for bit; a product without `ema_decay` loads the rest, and one with it loads
+    what has none and begins at its next step.
+    """
+
+    def load_averages(self, directory: Path) -> None:
+        """Load the checkpoint as `load` does into a product that only scores, with averages in the place of the weights they are of.
+
+        Raises CheckpointError for a checkpoint without averages.
+        """
 
 
 def as_optim_step(label: str, result: object) -> OptimStep:

@@ -1,6 +1,6 @@
 """Environment: tasks, and episodes that answer a model's turns with rewards and messages. No torch."""
 
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 from attrs import Factory, field, frozen
@@ -80,6 +80,17 @@ class StepResult:
     columns: Mapping[str, tuple[float, ...] | float] = Factory(dict)
 
 
+@frozen
+class EndedAttempt:
+    """An attempt at a task, as it is compared with the others of its group.
+
+    `text` is the model's last turn, as in `Action`; `messages` are the whole dialogue, those of the task first, as environments see it.
+    """
+
+    text: str
+    messages: tuple[Message, ...] = ()
+
+
 class Episode(Protocol):
     """One attempt at a task. Its methods may be coroutines."""
 
@@ -106,6 +117,13 @@ def _refuse_unknown_columns(_instance: object, _attribute: object, names: tuple[
         raise ContractError(wrong, remedy="Name columns of skyrl_engine.contracts.values.rollout_columns in the claims, or none")
 
 
+def _refuse_order_of_nothing(claims: "EnvironmentClaims", _attribute: object, order_matters: bool) -> None:
+    if order_matters and not claims.compares:
+        raise ContractError(
+            "claims order_matters and not compares: no attempt has a place", remedy="Claim compares too, or neither"
+        )
+
+
 @frozen
 class EnvironmentClaims:
     """The facts that an environment declares about itself, which planning reads and the kit holds it to.
@@ -113,7 +131,9 @@ class EnvironmentClaims:
     `max_turns` bounds an episode. A `random` environment may answer the same turns of the same seed differently, and resumes are not exact with
     it. `shared_tasks` says that train and eval share tasks. `pass_threshold` None says that nobody judges attempts: none is a success, none a
     failure. `columns` are the numbers per token that every answer to a turn gives, which parts of a run may then need: names of
-    `skyrl_engine.contracts.values.rollout_columns`, such as "teacher_logprobs".
+    `skyrl_engine.contracts.values.rollout_columns`, such as "teacher_logprobs". One that `compares` has the method `compare`, of
+    `ComparingEnvironment`; with `order_matters` it may reward an attempt otherwise in another place of its group, such as where each meets only
+    the next one.
     """
 
     max_turns: int = field(default=1)
@@ -122,6 +142,8 @@ class EnvironmentClaims:
     pass_threshold: float | None = 1.0
     version: str = ""
     columns: tuple[str, ...] = field(default=(), validator=_refuse_unknown_columns)
+    compares: bool = False
+    order_matters: bool = field(default=False, validator=_refuse_order_of_nothing)
 
     def succeeds(self, reward: float) -> bool | None:
         """Say if an attempt of this reward is a success; None where nobody judges."""
@@ -138,3 +160,16 @@ class Environment(Protocol):
 
     def open(self, task: Task, seed: int) -> Episode:
         """Start an attempt; `seed` (uint64) is all it may draw from."""
+
+
+class ComparingEnvironment(Environment, Protocol):
+    """An environment whose `claims.compares` is true: it sees the attempts of a group together when all have ended, such as for a judge that is
+    shown two answers.
+    """
+
+    def compare(self, task: Task, attempts: Sequence[EndedAttempt]) -> "Sequence[StepResult] | Awaitable[Sequence[StepResult]]":
+        """Return one answer per attempt, in their order; its `reward`, `parts`, `metrics` and `info` are added to the attempt's own.
+
+        `attempts` are those that did not fail, two or more: one that is left alone is compared with nothing, and gets nothing. Their order
+        changes no reward, and equal attempts have equal rewards, unless the claims say `order_matters`.
+        """

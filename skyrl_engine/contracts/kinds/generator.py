@@ -237,7 +237,7 @@ class Sleeps(Protocol):
 class Streams(Protocol):
     """A generator that shows tokens before their request ends (capability "streaming"). A generator need not have this member."""
 
-    def sampled(self, request_id: int) -> npt.NDArray[np.int32]:
+    def read_sampled(self, request_id: int) -> npt.NDArray[np.int32]:
         """Return int32[n], the tokens that were sampled so far of a request under way: its completion begins with them.
 
         They do not change by being shown. Raises ContractError for a request that is not under way: polled already, or never sent.

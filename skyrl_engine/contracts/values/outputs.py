@@ -35,7 +35,10 @@ ENGINE_METRICS = frozenset(
 )
 """Names under which the engine reports its own metrics; a loss gives its metrics other names."""
 
-ENGINE_PREFIXES = ("loss/", "sample_share/", "objective/", "corrections/", "reward/", "rollout/", "policy/", "time/", "evaluation/")
+ENGINE_PREFIXES = (
+    *("loss/", "by_source/", "sample_share/", "token_share/"),
+    *("objective/", "corrections/", "reward/", "rollout/", "policy/", "time/", "evaluation/"),
+)
 """Beginnings of such names."""
 
 

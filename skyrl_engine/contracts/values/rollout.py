@@ -19,6 +19,9 @@ Status = Literal["finished", "truncated", "failed"]
 SEGMENT_PROMPT, SEGMENT_SAMPLED, SEGMENT_OBSERVED = 0, 1, 2
 """Kinds of a segment of tokens: what the task asks, what the model sampled, what an environment answered."""
 
+_ENDINGS: Final = frozenset(("eos", "stop_string"))
+"""Reasons among `stops` for which a turn ended because the model wanted it to."""
+
 LARGEST_REWARD: Final = LARGEST_FLOAT32
 """Largest magnitude of a reward: rewards are float64, and the advantages that are made of them float32."""
 
@@ -118,6 +121,11 @@ class Trajectory:
     def largest_reward(self) -> float:
         """Return the largest magnitude of a turn's reward, of which ties are a share."""
         return max(float(np.abs(self.rewards).max(initial=0.0)), abs(self.unplaced_reward))
+
+    @property
+    def misses_end(self) -> bool:
+        """True where the model did not end its last turn itself, by an end token or a stop string; of an attempt that says no `stops`, too."""
+        return not self.stops or self.stops[-1] not in _ENDINGS
 
     @property
     def answer(self) -> str | None:

@@ -7,6 +7,9 @@ from typing import Final
 SOURCE: Final = "source_number"
 """Name of the sample value, int64[N], that says which source a sample is from, counted from 0. Samples of one source have none."""
 
+BY_SOURCE: Final = "by_source/"
+"""Begins the names of metrics of one source on their way to the report: by_source/NUMBER/METRIC."""
+
 
 def make_distinct(names: Sequence[str]) -> tuple[str, ...]:
     """Return the names; those that come several times get a number: `train_1`, `train_2`."""

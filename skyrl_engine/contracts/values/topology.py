@@ -1,7 +1,17 @@
 """The place of a rank in the parallel layout."""
 
+from typing import Final
+
 from attrs import field, frozen
 from attrs.validators import ge
+
+MOST_TENSOR_PARALLEL: Final = 8
+"""Ranks of a machine, beyond which tensor-parallel ranks would talk over a network."""
+
+
+def list_divisors(ranks: int, most: int | None = None) -> tuple[int, ...]:
+    """Return the sizes of a parallel dimension that divide so many ranks, smallest first, up to `most`."""
+    return tuple(size for size in range(1, min(ranks, most or ranks) + 1) if ranks % size == 0)
 
 
 @frozen

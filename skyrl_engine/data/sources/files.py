@@ -30,6 +30,18 @@ Content = Mapping[str, Any] | bytes
 
 
 @frozen
+class ShardCursor:
+    """A place between two rows of a shard: the number of rows, or of lines, before it, and of bytes where these count."""
+
+    row: int = 0
+    place: int = 0
+
+
+ShardRow = tuple[ShardCursor, ShardCursor, str, Content]
+"""A row of a shard: the cursor before it and after it, its place for messages, and its content."""
+
+
+@frozen
 class Scan:
     """The result of one pass over a part: a digest of its content and its number of rows."""
 
@@ -38,12 +50,22 @@ class Scan:
 
 
 class DatasetPart(ABC):
-    """One file, or one ready-made dataset, of a source."""
+    """One file, or one ready-made dataset, of a source: of one that is streamed, a shard."""
 
     @property
     @abstractmethod
     def folder(self) -> Path | None:
         """Return the folder that relative paths in the rows start from; None where there is none."""
+
+    @property
+    def identity(self) -> str:
+        """Tell the part from others, and from one that was changed; of files without reading them."""
+        return self.scan().digest
+
+    @property
+    def size(self) -> int | None:
+        """Return its bytes; None where that is not known."""
+        return None
 
     @abstractmethod
     def scan(self) -> Scan:
@@ -57,6 +79,12 @@ class DatasetPart(ABC):
     def at(self, index: int) -> tuple[str, Content]:
         """Return the same for row `index` alone, without reading earlier rows. Raises DataError where the format does not allow that."""
 
+    def read_from(self, cursor: ShardCursor) -> Iterator[ShardRow]:
+        """Yield the rows after a cursor that this part gave, or all after the first one. Raises DataError."""
+        for number, (where, content) in enumerate(self.read()):
+            if number >= cursor.row:
+                yield ShardCursor(number), ShardCursor(number + 1), where, content
+
 
 class FilePart(DatasetPart):
     """A part that is a file of its own."""
@@ -66,6 +94,14 @@ class FilePart(DatasetPart):
     @property
     def folder(self) -> Path:
         return self.path.parent
+
+    @property
+    def identity(self) -> str:
+        return f"{self.path.name} {self.size}"
+
+    @property
+    def size(self) -> int:
+        return self.path.stat().st_size
 
 
 @frozen
@@ -85,6 +121,14 @@ class JsonLines(FilePart):
         for number, line in enumerate(self._lines(), start=1):
             if line.strip():
                 yield f"{self.path} line {number}", line
+
+    def read_from(self, cursor: ShardCursor) -> Iterator[ShardRow]:
+        """Yield the lines after a cursor, which counts lines, blank ones too, and bytes of the file when unpacked."""
+        row, place = cursor.row, cursor.place
+        for line in self._lines(place):
+            here, row, place = ShardCursor(row, place), row + 1, place + len(line)
+            if line.strip():
+                yield here, ShardCursor(row, place), f"{self.path} line {row}", line
 
     def at(self, index: int) -> tuple[str, bytes]:
         if self._packed:
@@ -113,9 +157,10 @@ class JsonLines(FilePart):
     def _packed(self) -> bool:
         return self.path.suffix.lower() == ".gz"
 
-    def _lines(self) -> Iterator[bytes]:
+    def _lines(self, start: int = 0) -> Iterator[bytes]:
         try:
             with gzip.open(self.path, "rb") if self._packed else self.path.open("rb") as file:
+                file.seek(start)
                 yield from file
         except (OSError, EOFError, zlib.error) as error:
             raise _unreadable(self.path, "packed JSON lines" if self._packed else "JSON lines", error) from error
@@ -247,6 +292,24 @@ class ParquetFile(FilePart):
         except (pa.ArrowException, OSError) as error:
             raise _unreadable(self.path, "Parquet", error) from error
 
+    def read_from(self, cursor: ShardCursor) -> Iterator[ShardRow]:
+        """Yield the rows after a cursor; row groups before it are not read."""
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        try:
+            with pq.ParquetFile(self.path) as file:
+                starts = offsets_of([file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)])
+                group = int(np.searchsorted(starts, cursor.row, side="right")) - 1
+                if group >= file.num_row_groups:
+                    return
+                batches = file.iter_batches(batch_size=_ROWS_PER_READ, row_groups=list(range(group, file.num_row_groups)))
+                first = int(starts[group])
+                for number, (_, values) in enumerate(_batch_rows(_after(batches, cursor.row - first), ""), start=cursor.row):
+                    yield ShardCursor(number), ShardCursor(number + 1), f"{self.path} row {number}", values
+        except (pa.ArrowException, OSError) as error:
+            raise _unreadable(self.path, "Parquet", error) from error
+
     def at(self, index: int) -> tuple[str, Mapping[str, Any]]:
         import pyarrow as pa
         import pyarrow.parquet as pq
@@ -280,6 +343,11 @@ class ArrowFile(FilePart):
 
     def read(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
         return _batch_rows(self._batches(), str(self.path))
+
+    def read_from(self, cursor: ShardCursor) -> Iterator[ShardRow]:
+        rows = _batch_rows(_after(self._batches(), cursor.row), "")
+        for number, (_, values) in enumerate(rows, start=cursor.row):
+            yield ShardCursor(number), ShardCursor(number + 1), f"{self.path} row {number}", values
 
     def at(self, index: int) -> tuple[str, Mapping[str, Any]]:
         return f"{self.path} row {index}", _row_of(self._table, index)
@@ -370,6 +438,14 @@ def _check_object(values: object, where: str) -> Mapping[str, Any]:
     return values
 
 
+def _after(batches: "Iterator[pa.RecordBatch]", rows: int) -> "Iterator[pa.RecordBatch]":
+    """Yield the batches without their first `rows` rows."""
+    for batch in batches:
+        if rows < batch.num_rows:
+            yield batch.slice(rows)
+        rows = max(0, rows - batch.num_rows)
+
+
 def _batch_rows(batches: "Iterator[pa.RecordBatch]", name: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
     number = 0
     for whole in batches:
@@ -399,15 +475,15 @@ def _column_values(array: "pa.Array") -> Sequence[Any]:
     ):
         values, offsets = array.values.to_numpy(), array.offsets.to_numpy()
         return [values[start:stop] for start, stop in pairwise(offsets)]
-    return [_without_nulls(value) for value in array.to_pylist()]
+    return [without_nulls(value) for value in array.to_pylist()]
 
 
-def _without_nulls(value: Any) -> Any:
-    """Remove keys that are null: Arrow gives every struct the keys of all rows, and the user did not write these."""
+def without_nulls(value: Any) -> Any:
+    """Return a value without keys that are null: Arrow gives every struct the keys of all rows, and the user did not write these."""
     if isinstance(value, dict):
-        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
+        return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}
     if isinstance(value, list):
-        return [_without_nulls(inner) for inner in value]
+        return [without_nulls(inner) for inner in value]
     return value
 
 

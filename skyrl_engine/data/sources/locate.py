@@ -1,5 +1,7 @@
 """Open the source of rows that a user names: a file, a folder, a saved dataset or a hub id."""
 
+import glob
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -9,11 +11,21 @@ from typing import Any
 from attrs import evolve
 
 from skyrl_engine.contracts.values.source_names import make_distinct
-from skyrl_engine.data.sources.files import ArrowFile, CsvFile, DatasetPart, JsonArray, JsonLines, LoadedDataset, ParquetFile
+from skyrl_engine.data.sources.files import (
+    ArrowFile,
+    CsvFile,
+    DatasetPart,
+    JsonArray,
+    JsonLines,
+    LoadedDataset,
+    ParquetFile,
+)
+from skyrl_engine.data.sources.hub_shard import HubShard
 from skyrl_engine.data.sources.rows import Source
 from skyrl_engine.errors import DataError
 from skyrl_engine.near_words import did_you_mean
 
+_HUB_ERRORS = (OSError, ValueError, RuntimeError, ImportError)
 _SPLIT_WORDS = ("train", "training", "test", "testing", "validation", "valid", "val", "dev", "eval", "evaluation")
 
 
@@ -46,14 +58,17 @@ def open_source(
     subset: str | None = None,
     names: Mapping[str, str] = MappingProxyType({}),
     names_key: str = "data.map",
+    streaming: bool = False,
 ) -> Source:
     """Open one split of a dataset, or of several, one after the other; `names` and `names_key` are as `Source` takes them.
+
+    `streaming` gives shards, of which nothing is read here, and nothing of which is kept on the disk.
 
     Raises DataError.
     """
     if isinstance(location, str):
-        return evolve(_open_one(location, split=split, subset=subset), names=names, names_key=names_key)
-    sources = [_open_one(place, split=split, subset=subset) for place in location]
+        return evolve(_open_one(location, split=split, subset=subset, streaming=streaming), names=names, names_key=names_key)
+    sources = [_open_one(place, split=split, subset=subset, streaming=streaming) for place in location]
     parts = [part for source in sources for part in source.parts]
     titles = make_distinct([_title_of(place) for place in location])
     datasets = [(title, len(source.parts)) for title, source in zip(titles, sources, strict=True)]
@@ -66,11 +81,12 @@ def _title_of(location: str) -> str:
     return name.removesuffix(_kind(Path(name)) or "") or name
 
 
-def _open_one(location: str, *, split: str, subset: str | None) -> Source:
+def _open_one(location: str, *, split: str, subset: str | None, streaming: bool) -> Source:
     """Open one split of one dataset.
 
-    A file is its own split. In a folder, files whose name or folder begins with a split's name (`train-00000.parquet`, `test/a.jsonl`)
-    belong to that split; where no name does so, all files do. `subset` names a folder inside it. Anything that is no path is a hub id.
+    A file is its own split, and so are the files of a pattern (`data/*.jsonl`). In a folder, files whose name or folder begins with a split's
+    name (`train-00000.parquet`, `test/a.jsonl`) belong to that split; where no name does so, all files do. `subset` names a folder inside it.
+    Anything that is no path is a hub id.
     Raises DataError.
     """
     path = Path(location).expanduser()
@@ -80,11 +96,21 @@ def _open_one(location: str, *, split: str, subset: str | None) -> Source:
                 f"data.subset is {subset!r}, and the file {location} has no subsets",
                 remedy="Remove data.subset, or name a folder or a hub id",
             )
-        return Source(location, [_part(path)])
+        return _of_files(location, [path], streaming=streaming)
     if path.is_dir():
-        return _open_folder(path, location, split=split, subset=subset)
+        return _open_folder(path, location, split=split, subset=subset, streaming=streaming)
     if path.exists():
         raise DataError(f"{location} is neither a file nor a folder", remedy="Name a data file, or a folder of them")
+    if _is_pattern(location):
+        if subset is not None:
+            raise DataError(f"data.subset is {subset!r}, and {location} names files", remedy="Remove data.subset")
+        names = glob.glob(str(path), recursive=True)  # noqa: PTH207  # Path.glob takes no absolute patterns
+        found = sorted(Path(name) for name in names if Path(name).is_file())
+        if not found:
+            raise DataError(
+                f"no file is named like {location}", remedy="Correct the pattern: * stands for any name, ** for folders"
+            )
+        return _of_files(location, found, streaming=streaming)
     if "://" in location:
         raise DataError(
             f"the dataset {location} is an address, where a file, a folder or a hub id must be",
@@ -92,7 +118,24 @@ def _open_one(location: str, *, split: str, subset: str | None) -> Source:
         )
     if _looks_like_path(location):
         raise DataError(f"the dataset {location} does not exist", remedy=_path_hint(path))
+    if streaming:
+        return Source(location, _stream_from_hub(location, split=split, subset=subset))
     return Source(location, [_load_from_hub(location, split=split, subset=subset)])
+
+
+def _is_pattern(location: str) -> bool:
+    return any(mark in location for mark in "*?[")
+
+
+def _of_files(location: str, paths: Sequence[Path], *, streaming: bool) -> Source:
+    parts = [_part(path) for path in paths]
+    whole = next((part for part in parts if streaming and isinstance(part, JsonArray)), None)
+    if whole is not None:
+        raise DataError(
+            f"{whole.path} holds one JSON array, which is read whole, and data.streaming is on",
+            remedy="Store one object per line (.jsonl), or set data.streaming = false",
+        )
+    return Source(location, parts)
 
 
 def _part(path: Path) -> DatasetPart:
@@ -106,12 +149,14 @@ def _kind(path: Path) -> str | None:
     return next((suffix for suffix in _PARTS if path.name.lower().endswith(suffix)), None)
 
 
-def _open_folder(path: Path, location: str, *, split: str, subset: str | None) -> Source:
+def _open_folder(path: Path, location: str, *, split: str, subset: str | None, streaming: bool) -> Source:
     if subset is not None:
         path = path / subset
         if not path.is_dir():
             raise DataError(f"the subset {subset!r} is no folder in {location}", remedy=_path_hint(path))
     if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
+        if streaming:
+            return _of_files(location, _list_saved(path, location, split), streaming=True)
         return Source(location, [_load_saved(path, location, split)])
     if _is_model(path):
         raise DataError(
@@ -135,7 +180,7 @@ def _open_folder(path: Path, location: str, *, split: str, subset: str | None) -
                 remedy="Set data.train_split or data.eval_split to one of them",
             )
         files = chosen
-    return Source(location, [_part(file) for file in files])
+    return _of_files(location, files, streaming=streaming)
 
 
 def _is_model(path: Path) -> bool:
@@ -181,20 +226,61 @@ def _load_saved(path: Path, location: str, split: str) -> LoadedDataset:
     return LoadedDataset(location, loaded, digest + state, path.absolute())
 
 
+def _list_saved(path: Path, location: str, split: str) -> list[Path]:
+    """List the Arrow files of a split that `save_to_disk` wrote, in the order of its `state.json`."""
+    if (path / "dataset_dict.json").is_file():
+        splits = sorted(folder.name for folder in path.iterdir() if folder.is_dir())
+        if split not in splits:
+            raise DataError(
+                f"the saved dataset {location} has no split {split!r}, only {', '.join(splits)}",
+                remedy="Set data.train_split to one of them",
+            )
+        path = path / split
+    try:
+        state = json.loads((path / "state.json").read_text(encoding="utf-8"))
+        return [path / file["filename"] for file in state["_data_files"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(
+            f"the saved dataset {location} cannot be loaded: {error}", remedy="Save it again with save_to_disk"
+        ) from error
+
+
+def _stream_from_hub(location: str, *, split: str, subset: str | None) -> list[HubShard]:
+    import datasets
+
+    try:
+        loaded: Any = datasets.load_dataset(location, subset, split=split, streaming=True)
+        count = int(loaded.num_shards)
+        return [
+            HubShard(
+                f"{location} shard {number}",
+                loaded.shard(num_shards=count, index=number),
+                f"{location}:{subset}:{split}:{number} of {count}",
+            )
+            for number in range(count)
+        ]
+    except _HUB_ERRORS as error:
+        raise _not_on_hub(location, error) from error
+
+
 def _load_from_hub(location: str, *, split: str, subset: str | None) -> LoadedDataset:
     import datasets
 
     try:
         loaded: Any = datasets.load_dataset(location, subset, split=split)
-    except (OSError, ValueError, RuntimeError, ImportError) as error:
-        detail = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise DataError(
-            f"the dataset {location!r} is no file or folder here and cannot be loaded from the hub",
-            remedy="Check the name, data.subset, the split and the network (HF_HUB_OFFLINE forbids downloads), or use a local file",
-            details=[f"{type(error).__name__}: {detail}"],
-        ) from error
+    except _HUB_ERRORS as error:
+        raise _not_on_hub(location, error) from error
     # the fingerprint is the only name datasets gives to content, and it offers no public way to it
     return LoadedDataset(location, loaded, f"{location}:{subset}:{split}:{loaded._fingerprint}")  # noqa: SLF001
+
+
+def _not_on_hub(location: str, error: BaseException) -> DataError:
+    detail = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return DataError(
+        f"the dataset {location!r} is no file or folder here and cannot be loaded from the hub",
+        remedy="Check the name, data.subset, the split and the network (HF_HUB_OFFLINE forbids downloads), or use a local file",
+        details=[f"{type(error).__name__}: {detail}"],
+    )
 
 
 def _looks_like_path(location: str) -> bool:

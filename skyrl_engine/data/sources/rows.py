@@ -120,7 +120,7 @@ class Source:
                 if end is not None and number >= end:
                     return
                 if wanted is None or wanted[number]:
-                    yield self._row(number, where, content, part)
+                    yield self.make_row(number, where, content, part.folder)
                 number += 1
 
     def folders(self, rows: npt.ArrayLike) -> list[Path | None]:
@@ -141,10 +141,11 @@ class Source:
         """Read row `number` alone. Raises DataError where its file's format does not allow that."""
         part = int(self.parts_of(number))
         where, content = self.parts[part].at(number - sum(scan.rows for scan in self.scan()[:part]))
-        return self._row(number, where, content, self.parts[part])
+        return self.make_row(number, where, content, self.parts[part].folder)
 
-    def _row(self, number: int, where: str, content: Content, part: DatasetPart) -> Row:
-        row = Row(number, where, parse_row(content, where), part.folder)
+    def make_row(self, number: int, where: str, content: Content, folder: Path | None) -> Row:
+        """Parse a row of the dataset; it has the engine's names of columns. Raises DataError naming file and line."""
+        row = Row(number, where, parse_row(content, where), folder)
         if not self.names:
             return row
         for ours, theirs in self.names.items():

@@ -52,12 +52,13 @@ def cache_key(
     settings = json.dumps(
         [*read, *images, *([] if reading == "samples" else [reading]), *([step_separator] if reading == "steps" else [])]
     )
-    for piece in (content.encode(), rows, _tokenizer_identity(tokenizer).encode(), settings.encode(), code_identity().encode()):
+    for piece in (content.encode(), rows, tokenizer_identity(tokenizer).encode(), settings.encode(), code_identity().encode()):
         digest.update(len(piece).to_bytes(8, "little") + piece)
     return digest.hexdigest()
 
 
-def _tokenizer_identity(tokenizer: Any) -> str:
+def tokenizer_identity(tokenizer: Any) -> str:
+    """Return everything of a tokenizer that decides tokens."""
     if tokenizer.is_fast:
         serialised = tokenizer.backend_tokenizer.to_str()
         # padding and truncation, written before the added tokens, are state of the last call; parsing a large vocabulary would take seconds

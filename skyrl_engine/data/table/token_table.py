@@ -1,5 +1,6 @@
 """Tokenized samples in one Arrow file: a single record batch, so that every column is one piece of memory and is read without a copy."""
 
+import io
 import json
 import mmap
 import os
@@ -98,9 +99,12 @@ def open_table(path: Path) -> TokenTable | None:
 
 
 class TokenTableWriter:
-    """Collects samples in unnamed files in the target's folder, then writes them as one record batch: memory stays bounded by the offsets."""
+    """Collects samples in unnamed files in the target's folder, then writes them as one record batch: memory stays bounded by the offsets.
 
-    def __init__(self, directory: Path) -> None:
+    Without a folder it collects a few in memory.
+    """
+
+    def __init__(self, directory: Path | None) -> None:
         self._directory = directory
         self._lengths: list[int] = []
         self._actions: list[int] = []
@@ -113,9 +117,21 @@ class TokenTableWriter:
         self._kept: AnyArray | None = None
         self._forms: dict[str, AnyArray] = {}
         with _disk(directory):
-            directory.mkdir(parents=True, exist_ok=True)
-            self._tokens: IO[bytes] = tempfile.TemporaryFile(dir=directory)  # noqa: SIM115  # closed by __exit__
-            self._mask: IO[bytes] = tempfile.TemporaryFile(dir=directory)  # noqa: SIM115  # closed by __exit__
+            if directory is not None:
+                directory.mkdir(parents=True, exist_ok=True)
+            self._tokens = self._open_file()
+            self._mask = self._open_file()
+
+    def _open_file(self) -> IO[bytes]:
+        """Open a place for bytes, which `__exit__` closes."""
+        return io.BytesIO() if self._directory is None else tempfile.TemporaryFile(dir=self._directory)
+
+    @property
+    def kept(self) -> int:
+        """Return the number of samples so far that will be written."""
+        return (
+            len(self._lengths) if self._kept is None else int(np.count_nonzero(self._kept)) + len(self._lengths) - len(self._kept)
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -136,7 +152,7 @@ class TokenTableWriter:
                 self._values = {name: [] for name in carried.values}
                 for name, values in carried.columns.items():
                     self._forms[name] = values[:0]
-                    self._columns[name] = tempfile.TemporaryFile(dir=self._directory)  # noqa: SIM115  # closed by __exit__
+                    self._columns[name] = self._open_file()
             self._tokens.write(np.ascontiguousarray(sample.input_ids, dtype=np.int32).tobytes())
             self._mask.write((sample.loss if sample.weights is None else sample.weights)[first:].astype(np.float32).tobytes())
             self._fractional |= sample.weights is not None
@@ -154,11 +170,21 @@ class TokenTableWriter:
         self._images.append(sample.images)
 
     def keep(self, mask: AnyArray) -> None:
-        """Write only these of the samples, bool[N]."""
-        self._kept = mask
+        """Write only these of the last N samples, bool[N]; those before them stay as they were."""
+        before = np.zeros(0, dtype=np.bool_) if self._kept is None else self._kept
+        others = np.ones(len(self._lengths) - len(mask) - len(before), dtype=np.bool_)
+        self._kept = np.concatenate([before, others, mask])
 
     def finish(self, path: Path, info: dict[str, Any]) -> None:
         """Write the table and `info` (plain values) beside `path`, flush them to the disk, and rename."""
+        assert self._directory is not None, "samples in memory have no file"
+        with _disk(self._directory):
+            batch = self.batch()
+            described = json.dumps({**info, "checksum": _checksum(batch)}).encode()
+            _write_atomically(path, batch.replace_schema_metadata({_INFO: described}))
+
+    def batch(self) -> "pa.RecordBatch":
+        """Return the samples that are kept as one record batch."""
         import pyarrow as pa
 
         with _disk(self._directory):
@@ -175,15 +201,17 @@ class TokenTableWriter:
                 columns |= _image_columns(self._images)
             batch = pa.record_batch(list(columns.values()), names=list(columns))
             if self._kept is not None:
-                batch = batch.filter(pa.array(self._kept))
-            described = json.dumps({**info, "checksum": _checksum(batch)}).encode()
-            _write_atomically(path, batch.replace_schema_metadata({_INFO: described}))
+                later = np.ones(len(self._lengths) - len(self._kept), dtype=np.bool_)
+                batch = batch.filter(pa.array(np.concatenate([self._kept, later])))
+            return batch
 
 
 def _contents(file: IO[bytes]) -> "pa.Buffer":
     """Return the file's content, memory-mapped."""
     import pyarrow as pa
 
+    if isinstance(file, io.BytesIO):
+        return pa.py_buffer(file.getvalue())
     file.flush()
     if os.fstat(file.fileno()).st_size == 0:
         return pa.py_buffer(b"")
@@ -266,7 +294,7 @@ def _checksum(batch: "pa.RecordBatch") -> int:
 
 
 @contextmanager
-def _disk(directory: Path) -> Iterator[None]:
+def _disk(directory: Path | None) -> Iterator[None]:
     """Turn an error of the file system into a DataError that names the place."""
     try:
         yield

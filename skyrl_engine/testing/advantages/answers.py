@@ -32,7 +32,8 @@ def list_explicit(subject: Subject[Any]) -> list[DrawnRows]:
 
 
 def list_explicit_and_large(subject: Subject[Any]) -> list[DrawnRows]:
-    return [*list_explicit(subject), batches.make_large(subject.make().needs)]
+    needs = subject.make().needs
+    return [*list_explicit(subject), batches.make_large(needs), batches.make_batch_of_failures(needs)]
 
 
 def output_of(subject: Subject[Any], batch: AdvantageBatch) -> AdvantageOutput:

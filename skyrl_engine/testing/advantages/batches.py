@@ -222,6 +222,12 @@ def make_long_and_failed(needs: Sequence[str] = ()) -> DrawnRows:
     return DrawnRows(tuple(samples[::-1]), tuple(needs))
 
 
+def make_batch_of_failures(needs: Sequence[str] = ()) -> DrawnRows:
+    """Return two groups of which all trajectories failed: nobody is left to learn from."""
+    tokens = (Token(1.0), Token(1.0, 0.5))
+    return DrawnRows(tuple(DrawnSample(key, key // 2, key, 0, False, tokens) for key in range(4)), tuple(needs))
+
+
 def make_large(needs: Sequence[str] = ()) -> DrawnRows:
     """Return a group of four trajectories whose rewards are as large as those of a game's score, beyond what float16 and int16 hold."""
     rewards = (1e6, -1e6, 250_000.0, 0.0)

@@ -1,5 +1,6 @@
 """Batches for tests of backends, an objective over them, and its definition in plain autograd: one process, whole logits."""
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -10,12 +11,13 @@ import torch
 from attrs import evolve, frozen
 from torch import Tensor
 
-from skyrl_engine.contracts.kinds.backend import MicroBatch
+from skyrl_engine.contracts.kinds.backend import EmbeddingNoise, MicroBatch
 from skyrl_engine.contracts.kinds.needs import LOGPROBS_AT, TOP_1_AGREEMENT, Divergence
 from skyrl_engine.contracts.values.extras import IMAGE_GRID, PIXEL_VALUES, TOKEN_TYPES
 from skyrl_engine.contracts.values.outputs import Metric, RankOutput
 from skyrl_engine.contracts.values.prefixes import PrefixTree
 from skyrl_engine.contracts.values.ragged import Ragged, offsets_of
+from skyrl_engine.modeling.embedding_noise import draw_noise
 from skyrl_engine.modeling.tiny import IMAGE_TOKEN, VOCABULARY
 from skyrl_engine.proof.comparison import relative_difference
 from skyrl_engine.proof.plain_model import PlainModel
@@ -251,6 +253,30 @@ def _types(ids: Tensor) -> Tensor:
     return (ids == IMAGE_TOKEN).long()
 
 
+NOISE = 9.0
+"""The `ModelConfig.neftune_alpha` of passes with noise."""
+
+
+def add_noise(micro_batch: MicroBatch) -> MicroBatch:
+    """Return the batch with the noise that `define_noise` gives each of its documents."""
+    chosen: list[Document] = micro_batch.samples
+    there = micro_batch.inputs["attention_mask"].bool()
+    keys, lengths = (torch.zeros(there.shape, dtype=torch.int64) for _ in range(2))
+    keys[there] = torch.cat([torch.zeros(0, dtype=torch.int64), *map(_noise_keys, chosen)])
+    lengths[there] = torch.tensor([len(document.ids) for document in chosen for _ in document.ids], dtype=torch.int64)
+    return evolve(micro_batch, noise=EmbeddingNoise(NOISE, keys, lengths))
+
+
+def define_noise(document: Document, width: int) -> Tensor:
+    """Return what is added to the embeddings of a document, float32[length, width]."""
+    length = len(document.ids)
+    return NOISE / math.sqrt(length * width) * draw_noise(_noise_keys(document), width)
+
+
+def _noise_keys(document: Document) -> Tensor:
+    return (document.number + 1) * 12345678901 + torch.arange(len(document.ids)) * 97
+
+
 class WeightedObjective:
     """The objective sum w f(score) over documents and over the scores that `needs` names, each with its function f of `TERMS`.
 
@@ -340,10 +366,12 @@ def definition(
     needs: Iterable[str] = ("logprobs", "entropy"),
     adapter: str | None = None,
     teacher: str | None = None,
+    noise: bool = False,
 ) -> DefinedResult:
     """Compute `WeightedObjective` with the plain model, one document at a time. `teacher` is the directory of a model that is compared with.
 
-    `adapter` is a PEFT directory: PEFT puts its adapters into the model, and only they and a value head get gradients.
+    `adapter` is a PEFT directory: PEFT puts its adapters into the model, and only they and a value head get gradients. With `noise` the input
+    embeddings have that of `define_noise`.
     """
     model = PlainModel.load(
         directory,
@@ -353,7 +381,7 @@ def definition(
         adapt=None if adapter is None else partial(with_adapter, adapter=adapter),
     )
     teacher_model = None if teacher is None else PlainModel.load(teacher, dtype=dtype)
-    total, scores = plain_objective(model, chosen, temperature=temperature, needs=needs, teacher=teacher_model)
+    total, scores = plain_objective(model, chosen, temperature=temperature, needs=needs, teacher=teacher_model, noise=noise)
     torch.autograd.backward(total)
     gradients = {name: parameter.grad.numpy() for name, parameter in model.parameters.items() if parameter.grad is not None}
     return DefinedResult(total.item(), gradients, scores)
@@ -366,6 +394,7 @@ def plain_objective(
     temperature: float = 1.0,
     needs: Iterable[str] = ("logprobs", "entropy"),
     teacher: PlainModel | None = None,
+    noise: bool = False,
 ) -> tuple[Tensor, dict[str, dict[int, npt.NDArray[Any]]]]:
     """Compute the objective of `WeightedObjective` one document at a time, and the scores of scored tokens by name and document."""
     total = torch.zeros(())
@@ -379,6 +408,7 @@ def plain_objective(
             candidates=candidates(document.ids[1:]),
             teacher=teacher,
             needs=needs,
+            noise=partial(define_noise, document) if noise else None,
             **_pictures(document),
         )
         for need in needs:

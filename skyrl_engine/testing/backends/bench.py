@@ -14,7 +14,7 @@ from attrs import define
 from skyrl_engine.errors import WorkerError
 from skyrl_engine.modeling.loading import quiet_progress
 from skyrl_engine.modeling.tiny import VOCABULARY, make_parts_differ, write_model, write_vision_model
-from skyrl_engine.testing.adapters import write_adapter
+from skyrl_engine.testing.adapters import write_adapter, write_rounded_model
 from skyrl_engine.testing.backends.batches import DefinedResult, definition, documents, many_documents, picture_documents
 from skyrl_engine.testing.backends.ranks import Answer, BackendRanks, Opening, RankFailed, on_rank
 from skyrl_engine.testing.pictures import Variant
@@ -36,6 +36,7 @@ class Bench:
     _stack: ExitStack = attrs.field(factory=ExitStack, init=False)
     _models: dict[str, str] = attrs.field(factory=dict, init=False)
     _adapters: dict[str, str] = attrs.field(factory=dict, init=False)
+    _rounded: dict[str, str] = attrs.field(factory=dict, init=False)
     _definitions: dict[Any, DefinedResult] = attrs.field(factory=dict, init=False)
 
     def __enter__(self) -> Self:
@@ -45,6 +46,7 @@ class Bench:
         on_rank("close")
         self._models.clear()
         self._adapters.clear()
+        self._rounded.clear()
         self._stack.close()
 
     def ranks(self, opening: Opening) -> BackendRanks:
@@ -85,26 +87,37 @@ class Bench:
         adapted: bool = False,
         many: bool = False,
         teacher: Model | None = None,
+        noise: bool = False,
+        rounded: bool = False,
     ) -> DefinedResult:
         """Return loss, gradients and scores of these documents in float64, computed one at a time in this process.
 
         With `adapted` the model has the adapters of `adapter`; with `many` the documents are those of `many_documents`; scores may compare with
-        a `teacher`.
+        a `teacher`, and input embeddings have `noise`. With `rounded` the model is that of `rounded_model`.
         """
-        key = (model, tuple(numbers), temperature, needs, pictures, adapted, many, teacher)
+        key = (model, tuple(numbers), temperature, needs, pictures, adapted, many, teacher, noise, rounded)
         if key not in self._definitions:
             available = many_documents() if many else documents() if pictures is None else picture_documents(VOCABULARY, pictures)
             chosen = [document for document in available if document.number in key[1]]
             adapter = self.adapter(model) if adapted else None
             self._definitions[key] = definition(
-                self.model(model),
+                self.rounded_model(model) if rounded else self.model(model),
                 chosen,
                 temperature=temperature,
                 needs=needs,
                 adapter=adapter,
                 teacher=None if teacher is None else self.model(teacher),
+                noise=noise,
             )
         return self._definitions[key]
+
+    def rounded_model(self, model: Model) -> str:
+        """Return the directory of the model whose linear layers are as 4 bits hold them, written once."""
+        if model not in self._rounded:
+            directory = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="skyrl-engine-bench-")))
+            with quiet_progress():
+                self._rounded[model] = write_rounded_model(self.model(model), directory)
+        return self._rounded[model]
 
     def adapter(self, model: Model) -> str:
         """Return a directory of adapters for the model, written once."""

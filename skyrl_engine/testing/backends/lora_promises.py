@@ -142,6 +142,55 @@ def reference_by_adapters(subject: BackendSubject, case: BackendCase) -> None:
             )
 
 
+def _no_four_bits(subject: BackendSubject) -> str | None:
+    if (reason := _no_lora(subject)) is not None:
+        return reason
+    if find_spec("bitsandbytes") is None:
+        return "bitsandbytes is not installed"
+    return None if subject.declares("load_in_4bit") else "the backend does not declare 'load_in_4bit'"
+
+
+@backend_promise(
+    "Adapters over linear layers in 4 bits learn as over a model of these rounded weights, which weights() gives with them merged",
+    exempt=_no_four_bits,
+)
+def four_bit_layers(subject: BackendSubject, case: BackendCase) -> None:
+    if not _has_adapters(subject, case, "load_in_4bit"):
+        return
+    bench = subject.bench
+    adapter = bench.adapter(case.model)
+    with subject.open_ranks(case, optimizer=SPEC, lora=LoraConfig(path=adapter, load_in_4bit=True)) as ranks:
+        merged = ranks.weights()[0]
+        ranks.forward_backward(case.whole())
+        gradients = ranks.gradients()[0]
+    require_same_gradients(
+        gradients,
+        bench.definition(case.model, NUMBERS, adapted=True, rounded=True).gradients,
+        "of PEFT's own model over weights rounded to 4 bits",
+        "Compute with the weights that the codes stand for, as modeling.four_bit does",
+        facts={},
+    )
+    _require_merged(merged, _merge(bench.rounded_model(case.model), adapter), "over weights in 4 bits", MERGED)
+
+
+def _declares_or_has_none(subject: BackendSubject) -> str | None:
+    return exempt_with("load_in_4bit")(subject) or _no_lora(subject)
+
+
+@backend_promise("Linear layers in 4 bits, which it does not declare, are refused in words", exempt=_declares_or_has_none)
+def undeclared_four_bit_layers(subject: BackendSubject, case: BackendCase) -> None:
+    try:
+        with subject.open_ranks(case, lora=LoraConfig(rank=4, load_in_4bit=True)) as ranks:
+            ranks.forward(case.whole())
+    except EngineError as error:
+        require_words(error)
+        return
+    raise Broken(
+        "trains adapters with model.lora.load_in_4bit although it does not declare 'load_in_4bit'",
+        "Declare it, or raise UnsupportedError in setup",
+    )
+
+
 @backend_promise("Adapters, which it does not declare, are refused in words", exempt=exempt_with("lora"))
 def undeclared_adapters(subject: BackendSubject, case: BackendCase) -> None:
     try:
@@ -153,4 +202,10 @@ def undeclared_adapters(subject: BackendSubject, case: BackendCase) -> None:
     raise Broken("trains adapters although it does not declare 'lora'", "Declare it, or raise UnsupportedError in setup")
 
 
-LORA_PROMISES: tuple[Promise[BackendSubject, BackendCase], ...] = (adapters, reference_by_adapters, undeclared_adapters)
+LORA_PROMISES: tuple[Promise[BackendSubject, BackendCase], ...] = (
+    adapters,
+    reference_by_adapters,
+    four_bit_layers,
+    undeclared_adapters,
+    undeclared_four_bit_layers,
+)

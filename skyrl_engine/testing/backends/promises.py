@@ -3,10 +3,13 @@
 from typing import Any
 
 from skyrl_engine.testing.backends.adapter_set_promises import ADAPTER_SET_PROMISES
+from skyrl_engine.testing.backends.average_promises import AVERAGE_PROMISES
 from skyrl_engine.testing.backends.description_promises import DESCRIPTION_PROMISES
 from skyrl_engine.testing.backends.device_promises import DEVICE_PROMISES
 from skyrl_engine.testing.backends.gradient_promises import GRADIENT_PROMISES
 from skyrl_engine.testing.backends.lora_promises import LORA_PROMISES
+from skyrl_engine.testing.backends.memory_promises import MEMORY_PROMISES
+from skyrl_engine.testing.backends.noise_promises import NOISE_PROMISES
 from skyrl_engine.testing.backends.placement_promises import PLACEMENT_PROMISES
 from skyrl_engine.testing.backends.score_promises import SCORE_PROMISES
 from skyrl_engine.testing.backends.second_model_promises import SECOND_MODEL_PROMISES
@@ -30,6 +33,9 @@ BACKEND_PROMISES: tuple[Promise[Any, Any], ...] = (
     *SECOND_MODEL_PROMISES,
     *DEVICE_PROMISES,
     *SPEED_PROMISES,
+    *NOISE_PROMISES,
+    *MEMORY_PROMISES,
+    *AVERAGE_PROMISES,
     config_round_trip,
     light_import,
 )

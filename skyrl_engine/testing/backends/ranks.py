@@ -18,6 +18,7 @@ from skyrl_engine.config import SelectedPlugin
 from skyrl_engine.contracts.kinds.backend import (
     Backend,
     HasAdapterSets,
+    KeepsAverages,
     Offloads,
     OptimizerSettings,
     OptimStep,
@@ -46,7 +47,7 @@ SEED = CONTEXT.seed
 @frozen
 class Opening:
     """The arguments of a backend's setup. `lock` is the plugin's, so that another process loads the same plugin; `teacher` is a second model
-    that the same plugin loads, for scores that compare with one. `seed` is the run's.
+    that the same plugin loads, for scores that compare with one. `seed` is the run's. With `counts_bytes`, ranks count tensors before setup.
     """
 
     lock: Mapping[str, Any]
@@ -57,6 +58,7 @@ class Opening:
     announced_rows: RowKind = "padded"
     teacher: ModelConfig | None = None
     seed: int = SEED
+    counts_bytes: bool = False
 
 
 @frozen
@@ -64,7 +66,7 @@ class PassOrder:
     """One call of forward or forward_backward. Documents in `unscored` carry no loss; `pictures` are theirs, None for text.
 
     With `many` the documents are those of `many_documents`, with `branching` those of `branching_documents`. With `other_labels` other ids than
-    the tokens that follow are scored, those of the candidates `other`.
+    the tokens that follow are scored, those of the candidates `other`. With `noise` input embeddings get noise.
 
     The other fields are those of WeightedObjective.
     """
@@ -80,6 +82,7 @@ class PassOrder:
     many: bool = False
     branching: bool = False
     other_labels: bool = False
+    noise: bool = False
 
 
 @frozen
@@ -138,6 +141,7 @@ class HeldBackend:
         self._shown: Mapping[str, Any] | None = None
         self._teacher: Any = None
         self._further: dict[int, HeldBackend] = {}
+        self._bytes_before = _count_live_bytes() if opening.counts_bytes else 0
         environment = self.environment = RankEnvironment(rank, size, opening.device, opening.seed, opening.announced_rows)
         try:
             plugin = SelectedPlugin.from_lock(opening.lock)
@@ -158,6 +162,10 @@ class HeldBackend:
 
     def coords(self) -> RankCoords:
         return self.backend.coords
+
+    def count_bytes(self) -> int:
+        """Count the bytes of tensors that are there since before setup."""
+        return _count_live_bytes() - self._bytes_before
 
     def call_further_product(self, kind: str, number: int, method: str, *arguments: Any) -> Any:
         """Do with a further product on this rank what `method` does; `open` sets it up, and `close` frees it."""
@@ -206,6 +214,7 @@ class HeldBackend:
             EMPTY,
             TERMS,
             WeightedObjective,
+            add_noise,
             branching_documents,
             build_packed,
             build_padded,
@@ -230,6 +239,8 @@ class HeldBackend:
         batch: Any = [rows(group, len(known))[0] for group in groups]
         if work.other_labels:
             batch = [evolve(each, labels=each.candidates["other"][:, 0]) for each in batch]
+        if work.noise:
+            batch = [add_noise(each) for each in batch]
         if self._coords.pp > 0:
             batch = [drop_pixels(each) for each in batch]
         if self._teacher is not None:
@@ -294,6 +305,13 @@ class HeldBackend:
     def load(self, directory: Path) -> None:
         self.backend.load(directory)
 
+    def load_averages(self, directory: Path) -> None:
+        if not isinstance(self.backend, KeepsAverages):
+            raise ContractError(
+                f"{self.label} declares 'ema' and has no method load_averages", remedy="Implement contracts.KeepsAverages"
+            )
+        self.backend.load_averages(directory)
+
     def export(self, directory: Path) -> None:
         self.backend.export(directory)
 
@@ -311,6 +329,12 @@ class HeldBackend:
         if self._owns_group:
             self._owns_group = False
             leave()
+
+
+def _count_live_bytes() -> int:
+    from skyrl_engine.testing.backends.live_bytes import count_live_bytes
+
+    return count_live_bytes()
 
 
 class HeldAdapterSet(HeldBackend):
@@ -409,6 +433,10 @@ class BackendRanks:
         """Return the names of the scores that objectives got in a forward_backward, by rank."""
         return [names for _, names in self._ask("run", "forward_backward", work)]
 
+    def count_bytes(self) -> list[int]:
+        """Count the bytes of tensors of every rank that came since before setup, of ranks that were opened with `counts_bytes`."""
+        return self._ask("count_bytes")
+
     def elsewhere(self, passes: Sequence[tuple[str, PassOrder]]) -> list[list[Waits]]:
         """Run these passes and a step on a device that is not the CPU; return what the host waited for, by rank and pass."""
         return self._ask("elsewhere", passes)
@@ -437,6 +465,9 @@ class BackendRanks:
 
     def load(self, directory: Path) -> None:
         self._ask("load", directory)
+
+    def load_averages(self, directory: Path) -> None:
+        self._ask("load_averages", directory)
 
     def export(self, directory: Path) -> None:
         self._ask("export", directory)

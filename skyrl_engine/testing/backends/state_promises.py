@@ -83,7 +83,7 @@ def shown_memory(subject: BackendSubject, case: BackendCase) -> None:
     remedy = "Show the tensors that the optimizer changes in place, or None where no such tensor is whole"
     with subject.open_ranks(case, optimizer=SPEC) as ranks:
         for when, steps in (("at the start", 0), ("after two steps", 2)):
-            _train(ranks, case, steps)
+            train(ranks, case, steps)
             for rank, (shown, weights) in enumerate(zip(ranks.storage(again=steps > 0), ranks.weights(), strict=True)):
                 if shown is None:
                     continue
@@ -99,25 +99,25 @@ def save_and_load(subject: BackendSubject, case: BackendCase) -> None:
     with tempfile.TemporaryDirectory(prefix="skyrl-engine-state-") as name:
         directory = Path(name)
         with subject.open_ranks(case, "dropout" if _takes_dropout(subject, case) else None, optimizer=SPEC) as ranks:
-            _train(ranks, case, 2)
+            train(ranks, case, 2)
             require_nothing_left(ranks)
             ranks.save(directory)
             at_save = ranks.weights()[0]
-            uninterrupted = _train(ranks, case, 2)
+            uninterrupted = train(ranks, case, 2)
         with subject.open_ranks(case, "dropout" if _takes_dropout(subject, case) else None, optimizer=SPEC) as ranks:
             # what loading must put away: a step, and a gradient under way
-            _train(ranks, case, 1)
+            train(ranks, case, 1)
             ranks.forward_backward(case.whole())
             ranks.load(directory)
-            _require_equal(ranks.weights()[0], at_save, "right after loading", "Save and load every weight in full precision")
-            resumed = _train(ranks, case, 2)
+            require_equal(ranks.weights()[0], at_save, "right after loading", "Save and load every weight in full precision")
+            resumed = train(ranks, case, 2)
     for number, ((due_step, due), (got_step, got)) in enumerate(zip(uninterrupted, resumed, strict=True), start=1):
         if got_step.grad_norm != due_step.grad_norm:
             raise Broken(
                 f"the gradient of step {number} after loading has the norm {got_step.grad_norm!r}, without a break {due_step.grad_norm!r}",
                 "Save the random states of every rank (skyrl_engine.modeling) and every weight, and clear the gradient when loading",
             )
-        _require_equal(got, due, f"after step {number} since loading", "Save the optimizer's moments and step count, and load them")
+        require_equal(got, due, f"after step {number} since loading", "Save the optimizer's moments and step count, and load them")
 
 
 def _takes_dropout(subject: BackendSubject, case: BackendCase) -> bool:
@@ -130,7 +130,8 @@ def _takes_dropout(subject: BackendSubject, case: BackendCase) -> bool:
     return True
 
 
-def _train(ranks: BackendRanks, case: BackendCase, steps: int) -> list[Any]:
+def train(ranks: BackendRanks, case: BackendCase, steps: int) -> list[Any]:
+    """Take steps over all documents; return the report of each, and the weights after it."""
     results = []
     for _ in range(steps):
         ranks.forward_backward(case.whole())
@@ -149,20 +150,21 @@ def offloads(subject: BackendSubject, case: BackendCase) -> None:
     courses = []
     for leaves in (False, True):
         with subject.open_ranks(case, optimizer=SPEC) as ranks:
-            _train(ranks, case, 1)
+            train(ranks, case, 1)
             if leaves:
                 ranks.offload()
             ranks.forward_backward(case.whole())
             if leaves:
                 ranks.offload()
-            courses.append([(ranks.optim_step()[0], ranks.weights()[0]), *_train(ranks, case, 1)])
+            courses.append([(ranks.optim_step()[0], ranks.weights()[0]), *train(ranks, case, 1)])
     for number, ((step, weights), (due_step, due_weights)) in enumerate(zip(courses[1], courses[0], strict=True), 2):
         if step != due_step:
             raise Broken(f"reports {step} in step {number} after it was offloaded, and {due_step} without", remedy)
-        _require_equal(weights, due_weights, f"after step {number}, having been offloaded,", remedy)
+        require_equal(weights, due_weights, f"after step {number}, having been offloaded,", remedy)
 
 
-def _require_equal(got: Arrays, due: Arrays, when: str, remedy: str) -> None:
+def require_equal(got: Arrays, due: Arrays, when: str, remedy: str) -> None:
+    """Raise Broken, naming the first, for weights that differ in any bit."""
     for name, weight in due.items():
         if not np.array_equal(got[name], weight):
             distance = float(np.abs(got[name] - weight).max())
@@ -173,7 +175,7 @@ def _require_equal(got: Arrays, due: Arrays, when: str, remedy: str) -> None:
 def no_code_in_checkpoints(subject: BackendSubject, case: BackendCase) -> None:
     with tempfile.TemporaryDirectory(prefix="skyrl-engine-hostile-") as name, subject.open_ranks(case, optimizer=SPEC) as ranks:
         saved, hostile, trace = (Path(name, each) for each in ("saved", "hostile", "code-has-run"))
-        _train(ranks, case, 1)
+        train(ranks, case, 1)
         saved.mkdir()
         ranks.save(saved)
         for file in sorted(each.relative_to(saved) for each in saved.rglob("*") if each.is_file()):
@@ -222,7 +224,7 @@ def export(subject: BackendSubject, case: BackendCase) -> None:
         with subject.open_ranks(case, optimizer=SPEC) as ranks:
             if not is_right_loss(subject, case, ranks.loss(ranks.forward(case.whole()))):
                 raise Undecidable("the loss is not the right one already")
-            _train(ranks, case, 2)
+            train(ranks, case, 2)
             returned = ranks.forward(case.whole())
             ranks.export(directory)
         due = _score_export(directory)

@@ -9,6 +9,7 @@ from torch import nn
 
 from skyrl_engine.contracts.kinds.backend import (
     AdafactorSettings,
+    AdamW8BitSettings,
     AdamWSettings,
     LionSettings,
     MuonSettings,
@@ -132,10 +133,11 @@ def sgd_step(subject: BackendSubject, case: BackendCase) -> None:
 
 @backend_promise("SGD, which it does not declare, is refused in words", exempt=exempt_with("sgd"))
 def undeclared_sgd(subject: BackendSubject, case: BackendCase) -> None:
-    _require_refused(subject, case, SGD)
+    _require_refusal(subject, case, SGD)
 
 
 FURTHER = (
+    AdamW8BitSettings(learning_rate=1e-2, epsilon=1e-2, weight_decay=0.1, max_grad_norm=None),
     AdafactorSettings(learning_rate=0.05, weight_decay=0.1, max_grad_norm=None),
     LionSettings(learning_rate=1e-2, weight_decay=0.1, max_grad_norm=None),
     MuonSettings(learning_rate=1e-2, epsilon=1e-2, weight_decay=0.1, max_grad_norm=None),
@@ -152,10 +154,10 @@ def further_steps(subject: BackendSubject, case: BackendCase) -> None:
         if spec.use in declared:
             _require_steps(subject, case, spec, (None, evolve(spec, learning_rate=2e-2), evolve(spec, weight_decay=0.5)), spec.use)
         else:
-            _require_refused(subject, case, spec)
+            _require_refusal(subject, case, spec)
 
 
-def _require_refused(subject: BackendSubject, case: BackendCase, spec: OptimizerSettings) -> None:
+def _require_refusal(subject: BackendSubject, case: BackendCase, spec: OptimizerSettings) -> None:
     try:
         with subject.open_ranks(case, optimizer=spec):
             pass

@@ -70,14 +70,20 @@ class BackendSubject:
         rows: RowKind = "padded",
         teacher: Model | None = None,
         seed: int = SEED,
+        counts_bytes: bool = False,
         **options: Any,
     ) -> BackendRanks:
-        """Set the backend up on the ranks of the case, with a `teacher` where there is one; `options` are those of the model."""
+        """Set the backend up on the ranks of the case, with a `teacher` where there is one; `options` are those of the model.
+
+        With `counts_bytes` the ranks can say what they hold.
+        """
         sizes = case.sizes
         spec = ModelConfig(self.bench.model(model or case.model), **options)
         teacher_config = None if teacher is None else ModelConfig(self.bench.model(teacher))
         lock = self.with_options(sizes.options).to_lock_entry()
-        return self.bench.ranks(Opening(lock, sizes.topology, spec, optimizer, self.device, rows, teacher_config, seed))
+        return self.bench.ranks(
+            Opening(lock, sizes.topology, spec, optimizer, self.device, rows, teacher_config, seed, counts_bytes)
+        )
 
     def on_another_device(self, case: "BackendCase") -> BackendRanks:
         """Set the backend up on ranks whose device is one that is not the CPU, for `BackendRanks.elsewhere`."""

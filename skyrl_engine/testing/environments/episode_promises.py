@@ -34,6 +34,7 @@ from skyrl_engine.testing.environments.bench import (
     tasks_of,
     to_plain,
 )
+from skyrl_engine.testing.environments.compared import TEXTS, compare_group, group_of
 from skyrl_engine.testing.process_settings import require_settings_left_alone
 from skyrl_engine.testing.promise import Broken, Undecidable, promise
 from skyrl_engine.testing.random_state import global_random_state, restore_random_state, seed_everything
@@ -353,6 +354,12 @@ def random_state(subject: Subject[Any], case: Script) -> None:
             raise Broken(
                 "draws from the global random state in an episode", "Draw from random.Random(seed) of the seed it is given"
             )
+        if environment.claims.compares:
+            compare_group(subject, environment, group_of(TEXTS))
+            if global_random_state() != before:
+                raise Broken(
+                    "draws from the global random state in compare", "Compare without chance, or draw from random.Random(0)"
+                )
 
 
 @promise(
@@ -374,6 +381,8 @@ def process_state(subject: Subject[Any], case: Script) -> None:
                 stage.close()
             except Exception as error:
                 raise Undecidable(f"an episode fails: {format_error(error)}") from error
+            if environment.claims.compares:
+                compare_group(subject, environment, group_of(TEXTS))
 
     try:
         require_settings_left_alone(attempt)

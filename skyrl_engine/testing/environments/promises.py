@@ -2,6 +2,12 @@
 
 from typing import Any
 
+from skyrl_engine.testing.environments.comparison_promises import (
+    attempt_order,
+    attempts_unchanged,
+    comparisons,
+    comparisons_repeat,
+)
 from skyrl_engine.testing.environments.episode_promises import (
     answers,
     closes,
@@ -43,5 +49,9 @@ ENVIRONMENT_PROMISES: tuple[Promise[Any, Any], ...] = (
     solution,
     echo,
     parts,
+    comparisons,
+    comparisons_repeat,
+    attempt_order,
+    attempts_unchanged,
     *PLUGIN_PROMISES,
 )

@@ -11,7 +11,7 @@ import attrs
 from skyrl_engine.config import SelectedPlugin
 from skyrl_engine.contracts.kinds.environment import Task
 from skyrl_engine.rollout.episode_process import ROLES, task_of
-from skyrl_engine.testing.another_process import ask
+from skyrl_engine.testing.another_process import ask, ask_in_other_orders
 from skyrl_engine.testing.environments.bench import (
     LOOKED_AT,
     SPLITS,
@@ -25,6 +25,7 @@ from skyrl_engine.testing.environments.bench import (
     tasks_of,
     to_plain,
 )
+from skyrl_engine.testing.environments.compared import TEXTS, compare_group, group_of
 from skyrl_engine.testing.promise import Broken, promise
 from skyrl_engine.testing.subject import Subject
 
@@ -114,29 +115,41 @@ def same_tasks(subject: Subject[Any], _case: None) -> None:
                     )
 
 
-@promise("Another process has the same tasks, and answers turns in the same way")
+@promise("Another process has the same tasks, answers turns and compares attempts in the same way")
 def same_in_another_process(subject: Subject[Any], _case: None) -> None:
     environment = subject.make()
     script = Script("train", 0, 7, (Turn("text", "4"), Turn("text", "yes"), Turn("prompt")))
     here = {split: [to_plain(task) for _, task in pick_tasks(tasks_of(environment, split), 8)] for split in SPLITS}
-    answers = [] if environment.claims.random else play(subject.make(), subject.make(), script)
-    there = (
-        ask(_collect_answers, None, environment)
+    answers = [] if environment.claims.random else play(subject, subject.make(), script)
+    comparison = _compare(subject, subject.make())
+    for there in (
+        [ask(_collect_answers, None, environment)]
         if subject.plugin is None
-        else ask(_collect_answers, subject.plugin.to_lock_entry(), None)
-    )
+        else ask_in_other_orders(subject.plugin, _collect_answers, subject.plugin.to_lock_entry(), None)
+    ):
+        _require_same_elsewhere({"tasks": here, "answers": answers, "comparison": comparison}, there)
+
+
+def _require_same_elsewhere(here: Mapping[str, Any], there: Mapping[str, Any]) -> None:
     for split in SPLITS:
-        for mine, theirs in zip(here[split], there["tasks"][split], strict=True):
+        for mine, theirs in zip(here["tasks"][split], there["tasks"][split], strict=True):
             if mine != theirs:
                 raise Broken(
                     f"a task of {split} is {shorten(theirs)} in another process, and {shorten(mine)} here",
                     "Let tasks depend on options alone: not on hash(), the rank, the time, sets, or the order of a folder",
                 )
-    if answers and there["answers"] != answers:
-        raise Broken(
-            f"an episode answers {shorten(there['answers'])} in another process, and {shorten(answers)} here",
-            "Let answers depend on task, seed and turns alone: not on hash(), the rank, the time or sets",
-        )
+    for what, answers in (("an episode answers", "answers"), ("a comparison of attempts gives", "comparison")):
+        if there[answers] != here[answers]:
+            raise Broken(
+                f"{what} {shorten(there[answers])} in another process, and {shorten(here[answers])} here",
+                "Let answers depend on task, seed and turns alone: not on hash(), the rank, the time or sets",
+            )
+
+
+def _compare(subject: Subject[Any], environment: Any) -> list[Mapping[str, Any]]:
+    """Return what a comparison of some attempts gives each; nothing where there is none, or another one each time."""
+    claims = environment.claims
+    return compare_group(subject, environment, group_of(TEXTS)) if claims.compares and not claims.random else []
 
 
 def _collect_answers(lock: dict[str, Any] | None, environment: Any) -> dict[str, Any]:
@@ -147,7 +160,8 @@ def _collect_answers(lock: dict[str, Any] | None, environment: Any) -> dict[str,
     environment = subject.make()
     tasks = {split: [to_plain(task) for _, task in pick_tasks(tasks_of(environment, split), 8)] for split in SPLITS}
     script = Script("train", 0, 7, (Turn("text", "4"), Turn("text", "yes"), Turn("prompt")))
-    return {"tasks": tasks, "answers": [] if environment.claims.random else play(subject, subject.make(), script)}
+    answers = [] if environment.claims.random else play(subject, subject.make(), script)
+    return {"tasks": tasks, "answers": answers, "comparison": _compare(subject, subject.make())}
 
 
 @promise(

@@ -28,6 +28,7 @@ from skyrl_engine.contracts.values.model import ModelConfig
 from skyrl_engine.errors import ContractError, EngineError, UnsupportedError
 from skyrl_engine.modeling.loading import load_causal_lm
 from skyrl_engine.modeling.tiny import VOCABULARY, make_parts_differ, write_model, write_tokenizer
+from skyrl_engine.scratch import ScratchFolder
 from skyrl_engine.testing.generators.places import PlacedGenerator, description_of, placement_of, start_placed
 from skyrl_engine.testing.promise import Broken, Undecidable, any_of
 from skyrl_engine.testing.subject import Subject
@@ -63,6 +64,11 @@ ODD_SIZES: dict[str, Any] = {"num_attention_heads": 6, "num_key_value_heads": 2,
 
 
 @cache
+def _scratch() -> ScratchFolder:
+    return ScratchFolder("generators")
+
+
+@cache
 def model_folder() -> Path:
     """A tiny model with a tokenizer, in a temporary folder, once per process.
 
@@ -70,7 +76,7 @@ def model_folder() -> Path:
     depends on every token of a row. Mean entropies at temperatures 0.5, 1 and 2 are 2.0, 3.7 and 4.6 nats of ln 128 = 4.85; the total
     variation between temperatures 1 and 2 is 0.30, between 0.5 and 1 it is 0.42.
     """
-    folder = Path(mkdtemp(prefix="skyrl-engine-generators-"))
+    folder = _scratch().path
     write_model(folder, "qwen3", max_position_embeddings=POSITIONS, **ODD_SIZES)
     make_parts_differ(folder)
     weights = load_file(folder / "model.safetensors")
@@ -217,7 +223,7 @@ class RunningGenerator:
     def show(self, request_id: int) -> list[int]:
         """Return the tokens that a generator in this process shows of a request under way."""
         driver: Any = self.placed
-        tokens: list[int] = driver.sampled(request_id).tolist()
+        tokens: list[int] = driver.read_sampled(request_id).tolist()
         return tokens
 
     def show_late(self, request_id: int) -> list[int] | None:

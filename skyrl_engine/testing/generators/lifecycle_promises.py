@@ -314,12 +314,12 @@ class _NarrowWeights(TinyWeights):
 
 @promise("Weights whose names do not fit are refused before any weight changes", exempt=claims("logprobs"))
 def unknown_weights(subject: Subject[Any], _case: None) -> None:
-    _require_refused(subject, _RenamedWeights, "weights of which one has a name that its model does not know")
+    _require_refusal(subject, _RenamedWeights, "weights of which one has a name that its model does not know")
 
 
 @promise("An update in which a weight is missing is refused before any weight changes", exempt=claims("logprobs"))
 def missing_weights(subject: Subject[Any], _case: None) -> None:
-    _require_refused(subject, _MissingWeights, "a part of an update, in which a weight of its model is missing")
+    _require_refusal(subject, _MissingWeights, "a part of an update, in which a weight of its model is missing")
 
 
 @promise(
@@ -327,10 +327,10 @@ def missing_weights(subject: Subject[Any], _case: None) -> None:
     exempt=claims("logprobs"),
 )
 def other_shapes(subject: Subject[Any], _case: None) -> None:
-    _require_refused(subject, _NarrowWeights, "weights of another model, whose shapes are not those of its own")
+    _require_refusal(subject, _NarrowWeights, "weights of another model, whose shapes are not those of its own")
 
 
-def _require_refused(subject: Subject[Any], make: Callable[[WeightForm, int], TinyWeights], what: str) -> None:
+def _require_refusal(subject: Subject[Any], make: Callable[[WeightForm, int], TinyWeights], what: str) -> None:
     remedy = "Raise ModelError that names the weight"
     with undecidable_on_error(), run_generator(subject) as generator:
         # a module is shared: no names are read of the policy's weights then

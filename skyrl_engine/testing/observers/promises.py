@@ -197,6 +197,7 @@ def _differs_each_time(subject: Subject[Any]) -> str | None:
     "It does the same whichever other observers there are, before it or after it",
     cases=_draw,
     exempt=_differs_each_time,
+    exempt_runs=True,
     first=_list_explicit,
     effort=FEW,
 )
@@ -217,6 +218,7 @@ def beside_others(subject: Subject[Any], case: ToldSession) -> None:
     "Where a run is killed and resumed, its files tell no step twice and leave out none",
     cases=lambda _subject: st.sampled_from(TRAINERS),
     exempt=_differs_each_time,
+    exempt_runs=True,
     first=lambda _subject: TRAINERS,
     effort=0.05,
 )

@@ -37,7 +37,8 @@ def refuse_single_prompts(columns: SampleColumns, order: SampleOrder, steps: int
             f"all {len(labels)} answers of {name} are to one prompt, and KTO's baseline compares answers to other prompts",
             remedy="Add answers to other prompts, or choose another loss",
         )
-    if len(np.unique(labels)) == len(labels) > 1 and order.batch_size > 1 and order.samples % order.batch_size != 1:
+    different = len(np.unique(labels)) == len(labels) > 1 and order.mixture is None
+    if different and order.batch_size > 1 and order.samples % order.batch_size != 1:
         return
     position, without = order.start(), 0
     for step in range(1, steps + 1):

@@ -88,8 +88,14 @@ def check_reference(draft: DataDraft) -> None:
 
 def check_baseline(run: PreparedRun) -> None:
     """Raise DataError where KTO's baseline would find no answer to another prompt in some mini-batch or, precomputed, in the data."""
-    if BASELINE not in run.assembly.objective.columns:
+    if BASELINE not in run.assembly.objective.columns or run.resolved.assumed.lengths is not None:
         return
+    if run.stream is not None:
+        raise UnsupportedError(
+            "a part of the loss reads KTO's baseline, which needs answers to several prompts in every mini-batch, and what "
+            "mini-batches a stream gives is not known before it is read",
+            remedy="Set data.streaming = false, or choose another loss",
+        )
     order, evaluated = run.order, run.evaluation
     # precomputed, answers are mismatched over the whole dataset
     apart = not run.resolved.config.reference.precompute

@@ -31,9 +31,11 @@ class PreparedPreference:
 
     @property
     def frozen(self) -> ModelConfig:
-        """The model that the reference is: its own, or the trained one without adapters."""
+        """The model that the reference is: its own, or the trained one without adapters, or over rounded weights with new ones."""
         assert self.reference is not None, "a loss without a reference asks for none"
-        return self.reference.model or evolve(self.run.resolved.config.model, lora=None)
+        model = self.run.resolved.config.model
+        is_rounded = model.lora is not None and model.lora.load_in_4bit
+        return self.reference.model or (model if is_rounded else evolve(model, lora=None))
 
     @property
     def longest(self) -> int | None:

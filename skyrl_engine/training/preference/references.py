@@ -31,7 +31,10 @@ from skyrl_engine.training.sft.prepare import DataProgress
 from skyrl_engine.training.sft.state import fingerprint
 
 _SECONDS_BETWEEN_WRITES: Final = 1.0
-_PLACES: Final = ("path", "revision", "tokenizer", "chat_template", "value_head", "activation_checkpointing", "dropout", "lora")
+_PLACES: Final = (
+    *("path", "revision", "tokenizer", "chat_template", "value_head"),
+    *("activation_checkpointing", "dropout", "neftune_alpha", "lora"),
+)
 """Keys of a model's table that do not decide the scores of a frozen one, other than its weights."""
 
 
@@ -49,8 +52,9 @@ class ReferenceScores:
         """Name the file for this reference and this data. Raises UnsupportedError for a model that cannot be distinguished from others."""
         weights = weights_fingerprint(model)
         if weights is None or model.lora is not None:
+            reason = "it has adapters, or weights in 4 bits under them" if model.lora else "its weights are not found"
             raise UnsupportedError(
-                f"the scores of the reference {model.path} cannot be kept: {'it has adapters' if model.lora else 'its weights are not found'}",
+                f"the scores of the reference {model.path} cannot be kept: {reason}",
                 remedy="Set reference.precompute = false",
             )
         settings = {name: value for name, value in attrs.asdict(model).items() if name not in _PLACES}

@@ -1,28 +1,9 @@
 """A step of a run of trainer preference, brought back."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 
-from skyrl_engine.config import ResolvedConfig
-from skyrl_engine.engine.engine import Engine
 from skyrl_engine.training.preference.trainer import start_preference
-from skyrl_engine.training.replay.step import Past, Progress, RecordedStep, check_nothing
 from skyrl_engine.training.sft.replay import replay_on_data
 
-
-@contextmanager
-def replay_preference(
-    resolved: ResolvedConfig,
-    past: Past,
-    scratch: Path,
-    *,
-    progress: Progress | None = None,
-    check: Callable[[Engine], None] = check_nothing,
-) -> Iterator[RecordedStep]:
-    """Bring a step of trainer preference back, as `replay_on_data` says."""
-    with replay_on_data(
-        partial(start_preference, progress=progress), resolved, past, scratch, progress=progress, check=check
-    ) as step:
-        yield step
+replay_preference = partial(replay_on_data, start_preference)
+"""Bring a step of trainer preference back."""

@@ -30,7 +30,10 @@ from skyrl_engine.training.sft.trainer import SftTrainer, Start, StartedRun, pla
 
 def plan_preference(resolved: ResolvedConfig, *, progress: DataProgress | None = None) -> RunPlan:
     """Do everything up to starting ranks, and say what the run would do. Writes no run directory."""
-    return plan_on_data(prepare(recall_choices(resolved), progress).run)
+    prepared = prepare(recall_choices(resolved), progress)
+    # a precomputed reference is gone before the first step
+    stays = prepared.reference is not None and not prepared.run.resolved.config.reference.precompute
+    return plan_on_data(prepared.run, [prepared.reference] if stays and prepared.reference is not None else [])
 
 
 def run_preference(

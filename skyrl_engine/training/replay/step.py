@@ -81,6 +81,8 @@ class Past:
     checkpoint: Checkpoint | None
     metrics: Mapping[int, Mapping[str, Any]]
     """Recorded metrics of steps, by step."""
+    seconds: Mapping[int, float]
+    """Wall seconds that steps took in the run, by step."""
 
     @classmethod
     def of(cls, path: Path, step: int) -> "Past":
@@ -90,7 +92,8 @@ class Past:
         directory = RunDirectory(path)
         if not directory.config.is_file():
             raise EngineError(f"there is no run directory {path}", remedy="Name the directory that a run has written")
-        metrics = {record["step"]: record["metrics"] for record in read_metrics(directory.metrics) if record["kind"] == "step"}
+        steps = [record for record in read_metrics(directory.metrics) if record["kind"] == "step"]
+        metrics = {record["step"]: record["metrics"] for record in steps}
         if step not in metrics:
             last = max(metrics, default=0)
             raise EngineError(
@@ -100,7 +103,8 @@ class Past:
         earlier = [saved for saved in CheckpointStore(directory.checkpoints).all() if saved.step < step]
         if earlier:
             earlier[-1].verify()
-        return cls(directory, step, earlier[-1] if earlier else None, metrics)
+        seconds = {record["step"]: float(record["seconds"]) for record in steps}
+        return cls(directory, step, earlier[-1] if earlier else None, metrics, seconds)
 
     @property
     def start(self) -> int:
@@ -120,8 +124,10 @@ class Past:
         """Take the steps up to the wanted one again, and say where they differ from the record."""
         differences: dict[str, ReplayDifference] = {}
         if progress is not None and self.step - self.start > 1:
+            again = range(self.start + 1, self.step)
+            took = sum(self.seconds.get(number, 0.0) for number in again)
             # said also where no counter is shown
-            progress(f"taking {self.step - self.start - 1:,} steps again", 0, 0)
+            progress(f"taking {len(again):,} steps again, which took the run {took:,.0f} s", 0, 0)
         for number in range(self.start + 1, self.step):
             if progress is not None:
                 progress("steps taken again", number - self.start - 1, self.step - 1 - self.start)

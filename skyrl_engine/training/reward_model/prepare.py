@@ -35,7 +35,7 @@ def prepare(resolved: ResolvedConfig, progress: DataProgress | None = None) -> P
 
 
 def _check_classifier(resolved: ResolvedConfig) -> None:
-    """Refuse a model that is not, or cannot be, a classifier with one label."""
+    """Refuse a model that is not, or cannot be, a classifier with one label, or of steps with two."""
     from skyrl_engine.modeling.classifier import classifier_class
 
     model = resolved.config.model
@@ -46,6 +46,16 @@ def _check_classifier(resolved: ResolvedConfig) -> None:
                     "model.classifier",
                     "is false, and a reward model is a classifier with one label",
                     'Set model.value_head = true and model.classifier = true, or reward_model.preset = "bradley_terry" or "steps"',
+                )
+            ]
+        )
+    if model.right_label is not None and resolved.config.reward_model.labels != "steps":
+        raise ConfigError(
+            [
+                Problem(
+                    "model.right_label",
+                    "says which of two labels a right step has, and this run learns from pairs of answers",
+                    'Remove it, or set reward_model.preset = "steps"',
                 )
             ]
         )

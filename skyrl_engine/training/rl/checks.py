@@ -193,6 +193,24 @@ def refuse_single_attempts(draft: RlDraft) -> None:
         )
 
 
+def refuse_lonely_attempts(draft: RlDraft) -> None:
+    """Raise ConfigError where an environment compares attempts at a task, and there is one attempt."""
+    config = draft.resolved.config
+    comparing = [part for part in draft.environments if part.product.claims.compares]
+    if not comparing:
+        return
+    counts = {"rl.group_size": config.rl.group_size} if draft.trains else {}
+    if tasks_of(comparing, config.evaluation.tasks):
+        counts["evaluation.samples"] = config.evaluation.samples
+    problems = [
+        Problem(key, f"is 1, and {comparing[0].label} compares the attempts at a task: none would have a reward", f"Raise {key}")
+        for key, count in counts.items()
+        if count == 1
+    ]
+    if problems:
+        raise ConfigError(problems)
+
+
 def refuse_too_few(draft: RlDraft) -> None:
     """Raise DataError where tasks are not repeated and an environment has fewer than the run takes."""
     settings, rollouts = draft.resolved.config.rl, draft.rollouts
@@ -344,14 +362,15 @@ def refuse_shared_devices(draft: RlDraft) -> None:
             remedy=f"Remove {key}, or take the reward from an environment",
         )
     parameters = count_parameters(draft.files.facts.model)
-    if parameters is None or find_device(config.run) != "cuda":
+    if parameters is None or find_device(draft.resolved) != "cuda":
         return
-    ranks_here = config.run.launch == "inline" or config.run.ray_address is None
+    on_this_machine = draft.resolved.assumed.device_bytes is None
+    ranks_here = on_this_machine and (config.run.launch == "inline" or config.run.ray_address is None)
     reason = find_reason_against_turns(
         draft.files.facts.model,
         parameters,
         host_bytes=find_free_host_bytes() if ranks_here else None,
-        device_bytes=find_device_bytes(),
+        device_bytes=find_device_bytes(draft.resolved),
         devices=config.run.ranks,
     )
     if reason is not None:
@@ -377,6 +396,17 @@ def refuse_no_messages(draft: RlDraft) -> None:
             f"the reward model {reader.path} reads attempts by their messages, because it values steps or has other tokens or another chat "
             f"template than the trained model, and {found}",
             remedy=f"{remedy}, or name one that values whole attempts, with the tokenizer and the chat template of the trained model",
+        )
+
+
+def refuse_no_stops(draft: RlDraft) -> None:
+    """Raise UnsupportedError for recorded attempts that do not say what ended them, where `rl.missing_eos_penalty` asks."""
+    recording = draft.rollouts
+    penalty = draft.resolved.config.rl.missing_eos_penalty
+    if penalty is not None and isinstance(recording, Recording) and not recording.has_stops:
+        raise UnsupportedError(
+            f"rl.missing_eos_penalty is set, and an attempt of {recording.place} does not say what ended its turns",
+            remedy="Write them into the column stops, or remove rl.missing_eos_penalty",
         )
 
 
@@ -456,6 +486,7 @@ BEFORE_BUILDING: Final[tuple[Check, ...]] = (refuse_contradictions, refuse_model
 
 AFTER_BUILDING: Final[tuple[Check, ...]] = (
     refuse_single_attempts,
+    refuse_lonely_attempts,
     refuse_losses_of_other_samples,
     refuse_recording_without_pairs,
     check_turns,
@@ -468,5 +499,6 @@ AFTER_BUILDING: Final[tuple[Check, ...]] = (
     refuse_no_values,
     refuse_unsteered_entropy,
     refuse_no_messages,
+    refuse_no_stops,
     refuse_unread_reference_keys,
 )

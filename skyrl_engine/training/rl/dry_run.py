@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from typing import cast
 
-from attrs import asdict, frozen
+import numpy as np
+from attrs import asdict, evolve, frozen
 
 from skyrl_engine.config import ResolvedConfig, SelectedPlugin
 from skyrl_engine.config.schema import GeneratorTable, RlConfig
@@ -13,12 +14,17 @@ from skyrl_engine.data.text.template_rule import Rendering
 from skyrl_engine.engine.cpu_check import describe_sharing
 from skyrl_engine.engine.device_check import describe_compiling
 from skyrl_engine.engine.generator_placement import choose_placement, count_replicas
+from skyrl_engine.engine.memory_plan import MemoryPlan, format_memory_plan, plan_memory
 from skyrl_engine.model_facts.memory import CACHE_SHARE, CacheShape, format_bytes
 from skyrl_engine.rollout.offline_source import Recording
 from skyrl_engine.run.session import recall_choices
+from skyrl_engine.training.planned_batches import cut_batches, find_heavy_batches, lengths_of
+from skyrl_engine.training.planned_sampling import plan_sampling
+from skyrl_engine.training.rl.batches import mini_batch_size
 from skyrl_engine.training.rl.prepare import Progress, prepare
 from skyrl_engine.training.rl.prepared import LiveRolloutSpec, PreparedRl
 from skyrl_engine.training.rl.tasks import tasks_in
+from skyrl_engine.workers.dispatch import plan_lengths
 
 
 @frozen
@@ -30,7 +36,8 @@ class RlPlan:
     keys and values on each rank, None where it does not say. `compiles` says what the first step does once, where it compiles; else it is
     empty. `written` says who writes prompts, empty for a recording. `prompt` is the first prompt of every environment as pieces of text, a
     token each; `suffix` is what comes between a turn and the next one, where there are several turns. `chosen` says what the engine chose
-    where the configuration says "auto", and why.
+    where the configuration says "auto", and why. `memory` is that of a step whose attempts are as long as they may be, or as assumed; None
+    where the model's configuration does not tell its shape.
     """
 
     plugins: Mapping[str, str]
@@ -53,6 +60,7 @@ class RlPlan:
     prompt: Mapping[str, tuple[str, ...]]
     suffix: Mapping[str, tuple[str, ...]]
     chosen: tuple[str, ...]
+    memory: MemoryPlan | None
 
 
 def plan_rl(resolved: ResolvedConfig, *, progress: Progress | None = None) -> RlPlan:
@@ -69,7 +77,7 @@ def plan_rl(resolved: ResolvedConfig, *, progress: Progress | None = None) -> Rl
         observers=tuple(_describe(selected) for selected in resolved.observers),
         model=config.model.path,
         launch=config.run.launch,
-        sharing=describe_sharing(config.run),
+        sharing=None if prepared.resolved.assumed.device_bytes is not None else describe_sharing(config.run),
         topology=prepared.assembly.description.topology,
         capabilities=tuple(sorted(prepared.assembly.description.capabilities)),
         tasks=_tasks(prepared),
@@ -85,7 +93,35 @@ def plan_rl(resolved: ResolvedConfig, *, progress: Progress | None = None) -> Rl
         prompt=_prompts(prepared),
         suffix=_suffixes(prepared),
         chosen=tuple(str(choice) for choice in prepared.choices),
+        memory=_plan_memory(prepared),
     )
+
+
+def _plan_memory(prepared: PreparedRl) -> MemoryPlan | None:
+    resolved, assembly = prepared.resolved, prepared.assembly
+    rl, rollouts = resolved.config.rl, prepared.rollouts
+    size, longest = rl.group_size, prepared.longest
+    if isinstance(rollouts, Recording):
+        size, longest = rollouts.largest, rollouts.longest
+    unit = 1 if rl.pairs is None else 2
+    if rl.pairs is not None:
+        size = unit * max(1, min(rl.pairs, size // unit))
+    count = rl.groups * size
+    steps = [np.full(count, longest, dtype=np.int64)]
+    if resolved.assumed.lengths is not None:
+        assumed = np.asarray(resolved.assumed.lengths, dtype=np.int64)
+        heavy = find_heavy_batches(cut_batches(len(assumed), count, resolved.config.run.seed), assumed)
+        steps = [assumed[chosen] for chosen in heavy]
+    layout = evolve(prepared.layout, mini_batch_size=mini_batch_size([size] * rl.groups, rl.mini_batches))
+    models = [prepared.reference, prepared.teacher, *(model.frozen for model in prepared.reward_models)]
+    beside = {each.name: each.model for each in models if each is not None and each.model is not None}
+    sampling = None if isinstance(rollouts, Recording) else plan_sampling(resolved, assembly, beside=rl.staleness > 0)
+    plans = []
+    for tokens in steps:
+        actions = np.minimum(tokens, rl.max_tokens)
+        cut = plan_lengths(assembly.collator, lengths_of(tokens, actions, unit=unit, group=size), layout)
+        plans.append(plan_memory(resolved, assembly, cut, tokens=tokens, actions=actions, beside=beside, sampling=sampling))
+    return max((plan for plan in plans if plan is not None), key=lambda plan: plan.most.total, default=None)
 
 
 def _batch(rl: RlConfig, *, recorded: bool) -> str:
@@ -242,6 +278,7 @@ def facts(plan: RlPlan) -> dict[str, str]:
         "steps": f"{plan.steps:,} of {plan.batch}",
         "passes": ", ".join(plan.passes),
         **({"chosen": "\n".join(plan.chosen)} if plan.chosen else {}),
+        **({} if plan.memory is None else format_memory_plan(plan.memory)),
         **({"prompts": f"written {plan.written}"} if plan.written else {}),
         **{f"first prompt of {name}": show_boundaries(pieces) for name, pieces in plan.prompt.items()},
         **{f"between turns of {name}": show_boundaries(pieces) for name, pieces in plan.suffix.items()},

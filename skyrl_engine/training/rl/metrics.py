@@ -8,7 +8,7 @@ import numpy.typing as npt
 
 from skyrl_engine.contracts.values.rollout import Group, Trajectory
 from skyrl_engine.rollout.background_source import SamplingStatus
-from skyrl_engine.rollout.columns import Overlong, Truncated, length_penalties
+from skyrl_engine.rollout.columns import Overlong, Truncated, length_penalties, missing_eos_penalties
 from skyrl_engine.rollout.pass_at_k import majority, pass_at_k
 from skyrl_engine.training.rl.reward_model import is_value
 
@@ -20,18 +20,20 @@ def rollout_metrics(
     *,
     truncated: Truncated = "keep",
     overlong: Overlong | None = None,
+    missing_eos_penalty: float | None = None,
 ) -> dict[str, float]:
     """Metrics of the groups that a step trains on, and of all that finished for it, dropped ones too.
 
     `environments` are the names of all that the run has; where there are several, rewards and successes are reported for each. Rewards are
-    those that are trained on: without what `overlong` takes off, and 0 for attempts that were cut off where `truncated` is "zero_reward".
+    those that are trained on: without what `overlong` and `missing_eos_penalty` take off, and 0 for attempts that were cut off where
+    `truncated` is "zero_reward".
     """
     attempts = [attempt for group in trained for attempt in group.finished]
     everything = [trajectory for group in finished for trajectory in group.trajectories]
-    rewards = _shape_rewards(attempts, truncated, overlong)
+    rewards = _shape_rewards(attempts, truncated, overlong, missing_eos_penalty)
     metrics = {**_rewards(rewards), **_lengths(attempts), **_successes(trained)}
     metrics["reward/all_mean"] = _mean(
-        _shape_rewards([attempt for attempt in everything if attempt.status != "failed"], truncated, overlong)
+        _shape_rewards([attempt for attempt in everything if attempt.status != "failed"], truncated, overlong, missing_eos_penalty)
     )
     if len(environments) > 1:
         names = np.array([group.environment for group in trained for _ in group.finished])
@@ -41,6 +43,9 @@ def rollout_metrics(
             metrics |= _successes([group for group in trained if group.environment == name], f"rollout/{name}/")
     if overlong is not None and attempts:
         metrics["reward/part/overlong"] = -_mean(length_penalties(attempts, overlong))
+    if missing_eos_penalty is not None and attempts:
+        metrics["reward/part/missing_eos"] = -_mean(missing_eos_penalties(attempts, missing_eos_penalty))
+        metrics["rollout/missing_eos"] = _mean(attempt.misses_end for attempt in attempts)
     for name, values in _parts(attempts).items():
         metrics[f"reward/part/{name}"] = _mean(values)
     metrics["rollout/zero_variance"] = _mean(float(_has_equal_rewards(group)) for group in finished)
@@ -92,13 +97,19 @@ def staleness_metrics(trained: Sequence[Group], version: int, status: SamplingSt
     return metrics
 
 
-def _shape_rewards(attempts: Sequence[Trajectory], truncated: Truncated, overlong: Overlong | None) -> npt.NDArray[np.float64]:
+def _shape_rewards(
+    attempts: Sequence[Trajectory], truncated: Truncated, overlong: Overlong | None, missing_eos_penalty: float | None
+) -> npt.NDArray[np.float64]:
     """float64[N]: the rewards of attempts as they are trained on."""
     zeroed = truncated == "zero_reward"
     rewards = np.array(
         [0.0 if zeroed and attempt.status == "truncated" else attempt.reward for attempt in attempts], dtype=np.float64
     )
-    return rewards if overlong is None else rewards - length_penalties(attempts, overlong)
+    if overlong is not None:
+        rewards -= length_penalties(attempts, overlong)
+    if missing_eos_penalty is not None:
+        rewards -= missing_eos_penalties(attempts, missing_eos_penalty)
+    return rewards
 
 
 def _rewards(rewards: npt.NDArray[np.float64]) -> dict[str, float]:

@@ -16,6 +16,7 @@ from skyrl_engine.data.text.template_rule import uses_template
 from skyrl_engine.engine.assembly import assemble
 from skyrl_engine.engine.automatic import Choices, align_for
 from skyrl_engine.engine.model_files import ModelFiles
+from skyrl_engine.engine.schedule import load_own_schedule
 from skyrl_engine.errors import ConfigError, Problem, Refusals
 from skyrl_engine.registry.bound_plugin import BoundPlugin
 from skyrl_engine.rollout.chat_renderer import ChatRenderer
@@ -69,6 +70,9 @@ def _build(draft: RlDraft, refusals: Refusals, progress: Progress | None) -> Non
             draft.filters.append(selected.bind(f"group_filters[{number}]", draft.context))
     with refusals.collect():
         draft.rollouts = _build_live(draft) if draft.is_live else _read_recording(draft, progress)
+    if draft.trains:
+        with refusals.collect():
+            load_own_schedule(draft.resolved.config.optimizer, draft.resolved.config.rl.steps)
     with refusals.collect():
         _choose_layout(draft)
     with refusals.collect():

@@ -11,6 +11,7 @@ from skyrl_engine.config import ResolvedConfig
 from skyrl_engine.config.automatic import budget_of
 from skyrl_engine.config.schema import RewardModelConfig, RewardModelTable
 from skyrl_engine.contracts.values.columns import SampleColumns
+from skyrl_engine.contracts.values.model import RightLabel
 from skyrl_engine.contracts.values.ragged import AnyArray, offsets_of
 from skyrl_engine.contracts.values.rollout import SEGMENT_PROMPT, Group, Trajectory
 from skyrl_engine.contracts.values.source_names import make_distinct
@@ -104,6 +105,7 @@ class RewardModel:
         assert frozen.model is not None, "a path names a model of its own"
         model = evolve(frozen.model, tokenizer=table.tokenizer, chat_template=table.chat_template)
         refuse_unreadable("the reward model", key, model, assembly.description)
+        model = evolve(model, right_label=find_right_label(key, table, load_config(model)))
         model_files = ModelFiles.of(model)
         pad = _pad_of_classifier(key, model_files)
         raw = not uses_template(files.tokenizer, config.rl.template)
@@ -362,10 +364,52 @@ def _plan_renderer(
     return ChatRenderer(tokenizer, raw=not own, name=f"the chat template of the reward model {path}")
 
 
+_RIGHT: Final = frozenset(("right", "correct", "good", "positive", "true", "yes", "+", "1"))
+_WRONG: Final = frozenset(("wrong", "incorrect", "bad", "negative", "false", "no", "-", "0"))
+"""Names of the two labels of steps, in small letters."""
+
+
+def find_right_label(key: str, table: RewardModelTable, config: Any) -> RightLabel | None:
+    """Return the number of the label of right steps, of a token classifier with two labels; None for another model.
+
+    `table` stands at `key`. Raises ModelError for one whose labels do not say, and for one that is to value whole attempts; UnsupportedError
+    for `right_label` of another model.
+    """
+    two = config.num_labels == 2 and any("ForTokenClassification" in name for name in config.architectures or ())
+    if not two:
+        if table.right_label is not None:
+            raise UnsupportedError(
+                f"{key}.right_label is set, and {table.path} is no token classifier with two labels",
+                remedy=f"Remove {key}.right_label",
+            )
+        return None
+    if table.steps is None:
+        raise ModelError(
+            f"the reward model {table.path} is a token classifier with two labels, which values steps",
+            remedy=f'Set {key}.steps, such as "min"',
+        )
+    if table.right_label is not None:
+        return table.right_label
+    names = [str(config.id2label[number]).lower() for number in (0, 1)]
+    if names == ["label_0", "label_1"]:
+        return 1
+    if names[0] in _RIGHT and names[1] in _WRONG:
+        return 0
+    if names[0] in _WRONG and names[1] in _RIGHT:
+        return 1
+    raise ModelError(
+        f"the labels of {table.path} are {config.id2label[0]!r} and {config.id2label[1]!r}, which do not say what a right step has",
+        remedy=f"Set {key}.right_label to 0 or 1",
+    )
+
+
 def _pad_of_classifier(key: str, model_files: ModelFiles) -> int:
     """Return the padding token of a classifier. Raises ModelError for what is none."""
     model = model_files.facts.model
     config: Any = load_config(model)
+    if model.right_label is not None:
+        pad = config.get_text_config().pad_token_id
+        return model_files.pad_token_id if pad is None else int(pad)
     if not any("ForSequenceClassification" in name for name in config.architectures or ()):
         raise ModelError(
             f"the reward model {model.path} is no sequence classifier, by the architectures in its config.json: it would value all texts alike",

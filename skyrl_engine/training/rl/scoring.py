@@ -147,6 +147,7 @@ def _refuse_hidden_parts(config: RlConfig, advantage: BoundPlugin[Advantage]) ->
     changes = {
         "[rl.kl]": config.kl is not None,
         "[rl.overlong]": config.overlong is not None,
+        "rl.missing_eos_penalty": config.missing_eos_penalty is not None,
         'rl.truncated = "zero_reward"': config.truncated == "zero_reward",
     }
     for key, is_set in changes.items():

@@ -165,6 +165,7 @@ class RlTrainer:
                 self.prepared.names,
                 truncated=config.rl.truncated,
                 overlong=self.prepared.overlong,
+                missing_eos_penalty=config.rl.missing_eos_penalty,
             ),
             **value_metrics(taken.groups),
             **({} if batch.paired is None else batch.paired.metrics),
@@ -287,6 +288,7 @@ class RlTrainer:
             version=number - 1,
             truncated=config.truncated,
             overlong=self.prepared.overlong,
+            missing_eos_penalty=config.missing_eos_penalty,
             versions=config.staleness > 0,
         )
         rollouts = self.prepared.rollouts

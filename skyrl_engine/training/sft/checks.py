@@ -125,16 +125,17 @@ def plan_first_batch(
 ) -> BatchPlan:
     """Plan and weigh the first mini-batch, and plan the samples that take most room, so that what a later step would meet is refused now.
 
-    Raises what the collator and the reducer raise.
+    Samples that are assumed by their lengths have no values to weigh. Raises what the collator and the reducer raise.
     """
     training = resolved.config.training
     chosen, _ = order.mini_batch(order.start())
-    first = loaded["train"].columns.take(chosen)
+    first = loaded["train"].take(chosen)
     plan = plan_whole_batch(resolved, assembly, first)
-    token_weights(
-        assembly.reducer,
-        batch_structure(first, plan.mini_batches[0], assembly.context.max_sequence_length, reducer=assembly.reducer),
-    )
+    if resolved.assumed.lengths is None:
+        token_weights(
+            assembly.reducer,
+            batch_structure(first, plan.mini_batches[0], assembly.context.max_sequence_length, reducer=assembly.reducer),
+        )
     for dataset in loaded.values():
         columns = dataset.columns
         # with others, because there may have to be as many samples as ranks

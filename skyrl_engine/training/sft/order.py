@@ -6,9 +6,13 @@ trainers of transformers; `drop_last` ends the epoch before it, so that an epoch
 Samples that share a group or a unit come together. The cuts between mini-batches, at multiples of `batch_size`, then move back to the next
 place between two such bundles: mini-batches hold `batch_size` samples on average, exactly as many where bundles of one size divide it, and
 an epoch has as many steps as without bundles.
+
+Where datasets have weights (`mixture`), an epoch draws by them, and its `samples` are those that it draws: some several times, others not at
+all.
 """
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 from attrs import field, frozen
@@ -17,12 +21,14 @@ from attrs.validators import ge
 from skyrl_engine.contracts.values.bundles import Bundles, inseparable
 from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.ragged import IntArray
+from skyrl_engine.contracts.values.source_names import SOURCE
 from skyrl_engine.errors import DataError
+from skyrl_engine.training.sft.mixture import DatasetMixture, shuffle_pass
 
 
 @frozen
 class SampleOrder:
-    """Mini-batches of `batch_size` out of `samples` samples, shuffled again every epoch unless `shuffle` is false.
+    """Mini-batches of `batch_size` out of the `samples` samples of an epoch, shuffled again every epoch unless `shuffle` is false.
 
     `bundles` (None: every sample on its own) are never cut. Raises DataError for one that is larger than `batch_size`, and for `drop_last`
     where no mini-batch is full.
@@ -34,6 +40,7 @@ class SampleOrder:
     shuffle: bool = True
     bundles: Bundles | None = field(default=None, eq=False, repr=False)
     drop_last: bool = field(default=False)
+    mixture: DatasetMixture | None = field(default=None, eq=False, repr=False)
     _latest: dict[int, tuple[IntArray, IntArray | None]] = field(factory=dict, init=False, eq=False, repr=False)
 
     @bundles.validator
@@ -56,13 +63,28 @@ class SampleOrder:
 
     @classmethod
     def of(
-        cls, columns: SampleColumns, *, batch_size: int, seed: int = 0, shuffle: bool = True, drop_last: bool = False
+        cls,
+        columns: SampleColumns,
+        *,
+        batch_size: int,
+        seed: int = 0,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        mix: Callable[[IntArray, Bundles | None], DatasetMixture] | None = None,
     ) -> "SampleOrder":
-        """The order of these samples, which keeps groups and units together."""
+        """The order of these samples, which keeps groups and units together.
+
+        `mix` makes a mixture of the number of each sample's dataset, int64[N], and the bundles. Raises what it raises.
+        """
         labels = inseparable(columns.group_ids, columns.unit_ids)
         everything = np.arange(len(columns), dtype=np.int64)
         alone = np.array_equal(labels, everything)
-        return cls(len(columns), batch_size, seed, shuffle, None if alone else Bundles.by_label(everything, labels), drop_last)
+        bundles = None if alone else Bundles.by_label(everything, labels)
+        if mix is None:
+            return cls(len(columns), batch_size, seed, shuffle, bundles, drop_last)
+        mixture = mix(columns.sample_values.get(SOURCE, np.zeros_like(everything)), bundles)
+        samples = sum(mixture.draws) * (1 if bundles is None else int(bundles.sizes[0]))
+        return cls(samples, batch_size, seed, shuffle, bundles, drop_last, mixture)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -130,8 +152,11 @@ class SampleOrder:
         return self._latest[epoch]
 
     def _plan(self, epoch: int) -> tuple[IntArray, IntArray | None]:
-        count = self.samples if self.bundles is None else len(self.bundles)
-        order = _shuffle(count, self.seed, epoch) if self.shuffle else np.arange(count, dtype=np.int64)
+        if self.mixture is not None:
+            order = self.mixture.order(self.seed, epoch, shuffle=self.shuffle)
+        else:
+            count = self.samples if self.bundles is None else len(self.bundles)
+            order = shuffle_pass(count, [self.seed, epoch]) if self.shuffle else np.arange(count, dtype=np.int64)
         ends = None
         if self.bundles is not None:
             ordered = self.bundles.members.take(order)
@@ -146,13 +171,3 @@ class Position:
 
     epoch: int = field(validator=ge(0))
     offset: int = field(validator=ge(0))
-
-
-def _shuffle(samples: int, seed: int, epoch: int) -> IntArray:
-    """int64[samples]: samples sorted by raw 64-bit draws of PCG64; equal draws keep their samples in place.
-
-    NumPy promises that a bit generator's stream never changes between versions (NEP 19), which it does not promise of
-    `Generator.permutation`.
-    """
-    draws = np.random.PCG64(np.random.SeedSequence([seed, epoch])).random_raw(samples)
-    return np.argsort(draws, kind="stable").astype(np.int64, copy=False)

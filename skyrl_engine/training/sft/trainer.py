@@ -15,6 +15,7 @@ from skyrl_engine.contracts.kinds.needs import TEACHER_MODEL
 from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.outputs import results_of
 from skyrl_engine.engine.engine import Engine
+from skyrl_engine.engine.frozen_model import FrozenModel
 from skyrl_engine.engine.plan import Plan
 from skyrl_engine.objective.policy_metrics import Watched
 from skyrl_engine.rollout.guard import SamplerGuard
@@ -28,7 +29,7 @@ from skyrl_engine.training.sft.dry_run import RunPlan, describe_plan
 from skyrl_engine.training.sft.evaluation import evaluate
 from skyrl_engine.training.sft.order import Position
 from skyrl_engine.training.sft.prepare import DataProgress, PreparedRun, describe_data, prepare
-from skyrl_engine.training.sft.state import SftState, fingerprint, state_in
+from skyrl_engine.training.sft.state import DataPosition, SftState
 from skyrl_engine.training.sft.student_samples import SampledAnswers, StudentSampler, samples_answers
 from skyrl_engine.training.source_metrics import name_losses_of_sources, shares_of_sources
 from skyrl_engine.training.teacher import TEACHER
@@ -45,13 +46,12 @@ def plan_sft(resolved: ResolvedConfig, *, progress: DataProgress | None = None) 
     return plan_on_data(prepare(recall_choices(resolved), progress))
 
 
-def plan_on_data(prepared: PreparedRun) -> RunPlan:
-    """Say what a prepared run over a dataset would do, as `plan_sft` does."""
+def plan_on_data(prepared: PreparedRun, frozen: Sequence[FrozenModel] = ()) -> RunPlan:
+    """Say what a prepared run over a dataset would do, as `plan_sft` does; `frozen` as in `describe_plan`."""
     resolved = prepared.resolved
-    if (checkpoint := to_resume_from(resolved)) is not None:
-        split_by_seed = resolved.config.data.eval_fraction > 0
-        state_in(checkpoint, prepared.order, fingerprint(prepared.train.columns), split_by_seed=split_by_seed)
-    return describe_plan(prepared)
+    if resolved.assumed.lengths is None and (checkpoint := to_resume_from(resolved)) is not None:
+        prepared.state_in(checkpoint)
+    return describe_plan(prepared, frozen)
 
 
 def run_sft(
@@ -94,7 +94,7 @@ class StartedRun:
     """
 
     engine: Engine
-    position: Position
+    position: DataPosition
     data: str
     references: Path
     reference: str | None
@@ -123,10 +123,9 @@ def train_on_data(
         started = start(session.resolved)
         prepared = started.prepared
         checkpoint = session.resumed_from
-        data = fingerprint(prepared.train.columns)
-        split_by_seed = config.data.eval_fraction > 0
-        state = None if checkpoint is None else state_in(checkpoint, prepared.order, data, split_by_seed=split_by_seed)
-        position = prepared.order.start() if state is None else state.position
+        data = prepared.fingerprint
+        state = None if checkpoint is None else prepared.state_in(checkpoint)
+        position = prepared.start if state is None else state.position
         session.record_start(
             prepared.resolved,
             seeds={"run": config.run.seed},
@@ -136,12 +135,13 @@ def train_on_data(
                 **attrs.asdict(prepared.assembly.description.topology),
             },
             data={
-                "train": {**(describe_data(prepared.train) or {}), "sha256": data},
+                "train": {**(describe_data(prepared.train, prepared.stream) or {}), "sha256": data},
                 "evaluation": describe_data(prepared.evaluation),
             },
         )
         if not session.directory.samples.exists():
-            session.keep_samples(prepared.train.columns, prepared.order.mini_batch(position)[0])
+            shown = position if isinstance(position, Position) else prepared.order.start()
+            session.keep_samples(prepared.train.columns, prepared.order.mini_batch(shown)[0])
         tell(logger, f"first mini-batch: {prepared.first_shape}")
         if progress is not None:
             progress(LOADING, 0, 0)
@@ -170,7 +170,7 @@ class PlannedBatch:
     """
 
     plan: Plan
-    after: Position
+    after: DataPosition
     answers: SampledAnswers | None = None
 
 
@@ -187,7 +187,7 @@ class SftTrainer:
 
     prepared: PreparedRun
     engine: Engine
-    position: Position
+    position: DataPosition
     data: str
     student: StudentSampler | None = field(default=None, init=False)
     """Samples the student's own answers in some of the steps; None: in none."""
@@ -237,7 +237,7 @@ class SftTrainer:
             **results_of(name_losses_of_sources(result.metrics, self.prepared.train.source_names)),
             **shares_of_sources(columns, self.prepared.train.source_names),
             **self._count_samples(number, batch.answers),
-            "epoch": self.position.epoch + self.position.offset / self.prepared.order.samples,
+            **self.prepared.progress_of(self.position),
         }
         if self.student is not None and sampled:
             self.student.check(number, metrics)
@@ -258,8 +258,7 @@ class SftTrainer:
         """Read the mini-batch at `position`, and cut it with the student's answers in the place of its own."""
         assert self.student is not None, "somebody samples"
         with self._spans("data"):
-            chosen, after = self.prepared.order.mini_batch(self.position)
-            rows = self.prepared.train.batch(chosen)
+            rows, after = self.prepared.read(self.position)
         with self._spans("generate"):
             answers = self.student.answer(rows, number)
         return PlannedBatch(self.engine.plan(answers.columns), after, answers)
@@ -278,8 +277,7 @@ class SftTrainer:
     def _plan_next(self) -> PlannedBatch:
         """Read and cut the mini-batch at `position`. Raises what its data and the collator raise."""
         with self._spans("data"):
-            chosen, after = self.prepared.order.mini_batch(self.position)
-            columns = self.prepared.train.batch(chosen)
+            columns, after = self.prepared.read(self.position)
         skip = self.prepared.resolved.config.training.skip_zero_gradients
         return PlannedBatch(self.engine.plan(columns, skip_zero_gradients=skip), after)
 

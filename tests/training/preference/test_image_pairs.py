@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from by_day import now
 from pair_runs import Configure, runs_over
 from safetensors.numpy import load_file
 from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
@@ -111,7 +112,7 @@ class Definition:
         return logits.gather(-1, labels[:, None])[grown - 1 :].sum()
 
 
-@pytest.mark.parametrize("collator", ["padded", "packed"])
+@pytest.mark.parametrize("collator", now(["padded", "packed"], "packed"))
 def test_rewards_loss_and_gradient_are_those_of_the_definition(
     configure: Configure, image_pairs: Path, tmp_path: Path, collator: str
 ) -> None:
@@ -161,7 +162,7 @@ def test_an_image_changes_what_is_learned(configure: Configure, image_pairs: Pat
     assert moved
 
 
-@pytest.mark.parametrize("place", ["column", "bytes"])
+@pytest.mark.parametrize("place", now(["column", "bytes"], "column"))
 def test_images_may_lie_in_a_column_or_in_the_row(configure: Configure, image_pairs: Path, place: str) -> None:
     """The same bits of every step, whatever holds the images; the second half of a pair reads its row's images as well."""
     training = {"steps": 3, "micro_batch_rows": 3}
@@ -173,6 +174,7 @@ def test_images_may_lie_in_a_column_or_in_the_row(configure: Configure, image_pa
     assert [[step[name] for name in own] for step in steps(other)] == [[step[name] for name in own] for step in steps(expected)]
 
 
+@pytest.mark.nightly
 def test_precomputed_scores_of_the_reference_are_those_of_the_run(configure: Configure) -> None:
     """The reference reads the images itself; another cut of micro-batches differs by rounding."""
     training = {"steps": 3, "micro_batch_rows": 4}
@@ -182,7 +184,7 @@ def test_precomputed_scores_of_the_reference_are_those_of_the_run(configure: Con
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-4)
 
 
-@pytest.mark.parametrize("precompute", [False, True])
+@pytest.mark.parametrize("precompute", now([False, True], True))
 def test_ktos_baseline_keeps_the_images_of_its_prompts(configure: Configure, image_pairs: Path, precompute: bool) -> None:
     """Mismatched answers follow the prompt's own images: a model that equals its reference has a baseline and rewards of 0."""
     resolved = configure(

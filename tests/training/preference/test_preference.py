@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from by_day import now
 from pair_runs import Configure, EndedError, Ending
 from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -58,6 +59,7 @@ def test_the_first_log_ratios_are_zero_and_held_out_pairs_are_told_apart(configu
     assert state["trainer"] == "preference"
 
 
+@pytest.mark.nightly
 def test_dropout_is_switched_off_and_exported(configure: Configure, pairs: Path, tmp_path: Path) -> None:
     """All shares are refused at once; off, the run is bit for bit that of the model without them, and its export states them."""
     model = tmp_path / "dropping"
@@ -141,6 +143,7 @@ def test_options_of_dpo_reach_the_ranks_and_learn(configure: Configure, options:
     assert last["loss"] < first["loss"]
 
 
+@pytest.mark.nightly
 def test_a_copied_reference_is_the_model_of_that_step(configure: Configure) -> None:
     """So the rewards of the step after it are exactly 0, in training and in an evaluation."""
     tables: dict[str, Any] = {"training": {"steps": 4}, "evaluation": {"every": 2}, "reference": {"refresh_every": 2}}
@@ -199,6 +202,7 @@ def test_every_preset_learns(configure: Configure, preset: str) -> None:
     assert last["rewards/margins"] > first["rewards/margins"]
 
 
+@pytest.mark.nightly
 def test_single_answers_train_with_kto(configure: Configure, pairs: Path) -> None:
     """The model is its reference at first: no reward, a baseline of 0, and a loss of 1/2. Later the baseline is the measured one."""
     resolved = configure(preference={"preset": "kto"}, data={"train": str(pairs / "single.jsonl"), "eval": None})
@@ -353,6 +357,7 @@ def cache_tables(tmp_path: Path) -> dict[str, Any]:
     return {"data": {"cache": str(tmp_path / "cache")}, "training": {"steps": 2}, "reference": {"precompute": True}}
 
 
+@pytest.mark.nightly
 def test_references_are_computed_once(configure: Configure, cache_tables: dict[str, Any], scoring: Scoring) -> None:
     """A pass that was ended goes on after its mark, and a second run loads no reference. Scores of another cut are equal within rounding."""
     live = steps(run_preference(configure("live", **{**cache_tables, "reference": {}})).directory)
@@ -391,7 +396,7 @@ def test_kept_references_belong_to_their_model_and_data(
 
 
 @pytest.mark.usefixtures("without_ray")
-@pytest.mark.parametrize("precompute", [True, False], ids=["placed", "cut"])
+@pytest.mark.parametrize("precompute", now([True, False], False), ids=["placed", "cut"])
 def test_batches_made_ahead_change_no_byte(configure: Configure, monkeypatch: pytest.MonkeyPatch, precompute: bool) -> None:
     """With scores of the reference in the data, shards are placed ahead; without, only the plan is made, over which the reference scores."""
     settings = {"run": {"launch": "ray", "ranks": 2}, "reference": {"precompute": precompute}, "training": {"micro_batch_rows": 4}}
@@ -409,3 +414,35 @@ def test_batches_made_ahead_change_no_byte(configure: Configure, monkeypatch: py
         ]
         assert told[0] == told[1]
     assert weights(ahead) == weights(in_turn)
+
+
+def test_pairs_of_several_datasets_have_metrics_of_their_own(configure: Configure, pairs: Path, tmp_path: Path) -> None:
+    """Each dataset's are those of an evaluation on it alone, and weighted by its pairs they add up to the whole."""
+    rows = (pairs / "eval.jsonl").read_text().splitlines(keepends=True)
+    for name, own in (("two", rows[:2]), ("four", rows[2:])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(own))
+    evaluated = {}
+    for name, held_out in (("both", ["two", "four"]), ("alone", ["two"])):
+        data = {"eval": [str(tmp_path / f"{held}.jsonl") for held in held_out]}
+        directory = run_preference(configure(name, data=data, training={"steps": 2})).directory
+        (evaluated[name],) = [
+            record["metrics"] for record in read_metrics(directory / "metrics.jsonl") if record["kind"] == "evaluation"
+        ]
+    both, alone = evaluated["both"], evaluated["alone"]
+    for metric in ("rewards/accuracies", "rewards/margins", "logps/chosen"):
+        assert both[f"{metric}/two"] == pytest.approx(alone[metric], rel=1e-5)
+        assert (2 * both[f"{metric}/two"] + 4 * both[f"{metric}/four"]) / 6 == pytest.approx(both[metric], rel=1e-5)
+        assert f"{metric}/two" not in alone
+    assert both["rewards/margins/two"] != both["rewards/margins/four"]
+
+
+def test_pairs_are_streamed_whole_and_what_needs_all_data_is_refused(configure: Configure, pairs: Path) -> None:
+    rows = [str(pairs / "train.jsonl"), str(pairs / "eval.jsonl")]
+    data = {"train": rows, "weights": [1, 1], "streaming": True, "buffer_size": 3, "max_length": 32, "eval": None}
+    (*_, last) = steps(run_preference(configure(data=data, training={"steps": 3})).directory)
+    assert (last["samples"], last["data/rows"]) == (8, 12)
+    assert 0 <= last["rewards/accuracies/train"] <= 1
+    with pytest.raises(ConfigError, match=r"reference\.precompute: scores all samples before the run"):
+        plan_preference(configure(data=data, reference={"precompute": True}))
+    with pytest.raises(UnsupportedError, match="reads KTO's baseline"):
+        plan_preference(configure(data=data, preference={"preset": "kto"}))

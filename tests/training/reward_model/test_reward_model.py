@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from by_day import rarely
 from pair_runs import Configure, Ending
 from safetensors.numpy import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
@@ -69,7 +70,7 @@ def test_a_reward_model_learns_and_transformers_gives_its_scores(configure: Conf
 
 @pytest.mark.parametrize(
     "family",
-    ["llama", "gemma", pytest.param("qwen2", marks=pytest.mark.nightly), pytest.param("gemma2", marks=pytest.mark.nightly)],
+    ["llama", *map(rarely, ("gemma", "qwen2", "gemma2"))],
 )
 def test_an_export_of_other_families_scores_alike_and_is_trained_on(
     configure: Configure, pairs: Path, tmp_path: Path, family: str

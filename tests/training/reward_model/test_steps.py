@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForTokenClassification, AutoTokenizer, PreTrainedTokenizerBase
 
 from skyrl_engine.config import ResolvedConfig, load, resolve
-from skyrl_engine.errors import ColumnError, ConfigError, DataError, UnsupportedError
+from skyrl_engine.errors import ColumnError, ConfigError, DataError, ModelError, UnsupportedError
 from skyrl_engine.modeling.tiny import write_model, write_tokenizer
 from skyrl_engine.run.directory import RunDirectory
 from skyrl_engine.run.metrics import read_metrics
@@ -120,6 +120,58 @@ def test_a_step_of_training_is_that_of_a_token_classifier(
             expected = expected[1:]
         torch.testing.assert_close(trained[name].double(), expected, rtol=0, atol=1e-6)
     assert trained["score.weight"].shape == (1, 16)
+
+
+@pytest.fixture(scope="module", params=[0, 1])
+def two_labels(request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Path]:
+    """A token classifier with two labels, as TRL's PRMTrainer writes it, and the number of its right label."""
+    folder = tmp_path_factory.mktemp("two")
+    classifier: Any = AutoModelForTokenClassification.from_pretrained(model, num_labels=2, ignore_mismatched_sizes=True)
+    torch.manual_seed(request.param)
+    with torch.no_grad():
+        classifier.score.weight.normal_(std=0.3)
+        classifier.score.bias.normal_(std=0.3)
+    classifier.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(model).save_pretrained(folder)
+    return request.param, folder
+
+
+def test_a_classifier_with_two_labels_is_trained_and_written(two_labels: tuple[int, Path], tmp_path: Path) -> None:
+    """A step of descent on the head's difference d: the layers are transformers', and d' = d - rate * gradient, to 1e-6 of float64.
+
+    Embeddings have steps of up to 7, of which float32 keeps seven digits.
+    """
+    right, folder = two_labels
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    classifier: Any = AutoModelForTokenClassification.from_pretrained(folder, dtype=torch.float64).eval()
+    losses = []
+    for row in ROWS:
+        ids, labels = tokenize_as_trl(tokenizer, row, "\n")
+        due = torch.tensor([label if label == IGNORED or right == 1 else 1 - label for label in labels])
+        losses.append(
+            torch.nn.functional.cross_entropy(classifier(torch.tensor([ids])).logits[0], due, ignore_index=IGNORED, reduction="sum")
+        )
+    loss = torch.stack(losses).sum() / sum(len(row["labels"]) for row in ROWS)
+    loss.backward()
+    run = run_reward_model(configure(folder, tmp_path, f"model.right_label={right}"))
+    (step,) = [record["metrics"] for record in read_metrics(run.directory / "metrics.jsonl") if record["kind"] == "step"]
+    assert step["loss"] == pytest.approx(loss.item(), abs=1e-6)
+    exported: Any = AutoModelForTokenClassification.from_pretrained(RunDirectory(run.directory).model).eval()
+    assert exported.config.id2label[right] == "right"
+    trained = dict(exported.named_parameters())
+    for name, parameter in classifier.named_parameters():
+        expected, got = (parameter - 0.5 * parameter.grad).detach(), trained[name].detach().double()
+        if name.startswith("score"):
+            expected = parameter[right] - parameter[1 - right] - 0.5 * parameter.grad[right]
+            got = got[right] - got[1 - right]
+        torch.testing.assert_close(got, expected.detach(), rtol=1e-6, atol=1e-6)
+
+
+def test_two_labels_are_asked_for_by_name(two_labels: tuple[int, Path], tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"shape \[2, 16\].*model.right_label"):
+        run_reward_model(configure(two_labels[1], tmp_path))
+    with pytest.raises(ConfigError, match=r"model.right_label: says which of two labels"):
+        prepare(configure(two_labels[1], tmp_path, "model.right_label=1", "reward_model.labels=answers"))
 
 
 def test_an_export_is_read_by_transformers_at_every_step(model: Path, tmp_path: Path) -> None:

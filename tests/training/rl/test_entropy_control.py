@@ -51,6 +51,7 @@ def test_a_run_applies_what_it_measured(rl: Rl, batch: tuple[str, ...]) -> None:
         )
 
 
+@pytest.mark.nightly
 def test_a_resumed_run_steers_on(rl: Rl) -> None:
     tables = (BONUS, "rl.entropy={target=50.0, delta=0.125}")
     whole = run_rl(rl("whole", "rl.steps=2", *tables))

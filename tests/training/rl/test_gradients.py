@@ -228,11 +228,7 @@ BREADTH = [
 QUICK = {
     ("padded", "grpo"),
     ("packed", "ppo"),
-    ("packed", "dr_grpo"),
-    ("padded", "rloo"),
-    ("packed", "reinforce_pp"),
     ("packed", "on_policy_distill"),
-    ("tree", "ppo"),
     ("tree", "grpo"),
 }
 

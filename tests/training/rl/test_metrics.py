@@ -105,6 +105,12 @@ def test_rewards_are_those_that_are_trained_on() -> None:
     assert (metrics["reward/max"], metrics["reward/min"]) == (2.5, -0.5)
     assert metrics["reward/mean"] == metrics["reward/all_mean"] == pytest.approx(1.5)
     assert metrics["reward/part/overlong"] == -0.5
+    ended = plain_group(2, rewards=(1.0,), stops=("length", "eos"))
+    cut = plain_group(1, rewards=(2.0, 2.0), status="truncated", stops=("eos", "length"))
+    punished = rollout_metrics([ended, cut], [ended, cut], ["spell"], missing_eos_penalty=0.75)
+    assert (punished["reward/max"], punished["reward/min"], punished["reward/all_mean"]) == (1.25, 1.0, pytest.approx(3.5 / 3))
+    assert (punished["rollout/missing_eos"], punished["reward/part/missing_eos"]) == (pytest.approx(2 / 3), -0.5)
+    cut = plain_group(1, rewards=(2.0,), tokens=6, status="truncated")
     untouched = rollout_metrics([long, cut], [long, cut], ["spell"])
     assert untouched["reward/mean"] == pytest.approx(8 / 3)
     assert "reward/part/overlong" not in untouched

@@ -39,7 +39,13 @@ def test_the_page_lists_exactly_what_runs_write(tables_of: Callable[..., dict[st
     """One run in which attempts fail, groups are dropped, the reference is read and held-out tasks are attempted, and rollouts with parts."""
     tables = tables_of("run", preset="reinforce_pp", environment={"failing": True})
     tables["environments"].append({**tables["environments"][0], "failing": False})
-    lost = ("rollouts.min_group_size=3", "rollouts.max_failure_share=1.0", "rl.steps=2", "rl.groups=8")
+    lost = (
+        "rollouts.min_group_size=3",
+        "rollouts.max_failure_share=1.0",
+        "rl.steps=2",
+        "rl.groups=8",
+        "rl.missing_eos_penalty=0.5",
+    )
     evaluated = ("evaluation.every=1", "evaluation.samples=2", "evaluation.tasks=2")
     run = run_rl(resolve(load(tables, [*lost, *evaluated])))
     records = list(read_metrics(run.directory / "metrics.jsonl"))

@@ -142,6 +142,7 @@ def test_a_link_that_leads_elsewhere_now_is_noticed(own: Path, project: Path) ->
         aside.rename(code / "reward.py")
 
 
+@pytest.mark.nightly
 def test_who_gives_the_code_again_or_says_so_is_not_asked(own: Path, project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (project / "code" / "worth_of_rewards.py").write_text("WORTH = 0.5\n")
     _edit_manifest(own, dict.clear)

@@ -218,7 +218,7 @@ def test_two_ranks_take_the_step_of_one(rl: Rl, seen: Seen, gradients: list[dict
 
 def test_only_pairs_are_trained_on_and_the_journal_says_which(rl: Rl, seen: Seen) -> None:
     """Log-ratios of the first step are exactly 0, in two optimizer steps of a batch too, until the first of them."""
-    run = run_rl(rl("run", "rl.groups=4", "rl.group_size=4", "rl.pairs=2", preset=PAIRED)).directory
+    run = run_rl(rl("run", "rl.groups=4", "rl.group_size=4", "rl.pairs=2", "rl.missing_eos_penalty=7", preset=PAIRED)).directory
     first, second = (record["metrics"] for record in steps_of(run))
     assert (first["rewards/margins"], first["implicit_kl"]) == (0.0, 0.0)
     assert first["loss"] == pytest.approx(np.log(2), abs=1e-6)
@@ -228,9 +228,10 @@ def test_only_pairs_are_trained_on_and_the_journal_says_which(rl: Rl, seen: Seen
     signs = {(attempt.ticket, attempt.member): set(attempt.advantages.tolist()) for attempt in learned}
     margins = []
     for group in seen.groups[1]:
-        ranked = sorted(group.finished, key=lambda attempt: attempt.reward)
+        earned = {attempt.member: attempt.reward - 7 * attempt.misses_end for attempt in group.finished}
+        ranked = sorted(group.finished, key=lambda attempt: earned[attempt.member])
         assert [signs[group.ticket, attempt.member] for attempt in ranked] == [{-1.0}, {-1.0}, {1.0}, {1.0}]
-        margins += [ranked[3].reward - ranked[0].reward, ranked[2].reward - ranked[1].reward]
+        margins += [earned[ranked[high].member] - earned[ranked[low].member] for high, low in ((3, 0), (2, 1))]
     assert first["reward/pair_margin"] == pytest.approx(np.mean(margins))
     assert {column for plan in seen.plans.values() for column in plan.columns.columns} == {
         "rewards",

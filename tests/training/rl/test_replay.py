@@ -69,6 +69,7 @@ def test_the_first_objective_has_the_bits_that_the_step_recorded(trained: Path, 
     assert set(own["cosines"]) >= {"layers.0", "layers.1"}
 
 
+@pytest.mark.nightly
 def test_a_push_is_the_derivative_with_its_sign_turned(rl: Rl, trained: Path, tmp_path: Path) -> None:
     """With reinforce it is weight times advantage, in closed form."""
     scratch = tmp_path / "scratch"

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from by_day import rarely
 from rl_runs import Rl, Seen, kill_run, numbers_of, weights_of
 from safetensors.numpy import load_file, save_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
@@ -161,6 +162,7 @@ def test_recorded_rollouts_are_valued_anew(rl: Rl, judge: Path, tables_of: Calla
         prepare(resolve(load(tables, [*keys, 'group_filters=[{use="zero_variance"}]'])))
 
 
+@pytest.mark.nightly
 def test_groups_that_end_beside_training_are_valued_between_its_passes(rl: Rl, judge: Path) -> None:
     """Drained runs have the same bits, whenever the ranks find time to value; the first step is that of sampling in turns."""
     weighed = (rewarded(judge, weight=50.0), 'group_filters=[{use="reward_range", low=0.0}]')
@@ -240,8 +242,8 @@ def test_what_cannot_work_is_refused_while_planning(rl: Rl, world: Path, judge: 
     "layout",
     [
         ("collator.use=padded", "rl.micro_batch_rows=2"),
-        ("collator.use=packed", "rl.micro_batch_tokens=none"),
-        ("collator.use=tree", "rl.micro_batch_tokens=300"),
+        rarely(("collator.use=packed", "rl.micro_batch_tokens=none")),
+        rarely(("collator.use=tree", "rl.micro_batch_tokens=300")),
     ],
 )
 def test_a_reward_model_with_other_tokens_reads_messages_in_its_own(
@@ -285,6 +287,7 @@ def sampled_turns(attempt: Trajectory) -> list[list[int]]:
     return [attempt.token_ids[start:end].tolist() for start, end, kind in bounds if kind == SEGMENT_SAMPLED]
 
 
+@pytest.mark.nightly
 def test_padding_with_a_token_that_the_reward_model_lacks_changes_nothing(rl: Rl, seen: Seen, foreigner: Path) -> None:
     keys = ("rl.steps=1", "rl.micro_batch_rows=4", rewarded(foreigner), "collator.use=padded")
     found = []
@@ -295,6 +298,7 @@ def test_padding_with_a_token_that_the_reward_model_lacks_changes_nothing(rl: Rl
     assert found[0] == found[1]
 
 
+@pytest.mark.nightly
 def test_a_recording_with_messages_is_valued_by_them_and_one_without_is_refused(
     rl: Rl, judge: Path, foreigner: Path, tables_of: Callable[..., dict[str, Any]]
 ) -> None:

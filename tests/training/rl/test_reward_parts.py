@@ -76,7 +76,7 @@ def test_a_run_normalises_each_reward_in_its_group(rl: Rl, seen: Seen, tmp_path:
     assert np.ptp(due) > 0.5
 
 
-@pytest.mark.parametrize("change", ["rl.kl={coef=0.1}", "rl.overlong={}", 'rl.truncated="zero_reward"'])
+@pytest.mark.parametrize("change", ["rl.kl={coef=0.1}", "rl.overlong={}", "rl.missing_eos_penalty=1", 'rl.truncated="zero_reward"'])
 def test_what_no_part_shows_is_refused(rl: Rl, change: str) -> None:
     with pytest.raises(EngineError, match=r"reads the parts of rewards, which .* does not change"):
         run_rl(rl("run", "advantage.use=gdpo", change))

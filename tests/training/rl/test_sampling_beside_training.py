@@ -46,6 +46,7 @@ deaf = Plugin()
 '''
 
 
+@pytest.mark.nightly
 def test_replicas_sample_what_the_ranks_sample(rl: Rl) -> None:
     """In turns with training, two processes give the bits that the rank gives."""
     on_ranks = run_rl(rl("ranks")).directory
@@ -187,6 +188,7 @@ def test_a_generator_that_ignores_updates_is_stopped_at_the_first(rl: Rl, tmp_pa
         run_rl(rl("run", *keys))
 
 
+@pytest.mark.nightly
 def test_a_generator_that_samples_from_what_it_kept_of_earlier_weights_is_stopped(rl: Rl, tmp_path: Path) -> None:
     """It scores prompts with the weights that it was given: only what it samples tells."""
     keeping = DEAF.replace(
@@ -207,6 +209,7 @@ def test_a_generator_that_samples_from_what_it_kept_of_earlier_weights_is_stoppe
         run_rl(rl("run", *keys))
 
 
+@pytest.mark.nightly
 def test_a_generator_that_fails_while_it_samples_ends_the_run_with_its_cause(rl: Rl, tmp_path: Path) -> None:
     """It is asked nothing at that moment, and so owes no answer."""
     failing = DEAF.replace(

@@ -88,6 +88,7 @@ def test_refusals(capsys: pytest.CaptureFixture[str], world: Path, arguments: li
     assert words in capsys.readouterr().err
 
 
+@pytest.mark.nightly
 def test_tasks_of_a_file_are_all_attempted(capsys: pytest.CaptureFixture[str], world: Path, tmp_path: Path) -> None:
     (tmp_path / "tasks.jsonl").write_text("".join(json.dumps({"prompt": f"go {number}"}) + "\n" for number in range(70)))
     (tmp_path / "r.py").write_text("def score(text, task):\n    return float(len(text) % 2)\n")
@@ -138,6 +139,7 @@ def test_attempts_that_fail_are_told_and_measure_nothing_where_all_do(
         assert output.out == ""
 
 
+@pytest.mark.nightly
 def test_where_the_first_attempts_all_fail_the_others_are_not_waited_for(
     capsys: pytest.CaptureFixture[str], world: Path, tmp_path: Path
 ) -> None:

@@ -82,6 +82,7 @@ def test_whole_distributions_are_compared_at_the_students_own_tokens(rl: Rl, see
     assert 0 <= metrics["top_1_agreement"] <= 1
 
 
+@pytest.mark.nightly
 def test_a_resumed_run_has_the_same_bits(rl: Rl, teacher: Path) -> None:
     keys = (f"teacher.path={teacher}", "loss.use=teacher_kl")
     whole = run_rl(rl("whole", *keys, preset=PRESET)).directory
@@ -91,6 +92,7 @@ def test_a_resumed_run_has_the_same_bits(rl: Rl, teacher: Path) -> None:
     assert {name: each.tobytes() for name, each in saved[0].items()} == {name: each.tobytes() for name, each in saved[1].items()}
 
 
+@pytest.mark.nightly
 def test_an_environment_may_give_the_teachers_log_probabilities_itself(
     rl: Rl, seen: Seen, tables_of: Callable[..., dict[str, Any]]
 ) -> None:

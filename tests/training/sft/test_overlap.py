@@ -124,6 +124,7 @@ def test_bytes_are_those_of_a_run_in_turn(configure: Configure, in_turn: Callabl
     assert_same_bytes(ahead, run_sft(configure("in-turn", **SETTINGS)).directory)
 
 
+@pytest.mark.nightly
 def test_a_run_that_was_stopped_goes_on_from_the_step_that_was_saved(configure: Configure, in_turn: Callable[[], None]) -> None:
     """At step 5 the mini-batch of step 6 was placed already; step 6 takes it all the same."""
     resolved = configure("ahead", **SETTINGS)

@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Callable, Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +110,7 @@ def check_manifest(manifest: Mapping[str, Any], resolved: ResolvedConfig) -> Non
     assert manifest["world"] == {"launch": "inline", "ranks": 1, "dp": 1, "tp": 1, "cp": 1, "pp": 1}
     assert manifest["data"]["train"]["samples"] == 23
     assert len(manifest["data"]["train"]["sha256"]) == 64
-    assert manifest["environment"]["libraries"]["torch"] == torch.__version__
+    assert manifest["environment"]["libraries"]["torch"] == version("torch")
     assert manifest["extra"] == {"experiment": "sums"}
     (session,) = manifest["sessions"]
     assert (session["start_step"], session["end_step"], session["error"]) == (0, 10, None)

@@ -100,7 +100,7 @@ def test_two_files_train_as_one_with_their_rows_to_the_last_bit(configure: Confi
     ]
     one, several = map(steps_of, runs)
     for plain, step in zip(one, several, strict=True):
-        more = {name: step.pop(name) for name in list(step) if name.startswith(("loss/", "sample_share/"))}
+        more = {name: step.pop(name) for name in list(step) if name.startswith(("loss/", "sample_share/", "token_share/"))}
         assert {name: value for name, value in step.items() if name != "tokens_per_second"} == {
             name: value for name, value in plain.items() if name != "tokens_per_second"
         }

@@ -11,6 +11,7 @@ from typing import Any, Final
 import numpy as np
 import pytest
 import torch
+from by_day import rarely
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
@@ -141,7 +142,9 @@ def test_answers_stand_after_what_is_in_front_of_the_last_stretch_with_loss(samp
         assert replaced.columns["rollout_logprobs"][begin:end].tolist() == [-0.5 * each for each in weight]
 
 
-@pytest.mark.parametrize("more", [("training.micro_batch_rows=3",), ("collator.use=packed", "training.micro_batch_tokens=40")])
+@pytest.mark.parametrize(
+    "more", [("training.micro_batch_rows=3",), rarely(("collator.use=packed", "training.micro_batch_tokens=40"))]
+)
 def test_each_step_equals_the_step_of_its_side_alone(
     models: Path, sampled: dict[int, SampledAnswers], more: tuple[str, ...]
 ) -> None:
@@ -235,6 +238,7 @@ raise SystemExit(main(sys.argv[2:]))
 """Runs the command `argv[2:]`, and kills its own process once the answers of step `argv[1]` are sampled."""
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_a_run_that_was_killed_while_sampling_ends_with_the_bytes_of_one_that_was_not(models: Path) -> None:
     """Killed in a sampled step between two checkpoints, after a row step and a sampled one; steps before it are made again from the seed."""

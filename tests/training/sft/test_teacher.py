@@ -112,6 +112,7 @@ def test_a_teachers_scores_are_a_column_over_the_steps_own_plan(models: Path, ro
     assert evaluated["loss"] == 0.0, "a gradient of 0 leaves the weights as they were"
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("rows")
 def test_a_resumed_run_has_the_same_bits(models: Path) -> None:
     keys = ["--learning-rate", "1e-2", "--batch-size", "4"]

@@ -23,13 +23,16 @@ from skyrl_engine.contracts import (
 from skyrl_engine.modeling.device_check import refuse_on_device
 from skyrl_engine.modeling.device_memory import release_cached_memory
 from skyrl_engine.modeling.exporting import collect_export_tensors, write_pretrained
+from skyrl_engine.modeling.four_bit import refuse_four_bit_layers
 from skyrl_engine.modeling.host_threads import share_cores
 from skyrl_engine.modeling.lora import adapters_off, iterate_merged_weights
 from skyrl_engine.modeling.micro_batch import compute_hidden_states, differentiable, gradient_not_finite, score
 from skyrl_engine.modeling.optimizer import require_adamw, use_settings
 from skyrl_engine.modeling.scorer import Scorer
 from skyrl_engine.modeling.teaching import TeacherStates
+from skyrl_engine.modeling.weight_averages import WeightAverages
 from skyrl_engine_deepspeed.checkpoint import ZeroState
+from skyrl_engine_deepspeed.fragments import flats
 from skyrl_engine_deepspeed.gradients import AccumulatedGradients
 from skyrl_engine_deepspeed.loading import Loaded, load
 from skyrl_engine_deepspeed.options import DeepSpeedConfig
@@ -56,6 +59,7 @@ class DeepSpeedBackend:
         self.coords = RankCoords(rank=environment.rank, dp=environment.rank)
         self._device = torch.device(environment.device)
         refuse_on_device(model, environment.device, environment.rows)
+        refuse_four_bit_layers(model, "deepspeed")
         refuse_unsupported(self._config, model.dtype, self._device, learns=optimizer is not None)
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
@@ -67,6 +71,7 @@ class DeepSpeedBackend:
         self._loaded = load(model, optimizer, self._config, self._device, environment.seed)
         self._loaded.scorer.refuse_rows_unless_supported(environment.rows)
         self._gradients = AccumulatedGradients(self._loaded.engine) if optimizer is not None else None
+        self._averages = WeightAverages(None if optimizer is None else optimizer.ema_decay)
         self._steps_done = 0
 
     @torch.no_grad()
@@ -124,6 +129,7 @@ class DeepSpeedBackend:
             self._gradients.clip(norm, settings.max_grad_norm)
             engine.step()
             self._gradients.clear()
+        self._averages.update(flats(engine))
         self._steps_done += 1
         return OptimStep(grad_norm=norm, learning_rate=settings.learning_rate)
 
@@ -141,6 +147,11 @@ class DeepSpeedBackend:
         self._steps_done = self._state().load(directory)
         self._in_bfloat16 = None
         self.zero_grad()
+
+    def load_averages(self, directory: Path) -> None:
+        """Restore the averages of weights. Raises CheckpointError."""
+        self._state().load_averages(directory)
+        self._in_bfloat16 = None
 
     def export(self, directory: Path) -> None:
         """Write weights, rounded to the precision that the run computes in, and configuration for `transformers`, or adapters for `peft`.
@@ -172,7 +183,7 @@ class DeepSpeedBackend:
     def close(self) -> None:
         """Free model and optimizer."""
         loaded = self.__dict__.pop("_loaded", None)
-        for name in ("_gradients", "_in_bfloat16"):
+        for name in ("_gradients", "_in_bfloat16", "_averages"):
             self.__dict__.pop(name, None)
         if loaded is None:
             return
@@ -231,4 +242,6 @@ class DeepSpeedBackend:
     def _state(self) -> ZeroState:
         persistent = self._loaded.model.state_dict(keep_vars=True)
         buffers = {name: tensor for name, tensor in self._loaded.model.named_buffers() if name in persistent}
-        return ZeroState(self._loaded.engine, self._loaded.parameters, buffers, self._device, self.coords, self._seed)
+        return ZeroState(
+            self._loaded.engine, self._loaded.parameters, buffers, self._averages, self._device, self.coords, self._seed
+        )

@@ -6,7 +6,8 @@ No file is read in a way that could run code.
 
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,10 @@ from skyrl_engine import CheckpointError
 from skyrl_engine.contracts import RankCoords
 from skyrl_engine.modeling import random_states
 from skyrl_engine.modeling.unpickling import UNREADABLE, failure, load_pickled
+from skyrl_engine.modeling.weight_averages import AVERAGE, WeightAverages, no_averages_error
 from skyrl_engine_deepspeed.fragments import adopt_weights, flats, fragments, moments
 
+_WEIGHT = "weight"
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 logger = logging.getLogger(__name__)
@@ -28,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 @frozen(eq=False)
 class ZeroState:
-    """The state that a checkpoint holds: weights, buffers, AdamW's moments and random states.
+    """The state that a checkpoint holds: weights, buffers, AdamW's moments, averages of weights and random states.
 
     `engine` is None for a backend that scores with whole weights; an engine without an optimizer scores with divided weights. `coords` and
     `seed` are this run's.
@@ -37,6 +40,7 @@ class ZeroState:
     engine: Any | None
     parameters: Mapping[str, nn.Parameter]
     buffers: Mapping[str, Tensor]
+    averages: WeightAverages
     device: torch.device
     coords: RankCoords
     seed: int
@@ -70,9 +74,16 @@ class ZeroState:
         again from the run's seed, the step and the rank. A backend that only scores restores the weights alone. Raises CheckpointError on all
         ranks if one rank fails.
         """
+        return self._load_together(partial(self._load, directory))
+
+    def load_averages(self, directory: Path) -> None:
+        """Restore the averages of weights in place of the weights. Raises CheckpointError on all ranks if one rank fails."""
+        self._load_together(partial(self._load, directory, weight=AVERAGE))
+
+    def _load_together(self, read: Callable[[], int]) -> int:
         steps_done, problem = 0, None
         try:
-            steps_done = self._load(directory)
+            steps_done = read()
         except CheckpointError as error:
             problem = error
         problems: list[CheckpointError | None] = [problem] * dist.get_world_size()
@@ -84,13 +95,15 @@ class ZeroState:
             adopt_weights(self.engine, self.parameters)
         return steps_done
 
-    def _load(self, directory: Path) -> int:
+    def _load(self, directory: Path, weight: str = _WEIGHT) -> int:
         rank = dist.get_rank()
         try:
             saved = _Saved.read(directory)
             saved.refuse_other_parameters(directory, {name: _shape(parameter) for name, parameter in self.parameters.items()})
+            if weight == AVERAGE and not saved.has(AVERAGE):
+                raise no_averages_error(directory)
             with torch.no_grad():
-                self._fill(saved)
+                self._fill(saved, weight)
             if self._learns:
                 self._continue_random_states(directory, rank, saved)
             return int(saved.states[0]["steps_done"])
@@ -129,17 +142,19 @@ class ZeroState:
             return
         for name, own in fragments(self.engine, self.parameters):
             state = moments(self.engine, own.key)
-            kept = {"weight": own.weight, **{name: own.within(state[name]) for name in _MOMENTS if name in state}}
+            kept = {_WEIGHT: own.weight, **{name: own.within(state[name]) for name in _MOMENTS if name in state}}
+            if own.key in self.averages.values:
+                kept[AVERAGE] = own.within(self.averages.values[own.key])
             # cloned: saving a view would write everything it is a view of
             parts = {name: part.clone() for name, part in kept.items()}
             yield name, {"shape": tuple(_shape(self.parameters[name])), "start": own.start, **parts}
 
-    def _fill(self, saved: "_Saved") -> None:
+    def _fill(self, saved: "_Saved", weight: str) -> None:
         for name, buffer in self.buffers.items():
             buffer.copy_(saved.states[0]["buffers"][name])
         if self.engine is None:
             for name, parameter in self.parameters.items():
-                saved.copy(name, "weight", 0, parameter.view(-1))
+                saved.copy(name, weight, 0, parameter.view(-1))
             return
         if not self._learns:
             # gathered copies that DeepSpeed keeps between uses hold the old weights
@@ -149,14 +164,19 @@ class ZeroState:
                 own: Any = parameter.ds_tensor  # type: ignore[attr-defined]
                 start = dist.get_rank() * own.numel()
                 size = max(0, min(own.numel(), parameter.ds_numel - start))  # type: ignore[attr-defined]
-                saved.copy(name, "weight", start, own.view(-1).narrow(0, 0, size))
+                saved.copy(name, weight, start, own.view(-1).narrow(0, 0, size))
             return
         _prepare_moments(self.engine, int(saved.states[0]["updates"]))
+        self.averages.clear()
+        if self.averages.decay is not None and saved.has(AVERAGE):
+            self.averages.update(flats(self.engine))
         for name, own in fragments(self.engine, self.parameters):
-            saved.copy(name, "weight", own.start, own.weight)
+            saved.copy(name, weight, own.start, own.weight)
             state = moments(self.engine, own.key)
             for moment in _MOMENTS if state else ():
                 saved.copy(name, moment, own.start, own.within(state[moment]))
+            if own.key in self.averages.values:
+                saved.copy(name, AVERAGE, own.start, own.within(self.averages.values[own.key]))
 
 
 @frozen(eq=False)
@@ -173,6 +193,10 @@ class _Saved:
     @property
     def world_size(self) -> int:
         return len(self.states)
+
+    def has(self, kind: str) -> bool:
+        """Return True if the parts of parameters have values of this kind."""
+        return any(kind in part for state in self.states for part in state["parameters"].values())
 
     def parts(self, name: str) -> list[dict[str, Any]]:
         return [state["parameters"][name] for state in self.states if name in state["parameters"]]

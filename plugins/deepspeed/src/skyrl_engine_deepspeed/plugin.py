@@ -1,10 +1,12 @@
 """Entry point of the `deepspeed` backend. Imports no torch: describing the backend happens on the controller."""
 
+from functools import partial
 from typing import Any
 
 from skyrl_engine import hookimpl
 from skyrl_engine.contracts import OPTIONAL_SCORES, Backend, BackendDescription, ModelConfig, RowKind, Topology
 from skyrl_engine_deepspeed.options import DeepSpeedConfig
+from skyrl_engine_deepspeed.state_layout import describe_state
 
 
 class DeepSpeedPlugin:
@@ -33,11 +35,14 @@ class DeepSpeedPlugin:
                     "reference_by_adapters",
                     "compile",
                     "attention",
+                    "embedding_noise",
+                    "ema",
                 }
             ),
             lambda _, model: options.refuse_precision(model.dtype, learns=True),
             _rehearse,
-            state_ranks=world_size if options.zero_stage == 3 else 1,
+            describe_state=partial(describe_state, options, world_size),
+            layout_choices={"zero_stage": (1, 2, 3), "offload_optimizer": (False, True)},
         )
 
     @hookimpl

@@ -7,9 +7,7 @@ import torch
 from skyrl_engine import UnsupportedError
 from skyrl_engine.contracts import ComputeDtype
 from skyrl_engine_deepspeed.options import DeepSpeedConfig
-
-_BUCKET = 50_000_000
-"""Elements that are reduced or gathered at once; buffers of this size are allocated."""
+from skyrl_engine_deepspeed.state_layout import BUCKET
 
 
 def settings(config: DeepSpeedConfig, dtype: ComputeDtype, device: torch.device, *, learns: bool) -> dict[str, Any]:
@@ -23,9 +21,9 @@ def settings(config: DeepSpeedConfig, dtype: ComputeDtype, device: torch.device,
         "stage": config.zero_stage,
         "overlap_comm": on_cuda and config.zero_stage == 3,
         "contiguous_gradients": True,
-        "reduce_bucket_size": _BUCKET,
-        "allgather_bucket_size": _BUCKET,
-        "stage3_prefetch_bucket_size": _BUCKET,
+        "reduce_bucket_size": BUCKET,
+        "allgather_bucket_size": BUCKET,
+        "stage3_prefetch_bucket_size": BUCKET,
         "stage3_param_persistence_threshold": config.persistence_threshold,
     }
     if config.offload_optimizer and learns:

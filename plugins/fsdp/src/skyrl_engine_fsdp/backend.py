@@ -32,10 +32,11 @@ from skyrl_engine.modeling.micro_batch import compute_hidden_states, differentia
 from skyrl_engine.modeling.optimizer import build_optimizer, freeze_groups, use_settings
 from skyrl_engine.modeling.scorer import Scorer
 from skyrl_engine.modeling.teaching import TeacherStates
+from skyrl_engine.modeling.weight_averages import WeightAverages
 from skyrl_engine_fsdp.checkpoint import ShardedTrainingState
 from skyrl_engine_fsdp.gradients import clip_gradients, full, non_finite
 from skyrl_engine_fsdp.meshes import Meshes
-from skyrl_engine_fsdp.options import FsdpConfig
+from skyrl_engine_fsdp.options import WHOLE_ROWS, FsdpConfig
 from skyrl_engine_fsdp.placement import load_beside_sharded, load_sharded
 from skyrl_engine_fsdp.sharding import reshard, stays_whole
 
@@ -63,6 +64,11 @@ class FsdpBackend:
         topology = self._config.topology(environment.world_size)
         self._device = torch.device(environment.device)
         refuse_on_device(model, environment.device, environment.rows)
+        if optimizer is not None and optimizer.use in WHOLE_ROWS and (topology.tp > 1 or self._config.cpu_offload):
+            raise UnsupportedError(
+                f"{optimizer.use} steps whole rows of weights on the ranks' devices, which tensor_parallel and cpu_offload do not leave there",
+                remedy='Set optimizer.use = "adamw", or backend.tensor_parallel = 1 and backend.cpu_offload = false',
+            )
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         elif self._config.cpu_offload:
@@ -104,6 +110,7 @@ class FsdpBackend:
         # before the optimizer, which takes what learns
         self._frozen = frozenset() if optimizer is None else freeze_groups(self._parameters(), optimizer.groups)
         self._optimizer = build_optimizer(self._parameters(), optimizer) if optimizer is not None else None
+        self._averages = WeightAverages(None if optimizer is None else optimizer.ema_decay)
         self._steps_done = 0
         self._moved: Moved = ()
 
@@ -173,6 +180,7 @@ class FsdpBackend:
             raise gradient_not_finite(self._steps_done + 1, norm, self.coords.rank, names)
         use_settings(self._optimizer, settings)
         self._optimizer.step()
+        self._averages.update(parameters.values())
         self._optimizer.zero_grad(set_to_none=True)
         self._steps_done += 1
         return OptimStep(grad_norm=norm, learning_rate=settings.learning_rate)
@@ -196,6 +204,10 @@ class FsdpBackend:
         self.zero_grad()
         with self._draws():
             self._steps_done = self._state().load(directory)
+
+    def load_averages(self, directory: Path) -> None:
+        """Restore the averages of weights, and the weights that have none. Raises CheckpointError."""
+        self._state().load_averages(directory)
 
     def export(self, directory: Path) -> None:
         """Write weights, rounded to the precision that the run computes in, and configuration for `transformers`, on rank 0.
@@ -238,12 +250,14 @@ class FsdpBackend:
         reshard(self._scorer)
         self._move("cpu")
         self._moved = move_optimizer_state(self._optimizer, self._device)
+        self._averages.offload(self._device)
         release_cached_memory(self._device)
 
     def reload(self) -> None:
         """Move them back."""
         self._move(self._device)
         move_back(self._optimizer, self._moved, self._device)
+        self._averages.reload(self._device)
         self._moved = ()
 
     def _move(self, device: torch.device | str) -> None:
@@ -253,7 +267,7 @@ class FsdpBackend:
 
     def close(self) -> None:
         """Free model and optimizer."""
-        for name in ("_model", "_scorer", "_optimizer"):
+        for name in ("_model", "_scorer", "_optimizer", "_averages"):
             self.__dict__.pop(name, None)
         release_cached_memory(self.__dict__.get("_device", "cpu"))
 
@@ -285,4 +299,4 @@ class FsdpBackend:
         topology, seed = self._meshes.topology, self._environment.seed
         # what groups freeze is saved too, so that a checkpoint is a whole model whatever they say
         saved = {name: tensor for name, tensor in self._scored_parameters() if tensor.requires_grad or name in self._frozen}
-        return ShardedTrainingState(saved, buffers, self._optimizer, self._settings, self._device, topology, seed)
+        return ShardedTrainingState(saved, buffers, self._optimizer, self._averages, self._settings, self._device, topology, seed)

@@ -21,6 +21,7 @@ from skyrl_engine.contracts import OptimizerSettings, Topology
 from skyrl_engine.modeling import random_states
 from skyrl_engine.modeling.optimizer import make_zero_state
 from skyrl_engine.modeling.unpickling import UNREADABLE, failure, load_pickled
+from skyrl_engine.modeling.weight_averages import AVERAGE, WeightAverages, no_averages_error
 from skyrl_engine_fsdp.pieces import PiecesReader, PiecesWriter
 
 logger = logging.getLogger(__name__)
@@ -37,6 +38,7 @@ class ShardedTrainingState:
     parameters: Mapping[str, nn.Parameter]
     buffers: Mapping[str, Tensor]
     optimizer: torch.optim.Optimizer | None
+    averages: WeightAverages
     settings: OptimizerSettings | None
     device: torch.device
     topology: Topology
@@ -52,13 +54,17 @@ class ShardedTrainingState:
             for key, value in state.get(parameter, {}).items()
         }
 
+    def _name_averages(self, values: Mapping[Tensor, Tensor]) -> dict[str, Any]:
+        return {f"{AVERAGE}.{name}": values[parameter] for name, parameter in self.parameters.items() if parameter in values}
+
     def save(self, directory: Path, steps_done: int) -> None:
         """Write this rank's part into `directory`. Raises CheckpointError."""
         rank = dist.get_rank()
         facts = {"steps_done": torch.tensor(steps_done), "layout": self._layout()}
         try:
             moments = {} if self.optimizer is None else self._moments(self.optimizer.state)
-            state_dict_saver.save({**self._weights(), **moments, **facts}, storage_writer=PiecesWriter(directory))
+            averages = self._name_averages(self.averages.values)
+            state_dict_saver.save({**self._weights(), **moments, **averages, **facts}, storage_writer=PiecesWriter(directory))
             with _random_file(directory, rank).open("wb") as file:
                 torch.save(random_states.capture(self.device), file)
                 file.flush()
@@ -81,7 +87,8 @@ class ShardedTrainingState:
             saved = PiecesReader(directory).read_metadata().state_dict_metadata
             state = self._make_zero_moments(saved)
             facts = {"steps_done": torch.tensor(0), "layout": torch.zeros_like(self._layout())}
-            wanted = {**self._weights(), **self._moments(state)}
+            averages = self._make_zero_averages(saved)
+            wanted = {**self._weights(), **self._moments(state), **self._name_averages(averages)}
             _refuse_differences(directory, {*wanted, *facts}, set(saved), moments=self.optimizer is not None)
             state_dict_loader.load(facts, storage_reader=PiecesReader(directory))
             if int(facts["steps_done"]):
@@ -90,13 +97,26 @@ class ShardedTrainingState:
             if self.optimizer is not None:
                 self.optimizer.state.clear()
                 self.optimizer.state.update(state)
+                self.averages.clear()
+                self.averages.values.update(averages)
+                self.averages.began = bool(averages)
                 self._continue_random_states(directory, rank, facts["layout"], int(facts["steps_done"]))
         except (*UNREADABLE, api.CheckpointException) as error:
-            raise CheckpointError(
-                f"rank {rank} cannot read the checkpoint in {directory}: {_reason(error)}",
-                remedy="Resume from an older checkpoint of the run",
-            ) from error
+            raise _unreadable_error(directory, error) from error
         return int(facts["steps_done"])
+
+    def load_averages(self, directory: Path) -> None:
+        """Restore in place the averages of the weights that have one, and the weights that have none. Raises CheckpointError."""
+        try:
+            saved = PiecesReader(directory).read_metadata().state_dict_metadata
+            named = {name: f"{AVERAGE}.{name.removeprefix('model.')}" for name in self._weights()}
+            if not any(average in saved for average in named.values()):
+                raise no_averages_error(directory)
+            wanted = {named[name] if named[name] in saved else name: tensor for name, tensor in self._weights().items()}
+            _refuse_differences(directory, {*self._weights(), "steps_done", "layout"}, set(saved), moments=False)
+            state_dict_loader.load(wanted, storage_reader=PiecesReader(directory))
+        except (*UNREADABLE, api.CheckpointException) as error:
+            raise _unreadable_error(directory, error) from error
 
     def _layout(self) -> Tensor:
         """Return the sizes that random states depend on, int64[2]: data-parallel and tensor-parallel ranks."""
@@ -123,6 +143,16 @@ class ShardedTrainingState:
         if any(make_zero_state(self.settings, name, parameter) for name, parameter in self.parameters.items()):
             raise _other_optimizer_error(directory, f"{self.settings.use} keeps moments, and it holds none")
 
+    def _make_zero_averages(self, saved: Collection[str]) -> dict[Tensor, Tensor]:
+        """Return zeros in the place of the averages that a checkpoint has, where this run keeps any, for loading to fill."""
+        if self.averages.decay is None:
+            return {}
+        return {
+            parameter: torch.zeros_like(parameter)
+            for name, parameter in self.parameters.items()
+            if parameter.requires_grad and f"{AVERAGE}.{name}" in saved
+        }
+
     def _make_zero_moments(self, saved: Collection[str]) -> dict[Tensor, dict[str, Tensor]]:
         """Return zeros in the place of what the optimizer keeps of every parameter that the checkpoint has moments of, for loading to fill."""
         if self.settings is None:
@@ -136,7 +166,8 @@ class ShardedTrainingState:
 
 
 def _refuse_differences(directory: Path, wanted: set[str], saved: set[str], *, moments: bool) -> None:
-    compared = saved if moments else {key for key in saved if not key.startswith("optimizer.")}
+    left_out = (f"{AVERAGE}.",) if moments else (f"{AVERAGE}.", "optimizer.")
+    wanted, compared = ({key for key in keys if not key.startswith(left_out)} for keys in (wanted, saved))
     different = sorted(wanted ^ compared)
     if different and all(key.startswith("optimizer.") for key in different):
         raise _other_optimizer_error(directory, f"{different[0]} is not in both ({len(different)} such entries)")
@@ -145,6 +176,13 @@ def _refuse_differences(directory: Path, wanted: set[str], saved: set[str], *, m
             f"the checkpoint in {directory} is of another model: {different[0]} is not in both ({len(different)} such entries)",
             remedy="Resume with the model the run was started with",
         )
+
+
+def _unreadable_error(directory: Path, error: BaseException) -> CheckpointError:
+    return CheckpointError(
+        f"rank {dist.get_rank()} cannot read the checkpoint in {directory}: {_reason(error)}",
+        remedy="Resume from an older checkpoint of the run",
+    )
 
 
 def _other_optimizer_error(directory: Path, reason: str) -> CheckpointError:

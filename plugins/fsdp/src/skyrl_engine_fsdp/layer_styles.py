@@ -30,6 +30,11 @@ def refuse_model(ranks: int, config: Any, model: ModelConfig) -> None:
             "the fsdp backend trains no adapters under tensor parallelism",
             remedy="Set backend.tensor_parallel = 1, or remove model.lora",
         )
+    if model.neftune_alpha is not None:
+        raise UnsupportedError(
+            "the fsdp backend adds no noise to embeddings under tensor parallelism",
+            remedy="Set backend.tensor_parallel = 1, or remove model.neftune_alpha",
+        )
     if model.compile:
         raise UnsupportedError(
             "model.compile = true, and torch's compiler cannot follow the DTensors of tensor-parallel layers whose lengths vary",

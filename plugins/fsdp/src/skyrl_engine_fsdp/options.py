@@ -1,10 +1,15 @@
 """Options of the `fsdp` backend, and the layout of ranks that follows from them. Imports no torch."""
 
+from typing import Final
+
 from attrs import field, frozen
 from attrs.validators import ge
 
 from skyrl_engine import UnsupportedError
-from skyrl_engine.contracts import Topology
+from skyrl_engine.contracts import Capability, Topology
+
+WHOLE_ROWS: Final[frozenset[Capability]] = frozenset({"adafactor", "muon", "adamw_8bit"})
+"""Optimizers that step whole matrices or rows: with weights divided one way alone, and on the device that ranks communicate on."""
 
 
 @frozen

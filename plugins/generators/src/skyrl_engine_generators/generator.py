@@ -137,7 +137,7 @@ class HfGenerator:
         self._known -= {completion.request_id for completion in ready}
         return ready
 
-    def sampled(self, request_id: int) -> npt.NDArray[np.int32]:
+    def read_sampled(self, request_id: int) -> npt.NDArray[np.int32]:
         """int32[n]: the tokens sampled so far of a request that no poll has returned. Raises ContractError for any other."""
         for completion in self._ready:
             if completion.request_id == request_id:

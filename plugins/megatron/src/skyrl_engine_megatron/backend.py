@@ -30,6 +30,7 @@ from skyrl_engine.modeling.exporting import write_pretrained
 from skyrl_engine.modeling.loading import weight_dtype
 from skyrl_engine.modeling.micro_batch import gradient_not_finite
 from skyrl_engine.modeling.optimizer import require_adamw
+from skyrl_engine.modeling.weight_averages import AVERAGE
 from skyrl_engine_megatron import checkpoint, kernels
 from skyrl_engine_megatron.agreement import check_agreement
 from skyrl_engine_megatron.attention import DocumentAttention, attend_by
@@ -217,6 +218,10 @@ class MegatronBackend:
         """Restore exactly what `save` wrote under any layout of ranks, and clear the gradient. Raises CheckpointError."""
         self._steps_done = checkpoint.load(self._state, directory, self.coords)
         self.zero_grad()
+
+    def load_averages(self, directory: Path) -> None:
+        """Restore the averages of weights in place of the weights, under any layout of ranks. Raises CheckpointError."""
+        checkpoint.load(self._state, directory, self.coords, weight=AVERAGE)
 
     def export(self, directory: Path) -> None:
         """Write weights, rounded to the precision that the run computes in, and configuration for `transformers`, on rank 0.

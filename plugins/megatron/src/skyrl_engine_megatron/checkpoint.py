@@ -19,10 +19,12 @@ from torch import Tensor
 
 from skyrl_engine import CheckpointError
 from skyrl_engine.contracts import RankCoords
+from skyrl_engine.modeling.weight_averages import AVERAGE, no_averages_error
 from skyrl_engine_megatron.names import MegatronParameter
 from skyrl_engine_megatron.state import Piece, ShardedState
 
 _FACTS: Final = "training.json"
+_WEIGHT: Final = "model"
 _MOMENTS: Final = ("exp_avg", "exp_avg_sq")
 
 
@@ -35,7 +37,12 @@ def save(state: ShardedState, directory: Path, coords: RankCoords, steps_done: i
             if tensors and writes:
                 save_file(tensors, _file(directory, part))
         if coords.rank == 0:
-            facts = {"steps_done": steps_done, "learns": state.optimizer is not None, "shapes": _shapes(state.entries)}
+            facts: dict[str, Any] = {
+                "steps_done": steps_done,
+                "learns": state.optimizer is not None,
+                "averages": state.averages.began,
+                "shapes": _shapes(state.entries),
+            }
             (directory / _FACTS).write_text(json.dumps(facts))
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
@@ -47,7 +54,8 @@ def save(state: ShardedState, directory: Path, coords: RankCoords, steps_done: i
 def _part(state: ShardedState, entries: Sequence[MegatronParameter], *, keep: bool) -> dict[str, Tensor]:
     """Gather the weights and moments of a part from all ranks of its stage; returned on the CPU of the ranks that `keep` them."""
     tensors: dict[str, Tensor] = {}
-    for kind in ("model", *(_MOMENTS if state.optimizer is not None else ())):
+    kinds = (_WEIGHT, *(_MOMENTS if state.optimizer is not None else ()), *([AVERAGE] if state.averages.began else ()))
+    for kind in kinds:
         for entry in entries:
             whole = state.whole(entry, partial(_value, state, kind))
             if whole is not None and keep:
@@ -57,18 +65,20 @@ def _part(state: ShardedState, entries: Sequence[MegatronParameter], *, keep: bo
 
 
 def _value(state: ShardedState, kind: str, piece: Piece) -> Tensor:
-    """Return the weight or a moment of a piece; moments are 0 before the first step."""
-    if kind == "model":
+    """Return the weight, its average or a moment of a piece; moments are 0 before the first step."""
+    if kind == _WEIGHT:
         return piece.master
+    if kind == AVERAGE:
+        return state.averages.values[piece.master]
     assert state.optimizer is not None
     moments: Mapping[str, Tensor] = state.optimizer.state.get(piece.master, {})
     return moments[kind] if kind in moments else torch.zeros_like(piece.master)
 
 
-def load(state: ShardedState, directory: Path, coords: RankCoords) -> int:
-    """Restore weights and moments in place under any layout of ranks, and return the number of optimizer steps taken.
+def load(state: ShardedState, directory: Path, coords: RankCoords, *, weight: str = _WEIGHT) -> int:
+    """Restore weights, moments and averages in place under any layout of ranks, and return the number of optimizer steps taken.
 
-    A backend that only scores restores the weights alone. Raises CheckpointError.
+    A backend that only scores restores the weights alone, or by `weight` their averages in their place. Raises CheckpointError.
     """
     try:
         facts: dict[str, Any] = json.loads((directory / _FACTS).read_text())
@@ -81,11 +91,16 @@ def load(state: ShardedState, directory: Path, coords: RankCoords) -> int:
                     remedy="Resume from another checkpoint",
                 )
             state.optimizer.state.clear()
+        averaged = bool(facts.get("averages"))
+        if weight == AVERAGE and not averaged:
+            raise no_averages_error(directory)
+        state.averages.clear()
+        state.averages.began = averaged and state.averages.decay is not None
         for part, entries in groupby(state.entries, key=lambda entry: entry.part):
             own_entries = [entry for entry in entries if state.local_names(entry)]
             if own_entries:
                 with safe_open(_file(directory, part), framework="pt") as file:
-                    _restore(state, own_entries, file, steps_done)
+                    _restore(state, own_entries, file, steps_done, weight)
     except (OSError, ValueError, LookupError, TypeError, AttributeError, SafetensorError) as error:
         raise CheckpointError(
             f"rank {coords.rank} cannot read the checkpoint in {directory}: {str(error).rstrip('.')}",
@@ -94,13 +109,15 @@ def load(state: ShardedState, directory: Path, coords: RankCoords) -> int:
     return steps_done
 
 
-def _restore(state: ShardedState, entries: Sequence[MegatronParameter], file: Any, steps_done: int) -> None:
+def _restore(state: ShardedState, entries: Sequence[MegatronParameter], file: Any, steps_done: int, weight: str) -> None:
     for entry in entries:
 
         def read_tensors(kind: str, entry: MegatronParameter = entry) -> list[Tensor]:
             return [file.get_tensor(f"{kind}.{name}") for name, _ in entry.sources]
 
-        state.fill(entry, read_tensors("model"))
+        state.fill(entry, read_tensors(weight))
+        if state.averages.began:
+            state.fill_average(entry, read_tensors(AVERAGE))
         if state.optimizer is not None and steps_done:
             for moment in _MOMENTS:
                 state.fill_moment(entry, moment, read_tensors(moment), steps_done)

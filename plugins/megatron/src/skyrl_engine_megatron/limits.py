@@ -34,6 +34,11 @@ def refuse_model(options: "MegatronConfig", config: Any, model: ModelConfig) -> 
         raise UnsupportedError(
             "the megatron backend trains no adapters", remedy='Remove model.lora, or set backend.use to "fsdp" or "deepspeed"'
         )
+    if model.neftune_alpha is not None:
+        raise UnsupportedError(
+            "the megatron backend adds no noise to embeddings",
+            remedy='Remove model.neftune_alpha, or set backend.use to "fsdp" or "deepspeed"',
+        )
     refuse_unlike_attention(options, model)
     if model.compile and config.model_type in (MIXTURE_FAMILY, VISION_FAMILY):
         kind = "is a mixture of experts" if config.model_type == MIXTURE_FAMILY else "takes images"

@@ -4,10 +4,20 @@ from functools import partial
 from typing import Any
 
 from skyrl_engine import hookimpl
-from skyrl_engine.contracts import OPTIONAL_SCORES, Backend, BackendDescription, Capability, ModelConfig, RowKind
+from skyrl_engine.contracts import (
+    MOST_TENSOR_PARALLEL,
+    OPTIONAL_SCORES,
+    Backend,
+    BackendDescription,
+    Capability,
+    ModelConfig,
+    RowKind,
+    list_divisors,
+)
 from skyrl_engine.model_facts.weight_files import weight_files
 from skyrl_engine_megatron.limits import refuse_model, refuse_trees
 from skyrl_engine_megatron.options import MegatronConfig
+from skyrl_engine_megatron.state_layout import describe_state
 
 _ONE_QUEUE = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 """Work reaches the device in the order in which it is launched: tensor-parallel layers launch a sum over ranks and then the product that is to
@@ -24,6 +34,7 @@ _CAPABILITIES: frozenset[Capability] = frozenset(
         "vision",
         "compile",
         "attention",
+        "ema",
         *OPTIONAL_SCORES,
     }
 )
@@ -46,7 +57,11 @@ class MegatronPlugin:
             partial(refuse_model, options),
             partial(_rehearse, options),
             means_over_step=options.router_losses,
-            state_ranks=options.tensor_parallel * options.pipeline_parallel,
+            describe_state=partial(describe_state, options, options.topology(world_size)),
+            layout_choices={
+                "tensor_parallel": list_divisors(world_size, MOST_TENSOR_PARALLEL),
+                "pipeline_parallel": list_divisors(world_size),
+            },
             environment=_ONE_QUEUE if options.tensor_parallel > 1 else {},
         )
 

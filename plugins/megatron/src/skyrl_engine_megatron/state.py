@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from skyrl_engine.contracts import OptimizerSettings
 from skyrl_engine.modeling.optimizer import build_optimizer, use_settings
+from skyrl_engine.modeling.weight_averages import WeightAverages
 from skyrl_engine_megatron.library import DistributedDataParallel, parallel_state
 from skyrl_engine_megatron.names import EMBEDDING, HEAD, MegatronParameter
 
@@ -86,6 +87,7 @@ class ShardedState:
         self.parameters = parameters
         self.pieces = pieces
         self.sharded = sharded
+        self.averages = WeightAverages(None if optimizer is None else optimizer.ema_decay)
         self.optimizer: torch.optim.Optimizer | None = None
         if optimizer is not None:
             self.optimizer = build_optimizer({name: piece.master for name, piece in pieces.items()}, optimizer)
@@ -110,6 +112,14 @@ class ShardedState:
                 state["step"] = torch.tensor(float(step), device=piece.master.device)
                 state[key] = piece.cut(self.share(entry, whole)).to(piece.master).clone()
 
+    @torch.no_grad()
+    def fill_average(self, entry: MegatronParameter, whole: Sequence[Tensor]) -> None:
+        """Set the average of this rank's weight, and of a tied head's copy, to its share of Hugging Face's tensors."""
+        for name in self.local_names(entry):
+            if name in self.pieces:
+                piece = self.pieces[name]
+                self.averages.values[piece.master] = piece.cut(self.share(entry, whole)).to(piece.master).clone()
+
     def step(self, settings: OptimizerSettings) -> None:
         """Take one AdamW step over this rank's pieces with these settings, from their summed gradients."""
         assert self.optimizer is not None
@@ -117,6 +127,7 @@ class ShardedState:
         for piece in self.pieces.values():
             piece.master.grad = piece.gradient
         self.optimizer.step()
+        self.averages.update(piece.master for piece in self.pieces.values())
         for piece in self.pieces.values():
             piece.master.grad = None
             piece.publish()

@@ -4,12 +4,14 @@ import os
 import re
 import time
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from attrs import field, frozen
 from attrs.validators import min_len, optional
 
+from skyrl_engine import UnsupportedError
 from skyrl_engine.tracking import TrackedRun, TrackedTable, Tracker, TrackerOptions
 
 if TYPE_CHECKING:
@@ -22,6 +24,9 @@ SECONDS = ("evaluation/seconds", "seconds")
 """Metrics that every evaluation, and every step, has; sent last, they say that the others are there."""
 
 _NO_TELEMETRY = "MLFLOW_DISABLE_TELEMETRY"
+_DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
+_FOR_DATABASES = ("sqlalchemy", "alembic")
+"""Modules that the whole package of MLflow brings, and mlflow-skinny does not."""
 
 
 @frozen(kw_only=True)
@@ -41,6 +46,7 @@ class MlflowTracker(Tracker):
     name: ClassVar[str] = "mlflow"
 
     def __init__(self, options: MlflowOptions) -> None:
+        _refuse_missing_database(options.uri)
         super().__init__(options)
         self._wanted = options
 
@@ -83,6 +89,23 @@ class MlflowTracker(Tracker):
     def holds(self, step: int, metrics: Mapping[str, float]) -> bool:
         history = self._client.get_metric_history(self._id, _name_of_seconds(metrics))
         return any(metric.step == step for metric in history)
+
+
+def _refuse_missing_database(uri: str | None) -> None:
+    """Raise UnsupportedError for a store in a database where MLflow's modules for databases are not installed."""
+    if all(find_spec(module) for module in _FOR_DATABASES):
+        return
+    named = uri or os.environ.get("MLFLOW_TRACKING_URI")
+    if named is None and not Path("mlruns").is_dir():
+        cause = "neither the option uri nor MLFLOW_TRACKING_URI is set, and MLflow's own default, a database here, needs the whole package"
+    elif named is not None and named.startswith(_DATABASES):
+        cause = f"{named.partition(':')[0]} is a database, for which MLflow needs the whole package"
+    else:
+        return
+    raise UnsupportedError(
+        f"{cause}: mlflow-skinny alone is installed",
+        remedy="Set uri of [observers.mlflow] to a tracking server, or `pip install mlflow`",
+    )
 
 
 def _make_client(uri: str | None) -> "MlflowClient":

@@ -8,9 +8,9 @@ import sqlite3
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from attrs import frozen
 
@@ -68,7 +68,7 @@ class Judge:
         self._client = EndpointClient(url, read_key(api_key_env, "api_key_env"), seconds, retries)
         self._body = {"model": model, "temperature": 0, **sampling}
         self._cache = None if cache is None else Path(cache).expanduser()
-        self._concurrency = concurrency
+        self.concurrency = concurrency
         place = hashlib.sha256(url.encode()).hexdigest()[:16]
         self._slots = Path(tempfile.gettempdir()) / f"skyrl-engine-judge-{os.getuid()}-{place}"
 
@@ -92,17 +92,17 @@ class Judge:
 
     @contextmanager
     def _take_slot(self) -> Iterator[None]:
-        """Hold one of `concurrency` locked files; the system frees those of a process that ends."""
-        self._slots.mkdir(mode=0o700, exist_ok=True)
+        """Hold one of `concurrency` locked files; the system frees those of a process that ends. Files that nobody holds are deleted after."""
         while True:
-            for number in range(self._concurrency):
-                with (self._slots / str(number)).open("a") as file:
-                    try:
-                        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    except BlockingIOError:
-                        continue
+            for number in range(self.concurrency):
+                if (held := _lock(self._slots / str(number))) is None:
+                    continue
+                try:
                     yield
-                    return
+                finally:
+                    held.close()
+                    _delete_free_slots(self._slots)
+                return
             time.sleep(_NAP)
 
     def _open(self, path: Path) -> sqlite3.Connection:
@@ -123,6 +123,40 @@ class Judge:
         if self._cache is not None:
             with closing(self._open(self._cache)) as cache, cache:
                 cache.execute("INSERT OR IGNORE INTO answers VALUES (?, ?, ?)", (question, text, finish))
+
+
+def _lock(slot: Path) -> IO[str] | None:
+    """Return a slot's file, locked and open; None where another one holds it."""
+    while True:
+        # not by exist_ok: that looks whether it is a folder, by which time somebody may have deleted it
+        with suppress(FileExistsError):
+            slot.parent.mkdir(mode=0o700)
+        try:
+            file = slot.open("a")
+        except FileNotFoundError:  # somebody has deleted the folder meanwhile
+            continue
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if slot.stat().st_ino == os.fstat(file.fileno()).st_ino:
+                return file
+        except BlockingIOError:
+            file.close()
+            return None
+        except FileNotFoundError:
+            pass
+        # the file of that name is another one, or none, since it was opened
+        file.close()
+
+
+def _delete_free_slots(slots: Path) -> None:
+    """Delete the files of slots that nobody holds, those of processes that were killed among them, and the folder with the last."""
+    with suppress(OSError):
+        for slot in slots.iterdir():
+            with slot.open("r") as file, suppress(BlockingIOError):
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if slot.stat().st_ino == os.fstat(file.fileno()).st_ino:
+                    slot.unlink()
+        slots.rmdir()
 
 
 def _read(answer: Mapping[str, Any]) -> tuple[str, str | None, dict[str, float]]:

@@ -216,8 +216,7 @@ class Server:
                 if time.monotonic() - swept > EXPIRY_SECONDS:
                     swept = time.monotonic()
                     await asyncio.to_thread(checkpoints.sweep, self.settings.directory)
-            except Exception:
-                # whatever went wrong with one session or checkpoint, the others end in their time
+            except Exception:  # told in the log: whatever went wrong with one session or checkpoint, the others end in their time
                 logger.exception("a sweep failed; the next one is soon")
 
     async def _sweep_memory(self, now: float) -> None:

@@ -9,10 +9,8 @@ import itertools
 import os
 import queue
 import secrets
-import tempfile
 import threading
 from collections.abc import Coroutine, Sequence
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -29,6 +27,7 @@ from skyrl_engine.contracts import (
     WeightSource,
 )
 from skyrl_engine.model_facts.tokenizer import Decode, load_decoder
+from skyrl_engine.scratch import ScratchFolder
 from skyrl_engine_vllm.client import describe_transport, read
 from skyrl_engine_vllm.delivery import TOLERANCES
 from skyrl_engine_vllm.errors import LostMeanwhile, Refusal, ServerFault
@@ -71,6 +70,7 @@ class VllmGenerator:
         self._life = secrets.token_hex(4)
         self._beside: set[asyncio.Task[None]] = set()
         self._servers: Servers | None = None
+        self._scratch: ScratchFolder | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._decode: Decode | None = None
@@ -94,11 +94,18 @@ class VllmGenerator:
             )
         if (dtype := start.model.dtype) not in TOLERANCES:
             raise UnsupportedError(f"vLLM does not compute in {dtype}", remedy=f"Set model.dtype to {' or '.join(TOLERANCES)}")
-        folder = Path(tempfile.mkdtemp(prefix="skyrl-engine-vllm-")) if start.folder is None else start.folder
+        folder = start.folder
+        if folder is None:
+            self._scratch = ScratchFolder("vllm")
+            folder = self._scratch.path
         folder.mkdir(parents=True, exist_ok=True)
         self._start = start
-        servers = Servers(options, self._read_key(), start, form, folder)
-        servers.open()
+        try:
+            servers = Servers(options, self._read_key(), start, form, folder)
+            servers.open()
+        except BaseException:
+            self._end_scratch(keep=True)
+            raise
         self._servers = servers
         self._vocabulary = start.vocabulary or servers.twin.vocabulary
         self._limit = min(server.facts.longest for server in servers.all)
@@ -194,8 +201,18 @@ class VllmGenerator:
             loop.close()
         servers, self._servers = self._servers, None
         if servers is not None:
+            lost = any(not server.is_up for server in servers.all)
             servers.close()
+            self._end_scratch(keep=lost)
         self._known.clear()
+
+    def _end_scratch(self, *, keep: bool) -> None:
+        """Delete the folder of logs that no run has, or leave it where an error or a warning named one of them."""
+        scratch, self._scratch = self._scratch, None
+        if scratch is not None:
+            if keep:
+                scratch.keep()
+            scratch.close()
 
     # --- what is refused ---------------------------------------------------------------------------------------------------------------
 

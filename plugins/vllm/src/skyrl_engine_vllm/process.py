@@ -13,6 +13,7 @@ from pathlib import Path
 
 from skyrl_engine import ModelError
 from skyrl_engine.contracts import GeneratorStart, WeightForm
+from skyrl_engine.model_facts.facts import ModelFacts
 from skyrl_engine_vllm.client import ServerClient
 from skyrl_engine_vllm.errors import ServerFault
 from skyrl_engine_vllm.options import VllmOptions
@@ -65,7 +66,8 @@ def words_of_flags(options: VllmOptions, start: GeneratorStart, form: WeightForm
     if model.trust_remote_code:
         flags += ["--trust-remote-code"]
     if form == "adapter":
-        flags += ["--enable-lora", *([] if model.lora is None else ["--max-lora-rank", str(_lora_rank(model.lora.rank))])]
+        rank = ModelFacts(model).adapter_rank
+        flags += ["--enable-lora", *([] if rank is None else ["--max-lora-rank", str(_lora_rank(rank))])]
     return [*flags, *options.arguments]
 
 

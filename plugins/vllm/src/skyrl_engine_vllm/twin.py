@@ -40,7 +40,7 @@ class Twin:
             spec = evolve(model, path=str(folder), revision=None, lora=None)
         else:
             folder = weights.adapter()
-            spec = evolve(model, lora=evolve(model.lora or LoraConfig(), path=str(folder)))
+            spec = evolve(model, lora=(model.lora or LoraConfig()).stored_at(str(folder)))
         fill(self._model, iterate_stored_weights(spec), model.path)
         self.source = folder
 

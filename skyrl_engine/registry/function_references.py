@@ -30,7 +30,7 @@ def function_of(reference: str, noun: str = "function") -> Callable[..., Any]:
     except (Exception, SystemExit) as error:
         raise DataError(f"{place} cannot be imported: {type(error).__name__}: {error}", remedy="Correct the file") from error
     target = getattr(module, name, None)
-    if isinstance(target, FunctionPlugin):
+    if isinstance(target, FunctionPlugin) and target.usable_alone:
         # decorated with @reward, it is a plugin as well; what is asked for here is the function
         target = target.function
         config = inspect.signature(target).parameters.get("config")

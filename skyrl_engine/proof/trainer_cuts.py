@@ -1,0 +1,119 @@
+"""Rows that a trainer gets in a proof, and the ways in which they are cut."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+from attrs import frozen
+
+from skyrl_engine.errors import DataError
+from skyrl_engine.proof.forwards import Forward
+
+Row = Mapping[str, Any]
+"""`input_ids` and `labels`, int[T] each, and whatever else the trainer reads."""
+
+UNTRAINED = -100
+"""The label of a token that is not trained."""
+
+
+@frozen(kw_only=True)
+class TrainerCut:
+    """The way to compute one optimizer step over a batch. The number of micro-batches, which a trainer accumulates, follows from the rows.
+
+    `micro_batch_rows` rows go into a forward pass, of a rank's rows the last ones into a smaller one where they do not come out even. `form`
+    says whether they are padded to the longest or joined into one row. `extra_padding` positions are added to padded rows, on the side
+    `padding_side`. Each of `ranks` takes a run of consecutive rows, whose numbers differ by one at most.
+    """
+
+    micro_batch_rows: int
+    form: Literal["padded", "packed"] = "padded"
+    extra_padding: int = 0
+    padding_side: Literal["left", "right"] = "right"
+    ranks: int = 1
+
+    @property
+    def name(self) -> str:
+        """The cut as a person reads it: "padded, 2 rows at a time, 3 more on the left, 1 rank"."""
+        parts = [self.form, f"{self.micro_batch_rows} row{'s' if self.micro_batch_rows > 1 else ''} at a time"]
+        if self.extra_padding or self.padding_side == "left":
+            parts.append(f"{self.extra_padding} more on the {self.padding_side}")
+        parts.append("1 rank" if self.ranks == 1 else f"{self.ranks} ranks")
+        return ", ".join(parts)
+
+    def divide(self, count: int) -> Sequence[Sequence[Sequence[int]]]:
+        """Return the places of rows: by rank, by micro-batch."""
+        shares = np.array_split(np.arange(count), self.ranks)
+        size = self.micro_batch_rows
+        return [[share[start : start + size].tolist() for start in range(0, len(share), size)] for share in shares]
+
+    def check(self, count: int) -> None:
+        """Raise DataError for a cut that `count` rows cannot have."""
+        if self.micro_batch_rows < 1 or self.ranks < 1 or self.extra_padding < 0:
+            raise DataError(
+                f"the cut {self.name} is none", remedy="Give at least one row and one rank, and no negative number of positions"
+            )
+        if self.ranks > count:
+            raise DataError(f"the cut {self.name} has more ranks than the {count} rows", remedy="Give more rows, or fewer ranks")
+        if self.form == "packed" and (self.extra_padding or self.padding_side == "left"):
+            raise DataError(f"the cut {self.name} pads rows that it packs", remedy="Leave padding to cuts whose form is padded")
+
+    def explain_departure(self, rows: Sequence[Row], forwards: Sequence[Forward]) -> str:
+        """Say what `forwards`, in any order, do otherwise than this cut; "" where they follow it. They may pad more."""
+        expected = sorted(self._expect(rows), key=_size)
+        seen = sorted(forwards, key=_size)
+        if len(seen) != len(expected):
+            return f"the trainer ignored the cut: {_count(len(seen))} instead of {len(expected)}"
+        for got, due in zip(seen, expected, strict=True):
+            if got.rows != due.rows or got.tokens < due.tokens:
+                return f"the trainer ignored the cut: a forward pass of {got.rows} x {got.tokens} tokens instead of {due.rows} x {due.tokens}"
+        return ""
+
+    def _expect(self, rows: Sequence[Row]) -> list[Forward]:
+        lengths = [[[len(rows[place]["input_ids"]) for place in members] for members in rank] for rank in self.divide(len(rows))]
+        every = [own for rank in lengths for own in rank]
+        if self.form == "packed":
+            return [Forward(1, sum(own)) for own in every]
+        return [Forward(len(own), max(own) + self.extra_padding) for own in every]
+
+
+def standard_cuts(rows: Sequence[Row]) -> list[TrainerCut]:
+    """Return cuts of one rank: all rows at once, 1, 2 and 3 at a time, with more padding on either side, and packed."""
+    sizes = [size for size in (1, 2, 3) if size < len(rows)]
+    return [
+        TrainerCut(micro_batch_rows=len(rows)),
+        *(TrainerCut(micro_batch_rows=size) for size in sizes),
+        TrainerCut(micro_batch_rows=2, extra_padding=5),
+        TrainerCut(micro_batch_rows=2, extra_padding=3, padding_side="left"),
+        TrainerCut(micro_batch_rows=2, form="packed"),
+        TrainerCut(micro_batch_rows=len(rows), form="packed"),
+    ]
+
+
+def check_rows(rows: Sequence[Row]) -> None:
+    """Raise DataError, with the row and the field, for rows that no proof can use."""
+    if len(rows) < 2:
+        raise DataError(f"a batch of {len(rows)} cannot be cut", remedy="Give at least two rows, of different lengths")
+    trained = 0
+    for place, row in enumerate(rows):
+        for field in ("input_ids", "labels"):
+            values = np.asarray(row.get(field, ()))
+            if values.ndim != 1 or len(values) < 2 or values.dtype.kind not in "iu":
+                raise DataError(
+                    f"row {place}: {field} is no list of two or more integers", remedy="Give one number for every token"
+                )
+        if len(row["input_ids"]) != len(row["labels"]):
+            raise DataError(
+                f"row {place}: {len(row['labels'])} labels for {len(row['input_ids'])} tokens",
+                remedy=f"Give every token a label, {UNTRAINED} where it is not trained",
+            )
+        trained += int((np.asarray(row["labels"])[1:] != UNTRAINED).sum())
+    if not trained:
+        raise DataError("no token of any row is trained", remedy=f"Give labels other than {UNTRAINED} after the first token")
+
+
+def _size(forward: Forward) -> tuple[int, int]:
+    return forward.rows, forward.tokens
+
+
+def _count(forwards: int) -> str:
+    return f"{forwards} forward pass{'' if forwards == 1 else 'es'}"

@@ -1,0 +1,6 @@
+"""The programs stand next to their test."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
