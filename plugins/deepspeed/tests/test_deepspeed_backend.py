@@ -125,6 +125,22 @@ def test_a_step_without_a_gradient_changes_no_weight(models: dict[str, str], sta
     backend.close()
 
 
+@pytest.mark.parametrize("before", [None, "7"])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_the_environment_that_launchers_set_is_left_as_it_was(
+    models: dict[str, str], monkeypatch: pytest.MonkeyPatch, stage: int, before: str | None
+) -> None:
+    """In the user's process a LOCAL_RANK lets accelerate, and so Hugging Face's Trainer, look for other ranks."""
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    if before is not None:
+        monkeypatch.setenv("LOCAL_RANK", before)
+    first, second = (start(models["qwen3"], stage, OPTIMIZER) for _ in range(2))
+    first.close()
+    train(second, 1)
+    second.close()
+    assert os.environ.get("LOCAL_RANK") == before
+
+
 def test_an_objective_without_a_gradient_reaches_every_parameter_with_zero(models: dict[str, str]) -> None:
     class Detached(WeightedObjective):
         def __call__(self, *arguments: object) -> tuple[torch.Tensor, object]:  # type: ignore[override] # of any scores

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from skyrl_engine.modeling.weight_averages import WeightAverages
 from skyrl_engine_deepspeed.checkpoint import ZeroState
 from skyrl_engine_deepspeed.fragments import flats
 from skyrl_engine_deepspeed.gradients import AccumulatedGradients
+from skyrl_engine_deepspeed.library import set_local_rank
 from skyrl_engine_deepspeed.loading import Loaded, load
 from skyrl_engine_deepspeed.options import DeepSpeedConfig
 from skyrl_engine_deepspeed.settings import refuse_unsupported
@@ -52,6 +53,7 @@ class DeepSpeedBackend:
     def __init__(self, config: DeepSpeedConfig) -> None:
         self._config = config
         self.coords = RankCoords()
+        self._environ = ExitStack()
 
     def setup(self, model: ModelConfig, optimizer: OptimizerSettings | None, environment: RankEnvironment) -> None:
         """Load the model, divide it over all ranks and make the optimizer. Raises ModelError, UnsupportedError."""
@@ -68,11 +70,14 @@ class DeepSpeedBackend:
         self._settings = optimizer
         self._dtype, self._seed = model.dtype, environment.seed
         self._in_bfloat16: Scorer | None = None
-        self._loaded = load(model, optimizer, self._config, self._device, environment.seed)
-        self._loaded.scorer.refuse_rows_unless_supported(environment.rows)
-        self._gradients = AccumulatedGradients(self._loaded.engine) if optimizer is not None else None
-        self._averages = WeightAverages(None if optimizer is None else optimizer.ema_decay)
-        self._steps_done = 0
+        with ExitStack() as environ:
+            environ.enter_context(set_local_rank(self._device))
+            self._loaded = load(model, optimizer, self._config, self._device, environment.seed)
+            self._loaded.scorer.refuse_rows_unless_supported(environment.rows)
+            self._gradients = AccumulatedGradients(self._loaded.engine) if optimizer is not None else None
+            self._averages = WeightAverages(None if optimizer is None else optimizer.ema_decay)
+            self._steps_done = 0
+            self._environ = environ.pop_all()
 
     @torch.no_grad()
     def forward(self, batch: RankBatch, objective: Objective) -> RankOutput:
@@ -191,6 +196,7 @@ class DeepSpeedBackend:
             loaded.engine.destroy()
         del loaded
         release_cached_memory(self._device)
+        self._environ.close()
 
     def _scores(self, micro_batch: MicroBatch, objective: Objective) -> dict[str, Tensor]:
         return score(

@@ -16,6 +16,12 @@ from skyrl_engine import UnsupportedError
 _EXPECTED = ("untested optimizer", "OVERFLOW!")
 """Parts of warnings about things that this backend does on purpose and tests."""
 
+_open: list[torch.device] = []
+"""The devices of the open backends of this process."""
+
+_before: list[str | None] = []
+"""LOCAL_RANK before the first of them was opened."""
+
 _joined: list[Any] = []
 """The default process group from which DeepSpeed's own groups were last made, if any were."""
 
@@ -25,8 +31,6 @@ def load(device: torch.device) -> Any:
 
     Raises UnsupportedError if this process has used DeepSpeed on another kind of device.
     """
-    # DeepSpeed reads its device's number from here
-    os.environ["LOCAL_RANK"] = str(device.index or 0)
     if device.type == "cpu":
         from skyrl_engine_deepspeed import cpu
 
@@ -47,6 +51,28 @@ def load(device: torch.device) -> Any:
     deepspeed.init_distributed(dist_init_required=False)
     _call_by_new_names(deepspeed.comm.comm.cdb)
     return deepspeed
+
+
+@contextlib.contextmanager
+def set_local_rank(device: torch.device) -> Iterator[None]:
+    """Set LOCAL_RANK, from which DeepSpeed reads its device's number in every step, while at least one backend of this process is open.
+
+    It is restored then: this may be the user's process, and libraries such as accelerate take it for one of several ranks.
+    """
+    if not _open:
+        _before[:] = [os.environ.get("LOCAL_RANK")]
+    _open.append(device)
+    os.environ["LOCAL_RANK"] = str(device.index or 0)
+    try:
+        yield
+    finally:
+        _open.remove(device)
+        if not _open:
+            (before,) = _before
+            if before is None:
+                os.environ.pop("LOCAL_RANK", None)
+            else:
+                os.environ["LOCAL_RANK"] = before
 
 
 def initialize(deepspeed: Any, **arguments: Any) -> Any:
