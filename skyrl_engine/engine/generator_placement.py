@@ -96,7 +96,7 @@ def _refuse_sharing(label: str, description: GeneratorDescription, placement: Pl
     if "sleep" not in description.capabilities:
         raise UnsupportedError(
             f"{key}, and {label} does not declare the capability 'sleep'",
-            remedy="Remove it, and give the generator devices of its own",
+            remedy="Let the generator sleep, if it has an option for that, or remove it and give the generator devices of its own",
         )
 
 

@@ -7,14 +7,19 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import forked_servers
 import pytest
 from forked_servers import parent_of_servers
+from vllm_clients import Opens, Running, serve
+from vllm_clients import start_of as start_on_weights
 
 from skyrl_engine.contracts import GeneratorStart, ModelConfig
 from skyrl_engine.testing.generators import bench
+from skyrl_engine.testing.generators.bench import TinyWeights
 from skyrl_engine_vllm.client import ServerClient
+from skyrl_engine_vllm.generator import VllmGenerator
 from skyrl_engine_vllm.options import VllmOptions
 from skyrl_engine_vllm.process import ServerProcess
 from skyrl_engine_vllm.transfer import free_port
@@ -87,3 +92,30 @@ def own_servers() -> Callable[..., VllmOptions]:
 def starts() -> Callable[..., GeneratorStart]:
     """`starts(form, folder=...)`: starts on the kit's model."""
     return start_of
+
+
+@pytest.fixture(scope="module")
+def url(routes_forked: None) -> Iterator[str]:
+    """A server for all tests that leave it well."""
+    address, process = serve()
+    yield address
+    process.kill()
+    process.wait()
+
+
+@pytest.fixture
+def opens(url: str) -> Iterator[Opens]:
+    """`opens(urls=..., form=..., **options)`: a started generator and its weights, closed in the end."""
+    opened: list[VllmGenerator] = []
+
+    def open_one(*, form: str = "tensors", start: dict[str, Any] | None = None, **options: Any) -> Running:
+        where = {} if {"urls", "command"} & options.keys() else {"urls": (url,)}
+        generator = VllmGenerator(VllmOptions(**where, **options))
+        opened.append(generator)
+        weights = TinyWeights(form)  # type: ignore[arg-type]
+        generator.start(start_on_weights(weights, **(start or {})))
+        return generator, weights
+
+    yield open_one
+    for generator in opened:
+        generator.close()

@@ -33,7 +33,7 @@ def test_each_step_samples_from_the_weights_of_the_step_before(tmp_path: Path) -
 
 def test_a_server_sleeps_while_the_ranks_train(tmp_path: Path) -> None:
     """It refuses to sample, or to take weights, where it was not woken for them; the guard compares log-probabilities as before."""
-    sharing = {"share_devices": True, "arguments": ["--enable-sleep-mode"]}
+    sharing = {"share_devices": True, "enable_sleep_mode": True}
     directory = run_over_vllm(tmp_path, generator=sharing, steps=2)
     versions = {
         version for group in read_rollouts(directory) for a in group.trajectories for version in a.versions.versions.tolist()

@@ -51,6 +51,10 @@ class VllmOptions:
     environment: Mapping[str, str] = field(default=Factory(dict), metadata={CODE: True})
     """Further environment variables of the servers that are started."""
 
+    enable_sleep_mode: bool = field(default=False, validator=instance_of(bool))
+    """Servers free their devices while the ranks work, as `generator.share_devices` needs: those that are started get the flag
+    `--enable-sleep-mode`, those at `urls` must have been started with it."""
+
     api_key_env: str | None = field(default=None, validator=optional(min_len(1)), metadata={CODE: True})
     """Name of the environment variable that holds the servers' API key. The key itself is in no configuration, log or command line."""
 
@@ -92,3 +96,5 @@ class VllmOptions:
             raise ValueError(f"{ways[0]} and {ways[1]} both say where servers come from; give one of them")
         if self.urls and (self.servers > 1 or self.port is not None or self.arguments or self.environment):
             raise ValueError("servers, port, arguments and environment are of servers that are started; leave them out beside urls")
+        if SLEEP_FLAG in self.arguments:
+            raise ValueError(f"write enable_sleep_mode = true in the place of {SLEEP_FLAG} in arguments")

@@ -4,7 +4,7 @@ from typing import Any
 
 from skyrl_engine import hookimpl
 from skyrl_engine.contracts import Generator, GeneratorDescription
-from skyrl_engine_vllm.options import FORMS, SLEEP_FLAG, VllmOptions
+from skyrl_engine_vllm.options import FORMS, VllmOptions
 
 
 class VllmPlugin:
@@ -18,8 +18,7 @@ class VllmPlugin:
     def skyrl_engine_describe_generator(self, config: VllmOptions | None) -> GeneratorDescription:
         options = config or VllmOptions()
         # vLLM ends at log-probabilities of prompts while it serves adapters
-        # servers at urls say it when they are asked to
-        sleeps = ("sleep",) if options.urls or SLEEP_FLAG in options.arguments else ()
+        sleeps = ("sleep",) if options.enable_sleep_mode else ()
         of_prompts = ("prompt_logprobs",) if options.weights != "adapter" else ()
         return GeneratorDescription(
             capabilities=frozenset(

@@ -16,7 +16,7 @@ from skyrl_engine.contracts import GeneratorStart, WeightForm
 from skyrl_engine.model_facts.facts import ModelFacts
 from skyrl_engine_vllm.client import ServerClient
 from skyrl_engine_vllm.errors import ServerFault
-from skyrl_engine_vllm.options import VllmOptions
+from skyrl_engine_vllm.options import SLEEP_FLAG, VllmOptions
 from skyrl_engine_vllm.transfer import free_port
 
 HOST = "127.0.0.1"
@@ -68,6 +68,8 @@ def words_of_flags(options: VllmOptions, start: GeneratorStart, form: WeightForm
     if form == "adapter":
         rank = ModelFacts(model).adapter_rank
         flags += ["--enable-lora", *([] if rank is None else ["--max-lora-rank", str(_lora_rank(rank))])]
+    if options.enable_sleep_mode:
+        flags += [SLEEP_FLAG]
     return [*flags, *options.arguments]
 
 
