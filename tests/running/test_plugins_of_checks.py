@@ -99,6 +99,16 @@ def test_by_day_a_fixed_fifth_of_what_is_due_runs(project: Path) -> None:
     assert count_tests(project).startswith("8 passed, 3 deselected"), "without the option the others are due"
 
 
+def test_by_day_a_fixed_fifth_of_the_promises_of_a_plugin_runs(project: Path) -> None:
+    (project / "test_it.py").write_text(
+        "import pytest\n@pytest.mark.conformance\n@pytest.mark.parametrize('case', range(11))\ndef test_it(case):\n    pass\n"
+    )
+    (project / "pytest.ini").write_text("[pytest]\nmarkers = conformance: as here\n")
+    assert count_tests(project, "--sampled-sources").startswith("3 passed, 8 deselected")
+    assert count_tests(project, "--sampled-sources").startswith("3 passed, 8 deselected"), "promises do not rest"
+    assert count_tests(project).startswith("11 passed")
+
+
 @pytest.mark.parametrize("path", MARKED, ids=lambda path: path.stem)
 def test_a_marked_test_names_all_that_it_imports_from_here(path: Path) -> None:
     """Else a change there would leave it at rest."""

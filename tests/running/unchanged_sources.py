@@ -5,14 +5,15 @@ other machines. `nox -s meta` runs this file as a program: with `forget` before 
 list, and with `write` after all of them have passed.
 
 A change to the kit makes all of them due. So `nox -s tests` and `nox -s proofs` pass `--sampled-sources`, and of what is due they run a fixed
-fifth of each file; `nox -s meta` runs the others.
+fifth of each file; `nox -s meta` runs the others. Of the kit's promises about each plugin, marked `conformance`, they run a fifth too;
+`nox -s nightly` runs the others, and `nox -s tests -- plugins/NAME` all of one plugin.
 """
 
 import hashlib
 import shutil
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -54,8 +55,7 @@ class UnchangedSources:
         places = (item.nodeid.partition("::")[0], *mark.args)
         if places not in self._known:
             self._known[places] = fingerprint(self._root, places)
-        name = hashlib.sha256(item.nodeid.encode()).hexdigest()[:20]
-        return self._root / KEPT / f"{name}-{self._known[places][:20]}"
+        return self._root / KEPT / f"{hash_name(item)}-{self._known[places][:20]}"
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -66,7 +66,8 @@ class UnchangedSources:
             if (record.exists() or record.name in self._passed) and not config.getoption("every_source"):
                 resting.add(item)
         if config.getoption("sampled_sources"):
-            resting |= records.keys() - choose_sample(records)
+            many = {item for item in items if item in records or item.get_closest_marker("conformance") is not None}
+            resting |= many - choose_sample(many)
         if resting:
             config.hook.pytest_deselected(items=[item for item in items if item in resting])
             items[:] = [item for item in items if item not in resting]
@@ -85,13 +86,18 @@ class UnchangedSources:
         return report
 
 
-def choose_sample(records: Mapping[pytest.Item, Path]) -> set[pytest.Item]:
+def choose_sample(items: Iterable[pytest.Item]) -> set[pytest.Item]:
     """Return a fifth of each file's tests, rounded up: the same ones whatever is due, since their names' hashes decide."""
     by_file: dict[Path, list[pytest.Item]] = defaultdict(list)
-    for item in sorted(records, key=lambda item: records[item].name.partition("-")[0]):
+    for item in sorted(items, key=hash_name):
         if item.get_closest_marker("nightly") is None:
             by_file[item.path].append(item)
     return {item for own in by_file.values() for item in own[: -(-len(own) // SAMPLED)]}
+
+
+def hash_name(item: pytest.Item) -> str:
+    """Return 20 hexadecimal digits of a test's name."""
+    return hashlib.sha256(item.nodeid.encode()).hexdigest()[:20]
 
 
 def forget(root: Path) -> None:
@@ -109,7 +115,9 @@ def write_passed(root: Path) -> int:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--every-source", action="store_true", help="run tests marked of_sources whether their sources changed or not")
-    parser.addoption("--sampled-sources", action="store_true", help="of those that are due, run a fixed fifth of each file")
+    parser.addoption(
+        "--sampled-sources", action="store_true", help="of those that are due, and of promises, run a fixed fifth of each file"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
