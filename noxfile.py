@@ -106,7 +106,8 @@ BY_DAY = ("--sampled-sources",)
 IN_PARALLEL = ("--numprocesses", "3", "--dist", "loadfile", "--no-loadscope-reorder", *SLOWEST)
 """Workers take whole files, in the order of tests/running/ranks_first.py; one more than two cores, since tests wait for disks and processes."""
 
-OFFLINE = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+OFFLINE = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), "RAY_worker_niceness": "0"}
+"""Ray's workers give way to every other process unless told otherwise, and tests run beside each other."""
 PROJECTS = [".", *sorted(path.parent.relative_to(ROOT).as_posix() for path in ROOT.glob("[!.]*/*/pyproject.toml"))]
 PLUGINS = [project for project in PROJECTS if project.startswith("plugins/")]
 
