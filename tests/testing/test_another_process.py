@@ -14,6 +14,10 @@ from skyrl_engine.testing.promise import Broken, Undecidable
 from skyrl_engine.testing.recorded_sets import find_sources, record_sets
 from skyrl_engine.testing.subject import Subject, select_plugin
 
+pytestmark = pytest.mark.of_sources(
+    "skyrl_engine/testing", "skyrl_engine/contracts", "skyrl_engine/registry", "skyrl_engine/config"
+)
+
 BY_SETS = {
     "loss": """
 from skyrl_engine import loss

@@ -18,6 +18,7 @@ PLUGINS = [
 ]
 
 
+@pytest.mark.conformance
 @pytest.mark.parametrize(("kind", "page", "name"), PLUGINS)
 def test_it_keeps_every_promise(kind: str, page: str, name: str, tmp_path: Path) -> None:
     blocks = re.findall(r"```python\n(.*?)```", (PAGES / page).read_text(), re.DOTALL)

@@ -8,6 +8,8 @@ from skyrl_engine.testing import verify
 from skyrl_engine.testing.option_variants import variants
 from skyrl_engine.testing.subject import select_plugin
 
+pytestmark = pytest.mark.of_sources("skyrl_engine/testing", "skyrl_engine/contracts", "skyrl_engine/registry")
+
 LOSS = """
 from typing import Literal
 

@@ -30,6 +30,8 @@ from skyrl_engine.testing.generators.power import (
     step_shown,
 )
 
+pytestmark = pytest.mark.of_sources("skyrl_engine/testing", "skyrl_engine/contracts")
+
 Floats = npt.NDArray[np.float64]
 DRAWS_AT_ONCE = 2000
 
