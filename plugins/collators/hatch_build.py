@@ -1,6 +1,7 @@
 """Compiles the kernels when this distribution is built or installed, where there is a C compiler; without one it is pure Python."""
 
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -8,6 +9,7 @@ import sysconfig
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from platform import machine
 from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
@@ -47,7 +49,7 @@ class CompiledKernels(BuildHookInterface[Any]):
         if not editable:
             build_data["force_include"][str(built)] = f"skyrl_engine_collators/{NAME}"
             build_data["pure_python"] = False
-            build_data["tag"] = f"cp311-abi3-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"
+            build_data["tag"] = f"cp311-abi3-{_name_platform()}"
 
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:  # noqa: ARG002 hatchling's signature
         self._scratch.cleanup()
@@ -56,21 +58,37 @@ class CompiledKernels(BuildHookInterface[Any]):
 def compile_kernels(target: Path, flags: Sequence[str] = ()) -> None:
     """Compile native/*.c to the extension module `target`, and import it once. Raises CompilerError; `target` is then not there.
 
-    The compiler is `CC` of the environment, else the one Python was built with; `CFLAGS` and `LDFLAGS` are added, `flags` last.
+    The compiler is `CC` of the environment, else the one Python was built with; `ARCHFLAGS`, `CFLAGS` and `LDFLAGS` are added, `flags` last.
     """
     compiler = shlex.split(os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc")
-    environment_flags = [flag for name in ("CFLAGS", "LDFLAGS") for flag in shlex.split(os.environ.get(name, ""))]
+    environment_flags = [flag for name in ("ARCHFLAGS", "CFLAGS", "LDFLAGS") for flag in shlex.split(os.environ.get(name, ""))]
     headers = [f"-I{sysconfig.get_path(name)}" for name in ("include", "platinclude")]
     sources = [str(path) for path in sorted(SOURCES.glob("*.c"))]
     unfinished = target.with_name(f".{os.getpid()}-{NAME}")  # under its name only when whole: a process may be loading it
     output = [*OF_THE_SYSTEM.get(sys.platform, ("-shared",)), "-o", str(unfinished)]
     try:
         _run([*compiler, *FLAGS, *headers, *sources, *environment_flags, *flags, *output])
-        if not flags:
+        if not flags and machine() in _list_architectures():
             _run([sys.executable, "-c", IMPORT, str(unfinished)])
         unfinished.replace(target)
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+def _name_platform() -> str:
+    """Return the platform of the wheel's tag. macOS' Python may be of two architectures, where the compiler makes code for one."""
+    platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
+    if sys.platform != "darwin":
+        return platform
+    architectures = _list_architectures()
+    name = "universal2" if architectures == ["arm64", "x86_64"] else "_".join(architectures)
+    return re.sub(r"^(macosx_\d+_\d+)_.*$", rf"\g<1>_{name}", platform)
+
+
+def _list_architectures() -> list[str]:
+    """Return what the compiler makes code for: the architectures that `ARCHFLAGS` names, as macOS has it, else this machine's."""
+    flags = shlex.split(os.environ.get("ARCHFLAGS", ""))
+    return sorted({flags[i + 1] for i, flag in enumerate(flags[:-1]) if flag == "-arch"}) or [machine()]
 
 
 IMPORT = """

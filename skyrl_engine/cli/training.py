@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from skyrl_engine.cli.command import CommandSettings
 from skyrl_engine.contracts.kinds.observer import SessionStarted
 from skyrl_engine.hooks.markers import hookimpl
-from skyrl_engine.run.log import TOLD
+from skyrl_engine.run.log import TOLD, is_of_engine
 
 if TYPE_CHECKING:
     from skyrl_engine.config import ResolvedConfig
@@ -56,25 +56,32 @@ class SeldomCollected:
 
 
 class _ToPerson(logging.Handler):
-    """A log handler that passes on every warning of the engine, and what it tells, as a sentence."""
+    """A log handler that passes on every warning of the engine and its plugins, and what the engine tells, as a sentence."""
 
     def __init__(self, warn: Callable[[str], None], tell: Callable[[str], None] | None) -> None:
         super().__init__(logging.INFO)
         self._warn = warn
         self._tell = tell
+        self._shown: set[str] = set()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return is_of_engine(record)
 
     def emit(self, record: logging.LogRecord) -> None:
         # Errors end in a line of their own; what several ranks warn of is shown once.
-        if record.levelno == logging.WARNING and record.exc_info is None and not getattr(record, "repeated", False):
-            self._warn(record.getMessage())
+        if record.levelno == logging.WARNING and record.exc_info is None:
+            said = getattr(record, "said", None)  # of ranks, see workers.rank_log
+            if said is None or said not in self._shown:
+                self._warn(record.getMessage())
+            self._shown.add(record.getMessage() if said is None else said)
         elif self._tell is not None and getattr(record, TOLD, False):
             self._tell(record.getMessage())
 
 
 @contextmanager
 def warnings_to(warn: Callable[[str], None], tell: Callable[[str], None] | None = None) -> Iterator[None]:
-    """Show the engine's warnings, and what it tells, which otherwise are in the log alone, while a run goes on."""
-    logger, handler = logging.getLogger("skyrl_engine"), _ToPerson(warn, tell)
+    """Show warnings of the engine and its plugins, and what it tells, which otherwise are in the log alone, while a run goes on."""
+    logger, handler = logging.getLogger(), _ToPerson(warn, tell)
     logger.addHandler(handler)
     try:
         yield

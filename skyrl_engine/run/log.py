@@ -21,6 +21,11 @@ def tell(logger: logging.Logger, sentence: str) -> None:
     logger.info("%s", sentence, extra={TOLD: True})
 
 
+def is_of_engine(record: logging.LogRecord) -> bool:
+    """Return True for a record of the engine, of a plugin that is published with it, or of a plugin in a file of the user."""
+    return record.name == ENGINE or record.name.startswith((f"{ENGINE}.", f"{ENGINE}_"))
+
+
 class VisibleFormatter(logging.Formatter):
     """Formats records, tracebacks included, for people: what they hold of data and of plugins does nothing to a terminal."""
 
@@ -35,8 +40,7 @@ class RunLogHandler(logging.FileHandler):
         if self in getattr(record, "run_logs", ()):  # came by two ways, its own logger's and the root's
             return False
         record.run_logs = (*getattr(record, "run_logs", ()), self)
-        own = record.name == ENGINE or record.name.startswith(f"{ENGINE}.") or record.name.startswith(f"{ENGINE}_")
-        return own or record.levelno >= logging.WARNING
+        return is_of_engine(record) or record.levelno >= logging.WARNING
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's name
         """A full disk must not fill the terminal with tracebacks about the log; the failure that matters is raised elsewhere."""

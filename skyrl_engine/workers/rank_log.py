@@ -1,7 +1,7 @@
 """The controller's side of what ranks print, log and warn: it becomes records of the logger `skyrl_engine.ranks`, and so lines of run.log.
 
-Every record says rank, host and process. A warning that several ranks give is in the log of each, and marked as repeated after the first,
-so that a terminal shows it once.
+Every record says rank, host and process, and holds what the rank said without them, so that a terminal shows once what several ranks, or the
+controller too, warn of; the log has the warning of each.
 """
 
 import logging
@@ -12,8 +12,8 @@ from typing import Any
 from skyrl_engine.workers.rank_output import Lines, OutputReader
 from skyrl_engine.workers.ray_actor import Place
 
-REPEATED = "repeated"
-"""The attribute of a record that another rank has brought before."""
+SAID = "said"
+"""The attribute of a record that holds what the rank said, without rank, host and process."""
 
 ANSWER_SECONDS = 5.0
 """A node that does not answer for so long counts as lost."""
@@ -35,7 +35,6 @@ class RankLog:
         self._ray = ray
         self._places = places
         self._lines = [Lines() for _ in places]
-        self._seen: set[tuple[str, str]] = set()
         self._abandoned = threading.Event()
         self._readers = {machine: self._reader(machine) for machine in dict.fromkeys(place.machine for place in places)}
         self._thread = threading.Thread(target=self._listen, name="rank-log", daemon=True)
@@ -98,10 +97,7 @@ class RankLog:
     def _say(self, rank: int, records: Sequence[logging.LogRecord]) -> None:
         place = self._places[rank]
         for record in records:
-            message_key = (record.name, str(record.msg))
-            if record.levelno >= logging.WARNING:
-                setattr(record, REPEATED, message_key in self._seen)
-                self._seen.add(message_key)
+            setattr(record, SAID, str(record.msg))
             record.msg = f"rank {rank} ({place.name}, pid {place.pid}) {record.name}: {record.msg}"
             record.name = ranks_logger.name
             if ranks_logger.isEnabledFor(record.levelno):

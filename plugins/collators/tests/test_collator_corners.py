@@ -249,7 +249,7 @@ def test_absent_kernels_say_why_and_what_to_do(monkeypatch, caplog):
     choice._kernels_for.cache_clear()
     monkeypatch.setitem(__import__("sys").modules, "skyrl_engine_collators._kernels", None)
     try:
-        with caplog.at_level(logging.INFO):
+        with caplog.at_level(logging.WARNING):
             assert choice._kernels_for("") is None
         assert caplog.records[0].getMessage().startswith("collators run on NumPy, with the same results but slower")
         assert "import of skyrl_engine_collators._kernels halted" in caplog.text

@@ -297,7 +297,7 @@ def no_module(monkeypatch):
 
 def test_without_compiled_kernels_one_line_says_so_and_numpy_does_the_work(no_module, monkeypatch, caplog):
     monkeypatch.delenv(choice.VARIABLE, raising=False)
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.WARNING):
         for _ in range(3):
             batch = collate(PaddedCollator(), SampleColumns.from_lists(input_ids=[[1, 2], [3]]))
     assert batch["input_ids"].tolist() == [[1, 2], [0, 3]]
@@ -343,6 +343,25 @@ def test_a_build_without_a_working_compiler_says_why_and_leaves_nothing(build, m
     with pytest.raises(build.CompilerError, match=compiler):
         build.compile_kernels(tmp_path / build.NAME)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("host", "platform", "flags", "tag"),
+    [
+        ("darwin", "macosx-11.0-arm64", "-arch arm64", "macosx_11_0_arm64"),
+        ("darwin", "macosx-10.9-universal2", "-arch x86_64", "macosx_10_9_x86_64"),
+        ("darwin", "macosx-10.9-universal2", "-arch x86_64 -arch arm64", "macosx_10_9_universal2"),
+        ("darwin", "macosx-10.9-universal2", "", "macosx_10_9_arm64"),
+        ("linux", "linux-aarch64", "", "linux_aarch64"),
+    ],
+)
+def test_a_wheel_is_tagged_with_the_architecture_that_was_compiled(build, monkeypatch, host, platform, flags, tag):
+    """macOS' Python may be of two architectures; a wheel that says so, and holds one, would be installed where it cannot run."""
+    monkeypatch.setattr(build.sys, "platform", host)
+    monkeypatch.setattr(build.sysconfig, "get_platform", lambda: platform)
+    monkeypatch.setattr(build, "machine", lambda: "arm64")
+    monkeypatch.setenv("ARCHFLAGS", flags)
+    assert build._name_platform() == tag
 
 
 def test_the_sources_compile_without_a_warning(build, tmp_path):

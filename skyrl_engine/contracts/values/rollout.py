@@ -16,7 +16,9 @@ from skyrl_engine.contracts.values.ties import equalize_ties
 FinishReason = Literal["stop", "length", "abort", "error"]
 Status = Literal["finished", "truncated", "failed"]
 
-SEGMENT_PROMPT, SEGMENT_SAMPLED, SEGMENT_OBSERVED = 0, 1, 2
+SEGMENT_PROMPT = 0
+SEGMENT_SAMPLED = 1
+SEGMENT_OBSERVED = 2
 """Kinds of a segment of tokens: what the task asks, what the model sampled, what an environment answered."""
 
 _ENDINGS: Final = frozenset(("eos", "stop_string"))

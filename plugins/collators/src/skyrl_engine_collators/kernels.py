@@ -193,7 +193,11 @@ def _kernels_for(setting: str) -> Kernels | None:
                 f"{VARIABLE}=native, but skyrl-engine-collators has no usable compiled kernels ({problem})",
                 remedy="Reinstall skyrl-engine-collators where there is a C compiler, or unset the variable",
             ) from problem
-        logger.info("collators run on NumPy, with the same results but slower: no usable compiled kernels (%s)", problem)
+        logger.warning(
+            "collators run on NumPy, with the same results but slower: skyrl-engine-collators has no usable compiled kernels (%s); install its "
+            "wheel for this platform, or where there is a C compiler",
+            problem,
+        )
         return None
 
 
