@@ -30,7 +30,7 @@ Blocks = Mapping[str, Sequence[str]]
 def read_public_api(root: Path = ROOT) -> str:
     """Return the text of the public interface that the sources under `root` have."""
     loader = griffe.GriffeLoader(search_paths=[root])
-    package = loader.load(ENGINE)
+    package = loader.load(ENGINE, try_relative_path=False)  # from `root`, wherever it is called
     assert isinstance(package, griffe.Module)
     lines: list[str] = []
     for module in (*BY_EXPORTS, *BY_CONTENT):
