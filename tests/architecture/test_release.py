@@ -12,7 +12,7 @@ from public_api import FILE, list_breaking, read_public_api
 from skyrl_engine.errors import UnsupportedError
 
 ROOT = Path(__file__).parents[2]
-PROTOCOL = '''
+PROTOCOL = """
 from typing import Protocol
 from attrs import frozen
 
@@ -26,7 +26,7 @@ class Loss(Protocol):
 class Settings:
     rate: float
     steps: int = 1
-'''
+"""
 PYPROJECT = '[project]\nname = "{name}"\nversion = "0.3.0"\ndependencies = [{dependencies}]\n'
 
 
@@ -106,7 +106,9 @@ def test_one_plugin_is_released_alone_for_the_engine_beside_it(root: Path) -> No
     assert changelog.read_text().startswith("# Changelog\n\n## 0.3.4\n\n- For skyrl-engine 0.3.\n- Faster.\n\n## 0.3.0")
 
 
-def test_a_minor_version_may_change_the_contract_and_takes_every_plugin_along(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_minor_version_may_change_the_contract_and_takes_every_plugin_along(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     change_contract(root, "steps: int = 1", "turns: int = 1")
     assert "would refuse skyrl-engine-b" in refusal(root, capsys, "0.4.0", "skyrl-engine", "skyrl-engine-a")
     assert release.main(["0.4.0"], root) == 0
@@ -150,11 +152,23 @@ def test_what_is_not_committed_or_not_written_down_is_refused(root: Path, capsys
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [
-        ("tokens: object", "tokens: object, weights: object", "contracts.Loss: `def __call__(tokens: object) -> object` is gone or changed"),
-        ("needs: tuple[str, ...]", "needs: tuple[str, ...]\n    asks: int", "Loss is a protocol, and plugins do not have its new `asks: int`"),
+        (
+            "tokens: object",
+            "tokens: object, weights: object",
+            "contracts.Loss: `def __call__(tokens: object) -> object` is gone or changed",
+        ),
+        (
+            "needs: tuple[str, ...]",
+            "needs: tuple[str, ...]\n    asks: int",
+            "Loss is a protocol, and plugins do not have its new `asks: int`",
+        ),
         ("    steps: int = 1", "    steps: int = 1\n    turns: int", "its constructor asks for the new `turns: int`"),
         ("    rate: float", "    turns: int = 1\n    rate: float", "Settings: its fields have other places than before"),
-        ("rate: float\n    steps: int = 1", "steps: int = 1\n    rate: float", "Settings: its fields have other places than before"),
+        (
+            "rate: float\n    steps: int = 1",
+            "steps: int = 1\n    rate: float",
+            "Settings: its fields have other places than before",
+        ),
         ("    steps: int = 1", "    steps: int = 2", "Settings: `steps: int = 1` is gone or changed"),
         ('["Loss", "Settings"]', '["Loss"]', "skyrl_engine.contracts.Settings is gone"),
         ("@frozen", "@frozen(eq=False)", "is @frozen(eq=False) class skyrl_engine.contracts.Settings"),
@@ -200,7 +214,9 @@ def test_the_file_of_the_public_interface_is_what_the_sources_say() -> None:
 def test_every_range_of_the_engine_is_one_that_a_release_moves() -> None:
     projects = release.read_projects(ROOT)
     for project in projects.values():
-        lines = [line for line in (project.folder / "pyproject.toml").read_text().splitlines() if line.startswith("dependencies = [")]
+        lines = [
+            line for line in (project.folder / "pyproject.toml").read_text().splitlines() if line.startswith("dependencies = [")
+        ]
         wants_engine = any('"skyrl-engine' in line for line in lines)
         assert project.has_range == wants_engine, project.name
     assert sum(project.has_range for project in projects.values()) > 20
@@ -208,7 +224,10 @@ def test_every_range_of_the_engine_is_one_that_a_release_moves() -> None:
 
 
 def test_a_plugin_without_a_release_gets_its_first_section() -> None:
-    assert release.open_section("# Changelog\n", Version("0.1.0"), Version("0.3.0")) == "# Changelog\n\n## 0.1.0\n\n- For skyrl-engine 0.3.\n"
+    assert (
+        release.open_section("# Changelog\n", Version("0.1.0"), Version("0.3.0"))
+        == "# Changelog\n\n## 0.1.0\n\n- For skyrl-engine 0.3.\n"
+    )
 
 
 def test_a_project_that_states_no_version_is_our_mistake() -> None:

@@ -22,7 +22,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from zipfile import ZipFile
 
+from packaging.version import Version
+
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT / "tests" / "running"))
+
+from release import read_projects, set_version  # noqa: E402 from that folder
+
 TORCH = shlex.split(os.environ.get("SKYRL_ENGINE_TORCH", "torch==2.13.0"))
 ENGINE = "skyrl-engine"
 STRANGER = "acme-focal-loss"
@@ -118,10 +124,10 @@ def build_wheels(target: Path) -> dict[str, Path]:
     return wheels
 
 
-def build(projects: Sequence[Path], target: Path) -> list[Path]:
-    """Return the wheels of these projects, which one call of pip builds."""
+def build(projects: Sequence[Path], target: Path, **variables: str) -> list[Path]:
+    """Return the wheels of these projects, folders or source distributions, which one call of pip builds."""
     asked = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(target)]
-    run([*asked, *map(str, projects)], cwd=ROOT)
+    run([*asked, *map(str, projects)], cwd=ROOT, **variables)
     wheels = sorted(target.glob("*.whl"))
     assert len(wheels) == len(projects), f"{len(projects)} projects made {len(wheels)} wheels"
     return wheels
@@ -265,16 +271,19 @@ def train(environment: Environment, folder: Path, name: str, versions: Mapping[s
 
 
 def build_newer(folder: Path, distribution: str) -> Path:
-    """The plugin's next version, 0.3.1, from a copy of its source."""
-    source = ROOT / "plugins" / distribution.removeprefix("skyrl-engine-")
+    """Build the plugin's next version from a copy of its source."""
+    project = read_projects(ROOT)[distribution]
     copy = folder / "newer"
-    shutil.copytree(source, copy)
-    project = (copy / "pyproject.toml").read_text()
-    changed = project.replace('\nversion = "0.3.0"\n', '\nversion = "0.3.1"\n')
-    assert changed != project, f"{source} is not at version 0.3.0 any more"
-    (copy / "pyproject.toml").write_text(changed)
+    shutil.copytree(project.folder, copy)
+    file = copy / "pyproject.toml"
+    file.write_text(set_version(file.read_text(), after(project.version)))
     (wheel,) = build([copy], folder / "newer-wheels")
     return wheel
+
+
+def after(version: Version) -> Version:
+    """Return the patch version that follows."""
+    return Version(f"{version.major}.{version.minor}.{version.micro + 1}")
 
 
 def losses_of(directory: Path) -> list[float]:
@@ -294,14 +303,18 @@ def plain_environment() -> dict[str, str]:
     return variables | {"HF_HUB_OFFLINE": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1", "OMP_NUM_THREADS": "1"}
 
 
-def run(command: list[str], *, cwd: Path, beside: Path | None = None) -> str:
+def run(command: Sequence[str], *, cwd: Path, beside: Path | None = None, **variables: str) -> str:
     """Standard output of a command that must succeed; what it said is shown when it does not. `beside` is a folder of more packages."""
-    variables = plain_environment() | ({} if beside is None else {"PYTHONPATH": str(beside)})
-    done = subprocess.run(command, cwd=cwd, env=variables, capture_output=True, text=True, check=False)
+    done = attempt(command, cwd=cwd, **({} if beside is None else {"PYTHONPATH": str(beside)}), **variables)
     if done.returncode:
         say(f"$ {shlex.join(command)}\n{done.stdout}{done.stderr}\nended with exit code {done.returncode}")
         raise SystemExit(1)
     return done.stdout
+
+
+def attempt(command: Sequence[str], *, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a command that may fail, in an environment without this repository and with these variables."""
+    return subprocess.run(command, cwd=cwd, env=plain_environment() | variables, capture_output=True, text=True, check=False)
 
 
 def expect(what: str, found: object, *, wanted: object) -> None:

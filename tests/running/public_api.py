@@ -73,7 +73,9 @@ def _declare(item: griffe.Object | griffe.Alias, name: str) -> str:
     target = item.final_target if isinstance(item, griffe.Alias) else item
     kinds = "".join(f"{label} " for label in ("async", "classmethod", "staticmethod", "property") if label in target.labels)
     if isinstance(target, griffe.Function):
-        decorators = "".join(f"@{_in_a_line(decorator.value)} " for decorator in target.decorators if "hookspec" in str(decorator.value))
+        decorators = "".join(
+            f"@{_in_a_line(decorator.value)} " for decorator in target.decorators if "hookspec" in str(decorator.value)
+        )
         return f"{decorators}{kinds}def {name}{_in_a_line(target.signature()).removeprefix(target.name)}"
     if isinstance(target, griffe.Attribute):
         annotation = f": {_in_a_line(target.annotation)}" if target.annotation is not None else ""
@@ -124,7 +126,9 @@ def list_breaking(before: str, after: str) -> list[str]:
         if "Protocol" in head:
             reasons += [f"{name} is a protocol, and plugins do not have its new `{member}`" for member in added]
         elif any(decorator.lstrip("@").startswith(CONSTRUCTED) for decorator in head.partition(" class ")[0].split()):
-            reasons += [f"{name}: its constructor asks for the new `{field}`" for field in added if _is_field(field) and " = " not in field]
+            reasons += [
+                f"{name}: its constructor asks for the new `{field}`" for field in added if _is_field(field) and " = " not in field
+            ]
             kept = [field for field in new_members if _is_field(field) and field in members]
             places = [field for field in new_members if _is_field(field)]
             if "kw_only=True" not in head and places[: len(kept)] != [field for field in members if field in kept]:

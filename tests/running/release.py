@@ -47,7 +47,10 @@ def read_projects(root: Path) -> dict[str, Project]:
     for file in (root / "pyproject.toml", *sorted(root.glob("[!.]*/*/pyproject.toml"))):
         text = file.read_text(encoding="utf-8")
         table = tomllib.loads(text)["project"]
-        stated = table.get("version") or re.findall(r'^__version__ = "(.+)"$', (root / "skyrl_engine/__init__.py").read_text(), re.MULTILINE)[0]
+        stated = (
+            table.get("version")
+            or re.findall(r'^__version__ = "(.+)"$', (root / "skyrl_engine/__init__.py").read_text(), re.MULTILINE)[0]
+        )
         projects[table["name"]] = Project(file.parent, table["name"], Version(stated), has_range=bool(RANGE.search(text)))
     return projects
 
@@ -96,7 +99,9 @@ def list_edits(root: Path, version: Version, names: Sequence[str]) -> dict[Path,
         raise UnsupportedError(f"there is no distribution {', '.join(unknown)} here", remedy=f"Choose from {', '.join(projects)}")
     chosen = {name: project for name, project in projects.items() if not names or name in names}
     if old := [f"{name} {project.version}" for name, project in chosen.items() if version <= project.version]:
-        raise UnsupportedError(f"{version} is not newer than {shorten(old)}", remedy="Choose a newer version, or fewer distributions")
+        raise UnsupportedError(
+            f"{version} is not newer than {shorten(old)}", remedy="Choose a newer version, or fewer distributions"
+        )
     engine = projects[ENGINE]
     beside = version if ENGINE in chosen else engine.version
     is_new_minor = (beside.major, beside.minor) != (engine.version.major, engine.version.minor)
@@ -116,7 +121,9 @@ def list_edits(root: Path, version: Version, names: Sequence[str]) -> dict[Path,
         file = project.folder / "CHANGELOG.md"
         edits[file] = open_section(file.read_text(encoding="utf-8"), version, beside if project.has_range else None)
         if project.name == ENGINE and "- " not in edits[file].split("\n## ")[1]:
-            raise UnsupportedError("CHANGELOG.md says nothing about this release", remedy=f"Say under `## {UNRELEASED}` what changed")
+            raise UnsupportedError(
+                "CHANGELOG.md says nothing about this release", remedy=f"Say under `## {UNRELEASED}` what changed"
+            )
     if is_new_minor:
         edits |= dict(_edit_examples(root, engine.version, beside))
     return edits
@@ -133,7 +140,9 @@ def check_contract(root: Path, old: Version, new: Version) -> None:
     """Raise UnsupportedError where a patch version would take or change something public, or where it cannot be known."""
     text = (root / public_api.FILE).read_text(encoding="utf-8")
     if text != public_api.read_public_api(root):
-        raise UnsupportedError(f"{public_api.FILE} is not what the sources say", remedy="Run python tests/running/public_api.py, and commit it")
+        raise UnsupportedError(
+            f"{public_api.FILE} is not what the sources say", remedy="Run python tests/running/public_api.py, and commit it"
+        )
     if (old.major, old.minor) != (new.major, new.minor):
         return
     tag = f"v{old}"
@@ -154,7 +163,9 @@ def check_contract(root: Path, old: Version, new: Version) -> None:
 def check_clean(root: Path) -> None:
     """Raise UnsupportedError where files differ from the last commit."""
     if changed := git(root, "status", "--porcelain").splitlines():
-        raise UnsupportedError(f"files are not as committed: {shorten([line[3:] for line in changed])}", remedy="Commit or stash them")
+        raise UnsupportedError(
+            f"files are not as committed: {shorten([line[3:] for line in changed])}", remedy="Commit or stash them"
+        )
 
 
 def shorten(items: Sequence[str], between: str = ", ") -> str:
