@@ -150,6 +150,7 @@ def nightly(session: nox.Session) -> None:
     if not session.posargs:
         meta(session)
         python(session, "tests/outsider/outsider.py", "--every")
+        python(session, "tests/outsider/dist.py")
         mutation(session)
 
 
@@ -284,16 +285,8 @@ def vllm(session: nox.Session) -> None:
     else:
         pytest(session, "plugins/vllm", "-m", "not nightly", *SLOWEST, SKYRL_ENGINE_VLLM_VENV=str(VLLM))
         # what is beside vLLM, by vLLM's own Python
-        session.run(
-            str(VLLM / OURS.scripts.name / "python"),
-            "-m",
-            "pytest",
-            "-c",
-            os.devnull,
-            "--noconftest",
-            "plugins/vllm-server/tests",
-            env=OFFLINE,
-        )
+        inside = (str(VLLM / OURS.scripts.name / "python"), "-m", "pytest", "-c", os.devnull, "--noconftest")
+        session.run(*inside, "plugins/vllm-server/tests", env=OFFLINE)
 
 
 def install_vllm(session: nox.Session) -> None:
@@ -365,11 +358,17 @@ def pythons(session: nox.Session) -> None:
 
 
 @nox.session
-def build(session: nox.Session) -> None:
-    """A source distribution of every project in dist/, and the wheel that is made from it."""
+def dist(session: nox.Session) -> None:
+    """Distributions in dist/ as an index would get them, checked, and installed where nothing compiles; `-- --build` builds and checks."""
     install(session)
-    for project in PROJECTS:
-        python(session, "-m", "build", "--no-isolation", "--outdir", "dist", project)
+    python(session, "tests/outsider/dist.py", *session.posargs)
+
+
+@nox.session
+def release(session: nox.Session) -> None:
+    """Raise versions, changelogs and ranges together: `-- 0.3.1 [DISTRIBUTION ...]`. Commits, tags, signs and uploads nothing."""
+    install(session)
+    python(session, "tests/running/release.py", *session.posargs)
 
 
 def install(session: nox.Session) -> None:

@@ -15,7 +15,6 @@ import json
 import os
 import platform
 import shutil
-import subprocess
 import sys
 import tarfile
 import tempfile
@@ -39,7 +38,6 @@ from outsider import (
     build,
     configuration,
     expect,
-    plain_environment,
     run,
     say,
     train,

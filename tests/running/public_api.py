@@ -2,9 +2,9 @@
 
 `python tests/running/public_api.py` writes docs/reference/public-api.txt anew; a test says when it is not what the code is.
 
-The text has a block per name of `skyrl_engine` and `skyrl_engine.contracts`, and of the modules of hooks: a line that names it, then one indented
-line per member: fields in their order, since that is the order of a constructor's arguments, then functions by name. griffe reads
-the sources, so nothing of the engine is imported.
+The text has a block per name of `skyrl_engine` and `skyrl_engine.contracts`, and of the modules of hooks: a line that names it, then an
+indented line per member. Fields are in their order, since that is the order of a constructor's arguments, then come functions by name. griffe
+reads the sources, so nothing of the engine is imported.
 """
 
 import sys

@@ -356,7 +356,7 @@ def test_a_build_without_a_working_compiler_says_why_and_leaves_nothing(build, m
     ],
 )
 def test_a_wheel_is_tagged_with_the_architecture_that_was_compiled(build, monkeypatch, host, platform, flags, tag):
-    """macOS' Python may be of two architectures; a wheel that says so, and holds one, would be installed where it cannot run."""
+    """MacOS' Python may be of two architectures; a wheel that says so, and holds one, would be installed where it cannot run."""
     monkeypatch.setattr(build.sys, "platform", host)
     monkeypatch.setattr(build.sysconfig, "get_platform", lambda: platform)
     monkeypatch.setattr(build, "machine", lambda: "arm64")
