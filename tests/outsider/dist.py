@@ -318,7 +318,7 @@ def try_versions(environment: Environment, folder: Path, what: str, project: Pro
     today = next(INDEX.glob(f"{project.name.replace('-', '_')}-*.whl"))
     for name, version in (("newer", newer), ("older", older)):
         # Of a plugin, the older one was made for the engine of its time; of the engine, plugins of today are what is too new.
-        wheel = rebuild(project, version, folder / f"{what}-{name}")
+        wheel = rebuild(project, version, folder / f"sources-of-{what}-{name}")
         reinstall(environment, wheel)
         done = attempt(train_command(environment, folder, f"{what}-{name}"), cwd=folder)
         say(f"{project.name} {version}: exit code {done.returncode} {(done.stderr.strip().splitlines() or [''])[-1]}")
@@ -350,6 +350,7 @@ def rebuild(project: Project, version: Version, folder: Path) -> Path:
     stem = f"{project.name.replace('-', '_')}-{project.version}"
     with tarfile.open(INDEX / f"{stem}.tar.gz") as archive:
         archive.extractall(folder, filter="data")
+    (folder / stem / "PKG-INFO").unlink()  # a build of the engine would take its version from there
     file = folder / stem / project.version_file.relative_to(project.folder)
     text = set_version(file.read_text(), version)
     is_minor = (version.major, version.minor) != (project.version.major, project.version.minor)

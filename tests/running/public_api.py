@@ -21,7 +21,7 @@ BY_EXPORTS = (ENGINE, f"{ENGINE}.contracts")
 BY_CONTENT = tuple(f"{ENGINE}.hooks.{module}" for module in ("decorators", "markers", "spec"))
 """Modules whose public names are those that they define, without an underscore."""
 CONSTRUCTED = ("define", "frozen", "mutable", "attrs.", "attr.", "dataclass")
-"""How decorators begin that make a constructor of a class's fields."""
+"""Beginnings of decorators that make a constructor of a class's fields."""
 
 Blocks = Mapping[str, Sequence[str]]
 """By a name with its module: the line that declares it, then its members' lines."""
