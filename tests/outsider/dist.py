@@ -60,6 +60,8 @@ BUILT_FROM_SOURCE = ("skyrl-engine-deepspeed", "skyrl-engine-megatron")
 """Distributions whose extra `runtime` others publish without a wheel: there they are imported, and the extra is left out."""
 NOT_VERIFIED = ("backend", "generator")
 """Kinds whose promises take minutes each, and which `nox -s tests` and `nightly` hold: such a plugin is shown, which loads it."""
+OF_SERVICES = ("skyrl-engine-mlflow", "skyrl-engine-trackio", "skyrl-engine-wandb")
+"""Trackers that keep the promises of observers only beside a service of their own, or its client: they are shown."""
 SLOWER = "collators run on NumPy, with the same results but slower"
 
 
@@ -192,7 +194,7 @@ def read_contents(file: Path) -> Iterator[tuple[str, bytes]]:
 def try_all(projects: dict[str, Project], pure: Path, folder: Path) -> None:
     empty = folder / "no-commands"
     empty.mkdir()
-    # What the commands below find: no compiler, and one that fails where a build looks for it.
+    # The commands below find no compiler, and one that fails where a build looks for it.
     os.environ |= {"PATH": str(empty), "CC": "false", "CXX": "false"}
     expect("compilers on the PATH", [name for name in ("cc", "gcc", "clang", "c++", "false") if shutil.which(name)], wanted=[])
     with ThreadPoolExecutor(2) as pool:
@@ -279,7 +281,7 @@ def try_alone(folder: Path, project: Project, bases: tuple[Environment, Environm
     read_through(environment, heavy, "2")
     first = {row["kind"]: f"{row['kind']}:{row['name']}" for row in rows if row["distribution"] == project.name}
     for kind, plugin in first.items():
-        if kind in NOT_VERIFIED or project.name in BUILT_FROM_SOURCE:
+        if kind in NOT_VERIFIED or project.name in (*BUILT_FROM_SOURCE, *OF_SERVICES):
             run([environment.engine, "plugins", "show", plugin], cwd=folder)
             say(f"{project.name}: installed, imported, {plugin} shown")
             continue
