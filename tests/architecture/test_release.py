@@ -106,6 +106,13 @@ def test_one_plugin_is_released_alone_for_the_engine_beside_it(root: Path) -> No
     assert changelog.read_text().startswith("# Changelog\n\n## 0.3.4\n\n- For skyrl-engine 0.3.\n- Faster.\n\n## 0.3.0")
 
 
+def test_a_plugin_is_not_released_alone_beside_an_engine_that_nobody_has(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    change_contract(root, "    steps: int = 1", "    steps: int = 1\n    turns: int = 0")
+    said = refusal(root, capsys, "0.3.1", "skyrl-engine-b")
+    assert "is not what was released as 0.3.0, with which the range would begin. Release the engine too" in said
+    assert release.main(["0.3.1", "skyrl-engine-c"], root) == 0
+
+
 def test_a_minor_version_may_change_the_contract_and_takes_every_plugin_along(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -112,6 +112,8 @@ def list_edits(root: Path, version: Version, names: Sequence[str]) -> dict[Path,
         )
     if ENGINE in chosen:
         check_contract(root, engine.version, version)
+    elif any(project.has_range for project in chosen.values()):
+        check_released(root, engine.version)
     edits: dict[Path, str] = {}
     for project in chosen.values():
         file = project.version_file
@@ -145,19 +147,33 @@ def check_contract(root: Path, old: Version, new: Version) -> None:
         )
     if (old.major, old.minor) != (new.major, new.minor):
         return
-    tag = f"v{old}"
-    try:
-        released = git(root, "show", f"{tag}:{public_api.FILE}")
-    except subprocess.CalledProcessError as error:
-        raise UnsupportedError(
-            f"what was public in {old} is not known: there is no tag {tag} with {public_api.FILE}",
-            remedy=f"Fetch it (git fetch --tags), or tag the commit that was released as {old}",
-        ) from error
+    released = read_released(root, old)
     if reasons := public_api.list_breaking(released, text):
         raise UnsupportedError(
             f"plugins and programs for {old} may fail with {new}: {shorten(reasons, '; ')}",
             remedy=f"Release a new minor version, {old.major}.{old.minor + 1}.0, or bring back what changed",
         )
+
+
+def check_released(root: Path, version: Version) -> None:
+    """Raise UnsupportedError where plugins were tested beside an engine that nobody can install."""
+    if (root / public_api.FILE).read_text(encoding="utf-8") != read_released(root, version):
+        raise UnsupportedError(
+            f"what is public here is not what was released as {version}, with which the range would begin",
+            remedy=f"Release the engine too: name {ENGINE} as well",
+        )
+
+
+def read_released(root: Path, version: Version) -> str:
+    """Return what was public in a version of the engine. Raises UnsupportedError where its tag is not here."""
+    tag = f"v{version}"
+    try:
+        return git(root, "show", f"{tag}:{public_api.FILE}")
+    except subprocess.CalledProcessError as error:
+        raise UnsupportedError(
+            f"what was public in {version} is not known: there is no tag {tag} with {public_api.FILE}",
+            remedy=f"Fetch it (git fetch --tags), or tag the commit that was released as {version}",
+        ) from error
 
 
 def check_clean(root: Path) -> None:
