@@ -25,6 +25,8 @@ ENGINE = "skyrl-engine"
 RANGE = re.compile(r'(?<="skyrl-engine)>=[^"\[\]]+(?=")')
 """The range in a requirement on the engine itself."""
 UNRELEASED = "Unreleased"
+OWN_TEST = "tests/architecture/test_release.py"
+"""The test of this program, whose example stays at its version."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +136,7 @@ def list_edits(root: Path, version: Version, names: Sequence[str]) -> dict[Path,
 def _edit_examples(root: Path, old: Version, new: Version) -> Iterator[tuple[Path, str]]:
     """Yield pages and tests that state the range of a plugin for the engine of the sources."""
     stated = f"skyrl-engine{state_range(Version(f'{old.major}.{old.minor}.0'))}"
-    for name in git(root, "grep", "-l", "-F", stated, "--", "docs", "tests").splitlines():
+    for name in git(root, "grep", "-l", "-F", stated, "--", "docs", "tests", f":!{OWN_TEST}").splitlines():
         yield root / name, (root / name).read_text(encoding="utf-8").replace(stated, f"skyrl-engine{state_range(new)}")
 
 
