@@ -58,8 +58,8 @@ MOST_BYTES_OF_OTHERS = 512 << 10
 """A file above these has got what does not belong into it, or is a reason to raise them."""
 BUILT_FROM_SOURCE = ("skyrl-engine-deepspeed", "skyrl-engine-megatron")
 """Distributions whose extra `runtime` others publish without a wheel: there they are imported, and the extra is left out."""
-NOT_VERIFIED = ("backend", "generator")
-"""Kinds whose promises take minutes each, and which `nox -s tests` and `nightly` hold: such a plugin is shown, which loads it."""
+NOT_VERIFIED = ("backend", "generator", "environment")
+"""Kinds whose promises take minutes each, or ask for a task; `nox -s tests` and `nightly` hold them: such a plugin is shown, which loads it."""
 OF_SERVICES = ("skyrl-engine-mlflow", "skyrl-engine-trackio", "skyrl-engine-wandb")
 """Trackers that keep the promises of observers only beside a service of their own, or its client: they are shown."""
 SLOWER = "collators run on NumPy, with the same results but slower"
@@ -278,10 +278,16 @@ def try_alone(folder: Path, project: Project, bases: tuple[Environment, Environm
         return
     rows = json.loads(run([environment.engine, "plugins", "list", "--json"], cwd=folder))
     expect(f"distributions beside {project.name}", {row["distribution"] for row in rows}, wanted={ENGINE, project.name})
+    if project.name in BUILT_FROM_SOURCE:
+        say(f"{project.name}: installed, imported and listed")
+        return
     read_through(environment, heavy, "2")
-    first = {row["kind"]: f"{row['kind']}:{row['name']}" for row in rows if row["distribution"] == project.name}
+    first: dict[str, str] = {}
+    for row in rows:
+        if row["distribution"] == project.name:
+            first.setdefault(row["kind"], f"{row['kind']}:{row['name']}")
     for kind, plugin in first.items():
-        if kind in NOT_VERIFIED or project.name in (*BUILT_FROM_SOURCE, *OF_SERVICES):
+        if kind in NOT_VERIFIED or project.name in OF_SERVICES:
             run([environment.engine, "plugins", "show", plugin], cwd=folder)
             say(f"{project.name}: installed, imported, {plugin} shown")
             continue
