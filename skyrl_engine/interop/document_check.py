@@ -1,5 +1,6 @@
 """Try a model with documents of a collator: each must be scored as if it stood alone, whatever lies beside it."""
 
+from collections.abc import Callable
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -7,12 +8,10 @@ import numpy as np
 
 from skyrl_engine.contracts.values.ragged import offsets_of
 from skyrl_engine.errors import UnsupportedError
-from skyrl_engine.interop.hf_rows import Documents
+from skyrl_engine.interop.hf_rows import LabelledDocuments, LaidOut
 
 if TYPE_CHECKING:
     import torch
-
-    from skyrl_engine.interop.hf_collator import HfCollator
 
 LENGTHS = (9, 5, 7)
 TOLERANCES = {"torch.float64": 1e-4, "torch.float32": 1e-4}
@@ -21,7 +20,7 @@ COARSE = 5e-2
 """The same for other dtypes: bfloat16 has eight bits."""
 
 
-def check_documents(collator: "HfCollator", model: Any) -> None:
+def check_documents(lay_out: Callable[[LabelledDocuments], LaidOut], label: str, model: Any) -> None:
     """Raise UnsupportedError where `model(**batch)` fails, or scores a document otherwise than `model(input_ids)` of it alone."""
     import torch
 
@@ -31,9 +30,9 @@ def check_documents(collator: "HfCollator", model: Any) -> None:
     model.eval()
     try:
         with torch.no_grad():
-            laid_out = collator.lay_out(documents)
+            laid_out = lay_out(documents)
             places = laid_out.gather
-            logits = _call(model, name, collator, laid_out.batch)
+            logits = _call(model, name, label, laid_out.batch)
             beside = logits[torch.from_numpy(places.rows), torch.from_numpy(places.columns)]
             alone = _score_alone(model, laid_out.documents)[torch.from_numpy(places.actions)]
     finally:
@@ -42,21 +41,20 @@ def check_documents(collator: "HfCollator", model: Any) -> None:
     tolerance = TOLERANCES.get(str(beside.dtype), COARSE)
     if not difference <= tolerance:
         raise UnsupportedError(
-            f"{name} scores a document in rows of {collator.collator.label} otherwise than alone: "
-            f"logits differ by {difference:.1e} of the largest",
+            f"{name} scores a document in rows of {label} otherwise than alone: logits differ by {difference:.1e} of the largest",
             remedy="Choose the collator padded, or another attention implementation"
-            if collator.collator.product.rows == "packed"
+            if "attention_mask" not in laid_out.batch
             else "Choose the collator packed, or collate rows of one length with the model's own",
         )
 
 
-def _draw_documents(model: Any) -> Documents:
+def _draw_documents(model: Any) -> LabelledDocuments:
     vocabulary = int(model.get_input_embeddings().num_embeddings)
     ids = np.random.default_rng(3).integers(0, vocabulary, sum(LENGTHS))
-    return Documents(ids, ids, offsets_of(LENGTHS))
+    return LabelledDocuments(ids, ids, offsets_of(LENGTHS))
 
 
-def _call(model: Any, name: str, collator: "HfCollator", batch: Any) -> "torch.Tensor":
+def _call(model: Any, name: str, label: str, batch: Any) -> "torch.Tensor":
     import torch
 
     device = next(model.parameters()).device
@@ -66,13 +64,13 @@ def _call(model: Any, name: str, collator: "HfCollator", batch: Any) -> "torch.T
         logits: torch.Tensor = model(**moved).logits
     except TypeError as error:
         raise UnsupportedError(
-            f"{name} does not take what {collator.collator.label} makes ({', '.join(batch)}): {error}",
+            f"{name} does not take what {label} makes ({', '.join(batch)}): {error}",
             remedy="Choose another collator, or another model",
         ) from error
     return logits.cpu()
 
 
-def _score_alone(model: Any, documents: Documents) -> "torch.Tensor":
+def _score_alone(model: Any, documents: LabelledDocuments) -> "torch.Tensor":
     """Return the logits before every token but the first of its document, [actions, vocabulary]."""
     import torch
 

@@ -8,13 +8,13 @@ import numpy as np
 from attrs import evolve, frozen
 
 from skyrl_engine.errors import DataError, ResultError, UnsupportedError
-from skyrl_engine.interop.hf_rows import IGNORED, Documents, Row, read_documents
+from skyrl_engine.interop.hf_rows import IGNORED, LabelledDocuments, LaidOut, Row, read_documents
 from skyrl_engine.interop.selection import NO_OPTIONS, Options, select_plugin
 
 if TYPE_CHECKING:
     import torch
 
-    from skyrl_engine.contracts.kinds.collator import Collator, DenseBatch, GatherIndex
+    from skyrl_engine.contracts.kinds.collator import Collator, DenseBatch
     from skyrl_engine.contracts.values.plan import MicroBatchPlan
     from skyrl_engine.contracts.values.ragged import IntArray
     from skyrl_engine.registry.bound_plugin import BoundPlugin
@@ -71,15 +71,6 @@ def hf_collator(
 
 
 @frozen(eq=False)
-class LaidOut:
-    """A batch, its documents in the order of its rows, and the place at which each token but a document's first is predicted."""
-
-    batch: "dict[str, torch.Tensor | int | bool]"
-    documents: Documents
-    gather: "GatherIndex"
-
-
-@frozen(eq=False)
 class HfCollator:
     """The product of `hf_collator`; workers of a DataLoader get it by pickling what it was made of."""
 
@@ -108,7 +99,7 @@ class HfCollator:
         documents = read_documents(rows, every_token=self.every_token, ignore=self.ignore)
         return self.lay_out(documents).batch
 
-    def lay_out(self, documents: Documents) -> "LaidOut":
+    def lay_out(self, documents: LabelledDocuments) -> LaidOut:
         """Return the batch of these documents, and where each of their tokens is."""
         import torch
 
@@ -135,9 +126,9 @@ class HfCollator:
         """
         from skyrl_engine.interop.document_check import check_documents
 
-        check_documents(self, model)
+        check_documents(self.lay_out, self.collator.label, model)
 
-    def _build(self, documents: Documents) -> "tuple[DenseBatch, IntArray]":
+    def _build(self, documents: LabelledDocuments) -> "tuple[DenseBatch, IntArray]":
         """Return the rows of these documents, and the documents' numbers in the order of the rows."""
         from skyrl_engine.contracts.kinds.collator import ONE_RANK, as_dense_batch
         from skyrl_engine.contracts.values.columns import SampleColumns

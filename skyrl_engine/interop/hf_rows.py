@@ -1,13 +1,18 @@
 """Rows of a tokenized dataset, as transformers and TRL have them, read as documents: tokens and the label of each. No torch is imported."""
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from attrs import frozen
 
 from skyrl_engine.contracts.values.ragged import AnyArray, IntArray, offsets_of, segment_indices
 from skyrl_engine.errors import DataError
+
+if TYPE_CHECKING:
+    import torch
+
+    from skyrl_engine.contracts.kinds.collator import GatherIndex
 
 IGNORED = -100
 """The label of a position that carries no loss, as in transformers."""
@@ -22,20 +27,29 @@ Row = Mapping[str, Any]
 
 
 @frozen(eq=False)
-class Documents:
+class LabelledDocuments:
     """D documents end to end: `input_ids` and `labels` int64[total], unshifted, with `offsets` int64[D+1]."""
 
     input_ids: IntArray
     labels: IntArray
     offsets: IntArray
 
-    def take(self, chosen: IntArray) -> "Documents":
+    def take(self, chosen: IntArray) -> "LabelledDocuments":
         """Return these documents, int64[n] numbers, in this order."""
         places = segment_indices(self.offsets, chosen)
-        return Documents(self.input_ids[places], self.labels[places], offsets_of(np.diff(self.offsets)[chosen]))
+        return LabelledDocuments(self.input_ids[places], self.labels[places], offsets_of(np.diff(self.offsets)[chosen]))
 
 
-def read_documents(rows: Sequence[Row], *, every_token: bool, ignore: Collection[str]) -> Documents:
+@frozen(eq=False)
+class LaidOut:
+    """A batch, its documents in the order of its rows, and the place at which each token but a document's first is predicted."""
+
+    batch: "dict[str, torch.Tensor | int | bool]"
+    documents: LabelledDocuments
+    gather: "GatherIndex"
+
+
+def read_documents(rows: Sequence[Row], *, every_token: bool, ignore: Collection[str]) -> LabelledDocuments:
     """Read rows of `input_ids` [T], and what else `KEYS` name, each [T].
 
     `labels` are -100 where nothing is learned, and so they become where a mask is 0. Tokens whose `attention_mask` is 0 are padding and are
@@ -54,7 +68,7 @@ def read_documents(rows: Sequence[Row], *, every_token: bool, ignore: Collection
                 f"row {place} has the keys {', '.join(sorted(keys))}, and row 0 has {', '.join(sorted(kinds[0]))}",
                 remedy="Give all rows of a dataset the same keys",
             )
-    return Documents(
+    return LabelledDocuments(
         np.concatenate([ids for ids, _, _ in read]),
         np.concatenate([labels for _, labels, _ in read]),
         offsets_of(np.concatenate([lengths for _, _, lengths in read])),
