@@ -1,29 +1,21 @@
 """A loss and a reducer of this engine as `compute_loss_func` of Hugging Face's Trainer, or in a training loop of one's own."""
 
-import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from attrs import define, field
 
 from skyrl_engine.errors import DataError, UnsupportedError
+from skyrl_engine.interop.hf_rows import IGNORED
+from skyrl_engine.interop.selection import NO_OPTIONS, Options, select_plugin
 
 if TYPE_CHECKING:
     import torch
 
-    from skyrl_engine.config import SelectedPlugin
     from skyrl_engine.contracts.kinds.loss import Loss
     from skyrl_engine.contracts.kinds.reducer import Reducer
     from skyrl_engine.contracts.values.outputs import Metric
     from skyrl_engine.registry.bound_plugin import BoundPlugin
-    from skyrl_engine.registry.resolve import Registry
-
-IGNORED = -100
-"""The label of a position that carries no loss, as in transformers."""
-
-Options = Mapping[str, Any]
-NO_OPTIONS: Options = {}
 
 
 def hf_loss(
@@ -47,8 +39,8 @@ def hf_loss(
     from skyrl_engine.registry.resolve import Registry
 
     registry, context = Registry.discover(), FactoryContext()
-    of_loss = _select(registry, "loss", loss, loss_options).bind("loss", context)
-    of_reducer = _select(registry, "reducer", reducer, reducer_options).bind("reducer", context)
+    of_loss = select_plugin(registry, "loss", loss, loss_options).bind("loss", context)
+    of_reducer = select_plugin(registry, "reducer", reducer, reducer_options).bind("reducer", context)
     _refuse_loss_beyond_logits(of_loss)
     refuse_reducer_of_whole_steps(of_reducer)
     check_reducer(of_loss.label, of_loss.product, of_reducer.name)
@@ -96,20 +88,6 @@ class HfLoss:
         total = (_to_tensor(weights_N, like) * output.token_loss).sum()
         # a micro-batch without loss takes part in the backward pass of its ranks all the same
         return total if len(weights_N) else total + like.sum()
-
-
-def _select(registry: "Registry", kind: str, plugin: object, options: Options) -> "SelectedPlugin":
-    """Select the plugin that a name means, or a plugin itself, which no other process has to find."""
-    from skyrl_engine.config import SelectedPlugin
-    from skyrl_engine.registry.loader import load_object
-    from skyrl_engine.registry.record import PluginRecord
-
-    if isinstance(plugin, str):
-        return SelectedPlugin.of(registry.resolve(kind, plugin), dict(options), f"{kind}_options")
-    home = getattr(plugin, "function", type(plugin))
-    place = getattr(sys.modules.get(home.__module__), "__file__", None) or home.__module__
-    record = PluginRecord.of_file(kind, Path(place), str(getattr(plugin, "name", home.__name__)), b"")
-    return SelectedPlugin.of_loaded(load_object(record, plugin), dict(options), f"{kind}_options")
 
 
 def _refuse_loss_beyond_logits(loss: "BoundPlugin[Loss]") -> None:
