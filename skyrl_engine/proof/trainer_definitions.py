@@ -19,11 +19,12 @@ ADVANTAGE_EPSILON = 1e-4
 """TRL's number that is added to the standard deviation of a group's rewards."""
 
 
-def define_objective(model: Any, rows: Sequence[Row], loss: RowLoss) -> Pieces:
+def define_objective(model: Any, rows: Sequence[Row], loss: RowLoss, *, shares: Sequence[float] | None = None) -> Pieces:
     """Return the gradient of the sum of `loss` over `rows`, row by row, in float64.
 
     A copy of `model`, a causal language model of transformers, computes one sequence after the other without padding. Parameters that are not
-    trained have no gradient. Raises DataError for rows that cannot be used.
+    trained have no gradient. `shares` are the rows' parts of the objective's weights (None: their trained tokens), by which the mean factor of
+    a wrong gradient is taken. Raises DataError for rows that cannot be used.
     """
     check_rows(rows)
     copy = deepcopy(model).double().eval()
@@ -32,7 +33,6 @@ def define_objective(model: Any, rows: Sequence[Row], loss: RowLoss) -> Pieces:
         raise DataError("no parameter of the model is trained", remedy="Set requires_grad of those that the trainer trains")
     plain = PlainModel(copy, None, parameters)
     pieces = []
-    shares = []
     for place, row in enumerate(rows):
         added = loss(place, _score(plain, row))
         found = torch.autograd.grad(added, list(parameters.values()), allow_unused=True)
@@ -42,10 +42,11 @@ def define_objective(model: Any, rows: Sequence[Row], loss: RowLoss) -> Pieces:
                 for (name, tensor), gradient in zip(parameters.items(), found, strict=True)
             }
         )
-        shares.append(float(find_trained_tokens(row).sum()))
+    if shares is None:
+        shares = [float(find_trained_tokens(row).sum()) for row in rows]
     carrying = np.array([any(values.any() for values in piece.values()) for piece in pieces])
     weights = np.where(carrying, shares, 0.0)
-    return Pieces([str(place) for place in range(len(rows))], pieces, weights / max(weights.sum(), 1.0))
+    return Pieces([str(place) for place in range(len(rows))], pieces, weights / (weights.sum() or 1.0))
 
 
 def define_token_mean(model: Any, rows: Sequence[Row]) -> Pieces:
@@ -69,7 +70,7 @@ def define_dpo(model: Any, reference: Any, rows: Sequence[Row], *, beta: float) 
         chosen, rejected = (own.sum() - due for own, due in zip(logprobs, known[place], strict=True))
         return -torch.nn.functional.logsigmoid(beta * (chosen - rejected)) / len(rows)
 
-    return define_objective(model, rows, loss)
+    return define_objective(model, rows, loss, shares=[1.0] * len(rows))
 
 
 def define_grpo(
@@ -99,7 +100,7 @@ def define_grpo(
         divisors = {"token_mean": tokens, "sequence_mean": len(rows) * len(own), "fixed_length": len(rows) * (longest or 1)}
         return -advantages[place] * own.sum() / divisors[reduction]
 
-    return define_objective(model, rows, loss)
+    return define_objective(model, rows, loss, shares=[1.0] * len(rows) if reduction == "sequence_mean" else None)
 
 
 def find_advantages(rows: Sequence[Row]) -> list[float]:

@@ -14,7 +14,9 @@ from contextlib import contextmanager, nullcontext
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import datasets
 import numpy as np
 import torch
 from attrs import frozen
@@ -31,6 +33,7 @@ from skyrl_engine.proof.trainer_definitions import define_dpo, define_grpo, defi
 from skyrl_engine.proof.transformers_trainer import adapt_transformers_trainer
 from skyrl_engine.proof.trl_trainers import adapt_dpo_trainer, adapt_grpo_trainer, adapt_sft_trainer
 from skyrl_engine.testing.ranks.world import start_shared_world
+from skyrl_engine.testing.ranks.world_transport import OwnRanksTransport
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "running"))
 from trainer_rows import COMPLETIONS, PREFERENCES, ROLLOUTS, ROWS, load_llama
@@ -80,7 +83,6 @@ class Models:
         """Return a context that gives the gradient function of `Engine`."""
         tables = {
             "model": {"path": str(self.folder / "model"), "dtype": "float32"},
-            "run": {"launch": "ray"},
             "loss": loss,
             "reducer": reducer,
         }
@@ -98,7 +100,7 @@ class Subject:
     columns: Sequence[str] = tuple(CUTS)
 
     def prove(self) -> Verdicts:
-        opened = nullcontext(self.trainer) if callable(self.trainer) else self.trainer
+        opened = self.trainer if hasattr(self.trainer, "__enter__") else nullcontext(self.trainer)
         with opened as gradients:
             cuts = [CUTS[column][len(self.rows)] for column in self.columns]
             verdicts = prove_trainer(gradients, self.rows, cuts=cuts, definition=self.measure).verdicts
@@ -269,8 +271,11 @@ def read_page() -> tuple[str, str, str]:
 @contextmanager
 def quiet() -> Iterator[None]:
     logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    datasets.disable_progress_bars()
     os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
-    with warnings.catch_warnings():
+    ranks = patch("skyrl_engine.workers.ray_transport.RayTransport", lambda spec, *_: OwnRanksTransport(spec))
+    with warnings.catch_warnings(), ranks:
         warnings.simplefilter("ignore")
         yield
 
