@@ -42,10 +42,10 @@ Table = Mapping[str, Any]
 def adapt_engine(config: Mapping[str, Table], *, reference: str | None = None) -> Iterator[GradientFunction]:
     """Yield the gradient function of `Engine` with the tables of `config`, for `prove_trainer`; leaving the context ends the ranks.
 
-    `config` is what `Engine.open` takes, without a collator, a number of ranks and a launcher, which are the cut's. `reference` is the folder of
-    the frozen model that a loss of preferences compares with. Rollouts bring their advantages, and the engine scores them itself where a loss reads
-    `old_logprobs`. Cuts that pad on the left, and those whose ranks get unequally many micro-batches, raise UnsupportedError when they are
-    computed. Raises UnsupportedError for a config that chooses what the cut does.
+    `config` is what `Engine.open` takes, without a collator, a number of ranks and a launcher, which are the cut's. `reference` is the folder
+    of the frozen model that a loss of preferences compares with. Rollouts bring their advantages, and the engine scores them itself where a
+    loss reads `old_logprobs`. Cuts that pad on the left, and those whose ranks get unequally many micro-batches, raise UnsupportedError when
+    they are computed. Raises UnsupportedError for a config that chooses what the cut does.
     """
     if "collator" in config or {"ranks", "launch"} & set(config.get("run", {})):
         raise UnsupportedError(
