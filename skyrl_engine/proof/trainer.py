@@ -9,8 +9,6 @@ of a definition, or of its own whole batch; the cause of a difference is found a
 """
 
 from collections.abc import Callable, Sequence
-from copy import deepcopy
-from typing import Any
 
 import numpy as np
 import torch
@@ -22,10 +20,10 @@ from skyrl_engine.errors import DataError, ResultError, UnsupportedError
 from skyrl_engine.proof.comparison import Gradients, not_finite
 from skyrl_engine.proof.diagnosis import Pieces, explain, flat
 from skyrl_engine.proof.forwards import Forward, watch_forwards
-from skyrl_engine.proof.plain_model import PlainModel
 from skyrl_engine.proof.plants import Cut
 from skyrl_engine.proof.prover import TOLERANCE
-from skyrl_engine.proof.trainer_cuts import UNTRAINED, Row, TrainerCut, check_rows, standard_cuts
+from skyrl_engine.proof.row_kinds import Row, check_rows, find_trained_tokens, list_groups
+from skyrl_engine.proof.trainer_cuts import TrainerCut, standard_cuts
 
 SMALL = 1e-2
 """Part of the whole gradient's norm below which a parameter's own norm is not what its difference is divided by: what cancels to nothing, such
@@ -99,8 +97,8 @@ def prove_trainer(
     """Compare the gradient of one optimizer step over `rows` in every cut.
 
     `gradients(rows, cut)` returns an array, float32 or float64, for every trained parameter by name, as the optimizer would get it; it leaves
-    weights as they are, and raises UnsupportedError for a cut that it cannot do. `rows` hold `input_ids` and `labels`, int[T] each, -100 where
-    a token is not trained; a label belongs to the token at its own place. `cuts` are `standard_cuts` by default.
+    weights as they are, and raises UnsupportedError for a cut that it cannot do. `rows` are of one kind of `row_kinds`: supervised with
+    `input_ids` and `labels`, a label belonging to the token at its own place; preferences; or rollouts. `cuts` are `standard_cuts` by default.
 
     Forward passes of `model` are watched, so that a cut which the trainer ignores is no proof. Where they happen elsewhere, on other ranks
     say, `model` is None and the function returns a `TrainerPass`.
@@ -131,34 +129,6 @@ def prove_trainer(
         limit = _tolerance_of(made.gradients) if tolerance is None else tolerance
         verdicts.append(_judge(made, pieces, reference, rows, cut, limit))
     return TrainerProof(verdicts)
-
-
-def define_token_mean(model: Any, rows: Sequence[Row]) -> Pieces:
-    """Return the gradient of the mean cross-entropy over all trained tokens of `rows`, row by row, in float64.
-
-    A copy of `model`, a causal language model of transformers, computes one row after the other without padding. Parameters that are not
-    trained have no gradient. Raises DataError for rows that cannot be used.
-    """
-    check_rows(rows)
-    copy = deepcopy(model).double().eval()
-    parameters = {name: tensor for name, tensor in copy.named_parameters() if tensor.requires_grad}
-    if not parameters:
-        raise DataError("no parameter of the model is trained", remedy="Set requires_grad of those that the trainer trains")
-    plain = PlainModel(copy, None, parameters)
-    counts = np.array([_find_trained_tokens(row).sum() for row in rows], dtype=np.float64)
-    pieces = []
-    for row in rows:
-        ids = torch.tensor(np.asarray(row["input_ids"], dtype=np.int64), device=next(copy.parameters()).device)
-        scored = torch.from_numpy(_find_trained_tokens(row)).to(ids.device)
-        loss = -plain.scores(ids)["logprobs"][scored].sum() / counts.sum()
-        found = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
-        pieces.append(
-            {
-                name: np.zeros(tensor.shape) if gradient is None else gradient.cpu().numpy()
-                for (name, tensor), gradient in zip(parameters.items(), found, strict=True)
-            }
-        )
-    return Pieces([str(place) for place in range(len(rows))], pieces, counts / counts.sum())
 
 
 def read_gradients(model: torch.nn.Module) -> Gradients:
@@ -215,19 +185,22 @@ def _judge(
 def _find_pieces(subject: _Subject, rows: Sequence[Row], whole: TrainerCut) -> Pieces:
     """Split the trainer's own gradient of the whole batch into what each row adds: its gradient alone, times a factor by least squares.
 
-    Raises ResultError where the whole batch is no sum of its rows.
+    Rollouts of one prompt are taken together, because one alone has no advantage. Raises ResultError where the whole is no sum.
     """
     batch = subject.compute(rows, whole)
     if ignored := whole.explain_departure(rows, batch.forwards):
         raise ResultError(f"the whole batch in one micro-batch: {ignored}", remedy="Give a definition to compare with")
     reference = _check_reference(batch.gradients)
     alone = []
-    for row in rows:
-        cut = TrainerCut(micro_batch_rows=1)
-        made = subject.compute([row], cut).gradients if _find_trained_tokens(row).any() else _no_gradient(reference)
+    groups = list_groups(rows)
+    for places in groups:
+        own = [rows[place] for place in places]
+        cut = TrainerCut(micro_batch_rows=len(own))
+        carries = any(find_trained_tokens(row).any() for row in own)
+        made = subject.compute(own, cut).gradients if carries else _no_gradient(reference)
         _check_names(made, reference, cut)
         alone.append(_check_finite(made))
-    names, ones = [str(place) for place in range(len(rows))], np.ones(len(rows))
+    names, ones = [str(places[0]) for places in groups], np.ones(len(groups))
     factors, residue = Pieces(names, alone, ones).fit(reference)
     if residue > 100 * _tolerance_of(reference):
         raise ResultError(
@@ -235,7 +208,7 @@ def _find_pieces(subject: _Subject, rows: Sequence[Row], whole: TrainerCut) -> P
             remedy="Switch off dropout and whatever else is random, clips or looks at other rows; or give a definition",
         )
     scaled = [{name: factor * values for name, values in piece.items()} for factor, piece in zip(factors, alone, strict=True)]
-    carrying = np.array([_find_trained_tokens(row).any() for row in rows])
+    carrying = np.array([any(values.any() for values in piece.values()) for piece in alone])
     return Pieces(names, scaled, np.where(carrying, np.abs(factors), 0.0))
 
 
@@ -248,7 +221,7 @@ def _describe_cut(rows: Sequence[Row], cut: TrainerCut) -> Cut:
         for members in micro_batches:
             micro_batch[list(members)], rank[list(members)] = number, own
             number += 1
-    weights = [_find_trained_tokens(row) for row in rows]
+    weights = [find_trained_tokens(row) for row in rows]
     ids = np.arange(len(rows), dtype=np.int64)
     structure = BatchStructure(
         loss_weight=np.concatenate(weights).astype(np.uint8),
@@ -258,12 +231,6 @@ def _describe_cut(rows: Sequence[Row], cut: TrainerCut) -> Cut:
         micro_batch=micro_batch,
     )
     return Cut(structure, rank)
-
-
-def _find_trained_tokens(row: Row) -> np.ndarray[Any, np.dtype[np.bool_]]:
-    """bool[T - 1]: the tokens after the first that are trained. Nothing predicts the first."""
-    trained: np.ndarray[Any, np.dtype[np.bool_]] = np.asarray(row["labels"])[1:] != UNTRAINED
-    return trained
 
 
 def _measure_difference(gradients: Gradients, reference: Gradients) -> float:

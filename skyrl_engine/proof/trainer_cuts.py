@@ -1,19 +1,14 @@
-"""Rows that a trainer gets in a proof, and the ways in which they are cut."""
+"""The ways in which the rows of one optimizer step are cut."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 from attrs import frozen
 
 from skyrl_engine.errors import DataError
 from skyrl_engine.proof.forwards import Forward
-
-Row = Mapping[str, Any]
-"""`input_ids` and `labels`, int[T] each, and whatever else the trainer reads."""
-
-UNTRAINED = -100
-"""The label of a token that is not trained."""
+from skyrl_engine.proof.row_kinds import Row, find_kind, list_sequences
 
 
 @frozen(kw_only=True)
@@ -66,14 +61,35 @@ class TrainerCut:
         for got, due in zip(seen, expected, strict=True):
             if got.rows != due.rows or got.tokens < due.tokens:
                 return f"the trainer ignored the cut: a forward pass of {got.rows} x {got.tokens} tokens instead of {due.rows} x {due.tokens}"
+        padding, wanted = (self._sum_padding(every) for every in (seen, expected))
+        if padding is not None and wanted is not None and padding < wanted:
+            return f"the trainer ignored the cut: {padding} padded positions on the {self.padding_side} instead of {wanted}"
         return ""
 
+    def _sum_padding(self, forwards: Sequence[Forward]) -> int | None:
+        """Return the padded positions on this cut's side; None where a pass does not show them."""
+        own = [forward.left if self.padding_side == "left" else forward.right for forward in forwards]
+        return None if self.form == "packed" or None in own else sum(filter(None, own))
+
     def _expect(self, rows: Sequence[Row]) -> list[Forward]:
-        lengths = [[[len(rows[place]["input_ids"]) for place in members] for members in rank] for rank in self.divide(len(rows))]
-        every = [own for rank in lengths for own in rank]
-        if self.form == "packed":
-            return [Forward(1, sum(own)) for own in every]
-        return [Forward(len(own), max(own) + self.extra_padding) for own in every]
+        """Return the forward passes of this cut, with the least padding that they have on its side.
+
+        Rollouts are padded on both sides where a trainer keeps prompts and completions in columns of their own, so only what is added counts.
+        """
+        columns = find_kind(rows[0]) == "rollout"
+        expected = []
+        for rank in self.divide(len(rows)):
+            for members in rank:
+                lengths = [len(sequence.input_ids) for place in members for sequence in list_sequences(rows[place])]
+                if self.form == "packed":
+                    expected.append(Forward(1, sum(lengths)))
+                    continue
+                longest = max(lengths) + self.extra_padding
+                added = self.extra_padding * len(lengths)
+                padding = added if columns else longest * len(lengths) - sum(lengths)
+                left, right = (padding, 0) if self.padding_side == "left" else (0, padding)
+                expected.append(Forward(len(lengths), longest, left, right))
+        return expected
 
 
 def standard_cuts(rows: Sequence[Row]) -> list[TrainerCut]:
@@ -87,28 +103,6 @@ def standard_cuts(rows: Sequence[Row]) -> list[TrainerCut]:
         TrainerCut(micro_batch_rows=2, form="packed"),
         TrainerCut(micro_batch_rows=len(rows), form="packed"),
     ]
-
-
-def check_rows(rows: Sequence[Row]) -> None:
-    """Raise DataError, with the row and the field, for rows that no proof can use."""
-    if len(rows) < 2:
-        raise DataError(f"a batch of {len(rows)} cannot be cut", remedy="Give at least two rows, of different lengths")
-    trained = 0
-    for place, row in enumerate(rows):
-        for field in ("input_ids", "labels"):
-            values = np.asarray(row.get(field, ()))
-            if values.ndim != 1 or len(values) < 2 or values.dtype.kind not in "iu":
-                raise DataError(
-                    f"row {place}: {field} is no list of two or more integers", remedy="Give one number for every token"
-                )
-        if len(row["input_ids"]) != len(row["labels"]):
-            raise DataError(
-                f"row {place}: {len(row['labels'])} labels for {len(row['input_ids'])} tokens",
-                remedy=f"Give every token a label, {UNTRAINED} where it is not trained",
-            )
-        trained += int((np.asarray(row["labels"])[1:] != UNTRAINED).sum())
-    if not trained:
-        raise DataError("no token of any row is trained", remedy=f"Give labels other than {UNTRAINED} after the first token")
 
 
 def _size(forward: Forward) -> tuple[int, int]:

@@ -13,8 +13,9 @@ from trainer_rows import ROWS, TRAINED, load_llama
 from skyrl_engine import loss, reducer
 from skyrl_engine.errors import DataError, EngineError, PluginBrokenError, UnsupportedError
 from skyrl_engine.interop import hf_loss
-from skyrl_engine.proof.trainer import define_token_mean, prove_trainer
+from skyrl_engine.proof.trainer import prove_trainer
 from skyrl_engine.proof.trainer_cuts import TrainerCut, standard_cuts
+from skyrl_engine.proof.trainer_definitions import define_token_mean
 from skyrl_engine.proof.transformers_trainer import adapt_transformers_trainer
 
 MINE = """

@@ -2,26 +2,30 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
-from trainer_rows import LENGTHS, ROWS, TRAINED, load_llama
+from trainer_rows import LENGTHS, PREFERENCES, ROLLOUTS, ROWS, TRAINED, load_llama
 
 from skyrl_engine.errors import DataError, EngineError, ResultError, UnsupportedError
 from skyrl_engine.proof.comparison import Gradients
 from skyrl_engine.proof.diagnosis import Pieces
 from skyrl_engine.proof.forwards import Forward, watch_forwards
-from skyrl_engine.proof.trainer import TrainerPass, TrainerProof, define_token_mean, prove_trainer, read_gradients
-from skyrl_engine.proof.trainer_cuts import Row, TrainerCut, standard_cuts
+from skyrl_engine.proof.row_kinds import Row, list_sequences
+from skyrl_engine.proof.trainer import TrainerPass, TrainerProof, prove_trainer, read_gradients
+from skyrl_engine.proof.trainer_cuts import TrainerCut, standard_cuts
+from skyrl_engine.proof.trainer_definitions import define_dpo, define_grpo, define_token_mean, find_advantages
 from skyrl_engine.proof.transformers_trainer import adapt_transformers_trainer
 from skyrl_engine.testing.ranks.world import World
 
 ONE, TWO = TrainerCut(micro_batch_rows=1), TrainerCut(micro_batch_rows=2)
 PACKED = TrainerCut(micro_batch_rows=2, form="packed")
 RANKS = TrainerCut(micro_batch_rows=2, ranks=2)
+LEFT = TrainerCut(micro_batch_rows=2, padding_side="left")
 
 
 @pytest.fixture(scope="module")
@@ -122,6 +126,73 @@ def test_a_wrong_mean_is_named(model: Any, count: Count, cut: TrainerCut, cause:
         proof.assert_holds()
 
 
+def score_pairs(model: Any, rows: Sequence[Row]) -> torch.Tensor:
+    """[rows]: the log-probability of the chosen answer less that of the rejected one; right of their padding, in one pass."""
+    sequences = [sequence for row in rows for sequence in list_sequences(row)]
+    logprobs = score_padded(model, sequences)
+    return logprobs[::2] - logprobs[1::2]
+
+
+def score_padded(model: Any, sequences: Sequence[Any]) -> torch.Tensor:
+    """[sequences]: the sums of the log-probabilities of trained tokens, of one forward pass."""
+    padded = [{"input_ids": each.input_ids.tolist(), "labels": [0, *each.trained.tolist()]} for each in sequences]
+    ids, trained, more = pad(padded, TWO)
+    scores = model(input_ids=ids, **more).logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
+    return (scores * (trained[:, 1:] == 1)).sum(1)
+
+
+@pytest.mark.parametrize("mean_of_means", [False, True])
+def test_a_preference_counts_as_often_as_every_other(model: Any, tmp_path: Path, mean_of_means: bool) -> None:
+    """Micro-batches of four and two pairs: the mean over micro-batches of their means counts the last two twice as often as the others."""
+    reference = load_llama(tmp_path)
+    with torch.no_grad():
+        for weights in reference.parameters():
+            weights.mul_(1.01)
+        known = score_pairs(reference, PREFERENCES)
+
+    def dpo(rows: Sequence[Row], cut: TrainerCut) -> Gradients:
+        model.zero_grad()
+        (micro_batches,) = cut.divide(len(rows))
+        for members in micro_batches:
+            margins = score_pairs(model, [rows[place] for place in members]) - known[members]
+            losses = -torch.nn.functional.logsigmoid(0.3 * margins)
+            (losses.mean() / len(micro_batches) if mean_of_means else losses.sum() / len(rows)).backward()
+        return read_gradients(model)
+
+    cuts = [TWO, TrainerCut(micro_batch_rows=4)]
+    definition = define_dpo(model, reference, PREFERENCES, beta=0.3)
+    even, uneven = prove_trainer(dpo, PREFERENCES, cuts=cuts, model=model, definition=definition).verdicts
+    assert even.holds, even
+    assert uneven.holds is not mean_of_means, uneven
+    if mean_of_means:
+        assert uneven.explanation == "gradient x1.00: samples count from x0.75 to x1.50"
+
+
+@pytest.mark.parametrize("defined", [True, False])
+@pytest.mark.parametrize("over_micro_batch", [False, True])
+def test_rollouts_are_weighed_by_the_batch(model: Any, defined: bool, over_micro_batch: bool) -> None:
+    """Without a definition the groups are the pieces: a rollout alone has no advantage."""
+    advantages = find_advantages(ROLLOUTS)
+    of_row = {id(row): advantage for row, advantage in zip(ROLLOUTS, advantages, strict=True)}
+
+    def grpo(rows: Sequence[Row], cut: TrainerCut) -> Gradients:
+        model.zero_grad()
+        (micro_batches,) = cut.divide(len(rows))
+        for members in micro_batches:
+            chosen = [rows[place] for place in members]
+            scores = score_padded(model, [sequence for row in chosen for sequence in list_sequences(row)])
+            tokens = sum(len(row["completion_ids"]) for row in (chosen if over_micro_batch else rows))
+            total = -(scores * torch.tensor([of_row[id(row)] for row in chosen])).sum() / tokens
+            (total / len(micro_batches) if over_micro_batch else total).backward()
+        return read_gradients(model)
+
+    definition = define_grpo(model, ROLLOUTS, reduction="token_mean") if defined else None
+    whole = TrainerCut(micro_batch_rows=len(ROLLOUTS))
+    first, second = prove_trainer(grpo, ROLLOUTS, cuts=[whole, TWO], model=model, definition=definition).verdicts
+    assert first.holds, first
+    assert second.holds is not over_micro_batch, second
+
+
 def test_counted_padding_is_named(model: Any) -> None:
     whole = TrainerCut(micro_batch_rows=len(ROWS))
     definition = define_token_mean(model, ROWS)
@@ -200,6 +271,8 @@ def test_micro_batches_that_are_not_accumulated_are_named(model: Any) -> None:
         (ONE, TrainerCut(micro_batch_rows=6), "the trainer ignored the cut: 1 forward pass instead of 6"),
         (TrainerCut(micro_batch_rows=2, extra_padding=3), TWO, "the trainer ignored the cut: a forward pass of 2 x 6 tokens instead of 2 x 9"),
         (PACKED, TWO, "the trainer ignored the cut: a forward pass of 2 x 6 tokens instead of 1 x 9"),
+        (LEFT, TWO, "the trainer ignored the cut: 0 padded positions on the left instead of 11"),
+        (TWO, LEFT, "the trainer ignored the cut: 0 padded positions on the right instead of 11"),
     ],
 )  # fmt: skip
 def test_a_cut_that_is_ignored_is_no_proof(model: Any, asked: TrainerCut, made: TrainerCut, words: str) -> None:
@@ -291,6 +364,11 @@ def test_a_reference_that_proves_nothing_is_refused(model: Any) -> None:
         (ROWS[:1], None, "a batch of 1 cannot be cut"),
         ([*ROWS, {"input_ids": [1, 2]}], None, "row 6: labels is no list"),
         ([*ROWS, {"input_ids": [1, 2], "labels": [1, 2, 3]}], None, "row 6: 3 labels for 2 tokens"),
+        ([*ROWS, PREFERENCES[0]], None, "row 6 is a preference row, and row 0 a supervised row"),
+        ([{"prompt_ids": [1]}] * 2, None, "a row of a proof has the fields prompt_ids, which are no kind of rows"),
+        ([{**PREFERENCES[0], "chosen_ids": []}] * 2, None, "row 0: chosen_ids is no list of one or more integers"),
+        ([{**row, "reward": 1.0} for row in ROLLOUTS], None, "every prompt's rollouts have the same reward"),
+        ([*ROLLOUTS, {**ROLLOUTS[0], "reward": float("nan")}], None, "row 8: reward is no finite number"),
         ([*ROWS, {"input_ids": [1.5, 2], "labels": [1, 2]}], None, "row 6: input_ids is no list"),
         ([{"input_ids": [1, 2], "labels": [2, -100]}] * 2, None, "no token of any row is trained"),
         (ROWS, [], "there is no cut to prove"),
@@ -329,6 +407,15 @@ def test_transformers_trainer_with_a_mean_of_its_own_is_named(model: Any) -> Non
     assert "= number of micro-batches: samples count from x" in verdict.explanation
 
 
+def test_transformers_trainer_holds_on_ranks(model: Any, pair: World) -> None:
+    adapted = adapt_transformers_trainer(model, start_ranks=lambda _size: pair)
+    cuts = [TrainerCut(micro_batch_rows=3, ranks=2), TrainerCut(micro_batch_rows=1, ranks=2)]
+    proof = prove_trainer(adapted, ROWS, cuts=[*cuts, RANKS], model=model, definition=define_token_mean(model, ROWS))
+    assert [verdict.holds for verdict in proof.verdicts] == [True, True, False], proof
+    assert proof.verdicts[2].refused
+    assert "accelerate fills up micro-batches that are not even" in proof.verdicts[2].explanation
+
+
 def test_what_the_adapter_cannot_do_is_refused(model: Any) -> None:
     with pytest.raises(UnsupportedError, match="chooses learning_rate"):
         adapt_transformers_trainer(model, learning_rate=1.0)
@@ -337,6 +424,8 @@ def test_what_the_adapter_cannot_do_is_refused(model: Any) -> None:
     ).verdicts
     assert verdict.refused
     assert "this adapter runs in one process" in verdict.explanation
+    with pytest.raises(UnsupportedError, match="takes supervised rows, and these are preference rows"):
+        adapt_transformers_trainer(model)(PREFERENCES, TWO)
 
 
 def test_a_type_without_precision_is_refused(model: Any) -> None:

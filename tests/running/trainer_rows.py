@@ -1,4 +1,4 @@
-"""Rows and a model for trainers that are proved: samples of several lengths, and a tiny Llama whose parts differ."""
+"""Rows of each kind and a model for trainers that are proved: samples of several lengths, and a tiny Llama whose parts differ."""
 
 from pathlib import Path
 from typing import Any
@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from skyrl_engine.modeling.tiny import make_parts_differ, write_model
-from skyrl_engine.proof.trainer_cuts import Row
+from skyrl_engine.proof.row_kinds import Row
 
 LENGTHS = (4, 9, 6, 3, 8, 5)
 
@@ -24,6 +24,31 @@ def make_rows() -> list[Row]:
 
 ROWS = make_rows()
 TRAINED = sum(LENGTHS) - 2 * len(LENGTHS)
+
+
+def make_preferences() -> list[Row]:
+    """Six pairs, whose answers differ in length."""
+    draw = np.random.default_rng(6)
+    lengths = ((2, 5, 3), (4, 2, 6), (1, 7, 2), (3, 3, 3), (2, 1, 4), (5, 6, 2))
+    return [
+        {name: draw.integers(1, 128, length).tolist() for name, length in zip(PREFERENCE_FIELDS, own, strict=True)}
+        for own in lengths
+    ]
+
+
+def make_rollouts() -> list[Row]:
+    """Two prompts with four rollouts each."""
+    draw = np.random.default_rng(7)
+    prompts = [draw.integers(1, 128, length).tolist() for length in (3, 2)]
+    return [
+        {"prompt_ids": prompts[place // 4], "completion_ids": draw.integers(1, 128, length).tolist(), "reward": reward}
+        for place, (length, reward) in enumerate(zip(COMPLETIONS, REWARDS, strict=True))
+    ]
+
+
+PREFERENCE_FIELDS = ("prompt_ids", "chosen_ids", "rejected_ids")
+COMPLETIONS, REWARDS = (5, 2, 7, 3, 1, 6, 4, 2), (1.0, 0.0, 0.5, 0.0, 0.0, 1.0, 1.0, 0.25)
+PREFERENCES, ROLLOUTS = make_preferences(), make_rollouts()
 
 
 def load_llama(folder: Path) -> Any:
