@@ -1,6 +1,5 @@
 """Choose a wheel of an index, compare it with what was verified, and install it with pip."""
 
-import platform
 from importlib import invalidate_caches, metadata
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from skyrl_engine import __version__
 from skyrl_engine.catalogue.download import IndexPlace
 from skyrl_engine.catalogue.pip import pip_install, require_pip
 from skyrl_engine.catalogue.plugin_index import IndexedDistribution, IndexedWheel, PluginIndex, read_index
-from skyrl_engine.catalogue.wheel_facts import rank_tags, read_wheel
+from skyrl_engine.catalogue.wheel_facts import find_misfit, rank_tags, read_wheel
 from skyrl_engine.errors import PluginIncompatibleError, PluginIndexError, PluginNotFoundError
 from skyrl_engine.near_words import did_you_mean
 from skyrl_engine.registry.discovery import ENGINE
@@ -55,12 +54,12 @@ def choose_wheel(index: PluginIndex, requested: str, *, unverified: bool = False
         )
     if distribution.name == ENGINE:
         raise PluginIndexError(f"{ENGINE} is the engine that runs this command", remedy="Install another version of it with pip")
-    fitting = [wheel for wheel in wheels if _find_misfit(wheel) is None]
+    fitting = [wheel for wheel in wheels if find_misfit(wheel, __version__) is None]
     if not fitting:
         raise PluginIncompatibleError(
-            f"{distribution.name} {wheels[0].version} {_find_misfit(wheels[0])}",
+            f"{distribution.name} {wheels[0].version} {find_misfit(wheels[0], __version__)}",
             remedy="Install an engine and a Python that it is for" if version else "Ask its author for a version that fits",
-            details=[f"{wheel.file} {_find_misfit(wheel)}" for wheel in wheels[1:10]],
+            details=[f"{wheel.file} {find_misfit(wheel, __version__)}" for wheel in wheels[1:10]],
         )
     best = max(fitting, key=lambda wheel: (Version(wheel.version), -(_rank(wheel) or 0)))
     if best.standing != "verified" and not unverified:
@@ -129,17 +128,6 @@ def _compare(file: Path, chosen: ChosenWheel) -> None:
                 f"the {what} of {wheel.file} differ from the index: {of_wheel or 'none'}, and {of_index or 'none'} there",
                 remedy="Ask whoever made the index to make it again",
             )
-
-
-def _find_misfit(wheel: IndexedWheel) -> str | None:
-    """Say why a wheel cannot be installed here, as a clause; None where it can."""
-    if not SpecifierSet(wheel.requires_engine).contains(__version__, prereleases=True):
-        return f"is made for {ENGINE} {wheel.requires_engine}, and this is {__version__}"
-    if not SpecifierSet(wheel.requires_python).contains(platform.python_version(), prereleases=True):
-        return f"is made for Python {wheel.requires_python}, and this is {platform.python_version()}"
-    if _rank(wheel) is None:
-        return f"is made for other machines than this one ({wheel.file})"
-    return None
 
 
 def _rank(wheel: IndexedWheel) -> int | None:

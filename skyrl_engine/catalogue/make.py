@@ -13,7 +13,7 @@ from skyrl_engine.catalogue.badge import draw_badge
 from skyrl_engine.catalogue.pages import CATALOGUE, write_catalogue_page, write_distribution_page
 from skyrl_engine.catalogue.pip import require_pip
 from skyrl_engine.catalogue.plugin_index import INDEX_NAME, IndexedDistribution, IndexedWheel, PluginIndex, read_index
-from skyrl_engine.catalogue.trial import TrialSettings, engine_version, try_wheel
+from skyrl_engine.catalogue.trial import TrialSettings, describe_untried, engine_version, try_wheel
 from skyrl_engine.catalogue.wheel_facts import WheelFacts, rank_tags, read_wheel
 from skyrl_engine.errors import PluginIndexError
 from skyrl_engine.run.durable import write_durably
@@ -41,7 +41,7 @@ def make_catalogue(
     output.mkdir(parents=True, exist_ok=True)
     before = _read_before(output / INDEX_NAME, tell)
     with scratch_folder("catalogue") as scratch:
-        readable, refused = _copy_wheels(files, scratch)
+        readable, refused = _copy_wheels(files, scratch, settings)
         tried_with = attrs.evolve(settings, engine=_choose_engine(readable, scratch), wheels=scratch)
         known = {} if again else {wheel.sha256: wheel for _, wheel in before if wheel.engine == engine_version(tried_with)}
         # wheels whose turn has not come stay in the index: after a kill, they are known still
@@ -79,16 +79,19 @@ def _read_before(file: Path, tell: Callable[[str], None]) -> list[tuple[str, Ind
     return [(distribution.name, wheel) for distribution in index.distributions for wheel in distribution.wheels]
 
 
-def _copy_wheels(files: Iterable[Path], folder: Path) -> tuple[list[WheelFacts], list[PluginIndexError]]:
+def _copy_wheels(files: Iterable[Path], folder: Path, settings: TrialSettings) -> tuple[list[WheelFacts], list[PluginIndexError]]:
     """Copy wheels, so that what is tried is what was hashed; return their facts, and the errors of files that are none."""
     readable, refused = [], []
     for file in files:
         try:
             read_wheel(file)
             shutil.copyfile(file, folder / file.name)
-            readable.append(read_wheel(folder / file.name))
-        except PluginIndexError as error:
-            refused.append(error)
+            facts = read_wheel(folder / file.name)
+            describe_untried(facts, settings)
+            readable.append(facts)
+        except (PluginIndexError, ValueError, OSError) as error:
+            known = isinstance(error, PluginIndexError)
+            refused.append(error if known else PluginIndexError(f"{file.name} cannot be listed: {error}", remedy="Build it again"))
             (folder / file.name).unlink(missing_ok=True)
     return readable, refused
 

@@ -11,14 +11,15 @@ import venv
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import IO, Any, Final
+from typing import IO, Final, Literal
 
+import attrs
 from attrs import field, frozen
 
 from skyrl_engine import __version__
 from skyrl_engine.catalogue.pip import pip_install, plain_environment
 from skyrl_engine.catalogue.plugin_index import WITHOUT_PROMISES, IndexedPlugin, IndexedWheel
-from skyrl_engine.catalogue.wheel_facts import WheelFacts, rank_tags
+from skyrl_engine.catalogue.wheel_facts import WheelFacts, find_misfit
 from skyrl_engine.errors import ConfigError, PluginError
 from skyrl_engine.registry.compat import RUNTIME_EXTRA
 from skyrl_engine.registry.discovery import ENGINE
@@ -59,25 +60,8 @@ class TrialSettings:
     time_limit: float = TIME_LIMIT
 
 
-def try_wheel(wheel: Path, facts: WheelFacts, settings: TrialSettings, tell: Tell) -> IndexedWheel:
-    """Install and verify one wheel; whatever goes wrong is part of what is returned. `tell` takes a line for every plugin."""
-    unmet: str | None = None
-    plugins: tuple[IndexedPlugin, ...] = tuple(IndexedPlugin(kind, name, "unchecked") for kind, name in facts.plugins)
-    with scratch_folder("trial") as folder:
-        python = make_environment(folder / "environment")
-        problem = _install(wheel, facts, settings, python)
-        if problem is None:
-            unmet = _install_extras(wheel, facts, settings, python)
-            (folder / "work").mkdir()
-            checked = []
-            for kind, name in facts.plugins:
-                started = time.monotonic()
-                plugin = _check(facts, kind, name, settings, python, folder / "work", unmet)
-                tell(f"{plugin.reference} {plugin.status}, {time.monotonic() - started:.0f} s{_clause(plugin.reason)}")
-                checked.append(plugin)
-            plugins = tuple(checked)
-        else:
-            tell(f"not installed{_clause(problem)}")
+def describe_untried(facts: WheelFacts, settings: TrialSettings) -> IndexedWheel:
+    """Return the entry of a wheel of which nothing is checked yet. Raises ValueError for metadata that no index can hold."""
     return IndexedWheel(
         version=facts.version,
         file=facts.file,
@@ -86,14 +70,35 @@ def try_wheel(wheel: Path, facts: WheelFacts, settings: TrialSettings, tell: Tel
         engine=engine_version(settings),
         python=platform.python_version(),
         date=f"{datetime.now(UTC):%Y-%m-%d}",
-        plugins=plugins,
+        plugins=tuple(IndexedPlugin(kind, name, "unchecked") for kind, name in facts.plugins),
         requires_engine=facts.requires_engine,
         requires_python=facts.requires_python,
         summary=facts.summary,
         license=facts.license,
         homepage=facts.homepage,
-        problem=problem,
     )
+
+
+def try_wheel(wheel: Path, facts: WheelFacts, settings: TrialSettings, tell: Tell) -> IndexedWheel:
+    """Install and verify one wheel; whatever goes wrong is part of what is returned. `tell` takes a line for every plugin."""
+    untried = describe_untried(facts, settings)
+    if (misfit := find_misfit(untried, untried.engine)) is not None:
+        tell(f"not tried: it {misfit}")
+        return attrs.evolve(untried, plugins=tuple(attrs.evolve(plugin, reason=f"it {misfit}") for plugin in untried.plugins))
+    with scratch_folder("trial") as folder:
+        python = make_environment(folder / "environment")
+        if (problem := _install(wheel, facts, settings, python)) is not None:
+            tell(f"not installed{_clause(problem)}")
+            return attrs.evolve(untried, problem=problem)
+        unmet = _install_extras(wheel, facts, settings, python)
+        (folder / "work").mkdir()
+        checked = []
+        for plugin in untried.plugins:
+            started = time.monotonic()
+            checked.append(_check(facts, plugin.kind, plugin.name, settings, python, folder / "work", unmet))
+            seconds = time.monotonic() - started
+            tell(f"{plugin.reference} {checked[-1].status}, {seconds:.0f} s{_clause(checked[-1].reason)}")
+    return attrs.evolve(untried, plugins=tuple(checked))
 
 
 def make_environment(folder: Path) -> Path:
@@ -111,8 +116,6 @@ def make_environment(folder: Path) -> Path:
 
 def _install(wheel: Path, facts: WheelFacts, settings: TrialSettings, python: Path) -> str | None:
     """Install the engine's wheel, where there is one, and this wheel with what it requires; return why that fails."""
-    if rank_tags(facts.tags) is None:
-        return f"it is for other machines or Pythons than this one, {platform.platform()} with Python {platform.python_version()}"
     files = [file for file in (settings.engine, None if facts.is_engine and settings.engine else wheel) if file is not None]
     if said := pip_install("--ignore-installed", "--no-deps", "--no-index", *files, into=python):
         return _shorten(f"it cannot be installed: {said[-1]}")
@@ -162,30 +165,15 @@ def _check(
     command = [str(python), "-P", "-m", "skyrl_engine", "plugins", "verify", f"{kind}:{facts.name}:{name}", *options, "--json"]
     with (folder / "out").open("w+b") as out, (folder / "err").open("w+b") as err:
         code = _run(command, settings.folder or folder, out, err, settings.time_limit)
-        verdict, last = _read_verdict(_read(out)), _last_line(_read(err))
+        printed, last = _read(out), _last_line(_read(err))
     if code is None:
         return IndexedPlugin(kind, name, "broken", reason=f"it took longer than {settings.time_limit:g} seconds", options=options)
-    if (
-        verdict is None
-        or (verdict["kind"], verdict["name"]) != (kind, name)
-        or code != (0 if verdict["kept"] else PluginError.exit_code)
-    ):
-        status = "unchecked" if code == ConfigError.exit_code else "broken"
-        reason = last or f"its verification ended with exit code {code} and said nothing"
-        return IndexedPlugin(kind, name, status, reason=_shorten(reason), options=options)
-    findings = verdict["promises"]
-    broken = [finding for finding in findings if finding["status"] == "broken"] or [
-        finding for finding in findings if finding["status"] == "undecided" and not verdict["kept"]
-    ]
-    return IndexedPlugin(
-        kind,
-        name,
-        "kept" if verdict["kept"] else "broken",
-        kept=sum(finding["status"] == "kept" for finding in findings),
-        broken=tuple(finding["promise"] for finding in broken),
-        reason=_shorten(f"{broken[0]['promise']}: {broken[0]['cause'] or broken[0]['sentence']}") if broken else "",
-        options=options,
-    )
+    found = _read_verdict(printed, kind, name, options)
+    if found is not None and code == (0 if found.status == "kept" else PluginError.exit_code):
+        return found
+    reason = last or f"its verification ended with exit code {code} and said nothing"
+    status: Literal["unchecked", "broken"] = "unchecked" if code == ConfigError.exit_code else "broken"
+    return IndexedPlugin(kind, name, status, reason=_shorten(reason), options=options)
 
 
 def _run(command: list[str], folder: Path, out: IO[bytes], err: IO[bytes], seconds: float) -> int | None:
@@ -221,15 +209,29 @@ def _read(file: IO[bytes]) -> str:
     return file.read(_LARGEST_OUTPUT).decode("utf-8", errors="replace")
 
 
-def _read_verdict(text: str) -> Any:
-    """Return the object of `--json` at the end of a text, after whatever a plugin printed; None where there is none."""
+def _read_verdict(text: str, kind: str, name: str, options: tuple[str, ...]) -> IndexedPlugin | None:
+    """Return what the object of `--json` at the end of a text says, after whatever a plugin printed; None where none is about this plugin."""
     start = 0 if text.startswith("{") else text.rfind("\n{") + 1
     try:
         verdict = json.loads(text[start:])
-        assert {"kind", "name", "kept", "promises"} <= verdict.keys()
-    except (ValueError, AssertionError, AttributeError, RecursionError):
+        if (verdict["kind"], verdict["name"]) != (kind, name):
+            return None
+        findings = {
+            status: [each for each in verdict["promises"] if each["status"] == status] for status in ("kept", "broken", "undecided")
+        }
+        kept = verdict["kept"] is True
+        broken = [] if kept else findings["broken"] or findings["undecided"]
+        return IndexedPlugin(
+            kind,
+            name,
+            "kept" if kept else "broken",
+            kept=len(findings["kept"]),
+            broken=tuple(str(each["promise"]) for each in broken),
+            reason=_shorten(f"{broken[0]['promise']}: {broken[0]['cause'] or broken[0]['sentence']}") if broken else "",
+            options=options,
+        )
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
-    return verdict
 
 
 def _last_line(text: str) -> str:

@@ -1,6 +1,7 @@
 """What a wheel says of itself, read from the file: nothing is unpacked, imported or run."""
 
 import hashlib
+import platform
 import re
 from importlib.metadata import PathDistribution
 from pathlib import Path, PurePosixPath
@@ -15,7 +16,7 @@ from packaging.tags import Tag, sys_tags
 from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel_filename
 from packaging.version import InvalidVersion, Version
 
-from skyrl_engine.catalogue.plugin_index import LARGEST_WHEEL, WITHOUT_PROMISES
+from skyrl_engine.catalogue.plugin_index import LARGEST_WHEEL, WITHOUT_PROMISES, IndexedWheel
 from skyrl_engine.errors import PluginIndexError
 from skyrl_engine.registry.discovery import COMMAND_GROUP, ENGINE, TRAINER_GROUP, engine_requirement
 from skyrl_engine.registry.kinds import KINDS
@@ -63,6 +64,17 @@ def rank_tags(tags: frozenset[Tag]) -> int | None:
     return next((rank for rank, tag in enumerate(sys_tags()) if tag in tags), None)
 
 
+def find_misfit(wheel: IndexedWheel, engine: str) -> str | None:
+    """Say why a wheel is not for this version of the engine, this Python or this machine, as a clause; None where it is."""
+    if not SpecifierSet(wheel.requires_engine).contains(engine, prereleases=True):
+        return f"is made for {ENGINE} {wheel.requires_engine}, and this is {engine}"
+    if not SpecifierSet(wheel.requires_python).contains(platform.python_version(), prereleases=True):
+        return f"is made for Python {wheel.requires_python}, and this is {platform.python_version()}"
+    if rank_tags(parse_wheel_filename(wheel.file)[3]) is None:
+        return f"is made for other machines than this one ({wheel.file})"
+    return None
+
+
 def read_wheel(path: Path) -> WheelFacts:
     """Read what a wheel says of itself.
 
@@ -73,8 +85,8 @@ def read_wheel(path: Path) -> WheelFacts:
         name, version, _, tags = parse_wheel_filename(path.name)
     except (InvalidWheelFilename, InvalidVersion) as error:
         raise _refuse(path.name, f"is no name of a wheel: {error}") from error
-    size = path.stat().st_size
-    if not path.is_file() or not 0 < size <= LARGEST_WHEEL:
+    size = path.stat().st_size if path.is_file() else 0
+    if not 0 < size <= LARGEST_WHEEL:
         raise _refuse(path.name, f"has {size} bytes, and {LARGEST_WHEEL} are the most")
     try:
         with path.open("rb") as file, ZipFile(file) as archive:

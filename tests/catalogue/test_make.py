@@ -101,10 +101,12 @@ def test_a_kill_loses_nothing_that_was_tried(wheels: Path, other: Path, tiny: Pa
 def test_files_that_are_no_wheels_stop_nothing(wheels: Path, tried: list[str]) -> None:
     (wheels / "acme_zip-0.1.0-py3-none-any.whl").write_bytes(b"no zip")
     (wheels / "odd.whl").write_bytes(b"")
+    (wheels / "acme_gone-0.1.0-py3-none-any.whl").symlink_to("nowhere")
+    (wheels / "acme_folder-0.1.0-py3-none-any.whl").mkdir()
     (wheels / "index.json").write_text("<html>")
     lines: list[str] = []
     made = make_catalogue(TrialSettings(wheels), wheels, tell=lines.append)
-    assert len(made.refused) == 2
+    assert len(made.refused) == 4
     assert [distribution.name for distribution in read(wheels).distributions] == ["acme-tiny"]
     assert "is a page of HTML" in lines[0]
 

@@ -63,6 +63,14 @@ def test_broken_promises_are_named(check) -> None:
         ("no json", "", 0, "broken", "its verification ended with exit code 0 and said nothing"),
         (verdict(True, "kept"), "", 3, "broken", "its verification ended with exit code 3 and said nothing"),
         (verdict(True, "kept", name="other"), "", 0, "broken", "its verification ended with exit code 0 and said nothing"),
+        (verdict(True, promises=3), "", 0, "broken", "its verification ended with exit code 0 and said nothing"),
+        (
+            verdict(False, "kept", promises=[{"status": "broken"}]),
+            "",
+            3,
+            "broken",
+            "its verification ended with exit code 3 and said nothing",
+        ),
         ("[1]", "\x1b[2Jerror: x", 4, "broken", r"\x1b[2Jerror: x"),
     ],
 )
@@ -104,10 +112,11 @@ def test_every_wheel_gets_its_own_verdict(tiny: Path, tmp_path: Path) -> None:
             tried[name] = try_wheel(wheel, read_wheel(wheel), TrialSettings(tmp_path), lambda _: None)
     assert {name: wheel.standing for name, wheel in tried.items()} == {
         "verified": "verified",
-        **dict.fromkeys(("broken promise", "import", "engine", "requires"), "broken"),
+        "engine": "not verified",
+        **dict.fromkeys(("broken promise", "import", "requires"), "broken"),
     }
     assert tried["verified"].plugins[0].kept > 10
     assert tried["broken promise"].plugins[0].broken
     assert "not today" in tried["import"].plugins[0].reason
     assert "acme-nowhere" in str(tried["requires"].problem)
-    assert "skyrl-engine" in str(tried["engine"].problem)
+    assert "made for skyrl-engine <0.2" in tried["engine"].plugins[0].reason
