@@ -108,9 +108,8 @@ def make_environment(folder: Path) -> Path:
     (own,) = (folder / "Lib" / "site-packages",) if os.name == "nt" else folder.glob("lib/python*/site-packages")
     here = [entry for entry in sys.path if Path(entry).name in ("site-packages", "dist-packages") and Path(entry).is_dir()]
     # a folder added by `addsitedir` brings the editable installations in it, too
-    (own / "what-is-installed-here.pth").write_text(
-        f"import site; [site.addsitedir(place) for place in {here!r}]\n", encoding="utf-8"
-    )
+    lines = "".join(f"import site; site.addsitedir({entry!r})\n" for entry in here)
+    (own / "what-is-installed-here.pth").write_text(lines, encoding="utf-8")
     return python
 
 
