@@ -4,6 +4,7 @@ import shutil
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
+from typing import Final
 
 import attrs
 from attrs import frozen
@@ -19,6 +20,8 @@ from skyrl_engine.errors import PluginIndexError
 from skyrl_engine.run.durable import write_durably
 from skyrl_engine.scratch import scratch_folder
 
+_NOT_TRIED: Final = "it was not tried"
+
 
 @frozen
 class MadeCatalogue:
@@ -29,13 +32,20 @@ class MadeCatalogue:
 
 
 def make_catalogue(
-    settings: TrialSettings, output: Path, *, again: bool = False, tell: Callable[[str], None] = lambda _: None
+    settings: TrialSettings,
+    output: Path,
+    *,
+    again: bool = False,
+    list_only: bool = False,
+    tell: Callable[[str], None] = lambda _: None,
 ) -> MadeCatalogue:
     """Try every wheel of the folder that `settings` name, and write `index.json`, `catalogue.md` and `catalogue/` into `output`.
 
     Wheels are copied there, too, if it is another folder. A wheel whose hash is in the index there, tried with this version of the engine, is
-    not tried again unless `again`. The index is written after every wheel, so that a call after a kill goes on where that one ended.
+    not tried again unless `again`. With `list_only` none is tried: those that were not tried before are listed as unchecked. The index is
+    written after every wheel, so that a call after a kill goes on where that one ended.
     """
+    assert not (again and list_only), "wheels are tried again, or not at all"
     require_pip()
     files = sorted(settings.wheels.glob("*.whl"))
     output.mkdir(parents=True, exist_ok=True)
@@ -43,13 +53,20 @@ def make_catalogue(
     with scratch_folder("catalogue") as scratch:
         readable, refused = _copy_wheels(files, scratch, settings)
         tried_with = attrs.evolve(settings, engine=_choose_engine(readable, scratch), wheels=scratch)
-        known = {} if again else {wheel.sha256: wheel for _, wheel in before if wheel.engine == engine_version(tried_with)}
+        known = (
+            {}
+            if again
+            else {wheel.sha256: wheel for _, wheel in before if wheel.engine == engine_version(tried_with) and _is_tried(wheel)}
+        )
         # wheels whose turn has not come stay in the index: after a kill, they are known still
         entries = {facts.file: (facts.name, known[facts.sha256]) for facts in readable if facts.sha256 in known}
         for number, facts in enumerate(readable, 1):
             place = f"[{number}/{len(readable)}] {facts.name} {facts.version}"
             if facts.file in entries:
                 tell(f"{place}: {entries[facts.file][1].standing}, tried before")
+            elif list_only:
+                entries[facts.file] = (facts.name, _list_untried(facts, tried_with))
+                tell(f"{place}: {_NOT_TRIED}")
             else:
                 tell(f"{place}: installing")
                 wheel = try_wheel(scratch / facts.file, facts, tried_with, partial(_tell_at, tell, place))
@@ -61,6 +78,15 @@ def make_catalogue(
     write_durably(output / INDEX_NAME, index.to_json())
     _write_pages(index, output, {name for name, _ in before})
     return MadeCatalogue(index, tuple(refused))
+
+
+def _list_untried(facts: WheelFacts, settings: TrialSettings) -> IndexedWheel:
+    untried = describe_untried(facts, settings)
+    return attrs.evolve(untried, plugins=tuple(attrs.evolve(plugin, reason=_NOT_TRIED) for plugin in untried.plugins))
+
+
+def _is_tried(wheel: IndexedWheel) -> bool:
+    return any(plugin.reason != _NOT_TRIED for plugin in wheel.plugins) or not wheel.plugins
 
 
 def _tell_at(tell: Callable[[str], None], place: str, line: str) -> None:

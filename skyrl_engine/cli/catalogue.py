@@ -92,6 +92,7 @@ def install(name: str, index: str | None, *, unverified: bool) -> None:
     help="Folder of the catalogue; else that of the wheels.",
 )
 @click.option("--again", is_flag=True, help="Try wheels again that were tried before, too.")
+@click.option("--list-only", is_flag=True, help="Run nothing: list wheels that were not tried before as unchecked.")
 @click.option(
     "--options",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
@@ -106,16 +107,20 @@ def install(name: str, index: str | None, *, unverified: bool) -> None:
     metavar="SECONDS",
     help="The longest that the promises of one plugin may take.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print the index, too.")
-def make_index(folder: Path, output: Path | None, options: Path | None, time_limit: float, *, again: bool, as_json: bool) -> int:
+@click.option("--json", "as_json", is_flag=True, help="Print the index as JSON.")
+def make_index(
+    folder: Path, output: Path | None, options: Path | None, time_limit: float, *, again: bool, list_only: bool, as_json: bool
+) -> int:
     """Make a catalogue: install each wheel into an environment of its own, verify its plugins, write index, badges and pages.
 
-    CODE OF EVERY WHEEL IS RUN, without a sandbox. The exit code is 3 where a wheel is broken or cannot be read.
+    CODE OF EVERY WHEEL IS RUN, without a sandbox, unless --list-only. The exit code is 3 where a wheel is broken or cannot be read.
     """
     from skyrl_engine.catalogue.make import make_catalogue
     from skyrl_engine.catalogue.plugin_index import INDEX_NAME
     from skyrl_engine.catalogue.trial import TrialSettings
 
+    if again and list_only:
+        raise click.UsageError("--again tries every wheel, and --list-only none. Leave one of them out.")
     if not any(folder.glob("*.whl")):
         raise click.UsageError(f"{folder} has no wheels. Name a folder of *.whl files.")
     given = _read_options(options)
@@ -127,7 +132,9 @@ def make_index(folder: Path, output: Path | None, options: Path | None, time_lim
         time_limit=time_limit,
     )
     quiet = current_settings().quiet
-    made = make_catalogue(settings, output or folder, again=again, tell=lambda line: None if quiet else echo(line, err=True))
+    made = make_catalogue(
+        settings, output or folder, again=again, list_only=list_only, tell=lambda line: None if quiet else echo(line, err=True)
+    )
     for error in made.refused:
         echo(f"{error.summary}.", err=True)
     wheels = [wheel for distribution in made.index.distributions for wheel in distribution.wheels]

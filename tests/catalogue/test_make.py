@@ -86,6 +86,21 @@ def test_a_wheel_that_was_tried_with_another_engine_is_tried_again(wheels: Path,
     assert len(tried) == 2
 
 
+def test_a_wheel_that_was_only_listed_is_tried_later(wheels: Path, other: Path, tried: list[str]) -> None:
+    make_catalogue(TrialSettings(wheels), wheels)
+    shutil.copy(other, wheels)
+    made = make_catalogue(TrialSettings(wheels), wheels, list_only=True).index
+    assert tried == ["acme-tiny"]
+    assert {each.name: each.newest.standing for each in made.distributions} == {
+        "acme-tiny": "verified",
+        "acme-killer": "not verified",
+    }
+    assert list(made.distributions[0].newest.list_reasons()) == ["reducer:acme_tiny is unchecked: it was not tried"]
+    tried.clear()
+    make_catalogue(TrialSettings(wheels), wheels)
+    assert tried == ["acme-killer"]
+
+
 def test_a_kill_loses_nothing_that_was_tried(wheels: Path, other: Path, tiny: Path, tried: list[str]) -> None:
     make_catalogue(TrialSettings(wheels), wheels)
     shutil.copy(other, wheels)

@@ -52,6 +52,7 @@ def test_no_index_is_the_default(command, index, name) -> None:
         (("install", "acme-tiny"), 3, "acme_tiny-0.1.0-py3-none-any.whl cannot be read: No such file"),
         (("search", "x", "--index", "http://acme.example/index.json"), 3, "Use https, a file, or http on this machine"),
         (("index", "."), 2, "has no wheels"),
+        (("index", ".", "--again", "--list-only"), 2, "Leave one of them out"),
         (("index", "nowhere"), 2, "does not exist"),
     ],
 )

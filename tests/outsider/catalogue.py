@@ -1,7 +1,8 @@
 """The catalogue of this repository's own plugins, made by `skyrl-engine plugins index`. Run with `nox -s catalogue`.
 
 Wheels of all distributions are built, tried and verified in `.cache/catalogue`, where a second run tries only those that have changed. Then
-`docs/reference/catalogue.md` and the folder beside it are written.
+`docs/reference/catalogue.md` and the folder beside it are written. Further options are those of `plugins index`: `-- --list-only` lists
+wheels that have changed as not tried, until somebody has an hour.
 """
 
 import shutil
@@ -33,22 +34,22 @@ skyrl-engine-trackio = ["client"]
 FURTHER = "\n[What a badge means](../explanation/what-a-badge-means.md), and [how to install from a catalogue](../how-to/use-a-catalogue.md).\n"
 
 
-def make_catalogue(wheels: Path, folder: Path) -> int:
-    """Try and verify the wheels of a folder, and write their catalogue into `folder`; return the exit code of `plugins index`."""
+def make_catalogue(wheels: Path, folder: Path, *more: str) -> int:
+    """Try the wheels of a folder, and write their catalogue into `folder`; return the exit code of `plugins index`, which also gets `more`."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("sums.jsonl", "rewards.py"):
         shutil.copy(MATERIAL / name, folder)
     (folder / "options.toml").write_text(OPTIONS)
     command = [sys.executable, "-m", "skyrl_engine", "plugins", "index", str(wheels)]
     options = ["--output", str(folder / "made"), "--options", str(folder / "options.toml")]
-    return subprocess.run([*command, *options], env=plain_environment(), check=False).returncode
+    return subprocess.run([*command, *options, *more], env=plain_environment(), check=False).returncode
 
 
 def main() -> int:
     folder = ROOT / ".cache" / "catalogue"
     shutil.rmtree(folder / "wheels", ignore_errors=True)
     build_wheels(folder / "wheels")
-    code = make_catalogue(folder / "wheels", folder)
+    code = make_catalogue(folder / "wheels", folder, *sys.argv[1:])
     if not (folder / "made" / "catalogue.md").exists():
         return code
     shutil.rmtree(DOCS / "catalogue", ignore_errors=True)
