@@ -26,6 +26,8 @@ def pip_install(*arguments: str | Path, into: Path | None = None) -> Sequence[st
     done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False, env=plain_environment())  # noqa: S603 - pip of this very Python
     if done.returncode == 0:
         return ()
+    if done.returncode < 0:  # it says nothing about what it should install
+        raise PluginIndexError(f"pip was ended by signal {-done.returncode}", remedy="Run the command again")
     lines = [line.strip() for line in f"{done.stdout}\n{done.stderr}".splitlines() if line.strip()]
     return lines[-_TOLD_LINES:] or [f"pip ended with exit code {done.returncode}"]
 

@@ -46,7 +46,7 @@ print(*(clause for extra in ("", *sys.argv[2:]) for clause in list_unmet(distrib
 
 @frozen
 class TrialSettings:
-    """How wheels are tried.
+    """The settings of trials.
 
     `options` are key=value by "kind:name", `extras` names of extras by distribution, and `folder` is where relative paths in options begin.
     `engine` is a wheel of the engine to try them with, None for the engine that runs. In `wheels`, a folder, pip finds what wheels require.

@@ -1,4 +1,4 @@
-"""What a wheel says of itself, read from the file: nothing is unpacked, imported or run."""
+"""Facts that a wheel states of itself, read from the file: nothing is unpacked, imported or run."""
 
 import hashlib
 import platform

@@ -95,7 +95,7 @@ def install(name: str, index: str | None, *, unverified: bool) -> None:
 @click.option("--list-only", is_flag=True, help="Run nothing: list wheels that were not tried before as unchecked.")
 @click.option(
     "--options",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
     help="TOML with the options that plugins are verified with, in [options], and extras to install, in [extras].",
 )

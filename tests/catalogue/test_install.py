@@ -203,6 +203,7 @@ def test_the_engine_itself_is_not_installed(tmp_path: Path) -> None:
         choose_wheel(engine, "skyrl-engine")
 
 
+@pytest.mark.nightly
 def test_an_environment_gets_the_plugin_and_a_changed_one_of_the_same_version_replaces_it(tmp_path: Path, tiny: Path) -> None:
     """The whole command, in an environment of its own, without a network."""
     python = make_environment(tmp_path / "environment")

@@ -29,7 +29,7 @@ OPTIONS = """
 skyrl-engine-environments = ["reasoning-gym", "gymnasium"]
 skyrl-engine-trackio = ["client"]
 """
-"""What plugins cannot be made without. vLLM's generator wants servers, so it stays unchecked here; `nox -s vllm` has them."""
+"""Options without which plugins cannot be made. vLLM's generator wants servers, so it stays unchecked here; `nox -s vllm` has them."""
 
 FURTHER = "\n[What a badge means](../explanation/what-a-badge-means.md), and [how to install from a catalogue](../how-to/use-a-catalogue.md).\n"
 
