@@ -55,7 +55,7 @@ def _is_range(_: object, attribute: "attrs.Attribute[str]", value: str) -> None:
         raise ValueError(f"{attribute.name} is no range of versions: {value!r}") from error
 
 
-_TEXT = max_len(_LONGEST)
+_TEXT: Any = max_len(_LONGEST)
 _NAME = matches_re(r"[a-z0-9]([a-z0-9-]{0,98}[a-z0-9])?")
 
 

@@ -4,8 +4,9 @@ import hashlib
 import platform
 import re
 from importlib.metadata import PathDistribution
+from io import BufferedReader
 from pathlib import Path, PurePosixPath
-from typing import IO, Final
+from typing import Final
 from zipfile import BadZipFile, ZipFile
 from zipfile import Path as ZipPath
 
@@ -155,7 +156,7 @@ def _hidden_range(distribution: PathDistribution) -> str:
     return ""
 
 
-def _hash_open(file: IO[bytes]) -> str:
+def _hash_open(file: BufferedReader) -> str:
     file.seek(0)
     return hashlib.file_digest(file, "sha256").hexdigest()
 
