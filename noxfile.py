@@ -230,6 +230,13 @@ def outsider(session: nox.Session) -> None:
 
 
 @nox.session
+def catalogue(session: nox.Session) -> None:
+    """Verify a wheel of every distribution, and write docs/reference/catalogue.md with badges; an hour, later runs only what changed."""
+    install(session)
+    python(session, "tests/outsider/catalogue.py", *session.posargs)
+
+
+@nox.session
 def startup(session: nox.Session) -> None:
     """Cost and imports of `--help` and `plugins list --json`."""
     install(session)

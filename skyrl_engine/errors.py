@@ -111,6 +111,10 @@ class PluginDriftError(PluginError):
     """Plugins, or files of code, are not those that a lock names; `details` are a table of them."""
 
 
+class PluginIndexError(PluginError):
+    """An index of plugins, or a wheel that it names, cannot be read, or is not what was verified."""
+
+
 class UntrustedCodeError(PluginBlockedError):
     """The configuration of a run directory names code that nobody vouches for.
 

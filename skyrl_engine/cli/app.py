@@ -47,7 +47,9 @@ COMMANDS = {
     "doctor": LazyCommand(
         "skyrl_engine.cli.doctor:doctor", "Examine this machine and what is installed on it, with a remedy for every finding."
     ),
-    "plugins": LazyCommand("skyrl_engine.cli.plugins:plugins", "List installed plugins, show one, verify one, write a new one."),
+    "plugins": LazyCommand(
+        "skyrl_engine.cli.plugins:plugins", "List installed plugins, show, verify and write one; catalogues of plugins."
+    ),
     "config": LazyCommand("skyrl_engine.cli.config:config", "Show, check and describe configurations."),
     "data": LazyCommand("skyrl_engine.cli.data:data", "Look at data as the trainer will see it."),
     "env": LazyCommand("skyrl_engine.cli.env:env", "List environments, show one, answer one of its tasks by hand."),

@@ -1,9 +1,10 @@
-"""`skyrl-engine plugins list|show|verify|new`: installed plugins, read from package metadata; only `show` and `verify` import one."""
+"""`skyrl-engine plugins`: installed plugins, read from package metadata; only `show` and `verify` import one."""
 
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from skyrl_engine.cli.catalogue import install, make_index, search
 from skyrl_engine.cli.command import EngineGroup, suggest_or_list
 from skyrl_engine.cli.plugin_options import OPTION_COLUMNS, option_rows
 from skyrl_engine.cli.scaffold.command import new_plugin
@@ -16,11 +17,14 @@ if TYPE_CHECKING:
 
 @click.group(cls=EngineGroup)
 def plugins() -> None:
-    """List installed plugins, show one, verify one, write a new one."""
+    """List installed plugins, show one, verify one, write a new one; search a catalogue, install from it, make one."""
 
 
 plugins.add_command(new_plugin)
 plugins.add_command(verify)
+plugins.add_command(search)
+plugins.add_command(install)
+plugins.add_command(make_index)
 
 
 @plugins.command("list")

@@ -67,12 +67,14 @@ def check_requirements(record: PluginRecord, distribution: metadata.Distribution
         )
 
 
-def list_unmet(distribution: metadata.Distribution) -> list[str]:
-    """Return, as clauses, what a distribution requires here, extras apart, and is not installed or in another version."""
+def list_unmet(distribution: metadata.Distribution, extra: str = "") -> list[str]:
+    """Return, as clauses, what a distribution, or one extra of it, requires here and is not installed or in another version."""
     from packaging.requirements import Requirement
 
     requirements = [Requirement(line) for line in distribution.requires or ()]
-    return [unmet for requirement in requirements if _applies(requirement) and (unmet := _find_unmet(requirement)) is not None]
+    return [
+        unmet for requirement in requirements if _applies(requirement, extra) and (unmet := _find_unmet(requirement)) is not None
+    ]
 
 
 def _check_engine(record: PluginRecord, requirement: "Requirement") -> None:

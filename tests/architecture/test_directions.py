@@ -24,7 +24,7 @@ ORDER = (
     ("report", "tracking"),
     ("training",),
     ("proof",),
-    ("testing", "doctor"),
+    ("testing", "doctor", "catalogue"),
     ("cli",),
 )
 LEVELS = {name: level for level, names in enumerate(ORDER) for name in names}

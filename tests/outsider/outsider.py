@@ -6,7 +6,8 @@
 4. `plugins new` for every kind: what it writes is installed untouched, listed, verified, passes its own tests, and trains.
 
 Everything lives in a temporary folder outside the repository; `--keep` leaves it there. `--every`, as `nox -s nightly` has it, adds and removes
-each plugin by pip, verifies the new plugin of each kind, and runs the own tests of all new ones with all their cases.
+each plugin by pip, verifies the new plugin of each kind, runs the own tests of all new ones with all their cases, and makes a catalogue of all
+wheels (`catalogue.py`), in which none is broken.
 """
 
 import json
@@ -106,6 +107,10 @@ def main() -> int:
         with ThreadPoolExecutor() as pool:  # each waits for processes of its own
             for part in [pool.submit(engine_alone, folder / "alone", wheels), pool.submit(everything, folder, wheels)]:
                 part.result()
+        if EVERY:
+            from catalogue import make_catalogue
+
+            expect("exit code of plugins index", make_catalogue(folder / "wheels", folder / "catalogue"), wanted=0)
     finally:
         if "--keep" in sys.argv:
             say(f"kept {folder}")
