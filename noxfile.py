@@ -7,7 +7,6 @@ SKYRL_ENGINE_TORCH overrides the torch requirement, pip options included, for in
 
 import hashlib
 import os
-import re
 import shlex
 import subprocess
 import sys
@@ -47,9 +46,6 @@ OF_EVERY_DISTRIBUTION = (ROOT / "tests" / "running" / "every_distribution.txt").
 """Tests that run on every Python, and with the oldest and the newest requirements: short, and some of every distribution."""
 
 LOCK = "requirements-lock.txt"
-UV = "uv==0.13.9"
-OF_ACCELERATORS = ("nvidia-", "cuda-", "triton")
-"""How names of what only torch's builds for an accelerator require begin. The lock is for every build; torch brings these itself."""
 
 VLLM, VLLM_SERVER = ROOT / ".venv-vllm", "plugins/vllm-server"
 _TORCH_ON_CPUS = "torch==2.13.0+cpu --extra-index-url https://download.pytorch.org/whl/cpu"
@@ -151,6 +147,8 @@ def nightly(session: nox.Session) -> None:
         meta(session)
         python(session, "tests/outsider/outsider.py", "--every")
         python(session, "tests/outsider/dist.py")
+        oldest(session)
+        newest(session)
         mutation(session)
 
 
@@ -324,23 +322,27 @@ def mutation(session: nox.Session) -> None:
 
 @nox.session
 def lock(session: nox.Session) -> None:
-    """Write requirements-lock.txt from requirements-dev.txt: versions and hashes for every platform; `-- --upgrade` takes the newest ones."""
-    folder = ROOT / ".cache" / UV
-    uv = folder / OURS.scripts.name / "uv"
-    if not uv.exists():
-        session.run(sys.executable, "-m", "venv", str(folder))
-        session.run(str(folder / OURS.scripts.name / "python"), "-m", "pip", "install", "--quiet", UV)
-    compiles = (str(uv), "pip", "compile", "--universal", "--python-version", "3.11", "--no-config", "--quiet")
-    of_torch = subprocess.run([*compiles, "--no-annotate", "-"], input="torch", capture_output=True, text=True, check=True).stdout
-    accelerators = [line.partition("==")[0] for line in of_torch.splitlines() if line.startswith(OF_ACCELERATORS)]
-    projects = [(ROOT / project / "pyproject.toml").read_text(encoding="utf-8") for project in PROJECTS]
-    own = [re.findall(r'^name = "(.+)"', text, re.MULTILINE)[0] for text in projects]
-    session.run(
-        *(*compiles, "--generate-hashes", "--no-emit-index-url", *session.posargs),
-        *(word for name in ("torch", *accelerators, *own) for word in ("--no-emit-package", name)),
-        *("--custom-compile-command", "nox -s lock", "--output-file", LOCK, "requirements-dev.txt"),
-        external=True,
-    )
+    """Write requirements-lock.txt for every platform, and docs/reference/platforms.md; `-- --upgrade` takes the newest versions."""
+    session.run(sys.executable, "tests/running/requirement_lock.py", TORCH[0], ",".join(VERSIONS), *session.posargs, external=True)
+
+
+@nox.session
+def oldest(session: nox.Session) -> None:
+    """Tests of every distribution with the lowest versions that our requirements allow, in .cache/oldest; which release breaks them."""
+    try_versions(session, "oldest")
+
+
+@nox.session
+def newest(session: nox.Session) -> None:
+    """The same with the newest releases, in .cache/newest; and whether docs/reference/platforms.md still says what the lock is for."""
+    try_versions(session, "newest")
+    python(session, "tests/running/requirement_lock.py", TORCH[0], ",".join(VERSIONS), "--check")
+
+
+def try_versions(session: nox.Session, which: str) -> None:
+    install(session)
+    tests = ("-m", QUICK, *(session.posargs or (*OF_EVERY_DISTRIBUTION, *IN_PARALLEL)))
+    session.run(PYTHON, "tests/running/requirement_bounds.py", which, "--torch", shlex.join(TORCH), "--", *tests, env=OFFLINE)
 
 
 @nox.session

@@ -79,7 +79,7 @@ FAULTS = {
 
 @pytest.mark.nightly
 @pytest.mark.timeout(900)
-def test_faults_of_servers_beside_training_change_no_bit(tmp_path: Path, subtests: pytest.Subtests) -> None:
+def test_faults_of_servers_beside_training_change_no_bit(tmp_path: Path, subtests: "pytest.Subtests") -> None:
     """Two servers, of which one meets a fault in the third update, or as it samples beside a step: the run goes on to the same bits."""
     drained = {"staleness": 2, "steps": 5, "in_flight_updates": False}
     wanted = run_over_vllm(tmp_path, "whole", {"servers": 2}, **drained)

@@ -7,7 +7,7 @@ from attrs import frozen
 from skyrl_engine import UnsupportedError
 from skyrl_engine.registry.kinds import Kind, import_object
 
-TORCH = "torch>=2.6"
+TORCH = "torch>=2.10"
 
 
 @frozen
