@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator
-from functools import wraps
+from functools import cached_property, wraps
 from typing import Any
 
 import pluggy
@@ -93,7 +93,7 @@ def _implementations(
 ) -> Iterator[tuple[str, tuple[str, Callable[..., Any]]]]:
     """Return, for each attribute that implements a hook, the hook's name and the function, whose errors name the plugin."""
     for name in dir(plugin):
-        if isinstance(inspect.getattr_static(plugin, name, None), property):
+        if isinstance(inspect.getattr_static(plugin, name, None), property | cached_property):
             continue  # reading it would run plugin code
         options = manager.parse_hookimpl_opts(plugin, name)
         if options is not None:
