@@ -1,5 +1,7 @@
 """Registering says what a plugin implements, and refuses what does not fit."""
 
+from functools import cached_property
+
 import pytest
 
 from skyrl_engine import hookimpl
@@ -17,6 +19,22 @@ class Watcher:
 class Misspelt:
     @hookimpl
     def skyrl_engine_step_finshed(self, event: object) -> None: ...
+
+
+class Computing:
+    """Each attribute ends the registration that reads it."""
+
+    @property
+    def first(self) -> float:
+        return 1 / 0
+
+    @cached_property
+    def second(self) -> float:
+        return 1 / 0
+
+
+def test_registering_computes_no_attribute_of_a_plugin() -> None:
+    assert PluginHost().register(Computing(), Owner("computing", "Correct it")) == set()
 
 
 def test_a_host_tells_whose_answer_is_whose_and_forgets_what_it_refused() -> None:

@@ -74,7 +74,7 @@ PLATFORMS = (
 
 @dataclass(frozen=True)
 class Finding:
-    """What a platform with one Python has no wheel of: `sources` must be built there, `missing` have no file at all."""
+    """Packages without a wheel for a platform and a Python: `sources` must be built there, `missing` have no file at all."""
 
     sources: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()

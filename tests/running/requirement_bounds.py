@@ -30,7 +30,7 @@ from trial_environment import TrialEnvironment
 
 ROOT = Path(__file__).parents[2]
 APART = {"trackio"}
-"""What has a session of its own with its lowest version, because it keeps others from their newest ones: `nox -s trackio`."""
+"""Packages with a session of their own, because they keep others from their newest versions: `nox -s trackio` tests the lowest one."""
 OLD_WARNINGS = [f"-Wdefault::{name}" for name in ("DeprecationWarning", "PendingDeprecationWarning", "FutureWarning")]
 """Old releases warn of Pythons and packages that are newer than they are; that is no failure of a bound."""
 
@@ -94,7 +94,7 @@ def list_unreached(named: Iterable[Named], pins: Pins, reasons: Mapping[str, lis
 
 @dataclass(frozen=True)
 class Session:
-    """What `oldest` and `newest` have in common: how to change some packages, and leave all others as locked."""
+    """The common part of `oldest` and `newest`, which change some packages and leave all others as locked."""
 
     resolver: Resolver
     named: Sequence[Named]

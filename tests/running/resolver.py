@@ -13,7 +13,7 @@ from packaging.utils import canonicalize_name
 
 UV = "uv==0.13.9"
 OF_ACCELERATORS = ("nvidia-", "cuda-", "triton")
-"""How names of what only torch's builds for an accelerator require begin. The lock is for every build; torch brings these itself."""
+"""Beginnings of the names that only torch's builds for an accelerator require. The lock is for every build; torch brings these itself."""
 Pins = dict[str, str]
 """Versions by normalized name."""
 

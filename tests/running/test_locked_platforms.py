@@ -1,4 +1,4 @@
-"""Where a lock installs, by the tags of its wheels: Python's own answer for this machine, and made-up packages for all others."""
+"""Platforms on which a lock installs, by the tags of its wheels: Python's own answer for this machine, and made-up packages for all others."""
 
 import platform
 import sys
