@@ -101,9 +101,14 @@ class Session:
     tools: Pins
     lock: Pins
 
-    def resolve(self, changed: Iterable[str] | None, torch: str | None) -> tuple[Pins, str]:
-        """Return versions with these packages changed, None for all, and uv's text. `torch` is the version to hold, None for none."""
+    def resolve(self, torch: str | None) -> tuple[Pins, str]:
+        """Return the versions to try, and uv's text. `torch` is the version to hold, None for none."""
         raise NotImplementedError
+
+    def resolve_some(self, changed: Pins, torch: str) -> Pins:
+        """Return the lock with these versions, and others changed where they would not fit."""
+        pinned = [f"{name}=={version}" for name, version in sorted(changed.items()) if name != "torch"]
+        return self.resolver.resolve([*self.list_requirements(torch), *pinned], self.lock)[0]
 
     def list_changed(self, pins: Pins) -> list[str]:
         """Return the packages that are not as locked. What the lock does not hold came with one of them."""
@@ -123,23 +128,21 @@ class Oldest(Session):
         direct = {each.name for each in self.named}
         return [name for name in super().list_changed(pins) if name in direct]
 
-    def resolve(self, changed: Iterable[str] | None, torch: str | None) -> tuple[Pins, str]:
+    def resolve(self, torch: str | None) -> tuple[Pins, str]:
         direct = {each.name for each in self.named}
-        held = set() if changed is None else direct - {*changed, "torch"}
-        requirements = [*self.list_requirements(torch), *(f"{name}=={self.lock[name]}" for name in sorted(held))]
+        # A torch that is held prefers newer releases of what it shares with others; the lowest ones are those without it.
+        lowest = {} if torch is None else self.resolve(None)[0]
+        pinned = [f"{name}=={lowest[name]}" for name in sorted(direct & lowest.keys()) if name != "torch"]
         prefer = {name: version for name, version in self.lock.items() if name not in direct}
-        return self.resolver.resolve(requirements, prefer, "--resolution", "lowest-direct")
+        return self.resolver.resolve([*self.list_requirements(torch), *pinned], prefer, "--resolution", "lowest-direct")
 
 
 @dataclass(frozen=True)
 class Newest(Session):
     """The newest releases of everything that is installed."""
 
-    def resolve(self, changed: Iterable[str] | None, torch: str | None) -> tuple[Pins, str]:
-        if changed is None:
-            return self.resolver.resolve(self.list_requirements(torch), {}, "--upgrade")
-        upgrades = [word for name in sorted(changed) for word in ("--upgrade-package", name)]
-        return self.resolver.resolve(self.list_requirements(torch), self.lock, *upgrades)
+    def resolve(self, torch: str | None) -> tuple[Pins, str]:
+        return self.resolver.resolve(self.list_requirements(torch), {}, "--upgrade")
 
 
 def name_breaking(
@@ -195,13 +198,13 @@ def main() -> None:
     lock["torch"] = environment.own_torch
     session = (Oldest if options.which == "oldest" else Newest)(resolver, list_named(ROOT), tools, lock)
     try:
-        pins, text = session.resolve(None, None)
+        pins, text = session.resolve(None)
         unreached = list_unreached(session.named, pins, read_reasons(text)) if isinstance(session, Oldest) else []
         environment.make()
         torch = pins["torch"]
         untested = [] if environment.install_torch(torch) else [torch]
         if untested:
-            pins, _ = session.resolve(None, lock["torch"])
+            pins, _ = session.resolve(lock["torch"])
     except NoVersionsError as error:
         sys.exit(resolver.explain(error))
     changed = session.list_changed(pins)
@@ -234,7 +237,7 @@ def run_all(session: Session, environment: TrialEnvironment, pins: Pins, changed
     def resolve(names: Sequence[str]) -> Pins:
         if not names or set(names) == set(changed):
             return pins if names else session.lock
-        return session.resolve(names, pins["torch"] if "torch" in names else session.lock["torch"])[0]
+        return session.resolve_some({name: pins[name] for name in names}, (pins if "torch" in names else session.lock)["torch"])
 
     def passes(trial: Pins) -> bool:
         environment.hold(trial)
