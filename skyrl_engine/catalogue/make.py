@@ -116,8 +116,8 @@ def _copy_wheels(files: Iterable[Path], folder: Path, settings: TrialSettings) -
             describe_untried(facts, settings)
             readable.append(facts)
         except (PluginIndexError, ValueError, OSError) as error:
-            known = isinstance(error, PluginIndexError)
-            refused.append(error if known else PluginIndexError(f"{file.name} cannot be listed: {error}", remedy="Build it again"))
+            known = error if isinstance(error, PluginIndexError) else None
+            refused.append(known or PluginIndexError(f"{file.name} cannot be listed: {error}", remedy="Build it again"))
             (folder / file.name).unlink(missing_ok=True)
     return readable, refused
 

@@ -130,7 +130,7 @@ def _read_mask(place: int, name: str, mask: IntArray) -> AnyArray:
         raise DataError(
             f"row {place}: {name} has the number {mask[(mask != 0) & (mask != 1)][0]}", remedy="Give 1 for yes and 0 for no"
         )
-    return mask == 1
+    return np.equal(mask, 1)
 
 
 def _leave_out_padding(place: int, mask: IntArray | None, values: IntArray) -> IntArray:

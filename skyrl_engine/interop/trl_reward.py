@@ -85,12 +85,10 @@ class TrlReward:
     async def _score(
         self, tasks: Sequence[Task], texts: Sequence[str], completion_ids: Sequence[Sequence[int]] | None
     ) -> list[list[StepResult]]:
-        ids = [()] * len(tasks) if completion_ids is None else [tuple(own) for own in completion_ids]
+        ids: list[tuple[int, ...]] = [()] * len(tasks) if completion_ids is None else [tuple(own) for own in completion_ids]
+        each = enumerate(zip(tasks, texts, ids, strict=True))
         alone = await asyncio.gather(
-            *(
-                score_attempt(self.environment, task, *own, place)
-                for place, (task, *own) in enumerate(zip(tasks, texts, ids, strict=True))
-            )
+            *(score_attempt(self.environment, task, text, own, place) for place, (task, text, own) in each)
         )
         if self.group_size is None:
             return [[answer] for answer in alone]

@@ -1,4 +1,4 @@
-"""What the prover finds in other trainers, beside ours, in `nox -s peers`: the table of the page docs/explanation/what-we-found-in-others.md,
+"""Findings of the prover in other trainers, beside ours, in `nox -s peers`: the table of the page docs/explanation/what-we-found-in-others.md,
 and each of its findings, reproduced.
 
 A finding that is gone fails, and says which row to take out. `--write` puts the table that was measured into the page.
