@@ -33,7 +33,8 @@ def load_plugin(registry: "Registry", kind: str, plugin: object) -> "LoadedPlugi
             remedy="Put the decorator of that kind above it, such as @skyrl_engine.reward() or @skyrl_engine.loss(...)",
         )
     home = getattr(plugin, "function", type(plugin))
-    place = getattr(sys.modules.get(home.__module__), "__file__", None) or home.__module__
+    module = home.__module__ or "__main__"  # what `exec` defines may be of no module
+    place = getattr(sys.modules.get(module), "__file__", None) or module
     return load_object(PluginRecord.of_file(kind, Path(place), str(getattr(plugin, "name", home.__name__)), b""), plugin)
 
 

@@ -226,6 +226,7 @@ def test_no_option_takes_what_is_no_number(command, name, option, number) -> Non
         "diff-backends": ["--b", "fsdp"],
         "runs watch": ["run"],
         "chat": ["m"],
+        "plugins index": ["."],
     }
     needed = of_command.get(name, ["--model", "m", *([] if name in ("evaluate", "rl", "distill") else ["--data", "d"])])
     outcome = command(*name.split(), *needed, f"{option.opts[0]}={number}")

@@ -208,6 +208,7 @@ def check_findings(found: Mapping[str, Verdicts]) -> None:
             print(f"{name}, {column}: {verdict.difference:.2e}, {verdict.explanation}", flush=True)
 
     differs("`DPOTrainer`", "uneven")
+    differs('`DPOTrainer`, `loss_type="aot"`', "uneven")
     differs('`DPOTrainer`, `loss_type=["sigmoid", "sft"]`', "by 2", "by 1", "uneven", "padded left")
     differs('`GRPOTrainer`, `loss_type="bnpo"`', "by 2", "by 1", "padded left", "2 ranks")
     differs("`SFTTrainer`, `average_tokens_across_devices=False`", "2 ranks")
