@@ -223,8 +223,9 @@ def peers(session: nox.Session) -> None:
         session.run(PEERS.python, f"tests/benchmarks/{script}")
     for script in sorted((ROOT / "tests" / "proof").glob("*_of_trl.py")):
         session.run(PEERS.python, str(script.relative_to(ROOT)), env=OFFLINE)
-    session.run(PEERS.python, "tests/proof/findings_in_others.py", env=OFFLINE)
-    for script in ("losses_of_verl.py", "migration_rows.py"):
+    for script in ("findings_in_others.py", "parts_in_lightning.py"):
+        session.run(PEERS.python, f"tests/proof/{script}", env=OFFLINE)
+    for script in ("losses_of_verl.py", "rewards_of_verl.py", "migration_rows.py"):
         session.run(PEERS.python, f"tests/proof/{script}", env={**OFFLINE, "PYTHONPATH": beside(session, *BESIDE["verl"])})
 
 

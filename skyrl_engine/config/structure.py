@@ -120,7 +120,8 @@ def _trainer(raw: RawConfig) -> tuple[Trainer | None, list[Problem]]:
 def _unknown(raw: RawConfig, key: str, known: Collection[str], trainer: Trainer | None) -> list[Problem]:
     if trainer is not None and owners_of(key):
         return _all_foreign(raw, key, trainer, None)
-    if trainer is not None and key in (name.rpartition(":")[2] for name in list_trainer_names()):
+    others = (name for name in list_trainer_names() if trainer is not None and name != trainer.name)
+    if trainer is not None and key in (name.rpartition(":")[2] for name in others):
         return [_foreign(raw, key, trainer, None, [key])]
     return _other_words(raw, key) or [_problem(raw, (key,), unknown_key(key, known))]
 

@@ -127,6 +127,13 @@ def test_a_refused_table_does_not_hide_what_others_contradict() -> None:
     assert [line.split(":")[1].strip() for line in found] == ["run.seed", "training.epochs"]
 
 
+@pytest.mark.parametrize(
+    ("key", "words"), [("sft.batch_size=2", "Did you mean training.batch_size?"), ("sft.nonsense=2", "is not a known key")]
+)
+def test_a_table_by_the_trainers_own_name_is_not_another_trainers(key: str, words: str) -> None:
+    assert any(words in str(problem) for problem in structure(load(None, ["trainer=sft", "model.path=m", key])).problems)
+
+
 @pytest.mark.parametrize("key", ["path=r", "revision=main", "weight=2"])
 def test_the_former_keys_of_one_reward_model_name_the_present_ones(key: str) -> None:
     (problem,) = structure(load(None, ["trainer=rl", "model.path=m", f"reward_model.{key}"])).problems
