@@ -1,7 +1,10 @@
 """Make a catalogue of a folder of wheels: try each, and write the index, badges and pages."""
 
+import fcntl
+import os
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -43,14 +46,15 @@ def make_catalogue(
 
     Wheels are copied there, too, if it is another folder. A wheel whose hash is in the index there, tried with this version of the engine, is
     not tried again unless `again`. With `list_only` none is tried: those that were not tried before are listed as unchecked. The index is
-    written after every wheel, so that a call after a kill goes on where that one ended.
+    written after every wheel, so that a call after a kill goes on where that one ended. Raises PluginIndexError while another process makes
+    a catalogue there.
     """
     assert not (again and list_only), "wheels are tried again, or not at all"
     require_pip()
     files = sorted(settings.wheels.glob("*.whl"))
     output.mkdir(parents=True, exist_ok=True)
-    before = _read_before(output / INDEX_NAME, tell)
-    with scratch_folder("catalogue") as scratch:
+    with _lock(output), scratch_folder("catalogue") as scratch:
+        before = _read_before(output / INDEX_NAME, tell)
         readable, refused = _copy_wheels(files, scratch, settings)
         tried_with = attrs.evolve(settings, engine=_choose_engine(readable, scratch), wheels=scratch)
         known = (
@@ -74,10 +78,28 @@ def make_catalogue(
             if output.resolve() != settings.wheels.resolve():
                 _copy(scratch / facts.file, output / facts.file)
             write_durably(output / INDEX_NAME, _join(entries.values()).to_json())
-    index = _join(entries.values())
-    write_durably(output / INDEX_NAME, index.to_json())
-    _write_pages(index, output, {name for name, _ in before})
+        index = _join(entries.values())
+        write_durably(output / INDEX_NAME, index.to_json())
+        _write_pages(index, output, {name for name, _ in before})
     return MadeCatalogue(index, tuple(refused))
+
+
+@contextmanager
+def _lock(folder: Path) -> Iterator[None]:
+    """Hold the lock of a folder in which a catalogue is made."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise PluginIndexError(
+                f"another process makes a catalogue in {folder}", remedy="Wait for it to end, or name another folder with --output"
+            ) from None
+        except OSError:  # some network file systems have no locks; that must not keep anyone from making a catalogue
+            pass
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _list_untried(facts: WheelFacts, settings: TrialSettings) -> IndexedWheel:

@@ -15,6 +15,7 @@ from skyrl_engine.catalogue.pages import write_catalogue_page, write_distributio
 from skyrl_engine.catalogue.plugin_index import IndexedPlugin, IndexedWheel, PluginIndex, read_index
 from skyrl_engine.catalogue.trial import TrialSettings
 from skyrl_engine.catalogue.wheel_facts import WheelFacts
+from skyrl_engine.errors import PluginIndexError
 
 NASTY = "a](javascript:x) <script>alert(1)</script> | `b` \x1b[2J\n# c"
 
@@ -111,6 +112,16 @@ def test_a_kill_loses_nothing_that_was_tried(wheels: Path, other: Path, tiny: Pa
     make_catalogue(TrialSettings(wheels), wheels)
     assert tried == ["acme-killer"]
     assert not list(wheels.glob(".*"))
+
+
+def test_two_at_once_in_one_folder_do_not_overwrite_each_other(wheels: Path, tried: list[str]) -> None:
+    def make_another(_line: str) -> None:
+        with pytest.raises(PluginIndexError, match="another process makes a catalogue in"):
+            make_catalogue(TrialSettings(wheels), wheels)
+
+    make_catalogue(TrialSettings(wheels), wheels, tell=make_another)
+    make_catalogue(TrialSettings(wheels), wheels)
+    assert tried == ["acme-tiny"]
 
 
 def test_files_that_are_no_wheels_stop_nothing(wheels: Path, tried: list[str]) -> None:
