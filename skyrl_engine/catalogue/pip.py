@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from importlib.util import find_spec
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 from skyrl_engine.errors import PluginIndexError
@@ -14,7 +14,8 @@ _TOLD_LINES = 6
 
 def require_pip() -> None:
     """Raise PluginIndexError where this Python has no pip."""
-    if find_spec("pip") is None:
+    # the other finders of a process may not be asked: that of setuptools replaces distutils when pip is looked for
+    if PathFinder.find_spec("pip") is None:
         raise PluginIndexError(f"{sys.executable} has no pip", remedy="Add it: python -m ensurepip")
 
 

@@ -81,7 +81,7 @@ def test_every_section_says_what_its_rows_were_read_from() -> None:
     """An installed engine's version is the one that `nox -s peers` installs and runs; another's is a commit, and rows have file and line."""
     text = PAGE.read_text(encoding="utf-8")
     sections = dict(re.findall(r"^## ([^\n]+)\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL))
-    pinned = (PAGE.parents[2] / "requirements-peers.txt").read_text() + (PAGE.parents[2] / "noxfile.py").read_text()
+    pinned = (PAGE.parents[2] / "requirements-peers.txt").read_text() + (PAGE.parents[2] / "tests/running/beside.toml").read_text()
     for engine in ("TRL", "verl"):
         (version,) = re.findall(rf"of {engine} (\d+\.\d+\.\d+)", sections[engine].partition("|")[0])
         assert f"{engine.lower()}=={version}" in pinned

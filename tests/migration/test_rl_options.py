@@ -98,7 +98,7 @@ def test_every_row_says_what_it_was_read_from() -> None:
     text = PAGE.read_text(encoding="utf-8")
     introductions = dict(re.findall(r"^## ([\w-]+)\n\n(.+?)\n\n", text, re.MULTILINE | re.DOTALL))
     root = PAGE.parents[2]
-    pinned = (root / "requirements-peers.txt").read_text() + (root / "noxfile.py").read_text()
+    pinned = (root / "requirements-peers.txt").read_text() + (root / "tests/running/beside.toml").read_text()
     for engine, version in INSTALLED.items():
         (of_page,) = re.findall(version, introductions[engine])
         assert f"{engine.lower()}=={of_page}" in pinned
