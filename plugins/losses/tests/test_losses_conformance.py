@@ -61,6 +61,7 @@ def is_by_night(name: str, promise: Any) -> bool:
     return name in BY_NIGHT or not (name in OF_FAMILIES or promise.name in OF_ALL)
 
 
+@pytest.mark.conformance
 @pytest.mark.parametrize(
     ("suite", "promise"),
     [
