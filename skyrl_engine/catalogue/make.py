@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Final
 
 import attrs
 from attrs import frozen
@@ -16,14 +15,12 @@ from packaging.version import Version
 from skyrl_engine.catalogue.badge import draw_badge
 from skyrl_engine.catalogue.pages import CATALOGUE, write_catalogue_page, write_distribution_page
 from skyrl_engine.catalogue.pip import require_pip
-from skyrl_engine.catalogue.plugin_index import INDEX_NAME, IndexedDistribution, IndexedWheel, PluginIndex, read_index
+from skyrl_engine.catalogue.plugin_index import INDEX_NAME, NOT_TRIED, IndexedDistribution, IndexedWheel, PluginIndex, read_index
 from skyrl_engine.catalogue.trial import TrialSettings, describe_untried, engine_version, try_wheel
 from skyrl_engine.catalogue.wheel_facts import WheelFacts, rank_tags, read_wheel
 from skyrl_engine.errors import PluginIndexError
 from skyrl_engine.run.durable import write_durably
 from skyrl_engine.scratch import scratch_folder
-
-_NOT_TRIED: Final = "it was not tried"
 
 
 @frozen
@@ -60,7 +57,7 @@ def make_catalogue(
         known = (
             {}
             if again
-            else {wheel.sha256: wheel for _, wheel in before if wheel.engine == engine_version(tried_with) and _is_tried(wheel)}
+            else {wheel.sha256: wheel for _, wheel in before if wheel.engine == engine_version(tried_with) and wheel.is_tried}
         )
         # wheels whose turn has not come stay in the index: after a kill, they are known still
         entries = {facts.file: (facts.name, known[facts.sha256]) for facts in readable if facts.sha256 in known}
@@ -70,7 +67,7 @@ def make_catalogue(
                 tell(f"{place}: {entries[facts.file][1].standing}, tried before")
             elif list_only:
                 entries[facts.file] = (facts.name, _list_untried(facts, tried_with))
-                tell(f"{place}: {_NOT_TRIED}")
+                tell(f"{place}: {NOT_TRIED}")
             else:
                 tell(f"{place}: installing")
                 wheel = try_wheel(scratch / facts.file, facts, tried_with, partial(_tell_at, tell, place))
@@ -104,11 +101,7 @@ def _lock(folder: Path) -> Iterator[None]:
 
 def _list_untried(facts: WheelFacts, settings: TrialSettings) -> IndexedWheel:
     untried = describe_untried(facts, settings)
-    return attrs.evolve(untried, plugins=tuple(attrs.evolve(plugin, reason=_NOT_TRIED) for plugin in untried.plugins))
-
-
-def _is_tried(wheel: IndexedWheel) -> bool:
-    return any(plugin.reason != _NOT_TRIED for plugin in wheel.plugins) or not wheel.plugins
+    return attrs.evolve(untried, plugins=tuple(attrs.evolve(plugin, reason=NOT_TRIED) for plugin in untried.plugins))
 
 
 def _tell_at(tell: Callable[[str], None], place: str, line: str) -> None:

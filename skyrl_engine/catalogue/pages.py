@@ -53,7 +53,8 @@ def write_distribution_page(distribution: IndexedDistribution) -> str:
 def _describe_wheel(wheel: IndexedWheel) -> Iterator[str]:
     yield f"## {_escape(wheel.version)}: {wheel.standing}"
     yield ""
-    tried = f"Tried on {wheel.date} with skyrl-engine {_escape(wheel.engine)} and Python {_escape(wheel.python)}."
+    with_what = f"skyrl-engine {_escape(wheel.engine)} and Python {_escape(wheel.python)}"
+    tried = f"Tried on {wheel.date} with {with_what}." if wheel.is_tried else f"Listed on {wheel.date}, and not tried."
     ranges = (("skyrl-engine", wheel.requires_engine), ("Python", wheel.requires_python))
     yield " ".join([tried, *(f"It asks for {what} {_escape(wanted)}." for what, wanted in ranges if wanted)])
     yield ""

@@ -29,6 +29,9 @@ LARGEST_WHEEL: Final = 2**30
 _LONGEST: Final = 500
 """Characters of a text."""
 
+NOT_TRIED: Final = "it was not tried"
+"""The reason of plugins that were only listed."""
+
 Standing = Literal["verified", "partly verified", "not verified", "broken"]
 
 
@@ -112,6 +115,11 @@ class IndexedWheel:
         if statuses == {"kept"}:
             return "verified"
         return "partly verified" if "kept" in statuses else "not verified"
+
+    @property
+    def is_tried(self) -> bool:
+        """Return False where all plugins were only listed."""
+        return any(plugin.reason != NOT_TRIED for plugin in self.plugins) or not self.plugins
 
     def list_reasons(self) -> Iterator[str]:
         """Yield what keeps the wheel from being verified, a clause each."""

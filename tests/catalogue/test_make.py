@@ -97,6 +97,9 @@ def test_a_wheel_that_was_only_listed_is_tried_later(wheels: Path, other: Path, 
         "acme-killer": "not verified",
     }
     assert list(made.distributions[0].newest.list_reasons()) == ["reducer:acme_tiny is unchecked: it was not tried"]
+    pages = {name: (wheels / "catalogue" / f"acme-{name}.md").read_text() for name in ("killer", "tiny")}
+    assert "and not tried." in pages["killer"]
+    assert "Tried on" in pages["tiny"]
     tried.clear()
     make_catalogue(TrialSettings(wheels), wheels)
     assert tried == ["acme-killer"]
