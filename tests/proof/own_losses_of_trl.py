@@ -41,8 +41,10 @@ def main() -> None:
             print(f"focal, {rows} rows, {steps} micro-batches: {find_gradient(folder, hf_loss('focal'), rows, steps).norm():.7f}")
 
 
-def find_gradient(folder: Path, compute_loss: Any, rows: int, steps: int) -> torch.Tensor:
-    """Return the gradient of one step of SFTTrainer, float32, all parameters in a row."""
+def find_gradient(
+    folder: Path, compute_loss: Any, rows: int, steps: int, *, collator: Any = None, padding_free: bool = False
+) -> torch.Tensor:
+    """Return the gradient of one step of SFTTrainer, float32, all parameters in a row; None stands for its own loss and collator."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     found: list[torch.Tensor] = []
 
@@ -59,6 +61,8 @@ def find_gradient(folder: Path, compute_loss: Any, rows: int, steps: int) -> tor
         max_steps=1,
         learning_rate=0.0,
         max_grad_norm=0.0,
+        max_length=None,
+        padding_free=padding_free,
         train_sampling_strategy="sequential",
         report_to=[],
         save_strategy="no",
@@ -66,7 +70,8 @@ def find_gradient(folder: Path, compute_loss: Any, rows: int, steps: int) -> tor
         bf16=False,
         disable_tqdm=True,
     )
-    Watched(model=model, args=arguments, train_dataset=Dataset.from_list(ROWS), compute_loss_func=compute_loss).train()
+    own = {"compute_loss_func": compute_loss, "data_collator": collator}
+    Watched(model=model, args=arguments, train_dataset=Dataset.from_list(ROWS), **own).train()
     return found[-1]
 
 
