@@ -38,7 +38,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.enviro
 # Runs of tests are signed with a key of the tests' own.
 os.environ["SKYRL_ENGINE_KEY_FILE"] = str(Path(tempfile.mkdtemp(prefix="skyrl-engine-tests-")) / "run-key")
 
-pytest_plugins = ("ranks_of_tests", "ranks_first", "seconds_per_file", "unchanged_sources")
+pytest_plugins = ("ranks_of_tests", "ranks_first", "seconds_per_file", "costly_tests", "unchanged_sources")
 
 ROOT = Path(__file__).parent
 

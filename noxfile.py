@@ -60,10 +60,10 @@ BESIDE = tomllib.loads((ROOT / "tests" / "running" / "beside.toml").read_text(en
 QUICK = "not proof and not example and not nightly"
 PROOFS = "proof and not nightly"
 SLOWEST = ("--durations", "20")
-BY_DAY = ("--sampled-sources",)
-"""All tests of tests that are due after a change to the kit would double the run: `meta` has them."""
-IN_PARALLEL = ("--numprocesses", "3", "--dist", "loadfile", "--no-loadscope-reorder", *SLOWEST)
-"""Workers take whole files, in the order of tests/running/ranks_first.py; one more than two cores, since tests wait for disks and processes."""
+BY_DAY = ("--by-day",)
+"""Costly cases are for the night, and so are most tests of tests that are due after a change to the kit: `meta` has them."""
+IN_PARALLEL = ("--numprocesses", "4", "--dist", "loadfile", "--no-loadscope-reorder", *SLOWEST)
+"""Workers take whole files, in the order of tests/running/ranks_first.py; two more than two cores, since tests wait for disks and processes."""
 
 OFFLINE = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), "RAY_worker_niceness": "0"}
 """Ray's workers give way to every other process unless told otherwise, and tests run beside each other."""
@@ -103,7 +103,7 @@ def proofs(session: nox.Session) -> None:
 def nightly(session: nox.Session) -> None:
     """Run what `.ci/run` omits: whole matrices, all cases of the kit, docs/examples, `meta`, mutation testing; hours, before a release."""
     install(session)
-    cases = ("-m", "(nightly or conformance or hypothesis) and not of_sources")
+    cases = ("-m", "(nightly or costly or conformance or hypothesis) and not of_sources")
     pytest(session, *cases, "--timeout", "1800", *IN_PARALLEL, *session.posargs, HYPOTHESIS_PROFILE="nightly")
     pytest(session, "-m", "example", *session.posargs)
     if not session.posargs:
@@ -129,8 +129,9 @@ def meta(session: nox.Session) -> None:
 
 @nox.session
 def parity(session: nox.Session) -> None:
-    """Every backend on every layout, measured against one process, and loss curves: docs/reference/backend-parity.md, .svg."""
+    """Every backend on every layout, by losses and by recipes, and loss curves: docs/reference/backend-parity.md, .svg, recipe-parity.md."""
     install(session)
+    session.run(PYTHON, "tests/proof/recipe_parity.py", "docs/reference/recipe-parity.md", env=OFFLINE)
     session.run(PYTHON, "tests/proof/parity.py", "docs/reference/backend-parity.md", env=OFFLINE)
     session.run(PYTHON, "tests/proof/loss_curves.py", "docs/reference/backend-parity.svg", env=OFFLINE)
 
@@ -144,10 +145,12 @@ def sidebyside(session: nox.Session) -> None:
 
 @nox.session
 def gpu(session: nox.Session) -> None:
-    """What needs a CUDA device, on this machine's: all tests of it, and the speed of training there. Needs a torch that sees the device."""
+    """What needs CUDA devices, into one report: all tests of them, backends side by side, profiles of a step with their reading, speed.
+
+    Needs a torch that sees the devices; without one it lists what it would run. `-- --report FILE` says where the report goes.
+    """
     install(session)
-    pytest(session, "-m", "gpu", "-rs", *session.posargs)
-    session.run(PYTHON, "tests/benchmarks/steps_on_cuda.py", env=OFFLINE)
+    session.run(PYTHON, "tests/running/first_gpu.py", *session.posargs, env=OFFLINE)
 
 
 @nox.session
@@ -236,6 +239,20 @@ def tinker(session: nox.Session) -> None:
     oldest, cookbook = (beside(session, *BESIDE[name]) for name in ("oldest_tinker", "cookbook"))
     pytest(session, "plugins/tinker", *session.posargs, TINKER_SDK=oldest)
     pytest(session, "plugins/tinker/tests/test_cookbook.py", *session.posargs, TINKER_COOKBOOK=cookbook)
+
+
+@nox.session
+def float8(session: nox.Session) -> None:
+    """Backend fsdp with layers in float8, emulated, by the real torchao, which .venv leaves out."""
+    install(session)
+    pytest(
+        session,
+        "plugins/fsdp/tests/test_fsdp_float8.py",
+        "-W",
+        "default",
+        *session.posargs,
+        PYTHONPATH=beside(session, *BESIDE["float8"]),
+    )
 
 
 @nox.session

@@ -223,7 +223,8 @@ class _Comparison:
         """Return the decoder's layers by name, and the numbers of them that both layouts can cut the model to. Raises ModelError."""
         from skyrl_engine.errors import UnsupportedError
         from skyrl_engine.model_facts.configuration import load_config
-        from skyrl_engine.modeling.first_layers import layer_names, shorten
+        from skyrl_engine.modeling.first_layers import layer_names
+        from skyrl_engine.modeling.layer_kinds import shorten
 
         def can_be_cut(count: int) -> bool:
             config = load_config(model, images=True)

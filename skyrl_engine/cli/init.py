@@ -44,11 +44,27 @@ def init(output: Path, **given: Any) -> None:
     try:
         output.write_text(to_toml({"trainer": answers["trainer"], **tables}), encoding="utf-8")
         resolved = resolve(load_config(output, ()))
+        if answers["trainer"] == "rl" and (lengths := _fit_lengths(resolved.config)):
+            tables["rl"] = lengths
+            output.write_text(to_toml({"trainer": answers["trainer"], **tables}), encoding="utf-8")
+            resolved = resolve(load_config(output, ()))
         output.write_text(write_starter(answers["trainer"], tables, resolved.as_dict()), encoding="utf-8")
     except BaseException:
         output.unlink(missing_ok=True)
         raise
     echo(f"{output}: look at the plan with `skyrl-engine run {output} --dry-run`, train with `skyrl-engine run {output}`.")
+
+
+def _fit_lengths(config: Any) -> dict[str, int]:
+    """Return a length of answers for a model on this disk that has fewer positions than the default makes use of; else nothing."""
+    from skyrl_engine.model_facts.facts import ModelFacts
+    from skyrl_engine.training.rl.checks import fit_lengths
+
+    positions = ModelFacts(config.model).extended_length if Path(config.model.path).is_dir() else None
+    if positions is None:
+        return {}
+    fitting = fit_lengths(1, config.rl.max_tokens, positions)["max_tokens"]
+    return {} if fitting == config.rl.max_tokens else {"max_tokens": fitting}
 
 
 def _ask(given: dict[str, Any]) -> dict[str, Any]:

@@ -281,6 +281,7 @@ def show_preview(preview: "Preview") -> None:
             "written": preview.written,
             "samples": format_kept_rows(preview.format, counts.samples, counts.rows),
             "dropped": f"{counts.dropped_overlong:,} over-long, {counts.dropped_without_loss:,} without a token that carries loss"
+            + (f", {counts.dropped_bad_rows:,} rows that cannot be used" if counts.dropped_bad_rows else "")
             + (f", {counts.dropped_bad_images:,} with bad images" if counts.dropped_bad_images else "")
             + (f", {counts.dropped_with_unit:,} with another of their unit" if counts.dropped_with_unit else "")
             + (f", {counts.dropped_ties:,} with answers that are all rated alike" if counts.dropped_ties else "")

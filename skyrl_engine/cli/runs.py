@@ -192,7 +192,7 @@ def _list_checkpoints(facts: "RunFacts") -> list[dict[str, Any]]:
     from skyrl_engine.errors import ConfigError
     from skyrl_engine.run.best import rank_checkpoints, read_metric
     from skyrl_engine.run.checkpoint import CheckpointStore
-    from skyrl_engine.run.listing import count_bytes
+    from skyrl_engine.workers.listing import count_bytes
 
     store = CheckpointStore(facts.directory.checkpoints)
     saved, latest = store.all(), store.latest()
@@ -216,7 +216,7 @@ def _list_checkpoints(facts: "RunFacts") -> list[dict[str, Any]]:
 
 def _list_sizes(facts: "RunFacts") -> dict[str, int]:
     """Return the bytes of a run directory in all, and of the folders in it."""
-    from skyrl_engine.run.listing import count_bytes
+    from skyrl_engine.workers.listing import count_bytes
 
     path = facts.directory.path
     return {
@@ -368,7 +368,7 @@ def _plan(directory: "RunDirectory", rules: "PruneRules", keep_rollouts: int | N
 
 def _describe_plans(plans: "Sequence[tuple[PrunePlan, RolloutPlan | None]]") -> list[dict[str, Any]]:
     """Return what goes and what stays, in JSON values: a row for each folder or file."""
-    from skyrl_engine.run.listing import count_bytes
+    from skyrl_engine.workers.listing import count_bytes
 
     rows = []
     for checkpoints, rollouts in plans:

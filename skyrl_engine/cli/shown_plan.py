@@ -70,11 +70,15 @@ def _format_data_counts(data: Mapping[str, Any]) -> str:
         return f"{data['name']} ({data['format']}): {data['stream']}"
     if "assumed" in data:
         return f"{data['samples']:,} samples, assumed by their lengths: {data['tokens']:,} tokens"
-    bad = data["dropped_bad_images"]
+    bad = [
+        f"{data[name]:,} {what}"
+        for name, what in (("dropped_bad_rows", "that cannot be used"), ("dropped_bad_images", "with bad images"))
+        if data[name]
+    ]
     dropped = sum(count for name, count in data.items() if name.startswith("dropped_"))
     return (
         f"{data['name']} ({data['format']}): {format_kept_rows(data['format'], data['samples'], data['rows'])}, {dropped:,} dropped"
-        + (f" ({bad:,} with bad images), " if bad else ", ")
+        + (f" ({', '.join(bad)}), " if bad else ", ")
         + f"{data['truncated']:,} truncated; {data['tokens']:,} tokens, {data['loss_tokens']:,} carry loss"
         + (f"; {data['images']:,} images of {data['image_tokens']:,} tokens" if data["images"] else "")
         + (f"; columns {', '.join(data['columns'])}" if data["columns"] else "")

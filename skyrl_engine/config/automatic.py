@@ -17,6 +17,7 @@ from skyrl_engine.registry.kinds import AUTO, KINDS
 
 DTYPE: Final = "model.dtype"
 COLLATOR: Final = "collator.use"
+PROMPT: Final = "rl.max_prompt_tokens"
 
 
 def find_sizes(resolved: ResolvedConfig) -> tuple[str, TrainingConfig | RlConfig]:
@@ -37,6 +38,8 @@ def _iterate_keys(resolved: ResolvedConfig) -> Iterator[str]:
     if table is not None and table.use == AUTO:
         yield COLLATOR
     name, sizes = find_sizes(resolved)
+    if isinstance(sizes, RlConfig) and sizes.max_prompt_tokens == AUTO:
+        yield PROMPT
     if sizes.micro_batch_tokens == AUTO:
         yield f"{name}.micro_batch_tokens"
 
@@ -45,6 +48,17 @@ def budget_of(sizes: TrainingConfig | RlConfig) -> int | None:
     """Return the token budget of a micro-batch, which is chosen; None for none."""
     assert sizes.micro_batch_tokens != AUTO, "it is chosen while a run is prepared"
     return cast("int | None", sizes.micro_batch_tokens)
+
+
+def find_prompt_limit(rl: RlConfig) -> int:
+    """Return the most tokens of a prompt, which is chosen."""
+    assert rl.max_prompt_tokens != AUTO, "it is chosen first of all while a run is prepared"
+    return cast("int", rl.max_prompt_tokens)
+
+
+def find_attempt_limit(rl: RlConfig) -> int:
+    """Return the most tokens of an attempt, its prompt included."""
+    return find_prompt_limit(rl) + rl.max_tokens
 
 
 def with_dtype(resolved: ResolvedConfig, dtype: ComputeDtype) -> ResolvedConfig:
@@ -64,6 +78,12 @@ def with_micro_batch_tokens(resolved: ResolvedConfig, tokens: int | None) -> Res
     name, sizes = find_sizes(resolved)
     changed: dict[str, Any] = {name: attrs.evolve(sizes, micro_batch_tokens=tokens)}
     return attrs.evolve(resolved, config=attrs.evolve(resolved.config, **changed))
+
+
+def with_max_prompt_tokens(resolved: ResolvedConfig, tokens: int) -> ResolvedConfig:
+    """Return the configuration with this limit of a prompt."""
+    rl = attrs.evolve(resolved.config.rl, max_prompt_tokens=tokens)
+    return attrs.evolve(resolved, config=attrs.evolve(resolved.config, rl=rl))
 
 
 def with_collator(resolved: ResolvedConfig, collator: SelectedPlugin, use: str | None = None) -> ResolvedConfig:
@@ -94,6 +114,8 @@ def with_recorded_choices(resolved: ResolvedConfig, recorded: Mapping[str, Any])
             record = resolved.registry.resolve("collator", table["use"])
             collator = SelectedPlugin.of(record, options, "the checkpoint's configuration")
             resolved = with_collator(resolved, collator, table["use"])
+        elif key == PROMPT:
+            resolved = with_max_prompt_tokens(resolved, table[last])
         else:
             resolved = with_micro_batch_tokens(resolved, table[last])
     length = recorded.get("model", {}).get("rotary_length")

@@ -193,13 +193,14 @@ def _evaluation(evaluation: EvaluationConfig, data: DataConfig) -> Iterator[tupl
 
 
 def _parameter_groups(optimizer: OptimizerConfig) -> Iterator[tuple[str, str, str]]:
-    """Yield the groups of parameters that say nothing, or what frozen parameters do not have."""
+    """Yield the groups of parameters that say nothing."""
     for group in optimizer.groups:
-        name, numbers = f"the group {group.match!r}", (group.learning_rate, group.weight_decay)
-        if group.frozen and numbers != (None, None):
-            yield "optimizer.groups", f"{name} is frozen, and has a learning rate or a weight decay", "Remove these, or frozen"
-        elif not group.frozen and numbers == (None, None):
-            yield "optimizer.groups", f"{name} changes nothing", "Set learning_rate, weight_decay or frozen, or remove the group"
+        if (group.learning_rate, group.weight_decay) == (None, None):
+            yield (
+                "optimizer.groups",
+                f"the group {group.match!r} changes nothing",
+                "Set its learning_rate or weight_decay, or remove the group; model.freeze freezes parameters",
+            )
 
 
 def _schedule(optimizer: OptimizerConfig, steps: int | None, key: str) -> Iterator[tuple[str, str, str]]:

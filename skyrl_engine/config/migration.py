@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from attrs import define, field, frozen
 
+from skyrl_engine.config.combined_keys import combine_keys, find_inside
 from skyrl_engine.config.foreign_keys import explain_path
 from skyrl_engine.config.reading.origins import KeyPath, format_key, leaves
 from skyrl_engine.config.reading.sources import from_dict
@@ -22,8 +23,6 @@ _OF_STAGES: Final = {"sft": "sft", "pt": "sft", "dpo": "preference", "kto": "pre
 _PREFERENCES: Final = {"sigmoid": "dpo", "dpo": "dpo", "ipo": "ipo", "kto": "kto", "orpo": "orpo", "simpo": "simpo"}
 """Presets of trainer preference by the names that axolotl and LLaMA-Factory give these losses."""
 
-_ROWS: Final = ("micro_batch_size", "per_device_train_batch_size")
-_STEPS: Final = "gradient_accumulation_steps"
 _RL: Final = ("actor_rollout_ref", "num_generations", "max_completion_length")
 _MANY: Final = ("data.train", "data.eval")
 """Keys that take a list of what several keys elsewhere say."""
@@ -69,10 +68,11 @@ class Migration:
     def to_toml(self, label: str) -> str:
         """Return it as a TOML file, whose comments say where each value comes from, and at the end what was left out."""
         lines = [f"# From {label}.", f"trainer = {_toml(self.trainer)}"]
-        groups: dict[str, list[str]] = {}
+        groups: dict[str, list[str]] = {"": []}
         for key, (value, origin) in self.taken.items():
             table, _, last = key.rpartition(".")
-            groups.setdefault(table, []).append(f"{last} = {_toml(value)}  # {origin}")
+            groups.setdefault(table, []).append(f"{last} = {_inline(value)}  # {origin}")
+        lines += groups.pop("")
         for table in sorted(groups):
             lines += ["", f"[{table}]", *groups[table]]
         for heading, needless in (("Not taken over, yours to decide", False), ("Nothing has to be written for", True)):
@@ -106,10 +106,14 @@ def migrate(
     preset = preset or own_preset
     if chosen == "preference" and preset is not None:
         migration.taken["preference.preset"] = preset, "the loss that it names"
-    batches = _take_batches(migration, table, lines)
+    combined = combine_keys(table, lines, chosen)
+    migration.taken |= combined.taken
     adapts = _trains_adapters(table)
-    for path, value in leaves(table):
-        if path and format_key(path) not in batches:
+    values = dict(leaves(table))
+    for path, why, needless in combined.said:
+        migration.said.append(Said(format_key(path), values.get(path), lines.get(path), why, needless))
+    for path, value in values.items():
+        if path and not any(format_key(path[:end]) in combined.used for end in range(1, len(path) + 1)):
             _move(migration, path, value, lines.get(path), adapts=adapts)
     if "training.steps" in migration.taken and "training.epochs" in migration.taken:
         epochs, origin = migration.taken.pop("training.epochs")
@@ -147,28 +151,8 @@ def _trains_adapters(table: Mapping[str, Any]) -> bool:
     return (
         str(table.get("adapter") or table.get("finetuning_type")) in ("lora", "qlora", "dora")
         or table.get("use_peft") is True
-        or bool(_inside(table, "actor_rollout_ref", "model", "lora_rank"))
+        or bool(find_inside(table, "actor_rollout_ref", "model", "lora_rank"))
     )
-
-
-def _inside(table: Any, *names: str) -> Any:
-    for name in names:
-        table = table.get(name) if isinstance(table, Mapping) else None
-    return table
-
-
-def _take_batches(migration: Migration, table: Mapping[str, Any], lines: Mapping[KeyPath, int]) -> set[str]:
-    """Take rows of a device and accumulated steps over as a batch, and return the names of these keys."""
-    rows = next((key for key in _ROWS if isinstance(table.get(key), int)), None)
-    if migration.trainer == "rl" or rows is None:
-        return set()
-    steps = table.get(_STEPS)
-    count = steps if isinstance(steps, int) else 1
-    names = [rows, *([_STEPS] if isinstance(steps, int) else [])]
-    origin = " times ".join(f"{name}{_after(lines.get((name,)))}" for name in names)
-    migration.taken["training.batch_size"] = table[rows] * count, f"{origin}, of one rank: multiply by the ranks that trained"
-    migration.taken["training.micro_batch_rows"] = table[rows], f"{rows}{_after(lines.get((rows,)))}"
-    return set(names)
 
 
 def _move(migration: Migration, path: KeyPath, value: Any, line: int | None, *, adapts: bool) -> None:
@@ -285,6 +269,15 @@ def _after(line: int | None) -> str:
 
 def _on_one_line(value: Any) -> str:
     return "null" if value is None else " ".join(_toml(value).split())
+
+
+def _inline(value: Any) -> str:
+    """Return a value as TOML on one line, tables in braces."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key} = {_inline(own)}" for key, own in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_inline, value)) + "]"
+    return _toml(value)
 
 
 def _toml(value: Any) -> str:

@@ -10,7 +10,7 @@ from attrs import frozen
 
 from skyrl_engine.config.find_trainer import find_trainer
 from skyrl_engine.config.locking import describe_plugins, locked_place
-from skyrl_engine.config.presets import with_preset
+from skyrl_engine.config.presets import explain_preset, with_preset
 from skyrl_engine.config.reading.origins import DEFAULT, KeyPath, Origin, format_key, nearest
 from skyrl_engine.config.reading.places import absent_places, with_absolute_places
 from skyrl_engine.config.reading.sources import RawConfig, from_dict
@@ -25,7 +25,7 @@ from skyrl_engine.contracts.kinds.backend import PARALLEL_SIZES
 from skyrl_engine.contracts.kinds.context import FactoryContext
 from skyrl_engine.contracts.kinds.observer import OnError
 from skyrl_engine.contracts.values.roles import Role
-from skyrl_engine.errors import ConfigError, ContractError, PluginError, Problem, UntrustedCodeError
+from skyrl_engine.errors import ConfigError, ContractError, PluginError, PluginNotFoundError, Problem, UntrustedCodeError
 from skyrl_engine.near_words import did_you_mean, find_near_word
 from skyrl_engine.registry.code_files import NamedCode, limit_code
 from skyrl_engine.registry.kinds import AUTO, KINDS, TABLES
@@ -186,6 +186,8 @@ def resolve(raw: RawConfig, *, need: Collection[str] | None = None, also: Collec
         try:
             chosen.append(_Chosen(table, registry.resolve(table.kind, table.reference)))
         except PluginError as error:
+            if table.kind == "loss" and isinstance(error, PluginNotFoundError) and (remedy := explain_preset(str(table.reference))):
+                error = PluginNotFoundError(error.cause, remedy=remedy, details=error.details)
             plugin_errors.append((table.key, error))
     # before anything is imported
     gate.refuse_permission()

@@ -1,7 +1,7 @@
 """Load a dataset split that a configuration names: tokenized, through the token cache, as sample columns."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
@@ -42,12 +42,13 @@ _EVAL_STREAM = 0x6576616C  # keeps this use of the run's seed apart from its oth
 
 @frozen
 class DataCounts:
-    """Counts of rows and samples. `rows` were read; `samples` of them are kept, the others dropped for one of six reasons. A row that holds a
+    """Counts of rows and samples. `rows` were read; `samples` of them are kept, the others dropped for one of seven reasons. A row that holds a
     preference pair is two samples.
 
     `dropped_overlong` were longer than max_length, or lost every loss-carrying token when cut; `dropped_without_loss` had none from the start;
-    `dropped_bad_images` had an image that cannot be used; `dropped_with_unit` are of a unit of which another sample was dropped;
-    `dropped_ties` are rows whose answers are all rated alike; `dropped_equal` are of pairs whose answers are equal once cut.
+    `dropped_bad_rows` are rows that cannot be used; `dropped_bad_images` had an image that cannot be used; `dropped_with_unit` are of a unit
+    of which another sample was dropped; `dropped_ties` are rows whose answers are all rated alike; `dropped_equal` are of pairs whose answers
+    are equal once cut.
     `truncated` were cut and kept. `tokens` and `loss_tokens` are those of the
     kept samples, as are `boundary_tokens` (tokens across the start of a response), `images`, and `image_tokens`, which `tokens` counts too.
     `unprompted` are kept samples whose answer begins with the very first token, which cannot be predicted, so that it carries no loss.
@@ -61,6 +62,7 @@ class DataCounts:
     samples: int = 0
     dropped_overlong: int = 0
     dropped_without_loss: int = 0
+    dropped_bad_rows: int = 0
     dropped_bad_images: int = 0
     dropped_with_unit: int = 0
     dropped_ties: int = 0
@@ -83,6 +85,7 @@ class DataCounts:
         return (
             self.dropped_overlong
             + self.dropped_without_loss
+            + self.dropped_bad_rows
             + self.dropped_bad_images
             + self.dropped_with_unit
             + self.dropped_ties
@@ -208,14 +211,17 @@ def load_columns(
         raise DataError(
             f"no sample of {source.name} is left: of {counts.rows} rows {counts.dropped_overlong} were over-long and "
             f"{counts.dropped_without_loss} had no token that carries loss"
+            + (f", {counts.dropped_bad_rows} could not be used" if counts.dropped_bad_rows else "")
             + (f", {counts.dropped_bad_images} had bad images" if counts.dropped_bad_images else "")
             + (f", {counts.dropped_with_unit} lost another of their unit" if counts.dropped_with_unit else "")
             + (f", {counts.dropped_ties} have answers that are all rated alike" if counts.dropped_ties else "")
             + (f", {counts.dropped_equal} are of pairs whose answers are equal once cut" if counts.dropped_equal else ""),
             remedy="Raise data.max_length, or correct the dataset",
+            details=table.info["bad_rows"],
         )
     kind: KnownFormat = table.info["format"]
     warn_of_rows(data, counts, source.name, table.info["unread"])
+    warn_of_bad_rows(counts.dropped_bad_rows, counts.rows, source.name, table.info["bad_rows"])
     store = None
     if table.images is not None:
         assert isinstance(vision, VisionInputs), "a table of images was made with what makes them"
@@ -224,6 +230,18 @@ def load_columns(
     return TokenizedDataset(
         source.name, kind, label_samples(table, _number_datasets(table, source)), counts, table.path, source, rendering, store
     )
+
+
+def warn_of_bad_rows(count: int, rows: int, name: str, examples: Sequence[str]) -> None:
+    """Warn that `count` of `rows` rows of a source are left out, for reasons such as `examples`; without one say nothing."""
+    if count:
+        _log.warning(
+            '%s of %s rows of %s cannot be used and are left out (data.bad_rows = "drop"), the first of them: %s',
+            count,
+            rows,
+            name,
+            examples[0],
+        )
 
 
 def warn_of_rows(data: DataConfig, counts: DataCounts, name: str, unread: Mapping[str, int]) -> None:

@@ -6,16 +6,18 @@ from typing import Any
 from attrs import evolve, frozen
 
 from skyrl_engine.config import ResolvedConfig, SelectedPlugin
-from skyrl_engine.contracts.kinds.backend import BackendDescription, Capability, OptimizerSettings
+from skyrl_engine.contracts.kinds.backend import BackendDescription, Capability
 from skyrl_engine.contracts.kinds.collator import Collator
 from skyrl_engine.contracts.kinds.context import FactoryContext
 from skyrl_engine.contracts.kinds.merger import Merger
+from skyrl_engine.contracts.kinds.optimizer_settings import OptimizerSettings
 from skyrl_engine.contracts.kinds.reducer import Reducer
 from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.model import ModelConfig
 from skyrl_engine.contracts.values.plan import Layout
 from skyrl_engine.engine.automatic import Collators
 from skyrl_engine.engine.capability import (
+    check_asynchronous_saves,
     check_capabilities,
     check_layout,
     check_loading,
@@ -29,7 +31,7 @@ from skyrl_engine.engine.capability import (
     require_carried,
 )
 from skyrl_engine.engine.cpu_check import describe_sharing
-from skyrl_engine.engine.device_check import refuse_absent_kernels, refuse_absent_packages
+from skyrl_engine.engine.device_check import refuse_absent_device, refuse_absent_kernels, refuse_absent_packages
 from skyrl_engine.engine.devices import refuse_absent_devices
 from skyrl_engine.engine.model_files import ModelFiles
 from skyrl_engine.errors import Refusals
@@ -37,7 +39,8 @@ from skyrl_engine.model_facts.configuration import name_without_weights
 from skyrl_engine.model_facts.facts import ModelFacts
 from skyrl_engine.objective.parts import ObjectiveParts
 from skyrl_engine.registry.bound_plugin import BoundPlugin
-from skyrl_engine.registry.owner import Owner
+from skyrl_engine.registry.owner import Owner, blame
+from skyrl_engine.workers.process_group import FLIGHT_RECORDER
 from skyrl_engine.workers.spec import Device, WorkerSpec
 
 
@@ -139,7 +142,7 @@ class Assembly:
             device=device,
             shown=shown,
             rows=self.collator.product.rows,
-            environment=self.description.environment,
+            environment={**FLIGHT_RECORDER, **self.description.environment},
         )
 
     def check(self, facts: ModelFacts) -> None:
@@ -208,12 +211,20 @@ def assemble(resolved: ResolvedConfig, files: ModelFiles, *, max_sequence_length
             pad_token_id = files.pad_token_id
     assembly = None
     with refusals.collect():
-        context = FactoryContext(seed=config.run.seed, pad_token_id=pad_token_id, max_sequence_length=max_sequence_length)
+        context = FactoryContext(
+            seed=config.run.seed,
+            pad_token_id=pad_token_id,
+            max_sequence_length=max_sequence_length,
+            matmul_precision=config.run.matmul_precision,
+        )
         assembly = _make_parts(resolved, facts, context, loads)
         assembly.check(facts)
     if assembly is not None:
         with refusals.collect():
             check_optimizer(config.optimizer, config.model, backend.loaded.record.name, assembly.description.capabilities)
+        if config.checkpoint.asynchronous:
+            with refusals.collect():
+                check_asynchronous_saves(backend.loaded.record.name, assembly.description.capabilities)
     if assembly is not None and readable:
         with refusals.collect():
             assembly.check_backend(facts)
@@ -224,6 +235,8 @@ def assemble(resolved: ResolvedConfig, files: ModelFiles, *, max_sequence_length
         if here:
             with refusals.collect():
                 refuse_absent_kernels(config.model, config.run, assembly.collator.product.rows)
+            with refusals.collect(), blame(Owner.of(backend.loaded.record), "refuse_device"):
+                refuse_absent_device(assembly.description, config.model, config.run)
             with refusals.collect():
                 refuse_absent_packages(config.optimizer, config.run)
     refusals.raise_all()

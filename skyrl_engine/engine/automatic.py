@@ -14,10 +14,12 @@ from skyrl_engine.config import ResolvedConfig, SelectedPlugin
 from skyrl_engine.config.automatic import (
     COLLATOR,
     DTYPE,
+    PROMPT,
     find_sizes,
     list_automatic_keys,
     with_collator,
     with_dtype,
+    with_max_prompt_tokens,
     with_micro_batch_tokens,
 )
 from skyrl_engine.config.converter import NONE_WORD
@@ -28,6 +30,7 @@ from skyrl_engine.contracts.values.bundles import Bundles
 from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.model import ModelConfig
 from skyrl_engine.contracts.values.plan import RowKind
+from skyrl_engine.contracts.values.prefixes import LEAST_SHARED
 from skyrl_engine.contracts.values.topology import Topology
 from skyrl_engine.engine.capability import check_loading
 from skyrl_engine.engine.model_shape import read_model_shape
@@ -45,6 +48,8 @@ logger = logging.getLogger(__name__)
 PREFERRED: Final[tuple[RowKind, ...]] = ("tree", "packed", "padded")
 """The forms of rows among which the engine chooses, the best first; the collators of this project are called as they are."""
 
+USUAL_PROMPT: Final = 1024
+"""Most tokens of a prompt in reinforcement learning, where the model has positions for them and for an answer."""
 
 WORTH_SHARING: Final = 0.05
 """Share of a mini-batch's tokens from which computing common prefixes once is worth looking for them."""
@@ -81,6 +86,23 @@ class Choices:
         dtype: Any = "bfloat16" if device == "cuda" else "float32"
         self.resolved = with_dtype(self.resolved, dtype)
         self._add(Choice(DTYPE, dtype, f"on {_DEVICES[device]}; the weights that are trained are float32"))
+
+    def choose_max_prompt_tokens(self, facts: ModelFacts) -> None:
+        """Choose the longest prompt of a task by the model's positions, where it is open; told where the model has few.
+
+        An answer that takes all positions is refused later, by its own key: prompts get half of the positions then.
+        """
+        if not self.is_open(PROMPT):
+            return
+        positions, answer = facts.extended_length, self.resolved.config.rl.max_tokens
+        if positions is None or positions - answer >= USUAL_PROMPT:
+            self.resolved = with_max_prompt_tokens(self.resolved, USUAL_PROMPT)
+            return
+        tokens, reason = positions - answer, f"what rl.max_tokens = {answer:,} leaves of the model's {positions:,} positions"
+        if tokens < 1:
+            tokens, reason = max(1, positions // 2), f"half of the model's {positions:,} positions"
+        self.resolved = with_max_prompt_tokens(self.resolved, tokens)
+        self._add(Choice(PROMPT, f"{tokens:,}", reason))
 
     def choose_collator(
         self, collators: "Collators", *, unpaid: str | None, datasets: Sequence[SampleColumns] = ()
@@ -224,8 +246,6 @@ class Collators:
     def _rehearse(self, rows: RowKind) -> str | None:
         if rows not in self.description.capabilities:
             return f"the backend does not declare the capability {rows!r}"
-        if rows == "tree" and self.description.topology.cp > 1:
-            return "context-parallel ranks divide samples"
         for model in (self.facts.model, *list_models_beside(self.resolved)):
             try:
                 check_loading(self.owner, ModelFacts(model), self.description, rows)
@@ -278,7 +298,8 @@ def find_unpaid(collators: Collators, columns: SampleColumns) -> str | None:
     shared = 0 if prefixes is None else int(prefixes.shared.sum())
     if tokens and shared >= WORTH_SHARING * tokens:
         return None
-    return f"samples of the first mini-batch share {shared / max(tokens, 1):.1%} of their tokens"
+    share = f"{shared / max(tokens, 1):.1%} of their tokens in beginnings of at least {LEAST_SHARED} tokens"
+    return f"samples of the first mini-batch share {share}"
 
 
 def find_largest_unit(columns: SampleColumns, rows: RowKind, topology: Topology) -> int:

@@ -6,10 +6,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import numpy as np
 
 from skyrl_engine.config.schema import ModelConfig, OptimizerConfig
-from skyrl_engine.contracts.kinds.backend import OPTIONAL_SCORES, AdamW8BitSettings, AdamWSettings, BackendDescription, Capability
+from skyrl_engine.contracts.kinds.backend import OPTIONAL_SCORES, BackendDescription, Capability
 from skyrl_engine.contracts.kinds.collator import CARRIED_EXTRAS, Carried, Collator, declared_extras
 from skyrl_engine.contracts.kinds.loss import Loss, compares_pairs
 from skyrl_engine.contracts.kinds.needs import DIVERGENCE, ROLE_NEED, TOP_1_AGREEMENT, column_forms, model_score
+from skyrl_engine.contracts.kinds.optimizer_settings import AdamW8BitSettings, AdamWSettings
 from skyrl_engine.contracts.kinds.reducer import Reducer
 from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.pairs import pair_places, roles_in
@@ -31,16 +32,17 @@ _ACTION: dict[Capability, str] = {
     "tensor_parallel": "Set the backend's tensor-parallel size to 1, or choose another backend",
     "pipeline_parallel": "Set the backend's pipeline-parallel size to 1, or choose another backend",
     "context_parallel": "Set the backend's context-parallel size to 1, or choose another backend",
-    "vision": "Remove the images from the data, or choose a backend and a layout that train vision-language models, such as megatron, or "
-    "fsdp without tensor parallelism",
+    "vision": "Remove the images from the data, or choose a backend and a layout that train vision-language models, such as fsdp",
     **dict.fromkeys((*OPTIONAL_SCORES, "divergence"), "Choose another backend"),
     "value_head": "Set model.value_head = false, or choose another backend",
-    "lora": "Remove model.lora, or choose a backend and a layout that train adapters, such as fsdp without tensor parallelism",
-    "load_in_4bit": "Remove model.lora.load_in_4bit, or choose a backend that holds weights in 4 bits, such as fsdp",
+    "lora": "Remove model.lora, or choose a backend that trains adapters, such as fsdp",
+    "load_in_4bit": "Remove model.lora.load_in_4bit, or choose a backend and a layout that hold weights in 4 bits, such as fsdp without tensor "
+    "parallelism",
     "compile": "Set model.compile = false, or choose a backend that compiles layers, such as fsdp",
     "attention": 'Set model.attention = "auto", or choose a backend and a layout that let it choose, such as fsdp',
-    "embedding_noise": "Remove model.neftune_alpha, or choose a backend and a layout that add noise to embeddings, such as fsdp without tensor "
-    "parallelism",
+    "embedding_noise": "Remove model.neftune_alpha, or choose a backend and a layout that add noise to embeddings, such as megatron, or fsdp "
+    "without tensor parallelism",
+    "freeze": "Remove model.freeze, or choose a backend that freezes parameters, such as fsdp",
     "router_replay": "Leave the expert routes out of the samples, or choose another backend",
 }
 
@@ -67,6 +69,8 @@ def _iterate_required_by_model(model: ModelConfig) -> Iterator[Capability]:
         yield "attention"
     if model.neftune_alpha is not None:
         yield "embedding_noise"
+    if model.freeze:
+        yield "freeze"
 
 
 def _iterate_required(topology: Topology, collator: Collator, datasets: Sequence[SampleColumns]) -> Iterator[Capability]:
@@ -121,6 +125,8 @@ def check_optimizer(optimizer: OptimizerConfig, model: ModelConfig, backend: str
             f'optimizer.use = "{optimizer.use}" steps in float32, and model.dtype is "float64"',
             remedy=f'Set model.dtype = "float32" or "bfloat16", or optimizer.use = "{AdamWSettings.use}"',
         )
+    if optimizer.stochastic_rounding:
+        _check_stochastic_rounding(optimizer, model, backend, declared)
     if optimizer.groups and "parameter_groups" not in declared:
         raise UnsupportedError(
             f"optimizer.groups is set, and backend {backend} does not declare that parameters may have numbers of their own",
@@ -130,6 +136,36 @@ def check_optimizer(optimizer: OptimizerConfig, model: ModelConfig, backend: str
         raise UnsupportedError(
             f"optimizer.ema_decay is set, and backend {backend} does not declare that it averages weights",
             remedy="Remove optimizer.ema_decay, or choose another backend, such as fsdp",
+        )
+
+
+def _check_stochastic_rounding(
+    optimizer: OptimizerConfig, model: ModelConfig, backend: str, declared: frozenset[Capability]
+) -> None:
+    """Raises UnsupportedError where there is nothing to round, or where the backend does not declare that it rounds so."""
+    others = {
+        f'model.dtype is "{model.dtype}"': model.dtype != "bfloat16",
+        "model.lora trains adapters, which are held in float32": model.lora is not None,
+        "optimizer.ema_decay averages weights in float32": optimizer.ema_decay is not None,
+    }
+    for cause in (cause for cause, holds in others.items() if holds):
+        raise UnsupportedError(
+            f"optimizer.stochastic_rounding holds the model's weights in bfloat16 alone, and {cause}",
+            remedy='Remove optimizer.stochastic_rounding, or train all weights with model.dtype = "bfloat16" and without an average',
+        )
+    if "stochastic_rounding" not in declared:
+        raise UnsupportedError(
+            f"optimizer.stochastic_rounding is set, and backend {backend} does not declare that it steps without float32 master weights",
+            remedy="Remove optimizer.stochastic_rounding, or choose backend fsdp without cpu_offload",
+        )
+
+
+def check_asynchronous_saves(backend: str, declared: frozenset[Capability]) -> None:
+    """Raises UnsupportedError for a backend that does not declare that its checkpoints can be written while it trains."""
+    if "asynchronous_saves" not in declared:
+        raise UnsupportedError(
+            f"backend {backend} does not declare that its checkpoints can be written while it trains (the capability 'asynchronous_saves')",
+            remedy="Set checkpoint.asynchronous = false, or choose another backend, such as fsdp",
         )
 
 
@@ -219,7 +255,7 @@ def check_scores(
             raise UnsupportedError(
                 f"{label} compares the model with a teacher over the whole vocabulary, and backend {backend}, in this layout, does not declare "
                 "the capability 'divergence'",
-                remedy="Choose a backend that does, with whole heads on every rank: fsdp with tensor_parallel = 1, or deepspeed",
+                remedy="Choose a backend that does: fsdp, deepspeed or megatron",
             )
         if declared is not None and score in OPTIONAL_SCORES and score not in declared:
             raise UnsupportedError(

@@ -5,6 +5,7 @@ from importlib.util import find_spec
 from typing import Final
 
 from skyrl_engine.config.schema import ModelConfig, OptimizerConfig, RunConfig
+from skyrl_engine.contracts.kinds.backend import BackendDescription, refuse_no_device
 from skyrl_engine.contracts.values.plan import RowKind
 from skyrl_engine.engine.cpu_check import starts_ray_here
 from skyrl_engine.errors import UnsupportedError
@@ -30,15 +31,29 @@ def refuse_absent_packages(optimizer: OptimizerConfig, run: RunConfig) -> None:
 
 
 def refuse_absent_kernels(model: ModelConfig, run: RunConfig, rows: RowKind) -> None:
-    """Raise UnsupportedError for `model.compile` without a compiler, and for a kernel of `model.attention` that does not run here.
+    """Raise UnsupportedError for `model.compile` without a compiler, and for what does not run here: a kernel of `model.attention`, TF32.
 
     On a cluster that runs already, ranks refuse it when they load the model: the controller's machine may be another one than theirs.
     """
-    if (not model.compile and model.attention == "auto") or (run.launch == "ray" and not starts_ray_here(run)):
+    plain = not model.compile and model.attention == "auto" and run.matmul_precision == "highest"
+    if plain or (run.launch == "ray" and not starts_ray_here(run)):
         return
     from skyrl_engine.modeling.device_check import refuse_on_device
+    from skyrl_engine.modeling.matmul_precision import refuse_matmul_precision
 
-    refuse_on_device(model, pick_device(run.device, 0), rows)
+    device = pick_device(run.device, 0)
+    refuse_on_device(model, device, rows)
+    refuse_matmul_precision(run.matmul_precision, model.dtype, device)
+
+
+def refuse_absent_device(described: BackendDescription, model: ModelConfig, run: RunConfig) -> None:
+    """Raise the UnsupportedError of a backend whose options need another device than its ranks have.
+
+    On a cluster that runs already, ranks refuse it when they load the model.
+    """
+    if described.refuse_device is refuse_no_device or (run.launch == "ray" and not starts_ray_here(run)):
+        return
+    described.refuse_device(model, pick_device(run.device, 0))
 
 
 def describe_compiling(model: ModelConfig) -> str:

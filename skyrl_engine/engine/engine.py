@@ -14,7 +14,8 @@ from skyrl_engine.cleanup import close_after, finally_close
 from skyrl_engine.config import ResolvedConfig, SelectedPlugin
 from skyrl_engine.config.automatic import budget_of, list_automatic_keys
 from skyrl_engine.config.schema import GeneratorTable, OptimizerConfig, RunConfig
-from skyrl_engine.contracts.kinds.backend import BackendDescription, OptimizerSettings, OptimStep
+from skyrl_engine.contracts.kinds.backend import BackendDescription, OptimStep
+from skyrl_engine.contracts.kinds.optimizer_settings import OptimizerSettings
 from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.model import LoraConfig
 from skyrl_engine.contracts.values.outputs import BatchOutput, Metric, RankOutput
@@ -22,6 +23,7 @@ from skyrl_engine.contracts.values.plan import Layout
 from skyrl_engine.engine.accumulation import MiniBatchGradient
 from skyrl_engine.engine.assembly import Assembly, assemble
 from skyrl_engine.engine.automatic import Choices
+from skyrl_engine.engine.capability import check_asynchronous_saves
 from skyrl_engine.engine.cpu_check import describe_sharing
 from skyrl_engine.engine.frozen_model import FrozenModel
 from skyrl_engine.engine.model_files import ModelFiles
@@ -32,6 +34,7 @@ from skyrl_engine.engine.sampling import SamplingVerbs
 from skyrl_engine.engine.saved_state import EngineState
 from skyrl_engine.engine.schedule import learning_rate as scheduled_rate
 from skyrl_engine.engine.schedule import load_own_schedule
+from skyrl_engine.engine.state_save import StateSave
 from skyrl_engine.engine.steering import Steering
 from skyrl_engine.engine.validation import (
     has_adapter_sets,
@@ -50,6 +53,7 @@ from skyrl_engine.registry.resolve import Registry
 from skyrl_engine.workers.dispatch import PlacedShard
 from skyrl_engine.workers.future import Future
 from skyrl_engine.workers.launch import WorkerGroup, launch_workers
+from skyrl_engine.workers.listing import FileFacts
 from skyrl_engine.workers.messages import (
     Export,
     Load,
@@ -110,6 +114,7 @@ class Engine(SamplingVerbs):
         self._registry = registry
         self._generator_table = generator
         self._peak_bytes: list[int] = []
+        self._state_save: StateSave | None = None
         self._frozen: dict[str, ModelFacts] = {}
         self._own_schedule = load_own_schedule(optimizer, total_steps)
 
@@ -395,7 +400,31 @@ class Engine(SamplingVerbs):
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
         self.group.ask(Save(directory))
-        EngineState(self.step, self._files.facts.rotary_length, self._files.facts.family).write(directory)
+        self._describe_state().write(directory)
+
+    def save_async(self, directory: str | Path) -> StateSave:
+        """Write what `save` writes while the engine goes on: this returns as soon as every rank has copied its state to host memory.
+
+        `poll` and `result` of what is returned say when the files are whole. A save that is under way is waited for first. Raises
+        UnsupportedError of a backend that does not declare the capability `asynchronous_saves`, and CheckpointError.
+        """
+        self.group.refuse_ended()
+        check_asynchronous_saves(self.assembly.plugins["backend"].loaded.record.name, self.assembly.description.capabilities)
+        if self._state_save is not None:
+            before, self._state_save = self._state_save, None
+            before.result()
+        directory = Path(directory)
+        directory.mkdir(parents=True, exist_ok=True)
+        self._state_save = StateSave(self.group, directory, self._describe_state())
+        return self._state_save
+
+    def _describe_state(self) -> EngineState:
+        return EngineState(self.step, self._files.facts.rotary_length, self._files.facts.family)
+
+    def list_files(self, directory: Path) -> dict[str, FileFacts]:
+        """Return size and SHA-256 sum of every file under `directory`, by its relative path; the ranks share the work."""
+        self.group.refuse_ended()
+        return self.group.list_files(directory)
 
     def load(self, directory: str | Path, *, update_generators: bool = True) -> None:
         """Restore what `save` wrote, and give the weights to the generators unless `update_generators` is False. Raises CheckpointError."""

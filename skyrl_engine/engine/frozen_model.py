@@ -71,6 +71,7 @@ class FrozenModel:
                 right_label=None,
                 activation_checkpointing=False,
                 neftune_alpha=None,
+                freeze=(),
             ),
         )
 

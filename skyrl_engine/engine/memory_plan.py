@@ -9,12 +9,13 @@ from skyrl_engine.config import ResolvedConfig
 from skyrl_engine.contracts.values.model import ModelConfig
 from skyrl_engine.contracts.values.plan import BatchPlan
 from skyrl_engine.contracts.values.ragged import IntArray
+from skyrl_engine.contracts.values.topology import Topology
 from skyrl_engine.engine.assembly import Assembly
 from skyrl_engine.engine.automatic import find_device, find_device_bytes
 from skyrl_engine.engine.batch_shape import BatchShape
 from skyrl_engine.engine.model_shape import read_model_shape
+from skyrl_engine.model_facts.loading_memory import count_loading_bytes
 from skyrl_engine.model_facts.memory import CacheShape, format_bytes
-from skyrl_engine.model_facts.parameter_shapes import count_numbers
 from skyrl_engine.model_facts.rank_memory import (
     CACHES,
     ModelShape,
@@ -24,7 +25,9 @@ from skyrl_engine.model_facts.rank_memory import (
     count_frozen_bytes,
     count_rank_memory,
     count_sent_bytes,
+    count_share,
 )
+from skyrl_engine.model_facts.tensor_parallel_plan import divides_keys, list_divided_patterns
 
 
 @frozen
@@ -56,12 +59,15 @@ class MemoryPlan:
     """The bytes of tensors that ranks hold at most: a `RankMemory` per pipeline stage, for the largest micro-batch of all data-parallel ranks.
 
     `device_bytes` is the memory of the GPUs that the plan is for; None: it is not known. What libraries and the allocator take comes on top.
-    `shape` is that of the trained model, and `beside` are those of others on the ranks, by their names.
+    `loading` are the bytes of tensors in rank 0's host memory while the largest model is loaded, before a step begins, and `loads_whole` says
+    that it reads that model whole. `shape` is that of the trained model, and `beside` are those of others on the ranks, by their names.
     """
 
     stages: tuple[RankMemory, ...]
     step: StepWork
     device_bytes: int | None
+    loading: int
+    loads_whole: bool
     shape: ModelShape = field(repr=False)
     beside: Mapping[str, ModelShape] = field(repr=False)
 
@@ -80,17 +86,25 @@ class MemoryPlan:
         stages = [
             {"stage": each.stage, "parts": dict(each.parts), "host": dict(each.host), "total": each.total} for each in self.stages
         ]
-        return {"stages": stages, "step": asdict(self.step), "device_bytes": self.device_bytes, "fits": self.fits}
+        loading = {"rank_0_host": self.loading, "whole": self.loads_whole}
+        return {
+            "stages": stages,
+            "step": asdict(self.step),
+            "device_bytes": self.device_bytes,
+            "fits": self.fits,
+            "loading": loading,
+        }
 
 
 @frozen
 class RankSampling:
     """A generator on the ranks: whether it copies the weights (it does not where it reads those that are trained), and the tokens that it keeps
-    keys and values of; None: as many as fit.
+    keys and values of; None: as many as fit. `divided` says that tensor-parallel ranks share both.
     """
 
     copies: bool
     cached: int | None
+    divided: bool = False
 
 
 def plan_memory(
@@ -118,13 +132,20 @@ def plan_memory(
     stages, optimizer = [], resolved.config.optimizer
     for stage in range(topology.pp):
         held = count_rank_memory(
-            shape, layout, topology, work, optimizer=optimizer.use, stage=stage, ema=optimizer.ema_decay is not None
+            shape,
+            layout,
+            topology,
+            work,
+            optimizer=optimizer.use,
+            stage=stage,
+            ema=optimizer.ema_decay is not None,
+            stages_saves=resolved.config.checkpoint.asynchronous,
         )
         frozen = {
             name: count_frozen_bytes(other, description.describe_state(other.model), topology, stage)
             for name, other in shapes.items()
         }
-        stages.append(evolve(held, parts={**held.parts, **frozen, **_count_sampling_bytes(shape, sampling)}))
+        stages.append(evolve(held, parts={**held.parts, **frozen, **_count_sampling_bytes(shape, sampling, topology)}))
     chosen = cut.mini_batches[0].samples
     step = StepWork(
         tokens=int(tokens[chosen].sum()),
@@ -144,17 +165,24 @@ def plan_memory(
         ),
     )
     device_bytes = find_device_bytes(resolved) if find_device(resolved) == "cuda" else None
-    return MemoryPlan(tuple(stages), step, device_bytes, shape, shapes)
+    loaded = {count_loading_bytes(each, own := description.describe_state(each.model)): own for each in (shape, *shapes.values())}
+    loading = max(loaded)
+    return MemoryPlan(tuple(stages), step, device_bytes, loading, loaded[loading].loading == "whole", shape, shapes)
 
 
-def _count_sampling_bytes(shape: ModelShape, sampling: RankSampling | None) -> dict[str, int]:
+def _count_sampling_bytes(shape: ModelShape, sampling: RankSampling | None, topology: Topology) -> dict[str, int]:
     """Count what a generator takes on a rank, where there is one: a copy of the weights, and the keys and values that it keeps."""
     if sampling is None:
         return {}
-    taken = {"sampler's weights": count_numbers(shape.parameters) * shape.computed_bytes} if sampling.copies else {}
-    cache = CacheShape.of(shape.config)
+    shares = sampling.divided and topology.tp > 1
+    taken, cache = dict[str, int](), CacheShape.of(shape.config)
+    if sampling.copies:
+        patterns = list_divided_patterns(shape.config)
+        numbers = (count_share(each, patterns, topology) if shares else each.count for each in shape.parameters if not each.is_tied)
+        taken["sampler's weights"] = sum(numbers) * shape.computed_bytes
     if sampling.cached is not None and cache is not None:
-        taken[CACHES] = sampling.cached * cache.token_bytes(shape.model.dtype)
+        size = cache.token_bytes(shape.model.dtype)
+        taken[CACHES] = sampling.cached * (-(-size // topology.tp) if shares and divides_keys(shape.config) else size)
     return taken
 
 
@@ -174,6 +202,8 @@ def format_memory_plan(plan: MemoryPlan) -> dict[str, str]:
     }
     if len(plan.stages) > 1:
         lines["memory by stage"] = ", ".join(f"{each.stage}: {format_bytes(each.total)}" for each in plan.stages)
+    how = "which reads the whole model" if plan.loads_whole else "which checks the first layers; every rank reads its own part"
+    lines["memory while loading"] = f"{format_bytes(plan.loading)} of tensors in host memory of rank 0, {how}"
     lines["work of a step"] = (
         f"{step.tokens:,} tokens of samples, {step.dense:,} computed, {step.padding:.1%} padding; "
         f"{step.micro_batches:,} micro-batches a rank, of up to {step.largest:,} tokens"

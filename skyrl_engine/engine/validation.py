@@ -6,8 +6,9 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from skyrl_engine.contracts.kinds.backend import OPTIONAL_SCORES, OptimizerSettings
+from skyrl_engine.contracts.kinds.backend import OPTIONAL_SCORES
 from skyrl_engine.contracts.kinds.needs import LOGPROBS_AT, TEACHER_MODEL, asks_a_teacher
+from skyrl_engine.contracts.kinds.optimizer_settings import OptimizerSettings
 from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.model import ModelConfig
 from skyrl_engine.contracts.values.ragged import IntArray
@@ -112,8 +113,7 @@ def refuse_no_adapter_sets(assembly: Assembly, model: ModelConfig) -> None:
         backend = assembly.plugins["backend"].loaded.record.name
         raise UnsupportedError(
             f"sets of adapters need a model with adapters and the capability 'adapter_sets', which backend {backend} must declare",
-            remedy="Set model.lora, without load_in_4bit, and choose a backend and a layout that declare it, such as fsdp without tensor "
-            "parallelism",
+            remedy="Set model.lora, without load_in_4bit, and choose a backend and a layout that declare it, such as fsdp",
         )
 
 

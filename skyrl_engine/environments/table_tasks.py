@@ -127,7 +127,9 @@ class TableTasks:
         if self.split == "eval" and self.options.eval_data is not None:
             key = f"eval/{key}"
         tools = _tools(row, values.pop("tools", None)) or self.tools
-        return Task(key, self.options.messages(_prompt(row, prompt_columns[0], prompt)), data=values, tools=tuple(tools))
+        given = _prompt(row, prompt_columns[0], prompt)
+        prompt_text = given if isinstance(given, str) else None
+        return Task(key, self.options.messages(given), data=values, tools=tuple(tools), prompt_text=prompt_text)
 
 
 def _prompt(row: Row, column: str, value: Any) -> str | list[Message]:

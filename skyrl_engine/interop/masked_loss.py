@@ -139,7 +139,8 @@ class MaskedLoss:
     def _metric(self, name: str, value: Any, count: int) -> Metric:
         reduction = self.metrics.get(name, "mean") if isinstance(self.metrics, Mapping) else "mean"
         try:
-            number = float(value.detach() if hasattr(value, "detach") else value)
+            # a tensor of one number is not waited for
+            number = value.detach().double().reshape(()) if hasattr(value, "detach") else float(value)
         except (TypeError, ValueError, RuntimeError) as error:
             raise ContractError(
                 f"{self.__name__} returned the metric {name!r} as {type(value).__name__}: {error}", remedy="Return a number"

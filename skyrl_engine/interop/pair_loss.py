@@ -128,7 +128,7 @@ class PairLoss:
         named = zip(self.metrics, others, strict=False)
         return {
             f"{self.__name__}_{name}" if name in ENGINE_METRICS else name: Metric.mean(
-                float(value.detach().float().mean()) * count if hasattr(value, "detach") else float(value) * count, count
+                value.detach().float().mean().double() * count if hasattr(value, "detach") else float(value) * count, count
             )
             for name, value in named
         }

@@ -18,9 +18,9 @@ def as_reward(function: Callable[..., Any], form: Form = "auto") -> Callable[[Ac
     """Return the function as one of (action, task), whose result may be awaitable.
 
     A function of lists is given lists of one: attempts end one by one, each in the process of its episode. So is one of TRL (1.16,
-    `reward_funcs`), with completions as messages, since tasks are conversations. Of verl (0.6, `compute_score`) what is needed is read from
-    the task's data: `data_source`, `ground_truth` (or `reward_model.ground_truth`), `extra_info`. Raises ContractError for a function whose
-    parameters are none of these.
+    `reward_funcs`): as there, prompts and completions are texts where the row's prompt is a text, and lists of messages where it is one. Of
+    verl (0.6, `compute_score`) what is needed is read from the task's data: `data_source`, `ground_truth` (or `reward_model.ground_truth`),
+    `extra_info`. Raises ContractError for a function whose parameters are none of these.
     """
     signature = inspect.signature(function)
     chosen_form = _form(signature.parameters) if form == "auto" else form
@@ -72,9 +72,10 @@ def _form(names: Mapping[str, inspect.Parameter]) -> str | None:
 
 def _of_trl(action: Action, task: Task) -> dict[str, Any]:
     columns = {name: [value] for name, value in task.data.items() if name not in ("prompts", "completions")}
+    is_text = task.prompt_text is not None
     return {
-        "prompts": [[dict(message) for message in task.messages]],
-        "completions": [[{"role": "assistant", "content": action.text}]],
+        "prompts": [task.prompt_text if is_text else [dict(message) for message in task.messages]],
+        "completions": [action.text if is_text else [{"role": "assistant", "content": action.text}]],
         "completion_ids": [list(action.token_ids)],
         **columns,
     }

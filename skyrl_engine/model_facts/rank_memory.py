@@ -5,6 +5,8 @@ activations of all micro-batches on their way through its stage, and the logits 
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from functools import cache
 from typing import Any, Final
 
 from attrs import field, frozen
@@ -14,6 +16,7 @@ from skyrl_engine.contracts.values.state_layout import Holding, StateLayout
 from skyrl_engine.contracts.values.topology import Topology
 from skyrl_engine.model_facts.memory import EIGHT_BIT_BLOCK, ELEMENT_BYTES, FEWEST_IN_EIGHT_BITS, CacheShape
 from skyrl_engine.model_facts.parameter_shapes import ParameterShape
+from skyrl_engine.model_facts.pipeline_layers import divide_layers, place_layers
 
 _CHUNKS_KEPT: Final = 2
 """Chunks of logits up to which they are kept from the forward pass to the backward pass (`modeling.chunked_head`)."""
@@ -21,6 +24,8 @@ _CHUNKS_KEPT: Final = 2
 
 WORKING_PARTS: Final = ("gradients", "gathered weights", "activations", "logits")
 """Parts that are there while a step trains."""
+STAGED_CHECKPOINT: Final = "checkpoint being written"
+"""The part of the copies that a rank makes of its state, to write them while training goes on."""
 CACHES: Final = "caches"
 """The part of keys and values that a generator on the rank holds while it samples."""
 
@@ -49,6 +54,14 @@ class ModelShape:
     @property
     def layers(self) -> int:
         return 1 + max((each.layer for each in self.parameters if each.place == "layer"), default=0)
+
+    @property
+    def first_trained_layer(self) -> int:
+        """The number of the first layer that gradients reach, or that of all layers: those before it keep nothing for a backward pass."""
+        trained = [each for each in self.parameters if each.is_trained]
+        if any(each.place in ("embedding", "before") for each in trained):
+            return 0
+        return min((each.layer for each in trained if each.place == "layer"), default=self.layers)
 
     @property
     def vocabulary(self) -> int:
@@ -84,17 +97,47 @@ def list_of_stage(
 ) -> list[ParameterShape]:
     """Return the parameters of a pipeline stage. The first one has the embedding, the last one norm and head; a tied head there is a copy."""
     last = topology.pp - 1
-    per_piece = max(1, layers // (topology.pp * pieces))
+    piece_of = place_layers(layers, topology.pp * pieces)
+    outside = {"embedding": 0, "before": 0, "after": last, "head": last}
     chosen = []
     for each in parameters:
-        owner = {"embedding": 0, "before": 0, "after": last, "head": last}.get(each.place, each.layer // per_piece % topology.pp)
+        owner = outside[each.place] if each.place in outside else piece_of[each.layer] % topology.pp
         if owner == stage and not (each.is_tied and topology.pp == 1):
             chosen.append(each)
     return chosen
 
 
+@cache
+def _matches_a_pattern(name: str, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def read_divided_patterns(shape: ModelShape, layout: StateLayout) -> tuple[str, ...] | None:
+    """Return the patterns of names by which `count_share` knows what tensor-parallel ranks divide; None: all matrices."""
+    return None if layout.divided is None else layout.divided(shape.config)
+
+
+def count_share(parameter: ParameterShape, divided: tuple[str, ...] | None, topology: Topology) -> int:
+    """Count the numbers of a parameter that a tensor-parallel rank has."""
+    if topology.tp == 1:
+        return parameter.count
+    if divided is None:
+        is_divided = parameter.is_matrix
+    elif parameter.place in ("embedding", "head"):
+        is_divided = (parameter.rows if parameter.is_matrix else parameter.columns) % topology.tp == 0
+    else:
+        is_divided = _matches_a_pattern(parameter.name, divided)
+    return parameter.count // topology.tp if is_divided else parameter.count
+
+
+def is_of_experts(parameter: ParameterShape) -> bool:
+    """Say whether a parameter belongs to the routed experts of a layer; shared experts and routers do not."""
+    return ".experts." in parameter.name
+
+
 def count_state_bytes(
     shape: ModelShape,
+    layout: StateLayout,
     holdings: Sequence[Holding],
     parameters: Sequence[ParameterShape],
     topology: Topology,
@@ -102,12 +145,13 @@ def count_state_bytes(
     *,
     ema: bool = False,
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """Count the bytes of the copies of a model's state on one rank by part: those on the device, and those in host memory.
+    """Count the bytes of `holdings` of a layout on one rank by part: those on the device, and those in host memory.
 
     With `ema` the optimizer's part has the average of every trained weight.
     """
     device: dict[str, int] = {}
     host: dict[str, int] = {}
+    divided = read_divided_patterns(shape, layout)
     for holding in holdings:
         # of those that every rank holds whole
         taken, whole = 0, 0
@@ -117,9 +161,12 @@ def count_state_bytes(
             if each.held_bytes is not None:
                 whole += each.held_bytes
                 continue
-            count = each.count // topology.tp if each.is_matrix else each.count
-            # what adapters leave frozen has the precision of the computation
-            is_rounded = not holding.master or (shape.model.lora is not None and not each.is_trained)
+            count = count_share(each, divided, topology)
+            if holding.ranks == 1 and is_of_experts(each):
+                # ranks that divide a copy hold as much of it, whichever of them have the same experts
+                count //= layout.spread_experts
+            # what is frozen has the precision of the computation
+            is_rounded = not holding.master or not each.is_trained
             element = shape.computed_bytes if is_rounded else shape.master_bytes
             if holding.part == "optimizer":
                 taken += count_optimizer_bytes(each, count, optimizer or "adamw", element) + (count * element if ema else 0)
@@ -165,19 +212,28 @@ def count_rank_memory(
     optimizer: str | None,
     stage: int = 0,
     ema: bool = False,
+    stages_saves: bool = False,
 ) -> RankMemory:
-    """Count what a rank of pipeline stage `stage` holds of the model that it trains, at most, by part."""
+    """Count what a rank of pipeline stage `stage` holds of the model that it trains, at most, by part.
+
+    With `stages_saves` it has a copy of what it writes in host memory.
+    """
     parameters = list_of_stage(shape.parameters, shape.layers, topology, layout.pieces, stage)
-    device, host = count_state_bytes(shape, layout.holdings, parameters, topology, optimizer, ema=ema)
+    device, host = count_state_bytes(shape, layout, layout.holdings, parameters, topology, optimizer, ema=ema)
     parts = {name: device.get(name, 0) for name in ("weights", "gradients", "optimizer")}
     parts["gathered weights"] = count_gathered_bytes(shape, layout, parameters, topology)
     parts["activations"] = count_stage_activation_bytes(shape, layout, topology, work, stage)
     parts["logits"] = count_logit_bytes(shape, layout, topology, work) if stage == topology.pp - 1 else 0
     if shape.model.activation_checkpointing and (sizes := ActivationShape.of(shape.config)) is not None:
         # a layer is computed again after the head's logits are gone
-        again = sizes.count_layer(shape.computed_bytes, layout, tp=topology.tp) * -(-work.tokens // topology.cp)
+        own = -(-work.tokens // topology.cp)
+        again = sizes.count_layer(shape.computed_bytes, layout, tp=topology.tp) * own
+        again += sizes.count_keys(shape.computed_bytes, tp=topology.tp) * (work.tokens - own)
         parts["activations"] += max(0, again - parts["logits"])
     parts["buffers"] = layout.buffers * shape.master_bytes
+    if stages_saves:
+        _, copied = count_state_bytes(shape, layout, layout.staged, parameters, topology, optimizer, ema=ema)
+        host[STAGED_CHECKPOINT] = sum(copied.values())
     return RankMemory(stage, parts, host)
 
 
@@ -207,12 +263,13 @@ def count_gathered_bytes(shape: ModelShape, layout: StateLayout, parameters: Seq
     made = max((each.count for each in parameters if each.held_bytes is not None), default=0) * shape.computed_bytes
     if layout.gathered == "nothing":
         return made
+    divided = read_divided_patterns(shape, layout)
     layers: dict[int, int] = {}
     outside = outside_trained = 0
     for each in parameters:
         if each.held_bytes is not None:
             continue
-        count = each.count // topology.tp if each.is_matrix else each.count
+        count = count_share(each, divided, topology)
         if each.place == "layer":
             layers[each.layer] = layers.get(each.layer, 0) + count
         else:
@@ -237,9 +294,15 @@ def count_stage_activation_bytes(shape: ModelShape, layout: StateLayout, topolog
         begun = min(work.micro_batches, stages - stage)
     else:
         begun = min(work.micro_batches * pieces, 2 * (stages - stage - 1) + (pieces - 1) * stages + 1)
-    layers = max(1, shape.layers // (stages * pieces))
+    layers = max(divide_layers(shape.layers, stages * pieces)[stage::stages])
+    if stages == 1:
+        layers = min(layers, shape.layers - shape.first_trained_layer)
     tokens = -(-work.tokens // topology.cp)
-    return begun * sizes.count_layers(layers, tokens, shape.model, layout, tp=topology.tp)
+    held = sizes.count_layers(layers, tokens, shape.model, layout, tp=topology.tp)
+    if not shape.model.activation_checkpointing:
+        # context-parallel ranks keep the keys and values that they gather from each other
+        held += layers * sizes.count_keys(shape.computed_bytes, tp=topology.tp) * (work.tokens - tokens)
+    return begun * held
 
 
 def count_logit_bytes(shape: ModelShape, layout: StateLayout, topology: Topology, work: RankWork) -> int:
@@ -261,10 +324,17 @@ def count_logit_bytes(shape: ModelShape, layout: StateLayout, topology: Topology
     return vocabulary * (kept * shape.computed_bytes + at_once * per_logit) + head * exact
 
 
+_NORMALIZING: Final = ("qwen3", "gemma3", "olmo2", "olmo3")
+"""Beginnings of the `model_type` of models that normalise queries and keys."""
+
+_FOUR_NORMS: Final = ("gemma2", "gemma3_text", "glm4")
+"""`model_type` of models that normalise what attention and feed-forward layers read, and what they give."""
+
+
 @frozen
 class ActivationShape:
     """Numbers of a decoder layer that its backward pass reads, per token: of the width of the model, of attention, and of experts or the
-    feed-forward network that a token passes through.
+    feed-forward network that a token passes through; and the number of its norms of hidden states.
     """
 
     hidden: int
@@ -272,6 +342,7 @@ class ActivationShape:
     keys: int
     inner: int
     normalized: int
+    norms: int = 2
 
     @classmethod
     def of(cls, config: Any) -> "ActivationShape | None":
@@ -284,7 +355,10 @@ class ActivationShape:
         experts = getattr(text, "num_experts_per_tok", None) or 1
         queries = text.num_attention_heads * shape.key_width
         keys = shape.heads * (shape.key_width + shape.value_width)
-        return cls(hidden, queries, keys, inner * experts, queries + shape.heads * shape.key_width if _has_head_norms(text) else 0)
+        shared = getattr(text, "shared_expert_intermediate_size", None) or inner * (getattr(text, "n_shared_experts", None) or 0)
+        normalized = queries + shape.heads * shape.key_width if _has_head_norms(text) else 0
+        norms = 4 if getattr(text, "model_type", "") in _FOUR_NORMS else 2
+        return cls(hidden, queries, keys, inner * experts + shared, normalized, norms)
 
     def count_layer(self, element: int, layout: StateLayout, *, tp: int = 1) -> int:
         """Count the bytes of one token in one layer.
@@ -297,11 +371,15 @@ class ActivationShape:
         rounds, megatron = element == ELEMENT_BYTES["bfloat16"], layout.layers == "megatron-core"
         norm = self.hidden * ((10 if megatron else 8) if rounds else 3 * element)
         head_norms = self.normalized * (6 if rounds else 2 * element)
-        whole = 2 * norm
+        whole = self.norms * norm
         divided = (2 * self.queries + self.keys + 4 * self.inner) * element + head_norms
         if megatron:
             divided += (2 * self.queries + self.keys // 2 + self.inner) * element
         return -(-whole // (tp if layout.sequence_parallel else 1)) + -(-divided // tp)
+
+    def count_keys(self, element: int, *, tp: int = 1) -> int:
+        """Count the bytes of one token's keys and values in one layer."""
+        return -(-self.keys * element // tp)
 
     def count_layers(self, layers: int, tokens: int, model: ModelConfig, layout: StateLayout, *, tp: int) -> int:
         """Count the bytes of `layers` layers of one stage for one micro-batch of `tokens` tokens; of layers computed again, their inputs."""
@@ -312,7 +390,7 @@ class ActivationShape:
 
 
 def _has_head_norms(text: Any) -> bool:
-    return getattr(text, "model_type", "").startswith("qwen3") or bool(getattr(text, "use_qk_norm", False))
+    return getattr(text, "model_type", "").startswith(_NORMALIZING) or bool(getattr(text, "use_qk_norm", False))
 
 
 def count_sent_bytes(
@@ -321,26 +399,33 @@ def count_sent_bytes(
     """Count the bytes that a rank of a stage sends in one optimizer step of `micro_batches` micro-batches with `tokens` dense tokens together.
 
     They are those of a ring: its gather of n parts sends (n - 1) / n of the whole (Thakur et al. 2005). Tensor-parallel ranks sum four times a
-    layer (Shoeybi et al. 2019, arXiv 1909.08053, section 3), context-parallel ranks gather keys and values and scatter their gradients, and
-    stages send hidden states and their gradients.
+    layer (Shoeybi et al. 2019, arXiv 1909.08053, section 3), context-parallel ranks gather keys and values, once more where layers are
+    computed again, and scatter their gradients, and stages send hidden states and their gradients. Ranks that hold experts for each other
+    gather their tokens and scatter the sums, in the forward and the backward pass, and the former once more where layers are computed again.
     """
     parameters = list_of_stage(shape.parameters, shape.layers, topology, layout.pieces, stage)
+    divided = read_divided_patterns(shape, layout)
     sent = 0.0
     for flow in layout.traffic:
-        numbers = sum(
-            each.count // topology.tp if each.is_matrix else each.count
-            for each in parameters
-            if each.held_bytes is None and (each.is_trained or flow.part == "weights")
-        )
-        size = numbers * (shape.master_bytes if flow.master else shape.computed_bytes)
-        sent += size * (flow.ranks - 1) / flow.ranks * flow.times * (1 if flow.per_step else micro_batches)
+        element = (shape.master_bytes if flow.master else shape.computed_bytes) * (1 if flow.per_step else micro_batches)
+        for each in parameters:
+            if each.held_bytes is None and (each.is_trained or flow.part == "weights"):
+                spread = min(layout.spread_experts if is_of_experts(each) else 1, flow.ranks)
+                count, ranks = count_share(each, divided, topology) // spread, flow.ranks // spread
+                sent += count * element * (ranks - 1) / ranks * flow.times
     sizes = ActivationShape.of(shape.config)
     if sizes is None:
         return int(sent)
-    layers, own = max(1, shape.layers // topology.pp), tokens / topology.cp
+    layers = sum(divide_layers(shape.layers, topology.pp * layout.pieces)[stage :: topology.pp])
+    own = tokens / topology.cp
     element = shape.computed_bytes
     sent += 4 * layers * own * sizes.hidden * element * 2 * (topology.tp - 1) / topology.tp
-    sent += 2 * layers * own * (topology.cp - 1) * sizes.keys / topology.tp * element
+    sent += (
+        (3 if shape.model.activation_checkpointing else 2) * layers * own * (topology.cp - 1) * sizes.keys / topology.tp * element
+    )
+    with_experts = len({each.layer for each in parameters if is_of_experts(each)})
+    passes = 6 if shape.model.activation_checkpointing else 4
+    sent += passes * with_experts * own * (layout.spread_experts - 1) * sizes.hidden * element
     if topology.pp > 1:
         neighbours = 1 if stage in (0, topology.pp - 1) and layout.pieces == 1 else 2
         share = topology.tp if layout.sequence_parallel else 1
@@ -356,5 +441,5 @@ def compute_bubble_share(stages: int, pieces: int, micro_batches: int) -> float:
 def count_frozen_bytes(shape: ModelShape, layout: StateLayout, topology: Topology, stage: int) -> int:
     """Count the bytes on a device of a model that is set up for scoring alone, on a rank of this stage."""
     parameters = list_of_stage(shape.parameters, shape.layers, topology, layout.pieces, stage)
-    device, _ = count_state_bytes(shape, layout.scoring, parameters, topology, None)
+    device, _ = count_state_bytes(shape, layout, layout.scoring, parameters, topology, None)
     return sum(device.values())

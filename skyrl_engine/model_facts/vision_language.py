@@ -3,8 +3,9 @@
 from typing import Any, Final
 
 from skyrl_engine.errors import UnsupportedError
+from skyrl_engine.model_facts.pipeline_layers import divide_layers
 
-VISION_LANGUAGE: Final = ("qwen3_vl",)
+VISION_LANGUAGE: Final = ("qwen3_vl", "qwen3_vl_moe")
 """Values of a configuration's `model_type` that `modeling.vision.ImageDecoder` is right for; tests hold it against transformers."""
 
 
@@ -31,10 +32,11 @@ def refuse_short_first_piece(config: Any, name: str, *, pieces: int) -> None:
     if not takes_images(config):
         return
     levels, layers = len(config.vision_config.deepstack_visual_indexes), config.text_config.num_hidden_layers
-    if layers // pieces < levels:
+    first = divide_layers(layers, pieces)[0]
+    if first < levels:
         raise UnsupportedError(
-            f"{name} adds image features to its first {levels} layers, and a pipeline of {pieces} pieces leaves {layers // pieces} of its "
-            f"{layers} to the one that sees the images",
+            f"{name} adds image features to its first {levels} layers, and a pipeline of {pieces} pieces leaves {first} of its {layers} to "
+            f"the one that sees the images",
             remedy="Make the backend's pipeline sizes smaller",
         )
 
@@ -52,7 +54,7 @@ def refuse_vision_language(config: Any, name: str, *, images: bool) -> None:
             return
         raise UnsupportedError(
             f"{name} is a vision-language model, and the backend in this layout does not declare 'vision'",
-            remedy="Choose a backend and a layout that train vision-language models, such as megatron, or fsdp without tensor parallelism",
+            remedy="Choose a backend and a layout that train vision-language models, such as fsdp",
         )
     causal, image_text = (
         auto_class._model_mapping  # noqa: SLF001 - the only lists of what can be loaded
@@ -66,5 +68,5 @@ def refuse_vision_language(config: Any, name: str, *, images: bool) -> None:
     )
     raise UnsupportedError(
         f"{name} is {what}, which is not supported (supported: {', '.join(VISION_LANGUAGE)})",
-        remedy="Use a dense Qwen3-VL model, or a text model",
+        remedy="Use a Qwen3-VL model, or a text model",
     )

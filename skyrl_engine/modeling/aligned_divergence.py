@@ -6,7 +6,7 @@ with one token on either side these are the distributions of the next token.
 """
 
 from collections.abc import Mapping
-from typing import Final, Self
+from typing import Final, Protocol, Self
 
 import torch
 from attrs import evolve, fields, frozen
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from skyrl_engine.contracts.kinds.needs import AlignedDivergence, is_aligned
 from skyrl_engine.modeling.causal_lm import LogitRule
-from skyrl_engine.modeling.chunked_head import ChunkedHead, RequestedScores, Score
+from skyrl_engine.modeling.chunked_head import RequestedScores, Score, ScoringTeacher
 from skyrl_engine.modeling.teaching import TeacherStates
 
 _LEAST: Final = 1e-8
@@ -25,6 +25,20 @@ _SLOPE: Final = "slope:"
 
 _POSITIONS: Final = 64
 """Positions whose logits are made at a time where only log-probabilities are kept of them."""
+
+
+class StudentHead(Protocol):
+    """A student's head, as `ChunkedHead.forward` takes states and tokens."""
+
+    def __call__(
+        self,
+        hidden_NH: Tensor,
+        tokens_NK: Tensor,
+        temperature: float,
+        names: tuple[str, ...],
+        teacher: ScoringTeacher | None = None,
+        /,
+    ) -> tuple[Tensor, ...]: ...
 
 
 @frozen(eq=False)
@@ -125,7 +139,7 @@ class AlignedStates(TeacherStates):
             total_N.index_add_(0, places.groups_teacher[chosen], picked_C.to(total_N.dtype))
         return total_N
 
-    def compare(self, head: ChunkedHead, hidden_NH: Tensor, requested: RequestedScores, temperature: float) -> dict[str, Tensor]:
+    def compare(self, head: StudentHead, hidden_NH: Tensor, requested: RequestedScores, temperature: float) -> dict[str, Tensor]:
         """Return the scores that are asked of a student's `head` at its states [n, h], those of groups with their whole gradient.
 
         The probability of a group's earlier tokens is that of other positions, which a chunk does not have. It is computed first, without a
@@ -136,7 +150,7 @@ class AlignedStates(TeacherStates):
         needs = tuple(name for name in requested.scores if is_aligned(name))
         teacher = _AskedTeacher(self, before_N)
         names = (*requested.scores, *(f"{_SLOPE}{need}" for need in needs))
-        values = head(hidden_NH, requested.tokens, temperature, names, teacher=teacher)
+        values = head(hidden_NH, requested.tokens, temperature, names, teacher)
         scores = requested.name_values(values[: len(requested.scores)])
         after_N = self.sum_earlier(scores["logprobs"])
         for need, slope_N in zip(needs, values[len(requested.scores) :], strict=True):

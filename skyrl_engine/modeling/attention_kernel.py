@@ -8,6 +8,7 @@ from skyrl_engine.contracts.values.model import AttentionKernel, ModelConfig
 from skyrl_engine.contracts.values.plan import RowKind
 from skyrl_engine.errors import UnsupportedError
 from skyrl_engine.modeling import document_kernel, tree_kernel
+from skyrl_engine.modeling.context_parallel import DividedSegments
 from skyrl_engine.modeling.run_attention import AttendDocument, attend_runs
 from skyrl_engine.modeling.segments import Segments
 
@@ -31,14 +32,30 @@ def attend_segments(
     scaling: float | None,
     window: int | None,
     dropout: float = 0.0,
+    weighted: bool = False,
 ) -> Tensor:
     """Return attention [1, tokens, heads, d] for query [1, heads, tokens, d], key and value [1, key heads, tokens, d], as `attend_runs` does.
+
+    With `weighted` the scores are none that torch's kernels compute, and `attend_document` attends to every run.
+
+    Of `DividedSegments` these are this rank's tokens, whose keys and values all ranks gather; "auto" and "sdpa" attend to them by runs.
 
     "auto" takes the fastest kernel that is right on the device: flash attention for documents; FlexAttention for trees, and for documents where
     flash attention does not serve; or else runs one by one, which is "sdpa". Tensors on the CPU are attended by runs under every kernel: they
     are those of the checks while a model is loaded, since `refuse_kernel` refuses to train there with another one. Raises UnsupportedError for
     what a chosen kernel does not serve, or computes wrongly.
     """
+    if weighted and kernel in _LIBRARIES:
+        raise UnsupportedError(
+            f'model.attention = "{kernel}", and {_LIBRARIES[kernel]} computes no soft caps and no attention sinks', remedy=_AUTO
+        )
+    if weighted or isinstance(segments, DividedSegments):
+        if isinstance(segments, DividedSegments):
+            key, value = segments.gather(key, value)
+        attend_path = attend_document if weighted else None
+        return attend_runs(
+            query, key, value, segments, attend_document, scaling=scaling, window=window, dropout=dropout, attend_path=attend_path
+        )
     flash_serves = kernel == "flash" or (kernel == "auto" and segments.parents is None)
     if flash_serves and document_kernel.takes(query, key, value, window=window, dropout=dropout):
         return document_kernel.attend(query, key, value, segments, scaling=scaling, window=window)

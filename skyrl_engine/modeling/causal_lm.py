@@ -65,6 +65,9 @@ def split_causal_lm(model: Any) -> CausalLanguageModelParts:
     if takes_images(model.config):
         return CausalLanguageModelParts(ImageDecoder(model.model), head, LogitRule.of(model.config))
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
+    if decoder is model and not hasattr(model, model.base_model_prefix):
+        # Llama 4's class names the place of the decoder in a model with a vision tower
+        decoder = getattr(model, "model", None)
     if decoder is None or decoder is model or any(module is head for module in decoder.modules()):
         raise ModelError(
             f"{name} does not separate its decoder from its language-model head",

@@ -4,6 +4,8 @@
 teacher has d = 0, and so r, every divergence and every gradient are exactly 0.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -28,8 +30,12 @@ def divergence(requested: Divergence, student_NV: Tensor, teacher_NV: Tensor) ->
             return share * from_teacher_NV.sum(-1) - (1 - share) * from_student_NV.sum(-1)
 
 
-def divergence_gradient(requested: Divergence, student_NV: Tensor, teacher_NV: Tensor) -> Tensor:
+def divergence_gradient(
+    requested: Divergence, student_NV: Tensor, teacher_NV: Tensor, add_parts: Callable[[Tensor], Tensor] = lambda part_N: part_N
+) -> Tensor:
     """Return the gradient [n, v] of the divergence with respect to the logits that q is the softmax of; overwrites log q and log p.
+
+    Where v are the tokens of a part of the vocabulary, `add_parts` adds up [n] of all parts.
 
     It is q - p of `forward`, and with E_q the mean under q: q (-d - E_q[-d]) of `reverse`, (1 - beta) q (-r - E_q[-r]) of `jensen_shannon`.
     """
@@ -42,7 +48,7 @@ def divergence_gradient(requested: Divergence, student_NV: Tensor, teacher_NV: T
             difference_NV = torch.sub(teacher_NV, student_NV, out=teacher_NV)
             values_NV, factor = _log_mixture(requested.beta, difference_NV).neg_(), 1 - requested.beta
     probabilities_NV = student_NV.exp_()
-    mean_N = torch.linalg.vecdot(probabilities_NV, values_NV)
+    mean_N = add_parts(torch.linalg.vecdot(probabilities_NV, values_NV))
     return values_NV.sub_(mean_N[:, None]).mul_(probabilities_NV).mul_(factor)
 
 

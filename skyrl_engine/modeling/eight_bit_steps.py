@@ -9,12 +9,13 @@ from collections.abc import Iterable
 from typing import Any, Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from skyrl_engine.errors import UnsupportedError
 from skyrl_engine.model_facts.memory import EIGHT_BIT_BLOCK, FEWEST_IN_EIGHT_BITS
 from skyrl_engine.modeling.low_bits import import_functional, list_code_values
+from skyrl_engine.modeling.parameter_steps import ParameterSteps, local_part
 
 IN_A_LAYER: Final = re.compile(r"\.\d+\.")
 """A numbered part of a parameter's name: only the layers of a model have one."""
@@ -46,7 +47,7 @@ def make_zero_moments(parameter: Tensor) -> dict[str, Tensor]:
 
 
 def _make_zero_scales(parameter: Tensor) -> Tensor:
-    local = _local(parameter)
+    local = local_part(parameter)
     scales = torch.zeros((*local.shape[:-1], local.shape[-1] // EIGHT_BIT_BLOCK), dtype=torch.float32, device=local.device)
     if not isinstance(parameter, DTensor):
         return scales
@@ -55,7 +56,7 @@ def _make_zero_scales(parameter: Tensor) -> Tensor:
     return DTensor.from_local(scales, parameter.device_mesh, parameter.placements, run_check=False, shape=shape, stride=strides)
 
 
-class EightBitAdamW(torch.optim.Optimizer):
+class EightBitAdamW(ParameterSteps):
     """Bitsandbytes' step of AdamW over parameters with `has_eight_bit_moments`; nothing is sent.
 
     Raises UnsupportedError where bitsandbytes is not installed, and for parameters in float64, which it does not step.
@@ -70,27 +71,19 @@ class EightBitAdamW(torch.optim.Optimizer):
                 remedy='Set model.dtype = "float32" or "bfloat16", or optimizer.use = "adamw"',
             )
 
-    @torch.no_grad()
-    def step(self) -> None:  # type: ignore[override] # no caller has a closure
-        """Take one step with the gradients that are there."""
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._step_one(group, parameter)
-
-    def _step_one(self, group: dict[str, Any], parameter: Tensor) -> None:
+    def _step_one(self, group: dict[str, Any], parameter: nn.Parameter) -> None:
         state = self.state[parameter]
         if not state:
             state.update(make_zero_moments(parameter))
         state["step"] += 1
         assert parameter.grad is not None, "only parameters with a gradient are stepped"
-        weight, gradient = _local(parameter.detach()), _local(parameter.grad).contiguous()
+        weight, gradient = local_part(parameter.detach()), local_part(parameter.grad).contiguous()
         # a rank may have no row of a small matrix
         if weight.numel() == 0:
             return
         stepped = weight.contiguous()
         (first, first_scales), (second, second_scales) = (
-            (_local(state[name]), _local(state[name + SCALE]).view(-1)) for name in MOMENTS
+            (local_part(state[name]), local_part(state[name + SCALE]).view(-1)) for name in MOMENTS
         )
         beta1, beta2 = group["betas"]
         self._functional.optimizer_update_8bit_blockwise(
@@ -114,7 +107,3 @@ class EightBitAdamW(torch.optim.Optimizer):
         )
         if stepped is not weight:
             weight.copy_(stepped)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

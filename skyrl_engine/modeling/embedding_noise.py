@@ -36,6 +36,13 @@ def draw_noise(keys: Tensor, width: int) -> Tensor:
     return noise
 
 
+def make_noise(noise: EmbeddingNoise, width: int, dtype: torch.dtype) -> Tensor:
+    """Return the noise [tokens, width] of all tokens, in their order."""
+    areas = noise.lengths.flatten()[:, None].double() * width
+    scales = (noise.alpha / areas.sqrt()).masked_fill(areas == 0, 0.0).to(dtype)
+    return scales * draw_noise(noise.keys.flatten(), width).to(dtype)
+
+
 @contextmanager
 def noisy_embeddings(decoder: Any, noise: EmbeddingNoise | None) -> Iterator[None]:
     """Add noise to what the decoder's input embeddings give, until the context is left; None: none.
@@ -50,11 +57,7 @@ def noisy_embeddings(decoder: Any, noise: EmbeddingNoise | None) -> Iterator[Non
     def add(_embeddings: nn.Module, _inputs: Any, embedded_BTH: Tensor) -> Tensor:
         nonlocal calls
         calls += 1
-        width = embedded_BTH.shape[-1]
-        areas = noise.lengths.flatten()[:, None].double() * width
-        scales = (noise.alpha / areas.sqrt()).masked_fill(areas == 0, 0.0).to(embedded_BTH.dtype)
-        drawn = draw_noise(noise.keys.flatten(), width).to(embedded_BTH.dtype)
-        return embedded_BTH + (scales * drawn).view_as(embedded_BTH)
+        return embedded_BTH + make_noise(noise, embedded_BTH.shape[-1], embedded_BTH.dtype).view_as(embedded_BTH)
 
     handle = decoder.get_input_embeddings().register_forward_hook(add)
     try:

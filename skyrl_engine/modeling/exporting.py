@@ -60,6 +60,20 @@ def write_merged(spec: ModelConfig, directory: Path, precision: ComputeDtype) ->
     write_pretrained(plain, directory, weights, precision=precision)
 
 
+def round_like_export(model: Any, spec: ModelConfig) -> bool:
+    """Hold the weights of a model that nothing trains as an export has them: rounded to `spec.dtype`, in place. Returns whether they are.
+
+    Values of one rank, or none of them, stay where they are. A model with adapters, which exports do not round, or with weights that
+    transformers keeps in float32 in every precision, stays as it is.
+    """
+    if spec.dtype != "bfloat16" or spec.lora is not None or getattr(model, "_keep_in_fp32_modules_strict", None):
+        return False
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(torch.bfloat16)
+    return True
+
+
 def _round_weights(model: Any, weights: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
     """Return the weights in `dtype`, but those that transformers keeps in float32 in every precision; tied ones stay one tensor."""
     precise = [*(getattr(model, "_keep_in_fp32_modules_strict", None) or ())]

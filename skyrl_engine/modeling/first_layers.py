@@ -8,6 +8,7 @@ import attrs
 from skyrl_engine.contracts.values.model import ModelConfig
 from skyrl_engine.modeling.causal_lm import split_causal_lm, transformer_layers
 from skyrl_engine.modeling.exporting import write_pretrained
+from skyrl_engine.modeling.layer_kinds import shorten
 from skyrl_engine.modeling.loading import load_scorer, load_skeleton
 from skyrl_engine.modeling.vision import language_part
 
@@ -17,16 +18,6 @@ def layer_names(spec: ModelConfig) -> list[str]:
     model, _ = load_skeleton(_base_spec(spec), images=True)
     name, layers = _find_layer_list(model)
     return [f"{name}.{number}" for number in range(len(layers))]
-
-
-def shorten(config: Any, layers: int) -> None:
-    """Change a `transformers` configuration, in place, to that of the decoder's first `layers` layers."""
-    text = config.get_text_config(decoder=True)
-    name = text.attribute_map.get("layer_types", "layer_types")
-    # some compute it of the number of layers
-    if getattr(text, name, None) is not None and not isinstance(getattr(type(text), name, None), property):
-        text.layer_types = text.layer_types[:layers]
-    text.num_hidden_layers = layers
 
 
 def write_first_layers(spec: ModelConfig, layers: int, directory: Path) -> None:

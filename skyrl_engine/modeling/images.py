@@ -3,7 +3,9 @@
 from typing import Any, NoReturn
 
 import numpy as np
+import torch
 from attrs import frozen
+from torch import Tensor
 
 from skyrl_engine.contracts.kinds.backend import MicroBatch
 from skyrl_engine.contracts.values.extras import IMAGE_GRID, PIXEL_VALUES, TOKEN_TYPES
@@ -101,6 +103,18 @@ def place_images(micro_batch: MicroBatch, tokens: ImageTokens, *, pixels: bool =
     if (image := _first(torn)) is not None:
         _refuse(micro_batch, int(owners[image]), "has other tokens among those of an image")
     return PlacedImages(lengths, owners, sides, places, bounds)
+
+
+def choose_images(pixel_values: Tensor, grid: Tensor, sizes: Tensor, features: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the images that some features belong to, and the numbers of these features among those of the images that are returned.
+
+    `pixel_values` [patches, d] and `grid` int64[images, 3] are of images that make `sizes` int64[images] features each; `features` int64[m]
+    are numbered over all of them.
+    """
+    image_of_feature = torch.arange(len(grid)).repeat_interleave(sizes)
+    needed = torch.zeros(len(grid), dtype=torch.bool).index_fill(0, image_of_feature[features], True)
+    number = needed.repeat_interleave(sizes).cumsum(0) - 1
+    return pixel_values[needed.repeat_interleave(grid.prod(1))], grid[needed], number[features]
 
 
 def _check_types(micro_batch: MicroBatch, ids: IntArray, types: IntArray, sample_of: IntArray, tokens: ImageTokens) -> None:

@@ -17,8 +17,8 @@ from skyrl_engine.modeling.causal_lm import split_causal_lm
 from skyrl_engine.modeling.compiling import refuse_incompilable
 from skyrl_engine.modeling.dropout import refuse_dropout
 from skyrl_engine.modeling.embedding_noise import refuse_noise
-from skyrl_engine.modeling.first_layers import shorten
 from skyrl_engine.modeling.four_bit import check_four_bit_settings
+from skyrl_engine.modeling.layer_kinds import shorten
 from skyrl_engine.modeling.loading import build_causal_lm, load_skeleton, refuse_other_shapes, refuse_own_attention
 from skyrl_engine.modeling.segment_adoption import adopt_segment_attention, certain_refusal
 from skyrl_engine.modeling.segments import SegmentSupport
@@ -33,12 +33,13 @@ _MOST_PARAMETERS: Final = 500_000_000
 """Parameters of a layer that is made with values, 2 GB; of larger ones, loading tells."""
 
 
-def check_loading(spec: ModelConfig, rows: RowKind, *, images: bool = False) -> None:
+def check_loading(spec: ModelConfig, rows: RowKind, *, images: bool = False, divided_by: str | None = None) -> None:
     """Build the model without values as a rank does, with its adapters and value head, and look at the files of its weights.
 
     This is `BackendDescription.rehearse` of backends that load by `load_scorer`; `images` as there. Of `rows` that hold several samples the
-    model must be able to keep these apart, as far as its code shows without values; for shared prefixes it may drop nothing at random. Random
-    states are left unchanged. Raises ModelError and UnsupportedError.
+    model must be able to keep these apart, as far as its code shows without values; for shared prefixes it may drop nothing at random. Where
+    ranks divide samples by the option `divided_by` ("backend.a = 2"), it must follow segments too. Random states are left unchanged. Raises
+    ModelError and UnsupportedError.
     """
     refuse_rows_of_kernel(spec, rows)
     check_four_bit_settings(spec)
@@ -50,12 +51,14 @@ def check_loading(spec: ModelConfig, rows: RowKind, *, images: bool = False) -> 
         if rows == "tree":
             refuse_dropout(model)
             refuse_noise(spec)
-        if rows != "padded" or spec.attention != "auto":
+        if rows != "padded" or spec.attention != "auto" or divided_by is not None:
             refusal = _find_refusal_of_packed_rows(spec, model, scorer.decoder)
             refuse_own_attention(spec, refusal)
             if refusal is not None:
                 scorer.segment_support = SegmentSupport(refusal=refusal)
                 scorer.refuse_rows_unless_supported(rows)
+                if divided_by is not None:
+                    scorer.refuse_divided_rows(divided_by)
     if isinstance(spec, EmptyModelConfig):
         return
     if spec.lora is not None and spec.lora.path is not None:

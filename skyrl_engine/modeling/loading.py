@@ -1,22 +1,29 @@
 """Load a Hugging Face causal or vision-language model for training, with errors that name the model and its fault."""
 
+import copy
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from attrs import evolve
 
 from skyrl_engine.contracts.values.model import ComputeDtype, EmptyModelConfig, ModelConfig
 from skyrl_engine.errors import ModelError, UnsupportedError
 from skyrl_engine.model_facts.configuration import load_config, source_of
 from skyrl_engine.model_facts.vision_language import takes_images
 from skyrl_engine.model_facts.weight_files import holder_of, weight_files
-from skyrl_engine.modeling.causal_lm import output_names, split_causal_lm
+from skyrl_engine.modeling.causal_lm import output_names, split_causal_lm, transformer_layers
 from skyrl_engine.modeling.compiling import compile_layers
 from skyrl_engine.modeling.dropout import switch_off_modules
+from skyrl_engine.modeling.freezing import freeze_parameters
+from skyrl_engine.modeling.layer_kinds import shorten_to_kinds
 from skyrl_engine.modeling.lora import add_adapters, freeze_in, load_adapters
+from skyrl_engine.modeling.matmul_precision import keep_angles_exact
+from skyrl_engine.modeling.named_tensors import keeps_loose_tensors
 from skyrl_engine.modeling.parity import check_parity
 from skyrl_engine.modeling.precision import compute_buffers_in, computing_in
 from skyrl_engine.modeling.rotary_frequencies import check_fixed, fix_rotary_frequencies
@@ -24,6 +31,7 @@ from skyrl_engine.modeling.scorer import Scorer
 from skyrl_engine.modeling.segment_adoption import adopt_segment_attention, attend_by_segments
 from skyrl_engine.modeling.segments import SegmentSupport
 from skyrl_engine.modeling.shared_weights import on_the_cpu_without_memory
+from skyrl_engine.modeling.stored_weights import WeightsInFiles, find_stored_weights, list_places, why_not_in_parts
 from skyrl_engine.modeling.unpickling import TO_SAFETENSORS, UNREADABLE, failure, is_refused, refuse_code
 from skyrl_engine.modeling.value_head import NAME as VALUE_HEAD
 from skyrl_engine.modeling.value_head import ValueHead, add_value_head, has_bias, load_value_head
@@ -37,6 +45,14 @@ def weight_dtype(compute: ComputeDtype) -> torch.dtype:
     return torch.float64 if compute == "float64" else torch.float32
 
 
+def failed_pass_error(model: Any, path: str, error: RuntimeError) -> ModelError:
+    """Return the error for a model whose own forward pass fails."""
+    return ModelError(
+        f"the forward pass of {path} ({type(model).__name__}) fails: {_first_line(error)}",
+        remedy="Check that the numbers in its config.json fit each other, or copy it again from the model's source",
+    )
+
+
 def load_scorer(spec: ModelConfig, *, images: bool = False, seed: int = 0) -> tuple[Any, Scorer]:
     """Load the whole model on the CPU, in training mode, with a scorer over its modules that is checked against the model's forward.
 
@@ -48,20 +64,60 @@ def load_scorer(spec: ModelConfig, *, images: bool = False, seed: int = 0) -> tu
     scorer = _scorer(spec, model, seed)
     if not isinstance(spec, EmptyModelConfig):
         _fill_trained(spec, model, scorer)
+    scorer.segment_support = _check(spec, model, scorer)
+    return _make_ready(spec, model, scorer)
+
+
+def _check(spec: ModelConfig, model: Any, scorer: Scorer) -> SegmentSupport:
+    """Check a model with values, let it attend by segments if it can, and return what was found about that."""
     if scorer.rotary_length is not None:
         check_fixed(model, scorer.rotary_length)
     try:
         check_parity(model, scorer, name=spec.path)
     except RuntimeError as error:
-        raise ModelError(
-            f"the forward pass of {spec.path} ({type(model).__name__}) fails: {_first_line(error)}",
-            remedy="Check that the numbers in its config.json fit each other, or copy it again from the model's source",
-        ) from error
+        raise failed_pass_error(model, spec.path, error) from error
     if spec.dtype == "bfloat16":
         _check_bfloat16(model, scorer, spec.path)
-    scorer.segment_support = adopt_segment_attention(model, scorer.decoder, name=spec.path, kernel=spec.attention)
-    refuse_own_attention(spec, None if scorer.segment_support.layers else scorer.segment_support.refusal)
-    return _make_ready(spec, model, scorer)
+    support = adopt_segment_attention(model, scorer.decoder, name=spec.path, kernel=spec.attention)
+    refuse_own_attention(spec, None if support.layers else support.refusal)
+    return support
+
+
+def load_without_weights(spec: ModelConfig, *, images: bool = False, seed: int = 0) -> tuple[Any, Scorer, WeightsInFiles] | str:
+    """Make model and scorer as `load_scorer` does, but with what the files hold on the meta device, and find where it lies in them.
+
+    Buffers that no file holds, adapters and a value head have their values. Of the checks of `load_scorer`, `check_first_layers` makes
+    those that need weights. Returns a clause where parts of the files cannot be read alone. Raises ModelError.
+    """
+    config = load_config(spec, images=images)
+    if (reason := why_not_in_parts(spec, config)) is not None:
+        return reason
+    places = list_places(spec)
+    model = load_causal_lm(spec, images=images, tensors=places)
+    if keeps_loose_tensors(model):
+        return "it keeps tensors that are neither parameters nor buffers"
+    stored = find_stored_weights(model, places)
+    if isinstance(stored, str):
+        return stored
+    with on_the_cpu_without_memory(model):
+        scorer = _scorer(spec, model, seed)
+        _fill_trained(spec, model, scorer)
+    return *_make_ready(spec, model, scorer), stored
+
+
+def check_first_layers(spec: ModelConfig, decoder: Any, stored: WeightsInFiles, *, images: bool = False) -> SegmentSupport:
+    """Check the first layers of a model without values, as many as show every kind of its layers, with their weights, and the head.
+
+    Returns what was found about packed rows, for the whole model. Raises what `load_scorer` raises.
+    """
+    plain = evolve(spec, lora=None, freeze=())
+    config, skeleton = shorten_to_kinds(load_config(spec, images=images), partial(_build_without_values, plain))
+    first = load_causal_lm(plain, images=images, tensors=stored.read_sources(skeleton.state_dict()), config=config)
+    with torch.random.fork_rng(devices=()):
+        scorer = _scorer(plain, first, 0)
+    _fill_trained(plain, first, scorer)
+    support = _check(plain, first, scorer)
+    return evolve(support, layers=len(transformer_layers(language_part(decoder)))) if support.layers else support
 
 
 def load_skeleton(spec: ModelConfig, *, images: bool = False, seed: int = 0) -> tuple[Any, Scorer]:
@@ -70,8 +126,7 @@ def load_skeleton(spec: ModelConfig, *, images: bool = False, seed: int = 0) -> 
     Raises ModelError for a configuration that cannot be used. The check against the model's own forward is left to the rank with values.
     """
     config = load_config(spec, images=images)
-    with torch.device("meta"):
-        model = build_causal_lm(spec, config)
+    model = _build_without_values(spec, config)
     return _make_ready(spec, model, _scorer(spec, model, seed))
 
 
@@ -93,8 +148,7 @@ def load_beside(spec: ModelConfig, support: SegmentSupport, *, images: bool = Fa
             remedy="Remove model.lora.load_in_4bit, or train one set of adapters",
         )
     config = load_config(spec, images=images)
-    with torch.device("meta"):
-        model = build_causal_lm(spec, config)
+    model = _build_without_values(spec, config)
     with on_the_cpu_without_memory(model):
         scorer = _scorer(spec, model, seed)
         _fill_trained(spec, model, scorer)
@@ -127,7 +181,9 @@ def _scorer(spec: ModelConfig, model: Any, seed: int) -> Scorer:
     if spec.value_head:
         value_head = add_value_head(model, parts.head.in_features, name=spec.path, bias=has_bias(spec))
     scorer = Scorer(parts, logits_per_chunk=spec.logits_per_chunk, value_head=value_head)
+    freeze_parameters(model, scorer, spec.freeze)
     scorer.rotary_length = fix_rotary_frequencies(model, spec.rotary_length)
+    keep_angles_exact(model)
     if spec.dtype == "bfloat16":
         compute_buffers_in(model, torch.bfloat16)
     return scorer
@@ -156,7 +212,7 @@ def _check_bfloat16(model: Any, scorer: Scorer, name: str) -> None:
 def _make_ready(spec: ModelConfig, model: Any, scorer: Scorer) -> tuple[Any, Scorer]:
     if spec.dropout == "off":
         switch_off_modules(model)
-    if spec.lora is not None and spec.dtype == "bfloat16":
+    if (spec.lora is not None or spec.freeze) and spec.dtype == "bfloat16":
         freeze_in(model, torch.bfloat16)
     if spec.activation_checkpointing:
         enable_activation_checkpointing(model, spec.path)
@@ -171,31 +227,36 @@ def _experts(spec: ModelConfig) -> dict[str, str]:
     return {"experts_implementation": "eager"} if spec.dtype == "float64" else {}
 
 
-def load_causal_lm(spec: ModelConfig, *, images: bool = False) -> Any:
+def load_causal_lm(spec: ModelConfig, *, images: bool = False, tensors: Mapping[str, Any] | None = None, config: Any = None) -> Any:
     """Load a `transformers.PreTrainedModel` on the CPU in `weight_dtype`; `images` as for `load_config`.
 
-    That of an `EmptyModelConfig` is made without reading weights.
+    That of an `EmptyModelConfig` is made without reading weights. `tensors` stand in the place of those of the model's files, and `config`
+    in the place of its configuration.
 
     Raises ModelError if it is not a complete causal or vision-language model, and UnsupportedError as `load_config` does.
     """
-    config = load_config(spec, images=images)
+    config = load_config(spec, images=images) if config is None else config
     if isinstance(spec, EmptyModelConfig):
         return _make_empty_model(spec, config)
     files = weight_files(spec)
     refuse_code(files)
+    options: dict[str, Any] = {
+        "config": config,
+        "dtype": weight_dtype(spec.dtype),
+        "output_loading_info": True,
+        # its own refusal of other shapes names none; ours follows
+        "ignore_mismatched_sizes": True,
+        **_experts(spec),
+    }
     try:
         with quiet_progress():
-            model, report = _auto_class(config).from_pretrained(
-                source_of(spec),
-                config=config,
-                revision=spec.revision,
-                trust_remote_code=spec.trust_remote_code,
-                dtype=weight_dtype(spec.dtype),
-                output_loading_info=True,
-                # its own refusal of other shapes names none; ours follows
-                ignore_mismatched_sizes=True,
-                **_experts(spec),
-            )
+            if tensors is None:
+                model, report = _auto_class(config).from_pretrained(
+                    source_of(spec), revision=spec.revision, trust_remote_code=spec.trust_remote_code, **options
+                )
+            else:
+                model, report = _class_of(spec, config).from_pretrained(None, state_dict=dict(tensors), **options)
+                _read_generation_config(model, source_of(spec))
     except (*UNREADABLE, ImportError) as error:
         raise ModelError(
             f"the weights of {files[0] if len(files) == 1 else spec.path} cannot be loaded: {failure(error)}",
@@ -233,13 +294,27 @@ def refuse_other_shapes(
 
 def _make_empty_model(spec: EmptyModelConfig, config: Any) -> Any:
     """Make the model with the weights that its class draws, leaving random states unchanged."""
-    import transformers
-
     with torch.random.fork_rng(devices=()):
         model = build_causal_lm(spec, config)
-    if (Path(spec.configuration) / "generation_config.json").is_file():
-        model.generation_config = transformers.GenerationConfig.from_pretrained(spec.configuration)
+    _read_generation_config(model, spec.configuration)
     return model
+
+
+def _read_generation_config(model: Any, directory: str) -> None:
+    import transformers
+
+    if (Path(directory) / "generation_config.json").is_file():
+        model.generation_config = transformers.GenerationConfig.from_pretrained(directory)
+
+
+def _class_of(spec: ModelConfig, config: Any) -> Any:
+    """Return the class that the configuration names, of transformers or of the model's own code."""
+    return type(_build_without_values(spec, copy.deepcopy(config)))
+
+
+def _build_without_values(spec: ModelConfig, config: Any) -> Any:
+    with torch.device("meta"):
+        return build_causal_lm(spec, config)
 
 
 def build_causal_lm(spec: ModelConfig, config: Any) -> Any:

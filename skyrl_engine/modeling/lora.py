@@ -314,7 +314,8 @@ def _load_options(
         kind = getattr(config.peft_type, "value", None)
         raise ModelError(f"the adapter {path} is of the kind {kind}", remedy="Use a LoRA adapter")
     plain = peft.LoraConfig().to_dict()
-    more = [name for name, value in config.to_dict().items() if name not in _PLAIN and value != plain[name]]
+    # PEFT writes an empty list of parameters for a mixture of experts of which it adapts none
+    more = [name for name, value in config.to_dict().items() if name not in _PLAIN and (value or None) != (plain[name] or None)]
     if isinstance(config.init_lora_weights, str) and config.init_lora_weights != "gaussian":
         # these kinds of initialisation change the base weights too
         more.append("init_lora_weights")

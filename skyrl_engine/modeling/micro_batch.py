@@ -9,6 +9,8 @@ from torch import Tensor
 from skyrl_engine.contracts.kinds.backend import EmbeddingNoise, MicroBatch, Objective
 from skyrl_engine.contracts.kinds.needs import asks_a_teacher, model_score
 from skyrl_engine.errors import ModelError, UnsupportedError
+from skyrl_engine.modeling.context_parallel import ContextRanks, DividedSegments, divide_row
+from skyrl_engine.modeling.context_scores import ScoredPart
 from skyrl_engine.modeling.images import ImageTokens
 from skyrl_engine.modeling.model_inputs import check_tokens, model_inputs
 from skyrl_engine.modeling.scorer import Scorer
@@ -26,10 +28,12 @@ def score(
     backend: str,
     images: ImageTokens | None = None,
     one_row: bool = False,
+    context: ContextRanks | None = None,
 ) -> dict[str, Tensor]:
     """Return the scores that `objective` needs, each [n] on `device`; `call` is the scorer or a wrapper around it.
 
-    `images` and `one_row` are those of `model_inputs`. Raises UnsupportedError for scores beyond `computes`, DataError for
+    `images` and `one_row` are those of `model_inputs`. With `context` this rank computes its share of the tokens, and all ranks of it get all
+    scores; they must call this with the same micro-batch. Raises UnsupportedError for scores beyond `computes`, DataError for
     tokens outside of the vocabulary, and what `model_inputs` raises.
     """
     unknown = {need for need in objective.needs if model_score(need) not in computes}
@@ -45,7 +49,14 @@ def score(
         )
     check_tokens(micro_batch, vocabulary)
     return _call_scorer(
-        call, micro_batch, needs=objective.needs, temperature=objective.temperature, device=device, images=images, one_row=one_row
+        call,
+        micro_batch,
+        needs=objective.needs,
+        temperature=objective.temperature,
+        device=device,
+        images=images,
+        one_row=one_row,
+        context=context,
     )
 
 
@@ -57,6 +68,7 @@ def compute_hidden_states(
     vocabulary: int,
     device: torch.device,
     images: ImageTokens | None = None,
+    context: ContextRanks | None = None,
 ) -> Tensor:
     """Return a frozen model's hidden states [n, h] at a micro-batch's positions, without gradients and in evaluation mode.
 
@@ -67,7 +79,14 @@ def compute_hidden_states(
     scorer.eval()
     with torch.no_grad():
         scores = _call_scorer(
-            call, micro_batch, needs=(HIDDEN_STATES,), temperature=1.0, device=device, images=images, one_row=scorer.one_row
+            call,
+            micro_batch,
+            needs=(HIDDEN_STATES,),
+            temperature=1.0,
+            device=device,
+            images=images,
+            one_row=scorer.one_row,
+            context=context,
         )
     return scores[HIDDEN_STATES]
 
@@ -81,26 +100,36 @@ def _call_scorer(
     device: torch.device,
     images: ImageTokens | None,
     one_row: bool,
+    context: ContextRanks | None,
 ) -> dict[str, Tensor]:
     """Call a scorer on a micro-batch's inputs, on `device`."""
-    arguments = model_inputs(micro_batch, one_row=one_row, images=images)
-    mask, noise = arguments.inputs.get("attention_mask"), arguments.noise
 
     def move(tensor: Tensor) -> Tensor:
         return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
-    return call(
+    arguments = model_inputs(micro_batch, one_row=one_row or context is not None, images=images)
+    part = None
+    if context is not None:
+        arguments, places = divide_row(arguments, context, images)
+        part = ScoredPart.of(micro_batch, places, context, move)
+        micro_batch = part.micro_batch
+    mask, noise, segments = arguments.inputs.get("attention_mask"), arguments.noise, arguments.segments
+    if isinstance(segments, DividedSegments) and segments.order is not None:
+        segments = evolve(segments, order=move(segments.order))
+    scores = call(
         {name: move(tensor) for name, tensor in arguments.inputs.items()},
         move(arguments.positions),
         move(micro_batch.labels),
         temperature=temperature,
         needs=needs,
-        segments=arguments.segments,
+        segments=segments,
         padded=None if mask is None else not mask.all(),  # read here, on the CPU, and not on the device
         candidates={column: move(ids) for column, ids in micro_batch.candidates.items()},
         **({} if micro_batch.teacher is None else {"teacher": micro_batch.teacher}),
         **({} if noise is None else {"noise": EmbeddingNoise(noise.alpha, move(noise.keys), move(noise.lengths))}),
+        **({} if part is None or part.spread is None else {"spread": part.spread}),
     )
+    return scores if part is None else part.join(scores)
 
 
 def differentiable(total: Tensor, scores: Mapping[str, Tensor]) -> Tensor:

@@ -2,14 +2,14 @@
 
 import logging
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
-from skyrl_engine.contracts.kinds.backend import (
+from skyrl_engine.contracts.kinds.optimizer_settings import (
     AdafactorSettings,
     AdamW8BitSettings,
     AdamWSettings,
@@ -21,6 +21,7 @@ from skyrl_engine.contracts.kinds.backend import (
 )
 from skyrl_engine.errors import ConfigError, Problem, UnsupportedError
 from skyrl_engine.modeling.eight_bit_steps import IN_A_LAYER, EightBitAdamW, has_eight_bit_moments, make_zero_moments
+from skyrl_engine.modeling.stochastic_steps import StochasticAdamW, make_zero_float32_moments
 from skyrl_engine.modeling.whole_steps import WholeSteps
 
 logger = logging.getLogger(__name__)
@@ -37,15 +38,17 @@ _NUMBERS: Final[Mapping[str, str]] = {"betas": "betas", "epsilon": "eps", "momen
 
 
 def parameter_groups(
-    parameters: Mapping[str, nn.Parameter], weight_decay: float, groups: Sequence[ParameterGroup] = ()
+    parameters: Mapping[str, nn.Parameter] | Iterable[tuple[str, nn.Parameter]],
+    weight_decay: float,
+    groups: Sequence[ParameterGroup] = (),
 ) -> list[dict[str, Any]]:
     """Return the trainable parameters in groups: those of two or more dimensions, which decay, and the rest (norms, biases), which do not.
 
-    Both are split by the first of `groups` that matches, and by the device mesh of distributed parameters, because a fused step takes
-    parameters of a single mesh.
+    Several may have one name. Both are split by the first of `groups` that matches, and by the device mesh of distributed parameters, because a
+    fused step takes parameters of a single mesh.
     """
     members: defaultdict[tuple[bool, ParameterGroup | None, object], list[nn.Parameter]] = defaultdict(list)
-    for name, parameter in parameters.items():
+    for name, parameter in parameters.items() if isinstance(parameters, Mapping) else parameters:
         if parameter.requires_grad:
             mesh = getattr(parameter, "device_mesh", None)
             members[parameter.ndim >= 2, find_group(name, groups), mesh].append(parameter)
@@ -68,11 +71,8 @@ def find_group(name: str, groups: Sequence[ParameterGroup]) -> ParameterGroup | 
     return next((group for group in groups if fnmatchcase(name, group.match)), None)
 
 
-def freeze_groups(parameters: Mapping[str, nn.Parameter], groups: Sequence[ParameterGroup]) -> frozenset[str]:
-    """Freeze those trainable parameters whose group says so, and return their names.
-
-    Raises ConfigError for a group that matches none of the parameters, or none that an earlier group leaves, and where all are frozen.
-    """
+def refuse_empty_groups(parameters: Collection[str], groups: Sequence[ParameterGroup]) -> None:
+    """Raise ConfigError for a group that matches none of the trained parameters' names, or none that an earlier group leaves."""
     chosen = {name: find_group(name, groups) for name in parameters}
     problems = []
     for number, group in enumerate(groups):
@@ -83,32 +83,38 @@ def freeze_groups(parameters: Mapping[str, nn.Parameter], groups: Sequence[Param
             problems.append(
                 Problem(f"optimizer.groups[{number}].match", f"{group.match!r}: {cause}", f"Match names such as {example}")
             )
-    frozen = frozenset(name for name, group in chosen.items() if group is not None and group.frozen)
-    if frozen and len(frozen) == len(parameters):
-        problems.append(Problem("optimizer.groups", "they freeze every parameter", "Leave some to train"))
     if problems:
         raise ConfigError(problems)
-    for name in frozen:
-        parameters[name].requires_grad_(False)
-    return frozen
 
 
-def build_optimizer(parameters: Mapping[str, nn.Parameter], settings: OptimizerSettings) -> torch.optim.Optimizer:
+def build_optimizer(parameters: Mapping[str, nn.Parameter], settings: OptimizerSettings, *, seed: int = 0) -> torch.optim.Optimizer:
     """Return the optimizer that `settings` are of, over `parameters` by name; it needs no temporaries as large as all weights.
 
+    `seed` is that of the run, from which stochastic rounding draws.
     Raises UnsupportedError for a package that is not installed, and for Muon over a model without a matrix that it steps.
     """
-    optimizer = _build(parameters, settings)
+    optimizer = _build(parameters, settings, seed)
     use_settings(optimizer, settings)
     return optimizer
 
 
-def _build(parameters: Mapping[str, nn.Parameter], settings: OptimizerSettings) -> torch.optim.Optimizer:
+def build_adamw(parameters: Iterable[tuple[str, nn.Parameter]], settings: AdamWSettings) -> torch.optim.Optimizer:
+    """Return AdamW over parts of parameters, of which several may have one parameter's name, and which may be none."""
+    groups = parameter_groups(parameters, settings.weight_decay, settings.groups)
+    nothing = {"params": [], DECAYED: True, RATE_FACTOR: 1.0, OWN_DECAY: None}
+    optimizer = torch.optim.AdamW(groups or [nothing], fused=True)
+    use_settings(optimizer, settings)
+    return optimizer
+
+
+def _build(parameters: Mapping[str, nn.Parameter], settings: OptimizerSettings, seed: int) -> torch.optim.Optimizer:
     if isinstance(settings, MuonSettings):
         return _build_muon(parameters, settings)
     if isinstance(settings, AdamW8BitSettings):
         return _build_eight_bit(parameters, settings)
     groups = parameter_groups(parameters, settings.weight_decay, settings.groups)
+    if isinstance(settings, AdamWSettings) and settings.stochastic_rounding:
+        return StochasticAdamW(groups, {id(parameter): name for name, parameter in parameters.items()}, seed)
     if isinstance(settings, AdamWSettings):
         return torch.optim.AdamW(groups, fused=True)
     if isinstance(settings, SgdSettings):
@@ -212,6 +218,8 @@ def make_zero_state(settings: OptimizerSettings, name: str, parameter: Tensor) -
         return _make_zero_factors(parameter)
     if isinstance(settings, AdamW8BitSettings) and has_eight_bit_moments(name, parameter):
         return make_zero_moments(parameter)
+    if isinstance(settings, AdamWSettings) and settings.stochastic_rounding:
+        return make_zero_float32_moments(parameter)
     return {
         "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
         "exp_avg": torch.zeros_like(parameter),
@@ -237,15 +245,21 @@ def _make_zero_factors(parameter: Tensor) -> dict[str, Tensor]:
     }
 
 
-def require_adamw(settings: OptimizerSettings | None, backend: str) -> AdamWSettings | None:
+def require_adamw(settings: OptimizerSettings | None, backend: str, *, groups: bool = False) -> AdamWSettings | None:
     """Return settings of AdamW as they are.
 
-    Raises UnsupportedError, naming the backend, for those of another optimizer, and for those with groups.
+    Raises UnsupportedError, naming the backend, for those of another optimizer or with stochastic rounding, and for those with groups if it
+    does not take `groups`.
     """
-    if settings is not None and settings.groups:
+    if settings is not None and settings.groups and not groups:
         raise UnsupportedError(
             f"backend {backend} has one learning rate and one weight decay, and the settings have groups of parameters",
             remedy="Remove optimizer.groups, or choose another backend, such as fsdp",
+        )
+    if isinstance(settings, AdamWSettings) and settings.stochastic_rounding:
+        raise UnsupportedError(
+            f"backend {backend} steps float32 master weights, and the settings round weights in bfloat16 at random",
+            remedy="Remove optimizer.stochastic_rounding, or choose another backend, such as fsdp",
         )
     if settings is None or isinstance(settings, AdamWSettings):
         return settings

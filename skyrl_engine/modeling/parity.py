@@ -97,7 +97,7 @@ def check_parity(model: Any, scorer: Scorer, *, name: str) -> None:
     training = model.training
     model.eval()
     try:
-        for probe in _probes(model, scorer):
+        for probe in list_probes(model, scorer.decoder, next(model.parameters()).device):
             own, scored = probe.own_logprobs(model), probe.logprobs(scorer)
             head = scorer.head.linear.weight.dtype
             tolerance = _TOLERANCES[head]
@@ -111,8 +111,8 @@ def check_parity(model: Any, scorer: Scorer, *, name: str) -> None:
         model.train(training)
 
 
-def _probes(model: Any, scorer: Scorer) -> Iterator[Probe]:
-    device = next(model.parameters()).device
-    yield Probe.of(model, scorer.decoder, device)
-    if isinstance(scorer.decoder, ImageDecoder):
-        yield Probe.with_images(model, scorer.decoder, device)
+def list_probes(model: Any, decoder: nn.Module, device: torch.device) -> Iterator[Probe]:
+    """Yield a probe of text, and one with an image for a model that takes images."""
+    yield Probe.of(model, decoder, device)
+    if isinstance(decoder, ImageDecoder):
+        yield Probe.with_images(model, decoder, device)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from skyrl_engine.modeling.segments import Run, Segments
+from skyrl_engine.modeling.segments import Run, Segments, join_pieces
 
 AttendDocument = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 """Causal attention within one document: query, key, value [1, heads, tokens, d] and a mask (None: causal alone) to [1, tokens, heads, d]."""
@@ -21,18 +21,26 @@ def attend_runs(
     *,
     scaling: float | None,
     window: int | None,
+    dropout: float = 0.0,
+    attend_path: AttendDocument | None = None,
 ) -> Tensor:
-    """Return attention [1, tokens, heads, d] for query [1, heads, tokens, d], key and value [1, key heads, tokens, d].
+    """Return attention [1, tokens, heads, d] for query [1, heads, tokens, d] of the tokens of runs, one run after another.
 
-    A token sees itself, what comes before it in its run, and the path of the run; of all these the last `window` (None: all of them). A run
-    without a path is a document, for which `attend_document` is called: the same bits, whatever other runs share.
+    `key` and `value` [1, key heads, row, d] are those of the row that the runs lie in. A token sees itself, what comes before it in its run,
+    and the path of the run; of all these the last `window` (None: all of them). A run without a path begins a document, for which
+    `attend_document` is called: the same bits, whatever other runs share. Runs with a path are attended by `attend_path` (None: torch's kernel,
+    which drops `dropout` of their scores).
     """
-    outputs = [_attend_run(query, key, value, run, segments, attend_document, scaling, window) for run in segments.runs]
+    queries = torch.split(query, [run.stop - run.start for run in segments.runs], 2)
+    outputs = [
+        _attend_run(own, key, value, run, segments, attend_document, scaling, window, dropout, attend_path)
+        for own, run in zip(queries, segments.runs, strict=True)
+    ]
     return torch.cat(outputs, 1)
 
 
 def _attend_run(
-    query: Tensor,
+    own_query: Tensor,
     key: Tensor,
     value: Tensor,
     run: Run,
@@ -40,19 +48,25 @@ def _attend_run(
     attend_document: AttendDocument,
     scaling: float | None,
     window: int | None,
+    dropout: float,
+    attend_path: AttendDocument | None,
 ) -> Tensor:
     """Return [1, tokens of the run, heads, d]."""
     pieces = _within(run, window)
     length, prefix = run.stop - run.start, sum(stop - start for start, stop in pieces)
-    own_query = query[:, :, run.start : run.stop]
-    seen_key, seen_value = (_take(tensor, (*pieces, (run.start, run.stop))) for tensor in (key, value))
+    seen_key, seen_value = (_take(tensor, join_pieces((*pieces, (run.start, run.stop)))) for tensor in (key, value))
     mask = None
     if prefix or (window is not None and length > window):
-        mask = segments.keep((length, prefix, window, query.device), lambda: mask_of_run(length, prefix, window, query.device))
+        device = own_query.device
+        mask = segments.keep((length, prefix, window, device), lambda: mask_of_run(length, prefix, window, device))
     if not prefix:
         return attend_document(own_query, seen_key, seen_value, mask)
-    grouped = query.shape[1] != key.shape[1]
-    output = scaled_dot_product_attention(own_query, seen_key, seen_value, attn_mask=mask, scale=scaling, enable_gqa=grouped)
+    if attend_path is not None:
+        return attend_path(own_query, seen_key, seen_value, mask)
+    grouped = own_query.shape[1] != key.shape[1]
+    output = scaled_dot_product_attention(
+        own_query, seen_key, seen_value, attn_mask=mask, dropout_p=dropout, scale=scaling, enable_gqa=grouped
+    )
     return output.transpose(1, 2)
 
 

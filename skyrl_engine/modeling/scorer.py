@@ -1,12 +1,12 @@
 """The root module of every backend, which turns model inputs into scores at chosen positions."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
 
 from torch import Tensor, nn
 
 from skyrl_engine.contracts.kinds.backend import EmbeddingNoise
-from skyrl_engine.contracts.kinds.needs import DIVERGENCE, LOGPROBS_AT, TOP_1_AGREEMENT, asks_a_teacher
+from skyrl_engine.contracts.kinds.needs import LOGPROBS_AT, asks_a_teacher
 from skyrl_engine.contracts.values.plan import RowKind
 from skyrl_engine.errors import ModelError, UnsupportedError
 from skyrl_engine.model_facts.thresholds import refuse_longer_rows
@@ -18,7 +18,7 @@ from skyrl_engine.modeling.embedding_noise import noisy_embeddings
 from skyrl_engine.modeling.images import ImageTokens
 from skyrl_engine.modeling.segment_attention import declare_padding, skip_document_search
 from skyrl_engine.modeling.segments import REMEDY, WHOLE_ROWS, Segments, SegmentSupport
-from skyrl_engine.modeling.teaching import HIDDEN_STATES, TeacherStates
+from skyrl_engine.modeling.teaching import COMPARED, HIDDEN_STATES, TeacherStates
 from skyrl_engine.modeling.value_head import ValueHead
 from skyrl_engine.modeling.vision import ImageDecoder, language_part
 
@@ -61,7 +61,7 @@ class Scorer(nn.Module):
     @property
     def computes(self) -> frozenset[str]:
         """The model scores that this scorer can be asked for, `logprobs_at` without its column and `divergence` without its kind."""
-        compared = (DIVERGENCE, TOP_1_AGREEMENT) if self.head.compares else ()
+        compared = COMPARED if self.head.compares else ()
         return frozenset((*VOCABULARY_SCORES, LOGPROBS_AT, *compared, *(() if self.value_head is None else ("values",))))
 
     def forward(
@@ -77,6 +77,7 @@ class Scorer(nn.Module):
         candidates: Mapping[str, Tensor] = NO_CANDIDATES,
         teacher: TeacherStates | None = None,
         noise: EmbeddingNoise | None = None,
+        spread: Callable[[Tensor], Tensor] | None = None,
     ) -> dict[str, Tensor]:
         """Score `labels` int64[n] at flat `positions` int64[n] (row * width + column) of `inputs` (input_ids [rows, width], ...).
 
@@ -89,14 +90,18 @@ class Scorer(nn.Module):
 
         With `segments` the inputs are input_ids and position_ids [1, tokens] of segments end to end; raises UnsupportedError for a model
         whose tokens would see other segments than those. `noise`, of the shape of input_ids, is added to the input embeddings.
+
+        With `spread`, `positions` int64[m] are some of n; it makes the hidden states [n, h] of all from theirs [m, h].
         """
         with noisy_embeddings(language_part(self.decoder), noise):
             hidden_NH = self._compute_hidden_states(inputs, segments, padded).flatten(0, 1)
-        count = len(positions)
-        if count == 0:
-            positions, labels = positions.new_zeros(1), labels.new_zeros(1)
-            candidates = {column: ids_NK.new_zeros(1, ids_NK.shape[1]) for column, ids_NK in candidates.items()}
+        count = len(labels)
         chosen_NH = hidden_NH.index_select(0, positions)
+        if spread is not None:
+            chosen_NH = spread(chosen_NH)
+        if count == 0:
+            chosen_NH, labels = hidden_NH[:1], labels.new_zeros(1)
+            candidates = {column: ids_NK.new_zeros(1, ids_NK.shape[1]) for column, ids_NK in candidates.items()}
         scores: dict[str, Tensor] = {}
         if HIDDEN_STATES in needs:
             scores[HIDDEN_STATES] = chosen_NH
@@ -156,4 +161,14 @@ class Scorer(nn.Module):
             raise UnsupportedError(
                 f"{name} cannot be trained on rows of shared prefixes: {support.tree_refusal}",
                 remedy="Use the collator packed, or another model",
+            )
+
+    def refuse_divided_rows(self, option: str) -> None:
+        """Raises UnsupportedError, with the finding of loading, where ranks cannot divide documents, as `option` ("a.b = 2") asks for."""
+        support = self.segment_support
+        refusal = support.division_refusal if support.layers else support.refusal
+        if refusal:
+            raise UnsupportedError(
+                f"{option} divides the tokens of every sample among ranks, which {type(self.decoder).__name__} does not allow: {refusal}",
+                remedy=f"Set {option.partition(' ')[0]} = 1, or choose another model",
             )

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from skyrl_engine.contracts.values.model import AttentionKernel
 from skyrl_engine.errors import EngineError, UnsupportedError
 from skyrl_engine.modeling.causal_lm import transformer_layers
+from skyrl_engine.modeling.context_parallel import divide_in_process
 from skyrl_engine.modeling.parity import random_tokens
 from skyrl_engine.modeling.segments import REMEDY, WHOLE_ROWS, Segments, SegmentSupport
 from skyrl_engine.modeling.vision import ImageDecoder, language_part
@@ -33,7 +34,7 @@ def adopt_segment_attention(model: Any, decoder: nn.Module, *, name: str, kernel
 
     The check runs on the CPU, where the model's values are: it is about the model and not about the kernel, which is compared with its
     definition when it first runs on a device. A second such check, over a prefix and two continuations of it, tells whether samples can share
-    prefixes (`tree_refusal`).
+    prefixes (`tree_refusal`), and a third one whether ranks can divide documents (`division_refusal`).
     """
     attending = _find_attending(model, decoder)
     before = attending.config._attn_implementation  # noqa: SLF001 - transformers offers no other way to read it
@@ -118,8 +119,10 @@ def attend_by_segments(model: Any, decoder: nn.Module, kernel: AttentionKernel =
     """Replace the attention of `model`, without a check. Raises UnsupportedError if transformers reports that the model would ignore it."""
     from skyrl_engine.modeling.segment_attention import register
 
-    registered = register(kernel)
     attending = _find_attending(model, decoder)
+    # such models follow transformers' interface of attention, and only torch's kernel does not serve them
+    weighted = attending._supports_attention_backend and not attending._supports_sdpa  # noqa: SLF001 - transformers has no other way
+    registered = register(kernel, weighted=weighted)
     name = type(attending).__name__
     if not attending._can_set_attn_implementation():  # noqa: SLF001 - setting it all the same would only log a warning
         raise UnsupportedError(f"{name} computes its attention in code of its own", remedy=REMEDY)
@@ -158,7 +161,11 @@ def _adopt(model: Any, decoder: nn.Module, kernel: AttentionKernel) -> SegmentSu
     if not inside[1].any() or inside[[0, 2]].any():
         return SegmentSupport(refusal="its documents see each other in a packed row", mixes=finite)
     return SegmentSupport(
-        len(segments.windows), refusal="", tree_refusal=_refusal_of_trees(model, decoder, ids, separate, generator), kernel=kernel
+        len(segments.windows),
+        refusal="",
+        tree_refusal=_refusal_of_trees(model, decoder, ids, separate, generator),
+        division_refusal=_refusal_of_division(decoder, ids, separate),
+        kernel=kernel,
     )
 
 
@@ -183,6 +190,23 @@ def _refusal_of_trees(model: Any, decoder: nn.Module, ids: Tensor, separate: Ten
     inside = gradient.reshape(DOCUMENTS, LENGTH, -1)
     if not inside[0].any() or not inside[1].any() or inside[2].any():
         return "samples that share a prefix see each other"
+    return ""
+
+
+def _refusal_of_division(decoder: nn.Module, ids: Tensor, separate: Tensor) -> str:
+    """Return why ranks cannot divide documents, as a clause; empty where they can.
+
+    The tokens of two ranks lie one rank after the other in one row, so that neighbours in it are none in their document. A part of the model
+    that reads neighbours, and not what attention gathers or position_ids say, gives hidden states other than `separate`.
+    """
+    tokens, segments = divide_in_process(Segments((LENGTH,) * DOCUMENTS), 2)
+    positions = (tokens % LENGTH)[None].to(ids.device)
+    with torch.no_grad():
+        hidden = decoder(input_ids=ids.flatten()[tokens][None], position_ids=positions, segments=segments, use_cache=False)[0][0]
+    expected = separate[tokens]
+    difference = ((hidden - expected).abs() / (1 + expected.abs())).max().item()
+    if not difference <= TOLERANCE:  # also true for NaN
+        return f"a part of it beside the attention mixes neighbouring tokens: those of two ranks differ by {difference:.1e}"
     return ""
 
 

@@ -1,6 +1,7 @@
 """Attention over packed rows without a flash-attention package: torch's kernel for documents on CUDA, else one document at a time.
 
-It is registered with transformers under a name that contains "sdpa", so that transformers refuses models that would ignore it. The model
+It is registered with transformers under a name that contains "sdpa", so that transformers refuses models that would ignore it, and under one
+that does not, for models whose scores that kernel of torch does not compute: `weighted_attention` does. The model
 builds no mask for a packed row, so memory does not grow with the square of the row's length.
 """
 
@@ -21,8 +22,9 @@ from skyrl_engine.errors import UnsupportedError
 from skyrl_engine.modeling.attention_kernel import attend_segments
 from skyrl_engine.modeling.compiling import outside
 from skyrl_engine.modeling.segments import REMEDY, Segments, WholeRows
+from skyrl_engine.modeling.weighted_attention import compute_attention
 
-NAME = "skyrl_engine_segment_sdpa"
+NAME, WEIGHTED = "skyrl_engine_segment_sdpa", "skyrl_engine_segment_weights"
 _MEANINGLESS_HERE = frozenset({"position_ids", "use_cache", "output_attentions", "output_hidden_states", "output_router_logits"})
 
 
@@ -38,6 +40,8 @@ def segment_attention(
     scaling: float | None = None,
     is_causal: bool | None = None,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     segments: Segments | WholeRows | None = None,
     kernel: AttentionKernel = "auto",
     **others: Any,
@@ -45,9 +49,14 @@ def segment_attention(
     """Attend causally from query [rows, heads, tokens, d] to key and value [rows, key heads, tokens, d]; return [rows, tokens, heads, d].
 
     With `Segments` there is one row, whose tokens see what its segments say, by the `kernel` that `attend_segments` takes; with `WholeRows`
-    this is transformers' own "sdpa". Raises UnsupportedError if the model passed neither on, or if a layer asks for what would be dropped
-    (attention sinks, soft caps, biases).
+    this is transformers' own "sdpa". Scores with a soft cap or attention sinks (`s_aux`) are those of `compute_attention`. Raises
+    UnsupportedError if the model passed neither on, or if a layer asks for what would be dropped, such as biases.
     """
+    weighted = softcap is not None or s_aux is not None
+
+    def attend_with_weights(query_D: Tensor, key_D: Tensor, value_D: Tensor, seen: Tensor | None) -> Tensor:
+        return compute_attention(query_D, key_D, value_D, seen, scaling=scaling, softcap=softcap, sinks=s_aux, dropout=dropout)
+
     if segments is None:
         raise UnsupportedError(f"{type(module).__name__} does not hand on where the documents of a row end", remedy=REMEDY)
     if isinstance(segments, WholeRows):
@@ -55,6 +64,8 @@ def segment_attention(
             raise UnsupportedError(
                 f"{type(module).__name__} attends in a sliding window and got no mask", remedy="Hand an attention_mask to the model"
             )
+        if weighted:
+            return attend_with_weights(query, key, value, attention_mask), None
         return sdpa_attention_forward(  # type: ignore[no-any-return] # transformers leaves it untyped
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **others
         )
@@ -74,14 +85,23 @@ def segment_attention(
             remedy='Set model.dropout = "off", or choose the collator packed',
         )
 
-    def attend_document(query_D: Tensor, key_D: Tensor, value_D: Tensor, mask: Tensor | None) -> Tensor:
+    def attend_plainly(query_D: Tensor, key_D: Tensor, value_D: Tensor, mask: Tensor | None) -> Tensor:
         output: Tensor = sdpa_attention_forward(
             module, query_D, key_D, value_D, mask, dropout=dropout, scaling=scaling, is_causal=True
         )[0]
         return output
 
     output = attend_segments(
-        kernel, query, key, value, segments, attend_document, scaling=scaling, window=sliding_window, dropout=dropout
+        kernel,
+        query,
+        key,
+        value,
+        segments,
+        attend_with_weights if weighted else attend_plainly,
+        scaling=scaling,
+        window=sliding_window,
+        dropout=dropout,
+        weighted=weighted,
     )
     return output, None
 
@@ -136,9 +156,13 @@ def segment_mask(
     return None
 
 
-def register(kernel: AttentionKernel = "auto") -> str:
-    """Register attention by this kernel with transformers, and return its name there; repeated calls change nothing."""
-    name = NAME if kernel == "auto" else f"{NAME}_{kernel}"
+def register(kernel: AttentionKernel = "auto", *, weighted: bool = False) -> str:
+    """Register attention by this kernel with transformers, and return its name there; repeated calls change nothing.
+
+    `weighted`: the model's own code asks for scores that torch's kernel does not compute.
+    """
+    name = WEIGHTED if weighted else NAME
+    name = name if kernel == "auto" else f"{name}_{kernel}"
     AttentionInterface.register(name, partial(segment_attention, kernel=kernel))
     AttentionMaskInterface.register(name, segment_mask)
     return name

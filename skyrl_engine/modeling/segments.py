@@ -1,6 +1,6 @@
 """The segments of a row, passed to every attention layer as the keyword argument `segments`: documents, or a tree of shared prefixes."""
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from functools import cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Final
@@ -110,12 +110,19 @@ class Segments:
         """Return the pieces of the row from the beginning of a document down to the end of a segment; -1 is none."""
         pieces: list[tuple[int, int]] = []
         while segment >= 0:
-            start, stop = self.bounds[segment]
-            if pieces and pieces[-1][0] == stop:
-                stop = pieces.pop()[1]
-            pieces.append((start, stop))
+            pieces.append(self.bounds[segment])
             segment = -1 if self.parents is None else self.parents[segment]
-        return tuple(reversed(pieces))
+        return join_pieces(reversed(pieces))
+
+
+def join_pieces(pieces: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """Return half-open ranges, in their order, as few as possible: those without tokens are left out, and neighbours are one."""
+    joined: list[tuple[int, int]] = []
+    for start, stop in pieces:
+        if start == stop:
+            continue
+        joined.append((joined.pop()[0], stop) if joined and joined[-1][1] == start else (start, stop))
+    return tuple(joined)
 
 
 @frozen(eq=False)
@@ -131,11 +138,13 @@ class SegmentSupport:
     """A model's support of segments: `layers` attention calls per forward pass follow them; if 0, `refusal` is a clause that says why.
 
     `mixes` says that its documents were seen to reach each other, in a forward pass of finite numbers. `tree_refusal`, where it follows
-    segments, is a clause that says why their prefixes cannot be shared; empty where they can. `kernel` is the one that attends to them.
+    segments, is a clause that says why their prefixes cannot be shared; empty where they can. `division_refusal` says the same of ranks that
+    divide documents. `kernel` is the one that attends to them.
     """
 
     layers: int = 0
     refusal: str = "nobody has checked whether its attention can be replaced"
     mixes: bool = False
     tree_refusal: str = "nobody has checked whether its samples can share prefixes"
+    division_refusal: str = "nobody has checked whether ranks can divide its documents"
     kernel: AttentionKernel = "auto"

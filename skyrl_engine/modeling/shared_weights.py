@@ -24,7 +24,7 @@ def on_the_cpu_without_memory(model: nn.Module) -> Iterator[None]:
     """Let parameters on the meta device look as if they were on the CPU, so that modules which are added to theirs get values there."""
     stand_ins: dict[int, nn.Parameter] = {}
     places: dict[int, nn.Parameter] = {}
-    for place in model.parameters():
+    for place in (parameter for parameter in model.parameters() if parameter.is_meta):
         # one number, shown in the shape of the whole parameter
         stand_in = nn.Parameter(torch.zeros((), dtype=place.dtype).expand(place.shape), requires_grad=place.requires_grad)
         stand_ins[id(place)], places[id(stand_in)] = stand_in, place

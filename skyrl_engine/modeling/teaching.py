@@ -17,6 +17,9 @@ from skyrl_engine.modeling.causal_lm import LogitRule
 from skyrl_engine.modeling.chunked_head import ChunkedHead, Score
 from skyrl_engine.modeling.divergence import divergence, divergence_gradient
 
+COMPARED = (DIVERGENCE, TOP_1_AGREEMENT)
+"""The scores that compare a model with a teacher, `divergence` without its kind."""
+
 HIDDEN_STATES = "hidden_states"
 """The need by which a scorer is asked for the decoder's states [n, h] at the positions; no loss can need it."""
 
@@ -49,12 +52,20 @@ class TeacherStates:
 
     def score(self, rule: LogitRule, temperature: float, names: tuple[str, ...], vocabulary: int) -> "TaughtScore":
         """Return the score of a student's head with this `rule` over so many tokens. Raises ModelError for another vocabulary."""
-        if vocabulary != len(self.weight):
+        self.refuse_another_vocabulary(len(self.weight), vocabulary)
+        return TaughtScore(rule, temperature, names, self)
+
+    def refuse_another_vocabulary(self, own: int, of_student: int) -> None:
+        """Raise ModelError unless both models have as many logits."""
+        if own != of_student:
             raise ModelError(
-                f"the teacher has {len(self.weight):,} logits at a position, and the trained model {vocabulary:,}",
+                f"the teacher has {own:,} logits at a position, and the trained model {of_student:,}",
                 remedy="Choose a teacher with the trained model's vocabulary",
             )
-        return TaughtScore(rule, temperature, names, self)
+
+    def gather(self) -> "TeacherStates":
+        """Return it with the whole head on this rank, where ranks hold parts of it."""
+        return self
 
     def logits(self, temperature: float) -> Tensor:
         """Return the teacher's logits [n, v] that softmax is taken of, in float32 or float64."""
@@ -63,7 +74,8 @@ class TeacherStates:
         return logits_NV if temperature == 1.0 else logits_NV / temperature
 
 
-@frozen(eq=False)
+# without slots, because a class of slots cannot be joined with another one, as that of a divided vocabulary
+@frozen(eq=False, slots=False)
 class TaughtScore(Score):
     """The scores of `Score`, and those that compare with `teacher`, whose states are those of the chunk."""
 
@@ -88,10 +100,11 @@ class TaughtScore(Score):
         named = super()._name_scores(logits_NV, tokens_NK)
         if TOP_1_AGREEMENT in self.names:
             # argmax before anything is overwritten, of logits that no temperature changes the order of
-            named[TOP_1_AGREEMENT] = (logits_NV.argmax(-1) == self.teacher.logits(1.0).argmax(-1)).to(logits_NV.dtype)
+            agrees_N = self._find_likeliest(logits_NV) == self._find_likeliest(self.teacher.logits(1.0))
+            named[TOP_1_AGREEMENT] = agrees_N.to(logits_NV.dtype)
         for need in self._divergences():
             requested = Divergence.of(need)
-            named[need] = divergence(requested, *self._logprobs(logits_NV, requested))
+            named[need] = self._add_parts(divergence(requested, *self._logprobs(logits_NV, requested)))
         return named
 
     def _gradient(self, logits_NV: Tensor, tokens_NK: Tensor, upstream: Mapping[str, Tensor]) -> Tensor:
@@ -100,7 +113,8 @@ class TaughtScore(Score):
         total_NV = super()._gradient(logits_NV, tokens_NK, others) if others or not of_divergences else None
         for need, upstream_N in of_divergences.items():
             wanted = Divergence.of(need)
-            part_NV = divergence_gradient(wanted, *self._logprobs(logits_NV, wanted)).mul_(upstream_N[:, None] / wanted.temperature)
+            part_NV = divergence_gradient(wanted, *self._logprobs(logits_NV, wanted), self._add_parts)
+            part_NV.mul_(upstream_N[:, None] / wanted.temperature)
             total_NV = part_NV if total_NV is None else total_NV.add_(part_NV)
         assert total_NV is not None, "one of the two was computed"
         return total_NV
@@ -112,6 +126,18 @@ class TaughtScore(Score):
         """Return log q and log p, [n, v] each, tensors of their own."""
         teacher_NV = self.teacher.logits(self.temperature)
         return tuple(  # type: ignore[return-value] # two of them
-            torch.log_softmax(logits if requested.temperature == 1.0 else logits / requested.temperature, -1)
+            self._log_softmax(logits if requested.temperature == 1.0 else logits / requested.temperature)
             for logits in (logits_NV, teacher_NV)
         )
+
+    def _log_softmax(self, logits_NV: Tensor) -> Tensor:
+        """Return log-probabilities, a tensor of their own."""
+        return torch.log_softmax(logits_NV, -1)
+
+    def _add_parts(self, part_N: Tensor) -> Tensor:
+        """Return the sum over the whole vocabulary of what was summed over the logits at hand."""
+        return part_N
+
+    def _find_likeliest(self, logits_NV: Tensor) -> Tensor:
+        """Return the token ids int64[n] with the largest logits, the first of equal ones."""
+        return logits_NV.argmax(-1)

@@ -1,6 +1,6 @@
 """Tiny models of real architectures, and tokenizers, for proofs, tests and benchmarks; nothing is downloaded."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -77,19 +77,22 @@ def make_parts_differ(directory: Path) -> None:
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
 
 
-def write_vision_model(directory: Path, *, tied: bool = True, levels: Sequence[int] = (0, 2)) -> None:
+def write_vision_model(
+    directory: Path, *, tied: bool = True, levels: Sequence[int] = (0, 2), experts: Mapping[str, Any] | None = None
+) -> None:
     """Write a random Qwen3-VL as a Hugging Face directory: four text layers, of which the first get the features of the vision layers `levels`.
 
-    There are three vision layers; with two levels each stage of a pipeline of two can hold what it must.
+    There are three vision layers; with two levels each stage of a pipeline of two can hold what it must. With `experts`, keys of its text
+    configuration, it is a Qwen3-VL-MoE.
     """
     import torch
-    from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+    from transformers import AutoConfig, AutoModelForImageTextToText
 
     from skyrl_engine.modeling.exporting import write_pretrained
 
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [3, 2, 1], "mrope_interleaved": True}
     text: dict[str, Any] = {name: size for name, size in SIZES.items() if name != "max_position_embeddings"}
-    text |= {"num_hidden_layers": 4, "rope_parameters": rope}
+    text |= {"num_hidden_layers": 4, "rope_parameters": rope, **(experts or {})}
     vision = {
         "depth": 3,
         "hidden_size": 32,
@@ -105,10 +108,11 @@ def write_vision_model(directory: Path, *, tied: bool = True, levels: Sequence[i
     }
     special = ("image", "video", "vision_start", "vision_end")
     tokens = {f"{name}_token_id": IMAGE_TOKEN - place for place, name in enumerate(special)}
-    config = Qwen3VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=tied, **tokens)
+    family = "qwen3_vl" if experts is None else "qwen3_vl_moe"
+    config = AutoConfig.for_model(family, text_config=text, vision_config=vision, tie_word_embeddings=tied, **tokens)
     with torch.random.fork_rng(devices=()), torch.no_grad():
         torch.manual_seed(0)
-        model = Qwen3VLForConditionalGeneration(config)
+        model = AutoModelForImageTextToText.from_config(config)
         # so that norms are not 1, biases not 0 and matrices not near 0
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))

@@ -31,9 +31,18 @@ class ImageDecoder(nn.Module):
         return self.model.visual  # type: ignore[no-any-return] # transformers leaves it untyped
 
     def forward(
-        self, input_ids: Tensor, pixel_values: Tensor | None = None, image_grid_thw: Tensor | None = None, **others: Any
+        self,
+        input_ids: Tensor,
+        pixel_values: Tensor | None = None,
+        image_grid_thw: Tensor | None = None,
+        image_features: Tensor | None = None,
+        **others: Any,
     ) -> Any:
-        """Run `Qwen3VLModel.forward`; images go in order to the image tokens, whose number `images.placed_images` has checked."""
+        """Run `Qwen3VLModel.forward`; images go in order to the image tokens, whose number `images.placed_images` has checked.
+
+        Where `input_ids` are some tokens of a row, `image_features` int64[m] are the numbers, among the features of the images that are given,
+        of those that its image tokens get; `context_parallel.divide_row` makes them.
+        """
         has_images = pixel_values is not None
         if pixel_values is None:
             merge = self.tokens.merge
@@ -44,6 +53,11 @@ class ImageDecoder(nn.Module):
         if not has_images:
             seen.pooler_output = [feature[:0] for feature in seen.pooler_output]
             seen.deepstack_features = [[feature[:0] for feature in level] for level in seen.deepstack_features]
+        elif image_features is not None:
+            seen.pooler_output = [torch.cat(tuple(seen.pooler_output)).index_select(0, image_features)]
+            seen.deepstack_features = [
+                [torch.cat(tuple(level)).index_select(0, image_features)] for level in seen.deepstack_features
+            ]
         return self.model(input_ids=input_ids, mm_encoder_outputs={"image": seen}, **others)
 
 

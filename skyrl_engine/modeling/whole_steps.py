@@ -7,8 +7,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
+from skyrl_engine.modeling.parameter_steps import ParameterSteps, local_part
 
-class WholeSteps(torch.optim.Optimizer):
+
+class WholeSteps(ParameterSteps):
     """Steps of `kind`, an optimizer of torch, over distributed parameters; its groups are those of `kind`.
 
     Every rank gathers one parameter after the other with its gradient and state, takes the step on the whole, and keeps its own part. So the
@@ -21,22 +23,14 @@ class WholeSteps(torch.optim.Optimizer):
         super().__init__(made.param_groups, {})
         self._kind = kind
 
-    @torch.no_grad()
-    def step(self) -> None:  # type: ignore[override] # no caller has a closure
-        """Take one step with the gradients that are there."""
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._step_whole(group, parameter)
-
-    def _step_whole(self, group: dict[str, Any], parameter: nn.Parameter) -> None:
+    def _step_one(self, group: dict[str, Any], parameter: nn.Parameter) -> None:
         whole = nn.Parameter(_gather(parameter.detach()))
         whole.grad = _gather(parameter.grad)
         optimizer = self._kind([{**group, "params": [whole]}])
         state = self.state[parameter]
         optimizer.state[whole].update({name: _gather(value) for name, value in state.items()})
         optimizer.step()
-        _local(parameter.detach()).copy_(_local(_divide(whole.detach(), parameter)))
+        local_part(parameter.detach()).copy_(local_part(_divide(whole.detach(), parameter)))
         state.update(
             {
                 name: _divide(value, parameter) if value.shape == whole.shape else value
@@ -58,7 +52,3 @@ def _divide(whole: Tensor, like: Tensor) -> Tensor:
     mesh = like.device_mesh
     replicated = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
     return replicated.redistribute(mesh, like.placements)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -13,7 +13,8 @@ from skyrl_engine.contracts.kinds.loss import Loss, LossOutput, as_loss_output, 
 from skyrl_engine.contracts.values.outputs import Metric, RankOutput
 from skyrl_engine.contracts.values.source_names import BY_SOURCE
 from skyrl_engine.errors import ContractError, DetachedLossError, ResultError
-from skyrl_engine.objective.by_source import losses_of_sources, sum_by_source
+from skyrl_engine.objective.behind import Later, to_device
+from skyrl_engine.objective.by_source import losses_of_sources
 from skyrl_engine.objective.corrections import correct
 from skyrl_engine.objective.outputs import collect, numbers_per_token
 from skyrl_engine.objective.parts import ObjectiveParts
@@ -71,9 +72,10 @@ class LossObjective:
             samples = scored.of_loss
             tokens = MicroBatchTokens(_of_loss(scores, scored), samples, self.seed, self.step, self.bound)
             metrics: dict[str, Metric] = {}
-            values = list(self._values(tokens, metrics))
+            later = Later(tokens.like.device)
+            values = list(self._values(tokens, metrics, later))
             token_loss = reduce(add, values)
-            weights = torch.from_numpy(samples.weights).to(tokens.like)
+            weights = to_device(torch.from_numpy(samples.weights), tokens.like.device, tokens.like.dtype)
             total = (weights * token_loss).sum()
             if not len(weights):
                 # Take part in the backward pass, and in the collectives of its ranks, through all that others take part through.
@@ -83,16 +85,16 @@ class LossObjective:
             if self.watch:
                 metrics |= policy_metrics(tokens, self.watch)
             shown = {**numbers_per_token(scores), "token_loss": _scatter_to_scored(token_loss, scored)}
-            return total, collect(scored, shown, metrics, per_token_outputs=self.per_token_outputs)
+            return total, collect(scored, shown, metrics, later, per_token_outputs=self.per_token_outputs)
 
-    def _values(self, tokens: MicroBatchTokens, metrics: dict[str, Metric]) -> Iterator[torch.Tensor]:
+    def _values(self, tokens: MicroBatchTokens, metrics: dict[str, Metric], later: Later) -> Iterator[torch.Tensor]:
         """[n] per part, in their order, coefficient and factor included; what the parts measured goes into `metrics`."""
         for part, term in enumerate(self.parts.losses):
             output = _evaluate_loss(term, tokens, part)
             _add(metrics, output.metrics, "" if term is self.parts.main else f"{term.name}/", term.label)
             value = output.token_loss
             if term is self.parts.main and self.parts.corrections:
-                factors, measured = correct(self.parts.corrections, tokens, first_index=len(self.parts.losses))
+                factors, measured = correct(self.parts.corrections, tokens, later, first_index=len(self.parts.losses))
                 metrics |= measured
                 # A dropped token counts for nothing even if it is not finite.
                 value = torch.where(factors == 0, 0.0, factors * value)
@@ -122,17 +124,11 @@ class LossObjective:
         samples: ScoredSamples,
     ) -> dict[str, Metric]:
         """`loss`, what each part contributes to it where there are several, and the loss of each source where there are several."""
-        if len(values) == 1 and samples.sources is None:
-            return {"loss": Metric.sum(total.item())}
-        names, sums = ["loss"], [total.detach()]
+        metrics = {"loss": Metric.sum(total)}
         if len(values) > 1:
-            names += [f"objective/{term.name}" for term in self.parts.losses]
-            sums += [(weights * value.detach()).sum() for value in values]
-        by_source = sum_by_source(weights, token_loss, samples)
-        # one wait for the device
-        read = torch.stack([*sums, *by_source.values()]).tolist()
-        metrics = {name: Metric.sum(value) for name, value in zip(names, read[: len(names)], strict=True)}
-        return metrics | losses_of_sources(dict(zip(by_source, read[len(names) :], strict=True)), samples)
+            parts = zip(self.parts.losses, values, strict=True)
+            metrics |= {f"objective/{term.name}": Metric.sum((weights * value.detach()).sum()) for term, value in parts}
+        return metrics | losses_of_sources(weights, token_loss, samples)
 
 
 def _evaluate_loss(term: BoundPlugin[Loss], tokens: MicroBatchTokens, index: int) -> LossOutput:
@@ -149,24 +145,25 @@ def _evaluate_loss(term: BoundPlugin[Loss], tokens: MicroBatchTokens, index: int
         )
     if term.on is None:
         return output
-    value = output.token_loss.new_zeros(len(tokens.like)).masked_scatter(tokens.in_role(term.label, term.on), output.token_loss)
-    return LossOutput(value, output.metrics)
+    places = tokens.places_in_role(term.label, term.on)
+    return LossOutput(output.token_loss.new_zeros(len(tokens.like)).index_copy(0, places, output.token_loss), output.metrics)
 
 
 def _of_loss(scores: Mapping[str, torch.Tensor], scored: ScoredSamples) -> Mapping[str, torch.Tensor]:
     """The scores of those tokens that carry loss, by name."""
     if scored.carrying is None:
         return scores
-    carrying = torch.from_numpy(scored.carrying)
-    return {name: score[carrying.to(score.device)] for name, score in scores.items()}
+    # places and no mask: their number is known on the host
+    places = torch.from_numpy(np.flatnonzero(scored.carrying))
+    return {name: score.index_select(0, to_device(places, score.device)) for name, score in scores.items()}
 
 
 def _scatter_to_scored(values: torch.Tensor, scored: ScoredSamples) -> torch.Tensor:
     """[n]: `values` of the tokens that carry loss, and 0 for each other token."""
     if scored.carrying is None:
         return values
-    carrying = torch.from_numpy(scored.carrying).to(values.device)
-    return values.new_zeros(len(carrying)).masked_scatter(carrying, values.detach())
+    places = to_device(torch.from_numpy(np.flatnonzero(scored.carrying)), values.device)
+    return values.new_zeros(len(scored.carrying)).index_copy(0, places, values.detach())
 
 
 def _is_learning(scores: Mapping[str, torch.Tensor]) -> bool:

@@ -7,6 +7,7 @@ import numpy as np
 
 from skyrl_engine.contracts.values.outputs import Metric, RankOutput
 from skyrl_engine.contracts.values.ragged import Ragged
+from skyrl_engine.objective.behind import Later
 from skyrl_engine.objective.samples import ScoredSamples
 
 if TYPE_CHECKING:
@@ -27,12 +28,17 @@ def collect(
     samples: ScoredSamples,
     values: "Mapping[str, torch.Tensor]",
     metrics: Mapping[str, Metric],
+    later: Later,
     *,
     per_token_outputs: bool,
 ) -> RankOutput:
-    """Outputs of one micro-batch; `values` are [n] tensors. With the gate off nothing is copied and every sample's record is empty."""
+    """Outputs of one micro-batch; `values` are [n] tensors. They and the metrics arrive `later`: whoever reads them waits.
+
+    With the gate off no value is copied and every sample's record is empty.
+    """
+    metrics = later.send_metrics(metrics)
     if not per_token_outputs:
         nothing = Ragged(np.zeros(0, dtype=np.int32), np.zeros(len(samples.sample_ids) + 1, dtype=np.int64))
         return RankOutput(samples.sample_ids, samples.action_lengths, nothing, {}, metrics)
-    fields = {name: Ragged(tensor.detach().float().cpu().numpy(), samples.scored.offsets) for name, tensor in values.items()}
+    fields = later.send_fields(values, samples.scored.offsets)
     return RankOutput(samples.sample_ids, samples.action_lengths, samples.scored, fields, metrics)

@@ -4,11 +4,13 @@ from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from typing import Final, Literal
 
+import numpy as np
 import torch
 
 from skyrl_engine.contracts.values.outputs import Metric
 from skyrl_engine.contracts.values.roles import ROLES
 from skyrl_engine.contracts.values.rollout_columns import ROLLOUT_STALENESS
+from skyrl_engine.objective.behind import to_device
 from skyrl_engine.objective.tokens import MicroBatchTokens
 
 Watched = Literal["policy", "present_gap", "entropy", "logits"]
@@ -49,12 +51,12 @@ def policy_metrics(tokens: MicroBatchTokens, watch: AbstractSet[Watched]) -> dic
         return {}
     metrics: dict[str, Metric] = {}
     if "entropy" in watch:
-        metrics["policy/entropy"] = Metric.mean(float(tokens.scores["entropy"].double().sum()), count)
+        metrics["policy/entropy"] = Metric.mean(tokens.scores["entropy"].double().sum(), count)
     if "logits" in watch:
         logits = (tokens.scores["logsumexp"] + tokens.scores["mean_logprob"]).double()
         for role in ROLES:
-            here = tokens.in_role("logits/*", role)
-            metrics[f"logits/{role}"] = Metric.mean(float(logits[here].sum()), int(here.sum()))
+            here = tokens.places_in_role("logits/*", role)
+            metrics[f"logits/{role}"] = Metric.mean(logits.index_select(0, here).sum(), len(here))
     if "policy" not in watch:
         return metrics
     present = tokens.scores["logprobs"].double()
@@ -64,19 +66,21 @@ def policy_metrics(tokens: MicroBatchTokens, watch: AbstractSet[Watched]) -> dic
         old = tokens.column(OLD_LOGPROBS).double()
     if old is not None:
         ratio = (present - old).exp()
-        metrics["policy/ratio_mean"] = Metric.mean(float(ratio.sum()), count)
-        metrics["policy/ratio_max"] = Metric.max(float(ratio.max()))
+        metrics["policy/ratio_mean"] = Metric.mean(ratio.sum(), count)
+        metrics["policy/ratio_max"] = Metric.max(ratio.max())
     if ROLLOUT_LOGPROBS in columns:
         sampled = tokens.column(ROLLOUT_LOGPROBS).double()
         gap = (present if old is None or "present_gap" in watch else old) - sampled
         if ROLLOUT_STALENESS in columns:
-            stale = tokens.column(ROLLOUT_STALENESS) > 0
-            metrics |= {**_measure_gap(gap[~stale], "policy/gap"), **_measure_gap(gap[stale], "policy/gap_stale")}
+            stale = columns[ROLLOUT_STALENESS] > 0
+            for chosen, name in ((~stale, "policy/gap"), (stale, "policy/gap_stale")):
+                places = to_device(torch.from_numpy(np.flatnonzero(chosen)), gap.device)
+                metrics |= _measure_gap(gap.index_select(0, places), name)
         else:
             metrics |= _measure_gap(gap, "policy/gap")
         weights = (present - sampled).exp()
-        sums = (float(count), float(weights.sum()), float(weights.square().sum()))
-        metrics |= {name: Metric.sum(value) for name, value in zip(WEIGHTS, sums, strict=True)}
+        sums = (Metric.sum(count), Metric.sum(weights.sum()), Metric.sum(weights.square().sum()))
+        metrics |= dict(zip(WEIGHTS, sums, strict=True))
     return metrics
 
 
@@ -86,9 +90,9 @@ def _measure_gap(gap: torch.Tensor, name: str) -> dict[str, Metric]:
     if not count:
         return {}
     return {
-        f"{name}_mean": Metric.mean(float(gap.abs().sum()), count),
-        f"{name}_max": Metric.max(float(gap.abs().max())),
-        f"{name}_k3": Metric.mean(float((gap.exp() - 1 - gap).sum()), count),
+        f"{name}_mean": Metric.mean(gap.abs().sum(), count),
+        f"{name}_max": Metric.max(gap.abs().max()),
+        f"{name}_k3": Metric.mean((gap.exp() - 1 - gap).sum(), count),
     }
 
 

@@ -7,6 +7,7 @@ from attrs import field, frozen
 
 from skyrl_engine.contracts.kinds.backend import MicroBatch
 from skyrl_engine.contracts.values.outputs import RankOutput
+from skyrl_engine.objective.behind import Later
 from skyrl_engine.objective.outputs import collect
 from skyrl_engine.spans import Spans
 
@@ -27,4 +28,4 @@ class ScoreObjective:
         with self.spans("objective"):
             wanted = {name: scores[name] for name in sorted(self.needs)}
             like = next(iter(wanted.values()))
-            return like.new_zeros(()), collect(micro_batch.samples, wanted, {}, per_token_outputs=True)
+            return like.new_zeros(()), collect(micro_batch.samples, wanted, {}, Later(like.device), per_token_outputs=True)

@@ -12,6 +12,7 @@ from skyrl_engine.contracts.kinds.needs import DIVERGENCE, ROLE_NEED, column_of,
 from skyrl_engine.contracts.values.pairs import pair_places
 from skyrl_engine.contracts.values.roles import ROLE, ROLES, Role
 from skyrl_engine.errors import DataError
+from skyrl_engine.objective.behind import to_device
 from skyrl_engine.objective.samples import ScoredSamples
 
 if TYPE_CHECKING:
@@ -51,32 +52,37 @@ class MicroBatchTokens:
 
         Raises DataError, with `label`, for a column or for roles that the data lacks, and for a unit that is no pair.
         """
-        keep = None if on is None else self.in_role(label, on)
+        kept = None if on is None else self.places_in_role(label, on)
         values = {_key(name): self._need(label, name) for name in needs if name != ROLE_NEED}
-        if keep is not None:
-            values = {name: value[keep] for name, value in values.items()}
+        if kept is not None:
+            values = {name: value.index_select(0, kept) for name, value in values.items()}
         if pairs or ROLE_NEED in needs:
             self._roles(label)
-        sequences = self.sequences(keep)
+        sequences = self.sequences(kept)
         return LossTokens(values, sequences, lambda: self._generator(index), self._pairs(label, sequences) if pairs else None)
 
-    def in_role(self, label: str, role: Role) -> torch.Tensor:
-        """bool[n]: the tokens of samples of this role. Raises DataError where samples have no roles."""
-        return self._to_device((self._roles(label) == ROLES[role])[self.samples.sequence_index])
+    def places_in_role(self, label: str, role: Role) -> torch.Tensor:
+        """int64[m]: the tokens of samples of this role. Raises DataError where samples have no roles."""
+        return self._to_device(np.flatnonzero((self._roles(label) == ROLES[role])[self.samples.sequence_index]))
 
-    def for_correction(self, label: str, needs: tuple[str, ...], index: int, keep: torch.Tensor) -> LossTokens:
-        """The tokens for which `keep` bool[n] holds, detached, their sequences counted without the others: what a correction is given."""
-        values = {_key(name): self._need(label, name).detach()[keep] for name in needs}
-        return LossTokens(values, self.sequences(keep), lambda: self._generator(index))
+    def for_correction(self, label: str, needs: tuple[str, ...], index: int, kept: torch.Tensor | None) -> LossTokens:
+        """The tokens at the places `kept` int64[m] (None: all), detached, their sequences counted without the others: what a correction
+        is given.
+        """
+        values = {_key(name): self._need(label, name).detach() for name in needs}
+        if kept is not None:
+            values = {name: value.index_select(0, kept) for name, value in values.items()}
+        return LossTokens(values, self.sequences(kept), lambda: self._generator(index))
 
-    def sequences(self, keep: torch.Tensor | None) -> Sequences:
+    def sequences(self, kept: torch.Tensor | None) -> Sequences:
         """The S sequences, all of them also where nothing is kept of one."""
         index = self._to_device(self.samples.sequence_index)
-        if keep is None:
+        if kept is None:
             counts = self._to_device(self.samples.scored.lengths)
         else:
-            index = index[keep]
-            counts = torch.bincount(index, minlength=len(self.samples.sample_ids))
+            index = index.index_select(0, kept)
+            # not bincount, which reads the largest number first
+            counts = index.new_zeros(len(self.samples.sample_ids)).index_add(0, index, torch.ones_like(index))
         roles = None if self.samples.roles is None else self._to_device(self.samples.roles)
         return Sequences(index, counts, self._to_device(self.samples.unit_ids), self._to_device(self.samples.group_ids), roles)
 
@@ -112,10 +118,10 @@ class MicroBatchTokens:
         """A column that the samples have, [n] or [n, k] of the scores' type; integers stay int64."""
         values = self.samples.columns[name]
         dtype = torch.int64 if values.dtype.kind == "i" else self.like.dtype
-        return torch.from_numpy(values).to(device=self.like.device, dtype=dtype)
+        return to_device(torch.from_numpy(values), self.like.device, dtype)
 
     def _to_device(self, array: "AnyArray") -> torch.Tensor:
-        return torch.from_numpy(array).to(self.like.device)
+        return to_device(torch.from_numpy(array), self.like.device)
 
     def _generator(self, index: int) -> torch.Generator:
         entropy = [self.seed, self.step, index, *self.samples.sample_ids.tolist()]

@@ -21,6 +21,7 @@ from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.outputs import BatchOutput
 from skyrl_engine.contracts.values.pairs import roles_in
 from skyrl_engine.contracts.values.ragged import Ragged
+from skyrl_engine.objective.behind import Later
 from skyrl_engine.objective.corrections import correct
 from skyrl_engine.objective.parts import ObjectiveParts
 from skyrl_engine.objective.samples import ScoredSamples
@@ -151,13 +152,13 @@ def _values(parts: ObjectiveParts, tokens: MicroBatchTokens) -> dict[str, Tensor
             returned = term.product(needed)
         value = as_loss_output(term.label, returned, len(needed.sequences.index)).token_loss
         if term.on is not None:
-            own = iter(value)
-            value = torch.stack(
-                [next(own) if inside else value.new_zeros(()) for inside in tokens.in_role(term.label, term.on).tolist()]
-            )
+            own = dict(zip(tokens.places_in_role(term.label, term.on).tolist(), value, strict=True))
+            value = torch.stack([own.get(token, value.new_zeros(())) for token in range(len(tokens.like))])
         if term is parts.main:
             if parts.corrections:
-                factors, _ = correct(parts.corrections, tokens, first_index=len(parts.losses))
+                later = Later(tokens.like.device)
+                factors, _ = correct(parts.corrections, tokens, later, first_index=len(parts.losses))
+                later.raise_now()
                 value = torch.where(factors == 0, 0.0, factors * value)
             values[term.name] = value
         else:

@@ -10,9 +10,9 @@ from attrs import define
 
 from skyrl_engine.cleanup import close_after
 from skyrl_engine.config import SelectedPlugin
-from skyrl_engine.contracts.kinds.backend import AdamWSettings
 from skyrl_engine.contracts.kinds.context import FactoryContext
 from skyrl_engine.contracts.kinds.needs import TEACHER_MODEL
+from skyrl_engine.contracts.kinds.optimizer_settings import AdamWSettings
 from skyrl_engine.contracts.values.model import ComputeDtype, ModelConfig
 from skyrl_engine.contracts.values.plan import RowKind
 from skyrl_engine.contracts.values.topology import Topology

@@ -1,5 +1,6 @@
 """The only place that loads entry points and imports plugin modules. Metadata is checked before anything is imported."""
 
+import inspect
 from importlib import metadata
 from typing import Any, cast
 
@@ -37,7 +38,7 @@ def load_object(record: PluginRecord, plugin: object) -> LoadedPlugin:
     hooks = host.register(plugin, Owner.of(record))
     for hook in KINDS[record.kind].hooks:
         if hook not in hooks:
-            raise _missing_hook_error(record, hooks, hook)
+            raise _missing_hook_error(record, plugin, hooks, hook)
     return LoadedPlugin(record, _schema(record, host), plugin, host)
 
 
@@ -92,10 +93,16 @@ def _from_file(record: PluginRecord, owner: Owner) -> Any:
         ) from None
 
 
-def _missing_hook_error(record: PluginRecord, hooks: frozenset[str], hook: str) -> PluginBrokenError:
+def _missing_hook_error(record: PluginRecord, plugin: object, hooks: frozenset[str], hook: str) -> PluginBrokenError:
     kinds = [name.removeprefix("skyrl_engine_make_") for name in sorted(hooks) if name.startswith("skyrl_engine_make_")]
     if kinds and record.kind not in kinds:
         remedy = f"Set it as {kinds[0]}"
+    elif not hooks and record.kind == "environment" and inspect.isfunction(plugin):
+        place = f"{record.path or 'FILE.py'}:{record.target}"
+        remedy = (
+            f"A reward function is given as --reward {place} --data TASKS, and tried with `env try function reward={place} data=TASKS`; an "
+            "environment has that method, marked with skyrl_engine.hookimpl"
+        )
     elif not kinds and hasattr(decorators, record.kind):
         remedy = f"Mark a method of that name with skyrl_engine.hookimpl, or a function with skyrl_engine.{record.kind}"
     else:

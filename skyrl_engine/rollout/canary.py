@@ -33,6 +33,9 @@ _NEARER: Final = 4.0
 _NOISE: Final = 0.01
 """The share of the limit below which distances are rounding."""
 
+_EXACT: Final = 1e-5
+"""A distance in nats, the rounding of float32, up to which log-probabilities are those of a version whatever the limit is."""
+
 _REMEDY: Final = "Check how the generator takes weights; if the distance is its precision, raise rl.max_gap"
 
 _EARLIER: Final = 8
@@ -65,7 +68,11 @@ class Canary:
         earlier = [(_mean_distance(found, logprobs), old) for old, logprobs in self._earlier]
         self._earlier.append((version, expected))
         nearest = min(earlier, default=None)
-        is_other = nearest is not None and nearest[0] * _NEARER < distance and distance > self.limit * _NOISE
+        is_other = (
+            nearest is not None
+            and nearest[0] * _NEARER < distance
+            and (distance > self.limit * _NOISE or nearest[0] <= _EXACT < distance)
+        )
         # not >: a distance that is no number is too large
         if is_other or not distance <= self.limit:
             cause = (

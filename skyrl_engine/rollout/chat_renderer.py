@@ -14,13 +14,11 @@ for a run's template that the suffix does not depend on what comes before.
 """
 
 import logging
-import re
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any, Final, Literal
 
 import numpy as np
-import numpy.typing as npt
 from attrs import Factory, define, field, frozen
 
 from skyrl_engine.contracts.kinds.environment import Action, Message
@@ -29,31 +27,20 @@ from skyrl_engine.data.sources.questions import Prompt
 from skyrl_engine.data.sources.rows import Row
 from skyrl_engine.data.text.chat import ChatTemplate
 from skyrl_engine.data.text.messages import Conversation, prompt_messages_of
-from skyrl_engine.data.text.tokenization import encodable, leading_special_tokens
 from skyrl_engine.errors import DataError, ModelError, UnsupportedError
 from skyrl_engine.rollout.tool_calls import Family, read_tool_calls, template_family, text_before_calls
+from skyrl_engine.rollout.turn_tokens import APPEND_REMEDY, Ids, TurnTokens
 
 History = Literal["append", "template"]
-Ids = npt.NDArray[np.int32]
 Tools = Sequence[Mapping[str, Any]]
 
 _log = logging.getLogger(__name__)
 
-_TEXTS_KEPT: Final = 4096
-"""Texts whose token ids are kept: the attempts at a task share their prompt, and environments often answer alike."""
-
-_REMEDY: Final = 'Set rl.history = "template", which renders every prompt anew, or model.chat_template to another template'
 _ROUNDS: Final = "Set model.chat_template to a template that takes several rounds"
 _WITH_TEMPLATE: Final = (
     'Choose tasks of one turn whose prompt is one text, or set rl.template = "auto" and a tokenizer with a chat template, or '
     "model.chat_template"
 )
-
-_BEFORE: Final = ("0", ".", ")", "z")
-"""Ends of turns after which a suffix is tokenized, until its tokens begin where it does."""
-
-_FIRST: Final = ("\n", ":", "x", "<")
-"""Beginnings of texts by which a tokenizer is known that puts a space before them."""
 
 _QUESTION: Final[Message] = {"role": "user", "content": "a question"}
 
@@ -73,8 +60,7 @@ class ChatRenderer:
     name: str = field()
     options: Mapping[str, Any] = Factory(dict)
     _template: ChatTemplate = field(init=False)
-    _encoded: Any = field(init=False)
-    _encoded_after_turn: Any = field(init=False)
+    _tokens: TurnTokens = field(init=False)
     _proofs: dict[tuple[str, bool], dict[bool, UnsupportedError | None]] = field(factory=dict, init=False)
 
     @name.default
@@ -85,13 +71,9 @@ class ChatRenderer:
     def _own_template(self) -> ChatTemplate:
         return ChatTemplate(self.tokenizer)
 
-    @_encoded.default
-    def _own_cache(self) -> Any:
-        return lru_cache(_TEXTS_KEPT)(self._encode)
-
-    @_encoded_after_turn.default
-    def _own_cache_of_suffixes(self) -> Any:
-        return lru_cache(_TEXTS_KEPT)(self._encode_after_turn)
+    @_tokens.default
+    def _own_tokens(self) -> TurnTokens:
+        return TurnTokens(self.tokenizer, self.name, self._template.added_tokens)
 
     def prompt(self, messages: Sequence[Message], tools: Tools = (), *, name: str = "the task") -> Ids:
         """int32[P]: the tokens of messages, with the template's generation prompt; `name` is the task's, for errors.
@@ -102,7 +84,7 @@ class ChatRenderer:
             return self._raw_prompt(messages, tools, name)
         self._require_template()
         chat = self._conversation(self._readable(messages, name), tools)
-        return self._ids(self._template.prompt(chat, name=name), name)
+        return self._tokens.encode(self._template.prompt(chat, name=name), name)
 
     def dialogue(self, messages: Sequence[Message], tools: Tools = (), *, name: str = "the task") -> Ids:
         """int32[T]: the tokens of a whole dialogue, up to the end of what the template writes after its last message.
@@ -114,9 +96,9 @@ class ChatRenderer:
             *before, last = self._readable(messages, name)
             if not before or last["role"] != "assistant" or last.get("tool_calls"):
                 raise UnsupportedError(f"{name} does not end with an answer that is a text", remedy=_WITH_TEMPLATE)
-            return self._with_leading_tokens(self._raw_text(before, tools, name) + last["content"], name)
+            return self._tokens.encode_with_leading(self._raw_text(before, tools, name) + last["content"], name)
         self._require_template()
-        return self._ids(self._template.whole(self._conversation(self._readable(messages, name), tools), name=name), name)
+        return self._tokens.encode(self._template.whole(self._conversation(self._readable(messages, name), tools), name=name), name)
 
     def suffix(self, messages: Sequence[Message], last_token: int | None, tools: Tools = (), *, name: str = "the task") -> Ids:
         """int32[n]: the observed tokens between a sampled turn and the next one, with the template's end of that turn and generation prompt.
@@ -127,8 +109,8 @@ class ChatRenderer:
         appended.
         """
         text = self._suffix(messages, tools, name)
-        ids: Ids = self._encoded_after_turn(encodable(text, name))
-        ending = self._ending(text)
+        ids = self._tokens.encode_after_turn(text, name)
+        ending = self._tokens.find_ending(text)
         if ending is None or last_token != ending:
             return ids
         # white space may come before the token; the model ended its turn without it
@@ -136,7 +118,7 @@ class ChatRenderer:
 
     def end_of_turn(self, messages: Sequence[Message] = (_QUESTION,), tools: Tools = (), *, name: str = "the task") -> int | None:
         """Return the special token with which the template ends a turn that these messages follow; None where it has none."""
-        return self._ending(self._suffix(messages, tools, name))
+        return self._tokens.find_ending(self._suffix(messages, tools, name))
 
     def closing(self) -> tuple[int, Ids] | None:
         """Return the special token that ends a dialogue's last turn, and the int32 tokens written after it; None without one."""
@@ -146,17 +128,17 @@ class ChatRenderer:
         if text is None or text.count(mark) != 1:
             return None
         suffix = text.partition(mark)[2]
-        ending = self._ending(suffix)
+        ending = self._tokens.find_ending(suffix)
         if ending is None:
             return None
-        ids: Ids = self._encoded_after_turn(suffix)
+        ids = self._tokens.encode_after_turn(suffix, self.name)
         return ending, ids[int(np.argmax(ids == ending)) + 1 :]
 
     def action(self, completion: Completion, turn: int, tools: Tools = ()) -> Action:
         """Return a sampled turn as an environment sees it; where the task has tools, calls are read as its template writes them."""
         ids = completion.token_ids.tolist()
-        calls, problem = read_tool_calls(self._with_marks(ids), self.family(tools), tools) if tools else ((), None)
-        return Action(self._decode(ids, without_special=True), tuple(ids), turn, completion.finish, calls, problem)
+        calls, problem = read_tool_calls(self._tokens.decode_with_special(ids), self.family(tools), tools) if tools else ((), None)
+        return Action(self._tokens.decode(ids, without_special=True), tuple(ids), turn, completion.finish, calls, problem)
 
     def reply(self, action: Action, tools: Tools = ()) -> Message:
         """Return a sampled turn as the message that a rewritten history holds of it: calls that could be read are no text there."""
@@ -272,7 +254,7 @@ class ChatRenderer:
         ending = reply.partition(mark)[2]
         if not called.endswith(ending):
             # calls end with a token of their own
-            last = next((match for match in self._special.finditer(called) if not called[match.end() :].strip()), None)
+            last = next((match for match in self._tokens.special.finditer(called) if not called[match.end() :].strip()), None)
             if last is None:
                 return None
             ending = called[last.start() :]
@@ -280,7 +262,7 @@ class ChatRenderer:
 
     def _raw_prompt(self, messages: Sequence[Message], tools: Tools, name: str) -> Ids:
         """int32[P]: the tokens of a prompt that is one text, after a system message if there is one."""
-        return self._with_leading_tokens(self._raw_text(messages, tools, name), name)
+        return self._tokens.encode_with_leading(self._raw_text(messages, tools, name), name)
 
     def _raw_text(self, messages: Sequence[Message], tools: Tools, name: str) -> str:
         *before, last = self._readable(messages, name)
@@ -291,76 +273,6 @@ class ChatRenderer:
                 remedy=_WITH_TEMPLATE,
             )
         return Prompt("prompt", last["content"], system=before[0]["content"] if before else None).text()
-
-    def _with_leading_tokens(self, text: str, name: str) -> Ids:
-        ids = self._ids(text, name)
-        lead = leading_special_tokens(self.tokenizer)
-        if len(lead) and not np.array_equal(ids[: len(lead)], lead):
-            ids = np.concatenate([lead, ids])
-            ids.setflags(write=False)
-        return ids
-
-    # tokens
-
-    def _ids(self, text: str, name: str) -> Ids:
-        ids: Ids = self._encoded(encodable(text, name))
-        return ids
-
-    def _encode(self, text: str) -> Ids:
-        # what special tokens there are, the template wrote
-        ids = np.asarray(
-            self.tokenizer(text, add_special_tokens=False, truncation=False, verbose=False)["input_ids"], dtype=np.int32
-        )
-        ids.setflags(write=False)
-        return ids
-
-    def _encode_after_turn(self, text: str) -> Ids:
-        """int32[n]: the tokens of a text that stands after others. Raises UnsupportedError where they cannot be told from those before."""
-        if not self._marks_beginnings:
-            return self._encode(text)
-        ids = next((ids for before in _BEFORE if (ids := self._tokens_after(before, text)) is not None), None)
-        if ids is None:
-            raise self._cannot(
-                f"writes {text[:40]!r} after a turn, and its tokenizer puts a space before texts and joins that with whatever is before it"
-            )
-        ids.setflags(write=False)
-        return ids
-
-    def _tokens_after(self, before: str, text: str) -> Ids | None:
-        """int32[n]: the tokens of `text` after those of `before`; None where a token is of both."""
-        first, whole = self._encode(before), self._encode(before + text)
-        return whole[len(first) :].copy() if np.array_equal(whole[: len(first)], first) else None
-
-    @cached_property
-    def _marks_beginnings(self) -> bool:
-        """Say that the tokenizer writes a text otherwise where it begins than after another one."""
-        pairs = [(self._tokens_after(before, text), self._encode(text)) for before in _BEFORE for text in _FIRST]
-        told = [not np.array_equal(after, alone) for after, alone in pairs if after is not None]
-        return bool(told) and all(told)
-
-    def _decode(self, ids: list[int], *, without_special: bool) -> str:
-        text: str = self.tokenizer.decode(ids, skip_special_tokens=without_special, clean_up_tokenization_spaces=False)
-        return text
-
-    def _with_marks(self, ids: list[int]) -> str:
-        """Return a turn's text with special tokens, which may mark calls, but for those at its end."""
-        special = set(self.tokenizer.all_special_ids)
-        length = next((place for place in range(len(ids), 0, -1) if ids[place - 1] not in special), 0)
-        return self._decode(ids[:length], without_special=False)
-
-    @cached_property
-    def _special(self) -> re.Pattern[str]:
-        longest_first = sorted(map(re.escape, {*self._template.added_tokens} - {""}), key=len, reverse=True)
-        return re.compile("|".join(longest_first) if longest_first else r"(?!)")
-
-    def _special_ids(self, text: str) -> list[int]:
-        ids: list[int] = [self.tokenizer.convert_tokens_to_ids(token) for token in self._special.findall(text)]
-        return ids
-
-    def _ending(self, suffix: str) -> int | None:
-        """Return the special token with which a suffix begins, white space aside."""
-        match = self._special.match(suffix, len(suffix) - len(suffix.lstrip()))
-        return None if match is None else int(self.tokenizer.convert_tokens_to_ids(match.group()))
 
     # proofs
 
@@ -439,7 +351,7 @@ class ChatRenderer:
         wanted = self._text_after(short, [observation], tools, calling=calling)
         if wanted is None:
             return self._cannot(
-                f"refuses a message of role {role!r} after a turn of the assistant", _REMEDY if role == "tool" else _ROUNDS
+                f"refuses a message of role {role!r} after a turn of the assistant", APPEND_REMEDY if role == "tool" else _ROUNDS
             )
         if observation["content"] not in wanted:
             return self._cannot(f"leaves out what a message of role {role!r} says after a turn of the assistant", _ROUNDS)
@@ -457,33 +369,33 @@ class ChatRenderer:
         return self._proof_of_tokens(wanted) or self._proof_of_whole(wanted)
 
     def _proof_of_tokens(self, suffix: str) -> UnsupportedError | None:
-        written = self._special_ids(suffix)
+        written = self._tokens.list_special_ids(suffix)
         known = set(self.tokenizer.get_added_vocab().values()) | set(self.tokenizer.all_special_ids)
         for before in ("", "a reply", "4", "\n", "."):
-            ids = [int(token) for token in self._encode(before + suffix) if int(token) in known]
+            ids = [int(token) for token in self._tokens.encode_anew(before + suffix) if int(token) in known]
             if ids != written:
                 where = f"after {before!r}" if before else "alone"
                 return self._cannot(
-                    f"writes the special tokens {self._special.findall(suffix)} after a turn, and its tokenizer, given them {where}, makes "
-                    f"{self.tokenizer.convert_ids_to_tokens(ids)} of them"
+                    f"writes the special tokens {self._tokens.special.findall(suffix)} after a turn, and its tokenizer, given them {where}, "
+                    f"makes {self.tokenizer.convert_ids_to_tokens(ids)} of them"
                 )
         return None
 
     def _proof_of_whole(self, suffix: str) -> UnsupportedError | None:
         """Return a refusal unless the suffix has its tokens in a whole dialogue too, after some replies: others join its beginning."""
         try:
-            ids = self._encode_after_turn(suffix)
+            ids = self._tokens.encode_after_turn(suffix, self.name)
         except UnsupportedError as error:
             return error
         replies = ("a reply", "4", ".", "ja", "(b)")
-        found = (self._tokens_after(f"A question: {reply}", suffix) for reply in replies)
+        found = (self._tokens.encode_behind(f"A question: {reply}", suffix) for reply in replies)
         if any(tokens is not None and np.array_equal(tokens, ids) for tokens in found):
             return None
         return self._cannot(
             f"writes {suffix[:40]!r} after a turn, and its tokenizer makes other tokens of it there than alone, after each of {replies}"
         )
 
-    def _cannot(self, why: str, remedy: str = _REMEDY) -> UnsupportedError:
+    def _cannot(self, why: str, remedy: str = APPEND_REMEDY) -> UnsupportedError:
         return UnsupportedError(f"{self.name} {why}", remedy=remedy)
 
     def _warn_of_generation_prompt(self, tools: Tools) -> Iterator[str]:

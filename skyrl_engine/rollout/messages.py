@@ -111,7 +111,7 @@ def _batch_of(message: bytes, number: str, columns: Sequence[str] = ()) -> tuple
     """Make the arrays of a record in a format: of some `columns`, or of all."""
     import pyarrow as pa
 
-    head = _serialize_schema(schema_of_format(number))
+    head = _serialize_schema(number)
     reader = pa.ipc.open_stream(pa.BufferReader(head + message), options=_options_of(number, tuple(columns)))
     batch, metadata = reader.read_next_batch_with_custom_metadata()
     return batch, metadata
@@ -157,8 +157,9 @@ def next_header(file: io.BufferedReader, room: int, number: str) -> tuple[Mappin
 
 
 @cache
-def _serialize_schema(schema: "pa.Schema") -> bytes:
-    serialized: bytes = schema.serialize().to_pybytes()
+def _serialize_schema(number: str) -> bytes:
+    """Return the message that begins a stream of a format. Cached by its number: old releases of pyarrow cannot hash a schema."""
+    serialized: bytes = schema_of_format(number).serialize().to_pybytes()
     return serialized
 
 

@@ -14,8 +14,9 @@ from skyrl_engine.engine.model_files import ModelFiles
 from skyrl_engine.errors import ModelError, RolloutError, UnsupportedError
 from skyrl_engine.model_facts.end_tokens import end_tokens
 from skyrl_engine.registry.bound_plugin import BoundPlugin
-from skyrl_engine.rollout.chat_renderer import ChatRenderer, Ids, Tools
+from skyrl_engine.rollout.chat_renderer import ChatRenderer, Tools
 from skyrl_engine.rollout.text_stream import TextStream
+from skyrl_engine.rollout.turn_tokens import Ids
 from skyrl_engine.workers.generation import GeneratorDriver, LoadedWeights
 from skyrl_engine.workers.sampler_facts import SamplerFacts
 

@@ -27,7 +27,7 @@ from skyrl_engine.errors import CheckpointError, EngineError
 from skyrl_engine.registry.discovery import ENGINE
 from skyrl_engine.registry.known import install_command
 from skyrl_engine.run.durable import sync, sync_tree, write_durably
-from skyrl_engine.run.listing import first_damage, list_files
+from skyrl_engine.workers.listing import FileFacts, find_files, first_damage, list_files, sum_files
 
 _STEP_NAME = re.compile(r"step-(\d{8,})")
 _LEFT_OVER = re.compile(r"\.step-\d{8,}\.(partial|replaced)|\.latest\.partial")
@@ -182,35 +182,66 @@ class CheckpointStore:
         documents: Mapping[str, Any],
         *,
         write_model: Callable[[Path], None] | None = None,
+        list_state: Callable[[Path], dict[str, FileFacts]] = list_files,
     ) -> Checkpoint:
         """Write a checkpoint: `write_state` and `write_model` fill existing directories, `documents` are JSON by file name.
 
+        `list_state` computes the sums of the files of the state, as `list_files` does, where others can do so together.
+
         Raises CheckpointError when anything fails; the previous checkpoint is then still there and whole, and `latest` names a whole one.
         """
-        name = f"step-{step:08d}"
-        partial = self.directory / f".{name}.partial"
+        begun = self.begin(step, write_state, documents, write_model=write_model)
+        return self.commit(begun, lambda: list_state(begun.state))
+
+    def begin(
+        self,
+        step: int,
+        write_state: Callable[[Path], None],
+        documents: Mapping[str, Any],
+        *,
+        write_model: Callable[[Path], None] | None = None,
+    ) -> Checkpoint:
+        """Write a checkpoint under a name by which it does not count, until `commit` follows or `abandon`; arguments as of `save`.
+
+        `write_state` may leave the files of the state to others, who have written them when `commit` is called. Raises CheckpointError.
+        """
+        begun = Checkpoint(self.directory / f".step-{step:08d}.partial", step)
         try:
-            self._write(partial, {"state": write_state, "model": write_model}, documents)
-            checkpoint = Checkpoint(self.directory / name, step)
-            self._publish(partial, checkpoint)
+            self.directory.mkdir(parents=True, exist_ok=True)
+            if begun.path.exists():
+                shutil.rmtree(begun.path)
+            for folder, fill in ((begun.state, write_state), (begun.model, write_model)):
+                if fill is not None:
+                    folder.mkdir(parents=True)
+                    fill(folder)
+            for name, content in {**documents, _VERSION: {"engine": __version__}}.items():
+                (begun.path / name).write_text(json.dumps(content, indent=2) + "\n")
         except Exception as error:
-            shutil.rmtree(partial, ignore_errors=True)
-            raise self._write_error(step, error) from error
+            raise self.abandon(begun, error) from error
+        return begun
+
+    def commit(self, begun: Checkpoint, list_state: Callable[[], Mapping[str, FileFacts]]) -> Checkpoint:
+        """Make what `begin` began a checkpoint, with these sizes and sums of the files of the state, by their names there.
+
+        Files of the state that are not among them are summed here. Raises CheckpointError, as `save`.
+        """
+        checkpoint = Checkpoint(self.directory / f"step-{begun.step:08d}", begun.step)
+        try:
+            state = {f"state/{name}": facts for name, facts in list_state().items()}
+            others = sum_files(begun.path, sorted(name for name in find_files(begun.path) if name not in state))
+            listing = dict(sorted({**state, **others}.items()))
+            (begun.path / _LISTING).write_text(json.dumps(listing, indent=2) + "\n")
+            sync_tree(begun.path)
+            self._publish(begun.path, checkpoint)
+        except Exception as error:
+            raise self.abandon(begun, error) from error
         self._retain(checkpoint)
         return checkpoint
 
-    def _write(self, partial: Path, folders: Mapping[str, Callable[[Path], None] | None], documents: Mapping[str, Any]) -> None:
-        self.directory.mkdir(parents=True, exist_ok=True)
-        if partial.exists():
-            shutil.rmtree(partial)
-        for folder, fill in folders.items():
-            if fill is not None:
-                (partial / folder).mkdir(parents=True)
-                fill(partial / folder)
-        for name, content in {**documents, _VERSION: {"engine": __version__}}.items():
-            (partial / name).write_text(json.dumps(content, indent=2) + "\n")
-        (partial / _LISTING).write_text(json.dumps(list_files(partial), indent=2) + "\n")
-        sync_tree(partial)
+    def abandon(self, begun: Checkpoint, error: Exception) -> CheckpointError:
+        """Delete what `begin` began and `error` ended; return the error that says so."""
+        shutil.rmtree(begun.path, ignore_errors=True)
+        return self._write_error(begun.step, error)
 
     def _publish(self, partial: Path, checkpoint: Checkpoint) -> None:
         """Give the written directory its name and point `latest` at it."""

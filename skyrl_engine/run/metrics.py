@@ -76,7 +76,8 @@ class MetricsJsonl:
 
     @hookimpl
     def skyrl_engine_checkpoint_saved(self, event: CheckpointSaved) -> None:
-        self._write("checkpoint", step=event.step, path=event.path.name)
+        seconds = {"seconds": _number(event.seconds), "blocked_seconds": _number(event.blocked_seconds)}
+        self._write("checkpoint", step=event.step, path=event.path.name, **seconds)
 
     @hookimpl
     def skyrl_engine_session_finished(self, event: SessionFinished) -> None:

@@ -12,10 +12,10 @@ from skyrl_engine.errors import CheckpointError, ConfigError, EngineError, Probl
 from skyrl_engine.run.best import rank_checkpoints, read_metric
 from skyrl_engine.run.checkpoint import Checkpoint, CheckpointStore, remove_aside
 from skyrl_engine.run.directory import RunDirectory
-from skyrl_engine.run.listing import count_bytes
 from skyrl_engine.run.lock import look_at_lock
 from skyrl_engine.run.metrics import read_evaluations
 from skyrl_engine.run.summary import read_config, read_state
+from skyrl_engine.workers.listing import count_bytes
 
 _TRAINER_DOCUMENT = "trainer.json"
 _BEST_DOCUMENT = "best.json"

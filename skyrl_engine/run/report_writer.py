@@ -6,10 +6,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
 from attrs import define, field
+
+from skyrl_engine.run.log import tell
 
 logger = logging.getLogger(__name__)
 
@@ -20,9 +23,12 @@ SHARE = 0.005
 _FIRST_COST = 4.0
 """Seconds that the first report is taken to cost, before one was measured."""
 _LONGEST_WAIT = 120.0
+_QUIET_WAIT = 3.0
+"""Seconds of waiting for the last report after which the run says what it waits for."""
 _LEAVE = "import os; os.fork() and os._exit(0); "
-_GIVE_WAY = "import os, runpy; os.nice(10); runpy.run_module('skyrl_engine', run_name='__main__', alter_sys=True)"
-"""Runs the command of its arguments behind everything else that wants to run."""
+_GIVE_WAY = "import os; os.nice(10); "
+"""Lets everything else that wants to run go first."""
+_COMMAND = "import runpy; runpy.run_module('skyrl_engine', run_name='__main__', alter_sys=True)"
 
 
 @define(eq=False)
@@ -48,7 +54,7 @@ class ReportWriter:
         if not self.enabled or not self._collect():
             return
         if time.monotonic() - self._started >= (self._spent + self._cost) / SHARE:
-            self._start()
+            self._start(_GIVE_WAY)
 
     def write_last(self, *, wait: bool) -> None:
         """Write the report of a session that has ended; without `wait`, it is written after this process has gone on."""
@@ -58,17 +64,21 @@ class ReportWriter:
             self._process.kill()  # it would show the run without its end
             self._process.wait()
             self._close()
-        self._start(alone=not wait)
+        self._start("" if wait else _LEAVE)
         if self._process is not None:
             try:
+                with suppress(subprocess.TimeoutExpired):
+                    self._process.wait(_QUIET_WAIT)
+                if self._process.returncode is None:
+                    tell(logger, "writing the report ...")
                 self._process.wait(_LONGEST_WAIT)
             except subprocess.TimeoutExpired:
                 logger.warning("the report is still being written after %.0f s; the run does not wait for it", _LONGEST_WAIT)
                 return
             self._collect()
 
-    def _start(self, *, alone: bool = False) -> None:
-        """Start the command; `alone`: in a process that outlives this one, whose parent ends at once."""
+    def _start(self, first: str) -> None:
+        """Start the command, whose process does `first`: it gives way, or leaves this process, so as to outlive it."""
         self._begun = time.monotonic()
         # a report needs no device
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
@@ -76,7 +86,7 @@ class ReportWriter:
         try:
             self._process = subprocess.Popen(  # noqa: S603 -- this interpreter and this package
                 # -P: no module of the folder that the run was started in takes the place of one of ours
-                [sys.executable, "-P", "-c", (_LEAVE if alone else "") + _GIVE_WAY, "report", str(self.directory.resolve())],
+                [sys.executable, "-P", "-c", first + _COMMAND, "report", str(self.directory.resolve())],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=self._errors,

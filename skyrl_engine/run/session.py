@@ -5,7 +5,7 @@ A run has one session, and one more each time it is resumed.
 
 import logging
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,7 @@ from skyrl_engine.run.resume_checks import (
     refuse_other_base,
     refuse_other_trainer,
 )
+from skyrl_engine.run.saving import Saving, StateSource
 from skyrl_engine.run.stop import StopRequest, listen_for_stop
 
 logger = logging.getLogger(__name__)
@@ -78,7 +79,12 @@ class RunSession:
     _manifest: dict[str, Any] | None = None
     step: int = 0
     _saved: int | None = field(default=None, init=False)
+    _saving: Saving = field(init=False)
     _fingerprint: dict[str, Any] | None = field(default=None, init=False)
+
+    @_saving.default
+    def _none_under_way(self) -> Saving:
+        return Saving(self.checkpoints)
 
     @property
     def resolved(self) -> ResolvedConfig:
@@ -156,15 +162,12 @@ class RunSession:
         self._bus.evaluation_finished(event)
 
     def save_checkpoint(
-        self,
-        write_state: Callable[[Path], None],
-        write_model: Callable[[Path], None],
-        trainer: Mapping[str, Any],
-        best: Mapping[str, Any] | None = None,
+        self, source: StateSource, trainer: Mapping[str, Any], best: Mapping[str, Any] | None = None, *, asynchronous: bool = False
     ) -> None:
         """Write a checkpoint of the present step, unless there is one of it already, and tell observers. Raises CheckpointError.
 
-        `trainer` is the trainer's own document, `best` that of the best checkpoint of runs that look for one.
+        `trainer` is the trainer's own document, `best` that of the best checkpoint of runs that look for one. What is `asynchronous` counts
+        from a later `look_at_saves` on; the one before it is waited for.
         """
         if self.step == self._last_saved_step():
             return
@@ -177,10 +180,25 @@ class RunSession:
         if best is not None:
             documents[BEST_DOCUMENT] = dict(best)
         self.directory.remove_model()  # of an earlier end of this run; from now on it would be older than the newest checkpoint
-        checkpoint = self.checkpoints.save(self.step, write_state, documents, write_model=write_model)
-        self._saved = checkpoint.step
-        logger.info("checkpoint %s", checkpoint.path)
-        self._bus.checkpoint_saved(CheckpointSaved(checkpoint.step, checkpoint.path))
+        self._tell_of_saves(self._saving.begin(self.step, source, documents, asynchronous=asynchronous))
+        self._saved = self.step
+
+    def look_at_saves(self, *, wait: bool = False) -> None:
+        """Make a checkpoint of what was written meanwhile, if it is whole or is to be waited for; tell observers. Raises CheckpointError."""
+        self._tell_of_saves(self._saving.look(wait=wait))
+
+    def end_saves_despite(self, error: Exception) -> None:
+        """Wait for a checkpoint under way of a run that ends by `error`, which stays the error, whatever this meets."""
+        try:
+            self.look_at_saves(wait=True)
+        except Exception as other:  # noqa: BLE001 - see above
+            if other is not error:
+                logger.warning("%s", other.summary if isinstance(other, EngineError) else f"{type(other).__name__}: {other}")
+
+    def _tell_of_saves(self, events: Sequence[CheckpointSaved]) -> None:
+        for event in events:
+            logger.info("checkpoint %s (%.3g s, of which training waited %.3g s)", event.path, event.seconds, event.blocked_seconds)
+            self._bus.checkpoint_saved(event)
 
     def _last_saved_step(self) -> int | None:
         if self._saved is not None:

@@ -11,11 +11,11 @@ from attrs import frozen
 from skyrl_engine.errors import ConfigError, EngineError, Problem
 from skyrl_engine.run.best import Best, collect_extremes, find_best, is_extremes, read_metric
 from skyrl_engine.run.directory import RunDirectory
-from skyrl_engine.run.listing import count_bytes
 from skyrl_engine.run.lock import look_at_lock
 from skyrl_engine.run.manifest import read_manifest
 from skyrl_engine.run.metrics import read_evaluations, read_last_evaluation, read_last_step
 from skyrl_engine.run.state import RunState, judge_state
+from skyrl_engine.workers.listing import count_bytes
 
 _DEPTH = 4
 """Folders below the one that is listed, down to which runs are looked for."""

@@ -25,13 +25,14 @@ def write_adapter(
     layers: list[int] | None = None,
     rslora: bool = False,
     dora: bool = False,
+    targets: tuple[str, ...] | None = None,
 ) -> str:
     """Write a PEFT directory of rank-4 adapters for a model. Both matrices are random: with B zero, as in new adapters, A has no gradient.
 
-    `layers` get adapters, by default all. With `value_head` the directory also holds the model's own value head. Magnitudes of DoRA are those
-    of the base weights, changed by a tenth.
+    `layers` get adapters, by default all, and of them the linear layers `targets`, by default all. With `value_head` the directory also holds
+    the model's own value head. Magnitudes of DoRA are those of the base weights, changed by a tenth.
     """
-    lora = LoraConfig(rank=4, alpha=8, rslora=rslora, dora=dora)
+    lora = LoraConfig(rank=4, alpha=8, rslora=rslora, dora=dora, targets=targets)
     model_with_adapters, _ = load_scorer(ModelConfig(model, value_head=value_head, lora=lora), images=True)
     write_pretrained(model_with_adapters, target)
     path = target / "adapter_model.safetensors"

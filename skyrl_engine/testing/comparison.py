@@ -42,7 +42,8 @@ def describe_change(
     if factor is not None:
         return f"changes{format_factor(factor)}", factor
     place = int(np.argmax(~np.isclose(before, after, rtol=relative, atol=absolute)))
-    return f"changes: the {noun} of token {place} from {before[place]:.6g} to {after[place]:.6g}", None
+    digits = next(digits for digits in (6, 9, 17) if f"{before[place]:.{digits}g}" != f"{after[place]:.{digits}g}" or digits == 17)
+    return f"changes: the {noun} of token {place} from {before[place]:.{digits}g} to {after[place]:.{digits}g}", None
 
 
 def require_same(noun: str, before: Numbers, after: Numbers, when: str, cause: str, remedy: str, **tolerance: float) -> None:

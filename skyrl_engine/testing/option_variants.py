@@ -9,6 +9,7 @@ import attrs
 
 from skyrl_engine.config import SelectedPlugin
 from skyrl_engine.config.wording import bounds, list_allowed_members, list_allowed_values
+from skyrl_engine.contracts.values.model import DESCRIBES
 from skyrl_engine.errors import EngineError
 from skyrl_engine.testing.promise import Finding, Promise, Verdict
 from skyrl_engine.testing.subject import Subject
@@ -24,7 +25,8 @@ _OF_THE_MODULE = frozenset({"light_import"})
 
 
 def variants(plugin: SelectedPlugin, given: frozenset[str]) -> Iterator[tuple[str, SelectedPlugin, bool]]:
-    """Yield "option = value", the plugin with that value, and if the value is a bound; options in `given` keep theirs.
+    """Yield "option = value", the plugin with that value, and if the value is a bound; options in `given` keep theirs, and so do
+    those that describe the value of another (`DESCRIBES`).
 
     Values are all that an `in_` validator, a Literal or a bool allow, in a union too, and the bounds of `ge` and `le`; of a list whose
     members are so limited, each member alone; and none where that is allowed. What the options' class refuses, for instance next to another
@@ -35,7 +37,7 @@ def variants(plugin: SelectedPlugin, given: frozenset[str]) -> Iterator[tuple[st
         return
     for attribute in attrs.fields(attrs.resolve_types(schema)):
         key = attribute.alias or attribute.name
-        if not attribute.init or key in given or key not in plugin.table:
+        if not attribute.init or key in given or key not in plugin.table or DESCRIBES in attribute.metadata:
             continue
         present = plugin.table[key]
         for value, bound in _list_allowed_values(attribute):

@@ -8,6 +8,8 @@ from skyrl_engine.contracts.kinds.generator import GeneratorDescription
 from skyrl_engine.engine.automatic import find_device
 from skyrl_engine.engine.generator_placement import choose_placement
 from skyrl_engine.errors import UnsupportedError
+from skyrl_engine.model_facts.facts import ModelFacts
+from skyrl_engine.model_facts.tensor_parallel_plan import refuse_indivisible
 
 
 def refuse_misplaced_generator(
@@ -33,6 +35,11 @@ def refuse_misplaced_generator(
             f"{label} holds keys and values of {description.cache_tokens:,} tokens, and {makes}",
             remedy="Raise generator.cache_tokens, or lower one of those",
         )
+    if placement == "rank" and "tensor_parallel" in description.capabilities:
+        backend, model = resolved.plugins["backend"], resolved.config.model
+        topology = backend.loaded.describe_backend(backend.options, resolved.config.run.ranks).topology
+        if topology.tp > 1 and (config := ModelFacts(model).config) is not None:
+            refuse_indivisible(config, model.path, topology.tp)
     return label, description
 
 

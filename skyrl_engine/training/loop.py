@@ -41,12 +41,14 @@ class RunResult:
 class StepDone:
     """One step of a trainer: its metrics, among them `tokens`, and CPU seconds by span over controller and ranks.
 
-    `ends` is raised once the step is recorded and a checkpoint of it is written; None: the run goes on.
+    `phases` are wall seconds by phase, of a trainer that knows them: the loop reports them as `time/*`, and what is left of the step as
+    `time/other`. `ends` is raised once the step is recorded and a checkpoint of it is written; None: the run goes on.
     """
 
     metrics: Mapping[str, float]
     cpu_seconds: Mapping[str, float]
     ends: EngineError | None = None
+    phases: Mapping[str, float] | None = None
 
 
 class StepSource(Protocol):
@@ -88,8 +90,16 @@ class Loop:
     def run(self) -> RunResult:
         """Go to the last step, to the end of the one during which a signal came, or until `evaluation.patience` is out.
 
-        Raises what a step says ends the run, and ConfigError for an `evaluation.best` that evaluations do not report.
+        Raises what a step says ends the run, and ConfigError for an `evaluation.best` that evaluations do not report. A checkpoint that is
+        being written meanwhile is whole before this returns or raises, unless it cannot be written.
         """
+        try:
+            return self._run()
+        except Exception as error:
+            self.session.end_saves_despite(error)
+            raise
+
+    def _run(self) -> RunResult:
         session, total = self.session, self.total_steps
         profiled = ProfiledSteps.of(self.run_config, self.engine, session.directory.profile, session.step, total)
         if self.evaluation.at_start and session.step == 0:
@@ -108,12 +118,15 @@ class Loop:
                 is_best = self._evaluate()
             if is_best or _is_due(step, self.checkpoint.every):
                 self._save()
+            else:
+                session.look_at_saves()
         profiled.after_step(session.step, ends=True)
         ended = session.step >= total or self._is_out_of_patience
         if self._is_out_of_patience and session.step < total:
             tell(logger, self._describe_early_end())
         if session.step > 0 and (self.checkpoint.at_end or (session.stop and self.checkpoint.every is not None)):
             self._save()
+        session.look_at_saves(wait=True)
         if ended and self.checkpoint.at_end and not session.directory.model.exists():
             self._export()
         best_step = None if self._best is None else self._best.step
@@ -156,6 +169,9 @@ class Loop:
             # One process: the time that no span claims is the engine's as well.
             cpu_seconds["other"] = max(0.0, controller - sum(done.cpu_seconds.values()))
         self._metrics = {**done.metrics, "tokens_per_second": done.metrics["tokens"] / seconds}
+        if done.phases is not None:
+            phases = {**done.phases, "other": max(0.0, seconds - sum(done.phases.values()))}
+            self._metrics |= {f"time/{phase}": spent for phase, spent in phases.items()}
         with self._spans("observe"):
             event = StepFinished(step, self.total_steps, self._metrics, seconds, cpu_seconds, self.engine.drain_peak_bytes())
             self.session.step_finished(event)
@@ -184,7 +200,7 @@ class Loop:
 
     def _save(self) -> None:
         best = None if self._best is None else self._best.document()
-        self.session.save_checkpoint(self.engine.save, self.engine.keep_model_files, self.source.state(), best)
+        self.session.save_checkpoint(self.engine, self.source.state(), best, asynchronous=self.checkpoint.asynchronous)
 
 
 def _is_due(step: int, every: int | None) -> bool:

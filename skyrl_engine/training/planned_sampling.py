@@ -22,4 +22,8 @@ def plan_sampling(resolved: ResolvedConfig, assembly: Assembly, *, beside: bool 
     # as `SharesStorage` has it
     shares = assembly.description.topology.world_size == 1 and model.dtype != "bfloat16" and model.lora is None
     cached = description.cache_tokens
-    return RankSampling(copies=not shares, cached=cached if isinstance(cached, int) else None)
+    return RankSampling(
+        copies=not shares,
+        cached=cached if isinstance(cached, int) else None,
+        divided="tensor_parallel" in description.capabilities,
+    )

@@ -65,14 +65,20 @@ class AlignedTeacher:
         return counts
 
     @contextmanager
-    def teaching(self, micro_batch: MicroBatch) -> Iterator[AlignedStates]:
-        """Give the teacher's hidden states at its own tokens, with the places of the student's that stand for the same text."""
+    def teaching(self, micro_batch: MicroBatch) -> Iterator[AlignedStates | None]:
+        """Give the teacher's hidden states at its own tokens, with the places of the student's that stand for the same text.
+
+        None on the ranks of a pipeline to whose last stage the teacher gives its states.
+        """
         rows, groups = self._align(micro_batch)
         asked, places = _lay_out(rows, groups, micro_batch)
         self.scored += len(micro_batch.positions)
         self.aligned += sum(len(group.scored) for group in groups)
         with self.teacher.teaching(asked) as known:
-            states = cast("TeacherStates", known)
+            if known is None:
+                yield None
+                return
+            states = cast("TeacherStates", known).gather()
             device = states.weight.device
             matched = Vocabularies(self.matched.student.to(device), self.matched.teacher.to(device))
             yield AlignedStates(

@@ -1,16 +1,17 @@
 """A rank's generator: made from its lock, given the backend's weights, driven by the controller."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from attrs import define, field, frozen
+from attrs import define, evolve, field, frozen
 
 from skyrl_engine.cleanup import finally_close
 from skyrl_engine.config import SelectedPlugin
-from skyrl_engine.contracts.kinds.backend import Backend, SharesStorage, iterate_named_tensors
+from skyrl_engine.contracts.kinds.backend import Backend, SharesStorage
 from skyrl_engine.contracts.kinds.context import FactoryContext
 from skyrl_engine.contracts.kinds.generator import (
     POLICY,
@@ -22,15 +23,19 @@ from skyrl_engine.contracts.kinds.generator import (
     KeepsSessions,
     Sleeps,
     Streams,
+    TensorParallelGroup,
     WeightForm,
     WeightSource,
     as_completions,
 )
-from skyrl_engine.contracts.values.model import ModelConfig
+from skyrl_engine.contracts.values.model import ComputeDtype, ModelConfig
 from skyrl_engine.contracts.values.returned import describe_returned, require_vector
+from skyrl_engine.contracts.values.topology import Topology
 from skyrl_engine.errors import ContractError, UnsupportedError
 from skyrl_engine.registry.bound_plugin import BoundPlugin
 from skyrl_engine.registry.owner import blame
+from skyrl_engine.workers.process_group import agree_with_first, join_tensor_parallel
+from skyrl_engine.workers.wire_weights import iterate_wire_weights
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -47,6 +52,7 @@ class OfferedWeights:
     form: WeightForm | None
     _backend: Backend
     _label: str = "the backend"
+    _dtype: ComputeDtype = "float32"
     _stream: "Iterator[tuple[str, torch.Tensor]] | None" = field(default=None, init=False)
 
     @property
@@ -62,7 +68,7 @@ class OfferedWeights:
     def tensors(self) -> "Iterator[tuple[str, torch.Tensor]]":
         """Full weights, which all ranks gather together: they come once."""
         assert self._stream is None, "weights are gathered once per update"
-        self._stream = iterate_named_tensors(self._label, "weights", self._backend.weights())
+        self._stream = iterate_wire_weights(self._label, self._backend, self._dtype)
         return self._stream
 
     def directory(self) -> Path:
@@ -186,18 +192,22 @@ class GeneratorDriver:
         """True where requests are under way."""
         return self._open > 0
 
-    def poll(self, timeout: float, *, eager: bool) -> list[Completion]:
-        """Sample for `timeout` seconds or until nothing is left; if `eager`, until something is finished."""
+    def poll(self, timeout: float, *, eager: bool, agree: Callable[[bool], bool] | None = None) -> list[Completion]:
+        """Sample for `timeout` seconds or until nothing is left; if `eager`, until something is finished.
+
+        Ranks that sample together go step by step, and `agree` returns for all of them whether the first one stops.
+        """
         until, completions, early = monotonic() + timeout, list[Completion](), 0
         while self._open:
             with blame(self.part.owner, "poll"):
-                returned = self.part.product.poll(max(0.0, until - monotonic()))
+                returned = self.part.product.poll(0.0 if agree else max(0.0, until - monotonic()))
             answer = as_completions(self.part.label, returned)
             self._open -= len(answer)
             completions += answer
-            if (completions and eager) or monotonic() >= until:
+            stops = bool(completions and eager) or monotonic() >= until
+            if stops if agree is None else agree(stops):
                 break
-            early = 0 if answer else early + 1
+            early = 0 if answer or agree else early + 1
             if early == EARLY_ANSWERS:
                 raise ContractError(
                     f"{self.part.label} answers nothing, without taking its time, while {self._open} requests are under way",
@@ -262,6 +272,9 @@ class RankGenerator:
     _label: str
     _driver: GeneratorDriver | None
     _backend_label: str = field(default="the backend", kw_only=True)
+    _dtype: ComputeDtype = field(default="float32", kw_only=True)
+    _together: TensorParallelGroup | None = field(default=None, kw_only=True)
+    """The ranks that this one samples with; None: it samples alone, or nothing."""
 
     @classmethod
     def start(
@@ -271,29 +284,44 @@ class RankGenerator:
         backend: Backend,
         *,
         start: Callable[[WeightSource], GeneratorStart],
-        samples: bool,
+        topology: Topology,
         backend_label: str = "the backend",
+        dtype: ComputeDtype = "float32",
     ) -> "RankGenerator":
-        """Make the generator of a lock, and start it with what `start` says of the weights as they are. `samples` is False on ranks that share
-        another's samples.
+        """Make the generator of a lock, and start it with what `start` says of the weights as they are. `dtype` is the run's precision.
+
+        Tensor-parallel ranks sample together where the generator claims to; else the first of them samples alone, and other ranks of a
+        data-parallel one gather weights for it.
         """
         selected = SelectedPlugin.from_lock(lock)
         described = selected.loaded.describe_generator(selected.options)
+        place = backend.coords
+        share = topology.tp > 1 and "tensor_parallel" in described.capabilities
+        samples = place.cp == place.pp == 0 and (share or place.tp == 0)
+        together = join_tensor_parallel(topology, place) if share and samples else None
         driver = GeneratorDriver(selected.bind("generator", context)) if samples else None
-        generation = cls(backend, described, str(selected.loaded.record), driver, backend_label=backend_label)
-        weights = OfferedWeights(form_for(described, backend, generation._label), backend, backend_label)
+        generation = cls(
+            backend, described, str(selected.loaded.record), driver, backend_label=backend_label, dtype=dtype, together=together
+        )
+        weights = OfferedWeights(form_for(described, backend, generation._label), backend, backend_label, dtype)
         with finally_close(weights.finish):
             if driver is not None:
-                driver.start(start(weights))
+                driver.start(evolve(start(weights), together=together))
         return generation
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        assert self._driver is not None, "requests reached a rank that samples nothing"
-        self._driver.submit(requests)
+        """Take requests, which all ranks of a data-parallel one are given; those that sample nothing leave them to others."""
+        if self._driver is not None:
+            self._driver.submit(requests)
 
     def poll(self, timeout: float, *, eager: bool) -> list[Completion]:
-        """Sample as `GeneratorDriver.poll` says."""
-        return [] if self._driver is None else self._driver.poll(timeout, eager=eager)
+        """Sample as `GeneratorDriver.poll` says. Of ranks that sample together, the first one answers."""
+        if self._driver is None:
+            return []
+        if self._together is None:
+            return self._driver.poll(timeout, eager=eager)
+        completions = self._driver.poll(timeout, eager=eager, agree=partial(agree_with_first, self._together))
+        return [] if self._together.rank else completions
 
     def abort(self, request_ids: Sequence[int] | None) -> None:
         if self._driver is not None:
@@ -307,7 +335,7 @@ class RankGenerator:
     def update(self, version: int, target: str) -> None:
         """Give the present weights to `target`. Every rank takes part."""
         weights = OfferedWeights(
-            form_for(self._description, self._backend, self._label, target), self._backend, self._backend_label
+            form_for(self._description, self._backend, self._label, target), self._backend, self._backend_label, self._dtype
         )
         with finally_close(weights.finish):
             if self._driver is not None:

@@ -17,7 +17,7 @@ from skyrl_engine.contracts.kinds.generator import (
     WeightSource,
 )
 from skyrl_engine.contracts.values.model import ModelConfig
-from skyrl_engine.errors import UnsupportedError
+from skyrl_engine.errors import EngineError, UnsupportedError
 from skyrl_engine.model_facts.facts import ModelFacts, find_file
 from skyrl_engine.scratch import ScratchFolder
 from skyrl_engine.workers.generation import GeneratorDriver, StoredWeights
@@ -32,16 +32,16 @@ from skyrl_engine.workers.messages import (
     StartGenerator,
 )
 from skyrl_engine.workers.sampler_facts import SamplerFacts
+from skyrl_engine.workers.session_places import SessionPlaces
 from skyrl_engine.workers.weight_files import WrittenWeights
-
-SLICE_SECONDS = 0.25
-"""The longest that several ranks sample without a word: a rank that is done earlier waits for the others so long."""
 
 logger = logging.getLogger(__name__)
 
 
 class GeneratorHost(Protocol):
-    """Generators at work, wherever they live. Requests of a session always go to the same one, where its cache is."""
+    """Generators at work, wherever they live. Requests of a session go to the same one, where its cache is, a new session to the one with least
+    under way.
+    """
 
     @property
     def concurrent(self) -> bool:
@@ -90,8 +90,14 @@ class RankHost:
     """A generator on every data-parallel rank; it samples where a call of the controller waits for it, and not while the ranks train."""
 
     group: WorkerGroup
+    _places: SessionPlaces = field(init=False)
+    _refused: list[int] = field(factory=list, init=False)
+    """Requests of a call that some rank refused."""
 
     concurrent, on_ranks = False, True
+
+    def __attrs_post_init__(self) -> None:
+        self._places = SessionPlaces(self.group.topology.dp)
 
     @classmethod
     def start(cls, group: WorkerGroup, lock: "dict[str, object]", facts: SamplerFacts, version: int) -> "RankHost":
@@ -100,22 +106,36 @@ class RankHost:
         return cls(group)
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        self.group.submit(requests)
+        try:
+            self.group.submit(self._places.share(requests))
+        except EngineError:
+            # some ranks may have taken theirs, and answer them when they are asked next
+            self._refused += [request.request_id for request in requests]
+            raise
 
     def poll(self, timeout: float) -> list[Completion]:
-        return self.group.poll(min(timeout, SLICE_SECONDS) if self.group.topology.dp > 1 else timeout)
+        completions = self.group.poll(timeout, self._places.busy)
+        self._places.finish([*(completion.request_id for completion in completions), *self._refused])
+        self._refused.clear()
+        if completions and timeout > 0:
+            # the ranks need not wait for whoever looks at what came
+            self.group.go_on_sampling(self._places.busy)
+        return completions
 
     def abort(self, request_ids: Sequence[int] | None) -> None:
         self.group.ask(AbortRequests(request_ids))
 
     def end_sessions(self, sessions: Sequence[int]) -> None:
         self.group.ask(EndSessions(sessions))
+        self._places.end(sessions)
 
     def write(self, version: int, target: str) -> None:
         """Do nothing: the ranks give their present weights in `update`."""
 
     def update(self, version: int, target: str) -> None:
         self.group.ask(PublishWeights(version, target))
+        if target == POLICY:
+            self._places.forget_idle()
 
     def load(self, model: ModelConfig, target: str) -> None:
         self.group.ask(LoadTarget(model, 0, target))

@@ -3,7 +3,8 @@
 import logging
 import os
 import socket
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Protocol, Self, TypeVar
 
@@ -15,17 +16,22 @@ from skyrl_engine.errors import EngineClosedError, EngineError, UnsupportedError
 from skyrl_engine.workers.dispatch import PlacedShard, Shard
 from skyrl_engine.workers.ending import CLOSED
 from skyrl_engine.workers.future import Calls, Future
+from skyrl_engine.workers.listing import FileFacts, find_files, share_files
 from skyrl_engine.workers.messages import (
     AddAdapterSet,
     AddFrozenModel,
+    CollectSave,
     DropAdapterSet,
     ForAdapterSet,
     Message,
     PollCompletions,
     RunPass,
     SubmitRequests,
+    SumFiles,
 )
+from skyrl_engine.workers.polls import AnswersApart, RankPolls
 from skyrl_engine.workers.spec import WorkerSpec
+from skyrl_engine.workers.staged_save import WrittenFiles
 from skyrl_engine.workers.worker import Pass, RankReply, Worker
 
 logger = logging.getLogger(__name__)
@@ -50,9 +56,10 @@ class Transport(Protocol):
     def put(self, shard: Shard) -> Any:
         """Make a shard available to ranks; the result stands for it in `RunPass.shard`."""
 
-    def send(self, messages: Sequence[Message[Reply]]) -> Callable[[], list[Reply]]:
+    def send(self, messages: Sequence[Message[Reply] | None]) -> Callable[[], list[Reply | None]]:
         """Send every rank its message at once, all of one class; returns what waits for the replies, by rank.
 
+        None is sent to no rank, and stands for its reply; some message is one.
         Waiting raises WorkerError, or the typed error that a rank met. Ranks answer messages in the order in which they were sent.
         Where a rank fails or dies and others do not answer, because they wait for it in a collective, all ranks are ended.
         """
@@ -70,6 +77,7 @@ class WorkerGroup:
         self._adapter_sets = 0
         self.topology = topology
         self.frozen: set[str] = set()
+        self._polls = RankPolls(transport, topology) if topology.dp > 1 and isinstance(transport, AnswersApart) else None
         self.before_send: Callable[[Message[Any]], None] | None = None
         """Called before a message goes to the ranks; None: nobody listens."""
 
@@ -117,6 +125,17 @@ class WorkerGroup:
         """Send one message to every rank and wait for the replies, by rank. Raises what a rank raises."""
         return self.send(message).result()
 
+    def list_files(self, root: Path) -> dict[str, FileFacts]:
+        """Return size and sum of every file under `root`, which all ranks see, by its relative path; each rank reads its share of them."""
+        shares = share_files(find_files(root), self.topology.world_size)
+        replies = self._send_each([SumFiles(root, tuple(names)) for names in shares]).result()
+        return {name: facts for reply in replies for name, facts in reply.items()}
+
+    def collect_written(self, written: Sequence[WrittenFiles | None], message: CollectSave) -> list[WrittenFiles | None]:
+        """Ask the ranks for what they have `written` of a staged save that had not when they were asked before, by rank."""
+        replies = self._send_each([message if files is None else None for files in written]).result()
+        return [reply if files is None else files for files, reply in zip(written, replies, strict=True)]
+
     def add_frozen(self, name: str, model: ModelConfig | None) -> None:
         """Load a further model that scores and never learns; None: the trained one without its adapters. Raises ModelError."""
         self.ask(AddFrozenModel(name, model))
@@ -136,18 +155,39 @@ class WorkerGroup:
         """Wait for all calls under way. Raises the first failure that nobody has seen."""
         self._calls.settle()
 
-    def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        """Hand requests to the data-parallel ranks: those of a session to the same one, always."""
-        shares: list[list[GenerationRequest]] = [[] for _ in range(self.topology.dp)]
-        for request in requests:
-            shares[request.session % self.topology.dp].append(request)
-        places = (self.topology.coords(rank) for rank in range(self.topology.world_size))
-        self._send_each([SubmitRequests(shares[at.dp] if at.tp == at.cp == at.pp == 0 else []) for at in places]).result()
+    def submit(self, shares: Sequence[Sequence[GenerationRequest]]) -> None:
+        """Hand requests to the data-parallel ranks, by rank."""
+        self._send_to(lambda dp: SubmitRequests(shares[dp]) if shares[dp] else None)
 
-    def poll(self, timeout: float) -> list[Completion]:
-        """Let every rank sample: a single one until something is finished, of several each for `timeout` seconds while it has work."""
-        replies = self.ask(PollCompletions(timeout, eager=self.topology.dp == 1))
-        return [completion for reply in replies for completion in reply]
+    def poll(self, timeout: float, busy: Collection[int]) -> list[Completion]:
+        """Let the data-parallel ranks sample that are `busy`, and return what is finished first: none after `timeout` seconds. The others are
+        not called.
+
+        Each of several ranks answers by itself, and those that have not answered sample on after this has returned. With `timeout` 0 each does
+        no more than it does anyway before it looks at the time, and all are waited for.
+        """
+        if self._polls is not None and timeout > 0:
+            self._calls.settle()
+            return self._polls.wait(timeout, busy)
+        message = PollCompletions(timeout, eager=True)
+        replies = self._send_to(lambda dp: message if dp in busy else None)
+        kept = [] if self._polls is None else self._polls.take_answers()
+        return [*kept, *(completion for reply in replies for completion in reply or ())]
+
+    def go_on_sampling(self, busy: Collection[int]) -> None:
+        """Let those of several data-parallel ranks that are `busy` and have answered sample on, before somebody polls again."""
+        if self._polls is not None:
+            self._polls.begin(busy)
+
+    def _send_to(self, make: Callable[[int], Message[Reply] | None]) -> list[Reply | None]:
+        """Send what `make` returns for a data-parallel rank to those of its ranks that may sample, and wait for the replies, by rank.
+
+        None is sent to nobody. Where nothing is sent, nothing is waited for.
+        """
+        made = [make(dp) for dp in range(self.topology.dp)]
+        places = map(self.topology.coords, range(self.topology.world_size))
+        messages = [made[place.dp] if place.cp == place.pp == 0 else None for place in places]
+        return self._send_each(messages).result() if any(messages) else []
 
     def close(self) -> None:
         """End the ranks, with all sets of adapters; of a group of a set, this set alone. What is closed already stays so."""
@@ -159,11 +199,11 @@ class WorkerGroup:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         close_after(error, self.close)
 
-    def _send_each(self, messages: Sequence[Message[Reply]]) -> Future[list[Reply]]:
-        """Send each rank a message of its own."""
+    def _send_each(self, messages: Sequence[Message[Reply] | None]) -> Future[list[Any]]:
+        """Send each rank a message of its own; None is sent to no rank, and stands for its reply."""
         self.refuse_ended()
         if self.before_send is not None:
-            self.before_send(messages[0])
+            self.before_send(next(message for message in messages if message is not None))
         return self._calls.make_future(self._transport.send(messages))
 
 
@@ -183,16 +223,16 @@ class InlineTransport:
     def put(self, shard: Shard) -> Shard:
         return shard
 
-    def send(self, messages: Sequence[Message[Reply]]) -> Callable[[], list[Reply]]:
+    def send(self, messages: Sequence[Message[Reply] | None]) -> Callable[[], list[Reply | None]]:
         try:
-            (answer,) = (message.answer(self._worker) for message in messages)
+            (answer,) = (message.answer(self._worker) for message in messages if message is not None)
         except Exception as error:  # noqa: BLE001 - it is raised where the answer is taken, as with ranks elsewhere
             failure = error
 
-            def failed() -> list[Reply]:
+            def raise_failure() -> list[Reply | None]:
                 raise failure
 
-            return failed
+            return raise_failure
         return lambda: [answer]
 
     def close(self) -> None:
@@ -224,8 +264,8 @@ class AdapterSetTransport:
         """The end of this set, or of what it was made from."""
         return CLOSED if self._closed else self._ranks.ended
 
-    def send(self, messages: Sequence[Message[Reply]]) -> Callable[[], list[Reply]]:
-        return self._ranks.send([ForAdapterSet(self._number, message) for message in messages])
+    def send(self, messages: Sequence[Message[Reply] | None]) -> Callable[[], list[Reply | None]]:
+        return self._ranks.send([None if message is None else ForAdapterSet(self._number, message) for message in messages])
 
     def close(self) -> None:
         """Free the set; ranks that cannot are dead or fail in the next call."""

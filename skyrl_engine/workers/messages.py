@@ -15,14 +15,17 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
 import numpy as np
 from attrs import evolve, frozen
 
-from skyrl_engine.contracts.kinds.backend import OptimizerSettings, iterate_named_tensors
+from skyrl_engine.contracts.kinds.backend import iterate_named_tensors
 from skyrl_engine.contracts.kinds.generator import Completion, GenerationRequest
+from skyrl_engine.contracts.kinds.optimizer_settings import OptimizerSettings
 from skyrl_engine.contracts.values.model import ModelConfig
+from skyrl_engine.workers.listing import FileFacts, sum_files
 
 if TYPE_CHECKING:
     from skyrl_engine.workers.dispatch import Shard
     from skyrl_engine.workers.sampler_facts import SamplerFacts
     from skyrl_engine.workers.spec import WorkerSpec
+    from skyrl_engine.workers.staged_save import WrittenFiles
     from skyrl_engine.workers.worker import Pass, RankReply, StepReply, Worker
 
 Reply = TypeVar("Reply")
@@ -100,13 +103,20 @@ class GatherGradients(Message[dict[str, np.ndarray]]):
 
 @frozen
 class GatherWeights(Message[dict[str, np.ndarray]]):
-    """Gather the weights by parameter name, as copies; nothing on ranks other than 0. Every rank takes part."""
+    """Gather the weights by parameter name, float32 or float64, as copies; nothing on ranks other than 0. Every rank takes part."""
 
     verb = "weights"
 
     def answer(self, rank: "Worker") -> dict[str, np.ndarray]:
+        import torch
+
         gathered = iterate_named_tensors(rank.backend_label, "weights", rank.backend.weights())
-        return {name: tensor.detach().numpy().copy() for name, tensor in gathered if rank.number == 0}
+        return {
+            # NumPy has no bfloat16
+            name: tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32)).numpy().copy()
+            for name, tensor in gathered
+            if rank.number == 0
+        }
 
 
 @frozen
@@ -287,16 +297,20 @@ class CloseGenerator(Message[None]):
 
 @frozen
 class WriteWeights(Message[None]):
-    """Write full weights, adapters merged, as safetensors files into an existing directory; every rank takes part, rank 0 writes."""
+    """Write full weights, adapters merged and in the precision of the run, as safetensors files into an existing directory.
+
+    Every rank takes part, rank 0 writes.
+    """
 
     directory: Path
     verb = "write_weights"
 
     def answer(self, rank: "Worker") -> None:
         from skyrl_engine.workers.weight_files import write_weights
+        from skyrl_engine.workers.wire_weights import iterate_wire_weights
 
         with rank.spans("publish"):
-            weights = iterate_named_tensors(rank.backend_label, "weights", rank.backend.weights())
+            weights = iterate_wire_weights(rank.backend_label, rank.backend, rank.dtype)
             write_weights(self.directory, weights, writes=rank.number == 0)
 
 
@@ -351,6 +365,40 @@ class Save(Message[None]):
 
     def answer(self, rank: "Worker") -> None:
         rank.backend.save(self.directory)
+
+
+@frozen
+class StageSave(Message[None]):
+    """Copy the training state of every rank, and begin to write the copy into an existing directory."""
+
+    directory: Path
+    verb = "save"
+
+    def answer(self, rank: "Worker") -> None:
+        rank.stage_save(self.directory)
+
+
+@frozen
+class CollectSave(Message["WrittenFiles | None"]):
+    """Return the files that a rank wrote of what it staged; None while it writes, unless it is to `wait`."""
+
+    wait: bool
+    verb = "save"
+
+    def answer(self, rank: "Worker") -> "WrittenFiles | None":
+        return rank.collect_save(wait=self.wait)
+
+
+@frozen
+class SumFiles(Message[dict[str, FileFacts]]):
+    """Return sizes and SHA-256 sums of some of the files that ranks wrote."""
+
+    directory: Path
+    names: tuple[str, ...]
+    verb = "list_files"
+
+    def answer(self, rank: "Worker") -> dict[str, FileFacts]:  # noqa: ARG002 - files are the same for every rank
+        return sum_files(self.directory, self.names)
 
 
 @frozen

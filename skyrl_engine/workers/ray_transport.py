@@ -5,7 +5,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import attrs
 
@@ -43,6 +43,9 @@ NEWS_SECONDS = 2.0
 GRACE_SECONDS = 5.0
 """After the first failure, how long to listen for others: a dead rank explains the broken connections its peers report."""
 
+_POSTED: Final = "poll"
+"""The verb of calls that are posted."""
+
 logger = logging.getLogger(__name__)
 
 Reply = TypeVar("Reply")
@@ -61,6 +64,8 @@ class RayTransport:
         self._log: RankLog | None = None
         self._group: Any = None
         self._watch: RayWatch | None = None
+        self._posted: dict[int, Any] = {}
+        self._arrived: dict[int, Any] = {}
         self.ended: str | None = None
         self.ray_resources: Mapping[str, float] | None = None
         self._connection: Connection = connect(self._ray, address, spec.topology.world_size + spare_cpus)
@@ -111,28 +116,89 @@ class RayTransport:
         with self._using_ray("put"):
             return self._ray.put(parcel)
 
-    def send(self, messages: Sequence[Message[Reply]]) -> Callable[[], list[Reply]]:
-        verb = messages[0].verb
-        pending = []
+    def send(self, messages: Sequence[Message[Reply] | None]) -> Callable[[], list[Reply | None]]:
+        verb = next(message.verb for message in messages if message is not None)
+        self._wait_for_posted_calls([rank for rank, message in enumerate(messages) if message is not None])
+        pending: list[Any] = []
         for rank, (actor, message) in enumerate(zip(self._actors, messages, strict=True)):
+            if message is None:
+                pending.append(None)
+                continue
             with self._using_ray(verb):
                 # Ray resolves a reference only where it is an argument of its own
                 pending.append(actor.call.remote(message.with_shard(None), message.shard, self._known_failures[rank]))
         return lambda: self._gather(verb, pending)
 
+    @property
+    def posted_ranks(self) -> set[int]:
+        return {*self._posted, *self._arrived}
+
+    def post(self, rank: int, message: Message[Any]) -> None:
+        if self.ended is not None:
+            raise EngineClosedError(self.ended)
+        assert rank not in self._posted, f"rank {rank} has a posted call"
+        with self._using_ray(message.verb):
+            self._posted[rank] = self._actors[rank].call.remote(message, None, self._known_failures[rank])
+
+    def collect(self, timeout: float) -> dict[int, Any]:
+        deadline = time.monotonic() + timeout
+        while self._posted:
+            waiting = 0.0 if self._arrived else max(0.0, deadline - time.monotonic())
+            with self._using_ray(_POSTED):
+                calls = list(self._posted.values())
+                ready, _ = self._ray.wait(calls, num_returns=1, timeout=min(waiting, WAIT_SECONDS))
+                if ready:
+                    ready, _ = self._ray.wait(calls, num_returns=len(calls), timeout=0)
+                failed = any(self._has_failed(call) for call in ready)
+            # a failure is explained by those of all others
+            answered = set(calls if failed else ready)
+            self._wait_for_posted_calls([rank for rank, call in self._posted.items() if call in answered])
+            if ready or waiting <= WAIT_SECONDS:
+                break
+        arrived, self._arrived = self._arrived, {}
+        return arrived
+
+    def _wait_for_posted_calls(self, ranks: Sequence[int]) -> None:
+        """Wait for the posted calls of these ranks, and keep their replies for `collect`. After a failure none is posted any more."""
+        asked = [rank for rank in ranks if rank in self._posted]
+        if not asked:
+            return
+        calls: list[Any] = [None] * len(self._actors)
+        for rank in asked:
+            calls[rank] = self._posted.pop(rank)
+        try:
+            replies = self._gather(_POSTED, calls)
+        except EngineError:
+            self._posted.clear()
+            raise
+        self._arrived.update((rank, replies[rank]) for rank in asked)
+
+    def _has_failed(self, call: Any) -> bool:
+        try:
+            return isinstance(self._ray.get(call), Failure)
+        except self._ray.exceptions.RayError:
+            return True
+
     def _gather(self, verb: str, pending: list[Any]) -> list[Any]:
-        """Results by rank, or the failure that explains the others; ranks that wait for a failed or dead one are ended with it."""
+        """Results by rank, or the failure that explains the others; ranks that wait for a failed or dead one are ended with it.
+
+        None stands for the call, and for the result, of a rank that was sent nothing.
+        """
         if self.ended is not None:
             raise EngineClosedError(self.ended)
         results: dict[int, Any] = {}
         failures: dict[int, Failure] = {}
         deaths: dict[int, str] = {}
-        ranks = {reference: rank for rank, reference in enumerate(pending)}
-        waiting = list(pending)
+        ranks = {reference: rank for rank, reference in enumerate(pending) if reference is not None}
+        waiting = list(ranks)
         deadline: float | None = None
         while waiting and not deaths and (deadline is None or time.monotonic() < deadline):
             with self._using_ray(verb):
                 ready, waiting = self._ray.wait(waiting, num_returns=1, timeout=WAIT_SECONDS)
+                if ready and waiting:
+                    # all that are there at once: a wait looks at every answer that is due, and a wait for each is quadratic in the ranks
+                    others, waiting = self._ray.wait(waiting, num_returns=len(waiting), timeout=0)
+                    ready += others
             for reference in ready:
                 rank = ranks[reference]
                 try:
@@ -160,7 +226,7 @@ class RayTransport:
             if deaths or waiting:
                 self._end(describe_ending(failure))
             raise failure
-        return [results[rank] for rank in range(len(pending))]
+        return [results.get(rank) for rank in range(len(pending))]
 
     @contextlib.contextmanager
     def _using_ray(self, verb: str) -> Iterator[None]:

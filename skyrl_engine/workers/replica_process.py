@@ -7,6 +7,7 @@ An actor of Ray runs the same loop (`ray_replica.py`).
 import os
 import signal
 import sys
+from contextlib import ExitStack
 from multiprocessing.connection import Connection
 from time import monotonic
 from typing import Any, Final
@@ -18,6 +19,9 @@ SLICE_SECONDS: Final = 0.05
 
 SIGN_SECONDS: Final = 1.0
 """A replica that samples sends something so often, if only that it is there."""
+
+
+_process: Final = ExitStack()
 
 
 def serve(connection: Connection) -> None:
@@ -54,9 +58,12 @@ def serve(connection: Connection) -> None:
 
 def _start(start: ReplicaStart) -> Any:
     from skyrl_engine.config import SelectedPlugin
+    from skyrl_engine.modeling.matmul_precision import multiply_in
     from skyrl_engine.workers.generation import GeneratorDriver
     from skyrl_engine.workers.worker import seed_everything
 
+    # for as long as this process lives
+    _process.enter_context(multiply_in(start.context.matmul_precision))
     seed_everything(start.context.seed)
     driver = GeneratorDriver(SelectedPlugin.from_lock(start.lock).bind("generator", start.context))
     driver.start(start.facts.make_start(start.model, start.device, start.weights, version=start.version))

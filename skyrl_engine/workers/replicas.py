@@ -25,6 +25,7 @@ from skyrl_engine.workers.generator_hosts import WeightFolders
 from skyrl_engine.workers.replica_launch import ReplicaLauncher, ReplicaProcess
 from skyrl_engine.workers.replica_messages import Call, CallEnd, ReplicaStart, Sampled
 from skyrl_engine.workers.sampler_facts import SamplerFacts
+from skyrl_engine.workers.session_places import SessionPlaces
 
 RESTARTS: Final = 3
 """Deaths in a row, without a finished request in between, after which a replica is started again."""
@@ -162,6 +163,7 @@ class ReplicaHost:
     _limits: SilenceLimits = SilenceLimits()
     _scratch: ScratchFolder | None = None
     """The folder of the logs, where the run has none for them. It is kept where an error names one of them."""
+    _places: SessionPlaces = field(init=False)
     _replicas: list[Replica] = field(factory=list, init=False)
     _requests: list[dict[int, GenerationRequest]] = field(factory=list, init=False)
     """By replica, the requests that it has not answered."""
@@ -206,6 +208,7 @@ class ReplicaHost:
         host = cls(label, folders, launcher, make_start, logs, limits, scratch)
         try:
             host._weights[POLICY] = folders.get(version), version
+            host._places = SessionPlaces(replicas)
             for number in range(replicas):
                 host._requests.append({})
                 host._deaths.append(0)
@@ -218,15 +221,11 @@ class ReplicaHost:
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         """Hand requests over. One that no generator could serve is told by `poll`."""
-        shares: list[list[GenerationRequest]] = [[] for _ in self._replicas]
-        for request in requests:
-            number = request.session % len(self._replicas)
-            if not (self._requests[number] or self._replicas[number].owed):
-                self._replicas[number].heard = monotonic()
-            shares[number].append(request)
-            self._requests[number][request.request_id] = request
-        for replica, share in zip(list(self._replicas), shares, strict=True):
+        for replica, share in zip(list(self._replicas), self._places.share(requests), strict=True):
             if share:
+                if not (self._requests[replica.number] or replica.owed):
+                    replica.heard = monotonic()
+                self._requests[replica.number].update((request.request_id, request) for request in share)
                 replica.send(Call("submit", (share,)))
 
     def poll(self, timeout: float) -> list[Completion]:
@@ -242,6 +241,7 @@ class ReplicaHost:
 
     def end_sessions(self, sessions: Sequence[int]) -> None:
         self._call("end_sessions", sessions)
+        self._places.end(sessions)
 
     def write(self, version: int, target: str) -> None:
         self.folders.write(version, target)
@@ -291,6 +291,8 @@ class ReplicaHost:
         self._weights[target] = weights, version
         self._call("update", weights, version, target)
         self._await_answers()
+        if target == POLICY:
+            self._places.forget_idle()
 
     def _call(self, method: str, *arguments: Any) -> None:
         for replica in list(self._replicas):
@@ -323,6 +325,7 @@ class ReplicaHost:
             # those that are unknown are the sampler's to refuse
             for completion in message.completions:
                 open_requests.pop(completion.request_id, None)
+            self._places.finish(completion.request_id for completion in message.completions)
             if message.completions:
                 self._deaths[replica.number] = 0
             self._ready += message.completions

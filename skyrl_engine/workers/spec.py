@@ -6,8 +6,8 @@ from typing import Any, Literal
 
 from attrs import Factory, frozen
 
-from skyrl_engine.contracts.kinds.backend import OptimizerSettings
 from skyrl_engine.contracts.kinds.context import FactoryContext
+from skyrl_engine.contracts.kinds.optimizer_settings import OptimizerSettings
 from skyrl_engine.contracts.values.model import ModelConfig
 from skyrl_engine.contracts.values.plan import RowKind
 from skyrl_engine.contracts.values.topology import Topology

@@ -21,21 +21,23 @@ from skyrl_engine.contracts.kinds.backend import (
     KeepsAverages,
     Objective,
     Offloads,
-    OptimizerSettings,
     OptimStep,
     RankBatch,
     RankEnvironment,
+    StagesSaves,
     as_optim_step,
 )
 from skyrl_engine.contracts.kinds.collator import Collator
 from skyrl_engine.contracts.kinds.needs import asks_a_teacher, is_aligned
-from skyrl_engine.contracts.values.model import ModelConfig
+from skyrl_engine.contracts.kinds.optimizer_settings import OptimizerSettings
+from skyrl_engine.contracts.values.model import ComputeDtype, ModelConfig
 from skyrl_engine.contracts.values.outputs import Metric, RankOutput, as_rank_output
 from skyrl_engine.contracts.values.returned import describe_returned, require_returned
 from skyrl_engine.contracts.values.topology import RankCoords
-from skyrl_engine.errors import ContractError, EngineError
+from skyrl_engine.errors import ContractError, EngineError, ResultError
 from skyrl_engine.modeling.compiling import CLOCK
 from skyrl_engine.modeling.device_memory import take_peak_bytes
+from skyrl_engine.modeling.matmul_precision import multiply_in, refuse_matmul_precision
 from skyrl_engine.objective.objective import LossObjective
 from skyrl_engine.objective.parts import KINDS_OF_PARTS, ObjectiveParts
 from skyrl_engine.objective.policy_metrics import Watched
@@ -49,10 +51,11 @@ from skyrl_engine.workers.batch import ShardBatch
 from skyrl_engine.workers.dispatch import Shard
 from skyrl_engine.workers.frozen_models import FrozenModels
 from skyrl_engine.workers.noise_keys import NoiseKeys
-from skyrl_engine.workers.process_group import Rendezvous, join, leave, pick_device
+from skyrl_engine.workers.process_group import Rendezvous, allow_time_to_load, join, leave, pick_device
 from skyrl_engine.workers.profile import RankProfile
 from skyrl_engine.workers.scored_tokens import Selection
 from skyrl_engine.workers.spec import WorkerSpec
+from skyrl_engine.workers.staged_save import StagedSave, WrittenFiles
 from skyrl_engine.workers.teaching import TaughtBatch
 
 if TYPE_CHECKING:
@@ -115,7 +118,10 @@ class Worker:
     def __init__(self, spec: WorkerSpec, rank: int, *, device_index: int = 0, rendezvous: Rendezvous | None = None) -> None:
         device = pick_device(spec.device, device_index)
         self._owns_group = join(rank, spec.topology.world_size, device, rendezvous)
+        self._process = ExitStack()
         try:
+            refuse_matmul_precision(spec.context.matmul_precision, spec.model.dtype, device)
+            self._process.enter_context(multiply_in(spec.context.matmul_precision))
             seed_everything(spec.context.seed + rank)
             self._set_up(spec, rank, device)
         except BaseException as error:
@@ -128,9 +134,11 @@ class Worker:
         self.spans = Spans()
         self._context = spec.context
         self._shown = spec.shown
+        self._topology = spec.topology
         self._model, self._device = spec.model, device
         self._generator: RankGenerator | None = None
         self._profile: RankProfile | None = None
+        self._save: StagedSave | None = None
         if spec.plugins.keys() - {"backend"}:
             self.use_plugins(spec.plugins)
         self._plugin = SelectedPlugin.from_lock(spec.plugins["backend"])
@@ -147,8 +155,15 @@ class Worker:
 
     def _set_up_model(self, model: ModelConfig, optimizer: OptimizerSettings | None) -> Backend:
         backend: Backend = self._plugin.make(self._context)
+        if self._owns_group and self._environment.world_size > 1:
+            allow_time_to_load(model)
         backend.setup(model, optimizer, self._environment)
         return backend
+
+    @property
+    def dtype(self) -> ComputeDtype:
+        """Return the precision that the run computes in."""
+        return self._model.dtype
 
     @property
     def backend_label(self) -> str:
@@ -238,18 +253,18 @@ class Worker:
         return StepReply(as_optim_step(self.backend_label, returned), self.spans.drain(), take_peak_bytes(self._device))
 
     def make_generator(self, lock: Mapping[str, Any], facts: "SamplerFacts", version: int) -> None:
-        """Make the generator of a lock, after closing the one before; one per data-parallel rank samples, the others gather weights for it."""
+        """Make the generator of a lock, after closing the one before; `RankGenerator.start` says which ranks sample."""
         from skyrl_engine.workers.generation import RankGenerator
 
         self.end_generator()
-        place = self.backend.coords
         self._generator = RankGenerator.start(
             lock,
             self._context,
             self.backend,
             start=partial(facts.make_start, self._model, self._device, version=version),
-            samples=place.tp == place.cp == place.pp == 0,
+            topology=self._topology,
             backend_label=self.backend_label,
+            dtype=self.dtype,
         )
 
     @property
@@ -267,6 +282,34 @@ class Worker:
         profile, self._profile = self._profile, None
         assert profile is not None, "no profile was begun"
         profile.end()
+
+    def stage_save(self, directory: Path) -> None:
+        """Copy the training state, and begin to write the copy; the copy before it must have been collected."""
+        assert self._save is None, "a save is under way"
+        if not isinstance(self.backend, StagesSaves):
+            raise ContractError(
+                f"{self.backend_label} declares the capability 'asynchronous_saves' and has no method stage_save",
+                remedy="Implement contracts.StagesSaves, or do not declare it",
+            )
+        write = self.backend.stage_save(directory)
+        if not callable(write):
+            raise ResultError(
+                f"{self.backend_label} returned {describe_returned(write)} from stage_save, which cannot be called",
+                remedy="Return a function that writes what was copied, and returns the names of its files",
+            )
+        self._save = StagedSave(self.backend_label, write, directory)
+
+    def collect_save(self, *, wait: bool) -> WrittenFiles | None:
+        """Return the files of what was staged; None while they are written, unless it is to `wait`. Raises what writing raised."""
+        assert self._save is not None, "no save is under way"
+        try:
+            written = self._save.collect(wait=wait)
+        except BaseException:
+            self._save = None
+            raise
+        if written is not None:
+            self._save = None
+        return written
 
     def load_averages(self, directory: Path) -> None:
         """Load a checkpoint with the averages of its weights in their place."""
@@ -304,7 +347,9 @@ class Worker:
             generator.close()
 
     def close(self) -> None:
-        """Close all parts, whichever of them fails. Raises the first failure."""
+        """Close all parts, whichever of them fails, once a save under way has ended. Raises the first failure."""
+        if self._save is not None:
+            self._save.end()
         with ExitStack() as ends:
             # the last first: the group that collectives of the backend run in is left after it
             for close in (
@@ -317,6 +362,7 @@ class Worker:
             self.end_generator()
 
     def _leave(self) -> None:
+        self._process.close()
         if self._owns_group:
             leave()
 
@@ -325,7 +371,7 @@ class _AdapterSetWorker(Worker):
     """A set of adapters at work over the frozen weights of another's backend; the process and its group are the other's."""
 
     def __init__(self, base: Backend, spec: WorkerSpec, rank: int, device: str) -> None:
-        self._base, self._owns_group = base, False
+        self._base, self._owns_group, self._process = base, False, ExitStack()
         self._set_up(spec, rank, device)
 
     def _set_up_model(self, model: ModelConfig, optimizer: OptimizerSettings | None) -> Backend:

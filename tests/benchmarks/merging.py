@@ -4,7 +4,7 @@ The samples are dealt to the ranks at random, so that every one is read or writt
 in one process; the figure is the ratio of the least CPU times. Run with `nox -s bench`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from measuring.bars import compare_with_bar
@@ -20,7 +20,7 @@ from skyrl_engine_mergers.ordered import OrderedMerger
 RANKS, SAMPLES, ROUNDS = 1024, 64, 7
 TOKENS = (0, 16, 256, 1024)
 MOST = 5.0
-"""Multiple of what concatenating costs: plugins/mergers/tests/test_merging_cost.py."""
+"""Bar: multiple of what concatenating costs."""
 MERGERS = {"ordered": OrderedMerger(), "list": ListMerger()}
 
 
@@ -60,17 +60,10 @@ def concatenate(outputs: Sequence[RankOutput]) -> list[np.ndarray]:
     ]
 
 
-def costs(
-    merger: OrderedMerger | ListMerger,
-    outputs: Sequence[RankOutput],
-    plan: BatchPlan,
-    *,
-    rounds: int = ROUNDS,
-    enough: Callable[[Mapping[str, float]], bool] = lambda _: False,
-) -> dict[str, float]:
+def costs(merger: OrderedMerger | ListMerger, outputs: Sequence[RankOutput], plan: BatchPlan) -> dict[str, float]:
     """Least CPU seconds of "merging" and "concatenating"."""
     works = {"merging": lambda: merger.merge(outputs, plan), "concatenating": lambda: concatenate(outputs)}
-    return interleave(works, rounds, enough=enough)
+    return interleave(works, ROUNDS)
 
 
 def main() -> None:

@@ -6,7 +6,6 @@ order in the same process; and both with the outputs sent to another process in 
 the ratio of the least CPU times. Run with `nox -s bench`.
 """
 
-import math
 import pickle
 from typing import Any
 
@@ -19,6 +18,7 @@ from measuring.cpu_time import interleave, machine
 from skyrl_engine.contracts.values.outputs import BatchOutput, RankOutput
 from skyrl_engine.contracts.values.plan import BatchPlan, Layout, MiniBatchPlan, one_sample_per_row
 from skyrl_engine.contracts.values.ragged import Ragged, offsets_of
+from skyrl_engine.objective.behind import Later
 from skyrl_engine.objective.outputs import collect
 from skyrl_engine.objective.samples import ScoredSamples
 from skyrl_engine_mergers.ordered import OrderedMerger
@@ -29,6 +29,7 @@ BARS = {"on the rank": 20.0}
 ELSEWHERE = 4.0
 """Cost of dicts over that of columns: plugins/mergers/README.md."""
 Dicts = list[dict[str, Any]]
+CPU = torch.device("cpu")
 
 
 @frozen(eq=False)
@@ -42,7 +43,7 @@ class Outputs:
     def as_columns(self) -> RankOutput:
         """The engine's rank returns this."""
         parts = zip(self.samples, self.tensors, strict=True)
-        return RankOutput.concat([collect(samples, tensors, {}, per_token_outputs=True) for samples, tensors in parts])
+        return RankOutput.concat([collect(samples, tensors, {}, Later(CPU), per_token_outputs=True) for samples, tensors in parts])
 
     def as_dicts(self) -> Dicts:
         """One dict per sample."""
@@ -93,8 +94,8 @@ def make_outputs() -> Outputs:
     return Outputs(plan, samples, tensors)
 
 
-def ratios(outputs: Outputs, *, rounds: int = ROUNDS, enough: float = math.inf) -> dict[str, tuple[float, float]]:
-    """Least CPU seconds of columns and of dicts, by what is done with them; no more rounds than show `enough` times less."""
+def ratios(outputs: Outputs) -> dict[str, tuple[float, float]]:
+    """Least CPU seconds of columns and of dicts, by what is done with them."""
     ways = {
         "on the rank": (outputs.as_columns, outputs.as_dicts),
         "to the caller's order, in one process": (
@@ -108,9 +109,7 @@ def ratios(outputs: Outputs, *, rounds: int = ROUNDS, enough: float = math.inf) 
     }
     measured = {}
     for name, (columns, dicts) in ways.items():
-        least = interleave(
-            {"columns": columns, "dicts": dicts}, rounds, enough=lambda least: least["dicts"] >= enough * least["columns"]
-        )
+        least = interleave({"columns": columns, "dicts": dicts}, ROUNDS)
         measured[name] = least["columns"], least["dicts"]
     return measured
 

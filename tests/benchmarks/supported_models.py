@@ -42,9 +42,9 @@ SIZES: Final = {
     "tp": {"tensor_parallel": 2},
     "pp": {"pipeline_parallel": 2},
     "cp": {"context_parallel": 2},
-    "ep": {"tensor_parallel": 2, "expert_parallel": 2},
+    "ep": {"expert_parallel": 2},
 }
-"""Options that divide a model, each for two ranks."""
+"""Options that divide a model, each for two ranks; on megatron tensor-parallel ranks share experts."""
 
 INTRODUCTION: Final = """\
 # Supported models
@@ -107,6 +107,8 @@ def ask(name: str) -> Answers:
         }
         rows: dict[RowKind, str | None] = {rows: _refusal(folder, _refuse_rows, model, rows) for rows in ("packed", "tree")}
         unadapted: list[str] = []
+        # what loading finds of rows of documents is true of ranks that divide them
+        layouts["fsdp", "cp"] = layouts["fsdp", "cp"] or rows["packed"]
         adapters = _refusal(folder, _adapt, model, unadapted)
         decoders: list[Any] = []
         sampled = _refusal(folder, _sample, model, decoders)
@@ -147,6 +149,8 @@ def _select(backend: str) -> SelectedPlugin:
 def _plan(backend: str, model: ModelConfig, size: str, rows: RowKind = "padded") -> None:
     """Raise what planning raises for a model on one rank, or on two that share it in the way of `size`."""
     selected, divided = _select(backend), SIZES.get(size, {})
+    if (backend, size) == ("megatron", "ep"):
+        divided = {**divided, "tensor_parallel": 2}
     options: Any = selected.options
     description = selected.loaded.describe_backend(evolve(options, **divided), 2 if divided else 1)
     check_capabilities(backend, description.capabilities, frozenset({rows, *(("lora",) if model.lora else ())}))

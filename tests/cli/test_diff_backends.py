@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from by_day import rarely
-from transformers import Gemma2Config, Gemma2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import Llama4ForCausalLM, Llama4TextConfig, Qwen3Config, Qwen3ForCausalLM
 
 from skyrl_engine.cli.app import main
 from skyrl_engine.cli.demo.recipe import Exchange, write_exchanges
@@ -185,23 +185,26 @@ def test_a_gradient_that_is_not_finite_is_named(tmp_path: Path, wrong: str, caps
 
 def test_what_trains_on_padded_rows_alone_is_compared_on_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_run(tmp_path)
-    config = Gemma2Config(
+    config = Llama4TextConfig(
         **{name: getattr(Qwen3Config.from_pretrained(tmp_path / "model"), name) for name in ("vocab_size", "pad_token_id")},
         hidden_size=32,
         intermediate_size=64,
+        intermediate_size_mlp=64,
+        num_local_experts=2,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=8,
     )
-    Gemma2ForCausalLM(config).save_pretrained(tmp_path / "model")
+    Llama4ForCausalLM(config).save_pretrained(tmp_path / "model")
+    capsys.readouterr()  # transformers imports DeepSpeed to save a model, and DeepSpeed's import writes to stdout
     arguments = ["diff-backends", str(tmp_path / "run.toml"), "--b", "fsdp", "--collator"]
     assert main([*arguments, "padded", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["agrees"] is True
-    assert report["untried"] == {"sliding_window": 4096}
+    assert report["untried"] == {"attention_chunk_size": 8192}
     assert main([*arguments, "padded"]) == 0
-    assert "the model changes at 4,096 tokens (sliding_window)" in " ".join(capsys.readouterr().out.split())
+    assert "the model changes at 8,192 tokens (attention_chunk_size)" in " ".join(capsys.readouterr().out.split())
     assert main([*arguments, "packed"]) == 2
     assert "cannot be trained on packed rows" in capsys.readouterr().err
 
@@ -219,7 +222,7 @@ def test_without_a_configuration_the_layer_is_named_too(tmp_path: Path, capsys: 
         (["--b", "fsdp", "--layout", "tp2xtp2"], "at most once"),
         (["--b", "fsdp", "--layout", "dp99999"], "takes 99999 processes on this machine"),
         (["--b", "fsdp", "--layout", "pp2"], "--layout: backend.pipeline_parallel: backend 'fsdp'"),
-        (["--b", "fsdp", "--layout-a", "cp2"], "--layout-a: backend.context_parallel: backend 'fsdp'"),
+        (["--b", "fsdp", "--layout-a", "pp2"], "--layout-a: backend.pipeline_parallel: backend 'fsdp'"),
         (["--b", "fsdpp"], "there is no backend 'fsdpp'"),
         ([], "Missing option '--b'"),
     ],

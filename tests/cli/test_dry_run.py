@@ -30,9 +30,9 @@ def change_config(model: Path, **values: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
-def replace_by_gemma(model: Path) -> None:
+def replace_by_mamba(model: Path) -> None:
     (model / "model.safetensors").unlink()
-    write_model(model, "gemma2", vocab_size=json.loads((model / "config.json").read_text())["vocab_size"])
+    write_model(model, "mamba", vocab_size=json.loads((model / "config.json").read_text())["vocab_size"])
 
 
 @pytest.mark.parametrize(
@@ -61,8 +61,8 @@ def replace_by_gemma(model: Path) -> None:
         (lambda model: (model / "tokenizer.json").write_text("{"), [], 4, "model/tokenizer.json is not valid JSON"),
         (lambda model: (model / "chat_template.jinja").unlink(), [], 4, "has no chat template. Set model.chat_template"),
         (lambda model: (model / "chat_template.jinja").write_text("\n{% for"), [], 4, "is no Jinja template: line 2"),
-        (replace_by_gemma, ["--collator", "packed"], 2, "cannot be trained on packed rows"),
-        (replace_by_gemma, [], 0, ""),
+        (replace_by_mamba, ["--collator", "packed"], 2, "cannot be trained on packed rows"),
+        (replace_by_mamba, [], 0, ""),
         (keep, ["model.lora.targets=['no_such']"], 4, "'no_such', which no linear layer"),
         (keep, ["run.device=cuda"], 2, 'run.device = "cuda", and torch finds no CUDA device on this machine'),
         (keep, ["run.device=cuda", "--launch", "ray"], 2, "torch finds no CUDA device on this machine"),

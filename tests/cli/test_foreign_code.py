@@ -42,8 +42,8 @@ NO_CODE = {
     "model.path model.tokenizer model.revision model.chat_template model.lora.targets model.lora.path",
     "reference.path reference.revision teacher.path teacher.revision",
     *(f"rl.reward_models.{key}" for key in ("path", "revision", "name", "tokenizer", "chat_template", "step_separator")),
-    # the name of a metric, and a pattern of parameters' names
-    "evaluation.best optimizer.groups.match",
+    # the name of a metric, and patterns of parameters' names
+    "evaluation.best optimizer.groups.match model.freeze",
     # names of the engine's own recipes
     "rl.preset preference.preset reward_model.preset",
     # what stands between the steps of an answer

@@ -36,6 +36,8 @@ def test_the_file_resolves_and_its_comments_state_the_defaults(folder: Path, tra
     (folder / "all.toml").write_text(re.sub(r"^# (\w+ = )", r"\1", text, flags=re.MULTILINE))
     shown, whole = (tomllib.loads((folder / name).read_text()) for name in ("first.toml", "all.toml"))
     assert sum(len(table) for table in whole.values() if isinstance(table, dict)) > 10
+    # the model has fewer positions than the default makes use of
+    assert shown.get("rl") == ({"max_tokens": 80} if trainer == "rl" else None)
     first, full = (resolve(load(folder / name)).as_dict() for name in ("first.toml", "all.toml"))
     assert first == full
     assert shown["model"]["path"] == "./model"

@@ -70,6 +70,44 @@ def test_the_plain_configuration_of_every_trainer_is_planned(plan, trainer) -> N
     assert plan(trainer).code == 0
 
 
+# --- frozen parameters ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_frozen_parameters_are_planned_or_refused_by_name(plan, trainer) -> None:
+    assert plan(trainer, "model.freeze=['*.embed_tokens.*']").code == 0
+    outcome = plan(trainer, "model.freeze=['*.embed_tokens.*', 'visual.*']")
+    assert outcome.code == 2
+    assert "model.freeze[1]: 'visual.*' matches no parameter" in outcome.last_line
+    outcome = plan(trainer, "model.freeze=['*.embed_tokens.*']", "model.lora.rank=4")
+    assert outcome.code == 2
+    assert "remove model.freeze" in outcome.last_line
+    assert plan(trainer, "model.freeze=['*.embed_tokens.*']", "backend.use=megatron").code == 0
+    outcome = plan(trainer, "model.freeze=['visual.*']", "backend.use=megatron")
+    assert outcome.code == 2
+    assert "model.freeze[0]: 'visual.*' matches no parameter" in outcome.last_line
+
+
+# --- precision -----------------------------------------------------------------------------------------------------------------------
+
+
+def test_tf32_is_refused_by_name_where_ranks_compute_on_cpus(plan) -> None:
+    outcome = plan("sft", "run.matmul_precision=high", "run.device=cpu")
+    assert outcome.code == 2
+    assert 'run.matmul_precision = "high" multiplies in TF32' in outcome.last_line
+    assert 'Set run.matmul_precision = "highest"' in outcome.last_line
+
+
+def test_float8_is_refused_by_name_where_it_cannot_be(plan) -> None:
+    """The test environment has neither a device nor torchao; whichever is missed first is named, with what else is wrong."""
+    outcome = plan("sft", "backend.float8=rowwise", "model.dtype=float32", "run.device=cpu")
+    assert outcome.code == 2
+    assert "takes the place of products in bfloat16, and model.dtype is float32" in outcome.err
+    outcome = plan("sft", "backend.float8=rowwise", "model.dtype=bfloat16", "run.device=cpu")
+    assert outcome.code == 2
+    assert 'backend.float8 = "rowwise" needs' in outcome.last_line
+
+
 # --- collators and micro-batches ------------------------------------------------------------------------------------------------------
 
 

@@ -5,7 +5,7 @@ import pytest
 from skyrl_engine.config.reading.sources import from_dict, load
 from skyrl_engine.config.resolution import resolve
 from skyrl_engine.config.structure import structure
-from skyrl_engine.contracts.kinds.backend import SgdSettings
+from skyrl_engine.contracts.kinds.optimizer_settings import SgdSettings
 
 
 def problems(overrides: list[str]) -> list[str]:
@@ -53,10 +53,8 @@ def problems(overrides: list[str]) -> list[str]:
          "Set run.directory to the run to continue")),
         (["optimizer.warmup_steps=9", "training.steps=8"], ("command line: optimizer.warmup_steps: warm-up takes 9 steps of a training "
          "of 8. Lower optimizer.warmup_steps or raise training.steps")),
-        (["optimizer.groups=[{match='a', frozen=true, weight_decay=0}]"], ("command line: optimizer.groups: the group 'a' is "
-         "frozen, and has a learning rate or a weight decay. Remove these, or frozen")),
         (["optimizer.groups=[{match='a'}]"], ("command line: optimizer.groups: the group 'a' changes nothing. Set "
-         "learning_rate, weight_decay or frozen, or remove the group")),
+         "its learning_rate or weight_decay, or remove the group; model.freeze freezes parameters")),
         (["optimizer.warmup=cosine"], ("command line: optimizer.warmup: is the form of a warm-up, and there is none. "
          "Set optimizer.warmup_steps, or remove optimizer.warmup")),
         (["optimizer.schedule=wsd"], ('default: optimizer.decay_steps: schedule "wsd" decays over its last steps, and nobody says how '

@@ -182,7 +182,54 @@ def test_verl_takes_the_actor_and_says_the_critic() -> None:
     assert ours["checkpoint"] == {"every": 20}
     assert "critic.optim.weight_decay = 0.3" in text
     assert 'data.train_files = "tasks.parquet": Set environments.data' in text
-    assert "clip_ratio = 0.2: Set loss.clip_low" in text
+    assert ours["loss"] == {"clip_low": 0.2, "clip_high": 0.2}
+
+
+def test_verl_keys_that_say_one_thing_together() -> None:
+    table, _ = read_yaml(VERL, "theirs.yaml")
+    table["custom_reward_function"] = {"path": "my_r.py", "name": "score"}
+    table["data"] |= {"val_files": ["held-out.parquet"], "prompt_key": "question"}
+    table["algorithm"] |= {"use_kl_in_reward": False, "kl_ctrl": {"kl_coef": 0.01}}
+    actor = {"ppo_mini_batch_size": 16, "clip_ratio_high": 0.28, "loss_agg_mode": "seq-mean-token-mean"}
+    table["actor_rollout_ref"]["actor"] |= actor | {"use_kl_loss": True, "kl_loss_coef": 0.02, "entropy_coeff": 0}
+    migration = migrate(table, {}, "theirs.yaml")
+    ours = tomllib.loads(migration.to_toml("theirs.yaml"))
+    assert ours["environments"] == [
+        {
+            "use": "function",
+            "reward": "./my_r.py:score",
+            "form": "verl",
+            "data": "tasks.parquet",
+            "eval_data": ["held-out.parquet"],
+            "map": {"prompt": "question"},
+        }
+    ]
+    assert ours["rl"]["mini_batches"] == 4
+    assert ours["loss"] == {"clip_low": 0.2, "clip_high": 0.28, "terms": [{"use": "kl", "coef": 0.02, "estimator": "k3"}]}
+    assert ours["reducer"] == {"use": "sequence_mean"}
+    assert "kl" not in ours["rl"]
+    needless = {said.key for said in migration.said if said.needless}
+    assert {"actor_rollout_ref.actor.entropy_coeff", "algorithm.use_kl_in_reward", "algorithm.kl_ctrl.kl_coef"} <= needless
+    table["algorithm"]["use_kl_in_reward"] = True
+    table["actor_rollout_ref"]["actor"] |= {"use_kl_loss": False, "entropy_coeff": 0.001}
+    ours = tomllib.loads(migrate(table, {}, "theirs.yaml").to_toml("theirs.yaml"))
+    assert ours["rl"]["kl"] == {"coef": 0.01, "estimator": "k1"}
+    assert ours["loss"]["terms"] == [{"use": "entropy", "coef": 0.001}]
+
+
+def test_packed_rows_are_counted_in_tokens() -> None:
+    ours, text = migrated(AXOLOTL + "sample_packing: true\n")
+    assert ours["training"] == {"batch_size": 8, "micro_batch_tokens": 4096, "epochs": 3}
+    assert "by the samples that a packed row held" in text
+
+
+def test_rows_of_a_second_form_are_named() -> None:
+    text = migrated(AXOLOTL.replace("./more.jsonl, type: chat_template", "./more.jsonl, type: alpaca"))[1]
+    assert "a run reads rows of one form, and the first dataset's is 'chat_template'" in text.partition("yours to decide")[2]
+
+
+def test_losses_on_all_turns() -> None:
+    assert migrated(TRL + "assistant_only_loss: true\n", "sft")[0]["data"]["loss_on"] == "all"
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

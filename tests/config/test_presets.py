@@ -7,7 +7,7 @@ import pytest
 from skyrl_engine.cli import app
 from skyrl_engine.config import load, resolve
 from skyrl_engine.config.presets import preset, preset_names
-from skyrl_engine.errors import ConfigError
+from skyrl_engine.errors import ConfigError, PluginNotFoundError
 
 NEEDED = ("trainer=rl", "model.path=m")
 
@@ -38,6 +38,12 @@ def test_every_preset_resolves_to_its_plugins(name: str) -> None:
 
 def test_there_is_a_row_above_for_every_preset() -> None:
     assert preset_names() == sorted(CHOSEN)
+
+
+def test_a_preset_given_as_a_loss_is_told_what_it_is() -> None:
+    with pytest.raises(PluginNotFoundError, match="there is no loss 'ipo'") as refused:
+        resolve(load(None, ["trainer=sft", "model.path=m", "data.train=x.jsonl", "loss.use=ipo"]))
+    assert refused.value.remedy == 'It is a preset, preference.preset = "ipo", whose loss is \'dpo\', form = "ipo"'
 
 
 @pytest.mark.parametrize("name", preset_names())

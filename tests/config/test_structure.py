@@ -327,16 +327,20 @@ def _values(kind: Any) -> st.SearchStrategy[Any]:
         return st.none() | _values(arguments[0])
     if str(kind).startswith("typing.Literal"):
         return st.sampled_from(arguments)
+    if str(kind).startswith("typing.Union"):
+        return st.one_of(map(_values, arguments))
     assert "Mapping" in str(kind), kind
     inner = _texts if arguments[1] is str else st.dictionaries(_names, _plain_values, max_size=2)
     return st.dictionaries(_texts, inner, max_size=2)
 
 
 def _without_contradictions(values: dict[str, Any]) -> dict[str, Any]:
-    """A model whose dropout is off has no adapters with one, and scales of weights in 4 bits are of such weights."""
+    """A model whose dropout is off has no adapters with one, adapters freeze all else, and scales of weights in 4 bits are of such weights."""
     if values.get("double_quantization"):
         return {**values, "load_in_4bit": True}
     lora = values.get("lora")
+    if lora is not None and "freeze" in values:
+        values = {**values, "freeze": ()}
     if values.get("dropout") == "off" and lora is not None:
         return {**values, "lora": attrs.evolve(lora, dropout=0.0)}
     return values

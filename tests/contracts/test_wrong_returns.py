@@ -30,6 +30,7 @@ from skyrl_engine.contracts.values.rollout import VersionSpans
 from skyrl_engine.contracts.values.topology import Topology
 from skyrl_engine.errors import ContractError
 from skyrl_engine.hooks import spec
+from skyrl_engine.objective.behind import Later
 from skyrl_engine.objective.corrections import refuse_other_than_factors
 from skyrl_engine.objective.objective import refuse_other_than_real_numbers
 from skyrl_engine.registry.kinds import KINDS
@@ -97,6 +98,12 @@ def _build(returned: object) -> None:
 def _call_loss(returned: object) -> None:
     output = as_loss_output(MINE, returned, 4)  # type: ignore[arg-type]
     refuse_other_than_real_numbers(MINE, output.token_loss)
+
+
+def _take_factors(returned: object) -> None:
+    later = Later(torch.device("cpu"))
+    refuse_other_than_factors(MINE, returned, 4, later)
+    later.raise_now()
 
 
 def _describe(check: Callable[[Any], Any]) -> Callable[[object], None]:
@@ -204,7 +211,7 @@ METHODS: Mapping[tuple[str, str], Method] = {
         "returned",
     ),
     ("correction", "__call__"): Method(
-        lambda returned: refuse_other_than_factors(MINE, returned, 4),
+        _take_factors,
         (torch.ones(4), torch.ones(4, dtype=torch.int64)),
         (
             *ANYTHING,

@@ -54,9 +54,10 @@ def test_steps_after_a_dropped_gradient(model: Path, backend: str, options: dict
     require_equal(found, expected)
 
 
-def test_a_set_of_adapters_drops_its_own_gradient(model: Path) -> None:
+@pytest.mark.parametrize("backend", ["fsdp", "megatron"])
+def test_a_set_of_adapters_drops_its_own_gradient(model: Path, backend: str) -> None:
     """The gradient of the base's own adapters and that of another set are accumulated while the third drops its own."""
-    tables = {"model": {"path": str(model), "lora": {"rank": 2}}, "optimizer": {"learning_rate": 1e-2}}
+    tables = {"model": {"path": str(model), "lora": {"rank": 2}}, "optimizer": {"learning_rate": 1e-2}, "backend": {"use": backend}}
     kinds = [LoraConfig(rank=2), LoraConfig(rank=4)]
     with Engine.open(tables) as base:
         expected = [

@@ -124,18 +124,14 @@ def test_drawn_numbers_are_those_of_split_mix_and_uniform() -> None:
     assert -1 <= drawn.min() < -0.9999 < 0.9999 < drawn.max() < 1
 
 
-@pytest.mark.parametrize("use", ["megatron", "fsdp"])
-def test_backends_without_it_refuse_it(still_model: Path, use: str) -> None:
-    tables = {
-        "optimizer": {},
-        "backend": {"use": use, **({"tensor_parallel": 2} if use == "fsdp" else {})},
-        "run": {"launch": "ray", "ranks": 2},
-    }
+def test_layouts_without_it_refuse_it(still_model: Path) -> None:
+    tables = {"optimizer": {}, "backend": {"use": "fsdp", "tensor_parallel": 2}, "run": {"launch": "ray", "ranks": 2}}
     with pytest.raises(UnsupportedError, match="'embedding_noise'") as caught:
         open_engine(still_model, **tables)
     assert caught.value.remedy.startswith("Remove model.neftune_alpha, or")
 
 
-def test_shared_prefixes_are_refused(still_model: Path) -> None:
+@pytest.mark.parametrize("use", ["fsdp", "megatron"])
+def test_shared_prefixes_are_refused(still_model: Path, use: str) -> None:
     with pytest.raises(EngineError, match="noise of its own"):
-        open_engine(still_model, collator={"use": "tree"})
+        open_engine(still_model, collator={"use": "tree"}, backend={"use": use}, optimizer={})

@@ -61,7 +61,7 @@ def verbs(engine: Engine, folder: Path) -> dict[str, Callable[[], Any]]:
     plan = engine.plan(COLUMNS)
     arguments: dict[str, tuple[Any, ...]] = {
         **dict.fromkeys(("score", "evaluate", "forward_backward", "train", "place"), (plan,)),
-        **dict.fromkeys(("save", "load", "export", "keep_model_files"), (folder,)),
+        **dict.fromkeys(("save", "save_async", "load", "export", "keep_model_files", "list_files"), (folder,)),
         "plan": (COLUMNS,),
         "use_loss": ({"use": "cross_entropy"},),
         "use_reducer": ({"use": "token_mean"},),

@@ -225,8 +225,30 @@ def test_an_optimizer_that_the_backend_does_not_have_is_refused_before_a_rank_st
     with pytest.raises(UnsupportedError, match=f'optimizer.use is "sgd", and backend {backend} does not declare') as caught:
         open_engine(backend={"use": backend}, optimizer={"use": "sgd"})
     assert 'Set optimizer.use = "adamw", or choose another backend, such as fsdp' in str(caught.value)
-    with pytest.raises(UnsupportedError, match=f"optimizer.groups is set, and backend {backend} does not declare"):
-        open_engine(backend={"use": backend}, optimizer={"groups": [{"match": "*", "learning_rate": 1.0}]})
+
+
+def test_groups_of_parameters_that_the_backend_does_not_have_are_refused(open_engine: Any) -> None:
+    with pytest.raises(UnsupportedError, match=r"optimizer\.groups is set, and backend deepspeed does not declare"):
+        open_engine(backend={"use": "deepspeed"}, optimizer={"groups": [{"match": "*", "learning_rate": 1.0}]})
+
+
+@pytest.mark.parametrize(
+    ("tables", "words"),
+    [
+        ({"backend": {"use": "deepspeed"}}, "backend deepspeed does not declare that it steps without float32 master weights"),
+        ({"backend": {"use": "megatron"}}, "backend megatron does not declare"),
+        ({"backend": {"use": "fsdp", "cpu_offload": True}}, "backend fsdp does not declare"),
+        ({"model": {"dtype": "float32"}}, 'model.dtype is "float32"'),
+        ({"model": {"lora": {"rank": 2}}}, "model.lora trains adapters"),
+        ({"optimizer": {"ema_decay": 0.9}}, "ema_decay averages weights in float32"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_stochastic_rounding_is_refused_where_it_has_no_place(open_engine: Any, model: Path, tables: Any, words: str) -> None:
+    whole = {"model": {"path": str(model), "dtype": "bfloat16"}, "optimizer": {"stochastic_rounding": True}}
+    with pytest.raises(UnsupportedError, match=r"optimizer\.stochastic_rounding") as refused:
+        open_engine(**{name: {**whole.get(name, {}), **tables.get(name, {})} for name in {*whole, *tables}})
+    assert words in str(refused.value)
 
 
 def test_an_optimizer_that_cannot_step_here_is_refused_before_a_rank_starts(

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import attrs
 import numpy as np
 import pytest
 from attrs import evolve
@@ -226,6 +227,8 @@ def test_requests_of_one_id_are_refused(open_engine: Any) -> None:
 
 OTHER = """
 import os
+import pathlib
+import time
 
 from skyrl_engine import hookimpl
 from skyrl_engine.contracts import Completion, GeneratorDescription, VersionSpans
@@ -288,6 +291,32 @@ class Failing(Other):
 
     def abort(self, request_ids=None):
         raise ValueError("nothing was ever aborted here")
+
+
+class Waiting(Other):
+    # the rank of session 1 says nothing, whatever it is asked, until a file is there, and then fails if the file says so
+
+    def __init__(self, place):
+        super().__init__(1)
+        self.place = place
+
+    def poll(self, timeout):
+        if any(each.session == 1 for each in self.taken):
+            until = time.monotonic() + 60
+            while not self.place.exists() and time.monotonic() < until:
+                time.sleep(0.01)
+            if self.place.read_text() == "fail":
+                raise ValueError("it came too late")
+        return super().poll(timeout)
+
+
+class WaitingPlugin(Plugin):
+    @hookimpl
+    def skyrl_engine_make_generator(self, config):
+        return Waiting(pathlib.Path(__file__).with_name("go"))
+
+
+waiting = WaitingPlugin()
 
 
 class FailingPlugin(Plugin):
@@ -384,6 +413,38 @@ def test_two_ranks_sample_their_sessions(open_engine: Any, model: Path, without_
     assert {completion.request_id: completion.finish for completion in done} == dict.fromkeys(range(300, 304), "abort")
 
 
+@pytest.mark.parametrize("transport", ["processes", pytest.param("ray", marks=pytest.mark.proof)])
+def test_a_slow_rank_does_not_delay_the_tokens_of_another(
+    open_engine: Any, other: Path, request: pytest.FixtureRequest, transport: str
+) -> None:
+    """The second rank samples until a file is there: what the first one finishes comes before that, turn after turn."""
+    if transport == "processes":
+        request.getfixturevalue("without_ray")
+    engine = open_engine(generator={"use": f"{other}:waiting"}, run={"launch": "ray", "ranks": 2})
+    sampler = engine.start_sampler(engine.assembly.plugins["generator"])
+    first, slow, *later = make_requests(8)
+    sampler.submit([first, slow])
+    for turn in (first, *(attrs.evolve(each, session=first.session) for each in later)):
+        if turn is not first:
+            sampler.submit([turn])
+        assert [completion.request_id for completion in sampler.poll(30.0)] == [turn.request_id]
+    (other.parent / "go").write_text("on")
+    assert [completion.request_id for completion in sampler.poll(30.0)] == [slow.request_id]
+    assert sampler.poll(30.0) == []
+
+
+def test_a_rank_that_fails_in_a_poll_is_told_of_by_the_next_call(open_engine: Any, other: Path, without_ray: None) -> None:
+    """It failed while nobody waited for it."""
+    engine = open_engine(generator={"use": f"{other}:waiting"}, run={"launch": "ray", "ranks": 2})
+    sampler = engine.start_sampler(engine.assembly.plugins["generator"])
+    first, slow = make_requests(2)
+    sampler.submit([first, slow])
+    assert [completion.request_id for completion in sampler.poll(30.0)] == [first.request_id]
+    (other.parent / "go").write_text("fail")
+    with pytest.raises(PluginBrokenError, match="it came too late"):
+        sampler.end_sessions([first.session])
+
+
 @pytest.mark.parametrize(
     ("name", "kind", "words", "ended"),
     [
@@ -397,19 +458,25 @@ def test_cleaning_up_after_a_failed_submit_does_not_hide_the_failure(
     """Requests that other ranks took are aborted, which fails here, and is not even tried where the ranks ended."""
     engine = open_engine(generator={"use": f"{other}:{name}"}, run={"launch": "ray", "ranks": 2})
     with pytest.raises(kind) as caught:
-        engine.generate(make_requests(4))
+        engine.generate(make_requests(2))
     assert re.search(words, caught.value.cause)
     assert (engine.ended is None) if ended is None else re.search(ended, engine.ended)
     assert ("nothing was ever aborted here" in caplog.text) == (ended is None)
 
 
 @pytest.mark.nightly
-def test_ranks_that_share_samples_gather_weights_for_one_generator(open_engine: Any, without_ray: None) -> None:
+@pytest.mark.parametrize("backend", ["fsdp", "megatron"])
+def test_tensor_parallel_ranks_sample_together_what_one_rank_samples(
+    open_engine: Any, model: Path, without_ray: None, backend: str
+) -> None:
     engine = open_engine(
-        run={"launch": "ray", "ranks": 2}, backend={"use": "fsdp", "tensor_parallel": 2}, loss={"use": "reinforce"}
+        run={"launch": "ray", "ranks": 2}, backend={"use": backend, "tensor_parallel": 2}, loss={"use": "reinforce"}
     )
+    due = open_engine().generate(make_requests(6)).result()
     for first in (0, 20):
         requests = make_requests(6, first=first)
         done = engine.generate(requests).result()
         assert gap(engine, requests, done) < 1e-4
+        if not first:
+            assert [each.token_ids.tolist() for each in done] == [each.token_ids.tolist() for each in due]
         engine.train(engine.plan(as_columns(requests, done)))

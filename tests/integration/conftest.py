@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from skyrl_engine.config import from_dict, resolve
-from skyrl_engine.contracts.kinds.backend import AdamWSettings
 from skyrl_engine.contracts.kinds.context import FactoryContext
+from skyrl_engine.contracts.kinds.optimizer_settings import AdamWSettings
 from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.model import ModelConfig
 from skyrl_engine.contracts.values.ragged import offsets_of

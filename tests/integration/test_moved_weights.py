@@ -13,7 +13,8 @@ import pytest
 from by_day import now
 
 from skyrl_engine.config import from_dict, resolve
-from skyrl_engine.contracts.kinds.backend import AdamWSettings, Backend, RankEnvironment
+from skyrl_engine.contracts.kinds.backend import Backend, RankEnvironment
+from skyrl_engine.contracts.kinds.optimizer_settings import AdamWSettings
 from skyrl_engine.contracts.values.model import ModelConfig
 from skyrl_engine.errors import PluginNotFoundError
 from skyrl_engine.modeling.tiny import VOCABULARY, Family, write_model

@@ -12,7 +12,7 @@ import pytest
 
 from skyrl_engine.config import from_dict, resolve
 from skyrl_engine.config.schema import OptimizerConfig
-from skyrl_engine.contracts.kinds.backend import AdamWSettings
+from skyrl_engine.contracts.kinds.optimizer_settings import AdamWSettings
 from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.model import ModelConfig
 from skyrl_engine.engine.assembly import Assembly

@@ -14,7 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from skyrl_engine.contracts.kinds.backend import AdamWSettings, Backend, RankEnvironment
+from skyrl_engine.contracts.kinds.backend import Backend, RankEnvironment
+from skyrl_engine.contracts.kinds.optimizer_settings import AdamWSettings
 from skyrl_engine.contracts.values.model import ModelConfig
 from skyrl_engine.modeling.tiny import VOCABULARY, write_vision_model
 from skyrl_engine.testing.backends.batches import (

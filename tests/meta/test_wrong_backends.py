@@ -1,6 +1,7 @@
 """Every promise of backends is broken by something, and what is wrong in one way breaks just the promises about it."""
 
 import pytest
+import wrong_backend_context as context
 import wrong_backend_passes as passes
 import wrong_backend_states as states
 import wrong_backend_steps as steps
@@ -13,7 +14,10 @@ from skyrl_engine.testing.backends.promises import BACKEND_PROMISES
 from skyrl_engine.testing.backends.subject import BackendSubject
 
 FILES = {
-    name: module.__file__ for module in (passes, states, steps) for name, value in vars(module).items() if isinstance(value, Wrong)
+    name: module.__file__
+    for module in (context, passes, states, steps)
+    for name, value in vars(module).items()
+    if isinstance(value, Wrong)
 }
 """Files by the names of the plugins that they hold."""
 
@@ -96,7 +100,7 @@ ON_ONE_RANK = [
     ("shows_a_copy", {"shown_memory"}, "after two steps than weights() gives"),
     ("other_names", {"names", "shown_memory"}, "does not give model.layers.0.self_attn."),
     ("stale_export", {"export"}, "it is the model from before training"),
-    ("claims_context_parallel", {"description"}, "declares 'context_parallel'"),
+    ("claims_pipeline_parallel", {"description"}, "declares 'pipeline_parallel'"),
     ("stands_elsewhere", {"coordinates", "outputs"}, "rank 0 stands at"),
     ("refuses_what_it_trains", {"rehearsal"}, "refuses while planning a model that it trains: no model is known to keep documents"),
     ("rehearsal_draws", {"rehearsal"}, "draws from a global random state when it rehearses"),
@@ -104,6 +108,14 @@ ON_ONE_RANK = [
     ("compile_undeclared", {"undeclared_compile"}, "ignores model.compile, which it does not declare"),
     ("attention_undeclared", {"undeclared_attention"}, "ignores model.attention, which it does not declare"),
     ("noise_undeclared", {"undeclared_embedding_noise"}, "ignores model.neftune_alpha, which it does not declare"),
+    ("freezing_undeclared", {"undeclared_freeze"}, "ignores model.freeze, which it does not declare"),
+    ("trains_what_is_frozen", {"frozen_parameters"}, "gives a gradient of model.embed_tokens.weight, which model.freeze names"),
+    ("takes_any_pattern", {"frozen_parameters"}, "'model.no_such_layer.*', which matches nothing"),
+    ("decays_what_is_frozen", {"frozen_parameters"}, "a step changes model.embed_tokens.weight, which model.freeze names"),
+    ("leaves_frozen_out_of_checkpoints", {"frozen_parameters"}, "Let checkpoints hold frozen parameters too"),
+    ("truncates_where_it_rounds", {"rounded_weights"}, "other than rounded"),
+    ("copies_nothing_when_it_stages", {"staged_saves"}, "differs from what save wrote at the same place"),
+    ("hides_files_that_it_wrote", {"staged_saves"}, "the ranks say that they wrote __0_0.distcp, pieces.json, and there are"),
     ("averages_too_slowly", {"weight_averages"}, "after 2 steps is off by"),
     ("forgets_averages", {"weight_averages"}, "as an average over a resumed run"),
     ("deaf_to_noise", {"embedding_noise"}, "model with noise on its embeddings, over padded rows"),
@@ -146,6 +158,7 @@ BY_DAY = [
     ("looks_at_every_score", {"host_waits"}, "waits for the device in every micro-batch of forward_backward", "dp1"),
 ]
 BY_NIGHT = [
+    ("changes_weights_when_it_stages", {"staged_saves"}, "differs from what save wrote at the same place", "dp1"),
     ("scores_without_programs", {"compiled"}, "compiled, forward gives other logprobs", "dp1"),
     ("clears_gradients_of_all", {"second_model"}, "of the first model, the gradient norm of step 1", "dp2"),
     ("one_random_state_for_all_sets", {"adapter_sets"}, "the objective of a call of step", "dp2"),
@@ -165,9 +178,14 @@ BY_NIGHT = [
     ("norm_on_the_cpu", {"one_device"}, "mixes devices", "dp1"),
     ("reads_the_largest_score", {"host_waits"}, "in every micro-batch of forward over", "dp1"),
     ("copies_a_gradient_each_time", {"host_waits"}, ".cpu()", "dp1"),
+    ("one_micro_batch_at_a_time", {"host_waits"}, "a copy sent ahead", "dp1"),
+    ("sees_own_keys_alone", {"scores"}, "where transformers' own model gives", "cp2"),
+    ("counts_positions_anew", {"scores"}, "where transformers' own model gives", "cp2"),
+    ("keys_learn_from_own_queries", {"gradient"}, "of transformers' own model", "cp2"),
+    ("adds_gradients_of_scores", {"gradient"}, "the gradient is x2.00", "cp2"),
 ]
 FAULTS = [*((*fault, "dp1") for fault in ON_ONE_RANK), *((*fault, "dp2") for fault in ON_TWO_RANKS), *BY_DAY]
-ODD = [("one_micro_batch_at_a_time", "dp1"), ("one_micro_batch_at_a_time", "dp2"), ("builds_all_at_first", "dp2")]
+ODD = [("builds_all_at_first", "dp1"), ("builds_all_at_first", "dp2")]
 
 
 ALSO = {
@@ -229,6 +247,7 @@ of_its_sources = pytest.mark.of_sources(
     "plugins/fsdp/src",
     "tests/meta/breaking.py",
     "tests/meta/backends_made_wrong.py",
+    "tests/meta/wrong_backend_context.py",
     "tests/meta/wrong_backend_passes.py",
     "tests/meta/wrong_backend_states.py",
     "tests/meta/wrong_backend_steps.py",

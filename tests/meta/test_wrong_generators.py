@@ -92,6 +92,7 @@ FAULTS = [
     (wrong.ReadsTheLast, {"long_rows"}, "from its first one on"),
     (company.TellsTheLongest, {"batch_invariance"}, "differ from those of the same request alone: by"),
     (company.TellsTheFirstTurn, {"batch_invariance"}, "in a later turn"),
+    (company.OtherRanksStay, {"sampling_together"}, "take its part of every update"),
 ]
 BY_NIGHT = [
     (wrong.SameNumberForEveryToken, {"distribution"}, "draws pairs of an eighth of the first tokens"),
@@ -131,10 +132,14 @@ BY_NIGHT = [
     (company.TellsThePrompt, {"batch_invariance"}, "in a first turn"),
     (company.OtherTokens, {"batch_invariance", "seeded"}, "other tokens than alone"),
     (company.InOneBatch, {"batch_invariance"}, "Choose kernels by the row alone"),
+    (company.JoinsNothing, {"sampling_together"}, "Join what each rank computes"),
+    (company.FirstAloneAnswers, {"sampling_together"}, "and [] on the other, in poll"),
+    (company.SeedOfTheGroup, {"sampling_together"}, "draws other tokens on two ranks"),
 ]
 ODD = [
     wrong.OneRowAtATime,
     company.AloneAndInvariant,
+    company.OnRanks,
     wrong.LastComesFirst,
     lives.PolicyAlone,
     wrong.Filtering,

@@ -25,6 +25,7 @@ FAULTS = [
     (wrong.TakesMetricsOut, {"events_unchanged"}, "changes event.metrics of StepFinished"),
     (wrong.RoundsRewards, {"events_unchanged"}, "changes event.groups of RolloutsFinished"),
     (wrong.SignsTheManifest, {"events_unchanged"}, "changes event.manifest of SessionStarted"),
+    (wrong.WritesNaN, {"strict_json"}, "it holds NaN, which JSON has no word for"),
     (wrong.AddsAPath, {"manifest_values"}, "cannot be written as JSON"),
     (wrong.AddsANumberOfNumPy, {"manifest_values"}, "cannot be written as JSON"),
     (wrong.AddsTuples, {"manifest_values"}, "when it is read back"),

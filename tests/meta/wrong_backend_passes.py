@@ -423,7 +423,7 @@ copies_a_gradient_each_time = Wrong(overriding(forward_backward=_moves_each_grad
 
 
 def _one_at_a_time(self: Any, original: Any, batch: Any, objective: Any) -> Any:
-    """Odd and right: a pass of its own for every micro-batch."""
+    """A pass of its own for every micro-batch: right, but each waits for its outputs before the next one is launched."""
     from skyrl_engine.contracts import RankOutput
 
     return RankOutput.concat([original([micro_batch], objective) for micro_batch in batch], self.coords)
@@ -481,6 +481,8 @@ rounds_compiled_gradients = Wrong(overriding(forward_backward=_rounds_compiled_g
 compile_undeclared = Wrong(overriding(setup=_without(compile=False)), fewer=frozenset({"compile"}))
 attention_undeclared = Wrong(overriding(setup=_without(attention="auto")), fewer=frozenset({"attention"}))
 noise_undeclared = Wrong(overriding(setup=_without(neftune_alpha=None)), fewer=frozenset({"embedding_noise"}))
+freezing_undeclared = Wrong(overriding(setup=_without(freeze=())), fewer=frozenset({"freeze"}))
+takes_any_pattern = Wrong(overriding(setup=_without(freeze=())))
 takes_every_kernel = Wrong(overriding(setup=_without(attention="auto")))
 
 

@@ -49,6 +49,42 @@ def _reloads_without_gradients(self: Any, original: Any) -> None:
 loses_gradients_when_offloaded = Wrong(overriding(reload=_reloads_without_gradients))
 
 
+def _cuts_digits_off(self: Any, _original: Any, dtype: Any) -> Iterator[tuple[str, Any]]:
+    for name, weight in self.weights():
+        yield name, (weight.view(weight.new_empty(()).int().dtype) & -65536).view(weight.dtype).to(dtype)
+
+
+truncates_where_it_rounds = Wrong(overriding(weights_in=_cuts_digits_off))
+
+
+def _writes_what_is_there_later(self: Any, _original: Any, directory: Any) -> Any:
+    def write() -> list[str]:
+        self.save(directory)
+        return [path.name for path in directory.iterdir()]
+
+    return write
+
+
+copies_nothing_when_it_stages = Wrong(overriding(stage_save=_writes_what_is_there_later))
+
+
+def _names_no_random_states(_self: Any, original: Any, directory: Any) -> Any:
+    write = original(directory)
+    return lambda: [name for name in write() if not name.startswith("random")]
+
+
+hides_files_that_it_wrote = Wrong(overriding(stage_save=_names_no_random_states))
+
+
+def _changes_weights(self: Any, original: Any, directory: Any) -> Any:
+    for weight in self._parameters().values():
+        weight.data.mul_(1.001)
+    return original(directory)
+
+
+changes_weights_when_it_stages = Wrong(overriding(stage_save=_changes_weights))
+
+
 forgets_moments = Wrong(overriding(load=_forgets_moments))
 
 
@@ -129,7 +165,7 @@ def _keeps_what_its_code_made(self: Any, original: Any, model: Any, optimizer: A
 keeps_what_its_code_made = Wrong(overriding(setup=_keeps_what_its_code_made))
 
 
-claims_context_parallel = Wrong(overriding(), more=frozenset({"context_parallel"}))
+claims_pipeline_parallel = Wrong(overriding(), more=frozenset({"pipeline_parallel"}))
 
 
 def _elsewhere(self: Any, original: Any, model: Any, optimizer: Any, environment: Any) -> None:
@@ -301,3 +337,30 @@ keeps_a_copy = Wrong(overriding(setup=_keeps_a_copy))
 
 
 offers_what_it_has_not = Wrong(overriding(), offers={"tensor_parallel": (1,), "stages": (1, 2)})
+
+
+def _thaws(self: Any, original: Any, model: Any, *arguments: Any) -> None:
+    original(model, *arguments)
+    if model.freeze:
+        self._model.requires_grad_(True)
+
+
+trains_what_is_frozen = Wrong(overriding(setup=_thaws))
+
+
+def _decays_all(self: Any, original: Any, *settings: Any) -> OptimStep:
+    for parameter in self._model.parameters():
+        if self._spec.freeze and not parameter.requires_grad:
+            parameter.data.mul_(0.999)
+    return original(*settings)
+
+
+decays_what_is_frozen = Wrong(overriding(optim_step=_decays_all))
+
+
+def _trained_state(self: Any, original: Any) -> Any:
+    state = original()
+    return attrs.evolve(state, parameters=self._parameters()) if self._spec.freeze else state
+
+
+leaves_frozen_out_of_checkpoints = Wrong(overriding(_state=_trained_state))

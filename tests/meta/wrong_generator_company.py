@@ -1,6 +1,8 @@
-"""Generators that claim batch invariance, with log-probabilities that tell what was sampled before or with a request."""
+"""Generators whose log-probabilities tell what was sampled before or with a request, or on how many ranks."""
 
 import numpy as np
+import torch
+import torch.distributed as dist
 from attrs import evolve
 from wrong_generators import OneRowAtATime, Plain
 
@@ -100,3 +102,54 @@ class InOneBatch(Plain):
     """Claims it, and reads all rows together in float32, at the width of the longest."""
 
     description = CLAIM
+
+
+class OnRanks(Plain):
+    """Right: each rank of those that sample together computes the scores of its part of the vocabulary."""
+
+    description = evolve(Plain.description, capabilities=Plain.description.capabilities | {"tensor_parallel"})
+
+    @property
+    def rank(self):
+        return self.start_values.together.rank if self.start_values.together else 0
+
+    def logits(self, states, ids):
+        together, logits = self.start_values.together, super().logits(states, ids)
+        return logits if together is None else self.join(logits.chunk(together.size, -1)[together.rank].contiguous(), together)
+
+    def join(self, own, together):
+        parts = [torch.empty_like(own) for _ in range(together.size)]
+        dist.all_gather(parts, own, group=together.process_group)
+        return torch.cat(parts, -1)
+
+
+class JoinsNothing(OnRanks):
+    """A rank samples from its part of the vocabulary."""
+
+    def join(self, own, together):
+        parts = [torch.full_like(own, -1e4) for _ in range(together.size)]
+        parts[together.rank] = own
+        return torch.cat(parts, -1)
+
+
+class OtherRanksStay(OnRanks):
+    """The first rank alone takes updates."""
+
+    def update(self, weights, version, target="policy"):
+        if self.rank == 0 or target not in self.models:
+            super().update(weights, version, target)
+
+
+class FirstAloneAnswers(OnRanks):
+    """Other ranks compute and return nothing."""
+
+    def poll(self, timeout):
+        done = super().poll(timeout)
+        return done if self.rank == 0 else []
+
+
+class SeedOfTheGroup(OnRanks):
+    """Draws from a seed that tells how many ranks there are."""
+
+    def seed(self, request):
+        return request.seed + (0 if self.start_values.together is None else self.start_values.together.size)

@@ -1,6 +1,7 @@
 """Observers with one fault each, made from a right one, which writes a line per step and goes on where a resumed run does."""
 
 import csv
+import json
 import threading
 import time
 from pathlib import Path
@@ -34,6 +35,21 @@ class Plain:
     def write(self, *values):
         with self.path.open("a", newline="", encoding="utf-8") as stream:
             csv.writer(stream).writerow(values)
+
+
+class WritesNaN(Plain):
+    """JSON's readers stop at it, in Python alone they do not."""
+
+    @hookimpl
+    def skyrl_engine_session_started(self, event):
+        self.path = event.directory / "steps.jsonl"
+        rows = [] if not self.path.exists() else self.path.read_text(encoding="utf-8").splitlines()
+        kept = [row for row in rows if json.loads(row)["step"] <= event.start_step]
+        self.path.write_text("".join(f"{row}\n" for row in kept), encoding="utf-8")
+
+    def write(self, *values):
+        with self.path.open("a", encoding="utf-8") as stream:
+            stream.write(json.dumps(dict(zip(("step", "loss"), values, strict=True))) + "\n")
 
 
 class MisspellsAHook(Plain):

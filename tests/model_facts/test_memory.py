@@ -11,8 +11,10 @@ from transformers import AutoConfig
 from skyrl_engine.contracts.values.model import LoraConfig, ModelConfig
 from skyrl_engine.contracts.values.state_layout import Holding, StateLayout, Traffic
 from skyrl_engine.contracts.values.topology import Topology
+from skyrl_engine.model_facts.loading_memory import count_layers_of_every_kind, count_loading_bytes
 from skyrl_engine.model_facts.parameter_shapes import ParameterShape
 from skyrl_engine.model_facts.rank_memory import (
+    STAGED_CHECKPOINT,
     ActivationShape,
     ModelShape,
     RankWork,
@@ -22,6 +24,7 @@ from skyrl_engine.model_facts.rank_memory import (
     plan_micro_batch_tokens,
 )
 from skyrl_engine.model_facts.weight_files import count_parameters
+from skyrl_engine.modeling.list_shapes import list_parameter_shapes
 from skyrl_engine.modeling.loading import build_causal_lm
 from skyrl_engine.modeling.tiny import write_model
 
@@ -130,6 +133,28 @@ def test_a_budget_follows_the_memory() -> None:
     assert plan_micro_batch_tokens(stateful, StateLayout(), Topology(), memory=GIB, optimizer="adamw") is None
 
 
+def test_loading_takes_the_whole_model_on_rank_0_or_the_layers_that_it_checks() -> None:
+    """Llama-3-8B is 30 GB in float32 where one rank reads it; embedding, head and two layers of 32 where each reads its part."""
+    outside, layer = 128256 * 4096, 218_000_000 // 4096 * 4096
+    shape = shape_of(ModelConfig("llama", dtype="bfloat16"), **LLAMA_8B)
+    assert count_loading_bytes(shape, StateLayout()) == 4 * (32 * layer + 2 * outside)
+    assert count_loading_bytes(shape, StateLayout(loading="parts")) == 4 * (2 * layer + 2 * outside)
+    in_float64 = shape_of(ModelConfig("llama", dtype="float64"), **LLAMA_8B)
+    assert count_loading_bytes(in_float64, StateLayout()) == 2 * count_loading_bytes(shape, StateLayout())
+
+
+def test_layers_are_checked_up_to_the_first_of_the_last_kind() -> None:
+    shape = shape_of(ModelConfig("llama"), **LLAMA_8B)
+    assert count_layers_of_every_kind(shape) == 2
+    shape.config.layer_types = ["sliding_attention"] * 5 + ["full_attention"] * 27
+    assert count_layers_of_every_kind(shape) == 6
+    dense_first = [
+        evolve(each, columns=1) if each.name in ("layers.0", "layers.1", "layers.2") else each for each in shape.parameters
+    ]
+    shape.config.layer_types = None
+    assert count_layers_of_every_kind(evolve(shape, parameters=dense_first)) == 4
+
+
 def test_ranks_and_stages_hold_their_parts() -> None:
     """Weights of Llama-3-8B by hand: 32 x 218e6 in layers, 128256 x 4096 in embedding and head each, in float32."""
     shape = shape_of(ModelConfig("llama", dtype="bfloat16"), **LLAMA_8B)
@@ -143,6 +168,9 @@ def test_ranks_and_stages_hold_their_parts() -> None:
         assert held.parts["optimizer"] == numbers * whole.parts["weights"]
     averaged = count_rank_memory(shape, StateLayout(), Topology(), work, optimizer="adamw", ema=True)
     assert averaged.parts["optimizer"] == 3 * whole.parts["weights"]
+    staged = count_rank_memory(shape, StateLayout(), Topology(), work, optimizer="adamw", ema=True, stages_saves=True)
+    assert staged.host == {STAGED_CHECKPOINT: 4 * whole.parts["weights"]}, "weights, two moments and the average, in host memory"
+    assert staged.total == averaged.total
     held = count_rank_memory(shape, StateLayout(), Topology(), work, optimizer="adamw_8bit")
     assert held.parts["optimizer"] == 2 * (layers + layers // 256 * 4) + 2 * 4 * 2 * outside, (
         "a byte and a 64th of float32; 32 bits outside"
@@ -153,6 +181,24 @@ def test_ranks_and_stages_hold_their_parts() -> None:
     assert first.parts["weights"] == last.parts["weights"] == 4 * (layers // 4 + outside) // 2
     assert first.parts["activations"] == 4 * last.parts["activations"], "1F1B begins as many micro-batches as stages follow"
     assert (first.parts["logits"], last.parts["logits"] > 0) == (0, True)
+
+
+@pytest.mark.parametrize(
+    ("freeze", "layers"),
+    [((), 4), (("*.embed_tokens.*",), 4), (("model.layers.[0-1].*", "*.embed_tokens.*"), 2), (("model.*",), 0)],
+)
+def test_layers_before_all_that_learns_keep_nothing(tmp_path: Path, freeze: tuple[str, ...], layers: int) -> None:
+    """Autograd saves nothing of a layer that no gradient reaches."""
+    write_model(tmp_path, "llama", num_hidden_layers=4, tie_word_embeddings=False)
+    model = ModelConfig(str(tmp_path), freeze=freeze)
+    shape = ModelShape(AutoConfig.from_pretrained(tmp_path), model, list_parameter_shapes(model))
+    work = RankWork(micro_batches=1, tokens=64, positions=64)
+    parts = count_rank_memory(shape, StateLayout(), Topology(), work, optimizer="adamw").parts
+    sizes = ActivationShape.of(shape.config)
+    assert sizes is not None
+    assert parts["activations"] == 64 * layers * sizes.count_layer(4, StateLayout())
+    trained = sum(each.count for each in shape.parameters if each.is_trained)
+    assert (parts["gradients"], parts["optimizer"]) == (4 * trained, 8 * trained)
 
 
 def test_what_is_sent_is_what_a_ring_sends() -> None:

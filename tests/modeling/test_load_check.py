@@ -155,9 +155,9 @@ def test_a_layer_of_its_own_that_mixes_tokens_is_refused(tmp_path: Path) -> None
     check_loading(trusted, "padded")
 
 
-def test_gemma_2_is_among_those_that_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match="knows no way to compute Gemma2ForCausalLM's attention"):
-        check_loading(save_model(tmp_path, "gemma2"), "packed")
+def test_mamba_is_among_those_that_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="knows no way to compute MambaForCausalLM's attention"):
+        check_loading(save_model(tmp_path, "mamba"), "packed")
 
 
 def test_torch_prints_nothing_of_what_experts_cannot_compute_without_values(tmp_path: Path) -> None:

@@ -299,6 +299,9 @@ def test_all_linear_layers_of_a_mixture_are_those_that_peft_adapts_and_the_rest_
         for value in list_trained_parameters(model).values():
             value.normal_(std=0.1)
     write_adapters(model, tmp_path, list_trained_parameters(model))
+    read = load_scorer(ModelConfig(str(tmp_path / "base"), lora=LoraConfig(path=str(tmp_path))))[0]
+    for name, value in list_trained_parameters(read).items():
+        torch.testing.assert_close(value, list_trained_parameters(model)[name], rtol=0, atol=0)
     model.set_attn_implementation("eager")
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "base", attn_implementation="eager")
     again = peft.PeftModel.from_pretrained(plain, tmp_path, is_trainable=True)

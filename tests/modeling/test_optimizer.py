@@ -8,7 +8,7 @@ import torch
 from attrs import evolve
 from torch import Tensor
 
-from skyrl_engine.contracts.kinds.backend import (
+from skyrl_engine.contracts.kinds.optimizer_settings import (
     OPTIMIZERS,
     AdafactorSettings,
     AdamW8BitSettings,
@@ -20,7 +20,7 @@ from skyrl_engine.contracts.kinds.backend import (
     SgdSettings,
 )
 from skyrl_engine.errors import ConfigError, UnsupportedError
-from skyrl_engine.modeling.optimizer import build_optimizer, freeze_groups, make_zero_state, require_adamw, use_settings
+from skyrl_engine.modeling.optimizer import build_optimizer, make_zero_state, refuse_empty_groups, require_adamw, use_settings
 
 
 def parameters_of(dtype: torch.dtype = torch.float64) -> dict[str, torch.nn.Parameter]:
@@ -197,26 +197,21 @@ def test_groups_have_rates_and_decays_of_their_own(kind: type[OptimizerSettings]
         assert torch.equal(parameter, alone[name]), name
 
 
-def test_groups_freeze_and_refuse_what_matches_nothing() -> None:
-    parameters = parameters_of()
-    assert freeze_groups(parameters, (ParameterGroup("*.norm.*", rate_factor=2.0), ParameterGroup("layers.0.*", frozen=True))) == {
-        "layers.0.up.weight",
-        "layers.0.down.weight",
-    }
-    assert [name for name, parameter in parameters.items() if parameter.requires_grad] == ["embed.weight", "layers.0.norm.weight"]
+def test_groups_that_match_nothing_are_refused() -> None:
+    refuse_empty_groups(
+        parameters_of(), (ParameterGroup("*.norm.*", rate_factor=2.0), ParameterGroup("layers.0.*", weight_decay=0.1))
+    )
     wrong = (
         ParameterGroup("layers.*", rate_factor=2.0),
-        ParameterGroup("*.up.*", frozen=True),
-        ParameterGroup("Embed*", frozen=True),
+        ParameterGroup("*.up.*", weight_decay=0.1),
+        ParameterGroup("Embed*", weight_decay=0.1),
     )
     with pytest.raises(ConfigError) as caught:
-        freeze_groups(parameters_of(), wrong)
+        refuse_empty_groups(parameters_of(), wrong)
     assert [(problem.where, problem.cause) for problem in caught.value.problems] == [
         ("optimizer.groups[1].match", "'*.up.*': groups before it have all parameters that it matches"),
         ("optimizer.groups[2].match", "'Embed*': it matches no parameter that is trained"),
     ]
-    with pytest.raises(ConfigError, match="they freeze every parameter"):
-        freeze_groups(parameters_of(), (ParameterGroup("*", frozen=True),))
 
 
 def test_moments_in_eight_bits_step_as_the_package_does() -> None:

@@ -12,7 +12,8 @@ from skyrl_engine.contracts import AdamWSettings, LoraConfig, ModelConfig, Topol
 from skyrl_engine.modeling.tiny import write_model
 from skyrl_engine.testing import select_plugin
 from skyrl_engine.testing.backends.bench import Bench
-from skyrl_engine.testing.backends.ranks import BackendRanks, Opening, PassOrder
+from skyrl_engine.testing.backends.held_backend import Opening, PassOrder
+from skyrl_engine.testing.backends.ranks import BackendRanks
 
 CODE = '''
 import torch

@@ -53,7 +53,12 @@ DENSE: dict[str, dict[str, Any]] = {
     "cohere2": WINDOWED,
     "gpt2": {"n_embd": 64, "n_layer": LAYERS, "n_head": 4},
 }
-FAMILIES = {**DENSE, "qwen3_moe": EXPERTS, "mixtral": {"num_local_experts": 4, **WINDOWED}}
+WEIGHTED: dict[str, dict[str, Any]] = {
+    "gemma2": {**WINDOWED, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 0.5},
+    "gpt_oss": {**WINDOWED, "num_local_experts": 4, "num_experts_per_tok": 2},
+}
+"""Models whose scores have soft caps or sinks, which torch's kernel does not compute."""
+FAMILIES = {**DENSE, "qwen3_moe": EXPERTS, "mixtral": {"num_local_experts": 4, **WINDOWED}, **WEIGHTED}
 LINEAR = {
     "shared_expert_intermediate_size": 64,
     "linear_num_key_heads": 2,
@@ -122,7 +127,7 @@ def test_packed_documents_equal_separate_ones(family: str, checkpointing: bool) 
     model = tiny(family, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0) if family == "gpt2" else tiny(family)
     plain = copy.deepcopy(model)
     scorer = adopt(model)
-    assert scorer.segment_support == SegmentSupport(LAYERS, "", tree_refusal="")
+    assert scorer.segment_support == SegmentSupport(LAYERS, "", tree_refusal="", division_refusal="")
     if checkpointing:
         enable_activation_checkpointing(model, family)
         model.train()
@@ -206,7 +211,13 @@ def test_whole_rows_stay_bit_identical(family: str) -> None:
         with torch.no_grad():
             theirs = plain.get_decoder()(**rows, use_cache=False)[0]
             for known in (None, padded):
-                assert torch.equal(scorer._compute_hidden_states(rows, None, known), theirs), known
+                ours = scorer._compute_hidden_states(rows, None, known)
+                if family in WEIGHTED:
+                    torch.testing.assert_close(
+                        ours[rows["attention_mask"] == 1], theirs[rows["attention_mask"] == 1], rtol=0, atol=2e-6
+                    )
+                else:
+                    assert torch.equal(ours, theirs), known
 
 
 @pytest.mark.parametrize(
@@ -214,7 +225,7 @@ def test_whole_rows_stay_bit_identical(family: str) -> None:
     [
         ("qwen3_next", {**EXPERTS, **LINEAR}, "1 of its 4 layers attend through"),
         ("lfm2", {"layer_types": ["conv", "full_attention"] * 2}, "2 of its 4 layers attend through"),
-        ("gpt_oss", {"head_dim": 16, "num_local_experts": 4}, "knows no way to compute GptOssForCausalLM's attention"),
+        ("mamba", {"state_size": 4}, "knows no way to compute MambaForCausalLM's attention"),
         ("bloom", {"n_layer": 4, "n_head": 4, "hidden_size": 64}, "BloomForCausalLM computes its attention in code of its own"),
         ("stablelm", {}, "StableLmAttention does not hand on where the documents of a row end"),
     ],
@@ -301,11 +312,33 @@ def test_attention_without_segments_is_refused() -> None:
         attend()
 
 
-@pytest.mark.parametrize("name", ["s_aux", "softcap", "position_bias", "never_seen_before"])
+@pytest.mark.parametrize("name", ["position_bias", "never_seen_before"])
 def test_what_packing_would_drop_is_refused(name: str) -> None:
     with pytest.raises(UnsupportedError, match=f"attends with {name}, which packing would drop"):
         attend(segments=Segments((6,)), **{name: torch.ones(2)})
     attend(segments=Segments((6,)), **{name: None})
+
+
+@pytest.mark.parametrize("window", [3, None])
+def test_soft_caps_and_sinks_are_those_of_the_definition(window: int | None) -> None:
+    """In float64, over documents and over a tree, whose runs see a path: a sink is one more score, of no value."""
+    tokens, cap = 9, 0.3
+    generator = torch.Generator().manual_seed(1)
+    query, key, value = (torch.randn(1, 2, tokens, 4, generator=generator, dtype=torch.float64) for _ in range(3))
+    sinks = torch.tensor([0.5, -1.0], dtype=torch.float64)
+    # a segment of three tokens, two that follow it, and a document
+    segments = Segments((3, 2, 2, 2), parents=(-1, 0, 0, -1))
+    paths = ([0], [0, 1], [0, 2], [3])
+    owner = torch.repeat_interleave(torch.arange(4), torch.tensor(segments.lengths))
+    place = torch.tensor([0, 1, 2, 3, 4, 3, 4, 0, 1])
+    distance = place[:, None] - place
+    above = torch.tensor([[int(theirs) in paths[int(mine)] for theirs in owner] for mine in owner])
+    seen = above & (distance >= 0) & (distance < (window or tokens))
+    scores = (cap * torch.tanh(query @ key.transpose(2, 3) * 0.5 / cap)).masked_fill(~seen, float("-inf"))
+    due = torch.cat([scores, sinks.view(1, 2, 1, 1).expand(1, 2, tokens, 1)], -1).softmax(-1)[..., :-1] @ value
+    options = {"scaling": 0.5, "softcap": cap, "s_aux": sinks, "sliding_window": window}
+    output = segment_attention(nn.Module(), query, key, value, None, segments=segments, **options)[0]
+    torch.testing.assert_close(output, due.transpose(1, 2), rtol=0, atol=1e-12)
 
 
 def test_attention_that_is_not_causal_is_refused() -> None:

@@ -160,7 +160,7 @@ def test_a_backend_that_gives_no_images_refuses_the_model(directory: Path) -> No
 @pytest.mark.parametrize(
     ("kind", "what"),
     [
-        ("qwen3_vl_moe", "a mixture of experts that takes images, which is not supported"),
+        ("ernie4_5_vl_moe", "a mixture of experts that takes images, which is not supported"),
         ("qwen2_5_vl", "a vision-language model of the architecture qwen2_5_vl, which is not supported"),
     ],
 )

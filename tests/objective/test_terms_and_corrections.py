@@ -11,6 +11,7 @@ from skyrl_engine import LossOutput, LossTokens, Metric
 from skyrl_engine.contracts.kinds.backend import MicroBatch
 from skyrl_engine.contracts.kinds.correction import Correction, FunctionCorrection
 from skyrl_engine.contracts.kinds.loss import FunctionLoss, Loss
+from skyrl_engine.contracts.values.outputs import RankOutput
 from skyrl_engine.contracts.values.ragged import Ragged
 from skyrl_engine.errors import ContractError, DataError, PluginBrokenError
 from skyrl_engine.objective.objective import LossObjective
@@ -176,8 +177,10 @@ def test_corrections_are_not_differentiated() -> None:
     ],
 )
 def test_what_is_no_factor_is_refused(output: object, message: str) -> None:
+    whole = objective(term("ce", surprise), step("odd", lambda _tokens, _: output))
     with pytest.raises(ContractError, match=f"correction 'odd' {message}"):
-        objective(term("ce", surprise), step("odd", lambda _tokens, _: output))(scores(), micro_batch(ratio=[1.0] * 4))
+        # numbers are looked at when the pass is over
+        RankOutput.concat([whole(scores(), micro_batch(ratio=[1.0] * 4))[1]])
 
 
 def test_a_correction_that_fails_is_blamed() -> None:

@@ -18,7 +18,7 @@ OPTIONS = """
 [options]
 "environment:function" = ["data=./sums.jsonl", "eval_fraction=0.3", "reward=./rewards.py:exact"]
 "environment:prompts" = ["data=./sums.jsonl", "eval_fraction=0.3"]
-"environment:gymnasium" = ["id=CartPole-v1", "max_turns=12", "size=50", "eval_size=20"]
+"environment:gymnasium" = ["id=./own_guess.py:Guess", "max_turns=12", "size=50", "eval_size=20"]
 "environment:reasoning_gym" = ["task=spell_backward"]
 "generator:replay" = ["rollouts=recorded"]
 "generator:openai" = ["url=http://127.0.0.1:9/v1", "model=m"]
@@ -34,11 +34,16 @@ skyrl-engine-trackio = ["client"]
 FURTHER = "\n[What a badge means](../explanation/what-a-badge-means.md), and [how to install from a catalogue](../how-to/use-a-catalogue.md).\n"
 
 
+def copy_material(folder: Path) -> None:
+    """Make a folder with the files that OPTIONS names."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in ("sums.jsonl", "rewards.py", "own_guess.py"):
+        shutil.copy(MATERIAL / name, folder)
+
+
 def make_catalogue(wheels: Path, folder: Path, *more: str) -> int:
     """Try the wheels of a folder, and write their catalogue into `folder`; return the exit code of `plugins index`, which also gets `more`."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for name in ("sums.jsonl", "rewards.py"):
-        shutil.copy(MATERIAL / name, folder)
+    copy_material(folder)
     (folder / "options.toml").write_text(OPTIONS)
     command = [sys.executable, "-m", "skyrl_engine", "plugins", "index", str(wheels)]
     options = ["--output", str(folder / "made"), "--options", str(folder / "options.toml")]

@@ -305,7 +305,9 @@ def version_of(wheel: Path) -> str:
 def plain_environment() -> dict[str, str]:
     dropped = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
     variables = {name: value for name, value in os.environ.items() if name not in dropped}
-    return variables | {"HF_HUB_OFFLINE": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1", "OMP_NUM_THREADS": "1"}
+    # MLflow's files, to which it logs where there is no server
+    of_mlflow = {"MLFLOW_ALLOW_FILE_STORE": "true"}
+    return variables | {"HF_HUB_OFFLINE": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1", "OMP_NUM_THREADS": "1"} | of_mlflow
 
 
 def run(command: Sequence[str], *, cwd: Path, beside: Path | None = None, **variables: str) -> str:

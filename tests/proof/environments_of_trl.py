@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 from datasets import Dataset
+from rewards_of_trl import configure_grpo
 from transformers import AutoModelForCausalLM
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOTrainer
 
 from skyrl_engine import hookimpl
 from skyrl_engine.contracts import EnvironmentClaims, StepResult, Task
@@ -81,19 +82,7 @@ def main() -> None:
         tokenizer = TEMPLATES["chatml"].tokenizer()
         tokenizer.chat_template = importlib.resources.files("trl").joinpath("chat_templates/qwen3.jinja").read_text()
         write_model(folder, "llama", tokenizer=tokenizer, max_position_embeddings=4096)
-        arguments = GRPOConfig(
-            output_dir=str(folder / "out"),
-            per_device_train_batch_size=2,
-            num_generations=2,
-            max_completion_length=1000,
-            max_steps=2,
-            logging_steps=1,
-            report_to=[],
-            save_strategy="no",
-            use_cpu=True,
-            bf16=False,
-            disable_tqdm=True,
-        )
+        arguments = configure_grpo(folder, num_generations=2, max_completion_length=1000, max_steps=2)
         rows = [{"prompt": [{"role": "user", "content": "Which animal?"}], "word": word} for word in ("red", "fox")]
         trainer = Scripted(
             model=AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),

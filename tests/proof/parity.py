@@ -23,12 +23,12 @@ from attrs import define, frozen
 from skyrl_engine.config import SelectedPlugin, from_dict, resolve
 from skyrl_engine.config.schema import OptimizerConfig
 from skyrl_engine.contracts.kinds.needs import TEACHER_MODEL
-from skyrl_engine.contracts.values.model import ModelConfig
+from skyrl_engine.contracts.values.model import ComputeDtype, ModelConfig
 from skyrl_engine.engine.assembly import Assembly
 from skyrl_engine.engine.capability import check_capabilities, check_scores, collect_required_capabilities
 from skyrl_engine.engine.engine import Engine
 from skyrl_engine.engine.model_files import ModelFiles
-from skyrl_engine.errors import ConfigError, EngineError, PluginNotFoundError
+from skyrl_engine.errors import ConfigError, EngineError, PluginNotFoundError, RunRefusedError
 from skyrl_engine.modeling.loading import quiet_progress
 from skyrl_engine.modeling.tiny import make_parts_differ, write_model
 from skyrl_engine.proof.comparison import Measurement, compare
@@ -84,9 +84,10 @@ EVERY: Sequence[Key] = [(loss, collator) for loss in LOSSES for collator in COLL
 TAUGHT: Sequence[Key] = [(loss, collator) for loss in DIVERGENCES for collator in COLLATORS]
 
 
-def fitting(layout: str, keys: Sequence[Key]) -> list[Key]:
-    """Leave out rows of trees where context-parallel ranks would share them: they are refused."""
-    return [key for key in keys if key[1] != "tree" or ParallelSizes.parse(layout).topology.cp == 1]
+def fitting(backend: str, layout: str, keys: Sequence[Key]) -> list[Key]:
+    """Leave out rows of trees where megatron's context-parallel ranks would share them: they are refused."""
+    refused = backend == "megatron" and ParallelSizes.parse(layout).topology.cp > 1
+    return [key for key in keys if key[1] != "tree" or not refused]
 
 
 CLIPPED: Key = ("cross_entropy", "packed")
@@ -185,7 +186,7 @@ class Matrix:
         """Every backend on every layout, one after the other."""
         for backend in BACKENDS:
             for layout in LAYOUTS:
-                yield self.entry(backend, layout, fitting(layout, keys))
+                yield self.entry(backend, layout, fitting(backend, layout, keys))
 
     def entry(self, backend: str, layout: str, keys: Collection[Key] = EVERY) -> Entry:
         """Cells of these losses and collators. Raises PluginNotFoundError where the backend is not installed."""
@@ -194,7 +195,7 @@ class Matrix:
         except PluginNotFoundError:
             raise
         except EngineError as error:
-            return Entry(backend, layout, refused=_refusal(error))
+            return Entry(backend, layout, refused=describe_refusal(error))
         started = time.monotonic()
         try:
             with self.group(backend, layout) as group:
@@ -203,13 +204,20 @@ class Matrix:
             return Entry(backend, layout, failed=str(error).strip().splitlines()[-1])
         return Entry(backend, layout, cells, seconds=time.monotonic() - started)
 
-    def group(self, backend: str, layout: str, optimizer: OptimizerConfig | None = None) -> WorkerGroup:
+    def group(
+        self, backend: str, layout: str, optimizer: OptimizerConfig | None = None, dtype: ComputeDtype = "float32"
+    ) -> WorkerGroup:
         """The backend on ranks of the matrix; SGD where no optimizer is given. A context manager that leaves the ranks running."""
-        spec = self._spec(backend, layout, optimizer or SGD)
+        spec = self._spec(backend, layout, optimizer or SGD, dtype)
         return group_on(start_shared_world(spec.topology.world_size), spec)
 
     def engine(
-        self, group: WorkerGroup, plugins: Mapping[str, SelectedPlugin], optimizer: OptimizerConfig, total_steps: int | None = None
+        self,
+        group: WorkerGroup,
+        plugins: Mapping[str, SelectedPlugin],
+        optimizer: OptimizerConfig,
+        total_steps: int | None = None,
+        micro_batch_tokens: int = MICRO_BATCH_TOKENS,
     ) -> Engine:
         """Return an engine over ranks that have their model, with these plugins from now on."""
         group.ask(UsePlugins(_locks(plugins)))
@@ -218,10 +226,10 @@ class Matrix:
         return Engine(
             assembly,
             group,
-            layout=assembly.layout(micro_batch_tokens=MICRO_BATCH_TOKENS),
+            layout=assembly.layout(micro_batch_tokens=micro_batch_tokens),
             optimizer=optimizer,
             total_steps=total_steps,
-            files=ModelFiles.of(self._model()),
+            files=ModelFiles.of(self.model()),
             registry=Registry.discover(),
             generator=None,
         )
@@ -268,13 +276,15 @@ class Matrix:
             check_scores("loss divergence", scores, value_head=False, backend=backend, declared=described.capabilities)
         assert described.topology == sizes.topology, f"{backend} lays out {layout} as {described.topology}"
 
-    def _spec(self, backend: str, layout: str, optimizer: OptimizerConfig) -> WorkerSpec:
+    def _spec(self, backend: str, layout: str, optimizer: OptimizerConfig, dtype: ComputeDtype = "float32") -> WorkerSpec:
         sizes = ParallelSizes.parse(layout)
         plugins = resolve_plugins("cross_entropy", "packed", {**BACKENDS[backend], **sizes.options})
-        return WorkerSpec(_locks(plugins), CONTEXT, self._model(), optimizer.settings(), sizes.topology, "cpu", rows="packed")
+        model = self.model(dtype)
+        return WorkerSpec(_locks(plugins), CONTEXT, model, optimizer.settings(), sizes.topology, "cpu", rows="packed")
 
-    def _model(self) -> ModelConfig:
-        return ModelConfig(str(self._directory / "model"), rotary_length=self.rotary_length)
+    def model(self, dtype: ComputeDtype = "float32") -> ModelConfig:
+        """Return the model of the matrix, computing in `dtype`."""
+        return ModelConfig(str(self._directory / "model"), rotary_length=self.rotary_length, dtype=dtype)
 
     def _cells(self, group: WorkerGroup, keys: Collection[Key]) -> Iterator[tuple[Key, Trajectory]]:
         """Losses and collators on ranks that keep their model; weights go back to where they were after each."""
@@ -288,10 +298,15 @@ class Matrix:
                 group.ask(Load(Path(name)))
 
 
-def _refusal(error: EngineError) -> str:
-    """Its sentences; of a configuration all mistakes', without their places."""
-    problems = error.problems if isinstance(error, ConfigError) else [error]
-    return " ".join(dict.fromkeys(f"{problem.cause}. {problem.remedy}." for problem in problems))
+def describe_refusal(error: EngineError) -> str:
+    """Return its sentences; those of all mistakes, without their places in the configuration."""
+    several = error if isinstance(error, RunRefusedError) else error.__cause__
+    if isinstance(several, RunRefusedError):
+        sentences = [describe_refusal(each) for each in several.errors]
+    else:
+        problems = error.problems if isinstance(error, ConfigError) else [error]
+        sentences = [f"{problem.cause}. {problem.remedy}." for problem in problems]
+    return " ".join(dict.fromkeys(sentences))
 
 
 def _library(backend: str) -> str:

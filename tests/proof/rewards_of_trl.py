@@ -30,6 +30,23 @@ def place(texts: list[str], task: Any) -> list[float]:
     return [float(number) for number, _ in enumerate(texts)]
 
 
+def configure_grpo(folder: Path, *, num_generations: int, max_completion_length: int, max_steps: int) -> GRPOConfig:
+    """Return settings for a step of one group on CPU, which is reported to nobody."""
+    return GRPOConfig(
+        output_dir=str(folder / "out"),
+        per_device_train_batch_size=num_generations,
+        num_generations=num_generations,
+        max_completion_length=max_completion_length,
+        max_steps=max_steps,
+        logging_steps=1,
+        report_to=[],
+        save_strategy="no",
+        use_cpu=True,
+        bf16=False,
+        disable_tqdm=True,
+    )
+
+
 def main() -> None:
     warnings.simplefilter("ignore")
     with tempfile.TemporaryDirectory() as name:
@@ -37,19 +54,7 @@ def main() -> None:
         write_tokenizer(folder, ["a few words to learn from here and there"])
         tokenizer = AutoTokenizer.from_pretrained(folder)
         write_model(folder, "llama", tokenizer=tokenizer)
-        arguments = GRPOConfig(
-            output_dir=str(folder / "out"),
-            per_device_train_batch_size=4,
-            num_generations=4,
-            max_completion_length=6,
-            max_steps=1,
-            logging_steps=1,
-            report_to=[],
-            save_strategy="no",
-            use_cpu=True,
-            bf16=False,
-            disable_tqdm=True,
-        )
+        arguments = configure_grpo(folder, num_generations=4, max_completion_length=6, max_steps=1)
         trainer = GRPOTrainer(
             model=AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
             args=arguments,

@@ -32,14 +32,11 @@ from skyrl_engine.errors import PluginNotFoundError
 pytestmark = pytest.mark.timeout(900)
 
 RUNS = {
-    "fsdp": ("dp1", "dp2", "tp2", "tp2xdp2"),
+    "fsdp": ("dp1", "dp2", "tp2", "cp2", "tp2xdp2", "tp2xcp2"),
     **{f"deepspeed z{stage}": ("dp1", "dp2") for stage in range(4)},
     "megatron": LAYOUTS,
 }
 """Layouts that must run; others must be refused. A layout that becomes possible moves in here."""
-
-TAUGHT_RUNS = dict.fromkeys([backend for backend in BACKENDS if backend != "megatron"], ("dp1", "dp2"))
-"""The same for divergences from a teacher on the ranks, which whole heads on every rank compute."""
 
 
 @pytest.fixture(scope="module")
@@ -83,12 +80,9 @@ OF_BACKENDS_BY_DAY = pytest.mark.parametrize(
 
 
 def some(backend: str, layout: str) -> list[Key]:
-    """A loss over each form of rows; layouts take turns, so that every library has all of them. Where a teacher fits on the ranks, so do
-    divergences.
-    """
+    """A loss and a divergence from a teacher over each form of rows; layouts take turns, so that every library has all of them."""
     turn = list(BACKENDS).index(backend) + LAYOUTS.index(layout)
-    chosen = [list(LOSSES), *([list(DIVERGENCES)] if layout in TAUGHT_RUNS.get(backend, ()) else [])]
-    return fitting(layout, [key for losses in chosen for key in taking_turns(losses, turn)])
+    return fitting(backend, layout, [key for losses in (list(LOSSES), list(DIVERGENCES)) for key in taking_turns(losses, turn)])
 
 
 def taking_turns(losses: Sequence[str], turn: int) -> list[Key]:
@@ -134,16 +128,7 @@ def test_the_clipped_step_is_the_same_on_all_layouts(matrix: Matrix, backend: st
 @OF_BACKENDS
 def test_every_loss_and_collator_on_a_layout(matrix: Matrix, entries: list[Entry], backend: str, layout: str) -> None:
     if layout in RUNS[backend]:
-        taught = TAUGHT if layout in TAUGHT_RUNS.get(backend, ()) else ()
-        check(matrix, entries, backend, layout, fitting(layout, (*EVERY, *taught)))
-
-
-@pytest.mark.proof
-def test_divergences_are_refused_where_no_rank_has_a_whole_head(matrix: Matrix) -> None:
-    for backend, layouts in RUNS.items():
-        for layout in set(layouts) - set(TAUGHT_RUNS.get(backend, ())):
-            entry = matrix.entry(backend, layout, fitting(layout, TAUGHT))
-            assert "does not declare the capability 'divergence'. Choose a backend that does" in entry.refused, entry.name
+        check(matrix, entries, backend, layout, fitting(backend, layout, (*EVERY, *TAUGHT)))
 
 
 def check(matrix: Matrix, entries: list[Entry], backend: str, layout: str, keys: Sequence[Key]) -> None:
@@ -164,7 +149,7 @@ def check(matrix: Matrix, entries: list[Entry], backend: str, layout: str, keys:
 
 
 def test_turns_reach_every_loss_and_collator() -> None:
-    assert {key for layout in RUNS["megatron"] for key in some("megatron", layout)} == set(EVERY)
+    assert {key for layout in RUNS["megatron"] for key in some("megatron", layout)} == {*EVERY, *TAUGHT}
     assert {
         key for backend in BACKENDS for layout in RUNS[backend] if backend.startswith("deepspeed") for key in some(backend, layout)
     } == {*EVERY, *TAUGHT}

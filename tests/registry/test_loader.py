@@ -1,6 +1,7 @@
 """Loading: metadata is checked before import, exactly one plugin is addressed, and whatever breaks is named with one action."""
 
 import sys
+from pathlib import Path
 
 import pytest
 from focal_of_the_docs import FOCAL, is_focal, resolve
@@ -149,6 +150,13 @@ def test_a_broken_plugin_is_named_with_version_cause_and_action(install_loss, fl
     assert "loss 'plain' of broken-loss 3.2.1" in caught.value.cause
     assert expected in caught.value.summary
     assert "\n" not in caught.value.summary
+
+
+def test_a_reward_function_is_told_where_it_belongs(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def score(text, task):\n    return 1.0\n")
+    with pytest.raises(PluginBrokenError) as caught:
+        load(Registry.discover().resolve("environment", f"{tmp_path}/mine.py:score"))
+    assert f"--reward {tmp_path}/mine.py:score --data" in caught.value.remedy
 
 
 def test_the_place_of_a_syntax_error_is_where_it_is_written(install_loss) -> None:

@@ -18,7 +18,7 @@ import pytest
 from skyrl_engine import __version__
 from skyrl_engine.errors import CheckpointError, WorkerError
 from skyrl_engine.run.checkpoint import CheckpointStore
-from skyrl_engine.run.listing import list_files
+from skyrl_engine.workers.listing import list_files
 
 
 def state_of(step: int) -> Callable[[Path], None]:

@@ -12,9 +12,9 @@ from skyrl_engine.contracts.kinds.observer import EvaluationFinished, SessionFin
 from skyrl_engine.errors import CheckpointError, ConfigError, EngineError
 from skyrl_engine.run.checkpoint import CheckpointStore
 from skyrl_engine.run.directory import RunDirectory
-from skyrl_engine.run.listing import count_bytes
 from skyrl_engine.run.metrics import MetricsJsonl
 from skyrl_engine.run.prune import PruneRules, hold_to_prune, plan_prune, prune
+from skyrl_engine.workers.listing import count_bytes
 
 LOSSES = {1: 0.9, 2: 0.4, 3: 0.6, 4: 0.7, 5: 0.8}
 

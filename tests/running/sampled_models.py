@@ -1,5 +1,7 @@
 """Tiny models of the architectures that the generator `hf` is tried with."""
 
+from transformers.models.gemma2.modeling_gemma2 import Gemma2PreTrainedModel
+
 from skyrl_engine.modeling.tiny import make_parts_differ, write_model
 
 MOE = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
@@ -43,8 +45,8 @@ ARCHITECTURES = {
     },
 }
 QUICK = {"qwen3", "llama", "gemma3_text"}
-READ_ANEW = {"mamba", "qwen3_next"}
-"""Architectures that keep more than keys and values."""
+READ_ANEW = {"mamba", "qwen3_next", *(["gemma2"] if Gemma2PreTrainedModel._supports_sdpa else [])}
+"""Architectures that keep more than keys and values; and Gemma 2 in old releases of transformers, to whose masks cached rows do not fit."""
 
 
 def write(directory, family, **settings):

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import costly_tests
 import pytest
 import seconds_per_file
 import unchanged_sources
@@ -35,7 +36,19 @@ def project(tmp_path: Path) -> Path:
 def count_tests(project: Path, *arguments: str, **environment: str) -> str:
     """The last line of a pytest run there."""
     own = {"PYTHONPATH": str(HERE), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONDONTWRITEBYTECODE": "1", "CHECK_SECONDS": ""}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "unchanged_sources", "-p", "seconds_per_file", *arguments]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "costly_tests",
+        "-p",
+        "unchanged_sources",
+        "-p",
+        "seconds_per_file",
+        *arguments,
+    ]
     done = subprocess.run(
         command, cwd=project, env={**os.environ, **own, **environment}, capture_output=True, text=True, check=False
     )
@@ -94,9 +107,30 @@ def test_by_day_a_fixed_fifth_of_what_is_due_runs(project: Path) -> None:
     (project / "test_it.py").write_text(
         "import pytest\n@pytest.mark.of_sources('source.py')\n@pytest.mark.parametrize('case', range(11))\ndef test_it(case):\n    pass\n"
     )
-    assert count_tests(project, "--sampled-sources").startswith("3 passed, 8 deselected")
-    assert count_tests(project, "--sampled-sources").startswith("11 deselected"), "it is the same fifth, which rests now"
+    assert count_tests(project, "--by-day").startswith("3 passed, 8 deselected")
+    assert count_tests(project, "--by-day").startswith("11 deselected"), "it is the same fifth, which rests now"
     assert count_tests(project).startswith("8 passed, 3 deselected"), "without the option the others are due"
+
+
+def test_by_day_a_costly_test_has_the_cases_that_the_list_says(project: Path) -> None:
+    listed = project / "tests" / "running" / "costly_tests.txt"
+    listed.parent.mkdir(parents=True)
+    listed.write_text("# why\n2 test_it.py::test_it\n0 test_it.py::test_whole\n")
+    (project / "pytest.ini").write_text("[pytest]\nmarkers =\n  costly: as here\n  nightly: as here\n")
+    (project / "test_it.py").write_text(
+        "import pytest\n"
+        "@pytest.mark.parametrize('case', [pytest.param(0, marks=pytest.mark.nightly), *range(1, 6)])\ndef test_it(case):\n    pass\n"
+        "def test_whole():\n    pass\ndef test_cheap():\n    pass\n"
+    )
+    assert count_tests(project, "--by-day", "-m", "not nightly").startswith("3 passed, 5 deselected")
+    assert count_tests(project, "-m", "not nightly").startswith("7 passed, 1 deselected"), "whoever names the file has all"
+    assert count_tests(project, "-m", "costly or nightly").startswith("5 passed, 3 deselected"), "and the night has the rest"
+
+
+def test_what_is_listed_as_costly_is_a_test() -> None:
+    for name in costly_tests.read_list(ROOT / costly_tests.LIST):
+        file, *_, function = name.split("::")
+        assert f"def {function}(" in (ROOT / file).read_text(encoding="utf-8"), f"{name} is nowhere: take it off the list"
 
 
 def test_by_day_a_fixed_fifth_of_the_promises_of_a_plugin_runs(project: Path) -> None:
@@ -104,8 +138,8 @@ def test_by_day_a_fixed_fifth_of_the_promises_of_a_plugin_runs(project: Path) ->
         "import pytest\n@pytest.mark.conformance\n@pytest.mark.parametrize('case', range(11))\ndef test_it(case):\n    pass\n"
     )
     (project / "pytest.ini").write_text("[pytest]\nmarkers = conformance: as here\n")
-    assert count_tests(project, "--sampled-sources").startswith("3 passed, 8 deselected")
-    assert count_tests(project, "--sampled-sources").startswith("3 passed, 8 deselected"), "promises do not rest"
+    assert count_tests(project, "--by-day").startswith("3 passed, 8 deselected")
+    assert count_tests(project, "--by-day").startswith("3 passed, 8 deselected"), "promises do not rest"
     assert count_tests(project).startswith("11 passed")
 
 

@@ -4,7 +4,7 @@ What passed with which sources is kept under .cache, and what passed in `nox -s 
 other machines. `nox -s meta` runs this file as a program: with `forget` before its tests, so that nothing from earlier runs gets into the
 list, and with `write` after all of them have passed.
 
-A change to the kit makes all of them due. So `nox -s tests` and `nox -s proofs` pass `--sampled-sources`, and of what is due they run a fixed
+A change to the kit makes all of them due. So `nox -s tests` and `nox -s proofs` pass `--by-day`, and of what is due they run a fixed
 fifth of each file; `nox -s meta` runs the others. Of the kit's promises about each plugin, marked `conformance`, they run a fifth too;
 `nox -s nightly` runs the others, and `nox -s tests -- plugins/NAME` all of one plugin.
 """
@@ -65,7 +65,7 @@ class UnchangedSources:
             item.stash[RECORD] = record
             if (record.exists() or record.name in self._passed) and not config.getoption("every_source"):
                 resting.add(item)
-        if config.getoption("sampled_sources"):
+        if config.getoption("by_day"):
             many = {item for item in items if item in records or item.get_closest_marker("conformance") is not None}
             resting |= many - choose_sample(many)
         if resting:
@@ -115,9 +115,6 @@ def write_passed(root: Path) -> int:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--every-source", action="store_true", help="run tests marked of_sources whether their sources changed or not")
-    parser.addoption(
-        "--sampled-sources", action="store_true", help="of those that are due, and of promises, run a fixed fifth of each file"
-    )
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -18,10 +18,17 @@ from skyrl_engine.contracts import LossTokens, Sequences
 from skyrl_engine.contracts.kinds.loss import Pairs
 from skyrl_engine_losses import plugin as losses
 
+INK: Mapping[str, Mapping[str, str]] = {
+    "light": {"words": "#444444", "frame": "#888888", "lines": "#dddddd"},
+    "dark": {"words": "#cccccc", "frame": "#777777", "lines": "#444444"},
+}
+"""Colours of a light and of a dark page, which shows through."""
+
 Numbers = npt.NDArray[np.float64]
 
 PICTURES = Path(__file__).parents[2] / "docs" / "pictures"
 COLOURS = ("#9cc8f0", "#d9660a", "#1a9e77", "#c95fa5")
+"""They are told apart on white and on black."""
 DASHES = ("", "8 4", "3 3", "10 3 2 3")
 """Lines differ by both, and are readable without colour."""
 
@@ -79,19 +86,20 @@ def push(name: str, logprobs: torch.Tensor, columns: Mapping[str, torch.Tensor],
     return result
 
 
-def draw(panels: Sequence[Panel], title: str) -> str:
-    """Return an SVG of panels beside each other, readable on a white and on a dark page."""
+def draw(panels: Sequence[Panel], title: str, page: str) -> str:
+    """Return an SVG of panels beside each other for a "light" or a "dark" page."""
+    ink = INK[page]
     names = list(panels[0].curves)
     total = LEFT + len(panels) * (WIDTH + GAP)
     height = TOP + HEIGHT + 64
-    parts = [f'<rect width="{total}" height="{height}" fill="#ffffff"/>', f"<title>{title}</title>"]
+    parts = [f"<title>{title}</title>"]
     for number, panel in enumerate(panels):
-        parts += _draw_panel(panel, LEFT + number * (WIDTH + GAP))
+        parts += _draw_panel(panel, LEFT + number * (WIDTH + GAP), ink)
     step = (total - LEFT) / len(names)
     for number, name in enumerate(names):
         place = LEFT + number * step
         parts.append(f'<path d="M{place:.0f} {height - 16}h26" {_stroke(number)}/>')
-        parts.append(_write(place + 32, height - 12, name, "start"))
+        parts.append(_write(place + 32, height - 12, name, "start", ink))
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {total} {height}" role="img" font-family="sans-serif" font-size="13">\n'
         + "\n".join(parts)
@@ -99,7 +107,7 @@ def draw(panels: Sequence[Panel], title: str) -> str:
     )
 
 
-def _draw_panel(panel: Panel, left: float) -> list[str]:
+def _draw_panel(panel: Panel, left: float, ink: Mapping[str, str]) -> list[str]:
     low, high = panel.span
     first, last = panel.places[0], panel.places[-1]
 
@@ -110,17 +118,17 @@ def _draw_panel(panel: Panel, left: float) -> list[str]:
         return TOP + HEIGHT * (1 - (min(max(value, low), high) - low) / (high - low))
 
     parts = [
-        _write(left, TOP - 14, panel.title, "start"),
-        f'<rect x="{left}" y="{TOP}" width="{WIDTH}" height="{HEIGHT}" fill="none" stroke="#888888"/>',
+        _write(left, TOP - 14, panel.title, "start", ink),
+        f'<rect x="{left}" y="{TOP}" width="{WIDTH}" height="{HEIGHT}" fill="none" stroke="{ink["frame"]}"/>',
     ]
     for value in range(math.ceil(low), math.floor(high) + 1):
         parts += [
-            f'<path d="M{left} {down(value):.1f}h{WIDTH}" stroke="#dddddd"/>',
-            _write(left - 6, down(value) + 4, str(value), "end"),
+            f'<path d="M{left} {down(value):.1f}h{WIDTH}" stroke="{ink["lines"]}"/>',
+            _write(left - 6, down(value) + 4, str(value), "end", ink),
         ]
     for mark in panel.marks:
-        parts.append(_write(across(mark), TOP + HEIGHT + 16, f"{mark:g}", "middle"))
-    parts.append(_write(left + WIDTH / 2, TOP + HEIGHT + 32, panel.below, "middle"))
+        parts.append(_write(across(mark), TOP + HEIGHT + 16, f"{mark:g}", "middle", ink))
+    parts.append(_write(left + WIDTH / 2, TOP + HEIGHT + 32, panel.below, "middle", ink))
     for number, curve in enumerate(panel.curves.values()):  # the first, which others cover, is the broadest
         points = " ".join(
             f"{across(place):.1f},{down(value):.1f}"
@@ -136,8 +144,8 @@ def _stroke(number: int) -> str:
     return f'fill="none" stroke="{COLOURS[number]}" stroke-width="{4.5 if number == 0 else 2.2}"{dash}'
 
 
-def _write(x: float, y: float, words: str, anchor: str) -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="#444444">{words}</text>'
+def _write(x: float, y: float, words: str, anchor: str, ink: Mapping[str, str]) -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{ink["words"]}">{words}</text>'
 
 
 def make_pictures() -> Mapping[str, str]:
@@ -148,10 +156,11 @@ def make_pictures() -> Mapping[str, str]:
         Panel("advantage -1: push down", RATIOS, push_of_ratios(-1.0), (-2.6, 0.2), marks, below),
     ]
     margins = [Panel("push on the chosen answer", MARGINS, push_of_margins(), (-2.0, 4.2), (-4, -2, 0, 2, 4, 6), "margin")]
-    return {
-        "losses-by-ratio.svg": draw(ratios, "Push of policy-gradient losses on a token, by the ratio"),
-        "losses-by-margin.svg": draw(margins, "Push of forms of DPO on the chosen answer, by the margin"),
+    drawn = {
+        "losses-by-ratio": (ratios, "Push of policy-gradient losses on a token, by the ratio"),
+        "losses-by-margin": (margins, "Push of forms of DPO on the chosen answer, by the margin"),
     }
+    return {f"{name}-{page}.svg": draw(*picture, page) for name, picture in drawn.items() for page in INK}
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from typing import Literal
 from attrs import define, field
 from attrs.validators import deep_iterable, ge, in_, optional
 from skyrl_engine import loss
+from skyrl_engine.contracts import DESCRIBES
 
 
 @define
@@ -49,6 +50,17 @@ def local(tokens, config):
 
 
 @define
+class Described:
+    form: Literal["plain", "mean"] = field(default="plain", metadata={DESCRIBES: "scale"})
+    scale: Literal["mean"] | None = None
+
+
+@loss(needs=("logprobs",), config=Described)
+def described(tokens, config):
+    return -tokens.logprobs
+
+
+@define
 class Divided:
     by: float = field(default=1.0, validator=ge(0))
 
@@ -79,6 +91,11 @@ def test_an_allowed_value_that_breaks_a_promise_is_found_and_named(file: Path) -
 def test_an_option_that_is_given_keeps_its_value(file: Path) -> None:
     plugin = select_plugin("loss", "./mine.py:mine", {"form": "plain"}, base=file)
     assert verify(plugin, examples=8, given=("form",)).kept, "a strength of 0 learns nothing, by intention"
+
+
+def test_an_option_that_describes_another_keeps_its_value(file: Path) -> None:
+    plugin = select_plugin("loss", "./mine.py:described", {}, base=file)
+    assert [label for label, *_ in variants(plugin, frozenset())] == ["scale = 'mean'"]
 
 
 def test_bounds_are_allowed_too(file: Path) -> None:

@@ -76,6 +76,12 @@ def test_code_that_works_everywhere_computes_what_it_did(code):
 
 
 READS = {
+    "nonzero()": X.nonzero,
+    "x[mask]": lambda: X[X > 2],
+    "bincount()": lambda: X.long().bincount(),
+    "masked_select()": lambda: X.masked_select(X > 2),
+    "repeat_interleave() without output_size": lambda: X.repeat_interleave(X.long()),
+    "a copy sent ahead": lambda: X.to("cpu", non_blocking=True).tolist(),
     ".item()": lambda: X.sum().item(),
     ".cpu()": X.cpu,
     ".to(cpu)": lambda: X.to("cpu"),
@@ -96,6 +102,42 @@ def test_each_moment_at_which_the_host_waits_is_counted(what, code):
         code()
     assert [read.what for read in device.reads] == [what]
     assert device.reads[0].where.startswith("test_other_device.py:")
+
+
+def test_a_copy_that_is_sent_ahead_is_read_where_it_is_first_used():
+    with OtherDevice() as device:
+        copy = X.to("cpu", non_blocking=True)
+        assert device.reads == []
+        device.note_launch()
+        assert copy.sum().item() == 10.0
+        assert copy.tolist() == [1.0, 2.0, 3.0, 4.0]
+    assert [read.what for read in device.reads] == ["a copy sent ahead"]
+    assert device.launched == 0
+
+
+BLOCKING = {
+    ".to(device)": lambda: torch.arange(4).to(X.device),
+    ".to(tensor)": lambda: torch.ones(4).to(X),
+    "copy_": lambda: torch.empty_like(X).copy_(torch.ones(4)),
+    "a tensor of numbers": lambda: torch.tensor([1.0], device=X.device),
+    "new_tensor()": lambda: X.new_tensor([1.0]),
+    "x[mask]": lambda: X[torch.tensor([True, False, True, True])],
+}
+
+
+@pytest.mark.parametrize(("what", "code"), BLOCKING.items(), ids=BLOCKING)
+def test_each_copy_for_which_the_host_waits_is_counted(what, code):
+    with OtherDevice() as device:
+        code()
+        torch.arange(4).to(X.device, non_blocking=True)
+    assert [copy.what for copy in device.blocking_copies] == [what]
+    assert device.reads == []
+
+
+def test_writing_one_number_by_a_mask_waits_for_nothing():
+    with OtherDevice() as device:
+        X.clone()[X > 2] = 0.0
+    assert device.reads == []
 
 
 def test_reads_of_the_cpu_wait_for_nothing():

@@ -96,11 +96,12 @@ def test_a_checkpoint_keeps_what_training_did_not_use_wherever_the_run_lies(
         (tmp_path / "elsewhere").rename(source)
 
 
-def test_layers_that_groups_freeze_stay_as_they_were_and_are_in_every_checkpoint(
+def test_layers_that_are_frozen_stay_as_they_were_and_are_in_every_checkpoint(
     configure: Configure, material: Path, tmp_path: Path
 ) -> None:
-    groups = [{"match": "model.layers.0.*", "frozen": True}, {"match": "lm_head.*", "learning_rate": 1e-3}]
-    run = run_sft(configure(training={"steps": 2}, optimizer={"groups": groups})).directory
+    groups = [{"match": "lm_head.*", "learning_rate": 1e-3}]
+    settings = {"training": {"steps": 2}, "model": {"freeze": ["model.layers.0.*"]}, "optimizer": {"groups": groups}}
+    run = run_sft(configure(**settings)).directory
     export_checkpoint(run, tmp_path / "output")
     before, after, exported = (tensors(place) for place in (material / "model", run / "model", tmp_path / "output"))
     assert all(torch.equal(after[name], exported[name]) for name in after)

@@ -21,9 +21,9 @@ from skyrl_engine.errors import (
     PluginIncompatibleError,
     PluginNotFoundError,
 )
-from skyrl_engine.run.listing import list_files
 from skyrl_engine.training.export import ExportChoices, export_checkpoint
 from skyrl_engine.training.sft.trainer import run_sft
+from skyrl_engine.workers.listing import list_files
 
 Configure = Callable[..., ResolvedConfig]
 

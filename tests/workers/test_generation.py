@@ -1,6 +1,8 @@
 """Weights reach generators in one form, which every rank knows; a generator that fails leaves no rank waiting."""
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +13,8 @@ from skyrl_engine.contracts.kinds.generator import GeneratorCapability, Generato
 from skyrl_engine.errors import ModelError, UnsupportedError, WorkerError
 from skyrl_engine.registry.host import Owner
 from skyrl_engine.workers.generation import GeneratorDriver, OfferedWeights, RankGenerator, form_for
+from skyrl_engine.workers.weight_files import INDEX, WrittenWeights, write_weights
+from skyrl_engine.workers.wire_weights import iterate_wire_weights
 
 
 class Gathers:
@@ -80,6 +84,38 @@ def test_weights_are_gathered_to_the_end_however_many_were_taken(taken: int) -> 
             next(stream)
     offered.finish()
     assert backend.gathered == 3
+
+
+class Rounds:
+    """A backend of one matrix of float32 numbers, which it gives rounded too, and counts what it was asked for."""
+
+    def __init__(self) -> None:
+        self.matrix, self.asked = torch.tensor([[1.00390625, -3.1415927], [1e-3, 65504.0]]), list[str]()
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        self.asked.append("float32")
+        yield "a", self.matrix
+
+    def weights_in(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+        self.asked.append(str(dtype).removeprefix("torch."))
+        yield "a", self.matrix.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("can_round", [True, False])
+def test_weights_travel_in_the_precision_of_the_run(tmp_path: Path, dtype: Any, can_round: bool) -> None:
+    """Rounded on the ranks that hold them if the backend can, else after they were gathered; exact where the run computes in float32."""
+    backend: Any = Rounds()
+    if not can_round:
+        backend = SimpleNamespace(weights=backend.weights, asked=backend.asked, matrix=backend.matrix)
+    (name, tensor), *others = OfferedWeights("tensors", backend, "the backend", dtype).tensors()
+    assert (name, others, tensor.dtype) == ("a", [], getattr(torch, dtype))
+    assert torch.equal(tensor, backend.matrix.to(tensor.dtype))
+    assert backend.asked == [dtype if can_round else "float32"]
+    write_weights(tmp_path, iterate_wire_weights("the backend", backend, dtype))
+    assert json.loads((tmp_path / INDEX).read_text())["metadata"]["total_size"] == 4 * tensor.dtype.itemsize
+    ((name, read),) = WrittenWeights(tmp_path, None).tensors()
+    assert torch.equal(read, tensor), "what was written is what is checked"
 
 
 def test_memory_that_is_shown_is_not_gathered() -> None:

@@ -25,8 +25,8 @@ class TestTree(CollatorConformance):
         return loops.build_fields(columns, micro_batch, PAD)
 
     def layouts(self, lengths):
-        """Rows of trees are cut by tokens alone, and context-parallel ranks cannot share them."""
-        return strategies.layouts(lengths).map(lambda layout: evolve(layout, micro_batch_rows=None, cp=1))
+        """Rows of trees are cut by tokens alone."""
+        return strategies.layouts(lengths).map(lambda layout: evolve(layout, micro_batch_rows=None))
 
 
 EVERY = TreeCollator(PAD, least_shared=1)
@@ -40,7 +40,7 @@ def plan_trees(columns, layout):
 @given(st.data())
 def test_the_gather_index_and_the_segments_are_those_of_the_definition(data):
     columns = data.draw(strategies.with_prefixes(data.draw(strategies.sample_columns(max_samples=9, max_length=9))))
-    layout = evolve(data.draw(strategies.layouts(columns.lengths)), micro_batch_rows=None, cp=1)
+    layout = evolve(data.draw(strategies.layouts(columns.lengths)), micro_batch_rows=None)
     plan = plan_trees(columns, layout)
     for micro_batch in (*plan.micro_batches, plan.joined):
         batch = TreeCollator(PAD).build(columns, micro_batch)
@@ -140,12 +140,9 @@ def test_rows_of_other_samples_than_those_that_were_planned_are_refused():
         TreeCollator(PAD).build(columns, evolve(joined, width=23))
 
 
-@pytest.mark.parametrize(
-    ("layout", "said"), [(Layout(micro_batch_rows=2), "micro_batch_rows says nothing"), (Layout(cp=2), "context-parallel")]
-)
-def test_layouts_that_trees_do_not_have_are_refused(layout, said):
-    with pytest.raises(UnsupportedError, match=said):
-        plan_trees(group([30, 31], [40, 41]), layout)
+def test_layouts_that_count_rows_are_refused():
+    with pytest.raises(UnsupportedError, match="micro_batch_rows says nothing"):
+        plan_trees(group([30, 31], [40, 41]), Layout(micro_batch_rows=2))
 
 
 def test_a_unit_that_fits_nowhere_is_named():

@@ -30,6 +30,7 @@ def save_models(root: Path) -> dict[str, str]:
         "dropout": ("qwen3", {"attention_dropout": 0.2}),
         "gpt2": ("gpt2", {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0, "tie_word_embeddings": True}),
         "gemma2": ("gemma2", {"query_pre_attn_scalar": 12, "final_logit_softcapping": 1.0, "tie_word_embeddings": True}),
+        "gpt_oss": ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 12, "sliding_window": 4}),
         "qwen3_moe": ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}),
     }
     for name, (family, settings) in configs.items():

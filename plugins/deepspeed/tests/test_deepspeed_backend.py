@@ -29,7 +29,7 @@ def test_describing_the_backend_imports_no_torch() -> None:
         "described = deepspeed.skyrl_engine_describe_backend(None, world_size=3); "
         "assert described.topology.dp == 3 and described.capabilities == {'padded', 'packed', 'tree', 'value_head', 'lora', 'logits', "
         "'logsumexp', 'mean_logprob', 'log_sum_squares', 'logprobs_at', 'divergence', "
-        "'second_model', 'reference_by_adapters', 'compile', 'attention', 'embedding_noise', 'ema'}; "
+        "'second_model', 'asynchronous_saves', 'reference_by_adapters', 'compile', 'attention', 'embedding_noise', 'ema', 'freeze', 'vision'}; "
         "assert not {'torch', 'transformers', 'deepspeed'} & set(sys.modules), 'heavy import'"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -62,6 +62,14 @@ def test_other_architectures_are_divided_alike(
     check(pair.run(gradients_of, models[name], stage, sizes=(2,)), due[name], 1e-5)
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["gemma2", "gpt_oss"])
+def test_packed_rows_of_scores_with_soft_caps_and_sinks_are_as_separate_ones(
+    pair: World, models: dict[str, str], due: dict[str, DefinedResult], name: str
+) -> None:
+    check(pair.run(gradients_of, models[name], 3, rows="packed", sizes=(2,)), due[name], 1e-5)
+
+
 def test_parameters_that_are_kept_whole_are_summed_too(pair: World, models: dict[str, str], due: dict[str, DefinedResult]) -> None:
     check(pair.run(gradients_of, models["llama"], 3, threshold=1000), due["llama"], 1e-5)
 

@@ -79,8 +79,10 @@ class TestDecoratedReward(Conformance):
 def test_rows_become_tasks():
     tasks = tasks_of(SUMS)
     assert [task.key for task in tasks] == ["a", "b", "c", "d", "e", "f"]
-    assert tasks[0] == Task("a", ({"role": "user", "content": "What is 2 + 2?"},), data={"key": "a", "answer": "4"})
+    asked = "What is 2 + 2?"
+    assert tasks[0] == Task("a", ({"role": "user", "content": asked},), data={"key": "a", "answer": "4"}, prompt_text=asked)
     assert [message["role"] for message in tasks[2].messages] == ["system", "user"]
+    assert tasks[2].prompt_text is None
 
 
 def test_csv_with_columns_of_other_names(tmp_path):
@@ -237,6 +239,15 @@ def test_rewards_are_added_by_their_weights_and_shown():
     result = step(make(FunctionOptions(data=SUMS, rewards=tables)), "4")
     assert (result.reward, result.parts) == (0.75, {"exact": 1.0, "short": -0.25})
     assert step(rewarding("exact", "short"), "4").reward == 1.5
+
+
+def test_a_function_of_trl_gets_texts_of_text_prompts_and_messages_of_others():
+    environment = rewarding("of_trl_shown")
+    text, messages = environment.tasks("train")[0], environment.tasks("train")[2]
+    assert step(environment, "4", task=text).info == {"prompt": "What is 2 + 2?", "completion": "4"}
+    shown = step(environment, "10", task=messages).info
+    assert shown["completion"] == [{"role": "assistant", "content": "10"}]
+    assert [message["role"] for message in shown["prompt"]] == ["system", "user"]
 
 
 def test_none_of_trl_counts_beside_others_alone():

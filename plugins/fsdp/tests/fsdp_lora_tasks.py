@@ -29,10 +29,12 @@ LAYOUTS: dict[str, Callable[..., list[MicroBatch]]] = {"padded": build_padded, "
 OPTIMIZER = AdamWSettings(learning_rate=1e-2, weight_decay=0.1)
 
 
-def batch(rows: str, size: int, unscored: tuple[int, ...] = (), *, pictures: bool = False) -> list[MicroBatch]:
-    """This rank's micro-batches of `size` rows."""
+def batch(
+    backend: FsdpBackend, rows: str, size: int, unscored: tuple[int, ...] = (), *, pictures: bool = False
+) -> list[MicroBatch]:
+    """The micro-batches of `size` rows of this rank's share, which tensor-parallel ranks have alike."""
     everyone = picture_documents(VOCABULARY, "own") if pictures else documents(unscored=unscored)
-    return LAYOUTS[rows](everyone[dist.get_rank() :: dist.get_world_size()], size)
+    return LAYOUTS[rows](everyone[backend.coords.dp :: backend._meshes.topology.dp], size)
 
 
 def adapters(backend: FsdpBackend) -> Arrays:
@@ -57,7 +59,7 @@ def gradients_of(
     results = []
     for size in sizes:
         objective = WeightedObjective() if needs is None else WeightedObjective(needs=needs)
-        output = backend.forward_backward(batch(rows, size, unscored, pictures=pictures), objective)
+        output = backend.forward_backward(batch(backend, rows, size, unscored, pictures=pictures), objective)
         gradients = arrays(backend.gradients())
         results.append((output.metrics["loss"].value, gradients, backend.optim_step().grad_norm))
     backend.close()
@@ -86,7 +88,7 @@ def train(backend: FsdpBackend, steps: int, *, pictures: bool = False) -> list[t
     """Per step: this rank's part of the objective, and the gradient norm."""
     history = []
     for _ in range(steps):
-        output = backend.forward_backward(batch("padded", 2, pictures=pictures), WeightedObjective())
+        output = backend.forward_backward(batch(backend, "padded", 2, pictures=pictures), WeightedObjective())
         history.append((output.metrics["loss"].value, backend.optim_step().grad_norm))
     return history
 
@@ -118,7 +120,7 @@ def export_adapters(
     backend = start(directory, OPTIMIZER, **model)
     train(backend, 2, pictures=pictures)
     backend.export(target)
-    output = backend.forward(batch("padded", 2, pictures=pictures), WeightedObjective())
+    output = backend.forward(batch(backend, "padded", 2, pictures=pictures), WeightedObjective())
     logprobs = dict(zip(output.sample_ids.tolist(), output.fields["logprobs"], strict=True))
     state = arrays(backend.weights()), logprobs, adapters(backend)
     backend.close()

@@ -1,5 +1,6 @@
 """Tasks of ranks in the tests: importable by name, because ranks are spawned."""
 
+import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -9,13 +10,15 @@ import attrs
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from skyrl_engine import EngineError
 from skyrl_engine.contracts import AdamWSettings, MicroBatch, ModelConfig, OptimizerSettings, RankEnvironment, RowKind
 from skyrl_engine.modeling.causal_lm import LogitRule
-from skyrl_engine.modeling.chunked_head import Score
+from skyrl_engine.modeling.chunked_head import ChunkedHead, Score
 from skyrl_engine.modeling.optimizer import build_optimizer
+from skyrl_engine.modeling.teaching import TeacherStates
 from skyrl_engine.modeling.tiny import VOCABULARY
 from skyrl_engine.modeling.vocabulary_parallel import VocabularyParallelScore
 from skyrl_engine.proof.plain_model import PlainModel
@@ -31,6 +34,7 @@ from skyrl_engine.testing.backends.batches import (
 from skyrl_engine_fsdp.backend import FsdpBackend
 from skyrl_engine_fsdp.gradients import full
 from skyrl_engine_fsdp.plugin import FsdpConfig
+from skyrl_engine_fsdp.vocabulary import VocabularyParallelHead
 
 
 def start(
@@ -58,7 +62,8 @@ def own_rows(chosen: list[Document], backend: FsdpBackend) -> list[Document]:
 
 
 def arrays(pairs: Iterator[tuple[str, torch.Tensor]]) -> Arrays:
-    return {name: tensor.numpy().copy() for name, tensor in pairs}
+    # NumPy has no bfloat16
+    return {name: tensor.to(torch.promote_types(tensor.dtype, torch.float32)).numpy().copy() for name, tensor in pairs}
 
 
 def gradients_of(
@@ -209,14 +214,21 @@ def clip_norms(directory: str, max_norm: float, options: FsdpConfig | None = Non
 
 
 def continue_training(
-    directory: str, optimizer: OptimizerSettings, checkpoint: Path, options: FsdpConfig | None = None, *, before: int, after: int
+    directory: str,
+    optimizer: OptimizerSettings,
+    checkpoint: Path,
+    options: FsdpConfig | None = None,
+    *,
+    before: int,
+    after: int,
+    **model: Any,
 ) -> tuple[Any, Any]:
     """(history, weights) of the last `after` steps: uninterrupted, and by a fresh backend from the checkpoint between."""
-    first = start(directory, optimizer, options=options)
+    first = start(directory, optimizer, options=options, **model)
     train(first, before)
     first.save(checkpoint)
     uninterrupted = train(first, after), arrays(first.weights())
-    second = start(directory, optimizer, options=options)
+    second = start(directory, optimizer, options=options, **model)
     torch.manual_seed(12345)  # whatever the state was, the checkpoint's counts
     np.random.seed(1)
     train(second, 1)
@@ -311,6 +323,15 @@ def outcome_with(directory: str, options: FsdpConfig, *, forgotten: str = "", **
     return "set up"
 
 
+def count_local_numbers(directory: str, options: FsdpConfig, **model: Any) -> int:
+    """Count the numbers of all parameters that this rank holds."""
+    backend = start(directory, options=options, **model)
+    parameters = [*backend._model.parameters()]
+    count = sum((value.to_local() if isinstance(value, DTensor) else value).numel() for value in parameters)
+    backend.close()
+    return count
+
+
 def scores_of_parts(rule: LogitRule, temperature: float, requested: tuple[str, ...]) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Scores and gradients of random logits of all tokens: [of the whole, of this rank's part], float64."""
     draw = torch.Generator().manual_seed(0)
@@ -327,6 +348,50 @@ def scores_of_parts(rule: LogitRule, temperature: float, requested: tuple[str, .
     raw = raw.detach()
     got = [*part(raw[:, own], tokens), part.gradient(raw[:, own].clone(), tokens, upstream)]
     return [scores.detach().numpy() for scores in expected], [scores.detach().numpy() for scores in got]
+
+
+def compare_with_a_teacher(
+    rule: LogitRule, temperature: float, requested: tuple[str, ...]
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Scores and gradients of a student's whole head, and of a divided one, against a teacher whose head is divided too, float64.
+
+    The gradients are of the hidden states and of this rank's part of the weight and of the bias. Chunks are of two positions.
+    """
+    draw = torch.Generator().manual_seed(0)
+    mesh, width = init_device_mesh("cpu", (dist.get_world_size(),)), 12 // dist.get_world_size()
+    own = slice(dist.get_rank() * width, (dist.get_rank() + 1) * width)
+    hidden, others = (torch.randn(7, 5, generator=draw, dtype=torch.float64) for _ in range(2))
+    tokens = torch.randint(0, 12, (7, 1), generator=draw)
+    heads = []
+    for kind in (rule, LogitRule()):
+        linear = torch.nn.Linear(5, 12, dtype=torch.float64)
+        with torch.no_grad():
+            for parameter in linear.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=draw, dtype=torch.float64))
+        heads.append(ChunkedHead(linear, kind, 4 * 12))
+    divided = []
+    for whole in heads:
+        part = copy.deepcopy(whole)
+        for name, parameter in list(part.linear.named_parameters()):
+            setattr(part.linear, name, torch.nn.Parameter(distribute_tensor(parameter.detach(), mesh, [Shard(0)])))
+        divided.append(VocabularyParallelHead(part, mesh))
+    results = []
+    for student, teacher in ((heads[0], TeacherStates.of(heads[1], others)), (divided[0], divided[1].teach(others))):
+        states = hidden.clone().requires_grad_()
+        scores = student(states, tokens, temperature, requested, teacher)
+        upstream = torch.linspace(-1, 2, 7, dtype=torch.float64)
+        total = torch.stack([(upstream * score).sum() for score in scores if score.requires_grad]).sum()
+        total.backward()
+        assert states.grad is not None
+        parts = [full_or_part(parameter.grad, own) for parameter in student.linear.parameters()]
+        results.append([tensor.detach().numpy() for tensor in (*scores, states.grad, *parts)])
+    return results[0], results[1]
+
+
+def full_or_part(gradient: torch.Tensor | None, own: slice) -> torch.Tensor:
+    """This rank's rows of a gradient that is whole, or all that it has of one that is divided."""
+    assert gradient is not None
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient[own]
 
 
 def save_checkpoint(
@@ -372,16 +437,19 @@ def losses_after(directory: str, checkpoint: Path, options: FsdpConfig, times: i
     return losses
 
 
-def place_model(directory: str, *, loose: bool) -> tuple[bool, list[str], Arrays, Arrays]:
-    """Say if this rank read weights, names of tensors left without values, weights, and buffers; `loose` adds an unfillable tensor."""
+def place_model(directory: str, *, whole: bool, loose: bool = False) -> tuple[bool, list[str], Arrays, Arrays]:
+    """Say if this rank read weights whole, names of tensors left without values, weights, and buffers.
+
+    With `whole` rank 0 reads the model for all; `loose` adds a tensor that nothing fills.
+    """
     from skyrl_engine.modeling import placement
 
     read: list[str] = []
-    whole, skeleton = placement.load_scorer, placement.load_skeleton
+    load_whole, skeleton, in_parts = placement.load_scorer, placement.load_skeleton, placement.load_without_weights
 
     def load_scorer(spec: ModelConfig, **options: Any) -> Any:
         read.append(spec.path)
-        return whole(spec, **options)
+        return load_whole(spec, **options)
 
     def load_skeleton(spec: ModelConfig, **options: Any) -> Any:
         model, scorer = skeleton(spec, **options)
@@ -389,7 +457,11 @@ def place_model(directory: str, *, loose: bool) -> tuple[bool, list[str], Arrays
             scorer.decoder.remembered = torch.zeros(3, device="meta")
         return model, scorer
 
-    with patch.multiple(placement, load_scorer=load_scorer, load_skeleton=load_skeleton):
+    def load_without_weights(spec: ModelConfig, **options: Any) -> Any:
+        return "the test asks for it" if whole else in_parts(spec, **options)
+
+    replaced = {"load_scorer": load_scorer, "load_skeleton": load_skeleton, "load_without_weights": load_without_weights}
+    with patch.multiple(placement, **replaced):
         backend = start(directory)
     empty = [name for name, tensor in backend._model.state_dict().items() if tensor.is_meta]
     buffers = {name: buffer.numpy().copy() for name, buffer in backend._model.named_buffers()}

@@ -145,7 +145,7 @@ def test_a_set_has_a_value_head_of_its_own(models: dict[str, str]) -> None:
     adapter_set, head = base.adapter_set(NARROW, OPTIMIZER, 1), adapters(base)["score.weight"]
     assert head.any()
     assert np.array_equal(adapters(adapter_set)["score.weight"], head)
-    adapter_set.forward_backward(batch("padded", 2), WeightedObjective(needs=("logprobs", "values")))
+    adapter_set.forward_backward(batch(adapter_set, "padded", 2), WeightedObjective(needs=("logprobs", "values")))
     adapter_set.optim_step()
     assert not np.array_equal(adapters(adapter_set)["score.weight"], head)
     assert np.array_equal(adapters(base)["score.weight"], head)
@@ -158,5 +158,5 @@ def test_sets_are_declared_where_weights_can_be_shared() -> None:
 
     assert declares(1)
     assert declares(4, replicate=2)
-    assert not declares(2, tensor_parallel=2)
+    assert declares(2, tensor_parallel=2)
     assert not declares(1, cpu_offload=True)

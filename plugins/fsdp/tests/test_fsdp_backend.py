@@ -27,11 +27,12 @@ def test_describing_the_backend_imports_no_torch() -> None:
         "import sys; from skyrl_engine_fsdp.plugin import fsdp; "
         "described = fsdp.skyrl_engine_describe_backend(None, world_size=3); "
         "assert described.topology.dp == 3; "
-        "assert described.capabilities == {'padded', 'packed', 'tree', 'value_head', 'tensor_parallel', 'lora', 'load_in_4bit', 'vision', "
+        "assert described.capabilities == {'padded', 'packed', 'tree', 'value_head', 'tensor_parallel', 'context_parallel', "
+        "'lora', 'load_in_4bit', 'vision', "
         "'logits', "
         "'logsumexp', 'mean_logprob', 'log_sum_squares', 'logprobs_at', 'divergence', "
-        "'second_model', 'reference_by_adapters', 'adapter_sets', 'sgd', 'adafactor', 'lion', 'muon', 'adamw_8bit', "
-        "'parameter_groups', 'ema', 'compile', 'attention', 'offload', 'embedding_noise'}; "
+        "'second_model', 'asynchronous_saves', 'reference_by_adapters', 'adapter_sets', 'sgd', 'adafactor', 'lion', 'muon', 'adamw_8bit', "
+        "'parameter_groups', 'freeze', 'ema', 'compile', 'attention', 'offload', 'embedding_noise', 'stochastic_rounding'}; "
         "assert not {'torch', 'transformers'} & set(sys.modules), 'heavy import'"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

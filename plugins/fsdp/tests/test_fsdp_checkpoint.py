@@ -41,7 +41,9 @@ OTHERS = (
     AdafactorSettings(learning_rate=0.05, weight_decay=0.1),
     LionSettings(learning_rate=1e-3, weight_decay=0.1),
     MuonSettings(learning_rate=1e-2, weight_decay=0.1),
-    evolve(OPTIMIZER, groups=(ParameterGroup("model.layers.0.*", frozen=True), ParameterGroup("*norm.weight", rate_factor=0.5))),
+    evolve(
+        OPTIMIZER, groups=(ParameterGroup("model.layers.0.*", weight_decay=0.0), ParameterGroup("*norm.weight", rate_factor=0.5))
+    ),
 )
 
 
@@ -83,7 +85,7 @@ def test_two_ranks_continue_bit_for_bit_by_other_optimizers(
 def test_steps_over_divided_weights_are_those_of_whole_ones(
     pair: World, models: dict[str, str], optimizer: OptimizerSettings
 ) -> None:
-    """Bit for bit, frozen ones included, and what has a weight's shape is divided as the weight is."""
+    """Bit for bit, and what has a weight's shape is divided as the weight is."""
     for sharded, whole, divided in pair.run(step_beside_whole, models["llama-untied"], optimizer):
         for name, weight in whole.items():
             np.testing.assert_array_equal(sharded[name], weight, err_msg=name)
@@ -133,6 +135,29 @@ def test_a_checkpoint_of_another_optimizer_is_named(models: dict[str, str], tmp_
             assert torch.equal(weight, due), f"the refused checkpoint changed {name}, or its moments"
         other.close()
         untouched.close()
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_run_goes_on_with_another_pattern_of_frozen_parameters(models: dict[str, str], tmp_path: Path) -> None:
+    """Newly frozen parameters lose their moments, those that are no more begin without, and all weights are as saved."""
+    patterns = ("model.embed_tokens.*", "model.layers.0.*")
+    first = start(models["llama-untied"], OPTIMIZER, freeze=patterns[:1])
+    train(first, 2)
+    first.save(tmp_path)
+    saved = {name: weight.clone() for name, weight in first.weights()}
+    second = start(models["llama-untied"], OPTIMIZER, freeze=patterns[1:])
+    second.load(tmp_path)
+    assert {name for name, weight in second.weights() if torch.equal(weight, saved[name])} == saved.keys()
+    state = {name: second._optimizer.state.get(parameter) for name, parameter in second._model.named_parameters()}
+    assert {name for name, moments in state.items() if moments} == {
+        name for name in saved if name != "model.embed_tokens.weight" and not name.startswith("model.layers.0.")
+    }
+    train(first, 1)
+    train(second, 1)
+    moved = {name: not torch.equal(weight, saved[name]) for name, weight in second.weights()}
+    assert moved == {name: not name.startswith("model.layers.0.") for name in saved}
+    first.close()
+    second.close()
 
 
 def test_dropout_differs_without_the_random_states(models: dict[str, str], alone: None) -> None:

@@ -31,6 +31,7 @@ def bench() -> Iterator[Bench]:
         ("dp2", {"replicate": 2}, {"rows": "tree"}),
         ("dp2", {}, {"rows": "padded", "activation_checkpointing": True}),
         ("dp2", {"reshard_after_forward": False}, {"lora": LoraConfig(rank=4)}),
+        ("cp2", {}, {}),
         ("dp1", {}, BFLOAT16),
         ("dp2", {}, BFLOAT16),
     ],

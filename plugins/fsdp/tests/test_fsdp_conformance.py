@@ -1,4 +1,4 @@
-"""The backend contract, on one rank and on two; on tensor-parallel ones at night."""
+"""The backend contract, on one rank and on two; on tensor-parallel and context-parallel ones at night."""
 
 import pytest
 
@@ -13,3 +13,9 @@ class TestFsdp(BackendConformance):
 class TestTensorParallel(BackendConformance):
     plugin = "skyrl-engine-fsdp:fsdp"
     layouts = ("tp2",)
+
+
+@pytest.mark.nightly
+class TestContextParallel(BackendConformance):
+    plugin = "skyrl-engine-fsdp:fsdp"
+    layouts = ("cp2",)

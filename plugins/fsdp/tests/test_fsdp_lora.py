@@ -11,6 +11,8 @@ import numpy as np
 import peft
 import pytest
 import torch
+from architectures import FAMILIES
+from attrs import evolve
 from fsdp_lora_tasks import (
     continue_training,
     draw_adapters,
@@ -20,20 +22,21 @@ from fsdp_lora_tasks import (
     list_dtypes,
     save_adapters,
 )
-from fsdp_tasks import outcome_with
 from peft import get_peft_model
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from skyrl_engine.contracts import LoraConfig
+from skyrl_engine.modeling.tiny import make_parts_differ, write_model
 from skyrl_engine.testing.adapters import with_adapter, write_adapter
 from skyrl_engine.testing.backends.batches import DefinedResult, definition, documents, find_worst_difference
 from skyrl_engine.testing.ranks.world import World
-from skyrl_engine_fsdp.plugin import FsdpConfig, fsdp
+from skyrl_engine_fsdp.plugin import FsdpConfig
 
 ALL_BUT_HEAD = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 NAMES = ("qwen3-tied", "llama-untied")
+TP = FsdpConfig(tensor_parallel=2)
 
 
 @pytest.fixture(scope="module")
@@ -220,13 +223,124 @@ def test_a_value_head_learns_beside_the_adapters(pair: World, models: dict[str, 
     check(ranks, reference, 1e-5)
 
 
-def test_tensor_parallel_ranks_refuse_adapters(pair: World, models: dict[str, str]) -> None:
-    options = FsdpConfig(tensor_parallel=2)
-    assert "lora" not in fsdp.skyrl_engine_describe_backend(options, 2).capabilities
-    assert "lora" in fsdp.skyrl_engine_describe_backend(FsdpConfig(), 2).capabilities
-    said = pair.run(outcome_with, models["qwen3-tied"], options, lora=LoraConfig())
-    assert (
-        said
-        == ["the fsdp backend trains no adapters under tensor parallelism. Set backend.tensor_parallel = 1, or remove model.lora"]
-        * 2
+@pytest.mark.parametrize("name", ["qwen3-tied", pytest.param("llama-untied", marks=pytest.mark.nightly)])
+def test_tensor_parallel_ranks_equal_plain_peft(
+    pair: World, models: dict[str, str], adapters: dict[str, str], due: dict[str, DefinedResult], name: str
+) -> None:
+    """In float64, for adapters of all linear layers: of each one matrix is divided, or none where its layer is whole."""
+    lora = LoraConfig(path=adapters[name])
+    ranks = pair.run(gradients_of, models[name], rows="packed", sizes=(1, 3), lora=lora, dtype="float64", options=TP)
+    for parts in ranks:
+        for loss, gradients, reported in parts:
+            assert loss == pytest.approx(due[name].loss, rel=1e-10)
+            assert find_worst_difference(gradients, due[name].gradients) <= 1e-10
+            assert reported == pytest.approx(norm(due[name].gradients), rel=1e-10)
+    for (_, mine, _), (_, theirs, _) in zip(*ranks, strict=True):
+        for key, gradient in mine.items():
+            np.testing.assert_array_equal(gradient, theirs[key], err_msg=key)
+
+
+def test_shards_of_tensor_parallel_ranks_equal_plain_peft(
+    quad: World, models: dict[str, str], adapters: dict[str, str], due: dict[str, DefinedResult]
+) -> None:
+    ranks = quad.run(gradients_of, models["llama-untied"], sizes=(2,), lora=LoraConfig(path=adapters["llama-untied"]), options=TP)
+    for ((_, gradients, reported),) in ranks:
+        assert find_worst_difference(gradients, due["llama-untied"].gradients) <= 1e-5
+        assert reported == pytest.approx(norm(due["llama-untied"].gradients), rel=1e-5)
+
+
+@pytest.mark.parametrize("family", ["olmo2", pytest.param("phi3", marks=pytest.mark.nightly)])
+def test_adapters_of_layers_whose_outputs_are_gathered_equal_plain_peft(pair: World, tmp_path: Path, family: str) -> None:
+    write_model(tmp_path / "model", family, **FAMILIES[family])
+    make_parts_differ(tmp_path / "model")
+    directory = str(tmp_path / "model")
+    adapter = write_adapter(directory, tmp_path / "adapter")
+    expected = definition(directory, documents(), adapter=adapter)
+    ranks = pair.run(gradients_of, directory, sizes=(2,), lora=LoraConfig(path=adapter), dtype="float64", options=TP)
+    for ((_, gradients, _),) in ranks:
+        assert find_worst_difference(gradients, expected.gradients) <= 1e-10
+
+
+def test_adapters_beside_experts_and_of_a_latent_projection_equal_those_of_data_parallel_ranks(pair: World, tmp_path: Path) -> None:
+    """Both matrices are whole of layers that every rank holds whole; new adapters have B of zeros, and so A no gradient."""
+    write_model(tmp_path, "deepseek_v2", **FAMILIES["deepseek_v2"])
+    make_parts_differ(tmp_path)
+    lora = LoraConfig(targets=("kv_a_proj_with_mqa", "kv_b_proj", "o_proj"))
+    whole, divided = (
+        pair.run(gradients_of, str(tmp_path), sizes=(2,), lora=lora, dtype="float64", options=options)
+        for options in (FsdpConfig(), TP)
     )
+    due = {name: gradient for name, gradient in whole[0][0][1].items() if gradient.any()}
+    assert len(due) == len(whole[0][0][1]) / 2
+    for ((_, gradients, _),) in divided:
+        assert find_worst_difference({name: gradient for name, gradient in gradients.items() if gradient.any()}, due) <= 1e-6
+
+
+def test_tensor_parallel_ranks_draw_resume_and_export_as_one_does(pair: World, models: dict[str, str], tmp_path: Path) -> None:
+    """New adapters are those of one rank; saved and resumed equals uninterrupted, with dropout; PEFT loads the export."""
+    name, lora = "llama-untied", LoraConfig(rank=4, dropout=0.3, targets=("q_proj", "down_proj"))
+    draws = [pair.run(draw_adapters, models[name], lora=lora, seed=3, options=options)[0][0] for options in (TP, FsdpConfig())]
+    assert draws[0].keys() == draws[1].keys()
+    for key, values in draws[0].items():
+        np.testing.assert_array_equal(values, draws[1][key], err_msg=key)
+    (tmp_path / "checkpoint").mkdir()
+    for uninterrupted, resumed, entries, _ in pair.run(
+        continue_training, models[name], tmp_path / "checkpoint", lora=lora, options=TP
+    ):
+        assert uninterrupted[0] == resumed[0]
+        for key, values in uninterrupted[1].items():
+            np.testing.assert_array_equal(values, resumed[1][key], err_msg=key)
+        assert sorted(entry.removeprefix("model.") for entry in entries if entry.startswith("model.")) == sorted(resumed[1])
+    exported, lora = tmp_path / "export", evolve(lora, dropout=0.0)
+    ranks = pair.run(export_adapters, models[name], exported, lora=lora, options=TP)
+    by_peft = definition(models[name], documents(), dtype=torch.float32, adapter=str(exported))
+    for _, logprobs, _ in ranks:
+        for number, values in logprobs.items():
+            if len(values):
+                np.testing.assert_allclose(values, by_peft.logprobs[number], rtol=1e-5, atol=1e-6)
+    stored = load_file(exported / "adapter_model.safetensors")
+    assert set(stored) == {"base_model.model." + key.replace(".default", "") for key in ranks[0][2]}
+    again = pair.run(draw_adapters, models[name], lora=LoraConfig(path=str(exported)))
+    for key, values in ranks[0][2].items():
+        np.testing.assert_array_equal(again[0][0][key], values, err_msg=key)
+
+
+@pytest.mark.parametrize("family", ["llama", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("olmo2", "phi3"))])
+def test_tensor_parallel_ranks_train_magnitudes_as_plain_peft(pair: World, tmp_path: Path, family: str) -> None:
+    """In float64, with biases where the family has them: rows of divided outputs, of gathered ones, and of divided inputs."""
+    settings = {"attention_bias": True, "mlp_bias": True} if family == "llama" else FAMILIES[family]
+    write_model(tmp_path / "model", family, **settings)
+    make_parts_differ(tmp_path / "model")
+    directory = str(tmp_path / "model")
+    adapter = write_adapter(directory, tmp_path / "adapter", dora=True)
+    expected = definition(directory, documents(), adapter=adapter)
+    lora = LoraConfig(path=adapter)
+    ranks = pair.run(gradients_of, directory, rows="packed", sizes=(1, 3), lora=lora, dtype="float64", options=TP)
+    for parts in ranks:
+        for loss, gradients, reported in parts:
+            assert loss == pytest.approx(expected.loss, rel=1e-10)
+            assert find_worst_difference(gradients, expected.gradients) <= 1e-10
+            assert reported == pytest.approx(norm(expected.gradients), rel=1e-10)
+
+
+@pytest.mark.nightly
+def test_magnitudes_are_drawn_resumed_and_exported_on_tensor_parallel_ranks(
+    quad: World, models: dict[str, str], tmp_path: Path
+) -> None:
+    """With dropout, on shards of tensor-parallel ranks; new magnitudes are the norms of whole rows, and PEFT loads the export."""
+    name, lora = "llama-untied", LoraConfig(rank=4, dropout=0.3, targets=("q_proj", "down_proj"), dora=True)
+    draws = [quad.run(draw_adapters, models[name], lora=lora, seed=3, options=options)[0][0] for options in (TP, FsdpConfig())]
+    for key, values in draws[0].items():
+        np.testing.assert_array_equal(values, draws[1][key], err_msg=key)
+    (tmp_path / "checkpoint").mkdir()
+    for uninterrupted, resumed, _, _ in quad.run(continue_training, models[name], tmp_path / "checkpoint", lora=lora, options=TP):
+        assert uninterrupted[0] == resumed[0]
+        for key, values in uninterrupted[1].items():
+            np.testing.assert_array_equal(values, resumed[1][key], err_msg=key)
+    exported = tmp_path / "export"
+    ranks = quad.run(export_adapters, models[name], exported, lora=evolve(lora, dropout=0.0), options=TP)
+    by_peft = definition(models[name], documents(), dtype=torch.float32, adapter=str(exported))
+    for _, logprobs, _ in ranks:
+        for number, values in logprobs.items():
+            if len(values):
+                np.testing.assert_allclose(values, by_peft.logprobs[number], rtol=1e-5, atol=1e-6)

@@ -20,6 +20,8 @@ from skyrl_engine.contracts import LoraConfig
                 (256, {}),
                 (128, {"dtype": "bfloat16"}),
                 (128, {"activation_checkpointing": True}),
+                (128, {"freeze": ("model.layers.[0-2].*", "*.embed_tokens.*")}),
+                (128, {"dtype": "bfloat16", "freeze": ("model.layers.[0-2].*", "*.embed_tokens.*")}),
                 (128, {"dtype": "bfloat16", "lora": LoraConfig()}),
                 (128, {"lora": LoraConfig(load_in_4bit=True)}),
                 (128, {"dtype": "bfloat16", "lora": LoraConfig(load_in_4bit=True, double_quantization=True)}),
@@ -29,3 +31,20 @@ from skyrl_engine.contracts import LoraConfig
 )
 def test_ranks_hold_what_is_planned(tmp_path: Path, size: int, settings: dict[str, Any]) -> None:
     require_planned_bytes("fsdp", {}, tmp_path, size=size, **settings)
+
+
+@pytest.mark.nightly
+def test_tensor_parallel_ranks_hold_what_is_planned(tmp_path: Path) -> None:
+    require_planned_bytes("fsdp", {"tensor_parallel": 2}, tmp_path, size=128)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_context_parallel_ranks_hold_what_is_planned(tmp_path: Path, recomputes: bool) -> None:
+    require_planned_bytes("fsdp", {"context_parallel": 2}, tmp_path, size=128, activation_checkpointing=recomputes)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_gradient_that_is_summed_once_is_whole(tmp_path: Path, dtype: str) -> None:
+    require_planned_bytes("fsdp", {"gradient_sync": "pass"}, tmp_path, size=128, dtype=dtype)

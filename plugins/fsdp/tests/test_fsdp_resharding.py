@@ -19,6 +19,12 @@ OPTIMIZER = AdamWSettings(learning_rate=1e-2, epsilon=0.5, weight_decay=0.1)
 DP = FsdpConfig()
 TP = FsdpConfig(tensor_parallel=2)
 HYBRID = FsdpConfig(replicate=2)
+CP = FsdpConfig(context_parallel=2)
+
+
+def _sharing(options: FsdpConfig) -> int:
+    """Ranks that compute the same samples."""
+    return options.tensor_parallel * options.context_parallel
 
 
 @pytest.fixture
@@ -42,6 +48,9 @@ def run(request: pytest.FixtureRequest):
         pytest.param(2, DP, 2, TP, id="dp2 to tp2"),
         pytest.param(2, TP, 1, DP, id="tp2 to 1", marks=pytest.mark.nightly),
         pytest.param(2, TP, 4, TP, id="tp2 to dp2 x tp2", marks=pytest.mark.nightly),
+        pytest.param(2, CP, 1, DP, id="cp2 to 1"),
+        pytest.param(1, DP, 2, CP, id="1 to cp2", marks=pytest.mark.nightly),
+        pytest.param(4, CP, 4, TP, id="dp2 x cp2 to dp2 x tp2", marks=pytest.mark.nightly),
         pytest.param(4, TP, 4, HYBRID, id="dp2 x tp2 to 2 replicas of 2", marks=pytest.mark.nightly),
     ],
 )
@@ -58,7 +67,7 @@ def test_another_layout_goes_on(
         np.testing.assert_array_equal({**loaded, **loaded_moments}[key], value, err_msg=key)
     for step in range(2):
         losses = [sum(own[step][0] for own, _, _ in side) for side in (before, after)]
-        assert losses[0] / options.tensor_parallel == pytest.approx(losses[1] / later.tensor_parallel, rel=1e-5)
+        assert losses[0] / _sharing(options) == pytest.approx(losses[1] / _sharing(later), rel=1e-5)
         assert before[0][0][step][1] == pytest.approx(after[0][0][step][1], rel=1e-4)
         assert before[0][0][step][2] == after[0][0][step][2], "the schedule goes on"
 
@@ -91,7 +100,7 @@ def test_random_states_of_another_layout_start_anew_and_say_so(
     with caplog.at_level(logging.WARNING):
         losses = losses_after(models["dropout"], tmp_path, DP, 2)
     assert losses[0] == losses[1]
-    assert "is of 2 data-parallel x 1 tensor-parallel ranks, this run has 1 x 1" in caplog.text
+    assert "is of 2 data-parallel x 1 tensor-parallel x 1 context-parallel ranks, this run has 1 x 1 x 1" in caplog.text
     assert "random states (dropout) start anew" in caplog.text
     first, second = pair.run(losses_after, models["dropout"], tmp_path, TP, 1)
     assert first == second

@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 import torch
 from by_day import now
+from fsdp_layouts import require_definition
 from fsdp_tasks import (
     accumulate_gradients,
     clip_norms,
+    compare_with_a_teacher,
     continue_training,
     critic_gradients_of,
     export_weights,
@@ -28,6 +30,7 @@ from transformers import AutoModelForCausalLM
 
 from skyrl_engine import UnsupportedError
 from skyrl_engine.contracts import AdamWSettings, ModelConfig, RankEnvironment, Topology
+from skyrl_engine.contracts.kinds.needs import TOP_1_AGREEMENT, Divergence
 from skyrl_engine.modeling.causal_lm import LogitRule
 from skyrl_engine.modeling.chunked_head import VOCABULARY_SCORES
 from skyrl_engine.modeling.tiny import VOCABULARY, make_parts_differ, write_model
@@ -68,11 +71,7 @@ def test_gradients_are_the_definitions(layout: tuple[World, FsdpConfig], models:
         options,
         rows=rows_are,
     )
-    assert sum(loss for loss, _ in ranks) / options.tensor_parallel == pytest.approx(due.loss, rel=1e-5)
-    for _, gradients in ranks:
-        assert find_worst_difference(gradients, due.gradients) <= 1e-5
-        for key, gradient in gradients.items():
-            np.testing.assert_array_equal(gradient, ranks[0][1][key], err_msg=key)
+    require_definition(ranks, due, options.tensor_parallel)
 
 
 @pytest.mark.parametrize("name", ["critic", pytest.param("critic-tied", marks=pytest.mark.nightly)])
@@ -199,7 +198,11 @@ def test_the_export_is_what_was_trained(
     ("family", "sizes", "why"),
     [
         ("gpt2", {}, "transformers has no tensor-parallel plan for gpt2 models"),
-        ("qwen3_moe", {"num_experts": 4, "moe_intermediate_size": 32}, "divide layers.*.mlp.experts by 'moe_tp_experts'"),
+        (
+            "qwen3_moe",
+            {"num_experts": 3, "moe_intermediate_size": 32},
+            "backend.tensor_parallel = 2 does not divide num_local_experts = 3",
+        ),
         ("llama", {"num_key_value_heads": 1}, "backend.tensor_parallel = 2 does not divide num_key_value_heads = 1"),
         ("llama", {"intermediate_size": 127}, "backend.tensor_parallel = 2 does not divide intermediate_size = 127"),
     ],
@@ -233,6 +236,17 @@ def test_scores_of_a_divided_vocabulary_are_those_of_the_whole(pair: World, rule
         assert len(expected) == len(got) == 2 + len(needs)
         for whole, part in zip(expected, got, strict=True):
             np.testing.assert_allclose(part, whole, rtol=0, atol=rounding)
+
+
+@pytest.mark.parametrize("rule", [LogitRule(), LogitRule(scale=0.3, softcap=2.0)])
+def test_a_divided_head_compares_with_a_teacher_as_a_whole_one_does(pair: World, rule: LogitRule) -> None:
+    """Every divergence, beside log-probabilities and the agreement on the best token; gradients of states, weight and bias."""
+    kinds = (Divergence("forward"), Divergence("reverse", temperature=2.0), Divergence("jensen_shannon", beta=0.3))
+    requested = ("logprobs", *(kind.need for kind in kinds), TOP_1_AGREEMENT)
+    for whole, divided in pair.run(compare_with_a_teacher, rule, 0.7, requested):
+        assert len(whole) == len(divided) == len(requested) + 3
+        for due, got in zip(whole, divided, strict=True):
+            np.testing.assert_allclose(got, due, rtol=1e-12, atol=1e-13)
 
 
 def test_layouts() -> None:

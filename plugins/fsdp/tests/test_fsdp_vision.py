@@ -4,6 +4,7 @@ That log-probabilities and gradients are transformers' own, on one rank and two,
 Gradients are compared as there, per parameter, as ||g - g'|| / ||g'||.
 """
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from fsdp_lora_tasks import continue_training, export_adapters, gradients_of
-from fsdp_tasks import outcome_with, start
+from fsdp_tasks import start
 from transformers import AutoModelForImageTextToText
 
 from skyrl_engine.contracts import (
@@ -39,7 +40,7 @@ from skyrl_engine.testing.ranks.world import World
 from skyrl_engine.testing.subject import part_of
 from skyrl_engine.workers.batch import ShardBatch
 from skyrl_engine.workers.dispatch import cut
-from skyrl_engine_fsdp.plugin import FsdpConfig, fsdp
+from skyrl_engine_fsdp.plugin import FsdpConfig
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +84,19 @@ def test_recomputed_activations_change_nothing(
 ) -> None:
     ranks = pair.run(gradients_of, vision["untied"], rows=rows, sizes=(1,), pictures=True, activation_checkpointing=True)
     check(ranks, due["untied"])
+
+
+def test_a_frozen_vision_tower_changes_no_other_gradient(
+    pair: World, vision: dict[str, str], due: dict[str, DefinedResult]
+) -> None:
+    """On two ranks, in float64; the tower's parameters have no gradient, and all others that of the whole model."""
+    rest = {name: gradient for name, gradient in due["untied"].gradients.items() if not name.startswith("model.visual.")}
+    assert 0 < len(rest) < len(due["untied"].gradients)
+    ranks = pair.run(gradients_of, vision["untied"], sizes=(2,), pictures=True, dtype="float64", freeze=("model.visual.*",))
+    for parts in ranks:
+        for _, gradients, _ in parts:
+            assert gradients.keys() == rest.keys()
+            assert find_worst_difference(gradients, rest) <= 1e-9
 
 
 @pytest.mark.proof
@@ -151,13 +165,45 @@ def test_the_export_is_what_transformers_loads(pair: World, vision: dict[str, st
                 np.testing.assert_allclose(values, again.logprobs[number], rtol=0, atol=1e-5)
 
 
-def test_tensor_parallel_ranks_refuse_vision(pair: World, vision: dict[str, str]) -> None:
-    options = FsdpConfig(tensor_parallel=2)
-    assert "vision" not in fsdp.skyrl_engine_describe_backend(options, 2).capabilities
-    assert "vision" in fsdp.skyrl_engine_describe_backend(FsdpConfig(), 2).capabilities
-    for message in pair.run(outcome_with, vision["tied"], options):
-        assert "is a vision-language model, and the backend in this layout does not declare 'vision'" in message
-        assert "fsdp without tensor parallelism" in message
+@pytest.mark.parametrize(
+    ("sizes", "rows"),
+    [
+        ({"tensor_parallel": 2}, "padded"),
+        ({"context_parallel": 2}, "packed"),
+        pytest.param({"tensor_parallel": 2}, "packed", marks=pytest.mark.nightly),
+        pytest.param({"context_parallel": 2}, "padded", marks=pytest.mark.nightly),
+        pytest.param({"tensor_parallel": 2, "context_parallel": 2}, "packed", marks=pytest.mark.nightly),
+    ],
+)
+def test_ranks_divide_layers_and_samples_with_images(
+    request: pytest.FixtureRequest, vision: dict[str, str], due: dict[str, DefinedResult], sizes: dict[str, int], rows: str
+) -> None:
+    """In float64; small micro-batches, some of them without an image, and context-parallel ranks whose tokens have none.
+
+    The tower turns queries and keys in float32 whatever it computes in, so that sums of its parts round there.
+    """
+    ranks = math.prod(sizes.values())
+    world: World = request.getfixturevalue("pair" if ranks == 2 else "quad")
+    options = FsdpConfig(**sizes)
+    results = world.run(gradients_of, vision["untied"], rows=rows, sizes=(1, 8), pictures=True, dtype="float64", options=options)
+    for parts in results:
+        for _, gradients, _ in parts:
+            assert gradients.keys() == due["untied"].gradients.keys()
+            for inside, tolerance in ((True, 1e-7), (False, 1e-10)):
+                chosen = {name: due["untied"].gradients[name] for name in gradients if ("visual" in name) is inside}
+                assert find_worst_difference({name: gradients[name] for name in chosen}, chosen) <= tolerance
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("sizes", [{}, {"tensor_parallel": 2}, {"context_parallel": 2}], ids=str)
+def test_experts_that_see_learn_as_transformers(pair: World, tmp_path: Path, sizes: dict[str, int]) -> None:
+    """Compared in float32, since transformers' experts know no float64."""
+    write_vision_model(tmp_path, tied=False, experts={"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24})
+    true = definition(str(tmp_path), picture_documents(VOCABULARY, "own"), dtype=torch.float32)
+    ranks = pair.run(gradients_of, str(tmp_path), sizes=(2, 8), pictures=True, options=FsdpConfig(**sizes))
+    for parts in ranks:
+        for _, gradients, _ in parts:
+            assert find_worst_difference(gradients, true.gradients) <= 1e-5
 
 
 class Keep:

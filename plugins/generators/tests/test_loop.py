@@ -52,6 +52,9 @@ class Scripted:
         for target in targets:
             self._slots[target] = self._slots[source][:length]
 
+    def settle(self, choice):
+        return choice
+
     def rest(self):
         self.rested += 1
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from loss_oracles import sequences_of
 
 from skyrl_engine.contracts import FunctionCorrection, LossTokens, Ragged
+from skyrl_engine.objective.behind import Later
 from skyrl_engine.objective.corrections import correct
 from skyrl_engine.objective.samples import ScoredSamples
 from skyrl_engine.objective.tokens import MicroBatchTokens
@@ -156,7 +157,9 @@ def in_order(configs: Sequence[Any], *samples: Sample) -> list[float]:
     )
     tokens = MicroBatchTokens({"logprobs": torch.zeros(len(old))}, scored, seed=0, step=0)
     steps = [part_of(made(config), str(place), "correction") for place, config in enumerate(configs)]
-    result, _ = correct(steps, tokens, first_index=1)
+    later = Later(tokens.like.device)
+    result, _ = correct(steps, tokens, later, first_index=1)
+    later.raise_now()
     factors: list[float] = result.tolist()
     return factors
 

@@ -23,6 +23,8 @@ FAMILIES: dict[str, tuple[str, bool, dict[str, Any]]] = {
         False,
         {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True},
     ),
+    "critic": ("llama", False, {"value_head": True}),
+    "critic-tied": ("qwen3", True, {"value_head": True}),
     "llama3-rope": (
         "llama",
         True,

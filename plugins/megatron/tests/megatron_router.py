@@ -7,12 +7,15 @@ from typing import Any
 import numpy as np
 import torch
 from attrs import evolve, frozen
-from megatron_tasks import ROWS, VOCABULARY, Case, arrays, own, start
+from megatron_tasks import ROWS, VOCABULARY, Case, arrays, learn, own, start
 from transformers import AutoModelForCausalLM
 
-from skyrl_engine.contracts import Metric, MicroBatch, RankOutput, StepCounts, combine_metrics, results_of
+from skyrl_engine.contracts import AdamWSettings, Metric, MicroBatch, RankOutput, StepCounts, combine_metrics, results_of
 from skyrl_engine.testing.backends.batches import Arrays, Document, WeightedObjective, documents
 from skyrl_engine_megatron.plugin import MegatronConfig
+
+CORRECTION = "e_score_correction_bias"
+"""End of the names of biases that routers choose by."""
 
 
 @frozen(eq=False)
@@ -93,3 +96,11 @@ def count_routes(batch: Iterable[MicroBatch], step: StepCounts) -> list[MicroBat
 def report_metrics(metrics: Iterable[Mapping[str, Metric]]) -> dict[str, float]:
     """The routers' of all ranks that collect, as a merger combines them."""
     return {name: value for name, value in results_of(combine_metrics(list(metrics))).items() if name.startswith("router")}
+
+
+def step_biases(directory: str, options: MegatronConfig) -> tuple[Arrays, Arrays]:
+    """Biases after a step with one row in a micro-batch, as `weights` gives them, and before it."""
+    with closing(start(directory, AdamWSettings(learning_rate=0.0), options=options)) as backend:
+        before = {name: tensor.numpy().copy() for name, tensor in backend.weights() if name.endswith(CORRECTION)}
+        learn(backend, 1, rows="packed", size=1)
+        return {name: tensor.numpy().copy() for name, tensor in backend.weights() if name.endswith(CORRECTION)}, before

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from attrs import frozen
 
 from skyrl_engine import ModelError
-from skyrl_engine.contracts import AdamWSettings, ModelConfig, RankEnvironment, RankOutput
+from skyrl_engine.contracts import AdamWSettings, LoraConfig, ModelConfig, RankEnvironment, RankOutput
 from skyrl_engine.modeling.tiny import make_parts_differ, write_model
 from skyrl_engine.testing.backends.batches import Arrays, Document, WeightedObjective, build_packed, build_padded, documents
 from skyrl_engine_megatron import pipeline
@@ -22,6 +22,16 @@ from skyrl_engine_megatron.plugin import MegatronConfig
 
 VOCABULARY = 250  # divisible by 2 and not by 4
 ROWS = {"padded": build_padded, "packed": build_packed}
+PAIRS = {
+    "tp2": MegatronConfig(tensor_parallel=2),
+    "tp2-whole-sequences": MegatronConfig(tensor_parallel=2, sequence_parallel=False),
+    "cp2": MegatronConfig(context_parallel=2),
+    "pp2": MegatronConfig(pipeline_parallel=2),
+    "pp2-interleaved": MegatronConfig(pipeline_parallel=2, virtual_pipeline=2),
+    "dp2": MegatronConfig(),
+    "dp2-whole-optimizer": MegatronConfig(distributed_optimizer=False),
+}
+"""Every layout of two ranks."""
 
 
 def save_tiny(directory: Path, family: str, *, tied: bool, **options: Any) -> str:
@@ -78,6 +88,7 @@ class Case:
     unscored: tuple[int, ...] = ()
     temperature: float = 1.0
     scale: float = 1.0
+    needs: tuple[str, ...] = ("logprobs", "entropy")
 
 
 @frozen(eq=False)
@@ -96,7 +107,7 @@ def run_passes(directory: str, options: MegatronConfig, cases: Sequence[Case], *
     try:
         for case in cases:
             chosen = own(documents(VOCABULARY, unscored=case.unscored), backend)
-            objective = WeightedObjective(temperature=case.temperature, scale=case.scale)
+            objective = WeightedObjective(temperature=case.temperature, scale=case.scale, needs=case.needs)
             share = -(-len(chosen) // case.calls)
             parts = [chosen[start : start + share] for start in range(0, len(chosen), share)]
             outputs = [backend.forward_backward(ROWS[case.rows](part, case.size), objective) for part in parts]
@@ -108,12 +119,14 @@ def run_passes(directory: str, options: MegatronConfig, cases: Sequence[Case], *
     return results
 
 
-def learn(backend: MegatronBackend, steps: int, *, rows: str = "padded", size: int = 2) -> list[tuple[float, float, float]]:
+def learn(
+    backend: MegatronBackend, steps: int, *, rows: str = "padded", size: int = 2, needs: tuple[str, ...] = ("logprobs", "entropy")
+) -> list[tuple[float, float, float]]:
     """Per step: this rank's part of the objective (0 where it collects nothing), gradient norm, learning rate."""
     history = []
     for _ in range(steps):
         batch = ROWS[rows](own(documents(VOCABULARY), backend), size)
-        output = backend.forward_backward(batch, WeightedObjective())
+        output = backend.forward_backward(batch, WeightedObjective(needs=needs))
         step = backend.optim_step()
         history.append((output.metrics["loss"].value if "loss" in output.metrics else 0.0, step.grad_norm, step.learning_rate))
     return history
@@ -181,7 +194,7 @@ def sequence_loss_passed(directory: str, options: MegatronConfig, *, torn: bool 
         return arrays(backend.gradients())
 
 
-def own_scores_alone(own_M: torch.Tensor, places_M: torch.Tensor, count: int) -> torch.Tensor:
+def own_scores_alone(own_M: torch.Tensor, places_M: torch.Tensor, count: int, _group: object) -> torch.Tensor:
     return own_M.new_zeros(count).index_copy(0, places_M, own_M)
 
 
@@ -237,6 +250,16 @@ def resume_checkpoint(directory: str, options: MegatronConfig, optimizer: AdamWS
         return learn(backend, after), arrays(backend.weights())
 
 
+def round_on_ranks(directory: str, options: MegatronConfig, dtype: str) -> tuple[Arrays, Arrays]:
+    """Weights after two steps, rounded to bfloat16 after they were gathered, and as `weights_in` gives them; both in float32."""
+    with closing(start(directory, AdamWSettings(learning_rate=1e-2), options=options, dtype=dtype)) as backend:
+        learn(backend, 2)
+        due = arrays((name, weight.bfloat16().float()) for name, weight in backend.weights())
+        rounded = dict(backend.weights_in(torch.bfloat16))
+        assert {weight.dtype for weight in rounded.values()} == {torch.bfloat16}
+        return due, arrays((name, weight.float()) for name, weight in rounded.items())
+
+
 def export_weights(directory: str, options: MegatronConfig, target: Path) -> tuple[Arrays, RankOutput]:
     """Export after two steps; whole weights and this rank's scores."""
     with closing(start(directory, AdamWSettings(learning_rate=1e-2), options=options)) as backend:
@@ -246,12 +269,53 @@ def export_weights(directory: str, options: MegatronConfig, target: Path) -> tup
         return arrays(backend.weights()), output
 
 
+def train_critic(
+    directory: str, options: MegatronConfig, optimizer: AdamWSettings, checkpoint: Path, target: Path
+) -> tuple[tuple[Any, Arrays], tuple[Any, Arrays]]:
+    """(history, weights) of the last step of a model with a value head: uninterrupted, and from a checkpoint before it; and its export."""
+    needs = ("logprobs", "values")
+    with closing(start(directory, optimizer, options=options, value_head=True)) as first:
+        learn(first, 2, needs=needs)
+        first.save(checkpoint)
+        uninterrupted = learn(first, 1, needs=needs), arrays(first.weights())
+        first.export(target)
+    with closing(start(directory, optimizer, options=options, value_head=True)) as second:
+        dist.barrier()
+        second.load(checkpoint)
+        return uninterrupted, (learn(second, 1, needs=needs), arrays(second.weights()))
+
+
+def train_adapters(
+    directory: str, options: MegatronConfig, optimizer: AdamWSettings, checkpoint: Path, target: Path, lora: LoraConfig
+) -> tuple[tuple[Any, Arrays], tuple[Any, Arrays], RankOutput]:
+    """(history, merged weights) of the last step, uninterrupted and from a checkpoint before it; this rank's scores; and their export."""
+    with closing(start(directory, optimizer, options=options, lora=lora)) as first:
+        learn(first, 2)
+        first.save(checkpoint)
+        uninterrupted = learn(first, 1), arrays(first.weights())
+        first.export(target)
+        output = first.forward(build_padded(own(documents(VOCABULARY), first), 3), WeightedObjective())
+    with closing(start(directory, optimizer, options=options, lora=lora)) as second:
+        dist.barrier()
+        second.load(checkpoint)
+        return uninterrupted, (learn(second, 1), arrays(second.weights())), output
+
+
+def draw_adapters(directory: str, options: MegatronConfig, lora: LoraConfig) -> Arrays:
+    """New adapters."""
+    with closing(start(directory, options=options, lora=lora)) as backend:
+        return arrays(backend._state.everywhere(lambda piece: piece.master))
+
+
 def weights_of(directory: str, checkpoint: Path, **model: Any) -> Arrays:
-    """Weights of a checkpoint for scoring alone."""
+    """Weights of a checkpoint for scoring alone, those in bfloat16 as float32, which NumPy has."""
     with closing(start(directory, learns=False, **model)) as backend:
         backend.load(checkpoint)
-        return arrays(backend.weights())
+        return arrays((name, tensor.float() if tensor.dtype == torch.bfloat16 else tensor) for name, tensor in backend.weights())
 
 
-def set_up(directory: str, options: MegatronConfig, **model: Any) -> None:
-    start(directory, options=options, **model).close()
+def set_up(directory: str, options: MegatronConfig, target: Path | None = None, **model: Any) -> None:
+    """Start, export to `target` if there is one, and close."""
+    with closing(start(directory, options=options, **model)) as backend:
+        if target is not None:
+            backend.export(target)

@@ -9,7 +9,16 @@ import numpy as np
 import pytest
 import torch
 from by_day import now
-from megatron_tasks import VOCABULARY, continue_training, export_weights, resume_checkpoint, save_checkpoint, set_up, weights_of
+from megatron_tasks import (
+    VOCABULARY,
+    continue_training,
+    export_weights,
+    resume_checkpoint,
+    round_on_ranks,
+    save_checkpoint,
+    set_up,
+    weights_of,
+)
 from transformers import AutoModelForCausalLM
 
 from skyrl_engine import CheckpointError, ModelError
@@ -55,6 +64,15 @@ def test_bfloat16_continues_from_unrounded_weights(pair: World, models: dict[str
         assert not np.array_equal(torch.from_numpy(matrix).bfloat16().float().numpy(), matrix)
 
 
+@pytest.mark.parametrize("layout", now(["dp2", "tp2", "pp2-interleaved"], "dp2"))
+def test_weights_on_their_way_are_rounded_where_they_lie(pair: World, models: dict[str, str], layout: str) -> None:
+    """In bfloat16 the parameters that compute are what masters were rounded to: the bits of rounding what was gathered."""
+    for due, rounded in pair.run(round_on_ranks, models["llama-untied"], LAYOUTS[layout], "bfloat16"):
+        assert list(rounded) == list(due)
+        for name, weight in due.items():
+            np.testing.assert_array_equal(rounded[name], weight, err_msg=name)
+
+
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("before", now([0, 2], 0))
 def test_one_rank_continues_bit_for_bit(models: dict[str, str], tmp_path: Path, before: int) -> None:
@@ -94,13 +112,14 @@ def close(expected: list[Any], ranks: list[Any]) -> None:
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("dtype", now(["float32", "bfloat16"], "bfloat16"))
 def test_scoring_alone_takes_the_weights_of_any_layout(pair: World, models: dict[str, str], tmp_path: Path, dtype: str) -> None:
-    """An export on one rank needs the weights as they are kept, whatever precision computes."""
+    """They are held in the precision that computes, to which exports are rounded."""
     weights: Arrays
     ((_, weights), _) = pair.run(save_checkpoint, models["llama-untied"], LAYOUTS["tp2"], OPTIMIZER, tmp_path, before=2, after=0)
     loaded = weights_of(models["llama-untied"], tmp_path, dtype=dtype)
     assert loaded.keys() == weights.keys()
     for name, weight in weights.items():
-        np.testing.assert_array_equal(loaded[name], weight, err_msg=name)
+        due = torch.from_numpy(weight).to(getattr(torch, dtype)).float().numpy()
+        np.testing.assert_array_equal(loaded[name], due, err_msg=name)
 
 
 @pytest.mark.usefixtures("alone")

@@ -15,4 +15,4 @@ class TestMegatron(BackendConformance):
 @pytest.mark.nightly
 class TestDivided(BackendConformance):
     plugin = "skyrl-engine-megatron:megatron"
-    layouts = ("dp1", "dp2", "tp2", "tp2xpp2")
+    layouts = ("dp1", "dp2", "tp2", "cp2", "tp2xpp2")

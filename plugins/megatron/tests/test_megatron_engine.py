@@ -106,8 +106,8 @@ def test_losses_of_routers_do_not_depend_on_the_cut(material: Path, tmp_path: Pa
 def test_a_layout_that_cannot_be_is_refused_while_planning(material: Path, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="3 ranks cannot be laid out as tensor_parallel = 2"):
         run_sft(build_config(material, tmp_path, 3, {"use": "megatron", "tensor_parallel": 2}))
-    with pytest.raises(UnsupportedError, match="needs the capability 'value_head', which backend megatron does not declare"):
-        run_sft(build_config(material, tmp_path, 1, {"use": "megatron"}, model={"value_head": True}))
+    with pytest.raises(UnsupportedError, match="needs the capability 'load_in_4bit', which backend megatron does not declare"):
+        run_sft(build_config(material, tmp_path, 1, {"use": "megatron"}, model={"lora": {"rank": 2, "load_in_4bit": True}}))
 
 
 @pytest.mark.proof

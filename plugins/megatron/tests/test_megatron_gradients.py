@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 from by_day import now, rarely
-from megatron_tasks import VOCABULARY, Case, Passed, inspect_between, run_passes, score_rows, start
+from megatron_tasks import PAIRS, VOCABULARY, Case, Passed, inspect_between, run_passes, score_rows, start
 
 from skyrl_engine.contracts import ComputeDtype, RankOutput
 from skyrl_engine.testing.backends.batches import (
@@ -26,15 +26,6 @@ from skyrl_engine.testing.ranks.world import World
 from skyrl_engine_megatron.plugin import MegatronConfig
 
 NAMES = ("llama-untied", "qwen3-tied")
-PAIRS = {
-    "tp2": MegatronConfig(tensor_parallel=2),
-    "tp2-whole-sequences": MegatronConfig(tensor_parallel=2, sequence_parallel=False),
-    "cp2": MegatronConfig(context_parallel=2),
-    "pp2": MegatronConfig(pipeline_parallel=2),
-    "pp2-interleaved": MegatronConfig(pipeline_parallel=2, virtual_pipeline=2),
-    "dp2": MegatronConfig(),
-    "dp2-whole-optimizer": MegatronConfig(distributed_optimizer=False),
-}
 QUADS = {
     "tp2xpp2": MegatronConfig(tensor_parallel=2, pipeline_parallel=2),
     "tp2xdp2": MegatronConfig(tensor_parallel=2),

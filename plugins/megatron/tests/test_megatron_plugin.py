@@ -9,14 +9,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from megatron_families import LATENT
 from megatron_tasks import save_tiny, start
 
 from skyrl_engine import ModelError, UnsupportedError
-from skyrl_engine.contracts import LoraConfig, ModelConfig, Topology
+from skyrl_engine.contracts import ModelConfig, Topology
+from skyrl_engine.model_facts.pipeline_layers import divide_layers, place_layers
 from skyrl_engine_megatron import attention
-from skyrl_engine_megatron.division import Along, Division, Stacked, VocabularyRows, Whole
+from skyrl_engine_megatron.division import Along, Division, Fused, Stacked, VocabularyRows, Whole
 from skyrl_engine_megatron.limits import refuse_model
-from skyrl_engine_megatron.loading import read
 from skyrl_engine_megatron.plugin import MegatronConfig, megatron
 
 
@@ -43,7 +44,7 @@ def set_up():
     backend.MegatronBackend(MegatronConfig()).setup(ModelConfig("no model"), None, environment)
 
 placed = []
-read = patch.object(backend, "read", lambda *_: None)
+read = patch.object(backend, "read", lambda *_, **__: None)
 seeds = patch.object(backend.parallel_random, "model_parallel_cuda_manual_seed", lambda _: None)
 with read, seeds, patch.object(backend.MegatronBackend, "_place", place):
     with alone(), patch.multiple(torch.cuda, is_available=lambda: True, set_device=lambda _: None):
@@ -67,6 +68,8 @@ def test_what_is_left_of_the_world_is_data_parallel() -> None:
     assert described.capabilities == {
         *("padded", "packed", "tensor_parallel", "pipeline_parallel", "context_parallel", "vision"),
         *("logits", "logsumexp", "mean_logprob", "log_sum_squares", "logprobs_at", "compile", "attention", "ema"),
+        *("second_model", "asynchronous_saves", "value_head", "divergence", "lora", "reference_by_adapters"),
+        *("freeze", "parameter_groups", "embedding_noise", "adapter_sets"),
     }
 
 
@@ -85,12 +88,12 @@ def test_interleaving_needs_stages() -> None:
     ("options", "cause"),
     [
         ({"tensor_parallel": 2, "expert_parallel": 2}, "expert_parallel = 2, and"),
-        ({"tensor_parallel": 8}, "tensor_parallel = 8 does not divide num_key_value_heads = 4"),
+        ({"tensor_parallel": 16}, "tensor_parallel = 16 does not divide num_attention_heads = 8"),
         ({"tensor_parallel": 3}, "tensor_parallel = 3 does not divide num_attention_heads = 8"),
-        ({"pipeline_parallel": 3}, "pipeline_parallel = 3 does not divide num_hidden_layers = 4"),
+        ({"pipeline_parallel": 5}, "pipeline_parallel = 5 leaves pieces without a layer: num_hidden_layers = 4 of"),
         (
             {"pipeline_parallel": 2, "virtual_pipeline": 3},
-            "pipeline_parallel x backend.virtual_pipeline = 6 does not divide num_hidden_layers = 4",
+            "pipeline_parallel x backend.virtual_pipeline = 6 leaves pieces without a layer: num_hidden_layers = 4 of",
         ),
     ],
 )
@@ -101,14 +104,9 @@ def test_models_that_cannot_be_divided_are_refused(models: dict[str, str], optio
         refuse_model(MegatronConfig(**options), AutoConfig.from_pretrained(models["qwen3-tied"]), ModelConfig("the model"))
 
 
-@pytest.mark.usefixtures("alone")
-def test_adapters_are_refused(models: dict[str, str]) -> None:
-    assert "lora" not in megatron.skyrl_engine_describe_backend(None, 1).capabilities
-    with pytest.raises(UnsupportedError, match="the megatron backend trains no adapters"):
-        read(ModelConfig(models["qwen3-tied"], lora=LoraConfig()), MegatronConfig())
-
-
-@pytest.mark.parametrize(("family", "cause"), [("qwen3_moe", "is a mixture of experts"), ("qwen3_vl", "takes images")])
+@pytest.mark.parametrize(
+    ("family", "cause"), [("qwen3_moe", "is a mixture of experts"), ("qwen3_vl", "takes images"), ("mistral", "is a mistral model")]
+)
 def test_experts_and_images_are_not_compiled(family: str, cause: str) -> None:
     from transformers import AutoConfig
 
@@ -123,22 +121,8 @@ def test_experts_and_images_are_not_compiled(family: str, cause: str) -> None:
 @pytest.mark.parametrize(
     ("family", "options", "cause"),
     [
-        ("mistral", {}, "is a mistral model; the megatron backend knows llama, qwen2, qwen3, qwen3_moe"),
-        (
-            "qwen3_moe",
-            {"num_experts": 4, "moe_intermediate_size": 16, "mlp_only_layers": [1]},
-            "has layers without experts next to",
-        ),
-        ("llama", {"attention_bias": True}, "has biases on its attention's projections"),
-        ("llama", {"mlp_bias": True}, "has biases on its feed-forward layers"),
+        ("cohere", {}, "is a cohere model; the megatron backend knows llama, arcee, .*, qwen3_moe"),
         ("llama", {"hidden_act": "gelu"}, "has the activation gelu"),
-        ("qwen3", {"attention_dropout": 0.1}, "has dropout of 0.1 on its attention"),
-        ("qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2}, "has layers that attend in a sliding"),
-        (
-            "llama",
-            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
-            "has rotary positions of type dynamic",
-        ),
     ],
 )
 def test_models_that_would_lose_something_are_refused(tmp_path: Path, family: str, options: dict[str, Any], cause: str) -> None:
@@ -151,9 +135,49 @@ def test_models_that_would_lose_something_are_refused(tmp_path: Path, family: st
 def test_a_model_that_computes_something_else_is_refused(models: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever a configuration hides, a wrong log-probability shows when the model is loaded."""
     right = attention._attend
-    monkeypatch.setattr(attention, "_attend", lambda query, key, value: right(1.5 * query, key, value))
+    monkeypatch.setattr(attention, "_attend", lambda query, *rest, **options: right(1.5 * query, *rest, **options))
     with pytest.raises(ModelError, match=r"computes log-probabilities of .* that differ from transformers' by"):
         start(models["qwen3-tied"])
+
+
+@pytest.mark.usefixtures("alone")
+def test_numbers_that_do_not_fit_each_other_are_named_with_their_model(tmp_path: Path) -> None:
+    """Rotary angles of a whole head, for the part of it that is rotated."""
+    with pytest.raises(ModelError, match=r"the forward pass of .* \(DeepseekV3ForCausalLM\) fails: The size of tensor") as caught:
+        start(save_tiny(tmp_path, "deepseek_v3", tied=False, **{**LATENT, "head_dim": 6}))
+    assert "config.json" in str(caught.value.remedy)
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes", "cause"),
+    [
+        (
+            "qwen3",
+            {"num_attention_heads": 12, "num_key_value_heads": 3},
+            "tensor_parallel = 4 does not divide num_key_value_heads = 3",
+        ),
+        (
+            "olmo2",
+            {"num_key_value_heads": 2},
+            "the model normalises keys over all of its 2 key heads, and backend.tensor_parallel = 4",
+        ),
+    ],
+)
+def test_key_heads_that_ranks_can_neither_divide_nor_share_are_refused(family: str, sizes: dict[str, int], cause: str) -> None:
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model(family, **{"num_attention_heads": 8, **sizes})
+    with pytest.raises(UnsupportedError, match=cause):
+        refuse_model(MegatronConfig(tensor_parallel=4), config, ModelConfig("the model"))
+
+
+@given(st.integers(1, 200), st.integers(1, 32))
+def test_pieces_of_a_pipeline_differ_by_one_layer_at_most(layers: int, pieces: int) -> None:
+    counts = divide_layers(layers, pieces)
+    assert (len(counts), sum(counts)) == (pieces, layers)
+    assert max(counts) - min(counts) <= 1
+    assert counts[-1] == min(counts)
+    assert place_layers(layers, pieces) == tuple(sorted(place_layers(layers, pieces)))
 
 
 DIVISIONS: list[tuple[Division, list[tuple[int, ...]]]] = [
@@ -166,6 +190,9 @@ DIVISIONS: list[tuple[Division, list[tuple[int, ...]]]] = [
     (Stacked((16, 8, 8), 4), [(16, 3), (8, 3), (8, 3)]),
     (Stacked((16, 8, 8), 4), [(16,), (8,), (8,)]),
     (Stacked((12, 12)), [(12, 3), (12, 3)]),
+    (Stacked((16, 4, 4), 2), [(16, 3), (4, 3), (4, 3)]),
+    (Fused(Stacked((16, 8, 8), 4)), [(32, 3)]),
+    (Fused(Stacked((12, 12))), [(24, 3)]),
 ]
 
 

@@ -28,7 +28,7 @@ from megatron_vision import (
     scores_of,
     train_from_start,
 )
-from transformers import AutoConfig, Qwen3VLForConditionalGeneration
+from transformers import AutoConfig, AutoModelForImageTextToText, Qwen3VLForConditionalGeneration
 
 from skyrl_engine import ModelError, UnsupportedError
 from skyrl_engine.contracts import AdamWSettings, ModelConfig, RankOutput
@@ -247,7 +247,7 @@ def test_the_export_is_what_was_trained(pair: World, seeing: dict[str, str], tmp
             "adds image features to its first 2 layers, and a pipeline of 4 pieces leaves 1",
         ),
         ({}, {"expert_parallel": 2, "tensor_parallel": 2}, "expert_parallel = 2, and the model has no experts"),
-        ({"attention_dropout": 0.1}, {}, "has dropout of 0.1 on its attention"),
+        ({"attention_dropout": 0.1}, {}, r"has dropout of 0.1 \(attention_dropout\)"),
         ({"hidden_act": "gelu"}, {}, "has the activation gelu"),
         (
             {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "mrope_section": [3, 2, 1]}},
@@ -271,9 +271,39 @@ def test_features_that_do_not_fit_are_refused(seeing: dict[str, str]) -> None:
         architecture_of(config, "the model")
 
 
-def test_experts_that_see_are_refused() -> None:
-    config = AutoConfig.for_model("qwen3_vl_moe")
-    with pytest.raises(UnsupportedError, match=r"is a qwen3_vl_moe model; the megatron backend knows .*, qwen3_vl"):
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+WITH_EXPERTS = {
+    **{name: PAIRS[name] for name in ("tp2", "pp2", "cp2", "dp2")},
+    "ep2": MegatronConfig(tensor_parallel=2, expert_parallel=2),
+    "ep2-of-dp2": MegatronConfig(expert_parallel=2),
+}
+
+
+@pytest.mark.parametrize("layout", now(WITH_EXPERTS, "ep2-of-dp2"))
+def test_experts_that_see_learn_as_transformers(pair: World, tmp_path: Path, layout: str) -> None:
+    """Compared in float32, since transformers' experts know no float64; tied and untied in turn."""
+    with quiet_progress():
+        write_vision_model(tmp_path, experts=EXPERTS, tied=layout in ("tp2", "pp2", "ep2"))
+    cases: list[Case] = [("mixed", "padded", 2), ("several images of different sizes", "packed", 1)]
+    true = {kind: definition(str(tmp_path), pictures(kind), dtype=torch.float32) for kind, _, _ in cases}
+    agree(pair.run(score_pictures, str(tmp_path), WITH_EXPERTS[layout], cases), cases, true.__getitem__)
+
+
+@pytest.mark.nightly
+def test_exports_of_experts_that_see_load_in_transformers(pair: World, tmp_path: Path) -> None:
+    with quiet_progress():
+        write_vision_model(tmp_path / "model", experts=EXPERTS)
+    (weights, _), _ = pair.run(export_weights, str(tmp_path / "model"), WITH_EXPERTS["ep2-of-dp2"], tmp_path / "export")
+    model, info = AutoModelForImageTextToText.from_pretrained(tmp_path / "export", output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    loaded = model.state_dict()
+    assert all((loaded[name].numpy() == weight).all() for name, weight in weights.items())
+
+
+def test_other_vision_language_models_are_refused() -> None:
+    config = AutoConfig.for_model("qwen2_5_vl")
+    with pytest.raises(UnsupportedError, match=r"is a qwen2_5_vl model; the megatron backend knows .*, qwen3_vl"):
         refuse_model(MegatronConfig(), config, ModelConfig("the model"))
 
 

@@ -81,6 +81,26 @@ def test_two_clients_at_once_have_the_bits_of_each_alone(start_server, settings)
     assert together["a"][:-1] != together["b"][:-1]
 
 
+ON_MEGATRON = {"backend": {"use": "megatron", "tensor_parallel": 2}, "run": {"launch": "ray", "ranks": 2}}
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("other_client", [{"tables": ON_MEGATRON}], indirect=True, ids=[""])
+def test_two_clients_at_once_have_the_bits_of_each_alone_on_megatrons_ranks(without_ray, other_client, settings):
+    address = other_client.address
+    process = start_sdk_script("sdk_together.py", address, "ab", address, "a", address, "b")
+    output, errors = process.communicate(timeout=800)
+    assert process.returncode == 0, output + errors
+    records = [json.loads(line) for line in output.splitlines()]
+    together, alone = dict(records[:2]), dict(records[2:])
+    assert together.keys() == alone.keys() == {"a", "b"}
+    for kind, (*numbers, path) in together.items():
+        assert numbers == alone[kind][:-1]
+        assert read_export(settings, path) == read_export(settings, alone[kind][-1])
+    assert together["a"][:-1] != together["b"][:-1]
+
+
 @pytest.mark.parametrize("other_client", [{"session_seconds": 3.0}], indirect=True, ids=[""])
 def test_the_model_of_a_killed_client_goes_and_another_keeps_its_bits(other_client, start_server, message, settings):
     process = start_sdk_script("sdk_together.py", other_client.address, "vanish")

@@ -4,6 +4,7 @@ other trainers in folders of their names.
 A value "@rl.key" is that key of the configuration.
 """
 
+import json
 import tomllib
 from collections.abc import Mapping
 from copy import deepcopy
@@ -55,6 +56,16 @@ def preset(name: str, trainer: str = "rl") -> dict[str, Any]:
 def preset_of(trainer: str, chosen: str | None) -> dict[str, Any]:
     """Return the tables of the chosen preset, or of the one that a trainer takes where none is; nothing for a trainer without presets."""
     return preset(chosen or _TABLES[trainer]().preset, trainer) if trainer in _TABLES else {}
+
+
+def explain_preset(name: str) -> str | None:
+    """Say which trainer's preset has this name and which loss with which options it chooses; None where there is no such preset."""
+    trainer = next((trainer for trainer in _FOLDERS if name in preset_names(trainer)), None)
+    if trainer is None:
+        return None
+    table = dict(preset(name, trainer).get("loss", {}))
+    options = "".join(f", {key} = {json.dumps(value)}" for key, value in table.items() if key != "use")
+    return f"It is a preset, {trainer}.preset = {json.dumps(name)}, whose loss is {table.get('use')!r}{options}"
 
 
 def with_preset(raw: RawConfig) -> RawConfig:

@@ -19,6 +19,9 @@ class CheckpointConfig:
     keep: int | None = field(default=cast("int | None", 2), validator=optional(ge(1)))
     """Number of checkpoints to keep, the newest ones; none: all."""
 
+    asynchronous: bool = False
+    """Write checkpoints while training goes on: ranks copy their state to host memory, and a thread of each writes the copy."""
+
     resume: bool = False
     """Resume from the latest checkpoint in the run directory, if there is one."""
 

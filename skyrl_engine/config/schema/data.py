@@ -117,6 +117,11 @@ class DataConfig:
     """Treatment of samples longer than `max_length`: `error` refuses the run, `drop` leaves them out, `truncate` cuts their end.
     Of a preference pair both halves are left out, or each is cut at its end: their prompt is the same, and so is the room of their answers."""
 
+    bad_rows: Literal["error", "drop"] = field(default="error", validator=in_(("error", "drop")))
+    """Treatment of rows that cannot be used, such as a line that is no JSON, a message without a role, a conversation that the chat template
+    refuses: `error` refuses the run and names the rows, `drop` leaves them out and counts them. `overlong` and `bad_images` say what becomes of
+    samples that are too long, or have images that cannot be used."""
+
     bad_images: Literal["error", "drop"] = field(default="error", validator=in_(("error", "drop")))
     """Treatment of samples with missing, damaged, too large or unmatched images: `error` refuses the run, `drop` leaves them out."""
 

@@ -12,7 +12,8 @@ from skyrl_engine.contracts.values.model import ModelConfig
 class ModelTable(ModelConfig):
     """The model to train, its tokenizer, its precision and memory.
 
-    With `lora`, adapters and a value head are trained; all other weights are frozen, and checkpoints and exports leave them out.
+    With `lora`, adapters and a value head are trained; all other weights are frozen, and checkpoints and exports leave them out. What `freeze`
+    names is frozen too, and they hold it.
     """
 
     dtype: Literal["auto", "float64", "float32", "bfloat16"] = field(  # type: ignore[assignment]  # chosen before a backend sees it

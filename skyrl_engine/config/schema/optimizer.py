@@ -8,7 +8,7 @@ from attrs.validators import and_, deep_iterable, ge, gt, in_, le, lt, min_len, 
 
 from skyrl_engine.config.schema.metadata import READ_BY
 from skyrl_engine.config.wording import RefusedError, not_a_choice
-from skyrl_engine.contracts.kinds.backend import OPTIMIZERS, OptimizerSettings, ParameterGroup
+from skyrl_engine.contracts.kinds.optimizer_settings import OPTIMIZERS, OptimizerSettings, ParameterGroup
 from skyrl_engine.contracts.values.model import BUILT_IN, PLACE
 
 Schedule = Literal["constant", "linear", "cosine", "cosine_with_min", "polynomial", "inverse_sqrt", "wsd"]
@@ -40,9 +40,6 @@ class ParameterGroupTable:
 
     weight_decay: float | None = field(default=None, validator=optional(ge(0)))
     """Decoupled weight decay, of matrices only; none: that of `optimizer.weight_decay`."""
-
-    frozen: bool = False
-    """Leave these parameters as they are."""
 
 
 @frozen
@@ -78,6 +75,10 @@ class OptimizerConfig:
 
     max_grad_norm: float | None = field(default=cast("float | None", 1.0), validator=optional(gt(0)))
     """Largest gradient norm: a larger gradient is scaled down to it; none: no clipping."""
+
+    stochastic_rounding: bool = field(default=False, metadata={READ_BY: ("use", ("adamw",))})
+    """Hold the trained weights in bfloat16 alone, without float32 master weights, and round each step of `adamw` up or down at random, so that
+    its mean is exact; where the backend has it, with `model.dtype = "bfloat16"`. Saves 2 bytes for each trained number."""
 
     ema_decay: float | None = field(default=cast("float | None", None), validator=optional(and_(gt(0), lt(1))))
     """Decay of an exponential moving average of the trained weights, such as 0.999, which checkpoints hold and `export --ema` writes: after
@@ -128,7 +129,6 @@ class OptimizerConfig:
                 match=table.match,
                 rate_factor=1.0 if table.learning_rate is None else table.learning_rate / self.learning_rate,
                 weight_decay=table.weight_decay,
-                frozen=table.frozen,
             )
             for table in self.groups
         )

@@ -88,8 +88,9 @@ class RlConfig:
     epochs: int = field(default=1, validator=ge(1))
     """Passes over a batch."""
 
-    max_prompt_tokens: int = field(default=1024, validator=ge(1))
-    """Longest prompt of a task; longer ones are refused while planning, as far as it looks, and later fail their attempts."""
+    max_prompt_tokens: Literal["auto"] | int = field(default="auto", validator=AutoOr(ge(1)))
+    """Longest prompt of a task; longer ones are refused while planning, as far as it looks, and later fail their attempts. `auto`: 1,024, or
+    what `max_tokens` leaves of the model's positions where that is less."""
 
     max_tokens: int = field(default=512, validator=ge(1))
     """Most tokens of an attempt after its prompt: those of all its turns together, sampled ones and observations of the environment."""

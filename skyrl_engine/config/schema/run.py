@@ -5,6 +5,7 @@ from typing import Literal
 from attrs import field, frozen
 from attrs.validators import deep_iterable, ge, in_, lt, min_len, optional
 
+from skyrl_engine.contracts.kinds.context import MatmulPrecision
 from skyrl_engine.contracts.values.model import CODE, PLACE
 
 
@@ -29,6 +30,10 @@ class RunConfig:
 
     device: Literal["auto", "cpu", "cuda"] = field(default="auto", validator=in_(("auto", "cpu", "cuda")))
     """Device of every rank; `auto`: CUDA where torch finds a device, else the CPU."""
+
+    matmul_precision: MatmulPrecision = field(default="highest", validator=in_(("highest", "high")))
+    """Products of float32 matrices on ranks and in their generators: "highest": in float32; "high": in TF32 (11 significant bits, on CUDA
+    devices). Products of bfloat16, and rotary angles, stay as they are."""
 
     ray_address: str | None = field(default=None, validator=optional(min_len(1)), metadata={CODE: True})
     """Address of a running Ray cluster; none: start one on this machine."""

@@ -4,15 +4,16 @@ After any number of `forward_backward` calls, the gradient seen by `optim_step` 
 The import of this file needs no torch.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from numbers import Real
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, cast, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from attrs import Factory, field, frozen
-from attrs.validators import and_, deep_iterable, ge, gt, instance_of, lt, max_len, min_len, optional
+from attrs.validators import ge, instance_of
 
+from skyrl_engine.contracts.kinds.optimizer_settings import OptimizerSettings
 from skyrl_engine.contracts.values.model import LoraConfig, ModelConfig
 from skyrl_engine.contracts.values.outputs import RankOutput
 from skyrl_engine.contracts.values.plan import RowKind
@@ -53,11 +54,14 @@ Capability = Literal[
     "lion",
     "muon",
     "parameter_groups",
+    "freeze",
     "ema",
+    "stochastic_rounding",
     "compile",
     "attention",
     "embedding_noise",
     "offload",
+    "asynchronous_saves",
 ]
 OPTIONAL_SCORES: tuple[Capability, ...] = ("logits", "logsumexp", "mean_logprob", "log_sum_squares", "logprobs_at")
 """Scores of the model that a backend may lack, each a capability of that name."""
@@ -67,6 +71,10 @@ PARALLEL_SIZES = ("tensor_parallel", "pipeline_parallel", "context_parallel", "e
 
 def refuse_no_model(_config: Any, _model: ModelConfig) -> None:
     """Refuse nothing: the backend takes whatever can be loaded."""
+
+
+def refuse_no_device(_model: ModelConfig, _device: str) -> None:
+    """Refuse nothing: the backend's options ask for nothing that a device may lack."""
 
 
 def rehearse_nothing(_model: ModelConfig, _rows: RowKind) -> None:
@@ -92,6 +100,8 @@ class BackendDescription:
     `describe_state` gets the model as it is to be trained, and says what each rank holds of its state. `layout_choices` are values of the
     backend's own options that lay out these ranks in other ways, by the option's name: sizes that divide the model, and parts that move off the
     device. `plan --fit` tries every combination of them, and leaves out those that the backend refuses.
+    `refuse_device` gets the model and a rank's device ("cpu", "cuda:0"), and raises UnsupportedError for options that need another device or
+    a package that is not there. Planning calls it where all ranks are on this machine; backends call it again in `setup`. It may import torch.
     `environment` are variables that ranks on CUDA devices have from their start, because CUDA reads them once; those that the controller's own
     environment sets keep its values.
 
@@ -100,10 +110,11 @@ class BackendDescription:
     model with adapters are `HasAdapterSets`; `load_in_4bit` that they hold the linear layers under adapters in 4 bits where
     `LoraConfig.load_in_4bit` says so; `divergence` that products are `Teaches`, and that another one scores `top_1_agreement` and the needs
     of `contracts.kinds.needs.Divergence` with what they give; `sgd`, `adamw_8bit`, `adafactor`, `lion` and `muon` that products step by the
-    settings of that name, as all do by `AdamWSettings`; `parameter_groups` that they take settings with groups; `ema` that they take
-    settings with `ema_decay` and are `KeepsAverages`; `compile` that products compile their layers where `ModelConfig.compile` says so, and
-    compute the same up to rounding; `attention` that they attend by the kernel that `ModelConfig.attention` names, or refuse it;
-    `embedding_noise` that they add `MicroBatch.noise`.
+    settings of that name, as all do by `AdamWSettings`; `parameter_groups` that they take settings with groups; `freeze` that what
+    `ModelConfig.freeze` names has no gradient, no moments and no part in the norm, and is whole in checkpoints and exports; `ema` that they
+    take settings with `ema_decay` and are `KeepsAverages`; `compile` that products compile their layers where `ModelConfig.compile` says so,
+    and compute the same up to rounding; `attention` that they attend by the kernel that `ModelConfig.attention` names, or refuse it;
+    `embedding_noise` that they add `MicroBatch.noise`; `asynchronous_saves` that they are `StagesSaves`.
     """
 
     topology: Topology
@@ -114,6 +125,7 @@ class BackendDescription:
     describe_state: Callable[[ModelConfig], StateLayout] = hold_whole_state
     layout_choices: Mapping[str, Sequence[Any]] = Factory(dict)
     environment: Mapping[str, str] = Factory(dict)
+    refuse_device: Callable[[ModelConfig, str], None] = refuse_no_device
 
 
 @frozen
@@ -128,143 +140,6 @@ class RankEnvironment:
     device: str
     seed: int
     rows: RowKind = "padded"
-
-
-@frozen
-class ParameterGroup:
-    """Parameters whose names match, with numbers of their own; a parameter is in the first group that matches it.
-
-    `match` is a pattern of whole Hugging Face names, as `fnmatch.fnmatchcase` takes it. They learn at `rate_factor` times the learning rate of
-    the step, matrices among them decay by `weight_decay` (None: as all others), and `frozen` ones do not learn at all.
-    """
-
-    match: str
-    rate_factor: float = field(default=1.0, validator=[ge(0), lt(float("inf"))])
-    weight_decay: float | None = field(default=cast("float | None", None), validator=optional(and_(ge(0), lt(float("inf")))))
-    frozen: bool = False
-
-
-def _ema_decay() -> "float | None":
-    """Return the field `ema_decay` of settings."""
-    return field(default=cast("float | None", None), validator=optional(and_(gt(0), lt(1))))
-
-
-@frozen
-class _NumbersOfAdamW:
-    learning_rate: float = field(default=1e-5, validator=[ge(0), lt(float("inf"))])
-    betas: tuple[float, float] = field(
-        default=(0.9, 0.999), validator=deep_iterable(and_(ge(0.0), lt(1.0)), and_(min_len(2), max_len(2)))
-    )
-    epsilon: float = field(default=1e-8, validator=gt(0))
-    weight_decay: float = field(default=0.0, validator=[ge(0), lt(float("inf"))])
-    max_grad_norm: float | None = field(default=cast("float | None", 1.0), validator=optional(gt(0)))
-    groups: tuple[ParameterGroup, ...] = ()
-    ema_decay: float | None = _ema_decay()
-
-
-@frozen
-class AdamWSettings(_NumbersOfAdamW):
-    """The numbers of AdamW (Loshchilov and Hutter 2019), which may be others at every step.
-
-    `weight_decay` is decoupled and of matrices alone: parameters of two or more dimensions. Gradients are scaled down to the norm
-    `max_grad_norm` where theirs is larger; None: never, and the norm is still reported. `groups` have numbers of their own, those of `setup` at
-    every step; with the capability `parameter_groups`, as for every optimizer. `ema_decay`, that of `setup` at every step too and with the
-    capability `ema`, is the decay of the averages that `KeepsAverages` has; None: no averages.
-    """
-
-    use: ClassVar[str] = "adamw"
-
-
-@frozen
-class AdamW8BitSettings(_NumbersOfAdamW):
-    """The numbers of AdamW with moments in 8 bits (Dettmers et al. 2021, arXiv 2110.02861), which may be others at every step.
-
-    Matrices of numbered layers whose rows are multiples of 256 numbers, 4,096 numbers at least, have such moments, with one scale for each 256;
-    embeddings, the head and all others step by AdamW in 32 bits. Numbers as in `AdamWSettings`.
-    """
-
-    use: ClassVar[str] = "adamw_8bit"
-
-
-@frozen
-class SgdSettings:
-    """The numbers of stochastic gradient descent (Robbins and Monro 1951), which may be others at every step. It keeps no moments.
-
-    A step moves a parameter by -learning_rate * (gradient + weight_decay * parameter); `weight_decay` and `max_grad_norm` as in
-    `AdamWSettings`.
-    """
-
-    use: ClassVar[str] = "sgd"
-    learning_rate: float = field(default=1e-5, validator=[ge(0), lt(float("inf"))])
-    weight_decay: float = field(default=0.0, validator=[ge(0), lt(float("inf"))])
-    max_grad_norm: float | None = field(default=cast("float | None", 1.0), validator=optional(gt(0)))
-    groups: tuple[ParameterGroup, ...] = ()
-    ema_decay: float | None = _ema_decay()
-
-
-@frozen
-class AdafactorSettings:
-    """The numbers of Adafactor (Shazeer and Stern 2018) in the form of torch.optim.Adafactor, which may be others at every step.
-
-    It keeps one number per row and per column of a matrix in the place of moments. `learning_rate` bounds the relative step: a step moves a
-    parameter by min(learning_rate, 1 / sqrt(step)) times its root mean square, which is at least 0.001. `weight_decay` and `max_grad_norm` as
-    in `AdamWSettings`.
-    """
-
-    use: ClassVar[str] = "adafactor"
-    learning_rate: float = field(default=1e-5, validator=[ge(0), lt(float("inf"))])
-    weight_decay: float = field(default=0.0, validator=[ge(0), lt(float("inf"))])
-    max_grad_norm: float | None = field(default=cast("float | None", 1.0), validator=optional(gt(0)))
-    groups: tuple[ParameterGroup, ...] = ()
-    ema_decay: float | None = _ema_decay()
-
-
-@frozen
-class LionSettings:
-    """The numbers of Lion (Chen et al. 2023, algorithm 2), which may be others at every step. It keeps one moment.
-
-    A step moves every number by `learning_rate`, up or down. `weight_decay` and `max_grad_norm` as in `AdamWSettings`.
-    """
-
-    use: ClassVar[str] = "lion"
-    learning_rate: float = field(default=1e-5, validator=[ge(0), lt(float("inf"))])
-    betas: tuple[float, float] = field(
-        default=(0.9, 0.99), validator=deep_iterable(and_(ge(0.0), lt(1.0)), and_(min_len(2), max_len(2)))
-    )
-    weight_decay: float = field(default=0.0, validator=[ge(0), lt(float("inf"))])
-    max_grad_norm: float | None = field(default=cast("float | None", 1.0), validator=optional(gt(0)))
-    groups: tuple[ParameterGroup, ...] = ()
-    ema_decay: float | None = _ema_decay()
-
-
-@frozen
-class MuonSettings:
-    """The numbers of Muon (Jordan et al. 2024) for matrices of layers and of AdamW for all other parameters, which may be others at every step.
-
-    Muon's update is Nesterov's `momentum`, made orthogonal by 5 steps of Newton and Schulz in bfloat16, times 0.2 sqrt(max(rows, columns)), so
-    that its size is that of AdamW's (Liu et al. 2025, eq. 4) and both have one `learning_rate`. `betas` and `epsilon` are AdamW's;
-    `weight_decay` is decoupled in both; it and `max_grad_norm` as in `AdamWSettings`.
-    """
-
-    use: ClassVar[str] = "muon"
-    learning_rate: float = field(default=1e-5, validator=[ge(0), lt(float("inf"))])
-    momentum: float = field(default=0.95, validator=[ge(0), lt(1)])
-    betas: tuple[float, float] = field(
-        default=(0.9, 0.999), validator=deep_iterable(and_(ge(0.0), lt(1.0)), and_(min_len(2), max_len(2)))
-    )
-    epsilon: float = field(default=1e-8, validator=gt(0))
-    weight_decay: float = field(default=0.0, validator=[ge(0), lt(float("inf"))])
-    max_grad_norm: float | None = field(default=cast("float | None", 1.0), validator=optional(gt(0)))
-    groups: tuple[ParameterGroup, ...] = ()
-    ema_decay: float | None = _ema_decay()
-
-
-OptimizerSettings = AdamWSettings | AdamW8BitSettings | SgdSettings | AdafactorSettings | LionSettings | MuonSettings
-"""The numbers of a step, of the optimizer that `use` names. A run steps with one optimizer from its start to its end."""
-OPTIMIZERS: Mapping[str, type[OptimizerSettings]] = {
-    kind.use: kind for kind in (AdamWSettings, AdamW8BitSettings, SgdSettings, AdafactorSettings, LionSettings, MuonSettings)
-}
-"""Optimizers by name. Every backend has AdamW; each other one is a capability of that name."""
 
 
 @frozen
@@ -451,6 +326,17 @@ class SharesStorage(Protocol):
 
 
 @runtime_checkable
+class RoundsWeights(Protocol):
+    """A backend that rounds weights on the rank that holds them, before they are gathered. A backend need not have this member."""
+
+    def weights_in(self, dtype: "torch.dtype") -> "Iterator[tuple[str, torch.Tensor]]":
+        """Yield what `weights` yields, in its order, each floating-point tensor with the bits of `weights`' after `.to(dtype)`.
+
+        Generators of a run that computes in bfloat16 get their weights so; without this member the engine rounds what `weights` gathered.
+        """
+
+
+@runtime_checkable
 class Offloads(Protocol):
     """A backend that frees its devices for others (capability "offload"). A backend need not have these members."""
 
@@ -459,6 +345,20 @@ class Offloads(Protocol):
 
     def reload(self) -> None:
         """Move everything back to the device, with the same bits; nothing where nothing was moved."""
+
+
+@runtime_checkable
+class StagesSaves(Protocol):
+    """A backend whose checkpoints can be written while it trains (capability "asynchronous_saves"). A backend need not have this member."""
+
+    def stage_save(self, directory: Path) -> "Callable[[], Collection[str]]":
+        """Copy to host memory what `save` would write now, and return a function that writes the copy into an existing directory.
+
+        Every rank calls this in the same order. The function is called once, in another thread, while further steps change weights, moments
+        and random states; it writes, byte for byte, the files that `save` would have written, and returns the names of those that this rank
+        wrote, relative to the directory. It touches no device and sends nothing over a process group in which training may send. Before it
+        has returned, neither this method nor `close` is called again. Either raises CheckpointError.
+        """
 
 
 @runtime_checkable

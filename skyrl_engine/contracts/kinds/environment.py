@@ -19,7 +19,8 @@ Split = Literal["train", "eval"]
 class Task:
     """A prompt and what scoring it needs, as plain JSON values. `key` is the same in every run and after every resume.
 
-    The prompt is `messages`, or `prompt_ids` where it is tokens already; exactly one of them. `data` is the environment's own, `tools` are
+    The prompt is `messages`, or `prompt_ids` where it is tokens already; exactly one of them. `prompt_text` is the prompt as the data has it,
+    where that is one text and no message: reward functions of others are given it as such. `data` is the environment's own, `tools` are
     function schemas for the chat template. Images are refused for now.
     """
 
@@ -29,6 +30,7 @@ class Task:
     data: Mapping[str, Any] = Factory(dict)
     tools: tuple[Mapping[str, Any], ...] = ()
     images: tuple[str, ...] = ()
+    prompt_text: str | None = None
 
 
 @frozen

@@ -35,6 +35,7 @@ GeneratorCapability = Literal[
     "recorded",
     "sleep",
     "streaming",
+    "tensor_parallel",
 ]
 
 POLICY = "policy"
@@ -138,7 +139,7 @@ class WeightSource(Protocol):
         """Form "module": what `SharesStorage.storage` of the backend gives; every step changes it in place."""
 
     def tensors(self) -> "Iterator[tuple[str, torch.Tensor]]":
-        """Form "tensors": full weights under their Hugging Face names, adapters merged, one at a time, on CPU."""
+        """Form "tensors": full weights under their Hugging Face names, adapters merged, one at a time, on CPU; in a bfloat16 run in that."""
 
     def directory(self) -> Path:
         """Form "directory": a folder with the model's configuration and safetensors files of what `tensors` gives.
@@ -150,12 +151,26 @@ class WeightSource(Protocol):
         """Form "adapter": a PEFT folder of the adapters that are trained, over the weights of `GeneratorStart.model`; stays as long."""
 
 
+@frozen(eq=False)
+class TensorParallelGroup:
+    """Ranks that sample together, each with its part of the weights (capability "tensor_parallel").
+
+    This one is number `rank` of `size`, and `process_group` joins them. All are given the same calls in the same order; each `poll` has the
+    timeout 0 and computes one step, and the completions of the first rank count.
+    """
+
+    rank: int
+    size: int
+    process_group: "torch.distributed.ProcessGroup"
+
+
 @frozen
 class GeneratorStart:
     """Facts for a generator that starts: the model, the device of its process, and the end tokens of the model's generation config.
 
     `weights` are those of `version`. `folder` is a folder of the run that the generator may write logs to; None outside of a run. `vocabulary`
-    counts the tokens that the model knows, and `longest` the tokens of the longest attempt; None where nobody says.
+    counts the tokens that the model knows, and `longest` the tokens of the longest attempt; None where nobody says. `together` are the ranks
+    that this one samples with; None: it samples alone, with whole weights.
     """
 
     model: ModelConfig
@@ -166,6 +181,7 @@ class GeneratorStart:
     folder: Path | None = None
     vocabulary: int | None = None
     longest: int | None = None
+    together: TensorParallelGroup | None = None
 
 
 @frozen

@@ -109,7 +109,7 @@ class Pairs:
             places = sequences.index.new_tensor(pair_places(units, roles, counts, np.arange(len(sequences), dtype=np.int64)))
         # numbers every sequence by its pair; one of no pair has no token that would read its number
         of_sequence = sequences.counts.new_zeros(len(sequences))
-        of_sequence[places.T.reshape(-1)] = of_sequence.new_tensor(range(len(places))).repeat(2)
+        of_sequence[places.T.reshape(-1)] = (places.new_ones(len(places)).cumsum(0) - 1).repeat(2)
         return cls(PairHalf(places[:, 0], sequences), PairHalf(places[:, 1], sequences), of_sequence[sequences.index])
 
 

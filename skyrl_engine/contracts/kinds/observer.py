@@ -70,10 +70,16 @@ class EvaluationFinished:
 
 @frozen
 class CheckpointSaved:
-    """A whole checkpoint is at `path`."""
+    """A whole checkpoint is at `path`.
+
+    It took `seconds` from its beginning until it was whole. The run stood still for `blocked_seconds` of them, and for all of them where
+    `checkpoint.asynchronous` is not set.
+    """
 
     step: int
     path: Path
+    seconds: float = 0.0
+    blocked_seconds: float = 0.0
 
 
 @frozen

@@ -5,7 +5,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from attrs import field, frozen
-from attrs.validators import and_, ge, gt, in_, lt, min_len, optional
+from attrs.validators import and_, deep_iterable, ge, gt, in_, lt, min_len, optional
 
 PLACE = "skyrl_engine.place"
 """Key of a field's metadata: its text may name a place, so `./` and `../` in it are relative to the file that says so.
@@ -20,6 +20,10 @@ BUILT_IN = "skyrl_engine.built_in"
 
 CODE = "skyrl_engine.code"
 """Key of a field's metadata: what it holds decides which code is run, as a `reference` of `PLACE` does, though it is no reference."""
+
+DESCRIBES = "skyrl_engine.describes"
+"""Key of an option's metadata, with the name of another option: this one says what the other's value is, such as the arguments of a function.
+The kit tries no other values of it, since none would be true of what was given."""
 
 ComputeDtype = Literal["float64", "float32", "bfloat16"]
 AttentionKernel = Literal["auto", "sdpa", "flash", "flex"]
@@ -96,7 +100,8 @@ class LoraConfig:
 class ModelConfig:
     """The model to train, its tokenizer, its precision and memory.
 
-    With `lora`, adapters and a value head are trained; all other weights are frozen, and checkpoints and exports leave them out.
+    With `lora`, adapters and a value head are trained; all other weights are frozen, and checkpoints and exports leave them out. What `freeze`
+    names is frozen too, and they hold it.
     """
 
     path: str = field(validator=min_len(1), metadata={PLACE: "path"})
@@ -155,13 +160,23 @@ class ModelConfig:
     chat_template: str | None = field(default=None, validator=optional(min_len(1)), metadata={PLACE: "path"})
     """File with a Jinja chat template; none: the tokenizer's own."""
 
+    freeze: tuple[str, ...] = field(default=(), validator=deep_iterable(min_len(1)))
+    """Parameters that training leaves as they are: patterns of whole names, in which `*` stands for anything, `?` for a character and `[0-3]`
+    for one of several, such as `["model.visual.*", "*.embed_tokens.*"]`. A tied parameter is frozen under any of its names. A pattern that
+    matches no parameter is refused."""
+
     lora: LoraConfig | None = field(default=None)
-    """Train low-rank adapters: the table `[model.lora]`. None: all weights."""
+    """Train low-rank adapters: the table `[model.lora]`. None: all weights that `freeze` does not name."""
 
     @lora.validator
     def _refuse_dropout_switched_off(self, _attribute: object, value: LoraConfig | None) -> None:
         if value is not None and value.dropout and self.dropout == "off":
             raise ValueError(f'has dropout {value.dropout:g}, and model.dropout is "off": remove one of them')
+
+    @lora.validator
+    def _refuse_freezing_twice(self, _attribute: object, value: LoraConfig | None) -> None:
+        if value is not None and self.freeze:
+            raise ValueError("trains adapters, which freezes all weights of the model: remove model.freeze")
 
 
 @frozen

@@ -1,7 +1,7 @@
 """Outputs of a rank: flat per-token values keyed by sample id, and metrics that declare their reduction. Nothing else leaves it."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +12,9 @@ from skyrl_engine.contracts.values.ragged import AnyArray, IntArray, Ragged, joi
 from skyrl_engine.contracts.values.returned import describe_returned, require_returned, require_table, require_vector
 from skyrl_engine.contracts.values.topology import RankCoords
 from skyrl_engine.errors import ContractError, ResultError
+
+if TYPE_CHECKING:
+    import torch
 
 Reduction = Literal["sum", "mean", "min", "max"]
 PADDING_SAMPLE = -1
@@ -42,9 +45,51 @@ ENGINE_PREFIXES = (
 """Beginnings of such names."""
 
 
-def _number(value: Any) -> float:
-    """A number, also out of a tensor; torch warns where one with a gradient is read without detach()."""
-    return float(value.detach() if hasattr(value, "detach") else value)
+@frozen(eq=False)
+class LateNumber:
+    """A number that a device still computes. `read` waits for it, and may be called again."""
+
+    read: Callable[[], float]
+
+    def __float__(self) -> float:
+        return self.read()
+
+
+class LateFields(Mapping[str, Ragged]):
+    """Fields of an output that a device still computes: their names are known, and the first one asked for waits for all.
+
+    They travel between processes as they are when they have been waited for.
+    """
+
+    def __init__(self, names: Iterable[str], read: Callable[[], Mapping[str, Ragged]]) -> None:
+        self._names = dict.fromkeys(names)
+        self._read = read
+
+    def __getitem__(self, name: str) -> Ragged:
+        return self._read()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self._read()),)
+
+
+def _number(value: Any) -> Any:
+    """Keep what a device still computes, out of the graph; anything else is a number now."""
+    if isinstance(value, LateNumber):
+        return value
+    if hasattr(value, "detach"):
+        value = value.detach()
+        if value.numel() == 1:
+            return value
+    return float(value)
 
 
 @frozen
@@ -52,28 +97,50 @@ class Metric:
     """One number on its way to the report.
 
     `reduction` says how parts combine. A mean travels as sum and `count` and is divided once, at the end; for the others `count` is
-    unused. Values are plain floats: a tensor given for one is read out, gradient or not, so that none travels between ranks.
+    unused. Give a tensor as it is: the host waits for it when `value` or `count` is read, which the engine does behind the backward pass.
+    Both are plain floats to whoever reads them, and where the metric travels between ranks.
     """
 
     reduction: Reduction = field(validator=in_(("sum", "mean", "min", "max")))
-    value: float = field(converter=_number)
-    count: float = field(default=1.0, converter=_number)
+    _value: Any = field(converter=_number, eq=float)
+    _count: Any = field(default=1.0, converter=_number, eq=float)
+
+    @property
+    def value(self) -> float:
+        """The number, the sum of a mean; waits where a device still computes it."""
+        return float(self._value)
+
+    @property
+    def count(self) -> float:
+        """The number of things summed in a mean; waits where a device still computes it."""
+        return float(self._count)
+
+    def replace_tensors(self, replace: "Callable[[Any], LateNumber | float]") -> "Metric":
+        """This metric with `replace(tensor)` in the place of each tensor that it holds."""
+        value, count = (replace(held) if hasattr(held, "detach") else held for held in (self._value, self._count))
+        return Metric(self.reduction, value, count)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Metric, (self.reduction, self.value, self.count)
+
+    def __repr__(self) -> str:
+        return f"Metric(reduction={self.reduction!r}, value={self.value!r}, count={self.count!r})"
 
     @classmethod
-    def mean(cls, total: float, count: float) -> "Metric":
+    def mean(cls, total: "float | torch.Tensor", count: "float | torch.Tensor") -> "Metric":
         """A mean from its sum and the number of things summed."""
         return cls("mean", total, count)
 
     @classmethod
-    def sum(cls, value: float) -> "Metric":
+    def sum(cls, value: "float | torch.Tensor") -> "Metric":
         return cls("sum", value)
 
     @classmethod
-    def min(cls, value: float) -> "Metric":
+    def min(cls, value: "float | torch.Tensor") -> "Metric":
         return cls("min", value)
 
     @classmethod
-    def max(cls, value: float) -> "Metric":
+    def max(cls, value: "float | torch.Tensor") -> "Metric":
         return cls("max", value)
 
     @classmethod
@@ -151,8 +218,8 @@ class RankOutput:
     """Outputs of some samples on one rank.
 
     `fields[name]` are float32 values, flat over scored tokens with one segment per sample (empty where the call was asked for no
-    per-token outputs). `scored` int32, with the same offsets, is each value's place on its sample's action axis; `action_lengths`
-    int64[n] is that axis' length. A sample id of `PADDING_SAMPLE` (-1) marks a padding sample.
+    per-token outputs); `LateFields` where a device still computes them. `scored` int32, with the same offsets, is each value's place on its
+    sample's action axis; `action_lengths` int64[n] is that axis' length. A sample id of `PADDING_SAMPLE` (-1) marks a padding sample.
     """
 
     sample_ids: IntArray
@@ -164,6 +231,8 @@ class RankOutput:
 
     def __attrs_post_init__(self) -> None:
         assert len(self.sample_ids) == len(self.action_lengths) == len(self.scored), "arrays of different numbers of samples"
+        if isinstance(self.fields, LateFields):
+            return  # made with these offsets, and not to be waited for here
         offsets = self.scored.offsets
         for name, ragged in self.fields.items():
             same = ragged.offsets is offsets or np.array_equal(ragged.offsets, offsets)

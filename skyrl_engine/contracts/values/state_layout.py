@@ -1,6 +1,7 @@
 """The bytes that a backend's ranks hold of a model, as its description declares them for the arithmetic of `model_facts.rank_memory`."""
 
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, Literal
 
 from attrs import field, frozen
 from attrs.validators import ge, in_
@@ -44,12 +45,17 @@ class Traffic:
 class StateLayout:
     """The copies of a model's state on one rank that trains it, and what is held beside them while it computes.
 
-    `scoring` are the copies of a model that is set up without an optimizer, such as a reference. `gathered` says which weights are whole on a
+    `scoring` are the copies of a model that is set up without an optimizer, such as a reference; `staged` those that a rank makes in host
+    memory of what it writes, while a checkpoint is written beside training. `gathered` says which weights are whole on a
     rank while it computes, in the precision of the computation, besides the copies: "nothing"; "layer", those of one layer after the other and,
     until the backward pass ends, those outside of layers, with their gradients; "model", all, but no more than `most_gathered` numbers.
     `buffers` counts numbers in the precision of the masters that are taken whatever the model. `sequence_parallel` says that tensor-parallel
     ranks divide the tokens between regions. `layers` says whose layers compute, which keep more or less for the backward pass. Each pipeline
-    stage has `pieces` pieces of the model. `traffic` goes over data-parallel ranks.
+    stage has `pieces` pieces of the model. `traffic` goes over data-parallel ranks. `divided` takes the model's
+    configuration and returns `fnmatch` patterns for the names of the parameters of layers that tensor-parallel ranks divide, beside embedding
+    and head, if they can divide its rows; None: all matrices. A mixture's experts are divided among `spread_experts` times as many ranks as
+    other matrices: among ranks with different tokens, which hold experts for each other.
+    `loading` says whether rank 0 reads a model whole, or every rank its part of safetensors files in a local directory.
     """
 
     holdings: tuple[Holding, ...] = (
@@ -58,6 +64,7 @@ class StateLayout:
         Holding("optimizer"),
     )
     scoring: tuple[Holding, ...] = (Holding("weights", trained=False),)
+    staged: tuple[Holding, ...] = (Holding("weights", trained=False, on_host=True), Holding("optimizer", on_host=True))
     gathered: Literal["nothing", "layer", "model"] = field(default="nothing", validator=in_(("nothing", "layer", "model")))
     most_gathered: int | None = None
     buffers: int = field(default=0, validator=ge(0))
@@ -67,3 +74,6 @@ class StateLayout:
     )
     pieces: int = field(default=1, validator=ge(1))
     traffic: tuple[Traffic, ...] = ()
+    divided: Callable[[Any], tuple[str, ...]] | None = None
+    spread_experts: int = field(default=1, validator=ge(1))
+    loading: Literal["whole", "parts"] = field(default="whole", validator=in_(("whole", "parts")))

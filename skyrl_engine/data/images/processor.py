@@ -144,7 +144,11 @@ def _load_processor(model: ModelConfig) -> Any:
     try:
         return AutoImageProcessor.from_pretrained(**location_of(model), backend="pil")
     except (OSError, ValueError, KeyError, ImportError, AttributeError) as error:
+        # transformers below 5.18 reads no image without torchvision, not even by Pillow
+        is_old = isinstance(error, ImportError) and find_spec("torchvision") is None
         return NoVision(
             f"no image processor can be loaded from {model.path}: {first_line(error)}",
-            "Check that it holds preprocessor_config.json",
+            'Run pip install "transformers>=5.18", or install torchvision'
+            if is_old
+            else "Check that it holds preprocessor_config.json",
         )

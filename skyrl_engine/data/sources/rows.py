@@ -1,7 +1,7 @@
 """Rows of a dataset, with the file and line that each came from."""
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from pathlib import Path
 from types import MappingProxyType
@@ -111,8 +111,10 @@ class Source:
         """Return sha256 over the content of all parts in order."""
         return hashlib.sha256("\n".join(scan.digest for scan in self.scan()).encode()).hexdigest()
 
-    def rows(self, wanted: BoolArray | None = None) -> Iterator[Row]:
-        """Yield the rows marked in `wanted` bool[rows] (None: all) in order; others are not parsed. Raises DataError naming file and line."""
+    def rows(self, wanted: BoolArray | None = None, on_bad: Callable[[int, DataError], None] | None = None) -> Iterator[Row]:
+        """Yield the rows marked in `wanted` bool[rows] (None: all) in order; others are not parsed. A row that cannot be parsed is given to
+        `on_bad`, by its number, and skipped; without it that raises DataError naming file and line.
+        """
         end = None if wanted is None else int(np.max(np.flatnonzero(wanted), initial=-1)) + 1
         number = 0
         for part in self.parts:
@@ -120,7 +122,14 @@ class Source:
                 if end is not None and number >= end:
                     return
                 if wanted is None or wanted[number]:
-                    yield self.make_row(number, where, content, part.folder)
+                    try:
+                        row = self.make_row(number, where, content, part.folder)
+                    except DataError as error:
+                        if on_bad is None:
+                            raise
+                        on_bad(number, error)
+                    else:
+                        yield row
                 number += 1
 
     def folders(self, rows: npt.ArrayLike) -> list[Path | None]:

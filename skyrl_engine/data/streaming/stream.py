@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self
 
@@ -11,13 +12,14 @@ import numpy as np
 from attrs import define, evolve, field, frozen
 
 from skyrl_engine.config.schema import DataConfig, KnownFormat
-from skyrl_engine.data.dataset import DataCounts, TokenizedDataset, label_samples, warn_of_rows
+from skyrl_engine.data.dataset import DataCounts, TokenizedDataset, label_samples, warn_of_bad_rows, warn_of_rows
 from skyrl_engine.data.images.processor import NoVision
 from skyrl_engine.data.sources.formats import FORMATS, Reading, detect
 from skyrl_engine.data.sources.locate import open_source
 from skyrl_engine.data.sources.rows import BoolArray, Row, Source
 from skyrl_engine.data.streaming.row_stream import DrawnRow, OpenStream, RowStream, StreamPlace, count_bytes
 from skyrl_engine.data.table import arrow_arrays
+from skyrl_engine.data.table.bad_rows import MOST_NAMED, BadRows
 from skyrl_engine.data.table.cache import tokenizer_identity
 from skyrl_engine.data.table.filling import TableFilling
 from skyrl_engine.data.table.sample_columns import ID_COLUMNS, ColumnReader
@@ -69,7 +71,8 @@ class StreamedRows(Source):
     def __len__(self) -> int:
         return len(self.drawn)
 
-    def rows(self, wanted: BoolArray | None = None) -> Iterator[Row]:
+    def rows(self, wanted: BoolArray | None = None, on_bad: Callable[[int, DataError], None] | None = None) -> Iterator[Row]:
+        del on_bad  # they are parsed
         return (row for row, chosen in zip(self.drawn, wanted, strict=True) if chosen) if wanted is not None else iter(self.drawn)
 
 
@@ -96,6 +99,7 @@ class StreamedData:
     _streams: tuple[RowStream, ...] = field(init=False)
     _format: KnownFormat | None = field(default=None, init=False)
     _open: tuple[StreamPosition, list[OpenStream]] | None = field(default=None, init=False)
+    _warned: bool = field(default=False, init=False)
 
     @classmethod
     def of(
@@ -138,6 +142,7 @@ class StreamedData:
         data = self.data
         settings = [
             *(data.format, sorted(data.map.items()), data.loss_on, data.max_length, data.overlong, data.rating, data.template),
+            *(() if data.bad_rows == "error" else (data.bad_rows,)),
             *(data.weights, data.buffer_size, sorted(self.reader.needed), self.reading, self.step_separator, self.shuffle),
         ]
         identities = [part.identity for part in self.source.parts]
@@ -180,27 +185,41 @@ class StreamedData:
         choices = self._choices(position.rows)
         counts: Counter[str] = Counter()
         info: dict[str, Any] = {}
+        bad = BadRows(self.source.name, self.data.bad_rows)
+        taken, examples = 0, list[str]()
         with TokenTableWriter(None) as table:
             while (missing := self.batch_size - table.kept) >= self._per_row or not table.kept:
                 start = len(rows)
                 # the first row of all tells the format, and so how many samples a row makes
                 for _ in range(1 if self._format is None else max(1, missing // self._per_row)):
                     number = 0 if len(streams) == 1 else next(choices)
-                    drawn = streams[number].draw()
-                    datasets.append(self._dataset_of(number, drawn.shard))
-                    rows.append(self._row(len(rows), drawn))
-                if self._format is None:
-                    self._format = detect(self.data.format, rows[0], reading=self.reading)
+                    drawn, taken = streams[number].draw(), taken + 1
+                    row = bad.attempt(taken, partial(self._parse, len(rows), drawn))
+                    bad.raise_all(taken)
+                    if row is not None:
+                        datasets.append(self._dataset_of(number, drawn.shard))
+                        rows.append(self._refuse_ids(row))
+                if self._format is None and rows:
+                    recognise = partial(detect, self.data.format, rows[0], reading=self.reading)
+                    self._format = bad.attempt(taken, recognise, where=rows[0].name)
+                    bad.raise_all(taken)
+                    if self._format is None:
+                        rows.clear()
+                        datasets.clear()
+                if start == len(rows):
+                    self._refuse_no_samples(streams, position, table.kept, bad.examples)
+                    continue
                 if self._per_row > self.batch_size:
                     raise DataError(
                         f"a pair of samples does not fit a mini-batch of training.batch_size = {self.batch_size}",
                         remedy="Set training.batch_size to 2 or more",
                     )
                 info = self._filling(rows, start)(table)
-                for name, count in info["counts"].items():
-                    counts[name] += count
-                self._refuse_no_samples(streams, position, table.kept)
+                counts.update(info["counts"])
+                examples += info["bad_rows"]
+                self._refuse_no_samples(streams, position, table.kept, bad.examples + examples)
             batch = table.batch()
+        counts.update({"rows": bad.dropped_count, "dropped_bad_rows": bad.dropped_count})
         tokens = TokenTable(Path(), batch, info)
         made = DataCounts(**dict(counts))  # type: ignore[arg-type]  # names of counts, which are numbers
         source = StreamedRows(self.source.name, (), datasets=self.source.datasets, drawn=rows)
@@ -209,8 +228,13 @@ class StreamedData:
         dataset = TokenizedDataset(self.source.name, info["format"], columns, made, Path(), source, Rendering(**info["rendering"]))
         if position.rows == 0:
             warn_of_rows(self.data, made, f"the first {made.rows} rows of {self.source.name}", info["unread"])
+        if made.dropped_bad_rows and not self._warned:
+            self._warned = True
+            warn_of_bad_rows(
+                made.dropped_bad_rows, made.rows, f"those of {self.source.name} that were drawn last", bad.examples + examples
+            )
         after = StreamPosition(
-            position.rows + len(rows),
+            position.rows + taken,
             position.samples + made.samples,
             position.dropped + made.dropped,
             min(stream.epochs for number, stream in enumerate(streams) if self._is_drawn(number)),
@@ -229,11 +253,14 @@ class StreamedData:
         assert self._format is not None, "the first row tells it"
         data = evolve(self.data, format=self._format)
         source = StreamedRows(self.source.name, (), drawn=rows)
-        options = {"reading": self.reading, "step_separator": self.step_separator}
+        options = {"reading": self.reading, "step_separator": self.step_separator, "whole": False}
         return TableFilling(source, wanted, data, self.reader, self.tokenizer, _NO_IMAGES, "", None, **options)  # type: ignore[arg-type]
 
-    def _row(self, number: int, drawn: DrawnRow) -> Row:
-        row = self.source.make_row(number, drawn.where, drawn.content, drawn.folder)
+    def _parse(self, number: int, drawn: DrawnRow) -> Row:
+        return self.source.make_row(number, drawn.where, drawn.content, drawn.folder)
+
+    def _refuse_ids(self, row: Row) -> Row:
+        """Return the row, which says of no other that it belongs to it."""
         for name in ID_COLUMNS:
             if row.values.get(name) is not None:
                 raise row.wrong(
@@ -266,8 +293,10 @@ class StreamedData:
             point = int(generator.random_raw()) / 2**64 * shares[-1]
             yield min(last, int(np.searchsorted(shares, point, side="right")))
 
-    def _refuse_no_samples(self, streams: Sequence[OpenStream], position: StreamPosition, kept: int) -> None:
-        """Refuse data of which a whole pass has left no sample."""
+    def _refuse_no_samples(
+        self, streams: Sequence[OpenStream], position: StreamPosition, kept: int, examples: Sequence[str]
+    ) -> None:
+        """Refuse data of which a whole pass has left no sample; `examples` are what is wrong with rows that were left out."""
         if not kept and all(
             stream.epoch > place.epoch + 1
             for number, (stream, place) in enumerate(zip(streams, position.places, strict=True))
@@ -276,6 +305,7 @@ class StreamedData:
             raise DataError(
                 f"no sample of {self.source.name} is left: a pass over it dropped all of its rows",
                 remedy="Raise data.max_length, or correct the dataset",
+                details=examples[:MOST_NAMED],
             )
 
 

@@ -46,6 +46,7 @@ def cache_key(
         data.overlong,
         sorted(columns),
         data.bad_images,
+        data.bad_rows,
         data.rating,
         data.template,
     ]

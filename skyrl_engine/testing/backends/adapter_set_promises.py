@@ -5,11 +5,14 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-from attrs import define, field, frozen
+from attrs import define, evolve, field, frozen
 
 from skyrl_engine.contracts.values.model import LoraConfig
+from skyrl_engine.errors import UnsupportedError
+from skyrl_engine.testing.backends.bench import Model
 from skyrl_engine.testing.backends.gradient_comparison import require_same_weights
-from skyrl_engine.testing.backends.ranks import Arrays, BackendRanks, PassOrder
+from skyrl_engine.testing.backends.held_backend import Arrays, PassOrder
+from skyrl_engine.testing.backends.ranks import BackendRanks
 from skyrl_engine.testing.backends.step_promises import SPEC
 from skyrl_engine.testing.backends.subject import NUMBERS, BackendCase, BackendSubject, backend_promise
 from skyrl_engine.testing.promise import Broken, Promise
@@ -57,27 +60,39 @@ def _take_lesson(ranks: BackendRanks, case: BackendCase, lesson: _Lesson, result
     results.weights = ranks.weights()[0]
 
 
-def _learn_alone(subject: BackendSubject, case: BackendCase, lesson: _Lesson) -> _LessonResults:
+def _choose_lessons(subject: BackendSubject, case: BackendCase) -> tuple[Model | None, tuple[_Lesson, _Lesson, _Lesson]]:
+    """Return the model and what it is taught: with dropout of its own and of adapters, or without for a backend that refuses it."""
+    try:
+        with subject.open_ranks(case, "dropout", optimizer=SPEC, lora=FIRST.lora):
+            return "dropout", (BASE, FIRST, SECOND)
+    except UnsupportedError:
+        return None, (BASE, evolve(FIRST, name="a set of rank 3", lora=evolve(FIRST.lora, dropout=0.0)), SECOND)
+
+
+def _learn_alone(subject: BackendSubject, case: BackendCase, model: Model | None, lesson: _Lesson) -> _LessonResults:
     results = _LessonResults()
-    with subject.open_ranks(case, "dropout", optimizer=SPEC, lora=lesson.lora, seed=lesson.seed) as ranks:
+    with subject.open_ranks(case, model, optimizer=SPEC, lora=lesson.lora, seed=lesson.seed) as ranks:
         for _ in _take_lesson(ranks, case, lesson, results):
             pass
     return results
 
 
-def _learn_together(subject: BackendSubject, case: BackendCase) -> list[_LessonResults]:
-    """Learn BASE, FIRST and SECOND in turns; SECOND is added late, saved and loaded in between, and freed before the others are done."""
+def _learn_together(
+    subject: BackendSubject, case: BackendCase, model: Model | None, taught: tuple[_Lesson, _Lesson, _Lesson]
+) -> list[_LessonResults]:
+    """Take three lessons in turns; the last set is added late, saved and loaded in between, and freed before the others are done."""
+    of_base, of_first, of_second = taught
     results = [_LessonResults() for _ in range(3)]
     with (
         tempfile.TemporaryDirectory(prefix="skyrl-engine-adapter-sets-") as directory,
-        subject.open_ranks(case, "dropout", optimizer=SPEC, lora=BASE.lora, seed=BASE.seed) as base,
-        base.adapter_set(FIRST.lora, FIRST.seed) as first,
+        subject.open_ranks(case, model, optimizer=SPEC, lora=of_base.lora, seed=of_base.seed) as base,
+        base.adapter_set(of_first.lora, of_first.seed) as first,
     ):
-        lessons = [_take_lesson(base, case, BASE, results[0]), _take_lesson(first, case, FIRST, results[1])]
+        lessons = [_take_lesson(base, case, of_base, results[0]), _take_lesson(first, case, of_first, results[1])]
         # a gradient of the first set is accumulated when the second one comes
         next(lessons[1])
-        with base.adapter_set(SECOND.lora, SECOND.seed) as second:
-            turns = _take_lesson(second, case, SECOND, results[2])
+        with base.adapter_set(of_second.lora, of_second.seed) as second:
+            turns = _take_lesson(second, case, of_second, results[2])
             next(turns)
             next(turns)
             second.save(Path(directory))
@@ -105,9 +120,10 @@ def _exempt_without_adapter_sets(subject: BackendSubject) -> str | None:
 def adapter_sets(subject: BackendSubject, case: BackendCase) -> None:
     if "adapter_sets" not in subject.describe(case.sizes.options, case.sizes.ranks).capabilities:
         return
-    together = _learn_together(subject, case)
-    for lesson, got in zip((BASE, FIRST, SECOND), together, strict=True):
-        due = _learn_alone(subject, case, lesson)
+    model, taught = _choose_lessons(subject, case)
+    together = _learn_together(subject, case, model, taught)
+    for lesson, got in zip(taught, together, strict=True):
+        due = _learn_alone(subject, case, model, lesson)
         for (what, one), (_, other) in zip(got.numbers, due.numbers, strict=True):
             if one != other:
                 raise Broken(

@@ -10,7 +10,7 @@ from attrs import evolve
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from skyrl_engine.testing.backends.ranks import Arrays
+from skyrl_engine.testing.backends.held_backend import Arrays
 from skyrl_engine.testing.backends.state_promises import require_equal, train
 from skyrl_engine.testing.backends.step_promises import SPEC
 from skyrl_engine.testing.backends.subject import BackendCase, BackendSubject, backend_promise, exempt_without

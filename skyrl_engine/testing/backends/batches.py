@@ -19,6 +19,7 @@ from skyrl_engine.contracts.values.prefixes import PrefixTree
 from skyrl_engine.contracts.values.ragged import Ragged, offsets_of
 from skyrl_engine.modeling.embedding_noise import draw_noise
 from skyrl_engine.modeling.tiny import IMAGE_TOKEN, VOCABULARY
+from skyrl_engine.objective.behind import Later
 from skyrl_engine.proof.comparison import relative_difference
 from skyrl_engine.proof.plain_model import PlainModel
 from skyrl_engine.testing.adapters import with_adapter
@@ -309,12 +310,15 @@ class WeightedObjective:
         scored = Ragged(np.concatenate([np.zeros(0, dtype=np.int32), *places]).astype(np.int32), offsets)
         # outputs are one number per token
         per_token = {name: score for name, score in scores.items() if score.ndim == 1} if self.per_token_outputs else {}
+        # read when the pass is over, as the engine's outputs are
+        later = Later(like.device)
+        metrics = later.send_metrics({"loss": Metric.sum(total)})
         output = RankOutput(
             np.array([document.number for document in chosen], dtype=np.int64),
             np.array([len(document.ids) for document in chosen], dtype=np.int64),
             scored,
-            {name: Ragged(score.detach().float().cpu().numpy(), offsets) for name, score in per_token.items()},
-            {"loss": Metric.sum(total.item())},
+            later.send_fields(per_token, offsets),
+            metrics,
         )
         return total, output
 

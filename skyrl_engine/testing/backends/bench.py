@@ -16,7 +16,8 @@ from skyrl_engine.modeling.loading import quiet_progress
 from skyrl_engine.modeling.tiny import VOCABULARY, make_parts_differ, write_model, write_vision_model
 from skyrl_engine.testing.adapters import write_adapter, write_rounded_model
 from skyrl_engine.testing.backends.batches import DefinedResult, definition, documents, many_documents, picture_documents
-from skyrl_engine.testing.backends.ranks import Answer, BackendRanks, Opening, RankFailed, on_rank
+from skyrl_engine.testing.backends.held_backend import Answer, Opening, on_rank
+from skyrl_engine.testing.backends.ranks import BackendRanks, RankFailed
 from skyrl_engine.testing.pictures import Variant
 from skyrl_engine.testing.ranks.world import start_shared_world
 

@@ -3,7 +3,8 @@
 from collections import Counter
 from typing import Literal
 
-from skyrl_engine.testing.backends.ranks import PassOrder, RankMixesDevices
+from skyrl_engine.testing.backends.held_backend import PassOrder
+from skyrl_engine.testing.backends.ranks import RankMixesDevices
 from skyrl_engine.testing.backends.subject import BackendCase, BackendSubject, backend_promise, require_working
 from skyrl_engine.testing.promise import Broken, Promise
 
@@ -27,7 +28,7 @@ def one_device(subject: BackendSubject, case: BackendCase) -> None:
 
 
 @backend_promise(
-    "The host waits for the device for outputs alone: without a pipeline, no micro-batch costs a wait besides the objective's"
+    "The host waits for the device for outputs alone, when all micro-batches are launched: without a pipeline, none costs a wait before"
 )
 def host_waits(subject: BackendSubject, case: BackendCase) -> None:
     """Pipelines are left out: their stages may send each other the lengths of rows, which is another matter."""
@@ -46,12 +47,13 @@ def host_waits(subject: BackendSubject, case: BackendCase) -> None:
         return
     for rank, waits in enumerate(waits_by_rank):
         for (mode, work), one, three in zip(few, waits[: len(few)], waits[len(few) :], strict=True):
-            more = Counter(three.of_backend) - Counter(one.of_backend)
+            more = Counter(three) - Counter(one)
             if more:
                 places = ", ".join(f"{count / 2:g} times {what}" for what, count in more.most_common(3))
                 raise Broken(
                     f"rank {rank} waits for the device in every micro-batch of {mode} over {work.rows} rows: {places}",
-                    "Read what a pass needs once, after its last micro-batch, or compute it on the device",
+                    "Read what a pass needs once, after its last micro-batch, or compute it on the device; the objective's output is read by "
+                    "RankOutput.concat",
                 )
 
 

@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from skyrl_engine.proof.comparison import relative_difference
 from skyrl_engine.proof.diagnosis import EXACT, Pieces, flat, in_words
-from skyrl_engine.testing.backends.ranks import Arrays
+from skyrl_engine.testing.backends.held_backend import Arrays
 from skyrl_engine.testing.promise import Broken, Undecidable
 
 TOLERANCE = 1e-5

@@ -4,7 +4,7 @@ from attrs import evolve
 
 from skyrl_engine.testing.backends.batches import MANY
 from skyrl_engine.testing.backends.gradient_comparison import norm_of, require_same_gradients, sum_gradients
-from skyrl_engine.testing.backends.ranks import Arrays, PassOrder
+from skyrl_engine.testing.backends.held_backend import Arrays, PassOrder
 from skyrl_engine.testing.backends.subject import NUMBERS, BackendCase, BackendSubject, backend_promise, is_right_loss
 from skyrl_engine.testing.promise import Broken, Promise, Undecidable
 

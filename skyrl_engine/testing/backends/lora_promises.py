@@ -15,7 +15,7 @@ from skyrl_engine.modeling.loading import quiet_progress
 from skyrl_engine.proof.plain_model import PlainModel
 from skyrl_engine.testing.adapters import with_adapter
 from skyrl_engine.testing.backends.gradient_comparison import require_same_gradients
-from skyrl_engine.testing.backends.ranks import Arrays
+from skyrl_engine.testing.backends.held_backend import Arrays
 from skyrl_engine.testing.backends.step_promises import SPEC
 from skyrl_engine.testing.backends.subject import (
     NUMBERS,

@@ -33,7 +33,7 @@ def declared_state(subject: BackendSubject, case: BackendCase) -> None:
         held_by_rank = ranks.count_bytes()
     for rank, held in enumerate(held_by_rank):
         own = list_of_stage(shape.parameters, shape.layers, topology, layout.pieces, topology.coords(rank).pp)
-        device, host = count_state_bytes(shape, layout.holdings, own, topology, "adamw")
+        device, host = count_state_bytes(shape, layout, layout.holdings, own, topology, "adamw")
         declared = sum(device.values()) + sum(host.values())
         # buffers may come and go
         most = (declared + layout.buffers * shape.master_bytes) * (1 + TOLERANCE) + _MODEL_BUFFERS

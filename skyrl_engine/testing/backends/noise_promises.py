@@ -3,7 +3,7 @@
 from skyrl_engine.errors import EngineError
 from skyrl_engine.testing.backends.batches import NOISE
 from skyrl_engine.testing.backends.gradient_comparison import require_same_gradients
-from skyrl_engine.testing.backends.ranks import PassOrder
+from skyrl_engine.testing.backends.held_backend import PassOrder
 from skyrl_engine.testing.backends.subject import (
     NUMBERS,
     BackendCase,

@@ -22,7 +22,9 @@ REMEDY = "Load or broadcast every parameter and buffer on every rank, whatever d
 def placed_weights(subject: BackendSubject, case: BackendCase) -> None:
     spec = ModelConfig(subject.bench.model(case.model))
     try:
-        subject.describe(case.sizes.options, case.sizes.ranks).refuse_model(load_config(spec), spec)
+        described = subject.describe(case.sizes.options, case.sizes.ranks)
+        described.refuse_model(load_config(spec), spec)
+        described.rehearse(spec, "padded")
     except EngineError:
         return
     due = transformers_weights(spec.path)

@@ -11,7 +11,8 @@ from skyrl_engine.contracts.values.plan import RowKind
 from skyrl_engine.errors import EngineError
 from skyrl_engine.testing.backends.batches import DIVERGENCES, DefinedResult
 from skyrl_engine.testing.backends.gradient_comparison import require_same_gradients
-from skyrl_engine.testing.backends.ranks import Arrays, BackendRanks, PassOrder
+from skyrl_engine.testing.backends.held_backend import Arrays, PassOrder
+from skyrl_engine.testing.backends.ranks import BackendRanks
 from skyrl_engine.testing.backends.subject import (
     NUMBERS,
     BackendCase,
@@ -273,8 +274,8 @@ def undeclared_packed_rows(subject: BackendSubject, case: BackendCase) -> None:
     exempt=exempt_without("tree"),
 )
 def tree_rows(subject: BackendSubject, case: BackendCase) -> None:
-    if case.sizes.topology.cp > 1:
-        raise Inapplicable("context-parallel ranks cannot divide the samples of a tree")
+    if "tree" not in subject.describe(case.sizes.options, case.sizes.ranks).capabilities:
+        raise Inapplicable(f"the backend does not declare 'tree' on {case.sizes}")
     results = {}
     for rows in ("padded", "tree"):
         with subject.open_ranks(case, rows="tree") as ranks:

@@ -8,7 +8,8 @@ import numpy as np
 from skyrl_engine.contracts.values.outputs import RankOutput
 from skyrl_engine.contracts.values.plan import RowKind
 from skyrl_engine.errors import EngineError, UnsupportedError
-from skyrl_engine.testing.backends.ranks import Arrays, BackendRanks, PassOrder
+from skyrl_engine.testing.backends.held_backend import Arrays, PassOrder
+from skyrl_engine.testing.backends.ranks import BackendRanks
 from skyrl_engine.testing.backends.subject import (
     NUMBERS,
     BackendCase,

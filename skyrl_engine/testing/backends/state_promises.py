@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from skyrl_engine.errors import EngineError
 from skyrl_engine.modeling.loading import quiet_progress
-from skyrl_engine.testing.backends.ranks import Arrays, BackendRanks, RankFailed
+from skyrl_engine.testing.backends.held_backend import Arrays
+from skyrl_engine.testing.backends.ranks import BackendRanks, RankFailed
 from skyrl_engine.testing.backends.score_promises import SCORES
 from skyrl_engine.testing.backends.step_promises import SPEC, require_nothing_left
 from skyrl_engine.testing.backends.subject import NUMBERS, BackendCase, BackendSubject, backend_promise, is_right_loss
@@ -76,6 +78,31 @@ def every_rank(subject: BackendSubject, case: BackendCase) -> None:
                     raise Broken(f"rank {rank} holds another {name} in {what} than rank 0", "Gather over all ranks, on all ranks")
         if steps[rank] != steps[0]:
             raise Broken(f"rank {rank} reports {steps[rank]}, rank 0 {steps[0]}", "Reduce the norm over all ranks, on all ranks")
+
+
+@backend_promise(
+    "Weights that it gives in bfloat16, if it gives any, are those of weights() rounded, at the start and after a step"
+)
+def rounded_weights(subject: BackendSubject, case: BackendCase) -> None:
+    with subject.open_ranks(case, optimizer=SPEC) as ranks:
+        for when, steps in (("at the start", 0), ("after a step", 1)):
+            train(ranks, case, steps)
+            for rank, (rounded, weights) in enumerate(zip(ranks.weights_in_bfloat16(), ranks.weights(), strict=True)):
+                if rounded is None:
+                    continue
+                if list(rounded) != list(weights):
+                    raise Broken(f"rank {rank} gives other names in weights_in() than in weights(), or in another order", REMEDY)
+                for name, weight in weights.items():
+                    if not np.array_equal(rounded[name], round_to_bfloat16(weight)):
+                        raise Broken(
+                            f"weights_in(torch.bfloat16) of rank {rank} gives {name} {when} other than rounded",
+                            "Round what weights() gives, or each rank's part of it, by torch's `to`",
+                        )
+
+
+def round_to_bfloat16(weight: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Return the values that a weight has after it was rounded to bfloat16, in float32."""
+    return torch.tensor(weight).to(torch.bfloat16).float().numpy()
 
 
 @backend_promise("What it shows as the memory of its weights, if it does, holds them, and still does after a step")
@@ -268,6 +295,7 @@ STATE_PROMISES: tuple[Promise[BackendSubject, BackendCase], ...] = (
     names,
     every_rank,
     shown_memory,
+    rounded_weights,
     save_and_load,
     offloads,
     no_code_in_checkpoints,

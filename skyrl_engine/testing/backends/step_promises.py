@@ -7,20 +7,21 @@ import torch
 from attrs import evolve
 from torch import nn
 
-from skyrl_engine.contracts.kinds.backend import (
+from skyrl_engine.contracts.kinds.backend import OptimStep
+from skyrl_engine.contracts.kinds.optimizer_settings import (
     AdafactorSettings,
     AdamW8BitSettings,
     AdamWSettings,
     LionSettings,
     MuonSettings,
     OptimizerSettings,
-    OptimStep,
     SgdSettings,
 )
 from skyrl_engine.errors import EngineError
 from skyrl_engine.modeling.optimizer import build_optimizer, parameter_groups, use_settings
 from skyrl_engine.testing.backends.gradient_comparison import TOLERANCE, norm_of
-from skyrl_engine.testing.backends.ranks import Arrays, BackendRanks, PassOrder
+from skyrl_engine.testing.backends.held_backend import Arrays, PassOrder
+from skyrl_engine.testing.backends.ranks import BackendRanks
 from skyrl_engine.testing.backends.subject import (
     NUMBERS,
     BackendCase,

@@ -2,20 +2,23 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
+from pathlib import Path
 from typing import Any, Literal
 
 from attrs import evolve, field, frozen
 from hypothesis import strategies as st
 
 from skyrl_engine.config import SelectedPlugin
-from skyrl_engine.contracts.kinds.backend import AdamWSettings, BackendDescription, Capability, OptimizerSettings
+from skyrl_engine.contracts.kinds.backend import BackendDescription, Capability
 from skyrl_engine.contracts.kinds.context import FactoryContext
+from skyrl_engine.contracts.kinds.optimizer_settings import AdamWSettings, OptimizerSettings
 from skyrl_engine.contracts.values.model import ModelConfig
 from skyrl_engine.contracts.values.plan import RowKind
 from skyrl_engine.errors import EngineError
 from skyrl_engine.proof.layouts import ParallelSizes
 from skyrl_engine.testing.backends.bench import Bench, Model
-from skyrl_engine.testing.backends.ranks import SEED, BackendRanks, Cut, Opening, PassOrder, RankFailed
+from skyrl_engine.testing.backends.held_backend import SEED, Cut, Opening, PassOrder
+from skyrl_engine.testing.backends.ranks import BackendRanks, RankFailed
 from skyrl_engine.testing.error_checks import check_says_what_to_do
 from skyrl_engine.testing.promise import Broken, Promise, Undecidable, exempt_nobody, promise
 
@@ -71,14 +74,15 @@ class BackendSubject:
         teacher: Model | None = None,
         seed: int = SEED,
         counts_bytes: bool = False,
+        files: Path | None = None,
         **options: Any,
     ) -> BackendRanks:
         """Set the backend up on the ranks of the case, with a `teacher` where there is one; `options` are those of the model.
 
-        With `counts_bytes` the ranks can say what they hold.
+        With `counts_bytes` the ranks can say what they hold. `files` have other weights of the model.
         """
         sizes = case.sizes
-        spec = ModelConfig(self.bench.model(model or case.model), **options)
+        spec = ModelConfig(self.bench.model(model or case.model) if files is None else str(files), **options)
         teacher_config = None if teacher is None else ModelConfig(self.bench.model(teacher))
         lock = self.with_options(sizes.options).to_lock_entry()
         return self.bench.ranks(

@@ -7,7 +7,8 @@ import numpy as np
 
 from skyrl_engine.errors import DataError, EngineError, SampleError
 from skyrl_engine.testing.backends.gradient_comparison import require_same_gradients
-from skyrl_engine.testing.backends.ranks import BackendRanks, Cut, PassOrder
+from skyrl_engine.testing.backends.held_backend import Cut, PassOrder
+from skyrl_engine.testing.backends.ranks import BackendRanks
 from skyrl_engine.testing.backends.subject import NUMBERS, BackendCase, BackendSubject, backend_promise, require_words
 from skyrl_engine.testing.pictures import Variant
 from skyrl_engine.testing.promise import Broken, Promise, Undecidable

@@ -7,6 +7,7 @@ from torch.overrides import TorchFunctionMode
 
 from skyrl_engine.contracts.kinds.loss import LossTokens
 from skyrl_engine.contracts.kinds.needs import model_score
+from skyrl_engine.objective.behind import Later
 from skyrl_engine.objective.corrections import correct
 from skyrl_engine.objective.tokens import MicroBatchTokens
 from skyrl_engine.testing.subject import part_of
@@ -28,17 +29,17 @@ def evaluate(
 
     Raises EngineError where the correction fails or returns what the engine refuses.
     """
-    listening = Listening(correction, mode)
-    factors, _ = correct([part_of(listening, label, "correction")], _tokens(batch, dtype), first_index=1)
+    listening, tokens = Listening(correction, mode), _tokens(batch, dtype)
+    later = Later(tokens.like.device)
+    factors, _ = correct([part_of(listening, label, "correction")], tokens, later, first_index=1)
+    later.raise_now()
     heard = listening.heard
     return Evaluation("factor", numbers_of(factors), factors.sum().item(), {}, {}, heard["output"].dtype, heard.get("drew", False))
 
 
 def tokens_for_correction(label: str, correction: Any, batch: TokenBatch) -> LossTokens:
     """Return the batch as the engine gives it to the first correction: all tokens, nothing differentiable."""
-    return _tokens(batch, torch.float64).for_correction(
-        label, tuple(correction.needs), 0, torch.ones(batch.tokens, dtype=torch.bool)
-    )
+    return _tokens(batch, torch.float64).for_correction(label, tuple(correction.needs), 0, None)
 
 
 def _tokens(batch: TokenBatch, dtype: torch.dtype) -> MicroBatchTokens:

@@ -69,15 +69,15 @@ def _scratch() -> ScratchFolder:
 
 
 @cache
-def model_folder() -> Path:
-    """A tiny model with a tokenizer, in a temporary folder, once per process.
+def model_folder(columns: int = ODD_SIZES["intermediate_size"]) -> Path:
+    """A tiny model with a tokenizer, in a temporary folder, once per process; its feed-forward layers have so many `columns`.
 
     Its embedding, which is its head too, and the norms of its queries and keys are large, so that its distribution is far from uniform and
     depends on every token of a row. Mean entropies at temperatures 0.5, 1 and 2 are 2.0, 3.7 and 4.6 nats of ln 128 = 4.85; the total
     variation between temperatures 1 and 2 is 0.30, between 0.5 and 1 it is 0.42.
     """
-    folder = _scratch().path
-    write_model(folder, "qwen3", max_position_embeddings=POSITIONS, **ODD_SIZES)
+    folder = _scratch().path / f"columns-{columns}"
+    write_model(folder, "qwen3", max_position_embeddings=POSITIONS, **{**ODD_SIZES, "intermediate_size": columns})
     make_parts_differ(folder)
     weights = load_file(folder / "model.safetensors")
     for name, weight in weights.items():
@@ -92,14 +92,18 @@ def model_folder() -> Path:
 
 @define(eq=False)
 class TinyWeights:
-    """The model's weights as a rank offers them, in one form, changed by the step `step` where there was one."""
+    """The model's weights as a rank offers them, in one form, changed by the step `step` where there was one.
+
+    `folder` holds the model: that of this process, or, on a rank, of the process that asks.
+    """
 
     form: WeightForm
     step: int | None = None
+    folder: Path = field(factory=model_folder)
     model: Any = field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        self.model = load_causal_lm(ModelConfig(str(model_folder()))).eval()
+        self.model = load_causal_lm(ModelConfig(str(self.folder))).eval()
         if self.step is not None:
             self.change(self.step)
 
@@ -126,7 +130,7 @@ class TinyWeights:
 
     def directory(self) -> Path:
         """Write the weights to a temporary folder that stays until the process ends, as many are asked for in a session of the kit."""
-        folder = Path(mkdtemp(prefix="weights-", dir=model_folder()))
+        folder = Path(mkdtemp(prefix="weights-", dir=self.folder))
         self.model.save_pretrained(folder)
         return folder
 
@@ -274,13 +278,21 @@ class RunningGenerator:
 
 @contextmanager
 def run_generator(
-    subject: Subject[Any], *, ends: tuple[int, ...] = (), version: int = 0, is_alone: bool = False
+    subject: Subject[Any],
+    *,
+    ends: tuple[int, ...] = (),
+    version: int = 0,
+    is_alone: bool = False,
+    folder: Path | None = None,
 ) -> Iterator[RunningGenerator]:
-    """Start the generator on the tiny model, in its place, and close it in the end; `is_alone` where promises must not share it."""
+    """Start the generator on the tiny model, in its place, and close it in the end; `is_alone` where promises must not share it.
+
+    `folder` holds the model; None: `model_folder()` does.
+    """
     form = form_of(subject)
     assert form is not None, "exempt without a form"
-    weights = TinyWeights(form)
-    start = GeneratorStart(ModelConfig(str(model_folder())), "cpu", ends, weights, version)
+    weights = TinyWeights(form, folder=folder or model_folder())
+    start = GeneratorStart(ModelConfig(str(weights.folder)), "cpu", ends, weights, version)
     with start_placed(subject, start, is_alone=is_alone) as (placed, first_version):
         has_logprobs = "logprobs" in description_of(subject).capabilities
         yield RunningGenerator(placed, weights, has_logprobs, first_version, placement_of(subject) == "rank")

@@ -60,7 +60,7 @@ class PlacedGenerator(Protocol):
 class CalledGenerator(GeneratorDriver):
     """A generator in this process, as on a rank, of which one call of `poll` is one call."""
 
-    def poll(self, timeout: float, *, eager: bool = True) -> list[Completion]:  # noqa: ARG002 - the driver's signature
+    def poll(self, timeout: float, *, eager: bool = True, agree: object = None) -> list[Completion]:  # noqa: ARG002 - the driver's signature
         """Return what the generator returns, which the driver of a rank would wait for."""
         with blame(self.part.owner, "poll"):
             returned = self.part.product.poll(timeout)

@@ -39,6 +39,7 @@ from skyrl_engine.testing.generators.sampling_promises import (
     top_scores,
     whole_seeds,
 )
+from skyrl_engine.testing.generators.together_promises import sampling_together
 from skyrl_engine.testing.plugin_promises import PLUGIN_PROMISES
 from skyrl_engine.testing.promise import Promise
 
@@ -54,6 +55,7 @@ GENERATOR_PROMISES: tuple[Promise[Any, Any], ...] = (
     whole_seeds,
     seeds_apart,
     batch_invariance,
+    sampling_together,
     distribution,
     temperatures,
     close_temperatures,

@@ -51,6 +51,11 @@ def _list_explicit(_subject: Subject[Any]) -> list[ToldSession]:
     return list_sessions()
 
 
+def _list_sessions_with_nan(_subject: Subject[Any]) -> list[ToldSession]:
+    whole = list_sessions()[0]
+    return [*list_sessions(), evolve(whole, numbers=tuple((name, float("nan")) for name, _ in whole.numbers))]
+
+
 def _tell(subject: Subject[Any], session: ToldSession, directory: Path) -> None:
     """Tell a new observer a session. Raises Undecidable where it fails, which another promise covers."""
     try:
@@ -130,6 +135,32 @@ def manifest_values(subject: Subject[Any], _case: None) -> None:
         )
     if facts != again:
         raise Broken(f"adds {facts!r:.120} to the manifest, and then {again!r:.120}", "Let it be of the options alone")
+
+
+@promise(
+    "What it leaves in files of JSON is JSON, also of numbers that are not finite",
+    cases=_draw,
+    first=_list_sessions_with_nan,
+    effort=FEW,
+)
+def strict_json(subject: Subject[Any], case: ToldSession) -> None:
+    for path, content in collect_files(lambda: [subject.make()], [case]).items():
+        if not path.endswith((".json", ".jsonl")):
+            continue
+        documents = content.splitlines() if path.endswith(".jsonl") else [content]
+        for number, document in enumerate(documents, 1):
+            place = f"line {number} of {path}" if path.endswith(".jsonl") else path
+            try:
+                json.loads(document, parse_constant=_refuse_constant)
+            except ValueError as error:  # texts that are no UTF-8 among them
+                raise Broken(
+                    f"leaves {place} as no JSON: {' '.join(str(error).split())}",
+                    "Write numbers that are not finite as texts, and call json.dumps(..., allow_nan=False)",
+                ) from error
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"it holds {name}, which JSON has no word for")
 
 
 @promise(f"It takes every event within {SLOW_SECONDS:g} s: a run waits for it", first=lambda _subject: list_sessions()[:2])
@@ -279,6 +310,7 @@ OBSERVER_PROMISES: tuple[Promise[Any, Any], ...] = (
     takes_events,
     events_unchanged,
     manifest_values,
+    strict_json,
     in_time,
     beside_others,
     resume,

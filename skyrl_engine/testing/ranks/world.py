@@ -12,7 +12,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -64,7 +64,9 @@ class World:
         self._forked = device != "cuda" and not measured and sys.platform == "linux"
         self._pipes: list[Connection] = []
         self._processes: list[BaseProcess] = []
-        self._under_way: Future[list[Any]] | None = None
+        self._under_way: Future[dict[int, Any]] | None = None
+        self._posted: set[int] = set()
+        self._arrived: dict[int, tuple[str, Any]] = {}
 
     def _start(self) -> None:
         with socket.socket() as probe:
@@ -92,32 +94,79 @@ class World:
 
     def begin(self, function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Callable[[], list[Any]]:
         """Let every rank begin a call, once the call before it is answered; returns what waits for the results, as `run` returns them."""
+        wait_for_all = self.begin_on(range(self._size), function, *arguments, **keywords)
+        return lambda: list(wait_for_all().values())
+
+    def begin_on(
+        self, ranks: Sequence[int], function: Callable[..., Any], *arguments: Any, **keywords: Any
+    ) -> Callable[[], dict[int, Any]]:
+        """Let some ranks begin a call as `begin` does; returns what waits for the results, by rank. Their posted calls are waited for."""
+        self._settle()
+        if posted := self._posted.intersection(ranks):
+            self._posted -= posted
+            replies = self._receive(posted)
+            self._values(replies, posted)
+            self._arrived |= replies
+        for rank in ranks:
+            with contextlib.suppress(OSError):  # of a rank that died since it last answered: it is heard of below
+                self._pipes[rank].send((function, arguments, keywords))
+        self._under_way = Future(lambda: self._values(self._receive(ranks), ranks))
+        return self._under_way.result
+
+    def _settle(self) -> None:
+        """Wait for the call under way, and start the ranks where there are none."""
         if self._under_way is not None:
             # whoever began it is told when they ask
             with contextlib.suppress(Exception):
                 self._under_way.result()
         if not self._pipes:
             self._start()
-        for pipe in self._pipes:
-            with contextlib.suppress(OSError):  # of a rank that died since it last answered: it is heard of below
-                pipe.send((function, arguments, keywords))
-        self._under_way = Future(self._collect)
-        return self._under_way.result
 
-    def _collect(self) -> list[Any]:
+    @property
+    def posted_ranks(self) -> set[int]:
+        """Return the ranks with a posted call whose reply was not collected."""
+        return {*self._posted, *self._arrived}
+
+    def post(self, rank: int, function: Callable[..., Any], *arguments: Any) -> None:
+        """Let one rank begin a call, once the call of all before it is answered; `begin` waits for it, and `collect` gives its reply."""
+        assert rank not in self.posted_ranks, f"rank {rank} has a posted call"
+        self._settle()
+        with contextlib.suppress(OSError):  # of a rank that died: `collect` tells
+            self._pipes[rank].send((function, arguments, {}))
+        self._posted.add(rank)
+
+    def collect(self, timeout: float) -> dict[int, Any]:
+        """Return the replies to posted calls that are there, by rank: at least one, unless `timeout` seconds go by. Raises as `run` does."""
+        if self._posted:
+            ready = wait([self._pipes[rank] for rank in self._posted], timeout=0.0 if self._arrived else timeout)
+            answered = {rank for rank in self._posted if self._pipes[rank] in ready}
+            self._arrived |= self._receive(answered)
+            self._posted -= answered
+        arrived, self._arrived = self._arrived, {}
+        if any(kind != "result" for kind, _ in arrived.values()):
+            others, self._posted = self._posted, set()
+            return self._values(arrived | self._receive(others, GRACE_SECONDS), {*arrived, *others})
+        return {rank: value for rank, (_, value) in arrived.items()}
+
+    def _receive(self, ranks: Collection[int], seconds: float | None = None) -> dict[int, tuple[str, Any]]:
+        """Wait for the replies of these ranks, and after a failure a little longer; a rank that stays silent has none."""
         replies: dict[int, tuple[str, Any]] = {}
-        deadline = time.monotonic() + self._timeout
-        while len(replies) < len(self._pipes):
-            waiting = {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in replies}
+        deadline = time.monotonic() + (self._timeout if seconds is None else seconds)
+        while len(replies) < len(ranks):
+            waiting = {self._pipes[rank]: rank for rank in ranks if rank not in replies}
             ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
-            for pipe in self._pipes:
+            for pipe, rank in waiting.items():
                 if pipe in ready:
-                    replies[waiting[pipe]] = _receive(pipe)
+                    replies[rank] = _receive(pipe)
             if any(kind != "result" for kind, _ in replies.values()):  # its peers may wait for it in a collective
                 deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
             if not ready:
                 break
-        silent = [rank for rank in range(self._size) if rank not in replies]
+        return replies
+
+    def _values(self, replies: Mapping[int, tuple[str, Any]], asked: Collection[int]) -> dict[int, Any]:
+        """Return the values of replies; raise what explains that there are none, and end ranks that are of no use any more."""
+        silent = [rank for rank in sorted(asked) if rank not in replies]
         if silent or any(kind == "death" for kind, _ in replies.values()):
             self._end(patience=0.0)
         for _, (kind, value) in sorted(replies.items()):
@@ -133,7 +182,7 @@ class World:
                 rank=silent[0],
                 remedy="Let every rank take part in the same collectives in the same order",
             )
-        return [value for _, (_, value) in sorted(replies.items())]
+        return {rank: value for rank, (_, value) in sorted(replies.items())}
 
     @property
     def running(self) -> bool:
@@ -157,6 +206,7 @@ class World:
         for pipe in self._pipes:
             pipe.close()
         self._pipes, self._processes = [], []
+        self._posted, self._arrived = set(), {}
 
     def __enter__(self) -> Self:
         return self

@@ -1,7 +1,7 @@
 """A transport that runs the engine's workers on the ranks of a `World`: no Ray, and one world for many backends in turn."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from skyrl_engine.errors import EngineError
 from skyrl_engine.testing.ranks.held import get_held, hold, let_go
@@ -29,18 +29,35 @@ class WorldTransport:
     def put(self, shard: Shard) -> Shard:
         return shard
 
-    def send(self, messages: Sequence[Message[Reply]]) -> Callable[[], list[Reply]]:
-        wait = self._world.begin(on_worker, list(messages))
+    def send(self, messages: Sequence[Message[Reply] | None]) -> Callable[[], list[Reply | None]]:
+        asked = [rank for rank, message in enumerate(messages) if message is not None]
+        wait = self._world.begin_on(asked, on_worker, list(messages))
 
-        def take_answers() -> list[Reply]:
+        def take_answers() -> list[Reply | None]:
             try:
-                return wait()
+                answers = wait()
+                return [answers.get(rank) for rank in range(len(messages))]
             except EngineError as error:
                 if not self._world.running:
                     self.ended = describe_ending(error)
                 raise
 
         return take_answers
+
+    @property
+    def posted_ranks(self) -> set[int]:
+        return self._world.posted_ranks
+
+    def post(self, rank: int, message: Message[Any]) -> None:
+        self._world.post(rank, on_worker, [message if place == rank else None for place in range(rank + 1)])
+
+    def collect(self, timeout: float) -> dict[int, Any]:
+        try:
+            return self._world.collect(timeout)
+        except EngineError as error:
+            if not self._world.running:
+                self.ended = describe_ending(error)
+            raise
 
     def close(self) -> None:
         if self.ended is None:
@@ -79,8 +96,9 @@ def _start(spec: WorkerSpec) -> None:
     hold("worker", lambda: Worker(spec, rank, device_index=rank))
 
 
-def on_worker(messages: Sequence[Message[Reply]]) -> Reply:
-    """Answer this rank's message with the worker on this rank of the world."""
+def on_worker(messages: Sequence[Message[Reply] | None]) -> Reply | None:
+    """Answer this rank's message, if it has one, with the worker on this rank of the world."""
     import torch.distributed as dist
 
-    return messages[dist.get_rank()].answer(get_held("worker"))
+    message = messages[dist.get_rank()]
+    return None if message is None else message.answer(get_held("worker"))

@@ -75,7 +75,7 @@ def replicas(kind: TokenKind, subject: Subject[Any], batch: TokenBatch) -> None:
         one,
         other,
         "between two replicas",
-        "it draws from a source of its own, counts its calls, asks which rank it is on, or takes hash() of a text",
+        "it draws from a source of its own, counts its calls or remembers earlier ones, asks which rank it is on, or takes hash() of a text",
         "Make it a function of its tokens; draw from tokens.generator, which replicas share",
         relative=0,
         absolute=0,

@@ -33,7 +33,7 @@ from skyrl_engine.training.sft.state import fingerprint
 _SECONDS_BETWEEN_WRITES: Final = 1.0
 _PLACES: Final = (
     *("path", "revision", "tokenizer", "chat_template", "value_head"),
-    *("activation_checkpointing", "dropout", "neftune_alpha", "lora"),
+    *("activation_checkpointing", "dropout", "neftune_alpha", "freeze", "lora"),
 )
 """Keys of a model's table that do not decide the scores of a frozen one, other than its weights."""
 

@@ -10,7 +10,7 @@ import numpy as np
 from attrs import evolve
 
 from skyrl_engine.config import ResolvedConfig
-from skyrl_engine.config.automatic import budget_of
+from skyrl_engine.config.automatic import budget_of, find_attempt_limit, find_prompt_limit
 from skyrl_engine.config.schema import EngineConfig, GeneratorTable, RlConfig
 from skyrl_engine.contracts.kinds.environment import Environment, Task
 from skyrl_engine.contracts.values.columns import SampleColumns
@@ -165,13 +165,22 @@ def refuse_generator(draft: RlDraft) -> None:
         refuse_generator_of_other_weights(label, description)
 
 
+def fit_lengths(prompt: int, answer: int, positions: int) -> dict[str, int]:
+    """Return `max_prompt_tokens` and `max_tokens`, in tokens, that fit into a model's positions: the answer gets half of them at most."""
+    answer = min(answer, max(1, positions // 2))
+    return {"max_prompt_tokens": max(1, min(prompt, positions - answer)), "max_tokens": answer}
+
+
 def refuse_beyond_positions(draft: RlDraft) -> None:
     """Raise UnsupportedError for attempts that may become longer than the model's positions reach."""
     longest, positions = draft.longest, draft.files.facts.extended_length
     if draft.is_live and positions is not None and longest > positions:
+        prompt, answer = find_prompt_limit(draft.resolved.config.rl), draft.resolved.config.rl.max_tokens
+        fitting = " ".join(f"rl.{key}={value}" for key, value in fit_lengths(prompt, answer, positions).items())
         raise UnsupportedError(
-            f"rl.max_prompt_tokens and rl.max_tokens make attempts of up to {longest:,} tokens, and the model has {positions:,} positions",
-            remedy="Lower one of them",
+            f"rl.max_prompt_tokens = {prompt:,} and rl.max_tokens = {answer:,} make attempts of up to {longest:,} tokens, and the model has "
+            f"{positions:,} positions",
+            remedy=f"Lower them, for instance {fitting}",
         )
 
 
@@ -303,7 +312,7 @@ def _check_held_out(
 
 def limits_of(config: EngineConfig, facts: ModelFacts) -> PromptLimits:
     """Return what prompts of the run may be."""
-    return PromptLimits(config.rl.max_prompt_tokens, facts.vocabulary_size, config.rollouts.max_failure_share)
+    return PromptLimits(find_prompt_limit(config.rl), facts.vocabulary_size, config.rollouts.max_failure_share)
 
 
 def _first_tasks(config: EngineConfig, tasks: TaskOrder) -> Iterator[tuple[int, Task]]:
@@ -448,7 +457,7 @@ def _collect_warnings(settings: RlConfig, assembly: Assembly, old: str | None) -
     """Tell what is allowed and hardly meant."""
     if settings.pairs is None:
         yield from _collect_warnings_of_ratios(settings, assembly, old)
-    longest = settings.max_prompt_tokens + settings.max_tokens
+    longest = find_attempt_limit(settings)
     together, what = (longest, "attempt") if settings.pairs is None else (2 * longest, "pair of attempts")
     budget = budget_of(settings)
     if budget is not None and budget < together:

@@ -7,6 +7,7 @@ import numpy as np
 from attrs import asdict, evolve, frozen
 
 from skyrl_engine.config import ResolvedConfig, SelectedPlugin
+from skyrl_engine.config.automatic import find_attempt_limit
 from skyrl_engine.config.schema import GeneratorTable, RlConfig
 from skyrl_engine.contracts.values.topology import Topology
 from skyrl_engine.data.preview import show_boundaries, token_texts
@@ -189,7 +190,7 @@ def _describe_caches(prepared: PreparedRl) -> str | None:
     if tokens is None or shape is None:
         return None
     token_bytes = shape.token_bytes(prepared.resolved.config.model.dtype)
-    longest = rl.max_prompt_tokens + rl.max_tokens
+    longest = find_attempt_limit(rl)
     held = f"as many as {CACHE_SHARE:.0%} of the memory takes that is free on each rank"
     if tokens != "free":
         held = f"{tokens:,} tokens on each rank, {format_bytes(tokens * token_bytes)}"

@@ -27,6 +27,12 @@ class WeightHandover:
     def write(self, version: int) -> None:
         """Gather the present weights as those of `version`, and what they say of the canary's row. In the trainer's thread."""
         self.sampler.write(version)
+        self.prepare_check(version)
+
+    def prepare_check(self, version: int) -> None:
+        """Score the canary's row with the present weights, those of `version`. Also with those that generators start with: so one that takes no
+        update is known from the first on. In the trainer's thread.
+        """
         if self.canary is not None:
             row = self.canary.row.tolist()
             copies = self.engine.group.topology.dp

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from skyrl_engine.config import ResolvedConfig, SelectedPlugin
+from skyrl_engine.config.automatic import find_prompt_limit
 from skyrl_engine.config.reading.origins import format_key, nearest
 from skyrl_engine.config.reading.places import absent_places
 from skyrl_engine.config.schema import EngineConfig
@@ -45,7 +46,9 @@ def prepare(resolved: ResolvedConfig, *, trains: bool = True, progress: Progress
     """
     choices, refusals = Choices(resolved), Refusals()
     choices.choose_dtype()
-    draft = RlDraft(choices.resolved, ModelFiles.of(choices.resolved.config.model), trains, choices=choices)
+    files = ModelFiles.of(choices.resolved.config.model)
+    choices.choose_max_prompt_tokens(files.facts)
+    draft = RlDraft(choices.resolved, files, trains, choices=choices)
     refusals.collect_all(BEFORE_BUILDING, draft)
     check_models_beside(draft.resolved, refusals)
     _build(draft, refusals, progress)
@@ -139,7 +142,7 @@ def _choose_layout(draft: RlDraft) -> None:
         assembly.description,
         largest=together * -(-longest // alignment) * alignment,
         batch_local=assembly.batch_local,
-        shared=settings.max_prompt_tokens + size * settings.max_tokens if shares else 0,
+        shared=find_prompt_limit(settings) + size * settings.max_tokens if shares else 0,
     )
     draft.resolved = choices.resolved
 

@@ -3,7 +3,7 @@
 from attrs import define, field, frozen
 
 from skyrl_engine.config import ResolvedConfig, SelectedPlugin
-from skyrl_engine.config.automatic import budget_of
+from skyrl_engine.config.automatic import budget_of, find_attempt_limit, find_prompt_limit
 from skyrl_engine.contracts.kinds.advantage import Advantage
 from skyrl_engine.contracts.kinds.context import FactoryContext
 from skyrl_engine.contracts.kinds.environment import Environment
@@ -77,7 +77,7 @@ class PreparedRl:
     @property
     def longest(self) -> int:
         """The largest number of tokens of an attempt, its prompt included."""
-        return self.resolved.config.rl.max_prompt_tokens + self.resolved.config.rl.max_tokens
+        return find_attempt_limit(self.resolved.config.rl)
 
     @property
     def in_flight_updates(self) -> bool:
@@ -109,7 +109,7 @@ class PreparedRl:
         config = self.resolved.config
         return RolloutLimits(
             group_size=config.rl.group_size,
-            max_prompt_tokens=config.rl.max_prompt_tokens,
+            max_prompt_tokens=find_prompt_limit(config.rl),
             max_tokens=config.rl.max_tokens,
             min_group_size=config.rollouts.fewest_finished(config.rl.group_size),
             max_failure_share=config.rollouts.max_failure_share,
@@ -157,7 +157,7 @@ class RlDraft:
     @property
     def longest(self) -> int:
         """The largest number of tokens of an attempt, its prompt included."""
-        return self.resolved.config.rl.max_prompt_tokens + self.resolved.config.rl.max_tokens
+        return find_attempt_limit(self.resolved.config.rl)
 
     @property
     def loads(self) -> bool:

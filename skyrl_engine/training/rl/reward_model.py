@@ -8,7 +8,7 @@ import numpy as np
 from attrs import evolve, frozen
 
 from skyrl_engine.config import ResolvedConfig
-from skyrl_engine.config.automatic import budget_of
+from skyrl_engine.config.automatic import budget_of, find_attempt_limit
 from skyrl_engine.config.schema import RewardModelConfig, RewardModelTable
 from skyrl_engine.contracts.values.columns import SampleColumns
 from skyrl_engine.contracts.values.model import RightLabel
@@ -118,7 +118,7 @@ class RewardModel:
         closing = ChatRenderer(files.tokenizer, raw=raw).closing()
         positions = model_files.facts.extended_length
         if renderer is None:
-            longest = config.rl.max_prompt_tokens + config.rl.max_tokens + 1 + (0 if closing is None else len(closing[1]))
+            longest = find_attempt_limit(config.rl) + 1 + (0 if closing is None else len(closing[1]))
             if positions is not None and longest > positions:
                 raise UnsupportedError(
                     f"the reward model reads attempts of up to {longest:,} tokens, with the tokens that end a turn, and {table.path} has "

@@ -243,6 +243,7 @@ def _sampling(
             return
         canary = make_canary(rollouts, completions.open_client(), sampler.description, guard.limit)
         handover = WeightHandover(engine, sampler, canary)
+        handover.prepare_check(0 if state is None else state.step)
         drains = not prepared.in_flight_updates
         with BackgroundSource(source, handover, drains, phases, progress=on_progress, valued=valued) as background:
             yield background, attrs.evolve(live, status=background.status)

@@ -59,8 +59,8 @@ def evaluate_model(
     Raises DataError where environments have no task of this split, RolloutError where every attempt failed, and what a run by reinforcement
     raises before its first step.
     """
-    config = resolved.config
     prepared = prepare(resolved, trains=False)
+    config = prepared.resolved.config
     if not isinstance(prepared.rollouts, LiveRolloutSpec):
         raise ConfigError([Problem("rl.rollouts", "is set, and an evaluation samples", "Remove it")])
     if trained_on is not None:

@@ -172,9 +172,12 @@ class RlTrainer:
         }
         if self.live is not None and self.live.status is not None:
             reported |= staleness_metrics(taken.groups, number - 1, self.live.status)
-        self._finish(reported, taken.groups, began)
+        spent = self._finish(reported, taken.groups, began)
         ended = sum(len(group.trajectories) for group in taken.ended)
-        if self.live is not None and (waits := self._waits.describe(reported, time.perf_counter() - began, ended)) is not None:
+        if (
+            self.live is not None
+            and (waits := self._waits.describe(spent, reported, time.perf_counter() - began, ended)) is not None
+        ):
             tell(logger, waits)
         # with the sampler's own log-probabilities as the old ones, later optimizer steps move away from them
         one_step = config.rl.mini_batches * config.rl.epochs == 1
@@ -184,7 +187,7 @@ class RlTrainer:
             tried = [attempt for group in taken.ended for attempt in group.finished]
             warn_of_cuts(sum(attempt.status == "truncated" for attempt in tried), len(tried), config.rl.max_tokens)
         ends = self._idle.look(number, reported, lambda: self._explain_idle(batch))
-        return StepDone(reported, self._cpu, ends)
+        return StepDone(reported, self._cpu, ends, spent)
 
     def score_batch(self, groups: Sequence[Group], number: int, *, whole: bool = False) -> "ScoredBatch":
         """Lay out the groups of step `number`, and add all that a pass needs to learn from them: scores and advantages.
@@ -397,8 +400,8 @@ class RlTrainer:
         together = combine_metrics(parts)
         return {**means_over(together, settings.epochs), **{name: together[name] for name in COUNTED}}, present
 
-    def _finish(self, reported: dict[str, float], groups: Sequence[Group], began: float) -> None:
-        """Turn sums into what is reported, and add the seconds of every phase, which add up to those since `began`."""
+    def _finish(self, reported: dict[str, float], groups: Sequence[Group], began: float) -> dict[str, float]:
+        """Turn sums into what is reported, and return the wall seconds of every phase of the step that `began` then."""
         sums = [reported.pop(name) for name in WEIGHTS if name in reported]
         if sums:
             reported["policy/ess"] = effective_share(*sums)
@@ -407,11 +410,10 @@ class RlTrainer:
         if (seconds := time.perf_counter() - began if beside else spent.get("generate", 0.0)) > 0:
             sampled = sum(len(attempt.logprobs) for group in groups for attempt in group.finished)
             reported["rollout/tokens_per_second"] = sampled / seconds
-        other_seconds = time.perf_counter() - began - sum(spent.values())
-        reported |= {f"time/{phase}": seconds for phase, seconds in {**spent, "other": max(0.0, other_seconds)}.items()}
         for phase, seconds in self.phases.cpu.drain().items():
             if phase not in _OF_RANKS:
                 self._cpu[phase] = self._cpu.get(phase, 0.0) + seconds
+        return spent
 
 
 def estimate_advantages(part: BoundPlugin[Advantage], columns: SampleColumns) -> AdvantageOutput:

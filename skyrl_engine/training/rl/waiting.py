@@ -17,15 +17,16 @@ class EnvironmentWaits:
     _steps: int = field(default=0, init=False)
     _has_told: bool = field(default=False, init=False)
 
-    def describe(self, reported: Mapping[str, float], seconds: float, attempts: int) -> str | None:
+    def describe(self, phases: Mapping[str, float], reported: Mapping[str, float], seconds: float, attempts: int) -> str | None:
         """Return a sentence, once, where environments were waited for most of a step and each process had several attempts to answer.
 
-        `reported` are the metrics of the step, of so many seconds and attempts. In the first one processes start, and so it says nothing.
+        `phases` are the wall seconds by phase, and `reported` the metrics of a step of so many seconds and attempts. In the first one
+        processes start, and so it says nothing.
         """
         self._steps += 1
-        waited, asked = reported.get("time/environment", 0.0), float(attempts)
+        waited, asked = phases.get("environment", 0.0), float(attempts)
         if "async/attempts_at_environment" in reported:
-            waited, asked = reported.get("time/wait", 0.0), reported["async/attempts_at_environment"]
+            waited, asked = phases.get("wait", 0.0), reported["async/attempts_at_environment"]
         if self._has_told or self._steps == 1 or waited < WORTH_TELLING * seconds or asked <= self.processes:
             return None
         self._has_told = True

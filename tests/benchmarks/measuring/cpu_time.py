@@ -14,18 +14,14 @@ from pathlib import Path
 SHORTEST_SECONDS = 0.01
 
 
-def interleave(
-    works: Mapping[str, Callable[[], object]], rounds: int, *, enough: Callable[[Mapping[str, float]], bool] = lambda _: False
-) -> dict[str, float]:
-    """Least CPU seconds of each work over `rounds`, after one call of each that is not counted; fewer rounds when `enough` says so."""
+def interleave(works: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """Least CPU seconds of each work over `rounds`, after one call of each that is not counted."""
     for work in works.values():
         work()  # imports, caches and pages
     least = dict.fromkeys(works, math.inf)
     for _ in range(rounds):
         for name, work in works.items():
             least[name] = min(least[name], cpu_seconds(work))
-        if enough(least):
-            break
     return least
 
 

@@ -1,5 +1,6 @@
 """Bytes of tensors that a rank holds at the highest point of its second training step, and those that are planned."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,24 +22,34 @@ BATCHES, ROWS, WIDTH = 3, 4, 128
 
 
 def require_planned_bytes(
-    backend: str, options: dict[str, Any], folder: Path, *, size: int, ranks: int = 2, **settings: Any
+    backend: str,
+    options: dict[str, Any],
+    folder: Path,
+    *,
+    size: int,
+    ranks: int = 2,
+    family: str = "llama",
+    layers: int = 4,
+    sizes: Mapping[str, int] | None = None,
+    **settings: Any,
 ) -> None:
-    """Train a Llama of width `size` on so many ranks, and require that each holds what is planned, within 15 %.
+    """Train a model of width `size` on so many ranks, and require that each holds what is planned, within 15 %.
 
-    `settings` are those of its `ModelConfig`.
+    It is a Llama, or of another `family` of transformers with further `sizes`; `settings` are those of its `ModelConfig`.
     """
     model = ModelConfig(str(folder / "model"), **settings)
     write_model(
         folder / "model",
-        "llama",
+        family,
         hidden_size=size,
         intermediate_size=3 * size,
-        num_hidden_layers=4,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=size // 4,
         vocab_size=16 * size,
         max_position_embeddings=WIDTH,
+        **(sizes or {}),
     )
     shape = read_model_shape(model)
     assert shape is not None

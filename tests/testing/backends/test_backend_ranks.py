@@ -7,8 +7,9 @@ import pytest
 from skyrl_engine.contracts.kinds.backend import MicroBatch
 from skyrl_engine.contracts.values.outputs import RankOutput
 from skyrl_engine.contracts.values.topology import RankCoords
-from skyrl_engine.testing.backends import ranks
-from skyrl_engine.testing.backends.ranks import BackendRanks, HeldBackend, PassOrder, RankFailed, RankMixesDevices, on_rank
+from skyrl_engine.testing.backends import held_backend
+from skyrl_engine.testing.backends.held_backend import HeldBackend, PassOrder, on_rank
+from skyrl_engine.testing.backends.ranks import BackendRanks, RankFailed, RankMixesDevices
 from skyrl_engine.testing.other_device import WrongDevice
 
 
@@ -43,7 +44,7 @@ def test_a_rank_that_mixes_devices_is_told_by_its_type(monkeypatch: pytest.Monke
                 raise RuntimeError("the pass failed") from error
             raise
 
-    monkeypatch.setattr(ranks, "call_held", fail)
+    monkeypatch.setattr(held_backend, "call_held", fail)
     held = BackendRanks.__new__(BackendRanks)
     held._call = lambda *call: [on_rank(*call)]
     with pytest.raises(RankMixesDevices) as failed:
@@ -56,7 +57,7 @@ def test_words_about_devices_do_not_make_a_rank_mix_them(monkeypatch: pytest.Mon
     def fail(*_: object) -> None:
         raise RuntimeError("no WrongDevice: only a file is missing")
 
-    monkeypatch.setattr(ranks, "call_held", fail)
+    monkeypatch.setattr(held_backend, "call_held", fail)
     held = BackendRanks.__new__(BackendRanks)
     held._call = lambda *call: [on_rank(*call)]
     with pytest.raises(RankFailed) as failed:

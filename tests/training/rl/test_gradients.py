@@ -241,22 +241,29 @@ def test_gradients_are_those_of_the_definitions(rl: Rl, seen: Seen, world: Path,
     check(rl, seen, world, other, name, ROWS[collator])
 
 
-SECOND_MODEL_OR_VALUES = {"reinforce_pp", "ppo", "on_policy_distill"}
-"""Recipes that need one of them."""
+BACKENDS = {
+    "fsdp": {},
+    "fsdp-cp2": {"context_parallel": 2},
+    "deepspeed": {},
+    "megatron": {},
+    "megatron-pp2": {"pipeline_parallel": 2},
+    "megatron-cp2": {"context_parallel": 2},
+}
+"""Options of each on two ranks. Tensor parallelism does not divide the one key head of this model."""
 
 
 @pytest.mark.usefixtures("without_ray")
 @pytest.mark.parametrize("name", [pytest.param(each, marks=() if each == "grpo" else pytest.mark.nightly) for each in RECIPES])
 @pytest.mark.parametrize(
     "backend",
-    [pytest.param(each, marks=() if each == "fsdp" else pytest.mark.nightly) for each in ("fsdp", "deepspeed", "megatron")],
+    [pytest.param(each, marks=() if each == "fsdp" else pytest.mark.nightly) for each in BACKENDS],
 )
 def test_gradients_on_two_ranks_are_those_of_the_definitions(
     rl: Rl, seen: Seen, world: Path, other: Path, backend: str, name: str
 ) -> None:
-    if backend == "megatron" and name in SECOND_MODEL_OR_VALUES:
-        pytest.skip("megatron has no second model and no value head, which planning says")
-    tables = ("run.ranks=2", "run.launch=ray", f"backend.use={backend}")
+    library = backend.partition("-")[0]
+    options = (f"backend.{key}={value}" for key, value in BACKENDS[backend].items())
+    tables = ("run.ranks=2", "run.launch=ray", f"backend.use={library}", *options)
     # DeepSpeed sums gradients in float32 at most
     rounded: dict[str, Any] = {"dtype": "float32", "bound": 1e-4} if backend == "deepspeed" else {}
     check(rl, seen, world, other, name, tables, **rounded)

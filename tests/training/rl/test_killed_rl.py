@@ -50,6 +50,14 @@ def test_a_run_on_pairs_of_attempts_that_is_killed_equals_one_that_is_not(check:
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("moment", [("sampling", 9), ("a step noted", 2), ("publishing", 3), ("a checkpoint's state", 3)], ids=str)
+def test_a_run_that_is_killed_while_a_checkpoint_is_written_equals_one_that_is_not(
+    check: Callable[..., None], moment: tuple[str, int]
+) -> None:
+    check(moment, (moment[0], 2), environment={"failing": True}, keys=(*TABLES, "checkpoint.asynchronous=true"))
+
+
+@pytest.mark.nightly
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_no_moment_is_a_bad_one(check: Callable[..., None], moment: str) -> None:
     """The second time that it comes, in the second step or earlier, and again in what is left."""

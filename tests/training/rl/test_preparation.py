@@ -3,13 +3,17 @@
 import json
 import shutil
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from rl_runs import Rl
 
 from skyrl_engine.config import load, resolve
+from skyrl_engine.config.automatic import with_recorded_choices
+from skyrl_engine.engine.automatic import Choices
 from skyrl_engine.errors import ConfigError, DataError, ModelError, UnsupportedError
+from skyrl_engine.model_facts.facts import ModelFacts
 from skyrl_engine.modeling.tiny import write_model
 from skyrl_engine.training.rl.dry_run import facts, plan_rl
 from skyrl_engine.training.rl.prepare import prepare
@@ -25,7 +29,12 @@ KL_TERM = "loss.terms=[{use='kl', coef=0.1}]"
         (["reference.precompute=true"], ConfigError, r"reference.precompute: precomputing needs fixed data", "Remove it"),
         (["rl.mini_batches=4"], ConfigError, r"rl.mini_batches: is 4, and a batch has 3 groups", "Lower rl.mini_batches"),
         (["environments=[]"], ConfigError, "environments: there is no environment", "Add [[environments]]"),
-        (["rl.max_tokens=65"], UnsupportedError, "attempts of up to 129 tokens, and the model has 128 positions", "Lower one"),
+        (
+            ["rl.max_tokens=65"],
+            UnsupportedError,
+            "attempts of up to 129 tokens, and the model has 128 positions",
+            "rl.max_prompt_tokens=64 rl.max_tokens=64",
+        ),
         (
             ["rl.repeat_tasks=false", "rl.steps=3"],
             DataError,
@@ -179,6 +188,33 @@ def test_a_plan_says_what_keys_and_values_take(rl: Rl, world: Path) -> None:
     ) as caught:
         prepare(rl("run", "generator.cache_tokens=8"))
     assert "Raise generator.cache_tokens" in caught.value.remedy
+
+
+def test_the_longest_prompt_follows_from_the_positions(rl: Rl) -> None:
+    prepared = prepare(rl("run", "rl.max_prompt_tokens=auto"))
+    assert prepared.resolved.config.rl.max_prompt_tokens == 128 - 44
+    assert prepared.longest == 128
+    assert [str(choice) for choice in prepared.choices if choice.key == "rl.max_prompt_tokens"] == [
+        "rl.max_prompt_tokens = 84: what rl.max_tokens = 44 leaves of the model's 128 positions"
+    ]
+    again = with_recorded_choices(rl("run", "rl.max_prompt_tokens=auto", "rl.max_tokens=30"), prepared.resolved.as_dict())
+    assert again.config.rl.max_prompt_tokens == 84, "a run goes on with what it was begun with"
+    with pytest.raises(UnsupportedError, match="attempts of up to 192 tokens") as caught:
+        prepare(rl("run", "rl.max_prompt_tokens=auto", "rl.max_tokens=128"))
+    assert "rl.max_prompt_tokens=64 rl.max_tokens=64" in caught.value.remedy
+
+
+def test_the_longest_prompt_is_1024_where_positions_allow() -> None:
+    for positions in (None, 4096):
+        tables = {
+            "trainer": "rl",
+            "model": {"path": "m"},
+            "environments": [{"use": "function", "reward": "./a.py:b", "data": "t.jsonl"}],
+        }
+        choices = Choices(resolve(load(tables, ())))
+        choices.choose_max_prompt_tokens(cast("ModelFacts", SimpleNamespace(extended_length=positions)))
+        assert choices.resolved.config.rl.max_prompt_tokens == 1024
+        assert choices.made == []
 
 
 def test_several_environments_of_one_plugin_have_numbers(rl: Rl, world: Path) -> None:

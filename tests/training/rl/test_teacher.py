@@ -128,5 +128,3 @@ def test_what_cannot_work_is_refused_while_planning(rl: Rl, teacher: Path, tmp_p
     write_model(tmp_path / "other", tokenizer=tokenizer)
     with pytest.raises(UnsupportedError, match=r"the teacher .* has another tokenizer than the trained model: the token"):
         prepare(rl("run", f"teacher.path={tmp_path / 'other'}", preset=PRESET))
-    with pytest.raises(UnsupportedError, match="second_model"):
-        prepare(rl("run", f"teacher.path={teacher}", "backend.use=megatron", preset=PRESET))

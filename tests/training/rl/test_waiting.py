@@ -17,18 +17,21 @@ def test_a_run_that_waits_for_environments_says_so_once(rl: Rl, caplog: pytest.L
 
 
 @pytest.mark.parametrize(
-    ("reported", "processes", "tells"),
+    ("phases", "waiting", "processes", "tells"),
     [
-        ({"time/environment": 6.0}, 1, True),
-        ({"time/environment": 4.0}, 1, False),
-        ({"time/environment": 9.0}, 16, False),
-        ({"time/environment": 9.0, "time/wait": 1.0, "async/attempts_at_environment": 12.0}, 1, False),
-        ({"time/wait": 6.0, "async/attempts_at_environment": 12.0}, 4, True),
-        ({"time/wait": 6.0, "async/attempts_at_environment": 3.0}, 4, False),
-        ({}, 1, False),
+        ({"environment": 6.0}, None, 1, True),
+        ({"environment": 4.0}, None, 1, False),
+        ({"environment": 9.0}, None, 16, False),
+        ({"environment": 9.0, "wait": 1.0}, 12.0, 1, False),
+        ({"wait": 6.0}, 12.0, 4, True),
+        ({"wait": 6.0}, 3.0, 4, False),
+        ({}, None, 1, False),
     ],
 )
-def test_it_is_told_where_more_processes_would_help(reported: dict[str, float], processes: int, tells: bool) -> None:
+def test_it_is_told_where_more_processes_would_help(
+    phases: dict[str, float], waiting: float | None, processes: int, tells: bool
+) -> None:
     waits = EnvironmentWaits(processes)
-    told = [waits.describe(reported, 10.0, 16) is not None for _ in range(3)]
+    reported = {} if waiting is None else {"async/attempts_at_environment": waiting}
+    told = [waits.describe(phases, reported, 10.0, 16) is not None for _ in range(3)]
     assert told == [False, tells, False], "the first step starts processes, and nothing is told twice"

@@ -15,13 +15,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from skyrl_engine.config import ResolvedConfig
 from skyrl_engine.config.automatic import with_recorded_choices
 from skyrl_engine.contracts import LoraConfig
-from skyrl_engine.errors import CheckpointError, UnsupportedError
+from skyrl_engine.errors import CheckpointError
 from skyrl_engine.modeling.sampler_model import iterate_stored_weights
 from skyrl_engine.run.metrics import read_metrics
 from skyrl_engine.run.resume_checks import find_changed_keys
 from skyrl_engine.testing.adapters import with_adapter
 from skyrl_engine.training.export import ExportChoices, export_checkpoint
-from skyrl_engine.training.sft.trainer import plan_sft, run_sft
+from skyrl_engine.training.sft.trainer import run_sft
 from skyrl_engine.training.trained_model import NamedModel
 
 Configure = Callable[..., ResolvedConfig]
@@ -115,22 +115,6 @@ def test_two_ranks_learn_the_adapters_of_one(configure: Configure, material: Pat
     for name, tensor in load_adapters(together / "model").items():
         torch.testing.assert_close(tensor, adapters.pop(name), rtol=1e-4, atol=1e-6)
     assert not adapters
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"backend": {"use": "megatron"}},
-        {"backend": {"tensor_parallel": 2}, "run": {"launch": "ray", "ranks": 2}},
-    ],
-    ids=["megatron", "fsdp-tensor-parallel"],
-)
-def test_a_layout_that_trains_no_adapters_is_refused_while_planning(
-    configure: Configure, material: Path, changes: dict[str, dict[str, object]]
-) -> None:
-    with pytest.raises(UnsupportedError, match=r"the run needs the capability 'lora', which backend .* does not declare") as caught:
-        plan_sft(configure(model={"path": str(material / "model"), "lora": LORA}, **changes))
-    assert caught.value.remedy.startswith("Remove model.lora, or choose a backend and a layout that train adapters")
 
 
 def test_adapters_over_weights_in_4_bits_resume_exactly_and_are_never_laid_over_others(

@@ -166,7 +166,38 @@ def test_value_and_gradient_are_those_of_the_definition(
     models: Path, kind: str, options: dict[str, Any], keys: list[str], more: tuple[str, ...]
 ) -> None:
     """Groups of several tokens on either side are among them. float32 against float64: 1e-5 of the loss, 1e-4 of the gradient's norm."""
-    (step,) = distill(models, kind, "--steps", "1", "--learning-rate", "1e-30", *keys, *more)
+    require_definition(models, kind, options, *keys, *more)
+
+
+DIVIDED = {
+    "tp2": "tensor_parallel",
+    "cp2": "context_parallel",
+    "pp2": "pipeline_parallel",
+}
+
+
+@pytest.mark.usefixtures("without_ray")
+@pytest.mark.parametrize(
+    "layout", [pytest.param(each, marks=() if each == "one" else pytest.mark.nightly) for each in ("one", *DIVIDED)]
+)
+@pytest.mark.parametrize("kind", ["uld", rarely("gold")])
+def test_divided_heads_are_compared_alike(models: Path, kind: str, layout: str) -> None:
+    """On megatron: sorted probabilities are of all ranks' parts of the vocabulary, and groups of tokens may lie on two ranks."""
+    ranks = () if layout == "one" else ("run.launch=ray", "run.ranks=2", f"backend.{DIVIDED[layout]}=2")
+    require_definition(models, kind, {}, "collator.use=packed", "model.logits_per_chunk=900", "backend.use=megatron", *ranks)
+
+
+@pytest.mark.nightly
+@pytest.mark.usefixtures("without_ray")
+@pytest.mark.parametrize("kind", ["uld", "gold"])
+def test_context_parallel_ranks_compare_alike(models: Path, kind: str) -> None:
+    ranks = ("run.launch=ray", "run.ranks=2", "backend.context_parallel=2")
+    require_definition(models, kind, {}, "collator.use=packed", "model.logits_per_chunk=900", *ranks)
+
+
+def require_definition(models: Path, kind: str, options: dict[str, Any], *more: str) -> None:
+    """Require loss, gradient norm and shares of a step."""
+    (step,) = distill(models, kind, "--steps", "1", "--learning-rate", "1e-30", *more)
     definition = Definition(models)
     loss, aligned, scored = definition.loss(kind, **options)
     loss.backward()

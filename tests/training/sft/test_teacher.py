@@ -144,11 +144,3 @@ def test_what_cannot_work_is_refused_while_planning(models: Path) -> None:
         r"has logits for 64 tokens, and the trained model for \d+: the first token that only one of them knows is number \d+",
         teacher="wider",
     )
-    require_refusal(
-        "compares the model with a teacher over the whole vocabulary, and backend .*megatron", backend={"use": "megatron"}
-    )
-    require_refusal(
-        "compares the model with a teacher over the whole vocabulary, and backend .*fsdp.*, in this layout",
-        backend={"use": "fsdp", "tensor_parallel": 2},
-        run={"ranks": 2, "launch": "ray"},
-    )

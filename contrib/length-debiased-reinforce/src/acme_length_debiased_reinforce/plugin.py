@@ -31,5 +31,5 @@ def length_debiased_reinforce(tokens: LossTokens, config: LengthDebiasedConfig) 
     sequences = tokens.sequences
     lengths = sequences.counts.clamp(min=1).to(tokens.logprobs.dtype)
     weight = (config.reference_length / lengths) ** config.power
-    per_sequence = Metric.mean((weight * (sequences.counts > 0)).sum().item(), (sequences.counts > 0).sum().item())
+    per_sequence = Metric.mean((weight * (sequences.counts > 0)).sum(), (sequences.counts > 0).sum())
     return LossOutput(-sequences.broadcast(weight) * tokens.advantages * tokens.logprobs, {"length_weight": per_sequence})

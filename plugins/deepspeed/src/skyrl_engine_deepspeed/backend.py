@@ -1,7 +1,7 @@
 """The DeepSpeed backend: a Hugging Face causal language model under ZeRO stages 0 to 3 that scores, learns and saves."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from skyrl_engine.modeling.device_check import refuse_on_device
 from skyrl_engine.modeling.device_memory import release_cached_memory
 from skyrl_engine.modeling.exporting import collect_export_tensors, write_pretrained
 from skyrl_engine.modeling.four_bit import refuse_four_bit_layers
+from skyrl_engine.modeling.host_copies import HostCopies
 from skyrl_engine.modeling.host_threads import share_cores
 from skyrl_engine.modeling.lora import adapters_off, iterate_merged_weights
 from skyrl_engine.modeling.micro_batch import compute_hidden_states, differentiable, gradient_not_finite, score
@@ -77,6 +78,7 @@ class DeepSpeedBackend:
             self._gradients = AccumulatedGradients(self._loaded.engine) if optimizer is not None else None
             self._averages = WeightAverages(None if optimizer is None else optimizer.ema_decay)
             self._steps_done = 0
+            self._host_copies = HostCopies()
             self._environ = environ.pop_all()
 
     @torch.no_grad()
@@ -95,7 +97,9 @@ class DeepSpeedBackend:
         """Give this model's hidden states at the positions of a micro-batch, and its head, whole until the context is left."""
         scorer = self._loaded.scorer if self._loaded.engine else self._plain_scorer()
         call = self._loaded.engine or scorer
-        hidden_NH = compute_hidden_states(call, scorer, micro_batch, vocabulary=self._loaded.vocabulary, device=self._device)
+        hidden_NH = compute_hidden_states(
+            call, scorer, micro_batch, vocabulary=self._loaded.vocabulary, device=self._device, images=scorer.images
+        )
         # gathered after the forward pass, which releases a weight that it shares with the embedding
         with self._whole_head(scorer):
             yield TeacherStates.of(scorer.head, hidden_NH)
@@ -147,6 +151,12 @@ class DeepSpeedBackend:
         """Write this rank's part of the training state. Raises CheckpointError."""
         self._state().save(directory, self._steps_done)
 
+    def stage_save(self, directory: Path) -> Callable[[], Collection[str]]:
+        """Copy to host memory what `save` would write; return what writes it."""
+        write = self._state().stage(directory, self._steps_done, self._host_copies.copy)
+        self._host_copies.wait(self._device)
+        return write
+
     def load(self, directory: Path) -> None:
         """Restore what `save` wrote on any number of ranks; random states only on the same number. Raises CheckpointError."""
         self._steps_done = self._state().load(directory)
@@ -188,7 +198,7 @@ class DeepSpeedBackend:
     def close(self) -> None:
         """Free model and optimizer."""
         loaded = self.__dict__.pop("_loaded", None)
-        for name in ("_gradients", "_in_bfloat16", "_averages"):
+        for name in ("_gradients", "_in_bfloat16", "_averages", "_host_copies"):
             self.__dict__.pop(name, None)
         if loaded is None:
             return
@@ -207,12 +217,13 @@ class DeepSpeedBackend:
             vocabulary=self._loaded.vocabulary,
             device=self._device,
             backend="deepspeed",
+            images=self._loaded.scorer.images,
             one_row=self._loaded.scorer.one_row,
         )
 
     def _plain_scorer(self) -> Scorer:
-        """Return the scorer of a backend without an engine; for bfloat16 a rounded copy, so that an export keeps the weights as read."""
-        if self._dtype != "bfloat16":
+        """Return the scorer of a backend without an engine; for bfloat16 a rounded copy, unless it is rounded already."""
+        if self._dtype != "bfloat16" or all(weight.dtype == torch.bfloat16 for weight in self._loaded.scorer.parameters()):
             return self._loaded.scorer
         if self._in_bfloat16 is None:
             self._in_bfloat16 = copy.deepcopy(self._loaded.scorer)
@@ -249,5 +260,12 @@ class DeepSpeedBackend:
         persistent = self._loaded.model.state_dict(keep_vars=True)
         buffers = {name: tensor for name, tensor in self._loaded.model.named_buffers() if name in persistent}
         return ZeroState(
-            self._loaded.engine, self._loaded.parameters, buffers, self._averages, self._device, self.coords, self._seed
+            self._loaded.engine,
+            self._loaded.parameters,
+            self._loaded.frozen,
+            buffers,
+            self._averages,
+            self._device,
+            self.coords,
+            self._seed,
         )

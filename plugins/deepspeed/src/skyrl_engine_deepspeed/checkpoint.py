@@ -6,7 +6,7 @@ No file is read in a way that could run code.
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from skyrl_engine import CheckpointError
 from skyrl_engine.contracts import RankCoords
 from skyrl_engine.modeling import random_states
+from skyrl_engine.modeling.host_copies import CopyTensor, copy_to_host
 from skyrl_engine.modeling.unpickling import UNREADABLE, failure, load_pickled
 from skyrl_engine.modeling.weight_averages import AVERAGE, WeightAverages, no_averages_error
 from skyrl_engine_deepspeed.fragments import adopt_weights, flats, fragments, moments
@@ -31,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 @frozen(eq=False)
 class ZeroState:
-    """The state that a checkpoint holds: weights, buffers, AdamW's moments, averages of weights and random states.
+    """The state that a checkpoint holds: weights, trained `parameters` and `frozen` ones, buffers, moments, averages and random states.
 
     `engine` is None for a backend that scores with whole weights; an engine without an optimizer scores with divided weights. `coords` and
     `seed` are this run's.
@@ -39,6 +40,7 @@ class ZeroState:
 
     engine: Any | None
     parameters: Mapping[str, nn.Parameter]
+    frozen: Mapping[str, nn.Parameter]
     buffers: Mapping[str, Tensor]
     averages: WeightAverages
     device: torch.device
@@ -47,25 +49,20 @@ class ZeroState:
 
     def save(self, directory: Path, steps_done: int) -> None:
         """Write this rank's part into `directory`. Raises CheckpointError."""
-        rank = dist.get_rank()
+        self.stage(directory, steps_done, copy_to_host)()
+
+    def stage(self, directory: Path, steps_done: int, copy: CopyTensor) -> Callable[[], Collection[str]]:
+        """Copy this rank's part by `copy`, under names of its own; return what writes it into `directory`, which raises CheckpointError."""
         state = {
             "steps_done": steps_done,
             "updates": self._updates(),
             "world_size": dist.get_world_size(),
-            "parameters": dict(self._parts()),
-            "buffers": dict(self.buffers),
+            "parameters": dict([*self._parts(copy), *self._frozen_parts(copy)]),
+            "frozen": sorted(self.frozen),
+            "buffers": {name: copy(f"buffer.{name}", buffer) for name, buffer in self.buffers.items()},
             "random": random_states.capture(self.device),
         }
-        try:
-            with _file(directory, rank).open("wb") as file:
-                torch.save(state, file)
-                file.flush()
-                os.fsync(file.fileno())
-        except (OSError, RuntimeError) as error:
-            raise CheckpointError(
-                f"rank {rank} cannot write its part of the checkpoint to {directory}: {failure(error)}",
-                remedy="Make room there or choose another run.directory",
-            ) from error
+        return partial(_write, directory, dist.get_rank(), state)
 
     def load(self, directory: Path) -> int:
         """Restore weights, moments and random states in place and return the number of optimizer steps taken.
@@ -99,7 +96,11 @@ class ZeroState:
         rank = dist.get_rank()
         try:
             saved = _Saved.read(directory)
-            saved.refuse_other_parameters(directory, {name: _shape(parameter) for name, parameter in self.parameters.items()})
+            saved.refuse_other_parameters(
+                directory, {name: _shape(each) for name, each in {**self.parameters, **self.frozen}.items()}
+            )
+            if self._learns:
+                saved.refuse_other_frozen(directory, self.frozen)
             if weight == AVERAGE and not saved.has(AVERAGE):
                 raise no_averages_error(directory)
             with torch.no_grad():
@@ -136,7 +137,7 @@ class ZeroState:
         states = [moments(self.engine, flat) for flat in flats(self.engine)]
         return int(states[0]["step"]) if states and states[0] else 0
 
-    def _parts(self) -> Iterator[tuple[str, dict[str, Any]]]:
+    def _parts(self, copy: CopyTensor) -> Iterator[tuple[str, dict[str, Any]]]:
         if self.engine is None or (self.engine.zero_optimization_stage() == 0 and dist.get_rank() > 0):
             # replicated: rank 0's copy is enough
             return
@@ -145,27 +146,30 @@ class ZeroState:
             kept = {_WEIGHT: own.weight, **{name: own.within(state[name]) for name in _MOMENTS if name in state}}
             if own.key in self.averages.values:
                 kept[AVERAGE] = own.within(self.averages.values[own.key])
-            # cloned: saving a view would write everything it is a view of
-            parts = {name: part.clone() for name, part in kept.items()}
+            # copied: saving a view would write everything it is a view of
+            parts = {kind: copy(f"{kind}.{name}", part) for kind, part in kept.items()}
             yield name, {"shape": tuple(_shape(self.parameters[name])), "start": own.start, **parts}
+
+    def _frozen_parts(self, copy: CopyTensor) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield this rank's parts of frozen parameters; rank 0 writes those that every rank holds whole."""
+        for name, parameter in self.frozen.items():
+            start, part = _held_part(parameter)
+            if dist.get_rank() == 0 or hasattr(parameter, "ds_tensor"):
+                yield name, {"shape": tuple(_shape(parameter)), "start": start, _WEIGHT: copy(f"{_WEIGHT}.{name}", part)}
 
     def _fill(self, saved: "_Saved", weight: str) -> None:
         for name, buffer in self.buffers.items():
             buffer.copy_(saved.states[0]["buffers"][name])
-        if self.engine is None:
-            for name, parameter in self.parameters.items():
-                saved.copy(name, weight, 0, parameter.view(-1))
-            return
-        if not self._learns:
+        if self.engine is not None and self.engine.zero_optimization_stage() == 3:
             # gathered copies that DeepSpeed keeps between uses hold the old weights
             self.engine.empty_partition_cache()
+        for name, parameter in self.frozen.items():
+            saved.copy(name, _WEIGHT, *_held_part(parameter))
+        if not self._learns:
             for name, parameter in self.parameters.items():
-                # DeepSpeed's attributes: this rank's part, and the number of elements of the whole; the last ranks' parts are padded
-                own: Any = parameter.ds_tensor  # type: ignore[attr-defined]
-                start = dist.get_rank() * own.numel()
-                size = max(0, min(own.numel(), parameter.ds_numel - start))  # type: ignore[attr-defined]
-                saved.copy(name, weight, start, own.view(-1).narrow(0, 0, size))
+                saved.copy(name, weight, *_held_part(parameter))
             return
+        assert self.engine is not None, "what learns has an engine"
         _prepare_moments(self.engine, int(saved.states[0]["updates"]))
         self.averages.clear()
         if self.averages.decay is not None and saved.has(AVERAGE):
@@ -211,6 +215,14 @@ class _Saved:
                 remedy="Resume with the model the run was started with",
             )
 
+    def refuse_other_frozen(self, directory: Path, wanted: Collection[str]) -> None:
+        """Raise CheckpointError where this run freezes other parameters: AdamW's count of steps is of all that are trained together."""
+        if different := sorted(set(self.states[0].get("frozen", ())) ^ set(wanted)):
+            raise CheckpointError(
+                f"the checkpoint in {directory} is of a run with another model.freeze: {different[0]} is frozen in one of the two",
+                remedy="Resume with its model.freeze, start a new run from its export, or use backend fsdp, which goes on with another",
+            )
+
     def copy(self, name: str, kind: str, start: int, into: Tensor) -> None:
         """Fill `into` [size] with elements start, start + 1, ... of a flattened parameter. Raises ValueError if some were not saved."""
         stop, filled = start + into.numel(), 0
@@ -238,9 +250,35 @@ def _prepare_moments(engine: Any, updates: int) -> None:
         state["step"].fill_(updates)
 
 
+def _held_part(parameter: Any) -> tuple[int, Tensor]:
+    """Return what this rank holds of a parameter that no optimizer owns: its first element's place, and the elements; stage 3 divides it."""
+    if not hasattr(parameter, "ds_tensor"):
+        return 0, parameter.detach().view(-1)
+    # DeepSpeed's attributes: this rank's part, and the number of elements of the whole; the last ranks' parts are padded
+    own: Tensor = parameter.ds_tensor.detach()
+    start = dist.get_rank() * own.numel()
+    return start, own.view(-1).narrow(0, 0, max(0, min(own.numel(), parameter.ds_numel - start)))
+
+
 def _shape(parameter: Any) -> torch.Size:
     """Return the shape of the whole parameter; stage 3 leaves it in DeepSpeed's attribute."""
     return getattr(parameter, "ds_shape", parameter.shape)  # type: ignore[no-any-return] # the attribute is untyped
+
+
+def _write(directory: Path, rank: int, state: Mapping[str, Any]) -> list[str]:
+    """Write a rank's part to the disk; return the name of its file. Raises CheckpointError."""
+    file = _file(directory, rank)
+    try:
+        with file.open("wb") as opened:
+            torch.save(state, opened)
+            opened.flush()
+            os.fsync(opened.fileno())
+    except (OSError, RuntimeError) as error:
+        raise CheckpointError(
+            f"rank {rank} cannot write its part of the checkpoint to {directory}: {failure(error)}",
+            remedy="Make room there or choose another run.directory",
+        ) from error
+    return [file.name]
 
 
 def _file(directory: Path, rank: int) -> Path:

@@ -24,30 +24,33 @@ from skyrl_engine_deepspeed.settings import settings
 class Loaded:
     """A model on this rank, its scorer, and the DeepSpeed engine that wraps the scorer.
 
-    `parameters` are the scorer's trained parameters by their Hugging Face names, tied ones once. `vocabulary` is the number of input
-    embeddings. `engine` is None where nothing is divided or learned.
+    `parameters` are the scorer's trained parameters by their Hugging Face names, tied ones once; `frozen` those that `ModelConfig.freeze`
+    names, which checkpoints hold too. `vocabulary` is the number of input embeddings. `engine` is None where nothing is divided or learned.
     """
 
     model: Any
     scorer: Scorer
     parameters: Mapping[str, nn.Parameter]
+    frozen: Mapping[str, nn.Parameter]
     vocabulary: int
     engine: Any | None
 
 
 def load(spec: ModelConfig, optimizer: AdamWSettings | None, config: DeepSpeedConfig, device: torch.device, seed: int) -> Loaded:
     """Load the model with equal weights on every rank, divided as `config` says. An error on one rank is raised on all of them."""
-    placed = load_on_ranks(spec, seed=seed)
+    divided = config.zero_stage == 3 and dist.get_world_size() > 1
+    placed = load_on_ranks(spec, images=True, seed=seed, learns=optimizer is not None or divided)
     model, scorer = placed.model, placed.scorer
     _give_memory(placed)
     _send_buffers(placed, device)
-    parameters = {name: parameter for name, parameter in list_scored_parameters(model, scorer).items() if parameter.requires_grad}
+    scored = list_scored_parameters(model, scorer)
+    parameters = {name: parameter for name, parameter in scored.items() if parameter.requires_grad}
+    frozen_parameters = {} if spec.lora is not None else {name: scored[name] for name in scored if name not in parameters}
     vocabulary = int(model.get_input_embeddings().weight.shape[0])
-    divided = config.zero_stage == 3 and dist.get_world_size() > 1
     if optimizer is None and not divided:
-        for name, parameter in list_scored_parameters(model, scorer).items():
+        for name, parameter in scored.items():
             parameter.data = _from_rank_0(placed, name, parameter, device)
-        return Loaded(model, scorer, parameters, vocabulary, None)
+        return Loaded(model, scorer, parameters, frozen_parameters, vocabulary, None)
     deepspeed = library.load(device)
     stated = settings(config, spec.dtype, device, learns=optimizer is not None)
     # before parameters are divided: weight decay depends on their shapes
@@ -63,7 +66,7 @@ def load(spec: ModelConfig, optimizer: AdamWSettings | None, config: DeepSpeedCo
     engine = library.initialize(deepspeed, model=scorer, optimizer=adamw, config=stated)
     if spec.dtype == "bfloat16" and adamw is not None:
         _restore_precision(engine, parameters, placed.whole, device)
-    return Loaded(model, scorer, parameters, vocabulary, engine)
+    return Loaded(model, scorer, parameters, frozen_parameters, vocabulary, engine)
 
 
 def _require_gradient(_embeddings: nn.Module, _inputs: Any, output: torch.Tensor) -> None:

@@ -32,11 +32,14 @@ class DeepSpeedPlugin:
                     *OPTIONAL_SCORES,
                     "divergence",
                     "second_model",
+                    "asynchronous_saves",
                     "reference_by_adapters",
                     "compile",
                     "attention",
                     "embedding_noise",
                     "ema",
+                    "freeze",
+                    "vision",
                 }
             ),
             lambda _, model: options.refuse_precision(model.dtype, learns=True),
@@ -55,7 +58,7 @@ class DeepSpeedPlugin:
 def _rehearse(model: ModelConfig, rows: RowKind) -> None:
     from skyrl_engine.modeling.load_check import check_loading
 
-    check_loading(model, rows)
+    check_loading(model, rows, images=True)
 
 
 deepspeed = DeepSpeedPlugin()

@@ -15,8 +15,12 @@ _MOST_GATHERED: Final = 1_000_000_000
 def describe_state(options: DeepSpeedConfig, ranks: int, model: ModelConfig) -> StateLayout:
     """Return the layout of a model's state: stage 1 divides the optimizer's, 2 gradients, 3 weights; masters are copies from stage 1 on."""
     stage, host = options.zero_stage, options.offload_optimizer
+    # each rank writes what its optimizer owns; at stage 0 rank 0 writes all
+    shares = 1 if stage == 0 else ranks
+    staged = (Holding("weights", shares, trained=model.lora is not None, on_host=True), Holding("optimizer", shares, on_host=True))
     if stage == 0:
-        return StateLayout(traffic=(Traffic("gradients", ranks, 2, per_step=True),))
+        scored = Holding("weights", master=False, trained=False)
+        return StateLayout(scoring=(scored,), staged=staged, traffic=(Traffic("gradients", ranks, 2, per_step=True),))
     divided = ranks if stage == 3 else 1
     weights = Holding("weights", divided, master=False, trained=False, on_host=options.offload_parameters)
     whole = Traffic("weights", ranks, 2, master=False) if stage == 3 else Traffic("weights", ranks, master=False, per_step=True)
@@ -28,6 +32,7 @@ def describe_state(options: DeepSpeedConfig, ranks: int, model: ModelConfig) -> 
             Holding("optimizer", ranks, on_host=host),
         ),
         scoring=(weights,),
+        staged=staged,
         gathered="model" if stage == 3 and ranks > 1 else "nothing",
         most_gathered=_MOST_GATHERED,
         # in float32 at stage 3, else in the precision of the computation

@@ -6,7 +6,7 @@ from typing import Any, Literal
 from attrs import Factory, field, frozen
 from attrs.validators import ge, gt, min_len, optional
 
-from skyrl_engine.contracts import CODE, PLACE
+from skyrl_engine.contracts import CODE, DESCRIBES, PLACE
 from skyrl_engine.environments import PromptOptions, TableOptions
 
 
@@ -52,7 +52,9 @@ class FunctionOptions(TableOptions):
     rewards: tuple[RewardTable, ...] = field(default=(), kw_only=True)
     """Rewards with weights: `[[environments.rewards]]` with `use` and `weight`."""
 
-    form: Literal["auto", "skyrl_engine", "batch", "trl", "verl"] = field(default="auto", kw_only=True)
+    form: Literal["auto", "skyrl_engine", "batch", "trl", "verl"] = field(
+        default="auto", kw_only=True, metadata={DESCRIBES: "reward"}
+    )
     """Arguments of rewards: ours (text, task), lists of them (texts, tasks), TRL's (prompts, completions, **columns) or verl's (data_source,
     solution_str, ...); `auto` tells by the names of their parameters."""
 

@@ -55,14 +55,20 @@ def explained(text, task):
 
 
 def of_trl(completions, answer, **kwargs):
-    """A function of TRL, whose columns are lists."""
-    return [float(completion[0]["content"].strip() == due) for completion, due in zip(completions, answer, strict=True)]
+    """A function of TRL, whose columns are lists, for rows of both kinds."""
+    texts = [completion if isinstance(completion, str) else completion[0]["content"] for completion in completions]
+    return [float(text.strip() == due) for text, due in zip(texts, answer, strict=True)]
 
 
 async def of_trl_later(prompts, completions, answer):
     """One that names what it takes, and is a coroutine."""
-    assert [message["role"] for message in prompts[0]][-1] == "user"
+    assert isinstance(prompts[0], str) or prompts[0][-1]["role"] == "user"
     return of_trl(completions, answer)
+
+
+def of_trl_shown(prompts, completions, **kwargs):
+    """Show what it is given."""
+    return [StepResult(0.0, info={"prompt": prompts[0], "completion": completions[0]})]
 
 
 def of_trl_sometimes(completions, answer, **kwargs):

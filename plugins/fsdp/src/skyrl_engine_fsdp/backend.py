@@ -1,16 +1,19 @@
 """The FSDP2 backend: a Hugging Face causal language model sharded over data-parallel ranks that scores, learns and saves."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import attrs
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from skyrl_engine import UnsupportedError
 from skyrl_engine.contracts import (
+    AdamWSettings,
     LoraConfig,
     MicroBatch,
     ModelConfig,
@@ -26,19 +29,34 @@ from skyrl_engine.modeling import random_states
 from skyrl_engine.modeling.device_check import refuse_on_device
 from skyrl_engine.modeling.device_memory import Moved, move_back, move_optimizer_state, release_cached_memory
 from skyrl_engine.modeling.exporting import collect_export_tensors, write_pretrained
+from skyrl_engine.modeling.host_copies import HostCopies
 from skyrl_engine.modeling.host_threads import share_cores
 from skyrl_engine.modeling.lora import adapters_off, has_adapters, iterate_merged_weights
 from skyrl_engine.modeling.micro_batch import compute_hidden_states, differentiable, gradient_not_finite, score
-from skyrl_engine.modeling.optimizer import build_optimizer, freeze_groups, use_settings
+from skyrl_engine.modeling.optimizer import build_optimizer, refuse_empty_groups, use_settings
 from skyrl_engine.modeling.scorer import Scorer
 from skyrl_engine.modeling.teaching import TeacherStates
 from skyrl_engine.modeling.weight_averages import WeightAverages
 from skyrl_engine_fsdp.checkpoint import ShardedTrainingState
+from skyrl_engine_fsdp.context_limits import name_division
+from skyrl_engine_fsdp.float8 import refuse_device, refuse_float8
 from skyrl_engine_fsdp.gradients import clip_gradients, full, non_finite
 from skyrl_engine_fsdp.meshes import Meshes
 from skyrl_engine_fsdp.options import WHOLE_ROWS, FsdpConfig
 from skyrl_engine_fsdp.placement import load_beside_sharded, load_sharded
-from skyrl_engine_fsdp.sharding import reshard, stays_whole
+from skyrl_engine_fsdp.sharding import (
+    drop_partial_sums,
+    hold_in_bfloat16,
+    refuse_stochastic_rounding,
+    require_whole_sums,
+    reshard,
+    stays_whole,
+    sum_gradients_of,
+)
+from skyrl_engine_fsdp.vocabulary import VocabularyParallelHead
+
+WRITE_TIMEOUT: Final = timedelta(hours=12)
+"""The longest that ranks wait for the one that writes its part of a checkpoint last; one that died is noticed at once."""
 
 
 class FsdpBackend:
@@ -69,6 +87,11 @@ class FsdpBackend:
                 f"{optimizer.use} steps whole rows of weights on the ranks' devices, which tensor_parallel and cpu_offload do not leave there",
                 remedy='Set optimizer.use = "adamw", or backend.tensor_parallel = 1 and backend.cpu_offload = false',
             )
+        if optimizer is None and self._device.type == "cpu" and not self._config.float8_emulation:
+            # a run on GPUs is being exported on CPUs: nothing is multiplied
+            self._config = attrs.evolve(self._config, float8="off")
+        refuse_float8(self._config, model)
+        refuse_device(self._config, environment.device)
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         elif self._config.cpu_offload:
@@ -79,12 +102,22 @@ class FsdpBackend:
                 )
             # a run on GPUs is being exported on CPUs: there is nothing to offload
             self._config = attrs.evolve(self._config, cpu_offload=False)
-        meshes = Meshes.of(topology, replicate=self._config.replicate, device=self._device)
-        self.take(load_sharded(model, meshes, self._device, self._config, environment.seed), meshes, model, optimizer, environment)
+        meshes = Meshes.of(
+            topology, replicate=self._config.replicate, device=self._device, expert_ranks=self._config.expert_parallel
+        )
+        rounds = isinstance(optimizer, AdamWSettings) and optimizer.stochastic_rounding
+        if rounds:
+            refuse_stochastic_rounding(model, self._config)
+        loaded = load_sharded(model, meshes, self._device, self._config, environment.seed, learns=optimizer is not None)
+        if rounds:
+            hold_in_bfloat16(loaded[1])
+        self.take(loaded, meshes, model, optimizer, environment)
         self._scorer.refuse_rows_unless_supported(environment.rows)
-        # tensor-parallel ranks of one sample must draw equal dropout masks
+        if topology.cp > 1:
+            self._scorer.refuse_divided_rows(name_division(self._config))
+        # tensor-parallel ranks of one token must draw equal dropout masks
         if topology.tp > 1:
-            random_states.reseed(environment.seed + self.coords.dp)
+            random_states.reseed(environment.seed + self.coords.rank // topology.tp)
         if self._config.cpu_offload and optimizer is not None:
             share_cores()
 
@@ -107,18 +140,22 @@ class FsdpBackend:
         self.coords = meshes.topology.coords(environment.rank)
         self._vocabulary = self._model.get_input_embeddings().weight.shape[0]
         self._settings = optimizer
-        # before the optimizer, which takes what learns
-        self._frozen = frozenset() if optimizer is None else freeze_groups(self._parameters(), optimizer.groups)
-        self._optimizer = build_optimizer(self._parameters(), optimizer) if optimizer is not None else None
+        self._optimizer = None
+        if optimizer is not None:
+            refuse_empty_groups(self._parameters(), optimizer.groups)
+            self._optimizer = build_optimizer(self._parameters(), optimizer, seed=environment.seed)
         self._averages = WeightAverages(None if optimizer is None else optimizer.ema_decay)
         self._steps_done = 0
         self._moved: Moved = ()
+        self._host_copies = HostCopies()
+        self._save_group: dist.ProcessGroup | None = None
 
     def adapter_set(self, lora: LoraConfig, optimizer: OptimizerSettings, seed: int) -> "FsdpBackend":
         """Set up a further product over the frozen weights of this one. Raises ModelError, and UnsupportedError for what cannot be shared."""
         spec, environment = attrs.evolve(self._spec, lora=lora), attrs.evolve(self._environment, seed=seed)
         loaded = load_beside_sharded(spec, self._model, self._scorer, self._meshes, self._device, self._config, seed)
-        drawn = random_states.OwnRandomStates(seed + self.coords.rank, self._device)
+        # tensor-parallel ranks of one token must draw equal dropout masks
+        drawn = random_states.OwnRandomStates(seed + self.coords.rank // self._meshes.topology.tp, self._device)
         other = type(self)(self._config)
         other.take(loaded, self._meshes, spec, optimizer, environment, drawn.in_force)
         return other
@@ -145,21 +182,28 @@ class FsdpBackend:
             vocabulary=self._vocabulary,
             device=self._device,
             images=self._scorer.images,
+            context=self._meshes.context,
         )
         # the head is of the root's unit, which stays gathered after a forward pass without backward
-        yield TeacherStates.of(self._scorer.head, hidden_NH)
+        head = self._scorer.head
+        yield head.teach(hidden_NH) if isinstance(head, VocabularyParallelHead) else TeacherStates.of(head, hidden_NH)
         reshard(self._scorer)
 
     def forward_backward(self, batch: RankBatch, objective: Objective) -> RankOutput:
-        """Score, differentiate and accumulate gradients; each micro-batch's gradient is summed over ranks in its backward pass."""
+        """Score, differentiate and accumulate gradients, which are summed over ranks when this returns.
+
+        Copies of the model sum theirs with the last micro-batch alone, and so do the ranks of a copy with `gradient_sync = "pass"`.
+        """
         self._scorer.train()
         parts = []
         with self._draws():
-            for micro_batch in batch:
+            for number, micro_batch in enumerate(batch, start=1):
+                sum_gradients_of(self._scorer, self._config, last=number == len(batch))
                 scores = self._scores(micro_batch, objective)
                 total, output = objective(scores, micro_batch)
                 torch.autograd.backward(differentiable(total, scores))
                 parts.append(output)
+        require_whole_sums(self._scorer)
         return RankOutput.concat(parts, self.coords)
 
     def optim_step(self, settings: OptimizerSettings | None = None) -> OptimStep:
@@ -188,6 +232,7 @@ class FsdpBackend:
     def zero_grad(self) -> None:
         """Drop the accumulated gradient, and what a failed pass gathered."""
         reshard(self._scorer)
+        drop_partial_sums(self._scorer)
         for parameter in self._parameters().values():
             parameter.grad = None
 
@@ -195,6 +240,14 @@ class FsdpBackend:
         """Write this rank's part of the training state. Raises CheckpointError."""
         with self._draws():
             self._state().save(directory, self._steps_done)
+
+    def stage_save(self, directory: Path) -> Callable[[], Collection[str]]:
+        """Copy to host memory what `save` would write; return what writes it."""
+        if self._save_group is None:
+            # a group of its own, so that its collectives never meet those of a pass
+            self._save_group = dist.new_group(backend="gloo", timeout=WRITE_TIMEOUT)
+        with self._draws():
+            return self._state().stage(directory, self._steps_done, self._host_copies, self._save_group)
 
     def load(self, directory: Path) -> None:
         """Restore what `save` wrote on any layout of ranks, random states on the same one alone, and clear the gradient.
@@ -232,6 +285,14 @@ class FsdpBackend:
         reshard(self._scorer)
         yield from iterate_merged_weights(self._model, lambda parameter: full(parameter.detach()).cpu())
 
+    def weights_in(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """Yield them rounded to `dtype`, each rank its part before it is gathered; with adapters, what they are merged into is rounded."""
+        if has_adapters(self._model):
+            yield from ((name, weight.to(dtype)) for name, weight in self.weights())
+            return
+        reshard(self._scorer)
+        yield from ((name, full(parameter.detach().to(dtype)).cpu()) for name, parameter in self._model.named_parameters())
+
     def storage(self) -> dict[str, Tensor] | None:
         """Return parameters and buffers by name, tied ones under each; None if they are sharded, cast, moved or adapted to be used."""
         if not stays_whole(self._meshes.topology, self._spec.dtype, self._config) or has_adapters(self._model):
@@ -267,7 +328,10 @@ class FsdpBackend:
 
     def close(self) -> None:
         """Free model and optimizer."""
-        for name in ("_model", "_scorer", "_optimizer", "_averages"):
+        group = self.__dict__.pop("_save_group", None)
+        if group is not None and dist.is_initialized():
+            dist.destroy_process_group(group)
+        for name in ("_model", "_scorer", "_optimizer", "_averages", "_host_copies"):
             self.__dict__.pop(name, None)
         release_cached_memory(self.__dict__.get("_device", "cpu"))
 
@@ -282,6 +346,7 @@ class FsdpBackend:
             backend="fsdp",
             images=self._scorer.images,
             one_row=self._scorer.one_row,
+            context=self._meshes.context,
         )
 
     def _parameters(self) -> dict[str, nn.Parameter]:
@@ -297,6 +362,6 @@ class FsdpBackend:
         persistent = self._model.state_dict(keep_vars=True)
         buffers = {name: tensor for name, tensor in self._model.named_buffers() if name in persistent}
         topology, seed = self._meshes.topology, self._environment.seed
-        # what groups freeze is saved too, so that a checkpoint is a whole model whatever they say
-        saved = {name: tensor for name, tensor in self._scored_parameters() if tensor.requires_grad or name in self._frozen}
+        # beside adapters the base model stays as it was read; else a checkpoint is a whole model, whatever is frozen
+        saved = self._parameters() if has_adapters(self._model) else dict(self._scored_parameters())
         return ShardedTrainingState(saved, buffers, self._optimizer, self._averages, self._settings, self._device, topology, seed)

@@ -6,7 +6,7 @@ run code.
 
 import logging
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,11 @@ from torch.distributed.checkpoint import api, state_dict_loader, state_dict_save
 from skyrl_engine import CheckpointError
 from skyrl_engine.contracts import OptimizerSettings, Topology
 from skyrl_engine.modeling import random_states
+from skyrl_engine.modeling.host_copies import HostCopies
 from skyrl_engine.modeling.optimizer import make_zero_state
 from skyrl_engine.modeling.unpickling import UNREADABLE, failure, load_pickled
 from skyrl_engine.modeling.weight_averages import AVERAGE, WeightAverages, no_averages_error
-from skyrl_engine_fsdp.pieces import PiecesReader, PiecesWriter
+from skyrl_engine_fsdp.pieces import PiecesReader, PiecesWriter, list_written
 
 logger = logging.getLogger(__name__)
 
@@ -59,14 +60,30 @@ class ShardedTrainingState:
 
     def save(self, directory: Path, steps_done: int) -> None:
         """Write this rank's part into `directory`. Raises CheckpointError."""
-        rank = dist.get_rank()
+        self._write(directory, self._collect(steps_done), random_states.capture(self.device), None)
+
+    def stage(
+        self, directory: Path, steps_done: int, copies: HostCopies, group: dist.ProcessGroup
+    ) -> Callable[[], Collection[str]]:
+        """Copy to host memory what `save` would write now; return what writes it, with collectives of `group` alone, which is gloo's."""
+        tensors, random = copies.copy_all(self._collect(steps_done)), random_states.capture(self.device)
+        copies.wait(self.device)
+        return lambda: self._write(directory, tensors, random, group)
+
+    def _collect(self, steps_done: int) -> dict[str, Any]:
+        moments = {} if self.optimizer is None else self._moments(self.optimizer.state)
         facts = {"steps_done": torch.tensor(steps_done), "layout": self._layout()}
+        return {**self._weights(), **moments, **self._name_averages(self.averages.values), **facts}
+
+    def _write(
+        self, directory: Path, tensors: dict[str, Any], random: dict[str, Any], group: dist.ProcessGroup | None
+    ) -> list[str]:
+        """Write tensors and random states with collectives of a group (None: the default one); return the names of this rank's files."""
+        rank = dist.get_rank()
         try:
-            moments = {} if self.optimizer is None else self._moments(self.optimizer.state)
-            averages = self._name_averages(self.averages.values)
-            state_dict_saver.save({**self._weights(), **moments, **averages, **facts}, storage_writer=PiecesWriter(directory))
+            state_dict_saver.save(tensors, storage_writer=PiecesWriter(directory), process_group=group)
             with _random_file(directory, rank).open("wb") as file:
-                torch.save(random_states.capture(self.device), file)
+                torch.save(random, file)
                 file.flush()
                 os.fsync(file.fileno())
         except (OSError, RuntimeError, api.CheckpointException) as error:
@@ -74,6 +91,7 @@ class ShardedTrainingState:
                 f"rank {rank} cannot write its part of the checkpoint to {directory}: {_reason(error)}",
                 remedy="Make room there or choose another run.directory",
             ) from error
+        return [_random_file(directory, rank).name, *list_written(directory, rank)]
 
     def load(self, directory: Path) -> int:
         """Restore weights, moments and random states in place and return the number of optimizer steps taken.
@@ -86,10 +104,10 @@ class ShardedTrainingState:
         try:
             saved = PiecesReader(directory).read_metadata().state_dict_metadata
             state = self._make_zero_moments(saved)
-            facts = {"steps_done": torch.tensor(0), "layout": torch.zeros_like(self._layout())}
+            facts = {"steps_done": torch.tensor(0), "layout": self._make_zero_layout(saved)}
             averages = self._make_zero_averages(saved)
             wanted = {**self._weights(), **self._moments(state), **self._name_averages(averages)}
-            _refuse_differences(directory, {*wanted, *facts}, set(saved), moments=self.optimizer is not None)
+            _refuse_differences(directory, {*wanted, *facts}, self._leave_out_frozen(saved), moments=self.optimizer is not None)
             state_dict_loader.load(facts, storage_reader=PiecesReader(directory))
             if int(facts["steps_done"]):
                 self._refuse_no_moments(directory, saved)
@@ -119,17 +137,22 @@ class ShardedTrainingState:
             raise _unreadable_error(directory, error) from error
 
     def _layout(self) -> Tensor:
-        """Return the sizes that random states depend on, int64[2]: data-parallel and tensor-parallel ranks."""
-        return torch.tensor([self.topology.dp, self.topology.tp])
+        """Return the sizes that random states depend on, int64[3]: data-parallel, tensor-parallel and context-parallel ranks."""
+        return torch.tensor([self.topology.dp, self.topology.tp, self.topology.cp])
+
+    def _make_zero_layout(self, saved: Mapping[str, Any]) -> Tensor:
+        """Return zeros in the place of the sizes of the layout that wrote a checkpoint; older ones had no context-parallel ranks."""
+        return torch.zeros(getattr(saved.get("layout"), "size", self._layout().shape), dtype=torch.int64)
 
     def _continue_random_states(self, directory: Path, rank: int, layout: Tensor, steps_done: int) -> None:
+        layout = nn.functional.pad(layout, (0, len(self._layout()) - len(layout)), value=1)
         if torch.equal(layout, self._layout()):
             random_states.restore(load_pickled(_random_file(directory, rank)), self.device)
             return
         if rank == 0:
             logger.warning(
-                "the checkpoint in %s is of %d data-parallel x %d tensor-parallel ranks, this run has %d x %d: weights and optimizer state go "
-                "on, random states (dropout) start anew",
+                "the checkpoint in %s is of %d data-parallel x %d tensor-parallel x %d context-parallel ranks, this run has %d x %d x %d: "
+                "weights and optimizer state go on, random states (dropout) start anew",
                 directory,
                 *layout.tolist(),
                 *self._layout().tolist(),
@@ -142,6 +165,11 @@ class ShardedTrainingState:
             return
         if any(make_zero_state(self.settings, name, parameter) for name, parameter in self.parameters.items()):
             raise _other_optimizer_error(directory, f"{self.settings.use} keeps moments, and it holds none")
+
+    def _leave_out_frozen(self, saved: Collection[str]) -> set[str]:
+        """Return the saved keys without moments of parameters that this run freezes."""
+        frozen_moments = tuple(f"optimizer.{name}." for name, parameter in self.parameters.items() if not parameter.requires_grad)
+        return {key for key in saved if not key.startswith(frozen_moments)}
 
     def _make_zero_averages(self, saved: Collection[str]) -> dict[Tensor, Tensor]:
         """Return zeros in the place of the averages that a checkpoint has, where this run keeps any, for loading to fill."""
@@ -159,6 +187,8 @@ class ShardedTrainingState:
             return {}
         state: dict[Tensor, dict[str, Tensor]] = {}
         for name, parameter in self.parameters.items():
+            if not parameter.requires_grad:
+                continue
             zeros = make_zero_state(self.settings, name, parameter)
             if any(f"optimizer.{name}.{key}" in saved for key in zeros):
                 state[parameter] = zeros

@@ -1,56 +1,70 @@
-"""Styles of transformers' tensor-parallel plans, and the models that the fsdp backend refuses to divide.
+"""The models that the fsdp backend refuses to divide by transformers' tensor-parallel plans.
 
 Imports no torch, because the controller uses it while it plans.
 """
 
-from collections.abc import Mapping
 from typing import Any, Final
 
 from skyrl_engine import UnsupportedError
 from skyrl_engine.contracts import ModelConfig
+from skyrl_engine.model_facts.tensor_parallel_plan import EXPERT_COUNTS, EXPERTS, find_plan_problem, refuse_unequal_sizes, styles_of
 from skyrl_engine.model_facts.vision_language import refuse_unequal_parts
 
-COLUMNS, ROWS, LOCAL_HEADS = "colwise", "rowwise", "replicated_with_grad_allreduce"
-"""Styles of transformers' plans: a linear layer divided along its outputs; one divided along its inputs; weights that every rank holds whole
-and applies to its own heads only, such as Qwen3's norms of queries and keys, whose gradient is the sum over ranks."""
-
-_DIVIDED: Final = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
-"""Sizes of a decoder that the number of tensor-parallel ranks must divide."""
+_DRAWS: Final = "phimoe"
+"""The family whose routers draw experts at random in training, so that no test can compare a divided model with a whole one."""
 
 
-def styles_of(config: Any) -> Mapping[str, str]:
-    """Return the plan of a `transformers.PretrainedConfig`: a style by module pattern such as "layers.*.mlp.up_proj"; empty without a plan."""
-    return dict(getattr(config.get_text_config(decoder=True), "base_model_tp_plan", None) or {})
+_TURNS_IN_FLOAT32: Final = "llama4_text"
+"""A family whose rotary angles are complex numbers of float32, whatever it computes in."""
+
+SHARED_EXPERTS: Final = ("gpt_oss", "mixtral", "qwen2_moe", "qwen3_moe")
+"""Families whose experts ranks may share apart from tensor parallelism: those that tests compare with transformers."""
 
 
 def refuse_model(ranks: int, config: Any, model: ModelConfig) -> None:
-    """Raises UnsupportedError for a model that `ranks` (2 or more) cannot share: adapters, compiled layers, unknown styles, unequal parts."""
-    if model.lora is not None:
-        raise UnsupportedError(
-            "the fsdp backend trains no adapters under tensor parallelism",
-            remedy="Set backend.tensor_parallel = 1, or remove model.lora",
-        )
+    """Raises UnsupportedError for a model that `ranks` (2 or more) cannot share: compiled layers, noise, random routers, unknown styles or
+    unequal parts.
+    """
     if model.neftune_alpha is not None:
         raise UnsupportedError(
             "the fsdp backend adds no noise to embeddings under tensor parallelism",
-            remedy="Set backend.tensor_parallel = 1, or remove model.neftune_alpha",
+            remedy="Set backend.tensor_parallel = 1, remove model.neftune_alpha, or use the megatron backend",
         )
     if model.compile:
         raise UnsupportedError(
             "model.compile = true, and torch's compiler cannot follow the DTensors of tensor-parallel layers whose lengths vary",
             remedy="Set backend.tensor_parallel = 1 or model.compile = false, or use the megatron backend",
         )
-    styles, family = styles_of(config), config.get_text_config(decoder=True).model_type
-    if not styles:
-        raise indivisible_error(f"transformers has no tensor-parallel plan for {family} models such as {model.path}")
-    unknown = sorted((style, pattern) for pattern, style in styles.items() if style not in {COLUMNS, ROWS, LOCAL_HEADS})
-    if unknown:
-        style, pattern = unknown[0]
+    if config.get_text_config(decoder=True).model_type == _DRAWS:
         raise indivisible_error(
-            f"{family} models such as {model.path} divide {pattern} by {style!r}, which the fsdp backend does not know"
+            f"the routers of {_DRAWS} models such as {model.path} draw experts at random, and no test shows that ranks draw the same"
         )
-    for attribute in _DIVIDED:
-        refuse_unequal_parts(config, model.path, attribute, parts=ranks, options="backend.tensor_parallel")
+    if config.get_text_config(decoder=True).model_type == _TURNS_IN_FLOAT32 and model.dtype == "float64":
+        raise indivisible_error(
+            f'model.dtype = "float64", and {model.path} turns queries and keys in float32, where the heads of a rank round unlike all of them: '
+            "the proof at load, that ranks compute what the whole model does, could not tell this from a mistake"
+        )
+    if (problem := find_plan_problem(config, model.path)) is not None:
+        raise indivisible_error(problem)
+    refuse_unequal_sizes(config, model.path, ranks=ranks, options="backend.tensor_parallel")
+
+
+def refuse_experts(ranks: int, config: Any, model: ModelConfig) -> None:
+    """Raises UnsupportedError for a model whose experts `ranks` (2 or more) cannot share: a dense one, an untried family, unequal parts."""
+    option = "backend.expert_parallel"
+    family = config.get_text_config(decoder=True).model_type
+    if EXPERTS not in styles_of(config).values():
+        raise UnsupportedError(
+            f"{option} = {ranks}, and {model.path} has no experts that ranks could share", remedy=f"Set {option} = 1"
+        )
+    if family not in SHARED_EXPERTS:
+        raise UnsupportedError(
+            f"{option} = {ranks}, and no test shows that ranks which share experts compute what {family} models such as {model.path} do "
+            f"(tried: {', '.join(SHARED_EXPERTS)})",
+            remedy=f"Set {option} = 1, or backend.tensor_parallel above 1 instead",
+        )
+    for attribute in EXPERT_COUNTS:
+        refuse_unequal_parts(config, model.path, attribute, parts=ranks, options=option)
 
 
 def indivisible_error(cause: str) -> UnsupportedError:

@@ -1,4 +1,7 @@
-"""The ranks as device meshes: replicas outermost, then shards, then tensor-parallel ranks, as `contracts.topology` numbers them."""
+"""The ranks as device meshes: replicas outermost, then shards, then tensor-parallel ranks, as `contracts.topology` numbers them.
+
+Context-parallel ranks are shards next to each other.
+"""
 
 from typing import Any
 
@@ -8,46 +11,67 @@ from attrs import frozen
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from skyrl_engine.contracts import Topology
+from skyrl_engine.modeling.context_parallel import ContextRanks
+from skyrl_engine_fsdp.options import count_sharding_ranks
 
 
 @frozen(eq=False)
 class Meshes:
     """The device meshes of a layout: `data`, over which FSDP shards, and `tensor`, or None without tensor parallelism.
 
-    `data` has one dimension, or two (replicas, shards) under hybrid sharding.
+    `data` has one dimension, or two (replicas, shards) under hybrid sharding. `context` are the ranks that share this one's rows, or None.
+    `experts` are the ranks of `data` in two dimensions, or None without expert parallelism: FSDP shards experts over the first, "expert_shard",
+    and ranks next to each other, "expert", share all experts of a layer.
     """
 
     topology: Topology
     replicate: int
     data: DeviceMesh
     tensor: DeviceMesh | None
+    context: ContextRanks | None
+    experts: DeviceMesh | None = None
 
     @classmethod
-    def of(cls, topology: Topology, *, replicate: int, device: torch.device) -> "Meshes":
+    def of(cls, topology: Topology, *, replicate: int, device: torch.device, expert_ranks: int = 1) -> "Meshes":
         """Return the meshes of this layout, made with their process groups when this process first asks; every rank must call it.
 
         Models of one layout share them: a policy and its reference would else hold a communicator each, and every model that a
         process ever opened would leave its groups' threads running.
         """
-        key = (topology, replicate, device.type)
+        key = (topology, replicate, device.type, expert_ranks)
         if _world[:] != [dist.group.WORLD]:
             _made.clear()
             _world[:] = [dist.group.WORLD]
         if key not in _made:
-            _made[key] = cls._new(topology, replicate=replicate, device=device)
+            _made[key] = cls._new(topology, replicate, device, expert_ranks)
         return _made[key]
 
     @classmethod
-    def _new(cls, topology: Topology, *, replicate: int, device: torch.device) -> "Meshes":
+    def _new(cls, topology: Topology, replicate: int, device: torch.device, expert_ranks: int) -> "Meshes":
         data = {"replicate": replicate} if replicate > 1 else {}
-        data["shard"] = topology.dp // replicate
+        data["shard"] = count_sharding_ranks(topology) // replicate
         sizes = {**data, "tensor": topology.tp} if topology.tp > 1 else data
         world = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        context = _make_context_ranks(topology) if topology.cp > 1 else None
         if topology.tp == 1:
-            return cls(topology, replicate, world, None)
-        return cls(topology, replicate, world[tuple(data)], world["tensor"])
+            experts = None
+            if expert_ranks > 1:
+                shape = (topology.world_size // expert_ranks, expert_ranks)
+                experts = init_device_mesh(device.type, shape, mesh_dim_names=("expert_shard", "expert"))
+            return cls(topology, replicate, world, None, context, experts)
+        return cls(topology, replicate, world[tuple(data)], world["tensor"], context)
 
 
-_made: dict[tuple[Topology, int, str], Meshes] = {}
+def _make_context_ranks(topology: Topology) -> ContextRanks:
+    """Make the groups of ranks that differ in their context-parallel number alone; every rank must call it."""
+    groups: dict[tuple[int, int], list[int]] = {}
+    for rank in range(topology.world_size):
+        coords = topology.coords(rank)
+        groups.setdefault((coords.dp, coords.tp), []).append(rank)
+    own, _ = dist.new_subgroups_by_enumeration(list(groups.values()))  # type: ignore[no-untyped-call] # torch leaves it untyped
+    return ContextRanks.of(own)
+
+
+_made: dict[tuple[Topology, int, str, int], Meshes] = {}
 _world: list[Any] = []
 """The default process group that `_made` belongs to; an embedding program may replace it."""

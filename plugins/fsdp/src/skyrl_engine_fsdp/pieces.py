@@ -43,6 +43,11 @@ class PiecesWriter(FileSystemWriter):
             os.fsync(file.fileno())
 
 
+def list_written(directory: Path, rank: int) -> list[str]:
+    """Return the names of the files that this rank wrote through a `PiecesWriter`: its pieces, if it has any, and the list on rank 0."""
+    return [*(path.name for path in directory.glob(f"__{rank}_*")), *([LISTING] if rank == 0 else [])]
+
+
 class PiecesReader(FileSystemReader):
     """Reads what `PiecesWriter` wrote."""
 

@@ -12,9 +12,12 @@ from skyrl_engine.contracts import (
     Capability,
     ModelConfig,
     RowKind,
+    Topology,
     list_divisors,
 )
-from skyrl_engine_fsdp.layer_styles import refuse_model
+from skyrl_engine_fsdp.context_limits import name_division, refuse_context
+from skyrl_engine_fsdp.float8 import refuse_device, refuse_float8
+from skyrl_engine_fsdp.layer_styles import refuse_experts, refuse_model
 from skyrl_engine_fsdp.options import WHOLE_ROWS, FsdpConfig
 from skyrl_engine_fsdp.state_layout import describe_state
 
@@ -37,41 +40,38 @@ class FsdpPlugin:
                 "tree",
                 "value_head",
                 "tensor_parallel",
+                "context_parallel",
+                "lora",
+                "reference_by_adapters",
+                "divergence",
                 *OPTIONAL_SCORES,
                 "second_model",
+                "asynchronous_saves",
                 "sgd",
                 "lion",
                 "parameter_groups",
+                "freeze",
                 "ema",
                 "compile",
                 "attention",
+                "vision",
             }
         )
         if not config.cpu_offload:
-            capabilities |= {"offload"}
-        choices = {"tensor_parallel": list_divisors(world_size, MOST_TENSOR_PARALLEL), "cpu_offload": (False, True)}
-        # transformers' tensor-parallel plans cut the linear layers of a text decoder; they say nothing about adapters and vision towers,
-        # and a head that is divided compares with no teacher's. Compiled layers `refuse_model` refuses there, with the reason
-        if topology.tp == 1:
-            undivided: frozenset[Capability] = frozenset(
-                {"lora", "load_in_4bit", "reference_by_adapters", "vision", "divergence", "embedding_noise"}
-            )
-            if not config.cpu_offload:
-                undivided |= WHOLE_ROWS
             # FSDP2 copies host memory to pin it, so that nobody would share it
-            shared: frozenset[Capability] = frozenset() if config.cpu_offload else frozenset({"adapter_sets"})
-            return BackendDescription(
-                topology,
-                capabilities | undivided | shared,
-                rehearse=partial(_rehearse, images=True),
-                describe_state=partial(describe_state, config, topology),
-                layout_choices=choices,
-            )
+            capabilities |= {"offload", "adapter_sets", "stochastic_rounding"}
+        choices = {"tensor_parallel": list_divisors(world_size, MOST_TENSOR_PARALLEL), "cpu_offload": (False, True)}
+        # codes of 4 bits have no columns that tensor-parallel ranks could divide. Compiled layers `refuse_model` refuses there, with the reason
+        if topology.tp == 1:
+            capabilities |= {"load_in_4bit", "embedding_noise"}
+            if not config.cpu_offload:
+                capabilities |= WHOLE_ROWS
         return BackendDescription(
             topology,
             capabilities,
-            partial(refuse_model, topology.tp),
-            partial(_rehearse, images=False),
+            partial(_refuse, config),
+            partial(_rehearse, config, topology),
+            refuse_device=lambda _, device: refuse_device(config, device),
             describe_state=partial(describe_state, config, topology),
             layout_choices=choices,
         )
@@ -83,10 +83,20 @@ class FsdpPlugin:
         return FsdpBackend(config or FsdpConfig())
 
 
-def _rehearse(model: ModelConfig, rows: RowKind, *, images: bool) -> None:
+def _refuse(options: FsdpConfig, config: Any, model: ModelConfig) -> None:
+    refuse_context(options, model)
+    refuse_float8(options, model)
+    if options.expert_parallel > 1:
+        refuse_experts(options.expert_parallel, config, model)
+    if options.tensor_parallel > 1:
+        refuse_model(options.tensor_parallel, config, model)
+
+
+def _rehearse(options: FsdpConfig, topology: Topology, model: ModelConfig, rows: RowKind) -> None:
     from skyrl_engine.modeling.load_check import check_loading
 
-    check_loading(model, rows, images=images)
+    divided_by = name_division(options) if topology.cp > 1 else None
+    check_loading(model, rows, images=True, divided_by=divided_by)
 
 
 fsdp = FsdpPlugin()

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from skyrl_engine import ModelError
 from skyrl_engine.contracts import ComputeDtype, ModelConfig
-from skyrl_engine.modeling.parity import Probe
+from skyrl_engine.modeling.parity import list_probes
 from skyrl_engine.modeling.scorer import Scorer
 from skyrl_engine_fsdp.gradients import local
 
@@ -23,12 +23,12 @@ AGREEMENT: Final = 1e-3
 
 
 def whole_logprobs(model: Any, scorer: Scorer) -> Tensor:
-    """Return the log-probabilities of a few tokens under the whole model on the CPU, for `prove` to compare with."""
+    """Return the log-probabilities of a few tokens, and of an image, under the whole model on the CPU, for `prove` to compare with."""
     training = model.training
     model.eval()
     try:
         with torch.no_grad():
-            return Probe.of(model, scorer.decoder, torch.device("cpu")).logprobs(scorer)
+            return _logprobs(model, scorer, torch.device("cpu"))
     finally:
         model.train(training)
 
@@ -42,7 +42,7 @@ def prove(
     be summed; parameters that all ranks of `mesh` hold must get equal gradients, or their copies drift apart in training.
     """
     model.eval()
-    logprobs = Probe.of(model, scorer.decoder, device).logprobs(scorer)
+    logprobs = _logprobs(model, scorer, device)
     torch.autograd.backward(logprobs.sum())
     problem = _difference(logprobs.detach().cpu(), expected, TOLERANCE[spec.dtype])
     # "not <=", so that NaN counts as a disagreement
@@ -60,6 +60,10 @@ def prove(
                 f"{spec.path} ({type(model).__name__}) cannot be cut for tensor parallelism: {report}",
                 remedy="Set backend.tensor_parallel = 1, or choose another model or backend",
             )
+
+
+def _logprobs(model: Any, scorer: Scorer, device: torch.device) -> Tensor:
+    return torch.cat([probe.logprobs(scorer) for probe in list_probes(model, scorer.decoder, device)])
 
 
 def _difference(logprobs: Tensor, expected: Tensor | None, tolerance: float) -> str | None:

@@ -2,14 +2,15 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from skyrl_engine.modeling.chunked_head import ChunkedHead, ScoringTeacher, compute_chunked_scores
+from skyrl_engine.modeling.chunked_head import ChunkedHead, Score, ScoringTeacher, compute_chunked_scores
+from skyrl_engine.modeling.divided_rows import number_own
 from skyrl_engine.modeling.scorer import Scorer
 from skyrl_engine.modeling.vocabulary_parallel import VocabularyParallelScore
+from skyrl_engine.modeling.vocabulary_parallel_teaching import DividedTeacherStates, GatheredScore
 from skyrl_engine_fsdp.parameter_views import view_parameters
 from skyrl_engine_fsdp.rank_sums import sum_backward, sum_forward
 
@@ -47,14 +48,14 @@ def _look_up_own_tokens(embedding: nn.Module, mesh: DeviceMesh) -> None:
         embedding.padding_idx = here if 0 <= here < rows else None
 
     def before(_module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        places = inputs[0] - first
-        foreign.append((places < 0) | (places >= rows))
-        return (torch.where(foreign[-1], 0, places), *inputs[1:])
+        places, others = number_own(inputs[0], first, rows)
+        foreign.append(others)
+        return (places, *inputs[1:])
 
     def after(_module: nn.Module, _inputs: object, output: Tensor) -> Tensor:
         return sum_forward(output.masked_fill(foreign.pop()[..., None], 0), group)
 
-    view_parameters(embedding, _local)
+    view_parameters(embedding, get_local)
     embedding.register_forward_pre_hook(before)
     embedding.register_forward_hook(after)
 
@@ -62,10 +63,8 @@ def _look_up_own_tokens(embedding: nn.Module, mesh: DeviceMesh) -> None:
 class VocabularyParallelHead(ChunkedHead):
     """The chunked head over this rank's part of the vocabulary; its chunks have as many logits per rank as those of a whole head.
 
-    It compares with no teacher, whose head would have to be divided alike.
+    A teacher is compared with by parts of the vocabulary too, unless its score needs whole logits: those are gathered chunk by chunk.
     """
-
-    compares = False
 
     def __init__(self, whole: ChunkedHead, mesh: DeviceMesh) -> None:
         nn.Module.__init__(self)
@@ -84,15 +83,27 @@ class VocabularyParallelHead(ChunkedHead):
         teacher: ScoringTeacher | None = None,
     ) -> tuple[Tensor, ...]:
         """Return what `ChunkedHead.forward` returns; scores and the gradient of `hidden_NH` are equal on all tensor-parallel ranks."""
-        assert teacher is None, "planning refuses it"
-        score = VocabularyParallelScore(self.rule, temperature, requested, self.group, self.first, self.vocabulary)
+        score: Score
+        if teacher is None:
+            score = VocabularyParallelScore(self.rule, temperature, requested, self.group, self.first, self.vocabulary)
+        else:
+            score = teacher.score(self.rule, temperature, requested, self.vocabulary)
+            if not isinstance(score, VocabularyParallelScore):
+                score = GatheredScore.of(score, self.group, self.first, self.vocabulary)
         # every part of the vocabulary contributes to the gradient of the hidden states
         hidden_NH = sum_backward(hidden_NH, self.group)
-        bias_V = None if self.linear.bias is None else _local(self.linear.bias)
-        return compute_chunked_scores(hidden_NH, _local(self.linear.weight), bias_V, tokens_NK, score, self.positions_per_chunk)
+        bias_V = None if self.linear.bias is None else get_local(self.linear.bias)
+        return compute_chunked_scores(hidden_NH, get_local(self.linear.weight), bias_V, tokens_NK, score, self.positions_per_chunk)
+
+    def teach(self, hidden_NH: Tensor) -> DividedTeacherStates:
+        """Return what another model is compared with at the positions of these states, by parts of the vocabulary."""
+        weight_VH = get_local(self.linear.weight).detach()
+        bias_V = None if self.linear.bias is None else get_local(self.linear.bias).detach()
+        states_NH = hidden_NH.detach().to(weight_VH.dtype)
+        return DividedTeacherStates(states_NH, weight_VH, bias_V, self.rule, self.group, self.first, self.vocabulary)
 
 
-def _local(parameter: Tensor) -> Tensor:
+def get_local(parameter: Tensor) -> Tensor:
     """Return this rank's part of the parameter, differentiably."""
     assert isinstance(parameter, DTensor)
     return parameter.to_local()

@@ -13,7 +13,8 @@ from skyrl_engine.contracts import POLICY, Completion, GenerationRequest, Genera
 from skyrl_engine.model_facts.facts import ModelFacts
 from skyrl_engine.model_facts.tokenizer import Decode, load_decoder
 from skyrl_engine.modeling.device_memory import release_cached_memory
-from skyrl_engine.modeling.sampler_model import fill, load_sampler_model, model_over
+from skyrl_engine.modeling.divided_sampler import HeldParts
+from skyrl_engine.modeling.sampler_model import fill, load_sampler_model, make_divided_model, model_over
 from skyrl_engine_generators.free_memory import plan_cache_tokens
 from skyrl_engine_generators.kept import CacheBudget, Room
 from skyrl_engine_generators.loop import SlotLoop
@@ -33,6 +34,8 @@ class _WeightSet:
     loop: SlotLoop
     room: Room
     shared: bool
+    parts: HeldParts | None
+    """The part of the weights that this rank holds, where they are divided."""
     freed: dict[str, Any] = field(factory=dict)
     """While the generator sleeps, the shape of every parameter by name."""
 
@@ -62,17 +65,26 @@ class HfGenerator:
     def start(self, start: GeneratorStart) -> None:
         """Put a model over the backend's memory where it is shown, else load a copy; prove that cached rows are right for it."""
         self._start = start
-        shared = "module" in start.weights.forms
+        shared, parts = "module" in start.weights.forms, None
         if shared:
             model = model_over(start.model, start.weights.storage())
         else:
-            model = load_sampler_model(start.model, start.device)
-            fill(model, start.weights.tensors(), start.model.path)
+            model, parts = self._make_model(start.weights)
         self._limit = ModelFacts(start.model).longest_row
-        self._budget = CacheBudget(self._options.cache_tokens or plan_cache_tokens(start.model, model))
+        self._budget = CacheBudget(self._options.cache_tokens or plan_cache_tokens(start.model, model, start.together))
         room = self._budget.open_room()
         rows = make_proven_rows(model, self._options.slots, name=start.model.path, limit=self._limit, memory=room)
-        self._sets[POLICY] = self._make_set(POLICY, model, rows, room, start.version, shared=shared)
+        self._sets[POLICY] = self._make_set(POLICY, model, rows, room, start.version, shared=shared, parts=parts)
+
+    def _make_model(self, weights: WeightSource) -> tuple[Any, HeldParts | None]:
+        """Make a model of its own with these weights: a whole one, or this rank's part of one that several sample from."""
+        start, parts = self._start, None
+        if start.together is None:
+            model = load_sampler_model(start.model, start.device)
+        else:
+            model, parts = make_divided_model(start.model, start.device, start.together)
+        fill(model, weights.tensors(), start.model.path, parts)
+        return model, parts
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         """Take requests. Raises ContractError for ids that are taken, for prompts that are none, and for targets without weights."""
@@ -157,14 +169,13 @@ class HfGenerator:
         """Take new weights; running rows go on with them, after a new prefill."""
         held = self._sets.get(target)
         if held is None:
-            model = load_sampler_model(self._start.model, self._start.device)
-            fill(model, weights.tensors(), self._start.model.path)
+            model, parts = self._make_model(weights)
             room = self._budget.open_room()
-            self._sets[target] = self._make_set(target, model, self._rows_of(model, room), room, version, shared=False)
+            self._sets[target] = self._make_set(target, model, self._rows_of(model, room), room, version, shared=False, parts=parts)
             return
         held.make_room()
         if not held.shared:
-            fill(held.model, weights.tensors(), self._start.model.path)
+            fill(held.model, weights.tensors(), self._start.model.path, held.parts)
         held.loop.update(version)
 
     def release(self, target: str) -> None:
@@ -203,7 +214,9 @@ class HfGenerator:
         self._ready.clear()
         self._known.clear()
 
-    def _make_set(self, target: str, model: Any, rows: TokenDecoder, room: Room, version: int, *, shared: bool) -> _WeightSet:
+    def _make_set(
+        self, target: str, model: Any, rows: TokenDecoder, room: Room, version: int, *, shared: bool, parts: HeldParts | None
+    ) -> _WeightSet:
         options = self._options
         loop = SlotLoop(
             rows,
@@ -214,7 +227,7 @@ class HfGenerator:
             budget=self._budget,
             room=room,
         )
-        return _WeightSet(model, rows, loop, room, shared)
+        return _WeightSet(model, rows, loop, room, shared, parts)
 
     def _rows_of(self, model: Any, room: Room) -> TokenDecoder:
         """Rows of another copy of the model that was proven at the start."""

@@ -196,7 +196,8 @@ class SlotLoop:
         """Draw a token of every row; the completions of rows that end by it."""
         uniforms = torch.tensor([row.uniform() for row in rows], dtype=torch.float64, device=logits.device)
         drawn = draw(logits, uniforms, settings)
-        tokens, logprobs = drawn.tokens.tolist(), drawn.logprobs.tolist()
+        numbers, logprobs = self._rows.settle(torch.stack([drawn.tokens.double(), drawn.logprobs])).tolist()
+        tokens = list(map(int, numbers))
         done: list[Completion | None] = []
         for place, (row, token, logprob) in enumerate(zip(rows, tokens, logprobs, strict=True)):
             # false for NaN too

@@ -30,6 +30,7 @@ class HfPlugin:
                         "prefix_reuse",
                         "sleep",
                         "streaming",
+                        "tensor_parallel",
                     ),
                     *("prompt_logprobs", "top_logprobs", "top_prompt_logprobs"),
                 }

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from skyrl_engine.modeling.causal_lm import split_causal_lm
+from skyrl_engine.modeling.divided_sampler import find_group, take_first
 from skyrl_engine_generators.batch_invariance import BatchInvariance
 from skyrl_engine_generators.buckets import BUCKET, FIXED, PLACES, find_unit, pad_rows, pad_to_bucket
 from skyrl_engine_generators.masks import kinds_of_attention, make_masks
@@ -62,6 +63,9 @@ class TokenDecoder(Protocol):
     def logits(self, hidden: Tensor) -> Tensor:
         """[n, vocabulary] of hidden states [n, width]."""
 
+    def settle(self, choice: Tensor, /) -> Tensor:
+        """Return a choice that was made of logits, as the first of the ranks made it that compute the same rows."""
+
     def rest(self) -> None:
         """Free what no row needs: nothing is under way, and others may want the memory."""
 
@@ -70,7 +74,7 @@ class _Model:
     """The decoder, the head and the rule of a plain transformers model."""
 
     def __init__(self, model: Any) -> None:
-        self._parts = split_causal_lm(model)
+        self._parts, self._group = split_causal_lm(model), find_group(model)
         self.invariance = BatchInvariance(model)
         self._config = model.config
         self._dtype = self._parts.head.weight.dtype
@@ -80,6 +84,9 @@ class _Model:
     def logits(self, hidden: Tensor) -> Tensor:
         logits: Tensor = self._parts.rule(self._parts.head(pad_rows(hidden, find_unit(hidden))))
         return logits[: len(hidden)]
+
+    def settle(self, choice: Tensor, /) -> Tensor:
+        return take_first(choice, self._group)
 
     def _hidden(self, **inputs: Any) -> Tensor:
         states: Tensor = self._parts.decoder(**inputs).last_hidden_state

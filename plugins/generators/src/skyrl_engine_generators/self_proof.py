@@ -11,6 +11,7 @@ import torch
 
 from skyrl_engine import UnsupportedError
 from skyrl_engine.contracts import Completion, GenerationRequest, Sampling
+from skyrl_engine.modeling.divided_sampler import collect_words, find_group
 from skyrl_engine_generators.keeping_proof import prove_keeping
 from skyrl_engine_generators.loop import SlotLoop
 from skyrl_engine_generators.rows import CachedDecoder, TokenDecoder, UncachedDecoder
@@ -43,7 +44,10 @@ def make_proven_rows(model: Any, slots: int, *, name: str, limit: int | None, me
     """
     refusal = _refusal(CachedDecoder, model, limit)
     if refusal is None:
-        keeping = prove_keeping(model, limit)
+        # ranks that sample together do the same, so that one that may keep less decides
+        keeping = min(
+            collect_words(prove_keeping(model, limit), find_group(model)), key=lambda each: (each.keeps, each.keeps_sampled)
+        )
         rows = CachedDecoder(model, slots, memory)
         rows.keeps, rows.keeps_sampled = keeping.keeps, keeping.keeps_sampled
         if keeping.reason is not None:
@@ -66,7 +70,12 @@ def make_proven_rows(model: Any, slots: int, *, name: str, limit: int | None, me
 
 
 def _refusal(rows: type[CachedDecoder] | type[UncachedDecoder], model: Any, limit: int | None) -> str | None:
-    """Return why these rows are not right for the model, as a clause; None where they are."""
+    """Return why these rows are not right for the model, as a clause; None where they are, on all ranks that sample together."""
+    words = collect_words(_own_refusal(rows, model, limit), find_group(model))
+    return next((word for word in words if word is not None), None)
+
+
+def _own_refusal(rows: type[CachedDecoder] | type[UncachedDecoder], model: Any, limit: int | None) -> str | None:
     try:
         gap = _gap(rows, model, limit)
     except Exception as error:  # noqa: BLE001 - model code that keeps something else than keys and values may fail in any way

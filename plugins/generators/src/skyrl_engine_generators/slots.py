@@ -244,3 +244,6 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc] # transformers is not ty
 
     def get_max_length(self) -> int:
         return -1
+
+    get_max_cache_shape = get_max_length
+    """The name of it in transformers below 5.13."""

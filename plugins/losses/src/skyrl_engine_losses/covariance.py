@@ -4,6 +4,7 @@ Cui et al. 2025, arXiv:2505.22617. cov = (A - mean A) (log p - mean log p), with
 losses depend on how the batch is divided into micro-batches (`batch_local`).
 """
 
+import math
 from typing import TYPE_CHECKING
 
 from attrs import field, frozen
@@ -63,10 +64,11 @@ def clip_cov(tokens: LossTokens, config: ClipCovConfig) -> LossOutput:
     ratio = probability_ratio(tokens.logprobs, tokens.old_logprobs)
     token_loss, clipped = clip_policy_loss(ratio, tokens.advantages, config)
     cov = covariance(tokens)
-    candidates = ((cov > config.lower) & (cov < config.upper) & ~clipped).nonzero().squeeze(-1)
-    order = cov.new_empty(len(candidates)).uniform_(generator=tokens.generator).argsort(stable=True)
-    silenced = clipped.new_zeros(len(cov))
-    silenced[candidates[order[: max(int(config.fraction * len(cov)), 1)]]] = True
+    candidates = (cov > config.lower) & (cov < config.upper) & ~clipped
+    # one number for every candidate in turn; how many they are is known on the device alone
+    drawn = cov.new_empty(len(cov)).uniform_(generator=tokens.generator)[(candidates.cumsum(0) - 1).clamp(min=0)]
+    first = drawn.masked_fill(~candidates, math.inf).argsort(stable=True)[: max(int(config.fraction * len(cov)), 1)]
+    silenced = clipped.new_zeros(len(cov)).index_fill(0, first, True) & candidates
     return LossOutput(
         token_loss.masked_fill(silenced, 0.0),
         {

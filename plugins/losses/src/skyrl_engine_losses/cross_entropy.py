@@ -33,4 +33,4 @@ def label_smoothing(tokens: LossTokens, config: LabelSmoothingConfig) -> LossOut
     """
     plain, even = -tokens.logprobs, -tokens.mean_logprob
     smoothed = (1 - config.smoothing) * plain + config.smoothing * even
-    return LossOutput(smoothed, {"cross_entropy": Metric.mean(plain.detach().sum().item(), len(plain))})
+    return LossOutput(smoothed, {"cross_entropy": Metric.mean(plain.detach().sum(), len(plain))})

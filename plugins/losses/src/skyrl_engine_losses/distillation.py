@@ -51,8 +51,8 @@ def top_k_divergence(tokens: LossTokens, config: TopKDivergenceConfig) -> LossOu
     return LossOutput(
         values,
         {
-            "divergence": Metric.mean(values.detach().sum().item(), len(values)),
-            "top_1_agreement": Metric.mean(same.sum().item(), len(values)),
+            "divergence": Metric.mean(values.detach().sum(), len(values)),
+            "top_1_agreement": Metric.mean(same.sum(), len(values)),
         },
     )
 
@@ -75,7 +75,7 @@ def _between(config: TopKDivergenceConfig, teacher: "torch.Tensor", student: "to
         case "reverse":
             return _kl(student, teacher)
         case "jensen_shannon":
-            share = teacher.new_tensor(config.beta)
+            share = teacher.new_full((), config.beta)
             mixture = (teacher + share.log()).logaddexp(student + (1 - share).log())
             return share * _kl(teacher, mixture) + (1 - share) * _kl(student, mixture)
 
@@ -118,8 +118,8 @@ def divergence(tokens: LossTokens, _config: DivergenceConfig) -> LossOutput:
     return LossOutput(
         values,
         {
-            "divergence": Metric.mean(values.detach().sum().item(), len(values)),
-            "top_1_agreement": Metric.mean(tokens.top_1_agreement.sum().item(), len(values)),
+            "divergence": Metric.mean(values.detach().sum(), len(values)),
+            "top_1_agreement": Metric.mean(tokens.top_1_agreement.sum(), len(values)),
         },
     )
 
@@ -163,7 +163,7 @@ def _aligned_needs(config: UldConfig | GoldConfig) -> tuple[str, ...]:
 
 def _measure_divergence_of_texts(tokens: LossTokens) -> LossOutput:
     values = tokens.divergence
-    return LossOutput(values, {"divergence": Metric.mean(values.detach().sum().item(), len(values))})
+    return LossOutput(values, {"divergence": Metric.mean(values.detach().sum(), len(values))})
 
 
 @loss(needs=_aligned_needs, config=UldConfig)
@@ -203,4 +203,4 @@ def teacher_kl(tokens: LossTokens, config: TeacherKlConfig) -> LossOutput:
     """
     difference = tokens.logprobs - tokens.teacher_logprobs
     values = estimate_kl(config.estimator, difference)
-    return LossOutput(values, {"divergence": Metric.mean(difference.detach().sum().item(), len(values))})
+    return LossOutput(values, {"divergence": Metric.mean(difference.detach().sum(), len(values))})

@@ -88,7 +88,7 @@ def vespo(tokens: LossTokens, config: VespoConfig) -> LossOutput:
     return LossOutput(
         -tokens.advantages * weight * tokens.logprobs,
         {
-            "sequence_weight": Metric.mean(weight.sum().item(), len(weight)),
+            "sequence_weight": Metric.mean(weight.sum(), len(weight)),
             "approximate_kl": approximate_kl(tokens.logprobs, anchor),
         },
     )

@@ -448,14 +448,14 @@ def _pair_metrics(
         "logps/chosen": tokens.pairs.chosen.sum(logprobs),
         "logps/rejected": tokens.pairs.rejected.sum(logprobs),
     }
-    return {name: Metric.mean(values.sum().item(), len(values)) for name, values in means.items()}
+    return {name: Metric.mean(values.sum(), len(values)) for name, values in means.items()}
 
 
 def _implicit_kl(tokens: LossTokens, gains: "torch.Tensor") -> Metric:
     """The mean over answers of log p(y) - log ref(y), in nats."""
-    return Metric.mean(gains.detach().sum().item(), (tokens.sequences.counts > 0).sum().item())
+    return Metric.mean(gains.detach().sum(), (tokens.sequences.counts > 0).sum())
 
 
 def _mean(values: "torch.Tensor", chosen: "torch.Tensor") -> Metric:
     """The mean of `values` [S] where `chosen` bool[S] holds."""
-    return Metric.mean(values.detach().masked_fill(~chosen, 0.0).sum().item(), chosen.sum().item())
+    return Metric.mean(values.detach().masked_fill(~chosen, 0.0).sum(), chosen.sum())

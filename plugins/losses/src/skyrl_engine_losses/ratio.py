@@ -51,9 +51,9 @@ def approximate_kl(logprobs: "torch.Tensor", anchor: "torch.Tensor") -> Metric:
     "Approximating KL Divergence", http://joschu.net/blog/kl-approx.html.
     """
     difference = log_ratio(logprobs.detach(), anchor)
-    return Metric.mean((difference.expm1() - difference).sum().item(), len(difference))
+    return Metric.mean((difference.expm1() - difference).sum(), len(difference))
 
 
 def fraction(chosen: "torch.Tensor") -> Metric:
     """The share of tokens for which the bool [n] `chosen` holds."""
-    return Metric.mean(chosen.sum().item(), len(chosen))
+    return Metric.mean(chosen.sum(), len(chosen))

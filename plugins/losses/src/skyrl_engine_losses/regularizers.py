@@ -39,13 +39,13 @@ def kl(tokens: LossTokens, config: KlConfig) -> LossOutput:
     estimate = estimate_kl(config.estimator, tokens.logprobs - tokens.ref_logprobs, limit=config.limit)
     if config.corrected:
         estimate = estimate * probability_ratio(tokens.logprobs, tokens.old_logprobs)
-    return LossOutput(estimate, {"reference_kl": Metric.mean(estimate.detach().sum().item(), len(estimate))})
+    return LossOutput(estimate, {"reference_kl": Metric.mean(estimate.detach().sum(), len(estimate))})
 
 
 @loss(needs=("entropy",))
 def entropy(tokens: LossTokens, _config: None) -> LossOutput:
     """-H, [n] in nats: with a positive coefficient, training raises the entropy of the next-token distribution."""
-    return LossOutput(-tokens.entropy, {"entropy": Metric.mean(tokens.entropy.detach().sum().item(), len(tokens.entropy))})
+    return LossOutput(-tokens.entropy, {"entropy": Metric.mean(tokens.entropy.detach().sum(), len(tokens.entropy))})
 
 
 @loss(needs=("logsumexp",))
@@ -55,4 +55,4 @@ def z_loss(tokens: LossTokens, _config: None) -> LossOutput:
     Chowdhery et al. 2022, https://arxiv.org/abs/2204.02311, section 5.
     """
     normaliser = tokens.logsumexp
-    return LossOutput(normaliser.square(), {"logsumexp": Metric.mean(normaliser.detach().sum().item(), len(normaliser))})
+    return LossOutput(normaliser.square(), {"logsumexp": Metric.mean(normaliser.detach().sum(), len(normaliser))})

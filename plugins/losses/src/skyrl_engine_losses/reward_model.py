@@ -45,11 +45,11 @@ def bradley_terry(tokens: LossTokens, config: BradleyTerryConfig) -> LossOutput:
         "rewards/accuracies": (chosen > rejected).to(chosen.dtype),
         "rewards/mean": (chosen + rejected) / 2,
     }
-    metrics = {name: Metric.mean(mean.sum().item(), len(mean)) for name, mean in means.items()}
+    metrics = {name: Metric.mean(mean.sum(), len(mean)) for name, mean in means.items()}
     if len(chosen):
         metrics |= {
-            "rewards/min": Metric.min(chosen.minimum(rejected).min().item()),
-            "rewards/max": Metric.max(chosen.maximum(rejected).max().item()),
+            "rewards/min": Metric.min(chosen.minimum(rejected).min()),
+            "rewards/max": Metric.max(chosen.maximum(rejected).max()),
         }
     return LossOutput(tokens.pairs.broadcast(values), metrics)
 
@@ -68,8 +68,8 @@ def step_cross_entropy(tokens: LossTokens, _config: None) -> LossOutput:
     count = len(said)
     hits = ((said > 0) == right).to(said.dtype)
     metrics = {
-        "steps/accuracy": Metric.mean(hits.sum().item(), count),
-        "steps/right": Metric.mean(right.to(said.dtype).sum().item(), count),
-        "steps/probability": Metric.mean(said.sigmoid().sum().item(), count),
+        "steps/accuracy": Metric.mean(hits.sum(), count),
+        "steps/right": Metric.mean(right.to(said.dtype).sum(), count),
+        "steps/probability": Metric.mean(said.sigmoid().sum(), count),
     }
     return LossOutput(losses, metrics)

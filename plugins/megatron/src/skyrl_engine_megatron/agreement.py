@@ -11,6 +11,7 @@ from torch import Tensor
 from skyrl_engine import ModelError
 from skyrl_engine.contracts import IMAGE_GRID, PIXEL_VALUES, TOKEN_TYPES, ComputeDtype, MicroBatch, Ragged, RankOutput
 from skyrl_engine.modeling.images import IMAGE
+from skyrl_engine.modeling.loading import failed_pass_error
 from skyrl_engine_megatron.architecture import Architecture
 from skyrl_engine_megatron.loading import ReadModel
 from skyrl_engine_megatron.pipeline import Pipeline
@@ -36,13 +37,18 @@ class _Keep:
 
 @torch.no_grad()
 def check_agreement(pipeline: Pipeline, source: ReadModel, name: str, dtype: ComputeDtype) -> None:
-    """Raises ModelError, on all ranks, if `pipeline` disagrees with `source.model`, transformers' own model on rank 0's CPU."""
+    """Raises ModelError, on all ranks, if `pipeline` disagrees with `source.model`, transformers' own model on rank 0's CPU; on rank 0
+    alone, if that model's own pass fails.
+    """
     rows = _probe_rows(source.architecture)
     ids = rows.inputs["input_ids"]
     expected = torch.zeros(len(rows.labels), dtype=torch.float64)
     if (model := source.model) is not None:
         model.eval()
-        logits = model(**rows.inputs, use_cache=False).logits[:, :-1].double()
+        try:
+            logits = model(**rows.inputs, use_cache=False).logits[:, :-1].double()
+        except RuntimeError as error:
+            raise failed_pass_error(model, name, error) from error
         expected = logits.log_softmax(-1).gather(-1, ids[:, 1:, None]).flatten()
     expected = expected.to(pipeline.device)
     dist.broadcast(expected, src=0)

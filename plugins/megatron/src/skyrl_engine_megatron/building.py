@@ -1,48 +1,45 @@
 """Build a rank's pieces of the model: decoder class, layers and rotary positions."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
+from skyrl_engine.model_facts.pipeline_layers import divide_layers, place_layers
 from skyrl_engine_megatron.architecture import Architecture
-from skyrl_engine_megatron.compiling import Columns, Rows
+from skyrl_engine_megatron.compiling import BiasedColumns, BiasedRows, Columns, Rows
 from skyrl_engine_megatron.decoder import Decoder
 from skyrl_engine_megatron.experts import RoutedLayer, mixture_of
+from skyrl_engine_megatron.latent import LatentAttention
+from skyrl_engine_megatron.layers import (
+    FamilyLayer,
+    HeadNorm,
+    Norm,
+    SeveralRotaryEmbeddings,
+    WholeKeyNorm,
+    WholeQueryNorm,
+    device_of,
+)
 from skyrl_engine_megatron.library import (
+    IdentityOp,
+    ModuleSpec,
     TransformerBlockSubmodules,
     TransformerConfig,
     get_gpt_layer_local_spec,
-    get_num_layers_to_build,
     parallel_state,
 )
 from skyrl_engine_megatron.options import MegatronConfig
 from skyrl_engine_megatron.vision import Vision
-from skyrl_engine_megatron.vision_decoder import DeepStackLayer, InterleavedRotary, VisionDecoder
+from skyrl_engine_megatron.vision_decoder import DeepStackLayer, InterleavedRotary, RoutedDeepStackLayer, VisionDecoder
 
-
-class Norm(torch.nn.RMSNorm):
-    """RMSNorm of hidden states.
-
-    Under sequence parallelism each rank normalises its share of the tokens only; the mark on the weight makes megatron-core sum gradients.
-    """
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **_: Any) -> None:
-        super().__init__(hidden_size, eps=eps, device=_device(config), dtype=config.params_dtype)
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined] # megatron-core reads it
-
-
-class HeadNorm(torch.nn.RMSNorm):
-    """RMSNorm of this rank's query or key heads; megatron-core sums its gradients over tensor-parallel ranks, by the module's name."""
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **_: Any) -> None:
-        super().__init__(hidden_size, eps=eps, device=_device(config), dtype=config.params_dtype)
-
-
-def _device(config: TransformerConfig) -> torch.device:
-    return torch.device("cpu") if config.use_cpu_initialization else torch.device("cuda", torch.cuda.current_device())
+_ACTIVATIONS: Final[Mapping[str, Callable[[Tensor], Tensor]]] = {
+    "silu": torch.nn.functional.silu,
+    "gelu_pytorch_tanh": partial(torch.nn.functional.gelu, approximate="tanh"),
+    "relu2": lambda hidden: torch.nn.functional.relu(hidden).square(),
+}
+"""Activations by transformers' names, those of `families.ACTIVATIONS`."""
 
 
 def build(architecture: Architecture, config: TransformerConfig, options: MegatronConfig, attention: Any) -> list[Decoder]:
@@ -57,7 +54,7 @@ def build(architecture: Architecture, config: TransformerConfig, options: Megatr
         last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=number)
         decoder = (Decoder if vision is None else VisionDecoder)(
             config=config,
-            transformer_layer_spec=_layers(architecture, config, options, attention, number),
+            transformer_layer_spec=_layers(architecture, config, options, attention, piece),
             vocab_size=architecture.pad_vocabulary(options.tensor_parallel),
             max_sequence_length=architecture.longest,
             pre_process=first,
@@ -67,23 +64,51 @@ def build(architecture: Architecture, config: TransformerConfig, options: Megatr
             position_embedding_type="rope" if vision is None else "mrope",
             vp_stage=number,
         )
-        decoder.vocabulary = architecture.vocabulary
+        decoder.value_head = None
+        decoder.vocabulary, decoder.logits = architecture.vocabulary, architecture.logits
+        decoder.scales_embedding = architecture.family.scales_embedding
         if first and architecture.padding is not None:
             decoder.embedding.register_forward_hook(partial(_drop_padding_gradients, architecture.padding), with_kwargs=True)
-        frequencies = architecture.inverse_frequencies.to(_device(config)).clone()
+        if first and architecture.embedding_scale != 1.0:
+            scale = _embedding_scale(architecture, config.params_dtype)
+            decoder.embedding.register_forward_hook(lambda _module, _args, output_T1H, scale=scale: output_T1H * scale)
+        frequencies = [kind.inverse_frequencies.to(device_of(config)).clone() for kind in architecture.rotary]
         if vision is None:
             # not a registered buffer, so that a lower precision does not round it
-            decoder.rotary_pos_emb.inv_freq = frequencies
+            decoder.rotary_pos_emb.inv_freq = frequencies[0]
+            if len(frequencies) > 1:
+                decoder.rotary_pos_emb = SeveralRotaryEmbeddings(decoder.rotary_pos_emb, frequencies)
         else:
-            decoder.rotary_pos_emb = InterleavedRotary(frequencies)
+            decoder.rotary_pos_emb = InterleavedRotary(frequencies[0])
             decoder.visual = _tower(vision, config) if first else None
         pieces.append(decoder)
     return pieces
 
 
+def let_first_layer_differentiate(decoders: Sequence[Decoder]) -> None:
+    """Let what frozen embeddings give take part in the backward pass, where layers are computed again or stages wait for gradients.
+
+    Layers that are computed again learn only if their input takes part, and a stage of which nothing learns is differentiated all the same.
+    """
+    for decoder in decoders:
+        config = decoder.config
+        if decoder.pre_process and (config.recompute_granularity is not None or config.pipeline_model_parallel_size > 1):
+            decoder.embedding.register_forward_hook(lambda _module, _inputs, output: _require_gradient(output))
+
+
+def _require_gradient(output_T1H: Tensor) -> Tensor:
+    return output_T1H.requires_grad_() if torch.is_grad_enabled() and output_T1H.is_leaf else output_T1H
+
+
 def _tower(vision: Vision, config: TransformerConfig) -> torch.nn.Module:
     recompute = config.recompute_granularity is not None
-    return vision.tower(_device(config), config.params_dtype, recompute=recompute, shared=config.sequence_parallel)
+    return vision.tower(device_of(config), config.params_dtype, recompute=recompute, shared=config.sequence_parallel)
+
+
+def _embedding_scale(architecture: Architecture, dtype: torch.dtype) -> float:
+    """Return the factor of embeddings, rounded to their precision where transformers rounds it."""
+    scale = architecture.embedding_scale
+    return torch.tensor(scale, dtype=dtype).item() if architecture.family.scales_embedding else scale
 
 
 def _drop_padding_gradients(
@@ -102,27 +127,51 @@ def _drop_padding_gradients(
 
 
 def _layers(
-    architecture: Architecture, config: TransformerConfig, options: MegatronConfig, core_attention: Any, piece: int | None
+    architecture: Architecture, config: TransformerConfig, options: MegatronConfig, core_attention: Any, piece: int
 ) -> TransformerBlockSubmodules:
-    """Return megatron-core's own layers, with norms that support sequence parallelism and attention that supports documents."""
+    """Return the layers of this rank's piece number `piece`."""
+    stages = options.pipeline_parallel
+    place = piece * stages + parallel_state.get_pipeline_model_parallel_rank()
+    held = [
+        layer for layer, owner in enumerate(place_layers(architecture.layers, stages * options.virtual_pipeline)) if owner == place
+    ]
+    mixture = architecture.mixture
+    with_experts = [mixture is not None and mixture.layers[layer] for layer in held]
+    kinds = {kind: _layer(architecture, config, options, core_attention, experts=kind) for kind in set(with_experts)}
+    return TransformerBlockSubmodules(layer_specs=[kinds[kind] for kind in with_experts], layer_norm=Norm)
+
+
+def _layer(
+    architecture: Architecture, config: TransformerConfig, options: MegatronConfig, core_attention: Any, *, experts: bool
+) -> Any:
+    """Return megatron-core's own layer, with norms that support sequence parallelism and attention that supports documents."""
     layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
-    if architecture.vision is not None:
-        layer.module = DeepStackLayer
-    layer.submodules.input_layernorm = Norm
-    layer.submodules.pre_mlp_layernorm = Norm
-    if architecture.mixture is not None:
-        layer.module = RoutedLayer
+    layer.module = FamilyLayer if architecture.vision is None else DeepStackLayer
+    layer.params = {**layer.params, "architecture": architecture}
+    norms, biases = architecture.family.norms, architecture.biases
+    layer.submodules.input_layernorm = IdentityOp if norms.before_attention is None else Norm
+    layer.submodules.pre_mlp_layernorm = IdentityOp if norms.before_feed_forward is None else Norm
+    if experts:
+        assert architecture.mixture is not None
+        layer.module = RoutedLayer if architecture.vision is None else RoutedDeepStackLayer
         layer.submodules.mlp = mixture_of(architecture.mixture, whole_experts=options.whole_experts)
     else:
         # megatron-core warns without it
         layer.submodules.mlp.params = {**layer.submodules.mlp.params, "ffn_hidden_size": config.ffn_hidden_size}
-        layer.submodules.mlp.submodules.linear_fc1, layer.submodules.mlp.submodules.linear_fc2 = Columns, Rows
+        feed_forward = layer.submodules.mlp.submodules
+        feed_forward.linear_fc1, feed_forward.linear_fc2 = (BiasedColumns, BiasedRows) if biases.feed_forward else (Columns, Rows)
+    if architecture.latent is not None:
+        facts = {"architecture": architecture, "core": core_attention}
+        layer.submodules.self_attention = ModuleSpec(module=LatentAttention, params=facts)
+        return layer
     attention = layer.submodules.self_attention.submodules
-    attention.linear_qkv, attention.linear_proj, attention.core_attention = Columns, Rows, core_attention
-    if config.qk_layernorm:
+    attention.linear_qkv, attention.core_attention = Columns, core_attention
+    attention.linear_proj = BiasedRows if biases.output else Rows
+    if architecture.query_key_norms == "heads":
         attention.q_layernorm = attention.k_layernorm = HeadNorm
-    count = get_num_layers_to_build(config, vp_stage=piece)
-    return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=Norm)
+    elif architecture.query_key_norms == "whole":
+        attention.q_layernorm, attention.k_layernorm = WholeQueryNorm, WholeKeyNorm
+    return layer
 
 
 def transformer_config(
@@ -139,17 +188,20 @@ def transformer_config(
         ffn_hidden_size=architecture.feed_forward,
         normalization="RMSNorm",
         layernorm_epsilon=architecture.epsilon,
-        gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
+        layernorm_zero_centered_gamma=architecture.family.zero_centered,
+        gated_linear_unit=architecture.family.gated,
+        activation_func=_ACTIVATIONS[architecture.activation],
+        rotary_interleaved=architecture.family.interleaved_rotary,
         add_bias_linear=False,
-        add_qkv_bias=architecture.query_key_value_bias,
-        qk_layernorm=architecture.query_key_norms,
+        add_qkv_bias=architecture.biases.query_key_value,
+        qk_layernorm=architecture.query_key_norms != "none",
         hidden_dropout=0.0,
         attention_dropout=0.0,
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         tensor_model_parallel_size=options.tensor_parallel,
         pipeline_model_parallel_size=options.pipeline_parallel,
+        pipeline_model_parallel_layout=_pipeline_layout(architecture.layers, options),
         virtual_pipeline_model_parallel_size=options.virtual_pipeline if interleaved else None,
         context_parallel_size=options.context_parallel,
         sequence_parallel=options.sequence_parallel and options.tensor_parallel > 1,
@@ -176,3 +228,14 @@ def transformer_config(
         bias_activation_fusion=False,
         cuda_graph_scope=[],
     )
+
+
+def _pipeline_layout(layers: int, options: MegatronConfig) -> list[list[str]] | None:
+    """Return megatron-core's description of pieces with unequal numbers of layers; None where they are equal."""
+    pieces = options.pipeline_parallel * options.virtual_pipeline
+    if layers % pieces == 0:
+        return None
+    layout = [["decoder"] * count for count in divide_layers(layers, pieces)]
+    layout[0].insert(0, "embedding")
+    layout[-1].append("loss")
+    return layout

@@ -24,6 +24,20 @@ class Rows(RowParallelLinear):  # type: ignore[misc] # as above
     forward = outside(RowParallelLinear.forward)
 
 
+class BiasedColumns(Columns):
+    """Such a layer with a bias, where megatron-core's configuration, which is of all layers, has none."""
+
+    def __init__(self, *sizes: Any, **options: Any) -> None:
+        super().__init__(*sizes, **{**options, "bias": True})
+
+
+class BiasedRows(Rows):
+    """Such a layer with a bias, where megatron-core's configuration, which is of all layers, has none."""
+
+    def __init__(self, *sizes: Any, **options: Any) -> None:
+        super().__init__(*sizes, **{**options, "bias": True})
+
+
 class CompiledLayer(CompiledForward):
     """The `forward` of a layer that is called with names alone, as megatron-core does. `hidden_states` is [tokens, 1, h]."""
 

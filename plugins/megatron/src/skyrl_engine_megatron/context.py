@@ -5,10 +5,8 @@ so each rank has the same work. megatron-core's rotary positions follow the same
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from skyrl_engine_megatron.library import gather_from_sequence_parallel_region, parallel_state
@@ -42,26 +40,3 @@ def gather_row(share_TGD: Tensor, order_T: Tensor) -> Tensor:
         share_TGD.contiguous(), group=parallel_state.get_context_parallel_group()
     )
     return gathered_TGD.index_select(0, order_T)
-
-
-def gather_scores(own_M: Tensor, places_M: Tensor, count: int) -> Tensor:
-    """Return [count, ...], the scores [m, ...] of all ranks at their places.
-
-    All ranks evaluate the same objective, so the backward pass gives each rank the gradient of its own scores, without a sum.
-    """
-    return _ScoresOfAll.apply(own_M, places_M, count)  # type: ignore[no-any-return, no-untyped-call] # torch leaves both untyped
-
-
-class _ScoresOfAll(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, own_M: Tensor, places_M: Tensor, count: int) -> Tensor:
-        ctx.save_for_backward(places_M)
-        all_N = own_M.new_zeros(count, *own_M.shape[1:]).index_copy(0, places_M, own_M)
-        # each place belongs to one rank, so the sum adds zeros alone and is exact
-        dist.all_reduce(all_N, group=parallel_state.get_context_parallel_group())
-        return all_N
-
-    @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None, None]:
-        (places_M,) = ctx.saved_tensors
-        return upstream[0].index_select(0, places_M), None, None

@@ -68,7 +68,7 @@ class Stacked:
     """Several tensors of `rows` rows in one parameter: each is cut into `groups` groups of rows; first come all first groups, and so on.
 
     Queries, keys and values are grouped by the key head that queries share (`groups` is the number of key heads). Gate and up, whose halves
-    megatron-core keeps apart on every rank, have one group per rank (`groups` None).
+    megatron-core keeps apart on every rank, have one group per rank (`groups` None). More ranks than groups share each group's rows.
     """
 
     rows: tuple[int, ...]
@@ -77,10 +77,23 @@ class Stacked:
     def split(self, whole: Sequence[Tensor], ranks: int, rank: int) -> Tensor:
         groups = self.groups or ranks
         grouped = [tensor.reshape(groups, tensor.shape[0] // groups, *tensor.shape[1:]) for tensor in whole]
-        return torch.cat(grouped, 1).chunk(ranks)[rank].flatten(0, 1)
+        return torch.cat(grouped, 1).flatten(0, 1).chunk(ranks)[rank]
 
     def join(self, shares: Sequence[Tensor]) -> list[Tensor]:
         groups = self.groups or len(shares)
         stacked = torch.cat(list(shares))
         grouped = stacked.reshape(groups, stacked.shape[0] // groups, *stacked.shape[1:])
         return [part.flatten(0, 1) for part in torch.split(grouped, [rows // groups for rows in self.rows], 1)]
+
+
+@frozen
+class Fused:
+    """One tensor, in which the tensors of `stacked` lie one after another."""
+
+    stacked: Stacked
+
+    def split(self, whole: Sequence[Tensor], ranks: int, rank: int) -> Tensor:
+        return self.stacked.split(torch.split(whole[0], list(self.stacked.rows)), ranks, rank)
+
+    def join(self, shares: Sequence[Tensor]) -> list[Tensor]:
+        return [torch.cat(self.stacked.join(shares))]

@@ -8,7 +8,7 @@ from attrs import evolve, frozen
 from torch import Tensor
 
 from skyrl_engine import UnsupportedError
-from skyrl_engine.contracts import OF_IMAGES, MicroBatch
+from skyrl_engine.contracts import OF_IMAGES, EmbeddingNoise, MicroBatch
 from skyrl_engine.modeling.images import ImageTokens, PlacedImages, place_images
 from skyrl_engine.modeling.model_inputs import model_inputs
 from skyrl_engine.modeling.rotary_positions import real_positions
@@ -27,7 +27,8 @@ class Boundaries(PackedSeqParams):  # type: ignore[misc] # megatron-core is unty
 
     The tensors stay on the CPU, because only rotary positions read them, as numbers, and reading from a GPU would wait for it in every layer.
     `order` is that of `context.order_after_gather`, on the device, or None without context parallelism. `router` computes the losses of
-    routers; None if they have none. `on_device` repeats the description on the device for kernels that read it there, else None.
+    routers; None if they have none. `on_device` repeats the description on the device for kernels that read it there, else None. No rank of
+    those that hold experts for each other has more than `most_tokens`; 0: there are none.
     """
 
     lengths: tuple[int, ...] = ()
@@ -35,6 +36,7 @@ class Boundaries(PackedSeqParams):  # type: ignore[misc] # megatron-core is unty
     order: Tensor | None = None
     router: RoutedTokens | None = None
     on_device: PackedSeqParams | None = None
+    most_tokens: int = 0
 
     def for_kernels(self, device: torch.device) -> "Boundaries":
         """Return a copy with `on_device`. A document's padding counts as its tokens: it comes after them, so they do not attend to it."""
@@ -75,7 +77,7 @@ class Documents:
     `held_tokens` int64[m]: a token that several samples share is there once for each of them.
 
     For a vision-language model, `position_ids` are int64[3, 1, tokens] of whole documents, and `feature_of` int64[tokens] is, for each token
-    of this rank, the feature of `images` that takes its place, or `NOWHERE`.
+    of this rank, the feature of `images` that takes its place, or `NOWHERE`. `noise` on embeddings is of this rank's tokens, in their order.
     """
 
     input_ids: Tensor
@@ -89,6 +91,7 @@ class Documents:
     feature_of: Tensor | None = None
     segments: Segments | None = None
     held_tokens: Tensor | None = None
+    noise: EmbeddingNoise | None = None
 
 
 @frozen
@@ -156,18 +159,26 @@ class RowShape:
             return _trees(micro_batch, Segments(lengths, parents), ids_1T, _positions(starts_of, lengths), scored_M, places_M)
         lengths_D = torch.from_numpy(micro_batch.sequence_lengths.values.astype(np.int64))
         lengths_D = lengths_D[lengths_D > 0]
+        all_real_T = real_T
         # drops the padding token that replaces a micro-batch without tokens
         real_T = real_T[: int(lengths_D.sum())]
         document_of_T = torch.full((sum(lengths),), len(lengths_D))
         document_of_T[real_T] = torch.arange(len(lengths_D)).repeat_interleave(lengths_D)
         owners = tuple(lengths_D.tolist()), document_of_T[own_S]
+        noise = None if arguments.noise is None else _lay_out(arguments.noise, sum(lengths), all_real_T, own_S)
         if images is None:
-            return Documents(ids_1S, _positions(starts_of, lengths)[:, own_S], scored_M, places_M, lengths, *owners)
+            return Documents(ids_1S, _positions(starts_of, lengths)[:, own_S], scored_M, places_M, lengths, *owners, noise=noise)
         axes_31T = torch.zeros(3, 1, sum(lengths), dtype=torch.int64)
         axes_31T[:, 0, real_T] = real_positions(images)
         feature_of_T = torch.full((sum(lengths),), NOWHERE)
         feature_of_T[real_T[torch.from_numpy(images.places)]] = torch.arange(len(images.places))
-        return Documents(ids_1S, axes_31T, scored_M, places_M, lengths, *owners, images, feature_of_T[own_S])
+        return Documents(ids_1S, axes_31T, scored_M, places_M, lengths, *owners, images, feature_of_T[own_S], noise=noise)
+
+
+def _lay_out(noise: EmbeddingNoise, tokens: int, real_T: Tensor, own_S: Tensor) -> EmbeddingNoise:
+    """Return the noise of this rank's tokens from that of real ones; padding has none."""
+    keys, lengths = (noise.keys.new_zeros(tokens).index_copy(0, real_T, values)[own_S] for values in (noise.keys, noise.lengths))
+    return EmbeddingNoise(noise.alpha, keys, lengths)
 
 
 def _positions(starts: tuple[int, ...], lengths: tuple[int, ...]) -> Tensor:

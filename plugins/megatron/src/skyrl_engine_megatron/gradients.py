@@ -7,9 +7,10 @@ import torch
 import torch.distributed as dist
 
 from skyrl_engine.modeling.norms import clipping_factor, sum_of_squares
+from skyrl_engine_megatron.groups import groups
 from skyrl_engine_megatron.library import DistributedDataParallel, finalize_model_grads, parallel_state
 from skyrl_engine_megatron.names import HEAD
-from skyrl_engine_megatron.state import ShardedState
+from skyrl_engine_megatron.state import ShardedState, is_spread, list_buffers
 
 
 def sum_over_ranks(models: Sequence[DistributedDataParallel]) -> None:
@@ -23,7 +24,7 @@ def sum_over_ranks(models: Sequence[DistributedDataParallel]) -> None:
 @contextmanager
 def preserve_gradients(models: Sequence[DistributedDataParallel]) -> Iterator[None]:
     """Restore the accumulated gradients when this context ends, so that further passes accumulate onto them."""
-    buffers = [buffer.grad_data for model in models for buffer in model.buffers]
+    buffers = [buffer.grad_data for model in models for buffer in list_buffers(model)]
     copies = [buffer.clone() for buffer in buffers]
     try:
         yield
@@ -40,11 +41,23 @@ def clip(state: ShardedState, max_norm: float | None) -> float:
     if `max_norm` is None or the norm is not finite.
     """
     device = next(iter(state.parameters.values())).device
-    total = sum_of_squares((piece.gradient for name, piece in state.pieces.items() if _is_counted(state, name)), device)
-    dist.all_reduce(total, group=None if state.sharded else parallel_state.get_model_parallel_group())
+    counted = [piece for name, pieces in state.pieces.items() if _is_counted(state, name) for piece in pieces]
+    total, of_experts = (
+        sum_of_squares((piece.gradient for piece in counted if is_spread(piece.parameter) == spread), device)
+        for spread in (False, True)
+    )
+    if state.sharded:
+        total += of_experts
+        dist.all_reduce(total)
+    else:
+        dist.all_reduce(total, group=parallel_state.get_model_parallel_group())
+        if groups.experts is not None:
+            for group in (parallel_state.get_expert_model_parallel_group(), parallel_state.get_pipeline_model_parallel_group()):
+                dist.all_reduce(of_experts, group=group)
+            total += of_experts
     norm = float(total.sqrt())
     if (factor := clipping_factor(norm, max_norm)) is not None:
-        for piece in state.pieces.values():
+        for piece in state.list_pieces():
             piece.gradient.mul_(factor)
     return norm
 
@@ -59,5 +72,5 @@ def _is_counted(state: ShardedState, name: str) -> bool:
 
 def list_non_finite(state: ShardedState) -> list[str]:
     """Return Hugging Face's names of parameters whose gradient is not finite on this rank."""
-    sources = {entry.name: entry.sources[0][0] for entry in state.entries}
-    return [sources.get(name, name) for name, piece in state.pieces.items() if not torch.isfinite(piece.gradient).all()]
+    names = [piece.source for piece in state.list_pieces() if not torch.isfinite(piece.gradient).all()]
+    return list(dict.fromkeys(names))

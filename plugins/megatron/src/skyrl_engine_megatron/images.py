@@ -6,7 +6,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from skyrl_engine.modeling.images import PlacedImages
+from skyrl_engine.modeling.images import PlacedImages, choose_images
 
 NOWHERE = -1
 """The number that stands for no feature, at a token that belongs to no image."""
@@ -34,13 +34,10 @@ class Images:
         places = (feature_of_S != NOWHERE).nonzero()[:, 0]
         if not len(places):
             return None
-        features = feature_of_S[places]
-        sizes = torch.from_numpy(placed.bounds).diff()
-        image_of_feature = torch.arange(len(grid)).repeat_interleave(sizes)
-        needed = torch.zeros(len(grid), dtype=torch.bool).index_fill(0, image_of_feature[features], True)
-        # the number of each feature among those of the needed images
-        number = needed.repeat_interleave(sizes).cumsum(0) - 1
-        return cls(pixel_values[needed.repeat_interleave(grid.prod(1))], grid[needed], number[features], places)
+        pixel_values, grid, features = choose_images(
+            pixel_values, grid, torch.from_numpy(placed.bounds).diff(), feature_of_S[places]
+        )
+        return cls(pixel_values, grid, features, places)
 
     def move_tensors(self, move: Callable[[Tensor], Tensor]) -> "Images":
         """Return a copy whose tensors went through `move`, such as to another device."""

@@ -24,8 +24,10 @@ with warnings.catch_warnings():
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer import attention as attention_layers
     from megatron.core.transformer.enums import AttnMaskType
+    from megatron.core.transformer.identity_op import IdentityOp
     from megatron.core.transformer.module import MegatronModule
-    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
 __all__ = [
@@ -34,7 +36,9 @@ __all__ = [
     "DistributedDataParallel",
     "DistributedDataParallelConfig",
     "GPTModel",
+    "IdentityOp",
     "MegatronModule",
+    "ModuleSpec",
     "PackedSeqParams",
     "RotaryEmbedding",
     "RowParallelLinear",
@@ -47,7 +51,6 @@ __all__ = [
     "gather_from_sequence_parallel_region",
     "get_forward_backward_func",
     "get_gpt_layer_local_spec",
-    "get_num_layers_to_build",
     "ignore_own_deprecations",
     "parallel_random",
     "parallel_state",

@@ -3,24 +3,23 @@
 Imports no torch, because the controller uses it while it plans.
 """
 
-from collections.abc import Iterator
 from typing import Any, Final
 
 from skyrl_engine import UnsupportedError
 from skyrl_engine.contracts import ModelConfig
+from skyrl_engine.model_facts.dropout import find_shares
 from skyrl_engine.model_facts.vision_language import refuse_short_first_piece, refuse_unequal_parts
+from skyrl_engine_megatron.adapter_limits import refuse_adapters
+from skyrl_engine_megatron.families import (
+    FAMILIES,
+    VISION_FAMILIES,
+    Family,
+    has_plain_attention,
+    layers_with_experts,
+    name_peculiarities,
+)
 from skyrl_engine_megatron.options import MegatronConfig
 
-MIXTURE_FAMILY: Final = "qwen3_moe"
-"""`model_type` of the models with experts in place of feed-forward layers."""
-
-VISION_FAMILY: Final = "qwen3_vl"
-"""`model_type` of the vision-language models."""
-
-FAMILIES: Final = ("llama", "qwen2", "qwen3", MIXTURE_FAMILY, VISION_FAMILY)
-"""`model_type` of the configurations that are supported; that of Qwen2.5 is "qwen2"."""
-
-_ROPE_TYPES: Final = ("default", "linear", "llama3")
 _CHOOSE: Final = "Use the fsdp backend, or another model"
 
 
@@ -30,18 +29,17 @@ def refuse_model(options: "MegatronConfig", config: Any, model: ModelConfig) -> 
         raise UnsupportedError(
             f"{model.path} is a {config.model_type} model; the megatron backend knows {', '.join(FAMILIES)}", remedy=_CHOOSE
         )
-    if model.lora is not None:
-        raise UnsupportedError(
-            "the megatron backend trains no adapters", remedy='Remove model.lora, or set backend.use to "fsdp" or "deepspeed"'
-        )
-    if model.neftune_alpha is not None:
-        raise UnsupportedError(
-            "the megatron backend adds no noise to embeddings",
-            remedy='Remove model.neftune_alpha, or set backend.use to "fsdp" or "deepspeed"',
-        )
+    refuse_adapters(options, config, model)
     refuse_unlike_attention(options, model)
-    if model.compile and config.model_type in (MIXTURE_FAMILY, VISION_FAMILY):
-        kind = "is a mixture of experts" if config.model_type == MIXTURE_FAMILY else "takes images"
+    text, family = config.get_text_config(decoder=True), FAMILIES[config.model_type]
+    if family.sinks and model.attention not in ("auto", "sdpa"):
+        raise UnsupportedError(
+            f'{model.path} has sinks of attention, which model.attention = "{model.attention}" does not compute',
+            remedy='Set model.attention = "auto"',
+        )
+    if model.compile and not family.compiles:
+        kind = "is a mixture of experts" if family.mixture is not None else f"is a {config.model_type} model"
+        kind = "takes images" if config.model_type in VISION_FAMILIES else kind
         raise UnsupportedError(
             f"{model.path} {kind}, and no test shows that compiled such models compute the same", remedy="Set model.compile = false"
         )
@@ -52,8 +50,24 @@ def refuse_model(options: "MegatronConfig", config: Any, model: ModelConfig) -> 
         )
     _refuse_layout(options, config, model.path)
     _refuse_experts(options, config, model)
-    for peculiarity in _peculiarities(config.get_text_config(decoder=True), config.model_type):
+    _refuse_kernels(options, text, family, model.path)
+    for peculiarity in name_peculiarities(text, family):
         raise UnsupportedError(f"{model.path} has {peculiarity}, which the megatron backend does not build", remedy=_CHOOSE)
+    for key, share in find_shares(text.to_dict()).items():
+        raise UnsupportedError(
+            f"{model.path} has dropout of {share:g} ({key}), which the megatron backend does not build",
+            remedy='Set model.dropout = "off", or use the fsdp backend',
+        )
+
+
+def _refuse_kernels(options: "MegatronConfig", text: Any, family: Family, name: str) -> None:
+    """Raises UnsupportedError for Transformer Engine's attention in models whose windows or scales no comparison with it covers."""
+    if options.attention == "transformer_engine" and not has_plain_attention(text, family):
+        raise UnsupportedError(
+            f'{name} attends in windows, with sinks or with a scale of its own, and backend.attention = "transformer_engine" is compared '
+            f"without them",
+            remedy='Set backend.attention to "auto"',
+        )
 
 
 def refuse_unlike_attention(options: "MegatronConfig", model: ModelConfig) -> None:
@@ -73,54 +87,89 @@ def refuse_unlike_attention(options: "MegatronConfig", model: ModelConfig) -> No
 
 
 def _refuse_layout(options: "MegatronConfig", config: Any, name: str) -> None:
-    shared = ["num_attention_heads", "num_key_value_heads"]
-    if config.model_type != MIXTURE_FAMILY:
+    text, family = config.get_text_config(decoder=True), FAMILIES[config.model_type]
+    shared, mixture, with_experts = ["num_attention_heads"], family.mixture, layers_with_experts(text, family)
+    if not all(with_experts):
         shared.append("intermediate_size")
-    elif not options.whole_experts:
-        shared.append("moe_intermediate_size")
+    if mixture is not None and mixture.shared is not None:
+        shared.append(mixture.shared_width)
+    if mixture is not None and not options.whole_experts:
+        shared.append(mixture.width)
     for attribute in shared:
         refuse_unequal_parts(config, name, attribute, parts=options.tensor_parallel, options="backend.tensor_parallel")
-    if options.whole_experts:
-        refuse_unequal_parts(config, name, "num_experts", parts=options.expert_parallel, options="backend.expert_parallel")
+    _refuse_key_heads(options, config, name)
+    if mixture is not None and options.whole_experts:
+        refuse_unequal_parts(config, name, mixture.count, parts=options.expert_parallel, options="backend.expert_parallel")
     pieces = options.pipeline_parallel * options.virtual_pipeline
     stages = "backend.pipeline_parallel" + (" x backend.virtual_pipeline" if options.virtual_pipeline > 1 else "")
-    refuse_unequal_parts(config, name, "num_hidden_layers", parts=pieces, options=stages)
+    layers = text.num_hidden_layers
+    if layers < pieces:
+        raise UnsupportedError(
+            f"{stages} = {pieces} leaves pieces without a layer: num_hidden_layers = {layers} of {name}",
+            remedy=f"Set {stages} to {layers} at most",
+        )
     refuse_short_first_piece(config, name, pieces=pieces)
+
+
+def _refuse_key_heads(options: "MegatronConfig", config: Any, name: str) -> None:
+    """Raises UnsupportedError for key heads that ranks can neither divide nor share: several ranks may have the same one."""
+    text, ranks = config.get_text_config(decoder=True), options.tensor_parallel
+    heads = text.num_key_value_heads
+    if ranks <= heads or ranks % heads:
+        refuse_unequal_parts(config, name, "num_key_value_heads", parts=ranks, options="backend.tensor_parallel")
+    elif FAMILIES[config.model_type].query_key_norms == "whole":
+        raise UnsupportedError(
+            f"{name} normalises keys over all of its {heads} key heads, and backend.tensor_parallel = {ranks} ranks share them",
+            remedy=f"Set backend.tensor_parallel to a divisor of {heads}",
+        )
 
 
 def _refuse_experts(options: "MegatronConfig", config: Any, model: ModelConfig) -> None:
     """Raises UnsupportedError for options of experts if the model has none, and for experts in float64."""
-    if config.model_type == MIXTURE_FAMILY:
+    if FAMILIES[config.model_type].mixture is not None:
         if model.dtype == "float64":
             raise UnsupportedError(
                 f"{model.path} is a mixture of experts, which transformers does not compute in float64",
                 remedy="Set model.dtype to float32",
             )
+        _refuse_bias_rate(options, config, model)
         return
-    for option, none in (("expert_parallel", 1), ("router_balance_coefficient", 0.0), ("router_z_coefficient", 0.0)):
+    for option, none in (
+        ("expert_parallel", 1),
+        ("router_balance_coefficient", 0.0),
+        ("router_z_coefficient", 0.0),
+        ("router_bias_rate", 0.0),
+    ):
         if (value := getattr(options, option)) != none:
             raise UnsupportedError(
                 f"backend.{option} = {value}, and {model.path} has no experts", remedy=f"Set backend.{option} to {none:g}"
             )
 
 
-def _peculiarities(config: Any, family: str) -> Iterator[str]:
-    """Yield the features that the configuration of a supported family asks for and the Megatron model would leave out."""
-    if config.hidden_act != "silu":
-        yield f"the activation {config.hidden_act}"
-    if getattr(config, "attention_bias", False):
-        yield "biases on its attention's projections"
-    if getattr(config, "mlp_bias", False):
-        yield "biases on its feed-forward layers"
-    if getattr(config, "attention_dropout", 0.0):
-        yield f'dropout of {config.attention_dropout} on its attention (model.dropout = "off" switches it off)'
-    if family == MIXTURE_FAMILY and (config.mlp_only_layers or config.decoder_sparse_step != 1):
-        yield "layers without experts next to layers that have some"
-    if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
-        yield "layers that attend in a sliding window"
-    rope = config.rope_parameters["rope_type"]
-    if rope not in _ROPE_TYPES:
-        yield f"rotary positions of type {rope}"
+def _refuse_bias_rate(options: "MegatronConfig", config: Any, model: ModelConfig) -> None:
+    """Raises UnsupportedError for a rate of biases that routers do not have, or that an export of adapters would lose."""
+    if not options.router_bias_rate:
+        return
+    mixture = FAMILIES[config.model_type].mixture
+    if mixture is None or not mixture.corrected:
+        raise UnsupportedError(
+            f"backend.router_bias_rate = {options.router_bias_rate:g}, and routers of {model.path} choose by no bias beside their scores",
+            remedy="Set backend.router_bias_rate = 0, or backend.router_balance_coefficient, which is a loss",
+        )
+    if model.lora is not None:
+        raise UnsupportedError(
+            f"backend.router_bias_rate = {options.router_bias_rate:g} changes the model under the adapters, whose export holds adapters alone",
+            remedy="Set backend.router_bias_rate = 0, or remove model.lora",
+        )
+
+
+def refuse_trees_of_model(config: Any, name: str) -> None:
+    """Raises UnsupportedError for rows of trees if attention has sinks: they are given to documents."""
+    if config.model_type in FAMILIES and FAMILIES[config.model_type].sinks:
+        raise UnsupportedError(
+            f"{name} has sinks of attention, which are computed within documents, and rows of shared prefixes are trees of them",
+            remedy="Choose the collator packed",
+        )
 
 
 def refuse_trees(options: MegatronConfig) -> None:

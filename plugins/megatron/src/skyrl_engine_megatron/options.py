@@ -30,8 +30,9 @@ class MegatronConfig:
     """Number of ranks that share every sequence: each computes a part of its tokens, and attends to the keys and values of all of them."""
 
     expert_parallel: int = field(default=1, validator=ge(1))
-    """Division of the experts of a mixture among tensor-parallel ranks. Equal to `tensor_parallel`: each rank holds some of the experts,
-    whole; 1: each rank holds a part of every expert's columns."""
+    """Number of ranks among which the experts of a mixture are divided, each of which holds some of them, whole; 1: tensor-parallel ranks
+    each hold a part of every expert's columns. A multiple of `tensor_parallel`: above it, ranks that train on different tokens compute for
+    each other, so that it divides the number of ranks of a pipeline stage."""
 
     sequence_parallel: bool = True
     """Between tensor-parallel regions, let each tensor-parallel rank keep its share of the tokens instead of all of them: less memory for
@@ -52,10 +53,19 @@ class MegatronConfig:
     router_z_coefficient: float = field(default=0.0, validator=and_(ge(0.0), lt(float("inf"))))
     """Coefficient of the z-loss of a mixture's routers, a mean over the step's tokens that is summed over layers; 0: no such loss."""
 
+    router_bias_rate: float = field(default=0.0, validator=and_(ge(0.0), lt(float("inf"))))
+    """Rate at which every optimizer step moves the biases that routers choose experts by (DeepSeek-V3, GLM-4.5), without a loss: up for experts
+    that fewer of the step's tokens chose than the mean, down for others; 0: biases stay as they are. DeepSeek-V3 was trained at 0.001."""
+
     @property
     def whole_experts(self) -> bool:
-        """True if each tensor-parallel rank holds some experts whole; False if it holds a part of every expert."""
+        """True if each rank holds some experts whole; False if it holds a part of every expert."""
         return self.expert_parallel > 1
+
+    @property
+    def spread_experts(self) -> int:
+        """The number of ranks with different tokens among which experts are divided; 1: tensor-parallel ranks alone hold them."""
+        return self.expert_parallel // self.tensor_parallel if self.whole_experts else 1
 
     @property
     def router_losses(self) -> bool:
@@ -72,10 +82,15 @@ class MegatronConfig:
                 f"{self.context_parallel}, pipeline_parallel = {self.pipeline_parallel}, which take {taken} together",
                 remedy=f"Set run.ranks to a multiple of {taken}, or make the backend's parallel sizes smaller",
             )
-        if self.expert_parallel not in (1, self.tensor_parallel):
+        if self.whole_experts and self.expert_parallel % self.tensor_parallel:
             raise UnsupportedError(
-                f"expert_parallel = {self.expert_parallel}: tensor-parallel ranks hold the experts, and there are {self.tensor_parallel}",
-                remedy="Set backend.expert_parallel to 1, or to backend.tensor_parallel",
+                f"expert_parallel = {self.expert_parallel} is no multiple of tensor_parallel = {self.tensor_parallel}, which share tokens",
+                remedy="Set backend.expert_parallel to 1, or to a multiple of backend.tensor_parallel",
+            )
+        if (stage := world_size // self.pipeline_parallel) % self.expert_parallel:
+            raise UnsupportedError(
+                f"expert_parallel = {self.expert_parallel} does not divide the {stage} ranks of a pipeline stage, which hold the experts",
+                remedy=f"Set backend.expert_parallel to a divisor of {stage}",
             )
         if self.virtual_pipeline > 1 and self.pipeline_parallel == 1:
             raise UnsupportedError(

@@ -12,16 +12,32 @@ import torch
 from attrs import evolve, frozen
 from torch import Tensor
 
-from skyrl_engine.contracts import IMAGE_GRID, PIXEL_VALUES, MicroBatch, Objective, Ragged, RankBatch, RankOutput, StepCounts
+from skyrl_engine.contracts import (
+    IMAGE_GRID,
+    PIXEL_VALUES,
+    EmbeddingNoise,
+    MicroBatch,
+    Objective,
+    Ragged,
+    RankBatch,
+    RankOutput,
+    StepCounts,
+    model_score,
+)
+from skyrl_engine.model_facts.thresholds import refuse_longer_rows
+from skyrl_engine.modeling.aligned_divergence import AlignedStates
+from skyrl_engine.modeling.context_scores import gather_scores, gather_states, keep_gradient_of_first
 from skyrl_engine.modeling.images import ImageTokens, place_images
 from skyrl_engine.modeling.micro_batch import differentiable
 from skyrl_engine.modeling.model_inputs import check_tokens
-from skyrl_engine_megatron.context import gather_scores, order_after_gather
+from skyrl_engine.modeling.teaching import COMPARED
+from skyrl_engine_megatron.context import order_after_gather
 from skyrl_engine_megatron.decoder import Decoder
 from skyrl_engine_megatron.documents import Boundaries, Documents, RowShape
+from skyrl_engine_megatron.groups import groups
 from skyrl_engine_megatron.images import Images
 from skyrl_engine_megatron.library import get_forward_backward_func, parallel_state
-from skyrl_engine_megatron.router import RoutedTokens, RouterLosses
+from skyrl_engine_megatron.router import BiasSteps, RoutedTokens, RouterLosses
 
 _Arriving = Iterator[MicroBatch | None]
 
@@ -31,7 +47,8 @@ class Pipeline:
     """A rank's pieces of the model, and all that a pass needs: the schedule calls `models`, and `pieces` are the decoders inside them.
 
     Rows of documents fit `shape`. `kernels` tells whether attention reads the documents' bounds on the device. `sees` describes how the model
-    takes images (None: it takes none), and `router` holds the losses of routers (None: they have none).
+    takes images (None: it takes none), and `router` holds the losses of routers (None: they have none). `bias_steps` count the experts that
+    tokens choose (None: nobody counts). Rows have at most `longest_row` tokens, for which rotary frequencies were fixed (None: any number).
     """
 
     models: Sequence[Any]
@@ -44,14 +61,20 @@ class Pipeline:
     kernels: bool = False
     sees: ImageTokens | None = None
     router: RouterLosses | None = None
+    bias_steps: BiasSteps | None = None
+    longest_row: int | None = None
 
     def run(self, batch: RankBatch, objective: Objective, *, learn: bool) -> list[RankOutput]:
         """Score every micro-batch and, with `learn`, differentiate and accumulate. Outputs are in order, on the last stage only.
 
         The schedule takes each micro-batch when it reaches it. The interleaved schedule needs rows of one length, so micro-batches are built
         once beforehand to count their tokens; and it needs a multiple of the stages in micro-batches, so empty ones complete the last group.
-        The pieces of a stage share the micro-batches that are built.
+        The pieces of a stage share the micro-batches that are built. A teacher's states of all micro-batches are held by the last of several
+        stages while they pass.
         """
+        if self.stages > 1 and any(model_score(need) in COMPARED for need in objective.needs):
+            # stages would exchange the teacher's messages and their own in different orders, so the teacher goes through all of it first
+            batch = list(batch)
         self._check_images(batch)
         count = len(batch)
         interleaved = len(self.pieces) > 1
@@ -70,7 +93,9 @@ class Pipeline:
             forward_only=not learn,
         )
         collected = [output for output in outputs if output is not None]
-        if self.router is not None:
+        if learn and self.bias_steps is not None:
+            self.bias_steps.add(routed)
+        if self.router is not None and self.router.has_losses:
             metrics = self.router.metrics(routed, self.device)
             if collected:
                 collected.append(evolve(RankOutput.empty(), metrics=metrics))
@@ -88,6 +113,8 @@ class Pipeline:
         micro_batch = next(iterator)
         if micro_batch is not None:
             check_tokens(micro_batch, self.vocabulary)
+            if self.longest_row is not None:
+                refuse_longer_rows("the model", self.longest_row, int(micro_batch.sequence_lengths.values.max(initial=0)))
         # a model that learns is wrapped
         piece: Decoder = getattr(model, "module", model)
         documents = self.shape.documents_of(
@@ -104,13 +131,16 @@ class Pipeline:
             held = None if documents.held_tokens is None else self._move(documents.held_tokens)
             routed.append(self.router.tokens(documents.real, self._move(documents.document_of), held, step, learn=learn))
         boundaries = Boundaries.of(documents.lengths, order, routed[-1] if routed else None, documents.segments)
-        hidden_T1H: Tensor = model(
-            self._move(documents.input_ids),
-            self._move(documents.position_ids),
-            None,
-            packed_seq_params=boundaries.for_kernels(self.device) if self.kernels else boundaries,
-            **self._images(micro_batch, documents, piece),
-        )
+        if groups.experts is not None:
+            boundaries.most_tokens = groups.experts.most(documents.input_ids.shape[1])
+        with piece.add_noise(self._own_noise(documents, piece)):
+            hidden_T1H: Tensor = model(
+                self._move(documents.input_ids),
+                self._move(documents.position_ids),
+                None,
+                packed_seq_params=boundaries.for_kernels(self.device) if self.kernels else boundaries,
+                **self._images(micro_batch, documents, piece),
+            )
 
         def loss(hidden_T1H: Tensor) -> tuple[Tensor, Tensor, RankOutput | None]:
             """Return, on the last stage, the sum to differentiate, a token count that is not used, and the output."""
@@ -123,6 +153,17 @@ class Pipeline:
             return total, torch.zeros((), dtype=torch.int32, device=total.device), output
 
         return hidden_T1H, loss
+
+    def _own_noise(self, documents: Documents, piece: Decoder) -> EmbeddingNoise | None:
+        """Return the noise on the embeddings that this rank's part of the first piece makes; None for other pieces."""
+        noise = documents.noise
+        if noise is None or not piece.pre_process:
+            return None
+        keys, lengths = noise.keys, noise.lengths
+        if piece.config.sequence_parallel:
+            rank = parallel_state.get_tensor_model_parallel_rank()
+            keys, lengths = keys.chunk(self.shape.tp)[rank], lengths.chunk(self.shape.tp)[rank]
+        return EmbeddingNoise(noise.alpha, self._move(keys), self._move(lengths))
 
     def _images(self, micro_batch: MicroBatch | None, documents: Documents, piece: Decoder) -> dict[str, Images | None]:
         """Return the argument `images` for the first piece of the model if its tokens need any; other pieces get none."""
@@ -138,19 +179,39 @@ class Pipeline:
 
     def _scores(self, hidden_T1H: Tensor, documents: Documents, micro_batch: MicroBatch, objective: Objective) -> dict[str, Tensor]:
         """Return all scores of the micro-batch, on every context-parallel rank."""
-        own = self.pieces[-1].score(
+        places_M, count, teacher = self._move(documents.places), len(micro_batch.labels), micro_batch.teacher
+        group = parallel_state.get_context_parallel_group()
+        arguments: dict[str, Any] = {
+            "temperature": objective.temperature,
+            "needs": objective.needs,
+            "logits_per_chunk": self.logits_per_chunk,
+        }
+        head, positions_M = self.pieces[-1], self._move(documents.positions)
+        if self.shape.cp > 1 and isinstance(teacher, AlignedStates):
+            # groups of tokens may lie on several ranks: all of them compare whole micro-batches, and the first one differentiates
+            whole = head.score(
+                hidden_T1H,
+                positions_M,
+                self._move(micro_batch.labels),
+                {column: self._move(ids) for column, ids in micro_batch.candidates.items()},
+                teacher=teacher,
+                spread=lambda own_MH: gather_states(own_MH, places_M, count, group),
+                **arguments,
+            )
+            return {name: keep_gradient_of_first(values_N, group) for name, values_N in whole.items()}
+        if teacher is not None and not isinstance(teacher, AlignedStates):
+            teacher = evolve(teacher, hidden=teacher.hidden[places_M])
+        own = head.score(
             hidden_T1H,
-            self._move(documents.positions),
+            positions_M,
             self._move(micro_batch.labels[documents.places]),
             {column: self._move(ids[documents.places]) for column, ids in micro_batch.candidates.items()},
-            temperature=objective.temperature,
-            needs=objective.needs,
-            logits_per_chunk=self.logits_per_chunk,
+            teacher=teacher,
+            **arguments,
         )
         if self.shape.cp == 1:
             return own
-        places_M, count = self._move(documents.places), len(micro_batch.labels)
-        return {name: gather_scores(values_M, places_M, count) for name, values_M in own.items()}
+        return {name: gather_scores(values_M, places_M, count, group) for name, values_M in own.items()}
 
     def _move(self, tensor: Tensor) -> Tensor:
         if self.device.type == "cuda":

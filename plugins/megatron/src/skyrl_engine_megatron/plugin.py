@@ -3,6 +3,8 @@
 from functools import partial
 from typing import Any
 
+from attrs import evolve
+
 from skyrl_engine import hookimpl
 from skyrl_engine.contracts import (
     MOST_TENSOR_PARALLEL,
@@ -15,7 +17,7 @@ from skyrl_engine.contracts import (
     list_divisors,
 )
 from skyrl_engine.model_facts.weight_files import weight_files
-from skyrl_engine_megatron.limits import refuse_model, refuse_trees
+from skyrl_engine_megatron.limits import refuse_model, refuse_trees, refuse_trees_of_model
 from skyrl_engine_megatron.options import MegatronConfig
 from skyrl_engine_megatron.state_layout import describe_state
 
@@ -35,6 +37,16 @@ _CAPABILITIES: frozenset[Capability] = frozenset(
         "compile",
         "attention",
         "ema",
+        "second_model",
+        "asynchronous_saves",
+        "value_head",
+        "divergence",
+        "lora",
+        "reference_by_adapters",
+        "adapter_sets",
+        "parameter_groups",
+        "freeze",
+        "embedding_noise",
         *OPTIONAL_SCORES,
     }
 )
@@ -73,13 +85,21 @@ class MegatronPlugin:
 
 
 def _rehearse(options: MegatronConfig, model: ModelConfig, rows: RowKind) -> None:
+    from skyrl_engine.model_facts.configuration import load_config
     from skyrl_engine.modeling.attention_kernel import refuse_rows_of_kernel
+    from skyrl_engine.modeling.embedding_noise import refuse_noise
+    from skyrl_engine.modeling.loading import load_skeleton
     from skyrl_engine.modeling.unpickling import refuse_code
 
     refuse_rows_of_kernel(model, rows)
     if rows == "tree":
         refuse_trees(options)
+        refuse_noise(model)
+        refuse_trees_of_model(load_config(model, images=True), model.path)
     refuse_code(weight_files(model))
+    if model.freeze:
+        # refuses patterns that match nothing
+        load_skeleton(evolve(model, compile=False, activation_checkpointing=False), images=True)
 
 
 megatron = MegatronPlugin()

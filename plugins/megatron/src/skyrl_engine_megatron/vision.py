@@ -30,7 +30,7 @@ class Vision:
 
     @classmethod
     def of(cls, config: Any, name: str) -> "Vision":
-        """Read a `transformers.Qwen3VLConfig`. Raises ModelError if the tower's features do not fit the decoder."""
+        """Read a `transformers.Qwen3VLConfig`, or one of Qwen3-VL-MoE. Raises ModelError if the tower's features do not fit the decoder."""
         vision, text = config.vision_config, config.text_config
         if vision.out_hidden_size != text.hidden_size:
             raise ModelError(

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from skyrl_engine_megatron.decoder import Decoder
+from skyrl_engine_megatron.experts import RoutedLayer
 from skyrl_engine_megatron.images import Images
-from skyrl_engine_megatron.library import TransformerLayer
+from skyrl_engine_megatron.layers import FamilyLayer
 
 
 class InterleavedRotary(nn.Module):
@@ -32,7 +33,7 @@ class InterleavedRotary(nn.Module):
         return torch.cat((angles_1TF, angles_1TF), -1).transpose(0, 1)[:, :, None].contiguous()
 
 
-class DeepStackLayer(TransformerLayer):  # type: ignore[misc] # megatron-core is untyped
+class DeepStackLayer(FamilyLayer):
     """A layer that adds image features to its output: `context` [levels, m, h] at the tokens `context_mask` int64[m].
 
     megatron-core passes both from layer to layer and keeps them for recomputing activations; state in a module would be overwritten by then.
@@ -47,6 +48,10 @@ class DeepStackLayer(TransformerLayer):  # type: ignore[misc] # megatron-core is
         if context is not None and level < len(context):
             hidden_T1H = hidden_T1H.index_add(0, context_mask, context[level][:, None])
         return hidden_T1H, context
+
+
+class RoutedDeepStackLayer(RoutedLayer, DeepStackLayer):
+    """Such a layer with a mixture of experts."""
 
 
 class VisionDecoder(Decoder):

@@ -22,17 +22,12 @@ from skyrl_engine_collators.tree.pieces import Forest
 def plan_trees(lengths: SampleLengths, layout: Layout, capacity: int | None) -> BatchPlan:
     """Cut the batch as `layout` says, one row per micro-batch; see the Collator contract. `capacity` counts the tokens that a row computes.
 
-    Raises DataError for a group or unit that fits nowhere, UnsupportedError for a layout that counts rows or divides samples among ranks.
+    Raises DataError for a group or unit that fits nowhere, UnsupportedError for a layout that counts rows.
     """
     if layout.micro_batch_rows is not None:
         raise UnsupportedError(
             "rows of trees are filled by tokens and a micro-batch is one row, so micro_batch_rows says nothing",
             remedy="Set micro_batch_tokens, the tokens of a row, instead of micro_batch_rows",
-        )
-    if layout.cp > 1:
-        raise UnsupportedError(
-            "context-parallel ranks share every sample of a row, and samples of a tree are no runs of tokens that could be divided",
-            remedy="Set the backend's context-parallel size to 1, or choose the collator packed",
         )
     alignment = alignment_of(layout)
     room = None if capacity is None else capacity // alignment * alignment

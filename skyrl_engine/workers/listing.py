@@ -1,7 +1,9 @@
 """Sizes and SHA-256 sums of a directory's files: how a damaged checkpoint is distinguished from a whole one."""
 
 import hashlib
+import heapq
 import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TypedDict
 
@@ -13,7 +15,26 @@ class FileFacts(TypedDict):
 
 def list_files(root: Path) -> dict[str, FileFacts]:
     """Every file under `root` by its relative POSIX path."""
-    return {path.relative_to(root).as_posix(): _facts(path) for path in sorted(root.rglob("*")) if path.is_file()}
+    return sum_files(root, sorted(find_files(root)))
+
+
+def find_files(root: Path) -> dict[str, int]:
+    """Return the bytes of every file under `root`, by its relative POSIX path."""
+    return {path.relative_to(root).as_posix(): path.stat().st_size for path in root.rglob("*") if path.is_file()}
+
+
+def sum_files(root: Path, names: Sequence[str]) -> dict[str, FileFacts]:
+    """Return size and sum of these files under `root`."""
+    return {name: _facts(root / name) for name in names}
+
+
+def share_files(sizes: Mapping[str, int], shares: int) -> list[list[str]]:
+    """Divide files into shares of about as many bytes, the largest first; the same for the same sizes."""
+    heap: list[tuple[int, int, list[str]]] = [(0, number, []) for number in range(shares)]
+    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+        total, number, names = heapq.heappop(heap)
+        heapq.heappush(heap, (total + sizes[name], number, [*names, name]))
+    return [names for _, _, names in sorted(heap, key=lambda share: share[1])]
 
 
 def first_damage(root: Path, expected: dict[str, FileFacts], *, but: str) -> str | None:
