@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         PluginIncompatibleError,
         PluginNotFoundError,
         RolloutError,
+        StoreError,
         UnsupportedError,
         WorkerError,
     )
@@ -67,6 +68,7 @@ __all__ = [
     "PluginNotFoundError",
     "RankOutput",
     "RolloutError",
+    "StoreError",
     "UnsupportedError",
     "WorkerError",
     "__version__",
@@ -105,6 +107,7 @@ _HOMES = {
     "PluginIncompatibleError": "skyrl_engine.errors",
     "PluginNotFoundError": "skyrl_engine.errors",
     "RolloutError": "skyrl_engine.errors",
+    "StoreError": "skyrl_engine.errors",
     "RankOutput": "skyrl_engine.contracts.values.outputs",
     "UnsupportedError": "skyrl_engine.errors",
     "WorkerError": "skyrl_engine.errors",

@@ -181,6 +181,10 @@ class ImageError(DataError):
     """An image of a sample is missing, damaged, too large or changed, or images and their places do not match; names the sample."""
 
 
+class StoreError(EngineError):
+    """An object store cannot be used or does not answer, or what it holds is not what it must be; names the address."""
+
+
 class ModelError(EngineError):
     """A model or tokenizer cannot be loaded, trained or exported."""
 

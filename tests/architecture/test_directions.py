@@ -12,6 +12,7 @@ ORDER = (
     ("contracts",),
     ("hooks",),
     ("registry",),
+    ("object_store",),
     ("config",),
     ("model_facts",),
     ("objective", "data", "modeling"),

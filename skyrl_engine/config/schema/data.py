@@ -58,7 +58,8 @@ class DataConfig:
     """The data to train on and to evaluate on."""
 
     train: str | tuple[str, ...] = field(validator=and_(min_len(1), _no_empty_name), metadata={PLACE: "path"})
-    """Training data: a file (JSON, JSONL, CSV, Parquet, Arrow), a folder of such files, or a hub id; or a list of them, one after the other."""
+    """Training data: a file (JSON, JSONL, CSV, Parquet, Arrow), a folder of such files, an address of an object store such as
+    `s3://bucket/rows.jsonl`, or a hub id; or a list of them, one after the other."""
 
     weights: tuple[float, ...] | None = field(default=None, validator=_no_such_weights)
     """Weight of each dataset of `train`: the probability that a sample (or group, or pair) is drawn from it, times a common factor. None: every

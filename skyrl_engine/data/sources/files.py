@@ -3,6 +3,7 @@
 import csv
 import gzip
 import hashlib
+import io
 import json
 import sys
 import zlib
@@ -12,13 +13,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import IO, TYPE_CHECKING, Any, cast
 
 import numpy as np
 from attrs import field, frozen
 
 from skyrl_engine.contracts.values.ragged import IntArray, offsets_of
 from skyrl_engine.errors import DataError
+from skyrl_engine.object_store.remote_file import RemoteFile
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -27,6 +29,9 @@ _ROWS_PER_READ = 1024
 
 Content = Mapping[str, Any] | bytes
 """A row's values, or its JSON text."""
+
+DataFile = Path | RemoteFile
+"""A file on this machine, or of an object store."""
 
 
 @frozen
@@ -89,11 +94,11 @@ class DatasetPart(ABC):
 class FilePart(DatasetPart):
     """A part that is a file of its own."""
 
-    path: Path
+    path: DataFile
 
     @property
-    def folder(self) -> Path:
-        return self.path.parent
+    def folder(self) -> Path | None:
+        return self.path.parent if isinstance(self.path, Path) else None
 
     @property
     def identity(self) -> str:
@@ -108,7 +113,7 @@ class FilePart(DatasetPart):
 class JsonLines(FilePart):
     """One JSON object per line; blank lines are passed over. `.gz` is unpacked."""
 
-    path: Path
+    path: DataFile
 
     def scan(self) -> Scan:
         digest, rows = hashlib.sha256(), 0
@@ -157,9 +162,14 @@ class JsonLines(FilePart):
     def _packed(self) -> bool:
         return self.path.suffix.lower() == ".gz"
 
+    def _open(self) -> IO[bytes]:
+        if not self._packed:
+            return self.path.open("rb")
+        return cast("IO[bytes]", gzip.open(self.path if isinstance(self.path, Path) else self.path.open("rb"), "rb"))
+
     def _lines(self, start: int = 0) -> Iterator[bytes]:
         try:
-            with gzip.open(self.path, "rb") if self._packed else self.path.open("rb") as file:
+            with self._open() as file:
                 file.seek(start)
                 yield from file
         except (OSError, EOFError, zlib.error) as error:
@@ -170,7 +180,7 @@ class JsonLines(FilePart):
 class JsonArray(FilePart):
     """A file holding one JSON array of objects, read whole."""
 
-    path: Path
+    path: DataFile
 
     def scan(self) -> Scan:
         return Scan(_file_digest(self.path), len(self._load()))
@@ -210,7 +220,7 @@ class JsonArray(FilePart):
 class CsvFile(FilePart):
     """A CSV file whose first line names the columns. Every value is text; separated by commas, or by the tabs or semicolons of that line."""
 
-    path: Path
+    path: DataFile
 
     def scan(self) -> Scan:
         return Scan(_file_digest(self.path), sum(1 for _ in self.read()))
@@ -234,7 +244,7 @@ class CsvFile(FilePart):
     def _kept(self) -> list[tuple[str, Mapping[str, Any]]]:
         return list(self.read())
 
-    def _rows(self, file: TextIO) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    def _rows(self, file: IO[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
         first = file.readline()
         file.seek(0)
         delimiter = next((mark for mark in (",", "\t", ";") if mark in first), ",")
@@ -269,7 +279,7 @@ class CsvFile(FilePart):
 class ParquetFile(FilePart):
     """A Parquet file, read in batches; a single row is read with its row group, and the last such group is kept."""
 
-    path: Path
+    path: DataFile
     _group: dict[int, Any] = field(factory=dict, init=False, eq=False, repr=False)
 
     def scan(self) -> Scan:
@@ -277,7 +287,7 @@ class ParquetFile(FilePart):
         import pyarrow.parquet as pq
 
         try:
-            rows = pq.read_metadata(self.path).num_rows
+            rows = pq.read_metadata(_for_arrow(self.path)).num_rows
         except (pa.ArrowException, OSError) as error:
             raise _unreadable(self.path, "Parquet", error) from error
         return Scan(_file_digest(self.path), rows)
@@ -287,7 +297,7 @@ class ParquetFile(FilePart):
         import pyarrow.parquet as pq
 
         try:
-            with pq.ParquetFile(self.path) as file:
+            with pq.ParquetFile(_for_arrow(self.path)) as file:
                 yield from _batch_rows(file.iter_batches(batch_size=_ROWS_PER_READ), str(self.path))
         except (pa.ArrowException, OSError) as error:
             raise _unreadable(self.path, "Parquet", error) from error
@@ -298,7 +308,7 @@ class ParquetFile(FilePart):
         import pyarrow.parquet as pq
 
         try:
-            with pq.ParquetFile(self.path) as file:
+            with pq.ParquetFile(_for_arrow(self.path)) as file:
                 starts = offsets_of([file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)])
                 group = int(np.searchsorted(starts, cursor.row, side="right")) - 1
                 if group >= file.num_row_groups:
@@ -318,7 +328,7 @@ class ParquetFile(FilePart):
         if group not in self._group:
             self._group.clear()
             try:
-                with pq.ParquetFile(self.path) as file:
+                with pq.ParquetFile(_for_arrow(self.path)) as file:
                     self._group[group] = file.read_row_group(group)
             except (pa.ArrowException, OSError) as error:
                 raise _unreadable(self.path, "Parquet", error) from error
@@ -328,15 +338,15 @@ class ParquetFile(FilePart):
     def _group_starts(self) -> IntArray:
         import pyarrow.parquet as pq
 
-        metadata = pq.read_metadata(self.path)
+        metadata = pq.read_metadata(_for_arrow(self.path))
         return offsets_of([metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)])[:-1]
 
 
 @frozen
 class ArrowFile(FilePart):
-    """An Arrow IPC file or stream (told apart by the file's first bytes), memory-mapped."""
+    """An Arrow IPC file or stream (told apart by the file's first bytes), memory-mapped where it is on this machine."""
 
-    path: Path
+    path: DataFile
 
     def scan(self) -> Scan:
         return Scan(_file_digest(self.path), sum(batch.num_rows for batch in self._batches()))
@@ -362,7 +372,7 @@ class ArrowFile(FilePart):
         import pyarrow as pa
 
         try:
-            with pa.memory_map(str(self.path)) as file:
+            with pa.memory_map(str(self.path)) if isinstance(self.path, Path) else pa.PythonFile(self.path.open("rb")) as file:
                 if file.read(6) == b"ARROW1":
                     reader = pa.ipc.open_file(file)
                     for number in range(reader.num_record_batches):
@@ -487,15 +497,20 @@ def without_nulls(value: Any) -> Any:
     return value
 
 
-def _file_digest(path: Path) -> str:
+def _for_arrow(path: DataFile) -> Any:
+    """Return what pyarrow opens: the path, or an open file of a store."""
+    return path if isinstance(path, Path) else path.open("rb")
+
+
+def _file_digest(path: DataFile) -> str:
     try:
         with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+            return hashlib.file_digest(cast("io.BufferedReader", file), "sha256").hexdigest()
     except OSError as error:
         raise _unreadable(path, "data", error) from error
 
 
-def _unreadable(path: Path, kind: str, error: Exception) -> DataError:
+def _unreadable(path: DataFile, kind: str, error: Exception) -> DataError:
     return DataError(
         f"{path} cannot be read as {kind}: {str(error).rstrip('.')}",
         remedy="Check that the file is complete and named after its format",

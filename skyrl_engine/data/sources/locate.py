@@ -1,12 +1,13 @@
-"""Open the source of rows that a user names: a file, a folder, a saved dataset or a hub id."""
+"""Open the source of rows that a user names: a file, a folder, a saved dataset, an address of an object store or a hub id."""
 
 import glob
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from functools import partial
+from pathlib import Path, PurePath, PurePosixPath
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 from attrs import evolve
 
@@ -14,6 +15,7 @@ from skyrl_engine.contracts.values.source_names import make_distinct
 from skyrl_engine.data.sources.files import (
     ArrowFile,
     CsvFile,
+    DataFile,
     DatasetPart,
     JsonArray,
     JsonLines,
@@ -24,12 +26,17 @@ from skyrl_engine.data.sources.hub_shard import HubShard
 from skyrl_engine.data.sources.rows import Source
 from skyrl_engine.errors import DataError
 from skyrl_engine.near_words import did_you_mean
+from skyrl_engine.object_store.address import hide_secrets, is_address
+from skyrl_engine.object_store.place import StorePlace
+from skyrl_engine.object_store.remote_file import RemoteFile
+
+F = TypeVar("F", Path, str)
 
 _HUB_ERRORS = (OSError, ValueError, RuntimeError, ImportError)
 _SPLIT_WORDS = ("train", "training", "test", "testing", "validation", "valid", "val", "dev", "eval", "evaluation")
 
 
-def _json_part(path: Path) -> DatasetPart:
+def _json_part(path: DataFile) -> DatasetPart:
     """Open a `.json` file, which is an array or lines of objects; its first character tells which."""
     with path.open("rb") as file:
         while (character := file.read(1)).isspace():
@@ -37,7 +44,7 @@ def _json_part(path: Path) -> DatasetPart:
     return JsonArray(path) if character == b"[" else JsonLines(path)
 
 
-_PARTS: Mapping[str, Callable[[Path], DatasetPart]] = {
+_PARTS: Mapping[str, Callable[[DataFile], DatasetPart]] = {
     ".jsonl": JsonLines,
     ".ndjson": JsonLines,
     ".jsonl.gz": JsonLines,
@@ -89,6 +96,8 @@ def _open_one(location: str, *, split: str, subset: str | None, streaming: bool)
     Anything that is no path is a hub id.
     Raises DataError.
     """
+    if is_address(location):
+        return _open_address(location, split=split, subset=subset, streaming=streaming)
     path = Path(location).expanduser()
     if path.is_file():
         if subset is not None:
@@ -113,8 +122,8 @@ def _open_one(location: str, *, split: str, subset: str | None, streaming: bool)
         return _of_files(location, found, streaming=streaming)
     if "://" in location:
         raise DataError(
-            f"the dataset {location} is an address, where a file, a folder or a hub id must be",
-            remedy="Download it and name the file",
+            f"the dataset {hide_secrets(location)} holds an address, but does not begin with its protocol",
+            remedy="Name a file, a folder, a hub id or an address such as s3://bucket/rows.jsonl",
         )
     if _looks_like_path(location):
         raise DataError(f"the dataset {location} does not exist", remedy=_path_hint(path))
@@ -127,7 +136,7 @@ def _is_pattern(location: str) -> bool:
     return any(mark in location for mark in "*?[")
 
 
-def _of_files(location: str, paths: Sequence[Path], *, streaming: bool) -> Source:
+def _of_files(location: str, paths: Sequence[DataFile], *, streaming: bool) -> Source:
     parts = [_part(path) for path in paths]
     whole = next((part for part in parts if streaming and isinstance(part, JsonArray)), None)
     if whole is not None:
@@ -138,14 +147,14 @@ def _of_files(location: str, paths: Sequence[Path], *, streaming: bool) -> Sourc
     return Source(location, parts)
 
 
-def _part(path: Path) -> DatasetPart:
+def _part(path: DataFile) -> DatasetPart:
     kind = _kind(path)
     if kind is None:
         raise DataError(f"{path} is not in a format that can be read", remedy=f"Use a file that ends in one of {', '.join(_PARTS)}")
     return _PARTS[kind](path)
 
 
-def _kind(path: Path) -> str | None:
+def _kind(path: DataFile | PurePath) -> str | None:
     return next((suffix for suffix in _PARTS if path.name.lower().endswith(suffix)), None)
 
 
@@ -168,19 +177,78 @@ def _open_folder(path: Path, location: str, *, split: str, subset: str | None, s
         raise DataError(
             f"the folder {location} holds no data file", remedy=f"Put files into it that end in one of {', '.join(_PARTS)}"
         )
+    return _of_files(
+        location, _choose_files({file: file.relative_to(path) for file in files}, location, split), streaming=streaming
+    )
+
+
+def _choose_files(names: Mapping[F, PurePath], location: str, split: str) -> list[F]:
+    """Return the files of a folder that belong to a split; `names` are theirs from the folder on. Raises DataError."""
     # a table next to other data is often about it
-    files = [file for file in files if _PARTS[_kind(file) or ""] is not CsvFile] or files
-    splits = {file: _split_of(file.relative_to(path)) for file in files}
-    if any(splits.values()):
-        chosen = [file for file in files if splits[file] == split.lower()]
-        if not chosen:
-            names = sorted({name for name in splits.values() if name})
+    files = [file for file, name in names.items() if _PARTS[_kind(name) or ""] is not CsvFile] or list(names)
+    splits = {file: _split_of(names[file]) for file in files}
+    if not any(splits.values()):
+        return files
+    chosen = [file for file in files if splits[file] == split.lower()]
+    if not chosen:
+        found = sorted({name for name in splits.values() if name})
+        raise DataError(
+            f"the folder {location} has no file of the split {split!r}, only of {', '.join(found)}",
+            remedy="Set data.train_split or data.eval_split to one of them",
+        )
+    return chosen
+
+
+def _open_address(location: str, *, split: str, subset: str | None, streaming: bool) -> Source:
+    """Open a file, a pattern of files or a folder of an object store. Raises DataError and StoreError."""
+    place = StorePlace.of(location)
+    if any(mark in location for mark in "*["):  # a question mark begins the query of an address
+        if subset is not None:
+            raise DataError(f"data.subset is {subset!r}, and {location} names files", remedy="Remove data.subset")
+        found = sorted(path for path in place.call(partial(_glob, place), doing="list") if _kind(PurePosixPath(path)))
+        if not found:
             raise DataError(
-                f"the folder {location} has no file of the split {split!r}, only of {', '.join(names)}",
-                remedy="Set data.train_split or data.eval_split to one of them",
+                f"no data file is named like {location}", remedy="Correct the pattern: * stands for any name, ** for folders"
             )
-        files = chosen
-    return _of_files(location, files, streaming=streaming)
+        files = [RemoteFile(StorePlace(place.files.unstrip_protocol(path), path, place.files)) for path in found]
+        return _of_files(location, files, streaming=streaming)
+    if _is_file(place):
+        if subset is not None:
+            raise DataError(
+                f"data.subset is {subset!r}, and the file {location} has no subsets", remedy="Remove data.subset, or name a folder"
+            )
+        return _of_files(location, [RemoteFile(place)], streaming=streaming)
+    folder = place if subset is None else place / subset
+    names = {name: PurePosixPath(name) for name in folder.find()}
+    if not names:
+        raise DataError(
+            f"there is nothing at {folder}", remedy="Correct data.train, data.eval or data.subset, and check that the file is there"
+        )
+    if any(name.name in ("dataset_dict.json", "state.json") for name in names.values()):
+        raise DataError(
+            f"{folder} is a dataset that save_to_disk wrote, which is read from this machine alone",
+            remedy=f"Name its files, {location}/*.arrow, or download it",
+        )
+    wanted = {name: path for name, path in names.items() if _kind(path) and not _hidden(path)}
+    if not wanted:
+        raise DataError(
+            f"the folder {location} holds no data file", remedy=f"Put files into it that end in one of {', '.join(_PARTS)}"
+        )
+    chosen = _choose_files(wanted, location, split)
+    return _of_files(location, [RemoteFile(folder / name) for name in chosen], streaming=streaming)
+
+
+def _glob(place: StorePlace) -> list[str]:
+    place.files.invalidate_cache()
+    return [str(path) for path in place.files.glob(place.path)]
+
+
+def _is_file(place: StorePlace) -> bool:
+    try:
+        place.size()
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def _is_model(path: Path) -> bool:
@@ -190,11 +258,11 @@ def _is_model(path: Path) -> bool:
     )
 
 
-def _hidden(relative: Path) -> bool:
+def _hidden(relative: PurePath) -> bool:
     return any(part.startswith((".", "_")) for part in relative.parts)
 
 
-def _split_of(relative: Path) -> str | None:
+def _split_of(relative: PurePath) -> str | None:
     """Return the split that a file's own name, or else one of its folders, begins with."""
     for name in reversed(relative.parts):
         word = re.match(r"[a-z]+", name.lower())

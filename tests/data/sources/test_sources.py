@@ -1,56 +1,17 @@
 """Files, folders and saved datasets of every kind give the same rows; what cannot be read is named."""
 
-import gzip
 import json
 
 import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from row_files import ROWS, WRITERS
 
 from skyrl_engine.config.schema import DataConfig
 from skyrl_engine.data.dataset import load_columns
 from skyrl_engine.data.sources.locate import open_source
 from skyrl_engine.errors import DataError
-
-ROWS = [
-    {"messages": [{"role": "user", "content": f"q{i}"}, {"role": "assistant", "content": f"a{i}"}], "note": None if i else "x"}
-    for i in range(5)
-]
-
-
-def write_jsonl(path):
-    path.write_text("\n".join(json.dumps(row) for row in ROWS) + "\n\n", encoding="utf-8")
-
-
-def write_gzip(path):
-    with gzip.open(path, "wt", encoding="utf-8") as file:
-        file.writelines(json.dumps(row) + "\n" for row in ROWS)
-
-
-def write_ipc(path):
-    table = pa.Table.from_pylist(ROWS)
-    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
-        writer.write_table(table, max_chunksize=2)
-
-
-def write_stream(path):
-    table = pa.Table.from_pylist(ROWS)
-    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
-        writer.write_table(table, max_chunksize=2)
-
-
-WRITERS = {
-    "rows.jsonl": write_jsonl,
-    "lines.json": write_jsonl,
-    "rows.jsonl.gz": write_gzip,
-    "array.json": lambda path: path.write_text(json.dumps(ROWS), encoding="utf-8"),
-    "rows.parquet": lambda path: pq.write_table(pa.Table.from_pylist(ROWS), path, row_group_size=2),
-    "file.arrow": write_ipc,
-    "stream.arrow": write_stream,
-    "saved": lambda path: datasets.Dataset.from_list(ROWS).save_to_disk(str(path)),
-    "saved_splits": lambda path: datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)}).save_to_disk(str(path)),
-}
 
 
 @pytest.fixture(autouse=True)
@@ -175,8 +136,8 @@ def test_locations_that_do_not_exist(tmp_path):
     (tmp_path / "train.jsonl").touch()
     with pytest.raises(DataError, match=r"does not exist. Did you mean .*train.jsonl\?"):
         open_source(str(tmp_path / "trian.jsonl"), split="train")
-    with pytest.raises(DataError, match=r"is an address, where a file, .* must be. Download it"):
-        open_source("https://example.com/train.jsonl", split="train")
+    with pytest.raises(DataError, match=r"does not begin with its protocol. Name a file"):
+        open_source("x=https://example.com/train.jsonl", split="train")
     with pytest.raises(DataError, match=r"the file .* has no subsets"):
         open_source(str(tmp_path / "train.jsonl"), split="train", subset="x")
     with pytest.raises(DataError, match=r"/dev/null is neither a file nor a folder"):
