@@ -199,7 +199,11 @@ def test_they_are_saved_resumed_merged_and_exported(
 @pytest.mark.parametrize(
     ("lora", "model", "cause"),
     [
-        (LoraConfig(dropout=0.1), {}, r"model.lora.dropout is set, and the adapters of the megatron backend do not have it"),
+        (
+            LoraConfig(load_in_4bit=True),
+            {},
+            r"model.lora.load_in_4bit is set, and the adapters of the megatron backend do not have it",
+        ),
         (LoraConfig(), {"compile": True}, r"model.compile is set with model.lora"),
     ],
 )

@@ -11,15 +11,11 @@ def refuse_adapters(options: MegatronConfig, config: Any, model: ModelConfig) ->
     """Raises UnsupportedError for what `model.lora` asks for and this backend's adapters do not have."""
     if model.lora is None:
         return
-    for key, asked, instead in (
-        ("dropout", model.lora.dropout, "Set model.lora.dropout = 0.0"),
-        ("load_in_4bit", model.lora.load_in_4bit, "Remove model.lora.load_in_4bit"),
-    ):
-        if asked:
-            raise UnsupportedError(
-                f"model.lora.{key} is set, and the adapters of the megatron backend do not have it",
-                remedy=f'{instead}, or set backend.use = "fsdp"',
-            )
+    if model.lora.load_in_4bit:
+        raise UnsupportedError(
+            "model.lora.load_in_4bit is set, and the adapters of the megatron backend do not have it",
+            remedy='Remove model.lora.load_in_4bit, or set backend.use = "fsdp"',
+        )
     text = config.get_text_config(decoder=True)
     if getattr(text, "kv_lora_rank", None) is not None:
         raise UnsupportedError(
@@ -37,4 +33,14 @@ def refuse_adapters(options: MegatronConfig, config: Any, model: ModelConfig) ->
         raise UnsupportedError(
             "model.compile is set with model.lora, and no test shows that compiled layers with adapters compute the same",
             remedy="Set model.compile = false",
+        )
+
+
+def refuse_dropout_in_trees(model: ModelConfig) -> None:
+    """Raises UnsupportedError for dropout where samples share prefixes: a shared token is computed once."""
+    if model.lora is not None and model.lora.dropout:
+        raise UnsupportedError(
+            f"model.lora.dropout = {model.lora.dropout:g} drops inputs of every sample for itself, and samples that share a prefix would drop "
+            f"the same of it",
+            remedy="Set model.lora.dropout = 0.0, or choose the collator packed",
         )

@@ -6,6 +6,9 @@ parallelism the whole matrix sees the rank's share of the tokens, and its gradie
 
 Magnitudes of DoRA (Liu et al. 2024, arXiv 2402.09353, eq. 5) belong to outputs: a layer of divided outputs has whole rows, and so their norms;
 the ranks of one of divided inputs add up the squares of their parts of the rows.
+
+With dropout, in passes that learn, each adapter reads inputs of which `adapter_dropout` drops some. With DoRA the frozen weight beside it does
+so too, as in PEFT.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,6 +21,7 @@ from attrs import frozen
 from torch import Tensor, nn
 
 from skyrl_engine import UnsupportedError
+from skyrl_engine_megatron.adapter_dropout import choose_kept, hash_name
 from skyrl_engine_megatron.decoder import Decoder
 from skyrl_engine_megatron.division import Along, Division, Fused, Stacked, Whole
 from skyrl_engine_megatron.library import (
@@ -35,11 +39,15 @@ _NAMES = {"A": "lora_A.default.weight", "B": "lora_B.default.weight", "M": "lora
 
 @frozen
 class Adapter:
-    """An adapter of one of Hugging Face's linear layers: its rank, the factor of the product of its matrices, and whether it is of DoRA."""
+    """An adapter of one of Hugging Face's linear layers: its rank, the factor of the product of its matrices, and whether it is of DoRA.
+
+    `dropout` is the rate at which its inputs are dropped in passes that learn.
+    """
 
     rank: int
     scale: float
     has_magnitudes: bool = False
+    dropout: float = 0.0
 
 
 Adapters = Mapping[str, Adapter]
@@ -49,7 +57,13 @@ Adapters = Mapping[str, Adapter]
 def list_adapters(model: Any) -> dict[str, Adapter]:
     """Return the adapters that `modeling.lora.add_adapters` put into a transformers model, which need have no values."""
     return {
-        name: Adapter(module.r["default"], float(module.scaling["default"]), bool(len(module.lora_magnitude_vector)))
+        name: Adapter(
+            module.r["default"],
+            float(module.scaling["default"]),
+            bool(len(module.lora_magnitude_vector)),
+            # PEFT puts an identity there for the rate 0
+            float(getattr(module.lora_dropout["default"], "p", 0.0)),
+        )
         for name, module in model.named_modules()
         if hasattr(module, "lora_A")
     }
@@ -101,15 +115,28 @@ def adapter_entries(adapters: Adapters, base: Sequence[MegatronParameter], path:
 class LinearAdapters(nn.Module):
     """The adapters of one of megatron-core's linear layers, whose outputs they add to; `groups` blocks of outputs have a part of each source.
 
-    `sources` are the names of the layers that it computes, with their numbers of outputs on this rank.
+    `sources` are the last names of the layers that it computes, with their numbers of outputs on this rank; `adapters` have the same names,
+    and `layers` says how Hugging Face's model names each whole. `token_keys` int64[tokens] are those of `adapter_dropout`, which the layer
+    around it sets for every call; None where nothing is dropped.
     """
 
+    token_keys: Tensor | None = None
+
     def __init__(
-        self, sources: Mapping[str, int], adapters: Adapters, linear: nn.Module, *, columns: bool, groups: int, shared: bool
+        self,
+        sources: Mapping[str, int],
+        adapters: Adapters,
+        layers: Mapping[str, str],
+        linear: nn.Module,
+        *,
+        columns: bool,
+        groups: int,
+        shared: bool,
     ) -> None:
         super().__init__()
         self.sources, self.columns, self.groups, self.shared = dict(sources), columns, groups, shared
         self.scales = {name: adapter.scale for name, adapter in adapters.items()}
+        self.dropouts = {name: (adapter.dropout, hash_name(layers[name])) for name, adapter in adapters.items() if adapter.dropout}
         self.with_magnitudes = {name for name, adapter in adapters.items() if adapter.has_magnitudes}
         self.off = False
         weight: Tensor = linear.weight  # type: ignore[assignment] # megatron-core's are parameters
@@ -134,10 +161,13 @@ class LinearAdapters(nn.Module):
             weights = dict(zip(self.sources, linear.weight.unflatten(0, (self.groups, -1)).split(sizes, 1), strict=True))
         for name, rows in self.sources.items():
             if name in self.scales:
-                own = self._compute(name, input_T1H)
+                read_T1H = self._drop(name, input_T1H)
+                own = self._compute(name, read_T1H)
                 if name in self.with_magnitudes:
-                    factor_O = self._scale_rows(name, weights[name].flatten(0, 1))
-                    own = factor_O * own + (factor_O - 1) * bases[name].flatten(-2)
+                    weight_OI = weights[name].flatten(0, 1)
+                    base = bases[name].flatten(-2) if read_T1H is input_T1H else self._multiply(read_T1H, weight_OI)
+                    factor_O = self._scale_rows(name, weight_OI)
+                    own = factor_O * own + (factor_O - 1) * base
                 outputs.append(own)
             else:
                 tokens = outputs[0].shape[0] if outputs else self._count_tokens(input_T1H)
@@ -161,6 +191,32 @@ class LinearAdapters(nn.Module):
     def _count_tokens(self, input_T1H: Tensor) -> int:
         ranks = parallel_state.get_tensor_model_parallel_world_size() if self.shared and self.columns else 1
         return len(input_T1H) * ranks
+
+    def _drop(self, name: str, input_T1H: Tensor) -> Tensor:
+        """Return the inputs that this adapter reads; the very tensor where nothing is dropped."""
+        if self.token_keys is None or name not in self.dropouts:
+            return input_T1H
+        (rate, layer), keys_T, first = self.dropouts[name], self.token_keys, 0
+        rank = parallel_state.get_tensor_model_parallel_rank()
+        if not self.columns:
+            first = rank * input_T1H.shape[-1]
+        elif self.shared:
+            keys_T = keys_T.chunk(parallel_state.get_tensor_model_parallel_world_size())[rank]
+        kept_T1H = choose_kept(keys_T, layer, first, input_T1H.shape[-1], rate)[:, None]
+        return torch.where(kept_T1H, input_T1H * (1 / (1 - rate)), 0)
+
+    def _multiply(self, input_T1H: Tensor, weight_OI: Tensor) -> Tensor:
+        """Return the product of inputs with this rank's part of a frozen weight, as the layer itself computes it."""
+        if not self.columns:
+            product_T1O = nn.functional.linear(input_T1H, weight_OI)
+            reduce = reduce_scatter_to_sequence_parallel_region if self.shared else reduce_from_tensor_model_parallel_region
+            reduced_T1O: Tensor = reduce(product_T1O)
+            return reduced_T1O
+        if self.shared:
+            return nn.functional.linear(
+                gather_from_sequence_parallel_region(input_T1H, tensor_parallel_output_grad=True), weight_OI
+            )
+        return nn.functional.linear(copy_to_tensor_model_parallel_region(input_T1H), weight_OI)
 
     def _compute(self, name: str, input_T1H: Tensor) -> Tensor:
         matrices: Any = self.get_submodule(name)
@@ -188,6 +244,7 @@ def attach_adapters(decoders: Sequence[Decoder], adapters: Adapters, base: Seque
                     continue
                 if (entry := entries.get(f"decoder.layers.{layer.layer_number - 1}.{place}")) is not None:
                     _attach(linear, entry, adapters, shared=decoder.config.sequence_parallel)
+            layer.dropping = [module for module in layer.modules() if isinstance(module, LinearAdapters) and module.dropouts]
 
 
 def share_frozen(decoders: Sequence[Decoder], others: Sequence[Decoder]) -> None:
@@ -211,7 +268,8 @@ def _attach(linear: nn.Module, entry: MegatronParameter, adapters: Adapters, *, 
     if isinstance(entry.division, Stacked) and entry.division.groups is not None:
         groups = entry.division.groups // ranks
     sources = {module.rpartition(".")[2]: rows // ranks if columns else rows for module, rows in modules.items()}
-    added = LinearAdapters(sources, own, linear, columns=columns, groups=groups, shared=shared)
+    layers = {module.rpartition(".")[2]: module for module in modules}
+    added = LinearAdapters(sources, own, layers, linear, columns=columns, groups=groups, shared=shared)
     linear.add_module("adapters", added)
     linear.register_forward_hook(
         lambda module, inputs, output: output if added.off else (output[0] + added(inputs[0], output[0], module), *output[1:])

@@ -42,6 +42,7 @@ from skyrl_engine.modeling.teaching import COMPARED
 from skyrl_engine.modeling.vocabulary_parallel_teaching import DividedTeacherStates
 from skyrl_engine.modeling.weight_averages import AVERAGE
 from skyrl_engine_megatron import checkpoint, kernels
+from skyrl_engine_megatron.adapter_limits import refuse_dropout_in_trees
 from skyrl_engine_megatron.adapters import adapter_entries, adapters_off, attach_adapters, merge, share_frozen
 from skyrl_engine_megatron.agreement import check_agreement
 from skyrl_engine_megatron.attention import DocumentAttention, attend_by
@@ -148,6 +149,7 @@ class MegatronBackend:
         if rows == "tree":
             refuse_trees(self._config)
             refuse_noise(model)
+            refuse_dropout_in_trees(model)
             attention: Any = attend_by("sdpa" if model.attention == "auto" else model.attention)
         elif model.attention != "auto":
             attention = attend_by(model.attention)
@@ -211,6 +213,7 @@ class MegatronBackend:
             kernels=not issubclass(attention, DocumentAttention),
             router=RouterLosses.of(self._config, source.architecture.mixture),
             bias_steps=self._bias_steps,
+            dropout_seed=self._environment.seed if model.lora is not None and model.lora.dropout else None,
         )
         distribute(source, self._state, self._device, weight_dtype(model.dtype))
         if shared is None:
@@ -267,7 +270,7 @@ class MegatronBackend:
         for model in self._models:
             model.train(learn)
         with self._runtime():
-            return RankOutput.concat(self._pipeline.run(batch, objective, learn=learn), self.coords)
+            return RankOutput.concat(self._pipeline.run(batch, objective, learn=learn, steps_done=self._steps_done), self.coords)
 
     def optim_step(self, settings: OptimizerSettings | None = None) -> OptimStep:
         """Sum over ranks, clip, step with `settings` (None: those of `setup`), clear the gradients.

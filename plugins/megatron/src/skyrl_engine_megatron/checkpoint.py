@@ -2,8 +2,8 @@
 
 The ranks of a pipeline stage write its parts in turns, one by one, and so none holds more than one; of what is staged, each holds those that it
 writes. No random states are saved,
-because nothing draws from them: the models that are built have no dropout, and losses have generators of their own. The files are JSON and
-safetensors, which hold no code.
+because nothing draws from them: the models that are built have no dropout, that of adapters is a function of seed, steps and tokens, and losses
+have generators of their own. The files are JSON and safetensors, which hold no code.
 """
 
 import json

@@ -28,7 +28,8 @@ class Boundaries(PackedSeqParams):  # type: ignore[misc] # megatron-core is unty
     The tensors stay on the CPU, because only rotary positions read them, as numbers, and reading from a GPU would wait for it in every layer.
     `order` is that of `context.order_after_gather`, on the device, or None without context parallelism. `router` computes the losses of
     routers; None if they have none. `on_device` repeats the description on the device for kernels that read it there, else None. No rank of
-    those that hold experts for each other has more than `most_tokens`; 0: there are none.
+    those that hold experts for each other has more than `most_tokens`; 0: there are none. `token_keys` int64[tokens] are those by which this
+    rank's adapters drop inputs, on the device; None: they drop none.
     """
 
     lengths: tuple[int, ...] = ()
@@ -37,6 +38,7 @@ class Boundaries(PackedSeqParams):  # type: ignore[misc] # megatron-core is unty
     router: RoutedTokens | None = None
     on_device: PackedSeqParams | None = None
     most_tokens: int = 0
+    token_keys: Tensor | None = None
 
     def for_kernels(self, device: torch.device) -> "Boundaries":
         """Return a copy with `on_device`. A document's padding counts as its tokens: it comes after them, so they do not attend to it."""
@@ -71,7 +73,7 @@ class Documents:
     numbers of these positions among the micro-batch's scored positions. `lengths` are those of whole documents, padding included.
 
     `real` are the lengths, without padding, of the documents that have a token; `document_of` int64[tokens] is, for each token of this rank,
-    the number of its document among these, or their count for a padding token.
+    the number of its document among these, or their count for a padding token; `place_of` int64[tokens] is its place there.
 
     For rows of trees, `lengths` and `segments` are of segments, `real` are lengths of samples, and `document_of` int64[m] belongs to the tokens
     `held_tokens` int64[m]: a token that several samples share is there once for each of them.
@@ -92,6 +94,7 @@ class Documents:
     segments: Segments | None = None
     held_tokens: Tensor | None = None
     noise: EmbeddingNoise | None = None
+    place_of: Tensor | None = None
 
 
 @frozen
@@ -166,13 +169,15 @@ class RowShape:
         document_of_T[real_T] = torch.arange(len(lengths_D)).repeat_interleave(lengths_D)
         owners = tuple(lengths_D.tolist()), document_of_T[own_S]
         noise = None if arguments.noise is None else _lay_out(arguments.noise, sum(lengths), all_real_T, own_S)
+        places_1S = _positions(starts_of, lengths)[:, own_S]
+        more = {"noise": noise, "place_of": places_1S[0]}
         if images is None:
-            return Documents(ids_1S, _positions(starts_of, lengths)[:, own_S], scored_M, places_M, lengths, *owners, noise=noise)
+            return Documents(ids_1S, places_1S, scored_M, places_M, lengths, *owners, **more)
         axes_31T = torch.zeros(3, 1, sum(lengths), dtype=torch.int64)
         axes_31T[:, 0, real_T] = real_positions(images)
         feature_of_T = torch.full((sum(lengths),), NOWHERE)
         feature_of_T[real_T[torch.from_numpy(images.places)]] = torch.arange(len(images.places))
-        return Documents(ids_1S, axes_31T, scored_M, places_M, lengths, *owners, images, feature_of_T[own_S], noise=noise)
+        return Documents(ids_1S, axes_31T, scored_M, places_M, lengths, *owners, images, feature_of_T[own_S], **more)
 
 
 def _lay_out(noise: EmbeddingNoise, tokens: int, real_T: Tensor, own_S: Tensor) -> EmbeddingNoise:

@@ -89,7 +89,11 @@ def device_of(config: TransformerConfig) -> torch.device:
 
 
 class FamilyLayer(TransformerLayer):  # type: ignore[misc] # megatron-core is untyped
-    """A layer as `architecture` describes it; megatron-core's own where it asks for nothing else."""
+    """A layer as `architecture` describes it; megatron-core's own where it asks for nothing else.
+
+    `dropping` are its adapters that drop inputs. They get the tokens' keys at every call, because any of several micro-batches in the pipeline
+    may be the one whose activations are recomputed.
+    """
 
     def __init__(self, config: TransformerConfig, *args: Any, architecture: Architecture, **options: Any) -> None:
         super().__init__(config, *args, **options)
@@ -97,6 +101,7 @@ class FamilyLayer(TransformerLayer):  # type: ignore[misc] # megatron-core is un
         number = self.layer_number - 1
         self.rotary = architecture.rotary_of[number]
         self.chooses_rotary = len(architecture.rotary) > 1
+        self.dropping: list[Any] = []
         core = self.self_attention.core_attention
         if isinstance(core, DocumentAttention):
             core.window = architecture.window if architecture.windowed[number] else None
@@ -120,6 +125,8 @@ class FamilyLayer(TransformerLayer):  # type: ignore[misc] # megatron-core is un
             rotary_pos_emb = None
         elif self.chooses_rotary and rotary_pos_emb is not None:
             rotary_pos_emb = rotary_pos_emb[:, self.rotary : self.rotary + 1]
+        for adapters in self.dropping:
+            adapters.token_keys = options["packed_seq_params"].token_keys
         return super().forward(*args, rotary_pos_emb=rotary_pos_emb, **options)
 
 

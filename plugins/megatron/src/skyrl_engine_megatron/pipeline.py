@@ -31,6 +31,7 @@ from skyrl_engine.modeling.images import ImageTokens, place_images
 from skyrl_engine.modeling.micro_batch import differentiable
 from skyrl_engine.modeling.model_inputs import check_tokens
 from skyrl_engine.modeling.teaching import COMPARED
+from skyrl_engine_megatron.adapter_dropout import make_token_keys
 from skyrl_engine_megatron.context import order_after_gather
 from skyrl_engine_megatron.decoder import Decoder
 from skyrl_engine_megatron.documents import Boundaries, Documents, RowShape
@@ -49,6 +50,7 @@ class Pipeline:
     Rows of documents fit `shape`. `kernels` tells whether attention reads the documents' bounds on the device. `sees` describes how the model
     takes images (None: it takes none), and `router` holds the losses of routers (None: they have none). `bias_steps` count the experts that
     tokens choose (None: nobody counts). Rows have at most `longest_row` tokens, for which rotary frequencies were fixed (None: any number).
+    Where adapters drop inputs, `dropout_seed` is the seed by which they do (None: they drop none).
     """
 
     models: Sequence[Any]
@@ -63,9 +65,12 @@ class Pipeline:
     router: RouterLosses | None = None
     bias_steps: BiasSteps | None = None
     longest_row: int | None = None
+    dropout_seed: int | None = None
 
-    def run(self, batch: RankBatch, objective: Objective, *, learn: bool) -> list[RankOutput]:
+    def run(self, batch: RankBatch, objective: Objective, *, learn: bool, steps_done: int = 0) -> list[RankOutput]:
         """Score every micro-batch and, with `learn`, differentiate and accumulate. Outputs are in order, on the last stage only.
+
+        After each of the optimizer's steps, of which there were `steps_done`, adapters drop others of their inputs.
 
         The schedule takes each micro-batch when it reaches it. The interleaved schedule needs rows of one length, so micro-batches are built
         once beforehand to count their tokens; and it needs a multiple of the stages in micro-batches, so empty ones complete the last group.
@@ -83,8 +88,11 @@ class Pipeline:
         fill = -count % self.stages if interleaved else 0
         arriving: _Arriving = chain(iter(batch), repeat(None, fill))
         routed: list[RoutedTokens] = []
+        drops = steps_done if learn and self.dropout_seed is not None else None
         outputs = get_forward_backward_func()(
-            forward_step_func=lambda iterator, model: self._forward_step(iterator, model, objective, width, routed, learn=learn),
+            forward_step_func=lambda iterator, model: self._forward_step(
+                iterator, model, objective, width, routed, learn=learn, drops=drops
+            ),
             data_iterator=list(tee(arriving, len(self.pieces))) if interleaved else arriving,
             model=list(self.models),
             num_microbatches=count + fill,
@@ -108,7 +116,15 @@ class Pipeline:
                 place_images(micro_batch, self.sees, pixels=False)
 
     def _forward_step(
-        self, iterator: _Arriving, model: Any, objective: Objective, width: int, routed: list[RoutedTokens], *, learn: bool
+        self,
+        iterator: _Arriving,
+        model: Any,
+        objective: Objective,
+        width: int,
+        routed: list[RoutedTokens],
+        *,
+        learn: bool,
+        drops: int | None,
     ) -> tuple[Tensor, Any]:
         micro_batch = next(iterator)
         if micro_batch is not None:
@@ -133,6 +149,8 @@ class Pipeline:
         boundaries = Boundaries.of(documents.lengths, order, routed[-1] if routed else None, documents.segments)
         if groups.experts is not None:
             boundaries.most_tokens = groups.experts.most(documents.input_ids.shape[1])
+        if drops is not None:
+            boundaries.token_keys = self._make_token_keys(micro_batch or _EMPTY, documents, drops)
         with piece.add_noise(self._own_noise(documents, piece)):
             hidden_T1H: Tensor = model(
                 self._move(documents.input_ids),
@@ -153,6 +171,11 @@ class Pipeline:
             return total, torch.zeros((), dtype=torch.int32, device=total.device), output
 
         return hidden_T1H, loss
+
+    def _make_token_keys(self, micro_batch: MicroBatch, documents: Documents, steps_done: int) -> Tensor:
+        assert documents.place_of is not None, "setup refuses trees beside dropout"
+        assert self.dropout_seed is not None
+        return self._move(make_token_keys(micro_batch, documents.document_of, documents.place_of, self.dropout_seed, steps_done))
 
     def _own_noise(self, documents: Documents, piece: Decoder) -> EmbeddingNoise | None:
         """Return the noise on the embeddings that this rank's part of the first piece makes; None for other pieces."""

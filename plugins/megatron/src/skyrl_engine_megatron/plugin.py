@@ -17,6 +17,7 @@ from skyrl_engine.contracts import (
     list_divisors,
 )
 from skyrl_engine.model_facts.weight_files import weight_files
+from skyrl_engine_megatron.adapter_limits import refuse_dropout_in_trees
 from skyrl_engine_megatron.limits import refuse_model, refuse_trees, refuse_trees_of_model
 from skyrl_engine_megatron.options import MegatronConfig
 from skyrl_engine_megatron.state_layout import describe_state
@@ -95,6 +96,7 @@ def _rehearse(options: MegatronConfig, model: ModelConfig, rows: RowKind) -> Non
     if rows == "tree":
         refuse_trees(options)
         refuse_noise(model)
+        refuse_dropout_in_trees(model)
         refuse_trees_of_model(load_config(model, images=True), model.path)
     refuse_code(weight_files(model))
     if model.freeze:
