@@ -1,7 +1,8 @@
 """Dropout of adapters: what is dropped is the same in every layout, and gradients are PEFT's with masks drawn by the definition.
 
 The definition of `adapter_dropout`, written here in NumPy for one document and one layer at a time, takes the place of PEFT's dropout in a
-plain model in float64. A number dropped in another place changes a gradient by 1e-2 and more; they agree within 1e-10.
+plain model in float64. A number dropped in another place changes a gradient by 1e-2 and more; they agree within 1e-6, since transformers
+normalises in float32 here too.
 """
 
 from collections.abc import Callable
@@ -110,9 +111,9 @@ def due(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Cal
 def check(ranks: list[list[Passed]], due: DefinedResult) -> None:
     for passed in zip(*ranks, strict=True):
         for rank in passed:
-            assert find_worst_difference(rank.gradients, due.gradients) <= 1e-10
+            assert find_worst_difference(rank.gradients, due.gradients) <= 1e-6
         collected = [output for rank in passed for output in rank.outputs if output.coords.collects]
-        assert sum(output.metrics["loss"].value for output in collected) == pytest.approx(due.loss, rel=1e-10)
+        assert sum(output.metrics["loss"].value for output in collected) == pytest.approx(due.loss, rel=1e-6)
 
 
 @pytest.mark.parametrize("dora", now([False, True], False))
@@ -184,7 +185,7 @@ def test_what_is_dropped_changes_with_steps_and_is_nothing_in_evaluation(models:
 
 
 def test_a_layer_keeps_what_the_definition_says() -> None:
-    """Of 2^18 numbers a share of 1 - rate is kept, within five standard deviations; parts of a layer's inputs are parts of the whole."""
+    """A share of 1 - rate of 2^18 numbers is kept, within five standard deviations; parts of a layer's inputs are parts of the whole."""
     keys = torch.from_numpy(np.random.default_rng(0).integers(-(2**63), 2**63, 1 << 10))
     for rate in (0.0, 0.1, 0.9):
         whole = choose_kept(keys, hash_name("a layer"), 0, 256, rate)

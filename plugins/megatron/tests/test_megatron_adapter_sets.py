@@ -17,7 +17,7 @@ from skyrl_engine.testing.ranks.world import World
 from skyrl_engine_megatron.backend import MegatronBackend
 from skyrl_engine_megatron.plugin import MegatronConfig
 
-LORA = LoraConfig(rank=4, targets=("k_proj", "o_proj", "up_proj"))
+LORA = LoraConfig(rank=4, dropout=0.2, targets=("k_proj", "o_proj", "up_proj"))
 OPTIMIZER = AdamWSettings(learning_rate=1e-2)
 
 
@@ -84,6 +84,6 @@ def test_a_set_is_what_it_is_alone_over_the_memory_of_another(
 @pytest.mark.usefixtures("alone")
 def test_what_sets_do_not_have_is_refused(models: dict[str, str]) -> None:
     with closing(start(models["llama-untied"], OPTIMIZER, lora=LoraConfig(rank=1))) as base:
-        with pytest.raises(UnsupportedError, match=r"model\.lora\.dropout is set, and the adapters of the megatron backend"):
-            base.adapter_set(LoraConfig(dropout=0.1), OPTIMIZER, 0)
+        with pytest.raises(UnsupportedError, match=r"model\.lora\.load_in_4bit is set, and the adapters of the megatron backend"):
+            base.adapter_set(LoraConfig(load_in_4bit=True), OPTIMIZER, 0)
         assert len(learn(base, 1)) == 1

@@ -170,14 +170,15 @@ class RowShape:
         owners = tuple(lengths_D.tolist()), document_of_T[own_S]
         noise = None if arguments.noise is None else _lay_out(arguments.noise, sum(lengths), all_real_T, own_S)
         places_1S = _positions(starts_of, lengths)[:, own_S]
-        more = {"noise": noise, "place_of": places_1S[0]}
         if images is None:
-            return Documents(ids_1S, places_1S, scored_M, places_M, lengths, *owners, **more)
+            return Documents(ids_1S, places_1S, scored_M, places_M, lengths, *owners, noise=noise, place_of=places_1S[0])
         axes_31T = torch.zeros(3, 1, sum(lengths), dtype=torch.int64)
         axes_31T[:, 0, real_T] = real_positions(images)
         feature_of_T = torch.full((sum(lengths),), NOWHERE)
         feature_of_T[real_T[torch.from_numpy(images.places)]] = torch.arange(len(images.places))
-        return Documents(ids_1S, axes_31T, scored_M, places_M, lengths, *owners, images, feature_of_T[own_S], **more)
+        return Documents(
+            ids_1S, axes_31T, scored_M, places_M, lengths, *owners, images, feature_of_T[own_S], noise=noise, place_of=places_1S[0]
+        )
 
 
 def _lay_out(noise: EmbeddingNoise, tokens: int, real_T: Tensor, own_S: Tensor) -> EmbeddingNoise:
