@@ -6,6 +6,7 @@ from importlib import metadata
 
 from attrs import frozen
 
+from skyrl_engine.registry.installed import remember_while_unchanged
 from skyrl_engine.registry.kinds import KINDS
 from skyrl_engine.registry.record import PluginRecord
 
@@ -49,6 +50,7 @@ def normalise(distribution: str) -> str:
     return re.sub(r"[-_.]+", "-", distribution).lower()
 
 
+@remember_while_unchanged
 def discover() -> Discovery:
     """Read the metadata of every distribution on sys.path.
 
@@ -80,6 +82,7 @@ def discover_trainers() -> tuple[PluginRecord, ...]:
     return _discover_group(TRAINER_GROUP, "trainer")
 
 
+@remember_while_unchanged
 def _discover_group(group: str, kind: str) -> tuple[PluginRecord, ...]:
     records: list[PluginRecord] = []
     unreadable: list[UnreadableDistribution] = []

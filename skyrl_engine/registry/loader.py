@@ -12,6 +12,7 @@ from skyrl_engine.near_words import did_you_mean
 from skyrl_engine.registry.compat import check_requirements, find_distribution
 from skyrl_engine.registry.discovery import COMMAND_GROUP, TRAINER_GROUP
 from skyrl_engine.registry.host import PluginHost
+from skyrl_engine.registry.installed import remember_while_unchanged
 from skyrl_engine.registry.kinds import CONFIG_SCHEMA_HOOK, KINDS
 from skyrl_engine.registry.known import install_command
 from skyrl_engine.registry.loaded import LoadedPlugin
@@ -66,9 +67,14 @@ def _import_plugin(record: PluginRecord) -> object:
 
 
 def _from_distribution(record: PluginRecord, owner: Owner) -> Any:
-    distribution = find_distribution(record)
-    check_requirements(record, distribution)
+    _require_usable(record)
     return _import_entry_point(record, KINDS[record.kind].group, owner)
+
+
+@remember_while_unchanged
+def _require_usable(record: PluginRecord) -> None:
+    """Refuse a plugin that is not installed as its record says, or not made for this engine or what is installed beside it."""
+    check_requirements(record, find_distribution(record))
 
 
 def _import_entry_point(record: PluginRecord, group: str, owner: Owner) -> Any:

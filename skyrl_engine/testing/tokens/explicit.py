@@ -8,7 +8,7 @@ from attrs import evolve
 from skyrl_engine.contracts.kinds.needs import LOGPROBS_AT, column_forms, model_score
 from skyrl_engine.contracts.values.ragged import AnyArray
 from skyrl_engine.testing.tokens.rollouts import ADVANTAGES, DRIFTS, LOGPROBS, NUMBERS, has_pairs, is_wide
-from skyrl_engine.testing.tokens.token_batches import CutBatch, FilledBatch, RelabelledBatch, ReorderedBatch, TokenBatch
+from skyrl_engine.testing.tokens.token_batches import CutBatch, FilledBatch, RelabelledBatch, ReorderedBatch, TokenBatch, WornBatch
 
 _FAR_DRIFTS = (100.0, -100.0, 30.0, 0.0, -30.0)
 _FAR_ADVANTAGES = (100.0, -100.0)
@@ -117,6 +117,15 @@ def cut_in_threes(needs: Iterable[str]) -> list[CutBatch]:
     batch = make_threes(needs)
     one, two, three = _units(needs)
     return [CutBatch(batch, (one, two, three)), CutBatch(batch, (two, (*one, *three)))]
+
+
+OFTEN = 64
+"""Calls after which a product has no excuse to be young."""
+
+
+def list_worn(needs: Iterable[str]) -> list[WornBatch]:
+    """Return nine sequences cut by units of three, for a product that was called `OFTEN` times before."""
+    return [WornBatch(cut_in_threes(needs)[0], OFTEN)]
 
 
 def _units(needs: Iterable[str]) -> list[tuple[int, ...]]:

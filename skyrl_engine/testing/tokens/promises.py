@@ -181,6 +181,7 @@ def _cause_at_borders(kind: TokenKind, subject: Subject[Any]) -> str | None:
 @shared_promise(
     "It remembers nothing between micro-batches: the ranks that compute them have {products} of their own",
     cases=lambda subject: rollouts.draw_worn_batches(needs_of(subject)),
+    first=lambda subject: explicit.list_worn(needs_of(subject)),
 )
 def rank_split(kind: TokenKind, subject: Subject[Any], worn: WornBatch) -> None:
     case = worn.cut

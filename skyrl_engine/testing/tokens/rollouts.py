@@ -184,8 +184,8 @@ def draw_filled_batches(draw: st.DrawFn, needs: Iterable[str]) -> FilledBatch:
 
 
 def draw_worn_batches(needs: Iterable[str]) -> st.SearchStrategy[WornBatch]:
-    """Draw cut batches for products that are new, and for products that were called often."""
-    return st.builds(WornBatch, draw_cut_batches(needs), st.sampled_from((0, 0, 0, 64)))
+    """Draw cut batches for products that are new, and for products that were called a few times."""
+    return st.builds(WornBatch, draw_cut_batches(needs), st.sampled_from((0, 0, 0, 9)))
 
 
 @st.composite
