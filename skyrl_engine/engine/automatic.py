@@ -191,7 +191,13 @@ def plan_budget(resolved: ResolvedConfig, facts: ModelFacts, description: Backen
         None
         if shape is None
         else plan_micro_batch_tokens(
-            shape, layout, description.topology, memory=memory, optimizer=optimizer.use, ema=optimizer.ema_decay is not None
+            shape,
+            layout,
+            description.topology,
+            memory=memory,
+            optimizer=optimizer.use,
+            ema=optimizer.ema_decay is not None,
+            stochastic_rounding=optimizer.stochastic_rounding,
         )
     )
     if tokens is None:

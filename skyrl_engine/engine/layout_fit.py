@@ -15,6 +15,7 @@ from skyrl_engine.registry.known import list_first_party
 
 MOST_FOUND: Final = 5
 _TRIED: Final = 20
+_REFUSED: Final = 20
 _MISSING: Final = 3
 
 Replan = Callable[[ProposedLayout], MemoryPlan | None]
@@ -53,17 +54,20 @@ def fit_layouts(resolved: ResolvedConfig, plan: MemoryPlan, replan: Replan, *, o
     room = int(plan.device_bytes * (1 - FREE_SHARE))
     found: list[PlannedLayout] = []
     least: tuple[int, ProposedLayout] | None = None
-    refused = ""
+    refusals, tried = list[str](), 0
     fitting = [each for each in layouts if each.memory.total <= room]
     # the arithmetic knows no micro-batches of real samples, so that those that miss by little are tried too
-    for layout in [*fitting[:_TRIED], *layouts[len(fitting) :][:_MISSING]]:
+    for layout in [*fitting, *layouts[len(fitting) :][:_MISSING]]:
         if len(found) == MOST_FOUND or (found and layout.memory.total > room):
             break
+        if layout.memory.total <= room and (tried == _TRIED or len(refusals) == _REFUSED):
+            continue
         try:
             planned = replan(layout)
         except EngineError as error:
-            refused = error.cause
+            refusals.append(error.cause)
             continue
+        tried += 1
         if planned is None:
             continue
         if planned.most.total <= room:
@@ -77,8 +81,8 @@ def fit_layouts(resolved: ResolvedConfig, plan: MemoryPlan, replan: Replan, *, o
     if least is not None:
         missed = f"{format_bytes(least[0] - room)} more than {format_bytes(room)}"
         cause += f"; {' '.join(least[1].list_overrides())} misses least and takes {missed}"
-    elif refused:
-        cause += f"; those that would fit are refused: {refused}"
+    elif refusals:
+        cause += f"; those that would fit are refused: {refusals[-1]}"
     raise ConfigError([Problem("model", cause, "Give more ranks or memory, shorter samples (data.max_length), or model.lora.rank")])
 
 

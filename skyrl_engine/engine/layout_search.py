@@ -44,8 +44,8 @@ class StepSize:
 class ProposedLayout:
     """A layout by the configuration's `keys`, and what it would take: `memory` is that of the stage that holds most.
 
-    `sent` counts bytes per token of the step that a rank sends; `work` is the computing of a step, pipeline bubble included, over that of
-    ranks that neither wait nor compute anything twice.
+    `sent` counts bytes per token of the step that a rank sends; `work` is the time in which a step is computed, over that of ranks that compute
+    nothing twice and wait neither in a pipeline nor for the longest sample.
     """
 
     keys: Mapping[str, Any]
@@ -103,6 +103,7 @@ def _list_layouts(
         "value_head": model.value_head,
         optimizer.use: optimizer.use != "adamw",
         "ema": optimizer.ema_decay is not None,
+        "stochastic_rounding": optimizer.stochastic_rounding,
     }
     required = {name for name, is_used in used.items() if is_used}
     offered = backend.loaded.describe_backend(backend.options, ranks).layout_choices
@@ -151,7 +152,11 @@ def _propose(
     room: int,
 ) -> ProposedLayout:
     topology, layout = description.topology, description.describe_state(shape.model)
-    kept: dict[str, Any] = {"optimizer": optimizer.use, "ema": optimizer.ema_decay is not None}
+    kept: dict[str, Any] = {
+        "optimizer": optimizer.use,
+        "ema": optimizer.ema_decay is not None,
+        "stochastic_rounding": optimizer.stochastic_rounding,
+    }
     alignment = align_for(topology)
     longest = -(-size.longest // alignment) * alignment
     tokens = max(longest, -(-size.tokens // topology.dp))
@@ -183,7 +188,8 @@ def _propose(
             f"{table}.micro_batch_tokens": budget,
         },
         memory=max(held, key=lambda each: each.total),
-        work=(_RECOMPUTED if recomputes else 1.0) / (1 - bubble),
+        # ranks that do not share the longest sample wait for the one that has it
+        work=(_RECOMPUTED if recomputes else 1.0) / (1 - bubble) * max(1.0, size.longest * topology.dp / max(size.tokens, 1)),
         sent=sent / max(size.tokens, 1),
         offloads=any(holding.on_host for holding in layout.holdings),
     )

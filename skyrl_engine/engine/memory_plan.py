@@ -139,6 +139,7 @@ def plan_memory(
             optimizer=optimizer.use,
             stage=stage,
             ema=optimizer.ema_decay is not None,
+            stochastic_rounding=optimizer.stochastic_rounding,
             stages_saves=resolved.config.checkpoint.asynchronous,
         )
         frozen = {

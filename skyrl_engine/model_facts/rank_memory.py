@@ -135,6 +135,11 @@ def is_of_experts(parameter: ParameterShape) -> bool:
     return ".experts." in parameter.name
 
 
+def count_spread(parameter: ParameterShape, layout: StateLayout) -> int:
+    """Count the ranks with different tokens that divide a parameter among themselves, because they hold experts for each other."""
+    return layout.spread_experts if is_of_experts(parameter) else 1
+
+
 def count_state_bytes(
     shape: ModelShape,
     layout: StateLayout,
@@ -144,10 +149,11 @@ def count_state_bytes(
     optimizer: str | None,
     *,
     ema: bool = False,
+    stochastic_rounding: bool = False,
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Count the bytes of `holdings` of a layout on one rank by part: those on the device, and those in host memory.
 
-    With `ema` the optimizer's part has the average of every trained weight.
+    With `ema` the optimizer's part has the average of every trained weight; with `stochastic_rounding` weights have no masters.
     """
     device: dict[str, int] = {}
     host: dict[str, int] = {}
@@ -162,11 +168,11 @@ def count_state_bytes(
                 whole += each.held_bytes
                 continue
             count = count_share(each, divided, topology)
-            if holding.ranks == 1 and is_of_experts(each):
+            if holding.ranks == 1:
                 # ranks that divide a copy hold as much of it, whichever of them have the same experts
-                count //= layout.spread_experts
+                count //= count_spread(each, layout)
             # what is frozen has the precision of the computation
-            is_rounded = not holding.master or not each.is_trained
+            is_rounded = not holding.master or not each.is_trained or (stochastic_rounding and holding.part == "weights")
             element = shape.computed_bytes if is_rounded else shape.master_bytes
             if holding.part == "optimizer":
                 taken += count_optimizer_bytes(each, count, optimizer or "adamw", element) + (count * element if ema else 0)
@@ -212,6 +218,7 @@ def count_rank_memory(
     optimizer: str | None,
     stage: int = 0,
     ema: bool = False,
+    stochastic_rounding: bool = False,
     stages_saves: bool = False,
 ) -> RankMemory:
     """Count what a rank of pipeline stage `stage` holds of the model that it trains, at most, by part.
@@ -219,7 +226,8 @@ def count_rank_memory(
     With `stages_saves` it has a copy of what it writes in host memory.
     """
     parameters = list_of_stage(shape.parameters, shape.layers, topology, layout.pieces, stage)
-    device, host = count_state_bytes(shape, layout, layout.holdings, parameters, topology, optimizer, ema=ema)
+    kept = {"ema": ema, "stochastic_rounding": stochastic_rounding}
+    device, host = count_state_bytes(shape, layout, layout.holdings, parameters, topology, optimizer, **kept)
     parts = {name: device.get(name, 0) for name in ("weights", "gradients", "optimizer")}
     parts["gathered weights"] = count_gathered_bytes(shape, layout, parameters, topology)
     parts["activations"] = count_stage_activation_bytes(shape, layout, topology, work, stage)
@@ -232,24 +240,24 @@ def count_rank_memory(
         parts["activations"] += max(0, again - parts["logits"])
     parts["buffers"] = layout.buffers * shape.master_bytes
     if stages_saves:
-        _, copied = count_state_bytes(shape, layout, layout.staged, parameters, topology, optimizer, ema=ema)
+        _, copied = count_state_bytes(shape, layout, layout.staged, parameters, topology, optimizer, **kept)
         host[STAGED_CHECKPOINT] = sum(copied.values())
     return RankMemory(stage, parts, host)
 
 
 def plan_micro_batch_tokens(
-    shape: ModelShape, layout: StateLayout, topology: Topology, *, memory: int, optimizer: str | None, ema: bool = False
+    shape: ModelShape, layout: StateLayout, topology: Topology, *, memory: int, optimizer: str | None, **kept: bool
 ) -> int | None:
     """Count the tokens of a micro-batch whose activations fit devices of `memory` bytes on every stage: a multiple of 1,024, not 0.
 
-    None where the configuration does not say the model's shape.
+    `kept` says what else the optimizer keeps, as `count_rank_memory` takes it. None where the configuration does not say the model's shape.
     """
     if ActivationShape.of(shape.config) is None:
         return None
     room = []
     for stage in range(topology.pp):
         # as many micro-batches as stages, so that every stage has as many on their way as it may have
-        held = count_rank_memory(shape, layout, topology, RankWork(topology.pp, 1024, 0), optimizer=optimizer, stage=stage, ema=ema)
+        held = count_rank_memory(shape, layout, topology, RankWork(topology.pp, 1024, 0), optimizer=optimizer, stage=stage, **kept)
         states = held.total - held.parts["activations"]
         room.append(int(max(0, memory - states) * ACTIVATION_SHARE) / max(held.parts["activations"], 1))
     return max(1, int(min(room))) * 1024
@@ -269,7 +277,7 @@ def count_gathered_bytes(shape: ModelShape, layout: StateLayout, parameters: Seq
     for each in parameters:
         if each.held_bytes is not None:
             continue
-        count = count_share(each, divided, topology)
+        count = count_share(each, divided, topology) // count_spread(each, layout)
         if each.place == "layer":
             layers[each.layer] = layers.get(each.layer, 0) + count
         else:
@@ -334,7 +342,7 @@ _FOUR_NORMS: Final = ("gemma2", "gemma3_text", "glm4")
 @frozen
 class ActivationShape:
     """Numbers of a decoder layer that its backward pass reads, per token: of the width of the model, of attention, and of experts or the
-    feed-forward network that a token passes through; and the number of its norms of hidden states.
+    feed-forward network that a token passes through; the number of its norms of hidden states, and of the experts of a token.
     """
 
     hidden: int
@@ -343,6 +351,7 @@ class ActivationShape:
     inner: int
     normalized: int
     norms: int = 2
+    choices: int = 1
 
     @classmethod
     def of(cls, config: Any) -> "ActivationShape | None":
@@ -358,7 +367,7 @@ class ActivationShape:
         shared = getattr(text, "shared_expert_intermediate_size", None) or inner * (getattr(text, "n_shared_experts", None) or 0)
         normalized = queries + shape.heads * shape.key_width if _has_head_norms(text) else 0
         norms = 4 if getattr(text, "model_type", "") in _FOUR_NORMS else 2
-        return cls(hidden, queries, keys, inner * experts + shared, normalized, norms)
+        return cls(hidden, queries, keys, inner * experts + shared, normalized, norms, experts)
 
     def count_layer(self, element: int, layout: StateLayout, *, tp: int = 1) -> int:
         """Count the bytes of one token in one layer.
@@ -401,7 +410,8 @@ def count_sent_bytes(
     They are those of a ring: its gather of n parts sends (n - 1) / n of the whole (Thakur et al. 2005). Tensor-parallel ranks sum four times a
     layer (Shoeybi et al. 2019, arXiv 1909.08053, section 3), context-parallel ranks gather keys and values, once more where layers are
     computed again, and scatter their gradients, and stages send hidden states and their gradients. Ranks that hold experts for each other
-    gather their tokens and scatter the sums, in the forward and the backward pass, and the former once more where layers are computed again.
+    gather their tokens and scatter the sums, or send each token to the ranks of its experts and back, in the forward and the backward pass, and
+    in the former once more where layers are computed again.
     """
     parameters = list_of_stage(shape.parameters, shape.layers, topology, layout.pieces, stage)
     divided = read_divided_patterns(shape, layout)
@@ -410,8 +420,9 @@ def count_sent_bytes(
         element = (shape.master_bytes if flow.master else shape.computed_bytes) * (1 if flow.per_step else micro_batches)
         for each in parameters:
             if each.held_bytes is None and (each.is_trained or flow.part == "weights"):
-                spread = min(layout.spread_experts if is_of_experts(each) else 1, flow.ranks)
-                count, ranks = count_share(each, divided, topology) // spread, flow.ranks // spread
+                # a part is divided over all ranks of a copy already, whichever of them have the same experts
+                spread = min(count_spread(each, layout), flow.ranks) if flow.divided == 1 else 1
+                count, ranks = count_share(each, divided, topology) // (spread * flow.divided), flow.ranks // spread
                 sent += count * element * (ranks - 1) / ranks * flow.times
     sizes = ActivationShape.of(shape.config)
     if sizes is None:
@@ -425,7 +436,9 @@ def count_sent_bytes(
     )
     with_experts = len({each.layer for each in parameters if is_of_experts(each)})
     passes = 6 if shape.model.activation_checkpointing else 4
-    sent += passes * with_experts * own * (layout.spread_experts - 1) * sizes.hidden * element
+    copies = layout.spread_experts - 1
+    rows = copies * sizes.choices / layout.spread_experts / topology.tp if layout.expert_rows == "sent" else copies
+    sent += passes * with_experts * own * rows * sizes.hidden * element
     if topology.pp > 1:
         neighbours = 1 if stage in (0, topology.pp - 1) and layout.pieces == 1 else 2
         share = topology.tp if layout.sequence_parallel else 1

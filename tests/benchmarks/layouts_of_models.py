@@ -41,7 +41,12 @@ class Machine:
         return f"{self.ranks} × {self.gib} GiB" + (f", LoRA of rank {self.lora}" if self.lora else "")
 
 
-SIZES = {"backend.tensor_parallel": "tp", "backend.pipeline_parallel": "pp"}
+SIZES = {
+    "backend.tensor_parallel": "tp",
+    "backend.pipeline_parallel": "pp",
+    "backend.context_parallel": "cp",
+    "backend.expert_parallel": "ep",
+}
 MACHINES = (Machine(1, 24, lora=16), Machine(1, 80, lora=16), Machine(8, 80), Machine(32, 80))
 
 INTRODUCTION = """\

@@ -226,6 +226,24 @@ def test_proposed_layouts_fit_and_pass_plan(command: Run, config: Callable[[str]
     assert works == sorted(works), "those that compute less come first"
 
 
+def test_a_long_sample_and_experts_are_shared_by_ranks(
+    command: Run, config: Callable[[str], Path], model: Path, tmp_path: Path
+) -> None:
+    """One sample of eight holds most tokens, and most weights are experts: what shares both comes first, and `plan` takes it."""
+    shutil.copytree(model, tmp_path / "mixture", ignore=shutil.ignore_patterns("*.safetensors*", "config.json"))
+    write_model(tmp_path / "mixture", "mixtral", num_hidden_layers=2, num_attention_heads=4, num_local_experts=8, vocab_size=300)
+    (tmp_path / "lengths.txt").write_text("100\n" + "10\n" * 7)
+    line = ("plan", config("sft"), "model.path=./mixture", "--ranks", "4", "--lengths", tmp_path / "lengths.txt", "--json")
+    outcome = command(*line, "--backend", "fsdp", "--gpu-memory", "1GiB", "--fit")
+    assert outcome.code == 0, outcome.err
+    layouts = json.loads(outcome.out)
+    best = layouts[0]["keys"]
+    assert any(layout["keys"]["backend.context_parallel"] > 1 for layout in layouts)
+    assert any(layout["keys"]["backend.expert_parallel"] > 1 for layout in layouts)
+    again = command(*line, "--gpu-memory", "1GiB", *(f"{key}={str(value).lower()}" for key, value in best.items()))
+    assert json.loads(again.out)["memory"] == layouts[0]["memory"]
+
+
 def test_a_backend_of_ones_own_is_fitted_by_what_it_declares(command: Run, config: Callable[[str], Path], tmp_path: Path) -> None:
     """Its options are its own words, it is named as the configuration may name it, and what the file says besides stays."""
     (tmp_path / "mine.py").write_text(MINE)

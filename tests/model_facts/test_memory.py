@@ -201,6 +201,41 @@ def test_layers_before_all_that_learns_keep_nothing(tmp_path: Path, freeze: tupl
     assert (parts["gradients"], parts["optimizer"]) == (4 * trained, 8 * trained)
 
 
+def test_rows_are_gathered_or_sent_to_experts() -> None:
+    """By hand: of two tokens' rows a layer, ranks gather those of three others; or each rank sends 2 copies, three quarters of them away."""
+    config = AutoConfig.for_model("mixtral", num_hidden_layers=2, num_experts_per_tok=2)
+    experts = [ParameterShape(f"layers.{n}.mlp.experts.down_proj", "layer", 8 * 1000, 10, layer=n) for n in range(2)]
+    shape = ModelShape(config, ModelConfig("it"), experts)
+
+    def count(**settings: Any) -> int:
+        layout = StateLayout(gathered="layer", spread_experts=4, traffic=(Traffic("weights", 8, master=False),), **settings)
+        whole = count_rank_memory(shape, layout, Topology(dp=8), RankWork(1, 1, 1), optimizer="adamw").parts["gathered weights"]
+        assert whole == 8 * 1000 * 10 // 4 * 4, "a layer's own experts, in float32"
+        return count_sent_bytes(shape, layout, Topology(dp=8), micro_batches=1, tokens=2)
+
+    weights, row = 2 * (80_000 // 4) * 4 // 2, 2 * config.hidden_size * 4
+    assert count() == weights + 4 * 2 * 3 * row
+    assert count(expert_rows="sent") == weights + 4 * 2 * 2 * row * 3 // 4
+
+
+def test_copies_sum_the_part_that_each_of_their_ranks_has() -> None:
+    shape = shape_of(ModelConfig("llama"), **LLAMA_8B)
+    numbers = 32 * (218_000_000 // 4096 * 4096) + 2 * 128256 * 4096
+    layout = StateLayout(traffic=(Traffic("gradients", 2, 2, per_step=True, divided=4),))
+    assert count_sent_bytes(shape, layout, Topology(dp=8), micro_batches=3, tokens=0) == 4 * numbers // 4
+
+
+def test_weights_that_are_rounded_at_random_have_no_masters() -> None:
+    shape = shape_of(ModelConfig("llama", dtype="bfloat16"), **LLAMA_8B)
+    work = RankWork(1, 1024, 1024)
+    held, rounded = (
+        count_rank_memory(shape, StateLayout(), Topology(), work, optimizer="adamw", stages_saves=True, stochastic_rounding=rounds)
+        for rounds in (False, True)
+    )
+    assert rounded.parts == {**held.parts, "weights": held.parts["weights"] // 2}, "gradients and moments stay float32"
+    assert held.host[STAGED_CHECKPOINT] - rounded.host[STAGED_CHECKPOINT] == rounded.parts["weights"]
+
+
 def test_what_is_sent_is_what_a_ring_sends() -> None:
     shape = shape_of(ModelConfig("llama", dtype="bfloat16"), **LLAMA_8B)
     numbers = 32 * (218_000_000 // 4096 * 4096) + 2 * 128256 * 4096

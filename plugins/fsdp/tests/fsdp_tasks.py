@@ -311,8 +311,8 @@ def outcome_with(directory: str, options: FsdpConfig, *, forgotten: str = "", **
 
     whole = LayerPlan.of
 
-    def partial(config: Any) -> LayerPlan:
-        styles = whole(config).styles
+    def partial(config: Any, **parts: bool) -> LayerPlan:
+        styles = whole(config, **parts).styles
         return LayerPlan({name: style for name, style in styles.items() if not forgotten or not name.endswith(forgotten)})
 
     with patch.object(LayerPlan, "of", partial):

@@ -48,3 +48,24 @@ def test_context_parallel_ranks_hold_what_is_planned(tmp_path: Path, recomputes:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_gradient_that_is_summed_once_is_whole(tmp_path: Path, dtype: str) -> None:
     require_planned_bytes("fsdp", {"gradient_sync": "pass"}, tmp_path, size=128, dtype=dtype)
+
+
+@pytest.mark.parametrize("size", [64, pytest.param(128, marks=pytest.mark.nightly), pytest.param(256, marks=pytest.mark.nightly)])
+def test_weights_without_masters_are_held_in_two_bytes(tmp_path: Path, size: int) -> None:
+    require_planned_bytes("fsdp", {}, tmp_path, size=size, dtype="bfloat16", stochastic_rounding=True)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"expert_parallel": 2},
+        *(
+            pytest.param(options, marks=pytest.mark.nightly)
+            for options in ({}, {"expert_parallel": 2, "gradient_sync": "pass"}, {"expert_parallel": 2, "context_parallel": 2})
+        ),
+    ],
+    ids=str,
+)
+def test_ranks_that_hold_experts_for_each_other_hold_what_is_planned(tmp_path: Path, options: dict[str, Any]) -> None:
+    sizes = {"num_experts": 16, "num_experts_per_tok": 1, "moe_intermediate_size": 256}
+    require_planned_bytes("fsdp", options, tmp_path, size=128, family="qwen3_moe", sizes=sizes)

@@ -31,7 +31,8 @@ class Traffic:
     """Numbers that each rank sends over all `ranks` that divide a part of the state: all trained gradients, or all weights, `times` times.
 
     They go once per micro-batch, or once per `step`, in the precision of the masters or of the computation. A gather or a scattered sum sends
-    (ranks - 1) / ranks of them; a sum that all ranks have is both, `times` = 2.
+    (ranks - 1) / ranks of them; a sum that all ranks have is both, `times` = 2. Copies of the model sum the part that each of their ranks has,
+    one of `divided`.
     """
 
     part: Literal["weights", "gradients"]
@@ -39,6 +40,7 @@ class Traffic:
     times: int = field(default=1, validator=ge(0))
     master: bool = True
     per_step: bool = False
+    divided: int = field(default=1, validator=ge(1))
 
 
 @frozen
@@ -54,7 +56,8 @@ class StateLayout:
     stage has `pieces` pieces of the model. `traffic` goes over data-parallel ranks. `divided` takes the model's
     configuration and returns `fnmatch` patterns for the names of the parameters of layers that tensor-parallel ranks divide, beside embedding
     and head, if they can divide its rows; None: all matrices. A mixture's experts are divided among `spread_experts` times as many ranks as
-    other matrices: among ranks with different tokens, which hold experts for each other.
+    other matrices: among ranks with different tokens, which hold experts for each other. `expert_rows` says how tokens reach them: "gathered",
+    all tokens of those ranks on each of them, or "sent", each token to the ranks of its experts alone.
     `loading` says whether rank 0 reads a model whole, or every rank its part of safetensors files in a local directory.
     """
 
@@ -76,4 +79,5 @@ class StateLayout:
     traffic: tuple[Traffic, ...] = ()
     divided: Callable[[Any], tuple[str, ...]] | None = None
     spread_experts: int = field(default=1, validator=ge(1))
+    expert_rows: Literal["gathered", "sent"] = field(default="gathered", validator=in_(("gathered", "sent")))
     loading: Literal["whole", "parts"] = field(default="whole", validator=in_(("whole", "parts")))

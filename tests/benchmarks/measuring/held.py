@@ -31,11 +31,13 @@ def require_planned_bytes(
     family: str = "llama",
     layers: int = 4,
     sizes: Mapping[str, int] | None = None,
+    stochastic_rounding: bool = False,
     **settings: Any,
 ) -> None:
     """Train a model of width `size` on so many ranks, and require that each holds what is planned, within 15 %.
 
-    It is a Llama, or of another `family` of transformers with further `sizes`; `settings` are those of its `ModelConfig`.
+    It is a Llama, or of another `family` of transformers with further `sizes`; `settings` are those of its `ModelConfig`. AdamW steps it, with
+    `stochastic_rounding` without master weights.
     """
     model = ModelConfig(str(folder / "model"), **settings)
     write_model(
@@ -55,12 +57,19 @@ def require_planned_bytes(
     assert shape is not None
     selected = _select(backend, options, model)
     description = selected.loaded.describe_backend(selected.options, ranks)
-    measured = start_shared_world(ranks).run(measure_step, backend, options, model, str(folder))
+    optimizer = AdamWSettings(stochastic_rounding=stochastic_rounding)
+    measured = start_shared_world(ranks).run(measure_step, backend, options, model, optimizer, str(folder))
     for rank, taken in enumerate(measured):
         stage = description.topology.coords(rank).pp
         work = RankWork(BATCHES, ROWS * WIDTH, ROWS * WIDTH)
         held = count_rank_memory(
-            shape, description.describe_state(model), description.topology, work, optimizer="adamw", stage=stage
+            shape,
+            description.describe_state(model),
+            description.topology,
+            work,
+            optimizer=optimizer.use,
+            stage=stage,
+            stochastic_rounding=stochastic_rounding,
         )
         print(f"{backend} {options} {model.dtype}, width {size}, rank {rank}: planned {held.total:,}, measured {taken:,}")
         assert 0.85 < held.total / taken < 1.15, held.parts
@@ -71,13 +80,13 @@ def _select(backend: str, options: dict[str, Any], model: ModelConfig) -> Select
     return resolve(from_dict(table, "test"), need=()).plugins["backend"]
 
 
-def measure_step(backend: str, options: dict[str, Any], model: ModelConfig, folder: str) -> int:
+def measure_step(backend: str, options: dict[str, Any], model: ModelConfig, optimizer: AdamWSettings, folder: str) -> int:
     """Train two steps of `BATCHES` micro-batches of `ROWS` x `WIDTH` tokens, and return the most bytes of this rank's tensors in the second."""
     before = count_live_bytes()
     selected = _select(backend, options, model)
     product: Any = selected.make(FactoryContext(0, 0, None))
     rank = dist.get_rank()
-    product.setup(model, AdamWSettings(), RankEnvironment(rank, dist.get_world_size(), "cpu", 0, "padded"))
+    product.setup(model, optimizer, RankEnvironment(rank, dist.get_world_size(), "cpu", 0, "padded"))
     # ranks that share a row get the same one
     generator = torch.Generator().manual_seed(product.coords.dp)
     batch = []

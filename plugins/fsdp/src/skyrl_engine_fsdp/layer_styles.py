@@ -9,6 +9,7 @@ from skyrl_engine import UnsupportedError
 from skyrl_engine.contracts import ModelConfig
 from skyrl_engine.model_facts.tensor_parallel_plan import EXPERT_COUNTS, EXPERTS, find_plan_problem, refuse_unequal_sizes, styles_of
 from skyrl_engine.model_facts.vision_language import refuse_unequal_parts
+from skyrl_engine_fsdp.options import FsdpConfig
 
 _DRAWS: Final = "phimoe"
 """The family whose routers draw experts at random in training, so that no test can compare a divided model with a whole one."""
@@ -17,7 +18,10 @@ _DRAWS: Final = "phimoe"
 _TURNS_IN_FLOAT32: Final = "llama4_text"
 """A family whose rotary angles are complex numbers of float32, whatever it computes in."""
 
-SHARED_EXPERTS: Final = ("gpt_oss", "mixtral", "qwen2_moe", "qwen3_moe")
+SHARED_EXPERTS: Final = (
+    *("deepseek_v2", "deepseek_v3", "ernie4_5_moe", "flex_olmo", "glm4_moe", "gpt_oss", "granitemoe", "hunyuan_v1_moe", "jamba"),
+    *("minimax", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "qwen3_next"),
+)
 """Families whose experts ranks may share apart from tensor parallelism: those that tests compare with transformers."""
 
 
@@ -49,9 +53,9 @@ def refuse_model(ranks: int, config: Any, model: ModelConfig) -> None:
     refuse_unequal_sizes(config, model.path, ranks=ranks, options="backend.tensor_parallel")
 
 
-def refuse_experts(ranks: int, config: Any, model: ModelConfig) -> None:
-    """Raises UnsupportedError for a model whose experts `ranks` (2 or more) cannot share: a dense one, an untried family, unequal parts."""
-    option = "backend.expert_parallel"
+def refuse_experts(options: FsdpConfig, config: Any, model: ModelConfig) -> None:
+    """Raises UnsupportedError for a model whose experts ranks cannot share: a dense one, an untried family, unequal parts."""
+    option, ranks = "backend.expert_parallel", options.expert_parallel
     family = config.get_text_config(decoder=True).model_type
     if EXPERTS not in styles_of(config).values():
         raise UnsupportedError(
@@ -63,8 +67,10 @@ def refuse_experts(ranks: int, config: Any, model: ModelConfig) -> None:
             f"(tried: {', '.join(SHARED_EXPERTS)})",
             remedy=f"Set {option} = 1, or backend.tensor_parallel above 1 instead",
         )
+    holders = ranks * options.tensor_parallel
+    names = f"{option} x backend.tensor_parallel" if options.tensor_parallel > 1 else option
     for attribute in EXPERT_COUNTS:
-        refuse_unequal_parts(config, model.path, attribute, parts=ranks, options=option)
+        refuse_unequal_parts(config, model.path, attribute, parts=holders, options=names)
 
 
 def indivisible_error(cause: str) -> UnsupportedError:

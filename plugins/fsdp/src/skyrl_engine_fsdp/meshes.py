@@ -20,8 +20,7 @@ class Meshes:
     """The device meshes of a layout: `data`, over which FSDP shards, and `tensor`, or None without tensor parallelism.
 
     `data` has one dimension, or two (replicas, shards) under hybrid sharding. `context` are the ranks that share this one's rows, or None.
-    `experts` are the ranks of `data` in two dimensions, or None without expert parallelism: FSDP shards experts over the first, "expert_shard",
-    and ranks next to each other, "expert", share all experts of a layer.
+    `experts` are the ranks that share experts apart from layers, or None without expert parallelism.
     """
 
     topology: Topology
@@ -29,7 +28,7 @@ class Meshes:
     data: DeviceMesh
     tensor: DeviceMesh | None
     context: ContextRanks | None
-    experts: DeviceMesh | None = None
+    experts: "ExpertHolders | None" = None
 
     @classmethod
     def of(cls, topology: Topology, *, replicate: int, device: torch.device, expert_ranks: int = 1) -> "Meshes":
@@ -53,13 +52,37 @@ class Meshes:
         sizes = {**data, "tensor": topology.tp} if topology.tp > 1 else data
         world = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
         context = _make_context_ranks(topology) if topology.cp > 1 else None
+        experts = ExpertHolders.of(topology, replicate, device, expert_ranks) if expert_ranks > 1 else None
         if topology.tp == 1:
-            experts = None
-            if expert_ranks > 1:
-                shape = (topology.world_size // expert_ranks, expert_ranks)
-                experts = init_device_mesh(device.type, shape, mesh_dim_names=("expert_shard", "expert"))
             return cls(topology, replicate, world, None, context, experts)
-        return cls(topology, replicate, world[tuple(data)], world["tensor"], context)
+        return cls(topology, replicate, world[tuple(data)], world["tensor"], context, experts)
+
+
+@frozen(eq=False)
+class ExpertHolders:
+    """The ranks of a copy of the model in groups that share the experts of every layer.
+
+    A group, `holders`, is some data-parallel or context-parallel ranks next to each other, with all tensor-parallel ranks of each. Those of it
+    that have the same place among tensor-parallel ranks, and so different tokens, `exchange` rows. FSDP shards experts over `shards`, the ranks
+    that hold the same ones, with replicas first.
+    """
+
+    shards: DeviceMesh
+    holders: DeviceMesh
+    exchange: dist.ProcessGroup
+
+    @classmethod
+    def of(cls, topology: Topology, replicate: int, device: torch.device, expert_ranks: int) -> "ExpertHolders":
+        """Return the groups in which `expert_ranks` ranks with different tokens share experts; every rank must call it."""
+        shards = count_sharding_ranks(topology) // (replicate * expert_ranks)
+        outer = {"replicate": replicate, "expert_shard": shards} if replicate > 1 else {"expert_shard": shards}
+        sizes = {**outer, "expert": expert_ranks * topology.tp}
+        mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        exchange = mesh["expert"].get_group()
+        if topology.tp > 1:
+            ranks = torch.arange(topology.world_size).view(-1, expert_ranks, topology.tp).transpose(1, 2)
+            exchange, _ = dist.new_subgroups_by_enumeration(ranks.reshape(-1, expert_ranks).tolist())  # type: ignore[no-untyped-call] # torch leaves it untyped
+        return cls(mesh[tuple(outer)], mesh["expert"], exchange)
 
 
 def _make_context_ranks(topology: Topology) -> ContextRanks:

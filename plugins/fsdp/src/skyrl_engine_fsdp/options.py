@@ -29,7 +29,8 @@ class FsdpConfig:
 
     expert_parallel: int = field(default=1, validator=ge(1))
     """Number of data-parallel and context-parallel ranks that share the experts of every layer: each holds some of them whole, and tokens are
-    sent to the ranks of their experts. With `tensor_parallel` those ranks share the experts, and this stays 1."""
+    sent to the ranks of their experts. Tensor-parallel ranks share experts besides: `expert_parallel` x `tensor_parallel` ranks hold all of a
+    layer. With `replicate` they are ranks of one copy of the model."""
 
     replicate: int = field(default=1, validator=ge(1))
     """Number of copies of the sharded model (hybrid sharding): each group of dp x cp / replicate ranks holds one and gathers its weights
@@ -82,20 +83,11 @@ class FsdpConfig:
         if self.expert_parallel == 1:
             return
         chosen = f"backend.expert_parallel = {self.expert_parallel}"
-        if self.tensor_parallel > 1:
+        if (ranks := shards // self.replicate) % self.expert_parallel:
+            copy = f" of each of backend.replicate = {self.replicate} copies of the model" if self.replicate > 1 else ""
             raise UnsupportedError(
-                f"{chosen}, and the backend.tensor_parallel = {self.tensor_parallel} ranks share the experts already",
-                remedy="Set one of the two to 1",
-            )
-        if self.replicate > 1:
-            raise UnsupportedError(
-                f"{chosen} shares experts within one copy of the model, and backend.replicate = {self.replicate} asks for several",
-                remedy="Set one of the two to 1",
-            )
-        if shards % self.expert_parallel:
-            raise UnsupportedError(
-                f"{shards} data-parallel and context-parallel ranks cannot be divided into groups of {chosen}",
-                remedy=f"Set backend.expert_parallel to a divisor of {shards}",
+                f"the {ranks} data-parallel and context-parallel ranks{copy} cannot be divided into groups of {chosen}",
+                remedy=f"Set backend.expert_parallel to a divisor of {ranks}",
             )
 
 

@@ -41,7 +41,7 @@ def load_sharded(
     if meshes.tensor is not None:
         config = load_config(spec, images=True)
         refuse_model(meshes.topology.tp, config, spec)
-        plan = LayerPlan.of(config)
+        plan = LayerPlan.of(config, experts=meshes.experts is None)
     # the proof of tensor parallelism compares with the whole model
     parts = plan is None and dist.get_world_size() > 1
     placed = load_on_ranks(spec, images=True, seed=seed, learns=learns, in_parts=parts)
@@ -78,7 +78,8 @@ def load_beside_sharded(
     assert loaded is not None, "an error is raised on all ranks"
     model, scorer = loaded
     if meshes.tensor is not None:
-        parallelize(model, scorer, LayerPlan.of(load_config(spec, images=True)), meshes.tensor)
+        plan = LayerPlan.of(load_config(spec, images=True), experts=meshes.experts is None)
+        parallelize(model, scorer, plan, meshes.tensor)
     experts = _divide_experts(spec, scorer, meshes, options)
     reshard(base_scorer)
     if stays_whole(meshes.topology, spec.dtype, options):
@@ -96,8 +97,9 @@ def _divide_experts(spec: ModelConfig, scorer: Scorer, meshes: Meshes, options: 
     if meshes.experts is None:
         return []
     config = load_config(spec, images=True)
-    refuse_experts(options.expert_parallel, config, spec)
-    return divide_experts_among(scorer.decoder, styles_of(config), meshes.experts["expert"])
+    refuse_experts(options, config, spec)
+    group = None if meshes.tensor is None else meshes.tensor.get_group()
+    return divide_experts_among(scorer.decoder, styles_of(config), meshes.experts, group)
 
 
 @torch.no_grad()

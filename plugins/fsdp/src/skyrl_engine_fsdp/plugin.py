@@ -60,7 +60,12 @@ class FsdpPlugin:
         if not config.cpu_offload:
             # FSDP2 copies host memory to pin it, so that nobody would share it
             capabilities |= {"offload", "adapter_sets", "stochastic_rounding"}
-        choices = {"tensor_parallel": list_divisors(world_size, MOST_TENSOR_PARALLEL), "cpu_offload": (False, True)}
+        choices = {
+            "tensor_parallel": list_divisors(world_size, MOST_TENSOR_PARALLEL),
+            "context_parallel": list_divisors(world_size),
+            "expert_parallel": list_divisors(world_size),
+            "cpu_offload": (False, True),
+        }
         # codes of 4 bits have no columns that tensor-parallel ranks could divide. Compiled layers `refuse_model` refuses there, with the reason
         if topology.tp == 1:
             capabilities |= {"load_in_4bit", "embedding_noise"}
@@ -87,7 +92,7 @@ def _refuse(options: FsdpConfig, config: Any, model: ModelConfig) -> None:
     refuse_context(options, model)
     refuse_float8(options, model)
     if options.expert_parallel > 1:
-        refuse_experts(options.expert_parallel, config, model)
+        refuse_experts(options, config, model)
     if options.tensor_parallel > 1:
         refuse_model(options.tensor_parallel, config, model)
 

@@ -47,12 +47,12 @@ def shard(
     tower = {id(layer) for layer in tower_layers(scorer.decoder)}
     for layer_experts in experts:
         assert meshes.experts is not None, "experts are divided among ranks of a mesh"
-        shards = meshes.experts["expert_shard"]
+        shards = meshes.experts.shards
         fully_shard(
             layer_experts,
             mesh=shards,
             reshard_after_forward=options.reshard_after_forward,
-            shard_placement_fn=_choose_dimension(layer_experts, shards.size()),
+            shard_placement_fn=_choose_dimension(layer_experts, shards.size(-1)),
             mp_policy=policy,
             offload_policy=offload,
         )

@@ -29,9 +29,11 @@ def describe_state(options: FsdpConfig, topology: Topology, model: ModelConfig) 
         traffic=(
             Traffic("weights", ranks, gathers, master=False),
             Traffic("gradients", ranks, per_step=once),
-            Traffic("gradients", copies, 2, per_step=True),
+            Traffic("gradients", copies, 2, per_step=True, divided=ranks),
         ),
         divided=list_divided_patterns,
+        spread_experts=options.expert_parallel,
+        expert_rows="sent",
     )
 
 

@@ -52,9 +52,9 @@ class LayerPlan:
     styles: Mapping[str, str]
 
     @classmethod
-    def of(cls, config: Any) -> "LayerPlan":
-        """Return transformers' plan for a configuration that `layer_styles.refuse_model` has accepted."""
-        return cls(styles_of(config))
+    def of(cls, config: Any, *, experts: bool = True) -> "LayerPlan":
+        """Return transformers' plan for a configuration that `layer_styles.refuse_model` has accepted, with its `experts` or without them."""
+        return cls({pattern: style for pattern, style in styles_of(config).items() if experts or style != EXPERTS})
 
     def modules(self, decoder: nn.Module, ranks: int) -> dict[str, str]:
         """Return the style of every module of `decoder` that the plan divides, by name. Raises UnsupportedError if one cannot be divided."""

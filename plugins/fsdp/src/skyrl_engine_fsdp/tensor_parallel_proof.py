@@ -91,4 +91,7 @@ def _is_cut(gradient: Tensor, mesh: DeviceMesh) -> bool:
     if not isinstance(gradient, DTensor) or mesh.mesh_dim_names is None:
         return False
     names = gradient.device_mesh.mesh_dim_names or ()
+    # tensor-parallel ranks hold different experts, too, where these are shared apart from layers
+    if "expert" in names:
+        return True
     return mesh.mesh_dim_names[0] in names and not gradient.placements[names.index(mesh.mesh_dim_names[0])].is_replicate()

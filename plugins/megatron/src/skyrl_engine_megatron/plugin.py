@@ -74,6 +74,8 @@ class MegatronPlugin:
             layout_choices={
                 "tensor_parallel": list_divisors(world_size, MOST_TENSOR_PARALLEL),
                 "pipeline_parallel": list_divisors(world_size),
+                "context_parallel": list_divisors(world_size),
+                "expert_parallel": list_divisors(world_size),
             },
             environment=_ONE_QUEUE if options.tensor_parallel > 1 else {},
         )
