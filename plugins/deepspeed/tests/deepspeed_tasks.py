@@ -157,12 +157,16 @@ def load_in_training(directory: str, stage: int, checkpoint: Path) -> None:
         backend.close()
 
 
-def load_and_train(directory: str, stage: int, checkpoint: Path, *, steps: int, drawn: int = 0) -> Arrays:
-    """Weights after so many steps from a checkpoint; `drawn` random numbers were drawn before."""
+def load_and_train(
+    directory: str, stage: int, checkpoint: Path, *, steps: int, drawn: int = 0, saves_to: Path | None = None
+) -> Arrays:
+    """Weights after so many steps from a checkpoint, which are saved too; `drawn` random numbers were drawn before."""
     backend = start(directory, stage, OPTIMIZER)
     torch.rand(drawn)
     backend.load(checkpoint)
     train(backend, steps)
+    if saves_to is not None:
+        backend.save(saves_to)
     weights = arrays(backend.weights())
     backend.close()
     return weights

@@ -87,6 +87,22 @@ def test_another_number_of_ranks_continues_to_rounding(
         np.testing.assert_allclose(by_two_again[name], weight, rtol=0, atol=1e-3, err_msg=name)
 
 
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(("stage", "between"), [(3, 2), rarely(2, 3), rarely(1, 0)])
+def test_state_passes_through_another_number_of_ranks_bit_for_bit(
+    pair: World, models: dict[str, str], tmp_path: Path, stage: int, between: int
+) -> None:
+    """Two ranks wrote, one read it and wrote it again, two go on: weights, moments and counts of steps are those of two that never stopped."""
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    (_, due), _ = pair.run(continued, models["qwen3"], stage, tmp_path / "two", before=2, after=2)[0]
+    load_and_train(models["qwen3"], between, tmp_path / "two", steps=0, saves_to=tmp_path / "one")
+    for weights in pair.run(load_and_train, models["qwen3"], stage, tmp_path / "one", steps=2):
+        assert weights.keys() == due.keys()
+        for name, weight in due.items():
+            np.testing.assert_array_equal(weights[name], weight, err_msg=name)
+
+
 def test_random_states_start_anew_on_another_number_of_ranks(
     pair: World, models: dict[str, str], tmp_path: Path, alone: None
 ) -> None:
